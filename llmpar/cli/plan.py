@@ -124,14 +124,14 @@ class Plan:
             if chip.simulated:
                 raise ValueError("time means nothing on simulated devices; name a chip, as --chip h100")
         else:
-            found = hardware.cluster(self.cluster)
-            chip, most = found.row, (found.num_chips or MAX_DEVICES) * found.row.devices_per_chip
+            chip, num_chips = hardware.cluster(self.cluster)
+            most, name = (num_chips or MAX_DEVICES) * chip.devices_per_chip, self.cluster.lower()
             if self.chip is not None and hardware.chip(self.chip).name != chip.name:
-                raise ValueError(f"cluster {found.name} has {chip.name}, not {self.chip}; leave --chip out")
+                raise ValueError(f"cluster {name} has {chip.name}, not {self.chip}; leave --chip out")
             usual = most if most <= 256 else 64
             devices = usual if self.devices is None else self.devices
             if devices > most:
-                raise ValueError(f"cluster {found.name} has {most:,} devices, not {devices:,}")
+                raise ValueError(f"cluster {name} has {most:,} devices, not {devices:,}")
         options.check_range("devices", devices, 1, MAX_DEVICES)
         return chip, devices
 
@@ -199,9 +199,8 @@ def tables_of(document: dict) -> Iterator[Any]:
     what = f"{document['model']} on {document['devices']:,} {document['chip']}"
     plans = Table("mesh", "s", "MFU", "GiB", "why", title=f"{what}, {document['tokens_per_step']:,} tokens")
     for row in document["plans"]:
-        why = "; ".join(filter(None, (row["why"], row["change"])))
         gib = f"{row['memory_bytes']['total'] / 2**30:.1f}"
-        plans.add_row(row["mesh"], f"{row['step_s']:.3g}", f"{row['mfu']:.1%}", gib, why)
+        plans.add_row(row["mesh"], f"{row['step_s']:.3g}", f"{row['mfu']:.1%}", gib, row["why"])
     yield plans
     best = document["plans"][0]
     terms = Table("of the first", "s")
@@ -282,15 +281,11 @@ def percent(error: float | None) -> str:
 
 
 def cells_against(row: dict) -> list[str]:
-    """A row of the table: seconds and bytes below one another, where they were predicted."""
-    predicted, measured, error = row["predicted"], row["measured"], row["error"]
-    units = {"step_s": "s", "memory_gb": "GB"}
-    known = [key for key in units if predicted.get(key) is not None]
-    cell = lambda found, key: f"{found[key]:,.4g} {units[key]}" if found.get(key) is not None else ""
-    return [
-        f"{row['id']}\n{row['chip']}, {row['mesh']}",
-        "\n".join(cell(predicted, key) for key in known),
-        "\n".join(cell(measured, key) for key in known),
-        "\n".join(percent(error.get(key)) for key in known),
-        ("yes" if predicted["fits"] else "no") + (" (wrong)" if error.get("fits") else ""),
-    ]
+    """A row of the table: seconds and bytes below one another."""
+    predicted, error, units = row["predicted"], row["error"], {"step_s": "s", "memory_gb": "GB"}
+    cells = [f"{row['id']}\n{row['chip']}, {row['mesh']}"]
+    for found in (predicted, row["measured"]):
+        each = (f"{found[key]:,.4g} {unit}" if key in found else "" for key, unit in units.items())
+        cells.append("\n".join(each))
+    fits = ("yes" if predicted["fits"] else "no") + " (wrong)" * error.get("fits", False)
+    return [*cells, "\n".join(percent(error.get(key)) for key in units), fits]

@@ -29,11 +29,11 @@ from llmpar.notation import (
     parse_mesh,
 )
 from llmpar.plan import Plan, Resolved
-from llmpar.predict import formulas, hardware, memory, traffic, workload
+from llmpar.predict import formulas, hardware, hosts, memory, traffic, workload
 from llmpar.predict.hardware import CHIPS, GIB, Chip
+from llmpar.predict.planner import fields_of
 from llmpar.predict.time import step_time
 from llmpar.schedules import SCHEDULES, deal, make
-from llmpar.timetable import slots, timetable
 
 PLAN = {f.name: f.default for f in dataclasses.fields(Plan)}
 """The fields of a plan with their defaults."""
@@ -250,9 +250,7 @@ def answer(state: dict, plan: Plan | None = None) -> dict:
         time = step_time(dataclasses.replace(run, order=order))
         out["time"] |= {"step_s": time.step_s, "mfu": time.mfu(run), "terms": time.terms}
     out["links"] = assumed(chip)
-    given = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name != "mesh"}
-    given = {name: value for name, value in given.items() if value != getattr(Plan(), name)}
-    words = ", ".join([f'"{shape}"', *(f"{name}={value!r}" for name, value in given.items())])
+    words = ", ".join([f'"{shape}"', *(f"{name}={value!r}" for name, value in fields_of(plan).items())])
     out["code"] = f'--mesh "{shape}"\nPlan({words})'
     if order != tuple(AXES):
         out["code"] += f"\n# the order '{' '.join(order)}' is for study:"
@@ -279,9 +277,8 @@ def sent(chip: Chip, order, plan: Resolved, batch_size: int, seq_len: int) -> li
         found = {"axes": axes, "kind": kind, "count": row.count, "bytes": row.bytes_sent, "what": words}
         rows.append(found | {"largest": max(each), "sizes": len(each), "seconds": seconds})
         if plan.pipeline and names == "pp" and kind == "collective-permute":
-            # On; gradients go back on the same pairs.
-            sends = (slots(timetable(plan.pipeline)).send == 1).any(0).tolist()
-            rows[-1]["pairs"] = [[s, (s + 1) % sizes["pp"]] for s, there in enumerate(sends) if there]
+            there = hosts.pairs_of(plan, "-> the next stage")  # gradients go back on the same pairs
+            rows[-1]["pairs"] = [list(pair) for pair in there]
     return sorted(rows, key=lambda row: -row["bytes"])
 
 

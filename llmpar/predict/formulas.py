@@ -252,6 +252,12 @@ def moe_elements(tokens: float, d: float, topk: float, ep: float, at_home: float
     return 2 * topk * tokens * d * (1 - (1 / ep if at_home is None else at_home))
 
 
+def visited_share(experts: int, topk: int, ep: int) -> float:
+    """The share of tokens that have one of their k experts on a given one of EP ranks, if all experts are
+    equally likely: 1 - C(E - E/EP, k) / C(E, k)."""
+    return 1 - math.comb(experts - experts // ep, topk) / math.comb(experts, topk)
+
+
 def expert_capacity(tokens: float, experts: float, factor: float, topk: float = 1) -> float:
     """Slots for each expert: k tokens factor / experts, rounded up (Fedus et al. 2021, eq. 3)."""
     return math.ceil(round(topk * tokens * factor / experts, 9))  # 9 digits: 1.1 * 1000 is not 1101

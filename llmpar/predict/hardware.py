@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from llmpar.config import allowed
 from llmpar.files import Allowed, read_toml
-from llmpar.predict.rates import Rates, rates
+from llmpar.predict.rates import RATES, Rates
 
 GIB = 2**30
 LINKS = ("torus", "switch")
@@ -59,9 +59,7 @@ class Chip:
     date: Text  # when the source was current, or the chip was announced
     devices_per_chip: Annotated[int, Allowed(int, 1, 64)] = 1
     wrap_multiple: Count = 1
-    memory_share: Annotated[float, Allowed(float, 1e-3, 1)] = (
-        1.0  # of the usable memory, taken by JAX unasked
-    )
+    memory_share: Annotated[float, Allowed(float, 1e-3, 1)] = 1.0  # of what is usable, that JAX takes
     hop_s: Annotated[float, Allowed(float, 1e-12, 1)] = 1e-6  # {BOOK}: of a TPU; kept for switches too
     reached: Rates | None = None  # measured on the machine at hand, and written by hand into a TOML file
     base: str = ""  # the row that a file started from
@@ -93,8 +91,9 @@ class Chip:
 
     @property
     def rates(self) -> Rates:
-        """What software reaches of these figures: as measured here, else as fitted on published runs."""
-        return self.reached or rates(_RATES_OF.get(self.family, self.family))
+        """What software reaches of these figures: as measured here, else as fitted on published runs, else
+        the general row."""
+        return self.reached or RATES.get(_RATES_OF.get(self.family, self.family), Rates())
 
     @property
     def simulated(self) -> bool:
@@ -176,36 +175,18 @@ CHIPS: tuple[Chip, ...] = tuple(_chip(name, row) for name, row in _TABLE["chip"]
 NAMES = {alias: chip for chip in CHIPS for alias in (chip.name, *chip.aliases)}
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """A machine that people name: a chip, and what of its row differs there."""
-
-    name: str
-    chip: str
-    chips_per_node: int  # within reach of the fast links
-    network_bytes_per_s: float  # one way, of one chip
-    ports: str  # of a node to the network, in words
-    date: str
-    source: str
-    num_chips: int | None = None  # of the whole machine; None: as many as are asked for
-
-    @property
-    def row(self) -> Chip:
-        """The chip's row as it is in this machine."""
-        return replace(
-            NAMES[self.chip], node_size=self.chips_per_node, dcn_bytes_per_s=self.network_bytes_per_s
-        )
+CLUSTERS: dict[str, dict] = _TABLE["cluster"]
+"""Machines and shapes of nodes that people name."""
 
 
-CLUSTERS = {name: Cluster(name, **row) for name, row in _TABLE["cluster"].items()}
-"""Machines and shapes of nodes by name."""
-
-
-def cluster(name: str) -> Cluster:
-    """Find a machine by name."""
+def cluster(name: str) -> tuple[Chip, int | None]:
+    """The row of a machine's chip with its nodes and network, and its chips; None: as many as are asked
+    for."""
     if name.lower() not in CLUSTERS:
         raise ValueError(f"cluster '{name}' is not known; known are {', '.join(CLUSTERS)}; or give --chip")
-    return CLUSTERS[name.lower()]
+    row = CLUSTERS[name.lower()]
+    nodes = {"node_size": row["chips_per_node"], "dcn_bytes_per_s": row["network_bytes_per_s"]}
+    return replace(NAMES[row["chip"]], **nodes), row.get("num_chips")
 
 
 def chip(name: str | Path) -> Chip:

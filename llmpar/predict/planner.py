@@ -325,8 +325,7 @@ def rescue(q: Question, one: Candidate) -> str:
     if not one.memory_bytes:
         return ""
     if found := first_fit(q, one.plan, single_changes(q, one.plan)):
-        change, _, total = found
-        ((name, value),) = change.items()
+        ((name, value),), total = found[0].items(), found[2]
         return f"{name}={value} would hold {total / GIB:.1f} GiB"
     return f"no single field: it wants {one.total_bytes / q.room_bytes:.1f} times the memory"
 
@@ -395,7 +394,6 @@ def document(answer: Answer, tokens: float | None = None, price: float | None = 
     """The document of ``llmpar plan --json``. ``tokens``: a budget to train on; ``price``: of a chip and
     hour."""
     q, best = answer.question, answer.plans[0]
-    rows = [_row(q, one, best, answer.plans) for one in answer.plans]
     found: dict[str, Any] = {
         "model": q.config.name,
         "chip": q.chip.name,
@@ -407,7 +405,7 @@ def document(answer: Answer, tokens: float | None = None, price: float | None = 
         "margin": MARGIN,
         "mfu_convention": "6N + 12LHQT per token, attention's whole square (Chowdhery et al. 2022)",
         "priced": answer.num_priced,
-        "plans": rows,
+        "plans": [_row(q, one, best) for one in answer.plans],
         "rejected": [{"mesh": str(m), "why": why, "change": change} for m, why, change in answer.rejected],
         "sensitivity": sensitivity(q, best),
     }
@@ -416,7 +414,7 @@ def document(answer: Answer, tokens: float | None = None, price: float | None = 
     return found
 
 
-def _row(q: Question, one: Candidate, best: Candidate, others: list[Candidate]) -> dict[str, Any]:
+def _row(q: Question, one: Candidate, best: Candidate) -> dict[str, Any]:
     run = q.run(one.plan)
     return {
         "mesh": str(one.plan.mesh),
@@ -427,9 +425,8 @@ def _row(q: Question, one: Candidate, best: Candidate, others: list[Candidate]) 
         "terms": one.time.terms,
         "mfu": one.time.mfu(run),
         "tokens_per_s": run.tokens_per_step / one.time.step_s,
-        "bubble_fraction": one.time.bubble_fraction,
+        "bubble_fraction": one.time.terms.get("bubble", 0.0) / one.time.step_s,
         "why": why(one, best),
-        "change": change(one, others),
         "train": command(q, one.plan, "train"),
         "compile": command(q, one.plan, "compile"),
         "launch": launch(q, one.plan),
@@ -448,19 +445,6 @@ def why(one: Candidate, best: Candidate) -> str:
     name = max(grown, key=lambda k: grown[k])
     before, now = best.time.terms.get(name, 0.0), one.time.terms[name]
     return f"{lost:+.3g} s: {name} {now:.3g} s > {before:.3g} s"
-
-
-def change(one: Candidate, others: list[Candidate]) -> str:
-    """The single change to a faster plan: one factor moved between two axes, or one field; empty where none
-    of the others is so near."""
-    for other in others:
-        if other.time.step_s >= one.time.step_s:
-            return ""
-        a, b = one.plan.mesh.sizes, other.plan.mesh.sizes
-        moved = [f"{axis}={b[axis]}" for axis in AXES if a[axis] != b[axis]]
-        if len(moved) <= 2:
-            return f"{' '.join(moved)} takes {other.time.step_s:.3g} s"
-    return ""
 
 
 def fields_of(plan: Plan) -> dict[str, Any]:

@@ -39,8 +39,3 @@ class Rates:
 _TEXT = resources.files(__package__).joinpath("rates.toml").read_text(encoding="utf-8")
 RATES: dict[str, Rates] = {name: Rates(**row) for name, row in tomllib.loads(_TEXT).items()}
 """What `tests/fit_rates.py` found."""
-
-
-def rates(chip_name: str) -> Rates:
-    """The row of a chip, or the general one."""
-    return RATES.get(chip_name, Rates())

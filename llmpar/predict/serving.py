@@ -88,9 +88,6 @@ def _reached(config: ModelConfig, chip: Chip) -> tuple[float, float]:
 
 def _besides(clock: Clock) -> dict[str, float]:
     """Two all-reduces over tp in each layer, and the starts of its kernels."""
-    config, tp = clock.run.config, clock.run.mesh.tp
-    found = {"starting kernels": config.num_layers * KERNELS * clock.rates.kernel_s}
-    if tp > 1:
-        one = clock.collective("all-reduce", 2.0 * clock.run.tokens * config.width, tp, 1)
-        found["tensor-parallel links"] = 2 * config.num_layers * one
-    return found
+    layers = clock.run.config.num_layers
+    links = {name: layers * ahead for name, (ahead, _) in clock.inside(True, 0.0).items()}
+    return {"starting kernels": layers * KERNELS * clock.rates.kernel_s} | links

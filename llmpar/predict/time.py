@@ -71,11 +71,10 @@ class Pass:
 
 @dataclass
 class Time:
-    """A step's seconds, by term; the busiest stage's share of them; the bubble."""
+    """A step's seconds, and the busiest stage's by term, the bubble among them."""
 
     step_s: float
     terms: dict[str, float]
-    bubble_fraction: float = 0.0
 
     def mfu(self, run: Run, causal: bool = False) -> float:
         """Model FLOPs utilisation, by PaLM's convention where not ``causal`` (Chowdhery et al. 2022)."""
@@ -230,10 +229,7 @@ class Clock:
         each expert."""
         how, ep = self.run.config.experts, self.run.mesh.ep
         assert how
-        if not self.ours:
-            return how.top_k
-        left = how.num_experts - how.num_experts // ep
-        return ep * (1 - math.comb(left, how.top_k) / math.comb(how.num_experts, how.top_k))
+        return ep * formulas.visited_share(how.num_experts, how.top_k, ep) if self.ours else how.top_k
 
     def alike(self, stage: int) -> int:
         """The first stage that sends what this one does: with as many layers and none of the ends."""
@@ -451,8 +447,7 @@ def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time
     held = max((shared + experts * run.mesh.ep) / cut for shared, experts in params)
     whole = max(shared + experts for shared, experts in params)
     terms.add("optimizer", (OPTIMIZER_BYTES * held + 2 * soft.reduced_bytes * whole) / clock.bytes_per_s)
-    total = terms.seconds
-    return Time(total, dict(terms.terms), terms.terms.get("bubble", 0.0) / total)
+    return Time(terms.seconds, terms.terms)
 
 
 def _stages(clock: Clock) -> tuple[list[list[Chunk]], list[tuple[float, float]]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from llmpar.config import ExpertConfig, ModelConfig, Weight
 from llmpar.notation import TRANSPOSES, Arrow
 from llmpar.plan import Resolved
-from llmpar.predict.formulas import ring_bytes
+from llmpar.predict.formulas import ring_bytes, visited_share
 from llmpar.schedules import Schedule
 from llmpar.timetable import slots, timetable
 
@@ -336,8 +336,7 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
     slots = experts.slots(tokens, pieces * (plan.mesh.tp if plan.tp_sequence else 1), ranks)
     layers, choices, small = run.forward + run.again, (b, s, experts.top_k), FLOAT32
     groups = values.traffic.group_size(plan.place("ffn b").axes)
-    elsewhere = math.comb(experts.num_experts - experts.num_experts // ranks, experts.top_k)
-    filled = min(1, (1 - elsewhere / math.comb(experts.num_experts, experts.top_k)) * tokens / slots)
+    filled = min(1, visited_share(experts.num_experts, experts.top_k, ranks) * tokens / slots)
     of = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
     buffer, ragged = (groups, ranks, slots, config.width), plan.dispatch == "ragged"  # then at most so much
     there, back = "ffn b e c d -> experts b e c d", "experts b e c d +m -> ffn b e c d +m"

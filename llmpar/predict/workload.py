@@ -10,15 +10,15 @@ import tomllib
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from llmpar.config import ModelConfig
 from llmpar.notation import AXES, MeshShape
 from llmpar.plan import Plan
 from llmpar.predict.hardware import Chip
+from llmpar.schedules import deal
 
-Recompute = Literal["none", "selective", "ffn", "block"]
-POLICIES: tuple[Recompute, ...] = get_args(Recompute)
+POLICIES: tuple[str, ...] = get_args(get_type_hints(Plan)["remat"])
 """From what keeps most to what computes most again."""
 
 
@@ -30,9 +30,7 @@ class Software:
 
     name: str
     eager: bool = True  # the host launches each kernel when Python comes to it; else a compiled program runs
-    fused_attention: bool = (
-        True  # FlashAttention; else squares of scores are written, masked, normed and read
-    )
+    fused_attention: bool = True  # else squares of scores are written, masked, normed and read
     overlaps: bool = True  # gradients and weights travel while others are computed; else after and before
     weight_bytes: float = 2  # of the copies that products use; 0: cast from the optimizer's
     grad_bytes: float = 4  # of a gradient as it is summed up
@@ -44,9 +42,7 @@ class Software:
     later_attention: float = 1.0  # what it reaches on GPUs after A100, of what the vendors' kernels do there
     logit_bytes: float = 6  # per logit while the loss is computed
     messages: float = 0  # of the stream's size, that a pipeline keeps for each microbatch that is alive
-    reduces_late: bool = (
-        False  # over dp when all gradients are there: a loop over layers gives them at its end
-    )
+    reduces_late: bool = False  # over dp at the end of the backward pass: a loop gives all gradients there
     blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
 
 
@@ -84,12 +80,12 @@ class Run:
     reshard: bool = True  # `Plan.reshard_after_forward`
     schedule: str = "1f1b"
     virtual_stages: int = 1
-    recompute: Recompute = "none"  # `Plan.remat`
+    recompute: str = "none"  # `Plan.remat`
     again: float = 0.0  # forward passes that a stage repeats besides: of ours, whose stages keep inputs alone
     tp_sequence: bool = False
     tp_overlap: bool = False  # products run beside these exchanges
     ep_overlap: bool = False
-    context_parallel: Literal["ring", "ulysses", "gather", "usp"] = "ring"
+    context_parallel: str = "ring"
     ffn_products: int = 3  # matrices of a feed-forward: 3 with a gate, 2 without
     gpt: bool = False  # layer norms with biases, dropout, learned positions
     bits: int = 16  # of what the products of the blocks multiply
@@ -129,14 +125,11 @@ class Run:
 
     @cached_property
     def chunk_layers(self) -> list[int]:
-        """Layers of each chunk of the pipeline, in the order of the model: the first ones have what is
-        over."""
-        pieces, ends = self.mesh.pp * self.virtual_stages, 2 * self.ends_as_layers
-        base, more = divmod(self.config.num_layers + ends, pieces)
-        counts = [base + (i < more) for i in range(pieces)]
-        if ends:
-            counts[0] -= 1
-            counts[-1] -= 1
+        """Layers of each chunk of the pipeline, in the order of the model."""
+        end = int(self.ends_as_layers)
+        counts = deal(self.config.num_layers + 2 * end, self.mesh.pp * self.virtual_stages)
+        counts[0] -= end
+        counts[-1] -= end
         return counts
 
     @property
@@ -202,31 +195,25 @@ class Run:
 
     # ------------------------------------------------------------------------------ what a layer computes
 
-    def attention_products(self) -> list[Product]:
-        """The projections of attention, forward, of a microbatch on a device."""
-        c, t, tp = self.config, self.tokens, self.mesh.tp
-        d, n, k, h = c.width, c.num_heads / tp, self.kv_heads / tp, c.head_width
-        if c.latent:
-            return [Product(t, inner, out) for inner, out in c.latent_matrices(n)]
-        return [Product(t, d, (n + 2 * k) * h), Product(t, n * h, d)]
-
-    def ffn_list(self, width: float, tokens: float | None = None, times: float = 1) -> list[Product]:
-        """The products of a feed-forward of ``width``."""
-        d, t = self.config.width, self.tokens if tokens is None else tokens
-        return [Product(t, d, width * (self.ffn_products - 1), times), Product(t, width, d, times)]
-
     def layer_products(self, dense: bool = False) -> tuple[list[Product], list[Product]]:
-        """Products of a layer, forward: attention's, and the feed-forward's. Experts share their visits
-        evenly: each ep rank gets its part of the visits of all ep ranks' tokens, and where tp does not cut
-        experts, tp ranks deal tokens among them."""
-        c, how, tp = self.config, self.config.experts, self.mesh.tp
+        """Products of a layer, forward, of a microbatch on a device: attention's projections, and the
+        feed-forward's. Experts share their visits evenly: each ep rank gets its part of the visits of all ep
+        ranks' tokens, and where tp does not cut experts, tp ranks deal tokens among them."""
+        c, t, tp, how = self.config, self.tokens, self.mesh.tp, self.config.experts
+        d, n, k, h = c.width, c.num_heads / tp, self.kv_heads / tp, c.head_width
+        attention = [Product(t, d, (n + 2 * k) * h), Product(t, n * h, d)]
+        if c.latent:
+            attention = [Product(t, inner, out) for inner, out in c.latent_matrices(n)]
+
+        def ffn(width: float, rows: float = t, times: float = 1) -> list[Product]:
+            return [Product(rows, d, width * (self.ffn_products - 1), times), Product(rows, width, d, times)]
+
         if how is None or dense:
-            return self.attention_products(), self.ffn_list((how.dense_width if how else c.ffn_width) / tp)
-        found = self.ffn_list(c.ffn_width * how.num_shared / tp) if how.num_shared else []
-        found.append(Product(self.stream_tokens, c.width, how.num_experts))  # the router
+            return attention, ffn((how.dense_width if how else c.ffn_width) / tp)
+        found = ffn(c.ffn_width * how.num_shared / tp) if how.num_shared else []
+        found.append(Product(self.stream_tokens, d, how.num_experts))  # the router
         here, cut = how.num_experts / self.mesh.ep, tp if self.expert_tp else 1
-        visits = self.tokens * how.top_k * cut / tp
-        return self.attention_products(), found + self.ffn_list(c.ffn_width / cut, visits / here, here)
+        return attention, found + ffn(c.ffn_width / cut, t * how.top_k * cut / tp / here, here)
 
     def attention_flops(self) -> float:
         """FLOPs of scores and of what they weigh, forward, of a microbatch and layer on a device: of whole
