@@ -18,7 +18,7 @@ from llmpar.plan import Plan
 from llmpar.predict.hardware import Chip
 from llmpar.schedules import deal
 
-POLICIES: tuple[str, ...] = get_args(get_type_hints(Plan)["remat"])
+POLICIES: tuple[Any, ...] = get_args(get_type_hints(Plan)["remat"])
 """From what keeps most to what computes most again."""
 
 
