@@ -94,6 +94,12 @@ def rewritten(document: dict[str, Any]) -> dict[str, float]:
     return {name: round(share, 3) for name, share in shares.items() if abs(share - 1) > 0.01}
 
 
+def argument_bytes(case) -> int:
+    """What a device is given."""
+    plan = case.plan.resolve(case.config, None)
+    return sum(memory.argument_bytes(plan, case.batch_size, case.seq_len).values())
+
+
 def formula(case, platform: str) -> int:
     """What the formula says of a case."""
     return memory.temp_bytes(case.plan.resolve(case.config, platform), case.batch_size, case.seq_len)
@@ -125,11 +131,7 @@ def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
         if (row := kept["plans"].get(case.name)) is None:
             continue
         guess = formula(case, parse_target(where).platform)
-        held = sum(
-            memory.argument_bytes(
-                case.plan.resolve(case.config, None), case.batch_size, case.seq_len
-            ).values()
-        )
+        held = argument_bytes(case)
         # A compiler that refuses tells the sum, before it has packed anything.
         true, given = (row["total"], held) if row["refused"] else (row["temp"], 0)
         cell = f"{guess / GIB:.2f} ({(given + guess) / true - 1:+.0%})"

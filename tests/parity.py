@@ -104,6 +104,12 @@ def solo(config, dtype: str = "float32"):
     return float(value), jax.tree.map(np.asarray, grads)
 
 
+@functools.cache
+def logits_of(config):
+    """The logits of (weights, batch) by `Solo`, in float32."""
+    return jax.jit(lambda params, batch: nnx.merge(model_graph(config), params).logits(batch, Solo()))
+
+
 def spread(config, plan: Plan, step_class=Step):
     """Loss, global norm and gradients of a step, whole, layers and positions in natural order again."""
     plan.check(config, BATCH, SEQ)

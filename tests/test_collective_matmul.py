@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from parity import BATCH, LLAMA, MOE, SEQ, assert_same, by_arrow, name, predicted_by_arrow
+from parity import BATCH, LLAMA, MOE, SEQ, assert_same, by_arrow, predicted_by_arrow
 from unordered import unordered
 
 from llmpar import overlap
@@ -107,19 +107,6 @@ def test_data_orders_the_rings_on_simulated_devices():
         pairs = unordered(program, step.mesh)
         assert not [pair for pair in pairs if {c.kind for c in pair} == {"collective-permute"}]
     assert sum(c.count for c in census_hlo(text, step.mesh) if c.kind == "collective-permute")
-
-
-@pytest.mark.parametrize(
-    "plan, why",
-    [
-        (Plan("tp=2", tp_comm_overlap=True), "without tp_sequence nothing is gathered over tp"),
-        (overlapped("tp=2", reading="auto"), "under reading='auto' XLA chooses how activations travel"),
-    ],
-    ids=lambda x: name(x) if isinstance(x, Plan) else "",
-)
-def test_where_it_changes_nothing_it_is_said(plan, why):
-    decided = plan.resolve(LLAMA)
-    assert not decided.tp_comm_overlap and f"tp_comm_overlap=True changes nothing: {why}" in decided.said
 
 
 @pytest.mark.parametrize("fault", ["the wrong block", "a part too few"])

@@ -9,18 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from parity import LLAMA, MOE, QWEN, name, weights
+from parity import LLAMA, MOE, QWEN, logits_of, name, weights
 
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh, sharding
 from llmpar.notation import parse_layout
-from llmpar.par import Manual, Solo
+from llmpar.par import Manual
 from llmpar.plan import Plan
 from llmpar.serve.decode import Decoder, generate
 from llmpar.step import Step
-from llmpar.weights import model_graph
 
 B, S, MORE = 2, 5, 6
 PROMPT = np.random.default_rng(3).integers(0, 256, (B, S)).astype(np.int32)
@@ -38,8 +36,7 @@ def whole(config, tokens):
     """Logits after every position of ``tokens``, on one device without a cache."""
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     batch = {"tokens": tokens, "positions": positions, "segments": np.zeros_like(tokens)}
-    model = lambda params, batch: nnx.merge(model_graph(config), params).logits(batch, Solo())
-    return np.asarray(jax.jit(model)(weights(config), batch))
+    return np.asarray(logits_of(config)(weights(config), batch))
 
 
 PLANS = [

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from shared import TABLES
 
 from llmpar.cli import doctor
 from llmpar.cli.train import say_memory
@@ -99,34 +100,11 @@ def test_a_missing_file_is_refused_by_its_path(tmp_path):
         chip(tmp_path / "nowhere.toml")
 
 
-KINDS = {
-    "v3": "TPU v3",
-    "v4": "TPU v4",
-    "v5e": "TPU v5 lite|TPU v5e",
-    "v5p": "TPU v5|TPU v5p",
-    "v6e": "TPU v6 lite",
-    "7x": "TPU7x",
-    "a100-40": "NVIDIA A100-SXM4-40GB",
-    "a100-80": "NVIDIA A100-SXM4-80GB",
-    "h100": "NVIDIA H100 80GB HBM3",
-    "h200": "NVIDIA H200|NVIDIA H200 141GB HBM3e",
-    "b200": "NVIDIA B200",
-    "gb200": "NVIDIA GB200",
-    "mi300x": "AMD Instinct MI300X",
-    "cpu": "cpu",
-}
-OTHERS = (
-    "TPU v4 lite|TPU v2|TPU8i|NVIDIA A100 80GB PCIe|NVIDIA A100-PCIE-40GB|NVIDIA H100 PCIe|"
-    "NVIDIA GH200 480GB|NVIDIA H200 NVL|NVIDIA H100 80GB HBM3 MIG 1g.10gb|NVIDIA H20|NVIDIA GB2000|"
-    "NVIDIA A100-SXM-64GB|NVIDIA GeForce RTX 4090|AMD Instinct MI300A|"
-)
-"""Boards with other figures; the last is nothing."""
-
-
 def test_guess_knows_the_kinds_that_jax_reports_and_stays_silent_on_others():
-    for name, kinds in KINDS.items():
-        assert {guess(kind).name for kind in kinds.split("|")} == {name}
-    assert {kind: guess(kind) for kind in OTHERS.split("|") if guess(kind)} == {}
+    kinds = dict(TABLES["device_kinds"])
+    assert {kind: guess(kind) for kind in kinds.pop("no_chip") if guess(kind)} == {}
+    for name, reported in kinds.items():
+        assert {guess(kind).name for kind in reported} == {name}
 
 
 def test_a_device_is_its_share_of_the_chip():

@@ -15,14 +15,13 @@ import jax
 import make_hf_fixtures
 import numpy as np
 import pytest
-from flax import nnx
+from parity import logits_of
 
 from llmpar.config import PRESETS, ExpertConfig, RopeScaling, from_hugging_face, preset, to_hugging_face
 from llmpar.mesh import make_mesh, sharding
-from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.training import data, hf
-from llmpar.weights import init_params, model_graph, weight_dims
+from llmpar.weights import init_params, weight_dims
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 TOLERANCE = (
@@ -56,20 +55,13 @@ def fixture(tmp_path):
     return get
 
 
-@functools.cache
-def compiled(config):
-    """The model's logits on one device in float32."""
-    model = model_graph(config)
-    return jax.jit(lambda params, batch: nnx.merge(model, params).logits(batch, Solo()))
-
-
 def logits(params, config, ids):
     """What our model computes for these tokens, one document a row."""
     positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
     batch = dict(
         tokens=np.int32(ids), targets=np.int32(ids), positions=positions, segments=np.ones_like(positions)
     )
-    return np.asarray(compiled(config)(params, batch))
+    return np.asarray(logits_of(config)(params, batch))
 
 
 def same(a, b):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 from test_launch import gone_after_a_kill
+from test_lesson_mutations import in_a_process
 
 from llmpar.config import preset
 from llmpar.exercises import hosts
@@ -242,11 +243,7 @@ def test_the_lesson_runs_where_no_wire_can_be_made(tmp_path):
     for tool in wire.TOOLS:
         (tmp_path / tool).write_text("#!/bin/sh\necho not permitted >&2; exit 1")
         (tmp_path / tool).chmod(0o755)
-    flags = {name: text for name, text in BASE.items() if name != "XLA_FLAGS"}
-    env = flags | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MPLBACKEND": "agg"}
-    env |= {"LLMPAR_ANSWERS": str(tmp_path / "answers.jsonl")}
-    command = [sys.executable, str(HERE / "test_lesson_mutations.py"), "17"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
+    done = in_a_process(tmp_path, "17", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "no hosts of their own can be made here: not permitted" in done.stdout
     assert "dp across, recorded, host 0" in done.stdout and ", here," not in done.stdout

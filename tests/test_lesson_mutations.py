@@ -149,13 +149,12 @@ def run(lesson, fault=None):
     return 0
 
 
-def in_a_process(tmp_path, *given):
+def in_a_process(tmp_path, *given, **more):
     """Run this file as a program."""
     env = {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg", "LLMPAR_ANSWERS": str(tmp_path / "answers.jsonl")}
     flags = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"}
-    return subprocess.run(
-        [sys.executable, __file__, *given], cwd=tmp_path, env=flags | env, capture_output=True, text=True
-    )
+    command = [sys.executable, __file__, *given]
+    return subprocess.run(command, cwd=tmp_path, env=flags | env | more, capture_output=True, text=True)
 
 
 @pytest.mark.full

@@ -5,8 +5,8 @@ import statistics
 
 import compare_memory
 import pytest
+from compare_memory import argument_bytes as given
 
-from llmpar.predict import memory
 from llmpar.predict.hardware import chip
 
 RECORD = json.loads(compare_memory.RECORD.read_text())
@@ -38,11 +38,8 @@ def test_arguments_are_exact():
         for case in compare_memory.cases(target):
             row = kept["plans"].get(case.name, {})
             if "arguments" in row:
-                parts = memory.argument_bytes(
-                    case.plan.resolve(case.config, None), case.batch_size, case.seq_len
-                )
                 padding = 0 if target == H100 else 1e-3  # TPUs pad vectors to whole tiles
-                assert row["arguments"] == pytest.approx(sum(parts.values()), rel=padding, abs=0), case.name
+                assert row["arguments"] == pytest.approx(given(case), rel=padding, abs=0), case.name
 
 
 def test_bytes_are_exact():
@@ -59,16 +56,11 @@ def verdicts(target, capacity):
     for case in compare_memory.cases(target):
         if (row := rows.get(case.name)) is None:
             continue
-        temp = formula(target)(case)
-        given = sum(
-            memory.argument_bytes(
-                case.plan.resolve(case.config, None), case.batch_size, case.seq_len
-            ).values()
-        )
-        needs = row["total"] if row["refused"] else given + row["temp"]
-        if given + temp <= capacity and needs > capacity:
+        predicted = given(case) + formula(target)(case)
+        needs = row["total"] if row["refused"] else given(case) + row["temp"]
+        if predicted <= capacity and needs > capacity:
             wrong.append(f"{case.name} is called feasible")
-        if given + temp > capacity and needs <= 0.9 * capacity:
+        if predicted > capacity and needs <= 0.9 * capacity:
             wrong.append(f"{case.name} is refused")
     return wrong
 

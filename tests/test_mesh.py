@@ -35,7 +35,7 @@ def in_a_fresh_process(code: str, **variables: str) -> subprocess.CompletedProce
         {k: v for k, v in os.environ.items() if k not in told} | {"JAX_PLATFORMS": "cpu"} | variables
     )
     return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600
     )
 
 

@@ -1,9 +1,6 @@
 """Long sequences under a plan: what is gathered, what is held, and that documents do not leak."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -12,6 +9,7 @@ import pytest
 from flax import nnx
 from parity import BATCH, LLAMA, SEQ, assert_same, dealt, name, planted, weights
 from test_census import predicted
+from test_mesh import in_a_fresh_process
 
 from llmpar import attention, sequence_order
 from llmpar.inspect.census import compiled_memory
@@ -76,8 +74,7 @@ def test_chunks_of_a_feed_forward_take_less_memory(remat):
 
 MILLION = """
 import jax, optax
-from llmpar.inspect.census import census_hlo, compiled_memory, partitioned_hlo
-from llmpar.inspect.jaxpr import census_jaxpr
+from llmpar.inspect.census import compiled_memory
 from llmpar.config import preset
 from llmpar.mesh import make_mesh, use_devices
 from llmpar.plan import Plan
@@ -93,10 +90,7 @@ for n, tokens in ((8, 2**17), (64, 2**20)):
 
 @pytest.mark.full
 def test_a_training_step_of_a_million_tokens_compiles_with_the_memory_of_a_rank_of_fewer():
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=64"}
-    done = subprocess.run(
-        [sys.executable, "-c", MILLION], env=environment, check=True, capture_output=True, text=True
-    )
+    done = in_a_fresh_process(MILLION)
     few, many = map(int, done.stdout.split())
     ids = 8 * (2**20 - 2**17)  # positions and documents of the whole row, which every rank knows
     assert few < 2**27 and 0 <= many - few <= 4 * ids

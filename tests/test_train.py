@@ -15,8 +15,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from parity import LLAMA, weights
+from parity import LLAMA, logits_of, weights
 
 from llmpar.cli.options import StepOptions
 from llmpar.cli.train import ideal_step_s
@@ -24,7 +23,6 @@ from llmpar.config import ExpertConfig
 from llmpar.mesh import make_mesh
 from llmpar.notation import parse_layout
 from llmpar.optimizer import make_optimizer, muon_dims
-from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.predict import hardware, memory
 from llmpar.sequence_order import row_orders
@@ -32,7 +30,7 @@ from llmpar.step import State, Step
 from llmpar.training.checkpoint import Checkpoints, checksums
 from llmpar.training.data import Corpus, DataConfig, Stream, read_corpus
 from llmpar.training.train import OptimizerConfig, Report, _Measured, made_of, train
-from llmpar.weights import model_graph, weight_dims
+from llmpar.weights import weight_dims
 
 SMALL = dataclasses.replace(
     LLAMA, name="small-test", num_layers=1, width=32, num_heads=8, num_kv_heads=8, ffn_width=32
@@ -506,8 +504,7 @@ def test_a_run_that_is_asked_to_stop_finishes_its_step_saves_and_goes_on_later(t
 
 def independent_loss(config, params, batch) -> tuple[float, int]:
     """Cross-entropy from the gathered logits of one device, in float64; and the number of targets."""
-    logits = jax.jit(lambda params, batch: nnx.merge(model_graph(config), params).logits(batch, Solo()))
-    logits = np.asarray(logits(jax.device_get(params), batch), np.float64)
+    logits = np.asarray(logits_of(config)(jax.device_get(params), batch), np.float64)
     log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
     picked = np.take_along_axis(logits, np.maximum(batch["targets"], 0)[..., None], -1)[..., 0]
     counts = batch["targets"] >= 0
