@@ -31,9 +31,8 @@ def main() -> int:
     programs = tempfile.mkdtemp()  # each is compiled once
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": programs, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     try:
-        with hosts.start(RATES[0]) as team:
-            for rate in RATES:
-                team.wire.limit(rate)
+        for rate in RATES:
+            with hosts.start(rate) as team:
                 for name in hosts.PLACEMENTS:
                     found = team.run(hosts.measure, name, STEPS)
                     slowest = [
