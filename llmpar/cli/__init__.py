@@ -102,21 +102,17 @@ def _status(error: Exception) -> int:
     return 1 if refused and not joined.is_broken(str(error)) else joined.FAILED
 
 
-def _of_others(sentence: str, status: int) -> int | None:
-    """Tell the other processes of this one, if there are some, that it fails. If one of them failed first,
-    this one has said so in place of its own sentence, and ends with that one's status."""
-    with contextlib.suppress(Exception):  # the own sentence comes first
-        return joined.tell_others(sentence, status) if sentence and (joined := _joined()) else None
-    return None
-
-
 def _fail(sentence: str, status: int, error: Exception | None = None) -> int:
-    """Print the sentence, and give the status."""
+    """Print the sentence, and give the status. If another process failed first, this one has said so in place
+    of its own sentence, and ends with that one's status."""
     if error and os.environ.get("LLMPAR_TRACEBACK"):
         import traceback
 
         traceback.print_exception(error)
-    first = _of_others(sentence, status)
+    first = None
+    with contextlib.suppress(Exception):  # the own sentence comes first
+        if sentence and (joined := _joined()):
+            first = joined.tell_others(sentence, status)
     if sentence and first is None:
         print(f"llmpar: {sentence}", file=sys.stderr, flush=True)
     if isinstance(error, OSError) and sys.stdout is sys.__stdout__ and sys.stdout:

@@ -349,13 +349,11 @@ def is_broken(sentence: str) -> bool:
 
 
 def tell_others(sentence: str, status: int) -> int | None:
-    """Tell the other processes that this one failed; if another one failed first, say that, and give its
-    status.
+    """Tell the other processes that this one of several failed; if another one failed first, say that, and
+    give its status.
 
     Of several failures the first is told: a process whose collective broke because another died says so.
     """
-    if not together():
-        return None
     import jax
 
     mine = f"{status} process {jax.process_index()} failed: {sentence}"
@@ -372,10 +370,7 @@ def tell_others(sentence: str, status: int) -> int | None:
 
 
 def leave(status: int) -> None:
-    """End this process at once, if it is one of several: JAX would wait minutes for the others at a
-    barrier."""
-    if not together():
-        return
+    """End this process, one of several, at once: JAX would wait minutes for the others at a barrier."""
     import jax
 
     with contextlib.suppress(Exception):

@@ -63,14 +63,14 @@ class Team(contextlib.ExitStack):
             raise ValueError(
                 "a team needs cloudpickle, which is missing; pip install 'llmpar[lab]'"
             ) from None
-        self.num, self._dumps, self.wire = num, cloudpickle.dumps, None
+        self.num, self._dumps = num, cloudpickle.dumps
         atexit.register(self.close)
         self.callback(atexit.unregister, self.close)
         try:
-            self.wire = self.enter_context(Wire(num, rate)) if rate is not None else None
+            wire = self.enter_context(Wire(num, rate)) if rate is not None else None
             self._lines, theirs = zip(*(Pipe() for _ in range(num)), strict=True)
             command = [sys.executable, "-m", __spec__.name]
-            self._processes = Processes(command, num, devices, base, wire=self.wire, inputs=theirs)
+            self._processes = Processes(command, num, devices, base, wire=wire, inputs=theirs)
             self.enter_context(self._processes)
             for line in theirs:
                 line.close()

@@ -20,12 +20,12 @@ import platform
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, SupportsInt
+from typing import Annotated, Literal, SupportsInt
 
 import numpy as np
 from jaxtyping import Int32
 
-from llmpar.files import check_ordinary
+from llmpar.files import Allowed, check_fields, check_ordinary
 
 Batch = dict[str, Int32[np.ndarray, "b s"]]
 
@@ -62,15 +62,11 @@ class DataConfig:
     limit_bytes: int | None = None
     seq_len: int = 256
     batch_size: int = 16
-    seed: int = 0
-    held_out: int = 20
+    seed: Annotated[int, Allowed(int, 0)] = 0
+    held_out: Annotated[int, Allowed(int, 0)] = 20
 
     def __post_init__(self):
-        least = {"limit_bytes": 1, "seq_len": 1, "batch_size": 1, "seed": 0, "held_out": 0}
-        for name, few in least.items():
-            value = getattr(self, name)
-            if value is not None and value < few:
-                raise ValueError(f"{name} is {value}; use {few} or more")
+        check_fields(self)
         if self.held_out == 1:
             use = "use 2 or more (the last 1 of so many parts), or 0"
             raise ValueError(f"held_out 1 leaves nothing to train on; {use}")
