@@ -33,9 +33,8 @@ SIMULATED = (
 if importlib.metadata.version("jax") < "0.11":  # later ones have no other emitters
     SIMULATED += ("--xla_cpu_use_fusion_emitters=false",)
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *SIMULATED)).strip()
-os.environ |= dict.fromkeys(
-    ("NPROC", "PJRT_NPROC"), str(4 * DEVICES)
-)  # as llmpar.mesh.use_devices does: no deadlock of simulated devices
+# as llmpar.mesh.use_devices does: no deadlock of simulated devices
+os.environ |= dict.fromkeys(("NPROC", "PJRT_NPROC"), str(4 * DEVICES))
 os.environ["JAX_PLATFORMS"] = PLATFORM
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".jax_cache")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

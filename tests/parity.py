@@ -115,9 +115,8 @@ def spread(config, plan: Plan, step_class=Step):
     plan.check(config, BATCH, SEQ)
     step = step_class(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     data = put(dealt(batch(), plan), step.batch_sharding)
-    padded = arranged(
-        weights(config), np.minimum(step.layer_order, config.num_layers - 1)
-    )  # weights where none should be used
+    # weights where none should be used
+    padded = arranged(weights(config), np.minimum(step.layer_order, config.num_layers - 1))
     grads, metrics = jax.jit(step.gradients)(put(padded, step.shardings.params), data)
     grads = arranged(
         jax.tree.map(whole, grads), np.argsort(step.layer_order, stable=True)[: config.num_layers]

@@ -135,9 +135,8 @@ def cover(rng, num: int, tries: int) -> list[str]:
         open_pairs -= pairs(parse(line))
     while open_pairs:
         for pair in rng.sample(sorted(open_pairs, key=str), min(tries, len(open_pairs))):
-            asked = parse(
-                rng.choice([line for line in pool if pair in pool[line]])
-            )  # a mesh on which it can be
+            # a mesh on which it can be
+            asked = parse(rng.choice([line for line in pool if pair in pool[line]]))
             kept = {
                 name: asked.get(name, FIELDS[name][0]) for name in ("model", "layers", *AXES, *dict(pair))
             }

@@ -231,10 +231,8 @@ def test_merge_is_the_softmax_over_both_parts():
     half = lambda keys: full(
         q, k[:, keys], v[:, keys], q_positions_bs=positions, k_positions_bt=positions[:, keys]
     )
-    a, b = (
-        half(slice(0, 16)),
-        half(slice(16, S)),
-    )  # the first queries see nothing of the second half: lse -inf
+    # the first queries see nothing of the second half: lse -inf
+    a, b = half(slice(0, 16)), half(slice(16, S))
     for pair in ((a, b), (b, a)):
         agree(merge(*pair[0], *pair[1]) + (0,) * 3, oracle(q, k, v, positions, None, CAUSAL) + (0,) * 3)
     grad = jax.grad(
@@ -397,9 +395,8 @@ def test_decode_matches_full_and_leaves_the_cache_where_it_is(packed):
     now, ids = slice(20, 21), ids_of(positions, segments)
     segments = jnp.zeros((B, S), jnp.int32) if segments is None else segments
     expected, _ = oracle(q, k, v, positions, segments, WINDOW)
-    unwritten = np.where(
-        np.arange(S) > 20, np.int32(2**30), positions
-    )  # later slots hold rubbish from an older request
+    # later slots hold rubbish from an older request
+    unwritten = np.where(np.arange(S) > 20, np.int32(2**30), positions)
     cache = P(None, "sp")
 
     def local(q, k, v, at, where, one, segments):
@@ -500,9 +497,8 @@ def test_a_causal_zigzag_ring_executes_at_most_0_55_of_the_flops_of_full_attenti
     forward = flops(program(CAUSAL), q, k, v)
     both = flops(jax.grad(loss(CAUSAL), (0, 1, 2)), q, k, v)
     whole = flops(lambda q, k, v: full(q, k, v, **ids_of(positions, None)), q, k, v)
-    assert (
-        forward == whole / n and both == 7 * whole / 2 / n
-    )  # with every branch taken: 2 products forward, 5 backward
+    # with every branch taken: 2 products forward, 5 backward
+    assert forward == whole / n and both == 7 * whole / 2 / n
     assert 17 / 32 * forward <= 0.55 * whole / n
 
 
@@ -579,9 +575,8 @@ def test_live_blocks_count_the_pairs_that_are_seen(name, mask):
 def test_zigzag_balances_what_contiguous_does_not(n):
     chunk = 16
     work = pairs_by_step(n, "contiguous", s=n * chunk).sum(1)
-    assert work.max() / work.mean() == pytest.approx(
-        2 - (chunk + 1) / (n * chunk + 1)
-    )  # 2 - 1/n for long chunks
+    # 2 - 1/n for long chunks
+    assert work.max() / work.mean() == pytest.approx(2 - (chunk + 1) / (n * chunk + 1))
     zigzag = pairs_by_step(n, "zigzag", s=n * chunk)
     assert (zigzag == zigzag[0]).all()
     assert zigzag.sum() == work.sum()

@@ -543,9 +543,8 @@ def test_jupyterlab_session(chromium, lab):
     page.evaluate("window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
     page.close()
     page = chromium.new_page(viewport={"width": 1280, "height": 1000})
-    page.goto(
-        lab
-    )  # one's own notebook with a new kernel: not "model not found", but the explorer as it was left
+    # one's own notebook with a new kernel: not "model not found", but the explorer as it was left
+    page.goto(lab)
     page.wait_for_selector("g.cell", timeout=60_000)
     assert page.locator("g.cell").count() == 8 and page.locator("text=model not found").count() == 0
     page.close()

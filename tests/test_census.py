@@ -137,9 +137,8 @@ def test_tensor_parallelism_moves_two_and_two_per_layer_and_the_same_bytes_with_
     plain = per_layer(Plan("tp=4"))
     assert plain == {"all-reduce": (4, 4 * 2 * message * 3 // 4)}
     with_sp = per_layer(Plan("tp=4", tp_sequence=True))
-    norms = (
-        2 * 2 * LLAMA.width * 4 * 3 // 4
-    )  # the norms' gradients now differ along tp: two scales a layer, all-reduced
+    # the norms' gradients now differ along tp: two scales a layer, all-reduced
+    norms = 2 * 2 * LLAMA.width * 4 * 3 // 4
     assert {k: v for k, v in with_sp.items() if k != "all-reduce"} == {
         "all-gather": (4, 4 * message * 3 // 4),
         "reduce-scatter": (4, 4 * message * 3 // 4),

@@ -419,9 +419,8 @@ def test_when_ulysses_beats_the_ring_is_what_the_package_predicts():
             {size: sends(config, variant, size, [kind]) for size in sizes}
             for variant, kind in (("ring", "collective-permute"), ("ulysses", "all-to-all"))
         )
-        less = [
-            size for size in sizes if ulysses[size] < 0.999 * ring[size]
-        ]  # positions are a few bytes more
+        # positions are a few bytes more
+        less = [size for size in sizes if ulysses[size] < 0.999 * ring[size]]
         assert right[f"{name} step"] == min(less, default=None)
         forward = [size for size in sizes if ulysses[size] / 2 < 0.999 * ring[size] / 4]
         assert right[f"{name} forward"] == min(forward, default=None)

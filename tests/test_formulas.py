@@ -10,9 +10,8 @@ from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
 
 GROUPS = (2, 3, 8, 64)
-exactly = (
-    pytest.approx
-)  # its default, one part in a million, is loose enough for any order of float operations
+# its default, one part in a million, is loose enough for any order of float operations
+exactly = pytest.approx
 
 
 # ---------------------------------------------------------------- memory
@@ -153,9 +152,8 @@ def test_small_messages_cost_their_hops():
 
 def test_a_tree_is_as_slow_as_its_slowest_level():
     levels = [(8, 450e9), (32, 400e9), (4, 12.8e12)]
-    assert formulas.level_bytes_per_s(levels) == exactly(
-        [514.29e9, 412.9e9, 17.07e12], rel=1e-3
-    )  # printed to 3 digits
+    # printed to 3 digits
+    assert formulas.level_bytes_per_s(levels) == exactly([514.29e9, 412.9e9, 17.07e12], rel=1e-3)
     assert formulas.tree_seconds("all-gather", 413e9, levels) == exactly(1, rel=1e-3)
     assert formulas.tree_seconds("all-gather", 1e9, levels[:1]) == exactly(
         formulas.switch_seconds("all-gather", 1e9, 8, 450e9)
@@ -247,9 +245,8 @@ def test_ring_attention_sends_what_a_played_ring_sends(n):
     b, s, k, h = 2, 64, 2, 16
     block = b * (s // n) * k * h
     forward = sum(2 * block for hop in range(n) if hop < n - 1)  # after the last block nothing need move
-    backward = forward + sum(
-        2 * block for _ in range(n)
-    )  # gradients make the whole round, back to their owner
+    # gradients make the whole round, back to their owner
+    backward = forward + sum(2 * block for _ in range(n))
     assert formulas.ring_elements(b, s, k, h, n) == (forward, backward)
 
 

@@ -91,9 +91,8 @@ def test_slices_are_where_jax_puts_them_in_1000_random_cases():
         else:
             assert [[list(cut) for cut in device] for device in ours] == told, case
     assert 20 < refused < 200
-    turned = [
-        held(case | {"order": case["order"][::-1]}) for case in asked
-    ]  # a planted fault: the axes the other way round
+    # a planted fault: the axes the other way round
+    turned = [held(case | {"order": case["order"][::-1]}) for case in asked]
     assert sum(ours != held(case) for ours, case in zip(turned, asked, strict=True)) > 200
 
 

@@ -230,9 +230,8 @@ def test_the_front_door_offers_what_the_files_have():
 
 def axis_words(tree):
     """Find the mesh axes that occur as words in strings; docstrings may talk about them."""
-    talk = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)
-    }  # a string that nobody takes
+    # a string that nobody takes
+    talk = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     strings = [
         node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]

@@ -147,9 +147,8 @@ def test_the_rows_of_a_token_are_weighed_and_added_in_float32():
         y = visit(x, weights, chosen, *(values[n] for n in ("gate", "up", "down")))
     one = np.asarray(jax.jit(lambda x: jax.nn.silu(x) * x)(x), np.float64)
     want = (one * np.asarray(weights, np.float64).sum(-1, keepdims=True)).astype(jnp.bfloat16)
-    assert (
-        y.dtype == jnp.bfloat16 and (y == want).mean() > 0.99
-    )  # the sums in float32 round otherwise once in 2^16
+    # the sums in float32 round otherwise once in 2^16
+    assert y.dtype == jnp.bfloat16 and (y == want).mean() > 0.99
 
 
 # ------------------------------------------------------------------------------------------------------ costs
@@ -408,9 +407,8 @@ def test_a_kernel_is_what_numpy_computes_row_by_row(owners, dtype):
         for kind, (want, pairs) in wants.items():
             got = products.dot(way, *pairs, owners=jnp.asarray(owner_n), transposed="transposed" in kind)
             assert got.dtype == dtype
-            rtol = (
-                0 if dtype == "float32" else 3 * 2**-8
-            )  # what is given, two products and their sum are rounded
+            # what is given, two products and their sum are rounded
+            rtol = 0 if dtype == "float32" else 3 * 2**-8
             np.testing.assert_allclose(
                 np.asarray(got, float), want, rtol, 5e-5 if dtype == "float32" else 0.2
             )

@@ -197,9 +197,8 @@ def play(held: list, move, letters: str) -> list:
     """One move, by the definition of its collective, on what every device holds."""
     out = []
     for device, mine in zip(DEVICES, held, strict=True):
-        places = itertools.product(
-            *(range(SIZES[a]) for a in move.axes)
-        )  # the group's members, outermost axis first
+        # the group's members, outermost axis first
+        places = itertools.product(*(range(SIZES[a]) for a in move.axes))
         members = [DEVICES.index(device | dict(zip(move.axes, place, strict=True))) for place in places]
         group, rank = [held[i] for i in members], members.index(DEVICES.index(device))
         gathers, cuts = letters.find(move.gathers or "?"), letters.find(move.cuts or "?")

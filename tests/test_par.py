@@ -116,9 +116,8 @@ def test_the_transpose_of_a_collective_sends_the_same_bytes_and_keeps_its_arrow(
             out_specs=spec(parse_layout("whole")),
         )(x, w)
 
-    copies = (
-        1 if arrow.moves[0].kind == "all-to-all" else 2
-    )  # both devices of tp hold the same x, or the same result
+    # both devices of tp hold the same x, or the same result
+    copies = 1 if arrow.moves[0].kind == "all-to-all" else 2
     grad = jax.jit(jax.grad(loss))(x, weight)
     np.testing.assert_allclose(grad, copies * weight, rtol=1e-6)
     forward, back = (c for c in census(jax.grad(loss), x, weight) if c.kind != "all-reduce")
@@ -144,9 +143,8 @@ def test_from_here_on_devices_differ_is_free_and_its_transpose_is_an_all_reduce(
 
     whole = spec(parse_layout("whole"))
     loss = jax.shard_map(inside, mesh=mesh, in_specs=(whole, whole), out_specs=whole)
-    np.testing.assert_allclose(
-        jax.jit(jax.grad(loss))(x, w), 3 * w, rtol=1e-6
-    )  # (1 + 2) w, summed over both devices
+    # (1 + 2) w, summed over both devices
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x, w), 3 * w, rtol=1e-6)
     assert [c.arrow for c in census(loss, x, w, plan=plan)] == ["+tp -> whole"], "nothing is sent forward"
     assert [(c.kind, c.shape) for c in census(jax.grad(loss), x, w, plan=plan) if c.arrow == f] == [
         ("all-reduce", (4, 6))

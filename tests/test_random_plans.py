@@ -406,9 +406,8 @@ def run(config, plan, asked, data, weights, num_steps=2):
     if plan.dispatch == "ragged":  # what the emulation sends is not what is sent
         with as_on_accelerators(plan, jax.lax.ragged_all_to_all):
             traced = step_of(config, plan, step.optimizer, step.clip).run.trace(*abstract)
-    padded = arranged(
-        nested(weights), np.minimum(step.layer_order, config.num_layers - 1)
-    )  # none is used where none should be
+    # none is used where none should be
+    padded = arranged(nested(weights), np.minimum(step.layer_order, config.num_layers - 1))
     natural = np.argsort(step.layer_order, stable=True)[: config.num_layers]
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.abstract_state.optimizer)
     state = jax.device_put(State(padded, zeros, np.int32(0)), step.shardings)

@@ -117,9 +117,8 @@ def test_a_misplaced_weight_gradient_misses_the_published_bubble():
 @pytest.mark.parametrize(("row", "name"), [("zbrepo.ZB1P", "zb-h1"), ("zbrepo.ZBV", "zb-v")])
 def test_zero_bubble_relative_to_1f1b(row, name):
     table, plain = timetable(make(name, 8, 24)), timetable(make("1f1b", 8, 24))
-    share = {"B/3": 1 / 3, "0": 0}[
-        ROWS[row]["expected"]["bubble"]
-    ]  # of the bubble over ideal, not of the fraction
+    # of the bubble over ideal, not of the fraction
+    share = {"B/3": 1 / 3, "0": 0}[ROWS[row]["expected"]["bubble"]]
     assert table.bubble == pytest.approx(share * plain.bubble)
     assert max(table.peak_live()) == ROWS[row]["expected"]["act"] * max(plain.peak_live())
     assert table.hops.sum() == ROWS[row]["expected"]["comm"] * plain.hops.sum()

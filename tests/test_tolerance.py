@@ -179,9 +179,8 @@ def test_parity_in_float32_is_never_looser_than_one_in_a_hundred_thousand():
     for config in (LLAMA, MOE, huge):
         assert max(allowed(config, Plan("dp=2 tp=2")).values()) <= 1e-5
     assert allowed(LLAMA, Plan("tp=2"), "tf32")["gradient"] > 1e-4
-    assert (
-        tolerance(Plan("tp=2", dtype="bfloat16").resolve(huge), 16, 1024).bound("gradient") == 1
-    )  # no promise
+    # no promise
+    assert tolerance(Plan("tp=2", dtype="bfloat16").resolve(huge), 16, 1024).bound("gradient") == 1
 
 
 # ----------------------------------------------------------------------------------------------------- report
