@@ -425,29 +425,3 @@ def test_configurations_without_a_name_there_are_refused():
         to_hugging_face(dataclasses.replace(LESSON, experts=ExpertConfig(4, 2, num_shared=1)))
     with pytest.raises(ValueError, match="'deepseek-v3' cannot run here"):
         to_hugging_face(PRESETS["deepseek-v3"])
-
-
-WINDOW = {"use_sliding_window": True, "sliding_window": 4}
-
-
-@pytest.mark.parametrize(
-    "kind, key, message",
-    [
-        ("qwen3_moe", {"decoder_sparse_step": 2}, "has layers without experts"),
-        ("qwen3", {"attention_bias": True}, "biases in the feed-forward or the output"),
-        ("qwen2", WINDOW | {"max_window_layers": 1, "layer_types": None}, "has a window in 1 of 2 layers"),
-        (
-            "qwen2",
-            WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
-            "has a window in 1 of 2 layers",
-        ),
-    ],
-)
-def test_what_the_model_cannot_do_is_refused(tmp_path, kind, key, message):
-    with pytest.raises(ValueError, match=message):
-        read_config(tmp_path / kind, json.dumps(json.loads(str(stored(kind)["config"])) | key))
-
-
-def test_a_window_that_no_layer_has_is_none(tmp_path):
-    raw = json.loads(str(stored("qwen2")["config"])) | WINDOW
-    assert read_config(tmp_path / "qwen2", json.dumps(raw)).window is None
