@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from llmpar.notation import MeshShape, parse_mesh
+from llmpar.notation import MeshShape, divisors, parse_mesh
 
 _DESCRIBED = "compile_only_runtime"  # what `jax.experimental.topologies` devices say that they run on
 
@@ -129,8 +129,7 @@ def _on_torus(sizes: list[int], part: list) -> np.ndarray | None:
     left = sides
     taken: list[tuple[int, ...]] = []
     for n in reversed(sizes):
-        divisors = [[f for f in range(1, m + 1) if m % f == 0] for m in left]
-        choices = [factors for factors in itertools.product(*divisors) if math.prod(factors) == n]
+        choices = [fs for fs in itertools.product(*map(divisors, left)) if math.prod(fs) == n]
         taken.insert(0, max(choices, key=functools.partial(_worth, sides, left)))
         left = tuple(m // f for m, f in zip(left, taken[0], strict=True))
     num_dims, num_axes = len(sides), len(sizes)

@@ -184,14 +184,16 @@ def programs(stage: Stage, x: Any, sums: Tree) -> tuple[dict[str, Any], Any, Any
     """
     plan, given = stage.par.plan, (x, sums)
     assert plan.pipeline
-    halves = split if plan.pipeline.split_backward else lambda f, *_: (f, None, [])
     if plan.stage_saves == "residuals":
         F, backward, saved = split(cell, (stage,), (x,), given)
-        B, W, residual = halves(backward, (stage, saved), given)
-        return {"F": F, "B": B, "W": W}, saved, residual
-    backward = trace(lambda *args: cell(*args)[1], stage, x, *given)
-    B, W, residual = halves(backward, (stage,), (x, *given))
-    return {"F": _forward, "B": B, "W": W}, x, residual
+        known = stage, saved
+    else:
+        F, backward, saved = _forward, trace(lambda *args: cell(*args)[1], stage, x, *given), x
+        known, given = (stage,), (x, *given)
+    if not plan.pipeline.split_backward:
+        return {"F": F, "B": backward, "W": None}, saved, []
+    B, W, residual = split(backward, known, given)
+    return {"F": F, "B": B, "W": W}, saved, residual
 
 
 def _forward(stage: Stage, x: Stream) -> tuple[Stream, Stream]:

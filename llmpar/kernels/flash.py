@@ -271,7 +271,7 @@ def run(name, how, tiles, kinds, arrays, results, made):
     else:  # the import is late: nothing but a GPU wants it
         from jax.experimental.pallas import triton
 
-        ask = triton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+        ask = triton.CompilerParams(num_warps=8, num_stages=tiles.num_stages)
         call = functools.partial(pl.pallas_call, name=name, compiler_params=ask)
     return call(
         functools.partial(KERNELS[name], how.mask, how.scale, tiles.q if of_keys else tiles.k),

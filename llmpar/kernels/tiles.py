@@ -7,12 +7,10 @@ from typing import NamedTuple
 
 
 class KernelTiles(NamedTuple):
-    """Queries and keys per tile of a kernel, and how many warps of a GPU work on one, loading how many tiles
-    ahead."""
+    """Queries and keys per tile of a kernel, and how many tiles ahead a GPU loads."""
 
     q: int
     k: int
-    num_warps: int
     num_stages: int
 
 
@@ -36,4 +34,4 @@ def kernel_tiles(
         own = other = 512 if width <= 512 else 256
     q, k = (other, own) if name == "flash_keys_grad" else (own, other)
     fit = lambda tile, length: min(tile, padded_width(length))
-    return KernelTiles(fit(q, s), fit(k, t), 8, 3 if width <= 256 else 2)
+    return KernelTiles(fit(q, s), fit(k, t), 3 if width <= 256 else 2)
