@@ -29,8 +29,13 @@ OURS = MODEL | ROPE | EXPERTS | {
     "intermediate_size": "ffn_width", "moe_intermediate_size": "ffn_width", "sliding_window": "window",
     "attention_bias": "qkv_bias", "mlp_bias": "qkv_bias",
 }  # fmt: skip
-OPTIONAL = {"num_key_value_heads", "head_dim", "num_experts", "num_local_experts"}
-"""Fields of ours that may be null there."""
+UNSAID = {
+    "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "rope_theta": 10_000.0, "initializer_range": 0.02, "max_position_embeddings": None,
+    "num_experts": None, "num_local_experts": None, "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.001, "router_z_loss_coef": 0.0, "expert_capacity_factor": None,
+}  # fmt: skip
+"""What an entry that a file leaves out means to `transformers`. Those of None may be null."""
 THEIR_OWN = {
     "model_type": Allowed(str), "hidden_act": Allowed(str), "rope_scaling": Allowed(dict, none=True),
     "rope_parameters": Allowed(dict, none=True), "rope_type": Allowed(str), "type": Allowed(str),
@@ -53,18 +58,24 @@ class _Card(dict):
         if key not in self:
             raise ValueError(f"'{self.path}' lacks '{key}', which its model_type needs")
         allowed = THEIR_OWN[key] if key in THEIR_OWN else self.allowed[OURS[key]]
-        value = super().__getitem__(key)
-        allowed._replace(none=allowed.none or key in OPTIONAL).check(f"{key} in '{self.path}'", value)
+        value, may_be_null = super().__getitem__(key), allowed.none or UNSAID.get(key, "needed") is None
+        allowed._replace(none=may_be_null).check(f"{key} in '{self.path}'", value)
         return value
 
     def get(self, key: str, default=None):
         """The entry if it is there."""
         return self[key] if key in self else default
 
+    def ours(self, names: dict[str, str]) -> dict[str, Any]:
+        """The entries with these ``names``, in our words."""
+        return {
+            ours: UNSAID[theirs] if theirs in UNSAID and theirs not in self else self[theirs]
+            for theirs, ours in names.items()
+        }
+
 
 def read(path: str, allowed: dict[str, Allowed]) -> dict[str, Any]:
-    """Read a ``config.json``; refuse, by its key, what the model cannot do or our fields may not be. What a
-    file leaves out has the meaning that `transformers` gives it."""
+    """Read a ``config.json``; refuse, by its key, what the model cannot do or our fields may not be."""
     raw = _Card(read_json(path, "model configuration"), path, allowed)
     kind = raw.get("model_type")
     if kind not in FAMILIES:
@@ -82,48 +93,35 @@ def read(path: str, allowed: dict[str, Allowed]) -> dict[str, Any]:
         entries.get("partial_rotary_factor")  # refused where it is not 1: only whole heads are turned
     experts = None
     if kind in ("mixtral", "qwen3_moe"):
-        experts = {
-            "num_experts": raw.get("num_experts") or raw["num_local_experts"],
-            "top_k": raw["num_experts_per_tok"],
-            "renormalise": kind == "mixtral" or raw.get("norm_topk_prob", False),
-            "aux_loss": raw.get("router_aux_loss_coef", 0.001),
-            "z_loss": raw.get("router_z_loss_coef", 0.0),
-            "capacity_factor": raw.get("expert_capacity_factor"),
-        }
+        experts = raw.ours(EXPERTS) | {"num_experts": raw.get("num_experts") or raw["num_local_experts"]}
+        experts["renormalise"] |= kind == "mixtral"
     if kind == "qwen3_moe" and (raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers")):
         what = "layers without experts (decoder_sparse_step, mlp_only_layers); use experts in all"
         raise ValueError(f"'{path}' has {what}")
-    width, heads, head_width = raw["hidden_size"], raw["num_attention_heads"], raw.get("head_dim")
+    model = raw.ours(MODEL)
+    width, heads, head_width = model["width"], model["num_heads"], model["head_width"]
     if head_width is None and width % heads:
         what = f"hidden_size {width} in '{path}' is no multiple of its {heads} heads"
         raise ValueError(f"{what}, and no head_dim is given")
-    return {
+    return model | {
         "name": pathlib.Path(path).parent.name or kind,
-        "vocab_size": raw["vocab_size"],
-        "width": width,
-        "num_layers": raw["num_hidden_layers"],
-        "num_heads": heads,
-        "num_kv_heads": raw.get("num_key_value_heads") or heads,
+        "num_kv_heads": model["num_kv_heads"] or heads,
         "head_width": head_width or width // heads,
         "ffn_width": raw["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"],
-        "rope_theta": rope.get("rope_theta") or raw.get("rope_theta", 10_000.0),
+        "rope_theta": rope.get("rope_theta") or model["rope_theta"],
         "rope_scaling": _scaling(rope, path),
-        "norm_eps": raw.get("rms_norm_eps", 1e-6),
-        "tied": raw.get("tie_word_embeddings", False),
         "qkv_bias": kind == "qwen2",
         "qk_norm": kind.startswith("qwen3"),
         "window": _window(raw, kind, path),
-        "init_scale": raw.get("initializer_range", 0.02),
         "experts": experts,
-        "context_length": raw.get("max_position_embeddings"),
     }
 
 
-def _scaling(rope: dict, path: str) -> dict | None:
+def _scaling(rope: _Card, path: str) -> dict | None:
     kind = rope.get("rope_type") or rope.get("type", "default")
     if kind not in ("default", "llama3"):
         raise ValueError(f"rope type '{kind}' in '{path}' is not implemented; default and llama3 are")
-    return {ours: rope[theirs] for theirs, ours in ROPE.items()} if kind == "llama3" else None
+    return rope.ours(ROPE) if kind == "llama3" else None
 
 
 def _window(raw: dict, kind: str, path: str) -> int | None:
