@@ -182,8 +182,11 @@ def programs(stage: Stage, x: Any, sums: Tree) -> tuple[dict[str, Any], Any, Any
 
     Where F keeps its input, W is not given it: it would run the forward pass again.
     """
-    plan, given = stage.par.plan, (x, sums)
+    plan = stage.par.plan
+    given: tuple = x, sums  # the first is dy, of the type of x
     assert plan.pipeline
+    F: Callable
+    known: tuple
     if plan.stage_saves == "residuals":
         F, backward, saved = split(cell, (stage,), (x,), given)
         known = stage, saved
