@@ -31,7 +31,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, integers, shapes
+from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, held_bytes, shapes
 from llmpar.predict import formulas
 
 KINDS = (
@@ -87,9 +87,8 @@ def ring_bytes(kind: str, group_size: int, result_bytes: int) -> int:
 
     All-gather and all-to-all R(g-1)/g, reduce-scatter R(g-1), all-reduce 2R(g-1)/g, collective-permute R.
     """
-    return formulas.ring_bytes(
-        kind, result_bytes * (group_size if kind == "reduce-scatter" else 1), group_size
-    )
+    message_bytes = result_bytes * (group_size if kind == "reduce-scatter" else 1)
+    return formulas.ring_bytes(kind, message_bytes, group_size)
 
 
 def census_table(collectives: Iterable[Collective]) -> dict[tuple[str, str], dict[str, int]]:
@@ -163,9 +162,8 @@ def known(trips: int | Fraction | None, what: str, source: str) -> int | Fractio
     if trips is None and what:
         loop = "the loop" + (source and f" at {source}")
         remedy = "use lax.scan, or lax.fori_loop with bounds that are Python integers"
-        raise ValueError(
-            f"cannot count {loop}: it runs {what}, but the program does not say how often; {remedy}"
-        )
+        why = f"it runs {what}, but the program does not say how often"
+        raise ValueError(f"cannot count {loop}: {why}; {remedy}")
     return trips or 0
 
 
@@ -207,9 +205,8 @@ def _collective(module: Module, op: Op, mesh: Any) -> Collective | None:
     if group_size == 1:
         return None
     results = op.results
-    bits = sum(math.prod(shape) * (8 if dtype == "pred" else integers(dtype)[0]) for dtype, shape in results)
     dtypes, dims = ",".join(sorted({d for d, _ in results})), tuple(shape for _, shape in results)
-    sent, source = ring_bytes(kind, group_size, bits // 8), module.source(op)
+    sent, source = ring_bytes(kind, group_size, held_bytes(results)), module.source(op)
     shape = dims[0] if len(dims) == 1 else dims
     return Collective(kind, axes, group_size, 1, sent, dtypes, shape, source, **arrow_of(op.scope))
 
@@ -251,11 +248,9 @@ def flops_in(
 
 def dot_flops(module: Module, comp: str, op: Op) -> int:
     """Gives the FLOPs of a product, or of a GPU library's call for one: 2MNK."""
-    name, index = op.operand(0)
-    dims = op.called("lhs_contracting_dims") or re.findall(
-        r'"lhs_contracting_dimensions":\s*\["(\d+)"', op.attrs
-    )
-    lhs = shapes(module.computations[comp][name].type)[index or 0][1]
+    in_library = r'"lhs_contracting_dimensions":\s*\["(\d+)"'
+    dims = op.called("lhs_contracting_dims") or re.findall(in_library, op.attrs)
+    lhs = module.shape_of(comp, op, 0)
     return 2 * math.prod(shapes(op.type)[0][1]) * math.prod(lhs[int(d)] for d in dims)
 
 
@@ -311,9 +306,8 @@ def compiled_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
     the heap (and what of it lies on the chip). The CPU's own peak lacks temporaries.
     """
     stats: Any = compiled.memory_analysis()
-    memory = {
-        f"{k}_bytes": getattr(stats, f"{k}_size_in_bytes") for k in ("argument", "output", "alias", "temp")
-    }
+    kinds = "argument", "output", "alias", "temp"
+    memory = {f"{kind}_bytes": getattr(stats, f"{kind}_size_in_bytes") for kind in kinds}
     rest = memory["argument_bytes"] + memory["output_bytes"] - memory["alias_bytes"]
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     if "tpu" in {device.platform for sharding in shardings for device in sharding.device_set}:

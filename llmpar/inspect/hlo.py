@@ -47,10 +47,11 @@ class Op(NamedTuple):
         started = self.kind.endswith("-start") and len(found) >= 2 * operands
         return found[operands : 2 * operands] if started else found
 
-    def operand(self, i: int) -> tuple[str, int | None]:
-        """Gives an operand's name: %x, or %x#1 where JAX 0.12 leaves out the get-tuple-element."""
-        name, index = re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.inside)[i]
-        return name, int(index) if index else None
+    @property
+    def operands(self) -> list[tuple[str, int | None]]:
+        """The operands' names: %x, or %x#1 where JAX 0.12 leaves out the get-tuple-element."""
+        found = re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.inside)
+        return [(name, int(index) if index else None) for name, index in found]
 
     def called(self, *keys: str) -> list[str]:
         """Lists the computations that the attributes `keys` name."""
@@ -65,9 +66,14 @@ def integers(text: str, after: str = "") -> list[int]:
 
 def shapes(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
     """Reads dtypes and shapes: `(f32[2,4]{1,0}, s32[])` is two."""
-    return [
-        (dtype, tuple(integers(dims))) for dtype, dims in re.findall(r"([a-z]\w*)\[([^\]]*)\]", type_text)
-    ]
+    found = re.findall(r"([a-z]\w*)\[([^\]]*)\]", type_text)
+    return [(dtype, tuple(integers(dims))) for dtype, dims in found]
+
+
+def held_bytes(values: Iterable[tuple[str, tuple[int, ...]]]) -> int:
+    """Adds up what values of these dtypes and shapes hold; a token holds nothing."""
+    bits = lambda dtype: 8 if dtype == "pred" else (integers(dtype) or [0])[0]
+    return sum(math.prod(shape) * bits(dtype) for dtype, shape in values) // 8
 
 
 class Module:
@@ -101,6 +107,11 @@ class Module:
         ends = lambda comp: "AsyncCollectiveDone" in self.computations[comp][self.roots[comp]].attrs
         return {c for c, root in self.roots.items() if c.startswith("async_collective") or root and ends(c)}
 
+    def shape_of(self, comp: str, op: Op, i: int) -> tuple[int, ...]:
+        """Gives the shape of an operation's operand ``i``."""
+        name, index = op.operands[i]
+        return shapes(self.computations[comp][name].type)[index or 0][1]
+
     def source(self, op: Op) -> str:
         """Names the line of Python that asked for an operation, as `innermost` does."""
         if m := re.search(r'source_file="(.*?)".*?source_line=(\d+)', op.attrs):  # JAX before stack frames
@@ -120,7 +131,7 @@ class Module:
         None."""
         name, at = ref
         op, index = self.computations[comp][name or self.roots[comp]], index if at is None else at
-        operand = lambda i, index=None: self.value(comp, op.operand(i), index, known)
+        operand = lambda i, index=None: self.value(comp, op.operands[i], index, known)
         match op.kind:
             case "parameter":
                 return known(int(op.inside), index)
@@ -143,7 +154,7 @@ class Module:
             return noted[0]
         condition, body = loop.called("condition", "body")
         indices = range(len(shapes(loop.type)))
-        carried = [self.value(comp, loop.operand(0), i, lambda *_: None) for i in indices]
+        carried = [self.value(comp, loop.operands[0], i, lambda *_: None) for i in indices]
         for trips in range(MAX_TRIPS):
             if not (go_on := self.value(condition, ROOT, None, lambda _, i: carried[i])):
                 return None if go_on is None else trips
@@ -175,9 +186,8 @@ def group_axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
     places = zip(mesh.axis_names, np.unravel_index(devices, sizes), strict=True)
     axes = tuple(a for a, place in places if any(len({*place[g]}) > 1 for g in groups))
     size = math.prod(mesh.shape[a] for a in axes)  # of a group that fills these axes; no group leaves them
-    return (
-        (axes, size) if pairs or all(len(g) == size for g in groups) else (("other",), max(map(len, groups)))
-    )
+    whole = pairs or all(len(g) == size for g in groups)
+    return (axes, size) if whole else (("other",), max(map(len, groups)))
 
 
 def _groups(attrs: str) -> list[list[int]]:

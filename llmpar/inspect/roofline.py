@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmpar.inspect.census import KINDS, Taken, arrow_of, dot_flops, flops_in, share_of
-from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, integers, shapes
+from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, held_bytes, integers, shapes
 from llmpar.kernels import grouped, products
 from llmpar.predict import formulas, ring
 from llmpar.predict.hardware import Chip
@@ -101,7 +101,6 @@ class Roofline:
 
     step_s: float = 0.0
     flops: float = 0.0
-    memory_bytes: float = 0.0
     terms: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))
     sent: dict[tuple, Sent] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)  # the step itself, then each of its loops
@@ -242,7 +241,7 @@ class _Walk:
         if op.kind.endswith("-start") and op.kind.removesuffix("-start") in KINDS:
             return "start", name, op
         if op.kind.endswith("-done"):
-            return "done", op.operand(0)[0], None
+            return "done", op.operands[0][0], None
         if op.kind in KINDS:
             return "whole", name, op
         body = op.called("calls")[0] if op.kind == "fusion" else ""
@@ -310,7 +309,7 @@ class _Walk:
         axes, group = group_axes(op.attrs, self.mesh)
         if group == 1:
             return None
-        held = sum(map(_size, op.results))
+        held = held_bytes(op.results)
         message = held * group if kind == "reduce-scatter" else held
         merged = dict.fromkeys(re.findall(r"arrow\[(.*?)\]", op.scope))  # the compiler may merge several
         key = ("; ".join(merged), ",".join(axes), kind, arrow_of(op.scope)["direction"])
@@ -358,7 +357,6 @@ class _Walk:
         moved = self.traffic(comp, op)
         seconds = max(flops / (share * self.peak), moved / self.rate, LAUNCH_S if self.gpu else 0.0)
         self.found.flops += self.times * flops
-        self.found.memory_bytes += self.times * moved
         self.found.terms[term if flops else "elementwise"] += self.times * seconds
         events.append(Event("compute", _short(op, term if flops else ""), self.now, self.now + seconds))
         self.now += seconds
@@ -382,62 +380,56 @@ class _Walk:
             return any(self.wide(body, o) for o in dots)
         if op.kind not in ("dot", "custom-call", "convolution") or "%" not in op.inside:
             return False
-        found = shapes(self.module.computations[comp][op.operand(0)[0]].type)
+        found = shapes(self.module.computations[comp][op.operands[0][0]].type)
         return bool(found) and found[0][0] == "f32"
 
     def traffic(self, comp: str, op: Op) -> float:
         """Give the bytes that an operation reads and writes. A fusion reads only the slices that it takes of
         an operand, no gathered row twice, and writes only the slice that it updates in place."""
-        ops = self.module.computations[comp]
+        ops, operands = self.module.computations[comp], op.operands
 
-        def size(ref: tuple[str, str]) -> float:
-            found = shapes(ops[ref[0]].type) if ref[0] in ops else []
-            part = found[int(ref[1])] if ref[1] and int(ref[1]) < len(found) else None
-            return _size(part) if part else sum(map(_size, found))
+        def size(name: str, index: int | None) -> int:
+            found = shapes(ops[name].type) if name in ops else []
+            return held_bytes(found if index is None else found[index : index + 1])
 
-        operands = re.findall(r"%([\w.\-]+)(?:#(\d+))?", op.inside)
-        written = sum(map(_size, shapes(op.type)))
+        written = held_bytes(shapes(op.type))
         if op.kind in ("dynamic-slice", "slice", "gather"):
             return 2 * written
         if op.kind == "dynamic-update-slice":
-            return 2 * size(operands[1])
+            return 2 * size(*operands[1])
         if op.kind != "fusion":
-            return written + sum(map(size, operands))
+            return written + sum(size(*operand) for operand in operands)
         body = self.module.computations[op.called("calls", "to_apply")[0]]
-        users: dict[str, list[tuple[str, Op]]] = collections.defaultdict(list)
-        for other in body.values():
-            for used in re.findall(r"%([\w.\-]+)", other.inside) if other.kind != "parameter" else ():
-                users[used].append((used, other))
-        renamed = {n: o for n, o in body.items() if o.kind in ("bitcast", "convert", "copy", "reshape")}
-        names = {id(o): n for n, o in renamed.items()}
+        takers: dict[str, list[str]] = collections.defaultdict(list)
+        for taker, other in body.items():
+            for used, _ in other.operands:
+                takers[used].append(taker)
 
         def uses(name: str) -> list[tuple[str, Op]]:
-            """List what takes a value, beyond its renamed copies."""
-            found = [uses(names[id(o)]) if id(o) in names else [(via, o)] for via, o in users[name]]
-            return sum(found, [])
+            """List what takes a value, beyond its renamed copies, and under which name."""
+            found = []
+            for taker in takers[name]:
+                renamed = body[taker].kind in ("bitcast", "convert", "copy", "reshape")
+                found += uses(taker) if renamed else [(name, body[taker])]
+            return found
 
-        moved = 0.0
+        moved = 0
         for name, inner in body.items():
             if inner.kind != "parameter":
                 continue
             takes = uses(name)
-            first = [o for via, o in takes if o.operand(0)[0] == via]
+            first = [o for via, o in takes if o.operands[0][0] == via]
             updated = [o for o in first if o.kind == "dynamic-update-slice"]
             cut = [o for o in first if o.kind in ("dynamic-slice", "gather", "slice")]
             if takes and len(updated) + len(cut) == len(takes):
-                taken = sum(_size(shapes(o.type)[0]) for o in cut)
-                moved += min(taken, _size(shapes(inner.type)[0]))
+                taken = sum(held_bytes(shapes(o.type)) for o in cut)
+                moved += min(taken, held_bytes(shapes(inner.type)))
                 for o in updated:
-                    part = body.get(o.operand(1)[0])
-                    moved -= _size(shapes(o.type)[0]) - (_size(shapes(part.type)[0]) if part else 0)
+                    part = body.get(o.operands[1][0])
+                    moved -= held_bytes(shapes(o.type)) - (held_bytes(shapes(part.type)) if part else 0)
             elif (place := int(inner.inside)) < len(operands):
-                moved += size(operands[place])
-        return max(0.0, moved + written)
-
-
-def _size(value: tuple[str, tuple[int, ...]]) -> float:
-    dtype, shape = value
-    return math.prod(shape) * (8 if dtype == "pred" else (integers(dtype) or [0])[0]) / 8
+                moved += size(*operands[place])
+        return max(0, moved + written)
 
 
 def _short(op: Op, term: str) -> str:
@@ -468,11 +460,6 @@ def all_flops(module: Module) -> Callable[[str, Op | None], float]:
     return flops_in(module, functools.partial(product_flops, module), functools.partial(turns_of, module))
 
 
-def _shape_of(module: Module, comp: str, op: Op, i: int) -> tuple[int, ...]:
-    name, index = op.operand(i)
-    return shapes(module.computations[comp][name].type)[index or 0][1]
-
-
 def _convolution_flops(module: Module, comp: str, op: Op) -> float:
     """Give the FLOPs of a product that the TPU compiler wrote as a convolution, ``bf_io->bf`` and the like.
 
@@ -482,8 +469,8 @@ def _convolution_flops(module: Module, comp: str, op: Op) -> float:
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attrs)
     if not labels:
         return 0.0
-    kernel, result = _shape_of(module, comp, op, 1), shapes(op.type)[0][1]
-    left = _shape_of(module, comp, op, 0)
+    kernel, result = module.shape_of(comp, op, 1), shapes(op.type)[0][1]
+    left = module.shape_of(comp, op, 0)
     contracted = kernel[labels[2].index("i")]
     for spatial in "0123456789":  # a window over all of a dim that the result has no more: contracted too
         if spatial in labels[1] and result[labels[3].index(spatial)] == 1:
@@ -502,12 +489,12 @@ def kernel_flops(module: Module, comp: str, op: Op, seen: float = 1.0) -> float:
         return 0.0
     if "__cudnn$fmha" in op.attrs:
         dims = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[(.*?)\]', op.attrs)
-        width = _shape_of(module, comp, op, 0)[-1]
+        width = module.shape_of(comp, op, 0)[-1]
         each = 5 if "Backward" in op.attrs else 2
         pairs = math.prod(integers(dims[1])) if dims else 0
         return 2.0 * each * pairs * width * (0.5 if "CAUSAL" in op.attrs else 1.0)
     name = next((name for name in (*ring.PRODUCTS, "grouped_") if name in op.scope), "")
-    given = [_shape_of(module, comp, op, i) for i in range(op.inside.count("%"))] if name else []
+    given = [module.shape_of(comp, op, i) for i in range(op.inside.count("%"))] if name else []
     if name in ring.PRODUCTS:
         return ring.kernel_flops(name, given, seen)
     return products.kernel_flops(op.scope, *given) or 0.0 if name else 0.0
