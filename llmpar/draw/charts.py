@@ -154,10 +154,8 @@ def live_blocks(matrix) -> Scene:
             items.append(small_text(x + w / 2, y + spot, {0.5: "½"}.get(part, f"{part:g}"), fill=color))
         total = f"{sum(row):g} blocks" + " of time" * last
         items.append(Text(left + w * steps + 12, y + h / 2, total, SMALL, bold=last))
-    time, ideal = sum(busiest), sum(map(sum, matrix)) / ranks
-    note = (
-        f"The ring takes {time:g} blocks of time; evenly spread over the ranks it would be {ideal:g} blocks."
-    )
+    even = f"evenly spread over the ranks it would be {sum(map(sum, matrix)) / ranks:g} blocks"
+    note = f"The ring takes {sum(busiest):g} blocks of time; {even}."
     said = [" ".join(f"{x:g}" for x in row) for row in matrix]
     lines = [f"rank {r}: {said[r]} = {sum(row):g} blocks" for r, row in enumerate(matrix)]
     title = f"Live attention blocks: {count_noun(ranks, 'rank')}, {count_noun(steps, 'ring step')}"
@@ -330,11 +328,8 @@ class _Band:
             if max(start, self.low) >= min(end, self.high):
                 continue
             name, fill, y = f"{kind}{u}" + f".{chunk}" * (chunk > 0), KINDS[kind], float(ROW * stage)
-            x = self.x(max(start, self.low))
-            w, tip = (
-                self.x(min(end, self.high)) - x,
-                f"stage {stage}, {name}: {start:g} to {end:g} time units",
-            )
+            x, tip = self.x(max(start, self.low)), f"stage {stage}, {name}: {start:g} to {end:g} time units"
+            w = self.x(min(end, self.high)) - x
             items.append(Rect(x, y, w, CELL, fill, "edge", 0.75, tip=tip))
             color = text_color_on(fill)
             items += fitting(x + w / 2, y + 12, w - 2, name, f"{kind}{u}", str(u), fill=color)

@@ -26,10 +26,8 @@ def parted(sizes: dict[str, int], order, heads: int) -> tuple[dict[str, int], li
     """Sizes and order with tp as two axes: tp, and inside it kv, whose ranks hold copies of one of the
     model's KV ``heads``."""
     copies = max(1, sizes["tp"] // heads) if sizes["tp"] % heads == 0 else 1
-    inside = {"tp": ("tp", "kv")}
-    return sizes | {"tp": sizes["tp"] // copies, "kv": copies}, [
-        x for a in order for x in inside.get(a, (a,))
-    ]
+    parts = [part for axis in order for part in (("tp", "kv") if axis == "tp" else (axis,))]
+    return sizes | {"tp": sizes["tp"] // copies, "kv": copies}, parts
 
 
 def coordinates(sizes: dict[str, int], order, device: int) -> dict[str, int]:
@@ -101,30 +99,22 @@ def places(sizes: dict[str, int], order, node: int) -> dict:
     of them.
     """
     n, apart = math.prod(sizes.values()), strides(sizes, order)
-    nested = sorted(
-        {apart[a] * k for a in order for k in divisors(sizes[a])}
-    )  # block sizes that part no axis badly
+    # Block sizes that part no axis badly.
+    nested = sorted({apart[a] * k for a in order for k in divisors(sizes[a])})
     block = next(b for b in nested if n // b <= 512)
-    num = n // block
-    w, h, rise, most = (
-        (72, 46, 14, 8) if num <= 64 else (44, 20, 10, 16)
-    )  # rows leave room for arrows there and back
+    num, held = n // block, node // block
+    # Rows leave room for arrows there and back.
+    w, h, rise, most = (72, 46, 14, 8) if num <= 64 else (44, 20, 10, 16)
     limit = min(most, math.ceil(2 * num**0.5))
     columns = max(b // block for b in nested if b % block == 0 and b // block <= limit)
-    columns = (
-        limit if 3 * columns < limit else columns
-    )  # a long axis without small divisors wraps where it must
-    gaps = [
-        (s, 6)
-        for s in (apart[a] // block for a in order if sizes[a] > 1)
-        if s > 1 and not (columns % s and s % columns)
-    ]
-    held, frames = node // block, []
-    framed = (
-        node < n and node % block == 0 and num % held == 0 and (columns % held == 0 or held % columns == 0)
-    )
+    if 3 * columns < limit:  # a long axis without small divisors wraps where it must
+        columns = limit
+    in_line = lambda count: columns % count == 0 or count % columns == 0
+    steps = [apart[a] // block for a in order if sizes[a] > 1]
+    gaps = [(step, 6) for step in steps if step > 1 and in_line(step)]
+    framed = node < n and node % block == 0 and num % held == 0 and in_line(held)
     gaps += [(held, 10)] * framed + [(columns, 6)] * (framed and held < columns)
-    cells = []
+    cells, frames = [], []
     for i in range(num):
         row, col = divmod(i, columns)
         x = col * (w + 4) + sum(gap * (col // s) for s, gap in gaps if s < columns)
@@ -133,15 +123,7 @@ def places(sizes: dict[str, int], order, node: int) -> dict:
     for first in range(0, num, held) if framed else ():
         (x0, y0), (x1, y1) = cells[first], cells[first + held - 1]
         frames.append([x0 - 3, y0 - 3, x1 - x0 + w + 6, y1 - y0 + h + 6])
-    return {
-        "block": block,
-        "columns": columns,
-        "w": w,
-        "h": h,
-        "rise": rise,
-        "cells": cells,
-        "frames": frames,
-    }
+    return dict(block=block, columns=columns, w=w, h=h, rise=rise, cells=cells, frames=frames)
 
 
 def lane(place: dict, source: int, target: int) -> list[list[float]]:

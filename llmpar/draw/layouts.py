@@ -107,11 +107,8 @@ def _axis_facts(shape: MeshShape, live: dict[str, int]) -> tuple[list[tuple[str,
     by_axis = {a: groups(shape.sizes, AXES, [a]) for a in live}
     apart = {a: g[0][-1] // max(1, len(g[0]) - 1) for a, g in by_axis.items()}
     facts = [(a, f"{a} = {n}: {AXES[a]}" + f", partners {apart[a]} apart" * (n > 1)) for a, n in live.items()]
-    lines = [
-        f"groups over {a}: " + " | ".join(map(number_ranges, g[:8])) + " | …" * (len(g) > 8)
-        for a, g in by_axis.items()
-    ]
-    return facts, lines
+    named = {a: " | ".join(map(number_ranges, g[:8])) + " | …" * (len(g) > 8) for a, g in by_axis.items()}
+    return facts, [f"groups over {a}: {teams}" for a, teams in named.items()]
 
 
 def mesh(
@@ -307,9 +304,8 @@ class _Grid:
         if -1 in index:
             return [Text(w / 2, tall / 2, "⋯", anchor="middle", fill="soft")], w, tall
         items: list = [Rect(0, 0, w, tall, "cell", "edge")]
-        items += [
-            Rect(0, h + 10 * i, w, 10, "paper", stroke, hatch=m) for i, (m, stroke) in enumerate(self.marks)
-        ]
+        for i, (hatch, stroke) in enumerate(self.marks):
+            items.append(Rect(0, h + 10 * i, w, 10, "paper", stroke, hatch=hatch))
         if self.named:
             shard, devices = 0, self.devices[index]
             for i, dim in zip(index, self.dims, strict=True):

@@ -223,9 +223,8 @@ def ticks(low: float, high: float, num: int = 5) -> list[float]:
     """Round numbers in [low, high], about ``num`` of them."""
     unit = 10.0 ** math.floor(math.log10(rough := (high - low) / num or 1.0))
     step = next(s * unit for s in (1, 2, 5, 10) if s * unit >= 0.999 * rough)
-    return [
-        round(i * step, 12) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
-    ]
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
 
 
 @dataclass(frozen=True, repr=False)
@@ -271,9 +270,8 @@ def compose(title: str, blocks, text: str, notes=(), margin: float = 16) -> Scen
     items = stack([part for part in parts if part], 14)
     x0, y0, x1, y1 = bounds(items)
     placed = Group(tuple(items), margin - x0, margin - y0)
-    return Scene(
-        math.ceil(x1 - x0 + 2 * margin), math.ceil(y1 - y0 + 2 * margin), title, f"{title}\n{text}", (placed,)
-    )
+    wide, high = math.ceil(x1 - x0 + 2 * margin), math.ceil(y1 - y0 + 2 * margin)
+    return Scene(wide, high, title, f"{title}\n{text}", (placed,))
 
 
 def bare(scene: Scene, title: str = "") -> Scene:

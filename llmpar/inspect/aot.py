@@ -72,12 +72,8 @@ def compile_step(
             need["compiled_total"] = round(float(said[1] or said[2]) * GIB)
         needs = f"{said[1] or said[2]} GiB" if said else "more"
         why = _too_large(needs, config, plan.asked, target, batch_size, seq_len)
-        return document | {
-            "fits": False,
-            "why": why,
-            "memory_bytes": need,
-            "compile_s": time.perf_counter() - begin,
-        }
+        seconds = time.perf_counter() - begin
+        return document | {"fits": False, "why": why, "memory_bytes": need, "compile_s": seconds}
     seconds, text = time.perf_counter() - begin, compiled.as_text() or ""
     program = compiled_memory(compiled)
     need |= {"compiled_arguments": program["argument_bytes"], "compiled_temp": program["temp_bytes"]}
@@ -199,10 +195,8 @@ def tables(document: dict) -> list[Table]:
     if "roofline" not in document:
         return [held]
     moves = report.move_tables(document)
-    title, sizes = (
-        "overlap: what lies between a collective's start and its end (estimate)",
-        ("products beside", "on links", "exposed"),
-    )
+    title = "overlap: what lies between a collective's start and its end (estimate)"
+    sizes = "products beside", "on links", "exposed"
     waits = table(title, ("arrow, direction, axes, collective", *sizes), sizes)
     for row in document["overlap"]:
         words = row["arrow"] or "(the compiler's)", row["direction"], row["axis"], row["kind"]
@@ -215,8 +209,6 @@ def tables(document: dict) -> list[Table]:
     figures = table(title, ("term", "per step"), ("per step",))
     for name, seconds in found["terms"].items():
         figures.add_row(name, time_text(seconds))
-    work = flops["executed_per_device"], flops["useful_per_device"]
-    figures.add_row(
-        "FLOPs executed (useful) per device", "{:,.1f} ({:,.1f}) TFLOP".format(*(n / 1e12 for n in work))
-    )
+    executed, useful = (flops[f"{name}_per_device"] / 1e12 for name in ("executed", "useful"))
+    figures.add_row("FLOPs executed (useful) per device", f"{executed:,.1f} ({useful:,.1f}) TFLOP")
     return [held, *moves, waits, figures]

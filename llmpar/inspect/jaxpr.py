@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from llmpar.inspect.census import (
+    KINDS,
     Collective,
     Taken,
     Work,
@@ -21,10 +22,7 @@ from llmpar.inspect.census import (
 )
 from llmpar.inspect.hlo import innermost
 
-_KINDS = {
-    kind.replace("-", "_"): kind
-    for kind in ("all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all")
-}
+_KINDS = {kind.replace("-", "_"): kind for kind in KINDS}
 _KINDS |= {"ppermute": "collective-permute"} | dict.fromkeys(("psum", "psum2", "pmax", "pmin"), "all-reduce")
 _DTYPES = {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "complex": "c", "bool": "pred", "_": ""}
 
@@ -44,9 +42,7 @@ def _work(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None, outer: st
     work: Work = []
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
-        kind = _KINDS.get(
-            re.sub("^unreduced_|_invariant|_reduced|_start", "", name)
-        )  # one collective in many variants
+        kind = _KINDS.get(re.sub("^unreduced_|_invariant|_reduced|_start", "", name))  # of many variants
         scope = f"{outer}/{eqn.source_info.name_stack}"
         inner = [x for x in jax.tree.leaves(params) if hasattr(x, "eqns")]
         inside = [_work(x, axis_sizes, taken, scope) for x in inner]
@@ -70,18 +66,16 @@ def _named_collectives(kind: str, eqn: Any, sizes: dict[str, int], source: str) 
     partitioning."""
     named = jax.tree.leaves(eqn.params.get("axes", eqn.params.get("axis_name")))
     if unknown := [a for a in named if isinstance(a, str) and a not in sizes]:
-        raise ValueError(
-            f"a {kind} runs over axis {unknown[0]!r}, but the sizes given are those of {list(sizes)}"
-        )
+        given = f"the sizes given are those of {list(sizes)}"
+        raise ValueError(f"a {kind} runs over axis {unknown[0]!r}, but {given}")
     axes = tuple(a for a in sizes if a in named and sizes[a] > 1)
     group_size = math.prod(sizes[a] for a in axes)
     if groups := eqn.params.get("axis_index_groups"):
         axes, group_size = ("other",), len(groups[0])
     if group_size == 1 or all(there == here for there, here in eqn.params.get("perm", [(0, 1)])):
         return
-    for aval in (
-        getattr(v.aval, "inner_aval", v.aval) for v in eqn.outvars
-    ):  # psum_start and the like give futures
+    for result in eqn.outvars:
+        aval = getattr(result.aval, "inner_aval", result.aval)  # psum_start and the like give futures
         dtype = re.sub("|".join(_DTYPES), lambda word: _DTYPES[word[0]], aval.dtype.name)
         sent = ring_bytes(kind, group_size, aval.size * aval.dtype.itemsize)
         yield Collective(kind, axes, group_size, 1, sent, dtype, aval.shape, source)

@@ -148,15 +148,12 @@ def tables(document: dict) -> list[Table]:
     """Give the document as tables for a terminal."""
     figures = table("per device", ("", "predicted", "compiled"), ("predicted", "compiled"))
     held, flops = document["memory"], document["flops"]
-    figures.add_row(
-        "arguments", f"{held['predicted_argument_bytes']:,} B", f"{held['compiled_argument_bytes']:,} B"
-    )
+    guess, true = held["predicted_argument_bytes"], held["compiled_argument_bytes"]
+    figures.add_row("arguments", f"{guess:,} B", f"{true:,} B")
     guess, true = held["predicted_temp_bytes"], held["compiled_temp_bytes"]
     figures.add_row(f"temporaries (by formula{off_by(guess, true)})", f"{guess:,} B", f"{true:,} B")
-    work = flops["predicted_per_device"], flops["executed_per_device"]
-    figures.add_row(
-        "matmul FLOPs (useful, executed)", *("as routed" if n is None else f"{n:,.0f}" for n in work)
-    )
+    work = ["as routed" if n is None else f"{n:,.0f}" for n in flops.values()]
+    figures.add_row("matmul FLOPs (useful, executed)", *work)
     asked = [types_table(document["types"])] if "types" in document else []
     asked += [spread_table(document["tolerance"])] if "tolerance" in document else []
     return [*move_tables(document), figures, *asked]

@@ -31,10 +31,8 @@ def shardings(value) -> dict:
     rows = []
     for name, x, sharding in leaves:
         where = sharding.devices_indices_map(tuple(x.shape))
-        cuts = {
-            d: tuple(c.indices(n)[:2] for c, n in zip(cut, x.shape, strict=True)) for d, cut in where.items()
-        }
-        per_device = [cuts.get(d) for d in devices]
+        ends = lambda cut, shape=x.shape: tuple(c.indices(n)[:2] for c, n in zip(cut, shape, strict=True))
+        per_device = [ends(where[d]) if d in where else None for d in devices]
         shards = [s for s in dict.fromkeys(per_device) if s is not None]
         number = {None: None} | {s: i for i, s in enumerate(shards)}
         rows.append(

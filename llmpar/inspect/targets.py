@@ -85,9 +85,8 @@ class Target:
         how: dict[str, Any]
         if self.is_gpu:
             hosts, gpus = self.shape
-            how = dict(
-                platform="cuda", target_config=gpu_description(self.chip), topology=f"1x{hosts}x{gpus}"
-            )
+            how = dict(platform="cuda", topology=f"1x{hosts}x{gpus}")
+            how |= {"target_config": gpu_description(self.chip)}
         else:
             extents = "x".join(map(str, self.shape))
             how = dict(platform="tpu", topology_name=f"{TPUS[self.chip.name]}:{extents}")
@@ -108,17 +107,15 @@ def parse_target(text: str) -> Target:
     row, shape, slices = chip(found[2]), tuple(map(int, found[3].split("x"))), int(found[1] or 1)
     is_gpu = row.name in GPUS
     if not is_gpu and row.name not in TPUS:
-        raise ValueError(
-            f"there is no compiler here for chip '{row.name}' without the device; known are {known}"
-        )
+        lacks = f"there is no compiler here for chip '{row.name}' without the device"
+        raise ValueError(f"{lacks}; known are {known}")
     dims = 2 if is_gpu else row.num_axes
     if len(shape) != dims or 0 in shape or not slices:
         what = "hosts x GPUs per host" if is_gpu else f"a slice of {dims} extents"
         raise ValueError(f"target '{text}' has shape {found[3]}, but {row.name} wants {what}, all 1 or more")
     if is_gpu and slices > 1:
-        raise ValueError(
-            f"target '{text}' has several slices of GPUs; use {row.name}:{slices * shape[0]}x{shape[1]}"
-        )
+        instead = f"{row.name}:{slices * shape[0]}x{shape[1]}"
+        raise ValueError(f"target '{text}' has several slices of GPUs; use {instead}")
     return Target(text, row, shape, slices)
 
 
@@ -148,9 +145,6 @@ def gpu_description(row: Chip) -> str:
     accelerated = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     lines.append(f"  cuda_compute_capability {{ major: {major} minor: {minor}{accelerated} }}")
     dnn = "major: {} minor: {} patch: {}".format(*info["dnn_version"].split("."))
-    ends = (
-        'platform_name: "CUDA"',
-        f"dnn_version_info {{ {dnn} }}",
-        f'device_description_str: "{info["name"]}"',
-    )
-    return "\n".join(["gpu_device_info {", *lines, "}", *ends, ""])
+    ends = 'platform_name: "CUDA"', f"dnn_version_info {{ {dnn} }}"
+    name = f'device_description_str: "{info["name"]}"'
+    return "\n".join(["gpu_device_info {", *lines, "}", *ends, name, ""])
