@@ -310,7 +310,7 @@ class _Walk:
         if group == 1:
             return None
         held = held_bytes(op.results)
-        message = held * group if kind == "reduce-scatter" else held
+        message: float = held * group if kind == "reduce-scatter" else held
         merged = dict.fromkeys(re.findall(r"arrow\[(.*?)\]", op.scope))  # the compiler may merge several
         key = ("; ".join(merged), ",".join(axes), kind, arrow_of(op.scope)["direction"])
         row = self.found.sent.setdefault(key, Sent(*key))
