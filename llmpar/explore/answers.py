@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from typing import Any, get_args, get_type_hints
 
 from llmpar.config import PRESETS, ModelConfig, preset
@@ -265,17 +266,17 @@ def sent(chip: Chip, order, plan: Resolved, batch_size: int, seq_len: int) -> li
     sizes, rows = plan.mesh.asked, []
     apart = geometry.strides(*geometry.parted(sizes, order, plan.config.num_kv_heads))
     for (names, kind), row in traffic.step_traffic(plan, batch_size, seq_len).items():
-        axes = names.split(",")
-        each = {size for counter in row.of.values() for size in counter}
-        parts = {name: sum(one * n for one, n in counter.items()) for name, counter in row.of.items()}
-        several = sorted(parts.items(), key=lambda part: -part[1])
-        words = ", ".join(f"{name} {size_text(value)}" if len(parts) > 1 else name for name, value in several)
-        stride, seconds = min(apart[a] for a in axes), 0.0  # one after the other, over links so far apart
-        for (_, _, size), times in row.messages.items():
-            what = kind.replace("collective-", "")
-            seconds += times * formulas.collective_seconds(chip, what, size, row.group_size, stride)
-        found = {"axes": axes, "kind": kind, "count": row.count, "bytes": row.bytes_sent, "what": words}
-        rows.append(found | {"largest": max(each), "sizes": len(each), "seconds": seconds})
+        axes, short = names.split(","), kind.replace("collective-", "")
+        parts, each, seconds = Counter[str](), set[int](), 0.0
+        stride = min(apart[a] for a in axes)  # one after the other, over links so far apart
+        for (what, _, size), times in row.messages.items():
+            parts[what] += times * row.sent(size)
+            each.add(row.sent(size))
+            seconds += times * formulas.collective_seconds(chip, short, size, row.group_size, stride)
+        words = [f"{name} {size_text(n)}" if len(parts) > 1 else name for name, n in parts.most_common()]
+        found = {"axes": axes, "kind": kind, "count": row.count, "bytes": row.bytes_sent}
+        found |= {"what": ", ".join(words), "largest": max(each), "sizes": len(each), "seconds": seconds}
+        rows.append(found)
         if plan.pipeline and names == "pp" and kind == "collective-permute":
             there = hosts.pairs_of(plan, "-> the next stage")  # gradients go back on the same pairs
             rows[-1]["pairs"] = [list(pair) for pair in there]

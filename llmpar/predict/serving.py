@@ -32,16 +32,15 @@ def cache_bytes(config: ModelConfig, tokens: int = 1, bits: int = 16) -> float:
 def critical_batch(config: ModelConfig, chip: Chip, bits: int = 16) -> float:
     """Sequences at which a token's matmuls compute as long as they read their weights of so many bits, by
     what the chip reaches; with k of E experts, E/k times as many."""
-    flops_per_s, bytes_per_s = _reached(config, chip)
-    how = config.experts
+    clock, how = _clock(config, chip), config.experts
     few = (how.num_experts, how.top_k) if how else (1, 1)
-    return formulas.critical_batch(flops_per_s, bytes_per_s, bits / 8, *few)
+    return formulas.critical_batch(_flops_per_s(clock), clock.bytes_per_s, bits / 8, *few)
 
 
 def prefill(config: ModelConfig, chip: Chip, prompt: int, tp: int = 1) -> dict[str, float]:
     """Seconds to take a prompt in, by term."""
     clock = _clock(config, chip, tp, 1, prompt)
-    products = 2.0 * prompt * config.active_params / tp / _reached(config, chip)[0]
+    products = 2.0 * prompt * config.active_params / tp / _flops_per_s(clock)
     scores = config.num_layers * clock.run.attention_flops()
     attention = scores / (clock.device.flops_per_s * clock.rates.attention)
     return {"products": products, "attention": attention} | _besides(clock)
@@ -61,29 +60,27 @@ def decode(
     Ranks of tp that are more than the KV heads hold copies of keys and values. Of experts those are read that
     some token chose, if all are equally likely.
     """
-    clock = _clock(config, chip, tp, batch, 1)
-    flops_per_s, bytes_per_s = _reached(config, chip)
+    clock = _clock(config, chip, tp, batch)
     read = float(config.num_params)
     if how := config.experts:
         many = 1 - (1 - how.top_k / how.num_experts) ** batch
         each = (config.num_params - config.active_params) / (1 - how.top_k / how.num_experts)
         read -= each * (1 - many)
-    computing = 2.0 * batch * config.active_params / tp / flops_per_s
-    products = max(computing, read / tp * weight_bits / 8 / bytes_per_s)
+    computing = 2.0 * batch * config.active_params / tp / _flops_per_s(clock)
+    products = max(computing, read / tp * weight_bits / 8 / clock.bytes_per_s)
     seen = min(config.window or context, context)
     keys = cache_bytes(config, batch * seen, cache_bits) / min(tp, config.num_kv_heads)
-    return {"products": products, "keys and values read": keys / bytes_per_s} | _besides(clock)
+    return {"products": products, "keys and values read": keys / clock.bytes_per_s} | _besides(clock)
 
 
-def _clock(config: ModelConfig, chip: Chip, tp: int, rows: int, seq_len: int) -> Clock:
+def _clock(config: ModelConfig, chip: Chip, tp: int = 1, rows: int = 1, seq_len: int = 1) -> Clock:
     return Clock(Run(config, chip, MeshShape(tp=tp), seq_len, rows, zero=0))
 
 
-def _reached(config: ModelConfig, chip: Chip) -> tuple[float, float]:
-    """FLOPs and bytes per second of one device, in matmuls (of experts, where there are some)."""
-    device, rates = chip.per_device(), chip.rates
-    share = rates.grouped if config.experts else rates.products
-    return device.flops_per_s * share, device.hbm_bytes_per_s * rates.memory
+def _flops_per_s(clock: Clock) -> float:
+    """What one device reaches in matmuls (of experts, where there are some)."""
+    share = clock.rates.grouped if clock.run.config.experts else clock.rates.products
+    return clock.device.flops_per_s * share
 
 
 def _besides(clock: Clock) -> dict[str, float]:

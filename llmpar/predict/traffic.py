@@ -45,14 +45,6 @@ class Prediction:
         return sum(self.sent(size) * times for (_, _, size), times in self.messages.items())
 
     @property
-    def of(self) -> dict[str, Counter[int]]:
-        """What was sent -> bytes that one collective sends -> how many such."""
-        found: dict[str, Counter[int]] = {}
-        for (what, _, size), times in self.messages.items():
-            found.setdefault(what, Counter())[self.sent(size)] += times
-        return found
-
-    @property
     def arrows(self) -> dict[str, tuple[int, int]]:
         """The arrow's text -> (executions, bytes)."""
         found: dict[str, tuple[int, int]] = {}
