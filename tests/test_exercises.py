@@ -471,9 +471,3 @@ def test_teachers_see_the_solutions(capsys):
         assert max(map(len, written.splitlines())) <= exercises.COLUMNS, "code would be broken inside"
     assert main(["solutions", "--lesson", "99"]) == 1
     assert "there are 00, 01" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("folder", ["nowhere", ""])
-def test_progress_of_a_folder_that_is_not_there_is_refused(capsys, folder):
-    assert main(["progress", "--folder", folder]) == 1
-    assert f"there is no folder '{folder}'" in capsys.readouterr().err

@@ -164,24 +164,6 @@ def test_a_page_of_the_learner_s_is_kept_and_ours_is_renewed(open_lab, tmp_path)
     assert words.read_text() == "my notes"
 
 
-@pytest.mark.parametrize(
-    "lesson, sentence",
-    [
-        (b"no JSON", "it is no JSON"),
-        (b"[1]", "not an object"),
-        (b'{"cells": []}', "it is no notebook with cells and metadata"),
-        (b'{"cells": [7], "metadata": {}}', "it is no notebook with cells and metadata"),
-        (b'"\xfc"', "it is not UTF-8 text"),
-        (b"[" * 100_000, "it is nested too deeply"),
-    ],
-)
-def test_what_is_no_lesson_is_refused_in_a_sentence(lesson, sentence, open_lab, tmp_path):
-    (tmp_path / "00_mine.ipynb").write_bytes(lesson)
-    with pytest.raises(ValueError, match=f"cannot read the lesson '.*00_mine.ipynb': .*{sentence}"):
-        open_lab(folder=str(tmp_path), copies="copies")
-    assert not (tmp_path / "copies").exists()
-
-
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no execve")
 def test_the_server_takes_the_place_of_the_command(tmp_path):
     """A signal to the command is one to the server: here a program that says its number and waits."""

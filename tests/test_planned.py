@@ -52,19 +52,6 @@ def test_the_command_writes_a_page(tmp_path, capsys):
     assert path.stat().st_size > 100_000 and json.loads(capsys.readouterr().out)["plans"]
 
 
-@pytest.mark.parametrize(
-    "words, sentence",
-    [
-        ("--html plan.svg", "'plan.svg' is no page"),
-        ("--html no/such/plan.html", "a folder that is there"),
-        ("--html plan.html --cluster lumi", "cluster lumi may have others"),
-    ],
-)
-def test_what_cannot_be_a_page_is_refused(words, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        parse(["plan", *words.split()]).run()
-
-
 @pytest.mark.browser
 def test_a_click_shows_another_plan(planned, tmp_path):
     document, explorer = planned

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import re
 import subprocess
 import tomllib
@@ -228,42 +227,6 @@ def test_the_command_asks_notes_and_compares(tmp_path, monkeypatch, capsys):
         with pytest.raises(ValueError, match=sentence):
             ask(file=str(file)).run()
     assert file.read_text() == noted
-
-
-def test_a_file_that_cannot_be_written_is_known_before_the_first_question(tmp_path, monkeypatch, capsys):
-    os.mkfifo(tmp_path / "pipe")
-    monkeypatch.setattr("sys.stdin", None)  # nothing is asked
-    for name, why in (
-        ("none/quiz.jsonl", "No such file"),
-        (".", "it is a folder"),
-        ("pipe", "no ordinary file"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            COMMANDS["quiz"](file=str(tmp_path / name)).run()
-    assert capsys.readouterr().err == ""
-
-
-GOOD = {"when": "before", "score": 3, "max_score": 14, "ratings": {"explain": 2}}
-
-
-@pytest.mark.parametrize(
-    "row, sentence",
-    [
-        ("{}", "result 2 is of when=None, neither before nor after"),
-        (json.dumps(GOOD | {"when": "during"}), "when='during', neither before nor after"),
-        (json.dumps(GOOD | {"score": "3"}), "result 2 is none of this quiz"),
-        (json.dumps(GOOD | {"score": 15}), "result 2 is none of this quiz"),
-        (json.dumps(GOOD | {"max_score": 0, "score": 0}), "result 2 is none of this quiz"),
-        (json.dumps(GOOD | {"ratings": {"explain": "much"}}), "ratings of 1 to 5"),
-        ("[" * 100_000, "nested too deeply"),
-    ],
-)
-def test_results_of_something_else_are_refused(row, sentence, tmp_path):
-    (tmp_path / "quiz.jsonl").write_text(json.dumps(GOOD) + "\n" + row)
-    with pytest.raises(ValueError, match=f"cannot read results from '.*quiz.jsonl': .*{sentence}"):
-        COMMANDS["quiz"](file=str(tmp_path / "quiz.jsonl"), effect=True).run()
-    with pytest.raises(ValueError, match="cannot read results from '.*none'"):
-        COMMANDS["quiz"](file=str(tmp_path / "none"), effect=True).run()
 
 
 # -------------------------------------------------------------------------------------------------- the rest
