@@ -79,7 +79,6 @@ CASES: dict = {
     "mesh six axes": lambda: draw.mesh(MeshShape(2, 2, 2, 2, 2, 2), 8, "pp"),
     "links": lambda: draw.links("dp=2 fsdp=4 tp=4", chip("h100")),
     "links of a long mesh": lambda: draw.links("pp=4 dp=2 fsdp=8 tp=8", chip("v5p")),
-    "mesh 512": lambda: draw.mesh("pp=4 dp=4 fsdp=8 tp=4", 8, "tp"),
     "layout scalar": lambda: draw.layout("whole", (), "dp=4", 4),
     "layout 1": lambda: draw.layout("d/fsdp", (4096,), "dp=2 fsdp=4", 4),
     "layout 2": lambda: draw.layout("d/fsdp m/tp", (512, 2048), "fsdp=4 tp=8", 2),
@@ -510,6 +509,8 @@ def test_what_cannot_be_drawn_is_refused():
         draw.layout("b s t d n")
     with pytest.raises(ValueError, match="no mesh axis"):
         draw.mesh("dp=2", highlight_axis="xp")
+    with pytest.raises(ValueError, match="has 128 devices, and a drawing shows 64 at most; use .*Explorer"):
+        draw.mesh("dp=16 tp=8")
     with pytest.raises(ValueError, match="as many of each"):
         draw.overlap([1.0], [1.0, 2.0])
 

@@ -31,23 +31,12 @@ from llmpar.draw.scene import (
     text_color_on,
     text_width,
 )
-from llmpar.notation import (
-    AXES,
-    ORDER,
-    Arrow,
-    Dim,
-    Layout,
-    MeshShape,
-    divisors,
-    parse_arrow,
-    parse_layout,
-    parse_mesh,
-)
+from llmpar.notation import AXES, ORDER, Arrow, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
 from llmpar.predict.formulas import ring_bytes
 from llmpar.predict.hardware import Chip
 
 MAX_CELLS = 64
-"""What a mesh or a layout shows one by one; above, it shows blocks."""
+"""What a mesh or a layout shows one by one; of a layout with more some are left out."""
 
 
 # ----------------------------------------------------------------------------------------------------- meshes
@@ -75,30 +64,16 @@ def _frame(block: Block, name: str, color: str, dash: bool = False) -> Block:
     return [box, small_text(8, 12, name, "start", color), Group(tuple(items), 8, 24)], w + 16, h + 32
 
 
-def _levels(sizes: dict[str, int]) -> list[tuple[str, int, int]]:
-    """The axes that a mesh is drawn by, outermost first: axis, its coordinates per block, its blocks. All
-    blocks together are at most `MAX_CELLS`."""
-    levels, count = [], 1
-    for axis, n in sizes.items():
-        parts = max(q for q in divisors(n) if count * q <= MAX_CELLS)
-        count *= parts
-        levels += [(axis, n // parts, parts)] * (parts > 1 or n == 1)
-        if parts < n:
-            break
-    return levels
-
-
-def _devices(devices: range, room: float, where: str, axis: str, lit_axis: str | None, teams) -> Block:
-    """A cell of consecutive devices; filled where one of them is in the first of the ``teams`` over
-    ``lit_axis``."""
-    lit = bool(teams) and any(d in teams[0] for d in devices)
+def _device(device: int, room: float, where: str, axis: str, lit_axis: str | None, teams) -> Block:
+    """A device's cell; filled where it is in the first of the ``teams`` over ``lit_axis``."""
+    lit = bool(teams) and device in teams[0]
     fill = lit_axis if lit_axis and lit else "cell"
     items: list = [Rect(0, 0, room, 40, fill, f"{lit_axis or axis}-line", 1.5, radius=3)]
-    items += [Text(room / 2, 12, number_ranges(devices), anchor="middle", fill=text_color_on(fill))]
+    items += [Text(room / 2, 12, str(device), anchor="middle", fill=text_color_on(fill))]
     items += [small_text(room / 2, 28, where, fill=text_color_on(fill) if lit else f"{axis}-line")]
-    if not teams or len(devices) > 1:
+    if not teams:
         return items, room, 40
-    team = next(i for i, team in enumerate(teams) if devices[0] in team)
+    team = next(i for i, team in enumerate(teams) if device in team)
     return [*items, small_text(room / 2, 48, f"group {team}", fill="ink")], room, 54
 
 
@@ -118,33 +93,30 @@ def mesh(
     ones hosts.
 
     ``highlight_axis`` fills the first group of devices that communicate over that axis, and numbers the
-    groups. A mesh of more than 64 devices is drawn in blocks of consecutive ones.
+    groups.
     """
     shape = parse_mesh(shape)
     if highlight_axis not in (None, *AXES):
         raise ValueError(f"'{highlight_axis}' is no mesh axis to highlight; the axes are {' '.join(AXES)}")
+    if shape.size > MAX_CELLS:
+        many = f"mesh '{shape}' has {shape.size} devices, and a drawing shows {MAX_CELLS} at most"
+        raise ValueError(f"{many}; use llmpar.MeshExplorer, which draws blocks of them")
     live = {a: n for a, n in shape.sizes.items() if n > 1} or {"dp": 1}
-    levels = _levels(live)
-    block = shape.size // math.prod(parts for *_, parts in levels)
-    host = devices_per_host or shape.size
-    inner = [block * math.prod(p for *_, p in levels[i + 1 :]) for i in range(len(levels))]
-    split = [i for i, size in enumerate(inner) if host % size == 0 and size * levels[i][2] % host == 0]
+    levels, host = list(live.items()), devices_per_host or shape.size
+    inner = [math.prod(n for _, n in levels[i + 1 :]) for i in range(len(levels))]
+    split = [i for i, size in enumerate(inner) if host % size == 0 and size * levels[i][1] % host == 0]
     boxed = split[0] if split and host < shape.size else None
     teams = groups(shape.sizes, AXES, [highlight_axis]) if highlight_axis else []
 
-    def name(depth: int, i: int) -> str:
-        axis, per, _ = levels[depth]
-        return f"{axis} {i}" if per == 1 else f"{axis} {i * per}–{i * per + per - 1}"
-
-    widest = [number_ranges(range(shape.size - block, shape.size)), name(-1, levels[-1][2] - 1)]
-    widest += [f"group {len(teams)}"] * bool(teams)
+    last_axis, length = levels[-1]
+    widest = [str(shape.size - 1), f"{last_axis} {length - 1}", *[f"group {len(teams)}"] * bool(teams)]
     room = 10 + max(map(text_width, widest))
 
     def node(depth: int, first: int, where: str = "", axis: str = "") -> Block:
         if depth == len(levels):
-            return _devices(range(first, first + block), room, where, axis, highlight_axis, teams)
-        child, _, n = levels[depth]
-        kids = [node(depth + 1, first + i * inner[depth], name(depth, i), child) for i in range(n)]
+            return _device(first, room, where, axis, highlight_axis, teams)
+        child, n = levels[depth]
+        kids = [node(depth + 1, first + i * inner[depth], f"{child} {i}", child) for i in range(n)]
         last = depth == len(levels) - 1
         if depth == boxed:
             per = host // inner[depth]
@@ -156,7 +128,7 @@ def mesh(
         return _frame(whole, where, f"{axis}-line") if where else whole
 
     facts, lines = _axis_facts(shape, live)
-    notes = [f"Each cell is a block of {block} devices."] * (block > 1)
+    notes = list[str]()
     if devices_per_host:
         where = ", dashed." if boxed is not None else f": device i is on host i // {host}."
         notes.append(f"Hosts of {count_noun(host, 'device')}{where}")
