@@ -181,6 +181,18 @@ def test_a_page_states_an_exercise():
     assert (told.level, told.solution) == ("expert", {"A": (0.75, 1.0), "B": "b/dp d"})
 
 
+def test_a_page_counts_with_what_the_lesson_gives():
+    facts = {"given": "devices=8", "answer": "2 * (devices - 1)", "hint": "Add.", "because": "Two."}
+    facts |= {"`2 * devices`": "One stays.", "`* 2`": "Twice."}
+    assert judge.stated("it", facts).solution == 14
+    told = judge.stated("it", facts, devices=4)
+    assert told.solution == 6 and list(told.wrong.values()) == [8, 12]
+    with pytest.raises(ValueError, match="it is not given device but devices"):
+        judge.stated("it", facts, device=4)
+    with pytest.raises(ValueError, match="sentences for `2 [*] ranks`, which mean nothing"):
+        judge.stated("it", facts | {"`2 * ranks`": "Of ranks."})
+
+
 SAYS = {"hint": "Add.", "because": "Two.", "one": "That is one."}
 
 

@@ -9,16 +9,6 @@ from llmpar.notation import parse_layout, parse_mesh
 PUZZLE_MESH = "dp=2 fsdp=2 tp=2"
 
 
-def held(rows: int = 32, columns: int = 16, dp: int = 2, fsdp: int = 2, tp: int = 2) -> Exercise:
-    """Ask for the bytes that a device holds of a float32 array [rows, columns] laid out as `b/dp,fsdp d`."""
-    whole = 4 * rows * columns
-    tp_too = whole // (dp * fsdp * tp)
-    wrong = dict(
-        whole=whole, tp_too=tp_too, dp_only=whole // dp, elements_tp_too=tp_too // 4, eight_bytes=2 * whole
-    )
-    return Exercise("core", whole // (dp * fsdp), wrong, unit="bytes")
-
-
 def layout_of() -> Exercise:
     """Ask for the layout behind a picture that shows device numbers only."""
     sizes = parse_mesh(PUZZLE_MESH).sizes

@@ -1,20 +1,6 @@
-"""Exercises of lesson 02 that are computed: what a collective sends, and a ring by hand."""
+"""Exercises of lesson 02 that are computed: a ring by hand."""
 
 from llmpar.exercises import Exercise
-
-
-def scattered(devices: int = 8) -> Exercise:
-    """Ask how many bytes a device sends when n buffers of 1 MiB are summed and dealt out (reduce-scatter)."""
-    size = 2**20
-    wrong = dict(
-        result=size // devices,
-        all_to_all_others=size * (devices - 1),
-        own_part_too=size,
-        both_laps=2 * size,
-        mb=1e6 * (devices - 1) / devices,
-        all_buffers=size * devices,
-    )
-    return Exercise("core", size * (devices - 1) // devices, wrong, unit="bytes")
 
 
 def ring_gather() -> Exercise:

@@ -1,4 +1,4 @@
-"""Exercises of lesson 03 that are computed: bytes and means of gradients, and rows for all devices."""
+"""Exercises of lesson 03 that are computed: means of gradients, and rows for all devices."""
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +9,6 @@ from llmpar.exercises import Exercise
 
 CLIP = 1.0
 """The largest gradient norm in `repair`."""
-
-
-def sent(params: int = 107_840, devices: int = 8) -> Exercise:
-    """Ask how many bytes a device sends per step to sum float32 gradients, by ring all-reduces."""
-    message = 4 * params
-    wrong = dict(
-        message=message,
-        all_pieces=2 * message,
-        to_all=message * (devices - 1),
-        to_all_twice=2 * message * (devices - 1),
-        two_bytes=2 * params,
-    )
-    return Exercise("core", 2 * message * (devices - 1) / devices, wrong, unit="bytes")
 
 
 def repair() -> Exercise:

@@ -1,4 +1,4 @@
-"""Exercises of lesson 04 that are computed: what ZeRO's stages send."""
+"""Exercises of lesson 04 that are computed: stage 2 by hand."""
 
 import numpy as np
 from jax import lax
@@ -7,13 +7,6 @@ from llmpar.exercises import Exercise
 from llmpar.exercises.spread import carried_out
 
 DEVICES, PARTS, ROWS, COLUMNS = 4, 3, 8, 2
-
-
-def stage3_bytes(devices: int = 8) -> Exercise:
-    """Ask how many bytes a device sends in one step of the toy, whose weights are 16 KiB, at stage 3."""
-    all_bytes = 3 * 16_384  # two gathers and a scatter
-    wrong = dict(own_share_too=all_bytes, shards=all_bytes / devices)
-    return Exercise("core", all_bytes * (devices - 1) / devices, wrong, unit="bytes")
 
 
 def stage2_accumulated() -> Exercise:

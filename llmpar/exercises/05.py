@@ -1,4 +1,4 @@
-"""Exercises of lesson 05 that are computed: which dim to cut, and what that sends."""
+"""Exercises of lesson 05 that are computed: a column-row pair by hand, KV heads, rings."""
 
 from collections.abc import Iterable
 
@@ -11,13 +11,6 @@ from llmpar.exercises.spread import carried_out
 
 DEVICES, POSITIONS, WIDTH, HIDDEN = 4, 6, 8, 3
 """Of `gated_pair`: HIDDEN is what one device has of the feed-forward's width."""
-
-
-def stack_all_reduces(devices: int = 8) -> Exercise:
-    """Ask how many all-reduces one forward and backward pass of a stack of four column-row pairs runs."""
-    some = devices > 1  # one device sends nothing
-    wrong = dict(gradient_of_data=8, forward=4, transformer=16, between=15, one_pair=1, one_less=3)
-    return Exercise("core", 7 * some, {key: count * some for key, count in wrong.items()})
 
 
 def gated_pair() -> Exercise:

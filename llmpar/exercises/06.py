@@ -1,18 +1,10 @@
-"""Exercises of lesson 06 that are computed: what travels around a ring, and who holds which positions."""
+"""Exercises of lesson 06 that are computed: who holds which positions, and heads."""
 
 import numpy as np
 from jax import lax
 
 from llmpar.exercises import Exercise
 from llmpar.exercises.spread import carried_out
-
-
-def ring_bytes(devices: int = 8, seq: int = 256) -> Exercise:
-    """Ask how many bytes of keys and values a device sends in the toy's forward ring: 2 KV heads of width 16,
-    in float32."""
-    hop = 2 * seq / devices * 2 * 16 * 4
-    wrong = dict(last_hop=devices * hop, one_hop=hop, two_things=2 * devices * hop)
-    return Exercise("core", (devices - 1) * hop, wrong, unit="bytes")
 
 
 def zigzag() -> Exercise:

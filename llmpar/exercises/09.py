@@ -1,4 +1,4 @@
-"""Exercises of lesson 09 that are computed: what a dispatch sends, the room of experts, adding rows up."""
+"""Exercises of lesson 09 that are computed: the room of experts, adding rows up."""
 
 import numpy as np
 
@@ -6,14 +6,6 @@ from llmpar.exercises import Exercise
 
 LOADS = (260, 190, 150, 120, 100, 84, 70, 50)
 """Rows that chose each of eight experts, of 512 tokens with two each."""
-
-
-def dispatch_bytes(ranks: int = 8) -> Exercise:
-    """Ask what a rank sends in the toy's dispatch, without padding, if all experts are equally likely: two
-    experts for each of 32 tokens of width 16, (N-1)/N of them."""
-    rows = 2 * 32 * 16 * 4
-    wrong = dict(home_too=rows, one_neighbour=rows / 2 / ranks, two_things=rows / 2, home=rows / ranks)
-    return Exercise("core", rows * (ranks - 1) / ranks, wrong, unit="bytes")
 
 
 def capacity() -> Exercise:

@@ -11,17 +11,19 @@ In a lesson, the learner replaces the dots and runs the cell again:
 
 What is said stands in the page `llmpar/exercises/03.md`, under the same name: hints, why the solution is
 right, wrong answers, and for each of them the sentence that helps (`pages` has the form). An exercise whose
-answer never changes stands there alone. An answer with several named parts is judged part by part; a wrong
-answer helps wherever the parts that it spoils are met.
+answer is a number, a text, or a formula of what the lesson passes by keyword stands there alone. An answer
+with several named parts is judged part by part; a wrong answer helps wherever the parts that it spoils are
+met.
 
-What must be computed does a function of that name in `llmpar/exercises/03.py`: from what the lesson passes by
-keyword the solution, and wrong answers that depend on it or are functions. `observe` turns an answer into
-what is compared, so that a learner's function is recognised by what it does.
+Any other has a function of that name in `llmpar/exercises/03.py`, which gives the solution, and those wrong
+answers that are functions too. `observe` turns an answer into what is compared, so that a learner's function
+is recognised by what it does.
 
-    def bytes_sent(devices: int = 8) -> Exercise:
-        '''Ask how many bytes a device sends in a ring all-reduce of 1 MiB.'''
-        size = 2**20
-        return Exercise("core", 2 * size * (devices - 1) // devices, wrong=dict(own_piece=2 * size))
+    def pad() -> Exercise:
+        '''Ask for a function that fills up rows so that they divide by the number of devices.'''
+        asked = [(np.ones(5), 4), (np.ones(8), 4)]
+        run = lambda function: [function(*given) for given in asked]
+        return Exercise("expert", solution, wrong=dict(drop=...), observe=run)
 """
 
 from __future__ import annotations
@@ -74,8 +76,8 @@ def find(name: str, **given: Any) -> Exercise:
         there = ", ".join(names(lesson)) or "none in that lesson"
         raise ValueError(f"there is no exercise {name!r}; there are {there}")
     says = sentences(lesson)[own]
-    if "answer" in says and not given:
-        return stated(name, says)
+    if "answer" in says:
+        return stated(name, says, **given)
     return getattr(importlib.import_module(f"{__name__}.{lesson}"), own)(**given).told(name, says)
 
 

@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any, Literal
 
 NOT_ATTEMPTED = "not attempted yet: replace the dots and run this cell again"
@@ -36,6 +35,7 @@ class Exercise:
         counts: sentences in place of the hint that count for the learner: by key a function that gives the
             figures in the sentence for what was observed, or None where it does not fit.
         says: the sentences by key.
+        given: the numbers of the lesson that formulas in the page speak of.
     """
 
     level: Literal["core", "stretch", "expert"]
@@ -46,12 +46,14 @@ class Exercise:
     unit: str = ""
     counts: Mapping[str, Callable[[Any], Mapping[str, Any] | None]] = field(default_factory=dict)
     says: Mapping[str, str] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     def told(self, name: str, says: Mapping[str, str]) -> Exercise:
         """Give it its sentences, and the wrong answers that are spelt out as their keys, in backticks; refuse
         a key that has no sentence, and a sentence whose key means nothing."""
         wanted = {"because", *self.wrong, *(self.counts or ["hint"])}
-        planted = {key: read(key.strip("`"), self.solution) for key in says if key.startswith("`")}
+        spelt = [key for key in says if key.startswith("`")]
+        planted = {key: read(key.strip("`"), self.solution, self.given) for key in spelt}
         if missing := sorted(wanted - says.keys()):
             raise ValueError(f"{name} has no sentence for {', '.join(missing)}")
         unknown = says.keys() - wanted - planted.keys() - {"nudge"}
@@ -142,27 +144,38 @@ class Exercise:
         return counted or self.says["hint"]
 
 
-def stated(name: str, says: Mapping[str, str]) -> Exercise:
-    """The exercise that its page states alone."""
-    facts = {key: says[key] for key in ("level", "question", "answer", "tolerance", "unit") if key in says}
+FACTS = ("level", "question", "given", "answer", "tolerance", "unit")
+"""What a page says of an exercise besides its sentences."""
+
+
+def stated(name: str, says: Mapping[str, str], **given: Any) -> Exercise:
+    """The exercise that its page states alone, with what the lesson gives in place of the page's numbers."""
+    facts = {key: says[key] for key in FACTS if key in says}
+    known = written(facts["given"]) if "given" in facts else {}
+    if unknown := given.keys() - known.keys():
+        raise ValueError(f"{name} is not given {', '.join(unknown)} but {', '.join(known) or 'nothing'}")
+    given = known | given
     level: Any = facts.get("level", "core")
     tolerance, unit = float(facts.get("tolerance", 1e-5)), facts.get("unit", "")
-    exercise = Exercise(level, written(facts["answer"]), tolerance=tolerance, unit=unit)
+    solution = written(facts["answer"], given)
+    exercise = Exercise(level, solution, tolerance=tolerance, unit=unit, given=given)
     return exercise.told(name, {key: sentence for key, sentence in says.items() if key not in facts})
 
 
-def written(text: str) -> Any:
+def written(text: str, given: Mapping[str, Any] | None = None) -> Any:
     """Read a solution that is not known yet: `3/11`, `8, 1`, a text, or parts such as `A=rounding; B=4`."""
     if "=" in text:
         pairs = (part.rpartition("=") for part in text.split("; "))
-        return {int(name) if name.isdigit() else name: written(part) for name, _, part in pairs}
-    return tuple(map(written, text.split(", "))) if ", " in text else read(text, None)
+        return {int(name) if name.isdigit() else name: written(part, given) for name, _, part in pairs}
+    if ", " in text:
+        return tuple(written(part, given) for part in text.split(", "))
+    return read(text, None, given)
 
 
-def read(text: str, right: Any) -> Any:
-    """Read an answer as a page spells it: a number such as 4 or 3/16, several as in `8, 1`, None, `* 8` for
-    eight times the right one, or parts of it exchanged, as in `A=rounding; C=not summed`; what is none of
-    these stays text."""
+def read(text: str, right: Any, given: Mapping[str, Any] | None = None) -> Any:
+    """Read an answer as a page spells it: a number such as 4 or 3/16 or a formula of what is given, several
+    as in `8, 1`, None, `* 8` for eight times the right one, or parts of it exchanged, as in `A=rounding;
+    C=not summed`; what is none of these stays text."""
     if isinstance(right, Mapping):
         if text.startswith("* "):
             return {name: read(text, value) for name, value in right.items()}
@@ -175,8 +188,9 @@ def read(text: str, right: Any) -> Any:
     if isinstance(right, tuple) and ", " in text:
         return tuple(read(part, value) for part, value in zip(text.split(", "), right, strict=True))
     if right is None or kind(right) == "a number":
-        with contextlib.suppress(ValueError, ZeroDivisionError):
-            return float(Fraction(text.removeprefix("* "))) * (right if text.startswith("* ") else 1)
+        with contextlib.suppress(SyntaxError, NameError, TypeError, ZeroDivisionError):
+            number = eval(text.removeprefix("* "), {"__builtins__": {}}, {**(given or {})})  # our own page
+            return float(number) * (right if text.startswith("* ") else 1)
     return text
 
 

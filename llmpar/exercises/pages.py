@@ -1,13 +1,14 @@
 """Read what is said of answers: a Markdown page for each lesson beside its code, one line for each sentence.
 
 ## sent                             the exercise
-- answer: 7/8                      of one without code: a number, `8, 1`, a text, or parts, `A=none; B=2`
+- given: devices=8                 of one without code: what the lesson passes by keyword, for formulas
+- answer: 2 * (devices - 1)        of one without code: a formula, `8, 1`, a text, or parts, `A=none; B=2`
 - level: core                      of one without code; its question, tolerance and unit, too
 - nudge: How often does …           a first hint; may come again
 - hint: A ring all-reduce is …      the last hint, and the word for an answer that nobody foresaw
 - because: Both halves of …         why the solution is right
 - whole: That is the size of …      for the wrong answer that the code calls whole
-- `862720`: You forgot …            for this wrong answer: a number, a text, or parts, `A=none; B=2`
+- `862720`: You forgot …            for this wrong answer: a formula, a text, or parts, `A=none; B=2`
 """
 
 from __future__ import annotations
