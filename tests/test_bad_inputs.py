@@ -23,6 +23,7 @@ CASES = [(row, command) for row in TABLE["case"] for command in row["run"]]
 RECIPES = {
     "missing": lambda file: None,
     "folder": lambda file: file.mkdir(),
+    "dangling": lambda file: file.symlink_to(file.with_name("gone")),
     "fifo": lambda file: os.mkfifo(file),
     "empty": lambda file: file.write_text(""),
     "binary": lambda file: file.write_bytes(bytes(range(256))),

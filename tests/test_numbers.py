@@ -325,13 +325,6 @@ def test_every_case_is_tested_by_exactly_one():
     )
 
 
-@pytest.mark.parametrize("file", TESTED_ELSEWHERE)
-def test_cases_left_to_another_file_are_named_there(file):
-    text = (HERE / file).read_text(encoding="utf-8")
-    missing = [case for case in sorted(TESTED_ELSEWHERE[file]) if case not in text]
-    assert not missing or "NUMBERS" in text, f"{file} neither names {missing} nor reads numbers.json"
-
-
 @pytest.mark.parametrize("case", MINE)
 def test_a_wrong_figure_is_noticed(case):
     """Plant a fault: doubled, negated or renamed, every figure of every row must be missed."""
