@@ -346,8 +346,3 @@ class OptimizerConfig:
 
     def __post_init__(self):
         check_fields(self)
-
-
-def describe(config: ModelConfig) -> dict:
-    """The configuration as plain data, with its number of parameters."""
-    return dataclasses.asdict(config) | {"params": config.num_params, "active_params": config.active_params}

@@ -320,13 +320,6 @@ class Resolved(Plan):
         """Whether the ranks of an axis hand on what they hold, neighbour by neighbour, inside a layer."""
         return bool(self.regions["keys"].get("s")) or self.tp_comm_overlap
 
-    def padded(self, config: ModelConfig) -> ModelConfig:
-        """The model with as many layers as a pipeline's state has places: as many in every chunk."""
-        if self.pipeline is None:
-            return config
-        most = max(self.pipeline.layers(config.num_layers).values())
-        return dataclasses.replace(config, num_layers=most * len(self.pipeline.routes[0]))
-
     # ------------------------------------------------------------------------------------ logical to physical
 
     def place(self, layout: Layout | str) -> Layout:
@@ -390,7 +383,8 @@ class Resolved(Plan):
     @functools.cached_property
     def lives(self) -> dict[str, tuple[Weight, Life]]:
         """Every weight of the model by its path, with the layers that a pipeline pads to, and its life."""
-        weights = self.padded(self.config).weights()
+        places = len(schedules.layer_order(self.pipeline, self.config.num_layers))
+        weights = dataclasses.replace(self.config, num_layers=places).weights()
         return {path: (weight, self.life(weight.dims)) for path, weight in weights.items()}
 
     def stored(self, dims: str) -> Layout:

@@ -1,4 +1,4 @@
-"""The model's weights as trees: what they are, how they start, where they lie.
+"""The model's weights as trees: what they are, and how they start.
 
 `ModelConfig.weights` describes each weight once; the trees here have the shape of the model's parameters.
 """
@@ -10,12 +10,9 @@ from typing import Any
 
 import jax
 from flax import nnx, traverse_util
-from jax.sharding import AbstractMesh, Mesh
 
 from llmpar.config import ModelConfig
-from llmpar.mesh import sharding
 from llmpar.model import Llama
-from llmpar.plan import Resolved
 
 Tree = Any
 """A pytree of arrays, or of what is said of each: nested dicts as the model's."""
@@ -40,11 +37,3 @@ def model_graph(config: ModelConfig, kind: type[Llama] = Llama) -> nnx.GraphDef:
 def init_params(config: ModelConfig, seed: int | jax.Array = 0) -> Tree:
     """Fresh weights as a plain dict of arrays; under jit each device makes only its own shard."""
     return nnx.to_pure_dict(nnx.state(Llama(config, nnx.Rngs(params=seed)), nnx.Param))
-
-
-def abstract_params(config: ModelConfig, plan: Resolved, mesh: Mesh | AbstractMesh) -> Tree:
-    """Shapes and shardings of the float32 weights as a plan stores them."""
-
-    place = lambda weight: sharding(mesh, plan.stored(weight.dims))
-    abstract = lambda weight: jax.ShapeDtypeStruct(weight.shape, "float32", sharding=place(weight))
-    return jax.tree.map(abstract, described(config))

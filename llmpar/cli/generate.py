@@ -54,13 +54,13 @@ class Generate:
             raise ValueError("the prompt is no text: it holds bytes that are not UTF-8; give it in UTF-8")
         import jax
 
-        from llmpar.mesh import make_mesh, use_devices
+        from llmpar.mesh import make_mesh, sharding, use_devices
         from llmpar.notation import parse_mesh
         from llmpar.plan import Plan
         from llmpar.serve.decode import Decoder, check_temperature, generate
         from llmpar.training import data
         from llmpar.training.checkpoint import Checkpoints
-        from llmpar.weights import abstract_params, init_params
+        from llmpar.weights import described, init_params
 
         join()
         start()
@@ -81,7 +81,9 @@ class Generate:
         length = len(prompt[0]) + self.tokens
         Decoder.check(config, plan, 1, length)
         fits_host(config, plan, 1, plan.mesh.sp, ("params",))
-        abstract = abstract_params(config, plan.resolve(), mesh)
+        place = lambda weight: sharding(mesh, plan.resolve().stored(weight.dims))
+        abstract_of = lambda weight: jax.ShapeDtypeStruct(weight.shape, "float32", sharding=place(weight))
+        abstract = jax.tree.map(abstract_of, described(config))
         if keep:
             params = keep.params(abstract, config)
         else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 
 from llmpar.cli.options import Text, give
-from llmpar.config import PRESETS, describe, preset
+from llmpar.config import PRESETS, preset
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,10 @@ class Models:
     json: bool = False
 
     def run(self) -> None:
-        models = [describe(c) for c in (PRESETS.values() if self.name is None else [preset(self.name)])]
+        models = []
+        for config in PRESETS.values() if self.name is None else [preset(self.name)]:
+            counts = {"params": config.num_params, "active_params": config.active_params}
+            models.append(dataclasses.asdict(config) | counts)
         lines = []
         for m in models:
             active = f", {m['active_params']:,} active" if m["active_params"] < m["params"] else ""
