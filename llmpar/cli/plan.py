@@ -1,5 +1,4 @@
-"""``llmpar plan``: which mesh for a model on a machine; and the model of time held against measured
-runs."""
+"""``llmpar plan``: which mesh for a model on a machine; the model of time held against measured runs."""
 
 from __future__ import annotations
 
@@ -192,8 +191,7 @@ def count(text: str, name: str, base: int) -> float:
 
 
 def tables_of(document: dict) -> Iterator[Any]:
-    """The answer as tables: the plans in order, what cannot be, what would change, and the budget; then the
-    command lines of the first plan."""
+    """The answer as tables, and the command lines of the first plan."""
     from rich.table import Table
 
     what = f"{document['model']} on {document['devices']:,} {document['chip']}"

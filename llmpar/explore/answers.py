@@ -1,9 +1,7 @@
-"""What the explorers know: who holds what, who talks with whom, bytes and seconds, as plain data for any
-front end.
+"""What the explorers know: who holds what, who talks with whom, bytes and seconds, as plain data.
 
 Pure Python, without Jupyter. A *state* is a dict of what a reader can choose. `tensors` and `answer` turn it
-into JSON, which is all that a front end draws, together with `geometry`, which a browser does for
-itself.
+into JSON, which is all that a front end draws, together with `geometry`, which a browser does itself.
 """
 
 from __future__ import annotations
@@ -75,8 +73,7 @@ MODELS = [
 
 VIEW = ("device", "tensor", "axis", "row", "step")
 SHAPES = ("model", "batch_size", "seq_len", "microbatches")
-"""What the tensors of a step depend on: each row says of which (``of``), so that no others are taken for
-them."""
+"""What the tensors of a step depend on: each row says of which (``of``), so that none is mistaken."""
 
 
 def choice(name: str, label: str, options: list, **more) -> dict:
@@ -105,8 +102,7 @@ CONTROLS: list[dict] = [  # free: what a page without Python can follow by itsel
     {"name": "tp_sequence", "kind": "flag", "label": "sequence parallelism (tp_sequence)"},
 ]
 CHUNKS = {name: make(name, 2, 4).visits for name in SCHEDULES}
-"""Pieces of the model that a stage holds, by schedule. A pipeline's state has room for equally many layers in
-each."""
+"""Pieces of the model that a stage holds, by schedule. Each has room for equally many layers."""
 
 # -------------------------------------------------------------------------------------- what is held and sent
 
@@ -142,8 +138,7 @@ def read_mesh(text: str) -> MeshShape:
 
 
 def read(state: dict) -> tuple[ModelConfig, Chip, MeshShape, tuple[str, ...]]:
-    """The model, the chip, the mesh and the order of axes that a state names. Raises ValueError with what
-    would work."""
+    """The model, the chip, the mesh and the order of axes that a state names, or what would work."""
     order = tuple(state["order"].replace(",", " ").split())
     if sorted(order) != sorted(AXES):
         why = f"the order '{state['order']}' must name each axis once"
@@ -165,14 +160,12 @@ def make_plan(state: dict, mesh) -> Plan:
 
 
 def mode(state: dict) -> str:
-    """Which of a tensor's layouts a state asks for: the ZeRO stage, with an ``s`` for sequence
-    parallelism."""
+    """Which of a tensor's layouts a state asks for: the ZeRO stage, ``s`` for sequence parallelism."""
     return f"{state['zero']}{'s' * state['tp_sequence']}"
 
 
 def tensors(state: dict) -> list[dict]:
-    """Every array of a training step: name, kind, shape, bytes per element, and its layout at each ZeRO
-    stage.
+    """Every array of a training step: name, kind, shape, bytes per element, layout at each ZeRO stage.
 
     A layout names all axes that could cut; those of size 1 cut nothing. Weights and the optimizer's moments
     are float32. Activations are one layer's, of one microbatch. Keys of ``layout``: the stage, with an ``s``
@@ -261,8 +254,7 @@ def answer(state: dict, plan: Plan | None = None) -> dict:
 
 
 def sent(chip: Chip, order, plan: Resolved, batch_size: int, seq_len: int) -> list[dict]:
-    """What `traffic.step_traffic` says, row by row, the largest first: what of, the largest collective, and
-    seconds."""
+    """The rows of `traffic.step_traffic`, the largest first: what of, the largest collective, seconds."""
     sizes, rows = plan.mesh.asked, []
     apart = geometry.strides(*geometry.parted(sizes, order, plan.config.num_kv_heads))
     for (names, kind), row in traffic.step_traffic(plan, batch_size, seq_len).items():
@@ -318,8 +310,7 @@ def time_words(time: dict) -> str:
 
 
 def remedy(state: dict) -> dict:
-    """What would work instead of a refused state: the ``nearest`` mesh, a ``batch_size`` for the asked one,
-    and a ``text``."""
+    """What would work instead: the ``nearest`` mesh, a ``batch_size`` for the asked one, and a ``text``."""
     try:
         read_mesh(state["mesh"])
         near, batch = nearest(state), fitting_batch(state)
@@ -373,11 +364,8 @@ def nearest(state: dict) -> str | None:
 
 
 def neighbours(state: dict, most: int = 600) -> list[dict]:
-    """The state, and those of the meshes and ZeRO stages nearest to it: what an export without Python can
-    look up.
-
-    Of a state that is refused whatever the mesh (or that names none) only itself.
-    """
+    """The state, and those of the meshes and ZeRO stages nearest to it, for an export without Python. Of a
+    state that is refused whatever the mesh (or that names none) only itself."""
     refused = answer(state)["refusal"]
     try:
         shape = read_mesh(state["mesh"])
@@ -418,8 +406,7 @@ def device_rows(state: dict, rows: list[dict], sizes: dict[str, int], order) -> 
 
 
 def scene(state: dict) -> Scene:
-    """The state as one picture: devices in link order, the chosen group or shard filled, arrows of a round,
-    the memory."""
+    """The state as one picture: devices in link order, the chosen ones filled, a round, the memory."""
     reply = answer(state)
     try:
         config, chip, shape, order = read(state)

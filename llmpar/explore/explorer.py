@@ -94,8 +94,7 @@ class Explorer:
             return found | {"refusal": str(error), "says": str(error)}
 
     def states(self) -> list[dict]:
-        """The states that an exported page brings answers for: this one, each choice of one control, then of
-        two."""
+        """The states that an exported page can answer: this one, each choice of one control, then of two."""
         choices = {c["name"]: self.choices(c) for c in self.controls}
         choices = {name: values for name, values in choices.items() if len(values) > 1}
         out = {self.key(self.state): dict(self.state)}
@@ -162,8 +161,7 @@ class Explorer:
             self._rich.send({"html": self.html()})
 
     def html(self) -> str:
-        """One page that works without a kernel and without a network; it knows what `stored` gives it, and
-        says so."""
+        """One page that works without a kernel and a network; it knows what `stored` gives, and says so."""
         doc = json.dumps(self.document() | self.stored()).replace("<", "\\u003c")
         module = MODULE.read_text(encoding="utf-8").partition("export default")[0]
         words = {"title": html.escape(self.title), "text": html.escape(self.scene.text)}

@@ -1,5 +1,4 @@
-"""The mesh explorer opened on what ``llmpar plan`` chose: its plans in order beside the mesh, with memory and
-time by term, each one click away."""
+"""The mesh explorer opened on what ``llmpar plan`` chose: its plans in order, each one click away."""
 
 from __future__ import annotations
 

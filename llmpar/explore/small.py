@@ -18,8 +18,7 @@ from llmpar.timetable import Timetable, reached, timetable
 
 
 class TimelineExplorer(Explorer):
-    """A pipeline's timetable with live activations and bubbles. Text in ``order`` replaces the schedule:
-    one's own, judged."""
+    """A pipeline's timetable with live activations and bubbles. ``order`` is a schedule of one's own."""
 
     title = "Timeline explorer"  # controls say without which other one they count
     start = {"schedule": "1f1b", "stages": 4, "microbatches": 8, "chunks": 2}
@@ -84,8 +83,7 @@ class TimelineExplorer(Explorer):
 
 
 class RoutingExplorer(Explorer):
-    """Where tokens go as an expert grows hot: the router's choices, the load of each expert, and who is over
-    its capacity."""
+    """Where tokens go as an expert grows hot: each expert's load, and who is over its capacity."""
 
     title = "Routing explorer"
     start = {"experts": 8, "chosen": 2, "ranks": 4, "heat": 0, "capacity_percent": 125}

@@ -96,8 +96,7 @@ def train_seconds(
 
 def ring_share(kind: str, group: int) -> Fraction:
     """How much of one collective's message each of ``group`` devices sends on a ring: all but one piece,
-    (g-1)/g; twice that for an all-reduce, which is a reduce-scatter and an all-gather; all of it where it is
-    permuted, and nothing to `vary`.
+    (g-1)/g; twice that for an all-reduce, a reduce-scatter and an all-gather; all to permute, 0 to `vary`.
 
     The message is the whole: the gathered result, the unreduced input, the local buffer that all exchange.
     """
@@ -109,9 +108,8 @@ def ring_share(kind: str, group: int) -> Fraction:
 
 def ring_bytes(kind: str, message_bytes: int, group: int) -> int:
     """`ring_share` of a message in whole bytes. Where ``group`` does not divide the message its pieces
-    differ, and so does what the devices send. Their mean is exact, however the ring cuts the message; a
-    fraction of a byte counts as one.
-    """
+    differ, and so does what the devices send. Their mean is exact, however the ring cuts; a part of a byte
+    counts as one."""
     return math.ceil(message_bytes * ring_share(kind, group))
 
 
@@ -119,8 +117,7 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute")
 
 
 def sent_bytes(kind: str, message_bytes: float, group: int) -> float:
-    """Bytes each device sends in a ring of the *message* V (`ring_share`): V(g-1)/g, all-reduce twice that,
-    permute V."""
+    """Bytes each device sends in a ring of the *message* V: V(g-1)/g, all-reduce twice that, permute V."""
     assert kind in KINDS, kind
     return message_bytes * float(ring_share(kind, group))
 

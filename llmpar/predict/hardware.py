@@ -34,8 +34,7 @@ Count = Annotated[int, Allowed(int, 1, 1 << 20)]
 
 @dataclass(frozen=True)
 class Chip:
-    """One row. `sources` says for every figure where it comes from; a row loaded from a file may leave it
-    empty.
+    """One row. `sources` says where every figure comes from; a row that is loaded from a file may have none.
 
     `link` is "torus" (each chip has two links on each of `num_axes` axes) or "switch" (all chips of a node
     reach each other at once; `num_axes` is 1 and `link_bytes_per_s` is what one chip sends in total).
@@ -67,21 +66,18 @@ class Chip:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that a program may use on one JAX device: of a GPU the share that JAX takes here
-        (`asked_memory_share`)."""
+        """Bytes that a program may use on one JAX device: of a GPU the share that JAX takes here."""
         share = self.memory_share if self.memory_share == 1 else asked_memory_share() or self.memory_share
         return int(self.usable_hbm_gib * GIB * share)
 
     @property
     def reached_link_bytes_per_s(self) -> float:
-        """One-way link rate that large messages reach: use it for times; published examples often use the
-        peak."""
+        """One-way link rate that large messages reach, for times; published examples often use the peak."""
         return self.link_bytes_per_s * self.link_efficiency
 
     @property
     def axis_bytes_per_s(self) -> float:
-        """Peak bytes per second that leave a chip along one axis: both directions of a torus ring, all of a
-        switch."""
+        """Peak bytes per second that leave a chip along an axis: both ways of a ring, all of a switch."""
         return self.link_bytes_per_s * (2 if self.link == "torus" else 1)
 
     @property
@@ -91,8 +87,7 @@ class Chip:
 
     @property
     def rates(self) -> Rates:
-        """What software reaches of these figures: as measured here, else as fitted on published runs, else
-        the general row."""
+        """What software reaches of these figures: as measured here, as fitted on published runs, or usual."""
         return self.reached or RATES.get(_RATES_OF.get(self.family, self.family), Rates())
 
     @property
@@ -106,8 +101,7 @@ class Chip:
         return self.link == "switch" or axis_size % self.wrap_multiple == 0
 
     def per_device(self) -> Chip:
-        """The share of one JAX device: rates, bytes and links divided by `devices_per_chip`, node sizes
-        multiplied."""
+        """The share of one JAX device: rates, bytes and links divided by `devices_per_chip`."""
         n = self.devices_per_chip
         shared = ("flops_per_s", "hbm_bytes", "hbm_bytes_per_s", "link_bytes_per_s", "dcn_bytes_per_s")
         share = {f: getattr(self, f) / n for f in shared}
@@ -128,8 +122,7 @@ def asked_memory_share() -> float | None:
 
 
 def memory_left_out(chip: Chip) -> str:
-    """A sentence on the memory that JAX leaves out because nobody told it its share; empty where it takes
-    all."""
+    """A sentence on the memory that JAX leaves out because nobody told it its share; or nothing."""
     if chip.memory_share == 1 or asked_memory_share() is not None:
         return ""
     whole = chip.usable_hbm_gib
@@ -180,8 +173,7 @@ CLUSTERS: dict[str, dict] = _TABLE["cluster"]
 
 
 def cluster(name: str) -> tuple[Chip, int | None]:
-    """The row of a machine's chip with its nodes and network, and its chips; None: as many as are asked
-    for."""
+    """The row of a machine's chip with its nodes and network, and its chips (None: as many as are asked)."""
     if name.lower() not in CLUSTERS:
         raise ValueError(f"cluster '{name}' is not known; known are {', '.join(CLUSTERS)}; or give --chip")
     row = CLUSTERS[name.lower()]
@@ -239,8 +231,7 @@ def _load(path: Path) -> Chip:
 def guess(device_kind: str) -> Chip | None:
     """The row for JAX's `device_kind`, or None where no row is right.
 
-    PCIe boards, MIG slices and lite variants have other links, clocks or memory than their namesakes: no
-    guess is made.
+    PCIe boards, MIG slices and lite variants have other links, clocks or memory than their namesakes.
     """
     for name, pattern in _KINDS.items():  # words are matched whole: "GB200" is not a B200
         if re.fullmatch(pattern, device_kind.strip(), re.IGNORECASE):

@@ -1,6 +1,5 @@
 """What a measured run of another framework holds on its fullest device, by part: the textbook's sums, stage
-by stage (Rajbhandari et al. 2020, section 3; Korthikanti et al. 2022, section 4). For plans of ours see
-`memory`."""
+by stage (Rajbhandari et al. 2020, section 3; Korthikanti et al. 2022, section 4). Of ours: `memory`."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ MARGIN = 0.03
 
 
 def held_bytes(run: Run, allocated: bool = False) -> dict[str, float]:
-    """Bytes on the fullest device, by part. ``allocated``: what the allocator gave, without the framework's
-    own."""
+    """Bytes on the fullest device, by part. ``allocated``: without what the framework takes itself."""
     parts = max((_stage(run, stage) for stage in range(run.mesh.pp)), key=lambda found: sum(found.values()))
     if not allocated:
         parts["framework"] = run.software.overhead_bytes * (run.chip.link == "switch")

@@ -233,8 +233,7 @@ def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
 
 
 def _scaled(billions: int) -> ModelConfig:
-    """MaxText's model of ``global_parameter_scale``: powers of two on heads and widths, then width, then
-    depth."""
+    """MaxText's ``global_parameter_scale``: powers of two on heads and widths, then width, then depth."""
     base, rest = divmod(int(math.log2(billions)), 3)
     heads, width = base + (rest > 0), base + (rest > 1)
     sizes = 32_000, 2048 << width, 16 << base, 16 << heads, 16 << heads, 128, 7168 << heads
@@ -433,8 +432,7 @@ def spearman(a: list[float], b: list[float]) -> float:
 
 
 def tell_tale(row: dict[str, Any]) -> str:
-    """The term of a row's time that its error could be of: the smallest that is as large as what is missing,
-    else the largest."""
+    """The term that a row's error could be of: the smallest that is as large as the error, or the largest."""
     off = abs(row["predicted"]["step_s"] - row["measured"]["step_s"])
     terms = sorted(row["terms"].items(), key=lambda item: item[1])
     return next((name for name, seconds in terms if seconds >= off), terms[-1][0])

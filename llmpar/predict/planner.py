@@ -29,8 +29,7 @@ from llmpar.predict.workload import Run
 
 MARGIN = 0.08
 """Of the memory that a program may use, what a plan must leave free: the formula of temporaries is an
-estimate. It errs by 4 % in the middle for GPUs, and says a sixth too much for TPUs
-(`tests/compiled.md`)."""
+estimate, by 4 % off in the middle for GPUs, and a sixth too much for TPUs (`tests/compiled.md`)."""
 GPU_SHARE = 0.95
 """Of a GPU's memory, what JAX takes when it is told to (XLA_CLIENT_MEM_FRACTION)."""
 SAME = 0.005
@@ -357,8 +356,7 @@ def first_fit(
 
 
 def nowhere(q: Question, failed: dict[MeshShape, Candidate]) -> str:
-    """The sentence for a model that fits on no mesh: the least that was wanted, and the smallest machine of
-    this chip on which some mesh does."""
+    """The sentence for a model that fits on no mesh: the least wanted, and the smallest machine that does."""
     least = min(failed.values(), key=lambda one: one.total_bytes, default=None)
     wants = f"; the least is {least.plan.mesh}, which {least.why_not}" if least else ""
     if least and not least.memory_bytes:
@@ -391,8 +389,7 @@ def smallest_fits(q: Question) -> bool:
 
 
 def document(answer: Answer, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
-    """The document of ``llmpar plan --json``. ``tokens``: a budget to train on; ``price``: of a chip and
-    hour."""
+    """The document of ``llmpar plan --json``. ``tokens``: to train on; ``price``: of a chip and hour."""
     q, best = answer.question, answer.plans[0]
     found: dict[str, Any] = {
         "model": q.config.name,

@@ -20,8 +20,7 @@ def pairs_by_step(
     """Return pairs[rank, step]: how many query-key pairs a ring of n computes, whole tiles of `block`
     positions counted.
 
-    At step j rank i holds the keys of rank i-j. With block 1 these are the pairs that are seen. By default s
-    is 16 n.
+    At step j rank i holds the keys of rank i-j. With block 1 these are the pairs seen. Usually s is 16 n.
     """
     s = s or 16 * n
     tiles = sequence_permutation(name, s, n).reshape(-1, tile_length(block, s // n))
@@ -50,8 +49,7 @@ def kernel_flops(name: str, shapes: Sequence[tuple[int, ...]], share: float = 1.
 
     ``shapes``: those of its operands, of which the first is the queries ``b s k r h`` and the second the keys
     ``b t k h``; on TPUs they come behind spans of three dims, as ``b k r s h`` and ``b k t h``.
-    ``share``: of the pairs of queries and keys those that are computed (`seen_share`), which depends on the
-    data.
+    ``share``: of the pairs of queries and keys those that are computed (`seen_share`).
     """
     if name not in PRODUCTS:
         raise ValueError(f"'{name}' is no kernel of llmpar.kernels.flash: {', '.join(sorted(PRODUCTS))}")

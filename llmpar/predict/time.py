@@ -225,8 +225,7 @@ class Clock:
         return start + max(across, inside)
 
     def copies(self) -> float:
-        """How often a token travels: of ours once for each rank that has some of its experts, else once for
-        each expert."""
+        """How often a token travels: of ours to each rank with some of its experts, else to each expert."""
         how, ep = self.run.config.experts, self.run.mesh.ep
         assert how
         return ep * formulas.visited_share(how.num_experts, how.top_k, ep) if self.ours else how.top_k
@@ -300,8 +299,7 @@ class Clock:
     # ------------------------------------------------------------------------------------ weights on links
 
     def layer_weights(self, dense: bool) -> tuple[float, float]:
-        """Parameters of a layer on a device's tp rank: those that all data ranks share, and those of its
-        experts."""
+        """Parameters of a layer on a tp rank: those that all data ranks share, and those of its experts."""
         s, mesh, how = self.run.sizes, self.run.mesh, self.run.config.experts
         body = s["attention"] + s["copies"] + (s["dense"] if dense else s["ffn"] + s["router"])
         experts = 0.0 if dense or not how else s["experts"] / mesh.ep
@@ -418,8 +416,7 @@ class Chunk:
 
 
 def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time:
-    """Seconds of a step by term. Without ``simulate`` the bubble, and what a plan of ours sends, are closed
-    forms: quick, for ranking."""
+    """Seconds of a step by term. Without ``simulate`` the bubble and what is sent are closed forms: quick."""
     clock, m, p, soft = Clock(run, own, exact=simulate), run.microbatches, run.mesh.pp, run.software
     stages, late = _stages(clock)
     loads = [m * sum(sum(chunk.seconds) for chunk in stage) for stage in stages]

@@ -190,8 +190,7 @@ def _ties(config: ModelConfig, values: list[Term]) -> tuple[float, float]:
 
 
 def _depth(layers: int) -> float:
-    """The share of a rounding in every attention, or every feed-forward, that reaches the end (as a
-    variance)."""
+    """The part of the variance of a rounding in every attention, or feed-forward, that reaches the end."""
     return sum(1 / (i + 1) for i in range(1, 2 * layers + 1)) / 2
 
 

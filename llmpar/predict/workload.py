@@ -25,8 +25,7 @@ POLICIES: tuple[Any, ...] = get_args(get_type_hints(Plan)["remat"])
 @dataclass(frozen=True)
 class Software:
     """What a training framework does, as its documentation says. Nothing here is fitted. Overhead is CUDA's
-    context, NCCL's buffers, the allocator's fragments: a sum that is read by ``nvidia-smi`` has it; a sum of
-    allocations has not."""
+    context, NCCL's buffers, the allocator's fragments: ``nvidia-smi`` sees it, allocations have it not."""
 
     name: str
     eager: bool = True  # the host launches each kernel when Python comes to it; else a compiled program runs
