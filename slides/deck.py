@@ -4,6 +4,7 @@ up."""
 from __future__ import annotations
 
 import base64
+import dataclasses
 import functools
 import html
 import io
@@ -47,10 +48,23 @@ letters = functools.partial(scene.type_scale, scene.DECK)
 """``with letters():`` around what a part draws itself."""
 
 
+def bare(picture: scene.Scene, title: str = "") -> scene.Scene:
+    """The drawing without the title and the small print of `scene.compose`; its words stay."""
+    blocks = []
+    for part in picture.items[0].items:
+        texts = [item for item in part.items if isinstance(item, scene.Text)]
+        only_text = len(texts) == len(part.items)
+        is_title = only_text and " ".join(text.text for text in texts) == picture.title
+        if not is_title and not (only_text and {text.fill for text in texts} == {"soft"}):
+            blocks.append([part])
+    said = scene.compose(title, blocks, picture.text.partition("\n")[2], margin=8)
+    return dataclasses.replace(said, title=title or picture.title, text=picture.text)
+
+
 def show(picture: scene.Scene, title: str = "") -> None:
     """Show a drawing as large as the slide lets it be; its title and small print are said by the slide."""
     with letters():
-        scene.show(scene.bare(picture, title))
+        scene.show(bare(picture, title))
 
 
 def where(*lit: str) -> HTML:

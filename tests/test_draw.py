@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
-from shared import TABLES
+from shared import TABLES, load
 
 from llmpar import draw, schedules, timetable
 from llmpar.draw import layouts
@@ -25,7 +25,6 @@ from llmpar.draw.scene import (
     Rect,
     Scene,
     Text,
-    bare,
     compose,
     flatten,
     show,
@@ -177,6 +176,7 @@ def test_on_a_slide_letters_are_larger_and_still_do_not_overlap():
 
 def test_a_bare_drawing_keeps_its_words_and_loses_title_and_small_print():
     whole = draw.ring_steps([(i, (i + 1) % 4) for i in range(4)])
+    bare = load("slides/deck.py").bare
     plain = bare(whole)
     texts = {text.text for text in flatten(plain.items) if isinstance(text, Text)}
     assert plain.text == whole.text and plain.title == whole.title and plain.height < whole.height

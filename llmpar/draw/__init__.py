@@ -26,24 +26,3 @@ from llmpar.draw.charts import (
 )
 from llmpar.draw.geometry import groups, holders
 from llmpar.draw.layouts import arrow, layout, links, mesh, moved
-
-__all__ = [
-    "arrow",
-    "arrows_sent",
-    "collectives",
-    "groups",
-    "holders",
-    "layout",
-    "links",
-    "live_blocks",
-    "loss_curve",
-    "memory_bars",
-    "mesh",
-    "moved",
-    "overlap",
-    "ring_steps",
-    "time_bars",
-    "timeline",
-    "token_flow",
-    "two_lanes",
-]

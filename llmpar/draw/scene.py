@@ -274,20 +274,6 @@ def compose(title: str, blocks, text: str, notes=(), margin: float = 16) -> Scen
     return Scene(wide, high, title, f"{title}\n{text}", (placed,))
 
 
-def bare(scene: Scene, title: str = "") -> Scene:
-    """The drawing without the title and the small print of :func:`compose`, where the page says both; its
-    words stay."""
-    blocks = []
-    for part in scene.items[0].items:
-        texts = [item for item in part.items if isinstance(item, Text)]
-        only_text = len(texts) == len(part.items)
-        is_title = only_text and " ".join(text.text for text in texts) == scene.title
-        if not is_title and not (only_text and {text.fill for text in texts} == {"soft"}):
-            blocks.append([part])
-    said = compose(title, blocks, scene.text.partition("\n")[2], margin=8)
-    return replace(said, title=title or scene.title, text=scene.text)
-
-
 def show(scene: Scene) -> None:
     """Display a drawing as PNG and text only, for outputs to commit: GitHub and untrusted notebooks show no
     SVG."""

@@ -34,14 +34,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, held_bytes, shapes
 from llmpar.predict import formulas
 
-KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-)
+KINDS = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"
 
 
 @dataclass(frozen=True)

@@ -49,25 +49,17 @@ FREE = set(
 
 @dataclass
 class Sent:
-    """States how one arrow's collectives of one kind lie in the schedule. Times are seconds per step.
-
-    Attributes:
-        count: executions per step.
-        asynchronous: how many of them are started and awaited apart.
-        hidden_flops: FLOPs of products between start and done, summed over the step.
-        busy_s: what they take on the links.
-        exposed_s: what of that nothing hides.
-    """
+    """States how one arrow's collectives of one kind lie in the schedule, summed over a step."""
 
     arrow: str
     axis: str
     kind: str
     direction: str = ""
     count: float = 0
-    asynchronous: float = 0
-    hidden_flops: float = 0.0
-    busy_s: float = 0.0
-    exposed_s: float = 0.0
+    asynchronous: float = 0  # how many of them are started and awaited apart
+    hidden_flops: float = 0.0  # of products between start and done
+    busy_s: float = 0.0  # what they take on the links
+    exposed_s: float = 0.0  # what of that nothing hides
 
 
 @dataclass

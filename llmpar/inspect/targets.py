@@ -40,19 +40,12 @@ TPUS = {"v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "7x": "tpu7x"}
 
 @dataclass(frozen=True)
 class Target:
-    """Holds a cluster to compile for.
+    """Holds a cluster to compile for."""
 
-    Attributes:
-        text: how the user wrote it.
-        chip: the row of its chip.
-        shape: hosts and GPUs per host, or the extents of a TPU slice in chips.
-        num_slices: TPU slices, joined by the data centre's network.
-    """
-
-    text: str
+    text: str  # as the user wrote it
     chip: Chip
-    shape: tuple[int, ...]
-    num_slices: int = 1
+    shape: tuple[int, ...]  # hosts and GPUs per host, or the extents of a TPU slice in chips
+    num_slices: int = 1  # of TPUs, joined by the data centre's network
 
     @property
     def is_gpu(self) -> bool:
