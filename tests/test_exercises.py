@@ -23,10 +23,11 @@ from jax import lax
 from llmpar import exercises
 from llmpar.cli import main
 from llmpar.config import preset
-from llmpar.exercises import judge, pages, record
+from llmpar.exercises import hosts, judge, pages, record
 from llmpar.exercises.pages import sentences
 from llmpar.plan import Plan
 from llmpar.predict import formulas
+from llmpar.predict.hosts import sends
 from llmpar.predict.traffic import step_traffic
 
 HERE = Path(__file__).parent
@@ -453,6 +454,13 @@ def test_answers_in_pages_about_published_models_are_the_package_s():
     assert tuple(right("04.memory_table").values()) == near(*stages)
     nodes = lambda experts, n: n * (1 - math.comb(experts - experts // n, 8) / math.comb(experts, 8))
     assert tuple(right("09.nodes").values()) == near(nodes(256, 8), nodes(128, 4))
+
+
+def test_answers_in_pages_about_hosts_are_the_package_s():
+    leaves, law = (exercises.find(f"17.{name}").solution for name in ("leaves", "law"))
+    assert leaves == {name: hosts.leaving(name)[0] for name in leaves}
+    share = lambda kind: sum(share for one, other, share in sends(kind, 8) if one < 4 <= other)
+    assert law == {kind: pytest.approx(float(share(kind))) for kind in law}
 
 
 def test_the_bucket_of_the_page_ends_soonest():

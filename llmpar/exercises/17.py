@@ -1,23 +1,14 @@
-"""Exercises of lesson 17 that are computed: what leaves a host, whose rows, a sum in two levels."""
+"""Exercises of lesson 17 that are computed: whose rows, a sum in two levels."""
 
 import jax
 import numpy as np
 from jax import lax
 
-from llmpar.exercises import Exercise, hosts
+from llmpar.exercises import Exercise
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh, spec
 from llmpar.notation import parse_layout
-from llmpar.predict.hosts import sends
-
-
-def leaves() -> Exercise:
-    """Ask how many bytes leave a host in a step, if dp crosses and if tp does."""
-    right = {name: hosts.leaving(name)[0] for name in ("dp across", "tp across")}
-    dp, tp = right["dp across"], right["tp across"]
-    wrong = dict(exchanged={"dp across": tp, "tp across": dp})
-    return Exercise("core", right, wrong, tolerance=0.03, unit="bytes")
 
 
 def _slice(batch, process, num):
@@ -72,12 +63,3 @@ def two_level() -> Exercise:
         mean=lambda x: _two_level(x) / 2,
     )
     return Exercise("stretch", _two_level, wrong, observe=observe)
-
-
-def law() -> Exercise:
-    """Ask which share of a message leaves each of two hosts of four devices."""
-    right = {
-        kind: float(sum(share for one, other, share in sends(kind, 8) if one < 4 <= other))
-        for kind in ("all-reduce", "reduce-scatter", "all-to-all")
-    }
-    return Exercise("expert", right)
