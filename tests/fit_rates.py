@@ -1,4 +1,4 @@
-"""Fits `predict.rates.Rates` of each chip on measured runs; `python tests/fit_rates.py FILE` prints a table.
+"""Fits `predict.hardware.Rates` of each chip on measured runs; `python tests/fit_rates.py FILE` prints them.
 
 The fit sees a run's shapes and its seconds, and gives one row for each chip: no name of a model, a source or
 a group reaches it. Gauss-Newton on logarithms of step times, from a prior that holds what few runs cannot
@@ -15,8 +15,8 @@ import sys
 
 import numpy as np
 
+from llmpar.predict.hardware import Rates
 from llmpar.predict.measured import read
-from llmpar.predict.rates import Rates
 from llmpar.predict.time import step_time
 
 PRIOR = Rates()

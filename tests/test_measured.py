@@ -13,7 +13,7 @@ import measured_table
 import pytest
 
 from llmpar.predict import measured
-from llmpar.predict.rates import RATES, Rates
+from llmpar.predict.hardware import RATES, Rates
 from llmpar.predict.time import step_time
 
 HERE = Path(__file__).parent

@@ -8,8 +8,7 @@ from shared import NUMBERS as ROWS
 
 from llmpar.config import preset
 from llmpar.predict import serving
-from llmpar.predict.hardware import chip
-from llmpar.predict.rates import Rates
+from llmpar.predict.hardware import Rates, chip
 
 IDEAL = Rates(1, 1e-9, 1, 1, 1, 1, 1, 1e-15, 1e-15, 1e-15, 1e-9, 1)
 """A chip that reaches its data sheet, and starts at once."""

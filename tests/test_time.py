@@ -10,8 +10,7 @@ from llmpar.config import preset
 from llmpar.notation import MeshShape
 from llmpar.plan import Plan
 from llmpar.predict import formulas, held, workload
-from llmpar.predict.hardware import chip
-from llmpar.predict.rates import Rates
+from llmpar.predict.hardware import Rates, chip
 from llmpar.predict.time import Clock, on_links, step_time
 from llmpar.predict.traffic import step_traffic
 from llmpar.predict.workload import SOFTWARE, Product, Run

@@ -20,7 +20,6 @@ from typing import Annotated, Any
 
 from llmpar.config import allowed
 from llmpar.files import Allowed, read_toml
-from llmpar.predict.rates import RATES, Rates
 
 GIB = 2**30
 LINKS = ("torus", "switch")
@@ -30,6 +29,30 @@ Text = Annotated[str, Allowed(str)]
 Rate = Annotated[float, Allowed(float, 1e3, 1e18)]
 Count = Annotated[int, Allowed(int, 1, 1 << 20)]
 """What a chip's file may say: far beyond what is built, near enough to find a wrong unit."""
+Share = Annotated[float, Allowed(float, 1e-6, 1)]
+Positive = Annotated[float, Allowed(float, 1e-12, 1e12)]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Shares of a chip's published rates that software reaches, and the delays that no rate explains.
+
+    ``half`` are elements of a product's result at which it reaches half of its rate: tiles are dealt to cores
+    in waves, and the last wave is not full.
+    """
+
+    products: Share = 0.70  # of peak, large matrix products
+    half: Positive = 2e6
+    grouped: Share = 0.45  # of peak, products of experts, each with its own few rows
+    attention: Share = 0.45  # of peak, fused attention, both directions together
+    memory: Share = 0.80  # of the memory's rate, elementwise work and what products read and write
+    links: Share = 0.80  # of the fast links' rate, large collectives (`Chip.link_efficiency` is a vendor's)
+    network: Share = 0.80  # of the network's rate, large collectives
+    kernel_s: Positive = 4e-6  # the least time of a kernel on the device
+    host_s: Positive = 20e-6  # of a launch by an eager framework's host
+    start_s: Positive = 4e-6  # of a collective, and again for each doubling of its group
+    shared: Share = 0.2  # of a hidden collective's time, what computing loses to it, to cores and memory
+    eight_bit: Positive = 1.7  # how much faster 8-bit products are than 16-bit ones, and 4-bit than those
 
 
 @dataclass(frozen=True)
@@ -51,7 +74,7 @@ class Chip:
     hbm_bytes_per_s: Rate
     link: Text
     link_bytes_per_s: Rate
-    link_efficiency: Annotated[float, Allowed(float, 1e-6, 1)]  # share of the link rate, of large messages
+    link_efficiency: Share  # share of the link rate, of large messages
     num_axes: Annotated[int, Allowed(int, 1, 8)]
     node_size: Count
     dcn_bytes_per_s: Rate
@@ -130,14 +153,15 @@ def memory_left_out(chip: Chip) -> str:
     return f"JAX takes {taken}; alone on it, set {MEMORY_SHARES[0]}=.95"
 
 
-def _table() -> dict[str, dict]:
-    """What `chips.toml` holds, its sources in full."""
-    text = resources.files(__package__).joinpath("chips.toml").read_text(encoding="utf-8")
-    words = tomllib.loads(text)["text"]
-    return tomllib.loads(re.sub(r"\{([A-Z]+)\}", lambda found: words[found[1]], text))
+def _text(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-_TABLE = _table()
+RATES: dict[str, Rates] = {name: Rates(**row) for name, row in tomllib.loads(_text("rates.toml")).items()}
+"""What `tests/fit_rates.py` found: a few constants per generation, fitted on published runs."""
+_WORDS = tomllib.loads(_text("chips.toml"))["text"]
+_TABLE = tomllib.loads(re.sub(r"\{([A-Z]+)\}", lambda found: _WORDS[found[1]], _text("chips.toml")))
+"""What `chips.toml` holds, its sources in full."""
 POWER_W: dict[str, float] = {n: row.pop("power_w") for n, row in _TABLE["chip"].items() if "power_w" in row}
 """Watts of one chip."""
 NEXT_CHIP: dict[str, str] = {n: row.pop("next") for n, row in _TABLE["chip"].items() if "next" in row}

@@ -23,8 +23,7 @@ from llmpar.config import PRESETS, ExpertConfig, ModelConfig, from_dict
 from llmpar.files import read_json
 from llmpar.notation import AXES, MeshShape
 from llmpar.predict import hardware, held
-from llmpar.predict.hardware import Chip
-from llmpar.predict.rates import Rates
+from llmpar.predict.hardware import Chip, Rates
 from llmpar.predict.time import step_time
 from llmpar.predict.workload import POLICIES, SOFTWARE, TABLE, Run
 

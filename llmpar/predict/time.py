@@ -18,8 +18,7 @@ from typing import Any
 
 from llmpar import schedules
 from llmpar.predict import formulas
-from llmpar.predict.hardware import Chip
-from llmpar.predict.rates import Rates
+from llmpar.predict.hardware import Chip, Rates
 from llmpar.predict.traffic import step_traffic
 from llmpar.predict.workload import Product, Run
 from llmpar.timetable import makespan

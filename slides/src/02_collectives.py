@@ -149,7 +149,7 @@ show(picture)
 #
 # β: the slowest link that the group crosses.
 #
-# <footer>Constants fitted on published runs, <code>llmpar.predict.rates</code>; yours: a table <code>[reached]</code> in a TOML file · lesson <code>notebooks/02_collectives</code></footer>
+# <footer>Constants fitted on published runs, <code>llmpar.predict.hardware</code>; yours: a table <code>[reached]</code> in a TOML file · lesson <code>notebooks/02_collectives</code></footer>
 
 # %%
 import math

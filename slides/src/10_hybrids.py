@@ -66,7 +66,7 @@ show(draw.links("pp=4 fsdp=4 tp=8", chip("h100")))
 #
 # **Misunderstanding:** that a mesh is only a shape. The order of its axes is the wiring; `llmpar inspect` prints the link of each.
 #
-# **Source:** rates as reached, from the chip's constants (`llmpar.predict.rates`).
+# **Source:** rates as reached, from the chip's constants (`llmpar.predict.hardware`).
 
 # %% [markdown] tags=["slide"] minutes=3
 # ## Hybrids: what each axis adds
