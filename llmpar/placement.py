@@ -75,7 +75,7 @@ def domains_per_group(grid: np.ndarray, domain: Callable[[Any], Any] = link_doma
     """Per axis of a grid of devices: over how many domains its groups reach, at most."""
     numbers = np.unique([domain(d) for d in grid.flat], return_inverse=True)[1].reshape(grid.shape)
     lines = [np.sort(numbers, axis) for axis in range(grid.ndim)]
-    return [1 + int((np.diff(x, axis=i) > 0).sum(i).max()) for i, x in enumerate(lines)]
+    return [1 + int(np.max((np.diff(x, axis=i) > 0).sum(i))) for i, x in enumerate(lines)]
 
 
 def _part(domain: list, size: int) -> list:
