@@ -92,17 +92,16 @@ def pytest_pycollect_makeitem(collector, name, obj):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc):
-    """... and no case of a test that others sample."""
-    parametrize = metafunc.parametrize
+    """... and no case of a test that others sample. Cases that are made one by one become a list."""
+    parametrize, everything = metafunc.parametrize, full(metafunc.config)
 
     def sampled(names, values, *args, ids=None, **more):
         values = list(values)
-        wanted = [not is_full(value) for value in values]
+        wanted = [everything or not is_full(value) for value in values]
         ids = ids if ids is None or callable(ids) else list(itertools.compress(ids, wanted))
         parametrize(names, list(itertools.compress(values, wanted)), *args, ids=ids, **more)
 
-    if not full(metafunc.config):
-        metafunc.parametrize = sampled
+    metafunc.parametrize = sampled
 
 
 def pytest_collection_modifyitems(items, config=None):
