@@ -113,20 +113,12 @@ class Timetable:
         sent = np.unique([m[0] for m in self.messages if m[1] != m[3]])
         return float(costs[self.ticks[..., 0]].max(1).sum() + self.hop * len(sent))
 
-    def live(self, stage: int, activation: float = 1, residual: float = 1) -> tuple[np.ndarray, np.ndarray]:
-        """Times, and what the stage holds from each on, in microbatches' worth of its activations.
-
-        An activation is held from the start of F to the end of B; with a split backward, a residual for W
-        from there to the end of W. At 1 each, as in Qi 2023, Table 2, a microbatch counts until W ends."""
-        after_backward = residual if self.schedule.split_backward else 0
-        change = {"F": activation, "B": after_backward - activation, "W": -after_backward}
-        row, start, end = self.schedule.rows[stage], self.start[stage], self.end[stage]
-        times = [a if op.kind == "F" else b for op, a, b in zip(row, start, end, strict=True)]
-        return np.array(times), np.cumsum([change[op.kind] for op in row]) / self.schedule.visits
-
-    def peak_live(self, activation: float = 1, residual: float = 1) -> list[float]:
-        """The most that each stage ever holds, in microbatches (a chunk of v counts 1/v); see `live`."""
-        return [float(self.live(i, activation, residual)[1].max()) for i in range(self.schedule.num_stages)]
+    def peak_live(self) -> list[float]:
+        """The most microbatches that each stage ever holds (a chunk of v counts 1/v), from F to B, or with a
+        split backward to W, as in Qi 2023, Table 2."""
+        change = {"F": 1, "B": 0, "W": -1} if self.schedule.split_backward else {"F": 1, "B": -1}
+        held = (np.cumsum([change[op.kind] for op in row]) for row in self.schedule.rows)
+        return [float(counts.max() / self.schedule.visits) for counts in held]
 
 
 def _run(

@@ -328,7 +328,9 @@ def test_slots_are_as_few_as_what_is_alive():
         table = timetable(make(name, 4, 16))
         buffers, visits = slots(table), table.schedule.visits
         assert buffers.num_saved.tolist() == [round(visits * peak) for peak in table.peak_live()]
-        assert buffers.num_residual.tolist() == [round(visits * peak) for peak in table.peak_live(0, 1)]
+        owed = (np.cumsum([{"F": 0, "B": 1, "W": -1}[op.kind] for op in row]) for row in table.schedule.rows)
+        split = table.schedule.split_backward
+        assert buffers.num_residual.tolist() == [split * w.max() for w in owed], "from B to W"
     small, large = (slots(timetable(make("1f1b", 4, m))) for m in (8, 64))
     assert small.num_saved.tolist() == large.num_saved.tolist() == [4, 3, 2, 1]
     assert small.num_messages.tolist() == large.num_messages.tolist()
@@ -345,13 +347,9 @@ def test_the_miniature_executor_sees_a_wrong_slot(array):
         walk(table, replace(buffers, **{array: broken}))
 
 
-def test_live_activations_over_time():
-    table = timetable(make("gpipe", 2, 2), (1, 1, 1))
-    times, held = table.live(0)
-    assert times.tolist() == [0, 1, 7, 9] and held.tolist() == [1, 2, 1, 0]
-    split = timetable(make("zb-h1", 4, 8))
-    assert split.peak_live(1, 0) == [4, 3, 2, 1]  # F to B alone: 1F1B's
-    assert split.peak_live(1, 1) == [4, 4, 4, 4]
+def test_a_microbatch_is_held_until_its_last_operation():
+    assert timetable(make("gpipe", 2, 2)).peak_live() == [2, 2]
+    assert timetable(make("zb-h1", 4, 8)).peak_live() == [4, 4, 4, 4]
 
 
 def test_messages_cross_each_boundary_once_per_microbatch_and_direction():
