@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from llmpar.cli import options
 from llmpar.cli.options import MAX_SEED, Folder, Name, fits_host, give, join, say, start
 from llmpar.config import preset
 
@@ -47,9 +48,8 @@ class Generate:
 
     def run(self) -> None:
         """Restore the weights, take the prompt in, add tokens, and print."""
-        if self.tokens < 1 or not 0 <= self.seed <= MAX_SEED:
-            asked = f"{self.tokens} tokens with seed {self.seed}"
-            raise ValueError(f"{asked}: use 1 or more, and a seed from 0 to {MAX_SEED}")
+        options.check_range("tokens", self.tokens, 1, options.MAX_SEQ_LEN)
+        options.check_range("seed", self.seed, 0, MAX_SEED)
         if any("\ud800" <= x <= "\udfff" for x in self.prompt):
             raise ValueError("the prompt is no text: it holds bytes that are not UTF-8; give it in UTF-8")
         import jax

@@ -75,8 +75,7 @@ class Train:
 
     def run(self) -> dict:
         """Train, showing progress, and give the document that ``--json`` prints."""
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed is {self.seed}; use 0 to {MAX_SEED}")
+        options.check_range("seed", self.seed, 0, MAX_SEED)
         if not 0 <= self.stuck_after < math.inf:
             raise ValueError(f"stuck_after is {self.stuck_after}; use seconds, or 0 to wait for ever")
         if self.checkpoints is None and changed(self, ("every", "anyway")):
