@@ -77,15 +77,6 @@ def _device(device: int, room: float, where: str, axis: str, lit_axis: str | Non
     return [*items, small_text(room / 2, 48, f"group {team}", fill="ink")], room, 54
 
 
-def _axis_facts(shape: MeshShape, live: dict[str, int]) -> tuple[list[tuple[str, str]], list[str]]:
-    """What is said of each axis in use: its size and how far partners lie apart; and its groups, as lines."""
-    by_axis = {a: groups(shape.sizes, AXES, [a]) for a in live}
-    apart = {a: g[0][-1] // max(1, len(g[0]) - 1) for a, g in by_axis.items()}
-    facts = [(a, f"{a} = {n}: {AXES[a]}" + f", partners {apart[a]} apart" * (n > 1)) for a, n in live.items()]
-    named = {a: " | ".join(map(number_ranges, g[:8])) + " | …" * (len(g) > 8) for a, g in by_axis.items()}
-    return facts, [f"groups over {a}: {teams}" for a, teams in named.items()]
-
-
 def mesh(
     shape: MeshShape | str, devices_per_host: int | None = None, highlight_axis: str | None = None
 ) -> Scene:
@@ -102,32 +93,35 @@ def mesh(
         many = f"mesh '{shape}' has {shape.size} devices, and a drawing shows {MAX_CELLS} at most"
         raise ValueError(f"{many}; use llmpar.MeshExplorer, which draws blocks of them")
     live = {a: n for a, n in shape.sizes.items() if n > 1} or {"dp": 1}
-    levels, host = list(live.items()), devices_per_host or shape.size
-    inner = [math.prod(n for _, n in levels[i + 1 :]) for i in range(len(levels))]
-    split = [i for i, size in enumerate(inner) if host % size == 0 and size * levels[i][1] % host == 0]
+    apart, host = strides(live, live), devices_per_host or shape.size
+    split = [a for a in live if host % apart[a] == 0 and apart[a] * live[a] % host == 0]
     boxed = split[0] if split and host < shape.size else None
     teams = groups(shape.sizes, AXES, [highlight_axis]) if highlight_axis else []
 
-    last_axis, length = levels[-1]
-    widest = [str(shape.size - 1), f"{last_axis} {length - 1}", *[f"group {len(teams)}"] * bool(teams)]
+    *_, (innermost, length) = live.items()
+    widest = [str(shape.size - 1), f"{innermost} {length - 1}", *[f"group {len(teams)}"] * bool(teams)]
     room = 10 + max(map(text_width, widest))
 
-    def node(depth: int, first: int, where: str = "", axis: str = "") -> Block:
-        if depth == len(levels):
-            return _device(first, room, where, axis, highlight_axis, teams)
-        child, n = levels[depth]
-        kids = [node(depth + 1, first + i * inner[depth], f"{child} {i}", child) for i in range(n)]
-        last = depth == len(levels) - 1
-        if depth == boxed:
-            per = host // inner[depth]
-            hosts = [_grid(kids[i : i + per], 8, min(per, 16) if last else 0) for i in range(0, n, per)]
+    def node(axes: list[str], first: int, where: str = "", outer: str = "") -> Block:
+        if not axes:
+            return _device(first, room, where, outer, highlight_axis, teams)
+        axis, *inside = axes
+        kids = [node(inside, first + i * apart[axis], f"{axis} {i}", axis) for i in range(live[axis])]
+        if axis == boxed:
+            per = host // apart[axis]
+            parts = [kids[i : i + per] for i in range(0, len(kids), per)]
+            hosts = [_grid(part, 8, 0 if inside else min(per, 16)) for part in parts]
             boxes = [_frame(h, f"host {first // host + i}", "ink", True) for i, h in enumerate(hosts)]
             whole = _grid(boxes, 10)
         else:
-            whole = _grid(kids, 6 if last else 10, min(n, 16) if last else 0)
-        return _frame(whole, where, f"{axis}-line") if where else whole
+            whole = _grid(kids, 10) if inside else _grid(kids, 6, min(len(kids), 16))
+        return _frame(whole, where, f"{outer}-line") if where else whole
 
-    facts, lines = _axis_facts(shape, live)
+    facts, lines = list[tuple[str, str]](), list[str]()
+    for a, n in live.items():
+        facts.append((a, f"{a} = {n}: {AXES[a]}" + f", partners {apart[a]} apart" * (n > 1)))
+        found = list(map(number_ranges, groups(live, live, [a])))
+        lines.append(f"groups over {a}: {' | '.join(found[:8])}" + " | …" * (len(found) > 8))
     notes = list[str]()
     if devices_per_host:
         where = ", dashed." if boxed is not None else f": device i is on host i // {host}."
@@ -137,7 +131,7 @@ def mesh(
         notes.append(f"Filled: {which}, devices {number_ranges(teams[0])}.")
     text = "\n".join([*(fact for _, fact in facts), *lines, *notes])
     title = f"mesh {shape}: {count_noun(shape.size, 'device')}"
-    return compose(title, [node(0, 0)[0], legend(facts, 400)], text, notes)
+    return compose(title, [node([*live], 0)[0], legend(facts, 400)], text, notes)
 
 
 def cells(place: dict, number, device: int, word: str, color: str) -> list:

@@ -35,10 +35,9 @@ from llmpar.timetable import branch_shares, timetable
 GIB = 2**30
 
 
-def compile_step(
-    config: ModelConfig, plan: Plan, target: Target, batch_size: int, seq_len: int, optimizer=None
-) -> dict:
-    """Compile one training step for ``target``, once, and give the document of ``llmpar compile --json``.
+def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: int, seq_len: int) -> dict:
+    """Compile one training step with AdamW for ``target``, once, and give the document of ``llmpar compile
+    --json``.
 
     Bytes and FLOPs are those of one device and step. ``collectives`` and ``arrows`` are read from the program
     as XLA's partitioner left it, ``final`` from what the compiler made of that: it merges, splits and
@@ -49,7 +48,7 @@ def compile_step(
     plan.check(config, batch_size, seq_len)
     if plan.attention_kernel == "cudnn":
         need_compiler("cudnn")
-    step = Step(config, plan, make_mesh(plan.mesh, target.devices), optimizer or optax.adamw(1e-3))
+    step = Step(config, plan, make_mesh(plan.mesh, target.devices), optax.adamw(1e-3))
     plan, mesh = step.plan, step.mesh
     begin = time.perf_counter()
     need: dict[str, Any] = {
@@ -135,14 +134,10 @@ def _too_large(
     return f"{sentence}; {' '.join(flags)} would need {need / GIB:.1f} GiB"
 
 
-LONGEST = 3
-"""So many loops are drawn: those that take most of the step."""
-
-
 def _turns(walked: Roofline) -> list[dict]:
-    """List the turns of the longest loops, each with its events from its begin on, those of one name in a row
-    as one."""
-    loops = sorted(walked.turns[1:], key=lambda turn: -turn.count * turn.seconds)[:LONGEST]
+    """List the turns of the three longest loops, each with its events from its begin on, those of one name in
+    a row as one."""
+    loops = sorted(walked.turns[1:], key=lambda turn: -turn.count * turn.seconds)[:3]
     found = []
     for turn in [loop for loop in loops if loop.events] or walked.turns[:1]:
         begin, events = turn.events[0].start_s, list[dict]()

@@ -26,18 +26,17 @@ from llmpar.step import Step
 from llmpar.timetable import branch_shares
 
 
-def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, optimizer=None) -> dict:
-    """Compile one training step (nothing runs) and read it.
+def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> dict:
+    """Compile one training step with AdamW (nothing runs) and read it.
 
     Returns the document of ``llmpar inspect --json``: bytes are those that a device sends per step.
     Collectives are read from the program as XLA's partitioner left it, where their dtypes are still true;
-    memory and FLOPs from the final one. Predictions are those of the Manual reading with AdamW; under Auto
-    they show what the partitioner did differently. Of a pipeline's stages it shows the one that sends most;
-    FLOPs are the mean over stages.
+    memory and FLOPs from the final one. Predictions are those of the Manual reading; under Auto they show
+    what the partitioner did differently. Of a pipeline's stages it shows the one that sends most; FLOPs are
+    the mean over stages.
     """
     plan.check(config, batch_size, seq_len)
-    mesh = make_mesh(plan.mesh)
-    step = Step(config, plan, mesh, optimizer or optax.adamw(1e-3))
+    step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     plan, compiled, partitioned = step.plan, *read_program(step.lower(batch_size, seq_len))
     branches = branch_shares(plan.pipeline, config.num_layers)
     # With experts it depends on the routing: empty blocks are skipped. A kernel walks lists of the data's.
