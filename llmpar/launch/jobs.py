@@ -17,7 +17,7 @@ import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from llmpar import files
 
@@ -49,15 +49,15 @@ class Site:
     partition: str = ""
     account: str = ""
     time_limit: str = "01:00:00"
-    gpus_per_node: int = 8
-    cpus_per_node: int = 0
+    gpus_per_node: Annotated[int, files.Allowed(int, 0)] = 8
+    cpus_per_node: Annotated[int, files.Allowed(int, 0)] = 0
     processes_per_node: int = 1
     modules: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     interface: str = ""
     container: str = ""
     hosts: tuple[str, ...] = ()
-    mpi: str = "openmpi"
+    mpi: Literal["openmpi", "mpich"] = "openmpi"
     image: str = ""
     namespace: str = "default"
     queue: str = ""
@@ -65,35 +65,33 @@ class Site:
     gpu_resource: str = "nvidia.com/gpu"
 
     def __post_init__(self):
-        for name in ("gpus_per_node", "cpus_per_node"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; use 0 or more")
+        files.check_fields(self)
         num, gpus = self.processes_per_node, self.gpus_per_node
-        if num < 1 or gpus % num:
+        if gpus % num:
             raise ValueError(
                 f"{num} processes per node cannot share {gpus} GPUs equally; use 1, or a divisor of {gpus}"
             )
-        if self.mpi not in ("openmpi", "mpich"):
-            raise ValueError(f"mpi is '{self.mpi}'; use openmpi or mpich")
 
 
 def read_site(path: str) -> Site:
     """Read a site file. Refuses keys that nobody reads."""
     found = files.read_toml(path, "site file")
-    kinds = {f.name: type(f.default) for f in dataclasses.fields(Site)}
-    words = {tuple: "a list of strings", int: "a whole number", str: "a string"}
+    usual = {field.name: field.default for field in dataclasses.fields(Site)}
     has = f"the site file '{path}' has"
     for name, value in found.items():
-        if name not in kinds:
-            raise ValueError(f"{has} '{name}', which nobody reads; use {', '.join(kinds)}")
+        if name not in usual:
+            raise ValueError(f"{has} '{name}', which nobody reads; use {', '.join(usual)}")
         items = tuple(value) if isinstance(value, list) else (value,)
-        strings = isinstance(value, list) and all(isinstance(item, str) for item in items)
-        if kinds[name] is not (tuple if strings else type(value)):
-            raise ValueError(f"{has} {name} = {value!r}; give {words[kinds[name]]}")
+        if isinstance(usual[name], tuple):
+            if not isinstance(value, list) or not all(isinstance(item, str) for item in items):
+                raise ValueError(f"{has} {name} = {value!r}; give a list of strings")
+            found[name] = items
         if not all(str(item).isprintable() for item in items):
             raise ValueError(f"{has} a line break or a control character in '{name}'; use one line")
-        found[name] = items if strings else value
-    return Site(**found)
+    try:
+        return Site(**found)
+    except ValueError as error:
+        raise ValueError(f"the site file '{path}': {error}") from error
 
 
 @dataclass(frozen=True)
