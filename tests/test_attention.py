@@ -8,9 +8,6 @@ second product, and weights recomputed from lse).
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
 from functools import lru_cache, partial
 
@@ -20,6 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from test_mesh import in_a_fresh_process
 
 from llmpar import attention, sequence_order
 from llmpar.attention import decode, full, merge, ring
@@ -503,7 +501,6 @@ def test_a_causal_zigzag_ring_executes_at_most_0_55_of_the_flops_of_full_attenti
 
 
 MEMORY = """
-import json, sys
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from llmpar import attention
@@ -520,16 +517,13 @@ def temp_bytes(n, local):
     step = jax.jit(jax.grad(lambda *args: attend(*args).sum(), (0, 1, 2)))
     return step.lower(*given).compile().memory_analysis().temp_size_in_bytes
 
-print(json.dumps([temp_bytes(*case) for case in json.loads(sys.argv[1])]))
 """
 
 
 def test_temporary_memory_of_a_rank_depends_on_its_share_alone():
     """The compiler's figure for one device of up to 64; no array is made: a million positions are quick."""
     cases = [(n, 512) for n in (2, 5, 8)] + [(8, 4096), (8, 8192), (8, 16_384), (64, 16_384)]
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=64"}
-    command = [sys.executable, "-c", MEMORY, json.dumps(cases)]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    done = in_a_fresh_process(f"{MEMORY}print([temp_bytes(*case) for case in {cases}])")
     # Less the positions and segments of all ranks, which each of them knows.
     found = zip(cases, json.loads(done.stdout), strict=True)
     temp = {case: size - 8 * math.prod(case) for case, size in found}
