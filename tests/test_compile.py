@@ -144,9 +144,8 @@ def test_links_beyond_a_host_are_slower():
 def test_a_fusion_moves_the_slices_that_it_takes_and_the_slice_that_it_updates():
     found = roofline.roofline((HLO / "fusion.hlo").read_text(), Devices("dp=16"), H100)
     slice_bytes = 4 * 1024**2
-    # a slice read and its square written; that read again, and written into its place
-    assert found.memory_bytes == pytest.approx(4 * slice_bytes, rel=1e-3)
     assert found.flops == 0 and set(found.terms) == {"elementwise"}
+    # a slice read and its square written; that read again, and written into its place
     assert found.step_s == pytest.approx(4 * slice_bytes / RATE, rel=1e-3)
 
 
