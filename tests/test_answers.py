@@ -152,6 +152,7 @@ def test_the_code_builds_the_plan():
         ({"mesh": "dp=2 " * 2000}, "a mesh text of 10000 characters", True),
         ({"batch_size": 0}, "from 1 on", False),
         ({"batch_size": None}, "None", False),
+        ({"microbatches": 0}, "from 1 on", False),
         ({"zero": 4}, "one of 0, 1, 2, 3", False),
         ({"schedule": "2f2b"}, "one of", False),
         ({"mesh": "dp=200000"}, "at most 131072", True),

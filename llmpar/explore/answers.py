@@ -312,14 +312,18 @@ def time_words(time: dict) -> str:
 def remedy(state: dict) -> dict:
     """What would work instead: the ``nearest`` mesh, a ``batch_size`` for the asked one, and a ``text``."""
     try:
-        read_mesh(state["mesh"])
-        near, batch = nearest(state), fitting_batch(state)
-        near = None if near == canonical(state)["mesh"] else near  # then something else is wrong
-        options = [f"the nearest mesh that works is '{near}'"] * bool(near)
-        options += [f"this mesh works with batch {batch}"] * bool(batch)
+        shape = read_mesh(state["mesh"])
     except ValueError:
-        near, batch = nearest(state | {"mesh": START["mesh"]}), None
-        options = [f"a mesh that works is '{near}'"] * bool(near)
+        near = nearest(state | {"mesh": START["mesh"]})
+        return {"nearest": near, "batch_size": None, "text": f"a mesh that works is '{near}'" * bool(near)}
+    near, batch, now, parts = nearest(state), None, state["batch_size"], state["microbatches"]
+    near = None if near == str(shape) else near  # then something else is wrong
+    if isinstance(now, int) and isinstance(parts, int) and parts > 0:
+        step = shape.dp * shape.fsdp * shape.ep * parts
+        more = -(-now // step) * step
+        batch = more if more != now and _works(state | {"batch_size": more}, state["mesh"]) else None
+    options = [f"the nearest mesh that works is '{near}'"] * bool(near)
+    options += [f"this mesh works with batch {batch}"] * bool(batch)
     return {"nearest": near, "batch_size": batch, "text": "; ".join(options)}
 
 
@@ -330,17 +334,6 @@ def _works(state: dict, mesh: str) -> bool:
         return True
     except ValueError:
         return False
-
-
-def fitting_batch(state: dict) -> int | None:
-    """The next larger batch with which the asked mesh works; None where the batch is not to blame."""
-    shape, now = read_mesh(state["mesh"]), state["batch_size"]
-    try:
-        step = shape.dp * shape.fsdp * shape.ep * state["microbatches"]
-        more = -(-now // step) * step
-        return more if more != now and _works(state | {"batch_size": more}, state["mesh"]) else None
-    except TypeError:
-        return None  # a batch that is no number is said to be one
 
 
 def nearest(state: dict) -> str | None:

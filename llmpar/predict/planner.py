@@ -217,22 +217,21 @@ class Answer:
 
     question: Question
     plans: list[Candidate]
-    rejected: list[tuple[MeshShape, str, str]]
+    rejected: list[dict[str, str]]  # the mesh, why, and the one change with which it can be
     num_priced: int
 
 
 def decide(q: Question, keep: int = 8, most_rejected: int = 12) -> Answer:
     """Answer the question. Raises ValueError with the smallest machine that would do where nothing fits."""
     _refuse(q)
-    everything, impossible = list[Candidate](), list[tuple[MeshShape, str, str]]()
-    failed = dict[MeshShape, Candidate]()
+    everything, impossible, failed = list[Candidate](), list[dict[str, str]](), dict[MeshShape, Candidate]()
     for mesh in meshes(q):
         ranks = mesh.dp * mesh.fsdp * mesh.ep
         if q.batch_size % ranks:
             if len(impossible) < most_rejected:
                 why = f"batch {q.batch_size} is no multiple of dp·fsdp·ep = {ranks}"
                 change = f"batch_size={math.ceil(q.batch_size / ranks) * ranks}"
-                impossible.append((mesh, why, change))
+                impossible.append({"mesh": str(mesh), "why": why, "change": change})
             continue
         everything += priced(q, mesh)
     best = _best(q, everything, failed, max(keep, 8))  # what is checked does not depend on how much is shown
@@ -248,7 +247,7 @@ def decide(q: Question, keep: int = 8, most_rejected: int = 12) -> Answer:
     if not plans:
         raise ValueError(nowhere(q, failed))
     losers = [one for mesh, one in failed.items() if mesh not in best][:most_rejected]
-    rejected = [(one.plan.mesh, one.why_not, rescue(q, one)) for one in losers]
+    rejected = [{"mesh": str(x.plan.mesh), "why": x.why_not, "change": rescue(q, x)} for x in losers]
     return Answer(q, plans, rejected + impossible, len(everything))
 
 
@@ -403,7 +402,7 @@ def document(answer: Answer, tokens: float | None = None, price: float | None = 
         "mfu_convention": "6N + 12LHQT per token, attention's whole square (Chowdhery et al. 2022)",
         "priced": answer.num_priced,
         "plans": [_row(q, one, best) for one in answer.plans],
-        "rejected": [{"mesh": str(m), "why": why, "change": change} for m, why, change in answer.rejected],
+        "rejected": answer.rejected,
         "sensitivity": sensitivity(q, best),
     }
     if tokens:
