@@ -36,7 +36,8 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
     the mean over stages.
     """
     plan.check(config, batch_size, seq_len)
-    step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
+    mesh = make_mesh(plan.mesh)
+    step = Step(config, plan, mesh, optax.adamw(1e-3))
     plan, compiled, partitioned = step.plan, *read_program(step.lower(batch_size, seq_len))
     branches = branch_shares(plan.pipeline, config.num_layers)
     # With experts it depends on the routing: empty blocks are skipped. A kernel walks lists of the data's.
