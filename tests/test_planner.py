@@ -63,6 +63,7 @@ def test_losers_say_why_in_numbers(small):
     for row in others:
         assert "s > " in row["why"] or "as fast" in row["why"]
         assert row["fits"] and row["memory_bytes"]["total"] <= found["room_bytes"]
+    assert any(row["change"] for row in others)
     for row in found["rejected"]:
         assert " > " in row["why"] or "no multiple" in row["why"] or "is not a multiple" in row["why"]
 

@@ -197,8 +197,9 @@ def tables_of(document: dict) -> Iterator[Any]:
     what = f"{document['model']} on {document['devices']:,} {document['chip']}"
     plans = Table("mesh", "s", "MFU", "GiB", "why", title=f"{what}, {document['tokens_per_step']:,} tokens")
     for row in document["plans"]:
+        why = "; ".join(filter(None, (row["why"], row["change"])))
         gib = f"{row['memory_bytes']['total'] / 2**30:.1f}"
-        plans.add_row(row["mesh"], f"{row['step_s']:.3g}", f"{row['mfu']:.1%}", gib, row["why"])
+        plans.add_row(row["mesh"], f"{row['step_s']:.3g}", f"{row['mfu']:.1%}", gib, why)
     yield plans
     best = document["plans"][0]
     terms = Table("of the first", "s")

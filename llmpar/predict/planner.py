@@ -401,7 +401,7 @@ def document(answer: Answer, tokens: float | None = None, price: float | None = 
         "margin": MARGIN,
         "mfu_convention": "6N + 12LHQT per token, attention's whole square (Chowdhery et al. 2022)",
         "priced": answer.num_priced,
-        "plans": [_row(q, one, best) for one in answer.plans],
+        "plans": [_row(q, one, answer.plans) for one in answer.plans],
         "rejected": answer.rejected,
         "sensitivity": sensitivity(q, best),
     }
@@ -410,7 +410,7 @@ def document(answer: Answer, tokens: float | None = None, price: float | None = 
     return found
 
 
-def _row(q: Question, one: Candidate, best: Candidate) -> dict[str, Any]:
+def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
     run = q.run(one.plan)
     return {
         "mesh": str(one.plan.mesh),
@@ -422,7 +422,8 @@ def _row(q: Question, one: Candidate, best: Candidate) -> dict[str, Any]:
         "mfu": one.time.mfu(run),
         "tokens_per_s": run.tokens_per_step / one.time.step_s,
         "bubble_fraction": one.time.terms.get("bubble", 0.0) / one.time.step_s,
-        "why": why(one, best),
+        "why": why(one, plans[0]),
+        "change": change(one, plans),
         "train": command(q, one.plan, "train"),
         "compile": command(q, one.plan, "compile"),
         "launch": launch(q, one.plan),
@@ -441,6 +442,17 @@ def why(one: Candidate, best: Candidate) -> str:
     name = max(grown, key=lambda k: grown[k])
     before, now = best.time.terms.get(name, 0.0), one.time.terms[name]
     return f"{lost:+.3g} s: {name} {now:.3g} s > {before:.3g} s"
+
+
+def change(one: Candidate, plans: list[Candidate]) -> str:
+    """The fastest plan that is faster and one step away, a factor moved between two axes or another field;
+    empty where there is none."""
+    for other in plans[: plans.index(one)]:
+        a, b = one.plan.mesh.sizes, other.plan.mesh.sizes
+        moved = [f"{axis}={b[axis]}" for axis in AXES if a[axis] != b[axis]]
+        if len(moved) <= 2:
+            return f"{' '.join(moved)} takes {other.time.step_s:.3g} s"
+    return ""
 
 
 def fields_of(plan: Plan) -> dict[str, Any]:

@@ -604,7 +604,7 @@ function renderMesh(context) {
     if (!doc.planned) return;
     const { rows, title } = doc.planned, at = answer && answer.planned, now = rows[at];
     const body = rows.map((r, i) => `<tr${i === at ? ' class="on"' : ""}><th scope="row"><button type="button" data-plan="${i}" aria-pressed="${i === at}" ${KEYS}>${esc(r.mesh)}</button></th>` +
-      `<td class="n">${timeText(r.step_s)}</td><td class="n">${(100 * r.mfu).toFixed(1)} %</td><td class="n">${sizeText(r.memory_bytes.total)}</td><td>${esc(r.why)}</td></tr>`);
+      `<td class="n">${timeText(r.step_s)}</td><td class="n">${(100 * r.mfu).toFixed(1)} %</td><td class="n">${sizeText(r.memory_bytes.total)}</td><td>${esc([r.why, r.change].filter(Boolean).join("; "))}</td></tr>`);
     const lines = now ? [now.train, now.compile].filter(Boolean).join("\n") : "";
     fill("planned", `<${sub} class="sub">${esc(title)}</${sub}><table><thead><tr><th scope="col">mesh</th><th scope="col" class="n">a step</th><th scope="col" class="n">MFU</th><th scope="col" class="n">memory</th><th scope="col">why</th></tr></thead><tbody>${body.join("")}</tbody></table>` +
       (now ? `<pre>${esc(lines)}</pre>` : `<p class="soft">What is shown below is none of these plans.</p>`));
