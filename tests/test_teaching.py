@@ -1,5 +1,6 @@
 """What a teacher is given: plans that add up, sheets of one page, live links, a quiz that scores itself."""
 
+import ast
 import io
 import json
 import re
@@ -88,6 +89,15 @@ def test_every_lesson_has_a_checkpoint_and_comes_after_what_it_needs():
     for lesson in LESSONS.values():
         assert set(lesson.needs) <= {n for n in LESSONS if n < lesson.number}
         assert lesson.objectives and lesson.keypoints and lesson.minutes == lesson.teaching + lesson.exercises
+
+
+@pytest.mark.parametrize("folder", ["notebooks", "slides"])
+def test_what_lessons_and_slides_import_is_there(folder):
+    """Most lessons run in a job of their own; a name that went is seen here."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for found in ast.walk(ast.parse(path.read_text())):
+            if isinstance(found, ast.ImportFrom) and found.module and found.module.startswith("llmpar"):
+                exec(ast.unparse(found), {})
 
 
 def test_a_notebook_that_does_not_say_what_a_course_needs_is_refused(tmp_path):

@@ -66,13 +66,12 @@ from llmpar.inspect.census import (
     executed_flops,
     read_program,
 )
-from llmpar.inspect.report import taken
 from llmpar.mesh import make_mesh, sharding, spec
 from llmpar.notation import parse_layout
 from llmpar.plan import Plan
 from llmpar.schedules import make
 from llmpar.step import Step
-from llmpar.timetable import timetable
+from llmpar.timetable import branch_shares, timetable
 
 # Accelerators round float32 products unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -338,7 +337,10 @@ print(f"{p} stages, {U} microbatches: {waits:.1%} idle; 10 % from u = {enough} o
 # %% tags=["nbval-check-output"]
 def executed_by_stage(run):
     text, step = run.compiled.as_text(), run.step
-    return [executed_flops(text, branches) for branches in taken(LLAMA, step.plan)]
+    return [
+        executed_flops(text, branches)
+        for branches in branch_shares(step.plan.pipeline, LLAMA.num_layers)
+    ]
 
 
 if devices[0].platform == "cpu":

@@ -61,14 +61,13 @@ from llmpar.inspect.census import (
     executed_flops,
     read_program,
 )
-from llmpar.inspect.report import taken
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
 from llmpar.predict.bubbles import closed_forms
 from llmpar.schedules import from_text, make
 from llmpar.split import split, trace
 from llmpar.step import Step
-from llmpar.timetable import slots, timetable
+from llmpar.timetable import branch_shares, slots, timetable
 
 # Accelerators round float32 products unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -235,7 +234,10 @@ for name, run in runs.items() if p > 1 else ():
 if devices[0].platform == "cpu" and p > 1:
     work, one_device = {}, executed_flops(solo.compiled.as_text())
     for name, run in runs.items():
-        text, stages = run.compiled.as_text(), taken(LLAMA, run.step.plan)
+        text, stages = (
+            run.compiled.as_text(),
+            branch_shares(run.step.plan.pipeline, LLAMA.num_layers),
+        )
         work[name] = sum(executed_flops(text, branches) for branches in stages)
         print(f"{name:<12} {work[name] / one_device:.3f} of one device's products")
     assert work["1f1b"] == work["zb-h1"], "to split costs nothing"

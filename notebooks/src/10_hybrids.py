@@ -58,6 +58,7 @@ from llmpar.inspect.census import compiled_memory
 from llmpar.inspect.report import compare
 from llmpar.plan import Plan
 from llmpar.predict.tolerance import tolerance
+from llmpar.timetable import branch_shares
 
 # Accelerators round float32 products unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -116,7 +117,8 @@ before, documents = {}, {}
 for text, run in runs.items():
     step = run.step
     # What was predicted beside what is compiled.
-    document = compare(LLAMA, step.plan, ROWS, SEQ, run.text, step.mesh)
+    branches = branch_shares(step.plan.pipeline, LLAMA.num_layers)
+    document = compare(step.plan, ROWS, SEQ, run.text, step.mesh, branches)
     documents[text], now = document, lines(document)
     assert all(row["as_predicted"] for row in document["arrows"])
     for row in document["collectives"]:
