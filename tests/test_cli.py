@@ -190,7 +190,7 @@ def test_train_document_log_plot_and_resumption(document, call, model, tmp_path)
     """One run in all its parts: contract, log, picture, and a second call that finds nothing left to do."""
     log, plot, text = tmp_path / "log.jsonl", tmp_path / "loss.svg", tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 200)
-    words = f"train --model {model()} --steps 4 --data {text} --every 2 --checkpoints {tmp_path}/kept".split()
+    words = f"train --model {model()} --steps 4 --data {text} --every 3 --checkpoints {tmp_path}/kept".split()
     words += [*EIGHT, *TINY_STEP, "--log", str(log), "--plot", str(plot)]
     found = document(*words)
     assert found["mesh"] == {"pp": 1, "dp": 2, "fsdp": 2, "ep": 1, "sp": 1, "tp": 2}
