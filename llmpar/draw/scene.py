@@ -64,8 +64,8 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 @dataclass(frozen=True)
 class Rect:
-    """A rectangle; ``hatch`` is ``"/"`` or ``"."``, drawn in the stroke's colour; ``tip`` shows when
-    hovered."""
+    """A rectangle; ``hatch`` is ``"/"`` or ``"."``, drawn in the stroke's colour; ``tip`` shows when hovered.
+    ``act`` is what a click sets in an explorer's state, as JSON; then the tip is the name of a button."""
 
     x: float
     y: float
@@ -78,6 +78,8 @@ class Rect:
     radius: float = 0
     dash: bool = False
     tip: str = ""
+    act: str = ""
+    frame: int = -1
 
     @property
     def box(self) -> Box:
@@ -96,6 +98,7 @@ class Text:
     anchor: str = "start"
     fill: str = "ink"
     bold: bool = False
+    frame: int = -1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", pixels(self.size))
@@ -118,6 +121,7 @@ class Line:
     dash: bool = False
     head: bool = False
     fill: str = ""
+    frame: int = -1
 
     @property
     def box(self) -> Box:
@@ -127,11 +131,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Group:
-    """Items moved together."""
+    """Items moved together. Those of a ``frame`` are an instant of what moves: a still picture shows frame 0,
+    an explorer one after the other; -1 is there all the time."""
 
     items: tuple
     dx: float = 0
     dy: float = 0
+    frame: int = -1
 
 
 def text_width(text: str, size: float | str = BODY) -> float:
@@ -144,7 +150,8 @@ def flatten(items, dx: float = 0, dy: float = 0) -> list:
     out: list = []
     for item in items:
         if isinstance(item, Group):
-            out += flatten(item.items, dx + item.dx, dy + item.dy)
+            inside = flatten(item.items, dx + item.dx, dy + item.dy)
+            out += inside if item.frame < 0 else [replace(one, frame=item.frame) for one in inside]
         elif isinstance(item, Line):
             out.append(replace(item, points=tuple((x + dx, y + dy) for x, y in item.points)))
         else:
@@ -309,7 +316,12 @@ def to_svg(scene: Scene) -> str:
         line += ' stroke-dasharray="6 4"' if stroke and dash else ""
         return f'class="{classes}" fill="{LIGHT[fill] if fill else "none"}"{line}'
 
-    for item in flatten(scene.items):
+    items, frame = flatten(scene.items), -1
+    for item in sorted(items, key=lambda item: item.frame):  # what moves lies above what does not
+        if item.frame != frame:
+            hidden = ' display="none"' * (item.frame > 0)
+            body.append("</g>" * (frame >= 0) + f'<g data-frame="{item.frame}"{hidden}>')
+            frame = item.frame
         if isinstance(item, Text):
             position = f'x="{_n(item.x)}" y="{_n(item.y + BASELINE * item.size)}" text-anchor="{item.anchor}"'
             position += f' font-size="{_n(item.size)}"' + ' font-weight="600"' * item.bold
@@ -318,6 +330,9 @@ def to_svg(scene: Scene) -> str:
             position = f'x="{_n(item.x)}" y="{_n(item.y)}" width="{_n(item.w)}" height="{_n(item.h)}"'
             position += f' rx="{_n(item.radius)}"'
             style, tip = paint(item.fill, item.stroke, item.width, item.dash), escape(item.tip)
+            if item.act:
+                style += f' role="button" tabindex="-1" data-set={quoteattr(item.act)}'
+                style += f" aria-label={quoteattr(item.tip)}"
             body.append(f"<rect {position} {style}>" + f"<title>{tip}</title>" * bool(tip) + "</rect>")
             if item.hatch:
                 name = f"llmpar-{'dots' if item.hatch == '.' else 'lines'}-{item.stroke}"
@@ -332,13 +347,15 @@ def to_svg(scene: Scene) -> str:
             body.append(f'<{tag} points="{_n(*sum(item.points, ()))}" {style}/>')
             if item.head:
                 body.append(f'<polygon points="{_n(*sum(_head(item), ()))}" {paint(item.stroke)}/>')
+    body += ["</g>"] * (frame >= 0)
     light, dark = ("".join(f"--lp-{r}:{theme[r]};" for r in sorted(used)) for theme in (LIGHT, DARK))
     rule = ".llmpar .f-{0}{{fill:var(--lp-{0})}}.llmpar .s-{0}{{stroke:var(--lp-{0})}}"
     rules = "".join(map(rule.format, sorted(used)))
     w, h = _n(scene.width), _n(scene.height)
+    role = "group" if any(isinstance(item, Rect) and item.act for item in items) else "img"
     font = 'font-family="DejaVu Sans, Verdana, system-ui, sans-serif"'
     return (
-        '<svg xmlns="http://www.w3.org/2000/svg" class="llmpar" role="img"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="llmpar" role="{role}"'
         f" aria-label={quoteattr(scene.title)} "
         f'width="{w}" height="{h}" viewBox="0 0 {w} {h}" style="max-width:100%;height:auto" {font}>'
         f"<title>{escape(scene.title)}</title><desc>{escape(scene.text)}</desc>"
@@ -365,7 +382,7 @@ def to_png(scene: Scene) -> bytes:
     figure = Figure(figsize=(scene.width / 96, scene.height / 96), dpi=192, facecolor=color["paper"])
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, scene.width), ylim=(scene.height, 0))
     axes.set_axis_off()
-    for z, item in enumerate(flatten(scene.items)):
+    for z, item in enumerate(item for item in flatten(scene.items) if item.frame <= 0):
         style: dict[str, Any] = {"zorder": z, "clip_on": False}
         if isinstance(item, Text):
             style |= {"ha": {"start": "left", "middle": "center", "end": "right"}[item.anchor]}
