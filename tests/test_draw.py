@@ -274,7 +274,8 @@ def test_fills_differ_in_grey(roles):
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
 def test_texts_and_strokes_can_be_read(theme):
-    for role in ("ink", "soft", *(f"{a}-line" for a in AXES)):
+    words = ("ink", "soft", "good", "unsure", "bad", "accent")
+    for role in (*words, *(f"{a}-line" for a in AXES)):
         assert contrast(theme[role], theme["paper"]) >= 4.5, role
         assert contrast(theme[role], theme["cell"]) >= 4.5, role
     assert contrast(theme["edge"], theme["paper"]) >= 3
