@@ -19,7 +19,7 @@ from typing import Any
 from llmpar import schedules
 from llmpar.predict import formulas
 from llmpar.predict.hardware import Chip, Rates
-from llmpar.predict.traffic import step_traffic
+from llmpar.predict.traffic import Prediction, step_traffic
 from llmpar.predict.workload import Product, Run
 from llmpar.timetable import makespan
 
@@ -241,32 +241,38 @@ class Clock:
         """Seconds of a step's collectives on a stage, by term: those in the open, and those that travel
         beside computing. `LATE` are gradients that are summed at the end, and weights that are gathered once.
         """
-        run, plan = self.run, self.plan
-        found = dict[str, tuple[float, float]]()
-        for (names, kind), row in step_traffic(plan, run.batch_size, run.seq_len, stage).items():
-            axes = [{"kv": "tp", "ul": "sp"}.get(axis, axis) for axis in names.split(",")]
-            short = {"collective-permute": "permute", "ragged-all-to-all": "all-to-all"}.get(kind, kind)
-            ring = short != kind or kind == "all-to-all"
+        found, run = dict[str, tuple[float, float]](), self.run
+        for (names, _), row in step_traffic(self.plan, run.batch_size, run.seq_len, stage).items():
             for (_, text, size), times in row.messages.items():
                 if text.startswith("stream") and text.endswith(" stage"):
                     continue  # `hop`, in the timetable
-                once = "->" not in text and plan.gathers == "step"
-                if once or text.startswith(("gradient ", "updated ", "bucket ", "loss, ", "l ->")):
-                    term, hides = LATE, text.startswith("updated ")
-                elif "->" not in text:  # a weight's own dims
-                    term, hides = "weights and gradients on links", True
-                elif "tp" in axes:
-                    term, hides = "tensor-parallel links", run.tp_overlap and ring
-                elif "sp" in axes:
-                    term, hides = "sequence links", "the next rank" in text
-                else:
-                    term, hides = "expert links", False
-                if " c d" in text:  # only full slots travel
-                    size = min(size, 2.0 * run.tokens * run.config.width * self.copies())
-                took = times * self.collective(short, size, row.group_size, min(self.inner[a] for a in axes))
+                term, hides, took = self.message(names.split(","), row, text, size)
                 shown, hidden = found.get(term, (0.0, 0.0))
-                found[term] = shown + took * (not hides), hidden + took * hides
+                found[term] = shown + times * took * (not hides), hidden + times * took * hides
         return found
+
+    def message(self, names: list[str], row: Prediction, text: str, size: int) -> tuple[str, bool, float]:
+        """The term of a message of ``size`` bytes that `traffic` has in a row over the axes ``names``, for
+        the arrow ``text``; whether it travels beside computing; and its seconds."""
+        run, kind = self.run, row.kind
+        axes = [{"kv": "tp", "ul": "sp"}.get(axis, axis) for axis in names]
+        short = {"collective-permute": "permute", "ragged-all-to-all": "all-to-all"}.get(kind, kind)
+        ring, hides = short != kind or kind == "all-to-all", False
+        once = "->" not in text and self.plan.gathers == "step"
+        if once or text.startswith(("gradient ", "updated ", "bucket ", "loss, ", "l ->")):
+            term, hides = LATE, text.startswith("updated ")
+        elif "->" not in text:  # a weight's own dims
+            term, hides = "weights and gradients on links", True
+        elif "tp" in axes:
+            term, hides = "tensor-parallel links", run.tp_overlap and ring
+        elif "sp" in axes:
+            term, hides = "sequence links", "the next rank" in text
+        else:
+            term = "expert links"
+        full: float = size
+        if " c d" in text:  # only full slots travel
+            full = min(full, 2.0 * run.tokens * run.config.width * self.copies())
+        return term, hides, self.collective(short, full, row.group_size, min(self.inner[a] for a in axes))
 
     def hop(self) -> float:
         """Seconds to send a microbatch's activations to the next stage. Others: each tp rank sends its part,

@@ -153,13 +153,16 @@ def runs(plan: Resolved, stage: int = 0) -> Runs:
     return Runs(embed, loss, forward, *again, n, forward + n, forward + again[0], attended)
 
 
-def step_traffic(plan: Resolved, batch_size: int, seq_len: int, stage: int = 0) -> Traffic:
+def step_traffic(
+    plan: Resolved, batch_size: int, seq_len: int, stage: int = 0, run: Runs | None = None
+) -> Traffic:
     """Everything that a device of a pipeline's stage (of the only one, where there is none) sends in one
     training step, under the Manual reading. All stages take part in each permute between them, whether they
-    have something to send or not.
+    have something to send or not. ``run`` says how often each part of the model runs, if not as the plan has
+    it.
     """
     config, traffic = plan.config, Traffic(plan.mesh.sizes)
-    run = runs(plan, stage)
+    run = run or runs(plan, stage)
     _weights(traffic, plan, run)
     values = Values(traffic, plan, batch_size // plan.microbatches, seq_len)
     _activations(values, config, run)

@@ -1,0 +1,107 @@
+"""One layer in time computes and sends what a step counts for it, and hides what the step's law hides."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+
+from llmpar.config import preset
+from llmpar.plan import Plan
+from llmpar.predict import hardware, layer, workload
+from llmpar.predict.time import BESIDE, Clock
+from llmpar.predict.traffic import runs, step_traffic
+
+
+def random_runs(num, seed):
+    """Plans of ours on chips with rates, with the axes and fields that change what a layer sends."""
+    rng, out = random.Random(seed), []
+    while len(out) < num:
+        config = preset(name := rng.choice(("llama3-8b", "llama3-70b", "mixtral-8x7b", "qwen3-30b-a3b")))
+        axes = ("pp", "dp", "fsdp", "sp", "tp") + ("ep",) * bool(config.experts)
+        sizes = {axis: rng.choice((1, 1, 2, 4, 8)) for axis in axes}
+        fields = {"zero": rng.randrange(4), "remat": rng.choice(("none", "block")), "microbatches": 8}
+        fields |= {name: rng.random() < 0.5 for name in ("tp_sequence", "tp_comm_overlap")}
+        fields["context_parallel"] = rng.choice(("ring", "ulysses", "gather", "usp"))
+        mesh = " ".join(f"{axis}={n}" for axis, n in sizes.items()) or "dp=1"
+        try:
+            plan = Plan(mesh, dtype="bfloat16", **fields).effective(config)
+            plan.check(config, batch := 8 * plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep, 4096)
+        except ValueError:
+            continue
+        chip = hardware.chip(rng.choice(("h100", "b200", "v5p")))
+        out.append((name, workload.of_plan(config, plan, chip, batch, 4096)))
+    return out
+
+
+RUNS = random_runs(60, 3)
+
+
+@pytest.mark.parametrize("name, run", RUNS, ids=[f"{name} {run.mesh}" for name, run in RUNS])
+def test_a_layer_in_time_is_what_the_step_counts(name, run):
+    segments, clock = layer.forward(run), Clock(run)
+    terms = dict(clock.layer(False, 0.0)[0].terms)
+    computed = [one for one in segments if one.lane == "compute"]
+    travels = [one for one in segments if one.lane != "compute"]
+    took = sum(one.end_s - one.start_s - one.exposed_s for one in computed)
+    assert took == pytest.approx(sum(terms.values())), "a forward pass without links"
+    assert [one.name for one in computed] == list(layer.PARTS)
+
+    # what a step sends more when one more layer runs forward
+    def step(**more):
+        now = runs(clock.plan)
+        now = dataclasses.replace(now, **{name: getattr(now, name) + n for name, n in more.items()})
+        return step_traffic(clock.plan, run.batch_size, run.seq_len, run=now)
+
+    few, more = step(), step(forward=1, matrices=1, vectors=1)
+    for key, row in more.items():
+        mine = [one for one in travels if (",".join(one.axes), one.kind) == key]
+        less = few.get(key)
+        assert sum(one.times for one in mine) == row.count - (less.count if less else 0), key
+        assert sum(one.bytes_sent for one in mine) == row.bytes_sent - (less.bytes_sent if less else 0), key
+        assert {one.group for one in mine} <= {row.group_size}
+
+    # the whole takes what the law of a step makes of these seconds
+    shown, hidden = dict[str, float](), dict[str, float]()
+    for (names, _), row in step(forward=1, matrices=1, vectors=1).items():
+        less = few.get((names, row.kind))
+        for (of, text, size), times in row.messages.items():
+            extra = times - (less.messages[of, text, size] if less else 0)
+            if extra:
+                term, hides, seconds = clock.message(names.split(","), row, text, size)
+                into = hidden if hides else shown
+                into[term] = into.get(term, 0.0) + extra * seconds
+    for term in sorted({*shown, *hidden}):
+        beside = terms.get(BESIDE.get(term, ""), sum(terms.values()))
+        terms[term] = shown.get(term, 0.0) + clock.exposed(hidden.get(term, 0.0), beside, True)
+    ends = max(one.end_s for one in segments if one.lane in ("compute", "weights") or one.exposed_s)
+    assert ends == pytest.approx(sum(terms.values()))
+
+
+def test_what_hides_lies_beside_computing_and_what_does_not_stops_it():
+    config = preset("llama3-70b")
+    plan = Plan("fsdp=8 tp=8", dtype="bfloat16").effective(config)
+    segments = layer.forward(workload.of_plan(config, plan, hardware.chip("h100"), 64, 4096))
+    computed = [one for one in segments if one.lane == "compute"]
+    during = lambda one: [
+        c for c in computed if c.start_s < one.end_s - 1e-9 and one.start_s < c.end_s - 1e-9
+    ]
+    sums = [one for one in segments if one.lane == "tp"]
+    assert [one.name for one in sums] == ["sum over heads", "sum"] and not any(map(during, sums))
+    assert all(one.exposed_s == pytest.approx(one.end_s - one.start_s) for one in sums)
+    weights = [one for one in segments if one.lane == "weights"]
+    assert len(weights) == 2 and all(map(during, weights)) and not any(one.exposed_s for one in weights)
+    params = sum(
+        math.prod(w.shape[1:])
+        for path, (w, _) in plan.resolve(config, None).lives.items()
+        if "blocks" in path
+    )
+    sent = sum(one.bytes_sent for one in weights)
+    assert sent == pytest.approx(params * 2 * 7 / 8 / 8, rel=0.002), "vectors are whole on each rank of tp"
+
+
+def test_a_layer_in_time_needs_seconds():
+    config = preset("tiny")
+    run = workload.of_plan(config, Plan("dp=1").effective(config), hardware.chip("cpu"), 8, 64)
+    with pytest.raises(ValueError, match="cpu"):
+        layer.forward(run)
