@@ -106,9 +106,10 @@ CASES: dict = {
     "timetable stuck": lambda: draw.timeline(
         [[(0, 1, "F", 0, 0)], []],
         waiting={
-            0: (schedules.Op("B", 0), 1, schedules.Op("B", 0)),
-            1: (schedules.Op("F", 1), 0, schedules.Op("F", 1)),
+            0: ([schedules.Op("B", 0), schedules.Op("F", 1)], 1, schedules.Op("B", 0)),
+            1: ([schedules.Op("F", 1), schedules.Op("B", 0)], 0, schedules.Op("F", 1)),
         },
+        marked=("0:1", "0:2", "1:0", "1:1"),
     ),
     "time": lambda: draw.time_bars([("dp", {"computing": 0.12, "waiting": 0.04})]),
     "overlap": lambda: draw.overlap([3e-3] * 4, [2e-3, 2e-3, 4e-3, 2e-3], ["l3", "l2", "l1", "l0"]),
@@ -116,6 +117,7 @@ CASES: dict = {
     "loss": lambda: draw.loss_curve([5.5 * 0.97**i for i in range(60)], [2.0] * 60),
     "loss lost": lambda: draw.loss_curve([5.5, math.nan, 3.0], [5.4, 4.2, 3.01]),
     "token flow": lambda: draw.token_flow([[4, 0, 2, 1], [1, 1, 9, 0]], 2, capacity=6),
+    "token flow dropped": lambda: draw.token_flow([[4, 0, 2, 1], [1, 1, 9, 0]], 2, 6, dropped=[0, 0, 5, 0]),
     "loss one": lambda: draw.loss_curve([3.25]),
     "timetable costs": lambda: draw.timeline(pipeline("zb-h1", 8, 32, costs=(1, 2, 0.5), hop=0.1)),
     "timetable plain": lambda: draw.timeline([[(0, 1, "F", 0, 0), (1, 3, "B", 0, 0)]]),
@@ -451,6 +453,24 @@ def test_timetables_draw_every_operation():
     scene = draw.timeline(pipeline("zb-h1", 4, 8))
     tips = [r.tip for r in flatten(scene.items) if isinstance(r, Rect) and r.tip]
     assert len(tips) == 4 * 8 * 3 and "stage 0, F0: 0 to 1 time units" in tips
+
+
+def test_a_stuck_timetable_draws_what_has_not_run_and_outlines_the_circle():
+    items = flatten(CASES["timetable stuck"]().items)
+    cells = {r.op: (r.tip, r.dash, r.width) for r in items if isinstance(r, Rect) and r.op}
+    assert cells["0:0"] == ("stage 0, F0: 0 to 1 time units", False, 0.75)
+    assert cells["0:1"] == ("stage 0, B0: has not run", True, 2.5) and cells["1:1"][1:] == (True, 2.5)
+    assert sum(isinstance(item, Line) and item.head for item in items) == 2, "each waits for the other"
+    ran = [r.op for r in flatten(draw.timeline(pipeline("1f1b", 2, 2)).items) if isinstance(r, Rect) and r.op]
+    assert ran == ["0:0", "0:1", "0:2", "0:3", "1:0", "1:1", "1:2", "1:3"], "a stage, and a place in its row"
+    assert 'data-op="1:3"' in draw.timeline(pipeline("1f1b", 2, 2))._repr_svg_()
+
+
+def test_what_an_expert_drops_is_the_hatched_end_of_its_bar():
+    bars = [r for r in flatten(CASES["token flow dropped"]().items) if isinstance(r, Rect)]
+    kept, lost = bars[2:4]
+    assert (kept.hatch, lost.hatch) == ("", "/") and lost.x == pytest.approx(kept.x + kept.w)
+    assert lost.w / (kept.w + lost.w) == pytest.approx(5 / 11)
 
 
 @pytest.mark.parametrize(

@@ -188,10 +188,10 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
     return compose(title, [items], "\n".join([*lines, note]), [note])
 
 
-def token_flow(rows, experts_per_rank: int = 1, capacity: float | None = None) -> Scene:
+def token_flow(rows, experts_per_rank: int = 1, capacity: float | None = None, dropped=()) -> Scene:
     """Which rank's tokens visit which expert: ``rows[rank][expert]`` is a number of rows. Lines are as thick
     as the flow; those that cross between ranks have the axis's colour. Bars are the experts' loads, beside a
-    ``capacity``.
+    ``capacity``; what is ``dropped`` of each is hatched.
     """
     ranks, experts = len(rows), len(rows[0])
     load, total = [sum(row[e] for row in rows) for e in range(experts)], sum(map(sum, rows))
@@ -210,8 +210,12 @@ def token_flow(rows, experts_per_rank: int = 1, capacity: float | None = None) -
     for e, n in enumerate(load):
         y = h * e
         items.append(small_text(right - 64, y + h / 2, f"expert {e}", "start", "ink"))
-        items.append(Rect(right, y + 4, wide * n / most, h - 8, "ep", "ep-line"))
-        items.append(small_text(right + wide + 10, y + h / 2, count_noun(n, "row"), "start", "ink"))
+        lost = dropped[e] if dropped else 0
+        for x, some, fill, hatch in ((0, n - lost, "ep", ""), (n - lost, lost, "cell", "/")):
+            bar = right + wide * x / most, y + 4, wide * some / most, h - 8
+            items += [Rect(*bar, fill, "ep-line", hatch=hatch)] * (some > 0)
+        rows_text = count_noun(n, "row") + f", {lost} dropped" * (lost > 0)
+        items.append(small_text(right + wide + 10, y + h / 2, rows_text, "start", "ink"))
     if capacity is not None:
         x = right + wide * capacity / most
         items.append(Line(((x, -4), (x, h * experts + 4)), "ink", 2, dash=True))
@@ -221,7 +225,7 @@ def token_flow(rows, experts_per_rank: int = 1, capacity: float | None = None) -
     note = f"{away} of {total} rows change their rank; the busiest expert has {busiest:.2f} × the mean."
     said = [", ".join(f"{n} to expert {e}" for e, n in enumerate(row) if n) for row in rows]
     lines = [f"rank {r}: {words}" for r, words in enumerate(said)]
-    lines.append("load: " + " ".join(map(str, load)))
+    lines.append("load: " + " ".join(map(str, load)) + f", dropped {sum(dropped)}" * bool(dropped))
     lines[-1] += "" if capacity is None else f", capacity {capacity:g}"
     title = f"Tokens on their way to {count_noun(experts, 'expert')}"
     return compose(title, [items], "\n".join([*lines, note]), [note])
@@ -321,16 +325,20 @@ class _Band:
         """Where a time is drawn."""
         return self.left + self.wide * (time - self.low) / (self.high - self.low)
 
-    def operations(self, stage: int, row) -> list:
-        """A stage's operations as named cells; a bar marks chunk 1 or later."""
+    def operations(self, stage: int, row, marked=()) -> list:
+        """A stage's operations as named cells: dashed are those that have not run, outlined the ``marked``; a
+        bar is chunk 1 or later."""
         items: list = []
-        for start, end, kind, u, chunk in row:
+        for place, (start, end, kind, u, chunk, *unrun) in enumerate(row):
             if max(start, self.low) >= min(end, self.high):
                 continue
-            name, fill, y = f"{kind}{u}" + f".{chunk}" * (chunk > 0), KINDS[kind], float(ROW * stage)
+            name, op, y = f"{kind}{u}" + f".{chunk}" * (chunk > 0), f"{stage}:{place}", float(ROW * stage)
             x, tip = self.x(max(start, self.low)), f"stage {stage}, {name}: {start:g} to {end:g} time units"
-            w = self.x(min(end, self.high)) - x
-            items.append(Rect(x, y, w, CELL, fill, "edge", 0.75, tip=tip))
+            w, fill = self.x(min(end, self.high)) - x, KINDS[kind]
+            if unrun:
+                fill, tip = "paper", f"stage {stage}, {name}: has not run"
+            stroke, width = ("ink", 2.5) if op in marked else ("edge", 0.75)
+            items.append(Rect(x, y, w, CELL, fill, stroke, width, dash=bool(unrun), tip=tip, op=op))
             color = text_color_on(fill)
             items += fitting(x + w / 2, y + 12, w - 2, name, f"{kind}{u}", str(u), fill=color)
             items += [Rect(x + 1, y + 22, w - 2, 3, "black")] * (chunk > 0)
@@ -347,16 +355,13 @@ class _Band:
         end = self.x(self.high)
         return Line((*outline, (end, floor - HELD * now / most), (end, floor)), "edge", 0.75, fill="s2")
 
-    def wait(self, stage: int, done, waiting) -> list:
-        """The operation that a stuck stage has next, and an arrow to the stage that it waits for."""
-        (op, there, _), x, w = waiting[stage], self.x(done[stage]), self.wide / (self.high - self.low)
-        items: list = [Rect(x, float(ROW * stage), w, CELL, "paper", "ink", 1.5, dash=True)]
-        items += fitting(x + w / 2, ROW * stage + 12, w - 2, str(op))
-        if there != stage and self.low <= done[there] < self.high:
-            start = x + w * 0.3, ROW * stage + CELL * (there > stage)
-            end = self.x(done[there]) + w * 0.6, ROW * there + CELL * (there < stage)
-            items.append(Line((start, end), "tp-line", 2, head=True))
-        return items
+    def wait(self, stage: int, there: int, starts) -> list:
+        """An arrow from where a stage is stuck to what it waits for, each at its time of ``starts``."""
+        if there == stage or not all(self.low <= t < self.high for t in starts):
+            return []
+        x, down = [self.x(t) + 0.5 * CELL for t in starts], there > stage
+        ends = (x[0], ROW * stage + CELL * down), (x[1], ROW * there + CELL * (not down))
+        return [Line(ends, "pp-line", 2, head=True)]
 
 
 def _held_over_time(row, last: str) -> dict[float, float]:
@@ -367,12 +372,12 @@ def _held_over_time(row, last: str) -> dict[float, float]:
     return {t: n / visits for (t, _), n in zip(steps, totals, strict=True)}
 
 
-def timeline(table, waiting=None, facts: bool = True, shortest: float = SHORTEST) -> Scene:
+def timeline(table, waiting=None, facts: bool = True, shortest: float = SHORTEST, marked=()) -> Scene:
     """Who works when in a pipeline and, where there are backwards, under each stage's row the activations
     that it holds.
 
-    Of an order that gets stuck, ``waiting`` says what for: stage -> (its next operation, the stage it waits
-    for, what there).
+    Of an order that gets stuck, ``waiting`` says what for: stage -> (the operations it has not run, the stage
+    it waits for, what there). Operations named in ``marked``, as `Rect.op` names them, are outlined.
 
     Without ``facts`` the rows do not say how busy their stage is and what it holds at most; the words do. The
     ``shortest`` operation is so many pixels wide.
@@ -386,47 +391,50 @@ def timeline(table, waiting=None, facts: bool = True, shortest: float = SHORTEST
         each = zip(table.start, table.end, table.schedule.rows, strict=True)
         stages = [[(s, e, *op[:3]) for s, e, op in zip(*row, strict=True)] for row in each]
     waiting, done = waiting or {}, [row[-1][1] if row else 0 for row in stages]
-    span = max(done) + (1 if waiting else 0)
     kinds = {kind for row in stages for _, _, kind, *_ in row}
     last = "W" if "W" in kinds else "B"
     least = min((end - start for row in stages for start, end, *_ in row if end > start), default=1)
+    left = [waiting[i][0] if i in waiting else () for i in range(len(stages))]
+    cell = lambda t, k, op: (t + least * k, t + least * (k + 1), *op[:3], True)
+    ahead = [[cell(t, k, op) for k, op in enumerate(row)] for t, row in zip(done, left, strict=True)]
+    span = max(row[-1][1] for row in [*stages, *ahead] if row)
     need, bottom = shortest * span / least, ROW * len(stages)
     # A long table goes on below, so that it stays legible on a slide; a tall one is made narrower instead.
     num_bands = max(1, min(round(need / 1000), 1100 // (bottom + BAND_GAP)))
-    left, wide = text_width(f"stage {len(stages)}") + 10, min(1040, max(560, need / num_bands))
+    edge, wide = text_width(f"stage {len(stages)}") + 10, min(1040, max(560, need / num_bands))
     # Without backwards nothing that was held is ever let go, and the drawing is not about that.
     held = [_held_over_time(row, last) if "B" in kinds else {} for row in stages]
     most = max(max(h.values(), default=0) for h in held) or 1
     items, lines = list[Any](), []
     for k in range(num_bands):
-        band = _Band(k * span / num_bands, (k + 1) * span / num_bands, left, wide)
+        band = _Band(k * span / num_bands, (k + 1) * span / num_bands, edge, wide)
         part = _scale(band.x, ticks(band.low, band.high), bottom, lambda v: f"{v:g}", bottom)
-        part.append(small_text(left - 10, bottom + 13, "time units", "end"))
+        part.append(small_text(edge - 10, bottom + 13, "time units", "end"))
         for i, row in enumerate(stages):
-            part += band.operations(i, row)
+            part += band.operations(i, [*row, *ahead[i]], marked)
             part += [band.held(i, held[i], most)] if held[i] else []
-            part.append(small_text(left - 10, ROW * i + 13, f"stage {i}", "end", "ink"))
-            if i in waiting and band.low <= done[i] < band.high:
-                part += band.wait(i, done, waiting)
-                op, there, what = waiting[i]
-                lines.append(f"stage {i} waits to run {op} for {what} on stage {there}")
-            if k == 0 and not waiting:
-                busy = f"busy {sum(end - start for start, end, *_ in row) / span:.1%}"
-                peak = f"at most {max(held[i].values()):g} held" if held[i] else ""
-                x = band.x(band.high) + 10
-                if facts:
-                    part.append(small_text(x, ROW * i + 13, busy, "start", "ink"))
-                    part += [small_text(x, ROW * i + FLOOR - 8, peak, "start", "ink")] if peak else []
+            part.append(small_text(edge - 10, ROW * i + 13, f"stage {i}", "end", "ink"))
+            if i in waiting:
+                (op, *_), there, what = waiting[i]
+                starts = {one[2:5]: one[0] for one in ahead[there]}
+                part += band.wait(i, there, (done[i], starts.get(what[:3], done[there])))
+                lines += [f"stage {i} waits to run {op} for {what} on stage {there}"] * (k == 0)
+            elif k == 0 and not waiting:
+                said = [f"busy {sum(end - start for start, end, *_ in row) / span:.1%}"]
+                said += [f"at most {max(held[i].values()):g} held"] * bool(held[i])
+                for y, fact in zip((13, FLOOR - 8), said, strict=False) if facts else ():
+                    part.append(small_text(band.x(band.high) + 10, ROW * i + y, fact, "start", "ink"))
                 names = [f"{kind}{u}" + f".{c}" * (c > 0) for _, _, kind, u, c in row]
                 shown = " ".join(names[:24]) + " …" * (len(names) > 24)
-                lines.append(f"stage {i}: {shown}; {busy}" + f", {peak}" * bool(peak))
+                lines.append(f"stage {i}: {shown}; {', '.join(said)}")
         items.append(Group(tuple(part), 0, k * (bottom + BAND_GAP)))
     idle = 1 - sum(end - start for row in stages for start, end, *_ in row) / span / len(stages)
     key = [("s1", "F forward")] + [("s3", "B backward" + " of inputs" * (last == "W"))] * ("B" in kinds)
     key += [("s4", "W weights' gradients")] * (last == "W")
     key += [("s2", "activations held, in microbatches")] * any(held)
     key += [("black", "bar: chunk 1 or later")] * any(chunk for row in stages for *_, chunk in row)
-    key += [("paper", "waits, and for which stage")] * bool(waiting)
+    circle = "; outlined: in a circle" * bool(marked)
+    key += [("paper", f"has not run; arrow: waits for{circle}")] * bool(waiting)
     took = f"{span:g} time units, {idle:.1%} of them idle"
     title += f"stuck after {max(done):g} time units" if waiting else took
     return compose(title, [items, legend(key, 900)], "\n".join(lines))

@@ -65,7 +65,8 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 @dataclass(frozen=True)
 class Rect:
     """A rectangle; ``hatch`` is ``"/"`` or ``"."``, drawn in the stroke's colour; ``tip`` shows when hovered.
-    ``act`` is what a click sets in an explorer's state, as JSON; then the tip is the name of a button."""
+    ``act`` is what a click sets in an explorer's state, as JSON; then the tip is the name of a button. ``op``
+    names an operation of a timetable that can be dragged: its stage, and its place in the stage's row."""
 
     x: float
     y: float
@@ -79,6 +80,7 @@ class Rect:
     dash: bool = False
     tip: str = ""
     act: str = ""
+    op: str = ""
     frame: int = -1
 
     @property
@@ -330,6 +332,7 @@ def to_svg(scene: Scene) -> str:
             position = f'x="{_n(item.x)}" y="{_n(item.y)}" width="{_n(item.w)}" height="{_n(item.h)}"'
             position += f' rx="{_n(item.radius)}"'
             style, tip = paint(item.fill, item.stroke, item.width, item.dash), escape(item.tip)
+            style += f' data-op="{item.op}"' * bool(item.op)
             if item.act:
                 style += f' role="button" tabindex="-1" data-set={quoteattr(item.act)}'
                 style += f" aria-label={quoteattr(item.tip)}"

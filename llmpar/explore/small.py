@@ -51,10 +51,12 @@ class TimelineExplorer(Explorer):
 
     def draw_stuck(self, state: dict) -> Scene:
         """A refused order as far as it runs, and what each stage then waits for."""
-        rows, waits = reached(self.order(state), (state["forward"], state["backward"], state["weights"]))
+        order = self.order(state)
+        rows, waits = reached(order, (state["forward"], state["backward"], state["weights"]))
         if not waits:
             raise ValueError("it runs to its end; what is wrong is which operations it has")
-        return timeline(rows, waiting=waits)
+        left = {stage: (order.rows[stage][len(rows[stage]) :], *rest) for stage, (_, *rest) in waits.items()}
+        return timeline(rows, waiting=left)
 
     def draw(self, state: dict) -> Scene:
         table = self.table(state)
