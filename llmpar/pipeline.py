@@ -33,6 +33,7 @@ borrows its opposite's layers for the step, and returns their gradients.
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -89,7 +90,8 @@ class _Executor:
     def __init__(self, config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tree):
         assert (schedule := par.plan.pipeline)
         self.schedule, self.recomputes = schedule, par.plan.stage_saves == "input"
-        self.copies, self.slots = self.schedule.parameter_copies, slots(timetable(self.schedule))
+        self.copies, found = self.schedule.parameter_copies, slots(timetable(self.schedule))
+        self.slots = SimpleNamespace(**{name: np.array(rows) for name, rows in vars(found).items()})
         self.batch = jax.tree.map(lambda x: _cut(x, self.schedule.num_microbatches), batch)
         both = lambda w: w if self.copies == 1 else jnp.concatenate([w, self.opposite(w)])
         shared = params | {"blocks": jax.tree.map(both, params["blocks"])}
@@ -110,13 +112,13 @@ class _Executor:
         """The table as numbers [tick, stage] by name: the operation, its slots (`timetable.Slots`), and which
         part of the model its chunk is. A slot of -1 is the last one, a message that is never read.
         ``layers`` has a row of numbers in each cell, `num_layers` where the chunk has a layer less."""
-        kind, u, chunk = np.moveaxis(timetable(self.schedule).ticks, 2, 0)
+        kind, u, chunk = np.moveaxis(np.array(timetable(self.schedule).ticks), 2, 0)
         names = "saved", "residual", "left", "right", "keep", "read"
         found = {name: getattr(self.slots, name) for name in names} | {"kind": kind, "u": u, "chunk": chunk}
         enters, leaves = found["read"] < 0, (self.slots.send == 0) & (found["keep"] < 0)
         found |= {"first": np.where(kind, leaves, enters), "last": np.where(kind, enters, leaves)}
-        order = schedules.layer_order(self.schedule, num_layers)
-        order = order.reshape(p := self.schedule.num_stages, self.schedule.visits, -1)
+        p, stack = self.schedule.num_stages, schedules.layer_order(self.schedule, num_layers)
+        order = np.reshape(stack, (p, self.schedule.visits, -1))
         both = np.concatenate([order, order[::-1]], 1)  # where there are two copies, as `opposite` has them
         layers = both[np.arange(p), chunk]
         return found | {"layers": layers, "full": (layers < num_layers).all(-1)}

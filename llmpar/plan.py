@@ -132,7 +132,7 @@ class Plan(Execution):
             Zhao 2024, unified sequence parallelism).
         sequence_order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal
             work where a row is one document; ``balanced`` does for rows of several, by an order that the
-            loader chooses for each row (`llmpar.sequence_order.row_orders`).
+            loader chooses for each row (`llmpar.training.balance.row_orders`).
         schedule: the order in which pipeline stages work: a name of `schedules.SCHEDULES`, or an order
             written out, one line per stage (`schedules.from_text`).
         virtual_stages: pieces of the model per stage (Megatron's word), for schedules that let one choose.

@@ -19,10 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import NamedTuple
-
-import numpy as np
 
 Costs = tuple[float, float, float]
 KINDS = "FBW"  # in a table of integers a kind is its place here
@@ -115,7 +113,7 @@ class Schedule:
         return "\n".join("".join("& "[not op.joined] + str(op) for op in row)[1:] for row in self.rows)
 
 
-def layer_order(schedule: Schedule | None, num_layers: int) -> np.ndarray:
+def layer_order(schedule: Schedule | None, num_layers: int) -> list[int]:
     """Which layer lies at each place of the stored stack, so that cutting it by pp gives every stage its
     chunks in order.
 
@@ -124,13 +122,13 @@ def layer_order(schedule: Schedule | None, num_layers: int) -> np.ndarray:
     checkpoints, Hugging Face.
     """
     if schedule is None:
-        return np.arange(num_layers)
+        return list(range(num_layers))
     counts, layers = schedule.layers(num_layers), iter(range(num_layers))
     stack, places = {}, max(counts.values())
     for cell in schedule.routes[0]:
         found = list(islice(layers, counts[cell]))
         stack[cell] = found + [num_layers] * (places - len(found))
-    return np.concatenate([stack[cell] for cell in sorted(stack)])
+    return list(chain.from_iterable(stack[cell] for cell in sorted(stack)))
 
 
 # ----------------------------------------------------------------------------------------------------- orders

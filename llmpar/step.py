@@ -110,7 +110,7 @@ class Step:
         self.life = jax.tree.map(plan.life, self.dims)
         self.stored = jax.tree.map(lambda life: life.stored, self.life)
         self.graded = jax.tree.map(lambda life: life.graded, self.life)
-        self.layer_order = schedules.layer_order(plan.pipeline, config.num_layers)
+        self.layer_order = np.array(schedules.layer_order(plan.pipeline, config.num_layers))
         # Where layers lie in the model's order, nothing is ever moved.
         self._keeps_order = self.layer_order.tolist() == list(range(config.num_layers))
         # Where pp does not divide the layers, stages have more places for them.

@@ -5,7 +5,7 @@ Costs (F, B, W) are those of one microbatch through everything that one stage ho
 chunks costs 1/v of them; the unit is the caller's. Three bubbles are in use and all are here:
 `bubble_over_ideal` and `bubble_fraction` compare the whole pipeline's makespan with the work of one stage;
 `bubble_rate`, and `bubble` as a time, compare the longest *own* span of a stage with it, as the zero-bubble
-papers do. Numpy only.
+papers do. Plain Python: tables are lists.
 """
 
 import functools
@@ -16,9 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
-
-import numpy as np
 
 from llmpar.schedules import KINDS, Costs, Op, Schedule
 
@@ -75,50 +74,50 @@ class Timetable:
         return 1 - self.ideal / self.makespan
 
     @cached_property
-    def ticks(self) -> np.ndarray:
-        """The lockstep table: integers [tick, stage, (kind, microbatch, chunk)], -1 for idle."""
-        table = np.full((1 + max(tick[-1] for tick in self.tick), self.schedule.num_stages, 3), -1)
+    def ticks(self) -> list[list[tuple[int, int, int]]]:
+        """The lockstep table: (kind, microbatch, chunk) in [tick][stage], -1 for idle."""
+        idle, num_ticks = (-1, -1, -1), 1 + max(tick[-1] for tick in self.tick)
+        table = [[idle] * self.schedule.num_stages for _ in range(num_ticks)]
         for stage, row in enumerate(self.schedule.rows):
-            numbers = [(KINDS.index(op.kind), op.microbatch, op.chunk) for op in row]
-            table[list(self.tick[stage]), stage] = numbers
+            for tick, op in zip(self.tick[stage], row, strict=True):
+                table[tick][stage] = KINDS.index(op.kind), op.microbatch, op.chunk
         return table
 
     @cached_property
-    def messages(self) -> np.ndarray:
-        """Integers [message, (tick sent, from stage, tick used, to stage)], some to the same stage."""
+    def messages(self) -> list[tuple[int, int, int, int]]:
+        """Of each message the tick sent, from stage, tick used and to stage; some go to the same stage."""
         order = self.schedule.rows
         at = {(s, *op[:3]): t for s, row in enumerate(order) for op, t in zip(row, self.tick[s], strict=True)}
-        found = (
+        return [
             (at[there, *need[:3]], there, at[stage, *op[:3]], stage)
             for stage, row in enumerate(order)
             for op in row
             for there, need in self.schedule.needs(stage, op)
             if need.kind == op.kind
-        )
-        return np.array(list(found), int).reshape(-1, 4)
+        ]
 
     @property
-    def hops(self) -> np.ndarray:
-        """How many messages go from stage to stage: integers [from, to]."""
-        counts = np.zeros((self.schedule.num_stages,) * 2, int)
-        sent = self.messages[self.messages[:, 1] != self.messages[:, 3]]
-        np.add.at(counts, (sent[:, 1], sent[:, 3]), 1)
+    def hops(self) -> list[list[int]]:
+        """How many messages go from stage to stage: numbers in [from][to]."""
+        counts = [[0] * self.schedule.num_stages for _ in self.schedule.rows]
+        for _, here, _, there in self.messages:
+            counts[here][there] += here != there
         return counts
 
     @property
     def makespan_lockstep(self) -> float:
-        costs = np.array([*self.costs, 0.0]) / self.schedule.visits  # the last is for idle, -1
+        costs = [cost / self.schedule.visits for cost in (*self.costs, 0)]  # the last is for idle, -1
         if not self.schedule.split_backward:
             costs[1] += costs[2]
-        sent = np.unique([m[0] for m in self.messages if m[1] != m[3]])
-        return float(costs[self.ticks[..., 0]].max(1).sum() + self.hop * len(sent))
+        sent = {tick for tick, here, _, there in self.messages if here != there}
+        return math.fsum(max(costs[cell[0]] for cell in row) for row in self.ticks) + self.hop * len(sent)
 
     def peak_live(self) -> list[float]:
         """The most microbatches that each stage ever holds (a chunk of v counts 1/v), from F to B, or with a
         split backward to W, as in Qi 2023, Table 2."""
         change = {"F": 1, "B": 0, "W": -1} if self.schedule.split_backward else {"F": 1, "B": -1}
-        held = (np.cumsum([change[op.kind] for op in row]) for row in self.schedule.rows)
-        return [float(counts.max() / self.schedule.visits) for counts in held]
+        held = (accumulate(change[op.kind] for op in row) for row in self.schedule.rows)
+        return [max(counts) / self.schedule.visits for counts in held]
 
 
 def _run(
@@ -244,25 +243,25 @@ def reached(
 
 @dataclass(frozen=True)
 class Slots:
-    """Where an executor of the lockstep table keeps things: integers [tick, stage], -1 for nothing.
+    """Where an executor of the lockstep table keeps things: numbers in [tick][stage], -1 for nothing.
 
     At tick t stage s takes `x = messages[read]` (where `read` is -1, a first F takes its microbatch from the
-    batch and a last B the gradient of the loss) and runs `ticks[t, s]`: F keeps what its backward needs in
+    batch and a last B the gradient of the loss) and runs `ticks[t][s]`: F keeps what its backward needs in
     `saved`, B reads it and, where the backward is split, leaves in `residual` what W reads beside `saved`.
     The result y goes one stage on (`send` +1), one back (-1), or to neither (0). At the end of the tick what
     came from stage s-1 is written to message slot `left`, what came from s+1 to `right`, one's own y to
     `keep`; stages count modulo p. A slot is free in the tick after its last reader; `num_*` count them."""
 
-    saved: np.ndarray
-    residual: np.ndarray
-    read: np.ndarray
-    send: np.ndarray
-    left: np.ndarray
-    right: np.ndarray
-    keep: np.ndarray
-    num_saved: np.ndarray
-    num_residual: np.ndarray
-    num_messages: np.ndarray
+    saved: list[list[int]]
+    residual: list[list[int]]
+    read: list[list[int]]
+    send: list[list[int]]
+    left: list[list[int]]
+    right: list[list[int]]
+    keep: list[list[int]]
+    num_saved: list[int]
+    num_residual: list[int]
+    num_messages: list[int]
 
 
 def _colour(spans: list[tuple[int, int]]) -> list[int]:
@@ -280,26 +279,30 @@ def _colour(spans: list[tuple[int, int]]) -> list[int]:
 def slots(table: Timetable) -> Slots:
     """Allocate the buffers of an executor from what is alive in the lockstep table."""
     p, split = table.schedule.num_stages, table.schedule.split_backward
-    names = ("saved", "residual", "read", "left", "right", "keep")
-    grid = {name: np.full(table.ticks.shape[:2], -1) for name in names}
-    grid["send"], count = np.zeros(table.ticks.shape[:2], int), np.zeros((3, p), int)
+    names = ("saved", "residual", "read", "left", "right", "keep", "send")
+    grid = {name: [[-(name != "send")] * p for _ in table.ticks] for name in names}
+    inboxes, counts = [list[tuple]() for _ in range(p)], list[list[int]]()
+    for message in table.messages:
+        inboxes[message[3]].append(message)
     for s, row in enumerate(table.schedule.rows):
         at = {op[:3]: t for op, t in zip(row, table.tick[s], strict=True)}
         runs = [[at[kind, *op[1:3]] for kind in KINDS[: 2 + split]] for op in row if op.kind == "F"]
-        inbox = table.messages[table.messages[:, 3] == s].tolist()
         saved = _colour([(ticks[0], ticks[-1] + 1) for ticks in runs])
         residual = _colour([(ticks[1], ticks[2] + 1) for ticks in runs]) if split else []
-        letters = _colour([(sent + 1, used + 1) for sent, _, used, _ in inbox])
+        letters = _colour([(sent + 1, used + 1) for sent, _, used, _ in inboxes[s]])
         for ticks, slot in zip(runs, saved, strict=True):
-            grid["saved"][ticks, s] = slot
+            for tick in ticks:
+                grid["saved"][tick][s] = slot
         for ticks, slot in zip(runs, residual, strict=False):  # none where the backward is whole
-            grid["residual"][ticks[1:], s] = slot
-        for (sent, there, used, _), slot in zip(inbox, letters, strict=True):
-            way = s - there if abs(s - there) < 2 else -np.sign(s - there)  # from the last to 0 is one on
-            grid["send"][sent, there] = way
-            grid["read"][used, s] = grid[("keep", "left", "right")[way]][sent, s] = slot
-        count[:, s] = [1 + max(found, default=-1) for found in (saved, residual, letters)]
-    return Slots(**grid, num_saved=count[0], num_residual=count[1], num_messages=count[2])
+            for tick in ticks[1:]:
+                grid["residual"][tick][s] = slot
+        for (sent, there, used, _), slot in zip(inboxes[s], letters, strict=True):
+            way = s - there if abs(s - there) < 2 else 1 if s < there else -1  # from the last to 0 is one on
+            grid["send"][sent][there] = way
+            grid["read"][used][s] = grid[("keep", "left", "right")[way]][sent][s] = slot
+        counts.append([1 + max(found, default=-1) for found in (saved, residual, letters)])
+    num_saved, num_residual, num_messages = map(list, zip(*counts, strict=True))
+    return Slots(**grid, num_saved=num_saved, num_residual=num_residual, num_messages=num_messages)
 
 
 def branch_shares(schedule: Schedule | None, num_layers: int) -> list[dict[str, Fraction] | None]:
@@ -308,14 +311,16 @@ def branch_shares(schedule: Schedule | None, num_layers: int) -> list[dict[str, 
     if schedule is None:
         return [None]
     table, counts, found = timetable(schedule), schedule.layers(num_layers), list[Any]()
-    sends = {name: (slots(table).send == way).any(1) for name, way in WAYS.items()}
+    sends = {name: [way in row for row in slots(table).send] for name, way in WAYS.items()}
     first, last = ({route[i] for route in schedule.routes} for i in (0, -1))
     full = {cell for cell, n in counts.items() if n == max(counts.values())}
     share = lambda taking, cells: Fraction(len(taking & cells), max(1, len(cells)))
     for stage in range(schedule.num_stages):
-        ticks = {kind: table.ticks[:, stage, 0] == i for i, kind in enumerate(KINDS)} | sends
+        kinds = {kind: [row[stage][0] == i for row in table.ticks] for i, kind in enumerate(KINDS)}
         mine = {cell for cell in counts if cell[0] == stage}
         of_cells = {"fullB": share(full, mine), "fullF": share(full, mine - last)}
         of_cells |= {"enters": share(first, mine), "leaves": share(last, mine)}
-        found.append({name: Fraction(int(runs.sum()), len(runs)) for name, runs in ticks.items()} | of_cells)
+        found.append(
+            {name: Fraction(sum(runs), len(runs)) for name, runs in (kinds | sends).items()} | of_cells
+        )
     return found

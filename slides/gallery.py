@@ -64,7 +64,7 @@ def sent_in_a_step() -> dict[str, Scene]:
 
 def drawings() -> dict[str, Scene]:
     """One example of every drawing, from the package's own numbers."""
-    parts = pairs_by_step(4, "contiguous", s=1024) / 256**2
+    parts = [[pairs / 256**2 for pairs in row] for row in pairs_by_step(4, "contiguous", s=1024)]
     step = answers.answer(answers.START)["time"]
     zeros = [(f"ZeRO {zero}", answers.answer(answers.START | {"zero": zero})) for zero in range(4)]
     compiled = json.loads((Path(__file__).parent / "recorded" / "llama3-8b_h100.json").read_text())
@@ -75,7 +75,7 @@ def drawings() -> dict[str, Scene]:
         "arrow": draw.arrow("b s d +tp -> b s/tp d", (8, 16, 32), "tp=4", 2),
         **sent_in_a_step(),
         "ring_steps": draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
-        "live_blocks": draw.live_blocks([[round(float(x), 1) for x in row] for row in parts]),
+        "live_blocks": draw.live_blocks([[round(x, 1) for x in row] for row in parts]),
         "token_flow": draw.token_flow([[40, 0, 20, 10], [10, 10, 90, 0]], 2, capacity=60),
         "timeline": draw.timeline(timetable(make("zb-h1", 4, 16))),
         "overlap": draw.overlap([3e-3] * 5, [1e-3] * 5, [f"layer {i}" for i in range(5)], first="comm"),

@@ -242,7 +242,7 @@ def attentions(n: int = 8, s: int = 8192, heads: int = 8, width: int = 64):
         kinds["ringattention package"] = over(peer, False), "contiguous"
     made, want = {}, None
     for name, (f, order) in kinds.items():
-        places = sequence_order.sequence_permutation(order, s, n)
+        places = np.array(sequence_order.sequence_permutation(order, s, n))
         given = [x[:, places] for x in arrays] + [places[None].astype(np.int32)]
         given = jax.device_put(given, None if f is one else jax.NamedSharding(mesh, cut))
 
@@ -276,7 +276,7 @@ def long_block(s: int = 65_536) -> dict:
     step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1e-3))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     compiled = step.lower(1, s).compile()
-    places = sequence_order.sequence_permutation(plan.sequence_order, s, len(devices))
+    places = np.array(sequence_order.sequence_permutation(plan.sequence_order, s, len(devices)))
     batch = {name: x[:, places] for name, x in batch_of(config.vocab_size, 1, s).items()}
     state, batch = step.init(0), jax.device_put(batch, step.batch_sharding)
     cpu, wall = time.process_time(), time.perf_counter()

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.interpreters import partial_eval
 from unordered import unordered
 
-from llmpar import moe, sequence_order
+from llmpar import moe
 from llmpar.config import preset
 from llmpar.execution import SUITS
 from llmpar.inspect.census import arrow_rows, census_hlo, census_table, compiled_memory, read_program
@@ -27,6 +27,7 @@ from llmpar.predict import memory, traffic
 from llmpar.predict.tolerance import Unit, tolerance
 from llmpar.step import State, Step
 from llmpar.timetable import branch_shares
+from llmpar.training import balance
 from llmpar.weights import init_params, model_graph
 
 BATCH, SEQ = 16, 16
@@ -140,7 +141,7 @@ def whole(x):
 
 def dealt(data, plan: Plan):
     """A batch, each row in the order that the plan asks for."""
-    places = sequence_order.row_orders(plan.sequence_order, data["segments"], plan.mesh.sp)
+    places = balance.row_orders(plan.sequence_order, data["segments"], plan.mesh.sp)
     return {k: np.take_along_axis(x, places, 1) for k, x in data.items()}
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmpar.sequence_order import row_orders, sequence_permutation
+from llmpar.sequence_order import sequence_permutation
 from llmpar.training import data
+from llmpar.training.balance import row_orders
 from llmpar.training.data import (
     ByteTokenizer,
     Corpus,

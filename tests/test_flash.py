@@ -37,7 +37,8 @@ from llmpar.kernels.tiles import kernel_tiles
 from llmpar.mesh import abstract_mesh
 from llmpar.plan import Plan
 from llmpar.predict.ring import kernel_flops, seen_share
-from llmpar.sequence_order import Mask, row_orders, sequence_permutation
+from llmpar.sequence_order import Mask, sequence_permutation
+from llmpar.training.balance import row_orders
 
 INTERPRETED = partial(ring, platform="cpu")
 

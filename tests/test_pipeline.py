@@ -51,15 +51,15 @@ WRITTEN = "F0 F1 F2 F3 B0 B1 W0 B2 W1 B3 W2 W3\nF0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2
 def told(table):
     """What every stage does in every tick, in the words of `llmpar.pipeline`."""
     here, schedule = slots(table), table.schedule
-    for tick, row in enumerate(table.ticks.tolist()):
+    for tick, row in enumerate(table.ticks):
         cells = []
         for stage, (kind, u, chunk) in enumerate(row):
             entry = {"F": "tokens", "B": "the loss"}.get(KINDS[kind])
-            message, way = here.read[tick, stage], here.send[tick, stage]
+            message, way = here.read[tick][stage], here.send[tick][stage]
             read = entry if message < 0 else f"message {message}"
             to = f"to stage {(stage + way) % schedule.num_stages}" if way else "unsent"
             op = Op(KINDS[kind], u, chunk)
-            cells.append(f"{op} of {read}, saved {here.saved[tick, stage]}, {to}" if kind >= 0 else "-")
+            cells.append(f"{op} of {read}, saved {here.saved[tick][stage]}, {to}" if kind >= 0 else "-")
         yield [str(tick), *cells]
 
 
@@ -207,7 +207,7 @@ def test_layers_are_dealt_to_chunks_along_the_way_through_the_stages():
     assert make("1f1b", 4, 4).layers(6) == {(0, 0): 2, (1, 0): 2, (2, 0): 1, (3, 0): 1}
     assert make("zb-v", 2, 4).layers(7) == {(0, 0): 2, (1, 0): 2, (1, 1): 2, (0, 1): 1}
     assert make("dualpipe", 2, 4).layers(5) == {(0, 0): 3, (1, 0): 2, (1, 1): 3, (0, 1): 2}
-    assert layer_order(make("zb-v", 2, 4), 7).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert layer_order(make("zb-v", 2, 4), 7) == [0, 1, 6, 7, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(

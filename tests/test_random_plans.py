@@ -32,7 +32,7 @@ import oracle
 import pytest
 from parity import arranged, emulated_ragged_all_to_all, live, ragged_on_cpus
 
-from llmpar import attention, schedules, sequence_order
+from llmpar import attention, schedules
 from llmpar.config import ExpertConfig, LatentAttention, ModelConfig, RopeScaling
 from llmpar.execution import SUITS
 from llmpar.inspect.census import census_table
@@ -43,6 +43,7 @@ from llmpar.plan import Plan
 from llmpar.predict import traffic
 from llmpar.step import State, Step
 from llmpar.timetable import branch_shares
+from llmpar.training import balance
 
 SEEDS = range(11)
 WRITTEN = "written by hand"  # an order in text, drawn for the mesh
@@ -392,7 +393,7 @@ def pieces_of(plan: Plan, segments):
 
 
 def places_of(plan: Plan, segments):
-    return sequence_order.row_orders(plan.sequence_order, segments, plan.mesh.sp)
+    return balance.row_orders(plan.sequence_order, segments, plan.mesh.sp)
 
 
 def run(config, plan, asked, data, weights, num_steps=2):

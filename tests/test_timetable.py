@@ -121,7 +121,7 @@ def test_zero_bubble_relative_to_1f1b(row, name):
     share = {"B/3": 1 / 3, "0": 0}[ROWS[row]["expected"]["bubble"]]
     assert table.bubble == pytest.approx(share * plain.bubble)
     assert max(table.peak_live()) == ROWS[row]["expected"]["act"] * max(plain.peak_live())
-    assert table.hops.sum() == ROWS[row]["expected"]["comm"] * plain.hops.sum()
+    assert np.sum(table.hops) == ROWS[row]["expected"]["comm"] * np.sum(plain.hops)
 
 
 def test_dualpipe_gains_when_gradients_leave_before_the_weights():
@@ -167,8 +167,8 @@ def test_every_operation_starts_as_soon_as_it_can_and_no_sooner(name, hop):
 def test_lockstep_is_legal_and_never_beats_free_running(name):
     schedule = make(name, 4, 8)
     table = timetable(schedule, (1, 1.5, 0.5), 0.25)
-    assert (table.ticks[..., 0] >= 0).sum() == sum(map(len, schedule.rows))
-    assert (table.messages[:, 2] > table.messages[:, 0]).all()
+    assert sum(kind >= 0 for row in table.ticks for kind, _, _ in row) == sum(map(len, schedule.rows))
+    assert all(used > sent for sent, _, used, _ in table.messages)
     if not any(op.joined for row in schedule.rows for op in row):  # lockstep does not join cells
         assert table.makespan_lockstep >= table.makespan - EXACT
     if schedule.split_backward and schedule.placement == "linear":
@@ -276,15 +276,15 @@ def walk(table, buffers):
     ran = 0
     for t, row in enumerate(table.ticks):
         out = [None] * p
-        for s, (kind, u, c) in enumerate(row.tolist()):
+        for s, (kind, u, c) in enumerate(row):
             if kind < 0:
-                assert buffers.saved[t, s] == buffers.residual[t, s] == buffers.read[t, s] == -1
+                assert buffers.saved[t][s] == buffers.residual[t][s] == buffers.read[t][s] == -1
                 continue
             route = schedule.route(u)
-            k, read, ran = route.index((s, c)), int(buffers.read[t, s]), ran + 1
+            k, read, ran = route.index((s, c)), buffers.read[t][s], ran + 1
             first, last = (k == 0 and kind == 0), (k == len(route) - 1 and kind == 1)
             x = messages[s][read] if read >= 0 else None
-            here, left = int(buffers.saved[t, s]), int(buffers.residual[t, s])
+            here, left = buffers.saved[t][s], buffers.residual[t][s]
             if kind == 0:
                 assert x == (None if first else ("F", u, k - 1))
                 saved[s][here], out[s] = (u, k), ("F", u, k)
@@ -302,16 +302,16 @@ def walk(table, buffers):
                 (s + 1, buffers.right, -1),
                 (s, buffers.keep, 0),
             ):
-                if inbox[t, s] >= 0:
+                if inbox[t][s] >= 0:
                     assert way[source % p] == sign
-                    messages[s][int(inbox[t, s])] = out[source % p]
+                    messages[s][inbox[t][s]] = out[source % p]
     assert ran == sum(map(len, schedule.rows))
     for held, number in (
         (saved, buffers.num_saved),
         (residual, buffers.num_residual),
         (messages, buffers.num_messages),
     ):
-        assert [len(slot) for slot in held] == number.tolist()
+        assert [len(slot) for slot in held] == number
 
 
 OTHER_SIZES = [(name, p, 6, None) for name in SCHEDULES for p in (1, 2, 6) if (name, p) != ("dualpipe", 1)]
@@ -327,20 +327,20 @@ def test_slots_are_as_few_as_what_is_alive():
     for name in SCHEDULES:
         table = timetable(make(name, 4, 16))
         buffers, visits = slots(table), table.schedule.visits
-        assert buffers.num_saved.tolist() == [round(visits * peak) for peak in table.peak_live()]
+        assert buffers.num_saved == [round(visits * peak) for peak in table.peak_live()]
         owed = (np.cumsum([{"F": 0, "B": 1, "W": -1}[op.kind] for op in row]) for row in table.schedule.rows)
         split = table.schedule.split_backward
-        assert buffers.num_residual.tolist() == [split * w.max() for w in owed], "from B to W"
+        assert buffers.num_residual == [split * w.max() for w in owed], "from B to W"
     small, large = (slots(timetable(make("1f1b", 4, m))) for m in (8, 64))
-    assert small.num_saved.tolist() == large.num_saved.tolist() == [4, 3, 2, 1]
-    assert small.num_messages.tolist() == large.num_messages.tolist()
+    assert small.num_saved == large.num_saved == [4, 3, 2, 1]
+    assert small.num_messages == large.num_messages
 
 
 @pytest.mark.parametrize("array", ["saved", "read", "left", "residual", "keep"])
 def test_the_miniature_executor_sees_a_wrong_slot(array):
     table = timetable(make("zb-v", 4, 8))
     buffers = slots(table)
-    broken = getattr(buffers, array).copy()
+    broken = np.array(getattr(buffers, array))
     used = np.argwhere(broken >= 0)
     broken[tuple(used[len(used) // 2])] = broken.max() + 1
     with pytest.raises((AssertionError, KeyError)):
@@ -353,9 +353,9 @@ def test_a_microbatch_is_held_until_its_last_operation():
 
 
 def test_messages_cross_each_boundary_once_per_microbatch_and_direction():
-    assert timetable(make("1f1b", 3, 5)).hops.tolist() == [[0, 5, 0], [5, 0, 5], [0, 5, 0]]
-    assert timetable(make("interleaved", 3, 6, 2)).hops.sum() == 2 * 6 * (2 * 3 - 1)
-    assert timetable(make("zb-v", 3, 6)).hops.sum() == 2 * 6 * 2 * (3 - 1)
+    assert timetable(make("1f1b", 3, 5)).hops == [[0, 5, 0], [5, 0, 5], [0, 5, 0]]
+    assert np.sum(timetable(make("interleaved", 3, 6, 2)).hops) == 2 * 6 * (2 * 3 - 1)
+    assert np.sum(timetable(make("zb-v", 3, 6)).hops) == 2 * 6 * 2 * (3 - 1)
 
 
 def test_document_keeps_the_contract_of_the_command_line():
@@ -383,9 +383,9 @@ def test_a_message_that_travels_for_a_tick_longer_costs_more_ticks_than_it_can_h
     """Why the executor sends where a tick ends: 1F1B reads nearly every message in the next tick."""
     order = make("1f1b", 4, 8)
     table = timetable(order, (1, 0.5, 0.5))
-    sent = table.messages[table.messages[:, 1] != table.messages[:, 3]]
-    assert (len(sent), (sent[:, 2] == sent[:, 0] + 1).sum()) == (48, 45)
+    waits = [used - sent for sent, here, used, there in table.messages if here != there]
+    assert (len(waits), waits.count(1)) == (48, 45)
     later = timetable(order, (1, 0.5, 0.5), hop=1)  # one tick travelling: read two ticks after it was made
     assert (len(table.ticks), table.makespan, later.makespan) == (22, 22, 38)
     sends = slots(table).send
-    assert ((sends == 1).any(1).sum(), (sends == -1).any(1).sum()) == (15, 17)  # of 22 ticks, each way
+    assert [sum(way in row for row in sends) for way in (1, -1)] == [15, 17]  # of 22 ticks, each way

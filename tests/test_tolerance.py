@@ -111,7 +111,7 @@ def observed(config, plan: Plan):
     batches, beside the bounds."""
     step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     order, run = np.asarray(step.layer_order), jax.jit(step.gradients)
-    places = sequence_order.sequence_permutation(plan.sequence_order, SEQ, plan.mesh.sp)
+    places = np.array(sequence_order.sequence_permutation(plan.sequence_order, SEQ, plan.mesh.sp))
     for kind, params in {"fresh": weights(config), "trained": trained(config)}.items():
         placed = jax.device_put(
             arranged(params, np.minimum(order, config.num_layers - 1)), step.shardings.params

@@ -25,8 +25,8 @@ from llmpar.notation import parse_layout
 from llmpar.optimizer import make_optimizer, muon_dims
 from llmpar.plan import Plan
 from llmpar.predict import hardware, memory
-from llmpar.sequence_order import row_orders
 from llmpar.step import State, Step
+from llmpar.training.balance import row_orders
 from llmpar.training.checkpoint import Checkpoints, checksums
 from llmpar.training.data import Corpus, DataConfig, Stream, read_corpus
 from llmpar.training.train import OptimizerConfig, Report, _Measured, made_of, train

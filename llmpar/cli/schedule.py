@@ -93,7 +93,7 @@ def schedule_document(schedule: schedules.Schedule, costs: Costs = (1, 1, 1), ho
         "hop": hop,
         **{field: float(getattr(t, field)) for field in fields.split()},
         "peak_live": t.peak_live(),
-        "hops": t.hops.tolist(),
+        "hops": t.hops,
         "ticks": len(t.ticks),
         "table": [[cell(*found) for found in zip(*row, strict=True)] for row in rows],
     }

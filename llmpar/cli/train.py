@@ -23,9 +23,9 @@ from llmpar.config import PRESETS, ModelConfig, OptimizerConfig
 from llmpar.launch.local import signals_to
 from llmpar.plan import Plan
 from llmpar.predict import hardware, memory
-from llmpar.sequence_order import row_orders
 from llmpar.timetable import timetable
 from llmpar.training import data
+from llmpar.training.balance import row_orders
 
 LINE_S = 10.0
 """Seconds between two lines of progress where there is no terminal."""

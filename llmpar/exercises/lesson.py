@@ -70,7 +70,7 @@ def trained(
     positions are dealt in the plan's order, from the weights of seed 0, which are the same on every mesh."""
     shape = batch["tokens"].shape
     plan.check(config, *shape)
-    order = sequence_permutation(plan.sequence_order, shape[1], plan.mesh.sp)
+    order = np.array(sequence_permutation(plan.sequence_order, shape[1], plan.mesh.sp))
     batch = {name: array[:, order] for name, array in batch.items()}
     step = Step(config, plan, make_mesh(plan.mesh), optimizer, clip)
     compiled, text = read_program(step.lower(*shape))

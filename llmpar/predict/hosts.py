@@ -22,8 +22,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
-import numpy as np
-
 from llmpar.plan import Resolved
 from llmpar.predict.formulas import ring_share
 from llmpar.predict.traffic import step_traffic
@@ -88,8 +86,8 @@ def pairs_of(plan: Resolved, text: str) -> list[tuple[int, int]]:
     if which == "opposite":
         return [(i, p - 1 - i) for i in range(p)]
     way = {"next": 1, "previous": -1}[which]
-    ever = np.flatnonzero((slots(timetable(plan.pipeline)).send == way).any(0))
-    return [(int(stage), int(stage + way) % p) for stage in ever]
+    sends = slots(timetable(plan.pipeline)).send
+    return [(stage, (stage + way) % p) for stage in range(p) if any(row[stage] == way for row in sends)]
 
 
 def groups(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:

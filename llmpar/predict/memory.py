@@ -105,9 +105,8 @@ def temp_bytes(plan: Resolved, batch_size: int, seq_len: int, remat: str = "") -
         way = "used" if plan.gathers == "step" else "stored"
         lent = (order.parameter_copies - 1) * (held[f"blocks {way}"] + held["blocks accumulated"])
         alive = slots(timetable(order))  # what F and B left of microbatches on their way lies in slots
-        num_saved, num_left, num_messages = (
-            int(max(n)) for n in (alive.num_saved, alive.num_residual, alive.num_messages)
-        )
+        counts = alive.num_saved, alive.num_residual, alive.num_messages
+        num_saved, num_left, num_messages = map(max, counts)
         left = num_left * one * crossing
         state = held["accumulated"] + num_saved * saved + (num_messages + 1) * stream + left
         return turned + whole + lent + state + max(left, busy)  # a branch that updates many slots copies them

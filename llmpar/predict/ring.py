@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-
-import numpy as np
 
 from llmpar.kernels.tiles import KernelTiles, kernel_tiles
 from llmpar.sequence_order import CAUSAL, Mask, sequence_permutation, tile_length
@@ -16,18 +15,18 @@ weights' gradient and dQ; or these two, dV and dK."""
 
 def pairs_by_step(
     n: int, name: str = "zigzag", mask: Mask = CAUSAL, *, s: int = 0, block: int = 1
-) -> np.ndarray:
-    """Return pairs[rank, step]: how many query-key pairs a ring of n computes, whole tiles of `block`
+) -> list[list[int]]:
+    """Return pairs[rank][step]: how many query-key pairs a ring of n computes, whole tiles of `block`
     positions counted.
 
     At step j rank i holds the keys of rank i-j. With block 1 these are the pairs seen. Usually s is 16 n.
     """
     s = s or 16 * n
-    tiles = sequence_permutation(name, s, n).reshape(-1, tile_length(block, s // n))
-    low, high = tiles.min(1), tiles.max(1)
-    live = mask.admits(low[:, None] - high, high[:, None] - low) * tiles.shape[1] ** 2
-    pairs = live.reshape(n, len(tiles) // n, n, -1).sum((1, 3))
-    return np.stack([np.roll(row[::-1], rank + 1) for rank, row in enumerate(pairs)])
+    tile = tile_length(block, s // n)
+    tiles = _tiles(sequence_permutation(name, s, n), tile)
+    each = len(tiles) // n
+    ranks = [tiles[rank * each : (rank + 1) * each] for rank in range(n)]
+    return [[_live(ranks[i], ranks[i - j], mask) * tile**2 for j in range(n)] for i in range(n)]
 
 
 def seen_share(
@@ -37,10 +36,24 @@ def seen_share(
     hops: whole tiles, of those in which some pair is seen. One document a row; more make it less."""
     tiles = tiles or kernel_tiles("flash_forward", 128, 2, s // n, s // n)
     at = sequence_permutation(name, s, n)
-    (q_low, q_high), (k_low, k_high) = (
-        (x.min(1), x.max(1)) for x in (at.reshape(-1, tile) for tile in (tiles.q, tiles.k))
-    )
-    return float(mask.admits(q_low[:, None] - k_high, q_high[:, None] - k_low).mean())
+    queries, keys = _tiles(at, tiles.q), _tiles(at, tiles.k)
+    return _live(queries, keys, mask) / (len(queries) * len(keys))
+
+
+def _tiles(order: Sequence[int], length: int) -> list[tuple[int, int]]:
+    """The first and the last position of each tile of so many places."""
+    if len(order) % length:
+        raise ValueError(f"tiles of {length} do not divide {len(order)} positions")
+    parts = (order[at : at + length] for at in range(0, len(order), length))
+    return [(min(part), max(part)) for part in parts]
+
+
+def _live(queries: list[tuple[int, int]], keys: list[tuple[int, int]], mask: Mask) -> int:
+    """How many tiles of keys the tiles of queries meet in all: those that begin before the queries end, but
+    for those that end before a window begins. What `Mask.admits` says of each pair, counted by sorting."""
+    begins, ends = (sorted(places) for places in zip(*keys, strict=True))
+    met = sum(bisect_right(begins, last) for _, last in queries)
+    return met - sum(bisect_right(ends, first - mask.window) for first, _ in queries if mask.window)
 
 
 def kernel_flops(name: str, shapes: Sequence[tuple[int, ...]], share: float = 1.0) -> float:

@@ -377,6 +377,6 @@ def _stages(values: Values, config: ModelConfig, schedule: Schedule) -> None:
     send = slots(timetable(schedule)).send
     held = values.itemsize * values.held("stream b s d", values.b, values.s, config.width)
     for way, where in {1: "next", -1: "previous"}.items():
-        text, times = f"stream b s d -> the {where} stage", int((send == way).any(1).sum())
+        text, times = f"stream b s d -> the {where} stage", sum(way in row for row in send)
         of = "activations and their gradients"
         values.traffic.add("collective-permute", ("pp",), of, held, times, text)

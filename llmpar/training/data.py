@@ -341,7 +341,7 @@ class Stream:
     shuffled; a document may be cut in two by the split.
 
     ``order`` says which position each place of a row holds, ``b s``, from the rows' segments, ``b s``
-    (:func:`llmpar.sequence_order.row_orders`); None: its own. Targets are formed before it is applied, so a
+    (:func:`llmpar.training.balance.row_orders`); None: its own. Targets are formed before it is applied, so a
     step permutes nothing.
     """
 

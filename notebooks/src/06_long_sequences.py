@@ -397,7 +397,7 @@ length, tiles, shares = 4096, (512, 256, 64, 16), {}
 print("tiles of   " + "".join(f"{tile:>8}" for tile in tiles))
 for order in ("contiguous", "striped", "zigzag"):
     for tile in tiles:
-        pairs = pairs_by_step(8, order, s=length, block=tile).sum(1).max()
+        pairs = max(map(sum, pairs_by_step(8, order, s=length, block=tile)))
         shares[order, tile] = pairs / (length * length / 8)
     row = "".join(f"{shares[order, tile]:8.3f}" for tile in tiles)
     print(f"{order:<11}{row}")

@@ -269,7 +269,7 @@ if devices[0].platform == "cpu" and p > 1:
 gpipe = make("gpipe", 4, 4)
 print(gpipe)
 print("stage 0 in each tick, as kind, microbatch, chunk (-1 is idle):")
-ticks = timetable(gpipe).ticks[:, 0].tolist()
+ticks = [row[0] for row in timetable(gpipe).ticks]
 say("  ".join("-1" if tick[0] < 0 else ",".join(map(str, tick)) for tick in ticks))
 
 # %% [markdown]

@@ -122,9 +122,11 @@ plain = timetable(make("1f1b", 4, U))
 assert interleaved.bubble == plain.bubble / 2
 # 1 + (p-1)/(gp), Korthikanti et al. 2022.
 assert interleaved.peak_live()[0] == plain.peak_live()[0] * (1 + 3 / (4 * 2))
-assert interleaved.hops.sum() * (4 - 1) == plain.hops.sum() * (2 * 4 - 1)
-times = interleaved.hops.sum() / plain.hops.sum()
-print(f"messages: {interleaved.hops.sum()}, and {plain.hops.sum()} in 1F1B:", end=" ")
+assert np.sum(interleaved.hops) * (4 - 1) == np.sum(plain.hops) * (2 * 4 - 1)
+times = np.sum(interleaved.hops) / np.sum(plain.hops)
+print(
+    f"messages: {np.sum(interleaved.hops)}, and {np.sum(plain.hops)} in 1F1B:", end=" "
+)
 print(f"{times:.2f} times as many")
 scene.show(draw.timeline(interleaved))
 
@@ -219,7 +221,7 @@ for name, run in runs.items() if p > 1 else ():
         timetable(run.step.plan.pipeline),
         sent[name]["pp", "collective-permute"],
     )
-    send = slots(table).send
+    send = np.asarray(slots(table).send)
     hops = sum((send == way).any(1).sum() for way in (1, -1))
     assert row == {"count": hops, "bytes_sent": hops * stream}
     print(f"{name:<12}{len(table.ticks):3} ticks, {hops:3} permutes of {stream:,} B")
@@ -345,7 +347,7 @@ for name in closed_forms(8, 32):
     t = timetable(make(name, 8, 32))
     print(
         f"{name:<13}{t.bubble:15g}{t.bubble_over_ideal:13.1%}{t.bubble_fraction:12.1%}"
-        f"{max(t.peak_live()):7g}{t.hops.sum():10}{t.schedule.parameter_copies:9}"
+        f"{max(t.peak_live()):7g}{np.sum(t.hops):10}{t.schedule.parameter_copies:9}"
     )
 h1, h2 = (timetable(make(name, 8, 32)) for name in ("zb-h1", "zb-h2"))
 assert h2.bubble == 0 < h1.bubble and h1.makespan == h2.makespan
@@ -378,15 +380,15 @@ for u, (costs, hop, rates) in PUBLISHED.items():
 # the compiled memory follows it. With `zb-h1` and `zb-v` there are also slots for what B leaves to W.
 
 # %%
-kept = slots(timetable(make("gpipe", 4, U))).num_saved.tolist()
+kept = slots(timetable(make("gpipe", 4, U))).num_saved
 print("gpipe        slots for inputs per stage", kept)
 for name, run in runs.items() if p > 1 else ():
     table = timetable(run.step.plan.pipeline)
     found = slots(table)
     if run.step.plan.pipeline.num_chunks == 1:
         assert max(found.num_saved) == p == max(table.peak_live())
-    print(f"{name:<12} slots for inputs per stage {found.num_saved.tolist()},", end=" ")
-    print(f"for W {found.num_residual.tolist()}")
+    print(f"{name:<12} slots for inputs per stage {found.num_saved},", end=" ")
+    print(f"for W {found.num_residual}")
 
 # %% [markdown]
 # For 1F1B it does not depend on the number of microbatches. Compiled for 8 and for 32 of them:
@@ -399,7 +401,7 @@ pair = (runs["1f1b"].compiled, compiled)
 few, many = (compiled_memory(program)["temp_bytes"] for program in pair)
 short, long = (program.as_text().count("\n") for program in pair)
 if p > 1:
-    kept = slots(timetable(longer.plan.pipeline)).num_saved.tolist()
+    kept = slots(timetable(longer.plan.pipeline)).num_saved
     assert kept == [p - i for i in range(p)]
     assert abs(many / few - 1) < 0.05 and abs(long / short - 1) < 0.05
     say(
@@ -450,7 +452,7 @@ def examine(text, costs=(1, 1, 1)):
     print(f"{table.bubble_fraction:.1%} of the total idle")
     say(
         f"microbatches held per stage {table.peak_live()},"
-        f" 1F1B's {known.peak_live()}; {table.hops.sum()} messages"
+        f" 1F1B's {known.peak_live()}; {np.sum(table.hops)} messages"
     )
     scene.show(draw.timeline(table))
     return order

@@ -103,8 +103,8 @@ LOCAL = 64
 def shares(n, order):
     """Which part of a block each rank must compute in each step, from the pairs that the causal mask lets
     through."""
-    pairs = pairs_by_step(n, order, s=n * LOCAL)
-    at = sequence_order.sequence_permutation(order, n * LOCAL, n).reshape(n, LOCAL)
+    pairs = np.array(pairs_by_step(n, order, s=n * LOCAL))
+    at = np.reshape(sequence_order.sequence_permutation(order, n * LOCAL, n), (n, LOCAL))
     by_mask = [[(at[rank][:, None] >= at[rank - step]).sum() for step in range(n)] for rank in range(n)]
     assert (pairs == np.array(by_mask)).all()
     return (

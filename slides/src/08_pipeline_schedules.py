@@ -44,7 +44,7 @@ U, G, COSTS = 4, 2, (1, 1, 0)  # B as long as F: narrower, and the bubble over i
 table, plain = timetable(make("interleaved", P, U, G), COSTS), timetable(make("1f1b", P, U), COSTS)
 assert table.bubble_over_ideal == (P - 1) / U / G and plain.bubble_over_ideal == (P - 1) / U
 # More than G: also from the last stage to the first.
-assert table.hops.sum() * (P - 1) == plain.hops.sum() * (G * P - 1)
+assert sum(map(sum, table.hops)) * (P - 1) == sum(map(sum, plain.hops)) * (G * P - 1)
 assert table.bubble_over_ideal == timetable(make("interleaved", P, U, G)).bubble_over_ideal
 show(draw.timeline(table, facts=False))
 

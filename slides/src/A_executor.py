@@ -91,7 +91,7 @@ for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
             key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
         }
     sent = rows["pp", "collective-permute"]
-    held = slots(order).num_saved.tolist()
+    held = slots(order).num_saved
     lines.append(
         f"| {name} | {len(order.ticks)} | {sent['count']} | {sent['bytes_sent'] / 2**10:.0f} KiB |"
         f" {', '.join(map(str, held))} |"
