@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import random
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -11,22 +12,24 @@ import xml.etree.ElementTree as ET
 import pytest
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
-from shared import TABLES, load
+from shared import ROOT, TABLES, load
 
 from llmpar import draw, schedules, timetable
-from llmpar.draw import layouts
+from llmpar.draw import charts, layouts
 from llmpar.draw.scene import (
+    COLOURS,
     DARK,
     DECK,
     LIGHT,
+    OTHERS,
     PAGE,
-    SERIES,
     Line,
     Rect,
     Scene,
     Text,
     compose,
     flatten,
+    look,
     show,
     size_text,
     text_color_on,
@@ -61,7 +64,8 @@ ARROW_ROWS = [
         ("", "", "?", "all-to-all", 1, 512),
     )
 ]
-STATE = {"params": 16 * GIB, "gradients": 16 * GIB, "optimizer": 64 * GIB, "activations": 9.3 * GIB}
+HELD = {"params": 16 * GIB, "gradients": 16 * GIB, "optimizer": 64 * GIB, "activations": 9.3 * GIB}
+SEVEN = dict(zip("abcdefg", (*OTHERS, "fsdp/", "paper/"), strict=True))
 CAUSAL = [[0.5] + [1.0 if t <= r else 0.0 for t in range(1, 8)] for r in range(8)]
 
 
@@ -98,9 +102,9 @@ CASES: dict = {
     "live causal": lambda: draw.live_blocks(CAUSAL),
     "ring": lambda: draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
     "memory": lambda: draw.memory_bars(
-        [("ZeRO 0", STATE), ("a long name", {"a": 1.0, "b": 2 * GIB})], 80 * GIB
+        [("ZeRO 0", HELD), ("a long name", {"batch": 1.0, "weights": 2 * GIB})], 80 * GIB
     ),
-    "memory seven parts": lambda: draw.memory_bars([("x", dict.fromkeys("abcdefg", 5.0 * 2**20))]),
+    "memory seven parts": lambda: draw.memory_bars([("x", dict.fromkeys(SEVEN, 5.0 * 2**20))], roles=SEVEN),
     "memory marks": lambda: draw.memory_bars([("x", {"weights": 3.0 * GIB})], 60 * GIB, whole_bytes=80 * GIB),
     "live parts": lambda: draw.live_blocks([[0.26, 0.37, 0.51, 0.04, 0.96]]),
     "timetable stuck": lambda: draw.timeline(
@@ -268,21 +272,99 @@ def contrast(a: str, b: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize("roles", [tuple(AXES), SERIES])
-def test_fills_differ_in_grey(roles):
+STATE = ("weights", "moments", "gradients", "activations", "batch")
+COMPUTING = ("matmuls", "attention", "elementwise", "again", "rest")
+FILLS = (*AXES, *STATE, *COMPUTING, *"FBW", "links", "network", *OTHERS)
+
+
+@pytest.mark.parametrize(
+    ("roles", "apart"), [(AXES, 6), (STATE, 12), (COMPUTING, 5), ("FBW", 12), (OTHERS, 6)]
+)
+def test_fills_differ_in_grey(roles, apart):
     lightness = sorted(116 * luminance(LIGHT[role]) ** (1 / 3) - 16 for role in roles)
-    assert min(b - a for a, b in itertools.pairwise(lightness)) >= 6
+    assert min(b - a for a, b in itertools.pairwise(lightness)) >= apart
+
+
+EYES = {
+    "normal": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "deutan": ((0.3673, 0.8606, -0.228), (0.2801, 0.6725, 0.0474), (-0.0118, 0.0429, 0.9689)),
+    "protan": ((0.1523, 1.0526, -0.2049), (0.1145, 0.7863, 0.0992), (-0.0039, -0.0481, 1.052)),
+    "tritan": ((1.2555, -0.0767, -0.1788), (-0.0784, 0.9308, 0.1476), (0.0047, 0.6914, 0.3039)),
+}
+"""What eyes see of linear red, green and blue: Machado, Oliveira and Fernandes 2009, severity 1."""
+WHITE = ((0.41246, 0.35758, 0.18044), (0.21267, 0.71515, 0.07218), (0.01933, 0.11919, 0.9503))
+INVENTED = re.compile(
+    r"""(?<![&\w])#(?:[0-9a-fA-F]{6}|[0-9a-fA-F]{3})\b|\brgba?\(|color=["'](?!none)[a-z]+["']"""
+)
+
+
+def lab(color: str, eyes: str = "normal") -> list[float]:
+    """A colour's place in CIELAB (D65), as such eyes see it."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    seen = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    for matrix in (EYES[eyes], WHITE):
+        seen = [max(0.0, sum(m * v for m, v in zip(row, seen, strict=True))) for row in matrix]
+    white = [sum(row) for row in WHITE]
+    ratios = [v / w for v, w in zip(seen, white, strict=True)]
+    x, y, z = (t ** (1 / 3) if t > 216 / 24389 else (24389 / 27 * t + 16) / 116 for t in ratios)
+    return [116 * y - 16, 500 * (x - y), 200 * (y - z)]
+
+
+@pytest.mark.parametrize("eyes", EYES)
+def test_colours_of_one_kind_are_told_apart_by_all_eyes(eyes):
+    """And no colour of what is held or computed is taken for that of an axis, by eyes that see all three."""
+    for roles, least in ((AXES, 12), (STATE, 13), ("FBW", 10), (COMPUTING, 5)):
+        found = [lab(LIGHT[role], eyes) for role in roles]
+        assert min(math.dist(a, b) for a, b in itertools.combinations(found, 2)) >= least, roles
+    if eyes == "normal":
+        axes = [lab(LIGHT[axis]) for axis in AXES]
+        for roles, least in ((STATE, 30), ((*COMPUTING, *"FBW"), 14)):
+            assert min(math.dist(lab(LIGHT[role]), axis) for role in roles for axis in axes) >= least, roles
+
+
+def test_words_of_charts_have_roles_and_dark_pages_no_others():
+    assert COLOURS["dark"].keys() <= LIGHT.keys() == DARK.keys()
+    for word, role in (charts.MEMORY | charts.TIME).items():
+        assert role.rstrip("/") in LIGHT, word
+        assert word not in LIGHT or charts.MEMORY.get(word, role) == role, word
+    assert look("tp/") == ("paper", "tp-line", "/") and look("weights") == ("weights", "edge", "")
+    with pytest.raises(ValueError, match="part 'spam' has no colour of its own.*roles={'spam': 'weights'}"):
+        draw.memory_bars([("x", {"spam": 1.0})])
+
+
+def painted(path) -> list[str]:
+    """The colours that a file names itself."""
+    return INVENTED.findall(path.read_text())
+
+
+def test_no_drawing_lesson_slide_or_script_invents_a_colour(tmp_path):
+    kinds = ("llmpar/**/*.py", "llmpar/**/*.js", "llmpar/**/*.css", "llmpar/**/*.html", "notebooks/src/*.py")
+    kinds += ("slides/src/*.py", "slides/deck.py", "slides/gallery.py")
+    files = [path for kind in kinds for path in ROOT.glob(kind)]
+    assert len(files) > 100 and {str(f.relative_to(ROOT)): painted(f) for f in files if painted(f)} == {}
+    (tmp_path / "x.py").write_text("axes.plot(x, color='red'); Rect(fill='#fe0'); '#0072b2' and 'item #35'")
+    assert painted(tmp_path / "x.py") == ["color='red'", "#fe0", "#0072b2"]
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+def test_a_pale_fill_has_an_outline(case, theme):
+    """A surface is seen on paper by its fill or by its edge (WCAG 2.1, 1.4.11)."""
+    for item in flatten(case[0].items):
+        if isinstance(item, Rect) and item.fill in FILLS and contrast(theme[item.fill], theme["paper"]) < 3:
+            assert contrast(theme[item.stroke or "paper"], theme["paper"]) >= 3, item
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
 def test_texts_and_strokes_can_be_read(theme):
-    words = ("ink", "soft", "good", "unsure", "bad", "accent")
+    words = ("ink", "soft", "good", "unsure", "bad", "accent", "measured")
     for role in (*words, *(f"{a}-line" for a in AXES)):
         assert contrast(theme[role], theme["paper"]) >= 4.5, role
         assert contrast(theme[role], theme["cell"]) >= 4.5, role
     assert contrast(theme["edge"], theme["paper"]) >= 3
-    for fill in ("cell", *AXES, *SERIES):
+    for fill in ("cell", *FILLS, "good-ground", "unsure-ground", "bad-ground"):
         assert contrast(theme[text_color_on(fill)], theme[fill]) >= 4.5, fill
+    for tone in ("good", "unsure", "bad"):
+        assert contrast(theme[tone], theme[f"{tone}-ground"]) >= 4.5, tone
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
@@ -290,7 +372,7 @@ def test_an_arrow_is_seen_on_every_fill(theme):
     """Ink alone is 1.8 : 1 on pp in the light theme and 1.5 : 1 on tp in the dark one, so arrows over cells
     have a halo of paper: one of the two is always at least 3 : 1 (WCAG 2.1, 1.4.11)."""
     assert contrast(theme["ink"], theme["paper"]) >= 3
-    for fill in ("cell", *AXES, *SERIES):
+    for fill in ("cell", *FILLS):
         assert max(contrast(theme[role], theme[fill]) for role in ("ink", "paper")) >= 3, fill
     paper, ink = layouts.arrows([((0, 0), (9, 0))])
     assert (paper.stroke, ink.stroke) == ("paper", "ink") and paper.width >= ink.width + 2
@@ -302,7 +384,7 @@ def test_an_arrow_is_seen_on_every_fill(theme):
 def test_a_cell_of_a_ring_is_filled_as_far_as_its_value():
     values = [0, 0.26, 0.37, 0.5, 0.51, 1]
     rects = [item for item in flatten(draw.live_blocks([values]).items) if isinstance(item, Rect)]
-    areas = [r.w * r.h for r in rects if r.fill == "sp"]
+    areas = [r.w * r.h for r in rects if r.fill == "attention"]
     whole = max(areas)
     assert [area / whole for area in areas] == pytest.approx([v for v in values if v])
 
@@ -312,7 +394,7 @@ def test_the_same_part_has_the_same_colour_in_every_chart():
     looks = []
     for parts in (
         {"weights": 3.0, "optimizer": 2.0},
-        {"batch": 1.0, "something": 1.0, "optimizer": 2.0, "weights": 3.0},
+        {"batch": 1.0, "activations": 1.0, "optimizer": 2.0, "weights": 3.0},
     ):
         bars = [r for r in flatten(draw.memory_bars([("x", parts)]).items) if isinstance(r, Rect) and r.tip]
         looks.append({r.tip.partition(" ")[0]: r.fill for r in bars})
@@ -335,13 +417,15 @@ def test_long_times_are_in_hours():
 
 def test_seven_parts_have_seven_looks():
     scene = CASES["memory seven parts"]()
-    bars = [(r.fill, r.hatch) for r in flatten(scene.items) if isinstance(r, Rect) and r.tip]
-    swatches = [(r.fill, r.hatch) for r in flatten(scene.items) if isinstance(r, Rect) and r.w == 14]
+    bars = [(r.fill, r.stroke * bool(r.hatch)) for r in flatten(scene.items) if isinstance(r, Rect) and r.tip]
+    swatches = [
+        (r.fill, r.stroke * bool(r.hatch)) for r in flatten(scene.items) if isinstance(r, Rect) and r.w == 14
+    ]
     assert len(set(bars)) == 7 and bars == swatches
 
 
 def test_axes_and_what_is_no_axis_never_share_a_colour():
-    colors = [LIGHT[role] for role in (*AXES, *SERIES)]
+    colors = [LIGHT[role] for role in FILLS if role not in ("W", "other2")]  # W is as pale as recomputation
     assert len(set(colors)) == len(colors)
 
 
@@ -510,7 +594,8 @@ def test_gathering_runs_no_further_ahead_than_there_is_room():
 @pytest.mark.parametrize("capacity", range(20, 150, 7))
 def test_a_label_keeps_off_the_capacity_line(capacity):
     scene = draw.memory_bars(
-        [("a", {"p": 30 * GIB, "q": 80 * GIB}), ("b", {"p": 70 * GIB, "q": 30 * GIB})], capacity * GIB
+        [("a", {"weights": 30 * GIB, "batch": 80 * GIB}), ("b", {"weights": 70 * GIB, "batch": 30 * GIB})],
+        capacity * GIB,
     )
     items = flatten(scene.items)
     (line,) = [i for i in items if isinstance(i, Line) and i.dash]

@@ -10,7 +10,7 @@ from typing import Any
 
 from llmpar.draw.scene import (
     COLOURS,
-    SERIES,
+    LIGHT,
     SMALL,
     Group,
     Line,
@@ -20,6 +20,7 @@ from llmpar.draw.scene import (
     compose,
     fitting,
     legend,
+    look,
     size_text,
     small_text,
     text_color_on,
@@ -43,10 +44,10 @@ def count_noun(n: int, what: str) -> str:
     return f"{n} {what if n == 1 else what[:-1] + 'ies' if what.endswith('y') else what + 's'}"
 
 
-KINDS = {"F": "s1", "B": "s3", "W": "s4"}
-"""Colours of forward, backward and weight gradient."""
-
-PARTS: dict[str, str] = COLOURS["parts"]
+MEMORY: dict[str, str] = COLOURS["memory"]
+TIME: dict[str, str] = COLOURS["time"]
+"""The roles of the words of charts, where they are no roles themselves."""
+PARTS = {word: role.rstrip("/") for word, role in (MEMORY | TIME).items()}
 
 
 # ---------------------------------------------------------------------------------------------- what was sent
@@ -68,23 +69,23 @@ def collectives(rows) -> Scene:
             verdict = ", equal"
         elif predicted and compiled is not None:
             verdict = f", {compiled / predicted - 1:+.1%}"
-        fill, color = _axis_colours(row["axis"])
+        color = _axis_colours(row["axis"])[1]
         items.append(Text(left - 10, y + 16, name, anchor="end"))
         said = []
         for k, (word, n) in enumerate((("predicted", predicted), ("compiled", compiled))):
             said.append(f"{word} unknown" if n is None else f"{word} {size_text(n)}" + verdict * k)
             top, w = y + 16 * k, wide * (n or 0) / most
-            items += [Rect(left, top, w, 14, "cell" if k else fill, color, hatch="/" * k)] * bool(n)
+            items += [Rect(left, top, w, 14, "paper", color, 1.5, hatch="/" * k)] * bool(n)
             items.append(small_text(left + wide + 10, top + 7, said[k], "start", "ink"))
         lines.append(f"{name}: {said[0]}; {said[1]}")
-    key = legend([("s2", "predicted"), ("edge", "compiled", "/")])
+    key = legend([("paper", "predicted"), ("edge", "compiled", "/")])
     return compose("Bytes sent per device and step", [items, key], "\n".join(lines))
 
 
 def _axis_colours(axes: str) -> tuple[str, str]:
     """Fill and stroke of what is sent over ``axes``: the first one's; grey where it is no axis of ours."""
     axis = axes.split(",")[0]
-    return (axis, f"{axis}-line") if axis in AXES else ("s2", "edge")
+    return (axis, f"{axis}-line") if axis in AXES else ("links", "edge")
 
 
 ARROWS_DRAWN = 24
@@ -147,10 +148,10 @@ def live_blocks(matrix) -> Scene:
         for t, part in enumerate(row):
             x, tall = left + w * t, 0 if last else h * part
             items.append(Rect(x, y, w, h, "paper", "edge"))
-            items += [Rect(x, y + h - tall, w, tall, "sp", "edge")] * (tall > 0)
+            items += [Rect(x, y + h - tall, w, tall, "attention", "edge")] * (tall > 0)
             spot, color = (h - tall) / 2, "ink" if part else "soft"  # the number stands in the larger part
             if 2 * tall >= h:
-                spot, color = h - tall / 2, text_color_on("sp")
+                spot, color = h - tall / 2, text_color_on("attention")
             items.append(small_text(x + w / 2, y + spot, {0.5: "½"}.get(part, f"{part:g}"), fill=color))
         total = f"{sum(row):g} blocks" + " of time" * last
         items.append(Text(left + w * steps + 12, y + h / 2, total, SMALL, bold=last))
@@ -203,7 +204,7 @@ def token_flow(rows, experts_per_rank: int = 1, capacity: float | None = None, d
         y = gap * (r + 0.5) - thick * sum(row) / 2
         for e, n in enumerate(row):
             ends = ((left, y + thick * n / 2), (right - 70, arrived[e] + thick * n / 2))
-            items += [Line(ends, "s2" if e // experts_per_rank == r else "ep-line", thick * n)] * (n > 0)
+            items += [Line(ends, "edge" if e // experts_per_rank == r else "ep-line", thick * n)] * (n > 0)
             y, arrived[e] = y + thick * n, arrived[e] + thick * n
     for r in range(ranks):
         items.append(Text(left - 10, gap * (r + 0.5), f"rank {r}", anchor="end"))
@@ -246,46 +247,56 @@ def memory_bars(
     title: str = "Memory per device",
     whole_bytes: float | None = None,
     wide: float = 480,
+    roles: dict[str, str] | None = None,
 ) -> Scene:
     """What fills a device's memory: ``rows`` of (label, {part: bytes}), beside the chip's capacity; where a
     program may use less than all of the memory, a second mark at its ``whole_bytes``. The longest bar is
-    ``wide`` pixels."""
+    ``wide`` pixels. ``roles`` are those of parts that colours.toml does not know by name."""
 
     def marks(high: float) -> list[float]:
         unit = 1024.0 ** min(5, int(math.log(max(high, 1), 1024)))
         return [unit * t for t in ticks(0, high / unit)]
 
     whole = whole_bytes if whole_bytes != capacity_bytes else None
-    return _bars(title, rows, size_text, marks, capacity_bytes, whole, wide)
+    return _bars(title, rows, size_text, marks, MEMORY | (roles or {}), capacity_bytes, whole, wide)
 
 
-def time_bars(rows, title: str = "Time per step") -> Scene:
-    """Where a step's time goes: ``rows`` of (label, {part: seconds})."""
-    return _bars(title, rows, time_text, lambda high: ticks(0, high))
+def time_bars(rows, title: str = "Time per step", roles: dict[str, str] | None = None) -> Scene:
+    """Where a step's time goes: ``rows`` of (label, {part: seconds}). ``roles`` as in `memory_bars`."""
+    return _bars(title, rows, time_text, lambda high: ticks(0, high), TIME | (roles or {}))
+
+
+def role_of(part: str, words: dict[str, str]) -> str:
+    """The role of a part of a bar, by its name."""
+    role = words.get(part, part)
+    if role.rstrip("/") not in LIGHT:
+        way = f"say whose it has: roles={{'{part}': 'weights'}}, or 'other1' to 'other5'"
+        raise ValueError(f"part '{part}' has no colour of its own in draw/colours.toml; {way}")
+    return role
 
 
 def _bars(
-    title: str, rows, text, marks, limit: float | None = None, whole: float | None = None, wide: float = 480
+    title: str, rows, text, marks, words, limit: float | None = None, whole: float | None = None, wide=480.0
 ) -> Scene:
     rows = [(str(name), row) for name, row in rows]
-    parts = list(dict.fromkeys(part for _, row in rows for part in row))
-    left_over = [s for s in SERIES if s not in [PARTS.get(p) for p in parts]]
-    looks = [(s, "/" * i) for i, names in enumerate((left_over, SERIES)) for s in names]
-    fills = {p: (PARTS[p], "") if p in PARTS else looks.pop(0) for p in parts}
+    meanings: dict[str, list[str]] = {}
+    for part in dict.fromkeys(part for _, row in rows for part in row):
+        meanings.setdefault(role_of(part, words), []).append(part)
     left, bottom = max(text_width(name) for name, _ in rows) + 12, 42 * len(rows) - 8
     high = max([sum(row.values()) for _, row in rows] + [limit or 0, whole or 0, 1e-12])
     items, lines = _scale(lambda v: left + wide * v / high, marks(high), bottom, text, bottom), []
     for i, (name, row) in enumerate(rows):
         x, y, total = left, 42 * i, sum(row.values())
         for part, value in row.items():
-            (fill, hatch), w = fills[part], wide * value / high
-            items.append(Rect(x, y, w, 28, fill, "ink", 0.75, hatch, tip=f"{part} {text(value)}"))
+            w, said = wide * value / high, f"{part} {text(value)}"
+            items.append(bar_part(role_of(part, words), x, y, w, 28, said))
             ends = [x, x + w]
             if limit is not None and x < (limit_x := left + wide * limit / high) < x + w:
                 # The label keeps off the limit's line.
                 ends = [limit_x, x + w] if 2 * limit_x < 2 * x + w else [x, limit_x]
-            middle, room = sum(ends) / 2, ends[1] - ends[0] - 8
-            items += [] if hatch else fitting(middle, y + 14, room, text(value), fill=text_color_on(fill))
+            middle, room, hatched = sum(ends) / 2, ends[1] - ends[0] - 8, bool(items[-1].hatch)
+            ink = text_color_on(items[-1].fill)
+            items += [] if hatched else fitting(middle, y + 14, room, text(value), fill=ink)
             x += w
         over = limit is not None and total > limit
         spare = "" if limit is None else f"; {text(abs(limit - total))} {'too much' if over else 'free'}"
@@ -301,8 +312,14 @@ def _bars(
     if whole is not None:
         x, lines = left + wide * whole / high, [*lines, f"whole memory: {text(whole)}"]
         items += [Line(((x, -10), (x, -1)), "edge", 2), small_text(x, -16, f"whole {text(whole)}", "start")]
-    key = legend([(fill, part, hatch) if hatch else (fill, part) for part, (fill, hatch) in fills.items()])
+    key = legend([(role, ", ".join(parts)) for role, parts in meanings.items()])
     return compose(title, [items, key], "\n".join(lines))
+
+
+def bar_part(role: str, x: float, y: float, w: float, h: float, tip: str, act: str = "") -> Rect:
+    """A part of a bar: its role's colour in an outline of ink, so that a pale one is seen on paper."""
+    fill, stroke, hatch = look(role)
+    return Rect(x, y, w, h, fill, stroke if hatch else "ink", 0.75, hatch, tip=tip, act=act)
 
 
 ROW, CELL, FLOOR, HELD = 58, 26, 48, 16
@@ -334,7 +351,7 @@ class _Band:
                 continue
             name, op, y = f"{kind}{u}" + f".{chunk}" * (chunk > 0), f"{stage}:{place}", float(ROW * stage)
             x, tip = self.x(max(start, self.low)), f"stage {stage}, {name}: {start:g} to {end:g} time units"
-            w, fill = self.x(min(end, self.high)) - x, KINDS[kind]
+            w, fill = self.x(min(end, self.high)) - x, kind
             if unrun:
                 fill, tip = "paper", f"stage {stage}, {name}: has not run"
             stroke, width = ("ink", 2.5) if op in marked else ("edge", 0.75)
@@ -352,8 +369,8 @@ class _Band:
         for t, n in [(self.low, now), *((t, n) for t, n in held.items() if self.low < t < self.high)]:
             outline += [(self.x(t), floor - HELD * v / most) for v in (now, n)]
             now = n
-        end = self.x(self.high)
-        return Line((*outline, (end, floor - HELD * now / most), (end, floor)), "edge", 0.75, fill="s2")
+        outline += [(self.x(self.high), floor - HELD * now / most), (self.x(self.high), floor)]
+        return Line(tuple(outline), "edge", 0.75, fill="activations")
 
     def wait(self, stage: int, there: int, starts) -> list:
         """An arrow from where a stage is stuck to what it waits for, each at its time of ``starts``."""
@@ -429,9 +446,9 @@ def timeline(table, waiting=None, facts: bool = True, shortest: float = SHORTEST
                 lines.append(f"stage {i}: {shown}; {', '.join(said)}")
         items.append(Group(tuple(part), 0, k * (bottom + BAND_GAP)))
     idle = 1 - sum(end - start for row in stages for start, end, *_ in row) / span / len(stages)
-    key = [("s1", "F forward")] + [("s3", "B backward" + " of inputs" * (last == "W"))] * ("B" in kinds)
-    key += [("s4", "W weights' gradients")] * (last == "W")
-    key += [("s2", "activations held, in microbatches")] * any(held)
+    key = [("F", "F forward")] + [("B", "B backward" + " of inputs" * (last == "W"))] * ("B" in kinds)
+    key += [("W", "W weights' gradients")] * (last == "W")
+    key += [("activations", "activations held, in microbatches")] * any(held)
     key += [("black", "bar: chunk 1 or later")] * any(chunk for row in stages for *_, chunk in row)
     circle = "; outlined: in a circle" * bool(marked)
     key += [("paper", f"has not run; arrow: waits for{circle}")] * bool(waiting)
@@ -472,16 +489,19 @@ def overlap(compute_s, comm_s, labels=None, first: str = "compute", axis: str = 
         waits = time_text(total - sum(compute_s))
         lines.append(f"{name}: {time_text(total)}, {waits} of it without computing")
         items.append(Text(left, y, lines[-1], bold=True))
-        for j, (word, fill) in enumerate((("compute", "s1"), ("communicate", axis))):
+        for j, (word, fill) in enumerate((("compute", "matmuls"), ("communicate", axis))):
             lane, top = both[j], y + 16 + 34 * j
             items.append(small_text(left - 10, top + 14, word, "end"))
             for (start, end), label in zip(lane, labels, strict=True):
                 w, full = x_of(end) - x_of(start), f"{label}: {time_text(end - start)}"
                 items.append(Rect(x_of(start), top, w, 28, fill, "ink", 0.75, tip=f"{word} {full}"))
                 items += fitting(x_of(start) + w / 2, top + 14, w - 4, full, label, fill=text_color_on(fill))
-    key = legend([("s1", "computing"), (axis, f"communicating over {axis}")])
+    key = legend([("matmuls", "computing"), (axis, f"communicating over {axis}")])
     notes = ["At most 1 piece fetched ahead of the one at work."] if first == "comm" else []
     return compose("Communication behind computing", [items, key], "\n".join([*lines, *notes]), notes)
+
+
+LANES = {"compute": "matmuls", "links": "links", "network": "network"}
 
 
 def two_lanes(turns, title: str) -> Scene:
@@ -493,7 +513,7 @@ def two_lanes(turns, title: str) -> Scene:
     """
     left, wide, blocks, lines = text_width("compute", SMALL) + 12, 760, [], []
     used = {event["lane"] for turn in turns for event in turn["events"]} | {"compute", "links"}
-    lanes = [lane for lane in (("compute", "s1"), ("links", "s2"), ("network", "s3")) if lane[0] in used]
+    lanes = [(lane, fill) for lane, fill in LANES.items() if lane in used]
     for turn in turns:
         events = sorted(turn["events"], key=lambda e: e["exposed_s"] > 0)  # what waits lies on top
         span = max([event["end_s"] for event in events] + [1e-9])
@@ -523,7 +543,7 @@ def two_lanes(turns, title: str) -> Scene:
                 took, exposed = time_text(e["end_s"] - e["start_s"]), time_text(e["exposed_s"])
                 lines.append(f"  {e['name']}: {took}, {exposed} exposed")
     says = {"compute": "computing", "links": "communicating", "network": "between hosts"}
-    key = [(fill, says[word]) for word, fill in lanes] + [("s2", "computing waits for it", "/")]
+    key = [(fill, says[word]) for word, fill in lanes] + [("edge", "computing waits for it", "/")]
     return compose(title, [*blocks, legend(key)], "\n".join(lines))
 
 
@@ -551,12 +571,14 @@ def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:
     for name, curve in curves.items():
         dash = name == "reference"
         points = [(x_of(i), y_of(x)) if math.isfinite(x) else None for i, x in enumerate(curve)]
-        items += [Line((a, b), "ink" if dash else "dp-line", 2, dash) for a, b in pairwise(points) if a and b]
+        items += [
+            Line((a, b), "ink" if dash else "measured", 2, dash) for a, b in pairwise(points) if a and b
+        ]
         items += [Rect(p[0] - 3, p[1] - 3, 6, 6, "ink", radius=3) for p in points[-1:] if p]
         ends = dict.fromkeys(f"{x:.3f}" for x in curve if math.isfinite(x))
         course = " to ".join([*ends][:: max(1, len(ends) - 1)]) or "nan"
         lost = [i for i, point in enumerate(points) if not point]
         lines.append(f"{name}: {course} nats/token over {count_noun(len(curve), 'step')}")
         lines[-1] += f"; not finite at step {number_ranges(lost)}" * bool(lost)
-    key = legend([("dp-line", "loss"), *[("ink", "reference, dashed")] * (reference is not None)])
+    key = legend([("measured", "loss"), *[("ink", "reference, dashed")] * (reference is not None)])
     return compose(title, [items, key], "\n".join(lines), lines)

@@ -36,12 +36,15 @@ BASELINE = 0.35  # how far a text's baseline lies below its middle, in sizes of 
 COLOURS = tomllib.loads(resources.files(__package__).joinpath("colours.toml").read_text(encoding="utf-8"))
 LIGHT: dict[str, str] = COLOURS["light"]
 DARK = LIGHT | COLOURS["dark"]
-SERIES = ("s1", "s2", "s3", "s4", "s5")
+OTHERS = ("other1", "other2", "other3", "other4", "other5")
+"""Colours for what has no role: the devices of a slide, the curves of a figure."""
 
 
 def text_color_on(fill: str) -> str:
     """The role of text that is legible on a fill."""
-    return "ink" if fill in ("paper", "cell") else "white" if fill in ("pp", "sp", "dp", "s5") else "black"
+    if fill in ("", "paper", "cell") or fill.endswith("-ground"):
+        return "ink"
+    return "white" if fill in ("pp", "sp", "dp", "weights", "batch", "other5") else "black"
 
 
 @contextmanager
@@ -189,17 +192,24 @@ def fitting(x: float, y: float, room: float, *texts: str, fill: str = "ink") -> 
     return [small_text(x, y, text, fill=fill) for text in fits[:1]]
 
 
+def look(role: str) -> tuple[str, str, str]:
+    """Fill, stroke and hatch of a role: its colour; with ``/`` or ``.`` behind it, paper that is hatched or
+    dotted in it. An axis' stroke is its own."""
+    name, hatch = (role[:-1], role[-1]) if role[-1] in "/." else (role, "")
+    stroke = f"{name}-line" if f"{name}-line" in LIGHT else "edge"
+    return "paper" if hatch else name, stroke, hatch
+
+
 def legend(entries, room: float = 640) -> list:
-    """Swatches with their meaning, on as many lines as needed: (fill, meaning) or (fill, meaning, hatch)."""
+    """Swatches with their meaning, on as many lines as needed: (role, meaning) or (role, meaning, hatch)."""
     out: list = []
     x = y = 0.0
-    for fill, meaning, *hatch in entries:
+    for role, meaning, *hatched in entries:
         w = 20 + text_width(meaning, SMALL)
         if x and x + w > room:
             x, y = 0, y + 20
-        stroke = fill + "-line" if fill + "-line" in LIGHT else "edge"
-        under = "cell" if hatch and fill not in SERIES else fill
-        out.append(Rect(x, y, 14, 14, under, stroke, hatch="".join(hatch)))
+        fill, stroke, hatch = look(role + "".join(hatched))
+        out.append(Rect(x, y, 14, 14, fill, stroke, hatch=hatch))
         out.append(Text(x + 20, y + 7, meaning, SMALL))
         x += w + 22
     return out
@@ -264,9 +274,9 @@ class Scene:
         Path(path).write_bytes(to_svg(self).encode() if kind == ".svg" else to_png(self))
 
 
-def compose(title: str, blocks, text: str, notes=(), margin: float = 16) -> Scene:
+def compose(title: str, blocks, text: str, notes=(), margin: float = 16, column: float = 0) -> Scene:
     """A scene of blocks below one another, between a title above and notes below; as large as it needs to
-    be."""
+    be. In a ``column`` of so many pixels the title is left to the page around it."""
 
     def paragraph(texts, role: str, fill: str, bold: bool = False) -> list[Text]:
         size = pixels(role)
@@ -274,12 +284,13 @@ def compose(title: str, blocks, text: str, notes=(), margin: float = 16) -> Scen
         lines = [line for text in texts for line in textwrap.wrap(text, room)]
         return [Text(0, 1.45 * size * i, line, size, fill=fill, bold=bold) for i, line in enumerate(lines)]
 
-    wide = max([520, *(bounds(b)[2] - bounds(b)[0] for b in blocks)])
-    parts = [paragraph([title], TITLE, "ink", True), *blocks, paragraph(notes, SMALL, "soft")]
-    items = stack([part for part in parts if part], 14)
+    wide = column - 2 * margin if column else max([520, *(bounds(b)[2] - bounds(b)[0] for b in blocks)])
+    head = [] if column else paragraph([title], TITLE, "ink", True)
+    parts = [head, *blocks, paragraph(notes, SMALL, "soft")]
+    items = stack([part for part in parts if part], 8 if column else 14)
     x0, y0, x1, y1 = bounds(items)
     placed = Group(tuple(items), margin - x0, margin - y0)
-    wide, high = math.ceil(x1 - x0 + 2 * margin), math.ceil(y1 - y0 + 2 * margin)
+    wide, high = column or math.ceil(x1 - x0 + 2 * margin), math.ceil(y1 - y0 + 2 * margin)
     return Scene(wide, high, title, f"{title}\n{text}", (placed,))
 
 

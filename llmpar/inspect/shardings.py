@@ -77,5 +77,5 @@ def shardings_scene(found: dict, state: dict) -> Scene:
         )
     mesh = " ".join(f"{a}={n}" for a, n in found["sizes"].items() if n > 1) or "one device"
     note = f"Filled: the shard of {row['name']} that device {device} holds."
-    items = layouts.cells(place, row["holds"], device, "shard", "s1")
+    items = layouts.cells(place, row["holds"], device, "shard", "weights")
     return compose(f"{found['title']} on {mesh}", [items], "\n".join(lines), [note, *lines[:8]])

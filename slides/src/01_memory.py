@@ -17,7 +17,7 @@ from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
 
 h100 = chip("h100")
-PARTS = {"weights": (2, "s1"), "gradients": (2, "s2"), "optimizer": (12, "s3")}
+PARTS = {"weights": (2, "weights"), "gradients": (2, "gradients"), "optimizer": (12, "moments")}
 MODELS = {
     "Llama 3.2 1B": "llama3.2-1b",
     "Llama 3 8B": "llama3-8b",

@@ -240,7 +240,7 @@ for ours, theirs in zip(seconds["model"], seconds["measured"], strict=True):
 first, second, *_, last = seconds["measured"]
 assert second - first > last - second > 0
 curves(
-    [("measured", seconds["measured"], "dp", "o", False), ("our model", seconds["model"], "s5", "s", True)],
+    [("measured", seconds["measured"], "measured", "o", False), ("our model", seconds["model"], "ink", "s", True)],
     GPUS, "H100s", "seconds a step", high=2.2,
 )  # fmt: skip
 

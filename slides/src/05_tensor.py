@@ -42,7 +42,7 @@ from llmpar.predict.hardware import chip
 from llmpar.step import Step
 
 TP = 4
-WHERE = scene.SERIES[:TP]  # a colour of its own for each device; the axes' colours mean axes
+WHERE = scene.OTHERS[:TP]  # a colour of its own for each device; the axes' colours mean axes
 
 
 def matrix(text, wide, high):
@@ -274,10 +274,16 @@ without, with_it = jaxpr_bytes(False), jaxpr_bytes(True)
 assert (
     without["all-reduce"] == with_it["reduce-scatter"] + with_it["all-gather"] and not with_it["all-reduce"]
 )
-show(draw.memory_bars(rows, title="Activations of one GPT-3 layer, one sequence of 2,048, per device"))
+show(
+    draw.memory_bars(
+        rows,
+        title="Activations of one GPT-3 layer, one sequence of 2,048, per device",
+        roles={"cut by tp": "tp", "the same on every device": "activations"},
+    )
+)
 
 # %% [markdown] tags=["notes"]
-# **Ask:** the grey part does not shrink from N = 4 to N = 8. What is in it? Two norms, two dropouts, the inputs of the products:
+# **Ask:** the pale part does not shrink from N = 4 to N = 8. What is in it? Two norms, two dropouts, the inputs of the products:
 # 10bsd bytes, whole on every device.
 #
 # **Misunderstanding:** that this is context parallelism. It cuts the sequence over the *tp* devices and only outside of the
@@ -311,7 +317,7 @@ ours = [step_time(best[t][1]).step_s for t in sorted(best)]
 assert all(b / a < 1.15 for a, b in zip(seen[:4], seen[1:4], strict=False)) and seen[4] > 2 * seen[3]
 assert all(abs(a / b - 1) < 0.18 for a, b in zip(ours, seen, strict=True))
 curves(
-    [("measured", seen, "s4", "s", False), ("our model", ours, "s5", "o", True)],
+    [("measured", seen, "measured", "s", False), ("our model", ours, "ink", "o", True)],
     sorted(best), "tensor parallel devices N", "seconds a step", high=12, marks=((3.5, "beyond the node"),),
 )  # fmt: skip
 
@@ -359,8 +365,8 @@ assert eight[:4] == one[:4] and one[4] < 0.5 * one[3] and eight[4] < eight[3]
 one_node = [*eight[:4], None, None]
 curves(
     [
-        ("8 ports of 400 Gb/s", [None] * 3 + eight[3:], "dp", "o", False),
-        ("1 port of 400 Gb/s", [None] * 3 + one[3:], "s4", "s", False),
+        ("8 ports of 400 Gb/s", [None] * 3 + eight[3:], "other5", "o", False),
+        ("1 port of 400 Gb/s", [None] * 3 + one[3:], "other4", "s", False),
         ("", one_node, "ink", "o", False),
     ],
     DEGREES, "devices N that share each layer", "time in products", high=1.1, percent=True,

@@ -61,7 +61,7 @@ show(draw.timeline(filled, facts=False))
 #
 # **Misunderstanding:** that microbatches change the result. They are gradient accumulation: the same sum, in another order.
 #
-# **Source:** Narayanan et al. 2021. The grey area under a row is what the stage holds: here every microbatch, until the backward
+# **Source:** Narayanan et al. 2021. The pale area under a row is what the stage holds: here every microbatch, until the backward
 # comes.
 
 # %% [markdown] tags=["slide"] minutes=3
@@ -80,7 +80,7 @@ for p, needed in {4: 27, 8: 63}.items():
         == 9 * (p - 1)
         == next(m for m in range(1, 100) if timetable(make("gpipe", p, m)).bubble_fraction <= 0.1 + 1e-12)
     )
-LOOKS = {2: ("fsdp", "^"), 4: ("dp", "o"), 8: ("s4", "s")}
+LOOKS = {2: ("other5", "^"), 4: ("other3", "o"), 8: ("other4", "s")}
 curves(
     [(f"p = {p}", curve, *LOOKS[p], False) for p, curve in idle.items()],
     COUNTS, "microbatches u", "idle share", high=1, percent=True, levels=(0, 0.1, 0.25, 0.5, 0.75, 1),
@@ -118,9 +118,9 @@ assert 1.3 < seen[0] / seen[-1] < 1.4 and all(abs(a / b - 1) < 0.07 for a, b in 
 assert all(a <= b for a, b in zip(formula, seen, strict=True))
 curves(
     [
-        ("measured", seen, "s4", "s", False),
-        ("our model", ours, "s5", "o", True),
-        ("ideal × (1 + (p−1)/u)", formula, "dp", "^", True),
+        ("measured", seen, "measured", "s", False),
+        ("our model", ours, "ink", "o", True),
+        ("ideal × (1 + (p−1)/u)", formula, "soft", "^", True),
     ],
     counts, "microbatches u of a step", "seconds per 2,048 rows", high=160,
 )  # fmt: skip
