@@ -1,0 +1,202 @@
+"""What exists, as JAX has it: arrays, states, programs, shapes, shardings and meshes, read and drawn."""
+
+import json
+import math
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from parity import BATCH, LLAMA, SEQ
+
+from llmpar.inspect.census import compiled_memory
+from llmpar.inspect.shardings import shardings
+from llmpar.mesh import make_mesh
+from llmpar.plan import Plan
+from llmpar.predict import memory
+from llmpar.step import Step
+
+
+def mesh_of(sizes, *axes, devices=None):
+    """A mesh with names of its own."""
+    here = np.array(devices or jax.devices()[: math.prod(sizes)])
+    return Mesh(here.reshape(sizes), axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def held(row, position):
+    """The slices of a row that a device holds."""
+    return tuple(slice(*cut) for cut in row["shards"][row["holds"][position]])
+
+
+def device_bytes(row, position):
+    return math.prod(s.stop - s.start for s in held(row, position)) * row["itemsize"]
+
+
+@pytest.fixture(scope="module")
+def step():
+    plan = Plan("dp=2 fsdp=2 tp=2")
+    return Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_device_holds_what_the_document_says(seed):
+    draw = random.Random(seed)
+    sizes = draw.choice([(8,), (4, 2), (2, 2, 2), (2, 1, 4), (3, 2), (1,)])
+    names = draw.sample(["data", "model", "x", "tp", "länge"], len(sizes))
+    devices = draw.sample(jax.devices(), math.prod(sizes))
+    mesh, dims = mesh_of(sizes, *names, devices=devices), draw.randrange(5)
+    cuts = [[] for _ in range(dims)]
+    for name in names:
+        if dims and draw.random() < 0.8:
+            draw.choice(cuts).append(name)
+    shape = [math.prod(mesh.shape[a] for a in cut) * draw.randrange(1, 4) for cut in cuts]
+    whole = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    spec = P(*(tuple(cut) or None for cut in cuts))
+    doc = shardings({"w": jax.device_put(whole, NamedSharding(mesh, spec))})
+    (row,) = json.loads(json.dumps(doc))["tensors"]
+    assert doc["sizes"] == dict(mesh.shape) and doc["devices"] == [d.id for d in devices]
+    assert (row["name"], row["shape"], row["dtype"], row["layout"]) == ("w", shape, "int32", str(spec))
+    assert len(row["shards"]) == math.prod(mesh.shape[a] for cut in cuts for a in cut)
+    array = jax.device_put(whole, NamedSharding(mesh, spec))
+    for shard in array.addressable_shards:
+        position = devices.index(shard.device)
+        np.testing.assert_array_equal(shard.data, whole[held(row, position)])
+        assert device_bytes(row, position) == shard.data.nbytes
+
+
+def test_a_state_has_the_names_of_its_weights(step):
+    state, other = step.init(0), {"key": jax.random.key(0), "lr": 0.1, "table": np.ones(3), "none": None}
+    doc = shardings({"state": state, **other})
+    rows = {row["name"]: row for row in doc["tensors"]}
+    assert {"state.params.blocks.ffn.gate", "state.optimizer[0].mu.blocks.ffn.gate", "state.step"} < {*rows}
+    assert len(rows) == len(jax.tree.leaves(state)) + 1 and not any("array" in name for name in rows)
+    gate = state.params["blocks"]["ffn"]["gate"]
+    assert device_bytes(rows["state.params.blocks.ffn.gate"], 3) == gate.addressable_shards[3].data.nbytes
+    assert rows["key"]["dtype"] == "key<fry>" and rows["key"]["holds"] == [0] + [None] * 7
+    assert doc["skipped"] == ["lr (float, on no device)", "none (None)", "table (ndarray, on no device)"]
+
+
+def test_a_compiled_step_takes_and_gives_what_its_text_says(step):
+    program = step.lower(BATCH, SEQ).compile()
+    doc = shardings(program)
+    assert doc["title"] == "Shardings of a compiled program" and doc["skipped"] == []
+    stats = compiled_memory(program)
+    for way, size in (("in ", stats["argument_bytes"]), ("out ", stats["output_bytes"])):
+        rows = [row for row in doc["tensors"] if row["name"].startswith(way)]
+        for position in range(8):
+            total = sum(device_bytes(row, position) for row in rows)
+            # Results come with a table of pointers to them.
+            assert total == size - 8 * len(rows) * (way == "out ")
+    assert stats["argument_bytes"] == sum(memory.argument_bytes(step.plan, BATCH, SEQ).values())
+    names = {row["name"] for row in doc["tensors"]}
+    assert {"in [0].params.blocks.ffn.gate", "in [1].tokens", "out [0].step", "out [1].loss"} < names
+
+
+def test_arguments_that_a_program_drops_are_said():
+    mesh = mesh_of((4, 2), "data", "model")
+    along = lambda name: jax.ShapeDtypeStruct((8,), jnp.bfloat16, sharding=NamedSharding(mesh, P(name)))
+    program = jax.jit(lambda a, b, c=None, *, kw: {"x": a, "kw": kw + 1, "no": None})
+    doc = shardings(program.lower(along("data"), along("model"), kw=along("model")).compile())
+    assert [row["name"] for row in doc["tensors"]] == ["in [0]", "in kw", "out kw", "out x"]
+    assert doc["skipped"] == ["in [1] (not used)", "out no (None)"]
+
+
+def test_shapes_and_bare_shardings_are_seen_without_arrays(step):
+    doc = shardings(step.abstract_state)
+    live = shardings(step.init(0))
+    assert doc["tensors"] == live["tensors"] and (doc["title"], live["title"]) == (
+        "Shardings",
+        "Shardings of live arrays",
+    )
+    mesh = mesh_of((4, 2), "data", "model")
+    (row,) = shardings(NamedSharding(mesh, P("data", None, "model")))["tensors"]
+    assert row["dtype"] is None and row["shape"] == [4, 1, 2], "blocks, as no shape is given"
+    assert row["shards"][row["holds"][5]] == [[2, 3], [0, 1], [1, 2]]
+    assert {r["name"] for r in shardings(step.shardings)["tensors"]} == {r["name"] for r in doc["tensors"]}
+    (row,) = shardings(SingleDeviceSharding(jax.devices()[3]))["tensors"]
+    assert row["shards"] == [[]] and row["holds"] == [0]
+    doc = shardings(mesh)
+    assert doc["tensors"] == [] and doc["sizes"] == {"data": 4, "model": 2} and doc["hosts"] == [0] * 8
+
+
+def test_arrays_without_a_mesh_lie_where_they_lie():
+    one, two = (jax.device_put(jnp.zeros(4), jax.devices()[i]) for i in (5, 2))
+    doc = shardings([one, two, jnp.float32(1)])
+    assert doc["devices"] == [0, 2, 5] and doc["sizes"] == {"device": 3}
+    assert [row["holds"] for row in doc["tensors"]] == [[None, None, 0], [None, 0, None], [0, None, None]]
+    assert [row["name"] for row in doc["tensors"]] == ["[0]", "[1]", "[2]"]
+    (row,) = shardings(jax.device_put(one, one.sharding.with_memory_kind("pinned_host")))["tensors"]
+    assert row["name"] == "array" and "pinned_host" in row["layout"]
+
+
+def test_names_that_would_be_one_stay_two():
+    w = jnp.zeros(4)
+    assert {r["name"] for r in shardings({"a.b": w, "a": {"b": w}, "c": w})["tensors"]} == {
+        "['a.b']",
+        "['a']['b']",
+        "c",
+    }
+
+
+MESH = ((4, 2), "data", "model")
+
+
+def shape_on(spec, shape=(6, 4)):
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh_of(*MESH), spec))
+
+
+def deleted():
+    x = jnp.zeros(3)
+    x.delete()
+    return {"w": x}
+
+
+def other_mesh():
+    one, two = (NamedSharding(mesh_of((n,), "data"), P("data")) for n in (2, 8))
+    return {"a": one, "b": two}
+
+
+def outside():
+    mesh = mesh_of((4,), "data")
+    return {"a": NamedSharding(mesh, P()), "b": jax.device_put(jnp.zeros(1), jax.devices()[7])}
+
+
+def swapped():
+    devices = jax.devices()[:2]
+    meshes = (mesh_of((2,), "data", devices=order) for order in (devices, devices[::-1]))
+    return [NamedSharding(mesh, P("data")) for mesh in meshes]
+
+
+REFUSED = {
+    "text": (lambda: "w", r"array \(str, on no device\); give an array, a tree"),
+    "nothing": (dict, "an empty dict"),
+    "NumPy": (lambda: {"w": np.ones(3), "b": 1}, r"b \(int, on no device\), w \(ndarray"),
+    "no sharding": (lambda: jax.eval_shape(lambda: jnp.zeros(3)), "ShapeDtypeStruct, on no device"),
+    "lowered": (lambda: jax.jit(jnp.sin).lower(1.0), "Lowered, on no device.*a compiled program"),
+    "deleted": (deleted, r"w \(traced or deleted\)"),
+    "abstract mesh": (lambda: AbstractMesh((2,), ("a",)), "{'a': 2} without devices; make one of devices"),
+    "abstract sharding": (lambda: NamedSharding(AbstractMesh((2,), ("a",)), P("a")), "array: a mesh of axes"),
+    "no mesh": (lambda: Mesh(np.empty((), object), ()), "{} without devices"),
+    "two meshes": (other_mesh, "b lies on mesh {'data': 8} of its own.*one mesh at a time"),
+    "another order": (swapped, r"\[1\] lies on mesh {'data': 2} of its own"),
+    "outside": (outside, "b lies on .*7, and others on mesh {'data': 4}"),
+    "uneven": (lambda: shape_on(P("data")), r"array as P.* 4 times, .* is 6 .*that the mesh divides"),
+    "unconstrained": (lambda: shape_on(P(P.UNCONSTRAINED)), "leaves a cut to the compiler"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_one_picture_cannot_show_is_refused_with_a_way_out(case):
+    make, why = REFUSED[case]
+    with pytest.raises(ValueError, match=why) as refusal:
+        shardings(make())
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_traced_value_lies_nowhere():
+    with pytest.raises(ValueError, match="traced or deleted"):
+        jax.jit(shardings)(jnp.zeros(3))
