@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import random
 import shlex
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from llmpar.cli.commands import parse
 from llmpar.cli.options import still_at_work
 from llmpar.cli.plan import axes_of
 from llmpar.config import preset
+from llmpar.notation import parse_mesh
 from llmpar.plan import Plan
 from llmpar.predict import hardware, memory, planner, workload
 from llmpar.predict.hardware import chip
@@ -54,6 +57,87 @@ def test_the_first_is_no_slower_than_any_mesh_alone(small):
         alone = planner.decide(question(**sizes))
         assert [str(one.plan.mesh) for one in alone.plans] == [mesh]
         assert best <= alone.plans[0].time.step_s * (1 + planner.SAME)
+
+
+PUBLISHED = question("llama3.1-405b", 16384, 2048)
+ASKED = {
+    "fsdp=32 tp=2": question(devices=64),
+    "fsdp=8 tp=8": question("llama3-70b", 64, 64, 4096),
+    "pp=16 dp=128 tp=8": PUBLISHED,
+    "pp=2 ep=4": question("qwen3-30b-a3b", batch=16, seq=4096),
+    "sp=2 fsdp=4": question("llama3-8b", 8, seq=32768, remat="block"),
+}
+
+
+@pytest.mark.parametrize("mesh", ASKED)
+def test_a_mesh_that_is_asked_for_is_what_decide_answers_with_its_axes_given(mesh):
+    q, shape = ASKED[mesh], parse_mesh(mesh)
+    one = planner.on_mesh(q, shape)
+    given = planner.decide(dataclasses.replace(q, fixed=q.fixed | shape.asked)).plans
+    assert [one] == given and not one.why_not
+
+
+def test_the_published_mesh_of_the_405b_fits_at_a_third_of_peak():
+    one = planner.on_mesh(PUBLISHED, parse_mesh("pp=16 dp=128 tp=8"))
+    assert one.total_bytes <= PUBLISHED.room_bytes
+    assert 0.28 < one.time.mfu(PUBLISHED.run(one.plan)) < 0.35
+
+
+def test_each_mesh_is_answered_or_says_why_not():
+    """The search leaves out what the list gives a reason for, and nothing else."""
+    rng, reasons = random.Random(3), set()
+    for name, devices, seq in (
+        ("llama3-70b", 64, 4096),
+        ("qwen3-30b-a3b", 16, 16384),
+        ("llama3-8b", 12, 8192),
+    ):
+        q = question(name, devices, devices, seq)
+        found = dict(planner.every_mesh(q))
+        axes = 5 + bool(q.config.experts)
+        assert len(found) == len({str(mesh) for mesh in found}) == NUM_SPLITS[devices, axes]
+        shown = {mesh for mesh, why in found.items() if not why}
+        searched = {m for m in planner.meshes(q) if q.batch_size % (m.dp * m.fsdp * m.ep) == 0}
+        assert shown <= searched and all("width" in found[mesh] for mesh in searched - shown)
+        for mesh, why in rng.sample(sorted(found.items(), key=str), 8):
+            reasons.add(why)
+            try:
+                one = planner.on_mesh(q, mesh)
+            except ValueError as refusal:
+                with pytest.raises(ValueError) as said:
+                    Plan(mesh).check(q.config, q.batch_size, q.seq_len)
+                assert why and str(said.value) == str(refusal)
+            else:
+                one.plan.check(q.config, q.batch_size, q.seq_len)
+                assert one.time.step_s == step_time(q.run(one.plan)).step_s < 1e4
+                assert bool(one.why_not) == (one.total_bytes > q.room_bytes)
+    assert len(reasons) > 3
+
+
+NUM_SPLITS = {(64, 5): math.comb(6 + 4, 4), (16, 6): math.comb(4 + 5, 5), (12, 5): math.comb(2 + 4, 4) * 5}
+"""Ways to deal out the prime factors of so many devices over so many axes."""
+
+
+def test_where_nothing_fits_the_one_that_holds_least_is_priced():
+    q, mesh = question("llama3-70b", 8, 16), parse_mesh("fsdp=4 tp=2")
+    one = planner.on_mesh(q, mesh)
+    assert one.why_not.startswith("holds ") and 0 < one.time.step_s < 1e3
+    for fields in ({}, {"zero": 1}, {"reshard_after_forward": False}, {"loss_chunks": 1}):
+        other = dataclasses.replace(one.plan, **fields).resolve(q.config, q.platform)
+        assert planner.held_by(q, other)["total"] >= one.total_bytes > q.room_bytes
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fixed", "sentence"),
+    [
+        ("fsdp=8 tp=3", {}, "heads 32 is not a multiple of tp = 3"),
+        ("fsdp=24", {"microbatches": 2}, "batch 24 is not a multiple of dp·fsdp·ep·microbatches = 48"),
+        ("fsdp=12", {}, "mesh 'fsdp=12' has 12 devices, and the question 24"),
+        ("fsdp=24", {"colour": 1}, "a plan has no field colour"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_in_the_words_of_the_plan(mesh, fixed, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        planner.on_mesh(question(devices=24, **fixed), parse_mesh(mesh))
 
 
 def test_losers_say_why_in_numbers(small):

@@ -15,7 +15,7 @@ import itertools
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,27 +95,70 @@ class Candidate:
 
 
 def meshes(q: Question) -> Iterator[MeshShape]:
-    """Every mesh of all devices whose axes the model's dims allow and the machine's links can bear: tp within
-    a node or along one axis of a torus, a sequence cut into no less than 4,096 positions."""
-    c, n = q.config, q.num_devices
-    widths, heads = math.gcd(c.num_heads, c.ffn_width, c.vocab_size), c.num_kv_heads
-    node = q.chip.per_device().node_size if q.chip.link == "switch" else 16
-    fixed = {a: v for a, v in q.fixed.items() if a in AXES}
-    choices = {
-        "tp": [t for t in divisors(widths) if t <= node and (heads % t == 0 or t % heads == 0)],
-        "pp": [p for p in divisors(n) if p <= 64],
-        "ep": divisors(c.experts.num_experts) if c.experts else [1],
-        "sp": [s for s in divisors(n) if s == 1 or q.seq_len // s >= 4096],
-    }
-    choices |= {a: [v] for a, v in fixed.items() if a in choices}
-    choices["pp"] = [p for p in choices["pp"] if p <= c.num_layers]
-    for tp, pp, ep, sp in itertools.product(*(choices[a] for a in ("tp", "pp", "ep", "sp"))):
+    """Every mesh of all devices whose axes the model's dims allow and the machine's links can bear, as
+    `unsuited` says; axes that are given are what they are, but for more stages than layers."""
+    n, fixed = q.num_devices, {a: v for a, v in q.fixed.items() if a in AXES}
+    sizes = {a: [v for v in divisors(n) if not unsuited(q, a, v)] for a in ("tp", "pp", "ep", "sp")}
+    sizes |= {a: [v] for a, v in fixed.items() if a in sizes}
+    sizes["pp"] = [p for p in sizes["pp"] if p <= q.config.num_layers]
+    for tp, pp, ep, sp in itertools.product(*sizes.values()):
         ranks, rest = divmod(n, tp * pp * ep * sp)
         if rest:
             continue
         for dp in [fixed["dp"]] if "dp" in fixed else divisors(ranks):
             if ranks % dp == 0 and fixed.get("fsdp", ranks // dp) == ranks // dp:
                 yield MeshShape(pp=pp, dp=dp, fsdp=ranks // dp, ep=ep, sp=sp, tp=tp)
+
+
+def unsuited(q: Question, axis: str, n: int) -> str:
+    """Why no mesh that is searched has ``n`` ranks along an axis; empty where some may. tp stays within a
+    node or along one axis of a torus, and a rank of sp has no less than 4,096 positions: who asks for such a
+    mesh gets an answer all the same (`on_mesh`)."""
+    c, heads = q.config, q.config.num_kv_heads
+    node = q.chip.per_device().node_size if q.chip.link == "switch" else 16
+    widths = {"heads": c.num_heads, "feed-forward width": c.ffn_width, "vocabulary": c.vocab_size}
+    if axis == "tp" and (uneven := [f"{what} {size}" for what, size in widths.items() if size % n]):
+        return f"tp={n} does not divide {uneven[0]}"
+    why: dict[str, dict[str, Any]] = {
+        "tp": {
+            f"tp={n} neither divides {heads} KV heads nor is a multiple of them": heads % n and n % heads,
+            f"tp={n} is more than the {node} devices with fast links": n > node,
+        },
+        "pp": {
+            f"pp={n} is more than {c.num_layers} layers": n > c.num_layers,
+            f"pp={n} is more than 64 stages": n > 64,
+        },
+        "ep": {f"ep={n} does not divide the experts": (c.experts.num_experts if c.experts else 1) % n},
+        "sp": {f"sp={n} leaves a rank less than 4,096 positions": n > 1 and q.seq_len // n < 4096},
+    }
+    return next((text for text, holds in why.get(axis, {}).items() if holds), "")
+
+
+def every_mesh(q: Question) -> Iterator[tuple[MeshShape, str]]:
+    """All ways to split the devices over the axes that the model has, whatever axes are given: each with why
+    it is left out of the search or cannot be, in one clause, or with an empty text: `on_mesh` answers it."""
+    n, own = q.num_devices, {name: value for name, value in q.fixed.items() if name not in AXES}
+    axes = [axis for axis in AXES if axis != "fsdp" and (axis != "ep" or q.config.experts)]
+    reason = {(axis, size): unsuited(q, axis, size) for axis in axes for size in divisors(n)}
+    for sizes in itertools.product(divisors(n), repeat=len(axes)):
+        fsdp, rest = divmod(n, math.prod(sizes))
+        if rest:
+            continue
+        mesh = MeshShape(fsdp=fsdp, **dict(zip(axes, sizes, strict=True)))  # type: ignore[arg-type]
+        why = next((reason[one] for one in zip(axes, sizes, strict=True) if reason[one]), "")
+        yield mesh, why or _illegal(dataclasses.replace(q, fixed=own | mesh.asked), mesh).partition(";")[0]
+
+
+def _illegal(q: Question, mesh: MeshShape) -> str:
+    """Why a mesh cannot be, in the words of `Plan.check`; empty where it can."""
+    refusals, own = list[str](), {name: value for name, value in q.fixed.items() if name not in AXES}
+    for fields in [*itertools.islice(ways(q, mesh), 2), {"mesh": mesh} | own]:
+        try:
+            Plan(**fields).check(q.config, q.batch_size, q.seq_len)
+            return ""
+        except ValueError as refusal:
+            refusals.append(str(refusal))
+    return refusals[-1]
 
 
 def ways(q: Question, mesh: MeshShape) -> Iterator[dict[str, Any]]:
@@ -146,6 +189,8 @@ def ways(q: Question, mesh: MeshShape) -> Iterator[dict[str, Any]]:
     counts = [m for m in divisors(rows) if m <= 512 and (mesh.pp == 1 or m >= mesh.pp // 2)]
     if "microbatches" in given:
         counts = [m for m in (given["microbatches"],) if rows % m == 0]
+    if not counts and set(AXES) <= q.fixed.keys():  # a mesh that is asked for
+        counts = divisors(rows)[-1:]
     counts = sorted(counts, reverse=mesh.pp > 1)[:6]
     for m, order, state, sequence in itertools.product(counts, orders, states, sequences):
         if "virtual_stages" not in order or m % mesh.pp == 0:
@@ -235,20 +280,52 @@ def decide(q: Question, keep: int = 8, most_rejected: int = 12) -> Answer:
             continue
         everything += priced(q, mesh)
     best = _best(q, everything, failed, max(keep, 8))  # what is checked does not depend on how much is shown
-    fastest = min((one.time.step_s for one in best.values()), default=0.0)
-
-    def order(one: Candidate) -> tuple[float, int, float]:
-        """By time, the simpler mesh first where it is as fast as the fastest, but for `SAME`."""
-        same = one.time.step_s <= fastest * (1 + SAME)
-        axes = sum(n > 1 for n in one.plan.mesh.sizes.values()) if same else 0
-        return (0.0 if same else one.time.step_s), axes, one.time.step_s
-
-    plans = sorted(best.values(), key=order)[:keep]
+    plans = ranked(best.values())[:keep]
     if not plans:
         raise ValueError(nowhere(q, failed))
     losers = [one for mesh, one in failed.items() if mesh not in best][:most_rejected]
     rejected = [{"mesh": str(x.plan.mesh), "why": x.why_not, "change": rescue(q, x)} for x in losers]
     return Answer(q, plans, rejected + impossible, len(everything))
+
+
+def best(q: Question) -> Candidate:
+    """The plan that `decide` puts first. Raises ValueError where nothing fits."""
+    return decide(q, keep=1, most_rejected=0).plans[0]
+
+
+def ranked(found: Iterable[Candidate]) -> list[Candidate]:
+    """By time, the simpler mesh first where it is as fast as the fastest, but for `SAME`."""
+    found = list(found)
+    fastest = min((one.time.step_s for one in found), default=0.0)
+
+    def order(one: Candidate) -> tuple[float, int, float]:
+        same = one.time.step_s <= fastest * (1 + SAME)
+        axes = sum(n > 1 for n in one.plan.mesh.sizes.values()) if same else 0
+        return (0.0 if same else one.time.step_s), axes, one.time.step_s
+
+    return sorted(found, key=order)
+
+
+def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
+    """The fastest way to run one mesh, with what ``q.fixed`` says of other fields and the planner's choice of
+    the rest: what `decide` answers where all axes are given. Where none fits, of those that hold least, with
+    ``why_not`` said, and priced all the same. Raises ValueError in the words of `Plan.check` where the mesh
+    cannot be."""
+    if mesh.size != q.num_devices:
+        raise ValueError(f"mesh '{mesh}' has {mesh.size} devices, and the question {q.num_devices}")
+    _known(q)
+    q, failed = dataclasses.replace(q, fixed=q.fixed | mesh.asked), dict[MeshShape, Candidate]()
+    if found := _best(q, priced(q, mesh), failed, 1):
+        return found[mesh]
+    if refusal := _illegal(q, mesh):
+        raise ValueError(refusal)
+    fields = list(ways(q, mesh))  # of those that alone are too large, one was tried
+    counts = {one["microbatches"] for one in fields}
+    fields = [one for one in fields if one["microbatches"] in (min(counts), max(counts))]
+    tried = [fitting(q, Plan(**one)) for one in fields] + list(failed.values())
+    one = min(tried, key=lambda one: one.total_bytes)
+    plan = one.plan.effective(q.config)
+    return Candidate(plan, step_time(q.run(plan)), one.memory_bytes, one.why_not)
 
 
 def _best(
@@ -259,11 +336,11 @@ def _best(
     best, turns, number = dict[MeshShape, Candidate](), Counter[MeshShape](), itertools.count()
     queue = [(one.time.step_s, next(number), one) for one in everything]
     heapq.heapify(queue)
+    limit = math.inf
     while queue:
         step_s, _, one = heapq.heappop(queue)
         mesh, remat = one.plan.mesh, one.plan.remat
-        times = sorted(other.time.step_s for other in best.values())
-        if len(best) >= enough and times[enough - 1] * NEAR <= step_s:
+        if limit * NEAR <= step_s:
             for other in (one, *(left for _, _, left in queue)):  # nobody knows whether these fit
                 failed.pop(other.plan.mesh, None)
             break
@@ -284,7 +361,15 @@ def _best(
         one = Candidate(plan, step_time(q.run(plan)), one.memory_bytes)
         if mesh not in best or one.time.step_s < best[mesh].time.step_s:
             best[mesh] = one
+            times = sorted(other.time.step_s for other in best.values())
+            limit = times[enough - 1] if len(best) >= enough else math.inf
     return best
+
+
+def _known(q: Question) -> None:
+    """Refuse fields that a plan has not."""
+    if unknown := sorted(set(q.fixed) - {*AXES, *(f.name for f in dataclasses.fields(Plan))}):
+        raise ValueError(f"a plan has no field {', '.join(unknown)}")
 
 
 def _refuse(q: Question) -> None:
@@ -297,8 +382,7 @@ def _refuse(q: Question) -> None:
             f"{q.num_devices} devices cannot be cut by '{text}', {asked} devices; use a multiple of {asked},"
             " or fix fewer axes"
         )
-    if unknown := sorted(set(q.fixed) - {*AXES, *(f.name for f in dataclasses.fields(Plan))}):
-        raise ValueError(f"a plan has no field {', '.join(unknown)}")
+    _known(q)
     if not c.experts and axes.get("ep", 1) > 1:
         raise ValueError(f"ep={axes['ep']} deals out experts, and '{c.name}' has none; leave ep out")
     ranks = {mesh.dp * mesh.fsdp * mesh.ep for mesh in meshes(q)}
