@@ -504,38 +504,53 @@ def overlap(compute_s, comm_s, labels=None, first: str = "compute", axis: str = 
 LANES = {"compute": "matmuls", "links": "links", "network": "network"}
 
 
-def two_lanes(turns, title: str) -> Scene:
+def two_lanes(turns, title: str, column: float = 0) -> Scene:
     """Draw schedules: per turn of a loop what computes, and below what is on the links (and on the network
     between hosts, where they are told apart); what waits for them is hatched.
 
     A turn is ``{"name", "count", "events"}``; an event ``{"lane": "compute", "links" or "network", "name",
-    "start_s", "end_s", "exposed_s"}`` in seconds from the turn's begin.
+    "start_s", "end_s", "exposed_s"}`` in seconds from the turn's begin. An event that names ``axes`` has
+    their colour, and a lane of any name. In a ``column`` of so many pixels each event has a frame, from 1 on.
     """
-    left, wide, blocks, lines = text_width("compute", SMALL) + 12, 760, [], []
-    used = {event["lane"] for turn in turns for event in turn["events"]} | {"compute", "links"}
-    lanes = [(lane, fill) for lane, fill in LANES.items() if lane in used]
+    names = {event["lane"]: event.get("axes") for turn in turns for event in turn["events"]}
+    fills = LANES | {lane: axes[0] for lane, axes in names.items() if axes}
+    lanes = [(lane, fill) for lane, fill in fills.items() if lane in names or lane == "compute"]
+    left, blocks, lines = max(text_width(lane, SMALL) for lane, _ in lanes) + 12, [], []
+    wide = column - left - 40 if column else 760
     for turn in turns:
-        events = sorted(turn["events"], key=lambda e: e["exposed_s"] > 0)  # what waits lies on top
-        span = max([event["end_s"] for event in events] + [1e-9])
+        events = sorted(enumerate(turn["events"], 1), key=lambda e: e[1]["exposed_s"] > 0)
+        span = max([event["end_s"] for _, event in events] + [1e-9])
         x_of = lambda t, span=span: left + wide * t / span
-        waits = sum(event["exposed_s"] for event in events)
+        waits = sum(event["exposed_s"] for _, event in events if event["lane"] != "compute")
         head = f"{turn['name']}, {turn['count']} turns of {time_text(span)}, {time_text(waits)} of it waiting"
         items: list = [Text(left, 0, head, bold=True)]
         items += _scale(x_of, ticks(0, span), 24 + 40 * len(lanes), time_text, 16 + 40 * len(lanes))
-        for lane, (word, fill) in enumerate(lanes):
+        for lane, (word, usual) in enumerate(lanes):
             top = 14 + 40 * lane
             items.append(small_text(left - 10, top + 16, word, "end"))
-            mine = [event for event in events if event["lane"] == word]
-            for event in mine:
+            mine = [(k, event) for k, event in events if event["lane"] == word]  # what waits lies on top
+            for k, event in mine:
                 x, w = x_of(event["start_s"]), x_of(event["end_s"]) - x_of(event["start_s"])
-                full = f"{event['name']}: {time_text(event['end_s'] - event['start_s'])}"
-                items.append(Rect(x, top, w, 32, fill, "ink", 0.75 if w > 3 else 0.25, tip=full))
-                color, tip = text_color_on(fill), f"waits {full}"
-                if event["exposed_s"]:
-                    w_open = wide * event["exposed_s"] / span
-                    items.append(Rect(x + w - w_open, top, w_open, 32, fill, "ink", 0.75, "/", tip=tip))
-                elif w > 24 and not any(_meet(event, other) for other in mine if other is not event):
-                    items += fitting(x + w / 2, top + 16, w - 4, full, event["name"], fill=color)
+                took, w_open = event["end_s"] - event["start_s"], wide * event["exposed_s"] / span
+                full, part, stroke, hatch = f"{event['name']}: {time_text(took)}", usual, "ink", "/"
+                if event.get("axes"):  # hollow beside computing, filled where computing waits
+                    (part, stroke), hatch = _axis_colours(event["axes"][0]), ""
+                fill = "paper" if event.get("axes") and w_open < 0.99 * w else part
+                items.append(Rect(x, top, w, 32, fill, stroke, 0.75 if w > 3 else 0.25, tip=full))
+                if event["exposed_s"] and word != "compute":
+                    open_part = x + w - w_open, top, w_open, 32
+                    items.append(Rect(*open_part, part, stroke, 0.75, hatch, tip=f"waits {full}"))
+                met = any(_meet(event, other) for _, other in mine if other is not event)
+                if w > 24 and not met and not (hatch and event["exposed_s"] and word != "compute"):
+                    items += fitting(
+                        x + w / 2, top + 16, w - 4, full, event["name"], fill=text_color_on(fill)
+                    )
+                if column:
+                    now = (
+                        Rect(x - 1, top - 3, w + 2, 38, "", "ink", 3),
+                        Line(((x, 8), (x, 40 * len(lanes) + 16))),
+                    )
+                    items.append(Group(now, frame=k))
         blocks.append(items)
         lines.append(head)
         for e in turn["events"]:
@@ -543,8 +558,10 @@ def two_lanes(turns, title: str) -> Scene:
                 took, exposed = time_text(e["end_s"] - e["start_s"]), time_text(e["exposed_s"])
                 lines.append(f"  {e['name']}: {took}, {exposed} exposed")
     says = {"compute": "computing", "links": "communicating", "network": "between hosts"}
-    key = [(fill, says[word]) for word, fill in lanes] + [("edge", "computing waits for it", "/")]
-    return compose(title, [*blocks, legend(key)], "\n".join(lines))
+    key = [(fill, says.get(word, word)) for word, fill in lanes] + [("edge", "computing waits for it", "/")]
+    if column:
+        key = [("paper", "beside computing"), *((f, f"{n}: computing waits") for n, f in lanes[1:])]
+    return compose(title, [*blocks, legend(key)], "\n".join(lines), column=column)
 
 
 def _meet(one: dict, other: dict) -> bool:

@@ -1,0 +1,339 @@
+"""Draw the tensor, and what moves: which block each device holds, and a collective round by round.
+
+A device is a small matrix, the whole tensor, with the block that it holds inked. Rows and columns of devices
+are mesh axes. Frame 0 (`scene.Group`) is at rest; frame k shows segment k - 1 of `predict.layer.forward`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from llmpar.draw.charts import count_noun, two_lanes
+from llmpar.draw.geometry import coordinates, rounds, slices, strides
+from llmpar.draw.scene import (
+    SMALL,
+    Group,
+    Line,
+    Rect,
+    Scene,
+    compose,
+    size_text,
+    small_text,
+    stack,
+    text_width,
+    time_text,
+)
+from llmpar.notation import PARTS, Dim, Layout, divisors
+from llmpar.predict.layer import Segment
+
+MOST = 64
+"""The most devices that are drawn one by one; above, cells stand for blocks of them."""
+COLUMN, MARGIN, GAP = 560, 4, 4
+"""The width of a picture, its margin, and what parts two cells, in pixels."""
+HOW = {
+    "all-gather": "pieces go round the ring",
+    "reduce-scatter": "sums go round the ring",
+    "all-reduce": "sums go round the ring, then the result",
+    "all-to-all": "each sends every other its own piece",
+    "collective-permute": "each sends to the next",
+}
+"""What the devices of a group do, by kind of collective."""
+
+
+@dataclass
+class Cells:
+    """Devices from ``first`` on as ``num`` cells, of ``block`` each, in rows and columns that are mesh axes.
+
+    ``order`` names the axes of ``sizes``, slow links first; ``node`` counts the devices of a node.
+    """
+
+    sizes: dict[str, int]
+    order: tuple[str, ...]
+    node: int
+    num: int
+    block: int = 1
+    first: int = 0
+    wide: float = COLUMN - 2 * MARGIN
+    high: float = 360
+
+    def __post_init__(self) -> None:
+        self.apart, levels = strides(self.sizes, self.order), []  # an axis, its stride and length in cells
+        for axis in self.order:
+            stride = max(1, self.apart[axis] // self.block)
+            length = min(self.sizes[axis] * self.apart[axis] // (stride * self.block), self.num // stride)
+            levels += [(axis, stride, length)] * (length > 1)
+        whole = {1, *(stride * length for _, stride, length in levels)}
+        nested = whole | {stride * k for _, stride, length in levels for k in divisors(length)}
+        square = lambda c: abs(math.log(c * c / self.num / 2)) + 9 * (max(c, self.num / c) > 16)
+        self.columns = c = min(sorted(nested), key=lambda c: square(c) + 2 * (c not in whole))
+        self.side = [(axis, max(c, stride)) for axis, stride, length in levels if stride * length > c]
+        self.top = [(axis, stride) for axis, stride, _ in levels if stride < c]
+        per = self.node // self.block  # cells of a node
+        fits = self.node % self.block == self.first % self.node == 0 and 1 < per < self.num
+        self.per = per if fits and (c % per == 0 or per % c == 0) else 0
+        steps = {stride: 6.0 for _, stride in (*self.side, *self.top)} | {self.per: 9.0}
+        self.gaps = [(s, gap) for s, gap in steps.items() if s > 1]
+        self.left = sum(self.room(axis) for axis, _ in self.side)
+        self.w = self.h = 0.0
+        (x, _), (_, y) = self.at(c - 1), self.at(self.num - 1)
+        self.w = min(104.0, (self.wide - x) / c - 5 * bool(self.per) / c)
+        self.h = max(11.0, min(0.66 * self.w, 46.0, (self.high - y) * c / self.num))
+
+    def room(self, axis: str) -> float:
+        """The width of an axis' labels beside the rows."""
+        return (
+            max(
+                text_width(self.name(axis, cell, self.columns), SMALL)
+                for cell in (0, self.num - self.columns)
+            )
+            + 10
+        )
+
+    def ranges(self, cell: int, cells: int = 1) -> dict[str, tuple[int, int]]:
+        """Which coordinates the devices of some cells have, which are an aligned block."""
+        first, block, out = self.first + cell * self.block, cells * self.block, {}
+        for axis, apart in self.apart.items():
+            low = first // apart % self.sizes[axis]
+            out[axis] = low, low + max(1, min(self.sizes[axis] - low, block // apart))
+        return out
+
+    def name(self, axis: str, cell: int, cells: int = 1) -> str:
+        """The coordinates of some cells on an axis: ``dp 0–7``."""
+        low, high = self.ranges(cell, cells)[axis]
+        return f"{axis} {low}" + f"–{high - 1}" * (high - low > 1)
+
+    def where(self, cell: int) -> str:
+        """The coordinates of a cell."""
+        inside = lambda axis: self.ranges(cell)[axis] == (0, self.sizes[axis])
+        return ", ".join(self.name(axis, cell) for axis in self.order if not inside(axis)) or "alone"
+
+    def at(self, cell: int) -> tuple[float, float]:
+        """The upper left corner of a cell."""
+        (row, column), c = divmod(cell, self.columns), self.columns
+        x = self.left + column * (self.w + GAP) + sum(gap * (column // s) for s, gap in self.gaps if s < c)
+        y = row * (self.h + GAP) + sum(gap * (row * c // s) for s, gap in self.gaps if s >= c)
+        return x, y + 14 * len(self.top) + 5 * bool(self.per)
+
+    def around(self) -> list:
+        """The axes' names with indices, beside the rows and above the columns; dashed boxes around nodes."""
+        items, right, sides = list[Any](), 0.0, {axis for axis, _ in self.side}
+        for axis, stride in self.side:
+            right += self.room(axis)
+            for cell in range(0, self.num, stride):
+                y = (self.at(cell)[1] + self.at(cell + stride - 1)[1] + self.h) / 2
+                text = self.name(axis, cell, stride if (axis, 1) in self.top else 1)
+                items.append(small_text(right - 10, y, text, "end", f"{axis}-line"))
+        for line, (axis, stride) in enumerate(self.top):
+            for cell in range(0, self.columns, stride):
+                x = (self.at(cell)[0] + self.at(cell + stride - 1)[0] + self.w) / 2
+                text = f"+{cell // stride}" if axis in sides else self.name(axis, cell)
+                short = text.split()[-1] if text_width(text, SMALL) > stride * (self.w + GAP) else text
+                items.append(small_text(x, 14 * line + 5, short, fill=f"{axis}-line"))
+        for cell in range(0, self.num, self.per) if self.per else ():
+            (x, y), (right, low) = self.at(cell), self.at(cell + self.per - 1)
+            box = x - 4, y - 4, right + self.w - x + 8, low + self.h - y + 8
+            items.append(Rect(*box, "", "edge", 1, dash=True, radius=4))
+        return items
+
+    def alike(self, device: int, axes) -> list[int]:
+        """The cells with a device that differs from this one along ``axes`` alone, or not at all."""
+        at, found = coordinates(self.sizes, self.order, device), []
+        for cell in range(self.num):
+            ranges = self.ranges(cell)
+            if all(ranges[a][0] <= at[a] < ranges[a][1] for a in self.order if a not in axes):
+                found.append(cell)
+        return found
+
+    def moving(self, device: int, axes: tuple[str, ...], kind: str) -> list:
+        """The group of a device over ``axes``, outlined, and the arrows of the first round."""
+        team, mine, color = self.alike(device, axes), (device - self.first) // self.block, f"{axes[0]}-line"
+        items = [Rect(*self.at(i), self.w, self.h, "", color, 2.5, radius=2) for i in team if i != mine]
+        if not 1 < len(team) <= 16 or mine not in team:
+            return items
+        pairs = [(team[a], team[b]) for a, b, _ in rounds(kind, len(team))[1]["sends"]]
+        if kind.endswith("all-to-all"):
+            pairs = [(mine, other) for other in team if other != mine]
+        paths = [self.arrow(a, b) for a, b in pairs]
+        return [
+            *items,
+            *(
+                Line(path, paper, wide, head=True)
+                for paper, wide in (("paper", 5), (color, 2))
+                for path in paths
+            ),
+        ]
+
+    def arrow(self, source: int, target: int) -> tuple[tuple[float, float], ...]:
+        """From cell to cell, back on another line than there."""
+        ends, forth = (self.at(source), self.at(target)), 0.2 if target > source else -0.2
+        (x0, y0), (x1, y1) = ((x + self.w / 2, y + self.h / 2) for x, y in ends)
+        if y0 == y1:
+            y = y0 + forth * self.h
+            return (x0 + forth * self.w, y), (x1 - forth * self.w, y)
+        if x0 == x1:
+            x = x0 + forth * self.w / 2
+            return (x, y0 + forth * self.h), (x, y1 - forth * self.h)
+        return (x0, y0), (x1, y1)
+
+
+def stretches(dims: list[Dim], sizes: dict[str, int], ranges, room: float) -> list[tuple[float, float]]:
+    """What the devices at ``ranges`` of coordinates hold of a dim, on a side of ``room`` pixels: stretches
+    that can be seen, joined where they touch. Without a dim all of the side."""
+    runs, parts, out = [(0, 1)], 1, list[tuple[float, float]]()
+    for axis in (axis for dim in dims for axis in dim.axes):
+        (low, high), size = ranges[axis], sizes[axis]
+        if high - low < size:  # of many stretches some: they could not be told apart
+            runs = [(i * size + low, i * size + high) for a, b in runs for i in range(a, min(b, a + 32))]
+        else:
+            runs = [(a * size, b * size) for a, b in runs]
+        parts *= size
+    for a, b in runs:
+        wide = max(2.5, room * (b - a) / parts)
+        low = min(room * a / parts, room - wide)
+        if out and low <= out[-1][1] + 0.01:
+            low = out.pop()[0]
+        out.append((low, min(room, room * a / parts + wide)))
+    return out
+
+
+def tensor_grid(
+    layout: Layout,
+    shape,
+    sizes: dict[str, int],
+    order,
+    node: int,
+    device: int = 0,
+    itemsize: int = 4,
+    name: str = "",
+    fill: str = "weights",
+    segments: list[Segment] | None = None,
+) -> Scene:
+    """Which block of a tensor each device of a mesh holds, `COLUMN` pixels wide.
+
+    Every device is the whole tensor with its block inked in the colour of the role ``fill``; above `MOST`
+    devices a cell stands for a block of them, and the ``device`` that was chosen is drawn with those near it
+    below. ``sizes`` of the mesh axes and their ``order``, slow links first, as `MeshShape.sizes` has them;
+    ``node`` counts the devices of a node. A click on a cell sets ``device``. With ``segments`` of a layer
+    there is a frame for each (`frames`). Bytes are those of elements of ``itemsize``.
+    """
+    order, n = tuple(order), math.prod(sizes.values())
+    dims = [Dim(dim.name, tuple(a for a in dim.axes if sizes.get(a, 1) > 1)) for dim in layout.dims]
+    counts = [math.prod(sizes[a] for a in dim.axes) for dim in dims]
+    cut = [i for i, count in enumerate(counts) if count > 1]
+    plain = [i for i, count in enumerate(counts) if count == 1 and shape[i] > 1]
+    shown = sorted([*cut[-2:], *plain[len(plain) - max(0, 2 - len(cut)) :]][-2:])
+    aside, odd = cut[:-2], [i for i in cut if shape[i] % counts[i]]
+    cutting, whole = [a for dim in dims for a in dim.axes], math.prod(shape) * itemsize
+
+    def holds(at: dict[str, int]) -> str:
+        held = None if odd else slices(Layout(tuple(dims)), shape, sizes, at)
+        if held is None:
+            return f"no even part: {dims[odd[0]].name} = {shape[odd[0]]} cannot be cut into {counts[odd[0]]}"
+        words = ", ".join(f"{dims[i].name} {held[i][0]}:{held[i][1]}" for i in cut) or "all of it"
+        return f"{words}; {size_text(whole // math.prod(counts))} of {size_text(whole)}"
+
+    def drawn(part: Cells) -> list:
+        items, others = part.around(), {a: [b for b in order if b != a] for a in cutting}
+        same = set(range(part.num)).intersection(*(part.alike(device, others[a]) for a in cutting))
+        for cell in range(part.num):
+            (x, y), ranges, first = part.at(cell), part.ranges(cell), part.first + cell * part.block
+            box = x, y, part.w, part.h if len(shown) > 1 else min(part.h, 22.0)
+            items.append(Rect(*box, "paper", "edge", 1, radius=2))
+            left = x + 6.0 * bool(aside)
+            for a, b in [] if odd else stretches([dims[i] for i in aside[:1]], sizes, ranges, box[3]):
+                items += [Rect(x, y + a, 5, b - a, dims[i].axes[0]) for i in aside[:1]]
+            for a, b in [] if odd else stretches([dims[i] for i in shown[-2:-1]], sizes, ranges, box[3]):
+                for c, d in stretches([dims[i] for i in shown[-1:]], sizes, ranges, x + part.w - left):
+                    items.append(Rect(left + c, y + a, d - c, b - a, fill, "edge", 0.75))
+            at, last = coordinates(sizes, order, first), first + part.block - 1
+            tip = f"device {first}: {part.where(cell)}; {holds(at)}"
+            if part.block > 1:
+                tip = f"devices {first}–{last}: {part.where(cell)}"
+            stroke = ("ink", 2.5) if first <= device <= last else ("ink", 1.25 * (cell in same))
+            act = json.dumps({"device": first + device % part.block})
+            items.append(Rect(*box, "", *stroke, radius=2, tip=tip, act=act))
+        return items
+
+    parts, at = [Cells(sizes, order, node, n)], coordinates(sizes, order, device)
+    copies = n // math.prod(counts)
+    notes = [
+        f"Each cell is the whole tensor, {' down, '.join(dims[i].name for i in shown)} across."
+        if shown
+        else ""
+    ]
+    notes += [f"The bar at its left is {dims[aside[0]].name}."] if aside else []
+    if n > MOST:
+        steps = strides(sizes, order)
+        nested = sorted({step * k for a, step in steps.items() for k in divisors(sizes[a])})
+        whole_axes = [b for b in sorted({*steps.values()}) if 16 <= n // b <= MOST]
+        block = next(b for b in [*whole_axes, *nested] if n // b <= MOST)
+        near = [b for b in nested if b <= MOST and block % b == 0]
+        inner = node if node in near else near[-1]
+        first = device // inner * inner
+        parts = [Cells(sizes, order, node, n // block, block, high=250)]
+        parts.append(Cells(sizes, order, node, inner, 1, first, high=100))
+        notes.append(
+            f"One above stands for {block} devices; below, devices {first}–{first + inner - 1} one by one."
+        )
+    notes += [f"Dashed: nodes of {node} devices."] * any(part.per for part in parts)
+    notes = [f"Device {device} ({parts[-1].where(device - parts[-1].first)}) holds {holds(at)}.", *notes]
+    notes.insert(1, f"{count_noun(copies, 'device')} hold the same." * (copies > 1))
+    placed = stack([drawn(part) for part in parts], 16)
+    for k, one in enumerate(segments or (), 1):
+        axes = tuple(a if a in sizes else {v: k for k, v in PARTS.items()}.get(a, a) for a in one.axes)
+        for spot, part in zip(placed[: len(parts)], parts, strict=True):
+            if axes:
+                placed.append(Group(tuple(part.moving(device, axes, one.kind)), spot.dx, spot.dy, k))
+    said = [frame["text"] for frame in frames(segments)] if segments else []
+    lines = [
+        Group((small_text(0, 14 * i, line, "start", "ink"),), frame=k)
+        for k, text in enumerate(said)
+        for i, line in enumerate(textwrap.wrap(text, 82))
+    ]
+    title = f"{name or layout}: who holds what"
+    return compose(
+        title,
+        [placed, lines],
+        "\n".join(filter(None, notes)),
+        [" ".join(filter(None, notes))],
+        MARGIN,
+        COLUMN,
+    )
+
+
+def words(segment: Segment) -> str:
+    """What happens in a segment."""
+    took, waits = segment.end_s - segment.start_s, segment.exposed_s
+    if not segment.axes:
+        return f"All devices compute: {segment.name}, {time_text(took)}."
+    size, times = size_text(segment.bytes_sent / max(1, segment.times)), segment.times
+    text = (
+        f"{segment.name.capitalize()}: {segment.kind} over {','.join(segment.axes)}, {segment.group} devices;"
+    )
+    text += f" {HOW[segment.kind.removeprefix('ragged-')]}. Each sends {size}" + f", {times} times" * (
+        times > 1
+    )
+    beside = "computing waits" if waits > 0.999 * took else "beside computing"
+    if 0 < waits <= 0.999 * took:
+        beside = f"computing waits for {time_text(waits)} of it"
+    return f"{text}: {time_text(took)}, {beside}."
+
+
+def frames(segments: list[Segment], seconds: float = 8.0) -> list[dict[str, Any]]:
+    """Frame 0, at rest, and one for each segment: how long it is shown (``seconds`` in all) and words."""
+    total = sum(one.end_s - one.start_s for one in segments) or 1.0
+    shown = [max(0.5, seconds * (one.end_s - one.start_s) / total) for one in segments]
+    rest = {"seconds": 1.0, "text": "At rest: who holds what."}
+    each = zip(segments, shown, strict=True)
+    return [rest, *({"seconds": round(time, 2), "text": words(one)} for one, time in each)]
+
+
+def layer_lanes(segments: list[Segment], turns: int = 1) -> Scene:
+    """A layer in time: what computes above, below what travels, in its axis' colour; hatched where computing
+    waits for it. ``turns``: how often a step runs it forward. A frame outlines each segment (`frames`)."""
+    turn = {"name": "a layer forward", "count": turns, "events": [vars(one) for one in segments]}
+    return two_lanes([turn], "One layer in time", COLUMN)
