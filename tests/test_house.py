@@ -60,7 +60,7 @@ BUDGETS = {
     "kernels": 1_150,
     "training": 1_400,
     "predict": 3_700,
-    "draw": 2_000,  # until the old explorer's drawings are gone: then 1,700
+    "draw": 2_030,  # until the old explorer's drawings are gone: then 1,700
     "inspect": 2_300,
     "explore": 1_000,
     "serve": 250,

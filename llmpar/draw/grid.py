@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from llmpar.draw.charts import count_noun, two_lanes
 from llmpar.draw.geometry import coordinates, rounds, slices, strides
 from llmpar.draw.scene import (
+    LIGHT,
     SMALL,
     Group,
     Line,
@@ -42,6 +44,11 @@ HOW = {
     "collective-permute": "each sends to the next",
 }
 """What the devices of a group do, by kind of collective."""
+
+
+def axis_line(axis: str) -> str:
+    """The role of an axis' words; of one that is not ours, that of all words."""
+    return f"{axis}-line" if f"{axis}-line" in LIGHT else "ink"
 
 
 @dataclass
@@ -126,13 +133,13 @@ class Cells:
             for cell in range(0, self.num, stride):
                 y = (self.at(cell)[1] + self.at(cell + stride - 1)[1] + self.h) / 2
                 text = self.name(axis, cell, stride if (axis, 1) in self.top else 1)
-                items.append(small_text(right - 10, y, text, "end", f"{axis}-line"))
+                items.append(small_text(right - 10, y, text, "end", axis_line(axis)))
         for line, (axis, stride) in enumerate(self.top):
             for cell in range(0, self.columns, stride):
                 x = (self.at(cell)[0] + self.at(cell + stride - 1)[0] + self.w) / 2
                 text = f"+{cell // stride}" if axis in sides else self.name(axis, cell)
                 short = text.split()[-1] if text_width(text, SMALL) > stride * (self.w + GAP) else text
-                items.append(small_text(x, 14 * line + 5, short, fill=f"{axis}-line"))
+                items.append(small_text(x, 14 * line + 5, short, fill=axis_line(axis)))
         for cell in range(0, self.num, self.per) if self.per else ():
             (x, y), (right, low) = self.at(cell), self.at(cell + self.per - 1)
             box = x - 4, y - 4, right + self.w - x + 8, low + self.h - y + 8
@@ -200,6 +207,45 @@ def stretches(dims: list[Dim], sizes: dict[str, int], ranges, room: float) -> li
     return out
 
 
+def near(sizes: dict[str, int], order: tuple[str, ...], node: int, device: int) -> list[Cells]:
+    """All devices one by one; above `MOST` blocks of them, and a device's neighbourhood one by one."""
+    n = math.prod(sizes.values())
+    if n <= MOST:
+        return [Cells(sizes, order, node, n)]
+    steps = strides(sizes, order)
+    nested = sorted({step * k for a, step in steps.items() for k in divisors(sizes[a])})
+    whole_axes = [b for b in sorted({*steps.values()}) if 16 <= n // b <= MOST]
+    block = next(b for b in [*whole_axes, *nested] if n // b <= MOST)
+    close = [b for b in nested if b <= MOST and block % b == 0]
+    inner = node if node in close else close[-1]
+    around = Cells(sizes, order, node, inner, 1, device // inner * inner, high=100)
+    return [Cells(sizes, order, node, n // block, block, high=250), around]
+
+
+def apart_words(parts: list[Cells]) -> str:
+    """What the two parts of a large mesh show."""
+    above, below = parts
+    last = below.first + below.num - 1
+    return f"One above stands for {above.block} devices; below, devices {below.first}–{last} one by one."
+
+
+def inked(part: Cells, device: int, same: Collection[int], ink, tip, high: float) -> list:
+    """The cells of a part, each with what ``ink(part, cell, width, height)`` draws in it. The chosen device
+    is outlined, and thinly the cells that hold the ``same``; ``tip(device)`` says what one holds."""
+    items = part.around()
+    for cell in range(part.num):
+        (x, y), first = part.at(cell), part.first + cell * part.block
+        box = x, y, part.w, min(part.h, high)
+        items += [Rect(*box, "paper", "edge", 1, radius=2), Group(tuple(ink(part, cell, *box[2:])), x, y)]
+        last, one = first + part.block - 1, part.block == 1
+        text = f"device {first}" if one else f"devices {first}–{last}"
+        text += f": {part.where(cell)}" + (f"; {tip(first)}" if one else "")
+        stroke = ("ink", 2.5) if first <= device <= last else ("ink", 1.25 * (cell in same))
+        act = json.dumps({"device": first + device % part.block})
+        items.append(Rect(*box, "", *stroke, radius=2, tip=text, act=act))
+    return items
+
+
 def tensor_grid(
     layout: Layout,
     shape,
@@ -236,29 +282,23 @@ def tensor_grid(
         words = ", ".join(f"{dims[i].name} {held[i][0]}:{held[i][1]}" for i in cut) or "all of it"
         return f"{words}; {size_text(whole // math.prod(counts))} of {size_text(whole)}"
 
-    def drawn(part: Cells) -> list:
-        items, others = part.around(), {a: [b for b in order if b != a] for a in cutting}
-        same = set(range(part.num)).intersection(*(part.alike(device, others[a]) for a in cutting))
-        for cell in range(part.num):
-            (x, y), ranges, first = part.at(cell), part.ranges(cell), part.first + cell * part.block
-            box = x, y, part.w, part.h if len(shown) > 1 else min(part.h, 22.0)
-            items.append(Rect(*box, "paper", "edge", 1, radius=2))
-            left = x + 6.0 * bool(aside)
-            for a, b in [] if odd else stretches([dims[i] for i in aside[:1]], sizes, ranges, box[3]):
-                items += [Rect(x, y + a, 5, b - a, dims[i].axes[0]) for i in aside[:1]]
-            for a, b in [] if odd else stretches([dims[i] for i in shown[-2:-1]], sizes, ranges, box[3]):
-                for c, d in stretches([dims[i] for i in shown[-1:]], sizes, ranges, x + part.w - left):
-                    items.append(Rect(left + c, y + a, d - c, b - a, fill, "edge", 0.75))
-            at, last = coordinates(sizes, order, first), first + part.block - 1
-            tip = f"device {first}: {part.where(cell)}; {holds(at)}"
-            if part.block > 1:
-                tip = f"devices {first}–{last}: {part.where(cell)}"
-            stroke = ("ink", 2.5) if first <= device <= last else ("ink", 1.25 * (cell in same))
-            act = json.dumps({"device": first + device % part.block})
-            items.append(Rect(*box, "", *stroke, radius=2, tip=tip, act=act))
+    def ink(part: Cells, cell: int, w: float, h: float) -> list:
+        ranges, left, items = part.ranges(cell), 6.0 * bool(aside), list[Any]()
+        span = lambda which, room: stretches([dims[i] for i in which], sizes, ranges, room)
+        for a, b in span(aside[:1], h) if aside and not odd else []:
+            items.append(Rect(0, a, 5, b - a, dims[aside[0]].axes[0]))
+        for a, b in [] if odd else span(shown[-2:-1], h):
+            for c, d in span(shown[-1:], w - left):
+                items.append(Rect(left + c, a, d - c, b - a, fill, "edge", 0.75))
         return items
 
-    parts, at = [Cells(sizes, order, node, n)], coordinates(sizes, order, device)
+    def drawn(part: Cells) -> list:
+        others = {a: [b for b in order if b != a] for a in cutting}
+        same = set(range(part.num)).intersection(*(part.alike(device, others[a]) for a in cutting))
+        tip = lambda device: holds(coordinates(sizes, order, device))
+        return inked(part, device, same, ink, tip, 46.0 if len(shown) > 1 else 22.0)
+
+    parts, at = near(sizes, order, node, device), coordinates(sizes, order, device)
     copies = n // math.prod(counts)
     notes = [
         f"Each cell is the whole tensor, {' down, '.join(dims[i].name for i in shown)} across."
@@ -266,19 +306,8 @@ def tensor_grid(
         else ""
     ]
     notes += [f"The bar at its left is {dims[aside[0]].name}."] if aside else []
-    if n > MOST:
-        steps = strides(sizes, order)
-        nested = sorted({step * k for a, step in steps.items() for k in divisors(sizes[a])})
-        whole_axes = [b for b in sorted({*steps.values()}) if 16 <= n // b <= MOST]
-        block = next(b for b in [*whole_axes, *nested] if n // b <= MOST)
-        near = [b for b in nested if b <= MOST and block % b == 0]
-        inner = node if node in near else near[-1]
-        first = device // inner * inner
-        parts = [Cells(sizes, order, node, n // block, block, high=250)]
-        parts.append(Cells(sizes, order, node, inner, 1, first, high=100))
-        notes.append(
-            f"One above stands for {block} devices; below, devices {first}–{first + inner - 1} one by one."
-        )
+    if len(parts) > 1:
+        notes.append(apart_words(parts))
     notes += [f"Dashed: nodes of {node} devices."] * any(part.per for part in parts)
     notes = [f"Device {device} ({parts[-1].where(device - parts[-1].first)}) holds {holds(at)}.", *notes]
     notes.insert(1, f"{count_noun(copies, 'device')} hold the same." * (copies > 1))
