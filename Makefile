@@ -2,6 +2,7 @@
 #   make demo    the main job          make lab     JupyterLab on the lessons
 #   make test    the tests             make slides  the deck, in slides/_build
 #   make gallery every drawing and explorer on one page, in slides/_gallery; make pictures: those of the README
+#   make runtime Python for the browser, which saved pages of explorers take along (needs npm)
 #   make index   lessons, words, decks and sheets on one page; make handout: two sheets for learners
 #   make exports the lessons as a sphinx-lesson tree and as a Carpentries Workbench tree, in notebooks/_exports
 #   make test-lessons, test-browser, test-compilers, test-processes: tests that are jobs of their own (.ci/run does all)
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compilers demo test test-lessons test-browser test-compilers test-processes test-fast test-full lab bench slides handout index exports notebooks gallery pictures lint engines clean
+.PHONY: help setup runtime compilers demo test test-lessons test-browser test-compilers test-processes test-fast test-full lab bench slides handout index exports notebooks gallery pictures lint engines clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -35,9 +36,17 @@ $(STAMP): pyproject.toml constraints.txt
 	fi
 	@touch $@
 
-# The accessibility checker of the browser tests, where npm is; without it those tests say that they were skipped.
+# Two things from npm, where it is: the accessibility checker of the browser tests, which say that they were skipped without it;
+# and Python for the browser (Pyodide), packed into one file that git ignores and a wheel carries.
 node_modules: package.json
-	@if command -v npm >/dev/null 2>&1; then npm install --silent --no-package-lock --no-audit --no-fund || echo "llmpar: npm install failed; accessibility is not checked"; fi
+	@if command -v npm >/dev/null 2>&1; then npm install --silent --no-package-lock --no-audit --no-fund && touch $@ || echo "llmpar: npm install failed"; fi
+
+RUNTIME := llmpar/explore/static/python.json
+runtime: $(RUNTIME)
+
+$(RUNTIME): package.json .ci/runtime.py | node_modules
+	@test -f node_modules/pyodide/pyodide.asm.wasm || { echo "llmpar: Python for the browser comes through npm, which is not here or failed; install Node.js with npm, then run make runtime. Pages without it: save(…, small=True)" >&2; exit 1; }
+	@$(PYTHON) .ci/runtime.py node_modules/pyodide $@
 
 # What `llmpar compile` asks: the compilers for GPUs and TPUs, without a device. They lie beside the environment, since JAX looks
 # for a GPU wherever its plugin is installed: PYTHONPATH=$(VENV)/aot llmpar compile. Tests that need them find them there.
@@ -73,7 +82,9 @@ test: lint
 test-lessons: $(STAMP)
 	$(call WITH,lessons)
 
+# Without Python for the browser, its tests say that they were skipped.
 test-browser: $(STAMP) node_modules
+	-@$(MAKE) --no-print-directory runtime
 	$(call WITH,browser)
 
 test-compilers: compilers

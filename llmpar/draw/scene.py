@@ -11,6 +11,8 @@ its middle. No matplotlib until a PNG is asked for. What a picture means is not 
 from __future__ import annotations
 
 import base64
+import functools
+import html
 import io
 import math
 import textwrap
@@ -22,7 +24,6 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape, quoteattr
 
 TITLE, BODY, SMALL = "title", "body", "small"  # sizes of type, by role as colours are
 PAGE = {TITLE: 15, BODY: 13, SMALL: 11}
@@ -316,6 +317,11 @@ def _n(*numbers: float) -> str:
     return " ".join(f"{x:.2f}".rstrip("0").rstrip(".") for x in numbers)
 
 
+# As xml.sax has them, which brings half a network along.
+escape = functools.partial(html.escape, quote=False)
+attribute = lambda text: f'"{html.escape(text)}"'
+
+
 def to_svg(scene: Scene) -> str:
     """The scene as one self-contained SVG. It follows the reader's light or dark setting, or JupyterLab's
     theme."""
@@ -345,8 +351,8 @@ def to_svg(scene: Scene) -> str:
             style, tip = paint(item.fill, item.stroke, item.width, item.dash), escape(item.tip)
             style += f' data-op="{item.op}"' * bool(item.op)
             if item.act:
-                style += f' role="button" tabindex="-1" data-set={quoteattr(item.act)}'
-                style += f" aria-label={quoteattr(item.tip)}"
+                style += f' role="button" tabindex="-1" data-set={attribute(item.act)}'
+                style += f" aria-label={attribute(item.tip)}"
             body.append(f"<rect {position} {style}>" + f"<title>{tip}</title>" * bool(tip) + "</rect>")
             if item.hatch:
                 name = f"llmpar-{'dots' if item.hatch == '.' else 'lines'}-{item.stroke}"
@@ -370,7 +376,7 @@ def to_svg(scene: Scene) -> str:
     font = 'font-family="DejaVu Sans, Verdana, system-ui, sans-serif"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="llmpar" role="{role}"'
-        f" aria-label={quoteattr(scene.title)} "
+        f" aria-label={attribute(scene.title)} "
         f'width="{w}" height="{h}" viewBox="0 0 {w} {h}" style="max-width:100%;height:auto" {font}>'
         f"<title>{escape(scene.title)}</title><desc>{escape(scene.text)}</desc>"
         f"<style>.llmpar{{{light}}}@media (prefers-color-scheme:dark){{.llmpar{{{dark}}}}}"

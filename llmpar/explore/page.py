@@ -1,0 +1,117 @@
+"""A page of an explorer: one HTML file that works without a kernel, a server and a network.
+
+A whole page brings Python along (`static/python.json`, which ``make runtime`` makes of Pyodide) and the
+part of this package that needs nothing else. A worker wakes it behind the first picture, and it answers
+every state as a kernel would. A small page, for mail, knows the answers one click away from where it starts.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html as markup
+import itertools
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).parent.parent
+STATIC = Path(__file__).parent / "static"
+MODULE, STYLE = STATIC / "explorer.js", STATIC / "explorer.css"
+RUNTIME = STATIC / "python.json"
+ROOMS = ("draw/*", "explore/*", "predict/*", "presets.toml", "kernels/__init__.py", "kernels/tiles.py")
+MODULES = """__init__ config execution files hugging_face notation plan refusals schedules sequence_order
+    timetable""".split()
+MOST = 1_300_000
+"""Bytes of stored answers in a small page, packed: with them it takes about 2 MB."""
+
+
+def runtime() -> str:
+    """Python for the browser, as JSON; nothing where ``make runtime`` has not run."""
+    return RUNTIME.read_text(encoding="ascii") if RUNTIME.is_file() else ""
+
+
+def rooms() -> dict[str, str]:
+    """The part of the package that needs neither JAX nor numpy: what the files hold, by their paths."""
+    found = [PACKAGE / f"{name}.py" for name in MODULES]
+    found += [path for room in ROOMS for path in sorted(PACKAGE.glob(room))]
+    files = [path for path in found if path.suffix in (".py", ".toml") and path.name != "widget.py"]
+    return {path.relative_to(PACKAGE.parent).as_posix(): path.read_text(encoding="utf-8") for path in files}
+
+
+def html(explorer: Any, small: bool = False) -> str:
+    """The page of an `Explorer`; ``small``: without Python.
+
+    Raises ValueError where Python for the browser is missing: what would bring it, and what needs none.
+    """
+    doc, python, stored = explorer.document(), "" if small else runtime(), list[dict]()
+    if small:
+        doc["answer"], *stored = nearby(explorer, doc)
+    elif not python:
+        what = "a page that answers by itself needs Python for the browser, which is not installed here"
+        raise ValueError(f"{what}; make it with 'make runtime' (npm is needed), or save(…, small=True)")
+    brought = {"kind": explorer.kind, "given": explorer.given, "rooms": packed(rooms())}
+    parts = {
+        "title": markup.escape(explorer.title),
+        "text": markup.escape(explorer.scene.text),
+        "light": doc["theme"]["light"]["paper"],
+        "dark": doc["theme"]["dark"]["paper"],
+        "style": STYLE.read_text(encoding="utf-8"),
+        "doc": as_json(doc | {"live": not small, "stored": [] if small else doc["stored"]}),
+        "stored": packed(stored) if small else "",
+        "module": as_script(MODULE),
+        "worker": as_script(STATIC / "worker.js"),
+        "brought": "null" if small else as_json(brought),
+        "python": python or "null",
+    }
+    template = (STATIC / "saved.html").read_text(encoding="utf-8")
+    return re.sub(r"\[\[(\w+)\]\]", lambda found: parts[found[1]], template)
+
+
+def packed(value: Any) -> str:
+    """JSON for a page to unpack: gzip'd, in letters."""
+    return base64.b64encode(gzip.compress(json.dumps(value).encode(), mtime=0)).decode()
+
+
+def as_json(value: Any) -> str:
+    """JSON that stays inside its element of a page."""
+    return json.dumps(value).replace("<", "\\u003c")
+
+
+def as_script(path: Path) -> str:
+    """JavaScript that stays inside its element of a page."""
+    return path.read_text(encoding="utf-8").replace("</script", "<\\/script")
+
+
+def nearby(explorer: Any, doc: dict) -> list[dict]:
+    """The answer of the start, with all that a reader would wait for, and those one click away, up to `MOST`
+    bytes: of what it advises, and by turns of what each panel offers."""
+    start, first = doc["state"], doc["answer"]
+    while first["more"] and (later := explorer.more(start)):
+        first = later
+    found, room = [first, *doc["stored"]], MOST
+    known = [answer["asked"] for answer in found]
+    for patch in offered(first):
+        state = start | patch
+        if "fields" in patch:  # one by one, as the browser does it; null gives one back
+            both = start["fields"] | patch["fields"]
+            state["fields"] = {name: value for name, value in both.items() if value is not None}
+        if state not in known:
+            known.append(state)
+            found.append(explorer.answer(state))
+            room -= len(zlib.compress(json.dumps(found[-1]).encode()))
+            if room < 0:
+                return found[:-1]
+    return found
+
+
+def offered(answer: dict) -> list[dict]:
+    """What can be clicked in an answer, as patches of its state."""
+    advice = [said["steps"] for said in (answer["refusal"], answer["verdict"]) if said]
+    panels = [panel.get("svg", "") + panel.get("html", "") for panel in answer["panels"].values()]
+    marks = [re.findall(r"""data-set=("[^"]*"|'[^']*')""", panel) for panel in panels]
+    clicks = [[json.loads(markup.unescape(mark[1:-1])) for mark in found] for found in marks]
+    turns = [patch for turn in itertools.zip_longest(*clicks) for patch in turn if patch is not None]
+    return [step["set"] for steps in advice for step in steps if step["do"] == "apply"] + turns
