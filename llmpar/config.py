@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -271,13 +272,19 @@ class ModelConfig:
 
 
 def preset(name: str) -> ModelConfig:
-    """A preset by name, or a Hugging Face ``config.json`` by its path or its folder's."""
+    """A preset by name, or a Hugging Face ``config.json`` by its path, by its folder's, or by the name of a
+    model that this machine has downloaded (``meta-llama/Llama-3.1-8B``)."""
     if name not in PRESETS and os.path.isdir(name):
         name = os.path.join(name, "config.json")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.endswith(".json"):
+        hub = pathlib.Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
+        kept = (hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json")
+        if newest := max(kept, key=os.path.getmtime, default=None):
+            return dataclasses.replace(from_hugging_face(str(newest)), name=name.partition("/")[2])
     if name.endswith(".json"):
         return from_hugging_face(name)
     if name not in PRESETS:
-        others = "or give the path of a config.json or of its folder"
+        others = "or give the path of a config.json, or the name of a downloaded model"
         raise ValueError(f"unknown model '{name}'; the presets are {', '.join(PRESETS)}, {others}")
     return PRESETS[name]
 

@@ -143,6 +143,19 @@ def test_configurations_made_in_python_are_checked_by_the_same_table(made, said)
         made()
 
 
+def test_a_downloaded_model_is_found_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    kept = tmp_path / "hub" / "models--someone--Llama-3.1-8B" / "snapshots" / "0a1b"
+    kept.mkdir(parents=True)
+    written(kept, CARDS["llama3.1-8b"])
+    found = preset("someone/Llama-3.1-8B")
+    assert found.name == "Llama-3.1-8B" and dataclasses.replace(found, name="llama3.1-8b") == preset(
+        "llama3.1-8b"
+    )
+    with pytest.raises(ValueError, match="unknown model 'someone/else'.*name of a downloaded model"):
+        preset("someone/else")
+
+
 @pytest.mark.parametrize("name", ["tiny", "llama3.1-8b", "qwen3-30b-a3b", "deepseek-v3"])
 def test_a_configuration_comes_back_from_plain_data(name):
     assert from_dict(json.loads(json.dumps(dataclasses.asdict(preset(name))))) == preset(name)

@@ -334,3 +334,10 @@ def test_against_prints_what_it_compares(capsys, tmp_path):
     status, out, _ = call(capsys, "--against", str(path))  # at 80 columns, no figure is cut off
     assert status == 0 and "mine" in out and "worst runs" in out and "…" not in out
     assert f"{found['rows'][0]['predicted']['step_s']:,.4g} s" in out and "1 s" in out
+
+
+def test_half_a_chip_has_a_plan_and_no_line_that_compiles_it():
+    """A v3 is two devices."""
+    q = planner.Question(preset("tiny"), chip("v3"), 1, 8, 128)
+    (row,) = planner.document(planner.decide(q))["plans"]
+    assert row["mesh"] == "dp=1" and row["compile"] is None and "--mesh" in row["train"]

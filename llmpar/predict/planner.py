@@ -509,7 +509,7 @@ def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
         "why": why(one, plans[0]),
         "change": change(one, plans),
         "train": command(q, one.plan, "train"),
-        "compile": command(q, one.plan, "compile"),
+        "compile": None if q.num_devices % q.chip.devices_per_chip else command(q, one.plan, "compile"),
         "launch": launch(q, one.plan),
     }
 
