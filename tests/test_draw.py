@@ -2,12 +2,14 @@
 
 import functools
 import itertools
+import json
 import math
 import random
 import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections import Counter
 
 import pytest
 from matplotlib.font_manager import FontProperties
@@ -15,7 +17,8 @@ from matplotlib.textpath import TextPath
 from shared import ROOT, TABLES, load
 
 from llmpar import draw, schedules, timetable
-from llmpar.draw import charts, layouts
+from llmpar.draw import charts, columns, layouts
+from llmpar.draw.columns import Part, Sent, Way
 from llmpar.draw.scene import (
     COLOURS,
     DARK,
@@ -126,6 +129,51 @@ CASES: dict = {
     "timetable costs": lambda: draw.timeline(pipeline("zb-h1", 8, 32, costs=(1, 2, 0.5), hop=0.1)),
     "timetable plain": lambda: draw.timeline([[(0, 1, "F", 0, 0), (1, 3, "B", 0, 0)]]),
 }
+ACT = json.dumps({"explain": "weights"})
+BYTES = [
+    Part("weights", 4.11 * GIB, "70.6 G × 4 B / 64", ACT),
+    Part("optimizer", 8.2 * GIB, "twice that"),
+    Part("activations", 48 * GIB, "kept for the backward pass"),
+    Part("gradients", 4.1 * GIB),
+]
+SECONDS = {
+    "products": 2.63, "attention": 0.52, "elementwise": 0.45, "recomputation": 0.9, "bubble": 0.3,
+    "tensor-parallel links": 1.41, "weights and gradients on links": 0.19, "launching": 0.03,
+    "optimizer": 0.01,
+}  # fmt: skip
+TERMS = [Part(name, seconds, act=ACT) for name, seconds in SECONDS.items()]
+SENT = [
+    Sent("tp", "activations", 352 * GIB, 0, 1.41, "402 all-reduces", ACT),
+    Sent("fsdp", "weights", 28.3 * GIB, 0.42, 0.19),
+    Sent("fsdp", "gradients", 14.4 * GIB, 0.31, 0),
+    Sent("dp,fsdp", "norms", 3e5, 0, 0),
+]
+HERE, BEST = Way("fsdp=8 tp=8", 65.4 * GIB, 6.13, "tp"), Way("fsdp=64", 30 * GIB, 4.29, "fsdp")
+_rng = random.Random(0)
+WAYS = [
+    Way(f"dp={i}", 2 ** _rng.gauss(36, 1.2), 10 ** _rng.gauss(0.95, 0.2), _rng.choice([*AXES]), "slow", ACT)
+    for i in range(187)
+]
+CUT = {"pp": 1, "dp": 3, "fsdp": 8, "ep": 1, "sp": 1, "tp": 8}
+MOVES = {"fsdp": (('{"mesh": "a"}', "fsdp 4, tp 16"), None), "tp": (None, ('{"mesh": "b"}', "tp 16, fsdp 4"))}
+CASES |= {
+    "squares": lambda: columns.axis_squares(CUT, {"fsdp": "cut state"}, MOVES, "The product stays 192."),
+    "squares of many": lambda: columns.axis_squares(CUT | {"pp": 64, "dp": 27, "sp": 16}),
+    "squares of one": lambda: columns.axis_squares(dict.fromkeys(AXES, 1)),
+    "memory bar": lambda: columns.memory_bar(
+        BYTES, [(59.3 * GIB, "may take"), (79.1 * GIB, "all")], (61 * GIB, 69 * GIB), 65.4 * GIB
+    ),
+    "memory bar, room": lambda: columns.memory_bar(BYTES[:1], [(59.3 * GIB, "may take")]),
+    "time bar": lambda: columns.time_bar(TERMS, total=6.5),
+    "sent": lambda: columns.sent_bars(SENT),
+    "sent, nothing": lambda: columns.sent_bars([]),
+    "map": lambda: columns.mesh_map([*WAYS, HERE, BEST], HERE, BEST, 59.3 * GIB, 21, 210),
+    "map, begun": lambda: columns.mesh_map([BEST], HERE, BEST, 59.3 * GIB, 0, 210),
+    "map, at its best": lambda: columns.mesh_map([BEST, HERE], BEST, BEST, 59.3 * GIB, 0, 2),
+    "map, small": lambda: columns.mesh_map([Way("tp=2", 2e7, 0.01, "tp")], None, None, 59.3 * GIB),
+    "map, far over": lambda: columns.mesh_map([HERE, BEST], HERE, BEST, GIB / 2),
+    "map, empty": lambda: columns.mesh_map([]),
+}
 WORDS = TABLES["drawn"]
 """What the text twin of each must have."""
 for _name, (_p, _m) in itertools.product(schedules.SCHEDULES, [(2, 4), (4, 8)]):
@@ -212,7 +260,8 @@ def test_svg_is_well_formed_described_and_deterministic(case):
     svg = to_svg(case[0])
     root = ET.fromstring(svg)
     assert svg == to_svg(case[0])
-    assert root.get("role") == "img" and root.get("aria-label") == case[0].title
+    acts = any(isinstance(item, Rect) and item.act for item in flatten(case[0].items))
+    assert root.get("role") == ("group" if acts else "img") and root.get("aria-label") == case[0].title
     assert [child.tag.split("}")[1] for child in root[:2]] == ["title", "desc"]
     assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
     patterns = {f"url(#{p.get('id')})" for p in root.iter("{http://www.w3.org/2000/svg}pattern")}
@@ -608,6 +657,111 @@ def test_overlap_hides_what_it_can():
     # By hand: gradients of 3 s each leave as they come, the last one alone after the last computation.
     text = draw.overlap([3.0] * 4, [2.0] * 4).text
     assert "in turn: 20 s, 8 s of it" in text and "side by side: 14 s, 2 s of it" in text
+
+
+# ---- an explorer's columns
+
+
+COLUMNS = [
+    name
+    for name in CASES
+    if name.split(",")[0].split(" of")[0] in ("squares", "memory bar", "time bar", "sent", "map")
+]
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_chart_is_as_wide_as_its_column_and_low(name):
+    scene = CASES[name]()
+    left = name.startswith(("squares", "memory", "time"))
+    assert scene.width == (columns.LEFT if left else columns.RIGHT) and scene.height <= (280 if left else 390)
+
+
+def buttons(scene) -> list[Rect]:
+    """What can be clicked."""
+    return [item for item in flatten(scene.items) if isinstance(item, Rect) and item.act]
+
+
+def test_squares_are_the_prime_factors_and_a_move_that_there_is_not_is_no_button():
+    squares = [r for r in flatten(CASES["squares"]().items) if isinstance(r, Rect) and r.h == 14 and r.fill]
+    assert Counter(r.fill for r in squares) == {"dp": 1, "fsdp": 3, "tp": 3}
+    texts = [t.text for t in flatten(CASES["squares"]().items) if isinstance(t, Text)]
+    assert texts.count("3") == 2, "the size of dp, and in its square, for the others are twos"
+    moves = [(r.act, r.tip) for r in buttons(CASES["squares"]())]
+    assert moves == [('{"mesh": "a"}', "fsdp 4, tp 16"), ('{"mesh": "b"}', "tp 16, fsdp 4")]
+
+
+def segments(scene, tall) -> list[Rect]:
+    """The parts of a bar."""
+    return [r for r in flatten(scene.items) if isinstance(r, Rect) and r.tip and r.h == tall]
+
+
+def test_the_parts_of_a_bar_are_as_long_as_they_are_and_end_at_its_number():
+    for name, tall, values, total in (
+        ("memory bar", 26, [part.value for part in BYTES], 65.4 * GIB),
+        ("time bar", 26, [*SECONDS.values()][:7], 6.5),
+    ):
+        bar = segments(CASES[name](), tall)
+        per = bar[0].w / values[0]
+        assert [r.w / per for r in bar[:-1]] == pytest.approx(values), name
+        assert sum(r.w for r in bar) / per == pytest.approx(total) and bar[-1].tip.startswith("rest"), name
+        ends = list(itertools.accumulate([bar[0].x, *(r.w for r in bar)]))
+        assert [r.x for r in bar] == pytest.approx(ends[:-1]), "side by side"
+    assert {r.tip for r in buttons(CASES["memory bar"]())} == {"weights: 4.11 GiB, 70.6 G × 4 B / 64"}
+    with pytest.raises(ValueError, match="parts add up to 64.4 GiB of 60 GiB; count nothing twice"):
+        columns.memory_bar(BYTES, total=60 * GIB)
+
+
+def test_many_parts_are_told_and_the_smallest_added_up():
+    many = [Part(f"part {i}", 1.0 + i, role="weights") for i in range(12)]
+    scene = columns.memory_bar(many)
+    bar = segments(scene, 26)
+    assert len(bar) == columns.MOST_PARTS and bar[-1].tip.startswith("rest: 10 B, part 0 1 B, part 1 2 B")
+    assert "Memory of a device: 78 B" in scene.text
+
+
+def test_waiting_has_the_colour_of_its_axis_wherever_it_is_drawn():
+    waits = {
+        "tensor-parallel links": "tp",
+        "sequence links": "sp",
+        "expert links": "ep",
+        "pipeline sends": "pp",
+    }
+    waits |= {"weights and gradients on links": "fsdp", "gradients at the end": "fsdp"}
+    for name, axis in waits.items():
+        for scene, tall in (
+            (columns.time_bar([Part(name, 1.0)]), 26),
+            (draw.time_bars([("x", {name: 1.0})]), 28),
+            (columns.sent_bars([Sent(axis, "rows", 1.0, 0, 1.0)]), 15),
+        ):
+            assert [r.fill for r in segments(scene, tall)] == [axis], name
+    (alone,) = segments(columns.time_bar([Part("gradients at the end", 1.0, role="dp")]), 26)
+    assert alone.fill == "dp"
+
+
+def test_what_hides_and_what_waits_are_parts_of_one_bar():
+    bars = segments(CASES["sent"](), 15)
+    assert [(r.fill, r.hatch) for r in bars] == [("tp", ""), ("paper", "/"), ("fsdp", ""), ("paper", "/")]
+    per = bars[0].w / 1.41
+    assert [r.w for r in bars] == pytest.approx([per * s for s in (1.41, 0.42, 0.19, 0.31)])
+
+
+def test_a_map_puts_a_mesh_where_its_numbers_are():
+    scene = CASES["map"]()
+    dots = {r.tip.partition(":")[0]: r for r in segments(scene, 8)}
+    assert len(dots) == len(WAYS) + 2 and len(buttons(scene)) == len(WAYS)
+    x, y = ({way.mesh: getattr(dots[way.mesh], axis) for way in WAYS} for axis in "xy")
+    (edge,) = (line.points[0][0] for line in flatten(scene.items) if isinstance(line, Line) and line.dash)
+    for a, b in itertools.pairwise(WAYS):
+        ratio = (x[a.mesh] - x[b.mesh]) / math.log(a.bytes / b.bytes)
+        assert ratio == pytest.approx((edge - 4 - x[b.mesh]) / math.log(59.3 * GIB / b.bytes))
+        assert (y[a.mesh] < y[b.mesh]) == (a.seconds > b.seconds), "slower is higher"
+    assert dots[HERE.mesh].fill == "tp" and dots[BEST.mesh].fill == "fsdp"
+    rings = [r for r in flatten(scene.items) if isinstance(r, Rect) and r.radius == 7]
+    centres = {(round(r.x + 7, 6), round(r.y + 7, 6)) for r in rings}
+    assert centres == {(round(dots[w.mesh].x + 4, 6), round(dots[w.mesh].y + 4, 6)) for w in (HERE, BEST)}
+    (beyond,) = (r for r in flatten(scene.items) if isinstance(r, Rect) and r.fill == "bad-ground")
+    assert beyond.x == edge
+    assert all((dots[way.mesh].x + 4 > edge) == (way.bytes > 59.3 * GIB) for way in WAYS)
 
 
 def test_what_cannot_be_drawn_is_refused():

@@ -4,7 +4,8 @@ all."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -105,30 +106,18 @@ def arrows_sent(rows) -> Scene:
     bars: list[tuple[str, list]] = sorted(by_arrow.items(), key=lambda bar: -total(bar[1]))
     if rest := bars[ARROWS_DRAWN:]:
         bars[ARROWS_DRAWN:] = [(f"{len(rest)} more", [row for _, parts in rest for row in parts])]
-    left, wide = max((text_width(name) for name, _ in bars), default=0) + 12, 300
-    most = max([total(parts) for _, parts in bars] + [1])
-    items, lines = list[Any](), []
-    for i, (name, parts) in enumerate(bars):
-        x, y = left, 24 * i
-        items.append(Text(left - 10, y + 9, name, anchor="end"))
-        sizes: dict[tuple[str, str], int] = {}
+    drawn, lines, roles = [], [], dict[str, str]()
+    for name, parts in bars:
+        sizes = Counter[str]()
         for row in parts:
-            key = row["axis"], row["kind"]
-            sizes[key] = sizes.get(key, 0) + row["bytes_sent"]
-        for (axes, kind), n in sizes.items():
-            tip = f"{axes} {kind} {size_text(n)}"
-            items.append(Rect(x, y, wide * n / most, 18, *_axis_colours(axes), tip=tip))
-            items += [Line(((x, y), (x, y + 18)), "paper", 2)] * (x > left)
-            x += wide * n / most
-        words = ", ".join(f"{axes} {kind} {size_text(n)}" for (axes, kind), n in sizes.items())
-        items.append(small_text(x + 10, y + 9, words, "start", "ink"))
+            sizes[f"{row['axis']} {row['kind']}"] += row["bytes_sent"]
+            roles[f"{row['axis']} {row['kind']}"] = _axis_colours(row["axis"])[0]
+        drawn.append((name, sizes))
         passes = (f"{r['direction']} {r['axis']} {r['kind']} ×{r['count']}".strip() for r in parts)
         lines.append(f"{name}: {size_text(total(parts))} ({', '.join(passes)})")
-    note = f"In all {size_text(total(rows))}."
-    used = {row["axis"].split(",")[0] for row in rows}
-    axes_key = legend([(axis, f"over {axis}") for axis in AXES if axis in used])
+    text = "\n".join([*lines, f"In all {size_text(total(rows))}."])
     title = "Bytes sent per device and step, by arrow"
-    return compose(title, [items, axes_key], "\n".join([*lines, note]), [note])
+    return replace(memory_bars(drawn, title=title, wide=300, roles=roles), text=f"{title}\n{text}")
 
 
 def live_blocks(matrix) -> Scene:
@@ -282,7 +271,7 @@ def _bars(
     meanings: dict[str, list[str]] = {}
     for part in dict.fromkeys(part for _, row in rows for part in row):
         meanings.setdefault(role_of(part, words), []).append(part)
-    left, bottom = max(text_width(name) for name, _ in rows) + 12, 42 * len(rows) - 8
+    left, bottom = max([text_width(name) for name, _ in rows] + [0]) + 12, 42 * len(rows) - 8
     high = max([sum(row.values()) for _, row in rows] + [limit or 0, whole or 0, 1e-12])
     items, lines = _scale(lambda v: left + wide * v / high, marks(high), bottom, text, bottom), []
     for i, (name, row) in enumerate(rows):

@@ -1,0 +1,284 @@
+"""The charts of an explorer's columns: how the devices are cut, what fills one of them, what a step takes and
+sends, and all the other meshes.
+
+Plain values in, a `Scene` as wide as its column out. An ``act`` is what a click asks for, as JSON; see
+`Rect.act`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+from collections.abc import Iterable
+
+from llmpar.draw.charts import MEMORY, TIME, bar_part, count_noun, role_of
+from llmpar.draw.scene import (
+    SMALL,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    compose,
+    fitting,
+    look,
+    size_text,
+    small_text,
+    text_color_on,
+    text_width,
+    time_text,
+)
+from llmpar.notation import AXES
+
+LEFT, RIGHT, MARGIN = 330, 400, 2
+"""The widths of the columns and the margin of what is in them, in pixels."""
+COMPUTING = ("matmuls", "attention", "elementwise", "again", "rest")
+MOST_PARTS = 9
+
+
+Part = namedtuple("Part", "name value note act role", defaults=("", "", ""))
+"""A part of a bar, in bytes or seconds, in the colour of its ``role`` or else of its name; ``note`` says in
+few words how it comes about."""
+Sent = namedtuple("Sent", "axes what bytes hidden_s waits_s note act", defaults=("", ""))
+"""What a device sends in a step over ``axes``, and its seconds on links: behind computing, and waited for."""
+Way = namedtuple("Way", "mesh bytes seconds axis note act", defaults=("", "", ""))
+"""A mesh on the map: bytes of a device, seconds of a step, its largest axis, and why it loses."""
+
+
+def axis_squares(sizes: dict[str, int], notes=None, acts=None, note: str = "") -> Scene:
+    """How the devices are cut: a row per mesh axis, with a square for each prime factor of its size.
+
+    ``notes`` say what an axis does, in two words. ``acts`` are, per axis, what its − and its + ask for: each
+    (act, what it does), or None where there is no such mesh.
+    """
+    notes, acts, num = notes or {}, acts or {}, math.prod(sizes.values())
+    pitch = min(17, 112 / max(1, len(_primes(num))))
+    items, lines = list[Rect | Text](), list[str]()
+    for i, axis in enumerate(AXES):
+        n, y = sizes.get(axis, 1), 26 * i
+        live, factors, says = n > 1, _primes(n), notes.get(axis, "")
+        items.append(Text(0, y + 11, axis, fill=f"{axis}-line" if live else "soft", bold=live))
+        for sign, x, given in zip("−+", (40, 178), acts.get(axis, (None, None)), strict=True):
+            act, tip = given or ("", "")
+            fill, stroke, ink = ("cell", "edge", "ink") if act else ("", "grid", "edge")
+            items.append(Rect(x, y + 1, 20, 20, fill, stroke, radius=3, tip=tip, act=act))
+            items.append(Text(x + 10, y + 11, sign, anchor="middle", fill=ink))
+        for k in range(len(_primes(num))):
+            fill, stroke = (axis, f"{axis}-line") if k < len(factors) else ("", "grid")
+            items.append(Rect(66 + pitch * k, y + 4, pitch - 3, 14, fill, stroke, radius=2))
+            if k < len(factors) and factors[k] > 2:
+                number = str(factors[k])
+                items += fitting(64.5 + pitch * (k + 0.5), y + 11, pitch, number, fill=text_color_on(axis))
+        items.append(Text(238, y + 11, str(n), SMALL, "end", bold=live))
+        items.append(small_text(246, y + 11, says, "start", "ink" if live else "soft"))
+        lines.append(f"{axis} {n}" + f": {says}" * bool(says))
+    return _column(f"{count_noun(num, 'device')}, cut", "", items, lines, [note] * bool(note), LEFT)
+
+
+def _primes(n: int) -> list[int]:
+    """The prime factors of ``n``, the largest first."""
+    d = next((d for d in range(2, math.isqrt(n) + 1) if n % d == 0), n)
+    return [*_primes(n // d), d] if n > 1 else []
+
+
+def memory_bar(parts: Iterable[Part], limits=(), band=None, total: float | None = None) -> Scene:
+    """What fills a device: one bar of parts in bytes, and their list.
+
+    ``limits`` are (bytes, what they are), the one that counts first; ``band`` is from where to where the sum
+    may lie, and hatched. What the parts lack of a ``total`` is drawn as "rest".
+    """
+    parts, total = _whole(parts, total, MEMORY, size_text)
+    over = total - limits[0][0] if limits else 0.0
+    spare = [f"{size_text(abs(over))} {'too much' if over > 0 else 'free'}."] * bool(limits)
+    return _bar("Memory of a device", parts, size_text, limits, band, spare, "bad" if over > 0 else "ink")
+
+
+def time_bar(parts: Iterable[Part], band=None, total: float | None = None) -> Scene:
+    """What a step takes: one bar of parts in seconds, and their list; ``band`` and ``total`` as in
+    `memory_bar`."""
+    parts, total = _whole(parts, total, TIME, time_text)
+    sums = {"computing": 0.0, "waiting for links": 0.0, "idle": 0.0}
+    for part in parts:
+        waits = "idle" if part.role == "paper/" else "waiting for links"
+        sums["computing" if part.role in COMPUTING else waits] += part.value
+    says = [" · ".join(f"{name} {time_text(s)}" for name, s in sums.items() if s)]
+    return _bar("One step", parts, time_text, (), band, says)
+
+
+def _whole(parts: Iterable[Part], total: float | None, words: dict, text) -> tuple[list[Part], float]:
+    """Parts with their roles, the smallest of many and what lacks of ``total`` as one."""
+    given = [p._replace(role=p.role or role_of(p.name, words)) for p in parts if p.value]
+    found = sum(p.value for p in given)
+    total = found if total is None else total
+    if found > 1.005 * total:
+        raise ValueError(f"the parts add up to {text(found)} of {text(total)}; count nothing twice")
+    ordered = sorted(given, key=lambda p: (p.role != "rest", p.value))
+    few = sum(p.role == "rest" for p in given)
+    few = max(few if few > 1 else 0, len(given) + 1 - MOST_PARTS if len(given) > MOST_PARTS else 0)
+    small, rest = ordered[:few], total - found + sum(p.value for p in ordered[:few])
+    names = ", ".join(f"{p.name} {text(p.value)}" for p in small)
+    shown = [p for p in given if p not in small]
+    return [*shown, *[Part("rest", rest, names, role="rest")] * (rest > 0.002 * total)], total
+
+
+def _bar(title: str, parts: list[Part], text, limits, band, notes: list[str], tone: str = "ink") -> Scene:
+    """A bar of parts below its limits and above its list."""
+    room, total = LEFT - 2 * MARGIN, sum(p.value for p in parts)
+    per = room / max([total, *(limit for limit, _ in limits), *(band or ()), 1e-12])
+    items, bars, lines, x, top = list[Rect | Text | Line](), list[Rect](), list[str](), 0.0, 16 * len(limits)
+    for k, (limit, why) in enumerate(limits):  # each label has a line of its own, so none meet
+        at, y, words = per * limit, top - 16 * k - 8, f"{why} {text(limit)}"
+        side, off = ("end", -6) if at > text_width(words, SMALL) + 6 else ("start", 6)
+        items.append(Line(((at, y - 6), (at, top + 32)), "edge" if k else "ink", 1 if k else 2, dash=True))
+        items.append(small_text(at + off, y, words, side, "ink"))
+        lines.append(words)
+    for y, part in enumerate(parts):
+        y, value, (fill, stroke, hatch) = top + 48 + 18 * y, text(part.value), look(part.role)
+        tip = f"{part.name}: {value}" + f", {part.note}" * bool(part.note)
+        bars.append(bar_part(part.role, x, top + 2, per * part.value, 26, tip, part.act))
+        items.append(Rect(0, y - 9, room, 18, "paper", tip=tip, act=part.act))
+        items.append(Rect(0, y - 6, 12, 12, fill, stroke, hatch=hatch))
+        items += [small_text(18, y, part.name, "start", "ink"), small_text(room, y, value, "end", "ink")]
+        fits = text_width(part.name + part.note, SMALL) + 96 < room
+        items += [small_text(room - 70, y, part.note, "end")] * fits
+        lines.append(tip)
+        x += per * part.value
+    if band:
+        low, high = band
+        for a, b, stroke in ((low, min(total, high), "black"), (max(total, low), high, "ink")):
+            bars += [Rect(per * a, top + 6, per * (b - a), 18, "", stroke, 1, "/")] * (b > a)
+        notes = [*notes, f"Hatched: {text(low)} to {text(high)}, as far as the estimate is off."]
+    return _column(title, text(total), [*bars, *items], lines, notes, LEFT, tone)
+
+
+def _column(title: str, number: str, items, lines, notes, wide: float, tone: str = "ink") -> Scene:
+    """A chart under its title and its number."""
+    head = [
+        Text(0, 0, title, bold=True),
+        Text(wide - 2 * MARGIN, 0, number, anchor="end", fill=tone, bold=True),
+    ]
+    whole = f"{title}: {number}" if number else title
+    return compose(
+        whole, [head, items], "\n".join([*lines, *notes]), [" ".join(notes)] * bool(notes), MARGIN, wide
+    )
+
+
+def sent_bars(rows: Iterable[Sent]) -> Scene:
+    """What a device sends in a step: a bar for each, as long as it takes on links; filled in its axis' colour
+    is what computing waits for, as in `time_bar`, and hatched what hides behind computing."""
+    rows, room = list(rows), RIGHT - 2 * MARGIN
+    left = max([text_width(row.axes) * 1.1 for row in rows] + [30]) + 10
+    per = (room - left) / max([row.hidden_s + row.waits_s for row in rows] + [1e-12])
+    items, lines = list[Rect | Text](), list[str]()
+    for i, row in enumerate(rows):
+        y, axis = 40 * i, row.axes.split(",")[0]
+        role = axis if axis in AXES else "links"
+        shares = [("hidden", f"{role}/", row.hidden_s), ("waits", role, row.waits_s)]
+        says = " · ".join(f"{time_text(s)} {word}" for word, _, s in shares if s) or "no time on links"
+        words, x = f"{row.what} {size_text(row.bytes)}", left
+        tip = f"{row.axes}: {words}, {says}" + f"; {row.note}" * bool(row.note)
+        items.append(Rect(0, y - 8, room, 36, "paper", tip=tip, act=row.act))
+        items.append(Text(0, y + 16, row.axes, bold=True, fill=f"{role}-line" if role == axis else "ink"))
+        items += [small_text(left, y, words, "start", "ink"), small_text(room, y, says, "end")]
+        for _, name, seconds in shares:
+            items += [bar_part(name, x, y + 9, max(2, per * seconds), 15, tip, row.act)] * (seconds > 0)
+            x += per * seconds
+        lines.append(tip)
+    note = "As long as it takes on links. Filled: the step waits; hatched: hidden behind computing."
+    number = size_text(sum(row.bytes for row in rows))
+    return _column("Sent by a device in a step", number, items, lines, [note], RIGHT)
+
+
+def mesh_map(
+    ways: Iterable[Way],
+    here: Way | None = None,
+    best: Way | None = None,
+    room: float = 0,
+    refused: int = 0,
+    num: int = 0,
+) -> Scene:
+    """All meshes of as many devices: a dot for each, its memory to the right and its time upwards, both
+    logarithmic; beyond ``room`` bytes it does not fit. ``here`` and ``best`` are ringed. Of ``num`` meshes
+    ``refused`` cannot be built, and others may still be on their way.
+    """
+    ways = list(ways)
+    rings = {name: way for name, way in (("you", here), ("best", best)) if way}
+    if here and best and here.mesh == best.mesh:
+        rings = {"you, the best": here}
+    shown = [*ways, *rings.values()] or [Way("", 2**30, 1.0)]
+    left, right, bottom = 50, RIGHT - 2 * MARGIN - 4, 270
+    x_of, x_ticks = _log([way.bytes for way in shown] + [room] * bool(room), left, right, 1024.0)
+    y_of, y_ticks = _log([way.seconds for way in shown], bottom, 0, 1000.0)
+    at = lambda way: (x_of(way.bytes), y_of(way.seconds))
+    fits = x_of(room) if room else right
+    items: list = [Rect(fits, 0, right - fits, bottom, "bad-ground")]
+    for v in x_ticks:
+        items.append(Line(((x_of(v), 0), (x_of(v), bottom + 4)), "grid", 1))
+        label = small_text(x_of(v), bottom + 12, size_text(v))
+        items += [label] * (label.box[2] < RIGHT - 2 * MARGIN)
+    for v in y_ticks:
+        items.append(Line(((left - 4, y_of(v)), (right, y_of(v))), "grid", 1))
+        items.append(small_text(left - 7, y_of(v), time_text(v), "end"))
+    items.append(Line(((left, 0), (left, bottom), (right, bottom)), "edge", 1))
+    items.append(small_text(right, bottom + 28, "memory of a device", "end"))
+    items.append(small_text(0, -12, "a step", "start"))
+    if room:
+        words = f"does not fit in {size_text(room)}"
+        side = "start" if fits + text_width(words, SMALL) < right else "end"
+        items.append(Line(((fits, -4), (fits, bottom)), "ink", 2, dash=True))
+        items.append(small_text(fits, -12, words, side, "bad"))
+    lines, dots = list[str](), list(map(at, shown))
+    for way in sorted(shown, key=lambda way: -way.seconds):
+        (x, y), (fill, stroke, _) = at(way), look(way.axis or "links")
+        why = f"; {way.note}" * bool(way.note)
+        lines.append(f"{way.mesh}: {size_text(way.bytes)}, {time_text(way.seconds)}{why}")
+        items.append(Rect(x - 4, y - 4, 8, 8, fill, stroke, radius=4, tip=lines[-1], act=way.act))
+    items += [Rect(at(way)[0] - 7, at(way)[1] - 7, 14, 14, "", "ink", 2, radius=7) for way in rings.values()]
+    taken = [(x - 8, y - 8, x + 8, y + 8) for x, y in map(at, rings.values())]
+    taken += [(fits - 1, 0, fits + 1, bottom)]
+    for name, way in rings.items():
+        text = _beside(*at(way), f"{name}: {way.mesh}", taken, dots, (left, 0, right, bottom))
+        x0, y0, x1, y1 = text.box
+        taken.append(text.box)
+        items += [Rect(x0 - 2, y0 - 2, x1 - x0 + 4, y1 - y0 + 4, "paper", radius=3), text]
+    done, count = len(ways) + refused, num or len(ways) + refused
+    notes = [f"{done} of {num} so far."] * (done < num) + [f"{refused} of {count} are refused."] * bool(
+        refused
+    )
+    notes.append("A dot has the colour of its largest axis.")
+    ringed = [f"{name}: {way.mesh}" for name, way in rings.items()]
+    return _column(
+        f"{count} mesh{'es' * (count != 1)}: memory and time",
+        "",
+        items,
+        [*ringed, *lines[::-1]],
+        notes,
+        RIGHT,
+    )
+
+
+def _log(values: list[float], start: float, end: float, thousand: float):
+    """A logarithmic scale from ``start`` to ``end`` pixels, and the round numbers on it."""
+    low, high = min(values) / 1.25, max(values) * 1.25
+    spare = max(1.0, math.sqrt(6 * low / high))
+    low, high = low / spare, high * spare
+    of = lambda v: start + (end - start) * math.log(v / low) / math.log(high / low)
+    unit = thousand ** math.floor(math.log(low, thousand))
+    steps = [s * t * u for u in (unit, unit * thousand) for t in (1, 10, 100) for s in (1, 2, 5)]
+    found = [v for v in steps if low <= v <= high]
+    return of, found if len(found) < 8 else found[:: -(-len(found) // 7)]
+
+
+def _beside(x: float, y: float, label: str, taken, dots, area) -> Text:
+    """A label beside a ring at (x, y), inside the area, where it meets no other and the fewest dots."""
+    places = [(12, 0, "start"), (-12, 0, "end"), (0, -17, "middle"), (0, 17, "middle")]
+    places += [(s * 8, dy, side) for dy in (-17, 17, -32, 32) for s, side in ((1, "start"), (-1, "end"))]
+
+    def cost(text: Text) -> float:
+        x0, y0, x1, y1 = text.box
+        out = max(0, area[0] - x0, x1 - area[2]) + max(0, area[1] - y0, y1 - area[3])
+        meets = sum(
+            x0 < right and left < x1 and y0 < bottom and top < y1 for left, top, right, bottom in taken
+        )
+        return 1000 * (out + meets) + sum(x0 - 4 < u < x1 + 4 and y0 - 4 < v < y1 + 4 for u, v in dots)
+
+    return min((Text(x + dx, y + dy, label, SMALL, side, bold=True) for dx, dy, side in places), key=cost)
