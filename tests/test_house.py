@@ -60,14 +60,14 @@ BUDGETS = {
     "kernels": 1_150,
     "training": 1_400,
     "predict": 3_700,
-    "draw": 2_030,  # until the old explorer's drawings are gone: then 1,700
+    "draw": 2_320,  # until the old explorer's drawings are gone: then 1,700
     "inspect": 2_300,
     "explore": 1_000,
     "serve": 250,
     "launch": 1_600,
     "exercises": 1_950,
     "cli": 2_250,
-    "package": 22_800,  # the same: then 22,300
+    "package": 23_060,  # the same: then 22,300
 }
 # In pieces, so that this file obeys its own rule.
 REGISTRY_HOSTS = [name + ".org" for name in ("pypi", "pythonhosted", "npmjs", "anaconda", "proxy.golang")]
