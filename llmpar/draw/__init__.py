@@ -7,6 +7,7 @@ charts       collectives  arrows_sent           what was sent, and for which arr
              timeline  overlap  two_lanes       who works when
              memory_bars  time_bars             what fills the memory, and the step
              loss_curve                         whether it learns
+columns      axis_squares  memory_bar  time_bar  sent_bars  mesh_map     what stands beside an explorer's grid
 geometry                                        where a device lies, who holds which slice
 scene                                           rectangles, lines and words; SVG, PNG and a text twin
 """

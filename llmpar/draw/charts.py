@@ -103,21 +103,23 @@ def arrows_sent(rows) -> Scene:
     for row in rows:
         by_arrow.setdefault(row["arrow"] or row.get("source") or "(the partitioner's)", []).append(row)
     total = lambda parts: sum(row["bytes_sent"] for row in parts)
-    bars: list[tuple[str, list]] = sorted(by_arrow.items(), key=lambda bar: -total(bar[1]))
-    if rest := bars[ARROWS_DRAWN:]:
-        bars[ARROWS_DRAWN:] = [(f"{len(rest)} more", [row for _, parts in rest for row in parts])]
-    drawn, lines, roles = [], [], dict[str, str]()
-    for name, parts in bars:
+    ordered: list[tuple[str, list]] = sorted(by_arrow.items(), key=lambda bar: -total(bar[1]))
+    if rest := ordered[ARROWS_DRAWN:]:
+        ordered[ARROWS_DRAWN:] = [(f"{len(rest)} more", [row for _, parts in rest for row in parts])]
+    drawn, lines, right, roles = [], [], [], dict[str, str]()
+    for name, parts in ordered:
         sizes = Counter[str]()
         for row in parts:
             sizes[f"{row['axis']} {row['kind']}"] += row["bytes_sent"]
             roles[f"{row['axis']} {row['kind']}"] = _axis_colours(row["axis"])[0]
         drawn.append((name, sizes))
+        right.append(", ".join(f"{what} {size_text(n)}" for what, n in sizes.items()))
         passes = (f"{r['direction']} {r['axis']} {r['kind']} ×{r['count']}".strip() for r in parts)
         lines.append(f"{name}: {size_text(total(parts))} ({', '.join(passes)})")
     text = "\n".join([*lines, f"In all {size_text(total(rows))}."])
     title = "Bytes sent per device and step, by arrow"
-    return replace(memory_bars(drawn, title=title, wide=300, roles=roles), text=f"{title}\n{text}")
+    bars = _bars(title, drawn, size_text, _byte_ticks, roles, wide=300, pitch=26, right=right)
+    return replace(bars, text=f"{title}\n{text}")
 
 
 def live_blocks(matrix) -> Scene:
@@ -193,7 +195,7 @@ def token_flow(rows, experts_per_rank: int = 1, capacity: float | None = None, d
         y = gap * (r + 0.5) - thick * sum(row) / 2
         for e, n in enumerate(row):
             ends = ((left, y + thick * n / 2), (right - 70, arrived[e] + thick * n / 2))
-            items += [Line(ends, "edge" if e // experts_per_rank == r else "ep-line", thick * n)] * (n > 0)
+            items += [Line(ends, "still" if e // experts_per_rank == r else "ep-line", thick * n)] * (n > 0)
             y, arrived[e] = y + thick * n, arrived[e] + thick * n
     for r in range(ranks):
         items.append(Text(left - 10, gap * (r + 0.5), f"rank {r}", anchor="end"))
@@ -241,13 +243,14 @@ def memory_bars(
     """What fills a device's memory: ``rows`` of (label, {part: bytes}), beside the chip's capacity; where a
     program may use less than all of the memory, a second mark at its ``whole_bytes``. The longest bar is
     ``wide`` pixels. ``roles`` are those of parts that colours.toml does not know by name."""
-
-    def marks(high: float) -> list[float]:
-        unit = 1024.0 ** min(5, int(math.log(max(high, 1), 1024)))
-        return [unit * t for t in ticks(0, high / unit)]
-
     whole = whole_bytes if whole_bytes != capacity_bytes else None
-    return _bars(title, rows, size_text, marks, MEMORY | (roles or {}), capacity_bytes, whole, wide)
+    return _bars(title, rows, size_text, _byte_ticks, MEMORY | (roles or {}), capacity_bytes, whole, wide)
+
+
+def _byte_ticks(high: float) -> list[float]:
+    """Round sizes up to ``high``."""
+    unit = 1024.0 ** min(5, int(math.log(max(high, 1), 1024)))
+    return [unit * t for t in ticks(0, high / unit)]
 
 
 def time_bars(rows, title: str = "Time per step", roles: dict[str, str] | None = None) -> Scene:
@@ -265,32 +268,37 @@ def role_of(part: str, words: dict[str, str]) -> str:
 
 
 def _bars(
-    title: str, rows, text, marks, words, limit: float | None = None, whole: float | None = None, wide=480.0
+    title: str, rows, text, marks, words, limit=None, whole=None, wide: float = 480, pitch=42, right=()
 ) -> Scene:
+    """Bars of parts, ``pitch`` pixels from one to the next; ``right`` is what stands beside each, or else its
+    sum and what is left of the ``limit``."""
     rows = [(str(name), row) for name, row in rows]
     meanings: dict[str, list[str]] = {}
     for part in dict.fromkeys(part for _, row in rows for part in row):
         meanings.setdefault(role_of(part, words), []).append(part)
-    left, bottom = max([text_width(name) for name, _ in rows] + [0]) + 12, 42 * len(rows) - 8
+    left, bottom = max([text_width(name) for name, _ in rows] + [0]) + 12, pitch * len(rows) - 8
+    tall = 2 * pitch // 3
     high = max([sum(row.values()) for _, row in rows] + [limit or 0, whole or 0, 1e-12])
     items, lines = _scale(lambda v: left + wide * v / high, marks(high), bottom, text, bottom), []
     for i, (name, row) in enumerate(rows):
-        x, y, total = left, 42 * i, sum(row.values())
+        x, y, total = left, pitch * i, sum(row.values())
         for part, value in row.items():
             w, said = wide * value / high, f"{part} {text(value)}"
-            items.append(bar_part(role_of(part, words), x, y, w, 28, said))
+            items.append(bar_part(role_of(part, words), x, y, w, tall, said))
             ends = [x, x + w]
             if limit is not None and x < (limit_x := left + wide * limit / high) < x + w:
                 # The label keeps off the limit's line.
                 ends = [limit_x, x + w] if 2 * limit_x < 2 * x + w else [x, limit_x]
             middle, room, hatched = sum(ends) / 2, ends[1] - ends[0] - 8, bool(items[-1].hatch)
             ink = text_color_on(items[-1].fill)
-            items += [] if hatched else fitting(middle, y + 14, room, text(value), fill=ink)
+            items += [] if hatched else fitting(middle, y + tall / 2, room, text(value), fill=ink)
             x += w
         over = limit is not None and total > limit
         spare = "" if limit is None else f"; {text(abs(limit - total))} {'too much' if over else 'free'}"
-        items.append(Text(left - 10, y + 14, name, anchor="end"))
-        items.append(Text(left + wide + 12, y + 14, text(total) + spare, SMALL, bold=over))
+        items.append(Text(left - 10, y + tall / 2, name, anchor="end"))
+        items.append(
+            Text(left + wide + 12, y + tall / 2, right[i] if right else text(total) + spare, SMALL, bold=over)
+        )
         said = ", ".join(f"{part} {text(value)}" for part, value in row.items())
         lines.append(f"{name}: {text(total)}{spare} ({said})")
     if limit is not None:

@@ -265,7 +265,7 @@ def _log(values: list[float], start: float, end: float, thousand: float):
     unit = thousand ** math.floor(math.log(low, thousand))
     steps = [s * t * u for u in (unit, unit * thousand) for t in (1, 10, 100) for s in (1, 2, 5)]
     found = [v for v in steps if low <= v <= high]
-    return of, found if len(found) < 8 else found[:: -(-len(found) // 7)]
+    return of, found if len(found) < 7 else found[:: -(-len(found) // 6)]
 
 
 def _beside(x: float, y: float, label: str, taken, dots, area) -> Text:
