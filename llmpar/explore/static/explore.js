@@ -1,0 +1,704 @@
+// An explorer in a browser: a form, pictures that Python drew, and the question for the next ones. What a
+// picture means is known to Python alone. `render` is a notebook's way in (its kernel answers), `start` a page's
+// (Python in the page answers, or what is stored in it). No library, no network.
+
+const SILENT = "Python does not answer: its kernel is busy, or was restarted; then run the cell again.";
+const ACT = "[data-set],[data-op]"; // what a click, Enter or Space does something with
+const TYPED = ["int", "text", "lines"];
+const ICONS = { good: "✓", unsure: "≈", bad: "✗", refused: "⊘" };
+const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+const KEYS = {
+  Tab: "the next control, button or picture",
+  "arrows, Home, End": "in a picture or a table: to the nearest part that can be chosen",
+  "Enter, Space": "choose it",
+  "↑ ↓": "in a number: the next, the one before",
+  "Shift and ← →": "in a timetable: move the operation in its row",
+  "?": "these keys; Esc closes them",
+};
+
+const escapes = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
+const esc = (text) => String(text).replace(/[&<>"]/g, (c) => escapes[c]);
+const shown = (value) => ({ null: "none", true: "yes", false: "no" })[value] ?? String(value);
+
+// ----------------------------------------------------------------------------------------------------- states
+
+// One spelling of a state, whatever the order of its names: a stored notebook sorts them.
+function sorted(value) {
+  if (Array.isArray(value)) return value.map(sorted);
+  if (!value || typeof value !== "object") return value;
+  return Object.fromEntries(Object.keys(value).sort().map((name) => [name, sorted(value[name])]));
+}
+const spelt = (value) => JSON.stringify(sorted(value));
+const belongs = (answer, state) => [answer.asked, answer.state].some((one) => spelt(one) === spelt(state));
+
+// A patch on a state: the plan's fields are set one by one, and null gives one back to the planner.
+function patched(state, patch) {
+  const fields = Object.entries({ ...state.fields, ...patch.fields }).filter(([, value]) => value !== null);
+  return { ...state, ...patch, ...(patch.fields && { fields: Object.fromEntries(fields) }) };
+}
+
+// A state in a page's address: what differs from where the page starts.
+function toHash(state, start) {
+  const names = Object.keys(state).filter((name) => spelt(state[name]) !== spelt(start[name]));
+  const text = (value) => encodeURIComponent(typeof value === "string" ? value : JSON.stringify(value));
+  const readable = (value) => text(value).replaceAll("%20", "+").replaceAll("%3D", "=").replaceAll("%2C", ",");
+  return names.map((name) => `${name}=${readable(state[name])}`).join("&");
+}
+
+function fromHash(hash, start) {
+  const state = { ...start }, unread = [];
+  for (const part of hash.replace(/^#/, "").split("&").filter(Boolean)) {
+    const [, name, text] = /^([^=]*)=?(.*)$/s.exec(part);
+    try {
+      const value = decodeURIComponent(text.replaceAll("+", " "));
+      if (!(name in start)) throw new Error("no such name");
+      state[name] = typeof start[name] === "string" ? value : JSON.parse(value);
+    } catch {
+      unread.push(part);
+    }
+  }
+  return [state, unread.length ? `Left out of the link, since it cannot be read here: ${unread.join(", ")}` : ""];
+}
+
+// --------------------------------------------------------------------------------------------------- controls
+
+function options(all, value) {
+  const same = (one) => spelt(one) === spelt(value), known = all.some(same) ? all : [value, ...all];
+  const option = (one) => `<option value="${esc(spelt(one))}"${same(one) ? " selected" : ""}>${esc(shown(one))}`;
+  return known.map((one) => `${option(one)}</option>`).join("");
+}
+
+function control(c, value, attribute = "data-name") {
+  const name = `${attribute}="${esc(c.name)}" data-kind="${c.kind}" aria-label="${esc(c.label)}"`;
+  if (c.kind === "flag") return `<input type="checkbox" ${name}${value ? " checked" : ""}>`;
+  if (c.kind === "lines") return `<textarea rows="5" spellcheck="false" ${name}>${esc(value)}</textarea>`;
+  if (c.kind === "choice") return `<select ${name}>${options(c.options, value)}</select>`;
+  const range = `type="range" min="${c.min}" max="${c.max}" step="${c.step || 1}"`;
+  if (c.kind === "slider") return `<input ${range} value="${value}" ${name}><output>${value}</output>`;
+  const typed = `<input type="text" spellcheck="false" autocomplete="off" value="${esc(value ?? "")}" ${name}`;
+  if (c.kind === "text") return `${typed}>`;
+  const by = (n, sign, word) =>
+    `<button type="button" tabindex="-1" data-by="${n}" aria-label="${esc(c.label)}: ${word}">${sign}</button>`;
+  const buttons = by(1, "▴", "more") + by(-1, "▾", "less");
+  return `<span class="int">${typed} inputmode="numeric" role="spinbutton">${buttons}</span>`;
+}
+
+// What a control says; undefined where it is not a number that can be read.
+function read(input) {
+  const { kind } = input.dataset, digits = input.value.replace(/[\s,_]/g, "");
+  if (kind === "flag") return input.checked;
+  if (kind === "choice") return JSON.parse(input.value);
+  if (kind === "slider") return Number(input.value);
+  if (kind === "int") return /^-?\d{1,15}$/.test(digits) ? Number(digits) : undefined;
+  return input.value;
+}
+
+function write(input, c, value) {
+  const text = c.kind === "int" && value !== null ? value.toLocaleString("en-US") : String(value ?? "");
+  if (c.kind === "flag") input.checked = value;
+  else if (c.kind === "choice") input.innerHTML = options(c.options, value);
+  else if (input.value !== text) input.value = text;
+  if (c.kind === "int") input.setAttribute("aria-valuenow", value ?? 0);
+  if (c.kind === "int" || c.kind === "text") input.size = Math.max(3, text.length);
+  if (c.kind === "slider") input.nextElementSibling.textContent = value;
+  input.removeAttribute("aria-invalid");
+}
+
+// The number after or before one: by the control's own step, else among the powers of two.
+function next(c, now, by) {
+  const power = by > 0 ? Math.floor(Math.log2(now)) + 1 : Math.ceil(Math.log2(now)) - 1;
+  const to = c.step ? now + by * c.step : now < 1 ? 1 : 2 ** power;
+  return Math.min(c.max ?? Infinity, Math.max(c.min ?? 1, to));
+}
+
+// --------------------------------------------------------------------------------------------- parts of a page
+
+function themeCss({ light, dark }) {
+  const vars = (theme) => `{${Object.entries(theme).map(([role, colour]) => `--${role}:${colour}`).join(";")}}`;
+  const [day, night] = [`.lpx${vars(light)}`, `.lpx${vars(dark)}`];
+  const lab = `[data-jp-theme-light=true] ${day}[data-jp-theme-light=false] ${night}`;
+  return `${day}@media (prefers-color-scheme:dark){${night}}${lab}`;
+}
+
+const step = ({ text, do: word, set }) => `<button type="button" class="step" data-set="${esc(JSON.stringify(set))}">` +
+  `${esc(text)} <b>${esc(word)}</b></button>`;
+
+function verdict({ verdict: found, refusal }, last) {
+  const one = found || (refusal && { tone: "refused", head: "Not possible" });
+  if (!one) return "";
+  const line = (kind, text) => (text ? `<p class="${kind}">${esc(text)}</p>` : "");
+  const icon = `<span aria-hidden="true">${ICONS[one.tone]}</span>`, steps = refusal?.steps || one.steps || [];
+  return `<div class="${one.tone}"><div role="status"><p class="head"><b>${icon} ${esc(one.head)}</b> ` +
+    `${esc(one.rest || "")}</p>${line("why", refusal?.why)}${line("line", one.line)}` +
+    `${line("line", refusal && last && "Shown: the last that could be answered.")}</div>` +
+    `<div class="steps">${steps.map(step).join("")}</div></div>`;
+}
+
+const labelled = (c, inner) => {
+  const tag = c.kind === "int" ? "div" : "label"; // a label would pass clicks on to its first button
+  return `<${tag} class="labelled ${c.kind}"><span>${esc(c.label)}</span>${inner}</${tag}>`;
+};
+
+// All that stays; what an answer says is put into it.
+function skeleton(doc, source, own, made) {
+  const [h, sub] = source.page ? ["h1", "h2"] : ["h2", "h3"], words = doc.sentence.split(/\{(\w+)\}/);
+  const button = (name, text, label = "") => `<button type="button" data-do="${name}"` +
+    `${label && ` aria-label="${label}" title="${label}"`}>${text}</button>`;
+  const others = doc.controls.filter((c) => !words.includes(c.name));
+  const panel = ([name, title]) => `<section class="panel" data-panel="${name}" hidden><${sub}>${esc(title)}</${sub}>` +
+    `<div class="pic" role="group" aria-label="${esc(title || name)}"></div><p class="note"></p></section>`;
+  const area = (where) => doc.panels.filter((one) => one[2] === where).map(panel).join("");
+  const tabs = doc.panels.map(([name, title]) => `<button type="button" data-tab="${name}">${esc(title || name)}</button>`);
+  const keys = Object.entries(KEYS).map(([key, what]) => `<dt>${key}</dt><dd>${what}</dd>`).join("");
+  return `<style>${themeCss(doc.theme)}</style>
+    <div class="ask"><div class="top"><${h} class="${doc.sentence ? "unseen" : ""}">${esc(doc.title)}</${h}>
+      <div class="sentence">${words.map((word, i) => (i % 2 ? own(word) : esc(word))).join("")}</div>
+      <div class="tools">${source.page ? button("link", "copy link") : ""}${button("code", "copy code")}
+        <details class="menu"><summary>save</summary><div>${button("png", "PNG")}${button("svg", "SVG")}
+        ${source.save ? button("html", "HTML") : ""}</div></details>${button("help", "?", "keys")}</div></div>
+      <div class="form">${others.map((c) => labelled(c, own(c.name))).join("")}</div><div class="verdict"></div>
+      <p class="said" role="status"></p></div>
+    <nav class="tabs" aria-label="pictures">${tabs.join("")}</nav>
+    <div class="panels"><div class="left">${area("left")}</div><div class="middle">${area("middle")}</div>
+      <div class="right">${area("right")}</div></div><div class="below">${area("below")}</div>
+    <details class="rest" hidden><summary></summary><div class="fields"></div></details>
+    <p class="foot"><span></span> ${button("cite", "copy")}<br>${made}</p>
+    <dialog aria-label="keys"><dl>${keys}</dl>${button("close", "close")}</dialog>
+    <div class="player" role="group" aria-label="the moving pictures" hidden>${button("play", "▶", "play")}
+      ${button("back", "◂", "step back")}${button("forth", "▸", "step forward")}
+      <input type="range" min="0" aria-label="instant"><span></span></div>`;
+}
+
+function download(name, type, content) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([content], { type }));
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+function savePng(svg, name) {
+  const image = new Image();
+  image.onload = () => {
+    const canvas = document.createElement("canvas");
+    [canvas.width, canvas.height] = [2 * image.width, 2 * image.height];
+    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+    canvas.toBlob((blob) => download(name, "image/png", blob));
+  };
+  image.src = `data:image/svg+xml,${encodeURIComponent(svg)}`;
+}
+
+// The first screen as one picture, in the light theme's own colours: not every program knows variables.
+function picture(root, { light: { ink, soft, paper } }, head, foot) {
+  const out = [], text = (x, y, size, fill, said) =>
+    out.push(`<text x="${x}" y="${y}" font-size="${size}" fill="${fill}">${esc(said)}</text>`);
+  let x = 16, high = 0;
+  for (const where of ["left", "middle", "right"]) {
+    let y = 84, wide = 0;
+    for (const svg of root.querySelectorAll(`.${where} .panel:not([hidden]) svg`)) {
+      const copy = svg.cloneNode(true), [w, h] = ["width", "height"].map((side) => Number(svg.getAttribute(side)));
+      copy.querySelector("style")?.remove();
+      copy.removeAttribute("style");
+      text(x, y + 4, 13, ink, svg.closest(".panel").firstChild.textContent);
+      copy.setAttribute("x", x);
+      copy.setAttribute("y", y + 12);
+      out.push(new XMLSerializer().serializeToString(copy));
+      [wide, y] = [Math.max(wide, w), y + h + 36];
+    }
+    [x, high] = [x + wide + (wide ? 16 : 0), Math.max(high, y)];
+  }
+  head.forEach((said, i) => text(16, 28 + 24 * i, 15, ink, said));
+  text(16, high + 8, 11, soft, foot);
+  const size = `width="${Math.max(x, 900)}" height="${high + 24}" font-family="DejaVu Sans, Verdana, sans-serif"`;
+  const ground = `<rect width="100%" height="100%" fill="${paper}"/>`;
+  return `<svg xmlns="http://www.w3.org/2000/svg" ${size}>${ground}${out.join("")}</svg>`;
+}
+
+function centre(e) {
+  const { x, y, width, height } = e.getBoundingClientRect();
+  return [x + width / 2, y + height / 2];
+}
+
+// The one that costs least to reach from a point; none where all cost Infinity.
+function nearest(all, [x, y], cost) {
+  let best = null, least = Infinity;
+  for (const e of all) {
+    const [x1, y1] = centre(e), far = e.getClientRects().length ? cost(x1 - x, y1 - y) : Infinity;
+    if (far < least) [best, least] = [e, far];
+  }
+  return best;
+}
+
+// One Tab stop for all parts of a picture.
+const rove = (group, stop) => {
+  for (const act of group.querySelectorAll(ACT)) act.setAttribute("tabindex", act === stop ? 0 : -1);
+};
+
+// ----------------------------------------------------------------------------------------------- the explorer
+
+// `source` is what answers: {state, answer, page, address, ask(state), more(state), save(state, answer),
+// waiting(ms): what to say after so long}. What it hears goes to `receive` (an answer) and `follow` (a state).
+function mount(doc, source, el) {
+  const stored = [doc.answer, ...(doc.stored || [])].filter(Boolean), root = document.createElement("div");
+  const kinds = Object.fromEntries(doc.controls.map((c) => [c.name, c])), fieldKinds = {}, boxes = {};
+  let { state, answer } = source, waiting = false, mine = false, timer = 0, clock = 0, since = 0;
+  let frame = 0, playing = 0, address = 0, undone = false, typing = null, dragged = null, moved = "", drawing = false;
+  const unfolded = [];
+  const live = !source.page || doc.live;
+  for (const c of live ? [] : doc.controls) { // what cannot change anything in this page is not offered, but said
+    const values = new Set(stored.map((one) => spelt(one.state[c.name])));
+    kinds[c.name] = { ...c, options: c.options?.filter((one) => values.has(spelt(one))), fixed: values.size < 2 };
+  }
+  const own = (name) =>
+    (kinds[name].fixed ? `<b>${esc(shown(state[name]))}</b>` : control(kinds[name], state[name]));
+  root.className = "lpx";
+  root.dataset.lmSuppressShortcuts = "true"; // JupyterLab takes arrows and letters away from what has the focus
+  root.innerHTML = skeleton(doc, source, own, !source.page ? "computed by llmpar in this notebook" : live
+    ? "computed in this page by llmpar itself, no network" : `${stored.length} answers of llmpar are stored here`);
+  el.append(root);
+  const find = (selector) => root.querySelector(selector), focused = () => root.getRootNode().activeElement;
+  const player = find(".player"), scrub = player.querySelector("input"), say = (text) => { find(".said").textContent = text; };
+  for (const section of root.querySelectorAll(".panel")) {
+    const [title, pic, note] = section.children, name = section.dataset.panel;
+    boxes[name] = { section, title, pic, note, tab: find(`[data-tab="${name}"]`), text: null, rest: "" };
+  }
+  const filled = {}; // what is not different is not touched
+  const fill = (selector, html) => { if (filled[selector] !== html) find(selector).innerHTML = filled[selector] = html; };
+  const frames = () => answer.frames || [], opens = () => Object.values(boxes).filter((box) => !box.section.hidden);
+
+  // -------- states and answers
+
+  function set(patch, delay = 0) {
+    state = patched(state, patch);
+    seek(delay);
+  }
+
+  // The answer to the state: one that is here, or Python's.
+  function seek(delay = 0, asks = true) {
+    clearTimeout(timer);
+    mine = asks;
+    const here = [answer, ...stored].find((one) => one && belongs(one, state));
+    if (here) return receive(here);
+    expect(true);
+    if (asks && source.ask) timer = setTimeout(() => source.ask(state), Math.max(delay, 15));
+  }
+
+  function expect(more) {
+    waiting = more;
+    since = performance.now();
+    clearInterval(clock);
+    root.classList.toggle("waiting", waiting);
+    root.setAttribute("aria-busy", waiting);
+    const tell = () => say(waiting ? source.waiting(performance.now() - since) : "");
+    if (waiting) clock = setInterval(tell, 250);
+    tell();
+  }
+
+  function receive(found) {
+    if (!found?.state || !belongs(found, state)) return; // of an older question
+    [answer, state, mine] = [found, found.state, false];
+    if (waiting) expect(false);
+    draw();
+    complete();
+  }
+
+  function fail(why) {
+    clearInterval(clock);
+    say(`Python in this page failed: ${why}`);
+  }
+
+  function complete() {
+    const of = state;
+    clearTimeout(timer);
+    if (answer.more && source.more) timer = setTimeout(() => source.more(of), 60);
+  }
+
+  // Another view of the same widget, or Python, chose a state; what this view waits for itself goes before.
+  function follow(chosen, asks = false) {
+    if (mine && waiting && !asks || spelt(chosen) === spelt(state)) return;
+    state = chosen;
+    refresh();
+    seek(0, asks);
+  }
+
+  // -------- drawing
+
+  function draw() {
+    const began = performance.now(), panels = answer.panels || {};
+    drawing = true;
+    const kept = Boolean(answer.refusal) && !Object.keys(panels).length; // the last picture stays, dimmed
+    fill(".verdict", verdict(answer, kept && opens().length));
+    root.classList.toggle("kept", kept);
+    if (!kept) for (const name in boxes) show(boxes[name], panels[name]);
+    moved = "";
+    refresh();
+    fields(answer.fields || []);
+    if (!kept) go(frame);
+    if (!find(".panel.on:not([hidden])") && opens().length) turn(opens()[0].section.dataset.panel);
+    seat();
+    find('[data-do="code"]').hidden = !boxes.code?.text;
+    find(".foot span").textContent = cite();
+    if (source.address) keepAddress();
+    drawing = false;
+    requestAnimationFrame(scrollable);
+    performance.measure("llmpar redraw", { start: began });
+  }
+
+  function show(box, panel) {
+    const { section, title, pic, note, tab } = box, text = panel ? panel.svg ?? panel.html : "";
+    section.hidden = tab.hidden = !panel;
+    if (!panel) return;
+    if (panel.title) title.textContent = tab.textContent = panel.title;
+    if (box.rest !== (panel.note || "")) note.textContent = box.rest = panel.note || "";
+    if (box.text === text) return;
+    note.textContent = box.rest;
+    const had = pic.contains(focused()) && focused(), spot = had && centre(had);
+    const name = moved || had?.dataset?.op || had?.dataset?.set, folds = [...pic.querySelectorAll("details")];
+    pic.innerHTML = box.text = text;
+    pic.querySelectorAll("details").forEach((one, i) => { one.open = folds[i]?.open ?? one.open; });
+    for (const op of pic.querySelectorAll("[data-op]")) { // a button for those who do not see it, too
+      op.setAttribute("role", "button");
+      op.setAttribute("aria-label", op.textContent);
+      op.closest("svg").setAttribute("role", "group");
+    }
+    for (const group of pic.querySelectorAll("svg,table")) rove(group, group.querySelector(ACT));
+    if (!had) return;
+    const all = [...pic.querySelectorAll(ACT)], same = all.find((e) => [e.dataset.op, e.dataset.set].includes(name));
+    (same || nearest(all, spot, Math.hypot) || pic).focus({ preventScroll: true });
+  }
+
+  // A picture that scrolls can be scrolled by keys.
+  function scrollable() {
+    for (const { pic } of opens()) {
+      if (pic.scrollWidth > pic.clientWidth + 1) pic.tabIndex = 0;
+      else pic.removeAttribute("tabindex");
+    }
+  }
+
+  // The form follows the state, except what is being typed.
+  function refresh() {
+    for (const input of root.querySelectorAll("[data-name]")) {
+      const c = kinds[input.dataset.name];
+      input.disabled = Boolean(c.without && String(state[c.without]).trim());
+      if (input !== typing) write(input, c, state[c.name]);
+    }
+  }
+
+  function fields(all) {
+    const num = all.filter((c) => c.yours).length, at = focused()?.dataset?.field;
+    const back = (c) => `<button type="button" aria-label="${esc(c.label)}: give it back to the planner" ` +
+      `data-set="${esc(JSON.stringify({ fields: { [c.name]: null } }))}">yours ✕</button>`;
+    const one = (c) => `<div class="${c.yours ? "yours" : ""}">` +
+      `${labelled(c, control(c, c.value, "data-field"))}${c.yours ? back(c) : ""}</div>`;
+    for (const c of all) fieldKinds[c.name] = c;
+    find(".rest").hidden = !all.length;
+    find(".rest summary").textContent = `The rest of the plan: chosen by the planner${num ? `, ${num} set by you` : ""}`;
+    fill(".fields", all.map(one).join(""));
+    if (at && !focused()?.dataset?.field) find(`[data-field="${at}"]`)?.focus({ preventScroll: true });
+  }
+
+  function turn(name) { // on a phone: one picture at a time
+    for (const [other, { section, tab }] of Object.entries(boxes)) {
+      section.classList.toggle("on", other === name);
+      tab.setAttribute("aria-pressed", other === name);
+    }
+    seat();
+    scrollable();
+  }
+
+  // -------- what moves
+
+  // The player stands over a picture that moves: the one of the open tab, or the last.
+  function seat() {
+    const all = opens().filter(({ pic }) => pic.querySelector('[data-frame="1"]'));
+    const tab = find(".tabs").offsetParent && all.find(({ section }) => section.classList.contains("on"));
+    const { title } = tab || all.at(-1) || {};
+    player.hidden = !title || frames().length < 2;
+    if (title && title.nextSibling !== player) title.after(player);
+  }
+
+  function go(to) {
+    const most = Math.max(0, frames().length - 1), said = frames()[frame = Math.min(Math.max(to, 0), most)]?.text ?? "";
+    for (const group of root.querySelectorAll(".pic [data-frame]")) {
+      if (Number(group.dataset.frame) === frame) group.removeAttribute("display");
+      else group.setAttribute("display", "none");
+    }
+    [scrub.max, scrub.value] = [most, frame];
+    scrub.setAttribute("aria-valuetext", `${frame + 1} of ${most + 1}: ${said}`);
+    player.querySelector("span").textContent = said;
+  }
+
+  // A frame lasts as long as it takes, between 0.4 and 1.5 seconds.
+  function play(on) {
+    const [mark, label] = on ? ["❚❚", "pause"] : ["▶", "play"], knob = find('[data-do="play"]'), last = frames().length - 1;
+    const longest = Math.max(...frames().map((one) => one.seconds)) || 1;
+    const rest = () => Math.max(400, (1500 * frames()[frame].seconds) / longest);
+    clearTimeout(playing);
+    playing = 0;
+    [knob.textContent, knob.title, knob.ariaLabel] = [mark, label, label];
+    player.querySelector("span").ariaLive = on ? "off" : "polite";
+    if (on && frame >= last) go(0);
+    const tick = () => {
+      if (frame >= last) return play(false);
+      go(frame + 1);
+      playing = setTimeout(tick, rest());
+    };
+    if (on) playing = setTimeout(tick, rest());
+  }
+
+  // -------- sharing
+
+  const asked = () => doc.sentence.replace(/\{(\w+)\}/g, (_, name) => shown(state[name]));
+  const cite = () => [`llmpar ${doc.version}, ${doc.title}`, asked()].filter(Boolean).join(": ");
+  const still = () => answer.picture || picture(root, doc.theme, [asked() || doc.title,
+    ...(answer.verdict ? [`${answer.verdict.head} ${answer.verdict.rest || ""}`] : [])], cite());
+
+  // Going back undoes: every state that was rested at is an entry of the browser's history.
+  function keepAddress() {
+    const hash = toHash(state, doc.state), url = hash ? `#${hash}` : location.pathname + location.search;
+    const how = undone ? "replaceState" : "pushState";
+    undone = false;
+    clearTimeout(address);
+    address = setTimeout(() => {
+      try { if (hash !== location.hash.slice(1)) history[how](null, "", url); } catch { /* a frame that may not */ }
+    }, 400);
+  }
+
+  function back() {
+    const [chosen, unread] = fromHash(location.hash, doc.state);
+    clearTimeout(address);
+    undone = true;
+    follow(chosen, true);
+    if (unread) say(unread);
+  }
+
+  const copy = (text) => (navigator.clipboard ? navigator.clipboard.writeText(text) : Promise.reject())
+    .then(() => say("copied"), () => say(`The browser allows no copying here: ${text}`));
+  const name = doc.kind || "explorer";
+  const actions = {
+    link: () => copy(location.href.replace(/#.*|$/s, `#${toHash(state, doc.state)}`)),
+    code: () => copy(boxes.code.pic.textContent),
+    cite: () => copy(cite()),
+    png: () => savePng(still(), `${name}.png`),
+    svg: () => download(`${name}.svg`, "image/svg+xml", still()),
+    html: () => { say(source.page ? "" : "Python writes the page"); source.save(state, answer); },
+    help: () => find("dialog").showModal(),
+    close: () => find("dialog").close(),
+    play: () => play(!playing),
+    back: () => { play(false); go(frame - 1); },
+    forth: () => { play(false); go(frame + 1); },
+  };
+
+  // -------- hands
+
+  function act(e) {
+    if (e.dataset.set) set(JSON.parse(e.dataset.set));
+    else pick(e.dataset.op);
+  }
+
+  // An operation of a timetable is selected in the order's text, ready to be typed over.
+  function pick(op) {
+    const area = find("textarea"), [row, place] = op.split(":").map(Number);
+    if (!area) return;
+    area.value ||= answer.numbers?.order ?? "";
+    const lines = area.value.split("\n"), start = lines.slice(0, row).join("\n").length + (row > 0);
+    const word = [...(lines[row] || "").matchAll(/[^\s,]+/g)][place];
+    typing = area;
+    area.focus();
+    if (word) area.setSelectionRange(start + word.index, start + word.index + word[0].length);
+  }
+
+  const opNamed = (op) => find(`[data-op="${op}"]`), numbers = (op) => op.split(":").map(Number);
+  function move(from, to) {
+    const [row, i] = numbers(from), [other, j] = numbers(to);
+    if (row !== other || i === j || !opNamed(to)) return;
+    moved = to;
+    set({ move: [row, i, j] });
+  }
+
+  const kindOf = ({ dataset }) => (dataset.field ? fieldKinds[dataset.field] : kinds[dataset.name]);
+
+  function change(input, delay) {
+    const c = kindOf(input), value = c && read(input);
+    if (input === scrub) return go(Number(input.value));
+    if (!c) return;
+    if (value === undefined) {
+      input.setAttribute("aria-invalid", true);
+      return say(`${c.label}: write a whole number`);
+    }
+    input.removeAttribute("aria-invalid");
+    set(input.dataset.field ? { fields: { [c.name]: value } } : { [c.name]: value }, delay);
+  }
+
+  function count(input, by) {
+    write(input, kindOf(input), next(kindOf(input), read(input) || 0, by));
+    change(input, 150);
+  }
+
+  // What is pointed at or has the focus is said below its picture.
+  function tip({ target }) {
+    const box = boxes[target.closest?.(".panel")?.dataset.panel], e = box && target.closest(".pic *:not(svg)");
+    if (box) box.note.textContent = e?.ariaLabel || e?.querySelector(":scope > title")?.textContent || box.rest;
+  }
+
+  function key(event) {
+    const { target, key, shiftKey } = event, e = target.closest(ACT), group = e?.closest("svg,table"), by = ARROWS[key];
+    if (key === "?" && !target.matches("input,textarea")) actions.help();
+    else if (by?.[1] && target.dataset.kind === "int") count(target, -by[1]);
+    else if ((key === "Enter" || key === " ") && e && e.localName !== "button") act(e);
+    else if (shiftKey && by?.[0] && e?.dataset.op) {
+      const [row, i] = numbers(e.dataset.op);
+      move(e.dataset.op, `${row}:${i + by[0]}`);
+    } else if (group && (by || key === "Home" || key === "End")) {
+      const all = [...group.querySelectorAll(ACT)].filter((one) => one.getClientRects().length);
+      const cost = (dx, dy) => {
+        const [along, across] = by[0] ? [dx * by[0], dy] : [dy * by[1], dx];
+        return along > 1 ? along + 3 * Math.abs(across) : Infinity;
+      };
+      (by ? nearest(all, centre(e), cost) : all.at(key === "Home" ? 0 : -1))?.focus();
+    } else return;
+    event.preventDefault();
+    event.stopPropagation();
+  }
+
+  const under = ({ clientX, clientY }) => document.elementsFromPoint(clientX, clientY).filter((e) => root.contains(e));
+  const opUnder = (event) => under(event).find((e) => e.dataset.op)?.dataset.op;
+
+  // Where a dragged operation would go.
+  function over(event) {
+    const op = dragged && opUnder(event), same = op && op !== dragged && numbers(op)[0] === numbers(dragged)[0];
+    find(".target")?.classList.remove("target");
+    if (same) opNamed(op).classList.add("target");
+    return same ? op : null;
+  }
+
+  function drop(event) {
+    const from = dragged, to = over(event);
+    dragged = null;
+    find(".target")?.classList.remove("target");
+    if (to) move(from, to);
+  }
+
+  function click(event) {
+    const { tab, by, do: what } = event.target.closest("button")?.dataset || {};
+    const e = event.target.closest(ACT) || under(event).find((one) => one.matches(ACT));
+    if (moved) return; // the end of a drag
+    if (what || tab) find(".menu").open = false;
+    if (tab) turn(tab);
+    else if (by) count(event.target.parentElement.querySelector("input"), Number(by));
+    else if (what) actions[what]();
+    else if (e) {
+      e.focus({ preventScroll: true });
+      act(e);
+    }
+  }
+
+  // On paper: everything, and what moves as its first instants beside one another.
+  function unfold() {
+    for (const one of root.querySelectorAll("details:not(.menu,[open])")) {
+      one.open = true;
+      unfolded.push(() => { one.open = false; });
+    }
+    for (const svg of [...root.querySelectorAll(".pic svg")].filter((one) => one.querySelector('[data-frame="1"]'))) {
+      const strip = document.createElement("div");
+      strip.className = "strip";
+      for (let k = 0; k < Math.min(8, frames().length); k++) {
+        const still = svg.cloneNode(true);
+        for (const g of still.querySelectorAll("[data-frame]")) g.setAttribute("display", g.dataset.frame == k ? "inline" : "none");
+        strip.append(still);
+      }
+      svg.after(strip);
+      unfolded.push(() => strip.remove());
+    }
+  }
+  const fold = () => unfolded.splice(0).forEach((undo) => undo());
+
+  const typed = ({ target }) => (TYPED.includes(target.dataset.kind) ? target : null);
+  const listen = [
+    [root, "input", (event) => change(event.target, (typing = typed(event)) ? 300 : 0)],
+    [root, "change", (event) => { // not of a field that a new answer replaces
+      typing = null;
+      if (typed(event) && !drawing) change(event.target, 0);
+    }],
+    [root, "focusout", ({ target }) => setTimeout(() => { // later: nothing may move under a click
+      if (typing === target) typing = null;
+      if (target.ariaInvalid) say("");
+      if (!waiting) refresh();
+    }, 200)],
+    [root, "focusin", (event) => {
+      const e = event.target.closest(ACT), group = e?.closest("svg,table");
+      if (group) rove(group, e);
+      tip(event);
+    }],
+    [root, "keydown", key], [root, "click", click], [root, "pointerover", tip],
+    [root, "pointerdown", (event) => { dragged = opUnder(event); }], [root, "pointermove", (event) => { if (dragged) over(event); }],
+    [window, "pointerup", drop], [window, "beforeprint", unfold], [window, "afterprint", fold],
+    ...(source.address ? [[window, "popstate", back]] : []),
+  ];
+  for (const [where, event, does] of listen) where.addEventListener(event, does);
+  const sized = new ResizeObserver(() => { seat(); scrollable(); });
+  sized.observe(root);
+
+  if (answer) draw();
+  if (answer && belongs(answer, state)) complete();
+  else { refresh(); seek(0, Boolean(source.page)); }
+  if (source.said) say(source.said);
+  const stop = () => {
+    for (const [where, event, does] of listen) where.removeEventListener(event, does);
+    sized.disconnect();
+    for (const one of [timer, playing, address, clock]) clearTimeout(one);
+  };
+  return { receive, follow, fail, say, stop };
+}
+
+// A page: its own Python, or only stored answers. Of the questions that wait, only the last is asked.
+export function start(doc, backend, el) {
+  const address = !document.querySelector("[data-explorer]"); // the first explorer of a page has its address
+  const [state, said] = address ? fromHash(location.hash, doc.state) : [doc.state, ""];
+  const source = { page: true, address, state, answer: doc.answer, said }, stored = 1 + (doc.stored || []).length;
+  const none = `This page stores ${stored} answers, and none for this choice; a page that was saved whole, or a notebook, has all.`;
+  let wanted = null, busy = false;
+  async function ask(state) {
+    wanted = state;
+    if (busy) return;
+    busy = true;
+    while (wanted) {
+      const now = wanted;
+      wanted = null;
+      await backend.ask(now).then(app.receive, (error) => app.fail(error.message));
+    }
+    busy = false;
+  }
+  source.waiting = () => (backend ? backend.status || "" : none);
+  if (backend) Object.assign(source, { ask, more: (state) => backend.more(state).then(app.receive, () => {}) });
+  source.save = document.getElementById("doc") && ((state, answer) => { // this page, with the present state
+    const copy = document.documentElement.cloneNode(true), own = JSON.stringify({ ...doc, state, answer });
+    for (const one of copy.querySelectorAll("[data-explorer]")) one.replaceChildren();
+    copy.querySelector("#doc").textContent = own.replaceAll("<", "\\u003c");
+    download(`${doc.kind}.html`, "text/html", `<!doctype html>${copy.outerHTML}`);
+  });
+  el.dataset.explorer = "";
+  const app = mount(doc, source, el);
+  return app.stop;
+}
+
+// A notebook: traits of a widget, which its kernel answers.
+export function render({ model, el }) {
+  const doc = model.get("doc"), app = mount(doc, {
+    state: model.get("state"),
+    answer: model.get("answer"),
+    ask: (state) => { model.set("state", state); model.save_changes(); },
+    more: () => model.send({ more: true }),
+    save: () => model.send({ export: "html" }),
+    waiting: (ms) => (ms > 3000 ? SILENT : ""),
+  }, el);
+  const heard = {
+    "change:answer": () => app.receive(model.get("answer")),
+    "change:state": () => app.follow(model.get("state")),
+    "msg:custom": ({ html }) => { if (html) { download(`${doc.kind}.html`, "text/html", html); app.say("saved"); } },
+  };
+  for (const [name, does] of Object.entries(heard)) model.on(name, does);
+  return () => { app.stop(); for (const [name, does] of Object.entries(heard)) model.off(name, does); };
+}
+
+export default { render };
