@@ -457,7 +457,7 @@ def test_axe_sees_a_fault(page):
     assert any(rule.startswith("label") for rule in violations(page))
 
 
-# --------------------------------------------------------------------- the browser's side alone, with told answers
+# ------------------------------------------------------------ the browser's side alone, with told answers
 
 STATIC = ROOT / "llmpar" / "explore" / "static"
 FRONT, STYLE = STATIC / "explore.js", STATIC / "explorer.css"
