@@ -27,7 +27,7 @@ from llmpar.explore import answers
 from llmpar.explore.explorer import MeshExplorer
 from llmpar.explore.small import RoutingExplorer, TimelineExplorer
 from llmpar.plan import Plan
-from llmpar.predict import traffic
+from llmpar.predict import layer, traffic, workload
 from llmpar.predict.hardware import chip
 from llmpar.predict.ring import pairs_by_step
 from llmpar.schedules import make
@@ -62,6 +62,17 @@ def sent_in_a_step() -> dict[str, Scene]:
     return {"collectives": draw.collectives(kinds), "arrows_sent": draw.arrows_sent(arrows)}
 
 
+def of_a_layer() -> dict[str, Scene]:
+    """Who holds what of a weight, and a layer in time."""
+    config, h100 = preset("llama3-8b"), chip("h100")
+    plan = Plan("fsdp=4 tp=4", dtype="bfloat16")
+    segments = layer.forward(workload.of_plan(config, plan, h100, 16, 4096))
+    made, name = plan.resolve(config, None), "blocks.ffn.gate"
+    (weight, life), sizes = made.lives[name], made.mesh.sizes
+    held = draw.tensor_grid(life.stored, weight.shape, sizes, sizes, h100.node_size, 5, name=name)
+    return {"tensor_grid": held, "layer_lanes": draw.layer_lanes(segments, config.num_layers)}
+
+
 def drawings() -> dict[str, Scene]:
     """One example of every drawing, from the package's own numbers."""
     parts = [[pairs / 256**2 for pairs in row] for row in pairs_by_step(4, "contiguous", s=1024)]
@@ -70,6 +81,8 @@ def drawings() -> dict[str, Scene]:
     compiled = json.loads((Path(__file__).parent / "recorded" / "llama3-8b_h100.json").read_text())
     return {
         "mesh": draw.mesh("dp=2 fsdp=2 tp=4", devices_per_host=8, highlight_axis="fsdp"),
+        **of_a_layer(),
+        "ring": draw.ring("all-gather", [0, 1, 2, 3], "fsdp"),
         "links": draw.links("dp=2 fsdp=4 tp=4", chip("h100")),
         "layout": draw.layout("b/dp,fsdp s d/tp", (32, 16, 8), "dp=2 fsdp=2 tp=2", itemsize=4),
         "arrow": draw.arrow("b s d +tp -> b s/tp d", (8, 16, 32), "tp=4", 2),

@@ -17,6 +17,7 @@ from matplotlib.textpath import TextPath
 from shared import ROOT, TABLES, load
 
 from llmpar import draw, schedules, timetable
+from llmpar.config import preset
 from llmpar.draw import charts, columns, layouts
 from llmpar.draw.columns import Part, Sent, Way
 from llmpar.draw.scene import (
@@ -45,6 +46,8 @@ from llmpar.draw.scene import (
 from llmpar.explore import answers
 from llmpar.mesh import make_mesh, sharding
 from llmpar.notation import AXES, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
+from llmpar.plan import Plan
+from llmpar.predict import layer, workload
 from llmpar.predict.formulas import ring_bytes
 from llmpar.predict.hardware import chip
 
@@ -77,12 +80,39 @@ def pipeline(name, p, m, **costs):
     return timetable.timetable(schedules.make(name, p, m), **costs)
 
 
+def tensor(mesh, name, device, **more):
+    """A weight of a Llama on a mesh of H100s."""
+    plan = Plan(mesh).resolve(preset("llama3-8b"), None)
+    weight, life = next(plan.lives[key] for key in plan.lives if key.startswith(name))
+    sizes = plan.mesh.sizes
+    return draw.tensor_grid(life.stored, weight.shape, sizes, sizes, 8, device, name=name, **more)
+
+
+def layer_of(mesh="fsdp=512 tp=8", model="llama3-8b", **fields):
+    """A layer of a plan on H100s, in time."""
+    plan = Plan(mesh, dtype="bfloat16", **fields).effective(preset(model))
+    batch = plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep
+    return layer.forward(workload.of_plan(preset(model), plan, chip("h100"), batch, 4096))
+
+
 CASES: dict = {
     "mesh one device": lambda: draw.mesh("dp=1"),
     "mesh 8": lambda: draw.mesh("dp=2 fsdp=2 tp=2", 4, "fsdp"),
     "mesh hosts in a row": lambda: draw.mesh("tp=16", 4),
     "mesh hosts askew": lambda: draw.mesh("dp=2 tp=3", 4),
     "mesh six axes": lambda: draw.mesh(MeshShape(2, 2, 2, 2, 2, 2), 8, "pp"),
+    "grid 64": lambda: tensor("fsdp=8 tp=8", "blocks.ffn.gate", 21, segments=layer_of("fsdp=8 tp=8")),
+    "grid of stages": lambda: tensor("pp=4 dp=2", "blocks.ffn.gate", 3),
+    "grid of a vector": lambda: tensor("dp=2 fsdp=4", "norm", 6),
+    "grid of copies": lambda: tensor("tp=16", "blocks.attention.k", 5),
+    "grid alone": lambda: tensor("dp=1", "blocks.ffn.gate", 0),
+    "grid of many": lambda: tensor("pp=16 dp=128 tp=8", "blocks.ffn.gate", 5000),
+    "grid of a long axis": lambda: tensor("fsdp=512 tp=8", "blocks.ffn.gate", 777, segments=layer_of()),
+    "grid uneven": lambda: draw.tensor_grid(parse_layout("d/tp m"), (7, 8), {"tp": 4}, ["tp"], 8),
+    "layer": lambda: draw.layer_lanes(layer_of("fsdp=2 sp=2 tp=2", tp_sequence=True, tp_comm_overlap=True)),
+    "layer with experts": lambda: draw.layer_lanes(layer_of("ep=8", "qwen3-30b-a3b"), 96),
+    "rounds of a sum": lambda: draw.ring("all-reduce", [0, 2, 4, 6], "tp"),
+    "rounds of a long ring": lambda: draw.ring("all-gather", list(range(16)), "fsdp"),
     "links": lambda: draw.links("dp=2 fsdp=4 tp=4", chip("h100")),
     "links of a long mesh": lambda: draw.links("pp=4 dp=2 fsdp=8 tp=8", chip("v5p")),
     "layout scalar": lambda: draw.layout("whole", (), "dp=4", 4),
@@ -190,11 +220,15 @@ def case(request):
 
 def overlaps(scene: Scene) -> list[str]:
     """The faults of a drawing: texts over one another, or anything over the edge."""
-    boxes = [(t.text, t.box) for t in flatten(scene.items) if isinstance(t, Text)]
+    boxes = [(t.text, t.frame, t.box) for t in flatten(scene.items) if isinstance(t, Text)]
     faults = [
         f"'{a}' and '{b}' overlap"
-        for (a, (l0, t0, r0, b0)), (b, (l1, t1, r1, b1)) in itertools.combinations(boxes, 2)
-        if l0 < r1 - 0.01 and l1 < r0 - 0.01 and t0 < b1 - 0.01 and t1 < b0 - 0.01
+        for (a, at, (l0, t0, r0, b0)), (b, then, (l1, t1, r1, b1)) in itertools.combinations(boxes, 2)
+        if (at == then or -1 in (at, then))
+        and l0 < r1 - 0.01
+        and l1 < r0 - 0.01
+        and t0 < b1 - 0.01
+        and t1 < b0 - 0.01
     ]
     for item in flatten(scene.items):
         left, top, right, bottom = item.box

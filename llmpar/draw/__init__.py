@@ -1,6 +1,8 @@
 """Show a value: values in, a `draw.scene.Scene` out. No JAX, and nothing here runs anything.
 
-layouts      mesh  layout  arrow  links         who holds what, and what moves
+grid         mesh  tensor_grid                  where devices are, and who holds what of a tensor
+             layer_lanes  ring                  one layer in time; a collective's rounds
+layouts      layout  arrow  links               a tensor cut, what moves, over which links
 charts       collectives  arrows_sent           what was sent, and for which arrow
              ring_steps                         how a ring passes blocks on
              live_blocks  token_flow            who computes in ring attention; where tokens go
@@ -26,4 +28,5 @@ from llmpar.draw.charts import (
     two_lanes,
 )
 from llmpar.draw.geometry import groups, holders
-from llmpar.draw.layouts import arrow, layout, links, mesh, moved
+from llmpar.draw.grid import layer_lanes, mesh, ring, tensor_grid
+from llmpar.draw.layouts import arrow, layout, links, moved

@@ -519,8 +519,9 @@ def two_lanes(turns, title: str, column: float = 0) -> Scene:
         span = max([event["end_s"] for _, event in events] + [1e-9])
         x_of = lambda t, span=span: left + wide * t / span
         waits = sum(event["exposed_s"] for _, event in events if event["lane"] != "compute")
-        head = f"{turn['name']}, {turn['count']} turns of {time_text(span)}, {time_text(waits)} of it waiting"
-        items: list = [Text(left, 0, head, bold=True)]
+        head = f"{turn['name']}, {count_noun(turn['count'], 'turn')} of {time_text(span)}"
+        head += f", {time_text(waits)} of it waiting"
+        items: list = [Text(0 if column else left, 0, head, bold=True)]
         items += _scale(x_of, ticks(0, span), 24 + 40 * len(lanes), time_text, 16 + 40 * len(lanes))
         for lane, (word, usual) in enumerate(lanes):
             top = 14 + 40 * lane

@@ -13,8 +13,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from llmpar.draw.charts import count_noun, two_lanes
-from llmpar.draw.geometry import coordinates, rounds, slices, strides
+from llmpar.draw.charts import count_noun, number_ranges, two_lanes
+from llmpar.draw.geometry import coordinates, groups, rounds, slices, strides
 from llmpar.draw.scene import (
     LIGHT,
     SMALL,
@@ -22,14 +22,18 @@ from llmpar.draw.scene import (
     Line,
     Rect,
     Scene,
+    Text,
     compose,
+    legend,
+    pixels,
     size_text,
     small_text,
     stack,
+    text_color_on,
     text_width,
     time_text,
 )
-from llmpar.notation import PARTS, Dim, Layout, divisors
+from llmpar.notation import AXES, PARTS, Dim, Layout, MeshShape, divisors, parse_mesh
 from llmpar.predict.layer import Segment
 
 MOST = 64
@@ -64,8 +68,8 @@ class Cells:
     num: int
     block: int = 1
     first: int = 0
-    wide: float = COLUMN - 2 * MARGIN
     high: float = 360
+    size: tuple[float, float] | None = None  # of a cell, else what there is room for
 
     def __post_init__(self) -> None:
         self.apart, levels = strides(self.sizes, self.order), []  # an axis, its stride and length in cells
@@ -87,8 +91,9 @@ class Cells:
         self.left = sum(self.room(axis) for axis, _ in self.side)
         self.w = self.h = 0.0
         (x, _), (_, y) = self.at(c - 1), self.at(self.num - 1)
-        self.w = min(104.0, (self.wide - x) / c - 5 * bool(self.per) / c)
+        self.w = min(104.0, (COLUMN - 2 * MARGIN - 5 * bool(self.per) - x) / c)
         self.h = max(11.0, min(0.66 * self.w, 46.0, (self.high - y) * c / self.num))
+        self.w, self.h = self.size or (self.w, self.h)
 
     def room(self, axis: str) -> float:
         """The width of an axis' labels beside the rows."""
@@ -123,7 +128,7 @@ class Cells:
         (row, column), c = divmod(cell, self.columns), self.columns
         x = self.left + column * (self.w + GAP) + sum(gap * (column // s) for s, gap in self.gaps if s < c)
         y = row * (self.h + GAP) + sum(gap * (row * c // s) for s, gap in self.gaps if s >= c)
-        return x, y + 14 * len(self.top) + 5 * bool(self.per)
+        return x, y + 1.3 * pixels(SMALL) * len(self.top) + 5 * bool(self.per)
 
     def around(self) -> list:
         """The axes' names with indices, beside the rows and above the columns; dashed boxes around nodes."""
@@ -139,7 +144,7 @@ class Cells:
                 x = (self.at(cell)[0] + self.at(cell + stride - 1)[0] + self.w) / 2
                 text = f"+{cell // stride}" if axis in sides else self.name(axis, cell)
                 short = text.split()[-1] if text_width(text, SMALL) > stride * (self.w + GAP) else text
-                items.append(small_text(x, 14 * line + 5, short, fill=axis_line(axis)))
+                items.append(small_text(x, 1.3 * pixels(SMALL) * (line + 0.4), short, fill=axis_line(axis)))
         for cell in range(0, self.num, self.per) if self.per else ():
             (x, y), (right, low) = self.at(cell), self.at(cell + self.per - 1)
             box = x - 4, y - 4, right + self.w - x + 8, low + self.h - y + 8
@@ -185,6 +190,53 @@ class Cells:
             x = x0 + forth * self.w / 2
             return (x, y0 + forth * self.h), (x, y1 - forth * self.h)
         return (x0, y0), (x1, y1)
+
+
+def mesh(
+    shape: MeshShape | str, devices_per_host: int | None = None, highlight_axis: str | None = None
+) -> Scene:
+    """The devices in link order: neighbours in a row share the fastest links. Rows and columns are mesh axes,
+    dashed boxes hosts.
+
+    ``highlight_axis`` fills the first group of devices that communicate over that axis, and numbers the
+    groups.
+    """
+    shape = parse_mesh(shape)
+    if highlight_axis not in (None, *AXES):
+        raise ValueError(f"'{highlight_axis}' is no mesh axis to highlight; the axes are {' '.join(AXES)}")
+    if shape.size > MOST:
+        many = f"mesh '{shape}' has {shape.size} devices, and a drawing shows {MOST} at most"
+        raise ValueError(f"{many}; use llmpar.MeshExplorer, which draws blocks of them")
+    live = {a: n for a, n in shape.asked.items() if n > 1} or {"dp": 1}
+    apart, host = strides(live, live), devices_per_host or shape.size
+    teams = groups(shape.asked, AXES, [highlight_axis]) if highlight_axis else []
+    team_of = {device: i for i, team in enumerate(teams) for device in team}
+    widest = max(map(text_width, [str(shape.size), *[f"group {len(teams)}"] * bool(teams)])) + 10
+    size = max(46.0, widest), 54.0 if teams else 34.0
+    cells = Cells(live, tuple(live), host, shape.size, size=size)
+    items = cells.around()
+    for device in range(shape.size):
+        (x, y), lit = cells.at(device), team_of.get(device) == 0
+        fill = highlight_axis if highlight_axis and lit else "cell"
+        items.append(Rect(x, y, *size, fill, f"{highlight_axis}-line" if teams else "edge", 1.5, radius=3))
+        color = text_color_on(fill)
+        items.append(Text(x + size[0] / 2, y + 17, str(device), anchor="middle", fill=color))
+        if teams:
+            items.append(small_text(x + size[0] / 2, y + 38, f"group {team_of[device]}", fill=color))
+    facts, lines, notes = list[tuple[str, str]](), list[str](), list[str]()
+    for a, n in live.items():
+        facts.append((a, f"{a} = {n}: {AXES[a]}" + f", partners {apart[a]} apart" * (n > 1)))
+        found = list(map(number_ranges, groups(live, live, [a])))
+        lines.append(f"groups over {a}: {' | '.join(found[:8])}" + " | …" * (len(found) > 8))
+    if devices_per_host:
+        where = ", dashed." if cells.per else f": device i is on host i // {host}."
+        notes.append(f"Hosts of {count_noun(host, 'device')}{where}")
+    if teams:
+        which = f"the first of {count_noun(len(teams), 'group')} over {highlight_axis}"
+        notes.append(f"Filled: {which}, devices {number_ranges(teams[0])}.")
+    text = "\n".join([*(fact for _, fact in facts), *lines, *notes])
+    title = f"mesh {shape}: {count_noun(shape.size, 'device')}"
+    return compose(title, [items, legend(facts, 400)], text, notes)
 
 
 def stretches(dims: list[Dim], sizes: dict[str, int], ranges, room: float) -> list[tuple[float, float]]:
@@ -317,21 +369,14 @@ def tensor_grid(
         for spot, part in zip(placed[: len(parts)], parts, strict=True):
             if axes:
                 placed.append(Group(tuple(part.moving(device, axes, one.kind)), spot.dx, spot.dy, k))
-    said = [frame["text"] for frame in frames(segments)] if segments else []
     lines = [
         Group((small_text(0, 14 * i, line, "start", "ink"),), frame=k)
-        for k, text in enumerate(said)
-        for i, line in enumerate(textwrap.wrap(text, 82))
+        for k, frame in enumerate(frames(segments) if segments else ())
+        for i, line in enumerate(textwrap.wrap(frame["text"], 82))
     ]
+    said = " ".join(filter(None, notes))
     title = f"{name or layout}: who holds what"
-    return compose(
-        title,
-        [placed, lines],
-        "\n".join(filter(None, notes)),
-        [" ".join(filter(None, notes))],
-        MARGIN,
-        COLUMN,
-    )
+    return compose(title, [placed, lines], said, [said], MARGIN, COLUMN)
 
 
 def words(segment: Segment) -> str:
@@ -366,3 +411,44 @@ def layer_lanes(segments: list[Segment], turns: int = 1) -> Scene:
     waits for it. ``turns``: how often a step runs it forward. A frame outlines each segment (`frames`)."""
     turn = {"name": "a layer forward", "count": turns, "events": [vars(one) for one in segments]}
     return two_lanes([turn], "One layer in time", COLUMN)
+
+
+def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
+    """A collective among 2 to 16 devices as a film of at most ``most`` rounds (`geometry.rounds`): devices on
+    a circle, arrows for what is sent. A device has a bar for each block, as high as what it holds of it: of a
+    sum so many of the addends, of a transpose so many of the pieces for that rank."""
+    g, steps, color = len(members), rounds(kind, len(members)), f"{axis}-line"
+    if not 2 <= g <= 16:
+        raise ValueError(f"a ring of {count_noun(g, 'device')}; it is drawn with 2 to 16")
+    last, w, h = len(steps) - 1, 24.0 if g <= 8 else 2.0 * g, 16.0
+    shown = (
+        sorted({round(i * last / (most - 1)) for i in range(most)}) if last >= most else [*range(last + 1)]
+    )
+    full = max(max(row) for step in steps for row in step["held"])
+    radius, film, lines = max(42.0, g * w / 6), list[list](), list[str]()
+    angles = [2 * math.pi * rank / g for rank in range(g)]
+    spots = [(1.25 * radius * math.sin(angle), -radius * math.cos(angle)) for angle in angles]
+    for t in shown:
+        items: list = [small_text(0, -radius - 34, f"round {t} of {last}" if t else "before", fill="ink")]
+        for source, target, _ in steps[t]["sends"]:
+            (x0, y0), (x1, y1) = spots[source], spots[target]
+            ends = [(x0 + part * (x1 - x0), y0 + part * (y1 - y0)) for part in (0.3, 0.7)]
+            items.append(Line(tuple(ends), color, 1.5, head=True))
+        for rank, (x, y) in enumerate(spots):
+            items.append(Rect(x - w / 2, y - h / 2, w, h, "paper", color))
+            for b, held in enumerate(steps[t]["held"][rank]):
+                tall = h * held / full
+                items += [Rect(x - w / 2 + b * w / g, y + h / 2 - tall, w / g, tall, axis, color, 0.5)] * (
+                    held > 0
+                )
+            spot, anchor = (x, y + (15 if y > 0 else -15)), "middle"
+            if abs(x) > 1.1 * radius:
+                spot, anchor = (x + math.copysign(w / 2 + 4, x), y), "start" if x > 0 else "end"
+            items.append(small_text(*spot, str(members[rank]), anchor))
+        film.append(items)
+        lines.append(f"round {t}: " + " | ".join(" ".join(map(str, row)) for row in steps[t]["held"]))
+    across = max(1, int(COLUMN // (2.5 * radius + w + 44)))
+    rows = [stack(film[i : i + across], 16, across=True) for i in range(0, len(film), across)]
+    title = f"{kind} over {axis}, devices {number_ranges(members)}: {count_noun(last, 'round')}"
+    note = "A device has a place for each block; a bar is as high as what it holds of the block."
+    return compose(title, [stack(rows, 14)], "\n".join(lines), [note])

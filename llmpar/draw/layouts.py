@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmpar.draw.charts import count_noun, number_ranges
-from llmpar.draw.geometry import groups, holders, strides
+from llmpar.draw.geometry import holders, strides
 from llmpar.draw.scene import (
     SMALL,
     Group,
@@ -36,102 +36,13 @@ from llmpar.predict.formulas import ring_bytes
 from llmpar.predict.hardware import Chip
 
 MAX_CELLS = 64
-"""What a mesh or a layout shows one by one; of a layout with more some are left out."""
+"""What a layout shows one by one; of one with more some are left out."""
 
 
 # ----------------------------------------------------------------------------------------------------- meshes
 
 
 Block = tuple[list, float, float]  # items, width, height
-
-
-def _grid(kids: list[Block], gap: float, columns: int = 0) -> Block:
-    """Blocks of one size in rows; by default as many columns as make the whole about square."""
-    _, w, h = kids[0]
-    n = len(kids)
-    shapes = {c: abs(math.log(c * w / (-(-n // c) * h) / 1.3)) + (n % c > 0) for c in range(1, n + 1)}
-    columns = columns or min(shapes, key=shapes.__getitem__)
-    at = [(i % columns * (w + gap), i // columns * (h + gap)) for i in range(n)]
-    items = [Group(tuple(kid[0]), *place) for kid, place in zip(kids, at, strict=True)]
-    return items, columns * (w + gap) - gap, -(-n // columns) * (h + gap) - gap
-
-
-def _frame(block: Block, name: str, color: str, dash: bool = False) -> Block:
-    """A box around a block with its name on top."""
-    items, w, h = block
-    w = max(w, text_width(name, SMALL))
-    box = Rect(0, 0, w + 16, h + 32, "", color, 1.5, radius=4, dash=dash)
-    return [box, small_text(8, 12, name, "start", color), Group(tuple(items), 8, 24)], w + 16, h + 32
-
-
-def _device(device: int, room: float, where: str, axis: str, lit_axis: str | None, teams) -> Block:
-    """A device's cell; filled where it is in the first of the ``teams`` over ``lit_axis``."""
-    lit = bool(teams) and device in teams[0]
-    fill = lit_axis if lit_axis and lit else "cell"
-    items: list = [Rect(0, 0, room, 40, fill, f"{lit_axis or axis}-line", 1.5, radius=3)]
-    items += [Text(room / 2, 12, str(device), anchor="middle", fill=text_color_on(fill))]
-    items += [small_text(room / 2, 28, where, fill=text_color_on(fill) if lit else f"{axis}-line")]
-    if not teams:
-        return items, room, 40
-    team = next(i for i, team in enumerate(teams) if device in team)
-    return [*items, small_text(room / 2, 48, f"group {team}", fill="ink")], room, 54
-
-
-def mesh(
-    shape: MeshShape | str, devices_per_host: int | None = None, highlight_axis: str | None = None
-) -> Scene:
-    """The devices in link order: neighbours in a row share the fastest links. Boxes are outer axes, dashed
-    ones hosts.
-
-    ``highlight_axis`` fills the first group of devices that communicate over that axis, and numbers the
-    groups.
-    """
-    shape = parse_mesh(shape)
-    if highlight_axis not in (None, *AXES):
-        raise ValueError(f"'{highlight_axis}' is no mesh axis to highlight; the axes are {' '.join(AXES)}")
-    if shape.size > MAX_CELLS:
-        many = f"mesh '{shape}' has {shape.size} devices, and a drawing shows {MAX_CELLS} at most"
-        raise ValueError(f"{many}; use llmpar.MeshExplorer, which draws blocks of them")
-    live = {a: n for a, n in shape.sizes.items() if n > 1} or {"dp": 1}
-    apart, host = strides(live, live), devices_per_host or shape.size
-    split = [a for a in live if host % apart[a] == 0 and apart[a] * live[a] % host == 0]
-    boxed = split[0] if split and host < shape.size else None
-    teams = groups(shape.sizes, AXES, [highlight_axis]) if highlight_axis else []
-
-    *_, (innermost, length) = live.items()
-    widest = [str(shape.size - 1), f"{innermost} {length - 1}", *[f"group {len(teams)}"] * bool(teams)]
-    room = 10 + max(map(text_width, widest))
-
-    def node(axes: list[str], first: int, where: str = "", outer: str = "") -> Block:
-        if not axes:
-            return _device(first, room, where, outer, highlight_axis, teams)
-        axis, *inside = axes
-        kids = [node(inside, first + i * apart[axis], f"{axis} {i}", axis) for i in range(live[axis])]
-        if axis == boxed:
-            per = host // apart[axis]
-            parts = [kids[i : i + per] for i in range(0, len(kids), per)]
-            hosts = [_grid(part, 8, 0 if inside else min(per, 16)) for part in parts]
-            boxes = [_frame(h, f"host {first // host + i}", "ink", True) for i, h in enumerate(hosts)]
-            whole = _grid(boxes, 10)
-        else:
-            whole = _grid(kids, 10) if inside else _grid(kids, 6, min(len(kids), 16))
-        return _frame(whole, where, f"{outer}-line") if where else whole
-
-    facts, lines = list[tuple[str, str]](), list[str]()
-    for a, n in live.items():
-        facts.append((a, f"{a} = {n}: {AXES[a]}" + f", partners {apart[a]} apart" * (n > 1)))
-        found = list(map(number_ranges, groups(live, live, [a])))
-        lines.append(f"groups over {a}: {' | '.join(found[:8])}" + " | …" * (len(found) > 8))
-    notes = list[str]()
-    if devices_per_host:
-        where = ", dashed." if boxed is not None else f": device i is on host i // {host}."
-        notes.append(f"Hosts of {count_noun(host, 'device')}{where}")
-    if teams:
-        which = f"the first of {count_noun(len(teams), 'group')} over {highlight_axis}"
-        notes.append(f"Filled: {which}, devices {number_ranges(teams[0])}.")
-    text = "\n".join([*(fact for _, fact in facts), *lines, *notes])
-    title = f"mesh {shape}: {count_noun(shape.size, 'device')}"
-    return compose(title, [node([*live], 0)[0], legend(facts, 400)], text, notes)
 
 
 def cells(place: dict, number, device: int, word: str, color: str) -> list:

@@ -351,7 +351,7 @@ def to_svg(scene: Scene) -> str:
             style, tip = paint(item.fill, item.stroke, item.width, item.dash), escape(item.tip)
             style += f' data-op="{item.op}"' * bool(item.op)
             if item.act:
-                style += f' role="button" tabindex="-1" data-set={attribute(item.act)}'
+                style += f' pointer-events="all" role="button" tabindex="-1" data-set={attribute(item.act)}'
                 style += f" aria-label={attribute(item.tip)}"
             body.append(f"<rect {position} {style}>" + f"<title>{tip}</title>" * bool(tip) + "</rect>")
             if item.hatch:
