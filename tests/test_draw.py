@@ -200,6 +200,9 @@ CASES |= {
     "map": lambda: columns.mesh_map([*WAYS, HERE, BEST], HERE, BEST, 59.3 * GIB, 21, 210),
     "map, begun": lambda: columns.mesh_map([BEST], HERE, BEST, 59.3 * GIB, 0, 210),
     "map, at its best": lambda: columns.mesh_map([BEST, HERE], BEST, BEST, 59.3 * GIB, 0, 2),
+    "map, its best in your way": lambda: columns.mesh_map(
+        [BEST], BEST._replace(seconds=5.0), BEST, 59.3 * GIB
+    ),
     "map, small": lambda: columns.mesh_map([Way("tp=2", 2e7, 0.01, "tp")], None, None, 59.3 * GIB),
     "map, far over": lambda: columns.mesh_map([HERE, BEST], HERE, BEST, GIB / 2),
     "map, empty": lambda: columns.mesh_map([]),
@@ -425,6 +428,10 @@ def test_no_drawing_lesson_slide_or_script_invents_a_colour(tmp_path):
     kinds += ("slides/src/*.py", "slides/deck.py", "slides/gallery.py")
     files = [path for kind in kinds for path in ROOT.glob(kind)]
     assert len(files) > 100 and {str(f.relative_to(ROOT)): painted(f) for f in files if painted(f)} == {}
+    for path in (ROOT / "llmpar/explore/static").iterdir():
+        text = path.read_text()
+        named = {*re.findall(r"var\(--([\w-]+)", text)} - {*re.findall(r"--([\w-]+)\s*:", text)}
+        assert named <= LIGHT.keys(), path.name
     (tmp_path / "x.py").write_text("axes.plot(x, color='red'); Rect(fill='#fe0'); '#0072b2' and 'item #35'")
     assert painted(tmp_path / "x.py") == ["color='red'", "#fe0", "#0072b2"]
 

@@ -202,9 +202,9 @@ def mesh_map(
     """
     ways = list(ways)
     rings = {name: way for name, way in (("you", here), ("best", best)) if way}
-    if here and best and here.mesh == best.mesh:
+    if here and best and here[:3] == best[:3]:
         rings = {"you, the best": here}
-    shown = [*ways, *rings.values()] or [Way("", 2**30, 1.0)]
+    shown = [*dict.fromkeys([*ways, *rings.values()])] or [Way("", 2**30, 1.0)]
     left, right, bottom = 50, RIGHT - 2 * MARGIN - 4, 270
     x_of, x_ticks = _log([way.bytes for way in shown] + [room] * bool(room), left, right, 1024.0)
     y_of, y_ticks = _log([way.seconds for way in shown], bottom, 0, 1000.0)
