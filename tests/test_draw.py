@@ -157,6 +157,7 @@ CASES: dict = {
     "token flow dropped": lambda: draw.token_flow([[4, 0, 2, 1], [1, 1, 9, 0]], 2, 6, dropped=[0, 0, 5, 0]),
     "loss one": lambda: draw.loss_curve([3.25]),
     "timetable costs": lambda: draw.timeline(pipeline("zb-h1", 8, 32, costs=(1, 2, 0.5), hop=0.1)),
+    "timetable forward": lambda: draw.timeline([[(0, 1, "F", 0, 0)], [(1, 3, "F", 0, 0)]]),
     "timetable plain": lambda: draw.timeline([[(0, 1, "F", 0, 0), (1, 3, "B", 0, 0)]]),
 }
 ACT = json.dumps({"explain": "weights"})

@@ -435,7 +435,7 @@ def timeline(table, waiting=None, facts: bool = True, shortest: float = SHORTEST
                 lines += [f"stage {i} waits to run {op} for {what} on stage {there}"] * (k == 0)
             elif k == 0 and not waiting:
                 said = [f"busy {sum(end - start for start, end, *_ in row) / span:.1%}"]
-                said += [f"at most {max(held[i].values()):g} held"] * bool(held[i])
+                said += [f"at most {max(held[i].values(), default=0):g} held"] * bool(held[i])
                 for y, fact in zip((13, FLOOR - 8), said, strict=False) if facts else ():
                     part.append(small_text(band.x(band.high) + 10, ROW * i + y, fact, "start", "ink"))
                 names = [f"{kind}{u}" + f".{c}" * (c > 0) for _, _, kind, u, c in row]
