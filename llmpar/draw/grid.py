@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,7 @@ class Cells:
     block: int = 1
     first: int = 0
     high: float = 360
+    tall: float = 46.0  # at most, a cell
     size: tuple[float, float] | None = None  # of a cell, else what there is room for
 
     def __post_init__(self) -> None:
@@ -92,7 +93,7 @@ class Cells:
         self.w = self.h = 0.0
         (x, _), (_, y) = self.at(c - 1), self.at(self.num - 1)
         self.w = min(104.0, (COLUMN - 2 * MARGIN - 5 * bool(self.per) - x) / c)
-        self.h = max(11.0, min(0.66 * self.w, 46.0, (self.high - y) * c / self.num))
+        self.h = max(11.0, min(0.66 * self.w, self.tall, (self.high - y) * c / self.num))
         self.w, self.h = self.size or (self.w, self.h)
 
     def room(self, axis: str) -> float:
@@ -241,8 +242,8 @@ def mesh(
 
 def stretches(dims: list[Dim], sizes: dict[str, int], ranges, room: float) -> list[tuple[float, float]]:
     """What the devices at ``ranges`` of coordinates hold of a dim, on a side of ``room`` pixels: stretches
-    that can be seen, joined where they touch. Without a dim all of the side."""
-    runs, parts, out = [(0, 1)], 1, list[tuple[float, float]]()
+    that can be seen. Without a dim all of the side."""
+    runs, parts = [(0, 1)], 1
     for axis in (axis for dim in dims for axis in dim.axes):
         (low, high), size = ranges[axis], sizes[axis]
         if high - low < size:  # of many stretches some: they could not be told apart
@@ -250,6 +251,12 @@ def stretches(dims: list[Dim], sizes: dict[str, int], ranges, room: float) -> li
         else:
             runs = [(a * size, b * size) for a, b in runs]
         parts *= size
+    return visible(runs, parts, room)
+
+
+def visible(runs: Iterable[Sequence[int]], parts: int, room: float) -> list[tuple[float, float]]:
+    """Runs of the ``parts`` of a side of ``room`` pixels, wide enough to be seen, joined where they touch."""
+    out = list[tuple[float, float]]()
     for a, b in runs:
         wide = max(2.5, room * (b - a) / parts)
         low = min(room * a / parts, room - wide)
@@ -259,19 +266,20 @@ def stretches(dims: list[Dim], sizes: dict[str, int], ranges, room: float) -> li
     return out
 
 
-def near(sizes: dict[str, int], order: tuple[str, ...], node: int, device: int) -> list[Cells]:
-    """All devices one by one; above `MOST` blocks of them, and a device's neighbourhood one by one."""
-    n = math.prod(sizes.values())
+def near(sizes: dict[str, int], order: tuple[str, ...], node: int, device: int, flat: bool) -> list[Cells]:
+    """All devices one by one; above `MOST` blocks of them, and a device's neighbourhood one by one. Cells of
+    what has one dim are ``flat``."""
+    n, tall = math.prod(sizes.values()), 22.0 if flat else 46.0
     if n <= MOST:
-        return [Cells(sizes, order, node, n)]
+        return [Cells(sizes, order, node, n, tall=tall)]
     steps = strides(sizes, order)
     nested = sorted({step * k for a, step in steps.items() for k in divisors(sizes[a])})
     whole_axes = [b for b in sorted({*steps.values()}) if 16 <= n // b <= MOST]
     block = next(b for b in [*whole_axes, *nested] if n // b <= MOST)
     close = [b for b in nested if b <= MOST and block % b == 0]
     inner = node if node in close else close[-1]
-    around = Cells(sizes, order, node, inner, 1, device // inner * inner, high=100)
-    return [Cells(sizes, order, node, n // block, block, high=250), around]
+    around = Cells(sizes, order, node, inner, 1, device // inner * inner, high=100, tall=tall)
+    return [Cells(sizes, order, node, n // block, block, high=250, tall=tall), around]
 
 
 def apart_words(parts: list[Cells]) -> str:
@@ -281,13 +289,13 @@ def apart_words(parts: list[Cells]) -> str:
     return f"One above stands for {above.block} devices; below, devices {below.first}–{last} one by one."
 
 
-def inked(part: Cells, device: int, same: Collection[int], ink, tip, high: float) -> list:
+def inked(part: Cells, device: int, same: Collection[int], ink, tip) -> list:
     """The cells of a part, each with what ``ink(part, cell, width, height)`` draws in it. The chosen device
     is outlined, and thinly the cells that hold the ``same``; ``tip(device)`` says what one holds."""
     items = part.around()
     for cell in range(part.num):
         (x, y), first = part.at(cell), part.first + cell * part.block
-        box = x, y, part.w, min(part.h, high)
+        box = x, y, part.w, part.h
         items += [Rect(*box, "paper", "edge", 1, radius=2), Group(tuple(ink(part, cell, *box[2:])), x, y)]
         last, one = first + part.block - 1, part.block == 1
         text = f"device {first}" if one else f"devices {first}–{last}"
@@ -348,9 +356,9 @@ def tensor_grid(
         others = {a: [b for b in order if b != a] for a in cutting}
         same = set(range(part.num)).intersection(*(part.alike(device, others[a]) for a in cutting))
         tip = lambda device: holds(coordinates(sizes, order, device))
-        return inked(part, device, same, ink, tip, 46.0 if len(shown) > 1 else 22.0)
+        return inked(part, device, same, ink, tip)
 
-    parts, at = near(sizes, order, node, device), coordinates(sizes, order, device)
+    parts, at = near(sizes, order, node, device, len(shown) < 2), coordinates(sizes, order, device)
     copies = n // math.prod(counts)
     notes = [
         f"Each cell is the whole tensor, {' down, '.join(dims[i].name for i in shown)} across."
