@@ -175,7 +175,7 @@ class Cells:
             *items,
             *(
                 Line(path, paper, wide, head=True)
-                for paper, wide in (("paper", 5), (color, 2))
+                for paper, wide in (("paper", 4), (color, 2))
                 for path in paths
             ),
         ]
@@ -392,13 +392,11 @@ def words(segment: Segment) -> str:
     took, waits = segment.end_s - segment.start_s, segment.exposed_s
     if not segment.axes:
         return f"All devices compute: {segment.name}, {time_text(took)}."
-    size, times = size_text(segment.bytes_sent / max(1, segment.times)), segment.times
     text = (
         f"{segment.name.capitalize()}: {segment.kind} over {','.join(segment.axes)}, {segment.group} devices;"
     )
-    text += f" {HOW[segment.kind.removeprefix('ragged-')]}. Each sends {size}" + f", {times} times" * (
-        times > 1
-    )
+    text += f" {HOW[segment.kind.removeprefix('ragged-')]}. Each sends {size_text(segment.bytes_sent)}"
+    text += f" in {segment.times} messages" * (segment.times > 1)
     beside = "computing waits" if waits > 0.999 * took else "beside computing"
     if 0 < waits <= 0.999 * took:
         beside = f"computing waits for {time_text(waits)} of it"

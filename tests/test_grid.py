@@ -1,0 +1,173 @@
+"""A picture of a tensor on a mesh inks what each device holds, and moves as the collectives do."""
+
+import json
+import math
+import random
+import re
+import time
+
+import pytest
+from test_draw import layer_of, tensor
+
+from llmpar import draw
+from llmpar.draw import geometry, grid
+from llmpar.draw.scene import Line, Rect, Text, flatten
+from llmpar.notation import AXES, Dim, Layout
+
+
+def cells_of(scene):
+    """The cells that can be clicked, in order of drawing: what a click sets, and the rectangle."""
+    rects = [item for item in flatten(scene.items) if isinstance(item, Rect) and item.act]
+    return [(json.loads(rect.act)["device"], rect) for rect in rects]
+
+
+def ink_in(scene, cell, fill="weights"):
+    """The inked rectangles of a cell, as shares of its sides: from and to, down and across."""
+    out = []
+    for item in flatten(scene.items):
+        if isinstance(item, Rect) and item.fill == fill and cell.x - 0.1 <= item.x < cell.x + cell.w:
+            if cell.y - 0.1 <= item.y < cell.y + cell.h:
+                ends = (item.y - cell.y, item.h, cell.h), (item.x - cell.x, item.w, cell.w)
+                out.append([(low / room, (low + wide) / room) for low, wide, room in ends])
+    return out
+
+
+def cut(rng, most):
+    """A mesh of at most ``most`` devices, and a tensor of two dims that it cuts evenly."""
+    while True:
+        sizes = {axis: rng.choice((1, 1, 2, 3, 4, 8)) for axis in AXES}
+        order, free = rng.sample(list(AXES), 6), rng.sample(list(AXES), 6)
+        dims = [Dim(name, tuple(free.pop() for _ in range(rng.randint(0, 2)))) for name in "dm"]
+        shape = [math.prod(sizes[a] for a in dim.axes) * rng.randint(1, 3) for dim in dims]
+        if most / 8 < math.prod(sizes.values()) <= most:
+            return {a: sizes[a] for a in order}, order, Layout(tuple(dims)), [max(2, n) for n in shape]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_device_is_inked_where_it_holds_the_tensor(seed):
+    sizes, order, layout, shape = cut(random.Random(seed), 64)
+    if any(n % math.prod(sizes[a] for a in d.axes) for n, d in zip(shape, layout.dims, strict=True)):
+        shape = [math.prod(sizes[a] for a in dim.axes) * 2 for dim in layout.dims]
+    n = math.prod(sizes.values())
+    scene = draw.tensor_grid(layout, shape, sizes, order, 8, seed % n)
+    cells = cells_of(scene)
+    assert [device for device, _ in cells] == list(range(n))
+    for device, cell in cells:
+        at = geometry.coordinates(sizes, order, device)
+        held = geometry.slices(layout, shape, sizes, at)
+        (inked,) = ink_in(scene, cell)
+        for (low, high), (a, b), whole, room in zip(inked, held, shape, (cell.h, cell.w), strict=True):
+            assert low <= a / whole + 0.01 and high >= b / whole - 0.01
+            assert (high - low) * room <= max(2.5, (b - a) / whole * room) + 0.01, "no more than it holds"
+        words = [f"{d.name} {a}:{b}" for d, (a, b) in zip(layout.dims, held, strict=True)]
+        parts = [math.prod(sizes[a] for a in d.axes) for d in layout.dims]
+        assert all(word in cell.tip for word, count in zip(words, parts, strict=True) if count > 1)
+        mine = geometry.slices(layout, shape, sizes, geometry.coordinates(sizes, order, seed % n))
+        assert cell.width == (2.5 if device == seed % n else 1.25 if held == mine else 0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_cell_of_many_devices_is_inked_where_any_of_them_holds_the_tensor(seed):
+    rng = random.Random(seed)
+    sizes, order, layout, _ = cut(rng, 512)
+    while math.prod(sizes.values()) <= grid.MOST:
+        sizes, order, layout, _ = cut(rng, 512)
+    parts = [math.prod(sizes[a] for a in dim.axes) for dim in layout.dims]
+    shape, n = [2 * count for count in parts], math.prod(sizes.values())
+    scene = draw.tensor_grid(layout, shape, sizes, order, 8, device := rng.randrange(n))
+    blocks = [(d, r) for d, r in cells_of(scene) if r.tip.startswith("devices")]
+    singles = [(d, r) for d, r in cells_of(scene) if r.tip.startswith("device ")]
+    assert device in [d for d, _ in singles] and 2 <= len(blocks) <= grid.MOST
+    block = n // len(blocks)
+    for i, (sets, cell) in enumerate(blocks):
+        assert i * block <= sets < (i + 1) * block and sets % block == device % block
+        inked = ink_in(scene, cell)
+        for other in range(i * block, (i + 1) * block):
+            held = geometry.block(layout, sizes, geometry.coordinates(sizes, order, other))
+            y, x = ((index + 0.5) / count for index, count in zip(held, parts, strict=True))
+            assert any(t - 0.02 <= y <= b + 0.02 and l - 0.02 <= x <= r + 0.02 for (t, b), (l, r) in inked)
+        if block < n // 4 and max(parts) <= 8:  # no more than they hold, where that can be seen
+            held = {
+                geometry.block(layout, sizes, geometry.coordinates(sizes, order, d))
+                for d in range(i * block, (i + 1) * block)
+            }
+            area = sum((b - t) * (r - l) for (t, b), (l, r) in inked)
+            assert area == pytest.approx(len(held) / math.prod(parts), abs=0.05)
+
+
+def test_each_segment_of_a_layer_has_a_frame_in_the_grid_and_in_the_lanes():
+    segments = layer_of("fsdp=8 tp=8", "llama3-70b")
+    scene = tensor("fsdp=8 tp=8", "blocks.ffn.gate", 21, segments=segments)
+    lanes, told = draw.layer_lanes(segments, 80), grid.frames(segments)
+    assert len(told) == len(segments) + 1 and all(frame["seconds"] >= 0.5 for frame in told)
+    for k, one in enumerate(segments, 1):
+        now = [item for item in flatten(scene.items) if item.frame == k]
+        words = " ".join(item.text for item in now if isinstance(item, Text))
+        assert words == told[k]["text"] and one.name.lower() in words.lower()
+        group = geometry.groups({"fsdp": 8, "tp": 8}, ("fsdp", "tp"), one.axes) if one.axes else []
+        team = next((team for team in group if 21 in team), [21])
+        tips = dict(cells_of(scene))
+        outlined = [item for item in now if isinstance(item, Rect)]
+        spots = {(tips[d].x, tips[d].y) for d in team if d != 21}
+        assert {(item.x, item.y) for item in outlined} == spots, "the group of device 21"
+        arrows = [item for item in now if isinstance(item, Line) and item.stroke != "paper"]
+        assert len(arrows) == (len(team) if one.axes else 0), "once round the ring"
+        assert all(item.stroke == f"{one.axes[0]}-line" for item in arrows)
+        cursor = [item for item in flatten(lanes.items) if item.frame == k and isinstance(item, Rect)]
+        (bar,) = [
+            item
+            for item in flatten(lanes.items)
+            if isinstance(item, Rect)
+            and item.tip.startswith(f"{one.name}: ")
+            and item.frame < 0
+            and abs(item.x - cursor[0].x) < 1.5
+        ]
+        assert cursor[0].w == pytest.approx(bar.w + 2)
+    said = [frame["text"] for frame in told]
+    gather = next(text for text in said if text.startswith("Next: q, k, v, output"))
+    assert "all-gather over fsdp, 8 devices; pieces go round" in gather
+    assert "Each sends 31.5 MiB in 6 messages" in gather
+
+
+def test_tokens_go_to_every_other_expert_rank():
+    segments = layer_of("ep=8", "qwen3-30b-a3b")
+    layout, sizes = Layout((Dim("e", ("ep",)), Dim("d"))), {"ep": 8}
+    scene = draw.tensor_grid(layout, (128, 64), sizes, ["ep"], 8, 5, segments=segments)
+    k = next(k for k, one in enumerate(segments, 1) if one.name == "tokens to experts")
+    lines = [i for i in flatten(scene.items) if isinstance(i, Line) and i.frame == k and i.stroke != "paper"]
+    assert len(lines) == 7 and len({line.points[0][0] for line in lines}) == 2, "from one device, both ways"
+
+
+def test_what_hides_is_hollow_and_what_waits_is_filled():
+    segments = layer_of("fsdp=8 tp=8", "llama3-70b")
+    bars = [i for i in flatten(draw.layer_lanes(segments).items) if isinstance(i, Rect) and i.tip]
+    fills = {fill: {b.fill for b in bars if b.tip.startswith(fill)} for fill in ("next", "sum", "q, k")}
+    assert fills == {"next": {"paper"}, "sum": {"tp"}, "q, k": {"matmuls"}}
+
+
+def test_a_picture_of_sixteen_thousand_devices_is_small_and_quick():
+    tensor("pp=16 dp=128 tp=8", "blocks.ffn.gate", 5000)
+    start = time.process_time()
+    scenes = [tensor(mesh, "blocks.ffn.gate", 5000) for mesh in ("pp=16 dp=128 tp=8", "fsdp=2048 tp=8")]
+    assert time.process_time() - start < 0.5, "milliseconds on a free machine"
+    assert all(scene.width == 560 and scene.height < 480 for scene in scenes)
+    assert all(len(flatten(scene.items)) < 1000 for scene in scenes)
+    assert re.search(r"devices 5000–5007 one by one", scenes[0].text)
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "all-reduce", "all-to-all", "collective-permute"])
+def test_a_film_of_rounds_shows_what_each_device_has(kind):
+    scene, steps = draw.ring(kind, list(range(4)), "sp"), geometry.rounds(kind, 4)
+    items = flatten(scene.items)
+    arrows = [item for item in items if isinstance(item, Line)]
+    assert len(arrows) == sum(len(step["sends"]) for step in steps)
+    bars = [item for item in items if isinstance(item, Rect) and item.fill == "sp"]
+    assert len(bars) == sum(count > 0 for step in steps for row in step["held"] for count in row)
+    full = max(count for step in steps for row in step["held"] for count in row)
+    total = sum(count for step in steps for row in step["held"] for count in row)
+    assert sum(bar.h for bar in bars) == pytest.approx(16 * total / full)
+
+
+def test_a_ring_that_cannot_be_drawn_is_refused():
+    with pytest.raises(ValueError, match="2 to 16"):
+        draw.ring("all-gather", list(range(32)), "dp")
