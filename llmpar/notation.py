@@ -218,7 +218,8 @@ class Arrow:
     def __str__(self) -> str:
         return f"{self.before} -> {self.after}"
 
-    @functools.cached_property
+    @property
+    @functools.lru_cache(maxsize=16384)  # noqa: B019 plans make the same arrows again and again
     def moves(self) -> tuple[Move, ...]:
         """The collectives that carry the arrow out, as `KIND` tells them, in the order of `IN_TURN`."""
         found: dict[tuple[str, str, str], list[str]] = {}

@@ -230,6 +230,9 @@ class Resolved(Plan):
     platform: str | None = None
     said: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
+    def __post_init__(self) -> None:
+        """Nothing: what was asked for has been checked."""
+
     def _on(self, platform: str) -> Resolved:
         """With what is left to a platform decided."""
         decided = self.suited(platform)

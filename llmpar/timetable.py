@@ -226,7 +226,37 @@ def _each(schedule: Schedule, costs: Costs) -> Callable[[int, Op], float]:
 
 def makespan(schedule: Schedule, cost: Callable[[int, Op], float], hop: float = 0.0) -> float:
     """When a legal schedule ends whose operations take ``cost(stage, operation)`` each."""
-    return max(end[-1] for end in _run(schedule, cost, hop, True)[1])
+    ends, free = list[float](), [0.0] * schedule.num_stages
+    for stage, ops, needs in _cells(schedule):
+        now = free[stage]
+        for cell, there in needs:
+            now = max(now, ends[cell] + (hop if there != stage else 0))
+        for op in ops:
+            now += cost(stage, op)
+        free[stage] = now
+        ends.append(now)
+    return max(free)
+
+
+@functools.lru_cache(maxsize=256)
+def _cells(schedule: Schedule) -> list[tuple[int, list[Op], list[tuple[int, int]]]]:
+    """What a legal schedule does at once, in an order in which it can: stage, operations, and the numbers and
+    stages of the cells before it."""
+    found = list[tuple[float, int, list[Op]]]()
+    starts = timetable(schedule).start
+    for stage, row in enumerate(schedule.rows):
+        for op, start in zip(row, starts[stage], strict=True):
+            if op.joined:
+                found[-1][2].append(op)
+            else:
+                found.append((start, stage, [op]))
+    found.sort(key=lambda cell: cell[:2])
+    number = {(stage, *op[:3]): i for i, (_, stage, ops) in enumerate(found) for op in ops}
+    cells = []
+    for i, (_, stage, ops) in enumerate(found):
+        needs = ((number[there, *need[:3]], there) for op in ops for there, need in schedule.needs(stage, op))
+        cells.append((stage, ops, [need for need in needs if need[0] != i]))
+    return cells
 
 
 def reached(
