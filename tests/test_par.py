@@ -13,7 +13,7 @@ from llmpar.block import vary, varying
 from llmpar.inspect.census import ring_bytes
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh, sharding, spec
-from llmpar.notation import parse_arrow, parse_layout
+from llmpar.notation import MeshShape, parse_arrow, parse_layout
 from llmpar.par import Manual, Solo
 from llmpar.plan import Plan
 from llmpar.predict import formulas
@@ -160,7 +160,7 @@ def test_bytes_sent_are_those_of_a_ring(group):
     for result in (24 * group, 4):
         for kind in ("all-gather", "all-reduce", "all-to-all", "reduce-scatter"):
             whole = math.ceil(round(formulas.sent_bytes_of_result(kind, result, group), 6))
-            traffic = Traffic({"tp": group})
+            traffic = Traffic(MeshShape(tp=group))
             traffic.add(kind, ("tp",), "values", result * (group if kind == "reduce-scatter" else 1))
             assert ring_bytes(kind, group, result) == traffic.total_bytes == whole, kind
 

@@ -14,6 +14,9 @@ from llmpar.plan import Resolved
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE
 from llmpar.timetable import slots, timetable
 
+PARTS = {"params": "weights", "grads": "gradients", "optimizer": "moments", "activations": "activations"}
+"""What tables and drawings call the parts of a step's memory; what is left of all is the batch."""
+
 
 @functools.lru_cache(maxsize=256)
 def weights_bytes(plan: Resolved) -> Counter[str]:

@@ -50,6 +50,7 @@ class Question:
     Attributes:
         fixed: fields of the plan that are given, axes of the mesh among them.
         model: how the user named it, for the lines that train and compile.
+        share: of a GPU's memory, what JAX takes.
     """
 
     config: ModelConfig
@@ -59,12 +60,31 @@ class Question:
     seq_len: int
     fixed: dict[str, Any] = field(default_factory=dict, hash=False)
     model: str = ""
+    share: float = GPU_SHARE
+
+    @property
+    def capacity_bytes(self) -> float:
+        """Bytes that a program may take of a device's memory: of a TPU's all, of a GPU's JAX's share."""
+        return self.chip.usable_hbm_gib * GIB * (1.0 if self.platform == "tpu" else self.share)
+
+    @property
+    def capacity_words(self) -> str:
+        """Where the capacity comes from."""
+        whole, usual = self.chip.usable_hbm_gib, self.chip.memory_share
+        if self.capacity_bytes == whole * GIB:
+            return f"a program may take all {whole:.1f} GiB"
+        other = (
+            f"{usual * whole:.1f} by default"
+            if self.share != usual
+            else f"{GPU_SHARE * whole:.1f} if told to"
+        )
+        how = f"{hardware.MEMORY_SHARES[0]}={self.share:g}" if self.share != usual else "JAX's default"
+        return f"a program may take {self.share:.0%} of {whole:.1f} GiB, by {how} ({other})"
 
     @property
     def room_bytes(self) -> float:
         """Bytes that a plan may hold on a device, with the margin left free."""
-        share = 1.0 if self.platform == "tpu" else GPU_SHARE
-        return self.chip.usable_hbm_gib * GIB * share * (1 - MARGIN)
+        return self.capacity_bytes * (1 - MARGIN)
 
     @property
     def platform(self) -> str:
@@ -89,6 +109,13 @@ class Candidate:
     def total_bytes(self) -> float:
         """Bytes on a device."""
         return self.memory_bytes.get("total", math.inf)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Bytes by part, as tables and drawings call them. Activations are an estimate, and gradients, where
+        nothing accumulates, are among them."""
+        found = {name: self.memory_bytes[key] for key, name in memory.PARTS.items()}
+        return found | {"batch": self.total_bytes - sum(found.values())}
 
 
 # ------------------------------------------------------------------------------------------- candidates
@@ -233,10 +260,11 @@ def fitting(q: Question, plan: Plan) -> Candidate:
                 return Candidate(dataclasses.replace(plan, remat=remat), UNPRICED, found)
     except ValueError as refusal:
         return Candidate(plan, UNPRICED, why_not=str(refusal))
-    largest = max((part for part in found if part != "total"), key=lambda part: found[part])
-    why = f"holds {found['total'] / GIB:.1f} GiB > {q.room_bytes / GIB:.1f} GiB"
-    why += f", of which {largest} {found[largest] / GIB:.1f}"
-    return Candidate(dataclasses.replace(plan, remat=later[-1]), UNPRICED, found, why)
+    one = Candidate(dataclasses.replace(plan, remat=later[-1]), UNPRICED, found)
+    largest, size = max(one.parts.items(), key=lambda part: part[1])
+    one.why_not = f"holds {one.total_bytes / GIB:.1f} GiB > {q.room_bytes / GIB:.1f} GiB"
+    one.why_not += f", of which {largest} {size / GIB:.1f}"
+    return one
 
 
 def held_by(q: Question, plan: Resolved, remat: str = "") -> dict[str, float]:
@@ -387,12 +415,8 @@ def _refuse(q: Question) -> None:
         raise ValueError(f"ep={axes['ep']} deals out experts, and '{c.name}' has none; leave ep out")
     ranks = {mesh.dp * mesh.fsdp * mesh.ep for mesh in meshes(q)}
     if not ranks:
-        widths = math.gcd(c.num_heads, c.ffn_width, c.vocab_size)
-        raise ValueError(
-            f"no mesh of {q.num_devices} {q.chip.name} with {text} suits '{c.name}': tp divides {widths},"
-            f" divides its {c.num_kv_heads} KV heads or is a multiple of them, and stays in a node, pp"
-            f" divides the devices and is at most its {c.num_layers} layers, sp leaves 4,096 positions a rank"
-        )
+        why = next(why for mesh, why in every_mesh(q) if axes.items() <= mesh.asked.items())
+        raise ValueError(f"no mesh of {q.num_devices} {q.chip.name} with {text} suits '{c.name}': {why}")
     rows = {q.batch_size // n for n in ranks if q.batch_size % n == 0}
     if (m := q.fixed.get("microbatches", 1)) and rows and all(n % m for n in rows):
         ways = " ".join(map(str, sorted({d for n in rows for d in divisors(n)})[:12]))
@@ -566,7 +590,7 @@ def command(q: Question, plan: Plan, name: str) -> str:
         else:
             words += [f"--{flag}", str(value)]
     if q.platform == "gpu":
-        words.insert(0, f"{hardware.MEMORY_SHARES[0]}={GPU_SHARE}")
+        words.insert(0, f"{hardware.MEMORY_SHARES[0]}={q.share:g}")
     return " ".join(words)
 
 

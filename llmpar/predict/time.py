@@ -166,6 +166,8 @@ class Clock:
             "ffn": elementwise / 2 + ffn_s,
             "block": once,
         }[run.recompute]
+        if run.plan and run.plan.ffn_chunks > 1 and run.recompute in ("none", "selective"):
+            recomputed += ffn_s  # pieces keep no hidden values
         backward.add("recomputation", recomputed + again * once)
         backward.kernels += FORWARD_KERNELS * (run.recompute == "block")
         links = {} if self.exact else self.inside(dense, attention)

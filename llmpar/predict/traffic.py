@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from llmpar.config import ExpertConfig, ModelConfig, Weight
-from llmpar.notation import TRANSPOSES, Arrow
+from llmpar.notation import TRANSPOSES, Arrow, MeshShape
 from llmpar.plan import Resolved
 from llmpar.predict.formulas import ring_bytes, visited_share
 from llmpar.schedules import Schedule
@@ -57,22 +57,18 @@ class Prediction:
 class Traffic(dict):
     """(axes, kind) -> Prediction. `carry` adds what an arrow sends, `add` a single kind of collective."""
 
-    def __init__(self, sizes: dict[str, int]):
+    def __init__(self, mesh: MeshShape):
         super().__init__()
-        self.sizes = sizes
-
-    def group_size(self, axes: tuple[str, ...]) -> int:
-        """The number of devices along ``axes``."""
-        return math.prod(self.sizes[a] for a in axes)
+        self.mesh = mesh
 
     def add(
         self, kind: str, axes: tuple[str, ...], of: str, message_bytes: int, count: int = 1, text: str = ""
     ) -> None:
         """``count`` collectives over ``axes`` on messages ``of`` something, of ``message_bytes`` (the
         unscattered size), for the arrow ``text`` of the model."""
-        axes = tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)
+        axes = self.mesh.live(*(a for a in self.mesh.sizes if a in axes))
         if axes and count:
-            row = Prediction(kind, self.group_size(axes))
+            row = Prediction(kind, self.mesh.along(axes))
             self.setdefault((",".join(axes), kind), row).messages[of, text, message_bytes] += count
 
     def carry(self, arrow: Arrow, held_bytes: int, of: Sent, forward: int, backward: int = 0) -> int:
@@ -83,7 +79,7 @@ class Traffic(dict):
         (`notation.TRANSPOSES`), on the same messages.
         """
         for move in arrow.moves:
-            parts = self.group_size(move.axes)
+            parts = self.mesh.along(move.axes)
             message = held_bytes * parts if move.kind == "all-gather" else held_bytes
             held_bytes = message // parts if move.kind in ("reduce-scatter", "slice") else message
             for kind, what, count in (
@@ -161,7 +157,7 @@ def step_traffic(
     have something to send or not. ``run`` says how often each part of the model runs, if not as the plan has
     it.
     """
-    config, traffic = plan.config, Traffic(plan.mesh.sizes)
+    config, traffic = plan.config, Traffic(plan.mesh)
     run = run or runs(plan, stage)
     _weights(traffic, plan, run)
     values = Values(traffic, plan, batch_size // plan.microbatches, seq_len)
@@ -185,7 +181,7 @@ def step_traffic(
 def _weights(traffic: Traffic, plan: Resolved, run: Runs) -> None:
     """The arrows of each weight's life. Per device and parameter, with N = fsdp and a microbatches, they send
     (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 2, ZeRO 2 a + 1, ZeRO 3 up to 3a times (N-1)/N."""
-    held = lambda layout, shape: math.prod(layout.shard_shape(shape, traffic.sizes))
+    held = lambda layout, shape: math.prod(layout.shard_shape(shape, traffic.mesh.sizes))
     buckets: dict[tuple, list[int]] = {}
     for path, (weight, life) in sorted(plan.lives.items(), key=lambda item: item[0].split(".")):
         dims, shape, stacked = weight.dims, weight.shape, path.startswith("blocks.")
@@ -282,7 +278,7 @@ class Values:
 
     def round(self, axes: tuple[str, ...], of: str, held_bytes: int, times: int, text: str) -> None:
         """What ranks of a ring hold goes round it, so many times: n - 1 hops each (`par.hop`)."""
-        n = self.traffic.group_size(axes)
+        n = self.traffic.mesh.along(axes)
         kind, pieces = ("all-to-all", n) if self.plan.hop == "exchange" else ("collective-permute", 1)
         self.traffic.add(kind, axes, of, pieces * held_bytes, (n - 1) * times, text)
 
@@ -330,7 +326,7 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
     tokens, pieces = values.held("data b s", b, s), values.held("data b", b)
     slots = experts.slots(tokens, pieces * (plan.mesh.tp if plan.tp_sequence else 1), ranks)
     layers, choices, small = run.forward + run.again, (b, s, experts.top_k), FLOAT32
-    groups = values.traffic.group_size(plan.place("ffn b").axes)
+    groups = plan.mesh.along(plan.place("ffn b").axes)
     filled = min(1, visited_share(experts.num_experts, experts.top_k, ranks) * tokens / slots)
     of = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
     buffer, ragged = (groups, ranks, slots, config.width), plan.dispatch == "ragged"  # then at most so much

@@ -1,0 +1,108 @@
+"""What a reader could do next: single changes to a plan, priced by the planner; and how sure it is to fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from llmpar.notation import AXES, MeshShape, divisors
+from llmpar.predict import planner
+from llmpar.predict.hardware import GIB
+from llmpar.predict.planner import SAME, Candidate, Question
+
+BAND = 0.15
+"""What is estimated of a plan's memory is off by no more in 66 of 69 compiled plans (`tests/compiled.md`)."""
+
+
+class Verdict(NamedTuple):
+    """Whether a plan fits, in words, and the bytes that this rests on."""
+
+    words: str
+    low_bytes: float  # what it holds, were the estimate `BAND` too high
+    total_bytes: float
+    high_bytes: float
+    room_bytes: float  # what the planner fills
+    capacity_bytes: float  # what a program may take
+
+
+def verdict(q: Question, one: Candidate) -> Verdict:
+    """Say whether a plan fits: surely only if it would with its estimated part `BAND` too low."""
+    total, guessed = one.total_bytes, one.memory_bytes["grads"] + one.memory_bytes["activations"]
+    room, capacity = q.room_bytes, q.capacity_bytes
+    low, high = total - BAND * guessed, total + BAND * guessed
+    sure = total <= room and high <= capacity
+    words = "fits" if sure else "fits, but not surely" if total <= capacity else "does not fit"
+    return Verdict(words, low, total, high, room, capacity)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One change, priced.
+
+    Attributes:
+        patch: the change: ``{"mesh": text}``, ``{"batch_size": sequences}``, or ``{"fields": {name: value}}``
+            where None gives a field back to the planner, and it chooses what the text says.
+        candidate: the plan that is reached.
+        sequence_s: its seconds by sequence; of two steps the better has less.
+    """
+
+    text: str
+    patch: dict[str, Any]
+    candidate: Candidate
+    sequence_s: float
+
+
+def advice(q: Question, mesh: MeshShape, one: Candidate | None) -> Iterator[Step | None]:
+    """Single changes to a mesh that help: each fits, and is faster by more than `SAME` if ``one`` fits too
+    (what `planner.on_mesh` answered; None where it refused). Fields given back to the planner, whose choice
+    is no slower than any by hand; a prime factor moved to another axis; where it does not fit or cannot be,
+    another batch. Lazily, in no order, with None for a change that does not help: the best are those of least
+    ``sequence_s``."""
+    had = math.inf if one is None or one.why_not else one.time.step_s / q.batch_size * (1 - SAME)
+    for patch, other, there in _changes(q, mesh, one):
+        try:
+            found = planner.on_mesh(other, there)
+        except ValueError:
+            yield None
+            continue
+        sequence_s, same = found.time.step_s / other.batch_size, one is not None and found.plan == one.plan
+        if found.why_not or same or sequence_s >= had:
+            yield None
+            continue
+        names = [f"{name}={getattr(found.plan, name)}" for name in patch.get("fields", ())]
+        size = f"{other.batch_size} sequences" if "batch_size" in patch else ""
+        what = patch.get("mesh") or size or ", ".join(names)
+        text = f"{what}: {found.total_bytes / GIB:.1f} GiB, {found.time.step_s:.3g} s"
+        yield Step(text, patch, found, sequence_s)
+
+
+def _changes(
+    q: Question, mesh: MeshShape, one: Candidate | None
+) -> Iterator[tuple[dict[str, Any], Question, MeshShape]]:
+    """Each change, the question with it, and its mesh."""
+    given = {name: value for name, value in q.fixed.items() if name not in AXES}
+    ask = lambda fields: dataclasses.replace(q, fixed=fields)
+    for names in [[name] for name in given] + [list(given)] * (len(given) > 1):
+        left = {name: value for name, value in given.items() if name not in names}
+        yield {"fields": dict.fromkeys(names)}, ask(left), mesh
+    ranks = mesh.dp * mesh.fsdp * mesh.ep
+    if one is None or one.why_not:
+        near = {q.batch_size // ranks * ranks, -(-q.batch_size // ranks) * ranks, q.batch_size // 2}
+        for batch_size in sorted(near - {0, q.batch_size}):
+            yield {"batch_size": batch_size}, dataclasses.replace(q, fixed=given, batch_size=batch_size), mesh
+    sizes, axes = mesh.asked, [axis for axis in AXES if axis != "ep" or q.config.experts]
+    for here in axes:
+        for n in divisors(sizes[here])[1:]:
+            for there in axes:
+                step = _is_prime(n) or (here, there, n) == ("dp", "fsdp", sizes[here])  # replicas, or cut
+                if step and there != here and not planner.unsuited(q, there, sizes[there] * n):
+                    moved = sizes | {here: sizes[here] // n, there: sizes[there] * n}
+                    new = dataclasses.replace(mesh, **moved)  # type: ignore[arg-type]
+                    yield {"mesh": str(new)}, ask(given), new
+
+
+def _is_prime(n: int) -> bool:
+    return all(n % d for d in range(2, math.isqrt(n) + 1))

@@ -1,0 +1,112 @@
+"""What the planner proposes to whoever stands on a mesh: each step is what the planner then answers."""
+
+import dataclasses
+
+import pytest
+
+from llmpar.config import preset
+from llmpar.notation import AXES, parse_mesh
+from llmpar.predict import planner
+from llmpar.predict.advice import BAND, advice, verdict
+from llmpar.predict.hardware import GIB, chip
+
+
+def question(name="llama3-70b", devices=64, batch=64, seq=4096, row="h100", **fixed):
+    return planner.Question(preset(name), chip(row), devices, batch, seq, fixed, name)
+
+
+BY_HAND = {"tp_sequence": False, "remat": "none", "loss_chunks": 1}
+STANDS = {
+    "fsdp=8 tp=8": question(**BY_HAND),  # does not fit
+    "pp=4 fsdp=16": question(),
+    "dp=64": question("llama3-8b"),  # replicas are too large
+    "dp=3 fsdp=4": question("llama3-8b", devices=12, batch=16),  # refused
+    "fsdp=2 ep=4": question("qwen3-30b-a3b", 8, 16, zero=1),
+}
+
+
+@pytest.mark.parametrize("mesh", STANDS)
+def test_a_step_is_one_change_and_leads_to_what_it_says(mesh):
+    q, shape = STANDS[mesh], parse_mesh(mesh)
+    try:
+        one = planner.on_mesh(q, shape)
+    except ValueError:
+        one = None
+    found = sorted(filter(None, advice(q, shape, one)), key=lambda step: step.sequence_s)
+    assert found
+    for step in found:
+        ((what, value),) = step.patch.items()
+        there, other = shape, q
+        if what == "mesh":
+            there = parse_mesh(value)
+            assert there.size == q.num_devices
+            assert sum(there.sizes[axis] != shape.sizes[axis] for axis in AXES) == 2
+        elif what == "batch_size":
+            other = dataclasses.replace(q, batch_size=value)
+        else:
+            assert set(value) <= set(q.fixed) and set(value.values()) == {None}
+            other = dataclasses.replace(q, fixed={k: v for k, v in q.fixed.items() if k not in value})
+        reached = planner.on_mesh(other, there)
+        assert step.candidate == reached and not reached.why_not
+        assert step.text.endswith(f": {reached.total_bytes / GIB:.1f} GiB, {reached.time.step_s:.3g} s")
+        assert step.sequence_s == reached.time.step_s / other.batch_size
+        if one and not one.why_not:
+            assert step.sequence_s < one.time.step_s / q.batch_size * (1 - planner.SAME)
+
+
+def test_the_reader_s_own_fields_are_given_back_and_replicas_cut():
+    texts = {}
+    for mesh, q in STANDS.items():
+        shape = parse_mesh(mesh)
+        one = None if q.num_devices == 12 else planner.on_mesh(q, shape)
+        texts[mesh] = [step.text for step in advice(q, shape, one) if step]
+    assert any(text.startswith("tp_sequence=True: ") for text in texts["fsdp=8 tp=8"])
+    assert any(text.startswith("tp_sequence=True, remat=") for text in texts["fsdp=8 tp=8"])
+    assert any(text.startswith("fsdp=64: ") for text in texts["dp=64"])
+    assert any(text.startswith("24 sequences: ") for text in texts["dp=3 fsdp=4"])
+
+
+def test_the_best_of_all_has_no_better_neighbour():
+    q = question()
+    first = planner.best(q)
+    assert first == planner.decide(q).plans[0]
+    assert not any(advice(q, first.plan.mesh, first))
+
+
+def test_a_verdict_is_as_sure_as_the_estimate():
+    q = question()
+    held = {"params": 10.0, "grads": 0.0, "optimizer": 20.0, "activations": 40.0}
+    for total, words in (
+        (70, "fits"),
+        (93, "fits, but not surely"),
+        (99, "fits, but not surely"),
+        (101, "does"),
+    ):
+        scale = total / 71.0 * q.capacity_bytes / 100
+        parts = {name: size * scale for name, size in held.items()} | {"total": 71 * scale}
+        said = verdict(q, planner.Candidate(None, planner.UNPRICED, parts))
+        assert said.words.startswith(words) and (words != "fits" or said.words == words)
+        assert said.low_bytes < said.total_bytes < said.high_bytes
+        assert said.high_bytes - said.total_bytes == pytest.approx(BAND * 40 * scale)
+        assert said.words != "fits" or said.total_bytes <= said.room_bytes == q.room_bytes
+
+
+@pytest.mark.parametrize(
+    ("row", "share", "capacity", "words"),
+    [
+        ("h100", 0.95, 0.95, "95% of 79.1 GiB, by XLA_CLIENT_MEM_FRACTION=0.95 (59.3 by default)"),
+        ("h100", 0.75, 0.75, "75% of 79.1 GiB, by JAX's default (75.2 if told to)"),
+        ("v5e", 0.95, 1.0, "all 15.8 GiB"),
+    ],
+)
+def test_what_a_program_may_take_says_why(row, share, capacity, words):
+    q = dataclasses.replace(question(row=row), share=share)
+    assert q.capacity_bytes == pytest.approx(capacity * q.chip.usable_hbm_gib * GIB)
+    assert q.capacity_words == f"a program may take {words}"
+    assert q.room_bytes == pytest.approx(q.capacity_bytes * (1 - planner.MARGIN))
+
+
+def test_pieces_of_a_feed_forward_compute_it_again():
+    slow, fast = (question(ffn_chunks=n, remat="selective", microbatches=4) for n in (4, 1))
+    slow, fast = (planner.on_mesh(q, parse_mesh("fsdp=64")).time.terms["recomputation"] for q in (slow, fast))
+    assert slow > 1.5 * fast
