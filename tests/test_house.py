@@ -59,7 +59,7 @@ BUDGETS = {
     "core": 6_150,  # the paper and what is beside it
     "kernels": 1_150,
     "training": 1_400,
-    "predict": 3_700,
+    "predict": 3_840,  # a layer in time came, and what a reader could do next
     "draw": 2_320,  # until the old explorer's drawings are gone: then 1,700
     "inspect": 2_300,
     "explore": 1_000,
@@ -67,7 +67,7 @@ BUDGETS = {
     "launch": 1_600,
     "exercises": 1_950,
     "cli": 2_250,
-    "package": 23_100,  # the same: then 22,300
+    "package": 23_250,  # the same: then 22,450
 }
 # In pieces, so that this file obeys its own rule.
 REGISTRY_HOSTS = [name + ".org" for name in ("pypi", "pythonhosted", "npmjs", "anaconda", "proxy.golang")]
