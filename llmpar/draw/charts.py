@@ -535,20 +535,17 @@ def two_lanes(turns, title: str, column: float = 0) -> Scene:
                     (part, stroke), hatch = _axis_colours(event["axes"][0]), ""
                 fill = "paper" if event.get("axes") and w_open < 0.99 * w else part
                 items.append(Rect(x, top, w, 32, fill, stroke, 0.75 if w > 3 else 0.25, tip=full))
-                if event["exposed_s"] and word != "compute":
+                waits_here = event["exposed_s"] > 0 and word != "compute"
+                if waits_here:
                     open_part = x + w - w_open, top, w_open, 32
                     items.append(Rect(*open_part, part, stroke, 0.75, hatch, tip=f"waits {full}"))
                 met = any(_meet(event, other) for _, other in mine if other is not event)
-                if w > 24 and not met and not (hatch and event["exposed_s"] and word != "compute"):
-                    items += fitting(
-                        x + w / 2, top + 16, w - 4, full, event["name"], fill=text_color_on(fill)
-                    )
+                room, color = w - w_open * (fill == "paper"), text_color_on(fill)
+                if w > 24 and not met and not (hatch and waits_here):
+                    items += fitting(x + room / 2, top + 16, room - 4, full, event["name"], fill=color)
                 if column:
-                    now = (
-                        Rect(x - 1, top - 3, w + 2, 38, "", "ink", 3),
-                        Line(((x, 8), (x, 40 * len(lanes) + 16))),
-                    )
-                    items.append(Group(now, frame=k))
+                    line = Line(((x, 8), (x, 40 * len(lanes) + 16)))
+                    items.append(Group((Rect(x - 1, top - 3, w + 2, 38, "", "ink", 3), line), frame=k))
         blocks.append(items)
         lines.append(head)
         for e in turn["events"]:
@@ -558,8 +555,10 @@ def two_lanes(turns, title: str, column: float = 0) -> Scene:
     says = {"compute": "computing", "links": "communicating", "network": "between hosts"}
     key = [(fill, says.get(word, word)) for word, fill in lanes] + [("edge", "computing waits for it", "/")]
     if column:
-        key = [("paper", "beside computing"), *((f, f"{n}: computing waits") for n, f in lanes[1:])]
-    return compose(title, [*blocks, legend(key)], "\n".join(lines), column=column)
+        key = [(f, f"{n}: computing waits") for n, f in lanes[1:]]
+        key += [("paper", "hollow: beside computing")] * bool(key)
+    room = column - 40 if column else 640
+    return compose(title, [*blocks, legend(key, room)], "\n".join(lines), column=column)
 
 
 def _meet(one: dict, other: dict) -> bool:
