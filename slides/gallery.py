@@ -42,7 +42,7 @@ STYLE = (
     "img{max-width:100%}section{margin:0 0 40px}pre{white-space:pre-wrap}"
 )
 EXPLORERS = {
-    "mesh-explorer": lambda: MeshExplorer(mesh="dp=2 fsdp=4 tp=2", batch_size=32, axis="fsdp", step=1),
+    "mesh-explorer": lambda: MeshExplorer(mesh="dp=2 fsdp=4 tp=2", batch_size=32),
     "timeline-explorer": TimelineExplorer,
     "routing-explorer": RoutingExplorer,
 }

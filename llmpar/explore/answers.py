@@ -1,454 +1,393 @@
-"""What the explorers know: who holds what, who talks with whom, bytes and seconds, as plain data.
+"""What the mesh explorer knows: a *state* is what a reader can choose, an *answer* is all that a page shows.
 
-Pure Python, without Jupyter. A *state* is a dict of what a reader can choose. `tensors` and `answer` turn it
-into JSON, which is all that a front end draws, together with `geometry`, which a browser does itself.
+Both are plain data, so a notebook's kernel and the Python inside a saved page give the same answers. A state
+names a model, a machine and a mesh; a field of `Plan` that it does not set is the planner's choice. Pictures
+are made by `panels`. Nothing here needs JAX.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-import math
-from collections import Counter
-from typing import Any, get_args, get_type_hints
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from llmpar.config import PRESETS, ModelConfig, preset
-from llmpar.draw import geometry, layouts
-from llmpar.draw.charts import count_noun, memory_bars
-from llmpar.draw.scene import Group, Scene, compose, flatten, size_text, small_text, time_text
-from llmpar.notation import (
-    AXES,
-    Layout,
-    MeshShape,
-    NotationError,
-    divisors,
-    mesh_distance,
-    near_meshes,
-    parse_layout,
-    parse_mesh,
-)
+from llmpar.config import PRESETS, ModelConfig, from_dict, preset
+from llmpar.draw.scene import size_text, time_text
+from llmpar.explore import panels
+from llmpar.files import allowed
+from llmpar.notation import AXES, MeshShape, divisors, near_meshes, parse_mesh
 from llmpar.plan import Plan, Resolved
-from llmpar.predict import formulas, hardware, hosts, memory, traffic, workload
-from llmpar.predict.hardware import CHIPS, GIB, Chip
-from llmpar.predict.planner import fields_of
-from llmpar.predict.time import step_time
-from llmpar.schedules import SCHEDULES, deal, make
-
-PLAN = {f.name: f.default for f in dataclasses.fields(Plan)}
-"""The fields of a plan with their defaults."""
-
-
-def choices(field: str) -> list:
-    """List the values that a field of `Plan` may have."""
-    return list(get_args(get_type_hints(Plan)[field]))
-
+from llmpar.predict import hardware, planner
+from llmpar.predict.hardware import CHIPS
+from llmpar.predict.planner import Candidate, Question
 
 START: dict[str, Any] = {
-    "mesh": "dp=2 fsdp=2 tp=2",
-    "order": " ".join(AXES),
     "model": "llama3-8b",
     "chip": "h100",
+    "devices": 8,
     "batch_size": 16,
     "seq_len": 4096,
-    **{name: PLAN[name] for name in ("zero", "tp_sequence")},
-    "remat": "block",
-    **{name: PLAN[name] for name in ("microbatches", "schedule", "context_parallel")},
+    "mesh": "dp=2 fsdp=2 tp=2",
+    "fields": {},
+    "agreed": 8,
+    "own": {},
+    "config": "",
     "device": 0,
     "tensor": "weight blocks.ffn.gate",
-    "axis": "",
-    "row": 0,
-    "step": 0,
+    "explain": "",
 }
-"""Where a reader starts. The last five are what is looked at; the others change the answer."""
-
+"""Where a reader starts. ``fields`` of the plan are set by hand; ``agreed`` is the number of devices that the
+mesh was last read for: it tells which of the two was changed. ``own`` has models that are no preset, by
+name: their dims, read from ``config``, the text or the path of a config.json, or the name of a downloaded
+model. The last three are what is looked at."""
+VIEW = ("device", "tensor", "explain")
 MOST = 131_072
-"""The most devices of a mesh. Up to 512 are drawn one by one."""
-
+"""The most devices of a mesh."""
 MODELS = [
     name
     for name, config in PRESETS.items()
     if not (config.latent or config.experts and config.experts.dense_layers)
 ]
-"""Presets whose training step exists; the others are refused by name."""
-
-VIEW = ("device", "tensor", "axis", "row", "step")
-SHAPES = ("model", "batch_size", "seq_len", "microbatches")
-"""What the tensors of a step depend on: each row says of which (``of``), so that none is mistaken."""
-
-
-def choice(name: str, label: str, options: list, **more) -> dict:
-    """A control that offers some values."""
-    return {"name": name, "kind": "choice", "label": label, "options": options} | more
-
-
-def slider(name: str, label: str, low: int, high: int, **more) -> dict:
-    """A control that offers the whole numbers of a range."""
-    return {"name": name, "kind": "slider", "label": label, "min": low, "max": high} | more
-
-
-CONTROLS: list[dict] = [  # free: what a page without Python can follow by itself
-    {"name": "mesh", "kind": "text", "label": "mesh", "free": True},
-    {"name": "order", "kind": "text", "label": "order of axes, slow links first (for study)", "free": True},
-    choice("model", "model", MODELS),
-    choice("chip", "chip", [c.name for c in CHIPS]),
-    {"name": "batch_size", "kind": "int", "label": "batch (sequences)", "min": 1},
-    {"name": "seq_len", "kind": "int", "label": "sequence (tokens)", "min": 1},
-    {"name": "microbatches", "kind": "int", "label": "microbatches", "min": 1},
-    choice("zero", "ZeRO stage", choices("zero")),
-    choice("schedule", "pipeline schedule", list(SCHEDULES)),
-    # usp is two axes in one
-    choice("context_parallel", "attention over sp", [w for w in choices("context_parallel") if w != "usp"]),
-    choice("remat", "recompute", choices("remat")),
-    {"name": "tp_sequence", "kind": "flag", "label": "sequence parallelism (tp_sequence)"},
+"""Presets whose training step exists."""
+SENTENCE = "Train {model} on {devices} {chip} with {batch_size} sequences of {seq_len} tokens, as {mesh}"
+CONTROLS: list[dict[str, Any]] = [
+    {"name": "model", "kind": "choice", "label": "model", "options": MODELS},
+    {"name": "devices", "kind": "int", "label": "devices", "min": 1, "max": MOST},
+    {"name": "chip", "kind": "choice", "label": "chip", "options": [c.name for c in CHIPS]},
+    {"name": "batch_size", "kind": "int", "label": "sequences of a step", "min": 1},
+    {"name": "seq_len", "kind": "int", "label": "tokens of a sequence", "min": 1},
+    {"name": "mesh", "kind": "text", "label": "mesh; -1 is what is left of the devices"},
 ]
-CHUNKS = {name: make(name, 2, 4).visits for name in SCHEDULES}
-"""Pieces of the model that a stage holds, by schedule. Each has room for equally many layers."""
-
-# -------------------------------------------------------------------------------------- what is held and sent
-
-
-def canonical(state: dict) -> dict:
-    """The state with its mesh and its order of axes in one spelling, where they can be read."""
-    try:
-        mesh = str(read_mesh(state["mesh"]))
-    except ValueError:
-        mesh = state["mesh"]
-    return state | {"mesh": mesh, "order": " ".join(state["order"].replace(",", " ").split())}
+FIRST = "zero tp_sequence microbatches remat schedule context_parallel loss_chunks".split()
+HIDDEN = ("mesh", "reading", "bucket_bytes", "unroll", "attention_block")
+"""Fields of a plan that change nothing that is shown."""
+SAME_AS_PLAN = {"dtype": "bfloat16"}
+"""What `llmpar plan` takes for granted."""
 
 
-def key(state: dict) -> str:
-    """What an answer belongs to: the state in one spelling, without what is only looked at."""
-    return "|".join(str(value) for name, value in canonical(state).items() if name not in VIEW)
+# -------------------------------------------------------------------------------------------- reading a state
 
 
-def read_mesh(text: str) -> MeshShape:
-    """A mesh that can be drawn. A browser refuses the same texts in the same words."""
-    if len(text) > 200:
-        why = f"a mesh text of {len(text)} characters"
-        raise ValueError(f"{why}; six axes need fewer, for instance '{START['mesh']}'")
-    try:
-        shape = parse_mesh(text)
-    except NotationError:
-        raise
-    except ValueError as error:
-        raise ValueError(f"{error}; write its size") from None
-    if shape.size > MOST:
-        raise ValueError(f"mesh '{shape}' has {shape.size} devices; at most {MOST} are drawn")
-    return shape
-
-
-def read(state: dict) -> tuple[ModelConfig, Chip, MeshShape, tuple[str, ...]]:
-    """The model, the chip, the mesh and the order of axes that a state names, or what would work."""
-    order = tuple(state["order"].replace(",", " ").split())
-    if sorted(order) != sorted(AXES):
-        why = f"the order '{state['order']}' must name each axis once"
-        raise ValueError(f"{why}; for instance '{' '.join(AXES)}'")
+def settle(state: dict) -> tuple[dict, MeshShape]:
+    """The state in one spelling, and its mesh: -1 is filled in; if the number of devices was changed the mesh
+    follows, if the mesh was changed the number does. Raises ValueError where one cannot be read."""
     for control in CONTROLS:
-        value, name = state[control["name"]], control["label"]
-        if control["kind"] == "int" and (not isinstance(value, int) or value < control["min"]):
-            raise ValueError(f"{name} is {value!r}; use a whole number from {control['min']} on")
-        if "options" in control and name not in ("model", "chip") and value not in control["options"]:
-            raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(str, control['options']))}")
-    return preset(state["model"]), hardware.chip(state["chip"]), read_mesh(state["mesh"]), order
+        value = state[control["name"]]
+        if control["kind"] == "int":
+            most = control.get("max", 1 << 24)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise ValueError(f"{control['label']} is {value!r}; use a whole number from 1 to {most:,}")
+    if len(state["mesh"]) > 200:
+        raise ValueError(f"a mesh text of {len(state['mesh'])} characters; six axes need fewer")
+    if state["config"].strip():
+        config = own_model(state["config"])
+        own = (
+            state["own"] | {config.name: dataclasses.asdict(config)}
+            if config.name not in PRESETS
+            else state["own"]
+        )
+        state = state | {"config": "", "own": own, "model": config.name}
+    devices = state["devices"]
+    shape = parse_mesh(state["mesh"], devices if "-1" in state["mesh"] else None)
+    if shape.size != devices and devices != state["agreed"]:
+        shape = next(iter(near_meshes(shape.asked, devices)))
+    if shape.size > MOST:
+        raise ValueError(f"mesh '{shape}' has {shape.size:,} devices; at most {MOST:,} are drawn")
+    device = min(max(0, state["device"]), shape.size - 1)
+    whole = {"mesh": str(shape), "devices": shape.size, "agreed": shape.size, "device": device}
+    return state | whole, shape
 
 
-def make_plan(state: dict, mesh) -> Plan:
-    """Make the state's plan on a mesh, in bfloat16. Controls that change nothing there keep their default."""
-    fields = {control["name"] for control in CONTROLS} & PLAN.keys() - {"mesh"}
-    plan = Plan(mesh, dtype="bfloat16", **{name: state[name] for name in fields})
-    return plan.effective(preset(state["model"]))
+def own_model(text: str) -> ModelConfig:
+    """The model that a reader brings: the text of a Hugging Face config.json, its path, or a downloaded model's
+    name."""
+    if not text.lstrip().startswith("{"):
+        return preset(text.strip())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "yours", "config.json")
+        path.parent.mkdir()
+        path.write_text(text, encoding="utf-8")
+        return preset(str(path))
 
 
-def mode(state: dict) -> str:
-    """Which of a tensor's layouts a state asks for: the ZeRO stage, ``s`` for sequence parallelism."""
-    return f"{state['zero']}{'s' * state['tp_sequence']}"
+def asked(state: dict) -> Question:
+    """The planner's question: the model, the machine, the batch, and the fields that are set by hand."""
+    fixed = SAME_AS_PLAN | {name: value for name, value in state["fields"].items() if name in OFFERED}
+    if unknown := sorted(set(state["fields"]) - set(OFFERED)):
+        raise ValueError(f"a plan has no field {', '.join(unknown)}; it has {', '.join(OFFERED)}")
+    Plan(**fixed)  # refuses values
+    own = state["own"].get(state["model"])
+    return Question(
+        from_dict(own) if own else preset(state["model"]),
+        hardware.chip(state["chip"]),
+        state["devices"],
+        state["batch_size"],
+        state["seq_len"],
+        fixed,
+        state["model"],
+    )
 
 
-def tensors(state: dict) -> list[dict]:
-    """Every array of a training step: name, kind, shape, bytes per element, layout at each ZeRO stage.
-
-    A layout names all axes that could cut; those of size 1 cut nothing. Weights and the optimizer's moments
-    are float32. Activations are one layer's, of one microbatch. Keys of ``layout``: the stage, with an ``s``
-    for sequence parallelism.
-    """
-    config, *_ = read(state | {name: START[name] for name in ("mesh", "order")})  # the same on every mesh
-    all_axes = dataclasses.replace(parse_mesh(" ".join(f"{a}=4" for a in AXES)), kv=2)
-    both = ({"zero": zero, "tp_sequence": cut} for zero in range(4) for cut in (False, True))
-    plans = {mode(s): make_plan(s, all_axes).resolve(None, None) for s in (state | one for one in both)}
-    rows, b, s, of = [], state["batch_size"], state["seq_len"], [state[name] for name in SHAPES]
-
-    def row(kind: str, name: str, shape, itemsize: int, place, times: int = 1) -> None:
-        layouts = {k: str(place(plan)) for k, plan in plans.items()}
-        entry = {"name": f"{kind} {name}", "kind": kind, "shape": list(shape), "itemsize": itemsize}
-        entry |= {"times": times, "of": of, "heads": config.num_kv_heads}  # which ranks of tp may copy
-        stacked = {"chunks": {s: n for s, n in CHUNKS.items() if n > 1}} if name.startswith("blocks.") else {}
-        rows.append(entry | stacked | {"layout": layouts})
-
-    weights = ("weight", "stored", 1), ("moments", "graded", 2), ("gradient", "accumulated", 1)
-    for kind, name, times in weights:
-        for path, weight in config.weights().items():
-            place = lambda plan, dims=weight.dims, name=name: getattr(plan.life(dims), name)
-            row(kind, path, weight.shape, 4, place, times)
-    micro = max(1, b // state["microbatches"])
-    n, k, h = config.num_heads, config.num_kv_heads, config.head_width
-    acts = {
-        "residual stream": ("stream b s d", (micro, s, config.width), 2),
-        "queries": ("attention b s n h", (micro, s, n, h), 2),
-        "keys": ("attention b s k h", (micro, s, k, h), 2),
-        "values": ("attention b s k h", (micro, s, k, h), 2),
-        "feed-forward": ("ffn b s m", (micro, s, config.ffn_width), 2),
-        "logits": ("vocab b s v", (micro, s, config.vocab_size), 4),
-    }
-    if config.experts:
-        del acts["feed-forward"]  # how many rows an expert works on is up to the router
-    for name, (dims, shape, itemsize) in acts.items():
-        row("activation", name, shape, itemsize, lambda plan, dims=dims: plan.place(dims))
-    row("batch", "tokens, targets, positions, weights", (b, s), 4, lambda plan: plan.place("data b s"), 4)
-    return rows
+def _offered() -> dict[str, dict[str, Any]]:
+    """Every field of a plan that can be set by hand, as a control, those that decide most first."""
+    kinds, controls = allowed(Plan), {}
+    names = [field.name for field in dataclasses.fields(Plan) if field.name not in HIDDEN]
+    for name in sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
+        what = kinds[name]
+        control: dict[str, Any] = {"name": name, "label": name.replace("_", " ")}
+        if what.choices or what.kind is bool:
+            control |= {"kind": "choice", "options": list(what.choices or (False, True))}
+        else:
+            control |= {"kind": "int", "min": 1} if what.kind is int else {"kind": "text"}
+        controls[name] = control
+    return controls
 
 
-def shape_of(row: dict, state: dict, sizes: dict[str, int]) -> list[int]:
-    """A tensor's shape on a mesh: a pipeline pads the layers to as many for every chunk of every stage."""
-    if "chunks" not in row or sizes["pp"] == 1:
-        return row["shape"]
-    cells = sizes["pp"] * row["chunks"].get(state["schedule"], 1)
-    return [cells * max(deal(row["shape"][0], cells)), *row["shape"][1:]]
+OFFERED = _offered()
 
 
-def answer(state: dict, plan: Plan | None = None) -> dict:
-    """Everything that needs more than geometry: refusal, memory, what is sent, seconds, the code, and all of
-    it in words. ``plan``: one with more fields than a state has."""
-    out: dict[str, Any] = {"key": key(state), "refusal": None, "time": None, "code": ""}
-    out |= {"memory": [], "traffic": []}
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """What a state shows: the planner's question, its plan for this mesh, and how much is known by now."""
+
+    state: dict
+    question: Question
+    one: Candidate
+    plan: Resolved
+    around: Around
+
+    @property
+    def timed(self) -> bool:
+        """Whether seconds mean anything."""
+        return not self.question.chip.simulated
+
+    def works(self, mesh: str) -> bool:
+        """Whether another mesh of as many devices is legal."""
+        return works(self.state | {"mesh": mesh})
+
+    @property
+    def shape(self) -> MeshShape:
+        """The mesh, with the six axes as they were asked."""
+        return self.one.plan.mesh
+
+
+class Around:
+    """What lies around a mesh: the same question on every other one, and single changes. It is worked out in
+    portions, and kept for all states that differ in the mesh alone."""
+
+    def __init__(self, question: Question):
+        self.points: dict[str, Candidate] = {}
+        self.refused: dict[str, str] = {}
+        self.question = question
+        self.meshes = [] if question.chip.simulated else list(planner.every_mesh(question))
+        self.num = len(self.meshes)
+        self.work = self._meshes()
+        self.done = not self.meshes
+
+    def _meshes(self) -> Iterator[None]:
+        for mesh, why in self.meshes:
+            name = str(mesh)
+            if why:
+                self.refused[name] = why
+                continue
+            try:
+                self.points[name] = planned(self.question, name)
+            except ValueError as refusal:
+                self.refused[name] = str(refusal)
+            yield
+
+    def advance(self, seconds: float) -> None:
+        """Work for so many seconds of this process, or until all is known."""
+        until = time.process_time() + seconds
+        while not self.done and time.process_time() < until:
+            self.done = next(self.work, "end") == "end"
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest that fits, once all are known."""
+        fits = [one for one in self.points.values() if not one.why_not]
+        return planner.ranked(fits)[0] if self.done and fits else None
+
+
+@functools.lru_cache(maxsize=16)
+def _around(key: str) -> Around:
+    return Around(asked(json.loads(key)))
+
+
+def around(state: dict) -> Around:
+    """The `Around` of a state."""
+    same = {name: value for name, value in state.items() if name not in (*VIEW, "mesh", "agreed")}
+    return _around(json.dumps(same, sort_keys=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def planned(question: Question, mesh: str) -> Candidate:
+    """The planner's plan for a mesh, kept. Of simulated devices, which have no times: the fields as they are."""
+    if not question.chip.simulated:
+        return planner.on_mesh(question, parse_mesh(mesh))
+    plan = Plan(mesh, **question.fixed).effective(question.config)
+    plan.check(question.config, question.batch_size, question.seq_len)
+    held = planner.held_by(question, plan.resolve(question.config, question.platform))
+    return Candidate(plan, planner.UNPRICED, held)
+
+
+def look(state: dict) -> Look:
+    """What a settled state shows. Raises ValueError where it is refused."""
+    question = asked(state)
+    one = planned(question, state["mesh"])
+    return Look(state, question, one, one.plan.resolve(question.config, None), around(state))
+
+
+# ------------------------------------------------------------------------------------------------- the answer
+
+
+def answer(state: dict, seconds: float = 0.0) -> dict:
+    """All that a page shows of a state. ``seconds``: of work on what lies around it, first."""
+    out: dict[str, Any] = {"asked": state, "state": state, "refusal": None, "verdict": None, "more": False}
+    out |= {"fields": [], "panels": {}, "numbers": {}, "frames": []}
     try:
-        config, chip, shape, order = read(state)
-        plan = plan or make_plan(state, shape)
-        out |= {"node": chip.per_device().node_size, "capacity": chip.usable_bytes}
-        out["whole"] = int(chip.usable_hbm_gib * GIB)
-        plan.check(config, state["batch_size"], state["seq_len"])
+        state, _ = settle(state)
+        out["state"] = state
+        seen = look(state)
     except ValueError as error:
-        out["refusal"] = remedy(state) | {"why": str(error)}
-        out["says"] = f"mesh {state['mesh'][:200]}: refused\n{error}\n{out['refusal']['text']}".strip()
+        steps = remedies(state)
+        out |= {"refusal": {"why": str(error), "steps": steps}, "fields": fields(state, None)}
+        out["says"] = "\n".join([f"refused: {error}", *(step["text"] for step in steps)])
         return out
-    decided = plan.resolve(config, None)
-    size = decided, state["batch_size"], state["seq_len"]
-    held = memory.argument_bytes(*size)
-    parts = {"weights": held["params"], "optimizer": held["optimizer"]}
-    parts |= {"batch": held["batch"] + held["counters"]}
-    parts["gradients, activations (estimate)"] = memory.temp_bytes(*size)
-    out["memory"] = [[name, value] for name, value in parts.items()]
-    out["traffic"] = sent(chip, order, *size)
-    out["time"] = {"simulated": chip.simulated}
-    if not chip.simulated:
-        run = workload.of_plan(config, plan, chip, state["batch_size"], state["seq_len"])
-        time = step_time(dataclasses.replace(run, order=order))
-        out["time"] |= {"step_s": time.step_s, "mfu": time.mfu(run), "terms": time.terms}
-    out["links"] = assumed(chip)
-    words = ", ".join([f'"{shape}"', *(f"{name}={value!r}" for name, value in fields_of(plan).items())])
-    out["code"] = f'--mesh "{shape}"\nPlan({words})'
-    if order != tuple(AXES):
-        out["code"] += f"\n# the order '{' '.join(order)}' is for study:"
-        out["code"] += f" a Plan lays its devices out as {' '.join(AXES)}"
-    out["says"] = _says(state, out, shape)
+    seen.around.advance(seconds)
+    drawn = panels.panels(seen)
+    out["panels"] = {name: panels.shown(panel) for name, panel in drawn.items()}
+    out |= {"verdict": verdict(seen), "fields": fields(state, seen.one.plan), "numbers": numbers(seen)}
+    out |= {"frames": panels.frames(seen), "more": not seen.around.done}
+    out["says"] = panels.says(seen, out["verdict"], drawn)
     return out
 
 
-def sent(chip: Chip, order, plan: Resolved, batch_size: int, seq_len: int) -> list[dict]:
-    """The rows of `traffic.step_traffic`, the largest first: what of, the largest collective, seconds."""
-    sizes, rows = plan.mesh.asked, []
-    apart = geometry.strides(*geometry.parted(sizes, order, plan.config.num_kv_heads))
-    for (names, kind), row in traffic.step_traffic(plan, batch_size, seq_len).items():
-        axes, short = names.split(","), kind.replace("collective-", "")
-        parts, each, seconds = Counter[str](), set[int](), 0.0
-        stride = min(apart[a] for a in axes)  # one after the other, over links so far apart
-        for (what, _, size), times in row.messages.items():
-            parts[what] += times * row.sent(size)
-            each.add(row.sent(size))
-            seconds += times * formulas.collective_seconds(chip, short, size, row.group_size, stride)
-        words = [f"{name} {size_text(n)}" if len(parts) > 1 else name for name, n in parts.most_common()]
-        found = {"axes": axes, "kind": kind, "count": row.count, "bytes": row.bytes_sent}
-        found |= {"what": ", ".join(words), "largest": max(each), "sizes": len(each), "seconds": seconds}
-        rows.append(found)
-        if plan.pipeline and names == "pp" and kind == "collective-permute":
-            there = hosts.pairs_of(plan, "-> the next stage")  # gradients go back on the same pairs
-            rows[-1]["pairs"] = [list(pair) for pair in there]
-    return sorted(rows, key=lambda row: -row["bytes"])
-
-
-def assumed(chip: Chip) -> str:
-    """Which links the seconds assume, in words; nothing where no time is predicted."""
-    one = chip.per_device()
-    if chip.simulated:
-        return ""
-    if chip.link == "torus":
-        return f"Seconds assume that each mesh axis has one axis of the torus of {chip.name} chips to itself."
-    rate = f"{one.dcn_bytes_per_s / 1e9:.3g} GB/s"
-    return f"Seconds assume nodes of {one.node_size} devices, and {rate} per device between nodes."
-
-
-def _says(state: dict, out: dict, shape: MeshShape) -> str:
-    total, room = sum(value for _, value in out["memory"]), out["capacity"]
-    held = ", ".join(f"{name} {size_text(value)}" for name, value in out["memory"])
-    fit = f"about {size_text(abs(room - total))} {'free' if total <= room else 'too much'}"
-    devices = f"{count_noun(shape.size, 'device')} of {state['chip']}"
-    lines = [f"{state['model']} on {shape} = {devices}, ZeRO {state['zero']}"]
-    lines.append(f"memory per device: {size_text(total)} of {size_text(room)} usable, {fit} ({held})")
-    for row in out["traffic"]:
-        sent = f"{size_text(row['bytes'])} sent per device and step" + " (first stage)" * (shape.pp > 1)
-        lines.append(f"{','.join(row['axes'])} {row['kind']} x{row['count']}: {sent} ({row['what']})")
-    lines += [out["links"]] * bool(out["links"]) + [f"time per step: {time_words(out['time'])}"]
-    return "\n".join(lines)
-
-
-def time_words(time: dict) -> str:
-    """A step's time in words, as ``llmpar plan`` tells it: by term, the largest first."""
-    if time["simulated"]:
-        return "not predicted: simulated devices share one processor and have no links"
-    terms = sorted(time["terms"].items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{name} {time_text(seconds)}" for name, seconds in terms if seconds)
-    return f"{time_text(time['step_s'])}, {time['mfu']:.1%} MFU ({parts})"
-
-
-def remedy(state: dict) -> dict:
-    """What would work instead: the ``nearest`` mesh, a ``batch_size`` for the asked one, and a ``text``."""
+def more(state: dict) -> dict | None:
+    """The same answer with more of what lies around it; None where nothing is missing."""
     try:
-        shape = read_mesh(state["mesh"])
+        done = around(settle(state)[0]).done
     except ValueError:
-        near = nearest(state | {"mesh": START["mesh"]})
-        return {"nearest": near, "batch_size": None, "text": f"a mesh that works is '{near}'" * bool(near)}
-    near, batch, now, parts = nearest(state), None, state["batch_size"], state["microbatches"]
-    near = None if near == str(shape) else near  # then something else is wrong
-    if isinstance(now, int) and isinstance(parts, int) and parts > 0:
-        step = shape.dp * shape.fsdp * shape.ep * parts
-        more = -(-now // step) * step
-        batch = more if more != now and _works(state | {"batch_size": more}, state["mesh"]) else None
-    options = [f"the nearest mesh that works is '{near}'"] * bool(near)
-    options += [f"this mesh works with batch {batch}"] * bool(batch)
-    return {"nearest": near, "batch_size": batch, "text": "; ".join(options)}
+        return None
+    return None if done else answer(state, 0.15)
 
 
-def _works(state: dict, mesh: str) -> bool:
+def fields(state: dict, plan: Plan | None) -> list[dict]:
+    """The plan's other fields as controls: the planner's choices, and those that were set by hand."""
+    own = state["fields"]
+    values = {name: own.get(name) if plan is None else getattr(plan, name) for name in OFFERED}
+    return [
+        control | {"value": values[name], "yours": name in own}
+        for name, control in OFFERED.items()
+        if plan is None or matters(plan, name) or name in own
+    ]
+
+
+def matters(plan: Plan, name: str) -> bool:
+    """Whether a field can change anything on this mesh."""
+    axis = {"context_parallel": "sp", "sequence_order": "sp", "schedule": "pp", "virtual_stages": "pp"}
+    axis |= {"stage_saves": "pp", "tp_sequence": "tp", "tp_comm_overlap": "tp", "dispatch": "ep"}
+    return plan.mesh.sizes[axis[name]] > 1 if name in axis else True
+
+
+def numbers(seen: Look) -> dict[str, Any]:
+    """What is shown, as plain numbers."""
+    q, one = seen.question, seen.one
+    held = {"memory_bytes": one.memory_bytes, "room_bytes": q.room_bytes}
+    found: dict[str, Any] = {"plan": planner.fields_of(one.plan) | {"mesh": str(one.plan.mesh)}} | held
+    found["traffic"] = [
+        {"axes": names, "kind": kind, "count": row.count, "bytes": row.bytes_sent}
+        for (names, kind), row in panels.traffic_of(seen).items()
+    ]
+    if seen.timed:
+        run = q.run(one.plan)
+        found |= {"step_s": one.time.step_s, "terms": one.time.terms, "mfu": one.time.mfu(run)}
+        found["tokens_per_s"] = run.tokens_per_step / one.time.step_s
+    return found
+
+
+def verdict(seen: Look) -> dict:
+    """The answer first: whether it fits, how fast it is, what limits it, and what to do next."""
+    q, one, found = seen.question, seen.one, numbers(seen)
+    tone, words = planner.verdict(q, one)
+    head = f"{words}: {size_text(one.total_bytes)} of {size_text(q.capacity_bytes)} a device."
+    if not seen.timed:
+        rest, line = "", "Time is not predicted: simulated devices share one processor and have no links."
+    else:
+        rate = f"{found['tokens_per_s']:,.0f} tokens/s · {found['mfu']:.1%} MFU"
+        rest = f"{time_text(found['step_s'])} a step · {rate}"
+        most = sorted(found["terms"].items(), key=lambda term: -term[1])[:2]
+        names = [f"{name} ({time_text(seconds)})" for name, seconds in most]
+        line = f"Most time goes to {', then to '.join(names)}. {q.capacity_words}."
+    return {"tone": tone, "head": head, "rest": rest, "line": line, "steps": steps(seen)}
+
+
+def steps(seen: Look) -> list[dict]:
+    """What to do next: the best single change, and the best mesh of all once they are known."""
+    if not seen.timed:
+        return []
+    found = []
+    for change in itertools.islice(planner.advice(seen.question, seen.one), 2):
+        found.append({"text": change.text, "do": "apply", "set": patch_of(change, seen)})
+    best = seen.around.best
+    if best and best.plan.mesh != seen.shape:
+        many = len(seen.around.points) + len(seen.around.refused)
+        words = f"{best.plan.mesh}: {size_text(best.total_bytes)}, {time_text(best.time.step_s)}"
+        found.append({"text": f"Best of {many}: {words}", "do": "open", "set": {"mesh": str(best.plan.mesh)}})
+    return found
+
+
+def remedies(state: dict) -> list[dict]:
+    """What would work in place of what was refused: the nearest mesh of as many devices, another batch."""
+    found = []
     try:
-        config, _, shape, _ = read(state | {"mesh": mesh, "order": START["order"]})
-        make_plan(state, shape).check(config, state["batch_size"], state["seq_len"])
+        state, shape = settle(state)
+    except ValueError:
+        shape = parse_mesh(START["mesh"])
+        if works(state | {"mesh": START["mesh"], "devices": shape.size}):
+            found.append(
+                {"text": f"a mesh that works is {shape}", "do": "use it", "set": {"mesh": str(shape)}}
+            )
+        return found
+    if near := nearest(state, shape):
+        found.append(
+            {"text": f"the nearest mesh that works is {near}", "do": "use it", "set": {"mesh": near}}
+        )
+    step = shape.dp * shape.fsdp * shape.ep * max(1, state["fields"].get("microbatches") or 1)
+    batch = -(-state["batch_size"] // step) * step
+    if batch != state["batch_size"] and works(state | {"batch_size": batch}):
+        words = f"this mesh works with {batch} sequences"
+        found.append({"text": words, "do": "use it", "set": {"batch_size": batch}})
+    return found
+
+
+def nearest(state: dict, shape: MeshShape) -> str | None:
+    """The mesh that works and changes the asked one least: of as many devices or else fewer, over the axes that
+    it names or else over all. None where what is wrong is not the mesh."""
+    named = {axis: n for axis, n in shape.asked.items() if n > 1}
+    every = named | {axis: 1 for axis in AXES if axis not in named}
+    counts = {*divisors(shape.size), *(2**i for i in range(shape.size.bit_length()))}
+    if not works(state | {"mesh": "dp=1", "devices": 1}):
+        return None
+    for axes, n in itertools.product((named, every), sorted(counts, reverse=True)):
+        for mesh in near_meshes(axes, n)[:200] if axes else ():
+            if mesh != shape and works(state | {"mesh": str(mesh), "devices": n}):
+                return str(mesh)
+    return None
+
+
+def works(state: dict) -> bool:
+    """Whether a plan of these fields is legal."""
+    try:
+        state, shape = settle(state | {"agreed": state["devices"]})
+        question = asked(state)
+        Plan(shape, **question.fixed).check(question.config, question.batch_size, question.seq_len)
         return True
     except ValueError:
         return False
-
-
-def nearest(state: dict) -> str | None:
-    """The mesh that works and changes the asked one least: over the axes that it names, of as many devices or
-    fewer (a divisor or a power of two); over other axes only where those allow nothing but one device, and
-    over more stages only with two microbatches for each. None where what is wrong is not the mesh.
-    """
-    if not _works(state, "dp=1"):
-        return None
-    asked = parse_mesh(state["mesh"])
-    named = [a for a, n in asked.sizes.items() if n > 1]
-    others = [a for a in AXES if a not in named]
-    for axes, most in ((named, asked.size), (others + named, min(asked.size, 1024))):
-        counts = {most, *divisors(most), *(2**i for i in range(most.bit_length()))}
-        for n in sorted(counts - {1}, reverse=True) if axes else ():
-            for near in near_meshes({a: asked.sizes[a] for a in axes}, n):
-                if near.pp <= asked.pp or state["microbatches"] >= 2 * near.pp:
-                    if _works(state, str(near)):
-                        return str(near)
-    return "dp=1"
-
-
-def neighbours(state: dict, most: int = 600) -> list[dict]:
-    """The state, and those of the meshes and ZeRO stages nearest to it, for an export without Python. Of a
-    state that is refused whatever the mesh (or that names none) only itself."""
-    refused = answer(state)["refusal"]
-    try:
-        shape = read_mesh(state["mesh"])
-    except ValueError:
-        return [state]
-    if refused and not refused["nearest"]:
-        return [state]
-    near = [
-        (mesh_distance(mesh.sizes, shape.sizes), str(mesh))
-        for n in divisors(shape.size)
-        for mesh in near_meshes(shape.sizes, n)
-    ]
-    stages = sorted(range(4), key=lambda z: z != state["zero"])
-    asked = itertools.product([mesh for _, mesh in sorted(near)], stages)
-    found = [state | {"mesh": mesh, "zero": zero} for mesh, zero in itertools.islice(asked, most)]
-    return [state, *(one for one in found if key(one) != key(state))][:most]
-
-
-def device_rows(state: dict, rows: list[dict], sizes: dict[str, int], order) -> list[list[str]]:
-    """What the chosen device holds: (tensor, layout, slice, bytes) as text."""
-    (cut, inside), out = geometry.parted(sizes, order, rows[0]["heads"] if rows else 1), []
-    at = geometry.coordinates(cut, inside, state["device"])
-    for row in rows:
-        layout = parse_layout(row["layout"][mode(state)])
-        alive = lambda axes: tuple(a for a in axes if cut[a] > 1)
-        dims = tuple(dataclasses.replace(d, axes=alive(d.axes)) for d in layout.dims)
-        live = Layout(dims, alive(layout.sums))
-        held = geometry.slices(live, shape_of(row, state, cut), cut, at)
-        words, bytes_held = "cannot be cut evenly", 0
-        if held is not None:
-            words = f"[{', '.join(f'{a}:{b}' for a, b in held)}]"
-            bytes_held = math.prod(b - a for a, b in held) * row["itemsize"] * row["times"]
-        out.append([row["name"], str(live), words, size_text(bytes_held)])
-    return out
-
-
-# --------------------------------------------------------------------------------------------------- pictures
-
-
-def scene(state: dict) -> Scene:
-    """The state as one picture: devices in link order, the chosen ones filled, a round, the memory."""
-    reply = answer(state)
-    try:
-        config, chip, shape, order = read(state)
-        rows = tensors(state)
-    except ValueError:
-        return compose("refused", [], reply["says"], reply["says"].splitlines())
-    sizes, node, device = shape.sizes, chip.per_device().node_size, min(state["device"], shape.size - 1)
-    place, notes = geometry.places(sizes, order, node), list[str]()
-    cut, inside = geometry.parted(sizes, order, config.num_kv_heads)
-    asked = {state["axis"], "kv" if state["axis"] == "tp" else ""}  # a part of tp
-    sent = [row for row in reply["traffic"] if asked & {*row["axes"]}]
-    row = sent[min(state["row"], len(sent) - 1)] if sent else None
-    axes = tuple(a for a in inside if a in (row["axes"] if row else asked) and cut[a] > 1)
-    if axes:
-        teams = geometry.groups(cut, inside, axes)
-        number = [i for _, i in sorted((d, i) for i, team in enumerate(teams) for d in team)]
-        what = f"{count_noun(len(teams), 'group')} over {','.join(axes)}"
-        what += f"; filled: the group of device {device}"
-        word, color = "group", axes[0]
-    else:
-        chosen = next((r for r in rows if r["name"] == state["tensor"]), rows[0])
-        layout = parse_layout(chosen["layout"][mode(state)])
-        shards = geometry.shard_numbers(layout, shape_of(chosen, state, cut), cut, inside)
-        number = shards or list(range(shape.size))
-        word, color, name = "shard" if shards else "device", "s1", chosen["name"]
-        filled = f"filled: same shard of {name} as device {device}"
-        what = f"{count_noun(shape.size, 'device')} in link order; "
-        what += filled if shards else f"{name} cannot be cut evenly"
-    items = layouts.cells(place, number, device, word, color)
-    if row and len(teams[0]) <= 64:
-        team, steps = teams[number[device]], geometry.rounds(row["kind"], len(teams[0]), row.get("pairs"))
-        at = min(state["step"], len(steps) - 1)
-        ends = [(team[s] // place["block"], team[t] // place["block"]) for s, t, _ in steps[at]["sends"]]
-        items += layouts.arrows([geometry.lane(place, a, b) for a, b in ends if a != b])
-        last = len(steps) - 1
-        each = size_text(row["largest"] / max(1, last))
-        which = f"One {row['kind']}" + f", the largest of {row['count']}," * (row["sizes"] > 1)
-        notes.append(f"{which} over {','.join(row['axes'])}: round {at} of {last}, {each} a device.")
-    notes += [f"Dashed: nodes of {node} devices."] * bool(place["frames"])
-    notes += [f"Each cell stands for {place['block']} devices."] * (place["block"] > 1)
-    blocks = [[small_text(0, 0, what, "start")], items]
-    if reply["memory"]:
-        rows_held = [("a device", dict(reply["memory"]))]
-        bars = memory_bars(rows_held, reply["capacity"], whole_bytes=reply["whole"])
-        blocks.append([Group(tuple(flatten(bars.items)[1:]))])
-    at = geometry.coordinates(sizes, order, device)
-    weights = [row for row in rows if row["kind"] == "weight"]
-    held = [" ".join(cells) for cells in device_rows(state, weights, sizes, order)]
-    where = ", ".join(f"{a} {at[a]}" for a in order if sizes[a] > 1)
-    details = "\n".join([what, f"device {device}: {where}", *held])
-    lines = reply["says"].splitlines()[1 if reply["refusal"] else -1 :]
-    return compose(f"mesh {shape}", blocks, f"{reply['says']}\n{details}", [*notes, *lines])

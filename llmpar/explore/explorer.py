@@ -1,46 +1,32 @@
-"""Explorers: pictures with controls, in a notebook, in VS Code, and as one HTML page that needs neither.
+"""Explorers: pictures with controls, in a notebook and as one HTML page that needs none.
 
-    MeshExplorer      who holds what, who talks with whom, what a step holds and sends; or an array's sharding
-    (llmpar.explore.small: pipelines and experts, on the same machinery)
+    MeshExplorer      train a model on a mesh: what it holds, sends and takes; or an array's sharding
+    (llmpar.explore.small: pipelines, experts, rings and memory, on the same machinery)
 
-Each has a ``state`` (a dict), which `set` changes; a static twin, which is what a committed notebook keeps;
-and ``rich``, drawn in the browser (an anywidget).
+Each has a ``state`` (a dict), which `set` changes, and an answer to every state: plain data with pictures in
+it, which a browser shows. In a notebook the kernel answers, in a saved page the Python that is in the page.
 """
 
 from __future__ import annotations
 
 import base64
-import html
-import itertools
-import json
+import importlib
 from pathlib import Path
 from typing import Any
 
-try:
-    import anywidget
-    import traitlets
-except ModuleNotFoundError as error:
-    lacks = f"explorers need {error.name}, which is not installed"
-    raise ImportError(f"{lacks}; pip install 'llmpar[lab]'") from error
-
 from llmpar import __version__
-from llmpar.draw.charts import PARTS
 from llmpar.draw.scene import DARK, LIGHT, Scene, compose, to_png, to_svg
-from llmpar.explore import answers
-from llmpar.inspect.shardings import shardings, shardings_scene
-from llmpar.notation import AXES
+from llmpar.explore import answers, panels
 
-STATIC = Path(__file__).parent / "static"
-MODULE = STATIC / "explorer.js"
-PAGE = (STATIC / "page.html").read_text(encoding="utf-8")
-
-
-class _Rich(anywidget.AnyWidget):
-    _esm = MODULE
-    doc = traitlets.Dict().tag(sync=True)
-    state = traitlets.Dict().tag(sync=True)
-    answer = traitlets.Dict().tag(sync=True)
-    tensors: Any = traitlets.List(allow_none=True, default_value=None).tag(sync=True)
+KINDS = {
+    "mesh": "explorer.MeshExplorer",
+    "given": "given.GivenExplorer",
+    "timeline": "small.TimelineExplorer",
+    "routing": "small.RoutingExplorer",
+    "memory": "small.MemoryExplorer",
+    "ring": "small.RingExplorer",
+}
+"""Every explorer by its kind: what a page asks for."""
 
 
 class State(dict):
@@ -55,14 +41,15 @@ class State(dict):
 class Explorer:
     """A picture with controls. The arguments change where the reader starts."""
 
-    title, kind = "", "figure"
-    view: tuple[str, ...] = ()
+    title, kind, sentence = "", "", ""
     start: dict[str, Any] = {}
-    controls: list[dict] = []
+    controls: list[dict[str, Any]] = []
+    areas: list[list[str]] = [["picture", "", "middle"]]
+    given: Any = None  # what was read from an array or a program, as plain data
 
     def __init__(self, **state):
         self.state = State(self.start)
-        self._rich: _Rich | None = None
+        self._rich: Any = None
         self.set(**state)
 
     def set(self, **state) -> None:
@@ -70,9 +57,13 @@ class Explorer:
         if unknown := sorted(set(state) - set(self.start)):
             own = f"{type(self).__name__} has no {', '.join(unknown)}"
             raise ValueError(f"{own}; it has {', '.join(self.start)}")
-        self.state = State(self.state | state)
+        self.take(self.state | state)
         if self._rich:
             self._rich.state = dict(self.state)
+
+    def take(self, state: dict) -> None:
+        """The state that a front end has now."""
+        self.state = State({name: state.get(name, value) for name, value in self.state.items()})
 
     # ----------------------------------------------------------------------------------- what a subclass says
 
@@ -80,50 +71,23 @@ class Explorer:
         """The picture of a state; ValueError where there is none."""
         raise NotImplementedError
 
-    def key(self, state: dict) -> str:
-        """What an answer belongs to."""
-        return "|".join(map(str, state.values()))
-
     def answer(self, state: dict) -> dict:
-        """What the browser shows for a state, as plain data."""
-        found = {"key": self.key(state), "refusal": "", "svg": "", "note": ""}
+        """What a front end shows for a state, as plain data."""
+        found: dict[str, Any] = {"asked": state, "state": state, "refusal": None, "verdict": None}
+        found |= {"fields": [], "panels": {}, "numbers": {}, "frames": [], "more": False}
         try:
             drawn = self.draw(state)
-            return found | {"svg": to_svg(drawn), "says": drawn.text}
         except ValueError as error:
-            return found | {"refusal": str(error), "says": str(error)}
+            return found | {"refusal": {"why": str(error), "steps": []}, "says": str(error)}
+        return found | {"panels": {"picture": {"svg": to_svg(drawn)}}, "says": drawn.text}
 
-    def states(self) -> list[dict]:
-        """The states that an exported page can answer: this one, each choice of one control, then of two."""
-        choices = {c["name"]: self.choices(c) for c in self.controls}
-        choices = {name: values for name, values in choices.items() if len(values) > 1}
-        out = {self.key(self.state): dict(self.state)}
-        for names in [*itertools.combinations(choices, 1), *itertools.combinations(choices, 2)]:
-            for values in itertools.product(*(choices[name] for name in names)):
-                state = self.state | dict(zip(names, values, strict=True))
-                out.setdefault(self.key(state), state)
-        return list(out.values())
+    def more(self, state: dict) -> dict | None:
+        """A more complete answer to the same state; None where there is none."""
+        return None
 
-    def stored(self) -> dict:
-        """What makes the document of an exported page: answers by key (all that differ in one control, others
-        up to a megabyte of pictures), and for each control the choices that they cover. One without another
-        choice does nothing there, and the page says its value instead."""
-        answers, states, size = dict[str, dict](), list[dict](), 0
-        for state in self.states():
-            reply = self.answer(state)
-            far = sum(state[name] != value for name, value in self.state.items()) > 1
-            if (size := size + len(reply.get("svg", ""))) > 1_000_000 and far:
-                break
-            answers[reply["key"]] = reply
-            states.append(state)
-        values = {name: list(dict.fromkeys(state[name] for state in states)) for name in self.state}
-        return {"answers": answers, "controls": [c | {"stored": values[c["name"]]} for c in self.controls]}
-
-    def choices(self, control: dict) -> list:
-        """The values of a control that an exported page can show."""
-        if control["kind"] == "slider":
-            return list(range(control["min"], control["max"] + 1, control.get("step", 1)))
-        return control.get("options", [False, True] if control["kind"] == "flag" else [])
+    def stored(self) -> list[dict]:
+        """States whose answers a document brings with it, besides the first: of few choices all."""
+        return []
 
     # --------------------------------------------------------------------------------------------- front ends
 
@@ -136,41 +100,37 @@ class Explorer:
             return compose(self.title, [], str(error), str(error).splitlines())
 
     def document(self) -> dict:
-        """What the browser needs once: controls, colours, where to start."""
-        own: dict[str, Any] = {"kind": self.kind, "title": self.title, "view": list(self.view)}
-        own |= {"controls": self.controls, "state": dict(self.state)}
-        return own | {"theme": {"light": LIGHT, "dark": DARK}, "parts": PARTS, "version": __version__}
+        """What the browser needs once: the form, colours, where to start, and the first answer."""
+        return {
+            "kind": self.kind,
+            "title": self.title,
+            "version": __version__,
+            "theme": {"light": LIGHT, "dark": DARK},
+            "sentence": self.sentence,
+            "controls": self.controls,
+            "panels": self.areas,
+            "state": dict(self.state),
+            "answer": self.answer(dict(self.state)),
+            "stored": [self.answer(state) for state in self.stored()],
+            "live": False,
+        }
 
     @property
-    def rich(self) -> anywidget.AnyWidget:
-        """The front end that is drawn in the browser."""
+    def rich(self) -> Any:
+        """The front end that is drawn in the browser: an anywidget."""
         if self._rich is None:
-            self._rich = _Rich(doc=self.document(), state=dict(self.state), answer=self.answer(self.state))
-            self._rich.observe(self._changed, "state")
-            self._rich.on_msg(self._message)
+            from llmpar.explore.widget import Widget
+
+            self._rich = Widget(self)
         return self._rich
 
-    def _changed(self, change) -> None:
-        self.state = State((name, change["new"].get(name, value)) for name, value in self.state.items())
-        assert self._rich is not None
-        if self.key(self.state) != self._rich.answer["key"]:
-            self._rich.answer = self.answer(self.state)
+    def save(self, path: str | Path, small: bool = False) -> None:
+        """Write ``.html`` (a page that answers by itself; ``small``: one for mail, that knows the states one
+        click away), ``.svg`` or ``.png`` (the static twin)."""
+        from llmpar.explore import page
 
-    def _message(self, _, message, __) -> None:
-        if isinstance(message, dict) and message.get("export") == "html" and self._rich:
-            self._rich.send({"html": self.html()})
-
-    def html(self) -> str:
-        """One page that works without a kernel and a network; it knows what `stored` gives, and says so."""
-        doc = json.dumps(self.document() | self.stored()).replace("<", "\\u003c")
-        module = MODULE.read_text(encoding="utf-8").partition("export default")[0]
-        words = {"title": html.escape(self.title), "text": html.escape(self.scene.text)}
-        return PAGE.format(**words, doc=doc, module=module, light=LIGHT["paper"], dark=DARK["paper"])
-
-    def save(self, path: str | Path) -> None:
-        """Write ``.html`` (interactive), ``.svg`` or ``.png`` (the static twin)."""
         if Path(path).suffix == ".html":
-            Path(path).write_text(self.html(), encoding="utf-8")
+            Path(path).write_text(page.html(self, small), encoding="utf-8")
         else:
             self.scene.save(path)
 
@@ -190,60 +150,45 @@ class Explorer:
 
 
 class MeshExplorer(Explorer):
-    """Who holds what, and what moves, on any mesh of the six axes; no hardware and no arrays are needed.
+    """Train a model on a mesh of the six axes: whether it fits, how long a step takes, who holds what, what
+    moves, and what would be better; no hardware and no arrays are needed.
 
-    >>> MeshExplorer(mesh="fsdp=8 tp=8", model="llama3-70b", chip="h100")
+    Fields of `llmpar.Plan` that are given are set by hand; the planner chooses the others.
+
+    >>> MeshExplorer(mesh="fsdp=8 tp=8", model="llama3-70b", chip="h100", batch_size=64, remat="block")
     """
 
-    title, kind, view = "Mesh explorer", "mesh", answers.VIEW
-    start, controls = answers.START, answers.CONTROLS
-    _given: dict[str, Any] | None = None  # what `of` read from an array or a program
+    title, kind, sentence = "Mesh explorer", "mesh", answers.SENTENCE
+    start, controls, areas = answers.START, answers.CONTROLS, panels.AREAS
+
+    def set(self, **state) -> None:
+        by_hand = {name: state.pop(name) for name in [*state] if name in answers.OFFERED}
+        if by_hand:
+            state["fields"] = self.state["fields"] | state.get("fields", {}) | by_hand
+        super().set(**state)
 
     @classmethod
-    def of(cls, value) -> MeshExplorer:
-        """The shardings of a live array, or of a tree of them."""
-        self = cls()
-        self._given = shardings(value)
-        self.title = self._given["title"]
-        self.set(tensor=self._given["tensors"][0]["name"])
-        return self
+    def of(cls, value: Any) -> Explorer:
+        """What exists: the sharding of an array, of a tree of them, or of what a compiled program takes and
+        gives; or a bare mesh or sharding."""
+        from llmpar.explore.given import GivenExplorer
+        from llmpar.inspect.shardings import shardings
 
-    def document(self) -> dict:
-        kinds = {
-            "weight": "weights (float32)",
-            "moments": "two moments (float32)",
-            "batch": "batch (int32)",
-            "gradient": "gradients (float32)",
-            "activation": "activations, one layer",
-        }
-        doc = super().document() | {"axes": AXES, "kinds": kinds, "most": answers.MOST}
-        return doc | {"shapes": answers.SHAPES} | (self._given or {"tensors": self.tensors(self.state)})
-
-    def tensors(self, state: dict) -> list[dict]:
-        """What a step holds; nothing where the state is refused (the answer says why)."""
-        try:
-            return answers.tensors(state)
-        except ValueError:
-            return []
-
-    def key(self, state: dict) -> str:
-        return answers.key(state)
+        return GivenExplorer(shardings(value))
 
     def answer(self, state: dict) -> dict:
-        if self._given:
-            same = {"traffic": None, "memory": [], "node": self._given["node"], "key": answers.key(state)}
-            return same | {"refusal": None, "time": None, "code": "", "says": self.scene.text}
         return answers.answer(state)
 
-    def states(self) -> list[dict]:
-        return [dict(self.state)] if self._given else answers.neighbours(dict(self.state))
+    def more(self, state: dict) -> dict | None:
+        return answers.more(state)
 
     def draw(self, state: dict) -> Scene:
-        return shardings_scene(self._given, state) if self._given else answers.scene(state)
+        seen = answers.look(answers.settle(state)[0])
+        return panels.scene(seen, answers.verdict(seen))
 
-    def _changed(self, change) -> None:
-        new = self.state | change["new"]
-        others = any(change["old"][name] != new[name] for name in answers.SHAPES)
-        if self._rich and not self._given and others:
-            self._rich.tensors = self.tensors(new)  # before the answer that speaks of them
-        super()._changed(change)
+
+def by_kind(kind: str, given: Any = None) -> Explorer:
+    """The explorer of a kind, as a page asks for it."""
+    module, _, name = KINDS[kind].partition(".")
+    made = getattr(importlib.import_module(f"llmpar.explore.{module}"), name)
+    return made(given) if given is not None else made()

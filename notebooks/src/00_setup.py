@@ -413,15 +413,17 @@ display(widget | words, raw=True, metadata=size)
 # %% [markdown]
 # ## The mesh explorer
 #
-# The same question for a whole model and a cluster that you do not have: who holds what, who talks with whom, and what
-# moves in a step. Drag an axis, click a device, choose *groups* and step through a collective. `save HTML` writes a page
-# that works without Python. (In the stored page this is a picture.)
+# The same question for a whole model and a cluster that you do not have: does it fit, how long does a step take, who holds
+# what, what moves, and what would be better? Change a word of the sentence, give an axis a square, click a device, a bar or
+# a dot of the map. What you do not set, the planner chooses. *Save* writes one page that answers without a kernel and
+# without a network. (In the stored page this is a picture.)
 
 # %%
 from llmpar.explore.explorer import MeshExplorer
 
-question = dict(model="llama3-8b", chip="h100", batch_size=32, axis="fsdp", step=1)
-explorer = MeshExplorer(mesh="dp=2 fsdp=4 tp=2", **question)
+explorer = MeshExplorer(model="llama3-8b", chip="h100", batch_size=32, mesh="dp=2 fsdp=4 tp=2")
+reply = explorer.answer(explorer.state)
+assert reply["verdict"]["tone"] == "good", "16 devices are enough"
 explorer
 
 # %% [markdown]

@@ -120,25 +120,23 @@ show(picture)
 # %% [markdown] tags=["slide"] minutes=3
 # ## Look at any mesh
 #
-# A model on a cluster that you do not have: drag an axis, click a device, step through what its group exchanges.
+# A model on a cluster that you do not have: does it fit, how long is a step, who holds what, what would be better?
 #
 # <footer>Lesson <code>notebooks/00_setup</code> · <code>llmpar.explore.explorer</code> · <code>make gallery</code></footer>
 
-# %% alt="Sixteen H100s in two nodes; the group of device 0 over fsdp is filled, with the arrows of one all-gather's round; below, memory per device"
+# %% alt="Sixteen H100s; the answer in a line, memory and time as bars, each device's block of a weight, and what a device sends"
 from llmpar.explore.explorer import MeshExplorer
 
-explorer = MeshExplorer(
-    mesh="dp=2 fsdp=4 tp=2", model="llama3-8b", chip="h100", batch_size=32, axis="fsdp", step=1
-)
+explorer = MeshExplorer(model="llama3-8b", chip="h100", batch_size=32, mesh="dp=2 fsdp=4 tp=2")
 reply = explorer.answer(explorer.state)
-assert reply["refusal"] is None and sum(size for _, size in reply["memory"]) < reply["capacity"]
+assert reply["refusal"] is None and reply["verdict"]["tone"] == "good"
 with letters():
     whole = explorer.scene
 show(whole)
 
 # %% [markdown] tags=["notes"]
-# Open lesson 00 and do it live; `MeshExplorer().save("mesh.html")` makes a page that needs no Python. **Ask:** put tp outermost (the arrows before the axes). What becomes slow, and why? Its groups
-# cross nodes.
+# Open lesson 00 and do it live; `MeshExplorer().save("mesh.html")` makes a page that answers without a network. **Ask:** give
+# tp one more square. Which row of "sent" grows, and why does the step not become shorter?
 #
 # **Misunderstanding:** that the time shown is a measurement. It is the planner's, by constants fitted to published
 # runs; bytes and layouts are exact.

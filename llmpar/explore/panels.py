@@ -1,0 +1,359 @@
+"""What the mesh explorer draws of an answer: a picture or a table for each place of the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from llmpar.draw import columns, geometry
+from llmpar.draw.charts import count_noun
+from llmpar.draw.grid import frames as grid_frames
+from llmpar.draw.grid import layer_lanes, tensor_grid
+from llmpar.draw.scene import Group, Scene, Text, compose, size_text, time_text, to_svg
+from llmpar.notation import AXES, Layout, MeshShape, divisors
+from llmpar.predict import planner, terms
+from llmpar.predict.hardware import GIB
+from llmpar.predict.layer import Segment, forward
+from llmpar.predict.planner import Candidate
+from llmpar.predict.time import Clock
+from llmpar.predict.traffic import ITEMSIZE, Prediction, step_traffic
+
+if TYPE_CHECKING:
+    from llmpar.explore.answers import Look
+
+AREAS = [
+    ["axes", "", "left"],
+    ["memory", "", "left"],
+    ["step", "", "left"],
+    ["grid", "", "middle"],
+    ["layer", "", "middle"],
+    ["map", "", "right"],
+    ["sent", "", "right"],
+    ["explain", "What the number is made of", "right"],
+    ["holds", "What the chosen device holds", "below"],
+    ["code", "As code", "below"],
+]
+"""Every panel: its name, its heading (where the picture has none), its place on the page."""
+KINDS = {
+    "weight": "weights (float32)",
+    "gradient": "gradients (float32)",
+    "moments": "the optimizer's two moments (float32)",
+    "activation": "activations of one layer and microbatch",
+    "cache": "keys and values of all layers, as served (bfloat16)",
+    "batch": "batch (int32)",
+}
+MEMORY = {"params": "weights", "grads": "gradients", "optimizer": "optimizer", "activations": "activations"}
+DOES = {
+    "pp": "stages",
+    "dp": "copies",
+    "fsdp": "cut state",
+    "ep": "cut experts",
+    "sp": "cut sequence",
+    "tp": "cut matrices",
+}
+"""What an axis does, in two words."""
+
+
+def act(**patch: Any) -> str:
+    """What a click sets, as JSON."""
+    return json.dumps(patch)
+
+
+def button(text: str, **patch: Any) -> str:
+    """A button of a table."""
+    return f"<button type='button' data-set='{escape(act(**patch))}'>{escape(text)}</button>"
+
+
+def shown(panel: Scene | str) -> dict[str, str]:
+    """A panel as a front end takes it."""
+    return {"svg": to_svg(panel)} if isinstance(panel, Scene) else {"html": panel}
+
+
+# ------------------------------------------------------------------------------------------- who holds what
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """An array of a training step: ``times`` of them, with ``itemsize`` bytes an element."""
+
+    kind: str
+    path: str
+    shape: tuple[int, ...]
+    itemsize: int
+    layout: Layout
+    times: int = 1
+
+    @property
+    def name(self) -> str:
+        """What a state calls it."""
+        return f"{self.kind} {self.path}"
+
+    def live(self, sizes: dict[str, int]) -> Layout:
+        """Its layout without axes that cut nothing."""
+        alive = lambda axes: tuple(a for a in axes if sizes[a] > 1)
+        dims = tuple(dataclasses.replace(d, axes=alive(d.axes)) for d in self.layout.dims)
+        return Layout(dims, alive(self.layout.sums))
+
+    def held(self, sizes: dict[str, int], device: int) -> tuple[str, int]:
+        """Slice and bytes on a device, as text and number; 0 where a dim cannot be cut evenly."""
+        at = geometry.coordinates(sizes, sizes, device)
+        cut = geometry.slices(self.layout, self.shape, sizes, at)
+        if cut is None:
+            return "cannot be cut evenly", 0
+        words = f"[{', '.join(f'{a:,}:{b:,}' for a, b in cut)}]"
+        return words, self.itemsize * self.times * math.prod(b - a for a, b in cut)
+
+
+def tensors(seen: Look) -> list[Tensor]:
+    """Every array of a training step, where the plan puts it, and the cache of keys and values as served.
+    Activations are one layer's, of one microbatch."""
+    plan, q = seen.plan, seen.question
+    c, b, s = q.config, q.batch_size, q.seq_len
+    found = []
+    for kind, name, times in (
+        ("weight", "stored", 1),
+        ("gradient", "accumulated", 1),
+        ("moments", "graded", 2),
+    ):
+        for path, (weight, life) in plan.lives.items():
+            found.append(Tensor(kind, path, weight.shape, 4, getattr(life, name), times))
+    micro, item = max(1, b // plan.microbatches), ITEMSIZE[plan.dtype]
+    n, k, h = c.num_heads, c.num_kv_heads, c.head_width
+    values: dict[str, tuple[str, tuple[int, ...], int]] = {
+        "residual stream": ("stream b s d", (micro, s, c.width), item),
+        "queries": ("attention b s n h", (micro, s, n, h), item),
+        "keys": ("attention b s k h", (micro, s, k, h), item),
+        "values": ("attention b s k h", (micro, s, k, h), item),
+        "logits": ("vocab b s v", (micro, s, c.vocab_size), 4),
+    }
+    if not c.experts:  # how many rows an expert works on is up to the router
+        values["feed-forward"] = ("ffn b s m", (micro, s, c.ffn_width), item)
+    found += [
+        Tensor("activation", name, shape, size, plan.place(dims))
+        for name, (dims, shape, size) in values.items()
+    ]
+    layers = -(-c.num_layers // plan.mesh.pp)
+    found.append(
+        Tensor("cache", "keys and values", (b, s, k, h), 2, plan.place("attention b s k h"), 2 * layers)
+    )
+    batch = "tokens, targets, positions, weights"
+    return [*found, Tensor("batch", batch, (b, s), 4, plan.place("data b s"), 4)]
+
+
+def chosen(seen: Look) -> Tensor:
+    """The tensor that is looked at."""
+    rows = tensors(seen)
+    return next((row for row in rows if row.name == seen.state["tensor"]), rows[0])
+
+
+def holds(seen: Look) -> str:
+    """A table of what the chosen device holds."""
+    sizes, device, found = seen.plan.mesh.sizes, seen.state["device"], []
+    at = geometry.coordinates(sizes, sizes, device)
+    where = ", ".join(f"{axis} {at[axis]}" for axis in sizes if sizes[axis] > 1)
+    rows = tensors(seen)
+    for kind, title in KINDS.items():
+        mine = [(row, *row.held(sizes, device)) for row in rows if row.kind == kind]
+        total = size_text(sum(held for _, _, held in mine))
+        found.append(f"<tbody><tr><th scope='rowgroup'>{title}</th><td>{total}</td><td></td><td></td></tr>")
+        for row, words, held in mine:
+            name = button(row.path, tensor=row.name)
+            cells = f"<td>{size_text(held)}</td><td><code>{row.live(sizes)}</code></td><td><code>{words}</code></td>"
+            found.append(f"<tr><th scope='row'>{name}</th>{cells}</tr>")
+        found.append("</tbody>")
+    head = "".join(f"<th scope='col'>{word}</th>" for word in ("tensor", "bytes", "layout", "slice"))
+    return f"<p>Device {device}{': ' * bool(where)}{where}.</p><table><thead><tr>{head}</tr></thead>{''.join(found)}</table>"
+
+
+def traffic_of(seen: Look) -> dict[tuple[str, str], Prediction]:
+    """What the first stage sends in a step, the largest first."""
+    q = seen.question
+    rows = step_traffic(seen.plan, q.batch_size, q.seq_len)
+    return dict(sorted(rows.items(), key=lambda row: -row[1].bytes_sent))
+
+
+# ------------------------------------------------------------------------------------------------- the page
+
+
+def code(seen: Look) -> str:
+    """The plan as Python and as the commands that train and compile it."""
+    q, plan = seen.question, seen.one.plan
+    words = ", ".join([f'"{plan.mesh}"', *(f"{n}={v!r}" for n, v in planner.fields_of(plan).items())])
+    lines = [f"Plan({words})"]
+    if seen.timed:
+        whole = not q.num_devices % q.chip.devices_per_chip  # no half chip has a compiler
+        lines += [planner.command(q, plan, name) for name in ("train", "compile")[: 1 + whole]]
+    return f"<pre>{escape(chr(10).join(lines))}</pre>"
+
+
+def explain(seen: Look) -> str:
+    """The number that was clicked: its formula, the same with the numbers put in, and where to read on."""
+    found = terms.terms(seen.question, seen.one)
+    term = next((term for term in found if term.name == seen.state["explain"]), found[0])
+    lines = [f"<b>{escape(term.name)}</b>: {escape(term.formula)}", escape(term.filled)]
+    lines += [f"line of the model: <code>{escape(term.line or term.arrow)}</code>"] * bool(
+        term.line or term.arrow
+    )
+    lines += [f"lesson {escape(term.lesson)}"] * bool(term.lesson) + [escape(term.paper)] * bool(term.paper)
+    return "".join(f"<p>{line}</p>" for line in lines)
+
+
+def grid(seen: Look) -> Scene:
+    """Which block of the chosen tensor each device holds, and what moves between them in a layer."""
+    row, q, sizes = chosen(seen), seen.question, seen.plan.mesh.sizes
+    node = q.chip.per_device().node_size
+    fills = {"weight": "weights", "gradient": "gradients", "moments": "moments", "batch": "batch"}
+    return tensor_grid(
+        row.live(sizes),
+        row.shape,
+        sizes,
+        tuple(sizes),
+        node,
+        seen.state["device"],
+        row.itemsize * row.times,
+        name=row.path,
+        fill=fills.get(row.kind, "activations"),
+        segments=segments(seen),
+    )
+
+
+def segments(seen: Look) -> list[Segment]:
+    """One layer, forward, in time; nothing where seconds mean nothing."""
+    return forward(seen.question.run(seen.one.plan)) if seen.timed else []
+
+
+def axes(seen: Look) -> Scene:
+    """How the devices are cut, with what moves a factor from one axis to another."""
+    acts = {axis: tuple(_moved(seen, axis, up) for up in (False, True)) for axis in AXES}
+    note = f"All {seen.shape.size:,} stay in use: a square that one axis gets is taken from another."
+    return columns.axis_squares(seen.shape.asked, DOES, acts, note)
+
+
+def _moved(seen: Look, axis: str, up: bool) -> tuple[str, str] | None:
+    """What gives an axis a factor more, or less: the patch and its name; None where no such mesh works. The
+    other axis is fsdp if that works, else the largest that does."""
+    sizes = seen.shape.asked
+    others = sorted((a for a in AXES if a != axis), key=lambda a: (a != "fsdp", -sizes[a]))
+    for other in others:
+        giver, taker = (other, axis) if up else (axis, other)
+        if sizes[giver] == 1:
+            continue
+        factor = divisors(sizes[giver])[1]
+        cut = {giver: sizes[giver] // factor, taker: sizes[taker] * factor}
+        mesh = str(MeshShape(**sizes | cut))
+        if seen.works(mesh):
+            return act(mesh=mesh), f"{giver} {cut[giver]}, {taker} {cut[taker]}"
+    return None
+
+
+def memory(seen: Look) -> Scene:
+    """A device's memory by part, against what a program may take."""
+    q, held = seen.question, seen.one.memory_bytes
+    parts = [columns.Part(name, held[key], "", act(explain=name)) for key, name in MEMORY.items()]
+    limits = [(q.capacity_bytes, "may take"), (q.chip.usable_hbm_gib * GIB, "all")]
+    return columns.memory_bar(
+        parts, limits[: 1 + (limits[0] != limits[1])], planner.band(seen.one), held["total"]
+    )
+
+
+def step(seen: Look) -> Scene:
+    """A step's seconds by term."""
+    time = seen.one.time
+    parts = [columns.Part(name, seconds, "", act(explain=name)) for name, seconds in time.terms.items()]
+    return columns.time_bar(parts, None, time.step_s)
+
+
+def sent(seen: Look) -> Scene:
+    """What a device of the first stage sends in a step, and how much of its time on links is waited for: its
+    term's share of the step, as the other bar has it."""
+    rows, clock, on_links = traffic_of(seen), None, dict[str, float]()
+    if seen.timed:
+        clock = Clock(seen.question.run(seen.one.plan))
+    priced = list[tuple[str, str, Prediction, dict[str, float]]]()
+    for (names, kind), row in rows.items():
+        took = dict[str, float]()
+        for (_, text, size), times in row.messages.items() if clock else ():
+            term, _, seconds = clock.message(names.split(","), row, text, size)
+            took[term] = took.get(term, 0.0) + times * seconds
+        priced.append((names, kind, row, took))
+        for term, seconds in took.items():
+            on_links[term] = on_links.get(term, 0.0) + seconds
+    found = []
+    for names, kind, row, took in priced:
+        terms_s = seen.one.time.terms
+        waits = sum(s * min(1.0, terms_s.get(term, 0.0) / on_links[term]) for term, s in took.items() if s)
+        of = Counter[str]()
+        for (what, _, size), times in row.messages.items():
+            of[what] += times * row.sent(size)
+        note = f"{kind}, {row.count:,} times: {', '.join(what for what, _ in of.most_common())}"
+        what, clicked = of.most_common(1)[0][0], act(explain=f"{names} {kind}")
+        found.append(
+            columns.Sent(names, what, row.bytes_sent, sum(took.values()) - waits, waits, note, clicked)
+        )
+    return columns.sent_bars(found)
+
+
+def mesh_map(seen: Look) -> Scene:
+    """All meshes of as many devices, as far as they are known."""
+    around = seen.around
+    ways = [_way(one) for one in around.points.values()]
+    best = _way(around.best) if around.best else None
+    return columns.mesh_map(
+        ways, _way(seen.one), best, seen.question.capacity_bytes, len(around.refused), around.num
+    )
+
+
+def _way(one: Candidate) -> columns.Way:
+    mesh = one.plan.mesh
+    largest = max(AXES, key=lambda axis: mesh.asked[axis])
+    return columns.Way(str(mesh), one.total_bytes, one.time.step_s, largest, one.why_not, act(mesh=str(mesh)))
+
+
+def frames(seen: Look) -> list[dict[str, Any]]:
+    """What moves in a layer, instant by instant: the frames of the pictures."""
+    found = segments(seen)
+    return grid_frames(found) if found else []
+
+
+def panels(seen: Look) -> dict[str, Scene | str]:
+    """Every panel of a state."""
+    found: dict[str, Scene | str] = {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
+    if seen.timed:
+        found |= {"step": step(seen), "layer": layer_lanes(segments(seen)), "map": mesh_map(seen)}
+    return found | {"sent": sent(seen), "explain": explain(seen), "holds": holds(seen), "code": code(seen)}
+
+
+def says(seen: Look, verdict: dict, drawn: dict[str, Scene | str]) -> str:
+    """The answer in words."""
+    q, state = seen.question, seen.state
+    what = f"{state['model']} on {seen.shape} = {count_noun(seen.shape.size, 'device')} of {state['chip']}"
+    lines = [f"{what}, {q.batch_size} sequences of {q.seq_len:,} tokens"]
+    lines += [" ".join(filter(None, (verdict["head"], verdict["rest"]))), verdict["line"]]
+    lines += [f"{step['do']}: {step['text']}" for step in verdict["steps"]]
+    return "\n".join([*lines, *(panel.text for panel in drawn.values() if isinstance(panel, Scene))])
+
+
+def scene(seen: Look, verdict: dict) -> Scene:
+    """The first screen as one picture: the answer in words, and the panels in their columns."""
+    drawn = panels(seen)
+    placed, x = list[Group](), 0.0
+    for place in ("left", "middle", "right"):
+        y, wide = 0.0, 0.0
+        for name, _, where in AREAS:
+            panel = drawn.get(name)
+            if where == place and isinstance(panel, Scene):
+                placed.append(Group(panel.items, x, y))
+                y, wide = y + panel.height, max(wide, panel.width)
+        x += wide
+    text = says(seen, verdict, drawn)
+    head = [verdict["head"] + " " + verdict["rest"], verdict["line"], *(s["text"] for s in verdict["steps"])]
+    title = text.partition("\n")[0]
+    written = [
+        Text(0, 22 * i, line, bold=not i, fill=verdict["tone"] if not i else "ink")
+        for i, line in enumerate(head)
+    ]
+    return compose(title, [written, placed], text)
