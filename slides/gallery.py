@@ -23,7 +23,8 @@ from PIL.PngImagePlugin import PngInfo
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw.scene import Scene, to_svg
-from llmpar.explore import answers
+from llmpar.explore import answers, look, panels
+from llmpar.explore.page import runtime
 from llmpar.explore.explorer import MeshExplorer
 from llmpar.explore.small import RoutingExplorer, TimelineExplorer
 from llmpar.plan import Plan
@@ -73,11 +74,17 @@ def of_a_layer() -> dict[str, Scene]:
     return {"tensor_grid": held, "layer_lanes": draw.layer_lanes(segments, config.num_layers)}
 
 
+def named(held: dict[str, float]) -> dict[str, float]:
+    """A device's memory by the names that the explorer gives its parts."""
+    return {name: held[key] for key, name in panels.MEMORY.items()}
+
+
 def drawings() -> dict[str, Scene]:
     """One example of every drawing, from the package's own numbers."""
     parts = [[pairs / 256**2 for pairs in row] for row in pairs_by_step(4, "contiguous", s=1024)]
-    step = answers.answer(answers.START)["time"]
-    zeros = [(f"ZeRO {zero}", answers.answer(answers.START | {"zero": zero})) for zero in range(4)]
+    step = answers.answer(look.START)["numbers"]
+    zeros = [answers.answer(look.START | {"fields": {"zero": zero}})["numbers"] for zero in range(4)]
+    held = [(f"ZeRO {zero}", named(found["memory_bytes"])) for zero, found in enumerate(zeros)]
     compiled = json.loads((Path(__file__).parent / "recorded" / "llama3-8b_h100.json").read_text())
     return {
         "mesh": draw.mesh("dp=2 fsdp=2 tp=4", devices_per_host=8, highlight_axis="fsdp"),
@@ -93,16 +100,12 @@ def drawings() -> dict[str, Scene]:
         "timeline": draw.timeline(timetable(make("zb-h1", 4, 16))),
         "overlap": draw.overlap([3e-3] * 5, [1e-3] * 5, [f"layer {i}" for i in range(5)], first="comm"),
         "two_lanes": draw.two_lanes(compiled["turns"], f"One turn of each loop on {compiled['target']}"),
-        "memory_bars": draw.memory_bars(
-            [(name, dict(found["memory"])) for name, found in zeros], zeros[0][1]["capacity"]
-        ),
+        "memory_bars": draw.memory_bars(held, zeros[0]["room_bytes"]),
         "time_bars": draw.time_bars([("a step", step["terms"])]),
         "loss_curve": draw.loss_curve(
             [5.5 * 0.97**i + 1 for i in range(60)], [2.0] * 60, "An example of a loss"
         ),
-        "explorer without a browser": answers.scene(
-            answers.START | {"axis": "fsdp", "mesh": "fsdp=8", "step": 2}
-        ),
+        "explorer without a browser": MeshExplorer(mesh="fsdp=8").scene,
     }
 
 
@@ -144,7 +147,7 @@ def pictures(folder: Path = PICTURES) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     made[0].write_text(to_svg(timetable_picture()), encoding="utf-8")
     with tempfile.TemporaryDirectory() as there:
-        explorer.save(Path(there) / "mesh-explorer.html")
+        explorer.save(Path(there) / "mesh-explorer.html", small=True)
         if not photograph(Path(there), clip={"x": 0, "y": 0, "width": 700, "height": 790}):
             raise ValueError(f"{made[1]} needs Chromium and playwright, and one of them was not found")
         said = PngInfo()
@@ -166,7 +169,7 @@ def build(folder: Path = OUT) -> Path:
         body.append(f"<section><h2>{html.escape(name)}</h2>{to_svg(scene)}{words}</section>")
     explorers = {name: made() for name, made in EXPLORERS.items()}
     for name, explorer in explorers.items():
-        explorer.save(folder / f"{name}.html")
+        explorer.save(folder / f"{name}.html", small=not page.runtime())
         explorer.save(folder / f"{name}.png")
     shots = {path.name for path in photograph(folder)}
     for name, explorer in explorers.items():

@@ -1,4 +1,4 @@
-"""The mesh explorer's answers: what is held, sent and timed is what the planner says, and a refusal says what works."""
+"""The mesh explorer's answers: what is held, sent and timed is the planner's; a refusal says what works."""
 
 import json
 import math
@@ -7,15 +7,15 @@ import random
 import pytest
 
 from llmpar.config import PRESETS, preset
-from llmpar.explore import answers, panels
+from llmpar.explore import answers, look, panels
 from llmpar.notation import parse_mesh
 from llmpar.plan import Plan
 from llmpar.predict import memory, planner, traffic
 from llmpar.predict.hardware import CHIPS, chip
 from llmpar.schedules import SCHEDULES
 
-TINY = answers.START | {"model": "tiny", "seq_len": 64, "chip": "a100-40"}
-BIG = answers.START | {"model": "llama3-70b", "batch_size": 64, "devices": 64}
+TINY = look.START | {"model": "tiny", "seq_len": 64, "chip": "a100-40"}
+BIG = look.START | {"model": "llama3-70b", "batch_size": 64, "devices": 64}
 
 
 def on(state, mesh, **fields):
@@ -47,7 +47,7 @@ def total(seen, kind):
 def test_slices_add_up_to_the_predicted_arguments(mesh, zero):
     """Copies of KV heads (tp=16 of 8) and a pipeline's padding among them."""
     model = "llama3-8b" if "tp=16" in mesh or "32" in mesh else "tiny"
-    seen = answers.look(answers.settle(on(TINY | {"model": model}, mesh, zero=zero))[0])
+    seen = look.look(look.settle(on(TINY | {"model": model}, mesh, zero=zero))[0])
     held = memory.argument_bytes(seen.plan, 16, 64)
     assert (total(seen, "weight"), total(seen, "moments")) == (held["params"], held["optimizer"])
     assert total(seen, "batch") == held["batch"]
@@ -59,7 +59,7 @@ def test_slices_add_up_to_the_predicted_arguments(mesh, zero):
 def test_experts_are_held_and_sent_as_predicted(mesh):
     reply = answers.answer(on(TINY | {"model": "tiny-moe"}, mesh))
     assert reply["refusal"] is None
-    seen = answers.look(reply["state"])
+    seen = look.look(reply["state"])
     assert total(seen, "weight") == reply["numbers"]["memory_bytes"]["params"]
     assert any(row["axes"] == "ep" for row in reply["numbers"]["traffic"])
     (gate,) = [row for row in panels.tensors(seen) if row.name == "weight blocks.experts.gate"]
@@ -69,7 +69,7 @@ def test_experts_are_held_and_sent_as_predicted(mesh):
 def random_states(num, seed=0):
     """States with anything set by hand that a reader can set; many of them are refused."""
     draw = random.Random(seed)
-    names = [name for name in answers.OFFERED if name != "schedule"]
+    names = [name for name in look.OFFERED if name != "schedule"]
     for _ in range(num):
         sizes = {
             axis: 2 ** draw.choice([0, 0, 1, 1, 2, 3])
@@ -77,12 +77,12 @@ def random_states(num, seed=0):
         }
         fields = {"schedule": draw.choice([*SCHEDULES])} if draw.random() < 0.4 else {}
         for name in draw.sample(names, draw.choice([0, 0, 1, 2])):
-            options = answers.OFFERED[name].get("options", [1, 2, 4, 8])
+            options = look.OFFERED[name].get("options", [1, 2, 4, 8])
             fields[name] = draw.choice(options)
         yield on(
-            answers.START
+            look.START
             | {
-                "model": draw.choice(answers.MODELS),
+                "model": draw.choice(look.MODELS),
                 "chip": draw.choice([c.name for c in CHIPS]),
                 "batch_size": draw.choice([8, 16, 64, 256, 96]),
                 "seq_len": draw.choice([512, 4096, 32768]),
@@ -116,7 +116,7 @@ def test_an_answer_is_the_planners():
     question = planner.Question(preset("llama3-8b"), chip("h100"), 64, 64, 4096, {}, "llama3-8b")
     document = planner.document(planner.decide(question))
     for row in document["plans"]:
-        found = answers.answer(on(answers.START | {"batch_size": 64}, row["mesh"]))["numbers"]
+        found = answers.answer(on(look.START | {"batch_size": 64}, row["mesh"]))["numbers"]
         assert (
             found["step_s"] == row["step_s"] and found["terms"] == row["terms"] and found["mfu"] == row["mfu"]
         )
@@ -126,14 +126,14 @@ def test_an_answer_is_the_planners():
 
 def test_llama_3s_published_mesh_fits_and_is_as_fast_as_the_planner_says():
     """Grattafiori et al. 2024, table 4: 16,384 GPUs, tp 8, pp 16, dp 128; 41 % MFU were measured."""
-    state = answers.START | {"model": "llama3.1-405b", "batch_size": 2048, "seq_len": 8192}
+    state = look.START | {"model": "llama3.1-405b", "batch_size": 2048, "seq_len": 8192}
     reply = answers.answer(on(state, "pp=16 dp=128 tp=8"))
     assert reply["verdict"]["tone"] == "good" and 0.28 < reply["numbers"]["mfu"] < 0.43
 
 
 def test_traffic_is_the_prediction():
     reply = answers.answer(on(TINY, "dp=2 fsdp=2 tp=2", tp_sequence=True))
-    seen = answers.look(reply["state"])
+    seen = look.look(reply["state"])
     want = traffic.step_traffic(seen.plan, 16, 64)
     got = {(row["axes"], row["kind"]): (row["count"], row["bytes"]) for row in reply["numbers"]["traffic"]}
     assert got == {key: (row.count, row.bytes_sent) for key, row in want.items()} and got
@@ -151,10 +151,10 @@ def test_traffic_is_the_prediction():
     ],
 )
 def test_mesh_and_number_of_devices_follow_each_other(given, mesh, devices):
-    state, shape = answers.settle(answers.START | given)
+    state, shape = look.settle(look.START | given)
     assert shape.size == devices == state["devices"] == state["agreed"]
     assert parse_mesh(mesh).size == devices and (state["mesh"] == mesh or "devices" in given)
-    assert answers.settle(state)[0] == state
+    assert look.settle(state)[0] == state
 
 
 @pytest.mark.parametrize(
@@ -207,29 +207,29 @@ def test_a_model_is_read_from_the_text_of_its_configuration():
     assert reply["refusal"] is None and reply["state"]["config"] == "" and reply["state"]["model"] == "yours"
     again = answers.answer(reply["state"])
     assert again["numbers"] == reply["numbers"]
-    seen = answers.look(reply["state"])
+    seen = look.look(reply["state"])
     assert total(seen, "weight") == pytest.approx(seen.question.config.num_params, rel=0.01), (
         "4 B each, on 4 devices"
     )
 
 
 def test_every_model_and_chip_answers():
-    assert {"deepseek-v3"} == set(PRESETS) - set(answers.MODELS)
-    for name in answers.MODELS:
+    assert {"deepseek-v3"} == set(PRESETS) - set(look.MODELS)
+    for name in look.MODELS:
         for kind in (CHIPS[0].name, CHIPS[-1].name):
-            reply = answers.answer(on(answers.START | {"model": name, "chip": kind}, "fsdp=2"))
+            reply = answers.answer(on(look.START | {"model": name, "chip": kind}, "fsdp=2"))
             held = reply["numbers"]["memory_bytes"]
             assert reply["refusal"] is None and all(value >= 0 for value in held.values()), name
             assert held["total"] == pytest.approx(sum(v for k, v in held.items() if k != "total"), rel=0.02)
 
 
 def test_what_lies_around_comes_later_and_is_kept():
-    state = on(answers.START, "dp=2 fsdp=2 tp=2")
+    state = on(look.START, "dp=2 fsdp=2 tp=2")
     reply = answers.answer(state)
     while found := answers.more(state):
         reply = found
     assert not reply["more"] and not answers.answer(state)["more"]
-    around = answers.around(answers.settle(state)[0])
+    around = look.around(look.settle(state)[0])
     every = list(planner.every_mesh(around.question))
     assert len(around.points) + len(around.refused) == len(every)
     best = around.best
@@ -255,7 +255,7 @@ def test_a_next_step_is_worth_what_it_says():
 def test_any_six_axis_mesh_from_1_to_512_devices_has_a_picture_and_words():
     meshes = "dp=1|pp=2 dp=2 fsdp=2 sp=2 tp=2|dp=8 fsdp=8 tp=8|fsdp=512|pp=4 tp=4"
     for mesh in meshes.split("|"):
-        state = on(answers.START | {"batch_size": 512}, mesh)
-        seen = answers.look(answers.settle(state)[0])
+        state = on(look.START | {"batch_size": 512}, mesh)
+        seen = look.look(look.settle(state)[0])
         drawn = panels.scene(seen, answers.verdict(seen))
         assert str(parse_mesh(mesh)) in drawn.text and math.isfinite(drawn.width * drawn.height)

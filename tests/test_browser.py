@@ -460,7 +460,7 @@ def test_axe_sees_a_fault(page):
 # ------------------------------------------------------------ the browser's side alone, with told answers
 
 STATIC = ROOT / "llmpar" / "explore" / "static"
-FRONT, STYLE = STATIC / "explore.js", STATIC / "explorer.css"
+FRONT, STYLE = STATIC / "explorer.js", STATIC / "explorer.css"
 PAGE = """<!doctype html><html lang="en"><head><title>x</title>
 <meta name="viewport" content="width=device-width">
 <style>body{{margin:0}}{style}</style></head><body><main></main>

@@ -1,10 +1,9 @@
-"""Python, the browser's module and JAX agree on who holds what; rounds end as collectives do."""
+"""Python and JAX agree on who holds what; rounds end as collectives do."""
 
 import json
 import math
 import os
 import random
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +12,7 @@ import numpy as np
 import pytest
 
 from llmpar.draw import geometry
-from llmpar.draw.scene import size_text, time_text
-from llmpar.explore import answers
-from llmpar.notation import AXES, DIMS, Dim, Layout, parse_layout, parse_mesh
+from llmpar.notation import AXES, DIMS, Dim, Layout, parse_mesh
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULE = ROOT / "llmpar" / "explore" / "static" / "explorer.js"
@@ -94,146 +91,6 @@ def test_slices_are_where_jax_puts_them_in_1000_random_cases():
     # a planted fault: the axes the other way round
     turned = [held(case | {"order": case["order"][::-1]}) for case in asked]
     assert sum(ours != held(case) for ours, case in zip(turned, asked, strict=True)) > 200
-
-
-@pytest.fixture(scope="module")
-def javascript(tmp_path_factory):
-    """Call a function of the module under node: name and lists of arguments in, results out."""
-    if not shutil.which("node"):
-        pytest.skip("node is not installed; it runs the browser's module here")
-    module = tmp_path_factory.mktemp("js") / "explorer.mjs"
-    module.write_text(MODULE.read_text())
-    script = module.with_name("ask.mjs")
-    script.write_text(
-        "import * as m from './explorer.mjs';\n"
-        "let text = ''; for await (const part of process.stdin) text += part;\n"
-        "const [name, calls] = JSON.parse(text);\n"
-        "process.stdout.write(JSON.stringify(calls.map((c) => m[name](...c) ?? null)));\n"
-    )
-
-    def ask(name, calls):
-        asked = json.dumps([name, [list(call) for call in calls]])
-        done = subprocess.run(["node", str(script)], input=asked, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    return ask
-
-
-def test_the_module_agrees_with_python_in_1000_random_cases(javascript):
-    asked = cases()
-    calls, ours = [], []
-    for case in asked:
-        dims = [{"name": name, "axes": axes} for name, axes in case["dims"]]
-        for device, cut in enumerate(held(case)):
-            at = geometry.coordinates(case["sizes"], case["order"], device)
-            calls.append(({"dims": dims}, case["shape"], case["sizes"], at))
-            ours.append(cut and [list(c) for c in cut])
-    assert javascript("slices", calls) == ours and len(calls) > 10_000
-    large = [case for case in asked if math.prod(case["sizes"].values()) > 2]
-    placed = [(case["sizes"], case["order"], device) for case in large for device in range(3)]
-    assert javascript("coordinates", placed) == [geometry.coordinates(*call) for call in placed]
-    rng = random.Random(1)
-    teams = [(case["sizes"], case["order"], rng.sample(list(AXES), rng.randint(1, 3))) for case in asked]
-    assert javascript("groups", teams) == [geometry.groups(*call) for call in teams]
-    row = {"layout": {"3": str(parse_layout("l/pp b/dp,fsdp s/sp d/tp"))}, "shape": [8, 64, 8, 16]}
-    state, shards = answers.START, [(case["sizes"], case["order"]) for case in asked]
-    numbers = [
-        geometry.shard_numbers(parse_layout(row["layout"]["3"]), row["shape"], *call) for call in shards
-    ]
-    assert javascript("shardNumbers", [(row, state, *call) for call in shards]) == numbers
-    cuts = [
-        [
-            geometry.slices(
-                parse_layout(row["layout"]["3"]), row["shape"], sizes, geometry.coordinates(sizes, order, d)
-            )
-            for d in range(math.prod(sizes.values()))
-        ]
-        for sizes, order in shards[:100]
-    ]
-    firsts = [list(dict.fromkeys(map(str, cut))) for cut in cuts]
-    want = [
-        None if None in cut else [seen.index(str(c)) for c in cut]
-        for cut, seen in zip(cuts, firsts, strict=True)
-    ]
-    assert numbers[:100] == want
-    spots = [(case["sizes"], case["order"], node) for case in asked for node in (1, 4, 8, 10**6)]
-    spots += [(dict.fromkeys(AXES, 4), list(AXES), 8), (parse_mesh("dp=509").sizes, list(AXES), 8)]
-    assert javascript("places", spots) == [geometry.places(*call) for call in spots]
-    arrows = [
-        (geometry.places(*call), *rng.choices(range(8), k=2))
-        for call in spots
-        if math.prod(call[0].values()) >= 8
-    ]
-    assert javascript("lane", arrows) == [geometry.lane(*call) for call in arrows]
-    steps = [(kind, g, None) for kind in KINDS for g in range(1, 17)] + [
-        ("collective-permute", 4, [[0, 1], [3, 2]])
-    ]
-    assert javascript("rounds", steps) == [geometry.rounds(*call) for call in steps]
-
-
-def test_what_a_device_holds_is_equal_in_bytes(javascript):
-    """The whole chain of the module: layouts of the model, live axes, padded layers, slices, bytes."""
-    rng, calls, ours = random.Random(5), [], []
-    rows = answers.tensors(answers.START)
-    for _ in range(60):
-        zero, tp_sequence, order = rng.randrange(4), rng.random() < 0.5, rng.sample(list(AXES), 6)
-        state = answers.START | {
-            "zero": zero,
-            "tp_sequence": tp_sequence,
-            "schedule": rng.choice(list(answers.CHUNKS)),
-        }
-        sizes = {axis: rng.choice((1, 1, 2, 3, 4)) for axis in AXES}
-        if rng.random() < 0.2:
-            sizes |= {"tp": rng.choice((16, 24))}  # copies of KV heads, of which there are 8
-        state["device"] = rng.randrange(math.prod(sizes.values()))
-        calls.append((rows, state, sizes, order, state["device"]))
-        ours.append(answers.device_rows(state, rows, sizes, order))
-    for got, want in zip(javascript("holdings", calls), ours, strict=True):
-        cuts = [x["cut"] and "[" + ", ".join(f"{a}:{b}" for a, b in x["cut"]) + "]" for x in got]
-        for x, cut, row in zip(got, cuts, want, strict=True):
-            assert [x["row"]["name"], x["text"], cut or "cannot be cut evenly", size_text(x["bytes"])] == row
-
-
-def test_words_and_layouts_are_read_alike(javascript):
-    texts = ["b/dp,fsdp s d +tp", "whole", "l d/fsdp m/tp", "d"]
-    parsed = javascript("parseLayout", [(text,) for text in texts])
-    for text, got in zip(texts, parsed, strict=True):
-        want = parse_layout(text)
-        assert got == {
-            "dims": [{"name": d.name, "axes": list(d.axes)} for d in want.dims],
-            "sums": list(want.sums),
-        }
-    rng = random.Random(2)
-    sizes = [0, 1, 1023, 1024, 1500, 10**9, 2**30 - 1, 123456789, *(rng.randrange(2**50) for _ in range(500))]
-    assert javascript("sizeText", [(n,) for n in sizes]) == [size_text(n) for n in sizes]
-    seconds = [0, 1e-9, 0.0321, 1, 599.9, 600, 7199, 7200, 18043]
-    assert javascript("timeText", [(s,) for s in seconds]) == [time_text(s) for s in seconds]
-
-
-def test_meshes_are_read_refused_and_spelt_alike(javascript):
-    """1,000 random texts: the same sizes, spelling and key, or the same words under the same caret."""
-    rng, values = random.Random(8), ("2", "04", "-1", "0", "2.5", "", "9000")
-    bits = [*(a + s + n for a in (*AXES, "mp", "xp", "") for s in "=:" for n in values), *"1248", "!"]
-    texts = "|  |!|! tp=2 dp=2|1,64,4,1|1,2,4|1,2|fsdp=-1 dp=-1|dp=131072|dp=131072 tp=2".split("|")
-    while len(texts) < 1000:
-        between, some = rng.choice((" ", ",", ", ")), rng.choices(bits, k=rng.randint(1, 4))
-        texts.append(rng.choice(("", "!", " ")) + between.join(some) + "  " * rng.choice((0, 0, 0, 100)))
-    names, read = list(AXES), javascript("readMesh", [(text, list(AXES), answers.MOST) for text in texts])
-    num_read = 0
-    for text, got in zip(texts, read, strict=True):
-        try:
-            shape = answers.read_mesh(text)
-            assert got == {"sizes": shape.sizes, "text": str(shape)}, text
-            num_read += 1
-        except ValueError as error:
-            assert got == {"why": str(error)}, text
-    assert 30 < num_read < 900
-    states = [
-        answers.START | {"mesh": text, "order": rng.choice(("tp,sp,ep  fsdp dp pp", "tp"))} for text in texts
-    ]
-    ours = [answers.key(state) for state in states]
-    assert javascript("key", [(state, list(answers.VIEW), names, answers.MOST) for state in states]) == ours
 
 
 def test_groups_differ_along_their_axes_only_and_cover_the_mesh():

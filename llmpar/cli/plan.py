@@ -87,11 +87,7 @@ class Plan:
             for row in document["plans"]:
                 row["compile"] = None
         if self.html is not None:
-            from llmpar.explore.planned import PlannedExplorer
-
-            found = [one.plan for one in answer.plans]
-            PlannedExplorer(document, found, self.model, self.chip or "h100").save(self.html)
-            options.say(f"wrote {self.html}")
+            self.save_page(answer.plans[0].plan)
         if not self.json:
             options.say(f"{document['priced']:,} plans priced; memory leaves {document['margin']:.0%} free")
         return give(document, self.json, tables_of(document))
@@ -104,6 +100,18 @@ class Plan:
         if self.cluster is not None:
             own = f"the explorer draws a chip's own nodes, and cluster {self.cluster} may have others"
             raise ValueError(f"{own}; write a chip file with its node_size, and give it as --chip")
+
+    def save_page(self, best: Fields) -> None:
+        """Write the mesh explorer, opened on a plan; small where Python for the browser is not here."""
+        from llmpar.explore import page
+        from llmpar.explore.explorer import MeshExplorer
+
+        *_, batch_size, seq_len, fixed, _ = self.question()
+        by_hand = {name: value for name, value in fixed.items() if name not in AXES}
+        chosen = {"model": self.model, "chip": self.chip or "h100", "mesh": str(best.mesh), "fields": by_hand}
+        small = not page.runtime()
+        MeshExplorer(**chosen, batch_size=batch_size, seq_len=seq_len).save(self.html or "", small)
+        options.say(f"wrote {self.html}" + ", which knows what is one click away (make runtime: all)" * small)
 
     def question(self) -> tuple:
         """What `planner.Question` is made of. Refuses options that contradict each other."""

@@ -10,13 +10,17 @@ it, which a browser shows. In a notebook the kernel answers, in a saved page the
 from __future__ import annotations
 
 import base64
+import dataclasses
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
 from llmpar import __version__
+from llmpar.config import PRESETS
 from llmpar.draw.scene import DARK, LIGHT, Scene, compose, to_png, to_svg
-from llmpar.explore import answers, panels
+from llmpar.explore import answers, look, panels
+from llmpar.predict import hardware
 
 KINDS = {
     "mesh": "explorer.MeshExplorer",
@@ -158,11 +162,17 @@ class MeshExplorer(Explorer):
     >>> MeshExplorer(mesh="fsdp=8 tp=8", model="llama3-70b", chip="h100", batch_size=64, remat="block")
     """
 
-    title, kind, sentence = "Mesh explorer", "mesh", answers.SENTENCE
-    start, controls, areas = answers.START, answers.CONTROLS, panels.AREAS
+    title, kind, sentence = "Mesh explorer", "mesh", look.SENTENCE
+    start, controls, areas = look.START, look.CONTROLS, panels.AREAS
 
     def set(self, **state) -> None:
-        by_hand = {name: state.pop(name) for name in [*state] if name in answers.OFFERED}
+        by_hand = {name: state.pop(name) for name in [*state] if name in look.OFFERED}
+        if (model := state.get("model")) and model not in PRESETS and model not in self.state["own"]:
+            state |= {"model": look.START["model"], "config": model}
+        if str(state.get("chip", "")).endswith(".toml"):
+            found = hardware.chip(state["chip"])
+            row = json.loads(json.dumps(dataclasses.asdict(found)))
+            state |= {"chip": found.name, "own_chips": self.state["own_chips"] | {found.name: row}}
         if by_hand:
             state["fields"] = self.state["fields"] | state.get("fields", {}) | by_hand
         super().set(**state)
@@ -183,7 +193,7 @@ class MeshExplorer(Explorer):
         return answers.more(state)
 
     def draw(self, state: dict) -> Scene:
-        seen = answers.look(answers.settle(state)[0])
+        seen = look.look(look.settle(state)[0])
         return panels.scene(seen, answers.verdict(seen))
 
 

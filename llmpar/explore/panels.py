@@ -7,23 +7,21 @@ import json
 import math
 from collections import Counter
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmpar.draw import columns, geometry
 from llmpar.draw.charts import count_noun
 from llmpar.draw.grid import frames as grid_frames
 from llmpar.draw.grid import layer_lanes, tensor_grid
-from llmpar.draw.scene import Group, Scene, Text, compose, size_text, time_text, to_svg
-from llmpar.notation import AXES, Layout, MeshShape, divisors
-from llmpar.predict import planner, terms
+from llmpar.draw.scene import Group, Scene, Text, compose, size_text, to_svg
+from llmpar.explore.look import Look
+from llmpar.notation import AXES, Layout, divisors, parse_mesh
+from llmpar.predict import planner
 from llmpar.predict.hardware import GIB
 from llmpar.predict.layer import Segment, forward
 from llmpar.predict.planner import Candidate
 from llmpar.predict.time import Clock
 from llmpar.predict.traffic import ITEMSIZE, Prediction, step_traffic
-
-if TYPE_CHECKING:
-    from llmpar.explore.answers import Look
 
 AREAS = [
     ["axes", "", "left"],
@@ -33,7 +31,6 @@ AREAS = [
     ["layer", "", "middle"],
     ["map", "", "right"],
     ["sent", "", "right"],
-    ["explain", "What the number is made of", "right"],
     ["holds", "What the chosen device holds", "below"],
     ["code", "As code", "below"],
 ]
@@ -162,11 +159,13 @@ def holds(seen: Look) -> str:
         found.append(f"<tbody><tr><th scope='rowgroup'>{title}</th><td>{total}</td><td></td><td></td></tr>")
         for row, words, held in mine:
             name = button(row.path, tensor=row.name)
-            cells = f"<td>{size_text(held)}</td><td><code>{row.live(sizes)}</code></td><td><code>{words}</code></td>"
+            cells = f"<td>{size_text(held)}</td>"
+            cells += "".join(f"<td><code>{text}</code></td>" for text in (row.live(sizes), words))
             found.append(f"<tr><th scope='row'>{name}</th>{cells}</tr>")
         found.append("</tbody>")
     head = "".join(f"<th scope='col'>{word}</th>" for word in ("tensor", "bytes", "layout", "slice"))
-    return f"<p>Device {device}{': ' * bool(where)}{where}.</p><table><thead><tr>{head}</tr></thead>{''.join(found)}</table>"
+    title = f"<p>Device {device}{': ' * bool(where)}{where}.</p>"
+    return f"{title}<table><thead><tr>{head}</tr></thead>{''.join(found)}</table>"
 
 
 def traffic_of(seen: Look) -> dict[tuple[str, str], Prediction]:
@@ -188,18 +187,6 @@ def code(seen: Look) -> str:
         whole = not q.num_devices % q.chip.devices_per_chip  # no half chip has a compiler
         lines += [planner.command(q, plan, name) for name in ("train", "compile")[: 1 + whole]]
     return f"<pre>{escape(chr(10).join(lines))}</pre>"
-
-
-def explain(seen: Look) -> str:
-    """The number that was clicked: its formula, the same with the numbers put in, and where to read on."""
-    found = terms.terms(seen.question, seen.one)
-    term = next((term for term in found if term.name == seen.state["explain"]), found[0])
-    lines = [f"<b>{escape(term.name)}</b>: {escape(term.formula)}", escape(term.filled)]
-    lines += [f"line of the model: <code>{escape(term.line or term.arrow)}</code>"] * bool(
-        term.line or term.arrow
-    )
-    lines += [f"lesson {escape(term.lesson)}"] * bool(term.lesson) + [escape(term.paper)] * bool(term.paper)
-    return "".join(f"<p>{line}</p>" for line in lines)
 
 
 def grid(seen: Look) -> Scene:
@@ -244,7 +231,7 @@ def _moved(seen: Look, axis: str, up: bool) -> tuple[str, str] | None:
             continue
         factor = divisors(sizes[giver])[1]
         cut = {giver: sizes[giver] // factor, taker: sizes[taker] * factor}
-        mesh = str(MeshShape(**sizes | cut))
+        mesh = str(parse_mesh(" ".join(f"{a}={n}" for a, n in (sizes | cut).items())))
         if seen.works(mesh):
             return act(mesh=mesh), f"{giver} {cut[giver]}, {taker} {cut[taker]}"
     return None
@@ -253,30 +240,29 @@ def _moved(seen: Look, axis: str, up: bool) -> tuple[str, str] | None:
 def memory(seen: Look) -> Scene:
     """A device's memory by part, against what a program may take."""
     q, held = seen.question, seen.one.memory_bytes
-    parts = [columns.Part(name, held[key], "", act(explain=name)) for key, name in MEMORY.items()]
-    limits = [(q.capacity_bytes, "may take"), (q.chip.usable_hbm_gib * GIB, "all")]
-    return columns.memory_bar(
-        parts, limits[: 1 + (limits[0] != limits[1])], planner.band(seen.one), held["total"]
-    )
+    parts = [columns.Part(name, held[key]) for key, name in MEMORY.items()]
+    limits = [(seen.capacity_bytes, "may take"), (q.chip.usable_hbm_gib * GIB, "all")]
+    return columns.memory_bar(parts, limits[: 1 + (limits[0] != limits[1])], None, held["total"])
 
 
 def step(seen: Look) -> Scene:
     """A step's seconds by term."""
     time = seen.one.time
-    parts = [columns.Part(name, seconds, "", act(explain=name)) for name, seconds in time.terms.items()]
+    parts = [columns.Part(name, seconds) for name, seconds in time.terms.items()]
     return columns.time_bar(parts, None, time.step_s)
 
 
 def sent(seen: Look) -> Scene:
     """What a device of the first stage sends in a step, and how much of its time on links is waited for: its
     term's share of the step, as the other bar has it."""
-    rows, clock, on_links = traffic_of(seen), None, dict[str, float]()
-    if seen.timed:
-        clock = Clock(seen.question.run(seen.one.plan))
+    rows, on_links = traffic_of(seen), dict[str, float]()
+    clock = Clock(seen.question.run(seen.one.plan)) if seen.timed else None
     priced = list[tuple[str, str, Prediction, dict[str, float]]]()
     for (names, kind), row in rows.items():
         took = dict[str, float]()
-        for (_, text, size), times in row.messages.items() if clock else ():
+        for (_, text, size), times in row.messages.items():
+            if not clock:
+                continue
             term, _, seconds = clock.message(names.split(","), row, text, size)
             took[term] = took.get(term, 0.0) + times * seconds
         priced.append((names, kind, row, took))
@@ -302,9 +288,7 @@ def mesh_map(seen: Look) -> Scene:
     around = seen.around
     ways = [_way(one) for one in around.points.values()]
     best = _way(around.best) if around.best else None
-    return columns.mesh_map(
-        ways, _way(seen.one), best, seen.question.capacity_bytes, len(around.refused), around.num
-    )
+    return columns.mesh_map(ways, _way(seen.one), best, seen.capacity_bytes, len(around.refused), around.num)
 
 
 def _way(one: Candidate) -> columns.Way:
@@ -324,7 +308,7 @@ def panels(seen: Look) -> dict[str, Scene | str]:
     found: dict[str, Scene | str] = {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
     if seen.timed:
         found |= {"step": step(seen), "layer": layer_lanes(segments(seen)), "map": mesh_map(seen)}
-    return found | {"sent": sent(seen), "explain": explain(seen), "holds": holds(seen), "code": code(seen)}
+    return found | {"sent": sent(seen), "holds": holds(seen), "code": code(seen)}
 
 
 def says(seen: Look, verdict: dict, drawn: dict[str, Scene | str]) -> str:

@@ -1,110 +1,355 @@
-"""Small explorers: pipelines (with an editor for one's own order) and experts."""
+"""Small live figures: a pipeline's order as a game, memory by ZeRO stage, work in a ring, a hot expert.
+
+Each is a picture and a sentence, with one control or a few, for a lesson to place where the idea is met. No
+JAX: a saved page runs them too.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import random
+from dataclasses import replace
+from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
-from llmpar import moe
-from llmpar.config import ExpertConfig
-from llmpar.draw.charts import timeline, token_flow
-from llmpar.draw.scene import Group, Scene, compose, flatten, to_svg
-from llmpar.explore.answers import choice, slider
+from llmpar.config import ExpertConfig, preset
+from llmpar.draw.charts import memory_bars, timeline, token_flow
+from llmpar.draw.scene import Rect, Scene, compose, small_text
 from llmpar.explore.explorer import Explorer
+from llmpar.explore.panels import button
+from llmpar.plan import Plan
+from llmpar.predict import hardware, memory
 from llmpar.schedules import SCHEDULES, Schedule, from_text, make
+from llmpar.sequence_order import sequence_permutation
 from llmpar.timetable import Timetable, reached, timetable
 
 
-class TimelineExplorer(Explorer):
-    """A pipeline's timetable with live activations and bubbles. ``order`` is a schedule of one's own."""
+class Figure(Explorer):
+    """What small figures share. One with a single control brings all its answers along."""
 
-    title = "Timeline explorer"  # controls say without which other one they count
+    def stored(self) -> list[dict]:
+        if len(self.controls) > 1:
+            return []
+        (only,) = self.controls
+        values = only.get("options") or range(only["min"], only["max"] + 1)
+        return [self.state | {only["name"]: value} for value in values]
+
+
+def said(scene: Scene, *words: str) -> Scene:
+    """A drawing with a sentence below it; of several, those after the first are for its text only."""
+    text = "\n".join([scene.text, *words]).partition("\n")[2]
+    body = scene.items[0].items[1:]  # all but the title, which is composed anew
+    return compose(scene.title, [body], text, words[:1])
+
+
+def slider(name: str, label: str, low: int, high: int) -> dict:
+    """A control that offers the whole numbers of a range."""
+    return {"name": name, "kind": "slider", "label": label, "min": low, "max": high}
+
+
+# ----------------------------------------------------------------------------------------- a pipeline's order
+
+
+class TimelineExplorer(Figure):
+    """A pipeline's timetable as a game: operations are dragged, the order is judged, goals wait.
+
+    ``order`` is an order of one's own, a line per stage; ``move`` a stage, a place in its row, and the place
+    to which that operation goes. ``only``: a control to be left alone with, without the game.
+    """
+
+    title, kind = "Timeline explorer", "timeline"
+    areas = [*Explorer.areas, ["words", "", "middle"]]
+    areas += [["goals", "Goals", "below"], ["score", "Beside known orders", "below"]]
     start = {"schedule": "1f1b", "stages": 4, "microbatches": 8, "chunks": 2}
-    start |= {"forward": 1, "backward": 1, "weights": 1, "order": ""}
+    start |= {"forward": 1, "backward": 1, "weights": 1, "order": "", "move": None}
     controls = [
-        choice("schedule", "schedule", list(SCHEDULES), without="order"),
-        slider("stages", "stages p", 2, 8, without="order"),
-        slider("microbatches", "microbatches m", 1, 16, without="order"),
-        slider("chunks", "chunks v (interleaved, breadth-first)", 1, 4, without="order"),
+        {"name": "schedule", "kind": "choice", "label": "schedule", "options": list(SCHEDULES)},
+        slider("stages", "stages p", 2, 8),
+        slider("microbatches", "microbatches m", 1, 16),
+        slider("chunks", "chunks v (interleaved, breadth-first)", 1, 4),
         slider("forward", "cost of F", 1, 4),
         slider("backward", "cost of B", 1, 4),
         slider("weights", "cost of W", 0, 4),
-        {
-            "name": "order",
-            "kind": "lines",
-            "label": "your own order, a line per stage (or click a cell and type)",
-        },
+        {"name": "order", "kind": "lines", "label": "your order, a line per stage (or drag an operation)"},
     ]
+    known = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe")  # to compare with
+
+    def __init__(self, only: str = "", **state):
+        if only:
+            self.controls = [control for control in self.controls if control["name"] == only]
+            self.areas = self.areas[:2]
+        super().__init__(**state)
 
     def order(self, state: dict) -> Schedule:
-        """The written order where there is one; upper or lower case, parted by spaces or commas."""
-        if own := state["order"].upper().replace(",", " ").strip():
-            return from_text(own)
+        """The written order where there is one, in upper or lower case, parted by spaces or commas; moved."""
         chunks = state["chunks"] if state["schedule"] in ("interleaved", "breadth-first") else None
-        return make(state["schedule"], state["stages"], state["microbatches"], chunks)
+        if own := state["order"].upper().replace(",", " ").strip():
+            order = from_text(own)
+        else:
+            order = make(state["schedule"], state["stages"], state["microbatches"], chunks)
+        return moved(order, *state["move"]) if state["move"] else order
 
-    def table(self, state: dict) -> Timetable:
-        """The timetable of a state. ValueError names stage, tick and cycle."""
-        return timetable(self.order(state), (state["forward"], state["backward"], state["weights"]))
-
-    def draw_stuck(self, state: dict) -> Scene:
-        """A refused order as far as it runs, and what each stage then waits for."""
-        order = self.order(state)
-        rows, waits = reached(order, (state["forward"], state["backward"], state["weights"]))
-        if not waits:
-            raise ValueError("it runs to its end; what is wrong is which operations it has")
-        left = {stage: (order.rows[stage][len(rows[stage]) :], *rest) for stage, (_, *rest) in waits.items()}
-        return timeline(rows, waiting=left)
+    def table(self, state: dict, order: Schedule | None = None) -> Timetable:
+        """The timetable of a state, or of an order at its costs. ValueError names stage, tick and cycle."""
+        costs = state["forward"], state["backward"], state["weights"]
+        try:
+            return timetable(order or self.order(state), costs)
+        except ValueError as error:  # a wait per line
+            raise ValueError(str(error).replace("; ", ";\n").replace(". Cycle", ".\nCycle")) from error
 
     def draw(self, state: dict) -> Scene:
-        table = self.table(state)
-        drawn, peak = timeline(table), max(table.peak_live())
-        facts = (
-            f"Bubble over ideal {table.bubble_over_ideal:.3g}, as a share of the whole"
-            f" {table.bubble_fraction:.3g}; a stage holds at most {peak:g} microbatches; makespan"
-            f" {table.makespan:g} free running, {table.makespan_lockstep:g} in lockstep (time units). As the"
-            " zero-bubble papers count, from a stage's own first start to its own last end, the bubble is"
-            f" {table.bubble:g}: idle corners outside do not count."
-        )
-        blocks = [[Group(tuple(flatten(drawn.items)[1:]))]]
-        return compose(drawn.title, blocks, f"{drawn.text}\n{facts}", [facts])
+        try:
+            table = self.table(state)
+        except ValueError as error:
+            if stuck := _stuck(self.order(state)):
+                return said(stuck, str(error))
+            raise
+        return said(timeline(table), *_words(table))
+
+    def move(self, state: dict) -> dict:
+        """The answer to a state with a ``move``; where that cannot be, the answer to the state without it."""
+        still = state | {"move": None}
+        try:
+            order = str(self.order(state))
+        except ValueError as error:
+            return self.answer(still) | {"asked": state, "refusal": {"why": str(error), "steps": []}}
+        found = self.answer(still | {"order": order}) | {"asked": state}
+        if found["refusal"]:
+            back = {"text": "take the move back", "do": "apply", "set": {"order": state["order"]}}
+            found["refusal"]["steps"] = [back]
+        return found
 
     def answer(self, state: dict) -> dict:
-        found = super().answer(state)
-        if found["refusal"]:
-            waits = found["refusal"].replace("; ", ";\n").replace(". Cycle", ".\nCycle")  # one per line
-            found["refusal"] = waits
-            with contextlib.suppress(ValueError):  # that is no order at all
-                found["svg"] = to_svg(self.draw_stuck(state))
+        if state["move"]:
+            return self.move(state)
+        found, known, mine = super().answer(state), dict[str, Timetable](), None
         try:
-            return found | {"fill": {"order": str(self.table(state | {"order": ""}).schedule)}}
-        except ValueError:
-            return found
+            order = self.order(state)
+            mine = self.table(state, order)
+            more = (
+                f"<details><summary>Other bubbles, and lockstep</summary><p>{_words(mine)[1]}</p></details>"
+            )
+            found["panels"]["words"] = {"html": more}
+            found["numbers"] = {"makespan": mine.makespan, "bubble": mine.bubble, "held": mine.peak_live()}
+        except ValueError as error:
+            back = {"text": f"back to {state['schedule']}", "do": "apply", "set": {"order": ""}}
+            found["refusal"] = {"why": str(error), "steps": [back] * bool(state["order"])}
+            if not found["panels"]:
+                return found
+        for name in self.known:
+            with contextlib.suppress(ValueError):  # it wants other numbers of stages or microbatches
+                known[name] = self.table(state, make(name, order.num_stages, order.num_microbatches))
+        goals = _goals(mine, known)
+        found["numbers"]["goals"] = [done for done, _ in goals]
+        found["panels"] |= {"goals": {"html": _ladder(goals)}, "score": {"html": _score(known, state, mine)}}
+        return found
 
 
-class RoutingExplorer(Explorer):
-    """Where tokens go as an expert grows hot: each expert's load, and who is over its capacity."""
+def _words(table: Timetable) -> tuple[str, str]:
+    """What a timetable's picture says in a sentence, and what it says to those who ask."""
+    return (
+        f"Makespan {table.makespan:g} time units, bubble {table.bubble:g}: what a stage idles at most between"
+        f" its first start and last end. A stage holds at most {max(table.peak_live()):g} microbatches.",
+        f"All idle time up to the makespan is {table.bubble_over_ideal:.3g} of the ideal time, and"
+        f" {table.bubble_fraction:.3g} of the whole. Compiled programs go in lockstep, one operation of each"
+        f" stage in a tick, which takes as long as its slowest: {table.makespan_lockstep:g} time units.",
+    )
 
-    title = "Routing explorer"
-    start = {"experts": 8, "chosen": 2, "ranks": 4, "heat": 0, "capacity_percent": 125}
-    controls = [
-        choice("experts", "experts", [4, 8, 16]),
-        slider("chosen", "experts a token visits", 1, 4),
-        choice("ranks", "ranks of ep", [1, 2, 4]),
-        slider("heat", "how hot expert 0 is (added to its logits)", 0, 6),
-        choice("capacity_percent", "capacity (% of the even share)", [100, 125, 150, 200]),
+
+def moved(order: Schedule, stage: int, old: int, new: int) -> Schedule:
+    """An order in which a stage runs the operation at place ``old`` of its row at place ``new`` instead. The
+    operations of a cell in that row are parted."""
+    if order.placement not in ("linear", "looped"):
+        raise ValueError(
+            f"a written order cannot say where {order.name} places its chunks, so nothing can be moved in it;"
+            " start from 1f1b, interleaved, zb-h1 or zb-h2"
+        )
+    count = len(order.rows[stage]) if 0 <= stage < order.num_stages else 0
+    if not (0 <= old < count and 0 <= new < count):
+        raise ValueError(f"stage {stage} has {count} operations, and not both {old} and {new}; count from 0")
+    row = [op._replace(joined=False) for op in order.rows[stage]]
+    row.insert(new, row.pop(old))
+    return replace(order, name="written", rows=(*order.rows[:stage], tuple(row), *order.rows[stage + 1 :]))
+
+
+def _stuck(order: Schedule) -> Scene | None:
+    """An order as far as it runs, what each stage waits for, and outlined the circle in which they wait; None
+    where none waits, and what is wrong is which operations there are."""
+    rows, waits = reached(order)
+    if not waits:
+        return None
+    path = [min(waits)]
+    while (there := waits[path[-1]][1]) in waits and there not in path:
+        path.append(there)
+    circle = path[path.index(there) :] if there in path else []
+    places = [[op[:3] for op in row] for row in order.rows]
+    cells = [cell for s in circle for cell in ((s, waits[s][0]), waits[s][1:])]
+    marked = [f"{stage}:{places[stage].index(op[:3])}" for stage, op in cells]
+    left = {s: (order.rows[s][len(rows[s]) :], *rest) for s, (_, *rest) in waits.items()}
+    return timeline(rows, waiting=left, marked=marked)
+
+
+GOALS = (
+    "it runs to its end: no deadlock",
+    "as short as GPipe, and holds less",
+    "no stage holds more than 1F1B's first",
+    "W apart from B: a bubble below 1F1B's",
+    "no bubble at all",
+)
+"""What a player wants, one after another."""
+
+
+def _goals(mine: Timetable | None, known: dict[str, Timetable]) -> list[tuple[bool, str]]:
+    """Which of `GOALS` are reached, and how far each is."""
+    if mine is None:
+        return [(False, "")] * len(GOALS)
+    gpipe, plain, held, equal = known["gpipe"], known["1f1b"], mine.peak_live(), 1e-9
+    short = mine.makespan < gpipe.makespan + equal and sum(held) < sum(gpipe.peak_live())
+    most, split = max(plain.peak_live()), mine.schedule.split_backward
+    return [
+        (True, ""),
+        (short, f"{mine.makespan:g} time units, GPipe {gpipe.makespan:g}"),
+        (max(held) <= most, f"{max(held):g} microbatches, 1F1B {most:g}"),
+        (split and mine.bubble < plain.bubble - equal, f"{mine.bubble:g}, 1F1B {plain.bubble:g}"),
+        (mine.bubble < equal, f"{mine.bubble:g} is left"),
     ]
-    tokens = 64  # of each rank
+
+
+def _ladder(goals: list[tuple[bool, str]]) -> str:
+    """The goals as a list: ticked where they are reached, and the next one bold."""
+    following, rows = next((k for k, (done, _) in enumerate(goals) if not done), -1), ""
+    for k, (goal, (done, how)) in enumerate(zip(GOALS, goals, strict=True)):
+        words = f"{'✓' if done else '○'} {goal}" + f" ({how})" * bool(how)
+        rows += f"<li>{f'<b>{words}</b>' if k == following else words}</li>"
+    return f"<ol>{rows}</ol>"
+
+
+def _score(known: dict[str, Timetable], state: dict, mine: Timetable | None) -> str:
+    """The known orders of as many stages and microbatches as a table, each a click away, and one's own."""
+    rows = "<tr><th>order</th><th>makespan</th><th>bubble</th><th>microbatches held, by stage</th></tr>"
+    shown = known | ({"yours": mine} if mine and state["order"] else {})
+    most = max(max(table.peak_live()) for table in shown.values())
+    for name, table in shown.items():
+        bars = [f"<meter max='{most:g}' value='{n:g}'></meter> {n:g}" for n in table.peak_live()]
+        said = button(name, schedule=name, order="") if name in known else f"<b>{name}</b>"
+        cells = said, f"{table.makespan:g}", f"{table.bubble:g}", " ".join(bars)
+        rows += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    return f"<table>{rows}</table>"
+
+
+# -------------------------------------------------------------------------------------- one idea, one control
+
+
+class MemoryExplorer(Figure):
+    """What a device holds at each ZeRO stage, as the number of microbatches grows."""
+
+    title, kind = "ZeRO explorer", "memory"
+    start = {"model": "llama3-8b", "mesh": "fsdp=8", "batch_size": 64, "seq_len": 4096, "chip": "h100"}
+    start |= {"microbatches": 4}
+    controls = [{"name": "microbatches", "kind": "choice", "label": "microbatches", "options": [1, 2, 4, 8]}]
+
+    def held(self, state: dict) -> dict[str, dict[str, float]]:
+        """Bytes of a device by part, at each stage."""
+        count, size, rows = state["microbatches"], (state["batch_size"], state["seq_len"]), {}
+        for zero in range(4):
+            plan = Plan(state["mesh"], zero=zero, microbatches=count, remat="block")  # type: ignore[arg-type]
+            resolved = plan.resolve(preset(state["model"]), "gpu")
+            given, besides = memory.argument_bytes(resolved, *size), memory.temp_bytes(resolved, *size)
+            held = memory.weights_bytes(resolved)  # gradients of a microbatch, and the sum over several
+            grads = min(besides, held["unreduced"] + held["accumulated"] * (count > 1))
+            parts = {"weights": given["params"], "moments": given["optimizer"], "gradients": grads}
+            rows[f"ZeRO-{zero}"] = parts | {"activations": besides - grads}
+        return rows
 
     def draw(self, state: dict) -> Scene:
-        experts, ranks = ExpertConfig(state["experts"], state["chosen"]), state["ranks"]
-        logits = np.random.default_rng(0).standard_normal(
-            (ranks, self.tokens, experts.num_experts), np.float32
+        once = (
+            "With one microbatch ZeRO-1 and ZeRO-2 hold the same: both make whole gradients, then cut them."
         )
-        logits[..., 0] += state["heat"]
-        _, chosen = moe.choose(experts, moe.affinities(experts, jnp.asarray(logits)))
-        rows = [np.bincount(np.ravel(mine), minlength=experts.num_experts).tolist() for mine in chosen]
-        room = state["capacity_percent"] / 100 * ranks * self.tokens * experts.top_k / experts.num_experts
-        return token_flow(rows, experts.num_experts // ranks, room)
+        more = (
+            "Beside one microbatch's whole gradients, ZeRO-1 keeps the whole sum over microbatches, ZeRO-2 a"
+            " device's part of that sum; ZeRO-3 has parts only."
+        )
+        title = "{model}, {mesh}, {batch_size} × {seq_len} tokens, microbatches: {microbatches}".format(
+            **state
+        )
+        room = hardware.chip(state["chip"]).usable_bytes
+        picture = memory_bars(self.held(state).items(), room, title, wide=420)
+        return said(picture, once if state["microbatches"] == 1 else more)
+
+
+class RingExplorer(Figure):
+    """Who computes and who waits in a causal ring, by the order in which positions are dealt to ranks."""
+
+    title, kind = "Ring explorer", "ring"
+    start = {"order": "contiguous", "ranks": 4}
+    why = {
+        "contiguous": "Rank 0 has the first positions: it may see nothing of what comes by, and waits.",
+        "zigzag": "Each rank has an early and a late part: half a block at every step, in whole rectangles.",
+        "striped": "Each rank has every n-th position: a triangle at every step, whose edge cuts many tiles.",
+    }
+    controls = [{"name": "order", "kind": "choice", "label": "order of positions", "options": list(why)}]
+    own = 16  # positions of a rank
+
+    def draw(self, state: dict) -> Scene:
+        n, name, own, side, items, lines = state["ranks"], state["order"], self.own, 56, list[Any](), []
+        dealt = [int(place) for place in sequence_permutation(name, own * n, n)]
+        ranks = [dealt[own * r : own * (r + 1)] for r in range(n)]
+        # A query's own key counts half, so that a triangle is half of a block.
+        sees = lambda query, keys: sum((key < query) + (key == query) / 2 for key in keys) / own
+        live = [[[sees(query, ranks[r - t]) for query in ranks[r]] for t in range(n)] for r in range(n)]
+        work = [[sum(queries) / own for queries in row] for row in live]
+        busiest = [max(row[t] for row in work) for t in range(n)]
+        for r, row in enumerate(live):
+            y, wide = 64 * r, 170 / (own * n)
+            items.append(small_text(50, y + 28, f"rank {r}", "end"))
+            items.append(Rect(60, y + 18, 170, 20, "paper", "edge", 0.75))
+            items += [Rect(60 + wide * place, y + 18, wide, 20, "sp", "sp", 0.5) for place in ranks[r]]
+            for t, queries in enumerate(row):
+                x, most, high = 250 + 64 * t, work[r][t] == busiest[t], side / own
+                items += [small_text(x + side / 2, -12, f"step {t}")] * (r == 0)
+                items.append(Rect(x, y, side, side, "paper", "ink" if most else "edge", 3 if most else 0.75))
+                seen = [(i, share) for i, share in enumerate(queries) if share]
+                items += [Rect(x, y + high * i, side * share, high, "sp") for i, share in seen]
+            words = f"computes {sum(work[r]):.3g}, waits {sum(busiest) - sum(work[r]):.3g}"
+            items.append(small_text(258 + 64 * n, y + 28, words, "start", "ink"))
+            lines.append(f"rank {r}: {' '.join(f'{x:.2g}' for x in work[r])}; {words}")
+        items.append(small_text(60, -12, f"its positions, of {own * n}", "start"))
+        ideal = f"evenly spread {sum(map(sum, work)) / n:.3g}"
+        says = f"{self.why[name]} The ring takes {sum(busiest):.3g} blocks of time, {ideal}."
+        drawn = compose(f"{name}: which keys of a block the queries see", [items], "\n".join(lines))
+        return said(drawn, says)
+
+
+class RoutingExplorer(Figure):
+    """Where tokens go as an expert grows hot, and what a capacity would drop."""
+
+    title, kind = "Routing explorer", "routing"
+    start = {"experts": 8, "chosen": 2, "ranks": 4, "heat": 0, "capacity_percent": 125}
+    controls = [slider("heat", "how hot expert 0 is (added to its logits)", 0, 6)]
+    tokens = 64  # of each rank
+
+    def logits(self, state: dict) -> list[list[list[float]]]:
+        """The router's logits, [rank, token, expert]: normal, and the same for every heat."""
+        normal, heats = random.Random(0), [state["heat"]] + [0] * (state["experts"] - 1)
+        token = lambda: [normal.gauss() + heat for heat in heats]
+        return [[token() for _ in range(self.tokens)] for _ in range(state["ranks"])]
+
+    def draw(self, state: dict) -> Scene:
+        factor, numbers = state["capacity_percent"] / 100, range(state["experts"])
+        if state["experts"] % state["ranks"]:
+            raise ValueError(
+                f"{len(numbers)} experts do not lie evenly on {state['ranks']} ranks; use a divisor"
+            )
+        how = ExpertConfig(state["experts"], state["chosen"], capacity_factor=factor)
+        # Affinities rise with logits, by softmax and by sigmoid; of equal ones the first is chosen.
+        best = lambda logits: sorted(numbers, key=lambda e: -logits[e])[: how.top_k]
+        chosen = [[expert for token in rank for expert in best(token)] for rank in self.logits(state)]
+        rows, room = [[mine.count(e) for e in numbers] for mine in chosen], how.capacity(self.tokens)
+        dropped = [sum(max(0, row[e] - room) for row in rows) for e in numbers]
+        picture = token_flow(rows, len(numbers) // len(rows), room * len(rows), dropped)
+        says = (
+            f"With a capacity of {room * len(rows)} rows, {factor:g} times the even share,"
+            f" {sum(dropped)} of {sum(map(sum, rows))} choices are dropped, {dropped[0]} of them by expert 0."
+            " Without one, which is llmpar's default, none is dropped, and all wait for the busiest rank."
+        )
+        more = f"Each rank counts by itself: an expert takes {room} of its {self.tokens} tokens, first come."
+        return said(picture, says, more)

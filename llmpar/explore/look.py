@@ -1,0 +1,271 @@
+"""What a state of the mesh explorer says: a model, a machine, a mesh, the planner's plan for them, and what
+lies around it.
+
+A *state* is what a reader can choose, as plain data. A field of `Plan` that it does not set is the planner's
+choice. Nothing here needs JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llmpar.config import PRESETS, ModelConfig, from_dict, preset
+from llmpar.files import allowed
+from llmpar.notation import MeshShape, near_meshes, parse_mesh
+from llmpar.plan import Plan, Resolved
+from llmpar.predict import hardware, planner
+from llmpar.predict.hardware import CHIPS
+from llmpar.predict.planner import Candidate, Question
+
+START: dict[str, Any] = {
+    "model": "llama3-8b",
+    "chip": "h100",
+    "devices": 8,
+    "batch_size": 16,
+    "seq_len": 4096,
+    "mesh": "dp=2 fsdp=2 tp=2",
+    "fields": {},
+    "agreed": 8,
+    "own": {},
+    "own_chips": {},
+    "config": "",
+    "device": 0,
+    "tensor": "weight blocks.ffn.gate",
+    "explain": "",
+}
+"""Where a reader starts. ``fields`` of the plan are set by hand; ``agreed`` is the number of devices that the
+mesh was last read for: it tells which of the two was changed. ``own`` has models that are no preset, by
+name: their dims, read from ``config``, the text or the path of a config.json, or the name of a downloaded
+model; ``own_chips`` has chips that a file describes. The last three are what is looked at."""
+VIEW = ("device", "tensor", "explain")
+MOST = 131_072
+"""The most devices of a mesh."""
+MODELS = [
+    name
+    for name, config in PRESETS.items()
+    if not (config.latent or config.experts and config.experts.dense_layers)
+]
+"""Presets whose training step exists."""
+SENTENCE = "Train {model} on {devices} {chip} with {batch_size} sequences of {seq_len} tokens, as {mesh}"
+CONTROLS: list[dict[str, Any]] = [
+    {"name": "model", "kind": "choice", "label": "model", "options": MODELS},
+    {"name": "devices", "kind": "int", "label": "devices", "min": 1, "max": MOST},
+    {"name": "chip", "kind": "choice", "label": "chip", "options": [c.name for c in CHIPS]},
+    {"name": "batch_size", "kind": "int", "label": "sequences of a step", "min": 1},
+    {"name": "seq_len", "kind": "int", "label": "tokens of a sequence", "min": 1},
+    {"name": "mesh", "kind": "text", "label": "mesh; -1 is what is left of the devices"},
+    {
+        "name": "config",
+        "kind": "text",
+        "label": "another model: a config.json, its path, or a downloaded name",
+    },
+]
+FIRST = "zero tp_sequence microbatches remat schedule context_parallel loss_chunks".split()
+HIDDEN = ("mesh", "reading", "bucket_bytes", "unroll", "attention_block")
+"""Fields of a plan that change nothing that is shown."""
+SAME_AS_PLAN = {"dtype": "bfloat16"}
+"""What `llmpar plan` takes for granted."""
+
+
+# -------------------------------------------------------------------------------------------- reading a state
+
+
+def settle(state: dict) -> tuple[dict, MeshShape]:
+    """The state in one spelling, and its mesh: -1 is filled in; if the number of devices was changed the mesh
+    follows, if the mesh was changed the number does. Raises ValueError where one cannot be read."""
+    for control in CONTROLS:
+        value = state[control["name"]]
+        if control["kind"] == "int":
+            most = control.get("max", 1 << 24)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise ValueError(f"{control['label']} is {value!r}; use a whole number from 1 to {most:,}")
+    if len(state["mesh"]) > 200:
+        raise ValueError(f"a mesh text of {len(state['mesh'])} characters; six axes need fewer")
+    if state["config"].strip():
+        config = own_model(state["config"])
+        own = (
+            state["own"] | {config.name: dataclasses.asdict(config)}
+            if config.name not in PRESETS
+            else state["own"]
+        )
+        state = state | {"config": "", "own": own, "model": config.name}
+    devices = state["devices"]
+    shape = parse_mesh(state["mesh"], devices if "-1" in state["mesh"] else None)
+    if shape.size != devices and devices != state["agreed"]:
+        shape = next(iter(near_meshes(shape.asked, devices)))
+    if shape.size > MOST:
+        raise ValueError(f"mesh '{shape}' has {shape.size:,} devices; at most {MOST:,} are drawn")
+    device = min(max(0, state["device"]), shape.size - 1)
+    whole = {"mesh": str(shape), "devices": shape.size, "agreed": shape.size, "device": device}
+    return state | whole, shape
+
+
+def own_model(text: str) -> ModelConfig:
+    """The model that a reader brings: the text of a Hugging Face config.json, its path, or a downloaded
+    model's name."""
+    if not text.lstrip().startswith("{"):
+        return preset(text.strip())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "yours", "config.json")
+        path.parent.mkdir()
+        path.write_text(text, encoding="utf-8")
+        return preset(str(path))
+
+
+def own_chip(row: dict) -> hardware.Chip:
+    """The chip that `dataclasses.asdict` made plain."""
+    reached = hardware.Rates(**row["reached"]) if row["reached"] else None
+    return hardware.Chip(**row | {"aliases": tuple(row["aliases"]), "reached": reached})
+
+
+def asked(state: dict) -> Question:
+    """The planner's question: the model, the machine, the batch, and the fields that are set by hand."""
+    fixed = SAME_AS_PLAN | {name: value for name, value in state["fields"].items() if name in OFFERED}
+    if unknown := sorted(set(state["fields"]) - set(OFFERED)):
+        raise ValueError(f"a plan has no field {', '.join(unknown)}; it has {', '.join(OFFERED)}")
+    Plan(**fixed)  # refuses values
+    own = state["own"].get(state["model"])
+    return Question(
+        from_dict(own) if own else preset(state["model"]),
+        own_chip(state["own_chips"][state["chip"]])
+        if state["chip"] in state["own_chips"]
+        else hardware.chip(state["chip"]),
+        state["devices"],
+        state["batch_size"],
+        state["seq_len"],
+        fixed,
+        state["model"],
+    )
+
+
+def _offered() -> dict[str, dict[str, Any]]:
+    """Every field of a plan that can be set by hand, as a control, those that decide most first."""
+    kinds, controls = allowed(Plan), {}
+    names = [field.name for field in dataclasses.fields(Plan) if field.name not in HIDDEN]
+    for name in sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
+        what = kinds[name]
+        control: dict[str, Any] = {"name": name, "label": name.replace("_", " ")}
+        if what.choices or what.kind is bool:
+            control |= {"kind": "choice", "options": list(what.choices or (False, True))}
+        else:
+            control |= {"kind": "int", "min": 1} if what.kind is int else {"kind": "text"}
+        controls[name] = control
+    return controls
+
+
+OFFERED = _offered()
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """What a state shows: the planner's question, its plan for this mesh, and how much is known by now."""
+
+    state: dict
+    question: Question
+    one: Candidate
+    plan: Resolved
+    around: Around
+
+    @property
+    def timed(self) -> bool:
+        """Whether seconds mean anything."""
+        return not self.question.chip.simulated
+
+    @property
+    def capacity_bytes(self) -> float:
+        """What a program may take of a device's memory, the planner's margin in it."""
+        return self.question.room_bytes / (1 - planner.MARGIN)
+
+    def works(self, mesh: str) -> bool:
+        """Whether another mesh of as many devices is legal."""
+        return works(self.state | {"mesh": mesh})
+
+    @property
+    def shape(self) -> MeshShape:
+        """The mesh, with the six axes as they were asked."""
+        return self.one.plan.mesh
+
+
+class Around:
+    """What lies around a mesh: the same question on every other one, and single changes. It is worked out in
+    portions, and kept for all states that differ in the mesh alone."""
+
+    def __init__(self, question: Question):
+        self.points: dict[str, Candidate] = {}
+        self.refused: dict[str, str] = {}
+        self.question = question
+        self.meshes = [] if question.chip.simulated else list(planner.every_mesh(question))
+        self.num = len(self.meshes)
+        self.work = self._meshes()
+        self.done = not self.meshes
+
+    def _meshes(self) -> Iterator[None]:
+        for mesh, why in self.meshes:
+            name = str(mesh)
+            if why:
+                self.refused[name] = why
+                continue
+            try:
+                self.points[name] = planned(self.question, name)
+            except ValueError as refusal:
+                self.refused[name] = str(refusal)
+            yield
+
+    def advance(self, seconds: float) -> None:
+        """Work for so many seconds of this process, or until all is known."""
+        until = time.process_time() + seconds
+        while not self.done and time.process_time() < until:
+            self.done = next(self.work, "end") == "end"
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest that fits, once all are known."""
+        fits = [one for one in self.points.values() if not one.why_not]
+        return planner.ranked(fits)[0] if self.done and fits else None
+
+
+@functools.lru_cache(maxsize=16)
+def _around(key: str) -> Around:
+    return Around(asked(json.loads(key)))
+
+
+def around(state: dict) -> Around:
+    """The `Around` of a state."""
+    same = {name: value for name, value in state.items() if name not in (*VIEW, "mesh", "agreed")}
+    return _around(json.dumps(same, sort_keys=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def planned(question: Question, mesh: str) -> Candidate:
+    """The planner's plan for a mesh, kept. On simulated devices, which have no times: the fields as given."""
+    if not question.chip.simulated:
+        return planner.on_mesh(question, parse_mesh(mesh))
+    plan = Plan(mesh, **question.fixed).effective(question.config)
+    plan.check(question.config, question.batch_size, question.seq_len)
+    held = planner.held_by(question, plan.resolve(question.config, question.platform))
+    return Candidate(plan, planner.UNPRICED, held)
+
+
+def look(state: dict) -> Look:
+    """What a settled state shows. Raises ValueError where it is refused."""
+    question = asked(state)
+    one = planned(question, state["mesh"])
+    return Look(state, question, one, one.plan.resolve(question.config, None), around(state))
+
+
+def works(state: dict) -> bool:
+    """Whether a plan of these fields is legal."""
+    try:
+        state, shape = settle(state | {"agreed": state["devices"]})
+        question = asked(state)
+        Plan(shape, **question.fixed).check(question.config, question.batch_size, question.seq_len)
+        return True
+    except ValueError:
+        return False
