@@ -24,8 +24,8 @@ from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw.scene import Scene, to_svg
 from llmpar.explore import answers, look, panels
-from llmpar.explore.page import runtime
 from llmpar.explore.explorer import MeshExplorer
+from llmpar.explore.page import runtime
 from llmpar.explore.small import RoutingExplorer, TimelineExplorer
 from llmpar.plan import Plan
 from llmpar.predict import layer, traffic, workload
@@ -169,7 +169,7 @@ def build(folder: Path = OUT) -> Path:
         body.append(f"<section><h2>{html.escape(name)}</h2>{to_svg(scene)}{words}</section>")
     explorers = {name: made() for name, made in EXPLORERS.items()}
     for name, explorer in explorers.items():
-        explorer.save(folder / f"{name}.html", small=not page.runtime())
+        explorer.save(folder / f"{name}.html", small=not runtime())
         explorer.save(folder / f"{name}.png")
     shots = {path.name for path in photograph(folder)}
     for name, explorer in explorers.items():

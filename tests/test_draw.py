@@ -43,7 +43,7 @@ from llmpar.draw.scene import (
     to_svg,
     type_scale,
 )
-from llmpar.explore import answers
+from llmpar.explore.explorer import MeshExplorer
 from llmpar.mesh import make_mesh, sharding
 from llmpar.notation import AXES, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
 from llmpar.plan import Plan
@@ -467,9 +467,13 @@ def test_an_arrow_is_seen_on_every_fill(theme):
         assert max(contrast(theme[role], theme[fill]) for role in ("ink", "paper")) >= 3, fill
     paper, ink = layouts.arrows([((0, 0), (9, 0))])
     assert (paper.stroke, ink.stroke) == ("paper", "ink") and paper.width >= ink.width + 2
-    scene = answers.scene(answers.START | {"axis": "tp", "step": 1})
-    strokes = [item.stroke for item in flatten(scene.items) if isinstance(item, Line) and item.head]
-    assert strokes == ["paper"] * 2 + ["ink"] * 2, "no halo over another arrow's head"
+    moving = [item for item in flatten(MeshExplorer().scene.items) if isinstance(item, Line) and item.head]
+    for frame in {item.frame for item in moving}:
+        strokes = [item.stroke for item in moving if item.frame == frame]
+        assert strokes == sorted(strokes, key=lambda stroke: stroke != "paper"), (
+            "no halo over another arrow's head"
+        )
+    assert moving
 
 
 def test_a_cell_of_a_ring_is_filled_as_far_as_its_value():

@@ -421,7 +421,9 @@ display(widget | words, raw=True, metadata=size)
 # %%
 from llmpar.explore.explorer import MeshExplorer
 
-explorer = MeshExplorer(model="llama3-8b", chip="h100", batch_size=32, mesh="dp=2 fsdp=4 tp=2")
+explorer = MeshExplorer(
+    model="llama3-8b", chip="h100", batch_size=32, mesh="dp=2 fsdp=4 tp=2"
+)
 reply = explorer.answer(explorer.state)
 assert reply["verdict"]["tone"] == "good", "16 devices are enough"
 explorer
