@@ -168,8 +168,8 @@ BYTES = [
     Part("gradients", 4.1 * GIB),
 ]
 SECONDS = {
-    "products": 2.63, "attention": 0.52, "elementwise": 0.45, "recomputation": 0.9, "bubble": 0.3,
-    "tensor-parallel links": 1.41, "weights and gradients on links": 0.19, "launching": 0.03,
+    "products": 2.63, "attention": 0.52, "elementwise": 0.45, "recomputation": 0.9,
+    "tensor-parallel links": 1.41, "weights and gradients on links": 0.19, "bubble": 0.3, "launching": 0.03,
     "optimizer": 0.01,
 }  # fmt: skip
 TERMS = [Part(name, seconds, act=ACT) for name, seconds in SECONDS.items()]
@@ -197,6 +197,9 @@ CASES |= {
     "memory bar, room": lambda: columns.memory_bar(BYTES[:1], [(59.3 * GIB, "may take")]),
     "time bar": lambda: columns.time_bar(TERMS, total=6.5),
     "sent": lambda: columns.sent_bars(SENT),
+    "sent, much": lambda: columns.sent_bars(
+        [*SENT, *(Sent("ep", f"rows of a token to its experts {i}", 2.0, 0.1, 0.2) for i in range(5))]
+    ),
     "sent, nothing": lambda: columns.sent_bars([]),
     "map": lambda: columns.mesh_map([*WAYS, HERE, BEST], HERE, BEST, 59.3 * GIB, 21, 210),
     "map, begun": lambda: columns.mesh_map([BEST], HERE, BEST, 59.3 * GIB, 0, 210),
@@ -789,6 +792,19 @@ def test_what_hides_and_what_waits_are_parts_of_one_bar():
     assert [(r.fill, r.hatch) for r in bars] == [("tp", ""), ("paper", "/"), ("fsdp", ""), ("paper", "/")]
     per = bars[0].w / 1.41
     assert [r.w for r in bars] == pytest.approx([per * s for s in (1.41, 0.42, 0.19, 0.31)])
+
+
+def test_much_that_is_sent_is_told_and_the_smallest_added_up():
+    bars = segments(CASES["sent, much"](), 15)
+    assert sum(r.w for r in bars) == pytest.approx(bars[0].w / 1.41 * (1.41 + 0.61 + 0.31 + 5 * 0.3))
+    told = [t.text for t in flatten(CASES["sent, much"]().items) if isinstance(t, Text)]
+    assert "4 more 293 KiB" in told and sum(text.startswith("rows of a token") for text in told) == 2
+
+
+def test_a_step_begins_with_computing_and_ends_with_the_rest():
+    terms = [Part(name, 1.0) for name in ("bubble", "launching", "expert links", "recomputation", "products")]
+    fills = [r.fill for r in segments(columns.time_bar(terms), 26)]
+    assert fills == ["matmuls", "again", "ep", "paper", "rest"]
 
 
 def test_a_map_puts_a_mesh_where_its_numbers_are():

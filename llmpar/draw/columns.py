@@ -32,7 +32,8 @@ from llmpar.notation import AXES
 LEFT, RIGHT, MARGIN = 330, 400, 2
 """The widths of the columns and the margin of what is in them, in pixels."""
 COMPUTING = ("matmuls", "attention", "elementwise", "again", "rest")
-MOST_PARTS = 9
+IDLE = "paper/"  # the role of a bubble
+MOST_PARTS, MOST_SENT = 9, 6
 
 
 Part = namedtuple("Part", "name value note act role", defaults=("", "", ""))
@@ -96,9 +97,11 @@ def time_bar(parts: Iterable[Part], band=None, total: float | None = None) -> Sc
     """What a step takes: one bar of parts in seconds, and their list; ``band`` and ``total`` as in
     `memory_bar`."""
     parts, total = _whole(parts, total, TIME, time_text)
+    order = {role: i for i, role in enumerate((*COMPUTING[:-1], "link", IDLE, "rest"))}
+    parts.sort(key=lambda part: order.get(part.role, order["link"]))
     sums = {"computing": 0.0, "waiting for links": 0.0, "idle": 0.0}
     for part in parts:
-        waits = "idle" if part.role == "paper/" else "waiting for links"
+        waits = "idle" if part.role == IDLE else "waiting for links"
         sums["computing" if part.role in COMPUTING else waits] += part.value
     says = [" · ".join(f"{name} {time_text(s)}" for name, s in sums.items() if s)]
     return _bar("One step", parts, time_text, (), band, says)
@@ -165,7 +168,11 @@ def _column(title: str, number: str, items, lines, notes, wide: float, tone: str
 def sent_bars(rows: Iterable[Sent]) -> Scene:
     """What a device sends in a step: a bar for each, as long as it takes on links; filled in its axis' colour
     is what computing waits for, as in `time_bar`, and hatched what hides behind computing."""
-    rows, room = list(rows), RIGHT - 2 * MARGIN
+    rows, room = sorted(rows, key=lambda row: -row.hidden_s - row.waits_s), RIGHT - 2 * MARGIN
+    if len(rows) > MOST_SENT:
+        few, said = rows[MOST_SENT - 1 :], ", ".join(f"{r.axes} {r.what}" for r in rows[MOST_SENT - 1 :])
+        sums = [sum(getattr(row, name) for row in few) for name in ("bytes", "hidden_s", "waits_s")]
+        rows[MOST_SENT - 1 :] = [Sent("", f"{len(few)} more", *sums, said)]
     left = max([text_width(row.axes) * 1.1 for row in rows] + [30]) + 10
     per = (room - left) / max([row.hidden_s + row.waits_s for row in rows] + [1e-12])
     items, lines = list[Rect | Text](), list[str]()
@@ -175,10 +182,12 @@ def sent_bars(rows: Iterable[Sent]) -> Scene:
         shares = [("hidden", f"{role}/", row.hidden_s), ("waits", role, row.waits_s)]
         says = " · ".join(f"{time_text(s)} {word}" for word, _, s in shares if s) or "no time on links"
         words, x = f"{row.what} {size_text(row.bytes)}", left
+        most = int((room - left - text_width(says, SMALL) - 12) / text_width(".", SMALL))
+        cut = words if len(words) <= most else words[: most - 1] + "…"
         tip = f"{row.axes}: {words}, {says}" + f"; {row.note}" * bool(row.note)
         items.append(Rect(0, y - 8, room, 36, "paper", tip=tip, act=row.act))
         items.append(Text(0, y + 16, row.axes, bold=True, fill=f"{role}-line" if role == axis else "ink"))
-        items += [small_text(left, y, words, "start", "ink"), small_text(room, y, says, "end")]
+        items += [small_text(left, y, cut, "start", "ink"), small_text(room, y, says, "end")]
         for _, name, seconds in shares:
             items += [bar_part(name, x, y + 9, max(2, per * seconds), 15, tip, row.act)] * (seconds > 0)
             x += per * seconds
