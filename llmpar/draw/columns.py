@@ -171,8 +171,8 @@ def sent_bars(rows: Iterable[Sent]) -> Scene:
     rows, room = sorted(rows, key=lambda row: -row.hidden_s - row.waits_s), RIGHT - 2 * MARGIN
     if len(rows) > MOST_SENT:
         few, said = rows[MOST_SENT - 1 :], ", ".join(f"{r.axes} {r.what}" for r in rows[MOST_SENT - 1 :])
-        sums = [sum(getattr(row, name) for row in few) for name in ("bytes", "hidden_s", "waits_s")]
-        rows[MOST_SENT - 1 :] = [Sent("", f"{len(few)} more", *sums, said)]
+        size, hidden, waits = (sum(row[i] for row in few) for i in (2, 3, 4))
+        rows[MOST_SENT - 1 :] = [Sent("", f"{len(few)} more", size, hidden, waits, said)]
     left = max([text_width(row.axes) * 1.1 for row in rows] + [30]) + 10
     per = (room - left) / max([row.hidden_s + row.waits_s for row in rows] + [1e-12])
     items, lines = list[Rect | Text](), list[str]()
