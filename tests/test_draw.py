@@ -789,7 +789,8 @@ def test_waiting_has_the_colour_of_its_axis_wherever_it_is_drawn():
 
 def test_what_hides_and_what_waits_are_parts_of_one_bar():
     bars = segments(CASES["sent"](), 15)
-    assert [(r.fill, r.hatch) for r in bars] == [("tp", ""), ("paper", "/"), ("fsdp", ""), ("paper", "/")]
+    looks = [("tp", "tp-line"), ("paper", "fsdp-line"), ("fsdp", "fsdp-line"), ("paper", "fsdp-line")]
+    assert [(r.fill, r.stroke) for r in bars] == looks
     per = bars[0].w / 1.41
     assert [r.w for r in bars] == pytest.approx([per * s for s in (1.41, 0.42, 0.19, 0.31)])
 

@@ -296,9 +296,8 @@ def _bars(
         over = limit is not None and total > limit
         spare = "" if limit is None else f"; {text(abs(limit - total))} {'too much' if over else 'free'}"
         items.append(Text(left - 10, y + tall / 2, name, anchor="end"))
-        items.append(
-            Text(left + wide + 12, y + tall / 2, right[i] if right else text(total) + spare, SMALL, bold=over)
-        )
+        beside = right[i] if right else text(total) + spare
+        items.append(Text(left + wide + 12, y + tall / 2, beside, SMALL, bold=over))
         said = ", ".join(f"{part} {text(value)}" for part, value in row.items())
         lines.append(f"{name}: {text(total)}{spare} ({said})")
     if limit is not None:
@@ -585,9 +584,8 @@ def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:
     for name, curve in curves.items():
         dash = name == "reference"
         points = [(x_of(i), y_of(x)) if math.isfinite(x) else None for i, x in enumerate(curve)]
-        items += [
-            Line((a, b), "ink" if dash else "measured", 2, dash) for a, b in pairwise(points) if a and b
-        ]
+        stroke = "ink" if dash else "measured"
+        items += [Line((a, b), stroke, 2, dash) for a, b in pairwise(points) if a and b]
         items += [Rect(p[0] - 3, p[1] - 3, 6, 6, "ink", radius=3) for p in points[-1:] if p]
         ends = dict.fromkeys(f"{x:.3f}" for x in curve if math.isfinite(x))
         course = " to ".join([*ends][:: max(1, len(ends) - 1)]) or "nan"

@@ -155,19 +155,15 @@ def _bar(title: str, parts: list[Part], text, limits, band, notes: list[str], to
 
 def _column(title: str, number: str, items, lines, notes, wide: float, tone: str = "ink") -> Scene:
     """A chart under its title and its number."""
-    head = [
-        Text(0, 0, title, bold=True),
-        Text(wide - 2 * MARGIN, 0, number, anchor="end", fill=tone, bold=True),
-    ]
-    whole = f"{title}: {number}" if number else title
-    return compose(
-        whole, [head, items], "\n".join([*lines, *notes]), [" ".join(notes)] * bool(notes), MARGIN, wide
-    )
+    end = Text(wide - 2 * MARGIN, 0, number, anchor="end", fill=tone, bold=True)
+    whole, text = f"{title}: {number}" if number else title, "\n".join([*lines, *notes])
+    blocks, below = [[Text(0, 0, title, bold=True), end], items], [" ".join(notes)] * bool(notes)
+    return compose(whole, blocks, text, below, MARGIN, wide)
 
 
 def sent_bars(rows: Iterable[Sent]) -> Scene:
     """What a device sends in a step: a bar for each, as long as it takes on links; filled in its axis' colour
-    is what computing waits for, as in `time_bar`, and hatched what hides behind computing."""
+    is what computing waits for, as in `time_bar`, and hollow what hides behind computing."""
     rows, room = sorted(rows, key=lambda row: -row.hidden_s - row.waits_s), RIGHT - 2 * MARGIN
     if len(rows) > MOST_SENT:
         few, said = rows[MOST_SENT - 1 :], ", ".join(f"{r.axes} {r.what}" for r in rows[MOST_SENT - 1 :])
@@ -179,7 +175,7 @@ def sent_bars(rows: Iterable[Sent]) -> Scene:
     for i, row in enumerate(rows):
         y, axis = 40 * i, row.axes.split(",")[0]
         role = axis if axis in AXES else "links"
-        shares = [("hidden", f"{role}/", row.hidden_s), ("waits", role, row.waits_s)]
+        shares = [("hidden", "", row.hidden_s), ("waits", role, row.waits_s)]
         says = " · ".join(f"{time_text(s)} {word}" for word, _, s in shares if s) or "no time on links"
         words, x = f"{row.what} {size_text(row.bytes)}", left
         most = int((room - left - text_width(says, SMALL) - 12) / text_width(".", SMALL))
@@ -188,11 +184,12 @@ def sent_bars(rows: Iterable[Sent]) -> Scene:
         items.append(Rect(0, y - 8, room, 36, "paper", tip=tip, act=row.act))
         items.append(Text(0, y + 16, row.axes, bold=True, fill=f"{role}-line" if role == axis else "ink"))
         items += [small_text(left, y, cut, "start", "ink"), small_text(room, y, says, "end")]
-        for _, name, seconds in shares:
-            items += [bar_part(name, x, y + 9, max(2, per * seconds), 15, tip, row.act)] * (seconds > 0)
+        for _, fill, seconds in shares:
+            bar = x, y + 9, max(2, per * seconds), 15, fill or "paper", look(f"{role}/")[1]
+            items += [Rect(*bar, tip=tip, act=row.act)] * (seconds > 0)
             x += per * seconds
         lines.append(tip)
-    note = "As long as it takes on links. Filled: the step waits; hatched: hidden behind computing."
+    note = "As long as it takes on links. Filled: the step waits; hollow: hidden behind computing."
     number = size_text(sum(row.bytes for row in rows))
     return _column("Sent by a device in a step", number, items, lines, [note], RIGHT)
 
@@ -250,19 +247,12 @@ def mesh_map(
         taken.append(text.box)
         items += [Rect(x0 - 2, y0 - 2, x1 - x0 + 4, y1 - y0 + 4, "paper", radius=3), text]
     done, count = len(ways) + refused, num or len(ways) + refused
-    notes = [f"{done} of {num} so far."] * (done < num) + [f"{refused} of {count} are refused."] * bool(
-        refused
-    )
+    notes = [f"{done} of {num} so far."] * (done < num)
+    notes += [f"{refused} of {count} are refused."] * bool(refused)
     notes.append("A dot has the colour of its largest axis.")
     ringed = [f"{name}: {way.mesh}" for name, way in rings.items()]
-    return _column(
-        f"{count} mesh{'es' * (count != 1)}: memory and time",
-        "",
-        items,
-        [*ringed, *lines[::-1]],
-        notes,
-        RIGHT,
-    )
+    title, said = f"{count} mesh{'es' * (count != 1)}: memory and time", [*ringed, *lines[::-1]]
+    return _column(title, "", items, said, notes, RIGHT)
 
 
 def _log(values: list[float], start: float, end: float, thousand: float):
@@ -285,9 +275,7 @@ def _beside(x: float, y: float, label: str, taken, dots, area) -> Text:
     def cost(text: Text) -> float:
         x0, y0, x1, y1 = text.box
         out = max(0, area[0] - x0, x1 - area[2]) + max(0, area[1] - y0, y1 - area[3])
-        meets = sum(
-            x0 < right and left < x1 and y0 < bottom and top < y1 for left, top, right, bottom in taken
-        )
+        meets = sum(x0 < r and left < x1 and y0 < b and top < y1 for left, top, r, b in taken)
         return 1000 * (out + meets) + sum(x0 - 4 < u < x1 + 4 and y0 - 4 < v < y1 + 4 for u, v in dots)
 
     return min((Text(x + dx, y + dy, label, SMALL, side, bold=True) for dx, dy, side in places), key=cost)
