@@ -13,7 +13,7 @@ from typing import Any
 
 from llmpar.config import ExpertConfig, preset
 from llmpar.draw.charts import memory_bars, timeline, token_flow
-from llmpar.draw.scene import Rect, Scene, compose, small_text
+from llmpar.draw.scene import Line, Rect, Scene, compose, small_text
 from llmpar.explore.explorer import Explorer
 from llmpar.explore.panels import button
 from llmpar.plan import Plan
@@ -31,7 +31,8 @@ class Figure(Explorer):
             return []
         (only,) = self.controls
         values = only.get("options") or range(only["min"], only["max"] + 1)
-        return [self.state | {only["name"]: value} for value in values]
+        others = [value for value in values if value != self.state[only["name"]]]
+        return [self.state | {only["name"]: value} for value in others]
 
 
 def said(scene: Scene, *words: str) -> Scene:
@@ -57,8 +58,8 @@ class TimelineExplorer(Figure):
     """
 
     title, kind = "Timeline explorer", "timeline"
-    areas = [*Explorer.areas, ["words", "", "middle"]]
-    areas += [["goals", "Goals", "below"], ["score", "Beside known orders", "below"]]
+    areas = [*Explorer.areas, ["goals", "Goals", "below"], ["score", "Beside known orders", "below"]]
+    areas += [["words", "Other bubbles", "below"]]
     start = {"schedule": "1f1b", "stages": 4, "microbatches": 8, "chunks": 2}
     start |= {"forward": 1, "backward": 1, "weights": 1, "order": "", "move": None}
     controls = [
@@ -76,7 +77,7 @@ class TimelineExplorer(Figure):
     def __init__(self, only: str = "", **state):
         if only:
             self.controls = [control for control in self.controls if control["name"] == only]
-            self.areas = self.areas[:2]
+            self.areas = [self.areas[0], self.areas[-1]]
         super().__init__(**state)
 
     def order(self, state: dict) -> Schedule:
@@ -103,7 +104,9 @@ class TimelineExplorer(Figure):
             if stuck := _stuck(self.order(state)):
                 return said(stuck, str(error))
             raise
-        return said(timeline(table), *_words(table))
+        sentence, more = _words(table)
+        sentence += " Judged is the written order; empty it to choose a schedule." * bool(state["order"])
+        return said(timeline(table), sentence, more)
 
     def move(self, state: dict) -> dict:
         """The answer to a state with a ``move``; where that cannot be, the answer to the state without it."""
@@ -124,10 +127,10 @@ class TimelineExplorer(Figure):
         found, known, mine = super().answer(state), dict[str, Timetable](), None
         try:
             order = self.order(state)
+            size = {"stages": order.num_stages, "microbatches": order.num_microbatches}
+            found["state"] = state | size  # those of a written order, whatever was chosen before
             mine = self.table(state, order)
-            more = (
-                f"<details><summary>Other bubbles, and lockstep</summary><p>{_words(mine)[1]}</p></details>"
-            )
+            more = f"<details><summary>Idle corners, and lockstep</summary><p>{_words(mine)[1]}</p></details>"
             found["panels"]["words"] = {"html": more}
             found["numbers"] = {"makespan": mine.makespan, "bubble": mine.bubble, "held": mine.peak_live()}
         except ValueError as error:
@@ -135,6 +138,8 @@ class TimelineExplorer(Figure):
             found["refusal"] = {"why": str(error), "steps": [back] * bool(state["order"])}
             if not found["panels"]:
                 return found
+        if len(self.areas) == 2:  # alone with a control
+            return found
         for name in self.known:
             with contextlib.suppress(ValueError):  # it wants other numbers of stages or microbatches
                 known[name] = self.table(state, make(name, order.num_stages, order.num_microbatches))
@@ -302,13 +307,13 @@ class RingExplorer(Figure):
             y, wide = 64 * r, 170 / (own * n)
             items.append(small_text(50, y + 28, f"rank {r}", "end"))
             items.append(Rect(60, y + 18, 170, 20, "paper", "edge", 0.75))
-            items += [Rect(60 + wide * place, y + 18, wide, 20, "sp", "sp", 0.5) for place in ranks[r]]
+            items += [Rect(60 + wide * place, y + 18, wide + 0.5, 20, "sp") for place in ranks[r]]  # no seams
             for t, queries in enumerate(row):
                 x, most, high = 250 + 64 * t, work[r][t] == busiest[t], side / own
                 items += [small_text(x + side / 2, -12, f"step {t}")] * (r == 0)
                 items.append(Rect(x, y, side, side, "paper", "ink" if most else "edge", 3 if most else 0.75))
-                seen = [(i, share) for i, share in enumerate(queries) if share]
-                items += [Rect(x, y + high * i, side * share, high, "sp") for i, share in seen]
+                stairs = [(x + side * s, y + high * (i + k)) for i, s in enumerate(queries) for k in (0, 1)]
+                items += [Line(((x, y), *stairs, (x, y + side)), "sp", 0.5, fill="sp")] * any(queries)
             words = f"computes {sum(work[r]):.3g}, waits {sum(busiest) - sum(work[r]):.3g}"
             items.append(small_text(258 + 64 * n, y + 28, words, "start", "ink"))
             lines.append(f"rank {r}: {' '.join(f'{x:.2g}' for x in work[r])}; {words}")

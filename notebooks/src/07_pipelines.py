@@ -112,13 +112,13 @@ attempt("07.idle_share", idle_share)
 # * over the **ideal** time u(F + B): (p − 1)/u (Narayanan et al. 2021);
 # * over the **total** time: (p − 1)/(u + p − 1) (Huang et al. 2018).
 #
-# No formula is built into the simulator: it only knows who must wait for whom. Drag the stages and the microbatches. (In the stored
-# page this is a picture.)
+# No formula is built into the simulator: it only knows who must wait for whom. Drag the microbatches. (In the stored page this is a
+# picture.)
 
 # %%
 from llmpar.explore.small import TimelineExplorer
 
-explorer = TimelineExplorer(schedule="gpipe", stages=4, microbatches=8)
+explorer = TimelineExplorer(only="microbatches", schedule="gpipe", stages=4)
 explorer
 
 # %%

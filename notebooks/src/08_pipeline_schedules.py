@@ -128,7 +128,7 @@ print(
     f"messages: {np.sum(interleaved.hops)}, and {np.sum(plain.hops)} in 1F1B:", end=" "
 )
 print(f"{times:.2f} times as many")
-scene.show(draw.timeline(interleaved))
+scene.show(draw.timeline(interleaved, shortest=28))
 
 # %% [markdown]
 # ## Split the backward
@@ -157,7 +157,7 @@ scene.show(draw.timeline(zb_h1))
 
 # %%
 zb_v = timetable(make("zb-v", 4, U))
-scene.show(draw.timeline(zb_v))
+scene.show(draw.timeline(zb_v, shortest=28))
 for stage, (starts, ends) in enumerate(zip(zb_v.start, zb_v.end, strict=True)):
     not_begun, through = starts[0], zb_v.makespan - ends[-1]
     # That is all that is idle.
@@ -429,15 +429,33 @@ except ValueError as refusal:
 # %% [markdown]
 # ## Write your own
 #
-# Below is a schedule for p stages and 4 microbatches: 1F1B, in which each W follows its B at once. Change it, and run the cell again. You
-# are told whether it is legal; what is left of the bubble; what each stage holds; and you see it. With `TRAIN = True` it is
-# compiled, and its losses and weights are compared with those of one device. (`TimelineExplorer(order=SCHEDULE)` of
-# `llmpar.explore.small` draws while you type.)
+# A schedule for p stages and 4 microbatches: 1F1B, in which each W follows its B at once. Drag an operation to another place of its
+# row, or write. You see what is left of the bubble, what each stage holds, and who waits for whom if you made a deadlock; five goals
+# wait, up to no bubble at all. (In the stored page this is a picture.)
+
+# %%
+from llmpar.explore.small import TimelineExplorer
+
+SCHEDULE = """
+F0 F1 F2 F3 B0 W0 B1 W1 B2 W2 B3 W3
+F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3
+F0 F1 B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
+F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3
+"""
+SCHEDULE = "\n".join(SCHEDULE.split("\n")[-p - 1 :])  # a line per device
+game = TimelineExplorer(stages=p, microbatches=4, order=SCHEDULE)
+game
+
+# %% tags=["plumbing"]
+before = game.state | {"order": SCHEDULE}
+assert p < 4 or game.answer(before)["numbers"]["goals"] == [True] * 4 + [False]
+stuck = game.answer(before | {"move": [p - 1, 1, 0]})  # B0 before F0
+assert "a deadlock" in stuck["refusal"]["why"]
 
 
 # %% tags=["plumbing"]
 def examine(text, costs=(1, 1, 1)):
-    """Legality, bubble, memory and picture of an order as text; None if refused."""
+    """Say whether an order is legal, its bubble and memory; None if refused."""
     try:
         table = timetable(from_text(text), costs)
     except ValueError as refusal:
@@ -454,24 +472,18 @@ def examine(text, costs=(1, 1, 1)):
         f"microbatches held per stage {table.peak_live()},"
         f" 1F1B's {known.peak_live()}; {np.sum(table.hops)} messages"
     )
-    scene.show(draw.timeline(table))
     return order
 
 
+# %% [markdown]
+# Run the next cell when you like yours. It is compiled, and its losses and weights are compared with those of one device.
+
 # %%
 TRAIN = True
-SCHEDULE = """
-F0 F1 F2 F3 B0 W0 B1 W1 B2 W2 B3 W3
-F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3
-F0 F1 B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
-F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3
-"""
-SCHEDULE = "\n".join(
-    SCHEDULE.split("\n")[-p - 1 :]
-)  # as many stages as there are devices
-order = examine(SCHEDULE)
+YOURS = game.state["order"]
+order = examine(YOURS)
 if TRAIN and order and order.num_stages == p > 1:
-    plan = Plan(f"pp={p}", schedule=SCHEDULE, microbatches=order.num_microbatches)
+    plan = Plan(f"pp={p}", schedule=YOURS, microbatches=order.num_microbatches)
     yours = trained(LLAMA, plan, TEXT, SGD, STEPS)
     verdicts({"yours": yours}, solo, weights_within=1e-5)
 
@@ -479,7 +491,7 @@ if TRAIN and order and order.num_stages == p > 1:
 # ### Exercise (stretch): a third of the bubble
 #
 # 3 stages, 5 microbatches, F = B = W. 1F1B has a bubble of 6 and holds 3 microbatches. Write an order with a bubble of **2** that holds
-# no more. `examine(text)` tells you how far you are.
+# no more. `examine(text)` tells you how far you are, and `TimelineExplorer(order=text)` lets you drag; `.state["order"]` is then your text.
 
 # %%
 third_of_the_bubble = ...  # """F0 F1 …

@@ -1,0 +1,190 @@
+"""Small live figures: what they answer and draw, held against the model, the planner and the timetable."""
+
+import html
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from llmpar import moe
+from llmpar.config import ExpertConfig, preset
+from llmpar.explore.small import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
+from llmpar.par import Solo
+from llmpar.plan import Plan
+from llmpar.predict import memory
+from llmpar.predict.ring import pairs_by_step
+
+SMALL = [TimelineExplorer, MemoryExplorer, RingExplorer, RoutingExplorer]
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_small_explorers_answer_every_choice_of_one_control(kind):
+    explorer = kind()
+    for control in kind.controls:
+        low, high = control.get("min", 0), control.get("max", -1)
+        for value in [*control.get("options", []), *range(low, high + 1)][:5]:
+            state = explorer.state | {control["name"]: value}
+            reply = explorer.answer(state)
+            assert reply["asked"] == state == reply["state"] and reply["says"], "nothing is another state's"
+            assert ("picture" in reply["panels"]) != bool(reply["refusal"]), "a picture, or a reason"
+            json.dumps(reply)
+
+
+@pytest.mark.parametrize("kind", [MemoryExplorer, RingExplorer, RoutingExplorer])
+def test_a_figure_of_one_control_brings_all_its_answers(kind):
+    (control,) = kind.controls
+    doc = kind().document()
+    asked = [answer["asked"][control["name"]] for answer in (doc["answer"], *doc["stored"])]
+    assert sorted(asked) == sorted(control.get("options") or range(control["min"], control["max"] + 1))
+    alone = TimelineExplorer(only="microbatches", schedule="gpipe").document()
+    assert [control["name"] for control in alone["controls"]] == ["microbatches"]
+    assert len(alone["stored"]) == 15
+    assert {name for name, *_ in alone["panels"]} == {"picture", "words"} == {*alone["answer"]["panels"]}
+    assert TimelineExplorer().stored() == [], "too many states: Python answers"
+
+
+def test_a_written_order_is_judged():
+    explorer = TimelineExplorer(stages=2, microbatches=2)
+    order = str(explorer.order(explorer.state))
+    explorer.set(order=order)
+    same = explorer.answer(explorer.state)
+    assert not same["refusal"] and "busy" in same["says"] and same["numbers"]["makespan"] == 9
+    longer = explorer.answer(explorer.state | {"order": "F0 F1 F2 B0 B1 B2"})
+    assert (longer["state"]["stages"], longer["state"]["microbatches"]) == (1, 3), "as it is written"
+    explorer.set(order=order.replace("B1", "F0", 1))
+    assert "twice" in explorer.answer(explorer.state)["refusal"]["why"]
+    explorer.set(order="F0 B0 F1 B1\nF1 F0 B0 B1")
+    refused = explorer.answer(explorer.state)
+    why, picture = refused["refusal"]["why"], refused["panels"]["picture"]["svg"]
+    assert "Cycle" in why and "stuck after 1 time units" in picture, "no picture of another order"
+    assert "stage 1 waits to run F1 for F1 on stage 0" in picture and "stage 1, B1: has not run" in picture
+    assert len([line for line in why.splitlines() if "waits at tick" in line]) == 2, "a wait per line"
+    assert refused["refusal"]["steps"] == [{"text": "back to 1f1b", "do": "apply", "set": {"order": ""}}]
+    explorer.set(order=order.lower().replace(" ", ", "))
+    assert explorer.answer(explorer.state)["panels"] == same["panels"], "lower case and commas are read too"
+    explorer.set(order="F0 X0")
+    assert "^" in explorer.answer(explorer.state)["refusal"]["why"] and explorer.scene.text
+
+
+def outlined(svg):
+    """The operations of a picture with a thick outline, as `stage:place`."""
+    return set(re.findall(r'stroke-width="2.5"[^>]* data-op="(\d+:\d+)"', svg))
+
+
+def test_a_dragged_operation_is_moved_and_judged_and_can_be_taken_back():
+    explorer = TimelineExplorer(schedule="1f1b", stages=3, microbatches=4)
+    state = explorer.state | {"move": [2, 4, 2]}  # F2 before F1 on the last stage
+    rows = [row.split() for row in str(explorer.order(explorer.state)).splitlines()]
+    reply = explorer.answer(state)
+    rows[2].insert(2, rows[2].pop(4))
+    assert reply["asked"] == state and reply["state"]["move"] is None
+    assert [row.split() for row in reply["state"]["order"].splitlines()] == rows
+    assert explorer.answer(reply["state"])["panels"] == reply["panels"], "the same picture when asked again"
+    stuck = explorer.answer(explorer.state | {"move": [2, 1, 0]})  # B0 before F0 on the last stage
+    assert outlined(stuck["panels"]["picture"]["svg"]) == {"2:0", "2:1"}, "they wait for one another"
+    assert stuck["numbers"]["goals"] == [False] * 5 and "○ it runs" in stuck["panels"]["goals"]["html"]
+    (back,) = stuck["refusal"]["steps"]
+    again = explorer.answer(stuck["state"] | back["set"])
+    assert again["refusal"] is None and again["panels"] == explorer.answer(explorer.state)["panels"]
+
+
+def test_a_deadlock_of_two_stages_outlines_what_each_waits_for():
+    explorer = TimelineExplorer(order="F0 B0 F1 B1\nF0 F1 B0 B1")
+    refused = explorer.answer(explorer.state)
+    circle = "B0 on stage 0 -> B0 on stage 1 -> F1 on stage 1 -> F1 on stage 0 -> B0 on stage 0"
+    assert circle in refused["refusal"]["why"]
+    assert outlined(refused["panels"]["picture"]["svg"]) == {"0:1", "0:2", "1:1", "1:2"}
+
+
+@pytest.mark.parametrize("move", [[0, 0, 99], [9, 0, 1], [-1, 0, 1]])
+def test_a_move_that_cannot_be_leaves_the_order_and_says_why(move):
+    explorer = TimelineExplorer(stages=2, microbatches=2)
+    reply = explorer.answer(explorer.state | {"move": move})
+    assert reply["state"] == explorer.state and "count from 0" in reply["refusal"]["why"]
+    vee = TimelineExplorer(schedule="zb-v").state | {"move": [0, 0, 1]}
+    reply = explorer.answer(vee)
+    assert "places its chunks" in reply["refusal"]["why"] and "zb-v" in reply["panels"]["picture"]["svg"]
+
+
+def test_known_orders_reach_the_goals_that_they_are_known_for():
+    def goals(name):
+        return TimelineExplorer(schedule=name).answer(TimelineExplorer(schedule=name).state)["numbers"][
+            "goals"
+        ]
+
+    assert goals("gpipe") == [True, False, False, False, False]
+    assert goals("1f1b") == [True, True, True, False, False]
+    assert goals("zb-h1") == [True, True, True, True, False], "a third of the bubble, in 1F1B's memory"
+    assert goals("zb-h2") == [True, True, False, True, True], "no bubble, for twice the memory"
+    assert goals("zb-v") == [True] * 5
+
+
+def test_one_makespan_and_one_bubble_are_said_and_others_on_demand():
+    """11 % of the whole picture is idle, and nothing from one step to the next (docs/schedules.md: 0)."""
+    explorer = TimelineExplorer(schedule="zb-h2", stages=4, microbatches=8)
+    reply = explorer.answer(explorer.state)
+    picture = "".join(re.findall(r"<text[^>]*>([^<]*)", reply["panels"]["picture"]["svg"]))
+    assert "11.1% of them idle" in picture and "Makespan 27 time units, bubble 0:" in picture
+    assert "lockstep" not in picture and "0.111 of the whole" in reply["panels"]["words"]["html"]
+    score = reply["panels"]["score"]["html"]
+    assert score.count("<meter") == 4 * 7 and '"schedule": "zb-h1"' in html.unescape(score)
+
+
+def test_zero_2_differs_from_zero_1_where_gradients_are_added_up():
+    def held(count):
+        rows = [
+            line for line in MemoryExplorer(microbatches=count).scene.text.splitlines() if "ZeRO-" in line
+        ]
+        return [dict(re.findall(r"(\w+) ([\d.]+) GiB", row.partition("(")[2])) for row in rows[:4]]
+
+    one, four = held(1), held(4)
+    assert one[1] == one[2] and "hold the same" in MemoryExplorer(microbatches=1).scene.text
+    resolved = Plan("fsdp=8", zero=2, microbatches=4, remat="block").resolve(preset("llama3-8b"), "gpu")
+    sizes = memory.weights_bytes(resolved)
+    grads = (sizes["unreduced"] + sizes["accumulated"]) / 2**30
+    assert float(four[2]["gradients"]) == pytest.approx(grads, rel=0.01) and grads > 30
+    assert float(four[1]["gradients"]) == pytest.approx(2 * float(one[1]["gradients"]), rel=0.01)
+    assert float(four[0]["weights"]) == pytest.approx(8 * float(four[3]["weights"]), rel=0.01)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_ring_draws_the_pairs_that_it_computes(order, ranks):
+    text = RingExplorer(order=order, ranks=ranks).scene.text.splitlines()[1:]
+    pairs = pairs_by_step(ranks, order, s=16 * ranks)
+    for rank, line in enumerate(text[:ranks]):
+        blocks = [(n - 8 * (step == 0)) / 256 for step, n in enumerate(pairs[rank])]
+        assert line.startswith(f"rank {rank}: " + " ".join(f"{x:.2g}" for x in blocks) + ";")
+    time = sum(max(row[t] - 8 * (t == 0) for row in pairs) for t in range(ranks)) / 256
+    assert f"The ring takes {time:.3g} blocks of time" in text[-1]
+
+
+def test_a_figures_router_chooses_as_the_model_does_and_drops_as_much():
+    for heat in (0, 2, 4):
+        explorer = RoutingExplorer(heat=heat)
+        logits = jnp.asarray(explorer.logits(explorer.state), jnp.float32)
+        how = ExpertConfig(8, 2, capacity_factor=1.25)
+        _, chosen = moe.choose(how, moe.affinities(how, logits))
+        text = explorer.scene.text
+        for rank, mine in enumerate(np.asarray(chosen)):
+            counts = np.bincount(mine.ravel(), minlength=8)
+            said = ", ".join(f"{n} to expert {e}" for e, n in enumerate(counts) if n)
+            assert f"rank {rank}: {said}\n" in text
+        dropped = int(moe.route(how, Solo(), logits)[2]["tally"][-2])
+        assert f"{dropped} of 512 choices are dropped" in text and f"dropped {dropped}," in text
+        assert heat < 4 or dropped == 176
+
+
+def test_a_hot_expert_is_busier_the_hotter_it_is_and_no_choice_is_lost():
+    busiest, moved = [], []
+    for heat in (0, 2, 6):
+        text = RoutingExplorer(heat=heat).scene.text
+        load = [int(n) for n in re.search(r"load: ([\d ]+),", text)[1].split()]
+        assert sum(load) == 4 * 64 * 2 and (max(load) == load[0] or not heat)
+        busiest.append(load[0])
+        moved.append(int(re.search(r"(\d+) of 512 rows", text)[1]))
+    assert busiest[0] < busiest[1] < busiest[2] == 4 * 64, "every token visits the hot one, once"
+    assert "0 of 128 rows" in RoutingExplorer(ranks=1).scene.text and min(moved) > 300
+    assert "do not lie evenly on 3 ranks" in RoutingExplorer(ranks=3).scene.text
