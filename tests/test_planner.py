@@ -140,6 +140,15 @@ def test_a_mesh_that_cannot_be_is_refused_in_the_words_of_the_plan(mesh, fixed, 
         planner.on_mesh(question(devices=24, **fixed), parse_mesh(mesh))
 
 
+def test_more_stages_than_layers_are_refused_in_words():
+    with pytest.raises(ValueError, match="4 layers cannot fill"):
+        planner.on_mesh(question("tiny-tied", 8, 64, 1024), parse_mesh("pp=8"))
+    with pytest.raises(ValueError, match="no experts in 'tiny-tied'"):
+        planner.on_mesh(
+            question("tiny-tied", 128, 768, 4096, hardware.chip("mi250x")), parse_mesh("pp=8 ep=2 tp=8")
+        )
+
+
 def test_losers_say_why_in_numbers(small):
     found = planner.document(small)
     first, *others = found["plans"]

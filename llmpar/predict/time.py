@@ -468,7 +468,7 @@ def _stages(clock: Clock) -> tuple[list[list[Chunk]], list[tuple[float, float]]]
         dense -= with_dense
         kind = count, with_dense, i == 0, i == len(counts) - 1, stage
         if kind not in alike:
-            share = count / sum(counts[i % p :: p]) / run.microbatches
+            share = count / max(1, sum(counts[i % p :: p])) / run.microbatches
             parts = {term: (shown * share, hid * share) for term, (shown, hid) in sent.get(stage, {}).items()}
             alike[kind] = clock.chunk(*kind[:4], parts)
         stages[i % p].append(alike[kind])
