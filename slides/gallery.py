@@ -23,7 +23,7 @@ from PIL.PngImagePlugin import PngInfo
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw.scene import Scene, to_svg
-from llmpar.explore import answers, look, panels
+from llmpar.explore import answers, look
 from llmpar.explore.explorer import MeshExplorer
 from llmpar.explore.page import runtime
 from llmpar.explore.small import RoutingExplorer, TimelineExplorer
@@ -74,17 +74,12 @@ def of_a_layer() -> dict[str, Scene]:
     return {"tensor_grid": held, "layer_lanes": draw.layer_lanes(segments, config.num_layers)}
 
 
-def named(held: dict[str, float]) -> dict[str, float]:
-    """A device's memory by the names that the explorer gives its parts."""
-    return {name: held[key] for key, name in panels.MEMORY.items()}
-
-
 def drawings() -> dict[str, Scene]:
     """One example of every drawing, from the package's own numbers."""
     parts = [[pairs / 256**2 for pairs in row] for row in pairs_by_step(4, "contiguous", s=1024)]
     step = answers.answer(look.START)["numbers"]
-    zeros = [answers.answer(look.START | {"fields": {"zero": zero}})["numbers"] for zero in range(4)]
-    held = [(f"ZeRO {zero}", named(found["memory_bytes"])) for zero, found in enumerate(zeros)]
+    zeros = [look.look(look.START | {"fields": {"zero": zero}}) for zero in range(4)]
+    held = [(f"ZeRO {zero}", seen.one.parts) for zero, seen in enumerate(zeros)]
     compiled = json.loads((Path(__file__).parent / "recorded" / "llama3-8b_h100.json").read_text())
     return {
         "mesh": draw.mesh("dp=2 fsdp=2 tp=4", devices_per_host=8, highlight_axis="fsdp"),
@@ -100,7 +95,7 @@ def drawings() -> dict[str, Scene]:
         "timeline": draw.timeline(timetable(make("zb-h1", 4, 16))),
         "overlap": draw.overlap([3e-3] * 5, [1e-3] * 5, [f"layer {i}" for i in range(5)], first="comm"),
         "two_lanes": draw.two_lanes(compiled["turns"], f"One turn of each loop on {compiled['target']}"),
-        "memory_bars": draw.memory_bars(held, zeros[0]["room_bytes"]),
+        "memory_bars": draw.memory_bars(held, zeros[0].question.capacity_bytes),
         "time_bars": draw.time_bars([("a step", step["terms"])]),
         "loss_curve": draw.loss_curve(
             [5.5 * 0.97**i + 1 for i in range(60)], [2.0] * 60, "An example of a loss"

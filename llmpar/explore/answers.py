@@ -11,10 +11,10 @@ from typing import Any
 
 from llmpar.draw.scene import size_text, time_text
 from llmpar.explore import panels
-from llmpar.explore.look import OFFERED, START, Look, around, look, settle, works
+from llmpar.explore.look import OFFERED, START, Look, look, settle, works
 from llmpar.notation import AXES, MeshShape, divisors, near_meshes, parse_mesh
 from llmpar.plan import Plan
-from llmpar.predict import planner
+from llmpar.predict import advice, planner
 
 
 def answer(state: dict, seconds: float = 0.0) -> dict:
@@ -30,32 +30,29 @@ def answer(state: dict, seconds: float = 0.0) -> dict:
         out |= {"refusal": {"why": str(error), "steps": steps}, "fields": fields(state, None)}
         out["says"] = "\n".join([f"refused: {error}", *(step["text"] for step in steps)])
         return out
-    seen.around.advance(seconds)
+    done = seen.around.advance(state["mesh"], seen.one, seconds)
     drawn = panels.panels(seen)
     out["panels"] = {name: panels.shown(panel) for name, panel in drawn.items()}
     out |= {"verdict": verdict(seen), "fields": fields(state, seen.one.plan), "numbers": numbers(seen)}
-    out |= {"frames": panels.frames(seen), "more": not seen.around.done}
+    out |= {"frames": panels.frames(seen), "more": not done}
     out["says"] = panels.says(seen, out["verdict"], drawn)
     return out
 
 
 def more(state: dict) -> dict | None:
-    """The same answer with more of what lies around it; None where nothing is missing."""
-    try:
-        done = around(settle(state)[0]).done
-    except ValueError:
-        return None
-    return None if done else answer(state, 0.15)
+    """The same answer with more of what lies around it; None where the state is refused."""
+    found = answer(state, 0.15)
+    return None if found["refusal"] else found
 
 
 def fields(state: dict, plan: Plan | None) -> list[dict]:
     """The plan's other fields as controls: the planner's choices, and those that were set by hand."""
     own = state["fields"]
-    values = {name: own.get(name) if plan is None else getattr(plan, name) for name in OFFERED}
+    values = {name: getattr(plan, name, planner.GPU_SHARE) for name in OFFERED} | own
     return [
         control | {"value": values[name], "yours": name in own}
         for name, control in OFFERED.items()
-        if plan is None or matters(plan, name) or name in own
+        if name in own or plan and matters(plan, name)
     ]
 
 
@@ -84,36 +81,38 @@ def numbers(seen: Look) -> dict[str, Any]:
 
 def verdict(seen: Look) -> dict:
     """The answer first: whether it fits, how fast it is, what limits it, and what to do next."""
-    one, found = seen.one, numbers(seen)
-    tone, words = fit(seen)
-    head = f"{words}: {size_text(one.total_bytes)} of {size_text(seen.capacity_bytes)} a device."
+    q, found, fit = seen.question, numbers(seen), advice.verdict(seen.question, seen.one)
+    tone = {"fits": "good", "does not fit": "bad"}.get(fit.words, "unsure")
+    head = (
+        f"{fit.words.capitalize()}: {size_text(fit.total_bytes)} of {size_text(fit.capacity_bytes)} a device."
+    )
+    capacity = f"{q.capacity_words.capitalize()}."
     if not seen.timed:
-        rest, line = "", "Time is not predicted: simulated devices share one processor and have no links."
-    else:
-        rate = f"{found['tokens_per_s']:,.0f} tokens/s · {found['mfu']:.1%} MFU"
-        rest = f"{time_text(found['step_s'])} a step · {rate}"
-        most = sorted(found["terms"].items(), key=lambda term: -term[1])[:2]
-        names = [f"{name} ({time_text(seconds)})" for name, seconds in most]
-        line = f"Most time goes to {', then to '.join(names)}."
+        line = "Time is not predicted: simulated devices share one processor and have no links."
+        return {"tone": tone, "head": head, "rest": "", "line": line, "steps": []}
+    rate = f"{found['tokens_per_s']:,.0f} tokens/s · {found['mfu']:.1%} MFU"
+    most = sorted(found["terms"].items(), key=lambda term: -term[1])[:2]
+    names = [f"{name} ({time_text(seconds)})" for name, seconds in most]
+    line = f"Most time goes to {', then to '.join(names)}. {capacity}"
+    rest = f"{time_text(found['step_s'])} a step · {rate}"
     return {"tone": tone, "head": head, "rest": rest, "line": line, "steps": steps(seen)}
 
 
-def fit(seen: Look) -> tuple[str, str]:
-    """Whether the plan fits, and how surely."""
-    held = seen.one.total_bytes
-    if held <= seen.question.room_bytes:
-        return "good", "Fits"
-    return ("unsure", "May fit") if held <= seen.capacity_bytes else ("bad", "Does not fit")
-
-
 def steps(seen: Look) -> list[dict]:
-    """What to do next: the best mesh of all once they are known."""
+    """What to do next: the best change of a field and the best of the mesh, and the best mesh of all once all
+    are known."""
+    found, kinds = list[dict](), set[str]()
+    for step in sorted(seen.around.steps.get(str(seen.shape), []), key=lambda step: step.sequence_s):
+        if kinds.isdisjoint(step.patch):
+            found.append({"text": step.text, "do": "apply", "set": step.patch})
+            kinds |= {*step.patch}
     best = seen.around.best
-    if not best or best.plan.mesh == seen.shape:
-        return []
-    words = f"{best.plan.mesh}: {size_text(best.total_bytes)}, {time_text(best.time.step_s)}"
-    text, patch = f"Best of {seen.around.num}: {words}", {"mesh": str(best.plan.mesh)}
-    return [{"text": text, "do": "open", "set": patch}]
+    if best and best.plan.mesh != seen.shape:
+        found = [step for step in found if step["set"] != {"mesh": str(best.plan.mesh)}]
+        words = f"{best.plan.mesh}: {size_text(best.total_bytes)}, {time_text(best.time.step_s)}"
+        text, patch = f"Best of {len(seen.around.meshes)}: {words}", {"mesh": str(best.plan.mesh)}
+        found.append({"text": text, "do": "open", "set": patch})
+    return found
 
 
 def remedies(state: dict) -> list[dict]:

@@ -21,6 +21,7 @@ from llmpar.files import allowed
 from llmpar.notation import MeshShape, near_meshes, parse_mesh
 from llmpar.plan import Plan, Resolved
 from llmpar.predict import hardware, planner
+from llmpar.predict.advice import Step, advice
 from llmpar.predict.hardware import CHIPS
 from llmpar.predict.planner import Candidate, Question
 
@@ -103,7 +104,13 @@ def settle(state: dict) -> tuple[dict, MeshShape]:
     if shape.size > MOST:
         raise ValueError(f"mesh '{shape}' has {shape.size:,} devices; at most {MOST:,} are drawn")
     device = min(max(0, state["device"]), shape.size - 1)
-    whole = {"mesh": str(shape), "devices": shape.size, "agreed": shape.size, "device": device}
+    whole: dict[str, Any] = {
+        "mesh": str(shape),
+        "devices": shape.size,
+        "agreed": shape.size,
+        "device": device,
+    }
+    whole["fields"] = {name: value for name, value in state["fields"].items() if value is not None}
     return state | whole, shape
 
 
@@ -127,7 +134,8 @@ def own_chip(row: dict) -> hardware.Chip:
 
 def asked(state: dict) -> Question:
     """The planner's question: the model, the machine, the batch, and the fields that are set by hand."""
-    fixed = SAME_AS_PLAN | {name: value for name, value in state["fields"].items() if name in OFFERED}
+    fixed = SAME_AS_PLAN | state["fields"]
+    share = fixed.pop("memory_share", planner.GPU_SHARE)
     if unknown := sorted(set(state["fields"]) - set(OFFERED)):
         raise ValueError(f"a plan has no field {', '.join(unknown)}; it has {', '.join(OFFERED)}")
     Plan(**fixed)  # refuses values
@@ -142,6 +150,7 @@ def asked(state: dict) -> Question:
         state["seq_len"],
         fixed,
         state["model"],
+        share,
     )
 
 
@@ -157,7 +166,10 @@ def _offered() -> dict[str, dict[str, Any]]:
         else:
             control |= {"kind": "int", "min": 1} if what.kind is int else {"kind": "text"}
         controls[name] = control
-    return controls
+    shares = {"kind": "choice", "options": [planner.GPU_SHARE, 0.75]}
+    return controls | {
+        "memory_share": {"name": "memory_share", "label": "JAX's share of a GPU's memory"} | shares
+    }
 
 
 OFFERED = _offered()
@@ -178,11 +190,6 @@ class Look:
         """Whether seconds mean anything."""
         return not self.question.chip.simulated
 
-    @property
-    def capacity_bytes(self) -> float:
-        """What a program may take of a device's memory, the planner's margin in it."""
-        return self.question.room_bytes / (1 - planner.MARGIN)
-
     def works(self, mesh: str) -> bool:
         """Whether another mesh of as many devices is legal."""
         return works(self.state | {"mesh": mesh})
@@ -194,41 +201,50 @@ class Look:
 
 
 class Around:
-    """What lies around a mesh: the same question on every other one, and single changes. It is worked out in
+    """What lies around a mesh: single changes, and the same question on every other mesh. It is worked out in
     portions, and kept for all states that differ in the mesh alone."""
 
     def __init__(self, question: Question):
+        self.question = question
         self.points: dict[str, Candidate] = {}
         self.refused: dict[str, str] = {}
-        self.question = question
+        self.steps: dict[str, list[Step]] = {}
         self.meshes = [] if question.chip.simulated else list(planner.every_mesh(question))
-        self.num = len(self.meshes)
-        self.work = self._meshes()
-        self.done = not self.meshes
+        self.map = self._map()
+        self.works: dict[str, Iterator[None]] = {}
 
-    def _meshes(self) -> Iterator[None]:
+    def _map(self) -> Iterator[None]:
         for mesh, why in self.meshes:
             name = str(mesh)
-            if why:
-                self.refused[name] = why
-                continue
             try:
-                self.points[name] = planned(self.question, name)
+                self.refused |= {name: why} if why else {}
+                self.points |= {} if why else {name: planned(self.question, name)}
             except ValueError as refusal:
                 self.refused[name] = str(refusal)
             yield
 
-    def advance(self, seconds: float) -> None:
-        """Work for so many seconds of this process, or until all is known."""
-        until = time.process_time() + seconds
-        while not self.done and time.process_time() < until:
-            self.done = next(self.work, "end") == "end"
+    def _work(self, mesh: str, one: Candidate) -> Iterator[None]:
+        """What is missing for a mesh: its single changes, and then the map of all."""
+        self.steps[mesh] = []
+        if self.meshes:
+            for step in advice(self.question, one.plan.mesh, one):
+                self.steps[mesh] += [step] if step else []
+                yield
+        yield from self.map
+
+    def advance(self, mesh: str, one: Candidate, seconds: float) -> bool:
+        """Work for a mesh for so many seconds of this process; gives whether all is known."""
+        work, until = self.works.setdefault(mesh, self._work(mesh, one)), time.process_time() + seconds
+        while (left := next(work, "end") != "end") and time.process_time() < until:
+            pass
+        return not left
 
     @property
     def best(self) -> Candidate | None:
         """The fastest that fits, once all are known."""
         fits = [one for one in self.points.values() if not one.why_not]
-        return planner.ranked(fits)[0] if self.done and fits else None
+        known = len(self.points) + len(self.refused) == len(self.meshes)
+        return planner.ranked(fits)[0] if known and fits else None
 
 
 @functools.lru_cache(maxsize=16)

@@ -17,6 +17,7 @@ from llmpar.draw.scene import Group, Scene, Text, compose, size_text, to_svg
 from llmpar.explore.look import Look
 from llmpar.notation import AXES, Layout, divisors, parse_mesh
 from llmpar.predict import planner
+from llmpar.predict.advice import verdict
 from llmpar.predict.hardware import GIB
 from llmpar.predict.layer import Segment, forward
 from llmpar.predict.planner import Candidate
@@ -43,7 +44,6 @@ KINDS = {
     "cache": "keys and values of all layers, as served (bfloat16)",
     "batch": "batch (int32)",
 }
-MEMORY = {"params": "weights", "grads": "gradients", "optimizer": "optimizer", "activations": "activations"}
 DOES = {
     "pp": "stages",
     "dp": "copies",
@@ -238,11 +238,12 @@ def _moved(seen: Look, axis: str, up: bool) -> tuple[str, str] | None:
 
 
 def memory(seen: Look) -> Scene:
-    """A device's memory by part, against what a program may take."""
-    q, held = seen.question, seen.one.memory_bytes
-    parts = [columns.Part(name, held[key]) for key, name in MEMORY.items()]
-    limits = [(seen.capacity_bytes, "may take"), (q.chip.usable_hbm_gib * GIB, "all")]
-    return columns.memory_bar(parts, limits[: 1 + (limits[0] != limits[1])], None, held["total"])
+    """A device's memory by part, against what a program may take, and how far the estimate may be off."""
+    q, fit = seen.question, verdict(seen.question, seen.one)
+    parts = [columns.Part(name, size, "", act(explain=name)) for name, size in seen.one.parts.items()]
+    limits = [(fit.capacity_bytes, "may take"), (q.chip.usable_hbm_gib * GIB, "all")]
+    several = limits[0][0] != limits[1][0]
+    return columns.memory_bar(parts, limits[: 1 + several], (fit.low_bytes, fit.high_bytes), fit.total_bytes)
 
 
 def step(seen: Look) -> Scene:
@@ -288,7 +289,9 @@ def mesh_map(seen: Look) -> Scene:
     around = seen.around
     ways = [_way(one) for one in around.points.values()]
     best = _way(around.best) if around.best else None
-    return columns.mesh_map(ways, _way(seen.one), best, seen.capacity_bytes, len(around.refused), around.num)
+    return columns.mesh_map(
+        ways, _way(seen.one), best, seen.question.capacity_bytes, len(around.refused), len(around.meshes)
+    )
 
 
 def _way(one: Candidate) -> columns.Way:
@@ -311,17 +314,17 @@ def panels(seen: Look) -> dict[str, Scene | str]:
     return found | {"sent": sent(seen), "holds": holds(seen), "code": code(seen)}
 
 
-def says(seen: Look, verdict: dict, drawn: dict[str, Scene | str]) -> str:
+def says(seen: Look, found: dict, drawn: dict[str, Scene | str]) -> str:
     """The answer in words."""
     q, state = seen.question, seen.state
     what = f"{state['model']} on {seen.shape} = {count_noun(seen.shape.size, 'device')} of {state['chip']}"
     lines = [f"{what}, {q.batch_size} sequences of {q.seq_len:,} tokens"]
-    lines += [" ".join(filter(None, (verdict["head"], verdict["rest"]))), verdict["line"]]
-    lines += [f"{step['do']}: {step['text']}" for step in verdict["steps"]]
+    lines += [" ".join(filter(None, (found["head"], found["rest"]))), found["line"]]
+    lines += [f"{step['do']}: {step['text']}" for step in found["steps"]]
     return "\n".join([*lines, *(panel.text for panel in drawn.values() if isinstance(panel, Scene))])
 
 
-def scene(seen: Look, verdict: dict) -> Scene:
+def scene(seen: Look, found: dict) -> Scene:
     """The first screen as one picture: the answer in words, and the panels in their columns."""
     drawn = panels(seen)
     placed, x = list[Group](), 0.0
@@ -333,11 +336,11 @@ def scene(seen: Look, verdict: dict) -> Scene:
                 placed.append(Group(panel.items, x, y))
                 y, wide = y + panel.height, max(wide, panel.width)
         x += wide
-    text = says(seen, verdict, drawn)
-    head = [verdict["head"] + " " + verdict["rest"], verdict["line"], *(s["text"] for s in verdict["steps"])]
+    text = says(seen, found, drawn)
+    head = [found["head"] + " " + found["rest"], found["line"], *(s["text"] for s in found["steps"])]
     title = text.partition("\n")[0]
     written = [
-        Text(0, 22 * i, line, bold=not i, fill=verdict["tone"] if not i else "ink")
+        Text(0, 22 * i, line, bold=not i, fill=found["tone"] if not i else "ink")
         for i, line in enumerate(head)
     ]
     return compose(title, [written, placed], text)
