@@ -184,39 +184,6 @@ def test_cells_do_not_overlap_and_frames_hold_their_nodes():
             assert inside == list(range(i * size, (i + 1) * size)), "a frame holds one node, whole"
 
 
-@pytest.mark.parametrize("n", [8, 64, 512])
-def test_arrows_keep_clear_of_the_words_in_cells(n):
-    """A cell's words stand in its middle: 20 pixels a number, 54 and two lines where there is room."""
-    place = geometry.places(parse_mesh(f"fsdp={n // 4} tp=4").sizes, tuple(AXES), 8)
-    wide, tall = (54, 26) if place["h"] > 30 else (24, 10)
-    words = [(x + place["w"] / 2, y + place["h"] / 2) for x, y in place["cells"]]
-    for i in range(n):
-        points = geometry.lane(place, i, (i + 1) % n)
-        for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
-            low, high, top, end = min(x0, x1), max(x0, x1), min(y0, y1), max(y0, y1)
-            assert not any(
-                low < x + wide / 2 and high > x - wide / 2 and top < y + tall / 2 and end > y - tall / 2
-                for x, y in words
-            )
-
-
-@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=16", "fsdp=64", "fsdp=128", "dp=4 fsdp=8 tp=4"])
-def test_arrows_of_a_ring_share_no_line_and_their_heads_have_room(mesh):
-    """A head is 7 pixels long: there and back on one line, heads would lie inside the cells."""
-    sizes = parse_mesh(mesh).sizes
-    place, team = geometry.places(sizes, tuple(AXES), 8), geometry.groups(sizes, tuple(AXES), ("fsdp",))[0]
-    lanes = [geometry.lane(place, a, b) for a, b in zip(team, [*team[1:], team[0]], strict=True)]
-    between = [lane for lane in lanes if len(lane) == 4]
-    assert between
-    for *_, (x, y), (x1, y1) in between:
-        assert x == x1 and abs(y1 - y) >= 7 + 0.8, "the head ends at the cell's edge and starts outside of it"
-    runs = [(y, min(x0, x1), max(x0, x1)) for _, (x0, y), (x1, _), _ in between]
-    for i, (y, low, high) in enumerate(runs):
-        assert all(abs(y - z) >= 2.4 or high <= a or b <= low for z, a, b in runs[:i]), (
-            "two strokes of 1.6 pixels, and air"
-        )
-
-
 def test_more_than_512_devices_are_drawn_in_blocks():
     place = geometry.places(parse_mesh("dp=16 fsdp=32 tp=8").sizes, tuple(AXES), 8)
     assert place["block"] == 8 and len(place["cells"]) == 512

@@ -48,7 +48,6 @@ def count_noun(n: int, what: str) -> str:
 MEMORY: dict[str, str] = COLOURS["memory"]
 TIME: dict[str, str] = COLOURS["time"]
 """The roles of the words of charts, where they are no roles themselves."""
-PARTS = {word: role.rstrip("/") for word, role in (MEMORY | TIME).items()}
 
 
 # ---------------------------------------------------------------------------------------------- what was sent

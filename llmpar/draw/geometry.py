@@ -83,14 +83,6 @@ def holders(layout: Layout, sizes: dict[str, int], order=ORDER) -> dict[tuple[in
     return held
 
 
-def shard_numbers(layout: Layout, shape, sizes: dict[str, int], order) -> list[int] | None:
-    """Which shard each device holds, numbered in order of appearance; None where a dim is not divisible."""
-    if slices(layout, shape, sizes, dict.fromkeys(sizes, 0)) is None:
-        return None
-    number = {d: i for i, held in enumerate(holders(layout, sizes, order).values()) for d in held}
-    return [number[device] for device in range(len(number))]
-
-
 def places(sizes: dict[str, int], order, node: int) -> dict:
     """Where devices are drawn, in link order: cells [x, y] of one size in a few columns, and the frames of
     whole nodes.
@@ -124,23 +116,6 @@ def places(sizes: dict[str, int], order, node: int) -> dict:
         (x0, y0), (x1, y1) = cells[first], cells[first + held - 1]
         frames.append([x0 - 3, y0 - 3, x1 - x0 + w + 6, y1 - y0 + h + 6])
     return dict(block=block, columns=columns, w=w, h=h, rise=rise, cells=cells, frames=frames)
-
-
-def lane(place: dict, source: int, target: int) -> list[list[float]]:
-    """The points of an arrow between two cells, clear of their words: along the lower edges, back along the
-    upper ones.
-
-    To another row it runs in the gap beside the source's row, and then down the right edges or up the left
-    ones; there and back on two lines, each far enough from the row that it points at for an arrow's head.
-    """
-    (x0, y0), (x1, y1) = place["cells"][source], place["cells"][target]
-    w, h, down = place["w"], place["h"], target > source
-    if y0 == y1:
-        y = y0 + (h - 4 if down else 4)
-        return [[x0 + w / 2, y], [x1 + w / 2, y]]
-    off = place["rise"] // 3
-    side, edge, gap, end = (w - 5, y0 + h, y0 + h + off, y1) if down else (5, y0, y0 - off, y1 + h)
-    return [[x0 + side, edge], [x0 + side, gap], [x1 + side, gap], [x1 + side, end]]
 
 
 def rounds(kind: str, g: int, pairs=None) -> list[dict]:

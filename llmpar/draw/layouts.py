@@ -63,13 +63,6 @@ def cells(place: dict, number, device: int, word: str, color: str) -> list:
     return items
 
 
-def arrows(lanes) -> list:
-    """Arrows that can be seen on any fill: all of their paper below all of their ink."""
-    paths = [tuple(map(tuple, points)) for points in lanes]
-    below = [Line(points, "paper", 4.5, head=True) for points in paths]
-    return below + [Line(points, "ink", 1.5, head=True) for points in paths]
-
-
 def links(shape: MeshShape | str, chip: Chip) -> Scene:
     """Which links carry each axis. A bar goes from the distance of neighbours in a group to the distance of
     its ends, in devices; what reaches beyond the dashed edge of a node shares the network. Rates are what one
