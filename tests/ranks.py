@@ -28,6 +28,7 @@ from test_decode import MORE, PROMPT
 from test_launch import DECODES, PLANS, plan_of
 
 from llmpar.cli import main
+from llmpar.inspect.shardings import shardings
 from llmpar.mesh import make_mesh, use_devices
 from llmpar.plan import Plan
 from llmpar.serve.decode import Decoder, generate
@@ -63,7 +64,8 @@ def plans(which: str) -> dict:
 
 
 def rows() -> dict:
-    """The rows of a batch that this process made, under a plan that cuts them over all processes."""
+    """The rows of a batch that this process made, under a plan that cuts them over all processes; who holds
+    which."""
     text = DataConfig(seq_len=32, batch_size=16, limit_bytes=1 << 16)
     stream, made = Stream(read_corpus(text), text), []
     local_batch = stream.local_batch
@@ -74,7 +76,7 @@ def rows() -> dict:
     whole = {name: parity.whole(x) for name, x in placed.items()}
     same = all(np.array_equal(whole[name], x) for name, x in local_batch(3, slice(None)).items())
     each = np.array(sorted(made), np.int32)
-    return {"same rows": same, "made": gathered(each)}
+    return {"same rows": same, "made": gathered(each), "shardings": shardings(placed)}
 
 
 def decode() -> dict:

@@ -104,6 +104,16 @@ def test_each_process_makes_the_rows_of_its_own_devices_once(four):
 
 
 @pytest.mark.processes
+def test_one_process_sees_what_the_devices_of_all_hold(four):
+    seen = four["shardings"]
+    assert seen["hosts"] == [0, 0, 1, 1, 2, 2, 3, 3] and seen["sizes"]["dp"] == 4
+    for row in seen["tensors"]:
+        assert row["holds"] == seen["hosts"], "one block for the two devices of a process, which tp joins"
+        assert row["shards"] == [[[4 * i, 4 * i + 4], [0, 32]] for i in range(4)]
+    assert {"tokens", "targets"} < {row["name"] for row in seen["tensors"]}
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("text", DECODES)
 def test_a_cache_cut_over_processes_leads_to_the_same_tokens(four, text):
     from test_decode import MORE, PROMPT, decoder
