@@ -1,8 +1,12 @@
 """What exists, as JAX has it: arrays, states, programs, shapes, shardings and meshes, read and drawn."""
 
+import html
 import json
 import math
 import random
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDevi
 from jax.sharding import PartitionSpec as P
 from parity import BATCH, LLAMA, SEQ
 
+from llmpar.draw.scene import Rect, flatten
+from llmpar.explore.explorer import MeshExplorer, by_kind
+from llmpar.explore.given import GivenExplorer
 from llmpar.inspect.census import compiled_memory
 from llmpar.inspect.shardings import shardings
 from llmpar.mesh import make_mesh
@@ -200,3 +207,171 @@ def test_what_one_picture_cannot_show_is_refused_with_a_way_out(case):
 def test_a_traced_value_lies_nowhere():
     with pytest.raises(ValueError, match="traced or deleted"):
         jax.jit(shardings)(jnp.zeros(3))
+
+
+# ----------------------------------------------------------------------------------------------- the explorer
+
+
+def on(shape, *spec, sizes=(4, 2), names=("data", "model"), devices=None):
+    """Shapes on devices of a mesh that need not exist twice."""
+    mesh = mesh_of(sizes, *names, devices=devices)
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+
+
+def cells(explorer):
+    """The cells of the picture by their device, and what is inked in each, as shares of its sides."""
+    rects = [item for item in flatten(explorer.scene.items) if isinstance(item, Rect)]
+    boxes = {json.loads(r.act)["device"]: r for r in rects if r.act}
+    inside = lambda ink, box: (
+        box.x <= ink.x and ink.x + ink.w <= box.x + box.w + 0.01 and box.y <= ink.y < box.y + box.h
+    )
+    found = {}
+    for device, box in boxes.items():
+        found[device] = [
+            (
+                (i.y - box.y) / box.h,
+                (i.y + i.h - box.y) / box.h,
+                (i.x - box.x) / box.w,
+                (i.x + i.w - box.x) / box.w,
+            )
+            for i in rects
+            if i.fill == "weights" and inside(i, box)
+        ]
+    return boxes, found
+
+
+@pytest.mark.parametrize(
+    "spec", [("data", "model"), ("model", "data"), (None, ("data", "model")), ("model",), ()]
+)
+def test_a_cell_is_inked_where_its_device_holds(spec):
+    array = jax.device_put(jnp.zeros((16, 8)), on((16, 8), *spec).sharding)
+    explorer = MeshExplorer.of({"w": array})
+    boxes, inked = cells(explorer)
+    for position, device in enumerate(array.sharding.mesh.devices.flat):
+        down, across = array.sharding.devices_indices_map(array.shape)[device]
+        (low, high, _), (left, right, _) = down.indices(16), across.indices(8)
+        assert inked[position] == [pytest.approx((low / 16, high / 16, left / 8, right / 8))]
+        assert f"device {position}: data {position // 2}, model {position % 2}; " in boxes[position].tip
+        if spec:
+            assert f"[{low}:{high}, {left}:{right}]" in boxes[position].tip
+    thick = {device for device, box in boxes.items() if box.width > 1}
+    where = array.sharding.devices_indices_map(array.shape)
+    first, *others = array.sharding.mesh.devices.flat
+    assert thick == {0} | {i for i, d in enumerate(others, 1) if where[d] == where[first]}
+
+
+def test_clicks_choose_a_device_and_an_array(step):
+    explorer = MeshExplorer.of(step.abstract_state)
+    answer = explorer.answer(dict(explorer.state))
+    patches = [
+        json.loads(html.unescape(x))
+        for x in re.findall("data-set='(.*?)'", answer["panels"]["holds"]["html"])
+    ]
+    assert {patch["tensor"] for patch in patches} == set(answer["numbers"]["held"])
+    cuts = [
+        json.loads(html.unescape(x)) for x in re.findall('data-set="(.*?)"', answer["panels"]["grid"]["svg"])
+    ]
+    assert [cut["device"] for cut in cuts] == list(range(8))
+    for patch in [*patches, *cuts]:
+        explorer.set(**patch)
+    answer = explorer.answer(dict(explorer.state))
+    assert explorer.state == patches[-1] | cuts[-1] and answer["refusal"] is None
+    live, position = step.init(0), 7
+    bytes_held = sum(x.addressable_shards[position].data.nbytes for x in jax.tree.leaves(live))
+    assert sum(row["bytes"] for row in answer["numbers"]["held"].values()) == bytes_held
+    assert answer["panels"]["holds"]["html"].count("<tr>") == 1 + len(patches)
+    assert (
+        f"of {patches[-1]['tensor']}" in answer["says"] and "Device 7 (dp 1, fsdp 1, tp 1)" in answer["says"]
+    )
+
+
+def test_a_compiled_program_is_explored(step):
+    explorer = MeshExplorer.of(step.lower(BATCH, SEQ).compile())
+    held = explorer.answer(dict(explorer.state))["numbers"]["held"]
+    given = sum(memory.argument_bytes(step.plan, BATCH, SEQ).values())
+    assert sum(row["bytes"] for name, row in held.items() if name.startswith("in ")) == given
+
+
+def test_one_device_no_mesh_and_one_number_are_drawn():
+    boxes, inked = cells(one := MeshExplorer.of(jnp.float32(1)))
+    assert inked == {0: [pytest.approx((0, 1, 0, 1))]} and "Device 0 holds all of array" in repr(one)
+    partly = MeshExplorer.of(
+        {"w": jax.device_put(jnp.zeros(8), on((8,), "data").sharding), "step": jnp.int32(0)}
+    )
+    partly.set(tensor="step", device=3)
+    assert {device for device, ink in cells(partly)[1].items() if ink} == {0}
+    assert "holds nothing of step" in partly.scene.text
+    assert partly.answer(dict(partly.state))["numbers"]["held"]["step"]["copies"] == 1
+
+
+def test_a_bare_mesh_says_who_is_where():
+    devices = jax.devices()[::-1]
+    explorer = MeshExplorer.of(mesh_of((2, 4), "länge", "tp", devices=devices))
+    answer = explorer.answer(dict(explorer.state))
+    assert list(answer["panels"]) == ["grid"] and answer["numbers"]["held"] == {}
+    shown = re.findall(r">(\d)</text>", answer["panels"]["grid"]["svg"])
+    assert shown == [str(d.id) for d in devices]
+    explorer.set(device=5)
+    assert "Device 5 (länge 1, tp 1, JAX's 2) is chosen" in explorer.scene.text
+
+
+def test_a_sharding_without_a_shape_is_drawn_in_blocks():
+    mesh = mesh_of((4, 2), "data", "model")
+    explorer = MeshExplorer.of(NamedSharding(mesh, P("model", None, "data")))
+    explorer.set(device=5)
+    answer = explorer.answer(dict(explorer.state))
+    assert (
+        "holds block [1, 0, 2] of array" in answer["says"]
+        and "no shape is given" in answer["panels"]["holds"]["html"]
+    )
+    assert cells(explorer)[1][5] == [pytest.approx((1 / 2, 1, 2 / 4, 3 / 4))]
+
+
+def many(sizes):
+    """A document as of so many devices: of a mesh that is cut along both axes."""
+    doc = shardings(on((sizes[0] * 2, sizes[1]), "data", "model", sizes=(1, 1)))
+    blocks = [[[2 * i, 2 * i + 2], [j, j + 1]] for i in range(sizes[0]) for j in range(sizes[1])]
+    row = doc["tensors"][0] | {"shards": blocks, "holds": list(range(len(blocks)))}
+    own = {"devices": row["holds"], "hosts": [i // 8 for i in row["holds"]]}
+    return doc | own | {"sizes": dict(zip(("data", "model"), sizes, strict=True)), "tensors": [row]}
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (16, 8), (128, 8)])
+def test_of_many_devices_blocks_are_drawn_and_the_chosen_ones_neighbours(sizes):
+    explorer = GivenExplorer(many(sizes), device=21)
+    boxes, inked = cells(explorer)
+    assert len(boxes) <= 128 and 21 in boxes and all(inked.values())
+    low, high, left, right = inked[21][0]
+    assert (low + high) / 2 == pytest.approx(2.5 / sizes[0], abs=0.06), "third row of blocks"
+    assert (left + right) / 2 == pytest.approx(5.5 / 8, abs=0.01)
+    assert ("One above stands for" in explorer.scene.text) == (sizes[0] > 8)
+    assert ("Dashed: a process." in explorer.scene.text) == (sizes[0] == 8)
+    assert "Device 21 (data 2, model 5, process 2)" in explorer.scene.text
+
+
+def test_a_wrong_state_is_refused_and_nothing_else_is_asked():
+    explorer = MeshExplorer.of({"w": jnp.zeros(3)})
+    for state, why in (
+        ({"device": 1}, "device is 1, and there are 1; use"),
+        ({"tensor": "v"}, "'v'; there are w"),
+    ):
+        refused = explorer.answer(dict(explorer.state) | state)
+        assert why in refused["refusal"]["why"] and refused["panels"] == {}
+    with pytest.raises(ValueError, match="has no mesh; it has device, tensor"):
+        explorer.set(mesh="dp=2")
+
+
+def test_a_page_answers_without_jax(step):
+    doc = shardings(step.abstract_state)
+    ours = MeshExplorer.of(step.abstract_state).answer({"device": 3, "tensor": "step"})
+    code = """
+import json, sys
+for name in ("jax", "numpy", "matplotlib", "anywidget"):
+    sys.modules[name] = None
+from llmpar.explore.explorer import by_kind
+print(json.dumps(by_kind("given", json.load(sys.stdin)).answer({"device": 3, "tensor": "step"})))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], input=json.dumps(doc), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout) == ours
+    assert by_kind("given", doc).kind == "given"

@@ -62,12 +62,12 @@ BUDGETS = {
     "predict": 3_840,  # a layer in time came, and what a reader could do next
     "draw": 2_320,  # until the old explorer's drawings are gone: then 1,700
     "inspect": 2_300,
-    "explore": 1_560,
+    "explore": 1_640,
     "serve": 250,
     "launch": 1_600,
     "exercises": 1_950,
     "cli": 2_250,
-    "package": 23_900,  # the same: then 22,300
+    "package": 23_960,  # the same: then 22,300
 }
 # In pieces, so that this file obeys its own rule.
 REGISTRY_HOSTS = [name + ".org" for name in ("pypi", "pythonhosted", "npmjs", "anaconda", "proxy.golang")]

@@ -181,10 +181,9 @@ class MeshExplorer(Explorer):
     def of(cls, value: Any) -> Explorer:
         """What exists: the sharding of an array, of a tree of them, or of what a compiled program takes and
         gives; or a bare mesh or sharding."""
-        from llmpar.explore.given import GivenExplorer
         from llmpar.inspect.shardings import shardings
 
-        return GivenExplorer(shardings(value))
+        return by_kind("given", shardings(value))
 
     def answer(self, state: dict) -> dict:
         return answers.answer(state)

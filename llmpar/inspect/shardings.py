@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, Sharding
 from jax.tree_util import FlattenedIndexKey, SequenceKey, keystr
-
-from llmpar.draw import layouts
-from llmpar.draw.charts import count_noun
-from llmpar.draw.geometry import places
-from llmpar.draw.scene import Scene, compose, size_text
 
 TAKEN = "an array, a tree of them, shapes with shardings, a compiled program, a Sharding or a Mesh"
 
@@ -85,8 +79,6 @@ def _row(name: str, x: Any, where: Any, devices: list) -> dict:
     number = {None: None} | {block: i for i, block in enumerate(blocks)}
     return {
         "name": name,
-        "kind": "arrays",
-        "times": 1,
         "shape": list(shape),
         "dtype": None if bare else str(x.dtype),
         "itemsize": 0 if bare else x.dtype.itemsize,
@@ -119,9 +111,7 @@ def shardings(value: Any) -> dict:
     sizes, devices = _mesh(bare, seen)
     live = " of live arrays" if any(isinstance(x, jax.Array) for _, x, _ in seen) else ""
     of = " of a compiled program" if isinstance(value, jax.stages.Compiled) else live
-    page = {"fixed": True, "axes": dict.fromkeys(sizes, ""), "kinds": {}, "controls": []}
-    page |= {"node": len(devices) // len({d.process_index for d in devices})}
-    return page | {
+    return {
         "title": f"Shardings{of}" if seen else "Devices of a mesh",
         "sizes": sizes,
         "devices": [d.id for d in devices],
@@ -129,24 +119,3 @@ def shardings(value: Any) -> dict:
         "tensors": [_row(*one, devices) for one in seen],
         "skipped": skipped,
     }
-
-
-def shardings_scene(found: dict, state: dict) -> Scene:
-    """The static twin of what `shardings` read: the devices, and the shard of one array that each holds."""
-    row = next((r for r in found["tensors"] if r["name"] == state["tensor"]), found["tensors"][0])
-    place, device = places(found["sizes"], tuple(found["sizes"]), found["node"]), state["device"]
-    lines = []
-    for r in found["tensors"]:
-        words = "nothing"
-        if (shard := r["holds"][device]) is not None:
-            cut = r["shards"][shard]
-            held = size_text(r["itemsize"] * math.prod(b - a for a, b in cut))
-            words = f"[{', '.join(f'{a}:{b}' for a, b in cut)}], {held}"
-        lines.append(
-            f"{r['name']} {r['layout']}: device {device} holds {words};"
-            f" {count_noun(len(r['shards']), 'shard')}"
-        )
-    mesh = " ".join(f"{a}={n}" for a, n in found["sizes"].items() if n > 1) or "one device"
-    note = f"Filled: the shard of {row['name']} that device {device} holds."
-    items = layouts.cells(place, row["holds"], device, "shard", "weights")
-    return compose(f"{found['title']} on {mesh}", [items], "\n".join(lines), [note, *lines[:8]])

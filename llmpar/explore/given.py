@@ -1,0 +1,120 @@
+"""What exists: who holds which block of live arrays, of a program's arguments or of a sharding.
+
+All is in the document that `inspect.shardings.shardings` made; nothing here needs JAX.
+"""
+
+from __future__ import annotations
+
+import math
+from html import escape
+from typing import Any
+
+from llmpar.draw.charts import count_noun, number_ranges
+from llmpar.draw.geometry import coordinates
+from llmpar.draw.grid import COLUMN, MARGIN, Cells, apart_words, inked, near, visible
+from llmpar.draw.scene import Rect, Scene, compose, fitting, size_text, stack
+from llmpar.explore.explorer import Explorer
+from llmpar.explore.panels import button
+
+HEAD = "array", "shape", "dtype", "lies as", "blocks", "copies", "held here", "bytes"
+
+
+class GivenExplorer(Explorer):
+    """Who holds which block of what exists, from a document of `shardings`. The state is a ``device``, by its
+    place in the mesh, and a ``tensor``, at first the largest."""
+
+    kind, areas = "given", [["grid", "", "middle"], ["holds", "What the chosen device holds", "below"]]
+
+    def __init__(self, given: dict[str, Any], **state):
+        self.given, self.title, self.sizes = given, given["title"], given["sizes"]
+        self.rows = {row["name"]: row for row in given["tensors"]}
+        size = lambda name: math.prod(self.rows[name]["shape"])
+        self.start = {"device": 0, "tensor": max(self.rows, key=size, default="")}
+        super().__init__(**state)
+
+    def where(self, device: int) -> str:
+        """A device and its place on the mesh; JAX's number if it is another, and the process of several."""
+        at, given = coordinates(self.sizes, self.sizes, device), self.given
+        own, hosts = given["devices"][device], given["hosts"]
+        words = [f"{axis} {at[axis]}" for axis, size in self.sizes.items() if size > 1]
+        words += [f"JAX's {own}"] * (own != device)
+        words += [f"process {hosts[device]}"] * (len({*hosts}) > 1)
+        return f"Device {device}" + f" ({', '.join(words)})" * bool(words)
+
+    def held(self, row: dict, device: int) -> tuple[str, int]:
+        """What a device holds of an array, in words, and its bytes."""
+        if row["holds"][device] is None:
+            return "nothing", 0
+        block, bare = row["shards"][row["holds"][device]], row["dtype"] is None
+        words = ", ".join(f"{a:,}" if bare else f"{a:,}:{b:,}" for a, b in block)
+        words = f"{'block ' * bare}[{words}]" if len(row["shards"]) > 1 else "all"
+        return words, row["itemsize"] * math.prod(b - a for a, b in block)
+
+    def draw(self, state: dict) -> Scene:
+        given, device, name, n = self.given, state["device"], state["tensor"], len(self.given["devices"])
+        if not isinstance(device, int) or not 0 <= device < n:
+            raise ValueError(f"device is {device!r}, and there are {n:,}; use a number from 0 to {n - 1}")
+        if self.rows and name not in self.rows:
+            raise ValueError(f"no array is named '{name}'; there are {', '.join([*self.rows][:9])}")
+        row = self.rows.get(name, {"shape": [], "shards": [], "holds": [None] * n})
+        shape, holds, shards, hosts = row["shape"], row["holds"], row["shards"], given["hosts"]
+        cut = [i for i in range(len(shape)) if len({tuple(block[i]) for block in shards}) > 1]
+        shown = sorted([*(i for i, size in enumerate(shape) if i not in cut and size > 1), *cut][-2:])
+        aside, down, across = cut[:-2][:1], shown[-2:-1], shown[-1:]
+        inside = lambda part, i: slice(part.first + i * part.block, part.first + (i + 1) * part.block)
+
+        def side(block: list, dims: list[int], room: float) -> tuple[float, float]:
+            return next((visible([block[i]], shape[i], room)[0] for i in dims), (0.0, room))
+
+        def ink(part: Cells, cell: int, w: float, h: float) -> list:
+            ids, left, items = given["devices"][inside(part, cell)], 6.0 * bool(aside), list[Any]()
+            for block in (shards[i] for i in {*holds[inside(part, cell)]} - {None}):
+                (top, low), (x, right) = side(block, down, h), side(block, across, w - left)
+                items.append(Rect(left + x, top, right - x, low - top, "weights", "edge", 0.75))
+                top, low = side(block, aside, h)
+                items += [Rect(0, top, 5, low - top, "other2")] * bool(aside)
+            return items if self.rows else fitting(w / 2, h / 2, w, number_ranges(ids), f"{ids[0]} …")
+
+        node = n // len({*hosts})
+        node = node if all(host == hosts[i // node * node] for i, host in enumerate(hosts)) else n
+        parts, placed = near(self.sizes, tuple(self.sizes), node, device, len(shown) < 2), []
+        tip = lambda at: self.held(row, at)[0] if self.rows else self.where(at)
+        for part in parts:
+            same = [i for i in range(part.num) if self.rows and holds[device] in holds[inside(part, i)]]
+            placed.append(inked(part, device, same, ink, tip))
+        notes = [f"{self.where(device)} is chosen; the numbers are JAX's."]
+        if self.rows:
+            notes = [f"{self.where(device)} holds {self.held(row, device)[0]} of {name}."]
+            notes += [f"{num} devices hold the same." for num in [holds.count(holds[device])] if num > 1]
+            sides = f", {' down, '.join(f'dim {i}' for i in shown)} across" if shown else ""
+            notes += [f"A cell is the whole array{sides}."]
+            notes += [f"The bar at its left is dim {i}." for i in aside]
+        notes += [apart_words(parts)] if len(parts) > 1 else []
+        notes += ["Dashed: a process."] * any(part.per for part in parts)
+        notes += [f"Left out: {', '.join(given['skipped'])}."] * bool(given["skipped"])
+        title = f"{self.title}, {' '.join(f'{axis}={size}' for axis, size in self.sizes.items())}"
+        return compose(title, [stack(placed, 16)], "\n".join(notes), [" ".join(notes)], MARGIN, COLUMN)
+
+    def answer(self, state: dict) -> dict:
+        found, device = super().answer(state), state["device"]
+        if found["refusal"]:
+            return found
+        lines, says, held = "", found["says"], dict[str, dict]()
+        for name, row in self.rows.items():
+            blocks, (words, size) = len(row["shards"]), self.held(row, device)
+            copies = sum(block is not None for block in row["holds"]) // blocks
+            held[name] = {"blocks": blocks, "copies": copies, "holds": words, "bytes": size}
+            shape = " × ".join(f"{n:,}" for n in row["shape"]) or "one number"
+            kind = [shape, row["dtype"]] if row["dtype"] else ["not given", ""]
+            cells = [*kind, row["layout"], count_noun(blocks, "block"), count_noun(copies, "copy"), words]
+            cells.append(size_text(size) if row["dtype"] else "")
+            says += f"\n{name}: {'; '.join(filter(None, cells))}"
+            lines += f"<tr><th scope='row'>{button(name, tensor=name)}</th>"
+            lines += "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        total = size_text(sum(one["bytes"] for one in held.values()))
+        head = "".join(f"<th scope='col'>{word}</th>" for word in HEAD)
+        known = f"{total} in all" if any(row["dtype"] for row in self.rows.values()) else "no shape is given"
+        table = f"<p>{self.where(device)}: {known}.</p><table><thead><tr>{head}</tr></thead>"
+        holds = {"holds": {"html": f"{table}<tbody>{lines}</tbody></table>"}} if held else {}
+        panels = {"grid": found["panels"]["picture"]} | holds
+        return found | {"panels": panels, "says": says, "numbers": {"device": device, "held": held}}
