@@ -396,6 +396,23 @@ show(draw.collectives(bars))
 #
 # Stage 2 is often called the balance of memory and communication. With accumulation it is the balance of a price, too.
 #
+# Choose the number of microbatches: what does stage 2 save with one, and with four? This package makes a microbatch's
+# gradients whole before it cuts them, so with one microbatch there is nothing left to save. (In the stored page this is a
+# picture.)
+
+# %%
+from llmpar.explore.small import MemoryExplorer
+
+explorer = MemoryExplorer(microbatches=4)
+explorer
+
+# %% tags=["plumbing"]
+for u in (1, 4):
+    held = explorer.held(explorer.state | {"microbatches": u})
+    stage1, stage2 = (sum(held[f"ZeRO-{zero}"].values()) for zero in (1, 2))
+    assert stage2 == stage1 if u == 1 else stage2 < stage1
+
+# %% [markdown]
 # ### Exercise (stretch): make stage 2 from stage 1
 #
 # Here is the sum over microbatches of stage 1. `gradient(part)` is this device's whole gradient `d m` of one microbatch. Write

@@ -288,10 +288,13 @@ show(draw.live_blocks(parts["contiguous"].tolist()))
 
 # %% [markdown]
 # Positions in order: the last rank computes all the time, the first one at the start only. The cure costs nothing: cut the
-# sequence into 2N parts and give rank i an early one and a late one, the parts i and 2N − 1 − i. This is the **zigzag** order:
+# sequence into 2N parts and give rank i an early one and a late one, the parts i and 2N − 1 − i. This is the **zigzag** order.
+# Choose an order, and see which keys the queries of each rank see, in each step. (In the stored page this is a picture.)
 
-# %% tags=["plumbing"]
-show(draw.live_blocks(parts["zigzag"].tolist()))
+# %%
+from llmpar.explore.small import RingExplorer
+
+RingExplorer(order="zigzag")
 
 # %% tags=["plumbing"]
 for order, expected in (("contiguous", 2 - 1 / N), ("zigzag", 1)):
@@ -304,9 +307,8 @@ assert parts["contiguous"].max(0).sum() == N - 1 / 2
 assert np.isclose(parts["zigzag"].max(0).sum(), N / 2)
 
 # %% [markdown]
-# (The drawing has one sign for half a block. In step 0 it is a triangle. Later, either all queries see the early part of the keys,
-# or the late part of the queries sees all keys.) The busiest rank has 2 − 1/N times the mean in order, and exactly the mean in
-# zigzag.
+# Half a block is a triangle in step 0. Later, either all queries see the early part of the keys, or the late part of the queries
+# sees all keys. The busiest rank has 2 − 1/N times the mean in order, and exactly the mean in zigzag.
 #
 # ## The other way: positions for heads
 #

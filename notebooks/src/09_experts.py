@@ -346,12 +346,13 @@ attempt("09.combine", combine)
 # %% [markdown]
 # ## A hot expert
 #
-# Drag the heat: all ranks wait for the one that has the busiest expert. (In the stored page this is a picture.)
+# Drag the heat: all ranks wait for the one that has the busiest expert. Hatched is what a capacity would drop; without one, nothing is
+# dropped. (In the stored page this is a picture.)
 
 # %%
 from llmpar.explore.small import RoutingExplorer
 
-RoutingExplorer(experts=8, chosen=A, ranks=4, heat=2, capacity_percent=100)
+RoutingExplorer(experts=8, chosen=A, ranks=4, heat=2, capacity_percent=125)
 
 # %% [markdown]
 # And with this lesson's router:
