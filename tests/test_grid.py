@@ -7,7 +7,7 @@ import re
 import time
 
 import pytest
-from test_draw import layer_of, tensor
+from test_draw import layer_of, overlaps, tensor
 
 from llmpar import draw
 from llmpar.draw import geometry, grid
@@ -171,3 +171,23 @@ def test_a_film_of_rounds_shows_what_each_device_has(kind):
 def test_a_ring_that_cannot_be_drawn_is_refused():
     with pytest.raises(ValueError, match="2 to 16"):
         draw.ring("all-gather", list(range(32)), "dp")
+
+
+MESHES = [{"dp": 61}, {"dp": 127}, {"dp": 4, "fsdp": 128, "tp": 8}, {"fsdp": 1024}, {"dp": 64, "tp": 64}]
+MESHES += [cut(random.Random(seed), 4096)[0] for seed in range(30)]
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_labels_of_any_mesh_stay_apart_and_in_the_column(sizes):
+    n, dims = math.prod(sizes.values()), (Dim("d", ("fsdp",)), Dim("m", ("tp",)))
+    shape = [4 * sizes.get(axis, 1) for axis in ("fsdp", "tp")]
+    layout = Layout(tuple(Dim(d.name, tuple(a for a in d.axes if a in sizes)) for d in dims))
+    scene = draw.tensor_grid(layout, shape, sizes, list(sizes), 8, n // 3)
+    assert overlaps(scene) == [] and scene.width == 560 and scene.height < 520
+
+
+def test_stretches_that_cannot_be_told_apart_fill_all():
+    sizes, dim = {"fsdp": 256, "tp": 2}, Dim("d", ("fsdp", "tp"))
+    whole = {"fsdp": (0, 256), "tp": (0, 1)}
+    assert grid.stretches([dim], sizes, whole, 60.0) == [(0.0, 60.0)]
+    assert len(grid.stretches([dim], {"fsdp": 8, "tp": 2}, {"fsdp": (0, 8), "tp": (1, 2)}, 60.0)) == 8

@@ -80,6 +80,9 @@ class Cells:
             levels += [(axis, stride, length)] * (length > 1)
         whole = {1, *(stride * length for _, stride, length in levels)}
         nested = whole | {stride * k for _, stride, length in levels for k in divisors(length)}
+        nested |= (
+            {8} if len(levels) == 1 and self.num > 8 else set()
+        )  # of a prime number the last row is short
         square = lambda c: abs(math.log(c * c / self.num / 2)) + 9 * (max(c, self.num / c) > 16)
         self.columns = c = min(sorted(nested), key=lambda c: square(c) + 2 * (c not in whole))
         self.side = [(axis, max(c, stride)) for axis, stride, length in levels if stride * length > c]
@@ -98,13 +101,8 @@ class Cells:
 
     def room(self, axis: str) -> float:
         """The width of an axis' labels beside the rows."""
-        return (
-            max(
-                text_width(self.name(axis, cell, self.columns), SMALL)
-                for cell in (0, self.num - self.columns)
-            )
-            + 10
-        )
+        ends = 0, self.num - self.columns
+        return 10 + max(text_width(self.name(axis, cell, self.columns), SMALL) for cell in ends)
 
     def ranges(self, cell: int, cells: int = 1) -> dict[str, tuple[int, int]]:
         """Which coordinates the devices of some cells have, which are an aligned block."""
@@ -143,12 +141,15 @@ class Cells:
         for line, (axis, stride) in enumerate(self.top):
             for cell in range(0, self.columns, stride):
                 x = (self.at(cell)[0] + self.at(cell + stride - 1)[0] + self.w) / 2
-                text = f"+{cell // stride}" if axis in sides else self.name(axis, cell)
-                short = text.split()[-1] if text_width(text, SMALL) > stride * (self.w + GAP) else text
+                low = self.ranges(cell)[axis][0] - self.ranges(0)[axis][0] * (axis in sides)
+                name = f"+{low}" if axis in sides else self.name(axis, cell)  # from the row's first one on
+                texts = name, name.split()[-1], str(low)
+                fits = [text for text in texts if text_width(text, SMALL) <= stride * (self.w + GAP)]
+                short = (*fits, texts[-1])[0]
                 items.append(small_text(x, 1.3 * pixels(SMALL) * (line + 0.4), short, fill=axis_line(axis)))
         for cell in range(0, self.num, self.per) if self.per else ():
-            (x, y), (right, low) = self.at(cell), self.at(cell + self.per - 1)
-            box = x - 4, y - 4, right + self.w - x + 8, low + self.h - y + 8
+            (x, y), (end, bottom) = self.at(cell), self.at(cell + self.per - 1)
+            box = x - 4, y - 4, end + self.w - x + 8, bottom + self.h - y + 8
             items.append(Rect(*box, "", "edge", 1, dash=True, radius=4))
         return items
 
@@ -164,21 +165,16 @@ class Cells:
     def moving(self, device: int, axes: tuple[str, ...], kind: str) -> list:
         """The group of a device over ``axes``, outlined, and the arrows of the first round."""
         team, mine, color = self.alike(device, axes), (device - self.first) // self.block, f"{axes[0]}-line"
-        items = [Rect(*self.at(i), self.w, self.h, "", color, 2.5, radius=2) for i in team if i != mine]
+        items: list = [Rect(*self.at(i), self.w, self.h, "", color, 2.5, radius=2) for i in team if i != mine]
         if not 1 < len(team) <= 16 or mine not in team:
             return items
         pairs = [(team[a], team[b]) for a, b, _ in rounds(kind, len(team))[1]["sends"]]
         if kind.endswith("all-to-all"):
             pairs = [(mine, other) for other in team if other != mine]
         paths = [self.arrow(a, b) for a, b in pairs]
-        return [
-            *items,
-            *(
-                Line(path, paper, wide, head=True)
-                for paper, wide in (("paper", 4), (color, 2))
-                for path in paths
-            ),
-        ]
+        for paint, wide in (("paper", 4), (color, 2)):  # a halo below all arrows
+            items += [Line(path, paint, wide, head=True) for path in paths]
+        return items
 
     def arrow(self, source: int, target: int) -> tuple[tuple[float, float], ...]:
         """From cell to cell, back on another line than there."""
@@ -246,9 +242,9 @@ def stretches(dims: list[Dim], sizes: dict[str, int], ranges, room: float) -> li
     runs, parts = [(0, 1)], 1
     for axis in (axis for dim in dims for axis in dim.axes):
         (low, high), size = ranges[axis], sizes[axis]
-        if high - low < size:  # of many stretches some: they could not be told apart
-            runs = [(i * size + low, i * size + high) for a, b in runs for i in range(a, min(b, a + 32))]
-        else:
+        if high - low < size and sum(b - a for a, b in runs) <= 64:
+            runs = [(i * size + low, i * size + high) for a, b in runs for i in range(a, b)]
+        else:  # all, or so many that they could not be told apart
             runs = [(a * size, b * size) for a, b in runs]
         parts *= size
     return visible(runs, parts, room)
@@ -277,7 +273,7 @@ def near(sizes: dict[str, int], order: tuple[str, ...], node: int, device: int, 
     whole_axes = [b for b in sorted({*steps.values()}) if 16 <= n // b <= MOST]
     block = next(b for b in [*whole_axes, *nested] if n // b <= MOST)
     close = [b for b in nested if b <= MOST and block % b == 0]
-    inner = node if node in close else close[-1]
+    inner = node if node in close else max(b for b in close if b <= 16)
     around = Cells(sizes, order, node, inner, 1, device // inner * inner, high=100, tall=tall)
     return [Cells(sizes, order, node, n // block, block, high=250, tall=tall), around]
 
