@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +13,6 @@ import pytest
 from llmpar.draw import geometry
 from llmpar.notation import AXES, DIMS, Dim, Layout, parse_mesh
 
-ROOT = Path(__file__).resolve().parent.parent
-MODULE = ROOT / "llmpar" / "explore" / "static" / "explorer.js"
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 
@@ -163,27 +160,3 @@ def test_a_permute_is_one_hop_and_a_pipeline_is_no_ring():
     assert np.array_equal(end["held"], np.roll(start["held"], 1, 0)), "all of what a rank has goes on"
     _, end = geometry.rounds("collective-permute", 4, [(0, 1), (1, 2), (2, 3)])
     assert len(end["sends"]) == 3 and end["held"][0] == [0] * 4 and end["held"][3] == [0, 0, 1, 0]
-
-
-def test_cells_do_not_overlap_and_frames_hold_their_nodes():
-    rng = random.Random(3)
-    for case in cases(200, 600, seed=4):
-        n, node = math.prod(case["sizes"].values()), rng.choice((1, 2, 4, 8, 16))
-        place = geometry.places(case["sizes"], case["order"], node)
-        spots = {tuple(xy) for xy in place["cells"]}
-        assert len(spots) == len(place["cells"]) == n // place["block"] <= 512
-        rows = {}
-        for x, y in place["cells"]:
-            rows.setdefault(y, []).append(x)
-        assert all(b - a >= place["w"] + 4 for xs in rows.values() for a, b in zip(xs, xs[1:], strict=False))
-        ys = sorted(rows)
-        assert all(b - a >= place["h"] + 4 for a, b in zip(ys, ys[1:], strict=False))
-        for i, (x, y, w, h) in enumerate(place["frames"]):
-            inside = [k for k, (cx, cy) in enumerate(place["cells"]) if x < cx < x + w and y < cy < y + h]
-            size = node // place["block"]
-            assert inside == list(range(i * size, (i + 1) * size)), "a frame holds one node, whole"
-
-
-def test_more_than_512_devices_are_drawn_in_blocks():
-    place = geometry.places(parse_mesh("dp=16 fsdp=32 tp=8").sizes, tuple(AXES), 8)
-    assert place["block"] == 8 and len(place["cells"]) == 512

@@ -1,8 +1,7 @@
 """Geometry of a mesh for pictures: who is where, who talks with whom, who holds which slice, and a
 collective's rounds.
 
-Plain numbers in, plain numbers out. static/explorer.js does the same in a browser; the tests hold the two,
-and JAX, against each other.
+Plain numbers in, plain numbers out; the tests hold them against JAX and numpy.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from llmpar.notation import ORDER, Layout, divisors
+from llmpar.notation import ORDER, Layout
 
 
 def strides(sizes: dict[str, int], order) -> dict[str, int]:
@@ -20,14 +19,6 @@ def strides(sizes: dict[str, int], order) -> dict[str, int]:
     for axis in reversed(tuple(order)):
         out[axis], stride = stride, stride * sizes[axis]
     return out
-
-
-def parted(sizes: dict[str, int], order, heads: int) -> tuple[dict[str, int], list[str]]:
-    """Sizes and order with tp as two axes: tp, and inside it kv, whose ranks hold copies of one of the
-    model's KV ``heads``."""
-    copies = max(1, sizes["tp"] // heads) if sizes["tp"] % heads == 0 else 1
-    parts = [part for axis in order for part in (("tp", "kv") if axis == "tp" else (axis,))]
-    return sizes | {"tp": sizes["tp"] // copies, "kv": copies}, parts
 
 
 def coordinates(sizes: dict[str, int], order, device: int) -> dict[str, int]:
@@ -81,41 +72,6 @@ def holders(layout: Layout, sizes: dict[str, int], order=ORDER) -> dict[tuple[in
         at = {a: device // apart[a] % sizes[a] for a in layout.axes}
         held.setdefault(block(layout, sizes, at), []).append(device)
     return held
-
-
-def places(sizes: dict[str, int], order, node: int) -> dict:
-    """Where devices are drawn, in link order: cells [x, y] of one size in a few columns, and the frames of
-    whole nodes.
-
-    A gap parts the blocks of every axis, so that nesting shows. Above 512 devices a cell stands for ``block``
-    of them.
-    """
-    n, apart = math.prod(sizes.values()), strides(sizes, order)
-    # Block sizes that part no axis badly.
-    nested = sorted({apart[a] * k for a in order for k in divisors(sizes[a])})
-    block = next(b for b in nested if n // b <= 512)
-    num, held = n // block, node // block
-    # Rows leave room for arrows there and back.
-    w, h, rise, most = (72, 46, 14, 8) if num <= 64 else (44, 20, 10, 16)
-    limit = min(most, math.ceil(2 * num**0.5))
-    columns = max(b // block for b in nested if b % block == 0 and b // block <= limit)
-    if 3 * columns < limit:  # a long axis without small divisors wraps where it must
-        columns = limit
-    in_line = lambda count: columns % count == 0 or count % columns == 0
-    steps = [apart[a] // block for a in order if sizes[a] > 1]
-    gaps = [(step, 6) for step in steps if step > 1 and in_line(step)]
-    framed = node < n and node % block == 0 and num % held == 0 and in_line(held)
-    gaps += [(held, 10)] * framed + [(columns, 6)] * (framed and held < columns)
-    cells, frames = [], []
-    for i in range(num):
-        row, col = divmod(i, columns)
-        x = col * (w + 4) + sum(gap * (col // s) for s, gap in gaps if s < columns)
-        y = row * (h + rise) + sum(gap * (row // (s // columns)) for s, gap in gaps if s >= columns)
-        cells.append([x, y])
-    for first in range(0, num, held) if framed else ():
-        (x0, y0), (x1, y1) = cells[first], cells[first + held - 1]
-        frames.append([x0 - 3, y0 - 3, x1 - x0 + w + 6, y1 - y0 + h + 6])
-    return dict(block=block, columns=columns, w=w, h=h, rise=rise, cells=cells, frames=frames)
 
 
 def rounds(kind: str, g: int, pairs=None) -> list[dict]:

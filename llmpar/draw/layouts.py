@@ -28,7 +28,6 @@ from llmpar.draw.scene import (
     size_text,
     small_text,
     stack,
-    text_color_on,
     text_width,
 )
 from llmpar.notation import AXES, ORDER, Arrow, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
@@ -43,24 +42,6 @@ MAX_CELLS = 64
 
 
 Block = tuple[list, float, float]  # items, width, height
-
-
-def cells(place: dict, number, device: int, word: str, color: str) -> list:
-    """Devices where `geometry.places` puts them; those with the same ``number`` as the chosen ``device`` are
-    filled, and of cells that stand for several those that hold such a device."""
-    w, h, per = place["w"], place["h"], place["block"]
-    lit = {d // per for d, n in enumerate(number) if n == number[device] is not None}
-    items: list = [Rect(x, y, fw, fh, "", "ink", 1.5, "", 3, True) for x, y, fw, fh in place["frames"]]
-    for i, (x, y) in enumerate(place["cells"]):
-        d = i * per
-        fill, here = color if i in lit else "cell", i == device // per
-        items.append(Rect(x, y, w, h, fill, "ink" if here else "edge", 3 if here else 1, radius=3))
-        middle, ink = x + w / 2, text_color_on(fill)
-        items.append(Text(middle, y + (15 if h > 30 else h / 2), str(d), SMALL, "middle", ink, here))
-        if h > 30 and per == 1 and number[d] is not None:
-            ink = "soft" if fill == "cell" else ink
-            items.append(small_text(middle, y + 30, f"{word} {number[d]}", fill=ink))
-    return items
 
 
 def links(shape: MeshShape | str, chip: Chip) -> Scene:
