@@ -60,7 +60,7 @@ BUDGETS = {
     "kernels": 1_150,
     "training": 1_400,
     "predict": 3_840,  # a layer in time came, and what a reader could do next
-    "draw": 2_320,  # until the old explorer's drawings are gone: then 1,700
+    "draw": 2_250,
     "inspect": 2_300,
     "explore": 1_640,
     "serve": 250,
