@@ -23,7 +23,10 @@ class GivenExplorer(Explorer):
     """Who holds which block of what exists, from a document of `shardings`. The state is a ``device``, by its
     place in the mesh, and a ``tensor``, at first the largest."""
 
-    kind, areas = "given", [["grid", "", "middle"], ["holds", "What the chosen device holds", "below"]]
+    kind, areas = (
+        "given",
+        [["grid", "Who holds which block", "middle"], ["holds", "What the chosen device holds", "below"]],
+    )
 
     def __init__(self, given: dict[str, Any], **state):
         self.given, self.title, self.sizes = given, given["title"], given["sizes"]
@@ -92,7 +95,8 @@ class GivenExplorer(Explorer):
         notes += [apart_words(parts)] if len(parts) > 1 else []
         notes += ["Dashed: a process."] * any(part.per for part in parts)
         notes += [f"Left out: {', '.join(given['skipped'])}."] * bool(given["skipped"])
-        title = f"{self.title}, {' '.join(f'{axis}={size}' for axis, size in self.sizes.items())}"
+        mesh = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one device"
+        title = f"{f'Who holds which block of {name}' if self.rows else self.title}, {mesh}"
         return compose(title, [stack(placed, 16)], "\n".join(notes), [" ".join(notes)], MARGIN, COLUMN)
 
     def answer(self, state: dict) -> dict:
@@ -116,5 +120,5 @@ class GivenExplorer(Explorer):
         known = f"{total} in all" if any(row["dtype"] for row in self.rows.values()) else "no shape is given"
         table = f"<p>{self.where(device)}: {known}.</p><table><thead><tr>{head}</tr></thead>"
         holds = {"holds": {"html": f"{table}<tbody>{lines}</tbody></table>"}} if held else {}
-        panels = {"grid": found["panels"]["picture"]} | holds
+        panels = {"grid": found["panels"]["picture"] | {"title": found["says"].splitlines()[0]}} | holds
         return found | {"panels": panels, "says": says, "numbers": {"device": device, "held": held}}

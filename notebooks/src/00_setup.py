@@ -429,15 +429,16 @@ assert reply["verdict"]["tone"] == "good", "16 devices are enough"
 explorer
 
 # %% [markdown]
-# What it draws of an array that exists is no formula: it asks JAX where the shards are.
+# What it draws of an array that exists is no formula: it asks JAX where the shards are. A whole state of training, a
+# compiled program, a sharding or a bare mesh may stand in the array's place.
 
 # %%
 layout = parse_layout("b/dp,fsdp d/tp")
 live = MeshExplorer.of(jax.device_put(whole, sharding(mesh, layout)))
-(row,) = live.document()["tensors"]
+(row,) = live.given["tensors"]
 shards = {tuple(map(tuple, shard)) for shard in row["shards"]}
 assert shards == set(by_notation(layout)), "JAX's shards are those of the notation"
-print(live)
+live
 
 # %% [markdown]
 # ### Exercise (stretch): two layouts of the same size
