@@ -365,7 +365,9 @@ def test_the_offline_page_works_and_is_accessible(page, kind, tmp_path):
             saved[do] = Path(download.value.path()).read_bytes()
             assert saved[do].startswith(start)
         cited = saved["svg"].decode()
-        assert "var(" not in cited and f'fill="{LIGHT["weights"]}"' in cited, "not every program knows variables"
+        assert "var(" not in cited and f'fill="{LIGHT["weights"]}"' in cited, (
+            "not every program knows variables"
+        )
         words = " ".join(
             "".join(text.itertext()) for text in ET.fromstring(cited).iter("{http://www.w3.org/2000/svg}text")
         )

@@ -1,6 +1,7 @@
 """Drawings: nothing overlaps, words say what is shown, colours differ, shards are where JAX puts them."""
 
 import functools
+import io
 import itertools
 import json
 import math
@@ -14,6 +15,7 @@ from collections import Counter
 import pytest
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
+from PIL import Image
 from shared import ROOT, TABLES, load
 
 from llmpar import draw, schedules, timetable
@@ -322,6 +324,20 @@ def test_png_has_the_size_of_the_scene(name, tmp_path):
     assert data == (tmp_path / "x.png").read_bytes() == scene._repr_png_()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert (int.from_bytes(data[16:20]), int.from_bytes(data[20:24])) == (2 * scene.width, 2 * scene.height)
+
+
+def test_a_small_area_keeps_its_colour_in_a_png():
+    """A PNG has a palette; a swatch of gradients must not be shown in the colour of tp."""
+    swatches = [Rect(30.0 * i, 20 + 10.0 * (i % 3), 8, 8, role) for i, role in enumerate(FILLS)]
+    words = [Text(0, 60 + 20 * i, "Many words on a page " * 5, fill="soft") for i in range(20)]
+    large = [Rect(0, 480, 900, 30, role) for role in AXES]
+    image = Image.open(io.BytesIO(to_png(Scene(900, 520, "", "", (*swatches, *words, *large))))).convert(
+        "RGB"
+    )
+    for rect in swatches:
+        seen = image.getpixel((int(2 * rect.x + 8), int(2 * rect.y + 8)))
+        told = [int(LIGHT[rect.fill][i : i + 2], 16) for i in (1, 3, 5)]
+        assert max(abs(a - b) for a, b in zip(seen, told, strict=True)) <= 3, rect.fill
 
 
 def test_texts_are_about_as_wide_as_we_think(case):

@@ -429,5 +429,8 @@ def to_png(scene: Scene) -> bytes:
             axes.add_patch(Polygon(_head(item), facecolor=color[item.stroke], linewidth=0, **style))
     (canvas := FigureCanvasAgg(figure)).draw()
     image = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
-    image.quantize(128).save(buffer := io.BytesIO(), "PNG")  # colours enough, at a third of the bytes
+    few = image.quantize(
+        256, Image.Quantize.MAXCOVERAGE
+    )  # keeps small areas' colours, at a third of the bytes
+    few.save(buffer := io.BytesIO(), "PNG")
     return buffer.getvalue()
