@@ -14,13 +14,15 @@ import heapq
 import itertools
 import math
 import shlex
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import Any
 
-from llmpar.config import ModelConfig
-from llmpar.notation import AXES, MeshShape, divisors
+from llmpar.config import ModelConfig, preset
+from llmpar.notation import AXES, MeshShape, divisors, parse_mesh
 from llmpar.plan import Plan, Resolved
 from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import GIB, Chip
@@ -116,6 +118,18 @@ class Candidate:
         nothing accumulates, are among them."""
         found = {name: self.memory_bytes[key] for key, name in memory.PARTS.items()}
         return found | {"batch": self.total_bytes - sum(found.values())}
+
+
+def famous() -> list[tuple[dict[str, Any], Question, MeshShape]]:
+    """Published runs that people know: what was measured and by whom (`famous.toml`), as a question, and on
+    which mesh."""
+    rows = tomllib.loads(resources.files(__package__).joinpath("famous.toml").read_text(encoding="utf-8"))
+    found = []
+    for row in rows["run"]:
+        sizes = row["devices"], row["batch_size"], row["seq_len"]
+        q = Question(preset(row["model"]), hardware.chip(row["chip"]), *sizes, model=row["model"])
+        found.append((row, q, parse_mesh(row["mesh"])))
+    return found
 
 
 # ------------------------------------------------------------------------------------------- candidates

@@ -454,6 +454,12 @@ def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time
     return Time(terms.seconds, terms.terms)
 
 
+def busiest(clock: Clock) -> int:
+    """The stage that computes longest."""
+    loads = [sum(sum(chunk.seconds) for chunk in stage) for stage in _stages(clock)[0]]
+    return loads.index(max(loads))
+
+
 def _stages(clock: Clock) -> tuple[list[list[Chunk]], list[tuple[float, float]]]:
     """The chunks of each stage, and `Clock.at_the_end` of it. Chunks that are alike are counted once."""
     run, counts, dense = clock.run, clock.run.chunk_layers, clock.run.dense_layers

@@ -1,0 +1,120 @@
+"""Every number explains itself: what is filled into its formula gives the number."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+import llmpar
+from llmpar.config import preset
+from llmpar.notation import parse_mesh
+from llmpar.predict import planner
+from llmpar.predict.advice import verdict
+from llmpar.predict.hardware import chip
+from llmpar.predict.measured import read
+from llmpar.predict.terms import LINES, TABLE, terms
+from llmpar.predict.traffic import step_traffic
+
+ROOT = Path(__file__).parent
+CASES = [
+    ("llama3-70b", "h100", 64, 64, 4096, {}),
+    ("llama3-8b", "h100", 16, 64, 8192, {"zero": 2}),
+    ("llama3-8b", "v5e", 16, 16, 16384, {"remat": "block"}),
+    ("qwen3-30b-a3b", "h100", 16, 64, 4096, {}),
+    ("llama3.2-1b", "b200", 8, 64, 4096, {"schedule": "zb-h1", "microbatches": 8}),
+    ("llama3-8b", "h100", 8, 32, 8192, {"zero": 0, "reduce": "bucket", "tp_sequence": False}),
+]
+
+
+def computed(filled):
+    """The value of arithmetic with units in it."""
+    text = (
+        re.sub(r"(?<=[\d)]) (FLOP/s|FLOP|B/s|B|s)(?=[ )]|$)", "", filled).replace("×", "*").replace(",", "")
+    )
+    assert re.fullmatch(r"[\d.e+*/() -]+", text), filled
+    return eval(text)
+
+
+@pytest.fixture(scope="module")
+def explained():
+    rng, found = random.Random(8), []
+    for name, row, devices, batch, seq, fixed in CASES:
+        q = planner.Question(preset(name), chip(row), devices, batch, seq, fixed, name)
+        legal = [mesh for mesh, why in planner.every_mesh(q) if not why]
+        for mesh in rng.sample(legal, 5):
+            one = planner.on_mesh(q, mesh)
+            found.append((q, one, terms(q, one)))
+    return found
+
+
+def test_what_is_filled_in_gives_the_number(explained):
+    for _, one, found in explained:
+        for term in found:
+            near = pytest.approx(term.value, rel=2e-5, abs=1 if term.unit == "B" else 1e-12)
+            if " " in term.name and term.unit == "B":  # pieces of a byte are rounded up, message by message
+                near = pytest.approx(term.value, rel=1e-6, abs=500)
+            assert computed(term.filled) == near, (one.plan, term)
+
+
+def test_the_numbers_are_those_of_the_plan(explained):
+    for q, one, found in explained:
+        value = {term.name: term.value for term in found}
+        assert len(value) == len(found)
+        assert {name: value[name] for name in one.parts} == one.parts and value["total"] == one.total_bytes
+        assert {name: value[name] for name in one.time.terms} == one.time.terms
+        assert value["a step"] == one.time.step_s and value["MFU"] == one.time.mfu(q.run(one.plan))
+        sent = step_traffic(one.plan.resolve(q.config, q.platform), q.batch_size, q.seq_len)
+        assert {term.name: term.value for term in found if term.arrow} == {
+            f"{axes} {kind}": row.bytes_sent for (axes, kind), row in sent.items()
+        }
+
+
+def test_each_says_its_formula_its_lesson_and_whether_it_is_an_estimate(explained):
+    lessons = {path.stem for path in (ROOT.parent / "notebooks" / "src").glob("*.py")}
+    assert {row["lesson"] for row in TABLE.values()} <= lessons
+    for _, _, found in explained:
+        for term in found:
+            assert term.formula and (term.unit == "B" or term.estimate)
+            assert term.estimate == (term.unit != "B" or term.name in ("activations", "total"))
+    assert {term.line for _, _, found in explained for term in found if term.arrow} >= {"model.py", "plan.py"}
+
+
+def test_arrows_are_written_where_they_are_said_to_be():
+    for arrow, name in LINES.items():
+        text = (Path(llmpar.__file__).parent / name).read_text()
+        assert arrow in text or arrow.rpartition(" -> the ")[0] in text, arrow
+
+
+def test_the_bytes_of_tensor_parallelism_are_the_textbook_s():
+    """8 b s d (t - 1)/t elements a layer, and one reduction for each end."""
+    fixed = {"tp_sequence": False, "remat": "block"}
+    q = planner.Question(preset("llama3-70b"), chip("h100"), 64, 64, 4096, fixed)
+    found = terms(q, planner.on_mesh(q, parse_mesh("fsdp=8 tp=8")))
+    (term,) = (term for term in found if term.name == "tp all-reduce")
+    assert " × 2 × 7/8 × 8 × 4,096 × 8,192 × 2 B + " in term.filled and term.line == "model.py"
+
+
+# --------------------------------------------------------------------------------------------- published runs
+
+
+def test_runs_that_people_know_are_answered_beside_what_was_published():
+    cases = [case for name in ("published", "measured") for case in read(ROOT / f"{name}.json")[0]]
+    errors = {}
+    for row, q, mesh in planner.famous():
+        one = planner.on_mesh(q, mesh)
+        assert one.plan.mesh == mesh and verdict(q, one).words == "fits"
+        if "step_s" in row:
+            (step_s,) = {
+                case.measured["step_s"]
+                for case in cases
+                if row["source"] in case.source
+                and (case.run.mesh, case.run.batch_size, case.run.seq_len) == (mesh, q.batch_size, q.seq_len)
+            }
+            assert row["step_s"] == pytest.approx(step_s, rel=1e-3)
+            errors[row["name"]] = one.time.step_s / row["step_s"] - 1
+        else:
+            assert "2407.21783" in row["source"]
+            errors[row["name"]] = one.time.mfu(q.run(one.plan)) / row["mfu"] - 1
+    assert len(errors) >= 8 and max(map(abs, errors.values())) < 0.3, errors
+    assert sum(abs(error) for error in errors.values()) / len(errors) < 0.15
