@@ -59,7 +59,7 @@ BUDGETS = {
     "core": 6_150,  # the paper and what is beside it
     "kernels": 1_150,
     "training": 1_400,
-    "predict": 3_840,  # a layer in time came, and what a reader could do next
+    "predict": 4_000,  # a layer in time, what a reader could do next, and where numbers come from
     "draw": 2_250,
     "inspect": 2_300,
     "explore": 1_640,
