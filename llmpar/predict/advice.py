@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -63,20 +64,17 @@ def advice(q: Question, mesh: MeshShape, one: Candidate | None) -> Iterator[Step
     ``sequence_s``."""
     had = math.inf if one is None or one.why_not else one.time.step_s / q.batch_size * (1 - SAME)
     for patch, other, there in _changes(q, mesh, one):
-        try:
+        found = None
+        with contextlib.suppress(ValueError):
             found = planner.on_mesh(other, there)
-        except ValueError:
-            yield None
-            continue
-        sequence_s, same = found.time.step_s / other.batch_size, one is not None and found.plan == one.plan
-        if found.why_not or same or sequence_s >= had:
+        if found is None or found.why_not or found.time.step_s / other.batch_size >= had:
             yield None
             continue
         names = [f"{name}={getattr(found.plan, name)}" for name in patch.get("fields", ())]
         size = f"{other.batch_size} sequences" if "batch_size" in patch else ""
         what = patch.get("mesh") or size or ", ".join(names)
         text = f"{what}: {found.total_bytes / GIB:.1f} GiB, {found.time.step_s:.3g} s"
-        yield Step(text, patch, found, sequence_s)
+        yield Step(text, patch, found, found.time.step_s / other.batch_size)
 
 
 def _changes(
@@ -97,12 +95,12 @@ def _changes(
     for here in axes:
         for n in divisors(sizes[here])[1:]:
             for there in axes:
-                step = _is_prime(n) or (here, there, n) == ("dp", "fsdp", sizes[here])  # replicas, or cut
+                step = len(divisors(n)) == 2 or (here, there, n) == (
+                    "dp",
+                    "fsdp",
+                    sizes[here],
+                )  # replicas, or cut
                 if step and there != here and not planner.unsuited(q, there, sizes[there] * n):
                     moved = sizes | {here: sizes[here] // n, there: sizes[there] * n}
                     new = dataclasses.replace(mesh, **moved)  # type: ignore[arg-type]
                     yield {"mesh": str(new)}, ask(given), new
-
-
-def _is_prime(n: int) -> bool:
-    return all(n % d for d in range(2, math.isqrt(n) + 1))

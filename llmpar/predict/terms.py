@@ -58,10 +58,10 @@ def terms(q: Question, one: Candidate) -> list[Term]:
 
 def _held(q: Question, one: Candidate, plan: Resolved) -> list[Term]:
     """The parts of memory. Weights that are cut alike are summed."""
-    found = []
+    found, besides = [], memory.temp_bytes(plan, q.batch_size, q.seq_len)
     for name, value in one.parts.items():
-        filled = ""
-        if name in KEPT:
+        filled = f"{besides:,} B - {besides - value:,} B"
+        if name in KEPT and value != besides:
             cut = Counter[int]()
             for weight, life in plan.lives.values():
                 held = math.prod(getattr(life, KEPT[name]).shard_shape(weight.shape, plan.mesh.sizes))
@@ -71,9 +71,6 @@ def _held(q: Question, one: Candidate, plan: Resolved) -> list[Term]:
         if name == "batch":
             tokens = math.prod(plan.tokens.shard_shape((q.batch_size, q.seq_len), plan.mesh.sizes))
             filled = f"4 × 4 B × {tokens:,} + 8 B"
-        besides = memory.temp_bytes(plan, q.batch_size, q.seq_len)
-        if name == "activations" or name == "gradients" and value == besides:
-            filled = f"{besides:,} B - {besides - value:,} B"
         found.append(_term(name, value, "B", filled))
     return [*found, _term("total", one.total_bytes, "B", " + ".join(f"{x.value:,} B" for x in found))]
 
@@ -93,10 +90,9 @@ def _sent(q: Question, plan: Resolved) -> list[Term]:
             alike.setdefault(size, Counter())[text] += times
         rows = sorted(alike.items(), key=lambda row: -row[0] * row[1].total())
         arrows = [max(texts, key=lambda text: texts[text]) for _, texts in rows]
-        words = [
-            f"{texts.total():,} × {part}{_message(plan, arrow, size, sizes)}"
-            for arrow, (size, texts) in zip(arrows[:3], rows, strict=False)
-        ]
+        words = []
+        for arrow, (size, texts) in zip(arrows[:3], rows, strict=False):
+            words.append(f"{texts.total():,} × {part}{_message(plan, arrow, size, sizes)}")
         if rest := sum(size * texts.total() for size, texts in rows[3:]):
             words.append(f"{part}{rest:,} B")
         found.append(_term(f"{axes} {kind}", row.bytes_sent, "B", " + ".join(words), short, arrows[0]))
@@ -138,9 +134,8 @@ def _timed(q: Question, one: Candidate) -> list[Term]:
             key, on_links = "links", sum(sent[name])
             filled = f"{on_links:.6g} s × {value / on_links:.6g}"
         found.append(_term(name, value, "s", filled, key))
-    tokens, mfu = run.tokens_per_step, one.time.mfu(run)
     used = f"{run.flops(causal=False):.6g} FLOP / ({run.mesh.size:,} × {peak:.6g} FLOP/s × {step_s:.6g} s)"
     found.append(_term("a step", step_s, "s", " + ".join(f"{x.value:.6g} s" for x in found)))
-    found.append(_term("MFU", mfu, "1", used))
+    found.append(_term("MFU", one.time.mfu(run), "1", used))
     rate = f"{q.batch_size:,} × {q.seq_len:,} / {step_s:.6g} s"
-    return [*found, _term("tokens per second", tokens / step_s, "1/s", rate)]
+    return [*found, _term("tokens per second", run.tokens_per_step / step_s, "1/s", rate)]
