@@ -366,6 +366,8 @@ def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
     fields = [one for one in fields if one["microbatches"] in (min(counts), max(counts))]
     tried = [fitting(q, Plan(**one)) for one in fields] + list(failed.values())
     one = min(tried, key=lambda one: one.total_bytes)
+    if not one.memory_bytes:  # whatever it would hold, these devices do not run it
+        raise ValueError(one.why_not)
     plan = one.plan.effective(q.config)
     return Candidate(plan, step_time(q.run(plan)), one.memory_bytes, one.why_not)
 
