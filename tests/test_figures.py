@@ -129,7 +129,7 @@ def test_one_makespan_and_one_bubble_are_said_and_others_on_demand():
     assert "11.1% of them idle" in picture and "Makespan 27 time units, bubble 0:" in picture
     assert "lockstep" not in picture and "0.111 of the whole" in reply["panels"]["words"]["html"]
     score = reply["panels"]["score"]["html"]
-    assert score.count("<meter") == 4 * 7 and '"schedule": "zb-h1"' in html.unescape(score)
+    assert score.count("<span") == 4 * 7 and '"schedule": "zb-h1"' in html.unescape(score)
 
 
 def test_zero_2_differs_from_zero_1_where_gradients_are_added_up():

@@ -233,9 +233,14 @@ def _score(known: dict[str, Timetable], state: dict, mine: Timetable | None) -> 
     rows = "<tr><th>order</th><th>makespan</th><th>bubble</th><th>microbatches held, by stage</th></tr>"
     shown = known | ({"yours": mine} if mine and state["order"] else {})
     most = max(max(table.peak_live()) for table in shown.values())
+    look = (
+        "display:inline-block;height:9px;background:var(--activations);outline:1px solid var(--edge);width:"
+    )
     for name, table in shown.items():
-        bars = [f"<meter max='{most:g}' value='{n:g}'></meter> {n:g}" for n in table.peak_live()]
-        said = button(name, schedule=name, order="") if name in known else f"<b>{name}</b>"
+        bars = [f"<span style='{look}{40 * n / most:.0f}px'></span> {n:g}" for n in table.peak_live()]
+        now = "yours" if state["order"] else state["schedule"]
+        said = button(name, schedule=name, order="") if name in known else name
+        said = f"<b>{said}</b>" if name == now else said
         cells = said, f"{table.makespan:g}", f"{table.bubble:g}", " ".join(bars)
         rows += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
     return f"<table>{rows}</table>"
