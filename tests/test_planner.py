@@ -292,6 +292,7 @@ def test_no_compile_line_where_there_is_no_compiler(capsys):
 def test_the_table_ends_with_the_lines_to_run(capsys):
     status, out, err = call(capsys, "--cluster", "dgx-h100", "--devices", "16", "--mesh", "fsdp=16")
     assert status == 0 and "plans priced" in err
+    assert all(f" {part} " in out for part in ("weights", "gradients", "moments", "activations", "batch"))
     assert "llmpar train --model llama3-8b" in out and "llmpar compile --target h100:2x8" in out
 
 

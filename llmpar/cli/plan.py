@@ -14,7 +14,7 @@ from llmpar.cli.options import MAX_TOKENS, File, Number, Real, Text, changed, gi
 from llmpar.config import preset
 from llmpar.notation import AXES, POSITIONAL, parse_mesh
 from llmpar.plan import Plan as Fields
-from llmpar.predict import hardware
+from llmpar.predict import hardware, memory
 
 MAX_DEVICES, MAX_SEQ_LEN = 1 << 17, 1 << 24
 """Larger than any machine and any context that was published; what is priced grows with both."""
@@ -214,6 +214,10 @@ def tables_of(document: dict) -> Iterator[Any]:
     for name, seconds in sorted(best["terms"].items(), key=lambda item: -item[1]):
         terms.add_row(name, f"{seconds:.4g}")
     yield terms
+    held = Table("of the first", "GiB a device")
+    for name, size in memory.named(best["memory_bytes"]).items():
+        held.add_row(name, f"{size / 2**30:.2f}")
+    yield held
     if document["rejected"]:
         rejected = Table("cannot be", "why", "one change")
         for row in document["rejected"]:

@@ -15,7 +15,14 @@ from llmpar.predict.traffic import FLOAT32, ITEMSIZE
 from llmpar.timetable import slots, timetable
 
 PARTS = {"params": "weights", "grads": "gradients", "optimizer": "moments", "activations": "activations"}
-"""What tables and drawings call the parts of a step's memory; what is left of all is the batch."""
+"""What tables and drawings call the parts of a step's memory."""
+
+
+def named(held: dict[str, float]) -> dict[str, float]:
+    """Bytes by part, as tables and drawings call them, from those of ``llmpar plan --json``: what is left of
+    the total is the batch. Activations are an estimate; gradients that nothing accumulates are among them."""
+    found = {name: held[key] for key, name in PARTS.items()}
+    return found | {"batch": held["total"] - sum(found.values())}
 
 
 @functools.lru_cache(maxsize=256)

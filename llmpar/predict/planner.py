@@ -114,10 +114,8 @@ class Candidate:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Bytes by part, as tables and drawings call them. Activations are an estimate, and gradients, where
-        nothing accumulates, are among them."""
-        found = {name: self.memory_bytes[key] for key, name in memory.PARTS.items()}
-        return found | {"batch": self.total_bytes - sum(found.values())}
+        """Bytes by part, as `memory.named` calls them."""
+        return memory.named(self.memory_bytes)
 
 
 def famous() -> list[tuple[dict[str, Any], Question, MeshShape]]:
