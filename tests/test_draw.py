@@ -690,9 +690,11 @@ def test_a_long_timetable_goes_on_below_and_stays_legible(name, p, m):
 
 def lanes(scene):
     """Per lane of an overlap's second half: when each piece starts and ends, in pixels."""
-    bars = [r for r in flatten(scene.items) if isinstance(r, Rect) and r.tip]
-    half = bars[len(bars) // 2 :]
-    return [[(r.x, r.x + r.w) for r in half if r.tip.startswith(word)] for word in ("compute", "communicate")]
+    bars = [
+        r for r in flatten(scene.items) if isinstance(r, Rect) and r.tip and not r.tip.startswith("waits")
+    ]
+    tops = sorted({r.y for r in bars})[2:]
+    return [sorted((r.x, r.x + r.w) for r in bars if r.y == top) for top in tops]
 
 
 def test_gathering_runs_no_further_ahead_than_there_is_room():
@@ -719,6 +721,9 @@ def test_overlap_hides_what_it_can():
     # By hand: gradients of 3 s each leave as they come, the last one alone after the last computation.
     text = draw.overlap([3.0] * 4, [2.0] * 4).text
     assert "in turn: 20 s, 8 s of it" in text and "side by side: 14 s, 2 s of it" in text
+    assert text.count("2 s, 2 s exposed") == 5 and text.count("2 s, 0 s exposed") == 3, (
+        "the last, and all in turn"
+    )
 
 
 # ---- an explorer's columns

@@ -475,37 +475,34 @@ def overlap(compute_s, comm_s, labels=None, first: str = "compute", axis: str = 
             out[1].append((free[1] - b, free[1]))
         return out if first == "compute" else out[::-1]
 
-    span, left, wide = sum(compute_s) + sum(comm_s), text_width("communicate", SMALL) + 12, 640
-    x_of = lambda t: left + wide * t / span
-    items, lines = _scale(x_of, ticks(0, span), 196, time_text, 184), []
-    for k, name in enumerate(("in turn", "side by side")):
-        both, y = lanes(bool(k)), 108 * k
-        total = max(both[0][-1][1], both[1][-1][1])
+    turns = []
+    for name, both in (("in turn", lanes(False)), ("side by side", lanes(True))):
+        events = []
+        for lane, row in zip(("compute", "communicate"), both, strict=True):
+            for (start, end), label in zip(row, labels, strict=True):
+                beside = sum(max(0.0, min(end, b) - max(start, a)) for a, b in both[0])
+                event = {"lane": lane, "name": label, "start_s": start, "end_s": end}
+                exposed = (end - start - beside) * (lane != "compute" and beside < 0.999 * (end - start))
+                events.append(event | {"axes": (axis,) * (lane != "compute"), "exposed_s": exposed})
+        total = max(event["end_s"] for event in events)
         waits = time_text(total - sum(compute_s))
-        lines.append(f"{name}: {time_text(total)}, {waits} of it without computing")
-        items.append(Text(left, y, lines[-1], bold=True))
-        for j, (word, fill) in enumerate((("compute", "matmuls"), ("communicate", axis))):
-            lane, top = both[j], y + 16 + 34 * j
-            items.append(small_text(left - 10, top + 14, word, "end"))
-            for (start, end), label in zip(lane, labels, strict=True):
-                w, full = x_of(end) - x_of(start), f"{label}: {time_text(end - start)}"
-                items.append(Rect(x_of(start), top, w, 28, fill, "ink", 0.75, tip=f"{word} {full}"))
-                items += fitting(x_of(start) + w / 2, top + 14, w - 4, full, label, fill=text_color_on(fill))
-    key = legend([("matmuls", "computing"), (axis, f"communicating over {axis}")])
+        head = f"{name}: {time_text(total)}, {waits} of it without computing"
+        turns.append({"name": head, "count": 0, "events": events})
     notes = ["At most 1 piece fetched ahead of the one at work."] if first == "comm" else []
-    return compose("Communication behind computing", [items, key], "\n".join([*lines, *notes]), notes)
+    return two_lanes(turns, "Communication behind computing", 0, sum(compute_s) + sum(comm_s), notes)
 
 
 LANES = {"compute": "matmuls", "links": "links", "network": "network"}
 
 
-def two_lanes(turns, title: str, column: float = 0) -> Scene:
+def two_lanes(turns, title: str, column: float = 0, span_s: float = 0, notes=()) -> Scene:
     """Draw schedules: per turn of a loop what computes, and below what is on the links (and on the network
     between hosts, where they are told apart); what waits for them is hatched.
 
     A turn is ``{"name", "count", "events"}``; an event ``{"lane": "compute", "links" or "network", "name",
     "start_s", "end_s", "exposed_s"}`` in seconds from the turn's begin. An event that names ``axes`` has
     their colour, and a lane of any name. In a ``column`` of so many pixels each event has a frame, from 1 on.
+    A scale is of ``span_s`` at least. A turn of count 0 says all in its name.
     """
     names = {event["lane"]: event.get("axes") for turn in turns for event in turn["events"]}
     fills = LANES | {lane: axes[0] for lane, axes in names.items() if axes}
@@ -514,11 +511,11 @@ def two_lanes(turns, title: str, column: float = 0) -> Scene:
     wide = column - left - 40 if column else 760
     for turn in turns:
         events = sorted(enumerate(turn["events"], 1), key=lambda e: e[1]["exposed_s"] > 0)
-        span = max([event["end_s"] for _, event in events] + [1e-9])
+        span = max([event["end_s"] for _, event in events] + [span_s, 1e-9])
         x_of = lambda t, span=span: left + wide * t / span
         waits = sum(event["exposed_s"] for _, event in events if event["lane"] != "compute")
         head = f"{turn['name']}, {count_noun(turn['count'], 'turn')} of {time_text(span)}"
-        head += f", {time_text(waits)} of it waiting"
+        head = f"{head}, {time_text(waits)} of it waiting" if turn["count"] else turn["name"]
         items: list = [Text(0 if column else left, 0, head, bold=True)]
         items += _scale(x_of, ticks(0, span), 24 + 40 * len(lanes), time_text, 16 + 40 * len(lanes))
         for lane, (word, usual) in enumerate(lanes):
@@ -552,11 +549,11 @@ def two_lanes(turns, title: str, column: float = 0) -> Scene:
                 lines.append(f"  {e['name']}: {took}, {exposed} exposed")
     says = {"compute": "computing", "links": "communicating", "network": "between hosts"}
     key = [(fill, says.get(word, word)) for word, fill in lanes] + [("edge", "computing waits for it", "/")]
-    if column:
+    if column or any(names.values()):
         key = [(f, f"{n}: computing waits") for n, f in lanes[1:]]
         key += [("paper", "hollow: beside computing")] * bool(key)
-    room = column - 40 if column else 640
-    return compose(title, [*blocks, legend(key, room)], "\n".join(lines), column=column)
+    drawn = [*blocks, legend(key, column - 40 if column else 640)]
+    return compose(title, drawn, "\n".join([*lines, *notes]), notes, column=column)
 
 
 def _meet(one: dict, other: dict) -> bool:
