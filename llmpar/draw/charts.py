@@ -525,7 +525,8 @@ def two_lanes(turns, title: str, column: float = 0, span_s: float = 0, notes=())
             for k, event in mine:
                 x, w = x_of(event["start_s"]), x_of(event["end_s"]) - x_of(event["start_s"])
                 took, w_open = event["end_s"] - event["start_s"], wide * event["exposed_s"] / span
-                full, part, stroke, hatch = f"{event['name']}: {time_text(took)}", usual, "ink", "/"
+                full, stroke, hatch = f"{event['name']}: {time_text(took)}", "ink", "/"
+                part = event["name"] if event["name"] in LIGHT else usual
                 if event.get("axes"):  # hollow beside computing, filled where computing waits
                     (part, stroke), hatch = _axis_colours(event["axes"][0]), ""
                 fill = "paper" if event.get("axes") and w_open < 0.99 * w else part

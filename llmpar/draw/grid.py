@@ -387,7 +387,8 @@ def words(segment: Segment) -> str:
     """What happens in a segment."""
     took, waits = segment.end_s - segment.start_s, segment.exposed_s
     if not segment.axes:
-        return f"All devices compute: {segment.name}, {time_text(took)}."
+        slower = f", {time_text(waits)} of it for what travels beside" if waits else ""
+        return f"All devices compute: {segment.name}, {time_text(took)}{slower}."
     text = (
         f"{segment.name.capitalize()}: {segment.kind} over {','.join(segment.axes)}, {segment.group} devices;"
     )

@@ -20,7 +20,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -151,17 +151,20 @@ def text_width(text: str, size: float | str = BODY) -> float:
     return PLAIN_EM * pixels(size) * len(text)
 
 
-def flatten(items, dx: float = 0, dy: float = 0) -> list:
-    """The primitives inside groups, in drawing order, at their final places."""
+def flatten(items, dx: float = 0, dy: float = 0, frame: int = -1) -> list:
+    """The primitives inside groups, in drawing order, at their final places and in their frames."""
     out: list = []
     for item in items:
         if isinstance(item, Group):
-            inside = flatten(item.items, dx + item.dx, dy + item.dy)
-            out += inside if item.frame < 0 else [replace(one, frame=item.frame) for one in inside]
-        elif isinstance(item, Line):
-            out.append(replace(item, points=tuple((x + dx, y + dy) for x, y in item.points)))
-        else:
-            out.append(replace(item, x=item.x + dx, y=item.y + dy))
+            inside = item.frame if frame < 0 else frame
+            out += flatten(item.items, dx + item.dx, dy + item.dy, inside)
+            continue
+        at = {"points": tuple((x + dx, y + dy) for x, y in item.points)} if isinstance(item, Line) else {}
+        placed = object.__new__(type(item))  # several times as quick as `dataclasses.replace`
+        vars(placed).update(vars(item), **(at or {"x": item.x + dx, "y": item.y + dy}))
+        if frame >= 0:
+            vars(placed)["frame"] = frame
+        out.append(placed)
     return out
 
 

@@ -310,7 +310,8 @@ def panels(seen: Look) -> dict[str, Scene | str]:
     """Every panel of a state."""
     found: dict[str, Scene | str] = {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
     if seen.timed:
-        found |= {"step": step(seen), "layer": layer_lanes(segments(seen)), "map": mesh_map(seen)}
+        turns = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
+        found |= {"step": step(seen), "layer": layer_lanes(segments(seen), turns), "map": mesh_map(seen)}
     return found | {"sent": sent(seen), "holds": holds(seen), "code": code(seen)}
 
 
