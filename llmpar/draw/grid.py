@@ -375,7 +375,7 @@ def tensor_grid(
                 placed.append(Group(tuple(part.moving(device, axes, one.kind)), spot.dx, spot.dy, k))
     lines = [
         Group((small_text(0, 14 * i, line, "start", "ink"),), frame=k)
-        for k, frame in enumerate(frames(segments) if segments else ())
+        for k, frame in enumerate(frames(segments or []))
         for i, line in enumerate(textwrap.wrap(frame["text"], 82))
     ]
     said = " ".join(filter(None, notes))
@@ -404,9 +404,8 @@ def frames(segments: list[Segment], seconds: float = 8.0) -> list[dict[str, Any]
     """Frame 0, at rest, and one for each segment: how long it is shown (``seconds`` in all) and words."""
     total = sum(one.end_s - one.start_s for one in segments) or 1.0
     shown = [max(0.5, seconds * (one.end_s - one.start_s) / total) for one in segments]
-    rest = {"seconds": 1.0, "text": "At rest: who holds what."}
-    each = zip(segments, shown, strict=True)
-    return [rest, *({"seconds": round(time, 2), "text": words(one)} for one, time in each)]
+    each = [{"seconds": round(t, 2), "text": words(one)} for one, t in zip(segments, shown, strict=True)]
+    return [{"seconds": 1.0, "text": "At rest: who holds what."}, *each] if each else []
 
 
 def layer_lanes(segments: list[Segment], turns: int = 1) -> Scene:

@@ -302,8 +302,7 @@ def _way(one: Candidate) -> columns.Way:
 
 def frames(seen: Look) -> list[dict[str, Any]]:
     """What moves in a layer, instant by instant: the frames of the pictures."""
-    found = segments(seen)
-    return grid_frames(found) if found else []
+    return grid_frames(segments(seen))
 
 
 def panels(seen: Look) -> dict[str, Scene | str]:
