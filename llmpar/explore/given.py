@@ -23,10 +23,8 @@ class GivenExplorer(Explorer):
     """Who holds which block of what exists, from a document of `shardings`. The state is a ``device``, by its
     place in the mesh, and a ``tensor``, at first the largest."""
 
-    kind, areas = (
-        "given",
-        [["grid", "Who holds which block", "middle"], ["holds", "What the chosen device holds", "below"]],
-    )
+    kind = "given"
+    areas = [["grid", "Who holds which block", "middle"], ["holds", "What the chosen device holds", "below"]]
 
     def __init__(self, given: dict[str, Any], **state):
         self.given, self.title, self.sizes = given, given["title"], given["sizes"]
@@ -37,8 +35,8 @@ class GivenExplorer(Explorer):
 
     def where(self, device: int) -> str:
         """A device and its place on the mesh; JAX's number if it is another, and the process of several."""
-        at, given = coordinates(self.sizes, self.sizes, device), self.given
-        own, hosts = given["devices"][device], given["hosts"]
+        own, hosts = self.given["devices"][device], self.given["hosts"]
+        at = coordinates(self.sizes, self.sizes, device)
         words = [f"{axis} {at[axis]}" for axis, size in self.sizes.items() if size > 1]
         words += [f"JAX's {own}"] * (own != device)
         words += [f"process {hosts[device]}"] * (len({*hosts}) > 1)
@@ -92,6 +90,7 @@ class GivenExplorer(Explorer):
             sides = f", {' down, '.join(f'dim {i}' for i in shown)} across" if shown else ""
             notes += [f"A cell is the whole array{sides}."]
             notes += [f"The bar at its left is dim {i}." for i in aside]
+            notes += [f"Dim {i} is cut too, and not drawn." for i in cut[1:-2]]
         notes += [apart_words(parts)] if len(parts) > 1 else []
         notes += ["Dashed: a process."] * any(part.per for part in parts)
         notes += [f"Left out: {', '.join(given['skipped'])}."] * bool(given["skipped"])

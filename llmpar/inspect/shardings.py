@@ -9,8 +9,6 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, Sharding
 from jax.tree_util import FlattenedIndexKey, SequenceKey, keystr
 
-TAKEN = "an array, a tree of them, shapes with shardings, a compiled program, a Sharding or a Mesh"
-
 
 def _named(tree: Any, before: str = "") -> list[tuple[str, Any]]:
     """The leaves of a tree, None too, by their paths: ``params.blocks.ffn.gate``, ``optimizer[0].count``."""
@@ -107,10 +105,11 @@ def shardings(value: Any) -> dict:
     skipped = [f"{name} ({why_not.get(type(x)) or why(x)})" for name, x, where in leaves if where is None]
     if not seen and not bare:
         found = ", ".join(skipped[:3]) + ", …" * (len(skipped) > 3) or f"an empty {type(value).__name__}"
-        raise ValueError(f"nothing here lies on devices: {found}; give {TAKEN}")
+        way = "give an array, a tree of them, shapes with shardings, a compiled program, a Sharding or a Mesh"
+        raise ValueError(f"nothing here lies on devices: {found}; {way}")
     sizes, devices = _mesh(bare, seen)
-    live = " of live arrays" if any(isinstance(x, jax.Array) for _, x, _ in seen) else ""
-    of = " of a compiled program" if isinstance(value, jax.stages.Compiled) else live
+    of = " of live arrays" if any(isinstance(x, jax.Array) for _, x, _ in seen) else ""
+    of = " of a compiled program" if isinstance(value, jax.stages.Compiled) else of
     return {
         "title": f"Shardings{of}" if seen else "Devices of a mesh",
         "sizes": sizes,
