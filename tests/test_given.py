@@ -260,6 +260,29 @@ def test_a_cell_is_inked_where_its_device_holds(spec):
     assert thick == {0} | {i for i, d in enumerate(others, 1) if where[d] == where[first]}
 
 
+def test_a_third_dim_that_is_cut_is_a_bar_and_a_fourth_is_said():
+    cube = on((4, 8, 1, 16), "a", "b", None, "c", sizes=(2, 2, 2), names=("a", "b", "c"))
+    explorer = MeshExplorer.of(cube)
+    boxes, inked = cells(explorer)
+    bars = [i for i in flatten(explorer.scene.items) if isinstance(i, Rect) and i.fill == "other2"]
+    for position, box in boxes.items():
+        a, b, c = position // 4, position // 2 % 2, position % 2
+        (bar,) = (i for i in bars if i.x == box.x and box.y <= i.y < box.y + box.h)
+        assert (bar.y - box.y) / box.h == pytest.approx(a / 2) and bar.h == pytest.approx(box.h / 2)
+        room = (box.w - 6) / box.w  # beside the bar
+        left = 1 - room + room * c / 2
+        assert inked[position] == [pytest.approx((b / 2, b / 2 + 1 / 2, left, left + room / 2))]
+    assert "dim 1 down, dim 3 across. The bar at its left is dim 0." in " ".join(
+        explorer.scene.text.split("\n")
+    )
+    assert "cut too" not in explorer.scene.text
+    doc = shardings(cube)
+    doc["tensors"][0]["shards"] = [
+        [*block[:2], [0, 1 + i % 2], block[3]] for i, block in enumerate(doc["tensors"][0]["shards"])
+    ]
+    assert "Dim 1 is cut too, and not drawn." in GivenExplorer(doc).scene.text
+
+
 def test_clicks_choose_a_device_and_an_array(step):
     explorer = MeshExplorer.of(step.abstract_state)
     answer = explorer.answer(dict(explorer.state))
