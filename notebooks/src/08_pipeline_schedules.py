@@ -77,7 +77,7 @@ p, U = max(size for size in (1, 2, 4) if size <= len(devices)), 8
 # %% [markdown]
 # ## One picture
 #
-# 1F1B. A stage runs some forwards ahead, then one forward and one backward in turn. Under each row, in grey: what it holds.
+# 1F1B. A stage runs some forwards ahead, then one forward and one backward in turn. Under each row, in yellow: what it holds.
 
 # %%
 scene.show(draw.timeline(timetable(make("1f1b", 4, U))))
