@@ -86,7 +86,7 @@ def verdict(seen: Look) -> dict:
     head = (
         f"{fit.words.capitalize()}: {size_text(fit.total_bytes)} of {size_text(fit.capacity_bytes)} a device."
     )
-    capacity = f"{q.capacity_words.capitalize()}."
+    capacity = f"{q.capacity_words[0].upper()}{q.capacity_words[1:]}."
     if not seen.timed:
         line = "Time is not predicted: simulated devices share one processor and have no links."
         return {"tone": tone, "head": head, "rest": "", "line": line, "steps": []}

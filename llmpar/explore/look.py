@@ -23,6 +23,7 @@ from llmpar.plan import Plan, Resolved
 from llmpar.predict import hardware, planner
 from llmpar.predict.advice import Step, advice
 from llmpar.predict.hardware import CHIPS
+from llmpar.predict.layer import Segment, forward
 from llmpar.predict.planner import Candidate, Question
 
 START: dict[str, Any] = {
@@ -71,8 +72,6 @@ CONTROLS: list[dict[str, Any]] = [
 FIRST = "zero tp_sequence microbatches remat schedule context_parallel loss_chunks".split()
 HIDDEN = ("mesh", "reading", "bucket_bytes", "unroll", "attention_block")
 """Fields of a plan that change nothing that is shown."""
-SAME_AS_PLAN = {"dtype": "bfloat16"}
-"""What `llmpar plan` takes for granted."""
 
 
 # -------------------------------------------------------------------------------------------- reading a state
@@ -134,7 +133,7 @@ def own_chip(row: dict) -> hardware.Chip:
 
 def asked(state: dict) -> Question:
     """The planner's question: the model, the machine, the batch, and the fields that are set by hand."""
-    fixed = SAME_AS_PLAN | state["fields"]
+    fixed = dict(state["fields"])
     share = fixed.pop("memory_share", planner.GPU_SHARE)
     if unknown := sorted(set(state["fields"]) - set(OFFERED)):
         raise ValueError(f"a plan has no field {', '.join(unknown)}; it has {', '.join(OFFERED)}")
@@ -185,6 +184,11 @@ class Look:
     plan: Resolved
     around: Around
 
+    @functools.cached_property
+    def segments(self) -> list[Segment]:
+        """One layer, forward, in time; nothing where seconds mean nothing."""
+        return forward(self.question.run(self.one.plan)) if self.timed else []
+
     @property
     def timed(self) -> bool:
         """Whether seconds mean anything."""
@@ -209,9 +213,11 @@ class Around:
         self.points: dict[str, Candidate] = {}
         self.refused: dict[str, str] = {}
         self.steps: dict[str, list[Step]] = {}
+        self.runs: dict[str, Candidate] = {}  # ours of the published ones
         self.meshes = [] if question.chip.simulated else list(planner.every_mesh(question))
         self.map = self._map()
         self.works: dict[str, Iterator[None]] = {}
+        self.done = set[str]()
 
     def _map(self) -> Iterator[None]:
         for mesh, why in self.meshes:
@@ -231,13 +237,17 @@ class Around:
                 self.steps[mesh] += [step] if step else []
                 yield
         yield from self.map
+        for run, q, where in planner.famous():
+            self.runs[run["name"]] = planned(q, str(where))
+            yield
 
     def advance(self, mesh: str, one: Candidate, seconds: float) -> bool:
         """Work for a mesh for so many seconds of this process; gives whether all is known."""
         work, until = self.works.setdefault(mesh, self._work(mesh, one)), time.process_time() + seconds
-        while (left := next(work, "end") != "end") and time.process_time() < until:
-            pass
-        return not left
+        while mesh not in self.done and time.process_time() < until:
+            if next(work, "end") == "end":
+                self.done.add(mesh)
+        return mesh in self.done
 
     @property
     def best(self) -> Candidate | None:
@@ -263,7 +273,7 @@ def planned(question: Question, mesh: str) -> Candidate:
     """The planner's plan for a mesh, kept. On simulated devices, which have no times: the fields as given."""
     if not question.chip.simulated:
         return planner.on_mesh(question, parse_mesh(mesh))
-    plan = Plan(mesh, **question.fixed).effective(question.config)
+    plan = Plan(mesh, **{"dtype": "bfloat16"} | question.fixed).effective(question.config)
     plan.check(question.config, question.batch_size, question.seq_len)
     held = planner.held_by(question, plan.resolve(question.config, question.platform))
     return Candidate(plan, planner.UNPRICED, held)

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parent.parent
+WORDS = next(path for path in (PACKAGE / "docs/words.md", PACKAGE.parent / "docs/words.md") if path.is_file())
+"""The glossary: a wheel has it inside the package."""
 STATIC = Path(__file__).parent / "static"
 MODULE, STYLE = STATIC / "explorer.js", STATIC / "explorer.css"
 RUNTIME = STATIC / "python.json"
@@ -38,7 +40,9 @@ def rooms() -> dict[str, str]:
     found = [PACKAGE / f"{name}.py" for name in MODULES]
     found += [path for room in ROOMS for path in sorted(PACKAGE.glob(room))]
     files = [path for path in found if path.suffix in (".py", ".toml") and path.name != "widget.py"]
-    return {path.relative_to(PACKAGE.parent).as_posix(): path.read_text(encoding="utf-8") for path in files}
+    named = {path.relative_to(PACKAGE.parent).as_posix(): path for path in files}
+    named["llmpar/docs/words.md"] = WORDS
+    return {name: path.read_text(encoding="utf-8") for name, path in named.items()}
 
 
 def html(explorer: Any, small: bool = False) -> str:

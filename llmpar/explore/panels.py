@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections import Counter
 from html import escape
@@ -15,11 +14,11 @@ from llmpar.draw.grid import frames as grid_frames
 from llmpar.draw.grid import layer_lanes, tensor_grid
 from llmpar.draw.scene import Group, Scene, Text, compose, size_text, to_svg
 from llmpar.explore.look import Look
+from llmpar.explore.words import act, button, explain, famous
 from llmpar.notation import AXES, Layout, divisors, parse_mesh
 from llmpar.predict import planner
 from llmpar.predict.advice import verdict
 from llmpar.predict.hardware import GIB
-from llmpar.predict.layer import Segment, forward
 from llmpar.predict.planner import Candidate
 from llmpar.predict.time import Clock
 from llmpar.predict.traffic import ITEMSIZE, Prediction, step_traffic
@@ -32,6 +31,8 @@ AREAS = [
     ["layer", "", "middle"],
     ["map", "", "right"],
     ["sent", "", "right"],
+    ["explain", "What the number is made of", "right"],
+    ["famous", "Runs that were published", "below"],
     ["holds", "What the chosen device holds", "below"],
     ["code", "As code", "below"],
 ]
@@ -53,16 +54,6 @@ DOES = {
     "tp": "cut matrices",
 }
 """What an axis does, in two words."""
-
-
-def act(**patch: Any) -> str:
-    """What a click sets, as JSON."""
-    return json.dumps(patch)
-
-
-def button(text: str, **patch: Any) -> str:
-    """A button of a table."""
-    return f"<button type='button' data-set='{escape(act(**patch))}'>{escape(text)}</button>"
 
 
 def shown(panel: Scene | str) -> dict[str, str]:
@@ -204,13 +195,8 @@ def grid(seen: Look) -> Scene:
         row.itemsize * row.times,
         name=row.path,
         fill=fills.get(row.kind, "activations"),
-        segments=segments(seen),
+        segments=seen.segments,
     )
-
-
-def segments(seen: Look) -> list[Segment]:
-    """One layer, forward, in time; nothing where seconds mean nothing."""
-    return forward(seen.question.run(seen.one.plan)) if seen.timed else []
 
 
 def axes(seen: Look) -> Scene:
@@ -249,7 +235,7 @@ def memory(seen: Look) -> Scene:
 def step(seen: Look) -> Scene:
     """A step's seconds by term."""
     time = seen.one.time
-    parts = [columns.Part(name, seconds) for name, seconds in time.terms.items()]
+    parts = [columns.Part(name, seconds, "", act(explain=name)) for name, seconds in time.terms.items()]
     return columns.time_bar(parts, None, time.step_s)
 
 
@@ -302,7 +288,7 @@ def _way(one: Candidate) -> columns.Way:
 
 def frames(seen: Look) -> list[dict[str, Any]]:
     """What moves in a layer, instant by instant: the frames of the pictures."""
-    return grid_frames(segments(seen))
+    return grid_frames(seen.segments)
 
 
 def panels(seen: Look) -> dict[str, Scene | str]:
@@ -310,8 +296,9 @@ def panels(seen: Look) -> dict[str, Scene | str]:
     found: dict[str, Scene | str] = {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
     if seen.timed:
         turns = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
-        found |= {"step": step(seen), "layer": layer_lanes(segments(seen), turns), "map": mesh_map(seen)}
-    return found | {"sent": sent(seen), "holds": holds(seen), "code": code(seen)}
+        found |= {"step": step(seen), "layer": layer_lanes(seen.segments, turns), "map": mesh_map(seen)}
+    found |= {"sent": sent(seen), "explain": explain(seen), "holds": holds(seen), "code": code(seen)}
+    return found | {"famous": famous(seen)}
 
 
 def says(seen: Look, found: dict, drawn: dict[str, Scene | str]) -> str:

@@ -15,7 +15,7 @@ from llmpar.config import ExpertConfig, preset
 from llmpar.draw.charts import memory_bars, timeline, token_flow
 from llmpar.draw.scene import Line, Rect, Scene, compose, small_text
 from llmpar.explore.explorer import Explorer
-from llmpar.explore.panels import button
+from llmpar.explore.words import button
 from llmpar.plan import Plan
 from llmpar.predict import hardware, memory
 from llmpar.schedules import SCHEDULES, Schedule, from_text, make

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -107,7 +108,7 @@ class Sent:
     ragged: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class Runs:
     """How often a device runs each part of the model in one step. Layers are counted one by one."""
 
@@ -149,6 +150,7 @@ def runs(plan: Resolved, stage: int = 0) -> Runs:
     return Runs(embed, loss, forward, *again, n, forward + n, forward + again[0], attended)
 
 
+@functools.lru_cache(maxsize=256)
 def step_traffic(
     plan: Resolved, batch_size: int, seq_len: int, stage: int = 0, run: Runs | None = None
 ) -> Traffic:

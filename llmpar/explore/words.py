@@ -1,0 +1,89 @@
+"""What the mesh explorer says of a number, a word, meshes that are left out, and runs that were published."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections import Counter
+from html import escape
+from typing import Any
+
+from llmpar.draw.scene import size_text, time_text
+from llmpar.explore.look import Look
+from llmpar.explore.page import WORDS
+from llmpar.predict import planner
+from llmpar.predict.terms import Term, terms
+
+UNITS = {"B": size_text, "s": time_text, "1/s": lambda x: f"{x:,.0f} a second", "1": lambda x: f"{x:.1%}"}
+STEP = ("total", "a step", "MFU", "tokens per second")
+"""The numbers of the verdict."""
+
+
+def act(**patch: Any) -> str:
+    """What a click sets, as JSON."""
+    return json.dumps(patch)
+
+
+def button(text: str, **patch: Any) -> str:
+    """A button of a table."""
+    return f"<button type='button' data-set='{escape(act(**patch))}'>{escape(text)}</button>"
+
+
+@functools.cache
+def glossary() -> dict[str, str]:
+    """The words and axes of `docs/words.md`, each with its line."""
+    rows = re.findall(r"^\| [*`]*(.+?)[*`]* \| (.+) \|$", WORDS.read_text(encoding="utf-8"), re.MULTILINE)
+    return {word.strip(): said for names, said in rows for word in names.split(",")}
+
+
+def explain(seen: Look) -> str:
+    """What was clicked: a number with its formula and the numbers put in, a word of the glossary, or why
+    meshes are left out."""
+    asked, found = seen.state["explain"] or "total", terms(seen.question, seen.one)
+    if asked.startswith("word "):
+        word = asked.removeprefix("word ")
+        said = f"<p><b>{escape(word)}</b>: {escape(glossary().get(word, 'not in the glossary'))}</p>"
+    elif asked == "left out":
+        reasons = Counter(seen.around.refused.values())
+        rows = (
+            f"<li>{count} of {len(seen.around.meshes)}: {escape(why)}</li>"
+            for why, count in reasons.most_common(12)
+        )
+        said = f"<p><b>Meshes that are left out</b></p><ul>{''.join(rows)}</ul>"
+    else:
+        said = _term(next((term for term in found if term.name == asked), found[0]))
+    names = [term.name for term in found if term.name in STEP]
+    more = [button(name, explain=name) for name in names] + [button("meshes left out", explain="left out")]
+    return f"{said}<p>{' '.join(more)}</p>"
+
+
+def _term(term: Term) -> str:
+    about = " (an estimate)" * term.estimate
+    value = UNITS[term.unit](term.value)
+    lines = [
+        f"<b>{escape(term.name)}, {value}{about}</b>: {escape(term.formula)}",
+        f"= {escape(term.filled)}",
+    ]
+    where = [f"arrow <code>{escape(term.arrow)}</code>"] * bool(term.arrow)
+    where += [f"in <code>{escape(term.line)}</code>"] * bool(term.line)
+    where += [f"lesson {escape(term.lesson)}"] * bool(term.lesson) + [escape(term.paper)] * bool(term.paper)
+    return "".join(f"<p>{line}</p>" for line in [*lines, " · ".join(where)])
+
+
+def famous(seen: Look) -> str:
+    """Published runs, each a click away: what was measured beside what is predicted, once that is known."""
+    rows = []
+    for run, q, mesh in planner.famous():
+        start = {"model": q.model, "chip": run["chip"], "devices": q.num_devices, "agreed": q.num_devices}
+        start |= {"batch_size": q.batch_size, "seq_len": q.seq_len, "mesh": str(mesh)}
+        start["fields"] = dict.fromkeys(seen.state["fields"])  # back to the planner
+        one, published, ours = seen.around.runs.get(run["name"]), f"{run.get('mfu', 0):.0%} MFU", "…"
+        if "step_s" in run:
+            published = time_text(run["step_s"])
+        if one:
+            ours = f"{one.time.mfu(q.run(one.plan)):.0%} MFU" if "mfu" in run else time_text(one.time.step_s)
+        cells = "".join(f"<td>{escape(text)}</td>" for text in (published, ours, run["source"]))
+        rows.append(f"<tr><th scope='row'>{button(run['name'], **start)}</th>{cells}</tr>")
+    head = "".join(f"<th scope='col'>{word}</th>" for word in ("run", "published", "ours", "source"))
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
