@@ -10,7 +10,7 @@ AXES = ("fsdp", "tp")
 ORDER = "F0 F1 B0 B1\nF0 B0 F1 B1"
 START = {"devices": 8, "chip": "h100", "mesh": "fsdp=4 tp=2", "device": 0}
 START |= {"order": "", "move": None, "fields": {}}
-SENTENCE = "Train a model on {devices} {chip}, as {mesh}"
+SENTENCE = "Train a model on {devices} {chip}, as {mesh}; device {device}, {order}"
 PANELS = [["axes", "Axes", "left"], ["grid", "Who holds what", "middle"], ["layer", "One layer", "middle"]]
 PANELS += [
     ["map", "All ways", "right"],

@@ -353,9 +353,9 @@ def to_svg(scene: Scene) -> str:
             position += f' rx="{_n(item.radius)}"'
             style, tip = paint(item.fill, item.stroke, item.width, item.dash), escape(item.tip)
             style += f' data-op="{item.op}"' * bool(item.op)
-            if item.act:
-                style += f' pointer-events="all" role="button" tabindex="-1" data-set={attribute(item.act)}'
-                style += f" aria-label={attribute(item.tip)}"
+            style += f" data-set={attribute(item.act)}" * bool(item.act)
+            if item.act or item.op:
+                style += f' pointer-events="all" role="button" tabindex="-1" aria-label={attribute(item.tip)}'
             body.append(f"<rect {position} {style}>" + f"<title>{tip}</title>" * bool(tip) + "</rect>")
             if item.hatch:
                 name = f"llmpar-{'dots' if item.hatch == '.' else 'lines'}-{item.stroke}"
@@ -375,7 +375,7 @@ def to_svg(scene: Scene) -> str:
     rule = ".llmpar .f-{0}{{fill:var(--lp-{0})}}.llmpar .s-{0}{{stroke:var(--lp-{0})}}"
     rules = "".join(map(rule.format, sorted(used)))
     w, h = _n(scene.width), _n(scene.height)
-    role = "group" if any(isinstance(item, Rect) and item.act for item in items) else "img"
+    role = "group" if any(isinstance(item, Rect) and (item.act or item.op) for item in items) else "img"
     font = 'font-family="DejaVu Sans, Verdana, system-ui, sans-serif"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="llmpar" role="{role}"'

@@ -1,6 +1,6 @@
-// An explorer in a browser: a form, pictures that Python drew, and the question for the next ones. What a
-// picture means is known to Python alone. `render` is a notebook's way in (its kernel answers), `start` a page's
-// (Python in the page answers, or what is stored in it). No library, no network.
+// An explorer in a browser: a form, pictures that Python drew, and the question for the next ones. What they
+// mean is known to Python alone. `render` is a notebook's way in, where its kernel answers; `start` a page's,
+// where Python in the page does, or what is stored in it. No library, no network.
 
 const SILENT = "Python does not answer: its kernel is busy, or was restarted; then run the cell again.";
 const ACT = "[data-set],[data-op]"; // what a click, Enter or Space does something with
@@ -20,7 +20,7 @@ const escapes = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
 const esc = (text) => String(text).replace(/[&<>"]/g, (c) => escapes[c]);
 const shown = (value) => ({ null: "none", true: "yes", false: "no" })[value] ?? String(value);
 
-// ----------------------------------------------------------------------------------------------------- states
+// ---------------------------------------------------------------------------------------------------- states
 
 // One spelling of a state, whatever the order of its names: a stored notebook sorts them.
 function sorted(value) {
@@ -41,12 +41,13 @@ function patched(state, patch) {
 function toHash(state, start) {
   const names = Object.keys(state).filter((name) => spelt(state[name]) !== spelt(start[name]));
   const text = (value) => encodeURIComponent(typeof value === "string" ? value : JSON.stringify(value));
-  const readable = (value) => text(value).replaceAll("%20", "+").replaceAll("%3D", "=").replaceAll("%2C", ",");
-  return names.map((name) => `${name}=${readable(state[name])}`).join("&");
+  const readable = { "%20": "+", "%3D": "=", "%2C": "," };
+  const value = (name) => text(state[name]).replace(/%(20|3D|2C)/g, (code) => readable[code]);
+  return names.map((name) => `${name}=${value(name)}`).join("&");
 }
 
 function fromHash(hash, start) {
-  const state = { ...start }, unread = [];
+  const state = { ...start }, unread = [], lost = "Left out of the link, since it cannot be read here:";
   for (const part of hash.replace(/^#/, "").split("&").filter(Boolean)) {
     const [, name, text] = /^([^=]*)=?(.*)$/s.exec(part);
     try {
@@ -57,15 +58,16 @@ function fromHash(hash, start) {
       unread.push(part);
     }
   }
-  return [state, unread.length ? `Left out of the link, since it cannot be read here: ${unread.join(", ")}` : ""];
+  return [state, unread.length ? `${lost} ${unread.join(", ")}` : ""];
 }
 
-// --------------------------------------------------------------------------------------------------- controls
+// -------------------------------------------------------------------------------------------------- controls
 
 function options(all, value) {
   const same = (one) => spelt(one) === spelt(value), known = all.some(same) ? all : [value, ...all];
-  const option = (one) => `<option value="${esc(spelt(one))}"${same(one) ? " selected" : ""}>${esc(shown(one))}`;
-  return known.map((one) => `${option(one)}</option>`).join("");
+  const option = (one) =>
+    `<option value="${esc(spelt(one))}"${same(one) ? " selected" : ""}>${esc(shown(one))}</option>`;
+  return known.map(option).join("");
 }
 
 function control(c, value, attribute = "data-name") {
@@ -75,12 +77,11 @@ function control(c, value, attribute = "data-name") {
   if (c.kind === "choice") return `<select ${name}>${options(c.options, value)}</select>`;
   const range = `type="range" min="${c.min}" max="${c.max}" step="${c.step || 1}"`;
   if (c.kind === "slider") return `<input ${range} value="${value}" ${name}><output>${value}</output>`;
-  const typed = `<input type="text" spellcheck="false" autocomplete="off" value="${esc(value ?? "")}" ${name}`;
+  const typed = `<input spellcheck="false" autocomplete="off" value="${esc(value ?? "")}" ${name}`;
   if (c.kind === "text") return `${typed}>`;
-  const by = (n, sign, word) =>
-    `<button type="button" tabindex="-1" data-by="${n}" aria-label="${esc(c.label)}: ${word}">${sign}</button>`;
-  const buttons = by(1, "▴", "more") + by(-1, "▾", "less");
-  return `<span class="int">${typed} inputmode="numeric" role="spinbutton">${buttons}</span>`;
+  const more = '<button type="button" tabindex="-1" aria-hidden="true" data-by="1">▴</button>';
+  const less = '<button type="button" tabindex="-1" aria-hidden="true" data-by="-1">▾</button>';
+  return `<span class="int">${typed} inputmode="numeric" role="spinbutton">${more}${less}</span>`;
 }
 
 // What a control says; undefined where it is not a number that can be read.
@@ -111,27 +112,29 @@ function next(c, now, by) {
   return Math.min(c.max ?? Infinity, Math.max(c.min ?? 1, to));
 }
 
-// --------------------------------------------------------------------------------------------- parts of a page
+// ------------------------------------------------------------------------------------------- parts of a page
 
 function themeCss({ light, dark }) {
-  const vars = (theme) => `{${Object.entries(theme).map(([role, colour]) => `--${role}:${colour}`).join(";")}}`;
-  const [day, night] = [`.lpx${vars(light)}`, `.lpx${vars(dark)}`];
+  const rule = (theme) => `.lpx{${Object.entries(theme).map((pair) => `--${pair.join(":")}`).join(";")}}`;
+  const [day, night] = [rule(light), rule(dark)];
   const lab = `[data-jp-theme-light=true] ${day}[data-jp-theme-light=false] ${night}`;
   return `${day}@media (prefers-color-scheme:dark){${night}}${lab}`;
 }
 
-const step = ({ text, do: word, set }) => `<button type="button" class="step" data-set="${esc(JSON.stringify(set))}">` +
-  `${esc(text)} <b>${esc(word)}</b></button>`;
+const acting = (set, name, inner) =>
+  `<button type="button" ${name} data-set="${esc(JSON.stringify(set))}">${inner}</button>`;
+const step = ({ text, do: word, set }) => acting(set, 'class="step"', `${esc(text)} <b>${esc(word)}</b>`);
 
 function verdict({ verdict: found, refusal }, last) {
   const one = found || (refusal && { tone: "refused", head: "Not possible" });
   if (!one) return "";
   const line = (kind, text) => (text ? `<p class="${kind}">${esc(text)}</p>` : "");
-  const icon = `<span aria-hidden="true">${ICONS[one.tone]}</span>`, steps = refusal?.steps || one.steps || [];
-  return `<div class="${one.tone}"><div role="status"><p class="head"><b>${icon} ${esc(one.head)}</b> ` +
-    `${esc(one.rest || "")}</p>${line("why", refusal?.why)}${line("line", one.line)}` +
-    `${line("line", refusal && last && "Shown: the last that could be answered.")}</div>` +
-    `<div class="steps">${steps.map(step).join("")}</div></div>`;
+  const icon = `<span aria-hidden="true">${ICONS[one.tone]}</span>`, steps = (refusal || one).steps || [];
+  return `<div class="${one.tone}"><div role="status">
+    <p class="head"><b>${icon} ${esc(one.head)}</b> ${esc(one.rest || "")}</p>
+    ${line("why", refusal?.why)}${line("line", one.line)}
+    ${line("line", refusal && last && "Shown: the last that could be answered.")}</div>
+    <div class="steps">${steps.map(step).join("")}</div></div>`;
 }
 
 const labelled = (c, inner) => {
@@ -139,16 +142,20 @@ const labelled = (c, inner) => {
   return `<${tag} class="labelled ${c.kind}"><span>${esc(c.label)}</span>${inner}</${tag}>`;
 };
 
-// All that stays; what an answer says is put into it.
+// All that stays; what an answer says is put into it. Controls that a sentence does not name are folded.
 function skeleton(doc, source, own, made) {
   const [h, sub] = source.page ? ["h1", "h2"] : ["h2", "h3"], words = doc.sentence.split(/\{(\w+)\}/);
-  const button = (name, text, label = "") => `<button type="button" data-do="${name}"` +
-    `${label && ` aria-label="${label}" title="${label}"`}>${text}</button>`;
-  const others = doc.controls.filter((c) => !words.includes(c.name));
-  const panel = ([name, title]) => `<section class="panel" data-panel="${name}" hidden><${sub}>${esc(title)}</${sub}>` +
-    `<div class="pic" role="group" aria-label="${esc(title || name)}"></div><p class="note"></p></section>`;
-  const area = (where) => doc.panels.filter((one) => one[2] === where).map(panel).join("");
-  const tabs = doc.panels.map(([name, title]) => `<button type="button" data-tab="${name}">${esc(title || name)}</button>`);
+  const button = (name, text, label = text) =>
+    `<button type="button" data-do="${name}" aria-label="${label}" title="${label}">${text}</button>`;
+  const others = doc.controls.filter((c) => !words.includes(c.name)).map((c) => labelled(c, own(c.name)));
+  const form = `<div class="form">${others.join("")}</div>`;
+  const panel = ([name, title]) => `<section class="panel" data-panel="${name}" hidden>
+    <${sub}>${esc(title)}</${sub}>
+    <div class="pic" role="group" aria-label="${esc(title || name)}"></div><p class="note"></p></section>`;
+  const area = (where) =>
+    `<div class="${where}">${doc.panels.filter((one) => one[2] === where).map(panel).join("")}</div>`;
+  const tab = ([name, title]) =>
+    `<button type="button" data-tab="${name}">${esc(title || name)}</button>`;
   const keys = Object.entries(KEYS).map(([key, what]) => `<dt>${key}</dt><dd>${what}</dd>`).join("");
   return `<style>${themeCss(doc.theme)}</style>
     <div class="ask"><div class="top"><${h} class="${doc.sentence ? "unseen" : ""}">${esc(doc.title)}</${h}>
@@ -156,14 +163,13 @@ function skeleton(doc, source, own, made) {
       <div class="tools">${source.page ? button("link", "copy link") : ""}${button("code", "copy code")}
         <details class="menu"><summary>save</summary><div>${button("png", "PNG")}${button("svg", "SVG")}
         ${source.save ? button("html", "HTML") : ""}</div></details>${button("help", "?", "keys")}</div></div>
-      <div class="form">${others.map((c) => labelled(c, own(c.name))).join("")}</div><div class="verdict"></div>
-      <p class="said" role="status"></p></div>
-    <nav class="tabs" aria-label="pictures">${tabs.join("")}</nav>
-    <div class="panels"><div class="left">${area("left")}</div><div class="middle">${area("middle")}</div>
-      <div class="right">${area("right")}</div></div><div class="below">${area("below")}</div>
-    <details class="rest" hidden><summary></summary><div class="fields"></div></details>
+      ${doc.sentence ? "" : form}<div class="verdict"></div><p class="said" role="status"></p></div>
+    <nav class="tabs" aria-label="pictures">${doc.panels.map(tab).join("")}</nav>
+    <div class="panels">${["left", "middle", "right"].map(area).join("")}</div>${area("below")}
+    <details class="rest" hidden><summary></summary>${doc.sentence && form}<div class="fields"></div>
+    </details>
     <p class="foot"><span></span> ${button("cite", "copy")}<br>${made}</p>
-    <dialog aria-label="keys"><dl>${keys}</dl>${button("close", "close")}</dialog>
+    <dialog aria-label="keys"><dl>${keys}</dl><form method="dialog"><button>close</button></form></dialog>
     <div class="player" role="group" aria-label="the moving pictures" hidden>${button("play", "▶", "play")}
       ${button("back", "◂", "step back")}${button("forth", "▸", "step forward")}
       <input type="range" min="0" aria-label="instant"><span></span></div>`;
@@ -196,22 +202,22 @@ function picture(root, { light: { ink, soft, paper } }, head, foot) {
   for (const where of ["left", "middle", "right"]) {
     let y = 84, wide = 0;
     for (const svg of root.querySelectorAll(`.${where} .panel:not([hidden]) svg`)) {
-      const copy = svg.cloneNode(true), [w, h] = ["width", "height"].map((side) => Number(svg.getAttribute(side)));
+      const copy = svg.cloneNode(true), { width, height } = svg.viewBox.baseVal;
       copy.querySelector("style")?.remove();
       copy.removeAttribute("style");
       text(x, y + 4, 13, ink, svg.closest(".panel").firstChild.textContent);
       copy.setAttribute("x", x);
       copy.setAttribute("y", y + 12);
       out.push(new XMLSerializer().serializeToString(copy));
-      [wide, y] = [Math.max(wide, w), y + h + 36];
+      [wide, y] = [Math.max(wide, width), y + height + 36];
     }
     [x, high] = [x + wide + (wide ? 16 : 0), Math.max(high, y)];
   }
   head.forEach((said, i) => text(16, 28 + 24 * i, 15, ink, said));
   text(16, high + 8, 11, soft, foot);
-  const size = `width="${Math.max(x, 900)}" height="${high + 24}" font-family="DejaVu Sans, Verdana, sans-serif"`;
-  const ground = `<rect width="100%" height="100%" fill="${paper}"/>`;
-  return `<svg xmlns="http://www.w3.org/2000/svg" ${size}>${ground}${out.join("")}</svg>`;
+  return `<svg xmlns="http://www.w3.org/2000/svg" width="${Math.max(x, 900)}" height="${high + 24}"
+    font-family="DejaVu Sans, Verdana, sans-serif"><rect width="100%" height="100%" fill="${paper}"/>
+    ${out.join("")}</svg>`;
 }
 
 function centre(e) {
@@ -229,42 +235,52 @@ function nearest(all, [x, y], cost) {
   return best;
 }
 
+function showFrame(picture, frame) {
+  for (const group of picture.querySelectorAll("[data-frame]")) {
+    group.setAttribute("display", Number(group.dataset.frame) === frame ? "inline" : "none");
+  }
+}
+
 // One Tab stop for all parts of a picture.
 const rove = (group, stop) => {
   for (const act of group.querySelectorAll(ACT)) act.setAttribute("tabindex", act === stop ? 0 : -1);
 };
 
-// ----------------------------------------------------------------------------------------------- the explorer
+// ---------------------------------------------------------------------------------------------- the explorer
 
-// `source` is what answers: {state, answer, page, address, ask(state), more(state), save(state, answer),
-// waiting(ms): what to say after so long}. What it hears goes to `receive` (an answer) and `follow` (a state).
+// `source` is what answers: {state, answer, page, address, made, ask(state), more(state), save(state, answer)
+// and waiting(ms): what to say after so long}. It tells `receive` an answer, and `follow` a state.
 function mount(doc, source, el) {
   const stored = [doc.answer, ...(doc.stored || [])].filter(Boolean), root = document.createElement("div");
   const kinds = Object.fromEntries(doc.controls.map((c) => [c.name, c])), fieldKinds = {}, boxes = {};
   let { state, answer } = source, waiting = false, mine = false, timer = 0, clock = 0, since = 0;
-  let frame = 0, playing = 0, address = 0, undone = false, typing = null, dragged = null, moved = "", drawing = false;
-  const unfolded = [];
+  let frame = 0, playing = 0, address = 0, undone = false; // what is shown, and where it can be found
+  let typing = null, dragged = null, moved = "", drawing = false, strips = []; // what hands are doing
   const live = !source.page || doc.live;
-  for (const c of live ? [] : doc.controls) { // what cannot change anything in this page is not offered, but said
+  for (const c of live ? [] : doc.controls) { // what cannot change anything in this page is only said
     const values = new Set(stored.map((one) => spelt(one.state[c.name])));
-    kinds[c.name] = { ...c, options: c.options?.filter((one) => values.has(spelt(one))), fixed: values.size < 2 };
+    const options = c.options?.filter((one) => values.has(spelt(one)));
+    kinds[c.name] = { ...c, options, fixed: values.size < 2 };
   }
   const own = (name) =>
     (kinds[name].fixed ? `<b>${esc(shown(state[name]))}</b>` : control(kinds[name], state[name]));
   root.className = "lpx";
-  root.dataset.lmSuppressShortcuts = "true"; // JupyterLab takes arrows and letters away from what has the focus
-  root.innerHTML = skeleton(doc, source, own, !source.page ? "computed by llmpar in this notebook" : live
-    ? "computed in this page by llmpar itself, no network" : `${stored.length} answers of llmpar are stored here`);
+  root.dataset.lmSuppressShortcuts = "true"; // JupyterLab would take arrows and letters away
+  root.innerHTML = skeleton(doc, source, own, source.made);
   el.append(root);
   const find = (selector) => root.querySelector(selector), focused = () => root.getRootNode().activeElement;
-  const player = find(".player"), scrub = player.querySelector("input"), say = (text) => { find(".said").textContent = text; };
+  const player = find(".player"), scrub = player.querySelector("input"), knob = find('[data-do="play"]');
+  const say = (text) => { find(".said").textContent = text; };
   for (const section of root.querySelectorAll(".panel")) {
     const [title, pic, note] = section.children, name = section.dataset.panel;
     boxes[name] = { section, title, pic, note, tab: find(`[data-tab="${name}"]`), text: null, rest: "" };
   }
   const filled = {}; // what is not different is not touched
-  const fill = (selector, html) => { if (filled[selector] !== html) find(selector).innerHTML = filled[selector] = html; };
-  const frames = () => answer.frames || [], opens = () => Object.values(boxes).filter((box) => !box.section.hidden);
+  const fill = (selector, html) => {
+    if (filled[selector] !== html) find(selector).innerHTML = filled[selector] = html;
+  };
+  const frames = () => answer.frames || [];
+  const opens = () => Object.values(boxes).filter((box) => !box.section.hidden);
 
   // -------- states and answers
 
@@ -300,11 +316,6 @@ function mount(doc, source, el) {
     if (waiting) expect(false);
     draw();
     complete();
-  }
-
-  function fail(why) {
-    clearInterval(clock);
-    say(`Python in this page failed: ${why}`);
   }
 
   function complete() {
@@ -356,14 +367,10 @@ function mount(doc, source, el) {
     const name = moved || had?.dataset?.op || had?.dataset?.set, folds = [...pic.querySelectorAll("details")];
     pic.innerHTML = box.text = text;
     pic.querySelectorAll("details").forEach((one, i) => { one.open = folds[i]?.open ?? one.open; });
-    for (const op of pic.querySelectorAll("[data-op]")) { // a button for those who do not see it, too
-      op.setAttribute("role", "button");
-      op.setAttribute("aria-label", op.textContent);
-      op.closest("svg").setAttribute("role", "group");
-    }
     for (const group of pic.querySelectorAll("svg,table")) rove(group, group.querySelector(ACT));
     if (!had) return;
-    const all = [...pic.querySelectorAll(ACT)], same = all.find((e) => [e.dataset.op, e.dataset.set].includes(name));
+    const all = [...pic.querySelectorAll(ACT)];
+    const same = all.find((e) => e.dataset.op === name || e.dataset.set === name);
     (same || nearest(all, spot, Math.hypot) || pic).focus({ preventScroll: true });
   }
 
@@ -386,13 +393,14 @@ function mount(doc, source, el) {
 
   function fields(all) {
     const num = all.filter((c) => c.yours).length, at = focused()?.dataset?.field;
-    const back = (c) => `<button type="button" aria-label="${esc(c.label)}: give it back to the planner" ` +
-      `data-set="${esc(JSON.stringify({ fields: { [c.name]: null } }))}">yours ✕</button>`;
-    const one = (c) => `<div class="${c.yours ? "yours" : ""}">` +
-      `${labelled(c, control(c, c.value, "data-field"))}${c.yours ? back(c) : ""}</div>`;
+    const back = (c) => acting({ fields: { [c.name]: null } },
+      `aria-label="${esc(c.label)}: give it back to the planner"`, "yours ✕");
+    const one = (c) => `<div class="${c.yours ? "yours" : ""}">
+      ${labelled(c, control(c, c.value, "data-field"))}${c.yours ? back(c) : ""}</div>`;
     for (const c of all) fieldKinds[c.name] = c;
     find(".rest").hidden = !all.length;
-    find(".rest summary").textContent = `The rest of the plan: chosen by the planner${num ? `, ${num} set by you` : ""}`;
+    find(".rest summary").textContent =
+      `The rest of the plan: chosen by the planner${num ? `, ${num} set by you` : ""}`;
     fill(".fields", all.map(one).join(""));
     if (at && !focused()?.dataset?.field) find(`[data-field="${at}"]`)?.focus({ preventScroll: true });
   }
@@ -418,11 +426,10 @@ function mount(doc, source, el) {
   }
 
   function go(to) {
-    const most = Math.max(0, frames().length - 1), said = frames()[frame = Math.min(Math.max(to, 0), most)]?.text ?? "";
-    for (const group of root.querySelectorAll(".pic [data-frame]")) {
-      if (Number(group.dataset.frame) === frame) group.removeAttribute("display");
-      else group.setAttribute("display", "none");
-    }
+    const most = Math.max(0, frames().length - 1);
+    frame = Math.min(Math.max(to, 0), most);
+    const said = frames()[frame]?.text ?? "";
+    for (const { pic } of opens()) showFrame(pic, frame);
     [scrub.max, scrub.value] = [most, frame];
     scrub.setAttribute("aria-valuetext", `${frame + 1} of ${most + 1}: ${said}`);
     player.querySelector("span").textContent = said;
@@ -430,7 +437,7 @@ function mount(doc, source, el) {
 
   // A frame lasts as long as it takes, between 0.4 and 1.5 seconds.
   function play(on) {
-    const [mark, label] = on ? ["❚❚", "pause"] : ["▶", "play"], knob = find('[data-do="play"]'), last = frames().length - 1;
+    const [mark, label] = on ? ["❚❚", "pause"] : ["▶", "play"], last = frames().length - 1;
     const longest = Math.max(...frames().map((one) => one.seconds)) || 1;
     const rest = () => Math.max(400, (1500 * frames()[frame].seconds) / longest);
     clearTimeout(playing);
@@ -460,7 +467,8 @@ function mount(doc, source, el) {
     undone = false;
     clearTimeout(address);
     address = setTimeout(() => {
-      try { if (hash !== location.hash.slice(1)) history[how](null, "", url); } catch { /* a frame that may not */ }
+      if (hash === location.hash.slice(1)) return;
+      try { history[how](null, "", url); } catch { /* a frame that may not */ }
     }, 400);
   }
 
@@ -483,7 +491,6 @@ function mount(doc, source, el) {
     svg: () => download(`${name}.svg`, "image/svg+xml", still()),
     html: () => { say(source.page ? "" : "Python writes the page"); source.save(state, answer); },
     help: () => find("dialog").showModal(),
-    close: () => find("dialog").close(),
     play: () => play(!playing),
     back: () => { play(false); go(frame - 1); },
     forth: () => { play(false); go(frame + 1); },
@@ -537,12 +544,14 @@ function mount(doc, source, el) {
 
   // What is pointed at or has the focus is said below its picture.
   function tip({ target }) {
-    const box = boxes[target.closest?.(".panel")?.dataset.panel], e = box && target.closest(".pic *:not(svg)");
-    if (box) box.note.textContent = e?.ariaLabel || e?.querySelector(":scope > title")?.textContent || box.rest;
+    const box = boxes[target.closest(".panel")?.dataset.panel], e = box && target.closest(".pic *:not(svg)");
+    const said = e?.ariaLabel || e?.querySelector(":scope > title")?.textContent;
+    if (box) box.note.textContent = said || box.rest;
   }
 
   function key(event) {
-    const { target, key, shiftKey } = event, e = target.closest(ACT), group = e?.closest("svg,table"), by = ARROWS[key];
+    const { target, key, shiftKey } = event, e = target.closest(ACT), by = ARROWS[key];
+    const group = e?.closest("svg,table");
     if (key === "?" && !target.matches("input,textarea")) actions.help();
     else if (by?.[1] && target.dataset.kind === "int") count(target, -by[1]);
     else if ((key === "Enter" || key === " ") && e && e.localName !== "button") act(e);
@@ -561,15 +570,17 @@ function mount(doc, source, el) {
     event.stopPropagation();
   }
 
-  const under = ({ clientX, clientY }) => document.elementsFromPoint(clientX, clientY).filter((e) => root.contains(e));
-  const opUnder = (event) => under(event).find((e) => e.dataset.op)?.dataset.op;
+  function under({ clientX, clientY }, selector) {
+    return document.elementsFromPoint(clientX, clientY).find((e) => root.contains(e) && e.matches(selector));
+  }
 
   // Where a dragged operation would go.
   function over(event) {
-    const op = dragged && opUnder(event), same = op && op !== dragged && numbers(op)[0] === numbers(dragged)[0];
+    const e = dragged && under(event, "[data-op]"), op = e?.dataset.op;
     find(".target")?.classList.remove("target");
-    if (same) opNamed(op).classList.add("target");
-    return same ? op : null;
+    if (!op || op === dragged || numbers(op)[0] !== numbers(dragged)[0]) return null;
+    e.classList.add("target");
+    return op;
   }
 
   function drop(event) {
@@ -581,7 +592,7 @@ function mount(doc, source, el) {
 
   function click(event) {
     const { tab, by, do: what } = event.target.closest("button")?.dataset || {};
-    const e = event.target.closest(ACT) || under(event).find((one) => one.matches(ACT));
+    const e = event.target.closest(ACT) || under(event, ACT);
     if (moved) return; // the end of a drag
     if (what || tab) find(".menu").open = false;
     if (tab) turn(tab);
@@ -593,25 +604,20 @@ function mount(doc, source, el) {
     }
   }
 
-  // On paper: everything, and what moves as its first instants beside one another.
+  // On paper what moves stands as its first instants beside one another.
   function unfold() {
-    for (const one of root.querySelectorAll("details:not(.menu,[open])")) {
-      one.open = true;
-      unfolded.push(() => { one.open = false; });
-    }
-    for (const svg of [...root.querySelectorAll(".pic svg")].filter((one) => one.querySelector('[data-frame="1"]'))) {
-      const strip = document.createElement("div");
+    for (const { pic } of opens().filter((box) => box.pic.querySelector('[data-frame="1"]'))) {
+      const strip = document.createElement("div"), num = Math.min(8, frames().length);
       strip.className = "strip";
-      for (let k = 0; k < Math.min(8, frames().length); k++) {
-        const still = svg.cloneNode(true);
-        for (const g of still.querySelectorAll("[data-frame]")) g.setAttribute("display", g.dataset.frame == k ? "inline" : "none");
-        strip.append(still);
+      for (let k = 0; k < num; k++) {
+        strip.append(pic.querySelector("svg").cloneNode(true));
+        showFrame(strip.lastChild, k);
       }
-      svg.after(strip);
-      unfolded.push(() => strip.remove());
+      pic.append(strip);
+      strips.push(strip);
     }
   }
-  const fold = () => unfolded.splice(0).forEach((undo) => undo());
+  const fold = () => strips.splice(0).forEach((strip) => strip.remove());
 
   const typed = ({ target }) => (TYPED.includes(target.dataset.kind) ? target : null);
   const listen = [
@@ -631,7 +637,8 @@ function mount(doc, source, el) {
       tip(event);
     }],
     [root, "keydown", key], [root, "click", click], [root, "pointerover", tip],
-    [root, "pointerdown", (event) => { dragged = opUnder(event); }], [root, "pointermove", (event) => { if (dragged) over(event); }],
+    [root, "pointerdown", (event) => { dragged = under(event, "[data-op]")?.dataset.op; }],
+    [root, "pointermove", over],
     [window, "pointerup", drop], [window, "beforeprint", unfold], [window, "afterprint", fold],
     ...(source.address ? [[window, "popstate", back]] : []),
   ];
@@ -648,16 +655,18 @@ function mount(doc, source, el) {
     sized.disconnect();
     for (const one of [timer, playing, address, clock]) clearTimeout(one);
   };
-  return { receive, follow, fail, say, stop };
+  return { receive, follow, say, stop };
 }
 
 // A page: its own Python, or only stored answers. Of the questions that wait, only the last is asked.
 export function start(doc, backend, el) {
   const address = !document.querySelector("[data-explorer]"); // the first explorer of a page has its address
   const [state, said] = address ? fromHash(location.hash, doc.state) : [doc.state, ""];
-  const source = { page: true, address, state, answer: doc.answer, said }, stored = 1 + (doc.stored || []).length;
-  const none = `This page stores ${stored} answers, and none for this choice; a page that was saved whole, or a notebook, has all.`;
-  let wanted = null, busy = false;
+  const stores = `This page stores ${1 + (doc.stored || []).length} answers of llmpar`;
+  const none = `${stores}, and none for this choice; a page that was saved whole, or a notebook, has all.`;
+  const source = { page: true, address, state, answer: doc.answer, said };
+  source.made = doc.live ? "computed in this page by llmpar itself, no network" : stores;
+  let wanted = null, busy = false, failed = "";
   async function ask(state) {
     wanted = state;
     if (busy) return;
@@ -665,12 +674,14 @@ export function start(doc, backend, el) {
     while (wanted) {
       const now = wanted;
       wanted = null;
-      await backend.ask(now).then(app.receive, (error) => app.fail(error.message));
+      failed = "";
+      await backend.ask(now).then(app.receive, (why) => { failed = `Python in this page: ${why.message}`; });
     }
     busy = false;
   }
-  source.waiting = () => (backend ? backend.status || "" : none);
-  if (backend) Object.assign(source, { ask, more: (state) => backend.more(state).then(app.receive, () => {}) });
+  source.waiting = () => (backend ? failed || backend.status || "" : none);
+  if (backend) source.ask = ask;
+  if (backend) source.more = (state) => backend.more(state).then(app.receive, () => {});
   source.save = document.getElementById("doc") && ((state, answer) => { // this page, with the present state
     const copy = document.documentElement.cloneNode(true), own = JSON.stringify({ ...doc, state, answer });
     for (const one of copy.querySelectorAll("[data-explorer]")) one.replaceChildren();
@@ -691,11 +702,15 @@ export function render({ model, el }) {
     more: () => model.send({ more: true }),
     save: () => model.send({ export: "html" }),
     waiting: (ms) => (ms > 3000 ? SILENT : ""),
+    made: "computed by llmpar in this notebook",
   }, el);
   const heard = {
     "change:answer": () => app.receive(model.get("answer")),
     "change:state": () => app.follow(model.get("state")),
-    "msg:custom": ({ html }) => { if (html) { download(`${doc.kind}.html`, "text/html", html); app.say("saved"); } },
+    "msg:custom": ({ html }) => {
+      if (html) download(`${doc.kind}.html`, "text/html", html);
+      if (html) app.say("saved");
+    },
   };
   for (const [name, does] of Object.entries(heard)) model.on(name, does);
   return () => { app.stop(); for (const [name, does] of Object.entries(heard)) model.off(name, does); };
