@@ -22,17 +22,14 @@ import shared
 import told
 from shared import violations
 
-from llmpar.draw.geometry import coordinates
-from llmpar.draw.scene import LIGHT, size_text
-from llmpar.explore import answers
-from llmpar.explore.explorer import MODULE, MeshExplorer
-from llmpar.explore.small import RoutingExplorer, TimelineExplorer
+from llmpar.explore.explorer import MeshExplorer
+from llmpar.explore.small import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
 from llmpar.launch.joined import free_port
-from llmpar.notation import AXES, MeshShape, parse_mesh
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parent.parent
-EXPLORERS = [MeshExplorer, TimelineExplorer, RoutingExplorer]
+STATIC = ROOT / "llmpar" / "explore" / "static"
+FRONT, STYLE = STATIC / "explorer.js", STATIC / "explorer.css"
 
 
 @pytest.fixture(scope="module")
@@ -58,402 +55,6 @@ def page(chromium):
     assert faults == []
 
 
-def mount(page, explorer, dead=False, again=False):
-    """Show an explorer without Jupyter: the module as a blob, a model that talks to Python (or to none)."""
-    widget = explorer.rich
-
-    def save(state):
-        widget.state = state
-        return {"answer": widget.answer, "tensors": widget.tensors}
-
-    if not again:
-        page.expose_function("python", (lambda state: {}) if dead else save)
-    page.set_content('<html lang="en"><head><title>explorer</title></head><body><main></main></body></html>')
-    page.evaluate(
-        """async ([source, values]) => {
-          const module = new Blob([source], { type: "text/javascript" });
-          const { default: widget } = await import(URL.createObjectURL(module));
-          const on = {};
-          const model = {
-            get: (name) => values[name], set: (name, value) => { values[name] = value; }, send() {},
-            on: (name, f) => { (on[name] ||= []).push(f); }, off() {},
-            save_changes: async () => {
-              window.saved = (window.saved || 0) + 1;
-              for (const [name, value] of Object.entries(await window.python(values.state))) {
-                const changed = JSON.stringify(values[name]) !== JSON.stringify(value);
-                values[name] = value;
-                if (changed) for (const f of on["change:" + name] || []) f();
-              }
-              window.heard = window.saved;
-            },
-          };
-          widget.render({ model, el: document.querySelector("main") });
-        }""",
-        [
-            MODULE.read_text(),
-            {"doc": widget.doc, "state": widget.state, "answer": widget.answer, "tensors": widget.tensors},
-        ],
-    )
-    return widget
-
-
-def settle(page, since=0):
-    """Wait until Python has heard of every change."""
-    page.wait_for_timeout(60)
-    page.wait_for_function("window.saved === window.heard")
-
-
-def drag(page, axis, notch):
-    """Drag an axis' slider to a notch (0 is size 1) with the mouse."""
-    box = page.locator(f'[data-axis="{axis}"]').bounding_box()
-    at = lambda i: box["x"] + 8 + (box["width"] - 16) * i / 9
-    now = int(page.locator(f'[data-axis="{axis}"]').input_value())
-    page.mouse.move(at(now), box["y"] + box["height"] / 2)
-    page.mouse.down()
-    page.mouse.move(at(notch), box["y"] + box["height"] / 2, steps=4)
-    page.mouse.up()
-
-
-def labels(page):
-    """What a screen reader hears of every device."""
-    return page.locator("g.cell").evaluate_all("cells => cells.map((c) => c.getAttribute('aria-label'))")
-
-
-def test_the_module_draws_what_python_says(page):
-    """Mouse, keyboard and text, with the real widget behind; its state and the picture stay equal."""
-    explorer = MeshExplorer(model="tiny", seq_len=64)
-    mount(page, explorer)
-    assert page.locator("g.cell").count() == 8
-    drag(page, "fsdp", 3)
-    settle(page)
-    assert explorer.state["mesh"] == "dp=2 fsdp=8 tp=2" and page.locator("g.cell").count() == 32
-    assert page.locator('[data-name="mesh"]').input_value() == "dp=2 fsdp=8 tp=2"
-    page.locator("g.cell").nth(5).click()
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowDown")
-    settle(page)
-    assert explorer.state["device"] == 14, "from 5 one to the right and one row of 8 down"
-    assert page.evaluate("document.activeElement.dataset.device") == "14"
-    sizes = parse_mesh(explorer.state["mesh"]).sizes
-    rows = answers.device_rows(explorer.state, answers.tensors(explorer.state), sizes, tuple(AXES))
-    held = {name: cut for name, _, cut, _ in rows}
-    shown = page.locator('tr:has([data-tensor="weight blocks.ffn.gate"]) td').all_inner_texts()
-    assert shown[2] == held["weight blocks.ffn.gate"] and shown[0] == "8 KiB"
-    page.locator("g.cell").nth(2).hover()
-    line = page.locator('[data-part="hover"]')
-    assert (
-        "device 2; dp 0, fsdp 1, tp 0; shard 2; weight blocks.ffn.gate [0:4, 8:16, 0:64], 8 KiB"
-        in line.inner_text()
-    )
-    page.mouse.move(5, 5)
-    assert "nodes of 8 devices" in line.inner_text()
-    page.keyboard.press("Home")
-    settle(page)
-    page.locator('[data-name="mesh"]').fill("dp=3 tp=2")
-    settle(page)
-    assert "batch 16 is not a multiple of dp·fsdp·ep = 3" in page.locator(".refusal").inner_text()
-    page.locator("[data-mesh]").click()
-    settle(page)
-    assert explorer.state["mesh"] == answers.nearest(explorer.state | {"mesh": "dp=3 tp=2"})
-    assert page.locator(".refusal").inner_text() == ""
-    page.locator('[data-name="mesh"]').fill("dp=2 tq=2")
-    settle(page)
-    assert (
-        "unknown mesh axis 'tq'" in page.locator(".refusal").inner_text()
-        and page.locator("g.cell").count() > 1
-    )
-
-
-def test_an_axis_shows_its_groups_and_a_collective_step_by_step(page):
-    explorer = MeshExplorer(model="tiny", seq_len=64, mesh="dp=2 tp=4", chip="a100-40")
-    mount(page, explorer)
-    page.locator('[data-groups="tp"]').click()
-    settle(page)
-    assert [label.rpartition("; ")[2] for label in labels(page)] == ["group 0"] * 4 + ["group 1"] * 4
-    round_text = page.locator('[data-part="round"]')
-    assert "round 0 of 6" in round_text.inner_text(), (
-        "an all-reduce of 4 is a reduce-scatter and an all-gather"
-    )
-    sent = next(row for row in answers.answer(explorer.state)["traffic"] if row["axes"] == ["tp"])
-    for i in range(1, 7):
-        page.locator('[data-step="1"]').click()
-        each = size_text(sent["largest"] / 6)
-        assert round_text.inner_text() == f"round {i} of 6: each device sends {each}"
-        assert page.locator(".arrow").count() == page.locator(".halo").count() == 4, (
-            "four arrows, each on paper of its own"
-        )
-    settle(page)
-    assert explorer.state["step"] == 6 and page.locator('[data-step="1"]').is_disabled()
-    said = page.locator('[data-part="steps"] svg').get_attribute("aria-label")
-    assert said.count("0, 1, 2, 3") == 4, "in the end every device holds every block"
-    page.locator('[data-do="keep"]').click()
-    page.locator('[data-name="zero"]').select_option("0")
-    settle(page)
-    table = page.locator('[data-part="compare"]').inner_text()
-    assert "zero\t3\t0" in table and "memory per device" in table
-    page.locator('[data-outer="tp"]').click()
-    settle(page)
-    assert explorer.state["order"] == "pp dp fsdp ep tp sp"
-
-
-def test_a_cell_of_a_timetable_is_edited_and_judged(page):
-    explorer = TimelineExplorer(stages=2, microbatches=2)
-    mount(page, explorer)
-    page.locator('rect:has(title:text-is("stage 1, F1: 4 to 5 time units"))').click()
-    box = "document.querySelector('textarea')"
-    assert page.evaluate(f"{box}.value.slice({box}.selectionStart, {box}.selectionEnd)") == "F1"
-    page.keyboard.type("F0")
-    settle(page)
-    assert explorer.state["order"].splitlines()[1].split() == ["F0", "B0", "F0", "B1"]
-    assert "stage 1 runs F0 twice" in page.locator(".refusal").inner_text()
-    page.keyboard.press("Backspace")
-    page.keyboard.type("1")
-    settle(page)
-    assert page.locator(".refusal").inner_text() == "" and "written" in page.locator(".picture").inner_text()
-    assert page.locator('[data-name="stages"]').is_disabled()
-    assert "greyed controls" in page.locator(".own").inner_text()
-    page.locator("textarea").fill("f0, b0, f1, b1\nf1, f0, b0, b1")
-    settle(page)
-    assert "deadlock" in page.locator(".refusal").inner_text()
-    assert "stuck after 1 time units" in page.locator(".picture").inner_text(), (
-        "as far as it runs, not another order"
-    )
-    page.locator('[data-do="discard"]').click()
-    settle(page)
-    assert explorer.state["order"] == "" and "1f1b" in page.locator(".picture").inner_text()
-    page.locator("textarea").focus()
-    assert page.locator("textarea").input_value() == "", "an order can be pasted into the empty box"
-    assert not page.locator('[data-name="stages"]').is_disabled()
-    page.locator('[data-do="take"]').click()
-    settle(page)
-    assert explorer.state["order"] == explorer.answer(explorer.state)["fill"]["order"]
-
-
-def test_what_python_has_not_answered_is_dimmed_and_then_said(page):
-    """A restarted kernel: no bar of an earlier state under its title, and after three seconds a sentence."""
-    explorer = MeshExplorer(model="tiny", seq_len=64)
-    mount(page, explorer, dead=True)
-    before = page.locator('[data-part="memory"]').inner_html()
-    page.locator('[data-name="mesh"]').fill("dp=4")
-    memory = page.locator('[data-part="memory"]')
-    assert "waiting" in memory.get_attribute("class") and memory.inner_html() == before
-    page.locator(".refusal:has-text('Python does not answer')").wait_for(timeout=10_000)
-    assert "Memory per device" not in memory.inner_html() and "waiting" not in memory.get_attribute("class")
-    assert memory.inner_text().startswith("Weights, moments and batch only, per device")
-    assert page.locator('[data-part="traffic"]').inner_text() == "" and page.locator("g.cell").count() == 4
-    page.locator('[data-name="model"]').select_option("llama3-8b")
-    holds = page.locator('[data-part="holds"]')
-    assert "waiting" in holds.get_attribute("class") and page.locator("[data-tensor]").count() > 0
-    page.wait_for_function("!document.querySelector('[data-part=holds].waiting')", timeout=10_000)
-    assert page.locator("[data-tensor]").count() == 0 and memory.inner_text() == "", (
-        "no tiny tensor is called Llama's"
-    )
-
-
-def test_a_refused_mesh_shows_no_total_of_what_happens_to_divide(page):
-    explorer = MeshExplorer(model="tiny", seq_len=64)
-    mount(page, explorer)
-    page.locator('[data-name="mesh"]').fill("dp=3")
-    settle(page)
-    memory = page.locator('[data-part="memory"]')
-    assert memory.inner_text() == "" and "—" in page.locator("tr.kind").last.inner_text()
-    page.locator('[data-batch="18"]').click()
-    settle(page)
-    assert explorer.state["batch_size"] == 18 and memory.inner_text().startswith("Memory per device")
-    page.locator('[data-name="mesh"]').fill("dp=")
-    settle(page)
-    assert "last mesh that could be read" in page.locator(".refusal").inner_text()
-    assert memory.inner_text().startswith("Weights, moments and batch only, per device")
-    explorer.set(model="gpt5", mesh="dp=2")
-    mount(page, explorer, again=True)
-    assert page.locator('[data-name="model"]').input_value() == "gpt5", "what is asked and refused is shown"
-    assert "unknown model 'gpt5'" in page.locator(".refusal").inner_text() and memory.inner_text() == ""
-
-
-def test_a_permute_of_a_pipeline_is_one_hop_without_a_ring(page):
-    explorer = MeshExplorer(mesh="pp=4", batch_size=8, microbatches=8, axis="pp", row=1, step=1)
-    mount(page, explorer)
-    assert page.locator('[data-part="round"]').inner_text() == "round 1 of 1: each device sends 32 MiB"
-    assert page.locator(".arrow").count() == 3, "nothing goes from the last stage to the first"
-    explorer.set(mesh="ep=8", model="qwen3-30b-a3b", batch_size=64, axis="ep", row=0, step=0)
-    mount(page, explorer, again=True)
-    said = page.locator('[data-part="steps"] svg')
-    assert said.get_attribute("aria-label").startswith("device 0 holds 1/8 of 0, 1/8 of 1")
-    for _ in range(7):
-        page.locator('[data-step="1"]').click()
-    assert said.get_attribute("aria-label").startswith("device 0 holds 0; device 1 holds 1;"), "a transpose"
-    assert "of them filled" in page.locator('[data-part="traffic"]').inner_text()
-
-
-def test_a_table_is_one_stop_of_the_tab_key(page):
-    explorer = MeshExplorer(model="tiny", seq_len=64)
-    mount(page, explorer)
-    assert page.locator('[data-part="holds"] [tabindex="0"]').count() == 1
-    page.locator('[data-part="holds"] [tabindex="0"]').focus()
-    names = [row["name"] for row in answers.tensors(explorer.state)]
-    page.keyboard.press("ArrowDown")
-    settle(page)
-    assert explorer.state["tensor"] == names[names.index(answers.START["tensor"]) + 1]
-    assert page.evaluate("document.activeElement.dataset.tensor") == explorer.state["tensor"]
-
-
-def test_the_picture_equals_jax_layouts_on_random_meshes(page):
-    """Coordinates in the labels are those of Python, for meshes of 1 to 512 devices and any order of axes."""
-    from test_geometry import cases
-
-    explorer = MeshExplorer(model="tiny", seq_len=64)
-    mount(page, explorer)
-    for case in cases(12, 512, seed=9):
-        text = MeshShape(**case["sizes"])
-        page.locator('[data-name="mesh"]').fill(str(text))
-        page.locator('[data-name="order"]').fill(" ".join(case["order"]))
-        want = []
-        for device in range(text.size):
-            at = coordinates(case["sizes"], case["order"], device)
-            want.append(", ".join(f"{a} {at[a]}" for a in case["order"] if case["sizes"][a] > 1))
-        assert [(label.split("; ") + [""])[1] if text.size > 1 else "" for label in labels(page)] == want
-    settle(page)
-
-
-def test_a_redraw_is_fast_and_touches_only_what_changed(page, record_property):
-    """The time is recorded, not asserted; the number of redraws and of calls to Python is."""
-    explorer = MeshExplorer(mesh="fsdp=8 tp=8", batch_size=512)
-    mount(page, explorer)
-    for mesh in ("fsdp=8 tp=8", "fsdp=64 tp=8"):
-        page.locator('[data-name="mesh"]').fill(mesh)
-        settle(page)
-        drawn, calls = page.evaluate("[+document.querySelector('.lpx').dataset.drawn, window.saved]")
-        times = page.evaluate("""async () => {
-              const slider = document.querySelector('[data-axis="tp"]'), out = [];
-              for (let i = 0; i < 30; i++) {
-                slider.value = i % 2 ? 3 : 2;
-                const began = performance.now();
-                slider.dispatchEvent(new Event("input", { bubbles: true }));
-                out.push(performance.now() - began);
-              }
-              return out.sort((a, b) => a - b);
-            }""")
-        settle(page)
-        record_property(f"redraw_ms {mesh}", {"median": times[15], "least": times[0]})
-        after = page.evaluate("[+document.querySelector('.lpx').dataset.drawn, window.saved]")
-        assert after[0] - drawn <= 30 + 2 and after[1] - calls <= 2, (
-            "one redraw a move; Python hears of the last"
-        )
-
-
-@pytest.mark.parametrize("kind", EXPLORERS)
-def test_the_offline_page_works_and_is_accessible(page, kind, tmp_path):
-    """Opened as a file: no kernel, no server, no network; nothing wider than 1280 pixels; light and dark."""
-    explorer = kind()
-    explorer.save(tmp_path / "page.html")
-    page.goto((tmp_path / "page.html").as_uri())
-    assert page.locator("h1").count() == 1
-    if kind is MeshExplorer:
-        drag(page, "tp", 2)
-        assert page.locator("g.cell").count() == 16
-        assert "need a notebook" in page.locator(".refusal").inner_text(), (
-            "16 devices were not stored, and that is said"
-        )
-        page.locator('[data-name="mesh"]').fill("fsdp=8")
-        page.locator('[data-name="zero"]').select_option("1")
-        sent = answers.answer(explorer.state | {"mesh": "fsdp=8", "zero": 1})["traffic"][0]
-        assert size_text(sent["bytes"]) in page.locator('[data-part="traffic"]').inner_text()
-        saved = {}
-        for do, start in (("svg", b"<svg"), ("png", b"\x89PNG"), ("html", b"<!doctype html>")):
-            with page.expect_download() as download:
-                page.locator(f'[data-do="{do}"]').click()
-            saved[do] = Path(download.value.path()).read_bytes()
-            assert saved[do].startswith(start)
-        cited = saved["svg"].decode()
-        assert "var(" not in cited and f'fill="{LIGHT["weights"]}"' in cited, (
-            "not every program knows variables"
-        )
-        words = " ".join(
-            "".join(text.itertext()) for text in ET.fromstring(cited).iter("{http://www.w3.org/2000/svg}text")
-        )
-        facts = "fsdp=8: 8 devices|model llama3-8b|chip h100|batch (sequences) 16|ZeRO stage 1|llmpar 0."
-        assert [fact for fact in facts.split("|") if fact not in words] == []
-        (tmp_path / "again.html").write_bytes(saved["html"])
-        page.goto((tmp_path / "again.html").as_uri())
-        assert page.locator('[data-name="mesh"]').input_value() == "fsdp=8", (
-            "a page saved from a page has what was changed"
-        )
-        assert page.locator('[data-name="zero"]').input_value() == "1"
-        page.locator('[data-groups="fsdp"]').click()
-        page.locator('[data-step="1"]').click()
-    elif kind is TimelineExplorer:
-        page.locator('[data-name="schedule"]').select_option("zb-h1")
-        assert "zb-h1" in page.locator(".picture").inner_text()
-        assert page.locator("textarea").count() == 0, "nobody would judge an order here"
-        page.locator('[data-name="stages"]').fill("7")
-        page.locator('[data-name="forward"]').fill("3")
-        assert "not stored" in page.locator(".refusal").inner_text()
-        assert page.locator(".picture").inner_html() == ""
-        page.locator('[data-name="stages"]').fill("4")
-        page.locator('[data-name="forward"]').fill("1")
-        assert "zb-h1" in page.locator(".picture").inner_text()
-        assert page.locator(".refusal").inner_text() == ""
-    else:
-        page.locator('[data-name="experts"]').select_option("16")
-        assert "16 experts" in page.locator(".picture").inner_text()
-    assert page.evaluate("document.documentElement.scrollWidth") <= 1280
-    for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
-        assert violations(page) == []
-
-
-@pytest.mark.parametrize("mesh", ["ep=16 fsdp=4", "fsdp:4,ep:16", "dp=3", "garbage"])
-def test_a_page_knows_its_own_state_and_never_shows_another_models(page, mesh, tmp_path):
-    explorer = MeshExplorer(mesh=mesh, model="qwen3-30b-a3b", batch_size=64, order="pp, dp, fsdp, ep, sp, tp")
-    explorer.states = lambda: answers.neighbours(dict(explorer.state), 8)  # fewer, for speed
-    explorer.save(tmp_path / "page.html")
-    page.goto((tmp_path / "page.html").as_uri())
-    own, told = explorer.answer(explorer.state), page.locator(".refusal")
-    memory = page.locator('[data-part="memory"]')
-    assert told.inner_text().startswith(own["refusal"]["why"].splitlines()[0] if own["refusal"] else "")
-    if not own["refusal"]:
-        table = page.locator('[data-part="traffic"]').inner_text()
-        assert told.inner_text() == "" and size_text(own["traffic"][0]["bytes"]) in table
-        total = size_text(sum(size for _, size in own["memory"]))
-        assert memory.inner_text().startswith(f"Memory per device: {total}")
-    assert page.locator('[data-name="model"], [data-name="batch_size"], [data-name="chip"]').count() == 0
-    assert "model: qwen3-30b-a3b" in page.locator('[data-part="form"]').inner_text()
-    page.locator('[data-name="mesh"]').fill("dp=2 tq=2")
-    assert "unknown mesh axis 'tq'" in told.inner_text()
-    page.locator('[data-name="mesh"]').fill("dp=5")
-    said = "batch tokens, targets, positions, weights, 64 × 4096, cannot be cut evenly as 'b/dp s'"
-    assert said in told.inner_text()
-    page.locator('[data-name="mesh"]').fill("tp=4 pp=4 dp=8")
-    assert "none for this choice" in told.inner_text() and "Memory per device" not in memory.inner_text()
-    assert page.locator('[data-part="traffic"]').inner_text() == "" and page.locator("g.cell").count() == 128
-
-
-def test_a_page_fits_a_phone(page, tmp_path):
-    explorer = MeshExplorer(mesh="fsdp=8 tp=8", batch_size=64)
-    explorer.states = lambda: [dict(explorer.state)]
-    explorer.save(tmp_path / "page.html")
-    page.set_viewport_size({"width": 390, "height": 800})
-    page.goto((tmp_path / "page.html").as_uri())
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    number = page.locator('[data-part="grid"] text').first
-    assert number.bounding_box()["height"] >= 9, "the grid scrolls; its numbers do not shrink"
-
-
-def test_a_live_arrays_page_is_accessible(page, tmp_path):
-    import jax.numpy as jnp
-
-    MeshExplorer.of(jnp.zeros((4, 4))).save(tmp_path / "page.html")
-    page.goto((tmp_path / "page.html").as_uri())
-    assert page.locator("g.cell").count() == 1
-    assert page.locator("[data-tensor]").all_inner_texts() == ["array"]
-    assert "Nothing is sent" not in page.locator("main").inner_text()
-    assert "live arrays" in page.locator("h1").inner_text()
-    assert violations(page) == []
-    MeshExplorer.of({"w": jnp.zeros((4, 4))}).save(tmp_path / "page.html")
-    page.goto((tmp_path / "page.html").as_uri())
-    assert page.locator("[data-tensor]").all_inner_texts() == ["w"]
-
-
 def test_axe_sees_a_fault(page):
     page.set_content('<html lang="en"><head><title>x</title></head><body><main><input></main></body></html>')
     assert any(rule.startswith("label") for rule in violations(page))
@@ -461,8 +62,6 @@ def test_axe_sees_a_fault(page):
 
 # ------------------------------------------------------------ the browser's side alone, with told answers
 
-STATIC = ROOT / "llmpar" / "explore" / "static"
-FRONT, STYLE = STATIC / "explorer.js", STATIC / "explorer.css"
 PAGE = """<!doctype html><html lang="en"><head><title>x</title>
 <meta name="viewport" content="width=device-width">
 <style>body{{margin:0}}{style}</style></head><body><main></main>
@@ -886,6 +485,132 @@ def test_a_redraw_is_fast(told_page, devices, most, record_property):
     median = times[0][len(times[0]) // 2]
     record_property(f"redraw_ms {devices}", [median, times[1]])
     assert len(times[0]) >= 20 and median <= most * max(1, times[1] / 40)
+
+
+# ---------------------------------------------------------------------------- explorers, with Python behind
+
+EXPLORERS = [MeshExplorer, TimelineExplorer, RoutingExplorer, MemoryExplorer, RingExplorer]
+
+
+def mount(page, explorer):
+    """Show an explorer as a notebook does; behind it the real widget answers."""
+    widget = explorer.rich
+
+    def ask(state):
+        widget.state = state
+        return widget.answer
+
+    def more(state):
+        widget._message(None, {"more": True}, None)
+        return widget.answer
+
+    page.expose_function("ask", ask)
+    page.expose_function("more", more)
+    values = {"doc": widget.doc, "state": widget.state, "answer": widget.answer}
+    notebook(page, json.loads(json.dumps(values)))
+
+
+def label(page, panel):
+    return page.locator(f'[data-panel="{panel}"] svg').get_attribute("aria-label")
+
+
+def test_a_device_a_mesh_and_advice_are_chosen(page):
+    """What hands do is in the explorer's state, and what is shown is what Python answers to it."""
+    explorer = MeshExplorer(model="llama3-8b", mesh="fsdp=8", chip="h100", batch_size=64)
+    mount(page, explorer)
+    page.locator('[data-panel="grid"] [data-set]').first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    page.locator('[data-panel="holds"]:has-text("Device 1")').wait_for()
+    assert explorer.state["device"] == 1 and focus(page) == '{"device": 1}'
+    page.locator('[data-name="mesh"]').fill("dp=3 tp=2")
+    page.locator(".why").wait_for()
+    said = explorer.answer(explorer.state)["refusal"]
+    assert page.locator(".why").inner_text() == said["why"]
+    assert page.locator(".kept [data-panel=grid] svg").is_visible(), "the last picture stays"
+    assert page.locator(".step").all_inner_texts() == [f"{s['text']} {s['do']}" for s in said["steps"]]
+    page.locator(".step").first.click()
+    page.locator(".verdict :not(.refused) > [role=status]").wait_for()
+    assert explorer.state == explorer.state | said["steps"][0]["set"]
+    verdict = explorer.answer(explorer.state)["verdict"]
+    assert page.locator(".head").inner_text().endswith(f"{verdict['head']} {verdict['rest']}")
+    page.locator('[data-name="mesh"]').fill("dp=2 tq=2")
+    page.locator(".why:has-text('tq')").wait_for()
+
+
+def test_what_is_asked_and_unknown_is_shown_and_refused(page):
+    mount(page, MeshExplorer(model="gpt5", mesh="dp=2"))
+    assert page.locator('[data-name="model"]').evaluate("(e) => e.selectedOptions[0].textContent") == "gpt5"
+    assert "gpt5" in page.locator(".why").inner_text()
+    assert (
+        page.locator(".panel:visible").count() == 0 and "last that" not in page.locator("main").inner_text()
+    )
+
+
+def test_an_order_is_dragged_written_and_judged(page):
+    explorer = TimelineExplorer(stages=2, microbatches=2)
+    mount(page, explorer)
+    page.locator('[data-op="1:2"]').click()
+    box = "document.querySelector('textarea')"
+    assert page.evaluate(f"{box}.value.slice({box}.selectionStart, {box}.selectionEnd)") == "F1"
+    page.keyboard.type("F0")
+    page.locator(".why:has-text('stage 1 runs F0 twice')").wait_for()
+    page.keyboard.press("Backspace")
+    page.keyboard.type("1")
+    page.locator(".lpx:not(:has(.why))").wait_for()
+    assert page.locator('[data-name="stages"]').is_disabled(), "the order says how many there are"
+    page.locator("textarea").fill("f0, b0, f1, b1\nf1, f0, b0, b1")
+    page.locator(".why:has-text('wait')").wait_for()
+    assert "stuck" in label(page, "picture"), "as far as it runs, not another order"
+    page.locator("textarea").fill("")
+    page.locator(".lpx:not(:has(.why))").wait_for()
+    assert "1f1b" in label(page, "picture") and not page.locator('[data-name="stages"]').is_disabled()
+    before = explorer.answer(explorer.state)["numbers"]["order"].splitlines()[0].split()
+    page.locator('[data-op="0:1"]').focus()
+    page.keyboard.press("Shift+ArrowRight")
+    page.wait_for_function(f"{box}.value")
+    after = explorer.answer(explorer.state)["state"]["order"].splitlines()[0].split()
+    assert after == [before[0], before[2], before[1], *before[3:]]
+
+
+@pytest.mark.parametrize("kind", EXPLORERS)
+def test_a_small_page_is_accessible_and_fits(page, kind, tmp_path):
+    """Opened as a file: no kernel, no server, no network; light and dark, on a screen and on a phone."""
+    kind().save(tmp_path / "page.html", small=True)
+    page.goto((tmp_path / "page.html").as_uri())
+    page.locator(".panel svg").first.wait_for()
+    assert page.locator("h1").count() == 1
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.wait_for_timeout(50)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            assert violations(page) == []
+    for text in page.locator(".panel svg text:visible").all()[:40]:
+        assert text.bounding_box()["height"] >= 9, "a picture scrolls; its words do not shrink"
+
+
+@pytest.mark.parametrize("kind", EXPLORERS)
+def test_a_stored_notebook_shows_its_explorers(page, kind):
+    """Sorted keys, no kernel: every picture that Python drew is there."""
+    widget = kind().rich
+    values = {"doc": widget.doc, "state": widget.state, "answer": widget.answer}
+    notebook(page, json.loads(json.dumps(values, sort_keys=True)), dead=True)
+    drawn = [name for name, panel in widget.answer["panels"].items() if "svg" in panel]
+    assert drawn and all(page.locator(f'[data-panel="{name}"] svg').is_visible() for name in drawn)
+    page.wait_for_timeout(3300)
+    assert page.locator(".said").inner_text() == "", "nobody was asked anything"
+
+
+def test_the_first_screen_fits_a_laptop(page):
+    explorer = MeshExplorer(model="llama3-70b", mesh="fsdp=8 tp=8", chip="h100", batch_size=64)
+    page.set_viewport_size({"width": 1400, "height": 900})
+    mount(page, explorer)
+    boxes = [pic.bounding_box() for pic in page.locator(".panels .pic svg").all()]
+    assert len(boxes) >= 6 and max(box["y"] + box["height"] for box in boxes) <= 900
+    wide = page.locator(".panels .pic").evaluate_all("(all) => all.map((e) => e.scrollWidth - e.clientWidth)")
+    assert max(wide) <= 1, "no picture is cut"
 
 
 # ------------------------------------------------------------------------------------------------- JupyterLab
