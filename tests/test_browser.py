@@ -540,7 +540,7 @@ def test_a_device_a_mesh_and_advice_are_chosen(page):
 
 def test_what_is_asked_and_unknown_is_shown_and_refused(page):
     mount(page, MeshExplorer(model="gpt5", mesh="dp=2"))
-    assert page.locator('[data-name="model"]').evaluate("(e) => e.selectedOptions[0].textContent") == "gpt5"
+    assert page.locator('[data-name="config"]').input_value() == "gpt5"
     assert "gpt5" in page.locator(".why").inner_text()
     assert (
         page.locator(".panel:visible").count() == 0 and "last that" not in page.locator("main").inner_text()
@@ -565,6 +565,7 @@ def test_an_order_is_dragged_written_and_judged(page):
     page.locator("textarea").fill("")
     page.locator(".lpx:not(:has(.why))").wait_for()
     assert "1f1b" in label(page, "picture") and not page.locator('[data-name="stages"]').is_disabled()
+    page.wait_for_timeout(400)
     before = explorer.answer(explorer.state)["numbers"]["order"].splitlines()[0].split()
     page.locator('[data-op="0:1"]').focus()
     page.keyboard.press("Shift+ArrowRight")
@@ -621,7 +622,8 @@ def lab(tmp_path):
     """A JupyterLab of its own: free port, private folders, one notebook."""
     cells = [
         "import llmpar\nexplorer = llmpar.MeshExplorer(model='tiny', seq_len=64, batch_size=64)\nexplorer",
-        "print(*(explorer.state[x] for x in ('mesh', 'device', 'step')), explorer.rich.answer['key'])",
+        "state, verdict = explorer.state, explorer.rich.answer['verdict']\n"
+        "print(state['mesh'], state['device'], state['chip'], verdict['head'])",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
@@ -660,7 +662,7 @@ def lab(tmp_path):
 
 
 def test_jupyterlab_session(chromium, lab):
-    """Drag a slider, click a device, type a mesh, step a collective; then Python reads what the hands did."""
+    """Type a mesh, choose a chip and a device; Python reads what hands did; reopened, the numbers are there."""
     page, faults = chromium.new_page(viewport={"width": 1280, "height": 1000}), []
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
@@ -675,27 +677,27 @@ def test_jupyterlab_session(chromium, lab):
     kernel = "window.jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'"
     page.wait_for_function(kernel, timeout=120_000)
     page.evaluate("window.jupyterapp.commands.execute('notebook:run-all-cells')")
-    page.wait_for_selector("g.cell", timeout=120_000)
-    drag(page, "fsdp", 2)
-    page.wait_for_function("document.querySelectorAll('g.cell').length === 16")
-    page.locator("g.cell").nth(3).click()
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("x")  # would cut the user's cell but for data-lm-suppress-shortcuts
-    assert page.evaluate("document.activeElement.dataset.device") == "4"
-    assert page.evaluate("window.jupyterapp.shell.currentWidget.content.widgets.length") == 2
+    cell = '[data-panel="grid"] [data-set]'
+    page.wait_for_selector(cell, timeout=120_000)
     page.locator('[data-name="mesh"]').fill("dp=2 fsdp=4")
-    page.locator('[data-groups="fsdp"]').click()
-    page.wait_for_selector('[data-step="1"]', timeout=30_000)
-    page.locator('[data-step="1"]').click()
-    page.locator('[data-step="1"]').click()
+    page.locator('[data-panel="code"]:has-text("dp=2 fsdp=4")').wait_for(state="attached")
+    page.locator('[data-name="chip"]').select_option(label="a100-40")
+    page.locator(cell).nth(3).click()
+    page.locator('[data-panel="holds"]:has-text("Device 3")').wait_for(state="attached")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("x")  # would cut the user's cell but for data-lm-suppress-shortcuts
+    page.keyboard.press("Enter")
+    page.locator('[data-panel="holds"]:has-text("Device 2")').wait_for(state="attached")
+    assert page.evaluate("document.activeElement.dataset.set") == '{"device": 2}'
+    assert page.evaluate("window.jupyterapp.shell.currentWidget.content.widgets.length") == 2
     page.wait_for_timeout(500)
     page.wait_for_function(kernel, timeout=60_000)
     page.evaluate("""async () => { const app = window.jupyterapp, book = app.shell.currentWidget.content;
         book.activeCellIndex = 1; await app.commands.execute('notebook:run-cell'); }""")
-    state = answers.START | {"model": "tiny", "seq_len": 64, "batch_size": 64, "mesh": "dp=2 fsdp=4"}
-    wanted = f"dp=2 fsdp=4 4 2 {answers.key(state)}"
+    explorer = MeshExplorer(model="tiny", seq_len=64, batch_size=64, mesh="dp=2 fsdp=4", chip="a100-40")
+    head = explorer.answer(dict(explorer.state))["verdict"]["head"]
     shown = "text => document.querySelector('.jp-Notebook').innerText.includes(text)"
-    page.wait_for_function(shown, arg=wanted, timeout=60_000)
+    page.wait_for_function(shown, arg=f"dp=2 fsdp=4 2 a100-40 {head}", timeout=60_000)
     page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
     page.wait_for_timeout(1500)
     page.evaluate("window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
@@ -703,7 +705,10 @@ def test_jupyterlab_session(chromium, lab):
     page = chromium.new_page(viewport={"width": 1280, "height": 1000})
     # one's own notebook with a new kernel: not "model not found", but the explorer as it was left
     page.goto(lab)
-    page.wait_for_selector("g.cell", timeout=60_000)
-    assert page.locator("g.cell").count() == 8 and page.locator("text=model not found").count() == 0
+    page.wait_for_selector(cell, timeout=60_000)
+    assert page.locator(cell).count() == 8 and page.locator("text=model not found").count() == 0
+    assert head in page.locator(".verdict").inner_text() and not page.locator(".lpx.waiting").count()
+    for panel in ("memory", "step", "sent", "grid"):
+        assert page.locator(f'[data-panel="{panel}"] svg').count() == 1
     page.close()
     assert faults == []

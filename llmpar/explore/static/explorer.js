@@ -294,9 +294,11 @@ function mount(doc, source, el) {
     clearTimeout(timer);
     mine = asks;
     const here = [answer, ...stored].find((one) => one && belongs(one, state));
-    if (here) return receive(here);
-    expect(true);
-    if (asks && source.ask) timer = setTimeout(() => source.ask(state), Math.max(delay, 15));
+    if (here) receive(here);
+    else expect(true);
+    if (!asks || !source.ask || (here && source.page)) return; // a kernel hears of every state
+    clearTimeout(timer);
+    timer = setTimeout(() => source.ask(state), Math.max(delay, 15));
   }
 
   function expect(more) {
@@ -398,7 +400,7 @@ function mount(doc, source, el) {
     const one = (c) => `<div class="${c.yours ? "yours" : ""}">
       ${labelled(c, control(c, c.value, "data-field"))}${c.yours ? back(c) : ""}</div>`;
     for (const c of all) fieldKinds[c.name] = c;
-    find(".rest").hidden = !all.length;
+    find(".rest").hidden = !all.length && !find(".rest [data-name]");
     find(".rest summary").textContent =
       `The rest of the plan: chosen by the planner${num ? `, ${num} set by you` : ""}`;
     fill(".fields", all.map(one).join(""));
@@ -646,6 +648,7 @@ function mount(doc, source, el) {
   const sized = new ResizeObserver(() => { seat(); scrollable(); });
   sized.observe(root);
 
+  find(".rest").open = Boolean(find('.rest [data-kind="text"]')?.value); // what is not the usual is seen
   if (answer) draw();
   if (answer && belongs(answer, state)) complete();
   else { refresh(); seek(0, Boolean(source.page)); }
