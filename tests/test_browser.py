@@ -662,7 +662,7 @@ def lab(tmp_path):
 
 
 def test_jupyterlab_session(chromium, lab):
-    """Type a mesh, choose a chip and a device; Python reads what hands did; reopened, the numbers are there."""
+    """Type a mesh, choose chip and device; Python reads what hands did; reopened, the numbers are there."""
     page, faults = chromium.new_page(viewport={"width": 1280, "height": 1000}), []
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)

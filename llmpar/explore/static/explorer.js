@@ -265,7 +265,6 @@ function mount(doc, source, el) {
   const own = (name) =>
     (kinds[name].fixed ? `<b>${esc(shown(state[name]))}</b>` : control(kinds[name], state[name]));
   root.className = "lpx";
-  root.dataset.lmSuppressShortcuts = "true"; // JupyterLab would take arrows and letters away
   root.innerHTML = skeleton(doc, source, own, source.made);
   el.append(root);
   const find = (selector) => root.querySelector(selector), focused = () => root.getRootNode().activeElement;
@@ -635,6 +634,7 @@ function mount(doc, source, el) {
     }, 200)],
     [root, "focusin", (event) => {
       const e = event.target.closest(ACT), group = e?.closest("svg,table");
+      event.target.dataset.lmSuppressShortcuts = "true"; // JupyterLab would take arrows and letters away
       if (group) rove(group, e);
       tip(event);
     }],
