@@ -50,9 +50,6 @@ def slider(name: str, label: str, low: int, high: int) -> dict:
 # ----------------------------------------------------------------------------------------- a pipeline's order
 
 
-_WITHOUT = {"without": "order"}  # a written order says these itself
-
-
 class TimelineExplorer(Figure):
     """A pipeline's timetable as a game: operations are dragged, the order is judged, goals wait.
 
@@ -65,11 +62,12 @@ class TimelineExplorer(Figure):
     areas += [["words", "Other bubbles", "below"]]
     start = {"schedule": "1f1b", "stages": 4, "microbatches": 8, "chunks": 2}
     start |= {"forward": 1, "backward": 1, "weights": 1, "order": "", "move": None}
+    _unwritten = {"without": "order"}  # a written order says these itself
     controls = [
-        {"name": "schedule", "kind": "choice", "label": "schedule", "options": list(SCHEDULES)} | _WITHOUT,
-        slider("stages", "stages p", 2, 8) | _WITHOUT,
-        slider("microbatches", "microbatches m", 1, 16) | _WITHOUT,
-        slider("chunks", "chunks v (interleaved, breadth-first)", 1, 4) | _WITHOUT,
+        {"name": "schedule", "kind": "choice", "label": "schedule", "options": list(SCHEDULES)} | _unwritten,
+        slider("stages", "stages p", 2, 8) | _unwritten,
+        slider("microbatches", "microbatches m", 1, 16) | _unwritten,
+        slider("chunks", "chunks v (interleaved, breadth-first)", 1, 4) | _unwritten,
         slider("forward", "cost of F", 1, 4),
         slider("backward", "cost of B", 1, 4),
         slider("weights", "cost of W", 0, 4),
@@ -136,8 +134,7 @@ class TimelineExplorer(Figure):
             more = f"<details><summary>Idle corners, and lockstep</summary><p>{_words(mine)[1]}</p></details>"
             found["panels"]["words"] = {"html": more}
             found["numbers"] = {"makespan": mine.makespan, "bubble": mine.bubble, "held": mine.peak_live()}
-            if order.placement in ("linear", "looped"):  # of others an order cannot be written
-                found["numbers"]["order"] = str(order)
+            found["numbers"] |= {"order": str(order)} if order.placement in ("linear", "looped") else {}
         except ValueError as error:
             back = {"text": f"back to {state['schedule']}", "do": "apply", "set": {"order": ""}}
             found["refusal"] = {"why": str(error), "steps": [back] * bool(state["order"])}
