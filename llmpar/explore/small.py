@@ -163,8 +163,7 @@ def _words(table: Timetable) -> tuple[str, str]:
 
 
 def moved(order: Schedule, stage: int, old: int, new: int) -> Schedule:
-    """An order in which a stage runs the operation at place ``old`` of its row at place ``new`` instead. The
-    operations of a cell in that row are parted."""
+    """An order whose stage runs operation ``old`` of its row at place ``new``; cells of it are parted."""
     if order.placement not in ("linear", "looped"):
         raise ValueError(
             f"a written order cannot say where {order.name} places its chunks, so nothing can be moved in it;"
