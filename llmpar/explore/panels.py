@@ -255,10 +255,12 @@ def sent(seen: Look) -> Scene:
         priced.append((names, kind, row, took))
         for term, seconds in took.items():
             on_links[term] = on_links.get(term, 0.0) + seconds
-    found = []
+    terms_s, found = seen.one.time.terms, []
+    share = {
+        t: min(1.0, round(terms_s.get(t, 0.0) / s, 9)) for t, s in on_links.items() if s
+    }  # sums have noise
     for names, kind, row, took in priced:
-        terms_s = seen.one.time.terms
-        waits = sum(s * min(1.0, terms_s.get(term, 0.0) / on_links[term]) for term, s in took.items() if s)
+        waits = sum(s * share[term] for term, s in took.items() if s)
         of = Counter[str]()
         for (what, _, size), times in row.messages.items():
             of[what] += times * row.sent(size)
