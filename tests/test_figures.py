@@ -98,6 +98,14 @@ def test_a_deadlock_of_two_stages_outlines_what_each_waits_for():
     assert outlined(refused["panels"]["picture"]["svg"]) == {"0:1", "0:2", "1:1", "1:2"}
 
 
+def test_an_operation_that_nobody_runs_is_named_and_is_no_circle():
+    explorer = TimelineExplorer(order="F0 B1 F1 B0\nF0 B0 B1")
+    refused = explorer.answer(explorer.state)
+    assert "stage 1 never runs F1" in refused["refusal"]["why"]
+    picture = refused["panels"]["picture"]["svg"]
+    assert outlined(picture) == set() and "stage 0 waits to run B1 for B1 on stage 1" in picture
+
+
 @pytest.mark.parametrize("move", [[0, 0, 99], [9, 0, 1], [-1, 0, 1]])
 def test_a_move_that_cannot_be_leaves_the_order_and_says_why(move):
     explorer = TimelineExplorer(stages=2, microbatches=2)

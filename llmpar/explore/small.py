@@ -189,7 +189,8 @@ def _stuck(order: Schedule) -> Scene | None:
     circle = path[path.index(there) :] if there in path else []
     places = [[op[:3] for op in row] for row in order.rows]
     cells = [cell for s in circle for cell in ((s, waits[s][0]), waits[s][1:])]
-    marked = [f"{stage}:{places[stage].index(op[:3])}" for stage, op in cells]
+    missing = any(op[:3] not in places[stage] for stage, op in cells)  # then that is why, and no circle
+    marked = [] if missing else [f"{stage}:{places[stage].index(op[:3])}" for stage, op in cells]
     left = {s: (order.rows[s][len(rows[s]) :], *rest) for s, (_, *rest) in waits.items()}
     return timeline(rows, waiting=left, marked=marked)
 
