@@ -211,7 +211,8 @@ def idle(plan: Any) -> dict[str, str]:
     """The fields that were set and decide nothing for this mesh and model, with the reason."""
     mesh, config, order = plan.mesh, plan.config, plan.pipeline
     dense, cudnn = config.experts is None, plan.asked.attention_kernel == "cudnn"
-    one = {axis: f"mesh '{mesh}' has {axis}=1" for axis in ("pp", "sp", "tp", "ep")}
+    text = f"mesh '{mesh}'"
+    one = {axis: f"{text} has {axis}=1" for axis in ("pp", "sp", "tp", "ep")}
     apart = order is not None and (order.split_backward or plan.stage_saves == "residuals")
     who = f"schedule '{order.name}'" if order and order.split_backward else "stage_saves=residuals"
     lone_layer = order is not None and min(order.layers(config.num_layers).values(), default=0) == 1
@@ -229,9 +230,9 @@ def idle(plan: Any) -> dict[str, str]:
         ("tp_comm_overlap", xla, f"under reading='{plan.reading}' XLA chooses how activations travel"),
         ("dispatch", mesh.ep == 1, one["ep"]),
         ("hop", not plan.rings, "no ring hands anything on"),
-        ("zero", uncut, f"mesh '{mesh}' has none of {plan.zero_axes}, the axes by which ZeRO cuts"),
+        ("zero", uncut, f"{text} has none of {plan.zero_axes}, the axes by which ZeRO cuts"),
         ("zero_axes", not plan.zero, "ZeRO 0 cuts nothing"),
-        ("zero_axes", cuts == all_cuts, f"mesh '{mesh}' has no others"),
+        ("zero_axes", cuts == all_cuts, f"{text} has no others"),
         ("reshard_after_forward", not plan.gathers, "only ZeRO 3 gathers weights for use"),
         ("grouped", dense, f"'{config.name}' has no experts"),
         ("documents", not (cudnn and plan.in_order), "only cudnn reads it, on whole sequences in order"),

@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
 
 def verdict(q: Question, one: Candidate) -> Verdict:
     """Say whether a plan fits: surely only if it would with its estimated part `BAND` too low."""
-    total, guessed = one.total_bytes, one.memory_bytes["grads"] + one.memory_bytes["activations"]
+    total, guessed = one.total_bytes, sum(one.parts[part] for part in planner.ESTIMATED)
     room, capacity = q.room_bytes, q.capacity_bytes
     low, high = total - BAND * guessed, total + BAND * guessed
     sure = total <= room and high <= capacity

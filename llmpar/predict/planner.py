@@ -40,6 +40,8 @@ NEAR = 1.03
 """A way that the closed form ranks by so much behind another may be faster when its `traffic` is priced."""
 TURNS = 12
 """Of the ways to run a mesh that fit, in the order of their time, how many are priced by their `traffic`."""
+ESTIMATED = ("gradients", "activations")
+"""Of the parts of memory, those that `memory.temp_bytes` counts."""
 UNPRICED = Time(math.inf, {})
 PUE = 1.2
 """Power of a machine room over that of its chips: assumed."""
@@ -359,10 +361,15 @@ def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
         return found[mesh]
     if refusal := _illegal(q, mesh):
         raise ValueError(refusal)
-    fields = list(ways(q, mesh))  # of those that alone are too large, one was tried
-    counts = {one["microbatches"] for one in fields}
-    fields = [one for one in fields if one["microbatches"] in (min(counts), max(counts))]
-    tried = [fitting(q, Plan(**one)) for one in fields] + list(failed.values())
+    tried, q = list(failed.values()), dataclasses.replace(q, fixed={"remat": "block"} | q.fixed)
+    given = (
+        one.total_bytes - sum(one.parts[part] for part in ESTIMATED) for one in tried if one.memory_bytes
+    )
+    if min(given, default=math.inf) > q.room_bytes:
+        fields = list(ways(q, mesh))  # of those whose weights and moments are too large, one was tried
+        counts = {one["microbatches"] for one in fields}
+        ends = min(counts), max(counts)
+        tried += [fitting(q, Plan(**one)) for one in fields if one["microbatches"] in ends]
     one = min(tried, key=lambda one: one.total_bytes)
     if not one.memory_bytes:  # whatever it would hold, these devices do not run it
         raise ValueError(one.why_not)
