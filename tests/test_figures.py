@@ -99,7 +99,7 @@ def test_a_deadlock_of_two_stages_outlines_what_each_waits_for():
 
 
 def test_an_operation_that_nobody_runs_is_named_and_is_no_circle():
-    explorer = TimelineExplorer(order="F0 B1 F1 B0\nF0 B0 B1")
+    explorer = TimelineExplorer(order="F0 F1 B1 B0\nF0 B0 B1")
     refused = explorer.answer(explorer.state)
     assert "stage 1 never runs F1" in refused["refusal"]["why"]
     picture = refused["panels"]["picture"]["svg"]
