@@ -1,6 +1,7 @@
 """One layer in time computes and sends what a step counts for it, and hides what the step's law hides."""
 
 import dataclasses
+import itertools
 import math
 import random
 
@@ -23,6 +24,7 @@ def random_runs(num, seed):
         fields = {"zero": rng.randrange(4), "remat": rng.choice(("none", "block")), "microbatches": 8}
         fields |= {name: rng.random() < 0.5 for name in ("tp_sequence", "tp_comm_overlap")}
         fields["context_parallel"] = rng.choice(("ring", "ulysses", "gather", "usp"))
+        fields |= {"ffn_chunks": rng.choice((1, 2)), "reshard_after_forward": rng.random() < 0.7}
         mesh = " ".join(f"{axis}={n}" for axis, n in sizes.items()) or "dp=1"
         try:
             plan = Plan(mesh, dtype="bfloat16", **fields).effective(config)
@@ -74,8 +76,15 @@ def test_a_layer_in_time_is_what_the_step_counts(name, run):
     for term in sorted({*shown, *hidden}):
         beside = terms.get(BESIDE.get(term, ""), sum(terms.values()))
         terms[term] = shown.get(term, 0.0) + clock.exposed(hidden.get(term, 0.0), beside, True)
-    ends = max(one.end_s for one in segments if one.lane in ("compute", "weights") or one.exposed_s)
-    assert ends == pytest.approx(sum(terms.values()))
+    waits = sum(one.exposed_s for one in travels)
+    assert sum(one.end_s - one.start_s for one in computed) + waits == pytest.approx(sum(terms.values()))
+    assert all(one.start_s >= 0 and one.exposed_s <= 1.0001 * (one.end_s - one.start_s) for one in segments)
+    for one, other in itertools.pairwise(computed):
+        assert other.start_s - one.end_s <= waits + 1e-9, "computing stops for what it waits for alone"
+    waited = lambda one: one.exposed_s > 0.999 * (one.end_s - one.start_s)
+    for lane, alone in {(one.lane, waited(one)) for one in travels}:
+        mine = [one for one in travels if one.lane == lane and waited(one) == alone]
+        assert all(one.end_s <= other.start_s + 1e-9 for one, other in itertools.pairwise(mine)), lane
 
 
 def test_what_hides_lies_beside_computing_and_what_does_not_stops_it():

@@ -93,10 +93,12 @@ def forward(run: Run) -> list[Segment]:
         if name:
             slow = parts[at] * drag + sum(slower[term] * seconds for term, _, seconds in beside)
             out.append(Segment("compute", name, now, now + parts[at] + slow, slow))
+            begun, now = now, out[-1].end_s
             for term, one, seconds in beside:
-                free[one.lane] = one.begin(max(now, free.get(one.lane, 0.0)))
                 one.exposed_s = waits[term] * seconds
-            now = out[-1].end_s + sum(one.exposed_s for _, one, _ in beside)
+                now += one.exposed_s
+                early = now - seconds if waits[term] else begun
+                free[one.lane] = one.begin(max(begun, early, free.get(one.lane, 0.0)))
     late = sum(waits[term] * seconds for term, _, seconds in gathers)  # all is computed, they are not there
     start = max(0.0, now + late - sum(seconds for *_, seconds in gathers)) if late else 0.0
     for _, one, _ in gathers:
