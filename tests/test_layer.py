@@ -73,10 +73,13 @@ def test_a_layer_in_time_is_what_the_step_counts(name, run):
                 term, hides, seconds = clock.message(names.split(","), row, text, size)
                 into = hidden if hides else shown
                 into[term] = into.get(term, 0.0) + extra * seconds
+    open_s = sum(shown.values())
     for term in sorted({*shown, *hidden}):
         beside = terms.get(BESIDE.get(term, ""), sum(terms.values()))
+        open_s += max(0.0, hidden.get(term, 0.0) - beside)
         terms[term] = shown.get(term, 0.0) + clock.exposed(hidden.get(term, 0.0), beside, True)
     waits = sum(one.exposed_s for one in travels)
+    assert waits == pytest.approx(open_s), "computing stands still; of the rest it is slower"
     assert sum(one.end_s - one.start_s for one in computed) + waits == pytest.approx(sum(terms.values()))
     assert all(one.start_s >= 0 and one.exposed_s <= 1.0001 * (one.end_s - one.start_s) for one in segments)
     for one, other in itertools.pairwise(computed):
