@@ -51,6 +51,7 @@ def test_a_written_order_is_judged():
     explorer.set(order=order)
     same = explorer.answer(explorer.state)
     assert not same["refusal"] and "busy" in same["says"] and same["numbers"]["makespan"] == 9
+    assert "back to 1f1b" in same["panels"]["words"]["html"], "without a box of text, too"
     longer = explorer.answer(explorer.state | {"order": "F0 F1 F2 B0 B1 B2"})
     assert (longer["state"]["stages"], longer["state"]["microbatches"]) == (1, 3), "as it is written"
     explorer.set(order=order.replace("B1", "F0", 1))

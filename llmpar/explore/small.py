@@ -106,7 +106,7 @@ class TimelineExplorer(Figure):
                 return said(stuck, str(error))
             raise
         sentence, more = _words(table)
-        sentence += " Judged is the written order; empty it to choose a schedule." * bool(state["order"])
+        sentence += " Judged is the written order, whatever schedule is chosen." * bool(state["order"])
         return said(timeline(table), sentence, more)
 
     def move(self, state: dict) -> dict:
@@ -132,7 +132,8 @@ class TimelineExplorer(Figure):
             found["state"] = state | size  # those of a written order, whatever was chosen before
             mine = self.table(state, order)
             more = f"<details><summary>Idle corners, and lockstep</summary><p>{_words(mine)[1]}</p></details>"
-            found["panels"]["words"] = {"html": more}
+            undo = button(f"back to {state['schedule']}", order="") if state["order"] else ""
+            found["panels"]["words"] = {"html": undo + more}
             found["numbers"] = {"makespan": mine.makespan, "bubble": mine.bubble, "held": mine.peak_live()}
             found["numbers"] |= {"order": str(order)} if order.placement in ("linear", "looped") else {}
         except ValueError as error:
