@@ -77,6 +77,30 @@ def test_a_mesh_that_is_asked_for_is_what_decide_answers_with_its_axes_given(mes
     assert [one] == given and not one.why_not
 
 
+def test_any_mesh_with_any_fields_is_what_decide_answers():
+    rng, same = random.Random(11), 0
+    fields = {"remat": ["none", "block"], "zero": [1, 3], "loss_chunks": [1, 4], "tp_sequence": [False]}
+    fields |= {"schedule": ["zb-h1", "gpipe"], "stage_saves": ["residuals"], "context_parallel": ["gather"]}
+    models = ("llama3-8b", "llama3.2-1b", "qwen3-30b-a3b", "llama3-70b")
+    for _ in range(20):
+        name, row = rng.choice(models), chip(rng.choice(("h100", "b200", "v5p")))
+        own = {field: rng.choice(fields[field]) for field in rng.sample(sorted(fields), 2)}
+        q = question(name, rng.choice((8, 12, 32)), 96, rng.choice((4096, 16384)), row, **own)
+        mesh = rng.choice([mesh for mesh, _ in planner.every_mesh(q)])
+        try:
+            one = planner.on_mesh(q, mesh)
+        except ValueError:
+            one = None
+        try:
+            (given,) = planner.decide(dataclasses.replace(q, fixed=own | mesh.asked)).plans
+        except ValueError:
+            assert one is None or one.why_not
+        else:
+            assert one == given
+            same += 1
+    assert same > 6
+
+
 def test_the_published_mesh_of_the_405b_fits_at_a_third_of_peak():
     one = planner.on_mesh(PUBLISHED, parse_mesh("pp=16 dp=128 tp=8"))
     assert one.total_bytes <= PUBLISHED.room_bytes
