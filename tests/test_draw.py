@@ -182,6 +182,7 @@ SENT = [
     Sent("dp,fsdp", "norms", 3e5, 0, 0),
 ]
 HERE, BEST = Way("fsdp=8 tp=8", 65.4 * GIB, 6.13, "tp"), Way("fsdp=64", 30 * GIB, 4.29, "fsdp")
+LONG = Way("pp=16 dp=2 fsdp=16 ep=2 sp=2 tp=2", 50 * GIB, 3e3, "pp")
 _rng = random.Random(0)
 WAYS = [
     Way(f"dp={i}", 2 ** _rng.gauss(36, 1.2), 10 ** _rng.gauss(0.95, 0.2), _rng.choice([*AXES]), "slow", ACT)
@@ -208,6 +209,9 @@ CASES |= {
     "map, at its best": lambda: columns.mesh_map([BEST, HERE], BEST, BEST, 59.3 * GIB, 0, 2),
     "map, its best in your way": lambda: columns.mesh_map(
         [BEST], BEST._replace(seconds=5.0), BEST, 59.3 * GIB
+    ),
+    "map, slow": lambda: columns.mesh_map(
+        [LONG, LONG._replace(mesh="x", seconds=9e4)], LONG, LONG._replace(seconds=2e4), 59.3 * GIB
     ),
     "map, small": lambda: columns.mesh_map([Way("tp=2", 2e7, 0.01, "tp")], None, None, 59.3 * GIB),
     "map, far over": lambda: columns.mesh_map([HERE, BEST], HERE, BEST, GIB / 2),

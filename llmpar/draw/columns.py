@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import namedtuple
 from collections.abc import Iterable
+from dataclasses import replace
 
 from llmpar.draw.charts import MEMORY, TIME, bar_part, count_noun, role_of
 from llmpar.draw.scene import (
@@ -211,16 +212,20 @@ def mesh_map(
     if here and best and here[:3] == best[:3]:
         rings = {"you, the best": here}
     shown = [*dict.fromkeys([*ways, *rings.values()])] or [Way("", 2**30, 1.0)]
-    left, right, bottom = 50, RIGHT - 2 * MARGIN - 4, 270
-    x_of, x_ticks = _log([way.bytes for way in shown] + [room] * bool(room), left, right, 1024.0)
+    right, bottom = RIGHT - 2 * MARGIN - 4, 270
     y_of, y_ticks = _log([way.seconds for way in shown], bottom, 0, 1000.0)
+    left = max([text_width(time_text(v), SMALL) for v in y_ticks] + [33]) + 10
+    x_of, x_ticks = _log([way.bytes for way in shown] + [room] * bool(room), left, right, 1024.0)
     at = lambda way: (x_of(way.bytes), y_of(way.seconds))
     fits = x_of(room) if room else right
     items: list = [Rect(fits, 0, right - fits, bottom, "bad-ground")]
+    last = 0.0
     for v in x_ticks:
         items.append(Line(((x_of(v), 0), (x_of(v), bottom + 4)), "grid", 1))
         label = small_text(x_of(v), bottom + 12, size_text(v))
-        items += [label] * (label.box[2] < RIGHT - 2 * MARGIN)
+        if last + 4 < label.box[0] and label.box[2] < RIGHT - 2 * MARGIN:
+            last = label.box[2]
+            items.append(label)
     for v in y_ticks:
         items.append(Line(((left - 4, y_of(v)), (right, y_of(v))), "grid", 1))
         items.append(small_text(left - 7, y_of(v), time_text(v), "end"))
@@ -263,8 +268,7 @@ def _log(values: list[float], start: float, end: float, thousand: float):
     of = lambda v: start + (end - start) * math.log(v / low) / math.log(high / low)
     unit = thousand ** math.floor(math.log(low, thousand))
     steps = [s * t * u for u in (unit, unit * thousand) for t in (1, 10, 100) for s in (1, 2, 5)]
-    found = [v for v in steps if low <= v <= high]
-    return of, found if len(found) < 7 else found[:: -(-len(found) // 6)]
+    return of, [v for v in steps if low <= v <= high]
 
 
 def _beside(x: float, y: float, label: str, taken, dots, area) -> Text:
@@ -278,4 +282,6 @@ def _beside(x: float, y: float, label: str, taken, dots, area) -> Text:
         meets = sum(x0 < r and left < x1 and y0 < b and top < y1 for left, top, r, b in taken)
         return 1000 * (out + meets) + sum(x0 - 4 < u < x1 + 4 and y0 - 4 < v < y1 + 4 for u, v in dots)
 
-    return min((Text(x + dx, y + dy, label, SMALL, side, bold=True) for dx, dy, side in places), key=cost)
+    best = min((Text(x + dx, y + dy, label, SMALL, side, bold=True) for dx, dy, side in places), key=cost)
+    x0, _, x1, _ = best.box  # a long name may need all of the column
+    return replace(best, x=best.x + max(0, -x0) - max(0, x1 - RIGHT + 2 * MARGIN))
