@@ -193,13 +193,13 @@ def every_mesh(q: Question) -> Iterator[tuple[MeshShape, str]]:
 def _illegal(q: Question, mesh: MeshShape) -> str:
     """Why a mesh cannot be, in the words of `Plan.check`; empty where it can."""
     refusals, own = list[str](), {name: value for name, value in q.fixed.items() if name not in AXES}
-    for fields in [*itertools.islice(ways(q, mesh), 2), {"mesh": mesh} | own]:
+    for fields in itertools.chain([{"mesh": mesh} | own], itertools.islice(ways(q, mesh), 2)):
         try:
             Plan(**fields).check(q.config, q.batch_size, q.seq_len)
             return ""
         except ValueError as refusal:
             refusals.append(str(refusal))
-    return refusals[-1]
+    return refusals[0]
 
 
 def ways(q: Question, mesh: MeshShape) -> Iterator[dict[str, Any]]:
