@@ -165,9 +165,9 @@ function skeleton(doc, source, own, made) {
         ${source.save ? button("html", "HTML") : ""}</div></details>${button("help", "?", "keys")}</div></div>
       ${doc.sentence ? "" : form}<div class="verdict"></div><p class="said" role="status"></p></div>
     <nav class="tabs" aria-label="pictures">${doc.panels.map(tab).join("")}</nav>
-    <div class="panels">${["left", "middle", "right"].map(area).join("")}</div>${area("below")}
+    <div class="panels">${["left", "middle", "right"].map(area).join("")}</div>
     <details class="rest" hidden><summary></summary>${doc.sentence && form}<div class="fields"></div>
-    </details>
+    </details>${area("below")}
     <p class="foot"><span></span> ${button("cite", "copy")}<br>${made}</p>
     <dialog aria-label="keys"><dl>${keys}</dl><form method="dialog"><button>close</button></form></dialog>
     <div class="player" role="group" aria-label="the moving pictures" hidden>${button("play", "▶", "play")}
