@@ -255,7 +255,7 @@ function mount(doc, source, el) {
   const kinds = Object.fromEntries(doc.controls.map((c) => [c.name, c])), fieldKinds = {}, boxes = {};
   let { state, answer } = source, waiting = false, mine = false, timer = 0, clock = 0, since = 0;
   let frame = 0, playing = 0, address = 0, undone = false; // what is shown, and where it can be found
-  let typing = null, dragged = null, moved = "", drawing = false, strips = []; // what hands are doing
+  let typing = null, dragged = null, dropped = -50, moved = "", drawing = false, strips = []; // what hands are doing
   const live = !source.page || doc.live;
   for (const c of live ? [] : doc.controls) { // what cannot change anything in this page is only said
     const values = new Set(stored.map((one) => spelt(one.state[c.name])));
@@ -577,7 +577,8 @@ function mount(doc, source, el) {
 
   // Where a dragged operation would go.
   function over(event) {
-    const e = dragged && under(event, "[data-op]"), op = e?.dataset.op;
+    if (!dragged) return null;
+    const e = under(event, "[data-op]"), op = e?.dataset.op;
     find(".target")?.classList.remove("target");
     if (!op || op === dragged || numbers(op)[0] !== numbers(dragged)[0]) return null;
     e.classList.add("target");
@@ -588,13 +589,15 @@ function mount(doc, source, el) {
     const from = dragged, to = over(event);
     dragged = null;
     find(".target")?.classList.remove("target");
-    if (to) move(from, to);
+    if (!to) return;
+    dropped = event.timeStamp;
+    move(from, to);
   }
 
   function click(event) {
     const { tab, by, do: what } = event.target.closest("button")?.dataset || {};
     const e = event.target.closest(ACT) || under(event, ACT);
-    if (moved) return; // the end of a drag
+    if (event.timeStamp - dropped < 50) return; // the end of a drag
     if (what || tab) find(".menu").open = false;
     if (tab) turn(tab);
     else if (by) count(event.target.parentElement.querySelector("input"), Number(by));
