@@ -255,7 +255,7 @@ function mount(doc, source, el) {
   const kinds = Object.fromEntries(doc.controls.map((c) => [c.name, c])), fieldKinds = {}, boxes = {};
   let { state, answer } = source, waiting = false, mine = false, timer = 0, clock = 0, since = 0;
   let frame = 0, playing = 0, address = 0, undone = false; // what is shown, and where it can be found
-  let typing = null, dragged = null, dropped = -50, moved = "", drawing = false, strips = []; // what hands are doing
+  let typing = null, dragged = null, dropped = -50, moved = "", drawing = false, strips = []; // what hands do
   const live = !source.page || doc.live;
   for (const c of live ? [] : doc.controls) { // what cannot change anything in this page is only said
     const values = new Set(stored.map((one) => spelt(one.state[c.name])));
