@@ -1,6 +1,8 @@
 """What the planner proposes to whoever stands on a mesh: each step is what the planner then answers."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +73,16 @@ def test_the_best_of_all_has_no_better_neighbour():
     first = planner.best(q)
     assert first == planner.decide(q).plans[0]
     assert not any(advice(q, first.plan.mesh, first))
+
+
+def test_the_band_is_that_of_compiled_plans():
+    here = Path(__file__).parent
+    rows = re.findall(
+        rf"(\d+) of (\d+) within {BAND:.0%}".replace("%", " %"), (here / "compiled.md").read_text()
+    )
+    inside, every = (sum(map(int, column)) for column in zip(*rows, strict=True))
+    assert f"{inside} of {every} compiled plans" in (here.parent / "llmpar/predict/advice.py").read_text()
+    assert inside > 0.9 * every
 
 
 def test_a_verdict_is_as_sure_as_the_estimate():

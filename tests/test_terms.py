@@ -9,6 +9,7 @@ import pytest
 import llmpar
 from llmpar.config import preset
 from llmpar.notation import parse_mesh
+from llmpar.plan import Plan
 from llmpar.predict import planner
 from llmpar.predict.advice import verdict
 from llmpar.predict.hardware import chip
@@ -78,6 +79,12 @@ def test_each_says_its_formula_its_lesson_and_whether_it_is_an_estimate(explaine
             assert term.formula and (term.unit == "B" or term.estimate)
             assert term.estimate == (term.unit != "B" or term.name in ("activations", "total"))
     assert {term.line for _, _, found in explained for term in found if term.arrow} >= {"model.py", "plan.py"}
+
+
+def test_where_time_means_nothing_no_second_is_explained():
+    q = planner.Question(preset("tiny"), chip("cpu"), 8, 16, 64)
+    one = planner.fitting(q, Plan("fsdp=8"))
+    assert {term.unit for term in terms(q, one)} == {"B"}
 
 
 def test_arrows_are_written_where_they_are_said_to_be():
