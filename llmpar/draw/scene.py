@@ -432,8 +432,6 @@ def to_png(scene: Scene) -> bytes:
             axes.add_patch(Polygon(_head(item), facecolor=color[item.stroke], linewidth=0, **style))
     (canvas := FigureCanvasAgg(figure)).draw()
     image = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
-    few = image.quantize(
-        256, Image.Quantize.MAXCOVERAGE
-    )  # keeps small areas' colours, at a third of the bytes
-    few.save(buffer := io.BytesIO(), "PNG")
+    few = image.quantize(256, Image.Quantize.MAXCOVERAGE)  # small areas keep their colours
+    few.save(buffer := io.BytesIO(), "PNG", optimize=True)  # at a third of the bytes, or less
     return buffer.getvalue()
