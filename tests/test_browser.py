@@ -436,16 +436,16 @@ def test_a_reopened_notebook_shows_all_that_it_showed(page):
     assert page.locator('[data-panel="grid"] svg').is_visible()
 
 
-def test_a_page_without_python_offers_what_it_stores(page, tmp_path):
+def test_a_page_without_python_says_what_it_does_not_store(page, tmp_path):
     states = [told.START | {"device": i} for i in range(3)]
     doc = told.document() | {"live": False, "stored": [told.answer(state, True) for state in states]}
     page.goto(saved(tmp_path / "page.html", doc))
-    assert page.locator('[data-name="chip"], [data-name="mesh"]').count() == 0
-    assert page.locator(".sentence").inner_text().replace("\n", " ").startswith("Train a model on 8 h100")
     page.locator('[data-name="device"]').fill("2")
     assert page.locator('[data-panel="grid"] svg').get_attribute("aria-label").endswith("device 2 chosen")
     page.locator('[data-name="device"]').fill("5")
+    assert "stores 4 answers" in page.locator(".foot").inner_text()
     assert "none for this choice" in page.locator(".said").inner_text()
+    assert page.locator(".lpx.waiting").count() == 1, "dimmed: it belongs to another choice"
 
 
 @pytest.mark.parametrize(("devices", "most"), [(64, 16), (512, 50)])
@@ -590,6 +590,17 @@ def test_a_small_page_is_accessible_and_fits(page, kind, tmp_path):
             assert violations(page) == []
     for text in page.locator(".panel svg text:visible").all()[:40]:
         assert text.bounding_box()["height"] >= 9, "a picture scrolls; its words do not shrink"
+
+
+def test_a_live_arrays_page_is_accessible(page, tmp_path):
+    import jax.numpy as jnp
+
+    for value, name in ((jnp.zeros((4, 4)), "array"), ({"w": jnp.zeros((4, 4))}, "w")):
+        MeshExplorer.of(value).save(tmp_path / "page.html", small=True)
+        page.goto((tmp_path / "page.html").as_uri())
+        page.locator(".panel svg").first.wait_for()
+        assert "arrays" in page.locator("h1").inner_text() and name in page.locator("main").inner_text()
+        assert violations(page) == []
 
 
 @pytest.mark.parametrize("kind", EXPLORERS)

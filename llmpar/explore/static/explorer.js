@@ -143,7 +143,7 @@ const labelled = (c, inner) => {
 };
 
 // All that stays; what an answer says is put into it. Controls that a sentence does not name are folded.
-function skeleton(doc, source, own, made) {
+function skeleton(doc, source, own) {
   const [h, sub] = source.page ? ["h1", "h2"] : ["h2", "h3"], words = doc.sentence.split(/\{(\w+)\}/);
   const button = (name, text, label = text) =>
     `<button type="button" data-do="${name}" aria-label="${label}" title="${label}">${text}</button>`;
@@ -156,7 +156,7 @@ function skeleton(doc, source, own, made) {
     `<div class="${where}">${doc.panels.filter((one) => one[2] === where).map(panel).join("")}</div>`;
   const tab = ([name, title]) =>
     `<button type="button" data-tab="${name}">${esc(title || name)}</button>`;
-  const keys = Object.entries(KEYS).map(([key, what]) => `<dt>${key}</dt><dd>${what}</dd>`).join("");
+  const keys = Object.entries(KEYS).map(([key, what]) => `<tr><th>${key}</th><td>${what}</td></tr>`).join("");
   return `<style>${themeCss(doc.theme)}</style>
     <div class="ask"><div class="top"><${h} class="${doc.sentence ? "unseen" : ""}">${esc(doc.title)}</${h}>
       <div class="sentence">${words.map((word, i) => (i % 2 ? own(word) : esc(word))).join("")}</div>
@@ -168,8 +168,9 @@ function skeleton(doc, source, own, made) {
     <div class="panels">${["left", "middle", "right"].map(area).join("")}</div>
     <details class="rest" hidden><summary></summary>${doc.sentence && form}<div class="fields"></div>
     </details>${area("below")}
-    <p class="foot"><span></span> ${button("cite", "copy")}<br>${made}</p>
-    <dialog aria-label="keys"><dl>${keys}</dl><form method="dialog"><button>close</button></form></dialog>
+    <p class="foot"><span></span> ${button("cite", "copy")}<br>${source.made}</p>
+    <dialog aria-label="keys"><table>${keys}</table>
+      <form method="dialog"><button>close</button></form></dialog>
     <div class="player" role="group" aria-label="the moving pictures" hidden>${button("play", "▶", "play")}
       ${button("back", "◂", "step back")}${button("forth", "▸", "step forward")}
       <input type="range" min="0" aria-label="instant"><span></span></div>`;
@@ -256,16 +257,8 @@ function mount(doc, source, el) {
   let { state, answer } = source, waiting = false, mine = false, timer = 0, clock = 0, since = 0;
   let frame = 0, playing = 0, address = 0, undone = false; // what is shown, and where it can be found
   let typing = null, dragged = null, dropped = -50, moved = "", drawing = false, strips = []; // what hands do
-  const live = !source.page || doc.live;
-  for (const c of live ? [] : doc.controls) { // what cannot change anything in this page is only said
-    const values = new Set(stored.map((one) => spelt(one.state[c.name])));
-    const options = c.options?.filter((one) => values.has(spelt(one)));
-    kinds[c.name] = { ...c, options, fixed: values.size < 2 };
-  }
-  const own = (name) =>
-    (kinds[name].fixed ? `<b>${esc(shown(state[name]))}</b>` : control(kinds[name], state[name]));
   root.className = "lpx";
-  root.innerHTML = skeleton(doc, source, own, source.made);
+  root.innerHTML = skeleton(doc, source, (name) => control(kinds[name], state[name]));
   el.append(root);
   const find = (selector) => root.querySelector(selector), focused = () => root.getRootNode().activeElement;
   const player = find(".player"), scrub = player.querySelector("input"), knob = find('[data-do="play"]');
