@@ -17,6 +17,7 @@ from llmpar.draw.charts import count_noun, number_ranges, two_lanes
 from llmpar.draw.geometry import coordinates, groups, rounds, slices, strides
 from llmpar.draw.scene import (
     LIGHT,
+    PLAIN_EM,
     SMALL,
     Group,
     Line,
@@ -374,9 +375,9 @@ def tensor_grid(
             if axes:
                 placed.append(Group(tuple(part.moving(device, axes, one.kind)), spot.dx, spot.dy, k))
     lines = [
-        Group((small_text(0, 14 * i, line, "start", "ink"),), frame=k)
+        Group((small_text(0, 1.3 * pixels(SMALL) * i, line, "start", "ink"),), frame=k)
         for k, frame in enumerate(frames(segments or []))
-        for i, line in enumerate(textwrap.wrap(frame["text"], 82))
+        for i, line in enumerate(textwrap.wrap(frame["text"], int(COLUMN / pixels(SMALL) / PLAIN_EM) - 2))
     ]
     said = " ".join(filter(None, notes))
     title = f"{name or layout}: who holds what"

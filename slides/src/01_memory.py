@@ -124,15 +124,18 @@ show(picture)
 #
 # <footer>Lesson <code>notebooks/00_setup</code> · <code>llmpar.explore.explorer</code> · <code>make gallery</code></footer>
 
-# %% alt="Sixteen H100s; the answer in a line, memory and time as bars, each device's block of a weight, and what a device sends"
+# %% alt="Sixteen H100s: the answer in a line, and each device as the whole of a weight, with the block that it holds inked"
 from llmpar.explore.explorer import MeshExplorer
+from llmpar.plan import Plan
 
 explorer = MeshExplorer(model="llama3-8b", chip="h100", batch_size=32, mesh="dp=2 fsdp=4 tp=2")
 reply = explorer.answer(explorer.state)
 assert reply["refusal"] is None and reply["verdict"]["tone"] == "good"
+made, node = Plan("dp=2 fsdp=4 tp=2").resolve(preset("llama3-8b"), None), chip("h100").node_size
+(weight, life), sizes = made.lives["blocks.ffn.gate"], made.mesh.sizes
 with letters():
-    whole = explorer.scene
-show(whole)
+    held = draw.tensor_grid(life.stored, weight.shape, sizes, sizes, node, 5, name="blocks.ffn.gate")
+show(held, reply["verdict"]["head"])
 
 # %% [markdown] tags=["notes"]
 # Open lesson 00 and do it live; `MeshExplorer().save("mesh.html")` makes a page that answers without a network. **Ask:** give
