@@ -46,11 +46,11 @@ Way = namedtuple("Way", "mesh bytes seconds axis note act", defaults=("", "", ""
 """A mesh on the map: bytes of a device, seconds of a step, its largest axis, and why it loses."""
 
 
-def axis_squares(sizes: dict[str, int], notes=None, acts=None, note: str = "") -> Scene:
+def axis_squares(sizes: dict[str, int], notes=None, acts=None, note: str = "", words=None) -> Scene:
     """How the devices are cut: a row per mesh axis, with a square for each prime factor of its size.
 
     ``notes`` say what an axis does, in two words. ``acts`` are, per axis, what its − and its + ask for: each
-    (act, what it does), or None where there is no such mesh.
+    (act, what it does), or None where there is no such mesh. ``words`` are what a click on its name asks for.
     """
     notes, acts, num = notes or {}, acts or {}, math.prod(sizes.values())
     pitch = min(17, 112 / max(1, len(_primes(num))))
@@ -58,6 +58,8 @@ def axis_squares(sizes: dict[str, int], notes=None, acts=None, note: str = "") -
     for i, axis in enumerate(AXES):
         n, y = sizes.get(axis, 1), 26 * i
         live, factors, says = n > 1, _primes(n), notes.get(axis, "")
+        if words:
+            items.append(Rect(0, y + 1, 36, 20, "paper", tip=f"what {axis} is", act=words[axis]))
         items.append(Text(0, y + 11, axis, fill=f"{axis}-line" if live else "soft", bold=live))
         for sign, x, given in zip("−+", (40, 178), acts.get(axis, (None, None)), strict=True):
             act, tip = given or ("", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections import Counter
 from html import escape
@@ -24,14 +25,15 @@ from llmpar.predict.time import Clock
 from llmpar.predict.traffic import ITEMSIZE, Prediction, step_traffic
 
 AREAS = [
-    ["axes", "", "left"],
-    ["memory", "", "left"],
-    ["step", "", "left"],
-    ["grid", "", "middle"],
-    ["layer", "", "middle"],
-    ["map", "", "right"],
-    ["sent", "", "right"],
-    ["explain", "What the number is made of", "right"],
+    ["axes", "Axes", "left"],
+    ["memory", "Memory", "left"],
+    ["step", "Step", "left"],
+    ["explain", "Why this number", "left"],
+    ["pick", "Tensor", "middle"],
+    ["grid", "Devices", "middle"],
+    ["layer", "One layer", "middle"],
+    ["map", "All meshes", "right"],
+    ["sent", "Sent", "right"],
     ["famous", "Runs that were published", "below"],
     ["holds", "What the chosen device holds", "below"],
     ["code", "As code", "below"],
@@ -138,6 +140,20 @@ def chosen(seen: Look) -> Tensor:
     return next((row for row in rows if row.name == seen.state["tensor"]), rows[0])
 
 
+def pick(seen: Look) -> str:
+    """The tensor that is looked at, and all others to choose from."""
+    rows, now = tensors(seen), chosen(seen).name
+    found = []
+    for kind, title in KINDS.items():
+        names = [row.name for row in rows if row.kind == kind]
+        marks = (
+            f"<option value='{escape(json.dumps(n))}'{' selected' * (n == now)}>{n}</option>" for n in names
+        )
+        found.append(f"<optgroup label='{title}'>{''.join(marks)}</optgroup>")
+    select = f"<select data-name='tensor' data-kind='choice'>{''.join(found)}</select>"
+    return f"<label><b>Who holds what of</b> {select}</label>"
+
+
 def holds(seen: Look) -> str:
     """A table of what the chosen device holds."""
     sizes, device, found = seen.plan.mesh.sizes, seen.state["device"], []
@@ -203,7 +219,8 @@ def axes(seen: Look) -> Scene:
     """How the devices are cut, with what moves a factor from one axis to another."""
     acts = {axis: tuple(_moved(seen, axis, up) for up in (False, True)) for axis in AXES}
     note = f"All {seen.shape.size:,} stay in use: a square that one axis gets is taken from another."
-    return columns.axis_squares(seen.shape.asked, DOES, acts, note)
+    words = {axis: act(explain=f"word {axis}") for axis in AXES}
+    return columns.axis_squares(seen.shape.asked, DOES, acts, note, words)
 
 
 def _moved(seen: Look, axis: str, up: bool) -> tuple[str, str] | None:
@@ -295,7 +312,8 @@ def frames(seen: Look) -> list[dict[str, Any]]:
 
 def panels(seen: Look) -> dict[str, Scene | str]:
     """Every panel of a state."""
-    found: dict[str, Scene | str] = {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
+    found: dict[str, Scene | str] = {"axes": axes(seen), "memory": memory(seen), "pick": pick(seen)}
+    found["grid"] = grid(seen)
     if seen.timed:
         turns = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
         found |= {"step": step(seen), "layer": layer_lanes(seen.segments, turns), "map": mesh_map(seen)}

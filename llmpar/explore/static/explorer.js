@@ -380,6 +380,7 @@ function mount(doc, source, el) {
   function refresh() {
     for (const input of root.querySelectorAll("[data-name]")) {
       const c = kinds[input.dataset.name];
+      if (!c) continue; // of a panel, which Python writes
       input.disabled = Boolean(c.without && String(state[c.without]).trim());
       if (input !== typing) write(input, c, state[c.name]);
     }
