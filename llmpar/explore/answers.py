@@ -33,6 +33,7 @@ def answer(state: dict, seconds: float = 0.0) -> dict:
     done = seen.around.advance(state["mesh"], seen.one, seconds)
     drawn = panels.panels(seen)
     out["panels"] = {name: panels.shown(panel) for name, panel in drawn.items()}
+    out["panels"]["grid"]["html"] = panels.pick(seen)
     out |= {"verdict": verdict(seen), "fields": fields(state, seen.one.plan), "numbers": numbers(seen)}
     out |= {"frames": panels.frames(seen), "more": not done}
     out["says"] = panels.says(seen, out["verdict"], drawn)

@@ -28,12 +28,11 @@ AREAS = [
     ["axes", "Axes", "left"],
     ["memory", "Memory", "left"],
     ["step", "Step", "left"],
-    ["explain", "Why this number", "left"],
-    ["pick", "Tensor", "middle"],
     ["grid", "Devices", "middle"],
     ["layer", "One layer", "middle"],
     ["map", "All meshes", "right"],
     ["sent", "Sent", "right"],
+    ["explain", "Why this number", "right"],
     ["famous", "Runs that were published", "below"],
     ["holds", "What the chosen device holds", "below"],
     ["code", "As code", "below"],
@@ -251,8 +250,14 @@ def memory(seen: Look) -> Scene:
 
 def step(seen: Look) -> Scene:
     """A step's seconds by term."""
-    time = seen.one.time
-    parts = [columns.Part(name, seconds, "", act(explain=name)) for name, seconds in time.terms.items()]
+    time, shape = seen.one.time, seen.shape
+    own = (
+        {"gradients at the end": "dp"} if shape.size == shape.dp * shape.pp * shape.tp else {}
+    )  # nothing is cut
+    parts = [
+        columns.Part(name, seconds, "", act(explain=name), own.get(name, ""))
+        for name, seconds in time.terms.items()
+    ]
     return columns.time_bar(parts, None, time.step_s)
 
 
@@ -312,8 +317,7 @@ def frames(seen: Look) -> list[dict[str, Any]]:
 
 def panels(seen: Look) -> dict[str, Scene | str]:
     """Every panel of a state."""
-    found: dict[str, Scene | str] = {"axes": axes(seen), "memory": memory(seen), "pick": pick(seen)}
-    found["grid"] = grid(seen)
+    found: dict[str, Scene | str] = {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
     if seen.timed:
         turns = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
         found |= {"step": step(seen), "layer": layer_lanes(seen.segments, turns), "map": mesh_map(seen)}

@@ -163,11 +163,10 @@ function skeleton(doc, source, own) {
       <div class="tools">${source.page ? button("link", "copy link") : ""}${button("code", "copy code")}
         <details class="menu"><summary>save</summary><div>${button("png", "PNG")}${button("svg", "SVG")}
         ${source.save ? button("html", "HTML") : ""}</div></details>${button("help", "?", "keys")}</div></div>
-      ${doc.sentence ? "" : form}<div class="verdict"></div><p class="said" role="status"></p></div>
+      ${doc.sentence ? "" : form}<div class="verdict"></div><p class="said" role="status"></p>
+      <details class="rest" hidden><summary></summary>${doc.sentence && form}<div class="fields"></div></details></div>
     <nav class="tabs" aria-label="pictures">${doc.panels.map(tab).join("")}</nav>
-    <div class="panels">${["left", "middle", "right"].map(area).join("")}</div>
-    <details class="rest" hidden><summary></summary>${doc.sentence && form}<div class="fields"></div>
-    </details>${area("below")}
+    <div class="panels">${["left", "middle", "right"].map(area).join("")}</div>${area("below")}
     <p class="foot"><span></span> ${button("cite", "copy")}<br>${source.made}</p>
     <dialog aria-label="keys"><table>${keys}</table>
       <form method="dialog"><button>close</button></form></dialog>
@@ -350,7 +349,7 @@ function mount(doc, source, el) {
   }
 
   function show(box, panel) {
-    const { section, title, pic, note, tab } = box, text = panel ? panel.svg ?? panel.html : "";
+    const { section, title, pic, note, tab } = box, text = (panel?.html || "") + (panel?.svg || "");
     section.hidden = tab.hidden = !panel;
     if (!panel) return;
     if (panel.title) title.textContent = tab.textContent = panel.title;
@@ -363,8 +362,8 @@ function mount(doc, source, el) {
     pic.querySelectorAll("details").forEach((one, i) => { one.open = folds[i]?.open ?? one.open; });
     for (const group of pic.querySelectorAll("svg,table")) rove(group, group.querySelector(ACT));
     if (!had) return;
-    const all = [...pic.querySelectorAll(ACT)];
-    const same = all.find((e) => e.dataset.op === name || e.dataset.set === name);
+    const all = [...pic.querySelectorAll(`${ACT},[data-name]`)], own = had.dataset?.name;
+    const same = all.find((e) => (own ? e.dataset.name === own : e.dataset.op === name || e.dataset.set === name));
     (same || nearest(all, spot, Math.hypot) || pic).focus({ preventScroll: true });
   }
 
