@@ -85,22 +85,29 @@ def test_the_band_is_that_of_compiled_plans():
     assert inside > 0.9 * every
 
 
-def test_a_verdict_is_as_sure_as_the_estimate():
+@pytest.mark.parametrize(
+    ("total", "guessed", "words"),
+    [
+        (70, 0.5, "fits"),
+        (91, 0.5, "fits"),
+        (91, 0.8, "fits, but not surely"),  # by a band's width it would not
+        (93, 0.1, "fits, but not surely"),  # less is left free than the planner leaves
+        (99, 0.5, "fits, but not surely"),
+        (101, 0.5, "does not fit"),
+    ],
+)
+def test_a_verdict_is_as_sure_as_the_estimate(total, guessed, words):
+    """``total``: percent of what a program may take, and how much of that is an estimate."""
     q = question()
-    held = {"params": 10.0, "grads": 0.0, "optimizer": 20.0, "activations": 40.0}
-    for total, words in (
-        (70, "fits"),
-        (93, "fits, but not surely"),
-        (99, "fits, but not surely"),
-        (101, "does"),
-    ):
-        scale = total / 71.0 * q.capacity_bytes / 100
-        parts = {name: size * scale for name, size in held.items()} | {"total": 71 * scale}
-        said = verdict(q, planner.Candidate(None, planner.UNPRICED, parts))
-        assert said.words.startswith(words) and (words != "fits" or said.words == words)
-        assert said.low_bytes < said.total_bytes < said.high_bytes
-        assert said.high_bytes - said.total_bytes == pytest.approx(BAND * 40 * scale)
-        assert said.words != "fits" or said.total_bytes <= said.room_bytes == q.room_bytes
+    held = total / 100 * q.capacity_bytes
+    parts = {"params": held * (1 - guessed), "grads": held * guessed / 4, "optimizer": 0.0, "total": held}
+    said = verdict(
+        q, planner.Candidate(None, planner.UNPRICED, parts | {"activations": held * guessed * 3 / 4})
+    )
+    assert said.words == words and said.total_bytes == held
+    assert said.high_bytes - held == pytest.approx(BAND * guessed * held)
+    assert held - said.low_bytes == pytest.approx(BAND * guessed * held)
+    assert (said.room_bytes, said.capacity_bytes) == (q.room_bytes, q.capacity_bytes)
 
 
 @pytest.mark.parametrize(
