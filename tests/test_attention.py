@@ -560,6 +560,7 @@ def test_live_blocks_count_the_pairs_that_are_seen(name, mask):
     seen = gap >= 0
     if mask.window:
         seen &= gap < mask.window
+    assert (mask.admits(gap, gap) == seen).all()
     pairs = pairs_by_step(4, name, mask, s=S)
     for rank, step in np.ndindex(4, 4):
         assert pairs[rank][step] == seen[rank, :, (rank - step) % 4].sum()
