@@ -452,6 +452,7 @@ def test_no_drawing_lesson_slide_or_script_invents_a_colour(tmp_path):
     kinds += ("slides/src/*.py", "slides/deck.py", "slides/gallery.py")
     files = [path for kind in kinds for path in ROOT.glob(kind)]
     assert len(files) > 100 and {str(f.relative_to(ROOT)): painted(f) for f in files if painted(f)} == {}
+    assert MeshExplorer().document()["theme"] == {"light": LIGHT, "dark": DARK}, "scripts read the same table"
     for path in (ROOT / "llmpar/explore/static").iterdir():
         text = path.read_text()
         named = {*re.findall(r"var\(--([\w-]+)", text)} - {*re.findall(r"--([\w-]+)\s*:", text)}
