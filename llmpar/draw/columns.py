@@ -256,7 +256,7 @@ def mesh_map(
     done, count = len(ways) + refused, num or len(ways) + refused
     notes = [f"{done} of {num} so far."] * (done < num)
     notes += [f"{refused} of {count} are refused."] * bool(refused)
-    notes.append("A dot has the colour of its largest axis.")
+    notes.append("Colour: the largest axis.")
     ringed = [f"{name}: {way.mesh}" for name, way in rings.items()]
     title, said = f"{count} mesh{'es' * (count != 1)}: memory and time", [*ringed, *lines[::-1]]
     return _column(title, "", items, said, notes, RIGHT)
