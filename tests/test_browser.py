@@ -147,6 +147,9 @@ def test_no_colour_is_named_outside_the_table():
 def test_everything_works_by_keys_alone(told_page):
     """Sentence, pictures, tables, folded fields and keys; a picture is one stop; a redraw keeps the focus."""
     page, seen = told_page, []
+    page.keyboard.press("?")  # wherever the focus is
+    assert page.locator("dialog").is_visible()
+    page.keyboard.press("Escape")
     page.keyboard.press("Tab")
     page.keyboard.press("ArrowUp")  # devices: 16 cannot be, the told mesh says how many
     page.wait_for_function("window.asked.some((s) => s.devices === 16)")

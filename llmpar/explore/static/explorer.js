@@ -638,7 +638,9 @@ function mount(doc, source, el) {
     [root, "pointerdown", (event) => { dragged = under(event, "[data-op]")?.dataset.op; }],
     [root, "pointermove", over],
     [window, "pointerup", drop], [window, "beforeprint", unfold], [window, "afterprint", fold],
-    ...(source.address ? [[window, "popstate", back]] : []),
+    ...(source.address ? [[window, "popstate", back], [document, "keydown", (event) => {
+      if (event.key === "?" && event.target === document.body) actions.help();
+    }]] : []),
   ];
   for (const [where, event, does] of listen) where.addEventListener(event, does);
   const sized = new ResizeObserver(() => { seat(); scrollable(); });
