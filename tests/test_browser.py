@@ -302,7 +302,7 @@ def test_a_state_is_an_address_and_back_is_undo(told_page):
     page.wait_for_function("document.querySelector('[data-name=mesh]').value === 'fsdp=4 tp=2'")
     page.goto(page.url.partition("#")[0] + '#mesh=fsdp%3D8&fields={"zero":3}&devices=x&what=1')
     page.reload()
-    page.locator(".verdict .good").wait_for()
+    idle(page)
     assert page.locator('[data-name="mesh"]').input_value() == "fsdp=8 tp=1"
     assert "1 set by you" in page.locator(".rest summary").inner_text()
 
