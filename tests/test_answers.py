@@ -269,3 +269,72 @@ def test_any_six_axis_mesh_from_1_to_512_devices_has_a_picture_and_words():
         seen = look.look(look.settle(state)[0])
         drawn = panels.scene(seen, answers.verdict(seen))
         assert str(parse_mesh(mesh)) in drawn.text and math.isfinite(drawn.width * drawn.height)
+
+
+@pytest.mark.full
+def test_a_hundred_states_have_the_figures_of_the_planner():
+    """Of many models and machines: every mesh that `llmpar plan` prints, as the explorer opens it."""
+    draw, found = random.Random(3), 0
+    while found < 100:
+        model, kind = (
+            draw.choice(answers_for()),
+            draw.choice(["h100", "a100-80", "v5p", "v6e", "b200", "mi300x"]),
+        )
+        devices, seq_len = draw.choice([8, 16, 64, 128]), draw.choice([2048, 8192])
+        question = planner.Question(preset(model), chip(kind), devices, 2 * devices, seq_len, {}, model)
+        try:
+            document = planner.document(planner.decide(question))
+        except ValueError:  # it fits nowhere
+            continue
+        for row in document["plans"]:
+            state = {"model": model, "chip": kind, "batch_size": 2 * devices, "seq_len": seq_len}
+            seen = answers.answer(on(look.START | state, row["mesh"]))["numbers"]
+            assert seen["step_s"] == row["step_s"] and seen["memory_bytes"] == row["memory_bytes"], row
+            assert seen["mfu"] == row["mfu"] and seen["tokens_per_s"] == row["tokens_per_s"]
+            assert {k: v for k, v in seen["plan"].items() if k != "mesh"} == row["plan"]
+            found += 1
+
+
+def answers_for():
+    """Presets that fit somewhere."""
+    return ["llama3-8b", "llama3.2-1b", "qwen3-30b-a3b", "llama2-13b", "mistral-7b", "qwen2.5-7b"]
+
+
+@pytest.mark.full
+def test_fifty_states_send_what_their_compiled_programs_send():
+    """And are given what these are given: compiled here, for 8 devices."""
+    from llmpar.inspect import report
+
+    draw, found, config = random.Random(5), 0, preset("tiny")
+    meshes = [
+        "fsdp=8",
+        "dp=2 fsdp=4",
+        "tp=8",
+        "fsdp=2 tp=4",
+        "dp=2 fsdp=2 tp=2",
+        "pp=2 fsdp=4",
+        "pp=4 dp=2",
+        "sp=4 fsdp=2",
+    ]
+    while found < 50:
+        mesh = draw.choice(meshes)
+        fields = {"zero": draw.choice([0, 1, 2, 3]), "remat": draw.choice(["none", "block", "selective"])}
+        fields |= {"microbatches": draw.choice([1, 2, 4]), "loss_chunks": draw.choice([1, 4])}
+        fields |= {"tp_sequence": draw.random() < 0.5} if "tp" in mesh else {}
+        state = on(TINY | {"chip": "cpu", "batch_size": 32}, mesh, **fields)
+        reply = answers.answer(state)
+        if reply["refusal"]:
+            continue
+        plan = Plan(**reply["numbers"]["plan"])
+        made = report.inspect(config, plan, 32, 64)
+        sent = {(row["axis"], row["kind"]): row["compiled_bytes"] for row in made["collectives"]}
+        assert {(row["axes"], row["kind"]): row["bytes"] for row in reply["numbers"]["traffic"]} == sent, plan
+        held = reply["numbers"]["memory_bytes"]
+        given = (
+            held["params"]
+            + held["optimizer"]
+            + 4 * 4 * 32 * 64 // parse_mesh(mesh).along(("dp", "fsdp", "sp"))
+            + 8
+        )
+        assert given == made["memory"]["compiled_argument_bytes"], plan
+        found += 1
