@@ -15,7 +15,7 @@ from llmpar.predict.advice import verdict
 from llmpar.predict.hardware import chip
 from llmpar.predict.measured import read
 from llmpar.predict.terms import LINES, TABLE, terms
-from llmpar.predict.traffic import step_traffic
+from llmpar.predict.traffic import most_traffic
 
 ROOT = Path(__file__).parent
 CASES = [
@@ -65,7 +65,7 @@ def test_the_numbers_are_those_of_the_plan(explained):
         assert {name: value[name] for name in one.parts} == one.parts and value["total"] == one.total_bytes
         assert {name: value[name] for name in one.time.terms} == one.time.terms
         assert value["a step"] == one.time.step_s and value["MFU"] == one.time.mfu(q.run(one.plan))
-        sent = step_traffic(one.plan.resolve(q.config, q.platform), q.batch_size, q.seq_len)
+        sent = most_traffic(one.plan.resolve(q.config, q.platform), q.batch_size, q.seq_len)
         assert {term.name: term.value for term in found if term.arrow} == {
             f"{axes} {kind}": row.bytes_sent for (axes, kind), row in sent.items()
         }

@@ -10,6 +10,7 @@ it, which a browser shows. In a notebook the kernel answers, in a saved page the
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -175,6 +176,9 @@ class MeshExplorer(Explorer):
             state |= {"chip": found.name, "own_chips": self.state["own_chips"] | {found.name: row}}
         if by_hand:
             state["fields"] = self.state["fields"] | state.get("fields", {}) | by_hand
+        if not set(state) - set(self.start):
+            with contextlib.suppress(ValueError):  # `answer` says why
+                state = look.settle(self.state | state)[0]
         super().set(**state)
 
     @classmethod

@@ -22,7 +22,7 @@ from llmpar.predict.advice import verdict
 from llmpar.predict.hardware import GIB
 from llmpar.predict.planner import Candidate
 from llmpar.predict.time import Clock
-from llmpar.predict.traffic import ITEMSIZE, Prediction, step_traffic
+from llmpar.predict.traffic import ITEMSIZE, Prediction, most_traffic
 
 AREAS = [
     ["axes", "Axes", "left"],
@@ -175,9 +175,9 @@ def holds(seen: Look) -> str:
 
 
 def traffic_of(seen: Look) -> dict[tuple[str, str], Prediction]:
-    """What the first stage sends in a step, the largest first."""
+    """What a device sends in a step, of the stage that sends most; the largest first."""
     q = seen.question
-    rows = step_traffic(seen.plan, q.batch_size, q.seq_len)
+    rows = most_traffic(seen.plan, q.batch_size, q.seq_len)
     return dict(sorted(rows.items(), key=lambda row: -row[1].bytes_sent))
 
 
@@ -262,7 +262,7 @@ def step(seen: Look) -> Scene:
 
 
 def sent(seen: Look) -> Scene:
-    """What a device of the first stage sends in a step, and how much of its time on links is waited for: its
+    """What a device sends in a step, and how much of its time on links is waited for: its
     term's share of the step, as the other bar has it."""
     rows, on_links = traffic_of(seen), dict[str, float]()
     clock = Clock(seen.question.run(seen.one.plan)) if seen.timed else None
@@ -278,20 +278,25 @@ def sent(seen: Look) -> Scene:
         for term, seconds in took.items():
             on_links[term] = on_links.get(term, 0.0) + seconds
     terms_s, found = seen.one.time.terms, []
-    share = {
-        t: min(1.0, round(terms_s.get(t, 0.0) / s, 9)) for t, s in on_links.items() if s
-    }  # sums have noise
+    # Of a term as much is waited for as the step has of it; sums have noise.
+    share = {t: min(1.0, round(terms_s.get(t, 0.0) / s, 9)) for t, s in on_links.items() if s}
+    alike = Counter((names, _most_of(row)) for names, _, row, _ in priced)
     for names, kind, row, took in priced:
         waits = sum(s * share[term] for term, s in took.items() if s)
-        of = Counter[str]()
-        for (what, _, size), times in row.messages.items():
-            of[what] += times * row.sent(size)
-        note = f"{kind}, {row.count:,} times: {', '.join(what for what, _ in of.most_common())}"
-        what, clicked = of.most_common(1)[0][0], act(explain=f"{names} {kind}")
-        found.append(
-            columns.Sent(names, what, row.bytes_sent, sum(took.values()) - waits, waits, note, clicked)
-        )
+        what, clicked = _most_of(row), act(explain=f"{names} {kind}")
+        note = f"{kind}, {row.count:,} times: {', '.join(sorted({of for of, _, _ in row.messages}))}"
+        what += f", {kind.removeprefix('collective-')}" * (alike[names, what] > 1)
+        hidden = sum(took.values()) - waits
+        found.append(columns.Sent(names, what, row.bytes_sent, hidden, waits, note, clicked))
     return columns.sent_bars(found)
+
+
+def _most_of(row: Prediction) -> str:
+    """What most bytes of a row are."""
+    of = Counter[str]()
+    for (what, _, size), times in row.messages.items():
+        of[what] += times * row.sent(size)
+    return of.most_common(1)[0][0]
 
 
 def mesh_map(seen: Look) -> Scene:

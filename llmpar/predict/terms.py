@@ -17,7 +17,7 @@ from llmpar.plan import Resolved
 from llmpar.predict import memory
 from llmpar.predict.planner import Candidate, Question
 from llmpar.predict.time import Clock, busiest
-from llmpar.predict.traffic import FLOAT32, ITEMSIZE, step_traffic
+from llmpar.predict.traffic import FLOAT32, ITEMSIZE, most_traffic
 
 TABLE = tomllib.loads(resources.files(__package__).joinpath("terms.toml").read_text(encoding="utf-8"))
 LINES: dict[str, str] = TABLE.pop("lines")
@@ -81,7 +81,7 @@ def _sent(q: Question, plan: Resolved) -> list[Term]:
     sizes = {"b": q.batch_size // plan.microbatches, "s": q.seq_len, "d": c.width, "m": c.ffn_width}
     sizes |= {"v": c.vocab_size, "n": c.num_heads, "k": c.num_kv_heads, "h": c.head_width}
     sizes |= {"r": c.num_heads // c.num_kv_heads, "e": c.experts.num_experts if c.experts else 1}
-    for (axes, kind), row in step_traffic(plan, q.batch_size, q.seq_len).items():
+    for (axes, kind), row in most_traffic(plan, q.batch_size, q.seq_len).items():
         n, part, alike = row.group_size, "", dict[int, Counter[str]]()
         short = kind.removeprefix("collective-").removeprefix("ragged-")
         if short != "permute":

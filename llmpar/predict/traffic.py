@@ -150,6 +150,12 @@ def runs(plan: Resolved, stage: int = 0) -> Runs:
     return Runs(embed, loss, forward, *again, n, forward + n, forward + again[0], attended)
 
 
+def most_traffic(plan: Resolved, batch_size: int, seq_len: int) -> Traffic:
+    """`step_traffic` of the pipeline's stage that sends most."""
+    stages = [step_traffic(plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
+    return max(stages, key=lambda sent: sent.total_bytes)
+
+
 @functools.lru_cache(maxsize=256)
 def step_traffic(
     plan: Resolved, batch_size: int, seq_len: int, stage: int = 0, run: Runs | None = None
