@@ -4,7 +4,7 @@ reader is.
     python slides/gallery.py             writes slides/_gallery/index.html and a page for each explorer
     python slides/gallery.py --pictures  writes the pictures of the README and its pages, docs/pictures
 
-Where Chromium and playwright are found, each explorer is also photographed at 1280 pixels, light and dark,
+Where Chromium and playwright are found, each explorer is also photographed at 1400 pixels, light and dark,
 after a few clicks. The page fetches nothing.
 """
 
@@ -43,7 +43,7 @@ STYLE = (
     "img{max-width:100%}section{margin:0 0 40px}pre{white-space:pre-wrap}"
 )
 EXPLORERS = {
-    "mesh-explorer": lambda: MeshExplorer(mesh="dp=2 fsdp=4 tp=2", batch_size=32),
+    "mesh-explorer": lambda: MeshExplorer(model="llama3-70b", batch_size=64, mesh="fsdp=8 tp=8"),
     "timeline-explorer": TimelineExplorer,
     "routing-explorer": RoutingExplorer,
 }
@@ -118,7 +118,7 @@ def photograph(folder: Path, **options) -> list[Path]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=FLAGS)
         for scheme in ("light", "dark"):
-            page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme=scheme)
+            page = browser.new_page(viewport={"width": 1400, "height": 900}, color_scheme=scheme)
             for name in EXPLORERS:
                 if not (saved := folder / f"{name}.html").is_file():
                     continue
@@ -136,14 +136,14 @@ def timetable_picture() -> Scene:
 
 
 def pictures(folder: Path = PICTURES) -> list[Path]:
-    """Write the pictures of the README and its pages: the explorer's upper part, with what it says in words,
-    and a timetable."""
+    """Write the pictures of the README and its pages: the explorer's first screen, with its words, and a
+    timetable."""
     explorer, made = EXPLORERS["mesh-explorer"](), [folder / "timetable.svg", folder / "explorer.png"]
     folder.mkdir(parents=True, exist_ok=True)
     made[0].write_text(to_svg(timetable_picture()), encoding="utf-8")
     with tempfile.TemporaryDirectory() as there:
         explorer.save(Path(there) / "mesh-explorer.html", small=True)
-        if not photograph(Path(there), clip={"x": 0, "y": 0, "width": 700, "height": 790}):
+        if not photograph(Path(there), clip={"x": 0, "y": 0, "width": 1400, "height": 900}):
             raise ValueError(f"{made[1]} needs Chromium and playwright, and one of them was not found")
         said = PngInfo()
         said.add_itxt("Description", explorer.scene.text)

@@ -280,12 +280,10 @@ def sent(seen: Look) -> Scene:
     terms_s, found = seen.one.time.terms, []
     # Of a term as much is waited for as the step has of it; sums have noise.
     share = {t: min(1.0, round(terms_s.get(t, 0.0) / s, 9)) for t, s in on_links.items() if s}
-    alike = Counter((names, _most_of(row)) for names, _, row, _ in priced)
     for names, kind, row, took in priced:
         waits = sum(s * share[term] for term, s in took.items() if s)
         what, clicked = _most_of(row), act(explain=f"{names} {kind}")
         note = f"{kind}, {row.count:,} times: {', '.join(sorted({of for of, _, _ in row.messages}))}"
-        what += f", {kind.removeprefix('collective-')}" * (alike[names, what] > 1)
         hidden = sum(took.values()) - waits
         found.append(columns.Sent(names, what, row.bytes_sent, hidden, waits, note, clicked))
     return columns.sent_bars(found)
