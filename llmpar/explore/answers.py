@@ -9,35 +9,49 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from llmpar.draw.scene import size_text, time_text
+from llmpar.draw.grid import frames
+from llmpar.draw.scene import Scene, size_text, time_text, to_svg
 from llmpar.explore import panels
 from llmpar.explore.look import OFFERED, START, Look, look, settle, works
-from llmpar.notation import AXES, MeshShape, divisors, near_meshes, parse_mesh
+from llmpar.notation import AXES, MeshShape, divisors, near_meshes
 from llmpar.plan import Plan
 from llmpar.predict import advice, planner
 
 
 def answer(state: dict, seconds: float = 0.0) -> dict:
     """All that a page shows of a state. ``seconds``: of work on what lies around it, first."""
-    out: dict[str, Any] = {"asked": state, "state": state, "refusal": None, "verdict": None, "more": False}
-    out |= {"fields": [], "panels": {}, "numbers": {}, "frames": []}
+    out = unanswered(state)
     try:
         state, _ = settle(state)
         out["state"] = state
         seen = look(state)
     except ValueError as error:
-        steps = remedies(state)
-        out |= {"refusal": {"why": str(error), "steps": steps}, "fields": fields(state, None)}
+        out |= refused(error, steps := remedies(state)) | {"fields": fields(state, None)}
         out["says"] = "\n".join([f"refused: {error}", *(step["text"] for step in steps)])
         return out
     done = seen.around.advance(state["mesh"], seen.one, seconds)
-    drawn = panels.panels(seen)
-    out["panels"] = {name: panels.shown(panel) for name, panel in drawn.items()}
-    out["panels"]["grid"]["html"] = panels.pick(seen)
-    out |= {"verdict": verdict(seen), "fields": fields(state, seen.one.plan), "numbers": numbers(seen)}
-    out |= {"frames": panels.frames(seen), "more": not done}
-    out["says"] = panels.says(seen, out["verdict"], drawn)
+    drawn, said = panels.panels(seen), verdict(seen)
+    pictures = {k: {"svg": to_svg(v)} if isinstance(v, Scene) else {"html": v} for k, v in drawn.items()}
+    pictures["grid"]["html"] = panels.pick(seen)
+    out |= {"verdict": said, "fields": fields(state, seen.one.plan), "panels": pictures, "more": not done}
+    out |= {"numbers": numbers(seen), "frames": frames(seen.segments), "says": panels.says(seen, said, drawn)}
     return out
+
+
+def unanswered(state: dict) -> dict[str, Any]:
+    """An answer that says nothing yet."""
+    out: dict[str, Any] = {"asked": state, "state": state, "refusal": None, "verdict": None, "more": False}
+    return out | {"fields": [], "panels": {}, "numbers": {}, "frames": []}
+
+
+def refused(why: ValueError, steps: list[dict]) -> dict[str, Any]:
+    """What an answer says where there is none, with what would work."""
+    return {"refusal": {"why": str(why), "steps": steps}}
+
+
+def step(text: str, do: str, **patch: Any) -> dict:
+    """A button beside a verdict or a refusal: what it offers, its verb, and what it sets."""
+    return {"text": text, "do": do, "set": patch}
 
 
 def more(state: dict) -> dict | None:
@@ -50,11 +64,8 @@ def fields(state: dict, plan: Plan | None) -> list[dict]:
     """The plan's other fields as controls: the planner's choices, and those that were set by hand."""
     own = state["fields"]
     values = {name: getattr(plan, name, planner.GPU_SHARE) for name in OFFERED} | own
-    return [
-        control | {"value": values[name], "yours": name in own}
-        for name, control in OFFERED.items()
-        if name in own or plan and matters(plan, name)
-    ]
+    shown = [name for name in OFFERED if name in own or plan and matters(plan, name)]
+    return [OFFERED[name] | {"value": values[name], "yours": name in own} for name in shown]
 
 
 def matters(plan: Plan, name: str) -> bool:
@@ -69,10 +80,8 @@ def numbers(seen: Look) -> dict[str, Any]:
     q, one = seen.question, seen.one
     held = {"memory_bytes": one.memory_bytes, "room_bytes": q.room_bytes}
     found: dict[str, Any] = {"plan": planner.fields_of(one.plan) | {"mesh": str(one.plan.mesh)}} | held
-    found["traffic"] = [
-        {"axes": names, "kind": kind, "count": row.count, "bytes": row.bytes_sent}
-        for (names, kind), row in panels.traffic_of(seen).items()
-    ]
+    rows = [(*where, row.count, row.bytes_sent) for where, row in panels.traffic_of(seen).items()]
+    found["traffic"] = [dict(zip(("axes", "kind", "count", "bytes"), row, strict=True)) for row in rows]
     if seen.timed:
         run = q.run(one.plan)
         found |= {"step_s": one.time.step_s, "terms": one.time.terms, "mfu": one.time.mfu(run)}
@@ -83,60 +92,50 @@ def numbers(seen: Look) -> dict[str, Any]:
 def verdict(seen: Look) -> dict:
     """The answer first: whether it fits, how fast it is, what limits it, and what to do next."""
     q, found, fit = seen.question, numbers(seen), advice.verdict(seen.question, seen.one)
-    tone = {"fits": "good", "does not fit": "bad"}.get(fit.words, "unsure")
-    head = (
-        f"{fit.words.capitalize()}: {size_text(fit.total_bytes)} of {size_text(fit.capacity_bytes)} a device."
-    )
-    capacity = f"{q.capacity_words[0].upper()}{q.capacity_words[1:]}."
+    tone, of = {"fits": "good", "does not fit": "bad"}.get(fit.words, "unsure"), size_text(fit.capacity_bytes)
+    out = {"tone": tone, "head": f"{fit.words.capitalize()}: {size_text(fit.total_bytes)} of {of} a device."}
     if not seen.timed:
         line = "Time is not predicted: simulated devices share one processor and have no links."
-        return {"tone": tone, "head": head, "rest": "", "line": line, "steps": []}
+        return out | {"rest": "", "line": line, "steps": []}
     rate = f"{found['tokens_per_s']:,.0f} tokens/s · {found['mfu']:.1%} MFU"
     most = sorted(found["terms"].items(), key=lambda term: -term[1])[:2]
-    names = [f"{name} ({time_text(seconds)})" for name, seconds in most]
-    line = f"Most time goes to {', then to '.join(names)}. {capacity}"
-    rest = f"{time_text(found['step_s'])} a step · {rate}"
-    return {"tone": tone, "head": head, "rest": rest, "line": line, "steps": steps(seen)}
+    names = ", then to ".join(f"{name} ({time_text(seconds)})" for name, seconds in most)
+    line = f"Most time goes to {names}. {q.capacity_words[0].upper()}{q.capacity_words[1:]}."
+    return out | {"rest": f"{time_text(found['step_s'])} a step · {rate}", "line": line, "steps": steps(seen)}
 
 
 def steps(seen: Look) -> list[dict]:
     """What to do next: the best change of a field and the best of the mesh, and the best mesh of all once all
     are known."""
     found, kinds = list[dict](), set[str]()
-    for step in sorted(seen.around.steps.get(str(seen.shape), []), key=lambda step: step.sequence_s):
-        if kinds.isdisjoint(step.patch):
-            found.append({"text": step.text, "do": "apply", "set": step.patch})
-            kinds |= {*step.patch}
+    for one in sorted(seen.around.steps.get(str(seen.shape), []), key=lambda one: one.sequence_s):
+        if kinds.isdisjoint(one.patch):
+            found.append(step(one.text, "apply", **one.patch))
+            kinds |= {*one.patch}
     best = seen.around.best
     if best and best.plan.mesh != seen.shape:
-        found = [step for step in found if step["set"] != {"mesh": str(best.plan.mesh)}]
-        words = f"{best.plan.mesh}: {size_text(best.total_bytes)}, {time_text(best.time.step_s)}"
-        text, patch = f"Best of {len(seen.around.meshes)}: {words}", {"mesh": str(best.plan.mesh)}
-        found.append({"text": text, "do": "open", "set": patch})
+        mesh = str(best.plan.mesh)
+        words = f"{mesh}: {size_text(best.total_bytes)}, {time_text(best.time.step_s)}"
+        found = [one for one in found if one["set"] != {"mesh": mesh}]
+        found.append(step(f"Best of {len(seen.around.meshes)}: {words}", "open", mesh=mesh))
     return found
 
 
 def remedies(state: dict) -> list[dict]:
     """What would work in place of what was refused: the nearest mesh of as many devices, another batch."""
-    found = []
     try:
         state, shape = settle(state)
     except ValueError:
-        shape = parse_mesh(START["mesh"])
-        if works(state | {"mesh": START["mesh"], "devices": shape.size}):
-            found.append(
-                {"text": f"a mesh that works is {shape}", "do": "use it", "set": {"mesh": str(shape)}}
-            )
-        return found
-    if near := nearest(state, shape):
-        found.append(
-            {"text": f"the nearest mesh that works is {near}", "do": "use it", "set": {"mesh": near}}
-        )
-    step = shape.dp * shape.fsdp * shape.ep * max(1, state["fields"].get("microbatches") or 1)
-    batch = -(-state["batch_size"] // step) * step
+        known = START["mesh"]
+        works_there = works(state | {"mesh": known, "devices": START["devices"]})
+        return [step(f"a mesh that works is {known}", "use it", mesh=known)] * works_there
+    near, found = nearest(state, shape), list[dict]()
+    if near:
+        found.append(step(f"the nearest mesh that works is {near}", "use it", mesh=near))
+    parts = shape.dp * shape.fsdp * shape.ep * max(1, state["fields"].get("microbatches") or 1)
+    batch = -(-state["batch_size"] // parts) * parts
     if batch != state["batch_size"] and works(state | {"batch_size": batch}):
-        words = f"this mesh works with {batch} sequences"
-        found.append({"text": words, "do": "use it", "set": {"batch_size": batch}})
+        found.append(step(f"this mesh works with {batch} sequences", "use it", batch_size=batch))
     return found
 
 

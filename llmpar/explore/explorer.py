@@ -78,12 +78,11 @@ class Explorer:
 
     def answer(self, state: dict) -> dict:
         """What a front end shows for a state, as plain data."""
-        found: dict[str, Any] = {"asked": state, "state": state, "refusal": None, "verdict": None}
-        found |= {"fields": [], "panels": {}, "numbers": {}, "frames": [], "more": False}
+        found = answers.unanswered(state)
         try:
             drawn = self.draw(state)
         except ValueError as error:
-            return found | {"refusal": {"why": str(error), "steps": []}, "says": str(error)}
+            return found | answers.refused(error, []) | {"says": str(error)}
         return found | {"panels": {"picture": {"svg": to_svg(drawn)}}, "says": drawn.text}
 
     def more(self, state: dict) -> dict | None:

@@ -14,7 +14,7 @@ from llmpar.draw.geometry import coordinates
 from llmpar.draw.grid import COLUMN, MARGIN, Cells, apart_words, inked, near, visible
 from llmpar.draw.scene import Rect, Scene, compose, fitting, size_text, stack
 from llmpar.explore.explorer import Explorer
-from llmpar.explore.panels import button
+from llmpar.explore.words import button, table, tagged
 
 HEAD = "array", "shape", "dtype", "lies as", "blocks", "copies", "held here", "bytes"
 
@@ -112,12 +112,12 @@ class GivenExplorer(Explorer):
             cells = [*kind, row["layout"], count_noun(blocks, "block"), count_noun(copies, "copy"), words]
             cells.append(size_text(size) if row["dtype"] else "")
             says += f"\n{name}: {'; '.join(filter(None, cells))}"
-            lines += f"<tr><th scope='row'>{button(name, tensor=name)}</th>"
-            lines += "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
-        total = size_text(sum(one["bytes"] for one in held.values()))
-        head = "".join(f"<th scope='col'>{word}</th>" for word in HEAD)
-        known = f"{total} in all" if any(row["dtype"] for row in self.rows.values()) else "no shape is given"
-        table = f"<p>{self.where(device)}: {known}.</p><table><thead><tr>{head}</tr></thead>"
-        holds = {"holds": {"html": f"{table}<tbody>{lines}</tbody></table>"}} if held else {}
-        panels = {"grid": found["panels"]["picture"] | {"title": found["says"].splitlines()[0]}} | holds
+            told = tagged("td", map(escape, cells))
+            lines += f"<tr><th scope='row'>{button(name, tensor=name)}</th>{told}</tr>"
+        known = f"{size_text(sum(one['bytes'] for one in held.values()))} in all"
+        known = known if any(row["dtype"] for row in self.rows.values()) else "no shape is given"
+        panels = {"grid": found["panels"]["picture"] | {"title": found["says"].splitlines()[0]}}
+        if held:
+            rows = table(HEAD, f"<tbody>{lines}</tbody>")
+            panels["holds"] = {"html": f"<p>{self.where(device)}: {known}.</p>{rows}"}
         return found | {"panels": panels, "says": says, "numbers": {"device": device, "held": held}}

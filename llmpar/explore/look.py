@@ -49,11 +49,8 @@ model; ``own_chips`` has chips that a file describes. The last three are what is
 VIEW = ("device", "tensor", "explain")
 MOST = 131_072
 """The most devices of a mesh."""
-MODELS = [
-    name
-    for name, config in PRESETS.items()
-    if not (config.latent or config.experts and config.experts.dense_layers)
-]
+_no_step = lambda config: config.latent or config.experts and config.experts.dense_layers
+MODELS = [name for name, config in PRESETS.items() if not _no_step(config)]
 """Presets whose training step exists."""
 SENTENCE = "Train {model} on {devices} {chip} with {batch_size} sequences of {seq_len} tokens, as {mesh}"
 CONTROLS: list[dict[str, Any]] = [
@@ -90,27 +87,18 @@ def settle(state: dict) -> tuple[dict, MeshShape]:
         raise ValueError(f"a mesh text of {len(state['mesh'])} characters; six axes need fewer")
     if state["config"].strip():
         config = own_model(state["config"])
-        own = (
-            state["own"] | {config.name: dataclasses.asdict(config)}
-            if config.name not in PRESETS
-            else state["own"]
-        )
-        state = state | {"config": "", "own": own, "model": config.name}
+        own = {} if config.name in PRESETS else {config.name: dataclasses.asdict(config)}
+        state = state | {"config": "", "own": state["own"] | own, "model": config.name}
     devices = state["devices"]
     shape = parse_mesh(state["mesh"], devices if "-1" in state["mesh"] else None)
     if shape.size != devices and devices != state["agreed"]:
         shape = next(iter(near_meshes(shape.asked, devices)))
     if shape.size > MOST:
         raise ValueError(f"mesh '{shape}' has {shape.size:,} devices; at most {MOST:,} are drawn")
-    device = min(max(0, state["device"]), shape.size - 1)
-    whole: dict[str, Any] = {
-        "mesh": str(shape),
-        "devices": shape.size,
-        "agreed": shape.size,
-        "device": device,
-    }
-    whole["fields"] = {name: value for name, value in state["fields"].items() if value is not None}
-    return state | whole, shape
+    state = state | {"mesh": str(shape), "devices": shape.size, "agreed": shape.size}
+    state["device"] = min(max(0, state["device"]), shape.size - 1)
+    state["fields"] = {name: value for name, value in state["fields"].items() if value is not None}
+    return state, shape
 
 
 def own_model(text: str) -> ModelConfig:
@@ -138,19 +126,11 @@ def asked(state: dict) -> Question:
     if unknown := sorted(set(state["fields"]) - set(OFFERED)):
         raise ValueError(f"a plan has no field {', '.join(unknown)}; it has {', '.join(OFFERED)}")
     Plan(**fixed)  # refuses values
-    own = state["own"].get(state["model"])
-    return Question(
-        from_dict(own) if own else preset(state["model"]),
-        own_chip(state["own_chips"][state["chip"]])
-        if state["chip"] in state["own_chips"]
-        else hardware.chip(state["chip"]),
-        state["devices"],
-        state["batch_size"],
-        state["seq_len"],
-        fixed,
-        state["model"],
-        share,
-    )
+    own, row = state["own"].get(state["model"]), state["own_chips"].get(state["chip"])
+    model = from_dict(own) if own else preset(state["model"])
+    chip = own_chip(row) if row else hardware.chip(state["chip"])
+    numbers = state["devices"], state["batch_size"], state["seq_len"]
+    return Question(model, chip, *numbers, fixed, state["model"], share)
 
 
 def _offered() -> dict[str, dict[str, Any]]:
@@ -165,10 +145,9 @@ def _offered() -> dict[str, dict[str, Any]]:
         else:
             control |= {"kind": "int", "min": 1} if what.kind is int else {"kind": "text"}
         controls[name] = control
-    shares = {"kind": "choice", "options": [planner.GPU_SHARE, 0.75]}
-    return controls | {
-        "memory_share": {"name": "memory_share", "label": "JAX's share of a GPU's memory"} | shares
-    }
+    share: dict[str, Any] = {"name": "memory_share", "label": "JAX's share of a GPU's memory"}
+    share |= {"kind": "choice", "options": [planner.GPU_SHARE, 0.75]}
+    return controls | {"memory_share": share}
 
 
 OFFERED = _offered()

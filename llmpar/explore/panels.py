@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from html import escape
-from typing import Any
 
 from llmpar.draw import columns, geometry
 from llmpar.draw.charts import count_noun
-from llmpar.draw.grid import frames as grid_frames
 from llmpar.draw.grid import layer_lanes, tensor_grid
-from llmpar.draw.scene import Group, Scene, Text, compose, size_text, to_svg
+from llmpar.draw.scene import Group, Scene, Text, compose, size_text
 from llmpar.explore.look import Look
-from llmpar.explore.words import act, button, explain, famous
+from llmpar.explore.words import act, button, explain, famous, table, tagged
 from llmpar.notation import AXES, Layout, divisors, parse_mesh
 from llmpar.predict import planner
 from llmpar.predict.advice import verdict
@@ -55,11 +53,6 @@ DOES = {
     "tp": "cut matrices",
 }
 """What an axis does, in two words."""
-
-
-def shown(panel: Scene | str) -> dict[str, str]:
-    """A panel as a front end takes it."""
-    return {"svg": to_svg(panel)} if isinstance(panel, Scene) else {"html": panel}
 
 
 # ------------------------------------------------------------------------------------------- who holds what
@@ -103,34 +96,30 @@ def tensors(seen: Look) -> list[Tensor]:
     plan, q = seen.plan, seen.question
     c, b, s = q.config, q.batch_size, q.seq_len
     found = []
-    for kind, name, times in (
+    for kind, when, times in (
         ("weight", "stored", 1),
         ("gradient", "accumulated", 1),
         ("moments", "graded", 2),
     ):
         for path, (weight, life) in plan.lives.items():
-            found.append(Tensor(kind, path, weight.shape, 4, getattr(life, name), times))
+            found.append(Tensor(kind, path, weight.shape, 4, getattr(life, when), times))
+
+    def add(kind: str, name: str, dims: str, shape: tuple[int, ...], itemsize: int, times: int = 1) -> None:
+        found.append(Tensor(kind, name, shape, itemsize, plan.place(dims), times))
+
     micro, item = max(1, b // plan.microbatches), ITEMSIZE[plan.dtype]
     n, k, h = c.num_heads, c.num_kv_heads, c.head_width
-    values: dict[str, tuple[str, tuple[int, ...], int]] = {
-        "residual stream": ("stream b s d", (micro, s, c.width), item),
-        "queries": ("attention b s n h", (micro, s, n, h), item),
-        "keys": ("attention b s k h", (micro, s, k, h), item),
-        "values": ("attention b s k h", (micro, s, k, h), item),
-        "logits": ("vocab b s v", (micro, s, c.vocab_size), 4),
-    }
+    add("activation", "residual stream", "stream b s d", (micro, s, c.width), item)
+    add("activation", "queries", "attention b s n h", (micro, s, n, h), item)
+    add("activation", "keys", "attention b s k h", (micro, s, k, h), item)
+    add("activation", "values", "attention b s k h", (micro, s, k, h), item)
+    add("activation", "logits", "vocab b s v", (micro, s, c.vocab_size), 4)
     if not c.experts:  # how many rows an expert works on is up to the router
-        values["feed-forward"] = ("ffn b s m", (micro, s, c.ffn_width), item)
-    found += [
-        Tensor("activation", name, shape, size, plan.place(dims))
-        for name, (dims, shape, size) in values.items()
-    ]
+        add("activation", "feed-forward", "ffn b s m", (micro, s, c.ffn_width), item)
     layers = -(-c.num_layers // plan.mesh.pp)
-    found.append(
-        Tensor("cache", "keys and values", (b, s, k, h), 2, plan.place("attention b s k h"), 2 * layers)
-    )
-    batch = "tokens, targets, positions, weights"
-    return [*found, Tensor("batch", batch, (b, s), 4, plan.place("data b s"), 4)]
+    add("cache", "keys and values", "attention b s k h", (b, s, k, h), 2, 2 * layers)
+    add("batch", "tokens, targets, positions, weights", "data b s", (b, s), 4, 4)
+    return found
 
 
 def chosen(seen: Look) -> Tensor:
@@ -144,11 +133,11 @@ def pick(seen: Look) -> str:
     rows, now = tensors(seen), chosen(seen).name
     found = []
     for kind, title in KINDS.items():
-        names = [row.name for row in rows if row.kind == kind]
-        marks = (
-            f"<option value='{escape(json.dumps(n))}'{' selected' * (n == now)}>{n}</option>" for n in names
-        )
-        found.append(f"<optgroup label='{title}'>{''.join(marks)}</optgroup>")
+        found.append(f"<optgroup label='{title}'>")
+        for name in (row.name for row in rows if row.kind == kind):
+            mark = " selected" * (name == now)
+            found.append(f"<option value='{escape(json.dumps(name))}'{mark}>{name}</option>")
+        found.append("</optgroup>")
     select = f"<select data-name='tensor' data-kind='choice'>{''.join(found)}</select>"
     return f"<label><b>Who holds what of</b> {select}</label>"
 
@@ -164,14 +153,13 @@ def holds(seen: Look) -> str:
         total = size_text(sum(held for _, _, held in mine))
         found.append(f"<tbody><tr><th scope='rowgroup'>{title}</th><td>{total}</td><td></td><td></td></tr>")
         for row, words, held in mine:
-            name = button(row.path, tensor=row.name)
-            cells = f"<td>{size_text(held)}</td>"
-            cells += "".join(f"<td><code>{text}</code></td>" for text in (row.live(sizes), words))
-            found.append(f"<tr><th scope='row'>{name}</th>{cells}</tr>")
+            known = size_text(held), f"<code>{row.live(sizes)}</code>", f"<code>{words}</code>"
+            found.append(
+                f"<tr><th scope='row'>{button(row.path, tensor=row.name)}</th>{tagged('td', known)}</tr>"
+            )
         found.append("</tbody>")
-    head = "".join(f"<th scope='col'>{word}</th>" for word in ("tensor", "bytes", "layout", "slice"))
     title = f"<p>Device {device}{': ' * bool(where)}{where}.</p>"
-    return f"{title}<table><thead><tr>{head}</tr></thead>{''.join(found)}</table>"
+    return title + table(("tensor", "bytes", "layout", "slice"), "".join(found))
 
 
 def traffic_of(seen: Look) -> dict[tuple[str, str], Prediction]:
@@ -200,18 +188,9 @@ def grid(seen: Look) -> Scene:
     row, q, sizes = chosen(seen), seen.question, seen.plan.mesh.sizes
     node = q.chip.per_device().node_size
     fills = {"weight": "weights", "gradient": "gradients", "moments": "moments", "batch": "batch"}
-    return tensor_grid(
-        row.live(sizes),
-        row.shape,
-        sizes,
-        tuple(sizes),
-        node,
-        seen.state["device"],
-        row.itemsize * row.times,
-        name=row.path,
-        fill=fills.get(row.kind, "activations"),
-        segments=seen.segments,
-    )
+    size, device, fill = row.itemsize * row.times, seen.state["device"], fills.get(row.kind, "activations")
+    place = row.live(sizes), row.shape, sizes, tuple(sizes), node
+    return tensor_grid(*place, device, size, row.path, fill, seen.segments)
 
 
 def axes(seen: Look) -> Scene:
@@ -251,34 +230,30 @@ def memory(seen: Look) -> Scene:
 def step(seen: Look) -> Scene:
     """A step's seconds by term."""
     time, shape = seen.one.time, seen.shape
-    own = (
-        {"gradients at the end": "dp"} if shape.size == shape.dp * shape.pp * shape.tp else {}
-    )  # nothing is cut
-    parts = [
-        columns.Part(name, seconds, "", act(explain=name), own.get(name, ""))
-        for name, seconds in time.terms.items()
-    ]
+    uncut = shape.size == shape.dp * shape.pp * shape.tp  # then it is dp's links that gradients take
+    own = {"gradients at the end": "dp"} if uncut else {}
+    terms = time.terms.items()
+    parts = [columns.Part(name, s, "", act(explain=name), own.get(name, "")) for name, s in terms]
     return columns.time_bar(parts, None, time.step_s)
 
 
 def sent(seen: Look) -> Scene:
     """What a device sends in a step, and how much of its time on links is waited for: its
     term's share of the step, as the other bar has it."""
-    rows, on_links = traffic_of(seen), dict[str, float]()
+    rows, on_links, found = traffic_of(seen), defaultdict[str, float](float), []
     clock = Clock(seen.question.run(seen.one.plan)) if seen.timed else None
-    priced = list[tuple[str, str, Prediction, dict[str, float]]]()
+    priced = list[tuple[str, str, Prediction, defaultdict[str, float]]]()  # with seconds on links by term
     for (names, kind), row in rows.items():
-        took = dict[str, float]()
+        took = defaultdict[str, float](float)
         for (_, text, size), times in row.messages.items():
-            if not clock:
-                continue
-            term, _, seconds = clock.message(names.split(","), row, text, size)
-            took[term] = took.get(term, 0.0) + times * seconds
+            if clock:
+                term, _, seconds = clock.message(names.split(","), row, text, size)
+                took[term] += times * seconds
         priced.append((names, kind, row, took))
         for term, seconds in took.items():
-            on_links[term] = on_links.get(term, 0.0) + seconds
-    terms_s, found = seen.one.time.terms, []
+            on_links[term] += seconds
     # Of a term as much is waited for as the step has of it; sums have noise.
+    terms_s = seen.one.time.terms
     share = {t: min(1.0, round(terms_s.get(t, 0.0) / s, 9)) for t, s in on_links.items() if s}
     for names, kind, row, took in priced:
         waits = sum(s * share[term] for term, s in took.items() if s)
@@ -300,22 +275,15 @@ def _most_of(row: Prediction) -> str:
 def mesh_map(seen: Look) -> Scene:
     """All meshes of as many devices, as far as they are known."""
     around = seen.around
-    ways = [_way(one) for one in around.points.values()]
-    best = _way(around.best) if around.best else None
-    return columns.mesh_map(
-        ways, _way(seen.one), best, seen.question.capacity_bytes, len(around.refused), len(around.meshes)
-    )
+    ways, best = [_way(one) for one in around.points.values()], _way(around.best) if around.best else None
+    counts = len(around.refused), len(around.meshes)
+    return columns.mesh_map(ways, _way(seen.one), best, seen.question.capacity_bytes, *counts)
 
 
 def _way(one: Candidate) -> columns.Way:
     mesh = one.plan.mesh
     largest = max(AXES, key=lambda axis: mesh.asked[axis])
     return columns.Way(str(mesh), one.total_bytes, one.time.step_s, largest, one.why_not, act(mesh=str(mesh)))
-
-
-def frames(seen: Look) -> list[dict[str, Any]]:
-    """What moves in a layer, instant by instant: the frames of the pictures."""
-    return grid_frames(seen.segments)
 
 
 def panels(seen: Look) -> dict[str, Scene | str]:
@@ -351,10 +319,7 @@ def scene(seen: Look, found: dict) -> Scene:
                 y, wide = y + panel.height, max(wide, panel.width)
         x += wide
     text = says(seen, found, drawn)
-    head = [found["head"] + " " + found["rest"], found["line"], *(s["text"] for s in found["steps"])]
-    title = text.partition("\n")[0]
-    written = [
-        Text(0, 22 * i, line, bold=not i, fill=found["tone"] if not i else "ink")
-        for i, line in enumerate(head)
-    ]
-    return compose(title, [written, placed], text)
+    written = [Text(0, 0, f"{found['head']} {found['rest']}", bold=True, fill=found["tone"])]
+    below = [found["line"], *(step["text"] for step in found["steps"])]
+    written += [Text(0, 22 * i, line) for i, line in enumerate(below, 1)]
+    return compose(text.partition("\n")[0], [written, placed], text)

@@ -14,8 +14,9 @@ from typing import Any
 from llmpar.config import ExpertConfig, preset
 from llmpar.draw.charts import memory_bars, timeline, token_flow
 from llmpar.draw.scene import Line, Rect, Scene, compose, small_text
+from llmpar.explore.answers import refused, step
 from llmpar.explore.explorer import Explorer
-from llmpar.explore.words import button
+from llmpar.explore.words import button, tagged
 from llmpar.plan import Plan
 from llmpar.predict import hardware, memory
 from llmpar.schedules import SCHEDULES, Schedule, from_text, make
@@ -115,11 +116,10 @@ class TimelineExplorer(Figure):
         try:
             order = str(self.order(state))
         except ValueError as error:
-            return self.answer(still) | {"asked": state, "refusal": {"why": str(error), "steps": []}}
+            return self.answer(still) | {"asked": state} | refused(error, [])
         found = self.answer(still | {"order": order}) | {"asked": state}
         if found["refusal"]:
-            back = {"text": "take the move back", "do": "apply", "set": {"order": state["order"]}}
-            found["refusal"]["steps"] = [back]
+            found["refusal"]["steps"] = [step("take the move back", "apply", order=state["order"])]
         return found
 
     def answer(self, state: dict) -> dict:
@@ -137,8 +137,8 @@ class TimelineExplorer(Figure):
             found["numbers"] = {"makespan": mine.makespan, "bubble": mine.bubble, "held": mine.peak_live()}
             found["numbers"] |= {"order": str(order)} if order.placement in ("linear", "looped") else {}
         except ValueError as error:
-            back = {"text": f"back to {state['schedule']}", "do": "apply", "set": {"order": ""}}
-            found["refusal"] = {"why": str(error), "steps": [back] * bool(state["order"])}
+            back = step(f"back to {state['schedule']}", "apply", order="")
+            found |= refused(error, [back] * bool(state["order"]))
             if not found["panels"]:
                 return found
         if len(self.areas) == 2:  # alone with a control
@@ -166,10 +166,10 @@ def _words(table: Timetable) -> tuple[str, str]:
 def moved(order: Schedule, stage: int, old: int, new: int) -> Schedule:
     """An order whose stage runs operation ``old`` of its row at place ``new``; cells of it are parted."""
     if order.placement not in ("linear", "looped"):
-        raise ValueError(
-            f"a written order cannot say where {order.name} places its chunks, so nothing can be moved in it;"
-            " start from 1f1b, interleaved, zb-h1 or zb-h2"
+        why = (
+            f"a written order cannot say where {order.name} places its chunks, so nothing can be moved in it"
         )
+        raise ValueError(f"{why}; start from 1f1b, interleaved, zb-h1 or zb-h2")
     count = len(order.rows[stage]) if 0 <= stage < order.num_stages else 0
     if not (0 <= old < count and 0 <= new < count):
         raise ValueError(f"stage {stage} has {count} operations, and not both {old} and {new}; count from 0")
@@ -233,19 +233,17 @@ def _ladder(goals: list[tuple[bool, str]]) -> str:
 
 def _score(known: dict[str, Timetable], state: dict, mine: Timetable | None) -> str:
     """The known orders of as many stages and microbatches as a table, each a click away, and one's own."""
-    rows = "<tr><th>order</th><th>makespan</th><th>bubble</th><th>microbatches held, by stage</th></tr>"
+    rows = f"<tr>{tagged('th', ('order', 'makespan', 'bubble', 'microbatches held, by stage'))}</tr>"
     shown = known | ({"yours": mine} if mine and state["order"] else {})
     most = max(max(table.peak_live()) for table in shown.values())
-    look = (
-        "display:inline-block;height:9px;background:var(--activations);outline:1px solid var(--edge);width:"
-    )
+    now, look = "yours" if state["order"] else state["schedule"], "display:inline-block;height:9px;"
+    look += "background:var(--activations);outline:1px solid var(--edge);width:"
     for name, table in shown.items():
         bars = [f"<span style='{look}{40 * n / most:.0f}px'></span> {n:g}" for n in table.peak_live()]
-        now = "yours" if state["order"] else state["schedule"]
         said = button(name, schedule=name, order="") if name in known else name
         said = f"<b>{said}</b>" if name == now else said
-        cells = said, f"{table.makespan:g}", f"{table.bubble:g}", " ".join(bars)
-        rows += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+        row = tagged("td", (said, f"{table.makespan:g}", f"{table.bubble:g}", " ".join(bars)))
+        rows += f"<tr>{row}</tr>"
     return f"<table>{rows}</table>"
 
 
@@ -274,19 +272,15 @@ class MemoryExplorer(Figure):
         return rows
 
     def draw(self, state: dict) -> Scene:
-        once = (
+        says = (
             "With one microbatch ZeRO-1 and ZeRO-2 hold the same: both make whole gradients, then cut them."
         )
-        more = (
-            "Beside one microbatch's whole gradients, ZeRO-1 keeps the whole sum over microbatches, ZeRO-2 a"
-            " device's part of that sum; ZeRO-3 has parts only."
-        )
-        title = "{model}, {mesh}, {batch_size} × {seq_len} tokens, microbatches: {microbatches}".format(
-            **state
-        )
+        if state["microbatches"] > 1:
+            says = "Beside one microbatch's whole gradients, ZeRO-1 keeps the whole sum over microbatches,"
+            says += " ZeRO-2 a device's part of that sum; ZeRO-3 has parts only."
+        title = "{model}, {mesh}, {batch_size} × {seq_len} tokens, microbatches: {microbatches}"
         room = hardware.chip(state["chip"]).usable_bytes
-        picture = memory_bars(self.held(state).items(), room, title, wide=420)
-        return said(picture, once if state["microbatches"] == 1 else more)
+        return said(memory_bars(self.held(state).items(), room, title.format(**state), wide=420), says)
 
 
 class RingExplorer(Figure):
@@ -347,11 +341,9 @@ class RoutingExplorer(Figure):
         return [[token() for _ in range(self.tokens)] for _ in range(state["ranks"])]
 
     def draw(self, state: dict) -> Scene:
-        factor, numbers = state["capacity_percent"] / 100, range(state["experts"])
-        if state["experts"] % state["ranks"]:
-            raise ValueError(
-                f"{len(numbers)} experts do not lie evenly on {state['ranks']} ranks; use a divisor"
-            )
+        factor, numbers, ranks = state["capacity_percent"] / 100, range(state["experts"]), state["ranks"]
+        if len(numbers) % ranks:
+            raise ValueError(f"{len(numbers)} experts do not lie evenly on {ranks} ranks; use a divisor")
         how = ExpertConfig(state["experts"], state["chosen"], capacity_factor=factor)
         # Affinities rise with logits, by softmax and by sigmoid; of equal ones the first is chosen.
         best = lambda logits: sorted(numbers, key=lambda e: -logits[e])[: how.top_k]

@@ -6,6 +6,7 @@ import functools
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
@@ -30,6 +31,17 @@ def button(text: str, **patch: Any) -> str:
     return f"<button type='button' data-set='{escape(act(**patch))}'>{escape(text)}</button>"
 
 
+def tagged(tag: str, texts: Iterable[str]) -> str:
+    """Each of some texts in an element of its own."""
+    return "".join(f"<{tag}>{text}</{tag}>" for text in texts)
+
+
+def table(head: Iterable[str], rows: str) -> str:
+    """A table of rows below the names of its columns."""
+    columns = "".join(f"<th scope='col'>{word}</th>" for word in head)
+    return f"<table><thead><tr>{columns}</tr></thead>{rows}</table>"
+
+
 @functools.cache
 def glossary() -> dict[str, str]:
     """The words and axes of `docs/words.md`, each with its line."""
@@ -45,12 +57,9 @@ def explain(seen: Look) -> str:
         word = asked.removeprefix("word ")
         said = f"<p><b>{escape(word)}</b>: {escape(glossary().get(word, 'not in the glossary'))}</p>"
     elif asked == "left out":
-        reasons = Counter(seen.around.refused.values())
-        rows = (
-            f"<li>{count} of {len(seen.around.meshes)}: {escape(why)}</li>"
-            for why, count in reasons.most_common(12)
-        )
-        said = f"<p><b>Meshes that are left out</b></p><ul>{''.join(rows)}</ul>"
+        reasons, num = Counter(seen.around.refused.values()).most_common(12), len(seen.around.meshes)
+        rows = tagged("li", (f"{count} of {num}: {escape(why)}" for why, count in reasons))
+        said = f"<p><b>Meshes that are left out</b></p><ul>{rows}</ul>"
     else:
         said = _term(next((term for term in found if term.name == asked), found[0]))
     names = [term.name for term in found if term.name in STEP]
@@ -59,16 +68,11 @@ def explain(seen: Look) -> str:
 
 
 def _term(term: Term) -> str:
-    about = " (an estimate)" * term.estimate
-    value = UNITS[term.unit](term.value)
-    lines = [
-        f"<b>{escape(term.name)}, {value}{about}</b>: {escape(term.formula)}",
-        f"= {escape(term.filled)}",
-    ]
+    name = f"<b>{escape(term.name)}, {UNITS[term.unit](term.value)}{' (an estimate)' * term.estimate}</b>"
     where = [f"arrow <code>{escape(term.arrow)}</code>"] * bool(term.arrow)
     where += [f"in <code>{escape(term.line)}</code>"] * bool(term.line)
     where += [f"lesson {escape(term.lesson)}"] * bool(term.lesson) + [escape(term.paper)] * bool(term.paper)
-    return "".join(f"<p>{line}</p>" for line in [*lines, " · ".join(where)])
+    return tagged("p", [f"{name}: {escape(term.formula)}", f"= {escape(term.filled)}", " · ".join(where)])
 
 
 def famous(seen: Look) -> str:
@@ -83,7 +87,6 @@ def famous(seen: Look) -> str:
             published = time_text(run["step_s"])
         if one:
             ours = f"{one.time.mfu(q.run(one.plan)):.0%} MFU" if "mfu" in run else time_text(one.time.step_s)
-        cells = "".join(f"<td>{escape(text)}</td>" for text in (published, ours, run["source"]))
-        rows.append(f"<tr><th scope='row'>{button(run['name'], **start)}</th>{cells}</tr>")
-    head = "".join(f"<th scope='col'>{word}</th>" for word in ("run", "published", "ours", "source"))
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        known = tagged("td", map(escape, (published, ours, run["source"])))
+        rows.append(f"<tr><th scope='row'>{button(run['name'], **start)}</th>{known}</tr>")
+    return table(("run", "published", "ours", "source"), f"<tbody>{''.join(rows)}</tbody>")
