@@ -128,7 +128,7 @@ def _too_large(
     found = planner.first_fit(q, plan, changes, 0.9 * chip.usable_bytes)
     if found is None:
         return f"{sentence}; no plan near this one fits: use more devices, or shorter sequences"
-    change, _, need = found
+    change, need = found
     new = {name: value for name, value in change.items() if value != getattr(plan, name)}
     flags = (f"--{name.replace('_', '-')}" + f" '{n}'" * (n is not True) for name, n in new.items())
     return f"{sentence}; {' '.join(flags)} would need {need / GIB:.1f} GiB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Verdict(NamedTuple):
 
 def verdict(q: Question, one: Candidate) -> Verdict:
     """Say whether a plan fits: surely only if it would with its estimated part `BAND` too low."""
-    total, guessed = one.total_bytes, sum(one.parts[part] for part in planner.ESTIMATED)
+    total, guessed = one.total_bytes, one.estimated_bytes
     room, capacity = q.room_bytes, q.capacity_bytes
     low, high = total - BAND * guessed, total + BAND * guessed
     sure = total <= room and high <= capacity
@@ -93,14 +94,11 @@ def _changes(
             yield {"batch_size": batch_size}, dataclasses.replace(q, fixed=given, batch_size=batch_size), mesh
     sizes, axes = mesh.asked, [axis for axis in AXES if axis != "ep" or q.config.experts]
     for here in axes:
-        for n in divisors(sizes[here])[1:]:
-            for there in axes:
-                step = len(divisors(n)) == 2 or (here, there, n) == (
-                    "dp",
-                    "fsdp",
-                    sizes[here],
-                )  # replicas, or cut
-                if step and there != here and not planner.unsuited(q, there, sizes[there] * n):
-                    moved = sizes | {here: sizes[here] // n, there: sizes[there] * n}
-                    new = dataclasses.replace(mesh, **moved)  # type: ignore[arg-type]
-                    yield {"mesh": str(new)}, ask(given), new
+        for n, there in itertools.product(divisors(sizes[here])[1:], axes):
+            all_cut = (here, there, n) == ("dp", "fsdp", sizes[here])  # the state of replicas
+            if there == here or not all_cut and len(divisors(n)) > 2:
+                continue
+            if not planner.unsuited(q, there, sizes[there] * n):
+                moved = sizes | {here: sizes[here] // n, there: sizes[there] * n}
+                new = dataclasses.replace(mesh, **moved)  # type: ignore[arg-type]
+                yield {"mesh": str(new)}, ask(given), new

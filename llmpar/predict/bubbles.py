@@ -20,19 +20,14 @@ def closed_forms(p: int, m: int, v: int = 2, costs: Costs = (1, 1, 1)) -> dict[s
     """The published bubbles and peaks; what a form assumes of the costs stands behind its source."""
     F, B, W = costs
     whole, stages = (p - 1) * (F + B + W), range(p)
-    double = (p / 2 - 1) * (
-        F + 2 * B - W
-    )  # (p/2-1)(F&B + B - 3W) with the paper's full B, B+W here, and F&B = F+B+W
+    # DualPipe: (p/2-1)(F&B + B - 3W) with the paper's full B, which is B+W here, and F&B = F+B+W
+    double = (p / 2 - 1) * (F + 2 * B - W)
     half = (p - 1) * (F + 2 * B - W) / 2  # the same for 2p stages of half the work
+    chunks = [min(m, p + (p - 1 - 2 * i) / v) for i in stages]
     rows: dict[str, tuple[float, list[float], int, str]] = {
         "gpipe": (whole, [m] * p, 1, "Narayanan 2021, sec. 2.2.1"),
         "1f1b": (whole, [min(m, p - i) for i in stages], 1, "Narayanan 2021, sec. 2.2.1"),
-        "interleaved": (
-            whole / v,
-            [min(m, p + (p - 1 - 2 * i) / v) for i in stages],
-            p,
-            "Narayanan 2021, sec. 2.2.2",
-        ),
+        "interleaved": (whole / v, chunks, p, "Narayanan 2021, sec. 2.2.2"),
         "breadth-first": (whole / v, [m] * p, p, "Lamy-Poirier 2022"),
         "zb-h1": ((p - 1) * (F + B - W), [p] * p, p, "Qi 2023, Table 2; W <= F"),
         "zb-h2": (

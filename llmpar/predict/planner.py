@@ -40,9 +40,9 @@ NEAR = 1.03
 """A way that the closed form ranks by so much behind another may be faster when its `traffic` is priced."""
 TURNS = 12
 """Of the ways to run a mesh that fit, in the order of their time, how many are priced by their `traffic`."""
-ESTIMATED = ("gradients", "activations")
-"""Of the parts of memory, those that `memory.temp_bytes` counts."""
 UNPRICED = Time(math.inf, {})
+Fields = dict[str, Any]
+"""Of a plan, by name."""
 PUE = 1.2
 """Power of a machine room over that of its chips: assumed."""
 
@@ -77,12 +77,9 @@ class Question:
         whole, usual = self.chip.usable_hbm_gib, self.chip.memory_share
         if self.capacity_bytes == whole * GIB:
             return f"a program may take all {whole:.1f} GiB"
-        other = (
-            f"{usual * whole:.1f} by default"
-            if self.share != usual
-            else f"{GPU_SHARE * whole:.1f} if told to"
-        )
-        how = f"{hardware.MEMORY_SHARES[0]}={self.share:g}" if self.share != usual else "JAX's default"
+        how, other = "JAX's default", f"{GPU_SHARE * whole:.1f} if told to"
+        if self.share != usual:
+            how, other = f"{hardware.MEMORY_SHARES[0]}={self.share:g}", f"{usual * whole:.1f} by default"
         return f"a program may take {self.share:.0%} of {whole:.1f} GiB, by {how} ({other})"
 
     @property
@@ -115,6 +112,11 @@ class Candidate:
         return self.memory_bytes.get("total", math.inf)
 
     @property
+    def estimated_bytes(self) -> float:
+        """Of these, what `memory.temp_bytes` estimates."""
+        return self.memory_bytes.get("grads", 0.0) + self.memory_bytes.get("activations", 0.0)
+
+    @property
     def parts(self) -> dict[str, float]:
         """Bytes by part, as `memory.named` calls them."""
         return memory.named(self.memory_bytes)
@@ -138,17 +140,20 @@ def famous() -> list[tuple[dict[str, Any], Question, MeshShape]]:
 def meshes(q: Question) -> Iterator[MeshShape]:
     """Every mesh of all devices whose axes the model's dims allow and the machine's links can bear, as
     `unsuited` says; axes that are given are what they are, but for more stages than layers."""
-    n, fixed = q.num_devices, {a: v for a, v in q.fixed.items() if a in AXES}
-    sizes = {a: [v for v in divisors(n) if not unsuited(q, a, v)] for a in ("tp", "pp", "ep", "sp")}
+    fixed = {a: v for a, v in q.fixed.items() if a in AXES}
+    all_sizes = divisors(q.num_devices)
+    sizes = {a: [v for v in all_sizes if not unsuited(q, a, v)] for a in ("tp", "pp", "ep", "sp", "dp")}
     sizes |= {a: [v] for a, v in fixed.items() if a in sizes}
     sizes["pp"] = [p for p in sizes["pp"] if p <= q.config.num_layers]
-    for tp, pp, ep, sp in itertools.product(*sizes.values()):
-        ranks, rest = divmod(n, tp * pp * ep * sp)
-        if rest:
-            continue
-        for dp in [fixed["dp"]] if "dp" in fixed else divisors(ranks):
-            if ranks % dp == 0 and fixed.get("fsdp", ranks // dp) == ranks // dp:
-                yield MeshShape(pp=pp, dp=dp, fsdp=ranks // dp, ep=ep, sp=sp, tp=tp)
+    return (mesh for mesh in _cuts(q, sizes) if fixed.get("fsdp", mesh.fsdp) == mesh.fsdp)
+
+
+def _cuts(q: Question, sizes: dict[str, list[int]]) -> Iterator[MeshShape]:
+    """Every mesh of all devices with one of these sizes on each axis; fsdp has what they leave."""
+    for numbers in itertools.product(*sizes.values()):
+        fsdp, rest = divmod(q.num_devices, math.prod(numbers))
+        if not rest:
+            yield MeshShape(fsdp=fsdp, **dict(zip(sizes, numbers, strict=True)))  # type: ignore[arg-type]
 
 
 def unsuited(q: Question, axis: str, n: int) -> str:
@@ -156,43 +161,39 @@ def unsuited(q: Question, axis: str, n: int) -> str:
     node or along one axis of a torus, and a rank of sp has no less than 4,096 positions: who asks for such a
     mesh gets an answer all the same (`on_mesh`)."""
     c, heads = q.config, q.config.num_kv_heads
-    node = q.chip.per_device().node_size if q.chip.link == "switch" else 16
-    widths = {"heads": c.num_heads, "feed-forward width": c.ffn_width, "vocabulary": c.vocab_size}
-    if axis == "tp" and (uneven := [f"{what} {size}" for what, size in widths.items() if size % n]):
-        return f"tp={n} does not divide {uneven[0]}"
-    why: dict[str, dict[str, Any]] = {
-        "tp": {
-            f"tp={n} neither divides {heads} KV heads nor is a multiple of them": heads % n and n % heads,
-            f"tp={n} is more than the {node} devices with fast links": n > node,
-        },
-        "pp": {
-            f"pp={n} is more than {c.num_layers} layers": n > c.num_layers,
-            f"pp={n} is more than 64 stages": n > 64,
-        },
-        "ep": {f"ep={n} does not divide the experts": (c.experts.num_experts if c.experts else 1) % n},
-        "sp": {f"sp={n} leaves a rank less than 4,096 positions": n > 1 and q.seq_len // n < 4096},
-    }
-    return next((text for text, holds in why.get(axis, {}).items() if holds), "")
+    if axis == "tp":
+        node = q.chip.per_device().node_size if q.chip.link == "switch" else 16
+        widths = {"heads": c.num_heads, "feed-forward width": c.ffn_width, "vocabulary": c.vocab_size}
+        if uneven := [f"{what} {size}" for what, size in widths.items() if size % n]:
+            return f"tp={n} does not divide {uneven[0]}"
+        if heads % n and n % heads:
+            return f"tp={n} neither divides {heads} KV heads nor is a multiple of them"
+        if n > node:
+            return f"tp={n} is more than the {node} devices with fast links"
+    if axis == "pp" and n > min(c.num_layers, 64):
+        return f"pp={n} is more than " + (f"{c.num_layers} layers" if n > c.num_layers else "64 stages")
+    if axis == "ep" and (c.experts.num_experts if c.experts else 1) % n:
+        return f"ep={n} does not divide the experts"
+    if axis == "sp" and n > 1 and q.seq_len // n < 4096:
+        return f"sp={n} leaves a rank less than 4,096 positions"
+    return ""
 
 
 def every_mesh(q: Question) -> Iterator[tuple[MeshShape, str]]:
     """All ways to split the devices over the axes that the model has, whatever axes are given: each with why
     it is left out of the search or cannot be, in one clause, or with an empty text: `on_mesh` answers it."""
-    n, own = q.num_devices, {name: value for name, value in q.fixed.items() if name not in AXES}
     axes = [axis for axis in AXES if axis != "fsdp" and (axis != "ep" or q.config.experts)]
-    reason = {(axis, size): unsuited(q, axis, size) for axis in axes for size in divisors(n)}
-    for sizes in itertools.product(divisors(n), repeat=len(axes)):
-        fsdp, rest = divmod(n, math.prod(sizes))
-        if rest:
-            continue
-        mesh = MeshShape(fsdp=fsdp, **dict(zip(axes, sizes, strict=True)))  # type: ignore[arg-type]
-        why = next((reason[one] for one in zip(axes, sizes, strict=True) if reason[one]), "")
-        yield mesh, why or _illegal(dataclasses.replace(q, fixed=own | mesh.asked), mesh).partition(";")[0]
+    sizes = dict.fromkeys(axes, divisors(q.num_devices))
+    reason = {(axis, size): unsuited(q, axis, size) for axis in axes for size in sizes[axis]}
+    for mesh in _cuts(q, sizes):
+        why = next((reason[one] for one in mesh.asked.items() if reason.get(one)), "")
+        yield mesh, why or _illegal(q, mesh).partition(";")[0]
 
 
 def _illegal(q: Question, mesh: MeshShape) -> str:
     """Why a mesh cannot be, in the words of `Plan.check`; empty where it can."""
     refusals, own = list[str](), {name: value for name, value in q.fixed.items() if name not in AXES}
+    q = dataclasses.replace(q, fixed=own | mesh.asked)
     for fields in itertools.chain([{"mesh": mesh} | own], itertools.islice(ways(q, mesh), 2)):
         try:
             Plan(**fields).check(q.config, q.batch_size, q.seq_len)
@@ -202,19 +203,19 @@ def _illegal(q: Question, mesh: MeshShape) -> str:
     return refusals[0]
 
 
-def ways(q: Question, mesh: MeshShape) -> Iterator[dict[str, Any]]:
+def ways(q: Question, mesh: MeshShape) -> Iterator[Fields]:
     """Fields of plans on a mesh that could win, those of recomputation left out."""
     rows = q.batch_size // (mesh.dp * mesh.fsdp * mesh.ep)
     given = {k: v for k, v in q.fixed.items() if k not in AXES}
-    base: dict[str, Any] = {"mesh": mesh, "dtype": "bfloat16"}
+    base: Fields = {"mesh": mesh, "dtype": "bfloat16"}
     if mesh.tp > 1 and q.seq_len % (mesh.sp * mesh.tp) == 0:
         base |= {"tp_sequence": True, "tp_comm_overlap": True}
     if q.config.vocab_size > 8192 and q.seq_len // mesh.sp % 8 == 0:
         base["loss_chunks"] = 8
-    states: list[dict[str, Any]] = [{}]
+    states: list[Fields] = [{}]
     if mesh.fsdp * mesh.ep * mesh.sp > 1:
         states += [{"zero": 1}, {"reshard_after_forward": False}]
-    sequences: list[dict[str, Any]] = [{}]
+    sequences: list[Fields] = [{}]
     if mesh.sp > 1:
         few = q.config.num_kv_heads < mesh.tp  # then query heads are cut
         heads = q.config.num_heads if few else q.config.num_kv_heads
@@ -223,7 +224,7 @@ def ways(q: Question, mesh: MeshShape) -> Iterator[dict[str, Any]]:
             sequences += [{"context_parallel": "ulysses", "sequence_order": "contiguous"}]
         elif apart > 1:
             sequences += [{"context_parallel": "usp"}]
-    orders: list[dict[str, Any]] = [{}]
+    orders: list[Fields] = [{}]
     if mesh.pp > 1 and not {"schedule", "virtual_stages"} & set(given):
         many = [v for v in (2, 4) if q.config.num_layers >= v * mesh.pp]
         orders = [{"schedule": "1f1b"}, *({"schedule": "interleaved", "virtual_stages": v} for v in many)]
@@ -330,11 +331,6 @@ def decide(q: Question, keep: int = 8, most_rejected: int = 12) -> Answer:
     return Answer(q, plans, rejected + impossible, len(everything))
 
 
-def best(q: Question) -> Candidate:
-    """The plan that `decide` puts first. Raises ValueError where nothing fits."""
-    return decide(q, keep=1, most_rejected=0).plans[0]
-
-
 def ranked(found: Iterable[Candidate]) -> list[Candidate]:
     """By time, the simpler mesh first where it is as fast as the fastest, but for `SAME`."""
     found = list(found)
@@ -362,10 +358,7 @@ def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
     if refusal := _illegal(q, mesh):
         raise ValueError(refusal)
     tried, q = list(failed.values()), dataclasses.replace(q, fixed={"remat": "block"} | q.fixed)
-    given = (
-        one.total_bytes - sum(one.parts[part] for part in ESTIMATED) for one in tried if one.memory_bytes
-    )
-    if min(given, default=math.inf) > q.room_bytes:
+    if all(one.total_bytes - one.estimated_bytes > q.room_bytes for one in tried):
         fields = list(ways(q, mesh))  # of those whose weights and moments are too large, one was tried
         counts = {one["microbatches"] for one in fields}
         ends = min(counts), max(counts)
@@ -451,24 +444,29 @@ def rescue(q: Question, one: Candidate) -> str:
     """The single change that would make a plan fit; empty where none does."""
     if not one.memory_bytes:
         return ""
-    if found := first_fit(q, one.plan, single_changes(q, one.plan)):
-        ((name, value),), total = found[0].items(), found[2]
+    if found := first_fit(q, one.plan, single_changes(q, one.plan), q.room_bytes):
+        ((name, value),), total = found[0].items(), found[1]
         return f"{name}={value} would hold {total / GIB:.1f} GiB"
     return f"no single field: it wants {one.total_bytes / q.room_bytes:.1f} times the memory"
 
 
-def single_changes(q: Question, plan: Plan) -> list[dict[str, Any]]:
+def single_changes(q: Question, plan: Plan) -> list[Fields]:
     """Fields with which a plan holds less, each by itself."""
     rows = q.batch_size // (plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep)
-    more: list[dict[str, Any]] = [{"microbatches": m} for m in divisors(rows) if m > plan.microbatches][:1]
-    less: list[dict[str, Any]] = [{"remat": "block"}, {"loss_chunks": 8}, {"zero": 3}]
-    return [*less, {"reshard_after_forward": True}, *more, {"tp_sequence": True}]
+    more = [m for m in divisors(rows) if m > plan.microbatches][:1]
+    less: list[Fields] = [
+        {"remat": "block"},
+        {"loss_chunks": 8},
+        {"zero": 3},
+        {"reshard_after_forward": True},
+    ]
+    return [*less, *({"microbatches": m} for m in more), {"tp_sequence": True}]
 
 
 def first_fit(
-    q: Question, plan: Plan, changes: list[dict[str, Any]], room: float | None = None
-) -> tuple[dict[str, Any], Plan, float] | None:
-    """The first of these changes with which a plan is legal and fits, that plan, and its bytes."""
+    q: Question, plan: Plan, changes: list[Fields], room_bytes: float
+) -> tuple[Fields, float] | None:
+    """The first of these changes with which a plan is legal and fits, and the bytes that it holds then."""
     for change in changes:
         if all(getattr(plan, k) == v for k, v in change.items()):
             continue
@@ -478,8 +476,8 @@ def first_fit(
             total = held_by(q, other.resolve(q.config, q.platform))["total"]
         except ValueError:
             continue
-        if total <= (q.room_bytes if room is None else room):
-            return change, other, total
+        if total <= room_bytes:
+            return change, total
     return None
 
 
@@ -651,24 +649,19 @@ def budget(q: Question, best: Candidate, tokens: float, price: float | None) -> 
 
 def sensitivity(q: Question, best: Candidate) -> list[dict[str, Any]]:
     """Tokens per second of the same plan if one thing were different."""
-    chip, different = q.chip, dataclasses.replace
-    run = q.run(best.plan)
-    rates = {
-        "fast links": "link_bytes_per_s",
-        "network": "dcn_bytes_per_s",
-        "memory's rate": "hbm_bytes_per_s",
-    }
-    cases = {}
-    for what, name in rates.items():
-        cases[f"twice the {what}"] = different(run, chip=different(chip, **{name: 2 * getattr(chip, name)}))
+    chip, run, different = q.chip, q.run(best.plan), dataclasses.replace
+    twice = lambda rate: different(run, chip=different(chip, **{rate: 2 * getattr(chip, rate)}))
     more = different(best.plan, microbatches=2 * best.plan.microbatches)
-    cases["twice the batch"] = different(q, batch_size=2 * q.batch_size).run(more)
-    cases["twice the sequence"] = different(run, seq_len=2 * run.seq_len)
+    cases = {
+        "twice the fast links": twice("link_bytes_per_s"),
+        "twice the network": twice("dcn_bytes_per_s"),
+        "twice the memory's rate": twice("hbm_bytes_per_s"),
+        "twice the batch": different(q, batch_size=2 * q.batch_size).run(more),
+        "twice the sequence": different(run, seq_len=2 * run.seq_len),
+    }
     row = hardware.chip(hardware.NEXT_CHIP.get(chip.family, chip.family))
     if row.name != chip.family and row.devices_per_chip == chip.devices_per_chip:
         cases[f"on {row.name}"] = different(run, chip=row)
-    rows, base = [], run.tokens_per_step / best.time.step_s
-    for what, other in cases.items():
-        rate = other.tokens_per_step / step_time(other).step_s
-        rows.append({"what": what, "tokens_per_s": rate, "ratio": rate / base})
-    return rows
+    rates = {what: other.tokens_per_step / step_time(other).step_s for what, other in cases.items()}
+    base = run.tokens_per_step / best.time.step_s
+    return [{"what": what, "tokens_per_s": rate, "ratio": rate / base} for what, rate in rates.items()]
