@@ -151,6 +151,9 @@ def test_traffic_is_the_prediction():
         ({"mesh": "fsdp=8 tp=4"}, "fsdp=8 tp=4", 32),
         ({"mesh": "dp=2 fsdp=-1 tp=2", "devices": 64}, "dp=2 fsdp=16 tp=2", 64),
         ({"devices": 16}, "dp=2 fsdp=4 tp=2", 16),
+        ({"devices": 64}, "dp=2 fsdp=8 tp=4", 64),
+        ({"devices": 1024, "batch_size": 1024}, "dp=2 fsdp=256 tp=2", 1024),
+        ({"devices": 64, "mesh": "tp=16", "agreed": 16}, "fsdp=4 tp=16", 64),
         ({"mesh": "tp=2 dp=2 fsdp=2"}, "dp=2 fsdp=2 tp=2", 8),
         ({"mesh": "2,2,2"}, "dp=2 fsdp=2 tp=2", 8),
         ({"mesh": "dp=1", "devices": 1}, "dp=1", 1),
@@ -159,7 +162,7 @@ def test_traffic_is_the_prediction():
 def test_mesh_and_number_of_devices_follow_each_other(given, mesh, devices):
     state, shape = look.settle(look.START | given)
     assert shape.size == devices == state["devices"] == state["agreed"]
-    assert parse_mesh(mesh).size == devices and (state["mesh"] == mesh or "devices" in given)
+    assert parse_mesh(mesh).size == devices and state["mesh"] == mesh
     assert look.settle(state)[0] == state
 
 
@@ -174,6 +177,8 @@ def test_mesh_and_number_of_devices_follow_each_other(given, mesh, devices):
         ({"model": "gpt5"}, "unknown model", False),
         ({"model": "deepseek-v3"}, "cannot run here", False),
         ({"mesh": "ep=2"}, "no experts in 'tiny'", True),
+        ({"devices": -5}, "devices is -5", True),
+        ({"devices": 4096}, "batch 16 is not a multiple", True),
         ({"chip": "abacus"}, "'abacus' is not known", False),
         ({"mesh": "dp=2 " * 2000}, "a mesh text of 10000 characters", True),
         ({"batch_size": 0}, "from 1 to", False),
@@ -183,7 +188,7 @@ def test_mesh_and_number_of_devices_follow_each_other(given, mesh, devices):
         ({"fields": {"colour": "red"}}, "no field colour", False),
         ({"fields": {"schedule": "2f2b"}, "mesh": "pp=2"}, "2f2b", True),
         ({"mesh": "dp=200000"}, "at most 131,072", True),
-        ({"config": '{"model_type": "bert"}'}, "model_type 'bert'", False),
+        ({"config": '{"model_type": "bert"}'}, "model_type 'bert' in 'config.json'", False),
         ({"config": "nowhere/at-all"}, "unknown model 'nowhere/at-all'", False),
     ],
 )
@@ -194,6 +199,11 @@ def test_a_refusal_says_why_and_what_works(change, words, helps):
     for step in steps:
         assert answers.answer(taken(reply["state"], step["set"]))["refusal"] is None, step
     json.dumps(reply)
+
+
+def test_the_mesh_that_works_keeps_what_devices_it_can():
+    (step,) = answers.remedies(on(look.START, "ep=8"))
+    assert parse_mesh(step["set"]["mesh"]).size == 8
 
 
 def test_a_model_is_read_from_the_text_of_its_configuration():

@@ -825,6 +825,17 @@ def test_much_that_is_sent_is_told_and_the_smallest_added_up():
     assert "4 more 293 KiB" in told and sum(text.startswith("rows of a token") for text in told) == 2
 
 
+def test_a_long_name_leaves_the_number_of_bytes_whole():
+    scene = columns.sent_bars([Sent("tp", "activations and their gradients " * 3, 5 * GIB, 0.0114, 0.0299)])
+    assert any(t.text.endswith("… 5 GiB") for t in flatten(scene.items) if isinstance(t, Text))
+    assert "not predicted" in columns.sent_bars([Sent("tp", "rows", 1.0, 0.0, 0.0)]).text
+
+
+def test_counts_have_their_thousands():
+    said = [t.text for t in flatten(columns.mesh_map([BEST], num=3060).items) if isinstance(t, Text)]
+    assert "3,060 meshes: memory and time" in said
+
+
 def test_a_step_begins_with_computing_and_ends_with_the_rest():
     terms = [Part(name, 1.0) for name in ("bubble", "launching", "expert links", "recomputation", "products")]
     fills = [r.fill for r in segments(columns.time_bar(terms), 26)]

@@ -42,7 +42,7 @@ def number_ranges(numbers, most: int = 8) -> str:
 
 def count_noun(n: int, what: str) -> str:
     """A count with its noun: ``1 copy``, ``2 copies``."""
-    return f"{n} {what if n == 1 else what[:-1] + 'ies' if what.endswith('y') else what + 's'}"
+    return f"{n:,} {what if n == 1 else what[:-1] + 'ies' if what.endswith('y') else what + 's'}"
 
 
 MEMORY: dict[str, str] = COLOURS["memory"]

@@ -180,10 +180,11 @@ def sent_bars(rows: Iterable[Sent]) -> Scene:
         role = axis if axis in AXES else "links"
         shares = [("hidden", "", row.hidden_s), ("waits", role, row.waits_s)]
         says = " · ".join(f"{time_text(s)} {word}" for word, _, s in shares if s) or "no time on links"
-        words, x = f"{row.what} {size_text(row.bytes)}", left
+        size, x = f" {size_text(row.bytes)}", left
         most = int((room - left - text_width(says, SMALL) - 12) / text_width(".", SMALL))
-        cut = words if len(words) <= most else words[: most - 1] + "…"
-        tip = f"{row.axes}: {words}, {says}" + f"; {row.note}" * bool(row.note)
+        most -= len(size)  # the number is never cut
+        cut = (row.what if len(row.what) <= most else row.what[: most - 1] + "…") + size
+        tip = f"{row.axes}: {row.what}{size}, {says}" + f"; {row.note}" * bool(row.note)
         items.append(Rect(0, y - 8, room, 36, "paper", tip=tip, act=row.act))
         items.append(Text(0, y + 16, row.axes, bold=True, fill=f"{role}-line" if role == axis else "ink"))
         items += [small_text(left, y, cut, "start", "ink"), small_text(room, y, says, "end")]
@@ -193,6 +194,11 @@ def sent_bars(rows: Iterable[Sent]) -> Scene:
             x += per * seconds
         lines.append(tip)
     note = "As long as it takes on links. Filled: the step waits; hollow: hidden behind computing."
+    note = (
+        note
+        if any(row.hidden_s + row.waits_s for row in rows)
+        else "What it takes on links is not predicted."
+    )
     number = size_text(sum(row.bytes for row in rows))
     return _column("Sent by a device in a step", number, items, lines, [note], RIGHT)
 
@@ -254,11 +260,11 @@ def mesh_map(
         taken.append(text.box)
         items += [Rect(x0 - 2, y0 - 2, x1 - x0 + 4, y1 - y0 + 4, "paper", radius=3), text]
     done, count = len(ways) + refused, num or len(ways) + refused
-    notes = [f"{done} of {num} so far."] * (done < num)
-    notes += [f"{refused} of {count} are refused."] * bool(refused)
+    notes = [f"{done:,} of {num:,} so far."] * (done < num)
+    notes += [f"{refused:,} of {count:,} are refused."] * bool(refused)
     notes.append("Colour: the largest axis.")
     ringed = [f"{name}: {way.mesh}" for name, way in rings.items()]
-    title, said = f"{count} mesh{'es' * (count != 1)}: memory and time", [*ringed, *lines[::-1]]
+    title, said = f"{count:,} mesh{'es' * (count != 1)}: memory and time", [*ringed, *lines[::-1]]
     return _column(title, "", items, said, notes, RIGHT)
 
 

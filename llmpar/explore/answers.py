@@ -127,8 +127,8 @@ def remedies(state: dict) -> list[dict]:
         state, shape = settle(state)
     except ValueError:
         known = START["mesh"]
-        works_there = works(state | {"mesh": known, "devices": START["devices"]})
-        return [step(f"a mesh that works is {known}", "use it", mesh=known)] * works_there
+        there = {"mesh": known, "devices": START["devices"]}
+        return [step(f"a mesh that works is {known}", "use it", **there)] * works(state | there)
     near, found = nearest(state, shape), list[dict]()
     if near:
         found.append(step(f"the nearest mesh that works is {near}", "use it", mesh=near))
@@ -148,7 +148,7 @@ def nearest(state: dict, shape: MeshShape) -> str | None:
     if not works(state | {"mesh": "dp=1", "devices": 1}):
         return None
     for axes, n in itertools.product((named, every), sorted(counts, reverse=True)):
-        for mesh in near_meshes(axes, n)[:200] if axes else ():
+        for mesh in near_meshes(axes, n)[:200] if axes and (n > 1 or axes is every) else ():
             if mesh != shape and works(state | {"mesh": str(mesh), "devices": n}):
                 return str(mesh)
     return None

@@ -18,7 +18,7 @@ from typing import Any
 
 from llmpar.config import PRESETS, ModelConfig, from_dict, preset
 from llmpar.files import allowed
-from llmpar.notation import MeshShape, near_meshes, parse_mesh
+from llmpar.notation import MeshShape, mesh_distance, near_meshes, parse_mesh
 from llmpar.plan import Plan, Resolved
 from llmpar.predict import hardware, planner
 from llmpar.predict.advice import Step, advice
@@ -76,7 +76,8 @@ HIDDEN = ("mesh", "reading", "bucket_bytes", "unroll", "attention_block")
 
 def settle(state: dict) -> tuple[dict, MeshShape]:
     """The state in one spelling, and its mesh: -1 is filled in; if the number of devices was changed the mesh
-    follows, if the mesh was changed the number does. Raises ValueError where one cannot be read."""
+    follows, over its axes and fsdp, to one that works if any does; if the mesh was changed the number does.
+    Raises ValueError where one cannot be read."""
     for control in CONTROLS:
         value = state[control["name"]]
         if control["kind"] == "int":
@@ -92,7 +93,11 @@ def settle(state: dict) -> tuple[dict, MeshShape]:
     devices = state["devices"]
     shape = parse_mesh(state["mesh"], devices if "-1" in state["mesh"] else None)
     if shape.size != devices and devices != state["agreed"]:
-        shape = next(iter(near_meshes(shape.asked, devices)))
+        had = {axis: n for axis, n in shape.asked.items() if n > 1 or axis == "fsdp"}
+        far = lambda mesh: (round(mesh_distance(mesh.asked, shape.asked), 6), mesh.tp, mesh.sp, mesh.dp)
+        near = sorted(near_meshes(had, devices), key=far)
+        legal = (mesh for mesh in near[:200] if works(state | {"mesh": str(mesh)}))
+        shape = next(legal, near[0])
     if shape.size > MOST:
         raise ValueError(f"mesh '{shape}' has {shape.size:,} devices; at most {MOST:,} are drawn")
     state = state | {"mesh": str(shape), "devices": shape.size, "agreed": shape.size}
@@ -110,7 +115,10 @@ def own_model(text: str) -> ModelConfig:
         path = Path(folder, "yours", "config.json")
         path.parent.mkdir()
         path.write_text(text, encoding="utf-8")
-        return preset(str(path))
+        try:
+            return preset(str(path))
+        except ValueError as error:
+            raise ValueError(str(error).replace(f"'{path}'", "'config.json'")) from None
 
 
 def own_chip(row: dict) -> hardware.Chip:
