@@ -348,3 +348,11 @@ def test_fifty_states_send_what_their_compiled_programs_send():
         )
         assert given == made["memory"]["compiled_argument_bytes"], plan
         found += 1
+
+
+@pytest.mark.parametrize(("mesh", "rounds"), [("fsdp=4 tp=2", 4), ("fsdp=16", 0)])
+def test_a_collective_of_a_small_group_is_explained_round_by_round(mesh, rounds):
+    state = on(look.START, mesh) | {"explain": "fsdp all-gather", "device": 3}
+    said = answers.answer(state)["panels"]["explain"]["html"]
+    assert said.count(">round ") + said.count(">before<") == rounds
+    assert ("all-gather over fsdp, devices 1 3 5 7: 3 rounds" in said) == bool(rounds)

@@ -39,8 +39,8 @@ from llmpar.predict.layer import Segment
 
 MOST = 64
 """The most devices that are drawn one by one; above, cells stand for blocks of them."""
-COLUMN, MARGIN, GAP = 560, 4, 4
-"""The width of a picture, its margin, and what parts two cells, in pixels."""
+COLUMN, BESIDE, MARGIN, GAP = 560, 400, 4, 4
+"""The widths of a picture and of one beside it, their margin, and what parts two cells, in pixels."""
 HOW = {
     "all-gather": "pieces go round the ring",
     "reduce-scatter": "sums go round the ring",
@@ -424,9 +424,7 @@ def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
     if not 2 <= g <= 16:
         raise ValueError(f"a ring of {count_noun(g, 'device')}; it is drawn with 2 to 16")
     last, w, h = len(steps) - 1, 24.0 if g <= 8 else 2.0 * g, 16.0
-    shown = (
-        sorted({round(i * last / (most - 1)) for i in range(most)}) if last >= most else [*range(last + 1)]
-    )
+    shown = sorted({round(i * last / min(last, most - 1)) for i in range(min(last + 1, most))})
     full = max(max(row) for step in steps for row in step["held"])
     radius, film, lines = max(42.0, g * w / 6), list[list](), list[str]()
     angles = [2 * math.pi * rank / g for rank in range(g)]
@@ -440,18 +438,16 @@ def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
         for rank, (x, y) in enumerate(spots):
             items.append(Rect(x - w / 2, y - h / 2, w, h, "paper", color))
             for b, held in enumerate(steps[t]["held"][rank]):
-                tall = h * held / full
-                items += [Rect(x - w / 2 + b * w / g, y + h / 2 - tall, w / g, tall, axis, color, 0.5)] * (
-                    held > 0
-                )
+                bar = x - w / 2 + b * w / g, y + h / 2 - h * held / full, w / g, h * held / full
+                items += [Rect(*bar, axis, color, 0.5)] * (held > 0)
             spot, anchor = (x, y + (15 if y > 0 else -15)), "middle"
             if abs(x) > 1.1 * radius:
                 spot, anchor = (x + math.copysign(w / 2 + 4, x), y), "start" if x > 0 else "end"
             items.append(small_text(*spot, str(members[rank]), anchor))
         film.append(items)
         lines.append(f"round {t}: " + " | ".join(" ".join(map(str, row)) for row in steps[t]["held"]))
-    across = max(1, int(COLUMN // (2.5 * radius + w + 44)))
+    across = max(1, int(BESIDE // (2.5 * radius + w + 44)))
     rows = [stack(film[i : i + across], 16, across=True) for i in range(0, len(film), across)]
     title = f"{kind} over {axis}, devices {number_ranges(members)}: {count_noun(last, 'round')}"
     note = "A device has a place for each block; a bar is as high as what it holds of the block."
-    return compose(title, [stack(rows, 14)], "\n".join(lines), [note])
+    return compose(title, [stack(rows, 14)], "\n".join(lines), [f"{title}. {note}"], MARGIN, BESIDE)

@@ -10,8 +10,8 @@ from html import escape
 
 from llmpar.draw import columns, geometry
 from llmpar.draw.charts import count_noun
-from llmpar.draw.grid import layer_lanes, tensor_grid
-from llmpar.draw.scene import Group, Scene, Text, compose, size_text
+from llmpar.draw.grid import layer_lanes, ring, tensor_grid
+from llmpar.draw.scene import Group, Scene, Text, compose, size_text, to_svg
 from llmpar.explore.look import Look
 from llmpar.explore.words import act, button, explain, famous, table, tagged
 from llmpar.notation import AXES, Layout, divisors, parse_mesh
@@ -193,6 +193,16 @@ def grid(seen: Look) -> Scene:
     return tensor_grid(*place, device, size, row.path, fill, seen.segments)
 
 
+def film(seen: Look) -> str:
+    """Round by round, the collective that is explained, in the chosen device's group where that is small."""
+    names, _, kind = seen.state["explain"].partition(" ")
+    sizes, over = seen.plan.mesh.sizes, tuple(names.split(","))
+    if (names, kind) not in traffic_of(seen) or not sizes.keys() >= {*over}:
+        return ""
+    (team,) = [team for team in geometry.groups(sizes, sizes, over) if seen.state["device"] in team]
+    return to_svg(ring(kind.removeprefix("ragged-"), team, over[0])) if len(team) <= 8 else ""
+
+
 def axes(seen: Look) -> Scene:
     """How the devices are cut, with what moves a factor from one axis to another."""
     acts = {axis: tuple(_moved(seen, axis, up) for up in (False, True)) for axis in AXES}
@@ -292,8 +302,14 @@ def panels(seen: Look) -> dict[str, Scene | str]:
     if seen.timed:
         turns = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
         found |= {"step": step(seen), "layer": layer_lanes(seen.segments, turns), "map": mesh_map(seen)}
-    found |= {"sent": sent(seen), "explain": explain(seen), "holds": holds(seen), "code": code(seen)}
-    return found | {"famous": famous(seen)}
+    why = explain(seen) + film(seen)
+    return found | {
+        "sent": sent(seen),
+        "explain": why,
+        "holds": holds(seen),
+        "code": code(seen),
+        "famous": famous(seen),
+    }
 
 
 def says(seen: Look, found: dict, drawn: dict[str, Scene | str]) -> str:
