@@ -69,7 +69,7 @@ def collectives(rows) -> Scene:
             verdict = ", equal"
         elif predicted and compiled is not None:
             verdict = f", {compiled / predicted - 1:+.1%}"
-        color = _axis_colours(row["axis"])[1]
+        color = axis_colours(row["axis"])[1]
         items.append(Text(left - 10, y + 16, name, anchor="end"))
         said = []
         for k, (word, n) in enumerate((("predicted", predicted), ("compiled", compiled))):
@@ -82,10 +82,10 @@ def collectives(rows) -> Scene:
     return compose("Bytes sent per device and step", [items, key], "\n".join(lines))
 
 
-def _axis_colours(axes: str) -> tuple[str, str]:
+def axis_colours(axes: str) -> tuple[str, str]:
     """Fill and stroke of what is sent over ``axes``: the first one's; grey where it is no axis of ours."""
     axis = axes.split(",")[0]
-    return (axis, f"{axis}-line") if axis in AXES else ("links", "edge")
+    return look(axis if axis in AXES else "links")[:2]
 
 
 ARROWS_DRAWN = 24
@@ -109,8 +109,8 @@ def arrows_sent(rows) -> Scene:
     for name, parts in ordered:
         sizes = Counter[str]()
         for row in parts:
-            sizes[f"{row['axis']} {row['kind']}"] += row["bytes_sent"]
-            roles[f"{row['axis']} {row['kind']}"] = _axis_colours(row["axis"])[0]
+            what = f"{row['axis']} {row['kind']}"
+            roles[what], sizes[what] = axis_colours(row["axis"])[0], sizes[what] + row["bytes_sent"]
         drawn.append((name, sizes))
         right.append(", ".join(f"{what} {size_text(n)}" for what, n in sizes.items()))
         passes = (f"{r['direction']} {r['axis']} {r['kind']} ×{r['count']}".strip() for r in parts)
@@ -232,12 +232,7 @@ def _scale(x_of, values, y: float, text, up: float = 0) -> list:
 
 
 def memory_bars(
-    rows,
-    capacity_bytes: float | None = None,
-    title: str = "Memory per device",
-    whole_bytes: float | None = None,
-    wide: float = 480,
-    roles: dict[str, str] | None = None,
+    rows, capacity_bytes=None, title="Memory per device", whole_bytes=None, wide=480.0, roles=None
 ) -> Scene:
     """What fills a device's memory: ``rows`` of (label, {part: bytes}), beside the chip's capacity; where a
     program may use less than all of the memory, a second mark at its ``whole_bytes``. The longest bar is
@@ -523,19 +518,19 @@ def two_lanes(turns, title: str, column: float = 0, span_s: float = 0, notes=())
             items.append(small_text(left - 10, top + 16, word, "end"))
             mine = [(k, event) for k, event in events if event["lane"] == word]  # what waits lies on top
             for k, event in mine:
-                x, w = x_of(event["start_s"]), x_of(event["end_s"]) - x_of(event["start_s"])
-                took, w_open = event["end_s"] - event["start_s"], wide * event["exposed_s"] / span
-                full, stroke, hatch = f"{event['name']}: {time_text(took)}", "ink", "/"
+                begin, end = event["start_s"], event["end_s"]
+                x, w, w_open = x_of(begin), x_of(end) - x_of(begin), wide * event["exposed_s"] / span
+                full, stroke, hatch = f"{event['name']}: {time_text(end - begin)}", "ink", "/"
                 part = event["name"] if event["name"] in LIGHT else usual
                 if event.get("axes"):  # hollow beside computing, filled where computing waits
-                    (part, stroke), hatch = _axis_colours(event["axes"][0]), ""
+                    (part, stroke), hatch = axis_colours(event["axes"][0]), ""
                 fill = "paper" if event.get("axes") and w_open < 0.99 * w else part
                 items.append(Rect(x, top, w, 32, fill, stroke, 0.75 if w > 3 else 0.25, tip=full))
                 waits_here = event["exposed_s"] > 0 and word != "compute"
                 if waits_here:
                     open_part = x + w - w_open, top, w_open, 32
                     items.append(Rect(*open_part, part, stroke, 0.75, hatch, tip=f"waits {full}"))
-                met = any(_meet(event, other) for _, other in mine if other is not event)
+                met = sum(begin < other["end_s"] and other["start_s"] < end for _, other in mine) > 1
                 room, color = w - w_open * (fill == "paper"), text_color_on(fill)
                 if w > 24 and not met and not (hatch and waits_here):
                     items += fitting(x + room / 2, top + 16, room - 4, full, event["name"], fill=color)
@@ -555,11 +550,6 @@ def two_lanes(turns, title: str, column: float = 0, span_s: float = 0, notes=())
         key += [("paper", "hollow: beside computing")] * bool(key)
     drawn = [*blocks, legend(key, column - 40 if column else 640)]
     return compose(title, drawn, "\n".join([*lines, *notes]), notes, column=column)
-
-
-def _meet(one: dict, other: dict) -> bool:
-    """Tell whether two events share time."""
-    return one["start_s"] < other["end_s"] and other["start_s"] < one["end_s"]
 
 
 def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:

@@ -11,8 +11,9 @@ import math
 from collections import namedtuple
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
-from llmpar.draw.charts import MEMORY, TIME, bar_part, count_noun, role_of
+from llmpar.draw.charts import MEMORY, TIME, axis_colours, bar_part, count_noun, role_of
 from llmpar.draw.scene import (
     SMALL,
     Line,
@@ -176,9 +177,8 @@ def sent_bars(rows: Iterable[Sent]) -> Scene:
     per = (room - left) / max([row.hidden_s + row.waits_s for row in rows] + [1e-12])
     items, lines = list[Rect | Text](), list[str]()
     for i, row in enumerate(rows):
-        y, axis = 40 * i, row.axes.split(",")[0]
-        role = axis if axis in AXES else "links"
-        shares = [("hidden", "", row.hidden_s), ("waits", role, row.waits_s)]
+        y, (fill, stroke) = 40 * i, axis_colours(row.axes)
+        shares = [("hidden", "paper", row.hidden_s), ("waits", fill, row.waits_s)]
         says = " · ".join(f"{time_text(s)} {word}" for word, _, s in shares if s) or "no time on links"
         size, x = f" {size_text(row.bytes)}", left
         most = int((room - left - text_width(says, SMALL) - 12) / text_width(".", SMALL))
@@ -186,30 +186,22 @@ def sent_bars(rows: Iterable[Sent]) -> Scene:
         cut = (row.what if len(row.what) <= most else row.what[: most - 1] + "…") + size
         tip = f"{row.axes}: {row.what}{size}, {says}" + f"; {row.note}" * bool(row.note)
         items.append(Rect(0, y - 8, room, 36, "paper", tip=tip, act=row.act))
-        items.append(Text(0, y + 16, row.axes, bold=True, fill=f"{role}-line" if role == axis else "ink"))
+        items.append(Text(0, y + 16, row.axes, bold=True, fill="ink" if fill == "links" else stroke))
         items += [small_text(left, y, cut, "start", "ink"), small_text(room, y, says, "end")]
-        for _, fill, seconds in shares:
-            bar = x, y + 9, max(2, per * seconds), 15, fill or "paper", look(f"{role}/")[1]
+        for _, color, seconds in shares:
+            bar = x, y + 9, max(2, per * seconds), 15, color, stroke
             items += [Rect(*bar, tip=tip, act=row.act)] * (seconds > 0)
             x += per * seconds
         lines.append(tip)
     note = "As long as it takes on links. Filled: the step waits; hollow: hidden behind computing."
-    note = (
-        note
-        if any(row.hidden_s + row.waits_s for row in rows)
-        else "What it takes on links is not predicted."
-    )
+    if not any(row.hidden_s + row.waits_s for row in rows):
+        note = "What it takes on links is not predicted."
     number = size_text(sum(row.bytes for row in rows))
     return _column("Sent by a device in a step", number, items, lines, [note], RIGHT)
 
 
 def mesh_map(
-    ways: Iterable[Way],
-    here: Way | None = None,
-    best: Way | None = None,
-    room: float = 0,
-    refused: int = 0,
-    num: int = 0,
+    ways: Iterable[Way], here: Way | None = None, best: Way | None = None, room=0.0, refused=0, num=0
 ) -> Scene:
     """All meshes of as many devices: a dot for each, its memory to the right and its time upwards, both
     logarithmic; beyond ``room`` bytes it does not fit. ``here`` and ``best`` are ringed. Of ``num`` meshes
@@ -226,17 +218,16 @@ def mesh_map(
     x_of, x_ticks = _log([way.bytes for way in shown] + [room] * bool(room), left, right, 1024.0)
     at = lambda way: (x_of(way.bytes), y_of(way.seconds))
     fits = x_of(room) if room else right
-    items: list = [Rect(fits, 0, right - fits, bottom, "bad-ground")]
-    last = 0.0
-    for v in x_ticks:
-        items.append(Line(((x_of(v), 0), (x_of(v), bottom + 4)), "grid", 1))
-        label = small_text(x_of(v), bottom + 12, size_text(v))
+    items, last = list[Any]([Rect(fits, 0, right - fits, bottom, "bad-ground")]), 0.0
+    for x, v in ((x_of(v), v) for v in x_ticks):
+        label = small_text(x, bottom + 12, size_text(v))
+        items.append(Line(((x, 0), (x, bottom + 4)), "grid", 1))
         if last + 4 < label.box[0] and label.box[2] < RIGHT - 2 * MARGIN:
             last = label.box[2]
             items.append(label)
-    for v in y_ticks:
-        items.append(Line(((left - 4, y_of(v)), (right, y_of(v))), "grid", 1))
-        items.append(small_text(left - 7, y_of(v), time_text(v), "end"))
+    for y, v in ((y_of(v), v) for v in y_ticks):
+        items.append(Line(((left - 4, y), (right, y)), "grid", 1))
+        items.append(small_text(left - 7, y, time_text(v), "end"))
     items.append(Line(((left, 0), (left, bottom), (right, bottom)), "edge", 1))
     items.append(small_text(right, bottom + 28, "memory of a device", "end"))
     items.append(small_text(0, -12, "a step", "start"))

@@ -81,9 +81,8 @@ class Cells:
             levels += [(axis, stride, length)] * (length > 1)
         whole = {1, *(stride * length for _, stride, length in levels)}
         nested = whole | {stride * k for _, stride, length in levels for k in divisors(length)}
-        nested |= (
-            {8} if len(levels) == 1 and self.num > 8 else set()
-        )  # of a prime number the last row is short
+        if len(levels) == 1 and self.num > 8:
+            nested.add(8)  # of a prime number the last row is short
         square = lambda c: abs(math.log(c * c / self.num / 2)) + 9 * (max(c, self.num / c) > 16)
         self.columns = c = min(sorted(nested), key=lambda c: square(c) + 2 * (c not in whole))
         self.side = [(axis, max(c, stride)) for axis, stride, length in levels if stride * length > c]
@@ -279,11 +278,12 @@ def near(sizes: dict[str, int], order: tuple[str, ...], node: int, device: int, 
     return [Cells(sizes, order, node, n // block, block, high=250, tall=tall), around]
 
 
-def apart_words(parts: list[Cells]) -> str:
+def apart_words(parts: list[Cells]) -> list[str]:
     """What the two parts of a large mesh show."""
-    above, below = parts
+    above, below = parts[0], parts[-1]
     last = below.first + below.num - 1
-    return f"One above stands for {above.block} devices; below, devices {below.first}–{last} one by one."
+    says = f"One above stands for {above.block} devices; below, devices {below.first}–{last} one by one."
+    return [says] * (len(parts) > 1)
 
 
 def inked(part: Cells, device: int, same: Collection[int], ink, tip) -> list:
@@ -357,17 +357,13 @@ def tensor_grid(
 
     parts, at = near(sizes, order, node, device, len(shown) < 2), coordinates(sizes, order, device)
     copies = n // math.prod(counts)
-    notes = [
-        f"Each cell is the whole tensor, {' down, '.join(dims[i].name for i in shown)} across."
-        if shown
-        else ""
-    ]
-    notes += [f"The bar at its left is {dims[aside[0]].name}."] if aside else []
-    if len(parts) > 1:
-        notes.append(apart_words(parts))
+    notes = [f"Device {device} ({parts[-1].where(device - parts[-1].first)}) holds {holds(at)}."]
+    notes += [f"{count_noun(copies, 'device')} hold the same."] * (copies > 1)
+    sides = " down, ".join(dims[i].name for i in shown)
+    notes += [f"Each cell is the whole tensor, {sides} across."] * bool(shown)
+    notes += [f"The bar at its left is {dims[i].name}." for i in aside[:1]]
+    notes += apart_words(parts)
     notes += [f"Dashed: nodes of {node} devices."] * any(part.per for part in parts)
-    notes = [f"Device {device} ({parts[-1].where(device - parts[-1].first)}) holds {holds(at)}.", *notes]
-    notes.insert(1, f"{count_noun(copies, 'device')} hold the same." * (copies > 1))
     placed = stack([drawn(part) for part in parts], 16)
     for k, one in enumerate(segments or (), 1):
         axes = tuple(a if a in sizes else {v: k for k, v in PARTS.items()}.get(a, a) for a in one.axes)
@@ -379,7 +375,7 @@ def tensor_grid(
         for k, frame in enumerate(frames(segments or []))
         for i, line in enumerate(textwrap.wrap(frame["text"], int(COLUMN / pixels(SMALL) / PLAIN_EM) - 2))
     ]
-    said = " ".join(filter(None, notes))
+    said = " ".join(notes)
     title = f"{name or layout}: who holds what"
     return compose(title, [placed, lines], said, [said], MARGIN, COLUMN)
 
@@ -390,10 +386,9 @@ def words(segment: Segment) -> str:
     if not segment.axes:
         slower = f", {time_text(waits)} of it for what travels beside" if waits else ""
         return f"All devices compute: {segment.name}, {time_text(took)}{slower}."
-    text = (
-        f"{segment.name.capitalize()}: {segment.kind} over {','.join(segment.axes)}, {segment.group} devices;"
-    )
-    text += f" {HOW[segment.kind.removeprefix('ragged-')]}. Each sends {size_text(segment.bytes_sent)}"
+    text = f"{segment.name.capitalize()}: {segment.kind} over {','.join(segment.axes)}"
+    text += f", {segment.group} devices; {HOW[segment.kind.removeprefix('ragged-')]}"
+    text += f". Each sends {size_text(segment.bytes_sent)}"
     text += f" in {segment.times} messages" * (segment.times > 1)
     beside = "computing waits" if waits > 0.999 * took else "beside computing"
     if 0 < waits <= 0.999 * took:

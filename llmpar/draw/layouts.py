@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmpar.draw.charts import count_noun, number_ranges
-from llmpar.draw.geometry import holders, strides
+from llmpar.draw.geometry import coordinates, holders, strides
 from llmpar.draw.scene import (
     SMALL,
     Group,
@@ -36,9 +36,6 @@ from llmpar.predict.hardware import Chip
 
 MAX_CELLS = 64
 """What a layout shows one by one; of one with more some are left out."""
-
-
-# ----------------------------------------------------------------------------------------------------- meshes
 
 
 Block = tuple[list, float, float]  # items, width, height
@@ -78,10 +75,9 @@ def links(shape: MeshShape | str, chip: Chip) -> Scene:
 
 def _places(axes: tuple[str, ...], sizes: dict[str, int], index: int) -> dict[str, int]:
     """The coordinates behind a block's index, outermost axis first; axes of size one left out."""
-    out: dict[str, int] = {}
-    for axis in reversed(axes):
-        index, out[axis] = divmod(index, sizes.get(axis, 1))
-    return {a: out[a] for a in axes if sizes.get(a, 1) > 1}
+    live = {a: sizes[a] for a in axes if sizes.get(a, 1) > 1}
+    at = coordinates(live, live, index)
+    return {a: at[a] for a in live}
 
 
 def _copies(layout: Layout, sizes: dict[str, int]) -> tuple[int, int, int]:

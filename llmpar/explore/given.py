@@ -91,7 +91,7 @@ class GivenExplorer(Explorer):
             notes += [f"A cell is the whole array{sides}."]
             notes += [f"The bar at its left is dim {i}." for i in aside]
             notes += [f"Dim {i} is cut too, and not drawn." for i in cut[1:-2]]
-        notes += [apart_words(parts)] if len(parts) > 1 else []
+        notes += apart_words(parts)
         notes += ["Dashed: a process."] * any(part.per for part in parts)
         notes += [f"Left out: {', '.join(given['skipped'])}."] * bool(given["skipped"])
         mesh = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one device"
