@@ -243,10 +243,10 @@ def ring_elements(b: float, s: float, kv_heads: float, head_dim: float, sp: floa
     return 2 * (sp - 1) * block, (2 * (sp - 1) + 2 * sp * (sp > 1)) * block
 
 
-def moe_elements(tokens: float, d: float, topk: float, ep: float, at_home: float | None = None) -> float:
+def moe_elements(tokens: float, d: float, topk: float, ep: float) -> float:
     """2 k tokens d (EP-1)/EP: dispatch and combine of one layer forward, for the device's tokens; the same
-    backward. `at_home`: the share of rows whose expert is on their own rank, 1/EP without locality."""
-    return 2 * topk * tokens * d * (1 - (1 / ep if at_home is None else at_home))
+    backward. One expert in EP is on the token's own rank."""
+    return 2 * topk * tokens * d * (1 - 1 / ep)
 
 
 def visited_share(experts: int, topk: int, ep: int) -> float:
@@ -280,9 +280,9 @@ def dp_min_tokens(flops_per_s: float, bytes_per_s: float, experts: float = 1, to
     return experts / topk * flops_per_s / bytes_per_s
 
 
-def tp_max_degree(ffn: float, flops_per_s: float, bytes_per_s: float, axes: float = 1) -> float:
-    """Largest TP degree that hides its bf16 communication: axes F W/C, W per axis (Book, training)."""
-    return axes * ffn * bytes_per_s / flops_per_s
+def tp_max_degree(ffn: float, flops_per_s: float, bytes_per_s: float) -> float:
+    """Largest TP degree that hides its bf16 communication: F W/C, W of all its axes (Book, training)."""
+    return ffn * bytes_per_s / flops_per_s
 
 
 def ring_min_block(flops_per_s: float, link_bytes_per_s: float, kv_ratio: float = 1.0) -> float:

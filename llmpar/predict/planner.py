@@ -40,6 +40,8 @@ NEAR = 1.03
 """A way that the closed form ranks by so much behind another may be faster when its `traffic` is priced."""
 TURNS = 12
 """Of the ways to run a mesh that fit, in the order of their time, how many are priced by their `traffic`."""
+REJECTED = 12
+"""Of the meshes on which nothing fits, and of those that do not divide the batch, how many are told."""
 UNPRICED = Time(math.inf, {})
 Fields = dict[str, Any]
 """Of a plan, by name."""
@@ -309,26 +311,25 @@ class Answer:
     num_priced: int
 
 
-def decide(q: Question, keep: int = 8, most_rejected: int = 12) -> Answer:
+def decide(q: Question, keep: int = 8) -> Answer:
     """Answer the question. Raises ValueError with the smallest machine that would do where nothing fits."""
     _refuse(q)
     everything, impossible, failed = list[Candidate](), list[dict[str, str]](), dict[MeshShape, Candidate]()
     for mesh in meshes(q):
         ranks = mesh.dp * mesh.fsdp * mesh.ep
         if q.batch_size % ranks:
-            if len(impossible) < most_rejected:
-                why = f"batch {q.batch_size} is no multiple of dp·fsdp·ep = {ranks}"
-                change = f"batch_size={math.ceil(q.batch_size / ranks) * ranks}"
-                impossible.append({"mesh": str(mesh), "why": why, "change": change})
+            why = f"batch {q.batch_size} is no multiple of dp·fsdp·ep = {ranks}"
+            change = f"batch_size={math.ceil(q.batch_size / ranks) * ranks}"
+            impossible.append({"mesh": str(mesh), "why": why, "change": change})
             continue
         everything += priced(q, mesh)
     best = _best(q, everything, failed, max(keep, 8))  # what is checked does not depend on how much is shown
     plans = ranked(best.values())[:keep]
     if not plans:
         raise ValueError(nowhere(q, failed))
-    losers = [one for mesh, one in failed.items() if mesh not in best][:most_rejected]
+    losers = [one for mesh, one in failed.items() if mesh not in best][:REJECTED]
     rejected = [{"mesh": str(x.plan.mesh), "why": x.why_not, "change": rescue(q, x)} for x in losers]
-    return Answer(q, plans, rejected + impossible, len(everything))
+    return Answer(q, plans, rejected + impossible[:REJECTED], len(everything))
 
 
 def ranked(found: Iterable[Candidate]) -> list[Candidate]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmpar import schedules
+from llmpar.notation import AXES
 from llmpar.predict import formulas
 from llmpar.predict.hardware import Chip, Rates
 from llmpar.predict.traffic import Prediction, step_traffic
@@ -75,10 +76,10 @@ class Time:
     step_s: float
     terms: dict[str, float]
 
-    def mfu(self, run: Run, causal: bool = False) -> float:
-        """Model FLOPs utilisation, by PaLM's convention where not ``causal`` (Chowdhery et al. 2022)."""
+    def mfu(self, run: Run) -> float:
+        """Model FLOPs utilisation, by PaLM's convention (Chowdhery et al. 2022)."""
         peak = run.chip.per_device().flops_per_s * run.mesh.size
-        return run.flops(causal) / self.step_s / peak
+        return run.flops(causal=False) / self.step_s / peak
 
 
 @functools.lru_cache(maxsize=64)
@@ -96,7 +97,7 @@ class Clock:
         self.device, self.links = _reached(run.chip, self.rates)
         self.bytes_per_s = self.device.hbm_bytes_per_s * self.rates.memory
         self.inner, apart, sizes = dict[str, int](), 1, run.mesh.asked
-        for axis in reversed(run.order):
+        for axis in reversed(AXES):  # neighbours on the last are the nearest
             self.inner[axis], apart = apart, apart * sizes[axis]
         self.ours, self.exact = run.software.name == "llmpar", exact and run.plan is not None
         self.plan: Any = run.plan.resolve(run.config, None) if run.plan and exact else None
@@ -463,23 +464,22 @@ def busiest(clock: Clock) -> int:
 def _stages(clock: Clock) -> tuple[list[list[Chunk]], list[tuple[float, float]]]:
     """The chunks of each stage, and `Clock.at_the_end` of it. Chunks that are alike are counted once."""
     run, counts, dense = clock.run, clock.run.chunk_layers, clock.run.dense_layers
-    p, at_the_end = run.mesh.pp, functools.cache(clock.at_the_end)
+    p, at_the_end, sent = run.mesh.pp, functools.cache(clock.at_the_end), functools.cache(clock.sent)
     stages: list[list[Chunk]] = [[] for _ in range(p)]
-    alike, sent = dict[Any, Chunk](), dict[int, dict]()
+    alike = dict[Any, Chunk]()
     for i, count in enumerate(counts):
         stage = clock.alike(i % p) if clock.exact else 0
-        if clock.exact and stage not in sent:
-            sent[stage] = clock.sent(stage)
         with_dense = min(count, dense)
         dense -= with_dense
         kind = count, with_dense, i == 0, i == len(counts) - 1, stage
         if kind not in alike:
             share = count / max(1, sum(counts[i % p :: p])) / run.microbatches
-            parts = {term: (shown * share, hid * share) for term, (shown, hid) in sent.get(stage, {}).items()}
+            links = sent(stage) if clock.exact else {}
+            parts = {term: (shown * share, hidden * share) for term, (shown, hidden) in links.items()}
             alike[kind] = clock.chunk(*kind[:4], parts)
         stages[i % p].append(alike[kind])
     if clock.exact:
-        return stages, [sent[clock.alike(stage)].get(LATE, (0.0, 0.0)) for stage in range(p)]
+        return stages, [sent(clock.alike(stage)).get(LATE, (0.0, 0.0)) for stage in range(p)]
     return stages, [at_the_end(sum(c.shared for c in some), sum(c.experts for c in some)) for some in stages]
 
 

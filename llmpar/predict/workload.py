@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from llmpar.config import ModelConfig
-from llmpar.notation import AXES, MeshShape
+from llmpar.notation import MeshShape
 from llmpar.plan import Plan
 from llmpar.predict.hardware import Chip
 from llmpar.schedules import deal
@@ -94,7 +94,6 @@ class Run:
     balanced: bool = True  # all ranks of a ring have the same causal work; else the last has 2n/(n+1) of it
     offload: bool = False  # what layers keep waits in the host's memory (MaxText's custom policies)
     ends_as_layers: bool = False  # a pipeline is cut as if embedding and head were a layer each
-    order: tuple[str, ...] = tuple(AXES)  # from the axis whose neighbours are furthest apart to the nearest
     plan: Plan | None = None  # of ours, whose `traffic` is then priced
 
     @property
