@@ -23,6 +23,7 @@ def closed_forms(p: int, m: int, v: int = 2, costs: Costs = (1, 1, 1)) -> dict[s
     # DualPipe: (p/2-1)(F&B + B - 3W) with the paper's full B, which is B+W here, and F&B = F+B+W
     double = (p / 2 - 1) * (F + 2 * B - W)
     half = (p - 1) * (F + 2 * B - W) / 2  # the same for 2p stages of half the work
+    full = 2 * p - 1  # microbatches that are under way when no stage waits
     chunks = [min(m, p + (p - 1 - 2 * i) / v) for i in stages]
     rows: dict[str, tuple[float, list[float], int, str]] = {
         "gpipe": (whole, [m] * p, 1, "Narayanan 2021, sec. 2.2.1"),
@@ -30,13 +31,8 @@ def closed_forms(p: int, m: int, v: int = 2, costs: Costs = (1, 1, 1)) -> dict[s
         "interleaved": (whole / v, chunks, p, "Narayanan 2021, sec. 2.2.2"),
         "breadth-first": (whole / v, [m] * p, p, "Lamy-Poirier 2022"),
         "zb-h1": ((p - 1) * (F + B - W), [p] * p, p, "Qi 2023, Table 2; W <= F"),
-        "zb-h2": (
-            (p - 1) * (F + B - 2 * W),
-            [2 * p - 1] * p,
-            2 * p - 1,
-            "Qi 2023, Table 2; W <= F, 2W <= F+B",
-        ),
-        "zb-v": (0, [p] * p, 2 * p - 1, "Qi 2023, sec. 6; F = B = W"),
+        "zb-h2": ((p - 1) * (F + B - 2 * W), [full] * p, full, "Qi 2023, Table 2; W <= F, 2W <= F+B"),
+        "zb-v": (0, [p] * p, full, "Qi 2023, sec. 6; F = B = W"),
         "dualpipe": (double, [p + 1] * p, 2 * p, "DeepSeek-V3 2024, Table 2; F = B"),
         "dualpipev": (half, [p + 0.5] * p, 2 * p, "DualPipe's repository; F = B"),
     }

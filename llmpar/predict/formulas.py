@@ -208,9 +208,8 @@ def collective_seconds(
         return torus_seconds(kind, message_bytes, sides, rate, wrap, chip.hop_s)
     near = min(group, max(1, share.node_size // inner))
     rate = share.reached_link_bytes_per_s * (2 * chip.num_axes if chip.link == "torus" else 1)
-    return tree_seconds(
-        kind, message_bytes, [(near, rate), (math.ceil(group / near), near * share.dcn_bytes_per_s)]
-    )
+    levels = [(near, rate), (math.ceil(group / near), near * share.dcn_bytes_per_s)]
+    return tree_seconds(kind, message_bytes, levels)
 
 
 # ---------------------------------------------------------------- what a strategy moves, per device and step

@@ -153,15 +153,16 @@ def memory_left_out(chip: Chip) -> str:
     return f"JAX takes {taken}; alone on it, set {MEMORY_SHARES[0]}=.95"
 
 
-def _text(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+def table(name: str) -> dict[str, Any]:
+    """The table of a TOML file of this folder. What ``[text]`` says of a word, {WORD} stands for."""
+    text = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    words = tomllib.loads(text).get("text", {})
+    return tomllib.loads(re.sub(r"\{([A-Z]+)\}", lambda found: words.get(found[1], found[0]), text))
 
 
-RATES: dict[str, Rates] = {name: Rates(**row) for name, row in tomllib.loads(_text("rates.toml")).items()}
+RATES: dict[str, Rates] = {name: Rates(**row) for name, row in table("rates.toml").items()}
 """What `tests/fit_rates.py` found: a few constants per generation, fitted on published runs."""
-_WORDS = tomllib.loads(_text("chips.toml"))["text"]
-_TABLE = tomllib.loads(re.sub(r"\{([A-Z]+)\}", lambda found: _WORDS[found[1]], _text("chips.toml")))
-"""What `chips.toml` holds, its sources in full."""
+_TABLE = table("chips.toml")
 POWER_W: dict[str, float] = {n: row.pop("power_w") for n, row in _TABLE["chip"].items() if "power_w" in row}
 """Watts of one chip."""
 NEXT_CHIP: dict[str, str] = {n: row.pop("next") for n, row in _TABLE["chip"].items() if "next" in row}
@@ -238,10 +239,8 @@ def _load(path: Path) -> Chip:
         raise ValueError(f"{asked}: link = {row['link']!r} is neither of {', '.join(LINKS)}")
     inherited = None if base is None else _row(str(base))
     needed = [f.name for f in fields(Chip) if f.default is f.default_factory is MISSING]
-    if not inherited and (missing := [name for name in needed if name not in row]):
-        raise ValueError(
-            f"{asked} lacks {', '.join(missing)}; add them, or base = 'h100' to take them from a row"
-        )
+    if not inherited and (missing := ", ".join(name for name in needed if name not in row)):
+        raise ValueError(f"{asked} lacks {missing}; add them, or base = 'h100' to take them from a row")
     if reached is not None:
         Allowed(dict).check(f"{asked}: reached", reached)
         usual = inherited.rates if inherited else Rates()

@@ -34,12 +34,9 @@ def _stage(run: Run, stage: int) -> dict[str, float]:
     shared += first * s["embedding"] + last * (s["head"] or (s["embedding"] if mesh.pp > 1 else 0.0))
     shared /= mesh.tp
     experts = (layers - dense) * s["experts"] / mesh.ep
-    over = run.data_ranks * mesh.sp
     weights = grads = state = gathered = 0.0
-    for params, group, ranks in (
-        (shared, run.zero_group, over),
-        (experts, run.zero_group / mesh.ep, over / mesh.ep),
-    ):
+    for params, apart in ((shared, 1), (experts, mesh.ep)):
+        group, ranks = run.zero_group / apart, run.data_ranks * mesh.sp / apart
         cut = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (group, group, group)}[run.zero]
         weights += params * soft.weight_bytes / cut[0]
         grads += params * soft.grad_bytes / cut[1]

@@ -351,9 +351,8 @@ def against(path: str | Path, own: dict[str, Rates] | None = None) -> dict[str, 
         why = "; ".join(f"{name}: {reason}" for name, reason in left.items()) or "it is empty"
         raise ValueError(f"'{path}' holds no run to compare: {why}")
     rows = [_row(case, own) for case in cases]
-    step, memory = (
-        [abs(row["error"][k]) for row in rows if k in row["error"]] for k in ("step_s", "memory_gb")
-    )
+    errors = lambda key: [abs(row["error"][key]) for row in rows if key in row["error"]]
+    step, memory = errors("step_s"), errors("memory_gb")
     return {
         "rows": rows,
         "groups": _sweeps(cases, rows),

@@ -14,11 +14,9 @@ import heapq
 import itertools
 import math
 import shlex
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Any
 
 from llmpar.config import ModelConfig, preset
@@ -127,9 +125,8 @@ class Candidate:
 def famous() -> list[tuple[dict[str, Any], Question, MeshShape]]:
     """Published runs that people know: what was measured and by whom (`famous.toml`), as a question, and on
     which mesh."""
-    rows = tomllib.loads(resources.files(__package__).joinpath("famous.toml").read_text(encoding="utf-8"))
     found = []
-    for row in rows["run"]:
+    for row in hardware.table("famous.toml")["run"]:
         sizes = row["devices"], row["batch_size"], row["seq_len"]
         q = Question(preset(row["model"]), hardware.chip(row["chip"]), *sizes, model=row["model"])
         found.append((row, q, parse_mesh(row["mesh"])))
@@ -454,14 +451,10 @@ def rescue(q: Question, one: Candidate) -> str:
 def single_changes(q: Question, plan: Plan) -> list[Fields]:
     """Fields with which a plan holds less, each by itself."""
     rows = q.batch_size // (plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep)
-    more = [m for m in divisors(rows) if m > plan.microbatches][:1]
-    less: list[Fields] = [
-        {"remat": "block"},
-        {"loss_chunks": 8},
-        {"zero": 3},
-        {"reshard_after_forward": True},
-    ]
-    return [*less, *({"microbatches": m} for m in more), {"tp_sequence": True}]
+    fields: Fields = {"remat": "block", "loss_chunks": 8, "zero": 3, "reshard_after_forward": True}
+    if more := [m for m in divisors(rows) if m > plan.microbatches]:
+        fields["microbatches"] = more[0]
+    return [{name: value} for name, value in (fields | {"tp_sequence": True}).items()]
 
 
 def first_fit(

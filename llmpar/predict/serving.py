@@ -24,9 +24,8 @@ KERNELS = 10
 
 def cache_bytes(config: ModelConfig, tokens: int = 1, bits: int = 16) -> float:
     """Bytes of the keys and values of so many tokens, on all devices together."""
-    return formulas.kv_cache_bytes(
-        tokens, config.num_layers, config.num_kv_heads, config.head_width, bits / 8
-    )
+    heads = config.num_kv_heads, config.head_width
+    return formulas.kv_cache_bytes(tokens, config.num_layers, *heads, bits / 8)
 
 
 def critical_batch(config: ModelConfig, chip: Chip, bits: int = 16) -> float:

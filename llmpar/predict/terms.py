@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-import tomllib
 from collections import Counter
 from dataclasses import dataclass
-from importlib import resources
 
 from llmpar.notation import parse_layout
 from llmpar.plan import Resolved
 from llmpar.predict import memory
+from llmpar.predict.hardware import table
 from llmpar.predict.planner import Candidate, Question
 from llmpar.predict.time import Clock, busiest
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE, most_traffic
 
-TABLE = tomllib.loads(resources.files(__package__).joinpath("terms.toml").read_text(encoding="utf-8"))
+TABLE = table("terms.toml")
 LINES: dict[str, str] = TABLE.pop("lines")
 """Arrow to the file of the package that it is written in; the moves of weights are those of `plan.Life`."""
 KEPT = {"weights": "stored", "gradients": "accumulated", "moments": "graded"}

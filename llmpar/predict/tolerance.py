@@ -101,9 +101,7 @@ def tolerance(
     values, and do better by far.
     """
     config, tokens = plan.config, batch_size * seq_len
-    plan = replace(
-        plan, mesh=replace(plan.mesh, kv=1, ul=1)
-    )  # axes as they are asked for, without inner parts
+    plan = replace(plan, mesh=replace(plan.mesh, kv=1, ul=1))  # axes as they are asked for, no inner parts
     values, moves = _values(config, plan, seq_len, products), logits / max(1.0, loss)
     average, again = 1 / math.sqrt(tokens), math.sqrt(2)  # on the way forward, and once more on the way back
     weigh: dict[str, Any] = {"loss": moves * average, "grad_norm": again * average, "gradient": again}

@@ -232,9 +232,8 @@ def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, in
         learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
         return gathers, learned * run.backward, plan.microbatches * _visits(plan)
     embedding = path == "embedding"  # as the head too, a pipeline uses it on its first stage and its last
-    times = run.embed * embedding + run.loss * (
-        not embedding or plan.config.tied and plan.pipeline is not None
-    )
+    in_loss = not embedding or plan.config.tied and plan.pipeline is not None
+    times = run.embed * embedding + run.loss * in_loss
     return times, times, times if plan.pipeline else plan.microbatches
 
 

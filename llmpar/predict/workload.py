@@ -6,16 +6,14 @@ A `Run` states a model's dims and how it is cut, whoever runs it: so the same la
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import resources
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from llmpar.config import ModelConfig
 from llmpar.notation import MeshShape
 from llmpar.plan import Plan
-from llmpar.predict.hardware import Chip
+from llmpar.predict.hardware import Chip, table
 from llmpar.schedules import deal
 
 POLICIES: tuple[Any, ...] = get_args(get_type_hints(Plan)["remat"])
@@ -45,7 +43,7 @@ class Software:
     blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
 
 
-TABLE = tomllib.loads(resources.files(__package__).joinpath("publications.toml").read_text(encoding="utf-8"))
+TABLE = table("publications.toml")
 SOFTWARE = {name: Software(name, **row) for name, row in TABLE["software"].items()}
 """Frameworks by name."""
 
