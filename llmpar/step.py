@@ -115,7 +115,8 @@ class Step:
         self._keeps_order = self.layer_order.tolist() == list(range(config.num_layers))
         # Where pp does not divide the layers, stages have more places for them.
         places, num_layers = len(self.layer_order), config.num_layers
-        held, natural = self._shapes(places), self._shapes(num_layers)
+        held = self._shapes(places)
+        natural = held if places == num_layers else self._shapes(num_layers)
         if places > num_layers and counts_empty_places(optimizer, natural.params, self.layer_order):
             raise ValueError(
                 f"{num_layers} layers leave {places - num_layers} of the pipeline's places empty, zeros that"
@@ -208,7 +209,7 @@ class Step:
             grown = [i for i, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y]
             return grown[0] if grown else -1
 
-        return jax.tree.map(longer, self._shapes(self.config.num_layers), one_more)
+        return jax.tree.map(longer, self.abstract_natural, one_more)
 
     def lower(self, batch_size: int, seq_len: int) -> jax.stages.Lowered:
         """The step lowered for batches of this shape, without any array: for compiling and for reading."""
