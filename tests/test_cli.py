@@ -545,7 +545,7 @@ for words in ("lab", "train --plot loss.png", "schedule gpipe --svg table.png", 
 import llmpar
 from llmpar import draw
 
-for action in (lambda: llmpar.MeshExplorer, lambda: draw.mesh("dp=2").save("mesh.png")):
+for action in (lambda: llmpar.MeshExplorer().rich, lambda: draw.mesh("dp=2").save("mesh.png")):
     try:
         action()
     except (ImportError, ValueError) as error:
