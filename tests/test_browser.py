@@ -189,6 +189,8 @@ def test_a_number_is_typed_or_stepped_and_what_is_none_is_said(told_page):
     box = page.locator('[data-name="devices"]')
     box.fill("1,0x")
     assert "write a whole number" in page.locator(".said").inner_text() and box.get_attribute("aria-invalid")
+    box.fill("8")
+    assert page.locator(".said").inner_text() == "", "as before, and nothing is to be mended"
     page.locator(".rest summary").click()
     field = page.locator('[data-field="microbatches"]')
     field.fill("4")
@@ -305,6 +307,16 @@ def test_a_state_is_an_address_and_back_is_undo(told_page):
     idle(page)
     assert page.locator('[data-name="mesh"]').input_value() == "fsdp=8 tp=1"
     assert "1 set by you" in page.locator(".rest summary").inner_text()
+
+
+def test_a_state_is_kept_while_more_of_it_comes(told_page):
+    page = told_page
+    page.evaluate("""() => {
+      const ask = window.ask;
+      window.ask = window.more = async (state) => ({ ...(await ask(state)), more: true });
+    }""")
+    page.locator('[data-name="mesh"]').fill("fsdp=2 tp=4")
+    page.wait_for_url("**#mesh=fsdp=2+tp=4")
 
 
 def test_a_link_that_cannot_be_read_says_so(page, tmp_path):

@@ -122,7 +122,8 @@ def steps(seen: Look) -> list[dict]:
 
 
 def remedies(state: dict) -> list[dict]:
-    """What would work in place of what was refused: the nearest mesh of as many devices, another batch."""
+    """What would work in place of what was refused: the nearest mesh of as many devices, a field given back to the
+    planner, another batch."""
     try:
         state, shape = settle(state)
     except ValueError:
@@ -132,6 +133,10 @@ def remedies(state: dict) -> list[dict]:
     near, found = nearest(state, shape), list[dict]()
     if near:
         found.append(step(f"the nearest mesh that works is {near}", "use it", mesh=near))
+    for name in state["fields"]:
+        if works(state | {"fields": {n: v for n, v in state["fields"].items() if n != name}}):
+            words = f"it works with {name.replace('_', ' ')} as the planner chooses it"
+            found.append(step(words, "use it", fields={name: None}))
     parts = shape.dp * shape.fsdp * shape.ep * max(1, state["fields"].get("microbatches") or 1)
     batch = -(-state["batch_size"] // parts) * parts
     if batch != state["batch_size"] and works(state | {"batch_size": batch}):

@@ -254,7 +254,7 @@ function mount(doc, source, el) {
   const stored = [doc.answer, ...(doc.stored || [])].filter(Boolean), root = document.createElement("div");
   const kinds = Object.fromEntries(doc.controls.map((c) => [c.name, c])), fieldKinds = {}, boxes = {};
   let { state, answer } = source, waiting = false, mine = false, timer = 0, clock = 0, since = 0;
-  let frame = 0, playing = 0, address = 0, undone = false; // what is shown, and where it can be found
+  let frame = 0, playing = 0, address = 0, undone = false, rested = ""; // what is shown, and where
   let typing = null, dragged = null, dropped = -50, moved = "", drawing = false, strips = []; // what hands do
   root.className = "lpx";
   root.innerHTML = skeleton(doc, source, (name) => control(kinds[name], state[name]));
@@ -457,6 +457,8 @@ function mount(doc, source, el) {
   // Going back undoes: every state that was rested at is an entry of the browser's history.
   function keepAddress() {
     const hash = toHash(state, doc.state), url = hash ? `#${hash}` : location.pathname + location.search;
+    if (url === rested) return; // the same again, with more of what lies around it
+    rested = url;
     const how = undone ? "replaceState" : "pushState";
     undone = false;
     clearTimeout(address);
@@ -469,7 +471,7 @@ function mount(doc, source, el) {
   function back() {
     const [chosen, unread] = fromHash(location.hash, doc.state);
     clearTimeout(address);
-    undone = true;
+    [undone, rested] = [true, ""];
     follow(chosen, true);
     if (unread) say(unread);
   }
@@ -517,7 +519,8 @@ function mount(doc, source, el) {
     set({ move: [row, i, j] });
   }
 
-  const kindOf = ({ dataset }) => (dataset.field ? fieldKinds[dataset.field] : kinds[dataset.name]);
+  const kindOf = ({ dataset: { field, name, kind } }) => // or a panel's own
+    fieldKinds[field] ?? kinds[name] ?? (name && { name, kind, label: name });
 
   function change(input, delay) {
     const c = kindOf(input), value = c && read(input);
@@ -527,6 +530,7 @@ function mount(doc, source, el) {
       input.setAttribute("aria-invalid", true);
       return say(`${c.label}: write a whole number`);
     }
+    if (input.ariaInvalid) say("");
     input.removeAttribute("aria-invalid");
     set(input.dataset.field ? { fields: { [c.name]: value } } : { [c.name]: value }, delay);
   }
