@@ -538,6 +538,9 @@ def test_a_device_a_mesh_and_advice_are_chosen(page):
     page.keyboard.press("Enter")
     page.locator('[data-panel="holds"]:has-text("Device 1")').wait_for()
     assert explorer.state["device"] == 1 and focus(page) == '{"device": 1}'
+    page.locator('[data-panel="grid"] select').select_option("activation logits")
+    page.locator('[data-panel="grid"] svg[aria-label^="logits"]').wait_for()
+    assert explorer.state["tensor"] == "activation logits"
     page.locator('[data-name="mesh"]').fill("dp=3 tp=2")
     page.locator(".why").wait_for()
     said = explorer.answer(explorer.state)["refusal"]
