@@ -122,8 +122,8 @@ def steps(seen: Look) -> list[dict]:
 
 
 def remedies(state: dict) -> list[dict]:
-    """What would work in place of what was refused: the nearest mesh of as many devices, a field given back to the
-    planner, another batch."""
+    """What would work in place of what was refused: the nearest mesh of as many devices, a field given back
+    to the planner, another batch."""
     try:
         state, shape = settle(state)
     except ValueError:
