@@ -38,9 +38,8 @@ class State(dict):
     """What a reader chose. It is changed with `Explorer.set`, which tells every front end."""
 
     def __setitem__(self, name, value):
-        raise TypeError(
-            f"a state is changed with set({name}={value!r}), so that what is on the screen follows"
-        )
+        how = f"a state is changed with set({name}={value!r})"
+        raise TypeError(f"{how}, so that what is on the screen follows")
 
 
 class Explorer:

@@ -14,7 +14,8 @@ from llmpar.draw.geometry import coordinates
 from llmpar.draw.grid import COLUMN, MARGIN, Cells, apart_words, inked, near, visible
 from llmpar.draw.scene import Rect, Scene, compose, fitting, size_text, stack
 from llmpar.explore.explorer import Explorer
-from llmpar.explore.words import button, table, tagged
+from llmpar.explore.words import button, table
+from llmpar.explore.words import row as table_row
 
 HEAD = "array", "shape", "dtype", "lies as", "blocks", "copies", "held here", "bytes"
 
@@ -112,8 +113,7 @@ class GivenExplorer(Explorer):
             cells = [*kind, row["layout"], count_noun(blocks, "block"), count_noun(copies, "copy"), words]
             cells.append(size_text(size) if row["dtype"] else "")
             says += f"\n{name}: {'; '.join(filter(None, cells))}"
-            told = tagged("td", map(escape, cells))
-            lines += f"<tr><th scope='row'>{button(name, tensor=name)}</th>{told}</tr>"
+            lines += table_row(button(name, tensor=name), map(escape, cells))
         known = f"{size_text(sum(one['bytes'] for one in held.values()))} in all"
         known = known if any(row["dtype"] for row in self.rows.values()) else "no shape is given"
         panels = {"grid": found["panels"]["picture"] | {"title": found["says"].splitlines()[0]}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections import Counter, defaultdict
@@ -13,7 +14,8 @@ from llmpar.draw.charts import count_noun
 from llmpar.draw.grid import layer_lanes, ring, tensor_grid
 from llmpar.draw.scene import Group, Scene, Text, compose, size_text, to_svg
 from llmpar.explore.look import Look
-from llmpar.explore.words import act, button, explain, famous, table, tagged
+from llmpar.explore.words import act, button, explain, famous, table
+from llmpar.explore.words import row as table_row
 from llmpar.notation import AXES, Layout, divisors, parse_mesh
 from llmpar.predict import planner
 from llmpar.predict.advice import verdict
@@ -96,13 +98,9 @@ def tensors(seen: Look) -> list[Tensor]:
     plan, q = seen.plan, seen.question
     c, b, s = q.config, q.batch_size, q.seq_len
     found = []
-    for kind, when, times in (
-        ("weight", "stored", 1),
-        ("gradient", "accumulated", 1),
-        ("moments", "graded", 2),
-    ):
-        for path, (weight, life) in plan.lives.items():
-            found.append(Tensor(kind, path, weight.shape, 4, getattr(life, when), times))
+    held = ("weight", "stored", 1), ("gradient", "accumulated", 1), ("moments", "graded", 2)
+    for (kind, when, times), (path, (weight, life)) in itertools.product(held, plan.lives.items()):
+        found.append(Tensor(kind, path, weight.shape, 4, getattr(life, when), times))
 
     def add(kind: str, name: str, dims: str, shape: tuple[int, ...], itemsize: int, times: int = 1) -> None:
         found.append(Tensor(kind, name, shape, itemsize, plan.place(dims), times))
@@ -154,9 +152,7 @@ def holds(seen: Look) -> str:
         found.append(f"<tbody><tr><th scope='rowgroup'>{title}</th><td>{total}</td><td></td><td></td></tr>")
         for row, words, held in mine:
             known = size_text(held), f"<code>{row.live(sizes)}</code>", f"<code>{words}</code>"
-            found.append(
-                f"<tr><th scope='row'>{button(row.path, tensor=row.name)}</th>{tagged('td', known)}</tr>"
-            )
+            found.append(table_row(button(row.path, tensor=row.name), known))
         found.append("</tbody>")
     title = f"<p>Device {device}{': ' * bool(where)}{where}.</p>"
     return title + table(("tensor", "bytes", "layout", "slice"), "".join(found))
@@ -302,14 +298,8 @@ def panels(seen: Look) -> dict[str, Scene | str]:
     if seen.timed:
         turns = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
         found |= {"step": step(seen), "layer": layer_lanes(seen.segments, turns), "map": mesh_map(seen)}
-    why = explain(seen) + film(seen)
-    return found | {
-        "sent": sent(seen),
-        "explain": why,
-        "holds": holds(seen),
-        "code": code(seen),
-        "famous": famous(seen),
-    }
+    found |= {"sent": sent(seen), "explain": explain(seen) + film(seen), "holds": holds(seen)}
+    return found | {"code": code(seen), "famous": famous(seen)}
 
 
 def says(seen: Look, found: dict, drawn: dict[str, Scene | str]) -> str:

@@ -272,9 +272,8 @@ class MemoryExplorer(Figure):
         return rows
 
     def draw(self, state: dict) -> Scene:
-        says = (
-            "With one microbatch ZeRO-1 and ZeRO-2 hold the same: both make whole gradients, then cut them."
-        )
+        says = "With one microbatch ZeRO-1 and ZeRO-2 hold the same:"
+        says += " both make whole gradients, then cut them."
         if state["microbatches"] > 1:
             says = "Beside one microbatch's whole gradients, ZeRO-1 keeps the whole sum over microbatches,"
             says += " ZeRO-2 a device's part of that sum; ZeRO-3 has parts only."
@@ -351,10 +350,8 @@ class RoutingExplorer(Figure):
         rows, room = [[mine.count(e) for e in numbers] for mine in chosen], how.capacity(self.tokens)
         dropped = [sum(max(0, row[e] - room) for row in rows) for e in numbers]
         picture = token_flow(rows, len(numbers) // len(rows), room * len(rows), dropped)
-        says = (
-            f"With a capacity of {room * len(rows)} rows, {factor:g} times the even share,"
-            f" {sum(dropped)} of {sum(map(sum, rows))} choices are dropped, {dropped[0]} of them by expert 0."
-            " Without one, which is llmpar's default, none is dropped, and all wait for the busiest rank."
-        )
+        says = f"With a capacity of {room * len(rows)} rows, {factor:g} times the even share, {sum(dropped)}"
+        says += f" of {sum(map(sum, rows))} choices are dropped, {dropped[0]} of them by expert 0. Without"
+        says += " one, which is llmpar's default, none is dropped, and all wait for the busiest rank."
         more = f"Each rank counts by itself: an expert takes {room} of its {self.tokens} tokens, first come."
         return said(picture, says, more)

@@ -36,6 +36,11 @@ def tagged(tag: str, texts: Iterable[str]) -> str:
     return "".join(f"<{tag}>{text}</{tag}>" for text in texts)
 
 
+def row(name: str, cells: Iterable[str]) -> str:
+    """A row of a table."""
+    return f"<tr><th scope='row'>{name}</th>{tagged('td', cells)}</tr>"
+
+
 def table(head: Iterable[str], rows: str) -> str:
     """A table of rows below the names of its columns."""
     columns = "".join(f"<th scope='col'>{word}</th>" for word in head)
@@ -87,6 +92,5 @@ def famous(seen: Look) -> str:
             published = time_text(run["step_s"])
         if one:
             ours = f"{one.time.mfu(q.run(one.plan)):.0%} MFU" if "mfu" in run else time_text(one.time.step_s)
-        known = tagged("td", map(escape, (published, ours, run["source"])))
-        rows.append(f"<tr><th scope='row'>{button(run['name'], **start)}</th>{known}</tr>")
+        rows.append(row(button(run["name"], **start), map(escape, (published, ours, run["source"]))))
     return table(("run", "published", "ours", "source"), f"<tbody>{''.join(rows)}</tbody>")

@@ -72,10 +72,9 @@ function options(all, value) {
 
 function control(c, value, attribute = "data-name") {
   const name = `${attribute}="${esc(c.name)}" data-kind="${c.kind}" aria-label="${esc(c.label)}"`;
-  if (c.kind === "flag") return `<input type="checkbox" ${name}${value ? " checked" : ""}>`;
   if (c.kind === "lines") return `<textarea rows="5" spellcheck="false" ${name}>${esc(value)}</textarea>`;
   if (c.kind === "choice") return `<select ${name}>${options(c.options, value)}</select>`;
-  const range = `type="range" min="${c.min}" max="${c.max}" step="${c.step || 1}"`;
+  const range = `type="range" min="${c.min}" max="${c.max}"`;
   if (c.kind === "slider") return `<input ${range} value="${value}" ${name}><output>${value}</output>`;
   const typed = `<input spellcheck="false" autocomplete="off" value="${esc(value ?? "")}" ${name}`;
   if (c.kind === "text") return `${typed}>`;
@@ -87,7 +86,6 @@ function control(c, value, attribute = "data-name") {
 // What a control says; undefined where it is not a number that can be read.
 function read(input) {
   const { kind } = input.dataset, digits = input.value.replace(/[\s,_]/g, "");
-  if (kind === "flag") return input.checked;
   if (kind === "choice") return JSON.parse(input.value);
   if (kind === "slider") return Number(input.value);
   if (kind === "int") return /^-?\d{1,15}$/.test(digits) ? Number(digits) : undefined;
@@ -96,8 +94,7 @@ function read(input) {
 
 function write(input, c, value) {
   const text = c.kind === "int" && value !== null ? value.toLocaleString("en-US") : String(value ?? "");
-  if (c.kind === "flag") input.checked = value;
-  else if (c.kind === "choice") input.innerHTML = options(c.options, value);
+  if (c.kind === "choice") input.innerHTML = options(c.options, value);
   else if (input.value !== text) input.value = text;
   if (c.kind === "int") input.setAttribute("aria-valuenow", value ?? 0);
   if (c.kind === "int" || c.kind === "text") input.size = Math.max(3, text.length);
@@ -105,11 +102,10 @@ function write(input, c, value) {
   input.removeAttribute("aria-invalid");
 }
 
-// The number after or before one: by the control's own step, else among the powers of two.
+// The number after or before one, among the powers of two.
 function next(c, now, by) {
   const power = by > 0 ? Math.floor(Math.log2(now)) + 1 : Math.ceil(Math.log2(now)) - 1;
-  const to = c.step ? now + by * c.step : now < 1 ? 1 : 2 ** power;
-  return Math.min(c.max ?? Infinity, Math.max(c.min ?? 1, to));
+  return Math.min(c.max ?? Infinity, Math.max(c.min ?? 1, now < 1 ? 1 : 2 ** power));
 }
 
 // ------------------------------------------------------------------------------------------- parts of a page
@@ -264,7 +260,7 @@ function mount(doc, source, el) {
   const say = (text) => { find(".said").textContent = text; };
   for (const section of root.querySelectorAll(".panel")) {
     const [title, pic, note] = section.children, name = section.dataset.panel;
-    boxes[name] = { section, title, pic, note, tab: find(`[data-tab="${name}"]`), text: null, rest: "" };
+    boxes[name] = { section, title, pic, note, tab: find(`[data-tab="${name}"]`), text: null };
   }
   const filled = {}; // what is not different is not touched
   const fill = (selector, html) => {
@@ -353,9 +349,8 @@ function mount(doc, source, el) {
     section.hidden = tab.hidden = !panel;
     if (!panel) return;
     if (panel.title) title.textContent = tab.textContent = panel.title;
-    if (box.rest !== (panel.note || "")) note.textContent = box.rest = panel.note || "";
     if (box.text === text) return;
-    note.textContent = box.rest;
+    note.textContent = "";
     const had = pic.contains(focused()) && focused(), spot = had && centre(had);
     const name = moved || had?.dataset?.op || had?.dataset?.set, folds = [...pic.querySelectorAll("details")];
     pic.innerHTML = box.text = text;
@@ -451,7 +446,7 @@ function mount(doc, source, el) {
 
   const asked = () => doc.sentence.replace(/\{(\w+)\}/g, (_, name) => shown(state[name]));
   const cite = () => [`llmpar ${doc.version}, ${doc.title}`, asked()].filter(Boolean).join(": ");
-  const still = () => answer.picture || picture(root, doc.theme, [asked() || doc.title,
+  const still = () => picture(root, doc.theme, [asked() || doc.title,
     ...(answer.verdict ? [`${answer.verdict.head} ${answer.verdict.rest || ""}`] : [])], cite());
 
   // Going back undoes: every state that was rested at is an entry of the browser's history.
@@ -544,7 +539,7 @@ function mount(doc, source, el) {
   function tip({ target }) {
     const box = boxes[target.closest(".panel")?.dataset.panel], e = box && target.closest(".pic *:not(svg)");
     const said = e?.ariaLabel || e?.querySelector(":scope > title")?.textContent;
-    if (box) box.note.textContent = said || box.rest;
+    if (box) box.note.textContent = said || "";
   }
 
   function key(event) {
