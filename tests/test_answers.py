@@ -350,6 +350,12 @@ def test_fifty_states_send_what_their_compiled_programs_send():
         found += 1
 
 
+def test_a_pipeline_is_not_drawn_as_a_ring():
+    state = on(look.START, "pp=4 dp=2") | {"explain": "pp collective-permute"}
+    said = answers.answer(state)["panels"]["explain"]["html"]
+    assert "<b>pp collective-permute" in said and "<svg" not in said
+
+
 @pytest.mark.parametrize(("mesh", "rounds"), [("fsdp=4 tp=2", 4), ("fsdp=16", 0)])
 def test_a_collective_of_a_small_group_is_explained_round_by_round(mesh, rounds):
     state = on(look.START, mesh) | {"explain": "fsdp all-gather", "device": 3}

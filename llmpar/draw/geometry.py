@@ -74,21 +74,20 @@ def holders(layout: Layout, sizes: dict[str, int], order=ORDER) -> dict[tuple[in
     return held
 
 
-def rounds(kind: str, g: int, pairs=None) -> list[dict]:
+def rounds(kind: str, g: int) -> list[dict]:
     """A collective among g ranks, round by round, by rings: what goes from whom to whom, and what each then
     holds.
 
     ``sends`` are [from, to, block]; ``held[rank][block]`` counts what a rank has of a block: of the g addends
     of a sum; of the g pieces for rank ``block`` (all-to-all, a transpose: g pieces before, g after); else 0
     or 1. Round 0 is the start. Reduce-scatter leaves block r with rank r, as `lax.psum_scatter` does. A
-    permute is one hop, between ``pairs`` of ranks or round the ring; who is sent nothing is left with
-    nothing.
+    permute is one hop round the ring.
     """
     reduced, exchanged = kind in ("reduce-scatter", "all-reduce"), kind.endswith("all-to-all")
     held = [[int(reduced or exchanged or rank == b) for b in range(g)] for rank in range(g)]
     out = [{"sends": [], "held": [row[:] for row in held]}]
     if kind == "collective-permute" and g > 1:
-        sends = [[source, target, source] for source, target in pairs or [(r, (r + 1) % g) for r in range(g)]]
+        sends = [[r, (r + 1) % g, r] for r in range(g)]
         held = [[int([b, rank, b] in sends) for b in range(g)] for rank in range(g)]
         return [*out, {"sends": sends, "held": held}]
     parts = ("reduce-scatter", "all-gather") if kind == "all-reduce" else (kind,)

@@ -168,10 +168,10 @@ class Cells:
         items: list = [Rect(*self.at(i), self.w, self.h, "", color, 2.5, radius=2) for i in team if i != mine]
         if not 1 < len(team) <= 16 or mine not in team:
             return items
-        pairs = [(team[a], team[b]) for a, b, _ in rounds(kind, len(team))[1]["sends"]]
+        pairs = zip(team, team[1:] + team[:1], strict=True)  # round the ring
         if kind.endswith("all-to-all"):
-            pairs = [(mine, other) for other in team if other != mine]
-        paths = [self.arrow(a, b) for a, b in pairs]
+            pairs = zip([mine] * len(team), team, strict=True)
+        paths = [self.arrow(a, b) for a, b in pairs if a != b]
         for paint, wide in (("paper", 4), (color, 2)):  # a halo below all arrows
             items += [Line(path, paint, wide, head=True) for path in paths]
         return items

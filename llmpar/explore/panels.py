@@ -193,8 +193,8 @@ def film(seen: Look) -> str:
     """Round by round, the collective that is explained, in the chosen device's group where that is small."""
     names, _, kind = seen.state["explain"].partition(" ")
     sizes, over = seen.plan.mesh.sizes, tuple(names.split(","))
-    if (names, kind) not in traffic_of(seen) or not sizes.keys() >= {*over}:
-        return ""
+    if (names, kind) not in traffic_of(seen) or not sizes.keys() >= {*over} or over == ("pp",):
+        return ""  # a pipeline is no ring
     (team,) = [team for team in geometry.groups(sizes, sizes, over) if seen.state["device"] in team]
     return to_svg(ring(kind.removeprefix("ragged-"), team, over[0])) if len(team) <= 8 else ""
 
