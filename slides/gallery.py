@@ -70,7 +70,7 @@ def of_a_layer() -> dict[str, Scene]:
     segments = layer.forward(workload.of_plan(config, plan, h100, 16, 4096))
     made, name = plan.resolve(config, None), "blocks.ffn.gate"
     (weight, life), sizes = made.lives[name], made.mesh.sizes
-    held = draw.tensor_grid(life.stored, weight.shape, sizes, sizes, h100.node_size, 5, name=name)
+    held = draw.tensor_grid(life.stored, weight.shape, sizes, h100.node_size, 5, name=name)
     return {"tensor_grid": held, "layer_lanes": draw.layer_lanes(segments, config.num_layers)}
 
 

@@ -87,7 +87,7 @@ def tensor(mesh, name, device, **more):
     plan = Plan(mesh).resolve(preset("llama3-8b"), None)
     weight, life = next(plan.lives[key] for key in plan.lives if key.startswith(name))
     sizes = plan.mesh.sizes
-    return draw.tensor_grid(life.stored, weight.shape, sizes, sizes, 8, device, name=name, **more)
+    return draw.tensor_grid(life.stored, weight.shape, sizes, 8, device, name=name, **more)
 
 
 def layer_of(mesh="fsdp=512 tp=8", model="llama3-8b", **fields):
@@ -110,7 +110,7 @@ CASES: dict = {
     "grid alone": lambda: tensor("dp=1", "blocks.ffn.gate", 0),
     "grid of many": lambda: tensor("pp=16 dp=128 tp=8", "blocks.ffn.gate", 5000),
     "grid of a long axis": lambda: tensor("fsdp=512 tp=8", "blocks.ffn.gate", 777, segments=layer_of()),
-    "grid uneven": lambda: draw.tensor_grid(parse_layout("d/tp m"), (7, 8), {"tp": 4}, ["tp"], 8),
+    "grid uneven": lambda: draw.tensor_grid(parse_layout("d/tp m"), (7, 8), {"tp": 4}, 8),
     "layer": lambda: draw.layer_lanes(layer_of("fsdp=2 sp=2 tp=2", tp_sequence=True, tp_comm_overlap=True)),
     "layer with experts": lambda: draw.layer_lanes(layer_of("ep=8", "qwen3-30b-a3b"), 96),
     "rounds of a sum": lambda: draw.ring("all-reduce", [0, 2, 4, 6], "tp"),

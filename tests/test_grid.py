@@ -49,7 +49,7 @@ def test_a_device_is_inked_where_it_holds_the_tensor(seed):
     if any(n % math.prod(sizes[a] for a in d.axes) for n, d in zip(shape, layout.dims, strict=True)):
         shape = [math.prod(sizes[a] for a in dim.axes) * 2 for dim in layout.dims]
     n = math.prod(sizes.values())
-    scene = draw.tensor_grid(layout, shape, sizes, order, 8, seed % n)
+    scene = draw.tensor_grid(layout, shape, sizes, 8, seed % n)
     cells = cells_of(scene)
     assert [device for device, _ in cells] == list(range(n))
     for device, cell in cells:
@@ -74,7 +74,7 @@ def test_a_cell_of_many_devices_is_inked_where_any_of_them_holds_the_tensor(seed
         sizes, order, layout, _ = cut(rng, 512)
     parts = [math.prod(sizes[a] for a in dim.axes) for dim in layout.dims]
     shape, n = [2 * count for count in parts], math.prod(sizes.values())
-    scene = draw.tensor_grid(layout, shape, sizes, order, 8, device := rng.randrange(n))
+    scene = draw.tensor_grid(layout, shape, sizes, 8, device := rng.randrange(n))
     blocks = [(d, r) for d, r in cells_of(scene) if r.tip.startswith("devices")]
     singles = [(d, r) for d, r in cells_of(scene) if r.tip.startswith("device ")]
     assert device in [d for d, _ in singles] and 2 <= len(blocks) <= grid.MOST
@@ -132,7 +132,7 @@ def test_each_segment_of_a_layer_has_a_frame_in_the_grid_and_in_the_lanes():
 def test_tokens_go_to_every_other_expert_rank():
     segments = layer_of("ep=8", "qwen3-30b-a3b")
     layout, sizes = Layout((Dim("e", ("ep",)), Dim("d"))), {"ep": 8}
-    scene = draw.tensor_grid(layout, (128, 64), sizes, ["ep"], 8, 5, segments=segments)
+    scene = draw.tensor_grid(layout, (128, 64), sizes, 8, 5, segments=segments)
     k = next(k for k, one in enumerate(segments, 1) if one.name == "tokens to experts")
     lines = [i for i in flatten(scene.items) if isinstance(i, Line) and i.frame == k and i.stroke != "paper"]
     assert len(lines) == 7 and len({line.points[0][0] for line in lines}) == 2, "from one device, both ways"
@@ -182,7 +182,7 @@ def test_labels_of_any_mesh_stay_apart_and_in_the_column(sizes):
     n, dims = math.prod(sizes.values()), (Dim("d", ("fsdp",)), Dim("m", ("tp",)))
     shape = [4 * sizes.get(axis, 1) for axis in ("fsdp", "tp")]
     layout = Layout(tuple(Dim(d.name, tuple(a for a in d.axes if a in sizes)) for d in dims))
-    scene = draw.tensor_grid(layout, shape, sizes, list(sizes), 8, n // 3)
+    scene = draw.tensor_grid(layout, shape, sizes, 8, n // 3)
     assert overlaps(scene) == [] and scene.width == 560 and scene.height < 560
 
 

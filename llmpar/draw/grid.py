@@ -60,11 +60,10 @@ def axis_line(axis: str) -> str:
 class Cells:
     """Devices from ``first`` on as ``num`` cells, of ``block`` each, in rows and columns that are mesh axes.
 
-    ``order`` names the axes of ``sizes``, slow links first; ``node`` counts the devices of a node.
+    ``sizes`` has the slow links' axes first; ``node`` counts the devices of a node.
     """
 
     sizes: dict[str, int]
-    order: tuple[str, ...]
     node: int
     num: int
     block: int = 1
@@ -74,8 +73,8 @@ class Cells:
     size: tuple[float, float] | None = None  # of a cell, else what there is room for
 
     def __post_init__(self) -> None:
-        self.apart, levels = strides(self.sizes, self.order), []  # an axis, its stride and length in cells
-        for axis in self.order:
+        self.apart, levels = strides(self.sizes, self.sizes), []  # an axis, its stride and length in cells
+        for axis in self.sizes:
             stride = max(1, self.apart[axis] // self.block)
             length = min(self.sizes[axis] * self.apart[axis] // (stride * self.block), self.num // stride)
             levels += [(axis, stride, length)] * (length > 1)
@@ -120,7 +119,7 @@ class Cells:
     def where(self, cell: int) -> str:
         """The coordinates of a cell."""
         inside = lambda axis: self.ranges(cell)[axis] == (0, self.sizes[axis])
-        return ", ".join(self.name(axis, cell) for axis in self.order if not inside(axis)) or "alone"
+        return ", ".join(self.name(axis, cell) for axis in self.sizes if not inside(axis)) or "alone"
 
     def at(self, cell: int) -> tuple[float, float]:
         """The upper left corner of a cell."""
@@ -155,10 +154,10 @@ class Cells:
 
     def alike(self, device: int, axes) -> list[int]:
         """The cells with a device that differs from this one along ``axes`` alone, or not at all."""
-        at, found = coordinates(self.sizes, self.order, device), []
+        at, found = coordinates(self.sizes, self.sizes, device), []
         for cell in range(self.num):
             ranges = self.ranges(cell)
-            if all(ranges[a][0] <= at[a] < ranges[a][1] for a in self.order if a not in axes):
+            if all(ranges[a][0] <= at[a] < ranges[a][1] for a in self.sizes if a not in axes):
                 found.append(cell)
         return found
 
@@ -210,7 +209,7 @@ def mesh(
     team_of = {device: i for i, team in enumerate(teams) for device in team}
     widest = max(map(text_width, [str(shape.size), *[f"group {len(teams)}"] * bool(teams)])) + 10
     size = max(46.0, widest), 54.0 if teams else 34.0
-    cells = Cells(live, tuple(live), host, shape.size, size=size)
+    cells = Cells(live, host, shape.size, size=size)
     items = cells.around()
     for device in range(shape.size):
         (x, y), lit = cells.at(device), team_of.get(device) == 0
@@ -262,20 +261,20 @@ def visible(runs: Iterable[Sequence[int]], parts: int, room: float) -> list[tupl
     return out
 
 
-def near(sizes: dict[str, int], order: tuple[str, ...], node: int, device: int, flat: bool) -> list[Cells]:
+def near(sizes: dict[str, int], node: int, device: int, flat: bool) -> list[Cells]:
     """All devices one by one; above `MOST` blocks of them, and a device's neighbourhood one by one. Cells of
     what has one dim are ``flat``."""
     n, tall = math.prod(sizes.values()), 22.0 if flat else 46.0
     if n <= MOST:
-        return [Cells(sizes, order, node, n, tall=tall)]
-    steps = strides(sizes, order)
+        return [Cells(sizes, node, n, tall=tall)]
+    steps = strides(sizes, sizes)
     nested = sorted({step * k for a, step in steps.items() for k in divisors(sizes[a])})
     whole_axes = [b for b in sorted({*steps.values()}) if 16 <= n // b <= MOST]
     block = next(b for b in [*whole_axes, *nested] if n // b <= MOST)
     close = [b for b in nested if b <= MOST and block % b == 0]
     inner = node if node in close else max(b for b in close if b <= 16)
-    around = Cells(sizes, order, node, inner, 1, device // inner * inner, high=100, tall=tall)
-    return [Cells(sizes, order, node, n // block, block, high=250, tall=tall), around]
+    around = Cells(sizes, node, inner, 1, device // inner * inner, high=100, tall=tall)
+    return [Cells(sizes, node, n // block, block, high=250, tall=tall), around]
 
 
 def apart_words(parts: list[Cells]) -> list[str]:
@@ -307,7 +306,6 @@ def tensor_grid(
     layout: Layout,
     shape,
     sizes: dict[str, int],
-    order,
     node: int,
     device: int = 0,
     itemsize: int = 4,
@@ -319,11 +317,11 @@ def tensor_grid(
 
     Every device is the whole tensor with its block inked in the colour of the role ``fill``; above `MOST`
     devices a cell stands for a block of them, and the ``device`` that was chosen is drawn with those near it
-    below. ``sizes`` of the mesh axes and their ``order``, slow links first, as `MeshShape.sizes` has them;
-    ``node`` counts the devices of a node. A click on a cell sets ``device``. With ``segments`` of a layer
-    there is a frame for each (`frames`). Bytes are those of elements of ``itemsize``.
+    below. ``sizes`` of the mesh axes come slow links first, as `MeshShape.sizes` has them; ``node`` counts
+    the devices of a node. A click on a cell sets ``device``. With ``segments`` of a layer there is a frame
+    for each (`frames`). Bytes are those of elements of ``itemsize``.
     """
-    order, n = tuple(order), math.prod(sizes.values())
+    n = math.prod(sizes.values())
     dims = [Dim(dim.name, tuple(a for a in dim.axes if sizes.get(a, 1) > 1)) for dim in layout.dims]
     counts = [math.prod(sizes[a] for a in dim.axes) for dim in dims]
     cut = [i for i, count in enumerate(counts) if count > 1]
@@ -350,12 +348,12 @@ def tensor_grid(
         return items
 
     def drawn(part: Cells) -> list:
-        others = {a: [b for b in order if b != a] for a in cutting}
+        others = {a: [b for b in sizes if b != a] for a in cutting}
         same = set(range(part.num)).intersection(*(part.alike(device, others[a]) for a in cutting))
-        tip = lambda device: holds(coordinates(sizes, order, device))
+        tip = lambda device: holds(coordinates(sizes, sizes, device))
         return inked(part, device, same, ink, tip)
 
-    parts, at = near(sizes, order, node, device, len(shown) < 2), coordinates(sizes, order, device)
+    parts, at = near(sizes, node, device, len(shown) < 2), coordinates(sizes, sizes, device)
     copies = n // math.prod(counts)
     notes = [f"Device {device} ({parts[-1].where(device - parts[-1].first)}) holds {holds(at)}."]
     notes += [f"{count_noun(copies, 'device')} hold the same."] * (copies > 1)

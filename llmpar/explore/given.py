@@ -79,7 +79,7 @@ class GivenExplorer(Explorer):
 
         node = n // len({*hosts})
         node = node if all(host == hosts[i // node * node] for i, host in enumerate(hosts)) else n
-        parts, placed = near(self.sizes, tuple(self.sizes), node, device, len(shown) < 2), []
+        parts, placed = near(self.sizes, node, device, len(shown) < 2), []
         tip = lambda at: self.held(row, at)[0] if self.rows else self.where(at)
         for part in parts:
             same = [i for i in range(part.num) if self.rows and holds[device] in holds[inside(part, i)]]

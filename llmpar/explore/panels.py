@@ -185,7 +185,7 @@ def grid(seen: Look) -> Scene:
     node = q.chip.per_device().node_size
     fills = {"weight": "weights", "gradient": "gradients", "moments": "moments", "batch": "batch"}
     size, device, fill = row.itemsize * row.times, seen.state["device"], fills.get(row.kind, "activations")
-    place = row.live(sizes), row.shape, sizes, tuple(sizes), node
+    place = row.live(sizes), row.shape, sizes, node
     return tensor_grid(*place, device, size, row.path, fill, seen.segments)
 
 

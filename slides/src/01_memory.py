@@ -134,7 +134,7 @@ assert reply["refusal"] is None and reply["verdict"]["tone"] == "good"
 made, node = Plan("dp=2 fsdp=4 tp=2").resolve(preset("llama3-8b"), None), chip("h100").node_size
 (weight, life), sizes = made.lives["blocks.ffn.gate"], made.mesh.sizes
 with letters():
-    held = draw.tensor_grid(life.stored, weight.shape, sizes, sizes, node, 5, name="blocks.ffn.gate")
+    held = draw.tensor_grid(life.stored, weight.shape, sizes, node, 5, name="blocks.ffn.gate")
 show(held, reply["verdict"]["head"])
 
 # %% [markdown] tags=["notes"]
