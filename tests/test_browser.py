@@ -603,6 +603,9 @@ def test_a_small_page_is_accessible_and_fits(page, kind, tmp_path):
         page.set_viewport_size({"width": width, "height": 800})
         page.wait_for_timeout(50)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        for tab in page.locator(".tabs button:visible").all():
+            tab.click()
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, tab.inner_text()
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             assert violations(page) == []
