@@ -831,6 +831,11 @@ def test_a_long_name_leaves_the_number_of_bytes_whole():
     assert "not predicted" in columns.sent_bars([Sent("tp", "rows", 1.0, 0.0, 0.0)]).text
 
 
+def test_a_bar_has_the_number_that_it_is_told():
+    drawn = columns.time_bar([Part("products", 8.262)], total=8.268)
+    assert "8.27 s" in [t.text for t in flatten(drawn.items) if isinstance(t, Text)]
+
+
 def test_counts_have_their_thousands():
     said = [t.text for t in flatten(columns.mesh_map([BEST], num=3060).items) if isinstance(t, Text)]
     assert "3,060 meshes: memory and time" in said

@@ -124,7 +124,7 @@ def _whole(parts: Iterable[Part], total: float | None, words: dict, text) -> tup
     small, rest = ordered[:few], total - found + sum(p.value for p in ordered[:few])
     names = ", ".join(f"{p.name} {text(p.value)}" for p in small)
     shown = [p for p in given if p not in small]
-    return [*shown, *[Part("rest", rest, names, role="rest")] * (rest > 0.002 * total)], total
+    return [*shown, *[Part("rest", rest, names, role="rest")] * (rest > 1e-6 * total)], total
 
 
 def _bar(title: str, parts: list[Part], text, limits, band, notes: list[str], tone: str = "ink") -> Scene:
