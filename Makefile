@@ -108,7 +108,9 @@ engines: $(STAMP)
 	LLMPAR_ENGINES=.engines $(BIN)/python -m pytest tests/test_real_engines.py -n0 -m engines --record-engines
 	$(BIN)/python tests/engines_table.py
 
+# Where npm is, explorers that learners save answer by themselves.
 lab: $(STAMP)
+	-@command -v npm >/dev/null 2>&1 && $(MAKE) --no-print-directory runtime
 	$(BIN)/llmpar lab
 
 bench: $(STAMP)
