@@ -56,7 +56,7 @@ def step(text: str, do: str, **patch: Any) -> dict:
 
 def more(state: dict) -> dict | None:
     """The same answer with more of what lies around it; None where the state is refused."""
-    found = answer(state, 0.15)
+    found = answer(state, 0.08)  # a click does not wait much longer
     return None if found["refusal"] else found
 
 

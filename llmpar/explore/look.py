@@ -25,6 +25,7 @@ from llmpar.predict.advice import Step, advice
 from llmpar.predict.hardware import CHIPS
 from llmpar.predict.layer import Segment, forward
 from llmpar.predict.planner import Candidate, Question
+from llmpar.schedules import SCHEDULES
 
 START: dict[str, Any] = {
     "model": "llama3-8b",
@@ -148,10 +149,11 @@ def _offered() -> dict[str, dict[str, Any]]:
     for name in sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
         what = kinds[name]
         control: dict[str, Any] = {"name": name, "label": name.replace("_", " ")}
-        if what.choices or what.kind is bool:
-            control |= {"kind": "choice", "options": list(what.choices or (False, True))}
+        if what.kind is int and not what.choices:
+            control |= {"kind": "int", "min": 1}
         else:
-            control |= {"kind": "int", "min": 1} if what.kind is int else {"kind": "text"}
+            options = what.choices or (SCHEDULES if name == "schedule" else (False, True))
+            control |= {"kind": "choice", "options": list(options)}
         controls[name] = control
     share: dict[str, Any] = {"name": "memory_share", "label": "JAX's share of a GPU's memory"}
     share |= {"kind": "choice", "options": [planner.GPU_SHARE, 0.75]}
