@@ -252,7 +252,7 @@ def mesh_map(
         items += [Rect(x0 - 2, y0 - 2, x1 - x0 + 4, y1 - y0 + 4, "paper", radius=3), text]
     done, count = len(ways) + refused, num or len(ways) + refused
     notes = [f"{done:,} of {num:,} so far."] * (done < num)
-    notes += [f"{refused:,} of {count:,} are refused."] * bool(refused)
+    notes += [f"{refused:,} of {count:,} are left out."] * bool(refused)
     notes.append("Colour: the largest axis.")
     ringed = [f"{name}: {way.mesh}" for name, way in rings.items()]
     title, said = f"{count:,} mesh{'es' * (count != 1)}: memory and time", [*ringed, *lines[::-1]]
