@@ -12,11 +12,11 @@ included. A picture's words become its alt text. A notebook that writes to stder
 
 The form of a lesson:
 
-* A YAML header says what a course needs to know of it, under `jupyter: llmpar:`: minutes of `teaching` and of
-  `exercises`, the lessons that it `needs`, its `objectives`. The builder adds the question and the key points
-  from the text, and keeps all in the notebook's metadata.
+* A YAML header says what a course needs to know of it, under `jupyter: llmpar:`: minutes of `teaching` and
+  of `exercises`, the lessons that it `needs`, its `question`, its `objectives`. The builder adds the key
+  points, a numbered list under the heading `## Keep: …`, and keeps all in the notebook's metadata.
 * The heading `## Further` ends the core path. The builder tags the cells before it `core`, the others
-  `further`.
+  `further`. `--check` prints how much there is in each core path, and `CORE` says how much there may be.
 * Cells tagged `plumbing` (imports, helpers, assertions) are folded. Cells tagged `nbval-check-output` print
   the same wherever they run, and nbval compares that.
 * Neither code nor what it prints is wider than `MAX_COLUMNS`; `llmpar.exercises.say` breaks sentences there.
@@ -48,7 +48,15 @@ MAX_TOTAL_BYTES = 5_000_000
 CELL_TIMEOUT_S = 600  # a lesson takes a minute on two idle cores; this only ends a hang
 MAX_KERNEL_BYTES = 1_000_000_000  # what is promised to learners on a small machine
 MAX_CELL_LINES, MAX_COLUMNS = 25, 88  # what a browser 1200 px wide shows without a scroll bar
-MAX_CORE_WORDS = 1_500  # of markdown in the core path: what is read in half of 25 minutes
+CORE = {
+    "words before the first picture": range(61),
+    "words": range(901),  # of markdown: what is read in five minutes
+    "asserts in view": range(3),
+    "pictures": range(4, 99),
+    "lines printed": range(26),
+}
+"""What a core path may have, in numbers: trouble and a picture first, and little to read between them."""
+IN_WORK = tuple("00 01 02 03 04 05 06 07 08 09 10 11 12 17".split())  # lessons that are not in that form yet
 NUM_OBJECTIVES, NUM_KEYPOINTS = range(2, 5), range(3, 6)
 PEAK = """import resource, sys
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))"""
@@ -72,7 +80,7 @@ def read_source(source: Path) -> nbformat.NotebookNode:
     header = notebook.metadata.get("llmpar")
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
     if header is not None:
-        notebook.metadata["llmpar"] = nbformat.from_dict(header | read_text(notebook))
+        notebook.metadata["llmpar"] = nbformat.from_dict(read_text(notebook) | header)
         mark_parts(notebook)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     for cell, cell_id in zip(notebook.cells, cell_ids(notebook), strict=True):
@@ -84,7 +92,7 @@ def read_text(notebook: nbformat.NotebookNode) -> dict[str, str | list[str]]:
     """Find the question and the key points of a lesson in its text."""
     text = "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown") + "\n\n"
     question = re.search(r"\*\*Question\.\*\* (.*?)\n\n", text, re.S)
-    points = re.search(r"^## (?:Five lines|Summary)\n\n(.*?)\n\n", text, re.S | re.M)
+    points = re.search(r"^## (?:Five lines|Summary|Keep: .*)\n\n(.*?)\n\n", text, re.S | re.M)
     return {
         "question": " ".join(question[1].split()) if question else "",
         "keypoints": [" ".join(point.split()) for point in re.split(r"^\d\. ", points[1], flags=re.M)[1:]]
@@ -271,25 +279,17 @@ def cell_faults(cell: nbformat.NotebookNode) -> list[str]:
 
 
 def form_faults(notebook: nbformat.NotebookNode) -> list[str]:
-    """List where a lesson leaves the form that all lessons share: its header, its core path, and what fits on
-    a screen.
-
-    Words are counted in the markdown of the core path: what has a letter or a digit between two spaces,
-    tables included, fenced code and formulas not.
-    """
+    """List where a lesson leaves the form that all lessons share: its header, its parts, and what fits on a
+    screen."""
     about, cells = notebook.metadata.get("llmpar", {}), notebook.cells
     found = [f"the header has no {key}" for key in ("teaching", "exercises") if not about.get(key)]
     found += ["the header does not say what the lesson needs"] * (not isinstance(about.get("needs"), list))
-    found += ["the text has no line that begins with **Question.**"] * (not about.get("question"))
+    found += ["the header has no question"] * (not about.get("question"))
     for key, allowed in (("objectives", NUM_OBJECTIVES), ("keypoints", NUM_KEYPOINTS)):
         if (there := len(about.get(key, ()))) not in allowed:
             found.append(f"{there} {key}; {allowed[0]} to {allowed[-1]} are wanted")
     if sum(map(is_further, cells)) != 1:
         found.append("one markdown cell must begin with the heading '## Further'")
-    core = [cell for cell in cells if "core" in cell.metadata.get("tags", [])]
-    words = sum(num_words(cell.source) for cell in core if cell.cell_type == "markdown")
-    if words > MAX_CORE_WORDS:
-        found.append(f"{words:,} words in the core path, more than {MAX_CORE_WORDS:,}")
     for place, cell in enumerate((cell for cell in cells if cell.cell_type == "code"), 1):
         lines = cell.source.splitlines()
         if len(lines) > MAX_CELL_LINES and "plumbing" not in cell.metadata.get("tags", []):
@@ -301,6 +301,43 @@ def form_faults(notebook: nbformat.NotebookNode) -> list[str]:
                 f"code cell {place}: {len(wide[0])} columns, more than {MAX_COLUMNS}: {wide[0].strip()}"
             )
     return found
+
+
+def core_path(notebook: nbformat.NotebookNode) -> dict[str, int]:
+    """Count what a built lesson has in its core path, by the names of `CORE`.
+
+    Words are those of the markdown: what has a letter or a digit between two spaces, tables included, fenced
+    code and formulas not. Printed is each line that a cell puts out beside its pictures, folded or not.
+    """
+    found = dict.fromkeys(CORE, 0)
+    for cell in notebook.cells:
+        if "core" not in cell.metadata.get("tags", []):
+            continue
+        if cell.cell_type == "markdown":
+            found["words"] += num_words(cell.source)
+            continue
+        if "plumbing" not in cell.metadata.tags:
+            found["asserts in view"] += len(re.findall(r"^\s*assert\b", cell.source, re.M))
+        for output in cell.outputs:
+            data = output.get("data", {})
+            if "image/png" in data:
+                if not found["pictures"]:
+                    found["words before the first picture"] = found["words"]
+                found["pictures"] += 1
+            else:
+                found["lines printed"] += len((output.get("text") or data.get("text/plain", "")).splitlines())
+    if not found["pictures"]:
+        found["words before the first picture"] = found["words"]
+    return found
+
+
+def core_faults(notebook: nbformat.NotebookNode) -> list[str]:
+    """List where the core path of a built lesson has more than `CORE` allows, or fewer pictures."""
+    return [
+        f"{number:,} {what} in the core path; {CORE[what][0]} to {CORE[what][-1]} are wanted"
+        for what, number in core_path(notebook).items()
+        if number not in CORE[what]
+    ]
 
 
 def num_words(markdown: str) -> int:
@@ -331,8 +368,25 @@ def problems(source: Path) -> list[str]:
     built = target(source)
     size = built.stat().st_size
     found = [f"{size:,} bytes, more than {MAX_NOTEBOOK_BYTES:,}"] if size > MAX_NOTEBOOK_BYTES else []
-    found += faults(nbformat.read(built, as_version=4))
+    notebook = nbformat.read(built, as_version=4)
+    found += faults(notebook) + in_form(source, notebook)
     return [f"{built.name}: {fault}" for fault in found]
+
+
+def in_form(source: Path, notebook: nbformat.NotebookNode) -> list[str]:
+    """The faults of a lesson's core path, if it is in its form by now."""
+    return [] if source.stem[:2] in IN_WORK else core_faults(notebook)
+
+
+def table(chosen: list[Path]) -> str:
+    """What each built core path has, beside what it may have."""
+    lines = [f"{'lesson':<26}" + "".join(f"{what:>{len(what) + 3}}" for what in CORE)]
+    for source in chosen:
+        counts = core_path(nbformat.read(target(source), as_version=4))
+        lines.append(f"{source.stem:<26}" + "".join(f"{n:>{len(what) + 3},}" for what, n in counts.items()))
+    most = (f"{at[0]} or more" if at[0] else f"at most {at[-1]}" for at in CORE.values())
+    wanted = (f"{words:>{len(what) + 3}}" for what, words in zip(CORE, most, strict=True))
+    return "\n".join([*lines, f"{'wanted':<26}" + "".join(wanted)])
 
 
 def house_problems(folder: Path = HERE) -> list[str]:
@@ -369,7 +423,7 @@ def build(source: Path, force: bool = True) -> list[str]:
     except (CellExecutionError, DeadKernelError, TimeoutError) as error:
         return [f"{source.name}: {error}"]
     peak = notebook.metadata.get("peak_bytes", 0)  # none where no code ran
-    found = faults(tidy(notebook))
+    found = faults(tidy(notebook)) + in_form(source, notebook)
     if peak > MAX_KERNEL_BYTES:
         found.append(f"the kernel took {peak / 1e9:.2f} GB, more than {MAX_KERNEL_BYTES / 1e9:g}")
     if not found:
@@ -402,6 +456,8 @@ def main(argv: list[str] | None = None) -> int:
         elif options.force or out_of_step(source):
             found += build(source, force=options.force)
     found += house_problems()
+    if options.check and all(target(source).exists() for source in chosen):
+        print(table(chosen))
     print(
         "\n".join(found) or f"{len(chosen)} notebooks are in step", file=sys.stderr if found else sys.stdout
     )

@@ -138,12 +138,11 @@ FORM_FAULTS = {
     "no teaching": (tell(teaching=None), "the header has no teaching"),
     "no exercises": (tell(exercises=0), "the header has no exercises"),
     "no needs": (tell(needs=None), "what the lesson needs"),
-    "no question": (tell(question=""), r"**Question.**"),
+    "no question": (tell(question=""), "the header has no question"),
     "one objective": (tell(objectives=["Count."]), "1 objectives; 2 to 4 are wanted"),
     "six key points": (tell(keypoints=6 * ["One."]), "6 keypoints; 3 to 5 are wanted"),
     "no division": (lambda nb: nb.cells.pop(), "'## Further'"),
     "two divisions": (lambda nb: nb.cells.append(nb.cells[-1]), "'## Further'"),
-    "long text": (write(0, " word" * 1500), "words in the core path"),
     "long cell": (edit(-1, source=lambda s: s + "\nprint()" * 24), "26 lines, more than 25"),
     "wide line": (edit(0, source=lambda s: s + "\n#" + 88 * "-"), "89 columns, more than 88"),
     "mark as comment": (edit(-1, source=lambda s: "# NBVAL_CHECK_OUTPUT\n" + s), "say it as a tag"),
@@ -153,8 +152,6 @@ FORM_FAULTS = {
 def test_a_lesson_in_its_form_has_no_faults(tmp_path):
     notebook = hand_run(toy(tmp_path))
     assert build.form_faults(notebook) == []
-    for plant in (write(1, " word" * 1500), write(0, "\n\n```\n" + "word " * 1500 + "\n```")):
-        plant(notebook)  # beyond the core path, and code, count nothing
     edit(0, source=lambda s: s + "\nprint()" * 30)(notebook)  # plumbing may be long
     assert build.form_faults(notebook) == []
 
@@ -165,6 +162,47 @@ def test_a_lesson_out_of_its_form_is_seen(tmp_path, plant, sentence):
     plant(notebook)
     found = build.form_faults(notebook)
     assert any(sentence in fault for fault in found), found
+
+
+def one_more(cell, **other):
+    """Show a thing under a code cell."""
+    return lambda notebook: notebook.cells[cell].outputs.append(display(**other))
+
+
+CORE_FAULTS = {
+    "late picture": (write(0, " word" * 60), "words before the first picture in the core path"),
+    "long text": (
+        lambda nb: nb.cells.insert(
+            2, nbformat.v4.new_markdown_cell(" word" * 900, metadata={"tags": ["core"]})
+        ),
+        "words in the core path; 0 to 900",
+    ),
+    "proofs": (edit(1, source=lambda s: s + 3 * "\nassert 1"), "3 asserts in view in the core path"),
+    "few pictures": (lambda nb: nb.cells[1].outputs.pop(), "3 pictures in the core path; 4 to"),
+    "many lines": (one_more(2, **{"text/plain": 25 * "1\n"}), " lines printed in the core path"),
+}
+
+
+@pytest.fixture
+def in_its_form(tmp_path):
+    notebook = build.tidy(hand_run(toy(tmp_path)))
+    notebook.cells[1].outputs = 4 * [picture(**{"text/plain": 30 * "words of a picture\n"})]
+    return notebook
+
+
+def test_a_core_path_is_counted(in_its_form):
+    assert build.core_faults(in_its_form) == []
+    write(1, " word" * 900)(in_its_form)  # beyond the core path
+    write(0, "\n\n```\n" + "word " * 900 + "\n```")(in_its_form)  # code
+    edit(0, source=lambda s: s + 9 * "\nassert 1")(in_its_form)  # plumbing
+    assert build.core_faults(in_its_form) == []
+
+
+@pytest.mark.parametrize("plant, sentence", CORE_FAULTS.values(), ids=CORE_FAULTS)
+def test_a_core_path_out_of_its_form_is_seen(in_its_form, plant, sentence):
+    plant(in_its_form)
+    (found,) = build.core_faults(in_its_form)
+    assert sentence in found
 
 
 def test_the_builder_reads_what_a_course_needs_and_marks_the_parts(tmp_path):

@@ -83,8 +83,10 @@ def trained(
     return Run(step, shape, compiled, text, state, losses, metrics)
 
 
-def verdicts(runs: Mapping[str, Run], solo: Run, weights_within: float | None = None) -> dict[str, dict]:
-    """Assert the four verdicts on some plans of one model, and print them.
+def verdicts(
+    runs: Mapping[str, Run], solo: Run, weights_within: float | None = None, details: bool = False
+) -> dict[str, dict]:
+    """Assert the four verdicts on some plans of one model, and say so on a line; ``details`` prints bytes.
 
     *Value*: the losses of one device, to 1e-4, the norm of its last gradient, and its weights at the end,
     where ``weights_within`` says how near (None with Adam, which divides even the smallest gradient by its
@@ -96,7 +98,6 @@ def verdicts(runs: Mapping[str, Run], solo: Run, weights_within: float | None = 
         For each plan the table of its census (of the last stage).
     """
     found: dict[str, dict] = {}
-    names = ", ".join(runs)
     for name, run in runs.items():
         assert np.allclose(run.losses, solo.losses, rtol=1e-4), (name, run.losses, solo.losses)
         # Adam divides gradients by their size: a factor on all of them shows in their norm alone.
@@ -108,21 +109,16 @@ def verdicts(runs: Mapping[str, Run], solo: Run, weights_within: float | None = 
             for one, other in pairs:
                 assert np.allclose(one, other, atol=weights_within), name
         assert lies_as_promised(run), name
-    after = " and the weights after them" * (weights_within is not None)
-    say(f"value: {len(solo.losses)} losses{after} equal those of one device: {names}")
-    say("sharding: weights and moments lie as each plan promises")
-    say("communication: kinds, counts and bytes per device and step are as predicted:")
-    for name, run in runs.items():
         found[name] = census_table(as_predicted(run))
+        assert compiled_memory(run.compiled)["argument_bytes"] == sum(argument_bytes(run).values()), name
+    say(f"{', '.join(runs)}: losses, pieces, messages and memory are as predicted (4 of 4)")
+    for name, run in runs.items() if details else ():
         line = "{} over {} ×{count}, {bytes_sent:,} B"
         told = [line.format(kind, axes, **row) for (axes, kind), row in found[name].items()]
-        say(f"  {name:<14} " + ("\n" + NAMED * " ").join(told or ["nothing"]), NAMED)
-    say("memory: arguments per device are as predicted:")
-    for name, run in runs.items():
-        given = argument_bytes(run)
-        parts = ", ".join(f"{part} {size:,}" for part, size in given.items() if size)
-        assert compiled_memory(run.compiled)["argument_bytes"] == sum(given.values()), name
-        say(f"  {name:<14} {sum(given.values()):,} B: {parts}", NAMED)
+        say(f"{name:<14} sends " + ("\n" + NAMED * " ").join(told or ["nothing"]), NAMED)
+        parts = {part: size for part, size in argument_bytes(run).items() if size}
+        said = ", ".join(f"{part} {size:,}" for part, size in parts.items())
+        say(f"{name:<14} is given {sum(parts.values()):,} B: {said}", NAMED)
     return found
 
 
