@@ -67,6 +67,36 @@ def show(picture: scene.Scene, title: str = "") -> None:
         scene.show(bare(picture, title))
 
 
+def steps(*pictures: scene.Scene, title: str = "") -> None:
+    """Show drawings of one size in one place, each with the next press of a key; printed, the last one.
+
+    A drawing that moves is a step for each of its frames. Above the steps stands ``title``, or the title of
+    each drawing where they differ.
+    """
+    differ = not title and len({picture.title for picture in pictures}) > 1
+    with letters():
+        plain = [bare(picture, picture.title if differ else title) for picture in pictures]
+    shown = [frame for picture in plain for frame in frames(picture)]
+    sizes = sorted({(picture.width, picture.height) for picture in shown})
+    if len(shown) < 2 or len(sizes) > 1:
+        raise ValueError(f"steps need two drawings or more, all of one size; these are {len(shown)}: {sizes}")
+    for number, picture in enumerate(shown):
+        said = f"Step {number + 1} of {len(shown)}. {picture.text}"
+        png = base64.b64encode(scene.to_png(picture)).decode()
+        display({"image/png": png, "text/plain": said}, raw=True, metadata={"step": number})
+
+
+def frames(picture: scene.Scene) -> list[scene.Scene]:
+    """The instants of a drawing that moves, one after the other; a drawing that does not is one."""
+    items = scene.flatten(picture.items)
+    last = max(item.frame for item in items)
+    return [
+        dataclasses.replace(picture, items=tuple(
+            dataclasses.replace(item, frame=-1) for item in items if item.frame in (-1, number)
+        )) for number in range(last + 1)
+    ] or [picture]  # fmt: skip
+
+
 def where(*lit: str) -> HTML:
     """The take-home table as far as the talk has come, with the rows of this part lit."""
     names = list(TAKE_HOME)

@@ -274,6 +274,27 @@ def test_a_figure_takes_its_words_from_where_they_are(tmp_path):
     assert Page(page).alts == ["A line from one to two", 'A line, as "printed"']
 
 
+STEPS = f"""
+# %%%%
+import sys
+sys.path.insert(0, {str(ROOT / "slides")!r})
+from deck import steps
+from llmpar.draw import scene
+step = lambda wide, *more: scene.compose("A", [[scene.Rect(0, 0, wide, 80, "dp"), *more]], "a box that grows")
+steps(%s)
+"""
+
+
+def test_steps_lie_in_one_place_and_come_one_by_one(tmp_path):
+    moves = "step(600), step(600, scene.Rect(9, 9, 9, 9, 'tp', frame=0), scene.Rect(9, 9, 9, 9, frame=1))"
+    page = one_part(tmp_path, TITLE + STEPS % moves)
+    assert [alt[:12] for alt in Page(page).alts] == [f"Step {number} of 3." for number in (1, 2, 3)]
+    assert re.findall(r'class="figure *(step.*?)"', page) == ["step", "step fragment", "step fragment"]
+    for wrong in ("step(600)", "step(600), step(700)"):
+        with pytest.raises(ValueError, match="two drawings or more, all of one size"):
+            one_part(tmp_path, TITLE + STEPS % wrong)
+
+
 def test_parts_share_a_kernel_and_no_names(tmp_path):
     parts = [tmp_path / "src" / f"0{number}_part.py" for number in (0, 1)]
     parts[0].parent.mkdir()
@@ -310,15 +331,19 @@ def measure(deck):
     }
 
 
+SIDES = ("left", "right", "top", "bottom")
+
+
 def misplaced(boxes):
-    """List what leaves the slide, and pairs that lie on one another."""
+    """List what leaves the slide, and pairs that lie on one another; a step covers the one before."""
     width, height = slides.SIZE
     out = [b for b in boxes if b["left"] < -1 or b["right"] > width + 1 or b["bottom"] > height]
     for i, a in enumerate(boxes):
         for b in boxes[i + 1 :]:
             across = min(a["right"], b["right"]) - max(a["left"], b["left"])
             down = min(a["bottom"], b["bottom"]) - max(a["top"], b["top"])
-            out += [(a, b)] if min(across, down) > 1 else []
+            covers = a["step"] and b["step"] and all(abs(a[side] - b[side]) < 1 for side in SIDES)
+            out += [(a, b)] if min(across, down) > 1 and not covers else []
     return out
 
 
