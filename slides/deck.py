@@ -3,14 +3,12 @@ up."""
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import functools
 import html
-import io
 from typing import Any
 
-from IPython.display import HTML, display
+from IPython.display import HTML
 
 import llmpar.draw
 from llmpar.draw import scene
@@ -110,56 +108,6 @@ def where(*lit: str) -> HTML:
     return HTML(f'<table class="where"><tr>{head}</tr>{"".join(rows)}</table>')
 
 
-def curves(lines, ticks, x: str, y: str, *, low: float = 0, high: float | None = None, percent: bool = False,
-           levels=None, marks=(), title: str = "") -> None:  # fmt: skip
-    """Draw curves over equally spaced ``ticks``, large enough for the back row.
-
-    A line is (name, values, colour's role, marker, dashed); a value may be None. ``marks`` are (position,
-    text) of dashed uprights. The name stands at the end of its line, in its colour.
-    """
-    import matplotlib.pyplot as plt
-
-    colors = scene.LIGHT
-    figure, axes = plt.subplots(figsize=(9.6, 3.7), dpi=150)
-    said, ends = [], list[tuple[float, str, str, int]]()
-    for name, values, color, marker, dashed in lines:
-        at = [i for i, value in enumerate(values) if value is not None]
-        known = [values[i] for i in at]
-        style = "--" if dashed else "-"
-        axes.plot(at, known, style, color=colors[color], marker=marker, markersize=9, linewidth=3)
-        ends.append((known[-1], name, color, at[-1]))
-        words = "{:.0%}" if percent else "{:.3g}"
-        said.append(f"{name}: " + ", ".join(f"{ticks[i]}: {words.format(values[i])}" for i in at))
-    bottom, top = low, high or axes.get_ylim()[1]
-    down = max(ends)[0] > (bottom + top) / 2  # a mark's text stands where no line ends
-    for place, text in marks:
-        axes.axvline(place, color=colors["soft"], linestyle=":", linewidth=2)
-        axes.annotate(
-            text, (place, 1 - down), (8, 6 if down else -4), xycoords=("data", "axes fraction"),
-            textcoords="offset points", va="bottom" if down else "top", fontsize=14, color=colors["soft"],
-        )  # fmt: skip
-    apart = 0.085 * (top - bottom)
-    at_least = bottom + apart / 2
-    for value, name, color, end in sorted(ends):  # names of lines that end together stand above one another
-        at_least = max(value, at_least)
-        axes.annotate(
-            name, (end, value), (end + 0.025 * len(ticks), at_least), va="center", fontsize=15,
-            color=colors[color], weight="bold",
-        )  # fmt: skip
-        at_least += apart
-    axes.set_xticks(range(len(ticks)), ticks)
-    axes.set(xlim=(-0.2, len(ticks) - 1 + 0.34 * len(ticks)), ylim=(low, high))
-    if levels:
-        axes.set_yticks(levels)
-    if percent:
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_xlabel(x, fontsize=15)
-    axes.set_ylabel(y, fontsize=15)
-    axes.tick_params(labelsize=15)
-    axes.spines[["top", "right"]].set_visible(False)
-    if title:
-        axes.set_title(title, fontsize=15, loc="left", weight="bold")
-    figure.savefig(png := io.BytesIO(), format="png", bbox_inches="tight")
-    plt.close(figure)
-    text = "\n".join([f"{y} over {x}", *said])
-    display({"image/png": base64.b64encode(png.getvalue()).decode(), "text/plain": text}, raw=True)
+def curves(lines, ticks, x: str, y: str, **options) -> None:
+    """Show `llmpar.draw.curves` as large as the slide lets it be."""
+    show(draw.curves(lines, ticks, x, y, **options), options.get("title", ""))

@@ -97,6 +97,16 @@ def drawings() -> dict[str, Scene]:
         "two_lanes": draw.two_lanes(compiled["turns"], f"One turn of each loop on {compiled['target']}"),
         "memory_bars": draw.memory_bars(held, zeros[0].question.capacity_bytes),
         "time_bars": draw.time_bars([("a step", step["terms"])]),
+        "curves": draw.curves(
+            [
+                ("measured", [1.22, 1.64, None, 1.79, 1.86], "measured", "o", False),
+                ("model", [1.16, 1.45, 1.59, 1.66, 1.69], "ink", "s", True),
+            ],
+            [8, 16, 32, 64, 128],
+            "GPUs",
+            "seconds a step",
+            marks=((0.5, "beyond the node"),),
+        ),
         "loss_curve": draw.loss_curve(
             [5.5 * 0.97**i + 1 for i in range(60)], [2.0] * 60, "An example of a loss"
         ),

@@ -8,7 +8,7 @@ charts       collectives  arrows_sent           what was sent, and for which arr
              live_blocks  token_flow            who computes in ring attention; where tokens go
              timeline  overlap  two_lanes       who works when
              memory_bars  time_bars             what fills the memory, and the step
-             loss_curve                         whether it learns
+curves       curves  loss_curve                 what was measured beside a model; whether it learns
 columns      axis_squares  memory_bar  time_bar  sent_bars  mesh_map     what stands beside an explorer's grid
 geometry                                        where a device lies, who holds which slice
 scene                                           rectangles, lines and words; SVG, PNG and a text twin
@@ -18,7 +18,6 @@ from llmpar.draw.charts import (
     arrows_sent,
     collectives,
     live_blocks,
-    loss_curve,
     memory_bars,
     overlap,
     ring_steps,
@@ -27,6 +26,7 @@ from llmpar.draw.charts import (
     token_flow,
     two_lanes,
 )
+from llmpar.draw.curves import curves, loss_curve
 from llmpar.draw.geometry import groups, holders
 from llmpar.draw.grid import layer_lanes, mesh, ring, tensor_grid
 from llmpar.draw.layouts import arrow, layout, links, moved

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 from llmpar.draw.scene import (
@@ -550,34 +550,3 @@ def two_lanes(turns, title: str, column: float = 0, span_s: float = 0, notes=())
         key += [("paper", "hollow: beside computing")] * bool(key)
     drawn = [*blocks, legend(key, column - 40 if column else 640)]
     return compose(title, drawn, "\n".join([*lines, *notes]), notes, column=column)
-
-
-def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:
-    """The loss per step, in nats per token; ``reference`` is another curve, drawn dashed."""
-    curves = {"loss": list(losses)} | ({"reference": list(reference)} if reference is not None else {})
-    finite = [x for curve in curves.values() for x in curve if math.isfinite(x)] or [0.0]
-    pad = 0.05 * (max(finite) - min(finite)) or 0.5
-    low, high, wide, tall = min(finite) - pad, max(finite) + pad, 560, 260
-    last = max(2, *map(len, curves.values())) - 1
-    x_of, y_of = (lambda step: wide * step / last), (lambda loss: tall * (high - loss) / (high - low))
-    items = _scale(x_of, [t for t in ticks(0, last, 6) if t == int(t)], tall, lambda v: f"{v:g}", tall)
-    for v in ticks(low, high):
-        items.append(Line(((-4, y_of(v)), (wide, y_of(v))), "grid", 1))
-        items.append(small_text(-8, y_of(v), f"{v:g}", "end"))
-    items.append(Line(((0, 0), (0, tall), (wide, tall)), "edge", 1.5))
-    items.append(small_text(-4, -18, "loss (nats/token)", "start", "ink"))
-    items.append(small_text(wide / 2, tall + 34, "step", fill="ink"))
-    lines = []
-    for name, curve in curves.items():
-        dash = name == "reference"
-        points = [(x_of(i), y_of(x)) if math.isfinite(x) else None for i, x in enumerate(curve)]
-        stroke = "ink" if dash else "measured"
-        items += [Line((a, b), stroke, 2, dash) for a, b in pairwise(points) if a and b]
-        items += [Rect(p[0] - 3, p[1] - 3, 6, 6, "ink", radius=3) for p in points[-1:] if p]
-        ends = dict.fromkeys(f"{x:.3f}" for x in curve if math.isfinite(x))
-        course = " to ".join([*ends][:: max(1, len(ends) - 1)]) or "nan"
-        lost = [i for i, point in enumerate(points) if not point]
-        lines.append(f"{name}: {course} nats/token over {count_noun(len(curve), 'step')}")
-        lines[-1] += f"; not finite at step {number_ranges(lost)}" * bool(lost)
-    key = legend([("measured", "loss"), *[("ink", "reference, dashed")] * (reference is not None)])
-    return compose(title, [items, key], "\n".join(lines), lines)

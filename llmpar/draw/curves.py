@@ -1,0 +1,104 @@
+"""Curves: measured points and what a model says of them. :mod:`llmpar.draw` offers them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from llmpar.draw.scene import BODY, Line, Rect, Scene, Text, compose, pixels, small_text, text_width
+from llmpar.draw.scene import ticks as round_numbers
+
+WIDE, TALL, DOT = 500, 240, 4.5
+"""Pixels of the plot, and half of a dot."""
+
+
+def curves(
+    lines, ticks, x: str, y: str, *, low: float = 0, high: float | None = None, percent: bool = False,
+    levels=None, marks=(), title: str = "", log: bool = False, text=None,
+) -> Scene:  # fmt: skip
+    """Curves over equally spaced ``ticks``; each one's name stands at its end, in its colour.
+
+    A line is (name, values, role of its colour, marker, dashed). ``values`` are one for each tick, or a dict
+    of place: value, where 0 is the first tick and 1 the second; at None or nan the line is broken. Markers
+    are ``o``, ``s``, ``^`` or None. ``marks`` are (place, text) of dashed uprights. The axis goes from
+    ``low`` to ``high``, by powers of ten if ``log``, with labels at ``levels``; ``text`` says a value.
+    """
+    say = text or ("{:.0%}" if percent else "{:.3g}").format
+    rows = [(name, dict(v if isinstance(v, Mapping) else enumerate(v)), *look) for name, v, *look in lines]
+    known = lambda value: value is not None and math.isfinite(value)
+    places = [place for _, row, *_ in rows for place in row] + [len(ticks) - 1, 1]
+    values = [value for _, row, *_ in rows for value in row.values() if known(value)] or [1.0]
+    low = (low or min(values)) if log else low
+    high = high or max([*values, *(levels or ())]) + (not log) * 0.05 * (max(values) - low) or 1.0
+    if levels is None:
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1) if log else ()
+        low, high = (10.0 ** powers[0], 10.0 ** powers[-1]) if log else (low, high)
+        levels = [10.0**power for power in powers] if log else round_numbers(low, high)
+    wide = max(WIDE, (len(ticks) - 1) * (max(text_width(f"{t}", "small") for t in ticks) + 12))
+    x_of = lambda place: wide * place / max(places)
+    height = math.log10 if log else float
+    y_of = lambda value: TALL * (height(high) - height(value)) / (height(high) - height(low))
+    items: list[Any] = []
+    for level in levels:
+        items.append(Line(((-4, y_of(level)), (wide, y_of(level))), "grid", 1))
+        items.append(small_text(-8, y_of(level), say(level), "end"))
+    for i, tick in enumerate(ticks):
+        items.append(Line(((x_of(i), TALL), (x_of(i), TALL + 4)), "edge", 1))
+        items.append(small_text(x_of(i), TALL + 14, f"{tick}"))
+    items.append(Line(((0, 0), (0, TALL), (wide, TALL)), "edge", 1.5))
+    free, up = -math.inf, 0.0  # the texts of marks stand above the plot, in rows
+    for place, what in sorted(marks):
+        left, room = x_of(place) - text_width(what, "small") / 2, text_width(what, "small") + 8
+        up, free = (up + pixels("small") + 3 if left < free else 0.0), left + room
+        items.append(Line(((x_of(place), -3), (x_of(place), TALL)), "soft", 1.5, dash=True))
+        items.append(small_text(x_of(place), -12 - up, what, fill="ink"))
+    top = min(item.box[1] for item in items) - 12
+    items += [small_text(-8, top, y, "start", "ink"), small_text(wide / 2, TALL + 36, x, fill="ink")]
+    ends, said = [], []
+    for name, row, color, marker, dashed in rows:
+        drawn = [(place, value, known(value)) for place, value in sorted(row.items())]
+        for there, part in groupby(drawn, lambda point: point[2]):
+            points = [(x_of(place), y_of(value)) for place, value, _ in part] if there else []
+            items += [Line(tuple(points), color, 2.5, dashed)] * (len(points) > 1)
+            items += [_dot(*point, marker or "o", color) for point in points if marker or len(points) == 1]
+        ends += [(y_of(value), x_of(place), name, color) for place, value, there in drawn if there][-1:]
+        at = [(place, value) for place, value, there in drawn if there]
+        at = [(f"{ticks[int(p)]}: ", v) for p, v in at if p == int(p) < len(ticks)] or [
+            ("", v) for _, v in at
+        ]
+        said.append(f"{name}: " * bool(name) + ", ".join(f"{where}{say(value)}" for where, value in at[:12]))
+    lowest = math.inf
+    for end, right, name, color in sorted(ends, reverse=True):  # names that end together stand apart
+        lowest = min(end, lowest - 1.3 * pixels(BODY))
+        items.append(Text(right + 12, lowest, name, fill=color, bold=True))
+    said += [f"marked: {what}" for _, what in marks]
+    return compose(title or f"{y} over {x}", [items], "\n".join([f"{y} over {x}", *said]))
+
+
+def _dot(x: float, y: float, marker: str, color: str) -> Rect | Line:
+    """A point of a curve."""
+    if marker == "^":
+        return Line(((x - 6, y + 5), (x + 6, y + 5), (x, y - 6)), color, 1, fill=color)
+    return Rect(x - DOT, y - DOT, 2 * DOT, 2 * DOT, color, radius=DOT * (marker == "o"))
+
+
+def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:
+    """The loss per step, in nats per token; ``reference`` is another curve, drawn dashed."""
+    each = {"loss": list(losses)} | ({"reference": list(reference)} if reference is not None else {})
+    finite = [x for curve in each.values() for x in curve if math.isfinite(x)] or [0.0]
+    last = max(2, *map(len, each.values())) - 1
+    steps = [int(t) for t in round_numbers(0, last, 6) if t == int(t)]
+    apart, pad = steps[1] - steps[0], 0.05 * (max(finite) - min(finite)) or 0.5
+    rows, lines = [], []
+    for name, curve in each.items():
+        look = ("ink", None, True) if name == "reference" else ("measured", None, False)
+        rows.append((name, {i / apart: loss for i, loss in enumerate(curve)}, *look))
+        ends = dict.fromkeys(f"{loss:.3f}" for loss in curve if math.isfinite(loss))
+        course = " to ".join([*ends][:: max(1, len(ends) - 1)]) or "nan"
+        lost = [i for i, loss in enumerate(curve) if not math.isfinite(loss)]
+        lines.append(f"{name}: {course} nats/token over {len(curve):,} step{'s' * (len(curve) != 1)}")
+        lines[-1] += f"; not finite at step {' '.join(map(str, lost))}" * bool(lost)
+    drawn = curves(rows, steps, "step", "loss (nats/token)", low=min(finite) - pad, high=max(finite) + pad)
+    return compose(title, [[drawn.items[0].items[1]]], "\n".join(lines), lines)
