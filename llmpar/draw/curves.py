@@ -26,16 +26,19 @@ def curves(
     ``low`` to ``high``, by powers of ten if ``log``, with labels at ``levels``; ``text`` says a value.
     """
     say = text or ("{:.0%}" if percent else "{:.3g}").format
-    rows = [(name, dict(v if isinstance(v, Mapping) else enumerate(v)), *look) for name, v, *look in lines]
+    rows = [
+        (line[0], dict(line[1] if isinstance(line[1], Mapping) else enumerate(line[1])), *line[2:])
+        for line in lines
+    ]
     known = lambda value: value is not None and math.isfinite(value)
     places = [place for _, row, *_ in rows for place in row] + [len(ticks) - 1, 1]
     values = [value for _, row, *_ in rows for value in row.values() if known(value)] or [1.0]
     low = (low or min(values)) if log else low
     high = high or max([*values, *(levels or ())]) + (not log) * 0.05 * (max(values) - low) or 1.0
-    if levels is None:
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1) if log else ()
-        low, high = (10.0 ** powers[0], 10.0 ** powers[-1]) if log else (low, high)
-        levels = [10.0**power for power in powers] if log else round_numbers(low, high)
+    if levels is None and log:
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        low, high, levels = 10.0 ** powers[0], 10.0 ** powers[-1], [10.0**power for power in powers]
+    levels = round_numbers(low, high) if levels is None else levels
     wide = max(WIDE, (len(ticks) - 1) * (max(text_width(f"{t}", "small") for t in ticks) + 12))
     x_of = lambda place: wide * place / max(places)
     height = math.log10 if log else float
