@@ -3,12 +3,13 @@ up."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import html
 from typing import Any
 
-from IPython.display import HTML
+from IPython.display import HTML, display
 
 import llmpar.draw
 from llmpar.draw import scene
