@@ -117,6 +117,19 @@ CASES: dict = {
     "rounds of a long ring": lambda: draw.ring("all-gather", list(range(16)), "fsdp"),
     "links": lambda: draw.links("dp=2 fsdp=4 tp=4", chip("h100")),
     "links of a long mesh": lambda: draw.links("pp=4 dp=2 fsdp=8 tp=8", chip("v5p")),
+    "hosts": lambda: draw.wired([["01", "23"]] * 2, ["wire"]),
+    "hosts with pairs": lambda: draw.wired(
+        [["ab", "b"]] * 3, ["50 Mbit/s", "2.96 MB"], {"dp": [(0, 2), (3, 5)], "tp": [(0, 1)]}
+    ),
+    "growing": lambda: draw.growing(
+        ["dp=2", "dp=2 fsdp=3", "dp=2 fsdp=3 tp=2", "dp=2 fsdp=3 tp=2 ep=2"], "g"
+    ),
+    "growing alone": lambda: draw.growing(["dp=1"], "One device"),
+    "table": lambda: draw.table(
+        [("a long name", [("1", "good-ground"), ("2", "other4")]), ("short", [("x", "")])],
+        ("one", "two"),
+        notes=["A note."],
+    ),
     "layout scalar": lambda: draw.layout("whole", (), "dp=4", 4),
     "layout 1": lambda: draw.layout("d/fsdp", (4096,), "dp=2 fsdp=4", 4),
     "layout 2": lambda: draw.layout("d/fsdp m/tp", (512, 2048), "fsdp=4 tp=8", 2),

@@ -3,6 +3,7 @@
 grid         mesh  tensor_grid                  where devices are, and who holds what of a tensor
              layer_lanes  ring                  one layer in time; a collective's rounds
 layouts      layout  arrow  links               a tensor cut, what moves, over which links
+hosts        wired  growing  table              machines and their wire; a mesh axis by axis; cells in colour
 charts       collectives  arrows_sent           what was sent, and for which arrow
              ring_steps                         how a ring passes blocks on
              live_blocks  token_flow            who computes in ring attention; where tokens go
@@ -29,4 +30,5 @@ from llmpar.draw.charts import (
 from llmpar.draw.curves import curves, loss_curve
 from llmpar.draw.geometry import groups, holders
 from llmpar.draw.grid import layer_lanes, mesh, ring, tensor_grid
+from llmpar.draw.hosts import growing, table, wired
 from llmpar.draw.layouts import arrow, layout, links, moved

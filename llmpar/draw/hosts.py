@@ -1,0 +1,113 @@
+"""Draw hosts and the wire between them, a mesh that grows axis by axis, and tables with cells in colour."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from llmpar.draw.charts import count_noun
+from llmpar.draw.geometry import coordinates
+from llmpar.draw.scene import (
+    OTHERS,
+    SMALL,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    bounds,
+    compose,
+    legend,
+    small_text,
+    stack,
+    text_color_on,
+    text_width,
+)
+from llmpar.notation import AXES, parse_mesh
+
+WAYS = (0, 46), (46, 0), (20, -20), (120, 28)
+"""Where the next device lies along the first axis of a growing mesh, the second …, in pixels."""
+
+
+def wired(
+    held: Sequence[Sequence[Sequence[str]]],
+    wire: Sequence[str],
+    pairs: Mapping[str, Iterable[tuple[int, int]]] | None = None,
+    title: str = "",
+) -> Scene:
+    """Hosts beside one another with their devices, and a wire with its words between them.
+
+    ``held[host][device]`` are short texts, a cell for each. ``pairs`` are, per axis, the devices that talk:
+    neighbours in a host, or at the same place of two hosts. Without pairs, what another device has already is
+    red.
+    """
+    cell = max(text_width(text, SMALL) for host in held for own in host for text in own) + 16
+    wide = max(cell * max(len(own) for host in held for own in host), text_width("device 00")) + 16
+    room, tall, seen = max(map(text_width, wire)) + 16, 100 * max(map(len, held)), set[str]()
+    items, lines, at = list[Any](), list[str](), list[tuple[float, float]]()
+    for h, host in enumerate(held):
+        left = h * (wide + 32 + room)
+        items.append(Text(left + wide / 2 + 16, -12, f"host {h}", anchor="middle", bold=True))
+        items.append(Rect(left, 0, wide + 32, tall + 8, "", "edge", 1.5, dash=True, radius=6))
+        for i, text in enumerate(wire if h else ()):
+            items += [Rect(left - room, 30, room, tall - 48, "grid", "network")] * (not i)
+            y = tall / 2 + 6 + 20 * (i - (len(wire) - 1) / 2)
+            items.append(Text(left - room / 2, y, text, anchor="middle"))
+        for y, own in zip(itertools.count(16, 100), host, strict=False):
+            x, fill = left + 16, OTHERS[len(at) % len(OTHERS)]
+            items += [Rect(x, y, wide, 76, "cell", "edge"), Rect(x, y, wide, 26, fill, "edge")]
+            items.append(Text(x + 8, y + 13, f"device {len(at)}", fill=text_color_on(fill)))
+            for i, text in enumerate(own):
+                tone = ("bad-ground", "bad", 2) if text in seen and not pairs else ("paper", "edge", 1)
+                items.append(Rect(x + 10 + cell * i, y + 38, cell - 4, 26, *tone))
+                items.append(small_text(x + 8 + cell * (i + 0.5), y + 51, text, fill="ink"))
+            seen.update(own)
+            lines.append(f"host {h}, device {len(at)}: {', '.join(own)}")
+            at.append((x, y))
+    for axis, found in (pairs or {}).items():
+        for (x0, y0), (x1, y1) in ((at[one], at[two]) for one, two in found):
+            inside = (x0 + wide / 2, y0 + 76), (x1 + wide / 2, y1)
+            items.append(
+                Line(inside if x0 == x1 else ((x0 + wide, y0 + 38), (x1, y1 + 38)), f"{axis}-line", 4)
+            )
+        lines.append(f"{axis}: " + ", ".join(f"{one} with {two}" for one, two in found))
+    key = legend([(axis, f"{axis}: {AXES[axis]}") for axis in pairs or ()])
+    return compose(title, [items, *[key] * bool(key)], "\n".join([*lines, *wire]))
+
+
+def growing(meshes: Iterable[str], title: str) -> Scene:
+    """Meshes beside one another, each with an axis more than the one before: a square is a device, a line
+    joins neighbours along an axis. Up to four axes."""
+    blocks, lines, order = list[list](), list[str](), list[str]()
+    for mesh in map(parse_mesh, meshes):
+        sizes, items = {axis: n for axis, n in mesh.asked.items() if n > 1}, list[Any]()
+        order += [axis for axis in sizes if axis not in order]
+        at = [coordinates(sizes, sizes, device) for device in range(mesh.size)]
+        spots = [[sum(WAYS[order.index(a)][i] * n for a, n in one.items()) for i in (0, 1)] for one in at]
+        for (one, p), (two, q) in itertools.combinations(zip(at, spots, strict=True), 2):
+            apart = [axis for axis in sizes if one[axis] != two[axis]]
+            if len(apart) == 1 and two[apart[0]] == one[apart[0]] + 1:
+                items.append(Line(((p[0] + 8, p[1] + 8), (q[0] + 8, q[1] + 8)), f"{apart[0]}-line", 3))
+        items += [Rect(x, y, 16, 16, "cell", "edge", 1.5, radius=3) for x, y in spots]
+        left, _, right, bottom = bounds(items)
+        lines.append(f"{mesh}: {count_noun(mesh.size, 'device')}")
+        items.append(small_text((left + right) / 2, bottom + 18, lines[-1].rpartition(": ")[2], fill="ink"))
+        blocks.append(items)
+    key = legend([(axis, f"{axis}: {AXES[axis]}") for axis in order], 460)
+    return compose(title, [stack(blocks, 44, across=True), key], "\n".join(lines))
+
+
+def table(rows, columns: Sequence[str] = (), title: str = "", notes: Sequence[str] = ()) -> Scene:
+    """A table in colour: ``rows`` are (name, [(text, role of its ground), …]), as long as they like."""
+    left, num = max(text_width(name) for name, _ in rows) + 12, max(len(cells) for _, cells in rows)
+    texts = [[*columns[i : i + 1], *(cells[i][0] for _, cells in rows if i < len(cells))] for i in range(num)]
+    wides = [max(map(text_width, column)) * 1.1 + 16 for column in texts]
+    edges, lines = [left + sum(wides[:i]) for i in range(num)], [", ".join(columns)] * bool(columns)
+    items: list = [Text(x, -14, text, bold=True) for x, text in zip(edges, columns, strict=False)]
+    for y, (name, cells) in zip(itertools.count(0, 34), rows, strict=False):
+        items.append(Text(left - 10, y + 15, name, anchor="end"))
+        for (text, role), x, wide in zip(cells, edges, wides, strict=False):
+            items.append(Rect(x, y, wide - 4, 30, role, "edge" if role else ""))
+            items.append(Text(x + wide / 2 - 2, y + 15, text, anchor="middle", fill=text_color_on(role)))
+        lines.append(f"{name}: " + ", ".join(text for text, _ in cells if text))
+    return compose(title, [items], "\n".join([*lines, *notes]), notes)
