@@ -14,7 +14,7 @@ from shared import load
 
 from llmpar import draw
 from llmpar.cli.commands import parse
-from llmpar.draw.scene import DECK
+from llmpar.draw.scene import DECK, flatten
 from llmpar.schedules import make
 from llmpar.timetable import timetable
 
@@ -176,11 +176,29 @@ def test_every_item_of_the_founding_lecture_is_on_the_deck():
         assert item in said, item
 
 
-def test_the_take_home_table_fills_up_in_its_order():
+def test_the_mesh_grows_in_the_order_of_the_take_home_table(monkeypatch):
+    """Each part lights its axis; with each there are twice as many devices, and the first has less."""
     source = "".join(path.read_text() for path in sorted((ROOT / "slides" / "src").glob("*.py")))
-    lit = re.findall(r'"([^"]+)"', "".join(re.findall(r"^where\((\".*?)\)$", source, re.M)))
-    text = (ROOT / "slides" / "deck.py").read_text()
-    assert lit == re.findall(r'^    "([^"]+)": \(', text, re.M) and len(lit) == 8
+    calls = [re.findall(r'"([^"]+)"', given) for given in re.findall(r"^where\((\".*?)\)$", source, re.M)]
+    deck, shown = load("slides/deck.py"), []
+    assert sum(calls, []) == list(deck.TAKE_HOME) == list(deck.AXIS)
+    monkeypatch.setattr(deck.scene, "show", shown.append)
+    for lit in [*calls, deck.TAKE_HOME]:
+        deck.where(*lit)
+    mine = [[item for item in flatten(picture.items) if getattr(item, "fill", "") == deck.MINE]
+            for picture in shown]  # fmt: skip
+    yellow = [sum(item.w * item.h for item in items) for items in mine]
+    assert [int(re.search(r"(\d+) devices", picture.text)[1]) for picture in shown] == [
+        2,
+        4,
+        8,
+        16,
+        32,
+        64,
+        64,
+    ]
+    assert yellow[:6] == sorted(yellow, reverse=True)[:6] and yellow[5] == yellow[6]
+    assert len({(picture.width, picture.height) for picture in shown}) == 1
 
 
 def test_a_slide_points_to_a_lesson_or_a_command():
