@@ -96,6 +96,12 @@ def drawings() -> dict[str, Scene]:
         "live_blocks": draw.live_blocks([[round(x, 1) for x in row] for row in parts]),
         "token_flow": draw.token_flow([[40, 0, 20, 10], [10, 10, 90, 0]], 2, capacity=60),
         "timeline": draw.timeline(timetable(make("zb-h1", 4, 16))),
+        "replicas": draw.replicas(),
+        "messages": draw.messages(
+            [("by weight", [2**16] * 2 + [2**18] * 7), ("in buckets", [2**20, 917_504])]
+        ),
+        "zero_strips": draw.zero_strips(),
+        "gather_use_forget": draw.gather_use_forget(),
         "overlap": draw.overlap([3e-3] * 5, [1e-3] * 5, [f"layer {i}" for i in range(5)], first="comm"),
         "two_lanes": draw.two_lanes(compiled["turns"], f"One turn of each loop on {compiled['target']}"),
         "memory_bars": draw.memory_bars(held, zeros[0].question.capacity_bytes),

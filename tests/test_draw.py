@@ -189,6 +189,11 @@ CASES: dict = {
         percent=True,
         levels=(0, 0.1, 0.5, 1),
     ),
+    "replicas": draw.replicas,
+    "replicas alone": lambda: draw.replicas(3, 2, together=False),
+    "messages": lambda: draw.messages([("whole", [2**20]), ("in three", [2**19, 2**18, 2**18])]),
+    "zero strips": draw.zero_strips,
+    "gather use forget": draw.gather_use_forget,
     "token flow": lambda: draw.token_flow([[4, 0, 2, 1], [1, 1, 9, 0]], 2, capacity=6),
     "token flow dropped": lambda: draw.token_flow([[4, 0, 2, 1], [1, 1, 9, 0]], 2, 6, dropped=[0, 0, 5, 0]),
     "loss one": lambda: draw.loss_curve([3.25]),
@@ -909,6 +914,8 @@ def test_what_cannot_be_drawn_is_refused():
         draw.mesh("dp=16 tp=8")
     with pytest.raises(ValueError, match="as many of each"):
         draw.overlap([1.0], [1.0, 2.0])
+    with pytest.raises(ValueError, match="6 replicas have no colours of their own; draw 1 to 5"):
+        draw.replicas(6)
 
 
 def test_layouts_draw_themselves():

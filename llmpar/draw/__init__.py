@@ -9,6 +9,8 @@ charts       collectives  arrows_sent           what was sent, and for which arr
              live_blocks  token_flow            who computes in ring attention; where tokens go
              timeline  overlap  two_lanes       who works when
              memory_bars  time_bars             what fills the memory, and the step
+replicas     replicas  messages                 data parallelism, and in how many messages
+             zero_strips  gather_use_forget     what a device holds over a step, by ZeRO stage
 curves       curves  loss_curve                 what was measured beside a model; whether it learns
 columns      axis_squares  memory_bar  time_bar  sent_bars  mesh_map     what stands beside an explorer's grid
 geometry                                        where a device lies, who holds which slice
@@ -32,3 +34,4 @@ from llmpar.draw.geometry import groups, holders
 from llmpar.draw.grid import layer_lanes, mesh, ring, tensor_grid
 from llmpar.draw.hosts import growing, table, wired
 from llmpar.draw.layouts import arrow, layout, links, moved
+from llmpar.draw.replicas import gather_use_forget, messages, replicas, zero_strips
