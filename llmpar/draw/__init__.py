@@ -4,6 +4,8 @@ grid         mesh  tensor_grid                  where devices are, and who holds
              layer_lanes  ring                  one layer in time; a collective's rounds
 layouts      layout  arrow  links               a tensor cut, what moves, over which links
 hosts        wired  growing  table              machines and their wire; a mesh axis by axis; cells in colour
+matmul       matmul                             matrices in the colours of the devices that hold them
+causal       causal                             which rank computes which pairs of causal attention
 charts       collectives  arrows_sent           what was sent, and for which arrow
              ring_steps                         how a ring passes blocks on
              live_blocks  token_flow            who computes in ring attention; where tokens go
@@ -17,6 +19,7 @@ geometry                                        where a device lies, who holds w
 scene                                           rectangles, lines and words; SVG, PNG and a text twin
 """
 
+from llmpar.draw.causal import causal
 from llmpar.draw.charts import (
     arrows_sent,
     collectives,
@@ -35,3 +38,4 @@ from llmpar.draw.grid import layer_lanes, mesh, ring, tensor_grid
 from llmpar.draw.hosts import growing, table, wired
 from llmpar.draw.layouts import arrow, layout, links, moved
 from llmpar.draw.replicas import gather_use_forget, messages, replicas, zero_strips
+from llmpar.draw.matmul import matmul

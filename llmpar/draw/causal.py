@@ -1,0 +1,66 @@
+"""Draw the square of causal attention in the colours of the ranks that compute it."""
+
+from __future__ import annotations
+
+from llmpar.draw.scene import (
+    OTHERS,
+    Group,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    compose,
+    small_text,
+    stack,
+    text_color_on,
+)
+
+
+def causal(orders, step: int | None = None) -> Scene:
+    """Which pairs of query and key each rank of a causal ring computes, and in which step of the ring.
+
+    ``orders`` are named, and have for each rank the parts of the sequence that it holds, counted from 0; all
+    parts are equally long, and each rank holds as many. A row is a part of the queries, a column one of the
+    keys; a tile has its rank's colour and its step's number. Below stands the work of each rank, in blocks:
+    all queries of a rank with all keys of a rank. With a ``step`` tiles up to it are filled, its own bold.
+    """
+    panels, lines = [], []
+    for name, held in orders.items():
+        ranks, side = len(held), 240 / sum(map(len, held))
+        last = ranks - 1 if step is None else step
+        owner = {part: rank for rank, parts in enumerate(held) for part in parts}
+        work = [[0.0] * ranks for _ in held]
+        items: list = [Rect(0, 0, 240, 240, "", "grid"), Text(0, -56, name, bold=True)]
+        named = (120, -35, "keys"), (-26, -35, "queries"), (172, 60, "later keys:"), (172, 76, "not seen")
+        items, bold = [*items, *(small_text(*one) for one in named)], list[Line | Text]()
+        for q, rank in sorted(owner.items()):
+            tint, y = OTHERS[rank], side * q
+            for x, top, w, h in ((-26, y, 20, side), (y, -24, side, 18)):  # queries at the left, keys above
+                items.append(Rect(x, top, w, h, tint, "edge", 0.75))
+                items.append(small_text(x + w / 2, top + h / 2, str(rank), fill=text_color_on(tint)))
+            for k in range(q + 1):
+                t, x, half = (rank - owner[k]) % ranks, side * k, k == q
+                work[rank][t] += (0.5 if half else 1) / len(held[rank]) ** 2
+                corners = [(x, y), (x + side, y), (x + side, y + side), (x, y + side), (x, y)]
+                corners = [corner for i, corner in enumerate(corners) if i != 1 or k < q]
+                spot = (x + side / (3 if half else 2), y + side * (0.68 if half else 0.5))
+                fill, look = "paper" if t > last else tint, ("ink", 2.5) if t == step else ("edge", 0.75)
+                number = small_text(*spot, str(t), fill=text_color_on(fill))
+                (bold if t == step else items).extend((Line(tuple(corners), *look, fill=fill), number))
+        items += bold
+        took = [max(row[t] for row in work) for t in range(last + 1)]
+        for rank, row in enumerate(work):
+            y, sums = 258 + 22 * rank, sum(row[: len(took)])
+            items.append(small_text(-6, y + 8, f"rank {rank}", "end", "ink"))
+            items.append(Rect(0, y, 48 * sums, 16, OTHERS[rank], "edge"))
+            words = f"works {sums:g}, waits {sum(took) - sums:g}"
+            items.append(small_text(48 * sums + 8, y + 8, words, "start", "ink"))
+            parts = " ".join(map(str, held[rank]))
+            lines.append(f"{name}, rank {rank}: parts {parts}; {words}; by step {row}")
+        lines.append(f"{name}: {sum(took):g} blocks of time")
+        items.append(Text(0, 270 + 22 * ranks, f"the ring takes {sum(took):g} blocks of time", bold=True))
+        panels.append(Group(tuple(items)))
+    title = "Causal attention: who computes what" + ("" if step is None else f", up to step {step}")
+    note = "Strips: who holds a part. Numbers in the square: the ring's step. A block: all queries of a rank"
+    square = stack([[panel] for panel in panels], 60, across=True)
+    return compose(title, [square], "\n".join(lines), [f"{note} with all keys of a rank."])
