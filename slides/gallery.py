@@ -92,6 +92,8 @@ def drawings() -> dict[str, Scene]:
         "layout": draw.layout("b/dp,fsdp s d/tp", (32, 16, 8), "dp=2 fsdp=2 tp=2", itemsize=4),
         "arrow": draw.arrow("b s d +tp -> b s/tp d", (8, 16, 32), "tp=4", 2),
         **sent_in_a_step(),
+        "matmul": draw.matmul("s d × d m/tp = s m/tp × m/tp d = s d +tp -> s d"),
+        "causal": draw.causal({"in order": [[0, 1], [2, 3]], "zigzag": [[0, 3], [1, 2]]}),
         "ring_steps": draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
         "live_blocks": draw.live_blocks([[round(x, 1) for x in row] for row in parts]),
         "token_flow": draw.token_flow([[40, 0, 20, 10], [10, 10, 90, 0]], 2, capacity=60),

@@ -52,6 +52,7 @@ from llmpar.plan import Plan
 from llmpar.predict import layer, workload
 from llmpar.predict.formulas import ring_bytes
 from llmpar.predict.hardware import chip
+from llmpar.predict.ring import pairs_by_step
 
 GIB = 2**30
 ROWS = [
@@ -74,6 +75,11 @@ ARROW_ROWS = [
 ]
 HELD = {"params": 16 * GIB, "gradients": 16 * GIB, "optimizer": 64 * GIB, "activations": 9.3 * GIB}
 SEVEN = dict(zip("abcdefg", (*OTHERS, "fsdp/", "paper/"), strict=True))
+ORDERS = {"in order": [[0, 1], [2, 3], [4, 5], [6, 7]], "zigzag": [[0, 7], [1, 6], [2, 5], [3, 4]]}
+HEADS = (
+    "s d × d n/tp h, d k/tp h, d k/tp h = s n/tp h, s k/tp h, s k/tp h -attention-> s n/tp h × n/tp h d"
+    " = s d +tp -> s d"
+)
 CAUSAL = [[0.5] + [1.0 if t <= r else 0.0 for t in range(1, 8)] for r in range(8)]
 
 
@@ -194,6 +200,13 @@ CASES: dict = {
     "messages": lambda: draw.messages([("whole", [2**20]), ("in three", [2**19, 2**18, 2**18])]),
     "zero strips": draw.zero_strips,
     "gather use forget": draw.gather_use_forget,
+    "matmul pair": lambda: draw.matmul(
+        "s d × d m/tp = s m/tp × m/tp d = s d +tp -> s d", names=("x", "", "", "W2")
+    ),
+    "matmul heads": lambda: draw.matmul(HEADS, names=("", "", "Q, K, V"), title="Heads"),
+    "matmul whole": lambda: draw.matmul("s d × d m = s m"),
+    "causal orders": lambda: draw.causal(ORDERS),
+    "causal step": lambda: draw.causal(ORDERS, step=1),
     "token flow": lambda: draw.token_flow([[4, 0, 2, 1], [1, 1, 9, 0]], 2, capacity=6),
     "token flow dropped": lambda: draw.token_flow([[4, 0, 2, 1], [1, 1, 9, 0]], 2, 6, dropped=[0, 0, 5, 0]),
     "loss one": lambda: draw.loss_curve([3.25]),
@@ -303,6 +316,7 @@ def test_on_a_slide_letters_are_larger_and_still_do_not_overlap():
             draw.memory_bars([("one", {"weights": GIB, "optimizer": 3 * GIB})], 2 * GIB, wide=340),
             draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
             draw.token_flow([[40, 0, 20, 10], [10, 10, 90, 0]], 2, capacity=60),
+            draw.causal(ORDERS),
         ]
     for scene in drawn:
         sizes = {text.size for text in flatten(scene.items) if isinstance(text, Text)}
@@ -678,6 +692,35 @@ def test_arrows_send_what_a_ring_sends():
         operand = 2 * math.prod(arrow.before.shard_shape((64, 32), sizes))
         whole = operand * (group if move.kind == "all-gather" else 1)
         assert sends == ring_bytes(move.kind, whole, group), text
+
+
+def test_a_matmul_is_what_the_devices_compute_and_send():
+    def fills(scene):
+        return Counter(r.fill for r in flatten(scene.items) if isinstance(r, Rect) and r.h > 20)
+
+    held = fills(draw.matmul("s d × d m/tp = s m/tp"))
+    assert held == {"cell": 1} | dict.fromkeys(OTHERS[:4], 2), "x once, and two matrices in four colours"
+    for text, why in (
+        ("s d × d m/tp = s m", "s d × d m/tp is s m/tp on the devices, not s m"),
+        ("s m/tp × m/tp d = s d", "is s d .tp on the devices, not s d"),
+        ("s m × m/tp d = s d +tp", "cannot be multiplied as they are held"),
+        ("s d = s d", "not multiplied"),
+        ("s/dp d × d m/tp = s/dp m/tp", "one axis"),
+        ("s n h m -> s n h m", "no matrix"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            draw.matmul(text)
+
+
+@pytest.mark.parametrize("step", [None, 2])
+def test_the_causal_square_is_the_work_that_is_counted(step):
+    text = draw.causal(ORDERS, step).text
+    for name, order in (("in order", "contiguous"), ("zigzag", "zigzag")):
+        pairs = pairs_by_step(4, order, s=256)
+        parts = [[(n - (t == 0) * 32) / 64**2 for t, n in enumerate(row)] for row in pairs]
+        assert all(f"{name}, rank {r}: " in text and f"by step {row}" in text for r, row in enumerate(parts))
+        took = sum(max(column) for column in list(zip(*parts, strict=True))[: step and step + 1])
+        assert f"{name}: {took:g} blocks of time" in text
 
 
 @pytest.mark.parametrize("name", schedules.SCHEDULES)

@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from llmpar.draw.scene import (
-    OTHERS,
-    Group,
-    Line,
-    Rect,
-    Scene,
-    Text,
-    compose,
-    small_text,
-    stack,
-    text_color_on,
-)
+from llmpar.draw.scene import OTHERS, Group, Line, Rect, Scene, Text, compose, small_text, text_color_on
 
 
 def causal(orders, step: int | None = None) -> Scene:
@@ -24,7 +13,7 @@ def causal(orders, step: int | None = None) -> Scene:
     keys; a tile has its rank's colour and its step's number. Below stands the work of each rank, in blocks:
     all queries of a rank with all keys of a rank. With a ``step`` tiles up to it are filled, its own bold.
     """
-    panels, lines = [], []
+    panels, lines = list[Group](), []
     for name, held in orders.items():
         ranks, side = len(held), 240 / sum(map(len, held))
         last = ranks - 1 if step is None else step
@@ -59,8 +48,7 @@ def causal(orders, step: int | None = None) -> Scene:
             lines.append(f"{name}, rank {rank}: parts {parts}; {words}; by step {row}")
         lines.append(f"{name}: {sum(took):g} blocks of time")
         items.append(Text(0, 270 + 22 * ranks, f"the ring takes {sum(took):g} blocks of time", bold=True))
-        panels.append(Group(tuple(items)))
+        panels.append(Group(tuple(items), 400 * len(panels)))
     title = "Causal attention: who computes what" + ("" if step is None else f", up to step {step}")
     note = "Strips: who holds a part. Numbers in the square: the ring's step. A block: all queries of a rank"
-    square = stack([[panel] for panel in panels], 60, across=True)
-    return compose(title, [square], "\n".join(lines), [f"{note} with all keys of a rank."])
+    return compose(title, [panels], "\n".join(lines), [f"{note} with all keys of a rank."])
