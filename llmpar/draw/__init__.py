@@ -37,5 +37,5 @@ from llmpar.draw.geometry import groups, holders
 from llmpar.draw.grid import layer_lanes, mesh, ring, tensor_grid
 from llmpar.draw.hosts import growing, table, wired
 from llmpar.draw.layouts import arrow, layout, links, moved
-from llmpar.draw.replicas import gather_use_forget, messages, replicas, zero_strips
 from llmpar.draw.matmul import matmul
+from llmpar.draw.replicas import gather_use_forget, messages, replicas, zero_strips
