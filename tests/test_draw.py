@@ -103,6 +103,7 @@ def layer_of(mesh="fsdp=512 tp=8", model="llama3-8b", **fields):
     return layer.forward(workload.of_plan(preset(model), plan, chip("h100"), batch, 4096))
 
 
+PIPES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 CASES: dict = {
     "mesh one device": lambda: draw.mesh("dp=1"),
     "mesh 8": lambda: draw.mesh("dp=2 fsdp=2 tp=2", 4, "fsdp"),
@@ -207,6 +208,11 @@ CASES: dict = {
     "matmul whole": lambda: draw.matmul("s d × d m = s m"),
     "causal orders": lambda: draw.causal(ORDERS),
     "causal step": lambda: draw.causal(ORDERS, step=1),
+    "orders": lambda: draw.timelines({name: pipeline(name, 4, 8) for name in PIPES}),
+    "orders that begin": lambda: draw.timelines({name: pipeline(name, 4, 8) for name in PIPES}, until=9),
+    "orders of other work": lambda: draw.timelines({f"{p}": pipeline("1f1b", p, 4) for p in (2, 3)}, False),
+    "three bubbles": lambda: draw.bubbles(pipeline("zb-h2", 4, 6)),
+    "three bubbles, alike": lambda: draw.bubbles(pipeline("1f1b", 4, 8)),
     "token flow": lambda: draw.token_flow([[4, 0, 2, 1], [1, 1, 9, 0]], 2, capacity=6),
     "token flow dropped": lambda: draw.token_flow([[4, 0, 2, 1], [1, 1, 9, 0]], 2, 6, dropped=[0, 0, 5, 0]),
     "loss one": lambda: draw.loss_curve([3.25]),
@@ -317,6 +323,8 @@ def test_on_a_slide_letters_are_larger_and_still_do_not_overlap():
             draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
             draw.token_flow([[40, 0, 20, 10], [10, 10, 90, 0]], 2, capacity=60),
             draw.causal(ORDERS),
+            draw.timelines({name: pipeline(name, 4, 8) for name in PIPES}, letters=False),
+            draw.bubbles(pipeline("zb-v", 4, 8)),
         ]
     for scene in drawn:
         sizes = {text.size for text in flatten(scene.items) if isinstance(text, Text)}

@@ -14,6 +14,7 @@ charts       collectives  arrows_sent           what was sent, and for which arr
 replicas     replicas  messages                 data parallelism, and in how many messages
              zero_strips  gather_use_forget     what a device holds over a step, by ZeRO stage
 curves       curves  loss_curve                 what was measured beside a model; whether it learns
+orders       timelines  bubbles                 pipeline orders on one scale; what is called the bubble
 columns      axis_squares  memory_bar  time_bar  sent_bars  mesh_map     what stands beside an explorer's grid
 geometry                                        where a device lies, who holds which slice
 scene                                           rectangles, lines and words; SVG, PNG and a text twin
@@ -38,4 +39,5 @@ from llmpar.draw.grid import layer_lanes, mesh, ring, tensor_grid
 from llmpar.draw.hosts import growing, table, wired
 from llmpar.draw.layouts import arrow, layout, links, moved
 from llmpar.draw.matmul import matmul
+from llmpar.draw.orders import bubbles, timelines
 from llmpar.draw.replicas import gather_use_forget, messages, replicas, zero_strips
