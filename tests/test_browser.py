@@ -23,7 +23,13 @@ import told
 from shared import violations
 
 from llmpar.explore.explorer import MeshExplorer
-from llmpar.explore.small import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
+from llmpar.explore.small import (
+    MemoryExplorer,
+    OverlapExplorer,
+    RingExplorer,
+    RoutingExplorer,
+    TimelineExplorer,
+)
 from llmpar.launch.joined import free_port
 
 pytestmark = pytest.mark.browser
@@ -504,7 +510,7 @@ def test_a_redraw_is_fast(told_page, devices, most, record_property):
 
 # ---------------------------------------------------------------------------- explorers, with Python behind
 
-EXPLORERS = [MeshExplorer, TimelineExplorer, RoutingExplorer, MemoryExplorer, RingExplorer]
+EXPLORERS = [MeshExplorer, TimelineExplorer, RoutingExplorer, MemoryExplorer, OverlapExplorer, RingExplorer]
 
 
 def mount(page, explorer):

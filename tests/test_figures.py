@@ -10,13 +10,19 @@ import pytest
 
 from llmpar import moe
 from llmpar.config import ExpertConfig, preset
-from llmpar.explore.small import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
+from llmpar.explore.small import (
+    MemoryExplorer,
+    OverlapExplorer,
+    RingExplorer,
+    RoutingExplorer,
+    TimelineExplorer,
+)
 from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.predict import memory
 from llmpar.predict.ring import pairs_by_step
 
-SMALL = [TimelineExplorer, MemoryExplorer, RingExplorer, RoutingExplorer]
+SMALL = [TimelineExplorer, MemoryExplorer, OverlapExplorer, RingExplorer, RoutingExplorer]
 
 
 @pytest.mark.parametrize("kind", SMALL)
@@ -32,12 +38,13 @@ def test_small_explorers_answer_every_choice_of_one_control(kind):
             json.dumps(reply)
 
 
-@pytest.mark.parametrize("kind", [MemoryExplorer, RingExplorer, RoutingExplorer])
+@pytest.mark.parametrize("kind", SMALL[1:])
 def test_a_figure_of_one_control_brings_all_its_answers(kind):
     (control,) = kind.controls
     doc = kind().document()
     asked = [answer["asked"][control["name"]] for answer in (doc["answer"], *doc["stored"])]
-    assert sorted(asked) == sorted(control.get("options") or range(control["min"], control["max"] + 1))
+    numbers = range(control.get("min", 0), control.get("max", 0) + 1, control.get("step", 1))
+    assert sorted(asked) == sorted(control.get("options") or numbers)
     alone = TimelineExplorer(only="microbatches", schedule="gpipe").document()
     assert [control["name"] for control in alone["controls"]] == ["microbatches"]
     assert len(alone["stored"]) == 15
@@ -156,6 +163,22 @@ def test_zero_2_differs_from_zero_1_where_gradients_are_added_up():
     assert float(four[2]["gradients"]) == pytest.approx(grads, rel=0.01) and grads > 30
     assert float(four[1]["gradients"]) == pytest.approx(2 * float(one[1]["gradients"]), rel=0.01)
     assert float(four[0]["weights"]) == pytest.approx(8 * float(four[3]["weights"]), rel=0.01)
+
+
+def test_sums_of_gradients_hide_from_the_threshold_on():
+    """By hand: a piece of 8B computes 4 FLOPs for each of 0.87 G parameters and tokens, at 989 TFLOP/s; a
+    ring of 8 sends 4 bytes for each, 7/8 of them, at 370 GB/s."""
+    waits = {}
+    for tokens in (512, 2304, 2560, 4096):
+        text = OverlapExplorer(tokens=tokens).scene.text
+        total, waits[tokens] = (
+            float(x) for x in re.search(r"side by side: (\S+) ms, (\S+) ms", text).groups()
+        )
+        assert total - waits[tokens] == pytest.approx(4 * 6.98e9 * tokens / 989.4e12 * 1e3, rel=0.02)
+    piece = 4 * 6.98e9 / 8 * 7 / 8 / 370e9 * 1e3
+    assert waits[2560] == waits[4096] == pytest.approx(piece, rel=0.02), "the last one"
+    assert waits[512] > 6 * piece and piece < waits[2304] < 1.3 * piece
+    assert "From 2,340 tokens on" in text and "only the last piece" in text
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])

@@ -447,12 +447,15 @@ def timeline(table, waiting=None, facts: bool = True, shortest: float = SHORTEST
     return compose(title, [items, legend(key, 900)], "\n".join(lines))
 
 
-def overlap(compute_s, comm_s, labels=None, first: str = "compute", axis: str = "fsdp") -> Scene:
+def overlap(
+    compute_s, comm_s, labels=None, first: str = "compute", axis: str = "fsdp", span_s: float = 0
+) -> Scene:
     """Computing and communicating in turn, and side by side; seconds per piece.
 
     ``first`` says what waits for what: ``compute`` when a piece's result is sent (gradient buckets), ``comm``
     when a piece must arrive before it is used (gathered weights). Each of the two lanes works in order. What
-    arrives takes room: a piece is fetched while the one before it is computed with, no sooner.
+    arrives takes room: a piece is fetched while the one before it is computed with, no sooner. A scale is of
+    ``span_s`` at least.
     """
     labels = [str(i) for i in range(len(compute_s))] if labels is None else labels
     if first not in ("compute", "comm") or not len(compute_s) == len(comm_s) == len(labels):
@@ -484,7 +487,8 @@ def overlap(compute_s, comm_s, labels=None, first: str = "compute", axis: str = 
         head = f"{name}: {time_text(total)}, {waits} of it without computing"
         turns.append({"name": head, "count": 0, "events": events})
     notes = ["At most 1 piece fetched ahead of the one at work."] if first == "comm" else []
-    return two_lanes(turns, "Communication behind computing", 0, sum(compute_s) + sum(comm_s), notes)
+    span_s = max(span_s, sum(compute_s) + sum(comm_s))
+    return two_lanes(turns, "Communication behind computing", 0, span_s, notes)
 
 
 LANES = {"compute": "matmuls", "links": "links", "network": "network"}

@@ -1,7 +1,7 @@
 """Explorers: pictures with controls, in a notebook and as one HTML page that needs none.
 
     MeshExplorer      train a model on a mesh: what it holds, sends and takes; or an array's sharding
-    (llmpar.explore.small: pipelines, experts, rings and memory, on the same machinery)
+    (llmpar.explore.small: pipelines, experts, rings, memory and overlap, on the same machinery)
 
 Each has a ``state`` (a dict), which `set` changes, and an answer to every state: plain data with pictures in
 it, which a browser shows. In a notebook the kernel answers, in a saved page the Python that is in the page.
@@ -29,6 +29,7 @@ KINDS = {
     "timeline": "small.TimelineExplorer",
     "routing": "small.RoutingExplorer",
     "memory": "small.MemoryExplorer",
+    "overlap": "small.OverlapExplorer",
     "ring": "small.RingExplorer",
 }
 """Every explorer by its kind: what a page asks for."""

@@ -1,4 +1,5 @@
-"""Small live figures: a pipeline's order as a game, memory by ZeRO stage, work in a ring, a hot expert.
+"""Small live figures: a pipeline's order as a game, gradients behind a backward pass, memory by ZeRO stage,
+work in a ring, a hot expert.
 
 Each is a picture and a sentence, with one control or a few, for a lesson to place where the idea is met. No
 JAX: a saved page runs them too.
@@ -7,18 +8,19 @@ JAX: a saved page runs them too.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from dataclasses import replace
 from typing import Any
 
 from llmpar.config import ExpertConfig, preset
-from llmpar.draw.charts import memory_bars, timeline, token_flow
-from llmpar.draw.scene import Line, Rect, Scene, compose, small_text
+from llmpar.draw.charts import memory_bars, overlap, timeline, token_flow
+from llmpar.draw.scene import Line, Rect, Scene, compose, small_text, time_text
 from llmpar.explore.answers import refused, step
 from llmpar.explore.explorer import Explorer
 from llmpar.explore.words import button, tagged
 from llmpar.plan import Plan
-from llmpar.predict import hardware, memory
+from llmpar.predict import formulas, hardware, memory
 from llmpar.schedules import SCHEDULES, Schedule, from_text, make
 from llmpar.sequence_order import sequence_permutation
 from llmpar.timetable import Timetable, reached, timetable
@@ -31,7 +33,7 @@ class Figure(Explorer):
         if len(self.controls) > 1:
             return []
         (only,) = self.controls
-        values = only.get("options") or range(only["min"], only["max"] + 1)
+        values = only.get("options") or range(only["min"], only["max"] + 1, only.get("step", 1))
         others = [value for value in values if value != self.state[only["name"]]]
         return [self.state | {only["name"]: value} for value in others]
 
@@ -43,9 +45,9 @@ def said(scene: Scene, *words: str) -> Scene:
     return compose(scene.title, [body], text, words[:1])
 
 
-def slider(name: str, label: str, low: int, high: int) -> dict:
-    """A control that offers the whole numbers of a range."""
-    return {"name": name, "kind": "slider", "label": label, "min": low, "max": high}
+def slider(name: str, label: str, low: int, high: int, **more) -> dict:
+    """A control that offers the whole numbers of a range, or each ``step``-th."""
+    return {"name": name, "kind": "slider", "label": label, "min": low, "max": high} | more
 
 
 # ----------------------------------------------------------------------------------------- a pipeline's order
@@ -248,6 +250,39 @@ def _score(known: dict[str, Timetable], state: dict, mine: Timetable | None) -> 
 
 
 # -------------------------------------------------------------------------------------- one idea, one control
+
+
+class OverlapExplorer(Figure):
+    """How much of the sums of gradients hides behind the backward pass, as each replica gets more tokens."""
+
+    title, kind = "Overlap explorer", "overlap"
+    start = {"model": "llama3-8b", "chip": "h100", "devices": 8, "pieces": 8, "tokens": 1024}
+    controls = [slider("tokens", "tokens per device", 512, 4096, step=256)]
+
+    def seconds(self, state: dict, tokens: int) -> tuple[float, float]:
+        """What a piece of the layers computes in the backward pass (4 FLOPs per parameter and token), and
+        its gradients in bfloat16 take to be summed."""
+        config, chip = preset(state["model"]), hardware.chip(state["chip"])
+        blocks = [w.shape for path, w in config.weights().items() if path.startswith("blocks.")]
+        held = sum(map(math.prod, blocks)) / state["pieces"]
+        sends = formulas.collective_seconds(chip, "all-reduce", 2 * held, state["devices"])
+        return 4 * held * tokens / chip.flops_per_s, sends
+
+    def draw(self, state: dict) -> Scene:
+        tokens, pieces = state["tokens"], state["pieces"]
+        computes, sends = self.seconds(state, tokens)
+        longest = pieces * sum(self.seconds(state, self.controls[0]["max"]))  # one scale, whatever is chosen
+        each = preset(state["model"]).num_layers // pieces
+        names = [f"{each * i}+" for i in reversed(range(pieces))]
+        picture = overlap([computes] * pieces, [sends] * pieces, names, axis="dp", span_s=longest)
+        lags = "sending falls behind, and is waited for"
+        why = lags if computes < sends else "only the last piece's gradients are waited for"
+        says = (
+            f"With {tokens:,} tokens a piece computes for {time_text(computes)}, and its gradients travel for"
+        )
+        more = f"From {math.ceil(tokens * sends / computes):,} tokens on a piece computes at least as long."
+        title = f"{state['model']} on {state['devices']} {state['chip']}: a backward pass in pieces of {each} layers"
+        return said(replace(picture, title=title), f"{says} {time_text(sends)}: {why}.", more)
 
 
 class MemoryExplorer(Figure):

@@ -74,7 +74,7 @@ function control(c, value, attribute = "data-name") {
   const name = `${attribute}="${esc(c.name)}" data-kind="${c.kind}" aria-label="${esc(c.label)}"`;
   if (c.kind === "lines") return `<textarea rows="5" spellcheck="false" ${name}>${esc(value)}</textarea>`;
   if (c.kind === "choice") return `<select ${name}>${options(c.options, value)}</select>`;
-  const range = `type="range" min="${c.min}" max="${c.max}"`;
+  const range = `type="range" min="${c.min}" max="${c.max}" step="${c.step ?? 1}"`;
   if (c.kind === "slider") return `<input ${range} value="${value}" ${name}><output>${value}</output>`;
   const typed = `<input spellcheck="false" autocomplete="off" value="${esc(value ?? "")}" ${name}`;
   if (c.kind === "text") return `${typed}>`;
