@@ -178,7 +178,7 @@ def test_sums_of_gradients_hide_from_the_threshold_on():
     piece = 4 * 6.98e9 / 8 * 7 / 8 / 370e9 * 1e3
     assert waits[2560] == waits[4096] == pytest.approx(piece, rel=0.02), "the last one"
     assert waits[512] > 6 * piece and piece < waits[2304] < 1.3 * piece
-    assert "From 2,340 tokens on" in text and "only the last piece" in text
+    assert "From 2,340 tokens on" in text and "only the last piece's" in text
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])

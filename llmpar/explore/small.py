@@ -269,19 +269,16 @@ class OverlapExplorer(Figure):
         return 4 * held * tokens / chip.flops_per_s, sends
 
     def draw(self, state: dict) -> Scene:
-        tokens, pieces = state["tokens"], state["pieces"]
+        tokens, pieces, model = state["tokens"], state["pieces"], state["model"]
         computes, sends = self.seconds(state, tokens)
         longest = pieces * sum(self.seconds(state, self.controls[0]["max"]))  # one scale, whatever is chosen
-        each = preset(state["model"]).num_layers // pieces
+        each = preset(model).num_layers // pieces
         names = [f"{each * i}+" for i in reversed(range(pieces))]
         picture = overlap([computes] * pieces, [sends] * pieces, names, axis="dp", span_s=longest)
-        lags = "sending falls behind, and is waited for"
-        why = lags if computes < sends else "only the last piece's gradients are waited for"
-        says = (
-            f"With {tokens:,} tokens a piece computes for {time_text(computes)}, and its gradients travel for"
-        )
+        title = f"{model} on {state['devices']} {state['chip']}: the backward pass, {each} layers a piece"
+        why = "sending falls behind" if computes < sends else "only the last piece's are waited for"
+        says = f"With {tokens:,} tokens a piece computes for {time_text(computes)}, its gradients travel for"
         more = f"From {math.ceil(tokens * sends / computes):,} tokens on a piece computes at least as long."
-        title = f"{state['model']} on {state['devices']} {state['chip']}: a backward pass in pieces of {each} layers"
         return said(replace(picture, title=title), f"{says} {time_text(sends)}: {why}.", more)
 
 
