@@ -559,12 +559,10 @@ def test_a_threshold_takes_published_rates(source):
         assert "reached" not in " ".join(given) and "efficiency" not in " ".join(given)
 
 
-def letters_of(text):
-    """The letters that a text explains, with their meanings: "Letters: `b` rows of the batch, …"."""
-    said = re.search(r"Letters(:| mean one thing)(.*?)(?=\n\n)", re.sub(r"^# ?", "", text, flags=re.M), re.S)
-    if said is None:
-        return {}
-    found = re.findall(r"`(\S+)` ([^`,.(]+)", " ".join(said[2].split()))
+def letters_of(text, lists=r"[Ll]etters:(.*?)(?=\.\s|\n\n|\Z)"):
+    """The letters that a text's lists explain, with their meanings: "Letters: `b` rows of the batch, …"."""
+    lists = re.findall(lists, re.sub(r"^# ?", "", text, flags=re.M), re.S)
+    found = re.findall(r"`(\w)` ([^`,.(]+)", " ".join(" ".join(lists).split()))
     return {letter: meaning.strip() for letter, meaning in found}
 
 
@@ -580,15 +578,16 @@ def layouts_in(source):
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_a_letter_means_one_thing_in_all_lessons(source):
-    """docs/words.md explains all; a lesson repeats those that it uses, in the same words or some of them."""
-    known, here = letters_of((ROOT / "docs" / "words.md").read_text()), letters_of(source.read_text())
+    """docs/words.md explains all; a lesson explains those that it uses, in its words or some of them."""
+    words, here = (ROOT / "docs" / "words.md").read_text(), letters_of(source.read_text())
+    known = letters_of(words, "Letters mean one thing(.*?)\n\n")
     small = {"of", "the", "a", "per", "at", "its"}
-    other = {
-        x: said for x, said in here.items() if not set(said.split()) & set(known.get(x, "").split()) - small
-    }
+    alike = lambda letter, said: set(said.split()) & set(known.get(letter, "").split()) - small
+    other = {letter: said for letter, said in here.items() if not alike(letter, said)}
     assert len(known) > 20 and other == {}, "say words.md's meaning, or take another letter"
+    said = re.findall(r"`(\w)` ([^`,.(|;]+)", re.sub(r"\n# ?", " ", source.read_text()))
     used = {letter for layout in layouts_in(source) for letter in layout.letters}
-    assert used <= set(here), "the lesson's line of letters leaves out what its layouts use"
+    assert used <= {letter for letter, words in said if alike(letter, words)}, "say what each letter is"
 
 
 OTHER_LETTERS = r"\bC/W\b|\(m \+ p|\bvp\b|\bE/k\b|\(a ?\+ ?1\)Ψ|34/t\b|\b2n ?[−-] ?1|m ≥ 9"
