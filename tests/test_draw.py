@@ -156,6 +156,13 @@ CASES: dict = {
     "arrows sent, many": lambda: draw.arrows_sent([ARROW_ROWS[0] | {"arrow": f"{i}"} for i in range(30)]),
     "live causal": lambda: draw.live_blocks(CAUSAL),
     "ring": lambda: draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
+    "strips": draw.before_after,
+    "strips as icons": lambda: draw.before_after(icon=True),
+    "ring of sums": draw.ring_sums,
+    "ring of sums, one hop": lambda: draw.ring_sums("reduce-scatter", 5, step=2),
+    "ring of sums, moving": lambda: draw.ring_sums("all-gather", 3, moving=True),
+    "cube": lambda: draw.cube("dp=2 fsdp=2 tp=2", 8, ("dp", "fsdp"), 5),
+    "cube of one": lambda: draw.cube("dp=1", 8, ("dp",), 5, lit=True),
     "memory": lambda: draw.memory_bars(
         [("ZeRO 0", HELD), ("a long name", {"batch": 1.0, "weights": 2 * GIB})], 80 * GIB
     ),

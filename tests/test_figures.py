@@ -10,19 +10,21 @@ import pytest
 
 from llmpar import moe
 from llmpar.config import ExpertConfig, preset
+from llmpar.draw.strips import pattern, ring_held
 from llmpar.explore.small import (
     MemoryExplorer,
     OverlapExplorer,
     RingExplorer,
     RoutingExplorer,
+    SumExplorer,
     TimelineExplorer,
 )
 from llmpar.par import Solo
 from llmpar.plan import Plan
-from llmpar.predict import memory
+from llmpar.predict import formulas, memory
 from llmpar.predict.ring import pairs_by_step
 
-SMALL = [TimelineExplorer, MemoryExplorer, OverlapExplorer, RingExplorer, RoutingExplorer]
+SMALL = [TimelineExplorer, MemoryExplorer, OverlapExplorer, SumExplorer, RingExplorer, RoutingExplorer]
 
 
 @pytest.mark.parametrize("kind", SMALL)
@@ -50,6 +52,15 @@ def test_a_figure_of_one_control_brings_all_its_answers(kind):
     assert len(alone["stored"]) == 15
     assert {name for name, *_ in alone["panels"]} == {"picture", "words"} == {*alone["answer"]["panels"]}
     assert TimelineExplorer().stored() == [], "too many states: Python answers"
+
+
+@pytest.mark.parametrize("kind, ranks", [(kind, n) for kind in SumExplorer.known for n in (2, 4, 5)])
+def test_a_ring_hop_by_hop_ends_as_its_collective_does(kind, ranks):
+    hops = ring_held(kind, ranks)
+    assert (hops[0][1], hops[-1][1]) == pattern(kind, ranks)
+    assert sum(len(sends) for sends, _ in hops) == ranks * ranks * formulas.sent_bytes(kind, 1, ranks)
+    found = SumExplorer(collective=kind, ranks=ranks).document()["answer"]
+    assert len(found["frames"]) == len(hops) == found["panels"]["picture"]["svg"].count("data-frame=")
 
 
 def test_a_written_order_is_judged():

@@ -16,6 +16,7 @@ replicas     replicas  messages                 data parallelism, and in how man
 curves       curves  loss_curve                 what was measured beside a model; whether it learns
 orders       timelines  bubbles                 pipeline orders on one scale; what is called the bubble
 columns      axis_squares  memory_bar  time_bar  sent_bars  mesh_map     what stands beside an explorer's grid
+strips       before_after  ring_sums  cube      collectives before and after, hop by hop; devices in space
 geometry                                        where a device lies, who holds which slice
 scene                                           rectangles, lines and words; SVG, PNG and a text twin
 """
@@ -41,3 +42,4 @@ from llmpar.draw.layouts import arrow, layout, links, moved
 from llmpar.draw.matmul import matmul
 from llmpar.draw.orders import bubbles, timelines
 from llmpar.draw.replicas import gather_use_forget, messages, replicas, zero_strips
+from llmpar.draw.strips import before_after, cube, ring_sums

@@ -31,6 +31,7 @@ KINDS = {
     "memory": "small.MemoryExplorer",
     "overlap": "small.OverlapExplorer",
     "ring": "small.RingExplorer",
+    "sum": "small.SumExplorer",
 }
 """Every explorer by its kind: what a page asks for."""
 

@@ -1,5 +1,5 @@
 """Small live figures: a pipeline's order as a game, gradients behind a backward pass, memory by ZeRO stage,
-work in a ring, a hot expert.
+a sum and work in a ring, a hot expert.
 
 Each is a picture and a sentence, with one control or a few, for a lesson to place where the idea is met. No
 JAX: a saved page runs them too.
@@ -16,6 +16,7 @@ from typing import Any
 from llmpar.config import ExpertConfig, preset
 from llmpar.draw.charts import memory_bars, overlap, timeline, token_flow
 from llmpar.draw.scene import Line, Rect, Scene, compose, small_text, time_text
+from llmpar.draw.strips import hop_words, ring_held, ring_sums
 from llmpar.explore.answers import refused, step
 from llmpar.explore.explorer import Explorer
 from llmpar.explore.words import button, tagged
@@ -312,6 +313,28 @@ class MemoryExplorer(Figure):
         title = "{model}, {mesh}, {batch_size} × {seq_len} tokens, microbatches: {microbatches}"
         room = hardware.chip(state["chip"]).usable_bytes
         return said(memory_bars(self.held(state).items(), room, title.format(**state), wide=420), says)
+
+
+class SumExplorer(Figure):
+    """A sum round a ring, hop by hop: what travels, and what each device then holds. Its still picture shows
+    all hops."""
+
+    title, kind = "Ring stepper", "sum"
+    start = {"collective": "all-reduce", "ranks": 4}
+    known = ["all-reduce", "reduce-scatter", "all-gather"]
+    controls = [{"name": "collective", "kind": "choice", "label": "collective", "options": known}]
+
+    def draw(self, state: dict) -> Scene:
+        return ring_sums(state["collective"], state["ranks"], moving=True)
+
+    def answer(self, state: dict) -> dict:
+        hops = range(len(ring_held(kind := state["collective"], n := state["ranks"])))
+        shown = [{"seconds": 1.0, "text": f"{hop_words(kind, hop, n).capitalize()}."} for hop in hops]
+        return super().answer(state) | {"frames": shown, "says": ring_sums(kind, n).text}
+
+    @property
+    def scene(self) -> Scene:
+        return ring_sums(self.state["collective"], self.state["ranks"])
 
 
 class RingExplorer(Figure):

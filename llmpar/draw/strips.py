@@ -1,0 +1,218 @@
+"""Draw collectives by what each device holds, before and after or hop by hop round a ring; a mesh in space.
+
+A column is a device, with a place for each part of an array. A part has the colour (`scene.OTHERS`) and the
+letter of the device whose numbers it is, a sum those of all whose numbers are in it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llmpar.draw.charts import count_noun
+from llmpar.draw.geometry import coordinates, holders, rounds
+from llmpar.draw.grid import axis_line
+from llmpar.draw.scene import (
+    BODY,
+    OTHERS,
+    SMALL,
+    Group,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    bounds,
+    compose,
+    pixels,
+    small_text,
+    stack,
+    text_width,
+)
+from llmpar.notation import MeshShape, parse_layout, parse_mesh
+
+Held = list[list[str]]  # [device, part]: the letters of the devices whose numbers are added up in it
+PATTERNS = {
+    "all-gather": ("each has one part;", "all get all parts"),
+    "reduce-scatter": ("numbers are added up;", "each keeps one part", "of the sum"),
+    "all-reduce": ("numbers are added up;", "all get the whole sum"),
+    "all-to-all": ("each sends every other", "the part that is for it"),
+    "permute": ("each passes its part", "on to the next"),
+}
+"""The five collectives, and what each does."""
+
+
+def pattern(kind: str, ranks: int) -> tuple[Held, Held]:
+    """What each device holds before a collective and after it."""
+    who, each, one = "abcde"[:ranks], range(ranks), lambda r, p, text: text if r == p else ""
+    mine, all_of = [[letter] * ranks for letter in who], [list(who) for _ in each]
+    return {
+        "all-gather": ([[one(r, p, who[p]) for p in each] for r in each], all_of),
+        "reduce-scatter": (mine, [[one(r, p, who) for p in each] for r in each]),
+        "all-reduce": (mine, [[who] * ranks for _ in each]),
+        "all-to-all": (mine, all_of),
+        "permute": ([[letter] for letter in who], [[who[r - 1]] for r in each]),
+    }[kind]
+
+
+def ring_held(kind: str, ranks: int) -> list[tuple[list[list[int]], Held]]:
+    """What is sent in each hop round a ring (`geometry.rounds`), as [from, to, part], and what each device
+    then holds. A part of a sum is handed on, a finished part is kept as well."""
+    out = [(list[list[int]](), pattern(kind, ranks)[0])]
+    for step in rounds(kind, ranks)[1:]:
+        before = out[-1][1]
+        held = [row[:] for row in before]
+        for source, target, part in step["sends"]:
+            held[target][part] = "".join(sorted({*before[source][part], *before[target][part]}))
+            held[source][part] *= bool(step["held"][source][part])
+        out.append((step["sends"], held))
+    return out
+
+
+def hop_words(kind: str, hop: int, ranks: int) -> str:
+    """What happens in a hop of `ring_sums`."""
+    adds, lap = kind != "all-gather" and hop < ranks, "first lap, " if hop < ranks else "second lap, "
+    told = "the next device adds its own to what comes" if adds else "finished parts are handed on"
+    return f"{lap * (kind == 'all-reduce')}hop {hop}: {told}" if hop else "before: each has its own numbers"
+
+
+def column(rank: int, row: list[str], w: float, h: float, gap: float = 0, new=(), index=()) -> list:
+    """A device: its name, and below it the parts, a stripe for each device whose numbers are in one; dashed
+    where there is none; outlined what is ``new``. An ``index`` stands behind its letter."""
+    name, big, items = "device " * (w > text_width("device 0", SMALL)) + str(rank), h > 11, list[Any]()
+    items.append(Rect(0, 0, w, h if big else 3, OTHERS[rank], "edge", 0.75, radius=2))
+    items += [small_text(w / 2, h / 2, name, fill="black")] * big
+    for p, letters in sorted(enumerate(row), key=lambda part: part[0] in new):  # outlines lie above
+        y, wide = (h if big else 3) + 2 + p * (h + gap), w / max(1, len(letters))
+        for i, letter in enumerate(letters):
+            items.append(Rect(i * wide, y, wide, h, OTHERS["abcde".index(letter)], "edge", 0.5))
+            text = letter + "".join(index[p : p + 1])
+            items += [small_text((i + 0.5) * wide, y + h / 2, text, fill="black")] * big
+            items += [small_text(i * wide, y + h / 2, "+", fill="black")] * (i > 0 and wide > 13)
+        look = ("ink", 2.5) if p in new else ("edge", 0.75)
+        items.append(Rect(0, y, w, h, "" if letters else "paper", *look, dash=not letters))
+    return items
+
+
+def words(row: list[str]) -> str:
+    """What a device holds, for the text of a drawing."""
+    return " ".join("+".join(letters) or "·" for letters in row)
+
+
+def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> Scene:
+    """What each of 2 to 5 devices holds before a collective and after it: a strip for each of ``kinds``, one
+    below the other; as an ``icon`` small and without words."""
+    if unknown := [kind for kind in kinds if kind not in PATTERNS]:
+        raise ValueError(f"'{unknown[0]}' is no collective; there are {', '.join(PATTERNS)}")
+    w, h, gap, between = (
+        (8.0, 6.0, 2.0, 14.0) if icon else (1.15 * text_width("device 0", SMALL), 17.0, 5, 50)
+    )
+    h = h if icon else pixels(SMALL) + 6
+    left = 0 if icon else 12 + max(text_width(line, SMALL) for kind in kinds for line in PATTERNS[kind])
+    side, drawn, lines = ranks * (w + gap) - gap, list[Any](), list[str]()
+    for kind in kinds:
+        both, items = pattern(kind, ranks), list[Any]()
+        for end, held in enumerate(both):
+            for r, row in enumerate(held):
+                index = [str(r if end else p) for p in range(ranks)] if kind == "all-to-all" else ()
+                x = left + end * (side + between) + r * (w + gap)
+                items.append(Group(tuple(column(r, row, w, h, index=index)), x))
+        middle = bounds(items)[3] / 2
+        ends = (left + side + between * 0.14, middle), (left + side + between * 0.86, middle)
+        items.append(Line(ends, "ink", 1 if icon else 2.5, head=True))
+        if not icon:
+            items.append(Text(0, h / 2, kind, BODY, bold=True))
+            placed = ((1.35 * pixels(SMALL) * (i + 1.7), line) for i, line in enumerate(PATTERNS[kind]))
+            items += [small_text(0, y, line, "start") for y, line in placed]
+        drawn.append(items)
+        said = [", ".join(f"device {r}: {words(row)}" for r, row in enumerate(held)) for held in both]
+        lines.append(f"{kind} ({' '.join(PATTERNS[kind])}): before {said[0]}; after {said[1]}")
+    title = "What each device holds before and after" + f": {kinds[0]}" * (len(kinds) == 1)
+    if icon:
+        block = Group(tuple(stack(drawn, 6)), 2, 2)
+        wide, high = bounds([block])[2:]
+        return Scene(math.ceil(wide + 6), math.ceil(high + 2), title, "\n".join([title, *lines]), (block,))
+    middles = ((left + side / 2, "before"), (left + 1.5 * side + between, "after"))
+    head = [Rect(0, 0, 1, 1), *(Text(x, 0, text, BODY, "middle", bold=True) for x, text in middles)]
+    note = "A column is a device, a row a part of the array. Letters and colours: whose numbers these are."
+    return compose(title, [stack([head, *drawn], 14)], "\n".join([*lines, note]), [note])
+
+
+def ring_sums(kind: str = "all-reduce", ranks: int = 4, step: int | None = None, moving=False) -> Scene:
+    """What each of 2 to 5 devices holds after every hop of a collective round a ring, all hops in small; or
+    after one ``step`` (0 is before); or, ``moving``, with a frame for each hop."""
+    hops, small = ring_held(kind, ranks), step is None and not moving
+    w = text_width("abcde"[:ranks], SMALL) + 6 if small else 1.2 * text_width("device 0", SMALL)
+    h, gap, panels, lines = pixels(SMALL) + (4.0 if small else 12.0), 14.0 if small else 34.0, [], list[str]()
+    for k, (sends, held) in enumerate(hops):
+        if step not in (None, k):
+            continue
+        items: list = [Rect(-gap, 0, ranks * (w + gap) + gap, 1)]  # as wide as with arrows
+        for r, row in enumerate(held):
+            new = [part for _, target, part in sends if target == r]
+            items.append(Group(tuple(column(r, row, w, h, 2, new)), r * (w + gap)))
+        for source, target, part in sends:
+            y = h + 2 + part * (h + 2) + h / 2
+            for x in {source * (w + gap) + w, target * (w + gap) - gap}:
+                items.append(Line(((x + 2, y), (x + gap - 2, y)), "ink", 1.5 if small else 2.5, head=True))
+        told = hop_words(kind, k, ranks)
+        items += [small_text(0, -12, told.partition(":")[0], "start", "ink")] * small
+        panels.append(items)
+        lines.append(f"{told}: {' | '.join(map(words, held))}")
+    if moving:
+        panels = [[Group(tuple(items), frame=k) for k, items in enumerate(panels)]]
+    rows = [stack(row, 22, across=True) for row in (panels[:ranks], panels[ranks:]) if row]
+    note = "A column is a device, a row a part of the array. Outlined: what has just come in."
+    title = f"{kind} round a ring of {ranks}: {count_noun(len(hops) - 1, 'hop')}"
+    return compose(title, [stack(rows, 18)], "\n".join([*lines, note]), [note])
+
+
+CORNERS = ((1, 0, 26, "middle"), (2, 24, 6, "start"), (0, -22, 0, "end"))
+"""Where the innermost axis of a cube has its names, and the next: on which edge, how far from the devices."""
+
+
+def cube(mesh: MeshShape | str, rows: int, cut=(), asked: int = 0, lit: bool = False) -> Scene:
+    """The devices of a mesh of up to three axes of 2, in space, beside an array of so many ``rows`` that axes
+    ``cut``, outermost first: who holds the row that is ``asked`` for? They are ``lit`` in the answer."""
+    shape = parse_mesh(mesh)
+    live = [a for a, n in shape.asked.items() if n > 1]
+    if shape.size != 2 ** len(live) or len(live) > 3:
+        raise ValueError(f"mesh '{shape}' is no cube: up to three axes of 2; use draw.mesh")
+    steps = dict(zip(live[::-1], ((100.0, 0.0), (50.0, -44.0), (0.0, 100.0)), strict=False))
+    spot = lambda at: tuple(sum(n * steps[a][k] for a, n in at.items()) for k in (0, 1))
+    sizes, cuts = dict.fromkeys(live, 2), [a for a in cut if a in live]
+    places = [coordinates(sizes, live, device) for device in range(shape.size)]
+    who = holders(parse_layout(f"b/{','.join(cuts)}" if cuts else "b"), sizes)
+    holding = who.get((asked * 2 ** len(cuts) // rows,), [0])
+    space, array, left = list[Any](), list[Any](), 0.0
+    for at in sorted(places, key=lambda at: [-at[a] for a in live[-2:-1]]):  # what is in front comes last
+        for a in (a for a in live if not at[a]):
+            ends = (spot(at), spot(at | {a: 1}))
+            space += [Line(ends, "paper", 9), Line(ends, axis_line(a), 3)]
+    for device, at in enumerate(places):
+        (x, y), on = spot(at), lit and device in holding
+        space.append(Rect(x - 15, y - 15, 30, 30, "ink" if on else "cell", "ink", 1.5, radius=15))
+        space.append(Text(x, y, str(device), BODY, "middle", "paper" if on else "ink", bold=on))
+    for a, (ones, dx, dy, anchor) in zip(live[::-1], CORNERS, strict=False):
+        corner = dict.fromkeys([*live[:1] * (ones > 0), *live[-1:] * (ones > 1)], 1)
+        for i in (0, 1):
+            x, y = spot(corner | {a: i})
+            space.append(small_text(x + dx, y + dy, f"{a} {i}", anchor, axis_line(a)))
+    h = 1.8 * pixels(SMALL)
+    for k, a in enumerate(cuts, 1):
+        tall, right = rows * h / 2**k, left + 8
+        for i in range(2**k):
+            y, end = i * tall + 3, (i + 1) * tall - 3
+            array.append(Line(((right, y), (left, y), (left, end), (right, end)), axis_line(a), 3))
+            array.append(small_text(left + 6, (y + end) / 2, f"{a} {i % 2}", "start", axis_line(a)))
+        left += text_width(f"{a} 0", SMALL) + 22
+    for row in range(rows):
+        fill, color = ("ink", "paper") if row == asked else ("cell", "ink")
+        array.append(Rect(left, row * h, 120, h, fill, "edge"))
+        array.append(small_text(left + 60, (row + 0.5) * h, f"row {row}", fill=color))
+    names = f"device{'s' * (len(holding) > 1)} {' and '.join(map(str, holding))}"
+    title = f"Row {asked} lies on {names}" if lit else f"Who holds row {asked}?"
+    told = [
+        f"device {i}: {', '.join(f'{a} {at[a]}' for a in live) or 'alone'}" for i, at in enumerate(places)
+    ]
+    told.append(f"{rows} rows, cut by {', '.join(cuts) or 'nothing'}")
+    return compose(title, [stack([space, array], 60, across=True)], "\n".join(told))
