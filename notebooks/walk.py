@@ -287,7 +287,7 @@ def faults(lesson: dict) -> list[str]:
     for name, told in lesson["verdicts"].items():
         if name.startswith("cell"):
             out.append(f"{lesson['lesson']}, {name}: {told[0]}")
-        elif "not attempted" not in told[0] or "hint 1" not in told[1]:
+        elif "replace the dots" not in told[0] or "hint 1" not in told[1]:
             out.append(f"{name}: the blank or the hint does not answer")
         elif "not yet" not in told[-2] or ": correct" not in told[-1]:
             out.append(f"{name}: wrong {told[-2]!r}, right {told[-1]!r}")

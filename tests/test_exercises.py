@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -25,6 +26,8 @@ from llmpar.cli import main
 from llmpar.config import preset
 from llmpar.exercises import hosts, judge, pages, record
 from llmpar.exercises.pages import sentences
+from llmpar.exercises.spread import carried_out
+from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
 from llmpar.predict import formulas
 from llmpar.predict.hosts import sends
@@ -72,6 +75,8 @@ ANSWERS = {  # functions that learners write, and answers of another kind; other
     "01.keep_every": [lambda layers: round(layers**0.5), lambda layers, ratio: ratio],
     "02.ring_gather": [
         lambda block, n, axis: lax.all_gather(block, axis),
+        lambda block, n, axis: ring_in_a_loop(block, n, axis, hops=n),
+        lambda block, n, axis: lax.ppermute(block, axis, [(i, i + 1) for i in range(n - 1)]),
         lambda block, n, axis: lax.psum(block, axis),
         lambda block, n, axis: lax.ppermute(block, axis, [(i, (i + 1) % n) for i in range(n)]),
     ],
@@ -125,7 +130,7 @@ ANSWERS = {  # functions that learners write, and answers of another kind; other
     "12.residual": [lambda x, up, down: x + jax.nn.silu(x @ up) @ down],
     "17.rows": [lambda batch, process, num: batch[process], lambda batch, process: batch],
     "17.two_level": [lambda x: lax.psum_scatter(x, "tp", tiled=True), lambda x: x],
-    "17.law": [{"all-reduce": 7 / 8, "reduce-scatter": 7 / 8, "all-to-all": 3.5}],
+    "17.law": [{"ring": 7 / 8, "tree": 7 / 8, "all-to-all": 3.5}],
 }
 
 
@@ -137,6 +142,85 @@ def answers_of(name, exercise):
     """All answers of learners to an exercise."""
     texts = LEARNERS[name].split(" | ") if name in LEARNERS else []
     return [judge.read(text, exercise.solution) for text in texts] + ANSWERS.get(name, [])
+
+
+varying = lambda x, axis: lax.pcast(x, axis, to="varying")
+
+
+def ring_in_a_loop(block, n, axis, hops=None):
+    """A ring as lessons write theirs: zeros that vary, blocks put in their place as they come."""
+    rank = lax.axis_index(axis)
+
+    def hop(j, held):
+        block, found = held
+        block = lax.ppermute(block, axis, [(i, (i + 1) % n) for i in range(n)])
+        return block, found.at[(rank - j - 1) % n].set(block)
+
+    found = varying(jnp.zeros((n, *block.shape), block.dtype), axis).at[rank].set(block)
+    return lax.fori_loop(0, n - 1 if hops is None else hops, hop, (block, found))[1].reshape(-1)
+
+
+def in_two_calls(x, gate, up, down):
+    mine = lax.psum_scatter(jax.nn.silu(x @ gate) * (x @ up) @ down, "tp", scatter_dimension=1, tiled=True)
+    return lax.all_gather(mine, "tp", axis=1, tiled=True, to="invarying")
+
+
+TAUGHT = [  # what lessons write themselves, and what is right in another form
+    ("02.ring_gather", ring_in_a_loop),
+    ("03.repair", but("03.repair", gradient=lambda g, n: psum(varying(g, "dp")) / psum(n))),
+    (
+        "04.stage2_accumulated",
+        lambda gradient, parts: sum(
+            lax.psum_scatter(varying(gradient(p), "fsdp"), "fsdp", scatter_dimension=0, tiled=True)
+            for p in parts
+        ),
+    ),
+    (
+        "05.gated_pair",
+        lambda x, gate, up, down: lax.psum(
+            jax.nn.silu(varying(x, "tp") @ gate) * (varying(x, "tp") @ up) @ down, "tp"
+        ),
+    ),
+    ("05.gated_pair", in_two_calls),
+    (
+        "17.two_level",
+        lambda x: lax.all_gather(
+            lax.psum(lax.psum_scatter(x, "tp", tiled=True), "dp"), "tp", tiled=True, to="invarying"
+        ),
+    ),
+    ("04.memory_table", {"0": 112, "1": "49", "2": 38.5, "3": 28.0}),
+]
+
+
+@pytest.mark.parametrize("name, answer", TAUGHT)
+def test_what_the_lessons_teach_is_right(name, answer):
+    verdict = exercises.find(name).judge(answer)
+    assert verdict.startswith(exercises.CORRECT), verdict
+
+
+def test_what_a_function_returns_is_what_real_devices_return():
+    """Traced and run for all at once, as on a mesh of simulated devices."""
+    x = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
+    mesh = make_mesh("dp=2 tp=2", jax.devices()[:4])
+    whole = np.float32(np.arange(8))
+
+    def function(x):
+        part = lax.psum_scatter(varying(x, "dp") * whole, "tp", tiled=True)
+        part *= 1.0 + lax.axis_index("dp").astype(x.dtype)
+        return lax.all_gather(lax.ppermute(part, "dp", [(0, 1), (1, 0)]), "tp", tiled=True, to="invarying")
+
+    cut = jax.P(("dp", "tp"))
+    on_devices = jax.shard_map(
+        lambda x: function(x[0])[None], mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False
+    )
+    found, sent = carried_out(function, "dp=2 tp=2", x)
+    np.testing.assert_allclose(np.stack(found), jax.jit(on_devices)(x), rtol=1e-6)
+    expected = [
+        ["all-gather", "tp", 1, 16],
+        ["collective-permute", "dp", 1, 16],
+        ["reduce-scatter", "tp", 1, 16],
+    ]
+    assert sent == expected
 
 
 def own_sentence(exercise, verdict):
@@ -153,6 +237,8 @@ def test_the_verdict_table(name):
     assert right == f"{exercises.CORRECT}. {exercise.because}" and len(right.split()) > 8, "it says why"
     sentences = [exercise.says[key] for key in exercise.wrong]
     assert len({*sentences, exercise.says.get("hint")}) == len(sentences) + 1 >= 4, "each one of its own"
+    for key, answer in exercise.also.items():
+        assert exercise.judge(answer) == f"{exercises.CORRECT}. {exercise.says[key]}"
     planted = [exercise.judge(answer) for answer in exercise.wrong.values()]
     assert planted == [f"not yet. {sentence}" for sentence in sentences]
     others = [exercise.judge(answer) for answer in answers_of(name, exercise)]
@@ -280,6 +366,8 @@ def test_a_broken_command_is_the_same_command(capsys, line):
 
 
 def test_a_long_prediction_is_met_on_whole_lines(capsys):
+    exercises.attempt("17.leaves", {"dp across": 1, "tp across": 2})
+    capsys.readouterr()
     exercises.met("17.leaves", {"dp across": "device " * 9, "tp across": "device " * 9}, "predicted")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 1 and max(map(len, lines)) <= exercises.COLUMNS
@@ -305,9 +393,12 @@ def test_a_prediction_is_met_again(capsys):
         exercises.met(*given, **other)
         return capsys.readouterr().out
 
-    assert printed("03.sent", 754_880) == "compiled 754,880\n"
+    asked = "answer 03.sent first: this cell then sets what was found beside your answer\n"
+    assert printed("03.sent", 754_880) == asked
     exercises.attempt("03.sent", ...)
-    assert printed("03.sent", 754_880) == "compiled 754,880\n", "a blank is no answer"
+    blank = capsys.readouterr().out
+    assert blank == f'03.sent (core): {exercises.NOT_ATTEMPTED}; hint("03.sent") helps\n'
+    assert printed("03.sent", 754_880) == asked, "a blank is no answer"
     exercises.attempt("03.sent", 862_720)
     exercises.attempt("03.sent", 754_880)
     assert printed("03.sent", 754_880) == "you said 862,720; compiled 754,880\n"
@@ -409,10 +500,15 @@ def test_a_pipe_is_no_file_of_answers(tmp_path, capsys):
 
 def test_a_lone_notebook_can_ask(tmp_path):
     """Far from the repository's folders, as on a hosted notebook: the package is enough."""
-    code = 'from llmpar.exercises import attempt, hint\nhint("00.held")\nattempt("00.held", "512 bytes")'
+    code = 'from llmpar.exercises import attempt, hint\nhint("00.held")\nattempt("00.held", "512 bytes")\n'
+    code += (
+        "from jax import lax\ndef gather(block, n, axis):\n    return lax.all_gather(block, axis, tiled=True)"
+    )
+    code += "\nattempt('02.ring_gather', gather)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "hint 1 of 2" in done.stdout and "A number is asked for" in done.stdout
+    assert "hint 1 of " in done.stdout and "A number is asked for" in done.stdout
+    assert "but lax.all_gather does it" in done.stdout, "four devices, where one is"
 
 
 def test_when_ulysses_beats_the_ring_is_what_the_package_predicts():
@@ -460,7 +556,11 @@ def test_answers_in_pages_about_hosts_are_the_package_s():
     leaves, law = (exercises.find(f"17.{name}").solution for name in ("leaves", "law"))
     assert leaves == {name: hosts.leaving(name)[0] for name in leaves}
     share = lambda kind: sum(share for one, other, share in sends(kind, 8) if one < 4 <= other)
-    assert law == {kind: pytest.approx(float(share(kind))) for kind in law}
+    chains = [(1, 0), (2, 1), (3, 2), (5, 4), (6, 5), (7, 6)]  # from child to parent, on either host
+    edges = [edge for root, other in ((0, 4), (4, 0)) for edge in [*chains, (other, root)]]
+    along_trees = sum(0.5 for edge in edges for one, other in (edge, edge[::-1]) if one < 4 <= other)
+    rights = {"ring": share("all-reduce"), "tree": along_trees, "all-to-all": share("all-to-all")}
+    assert law == {name: pytest.approx(float(right)) for name, right in rights.items()}
 
 
 def test_the_bucket_of_the_page_ends_soonest():

@@ -364,7 +364,12 @@ def test_the_newcomers_walk_answers_each_exercise_of_the_core_paths():
 
 
 def test_a_wrong_turn_of_the_walk_is_seen():
-    good = ["not attempted yet", "hint 1 of 2", "not yet. No.", "03.sent (core): correct. Yes."]
+    good = [
+        "03.sent (core): replace the dots",
+        "hint 1 of 2",
+        "not yet. No.",
+        "03.sent (core): correct. Yes.",
+    ]
     of = lambda told: walk.faults({"lesson": "03", "verdicts": {"03.sent": told}})
     assert of(good) == [] and len(of([*good[:2], good[3], good[3]])) == len(of([*good[:3], good[2]])) == 1
     assert walk.faults({"lesson": "03", "verdicts": {"cell 4": ["ERROR"]}}) == ["03, cell 4: ERROR"]

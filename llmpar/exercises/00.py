@@ -16,7 +16,7 @@ def layout_of() -> Exercise:
     def who_holds_what(text: str) -> list:
         layout = parse_layout(text)
         found = sorted(holders(layout, sizes).items())
-        return [[layout.letters, *block, devices] for block, devices in found]
+        return [[layout.letters, layout.sums, *block, devices] for block, devices in found]
 
     return Exercise("core", "b/tp d/dp", observe=who_holds_what)
 

@@ -1,5 +1,6 @@
 """Exercises of lesson 04 that are computed: stage 2 by hand."""
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -13,7 +14,7 @@ def stage2_accumulated() -> Exercise:
     """Ask for the sum over microbatches as stage 2 makes it: reduce-scatter each gradient, add up the
     shards."""
 
-    scatter = lambda g: lax.psum_scatter(g, "fsdp", scatter_dimension=0, tiled=True)
+    scatter = lambda g, dim=0: lax.psum_scatter(g, "fsdp", scatter_dimension=dim, tiled=True)
 
     def solution(gradient, parts):
         cut = lambda g: lax.psum_scatter(g, "fsdp", scatter_dimension=0, tiled=True)
@@ -28,10 +29,11 @@ def stage2_accumulated() -> Exercise:
 
     def observe(learner):
         run = lambda parts: learner(lambda part: 2 * part, list(parts))
-        return carried_out(run, "fsdp", DEVICES, gradients, untiled="must match shard count")
+        return carried_out(run, f"fsdp={DEVICES}", gradients, untiled="must match shard count")
 
     wrong = dict(
         stage1=lambda gradient, parts: scatter(sum(gradient(part) for part in parts)),
+        all_held=lambda gradient, parts: scatter(jnp.stack([gradient(part) for part in parts]), 1).sum(0),
         all_reduced=all_reduced,
         never_asked=lambda gradient, parts: sum(scatter(part) for part in parts),
         untiled=lambda gradient, parts: sum(lax.psum_scatter(gradient(part), "fsdp") for part in parts),

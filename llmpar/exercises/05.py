@@ -28,6 +28,14 @@ def gated_pair() -> Exercise:
 
     unfinished = lambda x, gate, up, down: hidden(x, gate, up) @ down
 
+    def weights_gathered(x, gate, up, down):
+        gate, up = (lax.all_gather(w, "tp", axis=1, tiled=True) for w in (gate, up))
+        return hidden(x, gate, up) @ lax.all_gather(down, "tp", axis=0, tiled=True)
+
+    def in_two_calls(*given):
+        mine = lax.psum_scatter(unfinished(*given), "tp", scatter_dimension=1, tiled=True)
+        return lax.all_gather(mine, "tp", axis=1, tiled=True)
+
     total = lambda x: lax.psum(x, "tp")
     wrong = dict(
         unfinished=unfinished,
@@ -37,10 +45,12 @@ def gated_pair() -> Exercise:
         gathered=lambda x, gate, up, down: lax.all_gather(unfinished(x, gate, up, down), "tp").sum(0),
         scattered=lambda *given: lax.psum_scatter(unfinished(*given), "tp", scatter_dimension=1, tiled=True),
         ungated=lambda x, gate, up, down: lax.psum(jax.nn.silu(x @ gate) @ down, "tp"),
+        silu_of_up=lambda x, gate, up, down: lax.psum(hidden(x, up, gate) @ down, "tp"),
+        weights_gathered=weights_gathered,
         twice=lambda x, gate, up, down: lax.psum(solution(x, gate, up, down), "tp"),
     )
-    run = lambda learner: carried_out(learner, "tp", DEVICES, x, gate, up, down)
-    return Exercise("stretch", solution, wrong, run)
+    run = lambda learner: carried_out(learner, f"tp={DEVICES}", x, gate, up, down)
+    return Exercise("stretch", solution, wrong, run, also=dict(in_two_calls=in_two_calls))
 
 
 def kv_heads() -> Exercise:

@@ -29,14 +29,14 @@ def zigzag() -> Exercise:
         backwards=lambda s, ranks: np.arange(s)[::-1],
         single_positions=lambda s, ranks: np.concatenate([np.arange(s)[::2], np.arange(s)[1::2][::-1]]),
     )
-    run = lambda function: [np.asarray(function(s, n)).tolist() for s, n in ((24, 4), (24, 2), (18, 3))]
+    run = lambda function: [np.asarray(function(s, n)) for s, n in ((24, 4), (24, 2), (18, 3))]
     return Exercise("stretch", solution, wrong, run)
 
 
 def to_heads() -> Exercise:
     """Ask for the exchange of Ulysses, positions for heads, as one of four devices writes it."""
     x = (
-        np.random.default_rng(0).standard_normal((4, 3, 8, 4)).astype(np.float32)
+        np.random.default_rng(0).standard_normal((4, 4, 8, 4)).astype(np.float32)
     )  # device, position, head, width
 
     def solution(x):
@@ -53,7 +53,8 @@ def to_heads() -> Exercise:
         unmoved=lambda x: x,
         all_heads=lambda x: lax.all_gather(x, "sp", axis=0, tiled=True),
         untiled=lambda x: lax.all_to_all(x, "sp", split_axis=1, concat_axis=0),
+        exchanged=lambda x: lax.all_to_all(x, "sp", split_axis=0, concat_axis=1, tiled=True),
         widths=lambda x: lax.all_to_all(x, "sp", split_axis=2, concat_axis=0, tiled=True),
     )
-    run = lambda learner: carried_out(learner, "sp", 4, x, untiled="all_to_all")
+    run = lambda learner: carried_out(learner, "sp=4", x, untiled="all_to_all")
     return Exercise("stretch", solution, wrong, run)

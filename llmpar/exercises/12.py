@@ -64,14 +64,14 @@ def residual() -> Exercise:
         y_twice=lambda x, up, down: forgotten(x, up, down) + forgotten(x, up, down),
         forgotten=forgotten,
         gathers_hidden=gathers_hidden,
-        through_slices=lambda *given: given[0] + reshard(reshard(left_open(*given), ROWS), WHOLE),
         stays_cut=cut(ROWS),
         columns=cut(COLUMNS),
         left_open=left_open,
         added_twice=lambda x, up, down: x + solution(x, up, down),
     )
     run = lambda answer: traced(answer, "b/dp s d", "d m/tp", "m/tp d")
-    return Exercise("expert", solution, wrong, run)
+    in_two_calls = lambda *given: given[0] + reshard(reshard(left_open(*given), ROWS), WHOLE)
+    return Exercise("expert", solution, wrong, run, also=dict(in_two_calls=in_two_calls))
 
 
 def traced(function, *layouts: str) -> dict:

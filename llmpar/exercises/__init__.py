@@ -86,10 +86,10 @@ def attempt(name: str, answer: Any, **given: Any) -> None:
     exercise = find(name, **given)
     GIVEN[name] = given
     verdict = exercise.judge(answer)
-    say(f"{name} ({exercise.level}): {verdict}")
     if verdict == NOT_ATTEMPTED:
-        say(f'hint("{name}") helps a step at a time')
+        say(f'{name} ({exercise.level}): {verdict}; hint("{name}") helps')
         return
+    say(f"{name} ({exercise.level}): {verdict}")
     SAID.setdefault(name, as_text(answer))
     if said := note(name, answer, verdict):
         say(said)
@@ -121,11 +121,14 @@ def solved(name: str, **given: Any) -> str:
 
 
 def met(name: str, found: Any, what: str = "compiled") -> None:
-    """Print what was found, and beside it what the learner predicted first."""
+    """Print what the learner predicted first, and beside it what was found; before a prediction, ask for
+    it."""
     find(name, **GIVEN.get(name, {}))
     first = first_answer(name)
-    said = "" if first is None else f"you said {in_short(first)}; "
-    say(f"{said}{what} {in_short(found)}")
+    if first is None:
+        say(f"answer {name} first: this cell then sets what was found beside your answer")
+    else:
+        say(f"you said {in_short(first)}; {what} {in_short(found)}")
 
 
 def say(text: object, hanging: int = 0) -> None:

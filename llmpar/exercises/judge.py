@@ -6,13 +6,15 @@ import contextlib
 import dataclasses
 import dis
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
-NOT_ATTEMPTED = "not attempted yet: replace the dots and run this cell again"
+NOT_ATTEMPTED = "replace the dots"
 CORRECT = "correct"
 UNITS = {
     "bytes": {"KiB": 2**10, "kB": 1e3, "MiB": 2**20, "MB": 1e6, "GiB": 2**30, "GB": 1e9},
@@ -34,6 +36,7 @@ class Exercise:
         unit: of numbers, a key of `UNITS`.
         counts: sentences in place of the hint that count for the learner: by key a function that gives the
             figures in the sentence for what was observed, or None where it does not fit.
+        also: other right answers that are computed, by the key of why they are right.
         says: the sentences by key.
         given: the numbers of the lesson that formulas in the page speak of.
     """
@@ -45,15 +48,17 @@ class Exercise:
     tolerance: float = 1e-5
     unit: str = ""
     counts: Mapping[str, Callable[[Any], Mapping[str, Any] | None]] = field(default_factory=dict)
+    also: Mapping[str, Any] = field(default_factory=dict)
     says: Mapping[str, str] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)
 
     def told(self, name: str, says: Mapping[str, str]) -> Exercise:
-        """Give it its sentences, and the wrong answers that are spelt out as their keys, in backticks; refuse
-        a key that has no sentence, and a sentence whose key means nothing."""
-        wanted = {"because", *self.wrong, *(self.counts or ["hint"])}
-        spelt = [key for key in says if key.startswith("`")]
-        planted = {key: read(key.strip("`"), self.solution, self.given) for key in spelt}
+        """Give it its sentences, and the answers that are spelt out as their keys, in backticks, with an "or"
+        in front where they are right; refuse a key that has no sentence, and a sentence whose key means
+        nothing."""
+        wanted = {"because", *self.wrong, *self.also, *(self.counts or ["hint"])}
+        spelt = [key for key in says if key.endswith("`")]
+        planted = {key: read(key.split("`")[1], self.solution, self.given) for key in spelt}
         if missing := sorted(wanted - says.keys()):
             raise ValueError(f"{name} has no sentence for {', '.join(missing)}")
         unknown = says.keys() - wanted - planted.keys() - {"nudge"}
@@ -62,15 +67,16 @@ class Exercise:
             raise ValueError(
                 f"{name} has sentences for {', '.join(sorted(unknown))}, which mean nothing to it"
             )
+        also = {**self.also, **{key: planted.pop(key) for key in spelt if key.startswith("or ")}}
         answers = {**self.wrong, **planted}
-        return dataclasses.replace(
-            self, wrong={key: answers[key] for key in says if key in answers}, says=says
-        )
+        wrong = {key: answers[key] for key in says if key in answers}
+        return dataclasses.replace(self, wrong=wrong, also=also, says=says)
 
     def judge(self, answer: Any) -> str:
         """Return the verdict on an answer as one sentence."""
         if is_blank(answer):
             return NOT_ATTEMPTED
+        answer = as_meant(answer, self.solution)
         if fault := mismatch(answer, self.solution):
             return f"not yet. {fault}"
         try:
@@ -79,6 +85,9 @@ class Exercise:
                 return NOT_ATTEMPTED
             if self.same(seen, right):
                 return f"{CORRECT}. {self.because}"
+            for key, other in self.also.items():
+                if self.same(seen, self.observe(other)):
+                    return f"{CORRECT}. {self.says[key]}"
             return f"not yet. {self.advice(seen, right)}"
         except Exception as error:  # the learner's own code runs here, or a text is read
             refused = isinstance(error, ValueError) and isinstance(answer, str)
@@ -104,7 +113,7 @@ class Exercise:
         for value, sentence in planted:
             if self.same(seen, value):
                 return sentence
-        if fault := mismatch(seen, right):
+        if fault := turned(seen, right) or mismatch(seen, right):
             return fault
         if isinstance(right, Mapping):
             return self.part_by_part(seen, right, planted)
@@ -222,9 +231,36 @@ def not_asked(answer: Any, asked: Any) -> str:
     """Say which kind of answer is asked for."""
     of = f" of {', '.join(inspect.signature(asked).parameters)}" if callable(asked) else ""
     number = (kind(asked), kind(answer)) == ("a number", "text")
-    plain = " Write it without quotes, commas and units." if number else ""
+    plain = " Write the number alone, without its unit." if number else ""
     shown = f": {answer!r}" if kind(answer) in ("a number", "text", "True or False") else ""
     return f"{kind(asked).capitalize()}{of} is asked for, and this is {kind(answer)}{shown}.{plain}"
+
+
+def as_meant(answer: Any, right: Any) -> Any:
+    """Read numbers that are given as text, and names that are, as what alone they can mean."""
+    if kind(answer) == kind(right) == "a dict":
+        names = {str(name): name for name in right}
+        meant = {names.get(str(name), name): part for name, part in answer.items()}
+        return {name: as_meant(part, right.get(name)) for name, part in meant.items()}
+    if isinstance(answer, str) and kind(right) == "a number":
+        plain = answer.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d*)?", answer) else answer
+        with contextlib.suppress(ValueError, ZeroDivisionError):
+            return float(Fraction(plain))
+    return answer
+
+
+def turned(seen: Any, right: Any) -> str:
+    """Recognise the right array, alone or in a list, with its dims exchanged or in another shape."""
+    if kind(seen) == kind(right) == "a list":
+        return next(filter(None, map(turned, seen, right)), "")
+    if kind(seen) == kind(right) == "an array" and seen.size == right.size and not same(seen, right, 1e-5):
+        orders = itertools.permutations(range(seen.ndim)) if seen.ndim == right.ndim else ()
+        if any(same(seen.transpose(order), right, 1e-5) for order in orders):
+            return "The numbers are right, with dims exchanged: transpose it."
+        if same(seen.ravel(), right.ravel(), 1e-5):
+            shapes = f"{list(seen.shape)} in place of {list(right.shape)}"
+            return f"The numbers are right, in another shape, {shapes}: reshape it."
+    return ""
 
 
 def mismatch(seen: Any, right: Any) -> str:

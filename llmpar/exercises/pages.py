@@ -9,6 +9,7 @@
 - because: Both halves of …         why the solution is right
 - whole: That is the size of …      for the wrong answer that the code calls whole
 - `862720`: You forgot …            for this wrong answer: a formula, a text, or parts, `A=none; B=2`
+- or `754881`: It is …              for this right answer, which is another one than `answer`
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ def sentences(name: str) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     said: dict[str, str] = {}
     for number, line in enumerate(read_text(path, "page of sentences").splitlines(), 1):
-        key, _, sentence = line[2:].partition("`: " if line.startswith("- `") else ": ")
-        key += "`" * line.startswith("- `")
+        spelt = line.startswith(("- `", "- or `"))
+        key, _, sentence = line[2:].partition("`: " if spelt else ": ")
+        key += "`" * spelt
         if line.startswith("## "):
             said = found[line[3:]] = {}
         elif line.startswith("- ") and found and sentence and (key == "nudge" or key not in said):

@@ -3,37 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from llmpar.inspect.census import census_table
+from llmpar.inspect.census import Collective, census_table
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh
 
 
-def carried_out(function: Callable, axis: str, size: int, *arrays, untiled: str = "") -> list | str:
-    """Give what each of ``size`` devices returns, and what it sends: ``[values, [[kind, axis, count], …]]``.
-
-    Each array has the devices' parts along its first dim. The devices are made by `jax.vmap`, so one real
-    device is enough; what is sent is read from the program traced for a mesh. A fault in the trace is the
-    learner's to read, but for the one with the words ``untiled``: then give 'not tiled'.
-    """
-    across = PartitionSpec(axis)
+def traced(function: Callable, mesh: str, *arrays: Any) -> Any:
+    """Trace what one device runs for all devices of a mesh, as in 'dp=2 tp=2'; each array has their parts
+    along its first dim."""
+    across = PartitionSpec(tuple(axis.partition("=")[0] for axis in mesh.split()))
     on_mesh = jax.shard_map(
         lambda *parts: jnp.asarray(function(*(part[0] for part in parts)))[None],
-        mesh=abstract_mesh(f"{axis}={size}"),
+        mesh=abstract_mesh(mesh),
         in_specs=across,
         out_specs=across,
         check_vma=False,
     )
+    return jax.make_jaxpr(on_mesh)(*arrays)
+
+
+def sends(program: Any) -> list[Collective]:
+    """List what a traced program sends, in its order."""
+    return census_jaxpr(program, dict(program.eqns[-1].params["mesh"].shape))
+
+
+def carried_out(function: Callable, mesh: str, *arrays: Any, untiled: str = "") -> Any:
+    """Give what each device returns, and what it sends: ``[values, [[kind, axes, count, bytes], …]]``.
+
+    One real device is enough: the program is traced for the mesh, under `jax.shard_map` as in the lessons,
+    where `pcast` has nothing to do; the trace is then run for all devices at once, by `jax.vmap`. A fault in
+    the trace is the learner's to read, but for the one with the words ``untiled``: then give 'not tiled'.
+    """
     try:
-        traced = jax.make_jaxpr(on_mesh)(*arrays)
+        program = traced(function, mesh, *arrays)
     except ValueError as error:
         if untiled and untiled in str(error):
             return "not tiled"
         raise
-    sent = census_table(census_jaxpr(traced, {axis: size}))
-    values = jax.vmap(function, axis_name=axis)(*arrays)
-    return [values, sorted([kind, axes, row["count"]] for (axes, kind), row in sent.items())]
+    sent = [[kind, axes, *row.values()] for (axes, kind), row in census_table(sends(program)).items()]
+    return [values(program, mesh, *arrays), sorted(sent)]
+
+
+def values(program: Any, mesh: str, *arrays: Any) -> list[Any]:
+    """Run a traced program for all devices; gives what each returns."""
+    axes = {axis: int(size) for axis, _, size in (part.partition("=") for part in mesh.split())}
+    line = program.eqns[-1]
+    held = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+    given = [x.reshape(*axes.values(), 1, *x.shape[1:]) for x in arrays]
+    held |= dict(zip(program.jaxpr.invars, given, strict=True))
+    run = lambda *parts: jax.core.eval_jaxpr(line.params["jaxpr"], (), *parts)[0][0]
+    in_axes = tuple(0 if var in program.jaxpr.invars else None for var in line.invars)
+    for axis in reversed(axes):
+        run = jax.vmap(run, in_axes, axis_name=axis)
+    try:
+        found = run(*(held[var] for var in line.invars))
+    except AssertionError as error:
+        raise ValueError(f"{error} In a ring each device sends to one, and each receives.") from error
+    return list(found.reshape(-1, *found.shape[len(axes) :]))

@@ -339,9 +339,10 @@ for function in (one_ring, two_level) if right else (one_ring,):
 # %% [markdown]
 # ### Who sends what to whom
 #
-# Which bytes cross depends on the algorithm. Gloo, by which CPU processes talk, sends all-reduces and all-gathers round a
-# **ring**. A reduce-scatter is **halved**: half of the message to the neighbour, a quarter to the one two places on, and so
-# forth. Then pieces go to their owners: the owner of a piece has its number with bits reversed. An all-to-all goes directly.
+# Which bytes cross depends on the algorithm. NCCL, by which NVIDIA's GPUs talk, sums long messages round a **ring**: each device sends
+# to the next one. Shorter ones it sums along **two trees**, each with half of the message: sums go up to the root, the result comes
+# down (Jeaugey 2019). One edge of each tree lies between the hosts, and the two roots are on different hosts. An all-to-all goes
+# directly, a piece to each device.
 #
 # ### Exercise (expert): the law
 #
@@ -349,7 +350,7 @@ for function in (one_ring, two_level) if right else (one_ring,):
 # buffer that each device holds.)
 
 # %%
-shares = {"all-reduce": ..., "reduce-scatter": ..., "all-to-all": ...}
+shares = {"ring": ..., "tree": ..., "all-to-all": ...}
 attempt("17.law", shares)
 
 # %% [markdown]
