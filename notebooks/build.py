@@ -56,7 +56,7 @@ CORE = {
     "lines printed": range(26),
 }
 """What a core path may have, in numbers: trouble and a picture first, and little to read between them."""
-IN_WORK = tuple("00 01 02 03 04 05 06 07 08 09 10 11 12 17".split())  # lessons that are not in that form yet
+IN_WORK = tuple("00 01 02 03 04 05 06 07 08 09 10 11 17".split())  # lessons that are not in that form yet
 NUM_OBJECTIVES, NUM_KEYPOINTS = range(2, 5), range(3, 6)
 PEAK = """import resource, sys
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))"""
@@ -92,7 +92,7 @@ def read_text(notebook: nbformat.NotebookNode) -> dict[str, str | list[str]]:
     """Find the question and the key points of a lesson in its text."""
     text = "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown") + "\n\n"
     question = re.search(r"\*\*Question\.\*\* (.*?)\n\n", text, re.S)
-    points = re.search(r"^## (?:Five lines|Summary|Keep: .*)\n\n(.*?)\n\n", text, re.S | re.M)
+    points = re.search(r"^## (?:Five lines|Summary|Keep: [^\n]*)\n\n(.*?)\n\n", text, re.S | re.M)
     return {
         "question": " ".join(question[1].split()) if question else "",
         "keypoints": [" ".join(point.split()) for point in re.split(r"^\d\. ", points[1], flags=re.M)[1:]]

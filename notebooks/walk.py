@@ -93,6 +93,11 @@ ANSWERS = {
     "11.replicas": [("..., ...", "5.6, 5.6", "89.7, 5.61")],
     "11.schemes": [("..., ..., ...", '"dp", "pp", "tp"', '"dp", "fsdp", "tp"')],
     "12.unfinished": [("= ...", '= "b/dp s d"', '= "b/dp s d +tp"')],
+    "12.fates": [
+        ('{"Manual": ..., "Manual, check off": ..., "Auto": ..., "Explicit": ...}',
+         '{"Manual": "refused", "Manual, check off": "refused", "Auto": "right", "Explicit": "refused"}',
+         '{"Manual": "refused", "Manual, check off": "wrong", "Auto": "right", "Explicit": "refused"}'),
+    ],
     "17.leaves": [("..., ...", "1_482_057, 11_821_092", "2_964_114, 11_821_092")],
     "17.rows": [
         ("def my_rows(batch, process, num): ...", "def my_rows(batch, process, num):\n    return batch",

@@ -4,43 +4,25 @@
 #     teaching: 25
 #     exercises: 25
 #     needs: ["00", "05"]
+#     question: If a program forgets a sum, who tells you, and who hides it?
 #     objectives:
-#     - Say who chooses what is sent under each of four readings of one text.
-#     - Predict which reading refuses a mistake, which repairs it silently, and which
-#       gives wrong numbers.
+#     - Say who chooses what is sent in each of three ways to write a program in JAX.
+#     - Predict which way refuses a mistake, which repairs it silently, and which gives
+#       wrong numbers.
 #     - Write unfinished sums and arrows as explicit types.
 # ---
 
 # %% [markdown]
-# # 12 · Four readings: who chooses what is sent?
+# # 12 · A sum is forgotten. Who tells you?
 #
-# A model's text says what is computed. Somebody must still say what is *sent*. JAX has three ways for that, and this
-# package can carry out one text in all of them. We call each way a **reading**:
-#
-# | reading | in JAX | who chooses the collectives |
-# |---|---|---|
-# | `Solo` | one device | nobody: there are none. It is the reference |
-# | `Manual` | `jax.shard_map` | you: each collective is a line of your program |
-# | `Auto` | `jax.jit` with shardings | XLA's **partitioner**, the pass that splits a program over devices |
-# | `Explicit` | `jax.jit` on axes of `AxisType.Explicit` | you, as types; JAX checks them while it traces |
-#
-# A **layout** is one line that says where a value lives: `b/dp s d +tp` is cut by the mesh axis `dp` along `b`, and is
-# an unfinished sum over `tp`. An **arrow** is a movement between two layouts. A **census** counts what a compiled program
-# sends. (All words: [docs/words.md](../docs/words.md#words).)
-#
-# **Question.** If the text has a mistake, which reading tells you, and which one hides it?
-#
-# Letters: `b` rows, `s` positions, `d` width, `m` hidden width.
-#
-# The mesh has the axes `dp` (data parallelism, cuts the batch) and `tp` (tensor parallelism, cuts products). `shard_map` runs a function on
-# every device with its own block. The core path ends at *Further*.
+# Two weight matrices are cut over four devices. The program lacks one line: the one that adds up. It runs to its end, and every
+# shape is right. Here are the first numbers of its result.
 
 # %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices()
 
-# %% tags=["plumbing"]
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,24 +43,18 @@ from llmpar.notation import parse_layout
 from llmpar.plan import Plan
 from llmpar.predict.tolerance import tolerance
 
-# Accelerators round float32 products unless told not to.
+# Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
 TP = max(n for n in (1, 2, 4) if n <= len(devices))
 DP = min(2, len(devices) // TP)
 mesh = make_mesh(f"dp={DP} tp={TP}")
 
-# %% [markdown]
-# ## One text, three programs
-#
-# A feed-forward: two products with something between them. The columns of `up` and the rows of `down` are cut by `tp`, so
-# each rank of `tp` has some of the hidden values.
-
-# %%
 rng = np.random.default_rng(0)
 x = rng.standard_normal((4, 8, 16)).astype(np.float32)
 up = rng.standard_normal((16, 32)).astype(np.float32) / 4
 down = rng.standard_normal((32, 16)).astype(np.float32) / 4
 LAYOUTS = ("b/dp s d", "d m/tp", "m/tp d")  # of x, up and down
+OUT = {"out_shardings": sharding(mesh, parse_layout("b/dp s d"))}
 
 
 def feed_forward(x, up, down):
@@ -86,10 +62,51 @@ def feed_forward(x, up, down):
     return h @ down  # b s d
 
 
+def manual(f, layouts=LAYOUTS, **how):
+    """Run `f` on every device with its own blocks."""
+    places = [spec(parse_layout(text)) for text in layouts]
+    out = spec(parse_layout("b/dp s d"))
+    return jax.shard_map(f, mesh=mesh, in_specs=tuple(places), out_specs=out, **how)
+
+
+def run(f, on=mesh, layouts=LAYOUTS, **how):
+    """The result, and what the program sends: kinds, counts and bytes."""
+    places = [sharding(on, parse_layout(text)) for text in layouts]
+    args = [jax.device_put(a, p) for a, p in zip((x, up, down), places, strict=True)]
+    with jax.set_mesh(on):
+        compiled, text = read_program(jax.jit(f, **how).lower(*args))
+        return compiled(*args), census_table(census_hlo(text, on))
+
+
 want = feed_forward(x, up, down)  # one device
 
+
+def numbers(result):
+    """The first numbers on the devices of one replica, their sum, what is right."""
+    shards = [np.asarray(shard.data)[0, 0, :5] for shard in result.addressable_shards]
+    rows = [(f"device {r}", shards[r], scene.OTHERS[r]) for r in range(TP)]
+    rows += [("their sum, which is right", sum(shards[:TP]), "good-ground")]
+    rows += [("the program's answer", np.asarray(result)[0, 0, :5], "bad-ground")]
+    assert np.allclose(sum(shards[:TP]), want[0, 0, :5], atol=1e-5)
+    cells = [(name, [(f"{n:.2f}", role) for n in row]) for name, row, role in rows]
+    title = "The result, as each device has it"
+    return draw.table(cells, title=title)
+
+
+# %%
+result, _ = run(manual(feed_forward, check_vma=False))
+scene.show(numbers(result))
+
 # %% [markdown]
-# **Predict.** `h` is laid out as `b/dp s m/tp`, and `down` as `m/tp d`. Each device multiplies what it holds. **What is the
+# Each device multiplied its part of the weights. So it has *some terms* of every number, and the right number is the sum over
+# the devices. The program takes one device's terms for the answer. A shape cannot tell: the terms have the shape of the sum.
+#
+# ## Predict
+#
+# The program is a feed-forward, `h = silu(x @ up)` and `y = h @ down`. Its letters: `b` rows, `s` positions, `d` width,
+# `m` hidden width. The mesh axis `dp` cuts the rows, and `tp` cuts `m`.
+#
+# A **layout** says where a value lies ([lesson 00](00_setup.ipynb)): `h` is `b/dp s m/tp`, and `down` is `m/tp d`. **What is the
 # layout of `y = h @ down` before anything is sent?**
 
 # %%
@@ -97,53 +114,41 @@ layout_of_y = ...
 attempt("12.unfinished", layout_of_y)
 
 # %% [markdown]
-# **Manual.** You write what *one device* does. Its `x` is a block, and `lax.psum` is the arrow `+tp -> whole`.
-
-
-# %%
-def by_hand(x, up, down):
-    y = feed_forward(x, up, down)  # this device's terms of the sum
-    return lax.psum(y, "tp")  # b s d +tp -> b s d
-
-
-def manual(f, layouts=LAYOUTS, **how):
-    places = [spec(parse_layout(text)) for text in layouts]
-    out = spec(parse_layout("b/dp s d"))
-    return jax.shard_map(f, mesh=mesh, in_specs=tuple(places), out_specs=out, **how)
-
-
-# %% [markdown]
-# **Auto.** You write the whole computation, and say where arguments and results live. `feed_forward` needs no change.
+# ## Three ways to write the sum send the same bytes
 #
-# **Explicit.** You write the whole computation too. On a mesh of explicit axes the layout is part of a value's *type*.
-# Where a type would be ambiguous, you say it: `unreduced={"tp"}` is our `+tp`, and `reshard` is the arrow.
+# | way | in JAX, you write | who chooses what is sent |
+# |---|---|---|
+# | **Manual** | `jax.shard_map`: what *one device* does | you: each collective is a line |
+# | **Auto** | `jax.jit`: the *whole* computation, and where its arguments and its result lie | XLA's *partitioner*, which splits it over devices |
+# | **Explicit** | `jax.jit` on axes of `AxisType.Explicit`: the whole computation; where a value lies is part of its *type* | you, in types; JAX checks them |
+#
+# Auto takes `feed_forward` as it stands. The two others add a line:
 
 
 # %%
-def with_types(x, up, down):
+def by_hand(x, up, down):  # Manual
+    y = feed_forward(x, up, down)  # this device's terms
+    return lax.psum(y, "tp")  # adds them up over tp
+
+
+def with_types(x, up, down):  # Explicit
     h = jax.nn.silu(x @ up)
     y = jnp.matmul(h, down, out_sharding=P("dp", None, None, unreduced={"tp"}))
-    z = reshard(y, P("dp", None, None))  # b/dp s d +tp -> b/dp s d
+    z = reshard(y, P("dp", None, None))  # adds up over tp
     for name, value, dims in (("h", h, "bsm"), ("y", y, "bsd"), ("z", z, "bsd")):
         seen[name] = str(jax.typeof(value)), str(from_type(value, dims))
     return z
 
 
 typed, seen = explicit(mesh), {}
-
+results = {
+    "Manual": run(manual(by_hand)),
+    "Auto": run(feed_forward, **OUT),
+    "Explicit": run(with_types, typed),
+}
 
 # %% tags=["plumbing"]
-def run(f, on=mesh, layouts=LAYOUTS, **how):
-    """The value, and what the program sends: kinds, counts and bytes."""
-    places = [sharding(on, parse_layout(text)) for text in layouts]
-    args = [jax.device_put(a, p) for a, p in zip((x, up, down), places, strict=True)]
-    with jax.set_mesh(on):
-        compiled, text = read_program(jax.jit(f, **how).lower(*args))
-        value = np.asarray(compiled(*args))
-    return value, census_table(census_hlo(text, on))
-
-
-OUT = {"out_shardings": sharding(mesh, parse_layout("b/dp s d"))}
+block = 4 // DP * 8 * 16 * 4  # bytes of y on a device
 
 
 def told(sent):
@@ -153,119 +158,148 @@ def told(sent):
     return "; ".join(lines) or "nothing"
 
 
-# %%
-results = {
-    "manual": run(manual(by_hand)),
-    "auto": run(feed_forward, **OUT),
-    "explicit": run(with_types, typed),
-}
-
-# %% [markdown]
-# ## Compare
-#
-# The same value, and the same collective: one all-reduce of a block of `y`.
-
-# %%
-block = 4 // DP * 8 * 16 * 4  # bytes of y on a device
 for name, (value, sent) in results.items():
     assert np.allclose(value, want, atol=1e-5), name
     if TP > 1:
         one = {"count": 1, "bytes_sent": 2 * block * (TP - 1) // TP}
         assert sent == {("tp", "all-reduce"): one}, (name, sent)
-    print(f"{name:<9} {told(sent)}")
+    print(f"{name:<9} is right, sends {told(sent)}")
 
 # %% [markdown]
-# And what the types say, beside our layout of the same value. `U:tp` reads "unreduced over tp".
+# ## A type can say that a sum is open
+#
+# Explicit gives each value a type. Left the type as JAX writes it, right our layout of the same value. `U:tp` reads "unreduced
+# over tp": each device has some terms only. We write `+tp`. The **arrow**, a movement from one layout to another, is what the
+# first program forgot.
 
 # %%
 for name, (kind, layout) in seen.items():
     print(f"{name}   {kind:<30} {layout}")
-met("12.unfinished", seen["y"][1], "typed")
+met("12.unfinished", seen["y"][1], "the type says")
 assert seen["y"][1] == "b/dp s d +tp" and seen["z"][1] == "b/dp s d"
 scene.show(draw.arrow("b/dp s d +tp -> b/dp s d", (4, 8, 16), mesh.shape, itemsize=4))
 
 # %% [markdown]
-# Every device has whole rows of numbers, and each number is only a part of its sum. A shape alone cannot tell `y` from
-# `z`: both are `[4, 8, 16]`. The type can, and so can the layout.
+# ## Bet: forget the sum in each way
 #
-# ## One mistake, three fates
-#
-# **The sum is forgotten.** The programs below lack the arrow `+tp -> whole`. `check_vma=False` switches off the check of
-# `shard_map` that asks whether a result is the same on all ranks. Much published code does that.
-
+# Now the sum is missing everywhere. `shard_map` has a check, `check_vma`: is a result that is said to be whole the same on all
+# devices? Much published code switches it off, so there are four programs. **Is each of them `"refused"`, or is its result
+# `"right"` or `"wrong"`?**
 
 # %%
+ends = {"Manual": ..., "Manual, check off": ..., "Auto": ..., "Explicit": ...}
+attempt("12.fates", ends)
+
+
+# %% tags=["plumbing"]
 def fate(f, *args, **how):
+    """How a program with a mistake ends: a word, a line, the bytes sent, the error."""
     try:
         value, sent = run(f, *args, **how)
     except Exception as error:
-        return f"refused: {type(error).__name__}", error
-    off = np.abs(value - want).max()
-    verdict = "right" if off < 1e-5 else f"WRONG by {off:.1f}"
-    return f"{verdict}, sends {told(sent)}", None
+        return "refused", f"refused: {type(error).__name__}", 0, error
+    off, total = np.abs(value - want).max(), sum(r["bytes_sent"] for r in sent.values())
+    if off < 1e-5:
+        return "right", f"right, sends {total:,} B", total, None
+    return "wrong", f"WRONG by {off:.1f}, sends {total:,} B", total, None
 
 
+GROUND = {"refused": "good-ground", "right": "good-ground", "wrong": "bad-ground"}
+
+
+def in_colour(columns, title):
+    """The fates, a column for each mistake; what sends too much is yellow."""
+    rows = []
+    for name in fates:
+        cells = []
+        for found in columns.values():
+            word, line, total, _ = found[name]
+            much = total > enough
+            cells.append((line, "unsure-ground" if much else GROUND[word]))
+        rows.append((name, cells))
+    return draw.table(rows, tuple(columns), title)
+
+
+enough = sum(row["bytes_sent"] for row in results["Auto"][1].values())
+
+# %%
 fates = {
     "Manual": fate(manual(feed_forward)),
     "Manual, check off": fate(manual(feed_forward, check_vma=False)),
     "Auto": fate(feed_forward, **OUT),
     "Explicit": fate(feed_forward, typed),
 }
-for name, (what, _) in fates.items():
-    print(f"{name:<18} {what}")
+met("12.fates", {name: word for name, (word, *_) in fates.items()}, "in truth")
+scene.show(in_colour({"the sum is forgotten": fates}, "One mistake, three fates"))
+
+# %% tags=["plumbing"]
 if TP > 1:
-    assert all(fates[name][0].startswith("refused") for name in ("Manual", "Explicit"))
-    assert "WRONG" in fates["Manual, check off"][0] and "right" in fates["Auto"][0]
+    words = {name: word for name, (word, *_) in fates.items()}
+    assert words["Manual"] == words["Explicit"] == "refused"
+    assert words["Manual, check off"] == "wrong" and words["Auto"] == "right"
 
 # %% [markdown]
-# Auto cannot forget a sum: it sees the whole computation and adds what is missing. Explicit refuses *at the line*, and
-# `explain` turns JAX's message into the arrow that is missing:
+# ## Auto adds it, Explicit names it, an unchecked Manual lies
+#
+# Auto cannot forget a sum: it sees the whole computation, and adds what is missing. Manual is wrong only where its check is
+# off, and then nobody says a word. Explicit stops *at the line*. JAX's message is long; `explain` turns it into the arrow that
+# is missing:
 
 # %%
-error = fates["Explicit"][1]
+error = fates["Explicit"][-1]
 if error:
-    say(str(error).partition(". ")[0] + ".\n\n")
     say(explain(error))
     assert "'+tp -> whole' (all-reduce over tp)" in explain(error)
 
 # %% [markdown]
-# **A weight is cut along the wrong dim.** Somebody writes `m d/tp` for `down` in place of `m/tp d`.
+# ## Cut a weight along the wrong dim: now Auto is the silent one
+#
+# Another mistake: somebody cuts `down` along its columns, `m d/tp` in place of `m/tp d`. **Which of the ways still gives the
+# right numbers?**
 
 # %%
 WRONG = ("b/dp s d", "d m/tp", "m d/tp")
 mistaken = {
     "Manual": fate(manual(by_hand, WRONG), mesh, WRONG),
+    "Manual, check off": fate(manual(by_hand, WRONG, check_vma=False), mesh, WRONG),
     "Auto": fate(feed_forward, mesh, WRONG, **OUT),
     "Explicit": fate(with_types, typed, WRONG),
 }
-for name, (what, _) in mistaken.items():
-    print(f"{name:<9} {what}")
-auto = run(feed_forward, mesh, WRONG, **OUT)[1]
-total = sum(row["bytes_sent"] for row in auto.values())
-if TP > 1:
-    right = sum(row["bytes_sent"] for row in results["auto"][1].values())
-    print(f"Auto sends {total:,} B where {right:,} B are enough")
-    assert "right" in mistaken["Auto"][0] and total > right
-    assert "right" not in mistaken["Manual"][0] + mistaken["Explicit"][0]
+both = {"the sum is forgotten": fates, "a wrong cut": mistaken}
+scene.show(in_colour(both, "Two mistakes"))
 
 # %% [markdown]
-# Here Auto is the one that hides something. The value is right, no test of values fails, and the step sends more than it
-# needs. You find out from a profile, or from a census.
+# Auto is right again, so no test of values fails. It moved the hidden values to where the weight is, and sends more than is
+# needed. You see it only if you count:
+
+# %%
+wrong = run(feed_forward, mesh, WRONG, **OUT)
+sent = {"the right cut": results["Auto"][1], "a wrong cut": wrong[1]}
+bars = [
+    (name, {kind: row["bytes_sent"] for (_, kind), row in rows.items()})
+    for name, rows in sent.items()
+]
+roles = {"all-reduce": "tp", "all-gather": "tp/"}
+scene.show(draw.memory_bars(bars, title="Auto: bytes sent by a device", roles=roles))
+
+# %% tags=["plumbing"]
+if TP > 1:
+    right, much = (sum(parts.values()) for _, parts in bars)
+    assert mistaken["Auto"][0] == "right" and much > right
+    assert mistaken["Manual"][0] == mistaken["Explicit"][0] == "refused"
+
+# %% [markdown]
+# ## Keep: leave the check on, and count the bytes
 #
-# ## Five lines
-#
-# 1. A reading is who carries the arrows out: nobody, you, the partitioner, or you in types.
-# 2. `unreduced` is an open sum `+a`; `reshard` is an arrow; `from_type` reads a layout from any array.
-# 3. Auto never gives a wrong value for a wrong layout. It sends more, without a word.
-# 4. Manual with its check off gives wrong values without a word. Leave the check on.
-# 5. Explicit refuses what is ambiguous, at the line; `explain` names the missing arrow.
-#
-# **One thing to remember: a shape does not say whether a sum is finished. A layout does, and so does an explicit type.**
+# 1. A shape does not say whether a sum is finished. A layout does (`+tp`), and so does an explicit type (`U:tp`).
+# 2. Manual with its check off gives wrong values without a word. Leave the check on.
+# 3. Auto never gives a wrong value for a wrong layout. It sends more, without a word: count what a compiled program sends.
+# 4. Explicit refuses what is ambiguous, at the line; `explain` names the missing arrow.
 
 # %% [markdown]
 # ## Further
 #
-# Two exercises in types, a Llama under the four readings, and when to take which.
+# Two exercises in types, a Llama written in three ways, and when to take which.
 #
 # ### Exercise (stretch): write the arrow
 #
@@ -293,7 +327,7 @@ def broken(x, up, down):
     return reshard(x + y, P("dp", None, None))
 
 
-_, error = fate(broken, typed)
+*_, error = fate(broken, typed)
 if error:
     say(explain(error))
 
@@ -304,10 +338,11 @@ def repaired(x, up, down): ...
 attempt("12.residual", repaired)
 
 # %% [markdown]
-# ## A Llama under four readings
+# ## One model, three readings
 #
-# The model's text names no mesh axis; the plan's `reading` says who carries its arrows out. How near must four losses be?
-# Sums in another order round otherwise. `tolerance` derives how much: `llmpar inspect --tolerance` shows it sum by sum.
+# This package writes a model once. Its code names no mesh axis; a plan's `reading` says who carries its arrows out: `"manual"`,
+# `"auto"` or `"explicit"`. How near must the losses be? Sums in another order round otherwise. `tolerance` derives how much:
+# `llmpar inspect --tolerance` shows it sum by sum.
 
 # %%
 LLAMA, ROWS, SEQ = preset("tiny"), 8, 32
@@ -331,8 +366,8 @@ for name, one in runs.items():
     kinds = dict.fromkeys(sorted(kind for _, kind in sent), 0)
     for (_, kind), row in sent.items():
         kinds[kind] += row["count"]
-    told = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
-    print(f"{name:<9} loss {loss:.5f}, {total:>9,} B: {told}")
+    words = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
+    print(f"{name:<9} loss {loss:.5f}, {total:>9,} B: {words}")
 predicted = sum(c.bytes_sent for c in as_predicted(runs["manual"]))
 print(f"losses agree within {bound:.0e}")
 print(f"Manual sends the predicted {predicted:,} B")
@@ -345,7 +380,9 @@ print(f"Manual sends the predicted {predicted:,} B")
 #
 # ## What the types say of a whole step
 #
-# Under Explicit every region of the model has a type. It must equal the layout that the plan promises, or tracing stops.
+# Under Explicit every value of the model has a type. It must equal the layout that the plan promises, or tracing stops. Two
+# marks: `U:tp`, unreduced over tp, is an unfinished sum. `R:(dp,fsdp)`, reduced over dp and fsdp, is a weight that is whole on
+# all devices of dp and fsdp, and whose *gradient* will be an unfinished sum over them.
 
 # %%
 rows = types(LLAMA, plans["manual"], ROWS, SEQ)
@@ -358,9 +395,9 @@ print(f"{len(rows)} values of a step: every type says what the plan's layout say
 # ## Who should choose?
 #
 # * **Manual** where the bytes matter and you want no surprise: rings, pipelines, overlap. You pay in lines.
-# * **Auto** for a first version, and for text by others. Take a census before you trust its speed.
-# * **Explicit** where the text should stay whole, and a forgotten sum should be an error of types. Orders of messages (a
-#   pipeline's schedule) are beyond it: a type knows no time. Islands of `shard_map` go inside.
+# * **Auto** for a first version, and for code by others. Count what it sends before you trust its speed.
+# * **Explicit** where the code should stay whole, and a forgotten sum should be an error of types. Orders of messages (a
+#   pipeline's schedule) are beyond it: a type knows no time. Parts that need an order are written by `shard_map` inside it.
 #
 # ## On your cluster
 #
