@@ -101,7 +101,7 @@ scene.show(numbers(result))
 # Each device multiplied its part of the weights. So it has *some terms* of every number, and the right number is the sum over
 # the devices. The program takes one device's terms for the answer. A shape cannot tell: the terms have the shape of the sum.
 #
-# ## Predict
+# ## Predict: what does a device have before the sum?
 #
 # The program is a feed-forward, `h = silu(x @ up)` and `y = h @ down`. Its letters: `b` rows, `s` positions, `d` width,
 # `m` hidden width. The mesh axis `dp` cuts the rows, and `tp` cuts `m`.
@@ -252,9 +252,9 @@ if error:
     assert "'+tp -> whole' (all-reduce over tp)" in explain(error)
 
 # %% [markdown]
-# ## Cut a weight along the wrong dim: now Auto is the silent one
+# ## Another mistake: a weight is cut along the wrong dim
 #
-# Another mistake: somebody cuts `down` along its columns, `m d/tp` in place of `m/tp d`. **Which of the ways still gives the
+# Somebody cuts `down` along its columns, `m d/tp` in place of `m/tp d`. **Which of the ways still gives the
 # right numbers?**
 
 # %%
@@ -269,8 +269,10 @@ both = {"the sum is forgotten": fates, "a wrong cut": mistaken}
 scene.show(in_colour(both, "Two mistakes"))
 
 # %% [markdown]
-# Auto is right again, so no test of values fails. It moved the hidden values to where the weight is, and sends more than is
-# needed. You see it only if you count:
+# ## Now Auto is the silent one
+#
+# Its value is right again, so no test of values fails. But it gathers the hidden values, and then the columns of the result:
+# more bytes than one sum needs. You see it only if you count:
 
 # %%
 wrong = run(feed_forward, mesh, WRONG, **OUT)
