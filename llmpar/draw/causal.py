@@ -47,7 +47,7 @@ def causal(orders, step: int | None = None) -> Scene:
             parts = " ".join(map(str, held[rank]))
             lines.append(f"{name}, rank {rank}: parts {parts}; {words}; by step {row}")
         lines.append(f"{name}: {sum(took):g} blocks of time")
-        items.append(Text(0, 270 + 22 * ranks, f"the ring takes {sum(took):g} blocks of time", bold=True))
+        items.append(Text(0, 270 + 22 * ranks, f"takes {sum(took):g} blocks of time", bold=True))
         panels.append(Group(tuple(items), 400 * len(panels)))
     title = "Causal attention: who computes what" + ("" if step is None else f", up to step {step}")
     note = "Strips: who holds a part. Numbers in the square: the ring's step. A block: all queries of a rank"

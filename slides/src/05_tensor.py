@@ -1,5 +1,5 @@
 # %% [markdown] tags=["slide", "divider"] minutes=1 section="Tensor parallelism"
-# ## Where are we: one product, many devices
+# ## Where are we: one matmul, many devices
 #
 # <footer>Lesson <code>notebooks/05_tensor_parallelism</code></footer>
 
@@ -27,12 +27,10 @@ from llmpar.mesh import make_mesh, use_devices
 use_devices()
 
 import optax
-from deck import curves, draw, letters, show
+from deck import curves, draw, show
 from IPython.display import Markdown
 
 from llmpar.config import preset
-from llmpar.draw import scene
-from llmpar.draw.scene import Group, Rect, Text, compose, legend, small_text
 from llmpar.inspect.census import census_hlo, census_table, partitioned_hlo
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.notation import parse_arrow, parse_layout
@@ -41,80 +39,10 @@ from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
 from llmpar.step import Step
 
-TP = 4
-WHERE = scene.OTHERS[:TP]  # a colour of its own for each device; the axes' colours mean axes
-
-
-def matrix(text, wide, high):
-    """A matrix as the blocks that its layout makes of it, each named by the devices that hold it."""
-    layout = parse_layout(text)
-    held = draw.holders(layout, {"tp": TP})
-    rows, columns = (TP if dim.axes else 1 for dim in layout.dims)
-    w, h, items = wide / columns, high / rows, [Text(wide / 2, -34, text, 17, "middle", bold=True)]
-    items.append(
-        small_text(
-            wide / 2,
-            -13,
-            (
-                "an unfinished sum"
-                if layout.sums
-                else "on every device"
-                if rows * columns == 1
-                else "cut over tp"
-            ),
-        )
-    )
-    for (i, j), devices in held.items():
-        # Devices that hold the same numbers share one sheet; the addends of a sum are a sheet each.
-        sheets = [[d] for d in devices] if layout.sums else [devices]
-        for k, who in reversed(list(enumerate(sheets))):
-            tint = "cell" if len(who) > 1 else WHERE[who[0]]
-            x, y = j * w + 16 * k, i * h + 20 * k
-            at = y + (h - 10 if k else h / 2)
-            items.append(Rect(x, y, w, h, tint, "ink", 1))
-            if layout.sums:
-                items += [
-                    Rect(x, y, w, h, "", "tp-line", hatch="/"),
-                    Rect(x + w / 2 - 16, at - 9, 32, 18, tint),
-                ]
-            if len(who) == 1:
-                words = "+ " * (k > 0) + str(who[0])
-                items.append(Text(x + w / 2, at, words, anchor="middle", fill=scene.text_color_on(tint)))
-    return Group(tuple(items))
-
-
-@letters()
-def product_of(x, w, y, note):
-    """Draw x @ w = y."""
-    size = {"s": 150, "d": 140, "m": 220}
-    parts = [
-        matrix(text, *(size[dim.name] for dim in reversed(parse_layout(text).dims))) for text in (x, w, y)
-    ]
-    signs = [Text(0, 0, sign, 26, "middle", bold=True) for sign in ("×", "=")]
-    line = [[parts[0]], [signs[0]], [parts[1]], [signs[1]], [parts[2]]]
-    out, at = [], 0.0
-    for block in line:
-        x0, y0, x1, y1 = scene.bounds(block)
-        middle = (y0 + 50 + y1) / 2 if len(block) == 1 and isinstance(block[0], Group) else 0
-        out.append(Group(tuple(block), at - x0, -middle))
-        at += x1 - x0 + 26
-    key = legend(
-        [(tint, f"device {i}") for i, tint in enumerate(WHERE)]
-        + [("tp", "unfinished sum over tp", "/")] * ("+" in y),
-        760,
-    )
-    return compose("", [out, key], note)
-
-
-layouts = ("s d", "d m/tp", "s m/tp")
-assert parse_layout(layouts[1]).shard_shape((4096, 14336), {"tp": TP}) == (4096, 3584)
+CHAIN = "s d × d m/tp = s m/tp"
+assert parse_layout("d m/tp").shard_shape((4096, 14336), {"tp": 4}) == (4096, 3584)
 assert str(Plan("tp=4").resolve().place("ffn d m")) == "d m/tp" and not parse_arrow("s d -> s d").moves
-show(
-    product_of(
-        *layouts,
-        "columns: the input on every device, the weight and the result cut by columns over 4 devices",
-    )
-)
+show(draw.matmul(CHAIN))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which device needs which part of x? All of x, every device: that is why it must be whole before.
@@ -132,19 +60,12 @@ show(
 # <footer>Shoeybi et al. 2019 (Megatron-LM), section 3 · lesson <code>notebooks/05_tensor_parallelism</code></footer>
 
 # %%
-layouts = ("s m/tp", "m/tp d", "s d +tp")
 plan = Plan("tp=4")
 assert str(plan.resolve().place("ffn m d")) == "m/tp d"
 assert [str(move) for move in plan.resolve().physical("ffn b s d +m -> stream b s d").moves] == [
     "all-reduce over tp"
 ]
-show(
-    product_of(
-        *layouts,
-        "row: the input cut by columns, the weight by rows over 4 devices, the result four addends for the"
-        " whole of it, one on each device",
-    )
-)
+show(draw.matmul("s m/tp × m/tp d = s d +tp"))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** what if we forget the all-reduce? In most frameworks nothing crashes: every device continues with its own addends, and
@@ -155,7 +76,7 @@ show(
 # **Source:** Shoeybi et al. 2019. In the model's text: `par.move(y @ down, "ffn b s d +m -> stream b s d")`.
 
 # %% [markdown] tags=["slide"] minutes=2
-# ## Why column, then row
+# ## Columns, then rows: one all-reduce
 #
 # Sent per token by a Llama 3 8B feed-forward (gate and up, then down), forward, 8 devices, bf16:
 #
@@ -196,12 +117,6 @@ assert (
     == (2 * 2 * 14_336 * 7 / 8 / 1024 + 14, 2 * 4 * 14_336 * 7 / 8 / 1024 + 7)
     == (63, 105)
 )
-shown = {
-    way: "; ".join("2 × " * (times(arrow) == 2) + f"`{arrow}`" for arrow in arrows)
-    for way, arrows in WAYS.items()
-}
-lines = [f"| {way} | {shown[way]} | {n:.0f} KiB |" for way, n in kib.items()]
-
 LLAMA, BATCH, SEQ = dataclasses.replace(preset("tiny"), num_layers=2), 16, 32
 plan = Plan("tp=8")
 step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
@@ -213,14 +128,20 @@ assert sum(c.bytes_sent for c in large) == 4 * (
     formulas.tp_elements(BATCH, SEQ, LLAMA.width, 8, LLAMA.num_layers)
     + 2 * 2 * BATCH * SEQ * LLAMA.width * 7 / 8
 )
-Markdown("\n".join(["| first, then second | what moves | per token |", "|---|---|--:|", *lines]))
+show(
+    draw.matmul(
+        "s d × d m/tp = s m/tp × m/tp d = s d +tp -> s d", names=("x", "W1", "silu(x W1)", "W2", "", "y")
+    )
+)
 
-# %% [markdown]
-# With attention the same way: **4 all-reduces per layer and step**, counted in our compiled program.
+# %%
+cells = lambda row: "| " + " | ".join(row) + " |"
+Markdown("\n".join(map(cells, (kib, ["--:"] * 4, [f"{n:.0f} KiB" for n in kib.values()]))))
 
 # %% [markdown] tags=["notes"]
-# Two forward (attention, feed-forward) and two backward; the program has 4L + 2, one more for the embedding's look-up and one for
-# the logits, and a few numbers per token for the loss.
+# What the four orders send, in our notation: `s d +tp -> s d`; `s m/tp -> s m` and `s d/tp -> s d`; twice `s m +tp -> s m/tp` and
+# `s d +tp -> s d`; twice `s m +tp -> s m` and `s d/tp -> s d`. Gate and up are two matmuls, so what comes before their product counts
+# twice. The picture has one of the two.
 #
 # **Ask:** why not finish the sum after the first product? Between the two lies SiLU times a gate, which is not linear: it needs
 # finished numbers. Columns give it finished numbers of some features.
@@ -230,16 +151,47 @@ Markdown("\n".join(["| first, then second | what moves | per token |", "|---|---
 #
 # **Source:** Shoeybi et al. 2019, figure 4: two all-reduces forward, two backward. Volume 8bsd(N-1)/N: Narayanan et al. 2021.
 
-# %% [markdown] tags=["slide"] minutes=2
+# %% [markdown] tags=["slide"] minutes=1
+# ## Attention is such a pair: a head is a group of columns
+#
+# No head looks at another one before O adds them up. So a layer has two pairs: **4 all-reduces per layer and step**, two forward and
+# two backward, counted in our compiled program.
+#
+# <footer>Shoeybi et al. 2019, figure 3 · lesson <code>notebooks/05_tensor_parallelism</code></footer>
+
+# %%
+show(
+    draw.matmul(
+        "s d × d n/tp h, d k/tp h, d k/tp h = s n/tp h, s k/tp h, s k/tp h -attention-> s n/tp h"
+        " × n/tp h d = s d +tp -> s d",
+        names=("x", "Wq Wk Wv", "Q K V", "of each head", "Wo", "", "y"),
+    )
+)
+
+# %% [markdown] tags=["notes"]
+# The program has 4L + 2: one more for the embedding's look-up and one for the logits, and a few numbers per token for the loss.
+#
+# **Ask:** could we cut inside a head? Yes, and each score would be an unfinished sum: s × s numbers per head to be added.
+#
+# **Misunderstanding:** that all devices need all heads for the softmax. It runs over the keys of one head.
+#
+# **Source:** Shoeybi et al. 2019, section 3. With fewer KV heads than devices a KV head lies on several devices.
+
+# %% [markdown] tags=["slide"] minutes=1
 # ## Sequence parallelism
 #
 # Norms and residuals are the same work on every device. Cut their sequence: all-reduce becomes reduce-scatter and
-# all-gather. **Same bytes sent, less memory held.**
+# all-gather. **Same bytes sent, less memory held.** One layer of GPT-3 (175B), 2,048 tokens, scores not kept:
 #
 # <footer>Korthikanti et al. 2022, table 2 · lesson <code>notebooks/05_tensor_parallelism</code> · <code>llmpar inspect --mesh tp=8 --tp-sequence</code></footer>
 
 # %%
 GPT3 = dict(b=1, s=2048, h=12288, heads=96)
+told = [
+    formulas.gpt_activation_bytes(**GPT3, tp=8, sequence_parallel=sp) for sp in (False, True)
+]  # with scores, as Korthikanti et al. 2022 have GPT-3
+assert told == [578813952, 358612992]
+GPT3["recompute"] = "selective"
 rows = []
 for t in (4, 8):
     total, cut = (formulas.gpt_activation_bytes(**GPT3, tp=t, sequence_parallel=sp) for sp in (False, True))
@@ -248,7 +200,7 @@ for t in (4, 8):
         (f"N = {t}", {"cut by tp": total - whole, "the same on every device": whole}),
         (f"N = {t}, sequence cut", {"cut by tp": cut}),
     ]
-assert [sum(row.values()) for _, row in rows[2:]] == [578813952, 358612992]  # Korthikanti et al. 2022, GPT-3
+assert [round(sum(row.values()) / 2**20) for _, row in rows] == [384, 204, 312, 102]  # as lesson 05 has them
 
 
 def jaxpr_bytes(tp_sequence):
@@ -277,7 +229,7 @@ assert (
 show(
     draw.memory_bars(
         rows,
-        title="Activations of one GPT-3 layer, one sequence of 2,048, per device",
+        title="Activations of one layer of GPT-3 (175B), 2,048 tokens, scores not kept: per device",
         roles={"cut by tp": "tp", "the same on every device": "activations"},
     )
 )
@@ -289,8 +241,8 @@ show(
 # **Misunderstanding:** that this is context parallelism. It cuts the sequence over the *tp* devices and only outside of the
 # products; attention still sees whole sequences. Ring attention is another axis (our `sp`).
 #
-# **Source:** Korthikanti et al. 2022: 10 + 24/N becomes 34/N, times b·s·d (without the scores; the paper writes h for d and t for N). It is the GPT block with dropout and
-# stored scores; ours keeps less. Equal bytes are asserted on the traced step of a small Llama.
+# **Source:** Korthikanti et al. 2022: 10 + 24/N becomes 34/N, times b·s·d (the paper writes h for d and t for N), as in lesson 05. It is the GPT block with dropout, its scores
+# computed again; kept, they add 5as/(dN) units, 240 MiB at N = 8. Ours keeps less. Equal bytes are asserted on the traced step of a small Llama.
 
 # %% [markdown] tags=["slide", "short"] minutes=3
 # ## The 8→16 cliff, measured

@@ -14,7 +14,7 @@ where("ring attention")
 # %% [markdown] tags=["slide", "short"] minutes=2 section="Long sequences"
 # ## Ring attention: queries stay, keys travel
 #
-# Cut the sequence over `sp`. Hand K and V to the neighbour while looking at them: **N − 1 hops**, exact attention, and no device
+# Context parallelism: cut the sequence over `sp`. Hand K and V to the neighbour while looking at them: **N − 1 hops**, exact attention, and no device
 # holds it all.
 #
 # <footer>Liu et al. 2023 (Ring Attention) · lesson <code>notebooks/06_long_sequences</code> · <code>llmpar inspect --mesh sp=8</code></footer>
@@ -30,14 +30,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from deck import draw, letters, show, where
+from deck import draw, show, steps
+from IPython.display import Markdown
 
 from llmpar import attention, sequence_order
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.draw.scene import Group, Text, compose, stack
+from llmpar.draw.scene import Group
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.notation import parse_layout
+from llmpar.notation import parse_arrow, parse_layout
 from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
 
@@ -69,7 +70,19 @@ assert (
     hop == 64 * 2**20
     and (N - 1) * hop == 2 * formulas.ring_elements(1, TOKENS, LLAMA.num_kv_heads, LLAMA.head_width, N)[0]
 )
-show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
+
+
+def growing(picture, gap=5):
+    """The drawing row by row: what stands in a row, and the arrows that lead to it, come with a press."""
+    head, body, *notes = picture.items[0].items
+    items = scene.flatten([body])
+    tops = sorted({item.y for item in items if isinstance(item, scene.Rect)})
+    row = lambda item: max(0, sum(top <= item.box[3] + gap for top in tops) - 1)
+    shown = [Group(tuple(i for i in items if row(i) <= k), frame=k) for k in range(len(tops))]
+    return dataclasses.replace(picture, items=(Group((head, Group(tuple(shown)), *notes)),))
+
+
+steps(growing(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)])))
 
 # %% [markdown] tags=["notes"]
 # Drawn for 4 devices. Llama 3 8B, 131,072 tokens over 8 devices in bf16: a hop is 64 MiB per layer (8 KV heads; 32 query heads would
@@ -91,8 +104,7 @@ assert round(formulas.ring_min_block(a100.flops_per_s, a100.link_bytes_per_s), -
 # %% [markdown] tags=["slide"] minutes=2
 # ## Zigzag: nobody waits
 #
-# In order, the last rank works in every step and the others wait. Give rank $i$ the parts $i$ and $2N-1-i$ of $2N$:
-# everybody has the same work.
+# Give rank $i$ the parts $i$ and $2N-1-i$ of $2N$: everybody has the same work.
 #
 # <footer>Brandon et al. 2023 (Striped Attention) · lesson <code>notebooks/06_long_sequences</code> · <code>llmpar train --mesh sp=8 --sequence-order zigzag</code></footer>
 
@@ -118,33 +130,18 @@ for n in (2, 4, 8, 64):
     assert np.isclose(in_order.max() / in_order.mean(), 2 - 1 / n) and np.allclose(zigzag, n / 2)
 
 
-@letters()
-def panel(order):
-    """The picture of one order under its name, in place of its own title and note."""
-    drawn = draw.live_blocks(parts[order].tolist())
-    words = [item for item in scene.flatten(drawn.items) if isinstance(item, Text)]
-    own = [
-        item for item in words if item.text == drawn.title or (item.fill, item.anchor) == ("soft", "start")
+ORDERS = {"in order": "contiguous", "zigzag": "zigzag"}
+dealt = {
+    name: [
+        [place // 8 for place in rank[::8]]
+        for rank in np.reshape(sequence_order.sequence_permutation(order, 64, 4), (4, 16)).tolist()
     ]
-    kept = [item for item in scene.flatten(drawn.items) if item not in own]
-    short = lambda item: dataclasses.replace(
-        item, text=item.text.removesuffix(" of time").removesuffix(" blocks")
-    )
-    cells = [short(item) if isinstance(item, Text) else item for item in kept]
-    return [
-        Group(tuple(cells)),
-        Text(20, 22, {"contiguous": "in order", "zigzag": "zigzag"}[order], bold=True),
-    ]
-
-
-said = "\n".join(
-    f"{order}: the ring takes {part.max(0).sum():g} blocks of time" for order, part in parts.items()
-)
-show(
-    compose(
-        "Live blocks of a causal ring of 4", [stack([panel(order) for order in parts], 40, across=True)], said
-    )
-)
+    for name, order in ORDERS.items()
+}
+drawn = [draw.causal(dealt, step) for step in range(4)]
+for name, order in ORDERS.items():
+    assert f"{name}: {parts[order].max(0).sum():g} blocks of time" in drawn[-1].text
+steps(*drawn)
 
 # %% [markdown] tags=["notes"]
 # 3.5 blocks of time against 2: the busiest rank has 2 − 1/N times the mean in order, and exactly the mean in zigzag.
@@ -155,6 +152,42 @@ show(
 # **Misunderstanding:** that the causal mask makes a ring twice as fast by itself. In order the last rank computes in every step, and
 # all others wait for it; the half that is masked is only idle time.
 #
-# **Source:** 2 − 1/N: Brandon et al. 2023, whose striped order is nearly as even. A half-filled cell is half a block: on the
-# diagonal a triangle, in zigzag after step 0 half of the queries or half of the keys. The shares are counted from the causal
-# mask, for N up to 64.
+# **Source:** 2 − 1/N: Brandon et al. 2023, whose striped order is nearly as even. A block is all queries of a rank with all keys of
+# a rank: four small squares. The shares are counted from the causal mask, for N up to 64.
+
+# %% [markdown] tags=["slide"] minutes=2
+# ## Two other ways: heads for positions, or gathered keys
+#
+# Ulysses turns the cut before attention, and back behind it. Llama 3 gathers K and V. Sent for a layer of Llama 3 8B, forward, 131,072
+# tokens, `sp=8`, bf16:
+#
+# <footer>Jacobs et al. 2023 (DeepSpeed-Ulysses) · Llama 3 team 2024, section 3.3.2 · lesson <code>notebooks/06_long_sequences</code></footer>
+
+# %%
+sent = lambda text, heads: sum(
+    n for _, n in draw.moved(parse_arrow(text), (1, TOKENS, heads, LLAMA.head_width), {"sp": N}, 2)
+)
+n, k, MIB = LLAMA.num_heads, LLAMA.num_kv_heads, 2**20
+ulysses = sent("b s/sp n h -> b s n/sp h", n) + 2 * sent("b s/sp k h -> b s k/sp h", k)
+ulysses += sent("b s n/sp h -> b s/sp n h", n)
+gathered = 2 * sent("b s/sp k h -> b s k h", k)
+assert (7 * hop, ulysses, gathered) == (448 * MIB, 280 * MIB, 448 * MIB)
+show(
+    draw.matmul(
+        "s/sp n h -> s n/sp h -attention-> s n/sp h -> s/sp n h",
+        names=("Q, K, V", "all positions", "of its heads", "output"),
+    )
+)
+Markdown(f"""| | sent | hidden behind work | holds |
+|---|--:|---|---|
+| ring | {7 * hop / MIB:.0f} MiB | yes, with long blocks | two blocks of K and V |
+| Ulysses | **{ulysses / MIB:.0f} MiB** | no | all positions, of its heads |
+| gathered K and V | {gathered / MIB:.0f} MiB | no | K and V of all positions |""")
+
+# %% [markdown] tags=["notes"]
+# **Ask:** Llama 3 8B has 8 KV heads. Over how many ranks can Ulysses go? Over 8, if KV heads are not repeated; others repeat them.
+#
+# **Misunderstanding:** that fewer bytes are less time. The ring's hops hide behind work; the all-to-alls do not.
+#
+# **Source:** bytes by our arrows; in a training step the ring's part quadruples (K and V twice, their gradients in float32), the
+# others' doubles. Llama 3 gathers because its masks of documents are then simple, and K and V are small with 8 KV heads.
