@@ -88,6 +88,7 @@ ANSWERS = {
     "09.dispatch_bytes": [("= ...", "= 4096", "= 3584")],
     "09.capacity": [("= ...", "= 253", "= 250")],
     "10.share": [("= ...", "= 1 / 16", "= 1 / 8")],
+    "10.pipeline": [("= ...", '= "less"', '= "more"')],
     "10.links": [('{"pp": ..., "dp": ..., "tp": ...}', '{"pp": "network", "dp": "NVLink", "tp": "NVLink"}',
                   '{"pp": "network", "dp": "network", "tp": "NVLink"}')],
     "11.replicas": [("..., ...", "5.6, 5.6", "89.7, 5.61")],

@@ -8,6 +8,7 @@ Each lesson runs in a process of its own, cell by cell, as this file's program:
 
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 import tempfile
@@ -137,10 +138,11 @@ def run(lesson, fault=None):
     (source,) = [one for one in builder.sources() if one.stem.startswith(lesson)]
     cells = [cell.source for cell in builder.read_source(source).cells if cell.cell_type == "code"]
     here = {"__name__": "__main__"}
-    exec(cells[0], here)  # the devices; JAX must not run before
+    devices, call, imports = re.split(r"^(.*use_devices\(.*\n?)", cells[0], maxsplit=1, flags=re.M)
+    exec(devices + call, here)  # JAX must not run before, and what is imported later has the fault
     if fault:
         plant(fault, fault in EVERYWHERE.get(lesson, ()))
-    for number, cell in enumerate(cells[1:], 2):
+    for number, cell in enumerate([imports, *cells[1:]], 1):
         try:
             exec(compile(cell, f"{source.name}, code cell {number}", "exec"), here)
         except Exception:

@@ -4,6 +4,8 @@
 #     teaching: 25
 #     exercises: 25
 #     needs: ["03", "04", "05", "07"]
+#     question: What does each axis of a mesh cost, what does it save, and where does it
+#       belong?
 #     objectives:
 #     - Say what each axis of a mesh adds to the traffic, and what it takes from the
 #       memory.
@@ -12,36 +14,17 @@
 # ---
 
 # %% [markdown]
-# # 10 · Hybrids: what does each axis add?
+# # 10 · Hybrids: half the layers, and more bytes?
 #
-# The lessons before took one axis at a time. Large models are trained on all of them at once: Llama 3 405B used tensor,
-# pipeline, context and data parallelism together (Llama Team 2024, section 3.3). Here we build a **4-D mesh** axis by axis.
-# After each step we ask what the new axis adds to the traffic, what it takes from the memory, and whether the answer stays
-# the same.
-#
-# | axis | name | cuts | must send |
-# |---|---|---|---|
-# | `dp` | data parallelism | the batch | gradients, once per step |
-# | `fsdp` | sharded data parallelism (ZeRO-3) | the batch, and what replicas hold in common | weights before use, gradients after |
-# | `tp` | tensor parallelism | each product | activations, in every layer |
-# | `pp` | pipeline | the layers | activations between stages |
-#
-# A **layout** such as `b/dp s d +tp` says where a value lives; an **arrow** is a movement between two layouts, and a
-# **census** counts what a compiled program sends ([Words](../docs/words.md#words)). **State** is weights and the optimizer's
-# moments, in float32 here.
-#
-# **Question.** What does each axis cost, what does it save, and why do two meshes differ in the last digits?
-#
-# Letters: `b` rows, `s` positions, `d` width, `m` hidden width, `l` layers, `v` vocabulary.
-#
-# The core path ends at *Further*.
+# Llama 3 405B was trained on four mesh axes at once ([Llama Team 2024](https://arxiv.org/abs/2407.21783)). Each axis cuts
+# something, and each sends something. Add them one after the other: one of these steps does the opposite of what you would
+# think.
 
 # %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices(16)  # four axes of two
 
-# %% tags=["plumbing"]
 import dataclasses
 import math
 
@@ -60,142 +43,131 @@ from llmpar.plan import Plan
 from llmpar.predict.tolerance import tolerance
 from llmpar.timetable import branch_shares
 
-# Accelerators round float32 products unless told not to.
+# Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
 
+# %%
+MESHES = ["dp=2", "dp=2 fsdp=2", "dp=2 fsdp=2 tp=2", "pp=2 dp=2 fsdp=2 tp=2"]
+scene.show(draw.growing(MESHES, "One model: a square is a device, a line is an axis"))
+
 # %% [markdown]
-# ## Predict
+# | axis | a lesson on it | cuts | must send |
+# |---|---|---|---|
+# | `dp` | [03](03_data_parallelism.ipynb) | the batch | gradients, once per step |
+# | `fsdp` | [04](04_zero.ipynb) | the batch, and the state (ZeRO-3) | weights before use, gradients after |
+# | `tp` | [05](05_tensor_parallelism.ipynb) | each matmul | activations, in every layer |
+# | `pp` | [07](07_pipelines.ipynb) | the stack of layers | activations, from stage to stage |
 #
-# A device of `dp=2 fsdp=2` holds half of the state. Now add `tp=2` and `pp=2`. **Which share of a feed-forward's weight,
-# `l d m`, does one of the sixteen devices hold between steps?** Its layout is `l/pp d/fsdp m/tp`.
+# The **state** is the weights and the optimizer's two moments.
+#
+# ## Predict: what is left for one device?
+#
+# The feed-forward's weights have `l` layers, `d` width and `m` hidden width. On the last mesh they lie as `l/pp d/fsdp m/tp`.
+# **Which share of them does one of the sixteen devices hold between steps?**
 
 # %%
 share_held = ...
 attempt("10.share", share_held)
 
 # %% [markdown]
-# ## Run: axis by axis
+# ## Three axes shrink the state, and one does not
 #
-# One model, one batch, the same weights. Only the mesh grows. With fewer devices the list is shorter.
+# One model, one batch, the same weights. Only the mesh grows. (With fewer than 16 devices the list is shorter.)
 
 # %%
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
 ROWS, SEQ, STEPS = 16, 32, 2
 TEXT, ADAM = counting_text(ROWS, SEQ), optax.adamw(3e-3)
-MESHES = ["dp=1", "dp=2", "dp=2 fsdp=2", "dp=2 fsdp=2 tp=2", "pp=2 dp=2 fsdp=2 tp=2"]
-MESHES = [text for number, text in enumerate(MESHES) if 2**number <= len(devices)]
-PLANS = [Plan(text, microbatches=4 if "pp" in text else 1) for text in MESHES]
+plans = {
+    text: Plan(text, microbatches=4 if "pp" in text else 1)
+    for text in ["dp=1", *MESHES]
+}
+plans = {text: plan for text, plan in plans.items() if plan.mesh.size <= len(devices)}
 
 print("Five programs are compiled and run: about 30 s.")
-runs = {
-    text: trained(LLAMA, plan, TEXT, ADAM, STEPS)
-    for text, plan in zip(MESHES, PLANS, strict=True)
-}
-solo_losses = runs["dp=1"].losses
-print("losses on one device:", " ".join(f"{x:.5f}" for x in solo_losses))
-gate = runs[MESHES[-1]].state.params["blocks"]["ffn"]["gate"]
-met("10.share", gate.addressable_shards[0].data.size / gate.size, "held")
+runs = {text: trained(LLAMA, plan, TEXT, ADAM, STEPS) for text, plan in plans.items()}
+largest = [*runs][-1]
+gate = runs[largest].state.params["blocks"]["ffn"]["gate"]
+met("10.share", gate.addressable_shards[0].data.size / gate.size, "a device holds")
 
-# %% [markdown]
-# ## Compare: what each axis adds
-#
-# **Communication.** Below, for each mesh, the arrows that the mesh before it did not have. Bytes are those that a device
-# sends per step. Each line was predicted by a formula, and is asserted against the compiled program.
-
-
-# %%
-def lines(document):
-    """Bytes by axes, collective and arrow, there and back together."""
-    found = {}
-    for row in document["arrows"]:
-        key = row["axis"], row["kind"], row["arrow"]
-        found[key] = found.get(key, 0) + row["bytes_sent"]
-    return found
-
-
-before, documents = {}, {}
+# %% tags=["plumbing"]
+AXES = ("dp", "fsdp", "tp", "pp", "several axes")
+documents, sent, held = {}, {}, {}
 for text, run in runs.items():
     step = run.step
     # What was predicted beside what is compiled.
     branches = branch_shares(step.plan.pipeline, LLAMA.num_layers)
     document = compare(step.plan, ROWS, SEQ, run.text, step.mesh, branches)
-    documents[text], now = document, lines(document)
     assert all(row["as_predicted"] for row in document["arrows"])
+    sent[text] = dict.fromkeys(AXES, 0)
     for row in document["collectives"]:
         assert row["predicted_bytes"] == row["compiled_bytes"]
-    new = {key: sent for key, sent in now.items() if key not in before}
-    print(f"{text}: {sum(now.values()):,} B, {len(new)} new arrows, {len(now)} in all")
-    for (axes, kind, arrow), sent in sorted(new.items(), key=lambda x: -x[1])[:4]:
-        print(f"    {axes:<8} {kind:<18} {sent:>8,} B   {arrow}")
-    before = now
-
-# %% [markdown]
-# Read it from the top:
-#
-# * `dp` adds one all-reduce per gradient: `+dp -> whole`.
-# * `fsdp` gathers each weight (twice: forward and backward) and reduce-scatters its gradient. The all-reduce over `dp`
-#   stays, but on *shards*: half of the bytes.
-# * `tp` adds two sums of activations per layer and direction. Weights are halved again, and with them what `fsdp` sends.
-# * `pp` adds two small arrows: the stream to the next stage, its gradient back. But weights are gathered once per
-#   microbatch, so `fsdp` sends more. A pipeline and ZeRO-3 pull in opposite directions.
-#
-# The last point is seen best by axis:
-
-# %%
-AXES = ("dp", "fsdp", "tp", "pp", "mixed")
-print(f"{'':<24}" + "".join(f"{axis:>12}" for axis in AXES))
-for text, document in documents.items():
-    total = dict.fromkeys(AXES, 0)
-    for row in document["collectives"]:
-        total[row["axis"] if row["axis"] in total else "mixed"] += row["compiled_bytes"]
-    print(f"{text:<24}" + "".join(f"{sent:>12,}" for sent in total.values()))
-scene.show(draw.collectives(document["collectives"]))
-
-# %% [markdown]
-# "Mixed" are sums over several axes at once: embedding and head, which every stage holds, and the loss.
-#
-# **Memory.** What a device is given: weights, moments, its rows.
-
-# %%
-bars = []
-for text, run in runs.items():
+        axis = row["axis"] if row["axis"] in AXES else "several axes"
+        sent[text][axis] += row["compiled_bytes"]
     given = argument_bytes(run)
-    held = compiled_memory(run.compiled)["argument_bytes"]
-    assert sum(given.values()) == held
-    bars.append((text, {part: given[part] for part in ("params", "optimizer")}))
-    print(f"{text:<24} state {sum(bars[-1][1].values()):>9,} B, as compiled")
-scene.show(draw.memory_bars(bars, title="State per device, predicted = compiled"))
-
-# %% [markdown]
-# `dp` saves nothing here: it is bought for speed. `fsdp` and `tp` halve. `pp` halves the blocks, but not embedding and
-# head, which in this package every stage holds; with 2 layers these are a large part.
-#
-# **Value.** The losses of two steps, and the distance from one device that rounding explains (see "Tolerances"). The norm
-# of the gradient is compared too: Adam hides a factor that all gradients have.
-
-# %%
-fresh = {"logits": 0.5, "loss": math.log(LLAMA.vocab_size)}
-for plan, (text, run) in zip(PLANS, runs.items(), strict=True):
-    bound = tolerance(plan.resolve(LLAMA), ROWS, SEQ, **fresh).bound("loss")
-    off = abs(run.losses[0] / solo_losses[0] - 1)
-    assert off <= bound and np.allclose(run.losses, solo_losses, rtol=1e-4), text
+    assert sum(given.values()) == compiled_memory(run.compiled)["argument_bytes"]
+    held[text] = {"weights": given["params"], "moments": given["optimizer"]}
+    documents[text] = document
     norms = [float(one.metrics["grad_norm"]) for one in (run, runs["dp=1"])]
     assert math.isclose(*norms, rel_tol=1e-3), (text, norms)
-    shown = " ".join(f"{x:.5f}" for x in run.losses)
-    print(f"{text:<24} {shown}   off {off:.0e} of {bound:.0e}")
+print("messages and memory are as predicted on each mesh, to the byte")
 
-# %% [markdown]
-# ## The order of the axes
-#
-# `pp dp fsdp ep sp tp` is the order on the links: neighbours along the *last* axis are neighbours in the machine. `fsdp` has
-# the most messages, but a weight can be gathered ahead of its use. The product behind a sum over `tp` must wait for it. So
-# `tp` stands last, on the fastest links; `pp` and `dp`, with few messages, stand first.
+
+def by_axis(meshes):
+    """Bytes sent by axis; what is below 100 B, such as the loss, is left out."""
+    rows = [(t, {a: n for a, n in sent[t].items() if n > 100}) for t in meshes]
+    title = "Bytes that a device sends in a step, by axis"
+    return draw.memory_bars(rows, title=title, roles={"several axes": "links"})
+
 
 # %%
-print("messages per step, by axis:")
-for row in sorted(document["collectives"], key=lambda row: -row["count"]):
-    print(f"    {row['axis']:<14} {row['kind']:<20} ×{row['count']}")
-scene.show(draw.mesh(MESHES[-1]))
+scene.show(draw.memory_bars(held.items(), title="State that a device holds"))
+
+# %% [markdown]
+# `dp` saves nothing: its devices hold copies. It is bought for speed. `fsdp` and `tp` halve the state. `pp` halves the layers, but
+# not the embedding and the head, which every stage of this package holds; with 2 layers these are a large part.
+#
+# ## Each axis adds messages, and shrinks those of the others
+
+# %%
+scene.show(draw.growing(MESHES[:3], "The first three"))
+scene.show(by_axis([text for text in runs if "pp" not in text]))
+
+# %% [markdown]
+# * `dp` adds up whole gradients.
+# * `fsdp` gathers each weight twice, forward and backward, and scatters its gradient. What `dp` adds up is now a *part* of each
+#   gradient: half the bytes.
+# * `tp` adds up activations in each layer. It cuts the weights once more, so `dp` and `fsdp` send half.
+#
+# ## Bet: what does a pipeline do to fsdp's bytes?
+#
+# Now `pp=2`: two stages, and each device has one layer in place of two. The batch goes through in 4 microbatches. **Does `fsdp`
+# send `"less"`, `"the same"` or `"more"` than before?**
+
+# %%
+fsdp_sends = ...
+attempt("10.pipeline", fsdp_sends)
+
+# %%
+scene.show(by_axis(runs))
+
+# %% [markdown]
+# ## A pipeline and ZeRO-3 pull in opposite directions
+#
+# 283 KiB become 711 KiB. A stage has half of the layers, but it gathers their weights **anew for each microbatch**: ZeRO-3 has
+# forgotten them by then. Half of the layers, four times: twice the bytes. Embedding and head are on both stages, so theirs are
+# four times as many.
+#
+# So few large models use both. Llama 3 gathers once and keeps the weights over the microbatches, as ZeRO-2 does.
+#
+# ## The axis that nothing can hide stands last
+#
+# In the order `pp dp fsdp ep sp tp`, neighbours along the *last* axis are neighbours in the machine. A weight can be gathered
+# ahead of its use. But the matmul behind a sum over `tp` must wait for it. So `tp` stands last, on the fastest links; `pp` and
+# `dp`, with few messages, stand first. Here four devices make a host:
+
+# %%
+scene.show(draw.mesh(MESHES[-1], devices_per_host=4))
 
 # %% [markdown]
 # ### Exercise (core): which axis on which link?
@@ -208,29 +180,86 @@ links = {"pp": ..., "dp": ..., "tp": ...}
 attempt("10.links", links)
 
 # %% [markdown]
-# ## Five lines
+# ## The losses differ in the sixth digit, and that is no bug
 #
-# 1. Each axis adds its own arrows, and shrinks the messages of the others.
+# A mesh adds the same numbers in another order, and `(a + b) + c` is not `a + (b + c)` in floats. How far may the loss be off?
+# A derived bound says it; *Further* derives it.
+
+# %%
+fresh = {"logits": 0.5, "loss": math.log(LLAMA.vocab_size)}
+solo, off, bound = runs["dp=1"].losses, [], []
+for text, run in runs.items():
+    found = tolerance(plans[text].resolve(LLAMA), ROWS, SEQ, **fresh)
+    off.append(abs(run.losses[0] / solo[0] - 1))
+    bound.append(found.bound("loss"))
+    assert off[-1] <= bound[-1] and np.allclose(run.losses, solo, rtol=1e-4), text
+names = ["dp", "+ fsdp", "+ tp", "+ pp"][: len(runs) - 1]
+print(f"loss on one device {solo[0]:.5f}, on {largest}: {runs[largest].losses[0]:.5f}")
+lines = [("the bound", bound[1:], "soft", None, True)]
+lines += [("found", [n or None for n in off[1:]], "measured", "o", False)]
+if len(names) > 1:
+    how = {
+        "log": True,
+        "text": "{:.0e}".format,
+        "title": "The loss beside one device's",
+    }
+    scene.show(draw.curves(lines, names, "mesh", "relative difference", **how))
+
+# %% [markdown]
+# ## Keep: each axis pays in its own coin
+#
+# 1. Each axis adds its own messages, and shrinks those of the others.
 # 2. `dp` buys speed. `fsdp`, `tp` and `pp` buy memory, and pay with weights, activations and waiting.
 # 3. A pipeline multiplies ZeRO-3's gathers by its microbatches.
 # 4. The axis whose messages nothing can hide belongs on the fastest links: `tp` last.
 # 5. A difference below the derived bound is rounding. Above it there is a bug: look for a missing or doubled sum.
-#
-# **One number to remember: √k.** A sum of k terms in another order differs by √k roundings, and not by k.
 
 # %% [markdown]
 # ## Further
 #
-# Which difference is a bug, five runs to diagnose, and the cheapest mesh that fits.
+# Which arrows an axis adds, which difference is a bug, five runs to diagnose, and the cheapest mesh that fits.
 #
+# ## Which arrows an axis adds
+#
+# An **arrow** is a movement between two layouts; `b` rows, `s` positions, `v` vocabulary. For each mesh, the largest arrows that
+# the mesh before it did not have. Each line was predicted by a formula, and is asserted above against the compiled program.
+
+
+# %%
+def arrows(document):
+    """Bytes by axes, collective and arrow, there and back together."""
+    found = {}
+    for row in document["arrows"]:
+        key = row["axis"], row["kind"], row["arrow"]
+        found[key] = found.get(key, 0) + row["bytes_sent"]
+    return found
+
+
+before = {}
+for text, document in documents.items():
+    now = arrows(document)
+    new = {key: sent for key, sent in now.items() if key not in before}
+    print(f"{text}: {sum(now.values()):,} B, {len(new)} new arrows, {len(now)} in all")
+    for (axes, kind, arrow), size in sorted(new.items(), key=lambda x: -x[1])[:4]:
+        print(f"    {axes:<8} {kind:<18} {size:>8,} B   {arrow}")
+    before = now
+
+# %% [markdown]
+# "pp,dp" is a sum over both: embedding and head lie on every stage. How many messages each axis has, and predicted beside
+# compiled:
+
+# %%
+scene.show(draw.collectives(document["collectives"]))
+
+# %% [markdown]
 # ## Tolerances: which difference is a bug?
 #
-# `(a + b) + c` is not `a + (b + c)` in floats. A mesh adds the same terms in another order. A sum of *k* rounded terms is
-# off by about √k roundings, each of at most *u*: 6e-8 in float32, 4e-3 in bfloat16 (Higham 2002; Higham & Mary 2019).
+# A sum of *k* rounded terms is off by about √k roundings, and not by k. Each is at most 6e-8 of the number in float32, and
+# 4e-3 in bfloat16 (Higham 2002; Higham & Mary 2019). √k is the number to remember.
 # `tolerance` lists the sums that a plan cuts. Expected differences of the loss, relative:
 
 # %%
-plan = PLANS[-1]
+plan = plans[largest]
 for dtype in ("float32", "bfloat16"):
     told = tolerance(
         dataclasses.replace(plan, dtype=dtype).resolve(LLAMA), ROWS, SEQ, **fresh
