@@ -6,37 +6,19 @@
 # <footer>JAX documentation, <code>jax.distributed</code> · <code>llmpar launch slurm --nodes 2 -- train</code></footer>
 
 # %%
-import json
-from pathlib import Path
+from deck import steps
+from running import processes
 
-from IPython.display import Markdown
+from llmpar.launch.engines import detect
 
-MEASURED = json.loads(Path("../tests/engines.json").read_text())
-first = lambda name: f"{MEASURED[name]['start_s']:.0f} s"
-LAUNCHERS = {
-    "`srun` (SLURM)": (
-        "`SLURM_PROCID`, the list of nodes",
-        "`initialize()` finds all",
-        first("SLURM, four nodes"),
-    ),
-    "`mpirun` (MPI)": ("its own communicator", "`initialize(…)` by `mpi4py`", first("Open MPI")),
-    "`torchrun`": (
-        "`RANK`, `WORLD_SIZE`, `MASTER_ADDR`",
-        "`initialize(address, size, rank)`",
-        first("torchrun, two hosts"),
-    ),
-    "Ray": ("an actor on each host", "each actor calls `initialize(…)`", first("Ray JaxTrainer, two hosts")),
-    "Kubernetes": ("`JOB_COMPLETION_INDEX`, a service", "`initialize()` finds all", "not tried"),
-}
-head = "| who starts it | what it tells a process | `jax.distributed.` | first step |"
-Markdown(
-    "\n".join(
-        [head, "|---|---|---|---|", *(f"| {name} | {' | '.join(row)} |" for name, row in LAUNCHERS.items())]
-    )
-)
+told = {"MASTER_ADDR": "node0", "MASTER_PORT": "29400", "WORLD_SIZE": "3", "RANK": "1"}
+place = detect(told)
+assert (place.coordinator, place.num_processes, place.process_id) == ("node0:29401", 3, 1)
+steps(*(processes(step, place.coordinator) for step in range(3)))
 
 # %% [markdown] tags=["notes"]
-# `llmpar train` makes that call itself (`llmpar.launch`). After it `jax.devices()` lists the devices of all hosts, and one mesh spans them. The training program does not change.
+# `llmpar train` makes that call itself (`llmpar.launch`). After it `jax.devices()` lists the devices of all hosts, and one mesh spans
+# them. The training program does not change.
 #
 # **Ask:** one process per host or one per GPU? JAX takes all devices of its process: one per host is usual. SLURM and MPI tasks get one
 # GPU each, unless told otherwise.
@@ -44,10 +26,39 @@ Markdown(
 # **Misunderstanding:** that process 0 does more than others. It keeps the meeting point; all run the same program, and all must call
 # the same collectives in the same order. One that stops leaves the others waiting.
 #
-# **The last column:** seconds from the command to the first step of four CPU processes, which mostly start Python and compile. The
-# machine has two cores and was busy: upper bounds, not a race (`tests/engines.md` has the load, versions and restarts).
+# **Source:** JAX's `jax.distributed.initialize`; the address is what `llmpar.launch.engines` reads from torchrun's variables.
+
+# %% [markdown] tags=["slide"] minutes=1
+# ## Who tells a process the three things
 #
-# **Source:** JAX's `jax.distributed.initialize` and its cluster detection (SLURM, Open MPI, mpi4py, Kubernetes, TPU pods). Open MPI 5 and
+# <footer>JAX documentation, <code>jax.distributed</code> · <code>llmpar launch mpi --nodes 2 -- train</code></footer>
+
+# %%
+from IPython.display import Markdown
+
+LAUNCHERS = {
+    "`srun` (SLURM)": ("`SLURM_PROCID`, the list of nodes", "`initialize()` finds all"),
+    "`mpirun` (MPI)": ("its own communicator", "`initialize(…)` by `mpi4py`"),
+    "`torchrun`": ("`RANK`, `WORLD_SIZE`, `MASTER_ADDR`", "`initialize(address, size, rank)`"),
+    "Ray": ("an actor on each host", "each actor calls `initialize(…)`"),
+    "Kubernetes": ("`JOB_COMPLETION_INDEX`, a service", "`initialize()` finds all"),
+}
+head = "| who starts it | what it tells a process | `jax.distributed.` |\n|---|---|---|"
+Markdown("\n".join([head, *(f"| {name} | {' | '.join(row)} |" for name, row in LAUNCHERS.items())]))
+
+# %% [markdown]
+# ```python
+# jax.distributed.initialize("node0:29401", num_processes=3, process_id=1)
+# mesh = llmpar.make_mesh("dp=3 tp=4")  # of the 12 devices of all three hosts
+# ```
+
+# %% [markdown] tags=["notes"]
+# **Ask:** which of these starts your jobs today?
+#
+# **Misunderstanding:** that the choice changes the speed of a step. It decides how processes start, are watched and start again;
+# what travels between devices is the same. All but Kubernetes were tried with `llmpar` (`tests/engines.md`).
+#
+# **Source:** JAX's cluster detection (SLURM, Open MPI, mpi4py, Kubernetes, TPU pods). Open MPI 5 and
 # MPICH it finds by `initialize(cluster_detection_method="mpi4py")` alone; `llmpar` reads their variables instead.
 
 # %% [markdown] tags=["slide"] minutes=2
@@ -59,17 +70,18 @@ Markdown(
 # <footer>Sergeev and Del Balso 2018 (Horovod) · lesson <code>notebooks/03_data_parallelism</code> · <code>llmpar train --mesh dp=8 --zero 0</code></footer>
 
 # %%
+from deck import show
+from running import ranks
+
+show(ranks())
+
+# %%
 from llmpar.notation import parse_arrow
 from llmpar.plan import Plan
 
 THEN = {
-    "rank, `MPI_Comm_rank`": "a device's coordinates in the mesh",
-    "`MPI_Comm_split`": "an axis of the mesh",
-    "`MPI_Allreduce(gradient)`": "the arrow `d m +dp -> d m`",
-    "`hvd.DistributedOptimizer`": '`Plan("dp=8", zero=0)`',
-    "its fusion buffer": '`reduce="bucket"`',
-    "`hvd.broadcast_parameters`": "state made in place, from one seed",
-    "`horovodrun`, `mpirun`": "a launcher, as before",
+    "rank, `MPI_Comm_split`": "coordinates in the mesh, an axis of it",
+    "`hvd.DistributedOptimizer`, its fusion buffer": '`Plan("dp=8", zero=0, reduce="bucket")`',
 }
 assert [str(move) for move in parse_arrow("d m +dp -> d m").moves] == ["all-reduce over dp"]
 assert Plan("dp=8", zero=0, reduce="bucket").reduce == "bucket"
@@ -77,6 +89,9 @@ Markdown("\n".join(["| MPI, Horovod | here |", "|---|---|", *(f"| {a} | {b} |" f
 
 # %% [markdown] tags=["notes"]
 # **Ask:** Horovod knew one strategy. Which? Data parallelism: gradients all-reduced, everything else on every GPU.
+#
+# `hvd.broadcast_parameters` has no counterpart: state is made in place, from one seed. `horovodrun` and `mpirun` are launchers, as
+# before.
 #
 # **Misunderstanding:** that MPI is gone. It still starts processes on many clusters, and NCCL's collectives are MPI's. What went is
 # calling them by hand for each tensor.
@@ -86,36 +101,33 @@ Markdown("\n".join(["| MPI, Horovod | here |", "|---|---|", *(f"| {a} | {b} |" f
 # %% [markdown] tags=["slide"] minutes=2
 # ## `torchrun`, and the same in JAX
 #
-# PyTorch's launcher starts processes and restarts them together. What it tells a process is all that JAX needs.
+# PyTorch's launcher starts processes together, and again when some are lost.
 #
 # <footer>PyTorch documentation, <code>torchrun</code> · <code>llmpar launch torchrun --nodes 2 -- train</code></footer>
 
 
 # %%
-from llmpar.launch.engines import detect
+from running import elastic
 
+show(elastic())
+
+# %%
 told = {"MASTER_ADDR": "node1", "MASTER_PORT": "29400", "WORLD_SIZE": "2", "RANK": "1"}
 place = detect(told)
 assert (place.engine, place.coordinator) == ("torchrun", "node1:29401")
 assert (place.num_processes, place.process_id) == (2, 1)
 ROWS = {
-    "`MASTER_ADDR`, `MASTER_PORT` + 1": "`coordinator_address`",
-    "`WORLD_SIZE`": "`num_processes`",
-    "`RANK`": "`process_id`",
+    "`MASTER_ADDR`, `MASTER_PORT` + 1; `WORLD_SIZE`; `RANK`": "the three things",
     "`--max-restarts=3`": "a checkpoint, and the same command again",
-    "`--nnodes=1:2` (elastic)": "a checkpoint that any mesh can read, and `--mesh fsdp=-1`",
+    "`--nnodes=1:2` (elastic)": "a checkpoint for any mesh, and `--mesh fsdp=-1`",
 }
 Markdown("\n".join(["| torchrun | JAX |", "|---|---|", *(f"| {a} | {b} |" for a, b in ROWS.items())]))
 
-# %% [markdown]
-# ```text
-# torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d \
-#   --rdzv-endpoint=node1:29400 --no-python -- llmpar train
-# srun --nodes=2 --ntasks-per-node=1 llmpar train
-# ```
-
 # %% [markdown] tags=["notes"]
 # **Ask:** why port + 1? torchrun's own store listens on `MASTER_PORT`.
+#
+# The two commands, one on each host: `torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node1:29400
+# --no-python -- llmpar train`, or on SLURM `srun --nodes=2 --ntasks-per-node=1 llmpar train`.
 #
 # **Misunderstanding:** that a launcher knows the model. It starts, watches and restarts processes. What is cut how is in the program.
 #
@@ -132,18 +144,16 @@ Markdown("\n".join(["| torchrun | JAX |", "|---|---|", *(f"| {a} | {b} |" for a,
 # <footer>Moritz et al. 2018 (Ray) · <code>llmpar launch ray --nodes 2 -- train</code></footer>
 
 # %%
-ROWS = {
-    "head, workers": "`ray start --head`, and `ray start --address=…` on each other host",
-    "task, actor": "a function, an object that runs somewhere in the pool",
-    "placement group": "resources that must be had together: all GPUs, or none",
-    "`JaxTrainer`": "one actor per host; calls `jax.distributed.initialize`",
-    "`FailureConfig`": "new workers after a loss; the step comes from a checkpoint",
-}
-Markdown("\n".join(["| word | meaning |", "|---|---|", *(f"| {a} | {b} |" for a, b in ROWS.items())]))
+from running import pool
+
+steps(*map(pool, range(3)))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** who needs it? Those who mix kinds of work: training beside sampling, tuning many runs, serving. For one training job a
 # scheduler and `srun` do.
+#
+# `ray start --head` on the first host, `ray start --address=…` on each other one. `JaxTrainer` asks for the placement group, starts the
+# actors and calls `jax.distributed.initialize` in each; `FailureConfig` says how often it starts new ones after a loss, from a checkpoint.
 #
 # **Misunderstanding:** that Ray moves gradients. It starts actors and hands them work; tensors travel by NCCL, as always.
 #
@@ -166,6 +176,11 @@ Markdown("\n".join(["| word | meaning |", "|---|---|", *(f"| {a} | {b} |" for a,
 # ```
 #
 # <footer>Ray documentation, deploying on SLURM; Kurtzer et al. 2017 (Singularity) · lesson <code>notebooks/11_choose</code></footer>
+
+# %%
+from running import nested
+
+show(nested())
 
 # %%
 import re
@@ -259,6 +274,86 @@ show(draw.memory_bars(bars, h100.usable_bytes, "Memory of one H100"))
 #
 # **Source:** computed from the model's dims: 2 (K, V) × layers × KV heads × head width × 2 bytes. Kwon et al. 2023 measured that
 # systems before used 20 to 38 % of the memory that they had set aside for it.
+
+# %% [markdown] tags=["slide"] minutes=2
+# ## A prompt computes, a token reads
+#
+# One pass over the prompt (**prefill**) keeps the matmuls busy. Each token after it (**decode**) reads all weights again; many
+# sequences share that reading.
+#
+# <footer>Llama 3 8B on one H100, estimates · <code>llmpar.predict.serving</code> · lesson <code>notebooks/11_choose</code></footer>
+
+# %%
+from running import bound
+
+from llmpar.predict import serving
+
+
+def one_pass(tokens, sequences, behind):
+    """Seconds of computing, of reading weights, and of reading keys and values."""
+    reading = serving.decode(llama, h100, 1, 1)["products"]  # far below the critical batch: it only reads
+    keys = serving.decode(llama, h100, sequences, behind)["keys and values read"] if behind else 0.0
+    return tokens * reading / serving.critical_batch(llama, h100), reading, keys
+
+
+PASSES = [
+    ("Prefill, 1,024 tokens", *one_pass(1024, 1, 0)),
+    ("Decode, 1 sequence", *one_pass(1, 1, 1152)),
+    ("Decode, 256 sequences", *one_pass(256, 256, 1152)),
+]
+assert abs(PASSES[0][1] - serving.prefill(llama, h100, 1024)["products"]) < 1e-4
+assert PASSES[0][1] > PASSES[0][2] and all(reads + keys > computes for _, computes, reads, keys in PASSES[1:])
+show(bound(PASSES, "The same model, three passes"))
+
+# %% [markdown] tags=["notes"]
+# The thick edge is what a pass waits for. Sequences of 1,152 tokens: 1,024 of the prompt, and half of the answer. Kernels take another
+# 1.4 ms to start.
+#
+# **Ask:** 256 sequences, and a token takes not 256 times as long but about three times. Why? The weights are read once for all; only
+# keys and values are each one's own.
+#
+# **Misunderstanding:** that a faster chip makes tokens faster. One sequence computes for 0.02 of its 5 ms: memory must be faster.
+#
+# **Source:** Pope et al. 2022; Austin et al. 2025, inference chapter. Estimates: no published run of serving has tested them.
+
+# %% [markdown] tags=["slide"] minutes=2
+# ## Pages: memory as it is needed
+#
+# Nobody knows how long an answer will be. A page holds the keys and values of **16 tokens**.
+#
+# <footer>Kwon et al. 2023 (PagedAttention) · <code>llmpar.predict.serving</code> · lesson <code>notebooks/11_choose</code></footer>
+
+# %%
+from running import PAGES, ROOM, pages
+
+assert 0.20 < sum(PAGES.values()) / ROOM < 0.382  # what Kwon et al. found in systems before
+steps(*map(pages, range(3)))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** what does this remind you of? Virtual memory: an operating system hands out pages, and a table says where they are.
+#
+# **Misunderstanding:** that pages make attention cheaper. It reads as many keys and values as before; there is room for more sequences,
+# and with them more tokens per second.
+#
+# **Source:** Kwon et al. 2023: 20 to 38 % of the memory that was set aside held tokens in systems before; under 4 % is wasted in
+# pages. The lengths here are made up; who gets which page is computed.
+
+# %% [markdown] tags=["slide"] minutes=1
+# ## Continuous batching: who is through makes room
+#
+# <footer>Yu et al. 2022 (Orca) · <code>llmpar.predict.serving</code> · lesson <code>notebooks/11_choose</code></footer>
+
+# %%
+from running import batching
+
+steps(*map(batching, range(2)))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** before the second picture: request D is through after 2 steps. What happens to its slot? It waits for B, 7 steps long.
+#
+# **Misunderstanding:** that a batch is fixed once it runs. Every step is a new pass: it may have other rows than the one before.
+#
+# **Source:** Yu et al. 2022. Eight lengths, made up; both schedules are computed from them.
 
 # %% [markdown] tags=["slide", "short"] minutes=2
 # ## Inference engines
