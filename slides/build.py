@@ -124,17 +124,43 @@ def clock(minutes: float) -> str:
     return f"{int(minutes // 60)}:{int(minutes % 60):02}"
 
 
-def plan_talk(deck: NotebookNode) -> float:
-    """Write the agenda and put the clock into the notes; return the minutes of the talk."""
-    slides, sections, at, name = slides_of(deck), dict[str, float](), 0.0, ""
+def minutes_of(slides: list[list[NotebookNode]]) -> tuple[list[float], list[str]]:
+    """The minutes of each slide, and the part that it belongs to."""
     spent = [float(cells[0].metadata.get("minutes", 0)) for cells in slides]
-    for cells, minutes in zip(slides, spent, strict=True):
-        name, at = cells[0].metadata.get("section", name), at + minutes
-        sections[name] = sections.get(name, 0) + minutes
+    named = (cells[0].metadata.get("section") for cells in slides)
+    return spent, list(itertools.accumulate(named, lambda last, name: name or last, initial=""))[1:]
+
+
+def in_all(spent: Sequence[float], parts: Sequence[str]) -> dict[str, float]:
+    """The minutes of each part, in their order."""
+    return {part: sum(m for m, its in zip(spent, parts, strict=True) if its == part) for part in parts}
+
+
+def minutes_of_parts(src: Path = HERE / "src", short: bool = False) -> dict[str, float]:
+    """The minutes of each part of the whole deck, or of the short one, from its sources."""
+    builder, cells = notebook_builder(), list[NotebookNode]()
+    for source in sorted(src.glob("*.py")):
+        cells += builder.read_source(source).cells
+    slides = slides_of(nbformat.v4.new_notebook(cells=cells))
+    spent, parts = minutes_of(slides)
+    kept = ["short" in cells[0].metadata.tags or not short for cells in slides]
+    return in_all([m * keep for m, keep in zip(spent, kept, strict=True)], parts)
+
+
+def plan_talk(deck: NotebookNode) -> float:
+    """Write the agenda and put the clock, of the part and of the talk, into the notes; return the minutes of
+    the talk."""
+    slides = slides_of(deck)
+    spent, names = minutes_of(slides)
+    sections, at = in_all(spent, names), dict.fromkeys(names, 0.0)
+    for cells, minutes, name in zip(slides, spent, names, strict=True):
+        at[name] += minutes
         for cell in cells:
             if "notes" in cell.metadata.get("tags", []) and sum(spent):
+                whole = f"{clock(sum(at.values()))} of {clock(sum(spent))}"
                 cell.source = (
-                    f"**{minutes:g} min**, until {clock(at)} of {clock(sum(spent))}.\n\n{cell.source}"
+                    f"**{minutes:g} min**, until {clock(at[name])} of {clock(sections[name])} in this part,"
+                    f" {whole} in all.\n\n{cell.source}"
                 )
     parts = [f"{name} | {minutes:.0f} |" for name, minutes in sections.items() if name]
     half = (len(parts) + 1) // 2

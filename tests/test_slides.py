@@ -150,7 +150,29 @@ def test_the_short_deck_is_an_hour_of_the_whole_one(deck):
     for text, parts in ((page, 13), (short, 11)):
         agenda = re.search(r"What you will be able to do.*?</section>", text, re.S)[0]
         assert len(re.findall(r"<tr>", agenda)) == 1 + (parts + 1) // 2
-    assert re.search(r"<aside[^>]*>.*?<strong>3 min</strong>, until 0:0\d of [12]:\d\d", page, re.S)
+    of_a_part = r"<strong>3 min</strong>, until 0:0\d of 0:\d\d in this part, \d:\d\d of [12]:\d\d in all"
+    assert re.search(rf"<aside[^>]*>.*?{of_a_part}", page, re.S)
+
+
+def test_the_clock_of_a_part_begins_with_it(tmp_path):
+    """An hour of lessons may lie between two parts."""
+    cell = (
+        '# %% [markdown] tags=["slide"] minutes={}{}\n# ## Title\n\n# %% [markdown] tags=["notes"]\n# Said.\n'
+    )
+    slides_of_parts = ((2, "One"), (3, ""), (4, "Two"), (1, "One"))
+    text = "\n".join(cell.format(m, f' section="{part}"' * bool(part)) for m, part in slides_of_parts)
+    (tmp_path / "00_part.py").write_text(text)
+    deck = slides.notebook_builder().read_source(tmp_path / "00_part.py")
+    assert slides.minutes_of_parts(tmp_path) == {"One": 6, "Two": 4} and slides.plan_talk(deck) == 10
+    clocks = re.findall(
+        r"until (\S+) of (\S+) in this part, (\S+) of 0:10", "".join(c.source for c in deck.cells)
+    )
+    assert clocks == [
+        ("0:02", "0:06", "0:02"),
+        ("0:05", "0:06", "0:05"),
+        ("0:04", "0:04", "0:09"),
+        ("0:06", "0:06", "0:10"),
+    ]
 
 
 def test_whoever_asks_for_bids_shows_the_figure_afterwards(deck):

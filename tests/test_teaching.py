@@ -36,31 +36,41 @@ def rows_of(plan):
         yield 60 * int(hours) + int(rest), int(minutes), what
 
 
-def faults_of(plan, lessons=LESSONS):
-    """What is wrong with a plan."""
-    at, seen = 0, []
+def faults_of(plan, lessons=LESSONS, seen=()):
+    """What is wrong with a plan; lessons were ``seen`` before it."""
+    at, seen = 0, [*seen]
     for begins, minutes, what in rows_of(plan):
         if begins != at:
             yield f"'{what}' begins at {begins}, and {at} minutes have gone"
         at += minutes
         kind, _, number = what.partition(" ")
-        if kind in ("lesson", "exercises") and number not in lessons:
+        if kind in ("lesson", "exercises", "tell") and number not in lessons:
             yield f"there is no lesson {number}"
-        elif kind == "lesson" and minutes != lessons[number].teaching:
-            yield f"lesson {number} takes {lessons[number].teaching} minutes to teach, not {minutes}"
+        elif kind == "lesson":
+            if minutes != lessons[number].teaching:
+                yield f"lesson {number} takes {lessons[number].teaching} minutes to teach, not {minutes}"
+            if missing := set(lessons[number].needs) - {*seen}:
+                yield f"lesson {number} needs {' '.join(sorted(missing))}, neither taught nor told before it"
         elif kind == "exercises" and (minutes > lessons[number].exercises or number not in seen):
             yield f"exercises {number} come before their lesson, or take more than all of them"
-        seen += [number] * (kind == "lesson")
-        for section in re.findall(r"slides: ([^,]*)", what):
-            if f'section="{section}"' not in SECTIONS:
-                yield f"the deck has no part '{section}'"
+        elif kind == "tell" and (told := f"**{number}, in {minutes} minutes.**") not in GUIDE:
+            yield f"what to tell is not said: {told}"
+        seen += [number] * (kind in ("lesson", "tell"))
+        for short, part in re.findall(r"^(short )?slides: (.*)", what):
+            if (takes := PARTS[bool(short)].get(part)) != minutes:
+                yield f"the {short}slides of '{part}' take {takes} minutes, not {minutes}"
 
 
-SECTIONS = "".join(path.read_text() for path in sorted((ROOT / "slides" / "src").glob("*.py")))
+PARTS = [load("slides/build.py").minutes_of_parts(short=short) for short in (False, True)]
 
 
 def test_the_plans_add_up_and_name_what_exists():
-    assert [fault for plan in PLANS for fault in faults_of(plan)] == []
+    first_day = [what.partition(" ")[2] for *_, what in rows_of(PLANS[3]) if what.startswith("lesson")]
+    seen = [(), (), (), (), first_day]  # the last plan is the second day
+    faults = [
+        fault for plan, before in zip(PLANS, seen, strict=True) for fault in faults_of(plan, seen=before)
+    ]
+    assert faults == [] and sum(PARTS[True].values()) == 60
     lasts = [sum(minutes for _, minutes, _ in rows_of(plan)) for plan in PLANS]
     assert len(lasts) == 5 and lasts[:2] == [60, 210] and all(450 <= last <= 480 for last in lasts[2:])
     two_days = " ".join(what for plan in PLANS[3:] for *_, what in rows_of(plan))
@@ -74,8 +84,11 @@ def test_the_plans_add_up_and_name_what_exists():
         ("| 0:05 | 20 | lesson 00 |", "begins at 5"),
         ("| 0:00 | 21 | lesson 00 |", "takes 20 minutes"),
         ("| 0:00 | 20 | lesson 99 |", "no lesson 99"),
+        ("| 0:00 | 25 | lesson 02 |", "needs 00, neither taught nor told"),
+        ("| 0:00 | 9 | tell 02 |", "what to tell is not said"),
         ("| 0:00 | 10 | exercises 00 |", "before their lesson"),
-        ("| 0:00 | 10 | slides: Gossip |", "no part 'Gossip'"),
+        ("| 0:00 | 10 | slides: Gossip |", "of 'Gossip' take None minutes"),
+        ("| 0:00 | 12 | short slides: Data parallelism |", "take 5.0 minutes, not 12"),
     ],
 )
 def test_a_fault_of_a_plan_is_seen(row, fault):
