@@ -229,9 +229,9 @@ assert N == 1 or sent_by_hand.keys() == {("dp", "all-reduce")}
 assert N == 1 or sent_by_hand["dp", "all-reduce"]["count"] == 4
 
 # %% [markdown]
-# ## Predict
+# ## What does each device send?
 #
-# Now a small Llama with gradients in float32. **How many bytes does each device send per step**, by ring all-reduces, so that
+# Predict. A small Llama with gradients in float32. **How many bytes does each device send per step**, by ring all-reduces, so that
 # all have the sum of all gradients?
 
 # %%
@@ -338,7 +338,7 @@ if N > 1:
 # No plan wins: each of `N` devices sends 2(N − 1)/N times the gradients' bytes, and one small message more (the loss, the number
 # of targets, the norm). The plans differ in the *number* of messages. Each costs a start (lesson 02).
 #
-# ## With enough tokens it costs no time
+# ## With enough tokens it costs hardly any time
 #
 # The gradient of the last layer is ready first. It can travel while the layers before it compute. **From how many tokens per
 # device on does computing take as long as sending?** Guess, then drag. (`28+` is layers 28 to 31.)
@@ -389,7 +389,7 @@ show(draw.curves([ideal, kept], NODES, *axes, high=1.1, percent=True))
 
 # %% [markdown]
 # (MaxText, README of its A3 configurations; FSDP inside a node, lesson 04.) The second node makes gradients leave the node. Later
-# ones add little, for 2(N − 1)/N stays below 2.
+# ones cost less, for 2(N − 1)/N never reaches 2.
 #
 # ## Keep: gradients travel, twice their bytes, behind the backward pass
 #
