@@ -83,6 +83,13 @@ def test_what_is_no_training_step_is_left_out_by_name(document):
     assert all("nothing to compare" in why or "unknown inputs" in why for why in left.values())
 
 
+def test_a_lesson_quotes_what_was_published():
+    (published,) = [group for group in json.loads(FILE.read_text()) if group["id"] == "maxtext.a3.llama2-7b"]
+    numbers = f"{published['inputs']['nodes']}, {published['expected']['tflops_per_gpu']}"
+    (lesson,) = (HERE.parent / "notebooks" / "src").glob("03_*.py")
+    assert f"NODES, TFLOPS = {numbers}" in lesson.read_text()
+
+
 def write(path, *groups):
     path.write_text(json.dumps(groups))
     return path

@@ -83,8 +83,8 @@ show(draw.replicas(together=False))
 show(draw.replicas())
 
 # %% [markdown]
-# This is *data parallelism*, over the mesh axis `dp`. As an arrow, for a weight from the model's width `d` to the width `m` of a
-# feed-forward: `d m +dp -> d m`. On the left each device has one addend of a sum over `dp`; on the right the sum is finished.
+# This is *data parallelism*, over the mesh axis `dp`. As an arrow, for a weight (`d` width of the model, `m` width of a
+# feed-forward): `d m +dp -> d m`. On the left each device has one addend of a sum over `dp`; on the right the sum is finished.
 #
 # ## Three sums that look right
 #
@@ -447,7 +447,7 @@ def computing(tokens):
 compute_s, comm_s = computing(4096), [figure.seconds(figure.state, 4096)[1]] * 8
 assert f"side by side: {time_text(end(compute_s, comm_s))}" in figure.scene.text
 turns = 4096 * comm_s[0] / compute_s[0]
-reached = formulas.dp_min_tokens(h100.flops_per_s, h100.reached_link_bytes_per_s)
+reached = h100.flops_per_s / h100.reached_link_bytes_per_s
 assert abs(turns / (reached * 7 / 8) - 1) < 1e-3 and round(turns) == 2340
 print("tokens per device   computing   until all is sent   of sending, waited for")
 for tokens in (512, 1024, 2048, 4096, 8192):
