@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from jax import lax
 
 from llmpar import exercises
@@ -221,6 +222,26 @@ def test_what_a_function_returns_is_what_real_devices_return():
         ["reduce-scatter", "tp", 1, 16],
     ]
     assert sent == expected
+
+
+def test_a_notebook_shows_what_each_device_sends_and_holds(capsys):
+    """Of a function that several devices run, whether right or wrong; outside of notebooks there are words
+    alone."""
+    gathers = lambda gradient, parts: sum(lax.all_gather(gradient(p), "fsdp").sum(0)[:2] for p in parts)
+    exercises.attempt("04.stage2_accumulated", gathers)
+    plain = capsys.readouterr().out
+    assert "ranks" not in plain
+    InteractiveShell.instance()
+    try:
+        for answer in (gathers, lambda gradient, parts: 1 / 0, 3):
+            exercises.attempt("04.stage2_accumulated", answer)
+            exercises.attempt("03.sent", 1)
+    finally:
+        InteractiveShell.clear_instance()
+    shown = capsys.readouterr().out
+    assert shown.count("4 ranks, each given 3 × 8 × 2") == 1
+    line = "all-gather over fsdp among ranks [0, 1, 2, 3]: 192 B; then 4 × 8 × 2"
+    assert shown.count(line) == 3 and "each returns 2 × 2\nEach rank sends 576 B in 3 calls." in shown
 
 
 def own_sentence(exercise, verdict):

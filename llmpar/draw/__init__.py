@@ -17,6 +17,7 @@ curves       curves  loss_curve                 what was measured beside a model
 orders       timelines  bubbles                 pipeline orders on one scale; what is called the bubble
 columns      axis_squares  memory_bar  time_bar  sent_bars  mesh_map     what stands beside an explorer's grid
 strips       before_after  ring_sums  cube      collectives before and after, hop by hop; devices in space
+traced       traced                             what a reader's function sends and holds, rank by rank
 geometry                                        where a device lies, who holds which slice
 scene                                           rectangles, lines and words; SVG, PNG and a text twin
 """
@@ -43,3 +44,4 @@ from llmpar.draw.matmul import matmul
 from llmpar.draw.orders import bubbles, timelines
 from llmpar.draw.replicas import gather_use_forget, messages, replicas, zero_strips
 from llmpar.draw.strips import before_after, cube, ring_sums
+from llmpar.draw.traced import traced

@@ -43,5 +43,5 @@ def ring_gather() -> Exercise:
         one_hop_more=counted(-1, step=1, more=1),
         not_by_hand=lambda block, n, axis: lax.all_gather(block, axis, tiled=True),
     )
-    run = lambda function: carried_out(lambda block: function(block, 4, "tp"), "tp=4", x)
-    return Exercise("stretch", solution, wrong, observe=run)
+    given = lambda answer: [(lambda block: answer(block, 4, "tp"), "tp=4", x)]
+    return Exercise("stretch", solution, wrong, lambda a: carried_out(*given(a)[0]), devices=given)

@@ -60,7 +60,8 @@ def repair() -> Exercise:
     right = {"gradient": mean, "clipped": clipped}
     wrong = {key: right | {"gradient": g} for key, g in gradients.items()}
     wrong |= {key: right | {"clipped": c} for key, c in clips.items()}
-    return Exercise("core", right, wrong, observe=run)
+    given = lambda answer: [(function, "dp=4", grad_sums, counts) for function in answer.values()]
+    return Exercise("core", right, wrong, observe=run, devices=given)
 
 
 def pad() -> Exercise:

@@ -27,9 +27,12 @@ def stage2_accumulated() -> Exercise:
 
     gradients = np.random.default_rng(0).standard_normal((DEVICES, PARTS, ROWS, COLUMNS)).astype(np.float32)
 
-    def observe(learner):
+    def given(learner):
         run = lambda parts: learner(lambda part: 2 * part, list(parts))
-        return carried_out(run, f"fsdp={DEVICES}", gradients, untiled="must match shard count")
+        return [(run, f"fsdp={DEVICES}", gradients)]
+
+    def observe(learner):
+        return carried_out(*given(learner)[0], untiled="must match shard count")
 
     wrong = dict(
         stage1=lambda gradient, parts: scatter(sum(gradient(part) for part in parts)),
@@ -42,4 +45,4 @@ def stage2_accumulated() -> Exercise:
         gathered=lambda *given: lax.all_gather(solution(*given), "fsdp", axis=0, tiled=True),
         only_first=lambda gradient, parts: scatter(gradient(parts[0])),
     )
-    return Exercise("stretch", solution, wrong, observe=observe)
+    return Exercise("stretch", solution, wrong, observe=observe, devices=given)

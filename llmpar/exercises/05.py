@@ -49,8 +49,9 @@ def gated_pair() -> Exercise:
         weights_gathered=weights_gathered,
         twice=lambda x, gate, up, down: lax.psum(solution(x, gate, up, down), "tp"),
     )
-    run = lambda learner: carried_out(learner, f"tp={DEVICES}", x, gate, up, down)
-    return Exercise("stretch", solution, wrong, run, also=dict(in_two_calls=in_two_calls))
+    given = lambda learner: [(learner, f"tp={DEVICES}", x, gate, up, down)]
+    observe, also = lambda a: carried_out(*given(a)[0]), dict(in_two_calls=in_two_calls)
+    return Exercise("stretch", solution, wrong, observe, also=also, devices=given)
 
 
 def kv_heads() -> Exercise:

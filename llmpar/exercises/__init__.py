@@ -33,6 +33,7 @@ import importlib
 import inspect
 import pathlib
 import re
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Mapping
@@ -93,6 +94,20 @@ def attempt(name: str, answer: Any, **given: Any) -> None:
     SAID.setdefault(name, as_text(answer))
     if said := note(name, answer, verdict):
         say(said)
+    if getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)() is not None:
+        show_devices(exercise, answer)
+
+
+def show_devices(exercise: Exercise, answer: Any) -> None:
+    """Show in a notebook what each device sends and holds; of an answer that fails its verdict is enough."""
+    from IPython.display import display
+
+    from llmpar.exercises.spread import drawn
+
+    with contextlib.suppress(Exception):
+        for given in exercise.devices(answer):
+            scene = drawn(*given)
+            display({"image/svg+xml": scene._repr_svg_(), "text/plain": scene.text}, raw=True)
 
 
 def hint(name: str) -> None:

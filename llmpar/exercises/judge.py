@@ -37,6 +37,7 @@ class Exercise:
         counts: sentences in place of the hint that count for the learner: by key a function that gives the
             figures in the sentence for what was observed, or None where it does not fit.
         also: other right answers that are computed, by the key of why they are right.
+        devices: of an answer that several devices run, what `spread.carried_out` is given, for each function.
         says: the sentences by key.
         given: the numbers of the lesson that formulas in the page speak of.
     """
@@ -49,6 +50,7 @@ class Exercise:
     unit: str = ""
     counts: Mapping[str, Callable[[Any], Mapping[str, Any] | None]] = field(default_factory=dict)
     also: Mapping[str, Any] = field(default_factory=dict)
+    devices: Callable[[Any], list[tuple]] = lambda answer: []
     says: Mapping[str, str] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)
 

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from llmpar import draw
+from llmpar.draw.scene import Scene
 from llmpar.inspect.census import Collective, census_table
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh
@@ -17,7 +19,7 @@ from llmpar.mesh import abstract_mesh
 def traced(function: Callable, mesh: str, *arrays: Any) -> Any:
     """Trace what one device runs for all devices of a mesh, as in 'dp=2 tp=2'; each array has their parts
     along its first dim."""
-    across = PartitionSpec(tuple(axis.partition("=")[0] for axis in mesh.split()))
+    across = PartitionSpec(tuple(sizes_of(mesh)))
     on_mesh = jax.shard_map(
         lambda *parts: jnp.asarray(function(*(part[0] for part in parts)))[None],
         mesh=abstract_mesh(mesh),
@@ -31,6 +33,19 @@ def traced(function: Callable, mesh: str, *arrays: Any) -> Any:
 def sends(program: Any) -> list[Collective]:
     """List what a traced program sends, in its order."""
     return census_jaxpr(program, dict(program.eqns[-1].params["mesh"].shape))
+
+
+def drawn(function: Callable, mesh: str, *arrays: Any) -> Scene:
+    """Draw what each device is given, sends, holds and returns."""
+    program = traced(function, mesh, *arrays)
+    sent = [(one.kind, one.axes, one.count, one.bytes_sent, one.shape) for one in sends(program)]
+    given, returned = [x.shape[1:] for x in arrays], program.out_avals[0].shape[1:]
+    return draw.traced(sizes_of(mesh), given, sent, returned)
+
+
+def sizes_of(mesh: str) -> dict[str, int]:
+    """The sizes of the axes that a mesh names, as in 'dp=2 tp=2'."""
+    return {axis: int(size) for axis, _, size in (part.partition("=") for part in mesh.split())}
 
 
 def carried_out(function: Callable, mesh: str, *arrays: Any, untiled: str = "") -> Any:
@@ -52,8 +67,7 @@ def carried_out(function: Callable, mesh: str, *arrays: Any, untiled: str = "") 
 
 def values(program: Any, mesh: str, *arrays: Any) -> list[Any]:
     """Run a traced program for all devices; gives what each returns."""
-    axes = {axis: int(size) for axis, _, size in (part.partition("=") for part in mesh.split())}
-    line = program.eqns[-1]
+    axes, line = sizes_of(mesh), program.eqns[-1]
     held = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     given = [x.reshape(*axes.values(), 1, *x.shape[1:]) for x in arrays]
     held |= dict(zip(program.jaxpr.invars, given, strict=True))

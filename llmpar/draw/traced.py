@@ -1,0 +1,80 @@
+"""Draw what a function that runs on each rank was given, sent, held and returned: a lane per rank, from left
+to right as the program goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from llmpar.draw.charts import count_noun
+from llmpar.draw.geometry import groups
+from llmpar.draw.scene import BODY, OTHERS, SMALL, Rect, Scene, Text, compose, size_text, small_text
+from llmpar.draw.scene import text_width as wide
+
+Shape = Sequence[int]
+Sent = tuple[str, Sequence[str], int, int, Shape]
+"""A collective: its kind, its axes, how often in a row, the bytes a rank sends in all, the shape it then
+has."""
+LANE, WIDE, HIGH, MOST = 38, 54, 28, 8
+
+
+def traced(sizes: dict[str, int], given: Sequence[Shape], sent: Sequence[Sent], returned: Shape) -> Scene:
+    """Draw a program's collectives in its order, as bars over the ranks that take part in each, and what a
+    rank holds before and after as boxes of these shapes (rows downwards). Of more than eight the first."""
+    ranks, x, items = math.prod(sizes.values()), 62.0, list[Rect | Text]()
+    bottom, middles = ranks * LANE + 12, [LANE * (i + 0.5) for i in range(ranks)]
+    shapes = [*given, returned, *(row[4] for row in sent)]
+    held = {tuple(shape): (1, *shape)[-max(2, len(shape)) :] for shape in shapes}
+    across = WIDE / max(math.prod(shape[1:]) for shape in held.values())
+    down = HIGH / max(3, *(shape[0] for shape in held.values()))
+
+    def boxes(shape: Shape, head: str) -> None:
+        nonlocal x
+        rows, *columns = held[tuple(shape)]
+        w, h = max(5.0, math.prod(columns) * across), max(5.0, rows * down)
+        room = max(w, wide(by(shape), SMALL), wide(head, SMALL)) + 14
+        for i, y in enumerate(middles):
+            tip = f"rank {i}: {by(shape)}"
+            items.append(Rect(x + (room - w) / 2, y - h / 2, w, h, OTHERS[i % 4], "edge", tip=tip))
+        items.extend([small_text(x + room / 2, -14, head), small_text(x + room / 2, bottom, by(shape))])
+        x += room
+
+    items += [Text(0, y, f"rank {i}", BODY) for i, y in enumerate(middles)]
+    words = [f"{ranks} ranks, each given {', '.join(map(by, given))}"]
+    for i, shape in enumerate(given):
+        boxes(shape, "" if i else "given")
+    for number, (kind, axes, count, bytes_sent, shape) in enumerate(sent):
+        of, stroke = groups(sizes, sizes, axes), f"{axes[0]}-line"
+        times, over = f" ×{count}" * (count > 1), f"over {','.join(axes)}"
+        among = " and ".join(map(str, of))
+        words.append(f"{kind}{times} {over} among ranks {among}: {bytes_sent:,} B; then {by(shape)}")
+        if number >= MOST:
+            continue
+        name, size = kind.removeprefix("collective-") + times, f"{size_text(bytes_sent)} each"
+        room = max(wide(text, SMALL) for text in (name, over, size)) + 14
+        beside = [
+            sum(one[0] < group[-1] and group[0] < one[-1] for one in of[:i]) for i, group in enumerate(of)
+        ]
+        for group, before in zip(of, beside, strict=True):
+            middle, first, last = (
+                x + room / 2 + 14 * before - 7 * max(beside),
+                middles[group[0]],
+                middles[group[-1]],
+            )
+            items.append(Rect(middle - 3, first, 6, last - first, axes[0], stroke))
+            items += [Rect(middle - 6, middles[i] - 6, 12, 12, axes[0], stroke, radius=6) for i in group]
+        items += [small_text(x + room / 2, -30, name, fill="ink"), small_text(x + room / 2, -14, over)]
+        items.append(small_text(x + room / 2, bottom, size, fill="ink"))
+        x += room
+        boxes(shape, "then held")
+    boxes(returned, "returned")
+    total, calls = sum(row[3] for row in sent), count_noun(sum(row[2] for row in sent), "call")
+    note = f"Each rank sends {total:,} B in {calls}." if sent else "Nothing is sent."
+    note += f" {len(sent) - MOST} more are not drawn." * (len(sent) > MOST)
+    words += [f"each returns {by(returned)}", note]
+    return compose("What your function sends and holds", [items], "\n".join(words), [note])
+
+
+def by(shape: Shape) -> str:
+    """A shape as people write it."""
+    return " × ".join(map(str, shape)) + " numbers" * (len(shape) == 1) or "a number"
