@@ -96,6 +96,12 @@ def drawings() -> dict[str, Scene]:
         "causal": draw.causal({"in order": [[0, 1], [2, 3]], "zigzag": [[0, 3], [1, 2]]}),
         "before_after": draw.before_after(),
         "ring_sums": draw.ring_sums(),
+        "traced": draw.traced(
+            {"dp": 2, "tp": 2},
+            [(8,)],
+            [("reduce-scatter", ["tp"], 1, 16, (4,)), ("all-reduce", ["dp"], 1, 16, (4,))],
+            (4,),
+        ),
         "cube": draw.cube("dp=2 fsdp=2 tp=2", 8, ("dp", "fsdp"), 5, lit=True),
         "ring_steps": draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
         "live_blocks": draw.live_blocks([[round(x, 1) for x in row] for row in parts]),

@@ -103,6 +103,16 @@ def layer_of(mesh="fsdp=512 tp=8", model="llama3-8b", **fields):
     return layer.forward(workload.of_plan(preset(model), plan, chip("h100"), batch, 4096))
 
 
+TWO_LEVELS = (
+    {"dp": 2, "tp": 2},
+    [(8,)],
+    [
+        ("reduce-scatter", ["tp"], 1, 16, (4,)),
+        ("all-reduce", ["dp"], 1, 16, (4,)),
+        ("all-gather", ["tp"], 1, 16, (8,)),
+    ],
+    (8,),
+)
 PIPES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 CASES: dict = {
     "mesh one device": lambda: draw.mesh("dp=1"),
@@ -158,6 +168,11 @@ CASES: dict = {
     "ring": lambda: draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
     "strips": draw.before_after,
     "strips as icons": lambda: draw.before_after(icon=True),
+    "traced": lambda: draw.traced(*TWO_LEVELS),
+    "traced, much": lambda: draw.traced(
+        {"tp": 4}, [(2,)], [("all-to-all", ["tp"], 2, 16, (2, 2, 2))] * 9, ()
+    ),
+    "traced, silent": lambda: draw.traced({"sp": 2}, [(), (3, 1)], [], (3, 1)),
     "ring of sums": draw.ring_sums,
     "ring of sums, one hop": lambda: draw.ring_sums("reduce-scatter", 5, step=2),
     "ring of sums, moving": lambda: draw.ring_sums("all-gather", 3, moving=True),
@@ -998,3 +1013,17 @@ def test_drawing_needs_neither_jax_nor_matplotlib():
         [sys.executable, "-c", f"import sys; {code}"], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "set()"
+
+
+def test_a_trace_has_a_bar_for_each_group_and_a_box_for_each_rank():
+    """Groups that interleave stand beside one another, over the lanes of their ranks."""
+    items = flatten(draw.traced(*TWO_LEVELS).items)
+    bars = [r for r in items if isinstance(r, Rect) and r.fill in AXES and not r.radius]
+    lanes = sorted(item.y for item in items if isinstance(item, Text) and item.text.startswith("rank "))
+    spans = [(r.fill, lanes.index(r.y), lanes.index(r.y + r.h)) for r in bars]
+    assert spans == [("tp", 0, 1), ("tp", 2, 3), ("dp", 0, 2), ("dp", 1, 3), ("tp", 0, 1), ("tp", 2, 3)]
+    assert bars[2].x + bars[2].w < bars[3].x
+    boxes = [r for r in items if isinstance(r, Rect) and r.tip]
+    assert [r.tip for r in boxes[:4]] == [f"rank {i}: 8 numbers" for i in range(4)]
+    widths = [r.w for r in boxes[::4]]
+    assert widths[0] == 2 * widths[1] == 2 * widths[2] == widths[3] == widths[4]

@@ -70,7 +70,7 @@ def traced(sizes: dict[str, int], given: Sequence[Shape], sent: Sequence[Sent], 
     boxes(returned, "returned")
     total, calls = sum(row[3] for row in sent), count_noun(sum(row[2] for row in sent), "call")
     note = f"Each rank sends {total:,} B in {calls}." if sent else "Nothing is sent."
-    note += f" {len(sent) - MOST} more are not drawn." * (len(sent) > MOST)
+    note += f" Not drawn: {len(sent) - MOST} more." * (len(sent) > MOST)
     words += [f"each returns {by(returned)}", note]
     return compose("What your function sends and holds", [items], "\n".join(words), [note])
 
