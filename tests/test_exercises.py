@@ -102,10 +102,12 @@ ANSWERS = {  # functions that learners write, and answers of another kind; other
     "06.zigzag": [
         lambda s, n: [[i, 2 * n - 1 - i] for i in range(n)],
         lambda s, n: np.arange(s).reshape(2 * n, -1),
+        lambda s, n: exercises.find("06.zigzag").solution(s, n).reshape(n, -1),
     ],
     "06.to_heads": [
         lambda x: lax.all_gather(x, "sp", axis=0, tiled=True)[:, :2],
         lambda x: x[:, :2],
+        lambda x: lax.all_to_all(x, "sp", 1, 0, tiled=True).swapaxes(0, 1),
         lambda x: lax.psum_scatter(x, "sp", scatter_dimension=1, tiled=True),
     ],
     "07.uneven": [lambda costs, u: costs],

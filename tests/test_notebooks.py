@@ -393,6 +393,8 @@ def clipped_alone(grad_sum, count):
 
 
 scattered = lambda part: lax.psum_scatter(part, "fsdp", scatter_dimension=0, tiled=True)
+as_table = lambda s, n: exercises.find("06.zigzag").solution(s, n).reshape(n, -1)
+turned_heads = lambda x: lax.all_to_all(x, "sp", 1, 0, tiled=True).swapaxes(0, 1)
 sum_only = lambda grad_sum, count: lax.psum(grad_sum, "dp")
 gathers_first = lambda gradient, parts: sum(lax.all_gather(gradient(p), "fsdp").sum(0)[:2] for p in parts)
 with_repeats = lambda rank, tp, n, k: [h * k // n for h in range(rank * n // tp, (rank + 1) * n // tp)]
@@ -415,6 +417,8 @@ VERDICTS = [  # what someone answered, what the verdict says, and what it does n
     ("04.stage2_accumulated", lambda gradient, parts: sum(parts), "yours has"),
     ("04.stage2_accumulated", gathers_first, "One psum_scatter per microbatch", "asked for"),
     ("05.kv_heads", with_repeats, "each head once"),
+    ("06.zigzag", as_table, "numbers are right: reshape it. An array of shape .24. is asked for"),
+    ("06.to_heads", turned_heads, "with dims exchanged: transpose it. .* .16, 2, 4. is asked for"),
     ("08.one_f_one_b", rows_of_schedule(1), "count from 0.*F0 is missing", "5 microbatches"),
     ("08.third_of_the_bubble", rows_of_schedule(1, "08.third_of_the_bubble"), "F0 is missing", "never runs"),
     ("08.one_f_one_b", rows_of_schedule(0).splitlines(), "Text is asked for, and this is a list"),

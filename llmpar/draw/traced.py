@@ -52,17 +52,11 @@ def traced(sizes: dict[str, int], given: Sequence[Shape], sent: Sequence[Sent], 
             continue
         name, size = kind.removeprefix("collective-") + times, f"{size_text(bytes_sent)} each"
         room = max(wide(text, SMALL) for text in (name, over, size)) + 14
-        beside = [
-            sum(one[0] < group[-1] and group[0] < one[-1] for one in of[:i]) for i, group in enumerate(of)
-        ]
+        beside = [sum(a[0] < b[-1] and b[0] < a[-1] for a in of[:i]) for i, b in enumerate(of)]
         for group, before in zip(of, beside, strict=True):
-            middle, first, last = (
-                x + room / 2 + 14 * before - 7 * max(beside),
-                middles[group[0]],
-                middles[group[-1]],
-            )
-            items.append(Rect(middle - 3, first, 6, last - first, axes[0], stroke))
-            items += [Rect(middle - 6, middles[i] - 6, 12, 12, axes[0], stroke, radius=6) for i in group]
+            middle, ys = x + room / 2 + 14 * before - 7 * max(beside), [middles[i] for i in group]
+            items.append(Rect(middle - 3, ys[0], 6, ys[-1] - ys[0], axes[0], stroke))
+            items += [Rect(middle - 6, y - 6, 12, 12, axes[0], stroke, radius=6) for y in ys]
         items += [small_text(x + room / 2, -30, name, fill="ink"), small_text(x + room / 2, -14, over)]
         items.append(small_text(x + room / 2, bottom, size, fill="ink"))
         x += room

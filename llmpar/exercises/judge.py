@@ -252,17 +252,24 @@ def as_meant(answer: Any, right: Any) -> Any:
 
 
 def turned(seen: Any, right: Any) -> str:
-    """Recognise the right array, alone or in a list, with its dims exchanged or in another shape."""
-    if kind(seen) == kind(right) == "a list":
-        return next(filter(None, map(turned, seen, right)), "")
-    if kind(seen) == kind(right) == "an array" and seen.size == right.size and not same(seen, right, 1e-5):
-        orders = itertools.permutations(range(seen.ndim)) if seen.ndim == right.ndim else ()
-        if any(same(seen.transpose(order), right, 1e-5) for order in orders):
-            return "The numbers are right, with dims exchanged: transpose it."
-        if same(seen.ravel(), right.ravel(), 1e-5):
-            shapes = f"{list(seen.shape)} in place of {list(right.shape)}"
-            return f"The numbers are right, in another shape, {shapes}: reshape it."
-    return ""
+    """Recognise the right arrays, all with their dims exchanged or in another shape."""
+
+    def how(one: Any, other: Any) -> str:
+        if one.size != other.size or same(one, other, 1e-5):
+            return ""
+        orders = itertools.permutations(range(one.ndim)) if one.ndim == other.ndim else ()
+        if any(same(one.transpose(order), other, 1e-5) for order in orders):
+            return "The numbers are right, with dims exchanged: transpose it. "
+        return "The numbers are right: reshape it. " * same(one.ravel(), other.ravel(), 1e-5)
+
+    found = {how(one, other) for one, other in zip(arrays(seen), arrays(right), strict=False)}
+    return (found.pop() + mismatch(seen, right)).rstrip() if len(found) == 1 and all(found) else ""
+
+
+def arrays(value: Any) -> list[Any]:
+    """The arrays in a value."""
+    inside = [array for part in value for array in arrays(part)] if isinstance(value, list | tuple) else []
+    return [value] if kind(value) == "an array" else inside
 
 
 def mismatch(seen: Any, right: Any) -> str:
