@@ -56,11 +56,14 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
         if until:
             items.append(Text(right, middle, "… and then?", SMALL))
         else:
-            said, holds = f"through at {end:g}", f"holds at most {max(table.peak_live()):g}"
+            held = table.peak_live()
+            each = ", ".join(f"{n:g}" for n in held) if len(held) < 5 else f"at most {max(held):g}"
+            said, holds = f"through at {end:g}", f"holds {each}"
             items.append(Line(((x_of(end), y - 3), (x_of(end), bottom + 2)), "ink", 3))
             items.append(Text(right, middle - 0.7 * pixels(SMALL), said, SMALL, bold=True))
             items.append(Text(right, middle + 0.7 * pixels(SMALL), holds, SMALL))
-            lines.append(f"{label}: {said}, {table.bubble_fraction:.1%} of it idle; a stage {holds}")
+            idle_share = f"{table.bubble_fraction:.1%} of it idle"
+            lines.append(f"{label}: {said}, {idle_share}; microbatches held by stage: {each}")
         y = bottom + 12
     work = {table.ideal for table in tables.values()}
     if len(work) == 1 and not until:

@@ -70,8 +70,8 @@ class TimelineExplorer(Figure):
     controls = [
         {"name": "schedule", "kind": "choice", "label": "schedule", "options": list(SCHEDULES)} | _unwritten,
         slider("stages", "stages p", 2, 8) | _unwritten,
-        slider("microbatches", "microbatches m", 1, 16) | _unwritten,
-        slider("chunks", "chunks v (interleaved, breadth-first)", 1, 4) | _unwritten,
+        slider("microbatches", "microbatches u", 1, 16) | _unwritten,
+        slider("chunks", "chunks g (interleaved, breadth-first)", 1, 4) | _unwritten,
         slider("forward", "cost of F", 1, 4),
         slider("backward", "cost of B", 1, 4),
         slider("weights", "cost of W", 0, 4),

@@ -4,6 +4,8 @@
 #     teaching: 25
 #     exercises: 25
 #     needs: ["00", "03"]
+#     question: How much of the time do stages wait, what shortens it, and what does
+#       that cost?
 #     objectives:
 #     - Draw the timetable of a pipeline, and compute its bubble in both conventions.
 #     - Write a pipeline by hand as a scan with one permute per tick.
@@ -14,35 +16,14 @@
 # %% [markdown]
 # # 07 · Pipelines: what does a stage wait for?
 #
-# Tensor parallelism cuts every layer; a pipeline cuts *between* layers. Each device, or group of devices, is a **stage**: it holds
-# some layers whole, takes a stream of activations from the stage before, and hands its own on. In the forward and backward pass
-# nothing else crosses. That makes `pp`, the axis of pipeline parallelism, the one for the slowest links. And it gives it a problem that no
-# other axis has: a stage without input has nothing to do.
-#
-# | what | layout or movement |
-# |---|---|
-# | weights of the blocks | `l/pp d m`: every stage has `l/pp` of the layers |
-# | embedding, head, last norm | whole on every stage, used on the first or the last; gradient `+pp -> whole` |
-# | activations | `b s d`, from stage i to i + 1; their gradients back |
-#
-# A **layout** such as `l/pp d m` says which dim is cut by which axis, an **arrow** (`+pp -> whole`: finish a sum over `pp`) how it changes.
-# `shard_map` runs a function on every device with its own block; a **census** counts what the compiled program sends.
-# All words: [docs/words.md](../docs/words.md#words).
-#
-# **Question.** How much of the time do stages wait, what shortens it, and what does that cost?
-#
-# Letters: `b` rows of the batch, `s` positions, `d` width of the model, `m` width of a feed-forward, `l` layers, `u`
-# microbatches, `p` stages, `F` forward, `B` gradient of the input.
-# (Most papers write m for u. Until lesson 08 splits it, B is the whole backward pass.)
-#
-# The core path ends at *Further*.
+# A model is too deep for one device, so it is cut between its layers. Four devices, four **stages**: each holds a quarter of the
+# layers and hands its result on to the next. They hold four times as much. Are they four times as fast?
 
 # %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices()
 
-# %% tags=["plumbing"]
 import dataclasses
 from fractions import Fraction
 
@@ -57,6 +38,7 @@ from llmpar.config import preset
 from llmpar.draw import scene
 from llmpar.exercises import attempt, hint, met, say, solution
 from llmpar.exercises.lesson import as_predicted, counting_text, trained, verdicts
+from llmpar.explore.small import TimelineExplorer
 from llmpar.inspect.census import (
     arrow_rows,
     arrow_text,
@@ -73,91 +55,125 @@ from llmpar.schedules import make
 from llmpar.step import Step
 from llmpar.timetable import branch_shares, timetable
 
-# Accelerators round float32 products unless told not to.
+# Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
 p = max(size for size in (1, 2, 4) if size <= len(devices))
 mesh = make_mesh(f"pp={p}")
 U = 8  # microbatches
 
-# %% [markdown]
-# ## One picture
-#
-# Four stages, one batch. The batch goes down the stages and its gradient comes up again. B is drawn twice as long as F, since it is
-# two products where F is one: the gradient of the input, and that of the weights.
-
 # %%
 naive = timetable(make("gpipe", 4, 1))
-assert naive.bubble_fraction == 3 / 4  # (p-1)/p
-scene.show(draw.timeline(naive))
+assert naive.bubble_fraction == 3 / 4
+scene.show(draw.timeline(naive, facts=False))
 
 # %% [markdown]
-# Four devices, the speed of one. The cure: cut the batch into `u` microbatches and hand each on as soon as it is done (Huang et al.
-# 2018, GPipe). Gradients are summed over microbatches, as in gradient accumulation, and weights change only at the end of the step. So
-# nothing changes in the result.
+# Four devices, the speed of one. `F` is a stage's forward pass and `B` its backward pass, drawn twice as long: it takes two
+# matmuls where `F` takes one. The batch goes down the stages, its gradient comes up again, and three of four devices always wait.
 #
-# ## Predict
+# ## Cut the batch, and nobody waits so long
 #
-# Four stages, eight microbatches: all forwards, then all backwards. **Which share of the total time does a stage wait?**
+# Huang et al. (2018, GPipe) cut the batch into **microbatches**. A stage hands each one on as soon as it is done, and begins the
+# next. Gradients are summed over the microbatches, and the weights change only at the end of the step. So the result is that of the
+# whole batch.
+#
+# Four stages, eight microbatches; first all forwards, then all backwards. **Which share of the total time does a stage wait?**
 
 # %%
 idle_share = ...
 attempt("07.idle_share", idle_share)
 
 # %% [markdown]
-# ## Two numbers are called "the bubble"
-#
-# The idle time is the same, (p − 1)(F + B): the last stage starts p − 1 forwards late, and the first waits p − 1 backwards for the
-# last to come back. But it is divided by different things, so ask which one is meant before you compare:
-#
-# * over the **ideal** time u(F + B): (p − 1)/u (Narayanan et al. 2021);
-# * over the **total** time: (p − 1)/(u + p − 1) (Huang et al. 2018).
-#
-# No formula is built into the simulator: it only knows who must wait for whom. Drag the microbatches. (In the stored page this is a
-# picture.)
+# No formula is built into this figure. It only knows who must wait for whom. Drag the microbatches from two to eight and beyond. (In
+# a stored page this is a picture.)
 
 # %%
-from llmpar.explore.small import TimelineExplorer
-
-explorer = TimelineExplorer(only="microbatches", schedule="gpipe", stages=4)
+start = {"schedule": "gpipe", "stages": 4, "microbatches": 2}
+explorer = TimelineExplorer(only="microbatches", **start)
 explorer
 
-# %%
+# %% tags=["plumbing"]
 table = explorer.table(explorer.state)
-ideal, total = table.bubble_over_ideal, table.bubble_fraction
-if table.schedule.name in ("gpipe", "1f1b"):
-    waiting = table.schedule.num_stages - 1
-    assert np.isclose(ideal, waiting / table.schedule.num_microbatches)
-print(f"idle over ideal {ideal:.1%}, idle over total {total:.1%}")
+if (order := table.schedule).name in ("gpipe", "1f1b"):
+    expected = (order.num_stages - 1) / order.num_microbatches
+    assert np.isclose(table.bubble_over_ideal, expected)
+
+# %%
 met("07.idle_share", timetable(make("gpipe", 4, 8)).bubble_fraction, "simulated")
 
-# %% tags=["nbval-check-output"]
+# %% [markdown]
+# ## The last stage starts late, the first one waits for it
+#
+# Take `p` stages and `u` microbatches. The last stage begins p − 1 forwards late. The first waits p − 1 backwards until the last
+# microbatch is back. This idle time, (p − 1)(F + B), is the **bubble**. It does not depend on `u`: more microbatches only make the
+# rest longer.
+#
+# Two numbers are called "the bubble", so ask which one is meant:
+#
+# * idle over **total** time, (p − 1)/(u + p − 1) (Huang et al. 2018), above 3/11 = 27 %;
+# * idle over **ideal** time, that without a bubble: (p − 1)/u (Narayanan et al. 2021), above 3/8 = 38 %.
+#
+# **Eight stages shall be idle for at most 10 % of the total time. How many microbatches does that take?**
+
+# %%
+smallest_m = ...
+attempt("07.microbatches", smallest_m)
+
+# %% tags=["plumbing"]
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
-print("idle over total   " + "".join(f"{f'u = {u}':>9}" for u in COUNTS))
-for stages in (2, 4, 8):
-    line = []
+LOOKS = {2: ("soft", "^"), 4: ("other3", "o"), 8: ("other4", "s")}
+lines = []
+for stages, look in LOOKS.items():
+    idle = []
     for u in COUNTS:
         for costs in ((1, 1, 1), (3, 5, 2)):  # of F, and of the two halves of B
             t = timetable(make("gpipe", stages, u), costs)
             assert t.makespan == (u + stages - 1) * sum(costs)
             assert np.isclose(t.bubble_over_ideal, (stages - 1) / u)
             assert np.isclose(t.bubble_fraction, (stages - 1) / (u + stages - 1))
-        line.append(t.bubble_fraction)
-    print(f"{stages} stages          " + "".join(f"{share:9.1%}" for share in line))
+        idle.append(t.bubble_fraction)
+    lines.append((f"{stages} stages", idle, *look, False))
 
-# %% [markdown]
-# ### Exercise (core): how many microbatches?
-#
-# We want eight stages to be idle at most 10 % of the total time. What is the smallest number of microbatches?
+few = lambda u: timetable(make("gpipe", 8, u)).bubble_fraction <= 0.1 + 1e-12
+enough = next(u for u in range(1, 99) if few(u))
+assert enough == 9 * (8 - 1)
 
 # %%
-smallest_m = ...
-attempt("07.microbatches", smallest_m)
+met("07.microbatches", enough, "simulated")
+levels = (0, 0.1, 0.25, 0.5, 0.75, 1)
+axes = COUNTS, "microbatches u", "idle share of the total time"
+scene.show(draw.curves(lines, *axes, percent=True, levels=levels, title="GPipe waits"))
 
 # %% [markdown]
-# ## Run: a pipeline by hand
+# ## Measured: a small batch starves the pipeline
 #
-# The shortest pipeline in JAX: a scan over ticks. In each tick every stage takes what its neighbour has sent, runs its layers, and
-# passes the result on by one `ppermute`. Autodiff turns the scan round, and the permutes with it. What you read is one device's work.
+# The BLOOM project raised its batch while it trained, on 384 A100s in 12 stages. A step had 32 microbatches at first, and 128 at last.
+# How much more did a row of the batch cost at first?
+
+# %% tags=["plumbing"]
+# BigScience, chronicles of BLOOM: microbatches of a step, and its seconds.
+MEASURED = {32: 35.77, 64: 59.65, 96: 83.11, 128: 107.12}
+seen = [seconds / u / (MEASURED[128] / 128) - 1 for u, seconds in MEASURED.items()]
+bubble = [(1 + 11 / u) / (1 + 11 / 128) - 1 for u in MEASURED]
+assert 0.335 < seen[0] < 0.345 and 0.235 < bubble[0] < 0.245
+assert all(a >= b for a, b in zip(seen, bubble, strict=True))
+
+# %%
+lines = [
+    ("measured", seen, "measured", "o", False),
+    ("the bubble alone", bubble, "ink", "^", True),
+]
+axes = list(MEASURED), "microbatches of a step", "a row costs more than at 128, by"
+title = "BLOOM's pipelines, measured"
+scene.show(draw.curves(lines, *axes, percent=True, high=0.4, title=title))
+
+# %% [markdown]
+# It cost 34 % more. The bubble, (p − 1)/u on top of the ideal time, explains 24 %. The rest is paid once per step as well: the
+# replicas sum their gradients, and the optimizer runs.
+#
+# ## By hand: a scan, and one permute per tick
+#
+# In each **tick** a stage takes what its neighbour has sent, runs its layers, and passes the result on by one `ppermute`. A scan
+# repeats that. Autodiff turns the scan round, and the permutes with it. This is the code of one device:
 
 # %% tags=["plumbing"]
 D, LAYERS, ROWS = 32, 8, 4
@@ -183,7 +199,7 @@ want_loss, want = jax.jit(jax.value_and_grad(whole))(weights, inputs)
 PAIRS = [(i, i + 1) for i in range(p - 1)]  # each stage sends to the next one
 
 
-def by_hand(w, xs):  # l/pp d m, u b d
+def by_hand(w, xs):  # a stage's layers; all microbatches
     stage = lax.axis_index("pp")
 
     def tick(y, t):
@@ -200,8 +216,10 @@ def by_hand(w, xs):  # l/pp d m, u b d
 
 
 # %% [markdown]
-# `lax.pcast(…, to="varying")` tells JAX that the zeros of the first tick will differ from stage to stage. Layers lie on the stages as
-# drawn, and every stage is given all microbatches (only the first one reads them):
+# `lax.pcast(…, to="varying")` tells JAX that the zeros of the first tick will differ from stage to stage.
+#
+# The weights of all layers are one array. Its letters: `l` layers, `d` width of a layer's input, `m` width of its output. The layout
+# `l/pp d m` cuts the layers over `pp`, the mesh axis of the stages, and no layer itself:
 
 # %%
 CUT, WHOLE = parse_layout("l/pp d m"), parse_layout("u b d")
@@ -220,81 +238,130 @@ loss, grads = hand(*placed)
 scene.show(draw.layout(CUT, weights.shape, mesh.shape, itemsize=4))
 
 # %% [markdown]
-# ## Compare: four verdicts
+# ## This pipeline never waits
 #
-# And a fifth number, the FLOPs of the matrix products, counted in the compiled program with its loops multiplied.
+# In the first ticks the last stage has no input yet. What does it do? Count the matmuls that the compiled program runs, over those
+# that are useful:
 
 # %% tags=["plumbing"]
 assert np.allclose(loss, want_loss, rtol=1e-5)
 assert np.abs(grads - want).max() < 1e-5 * np.abs(want).max()
-print("value: loss and gradients equal those of one device")
-share = LAYERS // p
+share, ticks, one_matmul = LAYERS // p, U + p - 1, 2 * ROWS * D * D
 assert {shard.data.shape for shard in grads.addressable_shards} == {(share, D, D)}
-print(
-    f"sharding: {share} of {LAYERS} layers, and their gradients, on each of {p} stages"
-)
-sent = census_table(c for c in census_hlo(hand.as_text(), mesh) if c.shape != ())
-ticks = U + p - 1
-if p > 1:
-    permutes = {"count": 2 * ticks, "bytes_sent": 2 * ticks * ROWS * D * 4}
-    assert sent == {("pp", "collective-permute"): permutes}
-print(f"communication: {2 * ticks * (p > 1)} permutes of {ROWS * D * 4} B,", end=" ")
-print("one per tick forward and one per tick back")
-held = compiled_memory(hand)["argument_bytes"]
-assert held == 4 * (share * D * D + U * ROWS * D)
-print(f"memory: arguments are 1/{p} of the weights, and the microbatches")
 
 # %%
-product = 2 * ROWS * D * D
-# Elsewhere products are library calls, which cannot be counted.
+print("loss and gradients equal those of one device")
+# Elsewhere matmuls are library calls, which cannot be counted.
 if devices[0].platform == "cpu" and p > 1:
-    executed, useful = executed_flops(hand.as_text()), 3 * U * share * product
-    assert executed == 3 * ticks * share * product
+    executed, useful = executed_flops(hand.as_text()), 3 * U * share * one_matmul
     assert Fraction(executed, useful) == 1 + Fraction(p - 1, U)
-    print(f"work: {executed / useful:.3f} of what is useful = 1 + (p-1)/u")
+    print(f"matmuls: {executed / useful:.3f} of the useful ones, which is 1 + (p-1)/u")
 
 # %% [markdown]
-# So this pipeline never waits! In the ticks of the bubble it computes on zeros and on microbatches that it has already had, and
-# throws the result away. Time is lost just the same, and so is energy. GSPMD pipelines (Xu et al. 2021) work like this, by scan and
-# autodiff: every schedule that they can express is "all forwards, then all backwards". (Alpa and JaxPP, which bring a runtime of their
-# own, run 1F1B.)
+# In the bubble a stage computes on zeros, or on a microbatch that it has already had, and throws the result away. The time is lost just
+# the same, and so is the energy. GSPMD pipelines (Xu et al. 2021) work like this. And since autodiff turns the whole scan round, all
+# forwards come before all backwards.
 #
-# ## A schedule is a table
+# ## A table lets a stage do nothing
 #
-# This package goes another way. *What each stage does in which order* is data, one line per stage. It is proved legal before anything
-# is compiled, and measured, and drawn; and one executor (`llmpar/pipeline.py`) walks whichever table it is given. In each tick a stage
-# runs the cell that the table has for it, **or nothing**.
+# This package goes another way. *What each stage does in which order* is data, a **schedule**. In each tick a stage runs the cell
+# that the table has for it, or nothing (`·`). GPipe on four stages, with four microbatches:
 
 # %%
-gpipe = make("gpipe", 4, 4)
-print(gpipe)
-print("stage 0 in each tick, as kind, microbatch, chunk (-1 is idle):")
-ticks = [row[0] for row in timetable(gpipe).ticks]
-say("  ".join("-1" if tick[0] < 0 else ",".join(map(str, tick)) for tick in ticks))
+ticks_of_all = timetable(make("gpipe", 4, 4)).ticks
+for stage in range(4):
+    cells = [tick[stage] for tick in ticks_of_all]
+    words = ["·" if kind < 0 else f"{'FBW'[kind]}{u}" for kind, u, _ in cells]
+    print(f"stage {stage}: " + " ".join(f"{word:<2}" for word in words))
 
 # %% [markdown]
-# Now a Llama: 4 layers on p stages, 8 microbatches of 2 rows, trained by `llmpar.step.Step`. The schedule is one field of the plan,
-# and the model's text does not know about it. `stage_saves` says what a stage keeps of a forward pass until the backward: `input`, the
-# activation that came in, from which B computes the forward pass again; or `residuals`, all that B will need.
+# Such a table is proved legal before anything is compiled. One executor walks whichever it is given. Train a Llama of 4 layers on it:
+# the schedule is one field of the plan, and the model's code does not know about it.
 
 # %%
 LLAMA, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=4), 16, 3
 ROWS_EACH = 2  # of a microbatch
 TEXT, SGD = counting_text(ROWS_EACH * U, SEQ), optax.sgd(0.5)
+plan = Plan(f"pp={p}", schedule="gpipe", stage_saves="residuals", microbatches=U)
 
-print("Three programs are compiled and run: about 20 s.")
+print("Two programs are compiled and run: about 15 s.")
 solo = trained(LLAMA, Plan("dp=1", microbatches=U), TEXT, SGD, STEPS)
-runs = {}
-for saves in ("input", "residuals"):
-    plan = Plan(f"pp={p}", schedule="gpipe", stage_saves=saves, microbatches=U)
-    runs[saves] = trained(LLAMA, plan, TEXT, SGD, STEPS)
+runs = {"residuals": trained(LLAMA, plan, TEXT, SGD, STEPS)}
 print("losses on one device:", " ".join(f"{x:.3f}" for x in solo.losses))
 sent = verdicts(runs, solo, weights_within=1e-4)
 
+
+# %% tags=["plumbing"]
+def executed_by_stage(run):
+    text, step = run.compiled.as_text(), run.step
+    return [
+        executed_flops(text, branches)
+        for branches in branch_shares(step.plan.pipeline, LLAMA.num_layers)
+    ]
+
+
+if devices[0].platform == "cpu":
+    one_device = executed_flops(solo.compiled.as_text())
+    together = sum(executed_by_stage(runs["residuals"]))
+    assert together == one_device
+    print(f"matmuls: {together / one_device:.3f} of those of one device")
+
+# %% [markdown]
+# Not one matmul more than one device runs: the bubble is skipped.
+
+# %% [markdown]
+# ## Keep: microbatches thin the bubble, and fill the memory
+#
+# 1. A pipeline cuts between layers. Per microbatch one activation crosses from stage to stage, and its gradient comes back: `pp` is
+#    the axis for the slowest links.
+# 2. The bubble is (p − 1)(F + B), whatever `u` is: (p − 1)/(u + p − 1) of the total time, (p − 1)/u of the ideal one.
+# 3. **u ≥ 9(p − 1)** microbatches make it 10 % of the total time at most.
+# 4. A masked pipeline computes garbage in the bubble; one that walks a table skips it.
+# 5. All forwards before all backwards: a stage must hold something of every microbatch. Lesson 08 does something about that.
+
+# %% [markdown]
+# ## Further
+#
+# What is sent, what the executor skips, what a stage holds, what lies on every stage, and two more exercises.
+#
+# ## What is sent
+#
+# The pipeline by hand sends one message per tick and way, bubble or not. (A **census** counts what a compiled program sends.)
+
+# %%
+found = census_table(c for c in census_hlo(hand.as_text(), mesh) if c.shape != ())
+if p > 1:
+    permutes = {"count": 2 * ticks, "bytes_sent": 2 * ticks * ROWS * D * 4}
+    assert found == {("pp", "collective-permute"): permutes}
+print(f"by hand: {2 * ticks * (p > 1)} permutes of {ROWS * D * 4} B,", end=" ")
+print("one per tick forward and one per tick back")
+held = compiled_memory(hand)["argument_bytes"]
+assert held == 4 * (share * D * D + U * ROWS * D)
+print(f"its arguments are 1/{p} of the weights, and the microbatches")
+
+# %% [markdown]
+# The Llama sends more. Embedding, head and last norm lie on every stage and are used on the first or the last, so their
+# gradients are unfinished sums over `pp`. In arrows:
+#
+# | what | layout or movement |
+# |---|---|
+# | weights of the blocks | `l/pp d m`: every stage has `l/pp` of the layers |
+# | embedding, head, last norm | whole on every stage; gradient `+pp -> whole` |
+# | activations, `b` rows of `s` positions | `b s d`, from stage i to i + 1; their gradients back |
+#
+# `stage_saves` says what a stage keeps of a forward pass until the backward: `residuals`, all that B will need (as above), or
+# `input`, the activation that came in, from which B computes the forward pass again.
+
+# %%
+print("One program more is compiled and run: about 8 s.")
+plan = Plan(f"pp={p}", schedule="gpipe", stage_saves="input", microbatches=U)
+runs["input"] = trained(LLAMA, plan, TEXT, SGD, STEPS)
+sent = verdicts(runs, solo, weights_within=1e-4, details=True)
+
 # %% [markdown]
 # A permute takes part in the program of every stage, so it costs a tick in which *anybody* sends: u + p − 2 each way, where the
-# pipeline by hand has u + p − 1. The all-reduces finish the gradients of embedding, head and last norm, which every stage holds, and
-# make one loss and one norm of the parts. By arrow: activations go to the next stage, their gradients to the previous one.
+# pipeline by hand has u + p − 1. The all-reduces finish the gradients of what every stage holds, and make one loss and one norm of the
+# parts.
 
 # %%
 stream = ROWS_EACH * SEQ * LLAMA.width * 4
@@ -309,52 +376,22 @@ assert sum(row["bytes_sent"] for row in arrow_rows(census)) == sum(
 )
 
 # %% [markdown]
-# ## Five lines
+# ## Bubbles are skipped, stage by stage
 #
-# 1. A pipeline cuts between layers: one activation crosses per microbatch and stage, and its gradient comes back.
-# 2. Idle time is (p − 1)(F + B): (p − 1)/u of the ideal, (p − 1)/(u + p − 1) of the total. Say which you mean.
-# 3. Microbatches are gradient accumulation. The result is that of one device.
-# 4. A masked pipeline computes on garbage in the bubble; one that walks a table skips it.
-# 5. All forwards before all backwards holds something of every microbatch.
-#
-# **One number to remember: u ≥ 9(p − 1)** microbatches for at most 10 % of idle time, in this order.
-
-# %%
-waits, enough = (p - 1) / (U + p - 1), 9 * (p - 1)
-print(f"{p} stages, {U} microbatches: {waits:.1%} idle; 10 % from u = {enough} on")
-
-# %% [markdown]
-# ## Further
-#
-# What the executor skips, what a stage holds, what lies on every stage, and three more exercises.
-#
-# ## Bubbles are skipped
-#
-# The compiled program has a branch per kind of work, and the table says how often a stage takes it. With both, the executed products
-# can be counted stage by stage:
-
+# The compiled program has a branch per kind of work, and the table says how often a stage takes it. With both, the executed matmuls
+# can be counted for each stage:
 
 # %% tags=["nbval-check-output"]
-def executed_by_stage(run):
-    text, step = run.compiled.as_text(), run.step
-    return [
-        executed_flops(text, branches)
-        for branches in branch_shares(step.plan.pipeline, LLAMA.num_layers)
-    ]
-
-
 if devices[0].platform == "cpu":
-    one_device = executed_flops(solo.compiled.as_text())
     for saves, run in runs.items():
         stages = executed_by_stage(run)
         each = "".join(f"{flops / 1e6:8.1f}" for flops in stages)
         together = sum(stages) / one_device
         print(f"{saves:<10}{each} MFLOP; together {together:.3f} of one device's")
-    assert sum(executed_by_stage(runs["residuals"])) == one_device
     assert one_device <= sum(executed_by_stage(runs["input"])) < 4 / 3 * one_device
 
 # %% [markdown]
-# With residuals saved, all stages together run exactly the products of one device, not one more. With the input saved, B runs F
+# With residuals saved, all stages together run exactly the matmuls of one device, not one more. With the input saved, B runs F
 # again: 4 instead of 3. The last stage is better off, because its B follows its F at once: there F computes nothing and B
 # does it all. (Its number is larger all the same, for it also has the head.)
 #
@@ -382,7 +419,7 @@ if p > 1:
     print(f"its input, {stream:,} B, and some bookkeeping")
 
 # %% [markdown]
-# Microbatches shrink the bubble and fill the memory. That tension is what the schedules of lesson 08 resolve.
+# Microbatches thin the bubble and fill the memory. That tension is what the schedules of lesson 08 resolve.
 #
 # ## What lies on every stage
 #
@@ -403,7 +440,7 @@ for name in ("llama3.2-1b", "llama3-8b", "llama3-70b"):
 # %% [markdown]
 # ### Exercise (stretch): uneven stages
 #
-# Layers rarely divide evenly, and the head's product with the vocabulary may cost as much as two or three layers. Here is a simulation
+# Layers rarely divide evenly, and the head's matmul with the vocabulary may cost as much as two or three layers. Here is a simulation
 # of the forward pass: stage i takes `costs[i]` for each microbatch. Find the closed form, `forward_time(costs, u)`, and compare the
 # two splits below. The total work is the same in both.
 
