@@ -25,6 +25,11 @@ TAKE_HOME = {
 }
 """Strategy: what it cuts, what each device sends in a step, and how long it is good. 99_take_home.py holds
 the numbers against `llmpar.predict.formulas`."""
+LETTERS = (
+    "Ψ parameters · u microbatches · p stages · b·s tokens of width d · k·h width of the keys"
+    " · a experts per token · C/β FLOP/s over bytes/s"
+)
+"""The letters of `TAKE_HOME`."""
 
 
 class _Draw:

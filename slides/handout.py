@@ -16,6 +16,8 @@ import re
 import sys
 from pathlib import Path
 
+from llmpar import draw
+from llmpar.draw.scene import to_svg
 from llmpar.notation import AXES
 from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
@@ -31,6 +33,7 @@ STYLE = (
     "h2{font-size:10.5pt;margin:2.4mm 0 1mm;border-bottom:.3mm solid #0072b2}"
     "table{border-collapse:collapse;width:100%}th,td{text-align:left;vertical-align:top;padding:.45mm 1.5mm;"
     "border-bottom:.15mm solid #bbb}code{font:8pt Liberation Mono,DejaVu Sans Mono,monospace}p{margin:.8mm 0}"
+    "svg{display:block}td:has(svg){padding:.3mm 1.5mm}"
     "footer{margin-top:2mm;font-size:8pt;color:#595959}"
 )
 
@@ -45,7 +48,9 @@ def load(name: str):
 
 
 def cell(text: str) -> str:
-    """Markdown of a cell, which here is code, bold or plain."""
+    """Markdown of a cell, which here is code, bold or plain; a drawing stays."""
+    if text.startswith("<svg"):
+        return text
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text.strip()))
     return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", text)
 
@@ -85,16 +90,20 @@ def sheet(title: str, parts: dict[str, str]) -> str:
     body = "".join(f"<h2>{html.escape(name)}</h2>{part}" for name, part in parts.items())
     foot = "<footer>llmpar · texts CC BY 4.0 · made from docs/words.md, the deck and llmpar.predict</footer>"
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
-    main = f"<main><h1>{html.escape(title)}</h1>{body}</main>{foot}"
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{main}</body></html>\n'
+    # The drawings are light whatever the reader's page is: the sheet is paper.
+    main = f'<body data-jp-theme-light="true"><main><h1>{html.escape(title)}</h1>{body}</main>{foot}</body>'
+    return f'<!doctype html><html lang="en"><head>{head}</head>{main}</html>\n'
 
 
 def cheat_sheet() -> str:
     """Notation, collectives, what each strategy sends, memory, time, and the numbers to know."""
-    sent = [["collective", "each of N devices sends, of V bytes", "8 devices, 8 MB"]]
+    sent = [["collective", "before, after", "each of N devices sends, of V bytes", "8 devices, 8 MB"]]
     share = {"all-gather": "V (N − 1)/N", "reduce-scatter": "V (N − 1)/N", "all-reduce": "2 V (N − 1)/N",
              "all-to-all": "V (N − 1)/N", "permute": "V"}  # fmt: skip
-    sent += [[kind, form, f"{formulas.sent_bytes(kind, 8, 8):g} MB"] for kind, form in share.items()]
+    icon = lambda kind: to_svg(draw.before_after((kind,), icon=True))
+    sent += [
+        [kind, icon(kind), form, f"{formulas.sent_bytes(kind, 8, 8):g} MB"] for kind, form in share.items()
+    ]
     h100 = chip("h100")
     threshold = formulas.dp_min_tokens(h100.flops_per_s, h100.link_bytes_per_s)
     numbers = [
@@ -102,22 +111,33 @@ def cheat_sheet() -> str:
         ["training state, mixed precision and Adam", "16 bytes per parameter: 2 + 2 + 12"],
         ["the same under ZeRO 1, 2, 3 over N", "4 + 12/N, 2 + 14/N, 16/N"],
         ["FLOPs per parameter and token", "6: 2 forward, 4 backward"],
-        ["gradients hide above C/β tokens per GPU", f"{round(threshold, -2):,.0f} in a node of H100s"],
-        ["idle in a pipeline, GPipe and 1F1B", "(p − 1)/(u + p − 1) of the total, (p − 1)/u of the ideal"],
-        ["keys and values per token", "2 · layers · k · h · bytes"],
-        ["a message's time", "α · starts + bytes/β, on the slowest link crossed"],
+        [
+            "gradients hide above C/β tokens per GPU (FLOP/s over bytes/s)",
+            f"{round(threshold, -2):,.0f} in a node of H100s",
+        ],
+        [
+            "idle in a pipeline of p stages with u microbatches, GPipe and 1F1B",
+            "(p − 1)/(u + p − 1) of the total, (p − 1)/u of the ideal",
+        ],
+        ["keys and values per token, of k heads of width h", "2 · layers · k · h · bytes"],
+        [
+            "a message's time, of α seconds to start and β bytes/s",
+            "α · starts + bytes/β, on the slowest link crossed",
+        ],
     ]
     arrows = from_page(WORDS, "in the layout before")
     axes = [["axis", "what it is"], *([f"`{name}`", meaning] for name, meaning in AXES.items())]
+    deck = load("deck")
     strategies = [["strategy", "cuts", "each device sends", "good while"]]
-    strategies += [[name, *row] for name, row in load("deck").TAKE_HOME.items()]
+    strategies += [[name, *row] for name, row in deck.TAKE_HOME.items()]
     said = cell(
         "`b/dp,fsdp s/sp d +tp`: dim b cut by dp and fsdp, s by sp, d whole, an unfinished sum over tp."
     )
     return sheet("LLM parallelism: cheat sheet", {
         "A layout": f"<p>{said}</p>", "Arrow: what moves": table(arrows),
         "Axes, slow links first": table(axes),
-        "Collectives": table(sent), "Strategies": table(strategies), "Numbers to know": table(numbers),
+        "Collectives": table(sent), "Strategies": f"{table(strategies)}<p>{deck.LETTERS}</p>",
+        "Numbers to know": table(numbers),
     })  # fmt: skip
 
 

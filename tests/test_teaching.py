@@ -140,6 +140,9 @@ def test_the_index_names_all_lessons_and_its_links_lead_somewhere(tmp_path):
         assert command in text or any(link.endswith(target) for link in links(text))
         assert re.search(rf"^{command.split()[1]}:", (ROOT / "Makefile").read_text(), re.M)
     assert not re.search(r"https?://", text), "the page fetches nothing"
+    assert text.count("<img ") == len(LESSONS) and text.count(" alt=") == len(LESSONS)
+    for numbers, _ in index.PATHS.values():
+        assert all({*LESSONS[number].needs} <= {*numbers[:place]} for place, number in enumerate(numbers))
 
 
 def test_the_sheets_are_one_page_each_and_say_what_the_pages_say(tmp_path):
@@ -148,6 +151,7 @@ def test_the_sheets_are_one_page_each_and_say_what_the_pages_say(tmp_path):
     cheat, words = (
         next(p for p in made if p.name == name).read_text() for name in ("cheatsheet.html", "handout.html")
     )
+    assert cheat.count("<svg ") == 5 and "u microbatches" in cheat
     assert "<td>14 MB</td>" in cheat and "2,200 in a node of H100s" in cheat and "all-to-all, x to y" in cheat
     assert "<code>d +fsdp -&gt; d/fsdp</code>" in words and "Letters mean one thing" in words
     assert not re.search(r"https?://", cheat + words)

@@ -4,8 +4,8 @@
 # <footer>All lessons, from <code>notebooks/00_setup</code> on · <code>make lab</code></footer>
 
 # %%
-from deck import TAKE_HOME
-from IPython.display import Markdown
+from deck import LETTERS, TAKE_HOME
+from IPython.display import HTML, Markdown
 
 from llmpar.predict import formulas
 from llmpar.schedules import make
@@ -32,8 +32,8 @@ Markdown(
     )
 )
 
-# %% [markdown]
-# <small>Ψ parameters · u microbatches · b·s tokens of width d · k·h width of the keys · a experts per token · C/β FLOP/s over bytes/s</small>
+# %%
+HTML(f"<p><small>{LETTERS}</small></p>")
 
 # %% [markdown] tags=["notes"]
 # Begin at the top. Go down only when you must. Ψ parameters, u microbatches, b·s tokens of width d per device (tensor parallelism: per group); a hop is one microbatch
