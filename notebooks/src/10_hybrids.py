@@ -130,7 +130,6 @@ scene.show(draw.memory_bars(held.items(), title="State that a device holds"))
 # ## Each axis adds messages, and shrinks those of the others
 
 # %%
-scene.show(draw.growing(MESHES[:3], "The first three"))
 scene.show(by_axis([text for text in runs if "pp" not in text]))
 
 # %% [markdown]
@@ -149,6 +148,9 @@ fsdp_sends = ...
 attempt("10.pipeline", fsdp_sends)
 
 # %%
+if largest == MESHES[3]:
+    before, after = (sent[text]["fsdp"] for text in MESHES[2:])
+    met("10.pipeline", "more" if after > before else "less")
 scene.show(by_axis(runs))
 
 # %% [markdown]
@@ -158,7 +160,8 @@ scene.show(by_axis(runs))
 # forgotten them by then. Half of the layers, four times: twice the bytes. Embedding and head are on both stages, so theirs are
 # four times as many.
 #
-# So few large models use both. Llama 3 gathers once and keeps the weights over the microbatches, as ZeRO-2 does.
+# Grey are sums over `pp` and `dp` together: gradients of embedding and head. Llama 3 405B had both axes, and kept a gathered weight
+# after the forward pass, to save the second gather (section 3.3.2).
 #
 # ## The axis that nothing can hide stands last
 #
@@ -180,12 +183,12 @@ links = {"pp": ..., "dp": ..., "tp": ...}
 attempt("10.links", links)
 
 # %% [markdown]
-# ## The losses differ in the sixth digit, and that is no bug
+# ## The losses differ from the sixth digit on, and that is no bug
 #
 # A mesh adds the same numbers in another order, and `(a + b) + c` is not `a + (b + c)` in floats. How far may the loss be off?
-# A derived bound says it; *Further* derives it.
+# There is a bound for it; *Further* derives it.
 
-# %%
+# %% tags=["plumbing"]
 fresh = {"logits": 0.5, "loss": math.log(LLAMA.vocab_size)}
 solo, off, bound = runs["dp=1"].losses, [], []
 for text, run in runs.items():
@@ -193,17 +196,15 @@ for text, run in runs.items():
     off.append(abs(run.losses[0] / solo[0] - 1))
     bound.append(found.bound("loss"))
     assert off[-1] <= bound[-1] and np.allclose(run.losses, solo, rtol=1e-4), text
-names = ["dp", "+ fsdp", "+ tp", "+ pp"][: len(runs) - 1]
-print(f"loss on one device {solo[0]:.5f}, on {largest}: {runs[largest].losses[0]:.5f}")
 lines = [("the bound", bound[1:], "soft", None, True)]
 lines += [("found", [n or None for n in off[1:]], "measured", "o", False)]
+names = ["dp", "+ fsdp", "+ tp", "+ pp"][: len(runs) - 1]
+look = {"log": True, "text": "{:.0e}".format, "title": "The loss beside one device's"}
+
+# %%
+print("first loss:", " ".join(f"{run.losses[0]:.6f}" for run in runs.values()))
 if len(names) > 1:
-    how = {
-        "log": True,
-        "text": "{:.0e}".format,
-        "title": "The loss beside one device's",
-    }
-    scene.show(draw.curves(lines, names, "mesh", "relative difference", **how))
+    scene.show(draw.curves(lines, names, "mesh", "relative difference", **look))
 
 # %% [markdown]
 # ## Keep: each axis pays in its own coin

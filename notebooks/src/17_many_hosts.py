@@ -4,6 +4,8 @@
 #     teaching: 25
 #     exercises: 25
 #     needs: ["03", "05", "10"]
+#     question: Which axis may cross between hosts, what crosses exactly, and what happens
+#       when a host dies?
 #     objectives:
 #     - Run one program in several processes, and hand over each one's own rows.
 #     - Predict what leaves a host, and place the axes of a mesh by it.
@@ -11,30 +13,16 @@
 # ---
 
 # %% [markdown]
-# # 17 · Many hosts: what crosses the wire?
+# # 17 · Many hosts: 8 rows go in, 16 are trained on
 #
-# So far one process held all devices. A larger job has a process on each **host**, a machine with its own memory. All of them
-# run the same program, and one mesh spans the devices of all. Inside a host devices talk over fast links; between hosts lies a
-# network, here called the **wire**.
-#
-# Here two processes with two devices each stand for two hosts. Where this machine allows it (Linux, as root or with user
-# namespaces), each gets a network of its own, and a wire of 50 Mbit/s joins them. So **this is the one lesson that measures
-# time on a link**. The kernel counts what the wire carries. Elsewhere the processes talk over loopback, and a recorded run
-# shows bytes and seconds.
-#
-# **Question.** Which axis may cross between hosts, what crosses exactly, and what happens when a host dies?
-#
-# Letters: `b` rows of the batch, `s` positions, `d` width of the model, `N` devices along the axis at hand, `Ψ` parameters.
-#
-# A **team** is the processes that a notebook starts and hands functions to; other words are in
-# [Words](../docs/words.md#words). The core path ends at *Further*.
+# Two machines, called **hosts**, train together. Both run the same program, and both hand over the batch of 8 rows. Nothing
+# fails. The mean of the batch is right. Here is what their devices hold.
 
 # %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices(2)  # this kernel only looks on: the devices are the team's
 
-# %% tags=["plumbing"]
 import os
 import re
 import signal
@@ -64,83 +52,59 @@ from llmpar.exercises import (
 from llmpar.launch import jobs
 from llmpar.launch.team import TeamError
 from llmpar.mesh import make_mesh
+from llmpar.predict.hosts import leaving_bytes
 
 kept = Path(tempfile.mkdtemp())  # checkpoints, and programs that a second team needs
 cache = {"JAX_COMPILATION_CACHE_DIR": str(kept / "programs")}
 cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 os.environ.update(cache | os.environ)
 
-# %% [markdown]
-# ## Predict
-#
-# A Llama of Ψ = 740,304 parameters in float32, 2 layers, `d` = 144; `b` = 32 rows, `s` = 64 positions. The mesh is `dp=2 tp=2`
-# on two hosts of two devices. Either **dp crosses** between the hosts (usual order), or **tp crosses**.
-#
-# An all-reduce over two devices sends the message once (lesson 02). Over `dp` travel gradients, of weights that `tp` has cut in
-# two. Over `tp` travel activations of 16 rows: four sums a layer (lesson 05), and one each for embedding and head. **How many
-# bytes leave a host in a step?**
-
-# %%
-dp_across, tp_across = ..., ...
-attempt("17.leaves", {"dp across": dp_across, "tp across": tp_across})
-
-# %% [markdown]
-# ## Start two hosts
-#
-# `team.run(function, …)` runs a function in every process and gives what each returns. What it names must be in the notebook
-# or in a module, as everywhere in Python. Each host takes half a gigabyte of memory.
-
-# %%
 try:
     team, wired = hosts.start("50mbit"), True
-    print("two hosts, a wire of 50 Mbit/s")
+    print("two hosts of two devices, a wire of 50 Mbit/s between them")
 except ValueError as refusal:
     team, wired = hosts.start(), False
-    say(f"{refusal}.\nTwo processes on loopback; the recorded run shows the wire.")
+    say(f"{refusal}.\nTwo processes without a wire; a recorded run shows the wire.")
 
 
-def who():
-    mine = [device.id for device in jax.local_devices()]
-    return f"process {jax.process_index()}: devices {mine} of {jax.device_count()}"
-
-
-print(*team.run(who), sep="\n")
-
-# %% [markdown]
-# Both see **four** devices, and each holds two of them. (Process 1 counts its devices from 2048. So a device's number is not its
-# position in a mesh.) No process can read the other's memory. Values go across by collectives only.
-#
-# ## Each process hands over its own rows
-#
-# A global array is made of what each process hands over. The next program is **wrong**: each process hands over the whole
-# batch.
+def shown(found):
+    """Draw which rows the devices of each host hold."""
+    held = [[[str(row) for row in rows] for rows in host] for host, *_ in found]
+    _, num, mean = found[0]
+    title = f"Rows on the devices: {num} rows, mean {mean}"
+    return draw.wired(held, ["the wire"], title=title)
 
 
 # %%
 def feed(take):
-    """The mean of a batch of 8 rows, and how many rows the devices hold together."""
-    rows = np.arange(8, dtype=np.float32)
-    mine = take(rows, jax.process_index(), jax.process_count())
+    """The rows that this host's devices hold, how many there are in all, their mean."""
+    rows, process = np.arange(8, dtype=np.float32), jax.process_index()
+    mine = take(rows, process, jax.process_count())
     cut = NamedSharding(make_mesh("dp=4"), PartitionSpec("dp"))
     batch = jax.make_array_from_process_local_data(cut, mine)
-    return batch.shape[0], float(jax.jit(lambda x: x.mean())(batch))
+    held = [np.asarray(x.data, int).tolist() for x in batch.addressable_shards]
+    return held, batch.shape[0], float(jax.jit(lambda x: x.mean())(batch))
 
 
 def everything(rows, process, num):
     return rows
 
 
-num_rows, mean = team.run(feed, everything)[0]
-print(f"{num_rows} rows, mean {mean}: the mean of the 8 rows is {np.arange(8).mean()}")
+scene.show(shown(team.run(feed, everything)))
 
 # %% [markdown]
-# Sixteen rows, and the right mean: every row is there twice. Nothing fails, the loss falls as it should, and half of the work
-# is wasted. Watch the *number of rows*, not the loss.
+# Every row is there twice (red). The mean stays 3.5, the loss falls as it should, and half of the work is wasted. **Count rows; the
+# loss does not tell.**
+#
+# Each host runs a **process** of its own, which sees only its own memory. Values cross the network, here called the **wire**, by
+# collectives only. `team.run(function, …)` runs a function in all processes and gives what each returns. The **mesh** spans the
+# devices of all, numbered host by host. (Two processes on this machine stand for the hosts. Where Linux allows it, each gets a
+# network of its own.)
 #
 # ### Exercise (core): whose rows?
 #
-# Give the rows of `batch` that process number `process` of `num` hands over. `dp` cuts the batch in blocks, and devices count
-# process by process.
+# Give the rows of `batch` that process number `process` of `num` hands over. `dp` cuts the batch in blocks, in the order of the
+# devices.
 
 
 # %%
@@ -151,76 +115,134 @@ attempt("17.rows", my_rows)
 
 # %%
 if find("17.rows").judge(my_rows).startswith(CORRECT):
-    print("rows on all devices: {}, mean {}".format(*team.run(feed, my_rows)[0]))
+    scene.show(shown(team.run(feed, my_rows)))
 
 # %% [markdown]
-# ## Run: one step, two placements
+# ## One plan, two placements
 #
-# The plan is the same, and so is the program. Only the order of the devices differs: `[0, 1, 2, 3]`, or one of each host in
-# turn. What a device sends is the same, too. What *crosses* is not.
+# A small Llama has 740,304 parameters in float32, 2 layers and a width `d` of 144. A batch has `b` = 32 rows of `s` = 64
+# positions. The plan is `dp=2 tp=2`: `dp` deals the rows, and `tp` cuts the weights in two halves. Each axis has pairs of
+# devices that talk. Which of them talk over the wire depends on who sits where:
+
+# %% tags=["plumbing"]
+recorded = hosts.recorded()
+on_wire = {
+    rate: {run["placement"]: run for run in recorded["runs"] if run["rate"] == rate}
+    for rate in ("10gbit", "20mbit")
+}
+
+
+def placed(name, *words):
+    """Draw a placement of dp=2 tp=2, with words on the wire."""
+    rows, halves = ("rows 0–15", "rows 16–31"), ("left half", "right half")
+    outer, inner = [(0, 2), (1, 3)], [(0, 1), (2, 3)]
+    if name == "dp across":
+        held = [[(row, half) for half in halves] for row in rows]
+        pairs = {"dp": outer, "tp": inner}
+    else:
+        held = [[(row, half) for row in rows] for half in halves]
+        pairs = {"dp": inner, "tp": outer}
+    return draw.wired(held, words, pairs, name)
+
+
+# %%
+for name in ("dp across", "tp across"):
+    scene.show(placed(name, "the wire", "? bytes a step"))
+
+# %% [markdown]
+# ## Predict: how many bytes leave a host in a step?
+#
+# An all-reduce over two devices sends the message once (lesson 02).
+#
+# * **dp across**: gradients cross, of all weights. Each device has half of them.
+# * **tp across**: activations cross, `b s d` numbers of a device's 16 rows: four sums a layer (lesson 05), and one each for
+#   embedding and head.
+
+# %%
+dp_across, tp_across = ..., ...
+attempt("17.leaves", {"dp across": dp_across, "tp across": tp_across})
 
 # %%
 print("Each host compiles two programs and runs them: about 30 s.")
 found = {name: team.run(hosts.measure, name, 2) for name in ("dp across", "tp across")}
-for name, (one, other) in found.items():
-    assert one["losses"] == other["losses"], "a loss is the same number everywhere"
-    losses = " ".join(f"{loss:.6f}" for loss in one["losses"])
-    print(f"{name}: losses {losses}, a step {min(one['seconds']):.2f} s")
 leaves = {name: hosts.leaving(name)[0] for name in found}
 met("17.leaves", leaves, "predicted")
 
-# %% [markdown]
-# **Value**: the losses agree, with one another and with those of the recorded run's other plans. **Communication**: bytes of the
-# kernel's counter beside the prediction, which adds up who sends what to whom in each collective (`llmpar/predict/hosts.py`).
-# Headers come on top: less than 2 %.
-
-# %%
-recorded = hosts.recorded()
-runs = {run["placement"]: run for run in recorded["runs"] if run["rate"] == "20mbit"}
+# %% tags=["plumbing"]
 for name, ranks in found.items():
-    for run in runs.values():
+    assert ranks[0]["losses"] == ranks[1]["losses"], (
+        "a loss is the same number everywhere"
+    )
+    for run in on_wire["20mbit"].values():
         assert np.allclose(ranks[0]["losses"], run["losses"][:3], rtol=1e-4)
-    rows = {"recorded": runs[name]["sent"]}
+    rows = {"recorded": on_wire["20mbit"][name]["sent"]}
     if wired:
         rows["here"] = [rank["sent"] for rank in ranks]
     for where, counted in rows.items():
-        for host, (sent, told) in enumerate(
-            zip(counted, hosts.leaving(name), strict=True)
-        ):
+        for sent, told in zip(counted, hosts.leaving(name), strict=True):
             assert 0 <= sent / told - 1 < 0.02, (name, where, sent, told)
-            print(f"{name}, {where}, host {host}: ", end="")
-            print(f"{told:,} B predicted, {sent / told - 1:+.1%} counted")
+    losses = " ".join(f"{loss:.6f}" for loss in ranks[0]["losses"])
+    print(f"{name}: losses {losses}, bytes as predicted within 2 % (headers)")
 
 # %% [markdown]
-# And the seconds, by placement, on 20 Mbit/s: the part that a fast wire takes as well, and what the slow one adds. `pp` and
-# `fsdp` are there too.
+# ## The loss does not tell: the wire does
+#
+# The losses are equal, number by number: it is one program. What crosses is not. On the wire stand what
+# Linux counted there, and the seconds of a step, in a recorded run on a slow wire.
 
 # %%
-fast = {r["placement"]: r["step_s"] for r in recorded["runs"] if r["rate"] == "10gbit"}
+for name in found:
+    run = on_wire["20mbit"][name]
+    size, seconds = (
+        f"{run['sent'][0] / 1e6:.1f} MB a step",
+        f"{run['step_s']:.1f} s a step",
+    )
+    scene.show(placed(name, "20 Mbit/s", size, seconds))
+
+# %% [markdown]
+# ## tp belongs inside a host
+#
+# Other plans of four devices are there too. `dp`, `pp` and `fsdp` send once for each weight or stage. `tp` sends activations in
+# every layer, and the next matmul waits for them.
+
+# %%
 bars = []
-for name, run in sorted(runs.items(), key=lambda item: item[1]["step_s"]):
-    slow = max(0.0, run["step_s"] - fast[name])
-    bars.append((name, {"on a fast wire": fast[name], "slow wire": slow}))
+for name, run in sorted(on_wire["20mbit"].items(), key=lambda item: item[1]["step_s"]):
+    fast = on_wire["10gbit"][name]["step_s"]
+    slow = max(0.0, run["step_s"] - fast)
+    bars.append((name, {"on a fast wire": fast, "slow wire": slow}))
 print(f"recorded {recorded['date']}, {recorded['machine']}")
 scene.show(draw.time_bars(bars, title="A step on two hosts, 20 Mbit/s"))
 
 # %% [markdown]
-# `dp`, `pp` and `fsdp` send once per weight or per stage; `tp` sends activations in every layer, and the next product waits for
-# them. So `tp` belongs inside a host. `llmpar` orders the axes so by itself (lesson 10).
+# ## How many tokens make the difference?
 #
-# When is it so? A layer of this Llama has 16 d² weights. dp sends each of them once; tp sends 4 T d numbers for a batch of
-# T = b · s tokens. Their ratio is **T/(4 d)**.
+# A layer of this Llama has 16 d² weights. `dp` sends each of them once, however long the batch. `tp` sends 4 T d numbers for a
+# batch of T = b · s tokens: **T/(4 d)** times as much. **At how many tokens do they send the same?**
 
-# %% tags=["nbval-check-output"]
-tokens, width = hosts.ROWS * hosts.SEQ, hosts.TOY.width
-print(f"T/(4 d) = {tokens / (4 * width):.1f}; bytes: ", end="")
-print(f"{leaves['tp across'] / leaves['dp across']:.1f} times as many")
+# %% tags=["plumbing"]
+tokens, lines = [256, 512, 1024, 2048, 4096], []
+for name, color in (("tp across", "tp-line"), ("dp across", "dp-line")):
+    plan, outer = hosts.PLACEMENTS[name]
+    plan, where = plan.resolve(hosts.TOY), [0, 0, 1, 1] if outer else [0, 1, 0, 1]
+    sent = [leaving_bytes(plan, T // hosts.SEQ, hosts.SEQ, where) for T in tokens]
+    sizes = [sum(of[0] for of in axes.values()) / 1e6 for axes in sent]
+    lines.append((name, sizes, color, "o", False))
+equal = 4 * hosts.TOY.width
+marks = [(np.log2(equal / tokens[0]), f"4 d = {equal}")]
+labels = [f"{T:,}" for T in tokens]
+
+# %%
+how = {"marks": marks, "title": "What leaves a host in a step"}
+scene.show(draw.curves(lines, labels, "tokens in a batch", "MB", **how))
 
 # %% [markdown]
+# At T = 4 d, a little less with embedding and head. Training at scale is far to the right of it: so tp stays inside a host.
+#
 # ## When a process dies
 #
-# A run of 12 steps keeps a checkpoint after every 4. Process 1 is killed (`kill -9`) after step 7. The same command is started
-# again. **With which step does it go on?**
+# A run of 12 steps, numbers 0 to 11, keeps a checkpoint after every 4. Process 1 is killed (`kill -9`) after 7 steps. The same
+# command is started again. **With which step does it go on?**
 
 # %%
 first_step = ...
@@ -250,38 +272,52 @@ def learn(folder, dies_after=0):
     return {"start": report.start, "losses": report.losses, "bits": bits}
 
 
+def steps_of(start):
+    """Draw the steps of the killed run, and of the one that goes on with `start`."""
+    tone = lambda step, colour: colour if start <= step < 7 else "cell"
+    first = [(str(i), tone(i, "bad-ground")) for i in range(7)]
+    second = [(str(i), tone(i, "good-ground")) for i in range(start, 12)]
+    rows = [("process 1 is killed", first)]
+    rows += [("started again", [("", "")] * start + second)]
+    note = "Red: lost with the memory of process 1. Green: done again."
+    return draw.table(rows, title="Steps of two runs", notes=[note])
+
+
 # %%
 print("Two runs, one of them to its end: about 20 s.")
 whole = team.run(learn, str(kept / "whole"))[0]
 try:
     team.run(learn, str(kept / "killed"), 7)
 except TeamError as error:
-    say(error)
+    for process, words in error.ends.items():
+        print(f"process {process} {words.partition(':')[0]}")
 
 # %% [markdown]
-# Process 0 did not wait: its collective broke at once. It cannot go on either, because half of the weights are gone. So all
-# end, whoever started them starts them again, and they read the checkpoint:
+# ## One dead process ends all
+#
+# Process 0 did not wait: its collective broke at once. It cannot go on either, because half of the weights are gone. So all end,
+# whoever started them starts them again, and they read the newest checkpoint:
 
 # %%
 print("Two hosts start again and train on: about 10 s.")
 team = hosts.start("50mbit" if wired else None)
 again = team.run(learn, str(kept / "killed"))[0]
 met("17.goes_on", again["start"], "went on with")
+scene.show(steps_of(again["start"]))
+
+# %% tags=["plumbing"]
 assert again["losses"] == whole["losses"][again["start"] :]
 assert again["bits"] == whole["bits"]
 print(f"losses of steps {again['start']} to 11: the same numbers")
 print("weights and moments: the same bits as without the kill")
 
 # %% [markdown]
-# ## Five lines
+# ## Keep: count rows and bytes, not losses
 #
 # 1. One program runs in every process; one mesh spans all devices; each process hands over its own rows.
 # 2. One plan, two placements: the same loss, and four times the bytes across.
-# 3. `dp`, `pp` and `fsdp` may cross a slow wire; `tp` stays inside a host.
+# 3. `dp`, `pp` and `fsdp` may cross a slow wire; `tp` stays inside a host: it sends T/(4 d) times as much.
 # 4. One dead process ends all; the same command goes on from the newest checkpoint, with the same bits.
-# 5. Neither a wrong placement nor doubled rows show in the loss: count rows and bytes.
-#
-# **One number to remember: T/(4 d).** So many times more does tp send across hosts than dp.
 
 # %% [markdown]
 # ## Further
