@@ -34,6 +34,7 @@ PATIENCE_MS = 240_000  # for one cell, on a busy machine
 
 SCHEDULE = "F0 F1 F2 B0 F3 B1 B2 B3\nF0 F1 B0 F2 B1 F3 B2 B3\nF0 B0 F1 B1 F2 B2 F3 B3"
 ANSWERS = {
+    "00.row": [("[..., ...]", "[6, 7]", "[4, 5]")],
     "00.held": [("bytes_held = ...", "bytes_held = 256", "bytes_held = 512")],
     "00.layout_of": [("layout_seen = ...", 'layout_seen = "b/dp d/tp"', 'layout_seen = "b/tp d/dp"')],
     "01.state_gb": [("gigabytes = ...", "gigabytes = 2 * 8.03", "gigabytes = 16 * 8.03")],

@@ -4,6 +4,7 @@
 #     teaching: 20
 #     exercises: 15
 #     needs: []
+#     question: Which devices are there, and who holds what?
 #     objectives:
 #     - Name the devices of a machine, and say whether they are real or simulated.
 #     - >-
@@ -13,70 +14,19 @@
 # ---
 
 # %% [markdown]
-# # 00 · Devices, meshes, and who holds what
+# # 00 · Who holds row 5?
 #
-# **Question.** Which devices are there, and who holds what?
-#
-# Everything that follows in these lessons is about placing arrays on several devices and moving them between devices.
-# So first the words:
-#
-# | word | meaning |
-# |---|---|
-# | *device* | one accelerator, or one simulated accelerator: something with memory of its own that runs programs |
-# | *process* | a running Python; on a cluster each host runs one or more, and each sees all devices but owns only some |
-# | *mesh* | the devices in a grid, so that they can be named by coordinates |
-# | *axis* | one direction of the grid |
-# | *dim* | one direction of an array; ours have a letter each |
-# | *shard* | the piece of an array that a device holds |
-# | *replica* | one of several devices that hold the same shard |
-#
-# Letters: `b` rows of the batch, `d` width of the model.
-#
-# Words of this package (layout, arrow, region, reading, island, census) have a table of their own:
-# [docs/words.md](../docs/words.md#words).
-#
-# ## Which devices?
-#
-# With fewer than two accelerators, `use_devices` asks JAX for 8 simulated devices: eight memories and eight threads in this
-# one processor. Values, layouts and bytes are exact on them. Times mean nothing. The last line is the set-up check: before
-# a course, run this cell and send it.
+# Eight devices share an array of eight rows. `dp` cuts the rows into two halves, and `fsdp` cuts each half in two again. `tp`
+# cuts nothing. So which devices hold row 5?
 
-# %%
+# %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices()
 
-# %%
 import platform
 
 import jax
-
-for one in devices:
-    print(f"device {one.id}: {one.device_kind}, of process {one.process_index}")
-real = devices[0].platform != "cpu"
-kind = "real" if real else "simulated"
-assert float(jax.jit(lambda x: x + x)(1.0)) == 2.0
-print(f"{len(devices)} {kind} devices, {jax.process_count()} process")
-print(f"set-up check: OK (Python {platform.python_version()}, JAX {jax.__version__})")
-
-# %% [markdown]
-# ## Six axes
-#
-# A mesh of this package has up to six axes. Each stands for one way to share the work of training, and has a lesson:
-#
-# | axis | name | what its devices share | lesson |
-# |---|---|---|---|
-# | `pp` | pipeline parallelism | the layers | 07, 08 |
-# | `dp` | data parallelism | the batch; each holds all weights | 03 |
-# | `fsdp` | fully sharded data parallelism (ZeRO) | the batch, and the storage of the weights | 04 |
-# | `ep` | expert parallelism | the experts of a layer | 09 |
-# | `sp` | sequence parallelism (elsewhere: context parallelism) | the positions of a sequence | 06 |
-# | `tp` | tensor parallelism | each product of matrices | 05 |
-#
-# They stand in this order because neighbours on the last axis are next to each other, where links are fast; partners on
-# the first are farthest apart. The order of the devices is that of the list above.
-
-# %% tags=["plumbing"]
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -85,6 +35,7 @@ from jax.sharding import PartitionSpec as P
 from llmpar import draw
 from llmpar.draw.scene import Group, Rect, compose, show, small_text
 from llmpar.exercises import attempt, hint, met, solution
+from llmpar.explore.explorer import MeshExplorer
 from llmpar.inspect.census import census_hlo, census_table, compiled_memory
 from llmpar.mesh import make_mesh, shard_bytes, sharding, spec
 from llmpar.notation import AXES, parse_arrow, parse_layout, parse_mesh
@@ -92,55 +43,112 @@ from llmpar.par import Manual
 from llmpar.plan import Plan
 from llmpar.predict import formulas
 
-# %% [markdown]
-# The same devices make a line, a table or a cube:
+N = len(devices)
+kind = "simulated" if devices[0].platform == "cpu" else "real"
+assert float(jax.jit(lambda x: x + x)(1.0)) == 2.0
+print(f"{N} {kind} devices, {jax.process_count()} process")
+print(f"set-up check: OK (Python {platform.python_version()}, JAX {jax.__version__})")
 
 # %%
-N = len(devices)
-# With one device all axes have size 1, and all checks hold.
-tp, fsdp = 2 if N % 2 == 0 else 1, 2 if N % 4 == 0 else 1
-line = parse_mesh("dp=-1", N)  # -1: what is left
-table = parse_mesh(f"dp=-1 tp={tp}", N)
-cube = parse_mesh(f"dp=-1 fsdp={fsdp} tp={tp}", N)
-for shape in (line, table, cube):
-    mesh = make_mesh(shape)
-    live = [axis for axis, size in shape.sizes.items() if size > 1]
-    assert mesh.size == shape.size == N and mesh.axis_names == tuple(AXES)
-    print(f"mesh {shape!s:<18} axes in use: {' '.join(live) or 'none'}")
-
-show(draw.mesh(cube, highlight_axis="fsdp"))
+show(draw.cube("dp=2 fsdp=2 tp=2", rows=8, cut=("dp", "fsdp"), asked=5))
 
 # %% [markdown]
-# ## Layouts
+# A **device** is something with a memory of its own that runs programs: a GPU, a TPU, or one of eight that we simulate in your
+# processor. (Values and bytes are exact on simulated devices. Times mean nothing.) A **mesh** gives devices coordinates, and
+# its directions are the **axes**.
 #
-# A **layout** is a line of text: `b/dp d/tp` says that the dim `b` is cut by the mesh axis `dp`, and `d` by `tp`. An axis
-# that the layout does not name cuts nothing: along it, devices hold copies. That is the whole notation for now.
+# ## Predict: who holds row 5?
+
+# %%
+holders = [..., ...]  # two numbers, the smaller one first
+attempt("00.row", holders)
+
+# %% [markdown]
+# ## Two devices hold it, because `tp` cuts nothing
+#
+# Now with JAX, on the devices that are here. The text `b/dp,fsdp d` is a **layout**. It says how an array is laid out: `b`
+# rows of the batch, cut by `dp` and then by `fsdp`, and `d` width of the model, not cut. After the slash stand the axes that
+# cut. An axis that is not named cuts nothing: devices that differ in it alone hold copies.
+
+# %%
+tp, fsdp = 2 if N % 2 == 0 else 1, 2 if N % 4 == 0 else 1
+cube = parse_mesh(f"dp=-1 fsdp={fsdp} tp={tp}", N)  # -1: what is left
+mesh = make_mesh(cube)
+
+layout = parse_layout("b/dp,fsdp d")
+rows8 = jax.device_put(np.ones((max(8, N), 2)), sharding(mesh, layout))
+where = rows8.sharding.devices_indices_map(rows8.shape)  # JAX's own answer
+found = [
+    place
+    for place, device in enumerate(mesh.devices.flat)
+    if 5 in range(len(rows8))[where[device][0]]
+]
+print(f"mesh {cube}: row 5 of {len(rows8)} is on {found}")
+if N == 8:
+    met("00.row", found, "JAX puts it on")
+
+# %%
+show(draw.cube("dp=2 fsdp=2 tp=2", 8, cut=("dp", "fsdp"), asked=5, lit=True))
+
+# %% tags=["plumbing"]
+assert set(found) == {
+    device
+    for (block, _), who in draw.holders(layout, cube.sizes).items()
+    for device in who
+    if block == 5 * cube.dp * cube.fsdp // len(rows8)
+}
+assert found == [4, 5] or N != 8, "the picture's cube"
+
+# %% [markdown]
+# ## The same question for eight billion weights
+#
+# This is a cluster that you do not have: 16 H100s that train a Llama with 8 billion weights. Click a device to see which part of
+# a weight it holds. Then give all 16 devices to `dp`, which cuts no weight: does the model still fit? (In the stored page this
+# is a picture.)
+
+# %%
+explorer = MeshExplorer(
+    model="llama3-8b", chip="h100", batch_size=32, mesh="dp=2 fsdp=4 tp=2"
+)
+explorer
+
+# %% tags=["plumbing"]
+reply = explorer.answer(explorer.state)
+assert reply["verdict"]["tone"] == "good", "16 devices are enough"
+whole_weights = explorer.answer(explorer.state | {"mesh": "dp=16"})
+assert whole_weights["verdict"]["tone"] == "bad", "16 whole copies are too large"
+
+# %% [markdown]
+# A mesh has up to six axes. Each is one way to share the work of training, and has a lesson:
+#
+# | axis | name | what its devices share | lesson |
+# |---|---|---|---|
+# | `pp` | pipeline parallelism | the layers | 07, 08 |
+# | `dp` | data parallelism | the batch; each holds all weights | 03 |
+# | `fsdp` | fully sharded data parallelism (ZeRO) | the batch, and the storage of the weights | 04 |
+# | `ep` | expert parallelism | the experts of a layer | 09 |
+# | `sp` | context parallelism | the positions of a sequence | 06 |
+# | `tp` | tensor parallelism | each matmul | 05 |
+#
+# They always stand in this order. Neighbours on the last axis are next to each other, where links are fast; partners on the
+# first axis are farthest apart.
+#
+# ## Predict: how many bytes does a device hold?
+#
+# A float32 array is placed as `b/dp,fsdp d`. How many bytes does each device hold?
 
 # %%
 rows, columns = 4 * N, 2 * N
-show(draw.layout("b/dp d/tp", (rows, columns), cube))
-
-# %% [markdown]
-# ## Predict
-#
-# A float32 array `[rows, columns]` is placed as `b/dp,fsdp d`: two axes cut `b`, and `tp` is not named.
-# How many bytes does each device hold?
-
-# %%
 print(f"{rows} x {columns} float32 on dp={cube.dp} fsdp={cube.fsdp} tp={cube.tp}")
-
-# %%
 bytes_held = ...  # your number
 
 sizes = dict(dp=cube.dp, fsdp=cube.fsdp, tp=cube.tp)
 attempt("00.held", bytes_held, rows=rows, columns=columns, **sizes)
 
 # %% [markdown]
-# ## Run: one array, six ways
+# ## Shards times copies is the number of devices
 #
-# The same array is placed six ways on the cube. For each, three things are compared with JAX: every shard holds the right
-# numbers (*value*), the devices that the notation names hold it (*sharding*), and it has as many bytes as predicted
-# (*memory*). The fourth verdict, communication, needs something that moves; it follows below.
+# A **shard** is the piece that a device holds. Here is one array in six layouts:
 
 
 # %% tags=["plumbing"]
@@ -168,42 +176,42 @@ def right(array):
     return all(np.array_equal(s.data, whole[s.index]) for s in array.addressable_shards)
 
 
+def beside(scenes, title):
+    """Drawings in two columns."""
+    placed, y, x = [], 0, max(scene.width for scene in scenes[::2]) + 20
+    for left, other in zip(scenes[::2], scenes[1::2], strict=True):
+        placed += [Group(left.items, 0, y), Group(other.items, x, y)]
+        y += max(left.height, other.height)
+    return compose(title, [placed], "\n".join(scene.text for scene in scenes))
+
+
 # %%
 LAYOUTS = ("b d", "b/dp d", "b/dp,fsdp d", "b/dp,fsdp d/tp", "b/dp d/tp", "b d/fsdp,tp")
 whole = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
-
-print(
-    "layout           shards  copies  a device holds   bytes   value, sharding, memory"
-)
 for text in LAYOUTS:
     layout = parse_layout(text)
     array = jax.device_put(whole, sharding(mesh, layout))
+    shards, held = len(by_jax(array)), array.addressable_shards[0].data
     copies = formulas.copies(cube.sizes, layout.axes)
+    assert shards * copies == N
+    print(f"{text:<15} {shards} shards x {copies} copies, {held.nbytes} bytes each")
+    if text == "b/dp,fsdp d":
+        met("00.held", held.nbytes, "a device of JAX holds")
+
+# %% tags=["plumbing"]
+for text in LAYOUTS:  # value, sharding and memory are as the notation says
+    layout = parse_layout(text)
+    array = jax.device_put(whole, sharding(mesh, layout))
     predicted = shard_bytes(layout, whole.shape, 4, cube.sizes)
     assert right(array) and by_jax(array) == by_notation(layout)
     assert all(shard.data.nbytes == predicted for shard in array.addressable_shards)
-    assert copies * len(by_jax(array)) == N
-    held = "x".join(map(str, layout.shard_shape(whole.shape, cube.sizes)))
-    print(f"{text:<16} {N // copies:>6} {copies:>7} {held:>15} {predicted:>7}", end="")
-    print("   equal, equal, equal")
-asked = jax.device_put(whole, sharding(mesh, parse_layout("b/dp,fsdp d")))
-met("00.held", asked.addressable_shards[0].data.nbytes, "a device of JAX holds")
-
-# %% [markdown]
-# Shards times copies is the number of devices, in every row. The six as pictures, drawn from the layouts that were just
-# compared with JAX:
-
-# %% tags=["plumbing"]
+    assert predicted * N == formulas.copies(cube.sizes, layout.axes) * whole.nbytes
 drawn = [draw.layout(text, (rows, columns), cube, itemsize=4) for text in LAYOUTS]
-placed, y = [], 0
-for left, beside in zip(drawn[::2], drawn[1::2], strict=True):
-    x = max(scene.width for scene in drawn[::2]) + 20
-    placed += [Group(left.items, 0, y), Group(beside.items, x, y)]
-    y += max(left.height, beside.height)
-words = "\n".join(scene.text for scene in drawn)
-show(compose(f"One array, six ways on {cube}", [placed], words))
+show(beside(drawn, f"One array, six ways on {cube}"))
 
 # %% [markdown]
+# Twice the copies, half the shards, twice the memory on each device.
+#
 # ### Exercise (core): which layout is this?
 #
 # The mesh is `dp=2 fsdp=2 tp=2`, the array `b d`, rows run down. Each rectangle names the devices that hold it. Write the
@@ -224,15 +232,13 @@ layout_seen = ...  # a text such as "b/dp d"
 attempt("00.layout_of", layout_seen)
 
 # %% [markdown]
-# ## Groups, and a program for every device
+# ## Devices that differ in one coordinate talk to each other
 #
-# Devices that differ in one coordinate only form a **group**: they are the ones that talk when something moves over that
-# axis. `draw.groups` computes them from the sizes; JAX can be asked who is really there.
+# Such devices form a **group**. In the cube, each edge joins the two of a group.
 #
-# `jax.shard_map` runs one function on every device. `in_specs` says how the argument is cut; inside, the function sees its
-# own piece, and may call **collectives**, which name an axis: `lax.all_gather` collects the pieces of a group. Below every
-# device sends its position over each axis, and what it hears must be its group. (Later lessons also use `lax.pcast`. It
-# changes no number: it tells JAX that from here on each device has a value of its own.)
+# `jax.shard_map` runs one function on every device. `in_specs` says how the argument is cut, and inside, the function sees its
+# own piece. There it may call a **collective**, in which all devices of a group take part. `lax.all_gather` collects their
+# pieces. Below every device sends its number over each axis, and prints whom it hears:
 
 # %%
 live = [axis for axis, size in cube.sizes.items() if size > 1]
@@ -247,28 +253,28 @@ ask = jax.jit(jax.shard_map(hear, mesh=mesh, in_specs=CUT, out_specs=CUT))
 heard = ask(jnp.arange(N))
 for axis, answer in zip(live, heard, strict=True):
     told = np.asarray(answer).reshape(N, -1)  # row i: what device i hears
-    groups = draw.groups(cube.sizes, AXES, [axis])
-    for group in groups:
-        assert (told[group] == group).all()
-    print(f"groups over {axis}: {groups}, as JAX has them")
+    groups = sorted({tuple(map(int, row)) for row in told})
+    print(
+        f"groups over {axis}:",
+        *(" ".join(map(str, group)) for group in groups),
+        sep="  ",
+    )
 
-# %% [markdown]
-# JAX compiles a program before it runs (`lower`, then `compile`), and the compiled text can be read. Our **census** counts
-# the collectives in it, with their bytes:
-
-# %%
+# %% tags=["plumbing"]
+for axis, answer in zip(live, heard, strict=True):
+    told = np.asarray(answer).reshape(N, -1)
+    for group in draw.groups(cube.sizes, AXES, [axis]):
+        assert (told[group] == group).all(), "the groups of the notation"
 compiled = ask.lower(jnp.arange(N)).compile()
 sent = census_table(census_hlo(compiled.as_text(), mesh))
 counts = {key: row["count"] for key, row in sent.items()}
 assert counts == {(axis, "all-gather"): 1 for axis in live}
-print(f"compiled: {len(sent)} collectives, one all-gather per axis in use")
 
 # %% [markdown]
-# ## Run: something moves
+# ## A cut moves from rows to columns, and a quarter of the array travels
 #
-# An **arrow** says how a layout changes. `b/tp d -> b d/tp` moves the cut from `b` to `d`: each device cuts its shard into
-# pieces, keeps one and sends the others, an all-to-all. Here it is written by hand in bare `lax`, and by the package from
-# the text of the arrow.
+# An **arrow** says how a layout changes. `b/tp d -> b d/tp`: the cut moves from `b` to `d`. Each device cuts its shard into
+# pieces, keeps one and sends the others. That is an all-to-all. Written by hand:
 
 # %%
 arrow = parse_arrow("b/tp d -> b d/tp")
@@ -276,13 +282,7 @@ before = jax.device_put(whole, sharding(mesh, arrow.before))
 
 
 def by_hand(x):
-    if tp == 1:
-        return x
     return lax.all_to_all(x, "tp", split_axis=1, concat_axis=0, tiled=True)
-
-
-def by_arrow(x):
-    return Manual(Plan(cube, zero=0).resolve()).carry_out(x, arrow)
 
 
 def on_mesh(function):
@@ -290,85 +290,45 @@ def on_mesh(function):
     return jax.jit(jax.shard_map(function, mesh=mesh, **places))
 
 
-hand, package = on_mesh(by_hand)(before), on_mesh(by_arrow)(before)
+moved = on_mesh(by_hand)(before)
+assert right(moved) and moved.sharding.is_equivalent_to(sharding(mesh, arrow.after), 2)
 show(draw.arrow(arrow, (rows, columns), cube, 4))
 
-# %% [markdown]
-# ## Compare: four verdicts
-
 # %% tags=["plumbing"]
-compiled = on_mesh(by_arrow).lower(before).compile()
+# The same from the text of the arrow: value, sharding, communication and memory.
+resolved = Plan(cube, zero=0).resolve()
+by_arrow = on_mesh(lambda x: Manual(resolved).carry_out(x, arrow))
+package, compiled = by_arrow(before), by_arrow.lower(before).compile()
 found = census_table(census_hlo(compiled.as_text(), mesh))
-moved = draw.moved(arrow, whole.shape, cube.sizes, 4)
+moves = draw.moved(arrow, whole.shape, cube.sizes, 4)
 predicted = {
     (",".join(move.axes), move.kind): {"count": 1, "bytes_sent": sent}
-    for move, sent in moved
+    for move, sent in moves
     if sent
 }
-assert right(hand) and right(package)
-print("value: the package's array, the hand-written one and the original are equal")
+assert right(package) and found == predicted
 assert package.sharding.is_equivalent_to(sharding(mesh, arrow.after), 2)
-print(f"sharding: {arrow.after}, as the arrow ends")
-assert found == predicted
-for (axes, kind), row in predicted.items():
-    print(f"communication: {row['count']} {kind} over {axes},", end=" ")
-    print(f"{row['bytes_sent']} bytes sent per device, as predicted")
 given = shard_bytes(arrow.before, whole.shape, 4, cube.sizes)
 assert compiled_memory(compiled)["argument_bytes"] == given
-print(f"memory: {given} bytes per device go in, as predicted")
+assert [sent for _, sent in moves if sent] == [whole.nbytes // 4] * (tp == 2)
 
 # %% [markdown]
-# ## Refusals
+# The bytes follow from the text alone. The package carries out the arrow by itself too, and its compiled program sends exactly
+# these bytes.
 #
-# What cannot work is refused in one sentence that holds the arithmetic and, where there is one, a way out. These are
-# about a mesh of 8 devices, whatever is here.
-
-# %% tags=["nbval-check-output"]
-eight = parse_mesh("dp=4 tp=2", 8)
-CANNOT = {
-    "6 rows over dp=4": lambda: parse_layout("b/dp d").shard_shape(
-        (6, 16), eight.sizes
-    ),
-    "tp twice": lambda: parse_layout("b/tp d/tp"),
-    "an axis xp": lambda: parse_layout("b/dp d/xp"),
-    "16 devices": lambda: parse_mesh("dp=4 tp=4", 8),
-    "what is left, twice": lambda: parse_mesh("dp=-1 tp=-1", 8),
-}
-said = []
-for what, ask_for in CANNOT.items():
-    try:
-        ask_for()
-        raise AssertionError(f"{what} should have been refused")
-    except ValueError as error:
-        said.append(str(error))
-print("\n\n".join(said))
-assert "6" in said[0] and "dp = 4" in said[0] and "8 are present" in said[3]
-assert all("^" in said[i] for i in (1, 2, 4)), "a caret stands under the bad word"
-
-# %% [markdown]
-# ## Five lines
+# ## Keep: a line of text says who holds what
 #
 # 1. A mesh names devices by coordinates; `pp dp fsdp ep sp tp` run from slow links to fast ones.
 # 2. A layout says which axes cut which dim; an axis that it does not name means copies.
-# 3. A device holds the array's bytes over the product of the cutting axes; the rest of the mesh are copies.
-# 4. An arrow between two layouts is a collective, and its bytes follow from the text alone.
-# 5. Devices that differ in one coordinate form the group that talks over that axis.
-#
-# **One number to remember: shards × copies = devices**, so 8 here. Twice the copies, half the shards, twice the memory on each device.
-
-# %%
-for text in LAYOUTS:
-    layout = parse_layout(text)
-    copies = formulas.copies(cube.sizes, layout.axes)
-    held = shard_bytes(layout, whole.shape, 4, cube.sizes)
-    # As many times the memory as there are copies.
-    assert held * N == copies * whole.nbytes
-print(f"{N} devices = shards x copies, for each of the {len(LAYOUTS)} layouts above")
+# 3. Shards times copies is the number of devices.
+# 4. Devices that differ in one coordinate form the group that talks over that axis.
+# 5. An arrow between two layouts is a collective, and its bytes follow from the text alone.
 
 # %% [markdown]
 # ## Further
 #
-# Two things to play with, two more exercises, and what XLA chooses by itself.
+# What cannot work is refused in one sentence, with the arithmetic: type `b/tp d/tp` below. All words are on
+# [one page](../docs/words.md#words).
 #
 # ## Try it
 #
@@ -411,26 +371,10 @@ widget = widgets.VBox([text, choice, picture])._repr_mimebundle_()
 display(widget | words, raw=True, metadata=size)
 
 # %% [markdown]
-# ## The mesh explorer
+# ## Of an array that exists
 #
-# The same question for a whole model and a cluster that you do not have: does it fit, how long does a step take, who holds
-# what, what moves, and what would be better? Change a word of the sentence, give an axis a square, click a device, a bar or
-# a dot of the map. What you do not set, the planner chooses. *Save* writes one page that answers without a kernel and
-# without a network. (In the stored page this is a picture.)
-
-# %%
-from llmpar.explore.explorer import MeshExplorer
-
-explorer = MeshExplorer(
-    model="llama3-8b", chip="h100", batch_size=32, mesh="dp=2 fsdp=4 tp=2"
-)
-reply = explorer.answer(explorer.state)
-assert reply["verdict"]["tone"] == "good", "16 devices are enough"
-explorer
-
-# %% [markdown]
-# What it draws of an array that exists is no formula: it asks JAX where the shards are. A whole state of training, a
-# compiled program, a sharding or a bare mesh may stand in the array's place.
+# `MeshExplorer.of` asks JAX where the shards are. A whole state of training, a compiled program, a sharding or a bare mesh may
+# stand in the array's place.
 
 # %%
 layout = parse_layout("b/dp,fsdp d/tp")
