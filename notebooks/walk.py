@@ -84,6 +84,10 @@ ANSWERS = {
     ],
     "07.idle_share": [("= ...", "= 27.3", "= 0.27")],
     "07.microbatches": [("= ...", "= 64", "= 63")],
+    "08.bets": [
+        ('{"first": ..., "holds least": ...}', '{"first": "ZB-H1", "holds least": "1F1B"}',
+         '{"first": "ZB-V", "holds least": "1F1B"}'),
+    ],
     "08.held": [("= ...", "= 16", "= 13")],
     "08.one_f_one_b": [("= ...", '= """' + SCHEDULE.replace("B3", "") + '"""', '= """' + SCHEDULE + '"""')],
     "09.dispatch_bytes": [("= ...", "= 4096", "= 3584")],

@@ -4,6 +4,8 @@
 #     teaching: 25
 #     exercises: 40
 #     needs: ["07"]
+#     question: Which order of a pipeline's work may you use in a memory that is given,
+#       and what is left of the bubble?
 #     objectives:
 #     - Write 1F1B as a table, and say what each stage holds.
 #     - Say what chunks, a split backward and two directions do to bubble, memory and
@@ -13,35 +15,16 @@
 # ---
 
 # %% [markdown]
-# # 08 · Pipeline schedules: who can fill the bubble, and who pays for it?
+# # 08 · Pipeline schedules: who fills the bubble, and who pays for it?
 #
-# All forwards, then all backwards: that holds something of every microbatch, and the only cure for the bubble is more microbatches
-# (lesson 07). But a stage may choose *what to do next*. Every schedule below runs the same cells, F and B of each microbatch on each
-# stage, in another order, and nearly all of them come from four ideas:
-#
-# | idea | schedule | changes |
-# |---|---|---|
-# | run a backward as soon as there is one | 1F1B (Narayanan et al. 2020 and 2021) | memory |
-# | several smaller chunks of layers per stage | interleaved (Narayanan et al. 2021) | the bubble, for messages |
-# | split the backward: only its first half is awaited | zero bubble (Qi et al. 2023) | the bubble, for nothing or for memory |
-# | send microbatches in at both ends | DualPipe (DeepSeek-AI 2024) | what can overlap, for a second copy of the weights |
-#
-# A **schedule** is the order of each stage's cells, a **timetable** says when they run, and a **census** counts what the compiled program
-# sends along `pp`, the axis of the pipeline (all words: [docs/words.md](../docs/words.md#words)).
-#
-# **Question.** Which of them may you use in a memory that is given, and what is left of the bubble?
-#
-# Letters: `u` microbatches, `p` stages, `g` chunks of layers per stage, `F` forward, `B` gradient of the input, `W`
-# gradient of the weights. (Most papers write m for u, and v for g.)
-#
-# The core path ends at *Further*.
+# A stage may choose what it does *next*. Here are five orders of the same work, four stages and eight microbatches, as they begin.
+# All stages must do 24 time units of work. Who is through first?
 
 # %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices()
 
-# %% tags=["plumbing"]
 import dataclasses
 
 import jax
@@ -54,6 +37,7 @@ from llmpar.config import preset
 from llmpar.draw import scene
 from llmpar.exercises import attempt, hint, met, say, solution
 from llmpar.exercises.lesson import as_predicted, counting_text, trained, verdicts
+from llmpar.explore.small import TimelineExplorer
 from llmpar.inspect.census import (
     arrow_rows,
     arrow_text,
@@ -69,25 +53,55 @@ from llmpar.split import split, trace
 from llmpar.step import Step
 from llmpar.timetable import branch_shares, slots, timetable
 
-# Accelerators round float32 products unless told not to.
+# Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
 # Stages of what is run here, and microbatches.
 p, U = max(size for size in (1, 2, 4) if size <= len(devices)), 8
-
-# %% [markdown]
-# ## One picture
-#
-# 1F1B. A stage runs some forwards ahead, then one forward and one backward in turn. Under each row, in yellow: what it holds.
+NAMES = ("GPipe", "1F1B", "interleaved", "ZB-H1", "ZB-V")
+orders = {name: timetable(make(name.lower(), 4, U)) for name in NAMES}
 
 # %%
-scene.show(draw.timeline(timetable(make("1f1b", 4, U))))
+scene.show(draw.timelines(orders, until=9))
 
 # %% [markdown]
-# The idle time is that of GPipe, since the first microbatch still goes down and the last still comes up. But a stage no longer waits
-# with its first backward until all forwards are through.
+# Each row is a stage, and each cell one microbatch. `F` is its forward pass. The backward of lesson 07 has two halves, one matmul
+# each, and they have names from here on: `B` makes the gradient of the input, which the stage before waits for; `W` makes the
+# gradient of the weights. Where no line parts the two, they run as one piece. A black bar marks the stage's second chunk of layers.
 #
-# ## Predict
+# What goes forward must be **held** until its backward is done. **Which order is through first? And in which do the four stages hold
+# the fewest microbatches together?**
+
+# %%
+bets = {"first": ..., "holds least": ...}  # two of the five names
+attempt("08.bets", bets)
+
+# %% tags=["plumbing"]
+gpipe, plain, chunks, zb_h1, zb_v = orders.values()
+assert {table.ideal for table in orders.values()} == {24}
+first = min(orders, key=lambda name: orders[name].makespan)
+least = min(orders, key=lambda name: sum(orders[name].peak_live()))
+
+# %%
+scene.show(draw.timelines(orders))
+met("08.bets", {"first": first, "holds least": least}, "simulated")
+
+# %% [markdown]
+# "Holds" says how many microbatches stage 0, 1, 2 and 3 hold at most. The hatched time is the bubble, and each order has its own idea
+# against it.
 #
+# ## 1F1B: the bubble of GPipe, and less to hold
+#
+# A stage runs a backward as soon as there is one (Narayanan et al. 2021): some forwards ahead, then one forward and one backward in
+# turn. No time is won, since the first microbatch still goes down and the last still comes up. But look at what is held, in yellow:
+
+# %% tags=["plumbing"]
+assert plain.makespan == gpipe.makespan and gpipe.peak_live() == [8] * 4
+assert plain.peak_live() == [4, 3, 2, 1]
+
+# %%
+scene.show(draw.timeline(plain))
+
+# %% [markdown]
 # Sixteen stages, 64 microbatches, 1F1B. **How many microbatches does stage 3 hold at most?** (Stages count from 0.)
 
 # %%
@@ -101,7 +115,7 @@ met("08.held", timetable(make("1f1b", 16, 64)).peak_live()[3], "simulated")
 # %% [markdown]
 # ### Exercise (core): write it down
 #
-# A schedule is text: one line per stage, `F0` the forward of microbatch 0, `B0` its backward. Write 1F1B for 3 stages and 4
+# A schedule is text, with one line per stage: `F0` is the forward of microbatch 0, `B0` its backward. Write 1F1B for 3 stages and 4
 # microbatches. How many forwards does each stage run before its first backward?
 
 # %%
@@ -109,84 +123,78 @@ one_f_one_b = ...  # """F0 F1 …
 attempt("08.one_f_one_b", one_f_one_b)
 
 # %% [markdown]
-# ## Chunks: interleaved 1F1B
+# ## Chunks: half of the bubble, for twice the messages
 #
-# Cut the layers into 2p pieces and give stage i the pieces i and p + i. A microbatch comes by twice, each time for half of the work.
-# The pipe fills in half of the time: a bubble of (p − 1)/g instead of p − 1. The price: (gp − 1)/(p − 1) times the messages, a little
-# more than g, since they also go from the last stage's chunk to the first stage's next one; and more in flight.
-# A black bar marks the second chunk.
+# Interleaved 1F1B cuts the layers of `p` stages into `g` chunks per stage, with g = 2 above: stage i has the chunks i and p + i. A
+# microbatch comes by twice, each time for half of the work. So the pipe fills in half of the time, and the bubble is divided by g. The
+# price is (gp − 1)/(p − 1) times the messages, since they also go from the last stage back to the first; and more is held.
 
-# %%
-interleaved = timetable(make("interleaved", 4, U, 2))
-plain = timetable(make("1f1b", 4, U))
-assert interleaved.bubble == plain.bubble / 2
+# %% tags=["plumbing"]
+assert chunks.bubble == plain.bubble / 2
 # 1 + (p-1)/(gp), Korthikanti et al. 2022.
-assert interleaved.peak_live()[0] == plain.peak_live()[0] * (1 + 3 / (4 * 2))
-assert np.sum(interleaved.hops) * (4 - 1) == np.sum(plain.hops) * (2 * 4 - 1)
-times = np.sum(interleaved.hops) / np.sum(plain.hops)
-print(
-    f"messages: {np.sum(interleaved.hops)}, and {np.sum(plain.hops)} in 1F1B:", end=" "
-)
-print(f"{times:.2f} times as many")
-scene.show(draw.timeline(interleaved, shortest=28))
+assert chunks.peak_live()[0] == plain.peak_live()[0] * (1 + 3 / (4 * 2))
+more, fewer = (int(np.sum(table.hops)) for table in (chunks, plain))
+assert more * (4 - 1) == fewer * (2 * 4 - 1)
+print(f"messages: {more}, where 1F1B has {fewer}: {more / fewer:.2f} times as many")
 
 # %% [markdown]
-# ## Split the backward
+# ## Nobody waits for W
 #
-# Of the two products of a backward, the stage before waits for one only: the gradient of the *input* (B). The gradient of the
-# *weights* (W) is awaited by nobody before the end of the step. So W can be put where the bubble was. ZB-H1 keeps 1F1B's order of F and
-# B, and puts W off by i microbatches on stage i:
+# The stage before waits for B alone. Nobody waits for W before the end of the step, so it can go where the bubble was (Qi et al. 2023,
+# zero bubble). Try it. This is 1F1B with each W right behind its B: drag an operation to another place of its row. Five goals wait, up to
+# no bubble at all. (In the stored page this is a picture.)
+
+# %% tags=["plumbing"]
+SCHEDULE = """
+F0 F1 F2 F3 B0 W0 B1 W1 B2 W2 B3 W3
+F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3
+F0 F1 B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
+F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3
+"""
+SCHEDULE = "\n".join(SCHEDULE.split("\n")[-p - 1 :])  # a line per device
 
 # %%
-zb_h1 = timetable(make("zb-h1", 4, U))
-assert zb_h1.bubble == plain.bubble / 3
-assert zb_h1.peak_live() == [4] * 4 and plain.peak_live() == [4, 3, 2, 1]
-scene.show(draw.timeline(zb_h1))
+game = TimelineExplorer(stages=p, microbatches=4, order=SCHEDULE)
+game
+
+# %% tags=["plumbing"]
+before = game.state | {"order": SCHEDULE}
+assert p < 4 or game.answer(before)["numbers"]["goals"] == [True] * 4 + [False]
+stuck = game.answer(before | {"move": [p - 1, 1, 0]})  # B0 before F0
+assert "a deadlock" in stuck["refusal"]["why"]
+assert zb_h1.bubble == plain.bubble / 3 and zb_h1.peak_live() == [4] * 4
 
 # %% [markdown]
-# A third of the bubble, at the same *peak* of memory: every stage holds 4 now, where those of 1F1B held 4, 3, 2 and 1.
+# ZB-H1 keeps the order of F and B that 1F1B has, and puts W off by i microbatches on stage i. A third of the bubble is left. The peak of
+# memory is the same, but now every stage holds 4, where those of 1F1B held 4, 3, 2 and 1.
 #
-# Beware: from here on there is a third definition of "the bubble". The zero-bubble papers look at each stage's *own* time, from its first
-# cell to its last, and call the idle time of the longest one the bubble (of the **critical stage**). Before its first cell a stage has not
-# begun, after its last it is through: corners of the **whole drawing**, in which nobody works. They can be used if the optimizer's steps
-# of different stages need not wait for one another, as those of the next step then begin earlier on the stages that are through.
+# ## ZB-V has no bubble, and its stages idle
 #
-# By that definition the bubble goes away with more memory: ZB-H2 runs twice as many forwards ahead. And ZB-V has none with the peak of
-# 1F1B: it has two chunks in the shape of a V, so the first stage also has the *last* layers and can turn round at once. What is still
-# idle below are the white corners:
+# ZB-V gives each stage two chunks in the shape of a V. The first stage also has the *last* layers, and can turn round at once. Its
+# authors say that it has no bubble. Yet above it ends at 25.5, not at 24. Both are true, because three things are called the bubble:
 
-# %%
-zb_v = timetable(make("zb-v", 4, U))
-scene.show(draw.timeline(zb_v, shortest=28))
-for stage, (starts, ends) in enumerate(zip(zb_v.start, zb_v.end, strict=True)):
-    not_begun, through = starts[0], zb_v.makespan - ends[-1]
-    # That is all that is idle.
-    assert np.isclose(not_begun + through, zb_v.makespan - zb_v.ideal)
-    print(f"stage {stage}: not begun for {not_begun:g},", end=" ")
-    print(f"through {through:g} before the end, idle between: 0")
+# %% tags=["plumbing"]
+for starts, ends in zip(zb_v.start, zb_v.end, strict=True):
+    corners = starts[0] + zb_v.makespan - ends[-1]  # not begun, and through
+    assert np.isclose(corners, zb_v.makespan - zb_v.ideal)  # that is all that is idle
 assert zb_v.bubble == 0 < zb_v.bubble_fraction
 assert max(zb_v.peak_live()) == max(plain.peak_live())
-print(f"bubble of the critical stage {zb_v.bubble:g};", end=" ")
-print(f"of the whole drawing {zb_v.bubble_fraction:.1%} are idle")
-
-# %% [markdown]
-# DualPipe goes through the layers in both directions, with two copies of the weights. It is made for something that this drawing
-# does not show: a forward of one direction computes while the experts of the other exchange their tokens.
 
 # %%
-scene.show(draw.timeline(timetable(make("dualpipe", 4, U))))
+scene.show(draw.bubbles(zb_v))
 
 # %% [markdown]
-# ## Run: one executor, five tables
+# The first two are those of lesson 07. The zero-bubble papers take each stage's own time, from its first operation to its last. The
+# stage for which that is longest is the **critical stage**, and what it idles in between is their bubble. The dotted corners do not count:
+# the next step can begin in them, if the stages do not wait for one another at the end of this one.
 #
-# A Llama of 8 layers under four schedules; the fifth will be yours, under *Further*. The programs differ in their table and in their
-# slots, and in nothing else. In each tick: take a message, run the cell of the table (or nothing), pass the result on by a permute to the
-# right or to the left.
+# ## One executor runs them all
+#
+# Train a Llama of 8 layers under four of the orders. The programs differ in their table, and in nothing else.
 
 # %%
 LLAMA, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=8), 16, 2
 TEXT, SGD = counting_text(2 * U, SEQ), optax.sgd(0.5)
-NAMES = ("1f1b", "interleaved", "zb-h1", "zb-v")
 
 
 def train(schedule):
@@ -196,23 +204,50 @@ def train(schedule):
 
 print("Five programs are compiled and run: about 40 s.")
 solo = trained(LLAMA, Plan(microbatches=U), TEXT, SGD, STEPS)
-runs = {name: train(name) for name in NAMES}
+runs = {name: train(name) for name in ("1f1b", "interleaved", "zb-h1", "zb-v")}
+sent = verdicts(runs, solo, weights_within=1e-5)
 
 # %% [markdown]
-# ## Compare: four verdicts
+# So the order changes neither the losses nor the weights: it is a matter of time, memory and messages alone.
+
+# %% [markdown]
+# ## Keep: 1F1B holds p − i, and W fills the bubble
 #
-# The all-reduces finish the gradients of embedding, head and norm, which lie on every stage.
+# 1. 1F1B has the bubble of GPipe, but **stage i holds p − i microbatches**, however many there are.
+# 2. Interleaved: the bubble divided by g, for (gp − 1)/(p − 1) times the messages and 1 + (p − 1)/(gp) of the memory.
+# 3. Nobody waits for W, so it fills the bubble: a third is left at the same peak of memory (ZB-H1).
+# 4. A schedule is a table. It is proved legal, measured and drawn before it is compiled, and one executor runs them all.
+# 5. "Bubble" has three definitions. "None" holds for that of the critical stage; the whole drawing keeps idle corners.
+
+# %% [markdown]
+# ## Further
+#
+# Two directions, what is sent, how a backward is split, the published formulas, what a stage keeps, and schedules of your own.
+#
+# ## DualPipe sends microbatches in at both ends
+#
+# DualPipe (DeepSeek-AI 2024) goes through the layers in both directions, with two copies of the weights. It is made for something that
+# this drawing does not show: a forward of one direction computes while the experts of the other exchange their tokens.
 
 # %%
-sent = verdicts(runs, solo, weights_within=1e-5)
+scene.show(draw.timeline(timetable(make("dualpipe", 4, U))))
+
+# %% [markdown]
+# ## What is sent, and what is computed
+#
+# A **census** counts what the compiled program sends along `pp`, the axis of the pipeline. The all-reduces finish the gradients of
+# embedding, head and norm, which lie on every stage.
+
+# %%
+verdicts(runs, solo, weights_within=1e-5, details=True)
 for name, run in runs.items():
     order = run.step.layer_order.reshape(p, -1).tolist()
     print(f"layers of each stage, {name:<12} {order}")
 
 # %% [markdown]
-# Every number of permutes follows from the table: one for each tick in which anybody sends to the right, and one for each in which
-# anybody sends to the left. Bubbles compute nothing. The work above one device's is the forward pass that B repeats, by choice
-# (`stage_saves="input"`): all of it but that of the last chunk of layers, whose B follows at once.
+# In each tick a stage takes a message, runs the cell of the table (or nothing), and passes the result on by a permute to the right or
+# to the left. So every number of permutes follows from the table: one for each tick in which anybody sends to the right, and one for each
+# in which anybody sends to the left.
 
 # %% tags=["nbval-check-output"]
 stream = 2 * SEQ * LLAMA.width * 4  # the bytes of one microbatch's activation
@@ -231,8 +266,12 @@ for name, run in runs.items() if p > 1 else ():
         arrow_text(permutes)
     )  # forward to the next stage, backward to the previous one
 
+# %% [markdown]
+# Bubbles compute nothing. The work above one device's is the forward pass that B repeats, by choice (`stage_saves="input"`). The last
+# chunk of layers repeats none: there B follows F at once.
+
 # %% tags=["nbval-check-output"]
-# Elsewhere products are library calls, which cannot be counted.
+# Elsewhere matmuls are library calls, which cannot be counted.
 if devices[0].platform == "cpu" and p > 1:
     work, one_device = {}, executed_flops(solo.compiled.as_text())
     for name, run in runs.items():
@@ -241,30 +280,11 @@ if devices[0].platform == "cpu" and p > 1:
             branch_shares(run.step.plan.pipeline, LLAMA.num_layers),
         )
         work[name] = sum(executed_flops(text, branches) for branches in stages)
-        print(f"{name:<12} {work[name] / one_device:.3f} of one device's products")
+        print(f"{name:<12} {work[name] / one_device:.3f} of one device's matmuls")
     assert work["1f1b"] == work["zb-h1"], "to split costs nothing"
     assert work["interleaved"] == work["zb-v"]
 
 # %% [markdown]
-# ## Five lines
-#
-# 1. 1F1B: the bubble of GPipe, but stage i holds p − i microbatches, however many there are.
-# 2. Interleaved: the bubble divided by g, for (gp − 1)/(p − 1) times the messages and 1 + (p − 1)/(gp) of the memory.
-# 3. Split the backward: nobody waits for W, so it fills the bubble. A third is left at the same peak of memory, none for twice the peak.
-# 4. A schedule is a table. Proved legal, measured and drawn before it is compiled; one executor runs them all, with one device's result.
-# 5. "Bubble" has three definitions. "A third" and "none" hold for that of the critical stage; the whole drawing keeps idle corners.
-#
-# **One number to remember: p − i.** What 1F1B's stage i holds, however many microbatches there are.
-
-# %%
-print(f"{p} stages: 1F1B holds {[p - i for i in range(p)]} microbatches,", end=" ")
-print("all-forwards-first holds all of them")
-
-# %% [markdown]
-# ## Further
-#
-# How a backward is split, the published formulas, what a stage keeps, and three schedules of your own.
-#
 # ## How a backward is split
 #
 # Autodiff gives both halves in one piece. How can they be parted, for any stage? A traced
@@ -294,12 +314,12 @@ print("B leaves for W:", [aval.shape for aval in residual])
 
 
 # %%
-def products(part):
+def matmuls(part):
     return sum(eqn.primitive.name == "dot_general" for eqn in part.jaxpr.eqns)
 
 
-assert (products(F), products(B), products(W)) == (2, 2, 2), "nothing runs twice"
-assert products(trace(cell, w0, w1, x, dy)) == 6
+assert (matmuls(F), matmuls(B), matmuls(W)) == (2, 2, 2), "nothing runs twice"
+assert matmuls(trace(cell, w0, w1, x, dy)) == 6
 y, kept = F(w0, w1, x)
 dx, left = B(w0, w1, kept, dy)
 parts = (y, (dx, W(w0, w1, kept, left)))
@@ -307,7 +327,7 @@ jax.tree.map(np.testing.assert_array_equal, parts, cell(w0, w1, x, dy))
 print("value: F, then B, then W give the same bits as the whole")
 
 # %% [markdown]
-# Two products each, six in all. (That is the rule F = B = W of the papers. Attention has products without weights, so its W is
+# Two matmuls each, six in all. (That is the rule F = B = W of the papers. Attention has matmuls without weights, so its W is
 # smaller; then B is larger than W.)
 #
 # ## The published formulas
@@ -427,30 +447,9 @@ except ValueError as refusal:
     assert "a deadlock" in str(refusal) and "Cycle: " in str(refusal)
 
 # %% [markdown]
-# ## Write your own
+# ## Train what you have dragged
 #
-# A schedule for p stages and 4 microbatches: 1F1B, in which each W follows its B at once. Drag an operation to another place of its
-# row, or write. You see what is left of the bubble, what each stage holds, and who waits for whom if you made a deadlock; five goals
-# wait, up to no bubble at all. (In the stored page this is a picture.)
-
-# %%
-from llmpar.explore.small import TimelineExplorer
-
-SCHEDULE = """
-F0 F1 F2 F3 B0 W0 B1 W1 B2 W2 B3 W3
-F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3
-F0 F1 B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
-F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3
-"""
-SCHEDULE = "\n".join(SCHEDULE.split("\n")[-p - 1 :])  # a line per device
-game = TimelineExplorer(stages=p, microbatches=4, order=SCHEDULE)
-game
-
-# %% tags=["plumbing"]
-before = game.state | {"order": SCHEDULE}
-assert p < 4 or game.answer(before)["numbers"]["goals"] == [True] * 4 + [False]
-stuck = game.answer(before | {"move": [p - 1, 1, 0]})  # B0 before F0
-assert "a deadlock" in stuck["refusal"]["why"]
+# The game above has your order. `examine` says whether one is legal, what is left of the bubble, and what each stage holds.
 
 
 # %% tags=["plumbing"]
@@ -476,7 +475,7 @@ def examine(text, costs=(1, 1, 1)):
 
 
 # %% [markdown]
-# Run the next cell when you like yours. It is compiled, and its losses and weights are compared with those of one device.
+# The order of the game is compiled, and its losses and weights are compared with those of one device. Drag, and run the cell again.
 
 # %%
 TRAIN = True
