@@ -4,6 +4,7 @@
 #     teaching: 25
 #     exercises: 35
 #     needs: ["01", "03"]
+#     question: How much memory does each ZeRO stage save, and what does it cost to send?
 #     objectives:
 #     - Say what each ZeRO stage cuts, what it saves and what it sends.
 #     - Write the four stages by hand, and read their collectives in the compiled
@@ -12,34 +13,16 @@
 # ---
 
 # %% [markdown]
-# %% [markdown]
-# # 04 · ZeRO and FSDP: why hold everything everywhere?
+# # 04 · 8B does not fit. Why is ZeRO-1 free?
 #
-# Data parallelism keeps a whole copy of the weights, the gradients and the optimizer's state on every device, and most of
-# the time nobody looks at most of it. ZeRO (Rajbhandari et al. 2020) cuts these three, one after the other:
-#
-# | stage | cut over `fsdp` | arrows |
-# |---|---|---|
-# | 0 | nothing (data parallelism) | gradient `d +fsdp -> d` |
-# | 1 | optimizer state | gradient `d +fsdp -> d/fsdp`, updated weight `d/fsdp -> d` |
-# | 2 | and gradients | the same, but the gradient is cut *as soon as it exists* |
-# | 3 = FSDP | and weights | weight `d/fsdp -> d` before each use; its gradient comes back as `d/fsdp` |
-#
-# An *arrow* is a movement: `d/fsdp` is cut along dim `d`, `d +fsdp` is an unfinished sum, of which each device has one
-# addend. The axis `fsdp` (fully sharded data parallelism) has the devices that share one copy. A *census* counts what a
-# compiled program sends. [All words](../docs/words.md#words).
-#
-# **Question.** How much memory does each stage save, and what does it cost to send?
-#
-# Letters: `b` rows of the batch, `d` width of the model, `m` width of a feed-forward, `l` layers, `u` microbatches,
-# `N` devices along the axis at hand, `Ψ` parameters.
+# To train Llama 3 8B a GPU holds weights, gradients and Adam's state: twice what fits. Eight GPUs do not help. Data
+# parallelism gives each of them a copy of everything. What can be cut, and what does cutting cost?
 
 # %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices()
 
-# %% tags=["plumbing"]
 import dataclasses
 import re
 
@@ -61,6 +44,7 @@ from llmpar.exercises.lesson import (
     trained,
     verdicts,
 )
+from llmpar.explore.small import MemoryExplorer
 from llmpar.inspect.census import (
     arrow_rows,
     arrow_text,
@@ -70,8 +54,6 @@ from llmpar.inspect.census import (
     read_program,
 )
 from llmpar.inspect.jaxpr import census_jaxpr
-
-# %% tags=["plumbing"]
 from llmpar.mesh import make_mesh, shard_bytes, sharding, spec
 from llmpar.notation import parse_layout
 from llmpar.plan import Plan
@@ -84,62 +66,93 @@ jax.config.update("jax_default_matmul_precision", "highest")
 N = max(n for n in (1, 2, 4, 8) if n <= len(devices))
 LAP = (N - 1) / N  # what a ring of N devices sends of each message
 mesh = make_mesh(f"fsdp={N}")
-
-# %% [markdown]
-# ## One picture
-#
-# Mixed precision with Adam holds 16 bytes per parameter: 2 for the weight, 2 for its gradient, and 12 for the optimizer (a
-# float32 copy of the weight and two moments). This is what a device holds of a model of 7.5 billion parameters when 64
-# devices share it. The line is what a program may use of an A100 with 80 GB: JAX takes three quarters unless told otherwise.
-# In all lessons and slides a device's memory is that *usable* part.
-
-# %% tags=["plumbing"]
-parts = {
+BYTES = {
     "weights": dict(param_bytes=2, grad_bytes=0, optim_bytes=0),
     "gradients": dict(param_bytes=0, grad_bytes=2, optim_bytes=0),
     "optimizer": dict(param_bytes=0, grad_bytes=0, optim_bytes=12),
 }
 
 
-def held(stage):
-    sizes = parts.items()
-    return {part: formulas.zero_bytes(7.5e9, 64, stage, **size) for part, size in sizes}
+PARAMS = preset("llama3-8b").num_params
 
 
-bars = [(f"stage {stage}", held(stage)) for stage in range(4)]
-title = "7.5B parameters, 64 devices: model state per device"
-room = chip("a100-80").usable_bytes
-show(draw.memory_bars(bars, capacity_bytes=room, title=title))
+def held(stage, num_devices=8, params=PARAMS):
+    """Bytes of a device at a ZeRO stage, by part."""
+    size = lambda part: formulas.zero_bytes(params, num_devices, stage, **BYTES[part])
+    return {part: size(part) for part in BYTES}
 
-# %% [markdown]
-# ## Predict
-#
-# The toy below has 4 layers of 32 × 32 weights in float32: Ψ = 4096 parameters, 16,384 bytes. On a ring of N devices a
-# reduce-scatter or an all-gather sends (N-1)/N of a message, an all-reduce twice that.
-#
-# **How many bytes does one device send per step at stage 3?** There every layer's weight is gathered before it is used, and
-# thrown away. Replace the dots by a number, or by a formula with `N`.
 
 # %%
-bytes_at_stage_3 = ...
-attempt("04.stage3_bytes", bytes_at_stage_3, devices=N)
+h100 = chip("h100")
+bars = [("1 GPU", held(0, 1)), ("each of 8 GPUs", held(0, 8))]
+title = "Llama 3 8B: model state of a GPU, data parallel"
+show(draw.memory_bars(bars, h100.usable_bytes, title))
 
 # %% [markdown]
-# ### Exercise (core): the table that decides what you can train
+# Mixed precision with Adam holds 16 bytes per parameter: 2 for the weight, 2 for its gradient, and 12 for the optimizer (a
+# float32 copy of the weight and two moments). The line is what a program may use of an H100 "with 80 GB": it has 79.1 GiB, of
+# which JAX takes three quarters unless told otherwise.
 #
-# **A model of 7 billion parameters, mixed precision with Adam, on a node with 4 A100 of 40 GB:** how many GB (1e9 bytes) of
-# model state does a device hold at each stage? Which stages leave room for anything else?
+# ## Most of it waits most of the time
+#
+# Follow one device through one step, layer by layer:
+
+# %%
+show(draw.zero_strips(stages=[0]))
+
+# %% [markdown]
+# A moment is looked at once, in the update. And Adam looks at one element at a time, so a device can update a *part* of the
+# weights without seeing the rest.
+#
+# *ZeRO* (Rajbhandari et al. 2020) cuts three things, one after the other: at stage 1 the optimizer's state, at stage 2 the
+# gradients too, at stage 3 the weights too. Stage 3 is *FSDP*, fully sharded data parallelism. The axis of devices that share one
+# copy is called `fsdp`.
+#
+# ## Two bets
+#
+# First, what is saved. **A model of 7 billion parameters, mixed precision with Adam, 4 A100 of 40 GB:** how many GB (1e9 bytes)
+# of model state does a device hold at each stage? Which stages leave room for anything else?
 
 # %%
 memory_gb = {0: ..., 1: ..., 2: ..., 3: ...}
 attempt("04.memory_table", memory_gb)
 
 # %% [markdown]
-# ## Run: four trainings by hand
+# Second, what is sent. A toy has 4 layers of 32 × 32 weights in float32: `Ψ` parameters, 4096 of them, 16,384 bytes. On a ring of
+# `N` devices a reduce-scatter or an all-gather sends (N − 1)/N of a message, an all-reduce twice that. At stage 3 every layer's
+# weights are gathered before they are used, and thrown away. **How many bytes does a device send per step?** Replace the dots by a
+# number, or by a formula with `N`.
+
+# %%
+bytes_at_stage_3 = ...
+attempt("04.stage3_bytes", bytes_at_stage_3, devices=N)
+
+# %% [markdown]
+# ## Each stage thins out one column
+
+# %%
+show(draw.zero_strips())
+
+# %% [markdown]
+# Read it from left to right: forward through the layers, back again, update. For our 8B on 8 GPUs stage 1 is enough:
+
+# %%
+bars = [(f"stage {stage}", held(stage)) for stage in range(4)]
+title = "Llama 3 8B on 8 GPUs: model state of each"
+show(draw.memory_bars(bars, h100.usable_bytes, title))
+
+# %% tags=["plumbing"]
+sizes = [sum(held(stage).values()) for stage in range(4)]
+assert sizes[0] > 1.9 * h100.usable_bytes and max(sizes[1:]) < h100.usable_bytes
+a100 = chip("a100-40")  # the first bet's: only stage 3 fits
+sevens = [formulas.zero_bytes(7e9, 4, stage) for stage in range(4)]
+assert sevens[3] < a100.usable_bytes < min(sevens[:3])
+assert round((a100.usable_bytes - sevens[3]) / 1e9, 1) == 3.7
+
+# %% [markdown]
+# ## Four trainings, written out
 #
-# No package here, only `lax` inside `jax.shard_map`: what you read is what one device does. The model is a stack of
-# `tanh(x @ w)`, the optimizer is Adam. Adam looks at one element at a time. That is why a device can update its share of
-# the weights without seeing the rest, and why stages 1 to 3 exist.
+# No package, only `lax` inside `jax.shard_map`: what you read is what one device does. The model is a stack of `tanh(x @ w)`.
 
 # %%
 L, D, ROWS, RATE, STEPS = 4, 32, 16, 3e-3, 5
@@ -189,9 +202,11 @@ def stage1(w, m, v, t, x, y):
 
 
 # %% [markdown]
-# `lax.pcast(w, "fsdp", to="varying")` says: from here on, treat the weight as this device's own. Without it, `jax.grad` would
-# sum the gradient over devices by itself, and we want to see who does that, and how. Stage 2 takes the backward pass apart, to
-# cut each layer's gradient at once:
+# An arrow says what moves: `l d m +fsdp -> l d/fsdp m` turns an unfinished sum over `fsdp` into finished parts, cut along `d`
+# (`l` layers, `d` width of the model, `m` width of a feed-forward). `pcast` makes the weights a device's own (lesson 03);
+# `to="invarying"` says that what was gathered is the same on all devices.
+#
+# Stage 2 takes the backward pass apart, to cut each layer's gradient at once:
 
 
 # %%
@@ -211,6 +226,17 @@ def stage2(w, m, v, t, x, y):
     return w, m, v, lax.psum(value, "fsdp")
 
 
+# %% [markdown]
+# ## Stage 3: gather, use, forget
+
+# %%
+show(draw.gather_use_forget())
+
+# %% [markdown]
+# One layer is whole while it is used, and the next one is fetched meanwhile. In code it is one gather; `jax.checkpoint` makes the
+# backward pass gather again:
+
+
 # %%
 def stage3(w, m, v, t, x, y, gather_again=True):
     def gathered_layer(shard, x):  # d/fsdp m -> d m
@@ -228,16 +254,9 @@ def stage3(w, m, v, t, x, y, gather_again=True):
 
 
 # %% [markdown]
-# Stage 3 has no reduce-scatter in its text, and yet there will be one in its program: **the gradient of a gather is a
-# reduce-scatter.** A weight was copied to everybody, so its gradient is the sum of what everybody has to say, and each
-# device needs that sum for its own block alone.
-
-# %%
-show(draw.arrow("d m +fsdp -> d/fsdp m", (D, D), mesh.shape, itemsize=4))
-
-# %% [markdown]
-# Every device has computed a whole gradient from its own rows of the batch. After the reduce-scatter each has one block,
-# finished. A layout says where each array lives; the rest is the same for all four programs.
+# There is no reduce-scatter in this code, and there will be one in its program: **the gradient of a gather is a
+# reduce-scatter.** A weight was copied to everybody, so its gradient is the sum of what everybody has to say, and each device
+# needs that sum for its own part alone.
 
 # %%
 HAND = {0: stage0, 1: stage1, 2: stage2, 3: stage3}
@@ -293,39 +312,37 @@ programs = {stage: prepare(function, stage) for stage, function in HAND.items()}
 results = {stage: train(programs[stage][0], programs[stage][1]) for stage in HAND}
 print("losses on one device:", " ".join(f"{x:.4f}" for x in reference_losses))
 
-# %% [markdown]
-# ## Compare: four verdicts
-#
-# **Value.** The four trainings are the same training. **Sharding.** Each array still lies where its layout says.
-
 # %% tags=["plumbing"]
 for stage, (losses, (w, _, _)) in results.items():
     assert np.allclose(losses, reference_losses, rtol=1e-5), f"stage {stage}: {losses}"
     assert np.allclose(w, reference_w, atol=1e-4), f"stage {stage}: other weights"
-print(f"value: {STEPS} losses and the weights after them equal those of one device")
-
 for stage, (_, arrays) in results.items():
     texts = (WEIGHT_AT[stage], MOMENT_AT[stage], MOMENT_AT[stage])
     for array, text in zip(arrays, texts, strict=True):
         promised = parse_layout(text).shard_shape(array.shape, mesh.shape)
         shapes = {shard.data.shape for shard in array.addressable_shards}
         assert shapes == {promised}, f"stage {stage}: {text}"
-print(f"sharding: of {W.shape} a device holds {(L, D // N, D)} of the moments from")
-print("stage 1 on, and of the weights at stage 3")
+for stage, (_, compiled, _) in programs.items():  # weights, moments, rows, the number
+    weights, moments = (
+        shard_bytes(parse_layout(place[stage]), W.shape, 4, mesh.shape)
+        for place in (WEIGHT_AT, MOMENT_AT)
+    )
+    predicted = weights + 2 * moments + 2 * X.nbytes // N + 4
+    assert compiled_memory(compiled)["argument_bytes"] == predicted
+print("stages 0 to 3: the same training, each array cut as its layout says")
 
 # %% [markdown]
-# **Communication.** Kinds, counts and bytes, read out of the compiled programs, are those of the ZeRO paper, section 7: 2Ψ, 2Ψ,
-# 2Ψ, 3Ψ (times (N-1)/N), and 4 bytes more, since everybody learns the loss.
+# ## Stage 1 is free
+#
+# What do the compiled programs send? In each, everybody also learns the loss, which is left out here.
 
-# %%
+# %% tags=["plumbing"]
 expected_counts = {
     0: {"all-reduce": 1},
     1: {"reduce-scatter": 1, "all-gather": 1},
     2: {"reduce-scatter": L, "all-gather": 1},
     3: {"reduce-scatter": L, "all-gather": 2 * L},
 }
-
-# %% tags=["plumbing"]
 PSI_BYTES = 4 * W.size
 loss_bytes = formulas.sent_bytes("all-reduce", 4, N)
 found, state_bytes = {}, {}
@@ -341,75 +358,33 @@ for stage, (_, _, text) in programs.items():
     volume = state_bytes[stage] / (PSI_BYTES * LAP) if N > 1 else 0
     print(f"stage {stage}: {volume:.0f}Ψ sent as", end=" ")
     print(", ".join(f"{n} {kind}" for kind, n in counts.items()) or "nothing")
-print("communication: as predicted; no all-reduce of gradients from stage 1 on")
 
 # %%
 met("04.stage3_bytes", state_bytes[3])
 
 # %% [markdown]
-# An all-reduce *is* a reduce-scatter followed by an all-gather. Stage 1 puts the update between the two halves; that is why it
-# costs nothing to send. Stage 3 pays one gather more, since the backward pass needs the weights a second time.
+# An all-reduce *is* a reduce-scatter, then an all-gather. Stage 1 puts the update between the two halves, and sends what stage 0
+# sends. Stage 3 pays one gather more, since the backward pass needs the weights a second time. (All times (N − 1)/N.)
 #
-# **Memory.** What a device is given: weights, two moments, its rows of the batch, the step's number.
-
-# %% tags=["plumbing"]
-for stage, (_, compiled, _) in programs.items():
-    weights, moments = (
-        shard_bytes(parse_layout(place[stage]), W.shape, 4, mesh.shape)
-        for place in (WEIGHT_AT, MOMENT_AT)
-    )
-    predicted = weights + 2 * moments + 2 * X.nbytes // N + 4
-    assert compiled_memory(compiled)["argument_bytes"] == predicted
-    print(
-        f"stage {stage}: {weights:6,} B of weights, {2 * moments:6,} B of moments,",
-        end=" ",
-    )
-    print(f"{predicted:6,} B of arguments in all")
-print(f"memory: as predicted; from stage 1 on, moments take 1/{N} of stage 0's")
-
-# %% [markdown]
-# ## Picture of the compiled programs
+# ## With microbatches stage 2 has a price
 #
-# Drawn from what was read above: predicted beside compiled.
-
-# %% tags=["plumbing"]
-bars = []
-for stage, counts in expected_counts.items():
-    for kind, count in counts.items():
-        times = 2 if stage == 3 and kind == "all-gather" else 1
-        state = [c for c in found[stage] if c.kind == kind and c.shape != ()]
-        row = {"axis": "fsdp", "kind": f"{kind} (stage {stage})", "count": count}
-        row["predicted_bytes"] = round(times * formulas.sent_bytes(kind, PSI_BYTES, N))
-        row["compiled_bytes"] = sum(c.bytes_sent for c in state)
-        assert row["predicted_bytes"] == row["compiled_bytes"]
-        bars.append(row)
-show(draw.collectives(bars))
-
-# %% [markdown]
-# ## With microbatches the stages part
-#
-# Accumulation runs `u` microbatches before one update. Now *when* a gradient is cut matters:
+# Accumulation runs `u` microbatches before one update. **Which stages send more then?** It matters *when* a gradient is cut:
 #
 # * stages 0 and 1 add up whole gradients and communicate once: **2Ψ**;
-# * stage 2 holds only shards, so each microbatch's gradient is reduce-scattered before it is added: **(u+1)Ψ**;
+# * stage 2 holds only parts, so it scatters each microbatch's gradient before it adds: **(u+1)Ψ**;
 # * stage 3 gathers twice and scatters once for each microbatch: **3uΨ**.
 #
-# Stage 2 is often called the balance of memory and communication. With accumulation it is the balance of a price, too.
-#
-# Choose the number of microbatches: what does stage 2 save with one, and with four? This package makes a microbatch's
-# gradients whole before it cuts them, so with one microbatch there is nothing left to save. (In the stored page this is a
-# picture.)
+# And what does stage 2 save for its price? Choose the number of microbatches. (This package makes a microbatch's gradients whole
+# before it cuts them, so with one there is nothing left to save.)
 
 # %%
-from llmpar.explore.small import MemoryExplorer
-
 explorer = MemoryExplorer(microbatches=4)
 explorer
 
 # %% tags=["plumbing"]
 for u in (1, 4):
-    held = explorer.held(explorer.state | {"microbatches": u})
-    stage1, stage2 = (sum(held[f"ZeRO-{zero}"].values()) for zero in (1, 2))
+    parts = explorer.held(explorer.state | {"microbatches": u})
+    stage1, stage2 = (sum(parts[f"ZeRO-{zero}"].values()) for zero in (1, 2))
     assert stage2 == stage1 if u == 1 else stage2 < stage1
 
 # %% [markdown]
@@ -432,23 +407,21 @@ def stage2_accumulated(gradient, parts): ...
 attempt("04.stage2_accumulated", stage2_accumulated)
 
 # %% [markdown]
-# ## Five lines
+# ## Keep: 16 bytes per parameter, and what nobody needs whole is cut
 #
 # 1. ZeRO cuts what replicas hold in common: the optimizer's state (1), gradients (2), weights (3).
 # 2. An all-reduce is a reduce-scatter and an all-gather. Stage 1 updates between the two, for free.
 # 3. The gradient of a gather is a reduce-scatter: stage 3 needs no communication code in its backward pass.
 # 4. A step sends 2Ψ, 2Ψ, 2Ψ, 3Ψ; with `u` microbatches 2Ψ, 2Ψ, (u+1)Ψ, 3uΨ.
-# 5. Activations are not touched by any stage. For these: recompute (lesson 01), or cut the model itself (lesson 05).
-#
-# **One number to remember: 16 bytes per parameter,** and 3Ψ elements per step to hold only 16/N of them.
+# 5. No stage touches activations. For these: recompute (lesson 01), or cut the model itself (lesson 05).
 
 # %% [markdown]
 # ## Further
 #
 # ### The same for a Llama
 #
-# Now the package: a Llama of 2 layers, trained with AdamW. Its model text names no mesh axis; `Plan(mesh, zero=…)` is all that
-# changes.
+# Now the package: a Llama of 2 layers, trained with AdamW. Its code names no mesh axis; `Plan(mesh, zero=…)` is all that
+# changes. A *census* counts what a compiled program sends.
 
 # %%
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
@@ -503,7 +476,7 @@ for name in ("ffn d m", "attention n h d"):
     assert N == 1 or passes == {"forward", "recomputed", "backward"}, passes
 
 # %% [markdown]
-# With microbatches it sends what the three bullets above say. (Embedding, head and norms are gathered once per microbatch, not
+# With microbatches it sends what the list of the core path says. (Embedding, head and norms are gathered once per microbatch, not
 # twice: 2uΨ for that small part, which the assertions count separately.)
 
 # %% tags=["plumbing"]
@@ -535,6 +508,14 @@ for zero in range(4):
         f"stage {zero}          " + "".join(f"{f'{factor:g}Ψ':>12}" for factor in line)
     )
 print("communication: formula = prediction = traced program, in kind, count and bytes")
+
+# %% [markdown]
+# ### A reduce-scatter in one picture
+#
+# Every device has computed a whole gradient from its own rows of the batch. After the reduce-scatter each has one part, finished.
+
+# %%
+show(draw.arrow("d m +fsdp -> d/fsdp m", (D, D), mesh.shape, itemsize=4))
 
 # %% [markdown]
 # ### Gather again, or gather once and keep?
@@ -606,7 +587,7 @@ for line in table.splitlines()[1:]:
 # %% [markdown]
 # ### The paper's table
 #
-# GB (1e9 bytes) per device for 7.5 billion parameters, by the formula of the first picture. It agrees with Table 1 of the paper,
+# GB (1e9 bytes) per device for 7.5 billion parameters, by the formula of the pictures above. It agrees with Table 1 of the paper,
 # which rounds, to 3 %.
 
 # %% tags=["plumbing", "nbval-check-output"]
@@ -628,20 +609,19 @@ for num, expected in published_gb.items():
 #
 # The optimizer's state is touched once per step. ZeRO-Offload (Ren et al. 2021) keeps it in the host's memory: each step,
 # gradients go down and updated weights come up, 2 + 2 bytes per parameter of a device's share, over PCIe. Simulated devices
-# have no PCIe, so here it is a cost and not a run. PCIe 4.0 × 16 carries 16 GT/s × 16 lanes × 128/130 = 31.5 GB/s each way;
+# have no PCIe, so here it is a cost and not a run. An A100 "of 40 GB" has 39.4 GiB, which are 42.3 GB; three quarters of them are
+# 31.7 GB. PCIe 4.0 × 16 carries 16 GT/s × 16 lanes × 128/130 = 31.5 GB/s each way;
 # the two ways can overlap, which we do not count on.
 
 # %% tags=["plumbing", "nbval-check-output"]
-params, num_devices, a100 = 7e9, 4, chip("a100-40")
+params, num_devices = 7e9, 4
 pcie_bytes_per_s = 16e9 * 16 * 128 / 130 / 8
 moved = (2 + 2) * params / num_devices
 stay = formulas.zero_bytes(params, 4, 2, optim_bytes=0)
 state = formulas.zero_bytes(params, 4, 2)
 assert stay < a100.usable_bytes < state
 print(f"7B on 4 A100-40 at stage 2: {state / 1e9:.1f} GB of state,", end=" ")
-print(
-    f"of {a100.hbm_bytes / 1e9:.0f} GB a program may use {a100.usable_bytes / 1e9:.0f}"
-)
+print(f"and a program may use {a100.usable_bytes / 1e9:.1f} GB")
 print(f"optimizer on the host: {stay / 1e9:.1f} GB stay,", end=" ")
 print(f"{12 * params / num_devices / 1e9:.0f} GB per device go to the host")
 pcie_s = moved / pcie_bytes_per_s
