@@ -95,7 +95,7 @@ show(draw.memory_bars(bars, h100.usable_bytes, title))
 #
 # ## Most of it waits most of the time
 #
-# Follow one device through one step, layer by layer:
+# One device in one step:
 
 # %%
 show(draw.zero_strips(stages=[0]))
@@ -254,9 +254,8 @@ def stage3(w, m, v, t, x, y, gather_again=True):
 
 
 # %% [markdown]
-# There is no reduce-scatter in this code, and there will be one in its program: **the gradient of a gather is a
-# reduce-scatter.** A weight was copied to everybody, so its gradient is the sum of what everybody has to say, and each device
-# needs that sum for its own part alone.
+# This code has no reduce-scatter, but its program will: **the gradient of a gather is a reduce-scatter.** A weight was copied to
+# everybody, so its gradient is a sum over everybody, and each device needs that sum for its own part alone.
 
 # %%
 HAND = {0: stage0, 1: stage1, 2: stage2, 3: stage3}
@@ -334,7 +333,7 @@ print("stages 0 to 3: the same training, each array cut as its layout says")
 # %% [markdown]
 # ## Stage 1 is free
 #
-# What do the compiled programs send? In each, everybody also learns the loss, which is left out here.
+# What do the compiled programs send? (Beside the loss, which everybody learns.)
 
 # %% tags=["plumbing"]
 expected_counts = {
@@ -361,10 +360,12 @@ for stage, (_, _, text) in programs.items():
 
 # %%
 met("04.stage3_bytes", state_bytes[3])
+show(draw.before_after(("reduce-scatter", "all-gather")))
 
 # %% [markdown]
-# An all-reduce *is* a reduce-scatter, then an all-gather. Stage 1 puts the update between the two halves, and sends what stage 0
-# sends. Stage 3 pays one gather more, since the backward pass needs the weights a second time. (All times (N − 1)/N.)
+# An all-reduce *is* these two, one after the other. Stage 1 puts the update between them: each device updates the part whose sum
+# it has, and what is gathered is the updated weights. So it sends what stage 0 sends. Stage 3 pays one gather more, since the
+# backward pass needs the weights a second time. (All times (N − 1)/N.)
 #
 # ## With microbatches stage 2 has a price
 #
@@ -374,8 +375,8 @@ met("04.stage3_bytes", state_bytes[3])
 # * stage 2 holds only parts, so it scatters each microbatch's gradient before it adds: **(u+1)Ψ**;
 # * stage 3 gathers twice and scatters once for each microbatch: **3uΨ**.
 #
-# And what does stage 2 save for its price? Choose the number of microbatches. (This package makes a microbatch's gradients whole
-# before it cuts them, so with one there is nothing left to save.)
+# And what does stage 2 save for its price? Choose the number of microbatches. (This is this package's step, with weights and
+# gradients in float32, so all bars are longer. It makes a microbatch's gradients whole before it cuts them.)
 
 # %%
 explorer = MemoryExplorer(microbatches=4)
