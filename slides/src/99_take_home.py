@@ -33,7 +33,7 @@ Markdown(
 )
 
 # %%
-HTML(f"<p><small>{LETTERS}</small></p>")
+HTML(f'<p style="font-size: 20px">{LETTERS}</p>')
 
 # %% [markdown] tags=["notes"]
 # Begin at the top. Go down only when you must. Ψ parameters, u microbatches, b·s tokens of width d per device (tensor parallelism: per group); a hop is one microbatch
@@ -50,15 +50,38 @@ HTML(f"<p><small>{LETTERS}</small></p>")
 # %% [markdown] tags=["slide"] minutes=1
 # ## Read next
 #
-# | | |
-# |---|---|
-# | *How to Scale Your Model* | Austin et al. 2025: rooflines, and every axis with its threshold |
-# | *The Ultra-Scale Playbook* | Tazi et al. 2025: thousands of measured runs |
-# | Megatron-LM | Narayanan et al. 2021: tensor, pipeline and data together |
-# | ZeRO, FSDP | Rajbhandari et al. 2020; Zhao et al. 2023 |
-# | The Llama 3 herd | Llama Team 2024, section 3.3: 4-D on 16,384 GPUs |
+# In colour: the axes that each of them is about.
 #
 # <footer>Then the lessons, from <code>notebooks/00_setup</code> on: <code>llmpar lab</code></footer>
+
+# %%
+from deck import letters, show
+
+from llmpar.draw.scene import Line, Rect, Text, compose, text_color_on
+
+READ = {
+    "How to Scale Your Model": ("Austin et al. 2025: rooflines, thresholds", "dp fsdp tp pp serving"),
+    "The Ultra-Scale Playbook": ("Tazi et al. 2025: thousands of measured runs", "dp fsdp tp sp pp ep"),
+    "Megatron-LM": ("Narayanan et al. 2021: three axes on 3,072 GPUs", "dp tp pp"),
+    "ZeRO, FSDP": ("Rajbhandari et al. 2020; Zhao et al. 2023", "dp fsdp"),
+    "The Llama 3 herd": ("Llama Team 2024, section 3.3: 16,384 GPUs", "fsdp tp sp pp"),
+}
+ABOUT = ("dp", "fsdp", "tp", "sp", "pp", "ep", "serving")
+with letters():
+    items = []
+    for row, (name, (what, about)) in enumerate(READ.items()):
+        y = 62 * row
+        items += [Text(0, y + 12, name, bold=True), Text(0, y + 34, what, "small", fill="soft")]
+        items.append(Line(((0, y + 51), (880, y + 51)), "grid", 1))
+        for k, axis in enumerate(ABOUT):
+            there = axis in about.split()
+            fill = {"serving": "activations"}.get(axis, axis) if there else "paper"
+            items.append(Rect(406 + 68 * k, y + 6, 62, 34, fill, "edge" if there else "grid", radius=3))
+            if there:
+                items.append(Text(437 + 68 * k, y + 23, axis, "small", "middle", text_color_on(fill)))
+    said = "; ".join(f"{name} ({what}): {about}" for name, (what, about) in READ.items())
+    table_of_axes = compose("What to read next, and on which axes", [items], said)
+show(table_of_axes)
 
 # %% [markdown] tags=["notes"]
 # Give the three numbers from 1 to 5 again, and compare with the first ones.
