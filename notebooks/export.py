@@ -5,7 +5,8 @@ Workbench tree; and as pages to read, in HTML.
 
 Question, objectives, key points and minutes come from a lesson's header; an exercise becomes a challenge with
 its hints, and its solution, with the reason, is folded beneath it. Pictures are copied with their alt text.
-Code that only sets up or checks (`plumbing`) is folded everywhere.
+A live figure is live there too: a page of its own, which brings its answers along, in a frame; its picture is
+beside it for where no frame is shown. Code that only sets up or checks (`plumbing`) is folded everywhere.
 
 Tests check the form of the Workbench tree. Its own builder has not been run on it: the R packages sandpaper,
 pegboard and varnish come from the Carpentries' r-universe, and are not in Debian.
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import base64
+import functools
+import html
 import json
 import os
 import re
@@ -29,13 +32,15 @@ from nbconvert import HTMLExporter
 
 from llmpar import exercises
 from llmpar.cli.lessons import Lesson, lessons
+from llmpar.explore.explorer import by_kind
+from llmpar.explore.page import html as page_of
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "_exports"
 TITLE = "LLM parallelism in JAX"
 ATTEMPT = re.compile(r'attempt\(\s*"(\d\d\.\w+)"')
 FORMULA = re.compile(r"\$\$(.+?)\$\$", re.S)
-PLUMBING = "Set-up and checks"
+PLUMBING, PICTURE = "Set-up and checks", "The figure as a picture"
 NO_ANSWER = "(It depends on what you found in the lesson.)"
 
 
@@ -47,7 +52,8 @@ class System:
     box: Callable[[str, str, str, int], str]
     episodes: str
     names: dict[str, str]
-    fold: Callable[[str], str]
+    fold: Callable[[str, str], str]
+    files: str
 
 
 def myst(kind: str, title: str, body: str, depth: int) -> str:
@@ -68,9 +74,12 @@ SPHINX = System(
     myst,
     "content",
     {"challenge": "exercise"},
-    lambda code: myst("admonition", PLUMBING, f":class: dropdown\n\n{code}", 1),
+    lambda title, body: myst("admonition", title, f":class: dropdown\n\n{body}", 1),
+    "live/files",
 )
-WORKBENCH = System("workbench", fenced, "episodes", {}, lambda code: fenced("spoiler", PLUMBING, code, 1))
+WORKBENCH = System(
+    "workbench", fenced, "episodes", {}, lambda title, body: fenced("spoiler", title, body, 1), "files"
+)
 PAGE = """{%- extends 'lab/index.html.j2' -%}
 {%- block html_head_js -%}{%- endblock html_head_js -%}
 {%- block html_head_js_mathjax -%}{%- endblock html_head_js_mathjax -%}
@@ -93,7 +102,27 @@ def code_block(language: str, text: str) -> str:
     return f"```{language}\n{text.rstrip()}\n```\n"
 
 
-def outputs(cell: dict, folder: Path, stem: str) -> Iterator[str]:
+@functools.cache
+def small_page(about: str) -> tuple[str, str, int]:
+    """A live figure, told as JSON, as a page; its title, and how high a frame shows it."""
+    explorer = by_kind(**json.loads(about))
+    return page_of(explorer, small=True), explorer.title, round(explorer.scene.height) + 220
+
+
+def frame(output: dict, folder: Path, name: str) -> str:
+    """The frame of a live figure, whose page is written into ``folder``; nothing for other outputs."""
+    about = output.get("metadata", {}).get("image/png", {}).get("explorer")
+    if about is None:
+        return ""
+    text, title, high = small_page(json.dumps(about))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.html").write_text(text, encoding="utf-8")
+    style = f"width:100%;height:{high}px;border:0;resize:vertical"
+    source = f'src="files/{name}.html" title="{html.escape(title)}"'
+    return f'<iframe {source} style="{style}" loading="lazy"></iframe>'
+
+
+def outputs(system: System, cell: dict, folder: Path, stem: str) -> Iterator[str]:
     """What a cell printed and drew; pictures are written into fig/ beside the episode."""
     for i, output in enumerate(cell.get("outputs", [])):
         data = output.get("data", {})
@@ -103,7 +132,9 @@ def outputs(cell: dict, folder: Path, stem: str) -> Iterator[str]:
             picture.parent.mkdir(parents=True, exist_ok=True)
             picture.write_bytes(base64.b64decode("".join(data["image/png"])))
             alt = output["metadata"]["image/png"]["alt"].replace("[", "(").replace("]", ")")
-            yield f"![{alt}](fig/{picture.name})\n"
+            link = f"![{alt}](fig/{picture.name})\n"
+            live = frame(output, folder / system.files, picture.stem)
+            yield f"{live}\n\n{system.fold(PICTURE, link)}" if live else link
         elif "text/markdown" in data:
             yield "".join(data["text/markdown"]) + "\n"
         elif text.strip():
@@ -147,8 +178,9 @@ def episode(system: System, lesson: Lesson, folder: Path) -> str:
             parts.append(challenge(system, name[1], source))
         else:
             code = code_block("python", source)
-            parts.append(system.fold(code) if "plumbing" in cell["metadata"].get("tags", []) else code)
-            parts += outputs(cell, folder, f"{lesson.number}-{number}")
+            folded = "plumbing" in cell["metadata"].get("tags", [])
+            parts.append(system.fold(PLUMBING, code) if folded else code)
+            parts += outputs(system, cell, folder, f"{lesson.number}-{number}")
     parts.append(system.box("keypoints", "", bullets(lesson.keypoints), 1))
     return "\n".join(part for part in parts if part.strip())
 
@@ -162,6 +194,7 @@ def surroundings(system: System, found: list[Lesson]) -> dict[str, str]:
     if system is SPHINX:
         toctree = myst("toctree", "", "\n".join([":maxdepth: 1", "", *names]), 1)
         conf = f'project = "{TITLE}"\nextensions = ["sphinx_lesson"]\nhtml_theme = "sphinx_rtd_theme"\n'
+        conf += 'html_extra_path = ["live"]\n'
         needs = myst("prereq", "", "Python, NumPy, and an idea of a gradient.", 1)
         index = f"# {TITLE}\n\n{about}\n\n{needs}\n{toctree}"
         return {"content/conf.py": conf, "content/index.md": index, "requirements.txt": "sphinx-lesson\n"}
@@ -186,18 +219,23 @@ def surroundings(system: System, found: list[Lesson]) -> dict[str, str]:
     }
 
 
-def page(exporter: HTMLExporter, file: Path) -> str:
+def page(exporter: HTMLExporter, file: Path, folder: Path) -> str:
     """Render a lesson. Its formulas become MathML, which a browser draws by itself; until then a word that
-    Markdown leaves alone stands for each."""
+    Markdown leaves alone stands for each. The pages of its live figures are written into ``folder``."""
     notebook, formulas = nbformat.read(file, as_version=4), []
 
     def aside(found: re.Match[str]) -> str:
         formulas.append(latex2mathml.converter.convert(found[1].strip(), display="block"))
         return f"FORMULA{len(formulas) - 1}END"
 
-    for cell in notebook.cells:
+    for number, cell in enumerate(notebook.cells):
         if cell.cell_type == "markdown":
             cell.source = FORMULA.sub(aside, cell.source)
+        for i, output in enumerate(cell.get("outputs", [])):
+            if live := frame(output, folder, f"{file.stem[:2]}-{number}-{i}"):
+                png, alt = output.data["image/png"], html.escape(output.metadata["image/png"]["alt"])
+                still = f'<noscript><img src="data:image/png;base64,{png}" alt="{alt}"></noscript>'
+                output.data["text/html"] = live + still
     text, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": file.stem}})
     return re.sub(r"FORMULA(\d+)END", lambda word: formulas[int(word[1])], text)
 
@@ -210,7 +248,9 @@ def pages(out: Path, found: list[Lesson]) -> Path:
     folder = out / "html"
     folder.mkdir(parents=True, exist_ok=True)
     for one in found:
-        text = re.sub(r'href="(\d\d_\w+)\.ipynb"', r'href="\1.html"', page(exporter, HERE / one.file))
+        text = re.sub(
+            r'href="(\d\d_\w+)\.ipynb"', r'href="\1.html"', page(exporter, HERE / one.file, folder / "files")
+        )
         (folder / f"{Path(one.file).stem}.html").write_text(text, encoding="utf-8")
     return folder
 

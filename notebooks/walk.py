@@ -104,12 +104,12 @@ ANSWERS = {
          '{"Manual": "refused", "Manual, check off": "refused", "Auto": "right", "Explicit": "refused"}',
          '{"Manual": "refused", "Manual, check off": "wrong", "Auto": "right", "Explicit": "refused"}'),
     ],
-    "17.leaves": [("..., ...", "1_482_057, 11_821_092", "2_964_114, 11_821_092")],
     "17.rows": [
         ("def my_rows(batch, process, num): ...", "def my_rows(batch, process, num):\n    return batch",
          "def my_rows(batch, process, num):\n    each = len(batch) // num\n"
          "    return batch[process * each : (process + 1) * each]"),
     ],
+    "17.leaves": [("..., ...", "1_482_057, 11_821_092", "2_964_114, 11_821_092")],
     "17.goes_on": [("= ...", "= 7", "= 4")],
 }  # fmt: skip
 """Each exercise of the core paths: what stands there, what a learner types first, what at last."""

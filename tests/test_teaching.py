@@ -8,6 +8,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
 from shared import chromium, load, violations
@@ -419,6 +420,26 @@ def test_a_page_shows_its_formulas_without_a_network(trees):
         assert not re.search(r"<(script|img)[^>]* src=.https?:", text), page.name
     sources = (ROOT / "notebooks" / "src").glob("*.py")
     assert num == sum(source.read_text().count("$$") for source in sources) / 2 > 0
+
+
+def test_live_figures_are_live_in_every_export(trees):
+    framed = 0
+    for lesson in LESSONS.values():
+        cells, stem = nbformat.read(ROOT / "notebooks" / lesson.file, 4).cells, lesson.file[:-6]
+        pictures = [out.metadata.get("image/png", {}) for cell in cells for out in cell.get("outputs", [])
+                    if "metadata" in out]  # fmt: skip
+        kinds = [about["explorer"]["kind"] for about in pictures if "explorer" in about]
+        for page, files in (
+            ("content/{}.md", "content/live"),
+            ("episodes/{}.md", "episodes"),
+            ("{}.html", ""),
+        ):
+            tree = trees[("content", "episodes", "{}.html").index(page.partition("/")[0])]
+            found = re.findall(r'<iframe src="(files/[^"]+)"', (tree / page.format(stem)).read_text())
+            pages = [(tree / files / name).read_text() for name in found]
+            assert [re.search(r'"kind": "(\w+)"', page)[1] for page in pages] == kinds, (stem, tree.name)
+            framed += len(found)
+    assert framed
 
 
 def test_what_an_episode_shows_is_there_and_described(trees):

@@ -51,7 +51,7 @@ class Explorer:
     start: dict[str, Any] = {}
     controls: list[dict[str, Any]] = []
     areas: list[list[str]] = [["picture", "", "middle"]]
-    given: Any = None  # what was read from an array or a program, as plain data
+    given: Any = None  # what `by_kind` makes it of: what was read from an array, the one control; plain data
 
     def __init__(self, **state):
         self.state = State(self.start)
@@ -143,12 +143,14 @@ class Explorer:
         return self.scene.text
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        """The live front end, and beside it the PNG and the text that stay in a stored notebook."""
+        """The live front end, and beside it what stays in a stored notebook: the PNG, the text, and of which
+        explorer they are, so that an export can make it anew (`by_kind`)."""
         still = self.scene
         live: Any = self.rich._repr_mimebundle_()
         data = dict(live[0] if isinstance(live, tuple) else live or {})
         data |= {"image/png": base64.b64encode(to_png(still)).decode(), "text/plain": still.text}
-        return data, {"image/png": {"width": still.width}}
+        about = {"kind": self.kind, "given": self.given, "state": dict(self.state)}
+        return data, {"image/png": {"width": still.width, "explorer": about}}
 
 
 # --------------------------------------------------------------------------------------------------- the mesh
@@ -200,8 +202,10 @@ class MeshExplorer(Explorer):
         return panels.scene(seen, answers.verdict(seen))
 
 
-def by_kind(kind: str, given: Any = None) -> Explorer:
-    """The explorer of a kind, as a page asks for it."""
+def by_kind(kind: str, given: Any = None, state: dict | None = None) -> Explorer:
+    """The explorer of a kind, as a page asks for it; in a ``state``."""
     module, _, name = KINDS[kind].partition(".")
     made = getattr(importlib.import_module(f"llmpar.explore.{module}"), name)
-    return made(given) if given is not None else made()
+    explorer = made(given) if given is not None else made()
+    explorer.take(state or explorer.state)
+    return explorer

@@ -81,8 +81,8 @@ class TimelineExplorer(Figure):
 
     def __init__(self, only: str = "", **state):
         if only:
+            self.given, self.areas = only, [self.areas[0], self.areas[-1]]
             self.controls = [control for control in self.controls if control["name"] == only]
-            self.areas = [self.areas[0], self.areas[-1]]
         super().__init__(**state)
 
     def order(self, state: dict) -> Schedule:
