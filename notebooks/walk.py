@@ -64,6 +64,9 @@ ANSWERS = {
          "            gradient(part), \"fsdp\", scatter_dimension=0, tiled=True\n        )\n"
          "        for part in parts\n    )"),
     ],
+    "05.cut": [
+        ('{"W1": ..., "W2": ...}', '{"W1": "rows", "W2": "columns"}', '{"W1": "columns", "W2": "rows"}'),
+    ],
     "05.stack_all_reduces": [("= ...", "= 8", "= 7")],
     "05.attention_layouts": [
         ('{"q": ..., "k": ..., "v": ..., "o": ...}',
