@@ -30,7 +30,6 @@ from llmpar.explore.small import RoutingExplorer, TimelineExplorer
 from llmpar.plan import Plan
 from llmpar.predict import layer, traffic, workload
 from llmpar.predict.hardware import chip
-from llmpar.predict.ring import pairs_by_step
 from llmpar.schedules import make
 from llmpar.timetable import timetable
 
@@ -76,7 +75,6 @@ def of_a_layer() -> dict[str, Scene]:
 
 def drawings() -> dict[str, Scene]:
     """One example of every drawing, from the package's own numbers."""
-    parts = [[pairs / 256**2 for pairs in row] for row in pairs_by_step(4, "contiguous", s=1024)]
     step = answers.answer(look.START)["numbers"]
     zeros = [look.look(look.START | {"fields": {"zero": zero}}) for zero in range(4)]
     held = [(f"ZeRO {zero}", seen.one.parts) for zero, seen in enumerate(zeros)]
@@ -104,7 +102,6 @@ def drawings() -> dict[str, Scene]:
         ),
         "cube": draw.cube("dp=2 fsdp=2 tp=2", 8, ("dp", "fsdp"), 5, lit=True),
         "ring_steps": draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
-        "live_blocks": draw.live_blocks([[round(x, 1) for x in row] for row in parts]),
         "token_flow": draw.token_flow([[40, 0, 20, 10], [10, 10, 90, 0]], 2, capacity=60),
         "timeline": draw.timeline(timetable(make("zb-h1", 4, 16))),
         "replicas": draw.replicas(),

@@ -80,7 +80,6 @@ HEADS = (
     "s d × d n/tp h, d k/tp h, d k/tp h = s n/tp h, s k/tp h, s k/tp h -attention-> s n/tp h × n/tp h d"
     " = s d +tp -> s d"
 )
-CAUSAL = [[0.5] + [1.0 if t <= r else 0.0 for t in range(1, 8)] for r in range(8)]
 
 
 def pipeline(name, p, m, **costs):
@@ -164,7 +163,6 @@ CASES: dict = {
     "collectives": lambda: draw.collectives(ROWS),
     "arrows sent": lambda: draw.arrows_sent(ARROW_ROWS),
     "arrows sent, many": lambda: draw.arrows_sent([ARROW_ROWS[0] | {"arrow": f"{i}"} for i in range(30)]),
-    "live causal": lambda: draw.live_blocks(CAUSAL),
     "ring": lambda: draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
     "strips": draw.before_after,
     "strips as icons": lambda: draw.before_after(icon=True),
@@ -183,7 +181,6 @@ CASES: dict = {
     ),
     "memory seven parts": lambda: draw.memory_bars([("x", dict.fromkeys(SEVEN, 5.0 * 2**20))], roles=SEVEN),
     "memory marks": lambda: draw.memory_bars([("x", {"weights": 3.0 * GIB})], 60 * GIB, whole_bytes=80 * GIB),
-    "live parts": lambda: draw.live_blocks([[0.26, 0.37, 0.51, 0.04, 0.96]]),
     "timetable stuck": lambda: draw.timeline(
         [[(0, 1, "F", 0, 0)], []],
         waiting={
@@ -580,12 +577,14 @@ def test_an_arrow_is_seen_on_every_fill(theme):
     assert moving
 
 
-def test_a_cell_of_a_ring_is_filled_as_far_as_its_value():
-    values = [0, 0.26, 0.37, 0.5, 0.51, 1]
-    rects = [item for item in flatten(draw.live_blocks([values]).items) if isinstance(item, Rect)]
-    areas = [r.w * r.h for r in rects if r.fill == "attention"]
-    whole = max(areas)
-    assert [area / whole for area in areas] == pytest.approx([v for v in values if v])
+def test_a_rank_fills_as_much_of_the_causal_square_as_it_computes():
+    for name, shares in (("in order", (1, 3, 5, 7)), ("zigzag", (4, 4, 4, 4))):
+        areas = Counter[str]()
+        for line in flatten(draw.causal({name: ORDERS[name]}).items):
+            if isinstance(line, Line) and line.fill:
+                corners = itertools.pairwise(line.points)
+                areas[line.fill] += sum(x0 * y1 - x1 * y0 for (x0, y0), (x1, y1) in corners) / 240**2
+        assert [areas[tint] for tint in OTHERS[:4]] == pytest.approx([share / 16 for share in shares])
 
 
 def test_the_same_part_has_the_same_colour_in_every_chart():

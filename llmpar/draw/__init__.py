@@ -8,7 +8,7 @@ matmul       matmul                             matrices in the colours of the d
 causal       causal                             which rank computes which pairs of causal attention
 charts       collectives  arrows_sent           what was sent, and for which arrow
              ring_steps                         how a ring passes blocks on
-             live_blocks  token_flow            who computes in ring attention; where tokens go
+             token_flow                         where tokens go
              timeline  overlap  two_lanes       who works when
              memory_bars  time_bars             what fills the memory, and the step
 replicas     replicas  messages                 data parallelism, and in how many messages
@@ -26,7 +26,6 @@ from llmpar.draw.causal import causal
 from llmpar.draw.charts import (
     arrows_sent,
     collectives,
-    live_blocks,
     memory_bars,
     overlap,
     ring_steps,

@@ -12,6 +12,7 @@ from typing import Any
 from llmpar.draw.scene import (
     COLOURS,
     LIGHT,
+    OTHERS,
     SMALL,
     Group,
     Line,
@@ -121,43 +122,12 @@ def arrows_sent(rows) -> Scene:
     return replace(bars, text=f"{title}\n{text}")
 
 
-def live_blocks(matrix) -> Scene:
-    """The attention blocks of a ring: ``matrix[rank][step]`` is the part of a block that must be computed,
-    from 0 to 1; a cell is filled by so much from below (the picture does not say which part).
-
-    A step takes as long as its busiest rank; the last row adds these up.
-    """
-    ranks, steps = len(matrix), len(matrix[0])
-    busiest = [max(row[t] for row in matrix) for t in range(steps)]
-    w, h = max(46, text_width(f"step {steps - 1}", SMALL) + 8), 32
-    left = text_width(f"rank {ranks}", SMALL) + 14
-    items: list = [small_text(left + w * (t + 0.5), -12, f"step {t}") for t in range(steps)]
-    for r, row in enumerate([*matrix, busiest]):
-        last, y = r == ranks, h * r + 14 * (r == ranks)
-        items.append(small_text(left - 10, y + h / 2, "busiest" if last else f"rank {r}", "end"))
-        for t, part in enumerate(row):
-            x, tall = left + w * t, 0 if last else h * part
-            items.append(Rect(x, y, w, h, "paper", "edge"))
-            items += [Rect(x, y + h - tall, w, tall, "attention", "edge")] * (tall > 0)
-            spot, color = (h - tall) / 2, "ink" if part else "soft"  # the number stands in the larger part
-            if 2 * tall >= h:
-                spot, color = h - tall / 2, text_color_on("attention")
-            items.append(small_text(x + w / 2, y + spot, {0.5: "½"}.get(part, f"{part:g}"), fill=color))
-        total = f"{sum(row):g} blocks" + " of time" * last
-        items.append(Text(left + w * steps + 12, y + h / 2, total, SMALL, bold=last))
-    even = f"evenly spread over the ranks it would be {sum(map(sum, matrix)) / ranks:g} blocks"
-    note = f"The ring takes {sum(busiest):g} blocks of time; {even}."
-    said = [" ".join(f"{x:g}" for x in row) for row in matrix]
-    lines = [f"rank {r}: {said[r]} = {sum(row):g} blocks" for r, row in enumerate(matrix)]
-    title = f"Live attention blocks: {count_noun(ranks, 'rank')}, {count_noun(steps, 'ring step')}"
-    return compose(title, [items], "\n".join([*lines, note]), [note])
-
-
 def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
     """What each rank holds after every step of a permutation: ``pairs`` of (source, target), as compiled HLO
     has them. Rank r starts with block r.
     """
     ranks = 1 + max(max(pair) for pair in pairs)
+    few = ranks <= len(OTHERS)  # a colour for each
     steps, came_from = num_steps or ranks, {target: source for source, target in pairs}
     w, h, left = 64, 62, text_width(f"step {steps}", SMALL) + 14
     middle = [left + w * (r + 0.4) for r in range(ranks)]
@@ -166,7 +136,7 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
     for t in range(steps):
         items.append(small_text(left - 12, h * t + 14, f"step {t}", "end"))
         for r, (x, block) in enumerate(zip(middle, held, strict=True)):
-            fill = axis if block == r else "cell"
+            fill = OTHERS[block] if few else axis if block == r else "cell"
             items.append(Rect(left + w * r, h * t, w * 0.8, 28, fill, f"{axis}-line", radius=3))
             items += fitting(x, h * t + 14, w * 0.8, f"block {block}", str(block), fill=text_color_on(fill))
         for source, target in pairs if t + 1 < steps else ():
@@ -174,7 +144,8 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
             items.append(Line(ends, f"{axis}-line", 1.5, head=True))
         lines.append(f"step {t}: " + ", ".join(f"rank {r} holds block {b}" for r, b in enumerate(held)))
         held = [held[came_from.get(r, r)] for r in range(ranks)]
-    note = f"Filled: a rank holds its own block. After a step each sends what it holds over {axis}."
+    colour = "A block has the colour of its first rank." if few else "Filled: a rank holds its own block."
+    note = f"{colour} After a step each sends what it holds over {axis}."
     title = f"Ring over {axis}: {count_noun(ranks, 'rank')}, {count_noun(steps, 'step')}"
     return compose(title, [items], "\n".join([*lines, note]), [note])
 

@@ -8,11 +8,11 @@ from typing import Any
 from llmpar.draw import scene
 from llmpar.draw.geometry import holders
 from llmpar.draw.scene import OTHERS, Group, Line, Rect, Scene, Text, small_text
-from llmpar.notation import Arrow, Layout, parse_layout
+from llmpar.notation import Arrow, Dim, Layout, parse_layout
 
-LENGTH = {"s": 84, "d": 72, "m": 136, "n": 112, "k": 112}
+LENGTH = {"s": 84, "d": 72, "m": 136, "n": 112, "k": 112, "t": 84, "h": 48}
 """Pixels of a dim in a drawing of many matrices."""
-NOT_DRAWN = "bh"  # a batch is more rows, and a head's width lies inside a head
+BESIDE = "bh"  # not drawn where there are more dims: a batch is more rows, a head's width lies in a head
 SIGN = re.compile(r" (×|=|->|-[\w ]+->) ")
 
 
@@ -73,25 +73,30 @@ def multiplied(x: Layout, w: Layout) -> Layout:
     return Layout(tuple(kept), tuple(a for dim in both for a in dim.axes))
 
 
+def _drawn(layout: Layout) -> list[tuple[int, Dim]]:
+    """The two dims of a layout that are drawn, and their places."""
+    dims = [(i, dim) for i, dim in enumerate(layout.dims) if len(layout.dims) == 2 or dim.name not in BESIDE]
+    if len(dims) != 2:
+        raise ValueError(f"'{layout}' is no matrix: two dims are drawn, beside {' and '.join(BESIDE)}")
+    return dims
+
+
 def _held(layout: Layout, devices: int) -> str:
     """How the devices hold a matrix, in a word or two."""
     if layout.sums:
         return f"{devices} sheets"
-    ways = zip([dim for dim in layout.dims if dim.name not in NOT_DRAWN], ("rows", "columns"), strict=False)
-    special = {"n": "heads", "k": "heads", "s": "positions"}
+    ways = zip([dim for _, dim in _drawn(layout)], ("rows", "columns"), strict=True)
+    special = {"n": "heads", "k": "heads", "s": "positions", "t": "positions"}
     return next((f"by {special.get(dim.name, way)}" for dim, way in ways if dim.axes), f"on all {devices}")
 
 
 def _matrix(layout: Layout, cut: list[str], devices: int, scale: float) -> list:
     """A matrix as the blocks that its layout makes of it; of an unfinished sum a sheet for each addend; with
     a swatch for each device where all hold the same."""
-    dims = [(i, dim) for i, dim in enumerate(layout.dims) if dim.name not in NOT_DRAWN]
-    if len(dims) != 2:
-        raise ValueError(f"'{layout}' is no matrix: two dims are drawn, beside b and h, which are not")
-    (down, rows), (across, columns) = dims
+    (down, rows), (across, columns) = _drawn(layout)
     high, wide = (scale * LENGTH.get(dim.name, 100) for dim in (rows, columns))
     if not (layout.axes or layout.sums):
-        side, items = min(16, wide / devices - 3), list[Any]([Rect(0, 0, wide, high, "cell", "ink")])
+        side, items = min(16, 0.8 * wide / devices - 3), list[Any]([Rect(0, 0, wide, high, "cell", "ink")])
         for i, tint in enumerate(OTHERS[: devices * len(cut)]):
             x = wide / 2 + (side + 3) * (i - devices / 2) + 1.5
             items.append(Rect(x, (high - side) / 2, side, side, tint, "ink", 0.75))

@@ -62,7 +62,7 @@ mesh, sizes = make_mesh(f"tp={N}"), {"tp": N}
 B, S, D, M, L, STEPS = 4, 16, 32, 128, 4, 5
 rng = np.random.default_rng(0)
 
-# %%
+# %% tags=["plumbing"]
 show(
     draw.matmul(
         "s d × d m = s m -relu-> s m × m d = s d",
@@ -87,7 +87,7 @@ attempt("05.cut", cuts)
 # Each device multiplies `x` by its columns of W1. It gets finished numbers, of some hidden units, and may apply relu at once. Its rows
 # of W2 belong to the same hidden units. What comes out is one addend of all of `y`.
 
-# %%
+# %% tags=["plumbing"]
 show(
     draw.matmul(
         "s d × d m/tp = s m/tp × m/tp d = s d +tp -> s d",
@@ -102,7 +102,7 @@ show(
 # Now each device has an addend of every hidden unit. relu(3 − 2) = 1, but relu(3) + relu(−2) = 3. So the sum must be finished before
 # relu, where it is four times as wide as `y`.
 
-# %%
+# %% tags=["plumbing"]
 show(
     draw.matmul(
         "s d/tp × d/tp m = s m +tp -> s m × m d/tp = s d/tp -> s d",
@@ -360,7 +360,7 @@ for name, block in blocks.items():
 # %% [markdown]
 # ## As many bytes, a third of the memory
 #
-# What changes is what a device keeps for the backward pass. One layer of GPT-3:
+# What changes is what a device keeps for the backward pass. One layer of GPT-3, which computes attention's scores again:
 
 # %% tags=["plumbing"]
 gpt3 = dict(b=1, s=2048, h=12_288, heads=96, recompute="selective")
@@ -375,9 +375,7 @@ for size in (1, 4, 8):
     rows.append((f"N = {size}", bar))
     rows += [(f"N = {size}, sequence cut", {"cut by tp": both})] * (size > 1)
 assert kept(8) == 327_155_712 and kept(8, sequence_parallel=True) == 106_954_752
-title = (
-    "Activations of a layer of GPT-3 (175B), 2,048 tokens, scores not kept: per device"
-)
+title = "Activations of a layer of GPT-3 (175B), 2,048 tokens, per device"
 roles = {"cut by tp": "tp", same: "activations"}
 show(draw.memory_bars(rows, title=title, roles=roles))
 
@@ -420,7 +418,7 @@ show(
 # %% tags=["plumbing", "nbval-check-output"]
 v5p, h100 = chip("v5p"), chip("h100")
 places = [
-    ("v5p", v5p, 2 * 90e9),  # an axis, both directions, by the book
+    ("TPU v5p", v5p, 2 * 90e9),  # an axis, both directions, by the book
     ("H100 inside a node", h100, h100.link_bytes_per_s),
     ("H100 between nodes", h100, h100.dcn_bytes_per_s),
 ]
@@ -431,7 +429,7 @@ for where, device, rate in places:
         degrees[where, name] = formulas.tp_max_degree(ffn, device.flops_per_s, rate)
     most = degrees[where, "llama3-70b"]
     print(f"{where}, {rate / 1e9:.0f} GB/s: Llama 3 70B hides up to N = {most:.1f}")
-    assert where != "v5p" or round(device.flops_per_s / rate) == 2550
+    assert where != "TPU v5p" or round(device.flops_per_s / rate) == 2550
 assert int(degrees["H100 inside a node", "llama3-70b"]) == 13
 
 # %% [markdown]

@@ -4,6 +4,7 @@
 #     teaching: 25
 #     exercises: 30
 #     needs: ["02", "05"]
+#     question: What must travel so that every query sees every key, and why do some devices wait for others?
 #     objectives:
 #     - Merge attention to parts of the keys, and build a ring of it.
 #     - Say why some ranks wait under a causal mask, and cure it by another order of
@@ -14,32 +15,14 @@
 # %% [markdown]
 # # 06 · Long sequences: can attention be cut along the sequence?
 #
-# Data parallelism cuts the batch, tensor parallelism the heads. A single sequence of a million tokens has a batch of one, and
-# in Llama 3 eight KV heads. So cut its positions: over the axis `sp` (sequence parallelism; Megatron calls it context parallelism)
-# every device holds `s/sp` of them. Norms and feed-forwards do not notice, since they look at one position at a time. Attention
-# does: every query wants to see every earlier key.
-#
-# | variant | what moves | arrow |
-# |---|---|---|
-# | ring (Liu et al. 2023) | keys and values, from neighbour to neighbour | none: `b s/sp k h` travels while it is used |
-# | Ulysses (Jacobs et al. 2023) | positions are exchanged for heads, and back | `b s/sp k h -> b s k/sp h` |
-# | gathered keys (Llama 3, 2024) | all keys and values to everybody | `b s/sp k h -> b s k h` |
-#
-# An *arrow* is a movement between two layouts; `s/sp` is a dim cut by an axis. A *rank* is a device's number along the axis. A *census*
-# counts what a compiled program sends. [All words](../docs/words.md#words).
-#
-# **Question.** What must travel so that every query sees every key, and why do some devices wait for others?
-#
-# Letters: `b` rows of the batch, `s` positions, `t` positions of keys, `d` width of the model, `m` width of a
-# feed-forward, `n` query heads, `k` KV heads, `r` query heads per KV head, `h` width of a head, `N` devices along the
-# axis at hand, `C` FLOP/s of a device, `β` bytes/s of its links.
+# A document of a million tokens does not fit on one device. So four devices take a quarter of its positions each. Norms and
+# feed-forwards do not notice: they look at one position at a time. But in attention every query wants to see every earlier key.
 
 # %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices()
 
-# %% tags=["plumbing"]
 import dataclasses
 import re
 
@@ -54,6 +37,7 @@ from llmpar.config import preset
 from llmpar.draw.scene import show
 from llmpar.exercises import attempt, hint, met, say, solution
 from llmpar.exercises.lesson import as_predicted, counting_text, trained, verdicts
+from llmpar.explore.small import RingExplorer
 from llmpar.inspect.census import (
     arrow_rows,
     arrow_text,
@@ -67,15 +51,13 @@ from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh, make_mesh, sharding, spec
 from llmpar.notation import parse_layout
 from llmpar.plan import Plan
-
-# %% tags=["plumbing"]
 from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
 from llmpar.predict.ring import pairs_by_step
 from llmpar.serve.decode import Decoder
 from llmpar.step import Step
 
-# Accelerators round float32 products unless told not to.
+# Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
 llama3 = ("llama3-8b", "llama3-70b", "llama3.1-405b")
 assert {preset(name).num_kv_heads for name in llama3} == {8}
@@ -83,22 +65,37 @@ N = max(size for size in (1, 2, 4, 8) if size <= len(devices))
 mesh = make_mesh(f"sp={N}")
 S, K, R, H = 32 * N, 2, 2, 16  # positions, KV heads, query heads per KV head, width
 OWN = S // N  # positions of one device
+PAIRS = [(i, (i + 1) % N) for i in range(N)]  # a ring: who sends to whom
+
+
+def parts_of_ranks(order):
+    """Which of 8 parts of the sequence each of 4 ranks holds."""
+    places = np.array(sequence_order.sequence_permutation(order, 8, 4))
+    return places.reshape(4, 2).tolist()
+
+
+IN_ORDER = {"in order": parts_of_ranks("contiguous")}
+
+# %% tags=["plumbing"]
+show(draw.causal(IN_ORDER, step=0))
 
 # %% [markdown]
-# ## One picture
+# Coloured is what each device can compute at once: its own queries with its own keys. The keys for the white squares lie elsewhere. To cut
+# positions like this is *context parallelism*, over the mesh axis `sp`. A device's number along the axis is its *rank*.
 #
-# A ring. Everybody starts with the keys of its own positions, looks at them, and hands them on. After N − 1 hops each block has
-# been everywhere. Queries never move.
+# ## Queries stay, keys travel
+#
+# Each rank looks at the keys and values that it has, and hands them on to its neighbour (Liu et al. 2023). A block is what one rank began
+# with:
 
-# %%
-PAIRS = [(i, (i + 1) % N) for i in range(N)]
-show(draw.ring_steps(PAIRS))
+# %% tags=["plumbing"]
+show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
 
 # %% [markdown]
-# ## Predict
+# ## Predict: how much does a device send?
 #
-# The toy has S positions, 2 KV heads and 4 query heads of width 16, float32. **How many bytes of keys and values does one device
-# send in the forward pass?**
+# The toy has S positions, 2 KV heads and 4 query heads of width 16, in float32 (4 bytes). **How many bytes of keys and values does one
+# device send in the forward pass?**
 
 # %%
 print(f"{N} devices, S = {S} positions, {OWN} on each")
@@ -108,30 +105,41 @@ attempt("06.ring_bytes", bytes_of_keys_and_values, devices=N, seq=S)
 # %% [markdown]
 # ### Exercise (core): one hop of a real model
 #
-# Llama 3 8B: 32 query heads, 8 KV heads, head width 128, 32 layers. A sequence of 131,072 tokens over `sp=8`, in bfloat16. How many
-# bytes does a device hand on in one hop of one layer?
+# Llama 3 8B has 32 query heads, 8 KV heads, head width 128. A sequence of 131,072 tokens lies over `sp=8`, in bfloat16. How many bytes
+# does a device hand on in one hop of one layer?
 
 # %%
 hop_bytes = ...
 attempt("06.hop_bytes", hop_bytes)
 
 # %% [markdown]
-# ## Attention can be done in parts
+# ## A softmax can begin before it has seen all keys
 #
-# The softmax divides by the sum over *all* keys. So how can a device begin before it has seen them all? It keeps three things per
-# query: the largest score so far, the sum of exponentials, and the weighted sum of values, both relative to that maximum. Two such
-# results about different keys join into one (Milakov and Gimelshein 2018).
+# Softmax divides by a sum over *all* keys. Here is one head, its keys on two devices: `s` positions of queries, `t` positions of keys, `h`
+# width of a head.
+
+# %% tags=["plumbing"]
+show(
+    draw.matmul(
+        "s h × h t/sp = s t/sp -softmax-> s t/sp × t/sp h = s h +sp",
+        names=("Q", "K transposed", "scores", "weights", "V", "to be joined"),
+        devices=2,
+        title="Two devices look at half of the keys each",
+    )
+)
+
+# %% [markdown]
+# So a device keeps three things for each query: the weighted sum of values, the sum of weights, and the largest score, to which both are
+# relative. Two such results join into one (Milakov and Gimelshein 2018):
 
 
 # %%
-def look(q, k, v, seen):
-    """What queries find in some of the keys: the weighted sum of values, the sum of
-    weights, the largest score."""
-    scores = jnp.einsum("bskrh,btkh->bkrst", q, k) / H**0.5
-    scores = jnp.where(seen, scores, -jnp.inf)
-    top = jnp.maximum(scores.max(-1), -1e30)  # a query that sees none of these keys
-    weights = jnp.exp(scores - top[..., None])
-    return jnp.einsum("bkrst,btkh->bkrsh", weights, v), weights.sum(-1), top
+def look(q, k, v, seen):  # s h, t h, t h, s t
+    """What queries find in some of the keys."""
+    scores = jnp.where(seen, q @ k.T / H**0.5, -jnp.inf)  # s t
+    top = jnp.maximum(scores.max(-1), -1e30)  # s; a query may see none of these keys
+    weights = jnp.exp(scores - top[:, None])
+    return weights @ v, weights.sum(-1), top  # s h, s, s
 
 
 def join(one, other):
@@ -143,10 +151,15 @@ def join(one, other):
 
 
 def finish(values, total, top):
-    return jnp.einsum("bkrsh->bskrh", values / total[..., None])
+    return values / total[..., None]
 
 
 # %% tags=["plumbing"]
+# The same for all rows b, KV heads k, and query heads r of a KV head.
+of_a_kv_head = jax.vmap(look, (1, None, None, None), 1)
+look_at_all = jax.vmap(jax.vmap(of_a_kv_head, (1, 1, 1, None), 1), (0, 0, 0, None))
+
+
 def exact(q, k, v, positions):
     """The textbook: all scores, one softmax. The reference of this lesson."""
     scores = jnp.einsum("bskrh,btkh->bkrst", q, k) / H**0.5
@@ -166,7 +179,7 @@ positions = np.arange(S, dtype=np.int32)[None]
 def in_halves(q, k, v, positions):
     halves = [slice(None, S // 2), slice(S // 2, None)]
     seen = positions[0, :, None] >= positions[0, None, :]
-    looks = (look(q, k[:, half], v[:, half], seen[:, half]) for half in halves)
+    looks = (look_at_all(q, k[:, half], v[:, half], seen[:, half]) for half in halves)
     ids = lambda half: dict(q_positions_bs=positions, k_positions_bt=positions[:, half])
     parts = [attention.full(q, k[:, half], v[:, half], **ids(half)) for half in halves]
     merged = attention.merge(*parts[0], *parts[1])[0]
@@ -175,23 +188,20 @@ def in_halves(q, k, v, positions):
 
 joined, merged, want = map(np.asarray, in_halves(q, k, v, positions))
 assert np.allclose(joined, want, atol=1e-5) and np.allclose(merged, want, atol=1e-5)
-print("value: two halves of the keys, joined by hand or by attention.merge,")
-print("give attention to all keys")
+print("two halves of the keys, joined, give attention to all keys")
 
 # %% [markdown]
-# (The package keeps two things: the output divided already, and `lse`, the log of the sum of exponentials, `top + log(total)`.)
+# ## Run: a ring is a look, a hop and a join
 #
-# ## Run: a ring by hand
-#
-# What you read is what one device does, inside `jax.shard_map`. Who sees whom is decided by *positions*, which travel with the keys.
-# The text has a look, a hop and a join; it also counts how many pairs its mask lets through in each step.
+# What one device does, inside `jax.shard_map`. Positions travel with the keys and say who may see whom; `pairs` counts what they let
+# through in each step.
 
 
 # %%
 def ring_by_hand(q, k, v, mine):  # b s/sp k r h, b s/sp k h twice, b s/sp
     def at_home(k, v, theirs):
         seen = mine[0, :, None] >= theirs[0, None, :]
-        return look(q, k, v, seen), seen.sum()
+        return look_at_all(q, k, v, seen), seen.sum()
 
     def step(carry, _):
         held, done = carry
@@ -227,7 +237,6 @@ def put(order, *arrays):
     return [jax.device_put(x, sharding(mesh, place)) for x, place in dealt]
 
 
-# %% tags=["plumbing"]
 ring = spread(ring_by_hand, GIVEN, (QUERIES, parse_layout("b/sp t")))
 ring_compiled = ring.lower(*put("contiguous", q, k, v, positions)).compile()
 live = {}
@@ -237,16 +246,8 @@ for order in ("contiguous", "zigzag"):
     assert np.allclose(out, want_dealt, atol=1e-5), order
     assert {s.data.shape for s in out.addressable_shards} == {(1, OWN, K, R, H)}
     live[order] = np.asarray(pairs)
-print("ran: a ring over positions in order, and one in another order")
 
-# %% [markdown]
-# ## Compare: four verdicts
-#
-# The number of hops is read from the compiled program. The loop runs N − 1 times; a census that forgot to multiply would find one hop.
-
-# %% tags=["plumbing"]
-print("value: a ring by hand gives full attention, however positions are dealt")
-print(f"sharding: a device holds {(1, OWN, K, R, H)} of the output {out.shape}")
+# The loop runs N - 1 times; a census that forgot to multiply would find one hop.
 census = census_hlo(ring_compiled.as_text(), mesh)
 moved = {kind: [c for c in census if c.dtype == kind] for kind in ("f32", "s32")}
 assert {c.kind for c in census} <= {"collective-permute"}
@@ -260,65 +261,73 @@ assert sum(c.bytes_sent for c in moved["s32"]) == (N - 1) * 4 * OWN
 listed = re.findall(r"source_target_pairs=\{\{(.*?)\}\}", ring_compiled.as_text())
 compiled_pairs = {pair for text in listed for pair in text.split("},{")}
 assert N == 1 or compiled_pairs == {f"{source},{target}" for source, target in PAIRS}
-print(f"communication: {hops} hops, along the pairs of the picture;")
-print(f"a hop is {hop:,} B of K and V, and {4 * OWN} B of positions")
 arguments = compiled_memory(ring_compiled)["argument_bytes"]
 assert arguments == 4 * OWN * (K * R * H + 2 * K * H + 1)
-print(f"memory: {arguments:,} B of arguments per device, 1/{N} of everything")
+print("the ring by hand is full attention, in any order of positions;")
+print(f"the compiled program makes {hops} hops of {hop:,} B")
 
 # %%
 met("06.ring_bytes", kv_bytes)
 
 # %% [markdown]
-# The paper's ring makes N hops, and the last brings home what nobody uses. At N = 8 that is an eighth of the traffic. In training the
-# ring turns twice, and the gradients of K and V follow one hop behind: 3 · (N − 1) hops (see *Further*).
+# N devices, N − 1 hops: an N-th would bring home what nobody needs. In training the ring turns twice, and the gradients of keys and values
+# follow one hop behind.
 #
-# ## Who waits?
+# **Bet:** a step of the ring ends when the busiest rank is done. Positions lie in order: rank 0 has the first. A query sees no later key.
+# Which rank waits most? How much longer does the ring take than with even work?
 #
-# A step of the ring ends when the busiest device is done. Under a causal mask a query sees no later key. So a device whose
-# positions are early finds nothing in most of the blocks that come by. Drawn are the pairs that the program above let through,
-# as a share of a block (a query's own key counts half, which makes a triangle exactly ½).
+# ## In order, the last rank works alone
+#
+# A square is a block: the keys that visit a rank in a step, and which of them its queries see. Then choose `zigzag`.
 
 # %% tags=["plumbing"]
-for order, pairs in live.items():
-    assert (pairs == pairs_by_step(N, order, s=S)).all()
-own_key = (np.arange(N) == 0) * OWN / 2
-parts = {order: (pairs - own_key) / OWN**2 for order, pairs in live.items()}
-show(draw.live_blocks(parts["contiguous"].tolist()))
+RingExplorer()
 
 # %% [markdown]
-# Positions in order: the last rank computes all the time, the first one at the start only. The cure costs nothing: cut the
-# sequence into 2N parts and give rank i an early one and a late one, the parts i and 2N − 1 − i. This is the **zigzag** order.
-# Choose an order, and see which keys the queries of each rank see, in each step. (In the stored page this is a picture.)
-
-# %%
-from llmpar.explore.small import RingExplorer
-
-RingExplorer(order="zigzag")
+# ## Zigzag: an early part and a late part for everybody
+#
+# Cut the sequence into 2N parts. Rank i takes the parts i and 2N − 1 − i. That costs one permutation of the data before the step. The
+# strips show who holds which positions:
 
 # %% tags=["plumbing"]
+both = IN_ORDER | {"zigzag": parts_of_ranks("zigzag")}
+show(draw.causal(both))
+for order, pairs in live.items():
+    assert (pairs == pairs_by_step(N, order, s=S)).all()
+own_key = (np.arange(N) == 0) * OWN / 2  # a query's own key counts half
+parts = {order: (pairs - own_key) / OWN**2 for order, pairs in live.items()}
 for order, expected in (("contiguous", 2 - 1 / N), ("zigzag", 1)):
     work = parts[order].sum(1)
     busiest, blocks = work.max() / work.mean(), parts[order].max(0).sum()
     assert np.isclose(busiest, expected)
-    print(f"{order:<11} busiest rank / mean = {busiest:.3f};", end=" ")
-    print(f"the ring takes {blocks:g} blocks of time")
+    print(f"our program, {order}: busiest rank / mean = {busiest:.3f},", end=" ")
+    print(f"{blocks:g} blocks of time")
 assert parts["contiguous"].max(0).sum() == N - 1 / 2
 assert np.isclose(parts["zigzag"].max(0).sum(), N / 2)
 
 # %% [markdown]
-# Half a block is a triangle in step 0. Later, either all queries see the early part of the keys, or the late part of the queries
-# sees all keys. The busiest rank has 2 − 1/N times the mean in order, and exactly the mean in zigzag.
+# ## Ulysses trades positions for heads
 #
-# ## The other way: positions for heads
-#
-# Ulysses exchanges the cut before attention, and back after it: each device then sees all positions, of its share of the heads. Over
-# many ranks it sends less than the ring. But N must divide the KV heads, and nothing hides its all-to-alls.
+# Another way (Jacobs et al. 2023) turns the cut itself: before attention from positions to heads (`n` query heads, `k` KV heads), and
+# back behind it. Each device then sees *all* positions, of its heads.
+
+# %% tags=["plumbing"]
+show(
+    draw.matmul(
+        "s/sp n h -> s n/sp h -attention-> s n/sp h -> s/sp n h",
+        names=("Q, K, V", "Q, K, V", "output", "output"),
+        title="Ulysses: an all-to-all before attention, and one behind it",
+    )
+)
+
+# %% [markdown]
+# A device needs whole heads: in this package N must divide the KV heads, others repeat KV heads. And nothing hides these messages, while a
+# ring's hops hide behind work.
 #
 # ### Exercise (stretch): write the exchange
 #
 # Ulysses before attention, as one device writes it: `x` has all heads of its own positions, `s/sp k h`. Return its share of the heads,
-# of all positions, `s k/sp h`. (No batch here; dims count from 0.) Your function is run for four devices, and what it sends is counted.
+# of all positions, `s k/sp h`. (No batch here; dims count from 0.)
 
 
 # %%
@@ -328,50 +337,53 @@ def to_heads(x): ...
 attempt("06.to_heads", to_heads)
 
 # %% [markdown]
-# ## When does a hop cost no time?
+# ## Llama 3 just gathers the keys
 #
-# While a device computes on one block, the next is on its way. A block has s/N positions. It takes 4 (s/N)² h FLOPs per query
-# head (two products), and its K and V are 4 (s/N) h bytes per KV head in bfloat16. With C FLOP/s and links of β bytes/s (published
-# rates, as in all thresholds of these lessons) the hop is hidden if
+# With 8 KV heads for 32 or more query heads, keys and values are small. So Llama 3 (2024) gives all of them to everybody:
+
+# %% tags=["plumbing"]
+show(
+    draw.matmul(
+        "s/sp k h -> s k h",
+        names=("K and V before", "K and V in attention"),
+        title="Gathered keys: one all-gather, nothing to hide behind",
+    )
+)
+
+# %% [markdown]
+# ## A hop is free behind a long enough block
+#
+# While a device computes on one block, the next is on its way. With `C` FLOP/s of a device and `β` bytes/s of its links, in bfloat16:
 #
 # $$ \frac{4\,(s/N)^2\,n\,h}{C} \ge \frac{4\,(s/N)\,k\,h}{\beta} \quad\Longleftrightarrow\quad \frac{s}{N} \ge \frac{C}{\beta}\cdot\frac{k}{n} $$
 #
-# A zigzag causal ring has half of the work for the same hops, so it needs twice the block.
+# Left is the time of a block's two matmuls, right that of sending its K and V. A causal zigzag has half of the work, so it needs twice the
+# block. In positions per device, by published rates:
 
 # %% tags=["plumbing", "nbval-check-output"]
 a100, h100 = chip("a100-80"), chip("h100")
 block = formulas.ring_min_block(a100.flops_per_s, a100.link_bytes_per_s)
 # Liu et al. 2023, table 2
 assert abs(block / 1e3 - 1.0) < 0.06 and abs(6 * block / 1e3 - 6.2) < 0.15
-print(
-    f"A100 in a node, {a100.link_bytes_per_s / 1e9:.0f} GB/s: a hop hides behind",
-    end=" ",
-)
-print(f"{block:.0f} positions (published 1.0k)")
+print(f"A100 in a node, no mask: {block:.0f} (published 1.0k)")
 links = (("in a node", a100.link_bytes_per_s), ("between nodes", a100.dcn_bytes_per_s))
 for where, rate in links:
     one, four = (
         2 * formulas.ring_min_block(a100.flops_per_s, rate, ratio)
         for ratio in (1, 1 / 4)
     )
-    print(f"A100 {where}, {rate / 1e9:.0f} GB/s, causal zigzag: {one:.0f},", end=" ")
+    print(f"A100 {where}, causal zigzag: {one:.0f},", end=" ")
     print(f"{four:.0f} with 4 query heads per KV head")
 
 # %% [markdown]
-# ## Five lines
+# ## Keep: keys travel, N − 1 times, and everybody has an early part
 #
-# 1. Attention to parts of the keys merges exactly: keep the output and the log of the sum of exponentials.
-# 2. A ring needs N − 1 hops of K and V, twice in a training step, and the gradients of K and V follow: 3 · (N − 1) permutes.
-# 3. In order, the busiest rank has 2 − 1/N times the mean; in zigzag everybody has the same, for a permutation of the data.
-# 4. Only KV heads travel. A hop hides behind a block of C/β · k/n positions, twice that under a causal mask.
-# 5. Forward, Ulysses sends less from N > 1 + n/k on; in a training step from half of that on, since the ring's gradients
-#    travel in float32. N must divide the KV heads. The ring has no such limit, and can hide.
+# 1. Attention to parts of the keys merges exactly: keep the weighted sum, the sum of weights, the largest score.
+# 2. A ring makes N − 1 hops of K and V; only KV heads travel.
+# 3. In order, the busiest rank has 2 − 1/N times the mean; in zigzag all have the same.
+# 4. A hop hides behind a block of C/β · k/n positions, twice that under a causal mask. All-to-alls and gathers do not hide.
 #
 # **One number to remember: N − 1.** Twice the devices take twice the sequence, with the same memory on each.
-
-# %% tags=["plumbing"]
-print(f"{N} devices: {N - 1} hops, and a sequence {N} times as long as one device's")
-assert hops == N - 1
 
 # %% [markdown]
 # ## Further
@@ -440,8 +452,8 @@ def with_gradients(attend):
 
 made = (QUERIES, QUERIES, KEYS, KEYS)
 given = put("zigzag", q, k, v, positions, out_grad)
-both = spread(with_gradients(package_ring), (*GIVEN, QUERIES), made)
-compiled, text = read_program(both.lower(*given))
+trained_ring = spread(with_gradients(package_ring), (*GIVEN, QUERIES), made)
+compiled, text = read_program(trained_ring.lower(*given))
 whole = jax.jit(with_gradients(exact)).lower(q, k, v, positions, out_grad).compile()
 wanted = deal("zigzag", *map(np.asarray, whole(q, k, v, positions, out_grad)))
 for name, got, right in zip(
@@ -502,8 +514,16 @@ for kv_heads, dtype in ((8, jnp.float32), (8, half), (2, half), (1, half)):
 # %% [markdown]
 # ### A Llama with its sequence cut
 #
-# Now the package: 2 layers and two documents in each row. The three variants are one field of the plan, `context_parallel`; the model's
-# text has one arrow for each, which is empty where nothing moves. Tokens, targets, positions and document numbers are dealt in
+# Now the package: 2 layers and two documents in each row. The three variants are one field of the plan, `context_parallel`. The model's
+# code has one arrow for each, from `b` rows of `s` positions, cut over sp, to what attention wants; it is empty where nothing moves:
+#
+# | variant | what moves | arrow |
+# |---|---|---|
+# | ring | keys and values, from neighbour to neighbour | none: `b s/sp k h` travels while it is used |
+# | Ulysses | positions are exchanged for heads, and back | `b s/sp k h -> b s k/sp h` |
+# | gathered keys | all keys and values to everybody | `b s/sp k h -> b s k h` |
+#
+# Tokens, targets, positions and document numbers are dealt in
 # zigzag; RoPE turns by true positions, so nothing else knows about it. `zero=0` keeps the weights whole: what moves is then
 # attention's, and the gradients'. (By default ZeRO cuts them by `sp` too, as Llama 3 does: its ranks hold the same weights.)
 
@@ -563,7 +583,7 @@ else:
 # | | forward | in a training step | limit | waits for |
 # |---|---|---|---|---|
 # | ring | 2 k h (N − 1) | 8 k h (N − 1): K, V twice, dK, dV in float32 | none | hops longer than the work on a block |
-# | Ulysses | (2 n + 2 k) h (N − 1)/N | twice as much | N divides k | four all-to-alls, with nothing to do meanwhile |
+# | Ulysses | (2 n + 2 k) h (N − 1)/N | twice as much | here N divides k | four all-to-alls, with nothing to do meanwhile |
 # | gather | 2 k h (N − 1) | twice as much | holds all K and V | an all-gather |
 #
 # What is true of the forward pass need not be true of training. The middle column is what the package predicts:
@@ -637,7 +657,8 @@ show(draw.time_bars(bars, title=title))
 # ### Exercise (expert): when does Ulysses beat the ring?
 #
 # Take the table above. For each model: over how many ranks, at least, does Ulysses send *less* than the ring, in the forward pass
-# (`forward`), and in a whole training step (`step`)? Give a power of two, or `None` where Ulysses cannot be cut that far. (Llama 2 7B has
+# (`forward`), and in a whole training step (`step`)? Give a power of two, or `None` where this package's Ulysses cannot be cut that far
+# (N must divide the KV heads; others repeat them). (Llama 2 7B has
 # 32 query and 32 KV heads, Llama 3 8B 32 and 8, Llama 3 70B 64 and 8.)
 #
 # Fewer bytes are not less time: the ring's hide behind work, the all-to-alls of Ulysses do not. From how many positions per device on
@@ -658,7 +679,7 @@ attempt("06.rivals", answer)
 # %% [markdown]
 # ### Where XLA's partitioner differs
 #
-# `reading="auto"` says only where values live. The ring itself is an *island* of ours in either reading (code on one device's block),
+# `reading="auto"` says only where values live. The ring itself is an *island* of ours (code on one device's block) in either reading,
 # because no layout says "keep it moving". Ulysses can be said in layouts: positions cut before, heads cut after, and XLA finds the
 # collectives.
 
@@ -682,7 +703,7 @@ if devices[0].platform == "cpu" and SP > 1:
     print("and gathers activations elsewhere")
 
 # %% [markdown]
-# And one letter can cost a collective per layer. A constraint on the hidden values of a feed-forward that forgets `s` says "whole
+# And one letter can cost a collective per layer (`d` width of the model, `m` width of a feed-forward). A constraint on the hidden values of a feed-forward that forgets `s` says "whole
 # along s", and the partitioner obeys. The values stay right and no error is raised:
 
 
