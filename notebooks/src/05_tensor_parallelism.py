@@ -524,7 +524,7 @@ print(f"communication: {len(heads)} all-reduce of b·s·d forward")
 # %% [markdown]
 # ### The loss: three numbers per token
 #
-# The output head is a column matrix, `v/tp d` (`v` vocabulary), so the logits `b s v/tp` are cut along the vocabulary. Gathering them would be the largest
+# The output head is a column matrix, `v/tp d`, cut along its `v` vocabulary entries. So the logits `b s v/tp` are cut along the vocabulary. Gathering them would be the largest
 # message of the whole step. The loss needs only three numbers per token from everybody: the largest logit, the sum of exponentials, and
 # the logit of the target.
 
