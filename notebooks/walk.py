@@ -117,13 +117,12 @@ ANSWERS = {
 }  # fmt: skip
 """Each exercise of the core paths: what stands there, what a learner types first, what at last."""
 
-HOP = "lax.ppermute(block, axis, [(i, (i + 1) % n) for i in range(n)])"
 RING = """def ring_gather(block, n, axis):
     rank = lax.axis_index(axis)
     found = lax.pcast(jnp.zeros((n, *block.shape), block.dtype), axis, to="varying")
     for j in range(n):
         found = found.at[(rank - j) % n].set(block)
-        {then}block = """ + HOP + """
+        {then}block = lax.ppermute(block, axis, [(i, (i + 1) % n) for i in range(n)])
     return found.reshape(n * block.shape[0])"""
 PAIR = "def gated_pair(x, gate, up, down):\n    "
 STAGE2 = "def stage2_accumulated(gradient, parts):\n    "
