@@ -15,7 +15,7 @@ from shared import chromium, load, violations
 
 from llmpar.cli import lessons
 from llmpar.cli.commands import COMMANDS
-from llmpar.exercises import quiz
+from llmpar.exercises import find, quiz
 from llmpar.exercises.judge import CORRECT
 from llmpar.notation import parse_layout, parse_mesh
 from llmpar.predict import formulas
@@ -95,6 +95,16 @@ def test_the_plans_add_up_and_name_what_exists():
 def test_a_fault_of_a_plan_is_seen(row, fault):
     (said,) = faults_of(row)
     assert fault in said
+
+
+def test_every_lesson_has_a_run_of_show_with_one_exercise():
+    shown = dict(re.findall(r"^### (\d\d) · (.*?)(?=^##)", GUIDE, re.M | re.S))
+    assert list(shown) == list(LESSONS)
+    for number, text in shown.items():
+        parts = re.findall(r"^- \*\*(\w+):\*\* (.*?)(?=^- |\Z)", text, re.M | re.S)
+        assert [name for name, _ in parts] == ["Type", "Surprise", "Board", "Exercise"], number
+        first = re.match(r"`(\S+?)`", parts[-1][1])[1]
+        assert first.startswith(number) and find(first).level == "core", first
 
 
 def test_every_lesson_has_a_checkpoint_and_comes_after_what_it_needs():
