@@ -4,9 +4,9 @@
 
 It starts `llmpar lab` on fresh copies, opens each lesson by its address in headless Chromium, and runs the
 core path cell by cell with the keyboard. At an exercise it runs the blank, asks for a hint, types a wrong
-answer, then the right one, and reads each verdict from the page. For each lesson it takes pictures 1200 px
-wide. `walk.json` has the seconds of each cell and the verdicts; `walk.md` beside this file tells what was
-found. Needs Chromium and playwright (extra `dev`).
+answer, then the right one, and reads each verdict from the page; in the end it types the answers of `MORE`.
+For each lesson it takes pictures 1200 px wide. `walk.json` has the seconds of each cell and the verdicts;
+`walk.md` beside this file tells what was found. Needs Chromium and playwright (extra `dev`).
 """
 
 from __future__ import annotations
@@ -117,6 +117,77 @@ ANSWERS = {
 }  # fmt: skip
 """Each exercise of the core paths: what stands there, what a learner types first, what at last."""
 
+RING = """def ring_gather(block, n, axis):
+    rank = lax.axis_index(axis)
+    found = lax.pcast(jnp.zeros((n, *block.shape), block.dtype), axis, to="varying")
+    for j in range(n):
+        found = found.at[(rank - j) % n].set(block)
+        {then}block = lax.ppermute(block, axis, [(i, (i + 1) % n) for i in range(n)])
+    return found.reshape(n * block.shape[0])"""
+PAIR = "def gated_pair(x, gate, up, down):\n    "
+STAGE2 = "def stage2_accumulated(gradient, parts):\n    "
+MORE = {
+    "00.held": [("bytes_held = ...", 'bytes_held = "512"', ": correct")],
+    "00.layout_of": [("layout_seen = ...", 'layout_seen = "b/tp d/dp +fsdp"', "two addends.*copies")],
+    "01.fits": [("..., ...", "5, 13.9", ": correct.*75 %")],
+    "02.ring_gather": [
+        ("def ring_gather(block, n, axis): ...", RING.format(then="if j < n - 1: "), ": correct.*DRAWN"),
+        ("def ring_gather(block, n, axis): ...", RING.format(then=""), "one hop too many.*DRAWN"),
+        ("def ring_gather(block, n, axis): ...",
+         "def ring_gather(block, n, axis):\n    return lax.all_gather(block, axis, tiled=True)",
+         "does it for you.*DRAWN"),
+    ],
+    "03.sent": [("= ...", "= 754_901", "the loss, the number of tokens"),
+                ("= ...", '= "754,880"', ": correct")],
+    "04.memory_table": [("{0: ..., 1: ..., 2: ..., 3: ...}",
+                         '{"0": 112, "1": 49, "2": "38.5", "3": 28}', ": correct")],
+    "04.stage2_accumulated": [
+        ("def stage2_accumulated(gradient, parts): ...", STAGE2 + 'cut = lambda g: lax.psum_scatter(\n'
+         '        lax.pcast(g, "fsdp", to="varying"), "fsdp", scatter_dimension=0, tiled=True\n    )\n'
+         "    return sum(cut(gradient(part)) for part in parts)", ": correct.*DRAWN"),
+        ("def stage2_accumulated(gradient, parts): ...",
+         STAGE2 + "all = jnp.stack([gradient(part) for part in parts])\n"
+         '    return lax.psum_scatter(all, "fsdp", scatter_dimension=1, tiled=True).sum(0)',
+         "held until the last one.*DRAWN"),
+    ],
+    "05.attention_layouts": [
+        ('{"q": ..., "k": ..., "v": ..., "o": ...}',
+         '{"q": "d n/tp h", "k": "d n/tp h", "v": "d n/tp h", "o": "n/tp h d"}', "K and V have no n"),
+    ],
+    "05.gated_pair": [
+        ("def gated_pair(x, gate, up, down): ...", PAIR + 'x = lax.pcast(x, "tp", to="varying")\n'
+         '    return lax.psum(jax.nn.silu(x @ gate) * (x @ up) @ down, "tp")', ": correct.*DRAWN"),
+        ("def gated_pair(x, gate, up, down): ...", PAIR + "mine = jax.nn.silu(x @ gate) * (x @ up) @ down\n"
+         '    mine = lax.psum_scatter(mine, "tp", scatter_dimension=1, tiled=True)\n'
+         '    return lax.all_gather(mine, "tp", axis=1, tiled=True, to="invarying")',
+         ": correct. Right, in two calls.*DRAWN"),
+        ("def gated_pair(x, gate, up, down): ...",
+         PAIR + 'return lax.psum((x @ gate) * jax.nn.silu(x @ up) @ down, "tp")', "silu belongs to the gate"),
+        ("def gated_pair(x, gate, up, down): ...",
+         PAIR + 'gate, up = (lax.all_gather(w, "tp", axis=1, tiled=True) for w in (gate, up))\n'
+         '    down = lax.all_gather(down, "tp", axis=0, tiled=True)\n'
+         "    return jax.nn.silu(x @ gate) * (x @ up) @ down", "the weights travelled"),
+    ],
+    "06.to_heads": [
+        ("def to_heads(x): ...", 'def to_heads(x):\n    return lax.all_to_all(x, "sp", 0, 1, tiled=True)',
+         "dims are exchanged.*DRAWN"),
+    ],
+    "06.zigzag": [
+        ("def zigzag(s, ranks): ...",
+         "def zigzag(s, ranks):\n    cut = np.arange(s).reshape(2 * ranks, -1)\n"
+         "    return np.stack([np.concatenate([cut[i], cut[-1 - i]]) for i in range(ranks)])",
+         "numbers are right: reshape it"),
+    ],
+    "09.nodes": [("..., ...", "5.27, 3.62", ": correct"), ("..., ...", "5.25, 3.62", "expert twice")],
+    "17.two_level": [
+        ("def two_level(x): ...",
+         'def two_level(x):\n    part = lax.psum(lax.psum_scatter(x, "tp", tiled=True), "dp")\n'
+         '    return lax.all_gather(part, "tp", tiled=True, to="invarying")', ": correct.*DRAWN"),
+    ],
+}  # fmt: skip
+"""Answers that were once judged wrongly, wherever they stand in a lesson: what lessons teach, and what is
+wrong in a way of its own; and words that the verdict must have. DRAWN: a picture stands below it."""
+
 
 @contextmanager
 def lab(folder: Path) -> Iterator[str]:
@@ -152,6 +223,7 @@ def lab(folder: Path) -> Iterator[str]:
         server.wait(30)
 
 
+ATTEMPT = re.compile(r'attempt\(\s*"(\d\d\.\w+)"')
 BOOK = "window.jupyterapp.shell.currentWidget"
 
 
@@ -201,7 +273,8 @@ class Walk:
         seconds = time.monotonic() - began
         told = page.evaluate(
             f"(i) => {BOOK}.content.widgets[i].model.outputs.toJSON().map(o => o.output_type === 'error'"
-            " ? 'ERROR ' + o.ename + ': ' + o.evalue : [o.text || ''].flat().join('')).join('')",
+            " ? 'ERROR ' + o.ename + ': ' + o.evalue : [o.text || ''].flat().join('')"
+            " + ('image/svg+xml' in (o.data || {}) ? 'DRAWN' : '')).join('')",
             index,
         )
         return seconds, told
@@ -222,8 +295,15 @@ class Walk:
             rows.append({"cell": index, "seconds": round(seconds, 2), "lines": told.count("\n")})
             if "ERROR" in told:
                 verdicts[f"cell {index}"] = [told[:300]]
-            if name := re.search(r'attempt\(\s*"(\d\d\.\w+)"', source):
+            if name := ATTEMPT.search(source):
                 verdicts[name[1]] = [told, *self.exercise(index, source, name[1])]
+        judged = []
+        for index, cell in enumerate(notebook["cells"]):
+            source = "".join(cell["source"])
+            name = ATTEMPT.search(source)
+            for blank, answer, must in MORE.get(name[1], ()) if name else ():
+                told = self.run(index, source.replace(blank, answer))[1]
+                judged.append([name[1], answer, " ".join(told.split()), must])
         self.page.wait_for_timeout(500)
         wide = self.page.evaluate(
             "() => [...document.querySelectorAll('.jp-Notebook .cm-scroller, .jp-Notebook"
@@ -236,7 +316,7 @@ class Walk:
         print(f"{file}: {machine:.0f} s of machine, {words} words", flush=True)
         return {"lesson": file[:2], "machine_s": round(machine, 1), "words": words,
                 "minutes": round(machine / 60 + read + about["exercises"] / 2, 1),
-                "cells": rows, "verdicts": verdicts, "wide": wide}  # fmt: skip
+                "cells": rows, "verdicts": verdicts, "judged": judged, "wide": wide}  # fmt: skip
 
     def exercise(self, index: int, source: str, name: str) -> list[str]:
         """Ask for a hint, answer wrong, then right; what the page says each time."""
@@ -305,6 +385,11 @@ def faults(lesson: dict) -> list[str]:
             out.append(f"{name}: the blank or the hint does not answer")
         elif "not yet" not in told[-2] or ": correct" not in told[-1]:
             out.append(f"{name}: wrong {told[-2]!r}, right {told[-1]!r}")
+    out += [
+        f"{name}: {answer!r} is told {told!r}, without {must!r}"
+        for name, answer, told, must in lesson.get("judged", ())
+        if not re.search(must, told)
+    ]
     return out
 
 

@@ -13,8 +13,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import nbformat
+import numpy as np
 import pytest
 from jax import lax
 from shared import load
@@ -357,7 +359,7 @@ def test_the_newcomers_walk_answers_each_exercise_of_the_core_paths():
             name = re.search(r'attempt\(\s*"(\d\d\.\w+)"', cell.source)
             if "core" in cell.metadata.tags and name:
                 met[name[1]] = cell.source
-    assert list(met) == list(walk.ANSWERS)
+    assert sorted(met) == sorted(walk.ANSWERS)
     for name, answers in walk.ANSWERS.items():
         for blank, wrong, right in answers:
             assert met[name].count(blank) == 1 and wrong != right, (name, blank)
@@ -373,6 +375,35 @@ def test_a_wrong_turn_of_the_walk_is_seen():
     of = lambda told: walk.faults({"lesson": "03", "verdicts": {"03.sent": told}})
     assert of(good) == [] and len(of([*good[:2], good[3], good[3]])) == len(of([*good[:3], good[2]])) == 1
     assert walk.faults({"lesson": "03", "verdicts": {"cell 4": ["ERROR"]}}) == ["03, cell 4: ERROR"]
+
+
+@pytest.mark.parametrize(
+    "name, answer, must", [(name, *row[1:]) for name in walk.MORE for row in walk.MORE[name]]
+)
+def test_what_the_walk_types_is_judged_as_it_expects(name, answer, must):
+    """What lessons teach is right, and what was once taken for right, or explained wrongly, is not."""
+    exercise, known = exercises.find(name), {"jax": jax, "jnp": jnp, "lax": lax, "np": np}
+    if answer.startswith("def "):
+        exec(answer, known)
+        value = known[re.match(r"def (\w+)", answer)[1]]
+    else:
+        value = eval(answer.rpartition(" = ")[2].removeprefix("= "))
+        if isinstance(value, tuple):
+            value = dict(zip(exercise.solution, value, strict=True))
+    verdict = f": {exercise.judge(value)}"
+    assert re.search(must.removesuffix(".*DRAWN"), verdict), verdict
+
+
+def test_what_the_walk_types_replaces_the_blank_of_a_lesson():
+    cells = [
+        "".join(cell.source)
+        for source in SOURCES
+        for cell in nbformat.read(build.target(source), as_version=4).cells
+        if cell.cell_type == "code"
+    ]
+    for name, rows in walk.MORE.items():
+        (cell,) = (cell for cell in cells if (found := walk.ATTEMPT.search(cell)) and found[1] == name)
+        assert all(cell.count(blank) == 1 for blank, *_ in rows), name
 
 
 def rows_of_schedule(first, name="08.one_f_one_b"):
@@ -447,8 +478,6 @@ def test_an_untiled_scatter_is_explained_and_nothing_is_printed(capfd):
 
 
 def test_an_array_of_another_shape_is_named():
-    import numpy as np
-
     exercise = exercises.Exercise("core", lambda: np.ones((2, 2)), observe=lambda function: function())
     said = "not yet. An array of shape [2, 2] is asked for, and yours has [8, 2]."
     assert exercise.judge(lambda: np.ones((8, 2))) == said
