@@ -237,6 +237,7 @@ CASES: dict = {
     "loss one": lambda: draw.loss_curve([3.25]),
     "timetable costs": lambda: draw.timeline(pipeline("zb-h1", 8, 32, costs=(1, 2, 0.5), hop=0.1)),
     "timetable forward": lambda: draw.timeline([[(0, 1, "F", 0, 0)], [(1, 3, "F", 0, 0)]]),
+    "timetable halves": lambda: draw.timeline(pipeline("1f1b", 4, 8), half=0.5),
     "timetable plain": lambda: draw.timeline([[(0, 1, "F", 0, 0), (1, 3, "B", 0, 0)]]),
 }
 ACT = json.dumps({"explain": "weights"})

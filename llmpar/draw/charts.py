@@ -303,9 +303,9 @@ class _Band:
         """Where a time is drawn."""
         return self.left + self.wide * (time - self.low) / (self.high - self.low)
 
-    def operations(self, stage: int, row, marked=()) -> list:
+    def operations(self, stage: int, row, marked=(), half: float = 1) -> list:
         """A stage's operations as named cells: dashed are those that have not run, outlined the ``marked``; a
-        bar is chunk 1 or later."""
+        bar is chunk 1 or later. A B has W's colour from the ``half`` of it on."""
         items: list = []
         for place, (start, end, kind, u, chunk, *unrun) in enumerate(row):
             if max(start, self.low) >= min(end, self.high):
@@ -317,8 +317,13 @@ class _Band:
                 fill, tip = "paper", f"stage {stage}, {name}: has not run"
             stroke, width = ("ink", 2.5) if op in marked else ("edge", 0.75)
             items.append(Rect(x, y, w, CELL, fill, stroke, width, dash=bool(unrun), tip=tip, op=op))
+            first = w * half if fill == "B" else w
+            if first < w:  # no line between the halves: they are one cell
+                low, ends = y + CELL - 0.5, (x + first, x + w - 0.5)
+                corners = ((ends[0], y + 0.5), (ends[1], y + 0.5), (ends[1], low), (ends[0], low))
+                items.append(Line(corners, "W", 0.25, fill="W"))
             color = text_color_on(fill)
-            items += fitting(x + w / 2, y + 12, w - 2, name, f"{kind}{u}", str(u), fill=color)
+            items += fitting(x + first / 2, y + 12, first - 2, name, f"{kind}{u}", str(u), fill=color)
             items += [Rect(x + 1, y + 22, w - 2, 3, "black")] * (chunk > 0)
         return items
 
@@ -350,7 +355,9 @@ def _held_over_time(row, last: str) -> dict[float, float]:
     return {t: n / visits for (t, _), n in zip(steps, totals, strict=True)}
 
 
-def timeline(table, waiting=None, facts: bool = True, shortest: float = SHORTEST, marked=()) -> Scene:
+def timeline(
+    table, waiting=None, facts: bool = True, shortest: float = SHORTEST, marked=(), half: float = 1
+) -> Scene:
     """Who works when in a pipeline and, where there are backwards, under each stage's row the activations
     that it holds.
 
@@ -358,7 +365,8 @@ def timeline(table, waiting=None, facts: bool = True, shortest: float = SHORTEST
     it waits for, what there). Operations named in ``marked``, as `Rect.op` names them, are outlined.
 
     Without ``facts`` the rows do not say how busy their stage is and what it holds at most; the words do. The
-    ``shortest`` operation is so many pixels wide.
+    ``shortest`` operation is so many pixels wide. Of a backward that is whole, the first ``half`` is drawn as
+    B, the gradients of inputs, and the rest as W.
 
     ``table`` is a :class:`~llmpar.timetable.Timetable` or, per stage, rows of (start, end, kind, microbatch,
     chunk). A microbatch is held from the start of its F to the end of its B, or of its W where there is one.
@@ -389,7 +397,7 @@ def timeline(table, waiting=None, facts: bool = True, shortest: float = SHORTEST
         part = _scale(band.x, ticks(band.low, band.high), bottom, lambda v: f"{v:g}", bottom)
         part.append(small_text(edge - 10, bottom + 13, "time units", "end"))
         for i, row in enumerate(stages):
-            part += band.operations(i, [*row, *ahead[i]], marked)
+            part += band.operations(i, [*row, *ahead[i]], marked, half if last == "B" else 1)
             part += [band.held(i, held[i], most)] if held[i] else []
             part.append(small_text(edge - 10, ROW * i + 13, f"stage {i}", "end", "ink"))
             if i in waiting:
@@ -407,8 +415,9 @@ def timeline(table, waiting=None, facts: bool = True, shortest: float = SHORTEST
                 lines.append(f"stage {i}: {shown}; {', '.join(said)}")
         items.append(Group(tuple(part), 0, k * (bottom + BAND_GAP)))
     idle = 1 - sum(end - start for row in stages for start, end, *_ in row) / span / len(stages)
-    key = [("F", "F forward")] + [("B", "B backward" + " of inputs" * (last == "W"))] * ("B" in kinds)
-    key += [("W", "W weights' gradients")] * (last == "W")
+    halves = [("B", "B gradients of inputs"), ("W", "W gradients of weights")]
+    key = [("F", "F forward"), *(halves if last == "W" or half < 1 else [("B", "B backward")])]
+    key = key if "B" in kinds else key[:1]
     key += [("activations", "activations held, in microbatches")] * any(held)
     key += [("black", "bar: chunk 1 or later")] * any(chunk for row in stages for *_, chunk in row)
     circle = "; outlined: in a circle" * bool(marked)

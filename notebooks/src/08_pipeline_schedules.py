@@ -99,7 +99,7 @@ assert plain.makespan == gpipe.makespan and gpipe.peak_live() == [8] * 4
 assert plain.peak_live() == [4, 3, 2, 1]
 
 # %%
-scene.show(draw.timeline(plain))
+scene.show(draw.timeline(plain, half=0.5))
 
 # %% [markdown]
 # Sixteen stages, 64 microbatches, 1F1B. **How many microbatches does stage 3 hold at most?** (Stages count from 0.)
@@ -115,7 +115,7 @@ met("08.held", timetable(make("1f1b", 16, 64)).peak_live()[3], "simulated")
 # %% [markdown]
 # ### Exercise (core): write it down
 #
-# A schedule is text, with one line per stage: `F0` is the forward of microbatch 0, `B0` its backward. Write 1F1B for 3 stages and 4
+# A schedule is text, with one line per stage: `F0` is the forward of microbatch 0, `B0` its backward, both halves. Write 1F1B for 3 stages and 4
 # microbatches. How many forwards does each stage run before its first backward?
 
 # %%
@@ -123,7 +123,7 @@ one_f_one_b = ...  # """F0 F1 …
 attempt("08.one_f_one_b", one_f_one_b)
 
 # %% [markdown]
-# ## Chunks: half of the bubble, for twice the messages
+# ## Chunks: half of the bubble, more than twice the messages
 #
 # Interleaved 1F1B cuts the layers of `p` stages into `g` chunks per stage, with g = 2 above: stage i has the chunks i and p + i. A
 # microbatch comes by twice, each time for half of the work. So the pipe fills in half of the time, and the bubble is divided by g. The

@@ -19,8 +19,9 @@ where("pipeline")
 # <footer>Huang et al. 2018 (GPipe) · lesson <code>notebooks/07_pipelines</code> · <code>llmpar schedule gpipe --stages 4 --microbatches 1</code></footer>
 
 # %% tags=["fragment"]
-from deck import curves, draw, show
+from deck import curves, draw, show, steps
 
+from llmpar.draw import scene
 from llmpar.schedules import make
 from llmpar.timetable import timetable
 
@@ -36,7 +37,7 @@ show(draw.timeline(naive, facts=False))
 # **Misunderstanding:** that the forward arrow is expensive. What crosses is one activation, b·s·d numbers per hop; that is why
 # pipelines get the slowest links. Waiting is what costs.
 #
-# **Source:** Huang et al. 2018 (GPipe), figure 2b. Papers write m for our u, the number of microbatches. B is drawn twice as long as F: two products instead of one.
+# **Source:** Huang et al. 2018 (GPipe), figure 2b. Papers write m for our u, the number of microbatches. B is drawn twice as long as F: two matmuls instead of one.
 
 # %% [markdown] tags=["slide", "short"] minutes=2
 # ## Microbatches fill it
@@ -54,15 +55,38 @@ assert (
     abs(filled.bubble_fraction - (P - 1) / (U + P - 1)) < 1e-12
     and abs(filled.bubble_over_ideal - (P - 1) / U) < 1e-12
 )
-show(draw.timeline(filled, facts=False))
+whole = draw.timeline(filled, facts=False)
+
+
+def begun(items, until):
+    """What is drawn of a timetable: the operations that begin before a time, and nothing of what is held."""
+    out, later = [], False
+    for item in items:
+        if isinstance(item, scene.Group):
+            item = dataclasses.replace(item, items=tuple(begun(item.items, until)))
+        elif said := re.search(r": (\S+) to \S+ time units", getattr(item, "tip", "")):
+            later = float(said[1]) >= until  # and the name that stands in it
+        elif held := getattr(item, "fill", "") == "activations" and isinstance(item, scene.Line):
+            later = False
+        if not later and not held:
+            out.append(item)
+    return out
+
+
+def shown(until):
+    words = f"The first {until} of {filled.makespan:g} time units. {whole.text}"
+    return dataclasses.replace(whole, items=tuple(begun(whole.items, until)), text=words)
+
+
+steps(*map(shown, (1, 2, 3, 4, 7, 12, 21)), whole)
 
 # %% [markdown] tags=["notes"]
 # **Ask:** this picture: 43 % idle, or 75 %? Both: 9 of 21 time units, and 9 on top of an ideal 12.
 #
 # **Misunderstanding:** that microbatches change the result. They are gradient accumulation: the same sum, in another order.
 #
-# **Source:** Narayanan et al. 2021. The pale area under a row is what the stage holds: here every microbatch, until the backward
-# comes.
+# **Source:** Narayanan et al. 2021. The drawing builds up with each press. The last one adds what each stage holds, in yellow: here
+# every microbatch, until the backward comes.
 
 # %% [markdown] tags=["slide"] minutes=3
 # ## How many microbatches are enough?
@@ -80,7 +104,7 @@ for p, needed in {4: 27, 8: 63}.items():
         == 9 * (p - 1)
         == next(m for m in range(1, 100) if timetable(make("gpipe", p, m)).bubble_fraction <= 0.1 + 1e-12)
     )
-LOOKS = {2: ("other5", "^"), 4: ("other3", "o"), 8: ("other4", "s")}
+LOOKS = {2: ("soft", "^"), 4: ("other3", "o"), 8: ("other4", "s")}
 curves(
     [(f"p = {p}", curve, *LOOKS[p], False) for p, curve in idle.items()],
     COUNTS, "microbatches u", "idle share", high=1, percent=True, levels=(0, 0.1, 0.25, 0.5, 0.75, 1),
@@ -90,7 +114,7 @@ curves(
 # **Ask:** what stops you from 1,000 microbatches? The global batch: at one row per microbatch, u rows per pipeline. And GPipe holds
 # the activations of all of them.
 #
-# **Misunderstanding:** that a smaller microbatch is free. Below some hundreds of tokens a product no longer keeps the chip busy.
+# **Misunderstanding:** that a smaller microbatch is free. Below some hundreds of tokens a matmul no longer keeps the chip busy.
 #
 # **Source:** each point is a simulated timetable; the formula agrees to rounding.
 
@@ -111,18 +135,19 @@ from llmpar.predict.time import step_time
 runs = [c for c in measured.read(Path("../tests/measured.json"))[0] if c.group == "bloom.rampup"]
 counts, stages = [c.run.microbatches for c in runs], runs[0].run.mesh.pp
 assert counts == [32, 64, 96, 128] and stages == 12
-seen = [c.measured["step_s"] / u * 128 for c, u in zip(runs, counts, strict=True)]
-ours = [step_time(c.run).step_s / u * 128 for c, u in zip(runs, counts, strict=True)]
-formula = [seen[-1] * (1 + (stages - 1) / u) / (1 + (stages - 1) / 128) for u in counts]
+seen = [c.measured["step_s"] / u for c, u in zip(runs, counts, strict=True)]
+ours = [step_time(c.run).step_s / u for c, u in zip(runs, counts, strict=True)]
+formula = [1 + (stages - 1) / u for u in counts]
 assert 1.3 < seen[0] / seen[-1] < 1.4 and all(abs(a / b - 1) < 0.07 for a, b in zip(ours, seen, strict=True))
+seen, ours, formula = ([cost / costs[-1] - 1 for cost in costs] for costs in (seen, ours, formula))
 assert all(a <= b for a, b in zip(formula, seen, strict=True))
 curves(
     [
         ("measured", seen, "measured", "s", False),
         ("our model", ours, "ink", "o", True),
-        ("ideal × (1 + (p−1)/u)", formula, "soft", "^", True),
+        ("the bubble alone", formula, "soft", "^", True),
     ],
-    counts, "microbatches u of a step", "seconds per 2,048 rows", high=160,
+    counts, "microbatches u of a step", "a row costs more than at 128, by", high=0.4, percent=True,
 )  # fmt: skip
 
 # %% [markdown] tags=["notes"]
