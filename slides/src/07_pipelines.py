@@ -19,6 +19,9 @@ where("pipeline")
 # <footer>Huang et al. 2018 (GPipe) · lesson <code>notebooks/07_pipelines</code> · <code>llmpar schedule gpipe --stages 4 --microbatches 1</code></footer>
 
 # %% tags=["fragment"]
+import dataclasses
+import re
+
 from deck import curves, draw, show, steps
 
 from llmpar.draw import scene
@@ -62,14 +65,14 @@ def begun(items, until):
     """What is drawn of a timetable: the operations that begin before a time, and nothing of what is held."""
     out, later = [], False
     for item in items:
+        held = isinstance(item, scene.Line) and item.fill == "activations"
         if isinstance(item, scene.Group):
             item = dataclasses.replace(item, items=tuple(begun(item.items, until)))
         elif said := re.search(r": (\S+) to \S+ time units", getattr(item, "tip", "")):
             later = float(said[1]) >= until  # and the name that stands in it
-        elif held := getattr(item, "fill", "") == "activations" and isinstance(item, scene.Line):
+        elif held:
             later = False
-        if not later and not held:
-            out.append(item)
+        out += [item] * (not later and not held)
     return out
 
 

@@ -105,15 +105,36 @@ assert ends == sorted(ends, reverse=True) == [33, 33, 28.5, 27, 25.5]
 show(draw.timelines(small, letters=False))
 
 # %% [markdown] tags=["notes"]
-# Held: microbatches, at most. Weights: copies. Bubble: idle in the longest stage's own time, as the papers define it.
-# ZB-H2 has none, and yet ends when ZB-H1 does: its corners are of use only if stages need not wait for one another
-# before the next step.
+# Take bets before you show it. "Holds" says how many microbatches stages 0 to 3 hold at most. The pale half of a backward is W; in
+# the first three orders it is one piece with B.
 #
-# **Ask:** ZB-V wins in every column. Why does not everybody use it? Its zero needs F = B = W; real layers have other ratios, and
-# attention's W is small. And each stage runs two chunks, with twice the messages.
+# **Ask:** ZB-V wins the race and holds no more than 1F1B's first stage. Why does not everybody use it? Its zero needs F = B = W; real
+# layers have other ratios, and attention's W is small. And each stage runs two chunks, with more than twice the messages.
 #
-# **Misunderstanding:** that DualPipe is the best bubble. It sends microbatches from both ends through two copies of the model, so
-# that one's forward computes while the other's backward communicates.
+# **Misunderstanding:** that DualPipe is a candidate for the smallest bubble. It sends microbatches from both ends through two copies of
+# the model, so that one's forward computes while the other's backward exchanges the tokens of its experts.
 #
-# **Source:** bubbles as the papers define them, idle time on the critical stage; every entry is simulated and equal to its closed
-# form: Narayanan et al. 2021, section 2.2; Qi et al. 2023, table 2 and section 6; DeepSeek-V3 2024, table 2.
+# **Source:** all orders are simulated, and equal to their closed forms for eight stages and 32 microbatches: Narayanan et al. 2021,
+# section 2.2; Qi et al. 2023, table 2 and section 6; DeepSeek-V3 2024, table 2.
+
+# %% [markdown] tags=["slide"] minutes=1
+# ## Three things are called the bubble
+#
+# ZB-V is published with a bubble of **zero**. It ends at 25.5 all the same. Ask which bubble is meant.
+#
+# <footer>Huang et al. 2018 · Narayanan et al. 2021 · Qi et al. 2023, 2024 · lesson <code>notebooks/08_pipeline_schedules</code></footer>
+
+# %%
+assert small["ZB-V"].bubble == 0 and small["ZB-V"].makespan - small["ZB-V"].ideal == 1.5
+show(draw.bubbles(small["ZB-V"]))
+
+# %% [markdown] tags=["notes"]
+# Over the work: Narayanan. Over the total: Huang. The critical stage: the zero-bubble papers take each stage's own time, from its first
+# operation to its last; what the longest idles in between is their bubble.
+#
+# **Ask:** of what use are the dotted corners? The next step can begin in them, if stages need not wait for one another at the end of
+# this one: no norm that all must agree on.
+#
+# **Misunderstanding:** that a smaller bubble ends earlier. ZB-H2 has none either, and ends when ZB-H1 does.
+#
+# **Source:** simulated; the definitions are those of the papers.

@@ -55,10 +55,10 @@ lines = [
     f" {keeps[name]} |"
     for name, found in names.items()
 ]
-Markdown("\n".join(["| | products | other equations | arrays kept for later |", "|---|--:|---|--:|", *lines]))
+Markdown("\n".join(["| | matmuls | other equations | arrays kept for later |", "|---|--:|---|--:|", *lines]))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** which equations can be in neither? Those that nobody needs: tracing drops them. And none is in both: six products, as in
+# **Ask:** which equations can be in neither? Those that nobody needs: tracing drops them. And none is in both: six matmuls, as in
 # the whole.
 #
 # **Misunderstanding:** that the split is free. What B leaves for W must be held until W runs; the more it is put off, the more is
@@ -70,7 +70,7 @@ Markdown("\n".join(["| | products | other equations | arrays kept for later |", 
 # %% [markdown] tags=["slide"] minutes=0
 # ## A schedule is a table; one program walks it
 #
-# In each tick a stage runs its cell **or nothing**: no work on garbage. Two permutes stand in the text, whatever the table.
+# In each tick a stage runs its cell **or nothing**: no work on garbage. Two permutes stand in the code, whatever the table.
 # A Llama of 8 layers, 4 stages, 8 microbatches:
 #
 # <footer>Executor: <code>llmpar/pipeline.py</code> · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar inspect --mesh pp=2 --schedule zb-v --microbatches 4</code></footer>
