@@ -1,7 +1,38 @@
-# %% [markdown] tags=["slide"] minutes=2
-# ## Four readings: who chooses what is sent?
+# %% [markdown] tags=["slide"] minutes=1
+# ## A sum is forgotten. Who tells you?
 #
-# One text of a model. *Solo* sends nothing, in *Manual* you write each collective, in *Auto* XLA's partitioner chooses, in
+# Two weights are cut over four devices; the line that adds up is missing. The program runs, every shape is right, and this is its
+# result.
+#
+# <footer>lesson <code>notebooks/12_readings</code></footer>
+
+# %%
+import numpy as np
+from deck import draw, scene, show
+
+rng = np.random.default_rng(0)
+x, up = rng.standard_normal((1, 16)), rng.standard_normal((16, 32)) / 4
+down, h = rng.standard_normal((32, 16)) / 4, np.maximum(x @ up, 0)
+terms = [(h[:, 8 * r : 8 * r + 8] @ down[8 * r : 8 * r + 8])[0, :5] for r in range(4)]
+assert np.allclose(sum(terms), (h @ down)[0, :5])
+lines = [(f"device {r}", part, scene.OTHERS[r]) for r, part in enumerate(terms)]
+lines += [("their sum, which is right", sum(terms), "good-ground")]
+lines += [("the program's answer", terms[0], "bad-ground")]
+cells = [(name, [(f"{n:.2f}", role) for n in numbers]) for name, numbers, role in lines]
+show(draw.table(cells, title="The result, as each device has it"))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** in which of four ways to write this program would you have been told? Let them bet before the next slide: `shard_map`,
+# `shard_map` with its check off, `jit` with shardings, `jit` with explicit types.
+#
+# **Misunderstanding:** that a wrong result has a wrong shape. A term has the shape of the sum.
+#
+# **Source:** computed here with NumPy; the lesson shows the same of a program in JAX.
+
+# %% [markdown] tags=["slide"] minutes=1
+# ## Who chooses what is sent?
+#
+# One model. *Solo* sends nothing, in *Manual* you write each collective, in *Auto* XLA's partitioner chooses, in
 # *Explicit* JAX's types say it.
 #
 # <footer>lesson <code>notebooks/12_readings</code> · <code>llmpar inspect --mesh "dp=2 fsdp=2 tp=2" --reading explicit --types</code></footer>
@@ -18,12 +49,15 @@ use_devices()
 rows = types(preset("tiny"), Plan("dp=2 fsdp=2 tp=2"), 8, 32)
 assert all(row["layout"] == row["type_says"] for row in rows)
 CHOSEN = ("stream b s d", "ffn d m", "ffn b s d +m", "vocab b s d +v")
-lines = ["| in the model's text | layout of the plan | JAX's type |", "|---|---|---|"]
+lines = ["| in the model | layout of the plan | JAX's type |", "|---|---|---|"]
 for row in rows:
     if row["value"] in CHOSEN:
         lines.append(f"| `{row['value']}` | `{row['layout']}` | `{row['type']}` |")
 assert len(lines) == 2 + len(CHOSEN)
 Markdown("\n".join(lines))
+
+# %% [markdown]
+# `U:tp`, unreduced: an unfinished sum over `tp`, our `+tp`. `R:(dp,fsdp)`, reduced: whole, and its *gradient* will be such a sum.
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which of these values must still be summed, and how do you see it? The ones with `+tp`, in the type `U:tp`: unreduced.
@@ -37,14 +71,16 @@ Markdown("\n".join(lines))
 #
 # The sum over `tp` is forgotten; or a weight is cut along the wrong dim.
 #
-# | | no sum | wrong cut |
-# |---|---|---|
-# | Manual | refused by `shard_map`'s check | refused: shapes |
-# | Manual, check off | **wrong value, silently** | refused: shapes |
-# | Auto | right: adds the sum | **right, sends more, silently** |
-# | Explicit | refused, at the line | refused, at the line |
-#
 # <footer>lesson <code>notebooks/12_readings</code> · <code>llmpar inspect --mesh fsdp=8 --reading auto</code></footer>
+
+# %%
+FATES = {
+    "Manual": [("refused: shard_map's check", "good-ground"), ("refused: shapes", "good-ground")],
+    "Manual, check off": [("WRONG, without a word", "bad-ground"), ("refused: shapes", "good-ground")],
+    "Auto": [("right: adds the sum", "good-ground"), ("right, sends more, without a word", "unsure-ground")],
+    "Explicit": [("refused, at the line", "good-ground")] * 2,
+}
+show(draw.table([*FATES.items()], ("the sum is forgotten", "a wrong cut"), "Two mistakes"))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which cell of this table would your tests find? A test of values finds the wrong value. Nobody finds what is only slow,
