@@ -70,6 +70,7 @@ def begun(items, until):
             item = dataclasses.replace(item, items=tuple(begun(item.items, until)))
         elif said := re.search(r": (\S+) to \S+ time units", getattr(item, "tip", "")):
             later = float(said[1]) >= until  # and the name that stands in it
+            out += [dataclasses.replace(item, fill="", stroke="")] * later  # its room stays
         elif held:
             later = False
         out += [item] * (not later and not held)
