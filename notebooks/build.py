@@ -66,7 +66,7 @@ FIGURE_REPR = re.compile(r"<Figure size .*>")
 
 def sources(folder: Path = HERE) -> list[Path]:
     """List the lesson sources in order."""
-    return sorted((folder / "src").glob("[0-9][0-9]_*.py"))
+    return sorted((folder / "src").glob("[0-9][0-9]*_*.py"))
 
 
 def target(source: Path) -> Path:
@@ -375,7 +375,7 @@ def problems(source: Path) -> list[str]:
 
 def in_form(source: Path, notebook: nbformat.NotebookNode) -> list[str]:
     """The faults of a lesson's core path, if it is in its form by now."""
-    return [] if source.stem[:2] in IN_WORK else core_faults(notebook)
+    return [] if source.stem.partition("_")[0] in IN_WORK else core_faults(notebook)
 
 
 def table(chosen: list[Path]) -> str:

@@ -38,7 +38,7 @@ from llmpar.explore.page import html as page_of
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "_exports"
 TITLE = "LLM parallelism in JAX"
-ATTEMPT = re.compile(r'attempt\(\s*"(\d\d\.\w+)"')
+ATTEMPT = re.compile(r'attempt\(\s*"(\d\d\w?\.\w+)"')
 FORMULA = re.compile(r"\$\$(.+?)\$\$", re.S)
 PLUMBING, PICTURE = "Set-up and checks", "The figure as a picture"
 NO_ANSWER = "(It depends on what you found in the lesson.)"
@@ -143,8 +143,8 @@ def outputs(system: System, cell: dict, folder: Path, stem: str) -> Iterator[str
 
 def plain_links(text: str) -> str:
     """Links between lessons follow the new names; those to other files of this checkout become words."""
-    text = re.sub(r"\]\((\d\d_\w+)\.ipynb\)", r"](\1.md)", text)
-    return re.sub(r"\[([^\]]*)\]\((?!https?:|#|\d\d_)[^)]*\)", r"\1", text)
+    text = re.sub(r"\]\((\d\d\w+)\.ipynb\)", r"](\1.md)", text)
+    return re.sub(r"\[([^\]]*)\]\((?!https?:|#|\d\d\w?_)[^)]*\)", r"\1", text)
 
 
 def challenge(system: System, name: str, source: str) -> str:
@@ -249,7 +249,7 @@ def pages(out: Path, found: list[Lesson]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for one in found:
         text = re.sub(
-            r'href="(\d\d_\w+)\.ipynb"', r'href="\1.html"', page(exporter, HERE / one.file, folder / "files")
+            r'href="(\d\d\w+)\.ipynb"', r'href="\1.html"', page(exporter, HERE / one.file, folder / "files")
         )
         (folder / f"{Path(one.file).stem}.html").write_text(text, encoding="utf-8")
     return folder

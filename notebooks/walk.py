@@ -37,6 +37,7 @@ ANSWERS = {
     "00.row": [("[..., ...]", "[6, 7]", "[4, 5]")],
     "00.held": [("bytes_held = ...", "bytes_held = 256", "bytes_held = 512")],
     "00.layout_of": [("layout_seen = ...", 'layout_seen = "b/dp d/tp"', 'layout_seen = "b/tp d/dp"')],
+    "00b.collectives": [("= ...", "= 0", "= 1")],
     "01.state_gb": [("gigabytes = ...", "gigabytes = 2 * 8.03", "gigabytes = 16 * 8.03")],
     "01.fits": [("..., ...", "3, 40 - 128.5 / 8", "4, 40 - 128.5 / 8")],
     "01.days": [("= ...", "= 2 * 8e9 * 15e12 / (1024 * 989.4e12 * 0.4) / 86400",
@@ -223,7 +224,7 @@ def lab(folder: Path) -> Iterator[str]:
         server.wait(30)
 
 
-ATTEMPT = re.compile(r'attempt\(\s*"(\d\d\.\w+)"')
+ATTEMPT = re.compile(r'attempt\(\s*"(\d\d\w?\.\w+)"')
 BOOK = "window.jupyterapp.shell.currentWidget"
 
 
@@ -355,7 +356,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # server and browser end with it
     options.out.mkdir(parents=True, exist_ok=True)
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    files = sorted(path.name for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    files = sorted(path.name for path in (ROOT / "notebooks").glob("[0-9][0-9]*_*.ipynb"))
     chosen = [f for f in files if not options.lessons or f.startswith(tuple(options.lessons))]
     found = []
     with tempfile.TemporaryDirectory() as scratch, lab(Path(scratch)) as address, sync_playwright() as api:

@@ -22,7 +22,7 @@ from llmpar.cli import demo, inspect, train
 from llmpar.plan import Plan
 
 TESTS = Path(__file__).resolve().parent
-LESSONS = sorted((TESTS.parent / "notebooks" / "src").glob("[0-9][0-9]_*.py"))
+LESSONS = sorted((TESTS.parent / "notebooks" / "src").glob("[0-9][0-9]*_*.py"))
 ROUNDS = jax.default_backend() != "cpu" or bool(conftest.ROUNDING)
 ROUNDED = "tf32" if jax.default_backend() == "gpu" or conftest.ROUNDING == "tf32" else "bfloat16"
 """By default a GPU rounds what it multiplies to TF32 (11 bits) and a TPU to bfloat16 (8)."""

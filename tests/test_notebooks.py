@@ -33,7 +33,7 @@ build, walk = load("notebooks/build.py"), load("notebooks/walk.py")
 
 SOURCES = build.sources()
 QUICK = "00", "03", "12"  # what a change to the package breaks first, in a minute
-EXERCISE_FILES = sorted((ROOT / "llmpar" / "exercises").glob("[0-9][0-9].md"))
+EXERCISE_FILES = sorted((ROOT / "llmpar" / "exercises").glob("[0-9][0-9]*.md"))
 EXERCISES = [f"{file.stem}.{name}" for file in EXERCISE_FILES for name in exercises.exercises(file.stem)]
 TOY = (ROOT / "tests" / "fixtures" / "toy_lesson.txt").read_text()
 """A lesson that follows all rules."""
@@ -487,7 +487,7 @@ def attempts(notebook):
     """Find the exercises of a notebook, with what their cells printed."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            for name in re.findall(r"\battempt\(\s*['\"](\d\d\.\w+)['\"]", cell.source):
+            for name in re.findall(r"\battempt\(\s*['\"](\d\d\w?\.\w+)['\"]", cell.source):
                 printed = " ".join(output.get("text", "") for output in cell.outputs)
                 yield name, " ".join(printed.split())  # wherever lines are broken
 
@@ -495,8 +495,8 @@ def attempts(notebook):
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_lesson_leaves_its_exercises_blank(source):
     found = dict(attempts(nbformat.read(build.target(source), as_version=4)))
-    number = source.stem[:2]
-    assert sorted(found) == sorted(name for name in EXERCISES if name.startswith(number)), (
+    number = source.stem.partition("_")[0]
+    assert sorted(found) == sorted(name for name in EXERCISES if name.startswith(f"{number}.")), (
         "the lesson, llmpar/exercises/"
     )
     for name, printed in found.items():
@@ -505,7 +505,7 @@ def test_lesson_leaves_its_exercises_blank(source):
 
 
 def test_every_exercise_file_has_a_lesson():
-    assert {file.stem for file in EXERCISE_FILES} <= {source.stem[:2] for source in SOURCES}
+    assert {file.stem for file in EXERCISE_FILES} <= {source.stem.partition("_")[0] for source in SOURCES}
 
 
 def twice(x): ...

@@ -22,7 +22,7 @@ class Lesson:
     needs: tuple[str, ...] = ()
     objectives: tuple[str, ...] = ()
     keypoints: tuple[str, ...] = ()
-    number = property(lambda self: self.file[:2])
+    number = property(lambda self: self.file.partition("_")[0])
     minutes = property(lambda self: self.teaching + self.exercises)
 
 
@@ -41,7 +41,7 @@ def notebook(path: pathlib.Path) -> dict[str, Any]:
 def lessons(folder: pathlib.Path) -> list[Lesson]:
     """Read the lessons of a folder, in their order; refuse one that does not say what a course needs."""
     found = []
-    for path in sorted(folder.glob("[0-9][0-9]_*.ipynb")):
+    for path in sorted(folder.glob("[0-9][0-9]*_*.ipynb")):
         document = notebook(path)
         about = document["metadata"].get("llmpar", {})
         texts = ("".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "markdown")

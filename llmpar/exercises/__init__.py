@@ -57,7 +57,7 @@ SAID: dict[str, str] = {}
 
 def lessons() -> list[str]:
     """List the numbers of the lessons that have exercises."""
-    return sorted(file.stem for file in pathlib.Path(__file__).parent.glob("[0-9][0-9].md"))
+    return sorted(file.stem for file in pathlib.Path(__file__).parent.glob("[0-9][0-9]*.md"))
 
 
 def exercises(lesson: str) -> list[str]:

@@ -327,6 +327,8 @@ assert [sent for _, sent in moves if sent] == [whole.nbytes // 4] * (tp == 2)
 # %% [markdown]
 # ## Further
 #
+# You know PyTorch? [Lesson 00b](00b_from_pytorch.ipynb) sets DDP, FSDP2, DTensor and NCCL beside JAX and arrows.
+#
 # What cannot work is refused in one sentence, with the arithmetic: type `b/tp d/tp` below. All words are on
 # [one page](../docs/words.md#words).
 #

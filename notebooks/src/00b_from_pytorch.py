@@ -1,0 +1,329 @@
+# ---
+# jupyter:
+#   llmpar:
+#     teaching: 15
+#     exercises: 5
+#     needs: ["00"]
+#     question: What are DDP, FSDP2, DTensor and NCCL called in JAX, and who calls them?
+#     objectives:
+#     - >-
+#       Write data parallelism and FSDP with `jit`, `grad` and `shard_map`, and say which
+#       line of PyTorch each stands for.
+#     - >-
+#       Say what `lax.pcast` changes, and read what was compiled with
+#       `lower().compile()`.
+# ---
+
+# %% [markdown]
+# # 00b · You know PyTorch. Who calls `all_reduce` here?
+#
+# In PyTorch you start a process for each GPU and wrap the model in DDP, which adds up the gradients. Below nothing is
+# wrapped, and no line names a sum. Yet all devices end with the same gradient. Who adds?
+
+# %% tags=["plumbing"]
+from llmpar.mesh import use_devices
+
+devices = use_devices()
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from llmpar import draw
+from llmpar.draw.scene import OTHERS, Rect, Text, compose, show
+from llmpar.exercises import attempt, hint, met, solution
+from llmpar.inspect.census import census_hlo, partitioned_hlo
+from llmpar.mesh import make_mesh, sharding, spec
+from llmpar.notation import parse_arrow, parse_layout, parse_mesh
+
+N = len(devices)
+rng = np.random.default_rng(0)
+x = rng.standard_normal((4 * N, 2 * N)).astype(np.float32)  # a batch
+w = rng.standard_normal((2 * N, 8)).astype(np.float32)  # a weight
+
+
+def sent_by(program, *given):
+    """The kinds of the collectives in a compiled program."""
+    return [c.kind for c in census_hlo(partitioned_hlo(program.lower(*given)), mesh)]
+
+
+# %% tags=["plumbing"]
+items = []
+for r in range(4):
+    items.append(Rect(92 * r, 0, 84, 92, "cell", "edge", radius=4))
+    items.append(Text(92 * r + 42, 14, f"process {r}", "small", "middle"))
+    items.append(Text(92 * r + 42, 34, "train.py", "small", "middle", "soft"))
+    items.append(Rect(92 * r + 8, 52, 68, 30, OTHERS[r], "edge"))
+    items.append(Text(92 * r + 42, 67, f"GPU {r}", "small", "middle", "black"))
+    items.append(Rect(440 + 80 * r, 52, 68, 30, OTHERS[r], "edge"))
+    items.append(Text(474 + 80 * r, 67, f"GPU {r}", "small", "middle", "black"))
+items.append(Rect(432, 0, 324, 92, "", "edge", radius=4))
+items.append(Text(594, 14, "process 0", "small", "middle"))
+items.append(Text(594, 34, "train.py", "small", "middle", "soft"))
+items.append(Text(180, -16, "torchrun train.py", "body", "middle", bold=True))
+items.append(Text(594, -16, "python train.py, with JAX", "body", "middle", bold=True))
+words = "torchrun starts a process for each of 4 GPUs; JAX has one process for all 4"
+show(compose("One node with four GPUs", [items], words))
+
+# %% [markdown]
+# A JAX process sees all devices of its host. It compiles one program, and each device runs that program on its own piece of
+# the data.
+#
+# ## Predict: how many collectives does this program contain?
+#
+# - `jax.grad(loss)` is a function. It returns the gradient with respect to the first argument, here `w`. There is no
+#   `.backward()`, and nothing is stored in `w.grad`.
+# - `jax.shard_map` runs a function on every device, as each rank runs your script. `P("dp")` cuts the first dim of `x` over the
+#   devices along `dp`. `P()` leaves `w` whole: every device has the same copy.
+# - `jax.jit` compiles it all, as `torch.compile` does.
+
+# %%
+mesh = make_mesh(f"dp={N}")
+
+
+def loss(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+ddp = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(P(), P("dp")), out_specs=P())
+ddp = jax.jit(ddp)
+
+# %%
+num_collectives = ...  # a number
+attempt("00b.collectives", num_collectives)
+
+# %% [markdown]
+# ## `grad` adds the gradients by itself, because the weights are shared
+
+# %%
+gradient = ddp(w, x)
+print("in the compiled program:", sent_by(ddp, w, x))
+whole_batch = jax.grad(loss)(w, x)  # on one device
+print(
+    "times the gradient of the whole batch:", np.median(gradient / whole_batch).round(3)
+)
+if N > 1:
+    met("00b.collectives", len(sent_by(ddp, w, x)), "compiled")
+
+# %% tags=["plumbing"]
+assert sent_by(ddp, w, x) == ["all-reduce"] * (N > 1)
+assert np.allclose(gradient, N * whole_batch, rtol=1e-4, atol=1e-5)
+
+# %% [markdown]
+# JAX knows that `w` is the same on all devices (`P()`). A shared weight gets a share of its gradient from each device, and the
+# shares are added up. That is DDP's all-reduce:
+
+# %%
+show(draw.replicas())
+
+# %% [markdown]
+# There is one difference. **DDP takes the mean, JAX takes the sum.** So divide by the number of devices yourself. Lesson 03
+# shows what goes wrong otherwise.
+#
+# ## With `pcast` each device keeps a gradient of its own
+#
+# `lax.pcast(w, "dp", to="varying")` changes no number. It tells JAX that from here on each device has a weight of its own along
+# `dp`. So nothing is added, as in a model that nobody wrapped in DDP:
+
+
+# %%
+def own_gradient(w, x):
+    own = lax.pcast(w, "dp", to="varying")
+    return jax.grad(loss)(own, x)[None]  # [1, 2N, 8]: this device's
+
+
+no_ddp = jax.shard_map(
+    own_gradient, mesh=mesh, in_specs=(P(), P("dp")), out_specs=P("dp")
+)
+no_ddp = jax.jit(no_ddp)
+print("in the compiled program:", sent_by(no_ddp, w, x))
+print("shape of the result:", no_ddp(w, x).shape)
+
+# %% tags=["plumbing"]
+assert sent_by(no_ddp, w, x) == []
+assert np.allclose(no_ddp(w, x).sum(0), gradient, rtol=1e-4, atol=1e-5)
+
+
+def forgotten(w, x):
+    return jax.grad(loss)(lax.pcast(w, "dp", to="varying"), x)
+
+
+refused = ""
+try:
+    places = dict(mesh=mesh, in_specs=(P(), P("dp")), out_specs=P())
+    jax.jit(jax.shard_map(forgotten, **places)).lower(w, x)
+except ValueError as error:
+    refused = str(error)
+assert "out_specs which require replication" in refused
+
+# %% [markdown]
+# In PyTorch forgotten sums make the copies drift apart, and nothing tells. JAX refuses to call such a result shared: with
+# `out_specs=P()` the program above is a `ValueError`.
+#
+# ## FSDP2 is one line more: gather the weight before its use
+#
+# `fully_shard` stores a part of each weight on each GPU. Its hooks gather a layer's weights, use them and forget them:
+
+# %%
+show(draw.gather_use_forget())
+
+
+# %%
+def sharded_loss(part, x):
+    return loss(lax.all_gather(part, "dp", tiled=True), x)
+
+
+fsdp = jax.shard_map(
+    jax.grad(sharded_loss), mesh=mesh, in_specs=(P("dp"), P("dp")), out_specs=P("dp")
+)
+fsdp = jax.jit(fsdp)
+print("in the compiled program:", *sent_by(fsdp, w, x))
+
+# %% tags=["plumbing"]
+assert sent_by(fsdp, w, x) == ["all-gather", "reduce-scatter"] * (N > 1)
+assert np.allclose(fsdp(w, x), gradient, rtol=1e-4, atol=1e-5)
+
+# %% [markdown]
+# Nobody wrote the reduce-scatter. The gradient of a gather is a sum that is handed out in parts, and `grad` knows it.
+#
+# ## You can read a program before it runs
+#
+# `lower` writes the program for these shapes, `compile` gives it to XLA, JAX's compiler. XLA chooses the collectives, and on GPUs it calls
+# NCCL for them.
+
+# %%
+compiled = fsdp.lower(w, x).compile()
+lines = compiled.as_text().splitlines()
+print("lines:", len(lines))
+print(
+    "arguments of a device:", compiled.memory_analysis().argument_size_in_bytes, "bytes"
+)
+
+# %% tags=["plumbing"]
+held = (w.nbytes + x.nbytes) // N
+assert compiled.memory_analysis().argument_size_in_bytes == held
+
+# %% [markdown]
+# ## A DTensor counts by axes of the mesh, JAX by dims of the array
+#
+# Take a mesh of 2 × 4 GPUs and cut the rows of an array over its first axis. A DTensor has a placement for each *axis of the
+# mesh*: `[Shard(0), Replicate()]`. A `PartitionSpec` has an entry for each *dim of the array*: `P("dp", None)`. So has our layout
+# `b/dp d` (`b` rows of the batch, `d` width of the model).
+
+# %%
+show(draw.layout("b/dp d", (8, 16), "dp=2 tp=4", itemsize=4))
+
+# %% [markdown]
+# ## The dictionary
+#
+# | PyTorch | JAX | our text |
+# |---|---|---|
+# | `init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))` | `jax.make_mesh((2, 4), ("dp", "tp"))` | `dp=2 tp=4` |
+# | `distribute_tensor(w, mesh, [Shard(0), Replicate()])` | `jax.device_put(w, NamedSharding(mesh, P("dp")))` | `b/dp d` |
+# | `w.to_local()` | `w.addressable_shards[0].data` | |
+# | `dist.get_rank(group)` | `lax.axis_index("tp")` | |
+# | `dist.all_gather_into_tensor` | `lax.all_gather(x, "tp", tiled=True)` | `b/tp d -> b d` |
+# | `dist.reduce_scatter_tensor` | `lax.psum_scatter(x, "tp", tiled=True)` | `b d +tp -> b/tp d` |
+# | `dist.all_reduce` | `lax.psum(x, "tp")` | `b d +tp -> b d` |
+# | `dist.all_to_all_single` | `lax.all_to_all(x, "tp", 1, 0, tiled=True)` | `b/tp d -> b d/tp` |
+# | `Partial()` of a DTensor | a varying value that is still to be added | `+tp` |
+# | DDP | `grad` with `w` at `P()`, divided by the devices | `d m +dp -> d m` |
+# | `fully_shard` (FSDP2) | `all_gather` inside the loss | `d/fsdp m -> d m` |
+# | NCCL | XLA calls it on GPUs | |
+# | `torchrun`, a process per GPU | `jax.distributed.initialize()`, a process per host | |
+#
+# An arrow `->` is a movement, and `+tp` a sum that nobody has finished. Lesson 02 draws them. (`m` is the width of a feed-forward.)
+
+
+# %% tags=["plumbing"]
+# Every row with a collective is run: its arrow, its function and what was compiled
+# are of one kind.
+mesh = make_mesh(f"tp={N}")
+ROWS = {
+    "b/tp d -> b d": lambda x: lax.all_gather(x, "tp", tiled=True),
+    "b d +tp -> b/tp d": lambda x: lax.psum_scatter(x, "tp", tiled=True),
+    "b d +tp -> b d": lambda x: lax.psum(x, "tp"),
+    "b/tp d -> b d/tp": lambda x: lax.all_to_all(x, "tp", 1, 0, tiled=True),
+}
+for text, function in ROWS.items():
+    arrow = parse_arrow(text)
+    adds = "+" in text  # every device has numbers of its own, here the same ones
+    own = lambda x, f=function, adds=adds: f(
+        lax.pcast(x, "tp", to="varying") if adds else x
+    )
+    places = dict(in_specs=spec(arrow.before), out_specs=spec(arrow.after))
+    vague = dict(
+        check_vma=text != "b/tp d -> b d"
+    )  # JAX does not see that a gathered value is whole
+    program = jax.jit(jax.shard_map(own, mesh=mesh, **places, **vague))
+    kinds = [move.kind for move in arrow.moves]
+    assert sent_by(program, x) == kinds * (N > 1)
+    assert np.allclose(program(x), x * (N if adds else 1), rtol=1e-5)
+two, four = (2, 4) if N == 8 else (1, N)
+auto = (AxisType.Auto, AxisType.Auto)
+theirs = jax.make_mesh((two, four), ("dp", "tp"), axis_types=auto)
+placed = jax.device_put(x, NamedSharding(theirs, P("dp")))
+ours = sharding(make_mesh(f"dp={two} tp={four}"), parse_layout("b/dp d"))
+assert placed.sharding.devices_indices_map(x.shape) == ours.devices_indices_map(x.shape)
+assert placed.addressable_shards[0].data.shape == (len(x) // two, 2 * N)
+rank = jax.shard_map(
+    lambda: lax.axis_index("tp")[None], mesh=theirs, in_specs=(), out_specs=P("tp")
+)
+assert np.array_equal(jax.jit(rank)(), np.arange(four))
+
+# %% [markdown]
+# ## Keep: you write the loss, `grad` and XLA write the collectives
+#
+# 1. One JAX process runs all devices of its host; `shard_map` is what a rank's script is in PyTorch.
+# 2. The gradient of a shared weight is summed over the devices: DDP without DDP, as a sum and no mean.
+# 3. `pcast(…, to="varying")` says that each device has a value of its own; then nothing is summed.
+# 4. The gradient of an all-gather is a reduce-scatter: that is FSDP.
+# 5. Read what was compiled, with `lower().compile()`; do not guess.
+
+# %% [markdown]
+# ## Further
+#
+# The left sides are those of PyTorch's documentation ([DTensor](https://docs.pytorch.org/docs/stable/distributed.tensor.html),
+# [`fully_shard`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)). PyTorch is not needed here, so they are not run. Data parallelism in both:
+#
+# ```python
+# # PyTorch: torchrun --nproc-per-node 8 train.py
+# dist.init_process_group("nccl")
+# local = int(os.environ["LOCAL_RANK"])
+# model = DistributedDataParallel(Linear(16, 8).to(local), device_ids=[local])
+# loss = model(rows_of_this_rank).pow(2).mean()
+# loss.backward()                      # hooks: all-reduce, mean, in buckets
+#
+# # FSDP2
+# mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("dp",))
+# for layer in model.layers:
+#     fully_shard(layer, mesh=mesh)    # parameters become DTensors, Shard(0)
+# fully_shard(model, mesh=mesh)
+# ```
+#
+# ## A weight without a wrapper: trees
+#
+# JAX has no `nn.Module`. Weights are a tree (a dict, say), and `grad` returns a tree of the same form. A step is a function from a
+# state to the next one.
+
+
+# %%
+def step(weights, x):
+    slope = jax.grad(lambda tree: loss(tree["w"], x) + jnp.sum(tree["b"] ** 2))(weights)
+    return jax.tree.map(lambda old, change: old - 0.1 * change, weights, slope)
+
+
+new = jax.jit(step)({"w": w, "b": jnp.ones(3)}, x)
+assert np.allclose(new["b"], 0.8) and new["w"].shape == w.shape
+print({name: value.shape for name, value in new.items()})
+
+# %% [markdown]
+# ## On your cluster
+#
+# ```
+# torchrun --nproc-per-node 1 train.py       JAX understands torchrun too: one process per host (lesson 17)
+# llmpar doctor                              which devices this process sees
+# ```
