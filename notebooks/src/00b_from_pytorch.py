@@ -228,14 +228,15 @@ show(draw.layout("b/dp d", (8, 16), "dp=2 tp=4", itemsize=4))
 # | `dist.all_gather_into_tensor` | `lax.all_gather(x, "tp", tiled=True)` | `b/tp d -> b d` |
 # | `dist.reduce_scatter_tensor` | `lax.psum_scatter(x, "tp", tiled=True)` | `b d +tp -> b/tp d` |
 # | `dist.all_reduce` | `lax.psum(x, "tp")` | `b d +tp -> b d` |
-# | `dist.all_to_all_single` | `lax.all_to_all(x, "tp", 1, 0, tiled=True)` | `b/tp d -> b d/tp` |
+# | `dist.all_to_all_single` (dim 0 only) | `lax.all_to_all(x, "tp", 1, 0, tiled=True)` | `b/tp d -> b d/tp` |
 # | `Partial()` of a DTensor | a varying value that is still to be added | `+tp` |
 # | DDP | `grad` with `w` at `P()`, divided by the devices | `d m +dp -> d m` |
 # | `fully_shard` (FSDP2) | `all_gather` inside the loss | `d/fsdp m -> d m` |
 # | NCCL | XLA calls it on GPUs | |
 # | `torchrun`, a process per GPU | `jax.distributed.initialize()`, a process per host | |
 #
-# An arrow `->` is a movement, and `+tp` a sum that nobody has finished. Lesson 02 draws them. (`m` is the width of a feed-forward.)
+# (`jax.make_mesh` makes axes along which JAX checks layouts as types, lesson 12. Ours are of the older kind,
+# `AxisType.Auto`.) An arrow `->` is a movement, and `+tp` a sum that nobody has finished. Lesson 02 draws them. (`m` is the width of a feed-forward.)
 
 
 # %% tags=["plumbing"]
