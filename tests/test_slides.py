@@ -181,6 +181,7 @@ def test_whoever_asks_for_bids_shows_the_figure_afterwards(deck):
     for title in (
         "Why one GPU is not enough",
         "The 8→16 cliff, measured",
+        "Hybrids: half the layers",
         "Rules of thumb, beside the planner",
     ):
         slide = page[page.index(title) : page.index("</section>", page.index(title))]

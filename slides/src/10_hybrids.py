@@ -69,7 +69,7 @@ show(draw.links("pp=4 fsdp=4 tp=8", chip("h100")))
 # **Source:** rates as reached, from the chip's constants (`llmpar.predict.hardware`).
 
 # %% [markdown] tags=["slide"] minutes=3
-# ## Half the layers, and more bytes?
+# ## Hybrids: half the layers, and more bytes?
 #
 # A mesh grows axis by axis. The last is `pp=2`: each device has half of the layers, and the batch comes in 4 microbatches. **What
 # becomes of the bytes that `fsdp` sends?**
