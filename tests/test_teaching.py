@@ -221,7 +221,7 @@ def test_a_quiz_is_scored_and_its_effect_computed():
     before = quiz.score("before", {"00": 4, "02": 14}, {"explain": 2})
     after = quiz.score("after", right_answers(), {"explain": 4, "run": 3})
     assert (before["score"], after["score"], after["max_score"]) == (1, 14, 14)
-    assert "That is the number of shards." in before["items"][0]["verdict"]
+    assert "That is the number of parts." in before["items"][0]["verdict"]
     found = quiz.effect([before, after, before])
     assert found["num"] == {"before": 2, "after": 1} and found["explain"] == {"before": 2, "after": 4}
     assert found["run"] == {"before": None, "after": 3} and found["score"]["after"] == 1
@@ -247,12 +247,12 @@ def test_the_command_asks_notes_and_compares(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("2\n\n1\n4\nsixteen\n14\nnan" + 12 * "\n"))
     ask(file=str(file)).run()
     said = capsys.readouterr().err
-    assert "1 of 14 right" in said and "number of shards" not in said, "before, the answers are not told"
+    assert "1 of 14 right" in said and "number of parts" not in said, "before, the answers are not told"
     numbers = [f"{answer}\n" for answer in right_answers().values()]
     monkeypatch.setattr("sys.stdin", io.StringIO("5\n4\n4\n" + "".join(numbers)))
     ask(file=str(file), after=True, json=True).run()
     out, said = capsys.readouterr()
-    assert json.loads(out)["score"] == 14 and "14 of 14 right" in said and "four shards" in said
+    assert json.loads(out)["score"] == 14 and "14 of 14 right" in said and "Four parts, and each" in said
     ask(file=str(file), effect=True).run()
     assert re.search(r"^explain +2\.00 -> 5\.00$", capsys.readouterr().out, re.M)
     noted = file.read_text()

@@ -31,9 +31,6 @@ def stage2_accumulated() -> Exercise:
         run = lambda parts: learner(lambda part: 2 * part, list(parts))
         return [(run, f"fsdp={DEVICES}", gradients)]
 
-    def observe(learner):
-        return carried_out(*given(learner)[0], untiled="must match shard count")
-
     wrong = dict(
         stage1=lambda gradient, parts: scatter(sum(gradient(part) for part in parts)),
         all_held=lambda gradient, parts: scatter(jnp.stack([gradient(part) for part in parts]), 1).sum(0),
@@ -45,4 +42,5 @@ def stage2_accumulated() -> Exercise:
         gathered=lambda *given: lax.all_gather(solution(*given), "fsdp", axis=0, tiled=True),
         only_first=lambda gradient, parts: scatter(gradient(parts[0])),
     )
-    return Exercise("stretch", solution, wrong, observe=observe, devices=given)
+    observe = lambda learner: carried_out(*given(learner)[0], untiled="must match shard count")
+    return Exercise("stretch", solution, wrong, observe, devices=given)

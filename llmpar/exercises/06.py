@@ -35,9 +35,8 @@ def zigzag() -> Exercise:
 
 def to_heads() -> Exercise:
     """Ask for the exchange of Ulysses, positions for heads, as one of four devices writes it."""
-    x = (
-        np.random.default_rng(0).standard_normal((4, 4, 8, 4)).astype(np.float32)
-    )  # device, position, head, width
+    of_devices = (4, 4, 8, 4)  # device, position, head, width
+    x = np.random.default_rng(0).standard_normal(of_devices).astype(np.float32)
 
     def solution(x):
         return lax.all_to_all(x, "sp", split_axis=1, concat_axis=0, tiled=True)

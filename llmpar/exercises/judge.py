@@ -244,6 +244,8 @@ def as_meant(answer: Any, right: Any) -> Any:
         names = {str(name): name for name in right}
         meant = {names.get(str(name), name): part for name, part in answer.items()}
         return {name: as_meant(part, right.get(name)) for name, part in meant.items()}
+    if isinstance(answer, list | tuple) and isinstance(right, list | tuple) and len(answer) == len(right):
+        return list(map(as_meant, answer, right))
     if isinstance(answer, str) and kind(right) == "a number":
         plain = answer.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d*)?", answer) else answer
         with contextlib.suppress(ValueError, ZeroDivisionError):
@@ -284,9 +286,8 @@ def mismatch(seen: Any, right: Any) -> str:
         if seen.keys() != right.keys():
             yours = ", ".join(map(str, seen)) or "none"
             return f"The names asked for are {', '.join(map(str, right))}; yours are {yours}."
-        pairs = [
-            (seen[name], right[name]) for name in right if seen[name] is not None and right[name] is not None
-        ]
+        given = [name for name in right if seen[name] is not None and right[name] is not None]
+        pairs = [(seen[name], right[name]) for name in given]
     elif kind(right) == "an array" and seen.shape != right.shape:
         return f"An array of shape {list(right.shape)} is asked for, and yours has {list(seen.shape)}."
     else:
@@ -327,6 +328,7 @@ def same(one: Any, other: Any, tolerance: float) -> bool:
         return type(one) is type(other) and one == other
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(same(one[key], other[key], tolerance) for key in one)
+    one, other = (sorted(value) if isinstance(value, set) else value for value in (one, other))
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(same(a, b, tolerance) for a, b in zip(one, other, strict=True))
     if hasattr(one, "shape") and hasattr(other, "shape") and (one.shape or other.shape):
