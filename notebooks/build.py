@@ -56,7 +56,6 @@ CORE = {
     "lines printed": range(26),
 }
 """What a core path may have, in numbers: trouble and a picture first, and little to read between them."""
-IN_WORK = tuple("01 09 11".split())  # lessons that are not in that form yet
 NUM_OBJECTIVES, NUM_KEYPOINTS = range(2, 5), range(3, 6)
 PEAK = """import resource, sys
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))"""
@@ -369,13 +368,8 @@ def problems(source: Path) -> list[str]:
     size = built.stat().st_size
     found = [f"{size:,} bytes, more than {MAX_NOTEBOOK_BYTES:,}"] if size > MAX_NOTEBOOK_BYTES else []
     notebook = nbformat.read(built, as_version=4)
-    found += faults(notebook) + in_form(source, notebook)
+    found += faults(notebook) + core_faults(notebook)
     return [f"{built.name}: {fault}" for fault in found]
-
-
-def in_form(source: Path, notebook: nbformat.NotebookNode) -> list[str]:
-    """The faults of a lesson's core path, if it is in its form by now."""
-    return [] if source.stem.partition("_")[0] in IN_WORK else core_faults(notebook)
 
 
 def table(chosen: list[Path]) -> str:
@@ -423,7 +417,7 @@ def build(source: Path, force: bool = True) -> list[str]:
     except (CellExecutionError, DeadKernelError, TimeoutError) as error:
         return [f"{source.name}: {error}"]
     peak = notebook.metadata.get("peak_bytes", 0)  # none where no code ran
-    found = faults(tidy(notebook)) + in_form(source, notebook)
+    found = faults(tidy(notebook)) + core_faults(notebook)
     if peak > MAX_KERNEL_BYTES:
         found.append(f"the kernel took {peak / 1e9:.2f} GB, more than {MAX_KERNEL_BYTES / 1e9:g}")
     if not found:

@@ -102,7 +102,13 @@ def drawings() -> dict[str, Scene]:
         ),
         "cube": draw.cube("dp=2 fsdp=2 tp=2", 8, ("dp", "fsdp"), 5, lit=True),
         "ring_steps": draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
-        "token_flow": draw.token_flow([[40, 0, 20, 10], [10, 10, 90, 0]], 2, capacity=60),
+        "dispatch": draw.dispatch(
+            [[(0, 1), (0, 2)], [(1, 2), (2, 0)], [(0, 1), (1, 2)]], 2, weights=(0.7, 0.3)
+        ),
+        "expert_loads": draw.expert_loads([[40, 0, 20, 10], [10, 10, 90, 0]], 30),
+        "step_memory": draw.step_memory(
+            {"selective": [{"weights": 4e9, "activations": x} for x in (0, 2.4e10, 0)]}, [("", 2)], 6e10
+        ),
         "timeline": draw.timeline(timetable(make("zb-h1", 4, 16))),
         "replicas": draw.replicas(),
         "messages": draw.messages(

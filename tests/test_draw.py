@@ -113,6 +113,11 @@ TWO_LEVELS = (
     (8,),
 )
 PIPES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+CHOSEN = [[(0, 1), (0, 2)], [(1, 2), (2, 0)], [(0, 1), (1, 2)]]
+OVER = {
+    name: [{"weights": 9.0 * GIB, "activations": n * GIB} for n in sizes]
+    for name, sizes in {"none": (0, 58, 1), "block": (0, 4, 1)}.items()
+}
 CASES: dict = {
     "mesh one device": lambda: draw.mesh("dp=1"),
     "mesh 8": lambda: draw.mesh("dp=2 fsdp=2 tp=2", 4, "fsdp"),
@@ -189,6 +194,9 @@ CASES: dict = {
         },
         marked=("0:1", "0:2", "1:0", "1:1"),
     ),
+    "time with an error": lambda: draw.time_bars(
+        [("a", {"computing": 20.0})], error=0.07, measured={"a": 22.0}
+    ),
     "time": lambda: draw.time_bars([("dp", {"computing": 0.12, "waiting": 0.04})]),
     "overlap": lambda: draw.overlap([3e-3] * 4, [2e-3, 2e-3, 4e-3, 2e-3], ["l3", "l2", "l1", "l0"]),
     "overlap gather": lambda: draw.overlap([3e-3] * 4, [4e-3] * 4, None, "comm"),
@@ -232,8 +240,12 @@ CASES: dict = {
     "orders of other work": lambda: draw.timelines({f"{p}": pipeline("1f1b", p, 4) for p in (2, 3)}, False),
     "three bubbles": lambda: draw.bubbles(pipeline("zb-h2", 4, 6)),
     "three bubbles, alike": lambda: draw.bubbles(pipeline("1f1b", 4, 8)),
-    "token flow": lambda: draw.token_flow([[4, 0, 2, 1], [1, 1, 9, 0]], 2, capacity=6),
-    "token flow dropped": lambda: draw.token_flow([[4, 0, 2, 1], [1, 1, 9, 0]], 2, 6, dropped=[0, 0, 5, 0]),
+    "loads": lambda: draw.expert_loads([[4, 0, 2, 1], [1, 1, 9, 0]]),
+    "loads left out": lambda: draw.expert_loads([[4, 0, 2, 1], [1, 1, 9, 0]], room=3),
+    "dispatch": lambda: draw.dispatch(CHOSEN),
+    "dispatch slots": lambda: draw.dispatch(CHOSEN, slots=2, follow=(1, 1), weights=(0.7, 0.3)),
+    "dispatch begun": lambda: draw.dispatch(CHOSEN, slots=1, stages=3),
+    "step memory": lambda: draw.step_memory(OVER, [("forward", 1), ("backward", 1)], 60 * GIB),
     "loss one": lambda: draw.loss_curve([3.25]),
     "timetable costs": lambda: draw.timeline(pipeline("zb-h1", 8, 32, costs=(1, 2, 0.5), hop=0.1)),
     "timetable forward": lambda: draw.timeline([[(0, 1, "F", 0, 0)], [(1, 3, "F", 0, 0)]]),
@@ -341,7 +353,9 @@ def test_on_a_slide_letters_are_larger_and_still_do_not_overlap():
             draw.overlap([3e-3] * 5, [1e-3] * 5, [f"layer {i}" for i in range(5)], first="comm"),
             draw.memory_bars([("one", {"weights": GIB, "optimizer": 3 * GIB})], 2 * GIB, wide=340),
             draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
-            draw.token_flow([[40, 0, 20, 10], [10, 10, 90, 0]], 2, capacity=60),
+            draw.expert_loads([[40, 0, 20, 10], [10, 10, 90, 0]], 30),
+            draw.dispatch(CHOSEN, slots=2, weights=(0.5, 0.5)),
+            draw.step_memory(OVER, [("forward", 1), ("backward", 1)], 60 * GIB),
             draw.causal(ORDERS),
             draw.timelines({name: pipeline(name, 4, 8) for name in PIPES}, letters=False),
             draw.bubbles(pipeline("zb-v", 4, 8)),
@@ -779,10 +793,10 @@ def test_a_stuck_timetable_draws_what_has_not_run_and_outlines_the_circle():
 
 
 def test_what_an_expert_drops_is_the_hatched_end_of_its_bar():
-    bars = [r for r in flatten(CASES["token flow dropped"]().items) if isinstance(r, Rect)]
-    kept, lost = bars[2:4]
-    assert (kept.hatch, lost.hatch) == ("", "/") and lost.x == pytest.approx(kept.x + kept.w)
-    assert lost.w / (kept.w + lost.w) == pytest.approx(5 / 11)
+    bars = [r for r in flatten(CASES["loads left out"]().items) if isinstance(r, Rect)]
+    first, second, empty, lost = bars[:4]  # of expert 0: 4 rows and 1 for 3 slots of each rank
+    assert [bar.hatch for bar in (first, second, empty, lost)] == ["", "", "", "/"]
+    assert first.w == pytest.approx(3 * lost.w) and first.fill != second.fill != empty.fill
 
 
 @pytest.mark.parametrize(

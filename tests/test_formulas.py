@@ -30,29 +30,6 @@ def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole():
     )
 
 
-def test_llama_activations_count_the_tensors_of_a_block():
-    d, n, k, h, m = 64, 4, 2, 16, 160
-    tensors = {
-        "input": d,
-        "normed": d,
-        "q": n * h,
-        "k": k * h,
-        "v": k * h,
-        "attended": n * h,
-        "middle": d,
-        "normed again": d,
-        "gate": m,
-        "up": m,
-        "product": m,
-    }
-    selective = ("input", "q", "v", "attended", "gate")  # and the block's output, the next one's input
-    shape = (10, d, n, k, h, m)
-    assert formulas.llama_activation_bytes(*shape) == 2 * 10 * sum(tensors.values())
-    kept = d + sum(tensors[name] for name in selective)
-    assert formulas.llama_activation_bytes(*shape, recompute="selective") == 2 * 10 * kept
-    assert formulas.llama_activation_bytes(*shape, recompute="full", bytes_each=4) == 4 * 10 * d
-
-
 # ---------------------------------------------------------------- collectives
 
 

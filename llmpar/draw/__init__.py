@@ -8,9 +8,10 @@ matmul       matmul                             matrices in the colours of the d
 causal       causal                             which rank computes which pairs of causal attention
 charts       collectives  arrows_sent           what was sent, and for which arrow
              ring_steps                         how a ring passes blocks on
-             token_flow                         where tokens go
              timeline  overlap  two_lanes       who works when
              memory_bars  time_bars             what fills the memory, and the step
+dispatch     dispatch  expert_loads             a token's way to its experts and back; how full they are
+step_memory  step_memory                        what a device holds, forward and backward
 replicas     replicas  messages                 data parallelism, and in how many messages
              zero_strips  gather_use_forget     what a device holds over a step, by ZeRO stage
 curves       curves  loss_curve                 what was measured beside a model; whether it learns
@@ -31,10 +32,10 @@ from llmpar.draw.charts import (
     ring_steps,
     time_bars,
     timeline,
-    token_flow,
     two_lanes,
 )
 from llmpar.draw.curves import curves, loss_curve
+from llmpar.draw.dispatch import dispatch, expert_loads
 from llmpar.draw.geometry import groups, holders
 from llmpar.draw.grid import layer_lanes, mesh, ring, tensor_grid
 from llmpar.draw.hosts import growing, table, wired
@@ -42,5 +43,6 @@ from llmpar.draw.layouts import arrow, layout, links, moved
 from llmpar.draw.matmul import matmul
 from llmpar.draw.orders import bubbles, timelines
 from llmpar.draw.replicas import gather_use_forget, messages, replicas, zero_strips
+from llmpar.draw.step_memory import step_memory
 from llmpar.draw.strips import before_after, cube, ring_sums
 from llmpar.draw.traced import traced

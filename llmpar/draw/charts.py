@@ -150,49 +150,6 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
     return compose(title, [items], "\n".join([*lines, note]), [note])
 
 
-def token_flow(rows, experts_per_rank: int = 1, capacity: float | None = None, dropped=()) -> Scene:
-    """Which rank's tokens visit which expert: ``rows[rank][expert]`` is a number of rows. Lines are as thick
-    as the flow; those that cross between ranks have the axis's colour. Bars are the experts' loads, beside a
-    ``capacity``; what is ``dropped`` of each is hatched.
-    """
-    ranks, experts = len(rows), len(rows[0])
-    load, total = [sum(row[e] for row in rows) for e in range(experts)], sum(map(sum, rows))
-    h, left, right = 30, text_width("rank 00") + 12, text_width("rank 00") + 300
-    gap, most, wide, items = h * experts / ranks, max([*load, capacity or 0, 1]), 200, list[Any]()
-    thick = (h - 6) / max([*load, *map(sum, rows), 1])  # per row: what leaves or arrives lies side by side
-    arrived = [h * (e + 0.5) - thick * n / 2 for e, n in enumerate(load)]
-    for r, row in enumerate(rows):
-        y = gap * (r + 0.5) - thick * sum(row) / 2
-        for e, n in enumerate(row):
-            ends = ((left, y + thick * n / 2), (right - 70, arrived[e] + thick * n / 2))
-            items += [Line(ends, "still" if e // experts_per_rank == r else "ep-line", thick * n)] * (n > 0)
-            y, arrived[e] = y + thick * n, arrived[e] + thick * n
-    for r in range(ranks):
-        items.append(Text(left - 10, gap * (r + 0.5), f"rank {r}", anchor="end"))
-    for e, n in enumerate(load):
-        y = h * e
-        items.append(small_text(right - 64, y + h / 2, f"expert {e}", "start", "ink"))
-        lost = dropped[e] if dropped else 0
-        for x, some, fill, hatch in ((0, n - lost, "ep", ""), (n - lost, lost, "cell", "/")):
-            bar = right + wide * x / most, y + 4, wide * some / most, h - 8
-            items += [Rect(*bar, fill, "ep-line", hatch=hatch)] * (some > 0)
-        rows_text = count_noun(n, "row") + f", {lost} dropped" * (lost > 0)
-        items.append(small_text(right + wide + 10, y + h / 2, rows_text, "start", "ink"))
-    if capacity is not None:
-        x = right + wide * capacity / most
-        items.append(Line(((x, -4), (x, h * experts + 4)), "ink", 2, dash=True))
-        items.append(small_text(x, -12, f"capacity {capacity:g}"))
-    away = sum(n for r, row in enumerate(rows) for e, n in enumerate(row) if e // experts_per_rank != r)
-    busiest = max(load) * experts / max(total, 1)
-    note = f"{away} of {total} rows change their rank; the busiest expert has {busiest:.2f} × the mean."
-    said = [", ".join(f"{n} to expert {e}" for e, n in enumerate(row) if n) for row in rows]
-    lines = [f"rank {r}: {words}" for r, words in enumerate(said)]
-    lines.append("load: " + " ".join(map(str, load)) + f", dropped {sum(dropped)}" * bool(dropped))
-    lines[-1] += "" if capacity is None else f", capacity {capacity:g}"
-    title = f"Tokens on their way to {count_noun(experts, 'expert')}"
-    return compose(title, [items], "\n".join([*lines, note]), [note])
-
-
 # ----------------------------------------------------------------------------------------- when, and how much
 
 
@@ -218,9 +175,14 @@ def _byte_ticks(high: float) -> list[float]:
     return [unit * t for t in ticks(0, high / unit)]
 
 
-def time_bars(rows, title: str = "Time per step", roles: dict[str, str] | None = None) -> Scene:
-    """Where a step's time goes: ``rows`` of (label, {part: seconds}). ``roles`` as in `memory_bars`."""
-    return _bars(title, rows, time_text, lambda high: ticks(0, high), TIME | (roles or {}))
+def time_bars(
+    rows, title: str = "Time per step", roles: dict[str, str] | None = None, error: float = 0.0, measured=()
+) -> Scene:
+    """Where a step's time goes: ``rows`` of (label, {part: seconds}). ``roles`` as in `memory_bars`. Below a
+    bar stands by which share of it an estimate may be off, its ``error``, and a dot at what was ``measured``,
+    {label: seconds}."""
+    marks, roles = (lambda high: ticks(0, high)), TIME | (roles or {})
+    return _bars(title, rows, time_text, marks, roles, error=error, measured=dict(measured))
 
 
 def role_of(part: str, words: dict[str, str]) -> str:
@@ -233,8 +195,9 @@ def role_of(part: str, words: dict[str, str]) -> str:
 
 
 def _bars(
-    title: str, rows, text, marks, words, limit=None, whole=None, wide: float = 480, pitch=42, right=()
-) -> Scene:
+    title: str, rows, text, marks, words, limit=None, whole=None, wide: float = 480, pitch=42, right=(),
+    error: float = 0.0, measured: dict[str, float] | None = None,
+) -> Scene:  # fmt: skip
     """Bars of parts, ``pitch`` pixels from one to the next; ``right`` is what stands beside each, or else its
     sum and what is left of the ``limit``."""
     rows = [(str(name), row) for name, row in rows]
@@ -243,7 +206,9 @@ def _bars(
         meanings.setdefault(role_of(part, words), []).append(part)
     left, bottom = max([text_width(name) for name, _ in rows] + [0]) + 12, pitch * len(rows) - 8
     tall = 2 * pitch // 3
-    high = max([sum(row.values()) for _, row in rows] + [limit or 0, whole or 0, 1e-12])
+    seen = measured or {}
+    high = max([(1 + error) * sum(row.values()) for _, row in rows] + [limit or 0, whole or 0, 1e-12])
+    high = max([high, *seen.values()])
     items, lines = _scale(lambda v: left + wide * v / high, marks(high), bottom, text, bottom), []
     for i, (name, row) in enumerate(rows):
         x, y, total = left, pitch * i, sum(row.values())
@@ -261,7 +226,17 @@ def _bars(
         over = limit is not None and total > limit
         spare = "" if limit is None else f"; {text(abs(limit - total))} {'too much' if over else 'free'}"
         items.append(Text(left - 10, y + tall / 2, name, anchor="end"))
+        spare += f" ± {text(error * total)}" * bool(error) + f"; measured {text(seen.get(name, 0))}" * (
+            name in seen
+        )
         beside = right[i] if right else text(total) + spare
+        low, top = (left + wide * total * (1 + way) / high for way in (-error, error))
+        for stroke in (((low, 0), (top, 0)), ((low, -3), (low, 3)), ((top, -3), (top, 3))) if error else ():
+            items.append(Line(tuple((u, y + tall + 6 + v) for u, v in stroke), "ink", 2))
+        if name in seen:
+            items.append(
+                Rect(left + wide * seen[name] / high - 4, y + tall + 2, 8, 8, "measured", "paper", radius=4)
+            )
         items.append(Text(left + wide + 12, y + tall / 2, beside, SMALL, bold=over))
         said = ", ".join(f"{part} {text(value)}" for part, value in row.items())
         lines.append(f"{name}: {text(total)}{spare} ({said})")
@@ -274,7 +249,9 @@ def _bars(
         x, lines = left + wide * whole / high, [*lines, f"whole memory: {text(whole)}"]
         items += [Line(((x, -10), (x, -1)), "edge", 2), small_text(x, -16, f"whole {text(whole)}", "start")]
     key = legend([(role, ", ".join(parts)) for role, parts in meanings.items()])
-    return compose(title, [items, key], "\n".join(lines))
+    note = [f"Below each bar: by how much such an estimate is off in the mean, {error:.0%}." * bool(error)]
+    note[0] += " Dot: measured and published." * bool(seen)
+    return compose(title, [items, key], "\n".join(lines), [n for n in note if n])
 
 
 def bar_part(role: str, x: float, y: float, w: float, h: float, tip: str, act: str = "") -> Rect:

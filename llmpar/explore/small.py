@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from llmpar.config import ExpertConfig, preset
-from llmpar.draw.charts import memory_bars, overlap, timeline, token_flow
+from llmpar.draw.charts import memory_bars, overlap, timeline
+from llmpar.draw.dispatch import expert_loads
 from llmpar.draw.scene import Line, Rect, Scene, compose, small_text, time_text
 from llmpar.draw.strips import hop_words, ring_held, ring_sums
 from llmpar.explore.answers import refused, step
@@ -28,7 +29,15 @@ from llmpar.timetable import Timetable, reached, timetable
 
 
 class Figure(Explorer):
-    """What small figures share. One with a single control brings all its answers along."""
+    """What small figures share. One with a single control brings all its answers along; ``only`` names a
+    control to be left alone with, without what stands below the picture but words."""
+
+    def __init__(self, only: str = "", **state):
+        if only:
+            self.controls = [control for control in self.controls if control["name"] == only]
+            self.areas = [self.areas[0], *self.areas[-1:]][: len(self.areas)]
+            self.given = only
+        super().__init__(**state)
 
     def stored(self) -> list[dict]:
         if len(self.controls) > 1:
@@ -78,12 +87,6 @@ class TimelineExplorer(Figure):
         {"name": "order", "kind": "lines", "label": "your order, a line per stage (or drag an operation)"},
     ]
     known = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe")  # to compare with
-
-    def __init__(self, only: str = "", **state):
-        if only:
-            self.given, self.areas = only, [self.areas[0], self.areas[-1]]
-            self.controls = [control for control in self.controls if control["name"] == only]
-        super().__init__(**state)
 
     def order(self, state: dict) -> Schedule:
         """The written order where there is one, in upper or lower case, parted by spaces or commas; moved."""
@@ -384,8 +387,12 @@ class RoutingExplorer(Figure):
     """Where tokens go as an expert grows hot, and what a capacity would drop."""
 
     title, kind = "Routing explorer", "routing"
-    start = {"experts": 8, "chosen": 2, "ranks": 4, "heat": 0, "capacity_percent": 125}
-    controls = [slider("heat", "how hot expert 0 is (added to its logits)", 0, 6)]
+    start = {"experts": 8, "chosen": 2, "ranks": 4, "heat": 1, "capacity_percent": 125}
+    controls = [
+        slider("heat", "how hot expert 0 is (added to its logits)", 0, 6),
+        {"name": "capacity_percent", "kind": "choice", "label": "slots, in per cent of the even share"}
+        | {"options": [50, 75, 100, 125, 150, 200, 400]},
+    ]
     tokens = 64  # of each rank
 
     def logits(self, state: dict) -> list[list[list[float]]]:
@@ -404,9 +411,9 @@ class RoutingExplorer(Figure):
         chosen = [[expert for token in rank for expert in best(token)] for rank in self.logits(state)]
         rows, room = [[mine.count(e) for e in numbers] for mine in chosen], how.capacity(self.tokens)
         dropped = [sum(max(0, row[e] - room) for row in rows) for e in numbers]
-        picture = token_flow(rows, len(numbers) // len(rows), room * len(rows), dropped)
-        says = f"With a capacity of {room * len(rows)} rows, {factor:g} times the even share, {sum(dropped)}"
-        says += f" of {sum(map(sum, rows))} choices are dropped, {dropped[0]} of them by expert 0. Without"
-        says += " one, which is llmpar's default, none is dropped, and all wait for the busiest rank."
+        total, slots = sum(map(sum, rows)), room * ranks * len(numbers)
+        says = f"{room} slots for each expert on every rank, {factor:g} times the even share: {sum(dropped)}"
+        says += f" of {total} choices are dropped, {dropped[0]} of them by expert 0, and"
+        says += f" {slots - total + sum(dropped)} of {slots} slots travel empty."
         more = f"Each rank counts by itself: an expert takes {room} of its {self.tokens} tokens, first come."
-        return said(picture, says, more)
+        return said(expert_loads(rows, room), says, more)

@@ -43,38 +43,14 @@ def gpt_activation_bytes(
 ) -> float:
     """Bytes one GPT layer keeps for its backward in 16 bits: sbh(10 + 24/t + 5as/ht); SP sbh/t(34 + 5as/h).
 
-    Korthikanti et al. 2022, eqs. 1, 2 and 4, table 2. `recompute="selective"` drops 5as/h, "full" keeps 2sbh.
+    Korthikanti et al. 2022, eqs. 1, 2, 4, table 2. `recompute="selective"` drops 5as/h, "block" keeps 2sbh.
     For the block with dropout, GELU and attention that stores its scores: not our model.
     """
-    if recompute == "full":
+    if recompute == "block":
         return 2 * s * b * h
     whole, cut = (0, 34) if sequence_parallel else (10, 24)
     scores = {"none": 5 * heads * s / h, "selective": 0}[recompute]
     return s * b * h * (whole + (cut + scores) / tp)
-
-
-def llama_activation_bytes(
-    tokens: float,
-    d: float,
-    heads: float,
-    kv_heads: float,
-    head_dim: float,
-    ffn: float,
-    recompute: str = "none",
-    bytes_each: float = 2,
-) -> float:
-    """Bytes one Llama layer keeps with flash attention, counted from its products: derived, not published.
-
-    "none": both norms' inputs and outputs 4d, q, k, v and the output 2(n+k)h, gate, up and their product 3m.
-    "selective": the input, the attention's output and every other product (q, v, gate, down), as torchtitan's
-    per-operation checkpointing. "full": the input.
-    """
-    kept = {
-        "none": 4 * d + 2 * (heads + kv_heads) * head_dim + 3 * ffn,
-        "selective": 2 * d + (2 * heads + kv_heads) * head_dim + ffn,
-        "full": d,
-    }[recompute]
-    return tokens * kept * bytes_each
 
 
 def kv_cache_bytes(

@@ -71,6 +71,13 @@ def argument_bytes(
     }
 
 
+def kept_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]:
+    """Bytes per device that a block's forward pass leaves of a microbatch for its backward pass, by
+    `Plan.remat`. Of attention's sums for its softmax, 4 bytes for each token and head, nothing is counted."""
+    tokens = _tokens(plan, batch_size // plan.microbatches, seq_len)
+    return _block(plan.config, plan, tokens, seq_len, plan.platform == "tpu")[0]
+
+
 def temp_bytes(plan: Resolved, batch_size: int, seq_len: int, remat: str = "") -> int:
     """An estimate of the bytes per device that a step holds besides its arguments, for choosing among many
     plans: half of the recorded ones within 5 %, nine of ten within 15 % (`tests/compiled.md`). ``remat``: by

@@ -34,6 +34,8 @@ GPU_SHARE = 0.95
 """Of a GPU's memory, what JAX takes when it is told to (XLA_CLIENT_MEM_FRACTION)."""
 SAME = 0.005
 """Times that differ by less are the same: no model of time is that good."""
+ERROR = 0.07
+"""By how much a step's time is off in the mean over published runs (`tests/measured.md`)."""
 NEAR = 1.03
 """A way that the closed form ranks by so much behind another may be faster when its `traffic` is priced."""
 TURNS = 12

@@ -4,6 +4,8 @@
 #     teaching: 25
 #     exercises: 20
 #     needs: ["00"]
+#     question: How much memory and how much computing does a model want, before anything
+#       is parallel?
 #     objectives:
 #     - Count the parameters, the training state and the FLOPs of a Llama from its dims.
 #     - Tell what grows with the parameters from what grows with the tokens, and what
@@ -12,25 +14,16 @@
 # ---
 
 # %% [markdown]
-# # 01 · Memory and FLOPs: why is one device not enough?
+# # 01 · An 8B model is 16 GB. Why does it not fit on 80?
 #
-# Training holds four things. **Parameters** are the numbers that are learned. **Gradients** say how to change them. The
-# **optimizer state** is what Adam remembers of earlier steps: two moments, and a float32 copy of the weights. **Activations**
-# are results of the forward pass that the backward pass needs again. A **FLOP** is one addition or multiplication.
-#
-# **Question.** How much memory and how much computing does a model want, before anything is parallel?
-#
-# Letters: `b` rows of the batch, `s` positions, `d` width, `m` width of a feed-forward, `n` query heads, `k` KV heads, `h` width
-# of a head, `l` layers, `v` vocabulary, `Ψ` parameters, `T` tokens per device.
-#
-# All words: [docs/words.md](../docs/words.md#words). The core path ends at *Further*.
+# Llama 3 8B has 8 billion weights of 2 bytes each: 16 GB. An H100 has 80 GB. Train it there, and memory runs out before the first
+# token is read.
 
 # %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices()
 
-# %% tags=["plumbing"]
 import dataclasses
 
 import jax
@@ -45,18 +38,272 @@ from llmpar.exercises import attempt, hint, met, solution
 from llmpar.exercises.lesson import argument_bytes, counting_text, trained, verdicts
 from llmpar.inspect.census import compiled_memory
 from llmpar.plan import Plan
-from llmpar.predict import formulas
+from llmpar.predict import formulas, memory
 from llmpar.predict.hardware import chip
 
-# Accelerators round float32 products unless told not to.
+# Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
+h100 = chip("h100")
+usable, whole = h100.usable_bytes, h100.usable_hbm_gib * 2**30
+MODELS = ("llama3.2-1b", "llama3.2-3b", "llama3-8b", "llama2-13b")
+
+
+def bars(parts, title):
+    """Bytes of each model, for so many bytes a parameter, beside one H100."""
+    each = {name: preset(name).num_params for name in MODELS}
+    held = {
+        name: {part: n * size for part, n in parts.items()}
+        for name, size in each.items()
+    }
+    scene.show(draw.memory_bars(held.items(), usable, title, whole))
+    return held
+
+
+# %%
+held = bars({"weights": 2}, "Weights alone, beside one H100")
 
 # %% [markdown]
+# The weights of all four models fit. The dashed line is what a program may use: of the card's 79 GiB JAX takes three quarters when it
+# starts, unless you tell it otherwise. All lessons draw this line. (1 GB is 1e9 bytes, 1 GiB is 2**30; the card is sold as "80 GB".)
+#
+# ## Predict: what does training hold besides?
+#
+# For each weight there is a **gradient**, which says how to change it. Adam, the usual **optimizer**, keeps two running means for
+# each weight, its **moments**. In mixed precision a weight and its gradient have 16 bits. The two moments have 32 bits each, and
+# so has a precise copy of the weight, which the optimizer changes.
+#
+# **How many GB is all that for Llama 3 8B, with its 8.03 billion parameters?**
+
+# %%
+gigabytes = ...
+attempt("01.state_gb", gigabytes)
+
+# %% [markdown]
+# ## The state does not fit, long before a token is read
+
+# %%
+held = bars({"weights": 2, "gradients": 2, "optimizer": 12}, "What training holds")
+met("01.state_gb", sum(held["llama3-8b"].values()) / 1e9, "counted")
+
+# %% [markdown]
+# 2 + 2 + 12: **16 bytes for each parameter**. Two of the four models are too large now, and no token has been read.
+#
+# ### Exercise (core): what fits?
+#
+# `least`: the smallest number of A100s with 40 GB whose memory together holds this state of Llama 3 8B, cut evenly. (Count all
+# 40 GB of each card.) `left on 8`: how many GB are left on each of eight.
+
+# %%
+least, left_on_8 = ..., ...
+attempt("01.fits", {"least": least, "left on 8": left_on_8})
+
+# %% [markdown]
+# ## The compiler reserves exactly what was counted
+#
+# Is that true of a real program? A small model is trained here, with weights and moments of 32 bits: 12 bytes for each parameter
+# go into a step and come out changed. The tokens of a batch go in, too. The compiler says how many bytes it reserves for them.
+
+# %%
+CONFIG = dataclasses.replace(preset("tiny"), num_layers=8)
+TEXT, ADAM = counting_text(8, 128), optax.adamw(1e-2)
+print("Three programs are compiled and run: about 20 s.")
+runs = {
+    remat: trained(CONFIG, Plan("dp=1", remat=remat), TEXT, ADAM, 2)
+    for remat in ("none", "selective", "block")
+}
+predicted = argument_bytes(runs["none"])
+reserved = compiled_memory(runs["none"].compiled)["argument_bytes"]
+print(f"{CONFIG.num_params:,} parameters: predicted {sum(predicted.values()):,} B,")
+print(f"reserved {reserved:,} B")
+assert reserved == sum(predicted.values())
+
+# %% tags=["plumbing"]
+assert predicted["params"] == 4 * CONFIG.num_params
+assert predicted["optimizer"] == 8 * CONFIG.num_params
+
+# %% [markdown]
+# ## Activations climb for 32 layers, and come down again
+#
+# One thing is missing. The backward pass of `y = x @ w` needs `x` again. So each layer leaves results behind on its way forward,
+# its **activations**. The backward pass uses them up, last layer first. They grow with the tokens, not with the parameters.
+#
+# **Recomputation** keeps fewer of them and computes the others again. `none` keeps all that the backward pass reads. `selective`
+# keeps the results of matmuls and of attention. `block` keeps the input of each layer and nothing else.
+#
+# Llama 3 8B shall lie on eight H100s, its state cut evenly, and each reads 8,192 tokens in 16 bits. **Which of the three will
+# cross the line? Bet before you run the cell.**
+
+# %% tags=["plumbing"]
+LLAMA, TOKENS = preset("llama3-8b"), 8192
+
+
+def over_a_step(remat):
+    """Bytes by part after each layer, forward and then backward, on each of 8 GPUs."""
+    plan = Plan("fsdp=8", dtype="bfloat16", remat=remat).resolve(LLAMA, "gpu")
+    shape, layers = (8, TOKENS), LLAMA.num_layers
+    given, kept = memory.argument_bytes(plan, *shape), memory.kept_bytes(plan, *shape)
+    kept, grads = kept[remat], memory.weights_bytes(plan)["unreduced"]
+    work = memory.temp_bytes(plan, *shape) - layers * kept - grads
+    state = {"weights": given["params"], "moments": given["optimizer"]}
+    forward = [state | {"activations": n * kept} for n in range(layers + 1)]
+    backward = [
+        state
+        | {"activations": (layers - n) * kept, "gradients": grads * n / layers}
+        | {"at work": work}
+        for n in range(layers + 1)
+    ]
+    return kept, forward + backward
+
+
+KEPT, rows = {}, {}
+for policy in runs:
+    KEPT[policy], rows[policy] = over_a_step(policy)
+most = {name: max(sum(now.values()) for now in row) for name, row in rows.items()}
+assert most["none"] > usable > most["selective"] > most["block"]
+assert KEPT["selective"] == 736 * 2**20
+
+# %%
+phases = [("forward", 33), ("backward", 32)]
+title = "Llama 3 8B on eight H100s: one of them, over a step"
+scene.show(draw.step_memory(rows, phases, usable, title, roles={"at work": "again"}))
+
+# %% tags=["nbval-check-output"]
+for policy, size in KEPT.items():
+    print(f"{policy:<10} keeps {size / 2**20:>5,.0f} MiB of each layer", end="")
+    print(f", {32 * size / 2**30:4.1f} GiB of all 32")
+
+# %% [markdown]
+# *At work* is what the loss and one layer need while they run. Without recomputation the step needs more than the card has;
+# `block` needs about a quarter of that. The 736 MiB of `selective` are a layer's input, queries, keys, values, attention's
+# result, the sum behind it and the two wide matmuls of the feed-forward.
+#
+# ## The compiler agrees, and the losses stay the same
+#
+# The small model, compiled three times: what the compiler reserves beside weights, moments and tokens.
+
+# %%
+temporaries = {
+    policy: {"activations": compiled_memory(run.compiled)["temp_bytes"]}
+    for policy, run in runs.items()
+}
+scene.show(draw.memory_bars(temporaries.items(), title="Temporary memory, compiled"))
+
+# %% tags=["plumbing"]
+held = {policy: row["activations"] for policy, row in temporaries.items()}
+assert held["block"] < held["selective"] < held["none"]
+small = memory.kept_bytes(runs["block"].step.plan, *runs["block"].shape)
+more = CONFIG.num_layers * (small["selective"] - small["block"])
+assert abs((held["selective"] - held["block"]) / more - 1) < 0.04
+sent = verdicts(runs, runs["none"])
+assert not any(sent.values()), "one device sends nothing"
+assert np.allclose(runs["block"].losses, runs["none"].losses, rtol=1e-5)
+
+# %% [markdown]
+# The same numbers are computed, some of them twice. The last line is checked in every lesson; here one device holds all and sends
+# nothing.
+#
+# ## Each weight costs 6 FLOPs a token
+#
+# A **FLOP** is one addition or multiplication. In a matmul each weight is multiplied by one number of each token, and the
+# result is added to a sum: 2 FLOPs. The backward pass has two matmuls of the same size, for the gradient of the input and for
+# that of the weight: 4 more. The compiler counts the same.
+
+# %%
+T, D, M = 256, 64, 128  # tokens, width in, width out
+x, w = jnp.ones((T, D)), jnp.ones((D, M))
+
+
+def loss(x, w):
+    return jnp.sum((x @ w) ** 2)
+
+
+def flops_of(function):
+    return jax.jit(function).lower(x, w).compile().cost_analysis()["flops"]
+
+
+forward = flops_of(lambda x, w: x @ w)
+both = flops_of(jax.value_and_grad(loss, argnums=(0, 1)))
+per = T * D * M  # tokens times weights
+print(f"forward {forward / per:g} FLOPs a weight and token,", end=" ")
+print(f"both ways {both / per:.2f} (the square of the loss is in it)")
+assert forward == 2 * per and 6 <= both / per < 6.2
+
+# %% [markdown]
+# ### Exercise (core): how long?
+#
+# 1,024 H100s (989.4e12 FLOPs a second each) reach 40 % of that rate. How many **days** does Llama 3 8B take for 15e12 tokens?
+# Attention is not counted.
+
+# %%
+num_days = ...
+attempt("01.days", num_days)
+
+# %% [markdown]
+# ## Predict: when does attention cost more than all weights?
+#
+# Attention multiplies without weights: every token with every other. Each token of a sequence of `s` costs `12 l n h s` FLOPs,
+# both ways, where `l` are the layers, `n` the heads and `h` the width of a head. (The PaLM paper counts so, appendix B. A causal
+# mask leaves half of it.) Llama 3 8B has 32 layers, 32 heads and h = 128. Its weights cost 6 FLOPs each, apart from the
+# embedding's, `v d` = 128,256 × 4,096, which are looked up and not multiplied.
+#
+# **From which `s` on does attention cost more?**
+
+# %%
+length = ...
+attempt("01.crossover", length)
+
+# %% [markdown]
+# ## Attention takes over with the length
+
+# %% tags=["plumbing"]
+LENGTHS = [2**n for n in range(11, 21)]
+
+
+def costs(name):
+    """FLOPs of a token's weights, and of attention for each position."""
+    c = preset(name)
+    multiplied = c.num_params - c.vocab_size * c.width
+    return 6 * multiplied, 12 * c.num_layers * c.num_heads * c.head_width
+
+
+LINES = [("llama3-8b", "other4"), ("llama3-70b", "other3"), ("llama3.1-405b", "other5")]
+shares = [
+    (name, [a * s / (weights + a * s) for s in LENGTHS], color, "o", False)
+    for name, color in LINES
+    for weights, a in [costs(name)]
+]
+weights, a = costs("llama3-8b")
+equal = weights / a
+place = np.log2(equal / LENGTHS[0])
+assert round(equal) == 28_629
+
+# %%
+labels = [f"{s // 1024}k" if s < 2**20 else "1M" for s in LENGTHS]
+lines, marks = shares, [(place, f"llama3-8b: half at {equal:,.0f}")]
+options = dict(percent=True, high=1, marks=marks, title="Attention's share of a step")
+scene.show(draw.curves(lines, labels, "positions s", "share of FLOPs", **options))
+met("01.crossover", round(equal), "counted")
+
+# %% [markdown]
+# ## Keep: 16 bytes a parameter, 6 FLOPs a parameter and token
+#
+# 1. Training holds 16 bytes per parameter before the first token.
+# 2. Activations grow with tokens; recomputation trades them for FLOPs.
+# 3. 6 FLOPs per parameter and token: 2 forward, 4 backward.
+# 4. Attention adds `12 l n h s` per token: little at 8,192 positions, most of it at a million.
+# 5. Memory says how many devices you must have; FLOPs say how many you want.
+
+# %% tags=["plumbing"]
+assert formulas.zero_bytes(LLAMA.num_params, 1, 0) == 16 * LLAMA.num_params
+
+# %% [markdown]
+# ## Further
+#
 # ## Parameters, counted
 #
-# A Llama layer has four matrices for attention (queries `d n h`, keys and values `d k h`, output `n h d`), three for the
-# feed-forward (`d m` twice, `m d`), and two vectors of width `d`. Around the layers stand the embedding `v d`, the head `d v`
-# and one more vector.
+# A Llama layer has four matrices for attention and three for the feed-forward, and two vectors of width `d`. With `k` heads for
+# keys and values and `m` the width of the feed-forward they are: queries `d n h`, keys and values `d k h`, output `n h d`; `d m`
+# twice and `m d`. Around the layers stand the embedding `v d`, the head `d v` and one more vector.
 
 
 # %%
@@ -77,184 +324,23 @@ for name in ("llama2-7b", "llama2-70b", "llama3-8b", "llama3-70b", "llama3.1-405
 # %% [markdown]
 # These are the published numbers, to the last one.
 #
-# ## Predict
+# ## One GPU would train for 58 years
 #
-# Adam in mixed precision holds a weight and its gradient in 16 bits, and in 32 bits a copy of the weight and two moments.
-# **How many GB (1e9 bytes) is that for Llama 3 8B?**
-
-# %%
-gigabytes = ...
-attempt("01.state_gb", gigabytes)
-
-# %% [markdown]
-# ## One picture
-#
-# The state alone, against one H100 (the dashed line is what JAX takes of it when it starts). No activation is counted yet.
-
-# %%
-PARTS = {"weights": 2, "gradients": 2, "optimizer": 12}
-MODELS = ("llama3.2-1b", "llama3.2-3b", "llama3-8b", "llama2-13b")
-held = {
-    name: {part: size * preset(name).num_params for part, size in PARTS.items()}
-    for name in MODELS
-}
-capacity = chip("h100").usable_bytes
-title = "Training state on one device"
-scene.show(draw.memory_bars(held.items(), capacity_bytes=capacity, title=title))
-met("01.state_gb", sum(held["llama3-8b"].values()) / 1e9, "counted")
-
-# %% [markdown]
-# ## Run: what a compiled step holds
-#
-# Our small model is trained with float32 weights and two float32 moments: 12 bytes per parameter are *arguments* of the
-# step, and so is the batch. The compiler says what it reserves. The prediction is exact.
-
-# %%
-CONFIG = dataclasses.replace(preset("tiny"), num_layers=8)
-TEXT, ADAM = counting_text(8, 128), optax.adamw(1e-2)
-REMAT = ("none", "selective", "block")  # policies of recomputation, see below
-print("Three programs are compiled and run: about 20 s.")
-runs = {
-    remat: trained(CONFIG, Plan("dp=1", remat=remat), TEXT, ADAM, 2) for remat in REMAT
-}
-predicted = argument_bytes(runs["none"])
-held = compiled_memory(runs["none"].compiled)["argument_bytes"]
-for part, size in predicted.items():
-    print(f"{part:<10} {size:>10,} B")
-print(f"compiled   {held:>10,} B in all")
-assert held == sum(predicted.values())
-assert predicted["params"] == 4 * CONFIG.num_params
-
-# %% [markdown]
-# ## Activations
-#
-# The backward pass of `y = x w` needs `x`. So every layer keeps its inputs, and the bytes grow with the tokens and not with
-# the parameters. **Recomputation** (remat) keeps less and computes the rest again: `selective` keeps results of products,
-# `block` keeps a layer's input only. For Llama 3 8B and 8,192 tokens in 16 bits:
+# Whoever quotes **MFU** (model FLOPs utilisation) divides useful FLOPs per second by the peak. FLOPs that are computed again do
+# not count. At an MFU of 40 %, for 15e12 tokens:
 
 # %% tags=["nbval-check-output"]
-big = preset("llama3-8b")
-heads = (big.num_heads, big.num_kv_heads, big.head_width)
-for policy in ("none", "selective", "full"):
-    dims = (8192, big.width, *heads, big.ffn_width)
-    layer = formulas.llama_activation_bytes(*dims, recompute=policy)
-    mib, gib = layer / 2**20, 32 * layer / 2**30
-    print(f"{policy:<10} {mib:>7,.0f} MiB a layer, {gib:5.1f} GiB")
-
-# %% [markdown]
-# And what the compiler reserves for our model, besides its arguments. The value does not change: the same numbers are
-# computed, some of them twice.
-
-# %%
-temporaries = {}
-for remat, run in runs.items():
-    temporaries[remat] = compiled_memory(run.compiled)["temp_bytes"]
-    print(f"{remat:<10} {temporaries[remat] / 2**20:5.1f} MiB of temporaries")
-assert temporaries["block"] < temporaries["selective"] < temporaries["none"]
-assert np.allclose(runs["block"].losses, runs["none"].losses, rtol=1e-5)
-
-# %% [markdown]
-# ### Exercise (core): what fits?
-#
-# `least`: the smallest number of A100s with 40 GB whose memory together holds the state of Llama 3 8B (all of it cut evenly).
-# `left on 8`: how many GB are left on each of eight.
-
-# %%
-least, left_on_8 = ..., ...
-attempt("01.fits", {"least": least, "left on 8": left_on_8})
-
-# %% [markdown]
-# ## FLOPs
-#
-# A product of T rows, `d` wide, with a matrix `d m` has T·m sums of d terms: 2·T·d·m FLOPs. Its backward pass has two products of the same size:
-# one for the gradient of its input, and one for that of the weight. So: 2 per parameter and token forward, 4 backward, 6 in
-# all. The compiler counts the same.
-
-# %%
-T, D, M = 256, 64, 128
-x, w = jnp.ones((T, D)), jnp.ones((D, M))
-
-
-def loss(x, w):
-    return jnp.sum((x @ w) ** 2)
-
-
-def flops_of(function):
-    return jax.jit(function).lower(x, w).compile().cost_analysis()["flops"]
-
-
-forward = flops_of(lambda x, w: x @ w)
-both = flops_of(jax.value_and_grad(loss, argnums=(0, 1)))
-print(f"forward {forward:,.0f} = 2 T d m; both ways {both / forward:.2f} times as much")
-assert forward == 2 * T * D * M and 3 <= both / forward < 3.1
-
-# %% [markdown]
-# Attention adds products without parameters: scores and their use, `4 s n h` per token and layer forward, so `12 l n h s`
-# both ways (half of it under a causal mask; the whole square is the convention of the PaLM paper, appendix B).
-#
-# Whoever quotes **MFU** (model FLOPs utilisation) divides these useful FLOPs per second by the peak. Recomputed FLOPs do not
-# count.
-
-# %% tags=["nbval-check-output"]
-h100 = chip("h100")
-print("15T tokens on one H100 at 40 %, and attention's share at 8,192 positions:")
-for name in ("llama3-8b", "llama3-70b", "llama3.1-405b"):
+for name, _ in LINES:
     c = preset(name)
-    attention = 12 * c.num_layers * c.num_heads * c.head_width * 8192
     seconds = formulas.train_seconds(c.num_params, 15e12, 1, 0.4 * h100.flops_per_s)
-    share = attention / (6 * c.num_params + attention)
-    years = seconds / 86400 / 365.25
-    print(f"{name:<14} {years:5,.0f} years; {share:.0%}")
+    print(f"{name:<14} {seconds / 86400 / 365.25:5,.0f} years on one H100")
 
 # %% [markdown]
-# ### Exercise (core): how long?
+# ## Other words for recomputation
 #
-# 1,024 H100s (989.4 TFLOP/s each) reach 40 % of their peak. How many **days** does Llama 3 8B take for 15T tokens?
-# Attention is not counted.
-
-# %%
-num_days = ...
-attempt("01.days", num_days)
-
-# %% [markdown]
-# ## Four verdicts
+# torchtitan's selective checkpointing keeps every *second* matmul: less than `selective` here. PyTorch calls the whole idea
+# activation checkpointing, and `block` *full*.
 #
-# They return in every lesson. Here one device holds all.
-
-# %%
-sent = verdicts(runs, runs["none"], weights_within=None)
-assert not any(sent.values()), "one device sends nothing"
-
-# %% [markdown]
-# ## Five lines
-#
-# 1. Training holds 16 bytes per parameter before the first token.
-# 2. Activations grow with tokens; recomputation trades them for FLOPs.
-# 3. 6 FLOPs per parameter and token: 2 forward, 4 backward.
-# 4. Attention adds `12 l n h s` per token: little at 8,192 positions, most of it at a million.
-# 5. Memory says how many devices you must have; FLOPs say how many you want.
-#
-# **Two numbers to remember: 16 bytes per parameter, 6 FLOPs per parameter and token.**
-
-# %%
-state = formulas.zero_bytes(preset("llama3-8b").num_params, 1, 0)
-assert state == 16 * preset("llama3-8b").num_params
-room = h100.usable_hbm_gib
-print(f"Llama 3 8B: {state / 2**30:.0f} GiB of state; an H100 has {room:.0f} GiB")
-
-# %% [markdown]
-# ## Further
-#
-# ### Exercise (stretch): where attention overtakes
-#
-# From which sequence length `s` on does attention (the whole square) compute more than all weights of Llama 3 8B that
-# multiply? Reading the embedding is no product; the head is one.
-
-# %%
-length = ...
-attempt("01.crossover", length)
-
-# %% [markdown]
 # ### Exercise (expert): which inputs to keep?
 #
 # Chen et al. (2016) keep some layers' inputs only, one of each group, and compute a group of layers again when its backward pass comes.

@@ -4,6 +4,8 @@
 #     teaching: 25
 #     exercises: 30
 #     needs: ["02", "04"]
+#     question: What moves when a token chooses its experts, how much of it is padding,
+#       and what happens when everybody wants the same one?
 #     objectives:
 #     - Follow a token to its experts and back, and count what is sent.
 #     - Choose between capacity, dropless and ragged exchange, knowing what each drops
@@ -12,35 +14,16 @@
 # ---
 
 # %% [markdown]
-# # 09 · Experts: what moves when a token chooses?
+# # 09 · Experts: a token chooses. What must travel?
 #
-# A dense model uses every weight for every token. A mixture of experts has many feed-forwards in each layer, and a **router** sends a
-# token to a few of them: Mixtral 8x7B has 46.7 billion parameters, and 12.9 of them work on a token (Jiang et al. 2024). Experts are
-# cut by the axis `ep` (expert parallelism): each rank holds some of them, whole. Then tokens must travel to their experts and back. It is sometimes said
-# that expert parallelism moves nothing; it moves the tokens, twice in each direction of each layer:
-#
-# | step | arrow |
-# |---|---|
-# | dispatch | `b/ep e c d -> b e/ep c d`, an all-to-all |
-# | combine | `b e/ep c d -> b/ep e c d`, the same back |
-#
-# A **layout** such as `b/ep e c d` says which dim is cut by which axis, an **arrow** how that changes. `shard_map` runs a function on every
-# device with its own block; a **census** counts what the compiled program sends. All words: [docs/words.md](../docs/words.md#words).
-#
-# **Question.** What moves, how much of it is padding, and what happens when everybody wants the same expert?
-#
-# Letters: `b` rows of the batch, `s` positions, `d` width of the model, `m` width of a feed-forward, `e` experts, `c`
-# slots, `N` devices along the axis at hand, `a` experts that a token visits.
-# (Most papers write k for a.)
-#
-# The core path ends at *Further*.
+# Mixtral 8x7B has 46.7 billion weights, and each token works with 12.9 billion of them: with two of eight *experts* in every
+# layer. The experts lie on several devices. So a token must go to its experts and come back.
 
 # %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices()
 
-# %% tags=["plumbing"]
 import dataclasses
 
 import jax
@@ -60,6 +43,7 @@ from llmpar.exercises.lesson import (
     trained,
     verdicts,
 )
+from llmpar.explore.small import RoutingExplorer
 from llmpar.inspect.census import arrow_text, census_hlo, census_table, read_program
 from llmpar.mesh import make_mesh, spec
 from llmpar.notation import parse_layout
@@ -69,24 +53,83 @@ from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
 from llmpar.step import Step
 
-# Accelerators round float32 products unless told not to.
+# Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
 N = max(size for size in (1, 2, 4, 8) if size <= len(devices))
 mesh = make_mesh(f"ep={N}")
 
-# %% [markdown]
-# ## One picture
-#
-# Every rank scores its own tokens against all experts, and keeps the best `a` of each token. Below is what the router of a toy really
-# chose; on the right, how many rows each expert gets.
+# Four ranks, four experts, four tokens on each rank, and what a router chooses.
+FOUR = ExpertConfig(4, 2)
+logits = np.random.default_rng(38).standard_normal((4, 4, 4)).astype(np.float32)
+shares, visits = moe.choose(FOUR, moe.affinities(FOUR, jnp.asarray(logits)))
+VISITS, SHARES = np.asarray(visits).tolist(), np.asarray(shares)[0, 0].round(2).tolist()
 
 # %%
-E, A = 8, 2  # experts, and how many of them a token visits
+scene.show(draw.dispatch(VISITS, weights=SHARES))
+
+# %% [markdown]
+# Four ranks (devices) with four tokens each. An **expert** is a feed-forward with weights of its own, and rank 0 has expert 0.
+# The **router**, a small matrix, scores every token against all experts and chooses the best two. Follow the token with the thick
+# border. A copy goes to each of its experts, is worked on there, and comes back. The two results are weighed by the router's
+# scores and added up.
+#
+# An **all-to-all** carries them: every rank has another part for every other rank. The axis of the mesh over which experts are
+# dealt is `ep`, *expert parallelism*.
+#
+# ## Predict: how much leaves a rank?
+#
+# Now a program. Each of N ranks has 32 tokens of width 16 in float32. There are eight experts, and each token visits two of
+# them, all equally likely. **How many bytes does a rank send to others on the way there, if the rows travel and nothing else?**
+
+# %%
+E, A = 8, 2  # experts, and how many of them a token visits (papers: top-k)
 D, M, TOKENS = 16, 32, 32  # width, an expert's width, tokens of one rank
+print(f"{N} ranks, {TOKENS} tokens on each; {E} experts, {E // N} on a rank")
+bytes_dispatched = ...
+attempt("09.dispatch_bytes", bytes_dispatched, ranks=N)
+
+# %% [markdown]
+# ## A buffer has room for the worst case
+#
+# XLA wants every shape before any token has chosen. So a rank lays its rows into a buffer of **slots**: `c` for each of the `e`
+# experts. With `c` = 32 all tokens of a rank may choose the same expert, and none is left out.
+#
+# The exchange is the arrow `b/ep e c d -> b e/ep c d`. Each rank has made one of the `b` buffers. Before, they are cut by rank
+# (`b/ep`); behind, every rank has its experts' slots of all of them (`e/ep`). `d` is the width.
+
+
+# %%
+SLOTS = TOKENS  # c
+
+
+def slots_of(chosen):
+    """A row's slot: how many earlier rows of this rank chose the same expert?"""
+    expert = chosen.reshape(-1)
+    hot = jax.nn.one_hot(expert, E, dtype=jnp.int32)
+    earlier = ((jnp.cumsum(hot, axis=0) - hot) * hot).sum(-1)
+    return jnp.where(earlier < SLOTS, expert * SLOTS + earlier, E * SLOTS)
+
+
+def rank(x, weights, chosen, gate, up, down):
+    """What one rank does; its tokens x are 1 s d."""
+    slot, rows = slots_of(chosen), jnp.repeat(x[0], A, axis=0)
+    buffer = jnp.zeros((E * SLOTS, D)).at[slot].set(rows, mode="drop")
+    buffer = buffer.reshape(1, E, SLOTS, D)
+    here = lax.all_to_all(buffer, "ep", 1, 0, tiled=True)  # b/ep e -> b e/ep
+    out = feed_forward(here, gate, up, down)  # my experts, everybody's rows
+    back = lax.all_to_all(out, "ep", 0, 1, tiled=True)  # b e/ep -> b/ep e
+    back = back.reshape(E * SLOTS, D)
+    rows = back.at[slot].get(mode="fill", fill_value=0).reshape(1, TOKENS, A, D)
+    return (rows * weights[..., None]).sum(2)
+
+
+# %% tags=["plumbing"]
 HOW = ExpertConfig(E, A)
 rng = np.random.default_rng(0)
 x = rng.standard_normal((N, TOKENS, D)).astype(np.float32)
 router = rng.standard_normal((D, E)).astype(np.float32) / D**0.5
+shapes = ((E, D, M), (E, D, M), (E, M, D))
+gate, up, down = (rng.standard_normal(n).astype(np.float32) / 4 for n in shapes)
 
 
 def routed(skew=0.0):
@@ -96,34 +139,8 @@ def routed(skew=0.0):
     return np.asarray(weights), np.asarray(chosen)
 
 
-weights, chosen = routed()
-rows = [[int((mine == e).sum()) for e in range(E)] for mine in chosen]  # rank, expert
-scene.show(draw.token_flow(rows, E // N))
-
-# %% [markdown]
-# ## Predict
-#
-# A rank has 32 tokens of width 16 in float32, `a` = 2, and all experts are equally likely. **How many bytes does it send to other ranks in
-# the dispatch, if only the rows themselves travel?**
-
-# %%
-print(f"{N} ranks, {TOKENS} tokens on each; {E} experts, {E // N} on a rank")
-bytes_dispatched = ...
-attempt("09.dispatch_bytes", bytes_dispatched, ranks=N)
-
-# %% [markdown]
-# ## Run: a dispatch by hand
-#
-# The reference is dense: all tokens through all experts, and most results get weight 0. That is right, and E/a times too much work.
-
-
-# %%
-shapes = ((E, D, M), (E, D, M), (E, M, D))
-gate, up, down = (rng.standard_normal(n).astype(np.float32) / 4 for n in shapes)
-
-
 def feed_forward(x, gate, up, down):
-    """The experts' products: x is b e c d, its rows sorted by expert."""
+    """The experts' matmuls: x is b e c d, its rows sorted by expert."""
     hidden = jnp.einsum("becd,edm->becm", x, gate)
     hidden = jax.nn.silu(hidden) * jnp.einsum("becd,edm->becm", x, up)
     return jnp.einsum("becm,emd->becd", hidden, down)
@@ -137,45 +154,6 @@ def dense(x, weights, chosen, gate, up, down):
     return jnp.einsum("besd,bse->bsd", every, share)
 
 
-# %% [markdown]
-# By hand, as one rank sees it:
-#
-# 1. Place: a row's slot is how many earlier rows of this rank chose the same expert.
-# 2. Lay the rows into a buffer `e c d`, with `c` slots for each expert.
-# 3. One all-to-all: `b/ep e c d -> b e/ep c d`.
-# 4. My experts multiply what has come from everybody.
-# 5. The same all-to-all back: `b e/ep c d -> b/ep e c d`.
-# 6. Read the rows at their slots and add them up, weighed.
-#
-# XLA's shapes are fixed before anybody has chosen, so `c` must be too: with `c` = all tokens of a rank, nothing can be dropped.
-
-
-# %%
-SLOTS = TOKENS  # c
-
-
-def rank(x, weights, chosen, gate, up, down):  # b/ep s d, b/ep s a twice, e/ep d m …
-    expert = chosen.reshape(-1)
-    hot = jax.nn.one_hot(expert, E, dtype=jnp.int32)
-    place = ((jnp.cumsum(hot, axis=0) - hot) * hot).sum(-1)  # 1
-    slot = jnp.where(place < SLOTS, expert * SLOTS + place, E * SLOTS)  # else: dropped
-    buffer = jnp.zeros((E * SLOTS, D))
-    buffer = buffer.at[slot].set(jnp.repeat(x[0], A, axis=0), mode="drop")  # 2
-    buffer = buffer.reshape(1, E, SLOTS, D)
-    here = lax.all_to_all(buffer, "ep", split_axis=1, concat_axis=0, tiled=True)  # 3
-    out = feed_forward(here, gate, up, down)  # 4
-    back = lax.all_to_all(out, "ep", split_axis=0, concat_axis=1, tiled=True)  # 5
-    back = back.reshape(E * SLOTS, D)
-    rows = back.at[slot].get(mode="fill", fill_value=0).reshape(1, TOKENS, A, D)
-    return (rows * weights[..., None]).sum(2)  # 6
-
-
-tokens, experts = spec(parse_layout("b/ep s d")), spec(parse_layout("e/ep d m"))
-places = (tokens,) * 3 + (experts,) * 3
-by_hand = jax.shard_map(rank, mesh=mesh, in_specs=places, out_specs=tokens)
-
-
-# %% tags=["plumbing"]
 def with_gradients(layer):
     """The layer's output, and the gradients of everything but the choice."""
 
@@ -187,73 +165,77 @@ def with_gradients(layer):
     return jax.jit(run)
 
 
-given = x, weights, chosen, gate, up, down
+tokens, experts = spec(parse_layout("b/ep s d")), spec(parse_layout("e/ep d m"))
+places = (tokens,) * 3 + (experts,) * 3
+by_hand = jax.shard_map(rank, mesh=mesh, in_specs=places, out_specs=tokens)
+given = *(x, *routed()), gate, up, down
 want = with_gradients(dense)(*given)
 program, text = read_program(with_gradients(by_hand).lower(*given))
 names = ("y", "x", "weights", "gate", "up", "down")
 for name, a, b in zip(names, program(*given), want, strict=True):
     assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max(), name
-say(
-    "value: output and all gradients equal the dense evaluation; the router's weights"
-    " have a gradient too"
-)
-
-# %% [markdown]
-# Autodiff turned each all-to-all around: the gradients of the rows travel to the experts, and come back. Two forward, two backward.
-
-# %%
 table = census_table(census_hlo(text, mesh))
-buffer_bytes = E * TOKENS * D * 4
-if N > 1:
-    sent = 4 * buffer_bytes * (N - 1) // N
-    assert table == {("ep", "all-to-all"): {"count": 4, "bytes_sent": sent}}
-    print(f"communication: 4 all-to-alls of a buffer of {buffer_bytes:,} B")
-    met("09.dispatch_bytes", sent // 4)
-    print(f"rows fill {A * TOKENS} of {E * TOKENS} slots:", end=" ")
-    print(f"{E / A:g} times as much travels as is needed")
+sent = 4 * E * TOKENS * D * 4 * (N - 1) // N  # four times the buffer
+exchanges = {("ep", "all-to-all"): {"count": 4, "bytes_sent": sent}} if N > 1 else {}
+assert table == exchanges
+print("Output and all gradients equal those of all experts on all tokens.")
 
 # %% [markdown]
-# That is the honest price of "dropless" in fixed shapes. There are three ways out:
+# Autodiff turns each all-to-all round: gradients travel to the experts and back. That makes four exchanges, two forward and two
+# backward.
 #
-# * **Capacity** (GShard, Switch): fewer slots, and who finds none is left out.
-# * **Ragged** exchange: send the full slots only, which XLA can do on GPUs and TPUs (`Plan.dispatch`).
-# * **Pack by rank, not by expert**: a token travels to a rank once, however many of its experts are there, and comes
-#   back as their sum.
-#
-# So `llmpar.moe` gives slots to N ranks, and not to E experts; who chose what is told to all ranks beforehand, `a` numbers for each token. That
-# helps where N < E, and very much with many experts on a rank:
+# ## Empty slots travel too
 
 # %%
-for how in (HOW, ExpertConfig(128, 8)):
-    by_expert = how.num_experts / how.top_k
-    for ranks in (1, 2, 4, 8):
-        slots = ranks * how.slots(4096, 1, ranks) / 4096 / how.top_k
-        helps = ranks < how.num_experts
-        assert slots == ranks / how.top_k and (slots < by_expert) == helps
-        print(f"E = {how.num_experts}, a = {how.top_k}, ep={ranks}:", end=" ")
-        print(f"{slots:.2f} slots for each choice, in place of {by_expert:g}", end="")
-        print("" if helps else ": no gain")
+scene.show(draw.dispatch(VISITS, slots=4, weights=SHARES))
+
+# %%
+met("09.dispatch_bytes", A * TOKENS * D * 4 * (N - 1) // N, "rows alone")
+print(f"this program sends {sent // 4:,} B: empty slots travel, too.")
+print(f"Rows fill {A * TOKENS} of {E * TOKENS} slots of a rank: 1 in {E / A:g}.")
 
 # %% [markdown]
-# ## Capacity: who is left out
+# To drop nobody costs E/a times what is needed: `E` experts, of which a token visits `a`. There are three ways out.
 #
-# An expert takes `factor` times its even share, the first to come. The others keep their residual stream as it was.
+# * **Capacity** (GShard, Switch): fewer slots. Who finds none is left out.
+# * **Ragged** exchange: send the full slots alone. XLA can on GPUs and TPUs (`Plan.dispatch`).
+# * **Pack by rank**: a token goes to a rank once, however many of its experts are there, and their sum comes back. llmpar does
+#   this ([Further](#Further)).
+#
+# ## Fewer slots leave tokens out; more travel for nothing
+#
+# Choose the number of slots. Expert 0 is a little more popular than the others. A choice that is left out adds nothing: what the
+# layer makes of that token lacks one expert's part.
 
-# %% tags=["nbval-check-output"]
+# %%
+RoutingExplorer(only="capacity_percent", heat=1, capacity_percent=125)
+
+# %% [markdown]
+# No number of slots is good at both. Below, a popular expert 0 and less and less popular ones; 1 is the even share.
+
+# %% tags=["plumbing"]
 draws = np.random.default_rng(1)
 # Affinities of 8 rows of 256 tokens, expert 0 the hottest.
 popular = draws.standard_normal((8, 256, E)) + np.linspace(1, -1, E)
-print("capacity factor   dropped")
-dropped = {}
-for factor in (0.5, 1.0, 1.25, 1.5, 2.0, None):
+FACTORS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
+dropped, empty = [], []
+for factor in (*FACTORS, None):
     how = dataclasses.replace(HOW, capacity_factor=factor)
     _, kept, aux = moe.route(how, Solo(), jnp.asarray(popular, jnp.float32))
     counts = (np.asarray(kept)[..., None] == np.arange(E)).sum(2)  # b s e
-    dropped[factor] = float(aux["tally"][-2]) / (8 * 256 * A)
+    dropped.append(float(aux["tally"][-2]) / (8 * 256 * A))
     assert counts.sum(1).max() <= how.capacity(256)
-    assert dropped[factor] == 1 - counts.sum() / (8 * 256 * A)
-    print(f"{factor or 'none':>15}   {dropped[factor]:.1%}")
-assert dropped[None] == 0 and dropped[0.5] > dropped[1.0] > dropped[2.0]
+    assert dropped[-1] == 1 - counts.sum() / (8 * 256 * A)
+    empty.append(1 - counts.sum() / (8 * E * how.capacity(256)))
+assert dropped[-1] == 0 and dropped[0] > dropped[2] > dropped[5]
+assert empty == sorted(empty) and empty[-1] == 1 - A / E
+
+# %%
+lines = [("slots empty", empty[:-1], "other5", "s", False)]
+lines += [("choices left out", dropped[:-1], "other4", "o", False)]
+options = dict(percent=True, high=1, title="What a capacity costs")
+factors = [f"{factor:g}" for factor in FACTORS]
+scene.show(draw.curves(lines, factors, "slots over the even share", "share", **options))
 
 # %% [markdown]
 # ### Exercise (core): how much room?
@@ -266,9 +248,10 @@ rows_per_expert = ...
 attempt("09.capacity", rows_per_expert)
 
 # %% [markdown]
-# ## Compare: four verdicts on a Llama with experts
+# ## A Llama with experts learns as on one device
 #
-# `tiny-moe` has 8 experts with `a` = 2 in each layer. The same step, on one device and with experts cut by `ep`, beside ZeRO-3.
+# `tiny-moe` has 8 experts with `a` = 2 in each layer. The same step runs on one device, and with its experts dealt over `ep`,
+# beside ZeRO-3.
 
 # %% tags=["plumbing"]
 jax.clear_caches()  # the toys' programs: a lesson stays below 1 GB
@@ -278,52 +261,62 @@ CONFIG = dataclasses.replace(preset("tiny-moe"), num_layers=2)
 ep = min(N, 4)
 PLAN = Plan(f"ep={ep} fsdp={N // ep}")
 TEXT, ADAM, STEPS = counting_text(N, 32), optax.adamw(1e-2), 3
-
 print("Two programs are compiled and run: about 20 s.")
 run = trained(CONFIG, PLAN, TEXT, ADAM, STEPS)
 solo = trained(CONFIG, Plan("dp=1"), TEXT, ADAM, STEPS)
 found = verdicts({"experts": run}, solo)["experts"]
-
-# %%
-gate_held = run.state.params["blocks"]["experts"]["gate"].addressable_shards[0].data
-assert gate_held.shape == (2, E // ep, CONFIG.width // (N // ep), CONFIG.ffn_width)
-print(
-    "an expert's gate is stored as",
-    PLAN.resolve().stored("experts l e d m"),
-    gate_held.shape,
-)
-sums = PLAN.resolve().life("experts l e d m").unreduced.sums
-print("and its gradient waits for a sum over:", sums or "nobody")
 if N > 1:
     assert found["ep", "all-to-all"]["count"] == 4 * CONFIG.num_layers
-    exchanges = [c for c in as_predicted(run) if c.kind == "all-to-all"]
-    print(arrow_text(exchanges))  # there and back, twice
 
 # %% [markdown]
-# A dense weight is summed over `ep` as over any axis of the batch, and ZeRO cuts its state by `ep` too; an expert is neither, since
-# no other rank of `ep` has it.
-#
-# ## Five lines
+# ## Keep: the tokens travel, and so do empty slots
 #
 # 1. A layer of experts moves tokens: two all-to-alls forward, two backward, up to `a` rows per token each.
-# 2. Static shapes need room for the worst case. Dropless sends padding; a capacity drops; ragged exchange does neither.
-# 3. Only full blocks are multiplied: a/E of the work of all experts. What would be kept for the worst case is computed again.
-# 4. Experts' gradients are summed over `dp` and `fsdp`, everything else over `ep` too.
-# 5. The slowest rank sets the pace: balance by a loss, or by a bias that follows the load.
-#
-# **One number to remember: E/a.** The parameters that you get for the work of one, and the batch that you need to feed them.
-
-# %%
-model = preset("tiny-moe")
-print(f"tiny-moe: E/a = {E / A:g};", end=" ")
-print(f"{model.num_params:,} parameters, {model.active_params:,} active")
+# 2. Fixed shapes need room for the worst case. Dropless sends padding; a capacity drops; ragged exchange does neither.
+# 3. Experts' gradients are summed over `dp` and `fsdp`, everything else over `ep` too.
+# 4. The slowest rank sets the pace: balance by a loss, or by a bias that follows the load.
+# 5. Remember E/a: the parameters that you get for the work of one, and the batch that you need to feed them.
 
 # %% [markdown]
 # ## Further
 #
 # Who multiplies, what routers report, a hot expert and its cures, and what all this costs on real links.
 #
-# ## Blocks that hold something
+# ## Packed by rank, a token has N places and not E
+#
+# `llmpar.moe` gives slots to ranks, not to experts. Who chose what is told to all ranks beforehand, `a` numbers for each token. A
+# token has a place on each of N ranks then, and not one at each of E experts. That helps where N < E, and very much with
+# many experts on a rank:
+
+# %%
+for how in (HOW, ExpertConfig(128, 8)):
+    for ranks in (1, 2, 4, 8):
+        places = ranks * how.slots(4096, 1, ranks) / 4096
+        assert places == ranks <= how.num_experts
+        print(f"E = {how.num_experts}, a = {how.top_k}, ep={ranks}: a token", end=" ")
+        print(f"has {places:g} of {how.num_experts} places")
+
+# %% [markdown]
+# ## Where an expert lies, and who sums its gradient
+#
+# A dense weight is summed over `ep` as over any axis of the batch, and ZeRO cuts its state by `ep` too. An expert is neither,
+# since no other rank of `ep` has it.
+
+# %%
+gate_held = run.state.params["blocks"]["experts"]["gate"].addressable_shards[0].data
+assert gate_held.shape == (2, E // ep, CONFIG.width // (N // ep), CONFIG.ffn_width)
+layout = PLAN.resolve().stored("experts l e d m")
+print("an expert's gate is stored as", layout, gate_held.shape)
+sums = PLAN.resolve().life("experts l e d m").unreduced.sums
+print("and its gradient waits for a sum over:", sums or "no axis")
+if N > 1:
+    exchanges = [c for c in as_predicted(run) if c.kind == "all-to-all"]
+    print(arrow_text(exchanges))  # there and back, twice
+model = preset("tiny-moe")
+print(f"{model.num_params:,} parameters, {model.active_params:,} at work on a token")
+
+# %% [markdown]
+# ## Only blocks that hold something are multiplied
 #
 # Empty slots travel, but are never multiplied: on its rank the rows of an expert fill whole blocks, and only blocks that hold something
 # are worked on. (Gale et al. 2022 do the same with blocks of a sparse matrix.) Who multiplies depends on the devices (`Plan.grouped`):
@@ -333,7 +326,7 @@ print(f"{model.num_params:,} parameters, {model.active_params:,} active")
 # %% [markdown]
 # ### Exercise (stretch): combine
 #
-# Write step 6. `rows` is `[slots, d]`, `slot` says for each token and choice where its row lies (`len(rows)`: it was dropped), `weights`
+# Write the last step. `rows` is `[slots, d]`, `slot` says for each token and choice where its row lies (`len(rows)`: it was dropped), `weights`
 # are the router's. Both are `[tokens, a]`. Return `[tokens, d]`; NumPy is there as `np`.
 
 
@@ -344,18 +337,9 @@ def combine(rows, slot, weights): ...
 attempt("09.combine", combine)
 
 # %% [markdown]
-# ## A hot expert
+# ## All wait for the busiest expert
 #
-# Drag the heat: all ranks wait for the one that has the busiest expert. Hatched is what a capacity would drop; without one, nothing is
-# dropped. (In the stored page this is a picture.)
-
-# %%
-from llmpar.explore.small import RoutingExplorer
-
-RoutingExplorer(experts=8, chosen=A, ranks=4, heat=2, capacity_percent=125)
-
-# %% [markdown]
-# And with this lesson's router:
+# The router of this lesson, with expert 0 made more and more attractive:
 
 # %% tags=["nbval-check-output"]
 for skew in (0.0, 1.0, 2.0, 4.0):
@@ -390,9 +374,11 @@ for _ in range(40):
     load = np.bincount(np.asarray(picked).ravel(), minlength=E)
     seen.append(load.max() / load.mean())
     bias += biased.bias_rate * np.sign(load.mean() - load)
-print(f"busiest over mean: {seen[0]:.2f} at first, {seen[-1]:.2f} after 40 steps")
-print(f"the bias is {np.round(bias, 2)}")
 assert seen[-1] < 1.3 < seen[0]
+course = {(n + 1) / 10: load for n, load in enumerate(seen)}
+line = ("busiest / mean", course, "ep-line", "o", False)
+title = "A bias that follows the load"
+scene.show(draw.curves([line], range(0, 41, 10), "step", "load", low=1, title=title))
 
 # %% [markdown]
 # ## What routers report
@@ -427,7 +413,7 @@ for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"):
     print(f"{config.active_params / 1e9:5.1f} B active;", end=" ")
     print(f"4,096 tokens send {sent / 1e6:5.0f} MB a layer;")
     share = how.num_experts / how.top_k
-    print(f"{'':<14} E/a = {share:g}: {batch:,.0f} tokens to fill a product")
+    print(f"{'':<14} E/a = {share:g}: {batch:,.0f} tokens to fill a matmul")
 assert formulas.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
 print("published: 128 experts, a = 4, H100 nodes on 400 GB/s: 79,200 tokens per GPU")
 print("before data parallelism hides (Scaling book)")

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from deck import draw, show, where
+from deck import draw, show, steps, where
 
 from llmpar import moe
 from llmpar.config import ExpertConfig, preset
@@ -55,10 +55,18 @@ def visits(skew):
     return [[int((mine == e).sum()) for e in range(8)] for mine in chosen]
 
 
-show(draw.token_flow(visits(0), 2))
+FOUR = ExpertConfig(4, 2)
+scores = np.random.default_rng(38).standard_normal((4, 4, 4)).astype(np.float32)
+weights, chosen = moe.choose(FOUR, moe.affinities(FOUR, jnp.asarray(scores)))
+way = dict(chosen=np.asarray(chosen).tolist(), slots=4, weights=np.asarray(weights)[0, 0].round(2).tolist())
+steps(
+    *(draw.dispatch(**way, stages=n) for n in range(1, 6)),
+    title="Four ranks, four tokens and an expert on each",
+)
 
 # %% [markdown] tags=["notes"]
-# What a random router chose for 4 ranks of 64 tokens, 2 experts on each, `a` = 2. Grey rows stay at home.
+# What a random router chose, `a` = 2. Five presses: tokens; slots, some of them empty; at the experts; back; weighed and added up.
+# Follow the token with the thick border. A row of slots is what one rank sends to another, empty slots included.
 #
 # **Ask:** which gradients need no sum over `ep`? Those of the experts: nobody else on `ep` has them. Everything dense is summed over
 # it, as over any axis of the batch.
@@ -84,13 +92,13 @@ assert formulas.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
 
 # %%
 hot, room = visits(1.5), formulas.expert_capacity(64 * RANKS, 8, 1.25, 2)
-dropped = sum(max(0, n - room) for n in np.sum(hot, 0)) / np.sum(hot)
+dropped = np.maximum(0, np.array(hot) - room // RANKS).sum() / np.sum(hot)
 assert room == 80 and 0.1 < dropped < 0.25
-show(draw.token_flow(hot, 2, capacity=room))
+show(draw.expert_loads(hot, room // RANKS))
 
 # %% [markdown] tags=["notes"]
-# The same tokens, with expert 0 more attractive. The line is a capacity factor of 1.25: 80 rows. What is beyond it is dropped: those
-# tokens skip the layer, and keep their residual stream.
+# Four ranks of 64 tokens and eight experts, expert 0 more attractive. A capacity factor of 1.25 is 20 slots for each expert on every
+# rank. What finds none is left out (hatched): such a choice adds nothing to its token. White slots are empty, and travel.
 #
 # **Ask:** what does dropless cost? In fixed shapes, slots for all that *could* come: one from each token for each rank, where a token
 # travels once. Empty slots travel, but are not multiplied. GPUs and TPUs can exchange the full slots alone.

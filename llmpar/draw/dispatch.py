@@ -1,0 +1,130 @@
+"""Tokens on their way to experts: one token's way through the slots, and how full the slots are."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from llmpar.draw.charts import count_noun
+from llmpar.draw.scene import OTHERS, SMALL, Line, Rect, Scene, Text, compose, legend, small_text, text_width
+
+CELL, STAGES = 17, ("tokens", "in slots", "at the experts", "back in slots", "tokens")
+"""Pixels of a token and of a slot; where a token is, from left to right."""
+
+
+def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages: int = 5) -> Scene:
+    """The way of one token to its experts and back. ``chosen[rank][token]`` are the experts that it visits,
+    and rank r has expert r. A row has the colour of the rank that it comes from.
+
+    With ``slots`` a rank has so many for each expert, and all of them travel, full or empty; who finds none
+    is left out. Without, rows travel alone. ``follow`` is the rank and the token whose way is drawn,
+    ``weights`` what its results are multiplied by, ``stages`` how far the drawing has come, of 5.
+    """
+    ranks, (home, token) = len(chosen), follow
+    if any(not 0 <= e < ranks for mine in chosen for visits in mine for e in visits):
+        raise ValueError(
+            f"rank r has expert r here: experts are 0 to {ranks - 1}; for others use expert_loads"
+        )
+    rows = [[[t for t, v in enumerate(mine) if e in v][:slots] for e in range(ranks)] for mine in chosen]
+    most = slots or max(len(row) for mine in rows for row in mine)
+    tall, label, gap = CELL * max(ranks, *map(len, chosen)) + 22, text_width("from 0", SMALL) + 10, 76
+    wide = [CELL, *[most * CELL] * 3, CELL]
+    lefts = [x := text_width("rank 0") + 16] + [
+        x := x + w + gap + label * (k < 3) for k, w in enumerate(wide[:-1])
+    ]
+    y_of = lambda rank, line: rank * tall + CELL * line
+    items: list[Any] = [Rect(0, -58, lefts[4] + CELL + 20, ranks * tall + 40)]  # as large at every stage
+
+    def cell(x: float, y: float, source: int, t: int | None) -> None:
+        look = ("paper", "edge", 0.75) if t is None else (OTHERS[source % len(OTHERS)], "ink", 1)
+        items.append(Rect(x + 1, y + 1, CELL - 2, CELL - 2, *look))
+        items.extend([Rect(x, y, CELL, CELL, "", "ink", 3)] * ((source, t) == (home, token)))
+
+    for stage, x in enumerate(lefts[:stages]):
+        items.append(
+            small_text(
+                x + wide[stage] / 2,
+                -28,
+                STAGES[stage] if slots else STAGES[stage].replace("in slots", "by expert"),
+                fill="ink",
+            )
+        )
+        for r in range(ranks):
+            items += [Text(x - 12, y_of(r, ranks / 2), f"rank {r}", anchor="end")] * (not stage)
+            items += [small_text(x + wide[2] / 2, y_of(r, 0) - 10, f"expert {r}", fill="ink")] * (stage == 2)
+            if stage in (0, 4):
+                for t in range(len(chosen[r])):
+                    cell(x, y_of(r, t), r, t)
+                continue
+            for line in range(ranks):
+                source, expert = (line, r) if stage == 2 else (r, line)
+                items.append(
+                    small_text(x - 7, y_of(r, line + 0.5), f"{'from' if stage == 2 else 'to'} {line}", "end")
+                )
+                there: list = rows[source][expert]
+                for k, t in enumerate(there + [None] * (most - len(there)) * (slots is not None)):
+                    cell(x + CELL * k, y_of(r, line), source, t)
+    names = ("router", "all-to-all", "all-to-all", "sum")
+    for k, (a, b) in enumerate(pairwise(lefts[:stages])):
+        items.append(Text(a + wide[k] + gap / 2, -50, names[k], SMALL, "middle", bold=True))
+        for n, expert in enumerate(e for e in chosen[home][token] if token in rows[home][e]):
+            places = [(home, token), (home, expert), (expert, home), (home, expert), (home, token)]
+            (r, line), (r2, line2) = places[k : k + 2]
+            x, y, end = a + wide[k] + 3, y_of(r, line + 0.5), b - (label - 6) * (k < 3) - 4
+            if k == 3 and weights:
+                items.append(small_text(x, y, said := f"× {weights[n]:g}", "start", "ink"))
+                x += text_width(said, SMALL) + 2
+            items.append(Line(((x, y), (end, y_of(r2, line2 + 0.5))), "ink", 2, head=True))
+    full, size = sum(len(row) for mine in rows for row in mine), ranks * ranks * most
+    stay = sum(len(rows[r][r]) for r in range(ranks))
+    note = f"Thick: the token that is followed, and its {count_noun(len(chosen[home][token]), 'copy')}."
+    note += (
+        f" {stay} of {full} rows stay on their rank."
+        if slots is None
+        else f" {full} of {size} slots are full; all travel."
+    )
+    lines = [f"rank {r}: " + "; ".join(" ".join(map(str, v)) for v in mine) for r, mine in enumerate(chosen)]
+    said = " and ".join(f"expert {e} on rank {e}" for e in chosen[home][token])
+    lines = ["experts chosen, by token:", *lines, f"token {token} of rank {home} goes to {said}, and back"]
+    title = "A token goes to its experts and back" + ("" if slots is None else ", in slots that all travel")
+    return compose(title, [items], "\n".join([*lines, note]), [note])
+
+
+def expert_loads(rows, room: int | None = None) -> Scene:
+    """How full the experts are: ``rows[rank][expert]`` is a number of rows, in the colour of the rank that
+    they come from. With ``room`` slots for each expert on every rank: what is full, empty and left out;
+    without: how long the others wait for the busiest expert."""
+    ranks, experts = len(rows), len(rows[0])
+    load = [sum(row[e] for row in rows) for e in range(experts)]
+    taken = [[n if room is None else min(n, room) for n in row] for row in rows]
+    lost = [load[e] - sum(row[e] for row in taken) for e in range(experts)]
+    total, high = sum(load), max(load) if room is None else room * ranks
+    left, per, items = text_width("expert 00") + 12, 420 / max(1, high + max(lost)), list[Any]()
+    for e in range(experts):
+        x, y = left, 26 * e
+        items.append(Text(left - 10, y + 9, f"expert {e}", anchor="end"))
+        for r, mine in enumerate(taken):
+            w, whole = per * mine[e], per * (mine[e] if room is None else room)
+            items += [Rect(x, y, w, 18, OTHERS[r % len(OTHERS)], "ink", 0.75)] * (w > 0)
+            items += [Rect(x + w, y, whole - w, 18, "paper", "edge", 0.75)] * (w < whole)
+            x += whole
+        idle = per * (high - load[e]) * (room is None)
+        w = idle or per * lost[e]
+        items += [Rect(x, y, w, 18, "paper", "edge", 0.75, "/")] * (w > 0)
+        said = count_noun(load[e], "row") + f", {lost[e]} left out" * (lost[e] > 0)
+        items.append(small_text(left + 432, y + 9, said, "start", "ink"))
+    away = sum(n for r, row in enumerate(rows) for e, n in enumerate(row) if e * ranks // experts != r)
+    note = f"{away} of {total} rows change their rank; the busiest expert has"
+    note += f" {max(load) * experts / max(total, 1):.2f} × the mean."
+    said = [", ".join(f"{n} to expert {e}" for e, n in enumerate(row) if n) for row in rows]
+    lines = [f"rank {r}: {words}" for r, words in enumerate(said)]
+    lines.append("load: " + " ".join(map(str, load)))
+    key = [(OTHERS[r % len(OTHERS)], f"from rank {r}", "") for r in range(ranks)]
+    if room is None:
+        key.append(("edge", "waits for the busiest", "/"))
+    else:
+        empty = high * experts - total + sum(lost)
+        lines[-1] += f", dropped {sum(lost)}, {empty} of {high * experts} slots empty"
+        key += [("paper", "empty slot", ""), ("edge", "left out", "/")]
+    title = "Rows at their experts" + ("" if room is None else f", {room} slots for each on every rank")
+    return compose(title, [items, legend(key)], "\n".join([*lines, note]), [note])
