@@ -5,13 +5,14 @@ from __future__ import annotations
 from llmpar.draw.scene import OTHERS, Group, Line, Rect, Scene, Text, compose, small_text, text_color_on
 
 
-def causal(orders, step: int | None = None) -> Scene:
+def causal(orders, step: int | None = None, title: str = "", counts: bool = True) -> Scene:
     """Which pairs of query and key each rank of a causal ring computes, and in which step of the ring.
 
     ``orders`` are named, and have for each rank the parts of the sequence that it holds, counted from 0; all
     parts are equally long, and each rank holds as many. A row is a part of the queries, a column one of the
     keys; a tile has its rank's colour and its step's number. Below stands the work of each rank, in blocks:
     all queries of a rank with all keys of a rank. With a ``step`` tiles up to it are filled, its own bold.
+    Without ``counts`` there are neither steps' numbers nor work.
     """
     panels, lines = list[Group](), []
     for name, held in orders.items():
@@ -35,8 +36,9 @@ def causal(orders, step: int | None = None) -> Scene:
                 spot = (x + side / (3 if half else 2), y + side * (0.68 if half else 0.5))
                 fill, look = "paper" if t > last else tint, ("ink", 2.5) if t == step else ("edge", 0.75)
                 number = small_text(*spot, str(t), fill=text_color_on(fill))
-                (bold if t == step else items).extend((Line(tuple(corners), *look, fill=fill), number))
-        items += bold
+                tile = (Line(tuple(corners), *look, fill=fill), *[number] * counts)
+                (bold if t == step else items).extend(tile)
+        items, shown = [*items, *bold], len(items) + len(bold)
         took = [max(row[t] for row in work) for t in range(last + 1)]
         for rank, row in enumerate(work):
             y, sums = 258 + 22 * rank, sum(row[: len(took)])
@@ -48,7 +50,8 @@ def causal(orders, step: int | None = None) -> Scene:
             lines.append(f"{name}, rank {rank}: parts {parts}; {words}; by step {row}")
         lines.append(f"{name}: {sum(took):g} blocks of time")
         items.append(Text(0, 270 + 22 * ranks, f"takes {sum(took):g} blocks of time", bold=True))
-        panels.append(Group(tuple(items), 400 * len(panels)))
-    title = "Causal attention: who computes what" + ("" if step is None else f", up to step {step}")
-    note = "Strips: who holds a part. Numbers in the square: the ring's step. A block: all queries of a rank"
-    return compose(title, [panels], "\n".join(lines), [f"{note} with all keys of a rank."])
+        panels.append(Group(tuple(items if counts else items[:shown]), 400 * len(panels)))
+    title = title or "Causal attention: who computes what" + ("" if step is None else f", up to step {step}")
+    note = "Strips: who holds a part."
+    note += " Number: the ring's step. A block: all queries of a rank with all keys of a rank." * counts
+    return compose(title, [panels], "\n".join(lines), [note])

@@ -16,7 +16,7 @@ from typing import Any
 from llmpar.config import ExpertConfig, preset
 from llmpar.draw.charts import memory_bars, overlap, timeline
 from llmpar.draw.dispatch import expert_loads
-from llmpar.draw.scene import Line, Rect, Scene, compose, small_text, time_text
+from llmpar.draw.scene import OTHERS, Line, Rect, Scene, compose, small_text, time_text
 from llmpar.draw.strips import hop_words, ring_held, ring_sums
 from llmpar.explore.answers import refused, step
 from llmpar.explore.explorer import Explorer
@@ -363,16 +363,16 @@ class RingExplorer(Figure):
         work = [[sum(queries) / own for queries in row] for row in live]
         busiest = [max(row[t] for row in work) for t in range(n)]
         for r, row in enumerate(live):
-            y, wide = 64 * r, 170 / (own * n)
+            y, wide, tint = 64 * r, 170 / (own * n), OTHERS[r] if n <= len(OTHERS) else "sp"
             items.append(small_text(50, y + 28, f"rank {r}", "end"))
             items.append(Rect(60, y + 18, 170, 20, "paper", "edge", 0.75))
-            items += [Rect(60 + wide * place, y + 18, wide + 0.5, 20, "sp") for place in ranks[r]]  # no seams
+            items += [Rect(60 + wide * place, y + 18, wide + 0.5, 20, tint) for place in ranks[r]]  # no seams
             for t, queries in enumerate(row):
                 x, most, high = 250 + 64 * t, work[r][t] == busiest[t], side / own
                 items += [small_text(x + side / 2, -12, f"step {t}")] * (r == 0)
                 items.append(Rect(x, y, side, side, "paper", "ink" if most else "edge", 3 if most else 0.75))
                 stairs = [(x + side * s, y + high * (i + k)) for i, s in enumerate(queries) for k in (0, 1)]
-                items += [Line(((x, y), *stairs, (x, y + side)), "sp", 0.5, fill="sp")] * any(queries)
+                items += [Line(((x, y), *stairs, (x, y + side)), "ink", 0.5, fill=tint)] * any(queries)
             words = f"computes {sum(work[r]):.3g}, waits {sum(busiest) - sum(work[r]):.3g}"
             items.append(small_text(258 + 64 * n, y + 28, words, "start", "ink"))
             lines.append(f"rank {r}: {' '.join(f'{x:.2g}' for x in work[r])}; {words}")

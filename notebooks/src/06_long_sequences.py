@@ -77,7 +77,8 @@ def parts_of_ranks(order):
 IN_ORDER = {"in order": parts_of_ranks("contiguous")}
 
 # %% tags=["plumbing"]
-show(draw.causal(IN_ORDER, step=0))
+title = "White: the keys for these pairs lie on another device"
+show(draw.causal(IN_ORDER, step=0, title=title, counts=False))
 
 # %% [markdown]
 # Coloured is what each device can compute at once: its own queries with its own keys. The keys for the white squares lie elsewhere. To cut
@@ -300,7 +301,7 @@ for order, expected in (("contiguous", 2 - 1 / N), ("zigzag", 1)):
     work = parts[order].sum(1)
     busiest, blocks = work.max() / work.mean(), parts[order].max(0).sum()
     assert np.isclose(busiest, expected)
-    print(f"our program, {order}: busiest rank / mean = {busiest:.3f},", end=" ")
+    print(f"our {N} devices, {order}: busiest rank / mean = {busiest:.3f},", end=" ")
     print(f"{blocks:g} blocks of time")
 assert parts["contiguous"].max(0).sum() == N - 1 / 2
 assert np.isclose(parts["zigzag"].max(0).sum(), N / 2)
