@@ -36,8 +36,8 @@ def causal(orders, step: int | None = None, title: str = "", counts: bool = True
                 spot = (x + side / (3 if half else 2), y + side * (0.68 if half else 0.5))
                 fill, look = "paper" if t > last else tint, ("ink", 2.5) if t == step else ("edge", 0.75)
                 number = small_text(*spot, str(t), fill=text_color_on(fill))
-                tile = (Line(tuple(corners), *look, fill=fill), *[number] * counts)
-                (bold if t == step else items).extend(tile)
+                (bold if t == step else items).append(Line(tuple(corners), *look, fill=fill))
+                (bold if t == step else items).extend([number] * counts)
         items, shown = [*items, *bold], len(items) + len(bold)
         took = [max(row[t] for row in work) for t in range(last + 1)]
         for rank, row in enumerate(work):
@@ -52,6 +52,6 @@ def causal(orders, step: int | None = None, title: str = "", counts: bool = True
         items.append(Text(0, 270 + 22 * ranks, f"takes {sum(took):g} blocks of time", bold=True))
         panels.append(Group(tuple(items if counts else items[:shown]), 400 * len(panels)))
     title = title or "Causal attention: who computes what" + ("" if step is None else f", up to step {step}")
-    note = "Strips: who holds a part."
+    note = "Strips: which device holds a part."
     note += " Number: the ring's step. A block: all queries of a rank with all keys of a rank." * counts
     return compose(title, [panels], "\n".join(lines), [note])

@@ -84,8 +84,8 @@ attempt("05.cut", cuts)
 # %% [markdown]
 # ## Columns first: relu sees finished numbers
 #
-# Each device multiplies `x` by its columns of W1. It gets finished numbers, of some hidden units, and may apply relu at once. Its rows
-# of W2 belong to the same hidden units. What comes out is one addend of all of `y`.
+# Each device multiplies `x` by its columns of W1. It gets finished numbers for some hidden units (columns of x W1), and may apply relu
+# at once. Its rows of W2 belong to the same hidden units. What comes out is an addend for each number of `y`; one all-reduce adds up.
 
 # %% tags=["plumbing"]
 show(
@@ -265,7 +265,7 @@ met("05.stack_all_reduces", num_found)
 #
 # ## Attention has four matrices: what would you cut?
 #
-# Q, K and V lead from the `d` width of the model to heads: `n` query heads, `k` KV heads, each of `h` width of a head. O leads back. Their
+# Q leads from `d` width of the model to `n` query heads, K and V lead to `k` KV heads, all of `h` width of a head; O leads back. Their
 # dims are `d n h`, twice `d k h`, and `n h d`. Write each layout under tensor parallelism, as in `"d m/tp"`.
 
 # %%

@@ -77,8 +77,12 @@ def parts_of_ranks(order):
 IN_ORDER = {"in order": parts_of_ranks("contiguous")}
 
 # %% tags=["plumbing"]
-title = "White: the keys for these pairs lie on another device"
-show(draw.causal(IN_ORDER, step=0, title=title, counts=False))
+title = "White: the keys lie on another device"
+show(
+    draw.causal(
+        {"devices 0 to 3": IN_ORDER["in order"]}, step=0, title=title, counts=False
+    )
+)
 
 # %% [markdown]
 # Coloured is what each device can compute at once: its own queries with its own keys. The keys for the white squares lie elsewhere. To cut
@@ -130,8 +134,8 @@ show(
 )
 
 # %% [markdown]
-# So a device keeps three things for each query: the weighted sum of values, the sum of weights, and the largest score, to which both are
-# relative. Two such results join into one (Milakov and Gimelshein 2018):
+# So a device keeps three things for each query: the weighted sum of values, the sum of weights, and the largest score, which is subtracted
+# before the exponential. Two such results join into one (Milakov and Gimelshein 2018):
 
 
 # %%
@@ -279,7 +283,7 @@ met("06.ring_bytes", kv_bytes)
 #
 # ## In order, the last rank works alone
 #
-# A square is a block: the keys that visit a rank in a step, and which of them its queries see. Then choose `zigzag`.
+# A square is a block: the queries of a rank, and the keys that visit it in this step. Filled is what is seen. Then choose `zigzag`.
 
 # %% tags=["plumbing"]
 RingExplorer()
@@ -354,7 +358,7 @@ show(
 # %% [markdown]
 # ## A hop is free behind a long enough block
 #
-# While a device computes on one block, the next is on its way. With `C` FLOP/s of a device and `β` bytes/s of its links, in bfloat16:
+# While a device computes on one block, the next is on its way. With `C` FLOP/s of a device and `β` bytes/s of its links, in bfloat16, a hop costs no time if
 #
 # $$ \frac{4\,(s/N)^2\,n\,h}{C} \ge \frac{4\,(s/N)\,k\,h}{\beta} \quad\Longleftrightarrow\quad \frac{s}{N} \ge \frac{C}{\beta}\cdot\frac{k}{n} $$
 #
