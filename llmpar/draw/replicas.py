@@ -30,9 +30,9 @@ def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
     """
     if not 1 <= devices <= len(OTHERS):
         raise ValueError(f"{devices} replicas have no colours of their own; draw 1 to {len(OTHERS)}")
-    high, side, everyone = 36, 14, range(devices)
-    wide = text_width("same weights ") + devices * (side + 3) + 24
-    pitch, y, items = wide + 22, 52.0, list[Any]()
+    high, side, everyone = 30, 12, range(devices)
+    wide = text_width("same weights") + devices * (side + 3) + 24
+    pitch, y, items = wide + 14, 46.0, list[Any]()
     for r in everyone:
         items.append(Text(r * pitch + wide / 2, -16, f"device {r}", anchor="middle", bold=True))
         words = f"rows {r * rows}–{(r + 1) * rows - 1}"
@@ -44,10 +44,10 @@ def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
     if together:
         boxes[1:] = [("dp", "", True), ("gradients", "the sum", True), ("weights", "same weights", True)]
     for fill, words, summed in boxes:
-        y += high + 20 if y > 52 else high + 8
+        y += high + 16 if y > 46 else high + 4
         for r in everyone:
             x, ink = r * pitch, text_color_on(fill)
-            items.append(Line(((x + wide / 2, y - 18), (x + wide / 2, y - 1)), "edge", 2, head=True))
+            items.append(Line(((x + wide / 2, y - 15), (x + wide / 2, y - 1)), "edge", 2, head=True))
             if words:
                 items += [Rect(x, y, wide, high, fill, "edge"), Text(x + 9, y + high / 2, words, fill=ink)]
                 spots = [x + wide - 8 - (devices - k) * (side + 3) for k in everyone]
@@ -55,7 +55,7 @@ def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
                 for at, own in zip(spots, fills, strict=True):
                     items.append(Rect(at, y + (high - side) / 2, side, side, own, "ink", 0.75))
         if not words:
-            whole, says = devices * pitch - 22, "all-reduce over dp: add up, and give the sum to all"
+            whole, says = devices * pitch - 14, "all-reduce over dp: add up, and give the sum to all"
             items.append(Rect(0, y, whole, high, fill, "dp-line"))
             items.append(Text(whole / 2, y + high / 2, says, anchor="middle", fill="white"))
     key = legend([(OTHERS[0], "coloured: this device's rows are in it"), ("paper", "empty: they are not")])
@@ -73,12 +73,12 @@ def messages(rows, title: str = "One sum, in so many messages") -> Scene:
     left, wide, most = max(text_width(name) for name, _ in rows) + 14, 480, max(sum(s) for _, s in rows) or 1
     items, lines = list[Any](), []
     for i, (name, sizes) in enumerate(rows):
-        x, y = left, 40 * i
+        x, y = left, 46 * i
         for size in sizes:
-            items.append(bar_part("gradients", x, y, wide * size / most, 26, size_text(size)))
+            items.append(bar_part("gradients", x, y, wide * size / most, 30, size_text(size)))
             x += wide * size / most
         said = f"{count_noun(len(sizes), 'message')}, {size_text(sum(sizes))}"
-        items += [Text(left - 12, y + 13, name, anchor="end"), Text(left + wide + 12, y + 13, said)]
+        items += [Text(left - 12, y + 15, name, anchor="end"), Text(left + wide + 12, y + 15, said)]
         lines.append(f"{name}: {said}")
     return compose(title, [items], "\n".join(lines))
 
@@ -103,10 +103,11 @@ def held(stage: int, part: str, layer: int, tick: int, layers: int, devices: int
 def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
     """What one device holds in the course of a step at each ZeRO stage: a cell per layer and moment of time,
     full where it has all of it, low where it has its share, empty where it has nothing."""
-    beside, wide, high = text_width("stage 0") + 14, 19, 19
+    beside, high = text_width("stage 0") + 14, 19
+    wide = max(19, (text_width("backward", SMALL) + 4) / layers)
     left, last = beside + text_width("layer 0", SMALL) + 6, max(text_width("update", SMALL) + 6, wide)
-    times, pitch, items, lines = range(2 * layers + 1), layers * high + 18, list[Any](), []
-    panel, bottom = 2 * layers * wide + last, pitch * len(stages) - 10
+    times, pitch, items, lines = range(2 * layers + 1), layers * high + 14, list[Any](), []
+    panel, bottom = 2 * layers * wide + last, pitch * len(stages) - 6
     spans = (("forward", 0, layers), ("backward", layers, 2 * layers), ("update", 2 * layers, 0))
     for k, part in enumerate(PARTS):
         x0 = left + k * (panel + 24)
@@ -151,7 +152,7 @@ def gather_use_forget(layers: int = 3, devices: int = 4, takes=(1.3, 1.6, 3.0)) 
         if k >= layers + 2:
             sums[uses[k - 2][0]], link = link, link + message
     left, pitch = text_width("layer 0") + 14, 66
-    scale = max(46, 1.05 * text_width("scatter", SMALL) / message)
+    scale = max(40, 1.05 * text_width("gather", SMALL) / message)
     span, items, x_of = link + message, list[Any](), lambda time: left + scale * time
     for name, a, b in (
         ("forward", 0, done[layers + 1]),
@@ -178,12 +179,15 @@ def gather_use_forget(layers: int = 3, devices: int = 4, takes=(1.3, 1.6, 3.0)) 
                 box(y, there, begins, "weights")  # they wait for their turn
                 box(y, begins, begins + lasts, "weights", "use")
                 said.append(f"whole from {there:.3g} to {begins + lasts:.3g}")
-        box(y, sums[n], sums[n] + message, "fsdp", "scatter")
+        box(y, sums[n], sums[n] + message, "fsdp", "reduce")
         box(y + tall + 3, sums[n] + message, span, "gradients", high=low)
         lines.append(f"layer {n}: {', '.join(said)}; its gradient is scattered by {sums[n] + message:.3g}")
     ends = [begins + lasts for (*_, begins), (_, lasts) in zip(lives, uses, strict=True)]
     whole = max(sum(life[1] <= at[1] < end for life, end in zip(lives, ends, strict=True)) for at in lives)
     key = [("weights", f"low: this device's 1/{devices} of a layer's weights; tall: all of them")]
-    key += [("fsdp", "on the links"), ("gradients", f"1/{devices} of the finished gradient")]
+    key += [
+        ("fsdp", "on the links; reduce: a reduce-scatter"),
+        ("gradients", f"1/{devices} of the finished gradient"),
+    ]
     lines.append(f"At most {count_noun(whole, 'layer')} whole, or on the way, at a time.")
     return compose("Gather a layer, use it, forget it", [items, legend(key, 700)], "\n".join(lines))

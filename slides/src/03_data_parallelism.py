@@ -26,11 +26,10 @@ from llmpar.mesh import make_mesh, use_devices
 use_devices()
 
 import optax
-from deck import curves, draw, letters, show, where
+from deck import curves, draw, show
 from IPython.display import Markdown
 
 from llmpar.config import preset
-from llmpar.draw.scene import Line, Rect, Text, compose, legend
 from llmpar.inspect.census import census_hlo, census_table, partitioned_hlo
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.notation import parse_arrow
@@ -39,57 +38,11 @@ from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
 from llmpar.step import Step
 
-REPLICAS, ROWS, WIDE, HIGH = 4, 16, 156, 40
-plan = Plan(f"dp={REPLICAS}", zero=0)
-own = plan.resolve().place("data b s").shard_shape((ROWS, 128), plan.mesh.sizes)[0]
-assert own == 4 and str(plan.resolve().physical("ffn d m -> ffn d m").after) == "d m"
+plan = Plan("dp=4", zero=0)
+assert plan.resolve().place("data b s").shard_shape((16, 128), plan.mesh.sizes)[0] == 4  # rows of a device
+assert str(plan.resolve().physical("ffn d m -> ffn d m").after) == "d m"
 assert [str(move) for move in parse_arrow("d m +dp -> d m").moves] == ["all-reduce over dp"]
-
-
-@letters()
-def replicas():
-    """Four devices with the same weights and different rows, and the one thing that they exchange."""
-    items = []
-    for r in range(REPLICAS):
-        x, mid = r * (WIDE + 22), r * (WIDE + 22) + WIDE / 2
-        items.append(Text(mid, 0, f"device {r}", anchor="middle", bold=True))
-        boxes = (
-            ("dp", f"rows {own * r}–{own * r + own - 1}", "white"),
-            ("cell", "all weights", "ink"),
-            ("cell", "its own gradient", "ink"),
-        )
-        for i, (fill, words, color) in enumerate(boxes):
-            y = 18 + i * (HIGH + 14)
-            hatched = [Rect(x, y + HIGH - 10, WIDE, 10, "paper", "dp-line", hatch="/")] * (i == 2)
-            items += [
-                Rect(x, y, WIDE, HIGH, fill, "edge"),
-                *hatched,
-                Text(mid, y + 17 + 5 * (i < 2), words, anchor="middle", fill=color),
-            ]
-            items.append(
-                Line(((mid, y + HIGH), (mid, y + HIGH + 13)), "dp-line" if i == 2 else "edge", 2, head=True)
-            )
-    y, whole = 18 + 3 * (HIGH + 14), REPLICAS * (WIDE + 22) - 22
-    items += [
-        Rect(0, y, whole, 32, "dp", "dp-line"),
-        Text(whole / 2, y + 16, "all-reduce over dp: everybody gets the sum", anchor="middle", fill="white"),
-    ]
-    for r in range(REPLICAS):
-        mid = r * (WIDE + 22) + WIDE / 2
-        items.append(Line(((mid, y + 32), (mid, y + 45)), "dp-line", 2, head=True))
-        items += [
-            Rect(mid - WIDE / 2, y + 46, WIDE, 30, "cell", "edge"),
-            Text(mid, y + 61, "the same update", anchor="middle"),
-        ]
-    key = legend([("dp", f"cut by dp = {REPLICAS}"), ("dp", "unfinished sum over dp", "/")])
-    words = (
-        f"{REPLICAS} devices; each has all weights and {own} of {ROWS} rows; one all-reduce of the gradient; the"
-        " same update everywhere"
-    )
-    return compose("", [items, key], words)
-
-
-show(replicas())
+show(draw.replicas(devices=4, rows=4))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** what must be equal on all devices after the step, and what never needs to be? (Weights and optimizer state; the rows.)
@@ -216,7 +169,7 @@ assert round(formulas.dp_min_tokens(h100.flops_per_s, 8 * h100.dcn_bytes_per_s),
 # ## Measured: replicas over more nodes
 #
 # Llama 2 7B on 8 to 128 H100s, FSDP in a node and replicas over nodes: four sequences of 4,096 a GPU. The second node costs
-# most; what follows is nearly free.
+# most; later ones cost less.
 #
 # <footer>Measured: MaxText, configs of A3 (Apache-2.0), in <code>tests/measured.json</code> · lesson <code>notebooks/03_data_parallelism</code></footer>
 
@@ -257,52 +210,48 @@ curves(
 # %% [markdown] tags=["slide"] minutes=2
 # ## Buckets and accumulation
 #
-# The same bytes in fewer messages: each pays its latency once. With accumulation gradients travel **once per step**, if
-# they wait for its end. Layer by layer they would in every microbatch.
+# `reduce=`: the same bytes in fewer messages, each of which pays its latency. With $u$ microbatches gradients travel **once per
+# step**, if they wait for its end.
 #
 # <footer>Li et al. 2020 (PyTorch Distributed) · lesson <code>notebooks/03_data_parallelism</code></footer>
 
 # %%
 VARIANTS = {
-    'reduce="layer"': dict(reduce="layer"),
-    'reduce="end"': dict(reduce="end"),
-    'reduce="bucket"': dict(reduce="bucket", bucket_bytes=1 << 18),
-    'reduce="end", microbatches=2': dict(reduce="end", microbatches=2),
+    "layer": dict(reduce="layer"),
+    "end": dict(reduce="end"),
+    "bucket": dict(reduce="bucket", bucket_bytes=1 << 18),
+    "end, u = 2": dict(reduce="end", microbatches=2),
 }
-read, SMALL = {}, int(formulas.sent_bytes("all-reduce", 3 * 4, 8))  # the loss, the number of tokens, the norm
+pieces, SMALL = (
+    {},
+    int(formulas.sent_bytes("all-reduce", 3 * 4, 8)),
+)  # the loss, the number of tokens, the norm
 for name, options in VARIANTS.items():
     step = make_step(Plan("dp=8", zero=0, **options))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
-    ((key, row),) = census_table(census_jaxpr(jaxpr, step.mesh.shape)).items()
+    census = census_jaxpr(jaxpr, step.mesh.shape)
+    ((key, row),) = census_table(census).items()
     predicted = traffic.step_traffic(step.plan, BATCH, SEQ)[key]
     assert key == ("dp", "all-reduce") and row == {
         "count": predicted.count,
         "bytes_sent": predicted.bytes_sent,
     }
-    read[name] = (row["count"] - 1, row["bytes_sent"] - SMALL, step.plan.microbatches)  # gradients alone
-assert len({sent for _, sent, _ in read.values()}) == 1
-counts = [count for count, *_ in read.values()]
-assert counts == [3 + 9 * LLAMA.num_layers, 12, 2, 12]
+    gradients = [c for c in census if c.shape != (3,)]
+    pieces[name] = [c.bytes_sent / c.count for c in gradients for _ in range(c.count)]
+    assert sum(pieces[name]) + SMALL == row["bytes_sent"] and len(pieces[name]) + 1 == row["count"]
+assert len({sum(sizes) for sizes in pieces.values()}) == 1
+assert [len(sizes) for sizes in pieces.values()] == [3 + 9 * LLAMA.num_layers, 12, 2, 12]
 every_time = Plan("dp=8", zero=0, reduce="layer", microbatches=2)
 assert (
     traffic.step_traffic(every_time.resolve(LLAMA), BATCH, SEQ).total_bytes
-    == 2 * read['reduce="layer"'][1] + SMALL
+    == 2 * sum(pieces["layer"]) + SMALL
 )
 try:
     every_time.check(LLAMA, BATCH, SEQ)
     raise AssertionError("layer by layer with microbatches should be refused")
 except ValueError as refusal:
     assert "once per microbatch" in str(refusal)
-lines = [f"| `{name}` | {micro} | {count} | {sent:,} |" for name, (count, sent, micro) in read.items()]
-Markdown(
-    "\n".join(
-        [
-            "| gradients are reduced | microbatches | all-reduces | bytes sent per step |",
-            "|---|--:|--:|--:|",
-            *lines,
-        ]
-    )
-)
+show(draw.messages(pieces.items()))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** the first row overlaps best, the third has the fewest messages. What would you measure to choose? (Latency against

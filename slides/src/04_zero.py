@@ -15,7 +15,7 @@ where("ZeRO-1", "ZeRO-3, FSDP")
 # ## Sharded data parallelism: three levels
 #
 # A device reads most of its state once in a step. ZeRO cuts it over the replicas: **1** the optimizer, **2** and the
-# gradients, **3** and the weights.
+# gradients, **3** and the weights. The line: what a program may use of an A100 with 40 GB.
 #
 # <footer>Rajbhandari et al. 2020 (ZeRO), table 1 · lesson <code>notebooks/04_zero</code></footer>
 
@@ -62,9 +62,26 @@ show(
 # lesson 04 trains the four and gets one loss curve. Activations are not in these bars, and no stage cuts them.
 #
 # **Source:** Rajbhandari et al. 2020, table 1; the paper's GB are 1e9 bytes, the picture counts GiB. Checked within 3 %,
-# which is the paper's rounding. The line is what a program may use of an A100 with 40 GB: three quarters, by JAX's default.
+# which is the paper's rounding. An A100 "with 40 GB" has 39.4 GiB, of which JAX takes three quarters by default.
 
-# %% [markdown] tags=["slide"] minutes=2
+# %% [markdown] tags=["slide"] minutes=1
+# ## What is whole, and when
+#
+# One of four devices over a step of three layers: forward, backward, update.
+#
+# <footer>Rajbhandari et al. 2020 (ZeRO), section 5 · lesson <code>notebooks/04_zero</code></footer>
+
+# %%
+show(draw.zero_strips(stages=(1, 2, 3), layers=3))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** at stage 2, when is a gradient whole? For the moment between its computing and its reduce-scatter, one layer at a time.
+#
+# **Misunderstanding:** that stage 3 never holds a whole layer. It does, twice in a step: to go forward and to go back.
+#
+# **Source:** the four trainings of lesson 04, written out. Stages 1 and 2 gather the updated weights at the end.
+
+# %% [markdown] tags=["slide"] minutes=1
 # ## FSDP2, and the same here
 #
 # PyTorch's `fully_shard` is ZeRO-3 per parameter. Here it is a field of the plan:
@@ -134,13 +151,11 @@ block = (
 )
 gather_s = formulas.collective_seconds(h100, "all-gather", 2 * block, 8)
 forward_s = 2 * block * TOKENS / h100.flops_per_s
-assert gather_s < forward_s
-show(
-    draw.overlap([forward_s] * 5, [gather_s] * 5, [f"layer {i}" for i in range(5)], first="comm", axis="fsdp")
-)
+assert gather_s < forward_s  # so a gather hides behind the layer before it
+show(draw.gather_use_forget(takes=(1.3, 1.3, 2.6)))
 
 # %% [markdown] tags=["notes"]
-# Picture: five layers of Llama 3 8B in the forward pass, 2,560 tokens per GPU, 8 H100s, bf16; a model, not a measurement. Counts:
+# Picture: three layers, lengths for the eye; on 8 H100s a gather of Llama 3 8B's layers hides from 2,400 tokens or so on. Counts:
 # read from the partitioned HLO of a small Llama, with a norm's scale and whatever lies outside the blocks gathered once.
 #
 # **Ask:** nobody wrote the reduce-scatter. Where does it come from? The gradient of an all-gather *is* a reduce-scatter.
@@ -153,7 +168,8 @@ show(
 # %% [markdown] tags=["slide"] minutes=2
 # ## As the compiler for H100s schedules it
 #
-# Nobody needs 64 H100s to see the schedule: their compiler runs anywhere. What is hatched waits.
+# Nobody needs 64 H100s to see the schedule: their compiler runs anywhere. **Filled:** computing waits. One layer: where its forward
+# pass begins, and where its gradients leave.
 #
 # <footer><code>llmpar compile --target h100:8x8 --model llama3-8b --mesh fsdp=64 --svg schedule.svg</code></footer>
 
@@ -162,12 +178,63 @@ compiled = json.loads((Path("recorded") / "llama3-8b_h100.json").read_text())
 rows, roofline = compiled["collectives"], compiled["roofline"]
 assert all(row["predicted_bytes"] == row["compiled_bytes"] for row in rows)  # the H100's program, to the byte
 assert roofline["exposed_s"] < 0.05 * roofline["step_s"]  # nearly all of it lies behind products
-layers = [turn for turn in compiled["turns"] if turn["count"] >= preset("llama3-8b").num_layers - 1]
-show(draw.two_lanes(layers, f"One layer on {compiled['target']}, estimated from its compiled schedule"))
+backward, forward = (turn["events"] for turn in compiled["turns"][:2])
+GATHERED = {
+    "stream d; attention d k h": "k",
+    "attention d n h": "q",
+    "attention n h d": "gather o",
+    "ffn d m": "gather gate",
+}
+COMPUTED = {"feed_forward": "feed-forward", "bsd,dnh->bsnh": "attention", "bsnh,nhd->bsd": "attention"}
+
+
+def zoomed(events, begin_s, end_s, said):
+    """The events between two instants: what waits for nearly all of a message is drawn as waiting for all."""
+    out = []
+    for event in events:
+        start, end = max(event["start_s"], begin_s) - begin_s, min(event["end_s"], end_s) - begin_s
+        if end - start <= 0:
+            continue
+        links, waits = (
+            event["lane"] == "links",
+            event["exposed_s"] > 0.9 * (event["end_s"] - event["start_s"]),
+        )
+        name = (
+            GATHERED.get(event["name"], "reduce-scatter of all its gradients")
+            if links
+            else COMPUTED.get(event["name"], "")
+        )
+        more = {"lane": "links", "axes": ("fsdp",)} if links else {"lane": "compute"}
+        out.append(more | {"name": name, "start_s": start, "end_s": end, "exposed_s": (end - start) * waits})
+    return {"name": said, "count": 0, "events": out}
+
+
+whole_s = max(event["end_s"] for event in forward)
+waits_s = sum(event["exposed_s"] for event in forward)
+assert [event["name"] for event in forward if event["exposed_s"]] == list(GATHERED)[
+    :2
+] and waits_s < 0.02 * whole_s
+(leaving,) = (event for event in backward if event["name"].count(";") == 5)
+assert leaving["exposed_s"] == 0
+pictures = [
+    zoomed(
+        forward,
+        0,
+        0.8e-3,
+        f"forward, the first 0.8 of {1e3 * whole_s:.1f} ms: q and k are waited for, {1e6 * waits_s:.0f} µs",
+    ),
+    zoomed(
+        backward,
+        leaving["start_s"],
+        leaving["start_s"] + 2e-3,
+        "backward, 2 ms of it: behind feed-forward and attention",
+    ),
+]
+show(draw.two_lanes(pictures, f"One layer on {compiled['target']}, estimated from its compiled schedule"))
 
 # %% [markdown] tags=["notes"]
-# Picture: one turn of the loop over layers, backward and forward, 8,192 tokens per GPU, bf16. The order and the pairs of start and
-# done are the compiler's; the lengths are a roofline (products at 70 % of peak, links as reached), not a measurement.
+# Picture: two pieces of one turn of the loop over layers, 8,192 tokens per GPU, bf16. The order and the pairs of start and done
+# are the compiler's; the lengths are a roofline (matmuls at 70 % of peak, links as reached), not a measurement.
 #
 # **Ask:** which gathers wait, and why those? The first ones of a layer: nothing stands before their first product but a norm.
 #
