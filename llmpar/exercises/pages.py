@@ -4,7 +4,7 @@
 - given: devices=8                 of one without code: what the lesson passes by keyword, for formulas
 - answer: 2 * (devices - 1)        of one without code: a formula, `8, 1`, a text, or parts, `A=none; B=2`
 - level: core                      of one without code; its question, tolerance and unit, too
-- nudge: How often does …           a first hint; may come again
+- nudge: How often does …           a first hint; a second one is a smaller case, or a picture
 - hint: A ring all-reduce is …      the last hint, and the word for an answer that nobody foresaw
 - because: Both halves of …         why the solution is right
 - whole: That is the size of …      for the wrong answer that the code calls whole
