@@ -211,12 +211,12 @@ def _devices(axes, cut, now) -> list:
     for k, axis in enumerate(axes):
         fill, ink = (axis, scene.text_color_on(axis)) if axis in cut else ("paper", "soft")
         edge = ("ink", 4) if axis in now else ("grid", 1)
-        items.append(scene.Rect(148 * k, 206, 138, 30, fill, *edge, dash=axis not in cut))
+        items.append(scene.Rect(148 * k, 204, 138, 30, fill, *edge, dash=axis not in cut))
         words = f"{axis}=2: {CUT[axis]}" if axis in cut else CUT[axis]
-        items.append(scene.Text(148 * k + 69, 221, words, scene.SMALL, "middle", ink, axis in now))
+        items.append(scene.Text(148 * k + 69, 219, words, scene.SMALL, "middle", ink, axis in now))
     num, step = 2 ** len(cut), 878 / 64
-    items += [scene.Rect(step * k, 246, 12, 16, MINE if not k else "cell", "edge", 0.75) for k in range(num)]
-    items.append(scene.Text(0, 278, f"{num} devices. Yellow is what the first of them has."))
+    items += [scene.Rect(step * k, 243, 12, 16, MINE if not k else "cell", "edge", 0.75) for k in range(num)]
+    items.append(scene.Text(0, 275, f"{num} devices. Yellow is what the first of them has."))
     return items
 
 
