@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmpar.draw.scene import (
+    PAGE,
     SMALL,
     Line,
     Rect,
@@ -23,8 +24,8 @@ from llmpar.draw.scene import (
 )
 from llmpar.timetable import Timetable
 
-WIDE = 820
-"""Pixels of the time that is drawn."""
+WIDE = 770
+"""Pixels of the time that is drawn on a page; on a slide, where letters are larger, it is less."""
 WAITS, CORNER = ("edge", "a stage waits", "/"), ("edge", "has not begun, or is through", ".")
 
 
@@ -38,7 +39,8 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
     split = any(table.schedule.split_backward for table in tables.values())
     span = until or max(table.makespan for table in tables.values())
     tall, left = pixels(SMALL) + 4 if letters else 9.0, 1.1 * max(map(text_width, tables)) + 34
-    x_of, right = (lambda time: left + WIDE * min(time, span) / span), left + WIDE + 14
+    wide = WIDE * (PAGE[SMALL] / pixels(SMALL)) ** 2
+    x_of, right = (lambda time: left + wide * min(time, span) / span), left + wide + 14
     items, lines, y = list[Any](), list[str](), 0.0
     items += [small_text(left - 8, -14, "stage", "end")] * letters
     for label, table in tables.items():
@@ -73,7 +75,7 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
     chunks = any(op.chunk for table in tables.values() for row in table.schedule.rows for op in row)
     key = [*_key(split), *[WAITS] * (not until), *[("black", "bar: second chunk of layers")] * chunks]
     title = f"{len(tables)} orders of the same work" + f": the first {until:g} time units" * bool(until)
-    return compose(title, [[*_time(x_of, span, y - 6), *items], legend(key, 1000)], "\n".join(lines))
+    return compose(title, [[*_time(x_of, span, y - 6), *items], legend(key, 1.2 * wide)], "\n".join(lines))
 
 
 def bubbles(table: Timetable) -> Scene:
@@ -86,7 +88,8 @@ def bubbles(table: Timetable) -> Scene:
     own = [row[1][-1] - row[0][0] for row in spans]
     critical = own.index(max(own))
     left, tall = text_width("critical stage") + 20, pixels(SMALL) + 4
-    x_of = lambda time: left + WIDE * time / end
+    wide = WIDE * (PAGE[SMALL] / pixels(SMALL)) ** 2
+    x_of = lambda time: left + wide * time / end
     items, y = list[Any](), 0.0
     for i, (starts, ends) in enumerate(spans):
         first, last = x_of(starts[0]), x_of(ends[-1])
@@ -100,8 +103,8 @@ def bubbles(table: Timetable) -> Scene:
     lines, y = [], y + 44
     inside = f"stage {critical}, from its first operation to its last: {own_idle:g} idle"
     for name, start, over, waits, says in (
-        ("over work", 0, work, idle, f"idle {idle:g} ÷ work {work:g} = {idle / work:.1%}"),
-        ("over total", 0, end, idle, f"idle {idle:g} ÷ total {end:g} = {idle / end:.1%}"),
+        ("over work", 0, work, idle, f"idle {idle:g} ÷ work {work:g} = {100 * idle / work:.3g}%"),
+        ("over total", 0, end, idle, f"idle {idle:g} ÷ total {end:g} = {100 * idle / end:.3g}%"),
         ("critical stage", begin, 0, own_idle, inside),
     ):
         x, w = x_of(start), x_of(work) - left
@@ -114,7 +117,7 @@ def bubbles(table: Timetable) -> Scene:
             items.append(Line(corners, "ink", 1.5))
         lines.append(f"{name}: {says}")
         y += 44
-    key = legend([*_key(table.schedule.split_backward), WAITS, CORNER], 900)
+    key = legend([*_key(table.schedule.split_backward), WAITS, CORNER], 1.2 * wide)
     return compose(f"Three bubbles of {table.schedule.name}", [items, key], "\n".join(lines))
 
 
