@@ -215,8 +215,8 @@ def _devices(axes, cut, now) -> list:
         words = f"{axis}=2: {CUT[axis]}" if axis in cut else CUT[axis]
         items.append(scene.Text(148 * k + 69, 219, words, scene.SMALL, "middle", ink, axis in now))
     num, step = 2 ** len(cut), 878 / 64
-    items += [scene.Rect(step * k, 243, 12, 16, MINE if not k else "cell", "edge", 0.75) for k in range(num)]
-    items.append(scene.Text(0, 275, f"{num} devices. Yellow is what the first of them has."))
+    items += [scene.Rect(step * k, 241, 12, 16, MINE if not k else "cell", "edge", 0.75) for k in range(num)]
+    items.append(scene.Text(0, 271, f"{num} devices. Yellow is what the first of them has."))
     return items
 
 
