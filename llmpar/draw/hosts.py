@@ -93,7 +93,7 @@ def growing(meshes: Iterable[str], title: str) -> Scene:
         lines.append(f"{mesh}: {count_noun(mesh.size, 'device')}")
         items.append(small_text((left + right) / 2, bottom + 18, lines[-1].rpartition(": ")[2], fill="ink"))
         blocks.append(items)
-    key = legend([(axis, f"{axis}: {AXES[axis]}") for axis in order], 400)
+    key = legend([(axis, f"{axis}: {AXES[axis]}") for axis in order], 240)
     return compose(title, [stack(blocks, 44, across=True), key], "\n".join(lines))
 
 
