@@ -32,11 +32,11 @@ from llmpar.notation import MeshShape, parse_layout, parse_mesh
 
 Held = list[list[str]]  # [device, part]: the letters of the devices whose numbers are added up in it
 PATTERNS = {
-    "all-gather": ("each has one part;", "all get all parts"),
-    "reduce-scatter": ("numbers are added up;", "each keeps one part", "of the sum"),
-    "all-reduce": ("numbers are added up;", "all get the whole sum"),
-    "all-to-all": ("each sends every other", "the part that is for it"),
-    "permute": ("each passes its part", "on to the next"),
+    "all-gather": ("each has a part;", "all get all parts"),
+    "reduce-scatter": ("numbers are", "added up; each", "keeps a part"),
+    "all-reduce": ("numbers are", "added up; all", "get the sum"),
+    "all-to-all": ("each sends", "every other", "its own part"),
+    "permute": ("each passes its", "part to the next"),
 }
 """The five collectives, and what each does."""
 
@@ -107,7 +107,8 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
         (8.0, 6.0, 2.0, 14.0) if icon else (1.15 * text_width("device 0", SMALL), 17.0, 5, 50)
     )
     h = h if icon else pixels(SMALL) + 6
-    left = 0 if icon else 12 + max(text_width(line, SMALL) for kind in kinds for line in PATTERNS[kind])
+    left = max(max(1.1 * text_width(kind), *(text_width(t, SMALL) for t in PATTERNS[kind])) for kind in kinds)
+    left = 0 if icon else left + 12
     side, drawn, lines = ranks * (w + gap) - gap, list[Any](), list[str]()
     for kind in kinds:
         both, items = pattern(kind, ranks), list[Any]()

@@ -6,7 +6,7 @@
 # <footer>Lesson <code>notebooks/00_setup</code> · the table of all arrows is in <code>README.md</code></footer>
 
 # %%
-from deck import draw, show
+from deck import curves, draw, show, steps
 
 from llmpar.mesh import make_mesh, use_devices
 from llmpar.notation import parse_arrow
@@ -28,17 +28,18 @@ show(picture)
 #
 # **Source:** `llmpar.notation`. The idea of one letter per dim is einops'.
 
-# %% [markdown] tags=["slide", "short"] minutes=3
-# ## Five collectives, and what they send
+# %% [markdown] tags=["slide", "short"] minutes=2
+# ## An all-reduce is these two
 #
-# <footer>Read from a compiled program and equal to <code>llmpar.predict.formulas</code> · lesson <code>notebooks/02_collectives</code></footer>
+# A column is a device, a row a part of the array; a colour says whose numbers these are.
+#
+# <footer>Bytes read from a compiled program and equal to <code>llmpar.predict.formulas</code> · lesson <code>notebooks/02_collectives</code></footer>
 
 # %%
 import re
 
 import jax
 import jax.numpy as jnp
-from IPython.display import Markdown
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -75,29 +76,20 @@ written = {
 }
 assert all([move.kind for move in parse_arrow(arrow).moves] == [kind] for kind, arrow in written.items())
 assert compiled["all-reduce"] == compiled["reduce-scatter"] + compiled["all-gather"]
-ends_with = {
-    "all-gather": "the whole", "reduce-scatter": "its part of the sum", "all-reduce": "the whole sum",
-    "all-to-all": "another cut of the same", "permute": "its neighbour's piece",
-}  # fmt: skip
-lines = [
-    f"| {kind} | {f'`{written[kind]}`' if kind in written else 'one step of a ring'} | {end} |"
-    f" {compiled[kind] / 2**20:.2f} MiB |"
-    for kind, end in ends_with.items()
-]
-Markdown(
-    "\n".join(
-        [
-            "| collective | arrow | each device ends with | sent of 1 MiB, 4 devices |",
-            "|---|---|---|---|",
-            *lines,
-        ]
-    )
-)
 
-# %% [markdown]
-# An all-reduce **is** a reduce-scatter, then an all-gather.
+
+def sent(*kinds):
+    """What each of four devices sends of 1 MiB."""
+    return "Sent of 1 MiB: " + ", ".join(f"{kind} {compiled[kind] / 2**20:.2f}" for kind in kinds)
+
+
+kinds = "reduce-scatter", "all-gather"
+show(draw.before_after(kinds), sent(*kinds, "all-reduce"))
 
 # %% [markdown] tags=["notes"]
+# An all-reduce **is** a reduce-scatter, and then an all-gather of the sums: add up what is sent. As arrows: `d +tp -> d/tp`,
+# `d/tp -> d`, and both in one `d +tp -> d`.
+#
 # **Ask:** which of these does data parallelism use? Which one is FSDP made of? (All-reduce; all-gather and reduce-scatter.)
 #
 # **Misunderstanding:** that the size printed in a profile or in HLO is what is sent. It is the size of the *result*, which for
@@ -106,68 +98,85 @@ Markdown(
 # **Source:** the ring algorithms of NCCL and of Patarasuk and Yuan 2009. Five collectives in one `shard_map` were compiled for
 # this slide; `llmpar.inspect.census` counted them.
 
+# %% [markdown] tags=["slide", "short"] minutes=1
+# ## Two that move blocks
+#
+# Nothing is added. `s/tp n -> s n/tp`: a cut moves from one dim to another, an all-to-all.
+#
+# <footer>Lesson <code>notebooks/02_collectives</code></footer>
+
+# %%
+kinds = "all-to-all", "permute"
+show(draw.before_after(kinds), sent(*kinds))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** which of the two do experts need, and which a pipeline? (All-to-all: any token may go to any expert. Permute: a
+# stage sends to the next one.)
+#
+# **Misunderstanding:** that an all-to-all gives everybody everything. Each device ends with as much as it had, of other parts.
+#
+# **Source:** as on the slide before.
+
 # %% [markdown] tags=["slide"] minutes=2
-# ## A ring of four
+# ## The sum goes round a ring, twice
 #
-# After $N - 1$ steps everybody has seen every block. That is an all-gather; each device has sent
-#
-# $$ V\,\frac{N-1}{N} \text{ of } V \text{ bytes} $$
-#
-# An all-reduce is two laps. Without a switch that adds, no algorithm sends less.
+# Each device sends one part to the next. In all: twice $(N-1)/N$ of its buffer; without a switch that adds, no algorithm sends less.
 #
 # <footer>Patarasuk and Yuan 2009 · lesson <code>notebooks/02_collectives</code></footer>
 
-# %% place="beside"
+# %%
 pairs = [
     tuple(map(int, pair))
     for pair in re.findall(r"\{(\d+),(\d+)\}", re.search(r"source_target_pairs=\{(.*?\})\}", text)[1])
 ]
 assert pairs == RING
-assert (
-    formulas.sent_bytes("all-gather", 1, N) == (N - 1) / N
-    and formulas.sent_bytes("all-reduce", 1, N) == 2 * (N - 1) / N
-)
+assert formulas.sent_bytes("all-reduce", 1, N) == 2 * (N - 1) / N
 assert 1 < formulas.sent_bytes("all-reduce", 1, 8) == 1.75 and formulas.sent_bytes("all-reduce", 1, 1024) < 2
-picture = draw.ring_steps(pairs, axis="tp")
-show(picture)
+ring = draw.ring_sums(moving=True)
+assert ring.text.count(" lap, hop ") == 2 * (N - 1) and "6 hops" in ring.title
+steps(ring)
 
 # %% [markdown] tags=["notes"]
-# The pairs of the picture are the source-target pairs of the compiled program. Switches of H100 nodes can add (NVLink SHARP): then a
-# GPU sends its buffer once, V in place of 1.75 V among 8.
+# Press on: three hops add, three hops hand on. The first lap is a reduce-scatter, the second an all-gather. The pairs are the
+# source-target pairs of the compiled program. Switches of H100 nodes can add (NVLink SHARP): then a GPU sends its buffer once, V in
+# place of 1.75 V among 8.
 #
 # **Ask:** with twice the devices, does each one send twice as much? No: it stays below 2V for an all-reduce, however many.
 #
-# **Misunderstanding:** "so it costs nothing to add devices." The number of steps grows, and with it the latency; and the slowest
+# **Misunderstanding:** "so it costs nothing to add devices." The number of hops grows, and with it the latency; and the slowest
 # link of the ring sets the pace.
 #
 # **Source:** Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
 
 # %% [markdown] tags=["slide"] minutes=2
-# ## Starts and bytes
+# ## Small messages wait for their start
 #
-# $$ T = \alpha \cdot \text{starts} + \frac{\text{bytes sent}}{\beta} $$
+# $$ \text{time} = \alpha \cdot \text{starts} + \text{bytes sent} / \beta $$
 #
-# β: the slowest link that the group crosses.
-#
-# <footer>Constants fitted on published runs, <code>llmpar.predict.hardware</code>; yours: a table <code>[reached]</code> in a TOML file · lesson <code>notebooks/02_collectives</code></footer>
+# <footer>A model of 8 H100s, not a measurement: constants fitted on published runs, <code>llmpar.predict.hardware</code>; yours: a table <code>[reached]</code> in a TOML file</footer>
 
 # %%
 import math
 
+from llmpar.draw.scene import time_text
 from llmpar.predict.hardware import chip
 
-h100 = chip("h100")
+h100, sizes = chip("h100"), [10.0**k for k in range(3, 10)]
 start = 2 * h100.rates.start_s * (1 + math.log2(8))
-groups = {"8 GPUs of one node": (8, 1), "8 GPUs, each in another node": (8, 8)}
-sizes = {"100 kB": 1e5, "10 MB": 1e7, "1 GB": 1e9}
-rows = []
-for where, (group, apart) in groups.items():
-    times = [
-        start + formulas.collective_seconds(h100, "all-reduce", size, group, apart) for size in sizes.values()
-    ]
-    rows.append(f"| {where} | " + " | ".join(f"{t * 1e3:.2g} ms" for t in times) + " |")
-    assert times[0] < 1.5 * start and times[2] > 50 * start
-Markdown("\n".join([f"| all-reduce of | {' | '.join(sizes)} |", "|---|---|---|---|", *rows]))
+travel = lambda size, nodes: formulas.collective_seconds(h100, "all-reduce", size, 8, nodes)
+knee = start / travel(1.0, 1)
+assert round(knee / 1e6, 1) == 7.5 and start + travel(1e5, 1) < 1.02 * start + travel(1e3, 1)
+assert round((start + travel(1e9, 8)) / (start + travel(1e9, 1))) == 7
+curves(
+    [
+        ("one GPU of each of 8 nodes", [start + travel(size, 8) for size in sizes], "network", "s", False),
+        ("8 GPUs of one node", [start + travel(size, 1) for size in sizes], "tp-line", "o", False),
+        ("its bytes alone", [None] * 3 + [travel(size, 1) for size in sizes[3:]], "tp-line", None, True),
+    ],
+    ["1 kB", "10 kB", "100 kB", "1 MB", "10 MB", "100 MB", "1 GB"], "buffer of a GPU", "time of an all-reduce",
+    low=1e-6, high=0.1, log=True, levels=[10.0**k for k in range(-6, 0)],
+    marks=((math.log10(knee) - 3, "7.5 MB"),), text=time_text,
+)  # fmt: skip
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which axis belongs inside a node: the one that sends often, or the one that sends much? Both; and the one that sends
