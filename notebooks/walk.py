@@ -313,11 +313,11 @@ class Walk:
             " .jp-RenderedMarkdown, .jp-Notebook .jp-OutputArea-output')].filter(e => e.scrollWidth >"
             " e.clientWidth + 2).map(e => e.innerText.slice(0, 60))"
         )
-        self.pictures(file[:2])
+        self.pictures(file.partition("_")[0])
         machine = sum(row["seconds"] for row in rows)
         read = words / 200
         print(f"{file}: {machine:.0f} s of machine, {words} words", flush=True)
-        return {"lesson": file[:2], "machine_s": round(machine, 1), "words": words,
+        return {"lesson": file.partition("_")[0], "machine_s": round(machine, 1), "words": words,
                 "minutes": round(machine / 60 + read + about["exercises"] / 2, 1),
                 "cells": rows, "verdicts": verdicts, "judged": judged, "wide": wide}  # fmt: skip
 

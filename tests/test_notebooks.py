@@ -356,7 +356,7 @@ def test_the_newcomers_walk_answers_each_exercise_of_the_core_paths():
     met = {}
     for source in SOURCES:
         for cell in build.read_source(source).cells:
-            name = re.search(r'attempt\(\s*"(\d\d\.\w+)"', cell.source)
+            name = walk.ATTEMPT.search(cell.source)
             if "core" in cell.metadata.tags and name:
                 met[name[1]] = cell.source
     assert sorted(met) == sorted(walk.ANSWERS)
