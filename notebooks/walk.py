@@ -102,7 +102,8 @@ ANSWERS = {
     "10.pipeline": [("= ...", '= "less"', '= "more"')],
     "10.links": [('{"pp": ..., "dp": ..., "tp": ...}', '{"pp": "network", "dp": "NVLink", "tp": "NVLink"}',
                   '{"pp": "network", "dp": "network", "tp": "NVLink"}')],
-    "11.replicas": [("..., ...", "5.6, 5.6", "89.7, 5.61")],
+    "11.replicas": [("..., ...", "12.3, 12.3", "788.5, 12.32")],
+    "11.bet": [("bet = ...", 'bet = "pp=8 tp=8"', 'bet = "fsdp=16 tp=4"')],
     "11.schemes": [("..., ..., ...", '"dp", "pp", "tp"', '"dp", "fsdp", "tp"')],
     "12.unfinished": [("= ...", '= "b/dp s d"', '= "b/dp s d +tp"')],
     "12.fates": [

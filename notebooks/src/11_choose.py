@@ -134,13 +134,13 @@ assert here.seconds >= best.time.step_s * (1 - planner.SAME)
 scene.show(columns.mesh_map([*dots, here], here, dots[0], usable))
 
 # %% [markdown]
-# Left is less memory, down is less time. (*You* stands at the rule as long as you have not bet. 8 % of the usable memory are left
+# Each dot is a mesh in its best way to run. Left is less memory, down is less time. (*You* stands at the rule as long as you have not bet. 8 % of the usable memory are left
 # free here, since temporary memory is an estimate.)
 #
-# ## The rule computes more often, and waits
+# ## The rule's pipeline computes twice, and waits
 #
-# A step's time is a sum of named terms. What hides behind computing is left out. Under each bar stands how far such an estimate
-# is off: 7 % in the mean of 591 published runs. **Differences below that say nothing.**
+# A step's time is a sum of named terms. What hides behind computing is left out. Under each bar stands by how much such an
+# estimate is off: 7 % in the mean of 591 published runs. **Differences below that say nothing.**
 
 # %%
 WORDS = {"products": "matmuls", "weights and gradients on links": "fsdp's links"}

@@ -1,48 +1,88 @@
 # %% [markdown] tags=["slide"] minutes=3 section="Choosing"
 # ## Choose: legal, fits, fast
 #
-# Llama 3 8B on 16 H100s, 524,288 tokens a step. Every loser names the term that made it slow.
+# Llama 3 8B on 16 H100s, 524,288 tokens a step. A loser names the term that made it slow. **Differences below the error say
+# nothing.**
 #
-# <footer>Estimates with constants of published runs · <code>llmpar plan --devices 16 --batch-size 64</code> · lesson <code>notebooks/11_choose</code></footer>
+# <footer>Dot: torchtitan, FSDP, 6,667 tokens/s a GPU at 500 W (December 2024) · <code>llmpar plan --devices 16 --batch-size 64</code> · lesson <code>notebooks/11_choose</code></footer>
 
 # %%
-from IPython.display import Markdown
+import dataclasses
+
+from deck import draw, show
 
 from llmpar.config import preset
-from llmpar.predict import planner, serving
+from llmpar.notation import parse_mesh
+from llmpar.predict import planner
 from llmpar.predict.hardware import chip
 
-question = planner.Question(preset("llama3-8b"), chip("h100"), 16, 64, 8192)
-found = planner.document(planner.decide(question, keep=5))
-assert all(row["memory_bytes"]["total"] <= question.room_bytes for row in found["plans"])
+H100 = chip("h100")
+question = planner.Question(preset("llama3-8b"), H100, 16, 64, 8192, share=H100.memory_share)
 assert 12 * question.config.num_params > question.room_bytes  # replicas alone cannot be
-rows = [
-    f"| `{row['mesh']}` | {row['step_s']:.2f} s | {row['memory_bytes']['total'] / 2**30:.0f} GiB | {row['why']} |"
-    for row in found["plans"]
-]
-Markdown("\n".join(["| mesh | a step | memory | why |", "|---|--:|--:|---|", *rows]))
+SHOWN = {
+    "products": "matmuls",
+    "attention": "attention",
+    "recomputation": "recomputation",
+    "bubble": "bubble",
+}
+SHOWN |= {"tensor-parallel links": "tensor-parallel links"}
+
+
+def estimated(mesh):
+    """The planner's best way to run a mesh."""
+    return planner.decide(dataclasses.replace(question, fixed=parse_mesh(mesh).sizes), keep=1).plans[0]
+
+
+def folded(terms):
+    """The largest terms by name, and the sum of the others."""
+    named = {name: terms[term] for term, name in SHOWN.items() if term in terms}
+    return named | {"the rest": sum(terms.values()) - sum(named.values())}
+
+
+plans = {mesh: estimated(mesh) for mesh in ("fsdp=16", "fsdp=8 tp=2", "pp=2 tp=8")}
+assert planner.decide(question, keep=1).plans[0].plan.mesh == plans["fsdp=16"].plan.mesh
+took = [plan.time.step_s for plan in plans.values()]
+assert took[1] / took[0] < 1 + planner.ERROR < took[2] / took[0]
+measured = {"fsdp=16": 64 * 8192 / 16 / 6667}
+assert 0.25 < 1 - took[0] / measured["fsdp=16"] < 0.3, "beyond the error: its cards were slower"
+rows = [(mesh, folded(plan.time.terms)) for mesh, plan in plans.items()]
+drawn = draw.time_bars(rows, error=planner.ERROR, measured=measured)
+show(
+    drawn, f"Estimated seconds of a step; the error is {planner.ERROR:.0%}, the mean over 591 published runs"
+)
 
 # %% [markdown] tags=["notes"]
-# **Ask:** why not `dp=16`? 90 GiB of float32 state on each device, and 69 may be used.
+# **Ask:** why not `dp=16`? 90 GiB of float32 state on each device, and 59 may be used.
+#
+# **Ask:** which of the first two would you take? Nobody knows: they differ by less than the error. Measure both.
 #
 # **Misunderstanding:** that the seconds are promises. They compare plans; bytes and arguments are exact, and a compiler without the
-# cluster checks memory (`llmpar compile`).
+# cluster checks memory (`llmpar compile`). The dot is far behind the estimate: cards of 96 GB with slower memory, held to 500 of 700 W.
 #
-# **Source:** `llmpar.predict.planner`; `tests/measured.md` holds the model against 591 published runs.
+# **Source:** `llmpar.predict.planner`; `tests/measured.md` holds the model against 591 published runs, 7.3 % mean and 6.0 % median
+# error. The dot: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 1, 8 GPUs (6,514 on 128).
 
 # %% [markdown] tags=["slide"] minutes=2
 # ## Serving is another question
 #
 # A prompt computes. A token reads: all weights, and its keys and values. So decode many sequences together.
 #
-# <footer>Llama 3 8B, 8 H100s, 1,024 tokens in, 256 out · <code>llmpar.predict.serving</code> · lesson <code>notebooks/11_choose</code></footer>
+# <footer>Llama 3 8B, 1,024 tokens in, 256 out; eight H100s are eight replicas · <code>llmpar.predict.serving</code> · lesson <code>notebooks/11_choose</code></footer>
 
 # %%
+from IPython.display import Markdown
+
+from llmpar.predict import serving
+
 batches = (1, 16, 64, 256)  # on each GPU
 took = [sum(serving.decode(preset("llama3-8b"), chip("h100"), n, 1024 + 128).values()) for n in batches]
-lines = [f"| {8 * n:,} | {s * 1e3:.1f} ms | {8 * n / s:,.0f} |" for n, s in zip(batches, took, strict=True)]
+lines = [
+    f"| {n:,} | {s * 1e3:.1f} ms | {1 / s:,.0f} | {n / s:,.0f} | {8 * n / s:,.0f} |"
+    for n, s in zip(batches, took, strict=True)
+]
 assert took[-1] < 5 * took[0], "256 sequences, and a token waits less than five times as long"
-Markdown("\n".join(["| sequences at once | a token each | tokens per second |", "|--:|--:|--:|", *lines]))
+head = "| at once on a GPU | a token takes | tokens/s, a sequence | tokens/s, one GPU | tokens/s, 8 GPUs |"
+Markdown("\n".join([head, "|--:|--:|--:|--:|--:|", *lines]))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** what stops the batch? First the bound on a token's time, then memory for keys and values; beyond the critical batch
@@ -59,31 +99,34 @@ Markdown("\n".join(["| sequences at once | a token each | tokens per second |", 
 # *It fits a GPU: replicas. It fits a node: tensor parallelism. It needs nodes: pipelines.* Good first guesses; sharded state
 # beats two of them here.
 #
-# <footer>H100s, estimates · <code>llmpar plan --devices 64 --model llama3-70b --batch-size 128</code> · <code>notebooks/11_choose</code></footer>
+# <footer>Estimates, 7 % off in the mean; torchtitan measured 24.7 s for <code>fsdp=64</code> in the last row · <code>llmpar plan --chip a100-80 --devices 64 --model llama3-70b</code> · <code>notebooks/11_choose</code></footer>
 
 # %% tags=["fragment"]
 CASES = {
-    ("Llama 3.2 1B, 8 GPUs", "llama3.2-1b", 8, 64): ("fits: `dp=8`", dict(dp=8)),
-    ("Llama 3 8B, 8 GPUs", "llama3-8b", 8, 64): ("node: `tp=8`", dict(tp=8)),
-    ("Llama 3 70B, 64 GPUs", "llama3-70b", 64, 128): ("nodes: `pp=8 tp=8`", dict(pp=8, tp=8)),
+    ("1B, 8 H100s", "llama3.2-1b", "h100", 8, 64): ("fits: `dp=8`", dict(dp=8)),
+    ("8B, 8 H100s", "llama3-8b", "h100", 8, 64): ("node: `tp=8`", dict(tp=8)),
+    ("70B, 64 A100s", "llama3-70b", "a100-80", 64, 64): ("nodes: `pp=8 tp=8`", dict(pp=8, tp=8)),
 }
 
 
-def fastest(model, devices, rows, **fixed):
+def fastest(model, card, devices, rows, **fixed):
     """The planner's first plan, as data."""
-    asked = planner.Question(preset(model), chip("h100"), devices, rows, 8192, fixed)
-    return planner.document(planner.decide(asked, keep=4))["plans"][0]
+    card = chip(card)
+    asked = planner.Question(preset(model), card, devices, rows, 8192, fixed, share=card.memory_share)
+    return planner.document(planner.decide(asked, keep=1))["plans"][0]
 
 
-lines, ratio = [], []
+lines, ratio, limit = [], [], 1 + planner.ERROR
 for (name, *asked), (rule, fixed) in CASES.items():
-    by_rule, by_planner = fastest(*asked, **fixed), fastest(*asked)
-    ratio.append(by_rule["step_s"] / by_planner["step_s"])
-    lines.append(
-        f"| {name} | {rule} | {by_rule['step_s']:.1f} s | `{by_planner['mesh']}` | {by_planner['step_s']:.1f} s |"
-    )
-assert ratio[0] < 1.05 < 1.1 < ratio[1] < ratio[2] < 1.5
-Markdown("\n".join(["| model | the rule | a step | the planner | a step |", "|---|---|--:|---|--:|", *lines]))
+    by_rule, best = fastest(*asked, **fixed), fastest(*asked)
+    ratio.append(by_rule["step_s"] / best["step_s"])
+    verdict = f"+{ratio[-1] - 1:.0%}" if ratio[-1] > limit else "no difference known"
+    took = f"{by_rule['step_s']:.1f} s", f"`{best['mesh']}`", f"{best['step_s']:.1f} s", verdict
+    lines.append(f"| {name} | {rule} | {' | '.join(took)} |")
+assert ratio[0] < limit < 1.1 < ratio[1] < ratio[2] < 1.5
+assert abs(fastest("llama3-70b", "a100-80", 64, 64, fsdp=64)["step_s"] / (8192 / 331) - 1) < planner.ERROR
+head = "| Llama 3 | the rule | a step | the planner | a step | the rule takes |"
+Markdown("\n".join([head, "|---|---|--:|---|--:|---|", *lines]))
 
 # %% [markdown] tags=["fragment"]
 # And the recipe: **fit** in memory first, **then** reach the batch, **then** speed. To serve: an inference engine.
@@ -93,7 +136,8 @@ Markdown("\n".join(["| model | the rule | a step | the planner | a step |", "|--
 # gathering the weights no longer hides: `llmpar plan --batch-size 16`.
 #
 # **Misunderstanding:** that a rule is wrong because the planner found something faster. A rule fits in the head; the planner shows
-# what it costs, here 0, 15 and 35 %.
+# what it costs: here nothing that is known, 15 and 31 %.
 #
 # **Source:** `llmpar.predict.planner`, plans of one step each; the recipe is that of the playbook of Hugging Face (2025): first fit
-# a step, then the global batch, then throughput. Seconds compare plans and promise nothing.
+# a step, then the global batch, then throughput. Seconds compare plans and promise nothing. Measured: 331 tokens a second
+# and GPU, pytorch/torchtitan, docs/performance.md.
