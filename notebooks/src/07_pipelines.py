@@ -67,8 +67,9 @@ assert naive.bubble_fraction == 3 / 4
 scene.show(draw.timeline(naive, facts=False))
 
 # %% [markdown]
-# Four devices, the speed of one. `F` is a stage's forward pass and `B` its backward pass, drawn twice as long: it takes two
-# matmuls where `F` takes one. The batch goes down the stages, its gradient comes up again, and three of four devices always wait.
+# Four devices, the speed of one. `F` is a stage's forward pass and `B` its backward pass (the 0 behind them counts batches). `B` is drawn
+# twice as long: it takes two matmuls where `F` takes one. In yellow is what the stage must hold from `F` to `B`. The batch goes down
+# the stages, its gradient comes up again, and three of four devices always wait.
 #
 # ## Cut the batch, and nobody waits so long
 #
@@ -170,7 +171,7 @@ scene.show(draw.curves(lines, *axes, percent=True, high=0.4, title=title))
 # It cost 34 % more. The bubble, (p − 1)/u on top of the ideal time, explains 24 %. The rest is paid once per step as well: the
 # replicas sum their gradients, and the optimizer runs.
 #
-# ## By hand: a scan, and one permute per tick
+# ## A pipeline by hand: a scan, and one permute per tick
 #
 # In each **tick** a stage takes what its neighbour has sent, runs its layers, and passes the result on by one `ppermute`. A scan
 # repeats that. Autodiff turns the scan round, and the permutes with it. This is the code of one device:
@@ -216,7 +217,8 @@ def by_hand(w, xs):  # a stage's layers; all microbatches
 
 
 # %% [markdown]
-# `lax.pcast(…, to="varying")` tells JAX that the zeros of the first tick will differ from stage to stage.
+# The scan begins with zeros, the same on every stage, and goes on with values that differ. `lax.pcast(…, to="varying")` says so to JAX
+# beforehand.
 #
 # The weights of all layers are one array. Its letters: `l` layers, `d` width of a layer's input, `m` width of its output. The layout
 # `l/pp d m` cuts the layers over `pp`, the mesh axis of the stages, and no layer itself:
@@ -259,13 +261,13 @@ if devices[0].platform == "cpu" and p > 1:
 
 # %% [markdown]
 # In the bubble a stage computes on zeros, or on a microbatch that it has already had, and throws the result away. The time is lost just
-# the same, and so is the energy. GSPMD pipelines (Xu et al. 2021) work like this. And since autodiff turns the whole scan round, all
-# forwards come before all backwards.
+# the same, and so is the energy. Pipelines that are left to XLA's partitioner work like this (GSPMD, Xu et al. 2021). And since
+# autodiff turns the whole scan round, all forwards come before all backwards.
 #
 # ## A table lets a stage do nothing
 #
-# This package goes another way. *What each stage does in which order* is data, a **schedule**. In each tick a stage runs the cell
-# that the table has for it, or nothing (`·`). GPipe on four stages, with four microbatches:
+# This package goes another way. *What each stage does in which order* is data: a table, called a **schedule**. In each tick a stage
+# runs the `F` or the `B` that the table has for it, or nothing (`·`). GPipe on four stages, with four microbatches:
 
 # %%
 ticks_of_all = timetable(make("gpipe", 4, 4)).ticks

@@ -18,7 +18,7 @@
 # # 08 · Pipeline schedules: who fills the bubble, and who pays for it?
 #
 # A stage may choose what it does *next*. Here are five orders of the same work, four stages and eight microbatches, as they begin.
-# All stages must do 24 time units of work. Who is through first?
+# Every stage has 24 time units of work. Who is through first?
 
 # %% tags=["plumbing"]
 from llmpar.mesh import use_devices
@@ -170,8 +170,9 @@ assert zb_h1.bubble == plain.bubble / 3 and zb_h1.peak_live() == [4] * 4
 #
 # ## ZB-V has no bubble, and its stages idle
 #
-# ZB-V gives each stage two chunks in the shape of a V. The first stage also has the *last* layers, and can turn round at once. Its
-# authors say that it has no bubble. Yet above it ends at 25.5, not at 24. Both are true, because three things are called the bubble:
+# ZB-V deals chunks of layers down the stages and up again, in the shape of a V. So the first stage has the first layers and the *last*
+# ones, and can turn round at once. Its authors say that it has no bubble (Qi et al. 2024). Yet above it ends at 25.5, not at 24. Both
+# are true, because three things are called the bubble:
 
 # %% tags=["plumbing"]
 for starts, ends in zip(zb_v.start, zb_v.end, strict=True):
