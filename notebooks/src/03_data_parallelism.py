@@ -62,7 +62,7 @@ from llmpar.predict.hardware import chip
 from llmpar.step import State
 from llmpar.weights import model_graph
 
-# Accelerators round float32 products unless told not to.
+# Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
 N = len(devices)
 mesh = make_mesh(f"dp={N}")

@@ -61,7 +61,7 @@ from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
 from llmpar.step import Step
 
-# Accelerators round float32 products unless told not to.
+# Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
 N = max(n for n in (1, 2, 4, 8) if n <= len(devices))
 LAP = (N - 1) / N  # what a ring of N devices sends of each message
@@ -176,6 +176,12 @@ def adam(w, g, m, v, t):
     return w - RATE * up, m, v
 
 
+# %% [markdown]
+# An arrow says what moves: `l d m +fsdp -> l d/fsdp m` turns an unfinished sum over `fsdp` into finished parts, cut along `d`
+# (`l` layers, `d` width of the model, `m` width of a feed-forward). `pcast` makes the weights a device's own (lesson 03);
+# `to="invarying"` says that what was gathered is the same on all devices.
+
+
 # %%
 def my_block(w):
     """This device's rows of every layer: `l d m -> l d/fsdp m`. Nothing moves."""
@@ -202,10 +208,6 @@ def stage1(w, m, v, t, x, y):
 
 
 # %% [markdown]
-# An arrow says what moves: `l d m +fsdp -> l d/fsdp m` turns an unfinished sum over `fsdp` into finished parts, cut along `d`
-# (`l` layers, `d` width of the model, `m` width of a feed-forward). `pcast` makes the weights a device's own (lesson 03);
-# `to="invarying"` says that what was gathered is the same on all devices.
-#
 # Stage 2 takes the backward pass apart, to cut each layer's gradient at once:
 
 
