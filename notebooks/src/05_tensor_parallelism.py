@@ -99,8 +99,8 @@ show(
 # %% [markdown]
 # ## Rows first: relu has to wait
 #
-# Now each device has an addend of every hidden unit. relu(3 − 2) = 1, but relu(3) + relu(−2) = 3. So the sum must be finished before
-# relu, where it is four times as wide as `y`.
+# Now each device has an addend of every hidden unit. relu(3 − 2) = 1, but relu(3) + relu(−2) = 3. The sum must be finished before relu,
+# where it is four times as wide as `y`.
 
 # %% tags=["plumbing"]
 show(
@@ -134,8 +134,8 @@ assert np.allclose(columns, y) and abs(too_early - y).max() > 1
 # ## One arrow says it
 #
 # In letters: `s` positions of tokens, `d` width of the model, `m` width of a feed-forward (its hidden units), and `tp`, the axis of the
-# devices. W1 is `d m/tp`: its dim m is cut. W2 is `m/tp d`. The addends are `s d +tp`, a sum that is unfinished over tp. The pair sends
-# one arrow, `s d +tp -> s d`. Other orders send more:
+# devices. W1 is `d m/tp`: its dim m is cut. W2 is `m/tp d`. The addends are `s d +tp`, a sum unfinished over tp. The pair sends one arrow,
+# `s d +tp -> s d`. Other orders send more:
 
 # %% tags=["plumbing"]
 orders = {
@@ -163,8 +163,8 @@ for order, arrows in orders.items():
 # %% [markdown]
 # ## Predict: how many in training?
 #
-# Stack `L = 4` pairs, `x = relu(x @ w1) @ w2`, with a loss on top. Take the gradients of all weights. **How many all-reduces run in one
-# forward and backward pass?** The input of the first pair is data.
+# Stack `L = 4` pairs, `x = relu(x @ w1) @ w2`, with a loss on top. **How many all-reduces give the loss and the gradients of all
+# weights?** The input of the first pair is data.
 
 # %%
 num_all_reduces = ...
@@ -260,8 +260,8 @@ met("05.stack_all_reduces", num_found)
 # ## Backward, the other end of the pair adds up
 #
 # Megatron (Shoeybi et al. 2019) calls the ends of a pair *f* and *g*. Forward, g adds up. Backward, f does: each device knows the
-# gradient of `x` through its own columns only. In JAX f is `lax.pcast`: devices may differ from here on. The first pair's `x` is data,
-# and nobody asks for its gradient: 2L − 1.
+# gradient of `x` through its own columns only. In JAX f is `lax.pcast`: from here on devices differ. The first pair's `x` is data, and
+# needs no gradient: 2L − 1.
 #
 # ## Attention has four matrices: what would you cut?
 #
@@ -307,7 +307,7 @@ attempt("05.gated_pair", gated_pair)
 # and keeps the same activations.
 #
 # **Sequence parallelism** (Korthikanti et al. 2022) cuts these along the sequence. The all-reduce falls into two halves: a reduce-scatter
-# adds up where the pair ends; an all-gather hands round where the next one begins:
+# adds up where a pair ends; an all-gather hands round where the next begins:
 
 # %%
 show(
@@ -436,9 +436,9 @@ assert int(degrees["H100 inside a node", "llama3-70b"]) == 13
 # ## Keep: columns, then rows, inside the fast links
 #
 # 1. Columns, then rows, along the same dim: one all-reduce ends the pair.
-# 2. Attention (heads) and feed-forward (hidden units) are such pairs: 4 all-reduces of b·s·d per layer, two forward, two backward.
+# 2. Attention (heads) and feed-forward (hidden units) are such pairs: 4 all-reduces of b·s·d per layer, two of them backward.
 # 3. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, nothing kept N times.
-# 4. Work is divided by N, messages are not: stay below m / (C/β), inside the fast links.
+# 4. Work is divided by N, messages are not: stay below m / (C/β).
 #
 # **One number to remember: 4 all-reduces of b·s·d per layer,** for any N.
 

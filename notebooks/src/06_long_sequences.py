@@ -110,8 +110,8 @@ attempt("06.ring_bytes", bytes_of_keys_and_values, devices=N, seq=S)
 # %% [markdown]
 # ### Exercise (core): one hop of a real model
 #
-# Llama 3 8B has 32 query heads, 8 KV heads, head width 128. A sequence of 131,072 tokens lies over `sp=8`, in bfloat16. How many bytes
-# does a device hand on in one hop of one layer?
+# Llama 3 8B: 32 query heads, 8 KV heads, head width 128; 131,072 tokens over `sp=8`, in bfloat16. How many bytes does a device hand on in
+# one hop of one layer?
 
 # %%
 hop_bytes = ...
@@ -291,8 +291,8 @@ RingExplorer()
 # %% [markdown]
 # ## Zigzag: an early part and a late part for everybody
 #
-# Cut the sequence into 2N parts. Rank i takes the parts i and 2N − 1 − i. That costs one permutation of the data before the step. The
-# strips show who holds which positions:
+# Cut the sequence into 2N parts. Rank i takes the parts i and 2N − 1 − i, as the strips show. That costs one permutation of the data
+# before the step.
 
 # %% tags=["plumbing"]
 both = IN_ORDER | {"zigzag": parts_of_ranks("zigzag")}
