@@ -91,11 +91,12 @@ attempt("09.dispatch_bytes", bytes_dispatched, ranks=N)
 # %% [markdown]
 # ## A buffer has room for the worst case
 #
-# XLA wants every shape before any token has chosen. So a rank lays its rows into a buffer of **slots**: `c` for each of the `e`
-# experts. With `c` = 32 all tokens of a rank may choose the same expert, and none is left out.
+# XLA wants every shape before any token has chosen. So a rank lays its tokens into a buffer with room for the worst case: `c` slots
+# for each of the `e` experts. With 32 slots all tokens of a rank may choose the same expert, and none is left out.
 #
-# The exchange is the arrow `b/ep e c d -> b e/ep c d`. Each rank has made one of the `b` buffers. Before, they are cut by rank
-# (`b/ep`); behind, every rank has its experts' slots of all of them (`e/ep`). `d` is the width.
+# The exchange is the arrow `b/ep e c d -> b e/ep c d`. Before it, the `b` rows of the batch are cut by rank (`b/ep`): each rank
+# has the buffer of one row, its 32 tokens. Behind it, each rank has its own experts' slots (`e/ep`) of all rows. (`d` width of
+# the model.)
 
 
 # %%
