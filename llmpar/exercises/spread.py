@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from llmpar import draw
 from llmpar.draw.scene import Scene
-from llmpar.inspect.census import Collective, census_table
+from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh
 
@@ -30,17 +30,12 @@ def traced(function: Callable, mesh: str, *arrays: Any) -> Any:
     return jax.make_jaxpr(on_mesh)(*arrays)
 
 
-def sends(program: Any) -> list[Collective]:
-    """List what a traced program sends, in its order."""
-    return census_jaxpr(program, dict(program.eqns[-1].params["mesh"].shape))
-
-
 def drawn(function: Callable, mesh: str, *arrays: Any) -> Scene:
     """Draw what each device is given, sends, holds and returns."""
-    program = traced(function, mesh, *arrays)
-    sent = [(one.kind, one.axes, one.count, one.bytes_sent, one.shape) for one in sends(program)]
-    given, returned = [x.shape[1:] for x in arrays], program.out_avals[0].shape[1:]
-    return draw.traced(sizes_of(mesh), given, sent, returned)
+    program, sizes = traced(function, mesh, *arrays), sizes_of(mesh)
+    found = census_jaxpr(program, sizes)
+    sent = [(one.kind, one.axes, one.count, one.bytes_sent, one.shape) for one in found]
+    return draw.traced(sizes, [x.shape[1:] for x in arrays], sent, program.out_avals[0].shape[1:])
 
 
 def sizes_of(mesh: str) -> dict[str, int]:
@@ -61,7 +56,8 @@ def carried_out(function: Callable, mesh: str, *arrays: Any, untiled: str = "") 
         if untiled and untiled in str(error):
             return "not tiled"
         raise
-    sent = [[kind, axes, *row.values()] for (axes, kind), row in census_table(sends(program)).items()]
+    found = census_table(census_jaxpr(program, sizes_of(mesh)))
+    sent = [[kind, axes, *row.values()] for (axes, kind), row in found.items()]
     return [values(program, mesh, *arrays), sorted(sent)]
 
 

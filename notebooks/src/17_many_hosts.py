@@ -377,7 +377,7 @@ for function in (one_ring, two_level) if right else (one_ring,):
 #
 # Which bytes cross depends on the algorithm. NCCL, by which NVIDIA's GPUs talk, sums long messages round a **ring**: each device sends
 # to the next one. Shorter ones it sums along **two trees**, each with half of the message: sums go up to the root, the result comes
-# down (Jeaugey 2019). One edge of each tree lies between the hosts, and the two roots are on different hosts. An all-to-all goes
+# down ([NCCL 2.4](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/), 2019). One edge of each tree lies between the hosts, and the two roots are on different hosts. An all-to-all goes
 # directly, a piece to each device.
 #
 # ### Exercise (expert): the law
