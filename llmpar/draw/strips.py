@@ -162,7 +162,7 @@ def ring_sums(kind: str = "all-reduce", ranks: int = 4, step: int | None = None,
     if moving:
         panels = [[Group(tuple(items), frame=k) for k, items in enumerate(panels)]]
     rows = [stack(row, 22, across=True) for row in (panels[:ranks], panels[ranks:]) if row]
-    note = "A column is a device, a row a part of the array. Outlined: what has just come in."
+    note = "A row is a part of the array. Outlined: what has just come in; what leaves right enters left."
     title = f"{kind} round a ring of {ranks}: {count_noun(len(hops) - 1, 'hop')}"
     return compose(title, [stack(rows, 18)], "\n".join([*lines, note]), [note])
 
