@@ -95,13 +95,13 @@ def test_a_fault_of_a_plan_is_seen(row, fault):
 
 
 def test_every_lesson_has_a_run_of_show_with_one_exercise():
-    shown = dict(re.findall(r"^### (\d\d) · (.*?)(?=^##)", GUIDE, re.M | re.S))
+    shown = dict(re.findall(r"^### (\d\d\w?) · (.*?)(?=^##)", GUIDE, re.M | re.S))
     assert list(shown) == list(LESSONS)
     for number, text in shown.items():
         parts = re.findall(r"^- \*\*(\w+):\*\* (.*?)(?=^- |\Z)", text, re.M | re.S)
         assert [name for name, _ in parts] == ["Type", "Surprise", "Board", "Exercise"], number
         first = re.match(r"`(\S+?)`", parts[-1][1])[1]
-        assert first.startswith(number) and find(first).level == "core", first
+        assert first.startswith(f"{number}.") and find(first).level == "core", first
 
 
 def test_every_lesson_has_a_checkpoint_and_comes_after_what_it_needs():

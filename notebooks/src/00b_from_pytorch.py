@@ -322,6 +322,25 @@ assert np.allclose(new["b"], 0.8) and new["w"].shape == w.shape
 print({name: value.shape for name, value in new.items()})
 
 # %% [markdown]
+# ### Exercise (stretch): read a placement
+#
+# A DTensor `[b, d]` lies on a mesh with the axes `("dp", "tp")`. Its placements are `[Replicate(), Shard(1)]`. Write our layout.
+
+# %%
+layout_seen = ...  # a text such as "b/dp d"
+attempt("00b.placements", layout_seen)
+
+# %% [markdown]
+# ### Exercise (expert): what FSDP2 sends
+#
+# `fully_shard` on 8 GPUs stores an eighth of a float32 weight of 64 MiB on each. The weight is gathered for the forward
+# pass, forgotten, and gathered again for the backward pass. How many **MiB** does a GPU send for it in a step?
+
+# %%
+mib_sent = ...
+attempt("00b.fsdp_bytes", mib_sent)
+
+# %% [markdown]
 # ## On your cluster
 #
 # ```
