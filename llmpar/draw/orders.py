@@ -109,7 +109,7 @@ def bubbles(table: Timetable) -> Scene:
     ):
         x, w = x_of(start), x_of(work) - left
         items.append(small_text(left - 10, y + 9, name, "end", "ink"))
-        items.append(Rect(x, y, w, 18, "rest", "edge", 0.75))
+        items.append(Rect(x, y, w, 18, "cell", "edge", 0.75))
         items += fitting(x + w / 2, y + 9, w, says)
         items += [Rect(x + w, y, x_of(waits) - left, 18, "paper", "edge", 0.75, "/")] * (waits > 0)
         if over:
