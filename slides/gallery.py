@@ -86,7 +86,12 @@ def drawings() -> dict[str, Scene]:
         "links": draw.links("dp=2 fsdp=4 tp=4", chip("h100")),
         "wired": draw.wired([["0123", "4567"]] * 2, ["wire"]),
         "growing": draw.growing(["dp=2", "dp=2 fsdp=2", "dp=2 fsdp=2 tp=2"], "An axis at a time"),
-        "table": draw.table([("a sum is forgotten", [("refused", "good-ground"), ("wrong", "bad-ground")])]),
+        "table": draw.table(
+            [
+                (f"a sum is {how}", [("refused", "good-ground"), ("wrong", "bad-ground")])
+                for how in ("forgotten", "doubled")
+            ]
+        ),
         "layout": draw.layout("b/dp,fsdp s d/tp", (32, 16, 8), "dp=2 fsdp=2 tp=2", itemsize=4),
         "arrow": draw.arrow("b s d +tp -> b s/tp d", (8, 16, 32), "tp=4", 2),
         **sent_in_a_step(),
