@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from llmpar.draw.scene import OTHERS, Group, Line, Rect, Scene, Text, compose, small_text, text_color_on
 
 
-def causal(orders, step: int | None = None, title: str = "", counts: bool = True) -> Scene:
+def causal(orders, step: int | None = None, title: str = "", counts: bool = True, bars: bool = True) -> Scene:
     """Which pairs of query and key each rank of a causal ring computes, and in which step of the ring.
 
     ``orders`` are named, and have for each rank the parts of the sequence that it holds, counted from 0; all
     parts are equally long, and each rank holds as many. A row is a part of the queries, a column one of the
     keys; a tile has its rank's colour and its step's number. Below stands the work of each rank, in blocks:
     all queries of a rank with all keys of a rank. With a ``step`` tiles up to it are filled, its own bold.
-    Without ``counts`` there are neither steps' numbers nor work.
+    Without ``counts`` there are neither steps' numbers nor times, without ``bars`` only no bars of work.
     """
     panels, lines = list[Group](), []
     for name, held in orders.items():
@@ -22,7 +24,7 @@ def causal(orders, step: int | None = None, title: str = "", counts: bool = True
         work = [[0.0] * ranks for _ in held]
         items: list = [Rect(0, 0, 240, 240, "", "grid"), Text(0, -56, name, bold=True)]
         named = (120, -35, "keys"), (-26, -35, "queries"), (172, 60, "later keys:"), (172, 76, "not seen")
-        items, bold = [*items, *(small_text(*one) for one in named)], list[Line | Text]()
+        items, bold = [*items, *(small_text(*one) for one in named)], list[Any]()
         for q, rank in sorted(owner.items()):
             tint, y = OTHERS[rank], side * q
             for x, top, w, h in ((-26, y, 20, side), (y, -24, side, 18)):  # queries at the left, keys above
@@ -38,19 +40,19 @@ def causal(orders, step: int | None = None, title: str = "", counts: bool = True
                 number = small_text(*spot, str(t), fill=text_color_on(fill))
                 (bold if t == step else items).append(Line(tuple(corners), *look, fill=fill))
                 (bold if t == step else items).extend([number] * counts)
-        items, shown = [*items, *bold], len(items) + len(bold)
         took = [max(row[t] for row in work) for t in range(last + 1)]
+        time = Text(236, 16, f"{sum(took):g} blocks of time", anchor="end", bold=True)
+        items, below = [*items, *bold, *[time] * counts], list[Any]()
         for rank, row in enumerate(work):
             y, sums = 258 + 22 * rank, sum(row[: len(took)])
-            items.append(small_text(-6, y + 8, f"rank {rank}", "end", "ink"))
-            items.append(Rect(0, y, 48 * sums, 16, OTHERS[rank], "edge"))
+            below.append(small_text(-6, y + 8, f"rank {rank}", "end", "ink"))
+            below.append(Rect(0, y, 48 * sums, 16, OTHERS[rank], "edge"))
             words = f"works {sums:g}, waits {sum(took) - sums:g}"
-            items.append(small_text(48 * sums + 8, y + 8, words, "start", "ink"))
+            below.append(small_text(48 * sums + 8, y + 8, words, "start", "ink"))
             parts = " ".join(map(str, held[rank]))
             lines.append(f"{name}, rank {rank}: parts {parts}; {words}; by step {row}")
         lines.append(f"{name}: {sum(took):g} blocks of time")
-        items.append(Text(0, 270 + 22 * ranks, f"takes {sum(took):g} blocks of time", bold=True))
-        panels.append(Group(tuple(items if counts else items[:shown]), 400 * len(panels)))
+        panels.append(Group((*items, *below * (bars and counts)), 400 * len(panels)))
     title = title or "Causal attention: who computes what" + ("" if step is None else f", up to step {step}")
     note = "Strips: which device holds a part."
     note += " Number: the ring's step. A block: all queries of a rank with all keys of a rank." * counts

@@ -138,7 +138,7 @@ dealt = {
     ]
     for name, order in ORDERS.items()
 }
-drawn = [draw.causal(dealt, step) for step in range(4)]
+drawn = [draw.causal(dealt, step, bars=False) for step in range(4)]
 for name, order in ORDERS.items():
     assert f"{name}: {parts[order].max(0).sum():g} blocks of time" in drawn[-1].text
 steps(*drawn)
