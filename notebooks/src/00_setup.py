@@ -16,8 +16,8 @@
 # %% [markdown]
 # # 00 · Who holds row 5?
 #
-# Eight devices share an array of eight rows. `dp` cuts the rows into two halves, and `fsdp` cuts each half in two again. `tp`
-# cuts nothing. So which devices hold row 5?
+# Eight devices stand in a cube, whose directions are called `dp`, `fsdp` and `tp`. They share an array of eight rows: `dp` cuts
+# the rows into two halves, `fsdp` cuts each half in two again, and `tp` cuts nothing. Which devices hold row 5?
 
 # %% tags=["plumbing"]
 from llmpar.mesh import use_devices
@@ -68,7 +68,8 @@ attempt("00.row", holders)
 #
 # Now with JAX, on the devices that are here. The text `b/dp,fsdp d` is a **layout**. It says how an array is laid out: `b`
 # rows of the batch, cut by `dp` and then by `fsdp`, and `d` width of the model, not cut. After the slash stand the axes that
-# cut. An axis that is not named cuts nothing: devices that differ in it alone hold copies.
+# cut. An axis that is not named cuts nothing: devices that differ in it alone hold copies. (`b` and `d` are the array's **dims**,
+# its directions. Each has one letter.)
 
 # %%
 tp, fsdp = 2 if N % 2 == 0 else 1, 2 if N % 4 == 0 else 1
@@ -102,7 +103,7 @@ assert found == [4, 5] or N != 8, "the picture's cube"
 # %% [markdown]
 # ## The same question for eight billion weights
 #
-# This is a cluster that you do not have: 16 H100s that train a Llama with 8 billion weights. Click a device to see which part of
+# This is a cluster that you do not have: 16 H100s, GPUs for data centres, that train a Llama with 8 billion weights. Click a device to see which part of
 # a weight it holds. Then give all 16 devices to `dp`, which cuts no weight: does the model still fit? (In the stored page this
 # is a picture.)
 

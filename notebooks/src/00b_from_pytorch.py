@@ -77,8 +77,11 @@ show(compose("One node with four GPUs", [items], words))
 # - `jax.grad(loss)` is a function. It returns the gradient with respect to the first argument, here `w`. There is no
 #   `.backward()`, and nothing is stored in `w.grad`.
 # - `jax.shard_map` runs a function on every device, as each rank runs your script. `P("dp")` cuts the first dim of `x` over the
-#   devices along `dp`. `P()` leaves `w` whole: every device has the same copy.
+#   devices along `dp`. `P()` leaves `w` whole: every device has the same copy. `in_specs` says so of the arguments, `out_specs` of
+#   the result: here it is the same on all devices.
 # - `jax.jit` compiles it all, as `torch.compile` does.
+#
+# A **collective** is a message of all devices together; `all_reduce` is one. Count those of the compiled program.
 
 # %%
 mesh = make_mesh(f"dp={N}")

@@ -16,8 +16,8 @@
 # %% [markdown]
 # # 02 · How do eight devices add up their numbers?
 #
-# Each device has a buffer of 1 MiB, and each wants the sum of all eight. If everybody sent its buffer to everybody else,
-# each would send 7 MiB. With 1,024 devices it would be a GiB. There must be a better way.
+# Each device has 1 MiB of numbers of its own, its buffer, and each wants the sum of all eight. If everybody sent its buffer to
+# everybody else, each would send 7 MiB. With 1,024 devices it would be a GiB. There must be a better way.
 
 # %% tags=["plumbing"]
 from llmpar.mesh import use_devices
@@ -208,8 +208,8 @@ show(draw.arrow("s d +tp -> s/tp d", (512, 512), {"tp": 4}, itemsize=4))
 #
 # $$ \text{time} = \alpha \cdot \text{starts} + \frac{\text{bytes sent}}{\beta} $$
 #
-# Simulated devices have no links. So this is the model of an H100, whose GPUs send 370 GB/s inside a node and 50 GB/s
-# between nodes.
+# Simulated devices have no links. So this is the model of an H100, whose GPUs send 370 GB/s inside a node (one
+# machine with 8 GPUs) and 50 GB/s between nodes.
 
 # %%
 h100, sizes = chip("h100"), [10**k for k in range(3, 10)]
@@ -241,12 +241,13 @@ show(draw.curves(lines, ticks, **axes, marks=marks, text=time_text, title="8 H10
 
 # %% [markdown]
 # Left of the mark the curve is flat: 1 kB takes as long as 100 kB. That is why gradients are sent in **buckets** of many
-# megabytes, and why a chatbot that writes one token at a time waits for starts. Right of the mark the link decides. Between nodes the same sum
+# megabytes, not one by one. It is also why a chatbot whose model is spread over GPUs, and which
+# writes one token at a time, waits for starts. Right of the mark the link decides. Between nodes the same sum
 # takes seven times as long, because each GPU has only one network port there. So axes that send much stay inside a
 # node.
 #
 # How sure is that? 370 GB/s is the most that was measured on H100s (450 are promised), and α was fitted to published training
-# runs. Whole training steps come out within 6 to 8 % in the median. Do not rank smaller differences.
+# runs. Our times of whole training steps are off by 6 to 8 % in the median. So do not rank what differs by less.
 #
 # ## Keep: a sum costs less than two buffers
 #
