@@ -26,7 +26,7 @@ AXES = {
     "dp": "data parallel replicas",
     "fsdp": "data parallel with sharded state",
     "ep": "experts; batch for dense layers",
-    "sp": "sequence (Megatron calls it context parallelism)",
+    "sp": "context parallelism: positions",
     "tp": "tensor parallelism",
 }
 """The mesh axes, slow links outermost, fast links innermost."""

@@ -4,7 +4,7 @@
 #     teaching: 15
 #     exercises: 5
 #     needs: ["00"]
-#     question: What are DDP, FSDP2, DTensor and NCCL called in JAX, and who calls them?
+#     question: What are DDP, FSDP2 and DTensor in JAX, and who calls NCCL?
 #     objectives:
 #     - >-
 #       Write data parallelism and FSDP with `jit`, `grad` and `shard_map`, and say which
