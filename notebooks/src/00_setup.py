@@ -104,8 +104,8 @@ assert found == [4, 5] or N != 8, "the picture's cube"
 # ## The same question for eight billion weights
 #
 # This is a cluster that you do not have: 16 H100s, GPUs for data centres, that train a Llama with 8 billion weights. Click a device to see which part of
-# a weight it holds. Then give all 16 devices to `dp`, which cuts no weight: does the model still fit? (In the stored page this
-# is a picture.)
+# a weight it holds. Then give all 16 devices to `dp`, which cuts no weight: does the model still fit? (On GitHub this is a
+# picture.)
 
 # %%
 explorer = MeshExplorer(

@@ -86,8 +86,8 @@ idle_share = ...
 attempt("07.idle_share", idle_share)
 
 # %% [markdown]
-# No formula is built into this figure. It only knows who must wait for whom. Drag the microbatches from two to eight and beyond. (In
-# a stored page this is a picture.)
+# No formula is built into this figure. It only knows who must wait for whom. Drag the microbatches from two to eight and beyond. (On
+# GitHub this is a picture.)
 
 # %%
 start = {"schedule": "gpipe", "stages": 4, "microbatches": 2}

@@ -142,7 +142,7 @@ print(f"messages: {more}, where 1F1B has {fewer}: {more / fewer:.2f} times as ma
 #
 # The stage before waits for B alone. Nobody waits for W before the end of the step, so it can go where the bubble was (Qi et al. 2023,
 # zero bubble). Try it. This is 1F1B with each W right behind its B: drag an operation to another place of its row. Five goals wait, up to
-# no bubble at all. (In the stored page this is a picture.)
+# no bubble at all. (On GitHub this is a picture.)
 
 # %% tags=["plumbing"]
 SCHEDULE = """
