@@ -9,7 +9,8 @@ A cell's tags say where it goes: `# %% [markdown] tags=["slide"]` begins a slide
 slide says how many `minutes` it takes, and is in the short deck too if it is tagged `short`. The first slide
 of a part names its `section`; the slide tagged `agenda` gets the table of sections with their minutes, and
 every slide's notes begin with the clock. Of a code cell the output is shown, and its text as well where it is
-tagged `code`; with `place="beside"` its figure stands right of the text. The parts run in one kernel, each in
+tagged `code`; with `place="beside"` its figure stands right of the text, with
+`place="tall"` it may fill what one line of text leaves. The parts run in one kernel, each in
 an empty namespace. Every number and figure is computed here: a deck that prints to stderr, raises, or shows a
 figure without words is refused. A figure's words are `alt="…"` beside the tags, or its text/plain, or what
 its cell prints (`tidy` in notebooks/build.py).

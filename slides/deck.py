@@ -60,7 +60,7 @@ def bare(picture: scene.Scene, title: str = "") -> scene.Scene:
         is_title = only_text and " ".join(text.text for text in texts) == picture.title
         if not is_title and not (only_text and {text.fill for text in texts} == {"soft"}):
             blocks.append([part])
-    said = scene.compose(title, blocks, picture.text.partition("\n")[2], margin=8)
+    said = scene.compose(title, blocks, picture.text.partition("\n")[2], margin=4)
     return dataclasses.replace(said, title=title or picture.title, text=picture.text)
 
 

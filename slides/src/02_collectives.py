@@ -153,7 +153,7 @@ steps(ring)
 #
 # $$ \text{time} = \alpha \cdot \text{starts} + \text{bytes sent} / \beta $$
 #
-# <footer>A model of 8 H100s, not a measurement: constants fitted on published runs, <code>llmpar.predict.hardware</code>; yours: a table <code>[reached]</code> in a TOML file</footer>
+# <footer>A model of 8 H100s, not a measurement (<code>llmpar.predict.hardware</code>) · lesson <code>notebooks/02_collectives</code></footer>
 
 # %%
 import math

@@ -162,9 +162,9 @@ Markdown("\n".join(map(cells, (kib, ["--:"] * 4, [f"{n:.0f} KiB" for n in kib.va
 # %%
 show(
     draw.matmul(
-        "s d × d n/tp h, d k/tp h, d k/tp h = s n/tp h, s k/tp h, s k/tp h -attention-> s n/tp h"
+        "s d × d n/tp h, d k/tp h, d k/tp h = s n/tp h, s k/tp h, s k/tp h -look-> s n/tp h"
         " × n/tp h d = s d +tp -> s d",
-        names=("x", "Wq Wk Wv", "Q K V", "of each head", "Wo", "", "y"),
+        names=("x", "Wqkv", "Q K V", "heads", "Wo", "", "y"),
     )
 )
 

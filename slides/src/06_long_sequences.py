@@ -14,8 +14,7 @@ where("ring attention")
 # %% [markdown] tags=["slide", "short"] minutes=2 section="Long sequences"
 # ## Ring attention: queries stay, keys travel
 #
-# Context parallelism: cut the sequence over `sp`. Hand K and V to the neighbour while looking at them: **N − 1 hops**, exact attention, and no device
-# holds it all.
+# Context parallelism: the sequence is cut over `sp`, and K and V go round. **N − 1 hops.**
 #
 # <footer>Liu et al. 2023 (Ring Attention) · lesson <code>notebooks/06_long_sequences</code> · <code>llmpar inspect --mesh sp=8</code></footer>
 
@@ -85,6 +84,8 @@ def growing(picture, gap=5):
 steps(growing(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)])))
 
 # %% [markdown] tags=["notes"]
+# Each rank hands K and V to its neighbour while it looks at them. Attention is exact, and no device holds all of it.
+#
 # Drawn for 4 devices. Llama 3 8B, 131,072 tokens over 8 devices in bf16: a hop is 64 MiB per layer (8 KV heads; 32 query heads would
 # be four times that), read from the traced program.
 #
@@ -104,7 +105,7 @@ assert round(formulas.ring_min_block(a100.flops_per_s, a100.link_bytes_per_s), -
 # %% [markdown] tags=["slide"] minutes=2
 # ## Zigzag: nobody waits
 #
-# Give rank $i$ the parts $i$ and $2N-1-i$ of $2N$: everybody has the same work.
+# Rank $i$ gets the parts $i$ and $2N-1-i$: even work. Four ranks: **2 blocks of time**, in order 3.5.
 #
 # <footer>Brandon et al. 2023 (Striped Attention) · lesson <code>notebooks/06_long_sequences</code> · <code>llmpar train --mesh sp=8 --sequence-order zigzag</code></footer>
 
@@ -158,8 +159,7 @@ steps(*drawn)
 # %% [markdown] tags=["slide"] minutes=2
 # ## Two other ways: heads for positions, or gathered keys
 #
-# Ulysses turns the cut before attention, and back behind it. Llama 3 gathers K and V. Sent for a layer of Llama 3 8B, forward, 131,072
-# tokens, `sp=8`, bf16:
+# Ulysses, drawn, and what Llama 3 does. For a layer of Llama 3 8B, 131,072 tokens, `sp=8`:
 #
 # <footer>Jacobs et al. 2023 (DeepSpeed-Ulysses) · Llama 3 team 2024, section 3.3.2 · lesson <code>notebooks/06_long_sequences</code></footer>
 
@@ -185,6 +185,9 @@ Markdown(f"""| | sent | hidden behind work | holds |
 | gathered K and V | {gathered / MIB:.0f} MiB | no | K and V of all positions |""")
 
 # %% [markdown] tags=["notes"]
+# Ulysses turns the cut before attention, from positions to heads, and back behind it. Llama 3 gathers K and V. Counted is the forward
+# pass, in bf16.
+#
 # **Ask:** Llama 3 8B has 8 KV heads. Over how many ranks can Ulysses go? Over 8, if KV heads are not repeated; others repeat them.
 #
 # **Misunderstanding:** that fewer bytes are less time. The ring's hops hide behind work; the all-to-alls do not.

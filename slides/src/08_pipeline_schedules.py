@@ -85,11 +85,11 @@ show(draw.timeline(table, facts=False))
 # %% [markdown] tags=["slide"] minutes=1
 # ## What each order buys
 #
-# The same work, four stages and eight microbatches, F = B = W = 1. Who is through first, and who holds least?
+# Four stages, eight microbatches, F = B = W = 1. Who is through first? Who holds least?
 #
 # <footer>Lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule zb-v --stages 4 --microbatches 8</code></footer>
 
-# %%
+# %% place="tall"
 P8, U8 = 8, 32
 SHOWN = ("GPipe", "1F1B", "interleaved", "ZB-H1", "ZB-V")
 ORDERS = {name.lower(): name for name in (*SHOWN, "ZB-H2", "DualPipe")}

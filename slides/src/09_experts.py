@@ -14,12 +14,11 @@ where("experts")
 # %% [markdown] tags=["slide", "short"] minutes=3 section="Experts"
 # ## Experts: the tokens travel
 #
-# Each rank of `ep` holds some experts, whole. A router sends every token to $a$ of $E$: **two all-to-alls forward, two
-# backward** in each layer. Parameters of $E$ feed-forwards, work of $a$.
+# A router sends every token to $a$ of $E$ experts: **two all-to-alls forward, two backward.**
 #
 # <footer>Shazeer et al. 2017; Lepikhin et al. 2020 (GShard) · lesson <code>notebooks/09_experts</code> · <code>llmpar inspect --model tiny-moe --mesh ep=8</code></footer>
 
-# %%
+# %% place="tall"
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,16 +54,19 @@ def visits(skew):
     return [[int((mine == e).sum()) for e in range(8)] for mine in chosen]
 
 
-FOUR = ExpertConfig(4, 2)
-scores = np.random.default_rng(38).standard_normal((4, 4, 4)).astype(np.float32)
-weights, chosen = moe.choose(FOUR, moe.affinities(FOUR, jnp.asarray(scores)))
+THREE = ExpertConfig(3, 2)  # with four the letters are too small for a room
+scores = np.random.default_rng(38).standard_normal((3, 4, 3)).astype(np.float32)
+weights, chosen = moe.choose(THREE, moe.affinities(THREE, jnp.asarray(scores)))
 way = dict(chosen=np.asarray(chosen).tolist(), slots=4, weights=np.asarray(weights)[0, 0].round(2).tolist())
 steps(
     *(draw.dispatch(**way, stages=n) for n in range(1, 6)),
-    title="Four ranks, four tokens and an expert on each",
+    title="Three ranks, four tokens and an expert on each",
 )
 
 # %% [markdown] tags=["notes"]
+# Each rank of `ep` holds some experts, whole: the parameters of $E$ feed-forwards, and for each token the work of $a$ of them. The
+# exchanges are those of each layer.
+#
 # What a random router chose, `a` = 2. Five presses: tokens; slots, some of them empty; at the experts; back; weighed and added up.
 # Follow the token with the thick border. A row of slots is what one rank sends to another, empty slots included.
 #

@@ -4,7 +4,7 @@
 # Llama 3 8B on 16 H100s, 524,288 tokens a step. A loser names the term that made it slow. **Differences below the error say
 # nothing.**
 #
-# <footer>Dot: torchtitan, FSDP, 6,667 tokens/s a GPU at 500 W (December 2024) · <code>llmpar plan --devices 16 --batch-size 64</code> · lesson <code>notebooks/11_choose</code></footer>
+# <footer>Dot: torchtitan, 500 W, December 2024 · <code>llmpar plan --devices 16 --batch-size 64</code> · lesson <code>notebooks/11_choose</code></footer>
 
 # %%
 import dataclasses
@@ -81,7 +81,7 @@ lines = [
     for n, s in zip(batches, took, strict=True)
 ]
 assert took[-1] < 5 * took[0], "256 sequences, and a token waits less than five times as long"
-head = "| at once on a GPU | a token takes | tokens/s, a sequence | tokens/s, one GPU | tokens/s, 8 GPUs |"
+head = "| at once on a GPU | a token takes | tokens/s: each | a GPU | 8 GPUs |"
 Markdown("\n".join([head, "|--:|--:|--:|--:|--:|", *lines]))
 
 # %% [markdown] tags=["notes"]
@@ -99,7 +99,7 @@ Markdown("\n".join([head, "|--:|--:|--:|--:|--:|", *lines]))
 # *It fits a GPU: replicas. It fits a node: tensor parallelism. It needs nodes: pipelines.* Good first guesses; sharded state
 # beats two of them here.
 #
-# <footer>Estimates, 7 % off in the mean; torchtitan measured 24.7 s for <code>fsdp=64</code> in the last row · <code>llmpar plan --chip a100-80 --devices 64 --model llama3-70b</code> · <code>notebooks/11_choose</code></footer>
+# <footer>Estimates, ± 7 %; torchtitan measured 24.7 s for <code>fsdp=64</code> · <code>llmpar plan --chip a100-80 --devices 64 --model llama3-70b</code></footer>
 
 # %% tags=["fragment"]
 CASES = {

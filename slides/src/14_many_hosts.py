@@ -103,8 +103,8 @@ show(draw.time_bars(bars, title="A step, and what leaves a host in it"))
 # %%
 tone = lambda step, colour: (str(step), colour if 4 <= step < 7 else "cell")
 first, second = [tone(i, "bad-ground") for i in range(7)], [tone(i, "good-ground") for i in range(4, 12)]
-killed = [("a process is killed", first), ("started again", [("", "")] * 4 + second)]
-show(draw.table(killed), "A checkpoint after every 4 steps: red is lost, green done again")
+killed = [("killed: red is lost", first), ("again: green twice", [("", "")] * 4 + second)]
+show(draw.table(killed))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** a job has made no step for ten minutes, and every process is alive. What do you look at? At the stacks: who is in a

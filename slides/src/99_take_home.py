@@ -92,10 +92,10 @@ show(table_of_axes)
 #
 # **Source:** the books and papers themselves.
 
-# %% [markdown] tags=["slide"] minutes=4
+# %% [markdown] tags=["slide"] minutes=3
 # ## Quiz, 1
 #
-# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/00_setup</code> to <code>notebooks/06_long_sequences</code></footer>
+# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/00_setup</code> to <code>notebooks/04_zero</code></footer>
 
 # %%
 from llmpar.exercises import quiz
@@ -116,7 +116,7 @@ def table(lessons, answers=False):
 
 
 LESSONS = list(quiz.QUESTIONS)
-table(LESSONS[:7])
+table(LESSONS[:5])
 
 # %% [markdown] tags=["notes"]
 # **Ask** them twice: before the first slide and after the last. `llmpar quiz` notes answers and self-ratings; `llmpar quiz
@@ -126,18 +126,33 @@ table(LESSONS[:7])
 #
 # **Source:** `llmpar.exercises.quiz`; the tests hold each answer against the package.
 
-# %% [markdown] tags=["slide"] minutes=4
+# %% [markdown] tags=["slide"] minutes=3
 # ## Quiz, 2
 #
-# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/07_pipelines</code> to <code>notebooks/17_many_hosts</code></footer>
+# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/05_tensor_parallelism</code> to <code>notebooks/09_experts</code></footer>
 
 # %%
-table(LESSONS[7:])
+table(LESSONS[5:10])
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which question would you have got right this morning?
 #
-# **Misunderstanding** to look for: in 07, a quarter: that is idle over ideal; in 11, dividing the activations as well.
+# **Misunderstanding** to look for: in 07, a quarter: that is idle over ideal.
+#
+# **Source:** `llmpar.exercises.quiz`.
+
+# %% [markdown] tags=["slide"] minutes=2
+# ## Quiz, 3
+#
+# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/10_hybrids</code> to <code>notebooks/17_many_hosts</code></footer>
+
+# %%
+table(LESSONS[10:])
+
+# %% [markdown] tags=["notes"]
+# **Ask:** which of these can you answer without paper?
+#
+# **Misunderstanding** to look for: in 11, dividing the activations as well.
 #
 # **Source:** `llmpar.exercises.quiz`.
 
