@@ -135,7 +135,8 @@ made, node = Plan("dp=2 fsdp=4 tp=2").resolve(preset("llama3-8b"), None), chip("
 (weight, life), sizes = made.lives["blocks.ffn.gate"], made.mesh.sizes
 with letters():
     held = draw.tensor_grid(life.stored, weight.shape, sizes, node, 5, name="blocks.ffn.gate")
-show(held, reply["verdict"]["head"])
+usual = chip("h100").usable_bytes / 2**30
+show(held, f"{reply['verdict']['head'].rstrip('.')}: 95 % of the card, set by hand; {usual:.0f} by default")
 
 # %% [markdown] tags=["notes"]
 # Open lesson 00 and do it live; `MeshExplorer().save("mesh.html")` makes a page that answers without a network. **Ask:** give

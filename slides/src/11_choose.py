@@ -47,9 +47,7 @@ measured = {"fsdp=16": 64 * 8192 / 16 / 6667}
 assert 0.25 < 1 - took[0] / measured["fsdp=16"] < 0.3, "beyond the error: its cards were slower"
 rows = [(mesh, folded(plan.time.terms)) for mesh, plan in plans.items()]
 drawn = draw.time_bars(rows, error=planner.ERROR, measured=measured)
-show(
-    drawn, f"Estimated seconds of a step; the error is {planner.ERROR:.0%}, the mean over 591 published runs"
-)
+show(drawn, f"Estimated seconds of a step, each ± {planner.ERROR:.0%}, and a measured run")
 
 # %% [markdown] tags=["notes"]
 # **Ask:** why not `dp=16`? 90 GiB of float32 state on each device, and 59 may be used.
