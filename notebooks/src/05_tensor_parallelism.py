@@ -112,7 +112,7 @@ show(
 )
 
 # %% [markdown]
-# Four devices, one after the other, in NumPy:
+# In NumPy, device by device:
 
 # %%
 relu = lambda a: np.maximum(a, 0)
@@ -135,7 +135,7 @@ assert np.allclose(columns, y) and abs(too_early - y).max() > 1
 #
 # In letters: `s` positions of tokens, `d` width of the model, `m` width of a feed-forward (its hidden units), and `tp`, the axis of the
 # devices. W1 is `d m/tp`: its dim m is cut. W2 is `m/tp d`. The addends are `s d +tp`, a sum unfinished over tp. The pair sends one arrow,
-# `s d +tp -> s d`. Other orders send more:
+# `s d +tp -> s d`. Others send more:
 
 # %% tags=["plumbing"]
 orders = {
@@ -303,8 +303,8 @@ attempt("05.gated_pair", gated_pair)
 # %% [markdown]
 # ## A layer of a Llama needs four all-reduces
 #
-# Attention is one pair, the feed-forward another: two all-reduces forward, two backward. Between pairs, every device does the same norms
-# and keeps the same activations.
+# Attention is one pair, the feed-forward another: two all-reduces forward, two backward. Between pairs, all devices do the same norms and keep
+# the same activations.
 #
 # **Sequence parallelism** (Korthikanti et al. 2022) cuts these along the sequence. The all-reduce falls into two halves: a reduce-scatter
 # adds up where a pair ends; an all-gather hands round where the next begins:
@@ -380,7 +380,7 @@ roles = {"cut by tp": "tp", same: "activations"}
 show(draw.memory_bars(rows, title=title, roles=roles))
 
 # %% [markdown]
-# **Bet:** a GPT of 3.6 billion weights trains on 64 A100 GPUs, 8 to a node. `N` devices along the axis tp share each layer. From N = 8
+# **Bet:** a GPT of 3.6 billion weights trains on 64 A100 GPUs, 8 to a node. `N` devices along tp share each layer. From N = 8
 # to 16, how many times as long does a step take?
 #
 # ## Beyond the node a step takes twice as long
@@ -436,11 +436,11 @@ assert int(degrees["H100 inside a node", "llama3-70b"]) == 13
 # ## Keep: columns, then rows, inside the fast links
 #
 # 1. Columns, then rows, along the same dim: one all-reduce ends the pair.
-# 2. Attention (heads) and feed-forward (hidden units) are such pairs: 4 all-reduces of b·s·d per layer, two of them backward.
+# 2. Attention (heads) and feed-forward (hidden units) are such pairs: 4 all-reduces a layer, two of them backward.
 # 3. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, nothing kept N times.
 # 4. Work is divided by N, messages are not: stay below m / (C/β).
 #
-# **One number to remember: 4 all-reduces of b·s·d per layer,** for any N.
+# **One number to remember: 4 all-reduces of b·s·d per layer.**
 
 # %% [markdown]
 # ## Further
