@@ -275,10 +275,11 @@ class Walk:
         )  # fmt: skip
         self.idle()
         seconds = time.monotonic() - began
+        page.wait_for_timeout(200)  # a picture may come behind the kernel's word that it is idle
         told = page.evaluate(
             f"(i) => {BOOK}.content.widgets[i].model.outputs.toJSON().map(o => o.output_type === 'error'"
             " ? 'ERROR ' + o.ename + ': ' + o.evalue : [o.text || ''].flat().join('')"
-            " + ('image/svg+xml' in (o.data || {}) ? 'DRAWN' : '')).join('')",
+            " + ('image/png' in (o.data || {}) ? 'DRAWN' : '')).join('')",
             index,
         )
         return seconds, told

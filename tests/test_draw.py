@@ -1041,3 +1041,4 @@ def test_a_trace_has_a_bar_for_each_group_and_a_box_for_each_rank():
     assert [r.tip for r in boxes[:4]] == [f"rank {i}: 8 numbers" for i in range(4)]
     widths = [r.w for r in boxes[::4]]
     assert widths[0] == 2 * widths[1] == 2 * widths[2] == widths[3] == widths[4]
+    assert CASES["traced, much"]().width < 760, "it fits below a cell"

@@ -15,13 +15,13 @@ Shape = Sequence[int]
 Sent = tuple[str, Sequence[str], int, int, Shape]
 """A collective: its kind, its axes, how often in a row, the bytes a rank sends in all, the shape it then
 has."""
-LANE, WIDE, HIGH, MOST = 38, 54, 28, 8
+LANE, WIDE, HIGH, ROOM = 38, 54, 28, 550
 
 
 def traced(sizes: dict[str, int], given: Sequence[Shape], sent: Sequence[Sent], returned: Shape) -> Scene:
     """Draw a program's collectives in its order, as bars over the ranks that take part in each, and what a
-    rank holds before and after as boxes of these shapes (rows downwards). Of more than eight the first."""
-    ranks, x, items = math.prod(sizes.values()), 62.0, list[Rect | Text]()
+    rank holds before and after as boxes of these shapes (rows downwards); of very many the first."""
+    ranks, x, hidden, items = math.prod(sizes.values()), 62.0, 0, list[Rect | Text]()
     bottom, middles = ranks * LANE + 12, [LANE * (i + 0.5) for i in range(ranks)]
     shapes = [*given, returned, *(row[4] for row in sent)]
     held = {tuple(shape): (1, *shape)[-max(2, len(shape)) :] for shape in shapes}
@@ -32,7 +32,7 @@ def traced(sizes: dict[str, int], given: Sequence[Shape], sent: Sequence[Sent], 
         nonlocal x
         rows, *columns = held[tuple(shape)]
         w, h = max(5.0, math.prod(columns) * across), max(5.0, rows * down)
-        room = max(w, wide(by(shape), SMALL), wide(head, SMALL)) + 14
+        room = max(w, wide(by(shape), SMALL), wide(head, SMALL)) + 10
         for i, y in enumerate(middles):
             tip = f"rank {i}: {by(shape)}"
             items.append(Rect(x + (room - w) / 2, y - h / 2, w, h, OTHERS[i % 4], "edge", tip=tip))
@@ -43,15 +43,16 @@ def traced(sizes: dict[str, int], given: Sequence[Shape], sent: Sequence[Sent], 
     words = [f"{ranks} ranks, each given {', '.join(map(by, given))}"]
     for i, shape in enumerate(given):
         boxes(shape, "" if i else "given")
-    for number, (kind, axes, count, bytes_sent, shape) in enumerate(sent):
+    for kind, axes, count, bytes_sent, shape in sent:
         of, stroke = groups(sizes, sizes, axes), f"{axes[0]}-line"
         times, over = f" ×{count}" * (count > 1), f"over {','.join(axes)}"
         among = " and ".join(map(str, of))
         words.append(f"{kind}{times} {over} among ranks {among}: {bytes_sent:,} B; then {by(shape)}")
-        if number >= MOST:
+        if x > ROOM:
+            hidden += 1
             continue
         name, size = kind.removeprefix("collective-") + times, f"{size_text(bytes_sent)} each"
-        room = max(wide(text, SMALL) for text in (name, over, size)) + 14
+        room = max(wide(text, SMALL) for text in (name, over, size)) + 10
         beside = [sum(a[0] < b[-1] and b[0] < a[-1] for a in of[:i]) for i, b in enumerate(of)]
         for group, before in zip(of, beside, strict=True):
             middle, ys = x + room / 2 + 14 * before - 7 * max(beside), [middles[i] for i in group]
@@ -60,11 +61,11 @@ def traced(sizes: dict[str, int], given: Sequence[Shape], sent: Sequence[Sent], 
         items += [small_text(x + room / 2, -30, name, fill="ink"), small_text(x + room / 2, -14, over)]
         items.append(small_text(x + room / 2, bottom, size, fill="ink"))
         x += room
-        boxes(shape, "then held")
+        boxes(shape, "then")
     boxes(returned, "returned")
     total, calls = sum(row[3] for row in sent), count_noun(sum(row[2] for row in sent), "call")
     note = f"Each rank sends {total:,} B in {calls}." if sent else "Nothing is sent."
-    note += f" Not drawn: {len(sent) - MOST} more." * (len(sent) > MOST)
+    note += f" Not drawn: {hidden} more." * bool(hidden)
     words += [f"each returns {by(returned)}", note]
     return compose("What your function sends and holds", [items], "\n".join(words), [note])
 

@@ -100,14 +100,12 @@ def attempt(name: str, answer: Any, **given: Any) -> None:
 
 def show_devices(exercise: Exercise, answer: Any) -> None:
     """Show in a notebook what each device sends and holds; of an answer that fails its verdict is enough."""
-    from IPython.display import display
-
+    from llmpar.draw.scene import show
     from llmpar.exercises.spread import drawn
 
     with contextlib.suppress(Exception):
         for given in exercise.devices(answer):
-            scene = drawn(*given)
-            display({"image/svg+xml": scene._repr_svg_(), "text/plain": scene.text}, raw=True)
+            show(drawn(*given))
 
 
 def hint(name: str) -> None:
