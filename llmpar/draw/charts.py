@@ -9,27 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from llmpar.draw.scene import (
-    COLOURS,
-    LIGHT,
-    OTHERS,
-    SMALL,
-    Group,
-    Line,
-    Rect,
-    Scene,
-    Text,
-    compose,
-    fitting,
-    legend,
-    look,
-    size_text,
-    small_text,
-    text_color_on,
-    text_width,
-    ticks,
-    time_text,
-)
+from llmpar.draw import scene
+from llmpar.draw.scene import Line, Rect, Scene, Text, compose, size_text, small_text, text_width, time_text
 from llmpar.notation import AXES
 
 
@@ -46,8 +27,8 @@ def count_noun(n: int, what: str) -> str:
     return f"{n:,} {what if n == 1 else what[:-1] + 'ies' if what.endswith('y') else what + 's'}"
 
 
-MEMORY: dict[str, str] = COLOURS["memory"]
-TIME: dict[str, str] = COLOURS["time"]
+MEMORY: dict[str, str] = scene.COLOURS["memory"]
+TIME: dict[str, str] = scene.COLOURS["time"]
 """The roles of the words of charts, where they are no roles themselves."""
 
 
@@ -79,14 +60,14 @@ def collectives(rows) -> Scene:
             items += [Rect(left, top, w, 14, "paper", color, 1.5, hatch="/" * k)] * bool(n)
             items.append(small_text(left + wide + 10, top + 7, said[k], "start", "ink"))
         lines.append(f"{name}: {said[0]}; {said[1]}")
-    key = legend([("paper", "predicted"), ("edge", "compiled", "/")])
+    key = scene.legend([("paper", "predicted"), ("edge", "compiled", "/")])
     return compose("Bytes sent per device and step", [items, key], "\n".join(lines))
 
 
 def axis_colours(axes: str) -> tuple[str, str]:
     """Fill and stroke of what is sent over ``axes``: the first one's; grey where it is no axis of ours."""
     axis = axes.split(",")[0]
-    return look(axis if axis in AXES else "links")[:2]
+    return scene.look(axis if axis in AXES else "links")[:2]
 
 
 ARROWS_DRAWN = 24
@@ -127,18 +108,18 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
     has them. Rank r starts with block r.
     """
     ranks = 1 + max(max(pair) for pair in pairs)
-    few = ranks <= len(OTHERS)  # a colour for each
+    few = ranks <= len(scene.OTHERS)  # a colour for each
     steps, came_from = num_steps or ranks, {target: source for source, target in pairs}
-    w, h, left = 64, 62, text_width(f"step {steps}", SMALL) + 14
+    w, h, left = 64, 62, text_width(f"step {steps}", scene.SMALL) + 14
     middle = [left + w * (r + 0.4) for r in range(ranks)]
     items: list = [small_text(x, -14, f"rank {r}") for r, x in enumerate(middle)]
     lines, held = [], list(range(ranks))
     for t in range(steps):
         items.append(small_text(left - 12, h * t + 14, f"step {t}", "end"))
         for r, (x, block) in enumerate(zip(middle, held, strict=True)):
-            fill = OTHERS[block] if few else axis if block == r else "cell"
+            fill = scene.OTHERS[block] if few else axis if block == r else "cell"
             items.append(Rect(left + w * r, h * t, w * 0.8, 28, fill, f"{axis}-line", radius=3))
-            items += fitting(x, h * t + 14, w * 0.8, f"block {block}", str(block), fill=text_color_on(fill))
+            items += scene.fitting(x, h * t + 14, w * 0.8, f"block {block}", str(block), on=fill)
         for source, target in pairs if t + 1 < steps else ():
             ends = ((middle[source], h * t + 29), (middle[target], h * (t + 1) - 2))
             items.append(Line(ends, f"{axis}-line", 1.5, head=True))
@@ -172,7 +153,7 @@ def memory_bars(
 def _byte_ticks(high: float) -> list[float]:
     """Round sizes up to ``high``."""
     unit = 1024.0 ** min(5, int(math.log(max(high, 1), 1024)))
-    return [unit * t for t in ticks(0, high / unit)]
+    return [unit * t for t in scene.ticks(0, high / unit)]
 
 
 def time_bars(
@@ -181,14 +162,14 @@ def time_bars(
     """Where a step's time goes: ``rows`` of (label, {part: seconds}). ``roles`` as in `memory_bars`. Below a
     bar stands by which share of it an estimate may be off, its ``error``, and a dot at what was ``measured``,
     {label: seconds}."""
-    marks, roles = (lambda high: ticks(0, high)), TIME | (roles or {})
+    marks, roles = (lambda high: scene.ticks(0, high)), TIME | (roles or {})
     return _bars(title, rows, time_text, marks, roles, error=error, measured=dict(measured))
 
 
 def role_of(part: str, words: dict[str, str]) -> str:
     """The role of a part of a bar, by its name."""
     role = words.get(part, part)
-    if role.rstrip("/") not in LIGHT:
+    if role.rstrip("/") not in scene.LIGHT:
         way = f"say whose it has: roles={{'{part}': 'weights'}}, or 'other1' to 'other5'"
         raise ValueError(f"part '{part}' has no colour of its own in draw/colours.toml; {way}")
     return role
@@ -220,8 +201,8 @@ def _bars(
                 # The label keeps off the limit's line.
                 ends = [limit_x, x + w] if 2 * limit_x < 2 * x + w else [x, limit_x]
             middle, room, hatched = sum(ends) / 2, ends[1] - ends[0] - 8, bool(items[-1].hatch)
-            ink = text_color_on(items[-1].fill)
-            items += [] if hatched else fitting(middle, y + tall / 2, room, text(value), fill=ink)
+            on = items[-1].fill
+            items += [] if hatched else scene.fitting(middle, y + tall / 2, room, text(value), on=on)
             x += w
         over = limit is not None and total > limit
         spare = "" if limit is None else f"; {text(abs(limit - total))} {'too much' if over else 'free'}"
@@ -237,7 +218,7 @@ def _bars(
             items.append(
                 Rect(left + wide * seen[name] / high - 4, y + tall + 2, 8, 8, "measured", "paper", radius=4)
             )
-        items.append(Text(left + wide + 12, y + tall / 2, beside, SMALL, bold=over))
+        items.append(Text(left + wide + 12, y + tall / 2, beside, scene.SMALL, bold=over))
         said = ", ".join(f"{part} {text(value)}" for part, value in row.items())
         lines.append(f"{name}: {text(total)}{spare} ({said})")
     if limit is not None:
@@ -248,7 +229,7 @@ def _bars(
     if whole is not None:
         x, lines = left + wide * whole / high, [*lines, f"whole memory: {text(whole)}"]
         items += [Line(((x, -10), (x, -1)), "edge", 2), small_text(x, -16, f"whole {text(whole)}", "start")]
-    key = legend([(role, ", ".join(parts)) for role, parts in meanings.items()])
+    key = scene.legend([(role, ", ".join(parts)) for role, parts in meanings.items()])
     note = [f"Below each bar: by how much such an estimate is off in the mean, {error:.0%}." * bool(error)]
     note[0] += " Dot: measured and published." * bool(seen)
     return compose(title, [items, key], "\n".join(lines), [n for n in note if n])
@@ -256,7 +237,7 @@ def _bars(
 
 def bar_part(role: str, x: float, y: float, w: float, h: float, tip: str, act: str = "") -> Rect:
     """A part of a bar: its role's colour in an outline of ink, so that a pale one is seen on paper."""
-    fill, stroke, hatch = look(role)
+    fill, stroke, hatch = scene.look(role)
     return Rect(x, y, w, h, fill, stroke if hatch else "ink", 0.75, hatch, tip=tip, act=act)
 
 
@@ -299,8 +280,7 @@ class _Band:
                 low, ends = y + CELL - 0.5, (x + first, x + w - 0.5)
                 corners = ((ends[0], y + 0.5), (ends[1], y + 0.5), (ends[1], low), (ends[0], low))
                 items.append(Line(corners, "W", 0.25, fill="W"))
-            color = text_color_on(fill)
-            items += fitting(x + first / 2, y + 12, first - 2, name, f"{kind}{u}", str(u), fill=color)
+            items += scene.fitting(x + first / 2, y + 12, first - 2, name, f"{kind}{u}", str(u), on=fill)
             items += [Rect(x + 1, y + 22, w - 2, 3, "black")] * (chunk > 0)
         return items
 
@@ -371,7 +351,7 @@ def timeline(
     items, lines = list[Any](), []
     for k in range(num_bands):
         band = _Band(k * span / num_bands, (k + 1) * span / num_bands, edge, wide)
-        part = _scale(band.x, ticks(band.low, band.high), bottom, lambda v: f"{v:g}", bottom)
+        part = _scale(band.x, scene.ticks(band.low, band.high), bottom, lambda v: f"{v:g}", bottom)
         part.append(small_text(edge - 10, bottom + 13, "time units", "end"))
         for i, row in enumerate(stages):
             part += band.operations(i, [*row, *ahead[i]], marked, half if last == "B" else 1)
@@ -390,7 +370,7 @@ def timeline(
                 names = [f"{kind}{u}" + f".{c}" * (c > 0) for _, _, kind, u, c in row]
                 shown = " ".join(names[:24]) + " …" * (len(names) > 24)
                 lines.append(f"stage {i}: {shown}; {', '.join(said)}")
-        items.append(Group(tuple(part), 0, k * (bottom + BAND_GAP)))
+        items.append(scene.Group(tuple(part), 0, k * (bottom + BAND_GAP)))
     idle = 1 - sum(end - start for row in stages for start, end, *_ in row) / span / len(stages)
     halves = [("B", "B gradients of inputs"), ("W", "W gradients of weights")]
     key = [("F", "F forward"), *(halves if last == "W" or half < 1 else [("B", "B backward")])]
@@ -401,7 +381,7 @@ def timeline(
     key += [("paper", f"has not run; arrow: waits for{circle}")] * bool(waiting)
     took = f"{span:g} time units, {idle:.1%} of them idle"
     title += f"stuck after {max(done):g} time units" if waiting else took
-    return compose(title, [items, legend(key, 900)], "\n".join(lines))
+    return compose(title, [items, scene.legend(key, 900)], "\n".join(lines))
 
 
 def overlap(
@@ -463,7 +443,7 @@ def two_lanes(turns, title: str, column: float = 0, span_s: float = 0, notes=())
     names = {event["lane"]: event.get("axes") for turn in turns for event in turn["events"]}
     fills = LANES | {lane: axes[0] for lane, axes in names.items() if axes}
     lanes = [(lane, fill) for lane, fill in fills.items() if lane in names or lane == "compute"]
-    left, blocks, lines = max(text_width(lane, SMALL) for lane, _ in lanes) + 12, [], []
+    left, blocks, lines = max(text_width(lane, scene.SMALL) for lane, _ in lanes) + 12, [], []
     wide = column - left - 40 if column else 760
     for turn in turns:
         events = sorted(enumerate(turn["events"], 1), key=lambda e: e[1]["exposed_s"] > 0)
@@ -473,7 +453,7 @@ def two_lanes(turns, title: str, column: float = 0, span_s: float = 0, notes=())
         head = f"{turn['name']}, {count_noun(turn['count'], 'turn')} of {time_text(span)}"
         head = f"{head}, {time_text(waits)} of it waiting" if turn["count"] else turn["name"]
         items: list = [Text(0 if column else left, 0, head, bold=True)]
-        items += _scale(x_of, ticks(0, span), 24 + 40 * len(lanes), time_text, 16 + 40 * len(lanes))
+        items += _scale(x_of, scene.ticks(0, span), 24 + 40 * len(lanes), time_text, 16 + 40 * len(lanes))
         for lane, (word, usual) in enumerate(lanes):
             top = 14 + 40 * lane
             items.append(small_text(left - 10, top + 16, word, "end"))
@@ -482,7 +462,7 @@ def two_lanes(turns, title: str, column: float = 0, span_s: float = 0, notes=())
                 begin, end = event["start_s"], event["end_s"]
                 x, w, w_open = x_of(begin), x_of(end) - x_of(begin), wide * event["exposed_s"] / span
                 full, stroke, hatch = f"{event['name']}: {time_text(end - begin)}", "ink", "/"
-                part = event["name"] if event["name"] in LIGHT else usual
+                part = event["name"] if event["name"] in scene.LIGHT else usual
                 if event.get("axes"):  # hollow beside computing, filled where computing waits
                     (part, stroke), hatch = axis_colours(event["axes"][0]), ""
                 fill = "paper" if event.get("axes") and w_open < 0.99 * w else part
@@ -492,12 +472,12 @@ def two_lanes(turns, title: str, column: float = 0, span_s: float = 0, notes=())
                     open_part = x + w - w_open, top, w_open, 32
                     items.append(Rect(*open_part, part, stroke, 0.75, hatch, tip=f"waits {full}"))
                 met = sum(begin < other["end_s"] and other["start_s"] < end for _, other in mine) > 1
-                room, color = w - w_open * (fill == "paper"), text_color_on(fill)
+                room = w - w_open * (fill == "paper")
                 if w > 24 and not met and not (hatch and waits_here):
-                    items += fitting(x + room / 2, top + 16, room - 4, full, event["name"], fill=color)
+                    items += scene.fitting(x + room / 2, top + 16, room - 4, full, event["name"], on=fill)
                 if column:
                     line = Line(((x, 8), (x, 40 * len(lanes) + 16)))
-                    items.append(Group((Rect(x - 1, top - 3, w + 2, 38, "", "ink", 3), line), frame=k))
+                    items.append(scene.Group((Rect(x - 1, top - 3, w + 2, 38, "", "ink", 3), line), frame=k))
         blocks.append(items)
         lines.append(head)
         for e in turn["events"]:
@@ -509,5 +489,5 @@ def two_lanes(turns, title: str, column: float = 0, span_s: float = 0, notes=())
     if column or any(names.values()):
         key = [(f, f"{n}: computing waits") for n, f in lanes[1:]]
         key += [("paper", "hollow: beside computing")] * bool(key)
-    drawn = [*blocks, legend(key, column - 40 if column else 640)]
+    drawn = [*blocks, scene.legend(key, column - 40 if column else 640)]
     return compose(title, drawn, "\n".join([*lines, *notes]), notes, column=column)

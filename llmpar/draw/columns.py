@@ -13,22 +13,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from llmpar.draw import scene
 from llmpar.draw.charts import MEMORY, TIME, axis_colours, bar_part, count_noun, role_of
-from llmpar.draw.scene import (
-    SMALL,
-    Line,
-    Rect,
-    Scene,
-    Text,
-    compose,
-    fitting,
-    look,
-    size_text,
-    small_text,
-    text_color_on,
-    text_width,
-    time_text,
-)
+from llmpar.draw.scene import SMALL, Line, Rect, Scene, Text, size_text, small_text, text_width, time_text
 from llmpar.notation import AXES
 
 LEFT, RIGHT, MARGIN = 330, 400, 2
@@ -72,7 +59,7 @@ def axis_squares(sizes: dict[str, int], notes=None, acts=None, note: str = "", w
             items.append(Rect(66 + pitch * k, y + 4, pitch - 3, 14, fill, stroke, radius=2))
             if k < len(factors) and factors[k] > 2:
                 number = str(factors[k])
-                items += fitting(64.5 + pitch * (k + 0.5), y + 11, pitch, number, fill=text_color_on(axis))
+                items += scene.fitting(64.5 + pitch * (k + 0.5), y + 11, pitch, number, on=axis)
         items.append(Text(238, y + 11, str(n), SMALL, "end", bold=live))
         items.append(small_text(246, y + 11, says, "start", "ink" if live else "soft"))
         lines.append(f"{axis} {n}" + f": {says}" * bool(says))
@@ -139,7 +126,7 @@ def _bar(title: str, parts: list[Part], text, limits, band, notes: list[str], to
         items.append(small_text(at + off, y, words, side, "ink"))
         lines.append(words)
     for y, part in enumerate(parts):
-        y, value, (fill, stroke, hatch) = top + 48 + 18 * y, text(part.value), look(part.role)
+        y, value, (fill, stroke, hatch) = top + 48 + 18 * y, text(part.value), scene.look(part.role)
         tip = f"{part.name}: {value}" + f", {part.note}" * bool(part.note)
         bars.append(bar_part(part.role, x, top + 2, per * part.value, 26, tip, part.act))
         items.append(Rect(0, y - 9, room, 18, "paper", tip=tip, act=part.act))
@@ -162,7 +149,7 @@ def _column(title: str, number: str, items, lines, notes, wide: float, tone: str
     end = Text(wide - 2 * MARGIN, 0, number, anchor="end", fill=tone, bold=True)
     whole, text = f"{title}: {number}" if number else title, "\n".join([*lines, *notes])
     blocks, below = [[Text(0, 0, title, bold=True), end], items], [" ".join(notes)] * bool(notes)
-    return compose(whole, blocks, text, below, MARGIN, wide)
+    return scene.compose(whole, blocks, text, below, MARGIN, wide)
 
 
 def sent_bars(rows: Iterable[Sent]) -> Scene:
@@ -238,7 +225,7 @@ def mesh_map(
         items.append(small_text(fits, -12, words, side, "bad"))
     lines, dots = list[str](), list(map(at, shown))
     for way in sorted(shown, key=lambda way: -way.seconds):
-        (x, y), (fill, stroke, _) = at(way), look(way.axis or "links")
+        (x, y), (fill, stroke, _) = at(way), scene.look(way.axis or "links")
         why = f"; {way.note}" * bool(way.note)
         lines.append(f"{way.mesh}: {size_text(way.bytes)}, {time_text(way.seconds)}{why}")
         items.append(Rect(x - 4, y - 4, 8, 8, fill, stroke, radius=4, tip=lines[-1], act=way.act))

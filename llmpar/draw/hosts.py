@@ -6,23 +6,10 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from llmpar.draw import scene
 from llmpar.draw.charts import count_noun
 from llmpar.draw.geometry import coordinates
-from llmpar.draw.scene import (
-    OTHERS,
-    SMALL,
-    Line,
-    Rect,
-    Scene,
-    Text,
-    bounds,
-    compose,
-    legend,
-    small_text,
-    stack,
-    text_color_on,
-    text_width,
-)
+from llmpar.draw.scene import OTHERS, SMALL, Line, Rect, Scene, Text, compose, legend, small_text, text_width
 from llmpar.notation import AXES, parse_mesh
 
 WAYS = (0, 46), (46, 0), (20, -20), (120, 28)
@@ -56,7 +43,7 @@ def wired(
         for y, own in zip(itertools.count(16, 100), host, strict=False):
             x, fill = left + 16, OTHERS[len(at) % len(OTHERS)]
             items += [Rect(x, y, wide, 76, "cell", "edge"), Rect(x, y, wide, 26, fill, "edge")]
-            items.append(Text(x + 8, y + 13, f"device {len(at)}", fill=text_color_on(fill)))
+            items.append(Text(x + 8, y + 13, f"device {len(at)}", fill=scene.text_color_on(fill)))
             for i, text in enumerate(own):
                 tone = ("bad-ground", "bad", 2) if text in seen and not pairs else ("paper", "edge", 1)
                 items.append(Rect(x + 10 + cell * i, y + 38, cell - 4, 26, *tone))
@@ -89,12 +76,12 @@ def growing(meshes: Iterable[str], title: str) -> Scene:
             if len(apart) == 1 and two[apart[0]] == one[apart[0]] + 1:
                 items.append(Line(((p[0] + 8, p[1] + 8), (q[0] + 8, q[1] + 8)), f"{apart[0]}-line", 3))
         items += [Rect(x, y, 16, 16, "cell", "edge", 1.5, radius=3) for x, y in spots]
-        left, _, right, bottom = bounds(items)
+        left, _, right, bottom = scene.bounds(items)
         lines.append(f"{mesh}: {count_noun(mesh.size, 'device')}")
         items.append(small_text((left + right) / 2, bottom + 18, lines[-1].rpartition(": ")[2], fill="ink"))
         blocks.append(items)
     key = legend([(axis, f"{axis}: {AXES[axis]}") for axis in order], 240)
-    return compose(title, [stack(blocks, 44, across=True), key], "\n".join(lines))
+    return compose(title, [scene.stack(blocks, 44, across=True), key], "\n".join(lines))
 
 
 def table(rows, columns: Sequence[str] = (), title: str = "", notes: Sequence[str] = ()) -> Scene:
@@ -108,6 +95,8 @@ def table(rows, columns: Sequence[str] = (), title: str = "", notes: Sequence[st
         items.append(Text(left - 10, y + 15, name, anchor="end"))
         for (text, role), x, wide in zip(cells, edges, wides, strict=False):
             items.append(Rect(x, y, wide - 4, 30, role, "edge" if role else ""))
-            items.append(Text(x + wide / 2 - 2, y + 15, text, anchor="middle", fill=text_color_on(role)))
+            items.append(
+                Text(x + wide / 2 - 2, y + 15, text, anchor="middle", fill=scene.text_color_on(role))
+            )
         lines.append(f"{name}: " + ", ".join(text for text, _ in cells if text))
     return compose(title, [items], "\n".join([*lines, *notes]), notes)

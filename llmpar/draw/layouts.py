@@ -11,25 +11,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from llmpar.draw import scene
 from llmpar.draw.charts import count_noun, number_ranges
 from llmpar.draw.geometry import coordinates, holders, strides
-from llmpar.draw.scene import (
-    SMALL,
-    Group,
-    Line,
-    Rect,
-    Scene,
-    Text,
-    bounds,
-    compose,
-    fitting,
-    flatten,
-    legend,
-    size_text,
-    small_text,
-    stack,
-    text_width,
-)
+from llmpar.draw.scene import SMALL, Line, Rect, Scene, Text, bounds, compose, fitting, flatten, small_text
 from llmpar.notation import AXES, ORDER, Arrow, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
 from llmpar.predict.formulas import ring_bytes
 from llmpar.predict.hardware import Chip
@@ -143,7 +128,7 @@ class _Grid:
 
     def tick_width(self, d: int) -> float:
         """The room for the labels of dim ``d``."""
-        return max(text_width(self.tick(d, i), SMALL) for i in self.picked[d]) + 12
+        return max(scene.text_width(self.tick(d, i), SMALL) for i in self.picked[d]) + 12
 
     def cell(self, index: tuple[int, ...], w: float, h: float) -> Block:
         """One block: its shard, the devices that hold it, and the strips of `marks`."""
@@ -190,7 +175,7 @@ class _Grid:
                 x, y = (offset + kw / 2, 7) if across else (margin - 8, offset + (kh + ticks_above) / 2)
                 color = f"{axes[0]}-line" if axes else "soft"
                 items.append(small_text(x, y, self.tick(d, i), "middle" if across else "end", color))
-            items.append(Group(tuple(kid), *((offset, margin) if across else (margin, offset))))
+            items.append(scene.Group(tuple(kid), *((offset, margin) if across else (margin, offset))))
             offset += gap + (kw if across else kh)
             other = max(other, kh if across else kw)
         return (items, offset - gap, other + margin) if across else (items, other + margin, offset - gap)
@@ -237,7 +222,7 @@ def _facts(layout: Layout, shape, sizes, itemsize) -> list[str]:
         held, whole = ("×".join(map(str, x)) for x in (layout.shard_shape(shape, sizes), shape))
         facts.append(f"a device holds {held} of {whole}")
     if shape is not None and itemsize:
-        facts.append(f"{size_text(_held_bytes(layout, shape, sizes, itemsize))} per device")
+        facts.append(f"{scene.size_text(_held_bytes(layout, shape, sizes, itemsize))} per device")
     return facts
 
 
@@ -247,7 +232,7 @@ def _key(layouts: list[Layout], sizes: dict[str, int] | None) -> list:
     key: list = [(a, f"{a} = {sizes[a]}" if sizes else a) for a in used]
     key += [(a, f"unfinished sum over {a}", "/") for a in used if any(a in x.sums for x in layouts)]
     key += [("edge", "copies", ".")] * any(sizes and _copies(x, sizes)[1] > 1 for x in layouts)
-    return legend(key, 480)
+    return scene.legend(key, 480)
 
 
 def _full(sizes: dict[str, int] | MeshShape | str | None) -> dict[str, int] | None:
@@ -288,12 +273,14 @@ def arrow(arrow: Arrow | str, shape=None, sizes=None, itemsize: int | None = Non
     to scale."""
     arrow, sizes = parse_arrow(arrow) if isinstance(arrow, str) else arrow, _full(sizes)
     known = moved(arrow, shape, sizes, itemsize) if shape is not None and sizes and itemsize else []
-    steps = [[str(m), f"{size_text(n)} sent per device"] for m, n in known] or [[str(m)] for m in arrow.moves]
+    steps = [[str(m), f"{scene.size_text(n)} sent per device"] for m, n in known] or [
+        [str(m)] for m in arrow.moves
+    ]
     both = arrow.before, arrow.after
     before, after = (_tensor(x, shape, sizes, other) for x, other in (both, both[::-1]))
     color = f"{arrow.moves[0].axes[0]}-line" if steps else "edge"
     words = [word for step in steps for word in step] or ["nothing moves"]
-    room, tall = max(text_width(w, SMALL) for w in words) + 10, 18 * len(words)
+    room, tall = max(scene.text_width(w, SMALL) for w in words) + 10, 18 * len(words)
     down = bounds(before)[2] + bounds(after)[2] + room > 1000
     link = Line(((0, -10), (0, tall)) if down else ((0, tall), (room, tall)), color, 2.5, head=True)
     x, anchor = (14, "start") if down else (room / 2, "middle")
@@ -301,5 +288,5 @@ def arrow(arrow: Arrow | str, shape=None, sizes=None, itemsize: int | None = Non
     ends = (("before", arrow.before), ("after", arrow.after))
     facts = [f"{when}: {'; '.join(_facts(held, shape, sizes, itemsize))}" for when, held in ends]
     text = "\n".join([facts[0], *map(": ".join, steps), facts[1]])
-    blocks = stack([before, middle, after], 14, across=not down)
+    blocks = scene.stack([before, middle, after], 14, across=not down)
     return compose(str(arrow), [blocks, _key([arrow.before, arrow.after], sizes)], text, facts)

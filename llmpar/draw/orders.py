@@ -6,22 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from llmpar.draw.scene import (
-    PAGE,
-    SMALL,
-    Line,
-    Rect,
-    Scene,
-    Text,
-    compose,
-    fitting,
-    legend,
-    pixels,
-    small_text,
-    text_color_on,
-    text_width,
-    ticks,
-)
+from llmpar.draw import scene
+from llmpar.draw.scene import PAGE, SMALL, Line, Rect, Scene, Text, compose, fitting, pixels, small_text
 from llmpar.timetable import Timetable
 
 WIDE = 770
@@ -38,7 +24,7 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
     """
     split = any(table.schedule.split_backward for table in tables.values())
     span = until or max(table.makespan for table in tables.values())
-    tall, left = pixels(SMALL) + 4 if letters else 9.0, 1.1 * max(map(text_width, tables)) + 34
+    tall, left = pixels(SMALL) + 4 if letters else 9.0, 1.1 * max(map(scene.text_width, tables)) + 34
     wide = WIDE * (PAGE[SMALL] / pixels(SMALL)) ** 2
     x_of, right = (lambda time: left + wide * min(time, span) / span), left + wide + 14
     items, lines, y = list[Any](), list[str](), 0.0
@@ -75,7 +61,8 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
     chunks = any(op.chunk for table in tables.values() for row in table.schedule.rows for op in row)
     key = [*_key(split), *[WAITS] * (not until), *[("black", "bar: second chunk of layers")] * chunks]
     title = f"{len(tables)} orders of the same work" + f": the first {until:g} time units" * bool(until)
-    return compose(title, [[*_time(x_of, span, y - 6), *items], legend(key, 1.2 * wide)], "\n".join(lines))
+    drawn = [[*_time(x_of, span, y - 6), *items], scene.legend(key, 1.2 * wide)]
+    return compose(title, drawn, "\n".join(lines))
 
 
 def bubbles(table: Timetable) -> Scene:
@@ -87,7 +74,7 @@ def bubbles(table: Timetable) -> Scene:
     end, work, spans = table.makespan, table.ideal, list(zip(table.start, table.end, strict=True))
     own = [row[1][-1] - row[0][0] for row in spans]
     critical = own.index(max(own))
-    left, tall = text_width("critical stage") + 20, pixels(SMALL) + 4
+    left, tall = scene.text_width("critical stage") + 20, pixels(SMALL) + 4
     wide = WIDE * (PAGE[SMALL] / pixels(SMALL)) ** 2
     x_of = lambda time: left + wide * time / end
     items, y = list[Any](), 0.0
@@ -117,7 +104,7 @@ def bubbles(table: Timetable) -> Scene:
             items.append(Line(corners, "ink", 1.5))
         lines.append(f"{name}: {says}")
         y += 44
-    key = legend([*_key(table.schedule.split_backward), WAITS, CORNER], 1.2 * wide)
+    key = scene.legend([*_key(table.schedule.split_backward), WAITS, CORNER], 1.2 * wide)
     return compose(f"Three bubbles of {table.schedule.name}", [items, key], "\n".join(lines))
 
 
@@ -142,14 +129,14 @@ def _cells(
             items.append(Line(((middle, top), (to, top), (to, low), (middle, low)), "W", 0.25, fill="W"))
         items += [Rect(x, y + tall - 2.5, w, 2.5, "black")] * (op.chunk > 0)
         names = (f"{op.kind}{op.microbatch}", f"{op.microbatch}") if letters else ()
-        items += fitting(x + part * w / 2, y + tall / 2, part * w - 1, *names, fill=text_color_on(op.kind))
+        items += fitting(x + part * w / 2, y + tall / 2, part * w - 1, *names, on=op.kind)
     return items
 
 
 def _time(x_of: Callable[[float], float], span: float, y: float) -> list:
     """Ticks of the time below ``y``, and grid lines."""
-    lines = [Line(((x_of(t), -4), (x_of(t), y + 4)), "grid", 1) for t in ticks(0, span, 8)]
-    labels = [small_text(x_of(t), y + 13, f"{t:g}") for t in ticks(0, span, 8)]
+    lines = [Line(((x_of(t), -4), (x_of(t), y + 4)), "grid", 1) for t in scene.ticks(0, span, 8)]
+    labels = [small_text(x_of(t), y + 13, f"{t:g}") for t in scene.ticks(0, span, 8)]
     return [*lines, *labels, small_text(x_of(0) - 12, y + 13, "time units", "end")]
 
 

@@ -5,22 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmpar.draw import scene
 from llmpar.draw.charts import bar_part, count_noun
-from llmpar.draw.scene import (
-    OTHERS,
-    SMALL,
-    Line,
-    Rect,
-    Scene,
-    Text,
-    compose,
-    fitting,
-    legend,
-    size_text,
-    small_text,
-    text_color_on,
-    text_width,
-)
+from llmpar.draw.scene import OTHERS, SMALL, Line, Rect, Scene, Text, compose, legend, size_text, text_width
 
 
 def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
@@ -38,7 +25,7 @@ def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
         words = f"rows {r * rows}–{(r + 1) * rows - 1}"
         for top, fill, what in ((0, OTHERS[r], words), (high + 4, "weights", "weights")):
             items.append(Rect(r * pitch, top, wide, high, fill, "edge"))
-            ink = text_color_on(fill)
+            ink = scene.text_color_on(fill)
             items.append(Text(r * pitch + wide / 2, top + high / 2, what, anchor="middle", fill=ink))
     boxes = [("gradients", "own gradient", False), ("weights", "own weights", False)]
     if together:
@@ -46,7 +33,7 @@ def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
     for fill, words, summed in boxes:
         y += high + 16 if y > 46 else high + 4
         for r in everyone:
-            x, ink = r * pitch, text_color_on(fill)
+            x, ink = r * pitch, scene.text_color_on(fill)
             items.append(Line(((x + wide / 2, y - 15), (x + wide / 2, y - 1)), "edge", 2, head=True))
             if words:
                 items += [Rect(x, y, wide, high, fill, "edge"), Text(x + 9, y + high / 2, words, fill=ink)]
@@ -121,12 +108,12 @@ def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
         for name, first, end in spans:
             x, x1 = x0 + first * wide, x0 + end * wide if end else x0 + panel
             items.append(Line(((x + 2, bottom), (x1 - 2, bottom)), "edge", 2, head=True))
-            items.append(small_text((x + x1) / 2, bottom + 15, name, fill="ink"))
+            items.append(scene.small_text((x + x1) / 2, bottom + 15, name, fill="ink"))
     for i, stage in enumerate(stages):
         y = i * pitch
         items.append(Text(beside - 14, y + layers * high / 2, f"stage {stage}", anchor="end", bold=True))
         for n in range(layers):
-            items.append(small_text(left - 6, y + (n + 0.5) * high, f"layer {n}", "end"))
+            items.append(scene.small_text(left - 6, y + (n + 0.5) * high, f"layer {n}", "end"))
         amount = lambda part, t, s=stage: sum(held(s, part, n, t, layers, devices) for n in range(layers))
         most = [f"{part} {max(amount(part, t) for t in times) / layers:.3g}" for part in PARTS]
         lines.append(f"stage {stage}, the most at any time, of all: {', '.join(most)}")
@@ -164,9 +151,7 @@ def gather_use_forget(layers: int = 3, devices: int = 4, takes=(1.3, 1.6, 3.0)) 
 
     def box(y: float, a: float, b: float, fill: str, words: str = "", high: float = tall) -> None:
         items.append(Rect(x_of(a), y, scale * (b - a), high, fill, "ink", 0.5))
-        items.extend(
-            fitting(x_of((a + b) / 2), y + high / 2, scale * (b - a), words, fill=text_color_on(fill))
-        )
+        items.extend(scene.fitting(x_of((a + b) / 2), y + high / 2, scale * (b - a), words, on=fill))
 
     for n in range(layers):
         y = n * pitch

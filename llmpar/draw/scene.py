@@ -190,10 +190,11 @@ def small_text(x: float, y: float, text: str, anchor: str = "middle", fill: str 
     return Text(x, y, text, SMALL, anchor, fill)
 
 
-def fitting(x: float, y: float, room: float, *texts: str, fill: str = "ink") -> list[Text]:
-    """The first of ``texts`` that fits into ``room`` pixels around ``x``; nothing if none does."""
+def fitting(x: float, y: float, room: float, *texts: str, on: str = "", fill: str = "") -> list[Text]:
+    """The first of ``texts`` that fits into ``room`` pixels around ``x``; nothing if none does. Its colour is
+    ``fill``, or what is legible ``on`` a ground."""
     fits = [text for text in texts if text and text_width(text, SMALL) <= room]
-    return [small_text(x, y, text, fill=fill) for text in fits[:1]]
+    return [small_text(x, y, text, fill=fill or text_color_on(on)) for text in fits[:1]]
 
 
 def look(role: str) -> tuple[str, str, str]:

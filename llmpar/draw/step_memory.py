@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
+from llmpar.draw import scene
 from llmpar.draw.charts import MEMORY, _byte_ticks, role_of
-from llmpar.draw.scene import (
-    SMALL,
-    Line,
-    Scene,
-    Text,
-    compose,
-    legend,
-    look,
-    size_text,
-    small_text,
-    text_width,
-)
+from llmpar.draw.scene import SMALL, Line, Scene, Text, compose, legend, size_text, small_text, text_width
 
 WIDE, TALL, GAP = 196, 220, 22
 """Pixels of a panel, and between two of them."""
@@ -44,7 +34,7 @@ def step_memory(
             top = [low + moment.get(part, 0) for low, moment in zip(floor, moments, strict=True)]
             edge = [(x0 + WIDE * i / count, y_of(v)) for i, v in enumerate(top)]
             base = [(x0 + WIDE * i / count, y_of(v)) for i, v in enumerate(floor)]
-            fill = look(role_of(part, roles))[0]
+            fill = scene.look(role_of(part, roles))[0]
             items += [Line((*edge, *base[::-1]), "ink", 0.5, fill=fill)] * (top != floor)
             floor = top
         at = max(range(count + 1), key=floor.__getitem__)

@@ -9,25 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from llmpar.draw import scene
 from llmpar.draw.charts import count_noun
 from llmpar.draw.geometry import coordinates, holders, rounds
 from llmpar.draw.grid import axis_line
-from llmpar.draw.scene import (
-    BODY,
-    OTHERS,
-    SMALL,
-    Group,
-    Line,
-    Rect,
-    Scene,
-    Text,
-    bounds,
-    compose,
-    pixels,
-    small_text,
-    stack,
-    text_width,
-)
+from llmpar.draw.scene import BODY, SMALL, Group, Line, Rect, Scene, pixels, small_text, stack, text_width
 from llmpar.notation import MeshShape, parse_layout, parse_mesh
 
 Held = list[list[str]]  # [device, part]: the letters of the devices whose numbers are added up in it
@@ -79,12 +65,12 @@ def column(rank: int, row: list[str], w: float, h: float, gap: float = 0, new=()
     """A device: its name, and below it the parts, a stripe for each device whose numbers are in one; dashed
     where there is none; outlined what is ``new``. An ``index`` stands behind its letter."""
     name, big, items = "device " * (w > text_width("device 0", SMALL)) + str(rank), h > 11, list[Any]()
-    items.append(Rect(0, 0, w, h if big else 3, OTHERS[rank], "edge", 0.75, radius=2))
+    items.append(Rect(0, 0, w, h if big else 3, scene.OTHERS[rank], "edge", 0.75, radius=2))
     items += [small_text(w / 2, h / 2, name, fill="black")] * big
     for p, letters in sorted(enumerate(row), key=lambda part: part[0] in new):  # outlines lie above
         y, wide = (h if big else 3) + 2 + p * (h + gap), w / max(1, len(letters))
         for i, letter in enumerate(letters):
-            items.append(Rect(i * wide, y, wide, h, OTHERS["abcde".index(letter)], "edge", 0.5))
+            items.append(Rect(i * wide, y, wide, h, scene.OTHERS["abcde".index(letter)], "edge", 0.5))
             text = letter + "".join(index[p : p + 1])
             items += [small_text((i + 0.5) * wide, y + h / 2, text, fill="black")] * big
             items += [small_text(i * wide, y + h / 2, "+", fill="black")] * (i > 0 and wide > 13)
@@ -117,11 +103,11 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
                 index = [str(r if end else p) for p in range(ranks)] if kind == "all-to-all" else ()
                 x = left + end * (side + between) + r * (w + gap)
                 items.append(Group(tuple(column(r, row, w, h, index=index)), x))
-        middle = bounds(items)[3] / 2
+        middle = scene.bounds(items)[3] / 2
         ends = (left + side + between * 0.14, middle), (left + side + between * 0.86, middle)
         items.append(Line(ends, "ink", 1 if icon else 2.5, head=True))
         if not icon:
-            items.append(Text(0, h / 2, kind, BODY, bold=True))
+            items.append(scene.Text(0, h / 2, kind, BODY, bold=True))
             placed = ((1.35 * pixels(SMALL) * (i + 1.7), line) for i, line in enumerate(PATTERNS[kind]))
             items += [small_text(0, y, line, "start") for y, line in placed]
         drawn.append(items)
@@ -130,12 +116,12 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
     title = "What each device holds before and after" + f": {kinds[0]}" * (len(kinds) == 1)
     if icon:
         block = Group(tuple(stack(drawn, 6)), 2, 2)
-        wide, high = bounds([block])[2:]
+        wide, high = scene.bounds([block])[2:]
         return Scene(math.ceil(wide + 6), math.ceil(high + 2), title, "\n".join([title, *lines]), (block,))
     middles = ((left + side / 2, "before"), (left + 1.5 * side + between, "after"))
-    head = [Rect(0, 0, 1, 1), *(Text(x, 0, text, BODY, "middle", bold=True) for x, text in middles)]
+    head = [Rect(0, 0, 1, 1), *(scene.Text(x, 0, text, BODY, "middle", bold=True) for x, text in middles)]
     note = "A column is a device, a row a part of the array. Letters and colours: whose numbers these are."
-    return compose(title, [stack([head, *drawn], 14)], "\n".join([*lines, note]), [note])
+    return scene.compose(title, [stack([head, *drawn], 14)], "\n".join([*lines, note]), [note])
 
 
 def ring_sums(kind: str = "all-reduce", ranks: int = 4, step: int | None = None, moving=False) -> Scene:
@@ -164,7 +150,7 @@ def ring_sums(kind: str = "all-reduce", ranks: int = 4, step: int | None = None,
     rows = [stack(row, 22, across=True) for row in (panels[:ranks], panels[ranks:]) if row]
     note = "A row is a part of the array. Outlined: what has just come in; what leaves right enters left."
     title = f"{kind} round a ring of {ranks}: {count_noun(len(hops) - 1, 'hop')}"
-    return compose(title, [stack(rows, 18)], "\n".join([*lines, note]), [note])
+    return scene.compose(title, [stack(rows, 18)], "\n".join([*lines, note]), [note])
 
 
 CORNERS = ((1, 0, 26, "middle"), (2, 24, 6, "start"), (0, -22, 0, "end"))
@@ -192,7 +178,7 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), asked: int = 0, lit: bool = F
     for device, at in enumerate(places):
         (x, y), on = spot(at), lit and device in holding
         space.append(Rect(x - 15, y - 15, 30, 30, "ink" if on else "cell", "ink", 1.5, radius=15))
-        space.append(Text(x, y, str(device), BODY, "middle", "paper" if on else "ink", bold=on))
+        space.append(scene.Text(x, y, str(device), BODY, "middle", "paper" if on else "ink", bold=on))
     for a, (ones, dx, dy, anchor) in zip(live[::-1], CORNERS, strict=False):
         corner = dict.fromkeys([*live[:1] * (ones > 0), *live[-1:] * (ones > 1)], 1)
         for i in (0, 1):
@@ -216,4 +202,4 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), asked: int = 0, lit: bool = F
         f"device {i}: {', '.join(f'{a} {at[a]}' for a in live) or 'alone'}" for i, at in enumerate(places)
     ]
     told.append(f"{rows} rows, cut by {', '.join(cuts) or 'nothing'}")
-    return compose(title, [stack([space, array], 60, across=True)], "\n".join(told))
+    return scene.compose(title, [stack([space, array], 60, across=True)], "\n".join(told))
