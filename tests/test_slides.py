@@ -231,13 +231,13 @@ def test_every_slide_has_a_heading_and_a_figure_or_a_table(deck):
 def test_a_timetable_is_what_the_command_below_it_gives(deck):
     drawn = 0
     for slide, shown in zip(SLIDES, inside(deck), strict=True):
-        alt = (Page(shown).alts or [""])[0]
+        alt = (Page(shown).alts or [""])[-1]  # what builds up ends with all of it
         command = re.search(r"<code>llmpar (schedule .*?)</code>", slide["said"])
         if " time units, " in alt and command:
             given = parse(shlex.split(command[1]))
             made = make(given.name, given.stages, given.microbatches, given.virtual_stages)
             of_command = draw.timeline(timetable(made, tuple(map(float, given.costs.split(",")))))
-            assert html.unescape(alt) == " ".join(of_command.text.split()), slide["title"]
+            assert html.unescape(alt).endswith(" ".join(of_command.text.split())), slide["title"]
             drawn += 1
     assert drawn == 5
 
