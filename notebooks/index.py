@@ -91,10 +91,11 @@ def first_picture(lesson: Lesson) -> tuple[Image.Image, str]:
 def card(lesson: Lesson, out: Path) -> str:
     """A lesson: its first picture, its title, its question, and what it takes."""
     alt = html.escape(f"The first picture of lesson {lesson.number}: {first_picture(lesson)[1]}")
+    title = link(f"notebooks/{lesson.file}", lesson.title.replace("`", ""), out)
     after = f", after {', '.join(lesson.needs)}" if lesson.needs else ""
     return (
         f'<li class="card"><img src="{lesson.number}.png" alt="{alt}"><div>'
-        f"<h3>{link(f'notebooks/{lesson.file}', lesson.title, out)}</h3><p>{html.escape(lesson.question)}</p>"
+        f"<h3>{title}</h3><p>{html.escape(lesson.question)}</p>"
         f'<p class="soft">{lesson.teaching} minutes, {lesson.minutes} with exercises{after}</p></div></li>'
     )
 
