@@ -79,7 +79,7 @@ def korth_layer(heads, h, tp, micro, seq, **_):
         "tp_sp_sel": formulas.gpt_activation_bytes(
             *layer, tp=tp, sequence_parallel=True, recompute="selective"
         ),
-        "full": formulas.gpt_activation_bytes(*layer, tp=tp, recompute="block"),
+        "full": formulas.gpt_activation_bytes(*layer, tp=tp, recompute="full"),
         "five_as_over_h": formulas.gpt_activation_bytes(1, seq, h, heads) / (seq * h) - 34,
     }
 

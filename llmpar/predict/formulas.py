@@ -46,7 +46,7 @@ def gpt_activation_bytes(
     Korthikanti et al. 2022, eqs. 1, 2, 4, table 2. `recompute="selective"` drops 5as/h, "block" keeps 2sbh.
     For the block with dropout, GELU and attention that stores its scores: not our model.
     """
-    if recompute == "block":
+    if recompute in ("block", "full"):  # our name, and the paper's
         return 2 * s * b * h
     whole, cut = (0, 34) if sequence_parallel else (10, 24)
     scores = {"none": 5 * heads * s / h, "selective": 0}[recompute]
