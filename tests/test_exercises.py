@@ -379,7 +379,7 @@ def test_a_prediction_is_met_again(capsys):
         exercises.met(*given, **other)
         return capsys.readouterr().out
 
-    asked = "answer 03.sent first: this cell then sets what was found beside your answer\n"
+    asked = "answer 03.sent first, then run this cell again: it compares your answer with the result\n"
     assert printed("03.sent", 754_880) == asked
     exercises.attempt("03.sent", ...)
     blank = capsys.readouterr().out

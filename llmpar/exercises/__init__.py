@@ -139,7 +139,7 @@ def met(name: str, found: Any, what: str = "compiled") -> None:
     find(name, **GIVEN.get(name, {}))
     first = first_answer(name)
     if first is None:
-        say(f"answer {name} first: this cell then sets what was found beside your answer")
+        say(f"answer {name} first, then run this cell again: it compares your answer with the result")
     else:
         say(f"you said {in_short(first)}; {what} {in_short(found)}")
 
