@@ -21,7 +21,8 @@ def matmul(chain: str, names=(), devices: int = 4, title: str = "", notes=()) ->
 
     ``chain`` has layouts with signs between them: ``×`` and ``=``; ``->`` for what is sent, by the collective
     that its layouts say; ``-word->`` for what each device does by itself. Layouts parted by commas stand
-    below one another. ``names`` stand above matrices in place of their layouts. ValueError where the layout
+    below one another. ``names`` stand above matrices in place of their layouts, and what is behind a ``|`` in
+    place of how devices hold them. ValueError where the layout
     behind ``=`` is not what devices have that multiply what they hold.
 
         matmul("s d × d m/tp = s m/tp × m/tp d = s d +tp -> s d")
@@ -47,7 +48,8 @@ def matmul(chain: str, names=(), devices: int = 4, title: str = "", notes=()) ->
             lines.append(f"{sends[0]} over {cut[0]}" if sends else signs[i])
             at += room
         name = names[i] if i < len(names) and names[i] else ", ".join(dict.fromkeys(map(str, place)))
-        words = [_held(place[0], devices)] * bool(cut)
+        name, _, word = name.partition("|")  # of our own in place of how it is held
+        words = [word or _held(place[0], devices)] * bool(cut)
         size = scale * (1 if len(place) == 1 else 0.65)
         blocks: list = scene.stack([_matrix(one, cut, devices, size) for one in place], 8)
         x0, top, x1, bottom = scene.bounds(blocks)

@@ -70,18 +70,18 @@ def messages(rows, title: str = "One sum, in so many messages") -> Scene:
     return compose(title, [items], "\n".join(lines))
 
 
-PARTS = ("weights", "gradients", "moments")
+PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "moments"}  # and their colours
 
 
 def held(stage: int, part: str, layer: int, tick: int, layers: int, devices: int) -> float:
-    """How much of a layer's weights, gradient or moments a device holds at a ZeRO stage: 1, a share, or 0.
+    """How much of a layer's weights, gradient or optimizer state a device holds at a ZeRO stage: 1, a share, or 0.
 
     Ticks: a layer's forward each, then a layer's backward each, from the last layer on, then the update.
     """
     backward, share = 2 * layers - 1 - layer, 1 / devices
     if part == "weights":
         return 1 if stage < 3 or tick in (layer, backward) else share
-    if part == "moments":
+    if part == "optimizer":
         return 1 if stage == 0 else share
     cut = tick > backward if stage > 1 else tick == 2 * layers and stage == 1
     return 0 if tick < backward else share if cut else 1
@@ -96,7 +96,7 @@ def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
     times, pitch, items, lines = range(2 * layers + 1), layers * high + 14, list[Any](), []
     panel, bottom = 2 * layers * wide + last, pitch * len(stages) - 6
     spans = (("forward", 0, layers), ("backward", layers, 2 * layers), ("update", 2 * layers, 0))
-    for k, part in enumerate(PARTS):
+    for k, (part, fill) in enumerate(PARTS.items()):
         x0 = left + k * (panel + 24)
         items.append(Text(x0 + panel / 2, -16, part, anchor="middle", bold=True))
         for i, stage in enumerate(stages):
@@ -104,7 +104,7 @@ def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
                 x, y, w = x0 + tick * wide, i * pitch + layer * high, wide if tick < times[-1] else last
                 full = high * held(stage, part, layer, tick, layers, devices)
                 items.append(Rect(x, y, w, high, "paper", "grid", 0.75))
-                items += [Rect(x, y + high - full, w, full, part, "ink", 0.5)] * (full > 0)
+                items += [Rect(x, y + high - full, w, full, fill, "ink", 0.5)] * (full > 0)
         for name, first, end in spans:
             x, x1 = x0 + first * wide, x0 + end * wide if end else x0 + panel
             items.append(Line(((x + 2, bottom), (x1 - 2, bottom)), "edge", 2, head=True))
@@ -117,7 +117,8 @@ def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
         amount = lambda part, t, s=stage: sum(held(s, part, n, t, layers, devices) for n in range(layers))
         most = [f"{part} {max(amount(part, t) for t in times) / layers:.3g}" for part in PARTS]
         lines.append(f"stage {stage}, the most at any time, of all: {', '.join(most)}")
-    key = [(PARTS[0], f"full: all of a layer; low: this device's 1/{devices} of it"), ("paper", "nothing")]
+    low = f"; low: this device's 1/{devices} of it" * any(stages)
+    key = [("weights", "full: all of a layer" + low), ("paper", "nothing")]
     title = f"What 1 of {devices} devices holds over a step"
     return compose(title, [items, legend(key)], "\n".join(lines))
 
@@ -161,7 +162,7 @@ def gather_use_forget(layers: int = 3, devices: int = 4, takes=(1.3, 1.6, 3.0)) 
         for (layer, asked, there, begins), (_, lasts) in zip(lives, uses, strict=True):
             if layer == n:
                 box(y, asked, there, "fsdp", "gather")
-                box(y, there, begins, "weights")  # they wait for their turn
+                box(y, there, begins, "weights", "waits")
                 box(y, begins, begins + lasts, "weights", "use")
                 said.append(f"whole from {there:.3g} to {begins + lasts:.3g}")
         box(y, sums[n], sums[n] + message, "fsdp", "reduce")
@@ -171,7 +172,7 @@ def gather_use_forget(layers: int = 3, devices: int = 4, takes=(1.3, 1.6, 3.0)) 
     whole = max(sum(life[1] <= at[1] < end for life, end in zip(lives, ends, strict=True)) for at in lives)
     key = [("weights", f"low: this device's 1/{devices} of a layer's weights; tall: all of them")]
     key += [
-        ("fsdp", "on the links; reduce: a reduce-scatter"),
+        ("fsdp", "on the links, one message at a time; reduce: a reduce-scatter"),
         ("gradients", f"1/{devices} of the finished gradient"),
     ]
     lines.append(f"At most {count_noun(whole, 'layer')} whole, or on the way, at a time.")

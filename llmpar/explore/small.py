@@ -303,8 +303,8 @@ class MemoryExplorer(Figure):
             given, besides = memory.argument_bytes(resolved, *size), memory.temp_bytes(resolved, *size)
             held = memory.weights_bytes(resolved)  # gradients of a microbatch, and the sum over several
             grads = min(besides, held["unreduced"] + held["accumulated"] * (count > 1))
-            parts = {"weights": given["params"], "moments": given["optimizer"], "gradients": grads}
-            rows[f"ZeRO-{zero}"] = parts | {"activations": besides - grads}
+            parts = {"weights": given["params"], "gradients": grads, "optimizer": given["optimizer"]}
+            rows[f"ZeRO-{zero}"] = parts | {"activations (ZeRO-3: and gathered layers)": besides - grads}
         return rows
 
     def draw(self, state: dict) -> Scene:
