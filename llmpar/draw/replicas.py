@@ -74,7 +74,7 @@ PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "moments"}
 
 
 def held(stage: int, part: str, layer: int, tick: int, layers: int, devices: int) -> float:
-    """How much of a layer's weights, gradient or optimizer state a device holds at a ZeRO stage: 1, a share, or 0.
+    """How much of a layer's weights, gradient or optimizer a device holds at a ZeRO stage: 1, a share, or 0.
 
     Ticks: a layer's forward each, then a layer's backward each, from the last layer on, then the update.
     """
