@@ -14,10 +14,10 @@ CELL, STAGES = 17, ("tokens", "in slots", "at the experts", "back in slots", "to
 
 def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages: int = 5) -> Scene:
     """The way of one token to its experts and back. ``chosen[rank][token]`` are the experts that it visits,
-    and rank r has expert r. A row has the colour of the rank that it comes from.
+    and rank r has expert r. A copy has the colour of the rank that it comes from; all but that token's are small.
 
-    With ``slots`` a rank has so many for each expert, and all of them travel, full or empty; who finds none
-    is left out. Without, rows travel alone. ``follow`` is the rank and the token whose way is drawn,
+    With ``slots`` a rank has so many for each expert, and all of them travel, full or empty; a copy that
+    finds none is left out. Without, the copies travel alone. ``follow`` is the rank and the token whose way is drawn,
     ``weights`` what its results are multiplied by, ``stages`` how far the drawing has come, of 5.
     """
     ranks, (home, token) = len(chosen), follow
@@ -36,9 +36,12 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
     items: list[Any] = [Rect(0, -58, lefts[4] + CELL + 20, ranks * tall + 40)]  # as large at every stage
 
     def cell(x: float, y: float, source: int, t: int | None) -> None:
-        look = ("paper", "edge", 0.75) if t is None else (OTHERS[source % len(OTHERS)], "ink", 1)
-        items.append(Rect(x + 1, y + 1, CELL - 2, CELL - 2, *look))
-        items.extend([Rect(x, y, CELL, CELL, "", "ink", 3)] * ((source, t) == (home, token)))
+        followed = (source, t) == (home, token)
+        items.append(Rect(x + 1, y + 1, CELL - 2, CELL - 2, "paper", "edge", 0.75))
+        if t is not None:
+            inset, line = (0, ("ink", 3)) if followed else (5, ())
+            colour = OTHERS[source % len(OTHERS)]
+            items.append(Rect(x + inset, y + inset, CELL - 2 * inset, CELL - 2 * inset, colour, *line))
 
     for stage, x in enumerate(lefts[:stages]):
         items.append(
@@ -59,7 +62,7 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
             for line in range(ranks):
                 source, expert = (line, r) if stage == 2 else (r, line)
                 items.append(
-                    small_text(x - 7, y_of(r, line + 0.5), f"{'from' if stage == 2 else 'to'} {line}", "end")
+                    small_text(x - 7, y_of(r, line + 0.5), f"{'to' if stage == 1 else 'from'} {line}", "end")
                 )
                 there: list = rows[source][expert]
                 for k, t in enumerate(there + [None] * (most - len(there)) * (slots is not None)):
@@ -79,7 +82,7 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
     stay = sum(len(rows[r][r]) for r in range(ranks))
     note = f"Thick: the token that is followed, and its {count_noun(len(chosen[home][token]), 'copy')}."
     note += (
-        f" {stay} of {full} rows stay on their rank."
+        f" {stay} of {full} copies stay on their rank."
         if slots is None
         else f" {full} of {size} slots are full; all travel."
     )
@@ -91,8 +94,8 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
 
 
 def expert_loads(rows, room: int | None = None) -> Scene:
-    """How full the experts are: ``rows[rank][expert]`` is a number of rows, in the colour of the rank that
-    they come from. With ``room`` slots for each expert on every rank: what is full, empty and left out;
+    """How full the experts are: ``rows[rank][expert]`` is a number of copies, in the colour of the rank
+    that they come from. With ``room`` slots for each expert on every rank: what is full, empty and left out;
     without: how long the others wait for the busiest expert."""
     ranks, experts = len(rows), len(rows[0])
     load = [sum(row[e] for row in rows) for e in range(experts)]
@@ -111,10 +114,10 @@ def expert_loads(rows, room: int | None = None) -> Scene:
         idle = per * (high - load[e]) * (room is None)
         w = idle or per * lost[e]
         items += [Rect(x, y, w, 18, "paper", "edge", 0.75, "/")] * (w > 0)
-        said = count_noun(load[e], "row") + f", {lost[e]} left out" * (lost[e] > 0)
+        said = count_noun(load[e], "copy") + f", {lost[e]} left out" * (lost[e] > 0)
         items.append(small_text(left + 432, y + 9, said, "start", "ink"))
     away = sum(n for r, row in enumerate(rows) for e, n in enumerate(row) if e * ranks // experts != r)
-    note = f"{away} of {total} rows change their rank; the busiest expert has"
+    note = f"{away} of {total} copies change their rank; the busiest expert has"
     note += f" {max(load) * experts / max(total, 1):.2f} × the mean."
     said = [", ".join(f"{n} to expert {e}" for e, n in enumerate(row) if n) for row in rows]
     lines = [f"rank {r}: {words}" for r, words in enumerate(said)]
@@ -126,5 +129,5 @@ def expert_loads(rows, room: int | None = None) -> Scene:
         empty = high * experts - total + sum(lost)
         lines[-1] += f", dropped {sum(lost)}, {empty} of {high * experts} slots empty"
         key += [("paper", "empty slot", ""), ("edge", "left out", "/")]
-    title = "Rows at their experts" + ("" if room is None else f", {room} slots for each on every rank")
+    title = "Copies at their experts" + ("" if room is None else f", {room} slots for each on every rank")
     return compose(title, [items, legend(key)], "\n".join([*lines, note]), [note])
