@@ -14,11 +14,12 @@ CELL, STAGES = 17, ("tokens", "in slots", "at the experts", "back in slots", "to
 
 def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages: int = 5) -> Scene:
     """The way of one token to its experts and back. ``chosen[rank][token]`` are the experts that it visits,
-    and rank r has expert r. A copy has the colour of the rank that it comes from; all but that token's are small.
+    and rank r has expert r. A copy has the colour of the rank that it comes from.
 
     With ``slots`` a rank has so many for each expert, and all of them travel, full or empty; a copy that
-    finds none is left out. Without, the copies travel alone. ``follow`` is the rank and the token whose way is drawn,
-    ``weights`` what its results are multiplied by, ``stages`` how far the drawing has come, of 5.
+    finds none is left out. Without, the copies travel alone. ``follow`` is the rank and the token whose way
+    is drawn, larger than others, ``weights`` what its results are multiplied by, ``stages`` how far the
+    drawing has come, of 5.
     """
     ranks, (home, token) = len(chosen), follow
     if any(not 0 <= e < ranks for mine in chosen for visits in mine for e in visits):
@@ -39,7 +40,7 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
         followed = (source, t) == (home, token)
         items.append(Rect(x + 1, y + 1, CELL - 2, CELL - 2, "paper", "edge", 0.75))
         if t is not None:
-            inset, line = (0, ("ink", 3)) if followed else (5, ())
+            inset, line = (0, ("ink", 3)) if followed else (4, ("ink", 0.75))
             colour = OTHERS[source % len(OTHERS)]
             items.append(Rect(x + inset, y + inset, CELL - 2 * inset, CELL - 2 * inset, colour, *line))
 
