@@ -9,7 +9,7 @@ LOADS = (260, 190, 150, 120, 100, 84, 70, 50)
 
 
 def capacity() -> Exercise:
-    """Ask for the smallest capacity in rows at which at most 1 % of all choices are dropped."""
+    """Ask for the smallest capacity in slots at which at most 1 % of all choices are dropped."""
     allowed = sum(LOADS) // 100
     dropped = lambda rows: sum(max(0, n - rows) for n in LOADS)
     right = next(c for c in range(max(LOADS) + 1) if dropped(c) <= allowed)

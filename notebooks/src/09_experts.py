@@ -8,7 +8,7 @@
 #       and what happens when everybody wants the same one?
 #     objectives:
 #     - Follow a token to its experts and back, and count what is sent.
-#     - Choose between capacity, dropless and ragged exchange, knowing what each drops
+#     - Choose between a capacity, room for everybody and a ragged exchange, knowing what each drops
 #       or pads.
 #     - Name two cures for a hot expert.
 # ---
@@ -16,8 +16,8 @@
 # %% [markdown]
 # # 09 · Experts: a token chooses. What must travel?
 #
-# Mixtral 8x7B has 46.7 billion weights, and each token works with 12.9 billion of them: with two of eight *experts* in every
-# layer. The experts lie on several devices. So a token must go to its experts and come back.
+# Mixtral 8x7B has 46.7 billion weights. Each token works with 12.9 billion: two of eight *experts* in every layer, and
+# everything outside the experts. The experts lie on several devices. So a token must go to its experts and come back.
 
 # %% tags=["plumbing"]
 from llmpar.mesh import use_devices
@@ -63,26 +63,28 @@ FOUR = ExpertConfig(4, 2)
 logits = np.random.default_rng(38).standard_normal((4, 4, 4)).astype(np.float32)
 shares, visits = moe.choose(FOUR, moe.affinities(FOUR, jnp.asarray(logits)))
 VISITS, SHARES = np.asarray(visits).tolist(), np.asarray(shares)[0, 0].round(2).tolist()
+assert np.allclose(SHARES, (0.64, 0.36))
 
 # %%
 scene.show(draw.dispatch(VISITS, weights=SHARES))
 
 # %% [markdown]
-# Four ranks (devices) with four tokens each. An **expert** is a feed-forward with weights of its own, and rank 0 has expert 0.
+# Four ranks (devices) have four tokens each. An **expert** is a feed-forward with weights of its own; rank 0 has expert 0.
 # The **router**, a small matrix, scores every token against all experts and chooses the best two. Follow the token with the thick
-# border. A copy goes to each of its experts, is worked on there, and comes back. The two results are weighed by the router's
-# scores and added up.
+# border. A copy of it goes to each of its experts, is worked on there, and comes back. The two results are multiplied by the
+# router's scores (0.64 and 0.36) and added.
 #
-# An **all-to-all** carries them: every rank has another part for every other rank. The axis of the mesh over which experts are
+# An **all-to-all** carries the copies: a rank sends a different part to each rank. The axis of the mesh over which experts are
 # dealt is `ep`, *expert parallelism*.
 #
 # ## Predict: how much leaves a rank?
 #
-# Now a program. Each of N ranks has 32 tokens of width 16 in float32. There are eight experts, and each token visits two of
-# them, all equally likely. **How many bytes does a rank send to others on the way there, if the rows travel and nothing else?**
+# Now a program. Each of N ranks has 32 tokens of width 16 in float32. There are `e` = 8 experts, as many on each rank. Each token
+# visits `a` = 2 of them (papers: top-k), and all experts are equally likely. **How many bytes does a rank send to others on the way
+# there, if only the tokens' copies travel, and no padding?**
 
 # %%
-E, A = 8, 2  # experts, and how many of them a token visits (papers: top-k)
+E, A = 8, 2  # e experts, and a token visits a of them
 D, M, TOKENS = 16, 32, 32  # width, an expert's width, tokens of one rank
 print(f"{N} ranks, {TOKENS} tokens on each; {E} experts, {E // N} on a rank")
 bytes_dispatched = ...
@@ -91,37 +93,43 @@ attempt("09.dispatch_bytes", bytes_dispatched, ranks=N)
 # %% [markdown]
 # ## A buffer has room for the worst case
 #
-# XLA wants every shape before any token has chosen. So a rank lays its tokens into a buffer with room for the worst case: `c` slots
-# for each of the `e` experts. With 32 slots all tokens of a rank may choose the same expert, and none is left out.
+# JAX's compiler, XLA, wants every shape before any token has chosen. So a rank lays its copies into a buffer with `c` slots for
+# each of the `e` experts. With `c` = 32, all tokens of a rank may choose the same expert, and every copy finds a slot.
 #
-# The exchange is the arrow `b/ep e c d -> b e/ep c d`. Before it, the `b` rows of the batch are cut by rank (`b/ep`): each rank
-# has the buffer of one row, its 32 tokens. Behind it, each rank has its own experts' slots (`e/ep`) of all rows. (`d` width of
-# the model.)
+# The exchange is the arrow `b/ep e c d -> b e/ep c d`. Before it, a rank has its own tokens (`b/ep`), in slots for all experts.
+# After it, the rank has the slots of its own experts (`e/ep`), from all ranks. `b` counts the ranks' buffers, and `d` is the
+# width. In code, capitals are the sizes of these dims.
+#
+# A copy's slot is the number of earlier copies for the same expert. `one_hot` makes a row of zeros for each copy, with a 1 at its
+# expert; adding up the rows above it counts the earlier ones.
 
 
 # %%
-SLOTS = TOKENS  # c
+C = TOKENS  # c slots for each expert: room for the worst case
 
 
 def slots_of(chosen):
-    """A row's slot: how many earlier rows of this rank chose the same expert?"""
+    """Each copy's slot: its expert's first, and one on for each earlier copy."""
     expert = chosen.reshape(-1)
     hot = jax.nn.one_hot(expert, E, dtype=jnp.int32)
     earlier = ((jnp.cumsum(hot, axis=0) - hot) * hot).sum(-1)
-    return jnp.where(earlier < SLOTS, expert * SLOTS + earlier, E * SLOTS)
+    # No slot left: an index outside the buffer, so the copy is dropped.
+    return jnp.where(earlier < C, expert * C + earlier, E * C)
 
 
 def rank(x, weights, chosen, gate, up, down):
-    """What one rank does; its tokens x are 1 s d."""
-    slot, rows = slots_of(chosen), jnp.repeat(x[0], A, axis=0)
-    buffer = jnp.zeros((E * SLOTS, D)).at[slot].set(rows, mode="drop")
-    buffer = buffer.reshape(1, E, SLOTS, D)
+    """What one rank does; its tokens x are 1 s d, with s = 32 tokens."""
+    slot, copies = slots_of(chosen), jnp.repeat(x[0], A, axis=0)
+    buffer = jnp.zeros((E * C, D)).at[slot].set(copies, mode="drop")
+    buffer = buffer.reshape(1, E, C, D)
+    # Cut along the first dim that is named, joined along the second (tiled).
     here = lax.all_to_all(buffer, "ep", 1, 0, tiled=True)  # b/ep e -> b e/ep
-    out = feed_forward(here, gate, up, down)  # my experts, everybody's rows
+    out = feed_forward(here, gate, up, down)  # my experts, everybody's copies
     back = lax.all_to_all(out, "ep", 0, 1, tiled=True)  # b e/ep -> b/ep e
-    back = back.reshape(E * SLOTS, D)
-    rows = back.at[slot].get(mode="fill", fill_value=0).reshape(1, TOKENS, A, D)
-    return (rows * weights[..., None]).sum(2)
+    back = back.reshape(E * C, D)
+    results = back.at[slot].get(mode="fill", fill_value=0)
+    results = results.reshape(1, TOKENS, A, D)
+    return (results * weights[..., None]).sum(2)
 
 
 # %% tags=["plumbing"]
@@ -141,7 +149,7 @@ def routed(skew=0.0):
 
 
 def feed_forward(x, gate, up, down):
-    """The experts' matmuls: x is b e c d, its rows sorted by expert."""
+    """The experts' matmuls: x is b e c d, its tokens sorted by expert."""
     hidden = jnp.einsum("becd,edm->becm", x, gate)
     hidden = jax.nn.silu(hidden) * jnp.einsum("becd,edm->becm", x, up)
     return jnp.einsum("becm,emd->becd", hidden, down)
@@ -179,11 +187,11 @@ table = census_table(census_hlo(text, mesh))
 sent = 4 * E * TOKENS * D * 4 * (N - 1) // N  # four times the buffer
 exchanges = {("ep", "all-to-all"): {"count": 4, "bytes_sent": sent}} if N > 1 else {}
 assert table == exchanges
-print("Output and all gradients equal those of all experts on all tokens.")
+print("Same output and gradients as the plain way: every expert on every token.")
 
 # %% [markdown]
-# Autodiff turns each all-to-all round: gradients travel to the experts and back. That makes four exchanges, two forward and two
-# backward.
+# In the backward pass each all-to-all runs the other way: gradients travel to the experts and back. That makes four exchanges, two
+# forward and two backward.
 #
 # ## Empty slots travel too
 
@@ -191,44 +199,48 @@ print("Output and all gradients equal those of all experts on all tokens.")
 scene.show(draw.dispatch(VISITS, slots=4, weights=SHARES))
 
 # %%
-met("09.dispatch_bytes", A * TOKENS * D * 4 * (N - 1) // N, "rows alone")
+met("09.dispatch_bytes", A * TOKENS * D * 4 * (N - 1) // N, "copies alone")
 print(f"this program sends {sent // 4:,} B: empty slots travel, too.")
-print(f"Rows fill {A * TOKENS} of {E * TOKENS} slots of a rank: 1 in {E / A:g}.")
+print(f"Copies fill {A * TOKENS} of {E * TOKENS} slots of a rank: 1 in {E / A:g}.")
 
 # %% [markdown]
-# To drop nobody costs E/a times what is needed: `E` experts, of which a token visits `a`. There are three ways out.
+# Room for everybody costs e/a times what is needed. There are three ways out.
 #
-# * **Capacity** (GShard, Switch): fewer slots. Who finds none is left out.
-# * **Ragged** exchange: send the full slots alone. XLA can on GPUs and TPUs (`Plan.dispatch`).
-# * **Pack by rank**: a token goes to a rank once, however many of its experts are there, and their sum comes back. llmpar does
-#   this ([Further](#Further)).
+# * **Capacity** (GShard, Switch): fewer slots. A token that finds no free slot at an expert is left out there.
+# * **Ragged** exchange: send only the full slots. On GPUs and TPUs the compiler can do this (`Plan.dispatch`).
+# * **Pack by rank**: a token goes to a rank once, however many of its experts are there, and the sum of their results comes back.
+#   llmpar, the library of these lessons, does this ([Further](#Further)).
 #
 # ## Fewer slots leave tokens out; more travel for nothing
 #
-# Choose the number of slots. Expert 0 is a little more popular than the others. A choice that is left out adds nothing: what the
-# layer makes of that token lacks one expert's part.
+# Now a rank has 64 tokens, and expert 0 is more than twice as popular as the others. Choose the number of slots. A choice that is
+# left out adds nothing: what the layer makes of that token lacks one expert's part.
 
 # %%
-RoutingExplorer(only="capacity_percent", heat=1, capacity_percent=125)
+figure = RoutingExplorer(only="capacity_percent", heat=1, capacity_percent=125)
+figure
 
 # %% [markdown]
-# No number of slots is good at both. Below, a popular expert 0 and less and less popular ones; 1 is the even share.
+# No number of slots is good at both. The same tokens with every number of slots; 1 is the even share, as many as an expert needs
+# if all are equally popular.
 
 # %% tags=["plumbing"]
-draws = np.random.default_rng(1)
-# Affinities of 8 rows of 256 tokens, expert 0 the hottest.
-popular = draws.standard_normal((8, 256, E)) + np.linspace(1, -1, E)
-FACTORS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
+popular = np.array(RoutingExplorer(heat=1).logits(figure.state | {"heat": 1}))  # r s e
+chosen = np.argsort(-popular)[..., :A]
+load = np.bincount(chosen.ravel(), minlength=E)
+assert load[0] > 2 * load[1:].max()
+ranks, each = popular.shape[:2]
+FACTORS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)
 dropped, empty = [], []
 for factor in (*FACTORS, None):
     how = dataclasses.replace(HOW, capacity_factor=factor)
     _, kept, aux = moe.route(how, Solo(), jnp.asarray(popular, jnp.float32))
-    counts = (np.asarray(kept)[..., None] == np.arange(E)).sum(2)  # b s e
-    dropped.append(float(aux["tally"][-2]) / (8 * 256 * A))
-    assert counts.sum(1).max() <= how.capacity(256)
-    assert dropped[-1] == 1 - counts.sum() / (8 * 256 * A)
-    empty.append(1 - counts.sum() / (8 * E * how.capacity(256)))
-assert dropped[-1] == 0 and dropped[0] > dropped[2] > dropped[5]
+    counts = (np.asarray(kept)[..., None] == np.arange(E)).sum(2)  # r s e
+    dropped.append(float(aux["tally"][-2]) / (ranks * each * A))
+    assert counts.sum(1).max() <= how.capacity(each)
+    assert dropped[-1] == 1 - counts.sum() / (ranks * each * A)
+    empty.append(1 - counts.sum() / (ranks * E * how.capacity(each)))
+assert dropped[-1] == 0 and dropped[0] > dropped[1] > dropped[3]
 assert empty == sorted(empty) and empty[-1] == 1 - A / E
 
 # %%
@@ -236,23 +248,23 @@ lines = [("slots empty", empty[:-1], "other5", "s", False)]
 lines += [("choices left out", dropped[:-1], "other4", "o", False)]
 options = dict(percent=True, high=1, title="What a capacity costs")
 factors = [f"{factor:g}" for factor in FACTORS]
-scene.show(draw.curves(lines, factors, "slots over the even share", "share", **options))
+scene.show(draw.curves(lines, factors, "slots ÷ even share", "share", **options))
 
 # %% [markdown]
 # ### Exercise (core): how much room?
 #
-# 512 tokens with `a` = 2 chose eight experts 260, 190, 150, 120, 100, 84, 70 and 50 times. What is the smallest capacity, in rows, at which
-# at most 1 % of all choices are dropped?
+# One rank has 512 tokens. With `a` = 2 they chose eight experts 260, 190, 150, 120, 100, 84, 70 and 50 times. What is the smallest
+# number of slots for each expert at which at most 1 % of all choices are dropped?
 
 # %%
-rows_per_expert = ...
-attempt("09.capacity", rows_per_expert)
+slots_per_expert = ...
+attempt("09.capacity", slots_per_expert)
 
 # %% [markdown]
 # ## A Llama with experts learns as on one device
 #
-# `tiny-moe` has 8 experts with `a` = 2 in each layer. The same step runs on one device, and with its experts dealt over `ep`,
-# beside ZeRO-3.
+# `tiny-moe` has 8 experts in each layer, and a token visits 2. The same training step runs on one device, and with its experts
+# dealt over `ep`, together with ZeRO-3.
 
 # %% tags=["plumbing"]
 jax.clear_caches()  # the toys' programs: a lesson stays below 1 GB
@@ -272,36 +284,35 @@ if N > 1:
 # %% [markdown]
 # ## Keep: the tokens travel, and so do empty slots
 #
-# 1. A layer of experts moves tokens: two all-to-alls forward, two backward, up to `a` rows per token each.
-# 2. Fixed shapes need room for the worst case. Dropless sends padding; a capacity drops; ragged exchange does neither.
-# 3. Experts' gradients are summed over `dp` and `fsdp`, everything else over `ep` too.
-# 4. The slowest rank sets the pace: balance by a loss, or by a bias that follows the load.
-# 5. Remember E/a: the parameters that you get for the work of one, and the batch that you need to feed them.
+# 1. A layer of experts has two all-to-alls forward and two backward. Each sends `a` copies per token, or room for the worst case.
+# 2. With room for everybody, empty slots travel. With a capacity, some tokens are left out. A ragged exchange has neither.
+# 3. e/a says two things: the layer has e/a times the expert weights that one token uses; and with room for everybody it sends e/a
+#    times what is needed.
 
 # %% [markdown]
 # ## Further
 #
 # Who multiplies, what routers report, a hot expert and its cures, and what all this costs on real links.
 #
-# ## Packed by rank, a token has N places and not E
+# ## Packed by rank, a token has N places and not e
 #
-# `llmpar.moe` gives slots to ranks, not to experts. Who chose what is told to all ranks beforehand, `a` numbers for each token. A
-# token has a place on each of N ranks then, and not one at each of E experts. That helps where N < E, and very much with
-# many experts on a rank:
+# `llmpar.moe` gives slots to ranks, not to experts. Who chose what is told to all ranks beforehand, `a` numbers for each token. Then
+# a token has a place on each of N ranks, and not one at each of `e` experts. That helps where N < e, and very much with many
+# experts on a rank:
 
 # %%
 for how in (HOW, ExpertConfig(128, 8)):
     for ranks in (1, 2, 4, 8):
         places = ranks * how.slots(4096, 1, ranks) / 4096
         assert places == ranks <= how.num_experts
-        print(f"E = {how.num_experts}, a = {how.top_k}, ep={ranks}: a token", end=" ")
+        print(f"e = {how.num_experts}, a = {how.top_k}, ep={ranks}: a token", end=" ")
         print(f"has {places:g} of {how.num_experts} places")
 
 # %% [markdown]
 # ## Where an expert lies, and who sums its gradient
 #
-# A dense weight is summed over `ep` as over any axis of the batch, and ZeRO cuts its state by `ep` too. An expert is neither,
-# since no other rank of `ep` has it.
+# An expert's gradient is summed over `dp` and `fsdp`, everything else over `ep` too: a dense weight's is summed over `ep` as
+# over any axis of the batch, and ZeRO cuts its state by `ep`. An expert has neither, since no other rank of `ep` has it.
 
 # %%
 gate_held = run.state.params["blocks"]["experts"]["gate"].addressable_shards[0].data
@@ -319,16 +330,16 @@ print(f"{model.num_params:,} parameters, {model.active_params:,} at work on a to
 # %% [markdown]
 # ## Only blocks that hold something are multiplied
 #
-# Empty slots travel, but are never multiplied: on its rank the rows of an expert fill whole blocks, and only blocks that hold something
+# Empty slots travel, but are never multiplied: on its rank the copies for an expert fill whole blocks, and only blocks that hold something
 # are worked on. (Gale et al. 2022 do the same with blocks of a sparse matrix.) Who multiplies depends on the devices (`Plan.grouped`):
 # on CPUs a loop over each expert's blocks; on TPUs `jax.lax.ragged_dot`, for which XLA has a kernel there; on GPUs two kernels of
-# `llmpar.kernels.products` in Triton, for XLA has none: it would multiply every row by every expert.
+# `llmpar.kernels.products` in Triton, for XLA has none: it would multiply every copy by every expert.
 
 # %% [markdown]
 # ### Exercise (stretch): combine
 #
-# Write the last step. `rows` is `[slots, d]`, `slot` says for each token and choice where its row lies (`len(rows)`: it was dropped), `weights`
-# are the router's. Both are `[tokens, a]`. Return `[tokens, d]`; NumPy is there as `np`.
+# Write the last step. `rows`, the experts' results, is `[slots, d]`; `slot` says for each token and choice in which row its
+# result lies (`len(rows)`: it was dropped), `weights` are the router's. Both are `[tokens, a]`. Return `[tokens, d]`; NumPy is there as `np`.
 
 
 # %%
@@ -351,9 +362,9 @@ for skew in (0.0, 1.0, 2.0, 4.0):
     print(f"of at most {E / A:g}")
 
 # %% [markdown]
-# Two cures are in use. A **balance loss** E/a · Σ f P multiplies each expert's share of the tokens with its mean affinity: its value is 1
-# where all are equal, and its gradient lowers the affinities of the busy. Here it is taken row by row (DeepSeek-V3 2024, section 2.1.2),
-# so no device must know another's rows. Or **a bias without a loss** (Wang et al. 2024): it takes part in choosing, not in
+# The slowest rank sets the pace. Two cures are in use. A **balance loss** e/a · Σ f P multiplies each expert's share of the tokens with its mean affinity: its value is 1
+# where all are equal, and its gradient lowers the affinities of the busy. Here it is taken sequence by sequence (DeepSeek-V3 2024, section 2.1.2),
+# so no device must know another's sequences. Or **a bias without a loss** (Wang et al. 2024): it takes part in choosing, not in
 # weighing, and after each step it goes up for experts with less than the mean load, and down for the others.
 
 # %%
@@ -398,8 +409,8 @@ print(
 # %% [markdown]
 # ## What it costs on real links
 #
-# Per layer and direction, 2·a·tokens·d elements (EP−1)/EP: dispatch and combine. And an expert sees only `a` of E of the tokens. So two
-# things that hide behind the work of a batch now need a batch E/a times as large: the sums of data parallelism (over the gradients of all
+# Per layer and direction, 2·a·tokens·d elements (EP−1)/EP: dispatch and combine. And an expert sees only `a` of `e` of the tokens. So two
+# things that hide behind the work of a batch now need a batch e/a times as large: the sums of data parallelism (over the gradients of all
 # experts), and the reading of weights from memory.
 
 # %%
@@ -414,7 +425,7 @@ for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"):
     print(f"{config.active_params / 1e9:5.1f} B active;", end=" ")
     print(f"4,096 tokens send {sent / 1e6:5.0f} MB a layer;")
     share = how.num_experts / how.top_k
-    print(f"{'':<14} E/a = {share:g}: {batch:,.0f} tokens to fill a matmul")
+    print(f"{'':<14} e/a = {share:g}: {batch:,.0f} tokens to fill a matmul")
 assert formulas.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
 print("published: 128 experts, a = 4, H100 nodes on 400 GB/s: 79,200 tokens per GPU")
 print("before data parallelism hides (Scaling book)")
