@@ -764,7 +764,7 @@ def test_the_causal_square_is_the_work_that_is_counted(step):
         parts = [[(n - (t == 0) * 32) / 64**2 for t, n in enumerate(row)] for row in pairs]
         assert all(f"{name}, rank {r}: " in text and f"by step {row}" in text for r, row in enumerate(parts))
         took = sum(max(column) for column in list(zip(*parts, strict=True))[: step and step + 1])
-        assert f"{name}: {took:g} blocks of time" in text
+        assert f"{name}: takes {took:g} squares" in text
 
 
 @pytest.mark.parametrize("name", schedules.SCHEDULES)

@@ -205,7 +205,7 @@ def test_a_ring_draws_the_pairs_that_it_computes(order, ranks):
         blocks = [(n - 8 * (step == 0)) / 256 for step, n in enumerate(pairs[rank])]
         assert line.startswith(f"rank {rank}: " + " ".join(f"{x:.2g}" for x in blocks) + ";")
     time = sum(max(row[t] - 8 * (t == 0) for row in pairs) for t in range(ranks)) / 256
-    assert f"The ring takes {time:.3g} blocks of time" in text[-1]
+    assert f"The ring takes as long as {time:.3g} full squares" in text[-1]
 
 
 def test_a_figures_router_chooses_as_the_model_does_and_drops_as_much():

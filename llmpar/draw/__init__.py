@@ -7,7 +7,7 @@ hosts        wired  growing  table              machines and their wire; a mesh 
 matmul       matmul                             matrices in the colours of the devices that hold them
 causal       causal                             which rank computes which pairs of causal attention
 charts       collectives  arrows_sent           what was sent, and for which arrow
-             ring_steps                         how a ring passes blocks on
+             ring_steps                         how a ring passes pieces on
              timeline  overlap  two_lanes       who works when
              memory_bars  time_bars             what fills the memory, and the step
 dispatch     dispatch  expert_loads             a token's way to its experts and back; how full they are

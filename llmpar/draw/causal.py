@@ -12,8 +12,9 @@ def causal(orders, step: int | None = None, title: str = "", counts: bool = True
 
     ``orders`` are named, and have for each rank the parts of the sequence that it holds, counted from 0; all
     parts are equally long, and each rank holds as many. A row is a part of the queries, a column one of the
-    keys; a tile has its rank's colour and its step's number. Below stands the work of each rank, in blocks:
-    all queries of a rank with all keys of a rank. With a ``step`` tiles up to it are filled, its own bold.
+    keys; a tile has its rank's colour and its step's number. Below stands the work of each rank, in
+    squares: all queries of a rank with all keys of a rank. With a ``step`` tiles up to it are filled, its own
+    bold.
     Without ``counts`` there are neither steps' numbers nor times, without ``bars`` only no bars of work.
     """
     panels, lines = list[Group](), []
@@ -22,7 +23,7 @@ def causal(orders, step: int | None = None, title: str = "", counts: bool = True
         last = ranks - 1 if step is None else step
         owner = {part: rank for rank, parts in enumerate(held) for part in parts}
         work = [[0.0] * ranks for _ in held]
-        items: list = [Rect(0, 0, 240, 240, "", "grid"), Text(0, -56, name, bold=True)]
+        items: list = [Rect(0, 0, 240, 240, "paper", "grid", hatch="/"), Text(0, -56, name, bold=True)]
         named = (120, -35, "keys"), (-26, -35, "queries"), (172, 60, "later keys:"), (172, 76, "not seen")
         items, bold = [*items, *(small_text(*one) for one in named)], list[Any]()
         for q, rank in sorted(owner.items()):
@@ -41,7 +42,7 @@ def causal(orders, step: int | None = None, title: str = "", counts: bool = True
                 (bold if t == step else items).append(Line(tuple(corners), *look, fill=fill))
                 (bold if t == step else items).extend([number] * counts)
         took = [max(row[t] for row in work) for t in range(last + 1)]
-        time = Text(236, 16, f"{sum(took):g} blocks of time", anchor="end", bold=True)
+        time = Text(236, 16, f"takes {sum(took):g} squares", anchor="end", bold=True)
         items, below = [*items, *bold, *[time] * counts], list[Any]()
         for rank, row in enumerate(work):
             y, sums = 258 + 22 * rank, sum(row[: len(took)])
@@ -51,9 +52,9 @@ def causal(orders, step: int | None = None, title: str = "", counts: bool = True
             below.append(small_text(48 * sums + 8, y + 8, words, "start", "ink"))
             parts = " ".join(map(str, held[rank]))
             lines.append(f"{name}, rank {rank}: parts {parts}; {words}; by step {row}")
-        lines.append(f"{name}: {sum(took):g} blocks of time")
+        lines.append(f"{name}: takes {sum(took):g} squares")
         panels.append(Group((*items, *below * (bars and counts)), 400 * len(panels)))
     title = title or "Causal attention: who computes what" + ("" if step is None else f", up to step {step}")
     note = "Strips: which device holds a part."
-    note += " Number: the ring's step. A block: all queries of a rank with all keys of a rank." * counts
+    note += " Number: the ring's step. Time: in squares, all queries of a rank with all keys of one." * counts
     return compose(title, [panels], "\n".join(lines), [note])

@@ -105,7 +105,7 @@ def arrows_sent(rows) -> Scene:
 
 def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
     """What each rank holds after every step of a permutation: ``pairs`` of (source, target), as compiled HLO
-    has them. Rank r starts with block r.
+    has them. Rank r starts with piece r.
     """
     ranks = 1 + max(max(pair) for pair in pairs)
     few = ranks <= len(scene.OTHERS)  # a colour for each
@@ -119,14 +119,14 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
         for r, (x, block) in enumerate(zip(middle, held, strict=True)):
             fill = scene.OTHERS[block] if few else axis if block == r else "cell"
             items.append(Rect(left + w * r, h * t, w * 0.8, 28, fill, f"{axis}-line", radius=3))
-            items += scene.fitting(x, h * t + 14, w * 0.8, f"block {block}", str(block), on=fill)
+            items += scene.fitting(x, h * t + 14, w * 0.8, f"piece {block}", str(block), on=fill)
         for source, target in pairs if t + 1 < steps else ():
             ends = ((middle[source], h * t + 29), (middle[target], h * (t + 1) - 2))
             items.append(Line(ends, f"{axis}-line", 1.5, head=True))
-        lines.append(f"step {t}: " + ", ".join(f"rank {r} holds block {b}" for r, b in enumerate(held)))
+        lines.append(f"step {t}: " + ", ".join(f"rank {r} holds piece {b}" for r, b in enumerate(held)))
         held = [held[came_from.get(r, r)] for r in range(ranks)]
-    colour = "A block has the colour of its first rank." if few else "Filled: a rank holds its own block."
-    note = f"{colour} After a step each sends what it holds over {axis}."
+    colour = "A piece has the colour of its first rank." if few else "Filled: a rank holds its own piece."
+    note = f"{colour} Between two steps each rank sends what it holds, over {axis}."
     title = f"Ring over {axis}: {count_noun(ranks, 'rank')}, {count_noun(steps, 'step')}"
     return compose(title, [items], "\n".join([*lines, note]), [note])
 

@@ -13,17 +13,18 @@ from llmpar.notation import Arrow, Dim, Layout, parse_layout
 LENGTH = {"s": 84, "d": 72, "m": 136, "n": 112, "k": 112, "t": 84, "h": 48}
 """Pixels of a dim in a drawing of many matrices."""
 BESIDE = "bh"  # not drawn where there are more dims: a batch is more rows, a head's width lies in a head
+SHEETS = "an unfinished sum: add its sheets"
 SIGN = re.compile(r" (×|=|->|-[\w ]+->) ")
 
 
-def matmul(chain: str, names=(), devices: int = 4, title: str = "", notes=()) -> Scene:
+def matmul(chain: str, names=(), devices: int = 4, title: str = "", notes=(), sheets: str = SHEETS) -> Scene:
     """Matrices that are multiplied and sent, in the colours of the ``devices`` along one axis that hold them.
 
     ``chain`` has layouts with signs between them: ``×`` and ``=``; ``->`` for what is sent, by the collective
     that its layouts say; ``-word->`` for what each device does by itself. Layouts parted by commas stand
-    below one another. ``names`` stand above matrices in place of their layouts, and what is behind a ``|`` in
-    place of how devices hold them. ValueError where the layout
-    behind ``=`` is not what devices have that multiply what they hold.
+    below one another. ``names`` stand above matrices in place of their layouts, and what is after a ``|`` in
+    place of how devices hold them; ``sheets`` says what an unfinished sum is. ValueError where the layout
+    after ``=`` is not what devices have that multiply what they hold.
 
         matmul("s d × d m/tp = s m/tp × m/tp d = s d +tp -> s d")
     """
@@ -60,7 +61,7 @@ def matmul(chain: str, names=(), devices: int = 4, title: str = "", notes=()) ->
         lines.append(": ".join([name if name == texts[i] else f"{name} ({texts[i]})", *words]))
         at += x1 - x0
     key: list = [(tint, f"device {i}") for i, tint in enumerate(OTHERS[:devices])]
-    key += [(axis, "an unfinished sum: add its sheets", "/") for axis in cut if f" +{axis}" in chain]
+    key += [(axis, sheets, "/") for axis in cut if f" +{axis}" in chain]
     blocks = [line, scene.legend(key if cut else [], 760)]
     return scene.compose(title or chain, blocks, "\n".join(lines), notes)
 

@@ -153,8 +153,9 @@ def ring_sums(kind: str = "all-reduce", ranks: int = 4, step: int | None = None,
     return scene.compose(title, [stack(rows, 18)], "\n".join([*lines, note]), [note])
 
 
-CORNERS = ((1, 0, 26, "middle"), (2, 24, 6, "start"), (0, -22, 0, "end"))
-"""Where the innermost axis of a cube has its names, and the next: on which edge, how far from the devices."""
+CORNERS = ((1, 0, 26, 0, 14, "middle"), (2, 22, 12, 12, 0, "start"), (0, -28, 0, -8, 0, "end"))
+"""Where the innermost axis of a cube has its arrow, and the next: along which edge, how far from the devices;
+and how far from its ends its names stand."""
 
 
 def cube(mesh: MeshShape | str, rows: int, cut=(), asked: int = 0, lit: bool = False) -> Scene:
@@ -179,11 +180,12 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), asked: int = 0, lit: bool = F
         (x, y), on = spot(at), lit and device in holding
         space.append(Rect(x - 15, y - 15, 30, 30, "ink" if on else "cell", "ink", 1.5, radius=15))
         space.append(scene.Text(x, y, str(device), BODY, "middle", "paper" if on else "ink", bold=on))
-    for a, (ones, dx, dy, anchor) in zip(live[::-1], CORNERS, strict=False):
+    for a, (ones, dx, dy, *away, anchor) in zip(live[::-1], CORNERS, strict=False):
         corner = dict.fromkeys([*live[:1] * (ones > 0), *live[-1:] * (ones > 1)], 1)
-        for i in (0, 1):
-            x, y = spot(corner | {a: i})
-            space.append(small_text(x + dx, y + dy, f"{a} {i}", anchor, axis_line(a)))
+        ends = [(x + dx, y + dy) for x, y in (spot(corner | {a: i}) for i in (0, 1))]
+        space.append(Line(tuple(ends), axis_line(a), 1.5, head=True))
+        for i, (x, y) in enumerate(ends):
+            space.append(small_text(x + away[0], y + away[1], f"{a} {i}", anchor, axis_line(a)))
     h = 1.8 * pixels(SMALL)
     for k, a in enumerate(cuts, 1):
         tall, right = rows * h / 2**k, left + 8

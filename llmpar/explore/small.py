@@ -347,7 +347,7 @@ class RingExplorer(Figure):
     start = {"order": "contiguous", "ranks": 4}
     why = {
         "contiguous": "Rank 0 has the first positions: it may see nothing of what comes by, and waits.",
-        "zigzag": "Each rank has an early and a late part: half a block at every step, in whole rectangles.",
+        "zigzag": "Each rank has an early and a late part: half a square at every step, in whole rectangles.",
         "striped": "Each rank has every n-th position: a triangle at every step, whose edge cuts many tiles.",
     }
     controls = [{"name": "order", "kind": "choice", "label": "order of positions", "options": list(why)}]
@@ -357,7 +357,7 @@ class RingExplorer(Figure):
         n, name, own, side, items, lines = state["ranks"], state["order"], self.own, 56, list[Any](), []
         dealt = [int(place) for place in sequence_permutation(name, own * n, n)]
         ranks = [dealt[own * r : own * (r + 1)] for r in range(n)]
-        # A query's own key counts half, so that a triangle is half of a block.
+        # A query's own key counts half, so that a triangle is half of a square.
         sees = lambda query, keys: sum((key < query) + (key == query) / 2 for key in keys) / own
         live = [[[sees(query, ranks[r - t]) for query in ranks[r]] for t in range(n)] for r in range(n)]
         work = [[sum(queries) / own for queries in row] for row in live]
@@ -377,9 +377,9 @@ class RingExplorer(Figure):
             items.append(small_text(258 + 64 * n, y + 28, words, "start", "ink"))
             lines.append(f"rank {r}: {' '.join(f'{x:.2g}' for x in work[r])}; {words}")
         items.append(small_text(60, -12, f"its positions, of {own * n}", "start"))
-        ideal = f"evenly spread {sum(map(sum, work)) / n:.3g}"
-        says = f"{self.why[name]} The ring takes {sum(busiest):.3g} blocks of time, {ideal}."
-        drawn = compose(f"{name}: which keys of a block the queries see", [items], "\n".join(lines))
+        ideal = f"with even work {sum(map(sum, work)) / n:.3g}"
+        says = f"{self.why[name]} The ring takes as long as {sum(busiest):.3g} full squares, {ideal}."
+        drawn = compose(f"{name}: which keys of a piece the queries see", [items], "\n".join(lines))
         return said(drawn, says)
 
 

@@ -105,7 +105,7 @@ assert round(formulas.ring_min_block(a100.flops_per_s, a100.link_bytes_per_s), -
 # %% [markdown] tags=["slide"] minutes=2
 # ## Zigzag: nobody waits
 #
-# Rank $i$ gets the parts $i$ and $2N-1-i$: even work. Four ranks: **2 blocks of time**, in order 3.5.
+# Rank $i$ gets the parts $i$ and $2N-1-i$: even work. Four ranks: **2 squares of time**, in order 3.5.
 #
 # <footer>Brandon et al. 2023 (Striped Attention) · lesson <code>notebooks/06_long_sequences</code> · <code>llmpar train --mesh sp=8 --sequence-order zigzag</code></footer>
 
@@ -141,11 +141,11 @@ dealt = {
 }
 drawn = [draw.causal(dealt, step, bars=False) for step in range(4)]
 for name, order in ORDERS.items():
-    assert f"{name}: {parts[order].max(0).sum():g} blocks of time" in drawn[-1].text
+    assert f"{name}: takes {parts[order].max(0).sum():g} squares" in drawn[-1].text
 steps(*drawn)
 
 # %% [markdown] tags=["notes"]
-# 3.5 blocks of time against 2: the busiest rank has 2 − 1/N times the mean in order, and exactly the mean in zigzag.
+# As long as 3.5 full squares against 2: the busiest rank has 2 − 1/N times the mean in order, and exactly the mean in zigzag.
 #
 # **Ask:** what does it cost? A permutation of the data before the step. Positions travel with the keys, so attention and RoPE notice
 # nothing; targets are dealt with their tokens.
