@@ -182,9 +182,9 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), asked: int = 0, lit: bool = F
         space.append(scene.Text(x, y, str(device), BODY, "middle", "paper" if on else "ink", bold=on))
     for a, (ones, dx, dy, *away, anchor) in zip(live[::-1], CORNERS, strict=False):
         corner = dict.fromkeys([*live[:1] * (ones > 0), *live[-1:] * (ones > 1)], 1)
-        ends = [(x + dx, y + dy) for x, y in (spot(corner | {a: i}) for i in (0, 1))]
-        space.append(Line(tuple(ends), axis_line(a), 1.5, head=True))
-        for i, (x, y) in enumerate(ends):
+        arrow = [(x + dx, y + dy) for x, y in (spot(corner | {a: i}) for i in (0, 1))]
+        space.append(Line(tuple(arrow), axis_line(a), 1.5, head=True))
+        for i, (x, y) in enumerate(arrow):
             space.append(small_text(x + away[0], y + away[1], f"{a} {i}", anchor, axis_line(a)))
     h = 1.8 * pixels(SMALL)
     for k, a in enumerate(cuts, 1):

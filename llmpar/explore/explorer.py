@@ -199,7 +199,7 @@ class MeshExplorer(Explorer):
 
     def draw(self, state: dict) -> Scene:
         seen = look.look(look.settle(state)[0])
-        return panels.scene(seen, answers.verdict(seen))
+        return panels.scene(seen, answers.verdict(seen), self.areas)
 
 
 def by_kind(kind: str, given: Any = None, state: dict | None = None) -> Explorer:

@@ -312,13 +312,14 @@ def says(seen: Look, found: dict, drawn: dict[str, Scene | str]) -> str:
     return "\n".join([*lines, *(panel.text for panel in drawn.values() if isinstance(panel, Scene))])
 
 
-def scene(seen: Look, found: dict) -> Scene:
+def scene(seen: Look, found: dict, areas=AREAS) -> Scene:
     """The first screen as one picture: the answer in words, and the panels in their columns."""
-    drawn = panels(seen)
+    every = panels(seen)
+    drawn = {name: every[name] for name, *_ in areas if name in every}
     placed, x = list[Group](), 0.0
     for place in ("left", "middle", "right"):
         y, wide = 0.0, 0.0
-        for name, _, where in AREAS:
+        for name, _, where in areas:
             panel = drawn.get(name)
             if where == place and isinstance(panel, Scene):
                 placed.append(Group(panel.items, x, y))
