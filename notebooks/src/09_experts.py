@@ -79,8 +79,8 @@ scene.show(draw.dispatch(VISITS, weights=SHARES))
 #
 # ## Predict: how much leaves a rank?
 #
-# Now a program. Each of N ranks has 32 tokens of width 16 in float32. There are `e` = 8 experts, as many on each rank. Each token
-# visits `a` = 2 of them (papers: top-k), and all experts are equally likely. **How many bytes does a rank send to others on the way
+# Now a program. Each of N ranks has 32 tokens of width 16 in float32. There are `e` = 8 experts, dealt evenly over the ranks. Each
+# token visits `a` = 2 of them (papers: top-k), and all experts are equally likely. **How many bytes does a rank send to others on the way
 # there, if only the tokens' copies travel, and no padding?**
 
 # %%
@@ -97,11 +97,11 @@ attempt("09.dispatch_bytes", bytes_dispatched, ranks=N)
 # each of the `e` experts. With `c` = 32, all tokens of a rank may choose the same expert, and every copy finds a slot.
 #
 # The exchange is the arrow `b/ep e c d -> b e/ep c d`. Before it, a rank has its own tokens (`b/ep`), in slots for all experts.
-# After it, the rank has the slots of its own experts (`e/ep`), from all ranks. `b` counts the ranks' buffers, and `d` is the
-# width. In code, capitals are the sizes of these dims.
+# After it, the rank has the slots of its own experts (`e/ep`), from all ranks. (`b` sequences of the batch, here one for each
+# rank; `d` width of the model.) In code, a capital letter is the size of a dim.
 #
-# A copy's slot is the number of earlier copies for the same expert. `one_hot` makes a row of zeros for each copy, with a 1 at its
-# expert; adding up the rows above it counts the earlier ones.
+# A copy's slot is the number of earlier copies for the same expert. `one_hot` writes for each copy a 1 at its expert and 0 at the
+# others; adding up the lines above a copy counts the earlier ones.
 
 
 # %%
@@ -213,7 +213,7 @@ print(f"Copies fill {A * TOKENS} of {E * TOKENS} slots of a rank: 1 in {E / A:g}
 #
 # ## Fewer slots leave tokens out; more travel for nothing
 #
-# Now a rank has 64 tokens, and expert 0 is more than twice as popular as the others. Choose the number of slots. A choice that is
+# Now there are 4 ranks with 64 tokens each, and expert 0 is more than twice as popular as any other. Choose the number of slots. A choice that is
 # left out adds nothing: what the layer makes of that token lacks one expert's part.
 
 # %%
@@ -221,8 +221,8 @@ figure = RoutingExplorer(only="capacity_percent", heat=1, capacity_percent=125)
 figure
 
 # %% [markdown]
-# No number of slots is good at both. The same tokens with every number of slots; 1 is the even share, as many as an expert needs
-# if all are equally popular.
+# No number of slots is good at both. Below are the same tokens, with fewer and more slots. 1 is the even share: as many as an
+# expert needs if all are equally popular.
 
 # %% tags=["plumbing"]
 popular = np.array(RoutingExplorer(heat=1).logits(figure.state | {"heat": 1}))  # r s e
