@@ -8,14 +8,14 @@ matmul       matmul                             matrices in the colours of the d
 causal       causal                             which rank computes which pairs of causal attention
 charts       collectives  arrows_sent           what was sent, and for which arrow
              ring_steps                         how a ring passes pieces on
-             timeline  overlap  two_lanes       who works when
+             overlap  two_lanes                 who works when
              memory_bars  time_bars             what fills the memory, and the step
 dispatch     dispatch  expert_loads             a token's way to its experts and back; how full they are
 step_memory  step_memory                        what a device holds, forward and backward
 replicas     replicas  messages                 data parallelism, and in how many messages
              zero_strips  gather_use_forget     what a device holds over a step, by ZeRO stage
 curves       curves  loss_curve                 what was measured beside a model; whether it learns
-orders       timelines  bubbles                 pipeline orders on one scale; what is called the bubble
+pipelines    timeline  timelines  bubbles       pipeline orders in time; what is called the bubble
 columns      axis_squares  memory_bar  time_bar  sent_bars  mesh_map     what stands beside an explorer's grid
 strips       before_after  ring_sums  cube      collectives before and after, hop by hop; devices in space
 traced       traced                             what a reader's function sends and holds, rank by rank
@@ -31,7 +31,6 @@ from llmpar.draw.charts import (
     overlap,
     ring_steps,
     time_bars,
-    timeline,
     two_lanes,
 )
 from llmpar.draw.curves import curves, loss_curve
@@ -41,7 +40,7 @@ from llmpar.draw.grid import layer_lanes, mesh, ring, tensor_grid
 from llmpar.draw.hosts import growing, table, wired
 from llmpar.draw.layouts import arrow, layout, links, moved
 from llmpar.draw.matmul import matmul
-from llmpar.draw.orders import bubbles, timelines
+from llmpar.draw.pipelines import bubbles, timeline, timelines
 from llmpar.draw.replicas import gather_use_forget, messages, replicas, zero_strips
 from llmpar.draw.step_memory import step_memory
 from llmpar.draw.strips import before_after, cube, ring_sums

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import replace
 from typing import Any
 
 from llmpar.draw import scene
@@ -134,7 +133,7 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
 # ----------------------------------------------------------------------------------------- when, and how much
 
 
-def _scale(x_of, values, y: float, text, up: float = 0) -> list:
+def scale(x_of, values, y: float, text, up: float = 0) -> list:
     """Ticks with their labels below ``y``, and grid lines from there ``up``."""
     lines = [Line(((x_of(v), y - up), (x_of(v), y + 4)), "grid", 1) for v in values]
     return [*lines, *(small_text(x_of(v), y + 13, text(v)) for v in values)]
@@ -190,7 +189,7 @@ def _bars(
     seen = measured or {}
     high = max([(1 + error) * sum(row.values()) for _, row in rows] + [limit or 0, whole or 0, 1e-12])
     high = max([high, *seen.values()])
-    items, lines = _scale(lambda v: left + wide * v / high, marks(high), bottom, text, bottom), []
+    items, lines = scale(lambda v: left + wide * v / high, marks(high), bottom, text, bottom), []
     for i, (name, row) in enumerate(rows):
         x, y, total = left, pitch * i, sum(row.values())
         for part, value in row.items():
@@ -239,149 +238,6 @@ def bar_part(role: str, x: float, y: float, w: float, h: float, tip: str, act: s
     """A part of a bar: its role's colour in an outline of ink, so that a pale one is seen on paper."""
     fill, stroke, hatch = scene.look(role)
     return Rect(x, y, w, h, fill, stroke if hatch else "ink", 0.75, hatch, tip=tip, act=act)
-
-
-ROW, CELL, FLOOR, HELD = 58, 26, 48, 16
-"""Pixels of a timeline: from stage to stage, an operation's height, from a stage's top to the foot of what it
-holds, and the height of the most that any stage holds."""
-SHORTEST, BAND_GAP = 34, 40
-"""Pixels for the shortest operation, and between a part of a timeline and the one below."""
-
-
-@dataclass(frozen=True)
-class _Band:
-    """The part of a timeline from time ``low`` to ``high``."""
-
-    low: float
-    high: float
-    left: float
-    wide: float
-
-    def x(self, time: float) -> float:
-        """Where a time is drawn."""
-        return self.left + self.wide * (time - self.low) / (self.high - self.low)
-
-    def operations(self, stage: int, row, marked=(), half: float = 1) -> list:
-        """A stage's operations as named cells: dashed are those that have not run, outlined the ``marked``; a
-        bar is chunk 1 or later. A B has W's colour from the ``half`` of it on."""
-        items: list = []
-        for place, (start, end, kind, u, chunk, *unrun) in enumerate(row):
-            if max(start, self.low) >= min(end, self.high):
-                continue
-            name, op, y = f"{kind}{u}" + f".{chunk}" * (chunk > 0), f"{stage}:{place}", float(ROW * stage)
-            x, tip = self.x(max(start, self.low)), f"stage {stage}, {name}: {start:g} to {end:g} time units"
-            w, fill = self.x(min(end, self.high)) - x, kind
-            if unrun:
-                fill, tip = "paper", f"stage {stage}, {name}: has not run"
-            stroke, width = ("ink", 2.5) if op in marked else ("edge", 0.75)
-            items.append(Rect(x, y, w, CELL, fill, stroke, width, dash=bool(unrun), tip=tip, op=op))
-            first = w * half if fill == "B" else w
-            if first < w:  # no line between the halves: they are one cell
-                low, ends = y + CELL - 0.5, (x + first, x + w - 0.5)
-                corners = ((ends[0], y + 0.5), (ends[1], y + 0.5), (ends[1], low), (ends[0], low))
-                items.append(Line(corners, "W", 0.25, fill="W"))
-            items += scene.fitting(x + first / 2, y + 12, first - 2, name, f"{kind}{u}", str(u), on=fill)
-            items += [Rect(x + 1, y + 22, w - 2, 3, "black")] * (chunk > 0)
-        return items
-
-    def held(self, stage: int, held: dict[float, float], most: float) -> Line:
-        """What a stage holds over time, as an area; ``held`` says from when on how many microbatches."""
-        floor = float(ROW * stage + FLOOR)
-        now = max([(t, n) for t, n in held.items() if t <= self.low], default=(0, 0.0))[1]
-        outline = [(self.left, floor)]
-        for t, n in [(self.low, now), *((t, n) for t, n in held.items() if self.low < t < self.high)]:
-            outline += [(self.x(t), floor - HELD * v / most) for v in (now, n)]
-            now = n
-        outline += [(self.x(self.high), floor - HELD * now / most), (self.x(self.high), floor)]
-        return Line(tuple(outline), "edge", 0.75, fill="activations")
-
-    def wait(self, stage: int, there: int, starts) -> list:
-        """An arrow from where a stage is stuck to what it waits for, each at its time of ``starts``."""
-        if there == stage or not all(self.low <= t < self.high for t in starts):
-            return []
-        x, down = [self.x(t) + 0.5 * CELL for t in starts], there > stage
-        ends = (x[0], ROW * stage + CELL * down), (x[1], ROW * there + CELL * (not down))
-        return [Line(ends, "pp-line", 2, head=True)]
-
-
-def _held_over_time(row, last: str) -> dict[float, float]:
-    """From when on a stage holds how many microbatches: from the start of F to the end of ``last``."""
-    visits = sum(kind == "F" for _, _, kind, *_ in row) / max(1, len({u for *_, u, _ in row})) or 1
-    steps = sorted((s, 1) if kind == "F" else (e, -1) for s, e, kind, *_ in row if kind in ("F", last))
-    totals = accumulate(step for _, step in steps)
-    return {t: n / visits for (t, _), n in zip(steps, totals, strict=True)}
-
-
-def timeline(
-    table, waiting=None, facts: bool = True, shortest: float = SHORTEST, marked=(), half: float = 1
-) -> Scene:
-    """Who works when in a pipeline and, where there are backwards, under each stage's row the activations
-    that it holds.
-
-    Of an order that gets stuck, ``waiting`` says what for: stage -> (the operations it has not run, the stage
-    it waits for, what there). Operations named in ``marked``, as `Rect.op` names them, are outlined.
-
-    Without ``facts`` the rows do not say how busy their stage is and what it holds at most; the words do. The
-    ``shortest`` operation is so many pixels wide. Of a backward that is whole, the first ``half`` is drawn as
-    B, the gradients of inputs, and the rest as W.
-
-    ``table`` is a :class:`~llmpar.timetable.Timetable` or, per stage, rows of (start, end, kind, microbatch,
-    chunk). A microbatch is held from the start of its F to the end of its B, or of its W where there is one.
-    """
-    title, stages = "", table
-    if hasattr(table, "schedule"):
-        title = f"{table.schedule.name}: "
-        each = zip(table.start, table.end, table.schedule.rows, strict=True)
-        stages = [[(s, e, *op[:3]) for s, e, op in zip(*row, strict=True)] for row in each]
-    waiting, done = waiting or {}, [row[-1][1] if row else 0 for row in stages]
-    kinds = {kind for row in stages for _, _, kind, *_ in row}
-    last = "W" if "W" in kinds else "B"
-    least = min((end - start for row in stages for start, end, *_ in row if end > start), default=1)
-    left = [waiting[i][0] if i in waiting else () for i in range(len(stages))]
-    cell = lambda t, k, op: (t + least * k, t + least * (k + 1), *op[:3], True)
-    ahead = [[cell(t, k, op) for k, op in enumerate(row)] for t, row in zip(done, left, strict=True)]
-    span = max(row[-1][1] for row in [*stages, *ahead] if row)
-    need, bottom = shortest * span / least, ROW * len(stages)
-    # A long table goes on below, so that it stays legible on a slide; a tall one is made narrower instead.
-    num_bands = max(1, min(round(need / 1000), 1100 // (bottom + BAND_GAP)))
-    edge, wide = text_width(f"stage {len(stages)}") + 10, min(1040, max(560, need / num_bands))
-    # Without backwards nothing that was held is ever let go, and the drawing is not about that.
-    held = [_held_over_time(row, last) if "B" in kinds else {} for row in stages]
-    most = max(max(h.values(), default=0) for h in held) or 1
-    items, lines = list[Any](), []
-    for k in range(num_bands):
-        band = _Band(k * span / num_bands, (k + 1) * span / num_bands, edge, wide)
-        part = _scale(band.x, scene.ticks(band.low, band.high), bottom, lambda v: f"{v:g}", bottom)
-        part.append(small_text(edge - 10, bottom + 13, "time units", "end"))
-        for i, row in enumerate(stages):
-            part += band.operations(i, [*row, *ahead[i]], marked, half if last == "B" else 1)
-            part += [band.held(i, held[i], most)] if held[i] else []
-            part.append(small_text(edge - 10, ROW * i + 13, f"stage {i}", "end", "ink"))
-            if i in waiting:
-                (op, *_), there, what = waiting[i]
-                starts = {one[2:5]: one[0] for one in ahead[there]}
-                part += band.wait(i, there, (done[i], starts.get(what[:3], done[there])))
-                lines += [f"stage {i} waits to run {op} for {what} on stage {there}"] * (k == 0)
-            elif k == 0 and not waiting:
-                said = [f"busy {sum(end - start for start, end, *_ in row) / span:.1%}"]
-                said += [f"at most {max(held[i].values(), default=0):g} held"] * bool(held[i])
-                for y, fact in zip((13, FLOOR - 8), said, strict=False) if facts else ():
-                    part.append(small_text(band.x(band.high) + 10, ROW * i + y, fact, "start", "ink"))
-                names = [f"{kind}{u}" + f".{c}" * (c > 0) for _, _, kind, u, c in row]
-                shown = " ".join(names[:24]) + " …" * (len(names) > 24)
-                lines.append(f"stage {i}: {shown}; {', '.join(said)}")
-        items.append(scene.Group(tuple(part), 0, k * (bottom + BAND_GAP)))
-    idle = 1 - sum(end - start for row in stages for start, end, *_ in row) / span / len(stages)
-    halves = [("B", "B gradients of inputs"), ("W", "W gradients of weights")]
-    key = [("F", "F forward"), *(halves if last == "W" or half < 1 else [("B", "B backward")])]
-    key = key if "B" in kinds else key[:1]
-    key += [("activations", "activations held, in microbatches")] * any(held)
-    key += [("black", "bar: chunk 1 or later")] * any(chunk for row in stages for *_, chunk in row)
-    circle = "; outlined: in a circle" * bool(marked)
-    key += [("paper", f"has not run; arrow: waits for{circle}")] * bool(waiting)
-    took = f"{span:g} time units, {idle:.1%} of them idle"
-    title += f"stuck after {max(done):g} time units" if waiting else took
-    return compose(title, [items, scene.legend(key, 900)], "\n".join(lines))
 
 
 def overlap(
@@ -453,7 +309,7 @@ def two_lanes(turns, title: str, column: float = 0, span_s: float = 0, notes=())
         head = f"{turn['name']}, {count_noun(turn['count'], 'turn')} of {time_text(span)}"
         head = f"{head}, {time_text(waits)} of it waiting" if turn["count"] else turn["name"]
         items: list = [Text(0 if column else left, 0, head, bold=True)]
-        items += _scale(x_of, scene.ticks(0, span), 24 + 40 * len(lanes), time_text, 16 + 40 * len(lanes))
+        items += scale(x_of, scene.ticks(0, span), 24 + 40 * len(lanes), time_text, 16 + 40 * len(lanes))
         for lane, (word, usual) in enumerate(lanes):
             top = 14 + 40 * lane
             items.append(small_text(left - 10, top + 16, word, "end"))

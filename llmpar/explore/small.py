@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from llmpar.config import ExpertConfig, preset
-from llmpar.draw.charts import memory_bars, overlap, timeline
+from llmpar.draw.charts import memory_bars, overlap
 from llmpar.draw.dispatch import expert_loads
+from llmpar.draw.pipelines import timeline
 from llmpar.draw.scene import OTHERS, Line, Rect, Scene, compose, small_text, time_text
 from llmpar.draw.strips import hop_words, ring_held, ring_sums
 from llmpar.explore.answers import refused, step

@@ -1,0 +1,291 @@
+"""Pipelines in time: who works when, which order is through first, and what is called the bubble.
+:mod:`llmpar.draw` offers them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from llmpar.draw import scene
+from llmpar.draw.charts import scale
+from llmpar.draw.scene import PAGE, SMALL, Group, Line, Rect, Scene, Text, compose, fitting, small_text, ticks
+from llmpar.schedules import Op
+from llmpar.timetable import Timetable
+
+ROW, CELL, FLOOR, HELD = 58, 26, 48, 16
+"""Pixels of a timeline: from stage to stage, an operation's height, from a stage's top to the foot of what it
+holds, and the height of the most that any stage holds."""
+SHORTEST, BAND_GAP = 34, 40
+"""Pixels for the shortest operation, and between a part of a timeline and the one below."""
+
+
+@dataclass(frozen=True)
+class _Band:
+    """The part of a timeline from time ``low`` to ``high``."""
+
+    low: float
+    high: float
+    left: float
+    wide: float
+
+    def x(self, time: float) -> float:
+        """Where a time is drawn."""
+        return self.left + self.wide * (time - self.low) / (self.high - self.low)
+
+    def operations(self, stage: int, row, marked=(), half: float = 1) -> list:
+        """A stage's operations as named cells: dashed are those that have not run, outlined the ``marked``; a
+        bar is chunk 1 or later. A B has W's colour from the ``half`` of it on."""
+        items: list = []
+        for place, (start, end, kind, u, chunk, *unrun) in enumerate(row):
+            if max(start, self.low) >= min(end, self.high):
+                continue
+            name, op, y = str(Op(kind, u, chunk)), f"{stage}:{place}", float(ROW * stage)
+            x, fill = self.x(max(start, self.low)), "paper" if unrun else kind
+            w, first = self.x(min(end, self.high)) - x, half if fill == "B" else 1
+            did = "has not run" if unrun else f"{start:g} to {end:g} time units"
+            look = ("ink", 2.5) if op in marked else ("edge", 0.75)
+            tip = f"stage {stage}, {name}: {did}"
+            items += _operation(Rect(x, y, w, CELL, fill, *look, dash=bool(unrun), tip=tip, op=op), first)
+            room = w * first
+            items += fitting(x + room / 2, y + 12, room - 2, name, f"{kind}{u}", str(u), on=fill)
+            items += [Rect(x + 1, y + 22, w - 2, 3, "black")] * (chunk > 0)
+        return items
+
+    def held(self, stage: int, held: dict[float, float], most: float) -> Line:
+        """What a stage holds over time, as an area; ``held`` says from when on how many microbatches."""
+        floor = float(ROW * stage + FLOOR)
+        now = max([(t, n) for t, n in held.items() if t <= self.low], default=(0, 0.0))[1]
+        outline = [(self.left, floor)]
+        for t, n in [(self.low, now), *((t, n) for t, n in held.items() if self.low < t < self.high)]:
+            outline += [(self.x(t), floor - HELD * v / most) for v in (now, n)]
+            now = n
+        outline += [(self.x(self.high), floor - HELD * now / most), (self.x(self.high), floor)]
+        return Line(tuple(outline), "edge", 0.75, fill="activations")
+
+    def wait(self, stage: int, there: int, starts) -> list:
+        """An arrow from where a stage is stuck to what it waits for, each at its time of ``starts``."""
+        if there == stage or not all(self.low <= t < self.high for t in starts):
+            return []
+        x, down = [self.x(t) + 0.5 * CELL for t in starts], there > stage
+        ends = (x[0], ROW * stage + CELL * down), (x[1], ROW * there + CELL * (not down))
+        return [Line(ends, "pp-line", 2, head=True)]
+
+
+def _held_over_time(row, last: str) -> dict[float, float]:
+    """From when on a stage holds how many microbatches: from the start of F to the end of ``last``."""
+    visits = sum(kind == "F" for _, _, kind, *_ in row) / max(1, len({u for *_, u, _ in row})) or 1
+    steps = sorted((s, 1) if kind == "F" else (e, -1) for s, e, kind, *_ in row if kind in ("F", last))
+    totals = accumulate(step for _, step in steps)
+    return {t: n / visits for (t, _), n in zip(steps, totals, strict=True)}
+
+
+def timeline(
+    table, waiting=None, facts: bool = True, shortest: float = SHORTEST, marked=(), half: float = 1
+) -> Scene:
+    """Who works when in a pipeline and, where there are backwards, under each stage's row the activations
+    that it holds.
+
+    Of an order that gets stuck, ``waiting`` says what for: stage -> (the operations it has not run, the stage
+    it waits for, what there). Operations named in ``marked``, as `Rect.op` names them, are outlined.
+
+    Without ``facts`` the rows do not say how busy their stage is and what it holds at most; the words do. The
+    ``shortest`` operation is so many pixels wide. Of a backward that is whole, the first ``half`` is drawn as
+    B, the gradients of inputs, and the rest as W.
+
+    ``table`` is a :class:`~llmpar.timetable.Timetable` or, per stage, rows of (start, end, kind, microbatch,
+    chunk). A microbatch is held from the start of its F to the end of its B, or of its W where there is one.
+    """
+    title, stages = "", table
+    if hasattr(table, "schedule"):
+        title = f"{table.schedule.name}: "
+        each = zip(table.start, table.end, table.schedule.rows, strict=True)
+        stages = [[(s, e, *op[:3]) for s, e, op in zip(*row, strict=True)] for row in each]
+    waiting, done = waiting or {}, [row[-1][1] if row else 0 for row in stages]
+    kinds = {kind for row in stages for _, _, kind, *_ in row}
+    last = "W" if "W" in kinds else "B"
+    least = min((end - start for row in stages for start, end, *_ in row if end > start), default=1)
+    left = [waiting[i][0] if i in waiting else () for i in range(len(stages))]
+    cell = lambda t, k, op: (t + least * k, t + least * (k + 1), *op[:3], True)
+    ahead = [[cell(t, k, op) for k, op in enumerate(row)] for t, row in zip(done, left, strict=True)]
+    span = max(row[-1][1] for row in [*stages, *ahead] if row)
+    need, bottom = shortest * span / least, ROW * len(stages)
+    # A long table goes on below, so that it stays legible on a slide; a tall one is made narrower instead.
+    num_bands = max(1, min(round(need / 1000), 1100 // (bottom + BAND_GAP)))
+    edge, wide = scene.text_width(f"stage {len(stages)}") + 10, min(1040, max(560, need / num_bands))
+    # Without backwards nothing that was held is ever let go, and the drawing is not about that.
+    held = [_held_over_time(row, last) if "B" in kinds else {} for row in stages]
+    most = max(max(h.values(), default=0) for h in held) or 1
+    items, lines = list[Any](), []
+    for k in range(num_bands):
+        band = _Band(k * span / num_bands, (k + 1) * span / num_bands, edge, wide)
+        part = scale(band.x, ticks(band.low, band.high), bottom, lambda v: f"{v:g}", bottom)
+        part.append(small_text(edge - 10, bottom + 13, "time units", "end"))
+        for i, row in enumerate(stages):
+            part += band.operations(i, [*row, *ahead[i]], marked, half if last == "B" else 1)
+            part += [band.held(i, held[i], most)] if held[i] else []
+            part.append(small_text(edge - 10, ROW * i + 13, f"stage {i}", "end", "ink"))
+            if i in waiting:
+                (op, *_), there, what = waiting[i]
+                starts = {one[2:5]: one[0] for one in ahead[there]}
+                part += band.wait(i, there, (done[i], starts.get(what[:3], done[there])))
+                lines += [f"stage {i} waits to run {op} for {what} on stage {there}"] * (k == 0)
+            elif k == 0 and not waiting:
+                said = [f"busy {sum(end - start for start, end, *_ in row) / span:.1%}"]
+                said += [f"at most {max(held[i].values(), default=0):g} held"] * bool(held[i])
+                for y, fact in zip((13, FLOOR - 8), said, strict=False) if facts else ():
+                    part.append(small_text(band.x(band.high) + 10, ROW * i + y, fact, "start", "ink"))
+                names = [str(Op(*op)) for _, _, *op in row]
+                shown = " ".join(names[:24]) + " …" * (len(names) > 24)
+                lines.append(f"stage {i}: {shown}; {', '.join(said)}")
+        items.append(Group(tuple(part), 0, k * (bottom + BAND_GAP)))
+    idle = 1 - sum(end - start for row in stages for start, end, *_ in row) / span / len(stages)
+    key = _key(last == "W" or half < 1)[: None if "B" in kinds else 1]
+    key += [("activations", "activations held, in microbatches")] * any(held)
+    key += [("black", "bar: chunk 1 or later")] * any(chunk for row in stages for *_, chunk in row)
+    circle = "; outlined: in a circle" * bool(marked)
+    key += [("paper", f"has not run; arrow: waits for{circle}")] * bool(waiting)
+    took = f"{span:g} time units, {idle:.1%} of them idle"
+    title += f"stuck after {max(done):g} time units" if waiting else took
+    return compose(title, [items, scene.legend(key, 900)], "\n".join(lines))
+
+
+WIDE = 770
+"""Pixels of the time that is drawn on a page; on a slide, where letters are larger, it is less."""
+WAITS, CORNER = ("edge", "a stage waits", "/"), ("edge", "has not begun, or is through", ".")
+
+
+def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: float = 0) -> Scene:
+    """Pipeline orders of the same work on one scale: who is through first, and who holds least.
+
+    What is idle before an order's end is hatched. Where an order splits the backward, one that is whole has
+    the colours of both its halves. With ``until`` only what begins before that time is drawn, and nothing is
+    said of the end. Rows without ``letters`` are thin.
+    """
+    split = any(table.schedule.split_backward for table in tables.values())
+    span = until or max(table.makespan for table in tables.values())
+    tall, left = scene.pixels(SMALL) + 4 if letters else 9.0, 1.1 * max(map(scene.text_width, tables)) + 34
+    wide = WIDE * (PAGE[SMALL] / scene.pixels(SMALL)) ** 2
+    x_of, right = (lambda time: left + wide * min(time, span) / span), left + wide + 14
+    items, lines, y = list[Any](), list[str](), 0.0
+    items += [small_text(left - 8, -14, "stage", "end")] * letters
+    for label, table in tables.items():
+        bottom = y + (tall + 1) * table.schedule.num_stages
+        middle, end = (y + bottom) / 2, table.makespan
+        items.append(Text(left - 34, middle, label, anchor="end", bold=True))
+        for i in range(table.schedule.num_stages):
+            top = y + (tall + 1) * i
+            items += [small_text(left - 8, top + tall / 2, f"{i}", "end")] * letters
+            idle = Rect(left, top, x_of(end) - left, tall, "paper", "edge", 0.5, "/")
+            items += [idle] * (not until) + _cells(table, i, x_of, top, tall, split, letters)
+            begun = sum(at < span for at in table.start[i])
+            names = " ".join(map(str, table.schedule.rows[i][:begun]))
+            lines += [f"{label}, stage {i} begins {names}"] * bool(until)
+        if until:
+            items.append(Text(right, middle, "… and then?", SMALL))
+        else:
+            held = table.peak_live()
+            each = ", ".join(f"{n:g}" for n in held) if len(held) < 5 else f"at most {max(held):g}"
+            said, holds = f"through at {end:g}", f"holds {each}"
+            items.append(Line(((x_of(end), y - 3), (x_of(end), bottom + 2)), "ink", 3))
+            items.append(Text(right, middle - 0.7 * scene.pixels(SMALL), said, SMALL, bold=True))
+            items.append(Text(right, middle + 0.7 * scene.pixels(SMALL), holds, SMALL))
+            idle_share = f"{table.bubble_fraction:.1%} of it idle"
+            lines.append(f"{label}: {said}, {idle_share}; microbatches held by stage: {each}")
+        y = bottom + 12
+    work = {table.ideal for table in tables.values()}
+    if len(work) == 1 and not until:
+        (x,), says = map(x_of, work), f"the work of a stage: {min(work):g}"
+        items += [Line(((x, -6), (x, y - 6)), "accent", 1.5, True), small_text(x, -14, says, fill="accent")]
+        lines.append(f"{says} time units")
+    chunks = any(op.chunk for table in tables.values() for row in table.schedule.rows for op in row)
+    key = [*_key(split), *[WAITS] * (not until), *[("black", "bar: second chunk of layers")] * chunks]
+    title = f"{len(tables)} orders of the same work" + f": the first {until:g} time units" * bool(until)
+    drawn = [[*_time(x_of, span, y - 6), *items], scene.legend(key, 1.2 * wide)]
+    return compose(title, drawn, "\n".join(lines))
+
+
+def bubbles(table: Timetable) -> Scene:
+    """The three things that are called a bubble, as areas of one timetable.
+
+    Idle time over a stage's work, idle time over the whole, and what the critical stage waits between its
+    first operation and its last.
+    """
+    end, work, spans = table.makespan, table.ideal, list(zip(table.start, table.end, strict=True))
+    own = [row[1][-1] - row[0][0] for row in spans]
+    critical = own.index(max(own))
+    left, tall = scene.text_width("critical stage") + 20, scene.pixels(SMALL) + 4
+    wide = WIDE * (PAGE[SMALL] / scene.pixels(SMALL)) ** 2
+    x_of = lambda time: left + wide * time / end
+    items, y = list[Any](), 0.0
+    for i, (starts, ends) in enumerate(spans):
+        first, last = x_of(starts[0]), x_of(ends[-1])
+        for x, to, hatch in ((left, first, "."), (first, last, "/"), (last, x_of(end), ".")):
+            items += [Rect(x, y, to - x, tall, "paper", "edge", 0.5, hatch)] * (to > x)
+        items.append(small_text(left - 10, y + tall / 2, f"stage {i}", "end", "ink"))
+        items += _cells(table, i, x_of, y, tall, table.schedule.split_backward, False)
+        y += tall + 1
+    items = [*_time(x_of, end, y + 4), *items]
+    idle, own_idle, begin = end - work, table.bubble, table.start[critical][0]
+    lines, y = [], y + 44
+    inside = f"stage {critical}, from its first operation to its last: {own_idle:g} idle"
+    for name, start, over, waits, says in (
+        ("over work", 0, work, idle, f"idle {idle:g} ÷ work {work:g} = {100 * idle / work:.3g}%"),
+        ("over total", 0, end, idle, f"idle {idle:g} ÷ total {end:g} = {100 * idle / end:.3g}%"),
+        ("critical stage", begin, 0, own_idle, inside),
+    ):
+        x, w = x_of(start), x_of(work) - left
+        items.append(small_text(left - 10, y + 9, name, "end", "ink"))
+        items.append(Rect(x, y, w, 18, "cell", "edge", 0.75))
+        items += fitting(x + w / 2, y + 9, w, says)
+        items += [Rect(x + w, y, x_of(waits) - left, 18, "paper", "edge", 0.75, "/")] * (waits > 0)
+        if over:
+            corners = ((x, y + 22), (x, y + 27), (x_of(over), y + 27), (x_of(over), y + 22))
+            items.append(Line(corners, "ink", 1.5))
+        lines.append(f"{name}: {says}")
+        y += 44
+    key = scene.legend([*_key(table.schedule.split_backward), WAITS, CORNER], 1.2 * wide)
+    return compose(f"Three bubbles of {table.schedule.name}", [items, key], "\n".join(lines))
+
+
+def _cells(
+    table: Timetable, stage: int, x_of: Callable[[float], float], y: float, tall: float, split: bool, letters
+) -> list:
+    """A stage's operations as far as they are drawn; a whole backward in the colours of both halves where
+    others are ``split``."""
+    items: list[Any] = []
+    whole = split and not table.schedule.split_backward
+    share = table.costs[1] / ((table.costs[1] + table.costs[2]) or 1) if whole else 1.0
+    row = zip(table.schedule.rows[stage], table.start[stage], table.end[stage], strict=True)
+    for op, start, end in row:
+        x, w = x_of(start), x_of(end) - x_of(start)
+        if w <= 0:
+            continue
+        part = share if op.kind == "B" else 1.0
+        tip = f"stage {stage}, {op}: {start:g} to {end:g} time units"
+        items += _operation(Rect(x, y, w, tall, op.kind, "edge", 0.5, tip=tip), part)
+        items += [Rect(x, y + tall - 2.5, w, 2.5, "black")] * (op.chunk > 0)
+        names = (f"{op.kind}{op.microbatch}", f"{op.microbatch}") if letters else ()
+        items += fitting(x + part * w / 2, y + tall / 2, part * w - 1, *names, on=op.kind)
+    return items
+
+
+def _operation(cell: Rect, share: float) -> list:
+    """An operation's cell; of a backward that is whole, what is beyond its ``share`` of B has W's colour,
+    without a line between them."""
+    x, (_, top, right, low) = cell.x + share * cell.w, cell.box
+    corners = (x, top + 0.5), (right - 0.5, top + 0.5), (right - 0.5, low - 0.5), (x, low - 0.5)
+    return [cell, *[Line(corners, "W", 0.25, fill="W")] * (share < 1)]
+
+
+def _time(x_of: Callable[[float], float], span: float, y: float) -> list:
+    """Ticks of the time below ``y``, and grid lines."""
+    drawn = scale(x_of, ticks(0, span, 8), y, "{:g}".format, y + 4)
+    return [*drawn, small_text(x_of(0) - 12, y + 13, "time units", "end")]
+
+
+def _key(split: bool) -> list[tuple[str, str]]:
+    """What the colours of operations mean."""
+    halves = [("B", "B gradients of inputs"), ("W", "W gradients of weights")]
+    return [("F", "F forward"), *(halves if split else [("B", "B backward")])]
