@@ -125,7 +125,7 @@ def drawings() -> dict[str, Scene]:
             {name: timetable(make(name, 4, 8)) for name in ("1f1b", "zb-h1", "zb-v")}
         ),
         "bubbles": draw.bubbles(timetable(make("zb-h2", 4, 6))),
-        "overlap": draw.overlap([3e-3] * 5, [1e-3] * 5, [f"layer {i}" for i in range(5)], first="comm"),
+        "overlap": draw.overlap([3e-3] * 5, [1e-3] * 5, [f"layer {i}" for i in range(5)]),
         "two_lanes": draw.two_lanes(compiled["turns"], f"One turn of each loop on {compiled['target']}"),
         "memory_bars": draw.memory_bars(held, zeros[0].question.capacity_bytes),
         "time_bars": draw.time_bars([("a step", step["terms"])]),

@@ -199,7 +199,6 @@ CASES: dict = {
     ),
     "time": lambda: draw.time_bars([("dp", {"computing": 0.12, "waiting": 0.04})]),
     "overlap": lambda: draw.overlap([3e-3] * 4, [2e-3, 2e-3, 4e-3, 2e-3], ["l3", "l2", "l1", "l0"]),
-    "overlap gather": lambda: draw.overlap([3e-3] * 4, [4e-3] * 4, None, "comm"),
     "loss": lambda: draw.loss_curve([5.5 * 0.97**i for i in range(60)], [2.0] * 60),
     "loss lost": lambda: draw.loss_curve([5.5, math.nan, 3.0], [5.4, 4.2, 3.01]),
     "curves": lambda: draw.curves(
@@ -350,7 +349,7 @@ def test_on_a_slide_letters_are_larger_and_still_do_not_overlap():
             draw.mesh("pp=2 dp=2 tp=4", 4, "tp"),
             draw.links("pp=4 fsdp=4 tp=8", chip("h100")),
             draw.timeline(pipeline("zb-h1", 4, 4), facts=False),
-            draw.overlap([3e-3] * 5, [1e-3] * 5, [f"layer {i}" for i in range(5)], first="comm"),
+            draw.overlap([3e-3] * 5, [1e-3] * 5, [f"layer {i}" for i in range(5)]),
             draw.memory_bars([("one", {"weights": GIB, "optimizer": 3 * GIB})], 2 * GIB, wide=340),
             draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
             draw.expert_loads([[40, 0, 20, 10], [10, 10, 90, 0]], 30),
@@ -817,22 +816,6 @@ def test_a_long_timetable_goes_on_below_and_stays_legible(name, p, m):
         for (tip, ws), (start, end) in zip(drawn.items(), start_end.values(), strict=True)
     }
     assert max(whole.values()) - min(whole.values()) < 1e-6, "what a fold cuts in two keeps its length"
-
-
-def lanes(scene):
-    """Per lane of an overlap's second half: when each piece starts and ends, in pixels."""
-    bars = [
-        r for r in flatten(scene.items) if isinstance(r, Rect) and r.tip and not r.tip.startswith("waits")
-    ]
-    tops = sorted({r.y for r in bars})[2:]
-    return [sorted((r.x, r.x + r.w) for r in bars if r.y == top) for top in tops]
-
-
-def test_gathering_runs_no_further_ahead_than_there_is_room():
-    compute, comm = lanes(draw.overlap([3.0] * 6, [1.0] * 6, first="comm"))
-    waiting = [sum(end > start + 1e-6 for _, end in compute[:i]) for i, (start, _) in enumerate(comm)]
-    assert max(waiting) == 1, "pieces that are there, and not yet computed with, when the next is fetched"
-    assert "At most 1 piece" in draw.overlap([3.0] * 6, [1.0] * 6, first="comm").text
 
 
 @pytest.mark.parametrize("capacity", range(20, 150, 7))

@@ -206,17 +206,14 @@ def _bars(
         over = limit is not None and total > limit
         spare = "" if limit is None else f"; {text(abs(limit - total))} {'too much' if over else 'free'}"
         items.append(Text(left - 10, y + tall / 2, name, anchor="end"))
-        spare += f" ± {text(error * total)}" * bool(error) + f"; measured {text(seen.get(name, 0))}" * (
-            name in seen
-        )
-        beside = right[i] if right else text(total) + spare
+        spare += f" ± {text(error * total)}" * bool(error)
         low, top = (left + wide * total * (1 + way) / high for way in (-error, error))
         for stroke in (((low, 0), (top, 0)), ((low, -3), (low, 3)), ((top, -3), (top, 3))) if error else ():
             items.append(Line(tuple((u, y + tall + 6 + v) for u, v in stroke), "ink", 2))
         if name in seen:
-            items.append(
-                Rect(left + wide * seen[name] / high - 4, y + tall + 2, 8, 8, "measured", "paper", radius=4)
-            )
+            spare, dot = f"{spare}; measured {text(seen[name])}", left + wide * seen[name] / high
+            items.append(Rect(dot - 4, y + tall + 2, 8, 8, "measured", "paper", radius=4))
+        beside = right[i] if right else text(total) + spare
         items.append(Text(left + wide + 12, y + tall / 2, beside, scene.SMALL, bold=over))
         said = ", ".join(f"{part} {text(value)}" for part, value in row.items())
         lines.append(f"{name}: {text(total)}{spare} ({said})")
@@ -240,54 +237,41 @@ def bar_part(role: str, x: float, y: float, w: float, h: float, tip: str, act: s
     return Rect(x, y, w, h, fill, stroke if hatch else "ink", 0.75, hatch, tip=tip, act=act)
 
 
-def overlap(
-    compute_s, comm_s, labels=None, first: str = "compute", axis: str = "fsdp", span_s: float = 0
-) -> Scene:
-    """Computing and communicating in turn, and side by side; seconds per piece.
-
-    ``first`` says what waits for what: ``compute`` when a piece's result is sent (gradient buckets), ``comm``
-    when a piece must arrive before it is used (gathered weights). Each of the two lanes works in order. What
-    arrives takes room: a piece is fetched while the one before it is computed with, no sooner. A scale is of
-    ``span_s`` at least.
+def overlap(compute_s, comm_s, labels=None, span_s: float = 0) -> Scene:
+    """Computing gradients and summing them up, in turn and side by side: seconds per piece, whose gradients
+    are sent once they are computed. Each of the two lanes works in order. A scale is of ``span_s`` at least.
     """
     labels = [str(i) for i in range(len(compute_s))] if labels is None else labels
-    if first not in ("compute", "comm") or not len(compute_s) == len(comm_s) == len(labels):
+    if not len(compute_s) == len(comm_s) == len(labels):
         found = f"{len(compute_s)} computing, {len(comm_s)} communicating and {len(labels)} labels"
-        raise ValueError(f"overlap got {found}, first='{first}'; give as many of each, 'compute' or 'comm'")
-
-    def lanes(together: bool) -> list[list[tuple[float, float]]]:
-        out: list[list[tuple[float, float]]] = [[], []]
-        free, done = [0.0, 0.0], [0.0, 0.0]  # when the pieces so far were computed with
-        for a, b in zip(*((compute_s, comm_s) if first == "compute" else (comm_s, compute_s)), strict=True):
-            start = max(free[0], done[-2] if first == "comm" else 0) if together else max(free)
-            free = [start + a, max(start + a, free[1]) + b]
-            done.append(free[1])
-            out[0].append((start, free[0]))
-            out[1].append((free[1] - b, free[1]))
-        return out if first == "compute" else out[::-1]
-
+        raise ValueError(f"overlap got {found}; give as many of each")
     turns = []
-    for name, both in (("in turn", lanes(False)), ("side by side", lanes(True))):
+    for name in ("in turn", "side by side"):
+        free, both = [0.0, 0.0], dict[str, list]({"compute": [], "communicate": []})
+        for a, b in zip(compute_s, comm_s, strict=True):
+            start = max(free) if name == "in turn" else free[0]
+            free = [start + a, max(start + a, free[1]) + b]
+            both["compute"].append((start, free[0]))
+            both["communicate"].append((free[1] - b, free[1]))
         events = []
-        for lane, row in zip(("compute", "communicate"), both, strict=True):
+        for lane, row in both.items():
             for (start, end), label in zip(row, labels, strict=True):
-                beside = sum(max(0.0, min(end, b) - max(start, a)) for a, b in both[0])
+                beside = sum(max(0.0, min(end, b) - max(start, a)) for a, b in both["compute"])
                 event = {"lane": lane, "name": label, "start_s": start, "end_s": end}
                 exposed = (end - start - beside) * (lane != "compute" and beside < 0.999 * (end - start))
-                events.append(event | {"axes": (axis,) * (lane != "compute"), "exposed_s": exposed})
+                events.append(event | {"axes": ("dp",) * (lane != "compute"), "exposed_s": exposed})
         total = max(event["end_s"] for event in events)
         waits = time_text(total - sum(compute_s))
         head = f"{name}: {time_text(total)}, {waits} of it without computing"
         turns.append({"name": head, "count": 0, "events": events})
-    notes = ["At most 1 piece fetched ahead of the one at work."] if first == "comm" else []
     span_s = max(span_s, sum(compute_s) + sum(comm_s))
-    return two_lanes(turns, "Communication behind computing", 0, span_s, notes)
+    return two_lanes(turns, "Communication behind computing", 0, span_s)
 
 
 LANES = {"compute": "matmuls", "links": "links", "network": "network"}
 
 
-def two_lanes(turns, title: str, column: float = 0, span_s: float = 0, notes=()) -> Scene:
+def two_lanes(turns, title: str, column: float = 0, span_s: float = 0) -> Scene:
     """Draw schedules: per turn of a loop what computes, and below what is on the links (and on the network
     between hosts, where they are told apart); what waits for them is hatched.
 
@@ -346,4 +330,4 @@ def two_lanes(turns, title: str, column: float = 0, span_s: float = 0, notes=())
         key = [(f, f"{n}: computing waits") for n, f in lanes[1:]]
         key += [("paper", "hollow: beside computing")] * bool(key)
     drawn = [*blocks, scene.legend(key, column - 40 if column else 640)]
-    return compose(title, drawn, "\n".join([*lines, *notes]), notes, column=column)
+    return compose(title, drawn, "\n".join(lines), column=column)

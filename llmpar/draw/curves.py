@@ -26,10 +26,8 @@ def curves(
     ``low`` to ``high``, by powers of ten if ``log``, with labels at ``levels``; ``text`` says a value.
     """
     say = text or ("{:.0%}" if percent else "{:.3g}").format
-    rows = [
-        (line[0], dict(line[1] if isinstance(line[1], Mapping) else enumerate(line[1])), *line[2:])
-        for line in lines
-    ]
+    by_place = lambda values: dict(values if isinstance(values, Mapping) else enumerate(values))
+    rows = [(name, by_place(values), *look) for name, values, *look in lines]
     known = lambda value: value is not None and math.isfinite(value)
     places = [place for _, row, *_ in rows for place in row] + [len(ticks) - 1, 1]
     values = [value for _, row, *_ in rows for value in row.values() if known(value)] or [1.0]
@@ -67,10 +65,9 @@ def curves(
             items += [Line(tuple(points), color, 2.5, dashed)] * (len(points) > 1)
             items += [_dot(*point, marker or "o", color) for point in points if marker or len(points) == 1]
         ends += [(y_of(value), x_of(place), name, color) for place, value, there in drawn if there][-1:]
-        at = [(place, value) for place, value, there in drawn if there]
-        at = [(f"{ticks[int(p)]}: ", v) for p, v in at if p == int(p) < len(ticks)] or [
-            ("", v) for _, v in at
-        ]
+        seen = [(place, value) for place, value, there in drawn if there]
+        at = [(f"{ticks[int(p)]}: ", v) for p, v in seen if p == int(p) < len(ticks)]
+        at = at or [("", value) for _, value in seen]
         said.append(f"{name}: " * bool(name) + ", ".join(f"{where}{say(value)}" for where, value in at[:12]))
     lowest = math.inf
     for end, right, name, color in sorted(ends, reverse=True):  # names that end together stand apart

@@ -23,16 +23,15 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
     """
     ranks, (home, token) = len(chosen), follow
     if any(not 0 <= e < ranks for mine in chosen for visits in mine for e in visits):
-        raise ValueError(
-            f"rank r has expert r here: experts are 0 to {ranks - 1}; for others use expert_loads"
-        )
+        few = f"experts are 0 to {ranks - 1}; for others use expert_loads"
+        raise ValueError(f"rank r has expert r here: {few}")
     rows = [[[t for t, v in enumerate(mine) if e in v][:slots] for e in range(ranks)] for mine in chosen]
     most = slots or max(len(row) for mine in rows for row in mine)
     tall, label, gap = CELL * max(ranks, *map(len, chosen)) + 22, text_width("from 0", SMALL) + 10, 76
     wide = [CELL, *[most * CELL] * 3, CELL]
-    lefts = [x := text_width("rank 0") + 16] + [
-        x := x + w + gap + label * (k < 3) for k, w in enumerate(wide[:-1])
-    ]
+    lefts = [text_width("rank 0") + 16]
+    for k, w in enumerate(wide[:-1]):
+        lefts.append(lefts[-1] + w + gap + label * (k < 3))
     y_of = lambda rank, line: rank * tall + CELL * line
     items: list[Any] = [Rect(0, -58, lefts[4] + CELL + 20, ranks * tall + 40)]  # as large at every stage
 
@@ -45,14 +44,8 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
             items.append(Rect(x + inset, y + inset, CELL - 2 * inset, CELL - 2 * inset, colour, *line))
 
     for stage, x in enumerate(lefts[:stages]):
-        items.append(
-            small_text(
-                x + wide[stage] / 2,
-                -28,
-                STAGES[stage] if slots else STAGES[stage].replace("in slots", "by expert"),
-                fill="ink",
-            )
-        )
+        name = STAGES[stage] if slots else STAGES[stage].replace("in slots", "by expert")
+        items.append(small_text(x + wide[stage] / 2, -28, name, fill="ink"))
         for r in range(ranks):
             items += [Text(x - 12, y_of(r, ranks / 2), f"rank {r}", anchor="end")] * (not stage)
             items += [small_text(x + wide[2] / 2, y_of(r, 0) - 10, f"expert {r}", fill="ink")] * (stage == 2)
@@ -62,9 +55,8 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
                 continue
             for line in range(ranks):
                 source, expert = (line, r) if stage == 2 else (r, line)
-                items.append(
-                    small_text(x - 7, y_of(r, line + 0.5), f"{'to' if stage == 1 else 'from'} {line}", "end")
-                )
+                name = f"{'to' if stage == 1 else 'from'} {line}"
+                items.append(small_text(x - 7, y_of(r, line + 0.5), name, "end"))
                 there: list = rows[source][expert]
                 for k, t in enumerate(there + [None] * (most - len(there)) * (slots is not None)):
                     cell(x + CELL * k, y_of(r, line), source, t)
@@ -81,12 +73,10 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
             items.append(Line(((x, y), (end, y_of(r2, line2 + 0.5))), "ink", 2, head=True))
     full, size = sum(len(row) for mine in rows for row in mine), ranks * ranks * most
     stay = sum(len(rows[r][r]) for r in range(ranks))
-    note = f"Thick: the token that is followed, and its {count_noun(len(chosen[home][token]), 'copy')}."
-    note += (
-        f" {stay} of {full} copies stay on their rank."
-        if slots is None
-        else f" {full} of {size} slots are full; all travel."
-    )
+    travels = f"{full} of {size} slots are full; all travel." if slots is not None else ""
+    travels = travels or f"{stay} of {full} copies stay on their rank."
+    copies = count_noun(len(chosen[home][token]), "copy")
+    note = f"Thick: the token that is followed, and its {copies}. {travels}"
     lines = [f"rank {r}: " + "; ".join(" ".join(map(str, v)) for v in mine) for r, mine in enumerate(chosen)]
     said = " and ".join(f"expert {e} on rank {e}" for e in chosen[home][token])
     lines = ["experts chosen, by token:", *lines, f"token {token} of rank {home} goes to {said}, and back"]

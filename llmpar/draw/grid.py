@@ -286,16 +286,9 @@ def inked(part: Cells, device: int, same: Collection[int], ink, tip) -> list:
 
 
 def tensor_grid(
-    layout: Layout,
-    shape,
-    sizes: dict[str, int],
-    node: int,
-    device: int = 0,
-    itemsize: int = 4,
-    name: str = "",
-    fill: str = "weights",
-    segments: list[Segment] | None = None,
-) -> Scene:
+    layout: Layout, shape, sizes: dict[str, int], node: int, device: int = 0, itemsize: int = 4,
+    name: str = "", fill: str = "weights", segments: list[Segment] | None = None,
+) -> Scene:  # fmt: skip
     """Which block of a tensor each device of a mesh holds, `COLUMN` pixels wide.
 
     Every device is the whole tensor with its block inked in the colour of the role ``fill``; above `MOST`
@@ -351,16 +344,13 @@ def tensor_grid(
         for spot, part in zip(placed[: len(parts)], parts, strict=True):
             if axes:
                 placed.append(Group(tuple(part.moving(device, axes, one.kind)), spot.dx, spot.dy, k))
-    lines = [
-        Group((small_text(0, 1.3 * pixels(SMALL) * i, line, "start", "ink"),), frame=k)
-        for k, frame in enumerate(frames(segments or []))
-        for i, line in enumerate(
-            textwrap.wrap(frame["text"], int(COLUMN / pixels(SMALL) / scene.PLAIN_EM) - 2)
-        )
-    ]
-    said = " ".join(notes)
-    title = f"{name or layout}: who holds what"
-    return compose(title, [placed, lines], said, [said], MARGIN, COLUMN)
+    letters, lines = int(COLUMN / pixels(SMALL) / scene.PLAIN_EM) - 2, list[Group]()
+    for k, frame in enumerate(frames(segments or [])):
+        wrapped = enumerate(textwrap.wrap(frame["text"], letters))
+        said = [small_text(0, 1.3 * pixels(SMALL) * i, line, "start", "ink") for i, line in wrapped]
+        lines.append(Group(tuple(said), frame=k))
+    text, title = " ".join(notes), f"{name or layout}: who holds what"
+    return compose(title, [placed, lines], text, [text], MARGIN, COLUMN)
 
 
 def words(segment: Segment) -> str:

@@ -16,12 +16,10 @@ WAYS = (0, 46), (46, 0), (20, -20), (120, 28)
 """Where the next device lies along the first axis of a growing mesh, the second …, in pixels."""
 
 
-def wired(
-    held: Sequence[Sequence[Sequence[str]]],
-    wire: Sequence[str],
-    pairs: Mapping[str, Iterable[tuple[int, int]]] | None = None,
-    title: str = "",
-) -> Scene:
+Pairs = Mapping[str, Iterable[tuple[int, int]]]
+
+
+def wired(held: Sequence, wire: Sequence[str], pairs: Pairs | None = None, title: str = "") -> Scene:
     """Hosts beside one another with their devices, and a wire with its words between them.
 
     ``held[host][device]`` are short texts, a cell for each. ``pairs`` are, per axis, the devices that talk:
@@ -54,9 +52,8 @@ def wired(
     for axis, found in (pairs or {}).items():
         for (x0, y0), (x1, y1) in ((at[one], at[two]) for one, two in found):
             inside = (x0 + wide / 2, y0 + 76), (x1 + wide / 2, y1)
-            items.append(
-                Line(inside if x0 == x1 else ((x0 + wide, y0 + 38), (x1, y1 + 38)), f"{axis}-line", 4)
-            )
+            across = (x0 + wide, y0 + 38), (x1, y1 + 38)
+            items.append(Line(inside if x0 == x1 else across, f"{axis}-line", 4))
         lines.append(f"{axis}: " + ", ".join(f"{one} with {two}" for one, two in found))
     key = legend([(axis, f"{axis}: {AXES[axis]}") for axis in pairs or ()])
     return compose(title, [items, *[key] * bool(key)], "\n".join([*lines, *wire]))
@@ -95,8 +92,7 @@ def table(rows, columns: Sequence[str] = (), title: str = "", notes: Sequence[st
         items.append(Text(left - 10, y + 15, name, anchor="end"))
         for (text, role), x, wide in zip(cells, edges, wides, strict=False):
             items.append(Rect(x, y, wide - 4, 30, role, "edge" if role else ""))
-            items.append(
-                Text(x + wide / 2 - 2, y + 15, text, anchor="middle", fill=scene.text_color_on(role))
-            )
+            ink = scene.text_color_on(role)
+            items.append(Text(x + wide / 2 - 2, y + 15, text, anchor="middle", fill=ink))
         lines.append(f"{name}: " + ", ".join(text for text, _ in cells if text))
     return compose(title, [items], "\n".join([*lines, *notes]), notes)

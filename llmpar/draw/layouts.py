@@ -273,9 +273,8 @@ def arrow(arrow: Arrow | str, shape=None, sizes=None, itemsize: int | None = Non
     to scale."""
     arrow, sizes = parse_arrow(arrow) if isinstance(arrow, str) else arrow, _full(sizes)
     known = moved(arrow, shape, sizes, itemsize) if shape is not None and sizes and itemsize else []
-    steps = [[str(m), f"{scene.size_text(n)} sent per device"] for m, n in known] or [
-        [str(m)] for m in arrow.moves
-    ]
+    steps = [[str(m), f"{scene.size_text(n)} sent per device"] for m, n in known]
+    steps = steps or [[str(move)] for move in arrow.moves]
     both = arrow.before, arrow.after
     before, after = (_tensor(x, shape, sizes, other) for x, other in (both, both[::-1]))
     color = f"{arrow.moves[0].axes[0]}-line" if steps else "edge"

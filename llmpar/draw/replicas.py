@@ -142,11 +142,8 @@ def gather_use_forget(layers: int = 3, devices: int = 4, takes=(1.3, 1.6, 3.0)) 
     left, pitch = text_width("layer 0") + 14, 66
     scale = max(40, 1.05 * text_width("gather", SMALL) / message)
     span, items, x_of = link + message, list[Any](), lambda time: left + scale * time
-    for name, a, b in (
-        ("forward", 0, done[layers + 1]),
-        ("backward", done[layers + 1], link),
-        ("update", link, span),
-    ):
+    turn = done[layers + 1]
+    for name, a, b in (("forward", 0, turn), ("backward", turn, link), ("update", link, span)):
         items.append(Line(((x_of(a) + 2, -14), (x_of(b) - 2, -14)), "edge", 2, head=True))
         items.append(Text(x_of((a + b) / 2), -30, name, anchor="middle", bold=True))
 
@@ -171,9 +168,7 @@ def gather_use_forget(layers: int = 3, devices: int = 4, takes=(1.3, 1.6, 3.0)) 
     ends = [begins + lasts for (*_, begins), (_, lasts) in zip(lives, uses, strict=True)]
     whole = max(sum(life[1] <= at[1] < end for life, end in zip(lives, ends, strict=True)) for at in lives)
     key = [("weights", f"low: this device's 1/{devices} of a layer's weights; tall: all of them")]
-    key += [
-        ("fsdp", "on the links, one message at a time; reduce: a reduce-scatter"),
-        ("gradients", f"1/{devices} of the finished gradient"),
-    ]
+    key.append(("fsdp", "on the links, one message at a time; reduce: a reduce-scatter"))
+    key.append(("gradients", f"1/{devices} of the finished gradient"))
     lines.append(f"At most {count_noun(whole, 'layer')} whole, or on the way, at a time.")
     return compose("Gather a layer, use it, forget it", [items, legend(key, 700)], "\n".join(lines))

@@ -54,14 +54,10 @@ def step_memory(
             x += w
         fullest = ", ".join(f"{part} {size_text(v)}" for part, v in moments[at].items() if v)
         verdict = "more than the capacity" if over else f"{size_text(capacity_bytes - most[name])} free"
-        lines.append(
-            f"{name}: from {size_text(sum(moments[0].values()))} to {size_text(most[name])}, {verdict}"
-        )
-        lines[-1] += f" ({fullest})"
-    items += [
-        Line(((left, limit), (right, limit)), "paper", 4),
-        Line(((left, limit), (right, limit)), dash=True),
-    ]
-    items += [*said, small_text(right + 8, limit, f"usable {size_text(capacity_bytes)}", "start", "ink")]
+        begins = f"{name}: from {size_text(sum(moments[0].values()))}"
+        lines.append(f"{begins} to {size_text(most[name])}, {verdict} ({fullest})")
+    across = (left, limit), (right, limit)
+    items += [Line(across, "paper", 4), Line(across, dash=True), *said]
+    items += [small_text(right + 8, limit, f"usable {size_text(capacity_bytes)}", "start", "ink")]
     key = legend([(role_of(part, roles), part) for part in named])
     return compose(title, [items, key], "\n".join(lines))

@@ -89,10 +89,9 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
     below the other; as an ``icon`` small and without words."""
     if unknown := [kind for kind in kinds if kind not in PATTERNS]:
         raise ValueError(f"'{unknown[0]}' is no collective; there are {', '.join(PATTERNS)}")
-    w, h, gap, between = (
-        (8.0, 6.0, 2.0, 14.0) if icon else (1.15 * text_width("device 0", SMALL), 17.0, 5, 50)
-    )
-    h = h if icon else pixels(SMALL) + 6
+    w, h, gap, between = 1.15 * text_width("device 0", SMALL), pixels(SMALL) + 6, 5.0, 50.0
+    if icon:
+        w, h, gap, between = 8.0, 6.0, 2.0, 14.0
     left = max(max(1.1 * text_width(kind), *(text_width(t, SMALL) for t in PATTERNS[kind])) for kind in kinds)
     left = 0 if icon else left + 12
     side, drawn, lines = ranks * (w + gap) - gap, list[Any](), list[str]()
@@ -200,8 +199,7 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), asked: int = 0, lit: bool = F
         array.append(small_text(left + 60, (row + 0.5) * h, f"row {row}", fill=color))
     names = f"device{'s' * (len(holding) > 1)} {' and '.join(map(str, holding))}"
     title = f"Row {asked} lies on {names}" if lit else f"Who holds row {asked}?"
-    told = [
-        f"device {i}: {', '.join(f'{a} {at[a]}' for a in live) or 'alone'}" for i, at in enumerate(places)
-    ]
+    where = [", ".join(f"{a} {at[a]}" for a in live) or "alone" for at in places]
+    told = [f"device {i}: {there}" for i, there in enumerate(where)]
     told.append(f"{rows} rows, cut by {', '.join(cuts) or 'nothing'}")
     return scene.compose(title, [stack([space, array], 60, across=True)], "\n".join(told))

@@ -279,7 +279,7 @@ class OverlapExplorer(Figure):
         longest = pieces * sum(self.seconds(state, self.controls[0]["max"]))  # one scale, whatever is chosen
         each = preset(model).num_layers // pieces
         names = [f"{each * i}+" for i in reversed(range(pieces))]
-        picture = overlap([computes] * pieces, [sends] * pieces, names, axis="dp", span_s=longest)
+        picture = overlap([computes] * pieces, [sends] * pieces, names, longest)
         title = f"{model} on {state['devices']} {state['chip']}: the backward pass, {each} layers a piece"
         why = "sending falls behind" if computes < sends else "only the last piece's are waited for"
         says = f"With {tokens:,} tokens a piece computes for {time_text(computes)}, its gradients travel for"

@@ -150,7 +150,7 @@ labels = [f"{i}–{i + 3}" for i in (12, 8, 4, 0)]  # layers
 # A threshold: published rates.
 assert round(formulas.dp_min_tokens(h100.flops_per_s, h100.link_bytes_per_s), -2) == 2200 < TOKENS
 assert comm_s[0] < compute_s[0]
-show(draw.overlap(compute_s, comm_s, labels, first="compute", axis="dp"))
+show(draw.overlap(compute_s, comm_s, labels))
 
 # %% [markdown] tags=["notes"]
 # Llama 3.2 1B, 4,096 tokens per GPU, 8 H100s, bf16 gradients, computing at peak speed, links at the rate large messages reach.
