@@ -139,9 +139,7 @@ def drawings() -> dict[str, Scene]:
             "seconds a step",
             marks=((0.5, "beyond the node"),),
         ),
-        "loss_curve": draw.loss_curve(
-            [5.5 * 0.97**i + 1 for i in range(60)], [2.0] * 60, "An example of a loss"
-        ),
+        "loss_curve": draw.loss_curve([5.5 * 0.97**i + 1 for i in range(60)], [2.0] * 60),
         "explorer without a browser": MeshExplorer(mesh="fsdp=8").scene,
     }
 

@@ -177,7 +177,7 @@ CASES: dict = {
     ),
     "traced, silent": lambda: draw.traced({"sp": 2}, [(), (3, 1)], [], (3, 1)),
     "ring of sums": draw.ring_sums,
-    "ring of sums, one hop": lambda: draw.ring_sums("reduce-scatter", 5, step=2),
+    "ring of sums, scattered": lambda: draw.ring_sums("reduce-scatter", 5),
     "ring of sums, moving": lambda: draw.ring_sums("all-gather", 3, moving=True),
     "cube": lambda: draw.cube("dp=2 fsdp=2 tp=2", 8, ("dp", "fsdp"), 5),
     "cube of one": lambda: draw.cube("dp=1", 8, ("dp",), 5, lit=True),

@@ -60,9 +60,9 @@ BUDGETS = {
     "kernels": 1_150,
     "training": 1_400,
     "predict": 4_000,  # a layer in time, what a reader could do next, and where numbers come from
-    "draw": 3_400,
+    "draw": 3_240,
     "inspect": 2_300,
-    "explore": 1_830,
+    "explore": 1_805,
     "serve": 250,
     "launch": 1_600,
     "exercises": 1_990,

@@ -10,8 +10,8 @@ charts       collectives  arrows_sent           what was sent, and for which arr
              ring_steps                         how a ring passes pieces on
              overlap  two_lanes                 who works when
              memory_bars  time_bars             what fills the memory, and the step
+             step_memory                        what a device holds, forward and backward
 dispatch     dispatch  expert_loads             a token's way to its experts and back; how full they are
-step_memory  step_memory                        what a device holds, forward and backward
 replicas     replicas  messages                 data parallelism, and in how many messages
              zero_strips  gather_use_forget     what a device holds over a step, by ZeRO stage
 curves       curves  loss_curve                 what was measured beside a model; whether it learns
@@ -30,6 +30,7 @@ from llmpar.draw.charts import (
     memory_bars,
     overlap,
     ring_steps,
+    step_memory,
     time_bars,
     two_lanes,
 )
@@ -42,6 +43,5 @@ from llmpar.draw.layouts import arrow, layout, links, moved
 from llmpar.draw.matmul import matmul
 from llmpar.draw.pipelines import bubbles, timeline, timelines
 from llmpar.draw.replicas import gather_use_forget, messages, replicas, zero_strips
-from llmpar.draw.step_memory import step_memory
 from llmpar.draw.strips import before_after, cube, ring_sums
 from llmpar.draw.traced import traced

@@ -84,7 +84,7 @@ def _dot(x: float, y: float, marker: str, color: str) -> Rect | Line:
     return Rect(x - DOT, y - DOT, 2 * DOT, 2 * DOT, color, radius=DOT * (marker == "o"))
 
 
-def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:
+def loss_curve(losses, reference=None) -> Scene:
     """The loss per step, in nats per token; ``reference`` is another curve, drawn dashed."""
     each = {"loss": list(losses)} | ({"reference": list(reference)} if reference is not None else {})
     finite = [x for curve in each.values() for x in curve if math.isfinite(x)] or [0.0]
@@ -101,4 +101,4 @@ def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:
         lines.append(f"{name}: {course} nats/token over {len(curve):,} step{'s' * (len(curve) != 1)}")
         lines[-1] += f"; not finite at step {' '.join(map(str, lost))}" * bool(lost)
     drawn = curves(rows, steps, "step", "loss (nats/token)", low=min(finite) - pad, high=max(finite) + pad)
-    return compose(title, [[drawn.items[0].items[1]]], "\n".join(lines), lines)
+    return compose("Training loss", [[drawn.items[0].items[1]]], "\n".join(lines), lines)

@@ -60,13 +60,13 @@ def slices(layout: Layout, shape, sizes: dict[str, int], at: dict[str, int]) -> 
     return out
 
 
-def holders(layout: Layout, sizes: dict[str, int], order=ORDER) -> dict[tuple[int, ...], list[int]]:
+def holders(layout: Layout, sizes: dict[str, int]) -> dict[tuple[int, ...], list[int]]:
     """Which devices of the mesh hold each shard: a block index per dim, to positions in the list of devices.
 
     An axis without a size has size 1. Shards come in the order of their first device.
     """
     sizes = dict.fromkeys(layout.axes, 1) | sizes
-    apart = dict.fromkeys(layout.axes, 1) | strides(sizes, [a for a in order if a in sizes])
+    apart = dict.fromkeys(layout.axes, 1) | strides(sizes, [a for a in ORDER if a in sizes])
     held: dict[tuple[int, ...], list[int]] = {}
     for device in range(math.prod(sizes.values())):
         at = {a: device // apart[a] % sizes[a] for a in layout.axes}

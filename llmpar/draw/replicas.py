@@ -24,8 +24,8 @@ def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
         items.append(Text(r * pitch + wide / 2, -16, f"device {r}", anchor="middle", bold=True))
         words = f"rows {r * rows}–{(r + 1) * rows - 1}"
         for top, fill, what in ((0, OTHERS[r], words), (high + 4, "weights", "weights")):
-            items.append(Rect(r * pitch, top, wide, high, fill, "edge"))
             ink = scene.text_color_on(fill)
+            items.append(Rect(r * pitch, top, wide, high, fill, "edge"))
             items.append(Text(r * pitch + wide / 2, top + high / 2, what, anchor="middle", fill=ink))
     boxes = [("gradients", "own gradient", False), ("weights", "own weights", False)]
     if together:
@@ -46,15 +46,14 @@ def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
             items.append(Rect(0, y, whole, high, fill, "dp-line"))
             items.append(Text(whole / 2, y + high / 2, says, anchor="middle", fill="white"))
     key = legend([(OTHERS[0], "coloured: this device's rows are in it"), ("paper", "empty: they are not")])
-    text = f"each device has the same weights, {rows} rows of its own, and a gradient of its own;\n"
-    text += "an all-reduce gives each the sum of all gradients; all make the same update: one model"
-    if not together:
-        text = text.partition("\n")[0] + f"\neach updates alone, by its own: {count_noun(devices, 'model')}"
+    ends = "an all-reduce gives each the sum of all gradients; all make the same update: one model"
+    ends = ends if together else f"each updates alone, by its own: {count_noun(devices, 'model')}"
+    text = f"each device has the same weights, {rows} rows of its own, and a gradient of its own;\n{ends}"
     title = f"One step of {count_noun(devices, 'replica')}" + ", and nobody talks" * (not together)
     return compose(title, [items, key], text)
 
 
-def messages(rows, title: str = "One sum, in so many messages") -> Scene:
+def messages(rows) -> Scene:
     """What a device sends as the messages it is cut into: ``rows`` of (name, bytes of each message)."""
     rows = [(name, list(sizes)) for name, sizes in rows]
     left, wide, most = max(text_width(name) for name, _ in rows) + 14, 480, max(sum(s) for _, s in rows) or 1
@@ -67,7 +66,7 @@ def messages(rows, title: str = "One sum, in so many messages") -> Scene:
         said = f"{count_noun(len(sizes), 'message')}, {size_text(sum(sizes))}"
         items += [Text(left - 12, y + 15, name, anchor="end"), Text(left + wide + 12, y + 15, said)]
         lines.append(f"{name}: {said}")
-    return compose(title, [items], "\n".join(lines))
+    return compose("One sum, in so many messages", [items], "\n".join(lines))
 
 
 PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "moments"}  # and their colours

@@ -123,15 +123,14 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
     return scene.compose(title, [stack([head, *drawn], 14)], "\n".join([*lines, note]), [note])
 
 
-def ring_sums(kind: str = "all-reduce", ranks: int = 4, step: int | None = None, moving=False) -> Scene:
-    """What each of 2 to 5 devices holds after every hop of a collective round a ring, all hops in small; or
-    after one ``step`` (0 is before); or, ``moving``, with a frame for each hop."""
-    hops, small = ring_held(kind, ranks), step is None and not moving
-    w = text_width("abcde"[:ranks], SMALL) + 6 if small else 1.2 * text_width("device 0", SMALL)
-    h, gap, panels, lines = pixels(SMALL) + (4.0 if small else 12.0), 14.0 if small else 34.0, [], list[str]()
+def ring_sums(kind: str = "all-reduce", ranks: int = 4, moving: bool = False) -> Scene:
+    """What each of 2 to 5 devices holds after every hop of a collective round a ring, all hops in small; or,
+    ``moving``, with a frame for each hop."""
+    hops, panels, lines = ring_held(kind, ranks), list[list](), list[str]()
+    w, h, gap, wide = text_width("abcde"[:ranks], SMALL) + 6, pixels(SMALL) + 4, 14.0, 1.5
+    if moving:
+        w, h, gap, wide = 1.2 * text_width("device 0", SMALL), pixels(SMALL) + 12, 34.0, 2.5
     for k, (sends, held) in enumerate(hops):
-        if step not in (None, k):
-            continue
         items: list = [Rect(-gap, 0, ranks * (w + gap) + gap, 1)]  # as wide as with arrows
         for r, row in enumerate(held):
             new = [part for _, target, part in sends if target == r]
@@ -139,9 +138,9 @@ def ring_sums(kind: str = "all-reduce", ranks: int = 4, step: int | None = None,
         for source, target, part in sends:
             y = h + 2 + part * (h + 2) + h / 2
             for x in {source * (w + gap) + w, target * (w + gap) - gap}:
-                items.append(Line(((x + 2, y), (x + gap - 2, y)), "ink", 1.5 if small else 2.5, head=True))
+                items.append(Line(((x + 2, y), (x + gap - 2, y)), "ink", wide, head=True))
         told = hop_words(kind, k, ranks)
-        items += [small_text(0, -12, told.partition(":")[0], "start", "ink")] * small
+        items += [small_text(0, -12, told.partition(":")[0], "start", "ink")] * (not moving)
         panels.append(items)
         lines.append(f"{told}: {' | '.join(map(words, held))}")
     if moving:
