@@ -232,7 +232,7 @@ def test_a_hot_expert_is_busier_the_hotter_it_is_and_no_choice_is_lost():
         load = [int(n) for n in re.search(r"load: ([\d ]+),", text)[1].split()]
         assert sum(load) == 4 * 64 * 2 and (max(load) == load[0] or not heat)
         busiest.append(load[0])
-        moved.append(int(re.search(r"(\d+) of 512 rows", text)[1]))
+        moved.append(int(re.search(r"(\d+) of 512 copies", text)[1]))
     assert busiest[0] < busiest[1] < busiest[2] == 4 * 64, "every token visits the hot one, once"
-    assert "0 of 128 rows" in RoutingExplorer(ranks=1).scene.text and min(moved) > 300
+    assert "0 of 128 copies" in RoutingExplorer(ranks=1).scene.text and min(moved) > 300
     assert "do not lie evenly on 3 ranks" in RoutingExplorer(ranks=3).scene.text
