@@ -128,8 +128,9 @@ show(draw.replicas())
 #
 # ## With `pcast` each device keeps a gradient of its own
 #
-# `lax.pcast(w, "dp", to="varying")` changes no number. It tells JAX that from here on each device has a weight of its own along
-# `dp`. So nothing is added, as in a model that nobody wrapped in DDP:
+# `lax.pcast(w, "dp", to="varying")` changes no number. It marks `w` as each device's own copy. Gradients that flow back *through*
+# it are added up over the devices. Here the gradient is taken with respect to the copy, after it, so nothing is added, as in a
+# model that nobody wrapped in DDP:
 
 
 # %%
@@ -283,7 +284,7 @@ assert np.array_equal(jax.jit(rank)(), np.arange(four))
 #
 # 1. One JAX process runs all devices of its host; `shard_map` is what a rank's script is in PyTorch.
 # 2. The gradient of a shared weight is summed over the devices: DDP without DDP, as a sum and no mean.
-# 3. `pcast(…, to="varying")` says that each device has a value of its own; then nothing is summed.
+# 3. `pcast(…, to="varying")` marks a value as each device's own copy; a gradient with respect to the copy is not summed.
 # 4. The gradient of an all-gather is a reduce-scatter: that is FSDP.
 # 5. Read what was compiled, with `lower().compile()`; do not guess.
 

@@ -175,7 +175,7 @@ for policy, size in KEPT.items():
 # %% [markdown]
 # *At work* is what the loss and one layer need while they run. Without recomputation the step needs more than the card has;
 # `block` needs about a quarter of that. The 736 MiB of `selective` are a layer's input, queries, keys, values, attention's
-# result, the sum behind it and the two wide matmuls of the feed-forward.
+# result, the sum after it and the two wide matmuls of the feed-forward.
 #
 # ## The compiler agrees, and the losses stay the same
 #

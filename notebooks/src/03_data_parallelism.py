@@ -73,17 +73,15 @@ show(draw.replicas(together=False))
 
 # %% [markdown]
 # Rows, activations, gradients or weights? Choose the one thing that they must exchange, and say why, before you read on.
-#
-# ## Only gradients travel
-#
-# All replicas begin with equal weights. If all subtract the *same* gradient, they stay equal. Each has computed one part of it,
-# from its rows. An all-reduce (lesson 02) adds the parts and gives the sum to all.
 
 # %%
 show(draw.replicas())
 
 # %% [markdown]
-# This is *data parallelism*, over the mesh axis `dp`. As an arrow, for a weight (`d` width of the model, `m` width of a
+# ## Only gradients travel
+#
+# All replicas begin with equal weights. If all subtract the *same* gradient, they stay equal. Each has computed one part of it,
+# from its rows. An all-reduce (lesson 02) adds the parts and gives the sum to all. This is *data parallelism*, over the mesh axis `dp`. As an arrow, for a weight (`d` width of the model, `m` width of a
 # feed-forward): `d m +dp -> d m`. On the left each device has one addend of a sum over `dp`; on the right the sum is finished.
 #
 # ## Three sums that look right
@@ -200,8 +198,9 @@ attempt("03.repair", {"gradient": gradient, "clipped": clipped})
 # %% [markdown]
 # ## Data parallelism is two lines
 #
-# `lax.pcast(w, "dp", to="varying")` makes the weights each device's own copy. Without it JAX knows that they are the same
-# everywhere, and `jax.grad` adds over the devices by itself. We want to see who adds.
+# `lax.pcast(w, "dp", to="varying")` marks the weights as each device's own copy. Gradients that flow back *through* it are added
+# up over the devices. We take the gradient with respect to the copies, after it, so nothing is added: we add ourselves. (Without
+# `pcast`, `jax.grad` adds by itself.)
 
 
 # %%
@@ -309,9 +308,6 @@ small = 4 * 3  # loss, number of targets, squared norm: one message
 scalars = 2 * small * (N - 1) // N
 of_gradients = sum(c.bytes_sent for c in censuses["end"]) - scalars
 
-# %% [markdown]
-# ## Twice the gradients' bytes, however they are packed
-
 # %%
 met("03.sent", of_gradients)
 packed = {
@@ -335,6 +331,8 @@ if N > 1:
     assert counts["layer"] == by_layer and 1 < counts["bucket"] < counts["end"]
 
 # %% [markdown]
+# ## Twice the gradients' bytes, however they are packed
+#
 # No plan wins: each of `N` devices sends 2(N − 1)/N times the gradients' bytes, and one small message more (the loss, the number
 # of targets, the norm). The plans differ in the *number* of messages. Each costs a start (lesson 02).
 #

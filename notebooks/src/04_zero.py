@@ -89,9 +89,9 @@ title = "Llama 3 8B: model state of a GPU, data parallel"
 show(draw.memory_bars(bars, h100.usable_bytes, title))
 
 # %% [markdown]
-# Mixed precision with Adam holds 16 bytes per parameter: 2 for the weight, 2 for its gradient, and 12 for the optimizer (a
-# float32 copy of the weight and two moments). The line is what a program may use of an H100 "with 80 GB": it has 79.1 GiB, of
-# which JAX takes three quarters unless told otherwise.
+# Mixed precision with Adam holds 16 bytes per parameter: 2 for the weight, 2 for its gradient, and 12 for the *optimizer* (a
+# float32 copy of the weight and two *moments*). The line, 59.3 GiB, is what a program may use of an H100 "with 80 GB": JAX takes
+# three quarters of its 79.1 GiB unless told otherwise.
 #
 # ## Most of it waits most of the time
 #
@@ -101,30 +101,30 @@ show(draw.memory_bars(bars, h100.usable_bytes, title))
 show(draw.zero_strips(stages=[0]))
 
 # %% [markdown]
-# A moment is looked at once, in the update. And Adam looks at one element at a time, so a device can update a *part* of the
-# weights without seeing the rest.
+# Adam's moments are used only once in a step: in the update. And Adam treats each number by itself, so a device can update a
+# *part* of the weights.
 #
-# *ZeRO* (Rajbhandari et al. 2020) cuts three things, one after the other: at stage 1 the optimizer's state, at stage 2 the
-# gradients too, at stage 3 the weights too. Stage 3 is *FSDP*, fully sharded data parallelism. The axis of devices that share one
-# copy is called `fsdp`.
+# *ZeRO* (Rajbhandari et al. 2020) cuts at stage 1, also called ZeRO-1, the optimizer; at
+# stage 2 the gradients too; at stage 3 the weights too. Stage 3 is *FSDP*, fully sharded data parallelism. The axis of devices
+# that share one copy is called `fsdp`.
 #
 # ## Two bets
 #
 # First, what is saved. **A model of 7 billion parameters, mixed precision with Adam, 4 A100 of 40 GB:** how many GB (1e9 bytes)
-# of model state does a device hold at each stage? Which stages leave room for anything else?
+# of weights, gradients and optimizer does a device hold at each stage? A program may use 31.7 GB of each A100 (75 % of what there
+# is). Which stages fit?
 
 # %%
 memory_gb = {0: ..., 1: ..., 2: ..., 3: ...}
 attempt("04.memory_table", memory_gb)
 
 # %% [markdown]
-# Second, what is sent. A toy has 4 layers of 32 × 32 weights in float32: `Ψ` parameters, 4096 of them, 16,384 bytes. On a ring of
+# Second, what is sent. A toy has 4 layers of 32 × 32 weights in float32: `Ψ` = 4096 parameters, 16,384 bytes. On a ring of
 # `N` devices a reduce-scatter or an all-gather sends (N − 1)/N of a message, an all-reduce twice that. At stage 3 every layer's
-# weights are gathered before they are used, and thrown away. **How many bytes does a device send per step?** Replace the dots by a
-# number, or by a formula with `N`.
+# weights are gathered before they are used, and thrown away. **How many bytes does a device send per step?**
 
 # %%
-bytes_at_stage_3 = ...
+bytes_at_stage_3 = ...  # a number, or a formula with N
 attempt("04.stage3_bytes", bytes_at_stage_3, devices=N)
 
 # %% [markdown]
@@ -134,25 +134,29 @@ attempt("04.stage3_bytes", bytes_at_stage_3, devices=N)
 show(draw.zero_strips())
 
 # %% [markdown]
-# Read it from left to right: forward through the layers, back again, update. For our 8B on 8 GPUs stage 1 is enough:
+# For our 8B on 8 GPUs stage 1 is enough:
 
 # %%
 bars = [(f"stage {stage}", held(stage)) for stage in range(4)]
 title = "Llama 3 8B on 8 GPUs: model state of each"
 show(draw.memory_bars(bars, h100.usable_bytes, title))
+sevens = [formulas.zero_bytes(7e9, 4, stage) for stage in range(4)]
+met("04.memory_table", {stage: held / 1e9 for stage, held in enumerate(sevens)}, "GB:")
 
 # %% tags=["plumbing"]
 sizes = [sum(held(stage).values()) for stage in range(4)]
 assert sizes[0] > 1.9 * h100.usable_bytes and max(sizes[1:]) < h100.usable_bytes
 a100 = chip("a100-40")  # the first bet's: only stage 3 fits
-sevens = [formulas.zero_bytes(7e9, 4, stage) for stage in range(4)]
 assert sevens[3] < a100.usable_bytes < min(sevens[:3])
 assert round((a100.usable_bytes - sevens[3]) / 1e9, 1) == 3.7
 
 # %% [markdown]
+# Of the 7 billion on A100s only stage 3 fits.
+#
 # ## Four trainings, written out
 #
-# No package, only `lax` inside `jax.shard_map`: what you read is what one device does. The model is a stack of `tanh(x @ w)`.
+# Without llmpar, the library of these lessons: only JAX's own functions. Inside `jax.shard_map` you read what one device does.
+# The model is a stack of `tanh(x @ w)`.
 
 # %%
 L, D, ROWS, RATE, STEPS = 4, 32, 16, 3e-3, 5
@@ -167,19 +171,22 @@ def error(x, y):
 
 
 def loss(weights, x, y):
+    # lax.scan: a loop over the layers
     return error(lax.scan(lambda x, w: (layer(w, x), None), x, weights)[0], y)
 
 
-def adam(w, g, m, v, t):
-    m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
-    up = (m / (1 - 0.9**t)) / (jnp.sqrt(v / (1 - 0.99**t)) + 1e-8)
-    return w - RATE * up, m, v
+def adam(w, g, m1, m2, t):
+    m1, m2 = 0.9 * m1 + 0.1 * g, 0.99 * m2 + 0.01 * g * g
+    up = (m1 / (1 - 0.9**t)) / (jnp.sqrt(m2 / (1 - 0.99**t)) + 1e-8)
+    return w - RATE * up, m1, m2
 
 
 # %% [markdown]
 # An arrow says what moves: `l d m +fsdp -> l d/fsdp m` turns an unfinished sum over `fsdp` into finished parts, cut along `d`
-# (`l` layers, `d` width of the model, `m` width of a feed-forward). `pcast` makes the weights a device's own (lesson 03);
-# `to="invarying"` says that what was gathered is the same on all devices.
+# (`l` layers; `d`, `m`: rows and columns of a weight).
+#
+# `pcast` marks `w` as each device's own copy. Gradients that flow back *through* it are added up over the devices. Here, as in
+# lesson 03, we take the gradient with respect to the copies, after it, so nothing is added.
 
 
 # %%
@@ -189,30 +196,32 @@ def my_block(w):
     return lax.dynamic_slice_in_dim(w, first, D // N, axis=1)
 
 
-def stage0(w, m, v, t, x, y):
+def stage0(w, m1, m2, t, x, y):
     mine = lax.pcast(w, "fsdp", to="varying")
     value, g = jax.value_and_grad(loss)(mine, x, y)
     g = lax.psum(g, "fsdp")  # l d m +fsdp -> l d m
-    return *adam(w, g, m, v, t), lax.psum(value, "fsdp")
+    return *adam(w, g, m1, m2, t), lax.psum(value, "fsdp")
 
 
-def stage1(w, m, v, t, x, y):
+def stage1(w, m1, m2, t, x, y):
     mine = lax.pcast(w, "fsdp", to="varying")
     value, g = jax.value_and_grad(loss)(mine, x, y)
-    # l d m +fsdp -> l d/fsdp m
+    # l d m +fsdp -> l d/fsdp m; tiled: cut along that dim
     g = lax.psum_scatter(g, "fsdp", scatter_dimension=1, tiled=True)
-    block, m, v = adam(my_block(w), g, m, v, t)  # a share of the work and of the state
-    # l d/fsdp m -> l d m
+    # a share of the work and of the state
+    block, m1, m2 = adam(my_block(w), g, m1, m2, t)
+    # l d/fsdp m -> l d m; tiled: joined along that dim; invarying: the same on all
     w = lax.all_gather(block, "fsdp", axis=1, tiled=True, to="invarying")
-    return w, m, v, lax.psum(value, "fsdp")
+    return w, m1, m2, lax.psum(value, "fsdp")
 
 
 # %% [markdown]
-# Stage 2 takes the backward pass apart, to cut each layer's gradient at once:
+# Stage 2 takes the backward pass apart, to cut each layer's gradient as soon as it exists. `jax.vjp` runs a function and returns
+# its result and `pull`, its backward pass:
 
 
 # %%
-def stage2(w, m, v, t, x, y):
+def stage2(w, m1, m2, t, x, y):
     mine, pulls, shards = lax.pcast(w, "fsdp", to="varying"), [], []
     for l in range(L):  # forward, keeping what the backward pass needs
         x, pull = jax.vjp(layer, mine[l], x)
@@ -223,9 +232,9 @@ def stage2(w, m, v, t, x, y):
         # d m +fsdp -> d/fsdp m
         g = lax.psum_scatter(g, "fsdp", scatter_dimension=0, tiled=True)
         shards.append(g)
-    block, m, v = adam(my_block(w), jnp.stack(shards[::-1]), m, v, t)
+    block, m1, m2 = adam(my_block(w), jnp.stack(shards[::-1]), m1, m2, t)
     w = lax.all_gather(block, "fsdp", axis=1, tiled=True, to="invarying")
-    return w, m, v, lax.psum(value, "fsdp")
+    return w, m1, m2, lax.psum(value, "fsdp")
 
 
 # %% [markdown]
@@ -235,12 +244,12 @@ def stage2(w, m, v, t, x, y):
 show(draw.gather_use_forget())
 
 # %% [markdown]
-# One layer is whole while it is used, and the next one is fetched meanwhile. In code it is one gather; `jax.checkpoint` makes the
-# backward pass gather again:
+# One layer is whole while it is used, and the next one is fetched meanwhile. `jax.checkpoint` throws away what it
+# computed and computes it again in the backward pass; so it gathers again:
 
 
 # %%
-def stage3(w, m, v, t, x, y, gather_again=True):
+def stage3(w, m1, m2, t, x, y, gather_again=True):
     def gathered_layer(shard, x):  # d/fsdp m -> d m
         return layer(lax.all_gather(shard, "fsdp", axis=0, tiled=True), x)
 
@@ -252,7 +261,7 @@ def stage3(w, m, v, t, x, y, gather_again=True):
 
     # `g` is a shard: no reduce-scatter is written anywhere.
     value, g = jax.value_and_grad(sharded_loss)(w, x, y)
-    return *adam(w, g, m, v, t), lax.psum(value, "fsdp")
+    return *adam(w, g, m1, m2, t), lax.psum(value, "fsdp")
 
 
 # %% [markdown]
@@ -285,24 +294,24 @@ def prepare(function, stage):
 
 # %% tags=["plumbing"]
 def train(arrays, compiled):
-    w, m, v, t, x, y = arrays
+    w, m1, m2, t, x, y = arrays
     losses = []
     for number in range(1, STEPS + 1):
         now = jax.device_put(np.float32(number), t.sharding)
-        w, m, v, value = compiled(w, m, v, now, x, y)
+        w, m1, m2, value = compiled(w, m1, m2, now, x, y)
         losses.append(float(value))  # reading it keeps simulated devices together
-    return losses, (w, m, v)
+    return losses, (w, m1, m2)
 
 
 def one_device():
     @jax.jit
-    def step(w, m, v, t):
+    def step(w, m1, m2, t):
         value, g = jax.value_and_grad(loss)(w, X, Y)
-        return *adam(w, g, m, v, t), value
+        return *adam(w, g, m1, m2, t), value
 
-    w, m, v, losses = W, 0 * W, 0 * W, []
+    w, m1, m2, losses = W, 0 * W, 0 * W, []
     for number in range(1, STEPS + 1):
-        w, m, v, value = step(w, m, v, np.float32(number))
+        w, m1, m2, value = step(w, m1, m2, np.float32(number))
         losses.append(float(value))
     return losses, w
 
@@ -333,9 +342,9 @@ for stage, (_, compiled, _) in programs.items():  # weights, moments, rows, the 
 print("stages 0 to 3: the same training, each array cut as its layout says")
 
 # %% [markdown]
-# ## Stage 1 is free
+# ## What the compiled programs send
 #
-# What do the compiled programs send? (Beside the loss, which everybody learns.)
+# 2Ψ stands for 2Ψ numbers of 4 bytes; multiply each by (N − 1)/N. (The loss is also sent, but it is one number.)
 
 # %% tags=["plumbing"]
 expected_counts = {
@@ -365,20 +374,16 @@ met("04.stage3_bytes", state_bytes[3])
 show(draw.before_after(("reduce-scatter", "all-gather")))
 
 # %% [markdown]
+# ## Stage 1 is free
+#
 # An all-reduce *is* these two, one after the other. Stage 1 puts the update between them: each device updates the part whose sum
-# it has, and what is gathered is the updated weights. So it sends what stage 0 sends. Stage 3 pays one gather more, since the
-# backward pass needs the weights a second time. (All times (N − 1)/N.)
+# it has, and what is gathered is the updated weights. So it sends what stage 0 sends. Stage 3 pays one gather more, for the
+# backward pass.
 #
-# ## With microbatches stage 2 has a price
+# ## A batch in slices
 #
-# Accumulation runs `u` microbatches before one update. **Which stages send more then?** It matters *when* a gradient is cut:
-#
-# * stages 0 and 1 add up whole gradients and communicate once: **2Ψ**;
-# * stage 2 holds only parts, so it scatters each microbatch's gradient before it adds: **(u+1)Ψ**;
-# * stage 3 gathers twice and scatters once for each microbatch: **3uΨ**.
-#
-# And what does stage 2 save for its price? Choose the number of microbatches. (This is this package's step, with weights and
-# gradients in float32, so all bars are longer. It makes a microbatch's gradients whole before it cuts them.)
+# A batch may be run in `u` slices, *microbatches*, whose gradients are added before one update (*accumulation*). **Which stages
+# send more then?** It matters *when* a gradient is cut. Choose the number of microbatches:
 
 # %%
 explorer = MemoryExplorer(microbatches=4)
@@ -391,11 +396,20 @@ for u in (1, 4):
     assert stage2 == stage1 if u == 1 else stage2 < stage1
 
 # %% [markdown]
+# The bars are for llmpar, which differs from the toy: float32 weights and gradients (twice the bytes), activations are counted,
+# and stage 2 cuts gradients only after a whole microbatch. So stage 1 no longer fits.
+#
+# ## With microbatches stage 2 has a price
+#
+# * Stages 0 and 1 add up whole gradients and communicate once: **2Ψ**.
+# * Stage 2 cuts each microbatch's gradient before it adds. That makes `u` reduce-scatters, and one gather of the updated weights:
+#   **(u+1)Ψ**.
+# * Stage 3 gathers twice and scatters once for each microbatch: **3uΨ**.
+#
 # ### Exercise (stretch): make stage 2 from stage 1
 #
 # Here is the sum over microbatches of stage 1. `gradient(part)` is this device's whole gradient `d m` of one microbatch. Write
-# stage 2's: it must return the same shard, `d/fsdp m`, and never add up anything whole. Your function is run for four devices,
-# and what it sends is counted.
+# stage 2's: it must return the same shard, `d/fsdp m`, and never add up anything whole.
 
 
 # %%
@@ -412,18 +426,18 @@ attempt("04.stage2_accumulated", stage2_accumulated)
 # %% [markdown]
 # ## Keep: 16 bytes per parameter, and what nobody needs whole is cut
 #
-# 1. ZeRO cuts what replicas hold in common: the optimizer's state (1), gradients (2), weights (3).
+# 1. ZeRO cuts what replicas hold in common: the optimizer (stage 1), gradients (2), weights (3).
 # 2. An all-reduce is a reduce-scatter and an all-gather. Stage 1 updates between the two, for free.
-# 3. The gradient of a gather is a reduce-scatter: stage 3 needs no communication code in its backward pass.
-# 4. A step sends 2Ψ, 2Ψ, 2Ψ, 3Ψ; with `u` microbatches 2Ψ, 2Ψ, (u+1)Ψ, 3uΨ.
-# 5. No stage touches activations. For these: recompute (lesson 01), or cut the model itself (lesson 05).
+# 3. The gradient of a gather is a reduce-scatter.
+# 4. A step of stage 0, 1, 2, 3 sends 2Ψ, 2Ψ, 2Ψ, 3Ψ; with `u` microbatches 2Ψ, 2Ψ, (u+1)Ψ, 3uΨ.
+# 5. No stage cuts activations: recompute (lesson 01), or cut the model itself (lesson 05).
 
 # %% [markdown]
 # ## Further
 #
 # ### The same for a Llama
 #
-# Now the package: a Llama of 2 layers, trained with AdamW. Its code names no mesh axis; `Plan(mesh, zero=…)` is all that
+# Now llmpar itself: a Llama of 2 layers, trained with AdamW. Its code names no mesh axis; `Plan(mesh, zero=…)` is all that
 # changes. A *census* counts what a compiled program sends.
 
 # %%
@@ -524,7 +538,7 @@ show(draw.arrow("d m +fsdp -> d/fsdp m", (D, D), mesh.shape, itemsize=4))
 # ### Gather again, or gather once and keep?
 #
 # FSDP may keep a gathered weight until the backward pass has used it. That saves a third of the traffic and gives back the
-# memory that stage 3 had saved. By hand it is one word, `jax.checkpoint`; in the package it is `Plan.reshard_after_forward`.
+# memory that stage 3 had saved. By hand it is one word, `jax.checkpoint`; in llmpar it is `Plan.reshard_after_forward`.
 
 # %%
 arrays, compiled, text = prepare(lambda *args: stage3(*args, gather_again=False), 3)
@@ -644,7 +658,7 @@ for tokens in (16_384, 131_072):
 # %% [markdown]
 # The batch decides, as so often: the traffic of a step does not depend on it.
 #
-# ### Where XLA's partitioner differs
+# ### Where the partitioner of XLA, JAX's compiler, differs
 #
 # We wrote the collectives. The other way (`reading="auto"`, or `jax.jit` with shardings) is to say only where arrays live; XLA's
 # partitioner chooses the collectives. The value is the same, the memory is the same. What is sent is another matter.
