@@ -75,17 +75,37 @@ show(
 # ## Predict: columns or rows?
 #
 # `x` has a row for each token. Every device has all of `x`, and wants all of `y`. Cut each matrix into four blocks of columns or of
-# rows. One all-reduce shall be enough: it adds up what the four have, and gives the sum to all.
+# rows. One all-reduce shall be enough.
 
 # %%
 cuts = {"W1": ..., "W2": ...}  # "columns" or "rows"
 attempt("05.cut", cuts)
 
 # %% [markdown]
+# In NumPy. Each device applies relu to what it has; the results are added up once:
+
+# %%
+relu = lambda a: np.maximum(a, 0)
+x, w1, w2 = (rng.standard_normal(shape) for shape in ((S, D), (D, M), (M, D)))
+y = relu(x @ w1) @ w2
+
+quarters = np.split(np.arange(M), 4)  # hidden units of each device
+columns = sum(relu(x @ w1[:, own]) @ w2[own] for own in quarters)
+quarters = np.split(np.arange(D), 4)  # rows of W1 of each device
+too_early = sum(relu(x[:, own] @ w1[own]) for own in quarters) @ w2
+
+for name, found in {"columns, rows": columns, "rows, columns": too_early}.items():
+    print(f"{name:<16} largest error {abs(found - y).max():.1g}")
+
+# %% tags=["plumbing"]
+assert np.allclose(columns, y) and abs(too_early - y).max() > 1
+
+# %% [markdown]
 # ## Columns first: relu sees finished numbers
 #
-# Each device multiplies `x` by its columns of W1. It gets finished numbers for some hidden units (columns of x W1), and may apply relu
-# at once. Its rows of W2 belong to the same hidden units. What comes out is an addend for each number of `y`; one all-reduce adds up.
+# Each device multiplies `x` by its columns of W1. It gets finished numbers for some hidden units (columns of x W1), so it may apply
+# relu. Its rows of W2 belong to the same hidden units. What comes out is an addend for each number of `y`; one all-reduce adds up.
+# W1 and W2, cut so, are a *pair*.
 
 # %% tags=["plumbing"]
 show(
@@ -99,43 +119,32 @@ show(
 # %% [markdown]
 # ## Rows first: relu has to wait
 #
-# Now each device has an addend of every hidden unit. relu(3 − 2) = 1, but relu(3) + relu(−2) = 3. The sum must be finished before relu,
-# where it is four times as wide as `y`.
+# Each device has an addend of every hidden unit. relu(3 − 2) = 1, but relu(3) + relu(−2) = 3. The sum must be finished before
+# relu. There it is four times as wide as `y` (drawn narrower).
 
 # %% tags=["plumbing"]
 show(
     draw.matmul(
         "s d/tp × d/tp m = s m +tp -> s m × m d/tp = s d/tp -> s d",
-        names=("x", "W1", "addends of x W1", "relu(x W1)", "W2", "y", "y"),
+        names=(
+            "x|each uses its columns",
+            "W1",
+            "addends of x W1",
+            "relu(x W1)",
+            "W2",
+            "y",
+            "y",
+        ),
         title="W1 by rows, W2 by columns: two messages, one of them wide",
     )
 )
 
 # %% [markdown]
-# In NumPy, device by device:
-
-# %%
-relu = lambda a: np.maximum(a, 0)
-x, w1, w2 = (rng.standard_normal(shape) for shape in ((S, D), (D, M), (M, D)))
-y = relu(x @ w1) @ w2
-
-quarters = np.split(np.arange(M), 4)  # hidden units of each device
-columns = sum(relu(x @ w1[:, own]) @ w2[own] for own in quarters)
-quarters = np.split(np.arange(D), 4)  # rows of W1 of each device
-too_early = sum(relu(x[:, own] @ w1[own]) for own in quarters) @ w2
-
-for name, found in {"columns, rows": columns, "relu on addends": too_early}.items():
-    print(f"{name:<16} largest error {abs(found - y).max():.1g}")
-
-# %% tags=["plumbing"]
-assert np.allclose(columns, y) and abs(too_early - y).max() > 1
-
-# %% [markdown]
 # ## One arrow says it
 #
-# In letters: `s` positions of tokens, `d` width of the model, `m` width of a feed-forward (its hidden units), and `tp`, the axis of the
-# devices. W1 is `d m/tp`: its dim m is cut. W2 is `m/tp d`. The addends are `s d +tp`, a sum unfinished over tp. The pair sends one arrow,
-# `s d +tp -> s d`. Others send more:
+# In letters: `s` positions of tokens, `d` width of the model, `m` = 4`d` hidden units, and `tp`, the mesh axis of the devices. W1 is `d m/tp`: its dim m is cut. W2 is `m/tp d`. The addends are `s d +tp`, a sum unfinished over tp. The pair sends one arrow,
+# `s d +tp -> s d`. Others send more. Count in widths `d`: an all-reduce of `y` costs 2, a gather of `y` 1, a gather of the hidden
+# units 4:
 
 # %% tags=["plumbing"]
 orders = {
@@ -163,7 +172,7 @@ for order, arrows in orders.items():
 # %% [markdown]
 # ## Predict: how many in training?
 #
-# Stack `L = 4` pairs, `x = relu(x @ w1) @ w2`, with a loss on top. **How many all-reduces give the loss and the gradients of all
+# Stack `L = 4` pairs (dim `l`; `b` are rows of a batch), `x = relu(x @ w1) @ w2`, with a loss on top. **How many all-reduces give the loss and the gradients of all
 # weights?** The input of the first pair is data.
 
 # %%
@@ -184,7 +193,7 @@ def stack(w1, w2, x):  # one device has it all: the reference
 
 def by_hand(w1, w2, x):  # l d m/tp, l m/tp d, b s d
     for l in range(L):
-        x = lax.pcast(x, "tp", to="varying")  # f: sums up in the backward pass
+        x = lax.pcast(x, "tp", to="varying")  # f: gradients are added up here
         hidden = jax.nn.relu(x @ w1[l])  # b s m/tp
         x = lax.psum(hidden @ w2[l], "tp")  # g: b s d +tp -> b s d
     return x
@@ -260,42 +269,51 @@ met("05.stack_all_reduces", num_found)
 # ## Backward, the other end of the pair adds up
 #
 # Megatron (Shoeybi et al. 2019) calls the ends of a pair *f* and *g*. Forward, g adds up. Backward, f does: each device knows the
-# gradient of `x` through its own columns only. In JAX f is `lax.pcast`: from here on devices differ. The first pair's `x` is data, and
-# needs no gradient: 2L − 1.
+# gradient of `x` through its own columns only. In JAX f is `lax.pcast`. It marks `x` as each device's own copy. Gradients that flow
+# back *through* it are added up over the devices. (In lessons 03 and 04 we took the gradient with respect to the copies, after it, so
+# nothing was added. Here it flows through.) The first pair's `x` is data, and needs no gradient: 2L − 1.
 #
 # ## Attention has four matrices: what would you cut?
 #
-# Q leads from `d` width of the model to `n` query heads, K and V lead to `k` KV heads, all of `h` width of a head; O leads back. Their
-# dims are `d n h`, twice `d k h`, and `n h d`. Write each layout under tensor parallelism, as in `"d m/tp"`.
+# Wq makes `n` query heads of width `h` from `d` numbers: `d n h`. Wk and Wv make `k` heads each (several query heads may share one,
+# then k < n): `d k h`. Wo goes back: `n h d`. Write each layout under tensor parallelism, as in `"d m/tp"`.
 
 # %%
 layouts = {"q": ..., "k": ..., "v": ..., "o": ...}
 attempt("05.attention_layouts", layouts)
 
-# %% [markdown]
-# ## A head is a group of columns
-#
-# No head looks at another one between Q and O. So a device that has all of a head does its attention alone.
-
-# %%
+# %% tags=["plumbing"]
 show(
     draw.matmul(
         "s d × d n/tp h, d k/tp h, d k/tp h = s n/tp h, s k/tp h, s k/tp h"
         " -attention-> s n/tp h × n/tp h d = s d +tp -> s d",
-        names=("x", "Wq, Wk, Wv", "Q, K, V", "of each head", "Wo", "addends", "y"),
+        names=(
+            "x",
+            "Wq, Wk, Wv",
+            "Q, K, V",
+            "result of each head",
+            "Wo",
+            "addends",
+            "y",
+        ),
         title="Attention: columns are heads, and again one all-reduce",
     )
 )
 
 # %% [markdown]
+# ## A head is a group of columns
+#
+# Between Wq and Wo no head needs another one. So a device that has all of a head does its attention alone.
+
+#
 # ### Exercise (stretch): a gated pair
 #
-# Llama's feed-forward is `(silu(x @ gate) * (x @ up)) @ down`. Write what one device does: it has all of `x`, its columns of `gate` and
-# `up` (`d m/tp`), its rows of `down` (`m/tp d`), and returns the whole result.
+# Llama's feed-forward is `(silu(x @ gate) * (x @ up)) @ down`. Write what one device does with its parts; it returns the
+# whole result.
 
 
 # %%
-def gated_pair(x, gate, up, down): ...
+def gated_pair(x, gate, up, down): ...  # s d, d m/tp, d m/tp, m/tp d -> s d
 
 
 attempt("05.gated_pair", gated_pair)
@@ -303,18 +321,18 @@ attempt("05.gated_pair", gated_pair)
 # %% [markdown]
 # ## A layer of a Llama needs four all-reduces
 #
-# Attention is one pair, the feed-forward another: two all-reduces forward, two backward. Between pairs, all devices do the same norms and keep
-# the same activations.
+# Attention is one pair, the feed-forward another: two all-reduces forward, two backward. Between pairs stand normalization layers
+# (*norms*). Every device computes the same ones and stores the same inputs.
 #
-# **Sequence parallelism** (Korthikanti et al. 2022) cuts these along the sequence. The all-reduce falls into two halves: a reduce-scatter
-# adds up where a pair ends; an all-gather hands round where the next begins:
+# **Sequence parallelism** (Korthikanti et al. 2022) gives each device a part of the tokens there (over the same `tp` devices; the axis
+# `sp` of lesson 06 is another thing). Where a pair ends, a reduce-scatter adds up; where the next begins, an all-gather hands round:
 
 # %%
 show(
     draw.matmul(
         "s d +tp -> s/tp d -norm-> s/tp d -> s d",
         names=("addends", "a part of the tokens", "normed", "into the next pair"),
-        title="An all-reduce in two halves, with the norm between them",
+        title="Sequence parallelism: each device normalizes a part of the tokens",
     )
 )
 
@@ -358,9 +376,8 @@ for name, block in blocks.items():
     print(f"one layer, {name:<14} {in_all:,.0f} B: {shown}")
 
 # %% [markdown]
-# ## As many bytes, a third of the memory
-#
-# What changes is what a device keeps for the backward pass. One layer of GPT-3, which computes attention's scores again:
+# The same bytes: an all-reduce *is* these two. What changes is what is kept for the backward pass. One layer of GPT-3, which
+# recomputes attention's scores there:
 
 # %% tags=["plumbing"]
 gpt3 = dict(b=1, s=2048, h=12_288, heads=96, recompute="selective")
@@ -377,13 +394,13 @@ for size in (1, 4, 8):
 assert kept(8) == 327_155_712 and kept(8, sequence_parallel=True) == 106_954_752
 title = "Activations of a layer of GPT-3 (175B), 2,048 tokens, per device"
 roles = {"cut by tp": "tp", same: "activations"}
-show(draw.memory_bars(rows, title=title, roles=roles))
+show(draw.memory_bars(rows, title=title, roles=roles, wide=640))
 
 # %% [markdown]
-# **Bet:** a GPT of 3.6 billion weights trains on 64 A100 GPUs, 8 to a node. `N` devices along tp share each layer. From N = 8
-# to 16, how many times as long does a step take?
+# ## As many bytes, and at N = 8 a third of the memory
 #
-# ## Beyond the node a step takes twice as long
+# **Bet:** a GPT of 3.6 billion weights trains on 64 A100 GPUs, 8 to a node. `N` devices along tp share each
+# layer. From N = 8 to 16, how many times as long does a step take?
 
 # %% tags=["plumbing"]
 seconds = {1: 3.5665, 2: 3.9375, 4: 4.4921, 8: 4.9723, 16: 10.5806}  # vTrain, measured
@@ -401,7 +418,7 @@ show(
     draw.curves(
         lines,
         [*seconds],
-        "N devices share each layer; the other 64/N are replicas",
+        "N devices share each layer; there are 64/N such groups",
         "seconds a step",
         high=12,
         marks=((3.5, "beyond the node"),),
@@ -410,10 +427,15 @@ show(
 )
 
 # %% [markdown]
-# ## Work is divided by N, the message is not
+# ## Beyond the node a step takes twice as long
 #
-# An all-reduce sends 2 (N − 1)/N · b·s·d numbers (`b` rows of the batch) from each device, nearly the same for every N. With `C` FLOP/s of
-# a device and `β` bytes/s of its links, computing can hide it only while N < m / (C/β) (Austin et al. 2025). By published rates:
+# Work is divided by N, the message is not. Take `C` FLOP/s of a device and `β` bytes/s of its links. A pair is
+# two matmuls: 4·b·s·d·m/N FLOPs. One all-reduce sends about 4·b·s·d bytes, at 2 bytes a number. Cut in pieces, it can hide: the next piece is
+# computed while one is sent. All of it hides if
+#
+# $$ \frac{4\,b\,s\,d\,m}{N\,C} > \frac{4\,b\,s\,d}{\beta} \quad\Longleftrightarrow\quad N < \frac{m}{C/\beta} $$
+#
+# (Austin et al. 2025). Llama 3 70B has m = 28,672. By published rates its sums stay hidden up to:
 
 # %% tags=["plumbing", "nbval-check-output"]
 v5p, h100 = chip("v5p"), chip("h100")
@@ -428,7 +450,7 @@ for where, device, rate in places:
         ffn = preset(name).ffn_width
         degrees[where, name] = formulas.tp_max_degree(ffn, device.flops_per_s, rate)
     most = degrees[where, "llama3-70b"]
-    print(f"{where}, {rate / 1e9:.0f} GB/s: Llama 3 70B hides up to N = {most:.1f}")
+    print(f"{where}, {rate / 1e9:.0f} GB/s: Llama 3 70B up to N = {most:.1f}")
     assert where != "TPU v5p" or round(device.flops_per_s / rate) == 2550
 assert int(degrees["H100 inside a node", "llama3-70b"]) == 13
 
@@ -438,16 +460,14 @@ assert int(degrees["H100 inside a node", "llama3-70b"]) == 13
 # 1. Columns, then rows, along the same dim: one all-reduce ends the pair.
 # 2. Attention (heads) and feed-forward (hidden units) are such pairs: 4 all-reduces a layer, two of them backward.
 # 3. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, nothing kept N times.
-# 4. Work is divided by N, messages are not: stay below m / (C/β).
-#
-# **One number to remember: 4 all-reduces of b·s·d per layer.**
+# 4. Work is divided by N, messages are not: N < m / (C/β).
 
 # %% [markdown]
 # ## Further
 #
 # ### The model's code names no axis
 #
-# An arrow such as `b s d +tp -> b s d` names the mesh axis. The package's model is written once for all meshes, so its arrows are
+# An arrow such as `b s d +tp -> b s d` names the mesh axis. The model of llmpar, the library of these lessons, is written once for all meshes, so its arrows are
 # *logical*: they name *regions* of the model. `stream` is the residual stream, `attention` and `ffn` (the feed-forward) are where heads
 # and hidden units may be cut. `+m` says: this was summed over the hidden units that are here. The plan knows which axis cuts what in a
 # region, and makes a logical arrow a physical one. A *reading* carries it out; `Manual` does so inside `jax.shard_map`.
@@ -643,7 +663,7 @@ show(draw.time_bars(bars, title=title))
 #
 # ### Exercise (stretch): more devices than KV heads
 #
-# Llama 3 8B has 32 query heads and 8 KV heads. Over `tp=16` every KV head must lie on two devices. The package splits the axis for that:
+# Llama 3 8B has 32 query heads and 8 KV heads. Over `tp=16` every KV head must lie on two devices. llmpar splits the axis for that:
 # an outer part, which cuts the KV heads, and an inner one, `kv`, whose devices hold copies of the same head:
 
 # %%
@@ -715,7 +735,7 @@ pairs = [(int(source), int(target)) for source, target in pairs]
 show(draw.ring_steps(pairs, num_steps=N, axis="tp"))
 
 # %% [markdown]
-# The package does this for a whole Llama with `tp_comm_overlap=True`. The model's code stays as it is: `par.enter` and `par.leave` say
+# llmpar does this for a whole Llama with `tp_comm_overlap=True`. The model's code stays as it is: `par.enter` and `par.leave` say
 # which matmuls go with an arrow. One ring serves all matmuls of a value: Q, K and V share one, and so do the two column matrices of
 # the feed-forward. Where a sum leaves, the ring turns around: the sum of one block travels while this device's part of the next one is
 # multiplied. Each is the other's backward pass. The layers' gathers and scatters become permutes (those of embedding and head
@@ -784,7 +804,7 @@ def ring_permutes(tp): ...
 attempt("05.ring_permutes", ring_permutes)
 
 # %% [markdown]
-# ### Where XLA's partitioner differs
+# ### Where the partitioner of XLA, JAX's compiler, differs
 #
 # For the plain stack, hardly at all: say where the weights are, and the partitioner finds the same 2L-1 all-reduces. For a whole Llama
 # it goes its own ways.
