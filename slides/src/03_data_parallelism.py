@@ -27,7 +27,6 @@ use_devices()
 
 import optax
 from deck import curves, draw, show
-from IPython.display import Markdown
 
 from llmpar.config import preset
 from llmpar.inspect.census import census_hlo, census_table, partitioned_hlo
@@ -101,19 +100,10 @@ def apart(optimizer):
 
 
 assert apart(optax.sgd(0.1)) < 1e-6 < 1e-3 < apart(optax.adam(0.1))
-lines = [
-    ("weights", 0, 0),
-    (f"gradients of {len(gradients)} weights, {LLAMA.num_params:,} numbers", len(gradients), grad_bytes),
-    ("loss, number of tokens, norm", len(scalars), sum(c.bytes_sent for c in scalars)),
-]
-Markdown(
-    "\n".join(
-        [
-            "| summed over dp | all-reduces | bytes sent per device |",
-            "|---|--:|--:|",
-            *(f"| {a} | {b} | {c:,} |" for a, b, c in lines),
-        ]
-    )
+sent = {"weights": [], "gradients": gradients, "loss, tokens, norm": scalars}
+show(
+    draw.messages([(name, [c.bytes_sent for c in found]) for name, found in sent.items()]),
+    "What a device sends in one step, message by message",
 )
 
 # %% [markdown]

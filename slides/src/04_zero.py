@@ -31,7 +31,6 @@ use_devices()
 
 import optax
 from deck import draw, show, where
-from IPython.display import Markdown
 
 from llmpar.config import preset
 from llmpar.inspect.census import census_hlo, census_table, partitioned_hlo
@@ -84,19 +83,12 @@ show(draw.zero_strips(stages=(1, 2, 3), layers=3))
 # %% [markdown] tags=["slide"] minutes=1
 # ## FSDP2, and the same here
 #
-# PyTorch's `fully_shard` is ZeRO-3 per parameter. Here it is a field of the plan:
+# PyTorch's `fully_shard(block)` is ZeRO-3 per parameter. Here: `Plan("fsdp=8", zero=3)`. On a 2-D mesh (HSDP):
+# `Plan("dp=2 fsdp=4", zero=3)`. Before its use a weight is gathered over `fsdp` alone:
 #
 # <footer>Zhao et al. 2023 (PyTorch FSDP); PyTorch documentation of <code>fully_shard</code> · lesson <code>notebooks/04_zero</code></footer>
 
 # %%
-PAIRS = {
-    "fully_shard(block)": 'Plan("fsdp=8", zero=3)',
-    "a 2-D mesh (HSDP)": 'Plan("dp=2 fsdp=4", zero=3)',
-    "reshard_after_forward=True": "reshard_after_forward=True",
-    "reshard_after_forward=False": "reshard_after_forward=False",
-    "MixedPrecisionPolicy(param_dtype=…)": 'dtype="bfloat16"',
-    "DTensor placement Shard(0)": "weight stored d/fsdp m",
-}
 plan = Plan("dp=2 fsdp=4", zero=3, reshard_after_forward=True, dtype="bfloat16")
 assert str(plan.resolve().stored("ffn d m")) == "d/fsdp m" and str(plan.resolve().place("ffn d m")) == "d m"
 assert Plan("fsdp=8").zero == 3 and Plan("fsdp=8").reshard_after_forward
@@ -105,15 +97,9 @@ assert [str(m) for m in parse_arrow("d m +dp +fsdp -> d/fsdp m").moves] == [
     "reduce-scatter over fsdp on d",
     "all-reduce over dp",
 ]
-Markdown(
-    "\n".join(
-        [
-            "| PyTorch | llmpar |",
-            "|---|---|",
-            *(f"| `{theirs}` | `{ours}` |" for theirs, ours in PAIRS.items()),
-        ]
-    )
-)
+gathered = parse_arrow("d/fsdp m -> d m")
+assert [str(move) for move in gathered.moves] == ["all-gather over fsdp on d"]
+show(draw.arrow(gathered, (4096, 14336), {"fsdp": 4}, itemsize=2))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** what does the optimizer see under `fully_shard`? Shards, as here; elementwise optimizers need nothing else. One that
@@ -121,6 +107,9 @@ Markdown(
 #
 # **Misunderstanding:** that FSDP splits the *computation* of a layer. It splits storage. Each device gathers whole weights and
 # computes on its own rows; tensor parallelism is what splits the product.
+#
+# **Names:** `reshard_after_forward` has the same one here; `MixedPrecisionPolicy(param_dtype=…)` is `dtype="bfloat16"`; a DTensor's
+# `Shard(0)` is what is stored as `d/fsdp m`. The picture: a feed-forward weight of Llama 3 8B in bfloat16, on four GPUs.
 #
 # **Source:** Zhao et al. 2023. `Shard(0)` cuts a parameter's first dim, we cut the model width d. FSDP1 flattened many
 # parameters into one buffer; FSDP2 shards each.
@@ -252,7 +241,6 @@ show(draw.two_lanes(pictures, f"One layer on {compiled['target']}, estimated fro
 # %%
 CONFIG, N, U = preset("llama3-8b"), 64, 4
 FORMULA, psi = {0: "2Ψ", 1: "2Ψ", 2: "(u+1)Ψ", 3: "3uΨ"}, CONFIG.num_params
-held = {stage: f"{formulas.zero_bytes(psi, N, stage) / 1e9:.1f} GB" for stage in range(4)}
 sent = {
     stage: [round(formulas.zero_elements(1, stage, accumulation=u), 6) for u in (1, U)] for stage in range(4)
 }
@@ -275,12 +263,18 @@ assert (
     == 2 * formulas.sent_bytes("reduce-scatter", 1, N)
     == 2 * formulas.sent_bytes("all-gather", 1, N)
 )
-lines = [f"| {s} | `{FORMULA[s]}` | {sent[s][0]:.0f}Ψ | {sent[s][1]:.0f}Ψ | {held[s]} |" for s in range(4)]
-head = f"| ZeRO | numbers sent | u = 1 | u = {U} | state of an 8B model, {N} GPUs |"
-Markdown("\n".join([head, "|---|---|--:|--:|--:|", *lines]))
+# Gradients: an all-reduce counts twice. Weights are gathered once in the update, or twice in each microbatch.
+PARTS_SENT = {0: (2, 0), 1: (1, 1), 2: (U, 1), 3: (U, 2 * U)}
+assert {stage: sum(parts) for stage, parts in PARTS_SENT.items()} == {s: row[1] for s, row in sent.items()}
+names = ("gradients", "weights")
+bars = [
+    (f"stage {s}: {FORMULA[s]}", {name: 2 * psi * n for name, n in zip(names, PARTS_SENT[s], strict=True)})
+    for s in range(4)
+]
+show(draw.memory_bars(bars, title=f"Llama 3 8B in bfloat16, {U} microbatches: sent by a GPU in a step"))
 
 # %% [markdown]
-# Stage 1 is free. Stage 2 pays when you accumulate. Stage 3 pays for every microbatch.
+# Stage 1 is free. Stage 2 pays when you accumulate, stage 3 for every microbatch. With $u = 1$: 2Ψ, 2Ψ, 2Ψ, 3Ψ.
 
 # %% [markdown] tags=["notes"]
 # **Ask:** why is stage 1 free? An all-reduce is a reduce-scatter and an all-gather; the update goes between the two halves.

@@ -153,8 +153,8 @@ steps(*drawn)
 # **Misunderstanding:** that the causal mask makes a ring twice as fast by itself. In order the last rank computes in every step, and
 # all others wait for it; the half that is masked is only idle time.
 #
-# **Source:** 2 − 1/N: Brandon et al. 2023, whose striped order is nearly as even. A block is all queries of a rank with all keys of
-# a rank: four small squares. The shares are counted from the causal mask, for N up to 64.
+# **Source:** 2 − 1/N: Brandon et al. 2023, whose striped order is nearly as even. A full square is all queries of a rank with all
+# keys of a rank: four small squares. The shares are counted from the causal mask, for N up to 64.
 
 # %% [markdown] tags=["slide"] minutes=2
 # ## Two other ways: heads for positions, or gathered keys
@@ -180,7 +180,7 @@ show(
 )
 Markdown(f"""| | sent | hidden behind work | holds |
 |---|--:|---|---|
-| ring | {7 * hop / MIB:.0f} MiB | yes, with long blocks | two blocks of K and V |
+| ring | {7 * hop / MIB:.0f} MiB | yes, with long pieces | two pieces of K and V |
 | Ulysses | **{ulysses / MIB:.0f} MiB** | no | all positions, of its heads |
 | gathered K and V | {gathered / MIB:.0f} MiB | no | K and V of all positions |""")
 

@@ -168,10 +168,8 @@ steps(*map(pool, range(3)))
 # #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4
 # head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # inside="apptainer exec --nv llmpar.sif"
-# srun -N1 -n1 -w "$head" $inside ray start --head --port=6379 --block &
-# sleep 20
-# srun -N1 -n1 -x "$head" $inside ray start --address="$head:6379" --block &
-# sleep 20
+# srun -N1 -n1 -w "$head" $inside ray start --head --port=6379 --block & sleep 20
+# srun -N1 -n1 -x "$head" $inside ray start --address="$head:6379" --block & sleep 20
 # srun --overlap -N1 -n1 -w "$head" $inside python train_with_ray.py
 # ```
 #
