@@ -117,8 +117,8 @@ def slots_of(chosen):
     return jnp.where(earlier < C, expert * C + earlier, E * C)
 
 
-def rank(x, weights, chosen, gate, up, down):
-    """What one rank does; its tokens x are 1 s d, with s = 32 tokens."""
+def rank(x, scores, chosen, gate, up, down):
+    """One rank: x its tokens (1 s d), scores the router's, the last its experts'."""
     slot, copies = slots_of(chosen), jnp.repeat(x[0], A, axis=0)
     buffer = jnp.zeros((E * C, D)).at[slot].set(copies, mode="drop")
     buffer = buffer.reshape(1, E, C, D)
@@ -129,7 +129,7 @@ def rank(x, weights, chosen, gate, up, down):
     back = back.reshape(E * C, D)
     results = back.at[slot].get(mode="fill", fill_value=0)
     results = results.reshape(1, TOKENS, A, D)
-    return (results * weights[..., None]).sum(2)
+    return (results * scores[..., None]).sum(2)
 
 
 # %% tags=["plumbing"]
@@ -187,7 +187,7 @@ table = census_table(census_hlo(text, mesh))
 sent = 4 * E * TOKENS * D * 4 * (N - 1) // N  # four times the buffer
 exchanges = {("ep", "all-to-all"): {"count": 4, "bytes_sent": sent}} if N > 1 else {}
 assert table == exchanges
-print("Same output and gradients as the plain way: every expert on every token.")
+print("Same output and gradients as the plain way: every expert works on every token.")
 
 # %% [markdown]
 # In the backward pass each all-to-all runs the other way: gradients travel to the experts and back. That makes four exchanges, two
