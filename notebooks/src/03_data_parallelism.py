@@ -81,8 +81,8 @@ show(draw.replicas())
 # ## Only gradients travel
 #
 # All replicas begin with equal weights. If all subtract the *same* gradient, they stay equal. Each has computed one part of it,
-# from its rows. An all-reduce (lesson 02) adds the parts and gives the sum to all. This is *data parallelism*, over the mesh axis `dp`. As an arrow, for a weight (`d` width of the model, `m` width of a
-# feed-forward): `d m +dp -> d m`. On the left each device has one addend of a sum over `dp`; on the right the sum is finished.
+# from its rows. An all-reduce (lesson 02) adds the parts and gives the sum to all. This is *data parallelism*, over the mesh axis
+# `dp`. As an arrow, for a weight (`d` width of the model, `m` width of a feed-forward): `d m +dp -> d m`. On the left each device has one addend of a sum over `dp`; on the right the sum is finished.
 #
 # ## Three sums that look right
 #

@@ -151,7 +151,7 @@ assert sevens[3] < a100.usable_bytes < min(sevens[:3])
 assert round((a100.usable_bytes - sevens[3]) / 1e9, 1) == 3.7
 
 # %% [markdown]
-# Of the 7 billion on A100s only stage 3 fits.
+# On the A100s only stage 3 fits.
 #
 # ## Four trainings, written out
 #
@@ -183,7 +183,7 @@ def adam(w, g, m1, m2, t):
 
 # %% [markdown]
 # An arrow says what moves: `l d m +fsdp -> l d/fsdp m` turns an unfinished sum over `fsdp` into finished parts, cut along `d`
-# (`l` layers; `d`, `m`: rows and columns of a weight).
+# (`l` layers; of a weight, `d` width in, the rows, and `m` width out, the columns).
 #
 # `pcast` marks `w` as each device's own copy. Gradients that flow back *through* it are added up over the devices. Here, as in
 # lesson 03, we take the gradient with respect to the copies, after it, so nothing is added.

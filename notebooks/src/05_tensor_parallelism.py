@@ -75,14 +75,14 @@ show(
 # ## Predict: columns or rows?
 #
 # `x` has a row for each token. Every device has all of `x`, and wants all of `y`. Cut each matrix into four blocks of columns or of
-# rows. One all-reduce shall be enough.
+# rows.
 
 # %%
 cuts = {"W1": ..., "W2": ...}  # "columns" or "rows"
 attempt("05.cut", cuts)
 
 # %% [markdown]
-# In NumPy. Each device applies relu to what it has; the results are added up once:
+# In NumPy: each device applies relu to what it has; the results are added up once:
 
 # %%
 relu = lambda a: np.maximum(a, 0)
@@ -142,7 +142,7 @@ show(
 # %% [markdown]
 # ## One arrow says it
 #
-# In letters: `s` positions of tokens, `d` width of the model, `m` = 4`d` hidden units, and `tp`, the mesh axis of the devices. W1 is `d m/tp`: its dim m is cut. W2 is `m/tp d`. The addends are `s d +tp`, a sum unfinished over tp. The pair sends one arrow,
+# In letters: `s` positions of tokens, `d` width of the model, `m` width of a feed-forward (4 d hidden units), and `tp`, the mesh axis of the devices. W1 is `d m/tp`: its dim m is cut. W2 is `m/tp d`. The addends are `s d +tp`, a sum unfinished over tp. The pair sends one arrow,
 # `s d +tp -> s d`. Others send more. Count in widths `d`: an all-reduce of `y` costs 2, a gather of `y` 1, a gather of the hidden
 # units 4:
 
@@ -399,7 +399,7 @@ show(draw.memory_bars(rows, title=title, roles=roles, wide=640))
 # %% [markdown]
 # ## As many bytes, and at N = 8 a third of the memory
 #
-# **Bet:** a GPT of 3.6 billion weights trains on 64 A100 GPUs, 8 to a node. `N` devices along tp share each
+# 102 MiB in place of 312. **Bet:** a GPT of 3.6 billion weights trains on 64 A100 GPUs, 8 to a node. `N` devices along tp share each
 # layer. From N = 8 to 16, how many times as long does a step take?
 
 # %% tags=["plumbing"]
