@@ -234,7 +234,7 @@ show(draw.two_lanes(pictures, f"One layer on {compiled['target']}, estimated fro
 # %% [markdown] tags=["slide", "short"] minutes=2
 # ## What sharding costs
 #
-# Sent per device and step, for $\Psi$ parameters and $u$ microbatches:
+# Numbers sent per device and step, for $\Psi$ parameters and $u$ microbatches:
 #
 # <footer>Rajbhandari et al. 2020 (ZeRO), section 7 · lesson <code>notebooks/04_zero</code></footer>
 
@@ -271,10 +271,10 @@ bars = [
     (f"stage {s}: {FORMULA[s]}", {name: 2 * psi * n for name, n in zip(names, PARTS_SENT[s], strict=True)})
     for s in range(4)
 ]
-show(draw.memory_bars(bars, title=f"Llama 3 8B in bfloat16, {U} microbatches: sent by a GPU in a step"))
+show(draw.memory_bars(bars), f"Llama 3 8B in bfloat16, u = {U}: what a GPU sends in a step")
 
 # %% [markdown]
-# Stage 1 is free. Stage 2 pays when you accumulate, stage 3 for every microbatch. With $u = 1$: 2Ψ, 2Ψ, 2Ψ, 3Ψ.
+# Stage 1 is free. Stage 2 pays when you accumulate, stage 3 for every microbatch (3Ψ if $u = 1$).
 
 # %% [markdown] tags=["notes"]
 # **Ask:** why is stage 1 free? An all-reduce is a reduce-scatter and an all-gather; the update goes between the two halves.

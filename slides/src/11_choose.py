@@ -9,7 +9,7 @@
 # %%
 import dataclasses
 
-from deck import draw, show
+from deck import curves, draw, show
 
 from llmpar.config import preset
 from llmpar.notation import parse_mesh
@@ -63,24 +63,22 @@ show(drawn, f"Estimated seconds of a step, each ± {planner.ERROR:.0%}, and a me
 # %% [markdown] tags=["slide"] minutes=2
 # ## Serving is another question
 #
-# A prompt computes. A token reads: all weights, and its keys and values. So decode many sequences together.
+# A token reads all weights, and its keys and values. So decode many sequences together: 256 of them get **87 times** the
+# tokens, and each waits 3 times as long.
 #
-# <footer>Llama 3 8B, 1,024 tokens in, 256 out; eight H100s are eight replicas · <code>llmpar.predict.serving</code> · lesson <code>notebooks/11_choose</code></footer>
+# <footer>Llama 3 8B, 1,024 tokens in, 256 out, one H100; estimates · <code>llmpar.predict.serving</code> · lesson <code>notebooks/11_choose</code></footer>
 
 # %%
 from IPython.display import Markdown
 
 from llmpar.predict import serving
 
-batches = (1, 16, 64, 256)  # on each GPU
+batches = (1, 4, 16, 64, 256)  # on each GPU
 took = [sum(serving.decode(preset("llama3-8b"), chip("h100"), n, 1024 + 128).values()) for n in batches]
-lines = [
-    f"| {n:,} | {s * 1e3:.1f} ms | {1 / s:,.0f} | {n / s:,.0f} | {8 * n / s:,.0f} |"
-    for n, s in zip(batches, took, strict=True)
-]
-assert took[-1] < 5 * took[0], "256 sequences, and a token waits less than five times as long"
-head = "| at once on a GPU | a token takes | tokens/s: each | a GPU | 8 GPUs |"
-Markdown("\n".join([head, "|--:|--:|--:|--:|--:|", *lines]))
+assert took[-1] < 3 * took[0] and round(256 * took[0] / took[-1]) == 87
+lines = [("all together", [n / s for n, s in zip(batches, took, strict=True)], "black", "o", False)]
+lines += [("each sequence", [1 / s for s in took], "other4", "s", False)]
+curves(lines, batches, "sequences at once on a GPU", "tokens per second", log=True, text="{:,.0f}".format)
 
 # %% [markdown] tags=["notes"]
 # **Ask:** what stops the batch? First the bound on a token's time, then memory for keys and values; beyond the critical batch
