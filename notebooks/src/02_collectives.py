@@ -75,9 +75,9 @@ bytes_sent = ...
 attempt("02.scattered", bytes_sent, devices=N)
 
 # %% [markdown]
-# ## Four of them send less than the message; the all-reduce sends twice as much
+# ## Measured: a program for each pattern
 #
-# Here is a program for each pattern. `on_each` runs a function on every device at once, and each device has its own
+# `on_each` runs a function on every device, and each device has its own
 # block `x`. A collective is a call inside that function. It names the devices that take part: `"tp"` is our
 # line of devices. `sent_by` reads the compiled program and adds up what one device sends.
 
@@ -109,10 +109,12 @@ shifted = np.asarray(programs["permute"](x)).reshape(N, rows, 512)
 assert np.array_equal(shifted, np.roll(blocks, 1, axis=0))
 
 # %% [markdown]
-# Cut the message into `N` parts, one for each device. A device's own part stays at home, and `N - 1` parts leave. So a device
+# Three of them send a little less than the message, the permute sends all of it, and the all-reduce sends nearly twice as much.
+#
+# Why? Cut the message into `N` parts, one for each device. A device's own part stays at home, and `N - 1` parts leave. So a device
 # sends `(N - 1)/N` of the message. (For an all-gather the message is the gathered result.) A permute sends its whole block.
 #
-# And why twice? Because an all-reduce can be made of two others. First a reduce-scatter: each device gets a part of the sum.
+# And why twice for an all-reduce? Because an all-reduce can be made of two others. First a reduce-scatter: each device gets a part of the sum.
 # Then an all-gather: these parts go to everybody.
 #
 # ## A thousand devices send hardly more than eight
@@ -325,7 +327,7 @@ for where, group, apart in (
 #
 # ## Where XLA's partitioner differs
 #
-# You may write no collective at all: then the partitioner chooses. It finds the all-reduce of a matmul that is cut along
+# You may write no collective at all: then the partitioner of XLA, JAX's compiler, chooses. It finds the all-reduce of a matmul that is cut along
 # the summed dim. Where the result is asked for in parts, XLA for CPUs keeps the all-reduce and cuts afterwards: twice the
 # bytes. So look at what was compiled.
 

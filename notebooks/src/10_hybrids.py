@@ -70,7 +70,7 @@ share_held = ...
 attempt("10.share", share_held)
 
 # %% [markdown]
-# ## Three axes shrink the state, and one does not
+# ## Measured: one model on growing meshes
 #
 # One model, one batch, the same weights. Only the mesh grows. (With fewer than 16 devices the list is shorter.)
 
@@ -124,7 +124,7 @@ def by_axis(meshes):
 scene.show(draw.memory_bars(held.items(), title="State that a device holds"))
 
 # %% [markdown]
-# `dp` saves nothing: its devices hold copies. It is bought for speed. `fsdp` and `tp` halve the state. `pp` halves the layers, but
+# Three axes shrink the state, and one does not. `dp` saves nothing: its devices hold copies. It is bought for speed. `fsdp` and `tp` halve the state. `pp` halves the layers, but
 # not the embedding and the head, which every stage of this package holds; with 2 layers these are a large part.
 #
 # ## Each axis adds messages, and shrinks those of the others

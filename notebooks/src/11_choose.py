@@ -66,7 +66,7 @@ replicas, sharded = ..., ...
 attempt("11.replicas", {"dp=64": replicas, "fsdp=64": sharded})
 
 # %% [markdown]
-# ## No replica fits
+# ## Weights and moments on four meshes
 
 # %%
 LLAMA, ROWS, SEQ = preset("llama3-70b"), 64, 8192
@@ -79,7 +79,7 @@ scene.show(draw.memory_bars(rows, usable, "Weights and moments on each GPU"))
 met("11.replicas", {mesh: state[mesh] for mesh in ("dp=64", "fsdp=64")}, "predicted")
 
 # %% [markdown]
-# The dashed line is what a program may use: three quarters of the card's 79 GiB, which JAX takes at the start unless told
+# No replica fits. The dashed line is what a program may use: three quarters of the card's 79 GiB, which JAX takes at the start unless told
 # otherwise. Gradients and activations come on top.
 #
 # ## Bet: which mesh is fastest?
