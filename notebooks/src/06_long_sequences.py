@@ -80,18 +80,18 @@ IN_ORDER = {"in order": parts_of_ranks("contiguous")}
 title = "White: the keys lie on another device"
 show(
     draw.causal(
-        {"devices 0 to 3": IN_ORDER["in order"]}, step=0, title=title, counts=False
+        {"devices 0 to 3": [[0], [1], [2], [3]]}, step=0, title=title, counts=False
     )
 )
 
 # %% [markdown]
-# Coloured is what each device can compute at once: its own queries with its own keys. The keys for the white squares lie elsewhere. To cut
+# Coloured is what each device can compute from what it has: its own queries with its own keys. To cut
 # positions like this is *context parallelism*, over the mesh axis `sp`. A device's number along the axis is its *rank*.
 #
 # ## Queries stay, keys travel
 #
-# Each rank looks at the keys and values that it has, and hands them on to its neighbour (Liu et al. 2023). A block is what one rank began
-# with:
+# Each rank looks at the keys and values that it has, and hands them on to its neighbour (Liu et al. 2023). A *piece* is the keys and
+# values that one rank began with:
 
 # %% tags=["plumbing"]
 show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
@@ -99,7 +99,8 @@ show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
 # %% [markdown]
 # ## Predict: how much does a device send?
 #
-# The toy has S positions, 2 KV heads and 4 query heads of width 16, in float32 (4 bytes). **How many bytes of keys and values does one
+# The toy has S positions, 4 query heads and 2 KV heads of width 16, in float32 (4 bytes). Two query heads share one head of keys and
+# values (a KV head). Only K and V travel. **How many bytes of keys and values does one
 # device send in the forward pass?**
 
 # %%
@@ -126,16 +127,18 @@ attempt("06.hop_bytes", hop_bytes)
 # %% tags=["plumbing"]
 show(
     draw.matmul(
-        "s h × h t/sp = s t/sp -softmax-> s t/sp × t/sp h = s h +sp",
+        "s h × h t/sp = s t/sp -exp-> s t/sp × t/sp h = s h +sp",
         names=("Q", "K transposed", "scores", "weights", "V", "to be joined"),
         devices=2,
         title="Two devices look at half of the keys each",
+        sheets="two partial results: rescale, then add",
     )
 )
 
 # %% [markdown]
-# So a device keeps three things for each query: the weighted sum of values, the sum of weights, and the largest score, which is subtracted
-# before the exponential. Two such results join into one (Milakov and Gimelshein 2018):
+# So a device keeps three things for each query: the weighted sum of values, the sum of weights, and its own largest score, which it
+# subtracts before the exponential (exp). To join, bring both results to the larger score: multiply by exp(own − larger), then add.
+# Divide at the end (Milakov and Gimelshein 2018):
 
 
 # %%
@@ -196,13 +199,14 @@ assert np.allclose(joined, want, atol=1e-5) and np.allclose(merged, want, atol=1
 print("two halves of the keys, joined, give attention to all keys")
 
 # %% [markdown]
-# ## Run: a ring is a look, a hop and a join
+# ## A ring is a look, a hop and a join
 #
-# What one device does, inside `jax.shard_map`. Positions travel with the keys and say who may see whom; `pairs` counts what they let
-# through in each step.
+# What one device does, inside `jax.shard_map`. Each key carries its position. A query uses only keys at its own or
+# an earlier position. `pairs` counts the used pairs in each step. `look_at_all` runs `look` for every head.
 
 
 # %%
+# b rows, s positions, k KV heads, r query heads of each, h width of a head
 def ring_by_hand(q, k, v, mine):  # b s/sp k r h, b s/sp k h twice, b s/sp
     def at_home(k, v, theirs):
         seen = mine[0, :, None] >= theirs[0, None, :]
@@ -216,6 +220,7 @@ def ring_by_hand(q, k, v, mine):  # b s/sp k r h, b s/sp k h twice, b s/sp
 
     held = k, v, mine
     done, pairs = at_home(*held)
+    # lax.scan is a loop over the steps
     (_, done), later = lax.scan(step, (held, done), length=N - 1)
     return finish(*done), jnp.concatenate([pairs[None], later])[None]
 
@@ -275,23 +280,27 @@ print(f"the compiled program makes {hops} hops of {hop:,} B")
 met("06.ring_bytes", kv_bytes)
 
 # %% [markdown]
-# N devices, N − 1 hops: an N-th would bring home what nobody needs. In training the ring turns twice, and the gradients of keys and values
-# follow one hop behind.
+# N devices, N − 1 hops: an N-th would only bring each piece home. The backward pass needs the keys again, so
+# the ring turns a second time. Each piece's gradient travels along.
 #
-# **Bet:** a step of the ring ends when the busiest rank is done. Positions lie in order: rank 0 has the first. A query sees no later key.
-# Which rank waits most? How much longer does the ring take than with even work?
+# **Bet:** a step of the ring ends when the busiest rank is done. Positions lie in order (contiguous): rank 0 has the first. Which rank waits most? With 4 ranks, how much longer does the ring take than with even work?
 #
-# ## In order, the last rank works alone
+# ## Step by step
 #
-# A square is a block: the queries of a rank, and the keys that visit it in this step. Filled is what is seen. Then choose `zigzag`.
+# A *square* is the queries of a rank, and the piece that visits it in this step. Filled is what is seen. Time is counted in *full
+# squares*: how long one takes when all of it is seen. Then choose `zigzag`.
 
 # %% tags=["plumbing"]
 RingExplorer()
 
 # %% [markdown]
+# ## In order, early ranks wait for the last
+#
+# The ring takes as long as 3.5 full squares; with even work it would be 2.
+#
 # ## Zigzag: an early part and a late part for everybody
 #
-# Cut the sequence into 2N parts. Rank i takes the parts i and 2N − 1 − i, as the strips show. That costs one permutation of the data
+# Cut the sequence into 2N parts. Rank i takes the parts i and 2N − 1 − i. That costs one permutation of the data
 # before the step.
 
 # %% tags=["plumbing"]
@@ -303,31 +312,31 @@ own_key = (np.arange(N) == 0) * OWN / 2  # a query's own key counts half
 parts = {order: (pairs - own_key) / OWN**2 for order, pairs in live.items()}
 for order, expected in (("contiguous", 2 - 1 / N), ("zigzag", 1)):
     work = parts[order].sum(1)
-    busiest, blocks = work.max() / work.mean(), parts[order].max(0).sum()
+    busiest, squares = work.max() / work.mean(), parts[order].max(0).sum()
     assert np.isclose(busiest, expected)
     print(f"our {N} devices, {order}: busiest rank / mean = {busiest:.3f},", end=" ")
-    print(f"{blocks:g} blocks of time")
+    print(f"{squares:g} squares")
 assert parts["contiguous"].max(0).sum() == N - 1 / 2
 assert np.isclose(parts["zigzag"].max(0).sum(), N / 2)
 
 # %% [markdown]
 # ## Ulysses trades positions for heads
 #
-# Another way (Jacobs et al. 2023) turns the cut itself: before attention from positions to heads (`n` query heads, `k` KV heads), and
-# back behind it. Each device then sees *all* positions, of its heads.
+# Another way (Ulysses, Jacobs et al. 2023): before attention devices exchange parts, so that each has *all* positions of some heads
+# (`n` query heads, `k` KV heads). After it they exchange back.
 
 # %% tags=["plumbing"]
 show(
     draw.matmul(
         "s/sp n h -> s n/sp h -attention-> s n/sp h -> s/sp n h",
         names=("Q, K, V", "Q, K, V", "output", "output"),
-        title="Ulysses: an all-to-all before attention, and one behind it",
+        title="Ulysses: an all-to-all before attention, and one after it",
     )
 )
 
 # %% [markdown]
-# A device needs whole heads: in this package N must divide the KV heads, others repeat KV heads. And nothing hides these messages, while a
-# ring's hops hide behind work.
+# A device needs whole heads. llmpar, the library of these lessons, wants the number of KV heads to be a multiple of N; other packages
+# copy KV heads instead. Nothing hides these messages.
 #
 # ### Exercise (stretch): write the exchange
 #
@@ -356,21 +365,21 @@ show(
 )
 
 # %% [markdown]
-# ## A hop is free behind a long enough block
+# ## A hop hides behind a long enough piece
 #
-# While a device computes on one block, the next is on its way. With `C` FLOP/s of a device and `β` bytes/s of its links, in bfloat16, a hop costs no time if
+# While a device computes on one piece, the next is on its way. With `C` FLOP/s of a device and `β` bytes/s of its links, in bfloat16, a hop costs no time if
 #
 # $$ \frac{4\,(s/N)^2\,n\,h}{C} \ge \frac{4\,(s/N)\,k\,h}{\beta} \quad\Longleftrightarrow\quad \frac{s}{N} \ge \frac{C}{\beta}\cdot\frac{k}{n} $$
 #
-# Left is the time of a block's two matmuls, right that of sending its K and V. A causal zigzag has half of the work, so it needs twice the
-# block. In positions per device, by published rates:
+# Left is the time of a full square's two matmuls, right that of sending a piece. Under a causal mask a zigzag computes half of each
+# square, so a hop needs a piece twice as long to hide behind. In positions per device, by published rates:
 
 # %% tags=["plumbing", "nbval-check-output"]
 a100, h100 = chip("a100-80"), chip("h100")
 block = formulas.ring_min_block(a100.flops_per_s, a100.link_bytes_per_s)
 # Liu et al. 2023, table 2
 assert abs(block / 1e3 - 1.0) < 0.06 and abs(6 * block / 1e3 - 6.2) < 0.15
-print(f"A100 in a node, no mask: {block:.0f} (published 1.0k)")
+print(f"A100 in a node, if queries saw all keys: {block:.0f} (published 1.0k)")
 links = (("in a node", a100.link_bytes_per_s), ("between nodes", a100.dcn_bytes_per_s))
 for where, rate in links:
     one, four = (
@@ -385,10 +394,10 @@ for where, rate in links:
 #
 # 1. Attention to parts of the keys merges exactly: keep the weighted sum, the sum of weights, the largest score.
 # 2. A ring makes N − 1 hops of K and V; only KV heads travel.
-# 3. In order, the busiest rank has 2 − 1/N times the mean; in zigzag all have the same.
-# 4. A hop hides behind a block of C/β · k/n positions, twice that under a causal mask. All-to-alls and gathers do not hide.
+# 3. In order (contiguous), the busiest rank has 2 − 1/N times the mean; in zigzag all have the same.
+# 4. A hop hides behind a piece of C/β · k/n positions, twice that under a causal mask. All-to-alls and gathers do not hide.
 #
-# **One number to remember: N − 1.** Twice the devices take twice the sequence, with the same memory on each.
+# **Remember N − 1 hops.** With twice the devices you can have twice the sequence, and each holds no more.
 
 # %% [markdown]
 # ## Further
@@ -587,7 +596,7 @@ else:
 #
 # | | forward | in a training step | limit | waits for |
 # |---|---|---|---|---|
-# | ring | 2 k h (N − 1) | 8 k h (N − 1): K, V twice, dK, dV in float32 | none | hops longer than the work on a block |
+# | ring | 2 k h (N − 1) | 8 k h (N − 1): K, V twice, dK, dV in float32 | none | hops longer than the work on a piece |
 # | Ulysses | (2 n + 2 k) h (N − 1)/N | twice as much | here N divides k | four all-to-alls, with nothing to do meanwhile |
 # | gather | 2 k h (N − 1) | twice as much | holds all K and V | an all-gather |
 #
@@ -628,7 +637,7 @@ for name in ("llama2-7b", *llama3):
 # %% [markdown]
 # ### Time
 #
-# The paper's 6.2k positions per device are six blocks of the threshold above: it counts six that a device holds at once (queries, keys
+# The paper's 6.2k positions per device are six pieces of the threshold above: it counts six that a device holds together (queries, keys
 # and values in use, keys and values on their way, the output). Below: the forward pass of Llama 2 7B's attention (one KV head per query
 # head) on 8 A100 of a node, per layer, with links as large messages reach them (247 of 300 GB/s). It is computed and not measured,
 # because simulated devices have no links.
@@ -640,7 +649,7 @@ assert round(a100.reached_link_bytes_per_s / 1e9) == 247
 
 def step_times(length, size, node):
     """Seconds of one step of a zigzag causal ring in bfloat16: the work on what is live
-    of a block, and the hop beside it."""
+    of a square, and the hop beside it."""
     block = length // size
     work = 4 * block * block * llama.num_heads * llama.head_width / 2
     moved = 4 * block * llama.num_kv_heads * llama.head_width
@@ -657,7 +666,7 @@ title = "Ring over 8 A100 in a node: attention of one layer, forward"
 show(draw.time_bars(bars, title=title))
 
 # %% [markdown]
-# Work grows with the square of the block, a hop with the block.
+# Work grows with the square of a piece's length, a hop with the length.
 #
 # ### Exercise (expert): when does Ulysses beat the ring?
 #
@@ -684,7 +693,7 @@ attempt("06.rivals", answer)
 # %% [markdown]
 # ### Where XLA's partitioner differs
 #
-# `reading="auto"` says only where values live. The ring itself is an *island* of ours (code on one device's block) in either reading,
+# `reading="auto"` says only where values live. The ring itself is an *island* of ours (code on one device's part) in either reading,
 # because no layout says "keep it moving". Ulysses can be said in layouts: positions cut before, heads cut after, and XLA finds the
 # collectives.
 
@@ -744,7 +753,7 @@ for text, census in (("b s/sp m", right), ("b s m", wrong)):
 # %% [markdown]
 # ### What is left to hold
 #
-# With no scores kept, the widest values of a block are those inside its feed-forward: `b s m`, three of them, in every layer. A
+# With no scores kept, the widest values of a layer are those inside its feed-forward: `b s m`, three of them, in every layer. A
 # feed-forward looks at one position at a time, so it can take the positions in pieces, and compute its hidden values again in the
 # backward pass instead of keeping them (Liu and Abbeel 2023). Nothing is sent for it. Compiled here: one device's share of a step, in one
 # piece and in eight.
@@ -803,5 +812,5 @@ if SP > 1:
 # On GPUs and TPUs all three run on a kernel of ours, which keeps no scores and returns its log of sums in float32: a ring needs that to
 # merge. cuDNN's public function rounds it to 16 bits, so `--attention-kernel cudnn` is for devices that see whole sequences.
 #
-# `sp` wants fast links when blocks are short; with long ones it is content with slow ones, as the threshold says. It multiplies with
+# `sp` wants fast links when pieces are short; with long ones it is content with slow ones, as the threshold says. It multiplies with
 # every other axis, in generation too: `llmpar generate "def " --checkpoints FOLDER --mesh "sp=4 tp=2"`.
