@@ -55,7 +55,7 @@ show(draw.matmul(CHAIN))
 # %% [markdown] tags=["slide", "short"] minutes=2
 # ## Then cut the rows
 #
-# `s m/tp` times `m/tp d` gives `s d +tp`: all have addends of all. **One all-reduce** adds them up.
+# `s m/tp` times `m/tp d` gives `s d +tp`: each device has an addend of each number: **one all-reduce**.
 #
 # <footer>Shoeybi et al. 2019 (Megatron-LM), section 3 · lesson <code>notebooks/05_tensor_parallelism</code></footer>
 
