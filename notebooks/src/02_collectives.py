@@ -78,12 +78,13 @@ attempt("02.scattered", bytes_sent, devices=N)
 # ## Measured: a program for each pattern
 #
 # `on_each` runs a function on every device, and each device has its own
-# block `x`. A collective is a call inside that function. It names the devices that take part: `"tp"` is our
+# buffer `x`. A collective is a call inside that function. It names the devices that take part: `"tp"` is our
 # line of devices. `sent_by` reads the compiled program and adds up what one device sends.
 
 # %%
-rows = 512  # of 512 float32: a block of 1 MiB on each device
+rows = 512  # of 512 float32: a buffer of 1 MiB on each device
 x = np.random.default_rng(0).standard_normal((N * rows, 512)).astype(np.float32)
+# tiled=True: parts are joined along that dim
 programs = {
     "all-gather": on_each(lambda x: lax.all_gather(x[: rows // N], "tp", tiled=True)),
     "reduce-scatter": on_each(lambda x: lax.psum_scatter(x, "tp", tiled=True)),
@@ -112,7 +113,7 @@ assert np.array_equal(shifted, np.roll(blocks, 1, axis=0))
 # Three of them send a little less than the message, the permute sends all of it, and the all-reduce sends nearly twice as much.
 #
 # Why? Cut the message into `N` parts, one for each device. A device's own part stays at home, and `N - 1` parts leave. So a device
-# sends `(N - 1)/N` of the message. (For an all-gather the message is the gathered result.) A permute sends its whole block.
+# sends `(N - 1)/N` of the message. (For an all-gather the message is the gathered result.) A permute sends the whole buffer.
 #
 # And why twice for an all-reduce? Because an all-reduce can be made of two others. First a reduce-scatter: each device gets a part of the sum.
 # Then an all-gather: these parts go to everybody.
@@ -254,7 +255,7 @@ show(draw.curves(lines, ticks, **axes, marks=marks, text=time_text, title="8 H10
 # ## Keep: a sum costs less than two buffers
 #
 # 1. Five patterns: all-gather, reduce-scatter, all-reduce, all-to-all, permute.
-# 2. A device sends (N - 1)/N of the message; a permute sends its block.
+# 2. A device sends (N - 1)/N of the message; a permute sends the whole buffer.
 # 3. An all-reduce is a reduce-scatter and then an all-gather: less than two buffers, however many devices.
 # 4. Time is starts plus bytes over the slowest link that is crossed.
 # 5. Few large messages beat many small ones; groups inside a node are fast.

@@ -90,7 +90,7 @@ show(
 #
 # ## Queries stay, keys travel
 #
-# Each rank looks at the keys and values that it has, and hands them on to its neighbour (Liu et al. 2023). A *piece* is the keys and
+# Each rank looks at the keys and values that it has, and hands them on to its neighbour: a *hop* (Liu et al. 2023). A *piece* is the keys and
 # values that one rank began with:
 
 # %% tags=["plumbing"]
@@ -111,7 +111,7 @@ attempt("06.ring_bytes", bytes_of_keys_and_values, devices=N, seq=S)
 # %% [markdown]
 # ### Exercise (core): one hop of a real model
 #
-# Llama 3 8B: 32 query heads, 8 KV heads, head width 128; 131,072 tokens over `sp=8`, in bfloat16. How many bytes does a device hand on in
+# Llama 3 8B: 32 query heads, 8 KV heads, head width 128; 131,072 tokens over `sp=8`, in bfloat16 (2 bytes). How many bytes does a device hand on in
 # one hop of one layer?
 
 # %%
@@ -283,7 +283,8 @@ met("06.ring_bytes", kv_bytes)
 # N devices, N − 1 hops: an N-th would only bring each piece home. The backward pass needs the keys again, so
 # the ring turns a second time. Each piece's gradient travels along.
 #
-# **Bet:** a step of the ring ends when the busiest rank is done. Positions lie in order (contiguous): rank 0 has the first. Which rank waits most? With 4 ranks, how much longer does the ring take than with even work?
+# **Bet:** a step of the ring ends when the busiest rank is done. Positions lie in order (contiguous): rank 0 has the first.
+# Which rank waits most? With 4 ranks, how much longer does the ring take than with even work?
 #
 # ## Step by step
 #
@@ -441,10 +442,10 @@ for tile in tiles[1:]:
 #
 # ### Backwards
 #
-# `attention.ring` is the ring of the package: the same forward pass, and a backward pass of its own. It saves the output and `lse`;
+# `attention.ring` is llmpar's ring: the same forward pass, and a backward pass of its own. It saves the output and `lse`;
 # scores are computed again, so nothing of size `s t` is ever stored (Dao et al. 2022). Keys and values make their N − 1 hops a second
-# time, and the *gradients* of keys and values follow one hop behind them, in float32, collecting what each rank adds. K and V travel as
-# one message. Positions are few: all ranks learn all of them at once, before the first hop.
+# time, and the *gradients* of keys and values follow one hop after them, in float32, collecting what each rank adds. K and V travel as
+# one message. Positions are few: all ranks learn all of them before the first hop.
 
 
 # %%
@@ -528,7 +529,7 @@ for kv_heads, dtype in ((8, jnp.float32), (8, half), (2, half), (1, half)):
 # %% [markdown]
 # ### A Llama with its sequence cut
 #
-# Now the package: 2 layers and two documents in each row. The three variants are one field of the plan, `context_parallel`. The model's
+# Now llmpar: 2 layers and two documents in each row. The three variants are one field of the plan, `context_parallel`. The model's
 # code has one arrow for each, from `b` rows of `s` positions, cut over sp, to what attention wants; it is empty where nothing moves:
 #
 # | variant | what moves | arrow |
@@ -600,7 +601,7 @@ else:
 # | Ulysses | (2 n + 2 k) h (N − 1)/N | twice as much | here N divides k | four all-to-alls, with nothing to do meanwhile |
 # | gather | 2 k h (N − 1) | twice as much | holds all K and V | an all-gather |
 #
-# What is true of the forward pass need not be true of training. The middle column is what the package predicts:
+# What is true of the forward pass need not be true of training. The middle column is what llmpar predicts:
 
 
 # %% tags=["plumbing", "nbval-check-output"]
@@ -671,7 +672,7 @@ show(draw.time_bars(bars, title=title))
 # ### Exercise (expert): when does Ulysses beat the ring?
 #
 # Take the table above. For each model: over how many ranks, at least, does Ulysses send *less* than the ring, in the forward pass
-# (`forward`), and in a whole training step (`step`)? Give a power of two, or `None` where this package's Ulysses cannot be cut that far
+# (`forward`), and in a whole training step (`step`)? Give a power of two, or `None` where llmpar's Ulysses cannot be cut that far
 # (N must divide the KV heads; others repeat them). (Llama 2 7B has
 # 32 query and 32 KV heads, Llama 3 8B 32 and 8, Llama 3 70B 64 and 8.)
 #
@@ -694,7 +695,7 @@ attempt("06.rivals", answer)
 # ### Where XLA's partitioner differs
 #
 # `reading="auto"` says only where values live. The ring itself is an *island* of ours (code on one device's part) in either reading,
-# because no layout says "keep it moving". Ulysses can be said in layouts: positions cut before, heads cut after, and XLA finds the
+# because no layout says "keep it moving". Ulysses can be said in layouts: positions cut before, heads cut after, and XLA, JAX's compiler, finds the
 # collectives.
 
 # %% tags=["plumbing"]
