@@ -120,5 +120,5 @@ def expert_loads(rows, room: int | None = None) -> Scene:
         empty = high * experts - total + sum(lost)
         lines[-1] += f", dropped {sum(lost)}, {empty} of {high * experts} slots empty"
         key += [("paper", "empty slot", ""), ("edge", "left out", "/")]
-    title = "Copies at their experts" + ("" if room is None else f", {room} slots for each on every rank")
+    title = "Copies that reach each expert" + ("" if room is None else f"; it has {room} slots on every rank")
     return compose(title, [items, legend(key)], "\n".join([*lines, note]), [note])

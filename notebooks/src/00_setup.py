@@ -67,7 +67,7 @@ attempt("00.row", holders)
 # ## What JAX says
 #
 # Now the same with JAX, on the devices that are here. The text `b/dp,fsdp d` is a **layout**. It says how an array is laid out: `b`
-# rows of the batch, cut by `dp` and then by `fsdp`, and `d` width of the model, not cut. After the slash stand the axes that
+# rows of the batch, cut by `dp` and then by `fsdp`, and `d` width of the model (the numbers in each row), not cut. After the slash stand the axes that
 # cut. An axis that is not named cuts nothing: devices that differ in it alone hold copies. (`b` and `d` are the array's **dims**,
 # its directions. Each has one letter.)
 
@@ -106,9 +106,9 @@ assert found == [4, 5] or N != 8, "the picture's cube"
 #
 # ## The same question for eight billion weights
 #
-# This is a cluster that you do not have: 16 H100s, GPUs for data centres, that train a Llama with 8 billion weights. Look at two
-# panels only: the devices (a cell is a whole weight; green is the part that a device holds), and the memory bar of one device. All other
-# words come in later lessons. An H100 has 79.1 GiB. JAX takes 75 % of it unless told (59.3 GiB); here it is told to take 95 %, that
+# This is a cluster that you do not have: 16 H100s, GPUs for data centres, that train a Llama with 8 billion weights, of 4 bytes each. Look
+# at the devices (a cell is a matrix of all 32 layers; green is the part that a device holds) and at the memory bar of one device. All
+# other words come in later lessons. An H100 has 79.1 GiB. JAX takes 75 % of it unless told (59.3 GiB); here it is told to take 95 %, that
 # is 75.2 GiB.
 
 # %%
@@ -126,7 +126,8 @@ whole_weights = explorer.answer(explorer.state | {"mesh": "dp=16"})
 assert whole_weights["verdict"]["tone"] == "bad", "16 whole copies are too large"
 
 # %% [markdown]
-# Now give all 16 devices to `dp`, which cuts no weight. (In a running notebook you can do it above.) Does the model still fit?
+# Now give all 16 devices to `dp`, which cuts no weight. (In a running notebook: with + and −. A coloured square doubles an axis.)
+# Does the model still fit?
 
 # %% tags=["plumbing"]
 copies_only = MeshExplorer(model="llama3-8b", chip="h100", batch_size=32, mesh="dp=16")
@@ -134,7 +135,8 @@ copies_only.areas = [area for area in copies_only.areas if area[0] == "memory"]
 show(copies_only.scene)
 
 # %% [markdown]
-# It does not: with nothing cut, each device holds all weights, all gradients and all that the optimizer keeps (moments).
+# It does not: with nothing cut, each device holds all weights, all gradients and all that the optimizer keeps (moments). (Its plan, short
+# of memory, keeps few activations and computes the rest again: lesson 01.)
 #
 # ## Six axes, six ways to share the work
 #

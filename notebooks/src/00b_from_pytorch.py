@@ -129,8 +129,8 @@ show(draw.replicas())
 # ## With `pcast` each device keeps a gradient of its own
 #
 # `lax.pcast(w, "dp", to="varying")` changes no number. It marks `w` as each device's own copy. Gradients that flow back *through*
-# it are added up over the devices. Here the gradient is taken with respect to the copy, after it, so nothing is added, as in a
-# model that nobody wrapped in DDP:
+# it are added up over the devices. Here we ask for the gradient of what `pcast` returns, so it does not flow back through it, and
+# each device gets its own, as in a model that nobody wrapped in DDP:
 
 
 # %%

@@ -199,8 +199,8 @@ attempt("03.repair", {"gradient": gradient, "clipped": clipped})
 # ## Data parallelism is two lines
 #
 # `lax.pcast(w, "dp", to="varying")` marks the weights as each device's own copy. Gradients that flow back *through* it are added
-# up over the devices. We take the gradient with respect to the copies, after it, so nothing is added: we add ourselves. (Without
-# `pcast`, `jax.grad` adds by itself.)
+# up over the devices. We ask for the gradient of what `pcast` returns, so it does not flow back through it: each device gets its own
+# part, and we write the sum ourselves.
 
 
 # %%

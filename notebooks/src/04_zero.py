@@ -105,14 +105,14 @@ show(draw.zero_strips(stages=[0]))
 # *part* of the weights.
 #
 # *ZeRO* (Rajbhandari et al. 2020) cuts at stage 1, also called ZeRO-1, the optimizer; at
-# stage 2 the gradients too; at stage 3 the weights too. Stage 3 is *FSDP*, fully sharded data parallelism. The axis of devices
-# that share one copy is called `fsdp`.
+# stage 2 the gradients too; at stage 3 the weights too. Stage 3 is *FSDP*, fully sharded data parallelism. The axis that cuts is
+# called `fsdp`.
 #
 # ## Two bets
 #
 # First, what is saved. **A model of 7 billion parameters, mixed precision with Adam, 4 A100 of 40 GB:** how many GB (1e9 bytes)
-# of weights, gradients and optimizer does a device hold at each stage? A program may use 31.7 GB of each A100 (75 % of what there
-# is). Which stages fit?
+# of weights, gradients and optimizer does a device hold at each stage? A program may use 31.7 GB of each (75 % of its 42.3 GB).
+# Which stages fit?
 
 # %%
 memory_gb = {0: ..., 1: ..., 2: ..., 3: ...}
@@ -186,7 +186,7 @@ def adam(w, g, m1, m2, t):
 # (`l` layers; of a weight, `d` width in, the rows, and `m` width out, the columns).
 #
 # `pcast` marks `w` as each device's own copy. Gradients that flow back *through* it are added up over the devices. Here, as in
-# lesson 03, we take the gradient with respect to the copies, after it, so nothing is added.
+# lesson 03, we ask for the gradient of what `pcast` returns: it does not flow back through it, and we write the sum.
 
 
 # %%
@@ -344,7 +344,7 @@ print("stages 0 to 3: the same training, each array cut as its layout says")
 # %% [markdown]
 # ## What the compiled programs send
 #
-# 2Ψ stands for 2Ψ numbers of 4 bytes; multiply each by (N − 1)/N. (The loss is also sent, but it is one number.)
+# 2Ψ is short for 2Ψ × 4 bytes × (N − 1)/N. (The loss is also sent, but it is one number.)
 
 # %% tags=["plumbing"]
 expected_counts = {
@@ -383,7 +383,7 @@ show(draw.before_after(("reduce-scatter", "all-gather")))
 # ## A batch in slices
 #
 # A batch may be run in `u` slices, *microbatches*, whose gradients are added before one update (*accumulation*). **Which stages
-# send more then?** It matters *when* a gradient is cut. Choose the number of microbatches:
+# send more then?** Decide. First the memory; choose the number of microbatches:
 
 # %%
 explorer = MemoryExplorer(microbatches=4)
@@ -396,8 +396,8 @@ for u in (1, 4):
     assert stage2 == stage1 if u == 1 else stage2 < stage1
 
 # %% [markdown]
-# The bars are for llmpar, which differs from the toy: float32 weights and gradients (twice the bytes), activations are counted,
-# and stage 2 cuts gradients only after a whole microbatch. So stage 1 no longer fits.
+# Unlike in the bars above, llmpar keeps weights and gradients in float32 (the optimizer needs no copy then); activations are
+# counted; stage 2 cuts only after a whole microbatch. So only stage 3 fits.
 #
 # ## With microbatches stage 2 has a price
 #

@@ -119,8 +119,8 @@ show(
 # %% [markdown]
 # ## Rows first: relu has to wait
 #
-# Each device has an addend of every hidden unit. relu(3 − 2) = 1, but relu(3) + relu(−2) = 3. The sum must be finished before
-# relu. There it is four times as wide as `y` (drawn narrower).
+# Each device has an addend of every hidden unit. relu(3 − 2) = 1, but relu(3) + relu(−2) = 3. This sum must be finished before
+# relu, and it is four times as wide as `y` (drawn narrower).
 
 # %% tags=["plumbing"]
 show(
@@ -142,9 +142,9 @@ show(
 # %% [markdown]
 # ## One arrow says it
 #
-# In letters: `s` positions of tokens, `d` width of the model, `m` width of a feed-forward (4 d hidden units), and `tp`, the mesh axis of the devices. W1 is `d m/tp`: its dim m is cut. W2 is `m/tp d`. The addends are `s d +tp`, a sum unfinished over tp. The pair sends one arrow,
-# `s d +tp -> s d`. Others send more. Count in widths `d`: an all-reduce of `y` costs 2, a gather of `y` 1, a gather of the hidden
-# units 4:
+# `s` positions of tokens, `d` width of the model, `m` width of a feed-forward (4 d hidden units), and `tp`, the mesh axis of the devices. W1 is `d m/tp`: its dim m is cut. W2 is `m/tp d`. The addends are `s d +tp`, a sum unfinished over tp. The pair sends one arrow,
+# `s d +tp -> s d`. Others send more. Count in widths `d`: gathering `y` costs 1, hidden units 4; a reduce-scatter the same,
+# an all-reduce twice that. Beside the pair:
 
 # %% tags=["plumbing"]
 orders = {
@@ -181,7 +181,7 @@ attempt("05.stack_all_reduces", num_all_reduces, devices=N)
 
 
 # %% [markdown]
-# Inside `jax.shard_map` one writes what one device does:
+# Inside `jax.shard_map`, what one device does:
 
 
 # %%
@@ -270,8 +270,8 @@ met("05.stack_all_reduces", num_found)
 #
 # Megatron (Shoeybi et al. 2019) calls the ends of a pair *f* and *g*. Forward, g adds up. Backward, f does: each device knows the
 # gradient of `x` through its own columns only. In JAX f is `lax.pcast`. It marks `x` as each device's own copy. Gradients that flow
-# back *through* it are added up over the devices. (In lessons 03 and 04 we took the gradient with respect to the copies, after it, so
-# nothing was added. Here it flows through.) The first pair's `x` is data, and needs no gradient: 2L − 1.
+# back *through* it are added up over the devices. (In lessons 03 and 04 we asked for the gradient of what `pcast` returns. Here we ask for
+# what comes before it.) The first pair's `x` is data, and needs no gradient: 2L − 1.
 #
 # ## Attention has four matrices: what would you cut?
 #
@@ -308,7 +308,7 @@ show(
 #
 # ### Exercise (stretch): a gated pair
 #
-# Llama's feed-forward is `(silu(x @ gate) * (x @ up)) @ down`. Write what one device does with its parts; it returns the
+# Llama's feed-forward is `(silu(x @ gate) * (x @ up)) @ down`; silu acts on each number by itself. Write what one device does with its parts; it returns the
 # whole result.
 
 
@@ -376,8 +376,8 @@ for name, block in blocks.items():
     print(f"one layer, {name:<14} {in_all:,.0f} B: {shown}")
 
 # %% [markdown]
-# The same bytes: an all-reduce *is* these two. What changes is what is kept for the backward pass. One layer of GPT-3, which
-# recomputes attention's scores there:
+# The same bytes: an all-reduce *is* these two. What changes is what is kept. One layer of GPT-3, without
+# attention's scores, which are computed again:
 
 # %% tags=["plumbing"]
 gpt3 = dict(b=1, s=2048, h=12_288, heads=96, recompute="selective")
@@ -430,12 +430,12 @@ show(
 # ## Beyond the node a step takes twice as long
 #
 # Work is divided by N, the message is not. Take `C` FLOP/s of a device and `β` bytes/s of its links. A pair is
-# two matmuls: 4·b·s·d·m/N FLOPs. One all-reduce sends about 4·b·s·d bytes, at 2 bytes a number. Cut in pieces, it can hide: the next piece is
-# computed while one is sent. All of it hides if
+# two matmuls: 4·b·s·d·m/N FLOPs. One all-reduce sends about 4·b·s·d bytes, at 2 bytes a number. It can hide: cut the tokens in pieces,
+# and compute one while another's sum is sent. All hides if
 #
 # $$ \frac{4\,b\,s\,d\,m}{N\,C} > \frac{4\,b\,s\,d}{\beta} \quad\Longleftrightarrow\quad N < \frac{m}{C/\beta} $$
 #
-# (Austin et al. 2025). Llama 3 70B has m = 28,672. By published rates its sums stay hidden up to:
+# (Austin et al. 2025). Llama 3 70B has m = 28,672. By makers' peak rates its all-reduces hide up to:
 
 # %% tags=["plumbing", "nbval-check-output"]
 v5p, h100 = chip("v5p"), chip("h100")

@@ -16,7 +16,7 @@
 # # 06 · Long sequences: can attention be cut along the sequence?
 #
 # A document of a million tokens does not fit on one device. So four devices take a quarter of its positions each. Norms and
-# feed-forwards do not notice: they look at one position at a time. But in attention every query wants to see every earlier key.
+# feed-forwards do not notice: they look at one position at a time. But in causal attention every query wants to see every earlier key.
 
 # %% tags=["plumbing"]
 from llmpar.mesh import use_devices
@@ -65,7 +65,7 @@ N = max(size for size in (1, 2, 4, 8) if size <= len(devices))
 mesh = make_mesh(f"sp={N}")
 S, K, R, H = 32 * N, 2, 2, 16  # positions, KV heads, query heads per KV head, width
 OWN = S // N  # positions of one device
-PAIRS = [(i, (i + 1) % N) for i in range(N)]  # a ring: who sends to whom
+RING = [(i, (i + 1) % N) for i in range(N)]  # a ring: who sends to whom
 
 
 def parts_of_ranks(order):
@@ -85,7 +85,7 @@ show(
 )
 
 # %% [markdown]
-# Coloured is what each device can compute from what it has: its own queries with its own keys. To cut
+# Coloured: what each device can compute from its own queries and keys. To cut
 # positions like this is *context parallelism*, over the mesh axis `sp`. A device's number along the axis is its *rank*.
 #
 # ## Queries stay, keys travel
@@ -99,7 +99,7 @@ show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
 # %% [markdown]
 # ## Predict: how much does a device send?
 #
-# The toy has S positions, 4 query heads and 2 KV heads of width 16, in float32 (4 bytes). Two query heads share one head of keys and
+# One attention layer, one sequence: S positions, 4 query heads and 2 KV heads of width 16, in float32 (4 bytes). Two query heads share one head of keys and
 # values (a KV head). Only K and V travel. **How many bytes of keys and values does one
 # device send in the forward pass?**
 
@@ -121,14 +121,14 @@ attempt("06.hop_bytes", hop_bytes)
 # %% [markdown]
 # ## A softmax can begin before it has seen all keys
 #
-# Softmax divides by a sum over *all* keys. Here is one head, its keys on two devices: `s` positions of queries, `t` positions of keys, `h`
+# Softmax divides by a sum over *all* keys. Here is one head; two devices have the same queries, and half of the keys each: `s` positions of queries, `t` positions of keys, `h`
 # width of a head.
 
 # %% tags=["plumbing"]
 show(
     draw.matmul(
         "s h × h t/sp = s t/sp -exp-> s t/sp × t/sp h = s h +sp",
-        names=("Q", "K transposed", "scores", "weights", "V", "to be joined"),
+        names=("Q", "K transposed", "scores", "exp(scores)", "V", "to be joined"),
         devices=2,
         title="Two devices look at half of the keys each",
         sheets="two partial results: rescale, then add",
@@ -136,9 +136,9 @@ show(
 )
 
 # %% [markdown]
-# So a device keeps three things for each query: the weighted sum of values, the sum of weights, and its own largest score, which it
-# subtracts before the exponential (exp). To join, bring both results to the larger score: multiply by exp(own − larger), then add.
-# Divide at the end (Milakov and Gimelshein 2018):
+# So a device keeps three things for each query: the weighted sum of values, the sum of weights exp(score), and its own largest score, which it
+# subtracts so that exp cannot overflow. To join, bring both results to the larger score: multiply by exp(own − larger), then add.
+# At the end divide by the sum of weights (Milakov and Gimelshein 2018):
 
 
 # %%
@@ -202,7 +202,7 @@ print("two halves of the keys, joined, give attention to all keys")
 # ## A ring is a look, a hop and a join
 #
 # What one device does, inside `jax.shard_map`. Each key carries its position. A query uses only keys at its own or
-# an earlier position. `pairs` counts the used pairs in each step. `look_at_all` runs `look` for every head.
+# an earlier position. `pairs` counts the scores computed in each step. `look_at_all` runs `look` for every head.
 
 
 # %%
@@ -214,7 +214,7 @@ def ring_by_hand(q, k, v, mine):  # b s/sp k r h, b s/sp k h twice, b s/sp
 
     def step(carry, _):
         held, done = carry
-        held = jax.tree.map(lambda x: lax.ppermute(x, "sp", PAIRS), held)
+        held = jax.tree.map(lambda x: lax.ppermute(x, "sp", RING), held)
         found, pairs = at_home(*held)
         return (held, join(done, found)), pairs
 
@@ -270,7 +270,7 @@ assert kv_bytes == (N - 1) * hop == 4 * formulas.ring_elements(1, S, K, H, N)[0]
 assert sum(c.bytes_sent for c in moved["s32"]) == (N - 1) * 4 * OWN
 listed = re.findall(r"source_target_pairs=\{\{(.*?)\}\}", ring_compiled.as_text())
 compiled_pairs = {pair for text in listed for pair in text.split("},{")}
-assert N == 1 or compiled_pairs == {f"{source},{target}" for source, target in PAIRS}
+assert N == 1 or compiled_pairs == {f"{source},{target}" for source, target in RING}
 arguments = compiled_memory(ring_compiled)["argument_bytes"]
 assert arguments == 4 * OWN * (K * R * H + 2 * K * H + 1)
 print("the ring by hand is full attention, in any order of positions;")
@@ -289,7 +289,7 @@ met("06.ring_bytes", kv_bytes)
 # ## Step by step
 #
 # A *square* is the queries of a rank, and the piece that visits it in this step. Filled is what is seen. Time is counted in *full
-# squares*: how long one takes when all of it is seen. Then choose `zigzag`.
+# squares*: how long one takes when all of it is seen.
 
 # %% tags=["plumbing"]
 RingExplorer()
@@ -301,8 +301,8 @@ RingExplorer()
 #
 # ## Zigzag: an early part and a late part for everybody
 #
-# Cut the sequence into 2N parts. Rank i takes the parts i and 2N − 1 − i. That costs one permutation of the data
-# before the step.
+# Cut the sequence into 2N parts. Rank i takes the parts i and 2N − 1 − i. For that the tokens are reordered once, before the
+# training step.
 
 # %% tags=["plumbing"]
 both = IN_ORDER | {"zigzag": parts_of_ranks("zigzag")}
@@ -337,7 +337,7 @@ show(
 
 # %% [markdown]
 # A device needs whole heads. llmpar, the library of these lessons, wants the number of KV heads to be a multiple of N; other packages
-# copy KV heads instead. Nothing hides these messages.
+# copy KV heads instead.
 #
 # ### Exercise (stretch): write the exchange
 #

@@ -17,7 +17,8 @@
 # # 09 · Experts: a token chooses. What must travel?
 #
 # Mixtral 8x7B has 46.7 billion weights. Each token works with 12.9 billion: two of eight *experts* in every layer, and
-# everything outside the experts. The experts lie on several devices. So a token must go to its experts and come back.
+# everything outside the experts. The experts lie on several devices. So a token must go to its experts and come back: follow
+# the one with the thick border.
 
 # %% tags=["plumbing"]
 from llmpar.mesh import use_devices
@@ -70,8 +71,8 @@ scene.show(draw.dispatch(VISITS, weights=SHARES))
 
 # %% [markdown]
 # Four ranks (devices) have four tokens each. An **expert** is a feed-forward with weights of its own; rank 0 has expert 0.
-# The **router**, a small matrix, scores every token against all experts and chooses the best two. Follow the token with the thick
-# border. A copy of it goes to each of its experts, is worked on there, and comes back. The two results are multiplied by the
+# The **router**, a small matrix, scores every token against all experts and chooses the best two. A copy of the token
+# goes to each of its experts, is worked on there, and comes back. The two results are multiplied by the
 # router's scores (0.64 and 0.36) and added.
 #
 # An **all-to-all** carries the copies: a rank sends a different part to each rank. The axis of the mesh over which experts are
@@ -81,7 +82,7 @@ scene.show(draw.dispatch(VISITS, weights=SHARES))
 #
 # Now a program. Each of N ranks has 32 tokens of width 16 in float32. There are `e` = 8 experts, dealt evenly over the ranks. Each
 # token visits `a` = 2 of them (papers: top-k), and all experts are equally likely. **How many bytes does a rank send to others on the way
-# there, if only the tokens' copies travel, and no padding?**
+# there, if nothing but the tokens' copies travels?**
 
 # %%
 E, A = 8, 2  # e experts, and a token visits a of them
@@ -187,7 +188,8 @@ table = census_table(census_hlo(text, mesh))
 sent = 4 * E * TOKENS * D * 4 * (N - 1) // N  # four times the buffer
 exchanges = {("ep", "all-to-all"): {"count": 4, "bytes_sent": sent}} if N > 1 else {}
 assert table == exchanges
-print("Same output and gradients as the plain way: every expert works on every token.")
+print("Same output and gradients as one device that runs every expert on every token")
+print("and adds up those that were chosen.")
 
 # %% [markdown]
 # In the backward pass each all-to-all runs the other way: gradients travel to the experts and back. That makes four exchanges, two
@@ -201,13 +203,14 @@ scene.show(draw.dispatch(VISITS, slots=4, weights=SHARES))
 # %%
 met("09.dispatch_bytes", A * TOKENS * D * 4 * (N - 1) // N, "copies alone")
 print(f"this program sends {sent // 4:,} B: empty slots travel, too.")
-print(f"Copies fill {A * TOKENS} of {E * TOKENS} slots of a rank: 1 in {E / A:g}.")
+print(f"{E} experts: copies fill {A * TOKENS} of {E * TOKENS} slots, 1 in {E / A:g}.")
 
 # %% [markdown]
 # Room for everybody costs e/a times what is needed. There are three ways out.
 #
 # * **Capacity** (GShard, Switch): fewer slots. A token that finds no free slot at an expert is left out there.
-# * **Ragged** exchange: send only the full slots. On GPUs and TPUs the compiler can do this (`Plan.dispatch`).
+# * **Ragged** exchange: send only the full slots. Ranks first tell one another how many. GPUs and TPUs can do this, our
+#   simulated devices cannot.
 # * **Pack by rank**: a token goes to a rank once, however many of its experts are there, and the sum of their results comes back.
 #   llmpar, the library of these lessons, does this ([Further](#Further)).
 #
@@ -263,8 +266,8 @@ attempt("09.capacity", slots_per_expert)
 # %% [markdown]
 # ## A Llama with experts learns as on one device
 #
-# `tiny-moe` has 8 experts in each layer, and a token visits 2. The same training step runs on one device, and with its experts
-# dealt over `ep`, together with ZeRO-3.
+# `tiny-moe`, a small mixture of experts, has 8 in each layer, and a token visits 2. The same training step runs on one device, and with its experts
+# dealt over `ep`, together with ZeRO-3 (lesson 04).
 
 # %% tags=["plumbing"]
 jax.clear_caches()  # the toys' programs: a lesson stays below 1 GB
