@@ -186,6 +186,12 @@ CORE_FAULTS = {
 
 
 @pytest.fixture
+def toy_form(monkeypatch):
+    """Let a toy be built: it has not the pictures of a lesson."""
+    monkeypatch.setattr(build, "core_faults", lambda notebook: [])
+
+
+@pytest.fixture
 def in_its_form(tmp_path):
     notebook = build.tidy(hand_run(toy(tmp_path)))
     notebook.cells[1].outputs = 4 * [picture(**{"text/plain": 30 * "words of a picture\n"})]
@@ -222,9 +228,8 @@ def test_the_builder_reads_what_a_course_needs_and_marks_the_parts(tmp_path):
     assert [cell.metadata.get("jupyter") for cell in notebook.cells[1:3]] == [{"source_hidden": True}, None]
 
 
-def test_code_runs_again_only_where_it_has_changed(tmp_path, monkeypatch):
+def test_code_runs_again_only_where_it_has_changed(tmp_path, monkeypatch, toy_form):
     source = toy(tmp_path)
-    monkeypatch.setattr(build, "core_faults", lambda notebook: [])  # the toy has no pictures
     build.target(source).write_text(nbformat.writes(hand_run(source)))
     monkeypatch.setattr(build, "kernel", None)  # it would fail
     source.write_text(source.read_text().replace("There is more.", "There is much more."))
@@ -265,9 +270,8 @@ def test_a_picture_gets_its_words_as_alt_text(tmp_path):
         assert cell.outputs[0].metadata["image/png"]["alt"] == alt and build.faults(notebook) == []
 
 
-def test_a_change_of_the_source_is_out_of_step(tmp_path, monkeypatch):
+def test_a_change_of_the_source_is_out_of_step(tmp_path, toy_form):
     source = toy(tmp_path)
-    monkeypatch.setattr(build, "core_faults", lambda notebook: [])  # the toy has no pictures
     assert build.problems(source) == ["00_toy.ipynb has not been built"]
     build.target(source).write_text(nbformat.writes(hand_run(source)))
     assert build.problems(source) == [] == build.house_problems(tmp_path)
@@ -278,7 +282,7 @@ def test_a_change_of_the_source_is_out_of_step(tmp_path, monkeypatch):
 
 
 @pytest.mark.lessons
-def test_a_lesson_that_takes_too_much_memory_is_not_written(tmp_path, monkeypatch):
+def test_a_lesson_that_takes_too_much_memory_is_not_written(tmp_path, monkeypatch, toy_form):
     source = toy(tmp_path, "hog = bytearray(300_000_000)")
     monkeypatch.setattr(build, "MAX_KERNEL_BYTES", 300_000_000)
     (found,) = build.build(source)
@@ -287,7 +291,7 @@ def test_a_lesson_that_takes_too_much_memory_is_not_written(tmp_path, monkeypatc
 
 
 @pytest.mark.lessons
-def test_two_builds_are_byte_identical(tmp_path):
+def test_two_builds_are_byte_identical(tmp_path, toy_form):
     extra = "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()\nprint('a rising line')"
     source = toy(tmp_path, extra)
     builds = []
