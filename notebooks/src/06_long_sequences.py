@@ -15,7 +15,7 @@
 # %% [markdown]
 # # 06 · Long sequences: can attention be cut along the sequence?
 #
-# A document of a million tokens does not fit on one device. So four devices take a quarter of its positions each. Norms and
+# A document of a million tokens does not fit on one device. So four devices take a quarter each. Norms and
 # feed-forwards do not notice: they look at one position at a time. But in causal attention every query wants to see every earlier key.
 
 # %% tags=["plumbing"]
@@ -202,7 +202,7 @@ print("two halves of the keys, joined, give attention to all keys")
 # ## A ring is a look, a hop and a join
 #
 # What one device does, inside `jax.shard_map`. Each key carries its position. A query uses only keys at its own or
-# an earlier position. `pairs` counts the scores computed in each step. `look_at_all` runs `look` for every head.
+# an earlier position. `pairs` counts what may be seen; kernels compute only that. `look_at_all` runs `look` for every head.
 
 
 # %%
