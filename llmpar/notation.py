@@ -311,6 +311,11 @@ class MeshShape:
         """Axis name to size as a user writes them, in link order."""
         return {axis: getattr(self, axis) for axis in AXES}
 
+    @property
+    def named(self) -> dict[str, int]:
+        """The same without axes of one device: those that its text names."""
+        return {axis: n for axis, n in self.asked.items() if n > 1}
+
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Axis name to size, in link order. An axis with an inner part is two: ``tp``, inside it ``kv``."""
@@ -332,7 +337,7 @@ class MeshShape:
         return math.prod(self.asked.values())
 
     def __str__(self) -> str:
-        named = " ".join(f"{a}={n}" for a, n in self.asked.items() if n > 1)
+        named = " ".join(f"{a}={n}" for a, n in self.named.items())
         return ("!" if self.reshape else "") + (named or "dp=1")
 
 

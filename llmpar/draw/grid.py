@@ -186,7 +186,7 @@ def mesh(
     if shape.size > MOST:
         many = f"mesh '{shape}' has {shape.size} devices, and a drawing shows {MOST} at most"
         raise ValueError(f"{many}; use llmpar.MeshExplorer, which draws blocks of them")
-    live = {a: n for a, n in shape.asked.items() if n > 1} or {"dp": 1}
+    live = shape.named or {"dp": 1}
     apart, host = strides(live, live), devices_per_host or shape.size
     teams = groups(shape.asked, AXES, [highlight_axis]) if highlight_axis else []
     team_of = {device: i for i, team in enumerate(teams) for device in team}

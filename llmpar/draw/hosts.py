@@ -64,7 +64,7 @@ def growing(meshes: Iterable[str], title: str) -> Scene:
     joins neighbours along an axis. Up to four axes."""
     blocks, lines, order = list[list](), list[str](), list[str]()
     for mesh in map(parse_mesh, meshes):
-        sizes, items = {axis: n for axis, n in mesh.asked.items() if n > 1}, list[Any]()
+        sizes, items = mesh.named, list[Any]()
         order += [axis for axis in sizes if axis not in order]
         at = [coordinates(sizes, sizes, device) for device in range(mesh.size)]
         spots = [[sum(WAYS[order.index(a)][i] * n for a, n in one.items()) for i in (0, 1)] for one in at]

@@ -160,7 +160,7 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), asked: int = 0, lit: bool = F
     """The devices of a mesh of up to three axes of 2, in space, beside an array of so many ``rows`` that axes
     ``cut``, outermost first: who holds the row that is ``asked`` for? They are ``lit`` in the answer."""
     shape = parse_mesh(mesh)
-    live = [a for a, n in shape.asked.items() if n > 1]
+    live = list(shape.named)
     if shape.size != 2 ** len(live) or len(live) > 3:
         raise ValueError(f"mesh '{shape}' is no cube: up to three axes of 2; use draw.mesh")
     steps = dict(zip(live[::-1], ((100.0, 0.0), (50.0, -44.0), (0.0, 100.0)), strict=False))

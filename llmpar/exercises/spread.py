@@ -14,12 +14,13 @@ from llmpar.draw.scene import Scene
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh
+from llmpar.notation import parse_mesh
 
 
 def traced(function: Callable, mesh: str, *arrays: Any) -> Any:
     """Trace what one device runs for all devices of a mesh, as in 'dp=2 tp=2'; each array has their parts
     along its first dim."""
-    across = PartitionSpec(tuple(sizes_of(mesh)))
+    across = PartitionSpec(tuple(parse_mesh(mesh).named))
     on_mesh = jax.shard_map(
         lambda *parts: jnp.asarray(function(*(part[0] for part in parts)))[None],
         mesh=abstract_mesh(mesh),
@@ -32,15 +33,10 @@ def traced(function: Callable, mesh: str, *arrays: Any) -> Any:
 
 def drawn(function: Callable, mesh: str, *arrays: Any) -> Scene:
     """Draw what each device is given, sends, holds and returns."""
-    program, sizes = traced(function, mesh, *arrays), sizes_of(mesh)
+    program, sizes = traced(function, mesh, *arrays), parse_mesh(mesh).named
     found = census_jaxpr(program, sizes)
     sent = [(one.kind, one.axes, one.count, one.bytes_sent, one.shape) for one in found]
     return draw.traced(sizes, [x.shape[1:] for x in arrays], sent, program.out_avals[0].shape[1:])
-
-
-def sizes_of(mesh: str) -> dict[str, int]:
-    """The sizes of the axes that a mesh names, as in 'dp=2 tp=2'."""
-    return {axis: int(size) for axis, _, size in (part.partition("=") for part in mesh.split())}
 
 
 def carried_out(function: Callable, mesh: str, *arrays: Any, untiled: str = "") -> Any:
@@ -56,14 +52,14 @@ def carried_out(function: Callable, mesh: str, *arrays: Any, untiled: str = "") 
         if untiled and untiled in str(error):
             return "not tiled"
         raise
-    found = census_table(census_jaxpr(program, sizes_of(mesh)))
+    found = census_table(census_jaxpr(program, parse_mesh(mesh).named))
     sent = [[kind, axes, *row.values()] for (axes, kind), row in found.items()]
     return [values(program, mesh, *arrays), sorted(sent)]
 
 
 def values(program: Any, mesh: str, *arrays: Any) -> list[Any]:
     """Run a traced program for all devices; gives what each returns."""
-    axes, line = sizes_of(mesh), program.eqns[-1]
+    axes, line = parse_mesh(mesh).named, program.eqns[-1]
     held = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     given = [x.reshape(*axes.values(), 1, *x.shape[1:]) for x in arrays]
     held |= dict(zip(program.jaxpr.invars, given, strict=True))

@@ -147,7 +147,7 @@ def remedies(state: dict) -> list[dict]:
 def nearest(state: dict, shape: MeshShape) -> str | None:
     """The mesh that works and changes the asked one least: of as many devices or else fewer, over the axes
     that it names or else over all. None where what is wrong is not the mesh."""
-    named = {axis: n for axis, n in shape.asked.items() if n > 1}
+    named = shape.named
     every = named | {axis: 1 for axis in AXES if axis not in named}
     counts = {*divisors(shape.size), *(2**i for i in range(shape.size.bit_length()))}
     if not works(state | {"mesh": "dp=1", "devices": 1}):

@@ -101,7 +101,7 @@ def compare(
         "params": config.num_params,
         "dispatch": plan.dispatch if plan.mesh.live("ep") else None,
         "grouped": plan.grouped if config.experts else None,
-        "mesh": {a: n for a, n in plan.mesh.asked.items() if n > 1},
+        "mesh": plan.mesh.named,
         "links": links(mesh),
         "reading": plan.reading,
         "attention_kernel": plan.attention_kernel,
