@@ -79,7 +79,7 @@ def read_source(source: Path) -> nbformat.NotebookNode:
     header = notebook.metadata.get("llmpar")
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
     if header is not None:
-        notebook.metadata["llmpar"] = nbformat.from_dict(read_text(notebook) | header)
+        notebook.metadata["llmpar"] = nbformat.from_dict(header | {"keypoints": keypoints(notebook)})
         mark_parts(notebook)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     for cell, cell_id in zip(notebook.cells, cell_ids(notebook), strict=True):
@@ -87,17 +87,12 @@ def read_source(source: Path) -> nbformat.NotebookNode:
     return notebook
 
 
-def read_text(notebook: nbformat.NotebookNode) -> dict[str, str | list[str]]:
-    """Find the question and the key points of a lesson in its text."""
+def keypoints(notebook: nbformat.NotebookNode) -> list[str]:
+    """Find the key points of a lesson in its text."""
     text = "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown") + "\n\n"
-    question = re.search(r"\*\*Question\.\*\* (.*?)\n\n", text, re.S)
-    points = re.search(r"^## (?:Five lines|Summary|Keep: [^\n]*)\n\n(.*?)\n\n", text, re.S | re.M)
-    return {
-        "question": " ".join(question[1].split()) if question else "",
-        "keypoints": [" ".join(point.split()) for point in re.split(r"^\d\. ", points[1], flags=re.M)[1:]]
-        if points
-        else [],
-    }
+    points = re.search(r"^## Keep: [^\n]*\n\n(.*?)\n\n", text, re.S | re.M)
+    found = re.split(r"^\d\. ", points[1], flags=re.M)[1:] if points else []
+    return [" ".join(point.split()) for point in found]
 
 
 def is_further(cell: nbformat.NotebookNode) -> bool:
@@ -314,19 +309,17 @@ def core_path(notebook: nbformat.NotebookNode) -> dict[str, int]:
             continue
         if cell.cell_type == "markdown":
             found["words"] += num_words(cell.source)
+            if not found["pictures"]:
+                found["words before the first picture"] = found["words"]
             continue
         if "plumbing" not in cell.metadata.tags:
             found["asserts in view"] += len(re.findall(r"^\s*assert\b", cell.source, re.M))
         for output in cell.outputs:
             data = output.get("data", {})
             if "image/png" in data:
-                if not found["pictures"]:
-                    found["words before the first picture"] = found["words"]
                 found["pictures"] += 1
             else:
                 found["lines printed"] += len((output.get("text") or data.get("text/plain", "")).splitlines())
-    if not found["pictures"]:
-        found["words before the first picture"] = found["words"]
     return found
 
 

@@ -232,7 +232,7 @@ def page(exporter: HTMLExporter, file: Path, folder: Path) -> str:
         if cell.cell_type == "markdown":
             cell.source = FORMULA.sub(aside, cell.source)
         for i, output in enumerate(cell.get("outputs", [])):
-            if live := frame(output, folder, f"{file.stem[:2]}-{number}-{i}"):
+            if live := frame(output, folder, f"{file.stem.partition('_')[0]}-{number}-{i}"):
                 png, alt = output.data["image/png"], html.escape(output.metadata["image/png"]["alt"])
                 still = f'<noscript><img src="data:image/png;base64,{png}" alt="{alt}"></noscript>'
                 output.data["text/html"] = live + still

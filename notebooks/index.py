@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import functools
 import html
 import importlib.util
 import io
@@ -74,6 +75,7 @@ def link(target: str, words: str, out: Path) -> str:
     return f'<a href="{html.escape(os.path.relpath(ROOT / target, out))}">{html.escape(words)}</a>'
 
 
+@functools.cache
 def first_picture(lesson: Lesson) -> tuple[Image.Image, str]:
     """The first picture that is stored in a lesson, as a thumbnail (of a tall one the top), and its words."""
     for cell in notebook(ROOT / "notebooks" / lesson.file)["cells"]:

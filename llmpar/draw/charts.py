@@ -226,9 +226,9 @@ def _bars(
         x, lines = left + wide * whole / high, [*lines, f"whole memory: {text(whole)}"]
         items += [Line(((x, -10), (x, -1)), "edge", 2), small_text(x, -16, f"whole {text(whole)}", "start")]
     key = scene.legend([(role, ", ".join(parts)) for role, parts in meanings.items()])
-    note = [f"Below each bar: by how much such an estimate is off in the mean, {error:.0%}." * bool(error)]
-    note[0] += " Dot: measured and published." * bool(seen)
-    return compose(title, [items, key], "\n".join(lines), [n for n in note if n])
+    note = f"Below each bar: by how much such an estimate is off in the mean, {error:.0%}." * bool(error)
+    note += " Dot: measured and published." * bool(seen)
+    return compose(title, [items, key], "\n".join(lines), [note] * bool(note))
 
 
 def bar_part(role: str, x: float, y: float, w: float, h: float, tip: str, act: str = "") -> Rect:
