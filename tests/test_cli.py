@@ -179,7 +179,8 @@ def test_doctor_names_the_extra_of_what_is_missing(document, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = document("doctor")
     lab = dict.fromkeys(("jupyterlab", "ipywidgets", "anywidget", "matplotlib", "cloudpickle"), "lab")
-    assert found["missing"] == {"tokenizers": "hf", "safetensors": "hf"} | lab
+    hub = dict.fromkeys(("tokenizers", "safetensors", "jinja2"), "hf")
+    assert found["missing"] == hub | {"starlette": "serve", "uvicorn": "serve"} | lab
 
 
 TINY_STEP = ("--batch-size", "8", "--seq-len", "16")

@@ -346,7 +346,9 @@ def test_extra_dev_repeats_the_groups():
 
     extras = project()["project"]["optional-dependencies"]
     assert sorted(extras["dev"]) == sorted(members("dev"))
-    assert set(extras["hf"]) <= set(extras["dev"]), "the tests read tokenizers and safetensors"
+    assert {*extras["hf"], *extras["serve"]} <= {*extras["dev"]}, (
+        "the tests read safetensors, and ask a server"
+    )
     assert sorted(extras["lab"]) == sorted(members("lab")) and set(extras["lab"]) <= set(extras["dev"])
 
 
@@ -356,6 +358,9 @@ def test_a_rank_of_a_job_installs_no_notebook():
     lab = {requirement(text)[0] for text in project()["project"]["optional-dependencies"]["lab"]}
     notebooks = {"jupyterlab", "ipywidgets", "anywidget", "nbval", "matplotlib", "cloudpickle"}
     assert not plain & lab and lab == notebooks
+    assert not plain & {
+        requirement(text)[0] for text in project()["project"]["optional-dependencies"]["serve"]
+    }
 
 
 def test_constraints_pin_every_dependency_without_addresses():

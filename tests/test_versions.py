@@ -18,7 +18,8 @@ OLDEST = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "constraints-min.txt")
 
 def test_the_oldest_versions_are_the_lower_bounds():
     """jaxlib is JAX's own; a bound may leave out the last zeros."""
-    listed = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["lab"]
+    extras = PROJECT["optional-dependencies"]
+    listed = PROJECT["dependencies"] + extras["lab"] + extras["serve"]
     bounds = dict(re.match(r"([\w-]+)>=([\d.]+)", text).groups() for text in listed)
     assert OLDEST.keys() - bounds == {"jaxlib"} and OLDEST["jax"] == OLDEST["jaxlib"]
     for name, bound in bounds.items():
@@ -37,7 +38,7 @@ def test_the_oldest_versions_run_the_commands(tmp_path):
 
     run(sys.executable, "-m", "venv", "old")
     python = tmp_path / "old" / "bin" / "python"
-    run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints-min.txt", f"{ROOT}[lab]")
+    run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints-min.txt", f"{ROOT}[lab,serve]")
     plain = {"PATH": str(python.parent), "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)}
     llmpar = lambda *words: run(python, "-m", "llmpar", *words, env=plain)
     assert f"jax {OLDEST['jax']}, " in llmpar("doctor")

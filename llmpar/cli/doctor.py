@@ -16,7 +16,7 @@ from llmpar.notation import AXES
 from llmpar.predict import hardware
 
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-OPTIONAL = {"tokenizers": "hf", "safetensors": "hf"}
+OPTIONAL = {"tokenizers": "hf", "safetensors": "hf", "jinja2": "hf", "starlette": "serve", "uvicorn": "serve"}
 OPTIONAL |= dict.fromkeys(("jupyterlab", "ipywidgets", "anywidget", "matplotlib", "cloudpickle"), "lab")
 """Packages that an extra brings: ``pip install 'llmpar[hf]'``."""
 
@@ -82,7 +82,9 @@ def misfits() -> list[str]:
             name, bounds, extra = re.findall(r"^([\w.-]+)[^<>;]*([^;]*)(.*)", text)[0]
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 have = importlib.metadata.version(name)
-                limits = re.findall(r"(>=|<)\s*([\d.]+)", bounds if re.search("^$|(lab|hf).$", extra) else "")
+                limits = re.findall(
+                    r"(>=|<)\s*([\d.]+)", bounds if re.search("^$|(lab|hf|serve).$", extra) else ""
+                )
                 if any((_number(have) < _number(limit)) == (sign == ">=") for sign, limit in limits):
                     found.append(f"{name} {have} is here, and llmpar needs {name}{bounds.strip()}")
     try:
