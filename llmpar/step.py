@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
@@ -170,14 +171,43 @@ class Step:
                 break
         return Layout(tuple(dims))
 
-    def init(self, seed: int = 0) -> State:
-        """Make a fresh state, each device its own share: the same weights on every mesh."""
+    def init(self, seed: int = 0, params: Tree = None) -> State:
+        """Make a state, each device its own share: the same weights on every mesh.
 
-        def make(key):
-            params = init_params(self.config, key)
-            return self.from_natural(State(params, self.optimizer.init(params), jnp.int32(0)))
+        Args:
+            params: weights to begin with, in the model's order; what this tree lacks is fresh. Arrays that
+                lie as ``abstract_natural`` says become the state's own, and so are deleted here: there are
+                never two. Others are copied.
+        """
+        given = self._given(params or {})
 
-        return jax.jit(make, out_shardings=self.shardings)(jax.random.key(seed))
+        def make(key, given):
+            params = unflatten_dict(flatten_dict(init_params(self.config, key), sep=".") | given, sep=".")
+            return State(params, self.optimizer.init(params), jnp.int32(0))
+
+        key = jax.random.key(seed)
+        if not given:
+            return jax.jit(lambda key: self.from_natural(make(key, {})), out_shardings=self.shardings)(key)
+        natural = jax.tree.map(lambda x: x.sharding, self.abstract_natural)
+        state = jax.jit(make, out_shardings=natural, donate_argnums=1)(key, given)
+        return self.from_natural(state, donate=True)
+
+    def _given(self, params: Tree) -> dict[str, Array]:
+        """Weights by path, laid out in the model's order; refuses what does not fit."""
+        weights, placed = flatten_dict(self.abstract_natural.params, sep="."), {}
+        for path, given in flatten_dict(params, sep=".").items():
+            if (weight := weights.get(path)) is None:
+                raise ValueError(f"the model has no weight '{path}'; it has {', '.join(weights)}")
+            if np.shape(given) != weight.shape or not jnp.issubdtype(given.dtype, jnp.floating):
+                found = f"'{path}' of shape {list(np.shape(given))} ({given.dtype})"
+                use = f"use {list(weight.shape)} ({weight.dtype}), layers in the model's order"
+                raise ValueError(f"{found} is no weight of '{self.config.name}'; {use}")
+            given = given.astype(weight.dtype)
+            lies = isinstance(given, jax.Array) and given.sharding.is_equivalent_to(
+                weight.sharding, given.ndim
+            )
+            placed[path] = given if lies else jax.device_put(given, weight.sharding, may_alias=False)
+        return placed
 
     def from_natural(self, state: State, donate: bool = False) -> State:
         """A state whose layers come in the model's order (a checkpoint's, say) as the pipeline's stages hold

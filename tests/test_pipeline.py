@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from parity import BATCH, LLAMA, SEQ, assert_same, planted
+from optax.contrib import schedule_free
+from parity import BATCH, LLAMA, SEQ, assert_same, planted, weights
 
 from llmpar import pipeline
 from llmpar import stage as stage_file
@@ -274,6 +275,33 @@ def test_a_state_changes_order_leaf_by_leaf_and_there_are_never_two(monkeypatch)
     assert size(jax.tree.leaves(natural)) <= held, "three layers instead of four places"
     step.from_natural(natural, donate=True)
     assert all(x.is_deleted() for x in made[: len(made) // 2])
+
+
+@pytest.mark.parametrize("plan", [piped("pp=2 fsdp=2", "1f1b 4"), Plan("fsdp=2 tp=2", reading="explicit")])
+def test_a_state_begins_with_given_weights_in_the_models_order(plan):
+    """Three layers on two stages, whose places are four. Schedule-free SGD keeps a copy of the weights."""
+    config = dataclasses.replace(LLAMA, num_layers=3)
+    free = schedule_free(optax.sgd(0.1), learning_rate=0.1)
+    step, given = Step(config, plan, make_mesh(plan.mesh), free), weights(config)
+    equal = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+    one = jax.tree.map(jnp.asarray, given)  # on another sharding: copied
+    natural = step.to_natural(step.init(0, one))
+    equal(natural.params, given)
+    equal(natural.optimizer.z, given)
+    equal(one, given)
+    taken = jax.device_put(given, jax.tree.map(lambda x: x.sharding, step.abstract_natural.params))
+    equal(step.to_natural(step.init(0, taken)).params, given)
+    assert all(x.is_deleted() for x in jax.tree.leaves(taken)), "there were two"
+    part, fresh = {"blocks": {"ffn": given["blocks"]["ffn"]}}, step.to_natural(step.init(0)).params
+    found = step.to_natural(step.init(0, part)).params
+    equal(found, fresh | {"blocks": fresh["blocks"] | part["blocks"]})
+    for wrong, said in (
+        ({"gates": given["norm"]}, "no weight 'gates.scale'; it has .*embedding"),
+        ({"head": given["head"][:9]}, r"'head' of shape \[9, 64\] \(float32\) is no weight"),
+        ({"head": given["head"].astype(np.int8)}, "int8"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            step.init(0, wrong)
 
 
 # ----------------------------------------------------------------------------------------------------- faults
