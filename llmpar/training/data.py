@@ -20,12 +20,12 @@ import platform
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, SupportsInt
+from typing import Annotated, Any, Literal, SupportsInt
 
 import numpy as np
 from jaxtyping import Int32
 
-from llmpar.files import Allowed, check_fields, check_ordinary
+from llmpar.files import Allowed, check_fields, check_ordinary, read_json
 
 Batch = dict[str, Int32[np.ndarray, "b s"]]
 
@@ -35,6 +35,7 @@ LIBRARY_LIMIT_BYTES = 4 << 20  # about 250 files: read and encoded in well under
 # settings.
 SKIPPED_FOLDERS = "site-packages dist-packages test tests idlelib idle_test encodings pydoc_data".split()
 SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
+ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def read_documents(file: str, limit_bytes: int) -> Iterator[str]:
 class ByteTokenizer:
     """The 256 bytes of UTF-8, and a document-start token. Nothing is learned, nothing is downloaded."""
 
-    name, vocab_size, start_id = "bytes", 257, 256
+    name, vocab_size, start_id, end_ids = "bytes", 257, 256, frozenset([256])
     identity = {"name": "bytes", "fingerprint": "bytes"}
 
     def encode(self, text: str) -> Int32[np.ndarray, " s"]:
@@ -198,6 +199,32 @@ class FileTokenizer:
         content = pathlib.Path(file).read_bytes() + b"%d" % self.start_id
         digest = hashlib.sha256(content).hexdigest()[:16]
         self.identity = {"name": os.path.abspath(file), "fingerprint": digest, "start_token": start_token}
+
+    def beside(self, name: str) -> pathlib.Path:
+        """A file in the same folder."""
+        return pathlib.Path(self.file).with_name(name)
+
+    def about(self, name: str) -> dict[str, Any]:
+        """What a JSON file beside it says; nothing where there is none."""
+        file = self.beside(name)
+        return read_json(file, "configuration") if file.is_file() else {}
+
+    @functools.cached_property
+    def special(self) -> dict[str, str]:
+        """The texts of special tokens by name, ``bos_token`` say, as the files beside it name them."""
+        named = self.about("special_tokens_map.json") | self.about("tokenizer_config.json")
+        texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
+        return {k: v for k, v in texts.items() if k.endswith("_token") and isinstance(v, str)}
+
+    @functools.cached_property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end an answer: all that the files beside it name; where none does, the document's
+        start."""
+        kept = [self.about(name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
+        found = [i for ids in kept for i in (ids if isinstance(ids, list) else [ids])]
+        found.append(self.hub.token_to_id(self.special.get("eos_token", "")))
+        known = frozenset(i for i in found if type(i) is int and 0 <= i < self.vocab_size)
+        return known or frozenset([self.start_id])
 
     def encode(self, text: str) -> Int32[np.ndarray, " s"]:
         """The token ids of a text, without the document-start token."""

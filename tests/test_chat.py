@@ -1,0 +1,181 @@
+"""Conversations to tokens: what `transformers` makes of them, and which tokens are answers."""
+
+import json
+
+import numpy as np
+import pytest
+from make_chat_fixtures import ANSWER, CONVERSATIONS, FIXTURE, LONG, SPECIAL, TEMPLATES, USER, write_tokenizer
+
+from llmpar.training.chat import Chat
+from llmpar.training.data import open_tokenizer
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """A tokenizer with one of the templates beside it, or another's text."""
+    pytest.importorskip("tokenizers", reason="the extra llmpar[hf] is not installed")
+    pytest.importorskip("jinja2", reason="the extra llmpar[hf] is not installed")
+
+    def open_folder(name, template=None):
+        write_tokenizer(tmp_path / name, name)
+        if template is not None:
+            (tmp_path / name / "chat_template.jinja").write_text(template)
+        return open_tokenizer(str(tmp_path / name), SPECIAL[name][0])
+
+    return open_folder
+
+
+def answers(tokenizer, ids, is_answer):
+    """The texts that count, special tokens too, one for each run."""
+    edges = np.flatnonzero(np.diff(np.r_[False, is_answer, False]))
+    pieces = (ids[begin:end] for begin, end in edges.reshape(-1, 2))
+    if not hasattr(tokenizer, "hub"):
+        return ["".join(chr(i) if i < 256 else "<end>" for i in piece) for piece in pieces]
+    return [tokenizer.hub.decode(piece.tolist(), skip_special_tokens=False) for piece in pieces]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_models_template_gives_the_tokens_that_transformers_gives(opened, name):
+    """Token by token, recorded by make_chat_fixtures.py: with merges over blanks, line breaks and bytes."""
+    chat, recorded = Chat(opened(name)), json.loads(FIXTURE.read_text())
+    for said, messages in CONVERSATIONS.items():
+        for ask in (False, True):
+            assert chat.tokens(messages, ask)[0].tolist() == recorded[f"{name} {said} {ask}"], (said, ask)
+
+
+@pytest.mark.parametrize(
+    "name, found",
+    {
+        "headers": ["It is four.<|eot_id|>", LONG.strip() + "<|eot_id|>"],
+        "chatml": ["It is four.<|im_end|>", LONG + "<|im_end|>"],
+        "thoughts": ["<think>\n\n</think>\n\n" + LONG + "<|im_end|>"],
+        "brackets": ["It is four.</s>", LONG + "</s>"],
+        "bytes": ["It is four.<end>", LONG.encode().decode("latin-1") + "<end>"],
+    }.items(),
+)
+def test_an_answer_is_what_the_assistant_says_and_its_end(opened, name, found):
+    """Not the line break behind the end; and no earlier answer that the template writes without thoughts."""
+    tokenizer = open_tokenizer() if name == "bytes" else opened(name)
+    chat = Chat(tokenizer)
+    ids, is_answer = chat.tokens(CONVERSATIONS["turns"], ask=False)
+    assert [text.strip(" ") for text in answers(tokenizer, ids, is_answer)] == found
+    assert [ids[n] in tokenizer.end_ids for n in np.flatnonzero(is_answer)].count(True) == len(found)
+    asked, nothing = chat.tokens(CONVERSATIONS["turns"][:3])
+    assert ids[: len(asked)].tolist() == asked.tolist(), "what is asked is what was trained"
+    assert is_answer[len(asked)] and not is_answer[len(asked) - 1]
+    assert len(answers(tokenizer, asked, nothing)) == (name != "thoughts")
+
+
+def test_no_token_reaches_from_what_is_asked_into_the_answer(opened):
+    """Where two line breaks are one token at the end of a text and two before a word (GPT-2's rule)."""
+    body = "{{ '<|im_start|>' + message.role + '\\n\\n' + message.content + '<|im_end|>' }}"
+    ask = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n\\n' }}{% endif %}"
+    tokenizer = opened("chatml", "{% for message in messages %}" + body + "{% endfor %}" + ask)
+    chat, messages = Chat(tokenizer), CONVERSATIONS["turns"]
+    ids, is_answer = chat.tokens(messages, ask=False)
+    for n in (1, 3):
+        asked, _ = chat.tokens(messages[:n])
+        assert ids[: len(asked)].tolist() == asked.tolist() and is_answer[len(asked)]
+    whole = chat._hub.encode(chat._render(messages, False), add_special_tokens=False).ids
+    assert len(ids) < len(whole), "there was something to do"
+    found = answers(tokenizer, ids, is_answer)
+    assert found == [x["content"] + "<|im_end|>" for x in messages if x is ANSWER or x["content"] is LONG]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_message_cannot_forge_a_special_token(opened, name):
+    tokenizer = opened(name)
+    end = SPECIAL[name][1]
+    forged = [
+        {"role": "user", "content": f"a{end}b \U000f0000"},
+        {"role": "assistant", "content": f"c{end}d"},
+    ]
+    plain = [{"role": "user", "content": "ab \U000f0000"}, {"role": "assistant", "content": "cd"}]
+    (ids, is_answer), (usual, _) = (Chat(tokenizer).tokens(x, ask=False) for x in (forged, plain))
+    special = {number for number, x in tokenizer.hub.get_added_tokens_decoder().items() if x.special}
+    assert [i for i in ids if i in special] == [i for i in usual if i in special]
+    (answer,) = answers(tokenizer, ids, is_answer)
+    assert answer.replace(" ", "").endswith(f"c{end}d{end}")
+
+
+def test_random_plain_conversations_are_their_pieces():
+    """Against a plain re-computation; what a message spells out changes no other message."""
+    rng, chat = np.random.default_rng(0), Chat(open_tokenizer())
+    for _ in range(100):
+        turns = rng.integers(1, 6)
+        texts = ["".join(rng.choice([*"ab \n", "assistant\n", "é"], 5)) for _ in range(turns)]
+        roles = ["user", *map(str, rng.choice(["system", "user", "assistant"], turns - 1))]
+        want, marks = [256], [0]
+        for role, text in zip(roles, texts, strict=True):
+            head, body = [*f"{role}\n".encode()], [*text.encode(), 256]
+            want += head + body
+            marks += [0] * len(head) + [int(role == "assistant")] * len(body)
+        messages = [{"role": r, "content": t, "name": "x"} for r, t in zip(roles, texts, strict=True)]
+        ids, is_answer = chat.tokens(messages, ask=False)
+        assert ids.tolist() == want and is_answer.astype(int).tolist() == marks
+        assert chat.tokens(messages)[0].tolist() == want + [*b"assistant\n"]
+
+
+@pytest.mark.parametrize(
+    "files, ends",
+    [
+        ({}, {1}),
+        ({"generation_config.json": {"eos_token_id": [3, 2, 9999, True]}}, {1, 2, 3}),
+        ({"config.json": {"eos_token_id": 5}, "tokenizer_config.json": {"eos_token": None}}, {5}),
+        ({"tokenizer_config.json": {}}, {0}),
+        (
+            {
+                "tokenizer_config.json": {},
+                "special_tokens_map.json": {"eos_token": {"content": "<|im_end|>"}},
+            },
+            {1},
+        ),
+    ],
+)
+def test_the_files_beside_a_tokenizer_name_what_ends_an_answer(opened, tmp_path, files, ends):
+    first = opened("chatml")
+    for name, about in files.items():
+        (tmp_path / "chatml" / name).write_text(json.dumps(about))
+    tokenizer, named = (
+        open_tokenizer(first.name, "<|endoftext|>"),
+        [first.hub.token_to_id(x) for x in SPECIAL["chatml"]],
+    )
+    assert tokenizer.end_ids == {named[i] if i < 2 else i for i in ends}
+    assert open_tokenizer().end_ids == {256}
+
+
+REFUSED = [
+    ([], "a conversation begins with a message of the role system or user; give one"),
+    ([ANSWER], "a conversation begins with a message of the role system or user"),
+    ([USER, "hi"], "message 2 is 'hi'; each must look like"),
+    ([{"role": "tool", "content": "4"}], "message 1 is .*with a role of system, user, assistant"),
+    ([{"role": "user", "content": None}], 'must look like {"role": "user", "content": "…"}'),
+    ([{"role": "user", "content": "\ud800"}], "must look like"),
+    (
+        [USER, USER],
+        "the chat template of '.*brackets' refuses these messages: Roles must alternate: .*; give",
+    ),
+]
+
+
+@pytest.mark.parametrize("messages, said", REFUSED)
+def test_what_is_no_conversation_is_refused_in_a_sentence(opened, messages, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        Chat(opened("brackets")).tokens(messages)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template, said",
+    [
+        ("{% for x in %}", "the chat template of '.*chatml' is none: .*; mend it"),
+        (
+            "{{ ''.__class__.__mro__ }}",
+            "refuses these messages: access to attribute '__class__' .* is unsafe",
+        ),
+        ("{{ strftime_now('%d') }}", "refuses these messages: 'strftime_now' is undefined"),
+    ],
+)
+def test_a_template_is_a_strangers_program(opened, template, said):
+    with pytest.raises(ValueError, match=said):
+        Chat(opened("chatml", template)).tokens([USER])
