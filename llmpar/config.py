@@ -110,6 +110,39 @@ class ExpertConfig:
         return pieces * self.capacity(tokens // pieces)
 
 
+ADAPTABLE = ("q", "k", "v", "o", "gate", "up", "down")
+"""The matrices of a block that may have adapters: attention's, and those of its feed-forward."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021, section 4.1): beside the matrix W of every block that ``targets``
+    names, x W becomes x W + (x A) B · alpha / rank. A and B are trained, and nothing else is.
+
+    Attributes:
+        rank: columns of A and rows of B, the dim ``i``.
+        alpha: the adapters' weight, by `peft`'s convention times 1 / rank.
+        targets: of `ADAPTABLE`. Experts have none; their model's attention may.
+    """
+
+    rank: Size = 8
+    alpha: Positive = 16.0
+    targets: tuple[str, ...] = ("q", "k", "v", "o")
+
+    def __post_init__(self):
+        check_fields(self)
+        object.__setattr__(self, "targets", tuple(self.targets))  # JSON has lists
+        if not self.targets or set(self.targets) - set(ADAPTABLE):
+            raise ValueError(
+                f"LoRA's targets are {' '.join(self.targets)}; use some of {' '.join(ADAPTABLE)}"
+            )
+
+    @property
+    def scale(self) -> float:
+        """What (x A) B is multiplied by."""
+        return self.alpha / self.rank
+
+
 @dataclass(frozen=True)
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): counted, but not implemented."""
@@ -126,12 +159,14 @@ class LatentAttention:
 @dataclass(frozen=True)
 class Weight:
     """One weight of the model: its region and dims, its shape, and how it starts: normally distributed with
-    standard deviation ``std``, or where that is 0 equal to ``fill`` everywhere."""
+    standard deviation ``std``, or where that is 0 equal to ``fill`` everywhere. ``frozen``: no gradient
+    changes it."""
 
     dims: str
     shape: tuple[int, ...]
     std: float = 0.0
     fill: float = 1.0
+    frozen: bool = False
 
     @property
     def is_vector(self) -> bool:
@@ -146,6 +181,7 @@ class ModelConfig:
     ``window`` is Mistral's sliding window (None: full causal attention). ``init_scale`` is the standard
     deviation of fresh weights. With ``experts`` every feed-forward is a mixture of them. ``context_length``,
     the longest sequence that its authors made it for, binds nothing here, but exported models carry it.
+    With ``lora`` all weights are frozen but the adapters, further rows of `weights`.
     """
 
     name: str
@@ -167,9 +203,13 @@ class ModelConfig:
     experts: ExpertConfig | None = None
     latent: LatentAttention | None = None
     context_length: Length = None
+    lora: LoraConfig | None = None
 
     def __post_init__(self):
         check_fields(self)
+        if self.experts and self.lora and (ours := set(self.lora.targets) & {"gate", "up", "down"}):
+            what = f"experts have no adapters, and LoRA's targets name {' '.join(sorted(ours))}"
+            raise ValueError(f"'{self.name}' cannot be adapted so: {what}; use targets q k v o")
         if self.head_width % 2:
             what = "but rotary embedding turns pairs; use an even head width"
             raise ValueError(f"heads are {self.head_width} wide, {what}")
@@ -184,7 +224,7 @@ class ModelConfig:
         that is counted but not implemented.
 
         >>> preset("tiny").weights()["blocks.ffn.gate"]
-        Weight(dims='ffn l d m', shape=(4, 64, 128), std=0.02, fill=1.0)
+        Weight(dims='ffn l d m', shape=(4, 64, 128), std=0.02, fill=1.0, frozen=False)
         """
         if self.latent or self.experts and self.experts.dense_layers:
             why = "latent attention and leading dense layers are counted but not implemented"
@@ -201,6 +241,9 @@ class ModelConfig:
         for path, weight in self.block_weights().items():
             dims, shape = weight.dims.replace(" ", " l ", 1), (self.num_layers, *weight.shape)
             found["blocks." + path] = dataclasses.replace(weight, dims=dims, shape=shape)
+        if self.lora:
+            frozen = {path: dataclasses.replace(weight, frozen=True) for path, weight in found.items()}
+            found |= {path: weight for path, weight in frozen.items() if ".lora." not in path}
         return found
 
     def block_weights(self) -> dict[str, Weight]:
@@ -231,7 +274,25 @@ class ModelConfig:
                 found |= self._feed_forward("experts.shared", "ffn", (), experts.num_shared)
         else:
             found |= self._feed_forward("ffn", "ffn", ())
+        if self.lora:
+            found |= self._adapters(self.lora, found)
         return found
+
+    def _adapters(self, lora: LoraConfig, found: dict[str, Weight]) -> dict[str, Weight]:
+        """A and B for each target, such as ``d i`` and ``i n h`` for q, ``d n h``. B starts at zero, A with
+        the variance that Hu et al. give it in their code, a third of one over the numbers that it sums."""
+        rows = dict[str, Weight]()
+        for path, weight in found.items():
+            part, _, name = path.rpartition(".")
+            if part in ("attention", "ffn") and name in lora.targets:
+                region, *dims = weight.dims.split()
+                cut = 2 if name == "o" else 1  # dims of the input
+                into, out = weight.shape[:cut], weight.shape[cut:]
+                a, b = (" ".join((region, *x)) for x in ((*dims[:cut], "i"), ("i", *dims[cut:])))
+                std = (3 * math.prod(into)) ** -0.5
+                rows[f"{part}.lora.{name}_a"] = Weight(a, (*into, lora.rank), std)
+                rows[f"{part}.lora.{name}_b"] = Weight(b, (lora.rank, *out), fill=0.0)
+        return rows
 
     def _feed_forward(self, path: str, dims: str, lead: tuple[int, ...], times: int = 1) -> dict[str, Weight]:
         """The weights of a feed-forward ``times`` as wide; ``lead`` has the sizes of dims before ``d m``."""
@@ -298,12 +359,15 @@ def from_hugging_face(path: str) -> ModelConfig:
 def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
     """The ``config.json`` that `from_hugging_face` and `transformers` read as this model."""
     config.weights()  # refuses what is only counted
+    if config.lora:
+        raise ValueError(f"'{config.name}' has adapters, which a config.json cannot say; merge them first")
     return hugging_face.write(dataclasses.asdict(config))
 
 
 def from_dict(kept: dict[str, Any]) -> ModelConfig:
     """The model that `dataclasses.asdict` made plain, as checkpoints keep it; refuses unknown fields."""
     parts = {"rope_scaling": RopeScaling, "experts": ExpertConfig, "latent": LatentAttention}
+    parts |= {"lora": LoraConfig}
     made = {name: _made(kind, kept[name]) for name, kind in parts.items() if kept.get(name) is not None}
     return _made(ModelConfig, kept | made)
 

@@ -16,7 +16,8 @@ A training step asks for one number, and the methods of `Llama` lead to it in th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from llmpar import attention, moe
-from llmpar.config import ExpertConfig, ModelConfig, Weight
+from llmpar.config import ExpertConfig, LoraConfig, ModelConfig, Weight
 from llmpar.par import HIDDEN, PROJECTED, STREAM, Solo
 
 Stream = Float[Array, "b s d"]
@@ -57,6 +58,48 @@ Make = Callable[[str], nnx.Param]
 """Starts the weight with a path (`ModelConfig.block_weights`)."""
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adapted:
+    """A frozen weight W with its adapters A and B, as they are used."""
+
+    w: Array
+    a: Array
+    b: Array
+    scale: float = field(metadata={"static": True})
+
+
+class Adapters(nnx.Module):
+    """A and B beside those weights of a part that have them (`config.LoraConfig`)."""
+
+    def __init__(self, lora: LoraConfig, make: Make, path: str, names: Sequence[str]):
+        self.scale = lora.scale
+        for name in (name for name in names if name in lora.targets):
+            for x in "ab":
+                setattr(self, f"{name}_{x}", make(f"{path}.lora.{name}_{x}"))
+
+
+def weights(part: nnx.Module, names: Sequence[str], par: Solo) -> Iterator[Array | Adapted]:
+    """The weights of a part as they are used, each with its adapters if it has any."""
+    lora: Any = getattr(part, "lora", None)
+    for name in names:
+        w: Any = par.weight(getattr(part, name))
+        if hasattr(lora, f"{name}_a"):
+            a, b = (par.weight(getattr(lora, f"{name}_{x}")) for x in "ab")
+            w = Adapted(w, a, b, lora.scale)
+        yield w
+
+
+def times(product: Callable, x: Float[Array, "b s *inner"], weight: Array | Adapted, **kinds: Any) -> Array:
+    """The ``product`` of x and a weight. Of an adapted one it is x W + (x A) B · alpha / rank (Hu et al.
+    2021, section 4.1); W + A B, as large as W, is never made. Where the inner dims are cut, both terms are
+    unfinished sums, and finished together."""
+    if not isinstance(weight, Adapted):
+        return product(x, weight, **kinds)
+    x_bsi = weight.scale * jnp.tensordot(x, weight.a, x.ndim - 2, **kinds)
+    return product(x, weight.w, **kinds) + jnp.tensordot(x_bsi, weight.b, 1, **kinds)
+
+
 class RMSNorm(nnx.Module):
     """Divide by the root mean square over the last dim, in float32 (Zhang & Sennrich 2019)."""
 
@@ -75,6 +118,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, make: Make):
         self.q, self.k, self.v, self.o = (make(f"attention.{x}") for x in "qkvo")
+        if config.lora:
+            self.lora = Adapters(config.lora, make, "attention", "qkvo")
         if config.qkv_bias:
             self.q_bias, self.k_bias, self.v_bias = (make(f"attention.{x}_bias") for x in "qkv")
         if config.qk_norm:
@@ -84,8 +129,8 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
-        weights = (par.weight(w) for w in (self.q, self.k, self.v))
-        q_bsnh, k_bskh, v_bskh = par.enter(project, x, "stream b s d -> attention b s d", *weights)
+        to_heads = weights(self, "qkv", par)
+        q_bsnh, k_bskh, v_bskh = par.enter(project, x, "stream b s d -> attention b s d", *to_heads)
         if self.config.qkv_bias:
             biases = (q_bsnh, self.q_bias), (k_bskh, self.k_bias), (v_bskh, self.v_bias)
             q_bsnh, k_bskh, v_bskh = (par.beside(jnp.add, y, bias) for y, bias in biases)
@@ -96,17 +141,17 @@ class Attention(nnx.Module):
         b, s, k, h = k_bskh.shape
         q_bskrh, mask = q_bsnh.reshape(b, s, k, -1, h), attention.Mask(window=self.config.window)
         y_bsnh = attend(q_bskrh, k_bskh, v_bskh, ids, mask, par).reshape(q_bsnh.shape)
-        return par.leave(unite, y_bsnh, "attention b s d +n -> stream b s d", par.weight(self.o))
+        return par.leave(unite, y_bsnh, "attention b s d +n -> stream b s d", *weights(self, "o", par))
 
 
-def project(x: Float[Array, "b s d"], *weights: Float[Array, "d _ h"]) -> tuple[Array, ...]:
+def project(x: Float[Array, "b s d"], *weights: Float[Array, "d _ h"] | Adapted) -> tuple[Array, ...]:
     """Queries, keys and values of this device's heads."""
-    return tuple(jnp.einsum("bsd,dnh->bsnh", x, w) for w in weights)
+    return tuple(times(functools.partial(jnp.einsum, "bsd,dnh->bsnh"), x, w) for w in weights)
 
 
-def unite(y: Float[Array, "b s n h"], w: Float[Array, "n h d"], **kinds: Any) -> Float[Array, "b s d"]:
+def unite(y: Float[Array, "b s n h"], w: Float[Array, "n h d"] | Adapted, **kinds: Any) -> Stream:
     """The heads' results as one: a sum over n, unfinished where n is cut (`Explicit`'s ``out_sharding``)."""
-    return jnp.einsum("bsnh,nhd->bsd", y, w, **kinds)
+    return times(functools.partial(jnp.einsum, "bsnh,nhd->bsd"), y, w, **kinds)
 
 
 def attend(
@@ -136,8 +181,10 @@ def attend(
 class FeedForward(nnx.Module):
     """SwiGLU (Shazeer 2020)."""
 
-    def __init__(self, make: Make, path: str):
+    def __init__(self, make: Make, path: str, lora: LoraConfig | None = None):
         self.gate, self.up, self.down = (make(f"{path}.{x}") for x in ("gate", "up", "down"))
+        if lora:
+            self.lora = Adapters(lora, make, path, ("gate", "up", "down"))
 
     @jax.named_scope("feed_forward")
     def __call__(
@@ -148,20 +195,25 @@ class FeedForward(nnx.Module):
         leave: str = "ffn b s d +m -> stream b s d",
     ) -> Stream:
         """Three matmuls; the arrows ``enter`` and ``leave`` bring ``x`` to them and their sum away."""
-        gate, up, down = (par.weight(w) for w in (self.gate, self.up, self.down))
+        gate, up, down = weights(self, ("gate", "up", "down"), par)
         chunks = par.plan.ffn_chunks
         keep = lambda y: y if chunks > 1 else checkpoint_name(y, HIDDEN)  # pieces would add up to all of it
 
         def swiglu(x_bsd):
             gate_bsm, up_bsm = map(keep, par.enter(columns, x_bsd, enter, gate, up))
-            return par.leave(jnp.matmul, jax.nn.silu(gate_bsm) * up_bsm, leave, down)
+            return par.leave(rows, jax.nn.silu(gate_bsm) * up_bsm, leave, down)
 
         return par.chunked(swiglu, x, chunks) if chunks > 1 else swiglu(x)
 
 
-def columns(x: Stream, *weights: Float[Array, "d m"]) -> tuple[Array, ...]:
+def columns(x: Stream, *weights: Float[Array, "d m"] | Adapted) -> tuple[Array, ...]:
     """``x`` times each of the weights."""
-    return tuple(x @ w for w in weights)
+    return tuple(times(jnp.matmul, x, w) for w in weights)
+
+
+def rows(y: Float[Array, "b s m"], w: Float[Array, "m d"] | Adapted, **kinds: Any) -> Stream:
+    """``y`` times a weight: a sum over m, unfinished where m is cut."""
+    return times(jnp.matmul, y, w, **kinds)
 
 
 class Experts(nnx.Module):
@@ -213,7 +265,7 @@ class Block(nnx.Module):
         if config.experts:
             self.experts = Experts(config.experts, make)
         else:
-            self.ffn = FeedForward(make, "ffn")
+            self.ffn = FeedForward(make, "ffn", config.lora)
         self.config = config
 
     def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> tuple[Stream, Aux]:

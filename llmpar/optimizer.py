@@ -42,6 +42,8 @@ def muon_dims(config: ModelConfig) -> Tree:
             return None
         letters = layout.letters
         into = "d" if not letters.endswith("d") else letters.strip("ld")
+        if "i" in letters:  # an adapter's A, or its B
+            into = "i" if letters.startswith("li") else letters.strip("li")
         return optax.contrib.MuonDimensionNumbers(
             tuple(letters.index(x) for x in into),
             tuple(i for i, x in enumerate(letters) if x not in into + "l"),

@@ -121,7 +121,7 @@ class _Pull:
         self.found.append(more)
         return dx
 
-    def gradients(self) -> tuple[Array, ...]:
+    def gradients(self) -> tuple:
         """Those of the weights, summed over the blocks in float32."""
         add = lambda *parts: sum(x.astype(jnp.float32) for x in parts).astype(parts[0].dtype)
-        return tuple(add(*parts) for parts in zip(*self.found, strict=True))
+        return tuple(jax.tree.map(add, *self.found))

@@ -80,11 +80,12 @@ class Solo:
         """``x`` itself: it is where it should be."""
         return x
 
-    def enter(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Any:
-        """Move ``x``, then ``multiply(x, *weights)``: matmuls of each position by itself, ``b s …``."""
+    def enter(self, multiply: Callable, x: Array, arrow: str, *weights: Any) -> Any:
+        """Move ``x``, then ``multiply(x, *weights)``: matmuls of each position by itself, ``b s …``. A weight
+        is what ``multiply`` takes for one: an array, or a few."""
         return multiply(self.move(x, arrow), *weights)
 
-    def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Array:
+    def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Any) -> Array:
         """``multiply(x, *weights)``, then move the result: the mirror image of `enter`."""
         return self.move(multiply(x, *weights), arrow)
 
@@ -205,13 +206,13 @@ class Manual(Solo):
         x = self._vary(x, self.plan.varying(region), arrow) if region else x
         return checkpoint_name(x, MOVED) if physical.moves else x
 
-    def enter(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Any:
+    def enter(self, multiply: Callable, x: Array, arrow: str, *weights: Any) -> Any:
         """With `Plan.tp_comm_overlap` a ring: one block is multiplied while the next travels."""
         if ring := self._ring(arrow, "all-gather"):
             return overlap.enter(multiply, ring, x, weights)
         return super().enter(multiply, x, arrow, *weights)
 
-    def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Array:
+    def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Any) -> Array:
         """With `Plan.tp_comm_overlap` a ring: the sum of one block travels while the next is multiplied."""
         if ring := self._ring(arrow, "reduce-scatter"):
             return overlap.leave(multiply, ring, x, weights)

@@ -30,7 +30,7 @@ A weight's life in one step is five layouts and four arrows; only the update its
                                                                                     graded -restore-> stored
 
 ZeRO (Rajbhandari et al. 2020) decides which of them are cut by fsdp: a weight's width ``d`` (else its ``h``,
-else its ``e``). Of ``ffn d m`` on ``fsdp=2 tp=2``, with dp besides:
+else its ``e``; an adapter with none of them stays whole). Of ``ffn d m`` on ``fsdp=2 tp=2``, with dp besides:
 
     zero  stored       used    unreduced (each microbatch)  accumulated       graded
     0     d m/tp       d m/tp  d m/tp +dp +fsdp             d m/tp +dp +fsdp  d m/tp
@@ -351,7 +351,7 @@ class Resolved(Plan):
         ``ffn d m`` on ``dp=2 fsdp=2 tp=2`` at ZeRO 2."""
         used = self.place(dims)  # d m/tp
         differ = self.varying(parse_layout(dims).region)  # dp fsdp tp: where a copy sees other tokens
-        target = next(x for x in "dhe" if x in used.letters)  # d
+        target = next((x for x in "dhe" if x in used.letters), "")  # d
         # Copies that see equal values have no sum to share: serving cuts no s, so ZeRO cuts nothing by sp.
         over = tuple(a for a in self.zero_cuts(target) if a in differ and a not in used.axes)  # fsdp
         cut = Layout(tuple(Dim(d.name, d.axes + over * (d.name == target)) for d in used.dims))  # d/fsdp m/tp
@@ -366,7 +366,7 @@ class Resolved(Plan):
         return Life(stored, used, unreduced, accumulated, graded, copied)
 
     def zero_cuts(self, target: str = "d") -> tuple[str, ...]:
-        """The live axes by which ZeRO cuts the dim ``target``; fsdp alone for vectors, which have no d."""
+        """The live axes by which ZeRO cuts the dim ``target``; fsdp alone where that is not d."""
         axes = self.zero_axes.replace("sp", "sp,ul").split(",")
         return self.mesh.live(*axes) if target == "d" else self.mesh.live("fsdp")
 

@@ -125,7 +125,7 @@ class Explicit(Auto):
         """``x`` with the type in which a physical arrow ends."""
         return self.note(self.lay(x, arrow.after, text or str(arrow)), text, arrow.after)
 
-    def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Array:
+    def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Any) -> Array:
         """``multiply(x, *weights)`` as an unfinished sum, moved."""
         return self.move(multiply(x, *weights, out_sharding=as_type(self.plan.physical(arrow).before)), arrow)
 

@@ -156,7 +156,7 @@ def _zero(plan, batch_size: int, seq_len: int) -> Rows:
         return
     mesh, config = plan.mesh, plan.config
     cut = {"model width": (config.width, plan.zero_cuts("d"))}
-    if config.qkv_bias or config.qk_norm:
+    if config.qkv_bias or config.qk_norm or config.lora and set(config.lora.targets) & set("qkv"):
         cut["head width"] = config.head_width, plan.zero_cuts("h")
     if config.experts and config.experts.bias_rate is not None:
         cut["experts"] = config.experts.num_experts, plan.zero_cuts("e")

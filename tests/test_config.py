@@ -13,7 +13,16 @@ from flax import nnx
 from parity import LLAMA, MOE, QWEN
 from shared import TABLES
 
-from llmpar.config import PRESETS, ExpertConfig, RopeScaling, from_dict, from_hugging_face, preset
+from llmpar.config import (
+    PRESETS,
+    ExpertConfig,
+    LoraConfig,
+    RopeScaling,
+    from_dict,
+    from_hugging_face,
+    preset,
+    to_hugging_face,
+)  # fmt: skip
 from llmpar.model import Llama, rope_frequencies
 
 # Published ones, and ours by hand: v·d (twice if untied) + layers·(2d² + 2·d·k·h + 3·d·m + 2d) + d.
@@ -190,3 +199,44 @@ def test_fresh_weights_have_the_shapes_and_the_scale_that_were_asked():
     )
     assert np.abs(q[0] - q[1]).max() > 0, "every layer has its own weights"
     assert np.all(np.asarray(model["norm"]["scale"]) == 1)
+
+
+# ------------------------------------------------------------------------------------------------------- LoRA
+
+
+def test_adapters_are_rows_and_all_else_is_frozen():
+    """Two rows for each target, A before B: the rank beside the dims of input and of output."""
+    config = dataclasses.replace(preset("tiny"), lora=LoraConfig(2, 4.0, ("q", "o", "down")))
+    rows = {path: weight for path, weight in config.weights().items() if not weight.frozen}
+    assert {path.removeprefix("blocks."): (w.dims, w.shape) for path, w in rows.items()} == {
+        "attention.lora.q_a": ("attention l d i", (4, 64, 2)),
+        "attention.lora.q_b": ("attention l i n h", (4, 2, 16, 4)),
+        "attention.lora.o_a": ("attention l n h i", (4, 16, 4, 2)),
+        "attention.lora.o_b": ("attention l i d", (4, 2, 64)),
+        "ffn.lora.down_a": ("ffn l m i", (4, 128, 2)),
+        "ffn.lora.down_b": ("ffn l i d", (4, 2, 64)),
+    }
+    assert all((w.std > 0) == path.endswith("_a") and w.fill in (0, 1) for path, w in rows.items())
+    base = dataclasses.replace(config, lora=None)
+    assert config.weights().keys() - rows.keys() == base.weights().keys() and config.lora.scale == 2
+    assert not any(weight.frozen for weight in base.weights().values())
+    assert from_dict(json.loads(json.dumps(dataclasses.asdict(config)))) == config
+
+
+@pytest.mark.parametrize(
+    "model, lora, said",
+    [
+        ("tiny", {"targets": ("q", "head")}, "targets are 'q head'; use some of q k v o gate up down"),
+        ("tiny", {"targets": ()}, "use some of"),
+        ("tiny", {"rank": 0}, "rank is 0; use a whole number from 1"),
+        ("tiny-moe", {"targets": ("q", "up")}, "experts have no adapters, .* name up; use targets q k v o"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused_by_name(model, lora, said):
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(preset(model), lora=LoraConfig(**lora))
+
+
+def test_a_config_json_says_nothing_of_adapters():
+    with pytest.raises(ValueError, match="has adapters, .* merge them first"):
+        to_hugging_face(dataclasses.replace(preset("tiny"), lora=LoraConfig()))

@@ -82,6 +82,7 @@ DRAWN = {
         experts=(),
         latent=(None,) * 30 + (LatentAttention(4, 4, 4, 4),),
         context_length=(None, 64),
+        lora=(),
     ),
     ExpertConfig: dict(
         num_experts=(4, 8, 3, 6),

@@ -119,7 +119,8 @@ class _Weight:
 
 def _weights(config: ModelConfig) -> dict[str, _Weight]:
     words = MIXTRAL if family(dataclasses.asdict(config)) == "mixtral" else {}
-    return {path: _Weight(path, w.dims, w.shape, words) for path, w in config.weights().items()}
+    base = dataclasses.replace(config, lora=None)
+    return {path: _Weight(path, w.dims, w.shape, words) for path, w in base.weights().items()}
 
 
 def from_state_dict(
