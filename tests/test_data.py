@@ -1,5 +1,6 @@
 """Text to batches. A corpus whose tokens are their own addresses lets any row be checked alone."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -347,6 +348,104 @@ def test_the_corpus_is_put_in_a_mixed_order(tmp_path):
     numbers = [int(corpus.tokenizer.decode(p[1:])) for p in np.split(corpus.tokens, corpus.offsets[1:-1])]
     assert sorted(numbers) == list(range(50)) and np.abs(np.diff(numbers)).mean() > 10
     assert numbers[-5:] == PINNED_LAST  # what is held out stays so in other versions
+
+
+# --------------------------------------------------------------------------------------------- conversations
+
+
+def written(rng):
+    """Lines of every form, and for each the bytes that it becomes with whether they count."""
+    lines, want = [], []
+    text = lambda: "".join(rng.choice([*"abc dé", "\n", '"'], rng.integers(1, 30)))
+    for _ in range(60):
+        one, two = text(), text() + "."
+        kind = rng.integers(3)
+        if kind == 0:
+            lines.append({"text": one, "meta": 1})
+            want.append([(256, True)] + [(b, True) for b in one.encode()])
+            continue
+        messages = [("system", text())] * int(rng.integers(2)) * int(kind == 1) + [
+            ("user", one),
+            ("assistant", two),
+        ]
+        if kind == 1:
+            messages *= int(rng.integers(1, 3))
+            lines.append({"messages": [{"role": role, "content": content} for role, content in messages]})
+        else:
+            lines.append({"prompt": one, str(rng.choice(data.ANSWERS)): two})
+        told = [(256, False)]
+        for role, content in messages:
+            told += [(b, False) for b in f"{role}\n".encode()]
+            told += [(b, role == "assistant") for b in [*content.encode(), 256]]
+        want.append(told)
+    return lines, want
+
+
+def test_random_conversations_become_the_tokens_and_targets_of_a_plain_re_computation(tmp_path):
+    """Of every form, beside texts; each document once, and of the answers' tokens each a target once."""
+    lines, want = written(np.random.default_rng(0))
+    path = write(tmp_path / "x.jsonl", "\n".join(map(json.dumps, lines)))
+    corpus = read_corpus(DataConfig(data=(path,), seq_len=40))
+    pairs = list(zip(corpus.tokens.tolist(), corpus.counted.tolist(), strict=True))
+    found = [pairs[a:b] for a, b in zip(corpus.offsets, corpus.offsets[1:], strict=False)]
+    assert sorted(found) == sorted(want)
+    assert f"{sum('text' not in x for x in lines)} conversations: {corpus.counted.sum()} of" in corpus.source
+    assert f"{sum(len(x) > 40 for x in want)} documents are longer than a row of 40" in corpus.source
+    stream = Stream(corpus, DataConfig(seq_len=40, batch_size=1, held_out=0))
+    seen = [stream.batch(i) for i in range(stream.num_rows)]
+    for row in seen:
+        tokens, targets, segments = (row[name][0] for name in ("tokens", "targets", "segments"))
+        keep = targets >= 0
+        assert (targets[:-1][keep[:-1]] == tokens[1:][keep[:-1]]).all(), "a target is the next token"
+        assert not keep[:-1][np.diff(segments) > 0].any() and (row["positions"] == np.arange(40)).all()
+    learned = np.sort(np.concatenate([row["targets"][row["targets"] >= 0] for row in seen]))
+    counts = [token for document in want for token, counted in document[1:] if counted]
+    assert 0 <= len(counts) - len(learned) <= 40, "all but those of the tail"
+
+
+@pytest.mark.parametrize("name", ["own", "zigzag", "balanced"])
+def test_what_does_not_count_is_no_target_and_all_else_is_as_it_was(corpus, name):
+    """Tokens are their own addresses, so that a target says whether it counts."""
+    counted = np.random.default_rng(0).random(len(corpus.tokens)) < 0.4
+    masked = dataclasses.replace(corpus, counted=counted)
+    order = None if name == "own" else in_order(name)
+    plain, some = (Stream(x, config(held_out=0), order=order) for x in (corpus, masked))
+    for step in range(30):
+        batch, want = some.batch(step), plain.batch(step)
+        want["targets"] = np.where(counted[want["targets"]] & (want["targets"] >= 0), want["targets"], -1)
+        assert same(batch, want)
+    assert corpus.fingerprint == PINNED_FINGERPRINT != masked.fingerprint
+    moved = dataclasses.replace(corpus, counted=np.roll(counted, 1))
+    assert len({corpus.fingerprint, masked.fingerprint, moved.fingerprint}) == 3
+
+
+def test_conversations_are_held_out_whole(corpus):
+    """At the boundary that is nearest to where texts would be cut; alike for training and evaluation."""
+    masked = dataclasses.replace(corpus, counted=np.ones(len(corpus.tokens), bool))
+    total = len(corpus.tokens)
+    for held_out in (2, 4, 7):
+        parts = [Stream(masked, config(held_out=held_out), part) for part in ("train", "held_out")]
+        ends = [part._bounds[[0, -1]].tolist() for part in parts]
+        cut = ends[0][1]
+        assert ends == [[0, cut], [cut, total]] and cut in corpus.offsets[1:-1]
+        assert (
+            abs(cut - (total - total // held_out))
+            == np.abs(corpus.offsets - (total - total // held_out)).min()
+        )
+    assert Stream(masked, config(held_out=0))._bounds[-1] == total
+    with pytest.raises(
+        ValueError, match=r"the train part \(held_out 4\) of addresses has no answer; give more"
+    ):
+        Stream(dataclasses.replace(corpus, counted=np.arange(total) > total - 9), config())
+
+
+def test_the_limit_cuts_no_conversation(tmp_path):
+    rows = [{"prompt": "aaaa", "answer": "bbbb"}] * 3
+    path = write(tmp_path / "x.jsonl", "\n".join(map(json.dumps, rows)))
+    corpus = read_corpus(DataConfig(data=(path,), limit_bytes=20))
+    assert (
+        len(corpus.offsets) == 3 and (np.diff(corpus.offsets) == len("user\naaaaassistant\nbbbb") + 3).all()
+    )
 
 
 # --------------------------------------------------------------------------------------------------- refusals

@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from llmpar.files import read_text
-from llmpar.training.data import ROLES, FileTokenizer, Tokenizer
 
 Message = Mapping[str, Any]
+ROLES = ("system", "user", "assistant")
 
 
 class Chat:
@@ -30,11 +30,11 @@ class Chat:
         ValueError: jinja2 is missing, or the template is none.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         special: dict[int, str] = {}
         self._template: Any = None
-        if isinstance(tokenizer, FileTokenizer) and (text := _template_of(tokenizer)):
+        if hasattr(tokenizer, "hub") and (text := _template_of(tokenizer)):
             import tokenizers
 
             self._template = _compiled(text, tokenizer.name)
@@ -60,9 +60,7 @@ class Chat:
         Raises:
             ValueError: these are no messages, or the template refuses them.
         """
-        messages = [_checked(*numbered) for numbered in enumerate(messages, 1)]
-        if not messages or messages[0]["role"] == "assistant":
-            raise ValueError("a conversation begins with a message of the role system or user; give one")
+        messages = check_messages(messages)
         write: Any = self._plain
         encode: Any = list
         seams: list[int] = []
@@ -99,7 +97,7 @@ class Chat:
         return ids + encode("assistant\n").tolist() * ask
 
     def _render(self, messages: Sequence[Message], ask: bool) -> str:
-        special = self.tokenizer.special  # type: ignore[union-attr]
+        special = self.tokenizer.special
         try:
             return self._template.render(messages=messages, add_generation_prompt=ask, **special)
         except Exception as error:  # a template may do anything
@@ -111,7 +109,7 @@ class Chat:
         ids: list[int] = []
         for n, piece in enumerate(re.split(f"{mark}({self._spelled}){mark}|{mark}", text)):
             if piece:
-                hub = self.tokenizer.hub if n % 2 else self._hub  # type: ignore[union-attr]
+                hub = self.tokenizer.hub if n % 2 else self._hub
                 found = hub.encode(piece, add_special_tokens=False).ids
                 if n % 2 and not self._ends.isdisjoint(found):
                     raise ValueError(f"a message spells out the special token '{piece}'; leave it out")
@@ -119,14 +117,24 @@ class Chat:
         return ids
 
 
-def _checked(number: int, message: Any) -> dict[str, str]:
-    """A message's role and content; refuses what is none."""
-    if isinstance(message, Mapping) and message.get("role") in ROLES:
-        content = message.get("content")
-        if isinstance(content, str) and not any("\ud800" <= x <= "\udfff" for x in content):
-            return {"role": message["role"], "content": content}
+def check_messages(messages: Any) -> list[dict[str, str]]:
+    """The roles and contents of a conversation's messages; refuses what is none."""
     like = f'each must look like {{"role": "user", "content": "…"}}, with a role of {", ".join(ROLES)}'
-    raise ValueError(f"message {number} is {message!r:.60}; {like}")
+    found = []
+    for number, message in enumerate(messages if isinstance(messages, list | tuple) else [messages], 1):
+        role, content = (
+            message.get(x) if isinstance(message, Mapping) else None for x in ("role", "content")
+        )
+        if (
+            role not in ROLES
+            or not isinstance(content, str)
+            or any("\ud800" <= x <= "\udfff" for x in content)
+        ):
+            raise ValueError(f"message {number} is {message!r:.60}; {like}")
+        found.append({"role": role, "content": content})
+    if not found or found[0]["role"] == "assistant":
+        raise ValueError("a conversation begins with a message of the role system or user; give one")
+    return found
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -134,7 +142,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _template_of(tokenizer: FileTokenizer) -> str | None:
+def _template_of(tokenizer: Any) -> str | None:
     file = tokenizer.beside("chat_template.jinja")
     if file.is_file():
         return read_text(file, "chat template")

@@ -20,12 +20,13 @@ import platform
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, SupportsInt
+from typing import Annotated, Any, Literal, NamedTuple, SupportsInt
 
 import numpy as np
 from jaxtyping import Int32
 
 from llmpar.files import Allowed, check_fields, check_ordinary, read_json
+from llmpar.training.chat import Chat, check_messages
 
 Batch = dict[str, Int32[np.ndarray, "b s"]]
 
@@ -35,7 +36,8 @@ LIBRARY_LIMIT_BYTES = 4 << 20  # about 250 files: read and encoded in well under
 # settings.
 SKIPPED_FOLDERS = "site-packages dist-packages test tests idlelib idle_test encodings pydoc_data".split()
 SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
-ROLES = ("system", "user", "assistant")
+ANSWERS = ("answer", "completion", "response")
+"""What the answer to a line's ``prompt`` may be called."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,10 @@ class DataConfig:
     """What text to read and how to cut it.
 
     Attributes:
-        data: files or globs (``**`` recurses) of text, or of JSONL (.jsonl, .ndjson) with one ``{"text": …}``
-            a line, other keys ignored. Empty: the licence and source files of the running Python's standard
+        data: files or globs (``**`` recurses) of text, or of JSONL (.jsonl, .ndjson): a line is a text,
+            ``{"text": …}``, or a conversation of whose tokens the answers alone count, ``{"prompt": …,
+            "answer": …}`` (or completion, response) or ``{"messages": [{"role": …, "content": …}, …]}``;
+            other keys are ignored. Empty: the licence and source files of the running Python's standard
             library.
         tokenizer: ``bytes``, or the path of a Hugging Face ``tokenizer.json``.
         start_token: the token of ``tokenizer.json`` that begins a document. None: what it puts first, or a
@@ -55,6 +59,7 @@ class DataConfig:
         batch_size: rows per step, over all devices.
         seed: decides the order of documents and rows.
         held_out: the last 1 of so many parts is kept out of training, whatever the seed; 0 keeps nothing out.
+            Where there are conversations, no document is cut by it.
     """
 
     data: tuple[str, ...] = ()
@@ -106,7 +111,43 @@ def library_files(root: str = "") -> list[str]:
     return [f for f in licences if os.path.isfile(f)][:1] + sorted(sources)
 
 
-def read_documents(file: str, limit_bytes: int) -> Iterator[str]:
+class Conversation(NamedTuple):
+    """Messages with at least one answer, and the line that they are from."""
+
+    messages: list[dict[str, str]]
+    where: str
+
+    def tokens(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
+        """Its ids, and which of them count."""
+        try:
+            ids, counted = chat.tokens(self.messages, ask=False)
+        except ValueError as error:
+            raise ValueError(f"{self.where}: {error}") from error
+        if not counted.any():
+            why = "the chat template writes none of its answers as they would be asked for"
+            raise ValueError(f"{self.where}: {why}; leave the line out, or mend the template")
+        return ids, counted
+
+
+def _document(line: str, where: str) -> str | Conversation:
+    """What a line of JSONL holds."""
+    row = json.loads(line)
+    answers = [name for name in ANSWERS if name in row] if "prompt" in row else []
+    forms = [name for name in ("text", "messages") if name in row] + answers
+    if len(forms) > 1:
+        raise ValueError(f"it has {' and '.join(forms)}: leave all but one out")
+    if not answers and "messages" not in row:
+        row["text"].encode()  # fails for what is no string, and for half of a surrogate pair
+        return row["text"]
+    said = zip(("user", "assistant"), (row["prompt"], row[answers[0]]), strict=True) if answers else ()
+    messages = check_messages([dict(role=r, content=c) for r, c in said] or row["messages"])
+    told = [message["content"].strip() for message in messages if message["role"] == "assistant"]
+    if not all(told) or not told:
+        raise ValueError(f"it has {'an empty answer' if told else 'no answer'}: leave it out")
+    return Conversation(messages, where)
+
+
+def read_documents(file: str, limit_bytes: int) -> Iterator[str | Conversation]:
     """The documents of one file: the whole of a text, of which little more is read than ``limit_bytes``; or
     each line of a JSONL."""
     lines = file.endswith((".jsonl", ".ndjson"))
@@ -128,16 +169,14 @@ def read_documents(file: str, limit_bytes: int) -> Iterator[str]:
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON strings may hold U+2028
         if not line.strip():
             continue
+        where = f"data file '{file}', line {number}"
         try:
-            document = json.loads(line)["text"]
-            document.encode()  # fails for what is no string, and for half of a surrogate pair
+            yield _document(line, where)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             own = {UnicodeEncodeError: "half of a surrogate pair", RecursionError: "nested too deeply"}
-            why = own.get(type(error), f"{type(error).__name__}: {error}")
-            what = f'is no JSON object with a string under "text" ({why})'
-            like = 'each line must look like {"text": "…"}'
-            raise ValueError(f"data file '{file}', line {number}, {what}; {like}") from None
-        yield document
+            why = own.get(type(error), f"{type(error).__name__}: {error}".removeprefix("ValueError: "))
+            like = '{"text": "…"}, {"prompt": "…", "answer": "…"} or {"messages": […]}'
+            raise ValueError(f"{where}, is no document ({why}); each line must look like {like}") from None
 
 
 class ByteTokenizer:
@@ -288,12 +327,15 @@ class Corpus:
     offsets: np.ndarray
     tokenizer: Tokenizer
     source: str
+    counted: np.ndarray | None = None
+    """Which tokens are to be learned, where there are conversations; None: all."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Sixteen hex digits that change with any token or boundary: to compare processes, and on
-        resuming."""
-        parts = (self.tokens.astype("<i4"), self.offsets.astype("<i8"))
+        """Sixteen hex digits that change with any token, boundary, or token that counts: to compare
+        processes, and on resuming."""
+        parts = [self.tokens.astype("<i4"), self.offsets.astype("<i8")]
+        parts += [] if self.counted is None else [self.counted]
         return hashlib.sha256(b"".join(x.tobytes() for x in parts)).hexdigest()[:16]
 
 
@@ -327,14 +369,18 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
         less = f"use --limit-bytes {memory // MEMORY_PER_BYTE}, or less data"
         needs = f"{source} would take {need / 2**30:,.1f} GiB of memory {why}"
         raise ValueError(f"{needs}, and {here}; {less}")
-    texts: list[str] = []
+    texts: list[str | Conversation] = []
     size = num_read = 0
     for text in itertools.chain.from_iterable(read_documents(file, limit - size) for file in files):
         num_read += 1
-        raw = text.encode()[: limit - size]
-        size += len(raw)
-        if kept := raw.decode(errors="ignore"):  # the limit may fall inside a character
-            texts.append(kept)
+        if isinstance(text, Conversation):
+            size += sum(len(message["content"].encode()) for message in text.messages)
+            texts += [text] * (size <= limit)
+        else:
+            raw = text.encode()[: limit - size]
+            size += len(raw)
+            if kept := raw.decode(errors="ignore"):  # the limit may fall inside a character
+                texts.append(kept)
         if size >= limit:
             break
     if not texts:
@@ -344,12 +390,30 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
     source += f", up to limit_bytes {limit})" if size >= limit else ")"
     order = _shuffled(len(texts), np.random.PCG64(0))
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
-    start, pieces = np.array([tokenizer.start_id], dtype), []
+    talks = sum(isinstance(text, Conversation) for text in texts)
+    chat: Any = Chat(tokenizer) if talks else None
+    pieces, counts, partly = [], [], 0
     for at in range(0, len(order), 1024):
-        for ids in tokenizer.encode_all([texts[i] for i in order[at : at + 1024]]):
-            pieces += [start, ids.astype(dtype)]
-    offsets = np.cumsum([0] + [1 + len(ids) for ids in pieces[1::2]])
-    return Corpus(np.concatenate(pieces), offsets, tokenizer, source)
+        some = [texts[i] for i in order[at : at + 1024]]
+        plain = iter(tokenizer.encode_all([text for text in some if isinstance(text, str)]))
+        for text in some:
+            if isinstance(text, str):
+                ids = np.concatenate([[tokenizer.start_id], next(plain)])
+                counts.append(np.ones(len(ids) if talks else 0, bool))
+            else:
+                ids, counted = text.tokens(chat)
+                counts.append(counted)
+                answers = sum(message["role"] == "assistant" for message in text.messages)
+                partly += int((counted[1:] & ~counted[:-1]).sum()) < answers
+            pieces.append(ids.astype(dtype))
+    lengths = [len(ids) for ids in pieces]
+    if talks:
+        source += f"; {talks} conversations: {sum(x.sum() for x in counts)} of {sum(lengths)} tokens count"
+        source += f", of {partly} not all answers, as the template writes earlier ones anew" if partly else ""
+        long = sum(n > config.seq_len for n in lengths)
+        source += f", {long} documents are longer than a row of {config.seq_len}" if long else ""
+    offsets, mask = np.cumsum([0, *lengths]), np.concatenate(counts) if talks else None
+    return Corpus(np.concatenate(pieces), offsets, tokenizer, source, mask)
 
 
 def _shuffled(n: int, bits: np.random.PCG64) -> np.ndarray:
@@ -365,7 +429,7 @@ class Stream:
     Every epoch lays the documents end to end in a new order, cuts rows of ``seq_len + 1`` that overlap by one
     token, and shuffles the rows. So each token is an input once per epoch, and a target once unless it begins
     a document; the tail, shorter than a row, is left out. Batches straddle epochs. The held-out part is never
-    shuffled; a document may be cut in two by the split.
+    shuffled; a document may be cut in two by the split, but in a corpus with conversations.
 
     ``order`` says which position each place of a row holds, ``b s``, from the rows' segments, ``b s``
     (:func:`llmpar.training.balance.row_orders`); None: its own. Targets are formed before it is applied, so a
@@ -383,6 +447,8 @@ class Stream:
         self.corpus, self.config, self.part = corpus, config, part
         total, s = len(corpus.tokens), config.seq_len
         cut = total - (total // config.held_out if config.held_out else 0)
+        if corpus.counted is not None and cut < total and len(corpus.offsets) > 2:
+            cut = min(corpus.offsets[1:-1], key=lambda offset: abs(int(offset) - cut))
         begin, end = (0, cut) if part == "train" else (cut, total)
         inner = corpus.offsets[(begin < corpus.offsets) & (corpus.offsets < end)]
         self._bounds = np.concatenate([[begin], inner, [end]])
@@ -392,11 +458,14 @@ class Stream:
             found = f"the {part} part (held_out {config.held_out}) of {corpus.source} {has}"
             hint = "use a shorter seq_len, more data, or another held_out (--held-out 0 keeps nothing out)"
             raise ValueError(f"seq_len {s} needs {s + 1} tokens, but {found}; {hint}")
+        if corpus.counted is not None and not corpus.counted[begin:end].any():
+            found = f"the {part} part (held_out {config.held_out}) of {corpus.source} has no answer"
+            raise ValueError(f"{found}; give more data, or another held_out")
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def batch(self, step: int) -> Batch:
-        """All rows of a step: tokens, targets (-1 where the next token is another document's), positions in
-        the row, segments (documents, from 1 in each row)."""
+        """All rows of a step: tokens, targets (-1 where the next token is another document's or does not
+        count), positions in the row, segments (documents, from 1 in each row)."""
         return self.local_batch(step, slice(None))
 
     def local_batch(self, step: int, rows: slice | Sequence[int] | np.ndarray) -> Batch:
@@ -406,15 +475,19 @@ class Stream:
         size, s = self.config.batch_size, self.config.seq_len
         epochs, picks = np.divmod(step * size + np.arange(size)[rows], self.num_rows)
         tokens, documents = np.empty((2, len(picks), s + 1), np.int32)
+        counted = np.ones(tokens.shape, bool)
         for epoch in np.unique(epochs):
             here = epochs == epoch
             row_order, starts, shifts = self._epoch(int(epoch))
             places = row_order[picks[here], None] * s + np.arange(s + 1)
             documents[here] = found = np.searchsorted(starts, places, side="right") - 1
             tokens[here] = self.corpus.tokens[places + shifts[found]]
+            if self.corpus.counted is not None:
+                counted[here] = self.corpus.counted[places + shifts[found]]
+        targets = counted[:, 1:] & (documents[:, 1:] == documents[:, :-1])
         batch = {
             "tokens": tokens[:, :-1],
-            "targets": np.where(documents[:, 1:] == documents[:, :-1], tokens[:, 1:], np.int32(-1)),
+            "targets": np.where(targets, tokens[:, 1:], np.int32(-1)),
             "positions": np.tile(np.arange(s, dtype=np.int32), (len(picks), 1)),
             "segments": documents[:, :-1] - documents[:, :1] + 1,
         }
