@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from llmpar.cli.commands import parse
+from llmpar.config import preset, to_hugging_face
 from llmpar.launch import joined, local, traps
 from llmpar.launch.engines import Place, detect, first_host, port_of, tasks_on
 from llmpar.launch.jobs import ENGINES, Job, Site, job_file
@@ -345,6 +346,7 @@ SITE = Site(
     queue="research",
     volume="claim",
 )
+SERVE = ("serve", "/data/it's mine", "--served-model-name", 'a "b" $HOME', "--tensor-parallel-size", "4")
 HERE = os.path.join(os.path.dirname(__file__), "fixtures", "jobs")
 CASES = {
     "slurm.sbatch": ("slurm", SITE),
@@ -355,6 +357,10 @@ CASES = {
     "jobset.yaml": ("jobset", SITE),
     "ray.py.txt": ("ray", SITE),
     "torchrun.sh": ("torchrun", SITE),
+    "vllm.sbatch": ("slurm vllm", SITE),
+    "vllm-apptainer.sbatch": ("slurm vllm", Site(container="v llm.sif", gpus_per_node=4)),
+    "vllm-pyxis.sbatch": ("slurm vllm", Site(container="registry.example#vllm:1", gpus_per_node=4)),
+    "vllm.sh": ("ray vllm", SITE),
 }
 
 
@@ -362,7 +368,8 @@ CASES = {
 def test_a_job_file_is_as_it_was(name):
     """Remove tests/fixtures/jobs and run this once to write them anew; look at what changed."""
     engine, site = CASES[name]
-    text, path = job_file(engine, Job(WORDS, 2, site)), os.path.join(HERE, name)
+    words = SERVE if "vllm" in engine else WORDS
+    text, path = job_file(engine, Job(words, 2, site)), os.path.join(HERE, name)
     if not os.path.exists(HERE) or not os.path.exists(path):
         os.makedirs(HERE, exist_ok=True)
         with open(path, "w") as file:
@@ -403,6 +410,112 @@ def test_kubernetes_reads_back_the_words():
 def test_rays_program_is_python_and_has_the_words():
     compiled = compile(job_file("ray", Job(WORDS, 2, SITE)), "ray.py", "exec")
     assert WORDS[-1] in str(compiled.co_consts)
+
+
+FAKE = """#!{python} -ES
+import json, os, socket, sys, time
+name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
+told = [os.environ.get(name) for name in ("RAY_ADDRESS", "VLLM_API_KEY", "RAY_AUTH_TOKEN")]
+told[2] = len(told[2] or "")
+with open("said.jsonl", "a") as file:
+    print(json.dumps([name, words, told]), file=file)
+if name == "scontrol":
+    print("localhost")
+elif name == "srun":  # options, of which -w and -x have a word, and a command
+    while words[0].startswith("-"):
+        words = words[1 + (words[0] in ("-w", "-x")) :]
+    os.execvp(words[0], words)
+elif name == "apptainer":
+    at = next(i for i, word in enumerate(words) if word.endswith(".sif"))
+    os.execvp(words[at + 1], words[at + 1 :])
+elif name == "ray" and "--head" in words and not os.path.exists("broken"):
+    with socket.create_server(("localhost", int(words[2].partition("=")[2]))):
+        time.sleep(60)
+elif name == "ray" and "--head" not in words:
+    socket.create_connection(("localhost", int(words[1].rpartition(":")[2])))
+    open("joined", "w").close()
+    time.sleep(60)
+elif name == "vllm":
+    while "ray" in words and not os.path.exists("joined"):
+        time.sleep(0.02)
+    sys.exit(7)
+"""
+
+
+def served(folder, engine, job, *, key="k'e y", broken=False):
+    """Run a server's job file where scontrol, srun, apptainer, ray and vllm are ours: its status, and what
+    each of them was told."""
+    text, port = job_file(engine, job), joined.free_port()
+    programs = folder / "programs"
+    programs.mkdir(parents=True)
+    for name in ("scontrol", "srun", "apptainer", "ray", "vllm"):
+        (programs / name).write_text(FAKE.replace("{python}", sys.executable))
+        (programs / name).chmod(0o755)
+    (folder / "job").write_text(text.replace("6379", str(port)))
+    if broken:
+        (folder / "broken").touch()
+    around = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]", "VLLM_API_KEY": key}
+    done = subprocess.run(["bash", "job"], cwd=folder, env=around, capture_output=True, text=True, timeout=50)
+    told = folder / "said.jsonl"
+    said = [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
+    assert not key or key not in text + done.stdout + done.stderr
+    return done, said, port
+
+
+@pytest.mark.parametrize("container", ["", "v llm.sif"])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_server_s_job_starts_head_worker_and_vllm_and_ends_with_it(nodes, container, tmp_path):
+    backend = ("--distributed-executor-backend", "ray") * (nodes > 1)
+    job = Job(SERVE + backend, nodes, Site(gpus_per_node=4, container=container))
+    done, said, port = served(tmp_path, "slurm vllm", job)
+    assert done.returncode == 7, done.stderr
+    ((words, told),) = [row[1:] for row in said if row[0] == "vllm"]
+    assert words == [*SERVE, *backend, "--host", "127.0.0.1", "--port", "8000"]
+    assert told == ([f"localhost:{port}", "k'e y", 64] if nodes > 1 else [None, "k'e y", 0])
+    assert "ssh -N -L 8000:127.0.0.1:8000 localhost" in done.stdout
+    rays = [words[1] for name, words, _ in said if name == "ray"]
+    assert rays == (["--head", f"--address=localhost:{port}"] if nodes > 1 else [])
+    inside = [words for name, words, _ in said if name == "apptainer"]
+    assert len(inside) == (2 * nodes - 1) * bool(container)
+    assert all(words[:5] == ["exec", "--nv", "--bind", SERVE[1], "v llm.sif"] for words in inside)
+
+
+def test_a_server_s_job_ends_where_its_head_does_and_wants_a_key(tmp_path):
+    job = Job(SERVE, 2, Site(gpus_per_node=4))
+    done, said, _ = served(tmp_path / "broken", "slurm vllm", job, broken=True)
+    assert done.returncode == 1 and "vllm" not in [name for name, *_ in said]
+    done, said, _ = served(tmp_path / "no key", "slurm vllm", job, key="")
+    assert (done.returncode, said) == (1, []) and done.stderr.startswith("set VLLM_API_KEY")
+    done, said, _ = served(tmp_path / "ray", "ray vllm", job)
+    assert done.returncode == 7 and said == [
+        ["vllm", [*SERVE, "--host", "127.0.0.1", "--port", "8000"], ["auto", "k'e y", 0]]
+    ]
+
+
+def export_of(folder, **entries):
+    """A folder as an export leaves it, but for its numbers: Llama 3.1 8B."""
+    folder.mkdir()
+    card = to_hugging_face(preset("llama3.1-8b")) | entries
+    (folder / "config.json").write_text(json.dumps(card))
+    (folder / "model.safetensors").touch()
+    return str(folder)
+
+
+def test_a_server_takes_the_sizes_that_its_weights_and_cache_need(tmp_path, monkeypatch, capsys):
+    """From the export's config.json: 16 GB in bfloat16 fit one GPU of 40 GB, 32 GB in float32 need two."""
+    monkeypatch.chdir(tmp_path)
+    asked = ("slurm", "--serve", "vllm", "--chip", "a100-40", "--cache-tokens", "50000", "--weights")
+    launch(*asked, os.path.relpath(export_of(tmp_path / "an export")))
+    out, err = capsys.readouterr()
+    assert f"serve '{tmp_path}/an export' --served-model-name 'an export' --tensor-parallel-size 1" in out
+    assert "--dtype bfloat16 --max-model-len 50000 --host" in out and "--gpus-per-node=1\n" in out
+    assert "16.1 GB in bfloat16, on 1 a100-40 of 1 nodes (" in err
+    launch(*asked, export_of(tmp_path / "wide", torch_dtype="float32"))
+    out, err = capsys.readouterr()
+    assert "--tensor-parallel-size 2" in out and "--dtype float32" in out and "32.1 GB in float32" in err
+    launch("ray", *asked[1:], export_of(tmp_path / "ray"))
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1].startswith("exec vllm serve") and "executor-backend ray --host" in out
 
 
 def test_a_command_without_checkpoints_is_not_started_again():

@@ -2,6 +2,9 @@
 
 import dataclasses
 import itertools
+import math
+import random
+import re
 
 import pytest
 from shared import NUMBERS as ROWS
@@ -85,6 +88,68 @@ def test_more_ranks_of_tp_than_kv_heads_hold_copies():
     eight, sixteen = (serving.decode(preset("llama3-70b"), H100, 8, 4096, tp) for tp in (8, 16))
     assert eight["keys and values read"] == sixteen["keys and values read"]
     assert sixteen["products"] == pytest.approx(eight["products"] / 2)
+
+
+GUIDE = [
+    ("llama3.1-405b", "h100", 2, 8, 131_072, 8, 2),  # vLLM, Parallelism and Scaling: 2 nodes of 8 GPUs
+    ("llama3.1-70b", "h100", 1, 4, 131_072, 4, 1),  # the same: a node of 4 GPUs
+    ("llama3.1-70b", "a100-80", 1, 8, 131_072, 4, 1),
+    ("llama3.1-8b", "h100", 1, 8, 131_072, 1, 1),  # the same: what fits one GPU stays there
+    ("llama3.1-405b", "h200", 1, 8, 131_072, 8, 1),
+    ("mixtral-8x7b", "a100-80", 1, 8, 32_768, 2, 1),
+    ("qwen2.5-7b", "a100-40", 1, 8, 200_000, 1, 1),
+    ("qwen2.5-0.5b", "a100-40", 4, 8, 6_000_000, 2, 2),  # 14 heads: tp is 1 or 2
+]
+
+
+@pytest.mark.parametrize(("model", "gpu", "nodes", "gpus", "tokens", "tp", "pp"), GUIDE)
+def test_an_engine_is_cut_as_its_guide_says(model, gpu, nodes, gpus, tokens, tp, pp):
+    assert serving.cut(preset(model), chip(gpu), nodes, gpus, tokens)[:2] == (tp, pp)
+
+
+def held(config, tp, pp, tokens, bits):
+    """Bytes on the fullest GPU, counted weight by weight; norms and copies of small ones count as cut."""
+    layers = -(-config.num_layers // pp)
+    sizes = {path: math.prod(weight.shape) for path, weight in config.weights().items()}
+    ends = sum(n for path, n in sizes.items() if not path.startswith("blocks."))
+    ends = ends if pp == 1 else sizes["embedding"]
+    blocks = sum(n for path, n in sizes.items() if path.startswith("blocks.")) / config.num_layers * layers
+    heads = max(1, config.num_kv_heads // tp)
+    return ((blocks + ends) / tp + tokens * layers * 2 * heads * config.head_width) * bits / 8
+
+
+@pytest.mark.parametrize("model", ["llama3.1-70b", "qwen3-4b", "qwen3-30b-a3b", "qwen2.5-32b", "llama2-13b"])
+def test_a_cut_fits_and_no_smaller_one_would(model):
+    config, rng, refused = preset(model), random.Random(model), 0
+    for _ in range(60):
+        gpu, gpus, nodes = (
+            rng.choice(("a100-40", "h100", "b200")),
+            rng.choice((1, 2, 4, 6, 8)),
+            rng.randint(1, 4),
+        )
+        bits, tokens = rng.choice((16, 32)), int(10 ** rng.uniform(3, 6.5))
+        room = serving.ENGINE_SHARE * chip(gpu).usable_hbm_gib * 2**30
+        try:
+            tp, pp, most = serving.cut(config, chip(gpu), nodes, gpus, tokens, bits)
+        except ValueError as error:
+            refused += 1
+            if more := re.search(r"use (\d+) nodes", str(error)):
+                assert (
+                    serving.cut(config, chip(gpu), int(more[1]), gpus, tokens, bits)[1]
+                    == int(more[1])
+                    > nodes
+                )
+            if fewer := re.search(r"at most ([\d,]+) tokens", str(error)):
+                most = int(fewer[1].replace(",", ""))
+                assert serving.cut(config, chip(gpu), nodes, gpus, most, bits)[2] == most < tokens
+            continue
+        assert tp <= gpus and pp <= nodes and config.num_heads % tp == 0 and most >= tokens
+        assert held(config, tp, pp, most, bits) == pytest.approx(room, rel=1e-3)
+        if pp > 1:
+            assert held(config, tp, pp - 1, tokens, bits) > 0.999 * room
+        elif tp > 1 and config.num_heads % (tp // 2) == 0 and tp % 2 == 0:
+            assert held(config, tp // 2, 1, tokens, bits) > 0.999 * room
+    assert 0 < refused < 60
 
 
 def test_a_window_is_read_no_further():

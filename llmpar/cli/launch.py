@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,9 +12,12 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from llmpar.cli.options import File, Number, Text, changed, check_range, say
+from llmpar import files
+from llmpar.cli.options import MAX_TOKENS, File, Folder, Number, Text, changed, check_range, say
+from llmpar.config import PRESETS, preset
 from llmpar.launch import jobs, local
 from llmpar.launch.wire import Wire
+from llmpar.predict import hardware, serving
 
 MAX_PROCESSES = 64
 
@@ -24,6 +28,7 @@ class Launch:
 
     llmpar launch local --processes 4 --devices 2 -- train --mesh "fsdp=8" --checkpoints kept
     llmpar launch slurm --nodes 2 --site site.toml -- train --mesh "dp=2 fsdp=8" --checkpoints kept
+    llmpar launch slurm --nodes 2 --serve vllm --weights EXPORT
 
     What follows -- is the command. For a cluster the job file is printed; --submit hands it over. A job file
     starts a command with --checkpoints again after a failure. local does not: the same line goes on.
@@ -41,6 +46,10 @@ class Launch:
             root or where user namespaces are allowed).
         out: write the file there; with --submit, by default, llmpar-job in this folder.
         submit: hand the job over.
+        serve: an inference engine to start in place of a command, on slurm or ray.
+        weights: what it serves: a folder that 'llmpar export' wrote, or a preset's name to see the sizes.
+        chip: its GPUs: a chip's name, or the path of a TOML file with your own figures (h100).
+        cache_tokens: keys and values of so many tokens must fit beside the weights; one whole context.
     """
 
     engine: Annotated[Literal["local", "slurm", "mpi", "jobset", "ray", "torchrun"], tyro.conf.Positional]
@@ -53,13 +62,17 @@ class Launch:
     wire: Annotated[Text, tyro.conf.arg(metavar="RATE")] = None
     out: File = None
     submit: bool = False
+    serve: Literal["vllm", None] = None
+    weights: Folder = None
+    chip: Text = None
+    cache_tokens: Number = None
     words: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
     command: Annotated[Any, tyro.conf.Suppress] = None
 
     def run(self) -> None:
-        if not self.words:
+        if not self.words and not self.serve:
             raise ValueError("no command follows; write 'llmpar launch local -- train --mesh dp=-1'")
-        if self.words[0] not in COMMANDS:
+        if self.words and self.words[0] not in COMMANDS:
             raise ValueError(f"'{self.words[0]}' runs in one process; launch {' or '.join(COMMANDS)}")
         self.check_options()
         if self.engine == "local":
@@ -67,18 +80,22 @@ class Launch:
         site = jobs.read_site(self.site) if self.site else jobs.Site()
         if self.gpus_per_node is not None:
             site = dataclasses.replace(site, gpus_per_node=self.gpus_per_node)
-        job = jobs.Job(self.words, self.nodes, site, min_nodes=self.min_nodes)
-        self.check_command(job.num_devices)
-        self.check_fewer(job)
-        if not job.goes_on and self.words[0] == "train":
+        engine: str = self.engine
+        if self.serve:
+            engine, job = f"{engine} {self.serve}", self.server(site)
+        else:
+            job = jobs.Job(self.words, self.nodes, site, min_nodes=self.min_nodes)
+            self.check_command(job.num_devices)
+            self.check_fewer(job)
+        if not job.goes_on and job.words[0] == "train":
             say("llmpar: no --checkpoints: nothing is kept, and a failed job is not started again")
-        text = jobs.job_file(self.engine, job)
-        path = self.out or (jobs.default_path(self.engine) if self.submit else None)
+        text = jobs.job_file(engine, job)
+        path = self.out or (jobs.default_path(engine) if self.submit else None)
         if path is None:
             print(text, end="")
             return
         Path(path).write_text(text)
-        line = jobs.submit_line(self.engine, path)
+        line = jobs.submit_line(engine, path)
         if not self.submit:
             say(f"wrote {path}; submit it: {' '.join(line)}")
             return
@@ -95,9 +112,50 @@ class Launch:
         unread = there if self.engine == "local" else here + ("min_nodes",) * (self.engine != "torchrun")
         if given := changed(self, unread):
             raise ValueError(f"'launch {self.engine}' does not read {', '.join(given)}; leave it out")
+        if not self.serve and (given := changed(self, ("weights", "chip", "cache_tokens"))):
+            raise ValueError(f"{', '.join(given)} is for a server; add --serve vllm, or leave it out")
+        if self.serve and (self.words or not self.weights or self.engine not in ("slurm", "ray")):
+            which = f"'launch {self.engine}' with {' '.join(self.words) or 'no command'}"
+            raise ValueError(f"--serve vllm is for slurm and ray, with --weights and no command, not {which}")
         check_range("nodes", self.nodes, 1, 65_536)
         check_range("processes", self.processes, 2, MAX_PROCESSES)
         check_range("devices", self.devices, 1, 1024)
+
+    def server(self, site: jobs.Site) -> jobs.Job:
+        """The job of an inference engine that serves the weights, on as many nodes and GPUs as they need."""
+        weights, dtype, chip = self.weights or "", "bfloat16", hardware.chip(self.chip or "h100")
+        if chip.link == "torus" or chip.simulated:
+            raise ValueError(f"'{chip.name}' is no GPU, and vllm is started on GPUs; give --chip h100")
+        if os.path.exists(weights):
+            weights = os.path.abspath(weights)
+            if not list(Path(weights).glob("*.safetensors")):
+                raise ValueError(
+                    f"'{weights}' has no *.safetensors; give a folder that 'llmpar export' wrote"
+                )
+            card = files.read_json(Path(weights, "config.json"), "model configuration")
+            dtype = str(card.get("dtype") or card.get("torch_dtype") or dtype)
+        elif weights in PRESETS:
+            say(f"llmpar: '{weights}' is a preset: in the file, put the folder of an export in its place")
+        config = preset(weights)
+        if dtype not in BITS:
+            raise ValueError(f"'{weights}' is in {dtype}; export it in {', '.join(BITS)}")
+        check_range("gpus-per-node", site.gpus_per_node, 1, 1024)
+        bits, context = BITS[dtype], config.context_length or 8192
+        tokens = context if self.cache_tokens is None else self.cache_tokens
+        check_range("cache-tokens", tokens, 1, MAX_TOKENS)
+        tp, pp, most = serving.cut(config, chip, self.nodes, site.gpus_per_node, tokens, bits)
+        seen = min(context, tokens)
+        token_ms = 1e3 * sum(serving.decode(config, chip, 1, seen, tp, bits, bits).values())
+        say(
+            f"'{config.name}', {config.num_params * bits / 8e9:,.1f} GB in {dtype}, on {tp * pp} {chip.name}"
+            f" of {pp} nodes (tensor parallel {tp}, pipeline parallel {pp}) leaves room for keys and values"
+            f" of {most:,} tokens, {tokens:,} are asked for; a token after {seen:,} takes {token_ms:.2g} ms"
+        )
+        sizes = f"--tensor-parallel-size {tp} --pipeline-parallel-size {pp} --dtype {dtype}".split()
+        sizes += ["--max-model-len", str(seen)] * bool(config.context_length)
+        sizes += ["--distributed-executor-backend", "ray"] * (pp > 1 or self.engine == "ray")
+        words = ("serve", weights, "--served-model-name", config.name, *sizes)
+        return jobs.Job(words, pp, dataclasses.replace(site, gpus_per_node=tp))
 
     def run_here(self) -> int:
         """Run the command in processes of this machine, and give the exit status."""
@@ -127,3 +185,4 @@ class Launch:
 
 COMMANDS = ("train", "generate", "doctor")
 """Commands that several processes can run together."""
+BITS = {"bfloat16": 16, "float16": 16, "float32": 32}

@@ -170,15 +170,30 @@ class _Template(string.Template):
     delimiter = "%"  # shells have the dollar
 
 
+def _inside(site: Site, *folders: str) -> str:
+    """What stands before a command, after srun, so that it runs in the site's container and sees folders."""
+    image = shlex.quote(site.container)
+    if site.container and (bad := [folder for folder in folders if set(folder) & set(":,")]):
+        raise ValueError(f"'{bad[0]}' cannot be mounted into a container: rename it, without colon or comma")
+    if site.container.endswith(".sif"):
+        binds = "".join(f" --bind {shlex.quote(folder)}" for folder in folders)
+        return f"apptainer exec --nv{binds} {image} "
+    mounts = "".join(f",{shlex.quote(f'{folder}:{folder}')}" for folder in folders)
+    where = f'--container-mounts="$PWD:$PWD"{mounts} --container-workdir="$PWD"'
+    return f"--container-image={image} {where} " if site.container else ""
+
+
 def _slurm(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
     """For sbatch: started again after a failure, queued again at the time limit."""
-    image = shlex.quote(job.site.container)
-    if job.site.container.endswith(".sif"):
-        return {"command": f"apptainer exec --nv {image} {values['command']}"}
-    mounts = '--container-mounts="$PWD:$PWD" --container-workdir="$PWD"'
-    return (
-        {"command": f"--container-image={image} {mounts} {values['command']}"} if job.site.container else {}
-    )
+    return {"command": _inside(job.site) + values["command"]}
+
+
+def _vllm(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A server of vLLM: on one node by itself, on several over Ray, whose driver and node share /tmp."""
+    apptainer = job.site.container.endswith(".sif")
+    folders = [word for word in job.words[1:2] if word.startswith("/")] + ["/tmp"] * (not apptainer)
+    many = {"many": "" if job.nodes > 1 else None, "others": job.nodes - 1}
+    return many | {"inside": _inside(job.site, *folders).strip(), "command": shlex.join(["vllm", *job.words])}
 
 
 def _mpi(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,8 +250,10 @@ ENGINES: dict[str, tuple[str, Callable[[Job, Mapping[str, Any]], dict[str, Any]]
     "jobset": ("jobset.yaml", _jobset, ["kubectl", "apply", "-f"]),
     "ray": ("ray.py.txt", _ray, ["ray", "job", "submit", "--", "python"]),
     "torchrun": ("torchrun.sh", _torchrun, ["bash"]),
+    "slurm vllm": ("vllm.sbatch", _vllm, ["sbatch"]),
+    "ray vllm": ("vllm.sh", _vllm, ["bash"]),
 }
-"""Engine -> its template, what it fills in besides, and the command that hands a job file over to it."""
+"""Engine (and its server) -> its template, what it fills in besides, and the command that takes a file."""
 
 
 def default_path(engine: str) -> str:

@@ -1,4 +1,5 @@
-"""What a model costs to serve, in four functions: a prompt, a token, the cache, and the critical batch.
+"""What a model costs to serve, in four functions: a prompt, a token, the cache, and the critical batch; and
+how an inference engine is to cut it.
 
 The first token waits for a whole forward pass over the prompt, which computes; each further token reads all
 weights and all of its sequences' keys and values once, for little computing (Pope et al. 2022; Austin et al.
@@ -11,15 +12,20 @@ ahead. No published run of serving is among the measured ones: only the formulas
 
 from __future__ import annotations
 
+import math
+
 from llmpar.config import ModelConfig
 from llmpar.notation import MeshShape
 from llmpar.predict import formulas
-from llmpar.predict.hardware import Chip
+from llmpar.predict.hardware import GIB, Chip
 from llmpar.predict.time import Clock
 from llmpar.predict.workload import Run
 
 KERNELS = 10
 """Kernels of a layer that a compiled forward pass starts one after the other."""
+ENGINE_SHARE = 0.85
+"""Of a GPU's memory, what weights and cache may have: vLLM takes 0.92 (``gpu_memory_utilization`` of its
+CacheConfig), and the arrays of a forward pass and its recorded graphs are part of that."""
 
 
 def cache_bytes(config: ModelConfig, tokens: int = 1, bits: int = 16) -> float:
@@ -70,6 +76,41 @@ def decode(
     seen = min(config.window or context, context)
     keys = cache_bytes(config, batch * seen, cache_bits) / min(tp, config.num_kv_heads)
     return {"products": products, "keys and values read": keys / clock.bytes_per_s} | _besides(clock)
+
+
+def cut(
+    config: ModelConfig, chip: Chip, nodes: int, gpus: int, tokens: int, bits: int = 16
+) -> tuple[int, int, int]:
+    """tp, pp, and the tokens whose keys and values have room: the fewest GPUs of a node that hold the weights
+    and a cache of ``tokens``, or else the fewest nodes, each of them a stage of the pipeline (vLLM's guide,
+    Parallelism and Scaling). vLLM wants tp to divide heads and the width of feed-forwards, and KV heads to
+    divide tp or be divided. Raises ValueError where nothing fits, with what would.
+    """
+    config.weights()  # refuses what is only counted
+    heads, layers, edge = config.num_kv_heads, config.num_layers, config.vocab_size * config.width
+    ends = edge if config.tied else 2 * edge
+    room = ENGINE_SHARE * chip.usable_hbm_gib * GIB
+
+    def left(tp: int, pp: int) -> tuple[int, int, int]:
+        share = math.ceil(layers / pp) / layers  # of the layers, in the longest stage
+        params = (config.num_params - ends) * share + (ends if pp == 1 else edge)
+        kept = cache_bytes(config, 1, bits) * share / min(tp, heads)
+        return tp, pp, int((room - params * bits / 8 / tp) // kept)
+
+    fits = lambda tp: config.num_heads % tp == config.ffn_width % tp == max(tp, heads) % min(tp, heads) == 0
+    legal = [tp for tp in range(1, gpus + 1) if fits(tp)]
+    ways = [left(tp, 1) for tp in legal] + [left(legal[-1], pp) for pp in range(2, layers + 1)]
+    found = next((way for way in ways if way[2] >= tokens), None)
+    if found and found[1] <= nodes:
+        return found
+    tp, pp, most = max((way for way in ways if way[1] <= nodes), key=lambda way: way[2])
+    need = cache_bytes(config, tokens, bits) + config.num_params * bits / 8
+    use = f"{found[1]} nodes" if found else "GPUs with more memory"
+    fewer = f", or a cache of at most {most:,} tokens" if most > 0 else ""
+    raise ValueError(
+        f"'{config.name}' in {bits} bits and the keys and values of {tokens:,} tokens take {need / 1e9:,.0f}"
+        f" GB, and {tp * pp} {chip.name} have room for {tp * pp * room / 1e9:,.0f} GB; use {use}{fewer}"
+    )
 
 
 def _clock(config: ModelConfig, chip: Chip, tp: int = 1, rows: int = 1, seq_len: int = 1) -> Clock:
