@@ -382,3 +382,53 @@ Markdown(
 #
 # **Source:** Kwon et al. 2023 (vLLM); Zheng et al. 2024 (SGLang); Yu et al. 2022 (batches that change at every token); Holmes et al.
 # 2024 (DeepSpeed-FastGen); the projects' documentation.
+
+# %% [markdown] tags=["slide"] minutes=1
+# ## An inference engine on two nodes: the job file
+#
+# <footer><code>llmpar launch slurm --nodes 2 --serve vllm --weights EXPORT</code> · <code>docs/serve.md</code></footer>
+
+# %%
+import contextlib
+import io
+import re
+import textwrap
+
+from llmpar import preset
+from llmpar.cli.commands import parse
+from llmpar.predict import serving
+from llmpar.predict.hardware import chip
+
+asked = "launch slurm --nodes 2 --serve vllm --weights llama3.1-405b".split()
+written = io.StringIO()
+with contextlib.redirect_stdout(written), contextlib.redirect_stderr(io.StringIO()):
+    parse(asked).run()
+wanted = re.compile(r"head=|until|.*(ray start|vllm serve)")
+lines = [line for line in written.getvalue().splitlines() if wanted.match(line)]
+short = [line.replace('"${inside[@]}"', "$inside").replace("llama3.1-405b", "$weights", 1) for line in lines]
+folded = [
+    " \\\n".join(textwrap.wrap(line, 88, subsequent_indent="    ", break_on_hyphens=False)) for line in short
+]
+Markdown("```bash\n" + "\n".join(folded) + "\n```")
+
+# %%
+config, tokens = preset("llama3.1-405b"), 131_072
+tp, pp, most = serving.cut(config, chip("h100"), 2, 8, tokens)
+assert (tp, pp) == (8, 2) and 600_000 < most < 700_000
+weights_gb, cache_gb = 2e-9 * config.num_params, 1e-9 * serving.cache_bytes(config, tokens)
+Markdown(
+    f"Llama 3.1 405B: {weights_gb:.0f} GB, and {cache_gb:.0f} GB for {tokens:,} tokens of cache."
+    f" **tp = {tp}** in a node, **pp = {pp}** over nodes."
+)
+
+# %% [markdown] tags=["notes"]
+# The same three steps as with Ray on SLURM: a head, workers, and the program beside the head. The lines are those that the command
+# writes today, with the container's words as `$inside`.
+#
+# **Ask:** why not tp = 16? Two all-reduces in every layer would cross the network. A stage hands on one row of the stream for each token.
+#
+# **Misunderstanding:** that the sizes are a matter of taste. Weights and cache must fit: `serving.cut` takes the fewest GPUs of a node
+# with which they do, or else the fewest nodes; the command refuses what cannot fit and says what would.
+#
+# **Source:** vLLM's guide, Parallelism and Scaling: tensor parallel within a node, pipeline parallel over nodes. The files ran with
+# stand-ins for the programs (`tests/test_engines.py`), vLLM on GPUs was not tried.
