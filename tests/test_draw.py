@@ -118,6 +118,14 @@ OVER = {
     name: [{"weights": 9.0 * GIB, "activations": n * GIB} for n in sizes]
     for name, sizes in {"none": (0, 58, 1), "block": (0, 4, 1)}.items()
 }
+CACHES = {
+    text: (parse_layout(layout), {"dp": 1, "sp": 1, "tp": 1, "kv": 1} | sizes)
+    for text, layout, sizes in (
+        ("dp=2 sp=2", "l b/dp t/sp k h", {"dp": 2, "sp": 2}),
+        ("tp=2", "l b t k/tp h", {"tp": 2}),
+        ("tp=4", "l b t k/tp,kv h", {"tp": 2, "kv": 2}),
+    )
+}
 CASES: dict = {
     "mesh one device": lambda: draw.mesh("dp=1"),
     "mesh 8": lambda: draw.mesh("dp=2 fsdp=2 tp=2", 4, "fsdp"),
@@ -222,6 +230,13 @@ CASES: dict = {
         percent=True,
         levels=(0, 0.1, 0.5, 1),
     ),
+    "passes": lambda: draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()),
+    "passes of one": lambda: draw.passes(["a"], ["b"]),
+    "slots": lambda: draw.slots(
+        {"a batch": [("slot 0", "AAAB"), ("slot 1", "C//")], "": [("", ["D", ""])]}, "Slots"
+    ),
+    "cache": lambda: draw.cache(CACHES),
+    "cache of many heads": lambda: draw.cache({"tp=2": CACHES["tp=2"]}, heads=4, positions=3),
     "replicas": draw.replicas,
     "replicas alone": lambda: draw.replicas(3, 2, together=False),
     "messages": lambda: draw.messages([("whole", [2**20]), ("in three", [2**19, 2**18, 2**18])]),
@@ -358,6 +373,8 @@ def test_on_a_slide_letters_are_larger_and_still_do_not_overlap():
             draw.causal(ORDERS),
             draw.timelines({name: pipeline(name, 4, 8) for name in PIPES}, letters=False),
             draw.bubbles(pipeline("zb-v", 4, 8)),
+            draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()),
+            draw.cache(CACHES),
         ]
     for scene in drawn:
         sizes = {text.size for text in flatten(scene.items) if isinstance(text, Text)}

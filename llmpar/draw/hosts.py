@@ -14,8 +14,6 @@ from llmpar.notation import AXES, parse_mesh
 
 WAYS = (0, 46), (46, 0), (20, -20), (120, 28)
 """Where the next device lies along the first axis of a growing mesh, the second …, in pixels."""
-
-
 Pairs = Mapping[str, Iterable[tuple[int, int]]]
 
 
