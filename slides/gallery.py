@@ -15,7 +15,6 @@ import html
 import json
 import shutil
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from PIL import Image
@@ -28,12 +27,11 @@ from llmpar.explore import answers, look
 from llmpar.explore.explorer import MeshExplorer
 from llmpar.explore.page import runtime
 from llmpar.explore.small import RoutingExplorer, TimelineExplorer
-from llmpar.notation import Layout
+from llmpar.notation import parse_layout
 from llmpar.plan import Plan
 from llmpar.predict import layer, traffic, workload
 from llmpar.predict.hardware import chip
 from llmpar.schedules import make
-from llmpar.serve.decode import CACHE, Decoder
 from llmpar.timetable import timetable
 
 OUT = Path(__file__).resolve().parent / "_gallery"
@@ -63,13 +61,6 @@ def sent_in_a_step() -> dict[str, Scene]:
             arrows.append(row | {"arrow": text, "count": count, "bytes_sent": sent})
     kinds.sort(key=lambda row: -row["predicted_bytes"])
     return {"collectives": draw.collectives(kinds), "arrows_sent": draw.arrows_sent(arrows)}
-
-
-def cached(mesh: str) -> tuple[Layout, dict[str, int]]:
-    """How a model of two KV heads keeps its cache on a mesh, and the sizes of the axes that cut it."""
-    config = replace(preset("tiny"), num_kv_heads=2)
-    plan = Decoder.check(config, Plan(mesh), 4, 8)
-    return plan.place(CACHE), plan.mesh.sizes
 
 
 def of_a_layer() -> dict[str, Scene]:
@@ -127,7 +118,13 @@ def drawings() -> dict[str, Scene]:
         "timeline": draw.timeline(timetable(make("zb-h1", 4, 16))),
         "passes": draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()),
         "slots": draw.slots({"batch by batch": [("slot 0", "AAA//D"), ("slot 1", "BBBBBE")]}, "Slots"),
-        "cache": draw.cache({plan: cached(plan) for plan in ("dp=4", "tp=4", "sp=4")}),
+        "cache": draw.cache(
+            {
+                "dp=4": (parse_layout("b/dp t k"), {"dp": 4}),
+                "tp=4, of them 2 copies": (parse_layout("b t k/tp,kv"), {"tp": 2, "kv": 2}),
+                "sp=4": (parse_layout("b t/sp k"), {"sp": 4}),
+            }
+        ),
         "replicas": draw.replicas(),
         "messages": draw.messages(
             [("by weight", [2**16] * 2 + [2**18] * 7), ("in buckets", [2**20, 917_504])]
