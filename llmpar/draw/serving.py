@@ -1,5 +1,7 @@
 """Draw what serving reads and holds: a model's passes, requests in slots or pages, a cache cut by a mesh."""
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,8 +48,7 @@ def slots(panels: Mapping[str, Sequence], title: str, across: bool = False) -> S
         for i, (name, row) in enumerate(rows):
             items += [small_text(-8, (i + 0.5) * high, name, "end")] * (not across or not blocks)
             for k, cell in enumerate(row):
-                parts = cell.split("+")
-                for n, part in enumerate(parts):
+                for n, part in enumerate(parts := cell.split("+")):
                     y, h = (i + n / len(parts)) * high, high / len(parts)
                     items.append(bar_part(fills.get(part, f"paper{part}"), k * wide, y, wide, h, part))
                 items += fitting(
