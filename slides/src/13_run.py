@@ -403,12 +403,12 @@ asked = "launch slurm --nodes 2 --serve vllm --weights llama3.1-405b".split()
 written = io.StringIO()
 with contextlib.redirect_stdout(written), contextlib.redirect_stderr(io.StringIO()):
     parse(asked).run()
-wanted = re.compile(r"head=|until|.*(ray start|vllm serve)")
+wanted = re.compile(r"head=|.*(ray start|vllm serve)")
 lines = [line for line in written.getvalue().splitlines() if wanted.match(line)]
 short = [line.replace('"${inside[@]}"', "$inside").replace("llama3.1-405b", "$weights", 1) for line in lines]
-folded = [
-    " \\\n".join(textwrap.wrap(line, 88, subsequent_indent="    ", break_on_hyphens=False)) for line in short
-]
+glued = [re.sub(r"(--[\w-]+) (?=[^-&])", r"\1\0", line) for line in short]  # a flag and its value
+fold = {"width": 84, "subsequent_indent": "    ", "break_on_hyphens": False}
+folded = [" \\\n".join(textwrap.wrap(line, **fold)).replace("\0", " ") for line in glued]
 Markdown("```bash\n" + "\n".join(folded) + "\n```")
 
 # %%
