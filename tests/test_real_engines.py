@@ -422,3 +422,36 @@ def test_ray_on_slurm_as_the_slide_lists_it(slurm, alone, tmp_path, short_folder
     assert kept(tmp_path / "kept") == kept(alone / "kept"), output(tmp_path)
     version = said(programs / "ray", "--version", env=env)
     record("Ray JaxTrainer on SLURM", version, start_s=first)
+
+
+VLLM = """#!{python}
+import json, os, sys, time
+import ray
+ray.init(logging_level="error")  # as vLLM does it: where RAY_ADDRESS says
+until = time.monotonic() + 60
+while len(nodes := [node for node in ray.nodes() if node["Alive"]]) < 2 and time.monotonic() < until:
+    time.sleep(0.2)
+told = [os.environ.get(name) for name in ("VLLM_API_KEY", "RAY_AUTH_MODE")]
+with open("served.json", "w") as file:
+    json.dump([sys.argv[1:], len(nodes), *told], file)
+"""
+
+
+def test_a_server_s_job_file_joins_two_nodes_by_ray(slurm, tmp_path, short_folder):
+    """Without the container, the GPUs and vLLM that there are none of here: in its place, what asks Ray."""
+    programs, mine = installed("ray"), tmp_path / "mine"
+    mine.mkdir()
+    (mine / "vllm").write_text(VLLM.replace("{python}", str(programs / "python")))
+    (mine / "vllm").chmod(0o755)
+    path = tmp_path / "job.sbatch"
+    asked = ("slurm", "--nodes", "2", "--serve", "vllm", "--weights", "llama3.1-405b", "--out", str(path))
+    parse(["launch", *asked]).run()
+    path.write_text(path.read_text().replace("#SBATCH --gpus-per-node=8\n", ""))
+    env = environ(mine, programs, RAY_worker_niceness="0", RAY_TMPDIR=short_folder, VLLM_API_KEY="k e'y")
+    job = slurm.ask("sbatch", "--parsable", path.name, folder=tmp_path, **env).strip()
+    over = lambda: re.search("COMPLETED|FAILED", slurm.ask("scontrol", "show", "job", job))
+    until(over, "the job's end", 200, lambda: output(tmp_path))
+    words, nodes, key, mode = json.loads((tmp_path / "served.json").read_text())
+    assert "JobState=COMPLETED" in slurm.ask("scontrol", "show", "job", job), output(tmp_path)
+    assert (nodes, key, mode) == (2, "k e'y", "token")
+    assert words[:2] == ["serve", "llama3.1-405b"] and words[-4:] == ["--host", "127.0.0.1", "--port", "8000"]

@@ -430,5 +430,5 @@ Markdown(
 # **Misunderstanding:** that the sizes are a matter of taste. Weights and cache must fit: `serving.cut` takes the fewest GPUs of a node
 # with which they do, or else the fewest nodes; the command refuses what cannot fit and says what would.
 #
-# **Source:** vLLM's guide, Parallelism and Scaling: tensor parallel within a node, pipeline parallel over nodes. The files ran with
-# stand-ins for the programs (`tests/test_engines.py`), vLLM on GPUs was not tried.
+# **Source:** vLLM's guide, Parallelism and Scaling: tensor parallel within a node, pipeline parallel over nodes. The file ran on
+# SLURM and Ray with a stand-in for vLLM (`tests/test_real_engines.py`); vLLM on GPUs was not tried.
