@@ -399,12 +399,13 @@ PRESETS: dict[str, ModelConfig] = {config.name: config for config in _presets()}
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer and its rate, which warms up linearly, then falls along a cosine to a tenth.
+    """The optimizer and its rate, which warms up linearly, then decays.
 
     Attributes:
         optimizer: those that have a name (a `Step` takes any of Optax). Muon leaves all but matrices to Adam.
         learning_rate: the highest.
         warmup: steps of linear warm-up.
+        decay: after it the rate falls to a tenth along a cosine or a line, or stays.
         weight_decay: of matrices.
         clip: largest global norm of the gradient.
     """
@@ -412,6 +413,7 @@ class OptimizerConfig:
     optimizer: Literal["adamw", "adafactor", "muon", "sgd"] = "adamw"
     learning_rate: Positive = 3e-3
     warmup: Count = 10
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
     weight_decay: Rate = 0.1
     clip: Positive = 1.0
 

@@ -17,6 +17,11 @@ def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) ->
     rate, warmup = options.learning_rate, min(options.warmup, max(steps - 1, 0))
     first, steps = 0.0 if warmup else rate, max(steps, warmup + 1)
     schedule = optax.warmup_cosine_decay_schedule(first, rate, warmup, steps, rate / 10)
+    if options.decay != "cosine":
+        last = rate / 10 if options.decay == "linear" else rate
+        line = optax.linear_schedule
+        parts = [line(first, rate, warmup), line(rate, last, steps - warmup)]
+        schedule = optax.join_schedules(parts, [warmup])
     if options.optimizer == "adamw":
         decays = jax.tree.map(lambda weight: not weight.is_vector, described(config))
         return optax.adamw(schedule, b2=0.95, weight_decay=options.weight_decay, mask=decays)

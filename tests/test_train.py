@@ -233,6 +233,60 @@ def test_old_checkpoints_are_removed_and_unfinished_ones_ignored(whole, tmp_path
     assert same_bits(resumed, state)
 
 
+def scored(folder, losses, of="x", every=2):
+    """Save a tiny state for each held-out loss, by step; give the steps that stay, and the best."""
+    keep = Checkpoints(str(folder), every)
+    with keep.writing():
+        for step, loss in losses.items():
+            score = None if loss is None else {"loss": loss, "of": of}
+            keep.save(step, State({"w": np.full(3, step, np.float32)}, {}, np.int32(step)), SMALL, {}, score)
+    again = Checkpoints(str(folder))  # what another process sees
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()), again.best()
+
+
+def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
+    """By its loss, of those evaluated alike, whoever looks; one that is no number is not the best."""
+    cases = [
+        ({1: 3.0, 2: 2.0, 3: 2.5, 4: 2.6, 5: 2.7}, ([2, 4, 5], 2)),
+        ({1: 3.0, 2: None, 3: None, 4: None}, ([1, 3, 4], 1)),
+        ({1: math.nan, 2: 5.0, 3: math.inf, 4: None}, ([2, 3, 4], 2)),
+        ({1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}, ([1, 3, 4], 1)),
+        ({1: None, 2: None, 3: None}, ([2, 3], None)),
+    ]
+    for n, (losses, want) in enumerate(cases):
+        assert scored(tmp_path / str(n), losses) == want
+    assert scored(tmp_path / "0", {6: 9.0, 7: 9.5}, of="other text") == ([6, 7], 6)
+    (tmp_path / "1" / "1" / "about" / "metadata").write_text("{")
+    assert Checkpoints(str(tmp_path / "1")).best() is None
+    with pytest.raises(ValueError, match="none of the checkpoints in .* was evaluated, so none is the best"):
+        Checkpoints(str(tmp_path / "1"), take_best=True).about()
+    best, abstract = Checkpoints(str(tmp_path / "2"), take_best=True), jax.ShapeDtypeStruct((3,), np.float32)
+    assert best.chosen == 2 and best.latest == 4 and best.about()["score"]["loss"] == 5.0
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    found = best.params({"w": jax.ShapeDtypeStruct((3,), np.float32, sharding=place)}, SMALL)
+    assert found["w"].tolist() == [2.0] * 3 and abstract.shape == (3,)
+
+
+def test_an_evaluation_that_is_the_best_so_far_is_kept_also_by_a_run_that_was_killed(tmp_path):
+    """At a rate that ruins what was learned; between the steps at which a checkpoint is due. A run that is
+    killed at any step and goes on ends with the same checkpoints."""
+    held_out = Stream(stream().corpus, stream().config, "held_out")
+    wild = OptimizerConfig("sgd", learning_rate=2.0, warmup=9, decay="constant")
+    more = dict(held_out=held_out, eval_every=1, options=wild, every=4, steps=9)
+    _, report = run(folder=tmp_path / "whole", **more)
+    best, lowest = min(report.eval_losses, key=lambda x: x[1])
+    assert best not in (4, 8, 9) and report.eval_losses[-1][1] > lowest + 0.1
+    assert report.perplexity == pytest.approx(math.exp(report.eval_losses[-1][1]))
+    for folder, stop in [("whole", None), *((f"killed {n}", n) for n in (0, best - 1, best, 7))]:
+        if stop is not None:
+            with pytest.raises(Killed):
+                run(folder=tmp_path / folder, **more, on_step=kill_at(stop))
+            run(folder=tmp_path / folder, **more)
+        keep = Checkpoints(str(tmp_path / folder), take_best=True)
+        assert keep.chosen == best and sorted(keep._manager.all_steps()) == [best, 8, 9]
+        assert keep.about()["score"]["loss"] == lowest
+
+
 def files(folder):
     """The files that hold arrays. (Some are leftovers of writing, which nobody reads: so all are damaged.)"""
     return [f for f in (folder / "6" / "state").rglob("d/*") if f.is_file() and f.stat().st_size > 10_000]
@@ -583,9 +637,10 @@ def test_muon_is_on_eight_devices_what_it_is_on_one():
     np.testing.assert_allclose(many.grad_norms, one.grad_norms, rtol=1e-3)
 
 
-def rates(steps, warmup, count):
+def rates(steps, warmup, count, decay="cosine"):
     """A schedule's first rates, at most 0.5: the updates of plain descent on constant gradients."""
-    optimizer = make_optimizer(OptimizerConfig("sgd", learning_rate=0.5, warmup=warmup), steps, SMALL)
+    options = OptimizerConfig("sgd", learning_rate=0.5, warmup=warmup, decay=decay)
+    optimizer = make_optimizer(options, steps, SMALL)
     state, found, trace = optimizer.init(np.float32(0)), [], 0.0
     for _ in range(count):
         trace = 0.9 * trace + 1.0
@@ -610,6 +665,16 @@ def test_short_runs_reach_the_full_rate_and_no_more(steps, warmup):
         and max(found) == pytest.approx(0.5, rel=1e-5)
         and (found[0] == 0) == (steps > 1 and warmup > 0)
     )
+
+
+@pytest.mark.parametrize("decay", ["linear", "constant"])
+def test_the_rate_may_fall_along_a_line_or_stay(decay):
+    """After the same warm-up; at the end, as a cosine, at a tenth."""
+    found = rates(20, 4, 21, decay)
+    np.testing.assert_allclose(found[:5], [0, 0.125, 0.25, 0.375, 0.5], atol=1e-6)
+    last = 0.05 if decay == "linear" else 0.5
+    np.testing.assert_allclose(found[4:], np.linspace(0.5, last, 17), atol=1e-6)
+    assert rates(3, 0, 2, decay)[0] == 0.5
 
 
 def test_weight_decay_is_for_matrices():

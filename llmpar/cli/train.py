@@ -140,7 +140,7 @@ class Train:
             say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats per token in {len(losses)} steps")
         document = {"model": config.name, "mesh": plan.mesh.sizes, "params": config.num_params}
         document |= {"devices": plan.mesh.size, "peak_memory_bytes": report.memory_bytes}
-        measured = "losses grad_norms tokens_per_s step_s start mfu eval_losses".split()
+        measured = "losses grad_norms tokens_per_s step_s start mfu eval_losses perplexity".split()
         return give(document | {name: getattr(report, name) for name in measured}, self.json)
 
     def read_text(self, config: ModelConfig, plan: Plan) -> tuple[data.Stream, data.Stream | None]:

@@ -20,14 +20,11 @@ ROLES = ("system", "user", "assistant")
 class Chat:
     """How a model writes conversations, ``[{"role": …, "content": …}, …]``.
 
-    With a chat template beside its ``tokenizer.json`` (``chat_template.jinja``, or an entry of
-    ``tokenizer_config.json``) a model's conversations are rendered as `transformers` renders them, in Jinja's
-    sandbox; only today's date is not given, so that a run that resumes reads what it read. Otherwise they are
-    written plainly: the start token, then for each message its role, a line break, its content, and the end
-    token. A special token that a message spells out stays text.
-
-    Raises:
-        ValueError: jinja2 is missing, or the template is none.
+    With a chat template beside its ``tokenizer.json`` (``chat_template.jinja``, or in
+    ``tokenizer_config.json``) they are rendered as `transformers` renders them, in Jinja's sandbox; today's
+    date alone is not given, so that a run that resumes reads what it read. Otherwise they are plain: the
+    start token, then for each message its role, a line break, its content, and the end token. A special
+    token that a message spells out stays text.
     """
 
     def __init__(self, tokenizer: Any):
@@ -51,14 +48,9 @@ class Chat:
         """The ids of a conversation, and which of them are an answer: what the assistant says and the token
         that ends it.
 
-        An answer does not count that the template writes otherwise than it would be asked for: of a
-        conversation whose earlier answers it writes anew, without their thoughts say, only the last one does.
-
-        Args:
-            ask: an answer is to come: its beginning follows, a role's name say.
-
-        Raises:
-            ValueError: these are no messages, or the template refuses them.
+        ``ask``: an answer is to come, and its beginning follows. An answer does not count that the template
+        writes otherwise than it would be asked for: of a conversation whose earlier answers it writes anew,
+        without their thoughts say, only the last one does.
         """
         messages = check_messages(messages)
         write: Any = self._plain
@@ -97,9 +89,9 @@ class Chat:
         return ids + encode("assistant\n").tolist() * ask
 
     def _render(self, messages: Sequence[Message], ask: bool) -> str:
-        special = self.tokenizer.special
+        given = dict(self.tokenizer.special, messages=messages, add_generation_prompt=ask)
         try:
-            return self._template.render(messages=messages, add_generation_prompt=ask, **special)
+            return self._template.render(given)
         except Exception as error:  # a template may do anything
             what = f"the chat template of '{self.tokenizer.name}' refuses these messages: {error}"
             raise ValueError(f"{what}; give such as it takes") from error
@@ -122,14 +114,9 @@ def check_messages(messages: Any) -> list[dict[str, str]]:
     like = f'each must look like {{"role": "user", "content": "…"}}, with a role of {", ".join(ROLES)}'
     found = []
     for number, message in enumerate(messages if isinstance(messages, list | tuple) else [messages], 1):
-        role, content = (
-            message.get(x) if isinstance(message, Mapping) else None for x in ("role", "content")
-        )
-        if (
-            role not in ROLES
-            or not isinstance(content, str)
-            or any("\ud800" <= x <= "\udfff" for x in content)
-        ):
+        told = message if isinstance(message, Mapping) else {}
+        role, content = told.get("role"), told.get("content")
+        if role not in ROLES or not isinstance(content, str) or re.search("[\ud800-\udfff]", content):
             raise ValueError(f"message {number} is {message!r:.60}; {like}")
         found.append({"role": role, "content": content})
     if not found or found[0]["role"] == "assistant":

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -32,7 +33,9 @@ FIXED = ("data", "tokenizer", "seed", "data_seed", "held_out", "batch_size", "se
 was begun. The mesh may change, for it leaves every loss as it is; what else is written down (the learning
 rate, the dtype) is said."""
 KEPT = 2
-"""How many of the newest checkpoints stay."""
+"""How many of the newest checkpoints stay, besides the best."""
+Told = dict[str, Any] | None
+"""What made a run; or its score: a held-out ``loss``, and ``of`` what it is, for only like is compared."""
 
 
 class Checkpoints:
@@ -41,12 +44,13 @@ class Checkpoints:
     Args:
         folder: where they live; made when the first is saved.
         every: save after so many steps (and after the last).
+        take_best: what is read is the checkpoint with the lowest held-out loss, not the newest.
     """
 
-    def __init__(self, folder: str, every: int = 100):
+    def __init__(self, folder: str, every: int = 100, take_best: bool = False):
         if every < 1:
             raise ValueError(f"checkpoints every {every} steps: use 1 or more")
-        self.every, self.folder = every, pathlib.Path(folder).absolute()
+        self.every, self.take_best, self.folder = every, take_best, pathlib.Path(folder).absolute()
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"checkpoints lie in a folder, but '{folder}' is a file; give another name")
         if (self.folder / "config.json").is_file() and any(self.folder.glob("*.safetensors")):
@@ -55,13 +59,39 @@ class Checkpoints:
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=False)
+        options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
         return ocp.CheckpointManager(self.folder, options=options)
 
     @property
     def latest(self) -> int | None:
         """The step of the newest finished checkpoint."""
         return self._manager.latest_step() if self.folder.is_dir() else None
+
+    def best(self, *more: tuple[int, Told]) -> int | None:
+        """The step with the lowest held-out loss of those that were evaluated as the last was, ``more`` among
+        them; None where none was evaluated."""
+        steps = sorted(self._manager.all_steps()) if self.folder.is_dir() else []
+        scores = [(step, self._score(step)) for step in steps] + [*more]
+        finite = [(step, score) for step, score in scores if score and math.isfinite(score["loss"])]
+        alike = [(score["loss"], step) for step, score in finite if score["of"] == finite[-1][1]["of"]]
+        return min(alike)[1] if alike else None
+
+    def _score(self, step: int) -> Told:
+        """What was written of a checkpoint's evaluation; None of a damaged one: who reads it is told."""
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            score = json.loads((self.folder / str(step) / "about" / "metadata").read_text())["score"]
+            return {"loss": float(score["loss"]), "of": str(score["of"])}
+        return None
+
+    @property
+    def chosen(self) -> int | None:
+        """The step of the checkpoint that is read: the newest, or the best."""
+        if not self.take_best or self.latest is None:
+            return self.latest
+        if (best := self.best()) is None:
+            what = f"none of the checkpoints in {self.folder} was evaluated, so none is the best"
+            raise ValueError(f"{what}; train with --eval-every, or take the newest, without --best")
+        return best
 
     def due(self, step: int, last: int) -> bool:
         """Whether to save after ``step`` steps."""
@@ -127,10 +157,12 @@ class Checkpoints:
             return zlib.crc32((self.folder / "lock").read_bytes())
         return 0
 
-    def save(self, step: int, state: State, config: ModelConfig, made: dict[str, Any] | None = None) -> None:
-        """Write all of the state, and beside it the model's configuration and what ``made`` it; finished, or
-        as if it had never begun."""
-        about = {"config": dataclasses.asdict(config), "made": made or {}}
+    def save(
+        self, step: int, state: State, config: ModelConfig, made: Told = None, score: Told = None
+    ) -> None:
+        """Write all of the state, and beside it the model's configuration, what ``made`` it, and its score;
+        finished, or as if it had never begun. Then older ones go."""
+        about = {"config": dataclasses.asdict(config), "made": made or {}, "score": score}
         parts = ocp.args.Composite(
             state=ocp.args.StandardSave(state._asdict()),
             about=ocp.args.JsonSave(about | {"checksums": checksums(state)}),
@@ -149,6 +181,10 @@ class Checkpoints:
             )
             what = f"the checkpoint of step {step} could not be written to {self.folder}"
             raise ValueError(f"{what} ({kept}): {why}") from error
+        best = int(multihost_utils.broadcast_one_to_all(np.int32(self.best() or 0)))
+        for old in sorted(self._manager.all_steps())[:-KEPT]:
+            if old != best:
+                self._manager.delete(old)
 
     def discard(self, step: int) -> None:
         """Delete the checkpoint of ``step``, if there is one: what it holds turned out to be spoiled."""
@@ -156,8 +192,8 @@ class Checkpoints:
             self._manager.delete(step)
 
     def about(self) -> dict[str, Any]:
-        """What was written beside the newest state: the model's ``config``, what ``made`` it, and
-        ``checksums``."""
+        """What was written beside the state: the model's ``config``, what ``made`` it, ``checksums``, and
+        its ``score`` where it was evaluated."""
         if self.latest is None:
             raise ValueError(f"there is no checkpoint in {self.folder}; train with --checkpoints first")
         about = self._read("about", ocp.args.JsonRestore())
@@ -179,7 +215,7 @@ class Checkpoints:
         anyway: bool = False,
         tell: Tell = lambda words: None,
     ) -> State | None:
-        """The newest state, laid out as ``abstract`` says; None where there is none.
+        """The state, laid out as ``abstract`` says; None where there is none.
 
         Refuses another model's, what cannot be read or is not what was written, and a run that is `FIXED` to
         something else than ``made`` has (unless ``anyway``). Tells what is harmless but not as it was.
@@ -200,7 +236,7 @@ class Checkpoints:
         return state
 
     def params(self, abstract: Tree, config: ModelConfig) -> Tree:
-        """The newest weights without an optimizer's state, laid out as ``abstract`` says."""
+        """The weights without an optimizer's state, laid out as ``abstract`` says."""
         about, item = self._about(config), {"params": abstract}
         how = ocp.checkpoint_utils.construct_restore_args(item)
         found = self._read("state", ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True))
@@ -218,7 +254,8 @@ class Checkpoints:
 
     def _compare_runs(self, kept: dict, asked: dict, anyway: bool, tell: Tell) -> None:
         """Refuse or tell how the run that is asked for differs from the one that wrote. What one of them does
-        not say is None."""
+        not say is None; older ones had one decay."""
+        kept = {"decay": "cosine"} | kept if "learning_rate" in kept else kept
         pairs = {name: (kept.get(name), asked.get(name)) for name in asked | kept}
         differ = {
             name: f"{name} {_words(before)} (asked: {_words(now)})"
@@ -243,16 +280,16 @@ class Checkpoints:
 
     def _read(self, item: str, args):
         try:
-            return self._manager.restore(self.latest, args=ocp.args.Composite(**{item: args}))[item]
+            return self._manager.restore(self.chosen, args=ocp.args.Composite(**{item: args}))[item]
         except Exception as error:  # Orbax and TensorStore raise every kind, bare Exception too
             self._refuse(_first_line(error))
 
     @property
     def _which(self) -> str:
-        return f"the checkpoint of step {self.latest} in {self.folder}"
+        return f"the checkpoint of step {self.chosen} in {self.folder}"
 
     def _refuse(self, why: str):
-        undo = f"delete the folder {self.latest} there to resume from the one before"
+        undo = f"delete the folder {self.chosen} there to resume from the one before"
         raise ValueError(f"{self._which} cannot be used: {why}; it is damaged: {undo}")
 
 

@@ -64,12 +64,24 @@ class Report:
         return self.ideal_step_s / self.step_s if self.ideal_step_s and self.step_s else None
 
     @property
+    def perplexity(self) -> float | None:
+        """Of held-out text, when it was evaluated last; None where it never was."""
+        return perplexity(self.eval_losses[-1][1]) if self.eval_losses else None
+
+    @property
     def newest(self) -> str:
         """The newest figures of a running training in a line."""
         mfu = f", MFU {self.mfu:.1%}" if self.mfu else ""
         memory = f", {self.memory_bytes / 2**30:.2f} GiB" if self.memory_bytes else ""
-        evaluated = f", held-out {self.eval_losses[-1][1]:.3f}" if self.eval_losses else ""
+        evaluated = ""
+        if self.eval_losses:
+            evaluated = f", held-out {self.eval_losses[-1][1]:.3f} (perplexity {self.perplexity:.4g})"
         return f"loss {self.losses[-1]:.3f} nats{evaluated}, {self.tokens_per_s:,.0f} tokens/s{mfu}{memory}"
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a mean loss in nats: among how many equally likely tokens it is to guess."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def made_of(
@@ -130,6 +142,7 @@ def train(
     """
     plan.check(config, stream.config.batch_size, stream.config.seq_len)
     _check_run(steps, eval_every, eval_batches)
+    score_of = _score_of(held_out, eval_batches) if held_out and eval_every else ""
     made = made_of(config, plan, stream, steps, options, seed) if checkpoints else None
     meet()
     agreed = multihost_utils.broadcast_one_to_all  # process 0's number, so that all do the same
@@ -154,11 +167,15 @@ def train(
             saves = checkpoints is not None and (stopped or checkpoints.due(done, steps))
             if evaluates or saves:
                 measured.read_all()  # never keep what a bad step has spoiled
-                natural = step.to_natural(state, donate=True)
+                natural, score = step.to_natural(state, donate=True), None
                 if held_out and evaluates:
-                    measured.add_evaluation(done, _evaluate(step, natural, held_out, eval_batches))
+                    loss = _evaluate(step, natural, held_out, eval_batches)
+                    measured.add_evaluation(done, loss)
+                    score = {"loss": loss, "of": score_of}
+                    if checkpoints and not saves:
+                        saves = bool(agreed(np.int32(checkpoints.best((done, score)) == done)))
                 if checkpoints and saves:
-                    checkpoints.save(done, natural, config, made)
+                    checkpoints.save(done, natural, config, made, score)
                 state = step.from_natural(natural, donate=True)
                 measured.restart_clock()
             if stopped:
@@ -166,6 +183,15 @@ def train(
         measured.read_all()
         report.memory_bytes = _most(report.memory_bytes)
         return step.to_natural(state, donate=True), report
+
+
+def _score_of(held_out: Stream, batches: int) -> str:
+    """Say what an evaluation is of: losses of the same alone can be compared. Refuses one of nothing."""
+    if not any((held_out.batch(i)["targets"] >= 0).any() for i in range(batches)):
+        what = f"no token counts in the first {batches} held-out batches: none is an answer's"
+        raise ValueError(f"{what}; use more --eval-batches, or a smaller --held-out")
+    config, text = held_out.config, held_out.corpus.fingerprint
+    return f"{batches} of {config.batch_size} x {config.seq_len} of 1/{config.held_out} of {text}"
 
 
 def _compiled(step: Step, state: State, batch: dict, meet: Callable[[], None]) -> Callable:
@@ -234,7 +260,7 @@ class _Measured:
     def add_evaluation(self, num_steps: int, loss: float) -> None:
         """Report the loss of held-out text after so many steps."""
         self.report.eval_losses.append((num_steps, loss))
-        self._write({"steps_done": num_steps, "eval_loss": loss})
+        self._write({"steps_done": num_steps, "eval_loss": loss, "perplexity": perplexity(loss)})
         self.on_step(num_steps - 1, self.report)
 
     def _read(self) -> None:
