@@ -194,8 +194,10 @@ def from_state_dict(
     weights = _weights(config)
     only = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     where = dict.fromkeys(weights, only) if shardings is None else flatten_dict(shardings, sep=".")
-    params = {path: weights[path].place(tensors, lies, np.dtype(dtype)) for path, lies in where.items()}
-    return unflatten_dict(params, sep=".")
+    placed = {
+        path: weights[path].place(tensors, where[path], np.dtype(dtype)) for path in weights if path in where
+    }
+    return unflatten_dict(placed, sep=".")
 
 
 def check(tensors: Mapping[str, Any], config: ModelConfig) -> None:
