@@ -120,7 +120,7 @@ class LoraConfig:
     names, x W becomes x W + (x A) B · alpha / rank. A and B are trained, and nothing else is.
 
     Attributes:
-        rank: columns of A and rows of B, the dim ``i``.
+        rank: columns of A and rows of B, the dim ``z``.
         alpha: the adapters' weight, by `peft`'s convention times 1 / rank.
         targets: of `ADAPTABLE`. Experts have none; their model's attention may.
     """
@@ -134,7 +134,7 @@ class LoraConfig:
         object.__setattr__(self, "targets", tuple(self.targets))  # JSON has lists
         if not self.targets or set(self.targets) - set(ADAPTABLE):
             raise ValueError(
-                f"LoRA's targets are {' '.join(self.targets)}; use some of {' '.join(ADAPTABLE)}"
+                f"LoRA's targets are '{' '.join(self.targets)}'; use some of {' '.join(ADAPTABLE)}"
             )
 
     @property
@@ -279,7 +279,7 @@ class ModelConfig:
         return found
 
     def _adapters(self, lora: LoraConfig, found: dict[str, Weight]) -> dict[str, Weight]:
-        """A and B for each target, such as ``d i`` and ``i n h`` for q, ``d n h``. B starts at zero, A with
+        """A and B for each target, such as ``d z`` and ``z n h`` for q, ``d n h``. B starts at zero, A with
         the variance that Hu et al. give it in their code, a third of one over the numbers that it sums."""
         rows = dict[str, Weight]()
         for path, weight in found.items():
@@ -288,7 +288,7 @@ class ModelConfig:
                 region, *dims = weight.dims.split()
                 cut = 2 if name == "o" else 1  # dims of the input
                 into, out = weight.shape[:cut], weight.shape[cut:]
-                a, b = (" ".join((region, *x)) for x in ((*dims[:cut], "i"), ("i", *dims[cut:])))
+                a, b = (" ".join((region, *x)) for x in ((*dims[:cut], "z"), ("z", *dims[cut:])))
                 std = (3 * math.prod(into)) ** -0.5
                 rows[f"{part}.lora.{name}_a"] = Weight(a, (*into, lora.rank), std)
                 rows[f"{part}.lora.{name}_b"] = Weight(b, (lora.rank, *out), fill=0.0)

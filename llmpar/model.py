@@ -61,11 +61,11 @@ Make = Callable[[str], nnx.Param]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Adapted:
-    """A frozen weight W with its adapters A and B, as they are used."""
+    """A frozen weight W with its adapters A and B, as they are used; the scale is alpha / rank."""
 
-    w: Array
-    a: Array
-    b: Array
+    w: Any
+    a: Any
+    b: Any
     scale: float = field(metadata={"static": True})
 
 
@@ -96,8 +96,8 @@ def times(product: Callable, x: Float[Array, "b s *inner"], weight: Array | Adap
     unfinished sums, and finished together."""
     if not isinstance(weight, Adapted):
         return product(x, weight, **kinds)
-    x_bsi = weight.scale * jnp.tensordot(x, weight.a, x.ndim - 2, **kinds)
-    return product(x, weight.w, **kinds) + jnp.tensordot(x_bsi, weight.b, 1, **kinds)
+    x_bsz = weight.scale * jnp.tensordot(x, weight.a, x.ndim - 2, **kinds)
+    return product(x, weight.w, **kinds) + jnp.tensordot(x_bsz, weight.b, 1, **kinds)
 
 
 class RMSNorm(nnx.Module):

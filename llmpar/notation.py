@@ -39,7 +39,7 @@ DIMS = {
     "b": "batch", "s": "query positions", "t": "key positions", "d": "model width", "n": "query heads",
     "k": "KV heads", "r": "query heads per KV head", "h": "head width", "m": "feed-forward width",
     "e": "experts", "v": "vocabulary", "c": "slots for tokens on their way to experts", "l": "layers",
-    "u": "microbatches",
+    "u": "microbatches", "z": "inner width of an adapter",
 }  # fmt: skip
 """The tensor dims."""
 

@@ -9,7 +9,7 @@ import optax
 
 from llmpar.config import ModelConfig, OptimizerConfig, Weight
 from llmpar.notation import parse_layout
-from llmpar.weights import Tree, described
+from llmpar.weights import Tree, described, trained
 
 
 def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) -> optax.GradientTransformation:
@@ -23,7 +23,8 @@ def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) ->
         parts = [line(first, rate, warmup), line(rate, last, steps - warmup)]
         schedule = optax.join_schedules(parts, [warmup])
     if options.optimizer == "adamw":
-        decays = jax.tree.map(lambda weight: not weight.is_vector, described(config))
+        learned = trained(described(config), config)
+        decays = jax.tree.map(lambda weight: not weight.is_vector, learned)
         return optax.adamw(schedule, b2=0.95, weight_decay=options.weight_decay, mask=decays)
     if options.optimizer == "adafactor":
         return optax.adafactor(schedule)
@@ -47,14 +48,14 @@ def muon_dims(config: ModelConfig) -> Tree:
             return None
         letters = layout.letters
         into = "d" if not letters.endswith("d") else letters.strip("ld")
-        if "i" in letters:  # an adapter's A, or its B
-            into = "i" if letters.startswith("li") else letters.strip("li")
+        if "z" in letters:  # an adapter's A, or its B
+            into = "z" if letters.startswith("lz") else letters.strip("lz")
         return optax.contrib.MuonDimensionNumbers(
             tuple(letters.index(x) for x in into),
             tuple(i for i, x in enumerate(letters) if x not in into + "l"),
         )
 
-    return jax.tree.map(numbers, described(config))
+    return jax.tree.map(numbers, trained(described(config), config))
 
 
 def counts_empty_places(optimizer: optax.GradientTransformation, params: Tree, order: np.ndarray) -> bool:

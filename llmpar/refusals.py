@@ -59,7 +59,7 @@ Rows = Iterator[Cut | str]
 def check(plan: Any, batch_size: int, seq_len: int) -> None:
     """Raise ValueError for the first row that does not hold."""
     plan.config.weights()  # refuses what cannot run at all
-    for rules in (_shapes, _kv_heads, _sequences, _kernels, _zero, _ways, _pipelines):
+    for rules in (_shapes, _kv_heads, _sequences, _kernels, _zero, _ways, _pipelines, _adapters):
         for row in rules(plan, batch_size, seq_len):
             if isinstance(row, str):
                 raise ValueError(row)
@@ -205,6 +205,20 @@ def _pipelines(plan, batch_size: int, seq_len: int) -> Rows:
     for field, value in {"reading": "manual", "reduce": "end"}.items():
         if (asked := getattr(plan, field)) != value:
             yield f"{field}={asked!r} does not go with pp={pp}; use {field}={value!r}"
+
+
+def _adapters(plan, batch_size: int, seq_len: int) -> Rows:
+    """LoRA where JAX's types forbid it, and where no formula says what the compiler leaves out."""
+    if plan.config.lora is None:
+        return
+    if plan.reading == "explicit" and plan.mesh.tp > 1:
+        what = f"reading='explicit' does not go with LoRA and tp = {plan.mesh.tp}: x A, or its gradient,"
+        yield f"{what} is an unfinished sum, and JAX 0.10 multiplies none; use reading='manual'"
+    layers, why = plan.config.num_layers, "no formula says what a first layer's backward pass leaves out then"
+    if plan.pipeline is None and layers == 1:
+        yield f"LoRA of 1 layer: without a loop over layers {why}; use 2 layers"
+    elif plan.pipeline is None and not 0 < plan.unroll < layers:
+        yield f"unroll={plan.unroll} with LoRA and {layers} layers is no loop, and {why}; use unroll=1"
 
 
 def idle(plan: Any) -> dict[str, str]:

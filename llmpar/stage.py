@@ -34,7 +34,7 @@ from llmpar.config import ModelConfig
 from llmpar.model import Batch, Llama, Stream
 from llmpar.par import Manual, Solo
 from llmpar.split import split, trace
-from llmpar.weights import Tree, model_graph, weight_dims
+from llmpar.weights import Tree, joined, model_graph, trained, weight_dims
 
 
 class StageModel(Llama):
@@ -135,21 +135,24 @@ def cell(stage: Stage, x: Stream, dy: Stream, sums: Tree) -> tuple[Stream, tuple
     From its input x, the gradient dy of its output and the sums so far (the loss, the routers' tally, and the
     gradients of ``shared``): F's result, B's and W's, ``(y, ((dx, sums), d_blocks))``. The last stage gets dy
     from the loss."""
-    run = functools.partial(run_chunk, stage, kind="B")
-    (y, router_loss), pull, tally = jax.vjp(run, stage.blocks, x, has_aux=True)
+    learned = trained({"blocks": stage.blocks}, stage.config)["blocks"]
+    run = lambda learned, x: run_chunk(stage, joined(stage.blocks, learned), x, "B")
+    (y, router_loss), pull, tally = jax.vjp(run, learned, x, has_aux=True)
     if router_loss is not None:  # every stage adds its own routers' losses, and the tally of its own layers
         tally = sums["tally"].at[stage.layers].add(tally, mode="drop")
         sums = sums | {"loss": sums["loss"] + router_loss, "tally": tally}
     dy, sums = when("leaves", stage.last, functools.partial(_from_loss, stage), (dy, sums), y)
     d_blocks, dx = pull((dy, jax.tree.map(jnp.ones_like, router_loss)))
-    sums = when("enters", stage.first, functools.partial(_into_embedding, stage), sums, dx)
+    if "embedding" in sums:
+        sums = when("enters", stage.first, functools.partial(_into_embedding, stage), sums, dx)
     return y, ((dx, sums), {"blocks": d_blocks})
 
 
 def _from_loss(stage: Stage, dy_and_sums: tuple[Stream, Tree], y: Stream) -> tuple[Stream, Tree]:
     """On the last stage: the gradient of the loss for dy, and the sums with the loss and its gradients."""
     _, sums = dy_and_sums
-    weights = {name: stage.shared[name] for name in ("norm", "embedding" if stage.config.tied else "head")}
+    names = "norm", "embedding" if stage.config.tied else "head"
+    weights = {name: stage.shared[name] for name in names if name in sums}
     value, (grads, dy) = jax.value_and_grad(functools.partial(loss, stage), argnums=(0, 1))(weights, y)
     return dy, add(stage, sums, grads) | {"loss": sums["loss"] + value}
 
@@ -164,7 +167,7 @@ def _into_embedding(stage: Stage, sums: Tree, dx: Stream) -> Tree:
 
 def add(stage: Stage, sums: Tree, grads: Tree) -> Tree:
     """Add gradients to the sums of the same name, at ZeRO 2 cut before that (`Life.accumulate`)."""
-    par, dims = stage.par, weight_dims(stage.config)
+    par, dims = stage.par, trained(weight_dims(stage.config), stage.config)
     move = lambda g, dims: par.carry_out(g, par.plan.life(dims).accumulate, f"gradient {dims}")
     add_one = lambda done, g, dims: done + move(g.astype(done.dtype), dims)
     return sums | {name: jax.tree.map(add_one, sums[name], g, dims[name]) for name, g in grads.items()}

@@ -40,7 +40,7 @@ from llmpar.optimizer import counts_empty_places
 from llmpar.par import Manual, Solo
 from llmpar.plan import Plan, Resolved
 from llmpar.readings import Auto, Explicit
-from llmpar.weights import Tree, described, init_params, model_graph, weight_dims
+from llmpar.weights import Tree, described, init_params, joined, model_graph, trained, weight_dims
 
 WHOLE = Layout(())
 TALLY = Dim("l"), Dim("e")  # of tokens per expert; summed over all tokens
@@ -61,7 +61,8 @@ def compiler_options(plan: Resolved) -> dict[str, bool | int]:
 
 
 class State(NamedTuple):
-    """What a step changes: float32 master weights, the optimizer's state, and the number of steps done."""
+    """What a step changes: float32 master weights, the optimizer's state, and the number of steps done; and
+    frozen weights, in the dtype that the plan computes in."""
 
     params: Tree
     optimizer: Tree
@@ -107,9 +108,10 @@ class Step:
         self._auto_mesh = self.mesh = split(mesh, plan.mesh)
         if plan.reading == "explicit":
             self.mesh = explicit(self._auto_mesh)
-        self.dims, self._live = weight_dims(config), plan.mesh.live(*plan.mesh.sizes)
+        self._live = plan.mesh.live(*plan.mesh.sizes)
+        self.stored = jax.tree.map(plan.stored, weight_dims(config))
+        self.dims = trained(weight_dims(config), config)  # of what has gradients, as are all trees below
         self.life = jax.tree.map(plan.life, self.dims)
-        self.stored = jax.tree.map(lambda life: life.stored, self.life)
         self.graded = jax.tree.map(lambda life: life.graded, self.life)
         self.layer_order = np.array(schedules.layer_order(plan.pipeline, config.num_layers))
         # Where layers lie in the model's order, nothing is ever moved.
@@ -118,7 +120,8 @@ class Step:
         places, num_layers = len(self.layer_order), config.num_layers
         held = self._shapes(places)
         natural = held if places == num_layers else self._shapes(num_layers)
-        if places > num_layers and counts_empty_places(optimizer, natural.params, self.layer_order):
+        learned = trained(natural.params, config)
+        if places > num_layers and counts_empty_places(optimizer, learned, self.layer_order):
             raise ValueError(
                 f"{num_layers} layers leave {places - num_layers} of the pipeline's places empty, zeros that"
                 " this optimizer would count: it looks at a whole stack at once, as Adafactor does; use"
@@ -144,13 +147,18 @@ class Step:
     def _shapes(self, num_layers: int) -> State:
         """The state's leaves by shape and dtype, with so many layers."""
         config = dataclasses.replace(self.config, num_layers=num_layers)
-        params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), described(config))
-        return jax.eval_shape(lambda p: State(p, self.optimizer.init(p), jnp.int32(0)), params)
+        dtype = lambda w: self.plan.dtype if w.frozen else "float32"
+        params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype(w)), described(config))
+        return jax.eval_shape(self._fresh, params)
+
+    def _fresh(self, params: Tree) -> State:
+        """The state before the first step with these weights."""
+        return State(params, self.optimizer.init(trained(params, self.config)), jnp.int32(0))
 
     def _layouts(self, state: State) -> State:
         """Lay out the state. What an optimizer keeps under a weight's path and in its shape (moments, say) is
         cut like the weight's gradient; the rest (counters, Adafactor's row and column sums) is whole."""
-        paths, _ = jax.tree_util.tree_flatten_with_path(state.params)
+        paths, _ = jax.tree_util.tree_flatten_with_path(trained(state.params, self.config))
         graded = zip(paths, jax.tree.leaves(self.graded), strict=True)
         known = {path: (weight.shape, layout) for (path, weight), layout in graded}
 
@@ -183,7 +191,8 @@ class Step:
 
         def make(key, given):
             params = unflatten_dict(flatten_dict(init_params(self.config, key), sep=".") | given, sep=".")
-            return State(params, self.optimizer.init(params), jnp.int32(0))
+            like = self.abstract_natural.params  # frozen weights may be narrower
+            return self._fresh(jax.tree.map(lambda w, like: w.astype(like.dtype), params, like))
 
         key = jax.random.key(seed)
         if not given:
@@ -254,18 +263,18 @@ class Step:
 
     def _step(self, state: State, batch: Batch) -> tuple[State, dict]:
         par = self._reading()
-        grads, metrics = self._gradients(par, state.params, batch)
-        update = self._update
+        grads, metrics = self._gradients(par, params := state.params, batch)
+        state, update = state._replace(params=trained(params, self.config)), self._update
         with use_abstract_mesh(self.mesh.abstract_mesh):
             if isinstance(par, Explicit):  # optimizers are written by others, and for whole arrays
                 graded = jax.tree.map(functools.partial(sharding, self.mesh), self.graded)
                 out = self.shardings._replace(params=graded)
                 update = jax.sharding.auto_axes(update, out_sharding=out)
             state = update(state, grads, metrics)
-            return state._replace(params=self._restore(par, state.params)), metrics
+            return state._replace(params=joined(params, self._restore(par, state.params))), metrics
 
     def _update(self, state: State, grads: Tree, metrics: dict) -> State:
-        """The state after the optimizer, with weights cut as gradients are."""
+        """The state after the optimizer, with weights cut as gradients are; of these it sees the trained."""
         if self.clip is not None:
             scale = jnp.minimum(1.0, self.clip / jnp.maximum(metrics["grad_norm"], 1e-12))
             grads = jax.tree.map(lambda g: g * scale, grads)
@@ -285,7 +294,7 @@ class Step:
         by `bias_rate` for an expert with less than the mean load, down for one with more (DeepSeek-V3 2024,
         section 2.1.2)."""
         experts = self.config.experts
-        if experts is None or experts.bias_rate is None:
+        if experts is None or experts.bias_rate is None or self.config.lora:
             return after
         load_le = metrics["load"]
         # Whole numbers: a mean would be rounded, and has a sign then.
@@ -326,7 +335,8 @@ class Step:
         JAX's types can say so and `Plan.reduce` does not ask for it sooner."""
         if isinstance(par, Explicit) and self.plan.reduce == "end":
             mark = lambda w, life, dims: par.lay(w, life.stored, dims, marked=True)
-            params = jax.tree.map(mark, params, self.life, self.dims)
+            learned = trained(params, self.config)
+            params = joined(params, jax.tree.map(mark, learned, self.life, self.dims))
         (loss, tally), grads = self._accumulate(par, params, batch)
         tokens = jnp.maximum((batch["targets"] >= 0).sum(), 1).astype(jnp.float32)
         grads = jax.tree.map(lambda g: g / tokens, self._reduce(par, grads))
@@ -336,7 +346,8 @@ class Step:
 
     def _device_gradients(self, par: Manual, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Gradients on one device, from its part of the batch and its shards of the weights."""
-        params = jax.tree.map(lambda w, life: vary(w, life.unreduced.sums), params, self.life)
+        differ = lambda w, dims: vary(w, self.plan.life(dims).unreduced.sums)
+        params = jax.tree.map(differ, params, weight_dims(self.config))
         (loss, tally), grads = self._accumulate(par, params, batch)
         grads = self._reduce(par, grads)
         square = sum(self._count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
@@ -371,7 +382,8 @@ class Step:
             return pipeline.gradients(self.config, par, params, batch, self._zeros(par))
 
         def differentiate(part: Batch) -> tuple[Loss, Tree]:
-            loss, grads = jax.value_and_grad(functools.partial(self._loss, par), has_aux=True)(params, part)
+            of = lambda learned: self._loss(par, joined(params, learned), part)
+            loss, grads = jax.value_and_grad(of, has_aux=True)(trained(params, self.config))
             cut = lambda g, life, dims: par.carry_out(g, life.accumulate, f"gradient {dims}")
             return loss, jax.tree.map(cut, grads, self.life, self.dims)
 
@@ -382,7 +394,8 @@ class Step:
 
     def _zeros(self, par: Solo) -> tuple[Loss, Tree]:
         """Loss and gradients of no microbatches: zeros, typed as varying like what will be added."""
-        plan, weights, experts = self.plan, self.abstract_state.params, self.config.experts
+        plan, experts = self.plan, self.config.experts
+        weights = trained(self.abstract_state.params, self.config)
         tally = jnp.zeros((self.config.num_layers, experts.num_experts + 2)) if experts else None
         differ = plan.varying("stream")
         if isinstance(par, Auto):
@@ -439,9 +452,9 @@ class Step:
 
         if isinstance(par, Auto):
             return restore(params)
-        if self.graded == self.stored:
+        if self.graded == (stored := trained(self.stored, self.config)):
             return params
-        graded, stored = (jax.tree.map(spec, layouts) for layouts in (self.graded, self.stored))
+        graded, stored = (jax.tree.map(spec, layouts) for layouts in (self.graded, stored))
         return jax.shard_map(restore, mesh=self.mesh, in_specs=(graded,), out_specs=stored)(params)
 
     @functools.cached_property

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -26,6 +27,19 @@ def described(config: ModelConfig) -> Tree:
 def weight_dims(config: ModelConfig) -> Tree:
     """The tree of every weight's region and dims."""
     return jax.tree.map(lambda weight: weight.dims, described(config))
+
+
+def trained(tree: Tree, config: ModelConfig) -> Tree:
+    """What gradients change, of a tree like the model's or a part of it: all, or with LoRA the adapters."""
+    weights, flat = config.weights(), traverse_util.flatten_dict(tree, sep=".")
+    learned = {path: leaf for path, leaf in flat.items() if not weights[path].frozen}
+    return traverse_util.unflatten_dict(learned, sep=".")
+
+
+def joined(tree: Tree, part: Tree) -> Tree:
+    """The tree with the leaves of a part of it in place of its own."""
+    flat = (traverse_util.flatten_dict(x, sep=".") for x in (tree, part))
+    return traverse_util.unflatten_dict(functools.reduce(operator.or_, flat), sep=".")
 
 
 @functools.cache

@@ -97,9 +97,17 @@ def experts(x, w, how, pieces):
     return y, loss, told
 
 
+def merged(weights, c):
+    """The weights with their adapters in them: W + A B alpha / rank."""
+    product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1) * c.lora.alpha / c.lora.rank)
+    rows = {p[:-2].replace(".lora", ""): p for p in weights if p.endswith("_a")}
+    more = {path: weights[path] + product(weights[a], weights[a[:-1] + "b"]) for path, a in rows.items()}
+    return weights | more
+
+
 def loss(weights, batch, c, pieces):
     """The mean over targets (-1: none) of cross-entropies and routers' losses; what the routers told."""
-    counted = batch["targets"] >= 0
+    counted, weights = batch["targets"] >= 0, merged(weights, c)
 
     def block(carry, w):
         (x, extra), told = carry, {}
@@ -138,7 +146,8 @@ class Trainer:
                 f = jax.value_and_grad(lambda w, batch: loss(w, batch, self.c, pieces), has_aux=True)
                 self.run = jax.jit(f).lower(*given).compile()
             (value, told), grads = jax.tree.map(np.asarray, self.run(*given))
-        return float(value), grads, told
+        learned = {k: g for k, g in grads.items() if ".lora." in k}
+        return float(value), learned if self.c.lora else grads, told
 
     def step(self, batch):
         """Loss, global norm, clipped gradients, and what the routers told, before the weights change."""

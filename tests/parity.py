@@ -28,7 +28,7 @@ from llmpar.predict.tolerance import Unit, tolerance
 from llmpar.step import State, Step
 from llmpar.timetable import branch_shares
 from llmpar.training import balance
-from llmpar.weights import init_params, model_graph
+from llmpar.weights import init_params, model_graph, trained
 
 BATCH, SEQ = 16, 16
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
@@ -102,7 +102,7 @@ def solo(config, dtype: str = "float32"):
 
     with mock.patch.object(moe, "visit", every_expert):
         value, grads = jax.jit(jax.value_and_grad(loss))(weights(config), batch())
-    return float(value), jax.tree.map(np.asarray, grads)
+    return float(value), jax.tree.map(np.asarray, trained(grads, config))
 
 
 @functools.cache
@@ -217,6 +217,7 @@ def check(config, plan: Plan) -> None:
     # Weights where none should be used.
     start = arranged(weights(config), np.minimum(step.layer_order, config.num_layers - 1))
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.abstract_state.optimizer)
+    start = jax.tree.map(lambda w, like: w.astype(like.dtype), start, step.abstract_state.params)
     state = put(State(start, zeros, np.int32(0)), step.shardings)
     state, metrics = compiled(state, put(dealt(batch(), plan), step.batch_sharding))
     natural = np.argsort(step.layer_order, stable=True)[: config.num_layers]

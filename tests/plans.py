@@ -16,7 +16,7 @@ from pathlib import Path
 
 from parity import BATCH, LLAMA, MOE, SEQ
 
-from llmpar.config import ExpertConfig
+from llmpar.config import ExpertConfig, LoraConfig
 from llmpar.plan import Plan
 
 DEEPSEEK = ExpertConfig(
@@ -86,6 +86,8 @@ def build(line: str):
     """The model and the plan of a line."""
     asked = parse(line)
     config = dataclasses.replace(MODELS[asked.pop("model")], num_layers=asked.pop("layers", 2))
+    if targets := asked.pop("lora", ""):  # rows of weights, and no field of a plan
+        config = dataclasses.replace(config, lora=LoraConfig(2, 3.0, tuple(targets.split(","))))
     mesh = " ".join(f"{axis}={asked.pop(axis)}" for axis in AXES if axis in asked)
     return config, Plan(mesh, **asked)
 

@@ -209,12 +209,12 @@ def test_adapters_are_rows_and_all_else_is_frozen():
     config = dataclasses.replace(preset("tiny"), lora=LoraConfig(2, 4.0, ("q", "o", "down")))
     rows = {path: weight for path, weight in config.weights().items() if not weight.frozen}
     assert {path.removeprefix("blocks."): (w.dims, w.shape) for path, w in rows.items()} == {
-        "attention.lora.q_a": ("attention l d i", (4, 64, 2)),
-        "attention.lora.q_b": ("attention l i n h", (4, 2, 16, 4)),
-        "attention.lora.o_a": ("attention l n h i", (4, 16, 4, 2)),
-        "attention.lora.o_b": ("attention l i d", (4, 2, 64)),
-        "ffn.lora.down_a": ("ffn l m i", (4, 128, 2)),
-        "ffn.lora.down_b": ("ffn l i d", (4, 2, 64)),
+        "attention.lora.q_a": ("attention l d z", (4, 64, 2)),
+        "attention.lora.q_b": ("attention l z n h", (4, 2, 16, 4)),
+        "attention.lora.o_a": ("attention l n h z", (4, 16, 4, 2)),
+        "attention.lora.o_b": ("attention l z d", (4, 2, 64)),
+        "ffn.lora.down_a": ("ffn l m z", (4, 128, 2)),
+        "ffn.lora.down_b": ("ffn l z d", (4, 2, 64)),
     }
     assert all((w.std > 0) == path.endswith("_a") and w.fill in (0, 1) for path, w in rows.items())
     base = dataclasses.replace(config, lora=None)

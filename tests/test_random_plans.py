@@ -33,7 +33,7 @@ import pytest
 from parity import arranged, emulated_ragged_all_to_all, live, ragged_on_cpus
 
 from llmpar import attention, schedules
-from llmpar.config import ExpertConfig, LatentAttention, ModelConfig, RopeScaling
+from llmpar.config import ADAPTABLE, ExpertConfig, LatentAttention, LoraConfig, ModelConfig, RopeScaling
 from llmpar.execution import SUITS
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
@@ -82,7 +82,7 @@ DRAWN = {
         experts=(),
         latent=(None,) * 30 + (LatentAttention(4, 4, 4, 4),),
         context_length=(None, 64),
-        lora=(),
+        lora=(),  # `draw_all`
     ),
     ExpertConfig: dict(
         num_experts=(4, 8, 3, 6),
@@ -176,6 +176,11 @@ def draw_all(rng) -> dict:
         asked[cut] = -(-asked[cut] // parts) * parts if rng.random() < 0.9 else asked[cut]
     if asked["tp"] > 1 and rng.random() < 0.25:  # copies of KV heads
         asked["num_kv_heads"] = pick([n for n in range(1, asked["tp"]) if asked["tp"] % n == 0])
+    if rng.random() < 0.3:
+        names = pick(
+            (ADAPTABLE[:4], ("q", "v"), ("o",)) + (ADAPTABLE, ("k", "down")) * (not asked["experts"])
+        )
+        asked["lora"] = LoraConfig(pick((3, 1)), 4.0, names)
     parts = math.lcm(asked["num_kv_heads"], asked["tp"] if asked["num_kv_heads"] < asked["tp"] else 1)
     asked["num_heads"] = -(-asked["num_heads"] // parts) * parts
     return asked
@@ -410,6 +415,7 @@ def run(config, plan, asked, data, weights, num_steps=2):
             traced = step_of(config, plan, step.optimizer, step.clip).run.trace(*abstract)
     # none is used where none should be
     padded = arranged(nested(weights), np.minimum(step.layer_order, config.num_layers - 1))
+    padded = jax.tree.map(lambda w, like: w.astype(like.dtype), padded, step.abstract_state.params)
     natural = np.argsort(step.layer_order, stable=True)[: config.num_layers]
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.abstract_state.optimizer)
     state = jax.device_put(State(padded, zeros, np.int32(0)), step.shardings)

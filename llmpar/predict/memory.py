@@ -28,13 +28,17 @@ def named(held: dict[str, float]) -> dict[str, float]:
 @functools.lru_cache(maxsize=256)
 def weights_bytes(plan: Resolved) -> Counter[str]:
     """Bytes on each device of one float32 copy of the weights ``stored``, ``used``, ``unreduced``,
-    ``accumulated`` and ``graded`` (`plan.Life`); of the blocks' weights alone as ``blocks stored`` …, and of
-    one layer's as ``layer used``; of the output head as ``head used``; of the largest weight as ``largest
+    ``accumulated`` and ``graded`` (`plan.Life`), the last three without frozen ones; of the ``params`` that a
+    step is given, frozen ones in the plan's dtype; of the blocks' weights alone as ``blocks stored`` …, and
+    of one layer's as ``layer used``; of the output head as ``head used``; of the largest weight as ``largest
     unreduced``; and of those that a loop gathers along a dim that is not their first as ``turned``."""
     config, sizes, held = plan.config, plan.mesh.sizes, Counter[str]()
     for path, (weight, life) in plan.lives.items():
         in_blocks = path.startswith("blocks.")
-        for name in ("stored", "used", "unreduced", "accumulated", "graded"):
+        held["params"] += (ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32) * math.prod(
+            life.stored.shard_shape(weight.shape, sizes)
+        )
+        for name in ("stored", "used", *(("unreduced", "accumulated", "graded") * (not weight.frozen))):
             size = FLOAT32 * math.prod(getattr(life, name).shard_shape(weight.shape, sizes))
             held[name] += size
             if in_blocks:
@@ -58,13 +62,13 @@ def _tokens(plan: Resolved, batch_size: int, seq_len: int) -> int:
 def argument_bytes(
     plan: Resolved, batch_size: int, seq_len: int, moments: int = 2, scalars: int = 2
 ) -> dict[str, int]:
-    """Bytes per device that a step is given: float32 weights, ``moments`` float32 copies of them in the
-    optimizer's state (AdamW has 2), four int32 arrays of tokens, and ``scalars`` int32 counters (the step's,
-    and AdamW's one).
+    """Bytes per device that a step is given: float32 weights (frozen ones in the plan's dtype), ``moments``
+    float32 copies of the trained ones in the optimizer's state (AdamW has 2), four int32 arrays of tokens,
+    and ``scalars`` int32 counters (the step's, and AdamW's one).
     """
     held = weights_bytes(plan)
     return {
-        "params": held["stored"],
+        "params": held["params"],
         "optimizer": moments * held["graded"],
         "batch": 4 * 4 * _tokens(plan, batch_size, seq_len),
         "counters": 4 * scalars,
@@ -179,11 +183,15 @@ def _block(
 
 def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float]:
     """Useful matrix-product FLOPs of one step, whole batch, forward and backward without recomputation: 6 per
-    token and weight that is active for it (the embedding is looked up, not multiplied), and 12·L·n·h·s per
+    token and weight that is active for it (the embedding is looked up, not multiplied), 4 where it is frozen,
+    and 12·L·n·h·s per
     token of attention, halved by causality (Chowdhery et al. 2022, appendix B, whose convention does not
     halve it)."""
     tokens = batch_size * seq_len
     multiplied = config.active_params - config.vocab_size * config.width * (not config.tied)
-    vectors = sum(math.prod(w.shape) for w in config.weights().values() if w.is_vector)
+    weights = config.weights().values()
+    sizes = lambda rows: sum(math.prod(weight.shape) for weight in rows)
+    multiplied -= sizes(w for w in weights if w.is_vector)
+    constant = multiplied - sizes(w for w in weights if not w.frozen) if config.lora else 0
     attention = 12 * config.num_layers * config.num_heads * config.head_width * seq_len * tokens / 2
-    return {"weights": 6.0 * (multiplied - vectors) * tokens, "attention": attention}
+    return {"weights": (6.0 * multiplied - 2.0 * constant) * tokens, "attention": attention}

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from llmpar.config import ExpertConfig, ModelConfig, Weight
+from llmpar.config import ADAPTABLE, ExpertConfig, ModelConfig, Weight
 from llmpar.notation import TRANSPOSES, Arrow, MeshShape
-from llmpar.plan import BEST, CHOSEN, LOGITS, Resolved, Serving
+from llmpar.plan import Resolved
 from llmpar.predict.formulas import ring_bytes, visited_share
 from llmpar.schedules import Schedule
 from llmpar.timetable import slots, timetable
@@ -183,32 +183,6 @@ def step_traffic(
     return traffic
 
 
-def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = False) -> Traffic:
-    """What a device sends in a step of `llmpar.serve` that takes up to ``width`` tokens of each row: what the
-    model's arrows send forward, two small sums of each layer over sp, over tp the logits of the next tokens
-    (with ``echo`` behind every token), and what is told of these, to all devices."""
-    config, traffic = plan.config, Traffic(plan.mesh)
-    values, layers = Values(traffic, plan, num_rows, width), config.num_layers
-    run = Runs(1, 0, layers, 0, 0, 0, 0, 0, 1)
-    for path, (weight, life) in plan.lives.items():
-        times = layers if path.startswith("blocks.") else 1
-        held = ITEMSIZE[plan.dtype] * math.prod(life.stored.shard_shape(weight.shape, plan.mesh.sizes))
-        traffic.carry(life.gather, held // times, Sent(weight.dims.replace(" l ", " "), "weights"), times)
-    _activations(values, config, run)
-    if config.experts:
-        _experts(values, config, config.experts, run)
-    k, h = config.num_kv_heads, config.head_width
-    scores = FLOAT32 * values.held("attention b s k r", num_rows, width, k, config.num_heads // k)
-    text, sp = "cache b s k r +t -> attention b s k r", plan.regions["cache"]["t"]
-    for of, size in {"maxima of scores": scores, "sums over the cache": scores * (h + 1)}.items():
-        traffic.add("all-reduce", sp, of, size, layers, text)
-    places, numbers = width if echo else 1, 2 * (2 + min(BEST, config.vocab_size))
-    values.carry(LOGITS, (num_rows, config.vocab_size), "logits", places, itemsize=FLOAT32)
-    told = FLOAT32 * values.held("data s b n", places, num_rows, numbers)
-    traffic.carry(plan.physical(CHOSEN), told, Sent(CHOSEN, "chosen tokens, and log-probabilities"), 1)
-    return traffic
-
-
 # ---------------------------------------------------------------------------------------------------- weights
 
 
@@ -227,13 +201,14 @@ def _weights(traffic: Traffic, plan: Resolved, run: Runs) -> None:
         if plan.gathers == "step":  # all layers at once, those that are lent too; no gradient comes back here
             of, stored, gathers, gradients = Sent(dims, "weights"), copies * layers * stored, 1, 0
         traffic.carry(life.gather, ITEMSIZE[plan.dtype] * stored, of, gathers, gradients)
+        item = ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32
+        lend = functools.partial(traffic.add, "collective-permute", ("pp",), text="l -> the opposite stage")
+        lend("weights of the other direction", item * held(life.stored, shape), int(copies > 1))
+        if weight.frozen:
+            continue
+        lend("their gradients", FLOAT32 * held(life.accumulated, shape), int(copies > 1))
         if plan.reduce == "layer":  # summed where its values begin to differ: inside the backward pass
             traffic.add("all-reduce", life.copied, "gradients", FLOAT32 * stored, gradients, of.text)
-        if copies > 1:  # lent, and returned
-            names = {"weights of the other direction": life.stored, "their gradients": life.accumulated}
-            for name, layout in names.items():
-                message, text = FLOAT32 * held(layout, shape), "l -> the opposite stage"
-                traffic.add("collective-permute", ("pp",), name, message, text=text)
         of, added = Sent(f"gradient {dims}", "gradients"), FLOAT32 * held(life.accumulated, shape)
         traffic.carry(life.accumulate, FLOAT32 * held(life.unreduced, shape) // visits, of, pieces)
         if plan.reduce == "bucket":
@@ -255,12 +230,12 @@ def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, in
         kept = plan.stage_saves == "residuals" or plan.remat in ("selective", "ffn")
         if path.endswith("_bias") and kept:  # in the queries, keys and values that are kept
             gathers = run.forward
-        learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
+        learned = not weight.frozen and path != "blocks.experts.bias"  # which follows a rule
         return gathers, learned * run.backward, plan.microbatches * _visits(plan)
     embedding = path == "embedding"  # as the head too, a pipeline uses it on its first stage and its last
     in_loss = not embedding or plan.config.tied and plan.pipeline is not None
     times = run.embed * embedding + run.loss * in_loss
-    return times, times, times if plan.pipeline else plan.microbatches
+    return times, (not weight.frozen) * times, times if plan.pipeline else plan.microbatches
 
 
 def _visits(plan: Resolved) -> int:
@@ -335,18 +310,24 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
     block that is computed again repeats all but its last reduction, and not attention's where the stream
     after it is kept.
     """
-    stream, of, layers = (values.b, values.s, config.width), "activations", run.forward + run.again
-    values.carry("vocab b s d +v -> stream b s d", stream, of, run.embed, run.embed)
+    stream, of, plan = (values.b, values.s, config.width), "activations", values.plan
+    # Where a policy keeps the products, what entered them is needed again for gradients of weights alone.
+    targets = set(config.lora.targets if config.lora else ADAPTABLE)
+    attention = plan.remat not in ("selective", "ffn") or targets & set("qkv")
+    ffn = plan.remat != "selective" or plan.ffn_chunks > 1 or config.experts or targets & {"gate", "up"}
+    values.carry("vocab b s d +v -> stream b s d", stream, of, run.embed, 0 if config.lora else run.embed)
+    layers = run.forward + run.again * bool(attention)
     values.ring("stream b s d -> attention b s d", stream, of, layers, run.backward)
     reduced = run.forward + run.attention
     values.ring("attention b s d +n -> stream b s d", stream, of, reduced, run.backward)
     # Experts must see all positions before one travels on: their two arrows are never a ring.
-    carry, pieces = (values.carry, 1) if config.experts else (values.ring, values.plan.ffn_chunks)
+    carry, pieces = (values.carry, 1) if config.experts else (values.ring, plan.ffn_chunks)
     stream = values.b, values.s // pieces, config.width
+    layers = run.forward + run.again * bool(ffn)
     carry("stream b s d -> ffn b s d", stream, of, layers * pieces, run.backward * pieces)
     carry("ffn b s d +m -> stream b s d", stream, of, run.forward * pieces, run.backward * pieces)
     values.carry("stream b s d -> vocab b s d", (values.b, values.s, config.width), of, run.loss, run.loss)
-    chunks, of = values.plan.loss_chunks, "three numbers per token for the loss"
+    chunks, of = plan.loss_chunks, "three numbers per token for the loss"
     piece = values.b, values.s // chunks
     values.carry("vocab b s +v -> data b s", piece, of, 3 * run.loss * chunks, itemsize=FLOAT32)
 

@@ -94,6 +94,11 @@ class Run:
     ends_as_layers: bool = False  # a pipeline is cut as if embedding and head were a layer each
     plan: Plan | None = None  # of ours, whose `traffic` is then priced
 
+    def __post_init__(self):
+        if self.config.lora:
+            what = f"'{self.config.name}' has adapters, and only steps that train all weights are timed"
+            raise ValueError(f"{what}; use the model without LoRA, whose step takes longer")
+
     @property
     def data_ranks(self) -> int:
         """Ranks that see different sequences."""
