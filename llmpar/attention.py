@@ -429,8 +429,9 @@ def decode(q: Q, k_cache: KV, v_cache: KV, *, axis: str | tuple[str, ...], **opt
     out, lse = full(q, k_cache, v_cache, **options)
     if not axis:
         return out
-    top = jnp.maximum(lax.pmax(lse, axis), jnp.finfo(jnp.float32).min)
-    weight = jnp.exp(lse - top)[..., None]
-    sums = lax.psum(jnp.concatenate([out.astype(jnp.float32) * weight, weight], -1), axis)
+    with scope("cache b s k r +t -> attention b s k r"):
+        top = jnp.maximum(lax.pmax(lse, axis), jnp.finfo(jnp.float32).min)
+        weight = jnp.exp(lse - top)[..., None]
+        sums = lax.psum(jnp.concatenate([out.astype(jnp.float32) * weight, weight], -1), axis)
     out, total = sums[..., :-1], sums[..., -1:]
     return (out / jnp.where(total > 0, total, 1)).astype(q.dtype)

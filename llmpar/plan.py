@@ -63,6 +63,10 @@ from llmpar.notation import Arrow, Dim, Layout, MeshShape, parse_arrow, parse_la
 
 BATCH_AXES = ("dp", "fsdp", "ep")
 """The axes that cut the batch. ``ep`` counts as batch for dense layers."""
+CACHE, LOGITS, CHOSEN = "cache l b t k h", "vocab b v -> data b v", "data s b n -> s b n"
+"""What moves in serving and what does not: keys and values, logits, what is told of the next tokens."""
+BEST = 20
+"""How many of the likeliest tokens a step of serving tells, of larger vocabularies."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,25 @@ class Plan(Execution):
             return shape
         heads = (config.num_heads if shape.kv > 1 else config.num_kv_heads) // shape.tp
         return dataclasses.replace(shape, ul=math.gcd(heads, shape.sp))
+
+    def serving(
+        self, config: ModelConfig, num_rows: int, length: int, platform: str | None = None
+    ) -> Serving:
+        """The plan as `llmpar.serve` uses it, for ``num_rows`` requests at a time; mesh, ZeRO stage and dtype
+        count. Its model's experts drop no token. Refuses what cannot be cut, before any weight is made."""
+        if self.mesh.pp > 1:
+            where = f"mesh '{self.mesh}' has pp={self.mesh.pp}"
+            raise ValueError(f"generation has no pipeline, and {where}; use dp, fsdp, ep, sp, tp")
+        if length < 1:
+            raise ValueError(f"a cache of {length} positions holds nothing; use 1 or more")
+        if experts := config.experts:
+            config = dataclasses.replace(config, experts=dataclasses.replace(experts, capacity_factor=None))
+        kept: dict[str, Any] = {name: getattr(self, name) for name in ("mesh", "zero", "dtype")}
+        asked = Plan(**kept, zero_axes="fsdp,ep", sequence_order="contiguous").resolve(config, platform)
+        found = Serving(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)})
+        refusals.Cut("slots", num_rows, BATCH_AXES).check(found)
+        refusals.check(found, num_rows, self.mesh.sp)
+        return found
 
     def effective(self, config: ModelConfig) -> Plan:
         """The same plan without the fields that decide nothing, for tools whose controls are always there."""
@@ -401,3 +424,23 @@ class Resolved(Plan):
         logical = parse_arrow(arrow)
         differ = set(self.varying(logical.before.region)) - summed
         return tuple(a for a in self.varying(logical.after.region) if a not in differ)
+
+
+@dataclass(frozen=True)
+class Serving(Resolved):
+    """A plan for tokens that come a few at a time (`Plan.serving`): no region cuts their positions by sp,
+    which cuts those of the cache."""
+
+    @functools.cached_property
+    def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        """Region to dim to the axes that cut it."""
+        live, table = self.mesh.live, super().regions
+        table = {name: {d: a for d, a in cuts.items() if d != "s"} for name, cuts in table.items()}
+        return table | {"cache": {"b": table["data"]["b"], "t": live("sp"), "k": live("tp", "kv")}}
+
+    def cache(self, num_rows: int, length: int) -> tuple[int, ...]:
+        """The shape of keys, and of values: a rank of sp holds its share of positions, rounded up; the copies
+        of a KV head have each a cache."""
+        config, mesh = self.config, self.mesh
+        positions, heads = -(-length // mesh.sp) * mesh.sp, max(config.num_kv_heads, mesh.tp)
+        return config.num_layers, num_rows, positions, heads, config.head_width

@@ -31,7 +31,7 @@ from llmpar.cli import main
 from llmpar.inspect.shardings import shardings
 from llmpar.mesh import make_mesh, use_devices
 from llmpar.plan import Plan
-from llmpar.serve.decode import Decoder, generate
+from llmpar.serve.engine import Engine, Request, generate
 from llmpar.step import Step
 from llmpar.training import train
 from llmpar.training.data import DataConfig, Stream, read_corpus
@@ -84,16 +84,16 @@ def decode() -> dict:
     found = {}
     for text in DECODES:
         config, plan = plan_of(text)
-        found[text] = np.stack(list(generate(decoder(config, plan), PROMPT, MORE))).tolist()
+        found[text] = generate(engine(config, plan), [Request(tuple(row), MORE) for row in PROMPT.tolist()])
     return {"tokens": found}
 
 
-def decoder(config, plan):
+def engine(config, plan):
     """As in test_decode, from weights that each process takes its pieces of."""
     mesh = make_mesh(plan.mesh)
     stored = Step(config, plan, mesh, optax.sgd(1e-3)).shardings.params
     params = parity.put(parity.weights(config), stored)
-    return Decoder(config, plan, mesh, params, len(PROMPT), PROMPT.shape[1] + MORE)
+    return Engine(config, plan, mesh, params, len(PROMPT), PROMPT.shape[1] + MORE)
 
 
 def listens() -> dict:

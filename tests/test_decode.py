@@ -1,42 +1,46 @@
 """Generation with a cut cache gives what the whole forward pass gives, and moves nothing of the cache."""
 
 import dataclasses
-import math
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from parity import LLAMA, MOE, QWEN, logits_of, name, weights
+from parity import LLAMA, MOE, QWEN, by_arrow, logits_of, name, predicted_by_arrow, weights
 
-from llmpar.inspect.census import census_table
-from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.mesh import make_mesh, sharding
-from llmpar.notation import parse_layout
+from llmpar.inspect.census import census_hlo, compiled_memory, executed_flops, read_program
+from llmpar.mesh import make_mesh, split
 from llmpar.par import Manual
-from llmpar.plan import Plan
-from llmpar.serve.decode import Decoder, generate
-from llmpar.step import Step
+from llmpar.plan import BEST, Plan
+from llmpar.predict import serving, traffic
+from llmpar.serve.decode import Decoder, Rows, choose
+from llmpar.serve.engine import Engine, Event, Request
 
-B, S, MORE = 2, 5, 6
+B, S, MORE = 2, 11, 6
 PROMPT = np.random.default_rng(3).integers(0, 256, (B, S)).astype(np.int32)
-WINDOW = dataclasses.replace(LLAMA, window=4)
+WINDOW = dataclasses.replace(LLAMA, name="tiny-window", window=4)
 COPIES = dataclasses.replace(QWEN, name="two KV heads, biases, norms", num_heads=8, num_kv_heads=2)
 
 
-def decoder(config, plan, length=S + MORE, batch=B):
-    mesh = make_mesh(plan.mesh)
-    stored = Step(config, plan, mesh, optax.sgd(1e-3)).shardings.params
-    return Decoder(config, plan, mesh, jax.device_put(weights(config), stored), batch, length)
+def engine(config, plan, slots=B, length=S + MORE, params=None, **sizes) -> Engine:
+    return Engine(config, plan, make_mesh(plan.mesh), params or weights(config), slots, length, **sizes)
+
+
+def answers(run: Engine, *requests: Request) -> list[list[Event]]:
+    """The events of each request, all submitted before the first step."""
+    found = {run.submit(request): [] for request in requests}
+    while run.busy:
+        for event in run.step():
+            found[event.ticket].append(event)
+    return list(found.values())
 
 
 def whole(config, tokens):
-    """Logits after every position of ``tokens``, on one device without a cache."""
-    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    """Log-probabilities after every position of a row of tokens, on one device without a cache."""
+    tokens = np.asarray(tokens, np.int32)[None]
+    positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
     batch = {"tokens": tokens, "positions": positions, "segments": np.zeros_like(tokens)}
-    return np.asarray(logits_of(config)(weights(config), batch))
+    return np.asarray(jax.nn.log_softmax(logits_of(config)(weights(config), batch)[0]))
 
 
 PLANS = [
@@ -47,123 +51,146 @@ PLANS = [
 
 
 @pytest.mark.parametrize("config, plan", PLANS, ids=lambda x: name(x) if isinstance(x, Plan) else x.name)
-def test_a_cache_gives_the_logits_of_the_whole_forward_pass(config, plan):
-    """Prompt in two calls, then token by token. float32: sums in another order, 1e-5 of the largest logit."""
-    tokens = np.random.default_rng(4).integers(0, 256, (B, S + MORE)).astype(np.int32)
-    want, run = whole(config, tokens), decoder(config, plan)
-    for start, end in [(0, 3), (3, S), *((i, i + 1) for i in range(S, S + MORE))]:
-        found = np.asarray(run(tokens[:, start:end]))
-        assert np.abs(found - want[:, end - 1]).max() <= 1e-5 * np.abs(want).max()
+def test_a_cache_gives_the_probabilities_of_the_whole_forward_pass(config, plan):
+    """Prompts in pieces of 4, then token by token. float32: sums in another order, 1e-5 of the largest."""
+    run = engine(config, plan, chunk=4)
+    asked = [Request(tuple(row), MORE, echo=True, logprobs=BEST) for row in PROMPT.tolist()]
+    for request, events in zip(asked, answers(run, *asked), strict=True):
+        tokens = [event.token for event in events]
+        assert tuple(tokens[:S]) == request.tokens and len(tokens) == S + MORE
+        assert [event.of_prompt for event in events] == [True] * S + [False] * MORE
+        assert events[0].logprob is None and events[-1].finish == "length"
+        want = whole(config, tokens)
+        for at, event in enumerate(events[1:]):
+            allowed = 1e-5 * np.abs(want[at]).max()
+            assert abs(event.logprob - want[at, event.token]) <= allowed
+            assert all(abs(logprob - want[at, token]) <= allowed for token, logprob in event.best)
+            assert [x for _, x in event.best] == sorted((x for _, x in event.best), reverse=True)
+            assert abs(event.best[0][1] - want[at].max()) <= allowed
+            if not event.of_prompt:
+                assert event.token == event.best[0][0]
     heads = max(1, config.num_kv_heads // plan.mesh.tp)
-    assert run.cache[0].addressable_shards[0].data.shape[3] == heads, "a head has one copy at most"
-
-
-def test_the_likeliest_tokens_are_those_of_the_whole_forward_pass_and_a_seed_repeats_itself():
-    tokens = PROMPT
-    for chosen in generate(decoder(LLAMA, Plan("sp=2 tp=2", zero=0)), PROMPT, MORE):
-        np.testing.assert_array_equal(chosen, whole(LLAMA, tokens)[:, -1].argmax(-1))
-        tokens = np.concatenate([tokens, chosen[:, None].astype(np.int32)], 1)
-    drawn = [
-        list(map(tuple, generate(decoder(LLAMA, Plan("sp=2", zero=0)), PROMPT, MORE, 2.0, seed)))
-        for seed in (1, 1, 2)
-    ]
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_chosen_tokens_of_rows_that_are_cut_are_taken_from_any_device(monkeypatch, temperature):
-    """A host has only some of the rows: what it fetches must be whole on each of its devices."""
-    mesh, fetched = make_mesh("dp=4 tp=2"), []
-    logits = jax.device_put(np.eye(4, 8, dtype=np.float32) * 1e4, sharding(mesh, parse_layout("b/dp v")))
-    fetch = lambda x: fetched.append(x.is_fully_replicated and len(x.sharding.device_set)) or np.array(x)
-    monkeypatch.setattr("llmpar.serve.decode.np", SimpleNamespace(asarray=fetch, ndarray=np.ndarray))
-
-    class Decided(Decoder):
-        """Takes nothing in and is sure of every row."""
-
-        def __init__(self):
-            self.everywhere = sharding(mesh, parse_layout("whole"))
-
-        def __call__(self, tokens):
-            return logits
-
-    run = generate(Decided(), np.zeros((4, 1), np.int32), 2, temperature)
-    assert [list(x) for x in run] == [[0, 1, 2, 3]] * 2 and fetched == [8, 8]
+    shard = run.decoder.cache[0].addressable_shards[0].data
+    assert shard.shape[3] == heads, "a head has one copy at most"
 
 
 def test_a_slot_that_is_written_wrongly_is_noticed(monkeypatch):
     """The planted fault: every rank is the first: even positions count twice and odd ones are lost."""
-    run = decoder(LLAMA, Plan("sp=2", zero=0))
+    ask = Request(tuple(PROMPT[0].tolist()), 1)
     index = Manual.index
     monkeypatch.setattr(Manual, "index", lambda par, layout: 0 if layout == "cache t" else index(par, layout))
-    wrong = np.asarray(run(PROMPT[:, :2]))
-    assert np.abs(wrong - whole(LLAMA, PROMPT)[:, 1]).max() > 1e-2
+    ((wrong,),) = answers(engine(LLAMA, Plan("sp=2", zero=0)), ask)
+    assert abs(wrong.logprob - whole(LLAMA, ask.tokens)[-1].max()) > 1e-3
 
 
-@pytest.mark.parametrize("length", [64, 4096])
-def test_a_token_moves_one_small_sum_per_layer_whatever_the_cache(length):
-    """Per layer over sp: the maxima of n heads, then sums of n (h + 1) numbers; the cache is cut."""
-    plan = Plan("sp=4", zero=0)
-    run = decoder(LLAMA, plan, length)
-    assert {s.data.shape[2] for s in run.cache[0].addressable_shards} == {length // 4}
-    jaxpr = run.run.trace(run.params, run.cache, PROMPT[:, :1], np.int32(0)).jaxpr
-    sent = census_table(census_jaxpr(jaxpr, plan.mesh.sizes))
-    row = 4 * B * LLAMA.num_heads
-    numbers = 2 * LLAMA.num_layers * row * (1 + LLAMA.head_width + 1) * 3 // 4
-    assert sent == {("sp", "all-reduce"): {"count": 2 * LLAMA.num_layers, "bytes_sent": numbers}}
+MESHES = [
+    (LLAMA, Plan("tp=2 dp=2 sp=2", zero=0)), (COPIES, Plan("sp=2 tp=4", zero=0)),
+    (QWEN, Plan("fsdp=2 sp=2 tp=2")), (MOE, Plan("dp=2 ep=2 tp=2", zero=0)),
+    (LLAMA, Plan("sp=8", zero=0, dtype="bfloat16")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("width, echo", [(1, False), (4, False), (4, True)])
+@pytest.mark.parametrize("config, plan", MESHES, ids=lambda x: name(x) if isinstance(x, Plan) else x.name)
+def test_a_step_sends_holds_and_multiplies_what_is_predicted(config, plan, width, echo):
+    rows, length = 4, 37
+    run = Decoder(config, plan, make_mesh(plan.mesh), weights(config), rows, length)
+    mesh = split(make_mesh(plan.mesh), run.plan.mesh)
+    lowered = run.run.lower(run.params, run.cache, Rows.idle(rows, width), echo)
+    compiled, text = read_program(lowered)
+    census = census_hlo(text, mesh)
+    assert all(c.arrow for c in census)
+    assert by_arrow(census) == predicted_by_arrow(traffic.serving_traffic(run.plan, rows, width, echo))
+    held = serving.device_cache_bytes(run.plan, rows, length)
+    assert {sum(x.addressable_shards[i].data.nbytes for x in run.cache) for i in range(8)} == {held}
+    assert compiled_memory(compiled)["alias_bytes"] == held, "the cache is not written in place"
+    if config.experts is None:
+        assert executed_flops(text) == sum(serving.device_flops(run.plan, rows, length, width, echo).values())
+
+
+def test_a_long_cache_costs_no_copy_of_itself_and_no_more_traffic():
+    sent, temporary = [], []
+    for length in (64, 1 << 16):
+        run = Decoder(LLAMA, Plan("sp=4", zero=0), make_mesh("sp=4"), weights(LLAMA), B, length)
+        compiled, text = read_program(run.run.lower(run.params, run.cache, Rows.idle(B), False))
+        sent.append(by_arrow(census_hlo(text, make_mesh("sp=4"))))
+        temporary.append(compiled_memory(compiled)["temp_bytes"])
+    assert sent[0] == sent[1]
+    held = serving.device_cache_bytes(run.plan, B, 1 << 16)
+    print(temporary, held)
+    assert temporary[1] < held
 
 
 def test_refusals_say_what_would_work():
     with pytest.raises(ValueError, match="has pp=2; use dp, fsdp, ep, sp, tp"):
-        decoder(LLAMA, Plan("pp=2", microbatches=2))
-    with pytest.raises(ValueError, match="batch 3 is not a multiple of dp·fsdp·ep = 2"):
-        decoder(LLAMA, Plan("dp=2", zero=0), batch=3)
-    run = decoder(LLAMA, Plan("dp=1", zero=0), length=6)
-    run(PROMPT)
-    with pytest.raises(ValueError, match="2 tokens more than the 5 here do not fit into 6 positions"):
-        run(PROMPT[:, :2])
-    with pytest.raises(ValueError, match="temperature -1.0 is negative"):
-        next(generate(run, PROMPT, 1, -1.0))
-    for bad in (math.nan, math.inf):
-        with pytest.raises(ValueError, match=f"temperature {bad} is negative or no number"):
-            next(generate(run, PROMPT, 1, bad))
-    with pytest.raises(ValueError, match="tokens of shape .* hold no next token"):
-        run(PROMPT[:, :0])
-    for prompt, num in ((PROMPT[:, :0], 1), ([[1, 2], [1]], 1), (PROMPT, 0)):
-        with pytest.raises(ValueError, match="use rows of one length, and 1 token or more"):
-            next(generate(run, prompt, num))
+        engine(LLAMA, Plan("pp=2", microbatches=2))
+    with pytest.raises(ValueError, match="slots 3 is not a multiple of dp·fsdp·ep = 2"):
+        engine(LLAMA, Plan("dp=2", zero=0), slots=3)
+    for sizes in ({"chunk": 0}, {"queue": 0}, {"slots": 0}, {"length": 0}):
+        (wrong,) = sizes
+        with pytest.raises(ValueError, match=f"{wrong} is 0; use a whole number from 1"):
+            engine(LLAMA, Plan("dp=1"), **sizes)
+    for wrong in ("temperature=-1.0", "temperature=nan", "temperature=inf", "top_p=1.5", "top_k=-1",
+                  "max_tokens=-1", "max_tokens=1.5", "logprobs=21", "seed=0.5", "echo=1"):  # fmt: skip
+        field, _, value = wrong.partition("=")
+        with pytest.raises(ValueError, match=f"{field} is .*; use "):
+            Request((1,), **{field: float(value) if "." in value or "n" in value else int(value)})
+    run = engine(LLAMA, Plan("dp=1"), length=6)
+    for tokens in ((), (1,) * 7, (-1,), (LLAMA.vocab_size,), (1.0,), ("a",)):
+        with pytest.raises(
+            ValueError, match=f"a prompt of {len(tokens)} tokens cannot be continued here; use 1 to 6"
+        ):
+            run.submit(Request(tokens))
+    assert not run.busy
 
 
-class Fixed(Decoder):
-    """Always says the same logits."""
-
-    def __init__(self, logits):
-        self.logits, self.everywhere = (
-            jnp.asarray(logits, jnp.float32),
-            sharding(make_mesh("dp=1"), parse_layout("whole")),
-        )
-
-    def __call__(self, tokens):
-        return self.logits
+# --------------------------------------------------------------------------------------------------- choosing
 
 
-def test_a_temperature_draws_from_the_softmax_of_the_logits_over_it():
-    """Many rows of three logits, at 2: the shares are the softmax's within 4 standard deviations."""
-    logits, rows = np.array([0.0, 1.0, 3.0]), 20_000
-    (drawn,) = generate(Fixed(np.tile(logits, (rows, 1))), np.zeros((rows, 1), np.int32), 1, 2.0, seed=3)
-    share = np.exp(logits / 2) / np.exp(logits / 2).sum()
-    found = np.bincount(drawn, minlength=3) / rows
-    assert np.all(np.abs(found - share) < 4 * np.sqrt(share * (1 - share) / rows)), (found, share)
+def drawn(logits, positions=None, seeds=0, temperature=1.0, top_k=0, top_p=1.0):
+    """One token for each row of logits."""
+    num = len(logits)
+    rows = Rows.idle(num)
+    for column, value in zip(rows[3:], (seeds, top_k, top_p, temperature), strict=True):
+        column[:] = value
+    positions = np.arange(num) if positions is None else positions
+    found = jax.jit(choose)(
+        jnp.asarray(logits, jnp.float32), np.zeros(num, np.int32), np.asarray(positions, np.int32), rows
+    )
+    return np.asarray(found)[:, 0]
+
+
+LOGITS = np.array([0.0, 1.0, 3.0, -1.0, 2.5])
+
+
+@pytest.mark.parametrize(
+    "top_k, top_p", [(0, 1.0), (3, 1.0), (0, 0.8), (3, 0.6), (1, 1.0), (0, 0.0), (9, 0.01)]
+)
+def test_shares_are_those_of_the_softmax_over_temperature_of_the_tokens_that_are_left(top_k, top_p):
+    """Many rows at temperature 2: within 4 standard deviations."""
+    rows = 20_000
+    share = np.exp(LOGITS / 2)
+    order = np.argsort(-share)
+    share[order[top_k or 5 :]] = 0
+    share /= share.sum()
+    before = np.cumsum(share[order]) - share[order]
+    share[order[1:][before[1:] >= top_p]] = 0
+    share /= share.sum()
+    found = drawn(np.tile(LOGITS, (rows, 1)), seeds=3, temperature=2.0, top_k=top_k, top_p=top_p)
+    found = np.bincount(found, minlength=5) / rows
+    assert np.all(np.abs(found - share) <= 4 * np.sqrt(share * (1 - share) / rows)), (found, share)
 
 
 def test_a_low_temperature_approaches_the_likeliest():
     logits = np.tile([1.0, 28.0, -5.0, 27.5], (50, 1))
-    for temperature in (1e-3, 1e-30, 1e-45):
-        (drawn,) = generate(Fixed(logits), np.zeros((50, 1), np.int32), 1, temperature)
-        assert set(drawn.tolist()) == {1}, temperature
+    for temperature in (0.0, 1e-3, 1e-30, 1e-45):
+        assert set(drawn(logits, temperature=temperature).tolist()) == {1}, temperature
 
 
-def test_every_token_is_drawn_anew():
-    """From 1,000 equal logits 16 draws are not all the same."""
-    drawn = [int(row[0]) for row in generate(Fixed(np.zeros((1, 1000))), [[0]], 16, 1.0)]
-    assert len(set(drawn)) > 8
+def test_seed_and_position_alone_decide():
+    """From 1,000 equal logits: other seeds and other positions draw anew; the row and its company are no
+    matter."""
+    even = np.zeros((16, 1000))
+    at_places, of_seeds = drawn(even), drawn(even, np.zeros(16), np.arange(16))
+    assert len(set(at_places)) > 8 and len(set(of_seeds)) > 8
+    assert drawn(even[:1], [5]) == at_places[5] and drawn(even[:1], [0], 7) == of_seeds[7]

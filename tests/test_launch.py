@@ -116,12 +116,12 @@ def test_one_process_sees_what_the_devices_of_all_hold(four):
 @pytest.mark.processes
 @pytest.mark.parametrize("text", DECODES)
 def test_a_cache_cut_over_processes_leads_to_the_same_tokens(four, text):
-    from test_decode import MORE, PROMPT, decoder
+    from test_decode import MORE, PROMPT, engine
 
-    from llmpar.serve.decode import generate
+    from llmpar.serve.engine import Request, generate
 
-    alone = generate(decoder(plan_of(text)[0], Plan("dp=1", zero=0)), PROMPT, MORE)
-    assert four["tokens"][text] == np.stack(list(alone)).tolist()
+    alone = engine(plan_of(text)[0], Plan("dp=1", zero=0))
+    assert four["tokens"][text] == generate(alone, [Request(tuple(row), MORE) for row in PROMPT.tolist()])
 
 
 @pytest.mark.processes

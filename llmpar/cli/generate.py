@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import tyro
@@ -25,7 +25,7 @@ class Generate:
             checkpoint's, or tiny.
         mesh: sizes of the axes; sp cuts the cache's positions, tp its heads.
         devices: CPU devices to simulate where there is no accelerator.
-        tokens: how many to add.
+        tokens: how many to add at most; a token that ends a text ends it here.
         temperature: 0 takes the likeliest token, more draws from a flatter distribution.
         seed: of drawing.
         tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json; left out, the checkpoint's, or
@@ -57,14 +57,14 @@ class Generate:
         from llmpar.mesh import make_mesh, sharding, use_devices
         from llmpar.notation import parse_mesh
         from llmpar.plan import Plan
-        from llmpar.serve.decode import Decoder, check_temperature, generate
+        from llmpar.serve.engine import Engine, Request, generate
         from llmpar.training import data
         from llmpar.training.checkpoint import Checkpoints
         from llmpar.weights import described, init_params
 
         join()
         start()
-        check_temperature(self.temperature)
+        request = Request((0,), self.tokens, self.temperature, seed=self.seed)
         devices = use_devices(self.devices, at_least=1)
         keep = Checkpoints(self.checkpoints) if self.checkpoints is not None else None
         about = keep.about() if keep else {}
@@ -77,9 +77,11 @@ class Generate:
         if others := plan.mesh.live("pp", "dp", "fsdp", "ep"):
             why = "a prompt is one row, and goes through no pipeline"
             raise ValueError(f"mesh '{plan.mesh}' has {', '.join(others)}, but {why}; use sp and tp")
-        mesh, prompt = make_mesh(plan.mesh), [[tokenizer.start_id, *tokenizer.encode(self.prompt)]]
-        length = len(prompt[0]) + self.tokens
-        Decoder.check(config, plan, 1, length)
+        mesh = make_mesh(plan.mesh)
+        tokens = tokenizer.start_id, *tokenizer.encode(self.prompt)
+        request = replace(request, tokens=tokens, ends=tokenizer.end_ids)
+        length = len(request.tokens) + self.tokens - 1
+        plan.serving(config, 1, length)
         fits_host(config, plan, 1, plan.mesh.sp, ("params",))
         place = lambda weight: sharding(mesh, plan.resolve().stored(weight.dims))
         abstract_of = lambda weight: jax.ShapeDtypeStruct(weight.shape, "float32", sharding=place(weight))
@@ -91,8 +93,7 @@ class Generate:
             cut = jax.tree.map(lambda x: x.sharding, abstract)
             params = jax.jit(lambda: init_params(config, self.seed), out_shardings=cut)()
         say("compiling …")
-        decoder = Decoder(config, plan, mesh, params, 1, length)
-        tokens = [int(row[0]) for row in generate(decoder, prompt, self.tokens, self.temperature, self.seed)]
-        text = tokenizer.decode(tokens)
-        document = {"prompt": self.prompt, "text": text, "tokens": tokens, "mesh": plan.mesh.sizes}
+        (made,) = generate(Engine(config, plan, mesh, params, 1, length), [request])
+        text = tokenizer.decode(made)
+        document = {"prompt": self.prompt, "text": text, "tokens": made, "mesh": plan.mesh.sizes}
         give(document, self.json, [self.prompt + text])

@@ -16,9 +16,11 @@ import math
 
 from llmpar.config import ModelConfig
 from llmpar.notation import MeshShape
+from llmpar.plan import CACHE, Serving
 from llmpar.predict import formulas
 from llmpar.predict.hardware import GIB, Chip
 from llmpar.predict.time import Clock
+from llmpar.predict.traffic import ITEMSIZE
 from llmpar.predict.workload import Run
 
 KERNELS = 10
@@ -32,6 +34,29 @@ def cache_bytes(config: ModelConfig, tokens: int = 1, bits: int = 16) -> float:
     """Bytes of the keys and values of so many tokens, on all devices together."""
     heads = config.num_kv_heads, config.head_width
     return formulas.kv_cache_bytes(tokens, config.num_layers, *heads, bits / 8)
+
+
+def device_cache_bytes(plan: Serving, num_rows: int, length: int) -> int:
+    """Bytes of the cache of `llmpar.serve` that each device holds."""
+    shape = plan.place(CACHE).shard_shape(plan.cache(num_rows, length), plan.mesh.sizes)
+    return 2 * ITEMSIZE[plan.dtype] * math.prod(shape)
+
+
+def device_flops(plan: Serving, rows: int, length: int, width: int = 1, echo: bool = False) -> dict[str, int]:
+    """FLOPs of a device's products in a step of `llmpar.serve`, idle rows and positions among them. Experts
+    multiply each token's chosen ones; their load is taken to be even."""
+    config, sizes, experts = plan.config, plan.mesh.sizes, plan.config.experts
+    held = lambda dims, *shape: math.prod(plan.place(dims).shard_shape(shape, sizes))
+    tokens, weights = held("data b s", rows, width), 0
+    for path, weight in config.weights().items():
+        if path.startswith("blocks.") and not weight.is_vector:
+            chosen = (experts.top_k * plan.mesh.ep, experts.num_experts) if " e " in weight.dims else (1, 1)
+            weights += held(weight.dims, *weight.shape) * chosen[0] // chosen[1]
+    positions = plan.cache(rows, length)[2] // plan.mesh.sp
+    heads = config.num_layers * held("attention n h", config.num_heads, config.head_width)
+    logits = held("data b s", rows, width if echo else 1) * held("vocab v d", config.vocab_size, config.width)
+    attention = 4 * tokens * heads * positions
+    return {"weights": 2 * tokens * weights, "attention": attention, "logits": 2 * logits}
 
 
 def critical_batch(config: ModelConfig, chip: Chip, bits: int = 16) -> float:

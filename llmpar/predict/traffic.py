@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from llmpar.config import ADAPTABLE, ExpertConfig, ModelConfig, Weight
 from llmpar.notation import TRANSPOSES, Arrow, MeshShape
-from llmpar.plan import Resolved
+from llmpar.plan import BEST, CHOSEN, LOGITS, Resolved, Serving
 from llmpar.predict.formulas import ring_bytes, visited_share
 from llmpar.schedules import Schedule
 from llmpar.timetable import slots, timetable
@@ -180,6 +180,32 @@ def step_traffic(
     small = "the loss, the tokens and the gradients' norm" + ", the tally of tokens per expert" * bool(tally)
     axes, text = plan.mesh.live(*plan.mesh.sizes), "loss, tokens and norm"
     traffic.add("all-reduce", axes, small, FLOAT32 * (3 + tally), text=text)
+    return traffic
+
+
+def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = False) -> Traffic:
+    """What a device sends in a step of `llmpar.serve` that takes up to ``width`` tokens of each row: what the
+    model's arrows send forward, two small sums of each layer over sp, over tp the logits of the next tokens
+    (with ``echo`` behind every token), and what is told of these, to all devices."""
+    config, traffic = plan.config, Traffic(plan.mesh)
+    values, layers = Values(traffic, plan, num_rows, width), config.num_layers
+    run = Runs(1, 0, layers, 0, 0, 0, 0, 0, 1)
+    for path, (weight, life) in plan.lives.items():
+        times = layers if path.startswith("blocks.") else 1
+        held = ITEMSIZE[plan.dtype] * math.prod(life.stored.shard_shape(weight.shape, plan.mesh.sizes))
+        traffic.carry(life.gather, held // times, Sent(weight.dims.replace(" l ", " "), "weights"), times)
+    _activations(values, config, run)
+    if config.experts:
+        _experts(values, config, config.experts, run)
+    k, h = config.num_kv_heads, config.head_width
+    scores = FLOAT32 * values.held("attention b s k r", num_rows, width, k, config.num_heads // k)
+    text, sp = "cache b s k r +t -> attention b s k r", plan.regions["cache"]["t"]
+    for of, size in {"maxima of scores": scores, "sums over the cache": scores * (h + 1)}.items():
+        traffic.add("all-reduce", sp, of, size, layers, text)
+    places, numbers = width if echo else 1, 2 * (2 + min(BEST, config.vocab_size))
+    values.carry(LOGITS, (num_rows, config.vocab_size), "logits", places, itemsize=FLOAT32)
+    told = FLOAT32 * values.held("data s b n", places, num_rows, numbers)
+    traffic.carry(plan.physical(CHOSEN), told, Sent(CHOSEN, "chosen tokens, and log-probabilities"), 1)
     return traffic
 
 

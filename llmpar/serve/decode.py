@@ -1,16 +1,17 @@
-"""Generate tokens one after the other, with a cache of keys and values that stays where it is.
+"""One step of a model with a cache: each row takes its next tokens, and learns which one follows.
 
-The cache is cut by every axis that can: its rows by dp and fsdp, its KV heads by tp, its positions by sp,
-every sp-th one to a rank. A new token's query goes to all ranks of sp; each looks at its own share, and one
-small sum per layer joins what they found (`attention.decode`; Pope et al. 2022 describe the cuts). Nothing of
-the cache ever travels.
+A row is a slot for a request, at a position of its own. In one step some rows take a piece of their prompt,
+others the one token that they chose last (chunked prefill: Agrawal et al. 2023, Sarathi). The cache is cut by
+every axis that can: its rows by dp, fsdp and ep, its KV heads by tp, its positions by sp, every sp-th one to
+a rank. A token's query goes to all ranks of sp; each looks at its own share, and two small sums per layer
+join what they found (`attention.decode`; Pope et al. 2022 describe the cuts). Nothing of the cache travels.
+Rows know nothing of one another: a request is answered alike whatever runs beside it, but for rounding.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,176 +19,149 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, UInt32
 
-from llmpar import attention, refusals
-from llmpar.block import vary
+from llmpar import attention
+from llmpar.block import at, vary
 from llmpar.config import ModelConfig
 from llmpar.mesh import platform_of, sharding, spec, split
 from llmpar.notation import Layout
 from llmpar.par import Manual
-from llmpar.plan import Plan, Resolved
+from llmpar.plan import BEST, CACHE, CHOSEN, LOGITS, Plan
 from llmpar.weights import Tree, model_graph, weight_dims
 
-CACHE = "cache l b t k h"
 
+class Rows(NamedTuple):
+    """What a step takes: of row i the first ``num[i]`` tokens, to positions from ``start[i]`` on."""
 
-@dataclasses.dataclass(frozen=True)
-class Serving(Resolved):
-    """A plan for tokens that come one at a time: no region cuts their positions by sp, which cuts those of
-    the cache."""
+    tokens: Int[np.ndarray, "b c+1"]  # and what follows the last one, where that is known
+    start: Int[np.ndarray, " b"]
+    num: Int[np.ndarray, " b"]  # 0: the row is idle
+    seed: UInt32[np.ndarray, " b"]
+    top_k: Int[np.ndarray, " b"]
+    top_p: Float[np.ndarray, " b"]
+    temperature: Float[np.ndarray, " b"]
 
-    @functools.cached_property
-    def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """Region to dim to the axes that cut it."""
-        live, table = self.mesh.live, super().regions
-        table = {name: {d: a for d, a in cuts.items() if d != "s"} for name, cuts in table.items()}
-        return table | {"cache": {"b": table["data"]["b"], "t": live("sp"), "k": live("tp", "kv")}}
+    @classmethod
+    def idle(cls, num_rows: int, width: int = 1) -> Rows:
+        """None takes a token."""
+        numbers = (np.zeros(num_rows, kind) for kind in "i4 i4 u4 i4 f4 f4".split())
+        return cls(np.zeros((num_rows, width + 1), np.int32), *numbers)
 
 
 class Decoder:
-    """A model with a cache: call it with the tokens that follow, ``b s``, and get float32 logits ``b v`` of
-    the next one.
+    """A model with a cache of ``num_rows`` rows of ``length`` positions, laid out on a mesh.
 
-    Args:
-        config, plan, mesh: what, how, and where. Of the plan count its mesh, ZeRO stage and dtype.
-        params: weights; they are laid out here as a `Serving` plan stores them.
-        batch_size: rows.
-        length: positions that the cache must hold. A rank holds its share of them, rounded up.
-
-    The first call takes the prompt. It computes scores of the whole prompt at once: cut a long one into
-    several calls.
+    ``run(params, cache, rows, echo) -> (numbers, cache)`` is the step: a pure function that writes its cache
+    in place, compiled for each width of rows. Of the plan count mesh, ZeRO stage and dtype.
     """
 
-    def __init__(
-        self, config: ModelConfig, plan: Plan, mesh: Mesh, params: Tree, batch_size: int, length: int
-    ):
-        self.config, self.length, self.start = config, length, 0
-        self.plan = plan = self.check(config, plan, batch_size, length, platform_of(mesh))
-        mesh = split(mesh, plan.mesh)
-        slots = -(-length // plan.mesh.sp) * plan.mesh.sp
-        heads = max(config.num_kv_heads, plan.mesh.tp)  # the copies of a KV head have each a cache
-        shape = (config.num_layers, batch_size, slots, heads, config.head_width)
-        self.everywhere = sharding(mesh, Layout(()))
-        cut, rows = plan.place(CACHE), plan.place("data b s")
-        zeros = jax.jit(lambda: jnp.zeros(shape, plan.dtype), out_shardings=sharding(mesh, cut))
-        self.cache = zeros(), zeros()
-        stored = jax.tree.map(plan.stored, weight_dims(config))
-        self.params = jax.device_put(params, jax.tree.map(functools.partial(sharding, mesh), stored))
-        given = jax.tree.map(spec, stored), spec(cut), spec(rows), spec(Layout(()))
-        made = spec(plan.place("data b v")), spec(cut)
-        run = jax.shard_map(self._forward, mesh=mesh, in_specs=given, out_specs=made)
-        self.run = jax.jit(run, donate_argnums=1)
+    def __init__(self, config: ModelConfig, plan: Plan, mesh: Mesh, params: Tree, num_rows: int, length: int):
+        self.plan = plan = plan.serving(config, num_rows, length, platform_of(mesh))
+        self.config, place = plan.config, functools.partial(sharding, split(mesh, plan.mesh))
+        stored, cut, whole = jax.tree.map(plan.stored, weight_dims(config)), plan.place(CACHE), Layout(())
+        zeros = lambda: (jnp.zeros(plan.cache(num_rows, length), plan.dtype),) * 2
+        self.empty = jax.jit(zeros, out_shardings=place(cut))
+        self.cache, self.params = self.empty(), jax.device_put(params, jax.tree.map(place, stored))
+        specs = [jax.tree.map(spec, x) for x in ((stored, cut, plan.place("data b")), (whole, cut))]
 
-    @staticmethod
-    def check(
-        config: ModelConfig, plan: Plan, batch_size: int, length: int, platform: str | None = None
-    ) -> Serving:
-        """The plan as this uses it; refuses what cannot be cut, before any weight is made."""
-        if plan.mesh.pp > 1:
-            where = f"mesh '{plan.mesh}' has pp={plan.mesh.pp}"
-            raise ValueError(f"generation has no pipeline, and {where}; use dp, fsdp, ep, sp, tp")
-        if length < 1:
-            raise ValueError(f"a cache of {length} positions holds nothing; use 1 or more")
-        kept = {name: getattr(plan, name) for name in ("mesh", "zero", "dtype")}
-        asked = Plan(**kept, zero_axes="fsdp,ep", sequence_order="contiguous").resolve(config, platform)
-        serving = Serving(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)})
-        refusals.check(serving, batch_size, plan.mesh.sp)
-        return serving
+        def run(params, cache, rows, echo):
+            step = functools.partial(self._forward, echo)
+            step = jax.shard_map(step, mesh=place(cut).mesh, in_specs=specs[0], out_specs=specs[1])
+            return step(params, cache, rows)
 
-    def __call__(self, tokens) -> jax.Array:
-        """Take the next tokens into the cache."""
-        if tokens.ndim != 2 or tokens.shape[1] < 1:
-            give = "give rows of one length, at least one token"
-            raise ValueError(f"tokens of shape {tokens.shape} hold no next token; {give}")
-        many = tokens.shape[1]
-        if self.start + many > self.length:
-            what = f"{many} tokens more than the {self.start} here"
-            raise ValueError(f"{what} do not fit into {self.length} positions")
-        logits, self.cache = self.run(self.params, self.cache, tokens, jnp.int32(self.start))
-        self.start += many
-        return logits
+        # Each host brings all rows, and each device takes its own.
+        come = jax.tree.map(place, (stored, cut, whole))
+        self.run = jax.jit(run, static_argnums=3, in_shardings=come, donate_argnums=1)
 
-    def _forward(self, params: Tree, cache, tokens, start):
-        """On one device: logits of the last token, and the cache with all of them."""
-        par = Manual(self.plan)
-        par.cache = cache_of_layer = _Cache(par)
+    def __call__(self, rows: Rows, echo: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Take tokens into the cache. Gives tokens and their log-probabilities, both ``s b n``, behind the
+        last token of each row, or with ``echo`` behind each: the one that follows, the target, and the
+        likeliest. These are the model's own probabilities, before temperature, top k and top p."""
+        numbers, self.cache = self.run(self.params, self.cache, rows, echo)
+        tokens, logprobs = np.split(np.asarray(numbers), 2, -1)
+        if np.isnan(logprobs := logprobs.view(np.float32))[:, rows.num > 0].any():
+            what = "the model gives NaN: its weights hold some, or are too large for its dtype"
+            raise ValueError(f"{what}; load others, or use float32")
+        return tokens, logprobs
+
+    def _forward(self, echo: bool, params: Tree, cache, rows: Rows):
+        """On one device."""
+        par, (tokens, targets) = Manual(self.plan), (rows.tokens[:, :-1], rows.tokens[:, 1:])
+        offset = tokens * 0 + jnp.arange(tokens.shape[1])[None]
+        positions = rows.start[:, None] + offset
+        par.cache = held = _Cache(par, offset < rows.num[:, None])
         model = nnx.merge(model_graph(self.config), params)
-        none = tokens * 0  # of shape b s, and cut as tokens are
-        positions = none + (start + jnp.arange(tokens.shape[1]))[None]
-        batch = {"tokens": tokens, "positions": positions, "segments": none}
-        new = cache
+        batch = {"tokens": tokens, "positions": positions, "segments": tokens * 0}
 
         def layers(block, x, weights):
-            nonlocal new
+            def layer(carry, each):
+                (x, held.both), (weights, held.layer) = carry, each
+                return (block(x, weights)[0], held.both), None
 
-            def layer(x, each):
-                weights, cache_of_layer.layer = each
-                return block(x, weights)[0], cache_of_layer.layer
-
-            x, new = lax.scan(layer, x, (weights, cache))
-            return x, None
+            return lax.scan(layer, (x, cache), (weights, jnp.arange(self.config.num_layers)))[0]
 
         embedding = par.weight(model.embedding)
         head = embedding if self.config.tied else par.weight(model.head)
-        x, _ = model.run_blocks(model.embed(embedding, batch, par), batch, par, layers)
-        x = par.move(model.norm(x[:, -1:], par), "stream b s d -> vocab b s d")[:, 0]
-        logits = jnp.einsum("bd,vd->bv", x, head, preferred_element_type=jnp.float32)
-        whole = self.plan.physical("vocab b v -> data b v")
-        return par.carry_out(logits, whole, "logits", invariant=True), new
+        x, cache = model.run_blocks(model.embed(embedding, batch, par), batch, par, layers)
+        asked = offset if echo else jnp.maximum(rows.num - 1, 0)[:, None]
+        x = model.norm(jnp.take_along_axis(x, asked[..., None], 1), par)
+        x = par.move(x, "stream b s d -> vocab b s d")
+        known = jnp.take_along_axis(targets, asked, 1), asked + rows.start[:, None] + 1
+
+        def follow(each):
+            logits_bv = jnp.einsum("bd,vd->bv", each[0], head, preferred_element_type=jnp.float32)
+            logits_bv = par.carry_out(logits_bv, par.plan.physical(LOGITS), LOGITS, invariant=True)
+            return choose(logits_bv, each[1], each[2], rows)
+
+        numbers = lax.map(follow, tuple(jnp.moveaxis(y, 1, 0) for y in (x, *known)))
+        return par.carry_out(numbers, par.plan.physical(CHOSEN), CHOSEN, invariant=True), cache
 
 
 class _Cache:
-    """What a layer does in place of attention to its own keys: write them into the cache, and attend to
-    that."""
+    """What a layer does in place of attention: write its keys and values, and attend to all in the cache."""
 
-    def __init__(self, par: Manual):
-        self.axes, self.rank = par.axes("cache t"), par.index("cache t")
-        self.size = par.plan.mesh.sp
-        self.layer: tuple[jax.Array, ...] = ()
+    both: tuple[jax.Array, ...]  # keys and values
+    layer: jax.Array
+
+    def __init__(self, par: Manual, is_token):
+        self.axes, self.rank, self.size = par.axes("cache t"), par.index("cache t"), par.plan.mesh.sp
+        self.is_token = is_token
 
     def attend(self, q, k, v, positions, mask):
-        slots = self.layer[0].shape[1]
-        at = positions[0]  # the same in all rows
-        mine = jnp.where(at % self.size == self.rank, at // self.size, slots)  # one slot too far: dropped
-        write = lambda cache, x: cache.at[:, mine].set(vary(x, self.axes), mode="drop")
-        self.layer = tuple(write(cache, x) for cache, x in zip(self.layer, (k, v), strict=True))
-        # A slot that is not written yet lies after every query.
-        seen = {
-            "q_positions_bs": positions,
-            "k_positions_bt": (jnp.arange(slots) * self.size + self.rank)[None],
-        }
-        return attention.decode(q, *self.layer, axis=self.axes, mask=mask, **seen)
+        (b, _), slots = positions.shape, jnp.arange(self.both[0].shape[2])
+        mine = self.is_token & (positions % self.size == self.rank)
+        where = self.layer, jnp.arange(b)[:, None], jnp.where(mine, positions // self.size, len(slots))
+        write = lambda cache, x: cache.at[where].set(vary(x, self.axes), mode="drop")
+        self.both = tuple(map(write, self.both, (k, v)))
+        # A slot that the row has not written, but an earlier request perhaps, lies after every query.
+        seen = {"q_positions_bs": positions, "k_positions_bt": (slots * self.size + self.rank)[None]}
+        return attention.decode(q, *at(self.both, self.layer), axis=self.axes, mask=mask, **seen)
 
 
-def check_temperature(temperature: float) -> None:
-    """Refuse what is no temperature."""
-    if not 0 <= temperature < float("inf"):
-        use = "use 0 for the likeliest token, or more"
-        raise ValueError(f"temperature {temperature} is negative or no number; {use}")
+def choose(
+    logits: Float[Array, "b v"], targets: Int[Array, " b"], positions: Int[Array, " b"], rows: Rows
+) -> Int[Array, "b n"]:
+    """The tokens that come to stand at ``positions``, the targets, the likeliest; then the bits of the
+    log-probabilities of these: one message."""
+    logprobs, best = jax.nn.log_softmax(logits), lax.top_k(logits, min(BEST, logits.shape[1]))[1]
+    drawn = lambda: jax.vmap(draw)(logits, positions, *rows[3:])
+    token = lax.cond((rows.temperature > 0).any(), drawn, lambda: best[:, 0])
+    token = jnp.where(rows.temperature > 0, token, best[:, 0])
+    tokens = jnp.concatenate([jnp.stack([token, targets], 1), best], 1)
+    logprobs = jnp.take_along_axis(logprobs, tokens, 1)
+    return jnp.concatenate([tokens, lax.bitcast_convert_type(logprobs, jnp.int32)], 1)
 
 
-def generate(
-    decoder: Decoder, prompt, num_tokens: int, temperature: float = 0.0, seed: int = 0
-) -> Iterator[np.ndarray]:
-    """Yield ``num_tokens`` times the next token of each row, ``b``, after a prompt ``b s``, by a `Decoder`:
-    the likeliest at temperature 0, else drawn from the softmax of logits over ``temperature``, each time
-    anew."""
-    check_temperature(temperature)
-    lengths = [len(row) for row in prompt]
-    if len(set(lengths)) != 1 or min(lengths[0], num_tokens) < 1:
-        asked = f"rows of {lengths} tokens, {num_tokens} to add"
-        raise ValueError(f"{asked}: use rows of one length, and 1 token or more")
-    tokens, keys = jnp.asarray(prompt, jnp.int32), jax.random.split(jax.random.key(seed), num_tokens)
-
-    def draw(key, logits):
-        if not temperature:
-            return logits.argmax(-1)
-        logits = logits - logits.max(-1, keepdims=True)  # a low temperature sends the others to -inf
-        return jax.random.categorical(key, jnp.where(logits == 0, 0, logits / temperature))
-
-    # Rows may be cut over hosts, and each host wants them all.
-    choose = jax.jit(draw, out_shardings=decoder.everywhere)
-    for key in keys:
-        chosen = choose(key, decoder(tokens))
-        tokens = chosen[:, None].astype(jnp.int32)
-        yield np.asarray(chosen)
+def draw(logits: Float[Array, " v"], position, seed, top_k, top_p, temperature) -> Int[Array, ""]:
+    """Draw from the softmax of logits over ``temperature``: from the ``top_k`` likeliest (0: all), of these
+    from the fewest whose shares reach ``top_p`` (nucleus sampling: Holtzman et al. 2020). Seed and position
+    alone decide, by noise for each token of the vocabulary (the Gumbel-max trick)."""
+    gap = logits - logits.max()  # a low temperature sends the others to -inf
+    scaled = jnp.where(gap == 0, 0, gap / jnp.where(temperature > 0, temperature, 1))
+    order = jnp.argsort(-scaled).astype(jnp.int32)
+    line = jnp.where((top_k == 0) | (jnp.arange(len(order)) < top_k), scaled[order], -jnp.inf)
+    shares = jax.nn.softmax(line)
+    line = jnp.where((top_p >= 1) | (jnp.cumsum(shares) - shares < top_p), line, -jnp.inf)
+    noise = jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), logits.shape)
+    return order[jnp.argmax(line + noise[order])]

@@ -2,9 +2,11 @@
 and out.
 
 They keep one tensor per layer and expert, and a projection as [out, in] with its heads merged; we stack
+They keep one tensor per layer and expert, and a projection as [out, in] with its heads merged; we stack
 layers and experts and keep heads apart. `NAMES` says theirs in our letters: ``(n h) d`` has one dim made of
-heads times head width. A load reads only a device's own rows and columns out of the memory-mapped files, so
-no host holds the whole model. (Only a shard cut along ``h`` is read with its whole heads and cut afterwards.)
+heads times head width. A load reads only a device's own rows and columns out of the memory-mapped files, one
+tensor after the other, so no host holds more of the model than its devices do. (Only a shard cut along ``h``
+is read with its whole heads and cut afterwards.)
 """
 
 from __future__ import annotations
@@ -18,21 +20,30 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import lax
+from jax.experimental.multihost_utils import process_allgather
 
 from llmpar.config import ModelConfig, to_hugging_face
 from llmpar.files import check_ordinary, read_json, refuse
 from llmpar.hugging_face import family
+from llmpar.mesh import axes_of
 from llmpar.training.data import FileTokenizer, Tokenizer
 from llmpar.weights import Tree
 
 FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF16")
 """Kinds of numbers that are read, as numpy and as safetensors call them. Quantized weights are refused."""
+KINDS = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
+"""Kinds that are written: safetensors' name, and bytes. (Large weights would be infinite in float16.)"""
+SHARD_BYTES = 5 * 10**9
+"""What a file of weights has at most, unless it has one tensor: as `transformers` cuts them."""
+INDEX = "model.safetensors.index.json"
 
 NAMES = {
     "embedding": ("model.embed_tokens.weight", "v d"),
@@ -78,43 +89,91 @@ class _Weight:
         self.groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w", theirs)]
         num_stacked = self.name.count("{}")  # dims with a tensor for each index: layers, experts
         self.stacked, self.own = self.letters[:num_stacked], self.letters[num_stacked:]
-        self.names = self.named({x: slice(self.sizes[x]) for x in self.stacked})
+        self.numbers = list(itertools.product(*(range(self.sizes[x]) for x in self.stacked)))
+        self.names = [self.name.format(*numbers) for numbers in self.numbers]
         self.their_shape = tuple(math.prod(self.sizes[x] for x in group) for group in self.groups)
 
-    def named(self, cut: dict[str, slice]) -> list[str]:
-        """The names of the tensors of a block."""
-        indices = (range(self.sizes[x])[cut[x]] for x in self.stacked)
-        return [self.name.format(*numbers) for numbers in itertools.product(*indices)]
-
-    def read(self, tensors: Mapping, index: Sequence[slice], dtype: np.dtype) -> np.ndarray:
-        """The block of this weight that ``index`` cuts out, stacked over its layers and experts."""
-        cut = {x: slice(*s.indices(self.sizes[x])) for x, s in zip(self.letters, index, strict=True)}
+    def read(self, tensor: Any, dtype: np.dtype, *bounds: tuple[int, int]) -> np.ndarray:
+        """The block within these ``bounds`` of one tensor's dims, which are in our order."""
+        cut = {x: slice(*s) for x, s in zip(self.own, bounds, strict=True)}
         region, parts, inner, letters = [], [], [], [x for group in self.groups for x in group]
         for first, *rest in self.groups:
             width = math.prod(self.sizes[x] for x in rest)
             region.append(slice(cut[first].start * width, cut[first].stop * width))
             parts += [cut[first].stop - cut[first].start, *(self.sizes[x] for x in rest)]
             inner += [slice(None), *(cut[x] for x in rest)]
-        out = np.empty([cut[x].stop - cut[x].start for x in self.letters], dtype)
-        layers = out.reshape(-1, *(cut[x].stop - cut[x].start for x in self.own))
-        for layer, name in zip(layers, self.named(cut), strict=True):
-            piece = tensors[name][tuple(region)].reshape(parts)[tuple(inner)]
-            layer[...] = piece.transpose([letters.index(x) for x in self.own])
-        return out
-
-    def write(self, value: np.ndarray) -> dict[str, np.ndarray]:
-        """The tensors of this weight. Contiguous copies: safetensors 0.8 writes transposed views in the wrong
-        order."""
-        layers = value.reshape(-1, *(self.sizes[x] for x in self.own))
-        order = [self.own.index(x) for group in self.groups for x in group]
-        tensors = (np.ascontiguousarray(layer.transpose(order).reshape(self.their_shape)) for layer in layers)
-        return dict(zip(self.names, tensors, strict=True))
+        piece = tensor[tuple(region)].reshape(parts)[tuple(inner)]
+        return piece.transpose([letters.index(x) for x in self.own]).astype(dtype, order="C")
 
     def place(self, tensors: Mapping, sharding: jax.sharding.Sharding, dtype: np.dtype) -> jax.Array:
-        """This weight on its devices; a block that several devices of this host share is read once."""
-        read = functools.cache(lambda *bounds: self.read(tensors, [slice(*b) for b in bounds], dtype))
-        block = lambda index: read(*((s.start, s.stop) for s in index))
-        return jax.make_array_from_callback(self.shape, sharding, block)
+        """This weight on its devices. One tensor at a time is in this host's memory; a block of it that
+        several devices of this host share is read once."""
+        num, shards = len(self.stacked), dict[jax.Device, jax.Array]()
+        where = sharding.addressable_devices_indices_map(self.shape)
+        cuts = {
+            device: [s.indices(n)[:2] for s, n in zip(index or (), self.shape, strict=True)]
+            for device, index in where.items()
+        }
+        if num:
+            for device, cut in cuts.items():
+                shards[device] = jnp.zeros([end - start for start, end in cut], dtype, device=device)
+        for numbers, name in zip(self.numbers, self.names, strict=True):
+            read = functools.cache(functools.partial(self.read, tensors[name], dtype))
+            for device, cut in cuts.items():
+                at = [n - cut[i][0] for i, n in enumerate(numbers)]
+                if all(cut[i][0] <= n < cut[i][1] for i, n in enumerate(numbers)):
+                    piece = jax.device_put(read(*cut[num:]), device)
+                    shards[device] = _put(shards[device], piece, at) if num else piece
+            jax.block_until_ready(list(shards.values()))
+        return jax.make_array_from_single_device_arrays(self.shape, sharding, list(shards.values()))
+
+    def write(self, value: Any, dtype: str) -> Iterator[np.ndarray]:
+        """The tensors of this weight, one after the other; every process must take all of them."""
+        if np.shape(value) != self.shape:
+            found = f"a weight of shape {list(np.shape(value))} is none of '{self.name}', which needs"
+            raise ValueError(
+                f"{found} {list(self.shape)}; give layers in the model's order (Step.to_natural)"
+            )
+        order = [self.own.index(x) for group in self.groups for x in group]
+        for numbers in self.numbers:
+            own = _take(value, numbers).astype(dtype).transpose(order)
+            yield np.ascontiguousarray(own.reshape(self.their_shape))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(stack: jax.Array, piece: jax.Array, at: list) -> jax.Array:
+    """The stack with ``piece`` at the place ``at``, in the same memory."""
+    piece = piece.reshape((1,) * len(at) + piece.shape)
+    return lax.dynamic_update_slice(stack, piece, [*at, *(0 for _ in piece.shape[len(at) :])])
+
+
+def _take(stack: Any, at: tuple[int, ...]) -> np.ndarray:
+    """One tensor of a stack, whole, in every process."""
+    if isinstance(stack, jax.Array) and isinstance(stack.sharding, jax.sharding.NamedSharding):
+        bits = _take_bits(stack, at, stack.sharding)
+        found = np.asarray(bits if bits.is_fully_addressable else process_allgather(bits, tiled=True))
+        return found.astype(f"uint{8 * stack.dtype.itemsize}").view(stack.dtype)
+    return np.asarray(stack[at])
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _take_bits(stack: jax.Array, at: tuple, sharding: jax.sharding.NamedSharding) -> jax.Array:
+    """The bits of one tensor of a stack; its own dims are cut as before. (Of a stack that is cut along its
+    layers or experts XLA would gather all.)"""
+    cuts = [*sharding.spec, *[None] * (stack.ndim - len(sharding.spec))]
+    axes = [axes_of(cut) for cut in cuts[: len(at)]]
+
+    def take(stack, at):
+        held = jnp.bool_(True)
+        for n, names in zip(at, axes, strict=True):
+            n -= lax.axis_index(names) * len(stack) if names else 0
+            held &= (n >= 0) & (n < len(stack))
+            stack = lax.dynamic_index_in_dim(stack, jnp.clip(n, 0, len(stack) - 1), keepdims=False)
+        bits = lax.bitcast_convert_type(stack, f"uint{8 * stack.dtype.itemsize}").astype(jnp.uint32)
+        return lax.psum(jnp.where(held, bits, jnp.uint32(0)), sum(axes, ()))
+
+    given, own = sharding.spec, jax.sharding.PartitionSpec(*cuts[len(at) :])
+    return jax.shard_map(take, mesh=sharding.mesh, in_specs=(given, None), out_specs=own)(stack, at)
 
 
 def _weights(config: ModelConfig) -> dict[str, _Weight]:
@@ -127,11 +186,25 @@ def from_state_dict(
     tensors: Mapping[str, Any], config: ModelConfig, shardings: Tree = None, dtype: str = "float32"
 ) -> Tree:
     """Parameters from tensors by Hugging Face name, each put straight onto its sharding (default: the first
-    device).
+    device). Of a part of the tree of ``shardings`` that part is read.
 
-    A tensor is an array, or a slice of a safetensors file. Missing, unexpected, misshapen and quantized ones
-    are refused by name. Two redundant ones are left out: ``rotary_emb.inv_freq`` of old files (computed
-    here), and a tied model's output head (if it equals the embedding).
+    A tensor is an array, or a slice of a safetensors file. Refuses what `check` does.
+    """
+    check(tensors, config)
+    weights = _weights(config)
+    only = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    where = dict.fromkeys(weights, only) if shardings is None else flatten_dict(shardings, sep=".")
+    placed = {
+        path: weights[path].place(tensors, where[path], np.dtype(dtype)) for path in weights if path in where
+    }
+    return unflatten_dict(placed, sep=".")
+
+
+def check(tensors: Mapping[str, Any], config: ModelConfig) -> None:
+    """Refuse missing, unexpected, misshapen and quantized tensors by name.
+
+    Two redundant ones may be there: ``rotary_emb.inv_freq`` of old files (computed here), and a tied model's
+    output head (if it equals the embedding).
     """
     weights = _weights(config)
     expected = {name: weight.their_shape for weight in weights.values() for name in weight.names}
@@ -152,10 +225,6 @@ def from_state_dict(
         found = "; ".join(sorted(faults)[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
         what = f"these tensors are not the model '{config.name}': {found}"
         raise ValueError(f"{what}; use the config.json that they came with")
-    only = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    where = dict.fromkeys(weights, only) if shardings is None else flatten_dict(shardings, sep=".")
-    params = {path: weight.place(tensors, where[path], np.dtype(dtype)) for path, weight in weights.items()}
-    return unflatten_dict(params, sep=".")
 
 
 def _describe(tensor) -> tuple[tuple[int, ...], str]:
@@ -166,21 +235,28 @@ def _describe(tensor) -> tuple[tuple[int, ...], str]:
 
 
 def to_state_dict(params: Tree, config: ModelConfig, dtype: str = "float32") -> dict[str, np.ndarray]:
-    """All tensors by Hugging Face name, whole, in the memory of this process, which must be able to read
-    ``params``."""
-    flat = flatten_dict(params, sep=".")
-    pieces = [weight.write(np.asarray(flat[path]).astype(dtype)) for path, weight in _weights(config).items()]
-    return {name: tensor for piece in pieces for name, tensor in piece.items()}
+    """All tensors by Hugging Face name, whole, in the memory of this process."""
+    flat, weights = flatten_dict(params, sep="."), _weights(config)
+    return {
+        name: tensor
+        for path, weight in weights.items()
+        for name, tensor in zip(weight.names, weight.write(flat[path], dtype), strict=True)
+    }
 
 
 def load(
     folder: str | os.PathLike, config: ModelConfig, shardings: Tree = None, dtype: str = "float32"
 ) -> Tree:
-    """Parameters from a folder: its ``model.safetensors``, or the shards that its index.json names.
+    """Parameters from a folder, as `from_state_dict` places them.
 
-    Reads what the devices of this process need and no more; the shards of one weight at a time are in host
-    memory.
+    Reads what the devices of this process need and no more; one tensor at a time is in host memory.
     """
+    return from_state_dict(open_folder(folder), config, shardings, dtype)
+
+
+def open_folder(folder: str | os.PathLike) -> dict[str, Any]:
+    """The tensors of a folder by name, none of them read yet: those of its ``model.safetensors``, or of the
+    shards that its index.json names."""
     safetensors, tensors = _safetensors(), dict[str, Any]()
     for file in _files(pathlib.Path(folder)):
         check_ordinary(file, "file of weights")
@@ -192,7 +268,7 @@ def load(
             if name in tensors:
                 raise ValueError(f"tensor '{name}' is in '{file}' and in a file before it; give it once")
             tensors[name] = opened.get_slice(name)
-    return from_state_dict(tensors, config, shardings, dtype)
+    return tensors
 
 
 def _safetensors():
@@ -206,7 +282,7 @@ def _safetensors():
 
 def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     """The safetensors files of a folder."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    whole, index = folder / "model.safetensors", folder / INDEX
     if whole.is_file():
         return [whole]
     if not index.is_file():
@@ -226,27 +302,79 @@ BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jin
 
 def save(
     folder: str | os.PathLike,
-    params: Tree,
+    params: Tree | Callable[[str], Any],
     config: ModelConfig,
     dtype: str = "float32",
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Write ``model.safetensors`` and ``config.json``; each appears under its name when it is complete.
+    """Write weights, in one file or in shards of `SHARD_BYTES` with an index, and ``config.json``.
+
+    Tensors are written one after the other, and each file appears under its name when it is complete;
+    config.json is the last. Of several processes that hold the weights all call this, and the first writes.
 
     Args:
+        params: the weights, or what gives the one of a path, so that not all need to be in memory.
+        dtype: ``float32`` or ``bfloat16``.
         tokenizer: what the model was trained with. Its ``tokenizer.json`` is copied with the files that lie
             beside it, and config.json and generation_config.json name the tokens that begin a text and end
             it.
     """
-    path, safetensors = pathlib.Path(folder), _safetensors()
-    path.mkdir(parents=True, exist_ok=True)
+    if dtype not in KINDS:
+        raise ValueError(f"weights are not written as {dtype}; use {' or '.join(KINDS)}")
+    path, weights = pathlib.Path(folder), _weights(config)
     about = to_hugging_face(config) | {"torch_dtype": dtype}
-    tensors = to_state_dict(params, config, dtype)
-    safetensors.numpy.save_file(tensors, path / "model.part", metadata={"format": "pt"})
-    os.replace(path / "model.part", path / "model.safetensors")
-    if tokenizer is not None:
-        about |= _save_tokenizer(path, tokenizer)
-    _put(path / "config.json", about)
+    get = params if callable(params) else flatten_dict(params, sep=".").__getitem__
+    tensors = (tensor for key, weight in weights.items() for tensor in weight.write(get(key), dtype))
+    files = _headers({name: w.their_shape for w in weights.values() for name in w.names}, dtype)
+    if jax.process_index() != 0:
+        for _ in tensors:  # each process has its part in it
+            pass
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if others := sorted({file.name for file in path.glob("*.safetensors*")} - {*files, INDEX}):
+            raise ValueError(f"'{folder}' holds other weights already ({others[0]}); give another folder")
+        for name in (INDEX, "config.json"):  # without them what an interruption leaves is no model
+            (path / name).unlink(missing_ok=True)
+        for name, header in files.items():
+            _write(path / name, header, tensors)
+        if len(files) > 1:
+            where = {tensor: name for name, header in files.items() for tensor in header}
+            _put_json(path / INDEX, {"metadata": {"dtype": dtype}, "weight_map": where})
+        if tokenizer is not None:
+            about |= _save_tokenizer(path, tokenizer)
+        _put_json(path / "config.json", about)
+    except OSError as error:
+        why = f"{error.strerror}; free some room, or give another folder"
+        raise ValueError(f"cannot write the model to '{folder}': {why}") from error
+
+
+def _headers(shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str, dict[str, Any]]:
+    """The files by name, and in each the tensors: their kind, shape, and where their bytes lie."""
+    kind, itemsize = KINDS[dtype]
+    headers, end = [dict[str, Any]()], 0
+    for name, shape in shapes.items():
+        size = itemsize * math.prod(shape)
+        if headers[-1] and end + size > SHARD_BYTES:
+            headers, end = [*headers, {}], 0
+        headers[-1][name] = {"dtype": kind, "shape": shape, "data_offsets": (end, end + size)}
+        end += size
+    if len(headers) == 1:
+        return {"model.safetensors": headers[0]}
+    named = "model-{:05}-of-{:05}.safetensors"
+    return {named.format(i, len(headers)): header for i, header in enumerate(headers, 1)}
+
+
+def _write(path: pathlib.Path, header: dict[str, Any], tensors: Iterator[np.ndarray]) -> None:
+    """Write one file of the safetensors format: the length of its header, the header, the tensors."""
+    text = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    part = path.with_suffix(".part")
+    with open(part, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in itertools.islice(tensors, len(header)):
+            file.write(tensor.reshape(-1).view(np.uint8).data)
+    os.replace(part, path)
 
 
 def _save_tokenizer(path: pathlib.Path, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -263,11 +391,11 @@ def _save_tokenizer(path: pathlib.Path, tokenizer: Tokenizer) -> dict[str, Any]:
             if (there := file.with_name(name)).is_file():
                 ids |= {k: v for k, v in read_json(there, "configuration").items() if k == "eos_token_id"}
     if not (path / "generation_config.json").exists():
-        _put(path / "generation_config.json", ids)
+        _put_json(path / "generation_config.json", ids)
     return ids
 
 
-def _put(path: pathlib.Path, entries: dict[str, Any]) -> None:
+def _put_json(path: pathlib.Path, entries: dict[str, Any]) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(entries, indent=2) + "\n")
     os.replace(part, path)

@@ -54,7 +54,7 @@ from llmpar.plan import Plan
 from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
 from llmpar.predict.ring import pairs_by_step
-from llmpar.serve.decode import Decoder
+from llmpar.serve.decode import Decoder, Rows
 from llmpar.step import Step
 
 # Accelerators round float32 matmuls unless told not to.
@@ -784,8 +784,7 @@ print(f"one array of hidden values has {hidden_bytes / 2**20:.1f} MiB")
 POSITIONS, weights = 4096, llamas["ring"].state.params
 over, plan = make_mesh(f"sp={SP}"), Plan(f"sp={SP}", zero=0)
 decoder = Decoder(LLAMA, plan, over, weights, 1, POSITIONS)
-token = np.zeros((1, 1), np.int32)
-traced = decoder.run.trace(decoder.params, decoder.cache, token, np.int32(0))
+traced = decoder.run.trace(decoder.params, decoder.cache, Rows.idle(1), False)
 sent = census_table(census_jaxpr(traced.jaxpr, {"sp": SP}))
 held = {shard.data.nbytes for shard in decoder.cache[0].addressable_shards}
 per_position = 4 * LLAMA.num_layers * LLAMA.num_kv_heads * LLAMA.head_width

@@ -1,0 +1,203 @@
+"""Answer many requests with one cache: they wait for a slot, join and leave between steps.
+
+Before each step those that wait take the slots that are free, first come, first served (Yu et al. 2022,
+Orca). A step takes of every running request what is known and not in the cache yet: a piece of its prompt, or
+the one token that it chose last. Where all take one token a narrow step runs, else one as wide as a chunk: so
+two programs serve all (a third those with ``echo``), and nobody waits long for somebody else's prompt.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import InitVar, dataclass, replace
+from typing import Annotated, Literal
+
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from llmpar.config import Count, ModelConfig, Rate, Share
+from llmpar.files import Allowed, check_fields
+from llmpar.plan import BEST, Plan
+from llmpar.serve.decode import Decoder, Rows
+from llmpar.weights import Tree
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to continue, and how."""
+
+    tokens: tuple[int, ...]
+    max_tokens: Count = 64  # to add, at most
+    temperature: Rate = 0.0  # 0: the likeliest token
+    top_p: Share = 1.0
+    top_k: Count = 0  # 0: all
+    seed: Annotated[int | None, Allowed(int, none=True)] = None  # draws the same again; None: any
+    ends: frozenset[int] = frozenset()  # tokens that end the answer, themselves told
+    logprobs: Annotated[int | None, Allowed(int, 0, BEST, none=True)] = None  # so many of the likeliest
+    echo: bool = False  # tell the prompt's tokens too
+
+    def __post_init__(self):
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A token of a request, its end, or both: a token of ``ends`` is told with ``finish="stop"``."""
+
+    ticket: int
+    token: int | None = None  # None: cancelled, or nothing was to be added
+    logprob: float | None = None  # natural; None for a prompt's first token, which nothing comes before
+    best: tuple[tuple[int, float], ...] = ()
+    finish: Literal[None, "stop", "length", "cancelled"] = None
+    of_prompt: bool = False
+
+
+class Full(Exception):
+    """The queue is full: come back later."""
+
+
+@dataclass
+class _Job:
+    ticket: int
+    request: Request
+    seed: int
+    known: list[int]  # the prompt, and what was chosen
+    taken: int = 0  # how many of them the cache holds
+
+    def fill(self, rows: Rows, slot: int) -> None:
+        """Write what the next step takes."""
+        how, width = self.request, rows.tokens.shape[1] - 1
+        piece = self.known[self.taken :][: width + 1]
+        numbers = self.taken, min(len(piece), width), self.seed, how.top_k, how.top_p, how.temperature
+        rows.tokens[slot, : len(piece)] = piece
+        for column, number in zip(rows[1:], numbers, strict=True):
+            column[slot] = number
+
+    def told(self, num: int, tokens: np.ndarray, logprobs: np.ndarray, length: int) -> Iterator[Event]:
+        """What comes of a step that took ``num`` tokens, by the numbers ``s n`` that a `Decoder` gives."""
+        how, prompt = self.request, len(self.request.tokens)
+
+        def event(place: int, which: int) -> Event:
+            pairs = [*zip(tokens[place].tolist(), logprobs[place].tolist(), strict=True)]
+            best = tuple(pairs[2:][: how.logprobs or 0])
+            return Event(self.ticket, *pairs[which], best, of_prompt=which == 1)
+
+        if how.echo and self.taken == 0:
+            yield Event(self.ticket, self.known[0], of_prompt=True)
+        yield from (event(place, 1) for place in range(min(num, prompt - 1 - self.taken) * how.echo))
+        self.taken += num
+        if self.taken == len(self.known):
+            last = event(min(num, len(tokens)) - 1, 0) if how.max_tokens else Event(self.ticket)
+            self.known += [last.token] if last.token is not None else []
+            full = len(self.known) == prompt + how.max_tokens or len(self.known) > length
+            yield replace(last, finish="stop" if last.token in how.ends else "length" if full else None)
+
+
+@dataclass
+class Engine:
+    """Continues many requests at once: `submit`, then `step` from one thread while `busy`. Others may call
+    `submit` and `cancel`. Several processes that run one engine make the same calls in the same order."""
+
+    config: ModelConfig
+    plan: Plan
+    mesh: Mesh
+    params: InitVar[Tree]
+    slots: int = 8  # requests that run at a time, a multiple of dp·fsdp·ep
+    length: int = 512  # positions of each: prompt and answer, but for the last token
+    chunk: int = 32  # tokens of a prompt that a step takes: with more it is faster, and others wait longer
+    queue: int = 64  # requests that may wait for a slot
+
+    def __post_init__(self, params: Tree) -> None:
+        check_fields(self)
+        self.chunk = min(self.chunk, self.length)
+        self.decoder = Decoder(self.config, self.plan, self.mesh, params, self.slots, self.length)
+        self._waiting, self._running, self._cancelled = deque[_Job](), dict[int, _Job](), set[int]()
+        self._lock, self._counts = threading.Lock(), Counter(submitted=0, steps=0, wide_steps=0, tokens=0)
+        luck = multihost_utils.broadcast_one_to_all(np.uint32(secrets.randbits(32)))
+        self._seeds = np.random.default_rng(int(luck))
+
+    def submit(self, request: Request) -> int:
+        """Let a request wait for its turn, and give its ticket. Raises ValueError for a prompt that cannot be
+        continued, and `Full`."""
+        most, vocab_size, tokens = self.length, self.config.vocab_size, request.tokens
+        is_token = lambda x: isinstance(x, int | np.integer) and 0 <= x < vocab_size
+        if not (1 <= len(tokens) <= most and all(map(is_token, tokens))):
+            what = f"use 1 to {most:,} whole numbers below {vocab_size:,}"
+            raise ValueError(f"a prompt of {len(tokens):,} tokens cannot be continued here; {what}")
+        with self._lock:
+            if len(self._waiting) >= self.queue + self.slots - len(self._running):
+                raise Full(f"{len(self._waiting)} requests wait already; come back later")
+            seed = int(self._seeds.integers(1 << 32) if request.seed is None else request.seed)
+            self._counts["submitted"] += 1
+            self._waiting.append(
+                _Job(self._counts["submitted"], request, seed % (1 << 32), [*map(int, tokens)])
+            )
+            return self._counts["submitted"]
+
+    def cancel(self, ticket: int) -> None:
+        """End a request before the next step, which tells so. Nothing happens if it has ended."""
+        with self._lock:
+            if any(job.ticket == ticket for job in (*self._waiting, *self._running.values())):
+                self._cancelled.add(ticket)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def figures(self) -> dict[str, int]:
+        """How many slots there are, requests run and wait, and what was counted since the beginning."""
+        now = {"slots": self.slots, "running": len(self._running), "waiting": len(self._waiting)}
+        return now | self._counts
+
+    def step(self) -> list[Event]:
+        """Let requests leave and join, take one step with those that have a slot, and tell what came of it.
+        Whatever is raised (ValueError where the model gives NaN), all requests are gone then."""
+        with self._lock:
+            events = [Event(ticket, finish="cancelled") for ticket in sorted(self._cancelled)]
+            self._waiting = deque(x for x in self._waiting if x.ticket not in self._cancelled)
+            self._running = {i: x for i, x in self._running.items() if x.ticket not in self._cancelled}
+            self._cancelled.clear()
+            free = [slot for slot in range(self.slots) if slot not in self._running]
+            self._running |= {slot: self._waiting.popleft() for slot in free[: len(self._waiting)]}
+            jobs = dict(self._running)
+        if not jobs:
+            return events
+        echo = any(job.request.echo and job.taken < len(job.request.tokens) for job in jobs.values())
+        wide = echo or any(len(job.known) - job.taken > 1 for job in jobs.values())
+        rows = Rows.idle(self.slots, self.chunk if wide else 1)
+        for slot, job in jobs.items():
+            job.fill(rows, slot)
+        try:
+            tokens, logprobs = self.decoder(rows, echo)
+        except BaseException:  # the cache may be lost, or hold NaN, which no mask hides
+            self.decoder.cache = self.decoder.empty()
+            with self._lock:
+                self._waiting, self._running, self._cancelled = deque(), {}, set()
+            raise
+        with self._lock:
+            for slot, job in jobs.items():
+                told = [*job.told(rows.num[slot], tokens[:, slot], logprobs[:, slot], self.length)]
+                if told and told[-1].finish:
+                    self._cancelled.discard(self._running.pop(slot).ticket)
+                events += told
+            made = sum(event.token is not None and not event.of_prompt for event in events)
+            self._counts.update(steps=1, wide_steps=wide, tokens=made)
+        return events
+
+
+def generate(engine: Engine, requests: Iterable[Request]) -> list[list[int]]:
+    """The tokens that follow each prompt, without an end token."""
+    ask, made = deque(requests), dict[int, list[int]]()
+    while ask or engine.busy:
+        while ask and engine.figures["waiting"] < engine.queue:
+            made[engine.submit(ask.popleft())] = []
+        for event in engine.step():
+            if event.token is not None and not event.of_prompt and event.finish != "stop":
+                made[event.ticket].append(event.token)
+    return list(made.values())
