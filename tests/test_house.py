@@ -58,7 +58,7 @@ BUDGETS = {
     "paper": 3_450,
     "core": 6_150,  # the paper and what is beside it
     "kernels": 1_150,
-    "training": 1_840,
+    "training": 1_920,
     "predict": 4_080,  # a layer in time, what a reader could do next, and where numbers come from
     "draw": 3_300,
     "inspect": 2_300,

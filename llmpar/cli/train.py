@@ -7,12 +7,13 @@ import functools
 import math
 import os
 import pathlib
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -33,6 +34,7 @@ LINE_S = 10.0
 
 OptimizerFlags = flags_of(OptimizerConfig)
 TextFlags = flags_of(data.DataConfig, "seq_len", "batch_size", "seed")
+Tracker = Literal["wandb", "mlflow", "trackio", "tensorboard"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Train:
         anyway: resume although data, seed or batch are not those that the checkpoint was made with.
         log: append a JSON line per step to this file; the first after a resumption has "resumed", and
             replaces older rows from its step on.
+        tracker: hand the log's rows to wandb, mlflow, trackio or tensorboard, too.
+        profile: trace the steps FIRST to LAST, in the folder 'profile', with arrows for names.
         plot: draw the loss into this PNG or SVG.
         eval_every: steps between evaluations on the held-out part of the text, and after the last step; 0
             evaluates never.
@@ -64,6 +68,8 @@ class Train:
     every: int = 100
     anyway: bool = False
     log: File = None
+    tracker: Annotated[Tracker | None, tyro.conf.arg(metavar="NAME")] = None
+    profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
     plot: File = None
     eval_every: int = 0
     eval_batches: int = 4
@@ -80,12 +86,15 @@ class Train:
             raise ValueError(f"stuck_after is {self.stuck_after}; use seconds, or 0 to wait for ever")
         if self.checkpoints is None and changed(self, ("every", "anyway")):
             raise ValueError("--every and --anyway are about --checkpoints, which is not given")
+        traced = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile or "0:0")
+        if traced is None or int(traced[1]) > int(traced[2]):
+            raise ValueError(f"profile '{self.profile}' names no steps; use FIRST:LAST, as 5:8")
         optimizer = OptimizerConfig(**vars(self.optimizer))
         options.check_picture(self.plot)
         from llmpar.launch.joined import Watchdog, meet
         from llmpar.mesh import make_mesh, platform_of
         from llmpar.training.checkpoint import Checkpoints
-        from llmpar.training.train import train
+        from llmpar.training.train import MFU, train
 
         options.join()
         options.start()
@@ -130,6 +139,8 @@ class Train:
                 tell=say,
                 stop=stopper.asked,
                 meet=meet,
+                tracker=self.tracker,
+                profile=(int(traced[1]), int(traced[2])) if self.profile else None,
             )
         if stopper.number and (done := report.start + len(report.losses)) < self.steps:
             goes_on = f"kept in {self.checkpoints}: the same command goes on from there"
@@ -139,7 +150,7 @@ class Train:
             options.save_picture(self.plot, "the loss", lambda: draw.loss_curve(losses))
             say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats per token in {len(losses)} steps")
         document = {"model": config.name, "mesh": plan.mesh.sizes, "params": config.num_params}
-        document |= {"devices": plan.mesh.size, "peak_memory_bytes": report.memory_bytes}
+        document |= {"devices": plan.mesh.size, "peak_memory_bytes": report.memory_bytes, "mfu_is": MFU}
         measured = "losses grad_norms tokens_per_s step_s start mfu eval_losses perplexity".split()
         return give(document | {name: getattr(report, name) for name in measured}, self.json)
 

@@ -27,8 +27,13 @@ from llmpar.plan import Plan
 from llmpar.step import State, Step
 from llmpar.training.checkpoint import Checkpoints
 from llmpar.training.data import Stream
+from llmpar.training.trackers import Send, Tracker, profiling, tracking
 
 ADAMW = OptimizerConfig()
+MFU = (
+    "a step's useful FLOPs (6 per token and active weight, and causal attention) / its seconds / peak FLOP/s"
+)
+"""What is meant by it: Chowdhery et al. 2022, appendix B, but with attention halved by causality."""
 
 
 @dataclass
@@ -65,23 +70,17 @@ class Report:
 
     @property
     def perplexity(self) -> float | None:
-        """Of held-out text, when it was evaluated last; None where it never was."""
-        return perplexity(self.eval_losses[-1][1]) if self.eval_losses else None
+        """The exponential of the last held-out loss; None where there is none."""
+        return math.exp(min(self.eval_losses[-1][1], 700)) if self.eval_losses else None
 
     @property
     def newest(self) -> str:
         """The newest figures of a running training in a line."""
         mfu = f", MFU {self.mfu:.1%}" if self.mfu else ""
         memory = f", {self.memory_bytes / 2**30:.2f} GiB" if self.memory_bytes else ""
-        evaluated = ""
-        if self.eval_losses:
-            evaluated = f", held-out {self.eval_losses[-1][1]:.3f} (perplexity {self.perplexity:.4g})"
+        last = f"{self.eval_losses[-1][1]:.3f} (perplexity {self.perplexity:.4g})" if self.eval_losses else ""
+        evaluated = f", held-out {last}" if last else ""
         return f"loss {self.losses[-1]:.3f} nats{evaluated}, {self.tokens_per_s:,.0f} tokens/s{mfu}{memory}"
-
-
-def perplexity(loss: float) -> float:
-    """The exponential of a mean loss in nats: among how many equally likely tokens it is to guess."""
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 def made_of(
@@ -119,6 +118,8 @@ def train(
     tell: Callable[[str], None] = lambda words: None,
     stop: Callable[[], bool] = lambda: False,
     meet: Callable[[], None] = lambda: None,
+    tracker: Tracker | None = None,
+    profile: tuple[int, int] | None = None,
 ) -> tuple[State, Report]:
     """Train to step ``steps``, from the newest checkpoint if there is one.
 
@@ -136,6 +137,8 @@ def train(
         stop: called after each step; when it gives True, the state is saved (with ``checkpoints``) and
             training ends.
         meet: called where several processes should wait for one another: some compile longer than others.
+        tracker: what the log's rows are handed to, too.
+        profile: the first and the last step of those that are traced, in the folder ``profile``.
 
     Raises:
         FloatingPointError: a loss or a gradient is not finite. Checkpoints taken before that step stay.
@@ -147,7 +150,14 @@ def train(
     meet()
     agreed = multihost_utils.broadcast_one_to_all  # process 0's number, so that all do the same
     writes = checkpoints is not None and agreed(np.int32(checkpoints.latest or 0)) < steps
-    with checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(), _opened(log) as lines:
+    about = made or made_of(config, plan, stream, steps, options, seed)
+    about = about | {"model": config.name, "mesh": str(plan.mesh), "mfu": MFU}
+    with (
+        checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(),
+        _opened(log) as lines,
+        tracking(tracker, about) as send,
+        contextlib.ExitStack() as traced,
+    ):
         step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
         restored = checkpoints and checkpoints.restore(step.abstract_natural, config, made, anyway, tell)
         state = step.from_natural(restored, donate=True) if restored else step.init(seed)
@@ -156,12 +166,20 @@ def train(
         if restored:
             nothing = "; nothing is left to do" * (report.start >= steps)
             tell(f"goes on from the checkpoint of step {report.start}{nothing}")
-        measured, run = _Measured(step, report, checkpoints, lines, on_step), None
+        measured, run = _Measured(step, report, checkpoints, lines, send, on_step), None
+        first, last = profile or (steps, steps)
         for number in range(report.start, steps):
             batch = _place(step, stream, number)
-            run = run or _compiled(step, state, batch, meet)
+            run = run or _compiled(step, state, batch, meet, ahead=profile is not None)
+            if max(first, report.start) == number <= last:
+                measured.read_all()
+                traced.enter_context(profiling("profile", run.as_text(), tell))
             state, metrics = run(state, batch)
             measured.add(number, metrics)
+            if number == last:
+                measured.read_all()
+                traced.close()
+                measured.restart_clock()
             done, stopped = number + 1, stop()
             evaluates = held_out is not None and eval_every and (done % eval_every == 0 or done == steps)
             saves = checkpoints is not None and (stopped or checkpoints.due(done, steps))
@@ -188,19 +206,20 @@ def train(
 def _score_of(held_out: Stream, batches: int) -> str:
     """Say what an evaluation is of: losses of the same alone can be compared. Refuses one of nothing."""
     if not any((held_out.batch(i)["targets"] >= 0).any() for i in range(batches)):
-        what = f"no token counts in the first {batches} held-out batches: none is an answer's"
-        raise ValueError(f"{what}; use more --eval-batches, or a smaller --held-out")
+        more = "use more --eval-batches, or a smaller --held-out"
+        raise ValueError(f"no answer is in the first {batches} held-out batches; {more}")
     config, text = held_out.config, held_out.corpus.fingerprint
     return f"{batches} of {config.batch_size} x {config.seq_len} of 1/{config.held_out} of {text}"
 
 
-def _compiled(step: Step, state: State, batch: dict, meet: Callable[[], None]) -> Callable:
-    """Give the step. Several processes compile it and meet before the first of them runs it.
+def _compiled(step: Step, state: State, batch: dict, meet: Callable[[], None], ahead: bool) -> Any:
+    """Give the step. Several processes compile it and meet before the first of them runs it; one does so only
+    where it is asked to compile ``ahead``.
 
     Devices of a CPU that exchange data for the first time wait 30 s for one another (Gloo; no option changes
     that), and later as long as they must. On a busy machine one process compiles longer than that.
     """
-    if jax.process_count() == 1:
+    if jax.process_count() == 1 and not ahead:
         return step.run
     run = step.run.lower(state, batch).compile()
     meet()
@@ -236,6 +255,7 @@ class _Measured:
     report: Report
     checkpoints: Checkpoints | None
     lines: Any
+    send: Send
     on_step: Callable[[int, Report], None]
     waiting: list[tuple[int, dict]] = field(default_factory=list)
 
@@ -260,7 +280,7 @@ class _Measured:
     def add_evaluation(self, num_steps: int, loss: float) -> None:
         """Report the loss of held-out text after so many steps."""
         self.report.eval_losses.append((num_steps, loss))
-        self._write({"steps_done": num_steps, "eval_loss": loss, "perplexity": perplexity(loss)})
+        self._write({"steps_done": num_steps, "eval_loss": loss, "perplexity": self.report.perplexity})
         self.on_step(num_steps - 1, self.report)
 
     def _read(self) -> None:
@@ -274,7 +294,10 @@ class _Measured:
         report.losses.append(loss)
         report.grad_norms.append(norm)
         report.memory_bytes = _memory(self.step.mesh)
-        row = {"step": number, "loss": loss, "grad_norm": norm, "seconds": report.seconds[-1]}
+        seconds, ideal = report.seconds[-1], report.ideal_step_s
+        row = {"step": number, "loss": loss, "grad_norm": norm, "targets": int(metrics["tokens"])}
+        row |= {"seconds": seconds, "tokens_per_s": report.tokens_per_step / seconds}
+        row |= {"mfu": ideal / seconds} if ideal else {}
         if number == report.start > 0:
             row["resumed"] = report.start
         if config.experts and "load" in metrics:
@@ -298,6 +321,7 @@ class _Measured:
             except OSError as error:
                 why = f"{error.strerror}; free some room, and the same command goes on"
                 raise ValueError(f"cannot write the log '{self.lines.name}': {why}") from error
+        self.send(row["step"] if "step" in row else row["steps_done"], row)
 
 
 def _evaluate(step: Step, state: State, held_out: Stream, batches: int) -> float:

@@ -1,0 +1,81 @@
+"""Where figures go besides the log: a tracker, and a profiler's trace whose names are arrows."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import gzip
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+
+Tracker = Literal["wandb", "mlflow", "trackio", "tensorboard"]
+Send = Callable[[int, dict[str, Any]], Any]
+
+
+@contextlib.contextmanager
+def tracking(name: Tracker | None, about: dict[str, Any]) -> Iterator[Send]:
+    """Give a function that hands a step's numbers on, in the first process; without a name it does nothing.
+
+    The tracker's own settings, environment variables mostly, say where they go.
+    """
+    if name is None or jax.process_index() != 0:
+        yield lambda step, row: None
+        return
+    package = "tensorboardX" if name == "tensorboard" else name
+    try:
+        module = importlib.import_module(package)
+    except ImportError as error:
+        missing = f"tracker '{name}' needs the package {package}, which cannot be imported ({error})"
+        raise ValueError(f"{missing}; pip install {package}, or use --log alone") from error
+    send: Any
+    failed: dict[str, Any] = {}
+    with contextlib.redirect_stdout(sys.stderr):  # some greet there
+        if name == "tensorboard":
+            writer = module.SummaryWriter()
+            send = lambda row, step: [writer.add_scalar(key, value, step) for key, value in row.items()]
+            close = writer.close
+        elif name == "mlflow":
+            module.start_run()
+            module.log_params(about)
+            send, close, failed = module.log_metrics, module.end_run, {"status": "FAILED"}
+        else:
+            module.init(project="llmpar", config=about)
+            send, close, failed = module.log, module.finish, {"exit_code": 1} if name == "wandb" else {}
+        number = lambda key, value: key != "step" and isinstance(value, int | float)
+        try:
+            yield lambda step, row: send({k: x for k, x in row.items() if number(k, x)}, step=step)
+        except BaseException:
+            close(**failed)
+            raise
+        close()
+
+
+@contextlib.contextmanager
+def profiling(folder: str, program: str, tell: Callable[[str], None]) -> Iterator[None]:
+    """Write a trace of what runs meanwhile, in the first process: operations of ``program``, a compiled
+    step's text, are named by the arrows that they carry out."""
+    if jax.process_index() != 0:
+        yield
+        return
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # it would show this loop
+    with jax.profiler.trace(folder, profiler_options=options):
+        yield
+    arrows = dict(re.findall(r'([\w.-]+) = [^\n]*op_name="[^"\n]*(arrow\[[^\]"\n]*\])', program))
+    path = max(glob.glob(f"{folder}/plugins/profile/*/*.trace.json.gz"), key=os.path.getmtime)
+    with gzip.open(path, "rt") as file:
+        trace = json.load(file)
+    for event in trace["traceEvents"]:
+        operation = event.get("args", {}).get("hlo_op", event.get("name"))
+        if operation in arrows:
+            event["name"] = f"{arrows[operation]} {operation}"
+    with gzip.open(path, "wt") as file:
+        json.dump(trace, file)
+    tell(f"the profile is {path}: open it at ui.perfetto.dev; or run 'xprof --logdir {folder}'")
