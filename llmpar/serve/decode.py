@@ -10,7 +10,7 @@ Rows know nothing of one another: a request is answered alike whatever runs besi
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -27,7 +27,7 @@ from llmpar.config import ModelConfig
 from llmpar.mesh import platform_of, sharding, spec, split
 from llmpar.notation import Layout
 from llmpar.par import Manual
-from llmpar.plan import BEST, CACHE, CHOSEN, LOGITS, Plan
+from llmpar.plan import BEST, CACHE, CHOSEN, LOGITS, Plan, Serving
 from llmpar.weights import Tree, model_graph, weight_dims
 
 
@@ -58,20 +58,15 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, plan: Plan, mesh: Mesh, params: Tree, num_rows: int, length: int):
         self.plan = plan = plan.serving(config, num_rows, length, platform_of(mesh))
-        self.config, place = plan.config, functools.partial(sharding, split(mesh, plan.mesh))
-        stored, cut, whole = jax.tree.map(plan.stored, weight_dims(config)), plan.place(CACHE), Layout(())
+        place, stored = partial(sharding, split(mesh, plan.mesh)), weight_dims(config)
+        stored, cut, whole = jax.tree.map(plan.stored, stored), plan.place(CACHE), Layout(())
         zeros = lambda: (jnp.zeros(plan.cache(num_rows, length), plan.dtype),) * 2
         self.empty = jax.jit(zeros, out_shardings=place(cut))
         self.cache, self.params = self.empty(), jax.device_put(params, jax.tree.map(place, stored))
-        specs = [jax.tree.map(spec, x) for x in ((stored, cut, plan.place("data b")), (whole, cut))]
-
-        def run(params, cache, rows, echo):
-            step = functools.partial(self._forward, echo)
-            step = jax.shard_map(step, mesh=place(cut).mesh, in_specs=specs[0], out_specs=specs[1])
-            return step(params, cache, rows)
-
-        # Each host brings all rows, and each device takes its own.
-        come = jax.tree.map(place, (stored, cut, whole))
+        takes, gives = (jax.tree.map(spec, x) for x in ((stored, cut, plan.place("data b")), (whole, cut)))
+        on_mesh = partial(jax.shard_map, mesh=place(cut).mesh, in_specs=takes, out_specs=gives)
+        run = lambda params, cache, rows, echo: on_mesh(partial(self._forward, echo))(params, cache, rows)
+        come = jax.tree.map(place, (stored, cut, whole))  # each host brings all rows, a device takes its own
         self.run = jax.jit(run, static_argnums=3, in_shardings=come, donate_argnums=1)
 
     def __call__(self, rows: Rows, echo: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -81,32 +76,19 @@ class Decoder:
         numbers, self.cache = self.run(self.params, self.cache, rows, echo)
         tokens, logprobs = np.split(np.asarray(numbers), 2, -1)
         if np.isnan(logprobs := logprobs.view(np.float32))[:, rows.num > 0].any():
-            what = "the model gives NaN: its weights hold some, or are too large for its dtype"
-            raise ValueError(f"{what}; load others, or use float32")
+            raise ValueError("the weights hold NaN, or overflow; load others, or use float32")
         return tokens, logprobs
 
     def _forward(self, echo: bool, params: Tree, cache, rows: Rows):
         """On one device."""
-        par, (tokens, targets) = Manual(self.plan), (rows.tokens[:, :-1], rows.tokens[:, 1:])
+        tokens, targets = rows.tokens[:, :-1], rows.tokens[:, 1:]
         offset = tokens * 0 + jnp.arange(tokens.shape[1])[None]
-        positions = rows.start[:, None] + offset
-        par.cache = held = _Cache(par, offset < rows.num[:, None])
-        model = nnx.merge(model_graph(self.config), params)
-        batch = {"tokens": tokens, "positions": positions, "segments": tokens * 0}
-
-        def layers(block, x, weights):
-            def layer(carry, each):
-                (x, held.both), (weights, held.layer) = carry, each
-                return (block(x, weights)[0], held.both), None
-
-            return lax.scan(layer, (x, cache), (weights, jnp.arange(self.config.num_layers)))[0]
-
-        embedding = par.weight(model.embedding)
-        head = embedding if self.config.tied else par.weight(model.head)
-        x, cache = model.run_blocks(model.embed(embedding, batch, par), batch, par, layers)
+        par = _Cached(self.plan, cache, offset < rows.num[:, None])
+        model = nnx.merge(model_graph(self.plan.config), params)
+        batch = {"tokens": tokens, "positions": rows.start[:, None] + offset, "segments": tokens * 0}
+        x, head, _ = model.hidden_and_head(batch, par)
         asked = offset if echo else jnp.maximum(rows.num - 1, 0)[:, None]
-        x = model.norm(jnp.take_along_axis(x, asked[..., None], 1), par)
-        x = par.move(x, "stream b s d -> vocab b s d")
+        x = par.move(jnp.take_along_axis(x, asked[..., None], 1), "stream b s d -> vocab b s d")
         known = jnp.take_along_axis(targets, asked, 1), asked + rows.start[:, None] + 1
 
         def follow(each):
@@ -115,39 +97,42 @@ class Decoder:
             return choose(logits_bv, each[1], each[2], rows)
 
         numbers = lax.map(follow, tuple(jnp.moveaxis(y, 1, 0) for y in (x, *known)))
-        return par.carry_out(numbers, par.plan.physical(CHOSEN), CHOSEN, invariant=True), cache
+        return par.carry_out(numbers, par.plan.physical(CHOSEN), CHOSEN, invariant=True), par.both
 
 
-class _Cache:
-    """What a layer does in place of attention: write its keys and values, and attend to all in the cache."""
+class _Cached(Manual):
+    """A reading in which a layer writes its keys and values, where a token is, and attends to the cache."""
 
-    both: tuple[jax.Array, ...]  # keys and values
-    layer: jax.Array
+    def __init__(self, plan: Serving, cache, is_token):
+        super().__init__(plan)
+        self.cache, self.both, self.is_token, self.layer = self, cache, is_token, jnp.zeros((), int)
 
-    def __init__(self, par: Manual, is_token):
-        self.axes, self.rank, self.size = par.axes("cache t"), par.index("cache t"), par.plan.mesh.sp
-        self.is_token = is_token
+    def layers(self, block, x, stack):
+        def layer(carry, each):
+            (x, self.both), (weights, self.layer) = carry, each
+            return (block(x, weights)[0], self.both), None
+
+        (x, self.both), _ = lax.scan(layer, (x, self.both), (stack, jnp.arange(len(self.both[0]))))
+        return x, None
 
     def attend(self, q, k, v, positions, mask):
-        (b, _), slots = positions.shape, jnp.arange(self.both[0].shape[2])
-        mine = self.is_token & (positions % self.size == self.rank)
-        where = self.layer, jnp.arange(b)[:, None], jnp.where(mine, positions // self.size, len(slots))
-        write = lambda cache, x: cache.at[where].set(vary(x, self.axes), mode="drop")
+        axes, rank, size = self.axes("cache t"), self.index("cache t"), self.plan.mesh.sp
+        slots, rows = jnp.arange(self.both[0].shape[2]), jnp.arange(len(positions))[:, None]
+        mine = self.is_token & (positions % size == rank)
+        where = self.layer, rows, jnp.where(mine, positions // size, len(slots))  # dropped past the end
+        write = lambda cache, x: cache.at[where].set(vary(x, axes), mode="drop")
         self.both = tuple(map(write, self.both, (k, v)))
         # A slot that the row has not written, but an earlier request perhaps, lies after every query.
-        seen = {"q_positions_bs": positions, "k_positions_bt": (slots * self.size + self.rank)[None]}
-        return attention.decode(q, *at(self.both, self.layer), axis=self.axes, mask=mask, **seen)
+        seen = {"q_positions_bs": positions, "k_positions_bt": (slots * size + rank)[None]}
+        return attention.decode(q, *at(self.both, self.layer), axis=axes, mask=mask, **seen)
 
 
-def choose(
-    logits: Float[Array, "b v"], targets: Int[Array, " b"], positions: Int[Array, " b"], rows: Rows
-) -> Int[Array, "b n"]:
+def choose(logits: Float[Array, "b v"], targets, positions, rows: Rows) -> Int[Array, "b n"]:
     """The tokens that come to stand at ``positions``, the targets, the likeliest; then the bits of the
     log-probabilities of these: one message."""
     logprobs, best = jax.nn.log_softmax(logits), lax.top_k(logits, min(BEST, logits.shape[1]))[1]
-    drawn = lambda: jax.vmap(draw)(logits, positions, *rows[3:])
+    drawn = lambda: jnp.where(rows.temperature > 0, jax.vmap(draw)(logits, positions, *rows[3:]), best[:, 0])
     token = lax.cond((rows.temperature > 0).any(), drawn, lambda: best[:, 0])
-    token = jnp.where(rows.temperature > 0, token, best[:, 0])
     tokens = jnp.concatenate([jnp.stack([token, targets], 1), best], 1)
     logprobs = jnp.take_along_axis(logprobs, tokens, 1)
     return jnp.concatenate([tokens, lax.bitcast_convert_type(logprobs, jnp.int32)], 1)

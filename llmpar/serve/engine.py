@@ -1,14 +1,12 @@
 """Answer many requests with one cache: they wait for a slot, join and leave between steps.
 
-Before each step those that wait take the slots that are free, first come, first served (Yu et al. 2022,
-Orca). A step takes of every running request what is known and not in the cache yet: a piece of its prompt, or
-the one token that it chose last. Where all take one token a narrow step runs, else one as wide as a chunk: so
-two programs serve all (a third those with ``echo``), and nobody waits long for somebody else's prompt.
+Before each step those that wait take free slots, first come, first served (Yu et al. 2022, Orca). A step
+takes of every running request what is not in the cache yet: a piece of its prompt, or the token chosen last.
+Where all take one a narrow step runs, else one as wide as a chunk: two programs serve all (a third ``echo``).
 """
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -64,15 +62,15 @@ class Full(Exception):
 class _Job:
     ticket: int
     request: Request
-    seed: int
     known: list[int]  # the prompt, and what was chosen
     taken: int = 0  # how many of them the cache holds
+    cancelled: bool = False
 
     def fill(self, rows: Rows, slot: int) -> None:
         """Write what the next step takes."""
         how, width = self.request, rows.tokens.shape[1] - 1
         piece = self.known[self.taken :][: width + 1]
-        numbers = self.taken, min(len(piece), width), self.seed, how.top_k, how.top_p, how.temperature
+        numbers = self.taken, min(len(piece), width), how.seed, how.top_k, how.top_p, how.temperature
         rows.tokens[slot, : len(piece)] = piece
         for column, number in zip(rows[1:], numbers, strict=True):
             column[slot] = number
@@ -113,36 +111,33 @@ class Engine:
 
     def __post_init__(self, params: Tree) -> None:
         check_fields(self)
-        self.chunk = min(self.chunk, self.length)
         self.decoder = Decoder(self.config, self.plan, self.mesh, params, self.slots, self.length)
-        self._waiting, self._running, self._cancelled = deque[_Job](), dict[int, _Job](), set[int]()
-        self._lock, self._counts = threading.Lock(), Counter(submitted=0, steps=0, wide_steps=0, tokens=0)
-        luck = multihost_utils.broadcast_one_to_all(np.uint32(secrets.randbits(32)))
+        self._lock, self._waiting, self._running = threading.Lock(), deque[_Job](), dict[int, _Job]()
+        self._counts = Counter(slots=self.slots, submitted=0, steps=0, wide_steps=0, tokens=0)
+        luck = multihost_utils.broadcast_one_to_all(np.random.default_rng().integers(1 << 31, dtype="i4"))
         self._seeds = np.random.default_rng(int(luck))
 
     def submit(self, request: Request) -> int:
-        """Let a request wait for its turn, and give its ticket. Raises ValueError for a prompt that cannot be
-        continued, and `Full`."""
-        most, vocab_size, tokens = self.length, self.config.vocab_size, request.tokens
-        is_token = lambda x: isinstance(x, int | np.integer) and 0 <= x < vocab_size
-        if not (1 <= len(tokens) <= most and all(map(is_token, tokens))):
-            what = f"use 1 to {most:,} whole numbers below {vocab_size:,}"
+        """Let a request wait for its turn, and give its ticket; ValueError for a wrong prompt, and `Full`."""
+        tokens, size = request.tokens, self.config.vocab_size
+        fits = all(isinstance(x, int | np.integer) and 0 <= x < size for x in tokens)
+        if not fits or not 1 <= len(tokens) <= self.length:
+            what = f"use 1 to {self.length:,} whole numbers below {size:,}"
             raise ValueError(f"a prompt of {len(tokens):,} tokens cannot be continued here; {what}")
         with self._lock:
             if len(self._waiting) >= self.queue + self.slots - len(self._running):
                 raise Full(f"{len(self._waiting)} requests wait already; come back later")
-            seed = int(self._seeds.integers(1 << 32) if request.seed is None else request.seed)
             self._counts["submitted"] += 1
-            self._waiting.append(
-                _Job(self._counts["submitted"], request, seed % (1 << 32), [*map(int, tokens)])
-            )
+            seed = int(self._seeds.integers(1 << 32) if request.seed is None else request.seed)
+            request = replace(request, seed=seed % (1 << 32))
+            self._waiting.append(_Job(self._counts["submitted"], request, [*map(int, tokens)]))
             return self._counts["submitted"]
 
     def cancel(self, ticket: int) -> None:
         """End a request before the next step, which tells so. Nothing happens if it has ended."""
         with self._lock:
-            if any(job.ticket == ticket for job in (*self._waiting, *self._running.values())):
-                self._cancelled.add(ticket)
+            for job in (*self._waiting, *self._running.values()):
+                job.cancelled |= job.ticket == ticket
 
     @property
     def busy(self) -> bool:
@@ -152,17 +147,16 @@ class Engine:
     @property
     def figures(self) -> dict[str, int]:
         """How many slots there are, requests run and wait, and what was counted since the beginning."""
-        now = {"slots": self.slots, "running": len(self._running), "waiting": len(self._waiting)}
-        return now | self._counts
+        return {**self._counts, "running": len(self._running), "waiting": len(self._waiting)}
 
     def step(self) -> list[Event]:
         """Let requests leave and join, take one step with those that have a slot, and tell what came of it.
         Whatever is raised (ValueError where the model gives NaN), all requests are gone then."""
         with self._lock:
-            events = [Event(ticket, finish="cancelled") for ticket in sorted(self._cancelled)]
-            self._waiting = deque(x for x in self._waiting if x.ticket not in self._cancelled)
-            self._running = {i: x for i, x in self._running.items() if x.ticket not in self._cancelled}
-            self._cancelled.clear()
+            here = *self._waiting, *self._running.values()
+            events = [Event(job.ticket, finish="cancelled") for job in here if job.cancelled]
+            self._waiting = deque(job for job in self._waiting if not job.cancelled)
+            self._running = {slot: job for slot, job in self._running.items() if not job.cancelled}
             free = [slot for slot in range(self.slots) if slot not in self._running]
             self._running |= {slot: self._waiting.popleft() for slot in free[: len(self._waiting)]}
             jobs = dict(self._running)
@@ -170,7 +164,7 @@ class Engine:
             return events
         echo = any(job.request.echo and job.taken < len(job.request.tokens) for job in jobs.values())
         wide = echo or any(len(job.known) - job.taken > 1 for job in jobs.values())
-        rows = Rows.idle(self.slots, self.chunk if wide else 1)
+        rows = Rows.idle(self.slots, min(self.chunk, self.length) if wide else 1)
         for slot, job in jobs.items():
             job.fill(rows, slot)
         try:
@@ -178,13 +172,13 @@ class Engine:
         except BaseException:  # the cache may be lost, or hold NaN, which no mask hides
             self.decoder.cache = self.decoder.empty()
             with self._lock:
-                self._waiting, self._running, self._cancelled = deque(), {}, set()
+                self._waiting, self._running = deque(), {}
             raise
         with self._lock:
             for slot, job in jobs.items():
                 told = [*job.told(rows.num[slot], tokens[:, slot], logprobs[:, slot], self.length)]
                 if told and told[-1].finish:
-                    self._cancelled.discard(self._running.pop(slot).ticket)
+                    del self._running[slot]
                 events += told
             made = sum(event.token is not None and not event.of_prompt for event in events)
             self._counts.update(steps=1, wide_steps=wide, tokens=made)

@@ -1,0 +1,196 @@
+"""Many requests share one cache: each is answered as if it were alone, and nothing of it stays."""
+
+import dataclasses
+import functools
+import gc
+import resource
+import threading
+
+import jax
+import numpy as np
+import pytest
+from parity import LLAMA, MOE, QWEN, weights
+from test_decode import answers, engine, whole
+
+from llmpar.config import LoraConfig
+from llmpar.plan import Plan
+from llmpar.serve.engine import Full, Request, generate
+
+WINDOW = dataclasses.replace(LLAMA, name="tiny-window", window=7)
+LORA = dataclasses.replace(LLAMA, name="tiny-lora", lora=LoraConfig(4, 8.0, ("q", "v", "down")))
+ALONE = Plan("dp=1", zero=0)
+LENGTH = 43
+
+
+@functools.cache
+def alone(config):
+    """An engine for one request at a time, with other pieces of prompts."""
+    return engine(config, ALONE, 1, LENGTH, chunk=9)
+
+
+def asked(rng, config, **more) -> Request:
+    """A random request."""
+    tokens = tuple(rng.integers(0, config.vocab_size, rng.integers(1, LENGTH)).tolist())
+    return Request(tokens, int(rng.integers(0, 20)), **more)
+
+
+@pytest.mark.parametrize("config", [LLAMA, WINDOW, QWEN, MOE, LORA], ids=lambda config: config.name)
+@pytest.mark.parametrize("mesh", ["tp=2 dp=2 sp=2"])
+def test_answers_at_random_times_among_cancellations_are_those_of_each_alone(config, mesh):
+    """Greedy ones, and drawn ones whose seeds are told; ends in the middle of an answer and in the prompt."""
+    rng = np.random.default_rng(7)
+    run, want, found, cancelled = engine(config, Plan(mesh, zero=0), 4, LENGTH, chunk=5), {}, {}, set()
+    while len(want) < 40 or run.busy:
+        for _ in range(rng.poisson(0.7) * (len(want) < 40)):
+            how = [{}, {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "seed": int(rng.integers(1 << 40))}]
+            request = asked(rng, config, **how[rng.integers(2)])
+            answer = generate(alone(config), [request])[0]
+            if len(want) % 3 == 0 and answer:
+                end = answer[len(answer) // 2]
+                request = dataclasses.replace(request, ends=frozenset({end, request.tokens[0]}))
+                answer = generate(alone(config), [request])[0]
+            want[run.submit(request)] = request, answer
+        if rng.random() < 0.15 and want:
+            cancelled.add(int(rng.choice(list(want))))
+            run.cancel(max(cancelled))
+        for event in run.step():
+            found.setdefault(event.ticket, []).append(event)
+    assert found.keys() == want.keys() and run.figures["running"] == 0
+    ends = {ticket: events[-1].finish for ticket, events in found.items()}
+    for ticket, events in found.items():
+        request, answer = want[ticket]
+        assert not any(event.finish for event in events[:-1]), "nothing comes after the end"
+        made = [event.token for event in events if event.token is not None]
+        if ends[ticket] == "stop":
+            assert made.pop() in request.ends
+        assert made == (answer[: len(made)] if ends[ticket] == "cancelled" else answer)
+        assert ends[ticket] != "cancelled" or ticket in cancelled
+    assert set(ends.values()) == {"stop", "length", "cancelled"}
+
+
+def test_sixteen_at_once_take_a_third_of_the_steps_or_less():
+    rng = np.random.default_rng(2)
+    requests = [Request(tuple(rng.integers(0, 256, n).tolist()), 24) for n in rng.integers(1, 19, 16)]
+    run, single = engine(LLAMA, ALONE, 16, LENGTH, chunk=8), engine(LLAMA, ALONE, 1, LENGTH, chunk=8)
+    assert generate(run, requests) == generate(single, requests)
+    assert run.figures["tokens"] == single.figures["tokens"] == 16 * 24
+    assert 3 * run.figures["steps"] <= single.figures["steps"]
+
+
+def test_stale_keys_of_earlier_requests_are_never_seen():
+    run = engine(WINDOW, Plan("sp=2", zero=0), 2, LENGTH, chunk=4)
+    requests = [Request(tuple(range(n)), 9, echo=True) for n in (3, 17)]
+    fresh = answers(run, *requests)
+    run.decoder.cache = jax.tree.map(lambda x: x * 0 + 30, run.decoder.cache)
+    dirty = answers(run, *requests)
+    for clean, other in zip(sum(fresh, []), sum(dirty, []), strict=True):
+        assert dataclasses.replace(clean, ticket=0) == dataclasses.replace(other, ticket=0)
+
+
+def test_first_come_first_served_and_a_full_queue_says_so():
+    run = engine(LLAMA, ALONE, 1, 8, queue=2)
+    first, second, third = (run.submit(Request((1,), 3)) for _ in range(3))
+    with pytest.raises(Full, match="3 requests wait already; come back later"):
+        run.submit(Request((1,)))
+    assert run.figures | {"waiting": 3, "running": 0, "submitted": 3} == run.figures
+    order = []
+    while run.busy:
+        order += [event.ticket for event in run.step()]
+    assert order == [first] * 3 + [second] * 3 + [third] * 3
+
+
+def test_edges_of_a_request():
+    run = engine(LLAMA, ALONE, 2, 12, chunk=32)
+    prompt = (5, 6, 7) * 4
+    full, none, last = answers(
+        run, Request(prompt), Request(prompt[:3], 0), Request(prompt[:11], ends=frozenset(prompt))
+    )
+    assert len(full) == 1 and full[0].finish == "length", "the last token needs no place"
+    assert full[0].token == whole(LLAMA, prompt)[-1].argmax()
+    assert [(event.token, event.finish) for event in none] == [(None, "length")]
+    assert len(last) in (1, 2) and last[-1].finish in ("length", "stop")
+    (scored,) = answers(run, Request(prompt, 0, echo=True, logprobs=1))
+    assert [event.token for event in scored] == [*prompt, None] and scored[-1].finish == "length"
+    assert all(len(event.best) == 1 for event in scored[1:-1]) and not run.busy
+    (single,) = answers(run, Request((3,), 1, echo=True))
+    assert [(event.of_prompt, event.logprob is None) for event in single] == [(True, True), (False, False)]
+
+
+def test_cancelling_twice_late_or_while_waiting():
+    run = engine(LLAMA, ALONE, 1, 12)
+    runs, waits, more = (run.submit(Request((1,), 4)) for _ in range(3))
+    run.step()
+    for ticket in (runs, runs, waits, 99):
+        run.cancel(ticket)
+    events = run.step()
+    assert [(event.ticket, event.finish) for event in events[:2]] == [
+        (waits, "cancelled"),
+        (runs, "cancelled"),
+    ]
+    assert events[2].ticket == more, "the slot is free at once"
+    while run.busy:
+        events = run.step()
+    assert events[-1].finish == "length"
+    run.cancel(more)
+    assert not run.step() and not run.busy
+
+
+def test_seeds_repeat_and_without_one_draws_differ():
+    run = engine(LLAMA, ALONE, 4, LENGTH)
+    ask = [Request((1, 2), 12, temperature=3.0, seed=seed) for seed in (5, 5, 6, None, None)]
+    first, same, other, any_one, any_other = generate(run, ask)
+    assert first == same != other and any_one != any_other
+
+
+def test_weights_of_nan_are_an_error_and_the_engine_goes_on():
+    params = weights(LLAMA)
+    bad = params | {"embedding": np.asarray(params["embedding"]).copy()}
+    bad["embedding"][9] = np.nan
+    run = engine(LLAMA, ALONE, 2, LENGTH, bad, chunk=4)
+    good, wrong = Request((1, 2, 3), 3), Request((9, *range(20)), 0)
+    want = generate(run, [good])
+    run.submit(wrong)
+    with pytest.raises(ValueError, match="weights hold NaN, or overflow; load others, or use float32"):
+        run.step()
+    assert not run.busy and generate(run, [good]) == want, "NaN stays in no slot"
+
+
+def test_requests_and_cancellations_come_from_other_threads():
+    run, told, lock = engine(LLAMA, ALONE, 4, LENGTH, queue=400), {}, threading.Lock()
+
+    def client(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(40):
+            ticket = run.submit(asked(rng, LLAMA))
+            with lock:
+                told[ticket] = 0
+            if rng.random() < 0.3:
+                run.cancel(ticket)
+
+    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    ended = []
+    while run.busy or any(thread.is_alive() for thread in threads):
+        ended += [event.ticket for event in run.step() if event.finish]
+    assert sorted(ended) == sorted(told) and len(ended) == 160
+
+
+@pytest.mark.full
+def test_thousands_of_requests_leave_no_slot_and_no_memory():
+    rng, run = np.random.default_rng(1), engine(LLAMA, Plan("tp=2 dp=2 sp=2", zero=0), 8, LENGTH)
+    sizes, tickets, ended = [], [], 0
+    for _ in range(6):
+        for _ in range(500):
+            while run.figures["waiting"] >= run.queue:
+                ended += sum(event.finish is not None for event in run.step())
+            tickets.append(run.submit(asked(rng, LLAMA, echo=rng.random() < 0.1, logprobs=2)))
+            if rng.random() < 0.2:
+                run.cancel(tickets[-int(rng.integers(1, min(60, len(tickets)) + 1))])
+        gc.collect()
+        sizes.append((len(jax.live_arrays()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
+    while run.busy:
+        ended += sum(event.finish is not None for event in run.step())
+    assert ended == 3000 and run.figures["running"] == run.figures["waiting"] == 0
+    assert sizes[1][0] == sizes[-1][0] and sizes[-1][1] < sizes[1][1] + 20_000, sizes
+    assert run.decoder.run._cache_size() <= 4, "no program is compiled twice"
