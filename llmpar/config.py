@@ -335,19 +335,25 @@ class ModelConfig:
 def preset(name: str) -> ModelConfig:
     """A preset by name, or a Hugging Face ``config.json`` by its path, by its folder's, or by the name of a
     model that this machine has downloaded (``meta-llama/Llama-3.1-8B``)."""
-    if name not in PRESETS and os.path.isdir(name):
-        name = os.path.join(name, "config.json")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.endswith(".json"):
-        hub = pathlib.Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
-        kept = (hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json")
-        if newest := max(kept, key=os.path.getmtime, default=None):
-            return dataclasses.replace(from_hugging_face(str(newest)), name=name.partition("/")[2])
+    if name not in PRESETS and os.path.isdir(folder := folder_of(name)):
+        config = from_hugging_face(os.path.join(folder, "config.json"))
+        return config if folder == name else dataclasses.replace(config, name=name.partition("/")[2])
     if name.endswith(".json"):
         return from_hugging_face(name)
     if name not in PRESETS:
         others = "or give the path of a config.json, or the name of a downloaded model"
         raise ValueError(f"unknown model '{name}'; the presets are {', '.join(PRESETS)}, {others}")
     return PRESETS[name]
+
+
+def folder_of(name: str) -> str:
+    """The folder of a model that this machine has downloaded, by its name; another name is a folder's own."""
+    if os.path.isdir(name) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return name
+    hub = pathlib.Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
+    kept = (hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json")
+    newest = max(kept, key=os.path.getmtime, default=None)
+    return str(newest.parent) if newest else name
 
 
 def from_hugging_face(path: str) -> ModelConfig:

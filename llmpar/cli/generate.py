@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import tyro
 
 from llmpar.cli import options
-from llmpar.cli.options import MAX_SEED, Folder, Name, fits_host, give, join, say, start
-from llmpar.config import preset
+from llmpar.cli.options import MAX_SEED, Folder, From, Name, fits_host, give, join, say, start
+from llmpar.cli.weights import opened
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,9 @@ class Generate:
 
     Attributes:
         prompt: the text to continue.
-        checkpoints: folder that `llmpar train --checkpoints` wrote; random weights where it is left out.
+        checkpoints: folder that `llmpar train --checkpoints` wrote.
+        from_: folder of a Hugging Face model (config.json, safetensors, tokenizer.json), or the name of a
+            downloaded one. Without it and checkpoints weights are random.
         model: a preset's name, or the path of a config.json or its folder; left out, the
             checkpoint's, or tiny.
         mesh: sizes of the axes; sp cuts the cache's positions, tp its heads.
@@ -28,14 +30,14 @@ class Generate:
         tokens: how many to add at most; a token that ends a text ends it here.
         temperature: 0 takes the likeliest token, more draws from a flatter distribution.
         seed: of drawing.
-        tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json; left out, the checkpoint's, or
-            bytes.
+        tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json; left out, the model's, or bytes.
         dtype: of weights and cache.
         json: print one JSON document on stdout.
     """
 
     prompt: Annotated[str, tyro.conf.Positional] = "def "
     checkpoints: Folder = None
+    from_: From = None
     model: Name = None
     mesh: str = "sp=-1"
     devices: int = 8
@@ -58,21 +60,15 @@ class Generate:
         from llmpar.notation import parse_mesh
         from llmpar.plan import Plan
         from llmpar.serve.engine import Engine, Request, generate
-        from llmpar.training import data
-        from llmpar.training.checkpoint import Checkpoints
-        from llmpar.weights import described, init_params
+        from llmpar.weights import described
 
         join()
         start()
         request = Request((0,), self.tokens, self.temperature, seed=self.seed)
         devices = use_devices(self.devices, at_least=1)
-        keep = Checkpoints(self.checkpoints) if self.checkpoints is not None else None
-        about = keep.about() if keep else {}
-        config = about["config"] if keep and self.model is None else preset(self.model or "tiny")
-        tokenizer = data.tokenizer_of(about.get("made"), self.tokenizer)
-        if keep and self.tokenizer is None and "tokenizer" not in about["made"]:
-            say("the checkpoint does not say its tokenizer: taken to be 'bytes'")
-        data.check_vocab(tokenizer, config.vocab_size)
+        config, tokenizer, load, said = opened(
+            self.checkpoints, self.from_, self.model, self.tokenizer, self.seed
+        )
         plan = Plan(parse_mesh(self.mesh, len(devices)), zero=0, dtype=self.dtype)
         if others := plan.mesh.live("pp", "dp", "fsdp", "ep"):
             why = "a prompt is one row, and goes through no pipeline"
@@ -83,15 +79,10 @@ class Generate:
         length = len(request.tokens) + self.tokens - 1
         plan.serving(config, 1, length)
         fits_host(config, plan, 1, plan.mesh.sp, ("params",))
+        for line in said:
+            say(line)
         place = lambda weight: sharding(mesh, plan.resolve().stored(weight.dims))
-        abstract_of = lambda weight: jax.ShapeDtypeStruct(weight.shape, "float32", sharding=place(weight))
-        abstract = jax.tree.map(abstract_of, described(config))
-        if keep:
-            params = keep.params(abstract, config)
-        else:
-            say("no --checkpoints: the weights are random, and so will be the text")
-            cut = jax.tree.map(lambda x: x.sharding, abstract)
-            params = jax.jit(lambda: init_params(config, self.seed), out_shardings=cut)()
+        params = load(jax.tree.map(place, described(config)))
         say("compiling …")
         (made,) = generate(Engine(config, plan, mesh, params, 1, length), [request])
         text = tokenizer.decode(made)

@@ -32,6 +32,7 @@ PICTURES = (".svg", ".png")
 
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 Folder = Annotated[str | None, tyro.conf.arg(metavar="FOLDER")]
+From = Annotated[str | None, tyro.conf.arg(name="from", metavar="FOLDER")]
 Name = Annotated[str | None, tyro.conf.arg(metavar="NAME")]
 Text = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 Number = Annotated[int | None, tyro.conf.arg(metavar="INT")]

@@ -1,0 +1,125 @@
+"""Where a command's model comes from: checkpoints, the folder of a Hugging Face model, or chance."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from llmpar.config import PRESETS, ModelConfig, folder_of, preset
+from llmpar.training import data
+
+Load = Callable[..., Any]
+"""Weights from (shardings, dtype): of a part of their tree that part."""
+
+
+def opened(
+    checkpoints: str | None,
+    from_: str | None,
+    model: str | None,
+    tokenizer: str | None,
+    seed: int = 0,
+    best: bool = False,
+) -> tuple[ModelConfig, data.Tokenizer, Load, list[str]]:
+    """Give a model, its tokenizer, what loads its weights, and sentences for people about them. Refuses what
+    cannot be loaded, before any weight is read.
+
+    Args:
+        checkpoints, from_: folders, one at most; without them weights are random, drawn by ``seed``.
+        model: a preset or a config.json. Left out, what the weights are of, or tiny.
+        tokenizer: left out, what the model was trained with; where that is unknown, bytes.
+        best: of the checkpoints the one with the lowest held-out loss.
+    """
+    if from_ is not None:
+        refuse_beside_from(**{"--model": model, "--checkpoints": checkpoints})
+        config, load, name = from_folder(from_)
+        said = [] if tokenizer or name != "bytes" else [f"{from_} has no tokenizer.json: taken to be 'bytes'"]
+        found = data.open_tokenizer(tokenizer or name)
+    elif checkpoints is not None:
+        from llmpar.training.checkpoint import Checkpoints
+
+        keep = Checkpoints(checkpoints, take_best=best)
+        about = keep.about()
+        config = about["config"] if model is None else preset(model)
+        found, said = data.tokenizer_of(about["made"], tokenizer), []
+        if tokenizer is None and "tokenizer" not in about["made"]:
+            said = ["the checkpoint does not say its tokenizer: taken to be 'bytes'"]
+
+        def load(shardings, dtype="float32"):
+            import jax
+
+            place = lambda path, to: jax.ShapeDtypeStruct(
+                config.weights()[path].shape, "float32", sharding=to
+            )
+            return _cast(keep.params(_by_path(place, shardings), config), dtype)
+
+    else:
+        config, found = preset(model or "tiny"), data.open_tokenizer(tokenizer or "bytes")
+        said = [
+            beside(model or "tiny") or "the weights are random, and so will be the text: give --from FOLDER"
+        ]
+
+        def load(shardings, dtype="float32"):
+            import jax
+            from flax.traverse_util import flatten_dict
+
+            from llmpar.weights import init_params
+
+            def make():
+                fresh = flatten_dict(init_params(config, seed), sep=".")
+                return _cast(_by_path(lambda path, _: fresh[path], shardings), dtype)
+
+            return jax.jit(make, out_shardings=shardings)()
+
+    data.check_vocab(found, config.vocab_size)
+    return config, found, load, said
+
+
+def _by_path(make: Callable, tree: Any) -> Any:
+    """A tree of what ``make`` gives for each path and leaf of another."""
+    from flax.traverse_util import flatten_dict, unflatten_dict
+
+    made = {path: make(path, leaf) for path, leaf in flatten_dict(tree, sep=".").items()}
+    return unflatten_dict(made, sep=".")
+
+
+def _cast(params: Any, dtype: str) -> Any:
+    import jax
+
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def from_folder(name: str) -> tuple[ModelConfig, Load, str]:
+    """Give the model of a Hugging Face folder (or of the name of a downloaded one), what loads its weights,
+    and its tokenizer's name. No weight is read, but what is no weight of the model is refused here."""
+    from llmpar.training import hf
+
+    folder = folder_of(name)
+    if not os.path.isdir(folder):
+        instead = "give the folder of config.json and safetensors, or the name of a downloaded model"
+        raise ValueError(f"--from '{name}' is no folder; {instead}")
+    config = preset(os.path.join(".", name) if folder == name else name)  # a folder may be called as a preset
+    tensors = hf.open_folder(folder)
+    hf.check(tensors, config)
+    tokenizer = os.path.join(folder, "tokenizer.json")
+
+    def load(shardings, dtype="float32"):
+        return hf.from_state_dict(tensors, config, shardings, dtype)
+
+    return config, load, tokenizer if os.path.isfile(tokenizer) else "bytes"
+
+
+def refuse_beside_from(**others: str | None) -> None:
+    """Refuse flags that would say another model than --from."""
+    if given := [flag for flag, value in others.items() if value is not None]:
+        raise ValueError(f"--from brings a model and its weights; leave {' and '.join(given)} out")
+
+
+def beside(model: str) -> str | None:
+    """Say that weights are random where those of the model lie beside its config.json."""
+    folder = folder_of(model if os.path.isdir(model) else os.path.dirname(model) or ".")
+    files = sorted(pathlib.Path(folder).glob("*.safetensors"))
+    if model in PRESETS or not files:
+        return None
+    return f"the weights are random: those in {files[0]} are not taken; to take them give --from {folder}"
