@@ -15,6 +15,7 @@ from llmpar.cli.answers import Progress, Quiz, Solutions
 from llmpar.cli.compile import Compile
 from llmpar.cli.demo import Demo
 from llmpar.cli.doctor import Doctor
+from llmpar.cli.export import Export
 from llmpar.cli.generate import Generate
 from llmpar.cli.inspect import Inspect
 from llmpar.cli.lab import Lab
@@ -27,7 +28,7 @@ from llmpar.cli.train import Train
 
 GROUPS: dict[str, dict[str, Any]] = {
     "learn": {"lab": Lab, "demo": Demo, "quiz": Quiz, "progress": Progress, "solutions": Solutions},
-    "run": {"doctor": Doctor, "train": Train, "generate": Generate},
+    "run": {"doctor": Doctor, "train": Train, "generate": Generate, "export": Export},
     "look": {"inspect": Inspect, "compile": Compile, "schedule": Schedule, "models": Models},
     "decide": {"plan": Plan},
     "many hosts": {"launch": Launch},

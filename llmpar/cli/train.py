@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
-import pathlib
 import re
 import signal
 import sys
@@ -19,8 +19,9 @@ import tyro
 
 from llmpar import draw
 from llmpar.cli import options
-from llmpar.cli.options import MAX_SEED, File, Folder, StepOptions, changed, flags_of, give, say, speaks
-from llmpar.config import PRESETS, ModelConfig, OptimizerConfig
+from llmpar.cli.options import MAX_SEED, File, Folder, From, StepOptions, changed, flags_of, give, say, speaks
+from llmpar.cli.weights import Load, beside, from_folder, refuse_beside_from
+from llmpar.config import ModelConfig, OptimizerConfig, folder_of
 from llmpar.launch.local import signals_to
 from llmpar.plan import Plan
 from llmpar.predict import hardware, memory
@@ -45,6 +46,8 @@ class Train:
 
     Attributes:
         steps: train to this step.
+        from_: begin with the weights in this folder of a Hugging Face model (config.json, safetensors,
+            tokenizer.json), or in that of a downloaded one by its name.
         seed: of weights and of the order of data.
         checkpoints: folder to save to and to resume from: the same command goes on where it was stopped.
         every: steps between checkpoints.
@@ -63,6 +66,7 @@ class Train:
     """
 
     steps: int = 50
+    from_: From = None
     seed: int = 0
     checkpoints: Folder = None
     every: int = 100
@@ -79,8 +83,12 @@ class Train:
     optimizer: Annotated[Any, tyro.conf.arg(constructor=OptimizerFlags)] = OptimizerFlags()
     text: Annotated[Any, tyro.conf.arg(constructor=TextFlags)] = TextFlags()
 
-    def run(self) -> dict:
-        """Train, showing progress, and give the document that ``--json`` prints."""
+    def run(self, begin: Load | None = None) -> dict:
+        """Train, showing progress, and give the document that ``--json`` prints. ``begin`` loads the weights
+        of ``from_``."""
+        if self.from_ is not None and begin is None:
+            command, begin = self.taken_from(self.from_)
+            return command.run(begin)
         options.check_range("seed", self.seed, 0, MAX_SEED)
         if not 0 <= self.stuck_after < math.inf:
             raise ValueError(f"stuck_after is {self.stuck_after}; use seconds, or 0 to wait for ever")
@@ -104,7 +112,8 @@ class Train:
         stream, held_out = self.read_text(config, plan)
         say_plan(config, plan, stream.corpus.source)
         if keep is None or keep.latest is None:
-            say_weights(self.step.model)
+            weights = f"begins with the weights in {self.from_}" if begin else beside(self.step.model)
+            say(*filter(None, [weights]))
         mesh = make_mesh(plan.mesh)
         say_memory(mesh)
         for line in plan.resolve(config, platform_of(mesh)).said:
@@ -141,6 +150,8 @@ class Train:
                 meet=meet,
                 tracker=self.tracker,
                 profile=(int(traced[1]), int(traced[2])) if self.profile else None,
+                begin=begin,
+                origin=self.from_ and folder_of(self.from_),
             )
         if stopper.number and (done := report.start + len(report.losses)) < self.steps:
             goes_on = f"kept in {self.checkpoints}: the same command goes on from there"
@@ -153,6 +164,15 @@ class Train:
         document |= {"devices": plan.mesh.size, "peak_memory_bytes": report.memory_bytes, "mfu_is": MFU}
         measured = "losses grad_norms tokens_per_s step_s start mfu eval_losses perplexity".split()
         return give(document | {name: getattr(report, name) for name in measured}, self.json)
+
+    def taken_from(self, name: str) -> tuple[Train, Load]:
+        """This command with the model and the tokenizer of a folder, and what loads its weights."""
+        refuse_beside_from(changed(self.step, ["model"]))
+        model, tokenizer, load = from_folder(name)
+        if self.text.tokenizer != "bytes":
+            tokenizer = self.text.tokenizer
+        step, text = self.step, dataclasses.replace(self.text, tokenizer=tokenizer)
+        return dataclasses.replace(self, step=dataclasses.replace(step, model=model), text=text), load
 
     def read_text(self, config: ModelConfig, plan: Plan) -> tuple[data.Stream, data.Stream | None]:
         """Read the text to train on, and its held-out part if it is to be evaluated."""
@@ -174,14 +194,6 @@ def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:
         idle = timetable(order).bubble_fraction
         counts = f"{order.num_stages} stages, {order.num_microbatches} microbatches"
         say(f"{order.name}: {counts}, {idle:.0%} of a step idle")
-
-
-def say_weights(model: str) -> None:
-    """Say that a run begins with random weights where those of its model lie beside its config.json."""
-    folder = pathlib.Path(model if os.path.isdir(model) else os.path.dirname(model) or ".")
-    if model not in PRESETS and (files := sorted(folder.glob("*.safetensors"))):
-        load = "llmpar.training.hf.load reads them in Python"
-        say(f"the weights are random: those in {files[0]} are not taken ({load})")
 
 
 def say_memory(mesh) -> None:

@@ -32,9 +32,11 @@ def opened(
         best: of the checkpoints the one with the lowest held-out loss.
     """
     if from_ is not None:
-        refuse_beside_from(**{"--model": model, "--checkpoints": checkpoints})
-        config, load, name = from_folder(from_)
-        said = [] if tokenizer or name != "bytes" else [f"{from_} has no tokenizer.json: taken to be 'bytes'"]
+        refuse_beside_from(["--model"] * (model is not None) + ["--checkpoints"] * (checkpoints is not None))
+        model, name, load = from_folder(from_)
+        config, said = preset(model), []
+        if tokenizer is None and name == "bytes":
+            said = [f"{from_} has no tokenizer.json: its tokenizer is taken to be 'bytes'"]
         found = data.open_tokenizer(tokenizer or name)
     elif checkpoints is not None:
         from llmpar.training.checkpoint import Checkpoints
@@ -90,29 +92,29 @@ def _cast(params: Any, dtype: str) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
-def from_folder(name: str) -> tuple[ModelConfig, Load, str]:
-    """Give the model of a Hugging Face folder (or of the name of a downloaded one), what loads its weights,
-    and its tokenizer's name. No weight is read, but what is no weight of the model is refused here."""
+def from_folder(name: str) -> tuple[str, str, Load]:
+    """Give the names of the model and the tokenizer in a Hugging Face folder, or that of a downloaded model,
+    and what loads the weights. None is read yet, but tensors that are none of the model are refused."""
     from llmpar.training import hf
 
     folder = folder_of(name)
     if not os.path.isdir(folder):
         instead = "give the folder of config.json and safetensors, or the name of a downloaded model"
         raise ValueError(f"--from '{name}' is no folder; {instead}")
-    config = preset(os.path.join(".", name) if folder == name else name)  # a folder may be called as a preset
-    tensors = hf.open_folder(folder)
+    model = os.path.join(".", name) if folder == name else name  # a folder may have the name of a preset
+    config, tensors = preset(model), hf.open_folder(folder)
     hf.check(tensors, config)
     tokenizer = os.path.join(folder, "tokenizer.json")
 
     def load(shardings, dtype="float32"):
         return hf.from_state_dict(tensors, config, shardings, dtype)
 
-    return config, load, tokenizer if os.path.isfile(tokenizer) else "bytes"
+    return model, tokenizer if os.path.isfile(tokenizer) else "bytes", load
 
 
-def refuse_beside_from(**others: str | None) -> None:
+def refuse_beside_from(given: list[str]) -> None:
     """Refuse flags that would say another model than --from."""
-    if given := [flag for flag, value in others.items() if value is not None]:
+    if given:
         raise ValueError(f"--from brings a model and its weights; leave {' and '.join(given)} out")
 
 

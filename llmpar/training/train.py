@@ -28,6 +28,7 @@ from llmpar.step import State, Step
 from llmpar.training.checkpoint import Checkpoints
 from llmpar.training.data import Stream
 from llmpar.training.trackers import Send, Tracker, profiling, tracking
+from llmpar.weights import Tree
 
 ADAMW = OptimizerConfig()
 MFU = (
@@ -120,6 +121,8 @@ def train(
     meet: Callable[[], None] = lambda: None,
     tracker: Tracker | None = None,
     profile: tuple[int, int] | None = None,
+    begin: Callable[[Tree], Tree] | None = None,
+    origin: str | None = None,
 ) -> tuple[State, Report]:
     """Train to step ``steps``, from the newest checkpoint if there is one.
 
@@ -139,6 +142,9 @@ def train(
         meet: called where several processes should wait for one another: some compile longer than others.
         tracker: what the log's rows are handed to, too.
         profile: the first and the last step of those that are traced, in the folder ``profile``.
+        begin: gives the weights to begin with (or a part of them), laid out as the tree that it is given
+            says. With a checkpoint it is not called.
+        origin: where those are from; a checkpoint remembers it.
 
     Raises:
         FloatingPointError: a loss or a gradient is not finite. Checkpoints taken before that step stay.
@@ -147,6 +153,8 @@ def train(
     _check_run(steps, eval_every, eval_batches)
     score_of = _score_of(held_out, eval_batches) if held_out and eval_every else ""
     made = made_of(config, plan, stream, steps, options, seed) if checkpoints else None
+    if made and origin:
+        made["from"] = os.path.abspath(origin)
     meet()
     agreed = multihost_utils.broadcast_one_to_all  # process 0's number, so that all do the same
     writes = checkpoints is not None and agreed(np.int32(checkpoints.latest or 0)) < steps
@@ -160,7 +168,11 @@ def train(
     ):
         step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
         restored = checkpoints and checkpoints.restore(step.abstract_natural, config, made, anyway, tell)
-        state = step.from_natural(restored, donate=True) if restored else step.init(seed)
+        if restored:
+            state = step.from_natural(restored, donate=True)
+        else:
+            lies = jax.tree.map(lambda x: x.sharding, step.abstract_natural.params)
+            state = step.init(seed, begin(lies) if begin else None)
         num_tokens = stream.config.batch_size * stream.config.seq_len
         report = Report(start=int(state.step), tokens_per_step=num_tokens, ideal_step_s=ideal_step_s)
         if restored:

@@ -1,0 +1,60 @@
+"""``llmpar export``: hand a trained model on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from llmpar.cli.options import Name, give, say
+from llmpar.cli.weights import opened
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a checkpoint as a Hugging Face model: config.json, safetensors, its tokenizer's files.
+
+    llmpar export kept model --dtype bfloat16
+
+    Attributes:
+        checkpoints: folder that `llmpar train --checkpoints` wrote.
+        folder: where to write; it must not hold a model yet.
+        dtype: of the weights there.
+        best: take the checkpoint with the lowest held-out loss, not the newest.
+        tokenizer: the tokenizer.json that the model was trained with, where it is no longer where it was.
+        json: print one JSON document on stdout.
+    """
+
+    checkpoints: Annotated[str, tyro.conf.Positional]
+    folder: Annotated[str, tyro.conf.Positional]
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    best: bool = False
+    tokenizer: Name = None
+    json: bool = False
+
+    def run(self) -> dict:
+        """Read one weight after the other, and write its tensors."""
+        if os.path.exists(os.path.join(self.folder, "config.json")):
+            raise ValueError(f"'{self.folder}' holds a model already (config.json); give another folder")
+        import jax
+        from flax.traverse_util import flatten_dict, unflatten_dict
+
+        from llmpar.cli.options import start
+        from llmpar.training import hf
+
+        start()
+        config, tokenizer, load, said = opened(self.checkpoints, None, None, self.tokenizer, best=self.best)
+        for line in said:
+            say(line)
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+
+        def weight(path: str):
+            return flatten_dict(load(unflatten_dict({path: here}, sep=".")), sep=".")[path]
+
+        hf.save(self.folder, weight, config, self.dtype, tokenizer)
+        files = sorted(os.listdir(self.folder))
+        document = {"model": config.name, "params": config.num_params, "folder": self.folder, "files": files}
+        wrote = f"{config.name}: {config.num_params:,} parameters in {self.folder}"
+        return give(document, self.json, [f"{wrote} ({', '.join(files)})"])
