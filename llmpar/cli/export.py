@@ -55,6 +55,6 @@ class Export:
 
         hf.save(self.folder, weight, config, self.dtype, tokenizer)
         files = sorted(os.listdir(self.folder))
+        shown = f"{config.name}, {config.num_params:,} parameters: {', '.join(files)} in {self.folder}"
         document = {"model": config.name, "params": config.num_params, "folder": self.folder, "files": files}
-        wrote = f"{config.name}: {config.num_params:,} parameters in {self.folder}"
-        return give(document, self.json, [f"{wrote} ({', '.join(files)})"])
+        return give(document, self.json, [shown])

@@ -11,7 +11,7 @@ from llmpar.config import PRESETS, ModelConfig, folder_of, preset
 from llmpar.training import data
 
 Load = Callable[..., Any]
-"""Weights from (shardings, dtype): of a part of their tree that part."""
+"""Weights from (shardings, dtype)."""
 
 
 def opened(
@@ -49,41 +49,22 @@ def opened(
             said = ["the checkpoint does not say its tokenizer: taken to be 'bytes'"]
 
         def load(shardings, dtype="float32"):
-            import jax
-
-            place = lambda path, to: jax.ShapeDtypeStruct(
-                config.weights()[path].shape, "float32", sharding=to
-            )
-            return _cast(keep.params(_by_path(place, shardings), config), dtype)
+            return _cast(keep.params(shardings, config), dtype)
 
     else:
         config, found = preset(model or "tiny"), data.open_tokenizer(tokenizer or "bytes")
-        said = [
-            beside(model or "tiny") or "the weights are random, and so will be the text: give --from FOLDER"
-        ]
+        random = "the weights are random, and so will be the text: give --from or --checkpoints"
+        said = [beside(model or "tiny") or random]
 
         def load(shardings, dtype="float32"):
             import jax
-            from flax.traverse_util import flatten_dict
 
             from llmpar.weights import init_params
 
-            def make():
-                fresh = flatten_dict(init_params(config, seed), sep=".")
-                return _cast(_by_path(lambda path, _: fresh[path], shardings), dtype)
-
-            return jax.jit(make, out_shardings=shardings)()
+            return jax.jit(lambda: _cast(init_params(config, seed), dtype), out_shardings=shardings)()
 
     data.check_vocab(found, config.vocab_size)
     return config, found, load, said
-
-
-def _by_path(make: Callable, tree: Any) -> Any:
-    """A tree of what ``make`` gives for each path and leaf of another."""
-    from flax.traverse_util import flatten_dict, unflatten_dict
-
-    made = {path: make(path, leaf) for path, leaf in flatten_dict(tree, sep=".").items()}
-    return unflatten_dict(made, sep=".")
 
 
 def _cast(params: Any, dtype: str) -> Any:

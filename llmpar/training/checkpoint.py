@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 
 from llmpar.config import ModelConfig, from_dict
@@ -235,9 +236,12 @@ class Checkpoints:
         self._compare(about["checksums"], state)
         return state
 
-    def params(self, abstract: Tree, config: ModelConfig) -> Tree:
-        """The weights without an optimizer's state, laid out as ``abstract`` says."""
-        about, item = self._about(config), {"params": abstract}
+    def params(self, shardings: Tree, config: ModelConfig) -> Tree:
+        """The weights without an optimizer's state, or a part of them, laid out as that tree says."""
+        about, weights = self._about(config), config.weights()
+        place = lambda path, to: jax.ShapeDtypeStruct(weights[path].shape, "float32", sharding=to)
+        where = {path: place(path, to) for path, to in flatten_dict(shardings, sep=".").items()}
+        item = {"params": unflatten_dict(where, sep=".")}
         how = ocp.checkpoint_utils.construct_restore_args(item)
         found = self._read("state", ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True))
         self._compare(about["checksums"], State(found["params"], None, None))

@@ -108,32 +108,25 @@ class _Weight:
     def place(self, tensors: Mapping, sharding: jax.sharding.Sharding, dtype: np.dtype) -> jax.Array:
         """This weight on its devices. One tensor at a time is in this host's memory; a block of it that
         several devices of this host share is read once."""
-        num, shards = len(self.stacked), dict[jax.Device, jax.Array]()
-        where = sharding.addressable_devices_indices_map(self.shape)
-        cuts = {
-            device: [s.indices(n)[:2] for s, n in zip(index or (), self.shape, strict=True)]
-            for device, index in where.items()
-        }
-        if num:
-            for device, cut in cuts.items():
-                shards[device] = jnp.zeros([end - start for start, end in cut], dtype, device=device)
+        num, cuts, shards = len(self.stacked), {}, {}
+        for device, index in sharding.addressable_devices_indices_map(self.shape).items():
+            cuts[device] = [s.indices(n)[:2] for s, n in zip(index or (), self.shape, strict=True)]
+            shards[device] = jnp.zeros([end - start for start, end in cuts[device]], dtype, device=device)
         for numbers, name in zip(self.numbers, self.names, strict=True):
             read = functools.cache(functools.partial(self.read, tensors[name], dtype))
             for device, cut in cuts.items():
                 at = [n - cut[i][0] for i, n in enumerate(numbers)]
                 if all(cut[i][0] <= n < cut[i][1] for i, n in enumerate(numbers)):
                     piece = jax.device_put(read(*cut[num:]), device)
-                    shards[device] = _put(shards[device], piece, at) if num else piece
+                    shards[device] = _put(shards[device], piece, at)
             jax.block_until_ready(list(shards.values()))
         return jax.make_array_from_single_device_arrays(self.shape, sharding, list(shards.values()))
 
     def write(self, value: Any, dtype: str) -> Iterator[np.ndarray]:
         """The tensors of this weight, one after the other; every process must take all of them."""
         if np.shape(value) != self.shape:
-            found = f"a weight of shape {list(np.shape(value))} is none of '{self.name}', which needs"
-            raise ValueError(
-                f"{found} {list(self.shape)}; give layers in the model's order (Step.to_natural)"
-            )
+            found = f"'{self.name}' is made of {list(self.shape)}, not of {list(np.shape(value))}"
+            raise ValueError(f"{found}; give layers in the model's order (Step.to_natural)")
         order = [self.own.index(x) for group in self.groups for x in group]
         for numbers in self.numbers:
             own = _take(value, numbers).astype(dtype).transpose(order)
@@ -149,11 +142,11 @@ def _put(stack: jax.Array, piece: jax.Array, at: list) -> jax.Array:
 
 def _take(stack: Any, at: tuple[int, ...]) -> np.ndarray:
     """One tensor of a stack, whole, in every process."""
-    if isinstance(stack, jax.Array) and isinstance(stack.sharding, jax.sharding.NamedSharding):
-        bits = _take_bits(stack, at, stack.sharding)
-        found = np.asarray(bits if bits.is_fully_addressable else process_allgather(bits, tiled=True))
-        return found.astype(f"uint{8 * stack.dtype.itemsize}").view(stack.dtype)
-    return np.asarray(stack[at])
+    if not isinstance(stack, jax.Array) or not isinstance(stack.sharding, jax.sharding.NamedSharding):
+        return np.asarray(stack[at])
+    bits = _take_bits(stack, at, stack.sharding)
+    found = np.asarray(bits if bits.is_fully_addressable else process_allgather(bits, tiled=True))
+    return found.astype(f"uint{8 * stack.dtype.itemsize}").view(stack.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -161,19 +154,19 @@ def _take_bits(stack: jax.Array, at: tuple, sharding: jax.sharding.NamedSharding
     """The bits of one tensor of a stack; its own dims are cut as before. (Of a stack that is cut along its
     layers or experts XLA would gather all.)"""
     cuts = [*sharding.spec, *[None] * (stack.ndim - len(sharding.spec))]
-    axes = [axes_of(cut) for cut in cuts[: len(at)]]
+    axes, own = [axes_of(cut) for cut in cuts[: len(at)]], jax.sharding.PartitionSpec(*cuts[len(at) :])
 
     def take(stack, at):
         held = jnp.bool_(True)
         for n, names in zip(at, axes, strict=True):
             n -= lax.axis_index(names) * len(stack) if names else 0
             held &= (n >= 0) & (n < len(stack))
-            stack = lax.dynamic_index_in_dim(stack, jnp.clip(n, 0, len(stack) - 1), keepdims=False)
+            stack = lax.dynamic_index_in_dim(stack, n, keepdims=False)  # some other, where it has none
         bits = lax.bitcast_convert_type(stack, f"uint{8 * stack.dtype.itemsize}").astype(jnp.uint32)
         return lax.psum(jnp.where(held, bits, jnp.uint32(0)), sum(axes, ()))
 
-    given, own = sharding.spec, jax.sharding.PartitionSpec(*cuts[len(at) :])
-    return jax.shard_map(take, mesh=sharding.mesh, in_specs=(given, None), out_specs=own)(stack, at)
+    given = sharding.spec, None
+    return jax.shard_map(take, mesh=sharding.mesh, in_specs=given, out_specs=own)(stack, at)
 
 
 def _weights(config: ModelConfig) -> dict[str, _Weight]:
@@ -194,9 +187,8 @@ def from_state_dict(
     weights = _weights(config)
     only = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     where = dict.fromkeys(weights, only) if shardings is None else flatten_dict(shardings, sep=".")
-    placed = {
-        path: weights[path].place(tensors, where[path], np.dtype(dtype)) for path in weights if path in where
-    }
+    some = {path: weight for path, weight in weights.items() if path in where}
+    placed = {path: weight.place(tensors, where[path], np.dtype(dtype)) for path, weight in some.items()}
     return unflatten_dict(placed, sep=".")
 
 
@@ -236,12 +228,10 @@ def _describe(tensor) -> tuple[tuple[int, ...], str]:
 
 def to_state_dict(params: Tree, config: ModelConfig, dtype: str = "float32") -> dict[str, np.ndarray]:
     """All tensors by Hugging Face name, whole, in the memory of this process."""
-    flat, weights = flatten_dict(params, sep="."), _weights(config)
-    return {
-        name: tensor
-        for path, weight in weights.items()
-        for name, tensor in zip(weight.names, weight.write(flat[path], dtype), strict=True)
-    }
+    found, flat = dict[str, np.ndarray](), flatten_dict(params, sep=".")
+    for path, weight in _weights(config).items():
+        found |= zip(weight.names, weight.write(flat[path], dtype), strict=True)
+    return found
 
 
 def load(
