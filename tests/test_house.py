@@ -58,7 +58,7 @@ BUDGETS = {
     "paper": 3_450,
     "core": 6_150,  # the paper and what is beside it
     "kernels": 1_150,
-    "training": 1_920,
+    "training": 1_930,
     "predict": 4_080,  # a layer in time, what a reader could do next, and where numbers come from
     "draw": 3_300,
     "inspect": 2_300,
@@ -67,7 +67,7 @@ BUDGETS = {
     "launch": 1_600,
     "exercises": 1_990,
     "cli": 2_480,
-    "package": 26_480,  # with LoRA, Hugging Face folders, a server: 1,300 of them
+    "package": 26_660,  # with LoRA, Hugging Face folders, trackers, a server
 }
 # In pieces, so that this file obeys its own rule.
 REGISTRY_HOSTS = [name + ".org" for name in ("pypi", "pythonhosted", "npmjs", "anaconda", "proxy.golang")]
