@@ -1,0 +1,490 @@
+"""HTTP for an engine: OpenAI's completions and chat completions, ``/health``, and a page to chat.
+
+One thread steps the engine; the event loop does everything else. Text leaves when it is certain: half a
+character, or what may become a stop string, waits for the next token. A parameter that may change the answer
+and is not implemented is refused by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import pathlib
+import re
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as Http
+from starlette.responses import HTMLResponse, JSONResponse
+from starlette.routing import Route
+
+from llmpar.files import Allowed
+from llmpar.serve.engine import Event, Full, Request
+
+PAGE = pathlib.Path(__file__).parent / "chat.html"
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+POLICY += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+MOST_BYTES, MOST_PROMPTS, MOST_STOPS, MOST_LETTERS, MOST_CONNECTIONS = 4 << 20, 64, 16, 256, 512
+"""Bytes, prompts and stop strings of a request, letters of a stop string; connections at a time."""
+LIMIT_S, READ_S, GRACE_S = 600.0, 20, 5
+"""Seconds: for an answer; for a request to come, or a client that reads nothing; for what runs when the
+server is asked to stop."""
+WHOLE, FLAG, BEST = Allowed(int, 0, 2**31 - 1), Allowed(bool), Allowed(int, 0, 20)
+BOTH = {"model": Allowed(str), "max_tokens": WHOLE, "stop": None, "seed": Allowed(int, 0, 2**32 - 1)}
+BOTH |= {"temperature": Allowed(float, 0, 100), "top_p": Allowed(float, 0, 1), "stream": FLAG}
+BOTH |= {"top_k": Allowed(int, -1, 2**31 - 1), "stream_options": Allowed(dict)}
+CHAT = {"messages": Allowed(list), "logprobs": FLAG, "top_logprobs": BEST, "max_completion_tokens": WHOLE}
+KNOWN = {"text": BOTH | {"prompt": None, "echo": FLAG, "logprobs": BEST}, "chat": BOTH | CHAT}
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+NEUTRAL = {"n": 1, "best_of": 1, "logit_bias": {}, "tools": [], "suffix": "", "presence_penalty": 0}
+NEUTRAL |= {"frequency_penalty": 0, "response_format": {"type": "text"}}
+"""What is read, what decides nothing here, and values that ask for nothing, as null does."""
+HERE = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
+Piece = tuple[str, list[tuple[int, Event]], str | None]
+ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class EngineThread(threading.Thread):
+    """An engine and the one thread that steps it; its methods are for the event loop's thread.
+
+    ``error`` is what ended it, if a step raised: every request that waits is given it.
+    """
+
+    def __init__(self, engine: Any):
+        super().__init__(name="engine", daemon=True)
+        self.engine, self.ends = engine, False
+        self.error: Exception | None = None
+        self._boxes, self._wake = dict[int, asyncio.Queue](), threading.Event()
+
+    def begin(self) -> None:
+        """Step where there is work; events come to the event loop that runs."""
+        self._loop = asyncio.get_running_loop()
+        self.start()
+
+    def close(self) -> None:
+        """End after the running step."""
+        self.ends = True
+        self._wake.set()
+        self.join()
+
+    def submit(self, requests: Sequence[Request]) -> tuple[list[int], asyncio.Queue]:
+        """The tickets of all requests, and where their events will come; or it raises, and none is left."""
+        tickets, box = list[int](), asyncio.Queue[Event | Exception]()  # at most one event for each token
+        try:
+            for request in requests:
+                tickets.append(self.engine.submit(request))
+                self._boxes[tickets[-1]] = box
+        except Exception:
+            self.cancel(tickets)
+            raise
+        self._wake.set()
+        return tickets, box
+
+    def cancel(self, tickets: Sequence[int]) -> None:
+        """Nobody waits for these any more."""
+        for ticket in tickets:
+            if self._boxes.pop(ticket, None):
+                self.engine.cancel(ticket)
+
+    def run(self) -> None:
+        """Step, until `close`."""
+        while not self.ends:
+            if not self.engine.busy:
+                self._wake.wait()
+                self._wake.clear()
+                continue
+            try:
+                events = self.engine.step()
+            except Exception as error:
+                self.error, self.ends, events = error, True, []
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+                self._loop.call_soon_threadsafe(self._hand_out, events)
+
+    def _hand_out(self, events: Sequence[Event]) -> None:
+        for event in events:
+            take = self._boxes.pop if event.finish else self._boxes.get
+            if box := take(event.ticket, None):
+                box.put_nowait(event)
+        for box in set(self._boxes.values()) if self.error else ():
+            box.put_nowait(self.error)
+
+
+class Choice:
+    """One answer, from events to pieces of text that are certain: ``made`` up to ``given``.
+
+    A piece is (text, ``(where its text begins, event)`` for each token, why the answer ends or None). A token
+    is decoded behind some before it, at first the prompt's last: many tokenizers drop the space that a text
+    begins with. With ``echo`` the text begins with the prompt.
+    """
+
+    def __init__(self, decode: Callable, prompt: Sequence[int], stops: Sequence[str], echo: bool):
+        self.decode, self.num_tokens = decode, 0
+        self.made, self.given, self.stopped, self.stops = "", 0, False, list[str]()
+        self._ids = list(() if echo else prompt[-8:])
+        self._from, self._made = 0, len(self._ids)  # the ids between are in ``made``, or the prompt's
+        self._begins, self._waiting = list[int](), list[tuple[int, Event]]()
+        for token in prompt if echo else ():
+            self._begins.append(len(self.made))
+            self._add(token)
+        self.prompt, self.stops = self.made[: self.given], list(stops)
+
+    def take(self, event: Event) -> Piece:
+        """What an event adds. A token waits for its text."""
+        new = ""
+        if event.token is not None:
+            self._waiting.append((self._begins.pop(0) if event.of_prompt else len(self.made), event))
+            if not event.of_prompt:
+                self.num_tokens += 1
+                new = self._add(event.token)
+        if event.finish and not self.stopped:
+            new += self._add(None)
+        finish = "stop" if self.stopped else event.finish
+        ready = [x for x in self._waiting if x[0] < self.given or finish and not self.stopped]
+        self._waiting = self._waiting[len(ready) :]
+        return new, ready, finish
+
+    def _add(self, token: int | None) -> str:
+        """The text that is certain now and was not before; None: no token follows."""
+        self._ids += [] if token is None else [token]
+        before, now = self.decode(self._ids[self._from : self._made]), self.decode(self._ids[self._from :])
+        if token is None or len(now) > len(before) and not now.endswith("\ufffd"):
+            self.made += now[len(before) :]
+            self._from, self._made = self._made, len(self._ids)
+        if found := [at for stop in self.stops if (at := self.made.find(stop, self.given)) >= 0]:
+            self.made, self.stopped = self.made[: min(found)], True
+        certain = len(self.made)
+        if token is not None and not self.stopped:
+            parts = [stop[:n] for stop in self.stops for n in range(1, len(stop))]
+            certain -= max((len(x) for x in parts if self.made.endswith(x, self.given)), default=0)
+        new, self.given = self.made[self.given : certain], certain
+        return new
+
+
+def refusal(status: int, words: str, headers: Any = None) -> JSONResponse:
+    """What went wrong, as OpenAI writes it."""
+    kind = ERRORS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    error = {"message": words, "type": kind, "param": None, "code": status}
+    return JSONResponse({"error": error}, status, headers)
+
+
+@dataclass
+class Api:
+    """The endpoints. ``about`` has ``model``, the name that clients give, and what else ``/health`` tells;
+    ``length`` is what a prompt and its answer may have; with ``only_here`` this machine alone is answered."""
+
+    thread: EngineThread
+    tokenizer: Any
+    chat: Any
+    about: dict[str, Any]
+    length: int
+    key: str | None = None
+    only_here: bool = True
+    limit_s: float = LIMIT_S
+
+    def admit(self, request: Http, key: bool = True) -> None:
+        """Refuse who lacks the key, and a web page whose name was made to mean this machine."""
+        if self.only_here and not HERE.fullmatch(request.headers.get("host", "")):
+            raise HTTPException(403, "this server is for its own machine: ask it as localhost or 127.0.0.1")
+        given = request.headers.get("authorization", "").encode("latin-1")
+        if key and self.key and not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
+            words = "give the server's key, as 'Authorization: Bearer KEY'"
+            raise HTTPException(401, words, {"WWW-Authenticate": "Bearer"})
+
+    async def page(self, request: Http) -> HTMLResponse:
+        """A page to chat."""
+        self.admit(request, key=False)
+        headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=headers)
+
+    async def health(self, request: Http) -> JSONResponse:
+        """Whether the engine runs, and its figures."""
+        self.admit(request, key=False)
+        error = self.thread.error
+        state: dict[str, Any] = {"status": "failed", "error": str(error)} if error else {"status": "ok"}
+        state |= self.about | {"length": self.length} | self.thread.engine.figures
+        return JSONResponse(state, 500 if error else 200)
+
+    async def models(self, request: Http) -> JSONResponse:
+        """The one model."""
+        self.admit(request)
+        model = {"id": self.about["model"], "object": "model", "created": 0, "owned_by": "llmpar"}
+        return JSONResponse({"object": "list", "data": [model | {"max_model_len": self.length}]})
+
+    async def answer(self, request: Http) -> Answer:
+        """Read what is asked, and let it wait for its turn."""
+        self.admit(request)
+        content = request.headers.get("content-type", "")  # no form of a web page can give this one:
+        if not content.startswith("application/json"):
+            raise HTTPException(415, "give JSON, and say so: 'Content-Type: application/json'")
+        body, kind = bytearray(), "chat" if "chat" in request.url.path else "text"
+        try:
+            async with asyncio.timeout(READ_S):
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > MOST_BYTES:
+                        raise HTTPException(413, f"the body has more than {MOST_BYTES:,} bytes; ask for less")
+            answer = await asyncio.to_thread(Answer, self, kind, bytes(body))
+            if self.thread.error:
+                raise HTTPException(500, f"the engine failed: {self.thread.error}")
+            answer.tickets, answer.box = self.thread.submit(answer.requests)
+            return answer
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not come within {READ_S} s") from None
+        except Full as error:
+            raise HTTPException(429, str(error), {"Retry-After": "1"}) from None
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+
+
+def read(kind: str, raw: bytes) -> dict[str, Any]:
+    """What a body asks for. Refuses what is not known."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the body is no JSON: {error}; give an object") from None
+    if not isinstance(body, dict):
+        raise ValueError(f"the body is {json.dumps(body):.40}; give an object")
+    nothing = lambda name, x: x is None or name in IGNORED or name in NEUTRAL and NEUTRAL[name] == x
+    for name in [name for name, x in body.items() if nothing(name, x)]:
+        del body[name]
+    for name, value in body.items():
+        if name not in KNOWN[kind]:
+            why = "which is not implemented here and may change the answer; leave it out"
+            raise ValueError(f"'{name:.40}' is {json.dumps(value):.40}, {why}")
+        if what := KNOWN[kind][name]:
+            what.check(name, value)
+    return body
+
+
+class Answer:
+    """What a body asks for, and what is sent: one document, or its pieces as they come.
+
+    A client that leaves ends it. Raises ValueError for a body that cannot be answered.
+    """
+
+    def __init__(self, api: Api, kind: str, raw: bytes):
+        self.api, self.kind, self.until = api, kind, time.monotonic() + api.limit_s
+        self.tickets, self.box = list[int](), asyncio.Queue[Event | Exception]()
+        body, name, decode = read(kind, raw), api.about["model"], api.tokenizer.decode
+        if body.get("model", name) != name:
+            raise HTTPException(404, f"there is no model '{body['model']:.80}' here, but '{name}'")
+        stops = [x] if isinstance(x := body.get("stop", []), str) else x
+        fits = isinstance(stops, list) and len(stops) <= MOST_STOPS
+        if not fits or not all(isinstance(x, str) and 0 < len(x) <= MOST_LETTERS for x in stops):
+            use = f"use up to {MOST_STOPS} texts of 1 to {MOST_LETTERS} letters"
+            raise ValueError(f"stop is {json.dumps(stops):.60}; {use}")
+        echo, self.logprobs = body.get("echo", False), body.get("logprobs")
+        if kind == "chat":
+            most, prompts = api.length, [self._conversation(body.get("messages", []))]
+            self.logprobs = body.get("top_logprobs", 0) if body.get("logprobs") else None
+            if "top_logprobs" in body and self.logprobs is None:
+                raise ValueError('top_logprobs needs logprobs: give "logprobs": true')
+        else:
+            most, prompts = 16, self._prompts(body.get("prompt"))
+        asked = body.get("max_completion_tokens", body.get("max_tokens"))
+        how = {"seed": body.get("seed"), "top_k": max(0, body.get("top_k", 0)), "logprobs": self.logprobs}
+        how |= {name: float(body.get(name, 1)) for name in ("temperature", "top_p")}
+        how |= {"ends": api.tokenizer.end_ids, "echo": echo and self.logprobs is not None}
+        self.requests, self.choices = list[Request](), list[Choice]()
+        for prompt in prompts:
+            room, least = api.length - len(prompt), 1 if asked is None else asked
+            if room < least:
+                wants = f"a prompt of {len(prompt):,} tokens and {least:,} more"
+                raise ValueError(f"{wants} do not fit into {api.length:,} positions; ask for less")
+            self.requests.append(Request(prompt, min(most, room) if asked is None else asked, **how))
+            self.choices.append(Choice(decode, prompt, stops, echo))
+        self.streams = body.get("stream", False)
+        self.tells_usage = self.streams and bool(body.get("stream_options", {}).get("include_usage"))
+        what = {"text": "text_completion", "chat": "chat.completion" + ".chunk" * self.streams}[kind]
+        self.head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": what, "created": int(time.time())}
+        self.head |= {"model": name} | ({"usage": None} if self.tells_usage else {})
+
+    def _prompts(self, given: Any) -> list[tuple[int, ...]]:
+        """One or several prompts; a text's tokens begin with the start token."""
+        if isinstance(given, str) or isinstance(given, list) and given and type(given[0]) is int:
+            given = [given]
+        if not isinstance(given, list) or not 1 <= len(given) <= MOST_PROMPTS:
+            raise ValueError(f"prompt must be a text, a list of tokens, or up to {MOST_PROMPTS} of these")
+        found, tokenizer = [], self.api.tokenizer
+        for x in given:
+            if isinstance(x, str) and not any("\ud800" <= letter <= "\udfff" for letter in x):
+                x = [tokenizer.start_id, *map(int, tokenizer.encode(x))]
+            if not isinstance(x, list) or any(type(token) is not int for token in x):
+                raise ValueError(f"prompt {json.dumps(x):.40} is neither a text nor a list of tokens")
+            found.append(tuple(x))
+        return found
+
+    def _conversation(self, messages: list) -> tuple[int, ...]:
+        for message in messages:
+            if isinstance(message, dict) and (more := message.keys() - {"role", "content"}):
+                raise ValueError(f"a message has '{min(more)}'; only role and content are read")
+        return tuple(int(x) for x in self.api.chat.tokens(messages)[0])
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def left():
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        write = self._stream(send) if self.streams else self._document(scope, receive, send)
+        tasks = asyncio.create_task(write), asyncio.create_task(left())
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.api.thread.cancel(self.tickets)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """What is sent of which choice, as it comes. Raises HTTPException for what went wrong."""
+        for index, choice in enumerate(self.choices):
+            if choice.prompt:
+                yield index, (choice.prompt, [], None)
+        running = {ticket: index for index, ticket in enumerate(self.tickets)}
+        while running:
+            try:
+                async with asyncio.timeout(self.until - time.monotonic()):
+                    event = await self.box.get()
+            except TimeoutError:
+                limit = f"there was no answer within {self.api.limit_s:g} s"
+                raise HTTPException(503, f"{limit}; ask for fewer tokens, or come back later") from None
+            if isinstance(event, Exception):
+                raise HTTPException(500, f"the engine failed: {event}")
+            if event.ticket in running:
+                piece = self.choices[index := running[event.ticket]].take(event)
+                if piece[2]:
+                    del running[event.ticket]
+                    self.api.thread.cancel([event.ticket])  # the engine knows nothing of stop strings
+                if any(piece):
+                    yield index, piece
+
+    async def _document(self, *asgi: Any) -> None:
+        wholes: list[Piece] = [("", [], None)] * len(self.choices)
+        try:
+            async for index, (text, tokens, finish) in self._pieces():
+                wholes[index] = wholes[index][0] + text, wholes[index][1] + tokens, finish
+            choices = [self._written(*numbered) for numbered in enumerate(wholes)]
+            response = JSONResponse(self.head | {"choices": choices, "usage": self._usage()})
+        except HTTPException as error:
+            response = refusal(error.status_code, error.detail)
+        await response(*asgi)
+
+    async def _stream(self, send: Any) -> None:
+        """Server-sent events. The last one is [DONE], or says what went wrong."""
+
+        async def tell(data: bytes, more: bool = True):
+            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more})
+
+        document = lambda **more: json.dumps(self.head | more).encode()
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if self.kind == "chat":
+            role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            await tell(document(choices=[role]))
+        try:
+            async for numbered in self._pieces():
+                await tell(document(choices=[self._written(*numbered)]))
+        except HTTPException as error:
+            return await tell(bytes(refusal(error.status_code, error.detail).body), more=False)
+        if self.tells_usage:
+            await tell(document(choices=[], usage=self._usage()))
+        await tell(b"[DONE]", more=False)
+
+    def _usage(self) -> dict[str, int]:
+        asked = sum(len(request.tokens) for request in self.requests)
+        made = sum(choice.num_tokens for choice in self.choices)
+        return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+
+    def _written(self, index: int, piece: Piece) -> dict:
+        """A piece as OpenAI writes it."""
+        text, tokens, finish = piece
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish}
+        if self.kind == "text":
+            choice["text"] = text
+        elif self.streams:
+            choice["delta"] = {"content": text} if text else {}
+        else:
+            choice["message"] = {"role": "assistant", "content": text}
+        events = [event for _, event in tokens]
+        named = [[self._named(*x) for x in ((y.token, y.logprob), *y.best[::-1])] for y in events]
+        if self.logprobs is not None and self.kind == "chat":
+            raw = lambda name: None if name.startswith("token_id:") else list(name.encode())
+            entry = lambda x: {"token": x[0], "logprob": x[1], "bytes": raw(x[0])}
+            told = [entry(x[0]) | {"top_logprobs": [entry(y) for y in x[:0:-1]]} for x in named]
+            choice["logprobs"] = {"content": told}
+        elif self.logprobs is not None:
+            choice["logprobs"] = {
+                "tokens": [x[0][0] for x in named],
+                "token_logprobs": [x[0][1] for x in named],
+                "top_logprobs": [None if x[0][1] is None else dict(x) for x in named],  # alike: the likelier
+                "text_offset": [begin for begin, _ in tokens],
+            }
+        return choice
+
+    def _named(self, token: Any, logprob: float | None) -> tuple[str, float | None]:
+        """A token's text behind a letter, or its number where that is none; JSON has no infinity."""
+        decode, base = self.api.tokenizer.decode, [int(x) for x in self.api.tokenizer.encode("a")]
+        text = decode([*base, token])[len(decode(base)) :]
+        name = text if text and "\ufffd" not in text else f"token_id:{token}"
+        return name, None if logprob is None else max(logprob, -9999.0)
+
+
+def app(api: Api) -> Starlette:
+    """The application."""
+
+    @contextlib.asynccontextmanager
+    async def life(_):
+        api.thread.begin()
+        yield
+        await asyncio.to_thread(api.thread.close)
+
+    routes = [Route("/", api.page), Route("/health", api.health), Route("/v1/models", api.models)]
+    for path in ("completions", "chat/completions"):
+        routes.append(Route(f"/v1/{path}", api.answer, methods=["POST"]))
+    fault = lambda _, error: refusal(500, f"this is a fault of llmpar: {type(error).__name__}: {error}")
+    refused = lambda _, error: refusal(error.status_code, error.detail, error.headers)
+    handlers: dict[Any, Any] = {HTTPException: refused, Exception: fault}
+    return Starlette(routes=routes, lifespan=life, exception_handlers=handlers)
+
+
+class Server(uvicorn.Server):
+    """Uvicorn in one process. It lets go of who neither asks nor reads, and ends where the engine failed."""
+
+    def __init__(self, api: Api, say: Callable[[str], Any]):
+        how: dict[str, Any] = {"limit_concurrency": MOST_CONNECTIONS, "timeout_graceful_shutdown": GRACE_S}
+        how |= {
+            "loop": "asyncio",
+            "http": "h11",
+            "ws": "none",
+            "lifespan": "on",
+            "server_header": False,
+            "access_log": False,
+        }
+        super().__init__(uvicorn.Config(app(api), log_config=None, log_level="critical", **how))
+        self.thread, self.say, self._idle = api.thread, say, dict[Any, int]()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second."""
+        if counter % 10 == 0:
+            there: Any = self.server_state.connections
+            found = [(x, x.cycle, x.transport.get_write_buffer_size()) for x in there]
+            idle = [x for x in found if x[2] or x[1] is None or x[1].response_complete]
+            self._idle = {state: self._idle.get(state, 0) + 1 for state in idle}
+            for connection, *_ in (state for state, seconds in self._idle.items() if seconds > READ_S):
+                connection.transport.abort()
+        self.should_exit |= self.thread.error is not None
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        """Let running requests end for a while."""
+        self.say(f"stopping: what is being answered ({len(self.server_state.tasks)}) has {GRACE_S} s to end")
+        await super().shutdown(sockets)
