@@ -120,8 +120,11 @@ def test_a_page_trains_before_it_generates_from_a_checkpoint(page):
         command = parse(words)
         if words[0] == "train" and command.checkpoints:
             kept.add(command.checkpoints)
+        if words[0] == "export":
+            assert command.checkpoints in kept
+            kept.add(command.folder)
         if words[0] == "generate":
-            assert command.checkpoints in kept and command.model is None
+            assert (command.from_ or command.checkpoints) in kept and command.model is None
 
 
 def anchors(text: str) -> set[str]:
