@@ -104,7 +104,7 @@ BATCH = dict(
     seq=(16, 24, 32, 15, 12, 36, 48),
     num_documents=(2, 1, 4),
     restart=(False, True),
-    targets=("some",) * 7 + ("none",),
+    targets=("some",) * 4 + ("answers",) * 3 + ("none",),
     clip=(0.3, None, 1e3),
     rule=("sgd", "adamw"),
 )
@@ -313,12 +313,15 @@ def batch_of(asked: dict, rng) -> dict:
     tokens = rng.integers(0, asked["vocab_size"], (b, s + 1)).astype(np.int32)
     targets = np.where(rng.random(shape) < 0.2, -1, tokens[:, 1:]).astype(np.int32)
     targets[rng.integers(b)] = -1
-    if asked["targets"] == "none":
-        targets[:] = -1
     place, ends = (
         np.arange(s, dtype=np.int32),
         np.sort(rng.integers(0, s, (b, asked["num_documents"] - 1)), 1),
     )
+    if asked["targets"] == "none":
+        targets[:] = -1
+    if asked["targets"] == "answers":  # in one stretch of a row, and none in half of the rows
+        begin, end = np.sort(rng.integers(0, s + 1, (2, b, 1)), 0) * (rng.random((b, 1)) < 0.5)
+        targets[(place < begin) | (place >= end)] = -1
     segments = 1 + (place >= ends[..., None]).sum(1, dtype=np.int32)
     begin = np.maximum.accumulate(np.where(np.diff(segments, axis=1, prepend=1), place, 0), 1, dtype=np.int32)
     positions = place - begin * asked["restart"]

@@ -88,9 +88,17 @@ def test_a_tracker_is_given_the_rows_of_the_log_and_closed_also_when_the_run_fai
 
 def test_a_tracker_that_is_not_installed_is_named_before_the_first_step(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    says = r"tracker 'wandb' needs the package wandb, which cannot be imported .*; pip install wandb, or use"
+    says = r"tracker 'wandb' cannot begin \(ModuleNotFoundError: .*\); pip install wandb, or use --log alone"
     with pytest.raises(ValueError, match=says):
         run(steps=1, tracker="wandb")
+
+
+def test_a_tracker_that_refuses_its_settings_is_a_sentence(monkeypatch):
+    fake(monkeypatch, "mlflow")
+    monkeypatch.setattr(sys.modules["mlflow"], "start_run", lambda: 1 / 0)
+    says = r"tracker 'mlflow' cannot begin \(ZeroDivisionError: division by zero\); see to its settings, or"
+    with pytest.raises(ValueError, match=says):
+        run(steps=1, tracker="mlflow")
 
 
 def test_other_processes_than_the_first_hand_nothing_on(monkeypatch):

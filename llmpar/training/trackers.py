@@ -29,25 +29,26 @@ def tracking(name: Tracker | None, about: dict[str, Any]) -> Iterator[Send]:
         yield lambda step, row: None
         return
     package = "tensorboardX" if name == "tensorboard" else name
-    try:
-        module = importlib.import_module(package)
-    except ImportError as error:
-        missing = f"tracker '{name}' needs the package {package}, which cannot be imported ({error})"
-        raise ValueError(f"{missing}; pip install {package}, or use --log alone") from error
     send: Any
     failed: dict[str, Any] = {}
     with contextlib.redirect_stdout(sys.stderr):  # some greet there
-        if name == "tensorboard":
-            writer = module.SummaryWriter()
-            send = lambda row, step: [writer.add_scalar(key, value, step) for key, value in row.items()]
-            close = writer.close
-        elif name == "mlflow":
-            module.start_run()
-            module.log_params(about)
-            send, close, failed = module.log_metrics, module.end_run, {"status": "FAILED"}
-        else:
-            module.init(project="llmpar", config=about)
-            send, close, failed = module.log, module.finish, {"exit_code": 1} if name == "wandb" else {}
+        try:
+            module = importlib.import_module(package)
+            if name == "tensorboard":
+                writer = module.SummaryWriter()
+                send = lambda row, step: [writer.add_scalar(key, value, step) for key, value in row.items()]
+                close = writer.close
+            elif name == "mlflow":
+                module.start_run()
+                module.log_params(about)
+                send, close, failed = module.log_metrics, module.end_run, {"status": "FAILED"}
+            else:
+                module.init(project="llmpar", config=about)
+                send, close, failed = module.log, module.finish, {"exit_code": 1} if name == "wandb" else {}
+        except Exception as error:  # each raises its own
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+            use = f"pip install {package}" if isinstance(error, ImportError) else "see to its settings"
+            raise ValueError(f"tracker '{name}' cannot begin ({why}); {use}, or use --log alone") from error
         number = lambda key, value: key != "step" and isinstance(value, int | float)
         try:
             yield lambda step, row: send({k: x for k, x in row.items() if number(k, x)}, step=step)
