@@ -582,6 +582,59 @@ def test_evaluation_is_the_cross_entropy_whatever_the_plan(plan):
     assert int(tokens) == counted and abs(float(loss) / want - 1) < 1e-6  # float32 sums of some 100 losses
 
 
+ANSWERED = [
+    Plan(),
+    Plan("pp=2 sp=2", schedule="1f1b", microbatches=4, sequence_order="zigzag"),
+    Plan("dp=2 sp=2 tp=2", microbatches=2, sequence_order="balanced"),
+]
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    """Conversations of very different lengths, some rows without an answer; what each plan loses."""
+    rng, file = np.random.default_rng(0), tmp_path_factory.mktemp("talks") / "x.jsonl"
+    words = lambda least, most: " ".join("abc"[i] * 3 for i in rng.integers(0, 3, rng.integers(least, most)))
+    rows = [{"prompt": words(1, 30), "answer": words(1, 4) if i % 3 else words(40, 60)} for i in range(60)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    source = DataConfig((str(file),), seq_len=32, batch_size=8, held_out=4)
+    corpus, found = read_corpus(source), []
+    config = dataclasses.replace(SMALL, num_layers=2)
+    with jax.numpy_dtype_promotion("standard"):
+        for plan in ANSWERED:
+            order = functools.partial(row_orders, plan.sequence_order, n=plan.mesh.sp)
+            text, held_out = (Stream(corpus, source, part, order) for part in ("train", "held_out"))
+            more = dict(text=text, held_out=held_out, eval_every=2, eval_batches=3)
+            found.append((text, run(plan, 4, config, **more)))
+    return config, found
+
+
+def test_answers_alone_are_learned_alike_on_every_mesh(answered):
+    """The mean is over all targets of a batch, whose microbatches and devices have unequally many, or none.
+    1e-4: four steps of float32 rounding in another order of summing."""
+    config, ((text, (_, alone)), *others) = answered
+    counts = [(text.batch(i)["targets"] >= 0).sum(1) for i in range(4)]
+    assert any(0 in rows and rows.max() > 20 for rows in counts), "unequal"
+    for _, (_, report) in others:
+        np.testing.assert_allclose(report.losses, alone.losses, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(report.eval_losses, alone.eval_losses, rtol=0, atol=1e-4)
+    step = Step(config, Plan(), make_mesh("dp=1"), optax.sgd(1e-3))
+    params = jax.device_get(step.init(0).params)
+    loss, counted = independent_loss(config, params, text.batch(0))
+    assert abs(loss / counted - alone.losses[0]) < 1e-5 and counted == counts[0].sum()
+
+
+def test_a_held_out_part_without_an_answer_is_refused_before_the_first_step(answered):
+    _, ((text, _), *_) = answered
+    begin, counted = Stream(text.corpus, text.config, "held_out")._bounds[0], text.corpus.counted.copy()
+    counted[begin : begin + 33] = False
+    corpus = dataclasses.replace(text.corpus, counted=counted)
+    config = dataclasses.replace(text.config, batch_size=1, seq_len=16)
+    with pytest.raises(
+        ValueError, match="no answer is in the first 2 held-out batches; use more --eval-batches"
+    ):
+        run(text=text, held_out=Stream(corpus, config, "held_out"), eval_every=1, eval_batches=2, plan=Plan())
+
+
 def test_checksums_are_of_the_bits_on_any_mesh(whole):
     _, state, _ = whole
     sums = checksums(state)

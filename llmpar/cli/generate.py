@@ -30,6 +30,7 @@ class Generate:
         tokens: how many to add at most; a token that ends a text ends it here.
         temperature: 0 takes the likeliest token, more draws from a flatter distribution.
         seed: of drawing.
+        best: take the checkpoint with the lowest held-out loss, not the newest.
         tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json; left out, the model's, or bytes.
         dtype: of weights and cache.
         json: print one JSON document on stdout.
@@ -44,6 +45,7 @@ class Generate:
     tokens: int = 64
     temperature: float = 0.0
     seed: int = 0
+    best: bool = False
     tokenizer: Name = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     json: bool = False
@@ -67,7 +69,7 @@ class Generate:
         request = Request((0,), self.tokens, self.temperature, seed=self.seed)
         devices = use_devices(self.devices, at_least=1)
         config, tokenizer, load, said = opened(
-            self.checkpoints, self.from_, self.model, self.tokenizer, self.seed
+            self.checkpoints, self.from_, self.model, self.tokenizer, self.seed, self.best
         )
         plan = Plan(parse_mesh(self.mesh, len(devices)), zero=0, dtype=self.dtype)
         if others := plan.mesh.live("pp", "dp", "fsdp", "ep"):

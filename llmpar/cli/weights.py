@@ -31,6 +31,8 @@ def opened(
         tokenizer: left out, what the model was trained with; where that is unknown, bytes.
         best: of the checkpoints the one with the lowest held-out loss.
     """
+    if best and checkpoints is None:
+        raise ValueError("--best is about --checkpoints, which is not given; leave it out")
     if from_ is not None:
         refuse_beside_from(["--model"] * (model is not None) + ["--checkpoints"] * (checkpoints is not None))
         model, name, load = from_folder(from_)
