@@ -10,7 +10,7 @@ from llmpar.draw.geometry import holders
 from llmpar.draw.scene import OTHERS, Group, Line, Rect, Scene, Text, small_text
 from llmpar.notation import Arrow, Dim, Layout, parse_layout
 
-LENGTH = {"s": 84, "d": 72, "m": 136, "n": 112, "k": 112, "t": 84, "h": 48}
+LENGTH = {"s": 84, "d": 72, "m": 136, "n": 112, "k": 112, "t": 84, "h": 48, "z": 16}
 """Pixels of a dim in a drawing of many matrices."""
 BESIDE = "bh"  # not drawn where there are more dims: a batch is more rows, a head's width lies in a head
 SHEETS = "an unfinished sum: add its sheets"

@@ -34,7 +34,7 @@ from jax import lax
 
 from llmpar import draw
 from llmpar import plan as plan_file
-from llmpar.config import preset
+from llmpar.config import LoraConfig, preset
 from llmpar.draw.scene import show
 from llmpar.exercises import attempt, hint, met, say, solution
 from llmpar.exercises.lesson import (
@@ -57,7 +57,7 @@ from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh, shard_bytes, sharding, spec
 from llmpar.notation import parse_layout
 from llmpar.plan import Plan
-from llmpar.predict import formulas, traffic
+from llmpar.predict import formulas, memory, traffic
 from llmpar.predict.hardware import chip
 from llmpar.step import Step
 
@@ -577,6 +577,102 @@ for reshard in (True, False):
 # %%
 policies = {"again": (..., ...), "keep": (..., ...), "keep all step": (..., ...)}
 attempt("04.keep_or_gather", policies)
+
+# %% [markdown]
+# ### LoRA: train 0.2 % of the numbers. What gets cheaper?
+#
+# A model that is trained already can be *tuned*: trained a little more, on examples of what it is to do. LoRA (Hu et al. 2021)
+# leaves each matrix `W` as it is: it is *frozen*, no gradient changes it. Beside `W` stand two thin matrices, its *adapters* `A`
+# and `B`. In place of `x W` the layer computes `x W + (x A) B`, and only `A` and `B` are trained. They meet in a dim `z`, the
+# *rank*: 16, say, where `d` is 4096.
+
+# %%
+names = ("x", "W, frozen", "x W")
+show(draw.matmul("s d × d m = s m", names, title="What the model computes"))
+names = ("x", "A", "x A", "B", "added to x W")
+show(draw.matmul("s d × d z = s z × z m = s m", names, title="What LoRA adds"))
+
+# %% [markdown]
+# `W` is stored as stage 3 stores it: `d/fsdp m`. Training all of Llama 3 8B in mixed precision takes 16 bytes
+# per parameter, and stage 3 sends 3Ψ in a step. **How many bytes of a parameter are left with LoRA, and how many Ψ?** Leave out
+# the adapters themselves: they are 0.2 % of the parameters.
+
+# %%
+lora = {"held": ..., "sent": ...}  # bytes per parameter, of 16; Ψ in a step, of 3
+attempt("04.lora", lora)
+
+# %% [markdown]
+# ### With LoRA gradients and moments go, gathers stay
+#
+# The Llama of above on a mesh of three axes, two steps: once all of it is trained, once its adapters alone.
+
+# %%
+ADAPTED = dataclasses.replace(LLAMA, lora=LoraConfig(rank=4))
+AXES = {1: "dp=1", 2: "fsdp=2", 4: "fsdp=2 tp=2", 8: "dp=2 fsdp=2 tp=2"}[N]
+both = {
+    "all is trained": trained(LLAMA, Plan(AXES, zero=3), TEXT, ADAM, 2),
+    "LoRA": trained(ADAPTED, Plan(AXES, zero=3), TEXT, ADAM, 2),
+}
+
+# %% tags=["plumbing"]
+# Memory and traffic, predicted and compiled.
+given, moved, passes = {}, {}, {}
+for name, run in both.items():
+    parts = memory.argument_bytes(run.step.plan, BATCH, SEQ)
+    assert compiled_memory(run.compiled)["argument_bytes"] == sum(parts.values())
+    given[name] = {"weights": parts["params"], "moments": parts["optimizer"]}
+    census = as_predicted(run)
+    passes[name] = {c.direction for c in census if c.arrow == "ffn d m"}
+    moved[name] = dict.fromkeys(("weights", "gradients", "activations"), 0)
+    for row in traffic.step_traffic(run.step.plan, BATCH, SEQ).values():
+        for (what, _, size), times in row.messages.items():
+            if what in moved[name]:  # not the loss
+                moved[name][what] += times * row.sent(size)
+everything, tuned = moved.values()
+assert tuned["activations"] == everything["activations"]
+assert N == 1 or everything["weights"] < tuned["weights"] < 1.2 * everything["weights"]
+assert N == 1 or tuned["gradients"] < 0.1 * everything["gradients"]
+first, second = given.values()
+assert second["moments"] < 0.1 * first["moments"]
+assert second["weights"] > first["weights"]
+if N > 1:
+    assert passes["all is trained"] == {"forward", "recomputed", "backward"}
+    assert passes["LoRA"] == {"forward", "recomputed"}
+frozen = formulas.zero_bytes(PARAMS, 1, 0, grad_bytes=0, optim_bytes=0)
+left = {"held": frozen / PARAMS, "sent": len(passes["LoRA"]) if N > 1 else 2}
+assert both["LoRA"].losses[1] < both["LoRA"].losses[0]
+
+# %%
+show(draw.memory_bars(moved.items(), title=f"{AXES}: sent per device and step"))
+show(draw.memory_bars(given.items(), title=f"{AXES}: what a step is given"))
+met("04.lora", left)
+
+# %% [markdown]
+# `W` has no gradient. So nothing is reduce-scattered over `fsdp` or summed over `dp` for it, and Adam has no moments of it. But
+# the layer still multiplies by `W`: forward, and backward to get the gradient of `x`, on its way to the adapters of earlier layers.
+# So the two gathers stay, and so does what tensor parallelism sends of the activations, since `x` is as large as before.
+#
+# ### With LoRA 8B fits on one GPU
+#
+# What is frozen needs no float32 copy, only the 2 bytes that the matmuls read. An adapter's parameter takes 16.
+
+# %%
+fine = dataclasses.replace(preset("llama3-8b"), lora=LoraConfig(rank=16))
+thin = held(0, params=fine.num_params - PARAMS)
+bars = [
+    ("all is trained", held(0)),
+    ("LoRA", thin | {"weights": thin["weights"] + 2 * PARAMS}),
+]
+title = "Llama 3 8B on one GPU: model state"
+show(draw.memory_bars(bars, h100.usable_bytes, title))
+
+# %% tags=["plumbing"]
+assert sum(bars[1][1].values()) < h100.usable_bytes < sum(bars[0][1].values())
+assert 0.001 < thin["weights"] / (2 * PARAMS) < 0.0025
+
+# %% [markdown]
+# Activations come on top, and LoRA saves none of them. `llmpar train --lora-rank 16` does all this; the adapters are few numbers,
+# so a checkpoint of each task is small, and in the end `W + A B` is again one matrix.
 
 # %% [markdown]
 # ### A weight's life in one step

@@ -285,7 +285,7 @@ show(draw.memory_bars(bars), f"Llama 3 8B in bfloat16, u = {U}: what a GPU sends
 # **Source:** Rajbhandari et al. 2020, section 7, for u = 1; the counts over microbatches follow from *when* each stage
 # communicates, and the package's tests hold them against compiled programs. Ψ times (N-1)/N on a ring.
 
-# %% [markdown] tags=["slide"] minutes=2
+# %% [markdown] tags=["slide"] minutes=1
 # ## Offload: the CPU as a shelf
 #
 # Gradients down, weights up: $4\Psi$ bytes cross PCIe per step, 0.8 s for 13B. That hides behind **10,500 tokens** per GPU
@@ -320,3 +320,54 @@ show(draw.memory_bars(bars, h100.usable_bytes, "Llama 2 13B on H100: state in GP
 # **Source:** Ren et al. 2021: of all ways to cut the work between GPU and CPU, 4 bytes per parameter and step (2 of gradients,
 # 2 of weights) is the least. 63 GB/s per direction is PCIe 5.0 x16 without protocol; the GPU is taken at its peak, and
 # its memory as what a program may use.
+
+# %% [markdown] tags=["slide"] minutes=1
+# ## Tuning with LoRA: gradients go, gathers stay
+#
+# `x W` becomes `x W + (x A) B`; `W` is frozen. It has no gradient and no moments, but layers still multiply by it: gathered
+# forward, and backward for the gradient of `x`. Llama 3 8B, rank 16:
+#
+# <footer>Hu et al. 2021 (LoRA) · lesson <code>notebooks/04_zero</code> · <code>llmpar train --lora-rank 16</code></footer>
+
+# %%
+from collections import Counter
+
+from llmpar.config import LoraConfig
+
+base = preset("llama3-8b")
+fine = dataclasses.replace(base, lora=LoraConfig(rank=16))
+thin = fine.num_params - base.num_params
+assert 0.001 < thin / base.num_params < 0.002
+state = {part: formulas.zero_bytes(base.num_params, 1, 0, *sizes) for part, sizes in PARTS.items()}
+tuned = {part: formulas.zero_bytes(thin, 1, 0, *sizes) for part, sizes in PARTS.items()}
+tuned["weights"] += state["weights"]
+assert sum(tuned.values()) < h100.usable_bytes < sum(state.values())
+names = ("all is trained", "LoRA")
+show(
+    draw.memory_bars(
+        zip(names, (state, tuned), strict=True), h100.usable_bytes, "One H100: model state", wide=340
+    )
+)
+
+# %%
+sent = []
+for config in (base, fine):
+    found = Counter()
+    plan = Plan("fsdp=8", zero=3, dtype="bfloat16").resolve(config)
+    for row in traffic.step_traffic(plan, 8, 4096).values():
+        for (what, _, size), times in row.messages.items():
+            found[what] += times * row.sent(size)
+    sent.append({what: found[what] for what in ("weights", "gradients")})
+assert sent[0]["weights"] < sent[1]["weights"] < 1.01 * sent[0]["weights"]
+assert 0 < sent[1]["gradients"] < 0.01 * sent[0]["gradients"]
+show(draw.memory_bars(zip(names, sent, strict=True), title="ZeRO-3 on 8 GPUs: each sends in a step", wide=340))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** what of 3Ψ is left at stage 3? 2Ψ: who multiplies by `W` needs it whole, forward and backward. Only its reduce-scatter
+# goes.
+#
+# **Misunderstanding:** that LoRA makes a step as cheap as its few parameters. Forward is as dear as before, backward half; activations
+# are all kept. What goes is state: 2 of 16 bytes are left, and 8B fits on one GPU.
+#
+# **Source:** Hu et al. 2021, sections 4.1 and 4.2; bytes by the formulas that lesson 04 holds against the compiled program. In
+# bfloat16 gathers carry 2 bytes per number.
