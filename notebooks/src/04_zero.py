@@ -648,9 +648,10 @@ show(draw.memory_bars(given.items(), title=f"{AXES}: what a step is given"))
 met("04.lora", left)
 
 # %% [markdown]
-# `W` has no gradient. So nothing is reduce-scattered over `fsdp` or summed over `dp` for it, and Adam has no moments of it. But
-# the layer still multiplies by `W`: forward, and backward to get the gradient of `x`, on its way to the adapters of earlier layers.
-# So the two gathers stay, and so does what tensor parallelism sends of the activations, since `x` is as large as before.
+# `W` has no gradient, so its arrow `d m +dp +fsdp -> d/fsdp m` is gone, a reduce-scatter over `fsdp` and an all-reduce over `dp`;
+# and Adam has no moments of it. But the layer still multiplies by `W`: forward, and backward to get the gradient of `x`, on its way
+# to the adapters of earlier layers. So both gathers stay, `d/fsdp m -> d m`. So does what tensor parallelism sends: `x` is as large
+# as before.
 #
 # ### With LoRA 8B fits on one GPU
 #
