@@ -527,14 +527,6 @@ for zero in range(4):
 print("communication: formula = prediction = traced program, in kind, count and bytes")
 
 # %% [markdown]
-# ### A reduce-scatter in one picture
-#
-# Every device has computed a whole gradient from its own rows of the batch. After the reduce-scatter each has one part, finished.
-
-# %%
-show(draw.arrow("d m +fsdp -> d/fsdp m", (D, D), mesh.shape, itemsize=4))
-
-# %% [markdown]
 # ### Gather again, or gather once and keep?
 #
 # FSDP may keep a gathered weight until the backward pass has used it. That saves a third of the traffic and gives back the
