@@ -106,9 +106,23 @@ def test_other_processes_than_the_first_hand_nothing_on(monkeypatch):
     from llmpar.training import trackers
 
     monkeypatch.setattr(trackers.jax, "process_index", lambda: 1)
-    with trackers.tracking("wandb", {}) as send:
+    with trackers.tracking("wandb", {}, print) as send:
         send(0, {"loss": 1.0})
     assert calls == []
+
+
+@pytest.mark.parametrize("what", ["log", "finish"])
+def test_a_tracker_that_fails_on_the_way_is_told_of_and_left(what, monkeypatch):
+    fake(monkeypatch, "wandb")
+
+    def fails(*_, **__):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(sys.modules["wandb"], what, fails, raising=False)
+    said = []
+    _, report = run(steps=2, tracker="wandb", tell=said.append)
+    assert len(report.losses) == 2
+    assert said == ["tracker 'wandb' gets no more rows: ConnectionError: no network"]
 
 
 @pytest.mark.parametrize("package", ["tensorboardX", "trackio"])

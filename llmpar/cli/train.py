@@ -94,9 +94,15 @@ class Train:
             raise ValueError(f"stuck_after is {self.stuck_after}; use seconds, or 0 to wait for ever")
         if self.checkpoints is None and changed(self, ("every", "anyway")):
             raise ValueError("--every and --anyway are about --checkpoints, which is not given")
-        traced = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile or "0:0")
-        if traced is None or int(traced[1]) > int(traced[2]):
-            raise ValueError(f"profile '{self.profile}' names no steps; use FIRST:LAST, as 5:8")
+        traced = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile or "")
+        first, last = (int(traced[1]), int(traced[2])) if traced else (0, -1)
+        if self.profile is not None and not first <= min(last, self.steps - 1):
+            steps = f"'{self.profile}' names no steps of 0 to {self.steps - 1}"
+            raise ValueError(f"profile {steps}; use FIRST:LAST, as 5:8")
+        if traced and not os.access("profile" if os.path.lexists("profile") else ".", os.W_OK | os.X_OK):
+            raise ValueError(
+                "the folder 'profile' cannot be written here; move what is there, or go elsewhere"
+            )
         optimizer = OptimizerConfig(**vars(self.optimizer))
         options.check_picture(self.plot)
         from llmpar.launch.joined import Watchdog, meet
@@ -149,7 +155,7 @@ class Train:
                 stop=stopper.asked,
                 meet=meet,
                 tracker=self.tracker,
-                profile=(int(traced[1]), int(traced[2])) if self.profile else None,
+                profile=(first, last) if traced else None,
                 begin=begin,
                 origin=self.from_ and folder_of(self.from_),
             )

@@ -20,10 +20,11 @@ Send = Callable[[int, dict[str, Any]], Any]
 
 
 @contextlib.contextmanager
-def tracking(name: Tracker | None, about: dict[str, Any]) -> Iterator[Send]:
+def tracking(name: Tracker | None, about: dict[str, Any], tell: Callable[[str], None]) -> Iterator[Send]:
     """Give a function that hands a step's numbers on, in the first process; without a name it does nothing.
 
-    The tracker's own settings, environment variables mostly, say where they go.
+    The tracker's own settings, environment variables mostly, say where they go. One that fails on the way is
+    told of and left; the run goes on.
     """
     if name is None or jax.process_index() != 0:
         yield lambda step, row: None
@@ -50,12 +51,23 @@ def tracking(name: Tracker | None, about: dict[str, Any]) -> Iterator[Send]:
             use = f"pip install {package}" if isinstance(error, ImportError) else "see to its settings"
             raise ValueError(f"tracker '{name}' cannot begin ({why}); {use}, or use --log alone") from error
         number = lambda key, value: key != "step" and isinstance(value, int | float)
+        lost = False
+
+        def try_to(call: Callable, *args: Any, **how: Any) -> None:
+            nonlocal lost
+            try:
+                if not lost:
+                    call(*args, **how)
+            except Exception as error:
+                lost = True
+                tell(f"tracker '{name}' gets no more rows: {type(error).__name__}: {error}")
+
         try:
-            yield lambda step, row: send({k: x for k, x in row.items() if number(k, x)}, step=step)
+            yield lambda step, row: try_to(send, {k: x for k, x in row.items() if number(k, x)}, step=step)
         except BaseException:
-            close(**failed)
+            try_to(close, **failed)
             raise
-        close()
+        try_to(close)
 
 
 @contextlib.contextmanager

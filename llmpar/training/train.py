@@ -163,7 +163,7 @@ def train(
     with (
         checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(),
         _opened(log) as lines,
-        tracking(tracker, about) as send,
+        tracking(tracker, about, tell) as send,
         contextlib.ExitStack() as traced,
     ):
         step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
@@ -178,6 +178,8 @@ def train(
         if restored:
             nothing = "; nothing is left to do" * (report.start >= steps)
             tell(f"goes on from the checkpoint of step {report.start}{nothing}")
+        if profile and report.start > profile[1]:
+            tell(f"steps {profile[0]} to {profile[1]} are done already: none is traced")
         measured, run = _Measured(step, report, checkpoints, lines, send, on_step), None
         first, last = profile or (steps, steps)
         for number in range(report.start, steps):
