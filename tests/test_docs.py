@@ -91,7 +91,7 @@ def test_every_command_of_a_page_is_understood(page, tmp_path, monkeypatch, caps
         if line in refused:
             status, out, err = outcome(line, capsys)
             assert (status, out, err.splitlines()[-1]) == (1, "", refused.pop(line)), line
-        elif line.startswith("llmpar compile"):  # tests/test_compile.py runs it where the compilers are
+        elif line.startswith(("llmpar compile", "llmpar serve")):  # test_compile.py, test_server.py
             continue
         elif page != README and hasattr(command, "step"):
             command.step.settle(8)
@@ -106,7 +106,7 @@ def test_every_command_of_a_page_is_understood(page, tmp_path, monkeypatch, caps
 def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for line in written(page):
-        if line.startswith("llmpar ") and not line.startswith("llmpar compile") and line not in NOT_RUN:
+        if line.startswith("llmpar ") and line.split()[1] not in ("compile", "serve") and line not in NOT_RUN:
             assert outcome(line, capsys)[0] == (f"    $ {line}\n" in page.read_text()), line
     if (log := tmp_path / "run.jsonl").exists():
         assert any("eval_loss" in line for line in log.read_text().splitlines())

@@ -24,11 +24,12 @@ from llmpar.cli.launch import Launch
 from llmpar.cli.models import Models
 from llmpar.cli.plan import Plan
 from llmpar.cli.schedule import Schedule
+from llmpar.cli.serve import Serve
 from llmpar.cli.train import Train
 
 GROUPS: dict[str, dict[str, Any]] = {
     "learn": {"lab": Lab, "demo": Demo, "quiz": Quiz, "progress": Progress, "solutions": Solutions},
-    "run": {"doctor": Doctor, "train": Train, "generate": Generate, "export": Export},
+    "run": {"doctor": Doctor, "train": Train, "generate": Generate, "serve": Serve, "export": Export},
     "look": {"inspect": Inspect, "compile": Compile, "schedule": Schedule, "models": Models},
     "decide": {"plan": Plan},
     "many hosts": {"launch": Launch},

@@ -222,8 +222,11 @@ def still_at_work(doing: str, usual: str, every_s: float = 5) -> Iterator[None]:
         done.set()
 
 
-def fits_host(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, parts: tuple[str, ...]) -> None:
-    """Refuse a model whose simulated devices together hold more than this machine's memory."""
+def fits_host(
+    config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, parts: tuple[str, ...], cache: int = 0
+) -> None:
+    """Refuse a model whose simulated devices together hold more than this machine's memory; ``cache``: bytes
+    that they hold besides."""
     import jax
 
     from llmpar.predict import memory
@@ -233,8 +236,9 @@ def fits_host(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, pa
         return
     held = memory.argument_bytes(plan.resolve(config, None), batch_size, seq_len)
     here = min(plan.mesh.size, len(jax.local_devices()))
-    need = here * sum(held[part] for part in parts)
+    need = here * sum(held[part] for part in parts) + cache
     if need > room:
+        parts += ("cache",) * (cache > 0)
         what = f"{' and '.join(parts)} of '{config.name}' take {need / 2**30:,.1f} GiB"
         has = f"this machine has {room / 2**30:,.1f} GiB; use a smaller model, or cut it more"
         raise ValueError(f"{what} on {here} simulated devices, and {has}")
