@@ -325,6 +325,12 @@ class ModelConfig:
         return sum(sizes.values())
 
     @property
+    def trained_params(self) -> int:
+        """Parameters that gradients change: all, or those of the adapters."""
+        rows = self._weights().values() if self.lora else ()
+        return sum(math.prod(w.shape) for w in rows if not w.frozen) or self.num_params
+
+    @property
     def active_params(self) -> int:
         """Parameters that take part for one token: all but those of the experts that it does not visit."""
         experts = self.experts or ExpertConfig(1, 1)

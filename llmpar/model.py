@@ -96,7 +96,7 @@ def times(product: Callable, x: Float[Array, "b s *inner"], weight: Array | Adap
     unfinished sums, and finished together."""
     if not isinstance(weight, Adapted):
         return product(x, weight, **kinds)
-    x_bsz = weight.scale * jnp.tensordot(x, weight.a, x.ndim - 2, **kinds)
+    x_bsz = checkpoint_name(weight.scale * jnp.tensordot(x, weight.a, x.ndim - 2, **kinds), PROJECTED)
     return product(x, weight.w, **kinds) + jnp.tensordot(x_bsz, weight.b, 1, **kinds)
 
 

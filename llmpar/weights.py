@@ -10,10 +10,12 @@ import operator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx, traverse_util
 
 from llmpar.config import ModelConfig
 from llmpar.model import Llama
+from llmpar.notation import parse_layout
 
 Tree = Any
 """A pytree of arrays, or of what is said of each: nested dicts as the model's."""
@@ -40,6 +42,30 @@ def joined(tree: Tree, part: Tree) -> Tree:
     """The tree with the leaves of a part of it in place of its own."""
     flat = (traverse_util.flatten_dict(x, sep=".") for x in (tree, part))
     return traverse_util.unflatten_dict(functools.reduce(operator.or_, flat), sep=".")
+
+
+def adapters_of(path: str, config: ModelConfig) -> list[str]:
+    """The paths of the weight's adapters, A and B; none where it has none."""
+    part, _, name = path.rpartition(".")
+    return [x for x in (f"{part}.lora.{name}_a", f"{part}.lora.{name}_b") if x in config.weights()]
+
+
+def merged(params: Tree, config: ModelConfig) -> Tree:
+    """Weights, or a part of them, without adapters: W + A B · alpha / rank (Hu et al. 2021, section 4.1),
+    added up in float32 where W lies, one matrix of all layers after the other."""
+    flat, rows = traverse_util.flatten_dict(params, sep="."), config.weights()
+    for path in list(flat):
+        if (lora := config.lora) and (pair := adapters_of(path, config)):
+            w, a, b = (parse_layout(rows[name].dims).letters for name in (path, *pair))
+            add = functools.partial(_add_product, f"{a},{b}->{w}", lora.scale)
+            there = getattr(flat[path], "sharding", None)
+            flat[path] = jax.jit(add, out_shardings=there)(flat[path], *(flat.pop(name) for name in pair))
+    return traverse_util.unflatten_dict(flat, sep=".")
+
+
+def _add_product(equation: str, scale: float, w: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    w, a, b = (x.astype("float32") for x in (w, a, b))
+    return w + scale * jnp.einsum(equation, a, b, precision="highest")
 
 
 @functools.cache

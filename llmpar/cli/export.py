@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -14,7 +15,8 @@ from llmpar.cli.weights import opened
 
 @dataclass(frozen=True)
 class Export:
-    """Write a checkpoint as a Hugging Face model: config.json, safetensors, its tokenizer's files.
+    """Write a checkpoint as a Hugging Face model: config.json, safetensors, its tokenizer's files. Adapters
+    are added to their weights.
 
     llmpar export kept model --dtype bfloat16
 
@@ -43,6 +45,7 @@ class Export:
 
         from llmpar.cli.options import start
         from llmpar.training import hf
+        from llmpar.weights import adapters_of, merged
 
         start()
         config, tokenizer, load, said = opened(self.checkpoints, None, None, self.tokenizer, best=self.best)
@@ -51,10 +54,12 @@ class Export:
         here = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
 
         def weight(path: str):
-            return flatten_dict(load(unflatten_dict({path: here}, sep=".")), sep=".")[path]
+            where = dict.fromkeys((path, *adapters_of(path, config)), here)
+            return flatten_dict(merged(load(unflatten_dict(where, sep=".")), config), sep=".")[path]
 
-        hf.save(self.folder, weight, config, self.dtype, tokenizer)
+        base = dataclasses.replace(config, lora=None)
+        hf.save(self.folder, weight, base, self.dtype, tokenizer)
         files = sorted(os.listdir(self.folder))
-        shown = f"{config.name}, {config.num_params:,} parameters: {', '.join(files)} in {self.folder}"
-        document = {"model": config.name, "params": config.num_params, "folder": self.folder, "files": files}
+        shown = f"{base.name}, {base.num_params:,} parameters: {', '.join(files)} in {self.folder}"
+        document = {"model": base.name, "params": base.num_params, "folder": self.folder, "files": files}
         return give(document, self.json, [shown])

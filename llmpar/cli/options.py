@@ -20,7 +20,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import tyro
 
-from llmpar.config import ModelConfig, preset
+from llmpar.config import LoraConfig, ModelConfig, preset
 from llmpar.files import read_text
 from llmpar.notation import parse_mesh
 from llmpar.plan import Plan
@@ -38,6 +38,7 @@ Text = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 Number = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 Real = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
 """Options that may be left out: of these tyro would spell out the type."""
+Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")]
 Files = Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")]
 METAVARS: dict[Any, Any] = {str | None: Text, int | None: Number, tuple[str, ...]: Files}
 
@@ -139,6 +140,9 @@ class StepOptions:
         mesh: sizes of the axes, as 'dp=2 fsdp=-1 tp=2' (or 'dp:2,fsdp:-1,tp:2'); one may be -1.
         mesh_dim: the same as numbers dp,fsdp,tp,sp as in LWM, or dp,fsdp,mp as in EasyLM; replaces --mesh.
         devices: CPU devices to simulate where there is no accelerator.
+        lora_rank: train adapters of this rank (LoRA), and leave all other weights as they are.
+        lora_alpha: the adapters' weight, times 1 / lora_rank.
+        lora_targets: the matrices that have adapters, of q k v o gate up down.
     """
 
     model: str = "tiny"
@@ -147,6 +151,9 @@ class StepOptions:
     mesh: str = "dp=-1"
     mesh_dim: Text = None
     devices: int = 8
+    lora_rank: Number = None
+    lora_alpha: float = 16.0
+    lora_targets: Names = ("q", "k", "v", "o")
     plan: Annotated[Any, tyro.conf.arg(constructor=PlanFlags)] = PlanFlags()
 
     def resolve(self) -> tuple[ModelConfig, Plan]:
@@ -155,10 +162,21 @@ class StepOptions:
 
         return self.settle(len(use_devices(self.devices, at_least=1)))
 
+    def adapted(self, config: ModelConfig) -> ModelConfig:
+        """The model with the adapters that were asked for."""
+        if self.lora_rank is not None:
+            lora = LoraConfig(self.lora_rank, self.lora_alpha, self.lora_targets)
+            return dataclasses.replace(config, lora=lora)
+        if given := changed(self, ("lora_alpha", "lora_targets")):
+            raise ValueError(
+                f"{' and '.join(given)} shape adapters, and there are none; give --lora-rank too"
+            )
+        return config
+
     def settle(self, num_devices: int) -> tuple[ModelConfig, Plan]:
         """Give the model and the plan on so many devices. Refuses what cannot run, before anything is
         compiled."""
-        config = preset(self.model)
+        config = self.adapted(preset(self.model))
         mesh = parse_mesh(self.mesh if self.mesh_dim is None else self.mesh_dim, num_devices)
         plan = Plan(mesh, **vars(self.plan) | {"schedule": read_order(self.plan.schedule)})
         batch_size = num_devices if self.batch_size is None else self.batch_size

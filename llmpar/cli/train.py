@@ -195,7 +195,8 @@ class Train:
 def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:
     """Say what is trained on what."""
     devices = f"{plan.mesh} ({plan.mesh.size} devices)"
-    say(f"{config.name}: {config.num_params:,} parameters on {devices}; {source}")
+    of = f" ({config.trained_params:,} of them trained)" if config.lora else ""
+    say(f"{config.name}: {config.num_params:,} parameters{of} on {devices}; {source}")
     if order := plan.pipeline:
         idle = timetable(order).bubble_fraction
         counts = f"{order.num_stages} stages, {order.num_microbatches} microbatches"

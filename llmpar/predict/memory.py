@@ -189,9 +189,7 @@ def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float
     halve it)."""
     tokens = batch_size * seq_len
     multiplied = config.active_params - config.vocab_size * config.width * (not config.tied)
-    weights = config.weights().values()
-    sizes = lambda rows: sum(math.prod(weight.shape) for weight in rows)
-    multiplied -= sizes(w for w in weights if w.is_vector)
-    constant = multiplied - sizes(w for w in weights if not w.frozen) if config.lora else 0
+    multiplied -= sum(math.prod(w.shape) for w in config.weights().values() if w.is_vector)
+    constant = multiplied - config.trained_params if config.lora else 0
     attention = 12 * config.num_layers * config.num_heads * config.head_width * seq_len * tokens / 2
     return {"weights": (6.0 * multiplied - 2.0 * constant) * tokens, "attention": attention}

@@ -164,9 +164,11 @@ class Checkpoints:
         """Write all of the state, and beside it the model's configuration, what ``made`` it, and its score;
         finished, or as if it had never begun. Then older ones go."""
         about = {"config": dataclasses.asdict(config), "made": made or {}, "score": score}
+        weights = flatten_dict(state.params, sep=".").items()
+        narrow = {path: str(weight.dtype) for path, weight in weights if weight.dtype != "float32"}
         parts = ocp.args.Composite(
             state=ocp.args.StandardSave(state._asdict()),
-            about=ocp.args.JsonSave(about | {"checksums": checksums(state)}),
+            about=ocp.args.JsonSave(about | {"checksums": checksums(state), "narrow": narrow}),
         )
         before = self.latest
         try:
@@ -232,14 +234,19 @@ class Checkpoints:
             found = f"it has {len(written)} leaves, asked are {len(asked)}; in one alone is {other[0]}"
             what = f"holds another optimizer's state ({found})"
             raise ValueError(f"{self._which} {what}; give the optimizer that made it")
-        state = State(**self._read("state", ocp.args.StandardRestore(abstract._asdict())))
+        weights = flatten_dict(abstract.params, sep=".").items()
+        placed = {path: _placed(about, path, w.shape, w.sharding) for path, w in weights}
+        item = abstract._replace(params=unflatten_dict(placed, sep="."))
+        state = State(**self._read("state", ocp.args.StandardRestore(item._asdict())))
         self._compare(about["checksums"], state)
-        return state
+        cast = lambda w, like: w.astype(like.dtype)
+        return state._replace(params=jax.tree.map(cast, state.params, abstract.params))
 
     def params(self, shardings: Tree, config: ModelConfig) -> Tree:
-        """The weights without an optimizer's state, or a part of them, laid out as that tree says."""
+        """The weights without an optimizer's state, or a part of them, laid out as that tree says, in the
+        dtypes that were written."""
         about, weights = self._about(config), config.weights()
-        place = lambda path, to: jax.ShapeDtypeStruct(weights[path].shape, "float32", sharding=to)
+        place = lambda path, to: _placed(about, path, weights[path].shape, to)
         where = {path: place(path, to) for path, to in flatten_dict(shardings, sep=".").items()}
         item = {"params": unflatten_dict(where, sep=".")}
         how = ocp.checkpoint_utils.construct_restore_args(item)
@@ -295,6 +302,11 @@ class Checkpoints:
     def _refuse(self, why: str):
         undo = f"delete the folder {self.chosen} there to resume from the one before"
         raise ValueError(f"{self._which} cannot be used: {why}; it is damaged: {undo}")
+
+
+def _placed(about: dict[str, Any], path: str, shape: tuple[int, ...], sharding: Any) -> jax.ShapeDtypeStruct:
+    """A weight in the dtype in which it was written: frozen ones may have been narrower than float32."""
+    return jax.ShapeDtypeStruct(shape, about.get("narrow", {}).get(path, "float32"), sharding=sharding)
 
 
 def _first_line(error: Exception) -> str:

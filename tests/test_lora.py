@@ -1,0 +1,155 @@
+"""Adapters: the same losses and weights as `peft`, from a fixture that ``python tests/make_lora_fixture.py``
+makes; merged or beside their weights, a model says the same. What a step with them sends and holds is in the
+lines of plans_once.txt that have ``lora``, and in random plans.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+from make_hf_fixtures import FIXTURES
+from parity import BATCH, LLAMA, MOE, SEQ, dealt, logits_of, put, weights
+from parity import batch as some_batch
+
+from llmpar.config import ADAPTABLE, LoraConfig, from_hugging_face
+from llmpar.mesh import make_mesh
+from llmpar.plan import Plan
+from llmpar.predict import memory
+from llmpar.serve.engine import Engine, Request, generate
+from llmpar.step import State, Step
+from llmpar.training import hf
+from llmpar.training.checkpoint import Checkpoints
+from llmpar.weights import described, joined, merged, trained
+
+ADAPTED = dataclasses.replace(LLAMA, lora=LoraConfig(3, 6.0, ADAPTABLE))
+MODULES = {"attention": "self_attn.{}_proj", "ffn": "mlp.{}_proj"}
+
+
+def tuned(folder):
+    """The fixture: its model with adapters, the weights at the start, and all arrays by name."""
+    files = (np.load(FIXTURES / f"{name}.npz") for name in ("hf_llama", "lora_llama"))
+    base, ours = ({name: file[name] for name in file} for file in files)
+    (folder / "config.json").write_text(str(base["config"]))
+    config = dataclasses.replace(from_hugging_face(str(folder / "config.json")), lora=ADAPTED.lora)
+    tensors = {name.removeprefix("weight:"): base[name] for name in base if name.startswith("weight:")}
+    params = jax.tree.map(np.asarray, hf.from_state_dict(tensors, config))
+
+    def adapter(path, shape):
+        _, part, _, name = path.split(".")
+        module = f"weight:model.layers.{{}}.{MODULES[part].format(name[:-2])}.lora_{name[-1].upper()}"
+        theirs = [ours[f"{module.format(i)}.default.weight"].T for i in range(config.num_layers)]
+        return np.stack(theirs).reshape(shape)
+
+    rows = {path: w for path, w in config.weights().items() if not w.frozen}
+    for path, weight in rows.items():
+        *parts, name = path.split(".")
+        node = params
+        for part in parts:
+            node = node.setdefault(part, {})
+        node[name] = adapter(path, weight.shape)
+    return config, params, ours
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan("dp=2 fsdp=2 tp=2"),
+        Plan("pp=2 dp=2 tp=2", microbatches=2),
+        Plan("fsdp=2 sp=2 tp=2", tp_sequence=True, remat="selective"),
+    ],
+    ids=lambda plan: str(plan.mesh),
+)
+def test_three_steps_and_the_merged_model_are_pefts(plan, tmp_path):
+    """Losses within 1e-5 (found: 1e-6), logits of up to 5.5 within 1e-4 (found: 1.3e-5)."""
+    config, params, theirs = tuned(tmp_path)
+    rule = optax.adamw(1e-2, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    step, ids = Step(config, plan, make_mesh(plan.mesh), rule, clip=None), theirs["ids"]
+    positions = np.broadcast_to(np.arange(16, dtype=np.int32), (8, 16))
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "positions": positions}
+    batch |= {"segments": np.ones_like(positions)}
+    state, losses = step.init(params=params), []
+    for _ in range(4):
+        before = step.to_natural(state).params
+        before = jax.tree.map(np.asarray, merged(before, config))
+        state, metrics = step.run(state, put(dealt(batch, plan), step.batch_sharding))
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, theirs["losses"], rtol=0, atol=1e-5)
+    logits = logits_of(dataclasses.replace(config, lora=None))(before, batch)
+    np.testing.assert_allclose(logits, theirs["logits"], rtol=0, atol=1e-4)
+
+
+def test_adapters_start_without_effect_and_the_base_never_moves():
+    """Frozen weights keep their bits, A and B move; and the first loss is the one without adapters."""
+    plan = Plan("dp=2 fsdp=2 tp=2", zero=2, dtype="bfloat16")
+    losses = {}
+    for lora in (None, ADAPTED.lora):
+        config = dataclasses.replace(LLAMA, lora=lora)
+        step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-2))
+        state = step.init(params=weights(LLAMA))
+        begin = jax.tree.map(np.asarray, state.params)
+        data = put(dealt(some_batch(), plan), step.batch_sharding)
+        for _ in range(2):
+            state, metrics = step.run(state, data)
+            losses.setdefault(lora, []).append(float(metrics["loss"]))
+    assert losses[None][0] == losses[ADAPTED.lora][0] > losses[ADAPTED.lora][1]
+    kinds = jax.tree.map(lambda w: "bfloat16" if w.frozen else "float32", described(config))
+    assert jax.tree.map(lambda w: str(w.dtype), state.params) == kinds
+    same = jax.tree.map(lambda a, b: np.array_equal(a, np.asarray(b)), begin, state.params)
+    assert same == jax.tree.map(lambda w: w.frozen, described(config))
+    moments = [x for x in jax.tree.leaves(state.optimizer) if x.ndim]
+    assert len(moments) == 2 * len(jax.tree.leaves(trained(begin, config)))
+
+
+@pytest.mark.parametrize("config", [ADAPTED, dataclasses.replace(MOE, lora=LoraConfig(2, 1.0))])
+def test_merged_or_beside_their_weights_adapters_give_the_same_logits(config):
+    """On a mesh that cuts them. Exactly, but for the order of float32 sums."""
+    params, base = weights(config), dataclasses.replace(config, lora=None)
+    plan = Plan("fsdp=2 sp=2 tp=2")
+    step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(0.1))
+    one = merged(jax.device_put(params, step.shardings.params), config)
+    assert jax.tree.structure(one) == jax.tree.structure(described(base))
+    assert one["blocks"]["attention"]["q"].sharding == step.shardings.params["blocks"]["attention"]["q"]
+    want, got = logits_of(config)(params, some_batch()), logits_of(base)(one, some_batch())
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+    without = {path: w for path, w in params["blocks"]["attention"].items() if path != "lora"}
+    bare = joined(merged(params, config), {"blocks": {"attention": without}})
+    assert np.abs(logits_of(base)(bare, some_batch()) - want).max() > 1e-3
+
+
+def test_a_cache_goes_with_adapters():
+    """Merged or not, the text is the same."""
+    plan, said = Plan("sp=2 tp=2", zero=0), []
+    for config in (ADAPTED, LLAMA):
+        params = weights(ADAPTED) if config.lora else merged(weights(ADAPTED), ADAPTED)
+        engine = Engine(config, plan, make_mesh(plan.mesh), params, 2, 32)
+        said.append(generate(engine, [Request((1, 2, 3), 12), Request((4, 5), 6)]))
+    assert said[0] == said[1] and len(set(said[0][0])) > 2
+
+
+def test_a_checkpoint_keeps_frozen_weights_in_their_dtype_and_gives_them_in_any(tmp_path):
+    narrow, wide = (Plan("fsdp=2 tp=2", dtype=dtype) for dtype in ("bfloat16", "float32"))
+    make = lambda plan: Step(ADAPTED, plan, make_mesh(plan.mesh), optax.sgd(0.1, momentum=0.9))
+    step, keep = make(narrow), Checkpoints(str(tmp_path))
+    state = step.init(3)
+    with keep.writing():
+        keep.save(1, state, ADAPTED)
+    other = keep.restore(make(wide).abstract_natural, ADAPTED)
+    assert {x.dtype for x in jax.tree.leaves(other.params)} == {np.dtype("float32")}
+    again = keep.restore(step.abstract_natural, ADAPTED)
+    alone = Checkpoints(str(tmp_path)).params(step.shardings.params, ADAPTED)
+    for found in (other.params, again.params, alone):
+        assert all(jax.tree.leaves(jax.tree.map(np.array_equal, found, state.params)))
+    assert isinstance(again, State) and set(keep.about()["narrow"].values()) == {"bfloat16"}
+
+
+def test_useful_flops_and_bytes_are_those_of_what_is_trained():
+    """Of a frozen matrix four FLOPs a token, of an adapter six; no gradient, no moment, half of the bytes."""
+    base, tokens = LLAMA.num_params, BATCH * SEQ
+    adapters = ADAPTED.num_params - base
+    full, lora = (memory.flops(config, BATCH, SEQ)["weights"] for config in (LLAMA, ADAPTED))
+    assert lora == full * 4 / 6 + 6 * adapters * tokens
+    plan = Plan("dp=1", dtype="bfloat16")
+    held = memory.argument_bytes(plan.resolve(ADAPTED), BATCH, SEQ)
+    assert (held["params"], held["optimizer"]) == (2 * base + 4 * adapters, 8 * adapters)
