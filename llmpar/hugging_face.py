@@ -169,6 +169,7 @@ def write(model: dict[str, Any]) -> dict[str, Any]:
         raw |= {"sliding_window": model["window"], "use_sliding_window": True, "max_window_layers": 0}
     if experts:
         raw |= {"moe_intermediate_size": model["ffn_width"], **_theirs(EXPERTS, experts)}
+        raw |= {"decoder_sparse_step": 1, "mlp_only_layers": []}  # MLX needs them
     if model["rope_scaling"]:
         raw["rope_scaling"] = {"rope_type": "llama3", **_theirs(ROPE, model["rope_scaling"])}
     return raw

@@ -20,7 +20,7 @@ from llmpar.training import hf
 from llmpar.training.checkpoint import Checkpoints
 
 BESIDE = {
-    "tokenizer_config.json": {"eos_token": "</s>", "chat_template": "{{ messages }}"},
+    "tokenizer_config.json": {"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"},
     "special_tokens_map.json": {"eos_token": "</s>"},
     "generation_config.json": {"eos_token_id": [2, 0], "temperature": 0.6},
 }
