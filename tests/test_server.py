@@ -1,19 +1,27 @@
 """`llmpar serve`: what clients may rely on, by an engine that says what it is told to, and by a real one."""
 
+import concurrent.futures
 import contextlib
 import http.client
 import itertools
 import json
+import os
 import random
+import re
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
+import jax
 import openai
 import pytest
 
 from llmpar.serve import server
-from llmpar.serve.engine import Event, Full
+from llmpar.serve.engine import Event, Full, Request
 from llmpar.training.chat import Chat
 from llmpar.training.data import ByteTokenizer
 
@@ -479,3 +487,196 @@ def test_garbage_never_ends_the_server(port):
         connect(port).sendall(rng.randbytes(rng.randint(1, 2000)))
     until(lambda: ask(port, None, "/health")[1]["running"] == 0)
     assert ask(port, {"prompt": "say a"})[1]["choices"][0]["text"] == "a"
+
+
+# ------------------------------------------------------------------------------ the command, on eight devices
+
+MESH, LENGTH = "dp=2 sp=2 tp=2", 96
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tokenizer of bytes as Hugging Face writes one, so that a client elsewhere has the same."""
+    hub = pytest.importorskip("tokenizers")
+    folder, letters = tmp_path_factory.mktemp("served"), sorted(hub.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {x: i for i, x in enumerate([*letters, "<|endoftext|>"])}
+    made = hub.Tokenizer(hub.models.BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer, made.decoder = (
+        hub.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        hub.decoders.ByteLevel(),
+    )
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(folder / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about | {"bos_token": "<|endoftext|>"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def process(folder):
+    """`llmpar serve` on a simulated mesh: the process and its port. It ends as SIGTERM asks."""
+    words = f"-m llmpar serve --port 0 --slots 8 --length {LENGTH} --tokenizer {folder}/tokenizer.json"
+    line = [sys.executable, *words.split(), "--mesh", MESH]
+    running = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+    lines = []
+    for line in running.stderr:
+        lines.append(line)
+        if found := re.search(r"answers at http://127\.0\.0\.1:(\d+)", line):
+            break
+    else:
+        raise AssertionError(lines)
+    assert any("weights are random" in line for line in lines)
+    yield running.pid, int(found[1])
+    running.terminate()
+    assert "stopping" in running.communicate(timeout=60)[1] and running.returncode == 143
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """What one device answers, one request at a time."""
+    from llmpar.cli.weights import opened
+    from llmpar.mesh import make_mesh, sharding
+    from llmpar.plan import Plan
+    from llmpar.serve.engine import Engine
+    from llmpar.weights import weight_dims
+
+    config, tokenizer, load, _ = opened(None, None, "tiny", str(folder / "tokenizer.json"))
+    mesh = make_mesh("dp=1", devices=jax.devices()[:1])
+    plan = Plan("dp=1", zero=0)
+    where = jax.tree.map(lambda dims: sharding(mesh, plan.resolve().stored(dims)), weight_dims(config))
+    engine = Engine(config, plan, mesh, load(where), 1, LENGTH)
+
+    def answer(prompt, **how):
+        ids = (
+            prompt if isinstance(prompt, list) else [tokenizer.start_id, *map(int, tokenizer.encode(prompt))]
+        )
+        engine.submit(Request(tuple(ids), ends=tokenizer.end_ids, **how))
+        events = []
+        while engine.busy:
+            events += engine.step()
+        return events, tokenizer
+
+    return answer
+
+
+@pytest.mark.processes
+def test_clients_at_random_times_are_answered_as_each_alone_on_one_device(process, alone):
+    """Greedy; of three kinds, some of whom leave; and drawn by a seed."""
+    _, port = process
+    rng = random.Random(0)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0)
+
+    def one(i):
+        prompt = "".join(rng.choices("abc def\n", k=rng.randint(1, 50)))
+        num, kind = rng.randint(1, 30), i % 4
+        time.sleep(rng.random())
+        how = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": num,
+            "temperature": 0 if kind else 0.8,
+            "seed": i,
+        }
+        if kind == 1:
+            with client.completions.create(**how, stream=True) as stream:
+                if i % 3 == 0:
+                    next(iter(stream))
+                    return None
+                return how, "".join(x.choices[0].text for x in stream)
+        if kind == 2 and shutil.which("curl"):
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            line = ["curl", "-sS", url, "-H", "Content-Type: application/json", "-d", json.dumps(how)]
+            done = subprocess.run(line, capture_output=True, check=True)
+            return how, json.loads(done.stdout)["choices"][0]["text"]
+        return how, client.completions.create(**how).choices[0].text
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        found = list(filter(None, pool.map(one, range(48))))
+    for how, text in found:
+        mine = {name: how[name] for name in ("max_tokens", "temperature", "seed")}
+        events, tokenizer = alone(how["prompt"], **mine)
+        ids = [event.token for event in events if event.token is not None]
+        assert text == tokenizer.decode(ids), how
+    until(lambda: ask(port, None, "/health")[1]["running"] == 0)
+
+
+@pytest.mark.processes
+def test_a_thousand_requests_lose_no_slot_and_leave_memory_as_it_was(process):
+    pid, port = process
+
+    def resident():
+        return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) >> 10
+
+    def one(i):
+        rng, begin = random.Random(i), time.monotonic()
+        body = {
+            "prompt": "x" * rng.randint(1, 50),
+            "max_tokens": rng.randint(1, 24),
+            "stream": rng.random() < 0.5,
+        }
+        if i % 10 == 0:  # leaves at once
+            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as line:
+                line.request(
+                    "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+                )
+            return 0.0
+        while (status := ask(port, body)[0].status) == 429:
+            time.sleep(0.2)
+        assert status == 200
+        return time.monotonic() - begin
+
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        list(pool.map(one, range(200)))
+        before = resident()
+        seconds = sorted(filter(None, pool.map(one, range(1000))))
+    until(lambda: ask(port, None, "/health")[1]["running"] == ask(port, None, "/health")[1]["waiting"] == 0)
+    print(f"p50 {seconds[450]:.2f} s, p99 {seconds[890]:.2f} s, {before} MiB and then {resident()} MiB")
+    assert resident() < before + 60
+
+
+@pytest.mark.processes
+def test_an_evaluation_s_own_client_scores_as_one_device_does(process, alone, folder, tmp_path):
+    """lm-evaluation-harness 0.4, in an environment of its own: LLMPAR_LM_EVAL names its program."""
+    if not (program := os.environ.get("LLMPAR_LM_EVAL")):
+        pytest.skip("LLMPAR_LM_EVAL names no lm_eval")
+    _, port = process
+    asked = [
+        {"text": "The sky is", "of": ["blue", "a cat"]},
+        {"text": "def f(x):", "of": ["return é", "import"]},
+    ]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(x | {"right": 0}) + "\n" for x in asked))
+    task = {"task": "tiny", "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice"}
+    task |= {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "asked.jsonl")}}}
+    task |= {"doc_to_text": "{{text}}", "doc_to_choice": "{{of}}", "doc_to_target": "{{right}}"}
+    (tmp_path / "tiny.yaml").write_text(json.dumps(task | {"metric_list": [{"metric": "acc"}]}))
+    model = (
+        f"base_url=http://127.0.0.1:{port}/v1/completions,model=tiny,max_length={LENGTH},tokenizer={folder}"
+    )
+    line = [
+        program,
+        "run",
+        "--model",
+        "local-completions",
+        "--tasks",
+        "tiny",
+        "--include_path",
+        str(tmp_path),
+    ]
+    line += [
+        "--model_args",
+        f"{model},tokenizer_backend=huggingface",
+        "--log_samples",
+        "--output_path",
+        tmp_path,
+    ]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    subprocess.run(line, check=True, env=os.environ | offline, timeout=300)
+    (samples,) = tmp_path.rglob("samples_*.jsonl")
+    for x, row in zip(asked, map(json.loads, samples.read_text().splitlines()), strict=True):
+        for choice, (said, greedy) in zip(x["of"], row["filtered_resps"], strict=True):
+            encode = alone(x["text"], max_tokens=1)[1].encode
+            before, ids = len(encode(x["text"])), [int(i) for i in encode(f"{x['text']} {choice}")]
+            events, _ = alone(ids, max_tokens=0, echo=True, logprobs=1)
+            told = [event for event in events if event.of_prompt][before:]
+            assert abs(float(said) - sum(event.logprob for event in told)) < 1e-3
+            assert (greedy in (True, "True")) == all(event.logprob == event.best[0][1] for event in told)
