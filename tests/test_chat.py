@@ -141,7 +141,8 @@ def test_the_files_beside_a_tokenizer_name_what_ends_an_answer(opened, tmp_path,
         [first.hub.token_to_id(x) for x in SPECIAL["chatml"]],
     )
     assert tokenizer.end_ids == {named[i] if i < 2 else i for i in ends}
-    assert open_tokenizer().end_ids == {256}
+    assert open_tokenizer().end_ids == {256} == Chat(open_tokenizer()).end_ids
+    assert Chat(tokenizer).end_ids == tokenizer.end_ids | {named[1]}, "the template writes that one"
 
 
 REFUSED = [

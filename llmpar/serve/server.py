@@ -293,7 +293,10 @@ class Answer:
         asked = body.get("max_completion_tokens", body.get("max_tokens"))
         how = {"seed": body.get("seed"), "top_k": max(0, body.get("top_k", 0)), "logprobs": self.logprobs}
         how |= {name: float(body.get(name, 1)) for name in ("temperature", "top_p")}
-        how |= {"ends": api.tokenizer.end_ids, "echo": echo and self.logprobs is not None}
+        how |= {
+            "ends": (api.chat if kind == "chat" else api.tokenizer).end_ids,
+            "echo": echo and self.logprobs is not None,
+        }
         self.requests, self.choices = list[Request](), list[Choice]()
         for prompt in prompts:
             room, least = api.length - len(prompt), 1 if asked is None else asked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -41,6 +42,12 @@ class Chat:
             texts = sorted(filter(None, special.values()), key=len, reverse=True)
             self._spelled = "|".join(map(re.escape, texts)) or "(?!)"
         self._ends = tokenizer.end_ids | special.keys()
+
+    @functools.cached_property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end an answer: the tokenizer's, and what the template writes behind one."""
+        ids, answer = self.tokens([{"role": role, "content": "x"} for role in ROLES[1:]], ask=False)
+        return self.tokenizer.end_ids | {*ids[answer][-1:].tolist()} & self._ends
 
     def tokens(
         self, messages: Sequence[Any], ask: bool = True

@@ -36,8 +36,7 @@ LIBRARY_LIMIT_BYTES = 4 << 20  # about 250 files: read and encoded in well under
 # settings.
 SKIPPED_FOLDERS = "site-packages dist-packages test tests idlelib idle_test encodings pydoc_data".split()
 SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
-ANSWERS = ("answer", "completion", "response")
-"""What the answer to a line's ``prompt`` may be called."""
+ANSWERS = ("answer", "completion", "response")  # what the answer to a line's prompt may be called
 
 
 @dataclass(frozen=True)

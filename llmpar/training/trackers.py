@@ -22,10 +22,7 @@ Send = Callable[[int, dict[str, Any]], Any]
 @contextlib.contextmanager
 def tracking(name: Tracker | None, about: dict[str, Any], tell: Callable[[str], None]) -> Iterator[Send]:
     """Give a function that hands a step's numbers on, in the first process; without a name it does nothing.
-
-    The tracker's own settings, environment variables mostly, say where they go. One that fails on the way is
-    told of and left; the run goes on.
-    """
+    One that fails on the way is told of and left; the run goes on."""
     if name is None or jax.process_index() != 0:
         yield lambda step, row: None
         return
