@@ -24,7 +24,8 @@ PAGE = """# Models handed on, and who has read them
 Made by `python tests/handed_on.py` from models that `llmpar.training.hf.save` wrote: random weights of two
 layers in float32, in shards of 200 kB with an index, and a small tokenizer. A reader is asked for the
 {made} likeliest tokens after a prompt, which were the same, and for the logarithms of the probabilities of
-the prompt's own tokens. The column has the largest difference from llmpar's.
+the prompt's own tokens. The column has the largest difference from llmpar's. MLX takes Mistral's and Qwen2's
+window for full attention, so its tokens are others.
 
 | reader | version | {kinds} | date |
 |---|---|{lines}---|
@@ -116,17 +117,22 @@ def read(reader: str, folder: pathlib.Path) -> None:
             assert tokens == about["ids"][1:], f"the text's ids are {tokens}, not {about['ids'][1:]}"
             made, said = READERS[reader](file.parent, about)
             off = float(np.abs(np.subtract(said, about["logprobs"])).max())
-            assert made == about["made"], f"made {made}, not {about['made']}"
+            assert made == about["made"], "other tokens"
             assert off < 1e-3, f"the prompt's logarithms are {off:.3g} off"
             rows[file.parent.name] = f"{off:.1e}"
         except Exception as error:
-            rows[file.parent.name] = f"no: {type(error).__name__}: {str(error).splitlines()[0][:60]}"
+            rows[file.parent.name] = f"no: {str(error).splitlines()[0][:60]}"
         print(reader, file.parent.name, rows[file.parent.name], flush=True)
     name = next(name for name in PACKAGES.get(reader, (reader,)) if _version(name))
     kept = HERE / "handed_on.json"
     table = json.loads(kept.read_text()) if kept.exists() else {}
     table[name] = {"version": _version(name), "found": rows, "date": f"{datetime.date.today()}"}
     kept.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    show(table)
+
+
+def show(table: dict) -> None:
+    """Write the page."""
     kinds = sorted({kind for row in table.values() for kind in row["found"]})
     text = PAGE.format(made=MADE, kinds=" | ".join(kinds), lines="---|" * len(kinds))
     for name, row in sorted(table.items()):

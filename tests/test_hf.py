@@ -9,7 +9,9 @@ through real files, both ways.
 import dataclasses
 import functools
 import json
+import math
 import sys
+import weakref
 
 import jax
 import make_hf_fixtures
@@ -336,6 +338,29 @@ def test_each_device_reads_its_own_shard_once(plan):
             assert sum(spy.reads) == spy.array.size and set(spy.reads) == {spy.array.size // blocks}, name
     if plan.mesh.sizes["fsdp"] == 4:
         assert set(tensors["model.layers.0.mlp.up_proj.weight"].reads) == {64 * 128 // 8}
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2 fsdp=2 tp=2", "ep=4 tp=2"])
+def test_no_more_than_one_tensor_of_a_file_is_in_host_memory(tmp_path, monkeypatch, mesh):
+    """What is read and still alive, whenever something is read: of stacks of 2 layers and 8 experts."""
+    config, alive, most, read = OURS["qwen3_moe"], [], [], hf._Weight.read
+    params = random_params(config)
+    hf.save(tmp_path, params, config)
+
+    def watched(weight, tensor, *args):
+        most.append(
+            sum(x.nbytes for ref in alive if (x := ref()) is not None) - 4 * math.prod(tensor.get_shape())
+        )
+        alive.append(weakref.ref(block := read(weight, tensor, *args)))
+        return block
+
+    monkeypatch.setattr(hf._Weight, "read", watched)
+    plan = Plan(mesh)
+    shardings = jax.tree.map(
+        lambda dims: sharding(make_mesh(plan.mesh), plan.resolve().stored(dims)), weight_dims(config)
+    )
+    assert same(hf.load(tmp_path, config, shardings), params)
+    assert len(most) >= len(hf.to_state_dict(params, config)) and max(most) <= 0
 
 
 def test_files_are_read_onto_shards(tmp_path):

@@ -92,9 +92,10 @@ def test_more_plans_on_more_processes(num, devices):
 
 
 @pytest.fixture(scope="module")
-def four():
+def four(tmp_path_factory):
     """What four processes of two devices found in several small jobs: starting them is what takes long."""
-    return answer(4, 2, "rows+decode+listens+smaller+doctor+stopped")
+    folder = str(tmp_path_factory.mktemp("handed"))
+    return answer(4, 2, "rows+decode+handed+listens+smaller+doctor+stopped", HANDED=folder)
 
 
 @pytest.mark.processes
@@ -122,6 +123,12 @@ def test_a_cache_cut_over_processes_leads_to_the_same_tokens(four, text):
 
     alone = engine(plan_of(text)[0], Plan("dp=1", zero=0))
     assert four["tokens"][text] == generate(alone, [Request(tuple(row), MORE) for row in PROMPT.tolist()])
+
+
+@pytest.mark.processes
+def test_a_model_cut_over_processes_is_written_by_one_and_read_by_all(four):
+    for same, files in four["handed on"].values():
+        assert same == [1, 1, 1, 1] and files > 3
 
 
 @pytest.mark.processes
