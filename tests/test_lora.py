@@ -13,10 +13,15 @@ from make_hf_fixtures import FIXTURES
 from parity import BATCH, LLAMA, MOE, SEQ, dealt, logits_of, put, weights
 from parity import batch as some_batch
 
-from llmpar.config import ADAPTABLE, LoraConfig, from_hugging_face
+from llmpar.cli.export import Export
+from llmpar.config import ADAPTABLE, LoraConfig, OptimizerConfig, from_hugging_face
 from llmpar.mesh import make_mesh
+from llmpar.notation import parse_layout
+from llmpar.optimizer import make_optimizer, muon_dims
 from llmpar.plan import Plan
 from llmpar.predict import memory
+from llmpar.predict.hardware import chip
+from llmpar.predict.workload import Run
 from llmpar.serve.engine import Engine, Request, generate
 from llmpar.step import State, Step
 from llmpar.training import hf
@@ -153,3 +158,67 @@ def test_useful_flops_and_bytes_are_those_of_what_is_trained():
     plan = Plan("dp=1", dtype="bfloat16")
     held = memory.argument_bytes(plan.resolve(ADAPTED), BATCH, SEQ)
     assert (held["params"], held["optimizer"]) == (2 * base + 4 * adapters, 8 * adapters)
+
+
+def test_a_command_exports_adapters_in_their_weights(tmp_path):
+    """What the folder holds gives the logits of the checkpoint, whose base is bfloat16."""
+    config = dataclasses.replace(LLAMA, lora=LoraConfig(2, 4.0, ("q", "down")))
+    plan, keep = Plan("fsdp=2", dtype="bfloat16"), Checkpoints(str(tmp_path / "kept"))
+    state = Step(config, plan, make_mesh(plan.mesh), optax.sgd(0.1)).init(params=weights(config))
+    with keep.writing():
+        keep.save(1, state, config)
+    Export(str(tmp_path / "kept"), str(tmp_path / "out"), json=True).run()
+    read = from_hugging_face(str(tmp_path / "out" / "config.json"))
+    got = logits_of(read)(hf.load(tmp_path / "out", read), some_batch())
+    want = logits_of(config)(jax.tree.map(lambda w: np.asarray(w, "float32"), state.params), some_batch())
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+
+
+def test_muon_reads_an_adapter_from_its_inputs_to_its_outputs():
+    read = {}
+    for path, weight in ADAPTED.weights().items():
+        if not weight.frozen:
+            letters, node = parse_layout(weight.dims).letters, muon_dims(ADAPTED)
+            for part in path.split("."):
+                node = node[part]
+            axes = node.reduction_axis, node.output_axis
+            read[path.split(".")[-1]] = tuple("".join(letters[i] for i in x) for x in axes)
+    down = {"down_a": ("m", "z"), "down_b": ("z", "d"), "o_a": ("nh", "z"), "o_b": ("z", "d")}
+    ups = {f"{name}_{x}": ("d", "z") if x == "a" else ("z", "m") for name in ("gate", "up") for x in "ab"}
+    heads = {"q_a": ("d", "z"), "q_b": ("z", "nh")}
+    heads |= {f"{name}_{x}": ("d", "z") if x == "a" else ("z", "kh") for name in "kv" for x in "ab"}
+    assert read == down | ups | heads
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_an_optimizer_of_whole_matrices_is_on_eight_devices_what_it_is_on_one(name):
+    losses = []
+    for plan in (Plan(), Plan("dp=2 fsdp=2 tp=2", zero=1)):
+        rule = make_optimizer(OptimizerConfig(name, learning_rate=1e-2, warmup=0), 3, ADAPTED)
+        step = Step(ADAPTED, plan, make_mesh(plan.mesh), rule)
+        state, told = step.init(params=weights(ADAPTED)), []
+        for _ in range(3):
+            state, metrics = step.run(state, put(dealt(some_batch(), plan), step.batch_sharding))
+            told.append(float(metrics["loss"]))
+        losses.append(told)
+    np.testing.assert_allclose(*losses, rtol=0, atol=2e-5)
+    assert losses[0][2] < losses[0][0]
+
+
+@pytest.mark.parametrize(
+    "plan, layers, said",
+    [
+        (Plan("tp=2", reading="explicit"), 2, "does not go with LoRA and tp = 2: .* use reading='manual'"),
+        (Plan("fsdp=2", unroll=0), 2, "unroll=0 with LoRA and 2 layers is no loop, .* use unroll=1"),
+        (Plan("fsdp=2"), 1, "LoRA of 1 layer: .* use 2 layers"),
+        (Plan("fsdp=8"), 2, "head width 4 is not a multiple of fsdp = 8"),
+    ],
+)
+def test_what_does_not_go_with_adapters_says_what_would_work(plan, layers, said):
+    with pytest.raises(ValueError, match=said):
+        plan.check(dataclasses.replace(ADAPTED, num_layers=layers), BATCH, SEQ)
+
+
+def test_the_planner_times_no_adapters():
+    with pytest.raises(ValueError, match="only steps that train all weights are timed; use the model"):
+        Run(ADAPTED, chip("h100"), Plan("fsdp=2").mesh, SEQ)
