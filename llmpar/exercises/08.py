@@ -15,9 +15,8 @@ def _rows(text: str, stages: int, microbatches: int) -> list:
     found = order.num_stages, order.num_microbatches
     if found != (stages, microbatches):
         asked = f"{stages} stages and {microbatches} microbatches"
-        raise ValueError(
-            f"{asked} were asked for, but there are {found[0]} lines and {found[1]} microbatches"
-        )
+        there = f"there are {found[0]} lines and {found[1]} microbatches"
+        raise ValueError(f"{asked} were asked for, but {there}")
     timetable(order)
     return [[str(op) for op in row] for row in order.rows]
 

@@ -159,9 +159,8 @@ def say_command(line: str) -> None:
 
 def _broken(line: str, columns: int, hanging: int) -> list[str]:
     """Break a line between words, never inside one."""
-    indent = hanging * " "
     return textwrap.wrap(
-        line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        line, columns, subsequent_indent=" " * hanging, break_long_words=False, break_on_hyphens=False
     ) or [line]
 
 

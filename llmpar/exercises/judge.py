@@ -66,9 +66,8 @@ class Exercise:
         unknown = says.keys() - wanted - planted.keys() - {"nudge"}
         unknown |= {key for key, answer in planted.items() if mismatch(answer, self.solution)}
         if unknown:
-            raise ValueError(
-                f"{name} has sentences for {', '.join(sorted(unknown))}, which mean nothing to it"
-            )
+            what = f"sentences for {', '.join(sorted(unknown))}"
+            raise ValueError(f"{name} has {what}, which mean nothing to it")
         also = {**self.also, **{key: planted.pop(key) for key in spelt if key.startswith("or ")}}
         answers = {**self.wrong, **planted}
         wrong = {key: answers[key] for key in says if key in answers}

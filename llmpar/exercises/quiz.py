@@ -58,9 +58,8 @@ def effect(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"result {number} is of when={result.get('when')!r}, neither before nor after")
         known = isinstance(ratings, dict) and all(rating in range(1, 6) for rating in ratings.values())
         if not (type(score) is type(most) is int and 0 <= score <= most > 0 and known):
-            raise ValueError(
-                f"result {number} is none of this quiz: it needs score, max_score, ratings of 1 to 5"
-            )
+            needs = "score, max_score, ratings of 1 to 5"
+            raise ValueError(f"result {number} is none of this quiz: it needs {needs}")
     out: dict[str, dict[str, Any]] = {name: {} for name in ("num", "score", *RATINGS)}
     for when in both:
         taken = [result for result in results if result["when"] == when]

@@ -72,9 +72,8 @@ def answers(folder: str = ".") -> list[Answer]:
                 wanted = ", ".join(f"{name} ({kind.__name__})" for name, kind in KINDS.items())
                 raise ValueError(f"object {number} is no answer, which has {wanted}")
     except ValueError as error:
-        raise ValueError(
-            f"'{path}' is no file of answers ({error}); move it away, or set LLMPAR_ANSWERS to another name"
-        ) from error
+        do = "move it away, or set LLMPAR_ANSWERS to another name"
+        raise ValueError(f"'{path}' is no file of answers ({error}); {do}") from error
     return [Answer(**row) for row in rows]
 
 
@@ -102,14 +101,9 @@ def results(given: Sequence[Answer], levels: Mapping[str, str]) -> dict[str, Any
         tries = [answer for answer in given if answer.exercise == name]
         right = any(answer.correct for answer in tries)
         more = {"level": level, "tries": len(tries), "first_correct": bool(tries) and tries[0].correct}
-        tests.append(
-            {
-                "name": name,
-                "score": float(right),
-                "max_score": 1.0,
-                "status": "passed" if right else "failed",
-                "output": tries[-1].verdict if tries else "not attempted",
-                "extra_data": more | {"answers": [dataclasses.asdict(answer) for answer in tries]},
-            }
-        )
+        more |= {"answers": [dataclasses.asdict(answer) for answer in tries]}
+        mark = {"name": name, "score": float(right), "max_score": 1.0}
+        mark |= {"status": "passed" if right else "failed"}
+        mark |= {"output": tries[-1].verdict if tries else "not attempted"}
+        tests.append(mark | {"extra_data": more})
     return {"score": sum(test["score"] for test in tests), "max_score": float(len(tests)), "tests": tests}

@@ -21,14 +21,9 @@ def traced(function: Callable, mesh: str, *arrays: Any) -> Any:
     """Trace what one device runs for all devices of a mesh, as in 'dp=2 tp=2'; each array has their parts
     along its first dim."""
     across = PartitionSpec(tuple(parse_mesh(mesh).named))
-    on_mesh = jax.shard_map(
-        lambda *parts: jnp.asarray(function(*(part[0] for part in parts)))[None],
-        mesh=abstract_mesh(mesh),
-        in_specs=across,
-        out_specs=across,
-        check_vma=False,
-    )
-    return jax.make_jaxpr(on_mesh)(*arrays)
+    one = lambda *parts: jnp.asarray(function(*(part[0] for part in parts)))[None]
+    how: dict[str, Any] = {"mesh": abstract_mesh(mesh), "in_specs": across, "out_specs": across}
+    return jax.make_jaxpr(jax.shard_map(one, check_vma=False, **how))(*arrays)
 
 
 def drawn(function: Callable, mesh: str, *arrays: Any) -> Scene:
