@@ -111,6 +111,20 @@ ANSWERS = {
          '{"Manual": "refused", "Manual, check off": "refused", "Auto": "right", "Explicit": "refused"}',
          '{"Manual": "refused", "Manual, check off": "wrong", "Auto": "right", "Explicit": "refused"}'),
     ],
+    "16.flops_per_byte": [
+        ('{"prompt of 64": ..., "1 request": ..., "16 requests": ...}',
+         '{"prompt of 64": 64, "1 request": 1, "16 requests": 1}',
+         '{"prompt of 64": 64, "1 request": 1, "16 requests": 16}'),
+    ],
+    "16.cache_bytes": [("= ...", "= 2 * 32 * 32 * 128 * 2", "= 2 * 32 * 8 * 128 * 2")],
+    "16.shares": [('{"tp=4": ..., "sp=4": ...}', '{"tp=4": 1 / 4, "sp=4": 1 / 4}',
+                   '{"tp=4": 1 / 2, "sp=4": 1 / 4}')],
+    "16.join": [
+        ("def join(slots, waiting): ...",
+         "def join(slots, waiting):\n    return slots if any(slots) else [waiting.pop(0) for _ in slots]",
+         "def join(slots, waiting):\n"
+         "    return [left or (waiting.pop(0) if waiting else 0) for left in slots]"),
+    ],
     "17.rows": [
         ("def my_rows(batch, process, num): ...", "def my_rows(batch, process, num):\n    return batch",
          "def my_rows(batch, process, num):\n    each = len(batch) // num\n"

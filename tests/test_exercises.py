@@ -5,6 +5,7 @@ learners make them; nearly all must meet a sentence of their own, in place of th
 hints in steps, solutions after an attempt, what is noted, and `llmpar progress`.
 """
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -30,7 +31,8 @@ from llmpar.exercises.pages import sentences
 from llmpar.exercises.spread import carried_out
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
-from llmpar.predict import formulas
+from llmpar.predict import formulas, serving
+from llmpar.predict.hardware import chip
 from llmpar.predict.hosts import sends
 from llmpar.predict.traffic import step_traffic
 
@@ -131,6 +133,7 @@ ANSWERS = {  # functions that learners write, and answers of another kind; other
     "09.combine": [lambda rows, slot, weights: rows.sum(0)],
     "12.scattered": [lambda h: h, lambda h, down: h @ down],
     "12.residual": [lambda x, up, down: x + jax.nn.silu(x @ up) @ down],
+    "16.join": [lambda slots, waiting: slots],
     "17.rows": [lambda batch, process, num: batch[process], lambda batch, process: batch],
     "17.two_level": [lambda x: lax.psum_scatter(x, "tp", tiled=True), lambda x: x],
     "17.law": [{"ring": 7 / 8, "tree": 7 / 8, "all-to-all": 3.5}],
@@ -536,6 +539,14 @@ def test_answers_in_pages_about_published_models_are_the_package_s():
     assert tuple(right("04.memory_table").values()) == near(*stages)
     nodes = lambda experts, n: n * (1 - math.comb(experts - experts // n, 8) / math.comb(experts, 8))
     assert tuple(right("09.nodes").values()) == near(nodes(256, 8), nodes(128, 4))
+    llama, left = preset("llama3-8b"), chip("h100").usable_bytes - 2 * preset("llama3-8b").num_params
+    assert right("16.cache_bytes") == serving.cache_bytes(llama)
+    fit = [left // serving.cache_bytes(llama, tokens) for tokens in (8192, 63 * 16)]
+    assert tuple(right("16.fit").values()) == pytest.approx(fit, rel=0.01)
+    two_heads = dataclasses.replace(preset("tiny"), num_kv_heads=2)
+    for mesh, share in right("16.shares").items():
+        plan = Plan(mesh).serving(two_heads, 1, 64)
+        assert share == serving.device_cache_bytes(plan, 1, 64) / serving.cache_bytes(two_heads, 64, 32)
 
 
 def test_answers_in_pages_about_hosts_are_the_package_s():

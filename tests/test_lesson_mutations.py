@@ -50,6 +50,19 @@ def late_backward(right, text, m):
     return right(text.replace("F B", "B F", 1) if "F F B" in text else text, m)
 
 
+def fixed_batch(right, engine):
+    waiting = engine._waiting
+    if engine._running:
+        engine._waiting = type(waiting)()
+    told, engine._waiting = right(engine), waiting
+    return told
+
+
+def joined_again(right, *given, axis, **options):
+    found = right(*given, axis=axis, **options)
+    return lax.pmean(lax.pcast(found, axis, to="varying"), axis) if axis else found
+
+
 def no_moments(right, *given, **other):
     state = right(*given, **other)
     return state and state._replace(optimizer=jax.tree.map(lambda x: 0 * x, state.optimizer))
@@ -91,6 +104,12 @@ PLANTED = {  # what goes wrong: where, and the function that takes the place of 
         "predict.hosts.ring_share",
         lambda right, kind, group: right(kind, group) / (2 if kind == "all-reduce" else 1),
     ),
+    "a batch is fixed once it runs": ("serve.engine.Engine.step", fixed_batch),
+    "what ranks of sp have found is joined twice": ("attention.decode", joined_again),
+    "a slot sees its neighbour's keys": (
+        "attention.decode",
+        lambda right, q, k, *more, **options: right(q, jnp.roll(k, 1, 0), *more, **options),
+    ),
     "a checkpoint has no moments": ("training.checkpoint.Checkpoints.restore", no_moments),
 }
 EVERYWHERE = {"17": ("a sum becomes a mean", "a checkpoint has no moments")}
@@ -128,6 +147,11 @@ FAULTS = {
     "10": ("a sum forgets all axes but the first",),
     "11": ("a gather is turned round",),
     "12": ("a type drops its unfinished sum", "a sum becomes a mean"),
+    "16": (
+        "a batch is fixed once it runs",
+        "what ranks of sp have found is joined twice",
+        "a slot sees its neighbour's keys",
+    ),
     "17": ("an all-reduce goes round once", *EVERYWHERE["17"]),
 }
 """What is planted for each lesson; the first is what the lesson is about."""

@@ -49,9 +49,9 @@ from llmpar.serve.engine import Engine, Request
 
 N = max(n for n in (1, 2, 4) if n <= len(devices))
 LENGTH = 64  # positions of the cache, for each request
-TOY = replace(
-    preset("tiny"), width=128, num_layers=2, num_heads=8, num_kv_heads=2, ffn_width=384
-)
+HEADS = {"num_heads": 8, "num_kv_heads": 2, "head_width": 16}
+TOY = replace(preset("tiny"), width=128, num_layers=2, ffn_width=384, **HEADS)
+assert TOY.num_params == 445_056
 WEIGHTS = jax.tree.map(
     lambda x: x.astype("bfloat16"), fresh_state(TOY, optax.sgd(1e-3)).params
 )
@@ -61,7 +61,7 @@ assert 100 < waits / sum(serving.prefill(llama, h100, 1000).values()) < 900
 
 
 def compile_pass(mesh, requests, tokens):
-    """A pass that takes so many tokens of each request: who runs it, and its programs."""
+    """A pass that takes so many tokens of each request: who runs it, its programs."""
     plan = Plan(mesh, dtype="bfloat16")
     decoder = Decoder(TOY, plan, make_mesh(mesh), WEIGHTS, requests, LENGTH)
     given = decoder.params, decoder.cache, Rows.idle(requests, tokens), False
@@ -72,23 +72,23 @@ def compile_pass(mesh, requests, tokens):
 show(draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()))
 
 # %% [markdown]
-# Attention asks all earlier tokens for their keys and values. These are kept in a *cache*, so that each token goes through the model
-# once. To take the prompt in, in one pass, is called *prefill*. The answer comes by *decode*: a pass for each token, because a token
+# Attention asks all earlier tokens for their keys and values. A *cache* keeps them, so that each token goes through the model
+# once. One pass takes the prompt in: *prefill*. The answer comes by *decode*, a pass for each token, because a token
 # must be known before the next one.
 #
 # ## Predict: what is a byte of weights read for?
 #
-# In bfloat16 a weight has 2 bytes. For each token it is multiplied with once, and the result is added: 2 FLOPs. A pass reads all weights
+# In bfloat16 a weight has 2 bytes. A token multiplies by it once and adds the result: 2 FLOPs. A pass reads all weights
 # once. **How many FLOPs does it do for each byte of weights:** with a prompt of 64 tokens; with the next token of 1 request; with
-# the next tokens of 16 requests, in one pass?
+# those of 16 requests, in one pass?
 
 # %%
 flops_per_byte = {"prompt of 64": ..., "1 request": ..., "16 requests": ...}
 attempt("16.flops_per_byte", flops_per_byte)
 
 # %% [markdown]
-# A small Llama of 445,056 weights, with room for 64 positions of each request. We compile its three passes, and count FLOPs and all the
-# bytes that they are given: weights, caches, tokens.
+# We compile the three passes of a small Llama, with a cache of 64 positions for each request, and count FLOPs and
+# all bytes that are read: weights, caches, tokens.
 
 # %%
 PASSES = {"prompt of 64": (1, 64), "1 request": (1, 1), "16 requests": (16, 1)}
@@ -111,20 +111,20 @@ for name, (requests, tokens) in PASSES.items():
 # %% [markdown]
 # ## A token reads as much as a prompt
 #
-# It computes 1/64 of it. While an H100 reads a byte it could do 295 FLOPs (989 TFLOP/s, 3.35 TB/s). With one
-# request it does one, and its matmul units stand still most of the time. From 295 tokens in a pass on it computes as long as it reads:
-# the *critical batch*. A prompt has them. In decode they come from as many requests.
+# And it computes 1/64 of it. While an H100 reads a byte it could do 295 FLOPs (989 TFLOP/s, 3.35 TB/s). For one
+# request it does one, and its matmul units stand still most of the time. With 295 tokens in a pass it computes as long as it reads:
+# the *critical batch*. A prompt has so many. In decode as many requests must come together.
 #
 # ## Requests share weights, not caches
 #
-# 16 requests got less than 16: the pass reads the keys and values of each request, too. Llama 3 8B, by the same count:
+# 16 requests do less than 16 FLOPs per byte: each has keys and values of its own, which are read, too. Llama 3 8B, counted alike:
 
 # %% tags=["plumbing"]
 BATCHES = [1, 4, 16, 64, 256, 1024]
 
 
 def per_byte(requests, context):
-    """FLOPs for each byte that is read, as attention and matmuls of Llama 3 8B count."""
+    """FLOPs of Llama 3 8B for each byte that its matmuls and attention read."""
     rest = llama.num_params - llama.vocab_size * llama.width  # one row of the embedding
     looks = 4 * llama.num_layers * llama.num_heads * llama.head_width * context
     read = 2 * rest + serving.cache_bytes(llama, requests * context)
@@ -141,15 +141,16 @@ lines = [
 ]
 balance = h100.flops_per_s / h100.hbm_bytes_per_s
 assert round(balance) == 295 and max(lines[2][1]) < balance / 3
-lines.append(("an H100's own", [balance] * len(BATCHES), "bad", None, True))
+logarithmic = {"log": True, "levels": (1, 10, 100, 1000), "text": "{:,.0f}".format}
+lines.append(("what an H100 can do", [balance] * len(BATCHES), "bad", None, True))
 
 # %%
 title = "FLOPs for each byte that a decode pass reads"
-how = {"log": True, "levels": (1, 10, 100, 1000), "title": title}
-show(draw.curves(lines, BATCHES, "requests in the pass", "FLOPs per byte", **how))
+axes = "requests in the pass", "FLOPs per byte"
+show(draw.curves(lines, BATCHES, *axes, title=title, **logarithmic))
 
 # %% [markdown]
-# A batch makes a token cheap until its caches weigh more than the weights. Then only a smaller cache helps.
+# A batch makes a token cheap until its caches weigh more than the weights. Then a smaller cache helps.
 #
 # ### Exercise (core): what a token leaves behind
 #
@@ -190,13 +191,13 @@ title = "16 requests of 8,192 tokens on an H100"
 show(draw.memory_bars(bars, h100.usable_bytes, title))
 
 # %% [markdown]
-# Query heads that share keys and values (*grouped-query attention*) make the cache smaller; so does a window, in which a token sees the
-# last 4,096 alone. The line: JAX takes three quarters of the card's 79.1 GiB, unless told otherwise.
+# Query heads that share a KV head (*grouped-query attention*) make the cache smaller. So does a window: a token sees only the
+# last 4,096. (The line: JAX takes three quarters of the card's 79.1 GiB, unless told otherwise.)
 #
 # ## Predict: who can hold a long context?
 #
-# One request is longer than a device's memory. Four devices, 2 KV heads. `tp` cuts the cache by heads, `sp` by positions. **Which share of
-# the cache does each device hold** under `tp=4`, and under `sp=4`?
+# A context is longer than a device's memory. There are four devices; the model has 2 KV heads. `tp` cuts the cache by heads, `sp` by
+# positions. **Which share of the cache does each device hold?**
 
 # %%
 shares = {"tp=4": ..., "sp=4": ...}
@@ -216,15 +217,14 @@ held = {mesh: serving.device_cache_bytes(p, 4, LENGTH) for mesh, p in CUT.items(
 met("16.shares", {mesh: held[mesh] / whole for mesh in ("tp=4", "sp=4")}, "held:")
 
 # %% [markdown]
-# Rows are requests and heads, columns positions 0 to 7, numbers devices. With `b` rows of the batch (one for each request), `t` positions of
-# keys and `k` KV heads the cuts are `b/dp t k`, `b t k/tp` and `b t/sp k`. Four ranks of `tp` share two heads: so each head is there
+# Columns are positions 0 to 7, numbers devices. With `b` rows of the batch (requests), `t` positions of
+# keys and `k` KV heads the cuts are `b/dp t k`, `b t k/tp` and `b t/sp k`. Four ranks of `tp` have two heads: so each head is there
 # twice.
 #
 # ## Nothing of the cache travels
 #
-# In a ring (lesson 06) keys go to the queries. A new token has one query for each head: smaller than all keys. So every rank of `sp` has the
-# query, looks at its own positions, and two small sums a layer join what they found. This is what a device sends
-# for the next tokens of four requests:
+# In a ring (lesson 06) keys travel to queries. Here all ranks of `sp` have the query, which is one token. Each looks at its own
+# positions, and two small sums a layer join what they found. A device sends, for the next tokens of four requests:
 
 # %% tags=["plumbing"]
 sent, steps = [], {}
@@ -242,18 +242,18 @@ for axis in ("tp", "sp"):
     weights = sum(
         x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(decoder.params)
     )
-    print(
-        f"{axis}={N}: sends {total:,} B, holds {held:,} B of cache, {weights:,} B of weights"
-    )
+    has = f"holds {held:,} B of cache, {weights:,} B of weights"
+    print(f"{axis}={N}: sends {total:,} B, {has}")
     for (axes, kind), row in census_table(census).items():
         guess = predicted[axes, kind]["bytes_sent"]
         sizes = {"predicted_bytes": guess, "compiled_bytes": row["bytes_sent"]}
-        sent.append({"axis": axes, "kind": kind, "count": row["count"]} | sizes)
+        sent.append({"axis": axis, "kind": kind, "count": row["count"]} | sizes)
+print(f"to gather the cache over sp={N} instead: {(N - 1) * held:,} B")
 show(draw.collectives(sent))
 
 # %% [markdown]
-# Both send little, and it does not grow with the context. `tp` cuts the weights as well, and what a device reads of them; `sp` leaves them
-# whole. So engines take `tp` in a node, up to the KV heads, and `sp` for contexts that do not fit otherwise.
+# Both send little, however long the context. `tp` cuts the weights as well, so that a device reads less of them; `sp` leaves them
+# whole. So take `tp` in a node, up to the KV heads, and `sp` for a context that does not fit otherwise.
 #
 # ## A slot stands empty while others go on
 #
@@ -265,11 +265,11 @@ SLOTS = 4
 
 
 def drawn(words, lanes, end):
-    """Who has which slot in each step."""
+    """Who has which slot in each pass."""
     rows = [
         (f"slot {i}", lane + [""] * (end - len(lane))) for i, lane in enumerate(lanes)
     ]
-    return {f"{words}: {max(map(len, lanes))} steps": rows}
+    return {f"{words}: {max(map(len, lanes))} passes": rows}
 
 
 batches = [[] for _ in range(SLOTS)]
@@ -287,8 +287,8 @@ show(draw.slots(waiting, "A column is a pass; hatched: it computes for nobody"))
 # %% [markdown]
 # ### Exercise (core): who takes a free slot?
 #
-# Before each pass: `slots` has the number of tokens that each slot's request still wants, 0 where it is free; `waiting` that of the requests
-# that wait, the first one first. Return the slots for the pass, and take out of `waiting` who joins. Which rule needs fewest passes?
+# Before each pass `slots` has the number of tokens that each slot's request still wants, 0 where it is free; `waiting` those of the requests
+# that wait, the oldest first. Return the slots for the pass, and take out of `waiting` who joins.
 
 
 # %%
@@ -300,7 +300,7 @@ attempt("16.join", join)
 # %% [markdown]
 # ## Who is through makes room
 #
-# This is `llmpar`'s engine at work; what it tells after each pass says who had a slot:
+# The engine of `llmpar` tells after each pass who got a token. So who had a slot?
 
 # %%
 plan = Plan(f"sp={N}", dtype="bfloat16")
@@ -312,12 +312,13 @@ for name, tokens in WANT.items():
 lanes, running = [[] for _ in range(SLOTS)], [None] * SLOTS
 answers = {name: [] for name in WANT}
 while engine.busy:
-    for event in engine.step():
-        name = tickets[event.ticket]
+    told = {tickets[event.ticket]: event for event in engine.step()}
+    for name, event in told.items():  # who is new has the first slot that was free
         slot = running.index(name if name in running else None)
+        running[slot] = name
         lanes[slot] += [""] * (engine.figures["steps"] - 1 - len(lanes[slot])) + [name]
         answers[name].append(event.token)
-        running[slot] = None if event.finish else name
+    running = [x if x and not told[x].finish else None for x in running]
 joined = drawn("A free slot takes the next request", lanes, END)
 show(draw.slots(waiting | joined, "Eight requests in four slots"))
 
@@ -330,17 +331,20 @@ for name, tokens in WANT.items():  # each alone
     assert alone == answers[name] and len(alone) == tokens, name
 rule, slots, left, passes = find("16.join").solution, [0] * SLOTS, [*WANT.values()], 0
 while left or any(slots):
-    slots, passes = [max(0, n - 1) for n in rule(slots, left)], passes + 1
+    slots = rule(slots, left)
+    held = [lane[passes] if passes < len(lane) else "" for lane in lanes]
+    assert list(map(bool, slots)) == list(map(bool, held)), (passes, slots, held)
+    slots, passes = [max(0, n - 1) for n in slots], passes + 1
 assert passes == max(map(len, lanes)) < END
 print(f"{END} passes become {passes}; each request is answered as if it were alone")
 
 # %% [markdown]
-# That is *continuous batching* (Yu et al. 2022). The batch stays full, so that every reading of the weights serves as many as it can.
+# This is *continuous batching* (Yu et al. 2022): each reading of the weights serves as many as it can.
 #
 # ## Memory is set aside for answers that never come
 #
-# A slot has room for the longest answer. Nobody knows how long one will be. vLLM (Kwon et al. 2023) gives out memory in *pages* of 16
-# tokens instead, when they are needed:
+# A slot has room for the longest answer, and nobody knows how long one will be. vLLM (Kwon et al. 2023) gives out *pages* of 16
+# tokens, when they are needed:
 
 # %% tags=["plumbing"]
 NEED, MOST = {"A": 3, "B": 9, "C": 5, "D": 2}, 16  # pages
@@ -371,8 +375,7 @@ rooms = {
 show(draw.slots(rooms, "A box is a page; hatched: set aside, not used"))
 
 # %% [markdown]
-# `llmpar serve` has slots, no pages: it is there to be read. For load take an *inference engine*, such as vLLM. `llmpar launch slurm --serve
-# vllm` writes its job file.
+# `llmpar serve` has slots, no pages: it is there to be read. For load take an *inference engine* such as vLLM.
 #
 # ## Keep: a prompt computes, a token reads
 #
