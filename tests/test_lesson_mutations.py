@@ -52,8 +52,9 @@ def late_backward(right, text, m):
 
 def fixed_batch(right, engine):
     waiting = engine._waiting
-    if engine._running:
-        engine._waiting = type(waiting)()
+    if not engine._running:
+        return right(engine)
+    engine._waiting = type(waiting)()
     told, engine._waiting = right(engine), waiting
     return told
 
