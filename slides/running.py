@@ -1,4 +1,4 @@
-"""Drawings for the part on running: processes that meet, a pool of machines, what an engine serves.
+"""Drawings for the part on running: processes that meet, a pool of machines, what a pass waits for.
 
 A picture that builds up takes a ``step``; its pictures are all of one size.
 """
@@ -10,7 +10,7 @@ from deck import letters
 from llmpar.draw.scene import OTHERS, Group, Line, Rect, Scene, Text, compose, legend, small_text
 
 WIDE = 880  # a drawing that fills the width of a slide
-WHO = OTHERS[:4]  # hosts, processes and requests, the first of them first
+WHO = OTHERS[:4]  # hosts and processes, the first of them first
 ARROW = {"width": 2.5, "head": True}
 
 
@@ -217,110 +217,6 @@ at port 6379. The program runs beside the head."""
 
 
 # --------------------------------------------------------------------------------------------------- serving
-
-PAGES = {"A": 3, "B": 9, "C": 5, "D": 2}
-"""Pages that each of four requests needs for its keys and values."""
-QUEUE = {"E": 8, "F": 12, "G": 6, "H": 10, "I": 7}
-"""Pages of those that wait for room."""
-SLOT = 16  # pages of the longest request that may come
-ROOM = len(PAGES) * SLOT
-
-
-def colour(name: str) -> str:
-    """A request's colour; the letter tells those apart that share one."""
-    return WHO[(ord(name) - ord("A")) % len(WHO)]
-
-
-def paged(requests: dict[str, int]) -> list[str]:
-    """Who owns each page, in the order in which growing requests ask for one."""
-    need, owners = dict(requests), []
-    while any(need.values()):
-        for name in [name for name, pages in need.items() if pages]:
-            owners.append(name)
-            need[name] -= 1
-    return owners
-
-
-@letters()
-def pages(step: int) -> Scene:
-    """The same memory with a slot for each request (0), in pages (1), in pages with more requests (2)."""
-    used, admitted = sum(PAGES.values()), dict(PAGES)
-    for name, need in QUEUE.items():
-        if sum(admitted.values()) + need <= ROOM:
-            admitted[name] = need
-    requests = admitted if step == 2 else PAGES
-    said = (
-        f"1. A slot for the longest answer: {used} of {ROOM} places used",
-        f"2. Pages, taken as a request grows: the same {used}, and {ROOM - used} free for others",
-        f"3. The free pages take {len(admitted) - len(PAGES)} more: {sum(admitted.values())} of {ROOM} used",
-    )
-    if step:
-        owners = paged(PAGES) + (
-            paged({n: k for n, k in requests.items() if n not in PAGES}) if step == 2 else []
-        )
-        owners += [""] * (ROOM - len(owners))
-    else:
-        owners = [name if k < need else "/" for name, need in PAGES.items() for k in range(SLOT)]
-    items: list = []
-    for place, name in enumerate(owners):
-        x, y = 54 * (place % SLOT) + 8, 46 * (place // SLOT)
-        if name in ("", "/"):
-            items.append(Rect(x, y, 48, 38, "paper", "edge", 1, name))
-        else:
-            items.append(box(x, y, 48, 38, name, fill=colour(name), radius=0))
-    words = (
-        "hatched: set aside, and never used",
-        "white: free for the next request",
-        "a table per request says which pages are its own",
-    )
-    items.append(Text(8, 198, words[step]))
-    held = ", ".join(f"{name} {need}" for name, need in requests.items())
-    return canvas(said[step], 206, items, f"Pages of each request: {held}; {words[step]}.")
-
-
-TOKENS = {"A": 3, "B": 9, "C": 5, "D": 2, "E": 6, "F": 4, "G": 7, "H": 3}
-"""Tokens that each of eight requests still has to get."""
-
-
-def served(joins: bool, slots: int = 4) -> list[list[tuple[str, int, int]]]:
-    """Per slot the requests with their first step and the one after the last: each batch waits for its
-    longest request, or (``joins``) a free slot takes the next request at once."""
-    lanes: list[list[tuple[str, int, int]]] = [[] for _ in range(slots)]
-    free = [0] * slots
-    for k, (name, num) in enumerate(TOKENS.items()):
-        if not joins and k % slots == 0:
-            free = [max(free)] * slots
-        slot = free.index(min(free)) if joins else k % slots
-        lanes[slot].append((name, free[slot], free[slot] + num))
-        free[slot] += num
-    return lanes
-
-
-@letters()
-def batching(step: int) -> Scene:
-    """Eight requests in four slots: batch by batch (0), and beside it with requests that join at once (1)."""
-    unit, items, ends = 46, list[Group | Line | Rect | Text](), []
-    for way, y in ((False, 0), (True, 152))[: step + 1]:
-        lanes = served(way)
-        end = max(lane[-1][2] for lane in lanes)
-        ends.append(end)
-        words = "A free slot takes the next request" if way else "A batch waits for its longest request"
-        items.append(Text(0, y + 8, f"{words}: {end} steps", bold=True))
-        for slot, lane in enumerate(lanes):
-            top = y + 24 + 28 * slot
-            items.append(Rect(0, top, unit * end, 24, "paper", "edge", 1, "/"))
-            items += [
-                box(unit * a, top, unit * (b - a), 24, name, fill=colour(name), radius=0)
-                for name, a, b in lane
-            ]
-        items.append(Line(((unit * end, y + 18), (unit * end, y + 140)), "ink", 3))
-    busy = sum(TOKENS.values())
-    shares = [f"{busy / 4 / end:.0%}" for end in ends]
-    text = (
-        f"Eight requests in four slots. Batch by batch {ends[0]} steps, slots busy {shares[0]} of the time."
-    )
-    more = f" Joining at once {ends[1]} steps, busy {shares[1]}." if step else ""
-    return canvas(f"{step + 1}. Slots are busy {shares[-1]} of the time", 296, items, text + more)
 
 
 @letters()

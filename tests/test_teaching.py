@@ -211,7 +211,7 @@ def test_the_answers_of_the_quiz_are_the_package_s():
     assert right["08"] == timetable(make("1f1b", 16, 64)).peak_live()[3]
     assert right["09"] == round(2 * formulas.moe_elements(1, 1, 1, 10**9))
     assert right["11"] == 36 + 54 / 4 and right["12"] == 4 and right["10"] == 2
-    assert right["16"] == 1 + (100 - 1) and right["17"] == 64 // 4
+    assert right["16"] == 1 + (50 - 1) and right["17"] == 64 // 4
 
 
 def test_a_quiz_is_scored_and_its_effect_computed():
