@@ -174,7 +174,8 @@ def dispatch(
     rows = take(*vary_alike((x, choice_c // k, slots.slot_tk))).reshape(1, num_ranks, num_slots, -1)
     rows = exchange(par, rows, sent_g, came_g, "ffn b e c d -> experts b e c d")
     weights = take(*vary_alike((weights_gtk.reshape(-1, k), came_c // k, slot_q.reshape(-1, k))))
-    expert = chosen_gtk.reshape(-1, k).at[came_c // k].get(mode="fill", fill_value=size) - me * num_local
+    expert = chosen_gtk.reshape(-1, k).at[came_c // k].get(mode="fill", fill_value=experts.num_experts)
+    expert = expert - me * num_local
     expert = jnp.where((expert >= 0) & (expert < num_local), expert, num_local)
     return rows.reshape(size, -1), weights, expert, slots
 

@@ -1,6 +1,7 @@
 """Generation with a cut cache gives what the whole forward pass gives, and moves nothing of the cache."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from parity import LLAMA, MOE, QWEN, by_arrow, logits_of, name, predicted_by_arrow, weights
 
+from llmpar.config import LoraConfig
 from llmpar.inspect.census import census_hlo, compiled_memory, executed_flops, read_program
 from llmpar.mesh import make_mesh, split
 from llmpar.par import Manual
@@ -19,6 +21,7 @@ from llmpar.serve.engine import Engine, Event, Request
 B, S, MORE = 2, 11, 6
 PROMPT = np.random.default_rng(3).integers(0, 256, (B, S)).astype(np.int32)
 WINDOW = dataclasses.replace(LLAMA, name="tiny-window", window=4)
+LORA = dataclasses.replace(LLAMA, name="tiny-lora", lora=LoraConfig(4, 8.0, ("q", "v", "o", "up", "down")))
 COPIES = dataclasses.replace(QWEN, name="two KV heads, biases, norms", num_heads=8, num_kv_heads=2)
 
 
@@ -86,7 +89,7 @@ def test_a_slot_that_is_written_wrongly_is_noticed(monkeypatch):
 MESHES = [
     (LLAMA, Plan("tp=2 dp=2 sp=2", zero=0)), (COPIES, Plan("sp=2 tp=4", zero=0)),
     (QWEN, Plan("fsdp=2 sp=2 tp=2")), (MOE, Plan("dp=2 ep=2 tp=2", zero=0)),
-    (LLAMA, Plan("sp=8", zero=0, dtype="bfloat16")),
+    (LLAMA, Plan("sp=8", zero=0, dtype="bfloat16")), (LORA, Plan("fsdp=2 sp=2 tp=2")),
 ]  # fmt: skip
 
 
@@ -104,8 +107,18 @@ def test_a_step_sends_holds_and_multiplies_what_is_predicted(config, plan, width
     held = serving.device_cache_bytes(run.plan, rows, length)
     assert {sum(x.addressable_shards[i].data.nbytes for x in run.cache) for i in range(8)} == {held}
     assert compiled_memory(compiled)["alias_bytes"] == held, "the cache is not written in place"
+    flops = serving.device_flops(run.plan, rows, length, width, echo)
     if config.experts is None:
-        assert executed_flops(text) == sum(serving.device_flops(run.plan, rows, length, width, echo).values())
+        assert executed_flops(text) == sum(flops.values())
+    else:  # whose loops no census counts. Routers are not cut by tp
+        routers = math.prod(config.weights()["blocks.experts.router"].shape)
+        besides = sum(
+            math.prod(weight.shape)
+            for path, weight in config.weights().items()
+            if weight.is_vector or path in ("embedding", "head")
+        )
+        useful = config.active_params - besides + (plan.mesh.tp - 1) * routers
+        assert flops["weights"] * plan.mesh.size == 2 * rows * width * useful
 
 
 def test_a_long_cache_costs_no_copy_of_itself_and_no_more_traffic():
@@ -117,8 +130,25 @@ def test_a_long_cache_costs_no_copy_of_itself_and_no_more_traffic():
         temporary.append(compiled_memory(compiled)["temp_bytes"])
     assert sent[0] == sent[1]
     held = serving.device_cache_bytes(run.plan, B, 1 << 16)
-    print(temporary, held)
     assert temporary[1] < held
+
+
+def test_only_tokens_are_written():
+    """Not what fills a row up to the step's width, nor an idle row."""
+    run = Decoder(LLAMA, Plan("sp=2", zero=0), make_mesh("sp=2"), weights(LLAMA), 3, 8)
+    rows = Rows.idle(3, 4)
+    rows.start[1], rows.num[:] = 3, (0, 2, 4)
+    run(rows)
+    for held in run.cache:
+        ranks = np.asarray(held).any((0, 3, 4)).reshape(3, 2, 4)  # a rank's share lies side by side
+        assert [np.nonzero(row.T.reshape(-1))[0].tolist() for row in ranks] == [[], [3, 4], [0, 1, 2, 3]]
+
+
+def test_experts_drop_no_token_when_they_serve():
+    tight = dataclasses.replace(MOE, experts=dataclasses.replace(MOE.experts, capacity_factor=0.25))
+    asked = [Request(tuple(row), MORE, logprobs=3) for row in PROMPT.tolist()]
+    plan = Plan("ep=2", zero=0)
+    assert answers(engine(tight, plan), *asked) == answers(engine(MOE, plan), *asked)
 
 
 def test_refusals_say_what_would_work():

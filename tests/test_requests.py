@@ -10,14 +10,12 @@ import jax
 import numpy as np
 import pytest
 from parity import LLAMA, MOE, QWEN, weights
-from test_decode import answers, engine, whole
+from test_decode import COPIES, LORA, answers, engine, whole
 
-from llmpar.config import LoraConfig
 from llmpar.plan import Plan
 from llmpar.serve.engine import Full, Request, generate
 
 WINDOW = dataclasses.replace(LLAMA, name="tiny-window", window=7)
-LORA = dataclasses.replace(LLAMA, name="tiny-lora", lora=LoraConfig(4, 8.0, ("q", "v", "down")))
 ALONE = Plan("dp=1", zero=0)
 LENGTH = 43
 
@@ -34,38 +32,45 @@ def asked(rng, config, **more) -> Request:
     return Request(tokens, int(rng.integers(0, 20)), **more)
 
 
-@pytest.mark.parametrize("config", [LLAMA, WINDOW, QWEN, MOE, LORA], ids=lambda config: config.name)
-@pytest.mark.parametrize("mesh", ["tp=2 dp=2 sp=2"])
+CASES = [(config, "tp=2 dp=2 sp=2") for config in (LLAMA, WINDOW, QWEN, MOE, LORA)]
+CASES += [(MOE, "ep=4 sp=2")]  # one token to a rank, fewer slots than experts
+MORE_CASES = [
+    (LLAMA, "sp=8"), (WINDOW, "fsdp=4 sp=2"), (QWEN, "dp=4 tp=2"), (MOE, "dp=2 ep=2 tp=2"),
+    (COPIES, "sp=2 tp=4"), (LORA, "fsdp=2 tp=4"),
+]  # fmt: skip
+CASES += [pytest.param(*case, marks=pytest.mark.full) for case in MORE_CASES]
+
+
+@pytest.mark.parametrize("config, mesh", CASES, ids=lambda x: getattr(x, "name", x))
 def test_answers_at_random_times_among_cancellations_are_those_of_each_alone(config, mesh):
-    """Greedy ones, and drawn ones whose seeds are told; ends in the middle of an answer and in the prompt."""
+    """Greedy ones, scored prompts, and drawn ones whose seeds are told; ends in the middle of an answer."""
     rng = np.random.default_rng(7)
-    run, want, found, cancelled = engine(config, Plan(mesh, zero=0), 4, LENGTH, chunk=5), {}, {}, set()
+    run, want, found, cancelled = engine(config, Plan(mesh), 4, LENGTH, chunk=5), {}, {}, set()
+    drawn = {"temperature": 1.0, "top_p": 0.9, "top_k": 50}
     while len(want) < 40 or run.busy:
         for _ in range(rng.poisson(0.7) * (len(want) < 40)):
-            how = [{}, {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "seed": int(rng.integers(1 << 40))}]
-            request = asked(rng, config, **how[rng.integers(2)])
-            answer = generate(alone(config), [request])[0]
-            if len(want) % 3 == 0 and answer:
-                end = answer[len(answer) // 2]
-                request = dataclasses.replace(request, ends=frozenset({end, request.tokens[0]}))
-                answer = generate(alone(config), [request])[0]
-            want[run.submit(request)] = request, answer
+            how = {}, {"echo": True, "logprobs": 2}, drawn | {"seed": int(rng.integers(1 << 40))}
+            request = asked(rng, config, **how[rng.integers(3)])
+            if len(want) % 3 == 0 and (made := generate(alone(config), [request])[0]):
+                ends = frozenset({made[len(made) // 2], request.tokens[0]})
+                request = dataclasses.replace(request, ends=ends)
+            want[run.submit(request)] = answers(alone(config), request)[0]
         if rng.random() < 0.15 and want:
             cancelled.add(int(rng.choice(list(want))))
             run.cancel(max(cancelled))
         for event in run.step():
             found.setdefault(event.ticket, []).append(event)
-    assert found.keys() == want.keys() and run.figures["running"] == 0
-    ends = {ticket: events[-1].finish for ticket, events in found.items()}
+    assert found.keys() == want.keys() and run.figures["running"] == run.figures["waiting"] == 0
+    assert {events[-1].finish for events in found.values()} == {"stop", "length", "cancelled"}
     for ticket, events in found.items():
-        request, answer = want[ticket]
-        assert not any(event.finish for event in events[:-1]), "nothing comes after the end"
-        made = [event.token for event in events if event.token is not None]
-        if ends[ticket] == "stop":
-            assert made.pop() in request.ends
-        assert made == (answer[: len(made)] if ends[ticket] == "cancelled" else answer)
-        assert ends[ticket] != "cancelled" or ticket in cancelled
-    assert set(ends.values()) == {"stop", "length", "cancelled"}
+        if events[-1].finish == "cancelled":
+            assert ticket in cancelled and events.pop().token is None
+        else:
+            assert len(events) == len(want[ticket])
+        for event, other in zip(events, want[ticket], strict=False):
+            same = dataclasses.replace(other, ticket=event.ticket, logprob=event.logprob, best=event.best)
+            assert event == same and len(event.best) == len(other.best)
+            assert event.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
 def test_sixteen_at_once_take_a_third_of_the_steps_or_less():
