@@ -473,3 +473,14 @@ def test_configurations_without_a_name_there_are_refused():
         to_hugging_face(dataclasses.replace(LESSON, experts=ExpertConfig(4, 2, num_shared=1)))
     with pytest.raises(ValueError, match="'deepseek-v3' cannot run here"):
         to_hugging_face(PRESETS["deepseek-v3"])
+
+
+def test_a_full_disk_is_told_and_what_was_begun_is_taken_away(tmp_path, monkeypatch):
+    config = dataclasses.replace(preset("tiny"), num_layers=1)
+    params = jax.jit(lambda: init_params(config, 0))()
+    monkeypatch.setattr(
+        hf.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    with pytest.raises(ValueError, match="No space left on device; free some room, or give another folder"):
+        hf.save(tmp_path / "full", params, config)
+    assert list((tmp_path / "full").iterdir()) == []

@@ -38,8 +38,8 @@ class Export:
 
     def run(self) -> dict:
         """Read one weight after the other, and write its tensors."""
-        if os.path.exists(os.path.join(self.folder, "config.json")):
-            raise ValueError(f"'{self.folder}' holds a model already (config.json); give another folder")
+        if not self.folder or os.path.exists(os.path.join(self.folder, "config.json")):
+            raise ValueError(f"'{self.folder}' is no new folder, or holds a model already; give another one")
         import jax
         from flax.traverse_util import flatten_dict, unflatten_dict
 

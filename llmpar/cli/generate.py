@@ -81,6 +81,8 @@ class Generate:
         length = len(request.tokens) + self.tokens - 1
         plan.serving(config, 1, length)
         fits_host(config, plan, 1, plan.mesh.sp, ("params",))
+        if config.context_length and length > config.context_length:
+            say(f"'{config.name}' was made for {config.context_length:,} tokens, and these may be {length:,}")
         for line in said:
             say(line)
         place = lambda weight: sharding(mesh, plan.resolve().stored(weight.dims))

@@ -100,9 +100,7 @@ class Train:
             steps = f"'{self.profile}' names no steps of 0 to {self.steps - 1}"
             raise ValueError(f"profile {steps}; use FIRST:LAST, as 5:8")
         if traced and not os.access("profile" if os.path.lexists("profile") else ".", os.W_OK | os.X_OK):
-            raise ValueError(
-                "the folder 'profile' cannot be written here; move what is there, or go elsewhere"
-            )
+            raise ValueError("the folder 'profile' cannot be written here; move what is there away")
         optimizer = OptimizerConfig(**vars(self.optimizer))
         options.check_picture(self.plot)
         from llmpar.launch.joined import Watchdog, meet
@@ -177,6 +175,8 @@ class Train:
         model, tokenizer, load = from_folder(name)
         if self.text.tokenizer != "bytes":
             tokenizer = self.text.tokenizer
+        elif tokenizer == "bytes":
+            say(f"{name} has no tokenizer.json: its tokenizer is taken to be 'bytes'")
         step, text = self.step, dataclasses.replace(self.text, tokenizer=tokenizer)
         return dataclasses.replace(self, step=dataclasses.replace(step, model=model), text=text), load
 

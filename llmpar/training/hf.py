@@ -335,6 +335,8 @@ def save(
             about |= _save_tokenizer(path, tokenizer)
         _put_json(path / "config.json", about)
     except OSError as error:
+        for part in path.glob("*.part"):  # which would fill the disk
+            part.unlink(missing_ok=True)
         why = f"{error.strerror}; free some room, or give another folder"
         raise ValueError(f"cannot write the model to '{folder}': {why}") from error
 

@@ -178,8 +178,6 @@ def train(
         if restored:
             nothing = "; nothing is left to do" * (report.start >= steps)
             tell(f"goes on from the checkpoint of step {report.start}{nothing}")
-        if profile and report.start > profile[1]:
-            tell(f"steps {profile[0]} to {profile[1]} are done already: none is traced")
         measured, run = _Measured(step, report, checkpoints, lines, send, on_step), None
         first, last = profile or (steps, steps)
         for number in range(report.start, steps):
