@@ -14,6 +14,7 @@ import pytest
 
 import llmpar.inspect.aot
 import llmpar.inspect.report
+import llmpar.training.hf  # which decorates with jax.jit as it is imported
 import llmpar.training.train
 from llmpar.cli import main
 from llmpar.mesh import ordered_devices

@@ -66,7 +66,7 @@ BUDGETS = {
     "serve": 890,  # a step, an engine, a server
     "launch": 1_600,
     "exercises": 1_990,
-    "cli": 2_540,
+    "cli": 2_550,
     "package": 27_400,  # with LoRA, Hugging Face folders, trackers, a server
 }
 # In pieces, so that this file obeys its own rule.

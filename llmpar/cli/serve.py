@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import math
 import os
@@ -80,9 +81,11 @@ class Serve:
         """A socket with the address: whether it is free is known before anything is loaded."""
         try:
             family, kind, *_, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
-            found = socket.socket(family, kind)
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
+            with contextlib.ExitStack() as fails:
+                found = fails.enter_context(socket.socket(family, kind))
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                found.bind(address)
+                fails.pop_all()
             return found
         except OSError as error:
             what = f"cannot listen on '{self.host}', port {self.port}: {error.strerror}"
