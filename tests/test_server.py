@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 import openai
 import pytest
+import shared
 
 from llmpar.serve import server
 from llmpar.serve.engine import Event, Full, Request
@@ -192,6 +193,8 @@ def test_a_stream_says_what_the_document_says(port, stop, text, logprobs):
         for name in choice["logprobs"] or ():
             assert [y for x in mine for y in x["logprobs"][name]] == choice["logprobs"][name]
     assert whole["choices"][0]["text"] == text
+    if stop and logprobs:
+        assert max(whole["choices"][0]["logprobs"]["text_offset"]) < len(text), "a token of the stop string"
 
 
 def test_scores_of_a_prompt_are_as_an_evaluation_reads_them(port):
@@ -357,17 +360,20 @@ def test_a_client_that_leaves_frees_its_slot(stream):
         lines = [send(port, FOREVER | {"stream": stream, "prompt": ["a", "b"]}) for _ in range(2)]
         until(lambda: len(engine.jobs) == 4)
         lines[0].close()
-        until(lambda: len(engine.jobs) == 2)
+        until(lambda: len(engine.jobs) == 2, 2)  # to the end they would take 4 s
         lines[1].close()
-        until(lambda: not engine.jobs)
+        until(lambda: not engine.jobs, 2)
         assert ask(port, {"prompt": "say a"})[1]["choices"][0]["text"] == "a"
 
 
 def test_a_stop_string_frees_the_slot():
-    engine = Script(step_s=0.01)
+    engine = Script(step_s=0.02)
     with serving(engine) as (port, _):
         assert ask(port, FOREVER | {"stop": "..."})[1]["usage"]["completion_tokens"] == 3
-        until(lambda: not engine.jobs)
+        until(lambda: not engine.jobs, 2)
+        send(port, {"prompt": ["dots", "say " + "x" * 90], "max_tokens": 100, "stop": "..."})
+        until(lambda: len(engine.jobs) == 2)
+        until(lambda: len(engine.jobs) == 1, 1)  # and the other goes on
 
 
 def test_who_comes_to_a_full_queue_is_told_to_come_back_and_leaves_nothing_behind():
@@ -680,3 +686,39 @@ def test_an_evaluation_s_own_client_scores_as_one_device_does(process, alone, fo
             told = [event for event in events if event.of_prompt][before:]
             assert abs(float(said) - sum(event.logprob for event in told)) < 1e-3
             assert (greedy in (True, "True")) == all(event.logprob == event.best[0][1] for event in told)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_asks_for_the_key_chats_stops_and_is_accessible(scheme, width):
+    engine = Script(step_s=0.02)
+    with serving(engine, key="secret") as (port, _), shared.chromium() as browser:
+        page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 800})
+        faults = []
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on(
+            "request",
+            lambda x: None if x.url.startswith(f"http://127.0.0.1:{port}/") else faults.append(x.url),
+        )
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.wait_for_selector("h1:text-is('toy')")
+        assert page.text_content("#where").startswith("on mesh tp=2")
+        page.fill("#text", "say <b>é</b>\n😀")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#key:focus")
+        assert page.input_value("#text") == "say <b>é</b>\n😀" and "key" in page.text_content(".bad")
+        page.fill("#key", "secret")
+        page.click("#send")
+        page.wait_for_selector("#send:visible")
+        assert page.text_content(".assistant span").startswith("<b>é</b>\n😀")
+        page.click("#fresh")
+        page.fill("#text", "dots")
+        page.click("#send")
+        page.wait_for_selector(".assistant span:has-text('....')")
+        page.click("#stop")
+        page.wait_for_selector("#text:focus")
+        assert "stopped" in page.text_content(".said")
+        until(lambda: not engine.jobs)
+        assert shared.violations(page) == [] == faults
+        assert page.evaluate("document.documentElement.scrollWidth") == width
