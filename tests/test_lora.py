@@ -158,6 +158,8 @@ def test_useful_flops_and_bytes_are_those_of_what_is_trained():
     plan = Plan("dp=1", dtype="bfloat16")
     held = memory.argument_bytes(plan.resolve(ADAPTED), BATCH, SEQ)
     assert (held["params"], held["optimizer"]) == (2 * base + 4 * adapters, 8 * adapters)
+    besides = [memory.temp_bytes(plan.resolve(config), BATCH, SEQ) for config in (LLAMA, ADAPTED)]
+    assert besides[0] - besides[1] > 4 * BATCH * SEQ * LLAMA.vocab_size / 2, "no logits wait for a gradient"
 
 
 def test_a_command_exports_adapters_in_their_weights(tmp_path):

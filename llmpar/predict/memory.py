@@ -96,6 +96,7 @@ def temp_bytes(plan: Resolved, batch_size: int, seq_len: int, remat: str = "") -
     converted in all layers at once, to bfloat16 even for float32; of the loss the head's gradient stays, and
     with pieces of the loss, outside of microbatches, the gathered head; what a block holds for attention and
     for its feed-forward does not add up; gradients outside the blocks are summed over microbatches whole.
+    With LoRA the head has no gradient, and no logits wait for it; of such steps none is recorded.
     """
     config, platform = plan.config, plan.platform or "gpu"
     tpu = platform == "tpu"
@@ -109,9 +110,9 @@ def temp_bytes(plan: Resolved, batch_size: int, seq_len: int, remat: str = "") -
     turns = 1 if platform == "cpu" else min(plan.unroll or one, one)  # written out
     work += layer * (1 + turns if plan.gathers == "block" and not tpu else 1) + (turns - 1) * crossing
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
-    head, grad = narrow("head used"), held["head used"] * item // FLOAT32
+    head, grad = narrow("head used"), 0 if config.lora else held["head used"] * item // FLOAT32
     late = plan.loss_chunks > 1 and not (tpu and plan.microbatches > 1)  # is the loss's value
-    after_loss = head + grad if late else grad if tpu else logits
+    after_loss = head + grad if late else grad if tpu or config.lora else logits
     loss = logits + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
     turned = narrow("blocks stored") * (plan.gathers != "step") if tpu else held["turned"]  # or converted
     once = saves[remat or plan.remat]
