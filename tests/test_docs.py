@@ -45,13 +45,16 @@ SLOW = (
 )
 """What takes long: the full tests run it."""
 COMMAND = r"(?:llmpar|make|pip|python) [^`\n]+"
+(STORY,) = re.findall(r"^## Bring a model, tune it, serve it\n.*?(?=^## )", README.read_text(), re.M | re.S)
+"""What takes a minute and a server: `test_story.py` runs it line by line."""
 
 
 def written(page: Path) -> list[str]:
     """List a page's commands: its indented lines without what stands beside them, and those in text."""
-    lines = re.findall(rf"^    (?:\$ )?({COMMAND})$", page.read_text(), re.M)
+    text = page.read_text().replace(STORY, "")
+    lines = re.findall(rf"^    (?:\$ )?({COMMAND})$", text, re.M)
     lines = [re.split(r" {3,}| +# ", line)[0].strip() for line in lines]
-    return list(dict.fromkeys(lines + re.findall(rf"`({COMMAND})`", page.read_text())))
+    return list(dict.fromkeys(lines + re.findall(rf"`({COMMAND})`", text)))
 
 
 def examples(page: Path) -> list[str]:
@@ -163,7 +166,7 @@ def test_a_dead_anchor_would_be_seen():
 
 def test_the_first_page_is_short_and_every_page_is_reached_from_it():
     lines = README.read_text().splitlines()
-    assert len(lines) <= 150 and max(map(len, lines)) <= 130
+    assert len(lines) <= 180 and max(map(len, lines)) <= 130
     assert not re.search(r"float32\[|\{[UR]:", README.read_text()), "types are for docs/words.md"
     linked = set(re.findall(r"\]\((docs/[\w-]+\.md)", README.read_text()))
     assert linked == {f"docs/{page.name}" for page in PAGES[1:]}

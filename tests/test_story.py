@@ -1,0 +1,83 @@
+"""The README's story, line by line: a model is made, tuned, handed on, served and asked."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from test_docs import ROOT, STORY
+
+pytest.importorskip("uvicorn")
+STARTS_S = 120
+"""Within this time a server answers, on a busy machine too."""
+
+
+def commands() -> list[str]:
+    """The story's commands, without what stands beside them."""
+    lines = re.findall(r"^    ((?:llmpar|curl) .*)", re.sub(r"\\\n +", "", STORY), re.M)
+    return [re.split(r" {3,}", line)[0] for line in lines]
+
+
+@contextlib.contextmanager
+def served(line: str, here: Path, env: dict[str, str]):
+    """A server that a line of the story starts, on a port that is free: the port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with (here / "log").open("w") as log:
+        process = subprocess.Popen(f"exec {line} --port {port}", shell=True, cwd=here, env=env, stderr=log)
+    try:
+        for _ in range(STARTS_S):
+            time.sleep(1)
+            assert process.poll() is None, (here / "log").read_text()
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                break
+        yield port
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not shutil.which("curl"), reason="the README asks with curl")
+def test_a_model_is_tuned_and_answers_what_it_could_not_know(tmp_path):
+    """Of numbers that it never saw, too; before the tuning it could not. Ports and the path of llmpar alone
+    differ from what the README says."""
+    binary = tmp_path / "llmpar"
+    binary.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m llmpar "$@"\n')
+    binary.chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    for name in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "LLMPAR_KEY"):
+        env.pop(name, None)
+
+    (example,) = re.findall(r"^```python\n(.*?)^```$", STORY, re.M | re.S)
+    subprocess.run([sys.executable, "-c", example], cwd=tmp_path, check=True)
+    assert len((tmp_path / "tune.jsonl").read_text().splitlines()) == 200
+
+    *trained, serve, ask = commands()
+    assert [line.split()[1] for line in (*trained, serve)] == "train export train export serve".split()
+    for line in trained:
+        done = subprocess.run(line, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found = [float(x) for x in re.findall(r"perplexity (\S+)\)", done.stderr)]
+        assert bool(found) == ("--eval-every" in line)
+        assert not found or found[-1] < 6, "of the held-out answers"
+
+    def answers(line, numbers):
+        with served(line, tmp_path, env) as port:
+            for n in numbers:
+                asked = ask.replace("777", str(n)).replace("localhost:8000", f"127.0.0.1:{port}")
+                done = subprocess.run(asked, shell=True, cwd=tmp_path, capture_output=True, check=True)
+                yield json.loads(done.stdout)["choices"][0]["message"]["content"]
+
+    assert list(answers(serve, [777, 1000, 314, 2025])) == ["blue", "red", "red", "blue"]
+    assert "It answers *blue*" in STORY
+    assert not {"blue", "red"} & set(answers(serve.replace("mine", "small"), [777, 1000]))
