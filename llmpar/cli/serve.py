@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import math
 import os
 import signal
 import socket
 import sys
 from dataclasses import dataclass
-from typing import Literal
 
-from llmpar.cli.options import Folder, From, Name, Text, check_range, fits_host, installed, say, start
-from llmpar.cli.weights import opened
+from llmpar.cli.options import Text, check_range, installed, say, start
+from llmpar.cli.weights import ModelOptions
 from llmpar.launch.engines import detect
-from llmpar.predict.traffic import ITEMSIZE
 
 
 @dataclass(frozen=True)
-class Serve:
+class Serve(ModelOptions):
     """Answer many requests at once, as OpenAI's API does.
 
     llmpar serve --checkpoints kept --mesh "dp=2 sp=2 tp=2"
@@ -28,36 +25,19 @@ class Serve:
     chat. For load, export the model and take an inference engine.
 
     Attributes:
-        checkpoints: folder that `llmpar train --checkpoints` wrote.
-        from_: folder of a Hugging Face model (config.json, safetensors, tokenizer.json), or the name of a
-            downloaded one. Without it and checkpoints weights are random.
-        best: of the checkpoints the one with the lowest held-out loss.
-        model: a preset's name, or the path of a config.json or its folder; left out, the
-            checkpoint's, or tiny.
-        mesh: sizes of the axes; dp, fsdp and ep cut the slots, sp their positions, tp their heads.
-        devices: CPU devices to simulate where there is no accelerator.
         slots: requests that run at a time; others wait.
         length: tokens of a prompt and its answer together.
         host: address to listen on; 0.0.0.0 lets other machines in.
         port: to listen on; 0 takes a free one.
         key: what clients give as their API key; in the variable LLMPAR_KEY no list of processes shows it.
-        tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json; left out, the model's, or bytes.
-        dtype: of weights and cache.
     """
 
-    checkpoints: Folder = None
-    from_: From = None
-    best: bool = False
-    model: Name = None
     mesh: str = "dp=-1"
-    devices: int = 8
     slots: int = 8
     length: int = 512
     host: str = "127.0.0.1"
     port: int = 8000
     key: Text = None
-    tokenizer: Name = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
 
     def run(self) -> None:
         """Take the address, load, compile, and answer until a signal says stop."""
@@ -67,8 +47,6 @@ class Serve:
         if (place := detect(os.environ)).num_processes > 1:
             use = "on several hosts an inference engine serves: llmpar launch slurm --serve vllm"
             raise ValueError(f"'serve' runs in one process, and {place.engine} has started several; {use}")
-        if self.best and not self.checkpoints:
-            raise ValueError("--best chooses among checkpoints; give --checkpoints, or leave it out")
         if not installed("starlette") or not installed("uvicorn"):
             raise ValueError("Starlette or Uvicorn is not installed; pip install 'llmpar[serve]'")
         key = os.environ.get("LLMPAR_KEY") if self.key is None else self.key
@@ -93,35 +71,17 @@ class Serve:
 
     def answer(self, listening: socket.socket, key: str | None) -> None:
         """Load the model and serve it."""
-        import jax
-
-        from llmpar.mesh import make_mesh, sharding, use_devices
-        from llmpar.notation import parse_mesh
-        from llmpar.plan import Plan
         from llmpar.serve import server
-        from llmpar.serve.engine import Engine, Request
+        from llmpar.serve.engine import Request
         from llmpar.training.chat import Chat
-        from llmpar.weights import weight_dims
 
         start()
-        devices = use_devices(self.devices, at_least=1)
-        found = opened(self.checkpoints, self.from_, self.model, self.tokenizer, best=self.best)
-        config, tokenizer, load, said = found
+        plan, (config, tokenizer, load, said) = self.plan(), self.opened()
         chat = Chat(tokenizer)
         if (most := config.context_length or self.length) < self.length:
             what = f"'{config.name}' was made for {most:,} tokens, and length is {self.length:,}"
             raise ValueError(f"{what}; use at most {most}")
-        plan = Plan(parse_mesh(self.mesh, len(devices)), zero=0, dtype=self.dtype)
-        serving = plan.serving(config, self.slots, self.length)
-        cache = 2 * ITEMSIZE[self.dtype] * math.prod(serving.cache(self.slots, self.length))
-        fits_host(config, plan, self.slots, plan.mesh.sp, ("params",), cache)
-        for line in said:
-            say(line)
-        mesh = make_mesh(plan.mesh)
-        place = lambda dims: sharding(mesh, serving.stored(dims))
-        params = load(jax.tree.map(place, weight_dims(config)))
-        say("compiling …")
-        engine = Engine(config, plan, mesh, params, self.slots, self.length)
+        engine = self.engine(plan, config, load, said, self.slots, self.length)
         engine.submit(Request((tokenizer.start_id,) * 2, 2))
         while engine.busy:
             engine.step()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from llmpar.cli.options import Folder, From, Name, fits_host, say
 from llmpar.config import PRESETS, ModelConfig, folder_of, preset
+from llmpar.notation import parse_mesh
+from llmpar.plan import Plan
+from llmpar.predict.traffic import ITEMSIZE
 from llmpar.training import data
 
 Load = Callable[..., Any]
@@ -67,6 +73,64 @@ def opened(
 
     data.check_vocab(found, config.vocab_size)
     return config, found, load, said
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model answers, and where.
+
+    Attributes:
+        checkpoints: folder that `llmpar train --checkpoints` wrote.
+        from_: folder of a Hugging Face model (config.json, safetensors, tokenizer.json), or the name of a
+            downloaded one. Without it and checkpoints weights are random.
+        best: of the checkpoints the one with the lowest held-out loss, not the newest.
+        model: a preset's name, or the path of a config.json or its folder; left out, the
+            checkpoint's, or tiny.
+        mesh: sizes of the axes; tp cuts the cache's heads, sp its positions, and dp, fsdp and ep the
+            requests, where there are several.
+        devices: CPU devices to simulate where there is no accelerator.
+        tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json; left out, the model's, or bytes.
+        dtype: of weights and cache.
+    """
+
+    checkpoints: Folder = None
+    from_: From = None
+    best: bool = False
+    model: Name = None
+    mesh: str = "sp=-1"
+    devices: int = 8
+    tokenizer: Name = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def plan(self) -> Plan:
+        """The plan, on the devices that are there or are simulated from here on."""
+        from llmpar.mesh import use_devices
+
+        mesh = parse_mesh(self.mesh, len(use_devices(self.devices, at_least=1)))
+        return Plan(mesh, zero=0, dtype=self.dtype)
+
+    def opened(self, seed: int = 0) -> tuple[ModelConfig, data.Tokenizer, Load, list[str]]:
+        """As the function `opened`."""
+        return opened(self.checkpoints, self.from_, self.model, self.tokenizer, seed, self.best)
+
+    def engine(self, plan: Plan, config: ModelConfig, load: Load, said: list[str], slots: int, length: int):
+        """The engine with its weights. Refuses what does not fit before they are read."""
+        import jax
+
+        from llmpar.mesh import make_mesh, sharding
+        from llmpar.serve.engine import Engine
+        from llmpar.weights import weight_dims
+
+        serving = plan.serving(config, slots, length)
+        cache = 2 * ITEMSIZE[self.dtype] * math.prod(serving.cache(slots, length))
+        fits_host(config, plan, slots, plan.mesh.sp, ("params",), cache)
+        for line in said:
+            say(line)
+        mesh = make_mesh(plan.mesh)
+        place = lambda dims: sharding(mesh, serving.stored(dims))
+        params = load(jax.tree.map(place, weight_dims(config)))
+        say("compiling …")
+        return Engine(config, plan, mesh, params, slots, length)
 
 
 def _cast(params: Any, dtype: str) -> Any:
