@@ -60,12 +60,12 @@ BUDGETS = {
     "kernels": 1_150,
     "training": 1_955,
     "predict": 4_100,  # a layer in time, what a reader could do next, and where numbers come from
-    "draw": 3_300,
+    "draw": 3_245,
     "inspect": 2_300,
-    "explore": 1_805,
+    "explore": 1_730,
     "serve": 890,  # a step, an engine, a server
     "launch": 1_600,
-    "exercises": 1_990,
+    "exercises": 1_953,
     "cli": 2_550,
     "package": 27_400,  # with LoRA, Hugging Face folders, trackers, a server
 }

@@ -1,5 +1,4 @@
-"""Charts and timelines: what was sent, who works when, how much there is. :mod:`llmpar.draw` offers them
-all."""
+"""Charts and timelines: what was sent, who works when, how much there is."""
 
 from __future__ import annotations
 
@@ -29,9 +28,6 @@ def count_noun(n: int, what: str) -> str:
 MEMORY: dict[str, str] = scene.COLOURS["memory"]
 TIME: dict[str, str] = scene.COLOURS["time"]
 """The roles of the words of charts, where they are no roles themselves."""
-
-
-# ---------------------------------------------------------------------------------------------- what was sent
 
 
 def collectives(rows) -> Scene:
@@ -103,9 +99,8 @@ def arrows_sent(rows) -> Scene:
 
 
 def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
-    """What each rank holds after every step of a permutation: ``pairs`` of (source, target), as compiled HLO
-    has them. Rank r starts with piece r.
-    """
+    """What each rank holds after every step of a permutation, ``pairs`` of (source, target) as in compiled
+    HLO. Rank r starts with piece r."""
     ranks = 1 + max(max(pair) for pair in pairs)
     few = ranks <= len(scene.OTHERS)  # a colour for each
     steps, came_from = num_steps or ranks, {target: source for source, target in pairs}
@@ -128,9 +123,6 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
     note = f"{colour} Between two steps each rank sends what it holds, over {axis}."
     title = f"Ring over {axis}: {count_noun(ranks, 'rank')}, {count_noun(steps, 'step')}"
     return compose(title, [items], "\n".join([*lines, note]), [note])
-
-
-# ----------------------------------------------------------------------------------------- when, and how much
 
 
 def scale(x_of, values, y: float, text, up: float = 0) -> list:
@@ -158,9 +150,8 @@ def _byte_ticks(high: float) -> list[float]:
 def time_bars(
     rows, title: str = "Time per step", roles: dict[str, str] | None = None, error: float = 0.0, measured=()
 ) -> Scene:
-    """Where a step's time goes: ``rows`` of (label, {part: seconds}). ``roles`` as in `memory_bars`. Below a
-    bar stands by which share of it an estimate may be off, its ``error``, and a dot at what was ``measured``,
-    {label: seconds}."""
+    """Where a step's time goes: ``rows`` of (label, {part: seconds}); ``roles`` as in `memory_bars`. Below a
+    bar stands its ``error``, the share by which an estimate may be off; a dot: ``measured``, {label: s}."""
     marks, roles = (lambda high: scene.ticks(0, high)), TIME | (roles or {})
     return _bars(title, rows, time_text, marks, roles, error=error, measured=dict(measured))
 
@@ -178,8 +169,7 @@ def _bars(
     title: str, rows, text, marks, words, limit=None, whole=None, wide: float = 480, pitch=42, right=(),
     error: float = 0.0, measured: dict[str, float] | None = None,
 ) -> Scene:  # fmt: skip
-    """Bars of parts, ``pitch`` pixels from one to the next; ``right`` is what stands beside each, or else its
-    sum and what is left of the ``limit``."""
+    """Bars of parts, each ``pitch`` below the last; beside it ``right``, else its sum and what is free."""
     rows = [(str(name), row) for name, row in rows]
     meanings: dict[str, list[str]] = {}
     for part in dict.fromkeys(part for _, row in rows for part in row):

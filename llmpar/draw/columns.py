@@ -1,8 +1,7 @@
-"""The charts of an explorer's columns: how the devices are cut, what fills one of them, what a step takes and
-sends, and all the other meshes.
+"""The charts of an explorer's columns: how devices are cut, what fills one, what a step takes and sends, and
+all the other meshes.
 
-Plain values in, a `Scene` as wide as its column out. An ``act`` is what a click asks for, as JSON; see
-`Rect.act`.
+Plain values in, a `Scene` as wide as its column out. An ``act`` is what a click asks for: see `Rect.act`.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ MOST_PARTS, MOST_SENT = 9, 6
 
 
 Part = namedtuple("Part", "name value note act role", defaults=("", "", ""))
-"""A part of a bar, in bytes or seconds, in the colour of its ``role`` or else of its name; ``note`` says in
-few words how it comes about."""
+"""Part of a bar, bytes or seconds, in the colour of its ``role``, else its name; ``note``: how it comes."""
 Sent = namedtuple("Sent", "axes what bytes hidden_s waits_s note act", defaults=("", ""))
 """What a device sends in a step over ``axes``, and its seconds on links: behind computing, and waited for."""
 Way = namedtuple("Way", "mesh bytes seconds axis note act", defaults=("", "", ""))
@@ -85,8 +83,7 @@ def memory_bar(parts: Iterable[Part], limits=(), band=None, total: float | None 
 
 
 def time_bar(parts: Iterable[Part], band=None, total: float | None = None) -> Scene:
-    """What a step takes: one bar of parts in seconds, and their list; ``band`` and ``total`` as in
-    `memory_bar`."""
+    """What a step takes: a bar of parts in seconds, and their list; the rest as in `memory_bar`."""
     parts, total = _whole(parts, total, TIME, time_text)
     order = {role: i for i, role in enumerate((*COMPUTING[:-1], "link", IDLE, "rest"))}
     parts.sort(key=lambda part: order.get(part.role, order["link"]))

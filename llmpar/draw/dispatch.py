@@ -18,8 +18,7 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
 
     With ``slots`` a rank has so many for each expert, and all of them travel, full or empty; a copy that
     finds none is left out. Without, the copies travel alone. ``follow`` is the rank and the token whose way
-    is drawn, larger than others, ``weights`` what its results are multiplied by, ``stages`` how far the
-    drawing has come, of 5.
+    is drawn, ``weights`` what its results are multiplied by, ``stages`` how many of the 5 are drawn.
     """
     ranks, (home, token) = len(chosen), follow
     if any(not 0 <= e < ranks for mine in chosen for visits in mine for e in visits):

@@ -1,5 +1,4 @@
-"""Geometry of a mesh for pictures: who is where, who talks with whom, who holds which slice, and a
-collective's rounds.
+"""Geometry of a mesh for pictures: who is where, talks with whom, holds which slice; a collective's rounds.
 
 Plain numbers in, plain numbers out; the tests hold them against JAX and numpy.
 """
@@ -13,8 +12,7 @@ from llmpar.notation import ORDER, Layout
 
 
 def strides(sizes: dict[str, int], order) -> dict[str, int]:
-    """How far apart neighbours on each axis are in the list of devices; the last axis of ``order`` is
-    innermost."""
+    """How far apart neighbours on each axis are in the list of devices; ``order`` ends with the innermost."""
     out, stride = {}, 1
     for axis in reversed(tuple(order)):
         out[axis], stride = stride, stride * sizes[axis]
@@ -49,8 +47,7 @@ def block(layout: Layout, sizes: dict[str, int], at: dict[str, int]) -> tuple[in
 
 
 def slices(layout: Layout, shape, sizes: dict[str, int], at: dict[str, int]) -> list[tuple[int, int]] | None:
-    """First and last-plus-one index of every dim that the device at ``at`` holds; None where a dim is not
-    divisible."""
+    """First and last-plus-one index of every dim that a device holds; None where a dim is not divisible."""
     out = []
     for dim, size, index in zip(layout.dims, shape, block(layout, sizes, at), strict=True):
         step, rest = divmod(size, math.prod(sizes[axis] for axis in dim.axes))
@@ -75,13 +72,11 @@ def holders(layout: Layout, sizes: dict[str, int]) -> dict[tuple[int, ...], list
 
 
 def rounds(kind: str, g: int) -> list[dict]:
-    """A collective among g ranks, round by round, by rings: what goes from whom to whom, and what each then
-    holds.
+    """A collective among g ranks by rings: in each round what goes from whom to whom, and what each holds.
 
     ``sends`` are [from, to, block]; ``held[rank][block]`` counts what a rank has of a block: of the g addends
     of a sum; of the g pieces for rank ``block`` (all-to-all, a transpose: g pieces before, g after); else 0
-    or 1. Round 0 is the start. Reduce-scatter leaves block r with rank r, as `lax.psum_scatter` does. A
-    permute is one hop round the ring.
+    or 1. Round 0 is the start. Reduce-scatter leaves block r with rank r. A permute is one hop in the ring.
     """
     reduced, exchanged = kind in ("reduce-scatter", "all-reduce"), kind.endswith("all-to-all")
     held = [[int(reduced or exchanged or rank == b) for b in range(g)] for rank in range(g)]

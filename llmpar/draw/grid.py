@@ -175,11 +175,7 @@ def mesh(
     shape: MeshShape | str, devices_per_host: int | None = None, highlight_axis: str | None = None
 ) -> Scene:
     """The devices in link order: neighbours in a row share the fastest links. Rows and columns are mesh axes,
-    dashed boxes hosts.
-
-    ``highlight_axis`` fills the first group of devices that communicate over that axis, and numbers the
-    groups.
-    """
+    dashed boxes hosts. ``highlight_axis`` numbers the groups that talk over it, and fills the first."""
     shape = parse_mesh(shape)
     if highlight_axis not in (None, *AXES):
         raise ValueError(f"'{highlight_axis}' is no mesh axis to highlight; the axes are {' '.join(AXES)}")
@@ -245,8 +241,7 @@ def visible(runs: Iterable[Sequence[int]], parts: int, room: float) -> list[tupl
 
 
 def near(sizes: dict[str, int], node: int, device: int, flat: bool) -> list[Cells]:
-    """All devices one by one; above `MOST` blocks of them, and a device's neighbourhood one by one. Cells of
-    what has one dim are ``flat``."""
+    """All devices one by one; above `MOST` blocks, and what is near a device. One dim has ``flat`` cells."""
     n, tall = math.prod(sizes.values()), 22.0 if flat else 46.0
     if n <= MOST:
         return [Cells(sizes, node, n, tall=tall)]
@@ -369,10 +364,10 @@ def words(segment: Segment) -> str:
     return f"{text}: {time_text(took)}, {beside}."
 
 
-def frames(segments: list[Segment], seconds: float = 8.0) -> list[dict[str, Any]]:
-    """Frame 0, at rest, and one for each segment: how long it is shown (``seconds`` in all) and words."""
+def frames(segments: list[Segment]) -> list[dict[str, Any]]:
+    """Frame 0, at rest, and one for each segment: how long it is shown, of 8 seconds in all, and words."""
     total = sum(one.end_s - one.start_s for one in segments) or 1.0
-    shown = [max(0.5, seconds * (one.end_s - one.start_s) / total) for one in segments]
+    shown = [max(0.5, 8 * (one.end_s - one.start_s) / total) for one in segments]
     each = [{"seconds": round(t, 2), "text": words(one)} for one, t in zip(segments, shown, strict=True)]
     return [{"seconds": 1.0, "text": "At rest: who holds what."}, *each] if each else []
 

@@ -21,8 +21,7 @@ def wired(held: Sequence, wire: Sequence[str], pairs: Pairs | None = None, title
     """Hosts beside one another with their devices, and a wire with its words between them.
 
     ``held[host][device]`` are short texts, a cell for each. ``pairs`` are, per axis, the devices that talk:
-    neighbours in a host, or at the same place of two hosts. Without pairs, what another device has already is
-    red.
+    neighbours in a host, or at the same place of two. Without pairs, what another device has is red.
     """
     cell = max(text_width(text, SMALL) for host in held for own in host for text in own) + 16
     wide = max(cell * max(len(own) for host in held for own in host), text_width("device 00")) + 16

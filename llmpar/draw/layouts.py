@@ -1,8 +1,7 @@
 """Draw meshes, layouts and arrows: who holds what, what moves, which wires an axis runs over.
 
 One language in all drawings: a colour is a mesh axis, always the same one; slanted lines are an unfinished
-sum (or what was compiled, beside what was predicted), dots are copies; a cell says in words what its colour
-says. Every number has its unit.
+sum (or what was compiled, beside what was predicted), dots copies; a cell says its colour in words, too.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ Block = tuple[list, float, float]  # items, width, height
 
 def links(shape: MeshShape | str, chip: Chip) -> Scene:
     """Which links carry each axis. A bar goes from the distance of neighbours in a group to the distance of
-    its ends, in devices; what reaches beyond the dashed edge of a node shares the network. Rates are what one
-    device sends, as reached.
-    """
+    its ends, in devices; what reaches beyond the dashed edge of a node shares the network. Rates: of one
+    device, as reached."""
     sizes, one = parse_mesh(shape).sizes, chip.per_device()
     apart, items, lines = strides(sizes, AXES), list[Any](), []
     shown = [a for a in AXES if sizes[a] > 1]
@@ -53,9 +51,6 @@ def links(shape: MeshShape | str, chip: Chip) -> Scene:
     items.append(Line(((edge, -6), (edge, bottom + 4)), "ink", 2, dash=True))
     items.append(small_text(edge, -14, f"node of {one.node_size}"))
     return compose(f"{parse_mesh(shape)} on {chip.name}: the links of each axis", [items], "\n".join(lines))
-
-
-# ---------------------------------------------------------------------------------------------------- layouts
 
 
 def _places(axes: tuple[str, ...], sizes: dict[str, int], index: int) -> dict[str, int]:
@@ -241,11 +236,9 @@ def _full(sizes: dict[str, int] | MeshShape | str | None) -> dict[str, int] | No
 
 
 def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = None) -> Scene:
-    """Which device holds which shard of a tensor of 0 to 4 dims; without a mesh (``sizes``), only where the
-    cuts are.
+    """Which device holds which shard of a tensor of 0 to 4 dims; without a mesh (``sizes``), where cuts are.
 
-    Bytes per device need ``shape`` and ``itemsize``. A shard with copies is dotted, an unfinished sum
-    hatched, with one sheet per addend.
+    Bytes need ``shape`` and ``itemsize``. Copies are dotted, an unfinished sum hatched, a sheet per addend.
     """
     layout, sizes = parse_layout(layout) if isinstance(layout, str) else layout, _full(sizes)
     facts = _facts(layout, shape, sizes, itemsize)
@@ -256,9 +249,8 @@ def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = 
 
 
 def moved(arrow: Arrow, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> list[tuple]:
-    """The moves of an arrow and the bytes that each device sends for them on a ring (`ring_bytes`): of a
-    group of g and a local value of V bytes, all-gather V(g-1); reduce-scatter and all-to-all V(g-1)/g;
-    all-reduce twice that; a slice nothing."""
+    """The moves of an arrow, and the bytes that a device of g sends for them on a ring (`ring_bytes`): for V
+    local ones all-gather V(g-1); reduce-scatter, all-to-all V(g-1)/g; all-reduce twice that; a slice none."""
     held, out = _held_bytes(arrow.before, shape, sizes, itemsize), []
     for move in arrow.moves:
         g = math.prod(sizes[a] for a in move.axes)
@@ -269,8 +261,7 @@ def moved(arrow: Arrow, shape: tuple[int, ...], sizes: dict[str, int], itemsize:
 
 
 def arrow(arrow: Arrow | str, shape=None, sizes=None, itemsize: int | None = None) -> Scene:
-    """A movement: the layout before, the collectives with the bytes that each device sends, the layout after,
-    to scale."""
+    """A movement to scale: the layout before, collectives with bytes sent per device, the layout after."""
     arrow, sizes = parse_arrow(arrow) if isinstance(arrow, str) else arrow, _full(sizes)
     known = moved(arrow, shape, sizes, itemsize) if shape is not None and sizes and itemsize else []
     steps = [[str(m), f"{scene.size_text(n)} sent per device"] for m, n in known]

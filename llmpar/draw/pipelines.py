@@ -1,5 +1,4 @@
-"""Pipelines in time: who works when, which order is through first, and what is called the bubble.
-:mod:`llmpar.draw` offers them."""
+"""Pipelines in time: who works when, which order is through first, and what is called the bubble."""
 
 from __future__ import annotations
 
@@ -84,15 +83,13 @@ def _held_over_time(row, last: str) -> dict[float, float]:
 def timeline(
     table, waiting=None, facts: bool = True, shortest: float = SHORTEST, marked=(), half: float = 1
 ) -> Scene:
-    """Who works when in a pipeline and, where there are backwards, under each stage's row the activations
-    that it holds.
+    """Who works when in a pipeline; where there are backwards, below a stage's row the activations it holds.
 
     Of an order that gets stuck, ``waiting`` says what for: stage -> (the operations it has not run, the stage
     it waits for, what there). Operations named in ``marked``, as `Rect.op` names them, are outlined.
 
     Without ``facts`` the rows do not say how busy their stage is and what it holds at most; the words do. The
-    ``shortest`` operation is so many pixels wide. Of a backward that is whole, the first ``half`` is drawn as
-    B, the gradients of inputs, and the rest as W.
+    ``shortest`` operation is so many pixels wide. Of a whole backward the first ``half`` is drawn as B.
 
     ``table`` is a :class:`~llmpar.timetable.Timetable` or, per stage, rows of (start, end, kind, microbatch,
     chunk). A microbatch is held from the start of its F to the end of its B, or of its W where there is one.
@@ -207,11 +204,8 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
 
 
 def bubbles(table: Timetable) -> Scene:
-    """The three things that are called a bubble, as areas of one timetable.
-
-    Idle time over a stage's work, idle time over the whole, and what the critical stage waits between its
-    first operation and its last.
-    """
+    """The three things that are called a bubble, as areas of one timetable: idle time over a stage's work,
+    over the whole, and what the critical stage waits between its first operation and its last."""
     end, work, spans = table.makespan, table.ideal, list(zip(table.start, table.end, strict=True))
     own = [row[1][-1] - row[0][0] for row in spans]
     critical = own.index(max(own))
@@ -252,8 +246,7 @@ def bubbles(table: Timetable) -> Scene:
 def _cells(
     table: Timetable, stage: int, x_of: Callable[[float], float], y: float, tall: float, split: bool, letters
 ) -> list:
-    """A stage's operations as far as they are drawn; a whole backward in the colours of both halves where
-    others are ``split``."""
+    """A stage's operations as far as drawn; a whole backward in both halves' colours if others ``split``."""
     items: list[Any] = []
     whole = split and not table.schedule.split_backward
     share = table.costs[1] / ((table.costs[1] + table.costs[2]) or 1) if whole else 1.0
@@ -272,8 +265,7 @@ def _cells(
 
 
 def _operation(cell: Rect, share: float) -> list:
-    """An operation's cell; of a backward that is whole, what is beyond its ``share`` of B has W's colour,
-    without a line between them."""
+    """An operation's cell; of a whole backward, what is beyond its ``share`` of B has W's colour."""
     x, (_, top, right, low) = cell.x + share * cell.w, cell.box
     corners = (x, top + 0.5), (right - 0.5, top + 0.5), (right - 0.5, low - 0.5), (x, low - 0.5)
     return [cell, *[Line(corners, "W", 0.25, fill="W")] * (share < 1)]

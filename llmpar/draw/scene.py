@@ -1,11 +1,9 @@
-"""A small grammar of pictures: rectangles, texts and lines on a scene, and back ends that draw it as SVG or
-as PNG.
+"""A small grammar of pictures: rectangles, texts and lines on a scene, which is drawn as SVG or as PNG.
 
 A scene is data: it can be compared, tested for overlaps and drawn again elsewhere. Colours are named by their
 role, so that one drawing serves a light and a dark page. Every scene carries a text that says the same as the
 picture, for screen readers, GitHub and nbval. Coordinates are pixels, y grows downwards, a text's ``y`` is
-its middle. No matplotlib until a PNG is asked for. What a picture means is not known here: see
-:mod:`llmpar.draw`.
+its middle. No matplotlib until a PNG is asked for. What a picture means is not known here.
 """
 
 from __future__ import annotations
@@ -94,8 +92,7 @@ class Rect:
 
 @dataclass(frozen=True)
 class Text:
-    """One line of text; ``anchor`` is ``start``, ``middle`` or ``end``. Its ``size`` is given in pixels or as
-    a role, and kept in pixels."""
+    """One line of text; ``anchor``: ``start``, ``middle``, ``end``. A ``size`` is kept in pixels."""
 
     x: float
     y: float
@@ -175,8 +172,7 @@ def bounds(items) -> Box:
 
 
 def stack(blocks, gap: float = 12, across: bool = False) -> list[Group]:
-    """Blocks of items below one another from the left, or beside one another with their middles on one
-    line."""
+    """Blocks of items below one another from the left, or ``across`` with their middles on one line."""
     out, offset = [], 0.0
     for block in blocks:
         x0, y0, x1, y1 = bounds(block)
@@ -198,8 +194,7 @@ def fitting(x: float, y: float, room: float, *texts: str, on: str = "", fill: st
 
 
 def look(role: str) -> tuple[str, str, str]:
-    """Fill, stroke and hatch of a role: its colour; with ``/`` or ``.`` behind it, paper that is hatched or
-    dotted in it. An axis' stroke is its own."""
+    """Fill, stroke and hatch of a role: its colour, or with ``/`` or ``.`` behind it paper hatched in it."""
     name, hatch = (role[:-1], role[-1]) if role[-1] in "/." else (role, "")
     stroke = f"{name}-line" if f"{name}-line" in LIGHT else "edge"
     return "paper" if hatch else name, stroke, hatch
@@ -221,8 +216,7 @@ def legend(entries, room: float = 640) -> list:
 
 
 def scaled(value: float, units: tuple[str, ...], base: float) -> str:
-    """Three significant digits and the unit of ``units`` (ascending by ``base``) that suits them: ``1.5
-    GiB``."""
+    """Three significant digits and the one of ``units`` (ascending by ``base``) that suits: ``1.5 GiB``."""
     power = 0
     while power + 1 < len(units) and abs(value) >= 0.9995 * base:
         value, power = value / base, power + 1
@@ -253,8 +247,7 @@ def ticks(low: float, high: float, num: int = 5) -> list[float]:
 
 @dataclass(frozen=True, repr=False)
 class Scene:
-    """A finished drawing. In a notebook it shows itself; ``text`` is what it says to those who do not see
-    it."""
+    """A finished drawing. In a notebook it shows itself; ``text`` says it to those who do not see it."""
 
     width: float
     height: float
@@ -300,8 +293,7 @@ def compose(title: str, blocks, text: str, notes=(), margin: float = 16, column:
 
 
 def show(scene: Scene) -> None:
-    """Display a drawing as PNG and text only, for outputs to commit: GitHub and untrusted notebooks show no
-    SVG."""
+    """Display a drawing as PNG and text, to be committed: GitHub and untrusted notebooks show no SVG."""
     from IPython.display import display
 
     data = {"image/png": base64.b64encode(to_png(scene)).decode(), "text/plain": scene.text}
@@ -327,8 +319,7 @@ attribute = lambda text: f'"{html.escape(text)}"'
 
 
 def to_svg(scene: Scene) -> str:
-    """The scene as one self-contained SVG. It follows the reader's light or dark setting, or JupyterLab's
-    theme."""
+    """The scene as one self-contained SVG, which follows the reader's light or dark setting or theme."""
     used, patterns, body, in_pixels = {"paper"}, {}, [], 'patternUnits="userSpaceOnUse"'
 
     def paint(fill: str, stroke: str = "", width: float = 0, dash: bool = False) -> str:

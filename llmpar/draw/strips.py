@@ -124,8 +124,7 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
 
 
 def ring_sums(kind: str = "all-reduce", ranks: int = 4, moving: bool = False) -> Scene:
-    """What each of 2 to 5 devices holds after every hop of a collective round a ring, all hops in small; or,
-    ``moving``, with a frame for each hop."""
+    """What each of 2 to 5 devices holds after every hop of a ring, all in small or, ``moving``, in frames."""
     hops, panels, lines = ring_held(kind, ranks), list[list](), list[str]()
     w, h, gap, wide = text_width("abcde"[:ranks], SMALL) + 6, pixels(SMALL) + 4, 14.0, 1.5
     if moving:
@@ -152,8 +151,7 @@ def ring_sums(kind: str = "all-reduce", ranks: int = 4, moving: bool = False) ->
 
 
 CORNERS = ((1, 0, 26, 0, 14, "middle"), (2, 22, 12, 12, 0, "start"), (0, -28, 0, -8, 0, "end"))
-"""Where the innermost axis of a cube has its arrow, and the next: along which edge, how far from the devices;
-and how far from its ends its names stand."""
+"""Of a cube's innermost axis, and the next: the edge of its arrow, how far off it and its names stand."""
 
 
 def cube(mesh: MeshShape | str, rows: int, cut=(), asked: int = 0, lit: bool = False) -> Scene:

@@ -1,5 +1,4 @@
-"""Draw what a function that runs on each rank was given, sent, held and returned: a lane per rank, from left
-to right as the program goes."""
+"""Draw what a function that runs on each rank was given, sent, held and returned, in a lane per rank."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from llmpar.draw.scene import text_width as wide
 
 Shape = Sequence[int]
 Sent = tuple[str, Sequence[str], int, int, Shape]
-"""A collective: its kind, its axes, how often in a row, the bytes a rank sends in all, the shape it then
-has."""
+"""A collective: its kind, its axes, how often in a row, all bytes a rank sends, the shape it then has."""
 LANE, WIDE, HIGH, ROOM = 38, 54, 28, 550
 
 

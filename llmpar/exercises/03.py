@@ -71,11 +71,8 @@ def pad() -> Exercise:
         return np.concatenate([targets, rows])
 
     rows = lambda like, count, value=-1: np.full((count, *like.shape[1:]), value, like.dtype)
-    asked = [
-        (np.arange(1, 16).reshape(5, 3), 4),
-        (np.arange(1, 25).reshape(8, 3), 4),
-        (np.arange(1, 4).reshape(3, 1), 8),
-    ]
+    counted = lambda *shape: 1 + np.arange(np.prod(shape)).reshape(shape)
+    asked = [(counted(5, 3), 4), (counted(8, 3), 4), (counted(3, 1), 8)]
     wrong = dict(
         drop=lambda t, n: t[: len(t) // n * n],
         zeros=lambda t, n: np.concatenate([t, rows(t, -len(t) % n, 0)]),

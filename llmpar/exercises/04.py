@@ -11,9 +11,7 @@ DEVICES, PARTS, ROWS, COLUMNS = 4, 3, 8, 2
 
 
 def stage2_accumulated() -> Exercise:
-    """Ask for the sum over microbatches as stage 2 makes it: reduce-scatter each gradient, add up the
-    shards."""
-
+    """Ask for stage 2's sum over microbatches: reduce-scatter each gradient, add up the shards."""
     scatter = lambda g, dim=0: lax.psum_scatter(g, "fsdp", scatter_dimension=dim, tiled=True)
 
     def solution(gradient, parts):

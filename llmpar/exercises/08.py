@@ -12,11 +12,9 @@ def _rows(text: str, stages: int, microbatches: int) -> list:
     if re.search(r"\bF\d", text) and not re.search(r"\bF0\b", text):
         raise ValueError("Microbatches count from 0, as stages do: F0 is missing.")
     order = from_text(text)
-    found = order.num_stages, order.num_microbatches
-    if found != (stages, microbatches):
-        asked = f"{stages} stages and {microbatches} microbatches"
-        there = f"there are {found[0]} lines and {found[1]} microbatches"
-        raise ValueError(f"{asked} were asked for, but {there}")
+    if (order.num_stages, order.num_microbatches) != (stages, microbatches):
+        there = f"there are {order.num_stages} lines and {order.num_microbatches} microbatches"
+        raise ValueError(f"{stages} stages and {microbatches} microbatches were asked for, but {there}")
     timetable(order)
     return [[str(op) for op in row] for row in order.rows]
 
@@ -45,8 +43,7 @@ def one_f_one_b() -> Exercise:
 
 
 def _better(level, best: str, limit: int, costs: tuple[float, float, float], **wrong: str):
-    """An order of 3 stages and 5 microbatches is judged by its bubble and what it holds; whoever has a bubble
-    of at most 2 within the limit is right."""
+    """Judge an order of 3 stages and 5 microbatches: right is a bubble of at most 2 within the limit."""
 
     def observe(text):
         _rows(text, 3, 5)

@@ -19,8 +19,7 @@ def capacity() -> Exercise:
 
 
 def combine() -> Exercise:
-    """Ask for the last step of a layer of experts: each token adds its rows up, weighed; dropped ones are
-    missing."""
+    """Ask for an expert layer's last step: each token adds its rows up, weighed; dropped ones are missing."""
 
     def solution(rows, slot, weights):
         padded = np.concatenate([rows, np.zeros_like(rows[:1])])

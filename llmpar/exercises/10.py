@@ -23,12 +23,8 @@ def price(text: str) -> tuple[int, int]:
 
 def cheapest() -> Exercise:
     """Ask for the mesh of dp, fsdp and tp over 16 devices that fits and sends least."""
-    meshes = [
-        f"dp={dp} fsdp={fsdp} tp={DEVICES // dp // fsdp}"
-        for dp in divisors(DEVICES)
-        for fsdp in divisors(DEVICES // dp)
-        if DEVICES // dp // fsdp <= 8  # as many as KV heads
-    ]
+    cuts = [(dp, fsdp, DEVICES // dp // fsdp) for dp in divisors(DEVICES) for fsdp in divisors(DEVICES // dp)]
+    meshes = [f"dp={dp} fsdp={fsdp} tp={tp}" for dp, fsdp, tp in cuts if tp <= 8]  # as many as KV heads
     priced = {text: price(text) for text in meshes}
     fits = {text: sent for text, (held, sent) in priced.items() if held <= MOST_BYTES}
     best = min(fits, key=lambda text: fits[text])

@@ -75,9 +75,8 @@ def residual() -> Exercise:
 
 
 def traced(function, *layouts: str) -> dict:
-    """Trace a function on explicit axes, dp=2 and tp=4: the layout of its result, the collectives that its
-    types ask for, and how many additions of whole values it has. A sharding error is told as the missing
-    arrow."""
+    """Trace a function on explicit axes, dp=2 and tp=4: its result's layout, the collectives that its types
+    ask for, and its additions of whole values. A sharding error is told as the missing arrow."""
     mesh = explicit(abstract_mesh("dp=2 tp=4"))
     laid = {text: NamedSharding(mesh, as_type(parse_layout(text))) for text in layouts}
     args = [jax.ShapeDtypeStruct(GIVEN[text], jnp.float32, sharding=how) for text, how in laid.items()]
@@ -89,8 +88,7 @@ def traced(function, *layouts: str) -> dict:
 
 
 def moves(line) -> tuple:
-    """What one line of a trace moves: a reshard, or a product that finishes its own sum, or gathers what one
-    factor alone has cut."""
+    """What a line of a trace moves: a reshard; a product that sums up, or gathers what one factor cuts."""
     after = from_type(line.outvars[0].aval)
     if line.primitive.name == "reshard":
         return Arrow(from_type(line.invars[0].aval), after).moves

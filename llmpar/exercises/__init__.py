@@ -1,5 +1,4 @@
-"""Exercises: a lesson leaves a blank, this package answers for it. The solutions are here and nowhere in the
-lessons.
+"""Exercises: a lesson leaves a blank, this package answers for it. Solutions are here, not in the lessons.
 
 In a lesson, the learner replaces the dots and runs the cell again:
 
@@ -12,12 +11,10 @@ In a lesson, the learner replaces the dots and runs the cell again:
 What is said stands in the page `llmpar/exercises/03.md`, under the same name: hints, why the solution is
 right, wrong answers, and for each of them the sentence that helps (`pages` has the form). An exercise whose
 answer is a number, a text, or a formula of what the lesson passes by keyword stands there alone. An answer
-with several named parts is judged part by part; a wrong answer helps wherever the parts that it spoils are
-met.
+with several named parts is judged part by part.
 
-Any other has a function of that name in `llmpar/exercises/03.py`, which gives the solution, and those wrong
-answers that are functions too. `observe` turns an answer into what is compared, so that a learner's function
-is recognised by what it does.
+Any other has a function of that name in `llmpar/exercises/03.py`, with the solution, and wrong answers that
+are functions. `observe` turns an answer into what is compared: a function is known by what it does.
 
     def pad() -> Exercise:
         '''Ask for a function that fills up rows so that they divide by the number of devices.'''
@@ -87,10 +84,10 @@ def attempt(name: str, answer: Any, **given: Any) -> None:
     exercise = find(name, **given)
     GIVEN[name] = given
     verdict = exercise.judge(answer)
-    if verdict == NOT_ATTEMPTED:
-        say(f'{name} ({exercise.level}): {verdict}; hint("{name}") helps')
+    blank = verdict == NOT_ATTEMPTED
+    say(f"{name} ({exercise.level}): {verdict}" + f'; hint("{name}") helps' * blank)
+    if blank:
         return
-    say(f"{name} ({exercise.level}): {verdict}")
     SAID.setdefault(name, as_text(answer))
     if said := note(name, answer, verdict):
         say(said)
@@ -134,8 +131,7 @@ def solved(name: str, **given: Any) -> str:
 
 
 def met(name: str, found: Any, what: str = "compiled") -> None:
-    """Print what the learner predicted first, and beside it what was found; before a prediction, ask for
-    it."""
+    """Print what the learner predicted first beside what was found; before a prediction, ask for it."""
     find(name, **GIVEN.get(name, {}))
     first = first_answer(name)
     if first is None:
@@ -159,9 +155,8 @@ def say_command(line: str) -> None:
 
 def _broken(line: str, columns: int, hanging: int) -> list[str]:
     """Break a line between words, never inside one."""
-    return textwrap.wrap(
-        line, columns, subsequent_indent=" " * hanging, break_long_words=False, break_on_hyphens=False
-    ) or [line]
+    whole_words: Any = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(line, columns, subsequent_indent=" " * hanging, **whole_words) or [line]
 
 
 def first_answer(name: str) -> str | None:
@@ -172,8 +167,7 @@ def first_answer(name: str) -> str | None:
 
 
 def in_short(value: Any) -> str:
-    """Write an answer on one line: its parts after one another, whole numbers with commas, others in four
-    digits."""
+    """Write an answer on one line, its parts in a row; whole numbers with commas, others in four digits."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {in_short(part)}" for name, part in value.items())
     lines = as_text(value).splitlines()

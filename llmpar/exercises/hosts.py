@@ -25,13 +25,11 @@ from llmpar.predict.hosts import leaving_bytes
 from llmpar.step import Step
 
 RECORDED = Path(__file__).parent / "two_hosts.json"
-TOY = replace(
-    preset("tiny"), width=144, num_layers=2, num_heads=4, num_kv_heads=4, head_width=36, ffn_width=576
-)
+HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 4, "head_width": 36}
+TOY = replace(preset("tiny"), width=144, num_layers=2, ffn_width=576, **HEADS)
 """2 layers of width 144: few weights, so that a step is short where links are fast."""
 ROWS, SEQ = 32, 64
-"""2,048 tokens: more than 4 × width, as in training at scale; else activations are no larger than
-gradients."""
+"""2,048 tokens: more than 4 × width, as at scale; else activations are no larger than gradients."""
 REPLICAS = Plan("!dp=2 tp=2", zero=0, reduce="bucket")
 PLACEMENTS = {
     "dp across": (REPLICAS, True),
@@ -69,8 +67,7 @@ def put(whole: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def meet() -> Count:
-    """Wait until all processes are here; what this host has sent by then. What was sent has also arrived:
-    the others have gone on with it."""
+    """Wait until all processes are here; what this host has sent by then, which has also arrived."""
     multihost_utils.sync_global_devices("llmpar: count")
     return counted()
 

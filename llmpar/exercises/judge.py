@@ -55,9 +55,8 @@ class Exercise:
     given: Mapping[str, Any] = field(default_factory=dict)
 
     def told(self, name: str, says: Mapping[str, str]) -> Exercise:
-        """Give it its sentences, and the answers that are spelt out as their keys, in backticks, with an "or"
-        in front where they are right; refuse a key that has no sentence, and a sentence whose key means
-        nothing."""
+        """Give it its sentences, and the answers that their keys spell out in backticks, behind an "or" where
+        they are right; refuse a key that has no sentence, and a sentence whose key means nothing."""
         wanted = {"because", *self.wrong, *self.also, *(self.counts or ["hint"])}
         spelt = [key for key in says if key.endswith("`")]
         planted = {key: read(key.split("`")[1], self.solution, self.given) for key in spelt}
@@ -121,8 +120,7 @@ class Exercise:
         return self.in_another_unit(seen, right) or self.hinted(seen)
 
     def part_by_part(self, seen: Mapping, right: Mapping, planted: list[tuple[Any, str]]) -> str:
-        """Name the parts that are right; help with the others by planted answers that go wrong on them in the
-        same way."""
+        """Name the parts that are right; help with others by planted answers that are wrong as they are."""
         off = [name for name in right if not self.same(seen[name], right[name])]
         good = [str(name) for name in right if name not in off]
         said = [f"Right: {', '.join(good)}."] * bool(good)
@@ -277,8 +275,7 @@ def arrays(value: Any) -> list[Any]:
 
 
 def mismatch(seen: Any, right: Any) -> str:
-    """Say how an answer is of another kind than the right one, anywhere in it: text for a number, other names
-    or shapes."""
+    """Say how an answer is of another kind than the right one: text for a number, other names or shapes."""
     if kind(seen) != kind(right):
         return not_asked(seen, right)
     if callable(right) and not takes(seen, len(asked := inspect.signature(right).parameters)):
@@ -306,8 +303,7 @@ def near(seen: Any, right: Any) -> str:
 
 
 def is_blank(answer: Any) -> bool:
-    """Tell whether an answer still has its dots: `...` itself, somewhere in a container, or a function with
-    no body."""
+    """Tell whether an answer still has its dots: `...`, also in a container, or a function with no body."""
     if answer is ...:
         return True
     if inspect.isfunction(answer):
@@ -319,8 +315,7 @@ def is_blank(answer: Any) -> bool:
 
 
 def same(one: Any, other: Any, tolerance: float) -> bool:
-    """Compare two answers: texts by their words, numbers and arrays within a relative tolerance, the rest
-    exactly."""
+    """Compare answers: texts by words, numbers and arrays within a relative tolerance, the rest exactly."""
     if isinstance(one, str) and isinstance(other, str):
         words, others = (re.sub(r"[-_\s]+", " ", text.strip().lower()) for text in (one, other))
         if re.search(r"[/+>\d]", words + others):  # layouts, arrows and orders: blanks part their words

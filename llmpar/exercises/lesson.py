@@ -53,8 +53,7 @@ def counting_text(rows: int, positions: int) -> dict[str, np.ndarray]:
 
 @functools.cache
 def fresh_state(config: ModelConfig, optimizer: optax.GradientTransformation) -> State:
-    """Make the state of seed 0, once for all meshes: on each of them its random numbers would be compiled
-    again, for as long as the step."""
+    """Make the state of seed 0 once for all meshes: on each, its random numbers would be compiled again."""
     return jax.device_get(Step(config, Plan("dp=1"), make_mesh("dp=1"), optimizer).init(seed=0))
 
 
@@ -91,8 +90,7 @@ def verdicts(
     *Value*: the losses of one device, to 1e-4, the norm of its last gradient, and its weights at the end,
     where ``weights_within`` says how near (None with Adam, which divides even the smallest gradient by its
     size). *Sharding*: weights and moments lie as the plan promises. *Communication*: axes, kinds, counts and
-    bytes in the partitioned program are those of the formula, for each stage of a pipeline. *Memory*: so are
-    the bytes of the arguments.
+    bytes in the program are those of the formula, for each stage of a pipeline. *Memory*: so are arguments'.
 
     Returns:
         For each plan the table of its census (of the last stage).
@@ -135,8 +133,7 @@ def lies_as_promised(run: Run) -> bool:
 
 
 def moments(state: State) -> list[Any]:
-    """List what an optimizer's state holds in the form of the weights: two trees for Adam, none for plain
-    SGD."""
+    """List what an optimizer's state holds in the form of the weights: two trees for Adam, none for SGD."""
     weights: Any = jax.tree.structure(state.params)
     is_moment = lambda tree: jax.tree.structure(tree) == weights
     return [tree for tree in jax.tree.leaves(state.optimizer, is_leaf=is_moment) if is_moment(tree)]
@@ -149,8 +146,7 @@ def argument_bytes(run: Run) -> dict[str, int]:
 
 
 def as_predicted(run: Run) -> list[Collective]:
-    """Take the census of a step, and assert that it is the predicted one on every stage of the pipeline;
-    return the last stage's."""
+    """Take a step's census, assert that it is as predicted on every stage, and return the last stage's."""
     step, census = run.step, []
     for stage, branches in enumerate(branch_shares(step.plan.pipeline, step.config.num_layers)):
         census = census_hlo(run.text, step.mesh, branches)
@@ -188,7 +184,6 @@ def five_runs() -> dict[str, tuple[float, float, float]]:
         "E": (right[0], size(first[1] / 16), first[1] / 16),
     }
     off = lambda a, b: float(abs(a - b) / b)
-    return {
-        name: (off(a, loss), off(n, size(gradient)), float(size(g - gradient) / size(gradient)))
-        for name, (a, n, g) in runs.items()
-    }
+    norm = size(gradient)
+    far = lambda a, n, g: (off(a, loss), off(n, norm), float(size(g - gradient) / norm))
+    return {name: far(*run) for name, run in runs.items()}

@@ -16,8 +16,7 @@ from llmpar.exercises.record import now
 
 
 def _question(lesson: str, says: Mapping[str, str]) -> tuple[str, Exercise]:
-    """A question, and the exercise that judges its answer, a number. There is no second try: the reason
-    serves as the hint."""
+    """A question, and the exercise that judges its answer. There is no second try: the reason is the hint."""
     says = {"tolerance": "0.01", "hint": says["because"], **says}
     return says["question"], stated(f"question {lesson}", says)
 
@@ -29,8 +28,7 @@ QUESTIONS = {name: _question(name, says) for name, says in sentences("quiz").ite
 
 
 def score(when: str, answers: Mapping[str, Any], ratings: Mapping[str, int]) -> dict[str, Any]:
-    """Judge a quiz: answers by lesson, ratings by name; returns the results as plain data. ``when`` is before
-    or after."""
+    """Judge a quiz, taken before or after: answers by lesson, ratings by name; gives plain data."""
     if when not in ("before", "after"):
         raise ValueError(f"a quiz is taken before or after, not '{when}'")
     for name, rating in ratings.items():

@@ -1,8 +1,7 @@
 """Note what a learner has answered, in one file beside the notebooks, and sum it up.
 
 The file `answers.jsonl` has one JSON object per answer, in the folder in which the notebook runs;
-LLMPAR_ANSWERS names another one. It stays on this machine. A blank is no answer, and the same answer given
-twice in a row is noted once.
+LLMPAR_ANSWERS names another one. It stays on this machine. The same answer twice in a row is noted once.
 """
 
 from __future__ import annotations

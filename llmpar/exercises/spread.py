@@ -18,8 +18,7 @@ from llmpar.notation import parse_mesh
 
 
 def traced(function: Callable, mesh: str, *arrays: Any) -> Any:
-    """Trace what one device runs for all devices of a mesh, as in 'dp=2 tp=2'; each array has their parts
-    along its first dim."""
+    """Trace what one device runs for all of a mesh, as in 'dp=2 tp=2'; arrays have parts along dim 0."""
     across = PartitionSpec(tuple(parse_mesh(mesh).named))
     one = lambda *parts: jnp.asarray(function(*(part[0] for part in parts)))[None]
     how: dict[str, Any] = {"mesh": abstract_mesh(mesh), "in_specs": across, "out_specs": across}

@@ -1,7 +1,6 @@
 """What the mesh explorer answers to a state: all that a page shows, as plain data.
 
-A notebook's kernel and the Python inside a saved page give the same answers. `look` reads a state, `panels`
-draws it.
+A notebook's kernel and a saved page give the same answers. `look` reads a state, `panels` draws it.
 """
 
 from __future__ import annotations
@@ -105,8 +104,7 @@ def verdict(seen: Look) -> dict:
 
 
 def steps(seen: Look) -> list[dict]:
-    """What to do next: the best change of a field and the best of the mesh, and the best mesh of all once all
-    are known."""
+    """What to do next: the best change of a field, that of the mesh, and the best of all known meshes."""
     found, kinds = list[dict](), set[str]()
     for one in sorted(seen.around.steps.get(str(seen.shape), []), key=lambda one: one.sequence_s):
         if kinds.isdisjoint(one.patch):
@@ -122,8 +120,7 @@ def steps(seen: Look) -> list[dict]:
 
 
 def remedies(state: dict) -> list[dict]:
-    """What would work in place of what was refused: the nearest mesh of as many devices, a field given back
-    to the planner, another batch."""
+    """What would work in its place: the nearest mesh, a field given back to the planner, another batch."""
     try:
         state, shape = settle(state)
     except ValueError:

@@ -23,17 +23,9 @@ from llmpar.draw.scene import DARK, LIGHT, Scene, compose, to_png, to_svg
 from llmpar.explore import answers, look, panels
 from llmpar.predict import hardware
 
-KINDS = {
-    "mesh": "explorer.MeshExplorer",
-    "given": "given.GivenExplorer",
-    "timeline": "small.TimelineExplorer",
-    "routing": "small.RoutingExplorer",
-    "memory": "small.MemoryExplorer",
-    "overlap": "small.OverlapExplorer",
-    "ring": "small.RingExplorer",
-    "sum": "small.SumExplorer",
-}
-"""Every explorer by its kind: what a page asks for."""
+SMALL = ("timeline", "routing", "memory", "overlap", "ring", "sum")
+KINDS = {"mesh": "explorer", "given": "given"} | dict.fromkeys(SMALL, "small")
+"""Where the explorer of each kind is, what a page asks for: `RingExplorer` is in the file `small`."""
 
 
 class State(dict):
@@ -71,8 +63,6 @@ class Explorer:
         """The state that a front end has now."""
         self.state = State({name: state.get(name, value) for name, value in self.state.items()})
 
-    # ----------------------------------------------------------------------------------- what a subclass says
-
     def draw(self, state: dict) -> Scene:
         """The picture of a state; ValueError where there is none."""
         raise NotImplementedError
@@ -93,8 +83,6 @@ class Explorer:
     def stored(self) -> list[dict]:
         """States whose answers a document brings with it, besides the first: of few choices all."""
         return []
-
-    # --------------------------------------------------------------------------------------------- front ends
 
     @property
     def scene(self) -> Scene:
@@ -153,9 +141,6 @@ class Explorer:
         return data, {"image/png": {"width": still.width, "explorer": about}}
 
 
-# --------------------------------------------------------------------------------------------------- the mesh
-
-
 class MeshExplorer(Explorer):
     """Train a model on a mesh of the six axes: whether it fits, how long a step takes, who holds what, what
     moves, and what would be better; no hardware and no arrays are needed.
@@ -185,8 +170,7 @@ class MeshExplorer(Explorer):
 
     @classmethod
     def of(cls, value: Any) -> Explorer:
-        """What exists: the sharding of an array, of a tree of them, or of what a compiled program takes and
-        gives; or a bare mesh or sharding."""
+        """What exists: how arrays are sharded, or what a compiled program takes; or a mesh or sharding."""
         from llmpar.inspect.shardings import shardings
 
         return by_kind("given", shardings(value))
@@ -204,8 +188,8 @@ class MeshExplorer(Explorer):
 
 def by_kind(kind: str, given: Any = None, state: dict | None = None) -> Explorer:
     """The explorer of a kind, as a page asks for it; in a ``state``."""
-    module, _, name = KINDS[kind].partition(".")
-    made = getattr(importlib.import_module(f"llmpar.explore.{module}"), name)
+    module = importlib.import_module(f"llmpar.explore.{KINDS[kind]}")
+    made = getattr(module, f"{kind.capitalize()}Explorer")
     explorer = made(given) if given is not None else made()
     explorer.take(state or explorer.state)
     return explorer

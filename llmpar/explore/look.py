@@ -1,8 +1,7 @@
-"""What a state of the mesh explorer says: a model, a machine, a mesh, the planner's plan for them, and what
-lies around it.
+"""What a state of the mesh explorer says: model, machine, mesh, the planner's plan, what lies around it.
 
-A *state* is what a reader can choose, as plain data. A field of `Plan` that it does not set is the planner's
-choice. Nothing here needs JAX.
+A *state* is what a reader can choose, as plain data. A field of `Plan` that it does not set the planner
+chooses. Nothing here needs JAX.
 """
 
 from __future__ import annotations
@@ -27,27 +26,14 @@ from llmpar.predict.layer import Segment, forward
 from llmpar.predict.planner import Candidate, Question
 from llmpar.schedules import SCHEDULES
 
-START: dict[str, Any] = {
-    "model": "llama3-8b",
-    "chip": "h100",
-    "devices": 8,
-    "batch_size": 16,
-    "seq_len": 4096,
-    "mesh": "dp=2 fsdp=2 tp=2",
-    "fields": {},
-    "agreed": 8,
-    "own": {},
-    "own_chips": {},
-    "config": "",
-    "device": 0,
-    "tensor": "weight blocks.ffn.gate",
-    "explain": "",
-}
+_CASE = {"model": "llama3-8b", "chip": "h100", "devices": 8, "batch_size": 16, "seq_len": 4096}
+_HOW = {"mesh": "dp=2 fsdp=2 tp=2", "fields": {}, "agreed": 8, "own": {}, "own_chips": {}, "config": ""}
+_SEEN = {"device": 0, "tensor": "weight blocks.ffn.gate", "explain": ""}
+START: dict[str, Any] = _CASE | _HOW | _SEEN
 """Where a reader starts. ``fields`` of the plan are set by hand; ``agreed`` is the number of devices that the
 mesh was last read for: it tells which of the two was changed. ``own`` has models that are no preset, by
 name: their dims, read from ``config``, the text or the path of a config.json, or the name of a downloaded
 model; ``own_chips`` has chips that a file describes. The last three are what is looked at."""
-VIEW = ("device", "tensor", "explain")
 MOST = 131_072
 """The most devices of a mesh."""
 _no_step = lambda config: config.latent or config.experts and config.experts.dense_layers
@@ -61,18 +47,12 @@ CONTROLS: list[dict[str, Any]] = [
     {"name": "batch_size", "kind": "int", "label": "sequences of a step", "min": 1},
     {"name": "seq_len", "kind": "int", "label": "tokens of a sequence", "min": 1},
     {"name": "mesh", "kind": "text", "label": "mesh; -1 is what is left of the devices"},
-    {
-        "name": "config",
-        "kind": "text",
-        "label": "another model: a config.json, its path, or a downloaded name",
-    },
+    {"name": "config", "kind": "text"}
+    | {"label": "another model: a config.json, its path, or a downloaded name"},
 ]
 FIRST = "zero tp_sequence microbatches remat schedule context_parallel loss_chunks".split()
 HIDDEN = ("mesh", "reading", "bucket_bytes", "unroll", "attention_block")
 """Fields of a plan that change nothing that is shown."""
-
-
-# -------------------------------------------------------------------------------------------- reading a state
 
 
 def settle(state: dict) -> tuple[dict, MeshShape]:
@@ -108,8 +88,7 @@ def settle(state: dict) -> tuple[dict, MeshShape]:
 
 
 def own_model(text: str) -> ModelConfig:
-    """The model that a reader brings: the text of a Hugging Face config.json, its path, or a downloaded
-    model's name."""
+    """The model that a reader brings: a config.json's text or path, or a downloaded model's name."""
     if not text.lstrip().startswith("{"):
         return preset(text.strip())
     with tempfile.TemporaryDirectory() as folder:
@@ -183,10 +162,6 @@ class Look:
         """Whether seconds mean anything."""
         return not self.question.chip.simulated
 
-    def works(self, mesh: str) -> bool:
-        """Whether another mesh of as many devices is legal."""
-        return works(self.state | {"mesh": mesh})
-
     @property
     def shape(self) -> MeshShape:
         """The mesh, with the six axes as they were asked."""
@@ -253,7 +228,7 @@ def _around(key: str) -> Around:
 
 def around(state: dict) -> Around:
     """The `Around` of a state."""
-    same = {name: value for name, value in state.items() if name not in (*VIEW, "mesh", "agreed")}
+    same = {name: value for name, value in state.items() if name not in (*_SEEN, "mesh", "agreed")}
     return _around(json.dumps(same, sort_keys=True))
 
 

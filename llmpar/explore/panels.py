@@ -13,7 +13,7 @@ from llmpar.draw import columns, geometry
 from llmpar.draw.charts import count_noun
 from llmpar.draw.grid import layer_lanes, ring, tensor_grid
 from llmpar.draw.scene import Group, Scene, Text, compose, size_text, to_svg
-from llmpar.explore.look import Look
+from llmpar.explore.look import Look, works
 from llmpar.explore.words import act, button, explain, famous, table
 from llmpar.explore.words import row as table_row
 from llmpar.notation import AXES, Layout, divisors, parse_mesh
@@ -46,18 +46,9 @@ KINDS = {
     "cache": "keys and values of all layers, as served (bfloat16)",
     "batch": "batch (int32)",
 }
-DOES = {
-    "pp": "stages",
-    "dp": "copies",
-    "fsdp": "cut state",
-    "ep": "cut experts",
-    "sp": "cut sequence",
-    "tp": "cut matrices",
-}
+DOES = {"pp": "stages", "dp": "copies", "fsdp": "cut state", "ep": "cut experts"}
+DOES |= {"sp": "cut sequence", "tp": "cut matrices"}
 """What an axis does, in two words."""
-
-
-# ------------------------------------------------------------------------------------------- who holds what
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,9 +156,6 @@ def traffic_of(seen: Look) -> dict[tuple[str, str], Prediction]:
     return dict(sorted(rows.items(), key=lambda row: -row[1].bytes_sent))
 
 
-# ------------------------------------------------------------------------------------------------- the page
-
-
 def code(seen: Look) -> str:
     """The plan as Python and as the commands that train and compile it."""
     q, plan = seen.question, seen.one.plan
@@ -219,7 +207,7 @@ def _moved(seen: Look, axis: str, up: bool) -> tuple[str, str] | None:
         factor = divisors(sizes[giver])[1]
         cut = {giver: sizes[giver] // factor, taker: sizes[taker] * factor}
         mesh = str(parse_mesh(" ".join(f"{a}={n}" for a, n in (sizes | cut).items())))
-        if seen.works(mesh):
+        if works(seen.state | {"mesh": mesh}):
             return act(mesh=mesh), f"{giver} {cut[giver]}, {taker} {cut[taker]}"
     return None
 

@@ -1,8 +1,7 @@
 """Small live figures: a pipeline's order as a game, gradients behind a backward pass, memory by ZeRO stage,
 a sum and work in a ring, a hot expert.
 
-Each is a picture and a sentence, with one control or a few, for a lesson to place where the idea is met. No
-JAX: a saved page runs them too.
+Each is a picture and a sentence, with a control or a few, for a lesson to place where the idea is met.
 """
 
 from __future__ import annotations
@@ -59,9 +58,6 @@ def said(scene: Scene, *words: str) -> Scene:
 def slider(name: str, label: str, low: int, high: int, **more) -> dict:
     """A control that offers the whole numbers of a range, or each ``step``-th."""
     return {"name": name, "kind": "slider", "label": label, "min": low, "max": high} | more
-
-
-# ----------------------------------------------------------------------------------------- a pipeline's order
 
 
 class TimelineExplorer(Figure):
@@ -173,10 +169,9 @@ def _words(table: Timetable) -> tuple[str, str]:
 def moved(order: Schedule, stage: int, old: int, new: int) -> Schedule:
     """An order whose stage runs operation ``old`` of its row at place ``new``; cells of it are parted."""
     if order.placement not in ("linear", "looped"):
-        why = (
-            f"a written order cannot say where {order.name} places its chunks, so nothing can be moved in it"
-        )
-        raise ValueError(f"{why}; start from 1f1b, interleaved, zb-h1 or zb-h2")
+        why = f"a written order cannot say where {order.name} places its chunks"
+        do = "so nothing can be moved in it; start from 1f1b, interleaved, zb-h1 or zb-h2"
+        raise ValueError(f"{why}, {do}")
     count = len(order.rows[stage]) if 0 <= stage < order.num_stages else 0
     if not (0 <= old < count and 0 <= new < count):
         raise ValueError(f"stage {stage} has {count} operations, and not both {old} and {new}; count from 0")
@@ -254,9 +249,6 @@ def _score(known: dict[str, Timetable], state: dict, mine: Timetable | None) -> 
     return f"<table>{rows}</table>"
 
 
-# -------------------------------------------------------------------------------------- one idea, one control
-
-
 class OverlapExplorer(Figure):
     """How much of the sums of gradients hides behind the backward pass, as each replica gets more tokens."""
 
@@ -265,8 +257,7 @@ class OverlapExplorer(Figure):
     controls = [slider("tokens", "tokens per device", 512, 4096, step=256)]
 
     def seconds(self, state: dict, tokens: int) -> tuple[float, float]:
-        """What a piece of the layers computes in the backward pass (4 FLOPs per parameter and token), and
-        its gradients in bfloat16 take to be summed."""
+        """What a piece's backward computes (4 FLOPs per parameter and token), and its bfloat16 sum takes."""
         config, chip = preset(state["model"]), hardware.chip(state["chip"])
         blocks = [w.shape for path, w in config.weights().items() if path.startswith("blocks.")]
         held = sum(map(math.prod, blocks)) / state["pieces"]
@@ -320,8 +311,7 @@ class MemoryExplorer(Figure):
 
 
 class SumExplorer(Figure):
-    """A sum round a ring, hop by hop: what travels, and what each device then holds. Its still picture shows
-    all hops."""
+    """A sum round a ring, hop by hop: what travels, what each then holds. Its still picture has all hops."""
 
     title, kind = "Ring stepper", "sum"
     start = {"collective": "all-reduce", "ranks": 4}

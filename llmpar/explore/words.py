@@ -55,8 +55,7 @@ def glossary() -> dict[str, str]:
 
 
 def explain(seen: Look) -> str:
-    """What was clicked: a number with its formula and the numbers put in, a word of the glossary, or why
-    meshes are left out."""
+    """What was clicked: a number with its formula filled in, a glossary word, why meshes are left out."""
     asked, found = seen.state["explain"] or "total", terms(seen.question, seen.one)
     if asked.startswith("word "):
         word = asked.removeprefix("word ")
