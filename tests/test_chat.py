@@ -156,6 +156,7 @@ REFUSED = [
         [USER, USER],
         "the chat template of '.*brackets' refuses these messages: Roles must alternate: .*; give",
     ),
+    (2 * [{"role": "user", "content": "</s>"}], 'Roles must alternate: .* "</s>"}; give'),
 ]
 
 

@@ -16,6 +16,7 @@ from llmpar.files import read_text
 
 Message = Mapping[str, Any]
 ROLES = ("system", "user", "assistant")
+MARK = "\ud800"  # stands around a special token that a message spells out; itself no message holds it
 
 
 class Chat:
@@ -29,19 +30,17 @@ class Chat:
     """
 
     def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
-        special: dict[int, str] = {}
-        self._template: Any = None
-        if hasattr(tokenizer, "hub") and (text := _template_of(tokenizer)):
+        self.tokenizer, self._ends = tokenizer, tokenizer.end_ids
+        self._template: Any = _template_of(tokenizer) if hasattr(tokenizer, "hub") else None
+        if self._template is not None:
             import tokenizers
 
-            self._template = _compiled(text, tokenizer.name)
             self._hub = tokenizers.Tokenizer.from_str(tokenizer.hub.to_str())  # knows special tokens in text
             added = tokenizer.hub.get_added_tokens_decoder()
             special = {number: token.content for number, token in added.items() if token.special}
+            self._ends |= special.keys()
             texts = sorted(filter(None, special.values()), key=len, reverse=True)
             self._spelled = "|".join(map(re.escape, texts)) or "(?!)"
-        self._ends = tokenizer.end_ids | special.keys()
 
     @functools.cached_property
     def end_ids(self) -> frozenset[int]:
@@ -60,59 +59,59 @@ class Chat:
         without their thoughts say, only the last one does.
         """
         messages = check_messages(messages)
+        seams: list[int] = []
         write: Any = self._plain
         encode: Any = list
-        seams: list[int] = []
         if self._template is not None:
-            content = "".join(message["content"] for message in messages)
-            mark = next(x for x in map(chr, range(0xF0000, 0x10FFFF)) if x not in content)  # private use
-            marked = lambda x: x | {"content": re.sub(self._spelled, f"{mark}\\g<0>{mark}", x["content"])}
-            messages, write = [*map(marked, messages)], self._render
-            cut = lambda text: itertools.pairwise([0, *seams, len(text)])
-            encode = lambda text: [i for a, b in cut(text) for i in self._encode(text[a:b], mark)]
-        whole, answers = write(messages, ask), []
-        for i, message in enumerate(messages, 1):
-            if message["role"] == "assistant":
-                asked, told = write(messages[: i - 1], True), write(messages[:i], False)
-                if whole[: len(asked)] == asked and whole[: len(told)] == told:
-                    answers.append((asked, told))
-                    if (ids := encode(asked)) != encode(whole)[: len(ids)]:
-                        seams.append(len(asked))  # a token would reach from what is asked into the answer
+            marked = lambda text: re.sub(self._spelled, f"{MARK}\\g<0>{MARK}", text)
+            messages = [message | {"content": marked(message["content"])} for message in messages]
+            write, encode = self._render, lambda text: self._encode(text, seams)
+        whole, spans = write(messages, ask), []
         ids = encode(whole)
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                asked, told = write(messages[:i], True), write(messages[: i + 1], False)
+                if whole[: len(asked)] == asked and whole[: len(told)] == told:
+                    begin = len(before := encode(asked))
+                    if before != ids[:begin]:  # a token would reach from what is asked into the answer
+                        seams.append(len(asked))
+                        ids = encode(whole)
+                    answer = encode(told)
+                    while answer != ids[: len(answer)]:  # a token reaches from the answer into what follows
+                        answer.pop()
+                    ends = [n + 1 for n in range(begin, len(answer)) if answer[n] in self._ends]
+                    spans.append(slice(begin, max(ends, default=len(answer))))  # not a line break behind it
         is_answer = np.zeros(len(ids), bool)
-        for asked, told in answers:
-            begin, end = len(encode(asked)), _common(encode(told), ids)
-            ends = [n + 1 for n in range(begin, end) if ids[n] in self._ends]  # not a line break behind it
-            is_answer[begin : max(ends, default=end)] = True
+        for span in spans:
+            is_answer[span] = True
         return np.array(ids, np.int32), is_answer
 
     def _plain(self, messages: Sequence[Message], ask: bool) -> list[int]:
-        encode, end = self.tokenizer.encode, min(self.tokenizer.end_ids)
-        ids = [self.tokenizer.start_id]
+        encode = lambda text: self.tokenizer.encode(text).tolist()
+        ids, end = [self.tokenizer.start_id], min(self.tokenizer.end_ids)
         for message in messages:
-            for text in (f"{message['role']}\n", message["content"]):
-                ids += encode(text).tolist()
-            ids.append(end)
-        return ids + encode("assistant\n").tolist() * ask
+            ids += [*encode(f"{message['role']}\n"), *encode(message["content"]), end]
+        return ids + encode("assistant\n") * ask
 
     def _render(self, messages: Sequence[Message], ask: bool) -> str:
-        given = dict(self.tokenizer.special, messages=messages, add_generation_prompt=ask)
         try:
-            return self._template.render(given)
+            return self._template.render(self.tokenizer.special, messages=messages, add_generation_prompt=ask)
         except Exception as error:  # a template may do anything
-            what = f"the chat template of '{self.tokenizer.name}' refuses these messages: {error}"
+            why = str(error).replace(MARK, "")
+            what = f"the chat template of '{self.tokenizer.name}' refuses these messages: {why}"
             raise ValueError(f"{what}; give such as it takes") from error
 
-    def _encode(self, text: str, mark: str) -> list[int]:
-        """The ids of a rendered text, in which a message's own special tokens stand between marks."""
+    def _encode(self, text: str, seams: Sequence[int]) -> list[int]:
+        """The ids of a rendered text, cut at the seams and around marked special tokens, which stay text."""
         ids: list[int] = []
-        for n, piece in enumerate(re.split(f"{mark}({self._spelled}){mark}|{mark}", text)):
-            if piece:
-                hub = self.tokenizer.hub if n % 2 else self._hub
-                found = hub.encode(piece, add_special_tokens=False).ids
-                if n % 2 and not self._ends.isdisjoint(found):
-                    raise ValueError(f"a message spells out the special token '{piece}'; leave it out")
-                ids += found
+        for begin, end in itertools.pairwise([0, *seams, len(text)]):
+            for n, piece in enumerate(re.split(f"{MARK}({self._spelled}){MARK}|{MARK}", text[begin:end])):
+                if piece:
+                    hub = self.tokenizer.hub if n % 2 else self._hub
+                    found = hub.encode(piece, add_special_tokens=False).ids
+                    if n % 2 and not self._ends.isdisjoint(found):
+                        raise ValueError(f"a message spells out the special token '{piece}'; leave it out")
+                    ids += found
         return ids
 
 
@@ -131,44 +130,30 @@ def check_messages(messages: Any) -> list[dict[str, str]]:
     return found
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many of their first ids two texts share."""
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _template_of(tokenizer: Any) -> str | None:
-    file = tokenizer.beside("chat_template.jinja")
-    if file.is_file():
-        return read_text(file, "chat template")
-    found = tokenizer.about("tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):  # several by name
-        named = {x.get("name"): x.get("template") for x in found if isinstance(x, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
-
-
-def _compiled(text: str, name: str):
-    """The template in an environment like that of `transformers`."""
+def _template_of(tokenizer: Any) -> Any:
+    """The template beside a tokenizer, if there is one, in an environment like that of `transformers`."""
+    file, text = tokenizer.beside("chat_template.jinja"), tokenizer.about("tokenizer_config.json")
+    text = read_text(file, "chat template") if file.is_file() else text.get("chat_template")
+    if isinstance(text, list):  # several by name
+        text = {x.get("name"): x.get("template") for x in text if isinstance(x, dict)}.get("default")
+    if not text or not isinstance(text, str):
+        return None
     try:
         import jinja2.sandbox
     except ImportError as error:
-        what = f"the chat template of '{name}' needs the package jinja2, which is not installed"
+        what = f"the chat template of '{tokenizer.name}' needs the package jinja2, which is not installed"
         raise ValueError(f"{what}; install the extra llmpar[hf]") from error
 
     def refuse(words):
         raise jinja2.TemplateError(words)
 
-    def to_json(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        how = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
-        return json.dumps(x, ensure_ascii=ensure_ascii, **how)
-
-    room = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+    to_json = lambda x, ensure_ascii=False, **how: json.dumps(x, ensure_ascii=ensure_ascii, **how)
+    blocks = {"trim_blocks": True, "lstrip_blocks": True, "extensions": ["jinja2.ext.loopcontrols"]}
+    room = jinja2.sandbox.ImmutableSandboxedEnvironment(**blocks)
     room.filters["tojson"], room.globals["raise_exception"] = to_json, refuse
     # the tag that shows trainers an answer: we find them by themselves
     tag = lambda found: f"{found[1]}{'endif' if found[2] else 'if true'}{found[3]}"
     try:
         return room.from_string(re.sub(r"(\{%-?\s*)(end)?generation(\s*-?%\})", tag, text))
     except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template of '{name}' is none: {error}; mend it") from error
+        raise ValueError(f"the chat template of '{tokenizer.name}' is none: {error}; mend it") from error
