@@ -129,7 +129,8 @@ def text_of(events):
 def told(prompt, tokens, stops=(), echo=False, decode=BYTES.decode):
     """The pieces of text of an answer, and why it ended."""
     choice = server.Choice(decode, prompt, stops, echo)
-    pieces = [choice.prompt]
+    before = [Event(0, token, -0.5, of_prompt=True) for token in prompt if echo]
+    pieces = ["".join(choice.take(event)[0] for event in before)]
     for at, token in enumerate(tokens, 1):
         ends = "length" if at == len(tokens) else None
         text, _, finish = choice.take(Event(0, token, -0.5, finish=ends))

@@ -1,6 +1,7 @@
 """HTTP for an engine: OpenAI's completions and chat completions, ``/health``, and a page to chat.
 
-One thread steps the engine; the event loop does everything else. Text leaves when it is certain: half a
+One thread steps the engine; the event loop does everything else. What happens to an answer comes through its
+box: events, the engine's end, a client that left, the end of its time. Text leaves when it is certain: half a
 character, or what may become a stop string, waits for the next token. A parameter that may change the answer
 and is not implemented is refused by name.
 """
@@ -24,7 +25,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as Http
-from starlette.responses import HTMLResponse, JSONResponse
+from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from llmpar.files import Allowed
@@ -49,14 +50,14 @@ NEUTRAL = {"n": 1, "best_of": 1, "logit_bias": {}, "tools": [], "suffix": "", "p
 NEUTRAL |= {"frequency_penalty": 0, "response_format": {"type": "text"}}
 """What is read, what decides nothing here, and values that ask for nothing, as null does."""
 HERE = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
-Piece = tuple[str, list[tuple[int, Event]], str | None]
 ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+Piece = tuple[str, list[tuple[int, Event]], str | None]
 
 
 class EngineThread(threading.Thread):
     """An engine and the one thread that steps it; its methods are for the event loop's thread.
 
-    ``error`` is what ended it, if a step raised: every request that waits is given it.
+    ``error`` is what ended it, if a step raised: every request that waits is told.
     """
 
     def __init__(self, engine: Any):
@@ -65,20 +66,15 @@ class EngineThread(threading.Thread):
         self.error: Exception | None = None
         self._boxes, self._wake = dict[int, asyncio.Queue](), threading.Event()
 
-    def begin(self) -> None:
-        """Step where there is work; events come to the event loop that runs."""
-        self._loop = asyncio.get_running_loop()
-        self.start()
-
     def close(self) -> None:
         """End after the running step."""
         self.ends = True
         self._wake.set()
         self.join()
 
-    def submit(self, requests: Sequence[Request]) -> tuple[list[int], asyncio.Queue]:
-        """The tickets of all requests, and where their events will come; or it raises, and none is left."""
-        tickets, box = list[int](), asyncio.Queue[Event | Exception]()  # at most one event for each token
+    def submit(self, requests: Sequence[Request], box: asyncio.Queue) -> list[int]:
+        """The tickets of all requests, whose events come into the box; or it raises, and none is left."""
+        self._loop, tickets = asyncio.get_running_loop(), list[int]()
         try:
             for request in requests:
                 tickets.append(self.engine.submit(request))
@@ -87,7 +83,8 @@ class EngineThread(threading.Thread):
             self.cancel(tickets)
             raise
         self._wake.set()
-        return tickets, box
+        self._hand_out([])
+        return tickets
 
     def cancel(self, tickets: Sequence[int]) -> None:
         """Nobody waits for these any more."""
@@ -96,7 +93,7 @@ class EngineThread(threading.Thread):
                 self.engine.cancel(ticket)
 
     def run(self) -> None:
-        """Step, until `close`."""
+        """Step where there is work, until `close`."""
         while not self.ends:
             if not self.engine.busy:
                 self._wake.wait()
@@ -115,7 +112,7 @@ class EngineThread(threading.Thread):
             if box := take(event.ticket, None):
                 box.put_nowait(event)
         for box in set(self._boxes.values()) if self.error else ():
-            box.put_nowait(self.error)
+            box.put_nowait(HTTPException(500, f"the engine failed: {self.error}"))
 
 
 class Choice:
@@ -123,57 +120,45 @@ class Choice:
 
     A piece is (text, ``(where its text begins, event)`` for each token, why the answer ends or None). A token
     is decoded behind some before it, at first the prompt's last: many tokenizers drop the space that a text
-    begins with. With ``echo`` the text begins with the prompt.
+    begins with. With ``echo`` the prompt's tokens are events too, and in them no stop string is looked for.
     """
 
     def __init__(self, decode: Callable, prompt: Sequence[int], stops: Sequence[str], echo: bool):
-        self.decode, self.num_tokens = decode, 0
-        self.made, self.given, self.stopped, self.stops = "", 0, False, list[str]()
+        self.decode, self.stops, self.num_tokens = decode, stops, 0
+        self.made, self.given, self.stopped = "", 0, False
         self._ids = list(() if echo else prompt[-8:])
         self._from, self._made = 0, len(self._ids)  # the ids between are in ``made``, or the prompt's
-        self._begins, self._waiting = list[int](), list[tuple[int, Event]]()
-        for token in prompt if echo else ():
-            self._begins.append(len(self.made))
-            self._add(token)
-        self.prompt, self.stops = self.made[: self.given], list(stops)
+        self._waiting = list[tuple[int, Event]]()
 
     def take(self, event: Event) -> Piece:
         """What an event adds. A token waits for its text."""
-        new = ""
+        new, stops = "", [] if event.of_prompt else self.stops
         if event.token is not None:
-            self._waiting.append((self._begins.pop(0) if event.of_prompt else len(self.made), event))
-            if not event.of_prompt:
-                self.num_tokens += 1
-                new = self._add(event.token)
+            self._waiting.append((len(self.made), event))
+            self.num_tokens += not event.of_prompt
+            new = self._add(event.token, stops)
         if event.finish and not self.stopped:
-            new += self._add(None)
+            new += self._add(None, stops)
         finish = "stop" if self.stopped else event.finish
         ready = [x for x in self._waiting if x[0] < self.given or finish and not self.stopped]
         self._waiting = self._waiting[len(ready) :]
         return new, ready, finish
 
-    def _add(self, token: int | None) -> str:
+    def _add(self, token: int | None, stops: Sequence[str]) -> str:
         """The text that is certain now and was not before; None: no token follows."""
         self._ids += [] if token is None else [token]
         before, now = self.decode(self._ids[self._from : self._made]), self.decode(self._ids[self._from :])
         if token is None or len(now) > len(before) and not now.endswith("\ufffd"):
             self.made += now[len(before) :]
             self._from, self._made = self._made, len(self._ids)
-        if found := [at for stop in self.stops if (at := self.made.find(stop, self.given)) >= 0]:
+        if found := [at for stop in stops if (at := self.made.find(stop, self.given)) >= 0]:
             self.made, self.stopped = self.made[: min(found)], True
         certain = len(self.made)
         if token is not None and not self.stopped:
-            parts = [stop[:n] for stop in self.stops for n in range(1, len(stop))]
+            parts = [stop[:n] for stop in stops for n in range(1, len(stop))]
             certain -= max((len(x) for x in parts if self.made.endswith(x, self.given)), default=0)
         new, self.given = self.made[self.given : certain], certain
         return new
-
-
-def refusal(status: int, words: str, headers: Any = None) -> JSONResponse:
-    """What went wrong, as OpenAI writes it."""
-    kind = ERRORS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    error = {"message": words, "type": kind, "param": None, "code": status}
-    return JSONResponse({"error": error}, status, headers)
 
 
 @dataclass
@@ -233,9 +218,7 @@ class Api:
                     if len(body) > MOST_BYTES:
                         raise HTTPException(413, f"the body has more than {MOST_BYTES:,} bytes; ask for less")
             answer = await asyncio.to_thread(Answer, self, kind, bytes(body))
-            if self.thread.error:
-                raise HTTPException(500, f"the engine failed: {self.thread.error}")
-            answer.tickets, answer.box = self.thread.submit(answer.requests)
+            answer.tickets = self.thread.submit(answer.requests, answer.box)
             return answer
         except TimeoutError:
             raise HTTPException(408, f"the body did not come within {READ_S} s") from None
@@ -244,25 +227,74 @@ class Api:
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
 
+    def read(self, kind: str, raw: bytes) -> dict[str, Any]:
+        """What a body asks for. Refuses what is not known."""
+        try:
+            body = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the body is no JSON: {error}; give an object") from None
+        if not isinstance(body, dict):
+            raise ValueError(f"the body is {json.dumps(body):.40}; give an object")
+        nothing = lambda name, x: x is None or name in IGNORED or name in NEUTRAL and NEUTRAL[name] == x
+        body = {name: x for name, x in body.items() if not nothing(name, x)}
+        for name, value in body.items():
+            if name not in KNOWN[kind]:
+                why = "which is not implemented here and may change the answer; leave it out"
+                raise ValueError(f"'{name:.40}' is {json.dumps(value):.40}, {why}")
+            if what := KNOWN[kind][name]:
+                what.check(name, value)
+        if body.get("model", name := self.about["model"]) != name:
+            raise HTTPException(404, f"there is no model '{body['model']:.80}' here, but '{name}'")
+        body["stop"] = stops = [x] if isinstance(x := body.get("stop", []), str) else x
+        fits = isinstance(stops, list) and len(stops) <= MOST_STOPS
+        if not fits or not all(isinstance(x, str) and 0 < len(x) <= MOST_LETTERS for x in stops):
+            use = f"use up to {MOST_STOPS} texts of 1 to {MOST_LETTERS} letters"
+            raise ValueError(f"stop is {json.dumps(stops):.60}; {use}")
+        if kind == "chat":
+            if "top_logprobs" in body and not body.get("logprobs"):
+                raise ValueError('top_logprobs needs logprobs: give "logprobs": true')
+            body["logprobs"] = body.get("top_logprobs", 0) if body.get("logprobs") else None
+        return body
 
-def read(kind: str, raw: bytes) -> dict[str, Any]:
-    """What a body asks for. Refuses what is not known."""
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the body is no JSON: {error}; give an object") from None
-    if not isinstance(body, dict):
-        raise ValueError(f"the body is {json.dumps(body):.40}; give an object")
-    nothing = lambda name, x: x is None or name in IGNORED or name in NEUTRAL and NEUTRAL[name] == x
-    for name in [name for name, x in body.items() if nothing(name, x)]:
-        del body[name]
-    for name, value in body.items():
-        if name not in KNOWN[kind]:
-            why = "which is not implemented here and may change the answer; leave it out"
-            raise ValueError(f"'{name:.40}' is {json.dumps(value):.40}, {why}")
-        if what := KNOWN[kind][name]:
-            what.check(name, value)
-    return body
+    def requests(self, kind: str, body: dict[str, Any]) -> list[Request]:
+        """What the engine is to do for a body."""
+        most = body.get("max_completion_tokens", body.get("max_tokens"))
+        how = {name: body.get(name, 1) for name in ("temperature", "top_p")}
+        how |= {"seed": body.get("seed"), "top_k": max(0, body.get("top_k", 0))}
+        how |= {"logprobs": body.get("logprobs"), "echo": body.get("echo", False)}
+        if kind == "chat":
+            usual, prompts, ends = self.length, [self._conversation(body)], self.chat.end_ids
+        else:
+            usual, prompts, ends = 16, self._prompts(body.get("prompt")), self.tokenizer.end_ids
+        for prompt in prompts:
+            least = 1 if most is None else most
+            if len(prompt) + least > self.length:
+                wants = f"a prompt of {len(prompt):,} tokens and {least:,} more"
+                raise ValueError(f"{wants} do not fit into {self.length:,} positions; ask for less")
+        num = lambda prompt: min(usual, self.length - len(prompt)) if most is None else most
+        return [Request(prompt, num(prompt), ends=ends, **how) for prompt in prompts]
+
+    def _prompts(self, given: Any) -> list[tuple[int, ...]]:
+        """One or several prompts; a text's tokens begin with the start token."""
+        if isinstance(given, str) or isinstance(given, list) and given and type(given[0]) is int:
+            given = [given]
+        if not isinstance(given, list) or not 1 <= len(given) <= MOST_PROMPTS:
+            raise ValueError(f"prompt must be a text, a list of tokens, or up to {MOST_PROMPTS} of these")
+        found = []
+        for x in given:
+            if isinstance(x, str) and not any("\ud800" <= letter <= "\udfff" for letter in x):
+                x = [self.tokenizer.start_id, *map(int, self.tokenizer.encode(x))]
+            if not isinstance(x, list) or any(type(token) is not int for token in x):
+                raise ValueError(f"prompt {json.dumps(x):.40} is neither a text nor a list of tokens")
+            found.append(tuple(x))
+        return found
+
+    def _conversation(self, body: dict[str, Any]) -> tuple[int, ...]:
+        messages = body.get("messages", [])
+        for message in messages:
+            if isinstance(message, dict) and (more := message.keys() - {"role", "content"}):
+                raise ValueError(f"a message has '{min(more)}'; only role and content are read")
+        return tuple(int(x) for x in self.chat.tokens(messages)[0])
 
 
 class Answer:
@@ -272,96 +304,43 @@ class Answer:
     """
 
     def __init__(self, api: Api, kind: str, raw: bytes):
-        self.api, self.kind, self.until = api, kind, time.monotonic() + api.limit_s
-        self.tickets, self.box = list[int](), asyncio.Queue[Event | Exception]()
-        body, name, decode = read(kind, raw), api.about["model"], api.tokenizer.decode
-        if body.get("model", name) != name:
-            raise HTTPException(404, f"there is no model '{body['model']:.80}' here, but '{name}'")
-        stops = [x] if isinstance(x := body.get("stop", []), str) else x
-        fits = isinstance(stops, list) and len(stops) <= MOST_STOPS
-        if not fits or not all(isinstance(x, str) and 0 < len(x) <= MOST_LETTERS for x in stops):
-            use = f"use up to {MOST_STOPS} texts of 1 to {MOST_LETTERS} letters"
-            raise ValueError(f"stop is {json.dumps(stops):.60}; {use}")
-        echo, self.logprobs = body.get("echo", False), body.get("logprobs")
-        if kind == "chat":
-            most, prompts = api.length, [self._conversation(body.get("messages", []))]
-            self.logprobs = body.get("top_logprobs", 0) if body.get("logprobs") else None
-            if "top_logprobs" in body and self.logprobs is None:
-                raise ValueError('top_logprobs needs logprobs: give "logprobs": true')
-        else:
-            most, prompts = 16, self._prompts(body.get("prompt"))
-        asked = body.get("max_completion_tokens", body.get("max_tokens"))
-        how = {"seed": body.get("seed"), "top_k": max(0, body.get("top_k", 0)), "logprobs": self.logprobs}
-        how |= {name: float(body.get(name, 1)) for name in ("temperature", "top_p")}
-        how |= {
-            "ends": (api.chat if kind == "chat" else api.tokenizer).end_ids,
-            "echo": echo and self.logprobs is not None,
-        }
-        self.requests, self.choices = list[Request](), list[Choice]()
-        for prompt in prompts:
-            room, least = api.length - len(prompt), 1 if asked is None else asked
-            if room < least:
-                wants = f"a prompt of {len(prompt):,} tokens and {least:,} more"
-                raise ValueError(f"{wants} do not fit into {api.length:,} positions; ask for less")
-            self.requests.append(Request(prompt, min(most, room) if asked is None else asked, **how))
-            self.choices.append(Choice(decode, prompt, stops, echo))
-        self.streams = body.get("stream", False)
-        self.tells_usage = self.streams and bool(body.get("stream_options", {}).get("include_usage"))
+        self.api, self.kind, self.body = api, kind, api.read(kind, raw)
+        self.requests, stops = api.requests(kind, self.body), self.body["stop"]
+        self.choices = [Choice(api.tokenizer.decode, x.tokens, stops, x.echo) for x in self.requests]
+        self.tickets, self.box = list[int](), asyncio.Queue[Event | HTTPException]()
+        self.streams = self.body.get("stream", False)
         what = {"text": "text_completion", "chat": "chat.completion" + ".chunk" * self.streams}[kind]
         self.head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": what, "created": int(time.time())}
-        self.head |= {"model": name} | ({"usage": None} if self.tells_usage else {})
-
-    def _prompts(self, given: Any) -> list[tuple[int, ...]]:
-        """One or several prompts; a text's tokens begin with the start token."""
-        if isinstance(given, str) or isinstance(given, list) and given and type(given[0]) is int:
-            given = [given]
-        if not isinstance(given, list) or not 1 <= len(given) <= MOST_PROMPTS:
-            raise ValueError(f"prompt must be a text, a list of tokens, or up to {MOST_PROMPTS} of these")
-        found, tokenizer = [], self.api.tokenizer
-        for x in given:
-            if isinstance(x, str) and not any("\ud800" <= letter <= "\udfff" for letter in x):
-                x = [tokenizer.start_id, *map(int, tokenizer.encode(x))]
-            if not isinstance(x, list) or any(type(token) is not int for token in x):
-                raise ValueError(f"prompt {json.dumps(x):.40} is neither a text nor a list of tokens")
-            found.append(tuple(x))
-        return found
-
-    def _conversation(self, messages: list) -> tuple[int, ...]:
-        for message in messages:
-            if isinstance(message, dict) and (more := message.keys() - {"role", "content"}):
-                raise ValueError(f"a message has '{min(more)}'; only role and content are read")
-        return tuple(int(x) for x in self.api.chat.tokens(messages)[0])
+        self.head |= {"model": api.about["model"]}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def left():
             while (await receive())["type"] != "http.disconnect":
                 pass
+            self.box.put_nowait(HTTPException(499, "the client left"))
 
-        write = self._stream(send) if self.streams else self._document(scope, receive, send)
-        tasks = asyncio.create_task(write), asyncio.create_task(left())
+        limit = f"there was no answer within {self.api.limit_s:g} s; ask for fewer tokens, or come back later"
+        over, leaving = HTTPException(503, limit), asyncio.create_task(left())
+        clock = asyncio.get_running_loop().call_later(self.api.limit_s, self.box.put_nowait, over)
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if self.streams:
+                how: dict[str, Any] = {"media_type": "text/event-stream"}
+                headers = {"Cache-Control": "no-store"}
+                await StreamingResponse(self._stream(), headers=headers, **how).stream_response(send)
+            else:
+                await JSONResponse(await self._document())(scope, receive, send)
         finally:
+            clock.cancel()
+            leaving.cancel()
             self.api.thread.cancel(self.tickets)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """What is sent of which choice, as it comes. Raises HTTPException for what went wrong."""
-        for index, choice in enumerate(self.choices):
-            if choice.prompt:
-                yield index, (choice.prompt, [], None)
         running = {ticket: index for index, ticket in enumerate(self.tickets)}
         while running:
-            try:
-                async with asyncio.timeout(self.until - time.monotonic()):
-                    event = await self.box.get()
-            except TimeoutError:
-                limit = f"there was no answer within {self.api.limit_s:g} s"
-                raise HTTPException(503, f"{limit}; ask for fewer tokens, or come back later") from None
+            event = await self.box.get()
             if isinstance(event, Exception):
-                raise HTTPException(500, f"the engine failed: {event}")
+                raise event
             if event.ticket in running:
                 piece = self.choices[index := running[event.ticket]].take(event)
                 if piece[2]:
@@ -370,44 +349,37 @@ class Answer:
                 if any(piece):
                     yield index, piece
 
-    async def _document(self, *asgi: Any) -> None:
+    async def _document(self) -> dict[str, Any]:
         wholes: list[Piece] = [("", [], None)] * len(self.choices)
-        try:
-            async for index, (text, tokens, finish) in self._pieces():
-                wholes[index] = wholes[index][0] + text, wholes[index][1] + tokens, finish
-            choices = [self._written(*numbered) for numbered in enumerate(wholes)]
-            response = JSONResponse(self.head | {"choices": choices, "usage": self._usage()})
-        except HTTPException as error:
-            response = refusal(error.status_code, error.detail)
-        await response(*asgi)
+        async for index, (text, tokens, finish) in self._pieces():
+            wholes[index] = wholes[index][0] + text, wholes[index][1] + tokens, finish
+        choices = [self._written(*numbered) for numbered in enumerate(wholes)]
+        return self.head | {"choices": choices, "usage": self._usage()}
 
-    async def _stream(self, send: Any) -> None:
+    async def _stream(self) -> AsyncIterator[str]:
         """Server-sent events. The last one is [DONE], or says what went wrong."""
-
-        async def tell(data: bytes, more: bool = True):
-            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more})
-
-        document = lambda **more: json.dumps(self.head | more).encode()
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        usage = self.body.get("stream_options", {}).get("include_usage")
+        head = self.head | ({"usage": None} if usage else {})
+        line = lambda **more: f"data: {json.dumps(head | more)}\n\n"
         if self.kind == "chat":
             role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            await tell(document(choices=[role]))
+            yield line(choices=[role])
         try:
             async for numbered in self._pieces():
-                await tell(document(choices=[self._written(*numbered)]))
+                yield line(choices=[self._written(*numbered)])
         except HTTPException as error:
-            return await tell(bytes(refusal(error.status_code, error.detail).body), more=False)
-        if self.tells_usage:
-            await tell(document(choices=[], usage=self._usage()))
-        await tell(b"[DONE]", more=False)
+            yield f"data: {json.dumps(told(error))}\n\n"
+            return
+        if usage:
+            yield line(choices=[], usage=self._usage())
+        yield "data: [DONE]\n\n"
 
     def _usage(self) -> dict[str, int]:
         asked = sum(len(request.tokens) for request in self.requests)
         made = sum(choice.num_tokens for choice in self.choices)
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
 
-    def _written(self, index: int, piece: Piece) -> dict:
+    def _written(self, index: int, piece: Piece) -> dict[str, Any]:
         """A piece as OpenAI writes it."""
         text, tokens, finish = piece
         choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish}
@@ -417,21 +389,18 @@ class Answer:
             choice["delta"] = {"content": text} if text else {}
         else:
             choice["message"] = {"role": "assistant", "content": text}
-        events = [event for _, event in tokens]
-        named = [[self._named(*x) for x in ((y.token, y.logprob), *y.best[::-1])] for y in events]
-        if self.logprobs is not None and self.kind == "chat":
+        if self.body.get("logprobs") is None:
+            return choice
+        named = [[self._named(*x) for x in ((y.token, y.logprob), *y.best[::-1])] for _, y in tokens]
+        if self.kind == "chat":
             raw = lambda name: None if name.startswith("token_id:") else list(name.encode())
             entry = lambda x: {"token": x[0], "logprob": x[1], "bytes": raw(x[0])}
-            told = [entry(x[0]) | {"top_logprobs": [entry(y) for y in x[:0:-1]]} for x in named]
-            choice["logprobs"] = {"content": told}
-        elif self.logprobs is not None:
-            choice["logprobs"] = {
-                "tokens": [x[0][0] for x in named],
-                "token_logprobs": [x[0][1] for x in named],
-                "top_logprobs": [None if x[0][1] is None else dict(x) for x in named],  # alike: the likelier
-                "text_offset": [begin for begin, _ in tokens],
-            }
-        return choice
+            content = [entry(x[0]) | {"top_logprobs": [entry(y) for y in x[:0:-1]]} for x in named]
+            return choice | {"logprobs": {"content": content}}
+        best = [None if x[0][1] is None else dict(x) for x in named]  # alike: the likelier
+        scores = {"tokens": [x[0][0] for x in named], "token_logprobs": [x[0][1] for x in named]}
+        scores |= {"top_logprobs": best, "text_offset": [begin for begin, _ in tokens]}
+        return choice | {"logprobs": scores}
 
     def _named(self, token: Any, logprob: float | None) -> tuple[str, float | None]:
         """A token's text behind a letter, or its number where that is none; JSON has no infinity."""
@@ -441,20 +410,29 @@ class Answer:
         return name, None if logprob is None else max(logprob, -9999.0)
 
 
+def told(error: HTTPException) -> dict[str, Any]:
+    """What went wrong, as OpenAI writes it."""
+    kind = ERRORS.get(
+        error.status_code, "server_error" if error.status_code >= 500 else "invalid_request_error"
+    )
+    return {"error": {"message": error.detail, "type": kind, "param": None, "code": error.status_code}}
+
+
 def app(api: Api) -> Starlette:
     """The application."""
 
     @contextlib.asynccontextmanager
     async def life(_):
-        api.thread.begin()
+        api.thread.start()
         yield
         await asyncio.to_thread(api.thread.close)
 
     routes = [Route("/", api.page), Route("/health", api.health), Route("/v1/models", api.models)]
     for path in ("completions", "chat/completions"):
         routes.append(Route(f"/v1/{path}", api.answer, methods=["POST"]))
-    fault = lambda _, error: refusal(500, f"this is a fault of llmpar: {type(error).__name__}: {error}")
-    refused = lambda _, error: refusal(error.status_code, error.detail, error.headers)
+    refused = lambda _, error: JSONResponse(told(error), error.status_code, error.headers)
+    words = "this is a fault of llmpar: {0.__class__.__name__}: {0}"
+    fault = lambda _, error: refused(_, HTTPException(500, words.format(error)))
     handlers: dict[Any, Any] = {HTTPException: refused, Exception: fault}
     return Starlette(routes=routes, lifespan=life, exception_handlers=handlers)
 
@@ -464,15 +442,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, api: Api, say: Callable[[str], Any]):
         how: dict[str, Any] = {"limit_concurrency": MOST_CONNECTIONS, "timeout_graceful_shutdown": GRACE_S}
-        how |= {
-            "loop": "asyncio",
-            "http": "h11",
-            "ws": "none",
-            "lifespan": "on",
-            "server_header": False,
-            "access_log": False,
-        }
-        super().__init__(uvicorn.Config(app(api), log_config=None, log_level="critical", **how))
+        how |= {"http": "h11", "ws": "none", "log_config": None, "log_level": "critical"}
+        super().__init__(uvicorn.Config(app(api), lifespan="on", server_header=False, **how))
         self.thread, self.say, self._idle = api.thread, say, dict[Any, int]()
 
     async def on_tick(self, counter: int) -> bool:
