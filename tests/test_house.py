@@ -63,7 +63,7 @@ BUDGETS = {
     "draw": 3_245,
     "inspect": 2_300,
     "explore": 1_730,
-    "serve": 890,  # a step, an engine, a server
+    "serve": 820,  # a step, an engine, a server
     "launch": 1_600,
     "exercises": 1_953,
     "cli": 2_550,
