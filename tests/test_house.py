@@ -58,7 +58,7 @@ BUDGETS = {
     "paper": 3_480,
     "core": 6_200,  # the paper and what is beside it
     "kernels": 1_150,
-    "training": 1_940,
+    "training": 1_930,
     "predict": 4_100,  # a layer in time, what a reader could do next, and where numbers come from
     "draw": 3_245,
     "inspect": 2_300,

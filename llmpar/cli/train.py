@@ -31,8 +31,6 @@ from llmpar.training.balance import row_orders
 
 LINE_S = 10.0
 """Seconds between two lines of progress where there is no terminal."""
-
-
 OptimizerFlags = flags_of(OptimizerConfig)
 TextFlags = flags_of(data.DataConfig, "seq_len", "batch_size", "seed")
 Tracker = Literal["wandb", "mlflow", "trackio", "tensorboard"]
@@ -84,8 +82,7 @@ class Train:
     text: Annotated[Any, tyro.conf.arg(constructor=TextFlags)] = TextFlags()
 
     def run(self, begin: Load | None = None) -> dict:
-        """Train, showing progress, and give the document that ``--json`` prints. ``begin`` loads the weights
-        of ``from_``."""
+        """Train, showing progress, and give the ``--json`` document. ``begin`` loads ``from_``'s weights."""
         if self.from_ is not None and begin is None:
             command, begin = self.taken_from(self.from_)
             return command.run(begin)
@@ -117,7 +114,8 @@ class Train:
         say_plan(config, plan, stream.corpus.source)
         if keep is None or keep.latest is None:
             weights = f"begins with the weights in {self.from_}" if begin else beside(self.step.model)
-            say(*filter(None, [weights]))
+            if weights:
+                say(weights)
         mesh = make_mesh(plan.mesh)
         say_memory(mesh)
         for line in plan.resolve(config, platform_of(mesh)).said:
@@ -249,8 +247,7 @@ class Stopper(contextlib.ExitStack):
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[int, str], None]]:
-    """Give a function that shows how many steps are done, with a text: a bar in a terminal, else a line every
-    `LINE_S` seconds."""
+    """Give what shows how many steps are done: a bar in a terminal, else a line every `LINE_S` seconds."""
     if sys.stderr.isatty() and speaks():
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -1,5 +1,4 @@
-"""Deal rows of several documents to ranks: equally many positions each, and the same causal work. No JAX: a
-loader does it while a step runs."""
+"""Deal rows of several documents to ranks, with equal positions and causal work. No JAX: a loader does it."""
 
 import numpy as np
 

@@ -1,5 +1,4 @@
-"""Checkpoints: Orbax writes them atomically; they restore onto the same or any other mesh, and know what made
-them."""
+"""Checkpoints: Orbax writes them atomically; they restore onto any mesh, and know what made them."""
 
 from __future__ import annotations
 
@@ -55,8 +54,8 @@ class Checkpoints:
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"checkpoints lie in a folder, but '{folder}' is a file; give another name")
         if (self.folder / "config.json").is_file() and any(self.folder.glob("*.safetensors")):
-            what = "the folder of a Hugging Face model (config.json, safetensors), not one of checkpoints"
-            raise ValueError(f"'{folder}' is {what}; give another folder")
+            model = "the folder of a Hugging Face model (config.json, safetensors)"
+            raise ValueError(f"'{folder}' is {model}, not one of checkpoints; give another folder")
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
@@ -69,8 +68,7 @@ class Checkpoints:
         return self._manager.latest_step() if self.folder.is_dir() else None
 
     def best(self, *more: tuple[int, Told]) -> int | None:
-        """The step with the lowest held-out loss of those that were evaluated as the last was, ``more`` among
-        them; None where none was evaluated."""
+        """The step with the lowest held-out loss of those evaluated as the last, and ``more``; or None."""
         steps = sorted(self._manager.all_steps()) if self.folder.is_dir() else []
         scores = [(step, self._score(step)) for step in steps] + [*more]
         finite = [(step, score) for step, score in scores if score and math.isfinite(score["loss"])]
@@ -179,9 +177,8 @@ class Checkpoints:
                 size = sum(x.nbytes for x in jax.tree.leaves(state)) / 2**20
                 room = f"free some {max(1, round(1.2 * size)):,} MiB"
                 why = f"the disk is full; {room} and run the same command again"
-            kept = (
-                f"the checkpoint of step {before} is intact" if before else "no checkpoint was taken before"
-            )
+            kept = f"the checkpoint of step {before} is intact"
+            kept = kept if before else "no checkpoint was taken before"
             what = f"the checkpoint of step {step} could not be written to {self.folder}"
             raise ValueError(f"{what} ({kept}): {why}") from error
         best = int(multihost_utils.broadcast_one_to_all(np.int32(self.best() or 0)))
@@ -243,8 +240,7 @@ class Checkpoints:
         return state._replace(params=jax.tree.map(cast, state.params, abstract.params))
 
     def params(self, shardings: Tree, config: ModelConfig) -> Tree:
-        """The weights without an optimizer's state, or a part of them, laid out as that tree says, in the
-        dtypes that were written."""
+        """The weights (those that the tree of shardings names, laid out so) in the dtypes of the file."""
         about, weights = self._about(config), config.weights()
         place = lambda path, to: _placed(about, path, weights[path].shape, to)
         where = {path: place(path, to) for path, to in flatten_dict(shardings, sep=".").items()}

@@ -78,16 +78,15 @@ class DataConfig:
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
-    """The files that paths and globs name: patterns in the order given, the files of each sorted, no file
-    twice."""
+    """The files that paths and globs name: patterns as given, the files of each sorted, none twice."""
     found: dict[str, None] = {}
     for pattern in patterns:
         path = os.path.expanduser(pattern)
         if os.path.isdir(path):
             files = os.path.join(pattern, "**", "*.txt")
             raise ValueError(f"data '{pattern}' is a folder; name its files: '{files}'")
-        matches = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
-        matches = sorted(f for f in matches if not os.path.isdir(f))
+        matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+        matches = [f for f in matches if not os.path.isdir(f)]
         for file in filter(os.path.exists, matches):
             check_ordinary(file, "data file")
         if not matches:
@@ -98,8 +97,7 @@ def find_files(patterns: Sequence[str]) -> list[str]:
 
 
 def library_files(root: str = "") -> list[str]:
-    """The licence, where one is installed, then the sources of the running Python's standard library,
-    sorted."""
+    """The licence, where one is installed, then the sorted sources of this Python's standard library."""
     root = root or sysconfig.get_paths()["stdlib"]
     sources = []
     for folder, inside, files in os.walk(root):
@@ -131,7 +129,7 @@ class Conversation(NamedTuple):
 def _document(line: str, where: str) -> str | Conversation:
     """What a line of JSONL holds."""
     row = json.loads(line)
-    answers = [name for name in ANSWERS if name in row] if "prompt" in row else []
+    answers = [name for name in ANSWERS if name in row and "prompt" in row]
     forms = [name for name in ("text", "messages") if name in row] + answers
     if len(forms) > 1:
         raise ValueError(f"it has {' and '.join(forms)}: leave all but one out")
@@ -147,8 +145,7 @@ def _document(line: str, where: str) -> str | Conversation:
 
 
 def read_documents(file: str, limit_bytes: int) -> Iterator[str | Conversation]:
-    """The documents of one file: the whole of a text, of which little more is read than ``limit_bytes``; or
-    each line of a JSONL."""
+    """The documents of one file: a text, read little farther than ``limit_bytes``, or a JSONL's lines."""
     lines = file.endswith((".jsonl", ".ndjson"))
     try:
         with open(file, "rb") as opened:
@@ -193,8 +190,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
-        """The text of token ids. Start tokens vanish; broken UTF-8, and ids that only the model has, become
-        U+FFFD."""
+        """The text of token ids, without start tokens; broken UTF-8 and ids beyond 256 become U+FFFD."""
         kept = [number for number in map(int, ids) if number != self.start_id]
         raw = bytes(i if 0 <= i < 256 else 0xFF for i in kept)  # UTF-8 never has a 0xff
         return raw.decode(errors="replace")
@@ -220,8 +216,8 @@ class FileTokenizer:
         try:
             self.hub = tokenizers.Tokenizer.from_file(file)
         except Exception as error:  # the package raises nothing narrower
-            instead = "give 'bytes' or a tokenizer.json"
-            raise ValueError(f"cannot read tokenizer '{file}': {error}; {instead}") from error
+            what = f"cannot read tokenizer '{file}': {error}"
+            raise ValueError(f"{what}; give 'bytes' or a tokenizer.json") from error
         self.hub.no_truncation()
         self.hub.no_padding()
         vocab = self.hub.get_vocab(with_added_tokens=True)
@@ -256,13 +252,12 @@ class FileTokenizer:
 
     @functools.cached_property
     def end_ids(self) -> frozenset[int]:
-        """The tokens that end an answer: all that the files beside it name; where none does, the document's
-        start."""
+        """The tokens that end an answer: all that the files beside it name; else the document's start."""
         kept = [self.about(name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
         found = [i for ids in kept for i in (ids if isinstance(ids, list) else [ids])]
         found.append(self.hub.token_to_id(self.special.get("eos_token", "")))
-        known = frozenset(i for i in found if type(i) is int and 0 <= i < self.vocab_size)
-        return known or frozenset([self.start_id])
+        known = (i for i in found if type(i) is int and 0 <= i < self.vocab_size)
+        return frozenset(known) or frozenset([self.start_id])
 
     def encode(self, text: str) -> Int32[np.ndarray, " s"]:
         """The token ids of a text, without the document-start token."""
@@ -287,15 +282,16 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 def open_tokenizer(name: str = "bytes", start_token: str | None = None) -> Tokenizer:
     """``bytes``, or a Hugging Face ``tokenizer.json`` by path."""
-    if name == "bytes" and start_token is not None:
+    if name != "bytes":
+        return FileTokenizer(name, start_token)
+    if start_token is not None:
         why = "is for a tokenizer.json: bytes have their own; leave it out"
         raise ValueError(f"start_token '{start_token}' {why}")
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(name, start_token)
+    return ByteTokenizer()
 
 
 def tokenizer_of(made: dict | None, asked: str | None) -> Tokenizer:
-    """The tokenizer of the run that ``made`` describes (`train.made_of`; None: of no run that is known).
-    Refuses another."""
+    """The tokenizer of the run that ``made`` describes (`train.made_of`), if it does. Refuses another."""
     kept = (made or {}).get("tokenizer")
     if kept is None:
         return open_tokenizer(asked or "bytes")
@@ -308,10 +304,8 @@ def tokenizer_of(made: dict | None, asked: str | None) -> Tokenizer:
 
 
 def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer with ids that a model of ``vocab_size`` embeddings lacks. The other way round is
-    fine."""
-    size = tokenizer.vocab_size
-    if size > vocab_size:
+    """Refuse a tokenizer with ids that a model of ``vocab_size`` embeddings lacks; fewer are fine."""
+    if (size := tokenizer.vocab_size) > vocab_size:
         found = f"tokenizer '{tokenizer.name}' has {size} tokens but the model's vocabulary has {vocab_size}"
         use = f"use a model with {size} or more, or a smaller tokenizer ('bytes' has 257)"
         raise ValueError(f"{found}; {use}")
@@ -319,8 +313,7 @@ def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokenised documents end to end: document i, its start token first, is ``tokens[offsets[i] : offsets[i +
-    1]]``."""
+    """Tokenised documents end to end: document i begins at ``offsets[i]``, with its start token."""
 
     tokens: np.ndarray
     offsets: np.ndarray
@@ -331,8 +324,7 @@ class Corpus:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Sixteen hex digits that change with any token, boundary, or token that counts: to compare
-        processes, and on resuming."""
+        """Sixteen hex digits that change with any token, boundary, or token that counts."""
         parts = [self.tokens.astype("<i4"), self.offsets.astype("<i8")]
         parts += [] if self.counted is None else [self.counted]
         return hashlib.sha256(b"".join(x.tobytes() for x in parts)).hexdigest()[:16]
@@ -364,10 +356,9 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
     need = MEMORY_PER_BYTE * min(limit, sum(os.path.getsize(f) for f in files if os.path.exists(f)))
     if 0 < (memory := host_bytes()) < need:
         why = f"({MEMORY_PER_BYTE} bytes a byte of text; nothing is streamed)"
-        here = f"this machine has {memory / 2**30:,.1f} GiB"
-        less = f"use --limit-bytes {memory // MEMORY_PER_BYTE}, or less data"
         needs = f"{source} would take {need / 2**30:,.1f} GiB of memory {why}"
-        raise ValueError(f"{needs}, and {here}; {less}")
+        less = f"use --limit-bytes {memory // MEMORY_PER_BYTE}, or less data"
+        raise ValueError(f"{needs}, and this machine has {memory / 2**30:,.1f} GiB; {less}")
     texts: list[str | Conversation] = []
     size = num_read = 0
     for text in itertools.chain.from_iterable(read_documents(file, limit - size) for file in files):
@@ -378,8 +369,7 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
         else:
             raw = text.encode()[: limit - size]
             size += len(raw)
-            if kept := raw.decode(errors="ignore"):  # the limit may fall inside a character
-                texts.append(kept)
+            texts += filter(None, [raw.decode(errors="ignore")])  # the limit may fall inside a character
         if size >= limit:
             break
     if not texts:
@@ -398,13 +388,13 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
         for text in some:
             if isinstance(text, str):
                 ids = np.concatenate([[tokenizer.start_id], next(plain)])
-                counts.append(np.ones(len(ids) if talks else 0, bool))
+                counted = np.ones(len(ids) if talks else 0, bool)
             else:
                 ids, counted = text.tokens(chat)
-                counts.append(counted)
                 answers = sum(message["role"] == "assistant" for message in text.messages)
                 partly += int((counted[1:] & ~counted[:-1]).sum()) < answers
             pieces.append(ids.astype(dtype))
+            counts.append(counted)
     lengths = [len(ids) for ids in pieces]
     if talks:
         source += f"; {talks} conversations: {sum(x.sum() for x in counts)} of {sum(lengths)} tokens count"
@@ -416,8 +406,7 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
 
 
 def _shuffled(n: int, bits: np.random.PCG64) -> np.ndarray:
-    # numpy keeps a bit generator's raw numbers for ever, but not what Generator.permutation makes of them
-    # (NEP 19)
+    # numpy keeps a bit generator's raw numbers for ever, but not Generator.permutation's results (NEP 19)
     return np.argsort(bits.random_raw(n), kind="stable")
 
 
@@ -452,14 +441,13 @@ class Stream:
         inner = corpus.offsets[(begin < corpus.offsets) & (corpus.offsets < end)]
         self._bounds = np.concatenate([[begin], inner, [end]])
         self.num_rows = (end - begin - 1) // s  # per epoch
+        what = f"the {part} part (held_out {config.held_out}) of {corpus.source}"
         if self.num_rows < 1:
-            has = f"has {end - begin} of {total}"
-            found = f"the {part} part (held_out {config.held_out}) of {corpus.source} {has}"
+            found = f"seq_len {s} needs {s + 1} tokens, but {what} has {end - begin} of {total}"
             hint = "use a shorter seq_len, more data, or another held_out (--held-out 0 keeps nothing out)"
-            raise ValueError(f"seq_len {s} needs {s + 1} tokens, but {found}; {hint}")
+            raise ValueError(f"{found}; {hint}")
         if corpus.counted is not None and not corpus.counted[begin:end].any():
-            found = f"the {part} part (held_out {config.held_out}) of {corpus.source} has no answer"
-            raise ValueError(f"{found}; give more data, or another held_out")
+            raise ValueError(f"{what} has no answer; give more data, or another held_out")
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def batch(self, step: int) -> Batch:
@@ -498,8 +486,7 @@ class Stream:
         return {name: np.take_along_axis(x, places, 1) for name, x in batch.items()}
 
     def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The epoch's order of rows; and for each document in its order, where it starts and how far its
-        tokens are."""
+        """The epoch's order of rows; and of its documents where each starts and how far its tokens are."""
         lengths = np.diff(self._bounds)
         documents, rows = np.arange(len(lengths)), np.arange(self.num_rows)
         if self.part == "train":

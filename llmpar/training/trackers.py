@@ -27,28 +27,14 @@ def tracking(name: Tracker | None, about: dict[str, Any], tell: Callable[[str], 
         yield lambda step, row: None
         return
     package = "tensorboardX" if name == "tensorboard" else name
-    send: Any
-    failed: dict[str, Any] = {}
     with contextlib.redirect_stdout(sys.stderr):  # some greet there
         try:
-            module = importlib.import_module(package)
-            if name == "tensorboard":
-                writer = module.SummaryWriter()
-                send = lambda row, step: [writer.add_scalar(key, value, step) for key, value in row.items()]
-                close = writer.close
-            elif name == "mlflow":
-                module.start_run()
-                module.log_params(about)
-                send, close, failed = module.log_metrics, module.end_run, {"status": "FAILED"}
-            else:
-                module.init(project="llmpar", config=about)
-                send, close, failed = module.log, module.finish, {"exit_code": 1} if name == "wandb" else {}
+            send, close, failed = _begun(name, importlib.import_module(package), about)
         except Exception as error:  # each raises its own
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
             use = f"pip install {package}" if isinstance(error, ImportError) else "see to its settings"
             raise ValueError(f"tracker '{name}' cannot begin ({why}); {use}, or use --log alone") from error
-        number = lambda key, value: key != "step" and isinstance(value, int | float)
-        lost = False
+        lost, ends = False, failed
 
         def try_to(call: Callable, *args: Any, **how: Any) -> None:
             nonlocal lost
@@ -59,12 +45,25 @@ def tracking(name: Tracker | None, about: dict[str, Any], tell: Callable[[str], 
                 lost = True
                 tell(f"tracker '{name}' gets no more rows: {type(error).__name__}: {error}")
 
+        number = lambda key, value: key != "step" and isinstance(value, int | float)
         try:
             yield lambda step, row: try_to(send, {k: x for k, x in row.items() if number(k, x)}, step=step)
-        except BaseException:
-            try_to(close, **failed)
-            raise
-        try_to(close)
+            ends = {}
+        finally:
+            try_to(close, **ends)
+
+
+def _begun(name: Tracker, module: Any, about: dict[str, Any]) -> tuple[Callable, Callable, dict[str, Any]]:
+    """Begin a run: what takes its rows, what ends it, and how that is told that the run failed."""
+    if name == "tensorboard":
+        writer = module.SummaryWriter()
+        return lambda row, step: [writer.add_scalar(k, x, step) for k, x in row.items()], writer.close, {}
+    if name == "mlflow":
+        module.start_run()
+        module.log_params(about)
+        return module.log_metrics, module.end_run, {"status": "FAILED"}
+    module.init(project="llmpar", config=about)
+    return module.log, module.finish, {"exit_code": 1} if name == "wandb" else {}
 
 
 @contextlib.contextmanager

@@ -65,8 +65,7 @@ class Report:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B); None where the devices' peak is
-        unknown."""
+        """Model FLOPs utilisation, as `MFU` says; None where the devices' peak is unknown."""
         return self.ideal_step_s / self.step_s if self.ideal_step_s and self.step_s else None
 
     @property
@@ -152,14 +151,13 @@ def train(
     plan.check(config, stream.config.batch_size, stream.config.seq_len)
     _check_run(steps, eval_every, eval_batches)
     score_of = _score_of(held_out, eval_batches) if held_out and eval_every else ""
-    made = made_of(config, plan, stream, steps, options, seed) if checkpoints else None
-    if made and origin:
+    made = made_of(config, plan, stream, steps, options, seed)
+    if origin:
         made["from"] = os.path.abspath(origin)
     meet()
     agreed = multihost_utils.broadcast_one_to_all  # process 0's number, so that all do the same
     writes = checkpoints is not None and agreed(np.int32(checkpoints.latest or 0)) < steps
-    about = made or made_of(config, plan, stream, steps, options, seed)
-    about = about | {"model": config.name, "mesh": str(plan.mesh), "mfu": MFU}
+    about = made | {"model": config.name, "mesh": str(plan.mesh), "mfu": MFU}
     with (
         checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(),
         _opened(log) as lines,
@@ -337,16 +335,14 @@ class _Measured:
 
 
 def _evaluate(step: Step, state: State, held_out: Stream, batches: int) -> float:
-    """Give the mean cross-entropy in nats over the first ``batches`` of held-out text, without the routers'
-    losses."""
+    """Give the mean cross-entropy in nats of the first ``batches``, without the routers' losses."""
     sums = [jax.device_get(step.evaluate(state.params, _place(step, held_out, i))) for i in range(batches)]
     loss, tokens = (sum(float(x[i]) for x in sums) for i in (0, 1))
     return loss / max(tokens, 1)
 
 
 def _place(step: Step, stream: Stream, number: int) -> dict:
-    """Put a step's batch on its devices. Each process makes only the rows that its own devices hold, each row
-    once."""
+    """Put a step's batch on its devices. Each process makes only the rows that its own hold, each once."""
     shape = stream.config.batch_size, stream.config.seq_len
     rows = functools.cache(lambda begin, end: stream.local_batch(number, slice(begin, end)))
 
