@@ -24,6 +24,7 @@ from llmpar.inspect.targets import GPUS, QUIET, gpu_description, parse_target
 from llmpar.notation import AXES, parse_mesh
 from llmpar.plan import Plan
 from llmpar.predict.hardware import chip
+from llmpar.predict.planner import Question
 from llmpar.step import compiler_options
 
 COMPILERS = Path(sys.prefix) / "aot"
@@ -216,11 +217,12 @@ def test_the_picture_says_what_waits():
 )
 def test_what_does_not_fit_has_a_plan_near_it_that_does(target, plan, near):
     where = parse_target(target)
-    said = aot._too_large("more", preset("llama3-8b"), plan, where, where.num_devices, 8192)
+    sizes = where.num_devices, where.num_devices, 8192
+    said = aot._too_large("more", Question(preset("llama3-8b"), where.chip, *sizes), plan, where)
     assert f"; {near} would need " in said
     total = float(re.search(r"need ([\d.]+) GiB$", said)[1])
     assert total <= 0.9 * where.chip.usable_bytes / 2**30
-    said = aot._too_large("more", preset("llama3.1-405b"), plan, where, where.num_devices, 8192)
+    said = aot._too_large("more", Question(preset("llama3.1-405b"), where.chip, *sizes), plan, where)
     assert "no plan near this one fits" in said
 
 

@@ -59,12 +59,12 @@ BUDGETS = {
     "core": 6_200,  # the paper and what is beside it
     "kernels": 1_150,
     "training": 1_930,
-    "predict": 4_100,  # a layer in time, what a reader could do next, and where numbers come from
+    "predict": 3_985,  # a layer in time, what a reader could do next, and where numbers come from
     "draw": 3_245,
-    "inspect": 2_300,
+    "inspect": 2_080,
     "explore": 1_730,
     "serve": 820,  # a step, an engine, a server
-    "launch": 1_600,
+    "launch": 1_415,
     "exercises": 1_953,
     "cli": 2_550,
     "package": 27_400,  # with LoRA, Hugging Face folders, trackers, a server

@@ -1,11 +1,7 @@
-"""Compiles a training step for a cluster that is not here, by that cluster's own compiler, and reads the
-program.
+"""Compiles a training step for a cluster that is not here, by its own compiler, and reads the program.
 
-Nothing runs, and no device is needed: `llmpar.inspect.targets` gives the compiler's description of the
-devices.
+Nothing runs, and no device is needed: `llmpar.inspect.targets` describes the devices to the compiler.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import re
@@ -21,34 +17,32 @@ from llmpar import draw
 from llmpar.config import ModelConfig
 from llmpar.draw.scene import Scene, time_text
 from llmpar.inspect import report
-from llmpar.inspect.census import Taken, census_hlo, census_table, compiled_memory, read_program
+from llmpar.inspect.census import census_hlo, census_table, compiled_memory, read_program
 from llmpar.inspect.roofline import Roofline, roofline
 from llmpar.inspect.tables import table
 from llmpar.inspect.targets import Target, need_compiler
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan, Resolved
 from llmpar.predict import memory, planner, ring
+from llmpar.predict.hardware import GIB
 from llmpar.sequence_order import Mask
 from llmpar.step import AT_ONCE, Step, compiler_options
 from llmpar.timetable import branch_shares, timetable
 
-GIB = 2**30
-
 
 def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: int, seq_len: int) -> dict:
-    """Compile one training step with AdamW for ``target``, once, and give the document of ``llmpar compile
-    --json``.
+    """Compile one step with AdamW for ``target``, once: the document of ``llmpar compile --json``.
 
     Bytes and FLOPs are those of one device and step. ``collectives`` and ``arrows`` are read from the program
     as XLA's partitioner left it, ``final`` from what the compiler made of that: it merges, splits and
-    rewrites. Times are estimates (`llmpar.inspect.roofline`). A program that its compiler refuses for want of
-    memory gives a document with ``fits`` false and what it said in ``why``; so does one that is too large for
-    the device.
+    rewrites. Times are estimates (`llmpar.inspect.roofline`). A program that is too large for the device, or
+    that its compiler refuses for want of memory, gives a document with ``fits`` false and a ``why``.
     """
     plan.check(config, batch_size, seq_len)
     if plan.attention_kernel == "cudnn":
         need_compiler("cudnn")
     step = Step(config, plan, make_mesh(plan.mesh, target.devices), optax.adamw(1e-3))
+    q = planner.Question(config, target.chip, target.num_devices, batch_size, seq_len)
     plan, mesh = step.plan, step.mesh
     begin = time.perf_counter()
     need: dict[str, Any] = {
@@ -66,11 +60,10 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         said = re.search(r"\((\d[\d.]*)G\) exceeds|Used (\d[\d.]*)G of", str(error))
-        # "HLO temporaries" in libtpu's sentence are all that the program holds, its arguments among them.
-        if said:
+        if said:  # "HLO temporaries" in libtpu's sentence are all that the program holds, its arguments too
             need["compiled_total"] = round(float(said[1] or said[2]) * GIB)
         needs = f"{said[1] or said[2]} GiB" if said else "more"
-        why = _too_large(needs, config, plan.asked, target, batch_size, seq_len)
+        why = _too_large(needs, q, plan.asked, target)
         seconds = time.perf_counter() - begin
         return document | {"fits": False, "why": why, "memory_bytes": need, "compile_s": seconds}
     seconds, text = time.perf_counter() - begin, compiled.as_text() or ""
@@ -85,7 +78,7 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
     rate = target.chip.per_device().flops_per_s
     fits = program["peak_bytes"] <= need["capacity"]
     needs = f"{program['peak_bytes'] / GIB:.1f} GiB"
-    why = "" if fits else _too_large(needs, config, plan.asked, target, batch_size, seq_len)
+    why = "" if fits else _too_large(needs, q, plan.asked, target)
     return document | {
         "fits": fits,
         "why": why,
@@ -110,9 +103,7 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
     }
 
 
-def _too_large(
-    needs: str, config: ModelConfig, plan: Plan, target: Target, batch_size: int, seq_len: int
-) -> str:
+def _too_large(needs: str, q: planner.Question, plan: Plan, target: Target) -> str:
     """Say what a step needs and has, and which plan near it would fit by prediction with a tenth to spare:
     with one of the planner's single changes, or with replicas that cut the state (fsdp in place of dp), that
     recompute and cut the loss into pieces."""
@@ -121,8 +112,7 @@ def _too_large(
     part = chip.usable_bytes < whole
     rest = f" (of {whole / GIB:.1f}; XLA_PYTHON_CLIENT_MEM_FRACTION=.95 takes more)" if part else ""
     room = f"a device of {target.text} offers JAX {chip.usable_bytes / GIB:.1f} GiB{rest}"
-    sentence = f"{config.name} on mesh '{shape}' needs {needs}, and {room}"
-    q = planner.Question(config, chip, target.num_devices, batch_size, seq_len)
+    sentence = f"{q.config.name} on mesh '{shape}' needs {needs}, and {room}"
     cut = {"mesh": dataclasses.replace(shape, dp=1, fsdp=shape.dp * shape.fsdp), "zero": 3}
     changes = [*planner.single_changes(q, plan), cut, cut | {"remat": "block", "loss_chunks": 8}]
     found = planner.first_fit(q, plan, changes, 0.9 * chip.usable_bytes)
@@ -135,8 +125,7 @@ def _too_large(
 
 
 def _turns(walked: Roofline) -> list[dict]:
-    """List the turns of the three longest loops, each with its events from its begin on, those of one name in
-    a row as one."""
+    """List the turns of the three longest loops; of their events those of one name in a row are one."""
     loops = sorted(walked.turns[1:], key=lambda turn: -turn.count * turn.seconds)[:3]
     found = []
     for turn in [loop for loop in loops if loop.events] or walked.turns[:1]:
@@ -153,14 +142,11 @@ def _turns(walked: Roofline) -> list[dict]:
 
 
 def picture(document: dict) -> Scene:
-    """Draw the schedule of one turn of each of the longest loops: what computes, and what is on the links
-    beside it."""
+    """Draw one turn of each of the longest loops: what computes, and what is on the links beside it."""
     return draw.two_lanes(document["turns"], f"One turn of each loop on {document['target']}, estimated")
 
 
-def _busiest(
-    text: str, mesh, plan: Resolved, target: Target, seq_len: int, branches: Sequence[Taken | None]
-) -> Roofline:
+def _busiest(text: str, mesh, plan: Resolved, target: Target, seq_len: int, branches: Sequence) -> Roofline:
     """Walk the schedule as every pipeline stage takes its branches, and give the longest walk, with the
     schedule's bubble as one more term."""
     config, beside = plan.config, AT_ONCE in compiler_options(plan)

@@ -1,5 +1,4 @@
-"""Reads which collectives a program runs: how often, over which mesh axes, for how many bytes, for which line
-of the model.
+"""Reads which collectives a program runs: how often, over which axes, bytes, and for which line of the model.
 
 A program can be read in three places, from the question to the answer:
 
@@ -9,8 +8,7 @@ A program can be read in three places, from the question to the answer:
   width, nothing merged yet. Prefer this one;
 - the final text (`compiled.as_text()`, then `census_hlo`): what this back end runs. The CPU widens bf16 to
   f32 and fp8 to f16 (`to_apply=..._promoted` tells). It merges all-reduces of equal groups and, outside
-  loops, a rematerialized gather with its first; nothing here undoes that. A text out of the persistent cache
-  may name old source lines.
+  loops, a rematerialized gather with its first; nothing here undoes that. A cached text may name old lines.
 
 `Compiled.cost_analysis` counts the body of a loop once; here a loop multiplies by its trip count. Not
 counted: groups of one device (they send nothing), `collective-broadcast`, `send` and `recv`.
@@ -55,8 +53,7 @@ class Collective:
 
 
 def arrow_of(scope: str) -> dict[str, Any]:
-    """Reads an operation's named scopes: the innermost ``arrow`` and the ``direction``, as a `Collective` has
-    them.
+    """Reads ``arrow`` (the innermost) and ``direction`` of a `Collective` from an operation's named scopes.
 
     JAX names the pass: jvp is forward, its transpose backward, and what is rematerialized is forward again.
     A pipeline's F is not differentiated.
@@ -75,8 +72,7 @@ Work = list[tuple[Collective, Fraction]]
 
 
 def ring_bytes(kind: str, group_size: int, result_bytes: int) -> int:
-    """Gives the bytes that one of g devices on a ring sends for a result of R bytes, as
-    `formulas.ring_bytes` counts them.
+    """Gives the bytes that one of g devices on a ring sends for a result of R bytes (`formulas.ring_bytes`).
 
     All-gather and all-to-all R(g-1)/g, reduce-scatter R(g-1), all-reduce 2R(g-1)/g, collective-permute R.
     """
@@ -85,8 +81,7 @@ def ring_bytes(kind: str, group_size: int, result_bytes: int) -> int:
 
 
 def census_table(collectives: Iterable[Collective]) -> dict[tuple[str, str], dict[str, int]]:
-    """Sums counts and bytes by axes (written 'dp,fsdp') and kind, to compare two censuses or one with a
-    formula."""
+    """Sums counts and bytes by axes (written 'dp,fsdp') and kind, to compare with another or a formula."""
     table: dict[tuple[str, str], dict[str, int]] = {}
     for c in collectives:
         row = table.setdefault((",".join(c.axes), c.kind), {"count": 0, "bytes_sent": 0})
@@ -134,9 +129,8 @@ def share_of(scope: str, taken: Taken | None) -> Fraction | None:
     return taken.get(name[1]) if taken and name else None
 
 
-def weigh_branches(branches: list[Work], scope: str, taken: Taken | None) -> Work:
-    """Weighs two branches, false and true, by how often each is taken; where that is not said, the dearest
-    counts."""
+def weigh(branches: list[Work], scope: str, taken: Taken | None) -> Work:
+    """Weighs two branches, false and true, by how often each is taken; if that is not said: the dearest."""
     if (share := share_of(scope, taken)) is not None:
         return repeat(branches[0], 1 - share) + repeat(branches[1], share)
     dearest = max(branches, key=lambda work: sum(c.bytes_sent * times for c, times in work))
@@ -144,8 +138,7 @@ def weigh_branches(branches: list[Work], scope: str, taken: Taken | None) -> Wor
 
 
 def repeat(work: Work, times: int | Fraction | None, source: str = "") -> Work:
-    """Multiplies the work of a loop's body by its trips. Refuses a body with collectives and unknown
-    trips."""
+    """Multiplies the work of a loop's body by its trips. Refuses collectives with unknown trips."""
     times = known(times, ", ".join(sorted({c.kind for c, _ in work})), source)
     return [(c, n * times) for c, n in work if times]
 
@@ -166,13 +159,11 @@ def counted(work: Work) -> list[Collective]:
 
 
 def census_hlo(text: str, mesh: Any, taken: Taken | None = None) -> list[Collective]:
-    """Counts the collectives of HLO text, partitioned or final, and finds the axes of `mesh` that their
-    groups span.
+    """Counts the collectives of HLO text, partitioned or final, by the axes of `mesh` that groups span.
 
     A mesh is anything with `axis_names` and `shape`. Devices in the text are positions in the mesh in
     row-major order, whatever ids its devices have. Of an asynchronous pair the start is counted. Refuses a
-    collective in a loop whose trip count is unknown, and groups that do not cover the mesh (the program of
-    another mesh).
+    collective in a loop whose trip count is unknown, and groups that do not cover the mesh.
     """
     module = Module(text)
 
@@ -183,7 +174,7 @@ def census_hlo(text: str, mesh: Any, taken: Taken | None = None) -> list[Collect
                 yield from repeat(inside, module.trips(comp, op) if inside else 0, module.source(op))
             elif op.kind == "conditional":
                 branches = op.called(*CALLS[op.kind])
-                yield from weigh_branches([list(work(branch)) for branch in branches], op.scope, taken)
+                yield from weigh([list(work(branch)) for branch in branches], op.scope, taken)
             elif op.kind in CALLS:
                 yield from work(op.called(*CALLS[op.kind])[0])
             elif comp not in module.echoes and (found := _collective(module, op, mesh)):
@@ -213,15 +204,10 @@ def executed_flops(text: str, taken: Taken | None = None) -> int:
     return int(flops_in(module, leaf, turns, taken)(module.entry, None))
 
 
-def flops_in(
-    module: Module,
-    leaf: Callable[[str, Op], Any],
-    turns: Callable[[str, Op], Any],
-    taken: Taken | None = None,
-) -> Callable[[str, Op | None], Any]:
-    """Gives a function that adds up the FLOPs of an operation of a computation, or of all of them: its own
-    (``leaf``) or those of what it calls, of a loop ``turns`` times, of a branch as often as it is taken (the
-    dearest, where that is not said)."""
+def flops_in(module: Module, leaf: Callable, turns: Callable, taken: Taken | None = None) -> Callable:
+    """Gives a function that adds up the FLOPs of an operation of a computation, or of all of them (None): its
+    own (``leaf``, called like it) or those of what it calls, of a loop ``turns`` times, of a branch as often
+    as it is taken (the dearest, where that is not said)."""
 
     def inside(comp: str, op: Op) -> Any:
         each = [flops(callee) for callee in op.called(*CALLS.get(op.kind, ()))]
@@ -251,8 +237,7 @@ _CHEAP: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable
 
 
 def partitioned_hlo(lowered: jax.stages.Lowered) -> str:
-    """Compiles a lowered program and gives its HLO text just after SPMD partitioning: true dtypes, nothing
-    combined.
+    """Compiles a program and gives its HLO text just after SPMD partitioning: true dtypes, nothing combined.
 
     Costs a compilation, away from the persistent cache, which would skip the pass. A program for one device
     is not partitioned: then the text is the one before optimizations.

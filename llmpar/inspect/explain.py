@@ -2,11 +2,8 @@
 
 JAX says which rule a program broke. Here each kind of message has a sentence that says which movement the
 program wants and does not name, in the notation of `llmpar.notation`. The kinds are those that lesson 12 and
-JAX's own documents provoke, in the words of JAX 0.10 and 0.12 (explain.toml); an error of another kind stays
-as it is.
+JAX's own documents provoke, in the words of JAX 0.10 and 0.12 (explain.toml); other errors stay as they are.
 """
-
-from __future__ import annotations
 
 import ast
 import contextlib
@@ -59,20 +56,10 @@ def _sentence(error: BaseException) -> str:
             before, after = ENDS[row["ends"]](*words)
             axes, arrow = before.axes + before.sums, _arrow(before, after)
             spec = PartitionSpec(*(d.axes or None for d in after.dims), unreduced=frozenset(after.sums))
-            return (
-                row["sentence"]
-                .replace("\n", " ")
-                .format(
-                    *words,
-                    before=before,
-                    after=after,
-                    axes=",".join(axes),
-                    names=repr(axes),
-                    sums=f"{{{', '.join(map(repr, axes))}}}",
-                    arrow=arrow,
-                    reshard=f"{arrow}: jax.sharding.reshard(x, {spec})",
-                )
-            )
+            known = {"before": before, "after": after, "axes": ",".join(axes), "names": repr(axes)}
+            known |= {"sums": f"{{{', '.join(map(repr, axes))}}}", "arrow": arrow}
+            known |= {"reshard": f"{arrow}: jax.sharding.reshard(x, {spec})"}
+            return row["sentence"].replace("\n", " ").format(*words, **known)
     return ""
 
 
@@ -164,14 +151,7 @@ PRINTED = {
 ENDS: dict[str, Callable[..., Ends]] = {
     "asked": lambda said, found: (layout_of(found), layout_of(said)),
     "found": lambda found, said: (layout_of(found), layout_of(said)),
-    "unsummed": unsummed,
-    "finished": finished,
-    "disagree": disagree,
-    "twice": twice,
-    "reshape": reshape,
-    "differs": differs,
 }
-
-
+ENDS |= {ends.__name__: ends for ends in (unsummed, finished, disagree, twice, reshape, differs)}
 _ROWS = resources.files(__package__).joinpath("explain.toml").read_text(encoding="utf-8")
 ERRORS = tomllib.loads(re.sub("|".join(PRINTED), lambda word: PRINTED[word[0]], _ROWS))["error"]

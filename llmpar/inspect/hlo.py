@@ -1,5 +1,4 @@
-"""Reads the text of an HLO module: its computations, how often its loops run, its groups of devices, its
-source lines."""
+"""Reads the text of an HLO module: computations, trips of loops, groups of devices, source lines."""
 
 import functools
 import math
@@ -18,7 +17,9 @@ CALLS = {
     "conditional": ("branch_computations", "false_computation", "true_computation"),
 }
 CALLS |= dict.fromkeys(("call", "fusion", "async-start"), ("calls", "to_apply"))
-ROOT = ("", None)
+Ref = tuple[str, int | None]
+"""A value by name, or one part of a tuple."""
+ROOT: Ref = ("", None)
 MAX_TRIPS = 1_000_000  # counters are stepped, not solved: more trips than a training step has
 
 
@@ -48,7 +49,7 @@ class Op(NamedTuple):
         return found[operands : 2 * operands] if started else found
 
     @property
-    def operands(self) -> list[tuple[str, int | None]]:
+    def operands(self) -> list[Ref]:
         """The operands' names: %x, or %x#1 where JAX 0.12 leaves out the get-tuple-element."""
         found = re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.inside)
         return [(name, int(index) if index else None) for name, index in found]
@@ -77,8 +78,7 @@ def held_bytes(values: Iterable[tuple[str, tuple[int, ...]]]) -> int:
 
 
 class Module:
-    """Holds a module's computations, with as much of an evaluator as it takes to count the trips of its
-    loops."""
+    """Holds a module's computations, and evaluates as much as it takes to count the trips of loops."""
 
     def __init__(self, text: str):
         self.computations: dict[str, dict[str, Op]] = {}
@@ -102,8 +102,7 @@ class Module:
 
     @functools.cached_property
     def echoes(self) -> set[str]:
-        """Names the computations in which a TPU's collective goes on or ends that began in another one: they
-        repeat it."""
+        """Names the computations that repeat a TPU's collective, which goes on or ends there."""
         ends = lambda comp: "AsyncCollectiveDone" in self.computations[comp][self.roots[comp]].attrs
         return {c for c, root in self.roots.items() if c.startswith("async_collective") or root and ends(c)}
 
@@ -124,11 +123,8 @@ class Module:
             frame = parent - 1  # parents are written plus one: an outermost frame says 1
         return innermost(frames)
 
-    def value(
-        self, comp: str, ref: tuple[str, int | None], index: int | None, known: Callable[[int, Any], Any]
-    ) -> Any:
-        """Evaluates an integer as far as it follows from constants and from what is known of parameters; else
-        None."""
+    def value(self, comp: str, ref: Ref, index: int | None, known: Callable[[int, Any], Any]) -> Any:
+        """Evaluates an integer that follows from constants and what is known of parameters; else None."""
         name, at = ref
         op, index = self.computations[comp][name or self.roots[comp]], index if at is None else at
         operand = lambda i, index=None: self.value(comp, op.operands[i], index, known)
@@ -148,8 +144,7 @@ class Module:
                 return None if (x := operand(0)) is None or (y := operand(1)) is None else function(x, y)
 
     def trips(self, comp: str, loop: Op) -> int | None:
-        """Says how often a loop's body runs: what the compiler noted, or else what stepping its counter
-        shows."""
+        """Says how often a loop's body runs: as the compiler noted, or else as stepping its counter shows."""
         if noted := integers(loop.attrs, r'"known_trip_count":\{"n":"'):
             return noted[0]
         condition, body = loop.called("condition", "body")
@@ -166,16 +161,14 @@ MOVERS = tuple(f"/llmpar/{name}.py" for name in ("par", "readings", "block", "ov
 
 
 def innermost(frames: Iterable[tuple[str, int]]) -> str:
-    """Names the innermost frame outside JAX and Flax, and outside what only does what another line asks: the
-    readings and the moves."""
+    """Names the innermost frame outside JAX, Flax, the readings and the moves, which do what another asks."""
     ours = [(f, n) for f, n in frames if not re.search(r"/(?:site|dist)-packages/(?:jax|jaxlib|flax)/", f)]
     asked = [(f, n) for f, n in ours if not f.endswith(MOVERS)]
     return next(("/".join(Path(f).parts[-2:]) + f":{n}" for f, n in asked + ours), "")
 
 
 def group_axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
-    """Names the mesh axes along which the devices of a group (or of a pair of a permute) differ, and a
-    group's size."""
+    """Names the mesh axes along which devices of a group (or a permute's pair) differ, and a group's size."""
     sizes = [mesh.shape[a] for a in mesh.axis_names]
     devices = list(range(math.prod(sizes)))
     pairs = "source_target_pairs=" in attrs
@@ -191,14 +184,12 @@ def group_axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
 
 
 def _groups(attrs: str) -> list[list[int]]:
-    """Reads replica groups in XLA's four spellings (its replica_group.cc, mesh_and_axis.cc); {} gives an
-    empty list."""
+    """Reads replica groups in XLA's four spellings (replica_group.cc, mesh_and_axis.cc); none of {}."""
     if m := re.search(r"replica_groups=\[([\d,]+)\]<=(\[\S+?)(?:, |$)", attrs):
         return _iota(m[2]).reshape(integers(m[1])).tolist()
     if m := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d, ]*\},? ?)*)\}", attrs):
         return [integers(g) for g in re.findall(r"\{(.*?)\}", m[1])]
-    # mesh['a'=2,'b'=8], device_ids=([4,4]T(1,0)) {'a','b':(2)4}: 'b':(2)4 is the middle of b cut as [2, 4,
-    # rest].
+    # mesh['a'=2,'b'=8], device_ids=([4,4]T(1,0)) {'a','b':(2)4}: (2)4 is the middle of b as [2, 4, rest].
     if not (m := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", attrs)):
         return []
     names, sizes = zip(*re.findall(r"([^,=\s]+)=(\d+)", m[1]), strict=True)

@@ -9,17 +9,7 @@ from typing import Any
 
 import jax
 
-from llmpar.inspect.census import (
-    KINDS,
-    Collective,
-    Taken,
-    Work,
-    arrow_of,
-    counted,
-    repeat,
-    ring_bytes,
-    weigh_branches,
-)
+from llmpar.inspect.census import KINDS, Collective, Taken, Work, arrow_of, counted, repeat, ring_bytes, weigh
 from llmpar.inspect.hlo import innermost
 
 _KINDS = {kind.replace("-", "_"): kind for kind in KINDS}
@@ -31,9 +21,7 @@ def census_jaxpr(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None = N
     """Counts the collectives that a jaxpr names. A scan multiplies by its length; of a cond the dearest
     branch counts, unless it is named and `taken` says how often it is true.
 
-    `axis_sizes` is `mesh.shape`, in mesh order. Refuses a `while` (a loop with traced bounds) that holds a
-    collective.
-    """
+    `axis_sizes` is `mesh.shape`, in mesh order. Refuses a collective in a `while` (traced bounds)."""
     return counted(_work(jaxpr, axis_sizes, taken))
 
 
@@ -54,7 +42,7 @@ def _work(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None, outer: st
             found = _named_collectives(kind, eqn, axis_sizes, source)
             work += [(replace(one, **arrow_of(scope)), Fraction(1)) for one in found]
         elif name == "cond":
-            work += weigh_branches(inside, scope, taken)
+            work += weigh(inside, scope, taken)
         else:
             times = params["length"] if name == "scan" else None if name == "while" else 1
             work += repeat(sum(inside, []), times, source)
@@ -62,8 +50,7 @@ def _work(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None, outer: st
 
 
 def _named_collectives(kind: str, eqn: Any, sizes: dict[str, int], source: str) -> Iterable[Collective]:
-    """Gives one collective per result: the psum of a tree is several all-reduces, as it is after
-    partitioning."""
+    """Gives one collective per result: the psum of a tree is several all-reduces, as when partitioned."""
     named = jax.tree.leaves(eqn.params.get("axes", eqn.params.get("axis_name")))
     if unknown := [a for a in named if isinstance(a, str) and a not in sizes]:
         given = f"the sizes given are those of {list(sizes)}"

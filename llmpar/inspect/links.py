@@ -6,8 +6,6 @@ fsdp  8   NVLink within a host (2 each), network between 4 hosts
 tp    4   NVLink within a host
 """
 
-from __future__ import annotations
-
 import collections
 import math
 from typing import Any
@@ -22,9 +20,6 @@ from llmpar.predict.hardware import Chip
 
 SWITCHES = {"mi300x": "Infinity Fabric"}
 """What the links of a switch are called where it is not NVLink."""
-
-
-NO_TORUS: dict = {"dims": [], "hops": None, "closed": False}
 
 
 def links(mesh: Any) -> dict[str, dict]:
@@ -56,14 +51,14 @@ def links(mesh: Any) -> dict[str, dict]:
         groups = np.moveaxis(grid, i, -1).reshape(-1, size)
         counts = [min(collections.Counter(map(host, group)).values()) for group in groups]
         row = {"size": size, "hosts": hosts, "devices_per_host": min(counts), "domains": domains}
-        row |= _on_torus(grid, groups, chip) if grid.flat[0].platform == "tpu" else NO_TORUS
+        none: dict = {"dims": [], "hops": None, "closed": False}
+        row |= _on_torus(grid, groups, chip) if grid.flat[0].platform == "tpu" else none
         found[axis] = {"link": _words(row, grid.flat[0].platform, chip)} | row
     return found
 
 
 def _hosts(grid: np.ndarray):
-    """What the devices of one host have in common: their process or, of GPUs with a process each, their
-    domain."""
+    """What devices of one host have in common: their process; of GPUs with a process each, their domain."""
     processes = {d.process_index for d in grid.flat}
     alone = grid.flat[0].platform == "gpu" and len(processes) == grid.size
     return link_domain if alone else lambda device: device.process_index

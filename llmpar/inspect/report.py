@@ -1,7 +1,4 @@
-"""Compares predicted with compiled: what a training step sends and holds, by formula and as the compiler has
-it."""
-
-from __future__ import annotations
+"""Compares predicted with compiled: what a training step sends and holds, by formula and in the program."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -32,8 +29,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
     Returns the document of ``llmpar inspect --json``: bytes are those that a device sends per step.
     Collectives are read from the program as XLA's partitioner left it, where their dtypes are still true;
     memory and FLOPs from the final one. Predictions are those of the Manual reading; under Auto they show
-    what the partitioner did differently. Of a pipeline's stages it shows the one that sends most; FLOPs are
-    the mean over stages.
+    what the partitioner did differently. Of stages it shows the one that sends most, and the mean of FLOPs.
     """
     plan.check(config, batch_size, seq_len)
     mesh = make_mesh(plan.mesh)
@@ -60,12 +56,11 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
 
 
 def compare(
-    plan: Resolved, batch_size: int, seq_len: int, partitioned: str, mesh: Any, branches: Sequence
+    plan: Resolved, batch_size: int, seq_len: int, partitioned: str, mesh, branches: Sequence
 ) -> dict:
     """Lay the collectives of a partitioned program beside the predicted ones, by axes and kind, and by arrow.
 
-    ``mesh`` is the step's, and ``branches`` are its `branch_shares`. Of a pipeline's stages it takes the one
-    that sends most.
+    ``mesh`` is the step's, and ``branches`` its `branch_shares`. Of stages it takes the one that sends most.
     """
     config = plan.config
     by_stage = [traffic.step_traffic(plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
@@ -131,15 +126,8 @@ def move_tables(document: dict) -> list[Table]:
     moves = table(title, ("axes", "collective", *numbers, "", "from"), numbers, **said)
     for row in document["collectives"]:
         same = "=" if row["predicted_bytes"] == row["compiled_bytes"] else "≠"
-        moves.add_row(
-            row["axis"],
-            row["kind"],
-            f"{row['count']:,}",
-            f"{row['predicted_bytes']:,} B",
-            f"{row['compiled_bytes']:,} B",
-            same,
-            _short(row["source"]),
-        )
+        sent = f"{row['count']:,}", f"{row['predicted_bytes']:,} B", f"{row['compiled_bytes']:,} B"
+        moves.add_row(row["axis"], row["kind"], *sent, same, _short(row["source"]))
     crossed = [links_table(document["links"], "links that the axes cross")] * bool(document["links"])
     return [moves, _arrow_table(document), *crossed]
 
@@ -165,8 +153,7 @@ def off_by(guess: float, true: float | None) -> str:
 
 
 def _arrow_table(document: dict) -> Table:
-    """Which arrow of the model or the step sends what, below the axes and the collective that carry it
-    out."""
+    """Which arrow of the model or the step sends what, below the axes and the collective that carry it."""
     title = "by arrow of the model or the step, as compiled (=: as predicted)"
     by_arrow = table(title, ("arrow", "direction", "count", "bytes", ""), ("count", "bytes"))
     for group in document["collectives"]:

@@ -4,13 +4,10 @@ The compiler for GPUs and TPUs orders all operations of a device. A walk along t
 one for what computes, one for what communicates. An operation computes for as long as its products take at a
 share of the chip's peak, or its bytes at a share of the memory's rate, whichever is longer (Williams et al.
 2009). A collective that is started runs beside what follows, until it is asked to be done: if it is not by
-then, the rest is *exposed*. Collectives run one after the other, as XLA for GPUs runs them unless told
-otherwise.
+then, the rest is *exposed*. Collectives run one after the other, as XLA for GPUs has them by default.
 
 Times are estimates, counts are exact: FLOPs and bytes are those of the program.
 """
-
-from __future__ import annotations
 
 import collections
 import functools
@@ -27,11 +24,9 @@ from llmpar.predict import formulas, ring
 from llmpar.predict.hardware import Chip
 
 PRODUCT_SHARE = 0.70
-"""Of peak, that large bf16 products reach: 650 to 740 of 989 TFLOP/s on H100 (cuBLAS, NVIDIA's own
-figures)."""
+"""Of peak, that large bf16 products reach: 650 to 740 of 989 TFLOP/s on H100 (cuBLAS, by NVIDIA)."""
 FUSED_SHARE = 0.60
-"""Of peak, that cuDNN's attention reaches, both directions together (Shah et al. 2024, section 4: H100, head
-128)."""
+"""Of peak, that cuDNN's attention reaches, both ways together (Shah et al. 2024, sec. 4: H100, head 128)."""
 KERNEL_SHARE = 0.40
 """Of peak, that this package's own kernels are taken to reach: FlashAttention-2, written as they are, reaches
 35 % on H100 (Shah et al. 2024, section 1), and a grouped product more."""
@@ -441,8 +436,7 @@ def product_flops(module: Module, comp: str, op: Op) -> float:
 
 
 def turns_of(module: Module, comp: str, loop: Op) -> int:
-    """Count the turns of a loop: one where only the data can tell, and none of that which takes what exceeds
-    a rank's usual share of tokens."""
+    """Count a loop's turns: one where only data can tell, none of that for tokens beyond a rank's share."""
     trips = module.trips(comp, loop)
     return int(f"/{grouped.OVERFLOW}/" not in loop.scope) if trips is None else trips or 1
 

@@ -1,7 +1,5 @@
 """Reads who holds which block of what exists: arrays, shapes, a program's arguments, a sharding, a mesh."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""Tells how far loss and gradients of a step may be from those on another mesh, on the devices that are
-here."""
-
-from __future__ import annotations
+"""Tells how far loss and gradients of a step may be from those on another mesh, on the devices here."""
 
 import jax
 from rich.table import Table

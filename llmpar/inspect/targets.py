@@ -1,13 +1,9 @@
-"""Names clusters that are not here, and gives their devices, so that their own compilers can compile for
-them.
+"""Names clusters that are not here, and gives their devices for their own compilers.
 
 A target is a chip and how many of them: ``h100:8x8`` is 8 hosts of 8 GPUs, ``v5p:4x4x4`` a TPU slice of 64
 chips, ``2*v5e:4x4`` two such slices. XLA's compiler for GPUs needs a description of the GPU, which
-`gpu_description` writes from the row of its chip and gpus.toml. The TPU compiler knows its chips
-by name.
+`gpu_description` writes from the row of its chip and gpus.toml. The TPU compiler knows its chips.
 """
-
-from __future__ import annotations
 
 import functools
 import importlib.util
@@ -30,8 +26,6 @@ QUIET = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing is opened that two processes could not share
 }
 """The environment in which compilers run without a device. It must be set before JAX starts."""
-
-
 _TABLES = tomllib.loads(resources.files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8"))
 GPUS: dict[str, dict[str, Any]] = _TABLES["gpu"]
 TPUS = {"v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "7x": "tpu7x"}
@@ -64,14 +58,12 @@ class Target:
 
     @property
     def links(self) -> Chip:
-        """Gives the chip's row with as many chips within reach of the fast links as a host of this target
-        has."""
+        """Gives the chip's row; its fast links reach as many chips as a host of this target has."""
         return replace(self.chip, node_size=self.shape[1]) if self.is_gpu and self.shape[0] > 1 else self.chip
 
     @functools.cached_property
     def devices(self) -> list:
-        """The devices, as the compiler describes them. Raises ValueError where the compiler is not installed
-        or knows no such slice."""
+        """The devices, as the compiler describes them. ValueError: it is missing, or knows no such slice."""
         need_compiler(self.platform)
         from jax.experimental import topologies
 

@@ -1,7 +1,5 @@
 """Reads what JAX's types say of a training step, beside the plan's layouts."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

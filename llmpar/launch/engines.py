@@ -1,7 +1,5 @@
 """Engines: which one started this process, as which of how many, told by the environment alone."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping
@@ -47,8 +45,7 @@ ENGINES = {
     "Open MPI": (f"{OMPI}SIZE", f"{OMPI}RANK", f"{OMPI}LOCAL_RANK", f"{OMPI}LOCAL_SIZE", f"{OMPI}SIZE"),
     "MPICH": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK"),
 }
-"""Engine -> variables with the number of processes, this one's, both on its host, and one that it always sets
-beside the second."""
+"""Engine -> variables: number of processes, this one's, both on its host, one always set with the second."""
 OTHERS = ("JOB_COMPLETION_INDEX", "PALS_RANKID", "JSM_NAMESPACE_RANK", "FLUX_TASK_RANK")
 """Ranks that an indexed Job of Kubernetes sets, which does not tell how many pods there are, and engines that
 nobody has tried with this package."""
@@ -71,15 +68,11 @@ def detect(environ: Mapping[str, str]) -> Place:
             told = f"127.0.0.1:{parts_of(told)[1]}"
         place = replace(place, coordinator=told)
         if not told and not place.joined_by:
-            raise ValueError(
-                f"{place.engine} on several hosts does not say where process 0 is; set"
-                " JAX_COORDINATOR_ADDRESS to its host and port, as 'llmpar launch mpi' does"
-            )
+            works = "set JAX_COORDINATOR_ADDRESS to its host and port, as 'llmpar launch mpi' does"
+            raise ValueError(f"{place.engine} on several hosts does not say where process 0 is; {works}")
     if not 0 <= place.process_id < place.num_processes:
-        raise ValueError(
-            f"{place.engine} numbers this process {place.process_id} of {place.num_processes}; numbers count"
-            f" from 0, so use 0 to {max(0, place.num_processes - 1)}"
-        )
+        why = f"{place.engine} numbers this process {place.process_id} of {place.num_processes}"
+        raise ValueError(f"{why}; numbers count from 0, so use 0 to {max(0, place.num_processes - 1)}")
     return place
 
 
@@ -138,10 +131,8 @@ def _explicit(env: Mapping[str, str]) -> Place | None:
         raise ValueError(f"{given[0]} is set without {(set(names) - set(given)).pop()}; set both, or neither")
     num, number = _number(env, "JAX_NUM_PROCESSES"), _number(env, "JAX_PROCESS_ID")
     if num > 1 and "JAX_COORDINATOR_ADDRESS" not in env:
-        raise ValueError(
-            f"JAX_NUM_PROCESSES is {num} without JAX_COORDINATOR_ADDRESS; set it to the host and port of"
-            " process 0, such as n1:20000"
-        )
+        works = "set it to the host and port of process 0, such as n1:20000"
+        raise ValueError(f"JAX_NUM_PROCESSES is {num} without JAX_COORDINATOR_ADDRESS; {works}")
     alone = num > 1 and is_loopback(env["JAX_COORDINATOR_ADDRESS"])
     engine = "Kubernetes" if "KUBERNETES_SERVICE_HOST" in env else "JAX_* variables"
     return Place(engine, num, number, None, number if alone else 0, num if alone else 0)
@@ -180,9 +171,7 @@ def _slurm(env: Mapping[str, str]) -> Place | None:
         return None
     tasks = _number(env, "SLURM_NTASKS", _number(env, "SLURM_NPROCS", 1))
     if not {"SLURM_STEP_NODELIST", "SLURM_PROCID"} <= env.keys():
-        note = (
-            f"the job has {tasks} tasks, and this is its batch script, which runs once: write 'srun llmpar …'"
-        )
+        note = f"the job has {tasks} tasks; this is its batch script, which runs once: write 'srun llmpar …'"
         return Place("SLURM (batch script)", note=note if tasks > 1 else "")
     num = _number(env, "SLURM_STEP_NUM_TASKS", tasks)
     name = f"slurm {env['SLURM_JOB_ID']} {env.get('SLURM_STEP_ID', '')} {env.get('SLURM_RESTART_COUNT', '')}"
@@ -202,8 +191,6 @@ def _tpu(env: Mapping[str, str]) -> Place | None:
 
 def _unread(env: Mapping[str, str]) -> Place | None:
     """One of several processes, perhaps, of an engine that does not say enough, or is not known here."""
-    note = (
-        "{} is set, but not how many processes there are, so this one runs alone; set"
-        " JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, as 'llmpar launch jobset' does"
-    )
-    return next((Place(note=note.format(name)) for name in OTHERS if name in env), None)
+    note = "is set, but not how many processes there are, so this one runs alone; set"
+    note += " JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, as 'llmpar launch jobset' does"
+    return next((Place(note=f"{name} {note}") for name in OTHERS if name in env), None)

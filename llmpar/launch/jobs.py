@@ -8,8 +8,6 @@ The files start it again then, three times, and not after a refusal (1, 2), whic
 the request to stop and the end are 120 s: a step and a checkpoint must fit in.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex
@@ -68,9 +66,8 @@ class Site:
         files.check_fields(self)
         num, gpus = self.processes_per_node, self.gpus_per_node
         if gpus % num:
-            raise ValueError(
-                f"{num} processes per node cannot share {gpus} GPUs equally; use 1, or a divisor of {gpus}"
-            )
+            what = f"{num} processes per node cannot share {gpus} GPUs equally"
+            raise ValueError(f"{what}; use 1, or a divisor of {gpus}")
 
 
 def read_site(path: str) -> Site:
@@ -96,18 +93,12 @@ def read_site(path: str) -> Site:
 
 @dataclass(frozen=True)
 class Job:
-    """A command of `llmpar` on some nodes of a site.
+    """A command of `llmpar` on some nodes of a site."""
 
-    Attributes:
-        words: what follows ``llmpar`` on the command line.
-        nodes: of the cluster.
-        min_nodes: with how many torchrun goes on; None: with all.
-    """
-
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # what follows ``llmpar`` on the command line
     nodes: int = 1
     site: Site = field(default_factory=Site)
-    min_nodes: int | None = None
+    min_nodes: int | None = None  # with how many torchrun goes on; None: with all
 
     def __post_init__(self):
         if self.min_nodes is not None and not 1 <= self.min_nodes <= self.nodes:
@@ -134,10 +125,8 @@ class Job:
         if self.nodes == 1 and not self.site.hosts:
             return ("localhost",)
         if len(self.site.hosts) < self.nodes:
-            raise ValueError(
-                f"{self.nodes} nodes were asked for, and the site file lists {len(self.site.hosts)} hosts;"
-                " add hosts = ['n1', 'n2'], or use an engine with a scheduler (slurm)"
-            )
+            why = f"{self.nodes} nodes were asked for, and the site file lists {len(self.site.hosts)} hosts"
+            raise ValueError(f"{why}; add hosts = ['n1', 'n2'], or use an engine with a scheduler (slurm)")
         return self.site.hosts[: self.nodes]
 
 
@@ -221,9 +210,7 @@ def _jobset(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
     """For Kubernetes: queued by Kueue where the site has a queue, and closed to pods of others."""
     site = job.site
     if not site.image:
-        raise ValueError(
-            "a JobSet needs an image, and the site file has none; add image = 'registry/llmpar:1'"
-        )
+        raise ValueError("a JobSet needs an image; add image = 'registry/llmpar:1' to the site file")
     # A JSON string is a YAML string. Kubernetes replaces $(NAME) and $$ in commands and variables.
     own = {name: getattr(site, name) for name in ("image", "namespace", "queue", "volume", "gpu_resource")}
     own |= {"interface": site.interface.replace("$", "$$")}

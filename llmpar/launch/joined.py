@@ -4,8 +4,6 @@
 because JAX ends a process that finds no coordinator without an exception, after minutes.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import errno
@@ -26,11 +24,9 @@ from typing import Any
 from llmpar.launch.engines import Place, detect, is_loopback, parts_of
 
 FAILED, STUCK = 75, 76
-"""Exit statuses of a process that ends because one failed, and because no step ended. A stop that was asked
-for has 143."""
+"""Exit statuses of a process that ends because one failed, or no step ended. An asked stop has 143."""
 WAIT_S, HEARTBEAT_S, SHUTDOWN_S = 120, 30, 60
-"""Seconds: for all processes to come; without a sign of life until a process counts as dead; to leave
-together."""
+"""Seconds: for all to come; without a sign of life until a process counts as dead; to leave together."""
 LAUNCHER = "LLMPAR_LAUNCHER"
 """The variable by which `local` tells a process who started it."""
 _KEY = "llmpar/failed"
@@ -65,10 +61,8 @@ def initialize(
     without_proxy(place, environ)
     _listen_on(own)
     many = f"{place.num_processes} processes ({place.engine})"
-    late = (
-        f"not all of {many} came to {place.coordinator} within {wait_s:g} s; look at the other processes'"
-        " output, and for two jobs with one address"
-    )
+    look = "look at the other processes' output, and for two jobs with one address"
+    late = f"not all of {many} came to {place.coordinator} within {wait_s:g} s; {look}"
     timer = threading.Timer(wait_s, _end, (FAILED, late))  # native code ends a process without a sentence
     timer.daemon = True
     timer.start()
@@ -86,9 +80,7 @@ def initialize(
         )
     except RuntimeError as error:
         why = str(error).partition("\n")[0]
-        raise ValueError(
-            f"{many} cannot be joined: {why}; call initialize() before other JAX work"
-        ) from error
+        raise ValueError(f"{many} cannot be joined: {why}; initialize() comes before JAX's work") from error
     finally:
         timer.cancel()
     _guard()
@@ -129,10 +121,8 @@ def check(place: Place, wait_s: float) -> tuple[str | None, str | None]:
     to_itself = is_loopback(address) and not is_loopback(host)  # Debian's 127.0.1.1
     if place.process_id:
         if to_itself and not place.is_one_host:
-            raise ValueError(
-                f"{what} resolves to {address} on host {_me()}: each host would reach itself;"
-                f" mend /etc/hosts, or {works}"
-            )
+            why = f"{what} resolves to {address} on host {_me()}: each host would reach itself"
+            raise ValueError(f"{why}; mend /etc/hosts, or {works}")
         _reach(place, address, port, wait_s)
         return _towards(address, port), None
     try:
@@ -143,14 +133,12 @@ def check(place: Place, wait_s: float) -> tuple[str | None, str | None]:
         raise ValueError(f"port {port} of {place.coordinator} may not be used; use 1024 to 65535") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ValueError(
-                f"port {port} of {place.coordinator} is taken by another program; set"
-                f" JAX_COORDINATOR_ADDRESS={host}:{free_port(address)} for all processes"
-            ) from error
+            taken = f"port {port} of {place.coordinator} is taken by another program"
+            free = f"JAX_COORDINATOR_ADDRESS={host}:{free_port(address)} for all processes"
+            raise ValueError(f"{taken}; set {free}") from error
         if "MPI" in place.engine:
-            raise ValueError(
-                f"{place.engine} names '{host}', where mpirun runs, but process 0 is on {_me()}; {works}"
-            ) from error
+            why = f"{place.engine} names '{host}', where mpirun runs, but process 0 is on {_me()}"
+            raise ValueError(f"{why}; {works}") from error
         return _towards(), None  # a service in front of this host
     if to_itself:  # the others resolve another address
         return _towards(), None
@@ -195,10 +183,8 @@ def _reach(place: Place, address: str, port: int, wait_s: float) -> None:
             why = error.strerror or str(error)
         if passed > 1 and not told:
             told = True
-            _tell(
-                f"process {place.process_id} on {_me()} waits for process 0 at {place.coordinator}"
-                f" ({place.engine}): {why}"
-            )
+            where = f"process 0 at {place.coordinator} ({place.engine})"
+            _tell(f"process {place.process_id} on {_me()} waits for {where}: {why}")
         time.sleep(0.1)
     raise ValueError(
         f"process {place.process_id} of {place.num_processes} ({place.engine}) found nobody at"
@@ -238,10 +224,8 @@ def local_devices(place: Place, environ: Mapping[str, str], files: int | None = 
     if not seen or num <= 1 or chosen or renumbered:
         return None
     if seen % num:
-        raise ValueError(
-            f"{num} processes on {_me()} cannot share {seen} GPUs equally; use 1 process for all of them, or"
-            " one for each"
-        )
+        why = f"{num} processes on {_me()} cannot share {seen} GPUs equally"
+        raise ValueError(f"{why}; use 1 process for all of them, or one for each")
     each = seen // num
     return list(range(place.local_id * each, (place.local_id + 1) * each))
 
@@ -249,9 +233,7 @@ def local_devices(place: Place, environ: Mapping[str, str], files: int | None = 
 def _listen_on(address: str | None) -> None:
     """Let Gloo, by which CPU processes exchange data, listen on this host's address towards the coordinator.
 
-    By itself it takes what the host's name resolves to, which may be 127.0.1.1, or open to others. JAX has
-    no option for it.
-    """
+    By itself it takes what the host's name resolves to, 127.0.1.1 or open to others. JAX has no option."""
     from jax._src import xla_bridge
 
     library: Any = getattr(xla_bridge, "_jax", None)
@@ -349,8 +331,7 @@ def is_broken(sentence: str) -> bool:
 
 
 def tell_others(sentence: str, status: int) -> int | None:
-    """Tell the other processes that this one of several failed; if another one failed first, say that, and
-    give its status.
+    """Tell the others that this one of several failed; if another failed first, say that; give its status.
 
     Of several failures the first is told: a process whose collective broke because another died says so.
     """
@@ -381,8 +362,7 @@ def leave(status: int) -> None:
 
 
 def asked_to_stop(step: int) -> bool:
-    """Whether all processes end after this step, because one of them was asked to (SIGTERM). All get the same
-    answer at the same step."""
+    """Whether all end after this step, because one was asked to (SIGTERM): the same answer for all."""
     from jax.experimental import multihost_utils
 
     return multihost_utils.reached_preemption_sync_point(step)
@@ -400,7 +380,7 @@ class Watchdog:
         self._until = time.monotonic() + 10 * limit_s
         self._over = threading.Event()
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> "Watchdog":
         if self.limit_s:
             threading.Thread(target=self._watch, daemon=True).start()
         return self

@@ -1,7 +1,5 @@
 """Start several processes here, on loopback, and end them together."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -44,12 +42,10 @@ class Ended:
         return 128 - found if found < 0 else found
 
 
-def environment(
-    num: int, number: int, coordinator: str, devices: int | None, base: Mapping[str, str]
-) -> dict:
+def environment(num: int, number: int, address: str, devices: int | None, base: Mapping[str, str]) -> dict:
     """The variables of one of ``num`` processes here; ``devices`` are those that it simulates, or None."""
     told = {
-        "JAX_COORDINATOR_ADDRESS": coordinator,
+        "JAX_COORDINATOR_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(num),
         "JAX_PROCESS_ID": str(number),
         LAUNCHER: str(os.getpid()),
@@ -83,7 +79,7 @@ class Processes:
     _files: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
     _out: list[tuple[IO[bytes], IO[bytes]]] = field(default_factory=list, init=False)
 
-    def __enter__(self) -> Processes:
+    def __enter__(self) -> "Processes":
         host = self.wire.address(0) if self.wire else "127.0.0.1"
         coordinator = f"{host}:{free_port()}"
         for number in range(self.num):

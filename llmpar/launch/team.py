@@ -5,8 +5,6 @@ of sockets that is the process's input; all run it together, and each gives a re
 written in the notebook: cloudpickle sends its code and what it names.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler
@@ -31,8 +29,7 @@ START_S, GRACE_S = 120.0, 4.0
 
 
 class TeamError(RuntimeError):
-    """A function failed, or did not come back, on one of the processes. What each of them did is in ``ends``
-    by process: its last words."""
+    """A function failed, or did not come back, on a process. ``ends`` has the last words of each process."""
 
     def __init__(self, ends: Mapping[int, str]):
         self.ends = dict(ends)
@@ -49,9 +46,7 @@ class Team(contextlib.ExitStack):
         rate: of the wire between them, which makes each process a host (`wire.Wire`); None: all on loopback.
         base: the environment that they start from; by default this process's.
 
-    Raises ValueError where no wire can be made or cloudpickle is missing, RuntimeError where a process does
-    not start.
-    """
+    Raises ValueError where no wire can be made or cloudpickle is missing, RuntimeError where none comes."""
 
     def __init__(
         self, num: int, devices: int, rate: str | None = None, base: Mapping[str, str] | None = None
@@ -60,9 +55,8 @@ class Team(contextlib.ExitStack):
         try:
             import cloudpickle
         except ImportError:
-            raise ValueError(
-                "a team needs cloudpickle, which is missing; pip install 'llmpar[lab]'"
-            ) from None
+            missing = "a team needs cloudpickle, which is missing"
+            raise ValueError(f"{missing}; pip install 'llmpar[lab]'") from None
         self.num, self._dumps = num, cloudpickle.dumps
         atexit.register(self.close)
         self.callback(atexit.unregister, self.close)

@@ -1,8 +1,6 @@
 """Traps of clusters that can be seen before the processes meet, and that `joined` neither mends nor refuses:
 one sentence for each, without starting JAX."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 
@@ -14,8 +12,7 @@ _UNREAD = re.compile(r"(?!NCCL_IB_TIMEOUT$)(JAX|LLMPAR|NCCL|GLOO|TORCH)_\w*(TIME
 
 
 def traps(environ: Mapping[str, str], place: Place, num_gpus: int | None = None) -> list[str]:
-    """What would go wrong here. ``num_gpus`` (device files of the machine) are counted where they are left
-    out."""
+    """What would go wrong here. ``num_gpus``: device files of the machine, by default counted."""
     files, seen, on_node = gpus(environ, num_gpus)
     here, shown = place.num_local, environ.get("CUDA_VISIBLE_DEVICES")
     unread = sorted(filter(_UNREAD.fullmatch, environ))

@@ -2,11 +2,8 @@
 
 Linux has this as network namespaces: a switch, and for each host a card ``wire`` at one of its ports. The
 rate is a token bucket on every card. A namespace lives as long as a process in it, and ours wait for this
-process to end: nothing is left behind, however it ends. Root may make them, others where user namespaces are
-allowed.
+process to end: nothing is left behind. Root may make them, others where user namespaces are allowed.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os
@@ -15,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 NETWORK = "10.77.0"
 """The first three numbers of the hosts' addresses. They mean nothing outside."""
@@ -71,7 +68,7 @@ class Wire(contextlib.ExitStack):
         self._enter = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         self._holders: list[subprocess.Popen] = []
 
-    def __enter__(self) -> Wire:
+    def __enter__(self) -> "Wire":
         if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
             need = "Linux with the packages util-linux and iproute2" if sys.platform == "linux" else "Linux"
             raise ValueError(f"no hosts of their own can be made here: {missing[0]} is missing; use {need}")
@@ -79,11 +76,9 @@ class Wire(contextlib.ExitStack):
             self._make()
         except (OSError, subprocess.SubprocessError) as error:
             self.close()
-            said = getattr(error, "stderr", "") or str(error)
-            raise ValueError(
-                f"no hosts of their own can be made here: {' '.join(said.split())}; be root of a machine or"
-                " of a container with the capabilities NET_ADMIN and SYS_ADMIN"
-            ) from error
+            said = " ".join((getattr(error, "stderr", "") or str(error)).split())
+            works = "be root of a machine or of a container with the capabilities NET_ADMIN and SYS_ADMIN"
+            raise ValueError(f"no hosts of their own can be made here: {said}; {works}") from error
         except BaseException:
             self.close()
             raise
@@ -91,14 +86,9 @@ class Wire(contextlib.ExitStack):
 
     def _hold(self, command: Sequence[str]) -> None:
         """Make a network, which lasts until this process ends or lets go of it."""
-        holder = subprocess.Popen(
-            [*command, "sh", "-c", "echo made; exec cat"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is not for it
-        )
+        pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        command = [*command, "sh", "-c", "echo made; exec cat"]
+        holder = subprocess.Popen(command, **pipes, text=True, start_new_session=True)  # Ctrl-C is not for it
         self._holders.append(holder)
         self.callback(holder.communicate)
         self.callback(holder.kill)

@@ -1,7 +1,5 @@
 """What a reader could do next: single changes to a plan, priced by the planner; and how sure it is to fit."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -61,8 +59,7 @@ def advice(q: Question, mesh: MeshShape, one: Candidate | None) -> Iterator[Step
     """Single changes to a mesh that help: each fits, and is faster by more than `SAME` if ``one`` fits too
     (what `planner.on_mesh` answered; None where it refused). Fields given back to the planner, whose choice
     is no slower than any by hand; a prime factor moved to another axis; where it does not fit or cannot be,
-    another batch. Lazily, in no order, with None for a change that does not help: the best are those of least
-    ``sequence_s``."""
+    another batch. Lazily, in no order, None for what does not help: the best has least ``sequence_s``."""
     had = math.inf if one is None or one.why_not else one.time.step_s / q.batch_size * (1 - SAME)
     for patch, other, there in _changes(q, mesh, one):
         found = None

@@ -1,7 +1,5 @@
 """What an order of pipeline stages costs: the published bubbles and peaks."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from llmpar.schedules import Costs

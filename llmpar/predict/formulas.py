@@ -5,8 +5,6 @@ elsewhere from a `Plan`. Unless a name says bytes, volumes are elements. A `grou
 part. Book = Austin et al., How to Scale Your Model, 2025.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
@@ -84,8 +82,7 @@ def ring_share(kind: str, group: int) -> Fraction:
 
 def ring_bytes(kind: str, message_bytes: int, group: int) -> int:
     """`ring_share` of a message in whole bytes. Where ``group`` does not divide the message its pieces
-    differ, and so does what the devices send. Their mean is exact, however the ring cuts; a part of a byte
-    counts as one."""
+    differ, and so does what the devices send. Their mean is exact; a part of a byte counts as one."""
     return math.ceil(message_bytes * ring_share(kind, group))
 
 
@@ -115,8 +112,7 @@ def torus_seconds(
 
     All-gather and reduce-scatter V/(2 W axes), without (g-1)/g as the book has it; on lines that do not wrap
     V (g-1)/g / (W axes). All-reduce twice. All-to-all: half of the data crosses the middle of the longest
-    axis, on one axis a quarter of gathering the whole array (g local buffers). Never less than `hop_s` for
-    each hop.
+    axis, on one axis a quarter of gathering the whole array (g local buffers). At least `hop_s` a hop.
     """
     assert kind in KINDS, kind
     group, links, laps = math.prod(shape), 2 if wrap else 1, 2 if kind == "all-reduce" else 1

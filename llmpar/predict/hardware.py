@@ -7,8 +7,6 @@ smaller), `usable_hbm_gib` what the device offers. Of a GPU's memory JAX takes t
 unless it is told otherwise: `Chip.usable_bytes`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -62,8 +60,7 @@ class Chip:
     `link` is "torus" (each chip has two links on each of `num_axes` axes) or "switch" (all chips of a node
     reach each other at once; `num_axes` is 1 and `link_bytes_per_s` is what one chip sends in total).
     `node_size` counts chips within reach of the fast links: a node (switch) or the largest slice (torus).
-    Beyond it, each chip sends `dcn_bytes_per_s`. A torus axis closes into a ring when its length is a
-    multiple of `wrap_multiple`.
+    Beyond it, each chip sends `dcn_bytes_per_s`. A torus axis of a multiple of `wrap_multiple` is a ring.
     """
 
     name: Text
@@ -123,7 +120,7 @@ class Chip:
         """Whether a torus axis of this length closes into a ring (a switch always does)."""
         return self.link == "switch" or axis_size % self.wrap_multiple == 0
 
-    def per_device(self) -> Chip:
+    def per_device(self) -> "Chip":
         """The share of one JAX device: rates, bytes and links divided by `devices_per_chip`."""
         n = self.devices_per_chip
         shared = ("flops_per_s", "hbm_bytes", "hbm_bytes_per_s", "link_bytes_per_s", "dcn_bytes_per_s")
@@ -191,8 +188,6 @@ def _checked(kind: type, row: dict, asked: str) -> dict[str, Any]:
 
 CHIPS: tuple[Chip, ...] = tuple(_chip(name, row) for name, row in _TABLE["chip"].items())
 NAMES = {alias: chip for chip in CHIPS for alias in (chip.name, *chip.aliases)}
-
-
 CLUSTERS: dict[str, dict] = _TABLE["cluster"]
 """Machines and shapes of nodes that people name."""
 
@@ -224,10 +219,9 @@ def chip(name: str | Path) -> Chip:
 def _row(name: str) -> Chip:
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
     if key not in NAMES:
-        raise ValueError(
-            f"chip {name!r} is not known; known are {', '.join(c.name for c in CHIPS)}; "
-            "or give the path of a .toml file (base = 'h100' and the fields that differ)"
-        )
+        known = ", ".join(c.name for c in CHIPS)
+        other = "or give the path of a .toml file (base = 'h100' and the fields that differ)"
+        raise ValueError(f"chip {name!r} is not known; known are {known}; {other}")
     return NAMES[key]
 
 

@@ -1,8 +1,6 @@
 """What a measured run of another framework holds on its fullest device, by part: the textbook's sums, stage
 by stage (Rajbhandari et al. 2020, section 3; Korthikanti et al. 2022, section 4). Of ours: `memory`."""
 
-from __future__ import annotations
-
 from llmpar.predict.workload import Run
 
 MARGIN = 0.03
@@ -62,8 +60,7 @@ def _stage(run: Run, stage: int) -> dict[str, float]:
 
 
 def _alive(run: Run, stage: int) -> float:
-    """Microbatches whose activations a stage holds at once: 1F1B p - i, interleaved (Narayanan et al. 2021)
-    with v chunks more; GPipe all."""
+    """Microbatches that a stage holds at once: 1F1B p - i, with v chunks more (Narayanan 2021); GPipe all."""
     p, m, v = run.mesh.pp, run.microbatches, run.virtual_stages
     if run.schedule == "gpipe":
         return m
@@ -76,8 +73,7 @@ def _alive(run: Run, stage: int) -> float:
 
 def activation_bytes(run: Run) -> tuple[float, float]:
     """Bytes that a layer keeps for its backward pass, and works with while it runs there, of a microbatch on
-    a device. GPT in 16 bits: sbh(10 + 24/t), and 5as/h of scores where attention is not fused (Korthikanti et
-    al. 2022, equation 2)."""
+    a device. GPT in 16 bits: sbh(10 + 24/t), and 5as/h of unfused scores (Korthikanti et al. 2022, eq. 2)."""
     c, tp, how = run.config, run.mesh.tp, run.config.experts
     d, t = c.width, run.tokens
     stream = 2.0 * run.stream_tokens * d
@@ -85,8 +81,7 @@ def activation_bytes(run: Run) -> tuple[float, float]:
     visits = how.top_k + how.num_shared if how else 1
     inner = 2.0 * t * run.ffn_products * c.ffn_width / tp * visits
     if how:
-        visited = 2 * how.top_k * 2.0 * t * d
-        inner += visited
+        inner += 2 * how.top_k * 2.0 * t * d
     if c.latent:
         heads += 2.0 * t * (c.latent.q_rank + c.latent.kv_rank + c.latent.rope_width)
     masks = stream if run.gpt and run.software.name.startswith("megatron") else 0.0
@@ -94,10 +89,6 @@ def activation_bytes(run: Run) -> tuple[float, float]:
     whole = 2.0 * t * d
     full = 2 * stream + 2 * (stream if run.tp_sequence or tp == 1 else whole) + heads + inner + masks + scores
     hidden = 0.0 if how else inner * (run.ffn_products - 1) / run.ffn_products
-    kept = {
-        "none": full,
-        "selective": 2 * stream + heads + hidden,
-        "ffn": 2 * stream + heads,
-        "block": stream,
-    }[run.recompute]
-    return kept, full if run.recompute == "block" else full / 2
+    some = 2 * stream + heads
+    kept = {"none": full, "selective": some + hidden, "ffn": some, "block": stream}
+    return kept[run.recompute], full if run.recompute == "block" else full / 2

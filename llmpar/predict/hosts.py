@@ -15,8 +15,6 @@ against a kernel's counters; no constant in it is fitted):
 It is payload: headers come on top, about 600 B for each message that crosses.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,9 +32,7 @@ Send = tuple[int, int, Fraction]
 def sends(kind: str, group: int, pairs: Sequence[tuple[int, int]] = ()) -> Iterator[Send]:
     """Say who sends which share of a collective's message to whom, by places in the group.
 
-    ``pairs`` are those of a permute; by default everybody sends to the next.
-
-    Raises ValueError for a reduce-scatter whose group is no power of two.
+    ``pairs`` are those of a permute, by default to the next. A reduce-scatter is refused but among 2, 4, 8, …
     """
     everybody = range(group)
     if kind == "reduce-scatter":

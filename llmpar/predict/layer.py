@@ -5,8 +5,6 @@ Nothing here has numbers of its own: `Clock` prices products and messages as it 
 of the next one are gathered. What hides follows the step's law, `Clock.exposed`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llmpar.predict.time import BESIDE, Clock
@@ -66,9 +64,7 @@ def forward(run: Run) -> list[Segment]:
     """The segments of a layer's forward pass over a microbatch, by when they begin. Raises ValueError for a
     run that is no plan of ours, and on a chip whose time means nothing."""
     if run.plan is None or run.chip.simulated:
-        raise ValueError(
-            f"a layer in time needs a plan and a chip with rates; this run is on {run.chip.name}"
-        )
+        raise ValueError(f"a layer in time needs a plan and a chip with rates; this is on {run.chip.name}")
     clock, (projections, ffn) = Clock(run), run.layer_products()
     terms, price = clock.layer(False, 0.0)[0].terms, lambda products: clock.products(products, run.bits)
     rest = terms["elementwise"] / 2  # norms, rotary embedding, nonlinearity, residual sums

@@ -7,8 +7,6 @@ any input may be a list as long as what was measured. `INPUTS` and `MEASURED` ar
 with a key, an axis, a model or another word that is unknown is left out by name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -372,9 +370,7 @@ def _row(case: Case, own: dict[str, Rates] | None) -> dict[str, Any]:
     time = step_time(run, (own or {}).get(run.chip.name))
     parts = held.held_bytes(run, _source(case.source).allocated)
     predicted = {"step_s": time.step_s, "memory_gb": sum(parts.values()) / 1e9, "fits": held.fits(run)}
-    error: dict[str, Any] = {
-        key: predicted[key] / measured[key] - 1 for key in ("step_s", "memory_gb") if measured[key]
-    }
+    error = {key: predicted[key] / measured[key] - 1 for key in ("step_s", "memory_gb") if measured[key]}
     if measured["fits"] is not None:
         error["fits"] = predicted["fits"] != measured["fits"]
     return {

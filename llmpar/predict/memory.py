@@ -3,8 +3,6 @@
 The tests hold `argument_bytes` against the compiled program, exactly; `temp_bytes` is an estimate.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter
@@ -35,9 +33,8 @@ def weights_bytes(plan: Resolved) -> Counter[str]:
     config, sizes, held = plan.config, plan.mesh.sizes, Counter[str]()
     for path, (weight, life) in plan.lives.items():
         in_blocks = path.startswith("blocks.")
-        held["params"] += (ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32) * math.prod(
-            life.stored.shard_shape(weight.shape, sizes)
-        )
+        stored = math.prod(life.stored.shard_shape(weight.shape, sizes))
+        held["params"] += (ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32) * stored
         for name in ("stored", "used", *(("unreduced", "accumulated", "graded") * (not weight.frozen))):
             size = FLOAT32 * math.prod(getattr(life, name).shard_shape(weight.shape, sizes))
             held[name] += size
@@ -167,8 +164,7 @@ def _block(
     scores = rows * heads * tile * (1 if tpu else 2) * (FLOAT32 + item)
     if plan.attention_kernel == "cudnn":  # a mask for all heads, as a bias, and its gradient
         scores = 3 * rows * dense * item * (plan.documents == "packed")
-    # Inputs of products; of norms, in float32; of nonlinearities. Pieces of a feed-forward are computed
-    # again.
+    # Inputs of products; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     norms = 2 * stream * FLOAT32 // item
     kept = 6 * ffn * (plan.ffn_chunks == 1) + norms + 2 * stream + 2 * whole + 3 * queries + 2 * keys
     crossing = 3 * ffn + 8 * whole + 2 * queries + 2 * keys
@@ -185,9 +181,7 @@ def _block(
 def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float]:
     """Useful matrix-product FLOPs of one step, whole batch, forward and backward without recomputation: 6 per
     token and weight that is active for it (the embedding is looked up, not multiplied), 4 where it is frozen,
-    and 12·L·n·h·s per
-    token of attention, halved by causality (Chowdhery et al. 2022, appendix B, whose convention does not
-    halve it)."""
+    and 12·L·n·h·s per token of attention (Chowdhery et al. 2022, appendix B), halved by causality."""
     tokens = batch_size * seq_len
     multiplied = config.active_params - config.vocab_size * config.width * (not config.tied)
     multiplied -= sum(math.prod(w.shape) for w in config.weights().values() if w.is_vector)

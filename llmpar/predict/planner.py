@@ -3,11 +3,8 @@
 Every mesh that divides the devices is priced with the ways to run it that could win: ZeRO, microbatches,
 schedules. The closed form of `time` ranks thousands of them without recomputation. From the first one on,
 `Plan.check` says whether a way is legal, and `memory` how much recomputation it takes to fit: with that it
-takes its place in the rank again, and if it is still the first, its `traffic` is priced. Nothing here needs
-JAX.
+takes its place in the rank again, and if it is still the first, its `traffic` is priced.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import heapq
@@ -51,22 +48,16 @@ PUE = 1.2
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be decided.
-
-    Attributes:
-        fixed: fields of the plan that are given, axes of the mesh among them.
-        model: how the user named it, for the lines that train and compile.
-        share: of a GPU's memory, what JAX takes.
-    """
+    """What is to be decided."""
 
     config: ModelConfig
     chip: Chip
     num_devices: int
     batch_size: int
     seq_len: int
-    fixed: dict[str, Any] = field(default_factory=dict, hash=False)
-    model: str = ""
-    share: float = GPU_SHARE
+    fixed: dict[str, Any] = field(default_factory=dict, hash=False)  # fields of the plan and axes
+    model: str = ""  # how the user named it, for the lines that train and compile
+    share: float = GPU_SHARE  # of a GPU's memory, what JAX takes
 
     @property
     def capacity_bytes(self) -> float:
@@ -125,8 +116,7 @@ class Candidate:
 
 
 def famous() -> list[tuple[dict[str, Any], Question, MeshShape]]:
-    """Published runs that people know: what was measured and by whom (`famous.toml`), as a question, and on
-    which mesh."""
+    """Published runs that people know: what was measured and by whom, as a question, and on which mesh."""
     found = []
     for row in hardware.table("famous.toml")["run"]:
         sizes = row["devices"], row["batch_size"], row["seq_len"]
@@ -347,8 +337,7 @@ def ranked(found: Iterable[Candidate]) -> list[Candidate]:
 def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
     """The fastest way to run one mesh, with what ``q.fixed`` says of other fields and the planner's choice of
     the rest: what `decide` answers where all axes are given. Where none fits, of those that hold least, with
-    ``why_not`` said, and priced all the same. Raises ValueError in the words of `Plan.check` where the mesh
-    cannot be."""
+    ``why_not`` said, and priced all the same. `Plan.check`'s ValueError where the mesh cannot be."""
     if mesh.size != q.num_devices:
         raise ValueError(f"mesh '{mesh}' has {mesh.size} devices, and the question {q.num_devices}")
     _known(q)
@@ -420,10 +409,8 @@ def _refuse(q: Question) -> None:
     c.weights()  # refuses what cannot run at all
     asked, text = math.prod(axes.values()), " ".join(f"{a}={v}" for a, v in axes.items()) or "free axes"
     if q.num_devices % asked:
-        raise ValueError(
-            f"{q.num_devices} devices cannot be cut by '{text}', {asked} devices; use a multiple of {asked},"
-            " or fix fewer axes"
-        )
+        why = f"{q.num_devices} devices cannot be cut by '{text}', {asked} devices"
+        raise ValueError(f"{why}; use a multiple of {asked}, or fix fewer axes")
     _known(q)
     if not c.experts and axes.get("ep", 1) > 1:
         raise ValueError(f"ep={axes['ep']} deals out experts, and '{c.name}' has none; leave ep out")
@@ -434,10 +421,9 @@ def _refuse(q: Question) -> None:
     rows = {q.batch_size // n for n in ranks if q.batch_size % n == 0}
     if (m := q.fixed.get("microbatches", 1)) and rows and all(n % m for n in rows):
         ways = " ".join(map(str, sorted({d for n in rows for d in divisors(n)})[:12]))
-        raise ValueError(
-            f"microbatches={m} divides the sequences of a data rank on no mesh: of a batch of {q.batch_size}"
-            f" it gets at most {max(rows)}; use one of {ways}"
-        )
+        why = f"microbatches={m} divides the sequences of a data rank on no mesh"
+        most = f"of a batch of {q.batch_size} it gets at most {max(rows)}"
+        raise ValueError(f"{why}: {most}; use one of {ways}")
 
 
 def rescue(q: Question, one: Candidate) -> str:
@@ -459,9 +445,7 @@ def single_changes(q: Question, plan: Plan) -> list[Fields]:
     return [{name: value} for name, value in (fields | {"tp_sequence": True}).items()]
 
 
-def first_fit(
-    q: Question, plan: Plan, changes: list[Fields], room_bytes: float
-) -> tuple[Fields, float] | None:
+def first_fit(q: Question, plan: Plan, changes: list[Fields], room: float) -> tuple[Fields, float] | None:
     """The first of these changes with which a plan is legal and fits, and the bytes that it holds then."""
     for change in changes:
         if all(getattr(plan, k) == v for k, v in change.items()):
@@ -472,7 +456,7 @@ def first_fit(
             total = held_by(q, other.resolve(q.config, q.platform))["total"]
         except ValueError:
             continue
-        if total <= room_bytes:
+        if total <= room:
             return change, total
     return None
 
@@ -568,8 +552,7 @@ def why(one: Candidate, best: Candidate) -> str:
 
 
 def change(one: Candidate, plans: list[Candidate]) -> str:
-    """The fastest plan that is faster and one step away, a factor moved between two axes or another field;
-    empty where there is none."""
+    """The fastest plan that is faster and one step away, a factor moved between two axes; empty: none."""
     for other in plans[: plans.index(one)]:
         a, b = one.plan.mesh.sizes, other.plan.mesh.sizes
         moved = [f"{axis}={b[axis]}" for axis in AXES if a[axis] != b[axis]]
@@ -580,11 +563,8 @@ def change(one: Candidate, plans: list[Candidate]) -> str:
 
 def fields_of(plan: Plan) -> dict[str, Any]:
     """The fields of a plan that are not defaults, without the mesh."""
-    return {
-        f.name: getattr(plan, f.name)
-        for f in dataclasses.fields(Plan)
-        if f.name != "mesh" and getattr(plan, f.name) != f.default
-    }
+    usual = {f.name: f.default for f in dataclasses.fields(Plan) if f.name != "mesh"}
+    return {name: getattr(plan, name) for name in usual if getattr(plan, name) != usual[name]}
 
 
 def command(q: Question, plan: Plan, name: str) -> str:

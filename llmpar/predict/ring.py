@@ -1,7 +1,5 @@
 """How much each rank of ring attention computes, and when."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -16,8 +14,7 @@ weights' gradient and dQ; or these two, dV and dK."""
 def pairs_by_step(
     n: int, name: str = "zigzag", mask: Mask = CAUSAL, *, s: int = 0, block: int = 1
 ) -> list[list[int]]:
-    """Return pairs[rank][step]: how many query-key pairs a ring of n computes, whole tiles of `block`
-    positions counted.
+    """Return pairs[rank][step]: query-key pairs that a ring of n computes, in whole tiles of `block`.
 
     At step j rank i holds the keys of rank i-j. With block 1 these are the pairs seen. Usually s is 16 n.
     """
@@ -57,8 +54,7 @@ def _live(queries: list[tuple[int, int]], keys: list[tuple[int, int]], mask: Mas
 
 
 def kernel_flops(name: str, shapes: Sequence[tuple[int, ...]], share: float = 1.0) -> float:
-    """Return the FLOPs of one call of a kernel of `llmpar.kernels.flash`, which a compiled program shows as a
-    custom call of that name.
+    """Return the FLOPs of one call of a kernel of `llmpar.kernels.flash`, in programs a custom call.
 
     ``shapes``: those of its operands, of which the first is the queries ``b s k r h`` and the second the keys
     ``b t k h``; on TPUs they come behind spans of three dims, as ``b k r s h`` and ``b k t h``.

@@ -1,16 +1,12 @@
-"""What a model costs to serve, in four functions: a prompt, a token, the cache, and the critical batch; and
-how an inference engine is to cut it.
+"""What a model costs to serve (a prompt, a token, the cache, the critical batch), and how to cut it.
 
 The first token waits for a whole forward pass over the prompt, which computes; each further token reads all
 weights and all of its sequences' keys and values once, for little computing (Pope et al. 2022; Austin et al.
-2025, inference chapter). One copy of the model lies on ``tp`` devices of a node; its rates are those that
-training reaches (`rates`).
+2025, inference chapter). One copy of the model lies on ``tp`` devices of a node; its rates are training's.
 
 Not modelled: queues, experts that are hotter than others, prompts that share a beginning, tokens guessed
 ahead. No published run of serving is among the measured ones: only the formulas are tested.
 """
-
-from __future__ import annotations
 
 import math
 
@@ -129,13 +125,12 @@ def cut(
     if found and found[1] <= nodes:
         return found
     tp, pp, most = max((way for way in ways if way[1] <= nodes), key=lambda way: way[2])
-    need = cache_bytes(config, tokens, bits) + config.num_params * bits / 8
+    need = (cache_bytes(config, tokens, bits) + config.num_params * bits / 8) / 1e9
+    have = f"{tp * pp} {chip.name} have room for {tp * pp * room / 1e9:,.0f} GB"
     use = f"{found[1]} nodes" if found else "GPUs with more memory"
     fewer = f", or a cache of at most {most:,} tokens" if most > 0 else ""
-    raise ValueError(
-        f"'{config.name}' in {bits} bits and the keys and values of {tokens:,} tokens take {need / 1e9:,.0f}"
-        f" GB, and {tp * pp} {chip.name} have room for {tp * pp * room / 1e9:,.0f} GB; use {use}{fewer}"
-    )
+    what = f"'{config.name}' in {bits} bits and the keys and values of {tokens:,} tokens take {need:,.0f} GB"
+    raise ValueError(f"{what}, and {have}; use {use}{fewer}")
 
 
 def _clock(config: ModelConfig, chip: Chip, tp: int = 1, rows: int = 1, seq_len: int = 1) -> Clock:

@@ -3,8 +3,6 @@ in, the arrow of the model's text that sends it, the lesson and the paper. What 
 that gives the value, to the digits shown.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections import Counter
@@ -89,9 +87,8 @@ def _sent(q: Question, plan: Resolved) -> list[Term]:
             alike.setdefault(size, Counter())[text] += times
         rows = sorted(alike.items(), key=lambda row: -row[0] * row[1].total())
         arrows = [max(texts, key=lambda text: texts[text]) for _, texts in rows]
-        words = []
-        for arrow, (size, texts) in zip(arrows[:3], rows, strict=False):
-            words.append(f"{texts.total():,} × {part}{_message(plan, arrow, size, sizes)}")
+        largest = zip(arrows[:3], rows, strict=False)
+        words = [f"{w.total():,} × {part}{_message(plan, arrow, n, sizes)}" for arrow, (n, w) in largest]
         if rest := sum(size * texts.total() for size, texts in rows[3:]):
             words.append(f"{part}{rest:,} B")
         found.append(_term(f"{axes} {kind}", row.bytes_sent, "B", " + ".join(words), short, arrows[0]))

@@ -7,8 +7,6 @@ plans are ranked, closed forms do. Each chunk of a stage gets its own times, and
 played with them: what the busiest stage waits is the bubble.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -61,7 +59,7 @@ class Pass:
         if seconds:
             self.terms[name] = self.terms.get(name, 0.0) + seconds
 
-    def take(self, other: Pass, times: float = 1.0) -> Pass:
+    def take(self, other: "Pass", times: float = 1.0) -> "Pass":
         """Add another's, ``times`` over."""
         for name, seconds in other.terms.items():
             self.add(name, times * seconds)
@@ -209,9 +207,8 @@ class Clock:
         return found
 
     def exchange(self, tokens_bytes: float) -> float:
-        """Seconds to send a microbatch's tokens to their experts: ours, in one all-to-all. Others: between
-        nodes a token travels once for each node, and is dealt out there (DeepSeek-V3 2024, section 3.2.2);
-        inside, once for each copy."""
+        """Seconds to send a microbatch's tokens to their experts: ours, in one all-to-all. Others: a token
+        once for each node, then dealt out there, once for each copy (DeepSeek-V3 2024, section 3.2.2)."""
         run, ep, inner = self.run, self.run.mesh.ep, self.inner["ep"]
         device, how = self.links.per_device(), run.config.experts
         near = max(1, device.node_size // inner)
@@ -242,8 +239,7 @@ class Clock:
 
     def sent(self, stage: int) -> dict[str, tuple[float, float]]:
         """Seconds of a step's collectives on a stage, by term: those in the open, and those that travel
-        beside computing. `LATE` are gradients that are summed at the end, and weights that are gathered once.
-        """
+        beside computing. `LATE`: gradients that are summed at the end, and weights that are gathered once."""
         found, run = dict[str, tuple[float, float]](), self.run
         for (names, _), row in step_traffic(self.plan, run.batch_size, run.seq_len, stage).items():
             for (_, text, size), times in row.messages.items():
@@ -350,7 +346,7 @@ class Clock:
 
     # ------------------------------------------------------------------------------------------- a chunk
 
-    def chunk(self, layers: int, dense: int, first: bool, last: bool, sent: dict) -> Chunk:
+    def chunk(self, layers: int, dense: int, first: bool, last: bool, sent: dict) -> "Chunk":
         """So many layers, of which so many are dense ones of a model with experts, with the embedding where
         they are the first and the head where they are the last; what is around them: gathering weights,
         scattering and adding up gradients, sending activations, launching."""

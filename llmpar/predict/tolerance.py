@@ -2,11 +2,8 @@
 
 A plan cuts sums into parts and adds these up in another order, and floats do not add up associatively. A sum
 of k rounded additions is off by about sqrt(k) u, with u the unit roundoff of its dtype: signs of rounding
-errors are as good as random (Higham 2002, section 2.8 and chapter 4). `docs/plan.md` has the other laws and
-what they leave out.
+errors are as good as random (Higham 2002, section 2.8 and chapter 4). `docs/plan.md` has the other laws.
 """
-
-from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
@@ -71,12 +68,9 @@ class Tolerance:
     def document(self) -> dict:
         """The same as a JSON document: bounds, expected differences, terms."""
         names = "loss", "grad_norm", "gradient"
-        return asdict(self) | {
-            "factor": FACTOR,
-            "bound": {name: self.bound(name) for name in names},
-            "expected": {name: self.expected(name) for name in names},
-            "terms": [asdict(term) for term in self.terms],
-        }
+        found = asdict(self) | {"factor": FACTOR, "bound": {name: self.bound(name) for name in names}}
+        found["expected"] = {name: self.expected(name) for name in names}
+        return found | {"terms": [asdict(term) for term in self.terms]}
 
 
 def tree(num_terms: float) -> float:
@@ -97,8 +91,7 @@ def tolerance(
 
     ``logits`` is their root mean square and ``loss`` in nats per token: 2 and 2 in a trained model, about 0.5
     and log of the vocabulary in a fresh one. Noise of a logit moves a token's loss by 1 - p of its target,
-    which is at most 1 and at most the loss. A plan that cuts the batch alone may keep every bit of a token's
-    values, and do better by far.
+    which is at most 1 and at most the loss. A plan that cuts the batch alone may do better by far.
     """
     config, tokens = plan.config, batch_size * seq_len
     plan = replace(plan, mesh=replace(plan.mesh, kv=1, ul=1))  # axes as they are asked for, no inner parts

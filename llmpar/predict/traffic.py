@@ -1,8 +1,6 @@
 """What a training step of this package sends, to the byte, before anything is traced: the tests hold
 `step_traffic` against the compiled program, exactly."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter
@@ -55,6 +53,17 @@ class Prediction:
         return found
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What an arrow moves, in words: the arrow's text, the value, its gradient (where it has another name),
+    and whether only the full part of each message travels."""
+
+    text: str
+    value: str
+    gradient: str = ""
+    ragged: bool = False
+
+
 class Traffic(dict):
     """(axes, kind) -> Prediction. `carry` adds what an arrow sends, `add` a single kind of collective."""
 
@@ -95,17 +104,6 @@ class Traffic(dict):
     def total_bytes(self) -> int:
         """Bytes sent per device and step, over all axes."""
         return sum(row.bytes_sent for row in self.values())
-
-
-@dataclass(frozen=True)
-class Sent:
-    """What an arrow moves, in words: the arrow's text, the value, its gradient (where it has another name),
-    and whether only the full part of each message travels."""
-
-    text: str
-    value: str
-    gradient: str = ""
-    ragged: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def runs(plan: Resolved, stage: int = 0) -> Runs:
 
 def most_traffic(plan: Resolved, batch_size: int, seq_len: int) -> Traffic:
     """`step_traffic` of the pipeline's stage that sends most."""
-    stages = [step_traffic(plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
+    stages = (step_traffic(plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp))
     return max(stages, key=lambda sent: sent.total_bytes)
 
 
@@ -162,9 +160,7 @@ def step_traffic(
 ) -> Traffic:
     """Everything that a device of a pipeline's stage (of the only one, where there is none) sends in one
     training step, under the Manual reading. All stages take part in each permute between them, whether they
-    have something to send or not. ``run`` says how often each part of the model runs, if not as the plan has
-    it.
-    """
+    have something to send or not. ``run`` says how often each part runs, if not as the plan has it."""
     config, traffic = plan.config, Traffic(plan.mesh)
     run = run or runs(plan, stage)
     _weights(traffic, plan, run)
@@ -332,10 +328,8 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
 
     Tensor parallelism makes of them two all-reduces of b·s·d forward and two backward per layer, one forward
     for the embedding and one backward for the logits (Shoeybi et al. 2019, section 3). With sequence
-    parallelism each is a reduce-scatter and an all-gather of the same bytes (Korthikanti et al. 2022). A
-    block that is computed again repeats all but its last reduction, and not attention's where the stream
-    after it is kept.
-    """
+    parallelism each is a reduce-scatter and an all-gather of the same bytes (Korthikanti et al. 2022). What
+    is computed again repeats all but its last reduction; attention's unless the stream after it is kept."""
     stream, of, plan = (values.b, values.s, config.width), "activations", values.plan
     # Where a policy keeps the products, what entered them is needed again for gradients of weights alone.
     targets = set(config.lora.targets if config.lora else ADAPTABLE)

@@ -4,8 +4,6 @@ A `Run` states a model's dims and how it is cut, whoever runs it: so the same la
 (`held`) serve a plan of ours and the published runs of `measured`. `products` lists matrix products by shape.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, get_args, get_type_hints
