@@ -154,9 +154,10 @@ def write(model: dict[str, Any]) -> dict[str, Any]:
     kind, experts, name = family(model), model["experts"], model["name"]
     if model["qkv_bias"] and model["qk_norm"]:
         raise ValueError(f"'{name}' has both biases and norms on q and k; Qwen2 has biases, Qwen3 has norms")
-    usual = {"score": "softmax", "num_shared": 0, "bias_rate": None, "scale": 1}
+    usual = {"score": "softmax", "num_shared": 0, "bias_rate": None, "scale": 1, "num_groups": 1}
+    usual |= {"renormalise": True} if kind == "mixtral" else {}
     if experts and (model["qkv_bias"] or any(experts[x] != value for x, value in usual.items())):
-        use = "those use a softmax over experts"
+        use = "those use a softmax over experts, all of one group, and Mixtral's chosen weights add up to one"
         raise ValueError(f"'{name}' routes as neither Mixtral nor Qwen3-MoE does; {use}")
     raw = {
         "architectures": [f"{kind.title().replace('_', '')}ForCausalLM"],

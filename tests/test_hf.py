@@ -469,8 +469,9 @@ def test_configurations_without_a_name_there_are_refused():
     both = dataclasses.replace(LESSON, qkv_bias=True, qk_norm=True)
     with pytest.raises(ValueError, match="both biases and norms on q and k"):
         to_hugging_face(both)
-    with pytest.raises(ValueError, match="routes as neither Mixtral nor Qwen3-MoE does"):
-        to_hugging_face(dataclasses.replace(LESSON, experts=ExpertConfig(4, 2, num_shared=1)))
+    for routing in ({"num_shared": 1}, {"renormalise": False}, {"num_groups": 2}):
+        with pytest.raises(ValueError, match="routes as neither Mixtral nor Qwen3-MoE does"):
+            to_hugging_face(dataclasses.replace(LESSON, experts=ExpertConfig(4, 2, **routing)))
     with pytest.raises(ValueError, match="'deepseek-v3' cannot run here"):
         to_hugging_face(PRESETS["deepseek-v3"])
 

@@ -1,5 +1,6 @@
 """A model comes from Hugging Face's folder by the command line, lies on a mesh, and goes back into one."""
 
+import dataclasses
 import json
 import os
 
@@ -11,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from test_cli import call, document  # noqa: F401 - fixtures
 from test_hf import KINDS, OURS, random_params, same, stored
 
-from llmpar.cli.weights import opened
+from llmpar.cli.weights import ModelOptions, opened
 from llmpar.config import preset
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
@@ -130,6 +131,18 @@ def test_a_downloaded_model_is_found_by_its_name(tmp_path, monkeypatch):
     config, tokenizer, _, said = opened(None, "us/little", None, None)
     assert config.name == "little" and tokenizer.name == "bytes"
     assert said == ["us/little has no tokenizer.json: its tokenizer is taken to be 'bytes'"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_holds_weights_and_cache_in_the_dtype_that_was_asked_for(tmp_path, dtype):
+    """On a mesh with two copies of each KV head."""
+    config, folder = dataclasses.replace(OURS["llama"], num_kv_heads=2), str(tmp_path / "kept")
+    hf.save(folder, random_params(config), config)
+    for source in ("from_", "model"):
+        options = ModelOptions(mesh="tp=4", dtype=dtype, **{source: folder})
+        engine = options.engine(options.plan(), *options.opened()[::2], [], 1, 8)
+        held = jax.tree.leaves((engine.decoder.params, engine.decoder.cache))
+        assert {str(x.dtype) for x in held} == {dtype}
 
 
 def test_what_cannot_be_is_refused_before_a_weight_is_read(tmp_path, call, monkeypatch):  # noqa: F811

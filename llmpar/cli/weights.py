@@ -117,7 +117,7 @@ class ModelOptions:
         """The engine with its weights. Refuses what does not fit before they are read."""
         import jax
 
-        from llmpar.mesh import make_mesh, sharding
+        from llmpar.mesh import make_mesh, sharding, split
         from llmpar.serve.engine import Engine
         from llmpar.weights import weight_dims
 
@@ -127,8 +127,8 @@ class ModelOptions:
         for line in said:
             say(line)
         mesh = make_mesh(plan.mesh)
-        place = lambda dims: sharding(mesh, serving.stored(dims))
-        params = load(jax.tree.map(place, weight_dims(config)))
+        place = lambda dims: sharding(split(mesh, serving.mesh), serving.stored(dims))
+        params = load(jax.tree.map(place, weight_dims(config)), self.dtype)
         say("compiling …")
         return Engine(config, plan, mesh, params, slots, length)
 

@@ -2,7 +2,6 @@
 and out.
 
 They keep one tensor per layer and expert, and a projection as [out, in] with its heads merged; we stack
-They keep one tensor per layer and expert, and a projection as [out, in] with its heads merged; we stack
 layers and experts and keep heads apart. `NAMES` says theirs in our letters: ``(n h) d`` has one dim made of
 heads times head width. A load reads only a device's own rows and columns out of the memory-mapped files, one
 tensor after the other, so no host holds more of the model than its devices do. (Only a shard cut along ``h``
