@@ -239,7 +239,8 @@ def scored(folder, losses, of="x", every=2):
     with keep.writing():
         for step, loss in losses.items():
             score = None if loss is None else {"loss": loss, "of": of}
-            keep.save(step, State({"w": np.full(3, step, np.float32)}, {}, np.int32(step)), SMALL, {}, score)
+            params = {"norm": {"scale": np.full(SMALL.width, step, np.float32)}}
+            keep.save(step, State(params, {}, np.int32(step)), SMALL, {}, score)
     again = Checkpoints(str(folder))  # what another process sees
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()), again.best()
 
@@ -260,11 +261,11 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
     assert Checkpoints(str(tmp_path / "1")).best() is None
     with pytest.raises(ValueError, match="none of the checkpoints in .* was evaluated, so none is the best"):
         Checkpoints(str(tmp_path / "1"), take_best=True).about()
-    best, abstract = Checkpoints(str(tmp_path / "2"), take_best=True), jax.ShapeDtypeStruct((3,), np.float32)
+    best = Checkpoints(str(tmp_path / "2"), take_best=True)
     assert best.chosen == 2 and best.latest == 4 and best.about()["score"]["loss"] == 5.0
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    found = best.params({"w": jax.ShapeDtypeStruct((3,), np.float32, sharding=place)}, SMALL)
-    assert found["w"].tolist() == [2.0] * 3 and abstract.shape == (3,)
+    found = best.params({"norm": {"scale": place}}, SMALL)
+    assert found["norm"]["scale"].tolist() == [2.0] * SMALL.width
 
 
 def test_an_evaluation_that_is_the_best_so_far_is_kept_also_by_a_run_that_was_killed(tmp_path):
