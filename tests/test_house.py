@@ -60,12 +60,12 @@ BUDGETS = {
     "kernels": 1_150,
     "training": 1_930,
     "predict": 3_985,  # a layer in time, what a reader could do next, and where numbers come from
-    "draw": 3_245,
+    "draw": 3_232,
     "inspect": 2_080,
-    "explore": 1_730,
+    "explore": 1_716,
     "serve": 820,  # a step, an engine, a server
     "launch": 1_415,
-    "exercises": 1_953,
+    "exercises": 1_930,
     "cli": 2_550,
     "package": 27_400,  # with LoRA, Hugging Face folders, trackers, a server
 }

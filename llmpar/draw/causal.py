@@ -10,12 +10,11 @@ from llmpar.draw.scene import OTHERS, Group, Line, Rect, Scene, Text, compose, s
 def causal(orders, step: int | None = None, title: str = "", counts: bool = True, bars: bool = True) -> Scene:
     """Which pairs of query and key each rank of a causal ring computes, and in which step of the ring.
 
-    ``orders`` are named, and have for each rank the parts of the sequence that it holds, counted from 0; all
-    parts are equally long, and each rank holds as many. A row is a part of the queries, a column one of the
-    keys; a tile has its rank's colour and its step's number. Below stands the work of each rank, in
-    squares: all queries of a rank with all keys of a rank. With a ``step`` tiles up to it are filled, its own
-    bold.
-    Without ``counts`` there are neither steps' numbers nor times, without ``bars`` only no bars of work.
+    ``orders`` have by name, for each rank, the parts of the sequence that it holds, counted from 0, all
+    equally long and as many. A row is a part of the queries, a column one of the keys; a tile has its rank's
+    colour and its step's number. Below stands the work of each rank, in squares: all queries of a rank with
+    all keys of one. With a ``step`` tiles up to it are filled, its own bold. Without ``counts`` there are
+    neither numbers nor times nor bars of work, without ``bars`` only no bars.
     """
     panels, lines = list[Group](), []
     for name, held in orders.items():

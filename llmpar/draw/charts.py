@@ -33,8 +33,7 @@ TIME: dict[str, str] = scene.COLOURS["time"]
 def collectives(rows) -> Scene:
     """Bytes that a device sends per step, predicted beside compiled, a pair of bars per mesh axis and kind.
 
-    Rows are those of ``llmpar inspect --json``: ``axis``, ``kind``, ``count``, ``predicted_bytes``,
-    ``compiled_bytes``; either of the last two may be missing.
+    Rows are those of ``llmpar inspect --json``; either of ``predicted_bytes``, ``compiled_bytes`` may lack.
     """
     names = [f"{r['axis']} {r['kind']} ×{r['count']}" for r in rows]
     left, wide = max(map(text_width, names), default=0) + 12, 420
@@ -187,8 +186,7 @@ def _bars(
             items.append(bar_part(role_of(part, words), x, y, w, tall, said))
             ends = [x, x + w]
             if limit is not None and x < (limit_x := left + wide * limit / high) < x + w:
-                # The label keeps off the limit's line.
-                ends = [limit_x, x + w] if 2 * limit_x < 2 * x + w else [x, limit_x]
+                ends = [limit_x, x + w] if 2 * limit_x < 2 * x + w else [x, limit_x]  # off the line
             middle, room, hatched = sum(ends) / 2, ends[1] - ends[0] - 8, bool(items[-1].hatch)
             on = items[-1].fill
             items += [] if hatched else scene.fitting(middle, y + tall / 2, room, text(value), on=on)
@@ -236,9 +234,8 @@ def step_memory(
 ) -> Scene:
     """Memory over a step, a panel for each way to run it, all on one scale beside the chip's capacity.
 
-    ``rows`` are {name: moments}, and a moment is {part: bytes}; parts lie on one another in the order of the
-    first moment that has them. ``phases`` are (name, number of moments), and follow one another: a phase ends
-    where the next one begins. ``roles`` are those of parts that colours.toml does not know by name.
+    ``rows`` are {name: moments}, a moment is {part: bytes}; parts lie on one another in the order in which
+    they first come. ``phases`` are (name, number of moments) in turn. ``roles`` are as in `memory_bars`.
     """
     roles, named = MEMORY | (roles or {}), dict.fromkeys(p for ms in rows.values() for m in ms for p in m)
     most = {name: max(sum(moment.values()) for moment in moments) for name, moments in rows.items()}
@@ -286,8 +283,7 @@ def step_memory(
 
 def overlap(compute_s, comm_s, labels=None, span_s: float = 0) -> Scene:
     """Computing gradients and summing them up, in turn and side by side: seconds per piece, whose gradients
-    are sent once they are computed. Each of the two lanes works in order. A scale is of ``span_s`` at least.
-    """
+    are sent once they are computed. Each of the lanes works in order. A scale has ``span_s`` at least."""
     labels = [str(i) for i in range(len(compute_s))] if labels is None else labels
     if not len(compute_s) == len(comm_s) == len(labels):
         found = f"{len(compute_s)} computing, {len(comm_s)} communicating and {len(labels)} labels"

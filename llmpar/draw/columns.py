@@ -1,5 +1,4 @@
-"""The charts of an explorer's columns: how devices are cut, what fills one, what a step takes and sends, and
-all the other meshes.
+"""The charts of an explorer's columns: axes, a device's memory, a step's time, what is sent, all meshes.
 
 Plain values in, a `Scene` as wide as its column out. An ``act`` is what a click asks for: see `Rect.act`.
 """
@@ -189,8 +188,7 @@ def mesh_map(
 ) -> Scene:
     """All meshes of as many devices: a dot for each, its memory to the right and its time upwards, both
     logarithmic; beyond ``room`` bytes it does not fit. ``here`` and ``best`` are ringed. Of ``num`` meshes
-    ``refused`` cannot be built, and others may still be on their way.
-    """
+    ``refused`` cannot be built, and others may still be on their way."""
     ways = list(ways)
     rings = {name: way for name, way in (("you", here), ("best", best)) if way}
     if here and best and here[:3] == best[:3]:

@@ -57,8 +57,7 @@ def wired(held: Sequence, wire: Sequence[str], pairs: Pairs | None = None, title
 
 
 def growing(meshes: Iterable[str], title: str) -> Scene:
-    """Meshes beside one another, each with an axis more than the one before: a square is a device, a line
-    joins neighbours along an axis. Up to four axes."""
+    """Meshes of up to four axes, each with one more: squares are devices, lines join neighbours."""
     blocks, lines, order = list[list](), list[str](), list[str]()
     for mesh in map(parse_mesh, meshes):
         sizes, items = mesh.named, list[Any]()

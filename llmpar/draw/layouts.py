@@ -26,9 +26,8 @@ Block = tuple[list, float, float]  # items, width, height
 
 
 def links(shape: MeshShape | str, chip: Chip) -> Scene:
-    """Which links carry each axis. A bar goes from the distance of neighbours in a group to the distance of
-    its ends, in devices; what reaches beyond the dashed edge of a node shares the network. Rates: of one
-    device, as reached."""
+    """Which links carry each axis. A bar goes from the distance of neighbours in a group to that of its ends,
+    in devices; beyond the dashed edge of a node it shares the network. Rates are as one device reaches."""
     sizes, one = parse_mesh(shape).sizes, chip.per_device()
     apart, items, lines = strides(sizes, AXES), list[Any](), []
     shown = [a for a in AXES if sizes[a] > 1]
@@ -69,8 +68,7 @@ def _copies(layout: Layout, sizes: dict[str, int]) -> tuple[int, int, int]:
 
 def _tensor(layout: Layout, shape, sizes: dict[str, int] | None, beside: Layout | None = None) -> list:
     """A tensor of up to four dims as cells, on the same scale as another layout ``beside`` it. An unfinished
-    sum has one sheet for each of its addends, since no two devices along its axes hold the same numbers.
-    """
+    sum has a sheet for each of its addends, since no two devices along its axes hold the same numbers."""
     items, wide, high = _cells(layout, shape, sizes)
     if beside:
         _, w, h = _cells(beside, shape, sizes)
@@ -157,8 +155,7 @@ class _Grid:
         items: list = []
         axes, across = [*_places(self.dims[d].axes, self.sizes, 0)], (num - d) % 2 == 1
         offset, other = 0.0, 0.0
-        # the columns' ticks stand above the first row
-        labelled = not across or d < num - 1 or not d or index[-1] == 0
+        labelled = not across or d < num - 1 or not d or index[-1] == 0  # columns: above the first row
         margin, gap = (16 if across else self.tick_width(d)) * labelled, 5 if d >= num - 2 else 14
         for before, i in zip([-1, *self.picked[d]], self.picked[d], strict=False):
             kid, kw, kh = self.block((*index, i), w, h)
@@ -179,14 +176,12 @@ class _Grid:
 def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[float, float] = (0, 0)) -> Block:
     """A tensor as cells with their ticks, and how wide and high they are without ticks, which can be
     ``more``: the last dim runs across, the one before it down, and so on outwards. Blocks are parted by a
-    line in the colour of the axis that cuts there. Without sizes, each axis cuts in two.
-    """
+    line in the colour of the axis that cuts there. Without sizes, each axis cuts in two."""
     num, named = len(layout.dims), sizes is not None
     if num > 4:
         raise ValueError(f"layout '{layout}' has {num} dims; a drawing has room for 4")
     sizes = sizes if sizes is not None else dict.fromkeys(layout.axes, 2)
-    # The front sheet is the first addend of a sum.
-    first = set(holders(Layout((Dim("sum", layout.sums),)), sizes)[0,])
+    first = set(holders(Layout((Dim("sum", layout.sums),)), sizes)[0,])  # a sum's first addend, in front
     devices = {index: [d for d in held if d in first] for index, held in holders(layout, sizes).items()}
     sums = [a for a in layout.sums if not named or sizes.get(a, 1) > 1]
     marks = [("/", f"{a}-line" if a in ORDER else "edge") for a in sums[:1]]

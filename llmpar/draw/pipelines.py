@@ -87,7 +87,6 @@ def timeline(
 
     Of an order that gets stuck, ``waiting`` says what for: stage -> (the operations it has not run, the stage
     it waits for, what there). Operations named in ``marked``, as `Rect.op` names them, are outlined.
-
     Without ``facts`` the rows do not say how busy their stage is and what it holds at most; the words do. The
     ``shortest`` operation is so many pixels wide. Of a whole backward the first ``half`` is drawn as B.
 
@@ -157,8 +156,7 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
     """Pipeline orders of the same work on one scale: who is through first, and who holds least.
 
     What is idle before an order's end is hatched. Where an order splits the backward, one that is whole has
-    the colours of both its halves. With ``until`` only what begins before that time is drawn, and nothing is
-    said of the end. Rows without ``letters`` are thin.
+    the colours of both its halves. Nothing from ``until`` on is drawn. Without ``letters`` rows are thin.
     """
     split = any(table.schedule.split_backward for table in tables.values())
     span = until or max(table.makespan for table in tables.values())

@@ -13,8 +13,7 @@ from llmpar.draw.scene import OTHERS, SMALL, Line, Rect, Scene, Text, compose, l
 def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
     """A step of data parallelism: each device has the same weights, ``rows`` of its own and a gradient of its
     own; an all-reduce makes one sum of them. Not ``together``, each updates alone, and they drift apart. A
-    square in a device's colour: its rows are in this gradient, or in these weights.
-    """
+    square in a device's colour: its rows are in this gradient, or in these weights."""
     if not 1 <= devices <= len(OTHERS):
         raise ValueError(f"{devices} replicas have no colours of their own; draw 1 to {len(OTHERS)}")
     high, side, everyone = 30, 12, range(devices)

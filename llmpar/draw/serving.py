@@ -51,9 +51,8 @@ def slots(panels: Mapping[str, Sequence], title: str, across: bool = False) -> S
                 for n, part in enumerate(parts := cell.split("+")):
                     y, h = (i + n / len(parts)) * high, high / len(parts)
                     items.append(bar_part(fills.get(part, f"paper{part}"), k * wide, y, wide, h, part))
-                items += fitting(
-                    (k + 0.5) * wide, (i + 0.5) * high, wide, cell * (cell in fills), fill="black"
-                )
+                whole = cell * (cell in fills)
+                items += fitting((k + 0.5) * wide, (i + 0.5) * high, wide, whole, fill="black")
         blocks.append(items)
         lines += [heading, *(f"{name}: {' '.join(cell or '.' for cell in row)}" for name, row in rows)]
     return scene.compose(title, [scene.stack(blocks, 26, across)], "\n".join(lines))

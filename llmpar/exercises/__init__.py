@@ -15,12 +15,6 @@ with several named parts is judged part by part.
 
 Any other has a function of that name in `llmpar/exercises/03.py`, with the solution, and wrong answers that
 are functions. `observe` turns an answer into what is compared: a function is known by what it does.
-
-    def pad() -> Exercise:
-        '''Ask for a function that fills up rows so that they divide by the number of devices.'''
-        asked = [(np.ones(5), 4), (np.ones(8), 4)]
-        run = lambda function: [function(*given) for given in asked]
-        return Exercise("expert", solution, wrong=dict(drop=...), observe=run)
 """
 
 from __future__ import annotations

@@ -202,19 +202,14 @@ def read(text: str, right: Any, given: Mapping[str, Any] | None = None) -> Any:
     return text
 
 
+KINDS: dict[Any, str] = {type(None): "None", str: "text", bool: "True or False", Mapping: "a dict"}
+KINDS |= {list | tuple | set: "a list", Callable: "a function"}
+
+
 def kind(value: Any) -> str:
     """Name the kind of an answer."""
-    if value is None:
-        return "None"
-    if isinstance(value, str | bool):
-        return "text" if isinstance(value, str) else "True or False"
-    if isinstance(value, Mapping):
-        return "a dict"
-    if isinstance(value, list | tuple | set):
-        return "a list"
-    if callable(value):
-        return "a function"
-    return "an array" if getattr(value, "shape", ()) else "a number"
+    named = (name for what, name in KINDS.items() if isinstance(value, what))
+    return next(named, "an array" if getattr(value, "shape", ()) else "a number")
 
 
 def takes(function: Any, count: int) -> bool:

@@ -29,8 +29,7 @@ NAMED = 17
 class Run(NamedTuple):
     """A plan's step, compiled, and what it has learned of a batch.
 
-    ``shape`` is the batch's, rows and positions; ``text`` the program just after partitioning, in which a
-    census counts; ``state`` and ``metrics`` the last ones.
+    ``shape``: rows and positions; ``text``: the program after partitioning; ``state``, ``metrics``: the last.
     """
 
     step: Step
@@ -58,13 +57,9 @@ def fresh_state(config: ModelConfig, optimizer: optax.GradientTransformation) ->
 
 
 def trained(
-    config: ModelConfig,
-    plan: Plan,
-    batch: dict,
-    optimizer: optax.GradientTransformation,
-    num_steps: int,
+    config: ModelConfig, plan: Plan, batch: dict, optimizer: optax.GradientTransformation, num_steps: int,
     clip: float | None = 1.0,
-) -> Run:
+) -> Run:  # fmt: skip
     """Compile the step of a plan once, for running it and for reading it, and train on one batch, whose
     positions are dealt in the plan's order, from the weights of seed 0, which are the same on every mesh."""
     shape = batch["tokens"].shape
@@ -86,14 +81,12 @@ def verdicts(
     runs: Mapping[str, Run], solo: Run, weights_within: float | None = None, details: bool = False
 ) -> dict[str, dict]:
     """Assert the four verdicts on some plans of one model, and say so on a line; ``details`` prints bytes.
+    Gives for each plan the table of its census (of the last stage).
 
     *Value*: the losses of one device, to 1e-4, the norm of its last gradient, and its weights at the end,
     where ``weights_within`` says how near (None with Adam, which divides even the smallest gradient by its
     size). *Sharding*: weights and moments lie as the plan promises. *Communication*: axes, kinds, counts and
     bytes in the program are those of the formula, for each stage of a pipeline. *Memory*: so are arguments'.
-
-    Returns:
-        For each plan the table of its census (of the last stage).
     """
     found: dict[str, dict] = {}
     for name, run in runs.items():

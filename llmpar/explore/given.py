@@ -14,8 +14,7 @@ from llmpar.draw.geometry import coordinates
 from llmpar.draw.grid import COLUMN, MARGIN, Cells, apart_words, inked, near, visible
 from llmpar.draw.scene import Rect, Scene, compose, fitting, size_text, stack
 from llmpar.explore.explorer import Explorer
-from llmpar.explore.words import button, table
-from llmpar.explore.words import row as table_row
+from llmpar.explore.words import button, table, table_row
 
 HEAD = "array", "shape", "dtype", "lies as", "blocks", "copies", "held here", "bytes"
 

@@ -14,8 +14,7 @@ from llmpar.draw.charts import count_noun
 from llmpar.draw.grid import layer_lanes, ring, tensor_grid
 from llmpar.draw.scene import Group, Scene, Text, compose, size_text, to_svg
 from llmpar.explore.look import Look, works
-from llmpar.explore.words import act, button, explain, famous, table
-from llmpar.explore.words import row as table_row
+from llmpar.explore.words import act, button, explain, famous, table, table_row
 from llmpar.notation import AXES, Layout, divisors, parse_mesh
 from llmpar.predict import planner
 from llmpar.predict.advice import verdict
@@ -24,19 +23,17 @@ from llmpar.predict.planner import Candidate
 from llmpar.predict.time import Clock
 from llmpar.predict.traffic import ITEMSIZE, Prediction, most_traffic
 
-AREAS = [
-    ["axes", "Axes", "left"],
-    ["memory", "Memory", "left"],
-    ["step", "Step", "left"],
-    ["grid", "Devices", "middle"],
-    ["layer", "One layer", "middle"],
-    ["map", "All meshes", "right"],
-    ["sent", "Sent", "right"],
-    ["explain", "Why this number", "right"],
-    ["famous", "Runs that were published", "below"],
-    ["holds", "What the chosen device holds", "below"],
-    ["code", "As code", "below"],
-]
+_PLACES = {
+    "left": {"axes": "Axes", "memory": "Memory", "step": "Step"},
+    "middle": {"grid": "Devices", "layer": "One layer"},
+    "right": {"map": "All meshes", "sent": "Sent", "explain": "Why this number"},
+    "below": {
+        "famous": "Runs that were published",
+        "holds": "What the chosen device holds",
+        "code": "As code",
+    },
+}
+AREAS = [[name, heading, place] for place, there in _PLACES.items() for name, heading in there.items()]
 """Every panel: its name, its heading (where the picture has none), its place on the page."""
 KINDS = {
     "weight": "weights (float32)",
@@ -84,8 +81,7 @@ class Tensor:
 
 
 def tensors(seen: Look) -> list[Tensor]:
-    """Every array of a training step, where the plan puts it, and the cache of keys and values as served.
-    Activations are one layer's, of one microbatch."""
+    """Every array of a training step, activations of a layer and microbatch, and the cache as served."""
     plan, q = seen.plan, seen.question
     c, b, s = q.config, q.batch_size, q.seq_len
     found = []
@@ -232,8 +228,7 @@ def step(seen: Look) -> Scene:
 
 
 def sent(seen: Look) -> Scene:
-    """What a device sends in a step, and how much of its time on links is waited for: its
-    term's share of the step, as the other bar has it."""
+    """What a device sends in a step, and how much of its time on links is waited for, as the step has it."""
     rows, on_links, found = traffic_of(seen), defaultdict[str, float](float), []
     clock = Clock(seen.question.run(seen.one.plan)) if seen.timed else None
     priced = list[tuple[str, str, Prediction, defaultdict[str, float]]]()  # with seconds on links by term

@@ -36,7 +36,7 @@ def tagged(tag: str, texts: Iterable[str]) -> str:
     return "".join(f"<{tag}>{text}</{tag}>" for text in texts)
 
 
-def row(name: str, cells: Iterable[str]) -> str:
+def table_row(name: str, cells: Iterable[str]) -> str:
     """A row of a table."""
     return f"<tr><th scope='row'>{name}</th>{tagged('td', cells)}</tr>"
 
@@ -91,5 +91,5 @@ def famous(seen: Look) -> str:
             published = time_text(run["step_s"])
         if one:
             ours = f"{one.time.mfu(q.run(one.plan)):.0%} MFU" if "mfu" in run else time_text(one.time.step_s)
-        rows.append(row(button(run["name"], **start), map(escape, (published, ours, run["source"]))))
+        rows.append(table_row(button(run["name"], **start), map(escape, (published, ours, run["source"]))))
     return table(("run", "published", "ours", "source"), f"<tbody>{''.join(rows)}</tbody>")
