@@ -94,10 +94,10 @@ class Explorer:
 
     def document(self) -> dict:
         """What the browser needs once: the form, colours, where to start, and the first answer."""
-        form = {"kind": self.kind, "title": self.title, "version": __version__, "sentence": self.sentence}
-        form |= {"theme": {"light": LIGHT, "dark": DARK}, "controls": self.controls, "panels": self.areas}
+        about = {"kind": self.kind, "title": self.title, "version": __version__, "sentence": self.sentence}
+        form = {"theme": {"light": LIGHT, "dark": DARK}, "controls": self.controls, "panels": self.areas}
         first = {"state": dict(self.state), "answer": self.answer(dict(self.state)), "live": False}
-        return form | first | {"stored": [self.answer(state) for state in self.stored()]}
+        return about | form | first | {"stored": [self.answer(state) for state in self.stored()]}
 
     @property
     def rich(self) -> Any:
