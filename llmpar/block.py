@@ -5,8 +5,6 @@ JAX's type of a value there says over which mesh axes it may *vary*. `vary` adds
 pass; its transpose is an all-reduce of the gradient (Shoeybi et al. 2019, section 3, call it f).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from contextlib import AbstractContextManager

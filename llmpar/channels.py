@@ -6,8 +6,6 @@ device's collective inside the loop may meet another's outside. The program cras
 (docs/simulated-devices.md). Programs for other platforms stay as they are.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """Model sizes: the configuration of a Llama-family model, its presets, and its exact number of parameters."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -3,8 +3,6 @@
 `Plan` has these fields too (it extends `Execution`), and leaves them to the platform: ``auto``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 

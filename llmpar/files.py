@@ -4,8 +4,6 @@ Whatever is at a path, reading it ends, and a refusal is one sentence that names
 site file 'x.toml': it is a folder; name a file``.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,8 +1,6 @@
 """The ``config.json`` of Hugging Face models in our words, and ours in theirs: plain data on both sides, as
 `dataclasses.asdict` gives a :class:`llmpar.config.ModelConfig`."""
 
-from __future__ import annotations
-
 import pathlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Meshes: simulated, real and abstract, in link order."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

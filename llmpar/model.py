@@ -13,8 +13,6 @@ A training step asks for one number, and the methods of `Llama` lead to it in th
       router_losses           of the tokens that have a target
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -21,8 +21,6 @@ of them, c slots of its part of the buffer. (Shazeer et al. 2017; capacity: Lepi
 2021; a token to a rank once: DeepSeek-V3 2024, section 3.2.2, to a node.)
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

@@ -13,8 +13,6 @@ A :class:`~llmpar.plan.Resolved` plan knows which axes cut each dim in each regi
 arrow a physical one.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

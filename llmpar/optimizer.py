@@ -1,7 +1,5 @@
 """The optimizers that have a name here: they know the model's weights. A `Step` takes any of Optax."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,8 +1,6 @@
 """Collective matmul: a ring of permutes with the matmuls between its hops, in place of an all-gather before
 them or a reduce-scatter behind (Wang et al. 2023). `Plan.tp_comm_overlap` asks for it."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable

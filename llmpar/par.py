@@ -23,8 +23,6 @@ devices differ" (`lax.pcast`, free in the forward pass) is the all-reduce that M
 al. 2019, section 3). shard_map's varying-axes check is what makes those transposes right; it stays on.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -30,8 +30,6 @@ the walk for all of it (`Plan.gathers`). Where a schedule wants two copies of th
 borrows its opposite's layers for the step, and returns their gradients.
 """
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Places a mesh's axes on devices along their links: slow links outermost, a torus of TPUs wound through."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

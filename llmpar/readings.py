@@ -1,8 +1,6 @@
 """Two readings of the model's text on whole values: `Auto` leaves collectives to XLA's partitioner,
 `Explicit` says each one in JAX's types."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ A size that mesh axes must cut evenly is a row (`Cut`); whatever else does not g
 is set and decides nothing is no error: `idle` says why. ``plan`` is a `plan.Resolved` throughout.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator

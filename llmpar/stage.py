@@ -16,8 +16,6 @@ schedules that split the backward, W gets what is left of B once the input's gra
 made by `split` in the equations of one traced cell, whatever the stage computes.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field

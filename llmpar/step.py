@@ -11,8 +11,6 @@ The optimizer runs on global arrays under jit, so one that looks at whole matric
 right when its state is cut; for elementwise ones such as AdamW the compiled update holds no collective.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -3,8 +3,6 @@
 `ModelConfig.weights` describes each weight once; the trees here have the shape of the model's parameters.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from typing import Any

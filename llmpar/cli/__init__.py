@@ -6,8 +6,6 @@ Exit status: 0 done, 1 a refusal or a failure in one sentence, 2 bad usage, 130 
 imported before `main` runs, so that Ctrl-C is heard from the start.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

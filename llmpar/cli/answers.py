@@ -1,7 +1,5 @@
 """``llmpar progress``, ``solutions`` and ``quiz``: what learners have answered, and what is right."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The commands by name. Each is a dataclass: its fields are its flags, and `run` does it."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import inspect

@@ -1,7 +1,5 @@
 """``llmpar compile``: one training step, compiled for a cluster that is not here."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Annotated, Any

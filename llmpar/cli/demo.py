@@ -1,7 +1,5 @@
 """``llmpar demo``: train on 8 devices under three kinds of parallelism, read the program, draw, check."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from dataclasses import dataclass

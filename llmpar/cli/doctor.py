@@ -1,7 +1,5 @@
 """``llmpar doctor``: look at the environment: what is here, what is missing, and how to get it."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import os

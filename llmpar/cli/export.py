@@ -1,7 +1,5 @@
 """``llmpar export``: hand a trained model on."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from dataclasses import dataclass

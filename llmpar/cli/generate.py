@@ -1,7 +1,5 @@
 """``llmpar generate``: continue a text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """``llmpar inspect``: predicted beside compiled, for one training step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llmpar.cli.options import File, StepOptions, check_picture, give, save_picture, say, start

@@ -1,7 +1,5 @@
 """``llmpar lab``: open JupyterLab on a learner's copies of the lessons."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

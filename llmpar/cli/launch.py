@@ -1,7 +1,5 @@
 """``llmpar launch``: run a command in several processes here, or write the job file that an engine takes."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the lessons say of themselves, for every page that lists them: the lab's start page and the index."""
 
-from __future__ import annotations
-
 import pathlib
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """``llmpar models``: the presets, with exact numbers of parameters."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,7 +1,5 @@
 """What several commands share: the options of a step, printing, and refusals before the work."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.util

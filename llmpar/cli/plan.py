@@ -1,7 +1,5 @@
 """``llmpar plan``: which mesh for a model on a machine; the model of time held against measured runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """``llmpar schedule``: print a pipeline schedule."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

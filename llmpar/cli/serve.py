@@ -1,7 +1,5 @@
 """``llmpar serve``: answer requests as OpenAI's API does."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import os

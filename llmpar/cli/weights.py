@@ -1,7 +1,5 @@
 """Where a command's model comes from: checkpoints, the folder of a Hugging Face model, or chance."""
 
-from __future__ import annotations
-
 import math
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Draw the square of causal attention in the colours of the ranks that compute it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from llmpar.draw.scene import OTHERS, Group, Line, Rect, Scene, Text, compose, small_text, text_color_on

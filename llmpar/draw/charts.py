@@ -1,7 +1,5 @@
 """Charts and timelines: what was sent, who works when, how much there is."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Plain values in, a `Scene` as wide as its column out. An ``act`` is what a click asks for: see `Rect.act`.
 """
 
-from __future__ import annotations
-
 import math
 from collections import namedtuple
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Curves: measured points and what a model says of them. :mod:`llmpar.draw` offers them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from itertools import groupby

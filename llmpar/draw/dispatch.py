@@ -1,7 +1,5 @@
 """Tokens on their way to experts: one token's way through the slots, and how full the slots are."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

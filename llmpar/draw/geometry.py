@@ -3,8 +3,6 @@
 Plain numbers in, plain numbers out; the tests hold them against JAX and numpy.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -4,8 +4,6 @@ A device is a small matrix, the whole tensor, with the block that it holds inked
 are mesh axes. Frame 0 (`scene.Group`) is at rest; frame k shows segment k - 1 of `predict.layer.forward`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import textwrap

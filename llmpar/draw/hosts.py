@@ -1,7 +1,5 @@
 """Draw hosts and the wire between them, a mesh that grows axis by axis, and tables with cells in colour."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ One language in all drawings: a colour is a mesh axis, always the same one; slan
 sum (or what was compiled, beside what was predicted), dots copies; a cell says its colour in words, too.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Draw matrices in the colours of the devices that hold them: what is multiplied, summed up, and sent."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

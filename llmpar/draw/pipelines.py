@@ -1,7 +1,5 @@
 """Pipelines in time: who works when, which order is through first, and what is called the bubble."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate

@@ -1,8 +1,6 @@
 """Data parallelism and ZeRO: replicas and their all-reduce, one sum in several messages, what a device holds
 over a step, and how FSDP gathers a layer, uses it and forgets it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from llmpar.draw import scene

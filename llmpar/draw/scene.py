@@ -6,8 +6,6 @@ picture, for screen readers, GitHub and nbval. Coordinates are pixels, y grows d
 its middle. No matplotlib until a PNG is asked for. What a picture means is not known here.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import html

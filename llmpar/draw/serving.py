@@ -1,7 +1,5 @@
 """Draw what serving reads and holds: a model's passes, requests in slots or pages, a cache cut by a mesh."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A column is a device, with a place for each part of an array. A part has the col
 letter of the device whose numbers it is, a sum those of all whose numbers are in it.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

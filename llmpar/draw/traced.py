@@ -1,7 +1,5 @@
 """Draw what a function that runs on each rank was given, sent, held and returned, in a lane per rank."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -17,8 +17,6 @@ Any other has a function of that name in `llmpar/exercises/03.py`, with the solu
 are functions. `observe` turns an answer into what is compared: a function is known by what it does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

@@ -1,8 +1,6 @@
 """What lesson 17 runs in every process of a team: training steps whose mesh lies on the hosts in one way or
 another, with the bytes that leave a host, as the kernel counts them, beside the predicted ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """What several lessons share: a text that a toy learns in a few steps, those steps, and the four verdicts."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping

@@ -12,8 +12,6 @@
 - or `754881`: It is …              for this right answer, which is another one than `answer`
 """
 
-from __future__ import annotations
-
 import functools
 import pathlib
 

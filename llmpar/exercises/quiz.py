@@ -4,8 +4,6 @@ self-ratings from 1 (not at all) to 5 (I could teach it). Both stand in `quiz.md
 Results are plain data, so that the effect of a workshop can be computed: `effect`.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any

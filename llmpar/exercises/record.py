@@ -4,8 +4,6 @@ The file `answers.jsonl` has one JSON object per answer, in the folder in which 
 LLMPAR_ANSWERS names another one. It stays on this machine. The same answer twice in a row is noted once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import inspect

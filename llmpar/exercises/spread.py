@@ -1,7 +1,5 @@
 """Run what a learner has written for one device on several, and count what it sends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 A notebook's kernel and a saved page give the same answers. `look` reads a state, `panels` draws it.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -7,8 +7,6 @@ Each has a ``state`` (a dict), which `set` changes, and an answer to every state
 it, which a browser shows. In a notebook the kernel answers, in a saved page the Python that is in the page.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import dataclasses

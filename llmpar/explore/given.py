@@ -3,8 +3,6 @@
 All is in the document that `inspect.shardings.shardings` made; nothing here needs JAX.
 """
 
-from __future__ import annotations
-
 import math
 from html import escape
 from typing import Any

@@ -5,8 +5,6 @@ part of this package that needs nothing else. A worker wakes it behind the first
 every state as a kernel would. A small page, for mail, knows the answers one click away from where it starts.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import html as markup

@@ -1,7 +1,5 @@
 """What the mesh explorer draws of an answer: a picture or a table for each place of the page."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -4,8 +4,6 @@ a sum and work in a ring, a hot expert.
 Each is a picture and a sentence, with a control or a few, for a lesson to place where the idea is met.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import random

@@ -1,7 +1,5 @@
 """The explorers' widget in a notebook. The one file here that needs more than Python's own library."""
 
-from __future__ import annotations
-
 from typing import Any
 
 try:

@@ -1,7 +1,5 @@
 """What the mesh explorer says of a number, a word, meshes that are left out, and runs that were published."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

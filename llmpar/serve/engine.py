@@ -5,8 +5,6 @@ takes of every running request what is not in the cache yet: a piece of its prom
 Where all take one a narrow step runs, else one as wide as a chunk: two programs serve all (a third ``echo``).
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator

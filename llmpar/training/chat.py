@@ -1,7 +1,5 @@
 """Conversations to tokens, the same for training and for serving: what is asked is what was trained."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Checkpoints: Orbax writes them atomically; they restore onto any mesh, and know what made them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

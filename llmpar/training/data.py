@@ -5,8 +5,6 @@ whatever mesh, reads what the uninterrupted run would have read, and each proces
 own rows.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import functools

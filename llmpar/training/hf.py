@@ -8,8 +8,6 @@ tensor after the other, so no host holds more of the model than its devices do. 
 is read with its whole heads and cut afterwards.)
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

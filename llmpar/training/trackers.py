@@ -1,7 +1,5 @@
 """Where figures go besides the log: a tracker, and a profiler's trace whose names are arrows."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import gzip

@@ -1,7 +1,5 @@
 """Train: a loop around :class:`llmpar.step.Step` that measures, evaluates, logs, saves and resumes."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
