@@ -573,10 +573,10 @@ attempt("04.keep_or_gather", policies)
 # %% [markdown]
 # ### LoRA: train 0.2 % of the numbers. What gets cheaper?
 #
-# A model that is trained already can be *tuned*: trained a little more, on examples of what it is to do. LoRA (Hu et al. 2021)
-# leaves each matrix `W` as it is: it is *frozen*, no gradient changes it. Beside `W` stand two thin matrices, its *adapters* `A`
-# and `B`. In place of `x W` the layer computes `x W + (x A) B`, and only `A` and `B` are trained. They meet in a dim `z`, the
-# *rank*: 16, say, where `d` is 4096.
+# A trained model can be *tuned*: trained a little more, on examples of its task. LoRA (Hu et al. 2021) *freezes* each matrix `W`: no
+# step changes it. Beside `W` it puts two thin matrices, the *adapters* `A` and `B`. In place of `x W` the layer computes
+# `x W + (x A) B`, and only `A` and `B` are trained. `A` is `d z` and `B` is `z m`. The size of `z` is the *rank*: 16, say, where `d`
+# is 4096.
 
 # %%
 names = ("x", "W, frozen", "x W")
@@ -586,7 +586,7 @@ show(draw.matmul("s d × d z = s z × z m = s m", names, title="What LoRA adds")
 
 # %% [markdown]
 # `W` is stored as stage 3 stores it: `d/fsdp m`. Training all of Llama 3 8B in mixed precision takes 16 bytes
-# per parameter, and stage 3 sends 3Ψ in a step. **How many bytes of a parameter are left with LoRA, and how many Ψ?** Leave out
+# per parameter, and stage 3 sends 3Ψ in a step. **How many of the 16 bytes, and of the 3Ψ, are left with LoRA?** Leave out
 # the adapters themselves: they are 0.2 % of the parameters.
 
 # %%
@@ -596,7 +596,7 @@ attempt("04.lora", lora)
 # %% [markdown]
 # ### With LoRA gradients and moments go, gathers stay
 #
-# The Llama of above on a mesh of three axes, two steps: once all of it is trained, once its adapters alone.
+# We take two steps with the small Llama from above: once all of it is trained, once only its adapters.
 
 # %%
 ADAPTED = dataclasses.replace(LLAMA, lora=LoraConfig(rank=4))
@@ -640,14 +640,14 @@ show(draw.memory_bars(given.items(), title=f"{AXES}: what a step is given"))
 met("04.lora", left)
 
 # %% [markdown]
-# `W` has no gradient, so its arrow `d m +dp +fsdp -> d/fsdp m` is gone, a reduce-scatter over `fsdp` and an all-reduce over `dp`;
-# and Adam has no moments of it. But the layer still multiplies by `W`: forward, and backward to get the gradient of `x`, on its way
-# to the adapters of earlier layers. So both gathers stay, `d/fsdp m -> d m`. So does what tensor parallelism sends: `x` is as large
-# as before.
+# `W` has no gradient, so Adam keeps no moments of it. The arrow `d m +dp +fsdp -> d/fsdp m` is gone: no reduce-scatter over `fsdp`, no
+# all-reduce over `dp`. But the layer still multiplies by `W` forward. Backward it needs `W` again, for the gradient of `x`, which the
+# adapters of earlier layers need. So both gathers `d/fsdp m -> d m` stay. Tensor parallelism sends as much as before, because `x` is
+# as large as before.
 #
 # ### With LoRA 8B fits on one GPU
 #
-# What is frozen needs no float32 copy, only the 2 bytes that the matmuls read. An adapter's parameter takes 16.
+# A frozen weight needs no float32 copy, only the 2 bytes that the matmuls read. A parameter of an adapter takes 16 bytes.
 
 # %%
 fine = dataclasses.replace(preset("llama3-8b"), lora=LoraConfig(rank=16))
@@ -664,8 +664,8 @@ assert sum(bars[1][1].values()) < h100.usable_bytes < sum(bars[0][1].values())
 assert 0.001 < thin["weights"] / (2 * PARAMS) < 0.0025
 
 # %% [markdown]
-# Activations come on top, and LoRA saves none of them. `llmpar train --lora-rank 16` does all this; the adapters are few numbers,
-# so a checkpoint of each task is small, and in the end `W + A B` is again one matrix.
+# Activations come on top, and LoRA saves none of them. `llmpar train --lora-rank 16` does all this. In the end `W + A B` is one matrix
+# again: `llmpar export` adds them up.
 
 # %% [markdown]
 # ### A weight's life in one step

@@ -14,7 +14,7 @@
 # %% [markdown]
 # # 16 · 1,000 tokens in, 1,000 tokens out: why is one half so slow?
 #
-# An assistant takes a prompt of 1,000 tokens in at once. To write 1,000 tokens takes it hundreds of times as long: the same model, the
+# A model reads a prompt of 1,000 tokens. Then it writes 1,000 tokens, which takes hundreds of times as long: the same model, the
 # same GPU. Why?
 
 # %% tags=["plumbing"]
@@ -72,15 +72,14 @@ def compile_pass(mesh, requests, tokens):
 show(draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()))
 
 # %% [markdown]
-# Attention asks all earlier tokens for their keys and values. A *cache* keeps them, so that each token goes through the model
-# once. One pass takes the prompt in: *prefill*. The answer comes by *decode*, a pass for each token, because a token
-# must be known before the next one.
+# The whole prompt goes through the model in one pass: *prefill*. The answer needs a pass for each token, *decode*, because a token
+# must be known before the next one. A *cache* keeps the keys and values of all earlier tokens for attention.
 #
 # ## Predict: what is a byte of weights read for?
 #
 # In bfloat16 a weight has 2 bytes. A token multiplies by it once and adds the result: 2 FLOPs. A pass reads all weights
-# once. **How many FLOPs does it do for each byte of weights:** with a prompt of 64 tokens; with the next token of 1 request; with
-# those of 16 requests, in one pass?
+# once. **How many FLOPs does a pass do for each byte of weights** with a prompt of 64 tokens? With the next token of 1 request?
+# With the next tokens of 16 requests?
 
 # %%
 flops_per_byte = {"prompt of 64": ..., "1 request": ..., "16 requests": ...}
@@ -111,13 +110,14 @@ for name, (requests, tokens) in PASSES.items():
 # %% [markdown]
 # ## A token reads as much as a prompt
 #
-# And it computes 1/64 of it. While an H100 reads a byte it could do 295 FLOPs (989 TFLOP/s, 3.35 TB/s). For one
-# request it does one, and its matmul units stand still most of the time. With 295 tokens in a pass it computes as long as it reads:
-# the *critical batch*. A prompt has so many. In decode as many requests must come together.
+# But it computes only 1/64 as much. In the time in which an H100 reads a byte it could do 295 FLOPs: 989 TFLOP/s by 3.35 TB/s. For
+# one request it does 1, and its matmul units wait. With 295 tokens in a pass, computing takes as long as reading the weights: this is
+# the *critical batch*. A long prompt has so many tokens. Decode needs so many requests.
 #
 # ## Requests share weights, not caches
 #
-# 16 requests do less than 16 FLOPs per byte: each has keys and values of its own, which are read, too. Llama 3 8B, counted alike:
+# 16 requests do less than 16 FLOPs per byte: a pass also reads the keys and values of each. For Llama 3 8B
+# (dashed: the 295 of an H100):
 
 # %% tags=["plumbing"]
 BATCHES = [1, 4, 16, 64, 256, 1024]
@@ -150,7 +150,7 @@ axes = "requests in the pass", "FLOPs per byte"
 show(draw.curves(lines, BATCHES, *axes, title=title, **logarithmic))
 
 # %% [markdown]
-# A batch makes a token cheap until its caches weigh more than the weights. Then a smaller cache helps.
+# More requests help until their caches have more bytes than the weights. From there on only a smaller cache helps.
 #
 # ### Exercise (core): what a token leaves behind
 #
@@ -191,13 +191,13 @@ title = "16 requests of 8,192 tokens on an H100"
 show(draw.memory_bars(bars, h100.usable_bytes, title))
 
 # %% [markdown]
-# Query heads that share a KV head (*grouped-query attention*) make the cache smaller. So does a window: a token sees only the
-# last 4,096. (The line: JAX takes three quarters of the card's 79.1 GiB, unless told otherwise.)
+# Query heads that share a KV head, one set of keys and values (*grouped-query attention*), make the cache smaller. So does a window:
+# a token sees only the last 4,096. (The line: JAX takes three quarters of the card's 79.1 GiB, unless told otherwise.)
 #
 # ## Predict: who can hold a long context?
 #
-# A context is longer than a device's memory. There are four devices; the model has 2 KV heads. `tp` cuts the cache by heads, `sp` by
-# positions. **Which share of the cache does each device hold?**
+# The cache of a long context does not fit on one device. There are four devices; the model has 2 KV heads. `tp` cuts the cache by
+# heads, `sp` by positions. **Which share of the cache does each device hold?**
 
 # %%
 shares = {"tp=4": ..., "sp=4": ...}
@@ -217,14 +217,13 @@ held = {mesh: serving.device_cache_bytes(p, 4, LENGTH) for mesh, p in CUT.items(
 met("16.shares", {mesh: held[mesh] / whole for mesh in ("tp=4", "sp=4")}, "held:")
 
 # %% [markdown]
-# Columns are positions 0 to 7, numbers devices. With `b` rows of the batch (requests), `t` positions of
-# keys and `k` KV heads the cuts are `b/dp t k`, `b t k/tp` and `b t/sp k`. Four ranks of `tp` have two heads: so each head is there
-# twice.
+# A column is a position, a number is a device. Letters: `b` requests, `t` positions, `k` KV heads. The three cuts are `b/dp t k`,
+# `b t k/tp` and `b t/sp k`. `tp=4` has four devices for two heads, so each head is held twice.
 #
 # ## Nothing of the cache travels
 #
-# In a ring (lesson 06) keys travel to queries. Here all ranks of `sp` have the query, which is one token. Each looks at its own
-# positions, and two small sums a layer join what they found. A device sends, for the next tokens of four requests:
+# In a ring (lesson 06) keys travel to queries. Here every device of `sp` has the query, which is only one token. It attends to its own
+# positions; two small all-reduces in each layer join the results. For the next tokens of four requests a device sends:
 
 # %% tags=["plumbing"]
 sent, steps = [], {}
@@ -252,12 +251,13 @@ print(f"to gather the cache over sp={N} instead: {(N - 1) * held:,} B")
 show(draw.collectives(sent))
 
 # %% [markdown]
-# Both send little, however long the context. `tp` cuts the weights as well, so that a device reads less of them; `sp` leaves them
-# whole. So take `tp` in a node, up to the KV heads, and `sp` for a context that does not fit otherwise.
+# Both send little, and no more for a longer context. `tp` also cuts the weights, so a device reads fewer of them. `sp` leaves the
+# weights whole. So take `tp` within a node, up to the number of KV heads. Take `sp` if the context does not fit otherwise.
 #
 # ## A slot stands empty while others go on
 #
-# Eight requests, A to H, want 3, 9, 5, 2, 6, 4, 7 and 3 tokens. A *slot* is a row of the cache: there are four. Batch by batch:
+# Eight requests, A to H, want 3, 9, 5, 2, 6, 4, 7 and 3 tokens. A *slot* is room in the cache for one request; there are four.
+# First A to D, then E to H:
 
 # %% tags=["plumbing"]
 WANT = dict(zip("ABCDEFGH", (3, 9, 5, 2, 6, 4, 7, 3), strict=True))
@@ -287,8 +287,8 @@ show(draw.slots(waiting, "A column is a pass; hatched: it computes for nobody"))
 # %% [markdown]
 # ### Exercise (core): who takes a free slot?
 #
-# Before each pass `slots` has the number of tokens that each slot's request still wants, 0 where it is free; `waiting` those of the requests
-# that wait, the oldest first. Return the slots for the pass, and take out of `waiting` who joins.
+# `slots` is a list: how many tokens each slot's request still wants, 0 if the slot is free. `waiting` lists the tokens that each waiting
+# request wants, the oldest first. Fill the free slots: return the new `slots`, and remove from `waiting` the requests that joined.
 
 
 # %%
@@ -300,7 +300,7 @@ attempt("16.join", join)
 # %% [markdown]
 # ## Who is through makes room
 #
-# The engine of `llmpar` tells after each pass who got a token. So who had a slot?
+# The engine behind `llmpar serve` says after each pass which request got a token. From that we draw who had which slot:
 
 # %%
 plan = Plan(f"sp={N}", dtype="bfloat16")
@@ -339,12 +339,12 @@ assert passes == max(map(len, lanes)) < END
 print(f"{END} passes become {passes}; each request is answered as if it were alone")
 
 # %% [markdown]
-# This is *continuous batching* (Yu et al. 2022): each reading of the weights serves as many as it can.
+# This is *continuous batching* (Yu et al. 2022): as many requests as possible share each pass.
 #
 # ## Memory is set aside for answers that never come
 #
-# A slot has room for the longest answer, and nobody knows how long one will be. vLLM (Kwon et al. 2023) gives out *pages* of 16
-# tokens, when they are needed:
+# Nobody knows how long an answer will be, so a slot has room for the longest. vLLM (Kwon et al. 2023) hands out *pages* of 16
+# tokens when they are needed:
 
 # %% tags=["plumbing"]
 NEED, MOST = {"A": 3, "B": 9, "C": 5, "D": 2}, 16  # pages
@@ -375,20 +375,20 @@ rooms = {
 show(draw.slots(rooms, "A box is a page; hatched: set aside, not used"))
 
 # %% [markdown]
-# `llmpar serve` has slots, no pages: it is there to be read. For load take an *inference engine* such as vLLM.
+# `llmpar serve` has slots and no pages: its code is short enough to read. For many users take an *inference engine* such as vLLM.
 #
 # ## Keep: a prompt computes, a token reads
 #
-# 1. Prefill takes many tokens for one reading of the weights, decode one. FLOPs per byte are the tokens of a pass, in bfloat16.
-# 2. A batch shares the weights, up to the critical batch. Its caches are each request's own.
+# 1. Prefill reads the weights once for many tokens, decode once for each. In bfloat16, FLOPs per byte of weights = tokens in a pass.
+# 2. Requests of a batch share the reading of the weights. The caches are not shared.
 # 3. A token leaves 2 · layers · KV heads · head width numbers in the cache.
 # 4. `dp` cuts the cache by requests, `tp` by KV heads, `sp` by positions; nothing of it travels.
-# 5. Continuous batching fills slots, pages fill memory: that is what an inference engine is for.
+# 5. Continuous batching leaves no slot empty, and pages leave no memory unused: an inference engine has both.
 
 # %% [markdown]
 # ## Further
 #
-# Which line sends what, prompts in pieces, and how many fit.
+# Which line of the model sends what, how a long prompt is read, and how many requests fit.
 #
 # ### Which line sends what
 #
@@ -402,9 +402,9 @@ for axis, (decoder, _, text) in steps.items():
 # %% [markdown]
 # ### A long prompt comes in pieces
 #
-# A prompt of 4,096 tokens computes for as long as many passes of decode, and all who have a slot would wait for it. So the engine takes it in
-# *chunks* (Agrawal et al. 2023), in passes in which the others get their next token as well. Here the chunk has 32 tokens. While
-# a prompt of 60 is taken in, somebody else goes on:
+# A prompt of 4,096 tokens takes as long as many passes of decode, and all other requests would wait for it. So the engine cuts it into
+# *chunks* (Agrawal et al. 2023), here of 32 tokens. In the same passes the other requests get their next token. While the prompt of
+# `late` is read, 60 tokens, `first` goes on:
 
 # %%
 first = engine.submit(Request(tuple(b"first"), max_tokens=4))
