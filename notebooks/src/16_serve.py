@@ -217,8 +217,8 @@ held = {mesh: serving.device_cache_bytes(p, 4, LENGTH) for mesh, p in CUT.items(
 met("16.shares", {mesh: held[mesh] / whole for mesh in ("tp=4", "sp=4")}, "held:")
 
 # %% [markdown]
-# A column is a position, a number is a device. Letters: `b` requests, `t` positions, `k` KV heads. The three cuts are `b/dp t k`,
-# `b t k/tp` and `b t/sp k`. `tp=4` has four devices for two heads, so each head is held twice.
+# A column is a position, a number a device. With `b` rows of the batch (requests), `t` positions of keys and `k` KV heads the cuts
+# are `b/dp t k`, `b t k/tp` and `b t/sp k`. `tp=4` has four devices for two heads, so each head is held twice.
 #
 # ## Nothing of the cache travels
 #
