@@ -18,7 +18,7 @@ gallery = load("slides/gallery.py")
 def test_every_drawing_is_in_the_gallery():
     functions = dict(inspect.getmembers(draw, inspect.isfunction))
     drawn = gallery.drawings()
-    scenes = {name for name, f in functions.items() if f.__annotations__.get("return") == "Scene"}
+    scenes = {name for name, f in functions.items() if f.__annotations__.get("return") in (Scene, "Scene")}
     assert scenes == set(drawn) - {"explorer without a browser"}
     assert all(isinstance(scene, Scene) and len(scene.text) > 40 for scene in drawn.values())
 

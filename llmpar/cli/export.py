@@ -27,8 +27,8 @@ class Export:
         json: print one JSON document on stdout.
     """
 
-    checkpoints: Annotated[str, tyro.conf.Positional]
-    folder: Annotated[str, tyro.conf.Positional]
+    checkpoints: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINTS")]
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     dtype: Literal["float32", "bfloat16"] = "float32"
     best: bool = False
     tokenizer: Name = None
