@@ -91,6 +91,7 @@ class Serve(ModelOptions):
         about = {"model": config.name, "mesh": str(plan.mesh)}
         about |= {} if self.checkpoints or self.from_ else {"weights": "random weights"}
         api = server.Api(server.EngineThread(engine), tokenizer, chat, about, self.length, key, only_here)
+        listening.listen()  # from here on who comes waits
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         say(f"'{config.name}' on mesh '{plan.mesh}' answers at {where}, {self.slots} requests at a time")
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # when Uvicorn is done with it
