@@ -240,8 +240,7 @@ class ModelConfig:
             dims, shape = weight.dims.replace(" ", " l ", 1), (self.num_layers, *weight.shape)
             found["blocks." + path] = dataclasses.replace(weight, dims=dims, shape=shape)
         if self.lora:
-            frozen = {path: dataclasses.replace(weight, frozen=True) for path, weight in found.items()}
-            found |= {path: weight for path, weight in frozen.items() if ".lora." not in path}
+            found = {p: dataclasses.replace(w, frozen=".lora." not in p) for p, w in found.items()}
         return found
 
     def block_weights(self) -> dict[str, Weight]:

@@ -44,8 +44,8 @@ def joined(tree: Tree, part: Tree) -> Tree:
 
 def adapters_of(path: str, config: ModelConfig) -> list[str]:
     """The paths of the weight's adapters, A and B; none where it has none."""
-    part, _, name = path.rpartition(".")
-    return [x for x in (f"{part}.lora.{name}_a", f"{part}.lora.{name}_b") if x in config.weights()]
+    (part, _, name), weights = path.rpartition("."), config.weights()
+    return [x for x in (f"{part}.lora.{name}_a", f"{part}.lora.{name}_b") if x in weights]
 
 
 def merged(params: Tree, config: ModelConfig) -> Tree:

@@ -7,6 +7,7 @@ import json
 import sys
 import types
 
+import jax
 import pytest
 from test_train import Killed, kill_at, run, stream
 
@@ -105,7 +106,7 @@ def test_other_processes_than_the_first_hand_nothing_on(monkeypatch):
     calls = fake(monkeypatch, "wandb")
     from llmpar.training import trackers
 
-    monkeypatch.setattr(trackers.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
     with trackers.tracking("wandb", {}, print) as send:
         send(0, {"loss": 1.0})
     assert calls == []

@@ -242,7 +242,7 @@ def fits_host(
     config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, parts: tuple[str, ...], cache: int = 0
 ) -> None:
     """Refuse a model whose simulated devices together hold more than this machine's memory; ``cache``: bytes
-    that they hold besides."""
+    that each of them holds besides."""
     import jax
 
     from llmpar.predict import memory
@@ -252,7 +252,7 @@ def fits_host(
         return
     held = memory.argument_bytes(plan.resolve(config, None), batch_size, seq_len)
     here = min(plan.mesh.size, len(jax.local_devices()))
-    need = here * sum(held[part] for part in parts) + cache
+    need = here * (sum(held[part] for part in parts) + cache)
     if need > room:
         parts += ("cache",) * (cache > 0)
         what = f"{' and '.join(parts)} of '{config.name}' take {need / 2**30:,.1f} GiB"

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
@@ -28,12 +28,12 @@ from llmpar.predict import hardware, memory
 from llmpar.timetable import timetable
 from llmpar.training import data
 from llmpar.training.balance import row_orders
+from llmpar.training.trackers import Tracker
 
 LINE_S = 10.0
 """Seconds between two lines of progress where there is no terminal."""
 OptimizerFlags = flags_of(OptimizerConfig)
 TextFlags = flags_of(data.DataConfig, "seq_len", "batch_size", "seed")
-Tracker = Literal["wandb", "mlflow", "trackio", "tensorboard"]
 
 
 @dataclass(frozen=True)

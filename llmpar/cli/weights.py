@@ -1,6 +1,5 @@
 """Where a command's model comes from: checkpoints, the folder of a Hugging Face model, or chance."""
 
-import math
 import os
 import pathlib
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from llmpar.cli.options import Folder, From, Name, fits_host, say
 from llmpar.config import PRESETS, ModelConfig, folder_of, preset
 from llmpar.notation import parse_mesh
 from llmpar.plan import Plan
-from llmpar.predict.traffic import ITEMSIZE
+from llmpar.predict.serving import device_cache_bytes
 from llmpar.training import data
 
 Load = Callable[..., Any]
@@ -120,7 +119,7 @@ class ModelOptions:
         from llmpar.weights import weight_dims
 
         serving = plan.serving(config, slots, length)
-        cache = 2 * ITEMSIZE[self.dtype] * math.prod(serving.cache(slots, length))
+        cache = device_cache_bytes(serving, slots, length)
         fits_host(config, plan, slots, plan.mesh.sp, ("params",), cache)
         for line in said:
             say(line)

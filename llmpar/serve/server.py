@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import pathlib
@@ -29,6 +30,7 @@ from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from llmpar.files import Allowed
+from llmpar.plan import BEST
 from llmpar.serve.engine import Event, Full, Request
 
 PAGE = pathlib.Path(__file__).parent / "chat.html"
@@ -39,12 +41,12 @@ MOST_BYTES, MOST_PROMPTS, MOST_STOPS, MOST_LETTERS, MOST_CONNECTIONS = 4 << 20, 
 LIMIT_S, READ_S, GRACE_S = 600.0, 20, 5
 """Seconds: for an answer; for a request to come, or a client that reads nothing; for what runs when the
 server is asked to stop."""
-WHOLE, FLAG, BEST = Allowed(int, 0, 2**31 - 1), Allowed(bool), Allowed(int, 0, 20)
+WHOLE, FLAG, SOME = Allowed(int, 0, 2**31 - 1), Allowed(bool), Allowed(int, 0, BEST)
 BOTH = {"model": Allowed(str), "max_tokens": WHOLE, "stop": None, "seed": Allowed(int, 0, 2**32 - 1)}
 BOTH |= {"temperature": Allowed(float, 0, 100), "top_p": Allowed(float, 0, 1), "stream": FLAG}
 BOTH |= {"top_k": Allowed(int, -1, 2**31 - 1), "stream_options": Allowed(dict)}
-CHAT = {"messages": Allowed(list), "logprobs": FLAG, "top_logprobs": BEST, "max_completion_tokens": WHOLE}
-KNOWN = {"text": BOTH | {"prompt": None, "echo": FLAG, "logprobs": BEST}, "chat": BOTH | CHAT}
+CHAT = {"messages": Allowed(list), "logprobs": FLAG, "top_logprobs": SOME, "max_completion_tokens": WHOLE}
+KNOWN = {"text": BOTH | {"prompt": None, "echo": FLAG, "logprobs": SOME}, "chat": BOTH | CHAT}
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 NEUTRAL = {"n": 1, "best_of": 1, "logit_bias": {}, "tools": [], "suffix": "", "presence_penalty": 0}
 NEUTRAL |= {"frequency_penalty": 0, "response_format": {"type": "text"}}
@@ -174,6 +176,12 @@ class Api:
     key: str | None = None
     only_here: bool = True
     limit_s: float = LIMIT_S
+
+    @functools.cached_property
+    def letter(self) -> tuple[list[int], str]:
+        """A letter's tokens, behind which others are decoded, and their text."""
+        ids = [int(x) for x in self.tokenizer.encode("a")]
+        return ids, self.tokenizer.decode(ids)
 
     def admit(self, request: Http, key: bool = True) -> None:
         """Refuse who lacks the key, and a web page whose name was made to mean this machine."""
@@ -404,8 +412,8 @@ class Answer:
 
     def _named(self, token: Any, logprob: float | None) -> tuple[str, float | None]:
         """A token's text behind a letter, or its number where that is none; JSON has no infinity."""
-        decode, base = self.api.tokenizer.decode, [int(x) for x in self.api.tokenizer.encode("a")]
-        text = decode([*base, token])[len(decode(base)) :]
+        base, text = self.api.letter
+        text = self.api.tokenizer.decode([*base, token])[len(text) :]
         name = text if text and "\ufffd" not in text else f"token_id:{token}"
         return name, None if logprob is None else max(logprob, -9999.0)
 

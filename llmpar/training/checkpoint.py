@@ -175,8 +175,9 @@ class Checkpoints:
                 size = sum(x.nbytes for x in jax.tree.leaves(state)) / 2**20
                 room = f"free some {max(1, round(1.2 * size)):,} MiB"
                 why = f"the disk is full; {room} and run the same command again"
-            kept = f"the checkpoint of step {before} is intact"
-            kept = kept if before else "no checkpoint was taken before"
+            kept = "no checkpoint was taken before"
+            if before:
+                kept = f"the checkpoint of step {before} is intact"
             what = f"the checkpoint of step {step} could not be written to {self.folder}"
             raise ValueError(f"{what} ({kept}): {why}") from error
         best = int(multihost_utils.broadcast_one_to_all(np.int32(self.best() or 0)))

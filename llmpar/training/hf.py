@@ -371,14 +371,13 @@ def _save_tokenizer(path: pathlib.Path, tokenizer: Tokenizer) -> dict[str, Any]:
     file there, and no token that ends a text.)"""
     ids: dict[str, Any] = {"bos_token_id": tokenizer.start_id}
     if isinstance(tokenizer, FileTokenizer):
-        file = pathlib.Path(tokenizer.file)
-        sources = {"tokenizer.json": file} | {name: file.with_name(name) for name in BESIDE}
+        sources = {"tokenizer.json": pathlib.Path(tokenizer.file)}
+        sources |= {name: tokenizer.beside(name) for name in BESIDE}
         for name, source in sources.items():
             if source.is_file() and source.parent.resolve() != path.resolve():
                 shutil.copyfile(source, path / name)
         for name in ("config.json", "generation_config.json"):  # the second has the last word
-            if (there := file.with_name(name)).is_file():
-                ids |= {k: v for k, v in read_json(there, "configuration").items() if k == "eos_token_id"}
+            ids |= {k: v for k, v in tokenizer.about(name).items() if k == "eos_token_id"}
     if not (path / "generation_config.json").exists():
         _put_json(path / "generation_config.json", ids)
     return ids

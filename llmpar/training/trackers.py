@@ -11,8 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-import jax
-
 Tracker = Literal["wandb", "mlflow", "trackio", "tensorboard"]
 Send = Callable[[int, dict[str, Any]], Any]
 
@@ -21,6 +19,8 @@ Send = Callable[[int, dict[str, Any]], Any]
 def tracking(name: Tracker | None, about: dict[str, Any], tell: Callable[[str], None]) -> Iterator[Send]:
     """Give a function that hands a step's numbers on, in the first process; without a name it does nothing.
     One that fails on the way is told of and left; the run goes on."""
+    import jax
+
     if name is None or jax.process_index() != 0:
         yield lambda step, row: None
         return
@@ -68,6 +68,8 @@ def _begun(name: Tracker, module: Any, about: dict[str, Any]) -> tuple[Callable,
 def profiling(folder: str, program: str, tell: Callable[[str], None]) -> Iterator[None]:
     """Write a trace of what runs meanwhile, in the first process: operations of ``program``, a compiled
     step's text, are named by the arrows that they carry out."""
+    import jax
+
     if jax.process_index() != 0:
         yield
         return

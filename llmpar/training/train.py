@@ -149,7 +149,9 @@ def train(
     plan.check(config, stream.config.batch_size, stream.config.seq_len)
     _check_run(steps, eval_every, eval_batches)
     score_of = _score_of(held_out, eval_batches) if held_out and eval_every else ""
-    made = made_of(config, plan, stream, steps, options, seed)
+    made: dict[str, Any] = {}
+    if checkpoints or tracker:  # its sums read the whole text
+        made = made_of(config, plan, stream, steps, options, seed)
     if origin:
         made["from"] = os.path.abspath(origin)
     meet()
