@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -450,6 +451,19 @@ def test_the_source_is_the_line_that_asked():
         assert (c.source, c.count) == (f"tests/test_hlo.py:{line}", 3)
         assert arrow_text([c]).startswith(c.source) and "partitioner" not in arrow_text([c])
     assert arrow_text([replace(c, source="")]).startswith("(the partitioner's)")
+
+
+def test_a_cell_of_a_notebook_is_known_by_its_number():
+    """Its file has a name that differs from run to run."""
+    shell = InteractiveShell.instance()
+    try:
+        shell.run_cell("import jax\ndef added(x):\n    return jax.lax.psum(x, 'a')", store_history=True)
+        mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
+        program = jax.jit(jax.shard_map(shell.user_ns["added"], mesh=mesh, in_specs=P("a"), out_specs=P()))
+        (c,) = census_hlo(partitioned_hlo(program.lower(jnp.ones(4))), mesh)
+        assert c.source == "In[1]:3"
+    finally:
+        InteractiveShell.clear_instance()
 
 
 def test_sources_skip_libraries_and_the_file_that_carries_arrows_out():

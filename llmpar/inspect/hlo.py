@@ -4,6 +4,7 @@ import functools
 import math
 import operator
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,7 +165,14 @@ def innermost(frames: Iterable[tuple[str, int]]) -> str:
     """Names the innermost frame outside JAX, Flax, the readings and the moves, which do what another asks."""
     ours = [(f, n) for f, n in frames if not re.search(r"/(?:site|dist)-packages/(?:jax|jaxlib|flax)/", f)]
     asked = [(f, n) for f, n in ours if not f.endswith(MOVERS)]
-    return next(("/".join(Path(f).parts[-2:]) + f":{n}" for f, n in asked + ours), "")
+    return next((f"{known_as(f)}:{n}" for f, n in asked + ours), "")
+
+
+def known_as(file: str) -> str:
+    """Names a file with its folder, a cell of a notebook as the notebook does, ``In[3]``."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cell = shell and shell.compile.format_code_name(file)
+    return cell[1] if cell else "/".join(Path(file).parts[-2:])
 
 
 def group_axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
