@@ -12,12 +12,22 @@ SUITS = {
     "attention_kernel": {
         "cpu": ("portable", "xla", "flash"),
         "gpu": ("flash", "cudnn", "portable", "xla"),
+        "other gpu": ("portable", "xla"),
         "tpu": ("flash", "portable", "xla"),
     },
     "dispatch": {"cpu": ("padded",), "gpu": ("ragged", "padded"), "tpu": ("ragged", "padded")},
-    "grouped": {"cpu": ("blocks", "ragged_dot"), "gpu": ("triton",), "tpu": ("ragged_dot", "blocks")},
+    "grouped": {
+        "cpu": ("blocks", "ragged_dot", "slots"),
+        "gpu": ("slots", "triton"),
+        "other gpu": ("slots",),
+        "tpu": ("ragged_dot", "blocks", "slots"),
+    },
 }
-"""What the devices of a platform can do, or not absurdly slowly; first what ``auto`` stands for."""
+"""What the devices of a platform can do, or not absurdly slowly; first what ``auto`` stands for. Other GPUs
+are those for which nobody has compiled our kernels: NVIDIA's before Ampere, where XLA has no Triton, and
+AMD's."""
+AMPERE = 8.0
+"""The compute capability of A100."""
 UNSUITED = {
     "cudnn": "it is for NVIDIA GPUs",
     "ragged": "XLA has no ragged all-to-all for CPUs",
@@ -25,6 +35,13 @@ UNSUITED = {
     "blocks": "a GPU's host would wait for every turn of the loop",
     "triton": "its compiler writes programs for GPUs",
 }
+
+
+def able(name: str, devices: str) -> tuple[str, ...]:
+    """What devices (`mesh.platform_of`) can do of what a field offers."""
+    platform, _, card = devices.partition(" ")
+    other = bool(card) and not (card[0].isdigit() and float(card) >= AMPERE)
+    return SUITS[name].get("other gpu" if other else platform, SUITS[name][platform])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +52,22 @@ class Execution:
         attention_kernel: ``portable``, the blocks of :mod:`llmpar.attention`; ``flash``, the kernel of
             :mod:`llmpar.kernels.flash` (on CPUs interpreted, and slow); or `jax.nn.dot_product_attention` by
             ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``, with a mask of queries times keys, and not in a
-            ring. ``auto`` is flash on GPUs and TPUs, and portable on CPUs or where attention_block asks for
-            blocks.
+            ring. ``auto`` is flash on GPUs and TPUs, and portable on CPUs, on GPUs before Ampere (V100, T4)
+            or of AMD, or where attention_block asks for blocks. On GPUs it is cudnn where that needs no
+            mask: documents are whole, in bfloat16, heads of at most 128, and no ring.
         attention_block: queries and keys per block of blockwise attention; None: halves of what is here, down
             to 256.
         documents: ``whole`` promises that each row is one document: cudnn then needs no mask. A row that
-            breaks the promise gives NaN.
+            breaks the promise gives NaN there.
         dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
             only (``ragged``, which CPUs lack). ``auto``: ragged on GPUs and TPUs.
         grouped: how tokens are multiplied by their experts (Megatron's grouped GEMM): in a loop over
             ``blocks`` (CPUs), by `jax.lax.ragged_dot` (TPUs; a CPU multiplies every token by every expert),
-            or by :mod:`llmpar.kernels.products` in ``triton`` (GPUs). ``auto``: what suits the devices.
+            in one batched product of ``slots``, a quarter more than an even share for each expert, or by
+            :mod:`llmpar.kernels.products` in ``triton`` (GPUs since Ampere). ``auto``: what suits the
+            devices; on GPUs slots, by the estimate that XLA's products are the faster ones (no GPU has
+            decided it), and triton where few experts are visited (serving), or slots are kept (schedules
+            that put weights' gradients off).
         hop: how the ranks of a ring hand on what they hold: by a ``permute``; or by an ``exchange``, an
             all-to-all of which all blocks but one are empty, for which no other stage of a pipeline must
             wait. ``auto``: an exchange in a pipeline of simulated devices, a permute elsewhere.
@@ -56,22 +78,28 @@ class Execution:
     attention_block: int | None = None
     documents: Literal["packed", "whole"] = "packed"
     dispatch: Literal["auto", "padded", "ragged"] = "auto"
-    grouped: Literal["auto", "blocks", "ragged_dot", "triton"] = "auto"
+    grouped: Literal["auto", "blocks", "slots", "ragged_dot", "triton"] = "auto"
     hop: Literal["auto", "permute", "exchange"] = "auto"
     unroll: Annotated[int, Allowed(int, 0)] = 1
 
-    def suited(self, platform: str) -> dict[str, Any]:
-        """The fields that say ``auto``, decided for a platform. Refuses what its devices cannot do."""
-        decided = {}
-        for name, suits in SUITS.items():
-            value, first = getattr(self, name), suits[platform][0]
+    def suited(self, devices: str) -> dict[str, Any]:
+        """The fields that say ``auto``, decided for devices. Refuses what they cannot do."""
+        decided, (platform, _, card) = {}, devices.partition(" ")
+        for name in SUITS:
+            value, fits = getattr(self, name), able(name, devices)
+            first = fits[0]
             if name == "attention_kernel" and self.attention_block:
                 first = "portable"  # the one whose tiles can be chosen
             if value == "auto":
                 decided[name] = first
-            elif value not in suits[platform]:
+            elif value not in fits:
+                why = UNSUITED.get(value, "")
+                if value in SUITS[name][platform]:
+                    why = (
+                        f"it wants NVIDIA's compute capability {AMPERE} (Ampere) or newer, and here is {card}"
+                    )
                 raise ValueError(
-                    f"{name}='{value}' does not suit the {platform.upper()}s of this mesh: {UNSUITED[value]};"
+                    f"{name}='{value}' does not suit the {platform.upper()}s of this mesh: {why};"
                     f" use {name}='{first}', or 'auto'"
                 )
         return decided

@@ -202,12 +202,16 @@ def axes_of(cut: Any) -> tuple[str, ...]:
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """The platform of a mesh's devices: cpu, gpu or tpu; of an abstract mesh cpu unless it says another."""
+    """The platform of a mesh's devices, as `Plan.resolve` takes it: cpu, tpu, or gpu and what JAX tells of
+    it, NVIDIA's compute capability (``gpu 7.5``) or AMD's architecture (``gpu gfx942``); of an abstract mesh
+    cpu unless it says another."""
     if isinstance(mesh, AbstractMesh):
         kind = mesh.abstract_device.device_kind if mesh.abstract_device else ""
         return next((platform for platform in KINDS if KINDS[platform] == kind), "cpu")
-    name = mesh.devices.flat[0].platform
-    return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
+    first = mesh.devices.flat[0]
+    if first.platform not in ("gpu", "cuda", "rocm"):
+        return first.platform
+    return f"gpu {getattr(first, 'compute_capability', '')}".strip()
 
 
 def sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:

@@ -127,7 +127,8 @@ def visit(
     if num_ranks > 1:
         num_slots = experts.slots(num_tokens, num_pieces, num_ranks)
         x_td, weights_tk, chosen_tk, slots = dispatch(experts, par, x_td, weights_tk, chosen_tk, num_slots)
-    layout, options = grouped.lay_out(chosen_tk, len(gate), blocks, block), grouped.How(way, chunk, split)
+    layout = grouped.lay_out(chosen_tk, len(gate), blocks, block, chunk // len(gate) * (way == "slots"))
+    options = grouped.How(way, chunk, split)
     y_td = grouped.feed_forward(options, x_td, weights_tk, (gate, up, down), layout)
     return (combine(par, y_td, slots) if num_ranks > 1 else y_td).reshape(x.shape)
 

@@ -57,7 +57,7 @@ from typing import Any, Literal
 
 from llmpar import refusals, schedules
 from llmpar.config import ModelConfig, Weight
-from llmpar.execution import Execution
+from llmpar.execution import Execution, able
 from llmpar.files import check_fields
 from llmpar.notation import Arrow, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
 
@@ -179,15 +179,15 @@ class Plan(Execution):
         return schedules.make(self.schedule, self.mesh.pp, self.microbatches, self.virtual_stages)
 
     def resolve(self, config: ModelConfig | None = None, platform: str | None = "cpu") -> Resolved:
-        """The plan for a model on ``cpu``, ``gpu`` or ``tpu``: the one place where anything
-        is decided that was not asked for.
+        """The plan for a model on ``cpu``, ``gpu`` (of compute capability 7.5: ``gpu 7.5``) or ``tpu``: the
+        one place where anything is decided that was not asked for.
 
         Ranks of tp that the model's KV heads cannot cut hold copies of them (as in Megatron-LM and vLLM); of
         usp's sp as many ranks exchange heads as divide them; fields that decide nothing get their defaults,
         and `Resolved.said` says so. Without a model, heads suit the mesh; without a platform, ``auto`` stays
         and means what accelerators do. Refuses what the platform cannot do."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Plan)}
-        plan = Resolved(**given, asked=self, config=config, platform=platform)
+        plan = Resolved(**given, asked=self, config=config, devices=platform)
         if config is not None:
             plan = dataclasses.replace(plan, mesh=self._inner_axes(config))
             while idle := refusals.idle(plan):  # a field without effect may leave another without any
@@ -220,8 +220,10 @@ class Plan(Execution):
         if experts := config.experts:
             config = dataclasses.replace(config, experts=dataclasses.replace(experts, capacity_factor=None))
         kept: dict[str, Any] = {name: getattr(self, name) for name in ("mesh", "zero", "dtype")}
-        asked = Plan(**kept, zero_axes="fsdp,ep", sequence_order="contiguous").resolve(config, platform)
-        found = Serving(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)})
+        asked = Plan(**kept, zero_axes="fsdp,ep", sequence_order="contiguous").resolve(config, None)
+        given = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)}
+        found = Serving(**given | {"devices": platform})
+        found = found._on(platform) if platform else found  # type: ignore[assignment]
         refusals.Cut("slots", num_rows, BATCH_AXES).check(found)
         refusals.check(found, num_rows, self.mesh.sp)
         return found
@@ -243,22 +245,32 @@ class Resolved(Plan):
 
     Attributes:
         asked: what the user wrote.
-        config, platform: what it is for; None: no model, no platform in particular.
+        config, devices: what it is for, as `Plan.resolve` was told; None: nothing in particular.
         said: what a user should be told, in sentences: what this platform does otherwise than others do, and
             fields that were set and decide nothing.
     """
 
     asked: Any = None  # a Plan
     config: Any = None  # a ModelConfig, or None
-    platform: str | None = None
+    devices: str | None = None
     said: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         """Nothing: what was asked for has been checked."""
 
-    def _on(self, platform: str) -> Resolved:
+    @property
+    def platform(self) -> str | None:
+        """cpu, gpu or tpu; None: none in particular."""
+        return self.devices and self.devices.partition(" ")[0]
+
+    def _on(self, devices: str) -> Resolved:
         """With what is left to a platform decided."""
-        decided = self.suited(platform)
+        decided, platform = self.suited(devices), self.platform
+        if self.takes_cudnn:
+            decided["attention_kernel"] = "cudnn"
+        few = isinstance(self, Serving) or (self.pipeline is not None and self.pipeline.split_backward)
+        if few and "grouped" in decided and "triton" in able("grouped", devices):
+            decided["grouped"] = "triton"
         if self.hop == "auto":
             decided["hop"] = "permute"
         if platform == "cpu" and self.mesh.pp > 1:
@@ -294,7 +306,7 @@ class Resolved(Plan):
 
     def resolve(self, config: ModelConfig | None = None, platform: str | None = "cpu") -> Resolved:
         """Itself, for the same model and platform; what was asked, resolved anew, for others."""
-        same = (config, platform) == (self.config, self.platform)
+        same = (config, platform) == (self.config, self.devices)
         return self if same else self.asked.resolve(config, platform)
 
     # --------------------------------------------------------------------------------------- who is cut where
@@ -340,6 +352,15 @@ class Resolved(Plan):
         skip masked blocks while compiling. (Gathered keys are of the whole row, the queries of a part.)"""
         alike = self.regions["queries"]["s"] == self.regions["keys"]["s"]
         return alike and (self.mesh.sp == 1 or self.sequence_order == "contiguous")
+
+    @property
+    def takes_cudnn(self) -> bool:
+        """Whether ``auto`` is cuDNN's attention on these GPUs: it needs no mask, and JAX has it for this."""
+        asked, gpu = self.asked, "cudnn" in able("attention_kernel", self.devices or "gpu")
+        fits = self.config is not None and self.config.head_width in range(8, 129, 8)
+        whole = self.documents == "whole" and self.in_order and not self.regions["keys"].get("s")
+        auto = asked.attention_kernel == "auto" and not self.attention_block
+        return auto and gpu and self.platform != "cpu" and fits and whole and self.dtype == "bfloat16"
 
     @property
     def rings(self) -> bool:

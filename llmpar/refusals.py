@@ -222,7 +222,8 @@ def _adapters(plan, batch_size: int, seq_len: int) -> Rows:
 def idle(plan: Any) -> dict[str, str]:
     """The fields that were set and decide nothing for this mesh and model, with the reason."""
     mesh, config, order = plan.mesh, plan.config, plan.pipeline
-    dense, cudnn = config.experts is None, plan.asked.attention_kernel == "cudnn"
+    dense = config.experts is None
+    cudnn = plan.asked.attention_kernel == "cudnn" and plan.in_order or plan.takes_cudnn
     text = f"mesh '{mesh}'"
     one = {axis: f"{text} has {axis}=1" for axis in ("pp", "sp", "tp", "ep")}
     apart = order is not None and (order.split_backward or plan.stage_saves == "residuals")
@@ -247,7 +248,7 @@ def idle(plan: Any) -> dict[str, str]:
         ("zero_axes", cuts == all_cuts, f"{text} has no others"),
         ("reshard_after_forward", not plan.gathers, "only ZeRO 3 gathers weights for use"),
         ("grouped", dense, f"'{config.name}' has no experts"),
-        ("documents", not (cudnn and plan.in_order), "only cudnn reads it, on whole sequences in order"),
+        ("documents", not cudnn, "only cudnn reads it, on whole sequences in order, in bfloat16"),
         ("ffn_chunks", no_ffn, f"'{config.name}' has experts in place of a feed-forward"),
         ("unroll", config.num_layers == 1, "a loop over one layer is no loop"),
         ("unroll", lone_layer, "a stage has a chunk of one layer, and a loop over that is no loop"),

@@ -329,6 +329,43 @@ def test_gathers_that_nothing_orders_are_made_once_on_simulated_devices():
     assert Plan("pp=2 fsdp=2 ep=2", microbatches=2).resolve().reshard_after_forward
 
 
+CUDNN = {
+    "": "cudnn",
+    "devices=cpu": "portable",
+    "devices=tpu": "flash",
+    "devices=gpu_7.5": "portable",
+    "devices=gpu_gfx942": "portable",
+    "documents=packed": "flash",
+    "dtype=float32": "flash",
+    "mesh=sp=2": "flash",
+    "mesh=sp=2 context_parallel=ulysses": "flash",
+    "mesh=sp=2 context_parallel=ulysses sequence_order=contiguous": "cudnn",
+    "mesh=sp=2 context_parallel=gather sequence_order=contiguous": "flash",
+    "attention_kernel=flash": "flash",
+    "head_width=256": "flash",
+    "head_width=36": "flash",
+}
+
+
+@pytest.mark.parametrize("words", CUDNN)
+def test_auto_is_cudnn_on_gpus_where_it_needs_no_mask(words):
+    """And only there the promise of whole documents decides something. On a GPU before Ampere, or of AMD,
+    neither it nor the kernel in Triton can run, and who asks for one is told."""
+    given = dict(documents="whole", dtype="bfloat16", devices="gpu 9.0", head_width="128", mesh="fsdp=2")
+    given |= {name: value for name, _, value in (word.partition("=") for word in words.split())}
+    config = dataclasses.replace(preset("tiny"), head_width=int(given.pop("head_width")))
+    devices = given.pop("devices").replace("_", " ")
+    found = Plan(**given).resolve(config, devices)
+    assert found.attention_kernel == CUDNN[words]
+    reads = CUDNN[words] == "cudnn" or given["documents"] == "packed"
+    assert reads != any(line.startswith("documents=") for line in found.said)
+    for kernel in ("flash", "cudnn") if devices in ("gpu 7.5", "gpu gfx942") else ():
+        with pytest.raises(
+            ValueError, match=rf"8.0 \(Ampere\) or newer, and here is {devices[4:]}; use .*='por"
+        ):
+            Plan(**given | {"attention_kernel": kernel}).resolve(config, devices)
+
+
 def test_a_plan_is_data():
     plan = Plan("dp=2, tp=2")
     assert plan == Plan(MeshShape(dp=2, tp=2)) and hash(plan) == hash(Plan("dp:2,tp:2"))

@@ -39,11 +39,11 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
     that its compiler refuses for want of memory, gives a document with ``fits`` false and a ``why``.
     """
     plan.check(config, batch_size, seq_len)
-    if plan.attention_kernel == "cudnn":
-        need_compiler("cudnn")
     step = Step(config, plan, make_mesh(plan.mesh, target.devices), optax.adamw(1e-3))
     q = planner.Question(config, target.chip, target.num_devices, batch_size, seq_len)
     plan, mesh = step.plan, step.mesh
+    if plan.attention_kernel == "cudnn":
+        need_compiler("cudnn")
     begin = time.perf_counter()
     need: dict[str, Any] = {
         "predicted_arguments": sum(memory.argument_bytes(plan, batch_size, seq_len).values()),

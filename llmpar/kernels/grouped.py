@@ -4,13 +4,14 @@ weights.
 A device holds ``l`` experts and ``r`` rows, each of which visits up to ``k`` of them. `lay_out` gives every
 visit a slot: the slots of an expert lie side by side and fill whole blocks, so that a block has one owner.
 Nothing is copied into slots: a piece of them at a time is gathered, multiplied, and let go. A piece is a
-few blocks of one expert (``blocks``, for CPUs), or a chunk of many blocks (`llmpar.kernels.products`).
-There are as many pieces as rows have come: no token is dropped, and slots that nobody needs cost nothing but
-their place.
+few blocks of one expert (``blocks``, for CPUs), or a chunk of many blocks (`llmpar.kernels.products`); with
+``slots`` of as many for every expert, all of which are multiplied, full or not. There are as many pieces as
+rows have come: no token is dropped, and slots in pieces that nobody needs cost nothing but their place.
 
-The backward pass keeps the rows, and of the first chunk, which holds an eighth more than an even share,
-the products with gate and up. Those of other pieces it computes again: 11 products where 9 are useful,
-instead of memory for the worst routing in every layer. On CPUs that is all pieces.
+The backward pass keeps the rows, and of the first chunk, which holds an eighth more than an even share (with
+``slots`` a quarter, for each expert), the products with gate and up. Those of other pieces it computes again:
+11 products where 9 are useful, instead of memory for the worst routing in every layer. On CPUs that is all
+pieces.
 
 Dims: r rows, k visits of a row, q slots, n blocks, d width, m an expert's width, l experts here. (Blocks of
 rows of one expert: Gale et al. 2022, MegaBlocks.)
@@ -44,9 +45,9 @@ STRIDE = 4
 
 
 class How(NamedTuple):
-    """Who multiplies, ``blocks``, ``ragged_dot``, ``triton`` or that ``interpreted``; how many blocks are in
-    a chunk (0 for ``blocks``: expert by expert); and whether the backward pass makes the weights' gradients
-    in a loop of their own, which a pipeline can put off (`llmpar.split`)."""
+    """Who multiplies, ``blocks``, ``slots``, ``ragged_dot``, ``triton`` or that ``interpreted``; how many
+    blocks are in a chunk (0 for ``blocks``: expert by expert); and whether the backward pass makes the
+    weights' gradients in a loop of their own, which a pipeline can put off (`llmpar.split`)."""
 
     way: str
     chunk: int = 0
@@ -80,12 +81,24 @@ def arrange(
     return slot_p, empty_q.at[slot_p].set(jnp.arange(num_items), mode="drop")
 
 
-def lay_out(expert_rk: Int[Array, "r k"], num_experts: int, num_blocks: int, block: int) -> Layout:
+def lay_out(
+    expert_rk: Int[Array, "r k"], num_experts: int, num_blocks: int, block: int, first: int = 0
+) -> Layout:
     """Lay visits out in order of their experts (``num_experts`` for a visit to nobody here), each expert
-    from a new block on."""
+    from a new block on. With ``first`` every expert has so many blocks in the first chunk, and one in each
+    that follows, needed or not."""
     blocks_l = -(-count(expert_rk, num_experts) // block)
-    end_l = jnp.cumsum(blocks_l)
-    slot_p, visit_q = arrange(expert_rk.reshape(-1), block * (end_l - blocks_l), num_blocks * block)
+    end_l, each = jnp.cumsum(blocks_l), num_blocks // num_experts
+    begin_l = each * jnp.arange(num_experts) if first else end_l - blocks_l
+    slot_p, visit_q = arrange(expert_rk.reshape(-1), block * begin_l, num_blocks * block)
+    if first:  # so far all of an expert's blocks lie side by side
+        lies = jnp.arange(num_blocks).reshape(num_experts, each)
+        lies_n = jnp.concatenate([lies[:, :first].reshape(-1), lies[:, first:].T.reshape(-1)])
+        goes_n = jnp.argsort(lies_n)
+        block_p = jnp.minimum(slot_p // block, num_blocks - 1)
+        slot_p = jnp.where(slot_p < len(visit_q), goes_n[block_p] * block + slot_p % block, slot_p)
+        visit_q = visit_q.reshape(num_blocks, block)[lies_n].reshape(-1)
+        end_l = num_experts * jnp.broadcast_to(blocks_l.max(), end_l.shape)
     owner_n = (jnp.arange(num_blocks)[:, None] >= end_l[None]).sum(1, dtype=jnp.int32)
     return Layout(slot_p.reshape(expert_rk.shape), visit_q, end_l, owner_n)
 
@@ -97,11 +110,17 @@ def cut(experts: ExpertConfig, way: str, tokens: int, pieces: int, ranks: int) -
     An expert's rows fill whole blocks (`products.BLOCK_ROWS`) of an eighth of an even share or less, so that
     about a sixteenth is padding, and less where rows are many. A device has whole chunks: each has blocks for
     an even share of rows and an eighth more, with half a block of padding for each expert. ``blocks`` goes
-    expert by expert and has none."""
+    expert by expert and has none. Of ``slots`` a block is a quarter of an expert's even share, and each
+    expert has five in the first chunk (fewer where that is enough) and one in each chunk that follows."""
     k, local, most = experts.top_k, experts.num_experts // ranks, ranks * experts.most(tokens, pieces)
     block, largest = products.BLOCK_ROWS[way]
     while block < largest and 16 * block * experts.num_experts <= ranks * tokens * k:
         block *= 2
+    if way == "slots":
+        quarter = -(-ranks * tokens * k // (4 * experts.num_experts))
+        block = -(-quarter // block) * block
+        first = min(-(-5 * quarter // block), -(-most // block))
+        return local * -(-most // block), block, local * first
     rows = min(ranks * tokens * min(k, local), most * local)
     blocks = min((rows + local * (block - 1)) // block, local * -(-most // block))
     if way == "blocks":
@@ -234,11 +253,12 @@ def _walk(how: How, where: Layout, weights, made, sums, piece):
 
     if how.chunk:
         first = piece(_Piece(zero, how.chunk, block, how.chunk, True), made, sums, *weights)
-        turns = (where.end_l[-1] - 1) // how.chunk  # more than the first one
+        more = len(where.end_l) if how.way == "slots" else how.chunk
+        turns = -((how.chunk - where.end_l[-1]) // more)  # more than the first one
 
         def rest(kind):
             def turn(i, mine):
-                here = _Piece((i + 1) * how.chunk, how.chunk, block, how.chunk)
+                here = _Piece(how.chunk + i * more, more, block, how.chunk)
                 return piece(here, *(mine if j == kind else z for j, z in enumerate(first)), *weights)[kind]
 
             return lax.fori_loop(zero, turns, turn, first[kind])

@@ -1,9 +1,10 @@
 """Products of groups of rows, each group with the weights of its owner.
 
-Rows lie in blocks, and a block has one owner, such as an expert. Three ways of multiplying: `lax.dot_general`
-where all rows have the same owner (``blocks``, for CPUs), `jax.lax.ragged_dot` (TPUs), and our own kernels in
-Triton (GPUs), which can gather their rows from where they are: a copy of all rows, in order of their owners,
-is never written. ``interpreted`` are these kernels on any platform, for tests.
+Rows lie in blocks, and a block has one owner, such as an expert. Four ways of multiplying: `lax.dot_general`
+where all rows have the same owner (``blocks``, for CPUs), or where each owner has one block of them
+(``slots``), `jax.lax.ragged_dot` (TPUs), and our own kernels in Triton (GPUs), which can gather their rows
+from where they are: a copy of all rows, in order of their owners, is never written. ``interpreted`` are these
+kernels on any platform, for tests.
 
 Dims: r rows, q slots for rows, n blocks, l owners, a and b the two widths of a weight. (Blocks of one owner:
 Gale et al. 2022, MegaBlocks; gathering inside the product: Tan et al. 2024, ScatterMoE.)
@@ -23,8 +24,9 @@ from jaxtyping import Array, Float, Int
 
 from llmpar.block import vary_alike
 
-BLOCK_ROWS = {"blocks": (4, 32), "ragged_dot": (8, 128), "triton": (16, 128), "interpreted": (16, 128)}
-"""The fewest and the most rows of a block for each way of multiplying."""
+BLOCK_ROWS = {"blocks": (4, 32), "slots": (8, 128), "ragged_dot": (8, 128)}
+BLOCK_ROWS |= {"triton": (16, 128), "interpreted": (16, 128)}
+"""The fewest and the most rows of a block for each way of multiplying; of slots, what they are rounded to."""
 KERNELS = "triton", "interpreted"
 
 
@@ -67,6 +69,9 @@ def dot(way: str, *pairs, owners, transposed: bool = False):
     if way == "ragged_dot":
         dims = ((1,), (2 if transposed else 1,)), ((), ())
         one = lambda rows, w: _ragged_dot(rows, w, owners, len(w), dims, [0])
+    elif way == "slots":
+        letters = "lqb,lab->lqa" if transposed else "lqa,lab->lqb"
+        one = lambda rows, w: jnp.einsum(letters, _apart(rows, len(w)), w).reshape(len(rows), -1)
     else:
         one = lambda rows, w: lax.dot_general(rows, w, dims, preferred_element_type=jnp.float32)
     return functools.reduce(jnp.add, (one(rows, w).astype(rows.dtype) for rows, w in pairs))
@@ -80,7 +85,15 @@ def outer(way: str, rows, grads, owners, num_owners: int):
     dims = ((0,), (0,)), ((), ())
     if way == "ragged_dot":
         return _ragged_dot(rows, grads, owners, num_owners, dims, [])
+    if way == "slots":
+        rows, grads = _apart(rows, num_owners), _apart(grads, num_owners)
+        return jnp.einsum("lqa,lqb->lab", rows, grads, preferred_element_type=jnp.float32)
     return lax.dot_general(rows, grads, dims, preferred_element_type=jnp.float32)
+
+
+def _apart(rows: Array, num_owners: int) -> Array:
+    """The rows of each owner."""
+    return rows.reshape(num_owners, -1, rows.shape[1])
 
 
 def _ragged_dot(a, b, owners, num_owners: int, dims, groups: list[int]):
