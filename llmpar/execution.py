@@ -18,7 +18,7 @@ SUITS = {
     "dispatch": {"cpu": ("padded",), "gpu": ("ragged", "padded"), "tpu": ("ragged", "padded")},
     "grouped": {
         "cpu": ("blocks", "ragged_dot", "slots"),
-        "gpu": ("slots", "triton"),
+        "gpu": ("triton", "slots"),
         "other gpu": ("slots",),
         "tpu": ("ragged_dot", "blocks", "slots"),
     },
@@ -63,11 +63,9 @@ class Execution:
             only (``ragged``, which CPUs lack). ``auto``: ragged on GPUs and TPUs.
         grouped: how tokens are multiplied by their experts (Megatron's grouped GEMM): in a loop over
             ``blocks`` (CPUs), by `jax.lax.ragged_dot` (TPUs; a CPU multiplies every token by every expert),
-            in one batched product of ``slots``, a quarter more than an even share for each expert, or by
-            :mod:`llmpar.kernels.products` in ``triton`` (GPUs since Ampere). ``auto``: what suits the
-            devices; on GPUs slots, by the estimate that XLA's products are the faster ones (no GPU has
-            decided it), and triton where few experts are visited (serving), or slots are kept (schedules
-            that put weights' gradients off).
+            by :mod:`llmpar.kernels.products` in ``triton`` (GPUs since Ampere), or in one batched product of
+            ``slots``, a quarter more than an even share for each expert (everywhere). ``auto``: what suits
+            the devices; on GPUs triton, if it can be: estimates prefer it by 3 %, and no GPU has decided.
         hop: how the ranks of a ring hand on what they hold: by a ``permute``; or by an ``exchange``, an
             all-to-all of which all blocks but one are empty, for which no other stage of a pipeline must
             wait. ``auto``: an exchange in a pipeline of simulated devices, a permute elsewhere.

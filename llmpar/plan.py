@@ -220,10 +220,8 @@ class Plan(Execution):
         if experts := config.experts:
             config = dataclasses.replace(config, experts=dataclasses.replace(experts, capacity_factor=None))
         kept: dict[str, Any] = {name: getattr(self, name) for name in ("mesh", "zero", "dtype")}
-        asked = Plan(**kept, zero_axes="fsdp,ep", sequence_order="contiguous").resolve(config, None)
-        given = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)}
-        found = Serving(**given | {"devices": platform})
-        found = found._on(platform) if platform else found  # type: ignore[assignment]
+        asked = Plan(**kept, zero_axes="fsdp,ep", sequence_order="contiguous").resolve(config, platform)
+        found = Serving(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)})
         refusals.Cut("slots", num_rows, BATCH_AXES).check(found)
         refusals.check(found, num_rows, self.mesh.sp)
         return found
@@ -268,9 +266,6 @@ class Resolved(Plan):
         decided, platform = self.suited(devices), self.platform
         if self.takes_cudnn:
             decided["attention_kernel"] = "cudnn"
-        few = isinstance(self, Serving) or (self.pipeline is not None and self.pipeline.split_backward)
-        if few and "grouped" in decided and "triton" in able("grouped", devices):
-            decided["grouped"] = "triton"
         if self.hop == "auto":
             decided["hop"] = "permute"
         if platform == "cpu" and self.mesh.pp > 1:

@@ -317,6 +317,40 @@ def test_gpus_compile_what_was_predicted(flags):
     assert named > 0.7 * sum(row["busy_s"] for row in rows), "but for merged ones, each says whose"
 
 
+BEFORE_AMPERE = """
+import sys
+from dataclasses import replace
+from llmpar.config import preset
+from llmpar.inspect import aot, targets
+from llmpar.plan import Plan
+from llmpar.predict import hardware
+
+# NVIDIA's data sheet, and the programming guide for compute capability 7.5
+t4 = dict(name="Tesla T4", capability=[7, 5], core_count=40, fpus_per_core=64, clock_rate_ghz=1.59)
+t4 |= dict(l2_cache_size=4 << 20, shared_memory_per_core=64 << 10, threads_per_core_limit=1024)
+targets.GPUS["t4"] = t4
+hardware.NAMES["t4"] = replace(hardware.chip("a100-40"), name="t4", usable_hbm_gib=14.7)
+for model, plan in [
+    ("tiny", Plan("tp=2", tp_sequence=True)),
+    ("tiny", Plan("sp=2", dtype="bfloat16", documents="whole")),
+    ("tiny-moe", Plan("ep=2")),
+]:
+    found = aot.compile_step(preset(model), plan, targets.parse_target("t4:1x2"), 4, 128)
+    rows = found["collectives"]
+    sent = all(row["predicted_bytes"] == row["compiled_bytes"] for row in rows)
+    print(found["attention_kernel"], found["grouped"], found["fits"], bool(rows) and sent)
+"""
+
+
+@pytest.mark.compilers
+@gpu_compiler
+def test_a_gpu_before_ampere_gets_programs_without_our_kernels():
+    """XLA has no Triton for it: a T4, as Colab and Kaggle lend."""
+    done = aside(BEFORE_AMPERE)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["portable None True True"] * 2 + ["portable slots True True"]
+
+
 EXPERTS = "--model", "qwen3-30b-a3b", "--mesh", "fsdp=8 ep=8", "--remat", "selective", "--loss-chunks", "8"
 PROMISED = {
     "the default": (("--model", "llama3-8b"), 0.45),

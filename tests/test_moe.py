@@ -313,7 +313,7 @@ def test_a_platform_gets_what_suits_it_and_what_does_not_is_refused():
         getattr(Plan().resolve(platform=platform), name) for name in ("dispatch", "grouped")
     ]
     assert choice("cpu") == ["padded", "blocks"]
-    assert choice("gpu") == choice("gpu 8.0") == choice("gpu 12.0") == ["ragged", "slots"]
+    assert choice("gpu") == choice("gpu 8.0") == choice("gpu 12.0") == ["ragged", "triton"]
     assert choice("gpu 7.5") == choice("gpu gfx942") == ["ragged", "slots"]
     assert choice("tpu") == ["ragged", "ragged_dot"]
     plan = Plan("ep=4 fsdp=2", dispatch="ragged")
@@ -322,7 +322,7 @@ def test_a_platform_gets_what_suits_it_and_what_does_not_is_refused():
     ):
         Step(MOE, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     for value, platform, why in [
-        ("ragged_dot", "gpu", "multiplies every row by every expert; use grouped='slots'"),
+        ("ragged_dot", "gpu", "multiplies every row by every expert; use grouped='triton'"),
         ("blocks", "gpu", "host would wait for every turn"),
         ("triton", "tpu", "for GPUs; use grouped='ragged_dot'"),
         ("triton", "cpu", "for GPUs; use grouped='blocks'"),
