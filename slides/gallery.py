@@ -96,6 +96,14 @@ def drawings() -> dict[str, Scene]:
         "layout": draw.layout("b/dp,fsdp s d/tp", (32, 16, 8), "dp=2 fsdp=2 tp=2", itemsize=4),
         "arrow": draw.arrow("b s d +tp -> b s/tp d", (8, 16, 32), "tp=4", 2),
         **sent_in_a_step(),
+        "program": draw.program(
+            ["y = x @ w", "y.sum()"],
+            {
+                "before": {0: [("all-gather", 6 << 20)], 1: [("all-reduce", 6)]},
+                "after": {1: [("all-reduce", 6)]},
+            },
+            "A program, line by line",
+        ),
         "matmul": draw.matmul("s d × d m/tp = s m/tp × m/tp d = s d +tp -> s d"),
         "causal": draw.causal({"in order": [[0, 1], [2, 3]], "zigzag": [[0, 3], [1, 2]]}),
         "before_after": draw.before_after(),

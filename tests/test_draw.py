@@ -176,6 +176,15 @@ CASES: dict = {
     "collectives": lambda: draw.collectives(ROWS),
     "arrows sent": lambda: draw.arrows_sent(ARROW_ROWS),
     "arrows sent, many": lambda: draw.arrows_sent([ARROW_ROWS[0] | {"arrow": f"{i}"} for i in range(30)]),
+    "program": lambda: draw.program(
+        ["x = f(y)", "return a_rather_long_name_of_a_function(x, y, z).mean()", "(no line)"],
+        {
+            "as it was": {1: [("all-gather", 1 << 30), ("all-to-all", 7)]},
+            "a": {0: [("all-reduce", 6)], 2: [("s", 0)]},
+        },
+        "What is sent",
+    ),
+    "program that sends nothing": lambda: draw.program(["return x"], {"sent": {}}),
     "ring": lambda: draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
     "strips": draw.before_after,
     "strips as icons": lambda: draw.before_after(icon=True),

@@ -60,7 +60,7 @@ BUDGETS = {
     "kernels": 1_150,
     "training": 1_910,
     "predict": 4_020,  # a layer in time, what a reader could do next, and where numbers come from
-    "draw": 3_200,
+    "draw": 3_241,
     "inspect": 2_475,
     "explore": 1_700,
     "serve": 820,  # a step, an engine, a server
