@@ -7,12 +7,14 @@ import random
 import re
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from parity import BATCH, LLAMA, SEQ
@@ -114,6 +116,228 @@ def test_arguments_that_a_program_drops_are_said():
     assert doc["skipped"] == ["in [1] (not used)", "out no (None)"]
 
 
+def live(spec, shape=(8, 8), mesh=None, kind=jnp.float32):
+    where = NamedSharding(mesh or mesh_of((4, 2), "X", "Y"), spec)
+    return jax.device_put(jnp.arange(math.prod(shape)).reshape(shape).astype(kind), where)
+
+
+class AnyName(dict):
+    __getattr__ = dict.__getitem__
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Attributes(AnyName):
+    """As training states are often written."""
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.DictKey(k), self[k]) for k in sorted(self)], tuple(sorted(self))
+
+    @classmethod
+    def tree_unflatten(cls, names, leaves):
+        return cls(zip(names, leaves, strict=True))
+
+
+class Checked:
+    """A node that takes nothing without a shape."""
+
+    def __init__(self, x):
+        self.x = x if x.shape is not None else None
+
+
+jax.tree_util.register_pytree_node(Checked, lambda node: ((node.x,), None), lambda _, x: Checked(*x))
+
+
+def with_refs(dropped, mutated, untouched, *, scale):
+    mutated[...] += scale
+    return {"sum": scale.sum(0), "none": None}
+
+
+def captures():
+    held = jax.new_ref(live(P("Y", "X")))
+
+    def f(dropped, x):
+        held[...] += x
+        return x
+
+    return jax.jit(f).lower(live(P()), live(P("X"))).compile()
+
+
+def two_of_the_same_devices():
+    own = NamedSharding(mesh_of((2, 4), "A", "B"), P("A", "B"))
+    return jax.jit(lambda x: x * 2, out_shardings=own).lower(live(P("X", "Y"))).compile()
+
+
+def of_flax():
+    module, x = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0)), live(P("X"))
+    return nnx.jit(lambda module, x: module(x)).lower(module, x).compile()
+
+
+lower = lambda f, *args, **kwargs: jax.jit(f).lower(*args, **kwargs).compile()
+static = jax.jit(lambda x, n, *, mode: x * n, static_argnums=1, static_argnames="mode")
+donated = jax.jit(lambda x, y, z: (x + 1, z), donate_argnums=(0, 1))
+READ: dict[str, tuple[Any, str, list[str]]] = {
+    "Refs": (
+        lambda: lower(with_refs, live(P()), *(jax.new_ref(live(P(a))) for a in "XY"), scale=live(P("Y"))),
+        "in [1] P('X',), in scale P('Y',), out sum P()",
+        ["in [0] (not used)", "in [2] (not used)", "out none (None)"],
+    ),
+    "a captured Ref": (
+        captures,
+        "in [1] P('X',), in captured[0] P('Y', 'X'), out P('X',)",
+        ["in [0] (not used)"],
+    ),
+    "live Refs": (lambda: [jax.new_ref(live(P("Y"))), live(P("X"))], "[0] P('Y',), [1] P('X',)", []),
+    "two meshes": (
+        two_of_the_same_devices,
+        "in [0] P('X', 'Y'), out P('A', 'B') of a mesh {'A': 2, 'B': 4} of its own",
+        [],
+    ),
+    "a part of the mesh": (
+        lambda: [live(P("X"), mesh=mesh_of((2,), "X")), live(P("X"))],
+        "[0] P('X',) of a mesh {'X': 2} of its own, [1] P('X',)",
+        [],
+    ),
+    "another order": (
+        lambda: [live(P("X"), mesh=mesh_of((2,), "X", devices=jax.devices()[:2][::w])) for w in (1, -1)],
+        "[0] P('X',), [1] P('X',) of a mesh {'X': 2} of its own",
+        [],
+    ),
+    "attributes": (
+        lambda: lower(lambda s: Attributes(s, c=None), Attributes(a=live(P("X")), b=live(P("Y")))),
+        "in [0].a P('X',), in [0].b P('Y',), out a P('X',), out b P('Y',)",
+        ["out c (None)"],
+    ),
+    "checked node": (
+        lambda: lower(lambda node: node, Checked(live(P("X")))),
+        "in [0][0] P('X',), out [0] P('X',)",
+        [],
+    ),
+    "static": (lambda: static.lower(live(P("X")), 3, mode="a").compile(), "in [0] P('X',), out P('X',)", []),
+    "donated": (
+        lambda: donated.lower(*map(live, map(P, "XYY"))).compile(),
+        "in [0] P('X',), in [2] P('Y',), out [0] P('X',), out [1] P('Y',)",
+        ["in [1] (not used)"],
+    ),
+    "None": (
+        lambda: lower(lambda t: t, {"a": None, "b": [live(P("X")), None]}),
+        "in [0].b[0] P('X',), out b[0] P('X',)",
+        [f"{way}{name} (None)" for way in ("in [0].", "out ") for name in ("a", "b[1]")],
+    ),
+    "no elements": (lambda: live(P("X"), (0, 8)), "array P('X',)", []),
+    "formats": (lambda: [live(P("X")).format], "[0] P('X',)", []),
+    "Flax": (
+        of_flax,
+        "in [0].states[0][0] P(), in [1] P('X',), out [0][0].states[0][0] P(), out [2] P('X',)",
+        ["out [0][1] (None)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_programs_and_states_of_others_are_read(case):
+    make, rows, skipped = READ[case]
+    explorer = MeshExplorer.of(value := make())
+    answer = explorer.answer(dict(explorer.state))
+    doc = explorer.given
+    assert ", ".join(f"{row['name']} {row['layout']}" for row in doc["tensors"]) == rows
+    assert doc["skipped"] == skipped and answer["refusal"] is None
+    if hasattr(value, "memory_analysis"):  # what the compiler counts, on each device
+        taken = [row for row in doc["tensors"] if row["name"].startswith("in ")]
+        total = value.memory_analysis().argument_size_in_bytes
+        assert {sum(device_bytes(row, i) for row in taken) for i in range(len(doc["devices"]))} == {total}
+    if isinstance(value, jax.stages.Compiled):
+        assert compiled_memory(value)["argument_bytes"] == total
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_programs_are_read_as_they_run(seed):
+    draw, mesh = random.Random(seed), mesh_of((2, 2, 2), *"XYZ")
+
+    def array():
+        cuts = [[] for _ in range(draw.randrange(3))]
+        for axis in draw.sample("XYZ", 3) if cuts else ():
+            draw.choice([*cuts, []]).append(axis)
+        kind = draw.choice([jnp.float32, jnp.bfloat16, jnp.int8])
+        sizes = [8 * draw.randrange(1, 3) for _ in cuts]
+        return live(P(*(tuple(cut) or None for cut in cuts)), sizes, mesh, kind)
+
+    def tree(depth=2):
+        if depth and draw.random() < 0.5:
+            parts = [tree(depth - 1) for _ in range(draw.randrange(3))]
+            return draw.choice([list, tuple, lambda x: Attributes(zip("abc", x, strict=False))])(parts)
+        return draw.choice([lambda: None, array, array, lambda: jax.new_ref(array())])()
+
+    args, kwargs = [tree() for _ in range(draw.randrange(1, 4))], {"p": tree(), "q": array()}
+    given = jax.tree.leaves((args, kwargs))
+    used = [draw.random() < 0.7 for _ in given[1:]] + [True]
+    closed = jax.new_ref(array()) if draw.random() < 0.4 else None
+
+    def f(*args, **kwargs):
+        results = [None if closed is None else closed[...].T]
+        for x, here, use in zip(jax.tree.leaves((args, kwargs)), given, used, strict=True):
+            if use and isinstance(here, jax.Ref):
+                x[...] = x[...] * 2
+            results += [x[...].T, {"twice": x[...] * 2}] * use
+        return results
+
+    program = lower(f, *args, **kwargs)
+    ran, doc = program(*args, **kwargs), shardings(program)
+    where = [one for one, use in zip(given, used, strict=True) if use] + [closed] * (closed is not None)
+    where += jax.tree.leaves(ran)
+    assert sum("not used" in name for name in doc["skipped"]) == used.count(False)
+    for row, x in zip(doc["tensors"], where, strict=True):
+        assert (row["shape"], row["dtype"]) == (list(x.shape), str(x.dtype))
+        for i, device in enumerate(mesh.devices.flat):
+            cuts = zip(x.sharding.devices_indices_map(x.shape)[device], x.shape, strict=True)
+            assert held(row, i) == tuple(slice(*cut.indices(n)[:2]) for cut, n in cuts)
+
+
+def unreduced():
+    """A matmul over a dim that X cuts: each device has multiplied what it has."""
+    mesh = jax.make_mesh((4, 2), ("X", "Y"), axis_types=(AxisType.Explicit,) * 2)
+    x, w = live(P(None, "X"), mesh=mesh), live(P("X", "Y"), mesh=mesh)
+    spec = NamedSharding(mesh, P(None, "Y", unreduced={"X"}))
+    return jax.jit(lambda x, w: jnp.einsum("ij,jk->ik", x, w, out_sharding=spec)), x, w
+
+
+def test_terms_of_a_sum_are_no_copies_of_it():
+    f, x, w = unreduced()
+    terms, whole = f(x, w), np.asarray(x) @ np.asarray(w)
+    (row,) = shardings(terms)["tensors"]
+    assert (row["layout"], row["unfinished"], row["blocks"]) == ("P(None, 'Y') +X", "sum over X", 2)
+    assert len(row["shards"]) == len({*row["holds"]}) == 8, "no two devices hold the same"
+    total = np.zeros((8, 8))
+    for shard in terms.addressable_shards:
+        total[held(row, shard.device.id)] += np.asarray(shard.data)
+    np.testing.assert_array_equal(total, whole)
+    explorer = MeshExplorer.of({"y": terms, "x": x})
+    explorer.set(tensor="y", device=5)
+    boxes, inked = cells(explorer)
+    assert all(inked[i] == [pytest.approx((0, 1, i % 2 / 2, i % 2 / 2 + 0.5))] for i in range(8))
+    assert [i for i, box in boxes.items() if box.width > 1] == [5]
+    assert "one term of the sum over X: [0:8, 0:4]" in boxes[2].tip
+    inks = [i for i in flatten(explorer.scene.items) if isinstance(i, Rect) and i.fill == "weights"]
+    assert {ink.hatch for ink in inks} == {"/"}
+    assert "holds one term of the sum over X: [0:8, 4:8] of y.\nHatched: a term only" in explorer.scene.text
+    answer = explorer.answer(dict(explorer.state))
+    assert "+X; 2 blocks of 4 terms; 1 copy; one term" in answer["says"] and "x: 8 × 8" in answer["says"]
+    explorer.set(tensor="x")
+    assert "Hatched" not in explorer.scene.text
+    program = MeshExplorer.of(f.lower(x, w).compile()).given["tensors"]
+    assert program[-1] == row | {"name": "out"}
+
+
+def test_unreduced_specs_are_read_without_arrays():
+    mesh = unreduced()[1].sharding.mesh
+    (row,) = shardings(NamedSharding(mesh, P("X", unreduced={"Y"})))["tensors"]
+    assert (row["shape"], row["blocks"], len(row["shards"]), row["layout"]) == ([4], 4, 8, "P('X',) +Y")
+    (row,) = shardings(NamedSharding(mesh, P(unreduced={"X", "Y"})))["tensors"]
+    assert (row["blocks"], len(row["shards"]), row["layout"]) == (1, 8, "P() +X +Y")
+    if kinds := getattr(jax.sharding, "UnreducedKind", None):  # from JAX 0.12 on
+        (row,) = shardings(NamedSharding(mesh, P(unreduced={"X"}, unreduced_kind=kinds.max)))["tensors"]
+        assert (row["layout"], row["unfinished"]) == ("P() max over X", "max over X")
+
+
 def test_shapes_and_bare_shardings_are_seen_without_arrays(step):
     doc = shardings(step.abstract_state)
     live = shardings(step.init(0))
@@ -165,8 +389,8 @@ def deleted():
 
 
 def other_mesh():
-    one, two = (NamedSharding(mesh_of((n,), "data"), P("data")) for n in (2, 8))
-    return {"a": one, "b": two}
+    one, two = (mesh_of((n,), "data", devices=jax.devices()[at:][:n]) for n, at in ((4, 0), (2, 6)))
+    return {"a": NamedSharding(one, P("data")), "b": NamedSharding(two, P())}
 
 
 def outside():
@@ -174,24 +398,20 @@ def outside():
     return {"a": NamedSharding(mesh, P()), "b": jax.device_put(jnp.zeros(1), jax.devices()[7])}
 
 
-def swapped():
-    devices = jax.devices()[:2]
-    meshes = (mesh_of((2,), "data", devices=order) for order in (devices, devices[::-1]))
-    return [NamedSharding(mesh, P("data")) for mesh in meshes]
-
-
 REFUSED = {
     "text": (lambda: "w", r"array \(str, on no device\); give an array, a tree"),
     "nothing": (dict, "an empty dict"),
     "NumPy": (lambda: {"w": np.ones(3), "b": 1}, r"b \(int, on no device\), w \(ndarray"),
     "no sharding": (lambda: jax.eval_shape(lambda: jnp.zeros(3)), "ShapeDtypeStruct, on no device"),
-    "lowered": (lambda: jax.jit(jnp.sin).lower(1.0), "Lowered, on no device.*a compiled program"),
+    "lowered": (lambda: jax.jit(jnp.sin).lower(1.0), r"Lowered, on no device\); give the compiled program"),
+    "function": (lambda: jnp.sin, r"give the compiled program: jax.jit\(f\).lower"),
+    "empty program": (lambda: jax.jit(lambda: None).lower().compile(), r"out \(None\); give an array"),
+    "dict of any name": (AnyName, r"array \(AnyName, on no device\)"),
     "deleted": (deleted, r"w \(traced or deleted\)"),
     "abstract mesh": (lambda: AbstractMesh((2,), ("a",)), "{'a': 2} without devices; make one of devices"),
     "abstract sharding": (lambda: NamedSharding(AbstractMesh((2,), ("a",)), P("a")), "array: a mesh of axes"),
     "no mesh": (lambda: Mesh(np.empty((), object), ()), "{} without devices"),
-    "two meshes": (other_mesh, "b lies on mesh {'data': 8} of its own.*one mesh at a time"),
-    "another order": (swapped, r"\[1\] lies on mesh {'data': 2} of its own"),
+    "two meshes": (other_mesh, "b lies on .*6, and others on mesh {'data': 4}; give the arrays of one mesh"),
     "outside": (outside, "b lies on .*7, and others on mesh {'data': 4}"),
     "uneven": (lambda: shape_on(P("data")), r"array as P.* 4 times, .* is 6 .*that the mesh divides"),
     "unconstrained": (lambda: shape_on(P(P.UNCONSTRAINED)), "leaves a cut to the compiler"),

@@ -14,6 +14,7 @@ from llmpar.draw.scene import Rect, Scene, compose, fitting, size_text, stack
 from llmpar.explore.explorer import Explorer
 from llmpar.explore.words import button, table, table_row
 
+NONE: dict[str, Any] = {"shape": [], "shards": [], "unfinished": ""}
 HEAD = "array", "shape", "dtype", "lies as", "blocks", "copies", "held here", "bytes"
 
 
@@ -26,7 +27,7 @@ class GivenExplorer(Explorer):
 
     def __init__(self, given: dict[str, Any], **state):
         self.given, self.title, self.sizes = given, given["title"], given["sizes"]
-        self.rows = {row["name"]: row for row in given["tensors"]}
+        self.rows = {r["name"]: NONE | {"blocks": len(r["shards"])} | r for r in given["tensors"]}
         size = lambda name: math.prod(self.rows[name]["shape"])
         self.start = {"device": 0, "tensor": max(self.rows, key=size, default="")}
         super().__init__(**state)
@@ -46,7 +47,8 @@ class GivenExplorer(Explorer):
             return "nothing", 0
         block, bare = row["shards"][row["holds"][device]], row["dtype"] is None
         words = ", ".join(f"{a:,}" if bare else f"{a:,}:{b:,}" for a, b in block)
-        words = f"{'block ' * bare}[{words}]" if len(row["shards"]) > 1 else "all"
+        words = f"{'block ' * bare}[{words}]" if row["blocks"] > 1 else "all"
+        words = f"one term of the {row['unfinished']}: {words}" if row["unfinished"] else words
         return words, row["itemsize"] * math.prod(b - a for a, b in block)
 
     def draw(self, state: dict) -> Scene:
@@ -55,11 +57,12 @@ class GivenExplorer(Explorer):
             raise ValueError(f"device is {device!r}, and there are {n:,}; use a number from 0 to {n - 1}")
         if self.rows and name not in self.rows:
             raise ValueError(f"no array is named '{name}'; there are {', '.join([*self.rows][:9])}")
-        row = self.rows.get(name, {"shape": [], "shards": [], "holds": [None] * n})
+        row = self.rows.get(name, NONE | {"holds": [None] * n})
         shape, holds, shards, hosts = row["shape"], row["holds"], row["shards"], given["hosts"]
         cut = [i for i in range(len(shape)) if len({tuple(block[i]) for block in shards}) > 1]
         shown = sorted([*(i for i, size in enumerate(shape) if i not in cut and size > 1), *cut][-2:])
         aside, down, across = cut[:-2][:1], shown[-2:-1], shown[-1:]
+        edge = ("ink", 0.75, "/") if row["unfinished"] else ("edge", 0.75)
         inside = lambda part, i: slice(part.first + i * part.block, part.first + (i + 1) * part.block)
 
         def side(block: list, dims: list[int], room: float) -> tuple[float, float]:
@@ -69,7 +72,7 @@ class GivenExplorer(Explorer):
             ids, left, items = given["devices"][inside(part, cell)], 6.0 * bool(aside), list[Any]()
             for block in (shards[i] for i in {*holds[inside(part, cell)]} - {None}):
                 (top, low), (x, right) = side(block, down, h), side(block, across, w - left)
-                items.append(Rect(left + x, top, right - x, low - top, "weights", "edge", 0.75))
+                items.append(Rect(left + x, top, right - x, low - top, "weights", *edge))
                 top, low = side(block, aside, h)
                 items += [Rect(0, top, 5, low - top, "other2")] * bool(aside)
             return items if self.rows else fitting(w / 2, h / 2, w, number_ranges(ids), f"{ids[0]} …")
@@ -84,6 +87,7 @@ class GivenExplorer(Explorer):
         notes = [f"{self.where(device)} is chosen; the numbers are JAX's."]
         if self.rows:
             notes = [f"{self.where(device)} holds {self.held(row, device)[0]} of {name}."]
+            notes += ["Hatched: a term only; no device has the value yet."] * ("/" in edge)
             notes += [f"{num} devices hold the same." for num in [holds.count(holds[device])] if num > 1]
             sides = f", {' down, '.join(f'dim {i}' for i in shown)} across" if shown else ""
             notes += [f"A cell is the whole array{sides}."]
@@ -102,12 +106,14 @@ class GivenExplorer(Explorer):
             return found
         lines, says, held = "", found["says"], dict[str, dict]()
         for name, row in self.rows.items():
-            blocks, (words, size) = len(row["shards"]), self.held(row, device)
-            copies = sum(block is not None for block in row["holds"]) // blocks
+            blocks, (words, size) = row["blocks"], self.held(row, device)
+            copies = sum(block is not None for block in row["holds"]) // len(row["shards"])
             held[name] = {"blocks": blocks, "copies": copies, "holds": words, "bytes": size}
             shape = " × ".join(f"{n:,}" for n in row["shape"]) or "one number"
+            said = f"{count_noun(blocks, 'block')} of {len(row['shards']) // blocks} terms"
+            said = said if row["unfinished"] else count_noun(blocks, "block")
             kind = [shape, row["dtype"]] if row["dtype"] else ["not given", ""]
-            cells = [*kind, row["layout"], count_noun(blocks, "block"), count_noun(copies, "copy"), words]
+            cells = [*kind, row["layout"], said, count_noun(copies, "copy"), words]
             cells.append(size_text(size) if row["dtype"] else "")
             says += f"\n{name}: {'; '.join(filter(None, cells))}"
             lines += table_row(button(name, tensor=name), map(escape, cells))

@@ -30,6 +30,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, held_bytes, shapes
+from llmpar.inspect.shardings import program_shardings
 from llmpar.predict import formulas
 
 KINDS = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"
@@ -287,7 +288,7 @@ def compiled_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
     kinds = "argument", "output", "alias", "temp"
     memory = {f"{kind}_bytes": getattr(stats, f"{kind}_size_in_bytes") for kind in kinds}
     rest = memory["argument_bytes"] + memory["output_bytes"] - memory["alias_bytes"]
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    if "tpu" in {device.platform for sharding in shardings for device in sharding.device_set}:
+    lie = (pair[1] for part in program_shardings(compiled) for pair in part if pair)
+    if "tpu" in {device.platform for sharding in lie for device in sharding.device_set}:
         memory["temp_bytes"] = stats.peak_memory_in_bytes - rest
     return memory | {"peak_bytes": rest + memory["temp_bytes"]}

@@ -1,10 +1,10 @@
 """Reads who holds which block of what exists: arrays, shapes, a program's arguments, a sharding, a mesh."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import FlattenedIndexKey, SequenceKey, keystr
 
 
@@ -21,66 +21,101 @@ def _named(tree: Any, before: str = "") -> list[tuple[str, Any]]:
     return [(before + (name if often[name] == 1 else keystr(path)), x) for name, path, x in found]
 
 
+def program_shardings(compiled: jax.stages.Compiled) -> tuple[list, list, list]:
+    """Types with shardings of a program's arguments (None: dropped), of what it captured, and of its results.
+
+    JAX's ``input_shardings`` and ``output_shardings`` are made of these. They fail where a Ref is given, and
+    a dropped argument gets another's where one is captured.
+    """
+    program, ran = cast(Any, compiled), cast(Any, compiled)._executable
+    before, taken = len(program._params.const_args), list(zip(ran.in_avals, ran._in_shardings, strict=True))
+    kept = dict(zip(sorted(ran._kept_var_idx), taken, strict=False))  # captured Refs come last
+    arguments = [kept.get(before + i) for i in range(program.in_tree.num_leaves)]
+    results = list(zip(ran.out_avals, ran._out_shardings, strict=True))  # and the last values of Refs
+    return arguments, taken[:before] + taken[len(kept) :], results[: program.out_tree.num_leaves]
+
+
 def _leaves(value: Any) -> list[tuple[str, Any, Any]]:
     """What there is to see: names, what has shape and dtype, and shardings."""
-    found, given = list[tuple[str, Any, Any]](), _named(value)
+    found, way = list[tuple[str, Any, Any]](), ""
     if isinstance(value, jax.stages.Compiled):
-        infos = [pair for part in value.args_info for pair in _named(part, "in ")]
-        lie = jax.tree.leaves(value.input_shardings, is_leaf=lambda x: x is None)
-        found = [(name, x, where) for (name, x), where in zip(infos, lie, strict=True)]
-        given = _named(value.out_info, "out ")
-    gone = lambda x: isinstance(x, jax.core.Tracer) or isinstance(x, jax.Array) and x.is_deleted()
-    lies = lambda x: x if isinstance(x, Sharding) else None if gone(x) else getattr(x, "sharding", None)
-    found += [(name, x, lies(x)) for name, x in given]
+        arguments, captured, results = program_shardings(value)
+        lie = iter(arguments)
+        for name, x in (pair for part in value.args_info for pair in _named(part, "in ")):
+            found.append((name, *((None if x is None else next(lie)) or (x, None))))
+        found += [(f"in captured[{i}]", *pair) for i, pair in enumerate(captured)]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x, where in results]
+        value, way = cast(Any, value.out_tree).unflatten(shapes), "out "
+    for name, x in _named(value, way):
+        gone = isinstance(x, jax.core.Tracer) or isinstance(x, jax.Array) and x.is_deleted()
+        where = x if isinstance(x, Sharding) or gone or not hasattr(type(x), "sharding") else x.sharding
+        where = where if isinstance(where, Sharding) else None
+        found.append((name, x if where is None or hasattr(x, "shape") else where, where))
     return [(name.strip() or "array", x, where) for name, x, where in found]
 
 
-def _mesh(meshes: list[tuple[str, Any]], leaves: list[tuple[str, Any, Any]]) -> tuple[dict[str, int], list]:
-    """The one mesh that all lie on: its axes with their sizes, and its devices in order."""
-    found: dict[tuple, str] = {}
+Place = tuple[tuple[tuple[str, int], ...], tuple[jax.Device, ...]]  # axes with sizes, devices in order
+_place = lambda mesh: (tuple(mesh.shape.items()), tuple(mesh.devices.flat))
+
+
+def _mesh(meshes: list[tuple[str, Any]], leaves: list[tuple[str, Any, Any]]) -> Place:
+    """The largest mesh, the first of them; all must lie on its devices."""
+    found = []
     for name, mesh in meshes + [(name, where.mesh) for name, _, where in leaves if hasattr(where, "mesh")]:
         if isinstance(mesh, AbstractMesh) or mesh.empty:
             why = f"{name}: a mesh of axes {dict(mesh.shape)} without devices"
             raise ValueError(f"{why}; make one of devices, as llmpar.mesh.make_mesh does")
-        found.setdefault((tuple(mesh.shape.items()), tuple(mesh.devices.flat)), name)
+        found.append(_place(mesh))
     used = {d: name for name, _, where in reversed(leaves) for d in where.device_set}
-    (sizes, devices), *others = found or [((("device", len(used)),), sorted(used, key=lambda d: d.id))]
-    away = [f"{found[one]} lies on mesh {dict(one[0])} of its own" for one in others]
-    away += [f"{name} lies on {d}" for d, name in used.items() if d not in devices]
-    if away:
+    alone = (("device", len(used)),), tuple(sorted(used, key=lambda d: d.id))
+    sizes, devices = max(found, key=lambda place: len(place[1]), default=alone)
+    if away := [f"{used[d]} lies on {d}" for d in alone[1] if d not in devices]:
         why = f"a picture has one mesh, but {away[0]}, and others on mesh {dict(sizes)}"
         raise ValueError(f"{why}; give the arrays of one mesh at a time")
-    return dict(sizes), list(devices)
+    return sizes, devices
 
 
-def _row(name: str, x: Any, where: Any, devices: list) -> dict:
+def _row(name: str, x: Any, where: Any, place: Place) -> dict:
     """One array: its blocks, and which of them each device holds, as JAX says it."""
     spec, bare, shape = getattr(where, "spec", None), isinstance(x, Sharding), getattr(x, "shape", ())
-    layout = str(where if spec is None else spec)
+    layout, devices, unfinished, term = str(where if spec is None else spec), place[1], "", dict[Any, Any]()
+    if spec is not None and spec.unreduced:  # devices with the same slices hold terms of a sum
+        mesh, sums = where.mesh, tuple(axis for axis in where.mesh.axis_names if axis in spec.unreduced)
+        kind = getattr(getattr(spec, "unreduced_kind", None), "name", "sum")  # max and min from JAX 0.12 on
+        cuts = NamedSharding(mesh, PartitionSpec(sums)).devices_indices_map((mesh.size,))
+        unfinished, term = f"{kind} over {', '.join(sums)}", {d: cut[0].start for d, cut in cuts.items()}
+        spec = PartitionSpec(*spec.partitions, reduced=spec.reduced)
+        where = NamedSharding(mesh, spec, memory_kind=where.memory_kind)
+        layout = f"{spec} {' '.join(f'+{axis}' for axis in sums) if kind == 'sum' else unfinished}"
     try:
         unsaid = bare and spec is None and len(where.device_set) > 1
-        if unsaid or "UNCONSTRAINED" in layout or getattr(spec, "unreduced", False):
-            raise ValueError("it has no spec, leaves a cut to the compiler, or leaves a sum unfinished")
+        if unsaid or "UNCONSTRAINED" in layout:
+            raise ValueError("it has no spec, or leaves a cut to the compiler")
         if bare:  # as many elements as blocks
-            many = (len(devices),) * len(spec or ())
+            many = (len(where.device_set),) * len(spec or ())
             shape = tuple(n // m for n, m in zip(many, where.shard_shape(many), strict=True))
         held = where.devices_indices_map(shape)
     except (ValueError, IndexError) as error:
         why = str(error).partition("implies that ")[2] or error
-        way = "a finished array, or jax.ShapeDtypeStruct(shape, dtype, sharding=…) that the mesh divides"
+        way = "an array, or jax.ShapeDtypeStruct(shape, dtype, sharding=…) that the mesh divides"
         raise ValueError(f"JAX cannot say who holds {name} as {layout}: {why}; give {way}") from None
     ends = lambda cut: tuple(c.indices(n)[:2] for c, n in zip(cut, shape, strict=True))
-    per_device = [ends(held[d]) if d in held else None for d in devices]
+    per_device = [(ends(held[d]), term.get(d)) if d in held else None for d in devices]
     blocks = [block for block in dict.fromkeys(per_device) if block is not None]
     number = {None: None} | {block: i for i, block in enumerate(blocks)}
+    layout += f" in {where.memory_kind}" * (where.memory_kind not in (None, "device"))
+    if hasattr(where, "mesh") and _place(where.mesh) != place and len(devices) > 1:
+        layout += f" of a mesh {dict(where.mesh.shape)} of its own"
     return {
         "name": name,
         "shape": list(shape),
         "dtype": None if bare else str(x.dtype),
         "itemsize": 0 if bare else x.dtype.itemsize,
-        "layout": layout + f" in {where.memory_kind}" * (where.memory_kind not in (None, "device")),
+        "layout": layout,
+        "unfinished": unfinished,
+        "blocks": len({block for block, _ in blocks}),
         "holds": [number[block] for block in per_device],
-        "shards": [[list(cut) for cut in block] for block in blocks],
+        "shards": [[list(cut) for cut in block] for block, _ in blocks],
     }
 
 
@@ -89,12 +124,16 @@ def shardings(value: Any) -> dict:
 
     Blocks are what ``devices_indices_map`` says; no rule of this package is applied. Their ends are elements,
     the last one exclusive; ``itemsize`` is bytes. Without a shape ``dtype`` is None, and elements stand for
-    blocks. ``skipped`` names what lies on no device. ValueError where one picture cannot show it.
+    ``blocks``. Where one is ``unfinished`` ("sum over X"), ``shards`` has it once for each term of the sum.
+    ``skipped`` names what lies on no device. ValueError where one picture cannot show it.
 
     Args:
         value: a live array or a tree of them (a state), `jax.ShapeDtypeStruct`s with shardings, a
             `jax.stages.Compiled` (its inputs and outputs), a sharding, or a mesh.
     """
+    inner = value.compiled if hasattr(type(value), "compiled") else None  # Flax wraps what its jit compiles
+    value = inner if isinstance(inner, jax.stages.Compiled) else value
+    program = isinstance(value, jax.stages.Compiled)
     bare = [("this", value)] if isinstance(value, Mesh | AbstractMesh) else []
     leaves = [] if bare else _leaves(value)
     seen = [one for one in leaves if one[2] is not None]
@@ -104,15 +143,17 @@ def shardings(value: Any) -> dict:
     if not seen and not bare:
         found = ", ".join(skipped[:3]) + ", …" * (len(skipped) > 3) or f"an empty {type(value).__name__}"
         way = "give an array, a tree of them, shapes with shardings, a compiled program, a Sharding or a Mesh"
+        if not program and (callable(value) or isinstance(value, jax.stages.Traced | jax.stages.Lowered)):
+            way = "give the compiled program: jax.jit(f).lower(*arguments).compile()"
         raise ValueError(f"nothing here lies on devices: {found}; {way}")
-    sizes, devices = _mesh(bare, seen)
+    sizes, devices = place = _mesh(bare, seen)
     of = " of live arrays" if any(isinstance(x, jax.Array) for _, x, _ in seen) else ""
-    of = " of a compiled program" if isinstance(value, jax.stages.Compiled) else of
+    of = " of a compiled program" if program else of
     return {
         "title": f"Shardings{of}" if seen else "Devices of a mesh",
-        "sizes": sizes,
+        "sizes": dict(sizes),
         "devices": [d.id for d in devices],
         "hosts": [d.process_index for d in devices],
-        "tensors": [_row(*one, devices) for one in seen],
+        "tensors": [_row(*one, place) for one in seen],
         "skipped": skipped,
     }
