@@ -290,7 +290,7 @@ def ring(
     block = None if axis and block and block >= s else block
     c, d = tile_length(block, s), tile_length(block, t)
     few = contiguous and s <= FEW_IN_TRIANGLE * c
-    run = flash_tpu.run if platform == "tpu" else None
+    run = {"tpu": flash_tpu.run, "cpu": flash.plain}.get(platform or "", flash.run)
     how = _How(mask, q.shape[-1] ** -0.5, platform, run, axis, few, branch, hop)
     if platform:
         return _ring(how, *vary_alike((q, k, v, q_ids, k_ids)))

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from llmpar.sequence_order import Mask, seen_tiles
 
 LOG2_E = float(np.log2(np.e))  # GPUs have an instruction for powers of 2
 LEAST = float(np.finfo(np.float32).min) / 2  # for minus infinity, of which no difference can be taken
+CACHE = 2**25  # bytes of keys that an A100's or H100's second cache (40, 50 MB) holds beside other things
 NOBODY = np.iinfo(np.int32).min  # the segment of padding; that of keys is one more, and equals no other
 
 Q = Float[Array, "b s k r h"]
@@ -79,132 +81,122 @@ def _times(a, b, contract=((1,), (0,))):
 _by_row = ((1,), (1,))  # a times the transpose of b
 
 
-def seen_pairs(mask, q_ids, k_ids):
-    """Tell which pairs are seen: ids are columns of queries, rows of keys, or the other way round."""
-    gap = q_ids[0] - k_ids[0]
-    seen = q_ids[1] == k_ids[1]
-    return seen & mask.admits(gap, gap)
+def _column(x):
+    return x[:, None] if x.ndim == 1 else x
 
 
-def forward_tile(scale, queries, keys, values, seen, carry):
-    """Merge a tile of keys into (sums of values, largest score to base 2, sum of weights)."""
-    held, top, total = carry
-    scores = _times(queries, keys, _by_row) * (scale * LOG2_E)
+def _nothing_merged(scale, queries, before, tall):
+    """Sums of values, largest scores to base 2 and sums of weights, of what came before or of nothing."""
+    lse = (len(queries[0]), *tall)
+    if not before:
+        return jnp.zeros(queries[0].shape), jnp.full(lse, LEAST), jnp.zeros(lse)
+    some = before[1] > LEAST
+    return before[0], jnp.where(some, before[1] * LOG2_E, LEAST), some.astype(jnp.float32)
+
+
+def _merge(scale, queries, keys, seen, sums):
+    """Merge a tile of keys into a tile of queries."""
+    (q,), (k, v), (held, top, total) = queries, keys, sums
+    scores = _times(q, k, _by_row) * (scale * LOG2_E)
     scores = scores if seen is None else jnp.where(seen, scores, LEAST)
     most = jnp.maximum(top, scores.max(1, keepdims=top.ndim == 2))
     weights = jnp.exp2(scores - _column(most))
     weights = weights if seen is None else jnp.where(seen, weights, 0)
     shrink = jnp.exp2(top - most)
-    held = held * _column(shrink) + _times(weights.astype(values.dtype), values)
+    held = held * _column(shrink) + _times(weights.astype(v.dtype), v)
     return held, most, total * shrink + weights.sum(1, keepdims=top.ndim == 2)
 
 
-def started(before, like):
-    """Return the carry of `forward_tile` that stands for an (out, lse), or for nothing."""
-    out, lse = like
-    if not before:
-        return jnp.zeros(out, jnp.float32), jnp.full(lse, LEAST), jnp.zeros(lse, jnp.float32)
-    some = before[1] > LEAST
-    return before[0], jnp.where(some, before[1] * LOG2_E, LEAST), some.astype(jnp.float32)
-
-
-def finished(carry):
-    """Return the (out, lse) that a carry stands for."""
-    held, top, total = carry
+def _merged(scale, sums):
+    """Out and lse."""
+    held, top, total = sums
     some = total > 0
     total = jnp.where(some, total, 1)
     return held / _column(total), jnp.where(some, top / LOG2_E + jnp.log(total), -jnp.inf)
 
 
-def queries_grad_tile(scale, queries, keys, values, out_grad, lse, delta, seen):
-    """Return dS K of a tile of keys, with dS = P (dO V' - delta), not scaled yet."""
-    weights = jnp.exp2(_times(queries, keys, _by_row) * (scale * LOG2_E) - lse * LOG2_E)
+def _queries_grad(scale, queries, keys, seen, sums):
+    """Add dS K of a tile of keys, with dS = P (dO V' - delta); scaled at the end."""
+    (q, out_grad, lse, delta), (k, v) = queries, keys
+    weights = jnp.exp2(_times(q, k, _by_row) * (scale * LOG2_E) - _column(lse * LOG2_E))
     weights = weights if seen is None else jnp.where(seen, weights, 0)
-    scores_grad = weights * (_times(out_grad, values, _by_row) - delta)
-    return _times(scores_grad.astype(keys.dtype), keys)
+    scores_grad = weights * (_times(out_grad, v, _by_row) - _column(delta))
+    return (sums[0] + _times(scores_grad.astype(k.dtype), k),)
 
 
-def keys_grad_tile(scale, queries, keys, values, out_grad, lse, delta, seen):
-    """Return dS' Q, not scaled yet, and P' dO of a tile of queries. Pairs are transposed: a row for each
-    key."""
-    weights = jnp.exp2(_times(keys, queries, _by_row) * (scale * LOG2_E) - lse * LOG2_E)
+def _keys_grad(scale, queries, keys, seen, sums):
+    """Add dS' Q, scaled at the end, and P' dO of a tile of queries. Pairs are transposed: a row a key."""
+    (q, out_grad, lse, delta), (k, v) = queries, keys
+    weights = jnp.exp2(_times(k, q, _by_row) * (scale * LOG2_E) - lse * LOG2_E)
     weights = weights if seen is None else jnp.where(seen, weights, 0)
-    scores_grad = weights * (_times(values, out_grad, _by_row) - delta)
-    dv = _times(weights.astype(out_grad.dtype), out_grad)
-    return _times(scores_grad.astype(queries.dtype), queries), dv
+    scores_grad = weights * (_times(v, out_grad, _by_row) - delta)
+    dk = sums[0] + _times(scores_grad.astype(q.dtype), q)
+    return dk, sums[1] + _times(weights.astype(out_grad.dtype), out_grad)
 
 
-def _column(x):
-    return x[:, None] if x.ndim == 1 else x
+class Kernel(NamedTuple):
+    """What a program does with its own tile, of queries or of keys, and those that its span names.
+
+    ``start(scale, own, before, tall)`` gives its sums, where `tall` ends the shape of one number a query;
+    ``visit(scale, queries, keys, seen, sums)`` adds a pair of tiles; ``finish(scale, sums)`` gives results of
+    the kinds that it makes: ``rows b s k r h``, ``numbers b k r s``, and ``shares b t k r h`` of keys.
+    """
+
+    start: Callable
+    visit: Callable
+    finish: Callable
+    makes: tuple[str, ...]
 
 
-def _forward(mask, scale, k_tile, q, k, v, *refs):
-    """One tile of queries: merge what came before, if any, with its span of tiles of keys."""
-    *before, q_ids, k_ids, span, out, lse = refs
-    queries, ids = q[...], (q_ids[0, :][:, None], q_ids[1, :][:, None])
-
-    def visit(j, masked, carry):
-        at = pl.ds(j * k_tile, k_tile)
-        seen = seen_pairs(mask, ids, (k_ids[0, at][None], k_ids[1, at][None])) if masked else None
-        return forward_tile(scale, queries, k[at, :], v[at, :], seen, carry)
-
-    carry = started([x[...] for x in before], (out.shape, lse.shape))
-    made, lse[...] = finished(_walk(span, visit, carry))
-    out[...] = made.astype(out.dtype)
-
-
-def _queries_grad(mask, scale, k_tile, q, k, v, grad, lse, delta, *refs):
-    """One tile of queries: dQ, besides what came before."""
-    *before, q_ids, k_ids, span, dq = refs
-    queries, ids = q[...], (q_ids[0, :][:, None], q_ids[1, :][:, None])
-    terms = grad[...], lse[...][:, None], delta[...][:, None]
-
-    def visit(j, masked, held):
-        at = pl.ds(j * k_tile, k_tile)
-        seen = seen_pairs(mask, ids, (k_ids[0, at][None], k_ids[1, at][None])) if masked else None
-        return held + queries_grad_tile(scale, queries, k[at, :], v[at, :], *terms, seen)
-
-    held = _walk(span, visit, jnp.zeros(dq.shape, jnp.float32)) * scale
-    dq[...] = held + before[0][...] if before else held
-
-
-def _keys_grad(mask, scale, q_tile, q, k, v, grad, lse, delta, *refs):
-    """One tile of keys: dK and dV, over all query heads that share them."""
-    q_ids, k_ids, span, dk, dv = refs
-    keys, values, ids = k[...], v[...], (k_ids[0, :][:, None], k_ids[1, :][:, None])
-
-    def head(r, carry):
-        def visit(i, masked, carry):
-            at = pl.ds(i * q_tile, q_tile)
-            seen = seen_pairs(mask, (q_ids[0, at][None], q_ids[1, at][None]), ids) if masked else None
-            terms = grad[at, r, :], lse[r, at][None], delta[r, at][None]
-            more = keys_grad_tile(scale, q[at, r, :], keys, values, *terms, seen)
-            return carry[0] + more[0], carry[1] + more[1]
-
-        return _walk(span, visit, carry)
-
-    zeros = vary_alike((jnp.zeros(dk.shape, jnp.float32), jnp.zeros(dv.shape, jnp.float32)), span[0])
-    sums = lax.fori_loop(0, q.shape[1], head, zeros)
-    dk[...], dv[...] = sums[0] * scale, sums[1]
-
-
-KERNELS = {"flash_forward": _forward, "flash_queries_grad": _queries_grad, "flash_keys_grad": _keys_grad}
-# Kinds of arrays, ``rows b s k r h``, ``keys b t k h`` and ``numbers b s k r``, that a kernel makes and that
-# every kernel takes, as many as it is given. What came before stands last.
-MADE = {
-    "flash_forward": ("rows", "numbers"),
-    "flash_queries_grad": ("rows",),
-    "flash_keys_grad": ("keys",) * 2,
+OF_KEYS = "flash_keys_grad"  # the kernel of which a program has a tile of keys, not of queries
+KERNELS = {
+    "flash_forward": Kernel(_nothing_merged, _merge, _merged, ("rows", "numbers")),
+    "flash_queries_grad": Kernel(
+        lambda scale, own, before, _: [before[0] / scale if before else jnp.zeros(own[0].shape)],
+        _queries_grad,
+        lambda scale, sums: (sums[0] * scale,),
+        ("rows",),
+    ),
+    OF_KEYS: Kernel(
+        lambda scale, own, *_: [jnp.zeros(x.shape) for x in own],
+        _keys_grad,
+        lambda scale, sums: (sums[0] * scale, sums[1]),
+        ("shares", "shares"),
+    ),
 }
-GIVEN = ("rows", "keys", "keys", "rows", "numbers", "numbers", "rows")
+
+
+def visit(name, how, own, other, masked, sums):
+    """Add a pair of tiles, each its arrays and last its ids: of a program's own columns, of the other's
+    rows."""
+    (*queries, q_ids), (*keys, k_ids) = (other, own) if name == OF_KEYS else (own, other)
+    gap = q_ids[0] - k_ids[0] if masked else None
+    seen = how.mask.admits(gap, gap) & (q_ids[1] == k_ids[1]) if masked else None
+    return tuple(KERNELS[name].visit(how.scale, queries, keys, seen, sums))
+
+
+def program(name, how, mine, theirs, keys, queries, before, span):
+    """Return the results of one tile, which lies at `mine`: begin with what came before, if anything, and
+    walk along its span, where tile j of the others lies at ``theirs(j)``."""
+    (*own, ids), (*others, other_ids) = (keys, queries) if name == OF_KEYS else (queries, keys)
+    own, ids = [x[mine] for x in own], [ids[n, mine][:, None] for n in (0, 1)]
+
+    def add(j, masked, sums):
+        at = theirs(j)
+        other = [x if x.ndim > 1 else x[None] for x in (x[at] for x in others)]
+        return visit(name, how, [*own, ids], [*other, [other_ids[n, at][None] for n in (0, 1)]], masked, sums)
+
+    start, _, finish, _ = KERNELS[name]
+    sums = start(how.scale, own, [x[mine] for x in before], ())
+    return finish(how.scale, _walk(span, add, tuple(sums)))
+
 
 # ---------------------------------------------------------------------------------------------------- calling
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What does not depend on the arrays. `platform`: of the devices that run it; on ``cpu`` kernels are
-    interpreted. `run`: who runs them, in place of this file's `run`."""
+    """What does not depend on the arrays. `platform`: of the devices; `run`: who runs the kernels there."""
 
     mask: Mask
     scale: float
@@ -218,94 +210,137 @@ def forward(
     """Attend: (out in q's dtype, lse in float32). Merged with what came ``before``, such a pair about other
     keys with its out in float32, the new out is in float32 too."""
     dtype = jnp.float32 if before else q.dtype
-    out, lse = _call("flash_forward", how, q_ids, k_ids, (q, k, v, *(before or ())), dtype)
-    return out, lse
+    before = before and (before[0], _numbers(before[1]))
+    out, lse = _call("flash_forward", how, (k, v), (q,), before or (), q_ids, k_ids, dtype)
+    return out, lse.transpose(0, 3, 1, 2)
 
 
 def backward(
     how: Setting, q: Q, k: KV, v: KV, q_ids: QueryIds, k_ids: KeyIds, terms: tuple, before: Q | None = None
 ) -> tuple[Q, KV, KV]:
     """Return float32 (dq, dk, dv), dq added to what came ``before``. The terms: dO; the lse of whole rows,
-    finite; and delta, the row sum of dO O less the gradient of lse."""
-    given, earlier = (q, k, v, *terms), () if before is None else (before,)
-    (dq,) = _call("flash_queries_grad", how, q_ids, k_ids, given + earlier)
-    dk, dv = _call("flash_keys_grad", how, q_ids, k_ids, given)
-    return dq, dk, dv
+    finite; and delta, the row sum of dO O less the gradient of lse.
+
+    Each query head makes its share of dK and dV, and the shares are summed here: so many programs keep a GPU
+    busy where a device has few KV heads."""
+    out_grad, *numbers = terms
+    given = (k, v), (q, out_grad, *map(_numbers, numbers))
+    (dq,) = _call("flash_queries_grad", how, *given, () if before is None else (before,), q_ids, k_ids)
+    dk, dv = _call(OF_KEYS, how, *given, (), q_ids, k_ids)
+    return dq, dk.sum(3), dv.sum(3)
 
 
-def _call(name, how, q_ids, k_ids, given, dtype=jnp.float32):
+def _numbers(x):
+    """Positions of numbers are neighbours in a kernel: ``b k r s``."""
+    return x.transpose(0, 2, 3, 1)
+
+
+def _call(name, how, keys, queries, before, q_ids, k_ids, dtype=jnp.float32):
     """Run a kernel on arrays of any length and width: pad them to tiles, find the spans, cut the results, of
     which the first has this dtype."""
-    (b, s, k, r, h), t = given[0].shape, given[1].shape[1]
-    tiles = kernel_tiles(name, h, given[0].dtype.itemsize, s, t, how.platform)
+    (b, s, k, r, h), t, makes = queries[0].shape, keys[0].shape[1], KERNELS[name].makes
+    tiles = kernel_tiles(name, h, queries[0].dtype.itemsize, s, t, how.platform)
     q_ids, k_ids = _pad_ids(q_ids, b, tiles.q, NOBODY), _pad_ids(k_ids, b, tiles.k, NOBODY + 1)
-    span = spans(how.mask, q_ids, k_ids, tiles.q, tiles.k, name == "flash_keys_grad")
-    all_s, all_t, width = q_ids.shape[-1], k_ids.shape[-1], padded_width(h)
-    ends = {"rows": (b, s, k, r, h), "keys": (b, t, k, h), "numbers": (b, k, r, s)}
-    padded = {"rows": (b, all_s, k, r, width), "keys": (b, all_t, k, width), "numbers": (b, k, r, all_s)}
+    span = spans(how.mask, q_ids, k_ids, tiles.q, tiles.k, name == OF_KEYS)
+    shapes = lambda s, t, h: {
+        "rows": (b, s, k, r, h),
+        "keys": (b, t, k, h),
+        "numbers": (b, k, r, s),
+        "shares": (b, t, k, r, h),
+    }
+    ends, padded = shapes(s, t, h), shapes(q_ids.shape[-1], k_ids.shape[-1], padded_width(h))
 
     def pad(kind, x):
-        return jnp.pad(x, [(0, m - n) for n, m in zip(x.shape, padded[kind], strict=True)])
+        return jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, padded[kind], strict=True)])
 
-    kinds, results = GIVEN[: len(given)], MADE[name]
-    arrays = [pad(kind, _turned(kind, x)) for kind, x in zip(kinds, given, strict=True)]
-    arrays = vary_alike([*arrays, q_ids, k_ids, span])
-    made = [jax.ShapeDtypeStruct(padded[kind], jnp.float32) for kind in results]
+    of = lambda arrays: ["rows" if x.ndim == 5 else "numbers" for x in arrays]
+    kinds = ["keys", "keys"], of(queries), of(before)
+    keys, queries, before = jax.tree.map(pad, kinds, (list(keys), list(queries), list(before)))
+    kinds = [*kinds[0], "k_ids"], [*kinds[1], "q_ids"], kinds[2], "span"
+    given = vary_alike(([*keys, k_ids], [*queries, q_ids], before, span))
+    alike = jax.typeof(given[-1]).manual_axis_type
+    made = [jax.ShapeDtypeStruct(padded[kind], jnp.float32, manual_axis_type=alike) for kind in makes]
     made[0] = made[0].update(dtype=dtype)
-    found = (how.run or run)(name, how, tiles, (*kinds, "q_ids", "k_ids", "span"), arrays, results, made)
-    cut = lambda kind, x: x[tuple(map(slice, ends[kind]))]
-    return [_turned(kind, cut(kind, x), back=True) for kind, x in zip(results, found, strict=True)]
+    found = how.run(name, how, tiles, kinds, given, made)
+    return [x[tuple(map(slice, ends[kind]))] for kind, x in zip(makes, found, strict=True)]
 
 
-def run(name, how, tiles, kinds, arrays, results, made):
-    """Run a kernel on padded arrays of some kinds, the last one the spans, for results of some kinds and
-    types.
+def run(name, how, tiles, kinds, given, made, call=None):
+    """Run a kernel on padded arrays of some kinds, for results of some shapes and types: on a GPU, or by a
+    `call` of Pallas.
 
-    A program has one tile of queries of one head, or one tile of keys of one KV head, and of the others all
-    that its span may name. Programs that read the same keys are neighbours.
+    A program has one tile of one query head, and of the others all that its span may name. Late queries see
+    most, and early keys are seen by most: these programs come first, so that none is left over at the end. As
+    many heads stand side by side as a GPU's second cache holds the keys (or the queries) of.
     """
-    (b, s, k, r, h), t, of_keys = arrays[0].shape, arrays[1].shape[1], name == "flash_keys_grad"
-    blocks, alike = _blocks(tiles, of_keys, s, t, r, h), jax.typeof(arrays[0]).manual_axis_type
-    if how.platform == "cpu":
-        call = interpreted
-    else:  # the import is late: nothing but a GPU wants it
+    if call is None:  # the import is late: nothing but a GPU wants it
         from jax.experimental.pallas import triton
 
         ask = triton.CompilerParams(num_warps=8, num_stages=tiles.num_stages)
         call = functools.partial(pl.pallas_call, name=name, compiler_params=ask)
+    (b, s, k, r, h), (_, t, _, _), of_keys = given[1][0].shape, given[0][0].shape, name == OF_KEYS
+    each = 2 * given[0][0].dtype.itemsize * h * (s if of_keys else t // r)  # bytes of two arrays, for a head
+    side = max(n for n in range(1, k * r + 1) if k * r % n == 0 and n * each <= max(each, CACHE))
+    num_tiles, size = given[-1].shape[1], tiles.q if of_keys else tiles.k
+
+    def block(shape, where):
+        def place(x, i, z):
+            row, n = z // (k * r // side), z % (k * r // side) * side + x
+            i, j = (0, i) if of_keys else (num_tiles - 1 - i, 0)
+            return where(row, i, j, n // r, n % r)
+
+        return pl.BlockSpec(shape, place)
+
+    q_size, k_size = (s, tiles.k) if of_keys else (tiles.q, t)
+    blocks = {
+        "rows": block((None, q_size, None, None, h), lambda b, i, j, n, m: (b, i, n, m, 0)),
+        "keys": block((None, k_size, None, h), lambda b, i, j, n, m: (b, j, n, 0)),
+        "numbers": block((None, None, None, q_size), lambda b, i, j, n, m: (b, n, m, i)),
+        "shares": block((None, k_size, None, None, h), lambda b, i, j, n, m: (b, j, n, m, 0)),
+        "q_ids": block((None, 2, q_size), lambda b, i, j, n, m: (b, 0, i)),
+        "k_ids": block((None, 2, k_size), lambda b, i, j, n, m: (b, 0, j)),
+        "span": block((None, None, 4), lambda b, i, j, n, m: (b, i + j, 0)),
+    }
+
+    def body(*refs):
+        found = program(name, how, slice(None), lambda j: pl.ds(j * size, size), *refs[:4])
+        for ref, x in zip(refs[4:], found, strict=True):
+            ref[...] = x.astype(ref.dtype)
+
     return call(
-        functools.partial(KERNELS[name], how.mask, how.scale, tiles.q if of_keys else tiles.k),
-        out_shape=[x.update(manual_axis_type=alike) for x in made],
-        grid=(arrays[-1].shape[1], k if of_keys else k * r, b),
-        in_specs=[blocks[kind] for kind in kinds],
-        out_specs=[blocks[kind] for kind in results],
-    )(*arrays)
+        body,
+        out_shape=made,
+        grid=(side, num_tiles, b * (k * r // side)),
+        in_specs=list(jax.tree.map(blocks.get, kinds)),
+        out_specs=[blocks[kind] for kind in KERNELS[name].makes],
+    )(*given)
 
 
-def _blocks(tiles, of_keys, s, t, r, h):
-    """Kind of array -> the block that program (tile i, head n, row b) sees of it."""
-    if of_keys:
-        blocks = {
-            "rows": pl.BlockSpec((None, s, None, r, h), lambda i, n, b: (b, 0, n, 0, 0)),
-            "keys": pl.BlockSpec((None, tiles.k, None, h), lambda i, n, b: (b, i, n, 0)),
-            "numbers": pl.BlockSpec((None, None, r, s), lambda i, n, b: (b, n, 0, 0)),
-            "q_ids": pl.BlockSpec((None, 2, s), lambda i, n, b: (b, 0, 0)),
-            "k_ids": pl.BlockSpec((None, 2, tiles.k), lambda i, n, b: (b, 0, i)),
-        }
-    else:
-        blocks = {
-            "rows": pl.BlockSpec((None, tiles.q, None, None, h), lambda i, n, b: (b, i, n // r, n % r, 0)),
-            "keys": pl.BlockSpec((None, t, None, h), lambda i, n, b: (b, 0, n // r, 0)),
-            "numbers": pl.BlockSpec((None, None, None, tiles.q), lambda i, n, b: (b, n // r, n % r, i)),
-            "q_ids": pl.BlockSpec((None, 2, tiles.q), lambda i, n, b: (b, 0, i)),
-            "k_ids": pl.BlockSpec((None, 2, t), lambda i, n, b: (b, 0, 0)),
-        }
-    return blocks | {"span": pl.BlockSpec((None, None, 4), lambda i, n, b: (b, i, 0))}
+ALONG = {"rows": (0, 1, 1), "keys": (0, 1, None), "numbers": (0, 0, 0), "shares": (0, 1, 1)}
+ALONG |= dict.fromkeys(("q_ids", "k_ids", "span"), (0, None, None))
+"""Kind of array -> where its rows b lie, then its KV heads, then their query heads."""
 
 
-def _turned(kind, x, back=False):
-    """Positions of numbers are neighbours in a kernel: ``b k r s``."""
-    return x if kind != "numbers" else x.transpose(0, 3, 1, 2) if back else x.transpose(0, 2, 3, 1)
+def plain(name, how, tiles, kinds, given, made):
+    """As `run`, in plain JAX: for CPUs, also inside `jax.shard_map`, whose varying types Pallas's own
+    interpreter breaks (JAX 0.10 and 0.12)."""
+
+    def one(keys, queries, before, span):
+        """One head of one row."""
+        cut = lambda arrays, tile: [x.reshape(-1, tile, *x.shape[1:]) for x in arrays]
+        (*keys, k_ids), (*queries, q_ids) = keys, queries
+        keys = [*cut(keys, tiles.k), k_ids.reshape(2, -1, tiles.k)]
+        given = keys, [*cut(queries, tiles.q), q_ids.reshape(2, -1, tiles.q)], cut(before, tiles.q)
+        turn = lambda i: program(name, how, i, lambda j: j, *given, span[i])
+        found = lax.map(turn, jnp.arange(len(span)))
+        return [x.reshape(-1, *x.shape[2:]).astype(like.dtype) for x, like in zip(found, made, strict=True)]
+
+    for dim in (2, 1, 0):
+        here = {kind: along[dim] for kind, along in ALONG.items()}
+        one = jax.vmap(
+            one, tuple(jax.tree.map(here.get, kinds)), [here[kind] for kind in KERNELS[name].makes]
+        )
+    return one(*given)
 
 
 def _pad_ids(ids, b, tile, segment):
@@ -316,45 +351,3 @@ def _pad_ids(ids, b, tile, segment):
         return ids
     behind = jnp.stack([ids[:, 0, -1:], jnp.full_like(ids[:, 0, -1:], segment)], 1)
     return jnp.concatenate([ids, jnp.repeat(behind, more, -1)], -1)
-
-
-def interpreted(kernel, *, out_shape, grid, in_specs, out_specs):
-    """`pl.pallas_call` in plain JAX, one program after the other: for CPUs, also inside `jax.shard_map`,
-    whose varying types Pallas's own interpreter breaks (JAX 0.10)."""
-
-    def place(spec, x, program):
-        sizes = [1 if n is None else n for n in spec.block_shape]
-        return [i * n for i, n in zip(spec.index_map(*program), sizes, strict=True)], sizes
-
-    def run(*arrays):
-        def program(number, made):
-            at, blocks = jnp.unravel_index(number, grid), []
-            for spec, x in zip([*in_specs, *out_specs], [*arrays, *made], strict=True):
-                kept = [n for n in spec.block_shape if n is not None]
-                blocks.append(Block(lax.dynamic_slice(x, *place(spec, x, at)).reshape(kept)))
-            kernel(*blocks)
-            return [
-                lax.dynamic_update_slice(x, block.value.reshape(place(spec, x, at)[1]), place(spec, x, at)[0])
-                for spec, x, block in zip(out_specs, made, blocks[len(arrays) :], strict=True)
-            ]
-
-        made = vary_alike([jnp.zeros(x.shape, x.dtype) for x in out_shape], arrays)
-        return lax.fori_loop(0, int(np.prod(grid)), program, made)
-
-    return run
-
-
-class Block:
-    """What `interpreted` gives a kernel in place of a reference: read by numbers, `pl.ds` and ``:``, written
-    whole."""
-
-    def __init__(self, value):
-        self.value, self.shape, self.dtype = value, value.shape, value.dtype
-
-    def __getitem__(self, at):
-        lines = lambda i: i.start + jnp.arange(i.size) if isinstance(i, pl.Slice) else i
-        return self.value[tuple(map(lines, at)) if isinstance(at, tuple) else at]
-
-    def __setitem__(self, at, value):
-        assert at is ... and value.dtype == self.dtype
-        self.value = value
