@@ -74,15 +74,14 @@ def _walk(span, visit, carry):
 # ---------------------------------------------------------------------------------------------------- kernels
 
 
-def _times(a, b, contract=((1,), (0,))):
-    return lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
+_product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+_column = lambda x: x[:, None] if x.ndim == 1 else x
 
 
-_by_row = ((1,), (1,))  # a times the transpose of b
-
-
-def _column(x):
-    return x[:, None] if x.ndim == 1 else x
+def _weights(seen, scores, lse):
+    """Softmax weights from scores and lse to base 2."""
+    weights = jnp.exp2(scores - lse)
+    return weights if seen is None else jnp.where(seen, weights, 0)
 
 
 def _nothing_merged(scale, queries, before, tall):
@@ -97,13 +96,11 @@ def _nothing_merged(scale, queries, before, tall):
 def _merge(scale, queries, keys, seen, sums):
     """Merge a tile of keys into a tile of queries."""
     (q,), (k, v), (held, top, total) = queries, keys, sums
-    scores = _times(q, k, _by_row) * (scale * LOG2_E)
+    scores = _product("qh,kh->qk", q, k) * (scale * LOG2_E)
     scores = scores if seen is None else jnp.where(seen, scores, LEAST)
     most = jnp.maximum(top, scores.max(1, keepdims=top.ndim == 2))
-    weights = jnp.exp2(scores - _column(most))
-    weights = weights if seen is None else jnp.where(seen, weights, 0)
-    shrink = jnp.exp2(top - most)
-    held = held * _column(shrink) + _times(weights.astype(v.dtype), v)
+    weights, shrink = _weights(seen, scores, _column(most)), jnp.exp2(top - most)
+    held = held * _column(shrink) + _product("qk,kh->qh", weights.astype(v.dtype), v)
     return held, most, total * shrink + weights.sum(1, keepdims=top.ndim == 2)
 
 
@@ -118,28 +115,26 @@ def _merged(scale, sums):
 def _queries_grad(scale, queries, keys, seen, sums):
     """Add dS K of a tile of keys, with dS = P (dO V' - delta); scaled at the end."""
     (q, out_grad, lse, delta), (k, v) = queries, keys
-    weights = jnp.exp2(_times(q, k, _by_row) * (scale * LOG2_E) - _column(lse * LOG2_E))
-    weights = weights if seen is None else jnp.where(seen, weights, 0)
-    scores_grad = weights * (_times(out_grad, v, _by_row) - _column(delta))
-    return (sums[0] + _times(scores_grad.astype(k.dtype), k),)
+    weights = _weights(seen, _product("qh,kh->qk", q, k) * (scale * LOG2_E), _column(lse * LOG2_E))
+    scores_grad = weights * (_product("qh,kh->qk", out_grad, v) - _column(delta))
+    return (sums[0] + _product("qk,kh->qh", scores_grad.astype(k.dtype), k),)
 
 
 def _keys_grad(scale, queries, keys, seen, sums):
     """Add dS' Q, scaled at the end, and P' dO of a tile of queries. Pairs are transposed: a row a key."""
     (q, out_grad, lse, delta), (k, v) = queries, keys
-    weights = jnp.exp2(_times(k, q, _by_row) * (scale * LOG2_E) - lse * LOG2_E)
-    weights = weights if seen is None else jnp.where(seen, weights, 0)
-    scores_grad = weights * (_times(v, out_grad, _by_row) - delta)
-    dk = sums[0] + _times(scores_grad.astype(q.dtype), q)
-    return dk, sums[1] + _times(weights.astype(out_grad.dtype), out_grad)
+    weights = _weights(seen, _product("kh,qh->kq", k, q) * (scale * LOG2_E), lse * LOG2_E)
+    scores_grad = weights * (_product("kh,qh->kq", v, out_grad) - delta)
+    dk = sums[0] + _product("kq,qh->kh", scores_grad.astype(q.dtype), q)
+    return dk, sums[1] + _product("kq,qh->kh", weights.astype(out_grad.dtype), out_grad)
 
 
 class Kernel(NamedTuple):
     """What a program does with its own tile, of queries or of keys, and those that its span names.
 
     ``start(scale, own, before, tall)`` gives its sums, where `tall` ends the shape of one number a query;
-    ``visit(scale, queries, keys, seen, sums)`` adds a pair of tiles; ``finish(scale, sums)`` gives results of
-    the kinds that it makes: ``rows b s k r h``, ``numbers b k r s``, and ``shares b t k r h`` of keys.
+    ``visit(scale, queries, keys, seen, sums)`` adds a pair of tiles; ``finish(scale, sums)`` gives the
+    results, of the `KINDS` that it `makes`.
     """
 
     start: Callable
@@ -154,16 +149,19 @@ KERNELS = {
     "flash_queries_grad": Kernel(
         lambda scale, own, before, _: [before[0] / scale if before else jnp.zeros(own[0].shape)],
         _queries_grad,
-        lambda scale, sums: (sums[0] * scale,),
+        lambda scale, sums: [sums[0] * scale],
         ("rows",),
     ),
     OF_KEYS: Kernel(
         lambda scale, own, *_: [jnp.zeros(x.shape) for x in own],
         _keys_grad,
-        lambda scale, sums: (sums[0] * scale, sums[1]),
+        lambda scale, sums: [sums[0] * scale, sums[1]],
         ("shares", "shares"),
     ),
 }
+KINDS = {"rows": "bskrh", "keys": "btkh", "numbers": "bkrs", "shares": "btkwh"}
+KINDS |= {"q_ids": "bis", "k_ids": "bit", "span": "bjn"}
+"""Kinds of arrays, and their dims as above; w query heads that each have a share of a KV head's gradient."""
 
 
 def visit(name, how, own, other, masked, sums):
@@ -239,35 +237,30 @@ def _call(name, how, keys, queries, before, q_ids, k_ids, dtype=jnp.float32):
     """Run a kernel on arrays of any length and width: pad them to tiles, find the spans, cut the results, of
     which the first has this dtype."""
     (b, s, k, r, h), t, makes = queries[0].shape, keys[0].shape[1], KERNELS[name].makes
-    tiles = kernel_tiles(name, h, queries[0].dtype.itemsize, s, t, how.platform)
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    tiles = kernel_tiles(name, h, queries[0].dtype.itemsize, s, t, how.platform, device.device_kind)
     q_ids, k_ids = _pad_ids(q_ids, b, tiles.q, NOBODY), _pad_ids(k_ids, b, tiles.k, NOBODY + 1)
     span = spans(how.mask, q_ids, k_ids, tiles.q, tiles.k, name == OF_KEYS)
-    shapes = lambda s, t, h: {
-        "rows": (b, s, k, r, h),
-        "keys": (b, t, k, h),
-        "numbers": (b, k, r, s),
-        "shares": (b, t, k, r, h),
-    }
-    ends, padded = shapes(s, t, h), shapes(q_ids.shape[-1], k_ids.shape[-1], padded_width(h))
+    ends = dict(b=b, s=s, t=t, k=k, r=r, w=r, h=h)
+    sizes = ends | dict(s=q_ids.shape[-1], t=k_ids.shape[-1], h=padded_width(h))
+    shape = lambda kind, sizes: [sizes[dim] for dim in KINDS[kind]]
 
     def pad(kind, x):
-        return jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, padded[kind], strict=True)])
+        return jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, shape(kind, sizes), strict=True)])
 
     of = lambda arrays: ["rows" if x.ndim == 5 else "numbers" for x in arrays]
     kinds = ["keys", "keys"], of(queries), of(before)
     keys, queries, before = jax.tree.map(pad, kinds, (list(keys), list(queries), list(before)))
     kinds = [*kinds[0], "k_ids"], [*kinds[1], "q_ids"], kinds[2], "span"
     given = vary_alike(([*keys, k_ids], [*queries, q_ids], before, span))
-    alike = jax.typeof(given[-1]).manual_axis_type
-    made = [jax.ShapeDtypeStruct(padded[kind], jnp.float32, manual_axis_type=alike) for kind in makes]
-    made[0] = made[0].update(dtype=dtype)
-    found = how.run(name, how, tiles, kinds, given, made)
-    return [x[tuple(map(slice, ends[kind]))] for kind, x in zip(makes, found, strict=True)]
+    dtypes = dtype, *[jnp.float32] * (len(makes) - 1)
+    found = how.run(name, how, tiles, sizes, kinds, given, dtypes)
+    return [x[tuple(map(slice, shape(kind, ends)))] for kind, x in zip(makes, found, strict=True)]
 
 
-def run(name, how, tiles, kinds, given, made, call=None):
-    """Run a kernel on padded arrays of some kinds, for results of some shapes and types: on a GPU, or by a
-    `call` of Pallas.
+def run(name, how, tiles, sizes, kinds, given, dtypes, call=None):
+    """Run a kernel on a GPU (or by a `call` of Pallas) on arrays of some kinds, whose dims have these padded
+    sizes, for results of these dtypes.
 
     A program has one tile of one query head, and of the others all that its span may name. Late queries see
     most, and early keys are seen by most: these programs come first, so that none is left over at the end. As
@@ -278,68 +271,62 @@ def run(name, how, tiles, kinds, given, made, call=None):
 
         ask = triton.CompilerParams(num_warps=8, num_stages=tiles.num_stages)
         call = functools.partial(pl.pallas_call, name=name, compiler_params=ask)
-    (b, s, k, r, h), (_, t, _, _), of_keys = given[1][0].shape, given[0][0].shape, name == OF_KEYS
-    each = 2 * given[0][0].dtype.itemsize * h * (s if of_keys else t // r)  # bytes of two arrays, for a head
-    side = max(n for n in range(1, k * r + 1) if k * r % n == 0 and n * each <= max(each, CACHE))
-    num_tiles, size = given[-1].shape[1], tiles.q if of_keys else tiles.k
+    b, s, t, k, r, h = (sizes[dim] for dim in "bstkrh")
+    (num_tiles, _), of_keys, span = given[-1].shape[1:], name == OF_KEYS, given[-1]
+    bytes_of_a_head = 2 * given[0][0].dtype.itemsize * h * (s if of_keys else t // r)
+    room = max(1, CACHE // bytes_of_a_head)
+    side = max(n for n in range(1, k * r + 1) if k * r % n == 0 and n <= room)
+    block = dict(s=s if of_keys else tiles.q, t=tiles.k if of_keys else t, h=h, i=2, n=4)
 
-    def block(shape, where):
-        def place(x, i, z):
-            row, n = z // (k * r // side), z % (k * r // side) * side + x
-            i, j = (0, i) if of_keys else (num_tiles - 1 - i, 0)
-            return where(row, i, j, n // r, n % r)
+    def place(x, i, z):
+        """Where the blocks of a program lie: head x of those side by side, tile i, others and rows z."""
+        head, i = z % (k * r // side) * side + x, i if of_keys else num_tiles - 1 - i
+        own = dict(t=i) if of_keys else dict(s=i)
+        return own | dict(b=z // (k * r // side), j=i, k=head // r, r=head % r, w=head % r)
 
-        return pl.BlockSpec(shape, place)
-
-    q_size, k_size = (s, tiles.k) if of_keys else (tiles.q, t)
-    blocks = {
-        "rows": block((None, q_size, None, None, h), lambda b, i, j, n, m: (b, i, n, m, 0)),
-        "keys": block((None, k_size, None, h), lambda b, i, j, n, m: (b, j, n, 0)),
-        "numbers": block((None, None, None, q_size), lambda b, i, j, n, m: (b, n, m, i)),
-        "shares": block((None, k_size, None, None, h), lambda b, i, j, n, m: (b, j, n, m, 0)),
-        "q_ids": block((None, 2, q_size), lambda b, i, j, n, m: (b, 0, i)),
-        "k_ids": block((None, 2, k_size), lambda b, i, j, n, m: (b, 0, j)),
-        "span": block((None, None, 4), lambda b, i, j, n, m: (b, i + j, 0)),
-    }
+    def spec(kind):
+        dims = KINDS[kind]
+        return pl.BlockSpec([block.get(d) for d in dims], lambda *at: [place(*at).get(d, 0) for d in dims])
 
     def body(*refs):
         found = program(name, how, slice(None), lambda j: pl.ds(j * size, size), *refs[:4])
         for ref, x in zip(refs[4:], found, strict=True):
             ref[...] = x.astype(ref.dtype)
 
+    size, makes, alike = (
+        tiles.q if of_keys else tiles.k,
+        KERNELS[name].makes,
+        jax.typeof(span).manual_axis_type,
+    )
+    shape = lambda kind: tuple(sizes[dim] for dim in KINDS[kind])
+    made = zip(map(shape, makes), dtypes, strict=True)
     return call(
         body,
-        out_shape=made,
+        out_shape=[jax.ShapeDtypeStruct(*x, manual_axis_type=alike) for x in made],
         grid=(side, num_tiles, b * (k * r // side)),
-        in_specs=list(jax.tree.map(blocks.get, kinds)),
-        out_specs=[blocks[kind] for kind in KERNELS[name].makes],
+        in_specs=list(jax.tree.map(spec, kinds)),
+        out_specs=[spec(kind) for kind in makes],
     )(*given)
 
 
-ALONG = {"rows": (0, 1, 1), "keys": (0, 1, None), "numbers": (0, 0, 0), "shares": (0, 1, 1)}
-ALONG |= dict.fromkeys(("q_ids", "k_ids", "span"), (0, None, None))
-"""Kind of array -> where its rows b lie, then its KV heads, then their query heads."""
-
-
-def plain(name, how, tiles, kinds, given, made):
+def plain(name, how, tiles, sizes, kinds, given, dtypes):
     """As `run`, in plain JAX: for CPUs, also inside `jax.shard_map`, whose varying types Pallas's own
     interpreter breaks (JAX 0.10 and 0.12)."""
 
     def one(keys, queries, before, span):
         """One head of one row."""
-        cut = lambda arrays, tile: [x.reshape(-1, tile, *x.shape[1:]) for x in arrays]
-        (*keys, k_ids), (*queries, q_ids) = keys, queries
-        keys = [*cut(keys, tiles.k), k_ids.reshape(2, -1, tiles.k)]
-        given = keys, [*cut(queries, tiles.q), q_ids.reshape(2, -1, tiles.q)], cut(before, tiles.q)
-        turn = lambda i: program(name, how, i, lambda j: j, *given, span[i])
-        found = lax.map(turn, jnp.arange(len(span)))
-        return [x.reshape(-1, *x.shape[2:]).astype(like.dtype) for x, like in zip(found, made, strict=True)]
+        cut = lambda x, tile: x.reshape(-1, tile, *x.shape[1:])
+        ids = lambda x, tile: x.reshape(2, -1, tile)
+        keys = [*(cut(x, tiles.k) for x in keys[:-1]), ids(keys[-1], tiles.k)]
+        queries = [*(cut(x, tiles.q) for x in queries[:-1]), ids(queries[-1], tiles.q)]
+        given = keys, queries, [cut(x, tiles.q) for x in before]
+        found = lax.map(lambda i: program(name, how, i, lambda j: j, *given, span[i]), jnp.arange(len(span)))
+        return [x.reshape(-1, *x.shape[2:]).astype(dtype) for x, dtype in zip(found, dtypes, strict=True)]
 
-    for dim in (2, 1, 0):
-        here = {kind: along[dim] for kind, along in ALONG.items()}
-        one = jax.vmap(
-            one, tuple(jax.tree.map(here.get, kinds)), [here[kind] for kind in KERNELS[name].makes]
-        )
+    for gone, dims in ("bk", "rw"), ("b", "k"), ("", "b"):
+        left = {kind: [dim for dim in KINDS[kind] if dim not in gone] for kind in KINDS}
+        at = {kind: next((n for n, dim in enumerate(left[kind]) if dim in dims), None) for kind in KINDS}
+        one = jax.vmap(one, tuple(jax.tree.map(at.get, kinds)), [at[kind] for kind in KERNELS[name].makes])
     return one(*given)
 
 

@@ -10,7 +10,6 @@ memory, 16 bytes a tile. Compiled without a TPU, and interpreted; timed on none.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,71 +17,69 @@ from jax.experimental import pallas as pl
 
 from llmpar.kernels import flash
 
+KINDS = {
+    "rows": "bkrsh",
+    "keys": "bkth",
+    "numbers": "bkrus",
+    "shares": "bkwth",
+    "q_ids": "bius",
+    "k_ids": "biut",
+}
+"""Kinds of arrays (`flash.KINDS`) as TPUs take them: the last two dims are tiles of vector memory; u is 1."""
 
-def run(name, how, tiles, kinds, given, made, interpret=False):
+
+def run(name, how, tiles, sizes, kinds, given, dtypes, interpret=False):
     """As `flash.run`. A TPU adds up the shares of query heads itself."""
     from jax.experimental.pallas import tpu  # late: nothing but a TPU wants it
 
-    given, (_, (q, *_), _, span) = jax.tree.map(lambda kind, x: LAID[kind][0](x), kinds, given), given
-    (b, s, k, r, width), t, of_keys = q.shape, given[0][0].shape[2], name == flash.OF_KEYS
+    (*kinds, _), (*given, span), of_keys = kinds, given, name == flash.OF_KEYS
+    b, s, t, k, r, h = (sizes[dim] for dim in "bstkrh")
+    block, sizes = dict(s=tiles.q, t=tiles.k, h=h, i=2, u=1), sizes | dict(u=1, w=1)
     makes, tile = flash.KERNELS[name].makes, tiles.k if of_keys else tiles.q
     heads, group, others = (k, r, s // tiles.q) if of_keys else (k * r, 1, t // tiles.k)
-    made = [x.update(shape=x.shape[:3] + (1,) + x.shape[4:]) if of_keys else x for x in made]
-    typed = [jax.eval_shape(LAID[kind][0], x) for kind, x in zip(makes, made, strict=True)]
-    alike = jax.typeof(given[-1]).manual_axis_type
-    blocks, numbers = _blocks(tiles, r, width, of_keys), [(tile, 1)] * 2 if name == "flash_forward" else []
-    spec = tpu.PrefetchScalarGridSpec(
+
+    def place(b, n, i, m, j, span):
+        """Of row b, head n, tile i, query head m of a KV head and place j in the span: behind the span's end
+        lies the last tile again, which is there already."""
+        begin, end = span[b, 4 * i], span[b, 4 * i + 3]
+        other = jnp.minimum(begin + j, jnp.maximum(end - 1, begin))
+        return dict(b=b) | (
+            dict(k=n, r=m, s=other, t=i) if of_keys else dict(k=n // r, r=n % r, s=i, t=other)
+        )
+
+    def spec(kind):
+        dims = KINDS[kind]
+        return pl.BlockSpec([block.get(d) for d in dims], lambda *at: [place(*at).get(d, 0) for d in dims])
+
+    sums = [(tile, h)] * (1 + of_keys) + [(tile, 1)] * 2 * (name == "flash_forward")
+    grid = tpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
         grid=(b, heads, span.shape[1], group, others),
-        in_specs=[jax.tree.map(blocks.get, kind) for kind in kinds[:3]],
-        out_specs=[blocks[kind] for kind in makes],
-        scratch_shapes=[tpu.VMEM(x, jnp.float32) for x in [(tile, width)] * (1 + of_keys) + numbers],
+        in_specs=jax.tree.map(spec, kinds),
+        out_specs=[spec(kind) for kind in makes],
+        scratch_shapes=[tpu.VMEM(shape, jnp.float32) for shape in sums],
     )
-    in_turn = ("parallel",) * 3 + ("arbitrary",) * 2
+    alike, in_turn = jax.typeof(span).manual_axis_type, ("parallel",) * 3 + ("arbitrary",) * 2
+    shape = lambda kind: tuple(sizes[dim] for dim in KINDS[kind])
+    made = zip(map(shape, makes), dtypes, strict=True)
     found = pl.pallas_call(
         functools.partial(_program, name, how),
-        out_shape=[x.update(manual_axis_type=alike) for x in typed],
-        grid_spec=spec,
+        out_shape=[jax.ShapeDtypeStruct(*x, manual_axis_type=alike) for x in made],
+        grid_spec=grid,
         compiler_params=tpu.CompilerParams(dimension_semantics=in_turn),  # type: ignore[arg-type]
         name=name,
         interpret=interpret,
-    )(span, *given[:3])
-    return [LAID[kind][1](x) for kind, x in zip(makes, found, strict=True)]
+    )(span.reshape(b, -1), *jax.tree.map(_laid, kinds, given))
+    return [_laid(kind, x, back=True) for kind, x in zip(makes, found, strict=True)]
 
 
-# Kind of array -> as the kernel takes it, and back: the last two dims are tiles of vector memory.
-LAID: dict[str, tuple[Any, Any]] = {
-    "rows": (lambda x: x.transpose(0, 2, 3, 1, 4), lambda x: x.transpose(0, 3, 1, 2, 4)),
-    "keys": (lambda x: x.transpose(0, 2, 1, 3), None),
-    "numbers": (lambda x: x[:, :, :, None], lambda x: x[:, :, :, 0]),
-    "q_ids": (lambda x: x[:, :, None], None),
-    "k_ids": (lambda x: x[:, :, None], None),
-    "span": (lambda x: x, None),
-}
-LAID["shares"] = LAID["rows"]
-
-
-def _blocks(tiles, r, width, of_keys):
-    """Kind of array -> the block that a program sees of it: row b, head n, tile i, query head m of a KV head,
-    place j in the span."""
-
-    def block(shape, where):
-        def place(b, n, i, m, j, span):
-            """Behind a span's end the last tile again, which is there already."""
-            begin, end = span[b, i, 0], span[b, i, 3]
-            other = jnp.minimum(begin + j, jnp.maximum(end - 1, begin))
-            return where(b, *((other, i, n, m) if of_keys else (i, other, n // r, n % r)))
-
-        return pl.BlockSpec(shape, place)
-
-    return {
-        "rows": block((None, None, None, tiles.q, width), lambda b, i, j, n, m: (b, n, m, i, 0)),
-        "keys": block((None, None, tiles.k, width), lambda b, i, j, n, m: (b, n, j, 0)),
-        "numbers": block((None, None, None, 1, tiles.q), lambda b, i, j, n, m: (b, n, m, 0, i)),
-        "shares": block((None, None, None, tiles.k, width), lambda b, i, j, n, m: (b, n, 0, j, 0)),
-        "q_ids": block((None, 2, 1, tiles.q), lambda b, i, j, n, m: (b, 0, 0, i)),
-        "k_ids": block((None, 2, 1, tiles.k), lambda b, i, j, n, m: (b, 0, 0, j)),
-    }
+def _laid(kind, x, back=False):
+    """Lay an array out for a TPU, or back."""
+    usual, here = flash.KINDS[kind], KINDS[kind].replace("u", "")
+    if back:
+        return jnp.einsum(f"{here}->{usual}", x[..., 0, :] if "u" in KINDS[kind] else x)
+    x = jnp.einsum(f"{usual}->{here}", x)
+    return x[..., None, :] if "u" in KINDS[kind] else x
 
 
 def _program(name, how, span, keys, queries, before, *refs):
@@ -91,7 +88,7 @@ def _program(name, how, span, keys, queries, before, *refs):
     results, sums = refs[: len(kernel.makes)], refs[len(kernel.makes) :]
     (*own, ids), (*others, other_ids) = (keys, queries) if of_keys else (queries, keys)
     b, _, i, m, j = map(pl.program_id, range(5))
-    begin, whole, stop, end = (span[b, i, number] for number in range(4))
+    begin, whole, stop, end = (span[b, 4 * i + number] for number in range(4))
     tile, free = begin + j, (whole <= begin + j) & (begin + j < stop)
     tall = lambda x: x[...] if x.shape[0] > 1 else x[...].T  # numbers, of which there is one line, upright
 

@@ -56,14 +56,14 @@ def _live(queries: list[tuple[int, int]], keys: list[tuple[int, int]], mask: Mas
 def kernel_flops(name: str, shapes: Sequence[tuple[int, ...]], share: float = 1.0) -> float:
     """Return the FLOPs of one call of a kernel of `llmpar.kernels.flash`, in programs a custom call.
 
-    ``shapes``: those of its operands, of which the first is the queries ``b s k r h`` and the second the keys
-    ``b t k h``; on TPUs they come behind spans of three dims, as ``b k r s h`` and ``b k t h``.
+    ``shapes``: those of its operands, among which the first of five dims is the queries ``b s k r h`` and the
+    first of four the keys ``b t k h``; on TPUs, where spans come before them, ``b k r s h`` and ``b k t h``.
     ``share``: of the pairs of queries and keys those that are computed (`seen_share`).
     """
     if name not in PRODUCTS:
         raise ValueError(f"'{name}' is no kernel of llmpar.kernels.flash: {', '.join(sorted(PRODUCTS))}")
-    if len(shapes[0]) == 3:
-        (b, k, r, s, h), (_, _, t, _) = shapes[1:3]
-    else:
-        (b, s, k, r, h), (_, t, _, _) = shapes[:2]
+    (b, *queries), (_, *keys) = (next(x for x in shapes if len(x) == dims) for dims in (5, 4))
+    (k, r, s, h), t = (
+        (queries, keys[1]) if len(shapes[0]) < 4 else ([*queries[1:3], queries[0], queries[3]], keys[0])
+    )
     return PRODUCTS[name] * 2.0 * b * s * t * k * r * h * share
