@@ -241,21 +241,34 @@ def _call(name, how, keys, queries, before, q_ids, k_ids, dtype=jnp.float32):
     tiles = kernel_tiles(name, h, queries[0].dtype.itemsize, s, t, how.platform, device.device_kind)
     q_ids, k_ids = _pad_ids(q_ids, b, tiles.q, NOBODY), _pad_ids(k_ids, b, tiles.k, NOBODY + 1)
     span = spans(how.mask, q_ids, k_ids, tiles.q, tiles.k, name == OF_KEYS)
-    ends = dict(b=b, s=s, t=t, k=k, r=r, w=r, h=h)
-    sizes = ends | dict(s=q_ids.shape[-1], t=k_ids.shape[-1], h=padded_width(h))
-    shape = lambda kind, sizes: [sizes[dim] for dim in KINDS[kind]]
+    sizes = dict(b=b, s=s, t=t, k=k, r=r, w=r, h=h, i=2, j=span.shape[1], n=4)
+    shape = lambda kind: [sizes[dim] for dim in KINDS[kind]]
+    cuts = [tuple(map(slice, shape(kind))) for kind in makes]
+    sizes |= dict(s=q_ids.shape[-1], t=k_ids.shape[-1], h=padded_width(h))
 
     def pad(kind, x):
-        return jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, shape(kind, sizes), strict=True)])
+        return jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, shape(kind), strict=True)])
 
-    of = lambda arrays: ["rows" if x.ndim == 5 else "numbers" for x in arrays]
-    kinds = ["keys", "keys"], of(queries), of(before)
-    keys, queries, before = jax.tree.map(pad, kinds, (list(keys), list(queries), list(before)))
-    kinds = [*kinds[0], "k_ids"], [*kinds[1], "q_ids"], kinds[2], "span"
-    given = vary_alike(([*keys, k_ids], [*queries, q_ids], before, span))
+    of_queries = lambda arrays: [{5: "rows", 4: "numbers", 3: "q_ids"}[x.ndim] for x in arrays]
+    given = [*keys, k_ids], [*queries, q_ids], list(before), span
+    kinds = ["keys", "keys", "k_ids"], of_queries(given[1]), of_queries(before), "span"
     dtypes = dtype, *[jnp.float32] * (len(makes) - 1)
-    found = how.run(name, how, tiles, sizes, kinds, given, dtypes)
-    return [x[tuple(map(slice, shape(kind, ends)))] for kind, x in zip(makes, found, strict=True)]
+    found = how.run(name, how, tiles, sizes, kinds, vary_alike(jax.tree.map(pad, kinds, given)), dtypes)
+    return [x[cut] for x, cut in zip(found, cuts, strict=True)]
+
+
+def layout(name, dims, sizes, kinds, dtypes, like, block, place):
+    """Return what Pallas asks: shapes of results, blocks of arguments and of results. ``dims`` as `KINDS`,
+    which have these sizes in an array and in a ``block``; ``place(*program)`` says where the blocks lie."""
+    alike, makes = jax.typeof(like).manual_axis_type, KERNELS[name].makes
+
+    def spec(kind):
+        at = lambda *program: [place(*program).get(dim, 0) for dim in dims[kind]]
+        return pl.BlockSpec([block.get(dim) for dim in dims[kind]], at)
+
+    shapes = [tuple(sizes[dim] for dim in dims[kind]) for kind in makes]
+    made = [jax.ShapeDtypeStruct(*x, manual_axis_type=alike) for x in zip(shapes, dtypes, strict=True)]
+    return made, list(jax.tree.map(spec, kinds)), list(map(spec, makes))
 
 
 def run(name, how, tiles, sizes, kinds, given, dtypes, call=None):
@@ -271,42 +284,26 @@ def run(name, how, tiles, sizes, kinds, given, dtypes, call=None):
 
         ask = triton.CompilerParams(num_warps=8, num_stages=tiles.num_stages)
         call = functools.partial(pl.pallas_call, name=name, compiler_params=ask)
-    b, s, t, k, r, h = (sizes[dim] for dim in "bstkrh")
-    (num_tiles, _), of_keys, span = given[-1].shape[1:], name == OF_KEYS, given[-1]
-    bytes_of_a_head = 2 * given[0][0].dtype.itemsize * h * (s if of_keys else t // r)
-    room = max(1, CACHE // bytes_of_a_head)
+    b, s, t, k, r, h, num_tiles = (sizes[dim] for dim in "bstkrhj")
+    of_keys, size = name == OF_KEYS, tiles.q if name == OF_KEYS else tiles.k
+    room = max(1, CACHE // (2 * given[0][0].dtype.itemsize * h * (s if of_keys else t // r)))
     side = max(n for n in range(1, k * r + 1) if k * r % n == 0 and n <= room)
-    block = dict(s=s if of_keys else tiles.q, t=tiles.k if of_keys else t, h=h, i=2, n=4)
+    turns = k * r // side
 
     def place(x, i, z):
-        """Where the blocks of a program lie: head x of those side by side, tile i, others and rows z."""
-        head, i = z % (k * r // side) * side + x, i if of_keys else num_tiles - 1 - i
-        own = dict(t=i) if of_keys else dict(s=i)
-        return own | dict(b=z // (k * r // side), j=i, k=head // r, r=head % r, w=head % r)
-
-    def spec(kind):
-        dims = KINDS[kind]
-        return pl.BlockSpec([block.get(d) for d in dims], lambda *at: [place(*at).get(d, 0) for d in dims])
+        """Of head x of those side by side, tile i, and z of their turns in all rows."""
+        head, i = z % turns * side + x, i if of_keys else num_tiles - 1 - i
+        return dict(b=z // turns, k=head // r, r=head % r, w=head % r, j=i) | {"t" if of_keys else "s": i}
 
     def body(*refs):
         found = program(name, how, slice(None), lambda j: pl.ds(j * size, size), *refs[:4])
         for ref, x in zip(refs[4:], found, strict=True):
             ref[...] = x.astype(ref.dtype)
 
-    size, makes, alike = (
-        tiles.q if of_keys else tiles.k,
-        KERNELS[name].makes,
-        jax.typeof(span).manual_axis_type,
-    )
-    shape = lambda kind: tuple(sizes[dim] for dim in KINDS[kind])
-    made = zip(map(shape, makes), dtypes, strict=True)
-    return call(
-        body,
-        out_shape=[jax.ShapeDtypeStruct(*x, manual_axis_type=alike) for x in made],
-        grid=(side, num_tiles, b * (k * r // side)),
-        in_specs=list(jax.tree.map(spec, kinds)),
-        out_specs=[spec(kind) for kind in makes],
-    )(*given)
+    block = dict(s=s if of_keys else tiles.q, t=tiles.k if of_keys else t, h=h, i=2, n=4)
+    made, takes, makes = layout(name, KINDS, sizes, kinds, dtypes, given[-1], block, place)
+    grid = side, num_tiles, b * turns
+    return call(body, out_shape=made, grid=grid, in_specs=takes, out_specs=makes)(*given)
 
 
 def plain(name, how, tiles, sizes, kinds, given, dtypes):
@@ -315,11 +312,10 @@ def plain(name, how, tiles, sizes, kinds, given, dtypes):
 
     def one(keys, queries, before, span):
         """One head of one row."""
-        cut = lambda x, tile: x.reshape(-1, tile, *x.shape[1:])
-        ids = lambda x, tile: x.reshape(2, -1, tile)
-        keys = [*(cut(x, tiles.k) for x in keys[:-1]), ids(keys[-1], tiles.k)]
-        queries = [*(cut(x, tiles.q) for x in queries[:-1]), ids(queries[-1], tiles.q)]
-        given = keys, queries, [cut(x, tiles.q) for x in before]
+        cut = lambda tile, *arrays: [x.reshape(-1, tile, *x.shape[1:]) for x in arrays]
+        (*keys, k_ids), (*queries, q_ids) = keys, queries
+        keys = [*cut(tiles.k, *keys), k_ids.reshape(2, -1, tiles.k)]
+        given = keys, [*cut(tiles.q, *queries), q_ids.reshape(2, -1, tiles.q)], cut(tiles.q, *before)
         found = lax.map(lambda i: program(name, how, i, lambda j: j, *given, span[i]), jnp.arange(len(span)))
         return [x.reshape(-1, *x.shape[2:]).astype(dtype) for x, dtype in zip(found, dtypes, strict=True)]
 

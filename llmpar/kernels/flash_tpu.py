@@ -34,8 +34,6 @@ def run(name, how, tiles, sizes, kinds, given, dtypes, interpret=False):
 
     (*kinds, _), (*given, span), of_keys = kinds, given, name == flash.OF_KEYS
     b, s, t, k, r, h = (sizes[dim] for dim in "bstkrh")
-    block, sizes = dict(s=tiles.q, t=tiles.k, h=h, i=2, u=1), sizes | dict(u=1, w=1)
-    makes, tile = flash.KERNELS[name].makes, tiles.k if of_keys else tiles.q
     heads, group, others = (k, r, s // tiles.q) if of_keys else (k * r, 1, t // tiles.k)
 
     def place(b, n, i, m, j, span):
@@ -47,30 +45,26 @@ def run(name, how, tiles, sizes, kinds, given, dtypes, interpret=False):
             dict(k=n, r=m, s=other, t=i) if of_keys else dict(k=n // r, r=n % r, s=i, t=other)
         )
 
-    def spec(kind):
-        dims = KINDS[kind]
-        return pl.BlockSpec([block.get(d) for d in dims], lambda *at: [place(*at).get(d, 0) for d in dims])
-
-    sums = [(tile, h)] * (1 + of_keys) + [(tile, 1)] * 2 * (name == "flash_forward")
+    block, sizes = dict(s=tiles.q, t=tiles.k, h=h, i=2, u=1), sizes | dict(u=1, w=1)
+    made, takes, makes = flash.layout(name, KINDS, sizes, kinds, dtypes, span, block, place)
+    sums = [h] * (1 + of_keys) + [1, 1] * (name == "flash_forward")
     grid = tpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
-        grid=(b, heads, span.shape[1], group, others),
-        in_specs=jax.tree.map(spec, kinds),
-        out_specs=[spec(kind) for kind in makes],
-        scratch_shapes=[tpu.VMEM(shape, jnp.float32) for shape in sums],
+        grid=(b, heads, sizes["j"], group, others),
+        in_specs=takes,
+        out_specs=makes,
+        scratch_shapes=[tpu.VMEM((tiles.k if of_keys else tiles.q, n), jnp.float32) for n in sums],
     )
-    alike, in_turn = jax.typeof(span).manual_axis_type, ("parallel",) * 3 + ("arbitrary",) * 2
-    shape = lambda kind: tuple(sizes[dim] for dim in KINDS[kind])
-    made = zip(map(shape, makes), dtypes, strict=True)
+    in_turn = ("parallel",) * 3 + ("arbitrary",) * 2
     found = pl.pallas_call(
         functools.partial(_program, name, how),
-        out_shape=[jax.ShapeDtypeStruct(*x, manual_axis_type=alike) for x in made],
+        out_shape=made,
         grid_spec=grid,
         compiler_params=tpu.CompilerParams(dimension_semantics=in_turn),  # type: ignore[arg-type]
         name=name,
         interpret=interpret,
     )(span.reshape(b, -1), *jax.tree.map(_laid, kinds, given))
-    return [_laid(kind, x, back=True) for kind, x in zip(makes, found, strict=True)]
+    return [_laid(kind, x, back=True) for kind, x in zip(flash.KERNELS[name].makes, found, strict=True)]
 
 
 def _laid(kind, x, back=False):
@@ -101,13 +95,9 @@ def _program(name, how, span, keys, queries, before, *refs):
         other = [*(x[...] for x in others), [other_ids[0], other_ids[1]]]
         put(sums, flash.visit(name, how, mine, other, masked, [x[...] for x in sums]))
 
-    @pl.when((m == 0) & (j == 0))
-    def _():
-        put(sums, kernel.start(how.scale, [tall(x) for x in own], [tall(x) for x in before], (1,)))
-
+    start = lambda: kernel.start(how.scale, list(map(tall, own)), list(map(tall, before)), (1,))
+    pl.when((m == 0) & (j == 0))(lambda: put(sums, start()))
     pl.when(free)(lambda: add(False))
     pl.when(~free & (tile < end))(lambda: add(True))
-
-    @pl.when((m == pl.num_programs(3) - 1) & (j == pl.num_programs(4) - 1))
-    def _():
-        put(results, kernel.finish(how.scale, [x[...] for x in sums]))
+    last = (m == pl.num_programs(3) - 1) & (j == pl.num_programs(4) - 1)
+    pl.when(last)(lambda: put(results, kernel.finish(how.scale, [x[...] for x in sums])))
