@@ -3,12 +3,14 @@
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["MeshExplorer", "Plan", "Step", "explain", "from_type", "make_mesh", "preset", "use_devices"]
+__all__ = ["MeshExplorer", "Plan", "Step", "explain", "from_type", "look", "make_mesh", "preset"]
+__all__ += ["use_devices"]
 
 if TYPE_CHECKING:
     from llmpar.config import preset
     from llmpar.explore.explorer import MeshExplorer
     from llmpar.inspect.explain import explain
+    from llmpar.inspect.look import look
     from llmpar.mesh import from_type, make_mesh, use_devices
     from llmpar.plan import Plan
     from llmpar.step import Step
@@ -19,6 +21,7 @@ _FILES = {
     "Step": "step",
     "explain": "inspect.explain",
     "from_type": "mesh",
+    "look": "inspect.look",
     "make_mesh": "mesh",
     "preset": "config",
     "use_devices": "mesh",

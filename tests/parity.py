@@ -13,12 +13,12 @@ import optax
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.interpreters import partial_eval
-from unordered import unordered
 
 from llmpar import moe
 from llmpar.config import preset
 from llmpar.execution import SUITS
 from llmpar.inspect.census import arrow_rows, census_hlo, census_table, compiled_memory, read_program
+from llmpar.inspect.look import unordered
 from llmpar.mesh import make_mesh
 from llmpar.notation import MeshShape
 from llmpar.par import Solo

@@ -16,9 +16,9 @@ from jax._src.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 from soak import beside_a_loop, local_mesh, over_devices
 from test_mesh import in_a_fresh_process
-from unordered import unordered
 
 from llmpar import channels
+from llmpar.inspect.look import unordered
 from llmpar.mesh import abstract_mesh
 
 SOAK = str(Path(__file__).parent / "soak.py")

@@ -7,11 +7,11 @@ import numpy as np
 import optax
 import pytest
 from parity import BATCH, LLAMA, MOE, SEQ, assert_same, by_arrow, predicted_by_arrow
-from unordered import unordered
 
 from llmpar import overlap
 from llmpar.inspect.census import census_hlo, read_program
 from llmpar.inspect.jaxpr import census_jaxpr
+from llmpar.inspect.look import unordered
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
 from llmpar.predict import traffic

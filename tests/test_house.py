@@ -61,7 +61,7 @@ BUDGETS = {
     "training": 1_910,
     "predict": 4_020,  # a layer in time, what a reader could do next, and where numbers come from
     "draw": 3_241,
-    "inspect": 2_475,
+    "inspect": 2_620,
     "explore": 1_700,
     "serve": 820,  # a step, an engine, a server
     "launch": 1_420,

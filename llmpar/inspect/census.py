@@ -20,7 +20,7 @@ import functools
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, held_bytes, shapes
+from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, held_bytes, moved, shapes
 from llmpar.inspect.shardings import program_shardings
 from llmpar.predict import formulas
 
@@ -51,6 +51,8 @@ class Collective:
     conditional: bool = False  # in a branch: counted as if the branch that sends most were always taken
     arrow: str = ""  # what it carries out, as `par.scope` names it; '' where the partitioner chose
     direction: str = ""  # forward, backward or recomputed; '' where it belongs to no pass: gradients' sums
+    moves: str = ""  # what it does to its operand, as `hlo.moved` writes it: 'b/X s -> b s'; '' if unclear
+    per_turn: str = ""  # where a loop is whose turns nobody knows: then count and bytes are of one turn
 
 
 def arrow_of(scope: str) -> dict[str, Any]:
@@ -81,10 +83,17 @@ def ring_bytes(kind: str, group_size: int, result_bytes: int) -> int:
     return formulas.ring_bytes(kind, message_bytes, group_size)
 
 
+def in_all(collectives: Iterable[Collective]) -> Iterable[Collective]:
+    """Passes on what a sum over a program may take. Refuses what is known per turn of a loop only."""
+    for c in collectives:
+        known(None if c.per_turn else c.count, c.kind, c.per_turn)
+        yield c
+
+
 def census_table(collectives: Iterable[Collective]) -> dict[tuple[str, str], dict[str, int]]:
     """Sums counts and bytes by axes (written 'dp,fsdp') and kind, to compare with another or a formula."""
     table: dict[tuple[str, str], dict[str, int]] = {}
-    for c in collectives:
+    for c in in_all(collectives):
         row = table.setdefault((",".join(c.axes), c.kind), {"count": 0, "bytes_sent": 0})
         row["count"] += c.count
         row["bytes_sent"] += c.bytes_sent
@@ -96,7 +105,7 @@ def arrow_rows(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
     sends what. The rows of one axis and kind add up to its row in `census_table`. What no arrow names is
     summed by ``source``, the line that asked for it ('' for what the partitioner adds by itself)."""
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
-    for c in collectives:
+    for c in in_all(collectives):
         key = {"arrow": c.arrow, "direction": c.direction, "axis": ",".join(c.axes), "kind": c.kind}
         key |= {"source": "" if c.arrow else c.source}
         row = rows.setdefault(tuple(key.values()), key | {"count": 0, "bytes_sent": 0})
@@ -119,6 +128,11 @@ def arrow_text(collectives: Iterable[Collective], most: int | None = None) -> st
         for name, r in zip(names, rows, strict=True)
     ]
     cells.append(("in all", "", "", "", f"{sent:,} B"))
+    return columns(cells)
+
+
+def columns(cells: Sequence[tuple[str, ...]]) -> str:
+    """Writes rows of words below one another, the last of them, a number, to the right."""
     *widths, last = [max(map(len, column)) for column in zip(*cells, strict=True)]
     line = "  ".join([*(f"{{:<{width}}}" for width in widths), f"{{:>{last}}}"])
     return "\n".join(line.format(*row) for row in cells)
@@ -139,8 +153,10 @@ def weigh(branches: list[Work], scope: str, taken: Taken | None) -> Work:
 
 
 def repeat(work: Work, times: int | Fraction | None, source: str = "") -> Work:
-    """Multiplies the work of a loop's body by its trips. Refuses collectives with unknown trips."""
-    times = known(times, ", ".join(sorted({c.kind for c, _ in work})), source)
+    """Multiplies the work of a loop's body by its trips; if nobody knows them, marks it as that of a turn."""
+    if times is None:
+        loop = lambda c: (c.per_turn and f"{c.per_turn} in ") + (source or "an unnamed line")
+        return [(replace(c, per_turn=loop(c)), n) for c, n in work]
     return [(c, n * times) for c, n in work if times]
 
 
@@ -159,17 +175,17 @@ def counted(work: Work) -> list[Collective]:
     return [replace(c, count=int(times), bytes_sent=int(c.bytes_sent * times)) for c, times in work]
 
 
-def census_hlo(text: str, mesh: Any, taken: Taken | None = None) -> list[Collective]:
+def census_hlo(text: str | Module, mesh: Any, taken: Taken | None = None) -> list[Collective]:
     """Counts the collectives of HLO text, partitioned or final, by the axes of `mesh` that groups span.
 
     A mesh is anything with `axis_names` and `shape`. Devices in the text are positions in the mesh in
-    row-major order, whatever ids its devices have. Of an asynchronous pair the start is counted. Refuses a
-    collective in a loop whose trip count is unknown, and groups that do not cover the mesh.
+    row-major order, whatever ids its devices have. Of an asynchronous pair the start is counted. In a loop
+    whose trip count is unknown a collective is counted per turn. Refuses groups that do not cover the mesh.
     """
-    module = Module(text)
+    module = Module.of(text)
 
     def work(comp: str) -> Iterable[tuple[Collective, Fraction]]:
-        for op in module.computations[comp].values():
+        for name, op in module.computations[comp].items():
             if op.kind == "while":
                 inside = [found for callee in op.called(*CALLS[op.kind]) for found in work(callee)]
                 yield from repeat(inside, module.trips(comp, op) if inside else 0, module.source(op))
@@ -178,13 +194,15 @@ def census_hlo(text: str, mesh: Any, taken: Taken | None = None) -> list[Collect
                 yield from weigh([list(work(branch)) for branch in branches], op.scope, taken)
             elif op.kind in CALLS:
                 yield from work(op.called(*CALLS[op.kind])[0])
-            elif comp not in module.echoes and (found := _collective(module, op, mesh)):
+            elif comp not in module.echoes and (found := collective(module, comp, name, mesh)):
                 yield found, Fraction(1)
 
     return counted(list(work(module.entry)))
 
 
-def _collective(module: Module, op: Op, mesh: Any) -> Collective | None:
+def collective(module: Module, comp: str, name: str, mesh: Any) -> Collective | None:
+    """Reads one operation as a collective that runs once; None if it is none, or sends nothing."""
+    op = module.computations[comp][name]
     kind = op.kind.removesuffix("-start")
     axes, group_size = group_axes(op.attrs, mesh) if kind in KINDS else ((), 1)
     if group_size == 1:
@@ -192,8 +210,9 @@ def _collective(module: Module, op: Op, mesh: Any) -> Collective | None:
     results = op.results
     dtypes, dims = ",".join(sorted({d for d, _ in results})), tuple(shape for _, shape in results)
     sent, source = ring_bytes(kind, group_size, held_bytes(results)), module.source(op)
-    shape = dims[0] if len(dims) == 1 else dims
-    return Collective(kind, axes, group_size, 1, sent, dtypes, shape, source, **arrow_of(op.scope))
+    shape, moves = dims[0] if len(dims) == 1 else dims, moved(module, comp, name, axes, mesh)
+    found = Collective(kind, axes, group_size, 1, sent, dtypes, shape, source, **arrow_of(op.scope))
+    return replace(found, moves=moves)
 
 
 def executed_flops(text: str, taken: Taken | None = None) -> int:

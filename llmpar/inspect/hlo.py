@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from llmpar.mesh import LETTERS
+
 _OP = re.compile(r"\s*(ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)((?:, .*)?)$")
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) (?:\(.* )?\{$")
 CALLS = {
@@ -82,6 +84,9 @@ class Module:
     """Holds a module's computations, and evaluates as much as it takes to count the trips of loops."""
 
     def __init__(self, text: str):
+        header = text[: text.find("\n")]
+        self.name = header.partition(" ")[2].partition(",")[0].removeprefix("jit_")
+        self.devices = math.prod(integers(header, "(?:num_partitions|replica_count)="))
         self.computations: dict[str, dict[str, Op]] = {}
         self.roots: dict[str, str] = {}
         self.tables: dict[str, dict[int, str]] = {}  # FileNames, FileLocations, StackFrames
@@ -101,6 +106,11 @@ class Module:
         if not self.entry:
             raise ValueError("expected the text of an HLO module, but no line of it begins with ENTRY")
 
+    @classmethod
+    def of(cls, text: "str | Module") -> "Module":
+        """Reads a text, if it is not read yet."""
+        return cls(text) if isinstance(text, str) else text
+
     @functools.cached_property
     def echoes(self) -> set[str]:
         """Names the computations that repeat a TPU's collective, which goes on or ends there."""
@@ -111,6 +121,15 @@ class Module:
         """Gives the shape of an operation's operand ``i``."""
         name, index = op.operands[i]
         return shapes(self.computations[comp][name].type)[index or 0][1]
+
+    @functools.cached_property
+    def user(self) -> dict[tuple[str, str], str]:
+        """The one operation that takes a value, by its computation and name; '' where several do."""
+        found: dict[tuple[str, str], str] = {}
+        for comp, ops in self.computations.items():
+            for value, name in ((value, name) for name, op in ops.items() for value, _ in op.operands):
+                found[comp, value] = "" if (comp, value) in found else name
+        return found
 
     def source(self, op: Op) -> str:
         """Names the line of Python that asked for an operation, as `innermost` does."""
@@ -158,12 +177,13 @@ class Module:
         return None
 
 
-MOVERS = tuple(f"/llmpar/{name}.py" for name in ("par", "readings", "block", "overlap"))
+MOVERS = tuple(f"/llmpar/{name}.py" for name in ("par", "readings", "block", "overlap", "inspect/look"))
+LIBRARIES = "jax|jaxlib|flax|optax|equinox|haiku|einops|chex|jaxtyping|beartype"
 
 
 def innermost(frames: Iterable[tuple[str, int]]) -> str:
-    """Names the innermost frame outside JAX, Flax, the readings and the moves, which do what another asks."""
-    ours = [(f, n) for f, n in frames if not re.search(r"/(?:site|dist)-packages/(?:jax|jaxlib|flax)/", f)]
+    """Names the innermost frame outside libraries, the readings and the moves, which do what another asks."""
+    ours = [(f, n) for f, n in frames if not re.search(rf"/(?:site|dist)-packages/(?:{LIBRARIES})/", f)]
     asked = [(f, n) for f, n in ours if not f.endswith(MOVERS)]
     return next((f"{known_as(f)}:{n}" for f, n in asked + ours), "")
 
@@ -189,6 +209,48 @@ def group_axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
     size = math.prod(mesh.shape[a] for a in axes)  # of a group that fills these axes; no group leaves them
     whole = pairs or all(len(g) == size for g in groups)
     return (axes, size) if whole else (("other",), max(map(len, groups)))
+
+
+def moved(module: Module, comp: str, name: str, axes: tuple[str, ...], mesh: Any) -> str:
+    """Writes what a collective over ``axes`` does to its operand, as ``b/X s -> b s``: dims are lettered by
+    place, axes that do not move are left out. A permute in words; '' where the operation does not show it."""
+    ops, sizes = module.computations[comp], {a: mesh.shape[a] for a in mesh.axis_names}
+    op, kind, groups = ops[name], ops[name].kind.removesuffix("-start"), _groups(ops[name].attrs)
+    place = lambda i: dict(zip(sizes, np.unravel_index(i, [*sizes.values()]), strict=True))
+    does = [module.computations[f][module.roots[f]].kind for f in op.called("to_apply") if f in module.roots]
+    n = math.prod(sizes.get(a, 0) for a in axes)  # 0: a part of an axis
+    if not n or does not in ([], ["add"]) or len(shapes(op.type)[0][1]) > len(LETTERS):
+        return ""
+    if kind == "collective-permute":
+        apart = {(place(to)[axes[0]] - place(at)[axes[0]]) % n for at, to in groups}
+        shift = "hop" if apart in ({1}, {n - 1}) else f"shift by {max(apart)}"
+        return f"{shift if len(apart) == len(axes) == 1 else 'exchange'} along {','.join(axes)}"
+    first = [place(i) for i in groups[0]] if groups else []  # the outermost axis is the last to change
+    turn = lambda a: next((i for i, at in enumerate(first) if at[a] != first[0][a]), 0)
+    over, dim = "/" + ",".join(sorted(axes, key=turn, reverse=True)), integers(op.attrs, r"\bdimensions=\{")
+    before, after = (module.shape_of(comp, op, 0), op.results[0][1]) if len(op.results) == 1 else ((), ())
+    if kind == "all-to-all" and dim and before:
+        # XLA exchanges blocks of one dim; reshapes and transposes around it bring them where they belong.
+        d, given = dim[0], ops[op.operands[0][0]]
+        halves = module.shape_of(comp, given, 0) if given.kind == "reshape" else ()
+        before = halves if halves == (*before[:d], math.prod(before[d : d + 2]), *before[d + 2 :]) else before
+        for _ in range(3):
+            name = module.user.get((comp, name), "")
+            if not name or ops[name].kind not in ("reshape", "transpose"):
+                break
+            after = shapes(ops[name].type)[0][1]
+            if ops[name].kind == "reshape" and len(after) == len(before):
+                break
+    gathered = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if b == a * n]
+    cut = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a == b * n]
+    same = sum(a == b for a, b in zip(before, after, strict=False))
+    right = {"all-gather": (dim, []), "reduce-scatter": ([], dim), "all-reduce": ([], [])}
+    right["all-to-all"] = gathered[:1] or [-1], cut[:1] or [-1]
+    if (gathered, cut) != right.get(kind) or not same + len(gathered + cut) == len(before) == len(after):
+        return ""
+    dims = lambda at: [letter + over * (i in at) for i, letter in enumerate(LETTERS[: len(before)])]
+    sums = [f"+{a}" for a in axes if kind in ("all-reduce", "reduce-scatter")]
+    return f"{' '.join(dims(gathered) + sums)} -> {' '.join(dims(cut)) or 'whole'}"
 
 
 def _groups(attrs: str) -> list[list[int]]:

@@ -19,9 +19,9 @@ _DTYPES = {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "complex": "c"
 
 def census_jaxpr(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None = None) -> list[Collective]:
     """Counts the collectives that a jaxpr names. A scan multiplies by its length; of a cond the dearest
-    branch counts, unless it is named and `taken` says how often it is true.
+    branch counts, unless it is named and `taken` says how often it is true; of a `while` one turn.
 
-    `axis_sizes` is `mesh.shape`, in mesh order. Refuses a collective in a `while` (traced bounds)."""
+    `axis_sizes` is `mesh.shape`, in mesh order."""
     return counted(_work(jaxpr, axis_sizes, taken))
 
 

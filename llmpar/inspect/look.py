@@ -1,0 +1,340 @@
+"""Looks at any JAX program: what it sends, holds and lacks, line by line, in the axis names of its author."""
+
+import functools
+import itertools
+import math
+import operator
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from html import escape
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.sharding import AbstractMesh, Mesh
+
+from llmpar import draw
+from llmpar.draw.scene import Scene, size_text
+from llmpar.inspect.census import (
+    Collective,
+    census_hlo,
+    collective,
+    columns,
+    compiled_memory,
+    flops_in,
+    read_program,
+)
+from llmpar.inspect.hlo import CALLS, Module, Op, innermost, integers
+from llmpar.inspect.links import links
+from llmpar.inspect.roofline import product_flops
+from llmpar.inspect.shardings import _leaves
+from llmpar.mesh import axes_of, platform_of
+
+SMALL = 0.01
+"""Of what is replicated, values below this share of the arguments are summed."""
+HIDDEN = r'custom_call_target="(?!Sharding|SPMD|xla\.sdy|annotate_|__cublas)([^"]*)"'
+LAST = (
+    "a compiled program's text is the compiler's last: it may have merged, split and widened collectives, and"
+    " names old lines if it comes from the persistent cache; give look the function"
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Look:
+    """Holds what one run of a program does on each device; bytes are those of one device.
+
+    Attributes:
+        mesh: sizes of the axes; {} on one device.
+        rows: what each line sends, largest first: ``source``, ``arrow`` (dims lettered by place, without the
+            axes that stay), ``collective``, ``axes``, ``count``, ``bytes_sent``, ``per_turn`` ('', or the
+            loop of whose turns nobody knows the number: count and bytes are of one), ``conditional`` (in the
+            branch that sends most), ``link``, ``dtype``, ``shape`` (of the result), ``direction``.
+        memory: argument, output, alias, temp and peak bytes, as the compiler reserves them.
+        flops: of products.
+        replicated: what devices hold alike although axes could cut it: ``name``, ``shape``, ``bytes`` (on a
+            device), ``axes``, ``saved`` bytes.
+        unordered: pairs of collectives that no data orders.
+        links: what each axis crosses.
+        notes: what could not be read, and why.
+    """
+
+    name: str
+    mesh: dict[str, int]
+    rows: list[dict[str, Any]]
+    memory: dict[str, int]
+    flops: int
+    replicated: list[dict[str, Any]]
+    unordered: list[tuple[str, str]]
+    links: dict[str, str]
+    notes: list[str]
+
+    def __str__(self) -> str:
+        on = " ".join(f"{a}={n}" for a, n in self.mesh.items()) or "one device"
+        cells = [
+            (
+                row["source"] or "(the partitioner's)",
+                row["arrow"],
+                f"{row['collective']} {','.join(row['axes'])}",
+                f"×{row['count']:,}" + " a turn" * bool(row["per_turn"]) + " at most" * row["conditional"],
+                f"{row['bytes_sent']:,} B",
+            )
+            for row in self.rows
+        ]
+        sent = sum(row["bytes_sent"] for row in self.rows if not row["per_turn"])
+        cells.append(("in all", "", "", "", f"{sent:,} B"))
+        said = [f"{self.name} on {on} sends, per device and run:", columns(cells)]
+        if turns := sorted({row["per_turn"] for row in self.rows} - {""}):
+            said.append(f"nobody knows how many turns the loop at {', '.join(turns)} has: not in the sum")
+        said += [f"{axis}: {link}" for axis, link in self.links.items()]
+        if self.memory:
+            held = (f"{name[:-6]} {size_text(n)}" for name, n in self.memory.items())
+            said.append(f"memory: {', '.join(held)}; products: {self.flops:,} FLOPs")
+        for row in self.replicated:
+            over = f" could be cut over {', '.join(row['axes'])}:" * bool(row["axes"])
+            sizes = [size_text(row[key]) for key in ("bytes", "saved")]
+            said.append(f"replicated: {row['name']}, {sizes[0]};{over} {sizes[1]} less")
+        said += [f"unordered: {a} with {b}" for a, b in self.unordered[:3]]
+        said += [f"unordered: {len(self.unordered) - 3} pairs more"] * (len(self.unordered) > 3)
+        return "\n".join(said + [f"note: {text}" for text in self.notes])
+
+    __repr__ = __str__
+
+    def document(self) -> dict[str, Any]:
+        """Gives it as plain data, for JSON."""
+        return asdict(self)
+
+    def picture(self) -> Scene:
+        """Draws the bytes of each line."""
+        name = lambda row: f"{row['source'] or '(the partitioner)'} {row['arrow']}".strip()
+        more = lambda row: {"arrow": name(row), "axis": ",".join(row["axes"]), "kind": row["collective"]}
+        return draw.arrows_sent([row | more(row) for row in self.rows])
+
+    def _repr_html_(self) -> str:
+        text = f'<pre style="line-height: 1.3">{escape(str(self))}</pre>'
+        return text + (self.picture()._repr_svg_() if self.rows else "")
+
+
+def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
+    """Says what a JAX program sends, holds and lacks. It is compiled, and does not run.
+
+    Args:
+        f: a function, jitted or not; a `jax.stages.Traced`, `Lowered` or `Compiled`; a jaxpr; or HLO text,
+            with its mesh as the one argument: a mesh, a dict, or "X=4 Y=2".
+        args: f's own: arrays or `jax.ShapeDtypeStruct`s, whose shardings say on which devices. What has no
+            array in it, a function that is not jitted gets as it is.
+        kwargs: f's own too.
+
+    Raises:
+        ValueError: it is none of these, or lies on two meshes, or the mesh does not fit the text.
+    """
+    if isinstance(f, str):
+        return _of_text(f, *args, **kwargs)
+    program, notes = _staged(f, args, kwargs), list[str]()
+    meshes = [*_meshes("the context", jax.sharding.get_mesh()), *_meshes("", args, kwargs)]
+    if isinstance(program, jax.stages.Traced):
+        meshes += _written(program.jaxpr)
+        program = _lowered(program, _one(meshes))
+    if isinstance(program, jax.stages.Compiled):
+        compiled, text, meshes, notes = program, program.as_text() or "", [], [LAST]
+    else:
+        mesh = _one(meshes)
+        compiled, text = read_program(program, platform_of(mesh) if mesh else "")
+    leaves, memory = _leaves(compiled), compiled_memory(compiled)
+    mesh = _one([*meshes, *(pair for name, _, where in leaves for pair in _meshes(name, where))])
+    found = _read(Module(text), mesh, notes)
+    return replace(found, memory=memory, replicated=_replicated(leaves, mesh, memory["argument_bytes"]))
+
+
+def _staged(f: Any, args: tuple, kwargs: dict) -> Any:
+    """Gives the program as `jax.stages` have it: traced or, where its wrapper cannot trace, lowered."""
+    if hasattr(f, "eqns"):
+        return _jaxpr(f if hasattr(f, "consts") else core.ClosedJaxpr(f, ()))
+    if isinstance(f, jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled):
+        if args or kwargs:
+            raise ValueError(
+                f"a {type(f).__name__.lower()} program has its arguments; give look nothing else"
+            )
+        return f
+    if not callable(f):
+        kinds = "a function with its arguments, a traced, lowered or compiled program, a jaxpr, or HLO text"
+        raise ValueError(f"look takes {kinds}; this is of type {type(f).__name__}")
+    if hasattr(f, "lower") and not hasattr(f, "trace"):
+        lowered = f.lower(*args, **kwargs)
+        return getattr(lowered, "lowered", lowered)  # as Flax and Equinox wrap it
+    plain = lambda x: isinstance(x, Hashable) and not any(hasattr(y, "dtype") for y in jax.tree.leaves(x))
+    numbers, names = [i for i, x in enumerate(args) if plain(x)], [k for k, x in kwargs.items() if plain(x)]
+    jitted = f if hasattr(f, "trace") else jax.jit(f, static_argnums=numbers, static_argnames=names)
+    return jitted.trace(*args, **kwargs)
+
+
+def _jaxpr(closed: core.ClosedJaxpr) -> jax.stages.Traced:
+    """Traces a jaxpr again, as a function of arguments that lie as its types say."""
+    given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in closed.in_avals]
+    return jax.jit(core.jaxpr_as_fun(closed)).trace(*given)
+
+
+def _lowered(program: jax.stages.Traced, mesh: Any) -> jax.stages.Lowered:
+    """Lowers what was traced. A mesh without devices gets the first ones that are here."""
+    if not isinstance(mesh, AbstractMesh):
+        return program.lower()
+    if mesh.size > (here := jax.device_count()):
+        why = f"mesh {dict(mesh.shape)} has no devices, and of {mesh.size} only {here} are here"
+        raise ValueError(f"{why}; llmpar.use_devices({mesh.size}) simulates them, in a fresh process")
+    grid = np.array(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes)
+    with jax.set_mesh(Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)):
+        return _jaxpr(program.jaxpr).lower()
+
+
+def _meshes(name: str, *tree: Any) -> Iterator[tuple[str, Any]]:
+    """Lists the meshes of arrays, types, shardings and meshes in a tree, each with a name."""
+    for path, x in jax.tree.leaves_with_path(tree):
+        mesh = x if isinstance(x, Mesh | AbstractMesh) else getattr(getattr(x, "sharding", x), "mesh", None)
+        if isinstance(mesh, Mesh | AbstractMesh) and mesh.size > 1:
+            yield name or f"argument {jax.tree_util.keystr(path[1:])}", mesh
+
+
+def _written(jaxpr: Any) -> Iterator[tuple[str, Any]]:
+    """Lists the meshes that a jaxpr names, each with the line that does."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    yield from _meshes("an argument", getattr(jaxpr, "consts", ()), [v.aval for v in inner.invars])
+    for eqn in inner.eqns:
+        frames = getattr(eqn.source_info.traceback, "frames", ())
+        source = innermost((frame.file_name, frame.line_num) for frame in frames)
+        yield from _meshes(f"{eqn.primitive.name} at {source}", eqn.params, [v.aval for v in eqn.outvars])
+        yield from (pair for x in jax.tree.leaves(eqn.params) if hasattr(x, "eqns") for pair in _written(x))
+
+
+def _one(meshes: Iterable[tuple[str, Any]]) -> Any:
+    """Gives the one mesh of a program, with devices if any of them has; None if there is none."""
+    found: dict[tuple, tuple[str, Any]] = {}
+    for name, mesh in meshes:
+        devices = tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else ()
+        found.setdefault(((*mesh.shape.items(),), devices), (name, mesh))
+    placed = {sizes for sizes, devices in found if devices}
+    (a, mesh), *others = [x for (sizes, on), x in found.items() if on or sizes not in placed] or [("", None)]
+    for b, other in others:
+        text = f"{a} has mesh {dict(mesh.shape)}, {b} has mesh {dict(other.shape)}"
+        text += " of other devices" * (mesh.shape == other.shape)
+        raise ValueError(f"one table has the axes of one mesh, but {text}; use one, or look at each part")
+    return mesh
+
+
+def _of_text(text: str, mesh: Any = None) -> Look:
+    """Looks at HLO text, whose devices are positions in ``mesh``. Refuses a mesh that does not fit it."""
+    if isinstance(mesh, str):
+        mesh = {axis: int(n) for axis, n in re.findall(r"(\w+)\s*[=:]\s*(\d+)", mesh)}
+    if isinstance(mesh, Mapping):
+        mesh = SimpleNamespace(axis_names=tuple(mesh), shape=dict(mesh))
+    module, sizes = Module(text), dict(getattr(mesh, "shape", {}))
+    if (n := math.prod(sizes.values())) != module.devices:
+        has = f"mesh {sizes} has {n} devices" if sizes else "a text does not name its mesh"
+        raise ValueError(
+            f"{has}, and the program runs on {module.devices}; give its own: look(text, 'X=4 Y=2')"
+        )
+    found = _read(module, mesh if n > 1 else None, [])
+    for row in (row for row in found.rows if row["axes"] == ("other",)):
+        why = f"groups of the {row['collective']} at {row['source'] or 'an unnamed line'} fill no set of axes"
+        way = "give its own, or write an axis of which a group takes a part as two, as X=4 as A=2 B=2"
+        raise ValueError(f"mesh {sizes} is not the program's: {why}; {way}")
+    return found
+
+
+def _read(module: Module, mesh: Any, notes: list[str]) -> Look:
+    """Reads what text says."""
+    if module.devices == 1:
+        mesh, notes = None, [*notes, "the program runs on one device: nothing is sent"]
+    elif mesh is None:
+        mesh = SimpleNamespace(axis_names=("device",), shape={"device": module.devices})
+        notes = [*notes, f"no mesh was found: all {module.devices} devices are one axis here"]
+    between = {a: row["link"] for a, row in links(mesh).items()} if isinstance(mesh, Mesh) else {}
+    rows, turning = dict[tuple, dict[str, Any]](), set[str]()
+    for c in census_hlo(module, mesh) if mesh else []:
+        link = "; ".join(dict.fromkeys(between[a] for a in c.axes if a in between))
+        what: dict[str, Any] = {"source": c.source, "arrow": c.arrow or c.moves, "collective": c.kind}
+        what |= {"axes": c.axes, "per_turn": c.per_turn, "conditional": c.conditional, "link": link}
+        what |= {"dtype": c.dtype, "shape": c.shape, "direction": c.direction}
+        row = rows.setdefault(tuple(what.values()), what | {"count": 0, "bytes_sent": 0})
+        row["count"] += c.count
+        row["bytes_sent"] += c.bytes_sent
+        if c.axes == ("other",):
+            notes = [*notes, f"groups of the {c.kind} at {c.source} fill no set of axes"]
+
+    def turns(comp: str, loop: Op) -> int:
+        if (trips := module.trips(comp, loop)) is None:
+            turning.add(module.source(loop) or "an unnamed line")
+        return 1 if trips is None else trips
+
+    flops = int(flops_in(module, functools.partial(product_flops, module), turns)(module.entry, None))
+    notes = notes + [f"of the loop at {loop} FLOPs are those of one turn" for loop in sorted(turning)]
+    inner = (op.attrs for ops in module.computations.values() for op in ops.values())
+    hidden = Counter(name for attrs in inner for name in re.findall(HIDDEN, attrs))
+    notes += [f"what {name} (×{n}) does inside is not seen" for name, n in hidden.items()]
+    said = lambda c: f"{c.source or '(the partitioner)'} {c.kind} {','.join(c.axes)}"
+    pairs = dict.fromkeys((said(a), said(b)) for a, b in (unordered(module, mesh) if mesh else []))
+    name, sizes = re.sub("^_lambda_?$", "<lambda>", module.name), dict(mesh.shape) if mesh else {}
+    ordered = sorted(rows.values(), key=lambda row: -row["bytes_sent"])
+    return Look(name, sizes, ordered, {}, flops, [], [*pairs], between, notes)
+
+
+def _replicated(leaves: list, mesh: Any, argument_bytes: int) -> list[dict[str, Any]]:
+    """Lists what could be cut over axes along which devices hold the same; what is small as one row."""
+    rows = list[dict[str, Any]]()
+    for name, x, where in leaves if mesh else ():
+        spec = getattr(where, "spec", None)
+        if where is None or getattr(spec, "unreduced", None) or not spec and not where.is_fully_replicated:
+            continue
+        used = [a for cut in (spec.partitions if spec else ()) for a in axes_of(cut)]
+        shard, axes, size = list(where.shard_shape(x.shape)), list[str](), x.dtype.itemsize
+        held = size * math.prod(shard)
+        for axis, n in mesh.shape.items():
+            dim = next((i for i, size in enumerate(shard) if size % n == 0), None)
+            if dim is not None and n > 1 and held and axis not in used:
+                shard[dim] //= n
+                axes.append(axis)
+        row = {"name": name, "shape": tuple(x.shape), "bytes": held, "axes": tuple(axes)}
+        rows += [row | {"saved": held - size * math.prod(shard)}] if axes else []
+    small = [row for row in rows if row["bytes"] < SMALL * argument_bytes]
+    if len(small) > 1:
+        rows = [row for row in rows if row not in small]
+        both: dict[str, Any] = {key: sum(row[key] for row in small) for key in ("bytes", "saved")}
+        rows.append({"name": f"{len(small)} small ones", "shape": (), "axes": ()} | both)
+    return sorted(rows, key=lambda row: -row["saved"])
+
+
+Pair = tuple[Collective, Collective]
+
+
+def unordered(text: str | Module, mesh: Any, one_channel: bool = False) -> list[Pair]:
+    """Lists the pairs of collectives in HLO text that no path of data orders: one device may enter them in
+    either order while another does the opposite. With ``one_channel`` only those that simulated devices may
+    take for one another: of one channel, one of them in a loop or a branch that the other is not in."""
+    module, pairs = Module.of(text), list[Pair]()
+
+    @functools.cache
+    def inside(comp: str) -> list[tuple[Collective, list[int], bool]]:
+        """A computation's collectives, their channels, and whether they are in a loop or branch of it."""
+        before, found = dict[str, int](), dict[int, list]()  # sets of places as bits; place to what is there
+        # an operand stands before its users
+        for place, (name, op) in enumerate(module.computations[comp].items()):
+            waits = re.findall(r"control-predecessors=\{(.*?)\}", op.attrs)
+            needs = [n for n in re.findall(r"%([\w.\-]+)", " ".join((op.inside, *waits))) if n in before]
+            before[name] = functools.reduce(operator.or_, (before[n] for n in needs), 0) | 1 << place
+            callees = op.called(*CALLS[op.kind]) if op.kind in CALLS else []
+            here = [(c, n, True) for i in callees if i in module.computations for c, n, _ in inside(i)]
+            if one := collective(module, comp, name, mesh):
+                here.append((one, integers(op.attrs, "channel_id="), False))
+            if not here:
+                continue
+            loose = [c for other, theirs in found.items() if not before[name] >> other & 1 for c in theirs]
+            for (a, one_of, a_deep), (b, other_of, b_deep) in itertools.product(loose, here):
+                if not one_channel or one_of == other_of and (a_deep or b_deep):
+                    pairs.append((a, b))
+            found[place] = here
+        return [c for here in found.values() for c in here]
+
+    inside(module.entry)
+    return pairs
