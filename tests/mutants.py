@@ -52,6 +52,7 @@ if __name__ == "__main__":
         old, new, what = line.split(" ; ")
         with tempfile.TemporaryDirectory() as folder:
             shutil.copytree(TESTS.parent / "llmpar", Path(folder, "llmpar"))
+            shutil.copytree(TESTS.parent / "docs", Path(folder, "docs"))  # pages read their words
             found = [path for path in Path(folder).rglob("*.py") if old in path.read_text()]
             name = found[0].stem if found else "?"
             if asked and name not in asked and str(number) not in asked:
