@@ -29,7 +29,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, held_bytes, moved, shapes
+from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, held_bytes, moved, parsed, shapes
 from llmpar.inspect.shardings import program_shardings
 from llmpar.predict import formulas
 
@@ -175,14 +175,14 @@ def counted(work: Work) -> list[Collective]:
     return [replace(c, count=int(times), bytes_sent=int(c.bytes_sent * times)) for c, times in work]
 
 
-def census_hlo(text: str | Module, mesh: Any, taken: Taken | None = None) -> list[Collective]:
+def census_hlo(text: str, mesh: Any, taken: Taken | None = None) -> list[Collective]:
     """Counts the collectives of HLO text, partitioned or final, by the axes of `mesh` that groups span.
 
     A mesh is anything with `axis_names` and `shape`. Devices in the text are positions in the mesh in
     row-major order, whatever ids its devices have. Of an asynchronous pair the start is counted. In a loop
     whose trip count is unknown a collective is counted per turn. Refuses groups that do not cover the mesh.
     """
-    module = Module.of(text)
+    module = parsed(text)
 
     def work(comp: str) -> Iterable[tuple[Collective, Fraction]]:
         for name, op in module.computations[comp].items():

@@ -106,11 +106,6 @@ class Module:
         if not self.entry:
             raise ValueError("expected the text of an HLO module, but no line of it begins with ENTRY")
 
-    @classmethod
-    def of(cls, text: "str | Module") -> "Module":
-        """Reads a text, if it is not read yet."""
-        return cls(text) if isinstance(text, str) else text
-
     @functools.cached_property
     def echoes(self) -> set[str]:
         """Names the computations that repeat a TPU's collective, which goes on or ends there."""
@@ -141,7 +136,8 @@ class Module:
             file, _, line, *_ = integers(self.tables["FileLocations"][location], "=")
             frames.append((self.tables["FileNames"][file].strip('"'), line))
             frame = parent - 1  # parents are written plus one: an outermost frame says 1
-        return innermost(frames)
+        argument = "" if frames or "stack_frame_id" in op.attrs or "/" in op.scope else op.scope
+        return innermost(frames) or argument and f"argument {argument}"  # as JAX 0.12 names its gather
 
     def value(self, comp: str, ref: Ref, index: int | None, known: Callable[[int, Any], Any]) -> Any:
         """Evaluates an integer that follows from constants and what is known of parameters; else None."""
@@ -177,6 +173,7 @@ class Module:
         return None
 
 
+parsed = functools.lru_cache(maxsize=2)(Module)
 MOVERS = tuple(f"/llmpar/{name}.py" for name in ("par", "readings", "block", "overlap", "inspect/look"))
 LIBRARIES = "jax|jaxlib|flax|optax|equinox|haiku|einops|chex|jaxtyping|beartype"
 
@@ -217,9 +214,13 @@ def moved(module: Module, comp: str, name: str, axes: tuple[str, ...], mesh: Any
     ops, sizes = module.computations[comp], {a: mesh.shape[a] for a in mesh.axis_names}
     op, kind, groups = ops[name], ops[name].kind.removesuffix("-start"), _groups(ops[name].attrs)
     place = lambda i: dict(zip(sizes, np.unravel_index(i, [*sizes.values()]), strict=True))
-    does = [module.computations[f][module.roots[f]].kind for f in op.called("to_apply") if f in module.roots]
+    does = {o.kind for f in op.called("to_apply") for o in module.computations.get(f, {}).values()}
     n = math.prod(sizes.get(a, 0) for a in axes)  # 0: a part of an axis
-    if not n or does not in ([], ["add"]) or len(shapes(op.type)[0][1]) > len(LETTERS):
+    if (
+        not n
+        or not does <= {"parameter", "copy", "convert", "add"}
+        or len(shapes(op.type)[0][1]) > len(LETTERS)
+    ):
         return ""
     if kind == "collective-permute":
         apart = {(place(to)[axes[0]] - place(at)[axes[0]]) % n for at, to in groups}
@@ -264,14 +265,16 @@ def _groups(attrs: str) -> list[list[int]]:
         return []
     names, sizes = zip(*re.findall(r"([^,=\s]+)=(\d+)", m[1]), strict=True)
     place, size = np.arange(math.prod(map(int, sizes))), 1
-    # the place of the group's first device: that of the device, less its digits along the chosen axes
-    first = place
+    # the place of the group's first device: that of the device, less its digits along the chosen axes; its
+    # place in the group: those digits
+    first, inside = place, 0 * place
     for name, start, n in re.findall(r"([^,:\s]+)(?::\((\d+)\)(\d+))?", m[3]):
         start, n = int(start or 1), int(n or sizes[names.index(name)])
         stride = math.prod(map(int, sizes[names.index(name) :])) // (start * n)
-        first, size = first - place // stride % n * stride, size * n
+        digit = place // stride % n
+        first, inside, size = first - digit * stride, inside * n + digit, size * n
     ids = _iota(m[2]).ravel() if m[2] else place
-    return ids[np.argsort(first, kind="stable")].reshape(-1, size).tolist()
+    return ids[np.lexsort((inside, first))].reshape(-1, size).tolist()
 
 
 def _iota(text: str) -> np.ndarray:

@@ -1,12 +1,13 @@
 """Looks at any JAX program: what it sends, holds and lacks, line by line, in the axis names of its author."""
 
+import contextlib
 import functools
 import itertools
 import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from llmpar.inspect.census import (
     flops_in,
     read_program,
 )
-from llmpar.inspect.hlo import CALLS, Module, Op, innermost, integers
+from llmpar.inspect.hlo import CALLS, Op, integers, parsed
 from llmpar.inspect.links import links
 from llmpar.inspect.roofline import product_flops
 from llmpar.inspect.shardings import _leaves
@@ -36,11 +37,15 @@ from llmpar.mesh import axes_of, platform_of
 
 SMALL = 0.01
 """Of what is replicated, values below this share of the arguments are summed."""
-HIDDEN = r'custom_call_target="(?!Sharding|SPMD|xla\.sdy|annotate_|__cublas)([^"]*)"'
-LAST = (
-    "a compiled program's text is the compiler's last: it may have merged, split and widened collectives, and"
-    " names old lines if it comes from the persistent cache; give look the function"
+HIDDEN = r'(?:^(?=convolution)|custom_call_target="(?!Sharding|SPMD|xla\.sdy|annotate_|__cublas))([^"\s]+)'
+KINDS = jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
+WHOLE = (
+    "a jaxpr does not say how arguments on automatic axes lie: here they are whole; give look the function"
 )
+LAST = (
+    "the compiler may have merged, split and widened collectives here, and from its cache comes a text that"
+)
+LAST += " names old lines; give look the function"
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,17 +53,13 @@ class Look:
     """Holds what one run of a program does on each device; bytes are those of one device.
 
     Attributes:
-        mesh: sizes of the axes; {} on one device.
         rows: what each line sends, largest first: ``source``, ``arrow`` (dims lettered by place, without the
-            axes that stay), ``collective``, ``axes``, ``count``, ``bytes_sent``, ``per_turn`` ('', or the
-            loop of whose turns nobody knows the number: count and bytes are of one), ``conditional`` (in the
+            axes that stay), ``collective``, ``axes``, ``count``, ``bytes_sent``, ``per_turn`` (the loop of
+            whose turns nobody knows the number: count and bytes are of one; or ''), ``conditional`` (in the
             branch that sends most), ``link``, ``dtype``, ``shape`` (of the result), ``direction``.
-        memory: argument, output, alias, temp and peak bytes, as the compiler reserves them.
-        flops: of products.
-        replicated: what devices hold alike although axes could cut it: ``name``, ``shape``, ``bytes`` (on a
-            device), ``axes``, ``saved`` bytes.
+        memory: argument, output, alias, temp and peak bytes, as the compiler reserves them; {} of a text.
+        replicated: what devices hold alike although ``axes`` could cut it: ``bytes`` each, and ``saved``.
         unordered: pairs of collectives that no data orders.
-        links: what each axis crosses.
         notes: what could not be read, and why.
     """
 
@@ -87,9 +88,11 @@ class Look:
         sent = sum(row["bytes_sent"] for row in self.rows if not row["per_turn"])
         cells.append(("in all", "", "", "", f"{sent:,} B"))
         said = [f"{self.name} on {on} sends, per device and run:", columns(cells)]
+        said = said if self.rows else [f"{self.name} on {on} sends nothing"]
         if turns := sorted({row["per_turn"] for row in self.rows} - {""}):
             said.append(f"nobody knows how many turns the loop at {', '.join(turns)} has: not in the sum")
-        said += [f"{axis}: {link}" for axis, link in self.links.items()]
+        for link in dict.fromkeys(self.links.values()):
+            said.append(f"{', '.join(a for a, other in self.links.items() if other == link)}: {link}")
         if self.memory:
             held = (f"{name[:-6]} {size_text(n)}" for name, n in self.memory.items())
             said.append(f"memory: {', '.join(held)}; products: {self.flops:,} FLOPs")
@@ -133,11 +136,12 @@ def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
     """
     if isinstance(f, str):
         return _of_text(f, *args, **kwargs)
-    program, notes = _staged(f, args, kwargs), list[str]()
+    program, notes = _staged(f, args, kwargs), [WHOLE] * hasattr(f, "eqns")
     meshes = [*_meshes("the context", jax.sharding.get_mesh()), *_meshes("", args, kwargs)]
-    if isinstance(program, jax.stages.Traced):
-        meshes += _written(program.jaxpr)
-        program = _lowered(program, _one(meshes))
+    if isinstance(program, jax.stages.Traced | core.ClosedJaxpr):
+        meshes += _meshes("the program", getattr(program, "jaxpr", program), program)
+        mesh = _one(meshes)
+        program = _lowered(program, mesh)
     if isinstance(program, jax.stages.Compiled):
         compiled, text, meshes, notes = program, program.as_text() or "", [], [LAST]
     else:
@@ -145,67 +149,62 @@ def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
         compiled, text = read_program(program, platform_of(mesh) if mesh else "")
     leaves, memory = _leaves(compiled), compiled_memory(compiled)
     mesh = _one([*meshes, *(pair for name, _, where in leaves for pair in _meshes(name, where))])
-    found = _read(Module(text), mesh, notes)
-    return replace(found, memory=memory, replicated=_replicated(leaves, mesh, memory["argument_bytes"]))
+    found = _read(text, mesh, notes)
+    name = type(f).__name__ if found.name in ("", "_unnamed_function", "jaxpr_as_fun") else found.name
+    more = _replicated(leaves, mesh, memory["argument_bytes"])
+    return replace(found, name=name, memory=memory, replicated=more)
 
 
 def _staged(f: Any, args: tuple, kwargs: dict) -> Any:
-    """Gives the program as `jax.stages` have it: traced or, where its wrapper cannot trace, lowered."""
+    """Gives a closed jaxpr, or a program as `jax.stages` have it, traced if it can be."""
+    wraps = "traced", "lowered", "compiled"  # so Flax and Equinox call what JAX has
+    inner = lambda x: next((y for y in (getattr(x, n, None) for n in wraps) if isinstance(y, KINDS)), x)
     if hasattr(f, "eqns"):
-        return _jaxpr(f if hasattr(f, "consts") else core.ClosedJaxpr(f, ()))
-    if isinstance(f, jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled):
+        return f if hasattr(f, "consts") else core.ClosedJaxpr(f, ())
+    if isinstance(f := inner(f), KINDS):
         if args or kwargs:
-            raise ValueError(
-                f"a {type(f).__name__.lower()} program has its arguments; give look nothing else"
-            )
+            raise ValueError(f"a {type(f).__name__.lower()} program has its arguments; give look only that")
         return f
     if not callable(f):
         kinds = "a function with its arguments, a traced, lowered or compiled program, a jaxpr, or HLO text"
         raise ValueError(f"look takes {kinds}; this is of type {type(f).__name__}")
-    if hasattr(f, "lower") and not hasattr(f, "trace"):
-        lowered = f.lower(*args, **kwargs)
-        return getattr(lowered, "lowered", lowered)  # as Flax and Equinox wrap it
     plain = lambda x: isinstance(x, Hashable) and not any(hasattr(y, "dtype") for y in jax.tree.leaves(x))
     numbers, names = [i for i, x in enumerate(args) if plain(x)], [k for k, x in kwargs.items() if plain(x)]
-    jitted = f if hasattr(f, "trace") else jax.jit(f, static_argnums=numbers, static_argnames=names)
-    return jitted.trace(*args, **kwargs)
+    jitted = f if hasattr(f, "lower") else jax.jit(f, static_argnums=numbers, static_argnames=names)
+    return inner(getattr(jitted, "trace", jitted.lower)(*args, **kwargs))
 
 
-def _jaxpr(closed: core.ClosedJaxpr) -> jax.stages.Traced:
-    """Traces a jaxpr again, as a function of arguments that lie as its types say."""
-    given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in closed.in_avals]
-    return jax.jit(core.jaxpr_as_fun(closed)).trace(*given)
-
-
-def _lowered(program: jax.stages.Traced, mesh: Any) -> jax.stages.Lowered:
-    """Lowers what was traced. A mesh without devices gets the first ones that are here."""
-    if not isinstance(mesh, AbstractMesh):
-        return program.lower()
-    if mesh.size > (here := jax.device_count()):
-        why = f"mesh {dict(mesh.shape)} has no devices, and of {mesh.size} only {here} are here"
-        raise ValueError(f"{why}; llmpar.use_devices({mesh.size}) simulates them, in a fresh process")
-    grid = np.array(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes)
-    with jax.set_mesh(Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)):
-        return _jaxpr(program.jaxpr).lower()
+def _lowered(program: Any, mesh: Any) -> jax.stages.Lowered:
+    """Lowers what was traced, or a jaxpr as its types say. A mesh without devices gets those here."""
+    if isinstance(program, jax.stages.Traced):
+        try:
+            return program.lower()
+        except ValueError:  # JAX asks for devices
+            if not isinstance(mesh, AbstractMesh):
+                raise
+            program = program.jaxpr
+    if isinstance(mesh, AbstractMesh):
+        if mesh.size > (here := jax.device_count()):
+            why = f"mesh {dict(mesh.shape)} has no devices, and of {mesh.size} only {here} are here"
+            raise ValueError(f"{why}; llmpar.use_devices({mesh.size}) simulates them, in a fresh process")
+        grid = np.array(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes)
+        mesh = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in program.in_avals]
+        return jax.jit(core.jaxpr_as_fun(program)).lower(*given)
 
 
 def _meshes(name: str, *tree: Any) -> Iterator[tuple[str, Any]]:
-    """Lists the meshes of arrays, types, shardings and meshes in a tree, each with a name."""
+    """Lists the meshes of arrays, types, shardings, meshes and jaxprs in a tree, each with who names it."""
     for path, x in jax.tree.leaves_with_path(tree):
+        if hasattr(x, "eqns"):
+            inner, consts = getattr(x, "jaxpr", x), getattr(x, "consts", ())
+            types = [v.aval for eqn in inner.eqns for v in eqn.outvars]
+            yield from _meshes(name, consts, [v.aval for v in inner.invars], types)
+            yield from (pair for e in inner.eqns for pair in _meshes(e.primitive.name, e.params))
         mesh = x if isinstance(x, Mesh | AbstractMesh) else getattr(getattr(x, "sharding", x), "mesh", None)
         if isinstance(mesh, Mesh | AbstractMesh) and mesh.size > 1:
             yield name or f"argument {jax.tree_util.keystr(path[1:])}", mesh
-
-
-def _written(jaxpr: Any) -> Iterator[tuple[str, Any]]:
-    """Lists the meshes that a jaxpr names, each with the line that does."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    yield from _meshes("an argument", getattr(jaxpr, "consts", ()), [v.aval for v in inner.invars])
-    for eqn in inner.eqns:
-        frames = getattr(eqn.source_info.traceback, "frames", ())
-        source = innermost((frame.file_name, frame.line_num) for frame in frames)
-        yield from _meshes(f"{eqn.primitive.name} at {source}", eqn.params, [v.aval for v in eqn.outvars])
-        yield from (pair for x in jax.tree.leaves(eqn.params) if hasattr(x, "eqns") for pair in _written(x))
 
 
 def _one(meshes: Iterable[tuple[str, Any]]) -> Any:
@@ -227,32 +226,29 @@ def _of_text(text: str, mesh: Any = None) -> Look:
     """Looks at HLO text, whose devices are positions in ``mesh``. Refuses a mesh that does not fit it."""
     if isinstance(mesh, str):
         mesh = {axis: int(n) for axis, n in re.findall(r"(\w+)\s*[=:]\s*(\d+)", mesh)}
-    if isinstance(mesh, Mapping):
-        mesh = SimpleNamespace(axis_names=tuple(mesh), shape=dict(mesh))
-    module, sizes = Module(text), dict(getattr(mesh, "shape", {}))
-    if (n := math.prod(sizes.values())) != module.devices:
+    sizes, devices = dict(getattr(mesh, "shape", mesh) or {}), parsed(text).devices
+    if (n := math.prod(sizes.values())) != devices:
         has = f"mesh {sizes} has {n} devices" if sizes else "a text does not name its mesh"
-        raise ValueError(
-            f"{has}, and the program runs on {module.devices}; give its own: look(text, 'X=4 Y=2')"
-        )
-    found = _read(module, mesh if n > 1 else None, [])
+        raise ValueError(f"{has}, and the program has {devices}; give its own: look(text, 'X=4 Y=2')")
+    found = _read(text, SimpleNamespace(axis_names=tuple(sizes), shape=sizes), [])
     for row in (row for row in found.rows if row["axes"] == ("other",)):
-        why = f"groups of the {row['collective']} at {row['source'] or 'an unnamed line'} fill no set of axes"
-        way = "give its own, or write an axis of which a group takes a part as two, as X=4 as A=2 B=2"
+        why = f"groups of the {row['collective']} at {row['source'] or 'no line'} fill no whole axes"
+        way = "give its own, or an axis of which they fill a part as two: X=4 as A=2 B=2"
         raise ValueError(f"mesh {sizes} is not the program's: {why}; {way}")
     return found
 
 
-def _read(module: Module, mesh: Any, notes: list[str]) -> Look:
+def _read(text: str, mesh: Any, notes: list[str]) -> Look:
     """Reads what text says."""
+    module = parsed(text)
     if module.devices == 1:
-        mesh, notes = None, [*notes, "the program runs on one device: nothing is sent"]
+        mesh = None
     elif mesh is None:
         mesh = SimpleNamespace(axis_names=("device",), shape={"device": module.devices})
         notes = [*notes, f"no mesh was found: all {module.devices} devices are one axis here"]
     between = {a: row["link"] for a, row in links(mesh).items()} if isinstance(mesh, Mesh) else {}
-    rows, turning = dict[tuple, dict[str, Any]](), set[str]()
-    for c in census_hlo(module, mesh) if mesh else []:
+    rows = dict[tuple, dict[str, Any]]()
+    for c in census_hlo(text, mesh) if mesh else []:
         link = "; ".join(dict.fromkeys(between[a] for a in c.axes if a in between))
         what: dict[str, Any] = {"source": c.source, "arrow": c.arrow or c.moves, "collective": c.kind}
         what |= {"axes": c.axes, "per_turn": c.per_turn, "conditional": c.conditional, "link": link}
@@ -260,24 +256,24 @@ def _read(module: Module, mesh: Any, notes: list[str]) -> Look:
         row = rows.setdefault(tuple(what.values()), what | {"count": 0, "bytes_sent": 0})
         row["count"] += c.count
         row["bytes_sent"] += c.bytes_sent
-        if c.axes == ("other",):
-            notes = [*notes, f"groups of the {c.kind} at {c.source} fill no set of axes"]
+        other = f"groups of the {c.kind} at {c.source or 'no line'} fill no whole axes"
+        notes = notes + [other] * (c.axes == ("other",))
 
     def turns(comp: str, loop: Op) -> int:
-        if (trips := module.trips(comp, loop)) is None:
-            turning.add(module.source(loop) or "an unnamed line")
+        trips, where = module.trips(comp, loop), module.source(loop) or "no line"
+        notes.extend([f"of the loop at {where} FLOPs are those of one turn"] * (trips is None))
         return 1 if trips is None else trips
 
-    flops = int(flops_in(module, functools.partial(product_flops, module), turns)(module.entry, None))
-    notes = notes + [f"of the loop at {loop} FLOPs are those of one turn" for loop in sorted(turning)]
-    inner = (op.attrs for ops in module.computations.values() for op in ops.values())
-    hidden = Counter(name for attrs in inner for name in re.findall(HIDDEN, attrs))
-    notes += [f"what {name} (×{n}) does inside is not seen" for name, n in hidden.items()]
+    leaf = lambda comp, op: 0 if op.kind == "convolution" else product_flops(module, comp, op)
+    flops = int(flops_in(module, leaf, turns)(module.entry, None))
+    inner = (f"{op.kind} {op.attrs}" for ops in module.computations.values() for op in ops.values())
+    hidden = Counter(name for words in inner for name in re.findall(HIDDEN, words))
+    notes += [f"not counted: what {name} (×{n}) does inside" for name, n in hidden.items()]
     said = lambda c: f"{c.source or '(the partitioner)'} {c.kind} {','.join(c.axes)}"
-    pairs = dict.fromkeys((said(a), said(b)) for a, b in (unordered(module, mesh) if mesh else []))
+    pairs = dict.fromkeys((said(a), said(b)) for a, b in (unordered(text, mesh) if mesh else []))
     name, sizes = re.sub("^_lambda_?$", "<lambda>", module.name), dict(mesh.shape) if mesh else {}
     ordered = sorted(rows.values(), key=lambda row: -row["bytes_sent"])
-    return Look(name, sizes, ordered, {}, flops, [], [*pairs], between, notes)
+    return Look(name, sizes, ordered, {}, flops, [], [*pairs], between, [*dict.fromkeys(notes)])
 
 
 def _replicated(leaves: list, mesh: Any, argument_bytes: int) -> list[dict[str, Any]]:
@@ -308,11 +304,11 @@ def _replicated(leaves: list, mesh: Any, argument_bytes: int) -> list[dict[str, 
 Pair = tuple[Collective, Collective]
 
 
-def unordered(text: str | Module, mesh: Any, one_channel: bool = False) -> list[Pair]:
+def unordered(text: str, mesh: Any, one_channel: bool = False) -> list[Pair]:
     """Lists the pairs of collectives in HLO text that no path of data orders: one device may enter them in
     either order while another does the opposite. With ``one_channel`` only those that simulated devices may
     take for one another: of one channel, one of them in a loop or a branch that the other is not in."""
-    module, pairs = Module.of(text), list[Pair]()
+    module, pairs = parsed(text), list[Pair]()
 
     @functools.cache
     def inside(comp: str) -> list[tuple[Collective, list[int], bool]]:

@@ -181,4 +181,5 @@ def _short(source: str) -> str:
     for place in filter(None, source.split(", ")):
         file, _, line = place.rpartition(":")
         lines.setdefault(file.rpartition("/")[2], []).append(line)
-    return "; ".join(f"{file}:{', '.join(sorted(numbers, key=int))}" for file, numbers in lines.items())
+    of = lambda numbers: ", ".join(sorted(numbers, key=lambda n: (len(n), n)))
+    return "; ".join(f"{file}:{of(numbers)}".lstrip(":") for file, numbers in lines.items())
