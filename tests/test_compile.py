@@ -109,6 +109,19 @@ def test_the_walk_counts_turns_and_tells_hidden_from_exposed():
     assert turn.count == 5 and turn.seconds == pytest.approx(product_s + gather_s)
 
 
+def test_what_a_device_reached_takes_the_place_of_what_is_assumed(monkeypatch, tmp_path):
+    step_s = lambda: roofline.roofline(PRODUCTS.replace("BETWEEN", DOT), Devices("dp=2 fsdp=8"), H100).terms
+    before, assumed = step_s()["products"], roofline.shares(H100)
+    monkeypatch.setattr(roofline, "MEASURED", tmp_path / "reached.json")
+    assert roofline.shares(H100) == assumed and not roofline.measured(H100), "the file may be missing"
+    reached = {"products": 0.8, "attention": 0.5}
+    (tmp_path / "reached.json").write_text(json.dumps({"h100": {"shares": reached}}))
+    assert roofline.shares(H100) == assumed | reached and roofline.shares(chip("h200")) == assumed
+    assert step_s()["products"] == pytest.approx(before * 0.7 / 0.8)
+    low = dict(products=0.8, attention=0.2, cudnn=0.2, experts=0.2)
+    assert roofline.shares(H100, 0.2) == low, "a band is of kernels, not of plain products"
+
+
 def test_two_collectives_share_the_links():
     """A second gather beside the first waits for it: XLA for GPUs runs one at a time."""
     more = re.search(r"  %start = .*", PRODUCTS)[0].replace("%start", "%second").strip()
@@ -304,6 +317,8 @@ def test_gpus_compile_what_was_predicted(flags):
         4 if "pp=2" in flags[1] else 1
     )
     assert 0 < found["mfu"] < 1 and found["step_s"] > 0
+    band = [found["if_kernels_reach"][share]["mfu"] for share in ("0.2", "0.4", "0.6")]
+    assert band == sorted(band) and band[1] == pytest.approx(found["mfu"]), "assumed are 40 %"
     assert sum(found["terms"].values()) == pytest.approx(found["step_s"], rel=1e-6)
     final = sum(row["bytes"] for row in document["final"])
     predicted = sum(row["predicted_bytes"] for row in document["collectives"])

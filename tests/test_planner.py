@@ -304,18 +304,23 @@ def test_the_document_is_the_contract(capsys):
     assert set(row) >= set("mesh fits memory_bytes step_s mfu tokens_per_s bubble_fraction why".split())
     assert set(row["memory_bytes"]) == {"params", "grads", "optimizer", "activations", "total"}
     assert all(set(row) >= {"mesh", "why"} for row in found["rejected"])
+    assert row["attention_kernel"] == "flash" and row["grouped"] is None
+    band = found["if_attention_reaches"]
+    assert band["0.2"]["mfu"] < band["0.4"]["mfu"] < row["mfu"] < band["0.6"]["mfu"], "fitted: 50 %"
     assert found["budget"]["days"] > 0 and "mfu_convention" in found
 
 
 def test_no_compile_line_where_there_is_no_compiler(capsys):
     _, out, _ = call(capsys, "--cluster", "lumi", "--devices", "16", "--mesh", "tp=2", "--json")
     plans = json.loads(out)["plans"]
+    assert {row["attention_kernel"] for row in plans} == {"portable"}, "our kernels are for NVIDIA's"
     assert all(row["compile"] is None and row["train"].startswith("XLA_CLIENT") for row in plans)
 
 
 def test_the_table_ends_with_the_lines_to_run(capsys):
     status, out, err = call(capsys, "--cluster", "dgx-h100", "--devices", "16", "--mesh", "fsdp=16")
     assert status == 0 and "plans priced" in err
+    assert "the first runs flash attention\nif attention reaches 20% of peak: " in out
     assert all(f" {part} " in out for part in ("weights", "gradients", "moments", "activations", "batch"))
     assert "llmpar train --model llama3-8b" in out and "llmpar compile --target h100:2x8" in out
 

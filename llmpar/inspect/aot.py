@@ -18,13 +18,14 @@ from llmpar.config import ModelConfig
 from llmpar.draw.scene import Scene, time_text
 from llmpar.inspect import report
 from llmpar.inspect.census import census_hlo, census_table, compiled_memory, read_program
-from llmpar.inspect.roofline import Roofline, roofline
+from llmpar.inspect.roofline import Roofline, measured, roofline
 from llmpar.inspect.tables import table
 from llmpar.inspect.targets import Target, need_compiler
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan, Resolved
 from llmpar.predict import memory, planner, ring
 from llmpar.predict.hardware import GIB
+from llmpar.predict.planner import BAND, band_words
 from llmpar.sequence_order import Mask
 from llmpar.step import AT_ONCE, Step, compiler_options
 from llmpar.timetable import branch_shares, timetable
@@ -75,7 +76,11 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
     final = census_table(census_hlo(text, mesh, branches[document["stage"]]))
     walked = _busiest(text, mesh, plan, target, seq_len, branches)
     useful = sum(memory.flops(config, batch_size, seq_len).values()) / plan.mesh.size
-    rate = target.chip.per_device().flops_per_s
+    rate, band = target.chip.per_device().flops_per_s, dict[str, dict[str, float]]()
+    if not measured(target.chip) and {"attention", "experts' kernels"} & walked.terms.keys():
+        for share in BAND:
+            step_s = _busiest(text, mesh, plan, target, seq_len, branches, share).step_s
+            band[f"{share:g}"] = {"step_s": step_s, "mfu": useful / (step_s * rate)}
     fits = program["peak_bytes"] <= need["capacity"]
     needs = f"{program['peak_bytes'] / GIB:.1f} GiB"
     why = "" if fits else _too_large(needs, q, plan.asked, target)
@@ -96,6 +101,7 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
             "step_s": walked.step_s,
             "mfu": useful / (walked.step_s * rate),
             "exposed_s": walked.exposed_s,
+            "if_kernels_reach": band,
             "terms": {name: s for name, s in sorted(walked.terms.items(), key=lambda t: -t[1]) if s},
         },
         "turns": _turns(walked),
@@ -146,7 +152,9 @@ def picture(document: dict) -> Scene:
     return draw.two_lanes(document["turns"], f"One turn of each loop on {document['target']}, estimated")
 
 
-def _busiest(text: str, mesh, plan: Resolved, target: Target, seq_len: int, branches: Sequence) -> Roofline:
+def _busiest(
+    text: str, mesh, plan: Resolved, target: Target, seq_len: int, branches: Sequence, kernels=None
+) -> Roofline:
     """Walk the schedule as every pipeline stage takes its branches, and give the longest walk, with the
     schedule's bubble as one more term."""
     config, beside = plan.config, AT_ONCE in compiler_options(plan)
@@ -154,7 +162,7 @@ def _busiest(text: str, mesh, plan: Resolved, target: Target, seq_len: int, bran
     # Of all pairs of tiles the kernel of attention computes these, where a row is one document.
     seen = ring.seen_share(seq_len, ranks, plan.sequence_order, Mask(config.window))
     full = config.experts.full_share(seq_len, plan.mesh.ep) if config.experts else 1.0
-    stages = [roofline(text, mesh, target.links, taken, seen, full, beside) for taken in branches]
+    stages = [roofline(text, mesh, target.links, taken, seen, full, beside, kernels) for taken in branches]
     longest = max(stages, key=lambda walk: walk.step_s)
     if plan.pipeline:
         bubble = longest.step_s * float(timetable(plan.pipeline).bubble_over_ideal)
@@ -187,7 +195,7 @@ def tables(document: dict) -> list[Table]:
         waits.add_row(where, f"{row['hidden_flops'] / 1e12:,.1f} TFLOP", *times)
     found, flops = document["roofline"], document["flops"]
     title = f"a step, estimated: {time_text(found['step_s'])}, MFU {found['mfu']:.1%}"
-    figures = table(title, ("term", "per step"), ("per step",))
+    figures = table(title, ("term", "per step"), ("per step",), caption=band_words(found["if_kernels_reach"]))
     for name, seconds in found["terms"].items():
         figures.add_row(name, time_text(seconds))
     executed, useful = (flops[f"{name}_per_device"] / 1e12 for name in ("executed", "useful"))

@@ -37,7 +37,10 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
     plan, compiled, partitioned = step.plan, *read_program(step.lower(batch_size, seq_len))
     branches = branch_shares(plan.pipeline, config.num_layers)
     # With experts it depends on the routing: empty blocks are skipped. A kernel walks lists of the data's.
-    text, known = compiled.as_text() or "", not config.experts and plan.attention_kernel != "flash"
+    text, known = (
+        compiled.as_text() or "",
+        not config.experts and plan.attention_kernel in ("portable", "xla"),
+    )
     work = [executed_flops(text, taken) for taken in branches] if known else None
     held = compiled_memory(compiled)
     useful = memory.flops(config, batch_size, seq_len)
@@ -115,6 +118,7 @@ def _title(document: dict) -> str:
     mesh = " ".join(f"{a}={n}" for a, n in document["mesh"].items()) or "one device"
     title = f"{document['model']} on {mesh}, {document['reading']} reading, ZeRO {document['zero']}"
     title += f", {document['attention_kernel']} attention"
+    title += f", experts by {document['grouped']}" if document["grouped"] else ""
     title += f", {document['schedule']}, stage {document['stage']}" if document["schedule"] else ""
     return title
 

@@ -11,10 +11,12 @@ Times are estimates, counts are exact: FLOPs and bytes are those of the program.
 
 import collections
 import functools
+import json
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from llmpar.inspect.census import KINDS, Taken, arrow_of, dot_flops, flops_in, share_of
@@ -30,6 +32,8 @@ FUSED_SHARE = 0.60
 KERNEL_SHARE = 0.40
 """Of peak, that this package's own kernels are taken to reach: FlashAttention-2, written as they are, reaches
 35 % on H100 (Shah et al. 2024, section 1), and a grouped product more."""
+MEASURED = Path(__file__).with_name("reached.json")
+"""What ``make device-test`` measured, by chip: shares of peak, as `shares` has them. It may be missing."""
 MEMORY_SHARE = 0.80
 """Of the memory's published rate, that elementwise work reaches."""
 LAUNCH_S, START_S, HOST_S = 2e-6, 10e-6, 15e-6
@@ -98,6 +102,20 @@ class Roofline:
         return sum(row.exposed_s for row in self.sent.values())
 
 
+def measured(chip: Chip) -> dict[str, float]:
+    """Gives what kernels reached on a chip, as shares of its peak; empty: nobody has measured them."""
+    found = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+    return found.get(chip.family, {}).get("shares", {})
+
+
+def shares(chip: Chip, kernels: float | None = None) -> dict[str, float]:
+    """Gives the shares of peak that products reach, attention in this package's kernel and in cuDNN's, and
+    the kernels of experts: measured, or assumed. ``kernels``: what all but plain products reach instead."""
+    assumed = {"products": PRODUCT_SHARE, "cudnn": FUSED_SHARE, "attention": KERNEL_SHARE}
+    found = assumed | {"experts": KERNEL_SHARE} | measured(chip)
+    return found if kernels is None else dict.fromkeys(found, kernels) | {"products": found["products"]}
+
+
 def roofline(
     text: str,
     mesh: Any,
@@ -106,15 +124,16 @@ def roofline(
     seen: float = 1.0,
     full: float = 1.0,
     beside: bool = False,
+    kernels: float | None = None,
 ) -> Roofline:
     """Estimate the step of a final, scheduled program on the devices of ``mesh``, which are ``chip``s.
 
     ``taken`` says how often the branches of a pipeline's stage are taken. Of any other branch the dearest
     counts. ``seen`` is the share of its pairs of tiles that this package's kernel of attention computes
     (`ring.seen_share`), and ``full`` of the slots of a ragged all-to-all are sent: no program says either.
-    With ``beside`` a collective within hosts runs beside one between them.
+    With ``beside`` a collective within hosts runs beside one between them. ``kernels``: as in `shares`.
     """
-    walk = _Walk(Module(text), mesh, chip, taken, seen, full, beside)
+    walk = _Walk(Module(text), mesh, chip, taken, seen, full, beside, shares(chip, kernels))
     walk.found.turns.append(step := Turn("step", 1))
     walk.run(walk.module.entry, step.events)
     walk.found.step_s = walk.now
@@ -177,8 +196,10 @@ class _Link:
 class _Walk:
     """Holds the two clocks, and what has been counted so far."""
 
-    def __init__(self, module: Module, mesh: Any, chip: Chip, taken, seen: float, full: float, beside: bool):
-        self.seen, self.full, self.beside = seen, full, beside
+    def __init__(
+        self, module: Module, mesh: Any, chip: Chip, taken, seen: float, full: float, beside: bool, shares
+    ):
+        self.seen, self.full, self.beside, self.shares = seen, full, beside, shares
         self.module, self.mesh, self.taken, self.found = module, mesh, taken, Roofline()
         self.flops = all_flops(module)
         self.chip, device = chip, chip.per_device()
@@ -353,11 +374,12 @@ class _Walk:
         """Give an operation's FLOPs, the share of peak that such products reach, and the term they are in."""
         if op.kind == "custom-call":
             if flops := kernel_flops(self.module, comp, op, self.seen):
+                if "grouped_" in op.scope:
+                    return flops, self.shares["experts"], "experts' kernels"
                 own = "xla.gpu.triton" in op.attrs or "tpu_custom_call" in op.attrs
-                term = "experts' kernels" if "grouped_" in op.scope else "attention"
-                return flops, KERNEL_SHARE if own else FUSED_SHARE, term
+                return flops, self.shares["attention" if own else "cudnn"], "attention"
         wide = 0.5 if self.gpu and self.wide(comp, op) else 1.0  # TF32 runs at half the rate of bf16
-        return self.flops(comp, op), PRODUCT_SHARE * wide, "products"
+        return self.flops(comp, op), self.shares["products"] * wide, "products"
 
     def wide(self, comp: str, op: Op) -> bool:
         """Tell whether an operation's products take float32."""

@@ -162,6 +162,8 @@ RATES: dict[str, Rates] = {name: Rates(**row) for name, row in table("rates.toml
 _TABLE = table("chips.toml")
 POWER_W: dict[str, float] = {n: row.pop("power_w") for n, row in _TABLE["chip"].items() if "power_w" in row}
 """Watts of one chip."""
+MAKERS: dict[str, str] = {n: row.pop("maker") for n, row in _TABLE["chip"].items() if "maker" in row}
+"""Who makes a GPU that NVIDIA does not: our kernels are for none of them."""
 NEXT_CHIP: dict[str, str] = {n: row.pop("next") for n, row in _TABLE["chip"].items() if "next" in row}
 """The chip that one would change to."""
 _KINDS = {name: row.pop("device_kind") for name, row in _TABLE["chip"].items()}

@@ -39,6 +39,8 @@ TURNS = 12
 """Of the ways to run a mesh that fit, in the order of their time, how many are priced by their `traffic`."""
 REJECTED = 12
 """Of the meshes on which nothing fits, and of those that do not divide the batch, how many are told."""
+BAND = (0.2, 0.4, 0.6)
+"""Shares of peak at which a step is estimated as well, until kernels were measured on its chip."""
 UNPRICED = Time(math.inf, {})
 Fields = dict[str, Any]
 """Of a plan, by name."""
@@ -84,6 +86,11 @@ class Question:
     def platform(self) -> str:
         """JAX's name of the platform."""
         return "tpu" if self.chip.link == "torus" else "gpu"
+
+    @property
+    def devices(self) -> str:
+        """What `Plan.resolve` decides by: the platform, and of a GPU that is not NVIDIA's the maker."""
+        return f"{self.platform} {hardware.MAKERS.get(self.chip.family, '')}".strip()
 
     def run(self, plan: Plan) -> Run:
         """What a plan computes and moves."""
@@ -245,7 +252,7 @@ def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
         found.append(Candidate(plan, step_time(run, simulate=False)))
         if plan.zero not in cannot:
             try:
-                resolved = plan.resolve(q.config, q.platform)
+                resolved = plan.resolve(q.config, q.devices)
                 given = memory.argument_bytes(resolved, q.batch_size, q.seq_len)
                 cannot[plan.zero] = sum(given.values()) > q.room_bytes
             except ValueError:  # `fitting` says why
@@ -259,7 +266,7 @@ def fitting(q: Question, plan: Plan) -> Candidate:
     later = policies[policies.index(plan.remat) :] if "remat" not in q.fixed else (plan.remat,)
     try:
         plan.check(q.config, q.batch_size, q.seq_len)
-        resolved = plan.resolve(q.config, q.platform)
+        resolved = plan.resolve(q.config, q.devices)
         for remat in later:
             found = held_by(q, resolved, remat)
             if found["total"] <= q.room_bytes:
@@ -453,7 +460,7 @@ def first_fit(q: Question, plan: Plan, changes: list[Fields], room: float) -> tu
         try:
             other = dataclasses.replace(plan, **change).effective(q.config)
             other.check(q.config, q.batch_size, q.seq_len)
-            total = held_by(q, other.resolve(q.config, q.platform))["total"]
+            total = held_by(q, other.resolve(q.config, q.devices))["total"]
         except ValueError:
             continue
         if total <= room:
@@ -511,6 +518,7 @@ def document(answer: Answer, tokens: float | None = None, price: float | None = 
         "plans": [_row(q, one, answer.plans) for one in answer.plans],
         "rejected": answer.rejected,
         "sensitivity": sensitivity(q, best),
+        "if_attention_reaches": band(q, best),
     }
     if tokens:
         found["budget"] = budget(q, best, tokens, price)
@@ -518,9 +526,11 @@ def document(answer: Answer, tokens: float | None = None, price: float | None = 
 
 
 def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
-    run = q.run(one.plan)
+    run, runs = q.run(one.plan), one.plan.resolve(q.config, q.devices)
     return {
         "mesh": str(one.plan.mesh),
+        "attention_kernel": runs.attention_kernel,
+        "grouped": runs.grouped if q.config.experts else None,
         "plan": fields_of(one.plan),
         "fits": not one.why_not,
         "memory_bytes": one.memory_bytes,
@@ -621,6 +631,23 @@ def budget(q: Question, best: Candidate, tokens: float, price: float | None) -> 
     if watts := hardware.POWER_W.get(q.chip.family):
         found["energy_mwh"] = chips * watts * PUE * seconds / 3600 / 1e6
     return found | ({"cost": price * found["chip_hours"]} if price else {})
+
+
+def band(q: Question, best: Candidate) -> dict[str, dict[str, float]]:
+    """A step's seconds and MFU if attention reaches other shares of peak than the fitted one: no device has
+    run the kernel that would. Empty where this machine was measured."""
+    found, run = dict[str, dict[str, float]](), q.run(best.plan)
+    for share in BAND if q.chip.reached is None else ():
+        chip = dataclasses.replace(q.chip, reached=dataclasses.replace(q.chip.rates, attention=share))
+        time = step_time(dataclasses.replace(run, chip=chip))
+        found[f"{share:g}"] = {"step_s": time.step_s, "mfu": time.mfu(run)}
+    return found
+
+
+def band_words(rows: dict[str, dict[str, float]], what: str = "kernels reach") -> str | None:
+    """The same in one line; None for no rows."""
+    each = "; ".join(f"{float(share):.0%}: {row['mfu']:.1%} MFU" for share, row in rows.items())
+    return f"if {what} {each.replace(':', ' of peak:', 1)}" if rows else None
 
 
 def sensitivity(q: Question, best: Candidate) -> list[dict[str, Any]]:
