@@ -12,22 +12,18 @@ SUITS = {
     "attention_kernel": {
         "cpu": ("portable", "xla", "flash"),
         "gpu": ("flash", "cudnn", "portable", "xla"),
-        "other gpu": ("portable", "xla"),
         "tpu": ("flash", "portable", "xla"),
     },
     "dispatch": {"cpu": ("padded",), "gpu": ("ragged", "padded"), "tpu": ("ragged", "padded")},
     "grouped": {
         "cpu": ("blocks", "ragged_dot", "slots"),
         "gpu": ("triton", "slots"),
-        "other gpu": ("slots",),
         "tpu": ("ragged_dot", "blocks", "slots"),
     },
 }
-"""What the devices of a platform can do, or not absurdly slowly; first what ``auto`` stands for. Other GPUs
-are those for which nobody has compiled our kernels: NVIDIA's before Ampere, where XLA has no Triton, and
-AMD's."""
-AMPERE = 8.0
-"""The compute capability of A100."""
+"""What the devices of a platform can do, or not absurdly slowly; first what ``auto`` stands for."""
+AMPERE, SINCE_AMPERE = 8.0, ("flash", "cudnn", "triton")
+"""NVIDIA's compute capability since which XLA has Triton, and what needs it. (Nobody has tried AMD's.)"""
 UNSUITED = {
     "cudnn": "it is for NVIDIA GPUs",
     "ragged": "XLA has no ragged all-to-all for CPUs",
@@ -40,8 +36,8 @@ UNSUITED = {
 def able(name: str, devices: str) -> tuple[str, ...]:
     """What devices (`mesh.platform_of`) can do of what a field offers."""
     platform, _, card = devices.partition(" ")
-    other = bool(card) and not (card[0].isdigit() and float(card) >= AMPERE)
-    return SUITS[name].get("other gpu" if other else platform, SUITS[name][platform])
+    older = bool(card) and not (card[0].isdigit() and float(card) >= AMPERE)
+    return tuple(one for one in SUITS[name][platform] if not (older and one in SINCE_AMPERE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +80,12 @@ class Execution:
         """The fields that say ``auto``, decided for devices. Refuses what they cannot do."""
         decided, (platform, _, card) = {}, devices.partition(" ")
         for name in SUITS:
-            value, fits = getattr(self, name), able(name, devices)
-            first = fits[0]
+            value, first = getattr(self, name), able(name, devices)[0]
             if name == "attention_kernel" and self.attention_block:
                 first = "portable"  # the one whose tiles can be chosen
             if value == "auto":
                 decided[name] = first
-            elif value not in fits:
+            elif value not in able(name, devices):
                 why = UNSUITED.get(value, "")
                 if value in SUITS[name][platform]:
                     why = (

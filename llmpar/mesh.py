@@ -202,9 +202,8 @@ def axes_of(cut: Any) -> tuple[str, ...]:
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """The platform of a mesh's devices, as `Plan.resolve` takes it: cpu, tpu, or gpu and what JAX tells of
-    it, NVIDIA's compute capability (``gpu 7.5``) or AMD's architecture (``gpu gfx942``); of an abstract mesh
-    cpu unless it says another."""
+    """The platform of a mesh's devices: cpu, tpu, or gpu and what JAX tells of it (``gpu 7.5``, and ``gpu
+    gfx942`` of AMD); of an abstract mesh cpu unless it says another."""
     if isinstance(mesh, AbstractMesh):
         kind = mesh.abstract_device.device_kind if mesh.abstract_device else ""
         return next((platform for platform in KINDS if KINDS[platform] == kind), "cpu")

@@ -351,11 +351,11 @@ class Resolved(Plan):
     @property
     def takes_cudnn(self) -> bool:
         """Whether ``auto`` is cuDNN's attention on these GPUs: it needs no mask, and JAX has it for this."""
-        asked, gpu = self.asked, "cudnn" in able("attention_kernel", self.devices or "gpu")
+        gpu = self.platform in (None, "gpu") and "cudnn" in able("attention_kernel", self.devices or "gpu")
         fits = self.config is not None and self.config.head_width in range(8, 129, 8)
         whole = self.documents == "whole" and self.in_order and not self.regions["keys"].get("s")
-        auto = asked.attention_kernel == "auto" and not self.attention_block
-        return auto and gpu and self.platform != "cpu" and fits and whole and self.dtype == "bfloat16"
+        auto = self.asked.attention_kernel == "auto" and not self.attention_block
+        return gpu and fits and whole and auto and self.dtype == "bfloat16"
 
     @property
     def rings(self) -> bool:

@@ -200,8 +200,6 @@ def tables_of(document: dict) -> Iterator[Any]:
     """The answer as tables, and the command lines of the first plan."""
     from rich.table import Table
 
-    from llmpar.predict import planner
-
     what = f"{document['model']} on {document['devices']:,} {document['chip']}"
     plans = Table("mesh", "s", "MFU", "GiB", "why", title=f"{what}, {document['tokens_per_step']:,} tokens")
     for row in document["plans"]:
@@ -210,14 +208,11 @@ def tables_of(document: dict) -> Iterator[Any]:
         plans.add_row(row["mesh"], f"{row['step_s']:.3g}", f"{row['mfu']:.1%}", gib, why)
     yield plans
     best = document["plans"][0]
-    terms = Table("of the first", "s")
+    experts = f", experts by {best['grouped']}" if best["grouped"] else ""
+    terms = Table("of the first", "s", title=f"{best['attention_kernel']} attention{experts}")
     for name, seconds in sorted(best["terms"].items(), key=lambda item: -item[1]):
         terms.add_row(name, f"{seconds:.4g}")
     yield terms
-    experts = f", experts by {best['grouped']}" if best["grouped"] else ""
-    yield f"the first runs {best['attention_kernel']} attention{experts}"
-    if words := planner.band_words(document["if_attention_reaches"], "attention reaches"):
-        yield words
     held = Table("of the first", "GiB a device")
     for name, size in memory.named(best["memory_bytes"]).items():
         held.add_row(name, f"{size / 2**30:.2f}")

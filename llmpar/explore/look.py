@@ -239,7 +239,7 @@ def planned(question: Question, mesh: str) -> Candidate:
         return planner.on_mesh(question, parse_mesh(mesh))
     plan = Plan(mesh, **{"dtype": "bfloat16"} | question.fixed).effective(question.config)
     plan.check(question.config, question.batch_size, question.seq_len)
-    held = planner.held_by(question, plan.resolve(question.config, question.devices))
+    held = planner.held_by(question, plan.resolve(question.config, question.platform))
     return Candidate(plan, planner.UNPRICED, held)
 
 

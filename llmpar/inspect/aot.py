@@ -6,7 +6,6 @@ Nothing runs, and no device is needed: `llmpar.inspect.targets` describes the de
 import dataclasses
 import re
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from llmpar.mesh import make_mesh
 from llmpar.plan import Plan, Resolved
 from llmpar.predict import memory, planner, ring
 from llmpar.predict.hardware import GIB
-from llmpar.predict.planner import BAND, band_words
+from llmpar.predict.planner import BAND
 from llmpar.sequence_order import Mask
 from llmpar.step import AT_ONCE, Step, compiler_options
 from llmpar.timetable import branch_shares, timetable
@@ -80,7 +79,7 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
     if not measured(target.chip) and {"attention", "experts' kernels"} & walked.terms.keys():
         for share in BAND:
             step_s = _busiest(text, mesh, plan, target, seq_len, branches, share).step_s
-            band[f"{share:g}"] = {"step_s": step_s, "mfu": useful / (step_s * rate)}
+            band[f"{share:.0%}"] = {"step_s": step_s, "mfu": useful / (step_s * rate)}
     fits = program["peak_bytes"] <= need["capacity"]
     needs = f"{program['peak_bytes'] / GIB:.1f} GiB"
     why = "" if fits else _too_large(needs, q, plan.asked, target)
@@ -152,9 +151,7 @@ def picture(document: dict) -> Scene:
     return draw.two_lanes(document["turns"], f"One turn of each loop on {document['target']}, estimated")
 
 
-def _busiest(
-    text: str, mesh, plan: Resolved, target: Target, seq_len: int, branches: Sequence, kernels=None
-) -> Roofline:
+def _busiest(text: str, mesh, plan: Resolved, target: Target, seq_len, branches, kernels=None) -> Roofline:
     """Walk the schedule as every pipeline stage takes its branches, and give the longest walk, with the
     schedule's bubble as one more term."""
     config, beside = plan.config, AT_ONCE in compiler_options(plan)
@@ -194,8 +191,11 @@ def tables(document: dict) -> list[Table]:
         where = f"{' · '.join(filter(None, words))} ×{row['count']:,}{apart}"
         waits.add_row(where, f"{row['hidden_flops'] / 1e12:,.1f} TFLOP", *times)
     found, flops = document["roofline"], document["flops"]
+    band = "; ".join(f"{share}: {row['mfu']:.1%}" for share, row in found["if_kernels_reach"].items())
     title = f"a step, estimated: {time_text(found['step_s'])}, MFU {found['mfu']:.1%}"
-    figures = table(title, ("term", "per step"), ("per step",), caption=band_words(found["if_kernels_reach"]))
+    figures = table(
+        title, ("term", "per step"), ("per step",), caption=band and f"MFU if kernels reach {band}"
+    )
     for name, seconds in found["terms"].items():
         figures.add_row(name, time_text(seconds))
     executed, useful = (flops[f"{name}_per_device"] / 1e12 for name in ("executed", "useful"))

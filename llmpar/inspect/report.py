@@ -37,11 +37,8 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
     plan, compiled, partitioned = step.plan, *read_program(step.lower(batch_size, seq_len))
     branches = branch_shares(plan.pipeline, config.num_layers)
     # With experts it depends on the routing: empty blocks are skipped. A kernel walks lists of the data's.
-    text, known = (
-        compiled.as_text() or "",
-        not config.experts and plan.attention_kernel in ("portable", "xla"),
-    )
-    work = [executed_flops(text, taken) for taken in branches] if known else None
+    text, plain = compiled.as_text() or "", plan.attention_kernel in ("portable", "xla")
+    work = [executed_flops(text, taken) for taken in branches] if plain and not config.experts else None
     held = compiled_memory(compiled)
     useful = memory.flops(config, batch_size, seq_len)
     return compare(plan, batch_size, seq_len, partitioned, step.mesh, branches) | {

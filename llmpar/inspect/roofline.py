@@ -104,8 +104,7 @@ class Roofline:
 
 def measured(chip: Chip) -> dict[str, float]:
     """Gives what kernels reached on a chip, as shares of its peak; empty: nobody has measured them."""
-    found = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
-    return found.get(chip.family, {}).get("shares", {})
+    return json.loads(MEASURED.read_text()).get(chip.family, {}) if MEASURED.exists() else {}
 
 
 def shares(chip: Chip, kernels: float | None = None) -> dict[str, float]:
@@ -196,9 +195,7 @@ class _Link:
 class _Walk:
     """Holds the two clocks, and what has been counted so far."""
 
-    def __init__(
-        self, module: Module, mesh: Any, chip: Chip, taken, seen: float, full: float, beside: bool, shares
-    ):
+    def __init__(self, module: Module, mesh: Any, chip: Chip, taken, seen, full, beside, shares):
         self.seen, self.full, self.beside, self.shares = seen, full, beside, shares
         self.module, self.mesh, self.taken, self.found = module, mesh, taken, Roofline()
         self.flops = all_flops(module)

@@ -92,12 +92,10 @@ def lay_out(
     begin_l = each * jnp.arange(num_experts) if first else end_l - blocks_l
     slot_p, visit_q = arrange(expert_rk.reshape(-1), block * begin_l, num_blocks * block)
     if first:  # so far all of an expert's blocks lie side by side
-        lies = jnp.arange(num_blocks).reshape(num_experts, each)
-        lies_n = jnp.concatenate([lies[:, :first].reshape(-1), lies[:, first:].T.reshape(-1)])
-        goes_n = jnp.argsort(lies_n)
-        block_p = jnp.minimum(slot_p // block, num_blocks - 1)
-        slot_p = jnp.where(slot_p < len(visit_q), goes_n[block_p] * block + slot_p % block, slot_p)
-        visit_q = visit_q.reshape(num_blocks, block)[lies_n].reshape(-1)
+        expert_p, i_p = slot_p // block // each, slot_p // block % each
+        block_p = jnp.where(i_p < first, expert_p * first + i_p, i_p * num_experts + expert_p)
+        slot_p = jnp.where(expert_p < num_experts, block_p * block + slot_p % block, slot_p)
+        visit_q = jnp.full_like(visit_q, slot_p.size).at[slot_p].set(jnp.arange(slot_p.size), mode="drop")
         end_l = num_experts * jnp.broadcast_to(blocks_l.max(), end_l.shape)
     owner_n = (jnp.arange(num_blocks)[:, None] >= end_l[None]).sum(1, dtype=jnp.int32)
     return Layout(slot_p.reshape(expert_rk.shape), visit_q, end_l, owner_n)

@@ -24,10 +24,11 @@ from jaxtyping import Array, Float, Int
 
 from llmpar.block import vary_alike
 
-BLOCK_ROWS = {"blocks": (4, 32), "slots": (8, 128), "ragged_dot": (8, 128)}
-BLOCK_ROWS |= {"triton": (16, 128), "interpreted": (16, 128)}
-"""The fewest and the most rows of a block for each way of multiplying; of slots, what they are rounded to."""
 KERNELS = "triton", "interpreted"
+BLOCK_ROWS = {"blocks": (4, 32), "slots": (8, 128), "ragged_dot": (8, 128)} | dict.fromkeys(
+    KERNELS, (16, 128)
+)
+"""The fewest and the most rows of a block for each way of multiplying; of slots, what they are rounded to."""
 
 
 def count(key: Int[Array, ...], num_keys: int) -> Int[Array, " i"]:
@@ -70,8 +71,8 @@ def dot(way: str, *pairs, owners, transposed: bool = False):
         dims = ((1,), (2 if transposed else 1,)), ((), ())
         one = lambda rows, w: _ragged_dot(rows, w, owners, len(w), dims, [0])
     elif way == "slots":
-        letters = "lqb,lab->lqa" if transposed else "lqa,lab->lqb"
-        one = lambda rows, w: jnp.einsum(letters, _apart(rows, len(w)), w).reshape(len(rows), -1)
+        product = functools.partial(jnp.einsum, "lqb,lab->lqa" if transposed else "lqa,lab->lqb")
+        one = lambda rows, w: product(rows.reshape(len(w), -1, rows.shape[1]), w).reshape(len(rows), -1)
     else:
         one = lambda rows, w: lax.dot_general(rows, w, dims, preferred_element_type=jnp.float32)
     return functools.reduce(jnp.add, (one(rows, w).astype(rows.dtype) for rows, w in pairs))
@@ -86,14 +87,9 @@ def outer(way: str, rows, grads, owners, num_owners: int):
     if way == "ragged_dot":
         return _ragged_dot(rows, grads, owners, num_owners, dims, [])
     if way == "slots":
-        rows, grads = _apart(rows, num_owners), _apart(grads, num_owners)
+        rows, grads = (z.reshape(num_owners, -1, z.shape[1]) for z in (rows, grads))
         return jnp.einsum("lqa,lqb->lab", rows, grads, preferred_element_type=jnp.float32)
     return lax.dot_general(rows, grads, dims, preferred_element_type=jnp.float32)
-
-
-def _apart(rows: Array, num_owners: int) -> Array:
-    """The rows of each owner."""
-    return rows.reshape(num_owners, -1, rows.shape[1])
 
 
 def _ragged_dot(a, b, owners, num_owners: int, dims, groups: list[int]):

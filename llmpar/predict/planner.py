@@ -84,13 +84,9 @@ class Question:
 
     @property
     def platform(self) -> str:
-        """JAX's name of the platform."""
-        return "tpu" if self.chip.link == "torus" else "gpu"
-
-    @property
-    def devices(self) -> str:
-        """What `Plan.resolve` decides by: the platform, and of a GPU that is not NVIDIA's the maker."""
-        return f"{self.platform} {hardware.MAKERS.get(self.chip.family, '')}".strip()
+        """JAX's name of the platform, and the maker of a GPU that is not NVIDIA's."""
+        maker = hardware.MAKERS.get(self.chip.family, "")
+        return "tpu" if self.chip.link == "torus" else f"gpu {maker}".strip()
 
     def run(self, plan: Plan) -> Run:
         """What a plan computes and moves."""
@@ -252,7 +248,7 @@ def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
         found.append(Candidate(plan, step_time(run, simulate=False)))
         if plan.zero not in cannot:
             try:
-                resolved = plan.resolve(q.config, q.devices)
+                resolved = plan.resolve(q.config, q.platform)
                 given = memory.argument_bytes(resolved, q.batch_size, q.seq_len)
                 cannot[plan.zero] = sum(given.values()) > q.room_bytes
             except ValueError:  # `fitting` says why
@@ -266,7 +262,7 @@ def fitting(q: Question, plan: Plan) -> Candidate:
     later = policies[policies.index(plan.remat) :] if "remat" not in q.fixed else (plan.remat,)
     try:
         plan.check(q.config, q.batch_size, q.seq_len)
-        resolved = plan.resolve(q.config, q.devices)
+        resolved = plan.resolve(q.config, q.platform)
         for remat in later:
             found = held_by(q, resolved, remat)
             if found["total"] <= q.room_bytes:
@@ -460,7 +456,7 @@ def first_fit(q: Question, plan: Plan, changes: list[Fields], room: float) -> tu
         try:
             other = dataclasses.replace(plan, **change).effective(q.config)
             other.check(q.config, q.batch_size, q.seq_len)
-            total = held_by(q, other.resolve(q.config, q.devices))["total"]
+            total = held_by(q, other.resolve(q.config, q.platform))["total"]
         except ValueError:
             continue
         if total <= room:
@@ -518,7 +514,6 @@ def document(answer: Answer, tokens: float | None = None, price: float | None = 
         "plans": [_row(q, one, answer.plans) for one in answer.plans],
         "rejected": answer.rejected,
         "sensitivity": sensitivity(q, best),
-        "if_attention_reaches": band(q, best),
     }
     if tokens:
         found["budget"] = budget(q, best, tokens, price)
@@ -526,7 +521,7 @@ def document(answer: Answer, tokens: float | None = None, price: float | None = 
 
 
 def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
-    run, runs = q.run(one.plan), one.plan.resolve(q.config, q.devices)
+    run, runs = q.run(one.plan), one.plan.resolve(q.config, q.platform)
     return {
         "mesh": str(one.plan.mesh),
         "attention_kernel": runs.attention_kernel,
@@ -594,7 +589,7 @@ def command(q: Question, plan: Plan, name: str) -> str:
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             words += [f"--{flag}", str(value)]
-    if q.platform == "gpu":
+    if q.platform != "tpu":
         words.insert(0, f"{hardware.MEMORY_SHARES[0]}={q.share:g}")
     return " ".join(words)
 
@@ -633,23 +628,6 @@ def budget(q: Question, best: Candidate, tokens: float, price: float | None) -> 
     return found | ({"cost": price * found["chip_hours"]} if price else {})
 
 
-def band(q: Question, best: Candidate) -> dict[str, dict[str, float]]:
-    """A step's seconds and MFU if attention reaches other shares of peak than the fitted one: no device has
-    run the kernel that would. Empty where this machine was measured."""
-    found, run = dict[str, dict[str, float]](), q.run(best.plan)
-    for share in BAND if q.chip.reached is None else ():
-        chip = dataclasses.replace(q.chip, reached=dataclasses.replace(q.chip.rates, attention=share))
-        time = step_time(dataclasses.replace(run, chip=chip))
-        found[f"{share:g}"] = {"step_s": time.step_s, "mfu": time.mfu(run)}
-    return found
-
-
-def band_words(rows: dict[str, dict[str, float]], what: str = "kernels reach") -> str | None:
-    """The same in one line; None for no rows."""
-    each = "; ".join(f"{float(share):.0%}: {row['mfu']:.1%} MFU" for share, row in rows.items())
-    return f"if {what} {each.replace(':', ' of peak:', 1)}" if rows else None
-
-
 def sensitivity(q: Question, best: Candidate) -> list[dict[str, Any]]:
     """Tokens per second of the same plan if one thing were different."""
     chip, run, different = q.chip, q.run(best.plan), dataclasses.replace
@@ -665,6 +643,9 @@ def sensitivity(q: Question, best: Candidate) -> list[dict[str, Any]]:
     row = hardware.chip(hardware.NEXT_CHIP.get(chip.family, chip.family))
     if row.name != chip.family and row.devices_per_chip == chip.devices_per_chip:
         cases[f"on {row.name}"] = different(run, chip=row)
+    for share in BAND if chip.reached is None else ():  # no device has run the kernel that would
+        rates_then = different(chip.rates, attention=share)
+        cases[f"attention at {share:.0%} of peak"] = different(run, chip=different(chip, reached=rates_then))
     rates = {what: other.tokens_per_step / step_time(other).step_s for what, other in cases.items()}
     base = run.tokens_per_step / best.time.step_s
     return [{"what": what, "tokens_per_s": rate, "ratio": rate / base} for what, rate in rates.items()]
