@@ -48,9 +48,8 @@ class Execution:
         attention_kernel: ``portable``, the blocks of :mod:`llmpar.attention`; ``flash``, the kernel of
             :mod:`llmpar.kernels.flash` (on CPUs interpreted, and slow); or `jax.nn.dot_product_attention` by
             ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``, with a mask of queries times keys, and not in a
-            ring. ``auto`` is flash on GPUs and TPUs, and portable on CPUs, on GPUs before Ampere (V100, T4)
-            or of AMD, or where attention_block asks for blocks. On GPUs it is cudnn where that needs no
-            mask: documents are whole, in bfloat16, heads of at most 128, and no ring.
+            ring. ``auto`` is flash on TPUs and GPUs since Ampere, there cudnn where it needs no mask
+            (`Resolved.takes_cudnn`), and portable elsewhere or where attention_block asks for blocks.
         attention_block: queries and keys per block of blockwise attention; None: halves of what is here, down
             to 256.
         documents: ``whole`` promises that each row is one document: cudnn then needs no mask. A row that

@@ -8,10 +8,9 @@ few blocks of one expert (``blocks``, for CPUs), or a chunk of many blocks (`llm
 ``slots`` of as many for every expert, all of which are multiplied, full or not. There are as many pieces as
 rows have come: no token is dropped, and slots in pieces that nobody needs cost nothing but their place.
 
-The backward pass keeps the rows, and of the first chunk, which holds an eighth more than an even share (with
-``slots`` a quarter, for each expert), the products with gate and up. Those of other pieces it computes again:
-11 products where 9 are useful, instead of memory for the worst routing in every layer. On CPUs that is all
-pieces.
+The backward pass keeps the rows, and of the first chunk, which holds an eighth more than an even share (a
+quarter with ``slots``), the products with gate and up. Those of other pieces it computes again: 11 products
+where 9 are useful, instead of memory for the worst routing in every layer. On CPUs that is all pieces.
 
 Dims: r rows, k visits of a row, q slots, n blocks, d width, m an expert's width, l experts here. (Blocks of
 rows of one expert: Gale et al. 2022, MegaBlocks.)
@@ -81,9 +80,7 @@ def arrange(
     return slot_p, empty_q.at[slot_p].set(jnp.arange(num_items), mode="drop")
 
 
-def lay_out(
-    expert_rk: Int[Array, "r k"], num_experts: int, num_blocks: int, block: int, first: int = 0
-) -> Layout:
+def lay_out(expert_rk: Int[Array, "r k"], num_experts: int, num_blocks: int, block: int, first=0) -> Layout:
     """Lay visits out in order of their experts (``num_experts`` for a visit to nobody here), each expert
     from a new block on. With ``first`` every expert has so many blocks in the first chunk, and one in each
     that follows, needed or not."""
