@@ -69,7 +69,8 @@ class Inspect:
         ours += changed(self.step, vars(self.step).keys() - {"plan", "devices", "mesh" * bool(self.hlo)})
         if ours or bool(self.program) == bool(self.hlo) or self.hlo and self.target:
             only = "--program MODULE:FUNCTION goes with --target or --devices, --hlo FILE with --mesh"
-            raise ValueError(f"{only}, both with --svg and --json; {' '.join(ours) or 'give one of the two'}")
+            rest = f"leave out {' '.join(ours)}" if ours else "give one of the two"
+            raise ValueError(f"{only}, both with --svg and --json; {rest}")
         try:
             found = self.made() if self.program else (read_text(str(self.hlo), "HLO module"), self.step.mesh)
             from llmpar.inspect.look import look

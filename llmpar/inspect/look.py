@@ -100,8 +100,8 @@ class Look:
             over = f" could be cut over {', '.join(row['axes'])}:" * bool(row["axes"])
             sizes = [size_text(row[key]) for key in ("bytes", "saved")]
             said.append(f"replicated: {row['name']}, {sizes[0]};{over} {sizes[1]} less")
-        said += [f"unordered: {a} with {b}" for a, b in self.unordered[:3]]
-        said += [f"unordered: {len(self.unordered) - 3} pairs more"] * (len(self.unordered) > 3)
+        for a, b in self.unordered[:1]:
+            said.append(f"no data orders {a} and {b} (pairs: {len(self.unordered)})")
         return "\n".join(said + [f"note: {text}" for text in self.notes])
 
     __repr__ = __str__
@@ -143,7 +143,7 @@ def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
         mesh = _one(meshes)
         program = _lowered(program, mesh)
     if isinstance(program, jax.stages.Compiled):
-        compiled, text, meshes, notes = program, program.as_text() or "", [], [LAST]
+        compiled, text, meshes = program, program.as_text() or "", []
     else:
         mesh = _one(meshes)
         compiled, text = read_program(program, platform_of(mesh) if mesh else "")
@@ -240,7 +240,7 @@ def _of_text(text: str, mesh: Any = None) -> Look:
 
 def _read(text: str, mesh: Any, notes: list[str]) -> Look:
     """Reads what text says."""
-    module = parsed(text)
+    module, notes = parsed(text), notes + [LAST] * ("is_scheduled=true" in text[: text.find("\n")])
     if module.devices == 1:
         mesh = None
     elif mesh is None:
@@ -293,6 +293,8 @@ def _replicated(leaves: list, mesh: Any, argument_bytes: int) -> list[dict[str, 
                 axes.append(axis)
         row = {"name": name, "shape": tuple(x.shape), "bytes": held, "axes": tuple(axes)}
         rows += [row | {"saved": held - size * math.prod(shard)}] if axes else []
+    state = [row["shape"] for row in rows if row["name"].startswith("in")]  # which comes out again
+    rows = [row for row in rows if row["name"].startswith("in") or row["shape"] not in state]
     small = [row for row in rows if row["bytes"] < SMALL * argument_bytes]
     if len(small) > 1:
         rows = [row for row in rows if row not in small]
