@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, islice, pairwise
+from itertools import chain, count, islice, pairwise
 from typing import NamedTuple
 
 Costs = tuple[float, float, float]
@@ -156,10 +156,17 @@ def _row(text: str, num_microbatches: int) -> Row:
     return tuple(row)
 
 
-def _one_forward_one_backward(m: int, warmup: int, lag: int | None = None) -> Row:
-    """Runs `warmup` forwards, then F and B in turn. With a lag, W follows `lag` microbatches behind B."""
-    steady = ("F " * (j < m - warmup) + "B " + "W " * (lag is not None and j >= lag) for j in range(m))
-    return _row("F " * min(warmup, m) + "".join(steady) + "W " * min(lag or 0, m), m)
+def _in_turn(units: list[tuple[int, int]], ahead: int, lag: int | None = None) -> Row:
+    """Runs `ahead` forwards, then F and B in turn: of (microbatch, chunk) `units`, whose backwards go through
+    the chunks the other way. With a lag, W follows `lag` operations behind its B."""
+    last = max(chunk for _, chunk in units)
+    back = [(u, last - chunk) for u, chunk in units]
+    row = [Op("F", *unit) for unit in units[:ahead]]
+    for k, unit in enumerate(back):
+        row += [Op("F", *unit) for unit in units[ahead + k : ahead + k + 1]] + [Op("B", *unit)]
+        if lag is not None and k >= lag:
+            row.append(Op("W", *back[k - lag]))
+    return (*row, *(Op("W", *unit) for unit in back[max(0, len(back) - (lag or 0)) :]))
 
 
 def gpipe(p: int, m: int) -> Schedule:
@@ -169,25 +176,23 @@ def gpipe(p: int, m: int) -> Schedule:
 
 def one_f_one_b(p: int, m: int) -> Schedule:
     """Stage i runs p-i-1 forwards ahead, then one forward and one backward in turn."""
-    return Schedule("1f1b", tuple(_one_forward_one_backward(m, p - i - 1) for i in range(p)), m)
+    return Schedule("1f1b", tuple(_in_turn([(u, 0) for u in range(m)], p - i - 1) for i in range(p)), m)
 
 
-def interleaved(p: int, m: int, v: int = 2) -> Schedule:
-    """1F1B over v chunks per stage, in groups of p microbatches: Megatron's order."""
-    if m % p:
-        fits = f"{m - m % p} or {m + p - m % p}" if m > p else f"{p}"
-        what = f"interleaved runs microbatches in groups of p = {p}"
-        raise ValueError(f"{what}; {m} is no multiple of {p}, use {fits}")
-    units = [(g + u, c) for g in range(0, m, p) for c in range(v) for u in range(p)]
-
-    def stage(i: int) -> Row:
-        warmup = min(m * v, 2 * (p - i - 1) + (v - 1) * p)
-        forward = [Op("F", u, c) for u, c in units]
-        backward = [Op("B", u, v - 1 - c) for u, c in units]
-        both = [op for pair in zip(forward[warmup:], backward, strict=False) for op in pair]
-        return (*forward[:warmup], *both, *backward[len(both) // 2 :])
-
-    return Schedule("interleaved", tuple(map(stage, range(p))), m, v, "looped")
+def interleaved(p: int, m: int, v: int = 2, split: bool = False) -> Schedule:
+    """1F1B over v chunks per stage, in rounds of p microbatches (Megatron's order), or of so many more that
+    m // p rounds are equal (torch's). Split: ZB-H1 over chunks, W i operations behind B (torch's
+    InterleavedZeroBubble)."""
+    name, takes = "interleaved-zb" if split else "interleaved", lambda m: not m % max(1, m // p)
+    if not takes(m):
+        fits = f"{next(filter(takes, range(m, 0, -1)))} or {next(filter(takes, count(m)))}"
+        what = f"{name} runs microbatches in m // p = {m // p} equal rounds"
+        raise ValueError(f"{what}; {m} is no multiple of {m // p}, use {fits}")
+    size = m // max(1, m // p)
+    units = [(g + u, c) for g in range(0, m, size) for c in range(v) for u in range(size)]
+    ahead = [(2 - split) * (p - i - 1) + (v - 1) * size for i in range(p)]
+    rows = (_in_turn(units, ahead[i], i if split else None) for i in range(p))
+    return Schedule(name, tuple(rows), m, v, "looped", split)
 
 
 def breadth_first(p: int, m: int, v: int = 2) -> Schedule:
@@ -199,13 +204,13 @@ def breadth_first(p: int, m: int, v: int = 2) -> Schedule:
 
 def zb_h1(p: int, m: int) -> Schedule:
     """1F1B's order of F and B; on stage i, W follows i microbatches behind B and fills the bubble."""
-    rows = (_one_forward_one_backward(m, p - i - 1, i) for i in range(p))
+    rows = (_in_turn([(u, 0) for u in range(m)], p - i - 1, i) for i in range(p))
     return Schedule("zb-h1", tuple(rows), m, split_backward=True)
 
 
 def zb_h2(p: int, m: int) -> Schedule:
     """Twice 1F1B's warm-up and twice ZB-H1's lag: no bubble when F = B = W, for twice the memory."""
-    rows = (_one_forward_one_backward(m, 2 * (p - i) - 2, 2 * i) for i in range(p))
+    rows = (_in_turn([(u, 0) for u in range(m)], 2 * (p - i) - 2, 2 * i) for i in range(p))
     return Schedule("zb-h2", tuple(rows), m, split_backward=True)
 
 
@@ -272,6 +277,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
+    "interleaved-zb": functools.partial(interleaved, split=True),
     "breadth-first": breadth_first,
     "circular": breadth_first,
     "zb-h1": zb_h1,
@@ -286,7 +292,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
     """Makes a schedule by its name in `SCHEDULES`."""
     if name not in SCHEDULES:
-        if re.match(r"\s*[FBW]\d", name):
+        if re.match(r"\s*([FBW]\d|\W*\d+[FIBW]\d+,)", name):
             raise ValueError(f"'{name:.40}' is an order of one stage; write one line per stage")
         close = [f"'{like}', or " for like in difflib.get_close_matches(name, SCHEDULES, 1)]
         raise ValueError(f"no schedule is called '{name}'; try {''.join(close)}one of {', '.join(SCHEDULES)}")
@@ -294,18 +300,22 @@ def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int | No
     if min(num_stages, num_microbatches, chunks) < 1:
         asked = f"{num_stages} stages, {num_microbatches} microbatches, {chunks} chunks"
         raise ValueError(f"{asked}: a pipeline needs at least 1 of each")
-    looped = SCHEDULES[name] in (interleaved, breadth_first)
+    looped = name in ("interleaved", "interleaved-zb", "breadth-first", "circular")
     made = SCHEDULES[name](num_stages, num_microbatches, *([num_chunks] if looped and num_chunks else []))
     if num_chunks not in (None, made.num_chunks):
         what = f"{name} has {made.num_chunks} chunk(s), not {num_chunks}"
-        raise ValueError(f"{what}; try interleaved or breadth-first")
+        raise ValueError(f"{what}; try interleaved, interleaved-zb or breadth-first")
     return made
 
 
 def from_text(text: str, name: str = "written") -> Schedule:
     """Read an order written by hand, one line per stage; `.` is an idle cell (ignored), `#` starts a comment.
-    An order that names chunks is looped and any other linear. A W anywhere splits every backward."""
+    An order that names chunks is looped and any other linear. A W anywhere splits every backward. Or read
+    torch's file of an order (`_from_torch`)."""
     rows, lines = [], [line for raw in text.splitlines() if (line := raw.split("#")[0].rstrip())]
+    vee = False
+    if any(re.match(r"\W*\d+[A-Z]", line) for line in lines):
+        lines, vee = _from_torch(lines)
     for stage, line in enumerate(lines):
         row = []
         for token in re.finditer(r"[^\s&]+", line):
@@ -325,5 +335,26 @@ def from_text(text: str, name: str = "written") -> Schedule:
     if max(m, v) > len(ops):
         what = f"{len(ops)} operations cannot cover {m} microbatches and {v} chunks"
         raise ValueError(f"{what}; number both from 0")
-    placement = "looped" if v > 1 else "linear"
+    placement = "vee" if vee else "looped" if v > 1 else "linear"
     return Schedule(name, tuple(rows), m, v, placement, split_backward=any(op.kind == "W" for op in ops))
+
+
+def _from_torch(lines: list[str]) -> tuple[list[str], bool]:
+    """The lines of torch's `_dump_csv` (torch 2.13, distributed/pipelining/schedules.py) in our words, and
+    whether its stages lie in a V. There a line is a rank, a stage a chunk, I the input's gradient and B both:
+    `0F0,,2I0,(0F1;2B0)OVERLAP_F_B`. What a lowered file sends is left out: it follows from the order."""
+    p, sends = len(lines), r"\b\d+(UNSHARD|RESHARD|RECV_[FB]|(WAIT_)?(SEND_[FB]|REDUCE_GRAD))\d*\b"
+    lines = [re.sub(r"\(([^()]*)\)OVERLAP_F_B", lambda x: x[1].replace(";", "&"), line) for line in lines]
+    lines = [re.sub(sends, "", line).replace(",", " ") for line in lines]
+    action, split = re.compile(r"\b(\d+)([FIBW])(\d+)\b"), any(re.search(r"\d[IW]\d", x) for x in lines)
+    cells = [(int(found[1]), rank) for rank, line in enumerate(lines) for found in action.finditer(line)]
+    loop = [cell for cell in cells if cell[0] % p != cell[1]]
+    if loop and not all(stage in (rank, 2 * p - 1 - rank) for stage, rank in cells):
+        what = "stage {} on rank {}".format(*loop[0])
+        raise ValueError(f"{what}: this is no loop (stage s on rank s % {p}) and no V of 2 stages per rank")
+
+    def ours(found: re.Match) -> str:
+        kind, where = found[2], f"{found[3]}.{int(found[1]) // p}"
+        return f"B{where}&W{where}" if kind == "B" and split else kind.replace("I", "B") + where
+
+    return [action.sub(ours, line) for line in lines], bool(loop)

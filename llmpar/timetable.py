@@ -11,7 +11,7 @@ papers do. Plain Python: tables are lists.
 import functools
 import heapq
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -169,17 +169,31 @@ def _refuse(schedule: Schedule, starts: list[list], ends: list[list], stuck: dic
     for s, (op, there, need) in stuck.items():
         tick = (ends[s] or [0])[-1]
         waits[s] = f"stage {s} waits at tick {tick:g} to run {op}, which needs {need} on stage {there}"
+    have = [{op._replace(joined=False) for op in row} & due[s] for s, row in enumerate(schedule.rows)]
+    early = lambda op: (op.microbatch, KINDS.index(op.kind))
+    lacks = [sorted(due[s] - ops, key=early) for s, ops in enumerate(have)]
+    cells = len(schedule.routes[0]) * (2 + schedule.split_backward)
+    for u, n in sorted(Counter(op.microbatch for ops in have for op in ops).items()):
+        if 2 * n < cells:  # a number too many, rather than that so many are missing
+            on = [s for s, ops in enumerate(have) if any(op.microbatch == u for op in ops)]
+            gaps = [f"{op} is missing on stage {s}" for s in on for op in lacks[s] if op.microbatch != u]
+            what = f"microbatch {u} runs on stage {' and '.join(map(str, on))} alone, and "
+            what += [*gaps, "is one more there"][0]
+            raise ValueError(f"{name}: {what}; number the microbatches of all stages alike, from 0")
     for stage, row in enumerate(schedule.rows):
         seen: dict[Op, str] = {}
         for k, op in enumerate(op._replace(joined=False) for op in row):
             at = f"tick {starts[stage][k]:g}" if k < len(starts[stage]) else f"place {k} of its row"
             if op in seen:
-                raise ValueError(f"{name}: stage {stage} runs {op} twice, at {seen[op]} and {at}; delete one")
+                do = [f"write {gap} for one" for gap in lacks[stage] if gap[:3:2] == op[:3:2]] + [
+                    "delete one"
+                ]
+                raise ValueError(f"{name}: stage {stage} runs {op} twice, at {seen[op]} and {at}; {do[0]}")
             if op not in due[stage]:
                 why = "but does not hold its layers; delete it"
                 raise ValueError(f"{name}: stage {stage} runs {op} at {at}, {why}")
             seen[op] = at
-        for op in sorted(due[stage] - set(seen), key=lambda op: (op.microbatch, op.kind)):
+        for op in lacks[stage]:
             victims = [waits[s] for s, (_, *need) in stuck.items() if need == [stage, op]]
             why = "; ".join([f"its row stops at tick {(ends[stage] or [0])[-1]:g}", *victims])
             raise ValueError(f"{name}: stage {stage} never runs {op}; {why}. Add {op} there")

@@ -1,10 +1,14 @@
 """Pipeline schedules: published bubbles and peaks, legality, and buffers that an executor can trust."""
 
+import itertools
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch_orders
+from make_hf_fixtures import FIXTURES
 from shared import NUMBERS as ROWS
 
 from llmpar.cli.schedule import schedule_document, text_timeline
@@ -18,7 +22,7 @@ EXACT = 1e-9  # sums of a few hundred float64 costs
 
 
 def chunkings(name):
-    return (2, 4) if name in ("interleaved", "breadth-first", "circular") else (None,)
+    return (2, 4) if name in ("interleaved", "interleaved-zb", "breadth-first", "circular") else (None,)
 
 
 EVERY = [(name, p, m, v) for name in SCHEDULES for p, m in GRID for v in chunkings(name)]
@@ -39,6 +43,7 @@ def test_published_forms_hold_for_every_p_m_v():
         "dualpipe": lambda F, B, W: F == B,
         "dualpipev": lambda F, B, W: F == B,
         "zb-h1": lambda F, B, W: W <= F,
+        "interleaved-zb": lambda F, B, W: W <= F,
         "zb-h2": lambda F, B, W: W <= F and 2 * W <= F + B,
     }
     checked = set()
@@ -210,6 +215,104 @@ def test_backward_before_forward_is_refused_with_stage_tick_and_cycle():
 
 def test_weight_gradient_before_backward_is_refused():
     assert "run W0, which needs B0 on stage 0" in wrong("F0 W0 B0")
+
+
+MUTILATIONS = ("drop", "twice", "swap", "number", "beyond")
+
+
+@pytest.mark.parametrize("kind", MUTILATIONS)
+def test_the_sentence_names_the_stage_and_the_cell_that_were_mutilated(kind):
+    """Orders of any name and size with one operation lost, doubled, exchanged or numbered wrong."""
+    rng = np.random.default_rng(MUTILATIONS.index(kind))
+    refused = 0
+    while refused < 100:
+        name = str(rng.choice([n for n in SCHEDULES if n != "dualpipe"]))
+        p, m = int(rng.integers(2, 5)), int(rng.integers(2, 5))
+        schedule, stage = make(name, p, m), int(rng.integers(p))
+        row = list(schedule.rows[stage])
+        k, j = (int(i) for i in rng.integers(len(row), size=2))
+        op, where = row[k]._replace(joined=False), f"stage {stage}"
+        other = op._replace(microbatch=(op.microbatch + int(rng.integers(1, m))) % m)
+        if kind == "drop":
+            said = f"{where} never runs {row.pop(k)._replace(joined=False)};"
+        elif kind == "twice":
+            row, said = row[: k + 1] + row[k:], f"{where} runs {op} twice"
+        elif kind == "swap":
+            row[k], row[j], said = row[j], row[k], f" on {where}"
+        elif kind == "number":
+            row[k], said = other, f"{where} runs {other} twice"
+        else:
+            row[k] = op._replace(microbatch=m)
+            said = f"microbatch {m} runs on {where} alone, and {op} is missing on {where}"
+        rows = schedule.rows[:stage] + (tuple(row),) + schedule.rows[stage + 1 :]
+        try:
+            timetable(replace(schedule, rows=rows, num_microbatches=m + (kind == "beyond")))
+            assert kind == "swap", "not every exchange is wrong"
+        except ValueError as error:
+            assert said in str(error) and (kind != "number" or f"write {op} for one" in str(error))
+            refused += 1
+
+
+# -------------------------------------------------------------------------------------- torch's own orders
+
+TORCH = json.loads((FIXTURES / "torch_orders.json").read_text())["orders"]
+
+
+def check_torch(name, p, m, v, text):
+    """Our order of that name is torch's, cell by cell, or both refuse the sizes."""
+    chunks = v if name in torch_orders.INTERLEAVED else None
+    if text == torch_orders.REFUSED:
+        with pytest.raises(ValueError, match=f"{m} is no multiple of {m // p}, use") as error:
+            make(torch_orders.OURS[name], p, m, chunks)
+        for size in map(int, re.findall(r"use (\d+) or (\d+)", str(error.value))[0]):
+            timetable(make(torch_orders.OURS[name], p, size, chunks))
+        return
+    read = from_text(text)
+    assert (read.num_stages, read.num_microbatches, read.num_chunks) == (p, m + (name == "1F1B"), v)
+    if name == "1F1B":  # torch 2.13's table for 1F1B has no F0 on the last stage, and one microbatch more
+        with pytest.raises(
+            ValueError, match=f"{m} runs on .*{p - 1} alone, and F0 is missing on stage {p - 1}"
+        ):
+            timetable(read)
+    elif name in torch_orders.OURS:
+        ours = make(torch_orders.OURS[name], p, m, chunks)
+        assert (read.rows, read.split_backward, read.routes) == (ours.rows, ours.split_backward, ours.routes)
+        timetable(read)
+    else:  # torch's LoopedBFS takes the microbatches of a backward in the opposite order
+        assert timetable(read).makespan == timetable(make("breadth-first", p, m, v)).makespan
+
+
+@pytest.mark.parametrize("key", TORCH)
+def test_torch_s_file_of_an_order_is_read_and_is_ours_cell_by_cell(key):
+    name, *sizes = key.removeprefix("lowered ").split()
+    check_torch(name, *map(int, sizes), TORCH[key])
+
+
+@pytest.mark.parametrize("name", torch_orders.OURS)
+def test_every_order_that_the_installed_torch_makes_is_ours(name):
+    """Interleaved ones of any number of microbatches, in torch itself."""
+    pytest.importorskip("torch")
+    fixed = {"GPipe": 1, "1F1B": 1, "ZBVZeroBubble": 2, "DualPipeV": 2}
+    for p, m in itertools.product(range(2, 7), range(1, 20)):
+        for v in [fixed[name]] if name in fixed else (2, 3):
+            if m >= {"DualPipeV": 2 * p, "1F1B": p - 1}.get(name, 1):
+                check_torch(name, p, m, v, torch_orders.order(name, p, m, v))
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("0F0,0B0\n1F0,1X0", "stage 1: '1X0' is no operation"),
+        ("0F0,0B0\n1F0,(1F1;1B0)", r"stage 1: '\(F1.0;B0.0\)' is no operation"),
+        ("0F0,0B0\n2F0,2B0\n1F0,1B0", r"stage 2 on rank 1: this is no loop .* and no V"),
+        ("0F0,3F0,0B0\n1F0,2F0,2B0,1B0", "stage 0 never runs B0.1"),
+        ("0F0,0B0\n1F0,1I0,0W0", "stage 0 on rank 1"),
+        ("0F0,0B999999999", "cannot cover"),
+    ],
+)
+def test_a_torch_file_that_is_wrong_is_refused(text, said):
+    with pytest.raises(ValueError, match=said):
+        timetable(from_text(text))
 
 
 def test_crossing_orders_deadlock_with_the_cycle_named():

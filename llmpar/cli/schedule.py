@@ -20,8 +20,9 @@ class Schedule:
     stage.
 
     Attributes:
-        name: gpipe, 1f1b, interleaved, zb-h1, …; a wrong name lists all. Or an order of your own, one line
-            per stage such as 'F0 F1 B0 B1': with line breaks, or as the path of a file.
+        name: gpipe, 1f1b, interleaved, interleaved-zb, zb-h1, …; a wrong name lists all. Or an order of your
+            own, one line per stage such as 'F0 F1 B0 B1': with line breaks, or as the path of a file; also
+            the CSV of torch's pipelines.
         stages: pipeline stages p; of an own order those that it has.
         microbatches: m; of an own order those that it has.
         virtual_stages: model chunks per stage, for schedules that have several.

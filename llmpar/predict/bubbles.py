@@ -27,6 +27,7 @@ def closed_forms(p: int, m: int, v: int = 2, costs: Costs = (1, 1, 1)) -> dict[s
         "gpipe": (whole, [m] * p, 1, "Narayanan 2021, sec. 2.2.1"),
         "1f1b": (whole, [min(m, p - i) for i in stages], 1, "Narayanan 2021, sec. 2.2.1"),
         "interleaved": (whole / v, chunks, p, "Narayanan 2021, sec. 2.2.2"),
+        "interleaved-zb": ((p - 1) * (F + B - W) / v, [p] * p, p, "ZB-H1's (Qi 2023) over v chunks; W <= F"),
         "breadth-first": (whole / v, [m] * p, p, "Lamy-Poirier 2022"),
         "zb-h1": ((p - 1) * (F + B - W), [p] * p, p, "Qi 2023, Table 2; W <= F"),
         "zb-h2": ((p - 1) * (F + B - 2 * W), [full] * p, full, "Qi 2023, Table 2; W <= F, 2W <= F+B"),

@@ -55,7 +55,7 @@ show(draw.timeline(table, facts=False))
 # **Misunderstanding:** that interleaving saves memory. It holds more than 1F1B: a factor of 1 + (p-1)/(gp) on the first stage when
 # there are enough microbatches (Korthikanti et al. 2022).
 #
-# **Source:** Narayanan et al. 2021. Microbatches must be a multiple of p.
+# **Source:** Narayanan et al. 2021. Rounds have p microbatches, or a few more where p does not divide them (PyTorch).
 
 # %% [markdown] tags=["slide"] minutes=3
 # ## Zero bubble: split the backward
