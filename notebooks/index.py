@@ -37,7 +37,7 @@ PATHS = {
         ("00", "01", "02", "03", "04", "05"),
         "One node: replicas, sharded state, and matmuls that are cut.",
     ),
-    "I write JAX": (("00", "02", "05", "12"), "What a compiled program sends, and who tells of a mistake."),
+    "I write JAX": (("00", "02", "05", "12", "13"), "What your program sends, and who tells of a mistake."),
 }
 """Who comes: which lessons, in which order, and what for."""
 WIDE = 560  # pixels of a thumbnail, twice as many as it is wide

@@ -111,6 +111,14 @@ ANSWERS = {
          '{"Manual": "refused", "Manual, check off": "refused", "Auto": "right", "Explicit": "refused"}',
          '{"Manual": "refused", "Manual, check off": "wrong", "Auto": "right", "Explicit": "refused"}'),
     ],
+    "13.sent": [("= ...", "= 4 * 98304", "= 4 * 98304 * (N - 1) / N")],
+    "13.lookup": [("= ...", '= "b/X s d"', '= "b s d/X"')],
+    "13.cure": [
+        ("def by_rows(x): ...",
+         'def by_rows(x):\n    return jax.lax.with_sharding_constraint(x, P(None, None, "X"))',
+         'def by_rows(x):\n    return jax.lax.with_sharding_constraint(x, P("X"))'),
+    ],
+    "13.missing": [("= ...", '= "all-gather"', '= "all-reduce"')],
     "16.flops_per_byte": [
         ('{"prompt of 64": ..., "1 request": ..., "16 requests": ...}',
          '{"prompt of 64": 64, "1 request": 1, "16 requests": 1}',

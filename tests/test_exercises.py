@@ -133,6 +133,7 @@ ANSWERS = {  # functions that learners write, and answers of another kind; other
     "09.combine": [lambda rows, slot, weights: rows.sum(0)],
     "12.scattered": [lambda h: h, lambda h, down: h @ down],
     "12.residual": [lambda x, up, down: x + jax.nn.silu(x @ up) @ down],
+    "13.cure": [lambda x: x + 0, "P('X')"],
     "16.join": [lambda slots, waiting: slots],
     "17.rows": [lambda batch, process, num: batch[process], lambda batch, process: batch],
     "17.two_level": [lambda x: lax.psum_scatter(x, "tp", tiled=True), lambda x: x],

@@ -6,6 +6,7 @@ Each lesson runs in a process of its own, cell by cell, as this file's program:
     python tests/test_lesson_mutations.py 03 "a sum becomes a mean"     with one: ends with 3, names the cell
 """
 
+import linecache
 import os
 import pkgutil
 import re
@@ -148,6 +149,7 @@ FAULTS = {
     "10": ("a sum forgets all axes but the first",),
     "11": ("a gather is turned round",),
     "12": ("a type drops its unfinished sum", "a sum becomes a mean"),
+    "13": ("a device sends its own part as well",),
     "16": (
         "a batch is fixed once it runs",
         "what ranks of sp have found is joined twice",
@@ -169,8 +171,10 @@ def run(lesson, fault=None):
     if fault:
         plant(fault, fault in EVERYWHERE.get(lesson, ()))
     for number, cell in enumerate([imports, *cells[1:]], 1):
+        name = f"{source.name}, code cell {number}"
+        linecache.cache[name] = len(cell), None, cell.splitlines(True), name  # a lesson may show its code
         try:
-            exec(compile(cell, f"{source.name}, code cell {number}", "exec"), here)
+            exec(compile(cell, name, "exec"), here)
         except Exception:
             print(f"code cell {number} fails:\n{traceback.format_exc()}")
             return FAILED

@@ -95,7 +95,7 @@ class Look:
             said.append(f"{', '.join(a for a, other in self.links.items() if other == link)}: {link}")
         if self.memory:
             held = (f"{name[:-6]} {size_text(n)}" for name, n in self.memory.items())
-            said.append(f"memory: {', '.join(held)}; products: {self.flops:,} FLOPs")
+            said += [f"memory: {', '.join(held)}", f"products: {self.flops:,} FLOPs"]
         for row in self.replicated:
             over = f" could be cut over {', '.join(row['axes'])}:" * bool(row["axes"])
             sizes = [size_text(row[key]) for key in ("bytes", "saved")]
@@ -117,7 +117,7 @@ class Look:
         return draw.arrows_sent([row | more(row) for row in self.rows])
 
     def _repr_html_(self) -> str:
-        text = f'<pre style="line-height: 1.3">{escape(str(self))}</pre>'
+        text = f'<pre style="font-family: monospace; line-height: 1.3">{escape(str(self))}</pre>'
         return text + (self.picture()._repr_svg_() if self.rows else "")
 
 

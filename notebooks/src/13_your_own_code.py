@@ -1,0 +1,434 @@
+# ---
+# jupyter:
+#   llmpar:
+#     teaching: 25
+#     exercises: 25
+#     needs: ["00", "02", "12"]
+#     question: What does your own JAX function send, and which of it did nobody want?
+#     objectives:
+#     - Read what any JAX program sends, line by line, before it runs.
+#     - Find the line where a value loses the cut that you meant it to keep, and cure it by one constraint.
+#     - Say what explicit axes refuse, and name the arrow that is missing.
+# ---
+
+# %% [markdown]
+# # 13 · Your own code is right. What does it send?
+#
+# Here is plain JAX. Its weights are cut over the devices of an axis `X`, as FSDP cuts them. Its loss is right to the last digits. Nobody
+# wrote a collective. So what travels, and did anybody want it?
+
+# %% tags=["plumbing"]
+from llmpar.mesh import use_devices
+
+devices = use_devices()
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from llmpar import MeshExplorer, draw, explain, from_type, look
+from llmpar.draw.scene import show
+from llmpar.exercises import attempt, find, hint, met, say, solution
+
+N = max(n for n in (1, 2, 4) if n <= len(devices))
+mesh = jax.make_mesh((N,), ("X",), axis_types=(AxisType.Auto,), devices=devices[:N])
+jax.set_mesh(mesh)  # a P(…) below speaks of this mesh
+
+rng = np.random.default_rng(0)
+SHAPES = {"embed": (512, 64), "up": (64, 256), "down": (256, 64), "out": (64, 512)}
+BATCH, SEQ = 16, 128
+draws = {name: rng.standard_normal(shape) for name, shape in SHAPES.items()}
+weights = {name: np.float32(w / len(w) ** 0.5) for name, w in draws.items()}
+text = rng.integers(0, 512, (BATCH, SEQ))
+
+
+def total(seen):
+    """All bytes that a device sends."""
+    return sum(row["bytes_sent"] for row in seen.rows)
+
+
+def body(f):
+    """The lines of a function, and the number of the first."""
+    lines, first = inspect.getsourcelines(f)
+    return [line.partition("#")[0].strip() for line in lines[1:]], first + 1
+
+
+def drawn(programs):
+    """The lines of the last program; what each sends for a line of the same text."""
+    lines, columns = body([*programs.values()][-1][0])[0], {}
+    for name, (f, seen) in programs.items():
+        own, first = body(f)
+        for row in seen.rows:
+            number = row["source"].rpartition(":")[2]
+            at = int(number) - first if number.isdigit() else -1
+            line = own[at] if 0 <= at < len(own) else "(no line is named)"
+            lines += [line] * (line not in lines)
+            sent = columns.setdefault(name, {}).setdefault(lines.index(line), [])
+            sent.append((row["collective"], row["bytes_sent"]))
+    return draw.program(lines, columns, "What a device sends for each line")
+
+
+# %%
+CUTS = {"embed": P(None, "X"), "up": P("X"), "down": P("X"), "out": P("X")}
+params = {name: jax.device_put(weights[name], CUTS[name]) for name in weights}
+tokens = jax.device_put(text, P("X"))  # the rows of a batch are dealt out
+MeshExplorer.of(params | {"tokens": tokens})
+
+# %% [markdown]
+# Choose other arrays in the picture: each device holds a part of each weight, and some rows of the tokens. The function predicts the
+# next token; its letters are `b` rows, `s` positions, `d` width:
+
+
+# %%
+def loss(params, tokens):
+    x = params["embed"][tokens]  # b s d
+    h = jax.nn.gelu(x @ params["up"])
+    y = x + h @ params["down"]
+    logits = y @ params["out"]
+    scores = jax.nn.log_softmax(logits[:, :-1])
+    return -jnp.take_along_axis(scores, tokens[:, 1:, None], -1).mean()
+
+
+# %% tags=["plumbing"]
+right = float(loss(weights, text))  # on one device
+value = float(jax.jit(loss)(params, tokens))
+assert np.isclose(value, right, rtol=1e-5)
+
+# %% [markdown]
+# ## Predict: what should travel?
+#
+# FSDP gathers each weight when it is needed, once, and forgets it again ([lesson 04](04_zero.ipynb)). The four weights have 98,304
+# numbers of 4 bytes. **How many bytes does a device send** to compute this loss?
+
+# %%
+bytes_sent = ...
+attempt("13.sent", bytes_sent, devices=N)
+
+# %% [markdown]
+# `llmpar.look` compiles a function for its arguments, and does not run it. It reads from the compiled program what a device sends for
+# each line:
+
+# %%
+before = look(loss, params, tokens)
+met("13.sent", total(before))
+before
+
+# %% tags=["plumbing"]
+gathered = sum(w.nbytes for w in weights.values()) * (N - 1) // N
+if N > 1:
+    sums = [row for row in before.rows if row["collective"] == "all-reduce"]
+    numbers = BATCH * SEQ * (256 + 64 + 512)  # of h, y and logits
+    assert total(before) > 30 * gathered and {row["axes"] for row in sums} == {("X",)}
+    sent = sum(row["bytes_sent"] for row in sums if row["bytes_sent"] > 100)
+    assert sent == 2 * 4 * numbers * (N - 1) // N, (sent, numbers)
+
+# %% [markdown]
+# ## It sends 35 times as much, and no weight
+#
+# `In[3]:5` is line 5 of cell 3. Behind it stands what moves: each device has some terms of a value, `+X`, and the all-reduce adds
+# them up. (`look` letters dims by their place: `b s d`.) The same beside the code:
+
+# %%
+show(drawn({"sent": (loss, before)}))
+
+# %% [markdown]
+# All-reduces of `h`, of `y` and of the logits: whole batches of activations. XLA's *partitioner*, which splits the program over the
+# devices, decided that. It keeps every value right ([lesson 12](12_readings.ipynb)), so no test of the loss can see it. One
+# line above must be the cause.
+#
+# ## Bet: how does `x` lie?
+#
+# A *layout* writes behind each dim the axis that cuts it. `tokens` are `b/X s`: their rows are cut. `embed` is `v d/X` with `v` for the
+# words: its columns are cut. The first line looks up rows of `embed`, so `x` has the dims `b s d`. **Is `x` then `b/X s d`,
+# `b s d/X` or `b s d`?**
+
+# %%
+layout_of_x = ...
+attempt("13.lookup", layout_of_x)
+
+# %%
+x = jax.jit(lambda params, tokens: params["embed"][tokens])(params, tokens)
+met("13.lookup", from_type(x, "bsd"))
+MeshExplorer.of({"x": x})
+
+# %% tags=["plumbing"]
+if N > 1:
+    assert str(from_type(x, "bsd")) == "b s d/X"
+
+# %% [markdown]
+# ## The batch lost its cut
+#
+# Every device has *all* rows of the batch, and a quarter of the numbers of each. One axis can cut only one dim of a value, and here two wanted
+# `X`: `b` and `d`. Nobody said who should win. From there on it goes wrong by itself: `x @ up` sums over `d`, each device has only
+# some terms, so the `h` of the whole batch must be added up. The next lines inherit it.
+#
+# ## Exercise (core): say it at one place
+#
+# `jax.lax.with_sharding_constraint(x, P(…))` says how a value lies within a program. `P` has an entry for each dim, from the first on:
+# an axis, or None. Write the function that returns `x` with its rows on the devices that have their tokens.
+
+
+# %%
+def by_rows(x): ...
+
+
+attempt("13.cure", by_rows)
+
+# %% tags=["plumbing"]
+by_rows = find("13.cure").solution  # goes on with the right one, whatever stands above
+
+# %% [markdown]
+# The same function with that line, looked at again:
+
+
+# %%
+def cured(params, tokens):
+    x = params["embed"][tokens]  # b s d
+    x = by_rows(x)
+    h = jax.nn.gelu(x @ params["up"])
+    y = x + h @ params["down"]
+    logits = y @ params["out"]
+    scores = jax.nn.log_softmax(logits[:, :-1])
+    return -jnp.take_along_axis(scores, tokens[:, 1:, None], -1).mean()
+
+
+after = look(cured, params, tokens)
+show(drawn({"as it was": (loss, before), "with one line more": (cured, after)}))
+
+# %% tags=["plumbing"]
+value = float(jax.jit(cured)(params, tokens))
+assert np.isclose(value, right, rtol=1e-5)
+if N > 1:
+    assert total(after) < 1.1 * gathered and total(before) > 30 * total(after)
+    kept = [row["shape"] for row in after.rows if row["collective"] == "all-gather"]
+    assert {SHAPES["up"], SHAPES["down"], SHAPES["out"]} <= set(kept)
+print(f"sent: {total(before):,} B, now {total(after):,} B")
+print(f"loss: {right:.5f} on one device, {value:.5f} on {N}")
+
+# %% [markdown]
+# ## One line, and weights travel again
+#
+# It sends what you have bet, or nearly: of `embed` a device needs the rows of its own tokens only, so the partitioner sends those.
+# The loss is the same. And `x` lies as the tokens do:
+
+# %%
+x = jax.jit(lambda params, tokens: by_rows(params["embed"][tokens]))(params, tokens)
+MeshExplorer.of({"x": x})
+
+# %% [markdown]
+# ## A training step gains as much
+#
+# `look` takes what you train, too: `jax.value_and_grad` of both, by collective.
+
+# %%
+bars = []
+for name, f in {"as it was": loss, "with one line more": cured}.items():
+    parts = {}
+    for row in look(jax.value_and_grad(f), params, tokens).rows:
+        kind = row["collective"]
+        parts[kind] = parts.get(kind, 0) + row["bytes_sent"]
+    bars.append((name, parts))
+roles = {"all-reduce": "network", "all-gather": "links", "all-to-all": "grid"}
+show(draw.memory_bars(bars, title="Bytes that a device sends in a step", roles=roles))
+
+# %% tags=["plumbing"]
+steps = [sum(parts.values()) for _, parts in bars]
+if N > 1:
+    assert steps[0] > 10 * steps[1], steps
+
+# %% [markdown]
+# ## Explicit axes stop at that line
+#
+# The mesh above has `AxisType.Auto`: the partitioner chooses. Without that word `jax.make_mesh` makes *explicit* axes today, where JAX
+# asks in place of choosing. The same function, the same cuts:
+
+
+# %%
+def stopped(f, *args):
+    """The error that ends a program."""
+    try:
+        jax.jit(f)(*args)
+    except Exception as error:
+        return error
+
+
+typed = jax.make_mesh((N,), ("X",), devices=devices[:N])
+with jax.set_mesh(typed):
+    typed_params = {name: jax.device_put(weights[name], CUTS[name]) for name in weights}
+    typed_tokens = jax.device_put(text, P("X"))
+    error = stopped(loss, typed_params, typed_tokens)
+say(f"{type(error).__name__}: {error}")
+
+# %% [markdown]
+# `P('X', None, 'X')`: two dims of `x` want `X`, and JAX says so before anything runs. Published code stops today as well. The first
+# example in chapter 10 of *How to Scale Your Model* (Austin et al. 2025), as first printed, multiplies matrices that are both
+# cut along the dim that is summed. Later printings ask for `AxisType.Auto`. This one is of that kind:
+
+
+# %%
+def squares(x, w):
+    return jnp.einsum("bd,df->bf", x * x, w)
+
+
+with jax.set_mesh(typed):
+    a = jax.device_put(draws["up"], P(None, "X"))
+    w = jax.device_put(draws["down"], P("X"))
+    error = stopped(squares, a, w)
+
+# %% [markdown]
+# JAX stops it. **Which collective is missing** behind this matmul, if the result is to be whole on each device?
+
+# %%
+missing = ...
+attempt("13.missing", missing)
+
+# %% [markdown]
+# `llmpar.explain` turns JAX's long message into the arrow that is missing, and what to write:
+
+# %%
+say(explain(error))
+
+
+# %%
+def finished(x, w):
+    open_sum = P(None, None, unreduced={"X"})
+    y = jnp.einsum("bd,df->bf", x * x, w, out_sharding=open_sum)
+    return jax.sharding.reshard(y, P(None, None))
+
+
+with jax.set_mesh(typed):
+    value, seen = jax.jit(finished)(a, w), look(finished, a, w)
+show(drawn({"sent": (finished, seen)}))
+
+# %% tags=["plumbing"]
+assert np.allclose(value, draws["up"] ** 2 @ draws["down"], rtol=1e-3, atol=1e-3)
+if N > 1:
+    assert "'+X -> whole' (all-reduce over X)" in explain(error)
+    assert [row["collective"] for row in seen.rows] == ["all-reduce"]
+    assert total(seen) == 2 * value.nbytes * (N - 1) // N
+
+# %% [markdown]
+# It runs, and sends one sum. `unreduced` says that the product's sum is open; `reshard` is the arrow that finishes it.
+#
+# ## Keep: count before you trust
+#
+# 1. Right values say nothing of what was sent. `llmpar.look(f, *args)` says it for each line, before anything runs.
+# 2. One axis cuts one dim of a value. Where two want it, the partitioner chooses, and later lines inherit its choice.
+# 3. Look first for activations of the whole batch. One `with_sharding_constraint` where the cut is lost brings it back.
+# 4. Explicit axes refuse what is ambiguous, at the line. `llmpar.explain` names the arrow that is missing.
+
+# %% [markdown]
+# ## Further
+#
+# Bring your own function, cure this one without a constraint, and find out which harmless lines send.
+#
+# ### Your own function
+#
+# Arguments can be arrays, or shapes with shardings as here. Put your own function in its place.
+# [Your own code](../docs/your-own-code.md) has the terminal, GPUs and TPUs that are not here, and what `look` cannot read.
+
+# %%
+shape = jax.ShapeDtypeStruct((BATCH, SEQ, 64), "bfloat16", sharding=x.sharding)
+look(lambda x: (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).mean(), shape)
+
+# %% [markdown]
+# ### Exercise (stretch): one cut in place of a constraint
+#
+# Take the constraint away again. **Which array would you cut along which dim** (0 is the first) so that `x` keeps its rows?
+
+# %%
+other_cut = {"array": ..., "dim": ...}
+attempt("13.one_p", other_cut)
+
+# %% tags=["plumbing"]
+answer = find("13.one_p").solution
+cut = [None] * int(answer["dim"]) + ["X"]
+moved = {answer["array"]: jax.device_put(weights[answer["array"]], P(*cut))}
+least = look(loss, params | moved, tokens)
+if N > 1:
+    rest = [row for row in least.rows if row["collective"] != "all-gather"]
+    assert total(least) - sum(row["bytes_sent"] for row in rest) == gathered
+
+# %% [markdown]
+# ### Explicit axes, followed
+#
+# The function from above, on explicit axes. Its first line now says how `x` lies, and it sends what the cured one sends:
+
+
+# %%
+def in_types(params, tokens):
+    x = params["embed"].at[tokens].get(out_sharding=P("X"))
+    h = jax.nn.gelu(x @ params["up"])
+    y = x + h @ params["down"]
+    logits = y @ params["out"]
+    scores = jax.nn.log_softmax(logits[:, :-1])
+    return -jnp.take_along_axis(scores, tokens[:, 1:, None], -1).mean()
+
+
+with jax.set_mesh(typed):
+    same = look(in_types, typed_params, typed_tokens)
+    value = float(jax.jit(in_types)(typed_params, typed_tokens))
+assert np.isclose(value, right, rtol=1e-5) and total(same) == total(after)
+print(f"loss: {value:.5f}; sent: {total(same):,} B, as in the cured one")
+
+# %% [markdown]
+# ### Exercise (stretch): harmless lines
+#
+# Here `x` is `b s d/X`, with `d` of 64. **Does each of these lines send `"nothing"`, `"little"` or `"much"`?**
+#
+# | name | line |
+# |---|---|
+# | softmax | `jax.nn.softmax(x)` over `d` |
+# | top_k | `jax.lax.top_k(x, 2)` over `d` |
+# | halves | `x[..., :32] * x[..., 32:]` |
+# | every second | `x[..., ::2] * x[..., 1::2]` |
+# | cumsum | `jnp.cumsum(x, 1)` over `s` |
+
+# %%
+sends = {
+    "softmax": ...,
+    "top_k": ...,
+    "halves": ...,
+    "every second": ...,
+    "cumsum": ...,
+}
+attempt("13.harmless", sends)
+
+# %%
+HARMLESS = {
+    "softmax": jax.nn.softmax,
+    "top_k": lambda x: jax.lax.top_k(x, 2)[0],
+    "halves": lambda x: x[..., :32] * x[..., 32:],
+    "every second": lambda x: x[..., ::2] * x[..., 1::2],
+    "cumsum": lambda x: jnp.cumsum(x, 1),
+}
+x = jax.device_put(np.ones((BATCH, SEQ, 64), np.float32), P(None, None, "X"))
+found = {name: look(f, x) for name, f in HARMLESS.items()}
+size = x.nbytes * (N - 1) // N  # to gather x
+words = {}
+for name, seen in found.items():
+    much = sum(total(seen) > size * share for share in (0, 0.5))
+    words[name] = ("nothing", "little", "much")[much]
+met("13.harmless", words)
+rows = [
+    [(row["collective"], row["bytes_sent"]) for row in v.rows] for v in found.values()
+]
+sent = {"sent": {place: row for place, row in enumerate(rows) if row}}
+show(draw.program([*found], sent, f"Lines on x, which has {x.nbytes:,} bytes"))
+
+# %% tags=["plumbing"]
+if N > 1:
+    assert find("13.harmless").solution == words
+
+# %% [markdown]
+# Fused gates and rotary positions are often written with halves. With neighbours as pairs nothing travels.
+#
+# ### On your cluster
+#
+#     llmpar inspect --program my_model:step              what look says, from the terminal
+#     llmpar inspect --program my_model:step --json       the same as data, to compare in a test
+#     llmpar inspect --hlo step.txt --mesh "X=4 Y=2"      a text that a compiler wrote
