@@ -1,32 +1,347 @@
-"""`look` on programs that are not llmpar's: what they send, hold and lack, against counts by hand."""
+"""`look` on programs that are not llmpar's: what they send, hold and lack, against counts by hand.
+
+A row is (arrow, collective, axes, count, bytes): a ring of g moves (g-1)/g of a message, twice that for an
+all-reduce; a permute all of it. float32 has 4 bytes.
+"""
+
+import functools
+import json
+import re
+import time
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from shared import ROOT
 
 import llmpar
+from llmpar.cli import main
+from llmpar.inspect.census import partitioned_hlo
+from llmpar.inspect.hlo import innermost
+from llmpar.inspect.look import look
+
+DEVICES = np.array(jax.devices())
+AUTO, EXPLICIT = (
+    Mesh(DEVICES.reshape(4, 2), ("X", "Y"), axis_types=(kind,) * 2) for kind in list(AxisType)[:2]
+)
+PERMUTED = Mesh(DEVICES[[3, 1, 7, 0, 5, 2, 6, 4]].reshape(4, 2), ("X", "Y"))
+RING = [(i, (i + 1) % 4) for i in range(4)]
 
 
-def make_mesh(**sizes):
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+def on(mesh, shape, *cuts):
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*cuts)))
 
 
-def lying(mesh, shape, *spec):
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+def lie(shape, *cuts):
+    return on(AUTO, shape, *cuts)
 
 
-def test_a_product_over_a_cut_dim_is_one_all_reduce():
-    mesh = make_mesh(X=4, Y=2)
-    found = llmpar.look(lambda x, w: x @ w, lying(mesh, (64, 32), "Y", "X"), lying(mesh, (32, 16), "X"))
-    (row,) = found.rows
-    assert row["source"].startswith("tests/test_look.py:") and row["axes"] == ("X",)
-    assert (row["arrow"], row["collective"], row["count"]) == ("b s +X -> b s", "all-reduce", 1)
-    assert row["bytes_sent"] == 2 * 3 * 4 * 32 * 16 // 4  # 2(g-1)/g of a device's f32[32, 16]
-    assert found.flops == 2 * 32 * 8 * 16 and found.mesh == {"X": 4, "Y": 2}
-    assert found.memory["argument_bytes"] == 4 * (32 * 8 + 8 * 16)
-    assert [(r["name"], r["axes"], r["saved"]) for r in found.replicated] == [
-        ("out", ("X",), 4 * 32 * 16 * 3 // 4),
-        ("in [1]", ("Y",), 4 * 8 * 16 // 2),
+def manual(f, given, gives, mesh=AUTO):
+    return jax.shard_map(f, mesh=mesh, in_specs=given, out_specs=gives, check_vma=False)
+
+
+def held(x, *cuts):
+    return lax.with_sharding_constraint(x, NamedSharding(AUTO, P(*cuts)))
+
+
+X, ROW = lie((16, 4), "X"), ("b +X -> b", "all-reduce", "X", 1, 2 * 3 * 16 // 4)  # a device's sum is f32[4]
+total = lambda x: x.sum(0)
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def blocks(x, *, rows):
+    return x.reshape(rows, -1)[:, :4].sum(0)
+
+
+class Layer:
+    def __call__(self, x, scale, names):
+        return x.sum(0) * scale[names[0]]
+
+
+def twice(x, n):
+    once = lambda i, x: lax.ppermute(x, "X", RING) @ jnp.ones((4, 4))
+    return lax.scan(lambda x, _: (lax.fori_loop(0, n[0], once, x), None), x, None, length=5)[0]
+
+
+def nested(x):
+    inner = jax.shard_map(lambda y: lax.psum(y, "Y"), in_specs=P("Y"), out_specs=P(), axis_names={"Y"})
+    return lax.psum(inner(x), "X")
+
+
+def branches(x, n):
+    more = lambda x: lax.psum(lax.psum(x, "X"), "Y")
+    return lax.cond(n[0] > 0, lambda x: lax.psum(x, "X"), more, x)
+
+
+outer = functools.partial(jax.shard_map, mesh=AUTO, in_specs=P("X"), out_specs=P(), axis_names={"X"})
+COUNT = jnp.array([3])
+PROGRAMS = {
+    "plain function": ((total, X), [ROW]),
+    "keyword arguments": ((lambda *, f, args: f.sum(0), {"f": X, "args": 3}), [ROW]),
+    "static of a jitted one": ((blocks, X, {"rows": 16}), [ROW]),
+    "an object, a dict, a tuple": ((Layer(), X, {"s": 2.0}, ("s",)), [ROW]),
+    "partial": ((functools.partial(jnp.sum, axis=0), X), [ROW]),
+    "unused argument": ((lambda x, unused: x.sum(0), X, lie((3,))), [ROW]),
+    "shardings of jit's own": (
+        (jax.jit(total, in_shardings=NamedSharding(AUTO, P("X"))), jnp.ones((16, 4))),
+        [ROW],
+    ),
+    "devices in another order": ((total, on(PERMUTED, (16, 4), "X")), [ROW]),
+    "traced": ((jax.jit(total).trace(X),), [ROW]),
+    "lowered": ((jax.jit(total).lower(X),), [ROW]),
+    "compiled": ((jax.jit(total).lower(X).compile(),), [ROW]),
+    "gather": (
+        (lambda x: held(x), lie((16, 4), ("Y", "X"))),
+        [("b/Y,X s -> b s", "all-gather", "X,Y", 1, 224)],
+    ),
+    "gather of a second dim": (
+        (lambda x: held(x), lie((16, 8), None, "X")),
+        [("b s/X -> b s", "all-gather", "X", 1, 384)],
+    ),
+    "from dim to dim": (
+        (lambda x: held(2 * x, None, None, "X"), lie((16, 32, 8), "X")),
+        [("b/X s d -> b s d/X", "all-to-all", "X", 1, 3072)],
+    ),
+    "and by hand": (
+        (manual(lambda x: lax.all_to_all(x, "X", 1, 0, tiled=True), P("X"), P(None, "X")), X),
+        [("b/X s -> b s/X", "all-to-all", "X", 1, 48)],
+    ),
+    "scattered sum": (
+        (
+            manual(lambda x: lax.psum_scatter(x, "X", scatter_dimension=1, tiled=True), P("X"), P(None, "X")),
+            X,
+        ),
+        [("b s +X -> b s/X", "reduce-scatter", "X", 1, 48)],
+    ),
+    "largest": (
+        (manual(lambda x: lax.pmax(x, ("X", "Y")), P("X"), P()), X),
+        [("", "all-reduce", "X,Y", 1, 112)],
+    ),
+    "part of an axis": (
+        (manual(lambda x: lax.psum(x, "X", axis_index_groups=[[0, 1], [2, 3]]), P("X"), P("X")), X),
+        [("", "all-reduce", "other", 1, 64)],
+    ),
+    "ring in a scan": (
+        (
+            manual(
+                lambda x: lax.scan(lambda x, _: (lax.ppermute(x, "X", RING), None), x, None, 3)[0],
+                P("X"),
+                P("X"),
+            ),
+            X,
+        ),
+        [("hop along X", "collective-permute", "X", 3, 192)],
+    ),
+    "unknown turns": (
+        (manual(twice, (P("X"), P()), P("X")), X, COUNT),
+        [("hop along X", "collective-permute", "X", 5, 320)],
+    ),
+    "nested": (
+        (outer(nested), X),
+        [("b s +X -> b s", "all-reduce", "X", 1, 48), ("b s +Y -> b s", "all-reduce", "Y", 1, 32)],
+    ),
+    "branches": (
+        (manual(branches, (P("X"), P()), P()), X, COUNT),
+        [("b s +X -> b s", "all-reduce", "X", 1, 96), ("b s +Y -> b s", "all-reduce", "Y", 1, 64)],
+    ),
+    "vmap over a sum": (
+        (manual(jax.vmap(lambda x: lax.psum(x, "X")), P(None, "X"), P()), lie((3, 16, 4), None, "X")),
+        [("b s d +X -> b s d", "all-reduce", "X", 1, 288)],
+    ),
+    "recomputed": (
+        (
+            jax.grad(lambda w, x: jax.checkpoint(lambda w: jnp.tanh(x @ w).sum())(w)),
+            lie((16, 32), "Y"),
+            lie((8, 16), "X"),
+        ),
+        [("b s +X -> b s", "all-reduce", "X", 1, 1536), ("b s +Y -> b s", "all-reduce", "Y", 1, 256)],
+    ),
+    "Flax's jit": ((nnx.jit(total), X), [ROW]),
+    "pmap": (
+        (jax.pmap(lambda x: lax.psum(x, "i"), axis_name="i"), jnp.ones((8, 4))),
+        [("b +i -> b", "all-reduce", "i", 1, 28)],
+    ),
+    "one device": ((lambda x: x @ x, jnp.ones((8, 8))), []),
+    "nothing to send": ((lambda x: x + 1, X), []),
+}
+
+
+@pytest.mark.parametrize("given, rows", PROGRAMS.values(), ids=PROGRAMS)
+def test_programs_send_what_is_counted_by_hand(given, rows):
+    keywords = given[-1] if len(given) == 2 and type(given[-1]) is dict else {}
+    static = {"rows": 16} if given[0] is blocks else {}
+    found = look(*given[: 1 if keywords else 2 if static else None], **keywords, **static)
+    assert sends(found) == rows
+    text = str(found)
+    assert all(f"{row['bytes_sent']:,} B" in text for row in found.rows)
+    assert all(re.match(r"tests/test_look.py:\d+$|argument x$", row["source"]) for row in found.rows), text
+    assert ("<svg" in found._repr_html_()) == bool(rows) and len(
+        text.partition("note:")[0].split("\n")[0]
+    ) < 90
+    assert json.loads(json.dumps(found.document()))["mesh"] == found.mesh
+
+
+def sends(found):
+    return [
+        (r["arrow"], r["collective"], ",".join(r["axes"]), r["count"], r["bytes_sent"]) for r in found.rows
     ]
-    assert f"{row['bytes_sent']:,} B" in str(found)
+
+
+def test_what_a_device_holds_and_could_hold_less_of():
+    found = llmpar.look(lambda x, w: x @ w, on(AUTO, (64, 32), "Y", "X"), lie((32, 16), "X"))
+    assert sends(found) == [("b s +X -> b s", "all-reduce", "X", 1, 2 * 3 * 4 * 32 * 16 // 4)]
+    assert found.flops == 2 * 32 * 8 * 16 and found.memory["argument_bytes"] == 4 * (32 * 8 + 8 * 16)
+    assert found.links == dict.fromkeys("XY", "simulated: shared memory")
+    rows = [(r["name"], r["bytes"], r["axes"], r["saved"]) for r in found.replicated]
+    assert rows == [("out", 2048, ("X",), 1536), ("in [1]", 512, ("Y",), 256)]
+    state = look(
+        lambda s, x: {k: v + x.sum() for k, v in s.items()}, {c: lie((8,)) for c in "abc"}, lie((4096,))
+    )
+    names = {r["name"]: (r["bytes"], r["saved"]) for r in state.replicated}
+    assert names == {
+        "in [1]": (4 * 4096, 4 * 4096 * 7 // 8),
+        "3 small ones": (96, 84),
+    }  # not again as outputs
+
+
+def test_a_turn_of_a_loop_that_nobody_can_count_is_in_no_sum():
+    found = look(*PROGRAMS["unknown turns"][0])
+    (row,) = found.rows
+    assert (
+        row["per_turn"].startswith("tests/test_look.py:") and row["count"] == 5
+    )  # each of five loops, a turn
+    assert "×5 a turn" in str(found) and f"the loop at {row['per_turn']}" in str(found)
+    assert "in all" in str(found) and str(found).split("in all")[1].split()[:2] == ["0", "B"]
+    assert found.flops == 5 * 2 * 4 * 4 * 4 and any("FLOPs are those of one turn" in n for n in found.notes)
+    assert all(r["conditional"] for r in look(*PROGRAMS["branches"][0]).rows)
+
+
+def test_types_and_jaxprs_say_where_things_lie():
+    """Of explicit axes; a mesh without devices gets simulated ones; of automatic axes a jaxpr is silent."""
+    move = lambda x: jax.sharding.reshard(x, P(None, "X"))
+    rows = [("b/X s -> b s/X", "all-to-all", "X", 1, 96), ("b s/Y -> b s", "all-gather", "Y", 1, 64)]
+    abstract = AbstractMesh((4, 2), ("X", "Y"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(EXPLICIT):
+        jaxpr = jax.make_jaxpr(move)(jnp.zeros((8, 16), out_sharding=P("X", "Y")))
+        assert sends(look(move, on(EXPLICIT, (8, 16), "X", "Y"))) == rows
+    with jax.sharding.use_abstract_mesh(abstract):
+        assert sends(look(move, on(abstract, (8, 16), "X", "Y"))) == rows
+    assert sends(look(jaxpr)) == rows and "a jaxpr does not say" in str(look(jaxpr))
+    by_hand = jax.make_jaxpr(manual(lambda x: lax.psum(x, "X"), P("X"), P()))(jnp.ones((16, 4)))
+    assert sends(look(by_hand.jaxpr)) == [("b s +X -> b s", "all-reduce", "X", 1, 96)]
+
+
+TEXT = partitioned_hlo(jax.jit(total).lower(X))
+BIG = AbstractMesh((64,), ("X",), axis_types=(AxisType.Explicit,))
+REFUSED = {
+    "argument .0. has mesh {'X': 4, 'Y': 2}, argument .1. has mesh {'A': 8}; use one": lambda: look(
+        lambda x, y: x + y, X, on(Mesh(DEVICES, "A"), (16, 4), "A")
+    ),
+    "has mesh {'X': 4, 'Y': 2} of other devices": lambda: look(
+        lambda x, y: x + y, X, on(PERMUTED, (16, 4), "X")
+    ),
+    "mesh {'Y': 2, 'X': 4} is not the program's: groups of the all-reduce at tests/test_look.py": lambda: (
+        look(TEXT, "Y=2 X=4")
+    ),
+    "mesh {'X': 4} has 4 devices, and the program has 8": lambda: look(TEXT, {"X": 4}),
+    "a text does not name its mesh, and the program has 8": lambda: look(TEXT),
+    "no line of it begins with ENTRY": lambda: look(jax.jit(total).lower(X).as_text(), AUTO),
+    "look takes a function .* this is of type int": lambda: look(3),
+    "a traced program has its arguments": lambda: look(jax.jit(total).trace(X), X),
+    "of 64 only 8 are here; llmpar.use_devices.64. simulates them": lambda: look(
+        jax.make_jaxpr(lambda x: x + 1)(on(BIG, (64,), "X"))
+    ),
+}
+
+
+@pytest.mark.parametrize("says, asked", REFUSED.items(), ids=range(len(REFUSED)))
+def test_refusals_name_the_mesh_and_what_would_work(says, asked):
+    with pytest.raises(ValueError, match=says):
+        asked()
+
+
+def test_text_is_read_with_the_axes_that_its_reader_names():
+    final = jax.jit(total).lower(X).compile().as_text()
+    for text, mesh in ((TEXT, AUTO), (TEXT, {"X": 4, "Y": 2}), (final, "X=4, Y=2")):
+        assert sends(look(text, mesh)) == [ROW]
+    assert "merged" in str(look(final, AUTO)) and "merged" not in str(look(TEXT, AUTO))
+    a, b = look(TEXT, "A=2 B=2 Y=2").rows[0]["axes"]  # the same devices, in two axes
+    assert (a, b) == ("A", "B")
+
+
+def test_two_hundred_collectives_are_read_one_by_one_within_a_second_of_compiling():
+    weights = [(lie((8, 16), None, "Y"), lie((16, 8), "Y")) for _ in range(50)]
+
+    def step(weights, x):
+        def loss(weights):
+            y = x
+            for up, down in weights:
+                y = jnp.tanh(jnp.tanh(y @ up) @ down)
+            return (y**2).sum()
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    text = partitioned_hlo(jax.jit(step).lower(weights, lie((32, 8), "X")))
+    begin = time.process_time()
+    found = look(text, AUTO)
+    assert time.process_time() - begin < 1
+    # a layer: two gradients over X, one sum over Y each way; backward the first layer's input needs none
+    assert sum(row["count"] for row in found.rows) == 50 * 4 - 1
+    assert found.flops == 50 * 3 * 2 * 2 * 8 * 8 * 8 - 2 * 8 * 8 * 8
+
+
+def test_lines_of_libraries_are_not_the_readers():
+    frames = [
+        ("/v/site-packages/optax/_src/base.py", 1),
+        ("/v/site-packages/jax/lax.py", 2),
+        ("/me/train.py", 3),
+    ]
+    assert innermost(frames) == "me/train.py:3" and innermost(frames[:2]) == ""
+
+
+def test_pairs_that_no_data_orders_are_named():
+    both = lambda x, y: (lax.psum(x, "X"), lax.psum(y, "Y"))
+    found = look(manual(both, (P("X"), P("Y")), P()), X, lie((16, 4), "Y"))
+    ((a, b),) = found.unordered
+    assert {a.split()[-1], b.split()[-1]} == {"X", "Y"} and f"no data orders {a} and {b}" in str(found)
+    assert not look(manual(lambda x: lax.psum(lax.psum(x, "X"), "Y"), P("X"), P()), X).unordered
+
+
+def command(line, capsys):
+    return main(["inspect", *line.split()]), *capsys.readouterr()
+
+
+def test_the_command_looks_at_what_a_function_makes_and_at_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT / "tests" / "fixtures" / "mine")
+    for name in ("text.hlo", "drawn.svg"):
+        monkeypatch.setenv(name.partition(".")[0].upper(), str(tmp_path / name))
+    status, out, _ = command(f"--program train:look_at --json --svg {tmp_path / 'drawn.svg'}", capsys)
+    found = json.loads(out)
+    assert (
+        status == 0 and found["mesh"] == {"data": 4, "model": 2} and found["rows"][0]["bytes_sent"] == 3145728
+    )
+    assert "mine/train.py" in (tmp_path / "drawn.svg").read_text()
+    (tmp_path / "text.hlo").write_text(TEXT)
+    status, out, _ = command(f"--hlo {tmp_path / 'text.hlo'} --mesh X=4,Y=2", capsys)
+    assert status == 0 and "all-reduce X" in out
+    for line, says in COMMANDS_REFUSED.items():
+        status, out, err = command(line.replace("TEXT", str(tmp_path / "text.hlo")), capsys)
+        assert (status, out) == (1, "") and says in err, line
+
+
+COMMANDS_REFUSED = {
+    "--program train:look_at --mesh X=4": "--svg and --json; leave out --mesh",
+    "--program train:look_at --zero 1 --types": "leave out --types --zero",
+    "--target h100:1x8": "give one of the two",
+    "--program train:look_at --hlo TEXT": "give one of the two",
+    "--program train:nobody": "train:nobody: AttributeError: module 'train' has no attribute 'nobody'",
+    "--program nowhere:step": "ModuleNotFoundError: No module named 'nowhere'",
+    "--program train:loss": "train:loss: TypeError: loss() missing 1 required positional argument",
+    "--hlo TEXT": "a text does not name its mesh, and the program has 8",
+    "--hlo TEXT --mesh X=3,Y=2": "has 6 devices, and the program has 8; give its own",
+}

@@ -174,7 +174,7 @@ class Module:
 
 
 parsed = functools.lru_cache(maxsize=2)(Module)
-MOVERS = tuple(f"/llmpar/{name}.py" for name in ("par", "readings", "block", "overlap", "inspect/look"))
+MOVERS = tuple(f"/llmpar/{m}.py" for m in "par readings block overlap channels inspect/look".split())
 LIBRARIES = "jax|jaxlib|flax|optax|equinox|haiku|einops|chex|jaxtyping|beartype"
 
 

@@ -93,9 +93,8 @@ class Look:
             said.append(f"nobody knows how many turns the loop at {', '.join(turns)} has: not in the sum")
         for link in dict.fromkeys(self.links.values()):
             said.append(f"{', '.join(a for a, other in self.links.items() if other == link)}: {link}")
-        if self.memory:
-            held = (f"{name[:-6]} {size_text(n)}" for name, n in self.memory.items())
-            said += [f"memory: {', '.join(held)}", f"products: {self.flops:,} FLOPs"]
+        held = ", ".join(f"{name[:-6]} {size_text(n)}" for name, n in self.memory.items())
+        said += [f"memory: {held}"] * bool(held) + [f"products: {self.flops:,} FLOPs"]
         for row in self.replicated:
             over = f" could be cut over {', '.join(row['axes'])}:" * bool(row["axes"])
             sizes = [size_text(row[key]) for key in ("bytes", "saved")]
