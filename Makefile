@@ -6,6 +6,7 @@
 #   make index   lessons, words, decks and sheets on one page; make handout: two sheets for learners
 #   make exports the lessons as a sphinx-lesson tree and as a Carpentries Workbench tree, in notebooks/_exports
 #   make test-lessons, test-browser, test-compilers, test-processes: tests that are jobs of their own (.ci/run does all)
+#   make device-test  one accelerator, in minutes: right or wrong, how fast, how much memory (tests/device.md)
 #   make engines SLURM, MPI, Ray and torchrun, installed in .engines, train the same; times go to tests/engines.md (root)
 # Another Python beside the first one: make test PYTHON=python3.12 VENV=.venv312
 
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup runtime compilers demo test test-lessons test-browser test-compilers test-processes test-fast test-full lab bench slides handout index exports notebooks gallery pictures lint engines clean
+.PHONY: help setup runtime compilers demo test test-lessons test-browser test-compilers test-processes test-fast test-full lab bench device-test slides handout index exports notebooks gallery pictures lint engines clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -115,6 +116,9 @@ lab: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python tests/bench.py
+
+device-test: $(STAMP)
+	$(BIN)/python tests/device.py
 
 slides: $(STAMP)
 	$(BIN)/python slides/build.py

@@ -5,7 +5,7 @@ The model is `small`: 8.92M parameters, 8 layers, width 256, vocabulary 4,096; b
 at 16 microbatches, "m16"; as many active parameters, 2 of 8 experts of half the width, "moe"), AdamW. Plain
 JAX, written for one device without this package, runs in the same rounds. CPU seconds of the whole process
 repeat better than wall seconds on a busy machine; ratios are taken round by round, and their median is what
-counts. On an accelerator the step is that of 124M parameters in bfloat16, and its MFU is printed.
+counts. What an accelerator reaches, `make device-test` measures (device.py).
 
 With experts the dense step of as many active products is "one". An expert's rows should be many: one device
 takes two microbatches, where it takes eight without experts. AdamW updates 23M weights instead of 9M.
@@ -45,7 +45,7 @@ from llmpar.config import ExpertConfig, preset
 from llmpar.inspect.census import census_hlo, compiled_memory, executed_flops, partitioned_hlo
 from llmpar.mesh import make_mesh, use_devices
 from llmpar.plan import Plan
-from llmpar.predict import hardware, memory
+from llmpar.predict import memory
 from llmpar.step import Step
 from llmpar.timetable import branch_shares
 
@@ -291,44 +291,6 @@ def long_block(s: int = 65_536) -> dict:
     return {"seq": s, "rows": {f"one block, {s:,} positions": row}}
 
 
-def accelerated(rounds: int) -> dict:
-    """124M parameters in bfloat16 on the accelerators that are here: seconds per step and MFU."""
-    config, batch, seq, n = preset("gpt2-scale"), 16 * len(devices), 1024, len(devices)
-    chip, rows = hardware.guess(devices[0].device_kind), {}
-    for name, plan in {
-        "fsdp": Plan(f"fsdp={n}", dtype="bfloat16", loss_chunks=4, attention_block=512),
-        "fsdp unrolled": Plan(f"fsdp={n}", dtype="bfloat16", loss_chunks=4, attention_block=1024, unroll=0),
-        "fsdp, blocks recomputed": Plan(
-            f"fsdp={n}", dtype="bfloat16", remat="block", loss_chunks=4, attention_block=512
-        ),
-    }.items():
-        step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-        state, placed = (
-            step.init(0),
-            jax.device_put(batch_of(config.vocab_size, batch, seq), step.batch_sharding),
-        )
-        run = _stepper(lambda state, s=step, p=placed: _loss_last(s.run(state, p)), state)
-        first = [run() for _ in range(3)]
-        seconds = []
-        for _ in range(rounds):
-            start = time.perf_counter()
-            last = run()
-            seconds.append(time.perf_counter() - start)
-        step_s = statistics.median(seconds)
-        work = sum(memory.flops(config, batch, seq).values())
-        peak = chip.flops_per_s * n if chip else 0.0
-        rows[name] = {
-            "step_s": step_s,
-            "tokens_per_s": batch * seq / step_s,
-            "mfu": work / step_s / peak if peak else None,
-            "first_loss": first[0],
-            "last_loss": last,
-            "peak_gib": (devices[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30,
-        }
-    about = {"model": config.name, "params": config.num_params, "batch": batch, "seq": seq}
-    return about | {"device": devices[0].device_kind, "rows": rows}
-
-
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -347,11 +309,7 @@ def main() -> None:
     elif args.what == "long":
         document = long_block()
     else:
-        document = (
-            simulated(args.rounds, only)
-            if devices[0].platform == "cpu"
-            else accelerated(max(args.rounds, 10))
-        )
+        document = simulated(args.rounds, only)
     path = pathlib.Path(args.out or f"bench/{args.what}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1))

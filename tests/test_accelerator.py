@@ -14,12 +14,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import conftest
+import device
 import jax
 import pytest
 from parity import LLAMA, MOE, assert_same, name, solo
 
 from llmpar.cli import demo, inspect, train
+from llmpar.inspect import roofline
 from llmpar.plan import Plan
+from llmpar.predict import hardware
 
 TESTS = Path(__file__).resolve().parent
 LESSONS = sorted((TESTS.parent / "notebooks" / "src").glob("[0-9][0-9]*_*.py"))
@@ -81,6 +84,34 @@ def test_the_demonstration_compares_in_float32(monkeypatch, tmp_path):
 @pytest.mark.skipif(not ROUNDS, reason="test_same_answer and the command line's tests run it on CPUs")
 def test_the_demonstration_holds(tmp_path):
     demo.Demo(str(tmp_path), 60).run()
+
+
+def test_the_device_test_runs_in_its_small_form_and_estimates_read_what_it_writes(tmp_path, monkeypatch):
+    """In a process of its own, on two simulated devices."""
+    words = [sys.executable, str(TESTS / "device.py"), "--small", "--out", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(TESTS.parent), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    table = (tmp_path / "device.md").read_text()
+    for part in ("attention", "groups", "speed", "memory", "steps", "trace", "loss", "time"):
+        assert f"| {part} |" in table, part
+    assert table.count("| ok |") > 15 and "**wrong**" not in table and "nan" not in table
+    monkeypatch.setattr(roofline, "MEASURED", tmp_path / "reached.json")
+    assert roofline.measured(hardware.chip("cpu")).keys() == {"products", "attention"}
+    assert roofline.shares(hardware.chip("cpu"))["experts"] == roofline.KERNEL_SHARE, "not measured there"
+
+
+def test_a_device_that_is_wrong_is_told(monkeypatch):
+    test = device.Test(device.SMALL)
+    for value, right in ((1.0, True), (1.1, False), (float("nan"), False)):
+        test.row("part", "what", value, "", 1.0)
+        assert test.rows[-1][-1] is right
+    test.size, rows = device.SMALL | {"positions": 16}, len(test.rows)
+    monkeypatch.setattr(device, "ROUNDED", {"float32": 2e-5})
+    backward = device.flash.backward
+    monkeypatch.setattr(device.flash, "backward", lambda *given: [x * 1.001 for x in backward(*given)])
+    test.attends()
+    assert len(test.rows) > rows and not any(row[-1] for row in test.rows[rows:])
 
 
 # ----------------------------------------------------------------------------------- lessons, and a rehearsal

@@ -1,0 +1,381 @@
+"""What one accelerator says of this package: right or wrong, how fast, how much memory. `make device-test`.
+
+Attention by its kernel against the whole score matrix, in one part and in two hops of a ring; products of
+groups of rows against NumPy; losses of training steps against those of a CPU; what kernels, cuDNN and plain
+products reach of the chip's peak; steps against the estimates of time and memory; a trace. It takes up to 8
+minutes on one GPU, writes `device.md` beside this file, and `llmpar/inspect/reached.json`, whose shares
+estimates then take for this chip in place of those that are assumed.
+
+    python tests/device.py [--small] [--out FOLDER]
+
+``--small`` computes little of everything, also on simulated devices, and writes into FOLDER alone: so the
+tests see that this file works. A part that fails is a row, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import glob
+import gzip
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from llmpar import attention
+from llmpar.config import preset
+from llmpar.execution import able
+from llmpar.inspect import roofline
+from llmpar.inspect.census import compiled_memory
+from llmpar.kernels import flash, flash_tpu, products
+from llmpar.mesh import make_mesh, platform_of, use_devices
+from llmpar.plan import Plan
+from llmpar.predict import hardware, memory, ring
+from llmpar.sequence_order import CAUSAL, Mask
+from llmpar.step import Step
+from llmpar.training.trackers import profiling
+
+LARGE = dict(
+    heads=(64, 128, 256),
+    positions=2048,
+    grouped=(128, 64, 512, 256),  # rows of a block, blocks, the two widths
+    parity={"gpt2-scale": (0, 2, 256), "llama3.2-1b": (0, 1, 128)},  # layers (0: all), rows, positions
+    attention=(1, 8192, 8, 4, 128),  # b s k r h, as of llama3-8b
+    experts=(32_768, 2048, 768, 16),  # rows, widths, experts: qwen3-30b-a3b over 8 ranks
+    product=8192,
+    steps={"gpt2-scale": (0, 16, 1024), "llama3.2-1b": (0, 4, 4096), "llama3-8b": (4, 1, 8192)},
+    rounds=10,
+)
+SMALL = dict(
+    heads=(64,),
+    positions=40,
+    grouped=(16, 8, 48, 64),
+    parity={"tiny": (0, 4, 32)},
+    attention=(1, 64, 1, 2, 64),
+    experts=(256, 32, 64, 4),
+    product=128,
+    steps={"tiny": (2, 4, 64)},
+    rounds=2,
+)
+ROUNDED = {"float32": 2e-5, "bfloat16": 2e-2}
+"""Of the largest number: float32 with other orders of sums; weights that bfloat16 rounds to 8 bits."""
+
+
+class Test:
+    """Rows of results, and the device that they are about."""
+
+    def __init__(self, size: dict):
+        self.size, self.rows, self.shares = size, list[tuple](), dict[str, float]()
+        self.device = jax.devices()[0]
+        self.chip = hardware.guess(self.device.device_kind)
+        self.named = platform_of(make_mesh("fsdp=1", devices=[self.device]))
+        self.platform = self.named.partition(" ")[0]
+        self.kernel = "flash" in able("attention_kernel", self.named)
+
+    def row(self, part: str, what: str, value: float, unit: str, most: float | None = None) -> None:
+        """Keep a result; one above ``most``, or not a number, is a failure."""
+        right = None if most is None else bool(value <= most)
+        self.rows.append((part, what, value, unit, most, right))
+        word = {None: "", True: "ok", False: "WRONG"}[right]
+        print(f"{part:<12}{what:<64}{value:>12.4g} {unit:<8}{word}", flush=True)
+
+    def seconds(self, run, *given) -> float:
+        """The median time of a call that waits."""
+        run, taken = jax.jit(run), []
+        jax.block_until_ready(run(*given))
+        for _ in range(self.size["rounds"]):
+            begin = time.perf_counter()
+            jax.block_until_ready(run(*given))
+            taken.append(time.perf_counter() - begin)
+        return statistics.median(taken)
+
+    def rate(self, what: str, flops: float, run, *given, name: str = "") -> None:
+        """TFLOP/s of a call, and its share of peak under a name that the roofline has."""
+        reached = flops / self.seconds(run, *given)
+        self.row("speed", what, reached / 1e12, "TFLOP/s")
+        if self.chip:
+            share = reached / self.chip.per_device().flops_per_s
+            self.row("speed", f"{what}, of peak", 100 * share, "%")
+            self.shares |= {name: round(share, 3)} if name else {}
+
+    # ----------------------------------------------------------------------------------- right or wrong
+
+    def attends(self) -> None:
+        """Output and gradients of the kernel against the whole score matrix in float32."""
+        s, draw = self.size["positions"], np.random.default_rng(0)
+        cases = {"causal": (CAUSAL, 1, 1), "documents": (CAUSAL, 3, 1), "window": (Mask(s // 3), 1, 1)}
+        cases |= {"two hops": (CAUSAL, 1, 2), "two hops, documents, window": (Mask(s // 3), 3, 2)}
+        run = {"tpu": flash_tpu.run, "cpu": flash.plain}.get(self.platform, flash.run)
+        for h in self.size["heads"]:
+            arrays = [draw.standard_normal((2, s, 2, *more, h)) for more in ((2,), (), (), (2,))]
+            for dtype in ROUNDED:
+                q, k, v, grad = (jnp.asarray(x, dtype) for x in arrays)
+                chosen = cases if dtype == "bfloat16" else list(cases)[::4]
+                for name, (mask, documents, hops) in ((name, cases[name]) for name in chosen):
+                    of = np.sort(draw.integers(0, documents, (2, s)), 1).astype(np.int32)
+                    at = np.tile(np.arange(s, dtype=np.int32), (2, 1))
+                    how = flash.Setting(mask, h**-0.5, self.platform, run)
+                    with jax.default_matmul_precision("highest"):
+                        got = jax.jit(functools.partial(_by_hand, how, hops))(
+                            q, k, v, grad, jnp.stack([at, of], 1)
+                        )
+                        want = jax.jit(functools.partial(_whole, mask))(
+                            *(x.astype("float32") for x in (q, k, v, grad)), at, of
+                        )
+                    self.row("attention", f"{h}, {dtype}, {name}", _apart(got, want), "", ROUNDED[dtype])
+
+    def multiplies(self) -> None:
+        """Products of groups of rows against NumPy in float64."""
+        block, num, a, b = self.size["grouped"]
+        draw, owners = np.random.default_rng(0), {"slots": np.repeat(np.arange(4), num // 4)}
+        kernels = "triton" if "triton" in able("grouped", self.named) else "interpreted"
+        owners |= {
+            kernels: np.sort(draw.integers(0, 5, num)),
+            "ragged_dot": np.sort(draw.integers(0, 4, num)),
+        }
+        for way, dtype in ((way, dtype) for way in owners for dtype in ROUNDED):
+            shapes = (num * block, a), (num * block, b), (4, a, b)
+            rows, grads, w = (jnp.asarray(draw.standard_normal(x), dtype) for x in shapes)
+            owner_n, of = jnp.asarray(owners[way], jnp.int32), np.repeat(owners[way], block)
+            mine = [np.flatnonzero(of == i) for i in range(4)]
+            with jax.default_matmul_precision("highest"):
+                got = [
+                    products.dot(way, (rows, w), owners=owner_n),
+                    products.dot(way, (grads, w), owners=owner_n, transposed=True),
+                    products.outer(way, rows, grads, owner_n, 4),
+                ]
+            x, y, z = (np.asarray(x, np.float64) for x in (rows, grads, w))
+            want = np.zeros((len(x), b)), np.zeros((len(x), a)), np.stack([x[i].T @ y[i] for i in mine])
+            for i, at in enumerate(mine):
+                want[0][at], want[1][at] = x[at] @ z[i], y[at] @ z[i].T
+            self.row("groups", f"{way}, {dtype}", _apart(got, want), "", ROUNDED[dtype])
+
+    def trains(self) -> None:
+        """Losses of three steps on all devices in float32, against those of one CPU."""
+        n = len(jax.devices())
+        for model, (layers, rows, s) in self.size["parity"].items():
+            config, losses = _model(model, layers), []
+            for devices in (jax.devices(), jax.devices("cpu")[:1]):
+                plan = Plan(f"fsdp={len(devices)}", loss_chunks=2)
+                with jax.default_matmul_precision("highest"):
+                    step = Step(config, plan, make_mesh(plan.mesh, devices), optax.adamw(1e-3))
+                    if devices[0] is self.device and not self.fits(f"{model}, loss", step, rows * n, s):
+                        break
+                    state, batch = step.init(0), _batch(config, rows * n, s, step)
+                    losses.append(found := [])
+                    for _ in range(3):
+                        state, metrics = step.run(state, batch)
+                        found.append(float(metrics["loss"]))
+                    del state
+            if losses:
+                self.row("loss", f"{model}, three steps, against a CPU", _apart(*losses), "", 1e-4)
+
+    # ---------------------------------------------------------------------- how fast, how much memory
+
+    def multiplies_fast(self) -> None:
+        """What products, attention and experts reach of peak, forward and backward together."""
+        n, draw = self.size["product"], np.random.default_rng(0)
+        array = lambda *shape: jnp.asarray(draw.standard_normal(shape, np.float32), jnp.bfloat16)
+        self.rate(f"a product of {n}", 2 * n**3, jnp.matmul, array(n, n), array(n, n), name="products")
+        b, s, k, r, h = self.size["attention"]
+        q, kv, at = array(b, s, k, r, h), array(b, s, k, h), jnp.tile(jnp.arange(s), (b, 1))
+        ids, seen = dict(q_positions_bs=at, k_positions_bt=at), ring.seen_share(s)
+        both = lambda attend: lambda q, k, v, g: jax.vjp(attend, q, k, v)[1](g)
+        if self.kernel:
+            ours = lambda q, k, v: attention.ring(q, k, v, platform=self.platform, **ids)[0]
+            flops = sum(ring.kernel_flops(name, [q.shape, kv.shape], seen) for name in ring.PRODUCTS)
+            self.rate(f"our attention, {s}", flops, both(ours), q, kv, kv, q, name="attention")
+        if "cudnn" in able("attention_kernel", self.named):
+            theirs = functools.partial(attention.by_kernel, kernel="cudnn", contiguous=True, whole=True)
+            flops = 7 * 2.0 * b * s * s * k * r * h / 2
+            self.rate(
+                f"cuDNN's attention, {s}",
+                flops,
+                both(lambda *x: theirs(*x, **ids)[0]),
+                q,
+                kv,
+                kv,
+                q,
+                name="cudnn",
+            )
+        rows, d, m, experts = self.size["experts"]
+        x, g, w = array(rows, d), array(rows, m), array(experts, d, m)
+        for way in ("triton", "slots"):
+            if way not in able("grouped", self.named):
+                continue
+            owners = (
+                jnp.repeat(jnp.arange(experts), rows // 128 // experts)
+                if rows >= 128 * experts
+                else jnp.arange(experts)
+            )
+
+            def three(x, g, w, way=way, owners=owners):
+                outer = products.outer(way, x, g, owners, experts)
+                return (
+                    products.dot(way, (x, w), owners=owners),
+                    products.dot(way, (g, w), owners=owners, transposed=True),
+                    outer,
+                )
+
+            name = "experts" if way == "triton" else ""
+            self.rate(
+                f"products of {experts} experts by {way}", 6.0 * rows * d * m, three, x, g, w, name=name
+            )
+
+    def fits(self, what: str, step: Step, rows: int, s: int) -> dict[str, int]:
+        """Bytes that a step is predicted to hold by kind; nothing, and a row, if it is too large."""
+        found = {"argument": sum(memory.argument_bytes(step.plan, rows, s).values())}
+        found["temp"] = memory.temp_bytes(step.plan, rows, s)
+        need, room = sum(found.values()), (self.device.memory_stats() or {}).get("bytes_limit", 1 << 40)
+        if need <= room:
+            return found
+        self.row("left out", f"{what}: needs {need / 2**30:.1f} GiB, and there are", room / 2**30, "GiB")
+        return {}
+
+    def steps(self) -> None:
+        """Steps in bfloat16: MFU beside the estimate, memory beside the prediction, and a trace."""
+        for model, (layers, rows, s) in self.size["steps"].items():
+            config, n = _model(model, layers), len(jax.devices())
+            plan = Plan(f"fsdp={n}", dtype="bfloat16", remat="selective", loss_chunks=8)
+            step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
+            what = f"{model}, {layers or 'all'} layers, {rows} x {s}"
+            if not (predicted := self.fits(what, step, rows * n, s)):
+                continue
+            compiled = step.lower(rows * n, s).compile()
+            held, text = compiled_memory(compiled), compiled.as_text() or ""
+            for (kind, guess), most in zip(predicted.items(), (1.001, None), strict=True):
+                self.row(
+                    "memory", f"{what}: {kind}s over prediction", held[f"{kind}_bytes"] / guess, "x", most
+                )
+            state, batch = step.init(0), _batch(config, rows * n, s, step)
+            taken = []
+            for _ in range(2 + self.size["rounds"]):
+                begin = time.perf_counter()
+                state, metrics = compiled(state, batch)
+                metrics["loss"].block_until_ready()
+                taken.append(time.perf_counter() - begin)
+            step_s, chip = statistics.median(taken[2:]), self.chip
+            self.row("steps", what, 1e3 * step_s, "ms")
+            peak = (self.device.memory_stats() or {}).get("peak_bytes_in_use")
+            if peak:
+                self.row("memory", f"{what}: peak of all so far", peak / 2**30, "GiB")
+            if chip and not chip.simulated:
+                useful = sum(memory.flops(config, rows * n, s).values()) / n / chip.per_device().flops_per_s
+                guess = roofline.roofline(text, step.mesh, chip, seen=ring.seen_share(s)).step_s
+                self.row("steps", f"{what}: MFU", 100 * useful / step_s, "%")
+                self.row("steps", f"{what}: MFU, estimated", 100 * useful / guess, "%")
+            with tempfile.TemporaryDirectory() as folder:
+                with profiling(folder, text, lambda _: None):
+                    state, metrics = compiled(state, batch)
+                    metrics["loss"].block_until_ready()
+                (path,) = glob.glob(f"{folder}/plugins/profile/*/*.trace.json.gz")
+                with gzip.open(path, "rt") as file:
+                    names = [str(event.get("name")) for event in json.load(file)["traceEvents"]]
+            arrows = sum(name.startswith("arrow[") for name in names)
+            self.row(
+                "trace", f"{what}: events without an arrow's name, of {len(names)}", len(names) - arrows, ""
+            )
+            if n > 1:
+                self.row("trace", f"{what}: is there no event with an arrow?", float(arrows == 0), "", 0)
+            del state
+
+
+def _by_hand(how, hops, q, k, v, grad, ids):
+    """Attention and its gradients by the kernel, the keys in so many parts, as a ring meets them."""
+    cut = [slice(len(k[0]) * i // hops, len(k[0]) * (i + 1) // hops) for i in range(hops)]
+    parts = [(k[:, at], v[:, at], ids[:, :, at]) for at in cut]
+    none = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], -jnp.inf)
+    done, dq, more = (none, jnp.zeros(q.shape, jnp.float32), []) if hops > 1 else (None, None, [])
+    for k_part, v_part, k_ids in parts:
+        done = flash.forward(how, q, k_part, v_part, ids, k_ids, done)
+    out, lse = done
+    terms = grad, lse, (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
+    for k_part, v_part, k_ids in parts:
+        dq, *dkv = flash.backward(how, q, k_part, v_part, ids, k_ids, terms, dq)
+        more.append(dkv)
+    return out, dq, *(jnp.concatenate(x, 1) for x in zip(*more, strict=True))
+
+
+def _whole(mask, q, k, v, grad, at, of):
+    """The same with the whole score matrix."""
+    ids = dict(q_positions_bs=at, q_segments_bs=of, k_positions_bt=at, k_segments_bt=of)
+    out, pull = jax.vjp(lambda *given: attention.full(*given, mask=mask, **ids)[0], q, k, v)
+    return out, *pull(grad)
+
+
+def _apart(got, want) -> float:
+    """The largest difference, over the largest number of what is wanted; not a number where one is none."""
+    pairs = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in zip(got, want, strict=True)]
+    return float(np.max([np.abs(x - y).max() / np.abs(y).max() for x, y in pairs]))
+
+
+def _model(name: str, layers: int):
+    config = preset(name)
+    return dataclasses.replace(config, num_layers=layers) if layers else config
+
+
+def _batch(config, rows: int, s: int, step: Step) -> dict:
+    """Random tokens, one document a row."""
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (rows, s + 1)).astype(np.int32)
+    at = np.tile(np.arange(s, dtype=np.int32), (rows, 1))
+    made = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": at, "segments": np.ones_like(at)}
+    return jax.device_put(made, step.batch_sharding)
+
+
+def write(test: Test, folder: pathlib.Path, shares: pathlib.Path) -> None:
+    """Write the rows as a table, and the shares of a known chip beside those of others."""
+    about = f"{len(jax.devices())} x {test.device.device_kind}, jax {jax.__version__}"
+    lines = ["# What an accelerator says", "", f"Made by `make device-test`: {about}.", ""]
+    lines += ["| part | what | value | at most | |", "|---|---|---|---|---|"]
+    for part, what, value, unit, most, right in test.rows:
+        limit, word = "" if most is None else f"{most:g}", {None: "", True: "ok", False: "**wrong**"}[right]
+        lines.append(f"| {part} | {what} | {value:.4g} {unit} | {limit} | {word} |")
+    (folder / "device.md").write_text("\n".join(lines) + "\n")
+    if test.chip and test.shares:
+        known = json.loads(shares.read_text()) if shares.exists() else {}
+        shares.write_text(json.dumps(known | {test.chip.family: test.shares}, indent=1) + "\n")
+
+
+def main() -> int:
+    """Run all parts, write after each, and tell whether all was right."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--small", action="store_true", help="little of everything, also on simulated devices"
+    )
+    parser.add_argument("--out", type=pathlib.Path, default=None, help="a folder for both files")
+    args = parser.parse_args()
+    use_devices(2, at_least=1)
+    if jax.default_backend() == "cpu" and not args.small:
+        parser.error("JAX finds no accelerator here; --small computes little on simulated devices")
+    if args.small and args.out is None:
+        parser.error("--small is no measurement: give --out FOLDER, where its files do no harm")
+    test = Test(SMALL if args.small else LARGE)
+    folder = args.out or pathlib.Path(__file__).parent
+    shares = args.out / "reached.json" if args.out else roofline.MEASURED
+    for part in (test.attends, test.multiplies, test.multiplies_fast, test.steps, test.trains):
+        begin = time.perf_counter()
+        try:
+            part()
+        except Exception as error:  # whatever a compiler or a driver says
+            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:160]}".replace("|", "/")
+            test.row(part.__name__, said, float("nan"), "", 0)
+        test.row("time", part.__name__, time.perf_counter() - begin, "s")
+        write(test, folder, shares)
+    wrong = [row for row in test.rows if row[-1] is False]
+    print(
+        f"{len(wrong)} wrong of {sum(row[-1] is not None for row in test.rows)}; wrote {folder / 'device.md'}"
+    )
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
