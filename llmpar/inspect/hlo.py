@@ -216,11 +216,7 @@ def moved(module: Module, comp: str, name: str, axes: tuple[str, ...], mesh: Any
     place = lambda i: dict(zip(sizes, np.unravel_index(i, [*sizes.values()]), strict=True))
     does = {o.kind for f in op.called("to_apply") for o in module.computations.get(f, {}).values()}
     n = math.prod(sizes.get(a, 0) for a in axes)  # 0: a part of an axis
-    if (
-        not n
-        or not does <= {"parameter", "copy", "convert", "add"}
-        or len(shapes(op.type)[0][1]) > len(LETTERS)
-    ):
+    if not n or not does <= {"parameter", "copy", "convert", "add"}:
         return ""
     if kind == "collective-permute":
         apart = {(place(to)[axes[0]] - place(at)[axes[0]]) % n for at, to in groups}
@@ -247,7 +243,8 @@ def moved(module: Module, comp: str, name: str, axes: tuple[str, ...], mesh: Any
     same = sum(a == b for a, b in zip(before, after, strict=False))
     right = {"all-gather": (dim, []), "reduce-scatter": ([], dim), "all-reduce": ([], [])}
     right["all-to-all"] = gathered[:1] or [-1], cut[:1] or [-1]
-    if (gathered, cut) != right.get(kind) or not same + len(gathered + cut) == len(before) == len(after):
+    fits = same + len(gathered + cut) == len(before) == len(after) <= len(LETTERS)
+    if (gathered, cut) != right.get(kind) or not fits:
         return ""
     dims = lambda at: [letter + over * (i in at) for i, letter in enumerate(LETTERS[: len(before)])]
     sums = [f"+{a}" for a in axes if kind in ("all-reduce", "reduce-scatter")]
