@@ -36,6 +36,7 @@ from llmpar.sequence_order import Mask, seen_tiles
 LOG2_E = float(np.log2(np.e))  # GPUs have an instruction for powers of 2
 LEAST = float(np.finfo(np.float32).min) / 2  # for minus infinity, of which no difference can be taken
 CACHE = 2**25  # bytes of keys that an A100's or H100's second cache (40, 50 MB) holds beside other things
+ENOUGH = 512  # programs: some for each of a GPU's 132 multiprocessors (H100), so that none waits for the last
 NOBODY = np.iinfo(np.int32).min  # the segment of padding; that of keys is one more, and equals no other
 
 Q = Float[Array, "b s k r h"]
@@ -65,7 +66,7 @@ def spans(
 
 def _walk(span, visit, carry):
     """Visit the tiles of a span, ``visit(tile, masked, carry) -> carry``: first those that need no mask."""
-    (begin, whole, stop, end), carry = (span[i] for i in range(4)), vary_alike(carry, span[0])
+    begin, whole, stop, end = (span[i] for i in range(4))
     carry = lax.fori_loop(whole, stop, lambda j, carry: visit(j, False, carry), carry)
     rest = lambda i, carry: visit(jnp.where(i < whole, i, i + stop - whole), True, carry)
     return lax.fori_loop(begin, end - (stop - whole), rest, carry)
@@ -173,20 +174,16 @@ def visit(name, how, own, other, masked, sums):
     return tuple(KERNELS[name].visit(how.scale, queries, keys, seen, sums))
 
 
-def program(name, how, mine, theirs, keys, queries, before, span):
-    """Return the results of one tile, which lies at `mine`: begin with what came before, if anything, and
-    walk along its span, where tile j of the others lies at ``theirs(j)``."""
-    (*own, ids), (*others, other_ids) = (keys, queries) if name == OF_KEYS else (queries, keys)
-    own, ids = [x[mine] for x in own], [ids[n, mine][:, None] for n in (0, 1)]
-
-    def add(j, masked, sums):
-        at = theirs(j)
-        other = [x if x.ndim > 1 else x[None] for x in (x[at] for x in others)]
-        return visit(name, how, [*own, ids], [*other, [other_ids[n, at][None] for n in (0, 1)]], masked, sums)
-
+def program(name, how, own, other, before, span, heads=1):
+    """Return the results of one tile: begin with what came before, if anything, and walk along its span, for
+    each of so many `heads`. The others' tile j is ``other(j, head)``."""
     start, _, finish, _ = KERNELS[name]
-    sums = start(how.scale, own, [x[mine] for x in before], ())
-    return finish(how.scale, _walk(span, add, tuple(sums)))
+
+    def walk(head, sums):
+        return _walk(span, lambda j, *more: visit(name, how, own, other(j, head), *more), sums)
+
+    sums = vary_alike(tuple(start(how.scale, own[:-1], before, ())), span[0])
+    return finish(how.scale, walk(0, sums) if heads == 1 else lax.fori_loop(0, heads, walk, sums))
 
 
 # ---------------------------------------------------------------------------------------------------- calling
@@ -219,8 +216,8 @@ def backward(
     """Return float32 (dq, dk, dv), dq added to what came ``before``. The terms: dO; the lse of whole rows,
     finite; and delta, the row sum of dO O less the gradient of lse.
 
-    Each query head makes its share of dK and dV, and the shares are summed here: so many programs keep a GPU
-    busy where a device has few KV heads."""
+    Where a device has few KV heads, query heads make shares of dK and dV, which are summed here: more
+    programs keep a GPU busy."""
     out_grad, *numbers = terms
     given = (k, v), (q, out_grad, *map(_numbers, numbers))
     (dq,) = _call("flash_queries_grad", how, *given, () if before is None else (before,), q_ids, k_ids)
@@ -275,9 +272,10 @@ def run(name, how, tiles, sizes, kinds, given, dtypes, call=None):
     """Run a kernel on a GPU (or by a `call` of Pallas) on arrays of some kinds, whose dims have these padded
     sizes, for results of these dtypes.
 
-    A program has one tile of one query head, and of the others all that its span may name. Late queries see
-    most, and early keys are seen by most: these programs come first, so that none is left over at the end. As
-    many heads stand side by side as a GPU's second cache holds the keys (or the queries) of.
+    A program has one tile of queries of a head, or one of keys and as many query heads as leave `ENOUGH`
+    programs, and of the others all that its span may name. Late queries see most, and early keys are seen by
+    most: these programs come first, so that none is left over at the end. As many heads stand side by side as
+    a GPU's second cache holds the keys (or the queries) of.
     """
     if call is None:  # the import is late: nothing but a GPU wants it
         from jax.experimental.pallas import triton
@@ -286,21 +284,34 @@ def run(name, how, tiles, sizes, kinds, given, dtypes, call=None):
         call = functools.partial(pl.pallas_call, name=name, compiler_params=ask)
     b, s, t, k, r, h, num_tiles = (sizes[dim] for dim in "bstkrhj")
     of_keys, size = name == OF_KEYS, tiles.q if name == OF_KEYS else tiles.k
-    room = max(1, CACHE // (2 * given[0][0].dtype.itemsize * h * (s if of_keys else t // r)))
-    side = max(n for n in range(1, k * r + 1) if k * r % n == 0 and n <= room)
-    turns = k * r // side
+    w = next(n for n in range(1, r + 1) if r % n == 0 and (n == r or b * k * n * num_tiles >= ENOUGH))
+    w, heads = (w, r // w) if of_keys else (r, 1)  # programs of a KV head, and query heads of each
+    room = CACHE * w * heads // (2 * given[0][0].dtype.itemsize * h * (s * r if of_keys else t))
+    side = max(n for n in range(1, k * w + 1) if k * w % n == 0 and n <= max(1, room))
+    turns = k * w // side
 
     def place(x, i, z):
         """Of head x of those side by side, tile i, and z of their turns in all rows."""
         head, i = z % turns * side + x, i if of_keys else num_tiles - 1 - i
-        return dict(b=z // turns, k=head // r, r=head % r, w=head % r, j=i) | {"t" if of_keys else "s": i}
+        return dict(b=z // turns, k=head // w, r=head % w, w=head % w, j=i) | {"t" if of_keys else "s": i}
 
-    def body(*refs):
-        found = program(name, how, slice(None), lambda j: pl.ds(j * size, size), *refs[:4])
-        for ref, x in zip(refs[4:], found, strict=True):
+    def body(keys, queries, before, span, *results):
+        (*own, ids), (*others, other_ids) = (keys, queries) if of_keys else (queries, keys)
+        own = [*(x[...] for x in own), [ids[n, :][:, None] for n in (0, 1)]]
+
+        def other(j, head):
+            at = pl.ds(j * size, size)
+            read = lambda x: (
+                x[at, head, :] if len(x.shape) == 3 else x[head, at][None] if of_keys else x[at, :]
+            )
+            return [*map(read, others), [other_ids[n, at][None] for n in (0, 1)]]
+
+        found = program(name, how, own, other, [x[...] for x in before], span, heads)
+        for ref, x in zip(results, found, strict=True):
             ref[...] = x.astype(ref.dtype)
 
-    block = dict(s=s if of_keys else tiles.q, t=tiles.k if of_keys else t, h=h, i=2, n=4)
+    block = dict(s=s, t=tiles.k, r=heads) if of_keys else dict(s=tiles.q, t=t)
+    block, sizes = block | dict(h=h, i=2, n=4), sizes | dict(w=w)
     made, takes, makes = layout(name, KINDS, sizes, kinds, dtypes, given[-1], block, place)
     grid = side, num_tiles, b * turns
     return call(body, out_shape=made, grid=grid, in_specs=takes, out_specs=makes)(*given)
@@ -312,11 +323,24 @@ def plain(name, how, tiles, sizes, kinds, given, dtypes):
 
     def one(keys, queries, before, span):
         """One head of one row."""
-        cut = lambda tile, *arrays: [x.reshape(-1, tile, *x.shape[1:]) for x in arrays]
-        (*keys, k_ids), (*queries, q_ids) = keys, queries
-        keys = [*cut(tiles.k, *keys), k_ids.reshape(2, -1, tiles.k)]
-        given = keys, [*cut(tiles.q, *queries), q_ids.reshape(2, -1, tiles.q)], cut(tiles.q, *before)
-        found = lax.map(lambda i: program(name, how, i, lambda j: j, *given, span[i]), jnp.arange(len(span)))
+        cut = lambda x, tile: (
+            x.reshape(2, -1, tile) if x.dtype == jnp.int32 else x.reshape(-1, tile, *x.shape[1:])
+        )
+        keys, (queries, before) = (
+            [cut(x, tiles.k) for x in keys],
+            ([cut(x, tiles.q) for x in some] for some in (queries, before)),
+        )
+        (*own, ids), (*others, other_ids) = (keys, queries) if name == OF_KEYS else (queries, keys)
+
+        def other(j, head):
+            tile = [x[j] if x.ndim == 3 else x[j][None] for x in others]
+            return [*tile, [other_ids[n, j][None] for n in (0, 1)]]
+
+        def turn(i):
+            mine = [*(x[i] for x in own), [ids[n, i][:, None] for n in (0, 1)]]
+            return program(name, how, mine, other, [x[i] for x in before], span[i])
+
+        found = lax.map(turn, jnp.arange(len(span)))
         return [x.reshape(-1, *x.shape[2:]).astype(dtype) for x, dtype in zip(found, dtypes, strict=True)]
 
     for gone, dims in ("bk", "rw"), ("b", "k"), ("", "b"):

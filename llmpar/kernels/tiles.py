@@ -29,7 +29,7 @@ def kernel_tiles(
     """Return the tiles of a kernel of `llmpar.kernels.flash`.
 
     A program keeps one tile, and its sums, in registers, and passes the others through shared memory. Chosen
-    for H100s, so that few registers are spilled (dK and dV of 16 bits and 128 wide: 40 bytes); heads of more
+    for H100s, so that few registers are spilled (dK and dV of 16 bits, 128 wide: 100 bytes); heads of more
     bytes get smaller tiles, and so does a chip whose name, as JAX has it, is none of `ROOMY`. Sequences
     shorter than a tile get a shorter one.
     """

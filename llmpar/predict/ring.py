@@ -1,5 +1,6 @@
 """How much each rank of ring attention computes, and when."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -62,8 +63,6 @@ def kernel_flops(name: str, shapes: Sequence[tuple[int, ...]], share: float = 1.
     """
     if name not in PRODUCTS:
         raise ValueError(f"'{name}' is no kernel of llmpar.kernels.flash: {', '.join(sorted(PRODUCTS))}")
-    (b, *queries), (_, *keys) = (next(x for x in shapes if len(x) == dims) for dims in (5, 4))
-    (k, r, s, h), t = (
-        (queries, keys[1]) if len(shapes[0]) < 4 else ([*queries[1:3], queries[0], queries[3]], keys[0])
-    )
-    return PRODUCTS[name] * 2.0 * b * s * t * k * r * h * share
+    rows, keys = (next(x for x in shapes if len(x) == dims) for dims in (5, 4))
+    t = keys[2 if len(shapes[0]) < 4 else 1]
+    return PRODUCTS[name] * 2.0 * math.prod(rows) * t * share
