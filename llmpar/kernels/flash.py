@@ -74,7 +74,6 @@ def _walk(span, visit, carry):
 
 # ---------------------------------------------------------------------------------------------------- kernels
 
-
 _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 _column = lambda x: x[:, None] if x.ndim == 1 else x
 
@@ -145,20 +144,13 @@ class Kernel(NamedTuple):
 
 
 OF_KEYS = "flash_keys_grad"  # the kernel of which a program has a tile of keys, not of queries
+_of_queries = lambda scale, own, before, _: [before[0] / scale if before else jnp.zeros(own[0].shape)]
+_of_keys = lambda scale, own, *_: [jnp.zeros(x.shape) for x in own]
+_scaled = lambda scale, sums: (sums[0] * scale, *sums[1:])
 KERNELS = {
     "flash_forward": Kernel(_nothing_merged, _merge, _merged, ("rows", "numbers")),
-    "flash_queries_grad": Kernel(
-        lambda scale, own, before, _: [before[0] / scale if before else jnp.zeros(own[0].shape)],
-        _queries_grad,
-        lambda scale, sums: [sums[0] * scale],
-        ("rows",),
-    ),
-    OF_KEYS: Kernel(
-        lambda scale, own, *_: [jnp.zeros(x.shape) for x in own],
-        _keys_grad,
-        lambda scale, sums: [sums[0] * scale, sums[1]],
-        ("shares", "shares"),
-    ),
+    "flash_queries_grad": Kernel(_of_queries, _queries_grad, _scaled, ("rows",)),
+    OF_KEYS: Kernel(_of_keys, _keys_grad, _scaled, ("shares", "shares")),
 }
 KINDS = {"rows": "bskrh", "keys": "btkh", "numbers": "bkrs", "shares": "btkwh"}
 KINDS |= {"q_ids": "bis", "k_ids": "bit", "span": "bjn"}
@@ -174,15 +166,20 @@ def visit(name, how, own, other, masked, sums):
     return tuple(KERNELS[name].visit(how.scale, queries, keys, seen, sums))
 
 
-def program(name, how, own, other, before, span, heads=1):
-    """Return the results of one tile: begin with what came before, if anything, and walk along its span, for
-    each of so many `heads`. The others' tile j is ``other(j, head)``."""
+def program(name, how, keys, queries, before, span, mine, theirs, read=lambda x, at, _: x[at], heads=1):
+    """Return the results of one tile, which lies at `mine`: begin with what came before, if anything, and
+    walk along its span, for each of so many `heads`. The others' tile j lies at ``theirs(j)``."""
+    (*own, ids), (*others, other_ids) = (keys, queries) if name == OF_KEYS else (queries, keys)
+    own = [*(x[mine] for x in own), [ids[n, mine][:, None] for n in (0, 1)]]
     start, _, finish, _ = KERNELS[name]
 
-    def walk(head, sums):
-        return _walk(span, lambda j, *more: visit(name, how, own, other(j, head), *more), sums)
+    def add(head, j, masked, sums):
+        at = theirs(j)
+        other = [x if x.ndim > 1 else x[None] for x in (read(x, at, head) for x in others)]
+        return visit(name, how, own, [*other, [other_ids[n, at][None] for n in (0, 1)]], masked, sums)
 
-    sums = vary_alike(tuple(start(how.scale, own[:-1], before, ())), span[0])
+    walk = lambda head, sums: _walk(span, functools.partial(add, head), sums)
+    sums = vary_alike(tuple(start(how.scale, own[:-1], [x[mine] for x in before], ())), span[0])
     return finish(how.scale, walk(0, sums) if heads == 1 else lax.fori_loop(0, heads, walk, sums))
 
 
@@ -197,6 +194,9 @@ class Setting:
     scale: float
     platform: str | None = None
     run: Callable | None = None
+
+
+_numbers = lambda x: x.transpose(0, 2, 3, 1)  # b k r s: positions of numbers are neighbours in a kernel
 
 
 def forward(
@@ -225,11 +225,6 @@ def backward(
     return dq, dk.sum(3), dv.sum(3)
 
 
-def _numbers(x):
-    """Positions of numbers are neighbours in a kernel: ``b k r s``."""
-    return x.transpose(0, 2, 3, 1)
-
-
 def _call(name, how, keys, queries, before, q_ids, k_ids, dtype=jnp.float32):
     """Run a kernel on arrays of any length and width: pad them to tiles, find the spans, cut the results, of
     which the first has this dtype."""
@@ -242,10 +237,7 @@ def _call(name, how, keys, queries, before, q_ids, k_ids, dtype=jnp.float32):
     shape = lambda kind: [sizes[dim] for dim in KINDS[kind]]
     cuts = [tuple(map(slice, shape(kind))) for kind in makes]
     sizes |= dict(s=q_ids.shape[-1], t=k_ids.shape[-1], h=padded_width(h))
-
-    def pad(kind, x):
-        return jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, shape(kind), strict=True)])
-
+    pad = lambda kind, x: jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, shape(kind), strict=True)])
     of_queries = lambda arrays: [{5: "rows", 4: "numbers", 3: "q_ids"}[x.ndim] for x in arrays]
     given = [*keys, k_ids], [*queries, q_ids], list(before), span
     kinds = ["keys", "keys", "k_ids"], of_queries(given[1]), of_queries(before), "span"
@@ -295,19 +287,10 @@ def run(name, how, tiles, sizes, kinds, given, dtypes, call=None):
         head, i = z % turns * side + x, i if of_keys else num_tiles - 1 - i
         return dict(b=z // turns, k=head // w, r=head % w, w=head % w, j=i) | {"t" if of_keys else "s": i}
 
-    def body(keys, queries, before, span, *results):
-        (*own, ids), (*others, other_ids) = (keys, queries) if of_keys else (queries, keys)
-        own = [*(x[...] for x in own), [ids[n, :][:, None] for n in (0, 1)]]
-
-        def other(j, head):
-            at = pl.ds(j * size, size)
-            read = lambda x: (
-                x[at, head, :] if len(x.shape) == 3 else x[head, at][None] if of_keys else x[at, :]
-            )
-            return [*map(read, others), [other_ids[n, at][None] for n in (0, 1)]]
-
-        found = program(name, how, own, other, [x[...] for x in before], span, heads)
-        for ref, x in zip(results, found, strict=True):
+    def body(*refs):
+        read = lambda x, at, head: x[at] if not of_keys else x[at, head] if len(x.shape) == 3 else x[head, at]
+        tile: dict = dict(mine=slice(None), theirs=lambda j: pl.ds(j * size, size), read=read, heads=heads)
+        for ref, x in zip(refs[4:], program(name, how, *refs[:4], **tile), strict=True):
             ref[...] = x.astype(ref.dtype)
 
     block = dict(s=s, t=tiles.k, r=heads) if of_keys else dict(s=tiles.q, t=t)
@@ -326,21 +309,9 @@ def plain(name, how, tiles, sizes, kinds, given, dtypes):
         cut = lambda x, tile: (
             x.reshape(2, -1, tile) if x.dtype == jnp.int32 else x.reshape(-1, tile, *x.shape[1:])
         )
-        keys, (queries, before) = (
-            [cut(x, tiles.k) for x in keys],
-            ([cut(x, tiles.q) for x in some] for some in (queries, before)),
-        )
-        (*own, ids), (*others, other_ids) = (keys, queries) if name == OF_KEYS else (queries, keys)
-
-        def other(j, head):
-            tile = [x[j] if x.ndim == 3 else x[j][None] for x in others]
-            return [*tile, [other_ids[n, j][None] for n in (0, 1)]]
-
-        def turn(i):
-            mine = [*(x[i] for x in own), [ids[n, i][:, None] for n in (0, 1)]]
-            return program(name, how, mine, other, [x[i] for x in before], span[i])
-
-        found = lax.map(turn, jnp.arange(len(span)))
+        keys, queries = [cut(x, tiles.k) for x in keys], [cut(x, tiles.q) for x in queries]
+        given = name, how, keys, queries, [cut(x, tiles.q) for x in before]
+        found = lax.map(lambda i: program(*given, span[i], i, lambda j: j), jnp.arange(len(span)))
         return [x.reshape(-1, *x.shape[2:]).astype(dtype) for x, dtype in zip(found, dtypes, strict=True)]
 
     for gone, dims in ("bk", "rw"), ("b", "k"), ("", "b"):
@@ -353,8 +324,6 @@ def plain(name, how, tiles, sizes, kinds, given, dtypes):
 def _pad_ids(ids, b, tile, segment):
     """Repeat the last position up to a multiple of the tile, so that its extremes stay; the segment is
     nobody's."""
-    ids = jnp.broadcast_to(ids, (b, *ids.shape[1:]))
-    if not (more := -ids.shape[-1] % tile):
-        return ids
-    behind = jnp.stack([ids[:, 0, -1:], jnp.full_like(ids[:, 0, -1:], segment)], 1)
-    return jnp.concatenate([ids, jnp.repeat(behind, more, -1)], -1)
+    ids, more = jnp.broadcast_to(ids, (b, *ids.shape[1:])), -ids.shape[-1] % tile
+    behind = jnp.repeat(ids[:, :, -1:].at[:, 1].set(segment), more, -1)
+    return jnp.concatenate([ids, behind], -1) if more else ids
