@@ -1,0 +1,659 @@
+"""Programs as the documents of JAX, its training cookbook and the scaling book show them, written for tests.
+
+Each function builds one: ``build(mesh)`` gives the function, its arguments, and the same in NumPy or on one
+device. What a line must send is counted by hand beside it, ``# sends KIND AXES COUNT: BYTES`` per device:
+a ring of g moves (g-1)/g of a message (twice that for an all-reduce), a permute all of it; float32 has 4
+bytes. More than one row on a line are joined by ``|``; ``a turn`` stands in a loop of unknown turns.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import lax, random
+from jax.sharding import AxisType, Mesh, NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
+
+
+def on(axes, kind=AxisType.Auto, order=range(8), context=True):
+    """Says on which mesh a program runs: its axes, who decides, the order of the devices, and whether the
+    mesh is in context (`jax.set_mesh`) or only in what the program says."""
+
+    def place(build):
+        def mesh():
+            names, sizes = zip(*(axis.split("=") for axis in axes.split()), strict=True)
+            devices = np.array(jax.devices())[list(order)].reshape([int(n) for n in sizes])
+            return Mesh(devices, names, axis_types=(kind,) * len(names))
+
+        build.mesh, build.context = mesh, context
+        return build
+
+    return place
+
+
+def put(mesh, shape, *spec, dtype=jnp.float32):
+    """An array of small numbers that lies as ``spec`` says."""
+    values = np.sin(np.arange(np.prod(shape))).reshape(shape)
+    return jax.device_put(jnp.asarray(values, dtype), NamedSharding(mesh, P(*spec)))
+
+
+explicit = functools.partial(on, kind=AxisType.Explicit)
+square = lambda x: (x**2).sum()
+ring = lambda n: [(i, (i + 1) % n) for i in range(n)]
+
+# ------------------------------------------------------------------------------------------- automatic axes
+
+
+@on("X=4 Y=2", context=False)
+def contracted(mesh):
+    """Each half of Y has a partial sum of f32[8/4, 16]."""
+
+    def f(x, w):
+        return x @ w  # sends all-reduce Y 1: 2*1/2 * 4*2*16
+
+    return f, (put(mesh, (8, 4), "X", "Y"), put(mesh, (4, 16), "Y")), f
+
+
+@on("data=8")
+def constrained(mesh):
+    """The hidden f32[8, 16] is asked for whole: everybody lacks seven eighths of it. The compiler names the
+    line of what is gathered, not of the constraint."""
+
+    def f(x, w):
+        h = jnp.tanh(x @ w)  # sends all-gather data 1: 7/8 * 4*8*16
+        return lax.with_sharding_constraint(h, P())
+
+    return f, (put(mesh, (8, 4), "data"), put(mesh, (4, 16))), lambda x, w: np.tanh(x @ w)
+
+
+@on("batch=2 model=4")
+def data_and_tensor_parallel(mesh):
+    """The sum over the cut hidden dim, f32[8/2, 4]; then the loss of f32[4, 4] numbers, one scalar."""
+
+    def f(x, a, b):
+        y = jnp.tanh(x @ a) @ b  # sends all-reduce model 1: 2*3/4 * 4*4*4
+        return jnp.mean(y)  # sends all-reduce batch 1: 2*1/2 * 4
+
+    args = put(mesh, (8, 4), "batch"), put(mesh, (4, 16), None, "model"), put(mesh, (16, 4), "model")
+    return f, args, f
+
+
+@on("data=4 model=2")
+def layers_in_a_scan(mesh):
+    """Three turns, in each the partial sums of f32[8/4, 6]."""
+    args = put(mesh, (8, 6), "data"), put(mesh, (3, 6, 8), None, None, "model")
+    args += (put(mesh, (3, 8, 6), None, "model"),)
+
+    def f(x, a, b):
+        def layer(h, w):
+            up, down = w
+            y = jnp.tanh(h @ up) @ down  # sends all-reduce model 3: 3 * 2*1/2 * 4*2*6
+            return lax.with_sharding_constraint(y, P("data", None)), None
+
+        return lax.scan(layer, x, (a, b))[0]
+
+    return (
+        f,
+        args,
+        lambda x, *w: functools.reduce(lambda h, w: np.tanh(h @ w[0]) @ w[1], zip(*w, strict=True), x),
+    )
+
+
+@on("x=8")
+def numbers_drawn_where_they_lie(mesh):
+    """Threefry counts: every device draws its own rows and sends nothing."""
+    f = jax.jit(lambda key: random.normal(key, (16, 4)), out_shardings=NamedSharding(mesh, P("x")))
+    return f, (random.key(0),), lambda key: random.normal(key, (16, 4))
+
+
+# ------------------------------------------------------------------------------------------- explicit axes
+
+
+@explicit("X=4 Y=2")
+def dot_says_where(mesh):
+    """Without out_sharding it would be refused: the contracted dim is cut."""
+
+    def f(x, w):
+        return jnp.dot(x, w, out_sharding=P("X", None))  # sends all-reduce Y 1: 2*1/2 * 4*2*16
+
+    return f, (put(mesh, (8, 4), "X", "Y"), put(mesh, (4, 16), "Y")), lambda x, w: x @ w
+
+
+@explicit("X=8")
+def resharded(mesh):
+    """One eighth of f32[16, 8] lies on each; seven eighths of that go elsewhere; then all is gathered."""
+
+    def f(x):
+        y = reshard(x, P(None, "X"))  # sends all-to-all X 1: 7/8 * 4*16*8/8
+        return reshard(jnp.sin(y), P())  # sends all-gather X 1: 7/8 * 4*16*8
+
+    return f, (put(mesh, (16, 8), "X"),), np.sin
+
+
+@explicit("X=4 Y=2")
+def heads_split_off(mesh):
+    """A reshape and an einsum over what is not cut send nothing; the sum over b of f32[1, 4] scalars does."""
+
+    def f(x):
+        heads = jnp.reshape(x, (8, 4, 2), out_sharding=P("X", "Y", None))
+        scores = jnp.einsum("bhk,bhk->bh", heads, heads)
+        return jnp.sum(scores, axis=0)  # sends all-reduce X 1: 2*3/4 * 4*4/2
+
+    return f, (put(mesh, (8, 8), "X", "Y"),), lambda x: (x.reshape(8, 4, 2) ** 2).sum(-1).sum(0)
+
+
+@explicit("X=4 Y=2")
+def summed_later(mesh):
+    """Two products stay unfinished sums over Y and are added before one all-reduce finishes both."""
+
+    def f(x, w, v):
+        a = jnp.einsum("bm,md->bd", x, w, out_sharding=P("X", None, unreduced={"Y"}))
+        b = jnp.einsum("bm,md->bd", x, v, out_sharding=P("X", None, unreduced={"Y"}))
+        return reshard(a + b, P("X", None))  # sends all-reduce Y 1: 2*1/2 * 4*2*16
+
+    args = put(mesh, (8, 4), "X", "Y"), put(mesh, (4, 16), "Y"), put(mesh, (4, 16), "Y")
+    return f, args, lambda x, w, v: x @ w + x @ v
+
+
+@explicit("X=8")
+def left_unfinished(mesh):
+    """The result itself is an unfinished sum: nothing is sent, and every device holds all of f32[4, 6]."""
+    f = lambda x, w: jnp.einsum("bm,bd->md", x, w, out_sharding=P(unreduced={"X"}))
+    return f, (put(mesh, (8, 4), "X"), put(mesh, (8, 6), "X")), None
+
+
+@explicit("data=8")
+def weights_reduced(mesh):
+    """A gradient of a weight that all hold is a sum over data: the cotangent of reduced is unreduced, and of
+    two microbatches' gradients one all-reduce of f32[4, 6] is left."""
+
+    def f(w, x, y):
+        loss = lambda w, x: square(jnp.tanh(x @ w))
+        w = reshard(w, P(reduced={"data"}))
+        g = jax.grad(loss)(w, x) + jax.grad(loss)(w, y)  # sends all-reduce data 1: 2*7/8 * 4*4*6
+        return reshard(g, P())
+
+    args = put(mesh, (4, 6)), put(mesh, (8, 4), "data"), put(mesh, (16, 4), "data")
+    loss = lambda w, x, y: square(jnp.tanh(x @ w)) + square(jnp.tanh(y @ w))
+    return f, args, jax.grad(loss)
+
+
+@explicit("fsdp=8")
+def weights_gathered_explicitly(mesh):
+    """FSDP in types: gather f32[8, 8] before use. Its cotangent is asked for in eighths, but this partitioner
+    sums all of it and cuts what it needs."""
+
+    def f(w, x):
+        def loss(w):
+            whole = reshard(w, P(reduced={"fsdp"}))  # sends all-gather fsdp 1: 7/8 * 4*8*8
+            return square(jnp.tanh(x @ whole))  # sends all-reduce fsdp 1: 2*7/8 * 4*8*8
+
+        return jax.grad(loss)(w)
+
+    args = put(mesh, (8, 8), "fsdp"), put(mesh, (16, 8), "fsdp")
+    return f, args, jax.grad(lambda w, x: square(jnp.tanh(x @ w)))
+
+
+@explicit("data=4 model=2")
+def cookbook_step(mesh):
+    """SGD over two blocks in a scan, whose state is `jax.Ref`s. In each a sum over model of f32[8/4, 6],
+    forward where b is used and backward where a is; there the gradients f32[6, 8/2] and f32[8/2, 6] are
+    summed over data, and last the loss."""
+    state = {"a": put(mesh, (2, 6, 8), None, None, "model"), "b": put(mesh, (2, 8, 6), None, "model", None)}
+    refs, x = jax.tree.map(jax.new_ref, state), put(mesh, (8, 6), "data")
+
+    def loss(w, x):
+        def block(h, w):
+            m = jnp.dot(h, w["a"], out_sharding=P("data", "model"))
+            # sends all-reduce model 2: 2 * 2*1/2 * 4*2*6 | all-reduce data 2: 2 * 2*3/4 * 4*6*4
+            y = jnp.dot(jnp.tanh(m), w["b"], out_sharding=P("data", None))
+            # sends all-reduce model 2: 2 * 2*1/2 * 4*2*6 | all-reduce data 2: 2 * 2*3/4 * 4*4*6
+            return y, None
+
+        return jnp.mean(lax.scan(block, x, w)[0] ** 2)  # sends all-reduce data 1: 2*3/4 * 4
+
+    def f(refs, x):
+        value, grads = jax.value_and_grad(loss)(jax.tree.map(lambda r: r[...], refs), x)
+        for name, grad in grads.items():
+            refs[name][...] -= 0.1 * grad
+        return value
+
+    return f, (refs, x), lambda refs, x: loss_of_two(state, x)
+
+
+def loss_of_two(w, x):
+    for i in range(2):
+        x = np.tanh(x @ np.asarray(w["a"][i])) @ np.asarray(w["b"][i])
+    return (x**2).mean()
+
+
+# ------------------------------------------------------------------------------------------------ shard_map
+
+
+@on("i=8", context=False)
+def four_collectives(mesh):
+    """Each device holds 8 of 64 numbers: a sum of 8, a gather of 64, a scatter of 8 to 1, 8 exchanged."""
+
+    def f(x):
+        def body(x):
+            total = lax.psum(x, "i")  # sends all-reduce i 1: 2*7/8 * 4*8
+            whole = lax.all_gather(x, "i", tiled=True)  # sends all-gather i 1: 7/8 * 4*64
+            mine = lax.psum_scatter(x, "i", tiled=True)  # sends reduce-scatter i 1: 7/8 * 4*8
+            other = lax.all_to_all(x, "i", 0, 0, tiled=True)  # sends all-to-all i 1: 7/8 * 4*8
+            return total + whole[:8] + mine + other
+
+        return jax.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P("i"))(x)
+
+    def want(x):
+        rows = x.reshape(8, 8)
+        return (rows.sum(0) + rows[0] + rows.sum(0)[:, None] + rows.T).ravel()
+
+    return f, (put(mesh, (64,), "i"),), want
+
+
+@on("i=8")
+def shifted(mesh):
+    """Halo exchange: one row of 6 to the right, one to the left; ends send nothing, the busiest send all."""
+    right, left = [(j, j + 1) for j in range(7)], [(j + 1, j) for j in range(7)]
+
+    def f(x):
+        def body(x):
+            above = lax.ppermute(x[-1:], "i", right)  # sends collective-permute i 1: 4*6
+            below = lax.ppermute(x[:1], "i", left)  # sends collective-permute i 1: 4*6
+            padded = jnp.concatenate([above, x, below])
+            return padded[:-2] + padded[1:-1] + padded[2:]
+
+        return jax.shard_map(body, in_specs=P("i"), out_specs=P("i"))(x)
+
+    def want(x):
+        padded = np.pad(x, ((1, 1), (0, 0)))
+        return padded[:-2] + padded[1:-1] + padded[2:]
+
+    return f, (put(mesh, (16, 6), "i"),), want
+
+
+@on("i=4 j=2", context=False)
+def both_axes(mesh):
+    """Over two axes at once it is a ring of 8: a maximum of f32[2] and a mean of one number."""
+
+    def f(x):
+        def body(x):
+            top = lax.pmax(x.max(0), ("i", "j"))  # sends all-reduce i,j 1: 2*7/8 * 4*2
+            return top, lax.pmean(x.mean(), ("i", "j"))  # sends all-reduce i,j 1: 2*7/8 * 4
+
+        return jax.shard_map(body, mesh=mesh, in_specs=P(("i", "j")), out_specs=P())(x)
+
+    return f, (put(mesh, (16, 2), ("i", "j")),), lambda x: (x.max(0), x.mean())
+
+
+@on("i=8")
+def carry_varies(mesh):
+    """`pcast` to varying sends nothing; in five turns a shift of 4 numbers; last a sum of one number."""
+
+    def f(x):
+        def body(x):
+            def turn(carry, _):
+                total, x = carry
+                x = lax.ppermute(x, "i", ring(8))  # sends collective-permute i 5: 5 * 4*4
+                return (total + x.sum(), x), None
+
+            start = lax.pcast(jnp.zeros(()), "i", to="varying")
+            (total, _), _ = lax.scan(turn, (start, x), length=5)
+            return lax.psum(total, "i")  # sends all-reduce i 1: 2*7/8 * 4
+
+        return jax.shard_map(body, in_specs=P("i"), out_specs=P())(x)
+
+    return f, (put(mesh, (32,), "i"),), lambda x: 5 * x.sum()
+
+
+@on("X=4 Y=2")
+def partly_manual(mesh):
+    """X by hand, Y the partitioner's: its half sums of f32[8/4, 6], and the hand's sum of f32[2, 6]."""
+
+    def f(x, w):
+        def body(x, w):
+            y = x @ w  # sends all-reduce Y 1: 2*1/2 * 4*2*6
+            return lax.psum(y, "X")  # sends all-reduce X 1: 2*3/4 * 4*2*6
+
+        inside = jax.shard_map(body, in_specs=(P("X"), P()), out_specs=P(), axis_names={"X"})
+        return inside(x, w)
+
+    args = put(mesh, (8, 4), "X", "Y"), put(mesh, (4, 6), "Y")
+    return f, args, lambda x, w: (x @ w).reshape(4, 2, 6).sum(0)
+
+
+@on("X=4 Y=2")
+def nested(mesh):
+    """Outside X, inside Y: gather f32[8/4, 6] of halves, then sum the four blocks."""
+
+    def f(x):
+        def inner(x):
+            return lax.psum(x, "Y")  # sends all-reduce Y 1: 2*1/2 * 4*2*3
+
+        def outer(x):
+            y = jax.shard_map(inner, in_specs=P(None, "Y"), out_specs=P(), axis_names={"Y"})(x)
+            return lax.psum(y, "X")  # sends all-reduce X 1: 2*3/4 * 4*2*3
+
+        return jax.shard_map(outer, in_specs=P("X"), out_specs=P(), axis_names={"X"})(x)
+
+    return f, (put(mesh, (8, 6), "X", "Y"),), lambda x: x.reshape(4, 2, 2, 3).sum((0, 2))
+
+
+@on("x=4 y=2", order=(5, 2, 7, 0, 1, 6, 3, 4))
+def devices_permuted(mesh):
+    """Whoever stands where: over y two halves of f32[8/4, 6] are gathered, over x they are summed."""
+
+    def f(a):
+        def body(a):
+            row = lax.all_gather(a, "y", axis=1, tiled=True)  # sends all-gather y 1: 1/2 * 4*2*6
+            return lax.psum(row, "x")  # sends all-reduce x 1: 2*3/4 * 4*2*6
+
+        return jax.shard_map(body, in_specs=P("x", "y"), out_specs=P(), check_vma=False)(a)
+
+    return f, (put(mesh, (8, 6), "x", "y"),), lambda a: a.reshape(4, 2, 6).sum(0)
+
+
+@on("replica=2 fsdp=2 expert=2")
+def experts(mesh):
+    """Tokens bf16[4, 6] go to their expert and come back, forward and backward: half of each leaves. The
+    weight f32[1, 6, 6] of an expert is summed over the other two axes, a ring of 4."""
+
+    def f(w, x):
+        def loss(w, x):
+            sent = lax.all_to_all(x, "expert", 0, 0, tiled=True)  # sends all-to-all expert 1: 1/2 * 2*4*6
+            done = jnp.tanh(sent @ w[0].astype(jnp.bfloat16))
+            back = lax.all_to_all(done, "expert", 0, 0, tiled=True)
+            # sends all-to-all expert 2: 2 * 1/2 * 2*4*6
+            return square(back.astype(jnp.float32))
+
+        def body(w, x):
+            g = jax.grad(loss)(lax.pcast(w, ("replica", "fsdp"), to="varying"), x)
+            return lax.psum(g, ("replica", "fsdp"))  # sends all-reduce replica,fsdp 1: 2*3/4 * 4*6*6
+
+        everywhere = P(("replica", "fsdp", "expert"))
+        return jax.shard_map(body, in_specs=(P("expert"), everywhere), out_specs=P("expert"))(w, x)
+
+    x = put(mesh, (32, 6), ("replica", "fsdp", "expert"), dtype=jnp.bfloat16)
+    return f, (put(mesh, (2, 6, 6), "expert"), x), None
+
+
+@on("batch=8", context=False)
+def data_parallel_gradient(mesh):
+    """The loss is a mean over devices. All hold w, and it meets numbers that differ: the transpose of that is
+    a sum of its gradient f32[4, 6]."""
+
+    def f(w, x):
+        def body(w, x):
+            return lax.pmean(square(x @ w), "batch")
+            # sends all-reduce batch 1: 2*7/8 * 4 | all-reduce batch 1: 2*7/8 * 4*4*6
+
+        loss = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P())
+        return jax.value_and_grad(loss)(w, x)
+
+    args = put(mesh, (4, 6)), put(mesh, (16, 4), "batch")
+    return f, args, jax.value_and_grad(lambda w, x: square(x @ w) / 8)
+
+
+@on("fsdp=8")
+def fsdp_by_hand(mesh):
+    """A gather of f32[8, 8] for each of two layers, again in the backward pass (remat), and its transpose."""
+
+    def f(ws, x):
+        @jax.checkpoint
+        def layer(x, w):
+            whole = lax.all_gather(w, "fsdp", tiled=True)
+            # sends all-gather fsdp 4: 4 * 7/8 * 4*8*8 | reduce-scatter fsdp 2: 2 * 7/8 * 4*8*8
+            return jnp.tanh(x @ whole), None
+
+        def body(ws, x):
+            return lax.psum(square(lax.scan(layer, x, ws)[0]), "fsdp")  # sends all-reduce fsdp 1: 2*7/8 * 4
+
+        specs = P(None, "fsdp"), P("fsdp")
+        return jax.value_and_grad(jax.shard_map(body, in_specs=specs, out_specs=P()))(ws, x)
+
+    args = put(mesh, (2, 8, 8), None, "fsdp"), put(mesh, (16, 8), "fsdp")
+    loss = lambda ws, x: square(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]))
+    return f, args, jax.value_and_grad(loss)
+
+
+@on("stage=4 data=2")
+def pipeline(mesh):
+    """Three microbatches through four stages take 6 turns; each hands f32[1, 6] on. The last stage's
+    results f32[3, 1, 6] are shown to all by a sum."""
+
+    def f(ws, x):
+        def body(w, x):
+            stage = lax.axis_index("stage")
+
+            def turn(state, t):
+                state = jnp.where(stage == 0, x[jnp.minimum(t, 2)], state)
+                out = jnp.tanh(state @ w[0])
+                state = lax.ppermute(out, "stage", ring(4)[:3])
+                # sends collective-permute stage 6: 6 * 4*6
+                return state, out
+
+            start = lax.pcast(jnp.zeros((1, 6)), ("stage", "data"), to="varying")
+            outs = lax.scan(turn, start, jnp.arange(6))[1][3:]
+            shown = jnp.where(stage == 3, outs, 0.0)
+            return lax.psum(shown, "stage")  # sends all-reduce stage 1: 2*3/4 * 4*3*6
+
+        return jax.shard_map(body, in_specs=(P("stage"), P(None, "data")), out_specs=P(None, "data"))(ws, x)
+
+    def want(ws, x):
+        for w in ws:
+            x = np.tanh(x @ w)
+        return x
+
+    return f, (put(mesh, (4, 6, 6), "stage"), put(mesh, (3, 2, 6), None, "data")), want
+
+
+@on("m=8")
+def collective_matmul(mesh):
+    """x is gathered by 7 hops of f32[2, 4], each beside the product of the block that is there."""
+
+    def f(x, w):
+        def body(x, w):
+            here, n = lax.axis_index("m"), 8
+
+            def turn(i, carry):
+                y, x = carry
+                y = lax.dynamic_update_slice(y, x @ w, (2 * ((here - i) % n), 0))
+                return y, lax.ppermute(x, "m", ring(n))  # sends collective-permute m 7: 7 * 4*2*4
+
+            start = lax.pcast(jnp.zeros((16, 1)), "m", to="varying")
+            y, x = lax.fori_loop(0, n - 1, turn, (start, x))
+            return lax.dynamic_update_slice(y, x @ w, (2 * ((here - n + 1) % n), 0))
+
+        return jax.shard_map(body, in_specs=(P("m"), P(None, "m")), out_specs=P(None, "m"))(x, w)
+
+    return f, (put(mesh, (16, 4), "m"), put(mesh, (4, 8), None, "m")), lambda x, w: x @ w
+
+
+@on("seq=4 head=2")
+def ring_attention(mesh):
+    """Keys and values f32[8/4, 2/2, 4] go round: both, in each of 4 turns."""
+
+    def f(q, k, v):
+        def body(q, k, v):
+            def turn(carry, _):
+                k, v, top, total = carry
+                score = jnp.exp(jnp.einsum("qhk,shk->qhs", q, k))
+                top, total = top + jnp.einsum("qhs,shk->qhk", score, v), total + score.sum(-1)
+                k, v = lax.ppermute((k, v), "seq", ring(4))
+                # sends collective-permute seq 8: 2*4 * 4*2*1*4
+                return (k, v, top, total), None
+
+            start = k, v, jnp.zeros_like(q), jnp.zeros_like(q[..., 0])
+            _, _, top, total = lax.scan(turn, start, length=4)[0]
+            return top / total[..., None]
+
+        return jax.shard_map(body, in_specs=P("seq", "head"), out_specs=P("seq", "head"))(q, k, v)
+
+    def want(q, k, v):
+        score = np.exp(np.einsum("qhk,shk->qhs", q, k))
+        return np.einsum("qhs,shk->qhk", score / score.sum(-1, keepdims=True), v)
+
+    return f, tuple(put(mesh, (8, 2, 4), "seq", "head") for _ in "qkv"), want
+
+
+@on("vocab=8")
+def cross_entropy(mesh):
+    """Logits f32[4, 16/8]: a maximum, a sum and the target's logit of 4 tokens each."""
+
+    def f(logits, targets):
+        def body(logits, targets):
+            top = lax.pmax(logits.max(-1), "vocab")  # sends all-reduce vocab 1: 2*7/8 * 4*4
+            scaled = jnp.exp(logits - top[:, None]).sum(-1)
+            total = lax.psum(scaled, "vocab")  # sends all-reduce vocab 1: 2*7/8 * 4*4
+            at = targets[:, None] == 2 * lax.axis_index("vocab") + jnp.arange(2)[None]
+            picked = jnp.where(at, logits, 0.0).sum(-1)
+            right = lax.psum(picked, "vocab")  # sends all-reduce vocab 1: 2*7/8 * 4*4
+            return jnp.log(total) + top - right
+
+        return jax.shard_map(body, in_specs=(P(None, "vocab"), P()), out_specs=P())(logits, targets)
+
+    args = put(mesh, (4, 16), None, "vocab"), jnp.array([3, 0, 15, 7])
+    return f, args, optax.softmax_cross_entropy_with_integer_labels
+
+
+@on("i=8")
+def one_branch_sends(mesh):
+    """Who asks whether the flag is set counts the branch that sends most: f32[2, 4]."""
+
+    def f(x, flag):
+        def body(x, flag):
+            def told(x):
+                return lax.psum(x, "i")  # sends all-reduce i 1: 2*7/8 * 4*2*4
+
+            return lax.cond(flag, told, lambda x: jnp.zeros_like(x, shape=x.shape), x)
+
+        return jax.shard_map(body, in_specs=(P("i"), P()), out_specs=P(), check_vma=False)(x, flag)
+
+    return f, (put(mesh, (16, 4), "i"), jnp.array(True)), lambda x, _: x.reshape(8, 2, 4).sum(0)
+
+
+@on("i=8")
+def until_it_is_small(mesh):
+    """Nobody knows how many turns: per turn the average of f32[2], and the scalar that ends the loop."""
+
+    def f(x):
+        def body(x):
+            def go_on(state):
+                return lax.psum(square(state), "i") > 0.1  # sends a turn all-reduce i 1: 2*7/8 * 4
+
+            def halve(state):
+                return state / 2 - lax.pmean(state, "i") / 4  # sends a turn all-reduce i 1: 2*7/8 * 4*2
+
+            return lax.while_loop(go_on, halve, x)
+
+        return jax.shard_map(body, in_specs=P("i"), out_specs=P("i"))(x)
+
+    def want(x):
+        rows = x.reshape(8, 2)
+        while (rows**2).sum() > 0.1:
+            rows = rows / 2 - rows.mean(0) / 4
+        return rows.ravel()
+
+    return f, (put(mesh, (16,), "i"),), want
+
+
+@on("tp=8")
+def own_gradient(mesh):
+    """Megatron's f: the identity forward, a sum of f32[4, 6] backward. JAX names the line that uses it."""
+
+    @jax.custom_vjp
+    def enter(x):
+        return x
+
+    def reduce(_, g):
+        return (lax.psum(g, "tp"),)
+
+    enter.defvjp(lambda x: (x, None), reduce)
+
+    def f(x, a, b):
+        def body(x, a, b):
+            def loss(x, a, b):
+                return square(jnp.tanh(enter(x) @ a) @ b)  # sends all-reduce tp 1: 2*7/8 * 4*4*6
+
+            return jax.grad(loss)(x, a, b)
+
+        specs = P(), P(None, "tp"), P("tp")
+        return jax.shard_map(body, in_specs=specs, out_specs=P(), check_vma=False)(x, a, b)
+
+    def want(x, a, b):
+        alone = lambda x, i: square(jnp.tanh(x @ a[:, 2 * i : 2 * i + 2]) @ b[2 * i : 2 * i + 2])
+        return jax.grad(lambda x: sum(alone(x, i) for i in range(8)))(x)
+
+    return f, (put(mesh, (4, 6)), put(mesh, (6, 16), None, "tp"), put(mesh, (16, 6), "tp")), want
+
+
+@on("i=4 j=2")
+def groups_and_trees(mesh):
+    """Two pairs among four of i (no axis spans them), and a tree of f32[2] and f32[2, 3] over j."""
+
+    def f(x, y):
+        def body(x, y):
+            pair = lax.all_gather(x, "i", axis_index_groups=[[0, 1], [2, 3]], tiled=True)
+            # sends all-gather other 1: 1/2 * 4*4
+            both = lax.psum({"x": x, "y": y}, "j")
+            # sends all-reduce j 2: 2*1/2 * 4*2 + 2*1/2 * 4*2*3
+            return pair, both["x"], both["y"]
+
+        return jax.shard_map(body, in_specs=P("i"), out_specs=P("i"), check_vma=False)(x, y)
+
+    def want(x, y):
+        pairs = x.reshape(2, 1, 4).repeat(2, 1)
+        return pairs.ravel(), 2 * x, 2 * y
+
+    return f, (put(mesh, (8,), "i"), put(mesh, (8, 3), "i")), want
+
+
+# ----------------------------------------------------------------------------------------- training steps
+
+
+@on("data=8")
+def adamw_step(mesh):
+    """A gradient f32[6, 4] is summed over data; Adam's state lies as the weights and sends nothing."""
+    optimizer = optax.adamw(0.1)
+
+    def f(w, state, x):
+        grads = jax.grad(lambda w: square(jnp.tanh(x @ w)))(w)  # sends all-reduce data 1: 2*7/8 * 4*6*4
+        updates, state = optimizer.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    w = put(mesh, (6, 4))
+    return f, (w, jax.jit(optimizer.init)(w), put(mesh, (8, 6), "data")), f
+
+
+@on("data=2 model=4")
+def nnx_step(mesh):
+    """A module's weights: hidden f32[6, 16/4]. Forward f32[8/2, 3] over model; the two gradients and
+    the loss over data. Nobody asks for x's gradient."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(6, 16, use_bias=False, rngs=rngs)
+            self.down = nnx.Linear(16, 3, use_bias=False, rngs=rngs)
+
+        def __call__(self, x):
+            h = jnp.tanh(self.up(x))  # sends all-reduce data 1: 2*1/2 * 4*6*4
+            return self.down(h)
+            # sends all-reduce model 1: 2*3/4 * 4*4*3 | all-reduce data 1: 2*1/2 * 4*4*3
+
+    graph, state = nnx.split(Net(nnx.Rngs(0)))
+    lie = {"up": P(None, "model"), "down": P("model", None)}
+    put_there = lambda path, v: jax.device_put(v, NamedSharding(mesh, lie[path[0].key]))
+    state = jax.tree_util.tree_map_with_path(put_there, state)
+
+    @nnx.jit
+    def f(state, x):
+        loss = lambda s: jnp.mean(nnx.merge(graph, s)(x) ** 2)  # sends all-reduce data 1: 2*1/2 * 4
+        return jax.value_and_grad(loss)(state)
+
+    return f, (state, put(mesh, (8, 6), "data")), f
+
+
+PROGRAMS = [f for f in list(vars().values()) if hasattr(f, "mesh") and hasattr(f, "context")]
