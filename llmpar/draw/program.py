@@ -33,7 +33,7 @@ def program(lines: Sequence[str], columns: Mapping[str, Sent], title: str = "") 
             items.append(small_text(x, y + 28, what, "start", "ink"))
             said.append(f"{name}, {line}: {what}")
     for k, (name, column) in enumerate(sums.items()):
-        head = f"{name}: {size_text(sum(column))}"
+        head = f"{name}: {size_text(sum(column))}" if columns[name] else name
         items.append(Text(left + room * k, -20, head, bold=True))
         said.append(head)
-    return compose(title, [items], "\n".join(said))
+    return compose(title, [items], "\n".join(said or lines))
