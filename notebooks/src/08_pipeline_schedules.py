@@ -339,7 +339,8 @@ print("value: F, then B, then W give the same bits as the whole")
 
 # %% tags=["nbval-check-output"]
 SIMPLE = ("gpipe", "1f1b", "interleaved", "breadth-first")  # hold for any costs
-CHUNKED = ("interleaved", "breadth-first")
+CHUNKED = ("interleaved", "interleaved-zb", "breadth-first")
+ZB = ("zb-h1", "interleaved-zb")
 CASES = [
     (stages, u, chunks, costs)
     for stages in (2, 4, 8)
@@ -350,7 +351,7 @@ CASES = [
 checked = 0
 for stages, u, chunks, costs in CASES:
     for name, form in closed_forms(stages, u, chunks, costs).items():
-        any_costs = name in SIMPLE or (name == "zb-h1" and costs[2] <= costs[0])
+        any_costs = name in SIMPLE or (name in ZB and costs[2] <= costs[0])
         if u >= form.from_m and (any_costs or costs == (1, 1, 1)):
             g = chunks if name in CHUNKED else None
             t = timetable(make(name, stages, u, g), costs)
@@ -367,14 +368,15 @@ print("schedule              bubble   over ideal  over total   held  messages  w
 for name in closed_forms(8, 32):
     t = timetable(make(name, 8, 32))
     print(
-        f"{name:<13}{t.bubble:15g}{t.bubble_over_ideal:13.1%}{t.bubble_fraction:12.1%}"
+        f"{name:<15}{t.bubble:13g}{t.bubble_over_ideal:13.1%}{t.bubble_fraction:12.1%}"
         f"{max(t.peak_live()):7g}{np.sum(t.hops):10}{t.schedule.parameter_copies:9}"
     )
 h1, h2 = (timetable(make(name, 8, 32)) for name in ("zb-h1", "zb-h2"))
 assert h2.bubble == 0 < h1.bubble and h1.makespan == h2.makespan
 
 # %% [markdown]
-# So ZB-H2, whose bubble is 0, ends no earlier than ZB-H1 as long as the stages wait for one another at the end of a step.
+# `interleaved-zb` is ZB-H1 over chunks: its bubble is divided by g, too. And ZB-H2, whose bubble is 0, ends no earlier than ZB-H1 as long
+# as the stages wait for one another at the end of a step.
 #
 # Measured times make an even harder test: eight stages of a model of 1.5B parameters, times in milliseconds, and messages that take
 # 0.6 to 0.8 ms. The paper's rates, (time − u(F + B + W)) / time, are reproduced to their last digit:
@@ -393,6 +395,31 @@ for u, (costs, hop, rates) in PUBLISHED.items():
     assert np.allclose([t.bubble_rate for t in found.values()], rates, atol=1e-4)
     rows = (f"{name} {t.bubble_rate:.4f}" for name, t in found.items())
     print(f"u = {u}: " + "  ".join(rows))
+
+# %% [markdown]
+# ## Somebody else's table
+#
+# PyTorch's pipelines are tables too, and `llmpar schedule FILE.csv` reads what they write. A number in front is the stage, and `B` is a
+# whole backward. This is how `Schedule1F1B` of torch 2.13 describes itself, for 3 stages and 5 microbatches. What is wrong?
+
+# %% tags=["nbval-check-output"]
+TORCH = """
+0F0,0F1,0F2,0B0,0F3,0B1,0F4,0B2,0B3,0B4
+1F0,1F1,1B0,1F2,1B1,1F3,1B2,1F4,1B3,1B4
+2F1,2B0,2F2,2B1,2F3,2B2,2F4,2B3,2F5,2B4
+"""
+try:
+    timetable(from_text(TORCH))
+except ValueError as error:
+    say(str(error))
+mended = TORCH
+for u in range(1, 6):
+    mended = mended.replace(f"2F{u}", f"2F{u - 1}")
+assert from_text(mended).rows == make("1f1b", 3, 5).rows
+
+# %% [markdown]
+# The last stage counts its forwards from 1. PyTorch's training does not suffer: its `step` of 1F1B does not walk this table. But a tool
+# that reads it would be misled, so let an order be proved before you trust it. With F0 to F4 there it is our 1F1B, cell by cell.
 
 # %% [markdown]
 # ## What a stage keeps
