@@ -404,6 +404,10 @@ REFUSED = {
     "NumPy": (lambda: {"w": np.ones(3), "b": 1}, r"b \(int, on no device\), w \(ndarray"),
     "no sharding": (lambda: jax.eval_shape(lambda: jnp.zeros(3)), "ShapeDtypeStruct, on no device"),
     "lowered": (lambda: jax.jit(jnp.sin).lower(1.0), r"Lowered, on no device\); give the compiled program"),
+    "shapes that can be called": (
+        lambda: nnx.eval_shape(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0))),
+        r"ShapeDtypeStruct, on no device\); give an array",
+    ),
     "function": (lambda: jnp.sin, r"give the compiled program: jax.jit\(f\).lower"),
     "empty program": (lambda: jax.jit(lambda: None).lower().compile(), r"out \(None\); give an array"),
     "dict of any name": (AnyName, r"array \(AnyName, on no device\)"),

@@ -143,7 +143,8 @@ def shardings(value: Any) -> dict:
     if not seen and not bare:
         found = ", ".join(skipped[:3]) + ", …" * (len(skipped) > 3) or f"an empty {type(value).__name__}"
         way = "give an array, a tree of them, shapes with shardings, a compiled program, a Sharding or a Mesh"
-        if not program and (callable(value) or isinstance(value, jax.stages.Traced | jax.stages.Lowered)):
+        staged = callable(value) or isinstance(value, jax.stages.Traced | jax.stages.Lowered)
+        if staged and leaves and leaves[0][1] is value:  # else a tree that can be called, or a program
             way = "give the compiled program: jax.jit(f).lower(*arguments).compile()"
         raise ValueError(f"nothing here lies on devices: {found}; {way}")
     sizes, devices = place = _mesh(bare, seen)
