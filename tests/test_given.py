@@ -212,6 +212,7 @@ READ: dict[str, tuple[Any, str, list[str]]] = {
         "in [0][0] P('X',), out [0] P('X',)",
         [],
     ),
+    "4 bits": (lambda: lower(lambda x: x, live(P("X"), kind=jnp.int4)), "in [0] P('X',), out P('X',)", []),
     "static": (lambda: static.lower(live(P("X")), 3, mode="a").compile(), "in [0] P('X',), out P('X',)", []),
     "donated": (
         lambda: donated.lower(*map(live, map(P, "XYY"))).compile(),

@@ -49,7 +49,7 @@ class GivenExplorer(Explorer):
         words = ", ".join(f"{a:,}" if bare else f"{a:,}:{b:,}" for a, b in block)
         words = f"{'block ' * bare}[{words}]" if row["blocks"] > 1 else "all"
         words = f"one term of the {row['unfinished']}: {words}" if row["unfinished"] else words
-        return words, row["itemsize"] * math.prod(b - a for a, b in block)
+        return words, math.ceil(row["itemsize"] * math.prod(b - a for a, b in block))
 
     def draw(self, state: dict) -> Scene:
         given, device, name, n = self.given, state["device"], state["tensor"], len(self.given["devices"])

@@ -32,7 +32,7 @@ from llmpar.inspect.census import (
 from llmpar.inspect.hlo import CALLS, Op, integers, parsed
 from llmpar.inspect.links import links
 from llmpar.inspect.roofline import product_flops
-from llmpar.inspect.shardings import _leaves
+from llmpar.inspect.shardings import PACKED, _leaves
 from llmpar.mesh import axes_of, platform_of
 
 SMALL = 0.01
@@ -167,6 +167,8 @@ def _staged(f: Any, args: tuple, kwargs: dict) -> Any:
     if not callable(f):
         kinds = "a function with its arguments, a traced, lowered or compiled program, a jaxpr, or HLO text"
         raise ValueError(f"look takes {kinds}; this is of type {type(f).__name__}")
+    if hasattr(getattr(f, "__func__", None), "lower"):  # a jitted method; what it has is its function's
+        f, args = f.__func__, (f.__self__, *args)
     plain = lambda x: isinstance(x, Hashable) and not any(hasattr(y, "dtype") for y in jax.tree.leaves(x))
     numbers, names = [i for i, x in enumerate(args) if plain(x)], [k for k, x in kwargs.items() if plain(x)]
     jitted = f if hasattr(f, "lower") else jax.jit(f, static_argnums=numbers, static_argnames=names)
@@ -283,15 +285,16 @@ def _replicated(leaves: list, mesh: Any, argument_bytes: int) -> list[dict[str, 
         if where is None or getattr(spec, "unreduced", None) or not spec and not where.is_fully_replicated:
             continue
         used = [a for cut in (spec.partitions if spec else ()) for a in axes_of(cut)]
-        shard, axes, size = list(where.shard_shape(x.shape)), list[str](), x.dtype.itemsize
-        held = size * math.prod(shard)
+        shard, axes = list(where.shard_shape(x.shape)), list[str]()
+        size = PACKED.get(str(x.dtype), x.dtype.itemsize)
+        held = int(size * math.prod(shard))
         for axis, n in mesh.shape.items():
             dim = next((i for i, size in enumerate(shard) if size % n == 0), None)
             if dim is not None and n > 1 and held and axis not in used:
                 shard[dim] //= n
                 axes.append(axis)
         row = {"name": name, "shape": tuple(x.shape), "bytes": held, "axes": tuple(axes)}
-        rows += [row | {"saved": held - size * math.prod(shard)}] if axes else []
+        rows += [row | {"saved": held - int(size * math.prod(shard))}] if axes else []
     state = [row["shape"] for row in rows if row["name"].startswith("in")]  # which comes out again
     rows = [row for row in rows if row["name"].startswith("in") or row["shape"] not in state]
     small = [row for row in rows if row["bytes"] < SMALL * argument_bytes]

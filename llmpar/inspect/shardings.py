@@ -24,15 +24,13 @@ def _named(tree: Any, before: str = "") -> list[tuple[str, Any]]:
 def program_shardings(compiled: jax.stages.Compiled) -> tuple[list, list, list]:
     """Types with shardings of a program's arguments (None: dropped), of what it captured, and of its results.
 
-    JAX's ``input_shardings`` and ``output_shardings`` are made of these. They fail where a Ref is given, and
-    a dropped argument gets another's where one is captured.
-    """
+    JAX's own trees fail where a Ref is given, and take the wrong argument's where one is captured."""
     program, ran = cast(Any, compiled), cast(Any, compiled)._executable
     before, taken = len(program._params.const_args), list(zip(ran.in_avals, ran._in_shardings, strict=True))
     kept = dict(zip(sorted(ran._kept_var_idx), taken, strict=False))  # captured Refs come last
     arguments = [kept.get(before + i) for i in range(program.in_tree.num_leaves)]
-    results = list(zip(ran.out_avals, ran._out_shardings, strict=True))  # and the last values of Refs
-    return arguments, taken[:before] + taken[len(kept) :], results[: program.out_tree.num_leaves]
+    given = [*zip(ran.out_avals, ran._out_shardings, strict=True)]  # and the last values of Refs
+    return arguments, taken[:before] + taken[len(kept) :], given[: program.out_tree.num_leaves]
 
 
 def _leaves(value: Any) -> list[tuple[str, Any, Any]]:
@@ -40,9 +38,8 @@ def _leaves(value: Any) -> list[tuple[str, Any, Any]]:
     found, way = list[tuple[str, Any, Any]](), ""
     if isinstance(value, jax.stages.Compiled):
         arguments, captured, results = program_shardings(value)
-        lie = iter(arguments)
-        for name, x in (pair for part in value.args_info for pair in _named(part, "in ")):
-            found.append((name, *((None if x is None else next(lie)) or (x, None))))
+        infos = (pair for part in value.args_info for pair in _named(part, "in "))
+        found = [(name, *((x is not None and arguments.pop(0)) or (x, None))) for name, x in infos]
         found += [(f"in captured[{i}]", *pair) for i, pair in enumerate(captured)]
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x, where in results]
         value, way = cast(Any, value.out_tree).unflatten(shapes), "out "
@@ -54,6 +51,8 @@ def _leaves(value: Any) -> list[tuple[str, Any, Any]]:
     return [(name.strip() or "array", x, where) for name, x, where in found]
 
 
+PACKED = {"int4": 0.5, "uint4": 0.5, "float4_e2m1fn": 0.5, "int2": 0.25, "uint2": 0.25}
+"""Bytes of an element where XLA stores several in one; elsewhere they are the dtype's."""
 Place = tuple[tuple[tuple[str, int], ...], tuple[jax.Device, ...]]  # axes with sizes, devices in order
 _place = lambda mesh: (tuple(mesh.shape.items()), tuple(mesh.devices.flat))
 
@@ -69,8 +68,8 @@ def _mesh(meshes: list[tuple[str, Any]], leaves: list[tuple[str, Any, Any]]) -> 
     used = {d: name for name, _, where in reversed(leaves) for d in where.device_set}
     alone = (("device", len(used)),), tuple(sorted(used, key=lambda d: d.id))
     sizes, devices = max(found, key=lambda place: len(place[1]), default=alone)
-    if away := [f"{used[d]} lies on {d}" for d in alone[1] if d not in devices]:
-        why = f"a picture has one mesh, but {away[0]}, and others on mesh {dict(sizes)}"
+    for d in (d for d in alone[1] if d not in devices):
+        why = f"a picture has one mesh, but {used[d]} lies on {d}, and others on mesh {dict(sizes)}"
         raise ValueError(f"{why}; give the arrays of one mesh at a time")
     return sizes, devices
 
@@ -84,12 +83,10 @@ def _row(name: str, x: Any, where: Any, place: Place) -> dict:
         kind = getattr(getattr(spec, "unreduced_kind", None), "name", "sum")  # max and min from JAX 0.12 on
         cuts = NamedSharding(mesh, PartitionSpec(sums)).devices_indices_map((mesh.size,))
         unfinished, term = f"{kind} over {', '.join(sums)}", {d: cut[0].start for d, cut in cuts.items()}
-        spec = PartitionSpec(*spec.partitions, reduced=spec.reduced)
-        where = NamedSharding(mesh, spec, memory_kind=where.memory_kind)
+        where = where.update(spec=(spec := PartitionSpec(*spec.partitions, reduced=spec.reduced)))
         layout = f"{spec} {' '.join(f'+{axis}' for axis in sums) if kind == 'sum' else unfinished}"
     try:
-        unsaid = bare and spec is None and len(where.device_set) > 1
-        if unsaid or "UNCONSTRAINED" in layout:
+        if "UNCONSTRAINED" in layout or bare and spec is None and len(where.device_set) > 1:
             raise ValueError("it has no spec, or leaves a cut to the compiler")
         if bare:  # as many elements as blocks
             many = (len(where.device_set),) * len(spec or ())
@@ -110,7 +107,7 @@ def _row(name: str, x: Any, where: Any, place: Place) -> dict:
         "name": name,
         "shape": list(shape),
         "dtype": None if bare else str(x.dtype),
-        "itemsize": 0 if bare else x.dtype.itemsize,
+        "itemsize": 0 if bare else PACKED.get(str(x.dtype), x.dtype.itemsize),
         "layout": layout,
         "unfinished": unfinished,
         "blocks": len({block for block, _ in blocks}),
