@@ -80,6 +80,7 @@ def compiled(case: Case, target: str) -> dict[str, Any]:
         "exposed_s": found["roofline"]["exposed_s"],
         "step_s": found["roofline"]["step_s"],
         "mfu": found["roofline"]["mfu"],
+        "band": [round(row["mfu"], 4) for row in found["roofline"]["if_kernels_reach"].values()],
     }
 
 
@@ -124,8 +125,9 @@ def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
     print(f"\n{where}, {kept['versions']}: temporaries in GiB per device")
     versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
     lines += [f"\n## {where} ({versions})\n"]
-    lines += ["| plan | arguments | temporaries | formula | bytes | rewritten | exposed of step |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    columns = "arguments | temporaries | formula | bytes | rewritten | exposed of step | MFU (20, 40, 60 %)"
+    lines += [f"| plan | {columns} |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
     errors = []
     for case in cases(where):
         if (row := kept["plans"].get(case.name)) is None:
@@ -138,16 +140,18 @@ def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
         print(f"  {case.name:26} {'refused' if row['refused'] else f'{true / GIB:.2f}':>8}  formula {cell}")
         plan = f"{case.name}: {case.config.name}, {case.plan.mesh}, {case.batch_size} x {case.seq_len:,}"
         if row["refused"]:
-            lines.append(f"| {plan} | {held / GIB:.2f} | refused: {true / GIB:.2f} in all | {cell} | | | |")
+            lines.append(f"| {plan} | {held / GIB:.2f} | refused: {true / GIB:.2f} in all | {cell} | | | | |")
             continue
         errors.append(abs(guess / true - 1))
         same = "=" if held == row["arguments"] else f"{row['arguments'] / held:.4f} of"
         words = "; ".join(map(_rewriting, row.get("rewritten", {}).items())) or "no"
         sent = {True: "=", False: "≠", None: ""}[row.get("as_predicted")]
         waits = f"{1e3 * row['exposed_s']:,.0f} of {1e3 * row['step_s']:,.0f} ms" if "step_s" in row else ""
+        band = ", ".join(f"{100 * share:.0f}" for share in row.get("band", ()))
+        mfu = f"{row['mfu']:.1%}" + f" ({band})" * bool(band) if "mfu" in row else ""
         lines.append(
             f"| {plan} | {same} {held / GIB:.2f} | {true / GIB:.2f} | {cell} | {sent}"
-            f" | {words if 'rewritten' in row else ''} | {waits} |"
+            f" | {words if 'rewritten' in row else ''} | {waits} | {mfu} |"
         )
     near = sum(error <= 0.15 for error in errors)
     lines.append(
