@@ -33,19 +33,17 @@ from llmpar.inspect.hlo import CALLS, Op, integers, parsed
 from llmpar.inspect.links import links
 from llmpar.inspect.roofline import product_flops
 from llmpar.inspect.shardings import PACKED, _leaves
-from llmpar.mesh import axes_of, platform_of
+from llmpar.mesh import platform_of
 
 SMALL = 0.01
 """Of what is replicated, values below this share of the arguments are summed."""
 HIDDEN = r'(?:^(?=convolution)|custom_call_target="(?!Sharding|SPMD|xla\.sdy|annotate_|__cublas))([^"\s]+)'
 KINDS = jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
-WHOLE = (
-    "a jaxpr does not say how arguments on automatic axes lie: here they are whole; give look the function"
-)
+WHOLE = "a jaxpr does not say how arguments on automatic axes lie: here they are whole; look at the function"
 LAST = (
     "the compiler may have merged, split and widened collectives here, and from its cache comes a text that"
+    " names old lines; look at the function"
 )
-LAST += " names old lines; give look the function"
 
 
 @dataclass(frozen=True, repr=False)
@@ -138,9 +136,8 @@ def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
     program, notes = _staged(f, args, kwargs), [WHOLE] * hasattr(f, "eqns")
     meshes = [*_meshes("the context", jax.sharding.get_mesh()), *_meshes("", args, kwargs)]
     if isinstance(program, jax.stages.Traced | core.ClosedJaxpr):
-        meshes += _meshes("the program", getattr(program, "jaxpr", program), program)
-        mesh = _one(meshes)
-        program = _lowered(program, mesh)
+        meshes += _meshes("the program", program.jaxpr)
+        program = _lowered(program, _one(meshes))
     if isinstance(program, jax.stages.Compiled):
         compiled, text, meshes = program, program.as_text() or "", []
     else:
@@ -231,7 +228,8 @@ def _of_text(text: str, mesh: Any = None) -> Look:
     if (n := math.prod(sizes.values())) != devices:
         has = f"mesh {sizes} has {n} devices" if sizes else "a text does not name its mesh"
         raise ValueError(f"{has}, and the program has {devices}; give its own: look(text, 'X=4 Y=2')")
-    found = _read(text, SimpleNamespace(axis_names=tuple(sizes), shape=sizes), [])
+    places = mesh if isinstance(mesh, Mesh) else SimpleNamespace(axis_names=tuple(sizes), shape=sizes)
+    found = _read(text, places, [])
     for row in (row for row in found.rows if row["axes"] == ("other",)):
         why = f"groups of the {row['collective']} at {row['source'] or 'no line'} fill no whole axes"
         way = "give its own, or an axis of which they fill a part as two: X=4 as A=2 B=2"
@@ -280,11 +278,13 @@ def _read(text: str, mesh: Any, notes: list[str]) -> Look:
 def _replicated(leaves: list, mesh: Any, argument_bytes: int) -> list[dict[str, Any]]:
     """Lists what could be cut over axes along which devices hold the same; what is small as one row."""
     rows = list[dict[str, Any]]()
-    for name, x, where in leaves if mesh else ():
-        spec = getattr(where, "spec", None)
-        if where is None or getattr(spec, "unreduced", None) or not spec and not where.is_fully_replicated:
+    for name, x, where in leaves if isinstance(mesh, Mesh) else ():
+        unfinished = getattr(getattr(where, "spec", None), "unreduced", None)
+        if where is None or unfinished or where.device_set != {*mesh.devices.flat}:
             continue
-        used = [a for cut in (spec.partitions if spec else ()) for a in axes_of(cut)]
+        blocks = where.devices_indices_map(x.shape)
+        lies = np.array([str(blocks[d]) for d in mesh.devices.flat]).reshape(mesh.devices.shape)
+        used = [a for i, a in enumerate(mesh.axis_names) if (lies != lies.take([0], i)).any()]
         shard, axes = list(where.shard_shape(x.shape)), list[str]()
         size = PACKED.get(str(x.dtype), x.dtype.itemsize)
         held = int(size * math.prod(shard))
@@ -295,8 +295,9 @@ def _replicated(leaves: list, mesh: Any, argument_bytes: int) -> list[dict[str, 
                 axes.append(axis)
         row = {"name": name, "shape": tuple(x.shape), "bytes": held, "axes": tuple(axes)}
         rows += [row | {"saved": held - int(size * math.prod(shard))}] if axes else []
-    state = [row["shape"] for row in rows if row["name"].startswith("in")]  # which comes out again
-    rows = [row for row in rows if row["name"].startswith("in") or row["shape"] not in state]
+    of = lambda row: (row["shape"], row["axes"])
+    state = [of(row) for row in rows if row["name"].startswith("in")]  # which comes out again
+    rows = [row for row in rows if row["name"].startswith("in") or of(row) not in state]
     small = [row for row in rows if row["bytes"] < SMALL * argument_bytes]
     if len(small) > 1:
         rows = [row for row in rows if row not in small]
