@@ -54,6 +54,8 @@ def _sentence(error: BaseException) -> str:
         words = [word for word in found.groups() if word]
         with contextlib.suppress(ValueError, SyntaxError, LookupError, StopIteration):  # words not known here
             before, after = ENDS[row["ends"]](*words)
+            if before == after and row["ends"] != "plain":  # they differ in something else than their layout
+                continue
             axes, arrow = before.axes + before.sums, _arrow(before, after)
             spec = PartitionSpec(*(d.axes or None for d in after.dims), unreduced=frozenset(after.sums))
             known = {"before": before, "after": after, "axes": ",".join(axes), "names": repr(axes)}
@@ -151,6 +153,9 @@ PRINTED = {
 ENDS: dict[str, Callable[..., Ends]] = {
     "asked": lambda said, found: (layout_of(found), layout_of(said)),
     "found": lambda found, said: (layout_of(found), layout_of(said)),
+    "turn": lambda name, said, other, found: (layout_of(found), layout_of(said)),
+    "whole": lambda found: (layout_of(found), Layout(tuple(Dim(d.name) for d in layout_of(found).dims))),
+    "plain": lambda *words: (Layout(()), Layout(())),  # no arrow is missing
 }
 ENDS |= {ends.__name__: ends for ends in (unsummed, finished, disagree, twice, reshape, differs)}
 _ROWS = resources.files(__package__).joinpath("explain.toml").read_text(encoding="utf-8")
