@@ -477,7 +477,20 @@ def main(files):
             import pytest
 
             jax.config.parse_flags_with_absl()
-            pytest.main(["-q", "-p", "no:cacheprovider", "--no-header", "--tb=no", file])
+            pytest.main(
+                [
+                    "-q",
+                    "-c",
+                    os.devnull,
+                    "-W",
+                    "ignore",
+                    "-p",
+                    "no:cacheprovider",
+                    "--no-header",
+                    "--tb=no",
+                    file,
+                ]
+            )
         else:
             runpy.run_path(file, run_name="__main__")
     kinds = collections.Counter(what.partition(":")[0] for what in SEEN.values())
