@@ -3,6 +3,7 @@
 import functools
 import re
 import shlex
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -87,6 +88,8 @@ def test_every_command_of_a_page_is_understood(page, tmp_path, monkeypatch, caps
     slow."""
     monkeypatch.chdir(tmp_path)
     text, known = page.read_text(), {*NOT_RUN, *SLOW}.union(*map(written, PAGES[: PAGES.index(page)]))
+    if torch := re.search(r"^(?:    [0-9FBWI,]+\n)+", text, re.M):  # the file that a line below it reads
+        (tmp_path / "torch.csv").write_text(textwrap.dedent(torch[0]))
     assert text.count("```") == 2 * len(examples(page)), "every fenced block is a Python example"
     refused = dict(re.findall(r"^    \$ (.*)\n    (llmpar: .*)$", text, re.M))
     for line in [line for line in written(page) if line.startswith("llmpar ") and line not in known]:

@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import jax
+import numpy as np
 
 from llmpar.inspect.census import KINDS, Collective, Taken, Work, arrow_of, counted, repeat, ring_bytes, weigh
 from llmpar.inspect.hlo import innermost
@@ -56,10 +57,13 @@ def _named_collectives(kind: str, eqn: Any, sizes: dict[str, int], source: str) 
         given = f"the sizes given are those of {list(sizes)}"
         raise ValueError(f"a {kind} runs over axis {unknown[0]!r}, but {given}")
     axes = tuple(a for a in sizes if a in named and sizes[a] > 1)
+    if perm := eqn.params.get("perm"):  # along the axes on which the ends of a pair differ
+        places = np.unravel_index(np.array(perm).T, [sizes[a] for a in axes]) if axes else ()
+        axes = tuple(a for a, (one, other) in zip(axes, places, strict=True) if (one != other).any())
     group_size = math.prod(sizes[a] for a in axes)
     if groups := eqn.params.get("axis_index_groups"):
         axes, group_size = ("other",), len(groups[0])
-    if group_size == 1 or all(there == here for there, here in eqn.params.get("perm", [(0, 1)])):
+    if group_size == 1:
         return
     for result in eqn.outvars:
         aval = getattr(result.aval, "inner_aval", result.aval)  # psum_start and the like give futures

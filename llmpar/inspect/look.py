@@ -29,6 +29,7 @@ from llmpar.inspect.census import (
     flops_in,
     read_program,
 )
+from llmpar.inspect.explain import explain
 from llmpar.inspect.hlo import CALLS, Op, integers, parsed
 from llmpar.inspect.links import links
 from llmpar.inspect.roofline import product_flops
@@ -129,12 +130,22 @@ def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
         kwargs: f's own too.
 
     Raises:
-        ValueError: it is none of these, or lies on two meshes, or the mesh does not fit the text.
+        ValueError: it is none of these, or lies on two meshes, or the mesh does not fit the text. JAX's own
+            errors of shardings carry a note: what `llmpar.explain` says of them.
     """
     if isinstance(f, str):
         return _of_text(f, *args, **kwargs)
-    program, notes = _staged(f, args, kwargs), [WHOLE] * hasattr(f, "eqns")
-    meshes = [*_meshes("the context", jax.sharding.get_mesh()), *_meshes("", args, kwargs)]
+    try:
+        context = jax.sharding.get_mesh()
+    except ValueError:  # inside jax.jit
+        raise ValueError("look compiles, and another program is being traced; call it outside") from None
+    try:
+        program, notes = _staged(f, args, kwargs), [WHOLE] * hasattr(f, "eqns")
+    except Exception as error:
+        if sentence := explain(error):
+            error.add_note(f"llmpar: {sentence}")
+        raise
+    meshes = [*_meshes("the context", context), *_meshes("", args, kwargs)]
     if isinstance(program, jax.stages.Traced | core.ClosedJaxpr):
         meshes += _meshes("the program", program.jaxpr)
         program = _lowered(program, _one(meshes))
@@ -143,7 +154,8 @@ def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
     else:
         mesh = _one(meshes)
         compiled, text = read_program(program, platform_of(mesh) if mesh else "")
-    leaves, memory = _leaves(compiled), compiled_memory(compiled)
+    memory = compiled_memory(compiled)
+    leaves = [leaf for leaf in _leaves(compiled) if hasattr(leaf[1], "shape")]  # tokens have none
     mesh = _one([*meshes, *(pair for name, _, where in leaves for pair in _meshes(name, where))])
     found = _read(text, mesh, notes)
     name = type(f).__name__ if found.name in ("", "_unnamed_function", "jaxpr_as_fun") else found.name
