@@ -211,7 +211,9 @@ def collective(module: Module, comp: str, name: str, mesh: Any) -> Collective | 
     dtypes, dims = ",".join(sorted({d for d, _ in results})), tuple(shape for _, shape in results)
     sent = ring_bytes(kind, group_size, held_bytes(results))
     users = (user for user in module.computations[comp].values() if (name, None) in user.operands)
-    source = module.source(op) or next(filter(None, map(module.source, users)), "")  # an argument's gather
+    source = module.source(op)
+    if not source or source.startswith("argument "):  # its gather has the line that uses it, if one does
+        source = next(filter(None, map(module.source, users)), source)
     shape, moves = dims[0] if len(dims) == 1 else dims, moved(module, comp, name, axes, mesh)
     found = Collective(kind, axes, group_size, 1, sent, dtypes, shape, source, **arrow_of(op.scope))
     return replace(found, moves=moves)
