@@ -111,6 +111,14 @@ def test_a_permute_to_oneself_sends_nothing():
     assert three_censuses(traced, mesh) == ([], [], [])
 
 
+@pytest.mark.parametrize("hop, axes", [(1, ("dp", "tp")), (2, ("dp",)), (4, ("dp",)), (8, ())])
+def test_a_permute_goes_along_the_axes_on_which_its_pairs_differ(hop, axes):
+    mesh, both = make_mesh(dp=4, tp=2), ("dp", "tp")
+    f = lambda x: lax.ppermute(x, both, [(i, (i + hop) % 8) for i in range(8)])
+    for census in three_censuses(lower(f, mesh, P(both), P(both), jnp.ones((8,))), mesh):
+        assert [c.axes for c in census] == [axes] * bool(axes)
+
+
 def test_axes_of_size_one_send_nothing():
     mesh = make_mesh(dp=1, fsdp=8, tp=1)
     f = lambda x: lax.psum(lax.psum(x, "tp"), ("dp", "fsdp"))

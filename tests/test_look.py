@@ -345,3 +345,20 @@ COMMANDS_REFUSED = {
     "--hlo TEXT": "a text does not name its mesh, and the program has 8",
     "--hlo TEXT --mesh X=3,Y=2": "has 6 devices, and the program has 8; give its own",
 }
+
+
+def test_a_token_holds_nothing():
+    found = look(lambda token, x: (token, x + 1), jax.lax.create_token(), jnp.ones(4))
+    assert not found.rows and found.memory["argument_bytes"] == 16
+
+
+def test_look_is_not_for_the_inside_of_a_program():
+    with pytest.raises(ValueError, match="call it outside"):
+        jax.jit(lambda x: look(jnp.sin, x))(1.0)
+
+
+def test_a_program_that_jax_refuses_carries_the_missing_arrow():
+    mesh = jax.make_mesh((4, 2), ("X", "Y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh), pytest.raises(Exception, match="[Cc]ontracting") as raised:
+        look(lambda x: x @ x.T, jax.device_put(jnp.ones((8, 8)), P(None, "Y")))
+    assert any("llmpar: " in note and "all-reduce over Y" in note for note in raised.value.__notes__)

@@ -1,15 +1,17 @@
 """Answers JAX's sharding errors by the arrow that is missing.
 
-JAX says which rule a program broke. Here each kind of message has a sentence that says which movement the
-program wants and does not name, in the notation of `llmpar.notation`. The kinds are those that lesson 12 and
-JAX's own documents provoke, in the words of JAX 0.10 and 0.12 (explain.toml); other errors stay as they are.
+JAX says which rule a program broke. Here each kind of mistake has a sentence that says which movement the
+program wants and does not name, in the notation of `llmpar.notation`, and ends in the Python text that mends
+it, where one does. explain.toml has the kinds, in the words of JAX 0.10 and 0.12; other errors stay.
 """
 
 import ast
 import contextlib
+import difflib
+import itertools
+import linecache
 import re
 import tomllib
-import traceback
 from collections.abc import Callable, Iterator
 from importlib import resources
 from typing import Any
@@ -20,7 +22,7 @@ from jax.sharding import PartitionSpec
 from llmpar.mesh import LETTERS, axes_of
 from llmpar.notation import AXES, Dim, Layout, parse_arrow
 
-Ends = tuple[Layout, Layout]  # of the arrow that is missing
+Known = dict[str, Any]  # what a sentence can name
 
 
 class MissingArrow(ValueError):
@@ -47,31 +49,13 @@ def _explained() -> Iterator[None]:
 
 
 def _sentence(error: BaseException) -> str:
-    text = f"{error} {_open_sum(error)}"
-    for row in ERRORS:
-        if not (found := re.search("|".join(row["says"]), text, re.S)):
-            continue
-        words = [word for word in found.groups() if word]
-        with contextlib.suppress(ValueError, SyntaxError, LookupError, StopIteration):  # words not known here
-            before, after = ENDS[row["ends"]](*words)
-            if before == after and row["ends"] != "plain":  # they differ in something else than their layout
-                continue
-            axes, arrow = before.axes + before.sums, _arrow(before, after)
-            spec = PartitionSpec(*(d.axes or None for d in after.dims), unreduced=frozenset(after.sums))
-            known = {"before": before, "after": after, "axes": ",".join(axes), "names": repr(axes)}
-            known |= {"sums": f"{{{', '.join(map(repr, axes))}}}", "arrow": arrow}
-            known |= {"reshard": f"{arrow}: jax.sharding.reshard(x, {spec})"}
-            return row["sentence"].replace("\n", " ").format(*words, **known)
-    return ""
-
-
-def _open_sum(error: BaseException) -> str:
-    """The type of an unfinished sum among the variables of the functions that the error went through, the
-    innermost first. (JAX 0.10 does not name it.)"""
-    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        for value in frame.f_locals.values():
-            if isinstance(value, jax.Array) and "U:" in (kind := str(jax.typeof(value))):
-                return kind
+    for rule, row in ((rule, row) for rule, rows in ERRORS.items() for row in rows):
+        for found in filter(None, (re.search(says, str(error), re.S) for says in row["says"])):
+            words = [word for word in found.groups() if word]
+            with contextlib.suppress(
+                ValueError, SyntaxError, LookupError, StopIteration
+            ):  # words not known here
+                return row["sentence"].replace("\n", " ").format(*words, **RULES[rule](error, *words))
     return ""
 
 
@@ -79,16 +63,36 @@ def layout_of(text: str) -> Layout:
     """The layout of a type as JAX prints it, ``float32[8@(dp,fsdp),4]{U:tp}``, or of a spec,
     ``P(('dp', 'fsdp'), None)``, or of a tuple of cuts; dims are named b, s, d and so on."""
     if "[" in text:
-        dims = re.findall(r"\d+(?:@(?:\([^)]*\)|\w+))?", text.partition("[")[2].partition("]")[0])
-        cuts: Any = [tuple(re.findall(r"[A-Za-z_]\w*", dim)) for dim in dims]
+        dims = re.sub(r"\([^)]*\)", lambda cut: cut[0].replace(",", " "), re.split(r"[\[\]]", text)[1])
+        cuts: Any = [dim.partition("@")[2].strip("()").split() for dim in dims.split(",") if dim]
     else:
-        cuts = ast.literal_eval(re.sub(r"^P|,? ?\w*reduced=\{[^}]*\}", "", text.strip()))
+        cuts = _cuts(text)
+    if len(cuts) > len(LETTERS) or not all(str(axis).isidentifier() for cut in cuts for axis in axes_of(cut)):
+        raise ValueError(f"dims or axes that our notation has no names for: {text}")
     return Layout(tuple(map(Dim, LETTERS, map(axes_of, cuts))), tuple(sorted(_marked(text, "U:|unreduced="))))
+
+
+def _cuts(spec: str) -> tuple:
+    """The entries of a spec, or of a tuple of cuts, as JAX prints it."""
+    return ast.literal_eval(re.sub(r"^P|,? ?\w*reduced(=\{[^}]*\}|_kind=\w+)", "", spec.strip()))
+
+
+def _layouts(text: str) -> list[Layout]:
+    """Those that a message names: as shardings, as types, as specs, or as tuples of cuts."""
+    for pattern in (rf"spec={PRINTED['SPEC']}", PRINTED["TYPE"], PRINTED["SPEC"], PRINTED["TUPLE"]):
+        if found := re.findall(pattern, text):
+            return [layout_of(x) for x in found]
+    raise LookupError(text)
 
 
 def _marked(kind: str, mark: str) -> list[str]:
     """The axes behind a mark of a type: ``U:tp`` (unfinished sums), ``V:(dp,tp)`` (values that differ)."""
     return re.findall(r"\w+", "".join(re.findall(rf"\b(?:{mark})(\{{[^}}]*\}}|\([^)]*\)|\w+)", kind)))
+
+
+def _sizes(text: str) -> list[int]:
+    """The sizes in a type or a shape."""
+    return [int(n) for n in re.findall(r"(?<![\w@])\d+", text)]
 
 
 def _arrow(before: Layout, after: Layout) -> str:
@@ -105,58 +109,210 @@ def _arrow(before: Layout, after: Layout) -> str:
     return f"'{text}' ({said})"
 
 
+def _missing(before: Layout, after: Layout, **more: Any) -> Known:
+    """The arrow that is missing, between two layouts, and how JAX is told to go there."""
+    if before == after or set(after.sums) - set(before.sums):
+        raise ValueError("no arrow leads from the one to the other")
+    axes, arrow, spec = before.axes + before.sums, _arrow(before, after), _spec(after)
+    known = {"before": before, "after": after, "axes": ",".join(axes), "names": repr(axes), "arrow": arrow}
+    return known | {"reshard": f"{arrow}: jax.sharding.reshard(x, {spec})", "spec": spec} | more
+
+
+def _spec(layout: Layout) -> PartitionSpec:
+    """A layout as JAX writes it; where nothing is cut, for values of any rank."""
+    cuts = [d.axes or None for d in layout.dims] if layout.axes or layout.sums else []
+    return PartitionSpec(*cuts, unreduced=frozenset(layout.sums))
+
+
+# ------------------------------------------------------------------------ what the user's program itself says
+
+
+def _frames(error: BaseException) -> list[Any]:
+    """The traceback's entries in the user's own code, the innermost first."""
+    found, tb = list[Any](), error.__traceback__
+    while tb:
+        found, tb = [tb, *found], tb.tb_next
+    return [tb for tb in found if not tb.tb_frame.f_globals.get("__name__", "").startswith("jax.")]
+
+
+def _types(error: BaseException) -> list[Any]:
+    """The types of the arrays among those frames' variables."""
+    leaves = (x for tb in _frames(error) for x in jax.tree.leaves(list(tb.tb_frame.f_locals.values())))
+    return [jax.typeof(x) for x in leaves if isinstance(x, jax.Array)]
+
+
+def _expression(error: BaseException) -> str:
+    """The source of what the user's code computed when JAX refused it, "" where nobody knows."""
+    at = _frames(error)[0]
+    code = at.tb_frame.f_code
+    line, last, start, end = list(code.co_positions())[at.tb_lasti // 2]
+    lines = [
+        text.encode() for text in linecache.getlines(code.co_filename, at.tb_frame.f_globals)[line - 1 : last]
+    ]
+    return b"".join([*lines[:-1], lines[-1][:end]])[start:].decode() if lines else ""
+
+
+def _result_without(error: BaseException, axes: set[str]) -> Layout:
+    """The layout of what was computed if ``axes`` cut nothing in it, as JAX itself finds it."""
+    names = _frames(error)[0].tb_frame.f_globals | _frames(error)[0].tb_frame.f_locals
+    tree = ast.parse(f"({_expression(error)})", mode="eval")
+    for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
+        called = ast.unparse(call.func)  # JAX's own functions alone: to compute once more has no effect
+        if not re.fullmatch(r"[\w.]+", called) or not eval(called, names).__module__.startswith("jax"):
+            raise LookupError(called)
+
+    def whole(x):
+        x = jax.typeof(x)
+        cuts = (tuple(a for a in axes_of(cut) if a not in axes) or None for cut in x.sharding.spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.update(spec=PartitionSpec(*cuts)))
+
+    code = compile(tree, "", "eval")
+    given = {name: names[name] for name in code.co_names if name in names}
+    arrays = {k: v for k, v in given.items() if all(isinstance(x, jax.Array) for x in jax.tree.leaves(v))}
+    types = jax.tree.map(whole, {k: v for k, v in arrays.items() if jax.tree.leaves(v)})
+    with jax.sharding.use_abstract_mesh(jax.tree.leaves(types)[0].sharding.mesh):
+        traced = jax.make_jaxpr(lambda arrays: eval(code, names | arrays))(types)
+    return layout_of(str(traced.out_avals[0]))
+
+
 # ----------------------------------------------------------------------------------- which arrow is missing
 
 
-def unsummed(axes: str = "") -> Ends:
-    """The all-reduce over ``axes`` of a value of any shape."""
-    return Layout((), tuple(sorted(set(re.findall(r"\w+", axes)) - {"None"}))), Layout(())
+def product(error: BaseException, left: str, right: str) -> Known:
+    """The sum over the axes that cut both factors along the dims that are summed, or the gather of one."""
+    (one, other), whole = map(layout_of, (left, right)), Layout(())
+    with contextlib.suppress(Exception):  # what the user's code says is read only where it is plain
+        whole = _result_without(error, {*one.axes, *other.axes})
+    before, after = (Layout(whole.dims, one.axes), whole) if one.axes == other.axes else (other, one)
+    return _missing(before, after, result=f"out_sharding={_spec(whole)}")
 
 
-def finished(*words: str) -> Ends:
-    """The sum that the last word's type has open."""
-    return layout_of(words[-1]), Layout(layout_of(words[-1]).dims)
+def unsummed(error: BaseException, axes: str = "", but: str = "") -> Known:
+    """The all-reduce over ``axes`` (or those of a type over which another does not differ)."""
+    names = {*_marked(axes, "V:")} - {*_marked(but, "V:")} if but else {*re.findall(r"\w+", axes)} - {"None"}
+    return _missing(Layout((), tuple(sorted(names))), Layout(()))
 
 
-def disagree(operation: str, shardings: str) -> Ends:
-    """From the second operand's layout to the first's."""
-    found = [x for x in map(layout_of, re.findall(PRINTED["TUPLE"], shardings)) if x.axes]
-    return next((b, a) for i, a in enumerate(found) for b in found[i + 1 :] if a.dims != b.dims)
+def finished(error: BaseException, operation: str = "what follows") -> Known:
+    """The sum that a type in the message has open, or a variable's: JAX does not always name it."""
+    kinds = re.findall(PRINTED["TYPE"], str(error)) + [str(kind) for kind in _types(error)]
+    sums = next(layout_of(kind) for kind in kinds if "U:" in kind)
+    return _missing(sums, Layout(sums.dims), operation=operation)
 
 
-def twice(operation: str, inputs: str, result: str) -> Ends:
+def disagree(error: BaseException, operation: str, shardings: str) -> Known:
+    """The second operand, in the dims that both are cut in, from its own cuts to those of the first."""
+    for a, b in itertools.combinations(_layouts(shardings), 2):
+        pairs = [(x.axes, y.axes) for x, y in zip(a.dims, b.dims, strict=True)]
+        if any(x and y and x != y for x, y in pairs):
+            cuts = [x if x and y else tuple(axis for axis in y if axis not in a.axes) for x, y in pairs]
+            return _missing(b, Layout(tuple(map(Dim, LETTERS, cuts))), other=a)
+    raise LookupError(shardings)
+
+
+def joined(error: BaseException, *shardings: str) -> Known:
+    """Operands of several shapes keep the cuts that they all have."""
+    found = _layouts(" ".join(shardings))
+    dims = tuple(d if all(d in x.dims for x in found) else Dim(d.name) for d in found[0].dims)
+    after = Layout(dims, tuple(s for s in found[0].sums if all(s in x.sums for x in found)))
+    return _missing(next(x for x in found if x != after), after, all=", ".join(f"'{x}'" for x in found))
+
+
+def unsharded(error: BaseException, says: str) -> Known:
+    """The dims along which something is computed become whole; JAX says which, or only that there is one."""
+    before = _layouts(says)[0]
+    dims = [*range(len(before.dims))][-2 * ("non-batch" in says) :]
+    if found := re.search(r"(?<!mesh )(?:axis|axes|dimension)[= ]\(?-?\d[\d, ]*|\dth dimension", says):
+        dims = [int(n) % len(before.dims) for n in re.findall(r"-?\d+", found[0])]
+    cuts = [d.axes * (i not in dims) for i, d in enumerate(before.dims)]
+    return _missing(before, Layout(tuple(map(Dim, LETTERS, cuts))))
+
+
+def twice(error: BaseException, operation: str, inputs: str, result: str) -> Known:
     """The last operand without the axis that cuts two dims of the result."""
     cuts = layout_of(result).axes
     axis = next(a for a in cuts if cuts.count(a) > 1)
     last = [x for x in map(layout_of, re.findall(PRINTED["TYPE"], inputs)) if axis in x.axes][-1]
-    return last, Layout(tuple(Dim(d.name, d.axes * (axis not in d.axes)) for d in last.dims))
+    return _missing(last, Layout(tuple(Dim(d.name, d.axes * (axis not in d.axes)) for d in last.dims)))
 
 
-def reshape(operation: str, kind: str, sizes: str = "") -> Ends:
+def reshape(error: BaseException, operation: str, kind: str, sizes: str = "") -> Known:
     """Dims that come first or last in both shapes keep their cuts; a gather keeps none."""
     old, new, before = re.findall(r"(?<![\w@])\d+", kind), re.findall(r"\d+", sizes), layout_of(kind)
     kept = lambda i: old[: i + 1] == new[: i + 1] or old[i:] == new[max(0, len(new) - len(old) + i) :]
-    return before, Layout(tuple(Dim(d.name, d.axes * kept(i)) for i, d in enumerate(before.dims)))
+    return _missing(before, Layout(tuple(Dim(d.name, d.axes * kept(i)) for i, d in enumerate(before.dims))))
 
 
-def differs(before: str, after: str) -> Ends:
-    """Over which axes a loop's value begins to differ, as a layout of sums."""
-    return unsummed(" ".join(set(_marked(before, "V:")) ^ set(_marked(after, "V:"))))
+def varies(error: BaseException, first: str, before: str, second: str, after: str) -> Known:
+    """Over which axes a loop's value or a branch's result differs at one end, and which is the other."""
+    a, b = (set(_marked(kind, "V:")) for kind in (before, after))
+    names = tuple(sorted(b - a or a - b))
+    return {"axes": ",".join(names), "names": repr(names), "where": first if b - a else second}
+
+
+# ------------------------------------------------------------------------- mistakes that are no missing arrow
+
+
+def uneven(error: BaseException, dim: str, parts: str, size: str, shape: str) -> Known:
+    """A size that its axes do not divide: the sizes beside it that they do, and what to add."""
+    if ".at[" in _expression(error):  # the size is that of a piece
+        raise LookupError(shape)
+    n, more = int(size), -int(size) % int(parts)
+    pad = tuple((0, more * (i == int(dim))) for i, _ in enumerate(re.findall(r"\d+", shape)))
+    good = " or ".join(str(m) for m in (n + more - int(parts), n + more) if m)
+    return {"size": n, "parts": parts, "good": good, "pad": f"jnp.pad(x, {pad})"}
+
+
+def unknown(error: BaseException, *words: str) -> Known:
+    """The axes that there are, and the one with the nearest name."""
+    pick = lambda *opens: next((word for word in words if word.startswith(opens)), "")
+    axis, spec = next(word for word in words if word.isidentifier()), pick("P(")
+    meshes = [kind.sharding.mesh for kind in _types(error)]
+    names = re.findall(r"\w+", pick("(", "{")) or [a for mesh in meshes for a in mesh.axis_names]
+    if axis in names or not names:
+        raise LookupError(axis)
+    free = {name.lower(): repr(name) for name in names if repr(name) not in spec}
+    near = [free[x] for x in difflib.get_close_matches(axis.lower(), free, 1)]
+    meant = f"; perhaps this was meant: {spec.replace(repr(axis), near[0]) or near[0]}" if near else ""
+    return {"axis": axis, "axes": ", ".join(sorted({*names})), "near": meant}
+
+
+def once(error: BaseException, spec: str, axis: str) -> Known:
+    """A spec with an axis at its first place alone."""
+    cuts = [axes_of(cut) for cut in _cuts(spec)]
+    for i, cut in enumerate(cuts):
+        cuts[i] = tuple(dict.fromkeys(a for a in cut if not any(a in before for before in cuts[:i])))
+    return {"spec": PartitionSpec(*(cut or None for cut in cuts))}
 
 
 PRINTED = {
     "TYPE": r"(\w+\[[^\]]*\](?:\{[^}]*\})?)",
-    "SUM": r"(\w+\[[^\]]*\]\{[^}]*U:[^}]*\})",
     "TUPLE": r"(\((?:[^()]|\([^()]*\))*\))",
     "SPEC": r"(P\((?:[^()]|\([^()]*\))*\))",
 }
-ENDS: dict[str, Callable[..., Ends]] = {
-    "asked": lambda said, found: (layout_of(found), layout_of(said)),
-    "found": lambda found, said: (layout_of(found), layout_of(said)),
-    "turn": lambda name, said, other, found: (layout_of(found), layout_of(said)),
-    "whole": lambda found: (layout_of(found), Layout(tuple(Dim(d.name) for d in layout_of(found).dims))),
-    "plain": lambda *words: (Layout(()), Layout(())),  # no arrow is missing
+RULES: dict[str, Callable[..., Known]] = {
+    "asked": lambda error, said, found: _missing(layout_of(found), layout_of(said)),
+    "found": lambda error, found, said: _missing(layout_of(found), layout_of(said)),
+    "turn": lambda error, name, said, other, found: _missing(layout_of(found), layout_of(said)),
+    "expected": lambda error, mesh, said, found: _missing(layout_of(found), layout_of(said)),
+    "written": lambda error, kind: {"spec": _spec(layout_of(kind))},
+    "shorter": lambda error, spec, rank: {"spec": PartitionSpec(*_cuts(spec)[: int(rank)])},
+    "plain": lambda error, *words: {},
 }
-ENDS |= {ends.__name__: ends for ends in (unsummed, finished, disagree, twice, reshape, differs)}
+_RULES = (
+    product,
+    unsummed,
+    finished,
+    disagree,
+    joined,
+    unsharded,
+    twice,
+    reshape,
+    varies,
+    uneven,
+    unknown,
+    once,
+)
+RULES |= {rule.__name__: rule for rule in _RULES}
 _ROWS = resources.files(__package__).joinpath("explain.toml").read_text(encoding="utf-8")
-ERRORS = tomllib.loads(re.sub("|".join(PRINTED), lambda word: PRINTED[word[0]], _ROWS))["error"]
+ERRORS = tomllib.loads(re.sub("|".join(PRINTED), lambda word: PRINTED[word[0]], _ROWS))

@@ -42,7 +42,9 @@ def _leaves(value: Any) -> list[tuple[str, Any, Any]]:
         found = [(name, *((x is not None and arguments.pop(0)) or (x, None))) for name, x in infos]
         found += [(f"in captured[{i}]", *pair) for i, pair in enumerate(captured)]
         holds = lambda x: hasattr(x, "shape")  # a token holds nothing
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) if holds(x) else None for x, s in results]
+        shapes = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) if holds(x) else None for x, s in results
+        ]
         value, way = cast(Any, value.out_tree).unflatten(shapes), "out "
     for name, x in _named(value, way):
         gone = isinstance(x, jax.core.Tracer) or isinstance(x, jax.Array) and x.is_deleted()
