@@ -95,8 +95,8 @@ PLANTED = {  # what goes wrong: where, and the function that takes the place of 
     "a ring is one hop late": ("attention._owner", lambda right, options, hops: right(options, hops + 1)),
     "the first stage of GPipe turns round early": ("schedules._row", late_backward),
     "1F1B runs one forward more ahead": (
-        "schedules._one_forward_one_backward",
-        lambda right, m, warmup, lag=None: right(m, warmup + 1, lag),
+        "schedules._in_turn",
+        lambda right, units, ahead, lag=None: right(units, ahead + 1, lag),
     ),
     "a type drops its unfinished sum": (
         "mesh.from_type",

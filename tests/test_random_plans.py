@@ -243,10 +243,10 @@ def remedies(why: str, asked: dict) -> list[dict]:
         found.append({m[1]: getattr(Plan(), m[1])})
     if m := re.search(r"use (\d+) layers", why):
         found.append({"num_layers": int(m[1])})
-    if m := re.search(r"in groups of .* use (\d+)(?: or (\d+))?", why):
+    if m := re.search(r"equal rounds.* use (\d+)(?: or (\d+))?", why):
         found += [{"microbatches": int(n)} for n in m.groups() if n]
-    if m := re.search(r"; try ([\w-]+) or ([\w-]+)$", why):
-        found += [{"schedule": name} for name in m.groups()]
+    if m := re.search(r"; try ([\w, -]+ or [\w-]+)$", why):
+        found += [{"schedule": name} for name in re.split(", | or ", m[1])]
     if m := re.search(r"no experts in .*; use ([\w, ]+)", why):
         found += [{"ep": 1, axis: asked[axis] * asked["ep"]} for axis in m[1].split(", ")]
     if m := re.search(r"use a number of KV heads that divides (\d+)", why):

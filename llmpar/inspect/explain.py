@@ -184,7 +184,12 @@ def product(error: BaseException, left: str, right: str) -> Known:
     with contextlib.suppress(Exception):  # what the user's code says is read only where it is plain
         whole = _result_without(error, {*one.axes, *other.axes})
     before, after = (Layout(whole.dims, one.axes), whole) if one.axes == other.axes else (other, one)
-    return _missing(before, after, result=f"out_sharding={_spec(whole)}")
+    said = {
+        "left": ",".join(one.axes),
+        "right": ",".join(other.axes),
+        "result": f"out_sharding={_spec(whole)}",
+    }
+    return _missing(before, after, **said)
 
 
 def unsummed(error: BaseException, axes: str = "", but: str = "") -> Known:

@@ -249,7 +249,7 @@ if TP > 1:
 error = fates["Explicit"][-1]
 if error:
     say(explain(error))
-    assert "'+tp -> whole' (all-reduce over tp)" in explain(error)
+    assert "(all-reduce over tp)" in explain(error)
 
 # %% [markdown]
 # ## Another mistake: a weight is cut along the wrong dim

@@ -295,9 +295,7 @@ say(explain(error))
 
 # %%
 def finished(x, w):
-    open_sum = P(None, None, unreduced={"X"})
-    y = jnp.einsum("bd,df->bf", x * x, w, out_sharding=open_sum)
-    return jax.sharding.reshard(y, P(None, None))
+    return jnp.einsum("bd,df->bf", x * x, w, out_sharding=P(None, None))
 
 
 with jax.set_mesh(typed):
@@ -307,12 +305,12 @@ show(drawn({"sent": (finished, seen)}))
 # %% tags=["plumbing"]
 assert np.allclose(value, draws["up"] ** 2 @ draws["down"], rtol=1e-3, atol=1e-3)
 if N > 1:
-    assert "'+X -> whole' (all-reduce over X)" in explain(error)
+    assert "(all-reduce over X)" in explain(error)
     assert [row["collective"] for row in seen.rows] == ["all-reduce"]
     assert total(seen) == 2 * value.nbytes * (N - 1) // N
 
 # %% [markdown]
-# It runs, and sends one sum. `unreduced` says that the product's sum is open; `reshard` is the arrow that finishes it.
+# It runs, and sends one sum: `out_sharding` says how the result lies, here whole on each device, so JAX finishes the sum.
 #
 # ## Keep: count before you trust
 #
@@ -329,7 +327,7 @@ if N > 1:
 # ### Your own function
 #
 # Arguments can be arrays, or shapes with shardings as here. Put your own function in its place.
-# [Your own code](../docs/your-own-code.md) has the terminal, GPUs and TPUs that are not here, and what `look` cannot read.
+# The page `docs/your-own-code.md` has the terminal, GPUs and TPUs that are not here, and what `look` cannot read.
 
 # %%
 shape = jax.ShapeDtypeStruct((BATCH, SEQ, 64), "bfloat16", sharding=x.sharding)
