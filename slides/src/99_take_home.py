@@ -95,7 +95,7 @@ show(table_of_axes)
 # %% [markdown] tags=["slide"] minutes=3
 # ## Quiz, 1
 #
-# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/00_setup</code> to <code>notebooks/04_zero</code></footer>
+# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/00_setup</code> to <code>notebooks/05_tensor_parallelism</code></footer>
 
 # %%
 from llmpar.exercises import quiz
@@ -116,7 +116,7 @@ def table(lessons, answers=False):
 
 
 LESSONS = list(quiz.QUESTIONS)
-table(LESSONS[:5])
+table(LESSONS[:6])
 
 # %% [markdown] tags=["notes"]
 # **Ask** them twice: before the first slide and after the last. `llmpar quiz` notes answers and self-ratings; `llmpar quiz
@@ -129,10 +129,10 @@ table(LESSONS[:5])
 # %% [markdown] tags=["slide"] minutes=3
 # ## Quiz, 2
 #
-# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/05_tensor_parallelism</code> to <code>notebooks/09_experts</code></footer>
+# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/06_long_sequences</code> to <code>notebooks/10_hybrids</code></footer>
 
 # %%
-table(LESSONS[5:10])
+table(LESSONS[6:11])
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which question would you have got right this morning?
@@ -144,10 +144,10 @@ table(LESSONS[5:10])
 # %% [markdown] tags=["slide"] minutes=2
 # ## Quiz, 3
 #
-# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/10_hybrids</code> to <code>notebooks/17_many_hosts</code></footer>
+# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/11_choose</code> to <code>notebooks/17_many_hosts</code></footer>
 
 # %%
-table(LESSONS[10:])
+table(LESSONS[11:])
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which of these can you answer without paper?
@@ -162,7 +162,7 @@ table(LESSONS[10:])
 # <footer>After the quiz: <code>llmpar quiz --after</code></footer>
 
 # %%
-table(LESSONS[:7], answers=True)
+table(LESSONS[:8], answers=True)
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which one surprised you?
@@ -177,7 +177,7 @@ table(LESSONS[:7], answers=True)
 # <footer>After the quiz: <code>llmpar quiz --after</code></footer>
 
 # %%
-table(LESSONS[7:], answers=True)
+table(LESSONS[8:], answers=True)
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which lesson do you take next?
