@@ -90,11 +90,6 @@ def _marked(kind: str, mark: str) -> list[str]:
     return re.findall(r"\w+", "".join(re.findall(rf"\b(?:{mark})(\{{[^}}]*\}}|\([^)]*\)|\w+)", kind)))
 
 
-def _sizes(text: str) -> list[int]:
-    """The sizes in a type or a shape."""
-    return [int(n) for n in re.findall(r"(?<![\w@])\d+", text)]
-
-
 def _arrow(before: Layout, after: Layout) -> str:
     """An arrow and what it moves. Axes may have names that are not ours."""
     text, axis = f"{before} -> {after}", r"(?<=[/,+])\w+"
