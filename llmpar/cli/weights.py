@@ -1,5 +1,6 @@
 """Where a command's model comes from: checkpoints, the folder of a Hugging Face model, or chance."""
 
+import functools
 import os
 import pathlib
 from collections.abc import Callable
@@ -149,10 +150,7 @@ def from_folder(name: str) -> tuple[str, str, Load]:
     config, tensors = preset(model), hf.open_folder(folder)
     hf.check(tensors, config)
     tokenizer = os.path.join(folder, "tokenizer.json")
-
-    def load(shardings, dtype="float32"):
-        return hf.from_state_dict(tensors, config, shardings, dtype)
-
+    load = functools.partial(hf.from_state_dict, tensors, config)
     return model, tokenizer if os.path.isfile(tokenizer) else "bytes", load
 
 

@@ -74,17 +74,13 @@ class Team(contextlib.ExitStack):
             self.close()
             raise
 
-    def _ended(self) -> bool:
-        """Whether one of the processes has ended."""
-        return any(one.poll() is not None for one in self._processes.running)
-
     def run(self, function: Callable, *given: Any, timeout_s: float = 300.0) -> list[Any]:
         """Run a function in all processes, and give what each returns. What it prints is printed here.
 
         Raises TeamError where one fails, ends, or has not come back after ``timeout_s``; the team is over
         then, because the others may wait for it for ever.
         """
-        if self._ended():
+        if any(one.poll() is not None for one in self._processes.running):
             raise RuntimeError("this team is over; start another")
         task = self._dumps((function, given))
         try:

@@ -244,7 +244,12 @@ def load(
 def open_folder(folder: str | os.PathLike) -> dict[str, Any]:
     """The tensors of a folder by name, none of them read yet: those of its ``model.safetensors``, or of the
     shards that its index.json names."""
-    safetensors, tensors = _safetensors(), dict[str, Any]()
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        needs = "Hugging Face weights need the package safetensors"
+        raise ValueError(f"{needs}; install the extra llmpar[hf]") from error
+    tensors = dict[str, Any]()
     for file in _files(pathlib.Path(folder)):
         check_ordinary(file, "file of weights")
         try:
@@ -256,15 +261,6 @@ def open_folder(folder: str | os.PathLike) -> dict[str, Any]:
                 raise ValueError(f"tensor '{name}' is in '{file}' and in a file before it; give it once")
             tensors[name] = opened.get_slice(name)
     return tensors
-
-
-def _safetensors():
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        needs = "Hugging Face weights need the package safetensors"
-        raise ValueError(f"{needs}; install the extra llmpar[hf]") from error
-    return safetensors
 
 
 def _files(folder: pathlib.Path) -> list[pathlib.Path]:
