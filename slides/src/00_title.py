@@ -33,10 +33,9 @@ show(mesh)
 # %% [markdown] tags=["slide", "short", "agenda"] minutes=1
 # ## What you will be able to do
 #
-# **Say** what a layout holds and what an arrow sends. **Compute** memory, bytes and bubble of a plan. **Choose** a mesh,
-# defend it, and launch it.
+# **Say** what a layout holds. **Compute** what a plan needs. **Choose** a mesh and launch it.
 #
-# <footer>The lessons from <code>notebooks/00_setup</code> on do each of these with your hands · words and letters: <code>docs/words.md</code></footer>
+# <footer>lessons from <code>notebooks/00_setup</code> on · words and letters: <code>docs/words.md</code></footer>
 
 # %% [markdown] tags=["notes"]
 # The table below is made from the minutes of the slides; these notes say at each slide where the clock should be.

@@ -129,8 +129,7 @@ for picture, title in zip(pictures, titles, strict=True):
 # %%
 assert 33 < total(before) / total(after) < 35
 lines = body(cured)[0]
-columns = {"as it was": sent(loss, before, lines), "one line more": sent(cured, after, lines)}
-show(draw.program(lines, columns))
+show(draw.program(lines, {"one line more": sent(cured, after, lines)}))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** could you cure it without the constraint? Cut `embed` by words, `v/X d`: then nothing but `tokens` wants `X`.
@@ -186,7 +185,7 @@ with jax.set_mesh(jax.make_mesh((4,), ("X",), devices=devices)):
     except Exception as error:
         said = explain(error)
 assert "(all-reduce over X)" in said
-Markdown(f'`jnp.einsum("bd,df->bf", x * x, w)`, both cut by `X` along `d`:\n\n> {said}')
+Markdown(f'```python\njnp.einsum("bd,df->bf", x * x, w)  # both cut by X along d\n```\n\n> {said}')
 
 # %% [markdown] tags=["notes"]
 # **Ask:** and our lookup on explicit axes? JAX refuses it at that line: `P('X', None, 'X')` has duplicate entries.

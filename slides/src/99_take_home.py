@@ -126,7 +126,7 @@ table(LESSONS[:6])
 #
 # **Source:** `llmpar.exercises.quiz`; the tests hold each answer against the package.
 
-# %% [markdown] tags=["slide"] minutes=3
+# %% [markdown] tags=["slide"] minutes=2
 # ## Quiz, 2
 #
 # <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/06_long_sequences</code> to <code>notebooks/10_hybrids</code></footer>
@@ -162,7 +162,7 @@ table(LESSONS[11:])
 # <footer>After the quiz: <code>llmpar quiz --after</code></footer>
 
 # %%
-table(LESSONS[:8], answers=True)
+table(LESSONS[:6], answers=True)
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which one surprised you?
@@ -177,7 +177,22 @@ table(LESSONS[:8], answers=True)
 # <footer>After the quiz: <code>llmpar quiz --after</code></footer>
 
 # %%
-table(LESSONS[8:], answers=True)
+table(LESSONS[6:11], answers=True)
+
+# %% [markdown] tags=["notes"]
+# **Ask:** which lesson do you take next?
+#
+# **Misunderstanding:** see the sentence that `llmpar quiz --after` gives to each wrong answer.
+#
+# **Source:** `llmpar.exercises.quiz`.
+
+# %% [markdown] tags=["subslide"] minutes=1
+# ## Answers, 3
+#
+# <footer>After the quiz: <code>llmpar quiz --after</code></footer>
+
+# %%
+table(LESSONS[11:], answers=True)
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which lesson do you take next?
