@@ -30,8 +30,8 @@ def loss(params, tokens):
     h = jax.nn.gelu(x @ params["up"])
     y = x + h @ params["down"]
     logits = y @ params["out"]
-    scores = jax.nn.log_softmax(logits[:, :-1])
-    return -jnp.take_along_axis(scores, tokens[:, 1:, None], -1).mean()
+    logp = jax.nn.log_softmax(logits[:, :-1])
+    return -jnp.take_along_axis(logp, tokens[:, 1:, None], 2).mean()
 
 
 def cured(params, tokens):
@@ -40,8 +40,8 @@ def cured(params, tokens):
     h = jax.nn.gelu(x @ params["up"])
     y = x + h @ params["down"]
     logits = y @ params["out"]
-    scores = jax.nn.log_softmax(logits[:, :-1])
-    return -jnp.take_along_axis(scores, tokens[:, 1:, None], -1).mean()
+    logp = jax.nn.log_softmax(logits[:, :-1])
+    return -jnp.take_along_axis(logp, tokens[:, 1:, None], 2).mean()
 
 
 def body(f):
