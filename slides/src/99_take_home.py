@@ -116,7 +116,8 @@ def table(lessons, answers=False):
 
 
 LESSONS = list(quiz.QUESTIONS)
-table(LESSONS[:6])
+FIRST, SECOND, THIRD = LESSONS[:6], LESSONS[6:11], LESSONS[11:]
+table(FIRST)
 
 # %% [markdown] tags=["notes"]
 # **Ask** them twice: before the first slide and after the last. `llmpar quiz` notes answers and self-ratings; `llmpar quiz
@@ -132,7 +133,7 @@ table(LESSONS[:6])
 # <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/06_long_sequences</code> to <code>notebooks/10_hybrids</code></footer>
 
 # %%
-table(LESSONS[6:11])
+table(SECOND)
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which question would you have got right this morning?
@@ -147,7 +148,7 @@ table(LESSONS[6:11])
 # <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/11_choose</code> to <code>notebooks/17_many_hosts</code></footer>
 
 # %%
-table(LESSONS[11:])
+table(THIRD)
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which of these can you answer without paper?
@@ -162,7 +163,7 @@ table(LESSONS[11:])
 # <footer>After the quiz: <code>llmpar quiz --after</code></footer>
 
 # %%
-table(LESSONS[:6], answers=True)
+table(FIRST, answers=True)
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which one surprised you?
@@ -171,28 +172,28 @@ table(LESSONS[:6], answers=True)
 #
 # **Source:** `llmpar.exercises.quiz`.
 
-# %% [markdown] tags=["subslide"] minutes=1
+# %% [markdown] tags=["subslide"] minutes=0.5
 # ## Answers, 2
 #
 # <footer>After the quiz: <code>llmpar quiz --after</code></footer>
 
 # %%
-table(LESSONS[6:11], answers=True)
+table(SECOND, answers=True)
 
 # %% [markdown] tags=["notes"]
-# **Ask:** which lesson do you take next?
+# **Ask:** which answer would you now explain to your neighbour?
 #
 # **Misunderstanding:** see the sentence that `llmpar quiz --after` gives to each wrong answer.
 #
 # **Source:** `llmpar.exercises.quiz`.
 
-# %% [markdown] tags=["subslide"] minutes=1
+# %% [markdown] tags=["subslide"] minutes=0.5
 # ## Answers, 3
 #
 # <footer>After the quiz: <code>llmpar quiz --after</code></footer>
 
 # %%
-table(LESSONS[11:], answers=True)
+table(THIRD, answers=True)
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which lesson do you take next?
