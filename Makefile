@@ -1,10 +1,9 @@
 # Everything from a fresh clone, with only Python >= 3.11 and make:
 #   make demo    the main job          make lab     JupyterLab on the lessons
 #   make test    the tests             make slides  the deck, in slides/_build
-#   make gallery every drawing and explorer on one page, in slides/_gallery; make pictures: those of the README
+#   make site    docs, lessons, live explorers, drawings, decks and sheets as one static site, in docs/_site (needs npm)
 #   make runtime Python for the browser, which saved pages of explorers take along (needs npm)
-#   make index   lessons, words, decks and sheets on one page; make handout: two sheets for learners
-#   make exports the lessons as a sphinx-lesson tree and as a Carpentries Workbench tree, in notebooks/_exports
+#   make handout two sheets for learners; make pictures: those of the README
 #   make test-lessons, test-browser, test-compilers, test-processes: tests that are jobs of their own (.ci/run does all)
 #   make device-test  one accelerator, in minutes: right or wrong, how fast, how much memory (tests/device.md)
 #   make engines SLURM, MPI, Ray and torchrun, installed in .engines, train the same; times go to tests/engines.md (root)
@@ -17,7 +16,7 @@ BIN := $(VENV)/bin
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup runtime compilers demo test test-lessons test-browser test-compilers test-processes test-fast test-full lab bench device-test slides handout index exports notebooks gallery pictures lint engines clean
+.PHONY: help setup runtime compilers demo test test-lessons test-browser test-compilers test-processes test-fast test-full lab bench device-test slides handout site notebooks pictures lint engines clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -126,21 +125,16 @@ slides: $(STAMP)
 handout: $(STAMP)
 	$(BIN)/python slides/handout.py
 
-index: $(STAMP)
-	$(BIN)/python notebooks/index.py
-
-exports: $(STAMP)
-	$(BIN)/python notebooks/export.py
-
-gallery: $(STAMP)
-	$(BIN)/python slides/gallery.py
+# LLMPAR_REPOSITORY=owner/name tells lessons where Colab and Binder open them, LLMPAR_SITE shared links where the site is.
+site: $(RUNTIME) slides handout
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --jobs 2 -c docs -d docs/_site/.doctrees . docs/_site
 
 pictures: $(STAMP)
-	$(BIN)/python slides/gallery.py --pictures
+	$(BIN)/python docs/pictures.py
 
 notebooks: $(STAMP)
 	$(BIN)/python notebooks/build.py
 
 clean:
-	rm -rf demo runs dist build slides/_build slides/_gallery slides/_handout notebooks/_index notebooks/_exports .jax_cache .pytest_cache .ruff_cache .mypy_cache
+	rm -rf demo runs dist build slides/_build slides/_handout docs/_site docs/.jupyter_cache .jax_cache .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

@@ -71,7 +71,7 @@ channels.install()  # as use_devices does, for the tests that make meshes by the
 
 # Where Jupyter kernels, browsers and processes of a job start: never two at once. With two workers these are
 # one worker's first work; the slides have a kernel of their own, and the other worker.
-KERNELS = "notebooks browser page gallery launch hosts compile real_engines story".split()
+KERNELS = "notebooks browser page site launch hosts compile real_engines story".split()
 LONG = "plans train moe attention cli random_plans flash explicit".split()
 """Next, so that no worker ends with one of them."""
 

@@ -569,7 +569,7 @@ def painted(path) -> list[str]:
 
 def test_no_drawing_lesson_slide_or_script_invents_a_colour(tmp_path):
     kinds = ("llmpar/**/*.py", "llmpar/**/*.js", "llmpar/**/*.css", "llmpar/**/*.html", "notebooks/src/*.py")
-    kinds += ("slides/src/*.py", "slides/deck.py", "slides/gallery.py")
+    kinds += ("slides/src/*.py", "slides/deck.py", "docs/*.py")
     files = [path for kind in kinds for path in ROOT.glob(kind)]
     assert len(files) > 100 and {str(f.relative_to(ROOT)): painted(f) for f in files if painted(f)} == {}
     assert MeshExplorer().document()["theme"] == {"light": LIGHT, "dark": DARK}, "scripts read the same table"

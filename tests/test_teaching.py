@@ -8,7 +8,6 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-import nbformat
 import pytest
 import yaml
 from shared import chromium, load, violations
@@ -138,21 +137,6 @@ def links(text):
     return re.findall(r'(?:href|src)="([^"#]+)"', text)
 
 
-def test_the_index_names_all_lessons_and_its_links_lead_somewhere(tmp_path):
-    index = load("notebooks/index.py")
-    page = index.build(tmp_path)
-    text = page.read_text()
-    assert all((tmp_path / target).resolve().is_file() for target in links(text))
-    assert all(f"{lesson.file}" in text and str(lesson.minutes) in text for lesson in LESSONS.values())
-    for target, (_, command) in index.MADE.items():
-        assert command in text or any(link.endswith(target) for link in links(text))
-        assert re.search(rf"^{command.split()[1]}:", (ROOT / "Makefile").read_text(), re.M)
-    assert not re.search(r"https?://", text), "the page fetches nothing"
-    assert text.count("<img ") == len(LESSONS) and text.count(" alt=") == len(LESSONS)
-    for numbers, _ in index.PATHS.values():
-        assert all({*LESSONS[number].needs} <= {*numbers[:place]} for place, number in enumerate(numbers))
-
-
 def test_the_sheets_are_one_page_each_and_say_what_the_pages_say(tmp_path):
     handout = load("slides/handout.py")
     made = handout.build(tmp_path)  # refuses a sheet that needs two pages
@@ -167,11 +151,10 @@ def test_the_sheets_are_one_page_each_and_say_what_the_pages_say(tmp_path):
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("name", ["index", "cheatsheet", "handout"])
+@pytest.mark.parametrize("name", ["cheatsheet", "handout"])
 def test_the_pages_are_accessible(name, tmp_path):
     handout = load("slides/handout.py")
-    text = load("notebooks/index.py").page(tmp_path) if name == "index" else handout.SHEETS[name]()
-    (tmp_path / "page.html").write_text(text)
+    (tmp_path / "page.html").write_text(handout.SHEETS[name]())
     with chromium() as browser:
         for scheme in ("light", "dark"):
             page = browser.new_page(color_scheme=scheme)
@@ -338,122 +321,3 @@ def test_binder_deals_the_lessons(tmp_path, monkeypatch):
     (code,) = re.findall(r"^python -c '(.*)'$", (ROOT / "binder" / "postBuild").read_text(), re.M)
     exec(code, {})
     assert (tmp_path / "lessons" / "start.ipynb").is_file()
-
-
-# ---------------------------------------------------------------------------------------------------- exports
-
-
-@pytest.fixture(scope="module")
-def trees(tmp_path_factory):
-    """All exports, once."""
-    return load("notebooks/export.py").build(tmp_path_factory.mktemp("exports"))
-
-
-def boxes(text, opens, closes):
-    """The names of the boxes of an episode in their order, and how deep each lies; refuses one left open."""
-    depth, found, fence = 0, [], ""
-    for line in text.splitlines():
-        if fence:  # in code, nothing is a box
-            fence = "" if line.rstrip() == fence else fence
-        elif (code := re.match(r"(`{3,})(?:python|output|bash|text)?$", line)) and not re.match(closes, line):
-            fence = code[1]
-        elif name := re.match(opens, line):
-            depth += 1
-            found.append((name[1], depth))
-        elif re.match(closes, line):
-            depth -= 1
-    assert depth == 0 and not fence, "a box is left open"
-    return found
-
-
-def test_the_workbench_tree_has_what_the_workbench_asks_for(trees):
-    tree = trees[1]
-    config = yaml.safe_load((tree / "config.yaml").read_text())
-    assert {"carpentry", "title", "created", "life_cycle", "license", "source", "branch", "contact"} <= set(
-        config
-    )
-    assert sorted(p.name for p in (tree / "episodes").glob("*.md")) == config["episodes"]
-    for folder in ("learners", "instructors"):
-        assert all((tree / folder / name).is_file() for name in config[folder])
-    for lesson in LESSONS.values():
-        text = (tree / "episodes" / lesson.file.replace(".ipynb", ".md")).read_text()
-        head = yaml.safe_load(text.split("---\n")[1])
-        assert head == {"title": lesson.title, "teaching": lesson.teaching, "exercises": lesson.exercises}
-        found = boxes(text, r":{6,} (\w+)$", r":{6,}$")
-        assert [name for name, _ in found[:2]] == ["questions", "objectives"] and found[-1] == (
-            "keypoints",
-            1,
-        )
-        solutions = sum(name == ("solution", 2) for name in found)
-        assert solutions == sum(name == ("challenge", 1) for name in found) >= 1, lesson.file
-
-
-def test_the_sphinx_tree_has_every_episode_in_its_toctree(trees):
-    content = trees[0] / "content"
-    index, conf = (content / "index.md").read_text(), (content / "conf.py").read_text()
-    compile(conf, "conf.py", "exec")
-    assert '"sphinx_lesson"' in conf
-    for lesson in LESSONS.values():
-        stem = lesson.file.removesuffix(".ipynb")
-        text = (content / f"{stem}.md").read_text()
-        assert f"\n{stem}\n" in index and f"\n# {lesson.title}\n" in text
-        assert text.count("`````{exercise}") == text.count("````{solution}") >= 1
-
-
-def test_plumbing_is_folded_wherever_it_is_read(trees):
-    for lesson in LESSONS.values():
-        cells = json.loads((ROOT / "notebooks" / lesson.file).read_text())["cells"]
-        folded = sum("plumbing" in cell["metadata"]["tags"] for cell in cells)
-        stem = lesson.file.removesuffix(".ipynb")
-        mystic, workbench, page = (
-            path.read_text()
-            for path in (
-                trees[0] / "content" / f"{stem}.md",
-                trees[1] / "episodes" / f"{stem}.md",
-                trees[2] / f"{stem}.html",
-            )
-        )
-        assert mystic.count("{admonition} Set-up and checks\n:class: dropdown") == folded > 0
-        assert workbench.count("spoiler\n\n### Set-up and checks") == folded
-        assert page.count("<details><summary>Set-up and checks") == folded
-
-
-def test_a_page_shows_its_formulas_without_a_network(trees):
-    num = 0
-    for page in trees[2].glob("*.html"):
-        text = page.read_text()
-        num += text.count("<math ")
-        assert "$$" not in text and "FORMULA" not in text
-        assert not re.search(r"<(script|img)[^>]* src=.https?:", text), page.name
-    sources = (ROOT / "notebooks" / "src").glob("*.py")
-    assert num == sum(source.read_text().count("$$") for source in sources) / 2 > 0
-
-
-def test_live_figures_are_live_in_every_export(trees):
-    framed = 0
-    for lesson in LESSONS.values():
-        cells, stem = nbformat.read(ROOT / "notebooks" / lesson.file, 4).cells, lesson.file[:-6]
-        pictures = [out.metadata.get("image/png", {}) for cell in cells for out in cell.get("outputs", [])
-                    if "metadata" in out]  # fmt: skip
-        kinds = [about["explorer"]["kind"] for about in pictures if "explorer" in about]
-        for page, files in (
-            ("content/{}.md", "content/live"),
-            ("episodes/{}.md", "episodes"),
-            ("{}.html", ""),
-        ):
-            tree = trees[("content", "episodes", "{}.html").index(page.partition("/")[0])]
-            found = re.findall(r'<iframe [^>]*src="(files/[^"]+)"', (tree / page.format(stem)).read_text())
-            pages = [(tree / files / name).read_text() for name in found]
-            assert [re.search(r'"kind": "(\w+)"', page)[1] for page in pages] == kinds, (stem, tree.name)
-            framed += len(found)
-    assert framed
-
-
-def test_what_an_episode_shows_is_there_and_described(trees):
-    for tree in trees:
-        for episode in tree.rglob("[0-9][0-9]*_*.md"):
-            text = re.sub(r"^(`{3,})(?:python|output)\n.*?^\1$", "", episode.read_text(), flags=re.M | re.S)
-            for alt, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", text):
-                assert len(alt.split()) > 3 and (episode.parent / target).is_file(), (episode.name, target)
-            for target in re.findall(r"(?<!!)\[[^\]]*\]\((\d\d\w?_[^)]+)\)", text):
-                assert (episode.parent / target).is_file(), (episode.name, target)

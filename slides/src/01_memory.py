@@ -122,7 +122,7 @@ show(picture)
 #
 # A model on a cluster that you do not have: does it fit, how long is a step, who holds what, what would be better?
 #
-# <footer>Lesson <code>notebooks/00_setup</code> · <code>llmpar.explore.explorer</code> · <code>make gallery</code></footer>
+# <footer>Lesson <code>notebooks/00_setup</code> · <code>llmpar.explore.explorer</code> · <code>make site</code></footer>
 
 # %% alt="Sixteen H100s: the answer in a line, and each device as the whole of a weight, with the block that it holds inked"
 from llmpar.explore.explorer import MeshExplorer

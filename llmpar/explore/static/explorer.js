@@ -47,6 +47,7 @@ function toHash(state, start) {
 }
 
 function fromHash(hash, start) {
+  if (document.getElementById(hash.slice(1))) return [start, ""]; // a place in the page
   const state = { ...start }, unread = [], lost = "Left out of the link, since it cannot be read here:";
   for (const part of hash.replace(/^#/, "").split("&").filter(Boolean)) {
     const [, name, text] = /^([^=]*)=?(.*)$/s.exec(part);
@@ -114,7 +115,8 @@ function themeCss({ light, dark }) {
   const rule = (theme) => `.lpx{${Object.entries(theme).map((pair) => `--${pair.join(":")}`).join(";")}}`;
   const [day, night] = [rule(light), rule(dark)];
   const lab = `[data-jp-theme-light=true] ${day}[data-jp-theme-light=false] ${night}`;
-  return `${day}@media (prefers-color-scheme:dark){${night}}${lab}`;
+  const site = `[data-theme=light] ${day}[data-theme=dark] ${night}`;
+  return `${day}@media (prefers-color-scheme:dark){${night}}${lab}${site}`;
 }
 
 const acting = (set, name, inner) =>
@@ -658,9 +660,57 @@ function mount(doc, source, el) {
   return { receive, follow, say, stop };
 }
 
+// Python in a page, which its explorers share: a worker, that sleeps until it is told where its parts are.
+export function python(script) {
+  const asked = new Map();
+  let worker, parts = null, last = 0, status = "";
+  const tell = (now, said) => {
+    document.documentElement.dataset.python = now;
+    status = said;
+  };
+  const failed = (why) => {
+    tell("failed", `Python in this page failed: ${why}`);
+    for (const { reject } of asked.values()) reject(new Error(why));
+    asked.clear();
+  };
+  function begin() {
+    worker = new Worker(script, { type: "module" });
+    worker.onerror = (event) => failed(event.message || "this browser starts no such worker");
+    worker.onmessage = ({ data: { id, answer, error, awake, dead } }) => {
+      if (awake) tell("awake", "");
+      if (dead) failed(dead);
+      if (error) asked.get(id)?.reject(new Error(error));
+      else asked.get(id)?.resolve(answer);
+      asked.delete(id);
+    };
+    tell("starts", "Python starts in this page, in some seconds");
+  }
+  function wake(found) {
+    if (!parts) worker.postMessage(parts = found);
+  }
+  function again() { // what runs for ever can only be ended from outside
+    worker.terminate();
+    failed("it was ended");
+    begin();
+    if (parts) worker.postMessage(parts);
+  }
+  const ask = (question) => new Promise((resolve, reject) => {
+    asked.set(++last, { resolve, reject });
+    worker.postMessage({ id: last, ...question });
+  });
+  const answering = (doc) => ({
+    doc,
+    get status() { return status; },
+    ask: (state) => ask({ kind: doc.kind, given: doc.given, state, more: false }),
+    more: (state) => ask({ kind: doc.kind, given: doc.given, state, more: true }),
+  });
+  begin();
+  return { wake, again, ask, answering };
+}
+
 // A page: its own Python, or only stored answers. Of the questions that wait, only the last is asked.
 export function start(doc, backend, el) {
-  const address = !document.querySelector("[data-explorer]"); // the first explorer of a page has its address
+  const address = doc.address ?? !document.querySelector("[data-explorer]"); // else the first one has the page's address
   const [state, said] = address ? fromHash(location.hash, doc.state) : [doc.state, ""];
   const stores = `This page stores ${1 + (doc.stored || []).length} answers of llmpar`;
   const none = `${stores}, and none for this choice; a page that was saved whole, or a notebook, has all.`;

@@ -1,11 +1,13 @@
-// Python in a page: a worker that wakes what the page brought, and answers states. It asks no network for anything.
+// Python in a page: a worker that wakes what the page brings or what its site has, and answers states and exercises.
 const load = globalThis.fetch.bind(globalThis);
-const unpack = async (text) => {
-  const packed = (await load(`data:;base64,${text}`)).body;
-  return new Response(packed.pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
+const unpack = async (address) => {
+  const packed = await load(address);
+  if (!packed.ok) throw new Error(`Error: the site has no ${address}`);
+  return new Response(packed.body.pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
 };
-const script = async (text) => {
-  const source = new TextDecoder().decode(await unpack(text));
+const read = async (address) => new TextDecoder().decode(await unpack(address));
+const script = async (address) => {
+  const source = await read(address);
   return import(`data:text/javascript;charset=utf-8,${encodeURIComponent(source)}`);
 };
 
@@ -15,33 +17,53 @@ const said = (error) => { // of a traceback the line that says what is wrong
 };
 const HOME = "/llmpar";
 const BEGIN = `
-import json, sys
+import contextlib, functools, io, json, sys, traceback
 sys.path.insert(0, "${HOME}")
 sys.dont_write_bytecode = True
 from llmpar.explore.explorer import by_kind
 
-def answering(kind, given):
-    explorer = by_kind(kind, json.loads(given))
-    return lambda state, more: json.dumps((explorer.more if more else explorer.answer)(json.loads(state)))
+@functools.lru_cache(8)
+def explorer(kind, given):
+    return by_kind(kind, json.loads(given))
 
-answering
+def run(code, known):
+    from llmpar import exercises
+    names, said = vars(exercises).copy(), io.StringIO()
+    exec(known, names)
+    with contextlib.redirect_stdout(said):
+        try:
+            exec(compile(code, "<exercise>", "exec"), names)
+        except BaseException as error:
+            own = [step.lineno for step in traceback.extract_tb(error.__traceback__) if step.filename == "<exercise>"]
+            line = getattr(error, "lineno", None) or own[-1]
+            print(f"line {line}: {type(error).__name__}: {error.args[0] if error.args else ''}")
+    return said.getvalue()
+
+def answer(question):
+    question = json.loads(question)
+    if "code" in question:
+        return json.dumps(run(question["code"], question["known"]))
+    found = explorer(question["kind"], json.dumps(question["given"]))
+    return json.dumps((found.more if question["more"] else found.answer)(question["state"]))
+
+answer
 `;
 
-async function wake({ python, rooms, kind, given }) {
+async function wake({ python, rooms }) {
   const parts = { "pyodide.asm.wasm": unpack(python.machine), "python_stdlib.zip": unpack(python.library) };
-  const files = unpack(rooms), glue = script(python.glue), { loadPyodide } = await script(python.start);
+  const files = read(rooms), glue = script(python.glue), { loadPyodide } = await script(python.start);
   globalThis.fetch = async (url) => {
     const part = await parts[String(url).split("/").pop()];
     return new Response(part, { headers: { "content-type": "application/wasm" } });
   };
   const pyodide = await loadPyodide({
-    indexURL: "https://page.invalid/", createPyodideModule: (await glue).default, lockFileContents: python.lock,
+    indexURL: "https://page.invalid/", createPyodideModule: (await glue).default, lockFileContents: JSON.parse(await read(python.lock)),
   });
-  for (const [path, text] of Object.entries(JSON.parse(new TextDecoder().decode(await files)))) {
+  for (const [path, text] of Object.entries(JSON.parse(await files))) {
     pyodide.FS.mkdirTree(`${HOME}/${path}`.replace(/\/[^/]*$/, ""));
     pyodide.FS.writeFile(`${HOME}/${path}`, text);
   }
-  return pyodide.runPython(BEGIN)(kind, JSON.stringify(given));
+  return pyodide.runPython(BEGIN);
 }
 
 let begin;
@@ -51,9 +73,9 @@ onmessage = async ({ data }) => {
     begin(wake(data));
     return awake.then(() => postMessage({ awake: true }), (error) => postMessage({ dead: said(error) }));
   }
-  const { id, state, more } = data;
+  const { id, ...question } = data;
   try {
-    postMessage({ id, answer: JSON.parse((await awake)(JSON.stringify(state), more)) });
+    postMessage({ id, answer: JSON.parse((await awake)(JSON.stringify(question))) });
   } catch (error) {
     postMessage({ id, error: said(error) });
   }

@@ -1,0 +1,212 @@
+"""The site, built once as `make site` does: links lead somewhere, nothing is fetched, people can read it."""
+
+import functools
+import http.server
+import inspect
+import json
+import re
+import subprocess
+import sys
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from PIL import Image
+from shared import ROOT, chromium, load, violations
+
+from llmpar import draw
+from llmpar.draw.scene import Scene, to_svg
+from llmpar.explore.page import runtime
+
+SITE = ROOT / "docs" / "site"
+TEN = """index api gallery calculators/planner docs/plan docs/words notebooks/01_memory_and_flops
+    notebooks/08_pipeline_schedules tests/compiled search""".split()
+VOID = "area base br col embed hr img input link meta source track wbr".split()
+
+
+def test_every_drawing_is_in_the_gallery():
+    functions = dict(inspect.getmembers(draw, inspect.isfunction))
+    scenes = {name for name, f in functions.items() if f.__annotations__.get("return") in (Scene, "Scene")}
+    blocks = re.findall(r"```\{drawing\}\n(.*?)```", (SITE / "gallery.md").read_text(), re.S)
+    assert scenes == {re.findall(r"^draw\.(\w+)\(", block, re.M)[-1] for block in blocks}
+    assert len(scenes) == len(blocks)
+
+
+def test_every_page_is_on_the_site_and_paths_through_the_lessons_keep_their_order():
+    text = (SITE / "index.md").read_text()
+    for path in (ROOT / "docs").glob("*.md"):
+        assert f"\ndocs/{path.stem}\n" in text, path.name
+    known = {one.number: one for one in load("docs/pages.py").LESSONS.values()}
+    paths = re.findall(r"^- \*\*(.*?)(?=\n- |\n\n)", text, re.M | re.S)
+    assert len(paths) == 3
+    for numbers in (re.findall(r"\[(\d\d)\]", path) for path in paths):
+        assert all({*known[number].needs} <= {*numbers[:place]} for place, number in enumerate(numbers))
+
+
+def test_the_pictures_of_the_pages_are_what_the_package_draws():
+    pictures = load("docs/pictures.py")
+    drawn = to_svg(pictures.timetable_picture())
+    assert drawn == (pictures.PICTURES / "timetable.svg").read_text(), "make pictures"
+
+
+@pytest.mark.browser
+def test_the_explorer_s_picture_shows_what_it_says_now(tmp_path):
+    """Pixels depend on fonts, so the picture is compared by the words that it carries."""
+    pictures = load("docs/pictures.py")
+    with Image.open(pictures.PICTURES / "explorer.png") as picture:
+        said = picture.text["Description"]
+    explorer = pictures.explorer()
+    while explorer.more(dict(explorer.state))["more"]:  # the next steps are part of what it says
+        pass
+    assert said == explorer.scene.text, "make pictures"
+    with chromium() as browser:
+        pictures.photograph(browser, explorer, tmp_path / "explorer.png")
+    with Image.open(tmp_path / "explorer.png") as made:
+        assert made.size == (1400, 900) and made.text["Description"] == said
+
+
+# -------------------------------------------------------------------------------------------- as it is built
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, below a folder, as a server shows it: its folder and its address."""
+    if not runtime():
+        pytest.skip("Python for the browser is not here: make runtime (npm)")
+    out = tmp_path_factory.mktemp("served") / "below" / "site"
+    trees = "-d", str(out.parent.parent / "doctrees")
+    flags = "--quiet", "--fail-on-warning", "--keep-going", "--jobs", "2"
+    command = [sys.executable, "-m", "sphinx", *flags, "-c", ROOT / "docs", *trees, ROOT, out]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    handler = functools.partial(Quiet, directory=out.parent.parent)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield out, f"http://127.0.0.1:{server.server_port}/below/site/"
+        server.shutdown()
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+class Page(HTMLParser):
+    """What a page says of itself: ids, where it leads, its head; and tags that close out of order."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.ids, self.leads, self.meta, self.open, self.faults, self.title = [], [], {}, [], [], ""
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+        self.faults += [f"<{tag}> is left open" for tag in self.open]
+
+    def handle_starttag(self, tag, attrs):
+        known = dict(attrs)
+        self.ids += [known["id"]] * ("id" in known)
+        self.leads += [(tag, known[name]) for name in ("href", "src") if known.get(name)]
+        if tag == "meta" and "content" in known:
+            self.meta[known.get("name") or known.get("property")] = known["content"]
+        if tag == "img" and "alt" not in known:
+            self.faults.append(f"a picture without words: {known.get('src')}")
+        self.open += [tag] * (tag not in VOID)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if self.open and tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if tag in VOID:
+            return
+        if not self.open or self.open[-1] != tag:
+            self.faults.append(f"</{tag}> closes {self.open[-1:]}")
+        if tag in self.open:
+            while self.open.pop() != tag:
+                pass
+
+    def handle_data(self, data):
+        self.title += data if self.open[-1:] == ["title"] and "svg" not in self.open else ""
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    found = {
+        p: Page(p)
+        for p in site[0].rglob("*.html")
+        if not {"_static", "slides", "sheets"} & {*p.relative_to(site[0]).parts}
+    }
+    assert len(found) > 50
+    return found
+
+
+@pytest.mark.browser
+def test_no_link_is_dead_and_nothing_leads_outside_but_links(site, pages):
+    dead, out = [], site[0]
+    made = ("slides", "sheets")  # by targets of their own, which `make site` runs first
+    for path, page in pages.items():
+        for tag, target in page.leads:
+            parts = urlsplit(target)
+            if parts.scheme or target.startswith("//"):
+                assert tag == "a" or parts.scheme == "data", (path.name, tag, target)
+                continue
+            there = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            if out in there.parents and there.relative_to(out).parts[0] in made:
+                continue
+            anchors = pages[there].ids if there in pages else None
+            good = there.is_file() and (
+                not parts.fragment or anchors is None or unquote(parts.fragment) in anchors
+            )
+            dead += [] if good or (tag == "a" and target == "#") else [f"{path.relative_to(out)}: {target}"]
+    assert dead == []
+
+
+@pytest.mark.browser
+def test_pages_are_whole_and_say_what_they_are(pages):
+    titles = [page.title for page in pages.values()]
+    assert all(len(set(page.ids)) == len(page.ids) for page in pages.values()), "an id stands twice"
+    assert {str(path.name): page.faults for path, page in pages.items() if page.faults} == {}
+    for path, page in pages.items():
+        assert page.title and page.meta["viewport"] and len(page.meta["description"]) > 5, path.name
+        assert page.meta["og:title"] and page.meta["og:image"], path.name
+    assert len({*titles}) == len(titles)
+
+
+@pytest.mark.browser
+def test_lessons_keep_what_they_show(site):
+    out = site[0]
+    for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"):
+        text = (out / "notebooks" / f"{path.stem}.html").read_text()
+        cells = json.loads(path.read_text())["cells"]
+        assert text.count("Set-up and checks") == sum(
+            "plumbing" in cell["metadata"].get("tags", ()) for cell in cells
+        )
+        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+        assert text.count("<math ") >= sum(source.count("$$") // 2 for source in sources) and "$$" not in text
+        shown = [found["metadata"]["image/png"] for cell in cells for found in cell.get("outputs", ())
+                 if "image/png" in found.get("data", {})]  # fmt: skip
+        live = sum("explorer" in about for about in shown)
+        assert text.count('loading="lazy"') == len(shown) - live, path.name
+
+
+@pytest.mark.browser
+def test_ten_pages_are_silent_accessible_and_ask_nobody_else(site):
+    out, address = site
+    with chromium("--disable-background-networking", "--disable-dev-shm-usage") as browser:
+        for scheme, wide in (("light", 1400), ("dark", 390)):
+            context = browser.new_context(color_scheme=scheme, viewport={"width": wide, "height": 900})
+            for name in TEN:
+                page, said, asked = context.new_page(), [], []
+                page.on("console", lambda message, said=said: said.append(message.text))
+                page.on("pageerror", lambda error, said=said: said.append(str(error)))
+                page.on("request", lambda request, asked=asked: asked.append(request.url))
+                page.goto(f"{address}{name}.html")
+                page.wait_for_load_state("networkidle")
+                assert all(url.startswith((address, "data:", "blob:")) for url in asked), name
+                assert said == [], (name, scheme)
+                wider = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+                assert wider <= 1, (name, scheme, "the page is wider than the screen")
+                assert violations(page) == [], (name, scheme)
+                page.close()
