@@ -8,6 +8,7 @@ Explorers and exercises are live (`llmpar.explore.page`); drawings are made whil
 
 import ast
 import base64
+import functools
 import inspect
 import json
 import os
@@ -44,6 +45,15 @@ RUN = {
 NAMES = {"llmpar": llmpar, "explore": small} | vars(small) | vars(explorer)
 """What an explorer's expression may name."""
 PYTHON, PICTURE, CITATION = "_static/llmpar", "_images/explorer.png", "_downloads/CITATION.cff"
+MENDED = {
+    '<aside class="sidebar-drawer"': '<aside class="sidebar-drawer" aria-label="Site"',
+    '<aside class="toc-drawer': '<aside aria-label="On this page" class="toc-drawer',
+    '<summary aria-label="Toggle hidden content">': "<summary>",
+    "<pre>": '<pre tabindex="0">',
+    '<div class="table-wrapper': '<div tabindex="0" class="table-wrapper',
+    '<div id="search-results"': '<h1>Search</h1><div id="search-results"',
+}
+"""What the accessibility checker finds in the theme's HTML: what scrolls takes the focus, landmarks have names."""
 COPIED = {PICTURE: "docs/pictures/explorer.png", CITATION: "CITATION.cff"}
 MADE = {"slides": "slides/_build", "sheets": "slides/_handout"}
 """Folders of the site that other targets make."""
@@ -88,9 +98,12 @@ class Drawing(SphinxDirective):
         scene = eval(compile(ast.Expression(last.value), "gallery", "eval"), known)
         name = last.value.func.attr
         says = " ".join(inspect.getdoc(getattr(draw, name)).partition("\n\n")[0].split()).replace("`", "")
+        own = (
+            to_svg(scene).replace("llmpar-lines", f"{name}-lines").replace('label=""', f'label="{name}"')
+        )  # an id stands once on a page
         words = f'<pre tabindex="0">{escape(scene.text)}</pre>'
         box = nodes.container(classes=["drawing"], ids=[name.replace("_", "-")])
-        box += raw(f"<h3>{name.replace('_', ' ').capitalize()}</h3><p>{escape(says)}</p>{to_svg(scene)}")
+        box += raw(f"<h3>{name.replace('_', ' ').capitalize()}</h3><p>{escape(says)}</p>{own}")
         box += raw("<details><summary>The code</summary>")
         box += nodes.literal_block(code, code, language="python")
         box += raw(f"</details><details><summary>In words</summary>{words}</details>")
@@ -204,6 +217,8 @@ def head(app, pagename, templatename, context, doctree) -> None:
     known |= {"url": f"{base}{quote(pagename)}.html"} if ADDRESS else {}
     tags = [f'<meta property="og:{name}" content="{text}">' for name, text in known.items()]
     tags.append(f'<meta name="description" content="{says}">')
+    tree = context.get("furo_navigation_tree", "")
+    context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
     context["metatags"] = context.get("metatags", "") + "".join(tags)
 
 
@@ -212,6 +227,11 @@ def finished(app, error) -> None:
     out = Path(app.outdir)
     if error:
         return
+    for path in out.rglob("*.html"):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(
+            functools.reduce(lambda text, pair: text.replace(*pair), MENDED.items(), text), encoding="utf-8"
+        )
     for name, found in page.files().items():
         (out / PYTHON / name).parent.mkdir(parents=True, exist_ok=True)
         (out / PYTHON / name).write_bytes(found)
@@ -230,6 +250,6 @@ def setup(app):
     app.add_html_math_renderer("mathml", mathml("inline"), mathml("block"))
     app.connect("source-read", lesson)
     app.connect("autodoc-process-docstring", plain)
-    app.connect("html-page-context", head)
+    app.connect("html-page-context", head, priority=900)
     app.connect("build-finished", finished)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

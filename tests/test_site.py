@@ -105,7 +105,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         known = dict(attrs)
-        self.ids += [known["id"]] * ("id" in known)
+        self.ids += [known["id"]] if "id" in known else []
         self.leads += [(tag, known[name]) for name in ("href", "src") if known.get(name)]
         if tag == "meta" and "content" in known:
             self.meta[known.get("name") or known.get("property")] = known["content"]
@@ -166,7 +166,8 @@ def test_no_link_is_dead_and_nothing_leads_outside_but_links(site, pages):
 @pytest.mark.browser
 def test_pages_are_whole_and_say_what_they_are(pages):
     titles = [page.title for page in pages.values()]
-    assert all(len(set(page.ids)) == len(page.ids) for page in pages.values()), "an id stands twice"
+    twice = {path.name: [n for n in {*page.ids} if page.ids.count(n) > 1] for path, page in pages.items()}
+    assert {name: ids for name, ids in twice.items() if ids} == {}
     assert {str(path.name): page.faults for path, page in pages.items() if page.faults} == {}
     for path, page in pages.items():
         assert page.title and page.meta["viewport"] and len(page.meta["description"]) > 5, path.name
@@ -193,7 +194,7 @@ def test_lessons_keep_what_they_show(site):
 
 @pytest.mark.browser
 def test_ten_pages_are_silent_accessible_and_ask_nobody_else(site):
-    out, address = site
+    (_, address), found = site, []
     with chromium("--disable-background-networking", "--disable-dev-shm-usage") as browser:
         for scheme, wide in (("light", 1400), ("dark", 390)):
             context = browser.new_context(color_scheme=scheme, viewport={"width": wide, "height": 900})
@@ -208,5 +209,6 @@ def test_ten_pages_are_silent_accessible_and_ask_nobody_else(site):
                 assert said == [], (name, scheme)
                 wider = page.evaluate("document.documentElement.scrollWidth - innerWidth")
                 assert wider <= 1, (name, scheme, "the page is wider than the screen")
-                assert violations(page) == [], (name, scheme)
+                found += [(name, scheme, fault) for fault in violations(page)]
                 page.close()
+    assert found == [], "\n".join(map(str, found))

@@ -91,7 +91,7 @@ def files() -> dict[str, bytes]:
 
 
 def fragment(explorer: Any, runtime: str, url: bool = False) -> str:
-    """An `Explorer` as a part of a page, in whose site `files` lie at the address ``runtime``. Its words stand
+    """An `Explorer` as a part of a page, in whose site `files` lie at the address ``runtime``. Its words are
     there until the browser draws it. With ``url`` the page's address tells its state."""
     doc = explorer.document() | {"given": explorer.given, "live": True, "address": url}
     return on_site("explorer", doc, f"<pre>{markup.escape(explorer.scene.text)}</pre>", runtime)
@@ -104,7 +104,8 @@ def exercise(name: str, source: str, known: str, runtime: str) -> str:
         f'<button type="button" disabled>{word}</button> ' for word in ("Check", "Hint", "Solution")
     )
     cell = f'<textarea rows="{source.count(chr(10)) + 2}" spellcheck="false" aria-label="{name}">'
-    inner = f'{cell}{markup.escape(source)}</textarea><p>{ask}</p><pre role="status"></pre>'
+    text = markup.escape(source).replace("\n", "&#10;")  # Markdown would end at an empty line
+    inner = f'{cell}{text}</textarea><p>{ask}</p><pre role="status"></pre>'
     return on_site("exercise", {"name": name, "known": known}, inner, runtime)
 
 

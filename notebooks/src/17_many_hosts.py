@@ -93,6 +93,8 @@ def everything(rows, process, num):
 scene.show(shown(team.run(feed, everything)))
 
 # %% [markdown]
+# ## Every row is read twice, and the mean does not tell
+#
 # Every row is there twice (red). The mean stays 3.5, the loss falls as it should, and half of the work is wasted. **Count rows; the
 # loss does not tell.**
 #
