@@ -53,7 +53,7 @@ MENDED = {
     '<div class="table-wrapper': '<div tabindex="0" class="table-wrapper',
     '<div id="search-results"': '<h1>Search</h1><div id="search-results"',
 }
-"""What the accessibility checker finds in the theme's HTML: what scrolls takes the focus, landmarks have names."""
+"""What the accessibility checker finds in the theme's HTML: what scrolls gets the focus, and landmarks names."""
 COPIED = {PICTURE: "docs/pictures/explorer.png", CITATION: "CITATION.cff"}
 MADE = {"slides": "slides/_build", "sheets": "slides/_handout"}
 """Folders of the site that other targets make."""
@@ -82,8 +82,8 @@ class Explorer(SphinxDirective):
     has_content, option_spec = True, {"url": directives.flag}
 
     def run(self):
-        made, runtime = eval("\n".join(self.content), NAMES), up(self.env.docname) + PYTHON
-        return raw(page.fragment(made, runtime, url="url" in self.options))
+        made = eval("\n".join(self.content), NAMES)
+        return raw(fragment(made, self.env.docname, "url" in self.options))
 
 
 class Drawing(SphinxDirective):
@@ -128,6 +128,42 @@ class Lessons(SphinxDirective):
         return raw(f'<ul class="cards">{"".join(cards)}</ul>')
 
 
+def on_site(what: str, doc: dict, inner: str, docname: str) -> str:
+    """What `site.js` wakes on a page: its document, and what is there before."""
+    python = up(docname) + PYTHON
+    head = f'<link rel="stylesheet" href="{python}/explorer.css">'
+    head += f'<script type="module" src="{python}/site.js"></script>'
+    told = f'<script type="application/json">{page.as_json(doc)}</script>'
+    return f'{head}<div data-llmpar="{what}">{told}{inner}</div>'
+
+
+def fragment(made: explorer.Explorer, docname: str, url: bool = False) -> str:
+    """An explorer on a page; its words are there until the browser draws it."""
+    doc = made.document() | {"given": made.given, "live": True, "address": url}
+    return on_site("explorer", doc, f"<pre>{escape(made.scene.text)}</pre>", docname)
+
+
+def exercise(name: str, source: str, known: list[str], docname: str) -> str:
+    """An exercise on a page: a cell to complete, which runs there after the lines that are ``known``."""
+    ask = "".join(
+        f'<button type="button" disabled>{word}</button> ' for word in ("Check", "Hint", "Solution")
+    )
+    text = escape(source).replace("\n", "&#10;")  # Markdown would end at an empty line
+    cell = f'<textarea rows="{source.count(chr(10)) + 2}" spellcheck="false" aria-label="{name}">{text}'
+    inner = f'{cell}</textarea><p>{ask}</p><pre role="status"></pre>'
+    return on_site("exercise", {"name": name, "known": "\n".join(known)}, inner, docname)
+
+
+def shared_files() -> dict[str, bytes]:
+    """What all pages share: scripts, a style, Python in gzip'd parts. ValueError without Python."""
+    if not (python := page.runtime()):
+        raise ValueError("a site needs Python for the browser; make it with 'make runtime' (npm is needed)")
+    parts = json.loads(python) | {"rooms": page.packed(page.rooms())}
+    scripts = [page.MODULE, page.STYLE, page.STATIC / "worker.js", ROOT / "docs/site/site.js"]
+    made = {path.name: path.read_bytes() for path in scripts}
+    return made | {f"{name}.bin": base64.b64decode(text) for name, text in parts.items()}
+
+
 def outs(cell: dict) -> list[dict]:
     """The outputs of a notebook's cell."""
     return cell.get("outputs", [])
@@ -151,7 +187,7 @@ def shown(app, where: str, number: int, cell: dict) -> None:
         said = f'alt="{escape(about["alt"])}"{size} loading="lazy"'
         text = f'<img src="{up(where)}{picture(where, number, i)}" {said}>'
         if found := about.get("explorer"):
-            text = page.fragment(explorer.by_kind(**found), up(where) + PYTHON)
+            text = fragment(explorer.by_kind(**found), where)
         output["data"], output["metadata"] = {"text/html": text}, {}
 
 
@@ -171,7 +207,7 @@ def lesson(app, docname: str, source: list[str]) -> None:
             text = re.sub(r"\A# .*", lambda title: f"{title[0]}\n\n{takes}, or {', or '.join(where)}.", text)
             cell["source"] = text
         elif (name := ATTEMPT.search(text)) and one.number in LIVE and answers_here(name[1]):
-            answered = page.exercise(name[1], text, "\n".join(known), up(docname) + PYTHON)
+            answered = exercise(name[1], text, known, docname)
             cell |= {"cell_type": "markdown", "source": answered}
             del cell["outputs"], cell["execution_count"]
         else:
@@ -232,7 +268,7 @@ def finished(app, error) -> None:
         path.write_text(
             functools.reduce(lambda text, pair: text.replace(*pair), MENDED.items(), text), encoding="utf-8"
         )
-    for name, found in page.files().items():
+    for name, found in shared_files().items():
         (out / PYTHON / name).parent.mkdir(parents=True, exist_ok=True)
         (out / PYTHON / name).write_bytes(found)
     for name, path in COPIED.items():

@@ -273,12 +273,10 @@ def _cells(schedule: Schedule) -> list[tuple[int, list[Op], list[tuple[int, int]
     return cells
 
 
-def reached(
-    schedule: Schedule, costs: Costs = (1, 1, 1)
-) -> tuple[list[list[tuple]], dict[int, tuple[Op, int, Op]]]:
-    """How far an order runs that may be illegal: per stage rows of (start, end, kind, microbatch, chunk), and
+def reached(schedule: Schedule) -> tuple[list[list[tuple]], dict[int, tuple[Op, int, Op]]]:
+    """How far an order runs that may be illegal, at costs of 1: per stage rows of (start, end, kind, microbatch, chunk), and
     of each stage that is stuck its next operation, and the stage and operation that it waits for."""
-    starts, ends, stuck = _run(schedule, _each(schedule, costs), 0, True)
+    starts, ends, stuck = _run(schedule, _each(schedule, (1, 1, 1)), 0, True)
     done = []
     for row, start, end in zip(schedule.rows, starts, ends, strict=True):
         done.append([(a, b, *op[:3]) for op, a, b in zip(row, start, end, strict=False)])

@@ -61,7 +61,7 @@ def test_what_a_page_brings_needs_neither_jax_nor_numpy_and_answers_the_same(tmp
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == json.loads(json.dumps([MESH.answer(state) for state in states]))
     rooms = {name.split(".")[1] for name in modules() if name.count(".") == 2}
-    assert rooms == {"draw", "explore", "kernels", "predict"} and len(modules()) > 30
+    assert rooms == {"draw", "exercises", "explore", "kernels", "predict"} and len(modules()) > 30
 
 
 def test_a_module_that_needs_numpy_is_seen(tmp_path, monkeypatch):
@@ -316,7 +316,7 @@ def test_a_small_figures_page_answers_as_it_does_here(saved, opened, kind):
 def test_a_page_whose_python_does_not_wake_says_why_and_keeps_its_picture(saved, opened, tmp_path):
     whole, broken = saved("mesh").read_text(encoding="utf-8"), tmp_path / "broken.html"
     rooms = page.packed({name: text for name, text in page.rooms().items() if "notation" not in name})
-    broken.write_text(re.sub('"rooms": "[^"]*"', f'"rooms": "{rooms}"', whole), encoding="utf-8")
+    broken.write_text(re.sub('(id="rooms">)[^<]*', rf"\1{rooms}", whole), encoding="utf-8")
     shown = opened(broken, until="failed")
     assert "No module named 'llmpar.notation'" in shown.evaluate("llmpar.status")
     assert ask(shown, [{}]) == ["Error: ModuleNotFoundError: No module named 'llmpar.notation'"]

@@ -1,9 +1,8 @@
-"""A page of an explorer: one HTML file that needs no kernel, server or network; or a part of a site.
+"""A page of an explorer: one HTML file that works without a kernel, a server and a network.
 
 A whole page brings Python along (`static/python.json`, which ``make runtime`` makes of Pyodide) and the
 part of this package that needs nothing else. A worker wakes it behind the first picture, and it answers
-every state as a kernel would. The pages of a site share one Python, which lies beside them as `files`.
-A small page, for mail, knows the answers one click away from where it starts.
+every state as a kernel would. A small page, for mail, knows the answers one click away from where it starts.
 """
 
 import base64
@@ -22,7 +21,6 @@ WORDS = next(path for path in (PACKAGE / "docs/words.md", PACKAGE.parent / "docs
 STATIC = Path(__file__).parent / "static"
 MODULE, STYLE = STATIC / "explorer.js", STATIC / "explorer.css"
 RUNTIME = STATIC / "python.json"
-SITE = "explorer.js", "explorer.css", "site.js", "worker.js"
 ROOMS = ("draw/*", "explore/*", "predict/*", "presets.toml", "kernels/__init__.py", "kernels/tiles.py")
 EXERCISES = "__init__.py judge.py pages.py record.py 01.py 01.md 02.md 08.py 08.md".split()
 """Lessons whose exercises a page judges; of lesson 02 those that no device runs."""
@@ -55,7 +53,7 @@ def html(explorer: Any, small: bool = False) -> str:
     """
     doc, python, stored = explorer.document(), "" if small else runtime(), list[dict]()
     if small:
-        doc["answer"], *stored = nearby(explorer, doc)
+        (doc["answer"], *stored), doc["stored"] = nearby(explorer, doc), []
     elif not python:
         what = "a page that answers by itself needs Python for the browser, which is not installed here"
         raise ValueError(f"{what}; make it with 'make runtime' (npm is needed), or save(…, small=True)")
@@ -65,9 +63,7 @@ def html(explorer: Any, small: bool = False) -> str:
         "light": doc["theme"]["light"]["paper"],
         "dark": doc["theme"]["dark"]["paper"],
         "style": STYLE.read_text(encoding="utf-8"),
-        "doc": as_json(
-            doc | {"given": explorer.given, "live": not small} | ({"stored": []} if small else {})
-        ),
+        "doc": as_json(doc | {"given": explorer.given, "live": not small}),
         "stored": packed(stored) if small else "",
         "module": as_script(MODULE),
         "worker": as_script(STATIC / "worker.js"),
@@ -76,45 +72,6 @@ def html(explorer: Any, small: bool = False) -> str:
     }
     template = (STATIC / "saved.html").read_text(encoding="utf-8")
     return re.sub(r"\[\[(\w+)\]\]", lambda found: parts[found[1]], template)
-
-
-def files() -> dict[str, bytes]:
-    """What a site keeps once, for all its pages: scripts, a style, and Python, whose parts are gzip'd.
-
-    Raises ValueError where Python for the browser is missing.
-    """
-    if not (python := runtime()):
-        raise ValueError("a site needs Python for the browser; make it with 'make runtime' (npm is needed)")
-    parts = json.loads(python) | {"rooms": packed(rooms())}
-    made = {f"{name}.bin": base64.b64decode(text) for name, text in parts.items()}
-    return made | {name: (STATIC / name).read_bytes() for name in SITE}
-
-
-def fragment(explorer: Any, runtime: str, url: bool = False) -> str:
-    """An `Explorer` as a part of a page, in whose site `files` lie at the address ``runtime``. Its words are
-    there until the browser draws it. With ``url`` the page's address tells its state."""
-    doc = explorer.document() | {"given": explorer.given, "live": True, "address": url}
-    return on_site("explorer", doc, f"<pre>{markup.escape(explorer.scene.text)}</pre>", runtime)
-
-
-def exercise(name: str, source: str, known: str, runtime: str) -> str:
-    """An exercise as a part of a page: a cell's ``source`` to complete, which runs in the page after the code
-    ``known``; as `fragment`."""
-    ask = "".join(
-        f'<button type="button" disabled>{word}</button> ' for word in ("Check", "Hint", "Solution")
-    )
-    cell = f'<textarea rows="{source.count(chr(10)) + 2}" spellcheck="false" aria-label="{name}">'
-    text = markup.escape(source).replace("\n", "&#10;")  # Markdown would end at an empty line
-    inner = f'{cell}{text}</textarea><p>{ask}</p><pre role="status"></pre>'
-    return on_site("exercise", {"name": name, "known": known}, inner, runtime)
-
-
-def on_site(what: str, doc: dict, inner: str, runtime: str) -> str:
-    """What `site.js` wakes: its document, and what is there before."""
-    head = f'<link rel="stylesheet" href="{runtime}/explorer.css">'
-    head += f'<script type="module" src="{runtime}/site.js"></script>'
-    doc_text = f'<script type="application/json">{as_json(doc)}</script>'
-    return f'{head}<div data-llmpar="{what}">{doc_text}{inner}</div>'
 
 
 def packed(value: Any) -> str:

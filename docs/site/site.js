@@ -6,6 +6,7 @@ const PARTS = ["start", "glue", "machine", "library", "lock"];
 const LIMIT = 20_000; // milliseconds for an answer's code, once Python is awake
 const at = (name) => new URL(name, import.meta.url).href;
 const shared = python(at("worker.js"));
+globalThis.llmpar = shared; // for a console: await llmpar.ask({ kind: "mesh", given: null, state: {…}, more: false })
 const wake = () => shared.wake({
   python: Object.fromEntries(PARTS.map((name) => [name, at(`${name}.bin`)])), rooms: at("rooms.bin"),
 });
