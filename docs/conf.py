@@ -12,12 +12,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 project, author, language = "llmpar", "The llmpar authors", "en"
 version = release = llmpar.__version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "pages"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "pages"]
 root_doc = "index"
 include_patterns = ["*.md", "docs/**.md", "notebooks/*.ipynb", "notebooks/walk.md", "tests/*.md"]
 exclude_patterns = ["docs/_site"]
 default_role = "code"
-autodoc_member_order = "bysource"
+autodoc_member_order, autodoc_typehints = "bysource", "none"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 90
+napoleon_use_ivar = True
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"

@@ -53,7 +53,7 @@ MENDED = {
     '<div class="table-wrapper': '<div tabindex="0" class="table-wrapper',
     '<div id="search-results"': '<h1>Search</h1><div id="search-results"',
 }
-"""What the accessibility checker finds in the theme's HTML: what scrolls gets the focus, and landmarks names."""
+"""What the accessibility checker finds in the theme's HTML: focus for what scrolls, names for landmarks."""
 COPIED = {PICTURE: "docs/pictures/explorer.png", CITATION: "CITATION.cff"}
 MADE = {"slides": "slides/_build", "sheets": "slides/_handout"}
 """Folders of the site that other targets make."""
@@ -223,7 +223,10 @@ def answers_here(name: str) -> bool:
 
 
 def plain(app, what, name, obj, options, lines: list[str]) -> None:
-    """Docstrings are plain text: a sentence or two, then what stands in columns, as it is written."""
+    """A docstring is text: sentences, then sections, or what stands in columns, which stays as it is."""
+    lines[:] = [re.sub(r"(`+)([^`]+)\1(?=\w)", r"\1\2\1\\ ", line) for line in lines]
+    if any(re.match(r"(Attributes|Args|Returns|Raises):$", line) for line in lines):
+        return
     says, _, rest = "\n".join(lines).strip().partition("\n\n")
     says = re.sub(r"(?<!`)([*|\\]+|\b_+\B)(?!`)", r"\\\1", " ".join(says.split()))
     lines[:] = [says, "", *(["::", "", *(f"    {line}" for line in rest.splitlines()), ""] if rest else [])]
@@ -285,7 +288,7 @@ def setup(app):
         app.add_directive(name, made)
     app.add_html_math_renderer("mathml", mathml("inline"), mathml("block"))
     app.connect("source-read", lesson)
-    app.connect("autodoc-process-docstring", plain)
+    app.connect("autodoc-process-docstring", plain, priority=400)
     app.connect("html-page-context", head, priority=900)
     app.connect("build-finished", finished)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -274,7 +274,7 @@ def _cells(schedule: Schedule) -> list[tuple[int, list[Op], list[tuple[int, int]
 
 
 def reached(schedule: Schedule) -> tuple[list[list[tuple]], dict[int, tuple[Op, int, Op]]]:
-    """How far an order runs that may be illegal, at costs of 1: per stage rows of (start, end, kind, microbatch, chunk), and
+    """How far an order runs that may be illegal: per stage rows of (start, end, kind, microbatch, chunk), and
     of each stage that is stuck its next operation, and the stage and operation that it waits for."""
     starts, ends, stuck = _run(schedule, _each(schedule, (1, 1, 1)), 0, True)
     done = []

@@ -57,12 +57,12 @@ PAPER = set(
 BUDGETS = {
     "paper": 3_520,
     "core": 6_220,  # the paper and what is beside it
-    "kernels": 1_150,
+    "kernels": 1_006,
     "training": 1_904,
     "predict": 4_020,  # a layer in time, what a reader could do next, and where numbers come from
     "draw": 3_241,
     "inspect": 2_760,
-    "explore": 1_700,
+    "explore": 1_702,
     "serve": 820,  # a step, an engine, a server
     "launch": 1_407,
     "exercises": 1_942,
