@@ -19,7 +19,6 @@ exclude_patterns = ["docs/_site"]
 default_role = "code"
 autodoc_member_order, autodoc_typehints = "bysource", "none"
 autodoc_preserve_defaults = True
-python_maximum_signature_line_length = 90
 napoleon_use_ivar = True
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
