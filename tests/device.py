@@ -37,6 +37,7 @@ from llmpar.execution import able
 from llmpar.inspect import roofline
 from llmpar.inspect.census import compiled_memory
 from llmpar.kernels import flash, flash_tpu, products
+from llmpar.kernels.tiles import kernel_tiles
 from llmpar.mesh import make_mesh, platform_of, use_devices
 from llmpar.plan import Plan
 from llmpar.predict import hardware, memory, ring
@@ -181,6 +182,11 @@ class Test:
 
     # ---------------------------------------------------------------------- how fast, how much memory
 
+    def seen(self, h: int, s: int) -> float:
+        """The share of the pairs of positions that our kernel computes, with the tiles of this device."""
+        tiles = kernel_tiles("flash_forward", h, 2, s, s, self.platform, self.device.device_kind)
+        return ring.seen_share(tiles, s)
+
     def multiplies_fast(self) -> None:
         """What products, attention and experts reach of peak, forward and backward together."""
         n, draw = self.size["product"], np.random.default_rng(0)
@@ -188,7 +194,7 @@ class Test:
         self.rate(f"a product of {n}", 2 * n**3, jnp.matmul, array(n, n), array(n, n), name="products")
         b, s, k, r, h = self.size["attention"]
         q, kv, at = array(b, s, k, r, h), array(b, s, k, h), jnp.tile(jnp.arange(s), (b, 1))
-        ids, seen = dict(q_positions_bs=at, k_positions_bt=at), ring.seen_share(s)
+        ids, seen = dict(q_positions_bs=at, k_positions_bt=at), self.seen(h, s)
         both = lambda attend: lambda q, k, v, g: jax.vjp(attend, q, k, v)[1](g)
         if self.kernel:
             ours = lambda q, k, v: attention.ring(q, k, v, platform=self.platform, **ids)[0]
@@ -270,7 +276,7 @@ class Test:
                 self.row("memory", f"{what}: peak of all so far", peak / 2**30, "GiB")
             if chip and not chip.simulated:
                 useful = sum(memory.flops(config, rows * n, s).values()) / n / chip.per_device().flops_per_s
-                guess = roofline.roofline(text, step.mesh, chip, seen=ring.seen_share(s)).step_s
+                guess = roofline.roofline(text, step.mesh, chip, seen=self.seen(config.head_width, s)).step_s
                 self.row("steps", f"{what}: MFU", 100 * useful / step_s, "%")
                 self.row("steps", f"{what}: MFU, estimated", 100 * useful / guess, "%")
             with tempfile.TemporaryDirectory() as folder:

@@ -384,10 +384,17 @@ def test_the_work_of_a_kernel_is_its_products_on_the_tiles_of_its_spans():
     on_tpus = [(b, 16), (b, k, s, h), (b, k, s, h), (b, 2, 1, s), (b, k, r, s, h)]
     assert kernel_flops("flash_forward", on_tpus) == 2 * pairs
     assert kernel_flops("flash_keys_grad", shapes, share=0.5) == 2 * pairs
-    tiles = kernel_tiles("flash_forward", h, 2, s, s)
-    ids = np.stack([np.arange(s), np.ones(s, int)]).astype(np.int32)[None]
-    met = np.diff(np.asarray(flash.spans(CAUSAL, ids, ids, tiles.q, tiles.k))[..., [0, 3]]).sum()
-    assert seen_share(s, mask=CAUSAL, tiles=tiles) == met * tiles.q * tiles.k / s**2
+    ids, shares = np.stack([np.arange(s), np.ones(s, int)]).astype(np.int32)[None], []
+    for chip in (("gpu", "H100"), ("gpu", "L4"), ("tpu", "V5E")):
+        tiles = kernel_tiles("flash_forward", h, 2, s, s, *chip)
+        met = np.diff(np.asarray(flash.spans(CAUSAL, ids, ids, tiles.q, tiles.k))[..., [0, 3]]).sum()
+        shares.append(seen_share(tiles, s, mask=CAUSAL))
+        assert shares[-1] == met * tiles.q * tiles.k / s**2
+    assert shares == [0.625, 0.625, 1], "the longer side of a tile decides; a TPU's is as long as the row"
+    uneven = kernel_tiles(
+        "flash_forward", h, 2, 500, 500, "tpu"
+    )  # a rank's tiles: its own, the last one padded
+    assert 0.5 < seen_share(uneven, 2000, 4) <= 1 and seen_share(uneven, 1000, 2, "contiguous") == 0.75
     with pytest.raises(
         ValueError, match="'flush' is no kernel of llmpar.kernels.flash: flash_forward, flash_k"
     ):

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from rich.table import Table
 
@@ -20,6 +21,7 @@ from llmpar.inspect.census import census_hlo, census_table, compiled_memory, rea
 from llmpar.inspect.roofline import Roofline, measured, roofline
 from llmpar.inspect.tables import table
 from llmpar.inspect.targets import Target, need_compiler
+from llmpar.kernels.tiles import kernel_tiles
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan, Resolved
 from llmpar.predict import memory, planner, ring
@@ -156,8 +158,10 @@ def _busiest(text: str, mesh, plan: Resolved, target: Target, seq_len, branches,
     schedule's bubble as one more term."""
     config, beside = plan.config, AT_ONCE in compiler_options(plan)
     ranks = plan.mesh.along(plan.regions["queries"]["s"])
-    # Of all pairs of tiles the kernel of attention computes these, where a row is one document.
-    seen = ring.seen_share(seq_len, ranks, plan.sequence_order, Mask(config.window))
+    # Of all pairs of tiles the kernel of attention computes these on this chip, where a row is one document.
+    size, own = jnp.dtype(plan.dtype).itemsize, (target.platform, target.chip.name.upper())
+    tiles = kernel_tiles("flash_forward", config.head_width, size, seq_len // ranks, seq_len // ranks, *own)
+    seen = ring.seen_share(tiles, seq_len, ranks, plan.sequence_order, Mask(config.window))
     full = config.experts.full_share(seq_len, plan.mesh.ep) if config.experts else 1.0
     stages = [roofline(text, mesh, target.links, taken, seen, full, beside, kernels) for taken in branches]
     longest = max(stages, key=lambda walk: walk.step_s)

@@ -4,7 +4,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from llmpar.kernels.tiles import KernelTiles, kernel_tiles
+from llmpar.kernels.tiles import KernelTiles
 from llmpar.sequence_order import CAUSAL, Mask, sequence_permutation, tile_length
 
 PRODUCTS = {"flash_forward": 2, "flash_queries_grad": 3, "flash_keys_grad": 4}
@@ -27,21 +27,17 @@ def pairs_by_step(
     return [[_live(ranks[i], ranks[i - j], mask) * tile**2 for j in range(n)] for i in range(n)]
 
 
-def seen_share(
-    s: int, n: int = 1, name: str = "zigzag", mask: Mask = CAUSAL, tiles: KernelTiles | None = None
-) -> float:
+def seen_share(tiles: KernelTiles, s: int, n: int = 1, name: str = "zigzag", mask: Mask = CAUSAL) -> float:
     """Return the share of all pairs of s positions that the kernel of attention computes, mean over ranks and
     hops: whole tiles, of those in which some pair is seen. One document a row; more make it less."""
-    tiles = tiles or kernel_tiles("flash_forward", 128, 2, s // n, s // n)
-    at = sequence_permutation(name, s, n)
-    queries, keys = _tiles(at, tiles.q), _tiles(at, tiles.k)
+    at, own = sequence_permutation(name, s, n), s // n
+    ranks = [at[begin : begin + own] for begin in range(0, s, own)]
+    queries, keys = ([one for rank in ranks for one in _tiles(rank, tile)] for tile in tiles[:2])
     return _live(queries, keys, mask) / (len(queries) * len(keys))
 
 
 def _tiles(order: Sequence[int], length: int) -> list[tuple[int, int]]:
-    """The first and the last position of each tile of so many places."""
-    if len(order) % length:
-        raise ValueError(f"tiles of {length} do not divide {len(order)} positions")
+    """The first and the last position of each tile of so many places; the last tile may be shorter."""
     parts = (order[at : at + length] for at in range(0, len(order), length))
     return [(min(part), max(part)) for part in parts]
 
