@@ -59,9 +59,9 @@ BUDGETS = {
     "core": 6_220,  # the paper and what is beside it
     "kernels": 1_006,
     "training": 1_904,
-    "predict": 4_020,  # a layer in time, what a reader could do next, and where numbers come from
+    "predict": 4_016,  # a layer in time, what a reader could do next, and where numbers come from
     "draw": 3_241,
-    "inspect": 2_760,
+    "inspect": 2_764,
     "explore": 1_702,
     "serve": 820,  # a step, an engine, a server
     "launch": 1_407,
