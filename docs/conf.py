@@ -23,7 +23,6 @@ napoleon_use_ivar = True
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"
-nb_code_prompt_show = "Set-up and checks"
 nb_merge_streams = True
 html_theme, html_title, html_show_sphinx = "furo", "llmpar", False
 html_static_path, html_css_files, html_favicon = ["site/static"], ["site.css"], "site/static/icon.svg"

@@ -45,15 +45,16 @@ RUN = {
 NAMES = {"llmpar": llmpar, "explore": small} | vars(small) | vars(explorer)
 """What an explorer's expression may name."""
 PYTHON, PICTURE, CITATION = "_static/llmpar", "_images/explorer.png", "_downloads/CITATION.cff"
+FOLD, FOLDED = re.compile(r'<summary aria-label="Toggle.*?</summary>', re.S), "Set-up and checks"
+"""What opens a folded cell; its own has paragraphs where HTML allows none."""
 MENDED = {
     '<aside class="sidebar-drawer"': '<aside class="sidebar-drawer" aria-label="Site"',
     '<aside class="toc-drawer': '<aside aria-label="On this page" class="toc-drawer',
-    '<summary aria-label="Toggle hidden content">': "<summary>",
     "<pre>": '<pre tabindex="0">',
     '<div class="table-wrapper': '<div tabindex="0" class="table-wrapper',
     '<div id="search-results"': '<h1>Search</h1><div id="search-results"',
 }
-"""What the accessibility checker finds in the theme's HTML: focus for what scrolls, names for landmarks."""
+"""What checkers find in the theme's HTML: focus for what scrolls, names for landmarks."""
 COPIED = {PICTURE: "docs/pictures/explorer.png", CITATION: "CITATION.cff"}
 MADE = {"slides": "slides/_build", "sheets": "slides/_handout"}
 """Folders of the site that other targets make."""
@@ -267,7 +268,7 @@ def finished(app, error) -> None:
     if error:
         return
     for path in out.rglob("*.html"):
-        text = path.read_text(encoding="utf-8")
+        text = re.sub(FOLD, f"<summary>{FOLDED}</summary>", path.read_text(encoding="utf-8"))
         path.write_text(
             functools.reduce(lambda text, pair: text.replace(*pair), MENDED.items(), text), encoding="utf-8"
         )

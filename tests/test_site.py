@@ -6,6 +6,7 @@ import inspect
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -185,6 +186,17 @@ def test_pages_are_whole_and_say_what_they_are(pages):
 
 
 @pytest.mark.browser
+def test_the_html_is_valid(pages):
+    """By the checker of the W3C, which runs in Java."""
+    checker = ROOT / "node_modules" / "vnu-jar" / "build" / "dist" / "vnu.jar"
+    if not checker.is_file() or not shutil.which("java"):
+        pytest.skip("the checker of HTML, or Java, is not installed; npm install brings the first")
+    command = ["java", "-jar", checker, "--errors-only", *pages]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:2000]
+
+
+@pytest.mark.browser
 def test_lessons_keep_what_they_show(site):
     out = site[0]
     for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"):
@@ -284,6 +296,15 @@ def test_the_address_of_a_calculator_is_its_state(site, browser):
     page.reload()
     page.wait_for_selector(".lpx svg")
     assert "cannot be read here: microbatches=spam" in page.inner_text(".lpx")
+    page.close()
+
+
+@pytest.mark.browser
+def test_search_finds_pages_without_a_server_that_answers(site, browser):
+    page = browser.new_page()
+    page.goto(f"{site[1]}search.html?q=reduce-scatter")
+    for part in ("words.html", "notebooks/"):  # they come one after the other
+        page.locator(f"#search-results li a[href*='{part}']").first.wait_for()
     page.close()
 
 
