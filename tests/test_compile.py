@@ -366,6 +366,48 @@ def test_a_gpu_before_ampere_gets_programs_without_our_kernels():
     assert done.stdout.splitlines() == ["portable None True True"] * 2 + ["portable slots True True"]
 
 
+HEADS = """
+import dataclasses, sys
+from llmpar.config import preset
+from llmpar.inspect import aot, targets
+from llmpar.plan import Plan
+from llmpar.predict import hardware
+
+# NVIDIA's data sheet, and the programming guide for compute capability 8.9
+l4 = dict(name="NVIDIA L4", capability=[8, 9], core_count=58, fpus_per_core=128, clock_rate_ghz=2.04)
+l4 |= dict(l2_cache_size=48 << 20, shared_memory_per_core=100 << 10, threads_per_core_limit=1536)
+targets.GPUS["l4"] = l4
+hardware.NAMES["l4"] = dataclasses.replace(hardware.chip("a100-40"), name="l4", usable_hbm_gib=22)
+base = dataclasses.replace(preset("tiny"), num_layers=1)
+heads, *chips = sys.argv[1:]
+for target in chips:
+    where = targets.parse_target(target)
+    for width, dtype in (head.split() for head in heads.split(",")):
+        plan = Plan(f"fsdp={where.num_devices}", dtype=dtype, attention_kernel="flash")
+        config = dataclasses.replace(base, head_width=int(width))
+        found = aot.compile_step(config, plan, where, where.num_devices, 1024)
+        rows = found["collectives"]
+        sent = all(row["predicted_bytes"] == row["compiled_bytes"] for row in rows)
+        print(target, width, dtype, found["attention_kernel"], found["fits"] and bool(rows) and sent)
+"""
+CHIPS = {"gpu": ["l4:1x2", "a100-80:1x2", "h100:1x2", "b200:1x2"], "tpu": ["v5e:2x2", "v5p:2x2x1"]}
+LARGEST = "256 bfloat16,128 float32"
+OTHERS = "64 bfloat16,128 bfloat16,64 float32,256 float32"
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize("heads", [LARGEST, pytest.param(OTHERS, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "platform", [pytest.param("gpu", marks=gpu_compiler), pytest.param("tpu", marks=tpu_compiler)]
+)
+def test_the_kernel_of_attention_is_compiled_for_heads_of_any_width_on_every_chip(platform, heads):
+    """Shared memory, registers and vector memory have room for its tiles; nothing aborts."""
+    done = aside(HEADS, heads, *CHIPS[platform])
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line.rsplit(" ", 2)[1:] for line in done.stdout.splitlines()]
+    assert rows == [["flash", "True"]] * len(heads.split(",")) * len(CHIPS[platform]), done.stdout
+
+
 EXPERTS = "--model", "qwen3-30b-a3b", "--mesh", "fsdp=8 ep=8", "--remat", "selective", "--loss-chunks", "8"
 PROMISED = {
     "the default": (("--model", "llama3-8b"), 0.45),
