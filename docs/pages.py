@@ -8,8 +8,10 @@ Explorers and exercises are live (`llmpar.explore.page`); drawings are made whil
 
 import ast
 import base64
+import contextlib
 import functools
 import inspect
+import io
 import json
 import os
 import re
@@ -35,6 +37,7 @@ REPOSITORY, ADDRESS = os.environ.get("LLMPAR_REPOSITORY", ""), os.environ.get("L
 LESSONS = {f"notebooks/{Path(one.file).stem}": one for one in lessons(ROOT / "notebooks")}
 LIVE = ("01", "02", "08")
 """Lessons whose exercises answer on their page: they ask for thought, and not for a device."""
+CHECK = "Check", "Hint", "Solution"
 ATTEMPT = re.compile(r'^attempt\(\s*"(\d\d\w?\.\w+)"', re.M)
 CONSTANT = re.compile(r"[A-Z]+ = [\d_]+")
 """What a cell with an exercise takes from those before it."""
@@ -111,6 +114,18 @@ class Drawing(SphinxDirective):
         return [box]
 
 
+class Run(SphinxDirective):
+    """Code that a reader can change and run on the page, and what it prints."""
+
+    has_content = True
+
+    def run(self):
+        code, said = "\n".join(self.content), io.StringIO()
+        with contextlib.redirect_stdout(said):
+            exec(code, {})
+        return raw(code_cell("code to run", code, [], self.env.docname, ("Run",), said.getvalue()))
+
+
 class Lessons(SphinxDirective):
     """A card for each lesson: its first picture, its question, and what it takes."""
 
@@ -144,15 +159,14 @@ def fragment(made: explorer.Explorer, docname: str, url: bool = False) -> str:
     return on_site("explorer", doc, f"<pre>{escape(made.scene.text)}</pre>", docname)
 
 
-def exercise(name: str, source: str, known: list[str], docname: str) -> str:
-    """An exercise on a page: a cell to complete, which runs there after the lines that are ``known``."""
-    ask = "".join(
-        f'<button type="button" disabled>{word}</button> ' for word in ("Check", "Hint", "Solution")
-    )
+def code_cell(name: str, source: str, known: list[str], docname: str, words=CHECK, said: str = "") -> str:
+    """A cell on a page, such as an exercise: code, which runs there after the lines that are ``known``, the
+    words on its buttons, and what it ``said`` where the site was built."""
+    ask = "".join(f'<button type="button" disabled>{word}</button> ' for word in words)
     text = escape(source).replace("\n", "&#10;")  # Markdown would end at an empty line
-    cell = f'<textarea rows="{source.count(chr(10)) + 2}" spellcheck="false" aria-label="{name}">{text}'
-    inner = f'{cell}</textarea><p>{ask}</p><pre role="status"></pre>'
-    return on_site("exercise", {"name": name, "known": "\n".join(known)}, inner, docname)
+    code = f'<textarea rows="{source.count(chr(10)) + 2}" spellcheck="false" aria-label="{name}">{text}'
+    inner = f'{code}</textarea><p>{ask}</p><pre role="status">{escape(said)}</pre>'
+    return on_site("cell", {"name": name, "known": "\n".join(known)}, inner, docname)
 
 
 def shared_files() -> dict[str, bytes]:
@@ -208,7 +222,7 @@ def lesson(app, docname: str, source: list[str]) -> None:
             text = re.sub(r"\A# .*", lambda title: f"{title[0]}\n\n{takes}, or {', or '.join(where)}.", text)
             cell["source"] = text
         elif (name := ATTEMPT.search(text)) and one.number in LIVE and answers_here(name[1]):
-            answered = exercise(name[1], text, known, docname)
+            answered = code_cell(name[1], text, known, docname)
             cell |= {"cell_type": "markdown", "source": answered}
             del cell["outputs"], cell["execution_count"]
         else:
@@ -285,7 +299,7 @@ def finished(app, error) -> None:
 
 def setup(app):
     app.connect("builder-inited", lambda app: setattr(app.project, "__class__", Pages))
-    for name, made in {"explorer": Explorer, "drawing": Drawing, "lessons": Lessons}.items():
+    for name, made in {"explorer": Explorer, "drawing": Drawing, "run": Run, "lessons": Lessons}.items():
         app.add_directive(name, made)
     app.add_html_math_renderer("mathml", mathml("inline"), mathml("block"))
     app.connect("source-read", lesson)

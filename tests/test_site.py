@@ -300,6 +300,21 @@ def test_the_address_of_a_calculator_is_its_state(site, browser):
 
 
 @pytest.mark.browser
+@pytest.mark.parametrize("name", ["planner", "collectives"])
+def test_code_on_a_page_prints_there_what_it_printed_here(site, browser, name):
+    page = browser.new_page()
+    page.goto(f"{site[1]}calculators/{name}.html")
+    box = page.locator("[data-llmpar=cell]")
+    box.scroll_into_view_if_needed()
+    here = box.locator("pre").text_content()
+    assert len(here.splitlines()) > 3 and "Error" not in here
+    box.get_by_role("button", name="Run").click()
+    box.locator("button:enabled").wait_for(timeout=90_000)
+    assert box.locator("pre").text_content() == here
+    page.close()
+
+
+@pytest.mark.browser
 def test_search_finds_pages_without_a_server_that_answers(site, browser):
     page = browser.new_page()
     page.goto(f"{site[1]}search.html?q=reduce-scatter")
@@ -317,7 +332,7 @@ def test_an_exercise_is_answered_on_its_page(site, browser):
     assert names == [f"01.{name}" for name in ("state_gb", "fits", "days", "crossover", "keep_every")]
 
     def answered(text, button="Check"):
-        box = page.locator("[data-llmpar=exercise]").first
+        box = page.locator("[data-llmpar=cell]").first
         if text:
             box.locator("textarea").fill(text)
         box.get_by_role("button", name=button).click()

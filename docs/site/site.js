@@ -1,4 +1,4 @@
-// What is live on a site's page: explorers, and exercises that are answered there. They share one Python, which wakes when
+// What is live on a site's page: explorers, and cells of code: exercises among them. They share one Python, which wakes when
 // the first of them comes into sight.
 import { python, start } from "./explorer.js";
 
@@ -17,9 +17,9 @@ function explorer(el, doc) {
   requestAnimationFrame(() => setTimeout(wake)); // the picture first
 }
 
-function exercise(el, { name, known }) {
-  const [cell, said] = ["textarea", "pre"].map((tag) => el.querySelector(tag)), buttons = [...el.querySelectorAll("button")];
-  const code = { Check: () => cell.value, Hint: () => `hint("${name}")`, Solution: () => `solution("${name}")` };
+function cell(el, { name, known }) {
+  const [typed, said] = ["textarea", "pre"].map((tag) => el.querySelector(tag)), buttons = [...el.querySelectorAll("button")];
+  const written = () => typed.value, code = { Check: written, Run: written, Hint: () => `hint("${name}")`, Solution: () => `solution("${name}")` };
   async function run(button) {
     for (const one of buttons) one.disabled = true;
     said.textContent = "Python starts in this page, in some seconds.";
@@ -47,7 +47,7 @@ const seen = new IntersectionObserver((found) => {
     if (!isIntersecting) continue;
     seen.unobserve(target);
     const doc = JSON.parse(target.querySelector("script").textContent);
-    (target.dataset.llmpar === "exercise" ? exercise : explorer)(target, doc);
+    (target.dataset.llmpar === "cell" ? cell : explorer)(target, doc);
   }
 }, { rootMargin: "400px" });
 for (const el of document.querySelectorAll("[data-llmpar]")) seen.observe(el);
