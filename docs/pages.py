@@ -23,6 +23,7 @@ from urllib.parse import quote
 import latex2mathml.converter
 from docutils import nodes
 from docutils.parsers.rst import directives
+from markupsafe import Markup
 from sphinx.project import Project
 from sphinx.util.docutils import SphinxDirective
 
@@ -259,9 +260,8 @@ def mathml(display: str):
 
 def head(app, pagename, templatename, context, doctree) -> None:
     """What a search engine and a shared link say of a page: its title, its question or first sentence."""
-    context["copyright"] = (
-        f'the llmpar authors. To cite it: <a href="{up(pagename)}{CITATION}">CITATION.cff</a>.'
-    )
+    link = f'<a href="{up(pagename)}{CITATION}">CITATION.cff</a>'
+    context["copyright"] = Markup(f"the llmpar authors. To cite it: {link}")
     first = next(iter(doctree.findall(nodes.paragraph)), None) if doctree else None
     says = LESSONS[pagename].question if pagename in LESSONS else first.astext() if first else "Search llmpar"
     says = escape(" ".join(says.split())[:200])

@@ -181,6 +181,7 @@ def test_pages_are_whole_and_say_what_they_are(pages):
     assert {str(path.name): page.faults for path, page in pages.items() if page.faults} == {}
     for path, page in pages.items():
         assert page.title and page.meta["viewport"] and len(page.meta["description"]) > 5, path.name
+        assert any(target.endswith("CITATION.cff") for _, target in page.leads), path.name
         assert page.meta["og:title"] and page.meta["og:image"], path.name
     assert len({*titles}) == len(titles)
 
