@@ -4,6 +4,7 @@ import functools
 import http.server
 import inspect
 import json
+import os
 import random
 import re
 import shutil
@@ -83,7 +84,8 @@ def site(tmp_path_factory):
     trees = "-d", str(out.parent.parent / "doctrees")
     flags = "--quiet", "--fail-on-warning", "--keep-going", "--jobs", "2"
     command = [sys.executable, "-m", "sphinx", *flags, "-c", ROOT / "docs", *trees, ROOT, out]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    where = {"LLMPAR_REPOSITORY": "owner/name", "LLMPAR_SITE": "https://example.org/site"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | where)
     assert done.returncode == 0, done.stdout + done.stderr
     handler = functools.partial(Quiet, directory=out.parent.parent)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -182,7 +184,10 @@ def test_pages_are_whole_and_say_what_they_are(pages):
     for path, page in pages.items():
         assert page.title and page.meta["viewport"] and len(page.meta["description"]) > 5, path.name
         assert any(target.endswith("CITATION.cff") for _, target in page.leads), path.name
-        assert page.meta["og:title"] and page.meta["og:image"], path.name
+        assert page.meta["og:title"] and page.meta["og:image"].endswith("/site/_images/explorer.png"), (
+            path.name
+        )
+        assert page.meta["og:url"].endswith(path.name)
     assert len({*titles}) == len(titles)
 
 
@@ -203,6 +208,14 @@ def test_lessons_keep_what_they_show(site):
     for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"):
         text = (out / "notebooks" / f"{path.stem}.html").read_text()
         cells = json.loads(path.read_text())["cells"]
+        assert (
+            f'href="https://colab.research.google.com/github/owner/name/blob/main/notebooks/{path.name}"'
+            in text
+        )
+        assert (
+            f'href="https://mybinder.org/v2/gh/owner/name/main?urlpath=lab/tree/notebooks/{path.name}"'
+            in text
+        )
         assert text.count("Set-up and checks") == sum(
             "plumbing" in cell["metadata"].get("tags", ()) for cell in cells
         )
