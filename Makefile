@@ -128,6 +128,7 @@ handout: $(STAMP)
 # LLMPAR_REPOSITORY=owner/name tells lessons where Colab and Binder open them, LLMPAR_SITE shared links where the site is.
 site: $(RUNTIME) slides handout
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --jobs 2 -c docs -d docs/_doctrees . docs/_site
+	@echo "the site is in docs/_site; to see it: $(BIN)/python -m http.server --directory docs/_site"
 
 pictures: $(STAMP)
 	$(BIN)/python docs/pictures.py
@@ -136,5 +137,5 @@ notebooks: $(STAMP)
 	$(BIN)/python notebooks/build.py
 
 clean:
-	rm -rf demo runs dist build slides/_build slides/_handout docs/_site docs/_doctrees docs/.jupyter_cache .jax_cache .pytest_cache .ruff_cache .mypy_cache
+	rm -rf demo runs dist build slides/_build slides/_handout docs/_site docs/_doctrees docs/.jupyter_cache docs/jupyter_execute .jax_cache .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
