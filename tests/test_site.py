@@ -310,6 +310,10 @@ def test_the_address_of_a_calculator_is_its_state(site, browser):
     page.reload()
     page.wait_for_selector(".lpx svg")
     assert "cannot be read here: microbatches=spam" in page.inner_text(".lpx")
+    page.goto(f"{site[1]}calculators/collectives.html")
+    page.locator("[data-llmpar=explorer]").nth(1).scroll_into_view_if_needed()
+    page.locator("[data-llmpar=explorer] svg").nth(1).wait_for()
+    assert page.get_by_role("button", name="copy link").count() == 1, "who has the address, and nobody else"
     page.close()
 
 

@@ -158,7 +158,7 @@ function skeleton(doc, source, own) {
   return `<style>${themeCss(doc.theme)}</style>
     <div class="ask"><div class="top"><${h} class="${doc.sentence ? "unseen" : ""}">${esc(doc.title)}</${h}>
       <div class="sentence">${words.map((word, i) => (i % 2 ? own(word) : esc(word))).join("")}</div>
-      <div class="tools">${source.page ? button("link", "copy link") : ""}${button("code", "copy code")}
+      <div class="tools">${source.address ? button("link", "copy link") : ""}${button("code", "copy code")}
         <details class="menu"><summary>save</summary><div>${button("png", "PNG")}${button("svg", "SVG")}
         ${source.save ? button("html", "HTML") : ""}</div></details>${button("help", "?", "keys")}</div></div>
       ${doc.sentence ? "" : form}<div class="verdict"></div><p class="said" role="status"></p>
