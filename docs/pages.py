@@ -59,6 +59,7 @@ MENDED = {
     '<div id="search-results"': '<h1>Search</h1><div id="search-results"',
 }
 """What checkers find in the theme's HTML: focus for what scrolls, names for landmarks."""
+LICENCE = "LICENSE-RUNTIME"
 COPIED = {PICTURE: "docs/pictures/explorer.png", CITATION: "CITATION.cff"}
 MADE = {"slides": "slides/_build", "sheets": "slides/_handout"}
 """Folders of the site that other targets make."""
@@ -175,9 +176,9 @@ def shared_files() -> dict[str, bytes]:
     if not (python := page.runtime()):
         raise ValueError("a site needs Python for the browser; make it with 'make runtime' (npm is needed)")
     parts = json.loads(python) | {"rooms": page.packed(page.rooms())}
-    scripts = [page.MODULE, page.STYLE, page.STATIC / "worker.js", ROOT / "docs/site/site.js"]
-    made = {path.name: path.read_bytes() for path in scripts}
-    return made | {f"{name}.bin": base64.b64decode(text) for name, text in parts.items()}
+    files = page.MODULE, page.STYLE, page.STATIC / "worker.js", ROOT / "docs/site/site.js", ROOT / LICENCE
+    made = {path.name: path.read_bytes() for path in files}
+    return made | {f"{name}.bin": base64.b64decode(text) for name, text in parts.items() if name != "licence"}
 
 
 def outs(cell: dict) -> list[dict]:

@@ -176,7 +176,8 @@ def test_no_link_is_dead_and_nothing_leads_outside_but_links(site, pages):
 
 
 @pytest.mark.browser
-def test_pages_are_whole_and_say_what_they_are(pages):
+def test_pages_are_whole_and_say_what_they_are(site, pages):
+    assert "Pyodide" in (site[0] / "_static" / "llmpar" / "LICENSE-RUNTIME").read_text()
     titles = [page.title for page in pages.values()]
     twice = {path.name: [n for n in {*page.ids} if page.ids.count(n) > 1] for path, page in pages.items()}
     assert {name: ids for name, ids in twice.items() if ids} == {}
