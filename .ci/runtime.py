@@ -53,9 +53,8 @@ def main(folder: Path, out: Path) -> None:
     made = {name: packed(data) for name, data in parts.items()}
     about = json.loads((folder / "pyodide-lock.json").read_text())["info"]
     licence = (Path(__file__).parent.parent / "LICENSE-RUNTIME").read_text()
-    texts = {"licence": licence.encode(), "lock": json.dumps({"info": about, "packages": {}}).encode()}
-    made |= {name: packed(data) for name, data in texts.items()}
-    out.write_text(json.dumps(made))
+    made["lock"] = packed(json.dumps({"info": about, "packages": {}}).encode())
+    out.write_text(json.dumps({"licence": licence} | made))
     sizes = ", ".join(f"{name} {len(text) / 1e6:.2f}" for name, text in made.items())
     print(f"{out}: Python {about['python']} in {out.stat().st_size / 1e6:.2f} MB ({sizes})")
 
