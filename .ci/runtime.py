@@ -41,19 +41,14 @@ def library(path: Path) -> bytes:
     return made.getvalue()
 
 
-def packed(data: bytes) -> str:
-    """A part: gzip'd, in letters."""
-    return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
-
-
 def main(folder: Path, out: Path) -> None:
     """Write the file, and say how large its parts are."""
     parts = {name: (folder / file).read_bytes() for name, file in PARTS.items()}
     parts["library"] = library(folder / "python_stdlib.zip")
-    made = {name: packed(data) for name, data in parts.items()}
     about = json.loads((folder / "pyodide-lock.json").read_text())["info"]
+    parts["lock"] = json.dumps({"info": about, "packages": {}}).encode()
+    made = {name: base64.b64encode(gzip.compress(data, 9, mtime=0)).decode() for name, data in parts.items()}
     licence = (Path(__file__).parent.parent / "LICENSE-RUNTIME").read_text()
-    made["lock"] = packed(json.dumps({"info": about, "packages": {}}).encode())
     out.write_text(json.dumps({"licence": licence} | made))
     sizes = ", ".join(f"{name} {len(text) / 1e6:.2f}" for name, text in made.items())
     print(f"{out}: Python {about['python']} in {out.stat().st_size / 1e6:.2f} MB ({sizes})")
