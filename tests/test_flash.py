@@ -391,10 +391,9 @@ def test_the_work_of_a_kernel_is_its_products_on_the_tiles_of_its_spans():
         shares.append(seen_share(tiles, s, mask=CAUSAL))
         assert shares[-1] == met * tiles.q * tiles.k / s**2
     assert shares == [0.625, 0.625, 1], "the longer side of a tile decides; a TPU's is as long as the row"
-    uneven = kernel_tiles(
-        "flash_forward", h, 2, 500, 500, "tpu"
-    )  # a rank's tiles: its own, the last one padded
-    assert 0.5 < seen_share(uneven, 2000, 4) <= 1 and seen_share(uneven, 1000, 2, "contiguous") == 0.75
+    assert tiles.q == 512 and seen_share(tiles, 2400, 4, "contiguous") == 36 / 64, (
+        "two a rank, a triangle of 8"
+    )
     with pytest.raises(
         ValueError, match="'flush' is no kernel of llmpar.kernels.flash: flash_forward, flash_k"
     ):
