@@ -88,6 +88,18 @@ def choose(par: Solo, mask: Mask) -> Callable[..., Q]:
     return lambda q, k, v, *ids: run(q, k, v, mask=mask, **named(ids))[0]
 
 
+def as_promised(par: Solo, mask: Mask, positions_bs: Array, segments_bs: Array) -> Bool[Array, " b"]:
+    """Tell of each row whether what `choose` returns may leave out what is later in it: positions rise, or
+    segments do and positions in each. A row that is promised to be whole has one segment and, for a window,
+    no gap. (A cache, a ring and the kernel of `flash` ask the ids, and trust nothing.)"""
+    plan, step, turn = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
+    if par.cache or plan.attention_kernel == "flash" or not plan.in_order or par.axes("keys s"):
+        return jnp.ones(len(step), bool)
+    if plan.documents == "whole" and plan.attention_kernel != "portable":
+        return ((turn == 0) & ((step == 1) if mask.window else (step > 0))).all(1)
+    return (step > 0).all(1) | ((turn > 0) | (turn == 0) & (step > 0)).all(1)
+
+
 # ------------------------------------------------------------------------------------------ one pair of tiles
 
 
@@ -279,9 +291,9 @@ def ring(
 
     Tiles have `block` positions. Two of which the extremes of positions and segments show that none may see
     the other are a branch not taken (masked, without `branch`). `contiguous` promises that queries and keys
-    are the same positions in rising order, without gaps (they may start again with each segment): then up to
-    8 tiles are written out, and pairs outside the mask not at all. With a `platform`, its kernel attends
-    (`llmpar.kernels.flash`; interpreted where that is ``cpu``). `hop` is that of a `Plan`.
+    are the same, in order (`as_promised`): then up to 8 tiles are written out, and pairs outside the mask not
+    at all. With a `platform`, its kernel attends (`llmpar.kernels.flash`; interpreted where that is ``cpu``).
+    `hop` is that of a `Plan`.
     """
     s, t = q.shape[1], k.shape[1]
     assert s == t or not contiguous
@@ -403,14 +415,11 @@ def by_kernel(
     """Attend with `jax.nn.dot_product_attention` by 'cudnn' (NVIDIA GPUs, 16 bits) or 'xla' (all scores).
 
     The mask is an array of b s t, one for all heads; with `contiguous` a kernel may skip what is later. There
-    is none where rows are promised to be `whole`, one document each: a row that is not gives NaN. No lse: the
-    kernel rounds it to q's dtype, too coarse to merge by, and drops its gradient (JAX 0.10 and 0.12).
+    is none where rows are promised to be `whole`, one document each (`as_promised`). No lse: the kernel
+    rounds it to q's dtype, too coarse to merge by, and drops its gradient (JAX 0.10 and 0.12).
     """
     attend = partial(jax.nn.dot_product_attention, implementation=kernel, is_causal=contiguous)
     if whole and contiguous:
-        if (segments := ids.get("k_segments_bt")) is not None:
-            kept = (segments == segments[:, :1]).all(1)
-            q = q * jnp.where(kept, 1, jnp.nan).astype(q.dtype)[:, None, None, None, None]
         attend = partial(attend, local_window_size=mask.window and (mask.window - 1, 0))
     else:
         q_ids, (k_ids,) = ids_of(None, k.shape[1], **ids)

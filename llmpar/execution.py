@@ -23,7 +23,8 @@ SUITS = {
 }
 """What the devices of a platform can do, or not absurdly slowly; first what ``auto`` stands for."""
 AMPERE, SINCE_AMPERE = 8.0, ("flash", "cudnn", "triton")
-"""NVIDIA's compute capability since which XLA has Triton, and what needs it. (Nobody has tried AMD's.)"""
+"""NVIDIA's compute capability since which XLA has Triton, and what needs it. (So does JAX's own attention:
+older GPUs lack the products of 16 bits that it asks for.)"""
 UNSUITED = {
     "cudnn": "it is for NVIDIA GPUs",
     "ragged": "XLA has no ragged all-to-all for CPUs",
@@ -37,7 +38,8 @@ def able(name: str, devices: str) -> tuple[str, ...]:
     """What devices (`mesh.platform_of`) can do of what a field offers."""
     platform, _, card = devices.partition(" ")
     older = bool(card) and not (card[0].isdigit() and float(card) >= AMPERE)
-    return tuple(one for one in SUITS[name][platform] if not (older and one in SINCE_AMPERE))
+    lacks = SINCE_AMPERE + ("xla",) * card[0].isdigit() if older else ()
+    return tuple(one for one in SUITS[name][platform] if one not in lacks)
 
 
 @dataclass(frozen=True, kw_only=True)

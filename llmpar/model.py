@@ -32,7 +32,7 @@ from llmpar.par import HIDDEN, PROJECTED, STREAM, Solo
 Stream = Float[Array, "b s d"]
 Batch = dict[str, jax.Array]
 """What a step reads, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents,
-from 1)."""
+from 1). A row of which attention cannot tell who sees whom gives NaN (`attention.as_promised`)."""
 # Positions and segments of the queries, then those of the keys. Their regions may cut them otherwise than x.
 Ids = tuple[Int[Array, "_ q"], Int[Array, "_ q"], Int[Array, "_ t"], Int[Array, "_ t"]]
 # Cosines and sines for each of p positions and each pair of a head's numbers.
@@ -341,9 +341,11 @@ class Llama(nnx.Module):
     def run_blocks(self, x: Stream, batch: Batch, par: Solo, layers: Callable) -> tuple[Stream, Any]:
         """Run the blocks as ``layers`` does: the stream behind the last one, and the routers' outputs."""
         graph, weights = nnx.split(self.blocks)
-        rope = rope_table(self.config, batch["positions"])
         names = "positions", "segments"
         k_positions, k_segments = (par.move(batch[name], "data b s -> ids b s") for name in names)
+        mask, (cos, sin) = attention.Mask(self.config.window), rope_table(self.config, batch["positions"])
+        kept = attention.as_promised(par, mask, k_positions, k_segments)[:, None, None, None]
+        rope = jnp.where(kept, cos, jnp.nan), sin
         q_positions, q_segments = (par.move(x, "ids b s -> queries b s") for x in (k_positions, k_segments))
         ids = q_positions, q_segments, k_positions, k_segments
         block = lambda x, w: nnx.merge(graph, w)(x, ids, rope, par)

@@ -43,9 +43,7 @@ from llmpar.weights import Tree, described, init_params, joined, model_graph, tr
 WHOLE = Layout(())
 TALLY = Dim("l"), Dim("e")  # of tokens per expert; summed over all tokens
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
-EARLY = ["xla_gpu_enable_latency_hiding_scheduler"]
-if jax.__version_info__ < (0, 11):  # the compiler of JAX 0.12 aborts with it
-    EARLY.append("xla_gpu_enable_analytical_latency_estimator")
+EARLY = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_latency_estimator"
 
 
 def compiler_options(plan: Resolved) -> dict[str, bool | int]:
@@ -55,7 +53,10 @@ def compiler_options(plan: Resolved) -> dict[str, bool | int]:
     ragged = plan.mesh.ep > 1 and plan.dispatch == "ragged"
     if plan.platform != "gpu" or not (ragged or plan.rings):
         return {}
-    return {AT_ONCE: 4 if plan.rings else 2} | (dict.fromkeys(EARLY, True) if ragged else {})
+    # With that estimate JAX 0.12's compiler aborts, and 0.10's for GPUs since Blackwell (10.0).
+    aborts = jax.__version_info__ >= (0, 11) or (plan.devices or "").startswith("gpu 1")
+    early = EARLY[: 1 if aborts else 2] if ragged else ()
+    return {AT_ONCE: 4 if plan.rings else 2} | dict.fromkeys(early, True)
 
 
 class State(NamedTuple):

@@ -23,6 +23,8 @@ from llmpar import attention, sequence_order
 from llmpar.attention import decode, full, merge, ring
 from llmpar.inspect.census import executed_flops
 from llmpar.inspect.jaxpr import census_jaxpr
+from llmpar.par import Solo
+from llmpar.plan import Plan
 from llmpar.predict.ring import pairs_by_step
 from llmpar.sequence_order import Mask, sequence_permutation
 
@@ -208,6 +210,45 @@ def test_a_kernel_matches_full(contiguous, mask, packed, ratio):
     attends = run, partial(full, mask=mask, **ids_of(*where))
     (out, *grads), (want, *expected) = (out_and_grads(attend, q, k, v) for attend in attends)
     agree((out, 0, *grads), (want, 0, *expected))
+
+
+ROWS = {  # positions and segments of a row of 8
+    "in order": ([0, 1, 2, 3, 4, 5, 6, 7], [1] * 8),
+    "with gaps": ([0, 1, 5, 6, 20, 21, 22, 30], [1] * 8),
+    "packed": ([0, 1, 2, 3, 4, 5, 6, 7], [1, 1, 1, 2, 2, 2, 2, 3]),
+    "again in each": ([0, 1, 2, 0, 1, 2, 3, 0], [1, 1, 1, 2, 2, 2, 2, 3]),
+    "segments fall": ([0, 1, 2, 3, 4, 5, 6, 7], [3, 3, 3, 1, 1, 1, 1, 2]),
+    "backwards": ([7, 6, 5, 4, 3, 2, 1, 0], [1] * 8),
+    "twice": ([0, 0, 1, 1, 2, 2, 3, 3], [1] * 8),
+    "a zigzag": ([0, 1, 6, 7, 2, 3, 4, 5], [1] * 8),
+    "falls in one": ([0, 1, 2, 0, 1, 0, 3, 0], [1, 1, 1, 2, 2, 2, 2, 3]),
+    "a segment twice": ([5, 6, 7, 0, 1, 2, 3, 4], [1, 1, 1, 2, 2, 2, 1, 1]),
+}
+TRUSTED = {"in order", "with gaps", "packed", "again in each", "segments fall"}
+TRUSTED_WHOLE = {"in order", "with gaps"}
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("how", ["portable", "xla", "xla, whole", "flash"])
+def test_what_attention_trusts_is_asked_and_what_it_must_not_take_is_wrong(how, window):
+    """A row that is as promised gives what `full` gives; of the others some would not, and the kernel of
+    intervals, which trusts nothing, takes all."""
+    kernel, _, whole = how.partition(", ")
+    plan = Plan(attention_kernel=kernel, documents=whole or "packed").resolve(platform="cpu")
+    at, of = (np.array([row[i] for row in ROWS.values()], np.int32) for i in (0, 1))
+    rng, mask, par = np.random.default_rng(0), Mask(window), Solo(plan)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((len(at), 8, *heads, 8)), jnp.float32)
+        for heads in ((2, 2), (2,), (2,))
+    )
+    kept = attention.as_promised(par, mask, jnp.asarray(at), jnp.asarray(of))
+    out = attention.choose(par, mask)(q, k, v, at, of, at, of)
+    error = np.abs(np.asarray(out - full(q, k, v, mask=mask, **ids_of(at, of))[0])).max((1, 2, 3, 4))
+    trusted = TRUSTED_WHOLE - ({"with gaps"} if window else set()) if whole else TRUSTED
+    trusted = set(ROWS) if kernel == "flash" else trusted
+    assert {name for name, right in zip(ROWS, kept, strict=True) if right} == trusted
+    assert error[np.asarray(kept)].max() <= 1e-5
+    assert kernel == "flash" or error[~np.asarray(kept)].max() > 0.1
 
 
 def test_a_row_that_sees_no_key_gives_zero_and_finite_gradients():

@@ -255,6 +255,8 @@ ESTIMATED = {ESTIMATE} if jax.__version_info__ < (0, 11) else set()
         ("gpu", Plan("fsdp=2 sp=4", context_parallel="ulysses"), set()),
         ("gpu", Plan("fsdp=2 tp=4", tp_sequence=True, tp_comm_overlap=True), {IN_FLIGHT}),
         ("gpu", Plan("ep=8"), {IN_FLIGHT, EARLY} | ESTIMATED),
+        ("gpu 9.0", Plan("ep=8"), {IN_FLIGHT, EARLY} | ESTIMATED),
+        ("gpu 10.0", Plan("ep=8"), {IN_FLIGHT, EARLY}),
         ("gpu", Plan("ep=8", dispatch="padded"), set()),
         ("gpu", Plan("sp=2 ep=4"), {IN_FLIGHT, EARLY} | ESTIMATED),
     ],

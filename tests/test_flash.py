@@ -274,16 +274,13 @@ def test_a_platform_refuses_a_kernel_that_it_lacks(platform):
         Plan(attention_kernel="cudnn", dtype="bfloat16").resolve(platform=platform)
 
 
-def test_whole_documents_need_no_mask_and_a_row_of_two_gives_no_number():
+def test_whole_documents_need_no_mask():
     q, k, v, positions, _ = inputs()
     ids = ids_of(positions, np.ones((B, S), np.int32))
     attend = partial(attention.by_kernel, kernel="xla", contiguous=True, whole=True, mask=Mask(window=10))
     out = attend(*map(jnp.asarray, (q, k, v)), **ids)[0]
     expected = full(*map(jnp.asarray, (q, k, v)), mask=Mask(window=10), **ids)[0]
     assert np.abs(np.asarray(out) - np.asarray(expected)).max() <= 1e-5
-    ids["k_segments_bt"][1, 20:] = 2
-    out = np.asarray(attend(*map(jnp.asarray, (q, k, v)), **ids)[0])
-    assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
 
 
 # ------------------------------------------------------------------------------------------------ what is run

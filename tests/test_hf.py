@@ -17,6 +17,7 @@ import jax
 import make_hf_fixtures
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from parity import logits_of
 
 from llmpar.config import PRESETS, ExpertConfig, RopeScaling, from_hugging_face, preset, to_hugging_face
@@ -24,6 +25,14 @@ from llmpar.mesh import make_mesh, sharding
 from llmpar.plan import Plan
 from llmpar.training import data, hf
 from llmpar.weights import init_params, weight_dims
+
+
+def state_dict(params, config):
+    """All tensors by Hugging Face name, whole."""
+    flat, weights = flatten_dict(params, sep="."), hf._weights(config)
+    tensors = [zip(w.names, w.write(flat[path], "float32"), strict=True) for path, w in weights.items()]
+    return {name: tensor for some in tensors for name, tensor in some}
+
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 TOLERANCE = (
@@ -206,7 +215,7 @@ def test_tensors_survive_the_round_trip(fixture, kind):
     assert jax.tree.map(np.shape, params) == jax.tree.map(
         np.shape, jax.eval_shape(lambda: init_params(config))
     )
-    assert same(hf.to_state_dict(params, config), tensors)
+    assert same(state_dict(params, config), tensors)
 
 
 def test_every_weight_has_a_name():
@@ -325,13 +334,13 @@ class Spy:
 def test_each_device_reads_its_own_shard_once(plan):
     config = OURS["qwen2"]
     whole = random_params(config)
-    tensors = {name: Spy(x) for name, x in hf.to_state_dict(whole, config).items()}
+    tensors = {name: Spy(x) for name, x in state_dict(whole, config).items()}
     mesh = make_mesh(plan.mesh)
     shardings = jax.tree.map(lambda dims: sharding(mesh, plan.resolve().stored(dims)), weight_dims(config))
     params = hf.from_state_dict(tensors, config, shardings)
     assert same(params, whole)
     assert jax.tree.map(lambda x: x.sharding, params) == shardings
-    assert same(hf.to_state_dict(params, config), hf.to_state_dict(whole, config))
+    assert same(state_dict(params, config), state_dict(whole, config))
     for name, spy in tensors.items():
         blocks = 1 if "norm" in name and plan.zero != 3 else len(spy.reads)
         if "bias" not in name:  # cut along the width of a head, so read with whole heads
@@ -360,7 +369,7 @@ def test_no_more_than_one_tensor_of_a_file_is_in_host_memory(tmp_path, monkeypat
         lambda dims: sharding(make_mesh(plan.mesh), plan.resolve().stored(dims)), weight_dims(config)
     )
     assert same(hf.load(tmp_path, config, shardings), params)
-    assert len(most) >= len(hf.to_state_dict(params, config)) and max(most) <= 0
+    assert len(most) >= len(state_dict(params, config)) and max(most) <= 0
 
 
 def test_files_are_read_onto_shards(tmp_path):

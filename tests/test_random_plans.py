@@ -618,6 +618,31 @@ def test_a_planted_fault_is_caught(monkeypatch):
     assert compare(0, plain(dp=2))["gradients"] > 1e-2
 
 
+ANY_ORDER = {
+    "a ring": (dict(sp=2), True),
+    "gathered keys": (dict(sp=2, context_parallel="gather"), True),
+    "the kernel of intervals": (dict(fsdp=2, attention_kernel="flash"), True),
+    "one rank": (dict(dp=2, tp=2, num_kv_heads=2, num_heads=4), False),
+    "XLA's kernel": (dict(fsdp=2, attention_kernel="xla", reading="auto"), False),
+    "heads for positions": (dict(sp=2, context_parallel="ulysses", sequence_order="contiguous"), False),
+    "stages": (dict(pp=2, microbatches=2, schedule="1f1b", num_layers=2), False),
+}
+
+
+@pytest.mark.parametrize("case", ANY_ORDER)
+def test_positions_in_any_order_give_the_answer_or_no_number(case, monkeypatch):
+    """Never another one without a word: what trusts their order gives NaN."""
+    usual, (changes, taken) = batch_of, ANY_ORDER[case]
+
+    def shuffled(asked, rng):
+        data = usual(asked, rng)
+        return data | {"positions": rng.permuted(data["positions"], axis=1)}
+
+    monkeypatch.setitem(globals(), "batch_of", shuffled)
+    found = compare(0, plain(num_documents=1, **changes))
+    assert (found["loss"] <= 1e-5 and found["gradients"] <= 1e-5) if taken else math.isnan(found["loss"])
+
+
 # --------------------------------------------------------------------------------------- what decides nothing
 
 NOT_IN_THE_PROGRAM = {

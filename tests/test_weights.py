@@ -10,7 +10,7 @@ import optax
 import pytest
 from safetensors.numpy import load_file, save_file
 from test_cli import call, document  # noqa: F401 - fixtures
-from test_hf import KINDS, OURS, random_params, same, stored
+from test_hf import KINDS, OURS, random_params, same, state_dict, stored
 
 from llmpar.cli.weights import ModelOptions, opened
 from llmpar.config import preset
@@ -65,7 +65,7 @@ def test_a_model_goes_through_a_mesh_and_back_bit_by_bit(tmp_path, document, kin
     step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(0.1))
     shardings = jax.tree.map(lambda x: x.sharding, step.abstract_natural.params)
     state = step.to_natural(step.init(params=load(shardings)))
-    assert same(hf.to_state_dict(state.params, config), tensors), "from the mesh itself"
+    assert same(state_dict(state.params, config), tensors), "from the mesh itself"
     Checkpoints(str(kept)).save(1, state, config, {"tokenizer": tokenizer.identity})
     files = document("export", str(kept), str(out))["files"]
     assert same(load_file(out / "model.safetensors"), tensors)

@@ -17,14 +17,8 @@ from jax.experimental import pallas as pl
 
 from llmpar.kernels import flash
 
-KINDS = {
-    "rows": "bkrsh",
-    "keys": "bkth",
-    "numbers": "bkrus",
-    "shares": "bkwth",
-    "q_ids": "bius",
-    "k_ids": "biut",
-}
+KINDS = {"rows": "bkrsh", "keys": "bkth", "numbers": "bkrus", "shares": "bkwth"}
+KINDS |= {"q_ids": "bius", "k_ids": "biut"}
 """Kinds of arrays (`flash.KINDS`) as TPUs take them: the last two dims are tiles of vector memory; u is 1."""
 
 

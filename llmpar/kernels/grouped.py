@@ -35,10 +35,8 @@ from llmpar.par import HIDDEN
 
 Weights = tuple[Float[Array, "l d m"], Float[Array, "l d m"], Float[Array, "l m d"]]
 
-
 OVERFLOW = "overflow"
-"""The scope of the loop over chunks that hold more than a rank's usual share: a census counts no turn of
-it."""
+"""The scope of the loop over all chunks but the first: a census counts no turn of it."""
 STRIDE = 4
 """On CPUs an expert's blocks are multiplied so many at a time, and the rest one by one."""
 

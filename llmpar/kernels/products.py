@@ -25,9 +25,8 @@ from jaxtyping import Array, Float, Int
 from llmpar.block import vary_alike
 
 KERNELS = "triton", "interpreted"
-BLOCK_ROWS = {"blocks": (4, 32), "slots": (8, 128), "ragged_dot": (8, 128)} | dict.fromkeys(
-    KERNELS, (16, 128)
-)
+BLOCK_ROWS = {"blocks": (4, 32), "slots": (8, 128), "ragged_dot": (8, 128)}
+BLOCK_ROWS |= dict.fromkeys(KERNELS, (16, 128))
 """The fewest and the most rows of a block for each way of multiplying; of slots, what they are rounded to."""
 
 

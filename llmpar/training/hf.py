@@ -223,14 +223,6 @@ def _describe(tensor) -> tuple[tuple[int, ...], str]:
     return tuple(tensor.shape), str(tensor.dtype)
 
 
-def to_state_dict(params: Tree, config: ModelConfig, dtype: str = "float32") -> dict[str, np.ndarray]:
-    """All tensors by Hugging Face name, whole, in the memory of this process."""
-    found, flat = dict[str, np.ndarray](), flatten_dict(params, sep=".")
-    for path, weight in _weights(config).items():
-        found |= zip(weight.names, weight.write(flat[path], dtype), strict=True)
-    return found
-
-
 def load(
     folder: str | os.PathLike, config: ModelConfig, shardings: Tree = None, dtype: str = "float32"
 ) -> Tree:

@@ -809,8 +809,10 @@ if SP > 1:
 # llmpar train --mesh "sp=8" --seq-len 131072 --batch-size 1 --remat block --ffn-chunks 16 --loss-chunks 16
 # ```
 #
-# On GPUs and TPUs all three run on a kernel of ours, which keeps no scores and returns its log of sums in float32: a ring needs that to
-# merge. cuDNN's public function rounds it to 16 bits, so `--attention-kernel cudnn` is for devices that see whole sequences.
+# On TPUs, and GPUs since Ampere, all three run on a kernel of ours, which keeps no scores and returns its log of sums in float32: a ring
+# needs that to merge. cuDNN's public function rounds it to 16 bits, so it is for devices that see whole sequences: there `auto` takes it
+# in bfloat16 where each row is one document (`--documents whole`). Our kernel for GPUs has a date: JAX says since 0.11 that it will remove
+# the dialect (Pallas for Triton). The blocks of this lesson, `--attention-kernel portable`, are slower there, and need neither.
 #
 # `sp` wants fast links when pieces are short; with long ones it is content with slow ones, as the threshold says. It multiplies with
 # every other axis, in generation too: `llmpar generate "def " --checkpoints FOLDER --mesh "sp=4 tp=2"`.
