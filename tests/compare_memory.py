@@ -10,6 +10,7 @@ the predictions against it, and needs no compiler.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -21,8 +22,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import other_gpus
 from llmpar.config import ModelConfig, preset
-from llmpar.inspect.targets import QUIET, parse_target
+from llmpar.inspect.targets import GPUS, QUIET, parse_target
 from llmpar.notation import parse_mesh
 from llmpar.plan import Plan
 from llmpar.predict import memory
@@ -32,6 +34,7 @@ RECORD = HERE / "fixtures" / "compiled_memory.json"
 TABLE = HERE / "compiled.md"
 COMMON = {"dtype": "bfloat16", "remat": "block"}
 GIB = 2**30
+other_gpus.describe()
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,14 @@ class Case:
     seq_len: int
 
 
+def devices_of(target: str) -> str:
+    """What a plan asks about a target's devices: ``tpu``, or ``gpu 9.0``."""
+    row = parse_target(target).chip.name
+    return "gpu {}.{}".format(*GPUS[row]["capability"]) if row in GPUS else "tpu"
+
+
 def cases(target: str, file: Path = HERE / "memory_plans.toml") -> list[Case]:
-    """List the file's plans as they are on a target's devices."""
+    """List the file's plans as they are on a target's devices, without those that ask for what these lack."""
     where, found = parse_target(target), []
     for name, row in tomllib.loads(file.read_text()).items():
         if where.platform not in row.get("only", ("gpu", "tpu")):
@@ -54,7 +63,10 @@ def cases(target: str, file: Path = HERE / "memory_plans.toml") -> list[Case]:
         plan = Plan(parse_mesh(row["mesh"], where.num_devices), **COMMON | row.get("plan", {}))
         sizes = plan.mesh.sizes
         rows = row.get("rows", 1) * sizes["dp"] * sizes["fsdp"] * sizes["ep"]
-        found.append(Case(name, preset(row.get("model", "llama3-8b")), plan, rows, row.get("seq", 8192)))
+        case = Case(name, preset(row.get("model", "llama3-8b")), plan, rows, row.get("seq", 8192))
+        with contextlib.suppress(ValueError):
+            plan.resolve(case.config, devices_of(target))
+            found.append(case)
     return found
 
 
@@ -101,9 +113,9 @@ def argument_bytes(case) -> int:
     return sum(memory.argument_bytes(plan, case.batch_size, case.seq_len).values())
 
 
-def formula(case, platform: str) -> int:
+def formula(case, target: str) -> int:
     """What the formula says of a case."""
-    return memory.temp_bytes(case.plan.resolve(case.config, platform), case.batch_size, case.seq_len)
+    return memory.temp_bytes(case.plan.resolve(case.config, devices_of(target)), case.batch_size, case.seq_len)
 
 
 def record(target: str, names: list[str]) -> None:
@@ -132,7 +144,7 @@ def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
     for case in cases(where):
         if (row := kept["plans"].get(case.name)) is None:
             continue
-        guess = formula(case, parse_target(where).platform)
+        guess = formula(case, where)
         held = argument_bytes(case)
         # A compiler that refuses tells the sum, before it has packed anything.
         true, given = (row["total"], held) if row["refused"] else (row["temp"], 0)

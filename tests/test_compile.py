@@ -270,7 +270,7 @@ def test_a_step_tells_the_compiler_what_its_plan_needs(platform, plan, names):
 
 def compiled(*flags: str, status: int = 0) -> tuple[dict, str]:
     """Run `llmpar compile` where the compilers are, and give its document and what it said."""
-    path = os.pathsep.join([str(ROOT), str(COMPILERS)])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(COMPILERS)])
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     words = [sys.executable, "-m", "llmpar", "compile", "--json", *flags]
     done = subprocess.run(
@@ -335,18 +335,12 @@ def test_gpus_compile_what_was_predicted(flags):
 
 
 BEFORE_AMPERE = """
-import sys
-from dataclasses import replace
+import other_gpus
 from llmpar.config import preset
 from llmpar.inspect import aot, targets
 from llmpar.plan import Plan
-from llmpar.predict import hardware
 
-# NVIDIA's data sheet, and the programming guide for compute capability 7.5
-t4 = dict(name="Tesla T4", capability=[7, 5], core_count=40, fpus_per_core=64, clock_rate_ghz=1.59)
-t4 |= dict(l2_cache_size=4 << 20, shared_memory_per_core=64 << 10, threads_per_core_limit=1024)
-targets.GPUS["t4"] = t4
-hardware.NAMES["t4"] = replace(hardware.chip("a100-40"), name="t4", usable_hbm_gib=14.7)
+other_gpus.describe()
 for model, plan in [
     ("tiny", Plan("tp=2", tp_sequence=True)),
     ("tiny", Plan("sp=2", dtype="bfloat16", documents="whole")),
@@ -370,16 +364,12 @@ def test_a_gpu_before_ampere_gets_programs_without_our_kernels():
 
 HEADS = """
 import dataclasses, sys
+import other_gpus
 from llmpar.config import preset
 from llmpar.inspect import aot, targets
 from llmpar.plan import Plan
-from llmpar.predict import hardware
 
-# NVIDIA's data sheet, and the programming guide for compute capability 8.9
-l4 = dict(name="NVIDIA L4", capability=[8, 9], core_count=58, fpus_per_core=128, clock_rate_ghz=2.04)
-l4 |= dict(l2_cache_size=48 << 20, shared_memory_per_core=100 << 10, threads_per_core_limit=1536)
-targets.GPUS["l4"] = l4
-hardware.NAMES["l4"] = dataclasses.replace(hardware.chip("a100-40"), name="l4", usable_hbm_gib=22)
+other_gpus.describe()
 base = dataclasses.replace(preset("tiny"), num_layers=1)
 heads, *chips = sys.argv[1:]
 for target in chips:

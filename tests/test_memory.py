@@ -27,7 +27,7 @@ COMPARED = [name for name, row in RECORD[H100]["plans"].items() if row["temp"] <
 
 
 def formula(target):
-    return lambda case: compare_memory.formula(case, "gpu" if target == H100 else "tpu")
+    return lambda case: compare_memory.formula(case, target)
 
 
 @pytest.mark.parametrize("target", [H100, V5E, V5P])

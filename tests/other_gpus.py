@@ -1,0 +1,29 @@
+"""GPUs that llmpar has no row for, but people have: described to XLA's compiler, as targets ``l4`` and ``t4``.
+
+NVIDIA's data sheets of both, and the CUDA programming guide, table of technical specifications. They sit on
+PCIe, of which a device has 32 (L4) or 16 GB/s one way; both networks are assumed as 100 Gb/s for each host
+of eight.
+"""
+
+from dataclasses import replace
+
+from llmpar.inspect import targets
+from llmpar.predict import hardware
+
+L4 = dict(name="NVIDIA L4", capability=[8, 9], core_count=58, fpus_per_core=128, clock_rate_ghz=2.04)
+L4 |= dict(l2_cache_size=48 << 20, shared_memory_per_core=100 << 10, threads_per_core_limit=1536)
+T4 = dict(name="Tesla T4", capability=[7, 5], core_count=40, fpus_per_core=64, clock_rate_ghz=1.59)
+T4 |= dict(l2_cache_size=4 << 20, shared_memory_per_core=64 << 10, threads_per_core_limit=1024)
+ROWS = {
+    "l4": dict(flops_per_s=121e12, hbm_bytes=24e9, hbm_bytes_per_s=300e9, link_bytes_per_s=32e9),
+    "t4": dict(flops_per_s=65e12, hbm_bytes=16e9, hbm_bytes_per_s=320e9, link_bytes_per_s=16e9),
+}
+OFFERED = {"l4": 22.0, "t4": 14.7}  # GiB of which JAX may take a part
+
+
+def describe() -> None:
+    """Let `targets.parse_target` know them."""
+    for name, gpu in (("l4", L4), ("t4", T4)):
+        row = dict(ROWS[name], usable_hbm_gib=OFFERED[name], dcn_bytes_per_s=12.5e9 / 8)
+        hardware.NAMES[name] = replace(hardware.chip("a100-40"), name=name, aliases=(), **row)
+        targets.GPUS[name] = gpu
