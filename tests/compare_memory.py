@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import other_gpus
+
 from llmpar.config import ModelConfig, preset
 from llmpar.inspect.targets import GPUS, QUIET, parse_target
 from llmpar.notation import parse_mesh
@@ -115,7 +116,9 @@ def argument_bytes(case) -> int:
 
 def formula(case, target: str) -> int:
     """What the formula says of a case."""
-    return memory.temp_bytes(case.plan.resolve(case.config, devices_of(target)), case.batch_size, case.seq_len)
+    return memory.temp_bytes(
+        case.plan.resolve(case.config, devices_of(target)), case.batch_size, case.seq_len
+    )
 
 
 def record(target: str, names: list[str]) -> None:

@@ -270,7 +270,7 @@ def test_a_step_tells_the_compiler_what_its_plan_needs(platform, plan, names):
 
 def compiled(*flags: str, status: int = 0) -> tuple[dict, str]:
     """Run `llmpar compile` where the compilers are, and give its document and what it said."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(COMPILERS)])
+    path = os.pathsep.join([str(ROOT), str(COMPILERS)])
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     words = [sys.executable, "-m", "llmpar", "compile", "--json", *flags]
     done = subprocess.run(
@@ -283,7 +283,7 @@ def compiled(*flags: str, status: int = 0) -> tuple[dict, str]:
 def aside(program: str, *words: str) -> subprocess.CompletedProcess:
     """Run a program where the compilers are."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | QUIET
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(COMPILERS)])}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(COMPILERS)])}
     words = sys.executable, "-c", program, *words
     return subprocess.run(words, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
 
@@ -440,6 +440,14 @@ def test_the_analytical_estimate_is_asked_for_where_the_compiler_survives_it():
     """If this fails with a newer JAX, `step.EARLY` can ask for it there too."""
     done = aside(ABORTS)
     assert (done.returncode == 0) == bool(ESTIMATED), done.stderr[-2000:]
+
+
+@pytest.mark.compilers
+@gpu_compiler
+def test_experts_are_compiled_for_the_newest_gpus():
+    """There the compiler of JAX 0.10, too, aborts with the analytical estimate."""
+    document, _ = compiled("--target", "b200:8x8", *EXPERTS, "--batch-size", "64", "--seq-len", "4096")
+    assert document["fits"] and as_predicted(document)
 
 
 @pytest.mark.compilers

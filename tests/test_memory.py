@@ -30,16 +30,34 @@ def formula(target):
     return lambda case: compare_memory.formula(case, target)
 
 
+def errors(target):
+    """Of the formula, by plan; for GPUs of those in `COMPARED`."""
+    rows = RECORD[target]["plans"]
+    cases = [c for c in compare_memory.cases(target) if c.name in rows and not rows[c.name]["refused"]]
+    cases = [c for c in cases if compare_memory.devices_of(target) == "tpu" or c.name in COMPARED]
+    return {case.name: formula(target)(case) / rows[case.name]["temp"] - 1 for case in cases}
+
+
 @pytest.mark.parametrize("target", [H100, V5E, V5P])
 def test_the_formula(target):
     """Nine of ten within 15 % of what the compiler plans, half of them within 5 %, none beyond 18 %."""
-    rows = RECORD[target]["plans"]
-    cases = [c for c in compare_memory.cases(target) if c.name in rows and not rows[c.name]["refused"]]
-    cases = [c for c in cases if target != H100 or c.name in COMPARED]
-    found = {case.name: formula(target)(case) / rows[case.name]["temp"] - 1 for case in cases}
+    found = errors(target)
     assert not {name: f"{e:+.1%}" for name, e in found.items() if abs(e) > 0.18}
     assert statistics.median(map(abs, found.values())) <= 0.05
     assert sum(abs(e) <= 0.15 for e in found.values()) >= 0.9 * len(found)
+
+
+OTHER_GPUS = {"a100-80:8x8": 0.28, "l4:8x8": 0.28, "b200:8x8": 0.21, "t4:8x8": 0.45}
+
+
+@pytest.mark.parametrize("target", OTHER_GPUS)
+def test_the_formula_on_gpus_that_it_was_not_made_for(target):
+    """Half within 7 %, two of three within 15 %, and the worst. (T4s have no bfloat16: XLA computes in
+    float32, and pipelines hold more than is said.)"""
+    found = errors(target)
+    assert len(found) >= 30 and not {name: e for name, e in found.items() if abs(e) > OTHER_GPUS[target]}
+    assert statistics.median(map(abs, found.values())) <= 0.07
+    assert sum(abs(e) <= 0.15 for e in found.values()) >= 0.67 * len(found)
 
 
 def test_arguments_are_exact():
@@ -47,16 +65,21 @@ def test_arguments_are_exact():
         for case in compare_memory.cases(target):
             row = kept["plans"].get(case.name, {})
             if "arguments" in row:
-                padding = 0 if target == H100 else 1e-3  # TPUs pad vectors to whole tiles
+                padding = (
+                    1e-3 if compare_memory.devices_of(target) == "tpu" else 0
+                )  # TPUs pad vectors to whole tiles
                 assert row["arguments"] == pytest.approx(given(case), rel=padding, abs=0), case.name
 
 
 def test_bytes_are_exact():
     """Per axis, collective and arrow, in every program that a compiler took."""
     rows = {
-        name: row for kept in RECORD.values() for name, row in kept["plans"].items() if not row["refused"]
+        (target, name): row
+        for target, kept in RECORD.items()
+        for name, row in kept["plans"].items()
+        if not row["refused"]
     }
-    assert len(rows) >= 37 and not [name for name, row in rows.items() if not row["as_predicted"]]
+    assert len(rows) >= 220 and not [name for name, row in rows.items() if not row["as_predicted"]]
 
 
 def verdicts(target, capacity):
