@@ -62,7 +62,8 @@ class Execution:
             ``blocks`` (CPUs), by `jax.lax.ragged_dot` (TPUs; a CPU multiplies every token by every expert),
             by :mod:`llmpar.kernels.products` in ``triton`` (GPUs since Ampere), or in one batched product of
             ``slots``, a quarter more than an even share for each expert (everywhere). ``auto``: what suits
-            the devices; on GPUs triton, if it can be: estimates prefer it by 3 %, and no GPU has decided.
+            the devices; on GPUs triton, if it can be. By estimates slots are 2 % slower on H100s, and 2 % and
+            5 % faster on A100s and B200s (tests/compiled.md); no GPU has decided.
         hop: how the ranks of a ring hand on what they hold: by a ``permute``; or by an ``exchange``, an
             all-to-all of which all blocks but one are empty, for which no other stage of a pipeline must
             wait. ``auto``: an exchange in a pipeline of simulated devices, a permute elsewhere.

@@ -35,7 +35,6 @@ RECORD = HERE / "fixtures" / "compiled_memory.json"
 TABLE = HERE / "compiled.md"
 COMMON = {"dtype": "bfloat16", "remat": "block"}
 GIB = 2**30
-other_gpus.describe()
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,14 @@ class Case:
     seq_len: int
 
 
+@other_gpus.described()
 def devices_of(target: str) -> str:
     """What a plan asks about a target's devices: ``tpu``, or ``gpu 9.0``."""
     row = parse_target(target).chip.name
     return "gpu {}.{}".format(*GPUS[row]["capability"]) if row in GPUS else "tpu"
 
 
+@other_gpus.described()
 def cases(target: str, file: Path = HERE / "memory_plans.toml") -> list[Case]:
     """List the file's plans as they are on a target's devices, without those that ask for what these lack."""
     where, found = parse_target(target), []
@@ -71,6 +72,7 @@ def cases(target: str, file: Path = HERE / "memory_plans.toml") -> list[Case]:
     return found
 
 
+@other_gpus.described()
 def compiled(case: Case, target: str) -> dict[str, Any]:
     """Compile a case, and keep what a row of the table needs. A compiler that refuses says what the program
     would have held in all."""
@@ -125,7 +127,7 @@ def record(target: str, names: list[str]) -> None:
     """Compile the cases that are named, or those without a record, and keep what their compiler says."""
     known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     rows = known.setdefault(target, {"versions": {}, "plans": {}})
-    library = "jax-cuda12-plugin" if parse_target(target).is_gpu else "libtpu"
+    library = "libtpu" if devices_of(target) == "tpu" else "jax-cuda12-plugin"
     for case in cases(target):
         if case.name in names or not names and case.name not in rows["plans"]:
             found = compiled(case, target)
@@ -135,6 +137,7 @@ def record(target: str, names: list[str]) -> None:
             print(case.name, found, flush=True)
 
 
+@other_gpus.described()
 def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
     """Print predicted beside compiled for one target, and add its part of the table to ``lines``."""
     print(f"\n{where}, {kept['versions']}: temporaries in GiB per device")

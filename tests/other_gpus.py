@@ -5,7 +5,10 @@ PCIe, of which a device has 32 (L4) or 16 GB/s one way; both networks are assume
 of eight.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
 from llmpar.inspect import targets
 from llmpar.predict import hardware
@@ -21,9 +24,12 @@ ROWS = {
 OFFERED = {"l4": 22.0, "t4": 14.7}  # GiB of which JAX may take a part
 
 
-def describe() -> None:
-    """Let `targets.parse_target` know them."""
-    for name, gpu in (("l4", L4), ("t4", T4)):
+@contextlib.contextmanager
+def described() -> Iterator[None]:
+    """`targets.parse_target` knows them inside this block, or in a function with this decorator."""
+    rows = dict[str, hardware.Chip]()
+    for name in ROWS:
         row = dict(ROWS[name], usable_hbm_gib=OFFERED[name], dcn_bytes_per_s=12.5e9 / 8)
-        hardware.NAMES[name] = replace(hardware.chip("a100-40"), name=name, aliases=(), **row)
-        targets.GPUS[name] = gpu
+        rows[name] = replace(hardware.chip("a100-40"), name=name, aliases=(), **row)
+    with mock.patch.dict(hardware.NAMES, rows), mock.patch.dict(targets.GPUS, l4=L4, t4=T4):
+        yield

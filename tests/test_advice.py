@@ -80,9 +80,10 @@ def test_the_band_is_that_of_compiled_plans():
     rows = re.findall(
         rf"(\d+) of (\d+) within {BAND:.0%}".replace("%", " %"), (here / "compiled.md").read_text()
     )
-    inside, every = (sum(map(int, column)) for column in zip(*rows, strict=True))
-    assert f"{inside} of {every} compiled plans" in (here.parent / "llmpar/predict/advice.py").read_text()
-    assert inside > 0.9 * every
+    said = (here.parent / "llmpar/predict/advice.py").read_text()
+    for some, least, words in ((rows[:3], 0.9, "plans that were compiled"), (rows, 0.85, "compiled plans")):
+        inside, every = (sum(map(int, column)) for column in zip(*some, strict=True))
+        assert f"{inside} of {every} {words}" in said and inside > least * every
 
 
 @pytest.mark.parametrize(

@@ -340,16 +340,16 @@ from llmpar.config import preset
 from llmpar.inspect import aot, targets
 from llmpar.plan import Plan
 
-other_gpus.describe()
-for model, plan in [
-    ("tiny", Plan("tp=2", tp_sequence=True)),
-    ("tiny", Plan("sp=2", dtype="bfloat16", documents="whole")),
-    ("tiny-moe", Plan("ep=2")),
-]:
-    found = aot.compile_step(preset(model), plan, targets.parse_target("t4:1x2"), 4, 128)
-    rows = found["collectives"]
-    sent = all(row["predicted_bytes"] == row["compiled_bytes"] for row in rows)
-    print(found["attention_kernel"], found["grouped"], found["fits"], bool(rows) and sent)
+with other_gpus.described():
+    for model, plan in [
+        ("tiny", Plan("tp=2", tp_sequence=True)),
+        ("tiny", Plan("sp=2", dtype="bfloat16", documents="whole")),
+        ("tiny-moe", Plan("ep=2")),
+    ]:
+        found = aot.compile_step(preset(model), plan, targets.parse_target("t4:1x2"), 4, 128)
+        rows = found["collectives"]
+        sent = all(row["predicted_bytes"] == row["compiled_bytes"] for row in rows)
+        print(found["attention_kernel"], found["grouped"], found["fits"], bool(rows) and sent)
 """
 
 
@@ -369,18 +369,18 @@ from llmpar.config import preset
 from llmpar.inspect import aot, targets
 from llmpar.plan import Plan
 
-other_gpus.describe()
 base = dataclasses.replace(preset("tiny"), num_layers=1)
 heads, *chips = sys.argv[1:]
-for target in chips:
-    where = targets.parse_target(target)
-    for width, dtype in (head.split() for head in heads.split(",")):
-        plan = Plan(f"fsdp={where.num_devices}", dtype=dtype, attention_kernel="flash")
-        config = dataclasses.replace(base, head_width=int(width))
-        found = aot.compile_step(config, plan, where, where.num_devices, 1024)
-        rows = found["collectives"]
-        sent = all(row["predicted_bytes"] == row["compiled_bytes"] for row in rows)
-        print(target, width, dtype, found["attention_kernel"], found["fits"] and bool(rows) and sent)
+with other_gpus.described():
+    for target in chips:
+        where = targets.parse_target(target)
+        for width, dtype in (head.split() for head in heads.split(",")):
+            plan = Plan(f"fsdp={where.num_devices}", dtype=dtype, attention_kernel="flash")
+            config = dataclasses.replace(base, head_width=int(width))
+            found = aot.compile_step(config, plan, where, where.num_devices, 1024)
+            rows = found["collectives"]
+            sent = all(row["predicted_bytes"] == row["compiled_bytes"] for row in rows)
+            print(target, width, dtype, found["attention_kernel"], found["fits"] and bool(rows) and sent)
 """
 CHIPS = {"gpu": ["l4:1x2", "a100-80:1x2", "h100:1x2", "b200:1x2"], "tpu": ["v5e:2x2", "v5p:2x2x1"]}
 LARGEST = "256 bfloat16,128 float32"
