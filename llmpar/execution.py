@@ -15,22 +15,16 @@ SUITS = {
         "tpu": ("flash", "portable", "xla"),
     },
     "dispatch": {"cpu": ("padded",), "gpu": ("ragged", "padded"), "tpu": ("ragged", "padded")},
-    "grouped": {
-        "cpu": ("blocks", "ragged_dot", "slots"),
-        "gpu": ("triton", "slots"),
-        "tpu": ("ragged_dot", "blocks", "slots"),
-    },
+    "grouped": {"cpu": ("slots", "ragged_dot"), "gpu": ("slots",), "tpu": ("slots", "ragged_dot")},
 }
 """What the devices of a platform can do, or not absurdly slowly; first what ``auto`` stands for."""
-AMPERE, SINCE_AMPERE = 8.0, ("flash", "cudnn", "triton")
+AMPERE, SINCE_AMPERE = 8.0, ("flash", "cudnn")
 """NVIDIA's compute capability since which XLA has Triton, and what needs it. (So does JAX's own attention:
 older GPUs lack the products of 16 bits that it asks for.)"""
 UNSUITED = {
     "cudnn": "it is for NVIDIA GPUs",
     "ragged": "XLA has no ragged all-to-all for CPUs",
     "ragged_dot": "XLA for GPUs multiplies every row by every expert",
-    "blocks": "a GPU's host would wait for every turn of the loop",
-    "triton": "its compiler writes programs for GPUs",
 }
 
 
@@ -58,12 +52,10 @@ class Execution:
             breaks the promise gives NaN there.
         dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
             only (``ragged``, which CPUs lack). ``auto``: ragged on GPUs and TPUs.
-        grouped: how tokens are multiplied by their experts (Megatron's grouped GEMM): in a loop over
-            ``blocks`` (CPUs), by `jax.lax.ragged_dot` (TPUs; a CPU multiplies every token by every expert),
-            by :mod:`llmpar.kernels.products` in ``triton`` (GPUs since Ampere), or in one batched product of
-            ``slots``, a quarter more than an even share for each expert (everywhere). ``auto``: what suits
-            the devices; on GPUs triton, if it can be. By estimates slots are 2 % slower on H100s, and 2 % and
-            5 % faster on A100s and B200s (tests/compiled.md); no GPU has decided.
+        grouped: how tokens are multiplied by their experts (Megatron's grouped GEMM): in one batched product
+            of ``slots``, an eighth more than an even share for each expert, and what is beyond block by
+            block; or by `jax.lax.ragged_dot`, for TPUs: others multiply every token by every expert, and
+            with JAX 0.10 so do TPUs for the gradient of weights. ``auto``: slots.
         hop: how the ranks of a ring hand on what they hold: by a ``permute``; or by an ``exchange``, an
             all-to-all of which all blocks but one are empty, for which no other stage of a pipeline must
             wait. ``auto``: an exchange in a pipeline of simulated devices, a permute elsewhere.
@@ -74,7 +66,7 @@ class Execution:
     attention_block: int | None = None
     documents: Literal["packed", "whole"] = "packed"
     dispatch: Literal["auto", "padded", "ragged"] = "auto"
-    grouped: Literal["auto", "blocks", "slots", "ragged_dot", "triton"] = "auto"
+    grouped: Literal["auto", "slots", "ragged_dot"] = "auto"
     hop: Literal["auto", "permute", "exchange"] = "auto"
     unroll: Annotated[int, Allowed(int, 0)] = 1
 

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 
 from llmpar.block import vary_alike
 from llmpar.config import ExpertConfig
-from llmpar.kernels import grouped, products
+from llmpar.kernels import grouped
 from llmpar.par import Solo
 
 # --------------------------------------------------------------------------------------------------- choosing
@@ -120,16 +120,14 @@ def visit(
     (b, s, d), k, num_ranks = x.shape, experts.top_k, par.parts("experts e")
     # An expert's capacity holds for each piece of a row that the router saw: with tp_sequence, tp to a row.
     num_tokens, num_pieces = b * s, b * par.parts("stream s") // par.parts("ffn s")
-    way = par.plan.grouped
-    blocks, block, chunk = grouped.cut(experts, way, num_tokens, num_pieces, num_ranks)
     split = par.plan.pipeline is not None and par.plan.pipeline.split_backward
+    how = grouped.cut(experts, par.plan.grouped, num_tokens, num_pieces, num_ranks, split)
     x_td, weights_tk, chosen_tk = x.reshape(-1, d), weights.reshape(-1, k), chosen.reshape(-1, k)
     if num_ranks > 1:
         num_slots = experts.slots(num_tokens, num_pieces, num_ranks)
         x_td, weights_tk, chosen_tk, slots = dispatch(experts, par, x_td, weights_tk, chosen_tk, num_slots)
-    layout = grouped.lay_out(chosen_tk, len(gate), blocks, block, chunk // len(gate) * (way == "slots"))
-    options = grouped.How(way, chunk, split)
-    y_td = grouped.feed_forward(options, x_td, weights_tk, (gate, up, down), layout)
+    layout = grouped.lay_out(how, chosen_tk, len(gate))
+    y_td = grouped.feed_forward(how, x_td, weights_tk, (gate, up, down), layout)
     return (combine(par, y_td, slots) if num_ranks > 1 else y_td).reshape(x.shape)
 
 
@@ -162,11 +160,17 @@ def dispatch(
     again_gtk = (jnp.tril(rank_gtk[..., None] == rank_gtk[..., None, :], -1)).any(-1)
     rank_gtk = jnp.where(again_gtk, num_ranks, rank_gtk)
 
-    start_g, size = num_slots * jnp.arange(num_ranks), num_ranks * num_slots
-    slot_p, choice_c = grouped.arrange(rank_gtk[me].reshape(-1), start_g, size)
+    size = num_ranks * num_slots
+
+    def arrange(rank_p):
+        """The slot of each pair, those of a rank side by side, and the pair in each slot."""
+        slot_p = rank_p * num_slots + grouped.number(rank_p, num_ranks)
+        slot_p = jnp.where(rank_p < num_ranks, slot_p, size)
+        return slot_p, grouped.item_in(slot_p, size)
+
+    slot_p, choice_c = arrange(rank_gtk[me].reshape(-1))
     comes_gtk, number_gtk = rank_gtk == me, lax.broadcasted_iota(jnp.int32, rank_gtk.shape, 0)
-    sender_gtk = jnp.where(comes_gtk, number_gtk, num_ranks)
-    slot_q, came_c = grouped.arrange(sender_gtk.reshape(-1), start_g, size)
+    slot_q, came_c = arrange(jnp.where(comes_gtk, number_gtk, num_ranks).reshape(-1))
     sent_g, came_g = grouped.count(rank_gtk[me], num_ranks), comes_gtk.sum((1, 2), dtype=jnp.int32)
     slots = Slots(slot_p.reshape(t, k), choice_c, sent_g, came_g)
 
@@ -200,7 +204,7 @@ def take(x: Float[Array, "n ..."], index: Int[Array, " t"], back: Int[Array, "n 
     """Rows ``x[index]``, zeros where an index is past the end. ``back`` says which results each row of ``x``
     went to (again past the end for none), so that the gradient is gathered too, and nothing is ever
     scattered."""
-    return products.take(x, index)
+    return grouped.take(x, index)
 
 
 def _take_forward(x, index, back):
@@ -208,7 +212,7 @@ def _take_forward(x, index, back):
 
 
 def _take_backward(back, grad):
-    return products.take(grad, back).sum(1), None, None
+    return grouped.take(grad, back).sum(1), None, None
 
 
 take.defvjp(_take_forward, _take_backward)

@@ -32,11 +32,11 @@ import numpy as np
 import optax
 
 from llmpar import attention
-from llmpar.config import preset
+from llmpar.config import ExpertConfig, preset
 from llmpar.execution import able
 from llmpar.inspect import roofline
 from llmpar.inspect.census import compiled_memory
-from llmpar.kernels import flash, flash_tpu, products
+from llmpar.kernels import flash, flash_tpu, grouped
 from llmpar.kernels.tiles import kernel_tiles
 from llmpar.mesh import make_mesh, platform_of, use_devices
 from llmpar.plan import Plan
@@ -138,11 +138,7 @@ class Test:
         """Products of groups of rows against NumPy in float64."""
         block, num, a, b = self.size["grouped"]
         draw, owners = np.random.default_rng(0), {"slots": np.repeat(np.arange(4), num // 4)}
-        kernels = "triton" if "triton" in able("grouped", self.named) else "interpreted"
-        owners |= {
-            kernels: np.sort(draw.integers(0, 5, num)),
-            "ragged_dot": np.sort(draw.integers(0, 4, num)),
-        }
+        owners["ragged_dot"] = np.sort(draw.integers(0, 4, num))
         for way, dtype in ((way, dtype) for way in owners for dtype in ROUNDED):
             shapes = (num * block, a), (num * block, b), (4, a, b)
             rows, grads, w = (jnp.asarray(draw.standard_normal(x), dtype) for x in shapes)
@@ -150,9 +146,9 @@ class Test:
             mine = [np.flatnonzero(of == i) for i in range(4)]
             with jax.default_matmul_precision("highest"):
                 got = [
-                    products.dot(way, (rows, w), owners=owner_n),
-                    products.dot(way, (grads, w), owners=owner_n, transposed=True),
-                    products.outer(way, rows, grads, owner_n, 4),
+                    grouped.dot(way, (rows, w), owners=owner_n),
+                    grouped.dot(way, (grads, w), owners=owner_n, transposed=True),
+                    grouped.outer(way, rows, grads, owner_n, 4),
                 ]
             x, y, z = (np.asarray(x, np.float64) for x in (rows, grads, w))
             want = np.zeros((len(x), b)), np.zeros((len(x), a)), np.stack([x[i].T @ y[i] for i in mine])
@@ -213,29 +209,21 @@ class Test:
                 q,
                 name="cudnn",
             )
-        rows, d, m, experts = self.size["experts"]
-        x, g, w = array(rows, d), array(rows, m), array(experts, d, m)
-        for way in ("triton", "slots"):
-            if way not in able("grouped", self.named):
-                continue
-            owners = (
-                jnp.repeat(jnp.arange(experts), rows // 128 // experts)
-                if rows >= 128 * experts
-                else jnp.arange(experts)
-            )
+        rows, d, m, num = self.size["experts"]
+        x, w = array(rows, d), (array(num, d, m), array(num, d, m), array(num, m, d))
+        way, even = able("grouped", self.named)[0], np.arange(rows) % num
+        for what, expert in (
+            ("as many rows each", even),
+            ("one with twice its share", np.where(np.arange(rows) < rows // num, 0, even)),
+        ):
+            expert_rk, share_rk = jnp.asarray(expert, jnp.int32)[:, None], jnp.ones((rows, 1))
 
-            def three(x, g, w, way=way, owners=owners):
-                outer = products.outer(way, x, g, owners, experts)
-                return (
-                    products.dot(way, (x, w), owners=owners),
-                    products.dot(way, (g, w), owners=owners, transposed=True),
-                    outer,
-                )
+            def experts(x, *w, expert_rk=expert_rk, share_rk=share_rk):
+                how = grouped.cut(ExpertConfig(num, 1), way, rows, 1)
+                return grouped.feed_forward(how, x, share_rk, w, grouped.lay_out(how, expert_rk, num))
 
-            name = "experts" if way == "triton" else ""
-            self.rate(
-                f"products of {experts} experts by {way}", 6.0 * rows * d * m, three, x, g, w, name=name
-            )
+            back = lambda g, *given, experts=experts: jax.vjp(experts, *given)[1](g)
+            self.rate(f"{num} experts by {way}, {what}", 18.0 * rows * d * m, back, x, x, *w)
 
     def fits(self, what: str, step: Step, rows: int, s: int) -> dict[str, int]:
         """Bytes that a step is predicted to hold by kind; nothing, and a row, if it is too large."""
@@ -366,6 +354,7 @@ def main() -> int:
         parser.error("--small is no measurement: give --out FOLDER, where its files do no harm")
     test = Test(SMALL if args.small else LARGE)
     folder = args.out or pathlib.Path(__file__).parent
+    folder.mkdir(parents=True, exist_ok=True)
     shares = args.out / "reached.json" if args.out else roofline.MEASURED
     for part in (test.attends, test.multiplies, test.multiplies_fast, test.steps, test.trains):
         begin = time.perf_counter()

@@ -60,7 +60,7 @@ ONCE = Path(__file__).with_name("plans_once.txt").read_text().splitlines()
 NOT_HERE = {
     "attention_kernel": {"cudnn", "portable"},
     "hop": {"permute"},
-    "grouped": {"blocks", "triton", "ragged_dot", "slots"},
+    "grouped": {"ragged_dot", "slots"},
     "dispatch": {"padded", "ragged"},
     "documents": {"whole"},
 }

@@ -118,7 +118,7 @@ def test_what_a_device_reached_takes_the_place_of_what_is_assumed(monkeypatch, t
     (tmp_path / "reached.json").write_text(json.dumps({"h100": reached}))
     assert roofline.shares(H100) == assumed | reached and roofline.shares(chip("h200")) == assumed
     assert step_s()["products"] == pytest.approx(before * 0.7 / 0.8)
-    low = dict(products=0.8, attention=0.2, cudnn=0.2, experts=0.2)
+    low = dict(products=0.8, attention=0.2, cudnn=0.2)
     assert roofline.shares(H100, 0.2) == low, "a band is of kernels, not of plain products"
 
 
@@ -197,6 +197,30 @@ ENTRY %main (a: bf16[{left}], b: bf16[{kernel}]) -> bf16[{result}] {{
 """
     module = Module(text)
     assert roofline.all_flops(module)(module.entry, None) == flops
+
+
+@pytest.mark.parametrize(
+    "left, right, result",
+    [("4096,512", "16,512,256", "4096,256"), ("4096,256", "16,512,256", "4096,512")]
+    + [("4096,512", "4096,256", "16,512,256")],
+)
+def test_a_tpus_kernel_of_groups_multiplies_each_row_by_one_groups_weights(left, right, result):
+    """Rows by weights, these transposed, and the gradient of weights, as libtpu writes them."""
+    scope = 'metadata={op_name="jit(f)/ragged_dot_general/ragged-dot-none"}'
+    text = f"""
+HloModule step
+
+ENTRY %main (s: s32[16], a: bf16[{left}], b: bf16[{right}]) -> f32[{result}] {{
+  %s = s32[16] parameter(0)
+  %a = bf16[{left}] parameter(1)
+  %b = bf16[{right}] parameter(2)
+  ROOT %c = f32[{result}] custom-call(%s, %a, %b), custom_call_target="tpu_custom_call", {scope}
+}}
+"""
+    module = Module(text)
+    assert roofline.all_flops(module)(module.entry, None) == 2 * 4096 * 512 * 256
+    found = roofline.roofline(text, Devices("fsdp=2"), chip("v5p"))
+    assert set(found.terms) == {"products"}
 
 
 def scene_texts(scene) -> set[str]:
@@ -402,20 +426,21 @@ def test_the_kernel_of_attention_is_compiled_for_heads_of_any_width_on_every_chi
 
 EXPERTS = "--model", "qwen3-30b-a3b", "--mesh", "fsdp=8 ep=8", "--remat", "selective", "--loss-chunks", "8"
 PROMISED = {
-    "the default": (("--model", "llama3-8b"), 0.45),
-    "experts": ((*EXPERTS, "--batch-size", "256", "--seq-len", "4096"), 0.25 if ESTIMATED else 0.21),
+    "the default": (("--model", "llama3-8b"), 0.45, 1.15),
+    # an eighth of the slots is empty
+    "experts": ((*EXPERTS, "--batch-size", "256", "--seq-len", "4096"), 0.25 if ESTIMATED else 0.21, 1.21),
 }
 
 
 @pytest.mark.compilers
 @gpu_compiler
-@pytest.mark.parametrize("flags, mfu", PROMISED.values(), ids=PROMISED)
-def test_a_schedule_reaches_the_mfu_that_was_promised(flags, mfu):
+@pytest.mark.parametrize("flags, mfu, executed", PROMISED.values(), ids=PROMISED)
+def test_a_schedule_reaches_the_mfu_that_was_promised(flags, mfu, executed):
     """On 64 H100s, by the roofline of the program; and little is multiplied for nothing."""
     document, _ = compiled("--target", "h100:8x8", *flags)
     assert document["fits"] and as_predicted(document)
     assert document["roofline"]["mfu"] >= mfu
-    assert document["flops"]["executed_per_device"] <= 1.15 * document["flops"]["useful_per_device"]
+    assert document["flops"]["executed_per_device"] <= executed * document["flops"]["useful_per_device"]
 
 
 ABORTS = """

@@ -165,8 +165,8 @@ def test_a_mesh_that_cannot_be_is_refused_in_the_words_of_the_plan(mesh, fixed, 
 
 
 def test_what_no_device_of_a_mesh_runs_is_refused_in_words():
-    asked = question("mixtral-8x22b", 4, 4, 8192, hardware.chip("gh200"), grouped="blocks")
-    with pytest.raises(ValueError, match="grouped='blocks' does not suit the GPUs of this mesh"):
+    asked = question("mixtral-8x22b", 4, 4, 8192, hardware.chip("gh200"), grouped="ragged_dot")
+    with pytest.raises(ValueError, match="grouped='ragged_dot' does not suit the GPUs of this mesh"):
         planner.on_mesh(asked, parse_mesh("ep=2 sp=2"))
     with pytest.raises(ValueError, match="4 layers cannot fill"):
         planner.on_mesh(question("tiny-tied", 8, 64, 1024), parse_mesh("pp=8"))

@@ -55,7 +55,7 @@ DRAWN = {
         bucket_bytes=(1, 3000, 4 << 20),
         microbatches=(1, 2, 3, 4, 8),
         dtype=("float32",) * 7 + ("bfloat16",),
-        grouped=("auto", "blocks", "ragged_dot", "slots"),  # triton is for GPUs
+        grouped=("auto", "ragged_dot", "slots"),
         unroll=(1, 0, 2, 3),
         loss_chunks=(1, 2, 3, 4),
         ffn_chunks=(1, 2, 3, 4),
@@ -114,8 +114,8 @@ RULES = {
 }
 
 
-NOT_DRAWN = {"documents": {"whole"}, "grouped": {"triton"}}
-"""What only a GPU computes: tests/test_flash.py and tests/test_moe.py have stand-ins."""
+NOT_DRAWN = {"documents": {"whole"}}
+"""What only a GPU computes: tests/test_flash.py has a stand-in."""
 
 
 def values(cls) -> dict[str, tuple]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from llmpar.inspect.census import KINDS, Taken, arrow_of, dot_flops, flops_in, share_of
 from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, held_bytes, integers, shapes
-from llmpar.kernels import grouped, products
+from llmpar.kernels import grouped
 from llmpar.predict import formulas, ring
 from llmpar.predict.hardware import Chip
 
@@ -31,13 +31,15 @@ FUSED_SHARE = 0.60
 """Of peak, that cuDNN's attention reaches, both ways together (Shah et al. 2024, sec. 4: H100, head 128)."""
 KERNEL_SHARE = 0.40
 """Of peak, that this package's own kernels are taken to reach: FlashAttention-2, written as they are, reaches
-35 % on H100 (Shah et al. 2024, section 1), and a grouped product more."""
+35 % on H100 (Shah et al. 2024, section 1)."""
 MEASURED = Path(__file__).with_name("reached.json")
 """What ``make device-test`` measured, by chip: shares of peak, as `shares` has them. It may be missing."""
 MEMORY_SHARE = 0.80
 """Of the memory's published rate, that elementwise work reaches."""
 LAUNCH_S, START_S, HOST_S = 2e-6, 10e-6, 15e-6
 """Assumed: the least time of a kernel, of starting a collective, and of a branch that the host decides."""
+RAGGED = "/ragged-dot-none"
+"""The scope of the kernel that XLA for TPUs has for `jax.lax.ragged_dot`."""
 LINKS = "links", "network"
 """What collectives run on: all on one, or on what hosts have within and on what is between them."""
 FREE = set(
@@ -108,10 +110,9 @@ def measured(chip: Chip) -> dict[str, float]:
 
 
 def shares(chip: Chip, kernels: float | None = None) -> dict[str, float]:
-    """Gives the shares of peak that products reach, attention in this package's kernel and in cuDNN's, and
-    the kernels of experts: measured, or assumed. ``kernels``: what all but plain products reach instead."""
-    assumed = {"products": PRODUCT_SHARE, "cudnn": FUSED_SHARE, "attention": KERNEL_SHARE}
-    found = assumed | {"experts": KERNEL_SHARE} | measured(chip)
+    """Gives the shares of peak that products reach, and attention in this package's kernel and in cuDNN's:
+    measured, or assumed. ``kernels``: what all but plain products reach instead."""
+    found = {"products": PRODUCT_SHARE, "cudnn": FUSED_SHARE, "attention": KERNEL_SHARE} | measured(chip)
     return found if kernels is None else dict.fromkeys(found, kernels) | {"products": found["products"]}
 
 
@@ -371,8 +372,8 @@ class _Walk:
         """Give an operation's FLOPs, the share of peak that such products reach, and the term they are in."""
         if op.kind == "custom-call":
             if flops := kernel_flops(self.module, comp, op, self.seen):
-                if "grouped_" in op.scope:
-                    return flops, self.shares["experts"], "experts' kernels"
+                if RAGGED in op.scope:
+                    return flops, self.shares["products"], "products"
                 own = "xla.gpu.triton" in op.attrs or "tpu_custom_call" in op.attrs
                 return flops, self.shares["attention" if own else "cudnn"], "attention"
         wide = 0.5 if self.gpu and self.wide(comp, op) else 1.0  # TF32 runs at half the rate of bf16
@@ -487,8 +488,7 @@ def kernel_flops(module: Module, comp: str, op: Op, seen: float = 1.0) -> float:
     """Give the FLOPs of a kernel that the program shows as one call; 0 for what is none.
 
     cuDNN's attention says its shape: QK' and PV forward, five products backward, half of them under a causal
-    mask (Dao 2023, section 4.1). Of this package's own ``seen`` of all pairs count. The products of experts
-    count every block of their grid, those too that are skipped when they run because nobody owns them.
+    mask (Dao 2023, section 4.1). Of this package's own ``seen`` of all pairs count.
     """
     if op.kind != "custom-call":
         return 0.0
@@ -498,8 +498,12 @@ def kernel_flops(module: Module, comp: str, op: Op, seen: float = 1.0) -> float:
         each = 5 if "Backward" in op.attrs else 2
         pairs = math.prod(integers(dims[1])) if dims else 0
         return 2.0 * each * pairs * width * (0.5 if "CAUSAL" in op.attrs else 1.0)
-    name = next((name for name in (*ring.PRODUCTS, "grouped_") if name in op.scope), "")
+    name = next((name for name in (*ring.PRODUCTS, RAGGED) if name in op.scope), "")
     given = [module.shape_of(comp, op, i) for i in range(op.inside.count("%"))] if name else []
-    if name in ring.PRODUCTS:
-        return ring.kernel_flops(name, given, seen)
-    return products.kernel_flops(op.scope, *given) or 0.0 if name else 0.0
+    if (
+        name == RAGGED
+    ):  # rows by weights give rows, or rows by rows weights: each width is in two of the three
+        three = [*given[-2:], shapes(op.type)[0][1]]
+        num_groups = next(shape[0] for shape in three if len(shape) == 3)
+        return 2.0 * math.sqrt(math.prod(map(math.prod, three)) / num_groups)
+    return ring.kernel_flops(name, given, seen) if name else 0.0

@@ -1,2 +1,2 @@
-"""Own kernels of attention and of experts, for accelerators. No device has run these yet: compilers and an
-interpreter have."""
+"""Own kernels of attention, for accelerators, and the products of experts. No accelerator has run these yet:
+compilers and an interpreter have."""

@@ -2,18 +2,24 @@
 weights.
 
 A device holds ``l`` experts and ``r`` rows, each of which visits up to ``k`` of them. `lay_out` gives every
-visit a slot: the slots of an expert lie side by side and fill whole blocks, so that a block has one owner.
-Nothing is copied into slots: a piece of them at a time is gathered, multiplied, and let go. A piece is a
-few blocks of one expert (``blocks``, for CPUs), or a chunk of many blocks (`llmpar.kernels.products`); with
-``slots`` of as many for every expert, all of which are multiplied, full or not. There are as many pieces as
-rows have come: no token is dropped, and slots in pieces that nobody needs cost nothing but their place.
+visit a slot. The slots of an expert fill whole blocks, so a block has one owner. No array of slots is ever
+written: one piece of it at a time is gathered, multiplied, and let go. Usually there is one piece. Two ways:
 
-The backward pass keeps the rows, and of the first chunk, which holds an eighth more than an even share (a
-quarter with ``slots``), the products with gate and up. Those of other pieces it computes again: 11 products
-where 9 are useful, instead of memory for the worst routing in every layer. On CPUs that is all pieces.
+    slots        In the first piece every expert has slots for an eighth more than its even share, and one
+                 batched product multiplies them all, full or not. What an expert gets beyond that comes block
+                 by block, each with its owner's weights. Of fewer visits than experts all come so.
+    ragged_dot   The slots of an expert lie side by side. Each piece has an eighth more than a device's even
+                 share, and `jax.lax.ragged_dot` multiplies it. XLA has a kernel for that on TPUs, for the
+                 gradients of weights since libtpu 0.0.50; elsewhere it multiplies every row by every expert.
 
-Dims: r rows, k visits of a row, q slots, n blocks, d width, m an expert's width, l experts here. (Blocks of
-rows of one expert: Gale et al. 2022, MegaBlocks.)
+There are as many pieces as rows have come: no token is dropped, and slots that nobody needs cost nothing but
+their place. The backward pass keeps the rows, and of the first piece the products with gate and up. Those of
+other pieces it computes again, in both of its loops: 14 products where 9 are useful, instead of memory for
+the worst routing in every layer.
+
+Dims: r rows, k visits of a row, p visits of all rows, q slots, n blocks, l experts here, d width, m an
+expert's width. (Slots: Lepikhin et al. 2020, GShard, which drops what is beyond; blocks of rows of one
+expert: Gale et al. 2022, MegaBlocks.)
 """
 
 from __future__ import annotations
@@ -29,26 +35,22 @@ from jaxtyping import Array, Float, Int
 
 from llmpar.block import vary_alike
 from llmpar.config import ExpertConfig
-from llmpar.kernels import products
-from llmpar.kernels.products import count, take
 from llmpar.par import HIDDEN
 
 Weights = tuple[Float[Array, "l d m"], Float[Array, "l d m"], Float[Array, "l m d"]]
 
-OVERFLOW = "overflow"
-"""The scope of the loop over all chunks but the first: a census counts no turn of it."""
-STRIDE = 4
-"""On CPUs an expert's blocks are multiplied so many at a time, and the rest one by one."""
+OVERFLOW = "overflow"  # the scope of the loops over all pieces but the first: a census counts no turn of them
 
 
 class How(NamedTuple):
-    """Who multiplies, ``blocks``, ``slots``, ``ragged_dot``, ``triton`` or that ``interpreted``; how many
-    blocks are in a chunk (0 for ``blocks``: expert by expert); and whether the backward pass makes the
-    weights' gradients in a loop of their own, which a pipeline can put off (`llmpar.split`)."""
+    """How rows are laid out and multiplied, from `cut`."""
 
-    way: str
-    chunk: int = 0
-    split: bool = False
+    way: str  # slots or ragged_dot
+    num_blocks: int  # in all, for the worst routing
+    block: int  # rows of a block
+    own: int  # blocks that every expert has in the first piece; 0: as many as it fills
+    chunk: int  # blocks of the first piece
+    split: bool = False  # weights' gradients in a loop of their own, which a pipeline can put off
 
 
 class Layout(NamedTuple):
@@ -60,66 +62,100 @@ class Layout(NamedTuple):
     owner_n: Int[Array, " n"]  # the expert of each block; l after the last
 
 
-def arrange(
-    key_p: Int[Array, " p"], start_i: Int[Array, " i"], num_slots: int
-) -> tuple[Int[Array, " p"], Int[Array, " q"]]:
-    """Slots for items, those of key i side by side from slot ``start[i]`` on, in their order.
+def cut(
+    experts: ExpertConfig, way: str, tokens: int, pieces: int, ranks: int = 1, split: bool = False
+) -> How:
+    """Decide how one of ``ranks``, each with so many tokens in ``pieces`` pieces, lays out what its experts
+    get at most.
 
-    Gives (the slot of each item, the item in each slot). Past the end: a key past the last gets no slot, and
-    an empty slot has no item.
-    """
-    num_items, num_keys = len(key_p), len(start_i)
-    counts_i = count(key_p, num_keys)
-    order_p = jnp.argsort(key_p, stable=True)
-    line_p = jnp.zeros_like(order_p).at[order_p].set(jnp.arange(num_items))
-    shift_i = start_i - (jnp.cumsum(counts_i) - counts_i)
-    slot_p = jnp.where(key_p < num_keys, shift_i[jnp.minimum(key_p, num_keys - 1)] + line_p, num_slots)
-    empty_q = jnp.full_like(slot_p, num_items, shape=num_slots)
-    return slot_p, empty_q.at[slot_p].set(jnp.arange(num_items), mode="drop")
-
-
-def lay_out(expert_rk: Int[Array, "r k"], num_experts: int, num_blocks: int, block: int, first=0) -> Layout:
-    """Lay visits out in order of their experts (``num_experts`` for a visit to nobody here), each expert
-    from a new block on. With ``first`` every expert has so many blocks in the first chunk, and one in each
-    that follows, needed or not."""
-    blocks_l = -(-count(expert_rk, num_experts) // block)
-    end_l, each = jnp.cumsum(blocks_l), num_blocks // num_experts
-    begin_l = each * jnp.arange(num_experts) if first else end_l - blocks_l
-    slot_p, visit_q = arrange(expert_rk.reshape(-1), block * begin_l, num_blocks * block)
-    if first:  # so far all of an expert's blocks lie side by side
-        expert_p, i_p = slot_p // block // each, slot_p // block % each
-        block_p = jnp.where(i_p < first, expert_p * first + i_p, i_p * num_experts + expert_p)
-        slot_p = jnp.where(expert_p < num_experts, block_p * block + slot_p % block, slot_p)
-        visit_q = jnp.full_like(visit_q, slot_p.size).at[slot_p].set(jnp.arange(slot_p.size), mode="drop")
-        end_l = num_experts * jnp.broadcast_to(blocks_l.max(), end_l.shape)
-    owner_n = (jnp.arange(num_blocks)[:, None] >= end_l[None]).sum(1, dtype=jnp.int32)
-    return Layout(slot_p.reshape(expert_rk.shape), visit_q, end_l, owner_n)
-
-
-def cut(experts: ExpertConfig, way: str, tokens: int, pieces: int, ranks: int) -> tuple[int, int, int]:
-    """(blocks in all, rows of a block, blocks of a chunk) in which one of ``ranks``, each with so many tokens
-    in ``pieces`` pieces, lays out what its experts get at most.
-
-    An expert's rows fill whole blocks (`products.BLOCK_ROWS`) of an eighth of an even share or less, so that
-    about a sixteenth is padding, and less where rows are many. A device has whole chunks: each has blocks for
-    an even share of rows and an eighth more, with half a block of padding for each expert. ``blocks`` goes
-    expert by expert and has none. Of ``slots`` a block is a quarter of an expert's even share, and each
-    expert has five in the first chunk (fewer where that is enough) and one in each chunk that follows."""
-    k, local, most = experts.top_k, experts.num_experts // ranks, ranks * experts.most(tokens, pieces)
-    block, largest = products.BLOCK_ROWS[way]
-    while block < largest and 16 * block * experts.num_experts <= ranks * tokens * k:
+    A block is an eighth of an expert's even share, a multiple of 8 rows; for ``ragged_dot`` 8 to 128 rows,
+    of which about a sixteenth is padding."""
+    block, local, visits = 8, experts.num_experts // ranks, ranks * tokens * experts.top_k
+    most = ranks * experts.most(tokens, pieces)  # rows of an expert
+    rows = min(ranks * tokens * min(experts.top_k, local), most * local)
+    own, slots = 0, way == "slots"
+    if slots:
+        eighth = -(-visits // (8 * experts.num_experts))
+        block *= -(-eighth // block)
+        own = min(-(-9 * eighth // block), -(-most // block)) if visits >= experts.num_experts else 0
+    while not slots and block < 128 and 16 * block * experts.num_experts <= visits:
         block *= 2
-    if way == "slots":
-        quarter = -(-ranks * tokens * k // (4 * experts.num_experts))
-        block = -(-quarter // block) * block
-        first = min(-(-5 * quarter // block), -(-most // block))
-        return local * -(-most // block), block, local * first
-    rows = min(ranks * tokens * min(k, local), most * local)
-    blocks = min((rows + local * (block - 1)) // block, local * -(-most // block))
-    if way == "blocks":
-        return blocks, block, 0
-    chunk = min(blocks, -(-9 * tokens * k // (8 * block)) + local // 2)
-    return -(-blocks // chunk) * chunk, block, chunk
+    # The worst routing fills all but a row of a block of one expert, or of every one that has none of its own
+    spread = (1 if own else local) * (block - 1)
+    beyond = min(local * (-(-most // block) - own), max(0, rows + spread - own * block) // block)
+    chunk = max(local * own, 1)
+    if not slots:
+        chunk = min(beyond, -(-9 * tokens * experts.top_k // (8 * block)) + local // 2)
+        beyond = -(-beyond // chunk) * chunk
+    return How(way, max(local * own + beyond, 1), block, own, chunk, split)
+
+
+def count(key: Int[Array, ...], num_keys: int) -> Int[Array, " i"]:
+    """How many items have each key."""
+    return (key.reshape(-1, 1) == jnp.arange(num_keys)[None]).sum(0, dtype=jnp.int32)
+
+
+def number(key_p: Int[Array, " p"], num_keys: int) -> Int[Array, " p"]:
+    """Number the items of each key from 0 on, in their order. (Any number for a key past the last.)"""
+    order_p, counts_i = jnp.argsort(key_p, stable=True), count(key_p, num_keys)
+    line_p = jnp.zeros_like(order_p).at[order_p].set(jnp.arange(len(key_p)))
+    return line_p - (jnp.cumsum(counts_i) - counts_i)[jnp.minimum(key_p, num_keys - 1)]
+
+
+def item_in(slot_p: Int[Array, " p"], num_slots: int) -> Int[Array, " q"]:
+    """The item in each slot, from the slot of each item; the number of items where there is none."""
+    none_q = jnp.full_like(slot_p, len(slot_p), shape=num_slots)
+    return none_q.at[slot_p].set(jnp.arange(len(slot_p)), mode="drop")
+
+
+def take(z: Array, index: Int[Array, ...]) -> Array:
+    """The rows ``z[index]``, zeros where an index is past the end."""
+    return z.at[index].get(mode="fill", fill_value=0)
+
+
+def lay_out(how: How, expert_rk: Int[Array, "r k"], num_experts: int) -> Layout:
+    """Lay visits out in order of their experts (``num_experts`` for a visit to nobody here): first in the
+    blocks that are an expert's own, then from a new block on."""
+    num_slots, own, n = how.num_blocks * how.block, how.own * how.block, jnp.arange(how.num_blocks)
+    expert_p = expert_rk.reshape(-1)
+    more_l = jnp.maximum(-(-count(expert_p, num_experts) // how.block) - how.own, 0)
+    end_l = num_experts * how.own + jnp.cumsum(more_l)
+    begin_p, place_p = take(end_l - more_l, expert_p) * how.block, number(expert_p, num_experts)
+    own_p = place_p < own
+    slot_p = place_p + jnp.where(own_p, expert_p * own, begin_p - own)
+    slot_p = jnp.where(expert_p < num_experts, slot_p, num_slots)
+    owner_n = (n[:, None] >= end_l[None]).sum(1, dtype=jnp.int32)
+    owner_n = jnp.where(n < num_experts * how.own, n // max(how.own, 1), owner_n)
+    return Layout(slot_p.reshape(expert_rk.shape), item_in(slot_p, num_slots), end_l, owner_n)
+
+
+# -------------------------------------------------------------------------------------------------- products
+
+
+def dot(way: str, *pairs, owners, transposed: bool = False):
+    """Blocks of rows with the weights of their owners (or these transposed), of several pairs the sum. With
+    ``slots`` all owners have as many rows."""
+    if way == "ragged_dot":
+        dims = ((1,), (2 if transposed else 1,)), ((), ())
+        one = lambda rows, w: _ragged_dot(rows, w, owners, len(w), dims, [0])
+    else:
+        product = functools.partial(jnp.einsum, "lqb,lab->lqa" if transposed else "lqa,lab->lqb")
+        one = lambda rows, w: product(rows.reshape(len(w), -1, rows.shape[1]), w).reshape(len(rows), -1)
+    return functools.reduce(jnp.add, (one(rows, w).astype(rows.dtype) for rows, w in pairs))
+
+
+def outer(way: str, rows, grads, owners, num_owners: int):
+    """For each owner the sum over its rows of their outer products with gradients, float32."""
+    if way == "ragged_dot":
+        return _ragged_dot(rows, grads, owners, num_owners, (((0,), (0,)), ((), ())), [])
+    rows, grads = (z.reshape(num_owners, -1, z.shape[1]) for z in (rows, grads))
+    return jnp.einsum("lqa,lqb->lab", rows, grads, preferred_element_type=jnp.float32)
+
+
+def _ragged_dot(a, b, owners, num_owners: int, dims, groups: list[int]):
+    sizes = count(owners, num_owners) * (len(a) // len(owners))
+    dims = lax.RaggedDotDimensionNumbers(dims, lhs_ragged_dimensions=[0], rhs_group_dimensions=groups)
+    return lax.ragged_dot_general(a, b, sizes, dims, preferred_element_type=jnp.float32)
 
 
 # --------------------------------------------------------------------------------------------- feed-forwards
@@ -138,18 +174,16 @@ def _feed_forward(how, *args):
 
 
 def _run(how, x, shares, weights, where):
-    """The result, and the products with gate and up of the first chunk."""
+    """The result, and the products with gate and up of the first piece."""
 
     def piece(here, out, kept, gate, up, down):
-        dot = functools.partial(products.dot, how.way, owners=here(where.owner_n, 1))
-        rows = products.gather(how.way, x, here(row_q))
-        gated, upped = dot((rows, gate)), dot((rows, up))
-        out = here.take_up(out, dot((jax.nn.silu(gated) * upped, down)), where.slot_rk, shares)
+        multiply = functools.partial(dot, how.way, owners=here.owners)
+        rows = take(x, here.row_q)
+        gated, upped = multiply((rows, gate)), multiply((rows, up))
+        out = here.to_rows(out, multiply((jax.nn.silu(gated) * upped, down)), shares)
         return out, (gated, upped) if here.first else kept
 
-    row_q = where.visit_q // shares.shape[1]
-    out, kept = _walk(how, where, weights, _room(x, x.dtype, len(row_q), x.shape[1]), (), piece)
-    return (out if how.chunk else _sum_visits(out, where.slot_rk, shares)), kept
+    return _walk(how, where, weights, None, (), piece)
 
 
 def _forward(how, *args):
@@ -161,48 +195,39 @@ def _backward(how, saved, grad):
     """The gradients of rows and shares, and those of weights: together, or in a second loop where a pipeline
     puts that off."""
     x, shares, weights, where, kept = saved
-    row_q, share_q = where.visit_q // shares.shape[1], take(shares.reshape(-1), where.visit_q)
-
-    def gathered(here):
-        return [products.gather(how.way, z, here(row_q)) for z in (x, grad)]
 
     def piece(here, made, sums, gate, up, down):
-        dot = functools.partial(products.dot, how.way, owners=here(where.owner_n, 1))
-        rows, dout = gathered(here)
+        multiply = functools.partial(dot, how.way, owners=here.owners)
+        rows, dout = take(x, here.row_q), take(grad, here.row_q)
         three = (
-            *(kept if here.first else (dot((rows, gate)), dot((rows, up)))),
-            dot((dout, down), transposed=True),
+            *(kept if here.first else (multiply((rows, gate)), multiply((rows, up)))),
+            multiply((dout, down), transposed=True),
         )
         gated, upped, dhidden = (z.astype(jnp.float32) for z in three)
-        slope, share = jax.nn.sigmoid(gated), here(share_q)[:, None]
+        slope, share = jax.nn.sigmoid(gated), take(shares.reshape(-1), here.visit_q)[:, None]
         hidden, dshare = gated * slope * upped, (gated * slope * upped * dhidden).sum(-1)
         dup, dgate = dhidden * gated * slope, dhidden * upped * slope * (1 + gated * (1 - slope))
         inner = [(z * share).astype(x.dtype) for z in (hidden, dgate, dup)]
-        drows = dot((inner[1], gate), (inner[2], up), transposed=True)
-        pairs = zip(made[:2], (drows, dshare), strict=True)
-        made = *(here.take_up(*pair, where.slot_rk) for pair in pairs), *map(here.put, made[2:], inner)
+        drows = multiply((inner[1], gate), (inner[2], up), transposed=True)
+        numbers = here.to_visits(made[1], dshare.astype(shares.dtype))
+        made = here.to_rows(made[0], drows), numbers, *map(here.put, made[2:], inner)
         return made, () if how.split else add(here, sums, rows, dout, *inner)
 
     def add(here, sums, rows, dout, hidden, dgate, dup):
-        owners = here(where.owner_n, 1)
-        outer = functools.partial(products.outer, how.way, owners=owners, num_owners=len(sums[0]))
-        more = outer(rows, dgate), outer(rows, dup), outer(hidden, dout)
-        return more if here.first else tuple(map(jnp.add, sums, more))
+        found = functools.partial(outer, how.way, owners=here.owners, num_owners=len(here.weights(sums[0])))
+        more = found(rows, dgate), found(rows, dup), found(hidden, dout)
+        return tuple(map(here.add, sums, more))
 
     def later(here, _, sums):
-        return (), add(here, sums, *gathered(here), *map(here, inner))
+        return (), add(here, sums, take(x, here.row_q), take(grad, here.row_q), *map(here.cut, inner))
 
-    num_slots, (_, d, m) = len(row_q), weights[0].shape
     sums = tuple(vary_alike(jnp.zeros(w.shape), like=x) for w in weights)
-    made: tuple[Array, ...] = _room(grad, x.dtype, num_slots, d), _room(grad, shares.dtype, num_slots)
-    made += (_room(grad, x.dtype, num_slots, m),) * 3 if how.split else ()
-    (drows, dshare, *inner), dw = _walk(how, where, weights, made, () if how.split else sums, piece)
+    room = (_room(grad, x.dtype, len(where.visit_q), weights[0].shape[2]),) * 3 if how.split else ()
+    made, begun = (None, None, *room), () if how.split else sums
+    (drows, dshare, *inner), dw = _walk(how, where, weights, made, begun, piece)
     if how.split:
         dw = _walk(how, where, (), (), sums, later)[1]
-    dw = tuple(z.astype(w.dtype) for z, w in zip(dw, weights, strict=True))
-    if how.chunk:
-        return drows, dshare, dw, None
-    return _sum_visits(drows, where.slot_rk), take(dshare, where.slot_rk), dw, None
+    return drows, dshare, tuple(z.astype(w.dtype) for z, w in zip(dw, weights, strict=True)), None
 
 
 _feed_forward.defvjp(_forward, _backward)
@@ -211,79 +236,91 @@ _feed_forward.defvjp(_forward, _backward)
 class _Piece(NamedTuple):
     """Some blocks of slots."""
 
+    how: How
+    where: Layout
     begin: Int[Array, ""]
     num_blocks: int
-    block: int
-    chunk: int
-    first: bool = False
+    first: bool
 
-    def __call__(self, z: Array, block: int = 0) -> Array:
-        """What an array of slots (of blocks: ``block=1``) has here."""
-        block = block or self.block
-        return lax.dynamic_slice_in_dim(z, self.begin * block, self.num_blocks * block)
+    @property
+    def alone(self) -> bool:
+        """One block, multiplied with its owner's weights alone."""
+        return self.how.way == "slots" and self.num_blocks == 1
+
+    @property
+    def owners(self) -> Int[Array, " n"]:
+        return lax.dynamic_slice_in_dim(self.where.owner_n, self.begin, self.num_blocks)
+
+    @property
+    def visit_q(self) -> Int[Array, " q"]:
+        return self.cut(self.where.visit_q)
+
+    @property
+    def row_q(self) -> Int[Array, " q"]:
+        """The row in each slot here, past the end in an empty one."""
+        return self.visit_q // self.where.slot_rk.shape[1]
+
+    def cut(self, z: Array) -> Array:
+        """What an array of slots has here."""
+        return lax.dynamic_slice_in_dim(z, self.begin * self.how.block, self.num_blocks * self.how.block)
 
     def put(self, z: Array, value: Array) -> Array:
         """The array of slots with a value here."""
-        return lax.dynamic_update_slice_in_dim(z, value.astype(z.dtype), self.begin * self.block, 0)
+        return lax.dynamic_update_slice_in_dim(z, value.astype(z.dtype), self.begin * self.how.block, 0)
 
-    def take_up(self, so_far: Array, value: Array, slot_rk, shares=None) -> Array:
-        """What the slots here give: for all slots until every row's visits are added up; of a chunk the sums
-        over each row's visits in it, added to those of other chunks. Of numbers no sum: each visit's own."""
-        if not self.chunk:
-            return self.put(so_far, value)
-        slot_rk = slot_rk - self.begin * self.block
-        slot_rk = jnp.where(slot_rk >= 0, slot_rk, len(value))
-        value = _sum_visits(value, slot_rk, shares) if value.ndim > 1 else take(value, slot_rk)
+    def weights(self, w: Array) -> Array:
+        """Of weights of all owners those of the owners here."""
+        return lax.dynamic_slice_in_dim(w, self.owners[0], 1) if self.alone else w
+
+    def add(self, so_far: Array, value: Array) -> Array:
+        """The sums for all owners with those for the owners here."""
+        if self.alone:
+            return so_far.at[self.owners].add(value)
         return value if self.first else so_far + value
+
+    def to_visits(self, so_far: Array | None, value: Array) -> Array:
+        """Numbers of visits, with those of the visits here."""
+        if so_far is None:
+            return take(value, self.where.slot_rk)
+        return so_far.reshape(-1).at[self.visit_q].set(value, mode="drop").reshape(so_far.shape)
+
+    def to_rows(self, so_far: Array | None, value: Array, shares: Array | None = None) -> Array:
+        """Sums over the visits of each row, with those of the visits here, weighed if there are shares. Slots
+        of the first piece are gathered visit by visit: the rows of one never lie side by side."""
+        if so_far is None:
+            each = (take(value, slot_r).astype(jnp.float32) for slot_r in self.where.slot_rk.T)
+            each = (z if shares is None else z * shares[:, i, None] for i, z in enumerate(each))
+            return functools.reduce(jnp.add, each).astype(value.dtype)
+        if shares is not None:
+            value = value.astype(jnp.float32) * take(shares.reshape(-1), self.visit_q)[:, None]
+        return so_far.at[self.row_q].add(value.astype(so_far.dtype), mode="drop")
 
 
 def _walk(how: How, where: Layout, weights, made, sums, piece):
-    """Do ``made, sums = piece(here, made, sums, *weights)`` for all pieces that hold rows: expert by expert,
-    each with its own weights and sums, or a chunk at a time, with all. The first chunk stands before the
-    loops: it is the usual case that there is no other. What is made and the sums have a loop each: then what
-    is made can leave while sums are added up."""
-    zero, block = jnp.zeros_like(where.end_l[0]), len(where.visit_q) // len(where.owner_n)
+    """Do ``made, sums = piece(here, made, sums, *weights)`` for all pieces that hold rows. The first stands
+    before the loops. What is made and the sums have a loop each: then what is made can leave while sums are
+    added up."""
 
-    if how.chunk:
-        first = piece(_Piece(zero, how.chunk, block, how.chunk, True), made, sums, *weights)
-        more = len(where.end_l) if how.way == "slots" else how.chunk
-        turns = -((how.chunk - where.end_l[-1]) // more)  # more than the first one
+    def visit(begin, num_blocks, first, state):
+        here = _Piece(how, where, begin, num_blocks, first)
+        return piece(here, *state, *map(here.weights, weights))
 
-        def rest(kind):
-            def turn(i, mine):
-                here = _Piece(how.chunk + i * more, more, block, how.chunk)
-                return piece(here, *(mine if j == kind else z for j, z in enumerate(first)), *weights)[kind]
+    more = 1 if how.way == "slots" else how.chunk
+    zero, turns = jnp.zeros_like(where.end_l[0]), -((how.chunk - where.end_l[-1]) // more)
+    first = visit(zero, how.chunk, True, (made, sums))
+    if how.num_blocks == how.chunk:
+        return first
 
-            return lax.fori_loop(zero, turns, turn, first[kind])
+    def rest(kind):
+        def turn(i, mine):
+            state = [mine if j == kind else z for j, z in enumerate(first)]
+            return visit(how.chunk + i * more, more, False, state)[kind]
 
-        with jax.named_scope(OVERFLOW):
-            given = (bool(jax.tree.leaves(z)) for z in (made, sums))
-            return tuple(rest(kind) if needed else first[kind] for kind, needed in enumerate(given))
+        return lax.fori_loop(zero, turns, turn, first[kind])
 
-    def steps(begin, num, state, weights, turns):
-        turn = lambda i, state: piece(_Piece(begin + i * num, num, block, how.chunk), *state, *weights)
-        return lax.fori_loop(zero, turns, turn, state)
-
-    stride = min(STRIDE, len(where.owner_n))
-
-    def expert(carry, here):
-        (begin, made), (end, matrices) = carry, here
-        state, turns = (made, tuple(z[0] for z in sums)), (end - begin) // stride
-        state = steps(begin, stride, state, matrices, turns)
-        begin = begin + turns * stride
-        made, mine = steps(begin, 1, state, matrices, end - begin)
-        return (end, made), mine
-
-    (_, made), sums = lax.scan(expert, (zero, made), (where.end_l, weights))
-    return made, sums
-
-
-def _sum_visits(out: Float[Array, "q d"], slot_rk, shares=None) -> Float[Array, "r d"]:
-    """Each row's visits added up, weighed if there are shares, in float32. Visit by visit: their rows never
-    lie side by side."""
-    visits = (take(out, slot_rk[:, i]).astype(jnp.float32) for i in range(slot_rk.shape[1]))
-    weighed = (y if shares is None else y * shares[:, i, None] for i, y in enumerate(visits))
-    return functools.reduce(jnp.add, weighed).astype(out.dtype)
+    with jax.named_scope(OVERFLOW):
+        needed = bool(jax.tree.leaves(first[0])), bool(sums)
+        return tuple(rest(kind) if needed[kind] else first[kind] for kind in (0, 1))
 
 
 def _room(like: Array, dtype, *shape: int) -> Array:

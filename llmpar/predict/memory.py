@@ -149,7 +149,7 @@ def _block(
     ffn = hidden = tokens * config.ffn_width * item // tp
     if config.experts:  # the slots of the buffer, and the hidden values of a rank's usual share of visits
         slots_here = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
-        visits = tokens * config.experts.top_k * (5 if plan.grouped == "slots" else 4) // 4
+        visits = tokens * config.experts.top_k * (9 if plan.grouped == "slots" else 8) // 8
         hidden = visits * config.ffn_width * item // tp
         ffn = hidden + (slots_here + visits) * config.width * item
     # Scores in float32 and again as the products read them; ``copies`` of that: their gradient too.

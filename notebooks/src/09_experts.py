@@ -331,14 +331,12 @@ model = preset("tiny-moe")
 print(f"{model.num_params:,} parameters, {model.active_params:,} at work on a token")
 
 # %% [markdown]
-# ## Only blocks that hold something are multiplied
+# ## Empty slots travel, and few are multiplied
 #
-# Empty slots travel, but are never multiplied: on its rank the copies for an expert fill whole blocks, and only blocks that hold something
-# are worked on. (Gale et al. 2022 do the same with blocks of a sparse matrix.) Who multiplies depends on the devices (`Plan.grouped`):
-# on CPUs a loop over each expert's blocks; on TPUs `jax.lax.ragged_dot`, for which XLA has a kernel there; on GPUs two kernels of
-# `llmpar.kernels.products` in Triton, for by default XLA has none: its `ragged_dot` would multiply every copy by every expert. XLA does
-# multiply `slots`, as many for every expert, in one product: qwen3-30b-a3b on 64 H100s in 612 ms a step by estimate, against 601 ms with
-# the kernels (`tests/compiled.md`). No GPU has said which is faster.
+# On its rank every expert has slots for an eighth more than its even share, and one batched product multiplies them all, full or not. What
+# an expert gets beyond that is multiplied block by block with this expert's weights, as Gale et al. 2022 do with all rows. So no token is
+# dropped, and a hot expert costs what it gets. JAX has a product for groups of unequal size, `jax.lax.ragged_dot` (`Plan.grouped`), but by
+# default XLA has a kernel for it on TPUs alone, and elsewhere multiplies every copy by every expert.
 
 # %% [markdown]
 # ### Exercise (stretch): combine
