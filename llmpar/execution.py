@@ -17,7 +17,7 @@ SUITS = {
     "dispatch": {"cpu": ("padded",), "gpu": ("ragged", "padded"), "tpu": ("ragged", "padded")},
     "grouped": {"cpu": ("slots", "ragged_dot"), "gpu": ("slots",), "tpu": ("slots", "ragged_dot")},
 }
-"""What the devices of a platform can do, or not absurdly slowly; first what ``auto`` stands for."""
+"""What a platform can do in reasonable time (`ragged_dot` on CPUs: for tests); first what ``auto`` means."""
 AMPERE, SINCE_AMPERE = 8.0, ("flash", "cudnn")
 """NVIDIA's compute capability since which XLA has Triton, and what needs it. (So does JAX's own attention:
 older GPUs lack the products of 16 bits that it asks for.)"""
@@ -54,8 +54,8 @@ class Execution:
             only (``ragged``, which CPUs lack). ``auto``: ragged on GPUs and TPUs.
         grouped: how tokens are multiplied by their experts (Megatron's grouped GEMM): in one batched product
             of ``slots``, an eighth more than an even share for each expert, and what is beyond block by
-            block; or by `jax.lax.ragged_dot`, for TPUs: others multiply every token by every expert, and
-            with JAX 0.10 so do TPUs for the gradient of weights. ``auto``: slots.
+            block; or by `jax.lax.ragged_dot`, for which XLA has kernels on TPUs alone (with JAX 0.10 none for
+            the gradient of weights): elsewhere every row is multiplied by every expert. ``auto``: slots.
         hop: how the ranks of a ring hand on what they hold: by a ``permute``; or by an ``exchange``, an
             all-to-all of which all blocks but one are empty, for which no other stage of a pipeline must
             wait. ``auto``: an exchange in a pipeline of simulated devices, a permute elsewhere.

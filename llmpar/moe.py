@@ -6,14 +6,14 @@ A layer of experts takes six steps:
 2. All ranks that hold experts learn these choices. Each device lays its tokens into a buffer with the same
    number of slots for each of these ranks: a token once for every rank that has one of its experts.
 3. One all-to-all, the arrow ``b/ep e c d -> b e/ep c d``: block e of every buffer goes to rank e.
-4. Each rank sends what came through its experts (`llmpar.kernels.grouped`), and adds up each row's results,
-   weighed by the router.
+4. Each rank multiplies what came by the weights of its experts (`llmpar.kernels.grouped`), and adds up each
+   row's results, weighed by the router.
 5. The same all-to-all back.
 6. A token adds up the results of its ranks. Autodiff turns each all-to-all around: two forward, two backward.
 
 XLA's shapes are static, so the buffer has a slot for all that could be needed: without a capacity, which
-drops tokens, every rank's part has one for every token (`ExpertConfig.slots`). Empty slots are never
-multiplied, nor sent with ``dispatch="ragged"`` (`jax.lax.ragged_all_to_all`, which CPUs lack).
+drops tokens, every rank's part has one for every token (`ExpertConfig.slots`). Empty slots of this buffer are
+left out in step 4, and not sent with ``dispatch="ragged"`` (`jax.lax.ragged_all_to_all`, which CPUs lack).
 
 Dims: b batch, s positions, d width, e experts, k the chosen ones of a token, m an expert's width. In steps 2
 to 6 also t tokens, p pairs of a token and one of its choices, g ranks that hold experts, l the experts of one
@@ -121,7 +121,7 @@ def visit(
     # An expert's capacity holds for each piece of a row that the router saw: with tp_sequence, tp to a row.
     num_tokens, num_pieces = b * s, b * par.parts("stream s") // par.parts("ffn s")
     split = par.plan.pipeline is not None and par.plan.pipeline.split_backward
-    how = grouped.cut(experts, par.plan.grouped, num_tokens, num_pieces, num_ranks, split)
+    how = grouped.arrange(experts, par.plan.grouped, num_tokens, num_pieces, num_ranks, split)
     x_td, weights_tk, chosen_tk = x.reshape(-1, d), weights.reshape(-1, k), chosen.reshape(-1, k)
     if num_ranks > 1:
         num_slots = experts.slots(num_tokens, num_pieces, num_ranks)

@@ -277,6 +277,14 @@ def test_lines_are_counted_for_the_room_and_for_the_paper():
     assert {room: n for room, n in counts.items() if n} == {"paper": 2, "core": 3, "cli": 3, "package": 6}
 
 
+def test_every_text_that_an_error_is_planted_in_stands_once_in_the_package():
+    """tests/mutants.txt; `python tests/mutants.py` plants them."""
+    texts = [path.read_text() for path in PACKAGE.rglob("*.py")]
+    lines = (ROOT / "tests" / "mutants.txt").read_text().splitlines()[1:]
+    planted = {line: line.split(" ; ")[0] for line in lines}
+    assert [line for line, old in planted.items() if sum(text.count(old) for text in texts) != 1] == []
+
+
 def undocumented(name, tree):
     """Name the public functions and classes without a docstring, and the file if it has none."""
     if ast.get_docstring(tree) is None:

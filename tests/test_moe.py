@@ -157,25 +157,27 @@ def test_the_rows_of_a_token_are_weighed_and_added_in_float32():
 
 def test_slots_and_blocks_hold_the_worst_case_and_little_more():
     """From tokens that like the first experts, one rank sends and the first one lays out."""
-    cases = itertools.product((1, 5, 64, 1000), (4, 8), (1, 2, 4), (1, 2, 4), (None, 1.1))
-    for tokens, num, k, ranks, factor in cases:
+    cases = itertools.product((1, 5, 64, 1000), (4, 8), (1, 2, 4), (1, 2, 4), ((None, 1), (1.1, 1), (1.1, 4)))
+    for tokens, num, k, ranks, (factor, pieces) in cases:
+        if tokens % pieces:
+            continue
         experts, here = ExpertConfig(num, k, capacity_factor=factor), num // ranks
-        slots, draw = experts.slots(tokens, 1, ranks), np.random.default_rng(0)
-        hows, rows = [grouped.cut(experts, way, tokens, 1, ranks) for way in WAYS], ranks * tokens
+        slots, draw = experts.slots(tokens, pieces, ranks), np.random.default_rng(0)
+        hows, rows = [grouped.arrange(experts, way, tokens, pieces, ranks) for way in WAYS], ranks * tokens
         for skew in (0, 1, 3, 30):
             skewed = draw.random((ranks, tokens, num)) + skew * np.linspace(1, 0, num)
             chosen = np.argsort(-skewed, axis=2)[..., :k]
             counts = np.bincount(chosen.ravel(), minlength=num)[:here]
             if factor is None:
                 assert max((chosen // here == rank).any(2).sum(1).max() for rank in range(ranks)) <= slots
-            counts = np.minimum(counts, ranks * experts.most(tokens, 1))
+            counts = np.minimum(counts, ranks * experts.most(tokens, pieces))
             for how in hows:
                 more = np.maximum(-(-counts // how.block) - how.own, 0).sum()
                 assert here * how.own + more <= how.num_blocks
         own, rest = (here * how.own for how in hows), rows * min(k, here)
         for how, mine in zip(hows, own, strict=True):
             assert how.num_blocks * how.block <= max(mine, 1) * how.block + rest + here * how.block + (
-                how.chunk * how.block
+                how.first * how.block
             )
         assert slots <= tokens and hows[0].own in range(10) and (rows * k >= num or not hows[0].own)
 

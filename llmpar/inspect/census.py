@@ -221,7 +221,7 @@ def collective(module: Module, comp: str, name: str, mesh: Any) -> Collective | 
 
 def executed_flops(text: str, taken: Taken | None = None) -> int:
     """Counts the FLOPs of every `dot` that HLO text executes on a device, 2MNK each; GPU library calls are
-    not seen. Refuses loops with traced bounds (over the blocks of experts)."""
+    not seen. Refuses loops with traced bounds (over what experts get beyond their slots)."""
     module = Module(text)
     turns = lambda comp, loop: known(module.trips(comp, loop), "dot", module.source(loop))
     leaf = lambda comp, op: dot_flops(module, comp, op) if op.kind == "dot" else 0

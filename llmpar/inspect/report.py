@@ -36,7 +36,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
     step = Step(config, plan, mesh, optax.adamw(1e-3))
     plan, compiled, partitioned = step.plan, *read_program(step.lower(batch_size, seq_len))
     branches = branch_shares(plan.pipeline, config.num_layers)
-    # With experts it depends on the routing: empty blocks are skipped. A kernel walks lists of the data's.
+    # What experts get beyond their slots is a loop that data ends, and so are the walks of a kernel.
     text, plain = compiled.as_text() or "", plan.attention_kernel in ("portable", "xla")
     work = [executed_flops(text, taken) for taken in branches] if plain and not config.experts else None
     held = compiled_memory(compiled)

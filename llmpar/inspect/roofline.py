@@ -456,7 +456,7 @@ def product_flops(module: Module, comp: str, op: Op) -> float:
 
 
 def turns_of(module: Module, comp: str, loop: Op) -> int:
-    """Count a loop's turns: one where only data can tell, none of that for tokens beyond a rank's share."""
+    """Count a loop's turns: one where only data can tell, none for what experts get beyond their slots."""
     trips = module.trips(comp, loop)
     return int(f"/{grouped.OVERFLOW}/" not in loop.scope) if trips is None else trips or 1
 
@@ -488,7 +488,8 @@ def kernel_flops(module: Module, comp: str, op: Op, seen: float = 1.0) -> float:
     """Give the FLOPs of a kernel that the program shows as one call; 0 for what is none.
 
     cuDNN's attention says its shape: QK' and PV forward, five products backward, half of them under a causal
-    mask (Dao 2023, section 4.1). Of this package's own ``seen`` of all pairs count.
+    mask (Dao 2023, section 4.1). Of this package's own ``seen`` of all pairs count; of XLA's for
+    `jax.lax.ragged_dot` every row counts once.
     """
     if op.kind != "custom-call":
         return 0.0
@@ -500,9 +501,7 @@ def kernel_flops(module: Module, comp: str, op: Op, seen: float = 1.0) -> float:
         return 2.0 * each * pairs * width * (0.5 if "CAUSAL" in op.attrs else 1.0)
     name = next((name for name in (*ring.PRODUCTS, RAGGED) if name in op.scope), "")
     given = [module.shape_of(comp, op, i) for i in range(op.inside.count("%"))] if name else []
-    if (
-        name == RAGGED
-    ):  # rows by weights give rows, or rows by rows weights: each width is in two of the three
+    if name == RAGGED:  # rows × weights -> rows, or rows × rows -> weights: each width is in two of three
         three = [*given[-2:], shapes(op.type)[0][1]]
         num_groups = next(shape[0] for shape in three if len(shape) == 3)
         return 2.0 * math.sqrt(math.prod(map(math.prod, three)) / num_groups)

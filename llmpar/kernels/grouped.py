@@ -2,20 +2,20 @@
 weights.
 
 A device holds ``l`` experts and ``r`` rows, each of which visits up to ``k`` of them. `lay_out` gives every
-visit a slot. The slots of an expert fill whole blocks, so a block has one owner. No array of slots is ever
-written: one piece of it at a time is gathered, multiplied, and let go. Usually there is one piece. Two ways:
+visit a slot. The slots of an expert fill whole blocks, so a block has one owner. Rows are not copied into
+slots for the worst routing: one part of the slots is gathered, multiplied and handed back before the next.
 
-    slots        In the first piece every expert has slots for an eighth more than its even share, and one
-                 batched product multiplies them all, full or not. What an expert gets beyond that comes block
-                 by block, each with its owner's weights. Of fewer visits than experts all come so.
-    ragged_dot   The slots of an expert lie side by side. Each piece has an eighth more than a device's even
+    slots        In the first part every expert has slots for about an eighth more than its even share, and
+                 one batched product multiplies them all, full or not. What an expert gets beyond that comes
+                 block by block, each with its owner's weights. With fewer visits than experts all comes so.
+    ragged_dot   The slots of an expert lie side by side. Each part has an eighth more than a device's even
                  share, and `jax.lax.ragged_dot` multiplies it. XLA has a kernel for that on TPUs, for the
                  gradients of weights since libtpu 0.0.50; elsewhere it multiplies every row by every expert.
 
-There are as many pieces as rows have come: no token is dropped, and slots that nobody needs cost nothing but
-their place. The backward pass keeps the rows, and of the first piece the products with gate and up. Those of
-other pieces it computes again, in both of its loops: 14 products where 9 are useful, instead of memory for
-the worst routing in every layer.
+No token is dropped, and parts that nobody needs are not multiplied. The backward pass keeps the rows, and of
+the first part the products with gate and up. Those of later parts it computes again, once for the gradients
+of rows and once for those of weights: 14 products where 9 are useful, instead of memory for the worst
+routing in every layer. (Where a pipeline puts off the gradients of weights: 11, and three arrays of it.)
 
 Dims: r rows, k visits of a row, p visits of all rows, q slots, n blocks, l experts here, d width, m an
 expert's width. (Slots: Lepikhin et al. 2020, GShard, which drops what is beyond; blocks of rows of one
@@ -39,17 +39,17 @@ from llmpar.par import HIDDEN
 
 Weights = tuple[Float[Array, "l d m"], Float[Array, "l d m"], Float[Array, "l m d"]]
 
-OVERFLOW = "overflow"  # the scope of the loops over all pieces but the first: a census counts no turn of them
+OVERFLOW = "overflow"  # the scope of the loops over all parts but the first: a census counts no turn of them
 
 
 class How(NamedTuple):
-    """How rows are laid out and multiplied, from `cut`."""
+    """How rows are laid out and multiplied, from `arrange`."""
 
     way: str  # slots or ragged_dot
     num_blocks: int  # in all, for the worst routing
     block: int  # rows of a block
-    own: int  # blocks that every expert has in the first piece; 0: as many as it fills
-    chunk: int  # blocks of the first piece
+    own: int  # blocks that every expert has in the first part; 0: as many as it fills
+    first: int  # blocks of the first part
     split: bool = False  # weights' gradients in a loop of their own, which a pipeline can put off
 
 
@@ -58,36 +58,36 @@ class Layout(NamedTuple):
 
     slot_rk: Int[Array, "r k"]  # of each visit; q for one to nobody here
     visit_q: Int[Array, " q"]  # the visit in each slot, r·k in an empty one
-    end_l: Int[Array, " l"]  # the block after the last one of each expert
+    end_l: Int[Array, " l"]  # the block after the last of each expert, of those beyond its own
     owner_n: Int[Array, " n"]  # the expert of each block; l after the last
 
 
-def cut(
-    experts: ExpertConfig, way: str, tokens: int, pieces: int, ranks: int = 1, split: bool = False
+def arrange(
+    experts: ExpertConfig, way: str, tokens: int, num_pieces: int, ranks: int = 1, split: bool = False
 ) -> How:
-    """Decide how one of ``ranks``, each with so many tokens in ``pieces`` pieces, lays out what its experts
-    get at most.
+    """Decide the layout on one of ``ranks`` devices, each with so many tokens, of which routers see a number
+    of pieces (`ExpertConfig.most`): blocks for the worst routing.
 
-    A block is an eighth of an expert's even share, a multiple of 8 rows; for ``ragged_dot`` 8 to 128 rows,
-    of which about a sixteenth is padding."""
+    A block is an eighth of an expert's even share, a multiple of 8 rows; for ``ragged_dot`` a power of two
+    from 8 to 128, of which half a block an expert is padding."""
     block, local, visits = 8, experts.num_experts // ranks, ranks * tokens * experts.top_k
-    most = ranks * experts.most(tokens, pieces)  # rows of an expert
-    rows = min(ranks * tokens * min(experts.top_k, local), most * local)
-    own, slots = 0, way == "slots"
-    if slots:
-        eighth = -(-visits // (8 * experts.num_experts))
-        block *= -(-eighth // block)
-        own = min(-(-9 * eighth // block), -(-most // block)) if visits >= experts.num_experts else 0
-    while not slots and block < 128 and 16 * block * experts.num_experts <= visits:
+    of_one = ranks * experts.most(tokens, num_pieces)  # visits at most
+    of_all = min(ranks * tokens * min(experts.top_k, local), of_one * local)
+    own, is_slots = 0, way == "slots"
+    if is_slots:
+        block *= -(-visits // (8 * experts.num_experts * block))
+        share = -(-9 * visits // (8 * experts.num_experts * block))
+        own = min(share, -(-of_one // block)) if visits >= experts.num_experts else 0
+    while not is_slots and block < 128 and 16 * block * experts.num_experts <= visits:
         block *= 2
-    # The worst routing fills all but a row of a block of one expert, or of every one that has none of its own
+    # At worst a last block holds one row: of one expert, where each has blocks of its own, else of every one.
     spread = (1 if own else local) * (block - 1)
-    beyond = min(local * (-(-most // block) - own), max(0, rows + spread - own * block) // block)
-    chunk = max(local * own, 1)
-    if not slots:
-        chunk = min(beyond, -(-9 * tokens * experts.top_k // (8 * block)) + local // 2)
-        beyond = -(-beyond // chunk) * chunk
-    return How(way, max(local * own + beyond, 1), block, own, chunk, split)
+    beyond = min(local * (-(-of_one // block) - own), max(0, of_all + spread - own * block) // block)
+    first = max(local * own, 1)
+    if not is_slots:
+        first = max(1, min(beyond, -(-9 * tokens * experts.top_k // (8 * block)) + local // 2))
+        beyond = -(-beyond // first) * first
+    return How(way, max(local * own + beyond, 1), block, own, first, split)
 
 
 def count(key: Int[Array, ...], num_keys: int) -> Int[Array, " i"]:
@@ -164,7 +164,8 @@ def _ragged_dot(a, b, owners, num_owners: int, dims, groups: list[int]):
 def feed_forward(
     how: How, x: Float[Array, "r d"], shares: Float[Array, "r k"], weights: Weights, where: Layout
 ) -> Float[Array, "r d"]:
-    """For each row the sum of what its experts give, weighed by its shares, in float32."""
+    """For each row the sum of what its experts give, weighed by its shares: in float32 within a part, and
+    rounded once for each."""
     return _feed_forward(how, *vary_alike((x, shares, weights, where)))
 
 
@@ -174,16 +175,16 @@ def _feed_forward(how, *args):
 
 
 def _run(how, x, shares, weights, where):
-    """The result, and the products with gate and up of the first piece."""
+    """The result, and the products with gate and up of the first part."""
 
-    def piece(here, out, kept, gate, up, down):
+    def do(here, out, kept, gate, up, down):
         multiply = functools.partial(dot, how.way, owners=here.owners)
         rows = take(x, here.row_q)
         gated, upped = multiply((rows, gate)), multiply((rows, up))
         out = here.to_rows(out, multiply((jax.nn.silu(gated) * upped, down)), shares)
-        return out, (gated, upped) if here.first else kept
+        return out, (gated, upped) if here.is_first else kept
 
-    return _walk(how, where, weights, None, (), piece)
+    return _walk(how, where, weights, None, (), do)
 
 
 def _forward(how, *args):
@@ -196,11 +197,11 @@ def _backward(how, saved, grad):
     puts that off."""
     x, shares, weights, where, kept = saved
 
-    def piece(here, made, sums, gate, up, down):
+    def do(here, made, sums, gate, up, down):
         multiply = functools.partial(dot, how.way, owners=here.owners)
         rows, dout = take(x, here.row_q), take(grad, here.row_q)
         three = (
-            *(kept if here.first else (multiply((rows, gate)), multiply((rows, up)))),
+            *(kept if here.is_first else (multiply((rows, gate)), multiply((rows, up)))),
             multiply((dout, down), transposed=True),
         )
         gated, upped, dhidden = (z.astype(jnp.float32) for z in three)
@@ -219,12 +220,12 @@ def _backward(how, saved, grad):
         return tuple(map(here.add, sums, more))
 
     def later(here, _, sums):
-        return (), add(here, sums, take(x, here.row_q), take(grad, here.row_q), *map(here.cut, inner))
+        return (), add(here, sums, take(x, here.row_q), take(grad, here.row_q), *map(here.part, inner))
 
     sums = tuple(vary_alike(jnp.zeros(w.shape), like=x) for w in weights)
     room = (_room(grad, x.dtype, len(where.visit_q), weights[0].shape[2]),) * 3 if how.split else ()
     made, begun = (None, None, *room), () if how.split else sums
-    (drows, dshare, *inner), dw = _walk(how, where, weights, made, begun, piece)
+    (drows, dshare, *inner), dw = _walk(how, where, weights, made, begun, do)
     if how.split:
         dw = _walk(how, where, (), (), sums, later)[1]
     return drows, dshare, tuple(z.astype(w.dtype) for z, w in zip(dw, weights, strict=True)), None
@@ -233,14 +234,14 @@ def _backward(how, saved, grad):
 _feed_forward.defvjp(_forward, _backward)
 
 
-class _Piece(NamedTuple):
+class _Part(NamedTuple):
     """Some blocks of slots."""
 
     how: How
     where: Layout
     begin: Int[Array, ""]
     num_blocks: int
-    first: bool
+    is_first: bool
 
     @property
     def alone(self) -> bool:
@@ -253,14 +254,14 @@ class _Piece(NamedTuple):
 
     @property
     def visit_q(self) -> Int[Array, " q"]:
-        return self.cut(self.where.visit_q)
+        return self.part(self.where.visit_q)
 
     @property
     def row_q(self) -> Int[Array, " q"]:
         """The row in each slot here, past the end in an empty one."""
         return self.visit_q // self.where.slot_rk.shape[1]
 
-    def cut(self, z: Array) -> Array:
+    def part(self, z: Array) -> Array:
         """What an array of slots has here."""
         return lax.dynamic_slice_in_dim(z, self.begin * self.how.block, self.num_blocks * self.how.block)
 
@@ -276,7 +277,7 @@ class _Piece(NamedTuple):
         """The sums for all owners with those for the owners here."""
         if self.alone:
             return so_far.at[self.owners].add(value)
-        return value if self.first else so_far + value
+        return value if self.is_first else so_far + value
 
     def to_visits(self, so_far: Array | None, value: Array) -> Array:
         """Numbers of visits, with those of the visits here."""
@@ -286,7 +287,7 @@ class _Piece(NamedTuple):
 
     def to_rows(self, so_far: Array | None, value: Array, shares: Array | None = None) -> Array:
         """Sums over the visits of each row, with those of the visits here, weighed if there are shares. Slots
-        of the first piece are gathered visit by visit: the rows of one never lie side by side."""
+        of the first part are gathered visit by visit: the rows of one never lie side by side."""
         if so_far is None:
             each = (take(value, slot_r).astype(jnp.float32) for slot_r in self.where.slot_rk.T)
             each = (z if shares is None else z * shares[:, i, None] for i, z in enumerate(each))
@@ -296,25 +297,25 @@ class _Piece(NamedTuple):
         return so_far.at[self.row_q].add(value.astype(so_far.dtype), mode="drop")
 
 
-def _walk(how: How, where: Layout, weights, made, sums, piece):
-    """Do ``made, sums = piece(here, made, sums, *weights)`` for all pieces that hold rows. The first stands
-    before the loops. What is made and the sums have a loop each: then what is made can leave while sums are
-    added up."""
+def _walk(how: How, where: Layout, weights, made, sums, do):
+    """Do ``made, sums = do(here, made, sums, *weights)`` for all parts that hold rows, the first before the
+    loops. What is made for rows and the sums for weights have a loop each: rows can travel back while
+    gradients of weights are still added up."""
 
-    def visit(begin, num_blocks, first, state):
-        here = _Piece(how, where, begin, num_blocks, first)
-        return piece(here, *state, *map(here.weights, weights))
+    def part(begin, num_blocks, is_first, state):
+        here = _Part(how, where, begin, num_blocks, is_first)
+        return do(here, *state, *map(here.weights, weights))
 
-    more = 1 if how.way == "slots" else how.chunk
-    zero, turns = jnp.zeros_like(where.end_l[0]), -((how.chunk - where.end_l[-1]) // more)
-    first = visit(zero, how.chunk, True, (made, sums))
-    if how.num_blocks == how.chunk:
+    more = 1 if how.way == "slots" else how.first
+    zero, turns = jnp.zeros_like(where.end_l[0]), -((how.first - where.end_l[-1]) // more)
+    first = part(zero, how.first, True, (made, sums))
+    if how.num_blocks == how.first:
         return first
 
     def rest(kind):
         def turn(i, mine):
             state = [mine if j == kind else z for j, z in enumerate(first)]
-            return visit(how.chunk + i * more, more, False, state)[kind]
+            return part(how.first + i * more, more, False, state)[kind]
 
         return lax.fori_loop(zero, turns, turn, first[kind])
 

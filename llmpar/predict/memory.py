@@ -147,9 +147,9 @@ def _block(
     queries = tokens * config.head_width * config.num_heads * item // tp
     keys = tokens * config.head_width * max(config.num_kv_heads // tp, 1) * item
     ffn = hidden = tokens * config.ffn_width * item // tp
-    if config.experts:  # the slots of the buffer, and the hidden values of a rank's usual share of visits
+    if config.experts:  # the slots of the buffer, and of a rank's visits nine eighths of an even share
         slots_here = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
-        visits = tokens * config.experts.top_k * (9 if plan.grouped == "slots" else 8) // 8
+        visits = tokens * config.experts.top_k * 9 // 8
         hidden = visits * config.ffn_width * item // tp
         ffn = hidden + (slots_here + visits) * config.width * item
     # Scores in float32 and again as the products read them; ``copies`` of that: their gradient too.

@@ -331,11 +331,11 @@ model = preset("tiny-moe")
 print(f"{model.num_params:,} parameters, {model.active_params:,} at work on a token")
 
 # %% [markdown]
-# ## Empty slots travel, and few are multiplied
+# ## Other slots for the products
 #
-# On its rank every expert has slots for an eighth more than its even share, and one batched product multiplies them all, full or not. What
-# an expert gets beyond that is multiplied block by block with this expert's weights, as Gale et al. 2022 do with all rows. So no token is
-# dropped, and a hot expert costs what it gets. JAX has a product for groups of unequal size, `jax.lax.ragged_dot` (`Plan.grouped`), but by
+# Empty slots travel, but are not multiplied: on its rank every expert takes its tokens out of the buffer, into slots for about an eighth
+# more than its even share. One batched product multiplies these for all experts, full or not. What an expert gets beyond that is multiplied
+# block by block with this expert's weights, as Gale et al. 2022 do with all rows. So no token is dropped, and a hot expert costs what it gets. JAX has a product for groups of unequal size, `jax.lax.ragged_dot` (`Plan.grouped`), but by
 # default XLA has a kernel for it on TPUs alone, and elsewhere multiplies every copy by every expert.
 
 # %% [markdown]
@@ -470,6 +470,6 @@ print(f"its forward pass has {sum(exchanges.values())} all-to-alls")
 # ```
 # llmpar train --model tiny-moe --mesh "ep=4 fsdp=2"                        experts on 4 ranks, ZeRO-3 beside them
 # llmpar inspect --model tiny-moe --mesh "ep=8"                             what is sent and held, predicted and compiled
-# llmpar compile --target h100:8x8 --model qwen3-30b-a3b --mesh "fsdp=8 ep=8"        full slots alone, and products by a kernel
+# llmpar compile --target h100:8x8 --model qwen3-30b-a3b --mesh "fsdp=8 ep=8"        full slots alone, one product for all
 # llmpar models qwen3-30b-a3b                                               total and active parameters
 # ```

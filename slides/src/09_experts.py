@@ -103,7 +103,7 @@ show(draw.expert_loads(hot, room // RANKS))
 # rank. What finds none is left out (hatched): such a choice adds nothing to its token. White slots are empty, and travel.
 #
 # **Ask:** what does dropless cost? In fixed shapes, slots for all that *could* come: one from each token for each rank, where a token
-# travels once. Empty slots travel, but are not multiplied. GPUs and TPUs can exchange the full slots alone.
+# travels once. Empty slots travel, and are left out before experts multiply. GPUs and TPUs can exchange the full slots alone.
 #
 # **Misunderstanding:** that a balance loss is free. It pulls the router away from what the data wants; the bias of DeepSeek-V3 has no
 # gradient: it takes part in choosing, not in weighing.
