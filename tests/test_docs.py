@@ -210,7 +210,8 @@ def test_every_python_example_runs(example, tmp_path, monkeypatch, capsys):
     cut = jax.NamedSharding(make_mesh(Plan("dp=2 fsdp=2 tp=2").mesh), jax.P("dp", "tp"))
     array = jax.device_put(np.zeros((8, 8), np.float32), cut)
     with jax.numpy_dtype_promotion("standard"):
-        exec(example, {"jax": jax, "Plan": Plan, "array": array})
+        (tmp_path / "example.py").write_text(example)  # whose lines errors can show
+        exec(compile(example, str(tmp_path / "example.py"), "exec"), {"array": array})
     losses = [float(x) for x in re.findall(r"^\d (\S+)$", capsys.readouterr().out, re.M)]
     assert "DataConfig" not in example or (len(losses) == 3 and round(losses[0], 2) == 5.58 > losses[2])
     assert "mesh.html" not in example or "<!doctype html>" in (tmp_path / "mesh.html").read_text()
