@@ -77,7 +77,7 @@ def test_useful_flops_are_palms():
     assert run.tokens_per_step == tokens
     params = params_of(run) - run.sizes["embedding"]
     by_hand = (6 * params + 12 * 32 * 32 * 128 * 8192) * tokens
-    assert run.flops(causal=False) == pytest.approx(by_hand, rel=1e-4)
+    assert run.flops() == pytest.approx(by_hand, rel=1e-4)
 
 
 def test_products_of_a_layer_make_six_flops_per_parameter_and_token():

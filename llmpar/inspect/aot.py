@@ -101,6 +101,7 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
         "roofline": {
             "step_s": walked.step_s,
             "mfu": useful / (walked.step_s * rate),
+            "mfu_is": "useful FLOPs (6 per token and active weight, causal attention) / step_s / peak FLOP/s",
             "exposed_s": walked.exposed_s,
             "if_kernels_reach": band,
             "terms": {name: s for name, s in sorted(walked.terms.items(), key=lambda t: -t[1]) if s},

@@ -330,9 +330,9 @@ def _measured(found: dict, run: Run) -> dict[str, Any]:
         step = run.tokens_per_step / devices / step
     elif key == "mfu_pct":
         peak = run.chip.per_device().flops_per_s * run.mesh.size
-        step = run.flops(causal=False) / peak / step * 100
+        step = run.flops() / peak / step * 100
     elif key.startswith("tflops"):
-        step = run.flops(causal=False) / devices / step / 1e12
+        step = run.flops() / devices / step / 1e12
     if memory and unit.endswith("gib"):
         memory *= 2**30 / 1e9
     return {"step_s": step, "memory_gb": memory, "fits": True if fits is None and (step or memory) else fits}

@@ -130,7 +130,7 @@ def _timed(q: Question, one: Candidate) -> list[Term]:
             key, on_links = "links", sum(sent[name])
             filled = f"{on_links:.6g} s × {value / on_links:.6g}"
         found.append(_term(name, value, "s", filled, key))
-    used = f"{run.flops(causal=False):.6g} FLOP / ({run.mesh.size:,} × {peak:.6g} FLOP/s × {step_s:.6g} s)"
+    used = f"{run.flops():.6g} FLOP / ({run.mesh.size:,} × {peak:.6g} FLOP/s × {step_s:.6g} s)"
     found.append(_term("a step", step_s, "s", " + ".join(f"{x.value:.6g} s" for x in found)))
     found.append(_term("MFU", one.time.mfu(run), "1", used))
     rate = f"{q.batch_size:,} × {q.seq_len:,} / {step_s:.6g} s"

@@ -77,7 +77,7 @@ class Time:
     def mfu(self, run: Run) -> float:
         """Model FLOPs utilisation, by PaLM's convention (Chowdhery et al. 2022)."""
         peak = run.chip.per_device().flops_per_s * run.mesh.size
-        return run.flops(causal=False) / self.step_s / peak
+        return run.flops() / self.step_s / peak
 
 
 @functools.lru_cache(maxsize=64)

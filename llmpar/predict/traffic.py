@@ -4,7 +4,6 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from llmpar.config import ADAPTABLE, ExpertConfig, ModelConfig, Weight
@@ -212,7 +211,7 @@ def _weights(traffic: Traffic, plan: Resolved, run: Runs) -> None:
     """The arrows of each weight's life. Per device and parameter, with N = fsdp and a microbatches, they send
     (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 2, ZeRO 2 a + 1, ZeRO 3 up to 3a times (N-1)/N."""
     held = lambda layout, shape: math.prod(layout.shard_shape(shape, traffic.mesh.sizes))
-    buckets: dict[tuple, list[int]] = {}
+    buckets: dict[tuple, list[list[int]]] = {}
     for path, (weight, life) in sorted(plan.lives.items(), key=lambda item: item[0].split(".")):
         dims, shape, stacked = weight.dims, weight.shape, path.startswith("blocks.")
         gathers, gradients, pieces = _uses(plan, run, path, weight)
@@ -234,13 +233,16 @@ def _weights(traffic: Traffic, plan: Resolved, run: Runs) -> None:
         of, added = Sent(f"gradient {dims}", "gradients"), FLOAT32 * held(life.accumulated, shape)
         traffic.carry(life.accumulate, FLOAT32 * held(life.unreduced, shape) // visits, of, pieces)
         if plan.reduce == "bucket":
-            buckets.setdefault((life.copied, life.stored.axes), []).append(added)
+            alike = buckets.setdefault((life.copied, life.stored.axes), [[]])
+            if sum(alike[-1]) >= plan.bucket_bytes:
+                alike.append([])
+            alike[-1].append(added)
         else:
             traffic.carry(life.finish, added, of, 1)
         of = Sent(f"updated {dims}", "updated weights")
         traffic.carry(life.restore, FLOAT32 * held(life.graded, shape), of, 1)
-    for (axes, _), leaves in buckets.items():
-        for bucket in _buckets(leaves, plan.bucket_bytes):
+    for (axes, _), alike in buckets.items():
+        for bucket in alike:
             text = f"bucket of {len(bucket)} gradients"
             traffic.add("all-reduce", axes, "gradients", sum(bucket), text=text)
 
@@ -263,18 +265,6 @@ def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, in
 def _visits(plan: Resolved) -> int:
     """Chunks of the model that a stage adds gradients to one by one."""
     return plan.pipeline.visits if plan.pipeline and plan.zero == 2 else 1
-
-
-def _buckets(leaves: list[int], least_bytes: int) -> Iterator[list[int]]:
-    """Deal leaves, in order, into buckets that are closed when they have reached a size."""
-    bucket: list[int] = []
-    for size in leaves:
-        bucket.append(size)
-        if sum(bucket) >= least_bytes:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
 
 
 # ----------------------------------------------------------------------------------------------------- values

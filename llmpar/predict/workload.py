@@ -170,16 +170,16 @@ class Run:
         how = self.config.experts
         return min(how.dense_layers, self.config.num_layers) if how and how.dense_width else 0
 
-    def flops(self, causal: bool = True) -> float:
-        """Useful FLOPs of a step: 6 per active parameter that multiplies and token, and attention (Chowdhery
-        et al. 2022, appendix B), halved where ``causal``."""
+    def flops(self) -> float:
+        """Useful FLOPs of a step as MFU counts them: 6 per active parameter that multiplies and token, and
+        attention, of which the causal mask takes nothing away (Chowdhery et al. 2022, appendix B)."""
         c, s, how = self.config, self.sizes, self.config.experts
         visits = how.top_k / how.num_experts if how else 0
         layers = c.num_layers * s["attention"]
         sparse = s["ffn"] + visits * s["experts"] + s["router"]
         layers += (c.num_layers - self.dense_layers) * sparse + self.dense_layers * s["dense"]
         heads = c.num_heads * (c.head_width + self.value_width) / 2
-        attention = 12 * c.num_layers * heads * self.seen(causal)
+        attention = 12 * c.num_layers * heads * self.seen(causal=False)
         return (6.0 * (layers + c.vocab_size * c.width) + attention) * self.tokens_per_step
 
     def seen(self, causal: bool) -> float:
