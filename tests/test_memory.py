@@ -52,8 +52,8 @@ OTHER_GPUS = {"a100-80:8x8": 0.28, "l4:8x8": 0.28, "b200:8x8": 0.21, "t4:8x8": 0
 
 @pytest.mark.parametrize("target", OTHER_GPUS)
 def test_the_formula_on_gpus_that_it_was_not_made_for(target):
-    """Half within 8 % (7 while experts on L4s had kernels of ours), two of three within 15 %, and the worst. (T4s have no bfloat16: XLA computes in
-    float32, and pipelines hold more than is said.)"""
+    """Half within 8 % (7 while experts had kernels of ours), two of three within 15 %, and the worst. (T4s
+    have no bfloat16: XLA computes in float32, and pipelines hold more than is said.)"""
     found = errors(target)
     assert len(found) >= 30 and not {name: e for name, e in found.items() if abs(e) > OTHER_GPUS[target]}
     assert statistics.median(map(abs, found.values())) <= 0.08
