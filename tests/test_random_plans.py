@@ -160,8 +160,6 @@ def draw_all(rng) -> dict:
             "reading": "manual",
         }
         asked |= {"reading": "auto"} if rng.random() < 0.05 else {}
-        if asked["hop"] == "permute":  # refused in a pipeline of simulated devices (test_plan)
-            asked["hop"] = "exchange"
     for cut, parts in {
         "batch": ("dp", "fsdp", "ep", "microbatches"),
         "seq": ("sp", "sp", "tp"),
@@ -272,6 +270,8 @@ def draw(seed: int) -> tuple[dict, list[tuple[dict, str]]]:
     for _ in range(100):
         asked = draw_all(rng)
         for _ in range(30):
+            if asked["pp"] > 1 and asked["hop"] == "permute":
+                asked = asked | {"hop": "exchange"}  # else simulated devices refuse it (test_plan)
             if not (why := refused(asked)):
                 return asked, on_the_way
             on_the_way.append((asked, why))
