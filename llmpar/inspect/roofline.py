@@ -38,8 +38,7 @@ MEMORY_SHARE = 0.80
 """Of the memory's published rate, that elementwise work reaches."""
 LAUNCH_S, START_S, HOST_S = 2e-6, 10e-6, 15e-6
 """Assumed: the least time of a kernel, of starting a collective, and of a branch that the host decides."""
-RAGGED = "/ragged-dot-none"
-"""The scope of the kernel that XLA for TPUs has for `jax.lax.ragged_dot`."""
+RAGGED = "/ragged-dot-none"  # the scope of the kernel that XLA for TPUs has for `jax.lax.ragged_dot`
 LINKS = "links", "network"
 """What collectives run on: all on one, or on what hosts have within and on what is between them."""
 FREE = set(
@@ -372,8 +371,6 @@ class _Walk:
         """Give an operation's FLOPs, the share of peak that such products reach, and the term they are in."""
         if op.kind == "custom-call":
             if flops := kernel_flops(self.module, comp, op, self.seen):
-                if RAGGED in op.scope:
-                    return flops, self.shares["products"], "products"
                 own = "xla.gpu.triton" in op.attrs or "tpu_custom_call" in op.attrs
                 return flops, self.shares["attention" if own else "cudnn"], "attention"
         wide = 0.5 if self.gpu and self.wide(comp, op) else 1.0  # TF32 runs at half the rate of bf16
@@ -448,10 +445,11 @@ def _short(op: Op, term: str) -> str:
 
 def product_flops(module: Module, comp: str, op: Op) -> float:
     """Give the FLOPs of one operation's own products, 2MNK each: dots, the convolutions that TPUs make of
-    them, calls of GPU libraries, and kernels."""
+    them, calls of GPU libraries, `jax.lax.ragged_dot` on TPUs, and kernels of attention."""
     if op.kind == "dot" or op.kind == "custom-call" and ("cublas" in op.attrs or "gemm" in op.attrs):
         return float(dot_flops(module, comp, op))
-    count = _convolution_flops if op.kind == "convolution" else kernel_flops
+    ragged = op.kind == "custom-call" and RAGGED in op.scope
+    count = _convolution_flops if op.kind == "convolution" else _ragged_flops if ragged else kernel_flops
     return count(module, comp, op)
 
 
@@ -484,12 +482,20 @@ def _convolution_flops(module: Module, comp: str, op: Op) -> float:
     return 2.0 * math.prod(result) * contracted
 
 
+def _ragged_flops(module: Module, comp: str, op: Op) -> float:
+    """Give the FLOPs of a product of groups of rows, as if each row counted once: rows × weights -> rows, or
+    rows × rows -> weights. Each width is in two of the three."""
+    last = op.inside.count("%") - 1
+    three = [module.shape_of(comp, op, last - 1), module.shape_of(comp, op, last), shapes(op.type)[0][1]]
+    num_groups = next(shape[0] for shape in three if len(shape) == 3)
+    return 2.0 * math.sqrt(math.prod(map(math.prod, three)) / num_groups)
+
+
 def kernel_flops(module: Module, comp: str, op: Op, seen: float = 1.0) -> float:
-    """Give the FLOPs of a kernel that the program shows as one call; 0 for what is none.
+    """Give the FLOPs of a kernel of attention that the program shows as one call; 0 for what is none.
 
     cuDNN's attention says its shape: QK' and PV forward, five products backward, half of them under a causal
-    mask (Dao 2023, section 4.1). Of this package's own ``seen`` of all pairs count; of XLA's for
-    `jax.lax.ragged_dot` every row counts once.
+    mask (Dao 2023, section 4.1). Of this package's own ``seen`` of all pairs count.
     """
     if op.kind != "custom-call":
         return 0.0
@@ -499,10 +505,6 @@ def kernel_flops(module: Module, comp: str, op: Op, seen: float = 1.0) -> float:
         each = 5 if "Backward" in op.attrs else 2
         pairs = math.prod(integers(dims[1])) if dims else 0
         return 2.0 * each * pairs * width * (0.5 if "CAUSAL" in op.attrs else 1.0)
-    name = next((name for name in (*ring.PRODUCTS, RAGGED) if name in op.scope), "")
+    name = next((name for name in ring.PRODUCTS if name in op.scope), "")
     given = [module.shape_of(comp, op, i) for i in range(op.inside.count("%"))] if name else []
-    if name == RAGGED:  # rows × weights -> rows, or rows × rows -> weights: each width is in two of three
-        three = [*given[-2:], shapes(op.type)[0][1]]
-        num_groups = next(shape[0] for shape in three if len(shape) == 3)
-        return 2.0 * math.sqrt(math.prod(map(math.prod, three)) / num_groups)
     return ring.kernel_flops(name, given, seen) if name else 0.0
