@@ -232,6 +232,17 @@ class Plan(Execution):
         names = [field.name for field in dataclasses.fields(Plan) if field.name != "mesh"]
         return Plan(self.mesh, **{name: getattr(kept, name) for name in names})
 
+    def buckets(self, sizes: list[tuple[Any, int]]) -> list[tuple[Any, list[int]]]:
+        """Deal the numbers of items, each a key and its bytes, into buckets of one key, in order: one is
+        closed when it has reached `bucket_bytes`."""
+        dealt: dict[Any, list[list[int]]] = {}
+        for i, (key, _) in enumerate(sizes):
+            alike = dealt.setdefault(key, [[]])
+            if sum(sizes[j][1] for j in alike[-1]) >= self.bucket_bytes:
+                alike.append([])
+            alike[-1].append(i)
+        return [(key, members) for key, alike in dealt.items() for members in alike]
+
     def check(self, config: ModelConfig, batch_size: int, seq_len: int) -> None:
         """Refuse what cannot be cut evenly, with the arithmetic and what would work (`refusals`)."""
         refusals.check(self.resolve(config, None), batch_size, seq_len)

@@ -425,20 +425,15 @@ class Step:
         `Plan.bucket_bytes`: fewer collectives, the same bytes, and the first can leave while the backward
         pass still runs (Li et al. 2020)."""
         leaves, tree = jax.tree.flatten(grads)
-        buckets: dict[tuple, list[list[int]]] = {}
-        for i, (leaf, life) in enumerate(zip(leaves, jax.tree.leaves(self.life), strict=True)):
-            alike = buckets.setdefault((life.accumulated.sums, varying(leaf)), [[]])
-            if sum(leaves[j].nbytes for j in alike[-1]) >= self.plan.bucket_bytes:
-                alike.append([])
-            alike[-1].append(i)
-        for (sums, _), alike in buckets.items():
-            for members in alike:
-                flat = jnp.concatenate([leaves[j].reshape(-1) for j in members])
-                finish = Arrow(Layout((), sums), WHOLE)
-                flat = par.carry_out(flat, finish, f"bucket of {len(members)} gradients")
-                ends = list(itertools.accumulate(leaves[j].size for j in members))
-                for j, piece in zip(members, jnp.split(flat, ends[:-1]), strict=True):
-                    leaves[j] = piece.reshape(leaves[j].shape)
+        summed = [life.accumulated.sums for life in jax.tree.leaves(self.life)]
+        sizes = [((sums, varying(leaf)), leaf.nbytes) for sums, leaf in zip(summed, leaves, strict=True)]
+        for (sums, _), members in self.plan.buckets(sizes):
+            flat = jnp.concatenate([leaves[j].reshape(-1) for j in members])
+            finish = Arrow(Layout((), sums), WHOLE)
+            flat = par.carry_out(flat, finish, f"bucket of {len(members)} gradients")
+            ends = list(itertools.accumulate(leaves[j].size for j in members))
+            for j, piece in zip(members, jnp.split(flat, ends[:-1]), strict=True):
+                leaves[j] = piece.reshape(leaves[j].shape)
         return jax.tree.unflatten(tree, leaves)
 
     def _restore(self, par: Manual | Auto, params: Tree) -> Tree:

@@ -211,7 +211,7 @@ def _weights(traffic: Traffic, plan: Resolved, run: Runs) -> None:
     """The arrows of each weight's life. Per device and parameter, with N = fsdp and a microbatches, they send
     (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 2, ZeRO 2 a + 1, ZeRO 3 up to 3a times (N-1)/N."""
     held = lambda layout, shape: math.prod(layout.shard_shape(shape, traffic.mesh.sizes))
-    buckets: dict[tuple, list[list[int]]] = {}
+    bucketed: list[tuple[tuple, int]] = []
     for path, (weight, life) in sorted(plan.lives.items(), key=lambda item: item[0].split(".")):
         dims, shape, stacked = weight.dims, weight.shape, path.startswith("blocks.")
         gathers, gradients, pieces = _uses(plan, run, path, weight)
@@ -233,18 +233,14 @@ def _weights(traffic: Traffic, plan: Resolved, run: Runs) -> None:
         of, added = Sent(f"gradient {dims}", "gradients"), FLOAT32 * held(life.accumulated, shape)
         traffic.carry(life.accumulate, FLOAT32 * held(life.unreduced, shape) // visits, of, pieces)
         if plan.reduce == "bucket":
-            alike = buckets.setdefault((life.copied, life.stored.axes), [[]])
-            if sum(alike[-1]) >= plan.bucket_bytes:
-                alike.append([])
-            alike[-1].append(added)
+            bucketed.append(((life.copied, life.stored.axes), added))
         else:
             traffic.carry(life.finish, added, of, 1)
         of = Sent(f"updated {dims}", "updated weights")
         traffic.carry(life.restore, FLOAT32 * held(life.graded, shape), of, 1)
-    for (axes, _), alike in buckets.items():
-        for bucket in alike:
-            text = f"bucket of {len(bucket)} gradients"
-            traffic.add("all-reduce", axes, "gradients", sum(bucket), text=text)
+    for (axes, _), members in plan.buckets(bucketed):
+        text, sent = f"bucket of {len(members)} gradients", sum(bucketed[j][1] for j in members)
+        traffic.add("all-reduce", axes, "gradients", sent, text=text)
 
 
 def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, int, int]:
