@@ -131,9 +131,8 @@ class LoraConfig:
         check_fields(self)
         object.__setattr__(self, "targets", tuple(self.targets))  # JSON has lists
         if not self.targets or set(self.targets) - set(ADAPTABLE):
-            raise ValueError(
-                f"LoRA's targets are '{' '.join(self.targets)}'; use some of {' '.join(ADAPTABLE)}"
-            )
+            named, known = " ".join(self.targets), " ".join(ADAPTABLE)
+            raise ValueError(f"LoRA's targets are '{named}'; use some of {known}")
 
     @property
     def scale(self) -> float:
@@ -212,10 +211,8 @@ class ModelConfig:
             what = "but rotary embedding turns pairs; use an even head width"
             raise ValueError(f"heads are {self.head_width} wide, {what}")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly; use a number"
-                f" of KV heads that divides {self.num_heads}"
-            )
+            what = f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly"
+            raise ValueError(f"{what}; use a number of KV heads that divides {self.num_heads}")
 
     def weights(self) -> dict[str, Weight]:
         """Every weight by its path. The blocks' weights are stacked: ``l`` leads their dims. Refuses a model
@@ -226,9 +223,8 @@ class ModelConfig:
         """
         if self.latent or self.experts and self.experts.dense_layers:
             why = "latent attention and leading dense layers are counted but not implemented"
-            raise ValueError(
-                f"'{self.name}' cannot run here: {why}; use mixtral-8x7b or qwen3-30b-a3b, or a dense model"
-            )
+            use = "use mixtral-8x7b or qwen3-30b-a3b, or a dense model"
+            raise ValueError(f"'{self.name}' cannot run here: {why}; {use}")
         return self._weights()
 
     def _weights(self) -> dict[str, Weight]:

@@ -4,35 +4,14 @@
 import pathlib
 from typing import Any
 
-from llmpar.files import Allowed, read_json
+from llmpar.files import Allowed, read_json, read_toml
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-MODEL = {
-    "vocab_size": "vocab_size", "hidden_size": "width", "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "head_dim": "head_width",
-    "rms_norm_eps": "norm_eps", "tie_word_embeddings": "tied", "rope_theta": "rope_theta",
-    "initializer_range": "init_scale", "max_position_embeddings": "context_length",
-}  # fmt: skip
-ROPE = {
-    "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_context",
-}  # fmt: skip
-EXPERTS = {
-    "num_experts": "num_experts", "num_local_experts": "num_experts", "num_experts_per_tok": "top_k",
-    "norm_topk_prob": "renormalise", "router_aux_loss_coef": "aux_loss", "router_z_loss_coef": "z_loss",
-    "expert_capacity_factor": "capacity_factor",
-}  # fmt: skip
+TABLES = read_toml(pathlib.Path(__file__).with_suffix(".toml"), "table of names")
+MODEL, ROPE, EXPERTS = (TABLES[part] for part in ("model", "rope", "experts"))
 """What they call our fields: a model's, its stretched rotary frequencies', its experts'."""
-OURS = MODEL | ROPE | EXPERTS | {
-    "intermediate_size": "ffn_width", "moe_intermediate_size": "ffn_width", "sliding_window": "window",
-    "attention_bias": "qkv_bias", "mlp_bias": "qkv_bias",
-}  # fmt: skip
-UNSAID = {
-    "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-    "rope_theta": 10_000.0, "initializer_range": 0.02, "max_position_embeddings": None,
-    "num_experts": None, "num_local_experts": None, "norm_topk_prob": False,
-    "router_aux_loss_coef": 0.001, "router_z_loss_coef": 0.0, "expert_capacity_factor": None,
-}  # fmt: skip
+OURS = MODEL | ROPE | EXPERTS | TABLES["others"]
+UNSAID = dict.fromkeys(TABLES["unsaid"].pop("null")) | TABLES["unsaid"]
 """What an entry that a file leaves out means to `transformers`. Those of None may be null."""
 THEIR_OWN = {
     "model_type": Allowed(str), "hidden_act": Allowed(str), "rope_scaling": Allowed(dict, none=True),

@@ -21,7 +21,7 @@ WORDS = next(path for path in (PACKAGE / "docs/words.md", PACKAGE.parent / "docs
 STATIC = Path(__file__).parent / "static"
 MODULE, STYLE = STATIC / "explorer.js", STATIC / "explorer.css"
 RUNTIME = STATIC / "python.json"
-ROOMS = ("draw/*", "explore/*", "predict/*", "presets.toml", "kernels/__init__.py", "kernels/tiles.py")
+ROOMS = ("draw/*", "explore/*", "predict/*", "*.toml", "kernels/__init__.py", "kernels/tiles.py")
 EXERCISES = "__init__.py judge.py pages.py record.py 01.py 01.md 02.md 08.py 08.md".split()
 """Lessons whose exercises a page judges; of lesson 02 those that no device runs."""
 MODULES = """__init__ config execution files hugging_face notation plan refusals schedules sequence_order

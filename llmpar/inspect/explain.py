@@ -299,20 +299,8 @@ RULES: dict[str, Callable[..., Known]] = {
     "shorter": lambda error, spec, rank: {"spec": PartitionSpec(*_cuts(spec)[: int(rank)])},
     "plain": lambda error, *words: {},
 }
-_RULES = (
-    product,
-    unsummed,
-    finished,
-    disagree,
-    joined,
-    unsharded,
-    twice,
-    reshape,
-    varies,
-    uneven,
-    unknown,
-    once,
-)
+_RULES: list[Callable[..., Known]] = [product, unsummed, finished, disagree, joined, unsharded]
+_RULES += [twice, reshape, varies, uneven, unknown, once]
 RULES |= {rule.__name__: rule for rule in _RULES}
 _ROWS = resources.files(__package__).joinpath("explain.toml").read_text(encoding="utf-8")
 ERRORS = tomllib.loads(re.sub("|".join(PRINTED), lambda word: PRINTED[word[0]], _ROWS))

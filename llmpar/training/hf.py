@@ -29,7 +29,7 @@ from jax.experimental.multihost_utils import process_allgather
 
 from llmpar.config import ModelConfig, to_hugging_face
 from llmpar.files import check_ordinary, read_json, refuse
-from llmpar.hugging_face import family
+from llmpar.hugging_face import TABLES, family
 from llmpar.mesh import axes_of
 from llmpar.training.data import FileTokenizer, Tokenizer
 from llmpar.weights import Tree
@@ -42,36 +42,9 @@ SHARD_BYTES = 5 * 10**9
 """What a file of weights has at most, unless it has one tensor: as `transformers` cuts them."""
 INDEX = "model.safetensors.index.json"
 
-NAMES = {
-    "embedding": ("model.embed_tokens.weight", "v d"),
-    "norm.scale": ("model.norm.weight", "d"),
-    "head": ("lm_head.weight", "v d"),
-    "blocks.attention_norm.scale": ("model.layers.{}.input_layernorm.weight", "d"),
-    "blocks.attention.q": ("model.layers.{}.self_attn.q_proj.weight", "(n h) d"),
-    "blocks.attention.k": ("model.layers.{}.self_attn.k_proj.weight", "(k h) d"),
-    "blocks.attention.v": ("model.layers.{}.self_attn.v_proj.weight", "(k h) d"),
-    "blocks.attention.o": ("model.layers.{}.self_attn.o_proj.weight", "d (n h)"),
-    "blocks.attention.q_bias": ("model.layers.{}.self_attn.q_proj.bias", "(n h)"),
-    "blocks.attention.k_bias": ("model.layers.{}.self_attn.k_proj.bias", "(k h)"),
-    "blocks.attention.v_bias": ("model.layers.{}.self_attn.v_proj.bias", "(k h)"),
-    "blocks.attention.q_norm.scale": ("model.layers.{}.self_attn.q_norm.weight", "h"),
-    "blocks.attention.k_norm.scale": ("model.layers.{}.self_attn.k_norm.weight", "h"),
-    "blocks.ffn_norm.scale": ("model.layers.{}.post_attention_layernorm.weight", "d"),
-    "blocks.ffn.gate": ("model.layers.{}.mlp.gate_proj.weight", "m d"),
-    "blocks.ffn.up": ("model.layers.{}.mlp.up_proj.weight", "m d"),
-    "blocks.ffn.down": ("model.layers.{}.mlp.down_proj.weight", "d m"),
-    "blocks.experts.router": ("model.layers.{}.mlp.gate.weight", "e d"),
-    "blocks.experts.bias": ("model.layers.{}.mlp.gate.e_score_correction_bias", "e"),
-    "blocks.experts.gate": ("model.layers.{}.mlp.experts.{}.gate_proj.weight", "m d"),
-    "blocks.experts.up": ("model.layers.{}.mlp.experts.{}.up_proj.weight", "m d"),
-    "blocks.experts.down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", "d m"),
-    "blocks.experts.shared.gate": ("model.layers.{}.mlp.shared_experts.gate_proj.weight", "m d"),
-    "blocks.experts.shared.up": ("model.layers.{}.mlp.shared_experts.up_proj.weight", "m d"),
-    "blocks.experts.shared.down": ("model.layers.{}.mlp.shared_experts.down_proj.weight", "d m"),
-}
-"""Path of each weight here to its name (``{}`` is the layer, then the expert) and dims there."""
-MIXTRAL = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-"""What Mixtral calls otherwise."""
+NAMES, MIXTRAL = TABLES["weights"], TABLES["mixtral"]
+"""Path of each weight here to its name (``{}`` is the layer, then the expert) and dims there; and what
+Mixtral calls otherwise."""
 
 
 class _Weight:
