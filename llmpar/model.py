@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from llmpar import attention, moe
+from llmpar.block import vary_alike
 from llmpar.config import ExpertConfig, LoraConfig, ModelConfig, Weight
 from llmpar.par import HIDDEN, PROJECTED, STREAM, Solo
 
@@ -310,7 +311,7 @@ class Llama(nnx.Module):
         @jax.named_scope("loss")
         def losses(inputs):
             x_bsd, targets_bs = inputs
-            logits_bsv = jnp.einsum("bsd,vd->bsv", x_bsd, head_vd, preferred_element_type=jnp.float32)
+            logits_bsv = logits_of(x_bsd, head_vd)
             logits_bsv = logits_bsv - par.max(logits_bsv.max(-1), finish)[..., None]
             total_bs = par.summed(exponentials, ["vocab b s v"], finish)(logits_bsv)
             target_bs = par.summed(pick, ["vocab b s v", "data b s"], finish)(logits_bsv, targets_bs)
@@ -362,8 +363,26 @@ class Llama(nnx.Module):
         """All logits, float32, gathered: for parity tests and sampling, not for training."""
         x, head, _ = self.hidden_and_head(batch, par)
         x = par.move(x, "stream b s d -> vocab b s d")
-        y = jnp.einsum("bsd,vd->bsv", x, head, preferred_element_type=jnp.float32)
-        return par.move(y, "vocab b s v -> data b s v")
+        return par.move(logits_of(x, head), "vocab b s v -> data b s v")
+
+
+def logits_of(x: Float[Array, "*rows d"], head: Float[Array, "v d"]) -> Float[Array, "*rows v"]:
+    """Logits in float32. Their gradients are rounded to the dtype of ``x`` before they are multiplied: a GPU
+    takes more than twice as long for products of float32, which were 15 % of a step (`tests/device.md`)."""
+    return _logits_of(*vary_alike((x, head)))
+
+
+@jax.custom_vjp
+def _logits_of(x, head):
+    return jnp.einsum("...d,vd->...v", x, head, preferred_element_type=jnp.float32)
+
+
+def _logits_grad(saved, grad):
+    _, pull = jax.vjp(functools.partial(jnp.einsum, "...d,vd->...v"), *saved)
+    return pull(grad.astype(saved[0].dtype))
+
+
+_logits_of.defvjp(lambda *args: (_logits_of(*args), args), _logits_grad)
 
 
 def exponentials(par: Solo, logits: Float[Array, "b s v"]) -> Float[Array, "b s"]:

@@ -15,7 +15,7 @@ from llmpar.predict.planner import SAME, Candidate, Question
 
 BAND = 0.15
 """What is estimated of a plan's memory is off by no more in 68 of 71 plans that were compiled for H100, v5e
-and v5p, and in 192 of 224 compiled plans, other GPUs and all (`tests/compiled.md`)."""
+and v5p, and in 188 of 220 compiled plans, other GPUs and all (`tests/compiled.md`)."""
 
 
 class Verdict(NamedTuple):

@@ -87,12 +87,13 @@ def temp_bytes(plan: Resolved, batch_size: int, seq_len: int, remat: str = "") -
     It is the fullest of three moments: in the loss; in the backward pass of a block, with what was kept for
     the others; where whole gradients are cut. What a block and the loss hold is counted from the model's
     text, and follows what compilers do with it. For GPUs (and CPUs, which are no worse): weights are gathered
-    for the next block while one runs, and the logits' float32 gradient, or with pieces of the loss the
-    gathered head and its gradient, stays until the blocks are done. Of blocks that are written out in a turn
-    of their loop, what their weights' gradients read waits for the last (GPUs, TPUs). For TPUs: weights are
-    converted in all layers at once, to bfloat16 even for float32; of the loss the head's gradient stays, and
-    with pieces of the loss, outside of microbatches, the gathered head; what a block holds for attention and
-    for its feed-forward does not add up; gradients outside the blocks are summed over microbatches whole.
+    for the next block while one runs, and the logits' gradient, in the dtype of products, or with pieces of
+    the loss the gathered head and its gradient, stays until the blocks are done. Of blocks that are written
+    out in a turn of their loop, what their weights' gradients read waits for the last (GPUs, TPUs). For TPUs:
+    weights are converted in all layers at once, to bfloat16 even for float32; of the loss the head's gradient
+    stays, and with pieces of the loss, outside of microbatches, the gathered head; what a block holds for
+    attention and for its feed-forward does not add up; gradients outside the blocks are summed over
+    microbatches whole.
     With LoRA the head has no gradient, and no logits wait for it; of such steps none is recorded.
     """
     config, platform = plan.config, plan.platform or "gpu"
@@ -109,8 +110,9 @@ def temp_bytes(plan: Resolved, batch_size: int, seq_len: int, remat: str = "") -
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
     head, grad = narrow("head used"), 0 if config.lora else held["head used"] * item // FLOAT32
     late = plan.loss_chunks > 1 and not (tpu and plan.microbatches > 1)  # is the loss's value
-    after_loss = head + grad if late else grad if tpu or config.lora else logits
-    loss = logits + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
+    rounded = 0 if tpu or item == FLOAT32 else logits * item // FLOAT32  # the gradient of logits
+    after_loss = head + grad if late else grad if tpu or config.lora else rounded or logits
+    loss = logits + rounded + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
     turned = narrow("blocks stored") * (plan.gathers != "step") if tpu else held["turned"]  # or converted
     once = saves[remat or plan.remat]
     if not plan.reshard_after_forward:  # and a turned copy of the largest

@@ -378,9 +378,8 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     values.carry("attention b s k r h -> queries b s k r h", queries, met, layers, again)
     values.carry("queries b s k r h -> attention b s k r h", queries, met, layers, again)
     values.carry("attention b s k h -> keys b s k h", keys, of, 2 * layers, 2 * again, gradient=gradients)
-    known = 2 - (plan.documents == "whole")  # cudnn's mask needs no positions then
     ids = "ids of positions and documents"
-    values.carry("data b s -> ids b s", (b, s), ids, known * run.attended, itemsize=4)
+    values.carry("data b s -> ids b s", (b, s), ids, 2 * run.attended, itemsize=4)
     if ring := plan.regions["keys"]["s"]:
         both = 2 * values.held("keys b s k h", *keys)
         turns, text = run.forward + run.attention + again, "keys b t -> the next rank"

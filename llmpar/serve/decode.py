@@ -25,6 +25,7 @@ from llmpar import attention
 from llmpar.block import at, vary
 from llmpar.config import ModelConfig
 from llmpar.mesh import platform_of, sharding, spec, split
+from llmpar.model import logits_of
 from llmpar.notation import Layout
 from llmpar.par import Manual
 from llmpar.plan import BEST, CACHE, CHOSEN, LOGITS, Plan, Serving
@@ -84,15 +85,14 @@ class Decoder:
         tokens, targets = rows.tokens[:, :-1], rows.tokens[:, 1:]
         offset = tokens * 0 + jnp.arange(tokens.shape[1])[None]
         par = _Cached(self.plan, cache, offset < rows.num[:, None])
-        model = nnx.merge(model_graph(self.plan.config), params)
         batch = {"tokens": tokens, "positions": rows.start[:, None] + offset, "segments": tokens * 0}
-        x, head, _ = model.hidden_and_head(batch, par)
+        x, head, _ = nnx.merge(model_graph(self.plan.config), params).hidden_and_head(batch, par)
         asked = offset if echo else jnp.maximum(rows.num - 1, 0)[:, None]
         x = par.move(jnp.take_along_axis(x, asked[..., None], 1), "stream b s d -> vocab b s d")
         known = jnp.take_along_axis(targets, asked, 1), asked + rows.start[:, None] + 1
 
         def follow(each):
-            logits_bv = jnp.einsum("bd,vd->bv", each[0], head, preferred_element_type=jnp.float32)
+            logits_bv = logits_of(each[0], head)
             logits_bv = par.carry_out(logits_bv, par.plan.physical(LOGITS), LOGITS, invariant=True)
             return choose(logits_bv, each[1], each[2], rows)
 
