@@ -15,17 +15,13 @@ SUITS = {
         "tpu": ("flash", "portable", "xla"),
     },
     "dispatch": {"cpu": ("padded",), "gpu": ("ragged", "padded"), "tpu": ("ragged", "padded")},
-    "grouped": {"cpu": ("slots", "ragged_dot"), "gpu": ("slots",), "tpu": ("slots", "ragged_dot")},
 }
-"""What a platform can do in reasonable time (`ragged_dot` on CPUs: for tests); first what ``auto`` means."""
+"""What a platform can do in reasonable time; first what ``auto`` means."""
 AMPERE, SINCE_AMPERE = 8.0, ("flash", "cudnn")
 """NVIDIA's compute capability since which XLA has Triton, and what needs it. (So does JAX's own attention:
 older GPUs lack the products of 16 bits that it asks for.)"""
-UNSUITED = {
-    "cudnn": "it is for NVIDIA GPUs",
-    "ragged": "XLA has no ragged all-to-all for CPUs",
-    "ragged_dot": "XLA for GPUs multiplies every row by every expert",
-}
+HOPPER = 9.0  # since which cuDNN's attention has heads of up to 256, not 128
+UNSUITED = {"cudnn": "it is for NVIDIA GPUs", "ragged": "XLA has no ragged all-to-all for CPUs"}
 
 
 def able(name: str, devices: str) -> tuple[str, ...]:
@@ -34,6 +30,13 @@ def able(name: str, devices: str) -> tuple[str, ...]:
     older = bool(card) and not (card[0].isdigit() and float(card) >= AMPERE)
     lacks = SINCE_AMPERE + ("xla",) * card[0].isdigit() if older else ()
     return tuple(one for one in SUITS[name][platform] if one not in lacks)
+
+
+def fits_cudnn(head_width: int, devices: str) -> bool:
+    """Whether JAX has cuDNN's attention for heads of this width on devices (`mesh.platform_of`)."""
+    card = devices.partition(" ")[2]
+    widest = 256 if card[:1].isdigit() and float(card) >= HOPPER else 128
+    return head_width % 8 == 0 and head_width <= widest and "cudnn" in able("attention_kernel", devices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +55,6 @@ class Execution:
             breaks the promise gives NaN there.
         dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
             only (``ragged``, which CPUs lack). ``auto``: ragged on GPUs and TPUs.
-        grouped: how tokens are multiplied by their experts (Megatron's grouped GEMM): in one batched product
-            of ``slots``, an eighth more than an even share for each expert, and what is beyond block by
-            block; or by `jax.lax.ragged_dot`, for which XLA has kernels on TPUs alone (with JAX 0.10 none for
-            the gradient of weights): elsewhere every row is multiplied by every expert. ``auto``: slots.
         hop: how the ranks of a ring hand on what they hold: by a ``permute``; or by an ``exchange``, an
             all-to-all of which all blocks but one are empty, for which no other stage of a pipeline must
             wait. ``auto``: an exchange in a pipeline of simulated devices, a permute elsewhere.
@@ -66,7 +65,6 @@ class Execution:
     attention_block: int | None = None
     documents: Literal["packed", "whole"] = "packed"
     dispatch: Literal["auto", "padded", "ragged"] = "auto"
-    grouped: Literal["auto", "slots", "ragged_dot"] = "auto"
     hop: Literal["auto", "permute", "exchange"] = "auto"
     unroll: Annotated[int, Allowed(int, 0)] = 1
 
@@ -80,13 +78,8 @@ class Execution:
             if value == "auto":
                 decided[name] = first
             elif value not in able(name, devices):
-                why = UNSUITED.get(value, "")
-                if value in SUITS[name][platform]:
-                    why = (
-                        f"it wants NVIDIA's compute capability {AMPERE} (Ampere) or newer, and here is {card}"
-                    )
-                raise ValueError(
-                    f"{name}='{value}' does not suit the {platform.upper()}s of this mesh: {why};"
-                    f" use {name}='{first}', or 'auto'"
-                )
+                why = f"it wants NVIDIA's compute capability {AMPERE} (Ampere) or newer, and here is {card}"
+                why = why if value in SUITS[name][platform] else UNSUITED.get(value, "")
+                what = f"{name}='{value}' does not suit the {platform.upper()}s of this mesh"
+                raise ValueError(f"{what}: {why}; use {name}='{first}', or 'auto'")
         return decided

@@ -121,7 +121,7 @@ def visit(
     # An expert's capacity holds for each piece of a row that the router saw: with tp_sequence, tp to a row.
     num_tokens, num_pieces = b * s, b * par.parts("stream s") // par.parts("ffn s")
     split = par.plan.pipeline is not None and par.plan.pipeline.split_backward
-    how = grouped.arrange(experts, par.plan.grouped, num_tokens, num_pieces, num_ranks, split)
+    how = grouped.arrange(experts, num_tokens, num_pieces, num_ranks, split)
     x_td, weights_tk, chosen_tk = x.reshape(-1, d), weights.reshape(-1, k), chosen.reshape(-1, k)
     if num_ranks > 1:
         num_slots = experts.slots(num_tokens, num_pieces, num_ranks)

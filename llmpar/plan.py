@@ -57,7 +57,7 @@ from typing import Any, Literal
 
 from llmpar import refusals, schedules
 from llmpar.config import ModelConfig, Weight
-from llmpar.execution import Execution, able
+from llmpar.execution import Execution, fits_cudnn
 from llmpar.files import check_fields
 from llmpar.notation import Arrow, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
 
@@ -362,11 +362,11 @@ class Resolved(Plan):
     @property
     def takes_cudnn(self) -> bool:
         """Whether ``auto`` is cuDNN's attention on these GPUs: it needs no mask, and JAX has it for this."""
-        gpu = self.platform in (None, "gpu") and "cudnn" in able("attention_kernel", self.devices or "gpu")
-        fits = self.config is not None and self.config.head_width in range(8, 129, 8)
+        gpu = self.platform in (None, "gpu")
+        fits = self.config is not None and fits_cudnn(self.config.head_width, self.devices or "gpu")
         whole = self.documents == "whole" and self.in_order and not self.regions["keys"].get("s")
         auto = self.asked.attention_kernel == "auto" and not self.attention_block
-        return gpu and fits and whole and auto and self.dtype == "bfloat16"
+        return gpu and whole and auto and self.dtype == "bfloat16" and fits
 
     @property
     def rings(self) -> bool:

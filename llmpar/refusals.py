@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from llmpar.execution import fits_cudnn
 from llmpar.notation import divisors
 from llmpar.timetable import timetable
 
@@ -146,6 +147,8 @@ def _kernels(plan, batch_size: int, seq_len: int) -> Rows:
         whole = ", or documents='whole'" if kernel == "cudnn" and plan.in_order else ""
         what = f"holds a mask of queries times keys, {mask_bytes >> 20} MiB a row at {seq_len} positions"
         yield refuse(f"{what}; use attention_kernel='flash'{whole}")
+    if kernel == "cudnn" and not fits_cudnn(plan.config.head_width, plan.devices or "gpu"):
+        yield refuse("has heads of a multiple of 8 up to 128, since Hopper up to 256; use 'flash'")
 
 
 def _zero(plan, batch_size: int, seq_len: int) -> Rows:
@@ -247,7 +250,6 @@ def idle(plan: Any) -> dict[str, str]:
         ("zero_axes", not plan.zero, "ZeRO 0 cuts nothing"),
         ("zero_axes", cuts == all_cuts, f"{text} has no others"),
         ("reshard_after_forward", not plan.gathers, "only ZeRO 3 gathers weights for use"),
-        ("grouped", dense, f"'{config.name}' has no experts"),
         ("documents", not cudnn, "only cudnn reads it, on whole sequences in order, in bfloat16"),
         ("ffn_chunks", no_ffn, f"'{config.name}' has experts in place of a feed-forward"),
         ("unroll", config.num_layers == 1, "a loop over one layer is no loop"),

@@ -60,7 +60,6 @@ ONCE = Path(__file__).with_name("plans_once.txt").read_text().splitlines()
 NOT_HERE = {
     "attention_kernel": {"cudnn", "portable"},
     "hop": {"permute"},
-    "grouped": {"ragged_dot", "slots"},
     "dispatch": {"padded", "ragged"},
     "documents": {"whole"},
 }

@@ -301,12 +301,7 @@ def test_tables_keep_every_figure_whole_on_80_columns():
     whose = [f"{who}_{what}_bytes" for who in ("predicted", "compiled") for what in ("argument", "temp")]
     link = {"link": "NVLink within a host (2 each), network between 4 hosts", "size": 8, "hosts": 4}
     document = {"model": "m", "mesh": {}, "reading": "manual", "attention_kernel": "portable", "zero": 3}
-    document |= {
-        "schedule": None,
-        "grouped": None,
-        "links": {"dp": link},
-        "memory": dict.fromkeys(whose, 10**10),
-    }
+    document |= {"schedule": None, "links": {"dp": link}, "memory": dict.fromkeys(whose, 10**10)}
     document |= {"collectives": [row], "arrows": [where | arrow | {"bytes_sent": size}]}
     document["flops"] = {"predicted_per_device": 1.0, "executed_per_device": 1.0}
     console = rich.console.Console(width=80, record=True, file=io.StringIO())

@@ -512,6 +512,23 @@ def test_a_program_for_one_device_has_text_too():
     assert executed_flops(text) == 2 * 8**3 and "bf16" in text
 
 
+def test_a_call_of_a_gpus_library_is_a_product():
+    """As JAX 0.11 compiled a step for an H100: cuBLAS by name, its dims in the configuration."""
+    dims = '"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]'
+    call = 'custom_call_target="__cublas$lt$matmul", '
+    call += 'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{'
+    text = f"""
+HloModule step
+
+ENTRY %main (a: bf16[64,32], b: bf16[32,16]) -> (f32[64,16], s8[33554432]) {{
+  %a = bf16[64,32] parameter(0)
+  %b = bf16[32,16] parameter(1)
+  ROOT %c = (f32[64,16], s8[33554432]) custom-call(%a, %b), {call}{dims}}}}}}}
+}}
+"""
+    assert executed_flops(text) == 2 * 64 * 32 * 16
+
+
 def test_the_persistent_cache_neither_swallows_the_dump_nor_grows_by_it(tmp_path):
     names = ["enable_compilation_cache", "compilation_cache_dir"]
     names += ["persistent_cache_min_compile_time_secs", "persistent_cache_min_entry_size_bytes"]

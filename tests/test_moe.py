@@ -38,7 +38,6 @@ from llmpar.plan import Plan
 from llmpar.step import Step
 
 HERE = Solo()
-WAYS = "slots", "ragged_dot"
 CONVENTIONS = {
     "mixtral": ExpertConfig(8, 2, aux_loss=0.01, z_loss=0.001),
     "not renormalised": ExpertConfig(8, 3, renormalise=False, z_loss=0.01),
@@ -142,7 +141,7 @@ def test_the_rows_of_a_token_are_weighed_and_added_in_float32():
     x = values["x"].astype(jnp.bfloat16)
     weights, chosen, _ = jax.jit(functools.partial(moe.route, how, HERE))(values["x"] @ values["router"])
     chosen = jnp.arange(chosen.size).reshape(chosen.shape) % 8
-    with mock.patch.object(grouped, "dot", lambda way, pair, **_: pair[0]):
+    with mock.patch.object(grouped, "dot", lambda pair, **_: pair[0]):
         visit = jax.jit(functools.partial(moe.visit, how, HERE))
         y = visit(x, weights, chosen, *(values[n] for n in ("gate", "up", "down")))
     one = np.asarray(jax.jit(lambda x: jax.nn.silu(x) * x)(x), np.float64)
@@ -162,7 +161,7 @@ def test_slots_and_blocks_hold_the_worst_case_and_little_more():
             continue
         experts, here = ExpertConfig(num, k, capacity_factor=factor), num // ranks
         slots, draw = experts.slots(tokens, pieces, ranks), np.random.default_rng(0)
-        hows, rows = [grouped.arrange(experts, way, tokens, pieces, ranks) for way in WAYS], ranks * tokens
+        how, rows = grouped.arrange(experts, tokens, pieces, ranks), ranks * tokens
         for skew in (0, 1, 3, 30):
             skewed = draw.random((ranks, tokens, num)) + skew * np.linspace(1, 0, num)
             chosen = np.argsort(-skewed, axis=2)[..., :k]
@@ -170,15 +169,11 @@ def test_slots_and_blocks_hold_the_worst_case_and_little_more():
             if factor is None:
                 assert max((chosen // here == rank).any(2).sum(1).max() for rank in range(ranks)) <= slots
             counts = np.minimum(counts, ranks * experts.most(tokens, pieces))
-            for how in hows:
-                more = np.maximum(-(-counts // how.block) - how.own, 0).sum()
-                assert here * how.own + more <= how.num_blocks
-        own, rest = (here * how.own for how in hows), rows * min(k, here)
-        for how, mine in zip(hows, own, strict=True):
-            assert how.num_blocks * how.block <= max(mine, 1) * how.block + rest + here * how.block + (
-                how.first * how.block
-            )
-        assert slots <= tokens and hows[0].own in range(10) and (rows * k >= num or not hows[0].own)
+            more = np.maximum(-(-counts // how.block) - how.own, 0).sum()
+            assert here * how.own + more <= how.num_blocks
+        most = max(here * how.own, 1) * how.block + rows * min(k, here) + (here + how.first) * how.block
+        assert how.num_blocks * how.block <= most
+        assert slots <= tokens and how.own in range(4) and (rows * k >= num or not how.own)
 
 
 def test_a_capacity_leaves_fewer_slots():
@@ -197,19 +192,18 @@ def test_the_share_of_slots_that_an_even_routing_fills():
     assert ExpertConfig(128, 1, capacity_factor=2.0).full_share(1024, 8) == 1 / 2
 
 
-def executed(way, how, tokens, chosen=None, d=16, m=32):
+def executed(how, tokens, chosen=None, d=16, m=32):
     """Products for each visit that a layer and its gradient execute: one that is used calls the counter."""
     values, flops, one = layer(how, (1, tokens), d, m), [], jax.ShapeDtypeStruct((), jnp.float32)
 
     def counted(f, size):
-        def counting(way, *args, owners, **named):
-            def count(num, _):
-                flops.append(2 * size(*args) // len(owners) * int(num))
+        def counting(*args, **named):
+            def count(_):
+                flops.append(2 * size(*args))
                 return np.float32(1)
 
-            num = len(owners) if way == "slots" else (owners < how.num_experts).sum()
             here = jax.tree.leaves(args)[0][0, 0]  # so that no compiler takes the call out of a loop
-            return f(way, *args, owners=owners, **named) * jax.pure_callback(count, one, num, here)
+            return f(*args, **named) * jax.pure_callback(count, one, here)
 
         return counting
 
@@ -221,9 +215,7 @@ def executed(way, how, tokens, chosen=None, d=16, m=32):
         mock.patch.object(grouped, "dot", counted(grouped.dot, dot_size)),
         mock.patch.object(grouped, "outer", counted(grouped.outer, outer_size)),
     ):
-        par = Solo()
-        object.__setattr__(par.plan, "grouped", way)
-        visit = lambda x, *ws: (moe.visit(how, par, x, weights, chosen, *ws) ** 2).sum()
+        visit = lambda x, *ws: (moe.visit(how, Solo(), x, weights, chosen, *ws) ** 2).sum()
         grads = jax.jit(jax.grad(visit, argnums=(0, 1, 2, 3)))(
             *(values[n] for n in ("x", "gate", "up", "down"))
         )
@@ -231,27 +223,27 @@ def executed(way, how, tokens, chosen=None, d=16, m=32):
     return sum(flops) / (2 * tokens * how.top_k * d * m)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_executed_products_are_near_k_of_e_of_all_experts(way):
-    """64 experts, k = 8, nothing dropped: 9 products, and a tenth for blocks that are not full; slots have an
-    eighth more if all experts get as many rows, and blocks besides for a router that has learnt nothing."""
+def test_executed_products_are_near_k_of_e_of_all_experts():
+    """64 experts, k = 8, nothing dropped: 9 products, and an eighth more if all experts get as many rows; and
+    blocks besides for a router that has learnt nothing."""
     how, even = ExpertConfig(64, 8), np.arange(2048 * 8).reshape(1, 2048, 8) % 64
-    if way == "slots":
-        assert executed(way, how, 2048, even) == 9 * 9 / 8
-    assert 9 <= executed(way, how, 2048) <= {"slots": 1.55, "ragged_dot": 1.1}[way] * 9
+    assert executed(how, 2048, even) == 9 * 9 / 8
+    assert 9 <= executed(how, 2048) <= 1.6 * 9
 
 
-def test_an_expert_with_twice_its_share_costs_seven_blocks_more_and_not_all_experts_a_round():
-    """8 experts, k = 1, 512 tokens: a block is 8 rows, nine are an expert's own. The first gets 128 rows, 16
-    blocks; those beyond are gone through twice by the backward pass: 14 products."""
+def test_an_expert_with_twice_its_share_costs_three_blocks_more_and_not_all_experts_a_round():
+    """8 experts, k = 1, 512 tokens: a block is 24 rows, three are an expert's own. The first gets 128 rows,
+    six blocks; those beyond are gone through twice by the backward pass: 14 products."""
     chosen = np.r_[np.zeros(128, int), 1 + np.arange(384) % 7][None, :, None]
-    own, beyond = 8 * 9 * 8 * 9, 7 * 8 * 14
-    assert executed("slots", ExpertConfig(8, 1), 512, chosen) == (own + beyond) / 512
+    own, beyond = 8 * 3 * 24 * 9, 3 * 24 * 14
+    assert executed(ExpertConfig(8, 1), 512, chosen) == (own + beyond) / 512
 
 
 def test_of_fewer_visits_than_experts_only_those_that_are_visited_are_multiplied():
-    """As when one token is decoded: 2 of 64 experts, a block of 8 rows each, the second with 14 products."""
-    assert executed("slots", ExpertConfig(64, 2), 1, [[[5, 40]]]) == (8 * 9 + 8 * 14) / 2
+    """As when one token is decoded: 2 of 64 experts, a block of 8 rows each, both at a time. Of three tokens
+    the 6 visits are one part too, in which blocks stay empty if experts are visited twice."""
+    assert executed(ExpertConfig(64, 2), 1, [[[5, 40]]]) == 2 * 8 * 9 / 2
+    assert executed(ExpertConfig(64, 2), 3, [[[5, 40], [5, 41], [5, 40]]]) == 6 * 8 * 9 / 6
 
 
 def temporary_bytes(tokens, num_layers):
@@ -340,89 +332,59 @@ def test_the_ragged_all_to_all_is_predicted_as_the_most_it_can_be_and_lowered_fo
 
 
 def test_a_platform_gets_what_suits_it_and_what_does_not_is_refused():
-    choice = lambda platform: [
-        getattr(Plan().resolve(platform=platform), name) for name in ("dispatch", "grouped")
-    ]
-    assert choice("cpu") == ["padded", "slots"]
-    assert choice("gpu") == choice("gpu 7.5") == choice("gpu gfx942") == choice("tpu") == ["ragged", "slots"]
+    choice = lambda platform: Plan().resolve(platform=platform).dispatch
+    assert choice("cpu") == "padded"
+    assert choice("gpu") == choice("gpu 7.5") == choice("gpu gfx942") == choice("tpu") == "ragged"
     plan = Plan("ep=4 fsdp=2", dispatch="ragged")
     with pytest.raises(
         ValueError, match="'ragged' does not suit the CPUs .*; use dispatch='padded', or 'auto'"
     ):
         Step(MOE, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-    with pytest.raises(ValueError, match="multiplies every row by every expert; use grouped='slots'"):
-        Plan(grouped="ragged_dot").resolve(platform="gpu")
 
 
 MULTIPLIED = [
-    Plan("ep=2 tp=2 fsdp=2", tp_sequence=True, grouped="slots"),
-    Plan("pp=2 ep=2", schedule="zb-h1", microbatches=2, grouped="slots"),
-    Plan("ep=2 tp=2 fsdp=2", tp_sequence=True, remat="block", grouped="ragged_dot"),
-    Plan("pp=2 ep=2", schedule="zb-h1", microbatches=2, grouped="ragged_dot"),
-    Plan("ep=4 sp=2", context_parallel="ulysses", grouped="ragged_dot"),
+    Plan("ep=2 tp=2 fsdp=2", tp_sequence=True, remat="block"),
+    Plan("pp=2 ep=2", schedule="zb-h1", microbatches=2),
+    Plan("ep=4 sp=2", context_parallel="ulysses"),
 ]
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [*MULTIPLIED[:3], *(pytest.param(plan, marks=pytest.mark.full) for plan in MULTIPLIED[3:])],
-    ids=name,
-)
-def test_every_way_of_multiplying_on_many_devices_gives_what_one_device_gives(plan):
-    """`jax.lax.ragged_dot` as CPUs have it."""
+@pytest.mark.parametrize("plan", MULTIPLIED, ids=name)
+def test_experts_on_many_devices_give_what_one_device_gives(plan):
     assert_same(MOE, plan)
 
 
-OWNERS = {
-    "each some": [0, 0, 1, 2, 2, 3],
-    "some none": [1, 1, 1, 3, 4, 4],
-    "all to one": [2] * 6,
-    "nobody": [4] * 6,
-    "one block": [0],
-    "each one": [0, 1, 2, 3],
-}
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("owners", OWNERS)
-def test_products_of_groups_are_what_numpy_computes_row_by_row(owners, dtype):
-    """4 owners of blocks of 16 rows; number 4 is nobody. Sums of 48 or 96 products in float32."""
-    owner_n, draw = np.array(OWNERS[owners]), np.random.default_rng(0)
-    num, (a, b) = 16 * len(owner_n), (48, 64)
-    rows, grads, w = (
-        jnp.asarray(draw.standard_normal(shape), dtype) for shape in ((num, a), (num, b), (4, a, b))
-    )
-    rows_, grads_, w_ = (np.asarray(z, np.float64) for z in (rows, grads, w))
-    w_, owner_q = np.concatenate([w_, np.zeros((1, a, b))]), np.repeat(owner_n, 16)
-    rows_w, grads_w = (
-        np.einsum("qa,qab->qb", rows_, w_[owner_q]),
-        np.einsum("qb,qab->qa", grads_, w_[owner_q]),
-    )
-    for way in WAYS if owners == "each one" else WAYS[1:]:
-        wants = {
-            "rows": (rows_w, [(rows, w)]),
-            "transposed": (grads_w, [(grads, w)]),
-            "two pairs": (3 * rows_w, [(rows, w), (2 * rows, w)]),
-            "two transposed": (3 * grads_w, [(grads, w), (2 * grads, w)]),
-        }
-        for kind, (want, pairs) in wants.items():
-            got = grouped.dot(way, *pairs, owners=jnp.asarray(owner_n), transposed="transposed" in kind)
-            assert got.dtype == dtype
-            # what is given, two products and their sum are rounded
-            rtol = 0 if dtype == "float32" else 3 * 2**-8
-            np.testing.assert_allclose(
-                np.asarray(got, float), want, rtol, 5e-5 if dtype == "float32" else 0.2
-            )
-        got = grouped.outer(way, rows, grads, jnp.asarray(owner_n), 4)
-        want = [rows_[owner_q == i].T @ grads_[owner_q == i] for i in range(4)]
-        assert got.dtype == jnp.float32
-        np.testing.assert_allclose(got, want, atol=2e-5)
+def test_products_of_groups_are_what_numpy_computes_row_by_row(dtype):
+    """4 owners of 16 rows. Sums of 48 or 64 products in float32."""
+    draw, (num, a, b) = np.random.default_rng(0), (64, 48, 64)
+    shapes = (num, a), (num, b), (4, a, b)
+    rows, grads, w = (jnp.asarray(draw.standard_normal(shape), dtype) for shape in shapes)
+    x, y, z = (np.asarray(each, np.float64) for each in (rows, grads, w))
+    owner_q = np.repeat(np.arange(4), 16)
+    rows_w, grads_w = np.einsum("qa,qab->qb", x, z[owner_q]), np.einsum("qb,qab->qa", y, z[owner_q])
+    wants = {
+        "rows": (rows_w, [(rows, w)]),
+        "transposed": (grads_w, [(grads, w)]),
+        "two pairs": (3 * rows_w, [(rows, w), (2 * rows, w)]),
+        "two transposed": (3 * grads_w, [(grads, w), (2 * grads, w)]),
+    }
+    for kind, (want, pairs) in wants.items():
+        got = grouped.dot(*pairs, transposed="transposed" in kind)
+        assert got.dtype == dtype
+        # what is given, two products and their sum are rounded
+        rtol, atol = (0, 5e-5) if dtype == "float32" else (3 * 2**-8, 0.2)
+        np.testing.assert_allclose(np.asarray(got, float), want, rtol, atol)
+    got = grouped.outer(rows, grads, 4)
+    want = [x[owner_q == i].T @ y[owner_q == i] for i in range(4)]
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("way", [("slots", 2, 8), ("slots", 0, 1), ("ragged_dot", 0, 3)], ids=str)
+@pytest.mark.parametrize("way", [(2, 8, 1), (2, 8, 4), (0, 1, 1), (0, 3, 3)], ids=str)
 @pytest.mark.parametrize("routing", ["even", "all to one", "half to nobody"])
-def test_every_way_of_multiplying_gives_the_same_output_and_gradients(way, split, routing):
+def test_every_layout_gives_the_same_output_and_gradients(way, split, routing):
     """Also part by part, and with the weights' gradients in a loop of their own."""
     draw, (r, k, num, d, m) = np.random.default_rng(0), (90, 3, 4, 16, 32)
     expert_rk = np.argsort(draw.random((r, num)), axis=1)[:, :k]
@@ -439,8 +401,7 @@ def test_every_way_of_multiplying_gives_the_same_output_and_gradients(way, split
         return jnp.einsum("lrd,rkl,rk->rd", jnp.stack(each), hot, shares)
 
     def ours(x, shares, *weights):
-        kind, own, first = way
-        how = grouped.How(kind, 24, 16, own, first, split)
+        how = grouped.How(24, 16, *way, split)
         where = grouped.lay_out(how, jnp.asarray(expert_rk), num)
         return grouped.feed_forward(how, x, shares, weights, where)
 

@@ -342,7 +342,9 @@ CUDNN = {
     "mesh=sp=2 context_parallel=ulysses sequence_order=contiguous": "cudnn",
     "mesh=sp=2 context_parallel=gather sequence_order=contiguous": "flash",
     "attention_kernel=flash": "flash",
-    "head_width=256": "flash",
+    "head_width=256": "cudnn",
+    "head_width=264": "flash",
+    "head_width=256 devices=gpu_8.0": "flash",
     "head_width=36": "flash",
 }
 

@@ -55,7 +55,6 @@ DRAWN = {
         bucket_bytes=(1, 3000, 4 << 20),
         microbatches=(1, 2, 3, 4, 8),
         dtype=("float32",) * 7 + ("bfloat16",),
-        grouped=("auto", "ragged_dot", "slots"),
         unroll=(1, 0, 2, 3),
         loss_chunks=(1, 2, 3, 4),
         ffn_chunks=(1, 2, 3, 4),
@@ -129,7 +128,7 @@ def values(cls) -> dict[str, tuple]:
 
 FIELDS = {cls: values(cls) for cls in DRAWN}
 OFTEN = "zero zero_axes tp_sequence tp_comm_overlap reduce reshard_after_forward context_parallel hop".split()
-OFTEN += "sequence_order dispatch grouped".split()
+OFTEN += "sequence_order dispatch".split()
 """Idle on most meshes, so drawn more often."""
 
 

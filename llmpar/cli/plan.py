@@ -208,8 +208,7 @@ def tables_of(document: dict) -> Iterator[Any]:
         plans.add_row(row["mesh"], f"{row['step_s']:.3g}", f"{row['mfu']:.1%}", gib, why)
     yield plans
     best = document["plans"][0]
-    experts = f", experts by {best['grouped']}" if best["grouped"] else ""
-    terms = Table("of the first", "s", title=f"{best['attention_kernel']} attention{experts}")
+    terms = Table("of the first", "s", title=f"{best['attention_kernel']} attention")
     for name, seconds in sorted(best["terms"].items(), key=lambda item: -item[1]):
         terms.add_row(name, f"{seconds:.4g}")
     yield terms

@@ -219,12 +219,17 @@ def collective(module: Module, comp: str, name: str, mesh: Any) -> Collective | 
     return replace(found, moves=moves)
 
 
+def is_product(op: Op) -> bool:
+    """Tells a matrix product: a `dot`, or a call of a GPU's library."""
+    return op.kind == "dot" or op.kind == "custom-call" and ("cublas" in op.attrs or "gemm" in op.attrs)
+
+
 def executed_flops(text: str, taken: Taken | None = None) -> int:
-    """Counts the FLOPs of every `dot` that HLO text executes on a device, 2MNK each; GPU library calls are
-    not seen. Refuses loops with traced bounds (over what experts get beyond their slots)."""
+    """Counts the FLOPs of every product that HLO text of CPUs or GPUs executes on a device, 2MNK each, but
+    not those of kernels. Refuses loops with traced bounds (over what experts get beyond their slots)."""
     module = Module(text)
     turns = lambda comp, loop: known(module.trips(comp, loop), "dot", module.source(loop))
-    leaf = lambda comp, op: dot_flops(module, comp, op) if op.kind == "dot" else 0
+    leaf = lambda comp, op: dot_flops(module, comp, op) if is_product(op) else 0
     return int(flops_in(module, leaf, turns, taken)(module.entry, None))
 
 

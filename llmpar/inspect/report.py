@@ -36,9 +36,11 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
     step = Step(config, plan, mesh, optax.adamw(1e-3))
     plan, compiled, partitioned = step.plan, *read_program(step.lower(batch_size, seq_len))
     branches = branch_shares(plan.pipeline, config.num_layers)
-    # What experts get beyond their slots is a loop that data ends, and so are the walks of a kernel.
+    # What experts get beyond their slots is a loop that data ends, and so are the walks of a kernel; and TPUs
+    # write products as convolutions. (`llmpar compile` estimates all of these.)
     text, plain = compiled.as_text() or "", plan.attention_kernel in ("portable", "xla")
-    work = [executed_flops(text, taken) for taken in branches] if plain and not config.experts else None
+    plain = plain and not config.experts and plan.platform != "tpu"
+    work = [executed_flops(text, taken) for taken in branches] if plain else None
     held = compiled_memory(compiled)
     useful = memory.flops(config, batch_size, seq_len)
     return compare(plan, batch_size, seq_len, partitioned, step.mesh, branches) | {
@@ -95,7 +97,6 @@ def compare(
         "model": config.name,
         "params": config.num_params,
         "dispatch": plan.dispatch if plan.mesh.live("ep") else None,
-        "grouped": plan.grouped if config.experts else None,
         "mesh": plan.mesh.named,
         "links": links(mesh),
         "reading": plan.reading,
@@ -115,7 +116,6 @@ def _title(document: dict) -> str:
     mesh = " ".join(f"{a}={n}" for a, n in document["mesh"].items()) or "one device"
     title = f"{document['model']} on {mesh}, {document['reading']} reading, ZeRO {document['zero']}"
     title += f", {document['attention_kernel']} attention"
-    title += f", experts by {document['grouped']}" if document["grouped"] else ""
     title += f", {document['schedule']}, stage {document['stage']}" if document["schedule"] else ""
     return title
 
@@ -141,7 +141,7 @@ def tables(document: dict) -> list[Table]:
     figures.add_row("arguments", f"{guess:,} B", f"{true:,} B")
     guess, true = held["predicted_temp_bytes"], held["compiled_temp_bytes"]
     figures.add_row(f"temporaries (by formula{off_by(guess, true)})", f"{guess:,} B", f"{true:,} B")
-    work = ["as routed" if n is None else f"{n:,.0f}" for n in flops.values()]
+    work = ["not counted" if n is None else f"{n:,.0f}" for n in flops.values()]
     figures.add_row("matmul FLOPs (useful, executed)", *work)
     asked = [types_table(document["types"])] if "types" in document else []
     asked += [spread_table(document["tolerance"])] if "tolerance" in document else []

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmpar.inspect.census import KINDS, Taken, arrow_of, dot_flops, flops_in, share_of
+from llmpar.inspect.census import KINDS, Taken, arrow_of, dot_flops, flops_in, is_product, share_of
 from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, held_bytes, integers, shapes
 from llmpar.kernels import grouped
 from llmpar.predict import formulas, ring
@@ -38,7 +38,6 @@ MEMORY_SHARE = 0.80
 """Of the memory's published rate, that elementwise work reaches."""
 LAUNCH_S, START_S, HOST_S = 2e-6, 10e-6, 15e-6
 """Assumed: the least time of a kernel, of starting a collective, and of a branch that the host decides."""
-RAGGED = "/ragged-dot-none"  # the scope of the kernel that XLA for TPUs has for `jax.lax.ragged_dot`
 LINKS = "links", "network"
 """What collectives run on: all on one, or on what hosts have within and on what is between them."""
 FREE = set(
@@ -445,11 +444,10 @@ def _short(op: Op, term: str) -> str:
 
 def product_flops(module: Module, comp: str, op: Op) -> float:
     """Give the FLOPs of one operation's own products, 2MNK each: dots, the convolutions that TPUs make of
-    them, calls of GPU libraries, `jax.lax.ragged_dot` on TPUs, and kernels of attention."""
-    if op.kind == "dot" or op.kind == "custom-call" and ("cublas" in op.attrs or "gemm" in op.attrs):
+    them, calls of GPU libraries, and kernels of attention."""
+    if is_product(op):
         return float(dot_flops(module, comp, op))
-    ragged = op.kind == "custom-call" and RAGGED in op.scope
-    count = _convolution_flops if op.kind == "convolution" else _ragged_flops if ragged else kernel_flops
+    count = _convolution_flops if op.kind == "convolution" else kernel_flops
     return count(module, comp, op)
 
 
@@ -480,15 +478,6 @@ def _convolution_flops(module: Module, comp: str, op: Op) -> float:
         if spatial in labels[1] and result[labels[3].index(spatial)] == 1:
             contracted *= min(left[labels[1].index(spatial)], kernel[labels[2].index(spatial)])
     return 2.0 * math.prod(result) * contracted
-
-
-def _ragged_flops(module: Module, comp: str, op: Op) -> float:
-    """Give the FLOPs of a product of groups of rows, as if each row counted once: rows × weights -> rows, or
-    rows × rows -> weights. Each width is in two of the three."""
-    last = op.inside.count("%") - 1
-    three = [module.shape_of(comp, op, last - 1), module.shape_of(comp, op, last), shapes(op.type)[0][1]]
-    num_groups = next(shape[0] for shape in three if len(shape) == 3)
-    return 2.0 * math.sqrt(math.prod(map(math.prod, three)) / num_groups)
 
 
 def kernel_flops(module: Module, comp: str, op: Op, seen: float = 1.0) -> float:

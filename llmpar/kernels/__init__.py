@@ -1,2 +1,1 @@
-"""Own kernels of attention, for accelerators, and the products of experts. No accelerator has run these yet:
-compilers and an interpreter have."""
+"""Own kernels of attention, for accelerators, and the products of experts (`tests/device.md`: on an H100)."""

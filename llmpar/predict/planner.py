@@ -525,7 +525,6 @@ def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
     return {
         "mesh": str(one.plan.mesh),
         "attention_kernel": runs.attention_kernel,
-        "grouped": runs.grouped if q.config.experts else None,
         "plan": fields_of(one.plan),
         "fits": not one.why_not,
         "memory_bytes": one.memory_bytes,

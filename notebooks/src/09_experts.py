@@ -335,8 +335,9 @@ print(f"{model.num_params:,} parameters, {model.active_params:,} at work on a to
 #
 # Empty slots travel, but are not multiplied: on its rank every expert takes its tokens out of the buffer, into slots for about an eighth
 # more than its even share. One batched product multiplies these for all experts, full or not. What an expert gets beyond that is multiplied
-# block by block with this expert's weights, as Gale et al. 2022 do with all rows. So no token is dropped, and a hot expert costs what it gets. JAX has a product for groups of unequal size, `jax.lax.ragged_dot` (`Plan.grouped`), but by
-# default XLA has a kernel for it on TPUs alone, and elsewhere multiplies every copy by every expert.
+# block by block with this expert's weights, as Gale et al. 2022 do with all rows. So no token is dropped, and a hot expert costs what it gets.
+# JAX has a product for groups of unequal size, `jax.lax.ragged_dot`, but by default XLA has a kernel for it on TPUs alone, and elsewhere
+# multiplies every copy by every expert.
 
 # %% [markdown]
 # ### Exercise (stretch): combine
