@@ -46,6 +46,9 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
     plan, mesh = step.plan, step.mesh
     if plan.attention_kernel == "cudnn":
         need_compiler("cudnn")
+        if config.head_width > 128 and jax.default_backend() != "gpu":
+            why = "JAX asks the GPU at hand whether cuDNN has heads of more than 128, and there is none"
+            raise ValueError(f"{why}; use attention_kernel='flash'")
     begin = time.perf_counter()
     need: dict[str, Any] = {
         "predicted_arguments": sum(memory.argument_bytes(plan, batch_size, seq_len).values()),

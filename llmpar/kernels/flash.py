@@ -272,7 +272,7 @@ def run(name, how, tiles, sizes, kinds, given, dtypes, call=None):
     if call is None:  # the import is late: nothing but a GPU wants it
         from jax.experimental.pallas import triton
 
-        ask = triton.CompilerParams(num_warps=8, num_stages=tiles.num_stages)
+        ask = triton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
         call = functools.partial(pl.pallas_call, name=name, compiler_params=ask)
     b, s, t, k, r, h, num_tiles = (sizes[dim] for dim in "bstkrhj")
     of_keys, size = name == OF_KEYS, tiles.q if name == OF_KEYS else tiles.k

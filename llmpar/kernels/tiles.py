@@ -11,11 +11,12 @@ ROOMY = re.compile(r"A100|A800|A30\b|H\d00|H20\b|B\d00")
 
 
 class KernelTiles(NamedTuple):
-    """Queries and keys per tile of a kernel, and how many tiles ahead a GPU loads."""
+    """Queries and keys per tile of a kernel; how many tiles ahead a GPU loads, and warps of a program."""
 
     q: int
     k: int
     num_stages: int
+    num_warps: int
 
 
 def padded_width(head_width: int) -> int:
@@ -28,17 +29,22 @@ def kernel_tiles(
 ) -> KernelTiles:
     """Return the tiles of a kernel of `llmpar.kernels.flash`.
 
-    A program keeps one tile, and its sums, in registers, and passes the others through shared memory. Chosen
-    for H100s, so that few registers are spilled (dK and dV of 16 bits, 128 wide: 100 bytes); heads of more
-    bytes get smaller tiles, and so does a chip whose name, as JAX has it, is none of `ROOMY`. Sequences
-    shorter than a tile get a shorter one.
+    A program keeps one tile, and its sums, in registers, and passes the others through shared memory. Of 23
+    choices for each kernel and heads of 64 and 128 in bfloat16 these are the fastest on an H100, or within a
+    tenth of that; for heads of 256 the fastest for which A100s and B200s have room too. float32 has what
+    spills few registers. A chip whose name, as JAX has it, is none of `ROOMY` gets smaller tiles, and a
+    sequence shorter than a tile a shorter one.
     """
-    width = padded_width(head_width) * itemsize  # bytes
-    own, other = (128, 64) if width <= 256 else (64, 32) if width <= 512 else (32, 32)
+    width, of_keys = padded_width(head_width) * itemsize, name == "flash_keys_grad"
+    own, other, stages, warps = (128, 64, 3, 8) if width <= 256 else (64 if width <= 512 else 32, 32, 2, 8)
+    if itemsize == 2 and width <= 128:
+        own, warps = 64, 4
+    elif itemsize == 2 and width == 512:
+        own, other, stages, warps = (32, 64, 2, 4) if of_keys else (64, 32, 3, 4)
     if platform == "tpu":  # vector memory holds more, and its lanes want 128 numbers
         own = other = 512 if width <= 512 else 256
     elif platform == "gpu" and not ROOMY.search(chip):
         other //= 2
-    q, k = (other, own) if name == "flash_keys_grad" else (own, other)
+    q, k = (other, own) if of_keys else (own, other)
     fit = lambda tile, length: min(tile, padded_width(length))
-    return KernelTiles(fit(q, s), fit(k, t), 3 if width <= 256 else 2)
+    return KernelTiles(fit(q, s), fit(k, t), stages, warps)
