@@ -33,7 +33,7 @@ import optax
 
 from llmpar import attention
 from llmpar.config import ExpertConfig, preset
-from llmpar.execution import able
+from llmpar.execution import able, fits_cudnn
 from llmpar.inspect import roofline
 from llmpar.inspect.census import compiled_memory
 from llmpar.kernels import flash, flash_tpu, grouped
@@ -48,20 +48,26 @@ from llmpar.training.trackers import profiling
 LARGE = dict(
     heads=(64, 128, 256),
     positions=2048,
-    grouped=(128, 64, 512, 256),  # rows of a block, blocks, the two widths
-    parity={"gpt2-scale": (0, 2, 256), "llama3.2-1b": (0, 1, 128)},  # layers (0: all), rows, positions
-    attention=(1, 8192, 8, 4, 128),  # b s k r h, as of llama3-8b
+    grouped=(4096, 8, 512, 256),  # rows, owners, the two widths
+    # layers (0: all), rows, positions
+    parity={"gpt2-scale": (0, 2, 256), "llama3.2-1b": (0, 1, 128), "qwen3-30b-a3b": (1, 1, 256)},
+    attention=((1, 8192, 8, 4, 128), (4, 4096, 8, 4, 64), (1, 8192, 8, 1, 256)),  # b s k r h
     experts=(32_768, 2048, 768, 16),  # rows, widths, experts: qwen3-30b-a3b over 8 ranks
     product=8192,
-    steps={"gpt2-scale": (0, 16, 1024), "llama3.2-1b": (0, 4, 4096), "llama3-8b": (4, 1, 8192)},
+    steps={
+        "gpt2-scale": (0, 16, 1024),
+        "llama3.2-1b": (0, 4, 4096),
+        "llama3-8b": (4, 1, 8192),
+        "qwen3-30b-a3b": (2, 4, 4096),
+    },
     rounds=10,
 )
 SMALL = dict(
     heads=(64,),
     positions=40,
-    grouped=(16, 8, 48, 64),
-    parity={"tiny": (0, 4, 32)},
-    attention=(1, 64, 1, 2, 64),
+    grouped=(64, 4, 48, 64),
+    parity={"tiny": (0, 4, 32), "tiny-moe": (0, 4, 32)},
+    attention=((1, 64, 1, 2, 64), (1, 64, 1, 1, 32)),
     experts=(256, 32, 64, 4),
     product=128,
     steps={"tiny": (2, 4, 64)},
@@ -90,18 +96,19 @@ class Test:
         print(f"{part:<12}{what:<64}{value:>12.4g} {unit:<8}{word}", flush=True)
 
     def seconds(self, run, *given) -> float:
-        """The median time of a call that waits."""
+        """The median time of a call, of four that are started one behind the other."""
         run, taken = jax.jit(run), []
         jax.block_until_ready(run(*given))
         for _ in range(self.size["rounds"]):
             begin = time.perf_counter()
-            jax.block_until_ready(run(*given))
-            taken.append(time.perf_counter() - begin)
+            jax.block_until_ready([run(*given) for _ in range(4)])
+            taken.append((time.perf_counter() - begin) / 4)
         return statistics.median(taken)
 
     def rate(self, what: str, flops: float, run, *given, name: str = "") -> None:
-        """TFLOP/s of a call, and its share of peak under a name that the roofline has."""
-        reached = flops / self.seconds(run, *given)
+        """Time and TFLOP/s of a call, and its share of peak under a name that the roofline has."""
+        reached = flops / (taken := self.seconds(run, *given))
+        self.row("speed", what, 1e3 * taken, "ms")
         self.row("speed", what, reached / 1e12, "TFLOP/s")
         if self.chip:
             share = reached / self.chip.per_device().flops_per_s
@@ -136,27 +143,18 @@ class Test:
 
     def multiplies(self) -> None:
         """Products of groups of rows against NumPy in float64."""
-        block, num, a, b = self.size["grouped"]
-        draw, owners = np.random.default_rng(0), {"slots": np.repeat(np.arange(4), num // 4)}
-        owners["ragged_dot"] = np.sort(draw.integers(0, 5, num))  # 4 is nobody
-        for way, dtype in ((way, dtype) for way in owners for dtype in ROUNDED):
-            shapes = (num * block, a), (num * block, b), (4, a, b)
-            rows, grads, w = (jnp.asarray(draw.standard_normal(x), dtype) for x in shapes)
-            owner_n, of = jnp.asarray(owners[way], jnp.int32), np.repeat(owners[way], block)
-            mine = [np.flatnonzero(of == i) for i in range(4)]
+        rows, num, a, b = self.size["grouped"]
+        draw = np.random.default_rng(0)
+        for dtype in ROUNDED:
+            shapes = (rows, a), (rows, b), (num, a, b)
+            given, grads, w = (jnp.asarray(draw.standard_normal(x), dtype) for x in shapes)
             with jax.default_matmul_precision("highest"):
-                got = [
-                    grouped.dot(way, (rows, w), owners=owner_n),
-                    grouped.dot(way, (grads, w), owners=owner_n, transposed=True),
-                    grouped.outer(way, rows, grads, owner_n, 4),
-                ]
-            owned = (of < 4)[:, None]  # what nobody reads need not be written
-            got[:2] = (np.where(owned, np.asarray(x, np.float64), 0) for x in got[:2])
-            x, y, z = (np.asarray(x, np.float64) for x in (rows, grads, w))
-            want = np.zeros((len(x), b)), np.zeros((len(x), a)), np.stack([x[i].T @ y[i] for i in mine])
-            for i, at in enumerate(mine):
-                want[0][at], want[1][at] = x[at] @ z[i], y[at] @ z[i].T
-            self.row("groups", f"{way}, {dtype}", _apart(got, want), "", ROUNDED[dtype])
+                got = [grouped.dot((given, w)), grouped.dot((grads, w), transposed=True)]
+                got.append(grouped.outer(given, grads, num))
+            x, y = (np.asarray(z, np.float64).reshape(num, rows // num, -1) for z in (given, grads))
+            z = np.asarray(w, np.float64)
+            want = [(x @ z).reshape(rows, b), (y @ z.swapaxes(1, 2)).reshape(rows, a), x.swapaxes(1, 2) @ y]
+            self.row("groups", f"{num} of {rows // num} rows, {dtype}", _apart(got, want), "", ROUNDED[dtype])
 
     def trains(self) -> None:
         """Losses of three steps on all devices in float32, against those of one CPU."""
@@ -190,30 +188,11 @@ class Test:
         n, draw = self.size["product"], np.random.default_rng(0)
         array = lambda *shape: jnp.asarray(draw.standard_normal(shape, np.float32), jnp.bfloat16)
         self.rate(f"a product of {n}", 2 * n**3, jnp.matmul, array(n, n), array(n, n), name="products")
-        b, s, k, r, h = self.size["attention"]
-        q, kv, at = array(b, s, k, r, h), array(b, s, k, h), jnp.tile(jnp.arange(s), (b, 1))
-        ids, seen = dict(q_positions_bs=at, k_positions_bt=at), self.seen(h, s)
-        both = lambda attend: lambda q, k, v, g: jax.vjp(attend, q, k, v)[1](g)
-        if self.kernel:
-            ours = lambda q, k, v: attention.ring(q, k, v, platform=self.platform, **ids)[0]
-            flops = sum(ring.kernel_flops(name, [q.shape, kv.shape], seen) for name in ring.PRODUCTS)
-            self.rate(f"our attention, {s}", flops, both(ours), q, kv, kv, q, name="attention")
-        if "cudnn" in able("attention_kernel", self.named):
-            theirs = functools.partial(attention.by_kernel, kernel="cudnn", contiguous=True, whole=True)
-            flops = 7 * 2.0 * b * s * s * k * r * h / 2
-            self.rate(
-                f"cuDNN's attention, {s}",
-                flops,
-                both(lambda *x: theirs(*x, **ids)[0]),
-                q,
-                kv,
-                kv,
-                q,
-                name="cudnn",
-            )
+        for shape in self.size["attention"]:
+            self.attends_fast(array, *shape)
         rows, d, m, num = self.size["experts"]
         x, w = array(rows, d), (array(num, d, m), array(num, d, m), array(num, m, d))
-        way, even = able("grouped", self.named)[0], np.arange(rows) % num
+        even = np.arange(rows) % num
         for what, expert in (
             ("as many rows each", even),
             ("one with twice its share", np.where(np.arange(rows) < rows // num, 0, even)),
@@ -221,11 +200,27 @@ class Test:
             expert_rk, share_rk = jnp.asarray(expert, jnp.int32)[:, None], jnp.ones((rows, 1))
 
             def experts(x, *w, expert_rk=expert_rk, share_rk=share_rk):
-                how = grouped.arrange(ExpertConfig(num, 1), way, rows, 1)
+                how = grouped.arrange(ExpertConfig(num, 1), rows, 1)
                 return grouped.feed_forward(how, x, share_rk, w, grouped.lay_out(how, expert_rk, num))
 
             back = lambda g, *given, experts=experts: jax.vjp(experts, *given)[1](g)
-            self.rate(f"{num} experts by {way}, {what}", 18.0 * rows * d * m, back, x, x, *w)
+            self.rate(f"{num} experts, {what}", 18.0 * rows * d * m, back, x, x, *w)
+
+    def attends_fast(self, array, b: int, s: int, k: int, r: int, h: int) -> None:
+        """What our kernel and cuDNN's reach: the shares of the first that is asked for stand for all."""
+        q, kv, at = array(b, s, k, r, h), array(b, s, k, h), jnp.tile(jnp.arange(s), (b, 1))
+        ids, given, what = dict(q_positions_bs=at, k_positions_bt=at), (q, kv, kv, q), f"{s}, heads of {h}"
+        both = lambda attend: lambda q, k, v, g: jax.vjp(lambda *x: attend(*x, **ids)[0], q, k, v)[1](g)
+        is_first = (b, s, k, r, h) == self.size["attention"][0]
+        if self.kernel:
+            ours = functools.partial(attention.ring, platform=self.platform)
+            seen = self.seen(h, s)
+            flops = sum(ring.kernel_flops(name, [q.shape, kv.shape], seen) for name in ring.PRODUCTS)
+            self.rate(f"our attention, {what}", flops, both(ours), *given, name="attention" * is_first)
+        if "cudnn" in able("attention_kernel", self.named) and fits_cudnn(h, self.named):
+            theirs = functools.partial(attention.by_kernel, kernel="cudnn", contiguous=True, whole=True)
+            flops = 7 * 2.0 * b * s * s * k * r * h / 2
+            self.rate(f"cuDNN's attention, {what}", flops, both(theirs), *given, name="cudnn" * is_first)
 
     def fits(self, what: str, step: Step, rows: int, s: int) -> dict[str, int]:
         """Bytes that a step is predicted to hold by kind; nothing, and a row, if it is too large."""
