@@ -310,18 +310,23 @@ PLANS = {
 @gpu_compiler
 @pytest.mark.parametrize("flags", PLANS.values(), ids=PLANS)
 def test_gpus_compile_what_was_predicted(flags):
-    document, _ = compiled("--target", "h100:2x8", *SMALL, *flags)
+    """An H100's kernels were measured; of an H200's is said what their shares of peak would change."""
+    name = "h100" if "pp=2" in flags[1] or "ep=8" in flags[1] else "h200"
+    document, _ = compiled("--target", f"{name}:2x8", *SMALL, *flags)
     memory = document["memory_bytes"]
     assert document["fits"] and as_predicted(document)
     assert memory["predicted_arguments"] == memory["compiled_arguments"]
-    assert memory["compiled_temp"] > 0 and memory["capacity"] == chip("h100").usable_bytes
+    assert memory["compiled_temp"] > 0 and memory["capacity"] == chip(name).usable_bytes
     flops, found = document["flops"], document["roofline"]
     assert flops["executed_per_device"] >= 0.99 * flops["useful_per_device"] / (
         4 if "pp=2" in flags[1] else 1
     )
     assert 0 < found["mfu"] < 1 and found["step_s"] > 0 and "causal attention" in found["mfu_is"]
-    band = [found["if_kernels_reach"][share]["mfu"] for share in ("20%", "40%", "60%")]
-    assert band == sorted(band) and band[1] == pytest.approx(found["mfu"]), "assumed are 40 %"
+    if name == "h100":
+        assert found["if_kernels_reach"] == {}
+    else:
+        band = [found["if_kernels_reach"][share]["mfu"] for share in ("20%", "40%", "60%")]
+        assert band == sorted(band) and band[1] == pytest.approx(found["mfu"]), "assumed are 40 %"
     assert sum(found["terms"].values()) == pytest.approx(found["step_s"], rel=1e-6)
     final = sum(row["bytes"] for row in document["final"])
     predicted = sum(row["predicted_bytes"] for row in document["collectives"])
