@@ -27,15 +27,19 @@ UNSUITED = {"cudnn": "it is for NVIDIA GPUs", "ragged": "XLA has no ragged all-t
 def able(name: str, devices: str) -> tuple[str, ...]:
     """What devices (`mesh.platform_of`) can do of what a field offers."""
     platform, _, card = devices.partition(" ")
-    older = bool(card) and not (card[0].isdigit() and float(card) >= AMPERE)
+    older = bool(card) and not _since(AMPERE, card)
     lacks = SINCE_AMPERE + ("xla",) * card[0].isdigit() if older else ()
     return tuple(one for one in SUITS[name][platform] if one not in lacks)
 
 
+def _since(capability: float, card: str) -> bool:
+    """Whether what JAX tells of a card is a compute capability of NVIDIA's, this or a later one."""
+    return card[:1].isdigit() and float(card) >= capability
+
+
 def fits_cudnn(head_width: int, devices: str) -> bool:
     """Whether JAX has cuDNN's attention for heads of this width on devices (`mesh.platform_of`)."""
-    card = devices.partition(" ")[2]
-    widest = 256 if card[:1].isdigit() and float(card) >= HOPPER else 128
+    widest = 256 if _since(HOPPER, devices.partition(" ")[2]) else 128
     return head_width % 8 == 0 and head_width <= widest and "cudnn" in able("attention_kernel", devices)
 
 

@@ -11,7 +11,7 @@ TABLES = read_toml(pathlib.Path(__file__).with_suffix(".toml"), "table of names"
 MODEL, ROPE, EXPERTS = (TABLES[part] for part in ("model", "rope", "experts"))
 """What they call our fields: a model's, its stretched rotary frequencies', its experts'."""
 OURS = MODEL | ROPE | EXPERTS | TABLES["others"]
-UNSAID = dict.fromkeys(TABLES["unsaid"].pop("null")) | TABLES["unsaid"]
+UNSAID = dict.fromkeys(TABLES["null"]) | TABLES["unsaid"]
 """What an entry that a file leaves out means to `transformers`. Those of None may be null."""
 THEIR_OWN = {
     "model_type": Allowed(str), "hidden_act": Allowed(str), "rope_scaling": Allowed(dict, none=True),

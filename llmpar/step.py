@@ -121,11 +121,11 @@ class Step:
         natural = held if places == num_layers else self._shapes(num_layers)
         learned = trained(natural.params, config)
         if places > num_layers and counts_empty_places(optimizer, learned, self.layer_order):
-            what = (
+            raise ValueError(
                 f"{num_layers} layers leave {places - num_layers} of the pipeline's places empty, zeros that"
+                " this optimizer would count: it looks at a whole stack at once, as Adafactor does; use"
+                f" {places} layers, or AdamW"
             )
-            why = "this optimizer would count: it looks at a whole stack at once, as Adafactor does"
-            raise ValueError(f"{what} {why}; use {places} layers, or AdamW")
         layouts = self._layouts(held)
         in_order = jax.tree.map(self._layout_in_order, natural, layouts) if places > num_layers else layouts
         place = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(self.mesh, layout))

@@ -16,6 +16,7 @@ from rich.table import Table
 from llmpar import draw
 from llmpar.config import ModelConfig
 from llmpar.draw.scene import Scene, time_text
+from llmpar.execution import fits_cudnn
 from llmpar.inspect import report
 from llmpar.inspect.census import census_hlo, census_table, compiled_memory, read_program
 from llmpar.inspect.roofline import Roofline, measured, roofline
@@ -46,7 +47,7 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
     plan, mesh = step.plan, step.mesh
     if plan.attention_kernel == "cudnn":
         need_compiler("cudnn")
-        if config.head_width > 128 and jax.default_backend() != "gpu":
+        if not fits_cudnn(config.head_width, "gpu") and jax.default_backend() != "gpu":
             why = "JAX asks the GPU at hand whether cuDNN has heads of more than 128, and there is none"
             raise ValueError(f"{why}; use attention_kernel='flash'")
     begin = time.perf_counter()

@@ -60,7 +60,7 @@ class Layout(NamedTuple):
     slot_rk: Int[Array, "r k"]  # of each visit; q for one to nobody here
     visit_q: Int[Array, " q"]  # the visit in each slot, r·k in an empty one
     end_l: Int[Array, " l"]  # the block after the last of each expert, of those beyond its own
-    owner_n: Int[Array, " n"]  # the expert of each block; l after the last
+    owner_n: Int[Array, " n"]  # the expert of each block beyond experts' own; l after the last
 
 
 def arrange(experts: ExpertConfig, tokens: int, num_pieces: int, ranks: int = 1, split: bool = False) -> How:
@@ -119,7 +119,6 @@ def lay_out(how: How, expert_rk: Int[Array, "r k"], num_experts: int) -> Layout:
     slot_p = place_p + jnp.where(own_p, expert_p * own, begin_p - own)
     slot_p = jnp.where(expert_p < num_experts, slot_p, num_slots)
     owner_n = (n[:, None] >= end_l[None]).sum(1, dtype=jnp.int32)
-    owner_n = jnp.where(n < num_experts * how.own, n // max(how.own, 1), owner_n)
     return Layout(slot_p.reshape(expert_rk.shape), item_in(slot_p, num_slots), end_l, owner_n)
 
 
