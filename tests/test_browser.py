@@ -275,24 +275,33 @@ def test_operations_are_dragged_moved_by_keys_and_picked_in_the_text(told_page):
     page = told_page
     op = lambda name: page.locator(f'[data-op="{name}"]')
     words = lambda: [op(f"0:{i}").get_attribute("aria-label").split(", ")[1] for i in range(4)]
+    chosen = "(({ value, selectionStart: a, selectionEnd: b }) => value.slice(a, b))(document.activeElement)"
+    assert page.locator("textarea").input_value() == ""
+    op("1:1").click()
+    page.wait_for_timeout(300)
+    assert page.evaluate(chosen) == "B0", "the text of an order that has a name, and it stays"
     op("0:0").drag_to(op("0:2"))
     page.wait_for_function("window.asked.at(-1)?.move?.join() === '0,0,2'")
     idle(page)
     assert words() == ["F1", "B0", "F0", "B1"]
-    assert page.locator("textarea").input_value() == "F1 B0 F0 B1\nF0 B0 F1 B1"
+    page.wait_for_function("document.querySelector('textarea').value === 'F1 B0 F0 B1\\nF0 B0 F1 B1'")
     op("0:1").drag_to(op("1:1"))
     page.wait_for_timeout(100)
     assert words() == ["F1", "B0", "F0", "B1"], "not into another row"
+    assert focus(page) == "0:1", "nor is it a click there"
     op("0:2").focus()
     page.keyboard.press("Shift+ArrowLeft")
     page.wait_for_function("window.asked.at(-1)?.move?.join() === '0,2,1'")
     idle(page)
     assert words() == ["F1", "F0", "B0", "B1"] and focus(page) == "0:1", "the focus goes along"
     op("1:2").click()
-    text = page.evaluate(
-        "(({ value, selectionStart: a, selectionEnd: b }) => value.slice(a, b))(document.activeElement)"
-    )
-    assert text == "F1"
+    assert page.evaluate(chosen) == "F1"
+    op("0:2").focus()
+    page.keyboard.press("Shift+ArrowLeft")
+    idle(page)
+    op("1:3").click()
+    assert page.evaluate(chosen) == "B1"
+    assert page.locator("textarea").input_value().startswith("F1 B0 F0"), "at once of after the move"
 
 
 def test_a_state_is_an_address_and_back_is_undo(told_page):

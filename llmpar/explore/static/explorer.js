@@ -500,6 +500,8 @@ function mount(doc, source, el) {
   function pick(op) {
     const area = find("textarea"), [row, place] = op.split(":").map(Number);
     if (!area) return;
+    typing = null;
+    refresh(); // its text may be of before a move
     area.value ||= answer.numbers?.order ?? "";
     const lines = area.value.split("\n"), start = lines.slice(0, row).join("\n").length + (row > 0);
     const word = [...(lines[row] || "").matchAll(/[^\s,]+/g)][place];
@@ -583,9 +585,8 @@ function mount(doc, source, el) {
     const from = dragged, to = over(event);
     dragged = null;
     find(".target")?.classList.remove("target");
-    if (!to) return;
-    dropped = event.timeStamp;
-    move(from, to);
+    if (from && under(event, "[data-op]")?.dataset.op !== from) dropped = event.timeStamp;
+    if (to) move(from, to);
   }
 
   function click(event) {
@@ -625,7 +626,7 @@ function mount(doc, source, el) {
       if (typed(event) && !drawing) change(event.target, 0);
     }],
     [root, "focusout", ({ target }) => setTimeout(() => { // later: nothing may move under a click
-      if (typing === target) typing = null;
+      if (typing === target && focused() !== target) typing = null;
       if (target.ariaInvalid) say("");
       if (!waiting) refresh();
     }, 200)],
