@@ -308,7 +308,7 @@ def test_the_document_is_the_contract(capsys):
     assert row["attention_kernel"] == "flash"
     band = [row["ratio"] for row in found["sensitivity"] if row["what"].startswith("attention at ")]
     assert band[0] < band[1] < 1 < band[2], "at 20, 40 and 60 % of peak; the fitted share is 50 %"
-    assert found["budget"]["days"] > 0 and "mfu_convention" in found
+    assert found["budget"]["days"] > 0 and "whole square" in found["mfu_is"]
 
 
 def test_no_compile_line_where_there_is_no_compiler(capsys):

@@ -509,7 +509,7 @@ def document(answer: Answer, tokens: float | None = None, price: float | None = 
         "tokens_per_step": q.batch_size * q.seq_len,
         "room_bytes": q.room_bytes,
         "margin": MARGIN,
-        "mfu_convention": "6N + 12LHQT per token, attention's whole square (Chowdhery et al. 2022)",
+        "mfu_is": "6N + 12LHQT per token, attention's whole square (Chowdhery et al. 2022)",
         "priced": answer.num_priced,
         "plans": [_row(q, one, answer.plans) for one in answer.plans],
         "rejected": answer.rejected,
