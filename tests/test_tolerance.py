@@ -18,10 +18,9 @@ import rich.console
 from flax import nnx
 from parity import BATCH, LLAMA, MOE, SEQ, allowed, arranged, batch, compare_leaves, name, weights
 
-from llmpar import sequence_order
+from llmpar import model, sequence_order
 from llmpar.inspect.spread import NAMES, rounded_products, spread, spread_table
 from llmpar.mesh import make_mesh
-from llmpar.model import logits_of
 from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.predict.tolerance import FACTOR, ROUNDING, UNIT, tolerance, tree
@@ -254,15 +253,24 @@ def test_products_are_rounded_as_the_devices_do_and_jax_is_told(platform, precis
         assert rounded_products(platform) == unit
 
 
-def test_gradients_of_logits_are_rounded_before_they_are_multiplied():
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_gradients_of_logits_are_rounded_before_they_are_multiplied_but_on_tpus(platform):
     """A GPU would take more than twice as long for products of the float32 gradients of float32 logits."""
-    grads = jax.jit(jax.grad(lambda x, head: (logits_of(x, head) ** 2).sum(), (0, 1)))
+    par = Solo(Plan(dtype="bfloat16", attention_kernel="portable").resolve(LLAMA, platform))
+    params = weights(LLAMA)
+    loss = lambda params, batch: nnx.merge(model_graph(LLAMA), params).loss(batch, par)[0]
+    program = jax.jit(jax.grad(loss)).lower(params, batch()).as_text()
+    v = LLAMA.vocab_size
+    dots = [dot for dot in re.findall(r"dot_general .*: \((.*)\) -> (\S+)", program) if f"x{v}x" in dot[0]]
+    assert len(dots) == 2, "of x and of the head"
+    assert [f"x{v}xf32" in operands for operands, _ in dots] == [platform == "tpu"] * 2
+
+
+def test_rounded_gradients_of_logits_are_right():
+    """Of whole numbers nothing is rounded away."""
     given = [RNG.integers(-3, 3, shape).astype(np.float32) for shape in ((8, 4), (16, 4))]
     x, head = (jnp.asarray(z, jnp.bfloat16) for z in given)
-    program = grads.lower(x, head).as_text()
-    dots = re.findall(r"dot_general .*: \((.*)\) -> tensor<(\S+)>", program)
-    assert sorted(result for _, result in dots) == ["16x4xbf16", "8x16xf32", "8x4xbf16"]
-    assert not any("f32" in operands.replace("bf16", "") for operands, _ in dots)
     logits = given[0] @ given[1].T
-    for got, want in zip(grads(*given), (2 * logits @ given[1], 2 * logits.T @ given[0]), strict=True):
+    got = jax.grad(lambda x, head: (model._logits_of(x, head) ** 2).sum(), (0, 1))(x, head)
+    for got, want in zip(got, (2 * logits @ given[1], 2 * logits.T @ given[0]), strict=True):
         np.testing.assert_array_equal(got, want)
