@@ -19,7 +19,9 @@ def test_an_output_has_a_live_front_and_a_static_twin(kind):
     data, metadata = by_kind(kind)._repr_mimebundle_()
     assert set(data) == {WIDGET_VIEW, "image/png", "text/plain"}
     assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG") and metadata["image/png"]["width"] > 300
-    assert data["text/plain"] == repr(by_kind(kind)) and len(data["text/plain"].splitlines()) > 3
+    lines = data["text/plain"].splitlines()
+    assert data["text/plain"] == repr(by_kind(kind)) and len(lines) > 3
+    assert lines[0] != lines[1] and not [line for line in lines if line.startswith(":")]
 
 
 @pytest.mark.parametrize("kind", MADE)

@@ -306,8 +306,8 @@ def scene(seen: Look, found: dict, areas=AREAS) -> Scene:
                 placed.append(Group(panel.items, x, y))
                 y, wide = y + panel.height, max(wide, panel.width)
         x += wide
-    text = says(seen, found, drawn)
+    title, _, text = says(seen, found, drawn).partition("\n")
     written = [Text(0, 0, f"{found['head']} {found['rest']}", bold=True, fill=found["tone"])]
     below = [found["line"], *(step["text"] for step in found["steps"])]
     written += [Text(0, 22 * i, line) for i, line in enumerate(below, 1)]
-    return compose(text.partition("\n")[0], [written, placed], text)
+    return compose(title, [written, placed], text)
