@@ -271,6 +271,6 @@ def test_rounded_gradients_of_logits_are_right():
     given = [RNG.integers(-3, 3, shape).astype(np.float32) for shape in ((8, 4), (16, 4))]
     x, head = (jnp.asarray(z, jnp.bfloat16) for z in given)
     logits = given[0] @ given[1].T
-    got = jax.grad(lambda x, head: (model._logits_of(x, head) ** 2).sum(), (0, 1))(x, head)
-    for got, want in zip(got, (2 * logits @ given[1], 2 * logits.T @ given[0]), strict=True):
+    grads = jax.grad(lambda x, head: (model._logits_of(x, head) ** 2).sum(), (0, 1))(x, head)
+    for got, want in zip(grads, (2 * logits @ given[1], 2 * logits.T @ given[0]), strict=True):
         np.testing.assert_array_equal(got, want)

@@ -165,7 +165,8 @@ def sent_bars(rows: Iterable[Sent]) -> Scene:
         most = int((room - left - text_width(says, SMALL) - 12) / text_width(".", SMALL))
         most -= len(size)  # the number is never cut
         cut = (row.what if len(row.what) <= most else row.what[: most - 1] + "…") + size
-        tip = f"{row.axes}: " * bool(row.axes) + f"{row.what}{size}, {says}" + f"; {row.note}" * bool(row.note)
+        named = f"{row.axes}: {row.what}" if row.axes else row.what
+        tip = f"{named}{size}, {says}" + f"; {row.note}" * bool(row.note)
         items.append(Rect(0, y - 8, room, 36, "paper", tip=tip, act=row.act))
         items.append(Text(0, y + 16, row.axes, bold=True, fill="ink" if fill == "links" else stroke))
         items += [small_text(left, y, cut, "start", "ink"), small_text(room, y, says, "end")]
