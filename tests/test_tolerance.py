@@ -267,8 +267,8 @@ def test_gradients_of_logits_are_rounded_before_they_are_multiplied_but_on_tpus(
 
 
 def test_rounded_gradients_of_logits_are_right():
-    """Of whole numbers nothing is rounded away."""
-    given = [RNG.integers(-3, 3, shape).astype(np.float32) for shape in ((8, 4), (16, 4))]
+    """Of whole numbers below 256 nothing is rounded away."""
+    given = [RNG.integers(-1, 2, shape).astype(np.float32) for shape in ((8, 4), (16, 4))]
     x, head = (jnp.asarray(z, jnp.bfloat16) for z in given)
     logits = given[0] @ given[1].T
     grads = jax.grad(lambda x, head: (model._logits_of(x, head) ** 2).sum(), (0, 1))(x, head)

@@ -357,7 +357,9 @@ function mount(doc, source, el) {
     const name = moved || had?.dataset?.op || had?.dataset?.set, folds = [...pic.querySelectorAll("details")];
     pic.innerHTML = box.text = text;
     pic.querySelectorAll("details").forEach((one, i) => { one.open = folds[i]?.open ?? one.open; });
-    for (const svg of pic.querySelectorAll("svg")) svg.style.setProperty("--wide", `${svg.getAttribute("width")}px`);
+    for (const svg of pic.querySelectorAll("svg[viewBox]")) { // shrinks where a little too wide, else scrolls
+      svg.style.maxWidth = `max(100%, (${0.75 * svg.viewBox.baseVal.width}px - 100%) * 9999)`;
+    }
     for (const group of pic.querySelectorAll("svg,table")) rove(group, group.querySelector(ACT));
     if (!had) return;
     const all = [...pic.querySelectorAll(`${ACT},[data-name]`)], own = had.dataset?.name;
