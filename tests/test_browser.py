@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -112,7 +113,6 @@ def saved(path, doc):
 
 @pytest.fixture
 def told_page(page, tmp_path):
-    page.set_default_timeout(6000)
     page.expose_function("ask", told.answer)
     page.expose_function("more", lambda state: told.answer(state, True))
     page.goto(saved(tmp_path / "page.html", told.document()))
@@ -478,33 +478,40 @@ def test_a_page_without_python_says_what_it_does_not_store(page, tmp_path):
     assert page.locator(".lpx.waiting").count() == 1, "dimmed: it belongs to another choice"
 
 
-@pytest.mark.parametrize(("devices", "most"), [(64, 16), (512, 50)])
-def test_a_redraw_is_fast(told_page, devices, most, record_property):
-    """Script time of the redraw, median of 20; a machine that is busy is told by a loop of its own."""
+@pytest.mark.parametrize(("devices", "most"), [(64, 50), (512, 300)])
+def test_a_redraw_costs_little_more_than_its_pictures(told_page, devices, most, record_property):
+    """Script time of the redraw beside the browser's own for the same pictures, in turn: medians of 20.
+
+    A ratio, since a busy machine slows both. Asking for a size in between, so that the page is laid out
+    twice, took it to 2.7 (512 devices) and 4 (64). What the pictures may weigh is said in kilobytes. On two
+    quiet cores a redraw takes 4 ms at 64 devices and 20 at 512.
+    """
     page = told_page
     states = [
         told.START | {"mesh": f"fsdp={devices // 8} tp=8", "devices": devices, "device": i} for i in range(20)
     ]
-    times = page.evaluate(
+    drawn, parsed, size = page.evaluate(
         """async (answers) => {
           const text = new Blob([answers.source], { type: "text/javascript" });
           const module = await import(URL.createObjectURL(text));
-          const el = document.body.appendChild(document.createElement("div")), by = new Map();
-          for (const one of answers.all) by.set(one.state.device, one);
-          performance.clearMeasures();
+          const [el, other] = [0, 1].map(() => document.body.appendChild(document.createElement("div")));
+          other.hidden = true;
           module.start({ ...answers.doc, stored: answers.all }, null, el);
-          const slider = el.querySelector('[data-name="device"]');
+          const slider = el.querySelector('[data-name="device"]'), parsed = [];
           slider.max = 20;
+          performance.clearMeasures();
+          let html = "";
           for (let i = 0; i < 20; i++) {
             slider.value = i;
             slider.dispatchEvent(new Event("input", { bubbles: true }));
+            html = [...el.querySelectorAll(".pic")].map((pic) => pic.innerHTML).join("");
+            const began = performance.now();
+            other.innerHTML = html;
+            parsed.push(performance.now() - began);
             await new Promise(requestAnimationFrame);
           }
-          const began = performance.now();
-          let sum = 0;
-          for (let i = 0; i < 2e7; i++) sum += i % 7;
-          const busy = performance.now() - began, drawn = performance.getEntriesByName("llmpar redraw");
-          return [drawn.map((e) => e.duration).sort((a, b) => a - b), busy, sum];
+          const drawn = performance.getEntriesByName("llmpar redraw").map((e) => e.duration);
+          return [drawn, parsed, html.length];
         }""",
         {
             "source": FRONT.read_text(),
@@ -512,9 +519,9 @@ def test_a_redraw_is_fast(told_page, devices, most, record_property):
             "all": [told.answer(state) for state in states],
         },
     )
-    median = times[0][len(times[0]) // 2]
-    record_property(f"redraw_ms {devices}", [median, times[1]])
-    assert len(times[0]) >= 20 and median <= most * max(1, times[1] / 40)
+    record_property(f"redraw_ms {devices}", statistics.median(drawn))
+    assert len(drawn) >= 19 and size <= 1000 * most
+    assert statistics.median(drawn) <= 2 * statistics.median(parsed)
 
 
 # ---------------------------------------------------------------------------- explorers, with Python behind
@@ -626,6 +633,20 @@ def test_a_small_page_is_accessible_and_fits(page, kind, tmp_path):
             assert violations(page) == []
     for text in page.locator(".panel svg text:visible").all()[:40]:
         assert text.bounding_box()["height"] >= 9, "a picture scrolls; its words do not shrink"
+
+
+def test_a_picture_fades_where_it_goes_on(page, tmp_path):
+    TimelineExplorer().save(tmp_path / "page.html", small=True)
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto((tmp_path / "page.html").as_uri())
+    more, keys = page.locator('[data-panel="picture"] .pic.more'), page.locator(".pic[tabindex]")
+    more.wait_for()
+    more.evaluate("(pic) => pic.scrollTo({ left: pic.scrollWidth, behavior: 'instant' })")
+    more.wait_for(state="detached")
+    assert keys.count() == 1, "back by keys too"
+    page.set_viewport_size({"width": 1280, "height": 800})
+    page.wait_for_function("!document.querySelector('.pic[tabindex]')")
+    assert more.count() == 0, "nothing goes on"
 
 
 def test_a_live_arrays_page_is_accessible(page, tmp_path):

@@ -135,7 +135,8 @@ def move_tables(document: dict) -> list[Table]:
 
 def tables(document: dict) -> list[Table]:
     """Give the document as tables for a terminal."""
-    figures = table("per device", ("", "predicted", "compiled"), ("predicted", "compiled"))
+    said = {"caption": "The formula of temporaries is for GPUs and TPUs.", "caption_justify": "left"}
+    figures = table("per device", ("", "predicted", "compiled"), ("predicted", "compiled"), **said)
     held, flops = document["memory"], document["flops"]
     guess, true = held["predicted_argument_bytes"], held["compiled_argument_bytes"]
     figures.add_row("arguments", f"{guess:,} B", f"{true:,} B")

@@ -367,9 +367,10 @@ function mount(doc, source, el) {
     (same || nearest(all, spot, Math.hypot) || pic).focus({ preventScroll: true });
   }
 
-  // A picture that scrolls can be scrolled by keys.
+  // A picture that scrolls can be scrolled by keys, and fades where it goes on.
   function scrollable() {
     for (const { pic } of opens()) {
+      pic.classList.toggle("more", pic.scrollWidth - pic.clientWidth - pic.scrollLeft > 1);
       if (pic.scrollWidth > pic.clientWidth + 1) pic.tabIndex = 0;
       else pic.removeAttribute("tabindex");
     }
@@ -413,7 +414,8 @@ function mount(doc, source, el) {
   // The player stands over a picture that moves: the one of the open tab, or the last.
   function seat() {
     const all = opens().filter(({ pic }) => pic.querySelector('[data-frame="1"]'));
-    const tab = find(".tabs").offsetParent && all.find(({ section }) => section.classList.contains("on"));
+    const on = all.length > 1 && all.find(({ section }) => section.classList.contains("on"));
+    const tab = on && find(".tabs").offsetParent && on; // asked last: it makes the browser lay out the page
     const { title } = tab || all.at(-1) || {};
     player.hidden = !title || frames().length < 2;
     if (title && title.nextSibling !== player) title.after(player);
@@ -648,6 +650,7 @@ function mount(doc, source, el) {
     }]] : []),
   ];
   for (const [where, event, does] of listen) where.addEventListener(event, does);
+  root.addEventListener("scroll", scrollable, true); // of a picture: it does not bubble
   const sized = new ResizeObserver(() => { seat(); scrollable(); });
   sized.observe(root);
 
