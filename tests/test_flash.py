@@ -351,6 +351,7 @@ def test_a_gpu_is_busy_to_the_end_since_the_longest_spans_come_first(k, r, s, mo
         ("NVIDIA A10G", False),
         ("NVIDIA GeForce RTX 4090", False),
         ("NVIDIA RTX A3000", False),
+        ("NVIDIA RTX A1000 Laptop GPU", False),
         ("cpu", False),
     ],
 )

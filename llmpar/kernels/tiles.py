@@ -6,7 +6,7 @@ No JAX: a prediction counts by whole tiles what the kernel computes.
 import re
 from typing import NamedTuple
 
-ROOMY = re.compile(r"A100|A800|A30\b|H\d00|H20\b|B\d00")
+ROOMY = re.compile(r"A[18]00(?!0)|A30\b|H\d00|H20\b|B\d00")
 """Names of GPUs that have 163 KiB or more of shared memory for a program; others (L4, RTX) have 99 KiB."""
 
 
