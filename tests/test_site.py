@@ -250,7 +250,7 @@ def test_ten_pages_are_silent_accessible_and_ask_nobody_else(site, browser):
 
 
 AWAKE = "document.documentElement.dataset.python === 'awake'"
-WAIT = 2  # times the seconds that two idle cores are given: this machine has other work
+WAIT = 4  # times the seconds that two idle cores are given: a machine may be slow, and has other work
 
 
 @pytest.mark.browser
@@ -263,6 +263,7 @@ def test_a_picture_is_there_within_a_second_and_python_within_eight(site, browse
     awake = time.perf_counter() - begin
     print(f"picture after {drawn:.2f} s, Python awake after {awake:.2f} s")
     assert drawn < 1 * WAIT and awake < 8 * WAIT
+    assert drawn < awake / 3, "it does not wait for Python"
     page.close()
 
 
