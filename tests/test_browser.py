@@ -113,6 +113,7 @@ def saved(path, doc):
 
 @pytest.fixture
 def told_page(page, tmp_path):
+    page.set_default_timeout(6000)
     page.expose_function("ask", told.answer)
     page.expose_function("more", lambda state: told.answer(state, True))
     page.goto(saved(tmp_path / "page.html", told.document()))
@@ -500,18 +501,17 @@ def test_a_redraw_costs_little_more_than_its_pictures(told_page, devices, most, 
           const slider = el.querySelector('[data-name="device"]'), parsed = [];
           slider.max = 20;
           performance.clearMeasures();
-          let html = "";
           for (let i = 0; i < 20; i++) {
             slider.value = i;
             slider.dispatchEvent(new Event("input", { bubbles: true }));
-            html = [...el.querySelectorAll(".pic")].map((pic) => pic.innerHTML).join("");
+            const html = [...el.querySelectorAll(".pic")].map((pic) => pic.innerHTML).join("");
             const began = performance.now();
             other.innerHTML = html;
             parsed.push(performance.now() - began);
             await new Promise(requestAnimationFrame);
           }
           const drawn = performance.getEntriesByName("llmpar redraw").map((e) => e.duration);
-          return [drawn, parsed, html.length];
+          return [drawn, parsed, other.innerHTML.length];
         }""",
         {
             "source": FRONT.read_text(),
@@ -520,7 +520,7 @@ def test_a_redraw_costs_little_more_than_its_pictures(told_page, devices, most, 
         },
     )
     record_property(f"redraw_ms {devices}", statistics.median(drawn))
-    assert len(drawn) >= 19 and size <= 1000 * most
+    assert len(drawn) >= 20 and size <= 1000 * most
     assert statistics.median(drawn) <= 2 * statistics.median(parsed)
 
 

@@ -250,7 +250,7 @@ def test_ten_pages_are_silent_accessible_and_ask_nobody_else(site, browser):
 
 
 AWAKE = "document.documentElement.dataset.python === 'awake'"
-WAIT = 4  # times the seconds that two idle cores are given: a machine may be slow, and has other work
+WAIT = 2  # times the seconds that two idle cores are given: this machine has other work
 
 
 @pytest.mark.browser

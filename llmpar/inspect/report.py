@@ -123,8 +123,9 @@ def _title(document: dict) -> str:
 def move_tables(document: dict) -> list[Table]:
     """Give what moves as tables for a terminal: by axes and collective, by arrow, and over which links."""
     title, numbers = f"{_title(document)}: bytes sent per device and step", ("count", "predicted", "compiled")
-    said = {"caption": document.get("detour"), "caption_justify": "left"}
-    moves = table(title, ("axes", "collective", *numbers, "", "from"), numbers, **said)
+    moves = table(
+        title, ("axes", "collective", *numbers, "", "from"), numbers, caption=document.get("detour")
+    )
     for row in document["collectives"]:
         same = "=" if row["predicted_bytes"] == row["compiled_bytes"] else "≠"
         sent = f"{row['count']:,}", f"{row['predicted_bytes']:,} B", f"{row['compiled_bytes']:,} B"
@@ -135,8 +136,8 @@ def move_tables(document: dict) -> list[Table]:
 
 def tables(document: dict) -> list[Table]:
     """Give the document as tables for a terminal."""
-    said = {"caption": "The formula of temporaries is for GPUs and TPUs.", "caption_justify": "left"}
-    figures = table("per device", ("", "predicted", "compiled"), ("predicted", "compiled"), **said)
+    numbers, formula = ("predicted", "compiled"), "The formula of temporaries is for GPUs and TPUs."
+    figures = table("per device", ("", *numbers), numbers, caption=formula)
     held, flops = document["memory"], document["flops"]
     guess, true = held["predicted_argument_bytes"], held["compiled_argument_bytes"]
     figures.add_row("arguments", f"{guess:,} B", f"{true:,} B")

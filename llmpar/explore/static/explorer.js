@@ -370,8 +370,9 @@ function mount(doc, source, el) {
   // A picture that scrolls can be scrolled by keys, and fades where it goes on.
   function scrollable() {
     for (const { pic } of opens()) {
-      pic.classList.toggle("more", pic.scrollWidth - pic.clientWidth - pic.scrollLeft > 1);
-      if (pic.scrollWidth > pic.clientWidth + 1) pic.tabIndex = 0;
+      const beyond = pic.scrollWidth - pic.clientWidth;
+      pic.classList.toggle("more", beyond - pic.scrollLeft > 1);
+      if (beyond > 1) pic.tabIndex = 0;
       else pic.removeAttribute("tabindex");
     }
   }
@@ -415,8 +416,8 @@ function mount(doc, source, el) {
   function seat() {
     const all = opens().filter(({ pic }) => pic.querySelector('[data-frame="1"]'));
     const on = all.length > 1 && all.find(({ section }) => section.classList.contains("on"));
-    const tab = on && find(".tabs").offsetParent && on; // asked last: it makes the browser lay out the page
-    const { title } = tab || all.at(-1) || {};
+    // Whether there are tabs is asked last: the browser lays out the page for it.
+    const { title } = (on && find(".tabs").offsetParent ? on : all.at(-1)) || {};
     player.hidden = !title || frames().length < 2;
     if (title && title.nextSibling !== player) title.after(player);
   }
@@ -644,13 +645,13 @@ function mount(doc, source, el) {
     [root, "keydown", key], [root, "click", click], [root, "pointerover", tip],
     [root, "pointerdown", (event) => { dragged = under(event, "[data-op]")?.dataset.op; }],
     [root, "pointermove", over],
+    [root, "scroll", scrollable, true], // of a picture: it does not bubble
     [window, "pointerup", drop], [window, "beforeprint", unfold], [window, "afterprint", fold],
     ...(source.address ? [[window, "popstate", back], [document, "keydown", (event) => {
       if (event.key === "?" && event.target === document.body) actions.help();
     }]] : []),
   ];
-  for (const [where, event, does] of listen) where.addEventListener(event, does);
-  root.addEventListener("scroll", scrollable, true); // of a picture: it does not bubble
+  for (const [where, ...how] of listen) where.addEventListener(...how);
   const sized = new ResizeObserver(() => { seat(); scrollable(); });
   sized.observe(root);
 
@@ -660,7 +661,7 @@ function mount(doc, source, el) {
   else { refresh(); seek(0, Boolean(source.page)); }
   if (source.said) say(source.said);
   const stop = () => {
-    for (const [where, event, does] of listen) where.removeEventListener(event, does);
+    for (const [where, ...how] of listen) where.removeEventListener(...how);
     sized.disconnect();
     for (const one of [timer, playing, address, clock]) clearTimeout(one);
   };
