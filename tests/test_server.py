@@ -713,6 +713,7 @@ def test_the_page_asks_for_the_key_chats_stops_and_is_accessible(scheme, width):
         page.wait_for_selector("#send:visible")
         assert page.text_content(".assistant span").startswith("<b>é</b>\n😀")
         page.click("#fresh")
+        page.fill("#most", "9000")  # minutes
         page.fill("#text", "dots")
         page.click("#send")
         page.wait_for_selector(".assistant span:has-text('....')")
