@@ -266,11 +266,13 @@ def test_frames_play_step_and_scrub_in_all_pictures(told_page):
     page.locator('[data-name="device"]').fill("4")
     idle(page)
     assert shown() == "2", "another answer does not rewind"
-    began = """(knob) => { // read with the click: it goes on by itself
-      knob.click();
-      return [document.querySelector('[data-panel="layer"] [display=inline]').dataset.frame, knob.ariaLabel];
-    }"""
-    assert page.locator('[data-do="play"]').evaluate(began) == ["0", "pause"]
+    page.evaluate("""addEventListener("click", () => { // it goes on by itself: read at once
+      const found = document.querySelectorAll('[data-panel="layer"] [data-frame][display=inline]');
+      const pauses = document.querySelectorAll('[aria-label="pause"]').length;
+      window.began = [[...found].map((group) => group.dataset.frame), pauses];
+    }, { once: true })""")
+    page.locator('[data-do="play"]').click()
+    assert page.evaluate("window.began") == [["0"], 1]
     page.wait_for_function("document.querySelector('[aria-label=play]')")
     assert shown() == "2", "it ends, and does not begin by itself"
 

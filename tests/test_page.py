@@ -286,7 +286,7 @@ def test_a_whole_page_shows_its_picture_at_once_and_answers_every_single_move_fr
     path = saved("mesh")
     assert path.stat().st_size < 7_500_000 and [*path.parent.iterdir()] == [path]
     shown = opened(path, until="starts")
-    when = "document.querySelector('main svg') && document.documentElement.dataset.python"
+    when = "document.querySelector('main svg')?.clientWidth && document.documentElement.dataset.python"
     stage = shown.wait_for_function(when, timeout=5_000).json_value()
     assert stage == "starts", "the first answer is stored"
     states = moves()

@@ -361,9 +361,9 @@ def test_a_client_that_leaves_frees_its_slot(stream):
         lines = [send(port, FOREVER | {"stream": stream, "prompt": ["a", "b"]}) for _ in range(2)]
         until(lambda: len(engine.jobs) == 4)
         lines[0].close()
-        until(lambda: len(engine.jobs) == 2)
+        until(lambda: len(engine.jobs) == 2, 2)
         lines[1].close()
-        until(lambda: not engine.jobs)
+        until(lambda: not engine.jobs, 2)
         assert ask(port, {"prompt": "say a"})[1]["choices"][0]["text"] == "a"
 
 
@@ -371,9 +371,10 @@ def test_a_stop_string_frees_the_slot():
     engine = Script(step_s=0.02)
     with serving(engine) as (port, _):
         assert ask(port, FOREVER | {"stop": "..."})[1]["usage"]["completion_tokens"] == 3
-        until(lambda: not engine.jobs)
+        until(lambda: not engine.jobs, 2)
         send(port, {"prompt": ["dots", "say " + "x" * 900], "max_tokens": 1_000, "stop": "..."})
-        until(lambda: [*engine.jobs] == [2])  # the last ticket: the other goes on
+        until(lambda: 2 in engine.jobs)  # tickets count from 0; both have come
+        until(lambda: engine.jobs.keys() == {2}, 1)  # and the other goes on
 
 
 def test_who_comes_to_a_full_queue_is_told_to_come_back_and_leaves_nothing_behind():
