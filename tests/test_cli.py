@@ -451,13 +451,13 @@ def test_the_first_signal_asks_and_the_second_ends(monkeypatch, capfd):
     monkeypatch.setattr(os, "_exit", sys.exit)
     before = signal.getsignal(signal.SIGTERM)
     with Stopper() as stopper:
-        stopper.worked = True
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stopper.number == signal.SIGTERM
+        assert not stopper.asked(), "a step was done"
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stopper.asked() and stopper.number == signal.SIGHUP
         with pytest.raises(SystemExit, match="130"):
-            os.kill(os.getpid(), signal.SIGINT)
-    with Stopper(), pytest.raises(SystemExit, match="143"):
-        os.kill(os.getpid(), signal.SIGTERM)  # no step was done: nothing to finish
+            stopper(signal.SIGINT)
+    with Stopper() as stopper, pytest.raises(SystemExit, match="143"):
+        stopper(signal.SIGTERM)  # no step was done: nothing to finish
     assert signal.getsignal(signal.SIGTERM) is before
     ended = "llmpar: ended at once; checkpoints taken before are intact"
     after = "llmpar: ends after this step; once more ends at once"
