@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -206,6 +207,23 @@ def test_the_launcher_names_a_killed_process_0_and_gives_the_signals_back(capfd)
         for number, handler in zip(asked, before, strict=True):
             signal.signal(number, handler)
     assert capfd.readouterr().err == "llmpar: process 0 was ended by SIGKILL\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_the_launcher_hands_every_request_to_stop_on_and_ends_with_it(number, tmp_path):
+    """Its processes are asked by SIGTERM, and leave with what that says (143 where they save)."""
+    program = "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+    program += f"open('{tmp_path}/' + os.environ['JAX_PROCESS_ID'], 'w').close()\ntime.sleep(600)"
+
+    def ask():
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    threading.Thread(target=ask, daemon=True).start()
+    assert local.run([sys.executable, "-c", program], 2, None) == 128 + number
+    assert signal.getsignal(number) is before
 
 
 def test_a_killed_launcher_leaves_no_process_behind():

@@ -51,7 +51,10 @@ class Generate(ModelOptions):
         if config.context_length and length > config.context_length:
             many = f"{config.context_length:,} tokens, and these may be {length:,}"
             said.append(f"'{config.name}' was made for {many}")
-        (made,) = generate(self.engine(plan, config, load, said, 1, length), [request])
+        engine = self.engine(plan, config, load, said, 1, length)
+        usual = f"each of {length:,} tokens looks at those before it, in {config.num_layers} layers"
+        with options.still_at_work("generating", usual):
+            (made,) = generate(engine, [request])
         text = tokenizer.decode(made)
         document = {"prompt": self.prompt, "text": text, "tokens": made, "mesh": plan.mesh.sizes}
         give(document, self.json, [self.prompt + text])

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from llmpar import files
-from llmpar.cli.options import MAX_TOKENS, File, Folder, Number, Text, changed, check_range, say
+from llmpar.cli.options import MAX_TOKENS, File, Folder, Number, Text, changed, check_free, check_range, say
 from llmpar.config import PRESETS, preset
 from llmpar.launch import jobs, local
 from llmpar.launch.wire import Wire
@@ -92,6 +92,7 @@ class Launch:
         if path is None:
             print(text, end="")
             return
+        check_free(path, jobs.MARK.encode())
         Path(path).write_text(text)
         line = jobs.submit_line(engine, path)
         if not self.submit:

@@ -94,7 +94,7 @@ class Plan:
         """Refuse a page that cannot be written or drawn, before the work."""
         if not path.endswith(".html"):
             raise ValueError(f"'{path}' is no page; call it .html")
-        options.check_folder(path)
+        options.check_free(path, options.OURS[".html"])
         if self.cluster is not None:
             own = f"the explorer draws a chip's own nodes, and cluster {self.cluster} may have others"
             raise ValueError(f"{own}; write a chip file with its node_size, and give it as --chip")
@@ -109,7 +109,7 @@ class Plan:
         chosen = {"model": self.model, "chip": self.chip or "h100", "mesh": str(best.mesh), "fields": by_hand}
         small = not page.runtime()
         MeshExplorer(**chosen, batch_size=batch_size, seq_len=seq_len).save(self.html or "", small)
-        options.say(f"wrote {self.html}" + ", which knows what is one click away (make runtime: all)" * small)
+        options.say(f"wrote {self.html}" + ", which knows what is one click away" * small)
 
     def question(self) -> tuple:
         """What `planner.Question` is made of. Refuses options that contradict each other."""

@@ -21,6 +21,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
+from llmpar.launch import signals
 from llmpar.launch.engines import Place, detect, is_loopback, parts_of
 
 FAILED, STUCK = 75, 76
@@ -264,8 +265,7 @@ def _clear_stdout() -> None:
 
 def _end(status: int, sentence: str) -> None:
     """End this process, which may wait in native code, with a sentence."""
-    os.write(2, f"llmpar: {sentence}\n".encode())
-    os._exit(status)
+    signals.end(sentence, status)
 
 
 # ----------------------------------------------------------------------------------------------------- guards
