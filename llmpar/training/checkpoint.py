@@ -55,7 +55,6 @@ class Checkpoints:
         self.every, self.take_best, self.folder = every, take_best, pathlib.Path(folder).absolute()
         self._lock_file, self._writes = None, False
         self._read_step: int | None = None
-        self._let_go: Callable[[], Any] = lambda: None
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"checkpoints lie in a folder, but '{folder}' is a file; give another name")
         if (self.folder / "config.json").is_file() and any(self.folder.glob("*.safetensors")):
@@ -193,7 +192,6 @@ class Checkpoints:
         stranger = multihost_utils.broadcast_one_to_all(np.int32(0 if self._is_ours() else os.getpid()))
         if stranger:
             self._save_aside(int(stranger), step, state, config, made, score)
-        self._let_go()
         self._read_step = None
         about = {"config": dataclasses.asdict(config), "made": made or {}, "score": score}
         weights = flatten_dict(state.params, sep=".").items()
@@ -224,7 +222,8 @@ class Checkpoints:
 
     def discard(self, step: int) -> None:
         """Delete the checkpoint of ``step``, if there is one: what it holds turned out to be spoiled."""
-        if step in self._manager.all_steps() and self._is_ours():
+        ours = multihost_utils.broadcast_one_to_all(np.int32(self._is_ours()))
+        if step in self._manager.all_steps() and ours:
             self._manager.delete(step)
 
     def _hold(self, step: int, alone: bool = False) -> int:
@@ -249,12 +248,6 @@ class Checkpoints:
             pass
         return True
 
-    def _keep(self, step: int) -> None:
-        """Keep a checkpoint that is read where it is, until this object or the process ends, or saves."""
-        self._let_go()
-        with contextlib.suppress(OSError, ImportError):
-            self._let_go = weakref.finalize(self, os.close, self._hold(step))
-
     def about(self) -> dict[str, Any]:
         """What was written beside the state: the model's ``config``, what ``made`` it, ``checksums``, and
         its ``score`` where it was evaluated."""
@@ -277,8 +270,9 @@ class Checkpoints:
         known, self._read_step = self._read_step, self.chosen
         step = self._read_step
         try:
-            if not self._writes and known is None:
-                self._keep(step)
+            if not self._writes and known is None:  # it stays until this object is gone
+                with contextlib.suppress(OSError, ImportError):
+                    weakref.finalize(self, os.close, self._hold(step))
             return self._read("about", ocp.args.JsonRestore())
         except ValueError:
             self._read_step = None
