@@ -220,7 +220,8 @@ def open_folder(folder: str | os.PathLike) -> dict[str, Any]:
         try:
             opened = safetensors.safe_open(file, framework="numpy")
         except (OSError, safetensors.SafetensorError) as error:
-            raise ValueError(f"cannot read weights from '{file}': {error}; fetch that file again") from error
+            again = "" if isinstance(error, OSError) else "; fetch that file again"
+            raise ValueError(f"cannot read weights from '{file}': {error}{again}") from error
         for name in opened.keys():
             if name in tensors:
                 raise ValueError(f"tensor '{name}' is in '{file}' and in a file before it; give it once")
