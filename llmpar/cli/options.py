@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import importlib.util
 import inspect
 import json
@@ -11,6 +10,7 @@ import os
 import pathlib
 import re
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -320,8 +320,7 @@ def keep_programs(folder: str) -> None:
         return
     try:
         kept.mkdir(parents=True, exist_ok=True)
-        if not os.access(kept, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        tempfile.TemporaryFile(dir=kept).close()
         jax.config.update("jax_compilation_cache_dir", str(kept))
     except OSError as error:
         say(f"compiled programs are not kept: '{kept}' cannot be written ({error.strerror})")

@@ -23,12 +23,10 @@ from llmpar import files
 TEMPLATES = Path(__file__).parent / "templates"
 MARK = "# written by llmpar launch"
 """The last line of each: such a file may be written over by another."""
-MEMORY = {"XLA_CLIENT_MEM_FRACTION": ".95"}
-"""JAX takes 75 % of a GPU's memory otherwise."""
-
-
 SBATCH = "partition", "account", "time_limit"
 """What goes into lines that sbatch reads, without a shell and its quotes."""
+MEMORY = {"XLA_CLIENT_MEM_FRACTION": ".95"}
+"""JAX takes 75 % of a GPU's memory otherwise."""
 
 
 @dataclass(frozen=True)
