@@ -59,6 +59,15 @@ def test_the_first_is_no_slower_than_any_mesh_alone(small):
         assert best <= alone.plans[0].time.step_s * (1 + planner.SAME)
 
 
+def test_eight_v4_are_eight_devices_and_hold_an_8b():
+    """16 B times 8.03e9 are 120 GiB of 246: Cloud's v4 is one device with the memory of both cores."""
+    answer = planner.decide(question("llama3-8b", 8, seq=4096, row=chip("v4")))
+    found = planner.document(answer)
+    assert 15.25 < answer.plans[0].total_bytes / 2**30 <= 30.75 * (1 - planner.MARGIN)
+    assert found["device"] == "1 device = 1 chip (megacore: two cores)" and found["device_gib"] == 30.75
+    assert "--target v4:2x2x2" in found["plans"][0]["compile"], "as many devices as the compiler has there"
+
+
 PUBLISHED = question("llama3.1-405b", 16384, 2048)
 ASKED = {
     "fsdp=32 tp=2": question(devices=64),
