@@ -12,6 +12,9 @@ from llmpar.cli.weights import ModelOptions
 from llmpar.config import folder_of
 from llmpar.launch.agreed import flat
 
+MOST_TOKENS = 1 << 15
+"""Tokens of a prompt, where the model does not say for how many it was made: 1,024 steps."""
+
 
 @dataclass(frozen=True)
 class Generate(ModelOptions):
@@ -47,6 +50,7 @@ class Generate(ModelOptions):
         if any("\ud800" <= x <= "\udfff" for x in self.prompt):
             raise ValueError("the prompt is no text: it holds bytes that are not UTF-8; give it in UTF-8")
         from llmpar.serve.engine import Request, generate
+        from llmpar.training.apart import open_chat
 
         start()
         request = Request((0,), self.tokens, self.temperature, seed=self.seed)
@@ -56,7 +60,10 @@ class Generate(ModelOptions):
         if others := plan.mesh.live("pp", "dp", "fsdp", "ep"):
             why = "a prompt is one row, and goes through no pipeline"
             raise ValueError(f"mesh '{plan.mesh}' has {', '.join(others)}, but {why}; use sp and tp")
-        tokens = tokenizer.start_id, *tokenizer.encode(self.prompt)
+        tokens = tokenizer.start_id, *open_chat(tokenizer).encode_all([self.prompt])[0]
+        if len(tokens) > (most := config.context_length or MOST_TOKENS):
+            what = f"a prompt of {len(tokens):,} tokens does not fit into the {most:,} positions"
+            raise ValueError(f"{what} of '{config.name}'; use a shorter one")
         request = replace(request, tokens=tokens, ends=tokenizer.end_ids)
         length = len(request.tokens) + self.tokens - 1
         if config.context_length and length > config.context_length:
