@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -306,6 +307,31 @@ def test_a_process_without_a_sign_of_life_counts_as_dead_after_the_heartbeat():
 def test_a_process_that_compiles_long_is_waited_for():
     """Gloo's limit for devices that meet for the first time is 30 s."""
     assert answer(2, 1, "slow")["loss"] > 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ("--mesh dp=$((2 - JAX_PROCESS_ID))", r'step.mesh is "dp=2" on process 0 and "dp=1" on process 1'),
+        ("--data $JAX_PROCESS_ID.txt", r'stream.text is "\w{16}" on process 0 and "\w{16}" on process 1'),
+    ],
+)
+def test_processes_that_do_not_agree_are_refused_in_one_sentence_on_every_process(tmp_path, words, sentence):
+    """Otherwise they would train to the end on two texts, or hang in a collective of two meshes."""
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_text(f"{number} fields " * 999)
+    line = f"cd {tmp_path}; exec {sys.executable} -m llmpar train --steps 2 --checkpoints kept {words}"
+    base = os.environ | {"PYTHONPATH": str(HERE.parent)}
+    with local.Processes(["sh", "-c", line], 2, 1, base) as processes:
+        ended = processes.wait(120)
+    assert ended.statuses == (1, 1), ended.words
+    for said in ended.words:
+        assert re.search(f"llmpar: the 2 processes of this job do not agree: {sentence}; start all", said), (
+            said
+        )
+        assert "compiling" not in said
+    assert not (tmp_path / "kept").exists()
 
 
 def test_launch_local_runs_a_command_and_gives_its_status(tmp_path):

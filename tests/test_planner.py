@@ -59,6 +59,30 @@ def test_the_first_is_no_slower_than_any_mesh_alone(small):
         assert best <= alone.plans[0].time.step_s * (1 + planner.SAME)
 
 
+def test_eight_v4_are_eight_devices_and_hold_an_8b():
+    """16 B times 8.03e9 are 120 GiB of 246: Cloud's v4 is one device with the memory of both cores."""
+    answer = planner.decide(question("llama3-8b", 8, seq=4096, row=chip("v4")))
+    found = planner.document(answer)
+    assert 15.25 < answer.plans[0].total_bytes / 2**30 <= 30.75 * (1 - planner.MARGIN)
+    assert found["device"] == "1 device = 1 chip (megacore: two cores)" and found["device_gib"] == 30.75
+    assert "--target v4:2x2x2" in found["plans"][0]["compile"], "as many devices as the compiler has there"
+
+
+def test_all_that_context_parallelism_offers_is_priced_and_the_ring_is_not_chosen_where_it_is_slow():
+    """maxtext#4687, on 64 v5p: Ulysses 8.90 s, gathered keys 8.83 s, a ring 16.38 s."""
+    mesh, q = parse_mesh("fsdp=4 sp=16"), question("llama2-7b", 64, seq=32768, row=chip("v5p"))
+    ways = {name: planner.on_mesh(dataclasses.replace(q, fixed={"context_parallel": name}), mesh)
+            for name in ("ring", "ulysses", "gather")}  # fmt: skip
+    ring, ulysses, gather = (one.time.step_s for one in ways.values())
+    assert {one.plan.context_parallel for one in ways.values()} == set(ways)
+    assert ring > 1.4 * max(ulysses, gather) and ulysses == pytest.approx(gather, rel=0.15)
+    assert (ulysses, gather, ring) == pytest.approx((8.90, 8.83, 16.38), rel=0.3)
+    best = planner.on_mesh(q, mesh)
+    assert best.time.step_s <= min(ring, ulysses, gather) and best.plan.context_parallel == "ulysses"
+    tried = [plan for one in planner.ways(q, mesh) if (plan := one.get("context_parallel"))]
+    assert {"ulysses", "gather"} == set(tried)
+
+
 PUBLISHED = question("llama3.1-405b", 16384, 2048)
 ASKED = {
     "fsdp=32 tp=2": question(devices=64),

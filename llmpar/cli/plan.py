@@ -201,7 +201,9 @@ def tables_of(document: dict) -> Iterator[Any]:
     from rich.table import Table
 
     what = f"{document['model']} on {document['devices']:,} {document['chip']}"
-    plans = Table("mesh", "s", "MFU", "GiB", "why", title=f"{what}, {document['tokens_per_step']:,} tokens")
+    title = f"{what}, {document['tokens_per_step']:,} tokens"
+    caption = f"{document['device']}, {document['device_gib']:.4g} GiB"
+    plans = Table("mesh", "s", "MFU", "GiB", "why", title=title, caption=caption)
     for row in document["plans"]:
         why = "; ".join(filter(None, (row["why"], row["change"])))
         gib = f"{row['memory_bytes']['total'] / 2**30:.1f}"

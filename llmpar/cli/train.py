@@ -21,8 +21,9 @@ from llmpar import draw
 from llmpar.cli import options
 from llmpar.cli.options import MAX_SEED, File, Folder, From, StepOptions, changed, flags_of, give, say, speaks
 from llmpar.cli.weights import Load, beside, from_folder, refuse_beside_from
-from llmpar.config import ModelConfig, OptimizerConfig, folder_of
+from llmpar.config import ModelConfig, OptimizerConfig, folder_of, preset
 from llmpar.launch import signals
+from llmpar.launch.agreed import flat
 from llmpar.plan import Plan
 from llmpar.predict import hardware, memory
 from llmpar.timetable import timetable
@@ -83,6 +84,11 @@ class Train:
 
     def run(self, begin: Load | None = None) -> dict:
         """Train, showing progress, and give the ``--json`` document. ``begin`` loads ``from_``'s weights."""
+        from llmpar.launch.joined import Watchdog, initialize, meet
+
+        if begin is None:
+            initialize()
+            meet({"command": "train"} | flat(self))
         if self.from_ is not None and begin is None:
             command, begin = self.taken_from(self.from_)
             return command.run(begin)
@@ -100,19 +106,18 @@ class Train:
             raise ValueError("the folder 'profile' cannot be written here; move what is there away")
         optimizer = OptimizerConfig(**vars(self.optimizer))
         options.check_picture(self.plot)
-        from llmpar.launch.joined import Watchdog, meet
+        meet({"model": self.step.adapted(preset(self.step.model))})
         from llmpar.mesh import make_mesh, platform_of
         from llmpar.training.checkpoint import Checkpoints
-        from llmpar.training.train import MFU, train
+        from llmpar.training.train import MFU, kept_in, train
 
-        options.join()
         options.start()
         keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints is not None else None
         config, plan = self.step.resolve()
         options.fits_host(config, plan, self.step.batch_size, self.step.seq_len, ("params", "optimizer"))
         stream, held_out = self.read_text(config, plan)
         say_plan(config, plan, stream.corpus.source)
-        if keep is None or keep.latest is None:
+        if keep is None or not kept_in(keep.folder):
             weights = f"begins with the weights in {self.from_}" if begin else beside(self.step.model)
             if weights:
                 say(weights)

@@ -24,4 +24,12 @@ def asked(function) -> list:
     with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("X",), axis_types=(AxisType.Auto,))):
         lines = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((16, 128, 64), "float32")).eqns
     found = [line.params["sharding"].spec for line in lines if "sharding" in line.params]
-    return [[list(axes_of(cut)) for cut in (*spec, None, None)][:3] for spec in found]
+    return [[cut_by(spec, dim) for dim in range(3)] for spec in found]
+
+
+def cut_by(spec: P, dim: int) -> list[str]:
+    """The axes that cut a dim of x. Left to the partitioner, the others stay whole where X cuts the rows."""
+    cut = spec[dim] if dim < len(spec) else None
+    if cut is P.UNCONSTRAINED:
+        return [] if dim and spec[0] in ("X", ("X",)) else ["any"]
+    return list(axes_of(cut))

@@ -75,6 +75,7 @@ def argument_bytes(
 def kept_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]:
     """Bytes per device that a block's forward pass leaves of a microbatch for its backward pass, by
     `Plan.remat`. Of attention's sums for its softmax, 4 bytes for each token and head, nothing is counted."""
+    plan.config.weights()  # refuses what is only counted
     tokens = _tokens(plan, batch_size // plan.microbatches, seq_len)
     return _block(plan.config, plan, tokens, seq_len, plan.platform == "tpu")[0]
 

@@ -214,10 +214,13 @@ def ways(q: Question, mesh: MeshShape) -> Iterator[Fields]:
         few = q.config.num_kv_heads < mesh.tp  # then query heads are cut
         heads = q.config.num_heads if few else q.config.num_kv_heads
         apart = math.gcd(heads // mesh.tp, mesh.sp)
-        if apart == mesh.sp:
+        sequences += [{"context_parallel": "gather"}]
+        if apart == mesh.sp:  # balanced in every order, and in this one most tiles are whole or empty
             sequences += [{"context_parallel": "ulysses", "sequence_order": "contiguous"}]
         elif apart > 1:
             sequences += [{"context_parallel": "usp"}]
+    if asked := given.get("context_parallel"):
+        sequences = [one for one in sequences if one.get("context_parallel", "ring") == asked] or [{}]
     orders: list[Fields] = [{}]
     if mesh.pp > 1 and not {"schedule", "virtual_stages"} & set(given):
         many = [v for v in (2, 4) if q.config.num_layers >= v * mesh.pp]
@@ -235,8 +238,9 @@ def ways(q: Question, mesh: MeshShape) -> Iterator[Fields]:
 
 def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
     """The ways to run a mesh, by the closed form of their time and without recomputation. Of those whose
-    weights and optimizer cannot be cut so, or alone are larger than the room, one: it will say why."""
-    found, cannot = list[Candidate](), dict[int, bool]()
+    weights and optimizer cannot be cut so, or alone are larger than the room, one: it will say why. Gathered
+    keys are more to hold than a ring's, so they are for where they are faster than the ring before them."""
+    found, cannot, ring_s = list[Candidate](), dict[int, bool](), math.inf
     for fields in ways(q, mesh):
         plan = Plan(**fields)
         if cannot.get(plan.zero):
@@ -245,7 +249,11 @@ def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
             run = q.run(plan)
         except ValueError:  # an order that is given does not suit this mesh
             continue
-        found.append(Candidate(plan, step_time(run, simulate=False)))
+        one = Candidate(plan, step_time(run, simulate=False))
+        ring_s = one.time.step_s if plan.context_parallel == "ring" else ring_s
+        if plan.context_parallel == "gather" and one.time.step_s >= ring_s:
+            continue
+        found.append(one)
         if plan.zero not in cannot:
             try:
                 resolved = plan.resolve(q.config, q.platform)
@@ -504,6 +512,9 @@ def document(answer: Answer, tokens: float | None = None, price: float | None = 
         "model": q.config.name,
         "chip": q.chip.name,
         "devices": q.num_devices,
+        "device": q.chip.device_words,
+        "devices_per_chip": q.chip.devices_per_chip,
+        "device_gib": q.chip.usable_hbm_gib,
         "batch_size": q.batch_size,
         "seq_len": q.seq_len,
         "tokens_per_step": q.batch_size * q.seq_len,

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import pathlib
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from llmpar.config import ModelConfig, OptimizerConfig
 from llmpar.optimizer import make_optimizer
 from llmpar.plan import Plan
 from llmpar.step import State, Step, check_tokens
+from llmpar.training import hf
 from llmpar.training.checkpoint import Checkpoints
 from llmpar.training.data import Stream
 from llmpar.training.trackers import Send, Tracker, profiling, tracking
@@ -34,6 +36,13 @@ MFU = (
     "a step's useful FLOPs (6 per token and active weight, and causal attention) / its seconds / peak FLOP/s"
 )
 """What is meant by it: Chowdhery et al. 2022, appendix B, but with attention halved by causality."""
+APART = {
+    **dict.fromkeys(
+        ("on_step", "tell", "stop", "meet", "tracker", "log"), "what a process says, and to whom"
+    ),
+    **dict.fromkeys(("mesh", "ideal_step_s"), "its own devices; the plan has the mesh's sizes"),
+}
+"""Arguments of `train` in which processes may differ, each with the reason."""
 
 
 @dataclass
@@ -98,6 +107,29 @@ def made_of(
     return run | dataclasses.asdict(options)
 
 
+def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What all processes must come to `train` with, by the names of its arguments: all but those of `APART`.
+    Of texts, checkpoints and weights it is what is in them."""
+    settings = {name: value for name, value in given.items() if name not in APART}
+    for name in ("stream", "held_out"):
+        if stream := settings[name]:
+            corpus = stream.corpus
+            text = {"text": corpus.fingerprint, "tokenizer": corpus.tokenizer.identity["fingerprint"]}
+            settings[name] = text | {"part": stream.part, "config": stream.config}
+    if keep := settings["checkpoints"]:
+        settings["checkpoints"] = {"every": keep.every} | kept_in(keep.folder)
+    origin = settings["origin"] and hf.fingerprint(settings["origin"])
+    return settings | {"begin": settings["begin"] is not None, "origin": origin}
+
+
+def kept_in(folder: pathlib.Path) -> dict[str, str]:
+    """The steps of the checkpoints in a folder, as this process sees them, with a checksum of what is written
+    beside each. (Orbax itself would wait for processes that see others.)"""
+    files = {file.parts[-3]: file for file in sorted(folder.glob("*/about/metadata"))}
+    sums = {step: hashlib.sha256(file.read_bytes()).hexdigest()[:8] for step, file in files.items()}
+    return {step: sums[step] for step in sums if step.isdigit()}
+
+
 def train(
     config: ModelConfig,
     plan: Plan,
@@ -116,7 +148,7 @@ def train(
     ideal_step_s: float | None = None,
     tell: Callable[[str], None] = lambda words: None,
     stop: Callable[[], bool] = lambda: False,
-    meet: Callable[[], None] = lambda: None,
+    meet: Callable[..., None] = lambda settings=None: None,
     tracker: Tracker | None = None,
     profile: tuple[int, int] | None = None,
     begin: Callable[[Tree], Tree] | None = None,
@@ -139,6 +171,7 @@ def train(
             training ends. So it does where the log can no longer be written, and on every other way out but
             a step that failed.
         meet: called where several processes should wait for one another: some compile longer than others.
+            At the beginning it is given what they must agree on (`launch.joined.meet`).
         tracker: what the log's rows are handed to, too.
         profile: the first and the last step of those that are traced, in the folder ``profile``.
         begin: gives the weights to begin with (or a part of them), laid out as the tree that it is given
@@ -146,8 +179,10 @@ def train(
         origin: where those are from; a checkpoint remembers it.
 
     Raises:
+        ValueError: what is asked cannot be, or processes that train together differ in it (`settings_of`).
         FloatingPointError: a loss or a gradient is not finite. Checkpoints taken before that step stay.
     """
+    meet(settings_of(locals())) if jax.process_count() > 1 else meet()
     plan.check(config, stream.config.batch_size, stream.config.seq_len)
     _check_run(steps, eval_every, eval_batches)
     score_of = _score_of(held_out, eval_batches) if held_out and eval_every else ""
@@ -156,7 +191,6 @@ def train(
         made = made_of(config, plan, stream, steps, options, seed)
     if origin:
         made["from"] = os.path.abspath(origin)
-    meet()
     agreed = multihost_utils.broadcast_one_to_all  # process 0's number, so that all do the same
     writes = checkpoints is not None and agreed(np.int32(checkpoints.latest or 0)) < steps
     about = made | {"model": config.name, "mesh": str(plan.mesh), "mfu": MFU}
