@@ -206,6 +206,53 @@ def test_the_mesh_that_works_keeps_what_devices_it_can():
     assert parse_mesh(step["set"]["mesh"]).size == 8
 
 
+@pytest.mark.parametrize(
+    ("change", "mesh"),
+    [
+        ({"devices": -5}, "fsdp=32 tp=2"),
+        ({"devices": 10**9}, "fsdp=32 tp=2"),
+        ({"devices": 0, "mesh": "fsdp=-1"}, "fsdp=64"),
+        ({"mesh": "fsdp=32 xp=2"}, "fsdp=64"),
+        ({"mesh": "dp=200000"}, "fsdp=64"),
+        ({"mesh": "tp=64"}, "dp=2 tp=32"),
+    ],
+)
+def test_a_remedy_keeps_the_number_of_devices(change, mesh):
+    state = on(BIG, "fsdp=32 tp=2") | change
+    (step,) = answers.answer(state)["refusal"]["steps"]
+    reply = answers.answer(taken(state, step["set"]))
+    assert reply["refusal"] is None and reply["state"]["devices"] == 64
+    assert (
+        step["set"]["mesh"] == reply["state"]["mesh"]
+        and "64" in step["text"] + reply["state"]["mesh"]
+        or mesh
+    )
+
+
+def test_where_no_mesh_of_so_many_devices_works_another_number_is_words_and_no_button():
+    reply = answers.answer(on(TINY, "dp=509"))
+    assert reply["refusal"]["why"].endswith("; no mesh of 509 devices works, and of 16 dp=16 does")
+    assert all(
+        "mesh" not in step["set"] and "devices" not in step["set"] for step in reply["refusal"]["steps"]
+    )
+
+
+def test_the_best_is_not_slower_than_where_one_is():
+    """Meshes that are as fast are no next step, and what is said of one that is at the edge is how near."""
+    state = on(look.START, "dp=2 fsdp=2 tp=2")
+    while answers.answer(state)["more"]:
+        answers.more(state)
+    around = look.around(look.settle(state)[0])
+    fastest = min(one.time.step_s for one in around.points.values() if not one.why_not)
+    for mesh, one in around.points.items():
+        reply = answers.answer(on(look.START, mesh))
+        opened = [step for step in reply["verdict"]["steps"] if step["do"] == "open"]
+        assert bool(opened) == bool(one.why_not or fastest < one.time.step_s * (1 - planner.SAME))
+        fit = planner.verdict(around.question, one)
+        assert reply["verdict"]["head"].startswith(f"{fit.words.capitalize()}: ")
+        assert fit.near in reply["verdict"]["head"]
+
+
 def test_a_model_is_read_from_the_text_of_its_configuration():
     card = {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 4}
     card |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}

@@ -11,9 +11,9 @@ from llmpar.config import preset
 from llmpar.notation import parse_mesh
 from llmpar.plan import Plan
 from llmpar.predict import planner
-from llmpar.predict.advice import verdict
 from llmpar.predict.hardware import chip
 from llmpar.predict.measured import read
+from llmpar.predict.planner import verdict
 from llmpar.predict.terms import LINES, TABLE, terms
 from llmpar.predict.traffic import most_traffic
 
