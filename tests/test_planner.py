@@ -348,6 +348,19 @@ def test_a_field_that_decides_nothing_is_not_priced():
         assert fits.memory_bytes == planner.held_by(q, priced), plan
 
 
+def test_fields_that_are_set_are_timed():
+    """State that dp does not cut is updated whole, and products of float32 are slower but on TPUs."""
+    seconds = lambda mesh, row=H100, **own: (
+        planner.on_mesh(question(row=row, **own), parse_mesh(mesh)).time.terms
+    )
+    asked = {"remat": "block", "microbatches": 1}
+    uncut, all_cut = (seconds(mesh, zero=1, **asked)["optimizer"] for mesh in ("dp=2 fsdp=4", "fsdp=8"))
+    assert uncut == seconds("dp=2 fsdp=4", zero=3, **asked)["optimizer"] > 1.2 * all_cut
+    for row, ratio in ((H100, H100.rates.eight_bit), (chip("v5p"), 1.0)):
+        wide, narrow = (seconds("fsdp=8", row, dtype=d, **asked)["products"] for d in ("float32", "bfloat16"))
+        assert wide == pytest.approx(ratio * narrow, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("mesh", "rows", "schedule"), [("pp=2 fsdp=32", 128, "1f1b"), ("pp=8 dp=2 tp=4", 64, "interleaved")]
 )

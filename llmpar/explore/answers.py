@@ -168,7 +168,7 @@ def elsewhere(state: dict) -> str:
     if works(state | {"mesh": str(shape)}) or nearest(state, shape, [n]):
         return ""
     mesh = nearest(state, shape, fewer)
-    return f"; no mesh of {n:,} devices works, and of {parse_mesh(mesh).size:,} {mesh} does" if mesh else ""
+    return f"; no mesh of {n:,} devices works; on {parse_mesh(mesh).size:,}, {mesh} does" if mesh else ""
 
 
 def nearest(state: dict, shape: MeshShape, counts: list[int]) -> str | None:

@@ -261,6 +261,7 @@ def of_plan(config: ModelConfig, plan: Plan, chip: Chip, batch_size: int, seq_le
         tp_overlap=plan.tp_comm_overlap,
         zero_over_sp="sp" in plan.zero_axes,
         balanced=plan.sequence_order != "contiguous",
+        bits=32 if plan.dtype == "float32" and chip.link == "switch" else 16,  # TPUs read either as 16
         plan=plan,
         **fields,
     )
