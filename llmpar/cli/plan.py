@@ -87,7 +87,7 @@ class Plan:
         if self.html is not None:
             self.save_page(answer.plans[0].plan)
         if not self.json:
-            options.say(f"{document['priced']:,} plans priced; memory leaves {document['margin']:.0%} free")
+            options.say(f"{document['priced']:,} plans priced; {document['room_is']}")
         return give(document, self.json, tables_of(document))
 
     def check_page(self, path: str) -> None:
@@ -203,11 +203,11 @@ def tables_of(document: dict) -> Iterator[Any]:
     what = f"{document['model']} on {document['devices']:,} {document['chip']}"
     title = f"{what}, {document['tokens_per_step']:,} tokens"
     caption = f"{document['device']}, {document['device_gib']:.4g} GiB"
-    plans = Table("mesh", "s", "MFU", "GiB", "why", title=title, caption=caption)
+    plans = Table("mesh", "s", "MFU", "GiB", "", "why", title=title, caption=caption)
     for row in document["plans"]:
-        why = "; ".join(filter(None, (row["why"], row["change"])))
+        why = "; ".join(filter(None, (row["near"], row["why"], row["change"])))
         gib = f"{row['memory_bytes']['total'] / 2**30:.1f}"
-        plans.add_row(row["mesh"], f"{row['step_s']:.3g}", f"{row['mfu']:.1%}", gib, why)
+        plans.add_row(row["mesh"], f"{row['step_s']:.3g}", f"{row['mfu']:.1%}", gib, row["verdict"], why)
     yield plans
     best = document["plans"][0]
     terms = Table("of the first", "s", title=f"{best['attention_kernel']} attention")

@@ -3,6 +3,7 @@
 The tests hold `argument_bytes` against the compiled program, exactly; `temp_bytes` is an estimate.
 """
 
+import dataclasses
 import functools
 import math
 from collections import Counter
@@ -23,13 +24,17 @@ def named(held: dict[str, float]) -> dict[str, float]:
     return found | {"batch": held["total"] - sum(found.values())}
 
 
-@functools.lru_cache(maxsize=256)
 def weights_bytes(plan: Resolved) -> Counter[str]:
     """Bytes on each device of one float32 copy of the weights ``stored``, ``used``, ``unreduced``,
     ``accumulated`` and ``graded`` (`plan.Life`), the last three without frozen ones; of the ``params`` that a
     step is given, frozen ones in the plan's dtype; of the blocks' weights alone as ``blocks stored`` …, and
     of one layer's as ``layer used``; of the output head as ``head used``; of the largest weight as ``largest
     unreduced``; and of those that a loop gathers along a dim that is not their first as ``turned``."""
+    return _weights_bytes(dataclasses.replace(plan, asked=None, remat="none"))  # which decide none of them
+
+
+@functools.lru_cache(maxsize=256)
+def _weights_bytes(plan: Resolved) -> Counter[str]:
     config, sizes, held = plan.config, plan.mesh.sizes, Counter[str]()
     for path, (weight, life) in plan.lives.items():
         in_blocks = path.startswith("blocks.")
@@ -80,10 +85,9 @@ def kept_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]:
     return _block(plan.config, plan, tokens, seq_len, plan.platform == "tpu")[0]
 
 
-def temp_bytes(plan: Resolved, batch_size: int, seq_len: int, remat: str = "") -> int:
+def temp_bytes(plan: Resolved, batch_size: int, seq_len: int) -> int:
     """An estimate of the bytes per device that a step holds besides its arguments, for choosing among many
-    plans: half of the recorded ones within 5 %, nine of ten within 15 % (`tests/compiled.md`). ``remat``: by
-    this policy in place of the plan's.
+    plans: half of the recorded ones within 5 %, nine of ten within 15 % (`tests/compiled.md`).
 
     It is the fullest of three moments: in the loss; in the backward pass of a block, with what was kept for
     the others; where whole gradients are cut. What a block and the loss hold is counted from the model's
@@ -115,7 +119,7 @@ def temp_bytes(plan: Resolved, batch_size: int, seq_len: int, remat: str = "") -
     after_loss = head + grad if late else grad if tpu or config.lora else rounded or logits
     loss = logits + rounded + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
     turned = narrow("blocks stored") * (plan.gathers != "step") if tpu else held["turned"]  # or converted
-    once = saves[remat or plan.remat]
+    once = saves[plan.remat]
     if not plan.reshard_after_forward:  # and a turned copy of the largest
         once += layer * (plan.mesh.pp == 1)
         work += narrow("largest used") * (plan.mesh.pp == 1 and not tpu)

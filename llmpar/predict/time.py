@@ -441,7 +441,8 @@ def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time
         shared_bytes = soft.reduced_bytes * run.sizes["embedding"] / run.mesh.tp
         left += clock.collective("all-reduce", shared_bytes, 2, clock.inner["pp"])
     terms.add(LATE, left)
-    cut = (run.zero_group if run.zero == 3 else run.data_ranks * run.mesh.sp) if run.zero else 1
+    ranks = run.data_ranks * run.mesh.sp  # over which others deal out the state of ZeRO 1 and 2, dp too
+    cut = (run.zero_group if run.zero == 3 or clock.ours else ranks) if run.zero else 1
     params = [(sum(c.shared for c in stage), sum(c.experts for c in stage)) for stage in stages]
     held = max((shared + experts * run.mesh.ep) / cut for shared, experts in params)
     whole = max(shared + experts for shared, experts in params)
