@@ -167,8 +167,9 @@ def elsewhere(state: dict) -> str:
     fewer = sorted({*divisors(n), *(2**i for i in range(n.bit_length()))} - {n}, reverse=True)
     if works(state | {"mesh": str(shape)}) or nearest(state, shape, [n]):
         return ""
-    mesh = nearest(state, shape, fewer)
-    return f"; no mesh of {n:,} devices works; on {parse_mesh(mesh).size:,}, {mesh} does" if mesh else ""
+    if not (mesh := nearest(state, shape, fewer)):
+        return ""
+    return f"; no mesh of {n:,} devices that was tried works; on {parse_mesh(mesh).size:,}, {mesh} does"
 
 
 def nearest(state: dict, shape: MeshShape, counts: list[int]) -> str | None:
@@ -179,7 +180,8 @@ def nearest(state: dict, shape: MeshShape, counts: list[int]) -> str | None:
     if not works(state | {"mesh": "dp=1", "devices": 1}):
         return None
     for axes, n in itertools.product((named, every), counts):
-        for mesh in near_meshes(axes, n)[:200] if axes and (n > 1 or axes is every) else ():
+        near = near_meshes(axes, n) if axes and (n > 1 or axes is every) else []
+        for mesh in [*near[:200], *(mesh for mesh in near[200:] if len(mesh.named) <= 3)]:
             if mesh != shape and works(state | {"mesh": str(mesh), "devices": n}):
                 return str(mesh)
     return None
