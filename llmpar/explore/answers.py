@@ -5,6 +5,7 @@ A notebook's kernel and a saved page give the same answers. `look` reads a state
 
 import contextlib
 import itertools
+import math
 from typing import Any
 
 from llmpar.draw.grid import frames
@@ -112,9 +113,8 @@ def steps(seen: Look) -> list[dict]:
         if kinds.isdisjoint(one.patch):
             found.append(step(one.text, "apply", **one.patch))
             kinds |= {*one.patch}
-    best, one = seen.around.best, seen.one
-    worth = best and (one.why_not or best.time.step_s < one.time.step_s * (1 - planner.SAME))
-    if best and worth and best.plan.mesh != seen.shape:
+    best, had = seen.around.best, math.inf if seen.one.why_not else seen.one.time.step_s
+    if best and best.time.step_s < had * (1 - planner.SAME) and best.plan.mesh != seen.shape:
         mesh = str(best.plan.mesh)
         words = f"{mesh}: {size_text(best.total_bytes)}, {time_text(best.time.step_s)}"
         found = [one for one in found if one["set"] != {"mesh": mesh}]
