@@ -183,7 +183,7 @@ def test_mesh_and_number_of_devices_follow_each_other(given, mesh, devices):
         ({"model": "deepseek-v3"}, "cannot run here", False),
         ({"mesh": "ep=2"}, "no experts in 'tiny'", True),
         ({"devices": -5}, "devices is -5", True),
-        ({"devices": 4096}, "batch 16 is not a multiple", False),
+        ({"devices": 4096}, "batch 16 is not a multiple", True),
         ({"chip": "abacus"}, "'abacus' is not known", False),
         ({"mesh": "dp=2 " * 2000}, "a mesh text of 10000 characters", True),
         ({"batch_size": 0}, "from 1 to", False),
@@ -219,7 +219,7 @@ def test_the_mesh_that_works_keeps_what_devices_it_can():
         ({"devices": 0, "mesh": "fsdp=-1"}, "fsdp=64"),
         ({"mesh": "fsdp=32 xp=2"}, "fsdp=64"),
         ({"mesh": "dp=200000"}, "fsdp=64"),
-        ({"mesh": "tp=64"}, "sp=2 tp=32"),
+        ({"mesh": "ep=64"}, "tp=64"),
     ],
 )
 def test_a_remedy_keeps_the_number_of_devices(change, mesh):
@@ -236,26 +236,11 @@ def test_a_remedy_keeps_the_number_of_devices(change, mesh):
 
 def test_where_no_mesh_of_so_many_devices_works_another_number_is_words_and_no_button():
     reply = answers.answer(on(TINY, "dp=509"))
-    assert reply["refusal"]["why"].endswith("; no mesh of 509 devices works; on 16, dp=16 does")
+    why = reply["refusal"]["why"]
+    assert why.endswith("; no mesh of 509 devices that was tried works; on 16, dp=16 does")
     assert all(
         "mesh" not in step["set"] and "devices" not in step["set"] for step in reply["refusal"]["steps"]
     )
-
-
-def test_the_best_is_not_slower_than_where_one_is():
-    """Meshes that are as fast are no next step, and what is said of one that is at the edge is how near."""
-    state = on(look.START, "dp=2 fsdp=2 tp=2")
-    while answers.answer(state)["more"]:
-        answers.more(state)
-    around = look.around(look.settle(state)[0])
-    fastest = min(one.time.step_s for one in around.points.values() if not one.why_not)
-    for mesh, one in around.points.items():
-        reply = answers.answer(on(look.START, mesh))
-        opened = [step for step in reply["verdict"]["steps"] if step["do"] == "open"]
-        assert bool(opened) == bool(one.why_not or fastest < one.time.step_s * (1 - planner.SAME))
-        fit = planner.verdict(around.question, one)
-        assert reply["verdict"]["head"].startswith(f"{fit.words.capitalize()}: ")
-        assert fit.near in reply["verdict"]["head"]
 
 
 def test_a_model_is_read_from_the_text_of_its_configuration():
@@ -306,6 +291,13 @@ def test_what_lies_around_comes_later_and_is_kept():
     )
     steps = [step for step in reply["verdict"]["steps"] if step["do"] == "open"]
     assert steps and answers.answer(state | steps[0]["set"])["numbers"]["step_s"] == best.time.step_s
+    fastest = min(one.time.step_s for one in around.points.values() if not one.why_not)
+    for mesh, one in random.Random(2).sample(sorted(around.points.items(), key=str), 12):
+        said = answers.verdict(look.look(look.settle(on(look.START, mesh))[0]))
+        opened = any(step["do"] == "open" for step in said["steps"])  # but where none is faster
+        assert opened == bool(one.why_not or fastest < one.time.step_s * (1 - planner.SAME)), mesh
+        fit = planner.verdict(around.question, one)
+        assert said["head"].startswith(f"{fit.words.capitalize()}: ") and fit.near in said["head"]
 
 
 def test_a_next_step_is_worth_what_it_says():

@@ -5,6 +5,7 @@ A notebook's kernel and a saved page give the same answers. `look` reads a state
 
 import contextlib
 import itertools
+import math
 from typing import Any
 
 from llmpar.draw.grid import frames
@@ -112,9 +113,8 @@ def steps(seen: Look) -> list[dict]:
         if kinds.isdisjoint(one.patch):
             found.append(step(one.text, "apply", **one.patch))
             kinds |= {*one.patch}
-    best, one = seen.around.best, seen.one
-    worth = best and (one.why_not or best.time.step_s < one.time.step_s * (1 - planner.SAME))
-    if best and worth and best.plan.mesh != seen.shape:
+    best, had = seen.around.best, math.inf if seen.one.why_not else seen.one.time.step_s
+    if best and best.time.step_s < had * (1 - planner.SAME) and best.plan.mesh != seen.shape:
         mesh = str(best.plan.mesh)
         words = f"{mesh}: {size_text(best.total_bytes)}, {time_text(best.time.step_s)}"
         found = [one for one in found if one["set"] != {"mesh": mesh}]
@@ -167,8 +167,9 @@ def elsewhere(state: dict) -> str:
     fewer = sorted({*divisors(n), *(2**i for i in range(n.bit_length()))} - {n}, reverse=True)
     if works(state | {"mesh": str(shape)}) or nearest(state, shape, [n]):
         return ""
-    mesh = nearest(state, shape, fewer)
-    return f"; no mesh of {n:,} devices works; on {parse_mesh(mesh).size:,}, {mesh} does" if mesh else ""
+    if not (mesh := nearest(state, shape, fewer)):
+        return ""
+    return f"; no mesh of {n:,} devices that was tried works; on {parse_mesh(mesh).size:,}, {mesh} does"
 
 
 def nearest(state: dict, shape: MeshShape, counts: list[int]) -> str | None:
@@ -179,7 +180,8 @@ def nearest(state: dict, shape: MeshShape, counts: list[int]) -> str | None:
     if not works(state | {"mesh": "dp=1", "devices": 1}):
         return None
     for axes, n in itertools.product((named, every), counts):
-        for mesh in near_meshes(axes, n)[:200] if axes and (n > 1 or axes is every) else ():
+        near = near_meshes(axes, n) if axes and (n > 1 or axes is every) else []
+        for mesh in [*near[:200], *(mesh for mesh in near[200:] if len(mesh.named) <= 3)]:
             if mesh != shape and works(state | {"mesh": str(mesh), "devices": n}):
                 return str(mesh)
     return None

@@ -166,14 +166,16 @@ def _block(
     tile = min(plan.attention_block or 256, local) ** 2
     heads = config.num_heads // tp // (plan.mesh.sp // apart)
     dense = tokens * seq_len // rows
+    squares = 0  # of xla's attention autodiff keeps its softmax, that in float32 once more, and the mask
     if plan.attention_kernel == "xla":
-        tile = dense
+        tile, squares = dense, rows * heads * dense * (2 * FLOAT32 + 1)
     scores = rows * heads * tile * (1 if tpu else 2) * (FLOAT32 + item)
     if plan.attention_kernel == "cudnn":  # a mask for all heads, as a bias, and its gradient
         scores = 3 * rows * dense * item * (plan.documents == "packed")
     # Inputs of products; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     norms = 2 * stream * FLOAT32 // item
     kept = 6 * ffn * (plan.ffn_chunks == 1) + norms + 2 * stream + 2 * whole + 3 * queries + 2 * keys
+    kept += squares
     crossing = 3 * ffn + 8 * whole + 2 * queries + 2 * keys
     sums = 2 * queries * FLOAT32 // item  # of attention, forward and backward
     # Where no gradient waits, what the feed-forward works with is gone when attention's turn comes.

@@ -14,7 +14,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from llmpar.config import ModelConfig, preset
 from llmpar.notation import AXES, MeshShape, divisors, parse_mesh
@@ -127,7 +127,7 @@ class Candidate:
 class Verdict(NamedTuple):
     """Whether a plan fits, and the bytes that this rests on. ``near``: at the edge, by how little."""
 
-    words: Literal["fits", "at the edge", "does not fit"]
+    words: str  # fits, at the edge, does not fit
     near: str
     low_bytes: float  # what it holds, were the estimate `MEMORY_ERROR` too high
     total_bytes: float
