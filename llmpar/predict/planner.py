@@ -110,7 +110,7 @@ class Candidate:
     @property
     def estimated_bytes(self) -> float:
         """Of these, what `memory.temp_bytes` estimates."""
-        return self.memory_bytes.get("grads", 0.0) + self.memory_bytes.get("activations", 0.0)
+        return sum(self.memory_bytes.get(x, 0.0) for x in ("grads", "unreduced", "copies", "activations"))
 
     @property
     def parts(self) -> dict[str, float]:
@@ -286,16 +286,7 @@ def fitting(q: Question, plan: Plan) -> Candidate:
 
 def held_by(q: Question, plan: Resolved, remat: str = "") -> dict[str, float]:
     """Bytes on each device by part: what a step is given, and what it holds besides (`memory`)."""
-    given = memory.argument_bytes(plan, q.batch_size, q.seq_len)
-    besides = memory.temp_bytes(plan, q.batch_size, q.seq_len, remat)
-    grads = min(besides, memory.weights_bytes(plan)["accumulated"])
-    return {
-        "params": given["params"],
-        "grads": grads,
-        "optimizer": given["optimizer"],
-        "activations": besides - grads,
-        "total": sum(given.values()) + besides,
-    }
+    return dict(memory.parts_bytes(plan, q.batch_size, q.seq_len, remat))
 
 
 # ----------------------------------------------------------------------------------------------- the answer
