@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -163,6 +164,20 @@ def test_each_mesh_is_answered_or_says_why_not():
 
 NUM_SPLITS = {(64, 5): math.comb(6 + 4, 4), (16, 6): math.comb(4 + 5, 5), (12, 5): math.comb(2 + 4, 4) * 5}
 """Ways to deal out the prime factors of so many devices over so many axes."""
+
+
+@pytest.mark.parametrize(
+    "name, devices, seq, first", [("llama3-70b", 16, 8192, 24), ("qwen2.5-32b", 8, 32768, 12)]
+)
+def test_the_number_of_devices_that_would_do_is_the_first_that_was_tried(name, devices, seq, first):
+    """It was called the smallest, and was a multiple of those asked for: 32 and 16."""
+    with pytest.raises(ValueError) as refusal:
+        planner.decide(question(name, devices, seq=seq))
+    *fewer, many = map(int, re.findall(r"\d+", str(refusal.value).rpartition("the first of")[2]))
+    assert many == first and f"it does on {first}, with a batch of {first}: " in str(refusal.value)
+    assert fewer == [n for n in (10, 20) if n < first][-1:] and "smallest" not in str(refusal.value)
+    assert not any(planner.smallest_fits(question(name, n, seq=seq)) for n in fewer)
+    assert planner.decide(question(name, first, seq=seq), 1).plans
 
 
 MANY = "qwen3-30b-a3b", 32, "fsdp=32"
