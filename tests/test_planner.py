@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -165,6 +166,60 @@ def test_each_mesh_is_answered_or_says_why_not():
 
 NUM_SPLITS = {(64, 5): math.comb(6 + 4, 4), (16, 6): math.comb(4 + 5, 5), (12, 5): math.comb(2 + 4, 4) * 5}
 """Ways to deal out the prime factors of so many devices over so many axes."""
+
+
+@pytest.mark.parametrize(
+    "name, devices, seq, first", [("llama3-70b", 16, 8192, 24), ("qwen2.5-32b", 8, 32768, 12)]
+)
+def test_the_number_of_devices_that_would_do_is_the_first_that_was_tried(name, devices, seq, first):
+    """It was called the smallest, and was a multiple of those asked for: 32 and 16."""
+    with pytest.raises(ValueError) as refusal:
+        planner.decide(question(name, devices, seq=seq))
+    *fewer, many = map(int, re.findall(r"\d+", str(refusal.value).rpartition("the first of")[2]))
+    assert many == first and f"it does on {first}, with a batch of {first}: " in str(refusal.value)
+    assert fewer == [n for n in (10, 20) if n < first][-1:] and "smallest" not in str(refusal.value)
+    assert not any(planner.smallest_fits(question(name, n, seq=seq)) for n in fewer)
+    assert planner.decide(question(name, first, seq=seq), 1).plans
+
+
+MANY = "qwen3-30b-a3b", 32, "fsdp=32"
+PARTS = [
+    (*MANY, {"zero": 2}),
+    (*MANY, {"zero": 3}),
+    ("llama3-8b", 8, "fsdp=8", {"remat": "selective", "loss_chunks": 8}),
+    ("llama3-8b", 8, "fsdp=4 tp=2", {"microbatches": 2, "reshard_after_forward": False}),
+    ("llama3-8b", 8, "dp=8", {"zero": 0}),
+    ("llama3-70b", 64, "pp=4 fsdp=4 tp=4", {"microbatches": 8}),
+]
+
+
+@pytest.mark.parametrize("name, devices, mesh, fields", PARTS, ids=lambda x: str(x))
+def test_a_part_of_memory_is_what_it_is_called(name, devices, mesh, fields):
+    """Activations grow with the tokens, and nothing else but the batch does; the parts are the total."""
+    q, plan = question(name, devices), Plan(mesh, dtype="bfloat16", **fields)
+    runs, held = plan.resolve(q.config, "gpu"), {}
+    for rows in (1, 8, 16):
+        batch = rows * devices
+        found = held[rows] = planner.held_by(dataclasses.replace(q, batch_size=batch), runs)
+        exact = sum(memory.argument_bytes(runs, batch, 8192).values())
+        assert found["total"] == sum(found[part] for part in memory.PARTS)
+        assert found["total"] == exact + memory.temp_bytes(runs, batch, 8192)
+        assert min(found.values()) >= 0 and found["params"] + found["optimizer"] + found["batch"] == exact
+    for part in {*memory.PARTS} - {"activations", "batch", "copies"}:
+        assert held[8][part] == held[16][part], part
+    assert held[16]["activations"] == pytest.approx(2 * held[8]["activations"], rel=0.25)
+    assert held[16]["batch"] == pytest.approx(2 * held[8]["batch"], abs=8)
+    whole = sum(held[8][part] for part in ("grads", "unreduced")) / memory.weights_bytes(runs)["unreduced"]
+    assert 0.8 <= whole <= 2, "of gradients a step holds one copy, or two: its microbatch's and their sum"
+
+
+def test_whole_gradients_are_not_called_activations():
+    """Of 128 tokens a device activations are some MiB: who reads that they are 146 GiB makes the batch
+    smaller, and nothing changes."""
+    q = planner.Question(preset("qwen3-30b-a3b"), H100, 32, 32, 128, {"zero": 2})
+    one = planner.on_mesh(q, parse_mesh("fsdp=32"))
+    assert one.memory_bytes["activations"] < 2**30 < one.memory_bytes["unreduced"]
+    assert "of which unreduced gradients 1" in one.why_not
 
 
 def test_where_nothing_fits_the_one_that_holds_least_is_priced():
@@ -433,7 +488,10 @@ def test_the_document_is_the_contract(capsys):
     assert status == 0 and found["tokens_per_step"] == 8 * 8192
     row = found["plans"][0]
     assert set(row) >= set("mesh fits memory_bytes step_s mfu tokens_per_s bubble_fraction why".split())
-    assert set(row["memory_bytes"]) == {"params", "grads", "optimizer", "activations", "total"}
+    assert set(row["memory_bytes"]) == {*memory.PARTS, "total"}
+    assert {"params", "grads", "optimizer", "activations", "total"} <= set(row["memory_bytes"]), (
+        "the contract"
+    )
     assert all(set(row) >= {"mesh", "why"} for row in found["rejected"])
     assert row["attention_kernel"] == "flash" and row["fits"] and row["verdict"] in ("fits", "at the edge")
     assert "a program may take 69.1 GiB" in found["room_is"]
@@ -453,7 +511,7 @@ def test_the_table_ends_with_the_lines_to_run(capsys):
     status, out, err = call(capsys, "--cluster", "dgx-h100", "--devices", "16", "--mesh", "fsdp=16")
     assert status == 0 and "plans priced" in err
     assert "flash attention" in out and "attention at 20% of peak" in out
-    assert all(f" {part} " in out for part in ("weights", "gradients", "moments", "activations", "batch"))
+    assert all(f" {part} " in out for part in memory.PARTS.values())
     assert "llmpar train --model llama3-8b" in out and "llmpar compile --target h100:2x8" in out
 
 

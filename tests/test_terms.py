@@ -71,13 +71,16 @@ def test_the_numbers_are_those_of_the_plan(explained):
         }
 
 
+ESTIMATES = ("activations", "unreduced gradients", "weights in use", "total")
+
+
 def test_each_says_its_formula_its_lesson_and_whether_it_is_an_estimate(explained):
     lessons = {path.stem for path in (ROOT.parent / "notebooks" / "src").glob("*.py")}
     assert {row["lesson"] for row in TABLE.values()} <= lessons
     for _, _, found in explained:
         for term in found:
             assert term.formula and (term.unit == "B" or term.estimate)
-            assert term.estimate == (term.unit != "B" or term.name in ("activations", "total"))
+            assert term.estimate == (term.unit != "B" or term.name in ESTIMATES)
     assert {term.line for _, _, found in explained for term in found if term.arrow} >= {"model.py", "plan.py"}
 
 

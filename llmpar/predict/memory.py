@@ -13,15 +13,47 @@ from llmpar.plan import Resolved
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE
 from llmpar.timetable import slots, timetable
 
-PARTS = {"params": "weights", "grads": "gradients", "optimizer": "moments", "activations": "activations"}
+PARTS = {
+    "params": "weights",
+    "grads": "gradients",
+    "optimizer": "moments",
+    "unreduced": "unreduced gradients",
+    "copies": "weights in use",
+    "activations": "activations",
+    "batch": "batch",
+}
 """What tables and drawings call the parts of a step's memory."""
 
 
 def named(held: dict[str, float]) -> dict[str, float]:
-    """Bytes by part, as tables and drawings call them, from those of ``llmpar plan --json``: what is left of
-    the total is the batch. Activations are an estimate; gradients that nothing accumulates are among them."""
-    found = {name: held[key] for key, name in PARTS.items()}
-    return found | {"batch": held["total"] - sum(found.values())}
+    """Bytes by part, as tables and drawings call them, from those of ``llmpar plan --json``."""
+    return {name: held[key] for key, name in PARTS.items()}
+
+
+def parts_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]:
+    """Bytes per device that a step holds, by part, and their ``total``. Of the estimate at its fullest moment
+    (`temp_bytes`) ``activations`` are what tokens add, all else a step without tokens would hold too:
+    ``grads``, sums that are kept; ``unreduced`` gradients, as the backward pass leaves them, and a copy of
+    the largest where it is cut; and ``copies`` of weights that are gathered or cast."""
+    given, held = argument_bytes(plan, batch_size, seq_len), weights_bytes(plan)
+    besides = temp_bytes(plan, batch_size, seq_len)
+    fixed = min(besides, temp_bytes(plan, 0, seq_len))
+    fresh = held["unreduced"] + held["largest unreduced"] * (plan.zero in (1, 2))
+    if order := plan.pipeline:  # one chunk is differentiated at a time
+        fresh = held["blocks unreduced"] // order.visits
+    summed = plan.microbatches > 1 or order is not None
+    grads = min(fixed, held["accumulated"])
+    unreduced = min(fixed - grads, fresh if summed else max(0, fresh - grads))
+    found = {
+        "params": given["params"],
+        "grads": grads,
+        "optimizer": given["optimizer"],
+        "unreduced": unreduced,
+        "copies": fixed - grads - unreduced,
+        "activations": besides - fixed,
+        "batch": given["batch"] + given["counters"],
+    }
+    return found | {"total": sum(found.values())}
 
 
 def weights_bytes(plan: Resolved) -> Counter[str]:

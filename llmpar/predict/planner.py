@@ -116,7 +116,7 @@ class Candidate:
     @property
     def estimated_bytes(self) -> float:
         """Of these, what `memory.temp_bytes` estimates."""
-        return self.memory_bytes.get("grads", 0.0) + self.memory_bytes.get("activations", 0.0)
+        return sum(self.memory_bytes.get(x, 0.0) for x in ("grads", "unreduced", "copies", "activations"))
 
     @property
     def parts(self) -> dict[str, float]:
@@ -315,16 +315,7 @@ def fitting(q: Question, plan: Plan) -> Candidate:
 
 def held_by(q: Question, plan: Resolved) -> dict[str, float]:
     """Bytes on each device by part: what a step is given, and what it holds besides (`memory`)."""
-    given = memory.argument_bytes(plan, q.batch_size, q.seq_len)
-    besides = memory.temp_bytes(plan, q.batch_size, q.seq_len)
-    grads = min(besides, memory.weights_bytes(plan)["accumulated"])
-    return {
-        "params": given["params"],
-        "grads": grads,
-        "optimizer": given["optimizer"],
-        "activations": besides - grads,
-        "total": sum(given.values()) + besides,
-    }
+    return dict(memory.parts_bytes(plan, q.batch_size, q.seq_len))
 
 
 # ----------------------------------------------------------------------------------------------- the answer
@@ -341,7 +332,7 @@ class Answer:
 
 
 def decide(q: Question, keep: int = 8) -> Answer:
-    """Answer the question. Raises ValueError with the smallest machine that would do where nothing fits."""
+    """Answer the question. Raises ValueError with a number of devices that would do where nothing fits."""
     _refuse(q)
     everything, impossible, failed = list[Candidate](), list[dict[str, str]](), dict[MeshShape, Candidate]()
     for mesh in meshes(q):
@@ -506,7 +497,8 @@ def first_fit(q: Question, plan: Plan, changes: list[Fields]) -> tuple[Fields, f
 
 
 def nowhere(q: Question, failed: dict[MeshShape, Candidate]) -> str:
-    """The sentence for a model that fits on no mesh: the least wanted, and the smallest machine that does."""
+    """The sentence for a model that fits on no mesh: the least wanted, and the first number of devices, of
+    those that were tried, on which it does."""
     least = min(failed.values(), key=lambda one: one.total_bytes, default=None)
     wants = f"; the least is {least.plan.mesh}, which {least.why_not}" if least else ""
     if least and not least.memory_bytes:
@@ -516,12 +508,28 @@ def nowhere(q: Question, failed: dict[MeshShape, Candidate]) -> str:
     head += f" with {given}" * bool(given) + wants
     if given and smallest_fits(dataclasses.replace(q, fixed={})):
         return f"{head}; without {given} it does"
-    for factor in (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512, 1024):
-        many = q.num_devices * factor
-        bigger = dataclasses.replace(q, num_devices=many, batch_size=max(q.batch_size, many), fixed={})
-        if smallest_fits(bigger):
-            return f"{head}; the smallest machine on which it does has {many} of them"
-    return f"{head}, nor on any machine that was tried"
+    tried = list[int]()
+    for many in larger(q):
+        tried.append(many)
+        batch = max(q.batch_size, many)
+        if smallest_fits(dataclasses.replace(q, num_devices=many, batch_size=batch, fixed={})):
+            does = f"without {given} " * bool(given) + f"it does on {many}"
+            does += f", with a batch of {batch}" * (batch > q.batch_size)
+            return f"{head}; {does}: the first of {', '.join(map(str, tried))} that were tried"
+    return f"{head}, nor on any number of them that was tried up to {tried[-1]}"
+
+
+def larger(q: Question) -> Iterator[int]:
+    """Numbers of devices that may do where those of the question do not, from the first whose memory holds
+    the state, cut evenly: four in each octave, and beyond the second doublings."""
+    state = 16.0 * q.config.trained_params  # weights, gradients and two moments in float32
+    many = max(q.num_devices + 1, math.ceil(state / q.room_bytes))
+    for _ in range(8):
+        step = max(1, 2 ** (many.bit_length() - 3))
+        many = math.ceil(many / step) * step
+        yield many
+        many += step
+    yield from (2 ** (many.bit_length() + i) for i in range(8))
 
 
 def smallest_fits(q: Question) -> bool:
