@@ -113,13 +113,13 @@ class Checked:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.compiled, name)  # lower, trace
 
-    def __call__(self, state: Any, batch: Batch) -> Any:
+    def __call__(self, state: Any, batch: Any) -> Any:
         check_alive((state, batch))
         if isinstance(batch, dict):  # else JAX names what is missing
             self._check({name: batch[name] for name in ("tokens", "targets") if name in batch})
         return self.compiled(state, batch)
 
-    def _check(self, batch: Batch) -> None:
+    def _check(self, batch: dict[str, Any]) -> None:
         arrays = [x for x in batch.values() if isinstance(x, jax.Array)]
         if arrays and [id(ref()) for ref in self._seen] == [*map(id, arrays)]:
             return

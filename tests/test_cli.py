@@ -546,10 +546,15 @@ def test_the_first_signal_asks_and_the_second_ends(monkeypatch, capfd):
             stopper(signal.SIGINT)
     with Stopper() as stopper, pytest.raises(SystemExit, match="143"):
         stopper(signal.SIGTERM)  # no step was done: nothing to finish
+    with Stopper() as stopper:
+        stopper.asked()
+        signal.set_wakeup_fd(-1)  # as event loops leave it
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopper.number == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
     ended = "llmpar: ended at once; checkpoints taken before are intact"
     after = "llmpar: ends after this step; once more ends at once"
-    assert capfd.readouterr().err.splitlines() == [after, ended, ended]
+    assert capfd.readouterr().err.splitlines() == [after, ended, ended, after]
 
 
 def test_an_interrupted_training_says_what_is_kept_and_its_command_goes_on(

@@ -15,7 +15,7 @@ from llmpar.config import preset
 from llmpar.mesh import make_mesh, use_devices
 from llmpar.par import Manual
 from llmpar.plan import Plan
-from llmpar.step import Step
+from llmpar.step import Step, _check_given
 
 MIXED = "dp=2 fsdp=2 tp=2"
 HEADS = dataclasses.replace(LLAMA, name="two KV heads", num_heads=8, num_kv_heads=2)
@@ -192,8 +192,8 @@ def test_the_batch_of_these_tests_has_uneven_documents_and_targets():
 
 
 @functools.cache
-def mixed_step() -> Step:
-    return Step(LLAMA, Plan(MIXED), make_mesh(MIXED), optax.sgd(1e-3))
+def mixed_step(mesh: str = MIXED) -> Step:
+    return Step(LLAMA, Plan(MIXED), make_mesh(mesh), optax.sgd(1e-3))
 
 
 def changed(name: str, value) -> dict:
@@ -240,18 +240,14 @@ def test_a_state_that_a_step_used_up_is_refused_before_xla_dies_of_it():
     assert int(step.run(state, batch())[0].step) == 2
 
 
-def other(mesh):
-    return lambda: Step(LLAMA, Plan(MIXED), mesh() if callable(mesh) else mesh, optax.sgd(1.0))
-
-
 WRONG = {
     "a mesh is text, and this is 5": lambda: Plan(mesh=5),
     "a mesh is text, and this is None": lambda: make_mesh(None),
     "a model is named by text, and this is None": lambda: preset(None),
     "'8' simulated devices were asked for": lambda: use_devices("8"),
-    "mesh is None, no jax.sharding.Mesh": other(None),
-    "mesh is 'dp=8', no jax.sharding.Mesh": other("dp=8"),
-    "for mesh 'dp=2 fsdp=2 tp=2', this mesh is dp=8; use": other(lambda: make_mesh("dp=8")),
+    "mesh is None, no jax.sharding.Mesh": lambda: _check_given(Plan(MIXED), None),
+    "mesh is 'dp=8', no jax.sharding.Mesh": lambda: _check_given(Plan(MIXED), "dp=8"),
+    "for mesh 'dp=2 fsdp=2 tp=2', and the mesh is dp=8; use": lambda: mixed_step("dp=8"),
     "seed is -1; use 0 to 4,294,967,295": lambda: mixed_step().init(-1),
     r"'head' of shape \[\] \(NoneType\) is no weight": lambda: mixed_step().init(0, {"head": None}),
 }
@@ -265,4 +261,4 @@ def test_what_is_of_another_kind_is_refused_by_name(says):
 
 def test_weights_of_64_bits_are_refused():
     with jax.enable_x64(True), pytest.raises(ValueError, match="JAX_ENABLE_X64 is on, but master weights"):
-        other(lambda: make_mesh(MIXED))()
+        mixed_step("!" + MIXED)  # no other has it

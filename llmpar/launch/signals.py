@@ -15,15 +15,22 @@ STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 """What asks a process to stop: Ctrl-C, a scheduler, a terminal that is lost."""
 
 
+_ENDS: list[int] = []
+"""Where C writes for those threads that hear, the newest last."""
+
+
 class _Heard:
     """A handler in whose place a thread acts. The main thread waits for it, so that nothing follows a signal
-    before its effect."""
+    before its effect; or acts, where an event loop has taken the descriptor."""
 
     def __init__(self, act: Callable[[int], None]):
         self.act, self.acted = act, threading.Semaphore(0)
 
-    def __call__(self, *_) -> None:
-        self.acted.acquire(timeout=1)
+    def __call__(self, number: int, _) -> None:
+        if signal.set_wakeup_fd(_ENDS[-1], warn_on_full_buffer=False) in _ENDS:
+            self.acted.acquire(timeout=1)
+        else:
+            self.act(number)
 
 
 @contextlib.contextmanager
@@ -37,6 +44,7 @@ def signals_to(act: Callable[[int], None], numbers: Sequence[int] = STOPS) -> It
     os.set_blocking(write, False)
     threading.Thread(target=_listen, args=(read,), daemon=True).start()
     outer, heard = signal.set_wakeup_fd(write, warn_on_full_buffer=False), _Heard(act)
+    _ENDS.append(write)
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     kept = [number for number in numbers if not (ignored and number == signal.SIGHUP)]
     before = {number: signal.signal(number, heard) for number in kept}
@@ -46,6 +54,7 @@ def signals_to(act: Callable[[int], None], numbers: Sequence[int] = STOPS) -> It
         for number, earlier in before.items():
             signal.signal(number, earlier)
         signal.set_wakeup_fd(outer)
+        _ENDS.remove(write)
         os.close(write)
 
 

@@ -53,7 +53,8 @@ class Checkpoints:
         if every < 1:
             raise ValueError(f"checkpoints every {every} steps: use 1 or more")
         self.every, self.take_best, self.folder = every, take_best, pathlib.Path(folder).absolute()
-        self._lock_file, self._writes = None, False
+        self._lock_file: Any = None
+        self._writes = False
         self._read_step: int | None = None
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"checkpoints lie in a folder, but '{folder}' is a file; give another name")
@@ -272,7 +273,7 @@ class Checkpoints:
         try:
             if not self._writes and known is None:  # it stays until this object is gone
                 with contextlib.suppress(OSError, ImportError):
-                    weakref.finalize(self, os.close, self._hold(step))
+                    weakref.finalize(self, os.close, self._hold(step or 0))
             return self._read("about", ocp.args.JsonRestore())
         except ValueError:
             self._read_step = None
