@@ -93,10 +93,6 @@ class Serve(ModelOptions):
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         say(f"'{config.name}' on mesh '{plan.mesh}' answers at {where}, {self.slots} requests at a time")
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # when Uvicorn is done with it
-        try:
-            server.Server(api, say).run([listening])
-        finally:
-            if api.thread.is_alive():  # a second Ctrl-C does not wait
-                api.thread.close()
+        server.Server(api, say).run([listening])
         if api.thread.error:
             raise api.thread.error

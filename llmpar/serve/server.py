@@ -514,7 +514,7 @@ class Server(uvicorn.Server):
         how: dict[str, Any] = {"limit_concurrency": MOST_CONNECTIONS, "timeout_graceful_shutdown": GRACE_S}
         how |= {"http": "h11", "ws": "none", "log_config": None, "log_level": "critical"}
         super().__init__(uvicorn.Config(app(api), lifespan="on", server_header=False, **how))
-        self.thread, self.say, self._idle = api.thread, say, dict[Any, int]()
+        self.api, self.thread, self.say, self._idle = api, api.thread, say, dict[Any, int]()
         self.last = threading.Timer(END_S, os._exit, [1])
 
     async def on_tick(self, counter: int) -> bool:
@@ -538,10 +538,12 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     def run(self, sockets: Any = None) -> None:
-        """Serve until a signal says stop."""
+        """Serve until a signal says stop. A second Ctrl-C does not wait."""
         try:
             super().run(sockets)
         finally:
+            if self.thread.is_alive():
+                self.api.close()
             self.last.cancel()
 
     async def shutdown(self, sockets: Any = None) -> None:

@@ -80,8 +80,8 @@ class Apart:
     def _start(self) -> Any:
         begin = f"import sys; sys.path[:] = {[*map(str, sys.path)]}"
         line = [sys.executable, "-c", f"{begin}; from llmpar.training import apart; apart.answer()"]
-        pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-        pipes["stderr"] = None if os.environ.get("LLMPAR_TRACEBACK") else subprocess.DEVNULL  # type: ignore
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        pipes["stderr"] = None if os.environ.get("LLMPAR_TRACEBACK") else subprocess.DEVNULL
         alone = {"TOKENIZERS_PARALLELISM": "false"}  # its threads would count as memory
         process: Any = subprocess.Popen(line, **pipes, env=os.environ | alone)
         self._all.add(process)
