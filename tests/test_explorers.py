@@ -69,9 +69,9 @@ class Attributes(html.parser.HTMLParser):
 
 
 KNOWN = """aria-label class content d data-frame data-kind data-live data-name data-op data-set display fill
-    font-family font-size font-weight height href id label lang name patternunits pointer-events points r cx cy
-    role rx scope selected src stroke stroke-dasharray stroke-width style tabindex text-anchor transform type
-    value viewbox width x y xmlns async charset""".split()
+    font-family font-size font-weight height href id label lang name patternunits pointer-events points r cx
+    cy role rx scope selected src stroke stroke-dasharray stroke-width style tabindex text-anchor transform
+    type value viewbox width x y xmlns async charset""".split()
 STATES = [
     {},
     {"mesh": "pp=2 dp=2 tp=2", "explain": "activations"},
