@@ -305,7 +305,7 @@ def test_times_and_rates_say_how_far_they_are_off_and_no_digit_more():
     assert planner.UNSEEN_ERROR == float(left_out) / 100 and round(float(fitted) / 100, 2) == planner.ERROR
     reply = answers.answer(on(BIG, "pp=2 fsdp=32") | {"explain": "MFU"})
     said, found = reply["verdict"], reply["numbers"]
-    shown = re.fullmatch(r"([\d.]+) s a step · ([\d,]+) tokens/s · (\d+)% MFU, each ± 16 %", said["rest"])
+    shown = re.fullmatch(r"([\d.]+) s a step · ([\d,]+) tokens/s · (\d+) % MFU, each ± 16 %", said["rest"])
     few = [float(f"{x:.2g}") for x in (found["step_s"], found["tokens_per_s"], 100 * found["mfu"])]
     assert [float(x.replace(",", "")) for x in shown.groups()] == few
     assert "% ± 16 % (an estimate)</b>" in reply["panels"]["explain"]["html"]

@@ -35,7 +35,9 @@ CASES = [
 def computed(filled):
     """The value of arithmetic with units in it."""
     text = (
-        re.sub(r"(?<=[\d)]) (FLOP/s|FLOP|B/s|B|s)(?=[ )]|$)", "", filled).replace("×", "*").replace(",", "")
+        re.sub(r"(?<=[\d)]) (FLOP/s|FLOP|GB/s|GB|B/s|B|s)(?=[ )]|$)", "", filled)
+        .replace("×", "*")
+        .replace(",", "")
     )
     assert re.fullmatch(r"[\d.e+*/() -]+", text), filled
     return eval(text)

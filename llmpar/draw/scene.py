@@ -252,7 +252,7 @@ def rounded(value: float, error: float | None = None) -> float:
 
 def banded(text: str, error: float) -> str:
     """What is predicted, with how far it is off in the mean: ``66 s ± 16 %``."""
-    return f"{text} ± {error:.0%}".replace("%", " %") if error else text
+    return f"{text} ± {100 * error:.0f} %" if error else text
 
 
 def time_text(seconds: float) -> str:

@@ -16,7 +16,7 @@ from llmpar.predict import planner
 from llmpar.predict.terms import Term, terms
 
 UNITS = {"B": size_text, "s": time_text, "1/s": lambda x: f"{rounded(x):,.0f} a second"}
-UNITS["1"] = lambda x: f"{rounded(x):.0%}"
+UNITS["1"] = lambda x: f"{100 * rounded(x):.0f} %"
 STEP = ("total", "a step", "MFU", "tokens per second")
 """The numbers of the verdict."""
 

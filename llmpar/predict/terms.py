@@ -110,7 +110,8 @@ def _besides(q: Question, plan: Resolved, elsewhere: float) -> list[Summand]:
     rows = [row for row in memory.temp_parts(plan, q.batch_size, q.seq_len) if row[1] * row[2]]
     same = next((row for row in rows if row[1] * row[2] == elsewhere), None)
     rows = [row for row in rows if row is not same]
-    found = [Summand(what, f"{times:,} × {size:,} B", times * size) for what, times, size in rows]
+    count = lambda times: f"{times:,} × " * (times > 1)
+    found = [Summand(what, f"{count(times)}{size:,} B", times * size) for what, times, size in rows]
     less = elsewhere if same is None and elsewhere else 0
     return found + [Summand("less the gradients, a part of their own", f"-{less:,} B", -less)] * bool(less)
 
@@ -231,7 +232,8 @@ def _links(clock: Clock, stage: int, term: str) -> list[Summand]:
     for (names, kind, where, rate, start), (times, size, took) in rows.items():
         share = 1.0 if where == "inside a chip" else rates.network if "between" in where else rates.links
         words = f"{names} {kind}, {times:,.0f} times, {where}: {share:.3g} of {rate / share / 1e9:.4g} GB/s"
-        filled = f"{times:,.0f} × {start:.6g} s + {size:.6g} B / ({rate / share:.6g} B/s × {share:.6g})"
+        filled = f"{times:,.0f} × {start:.6g} s + {size / 1e9:.6g} GB"
+        filled += f" / ({rate / share / 1e9:.6g} GB/s × {share:.6g})"
         out.append(Summand(words, filled, took))
     return sorted(out, key=lambda part: -part.value)
 

@@ -490,7 +490,8 @@ function mount(doc, source, el) {
   }
 
   const copy = (text, done = "copied") =>
-    (navigator.clipboard ? navigator.clipboard.writeText(text) : Promise.reject()).then(() => say(done), () => say(`The browser allows no copying here: ${text}`));
+    (navigator.clipboard ? navigator.clipboard.writeText(text) : Promise.reject())
+      .then(() => say(done), () => say(`The browser allows no copying here: ${text}`));
   const name = doc.kind || "explorer";
   const actions = {
     link: () => {
