@@ -10,6 +10,7 @@ from llmpar import schedules
 from llmpar.cli import options
 from llmpar.cli.options import MAX_TOKENS, File, Number, Real, Text, changed, give
 from llmpar.config import preset
+from llmpar.draw.scene import banded, rounded
 from llmpar.notation import AXES, POSITIONAL, parse_mesh
 from llmpar.plan import Plan as Fields
 from llmpar.predict import hardware, memory
@@ -201,18 +202,22 @@ def tables_of(document: dict) -> Iterator[Any]:
     from rich.table import Table
 
     what = f"{document['model']} on {document['devices']:,} {document['chip']}"
-    title = f"{what}, {document['tokens_per_step']:,} tokens"
+    error = document["time_error"]
+    few = lambda value: rounded(value, error)
+    title = f"{what}, {document['tokens_per_step']:,} tokens; {banded('s and MFU', error)}, less between rows"
     caption = f"{document['device']}, {document['device_gib']:.4g} GiB"
     plans = Table("mesh", "s", "MFU", "GiB", "", "why", title=title, caption=caption)
     for row in document["plans"]:
         why = "; ".join(filter(None, (row["near"], row["why"], row["change"])))
         gib = f"{row['memory_bytes']['total'] / 2**30:.1f}"
-        plans.add_row(row["mesh"], f"{row['step_s']:.3g}", f"{row['mfu']:.1%}", gib, row["verdict"], why)
+        mfu = f"{few(row['mfu']):.0%}"
+        plans.add_row(row["mesh"], f"{row['step_s']:.3g}", mfu, gib, row["verdict"], why)
     yield plans
     best = document["plans"][0]
-    terms = Table("of the first", "s", title=f"{best['attention_kernel']} attention")
+    step = banded(f"{few(best['step_s']):g} s", error)
+    terms = Table("of the first", "s", title=f"{best['attention_kernel']} attention, a step {step}")
     for name, seconds in sorted(best["terms"].items(), key=lambda item: -item[1]):
-        terms.add_row(name, f"{seconds:.4g}")
+        terms.add_row(name, f"{few(seconds):g}")
     yield terms
     held = Table("of the first", "GiB a device")
     for name, size in memory.named(best["memory_bytes"]).items():
@@ -225,12 +230,12 @@ def tables_of(document: dict) -> Iterator[Any]:
         yield rejected
     changes = Table("if there were", "tokens/s", "")
     for row in document["sensitivity"]:
-        changes.add_row(row["what"], f"{row['tokens_per_s']:,.0f}", f"x {row['ratio']:.2f}")
+        changes.add_row(row["what"], f"{few(row['tokens_per_s']):,.0f}", f"x {row['ratio']:.2f}")
     yield changes
     if budget := document.get("budget"):
         sums = Table(f"{budget['tokens']:.3g} tokens", "")
         for name, value in budget.items():
-            sums.add_row(name.replace("_", " "), f"{value:,.4g}")
+            sums.add_row(name.replace("_", " "), f"{value if name == 'tokens' else few(value):,.4g}")
         yield sums
     yield from filter(None, (best[name] for name in ("train", "compile", "launch")))
 

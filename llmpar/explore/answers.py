@@ -8,18 +8,26 @@ import itertools
 import math
 from typing import Any
 
+from llmpar.config import from_dict, near_presets, preset
 from llmpar.draw.grid import frames
-from llmpar.draw.scene import Scene, size_text, time_text, to_svg
+from llmpar.draw.scene import Scene, banded, rounded, size_text, time_text, to_svg
 from llmpar.explore import panels
-from llmpar.explore.look import MOST, OFFERED, START, Look, look, settle, works
+from llmpar.explore.look import MODELS, MOST, OFFERED, START, Look, look, own_model, settle, works
+from llmpar.explore.words import estimated
+from llmpar.files import Allowed
 from llmpar.notation import AXES, MeshShape, divisors, near_meshes, parse_mesh
 from llmpar.plan import Plan
 from llmpar.predict import planner
+
+Limits = dict[str, Allowed]
+"""What values of a state may be, where their kind does not say it."""
 
 
 def answer(state: dict, seconds: float = 0.0) -> dict:
     """All that a page shows of a state. ``seconds``: of work on what lies around it, first."""
     out = unanswered(state)
+    if wrong := malformed(state, START):
+        return out | wrong
     try:
         state, _ = settle(state)
         out["state"] = state
@@ -31,10 +39,13 @@ def answer(state: dict, seconds: float = 0.0) -> dict:
         return out
     done = seen.around.advance(state["mesh"], seen.one, seconds)
     drawn, said = panels.panels(seen), verdict(seen)
-    pictures = {k: {"svg": to_svg(v)} if isinstance(v, Scene) else {"html": v} for k, v in drawn.items()}
+    shown = lambda v: {"svg": to_svg(v, live=True)} if isinstance(v, Scene) else {"html": v}
+    pictures = {name: shown(value) for name, value in drawn.items()}
     pictures["grid"]["html"] = panels.pick(seen)
     out |= {"verdict": said, "fields": fields(state, seen.one.plan), "panels": pictures, "more": not done}
-    out |= {"numbers": numbers(seen), "frames": frames(seen.segments), "says": panels.says(seen, said, drawn)}
+    with estimated():
+        out |= {"frames": frames(seen.segments)}
+    out |= {"numbers": numbers(seen), "says": panels.says(seen, said, drawn)}
     return out
 
 
@@ -47,6 +58,24 @@ def unanswered(state: dict) -> dict[str, Any]:
 def refused(why: ValueError, steps: list[dict]) -> dict[str, Any]:
     """What an answer says where there is none, with what would work."""
     return {"refusal": {"why": str(why), "steps": steps}}
+
+
+def malformed(state: dict, start: dict, limits: Limits | None = None) -> dict[str, Any] | None:
+    """The refusal of a state, as a mistyped address has it, with a value of another kind than where a reader
+    starts, or outside its ``limits``: before anything is made of it."""
+    wrong, why, limits = dict[str, Any](), list[str](), limits or {}
+    for name, usual in start.items():
+        what = limits.get(name) or Allowed(list if usual is None else type(usual), none=usual is None)
+        try:
+            what.check(name, state.get(name))
+        except ValueError as error:
+            wrong[name] = usual
+            why.append(str(error))
+    if not wrong:
+        return None
+    text = f"start with the usual {' and '.join(wrong)}"
+    said = refused(ValueError("; ".join(why)), [step(text, "use it", **wrong)])
+    return said | {"says": f"refused: {'; '.join(why)}\n{text}"}
 
 
 def step(text: str, do: str, **patch: Any) -> dict:
@@ -85,6 +114,7 @@ def numbers(seen: Look) -> dict[str, Any]:
     if seen.timed:
         run = q.run(one.plan)
         found |= {"step_s": one.time.step_s, "terms": one.time.terms, "mfu": one.time.mfu(run)}
+        found["step_s_band"] = planner.band(one.time.step_s)
         found["tokens_per_s"] = run.tokens_per_step / one.time.step_s
     return found
 
@@ -98,11 +128,13 @@ def verdict(seen: Look) -> dict:
     if not seen.timed:
         line = "Time is not predicted: simulated devices share one processor and have no links."
         return out | {"rest": "", "line": line, "steps": []}
-    rate = f"{found['tokens_per_s']:,.0f} tokens/s · {found['mfu']:.1%} MFU"
     most = sorted(found["terms"].items(), key=lambda term: -term[1])[:2]
-    names = ", then to ".join(f"{name} ({time_text(seconds)})" for name, seconds in most)
+    with estimated():
+        rates = f"{rounded(found['tokens_per_s']):,.0f} tokens/s · {100 * rounded(found['mfu']):.0f} % MFU"
+        rest = banded(f"{time_text(found['step_s'])} a step · {rates}, each", planner.UNSEEN_ERROR)
+        names = ", then to ".join(f"{name} ({time_text(seconds)})" for name, seconds in most)
     line = f"Most time goes to {names}. {q.capacity_words[0].upper()}{q.capacity_words[1:]}."
-    return out | {"rest": f"{time_text(found['step_s'])} a step · {rate}", "line": line, "steps": steps(seen)}
+    return out | {"rest": rest, "line": line, "steps": steps(seen)}
 
 
 def steps(seen: Look) -> list[dict]:
@@ -123,8 +155,11 @@ def steps(seen: Look) -> list[dict]:
 
 
 def remedies(state: dict) -> list[dict]:
-    """What would work in its place, on as many devices: the nearest mesh, a field given back to the planner,
+    """What would work on as many devices: another model, the nearest mesh, a field given back to the planner,
     another batch."""
+    if others := other_models(state):
+        words = "without that configuration" if state["config"] else "in its place"
+        return [step(f"{name} {words}", "use it", model=name, config="") for name in others]
     try:
         state, shape = settle(state)
     except ValueError:
@@ -138,11 +173,26 @@ def remedies(state: dict) -> list[dict]:
         if works(state | {"fields": {n: v for n, v in state["fields"].items() if n != name}}):
             words = f"it works with {name.replace('_', ' ')} as the planner chooses it"
             found.append(step(words, "use it", fields={name: None}))
+    own = dict.fromkeys(state["fields"])
+    if len(own) > 1 and not found and works(state | {"fields": {}}):
+        found.append(step("it works with all fields as the planner chooses them", "use it", fields=own))
     parts = shape.dp * shape.fsdp * shape.ep * max(1, state["fields"].get("microbatches") or 1)
     batch = -(-state["batch_size"] // parts) * parts
     if batch != state["batch_size"] and works(state | {"batch_size": batch}):
         found.append(step(f"this mesh works with {batch} sequences", "use it", batch_size=batch))
     return found
+
+
+def other_models(state: dict) -> list[str]:
+    """Models to take where the state's is refused: of near names, and that of the sentence or the usual."""
+    name, text, own = state["model"], state["config"].strip(), state["own"]
+    try:
+        (own_model(text) if text else from_dict(own[name]) if name in own else preset(name)).weights()
+        return []
+    except ValueError:
+        near = [one for one in near_presets(text or name) if one in MODELS]
+        kept = name if name in MODELS or text and name in own else START["model"]
+        return [*dict.fromkeys([*near, kept])]
 
 
 def legible(state: dict) -> tuple[dict, MeshShape]:
