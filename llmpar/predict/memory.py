@@ -17,7 +17,7 @@ PARTS = {"params": "weights", "grads": "gradients", "optimizer": "moments", "act
 
 KEPT, WORK, LOSS = (
     "a layer keeps for its backward pass",
-    "one layer's own work",
+    "one layer's own work and gathered weights",
     "logits, their gradient, the head",
 )
 TURNED, SUM = "converted or reordered weights", "the sum of gradients over microbatches"
