@@ -71,8 +71,8 @@ def malformed(state: dict, start: dict, limits: Limits | None = None) -> dict[st
     if not wrong:
         return None
     text = f"start with the usual {' and '.join(wrong)}"
-    said = refused(ValueError("; ".join(why)), [step(text, "use it", **wrong)])
-    return said | {"says": f"refused: {'; '.join(why)}\n{text}"}
+    says = f"refused: {'; '.join(why)}\n{text}"
+    return refused(ValueError("; ".join(why)), [step(text, "use it", **wrong)]) | {"says": says}
 
 
 def step(text: str, do: str, **patch: Any) -> dict:
