@@ -154,7 +154,10 @@ def remedies(state: dict) -> list[dict]:
     another batch."""
     if others := other_models(state):
         words = "without that configuration" if state["config"] else "in its place"
-        return [step(f"{name} {words}", "use it", model=name, config="") for name in others]
+        patch: dict[str, Any] = {"config": ""}
+        if not state["config"] and state["model"] in state["own"]:  # its dims are no model's
+            patch["own"] = {}
+        return [step(f"{name} {words}", "use it", model=name, **patch) for name in others]
     try:
         state, shape = settle(state)
     except ValueError:
