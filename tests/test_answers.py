@@ -216,7 +216,7 @@ JSON += [{"h100": dict.fromkeys(field.name for field in dataclasses.fields(Chip)
 @pytest.mark.parametrize("kind", sorted({*KINDS} - {"given"}))
 def test_any_json_value_of_a_state_is_answered_or_refused_in_a_sentence(kind):
     """As a mistyped address has it; what a refusal offers is a state that is answered."""
-    explorer = by_kind(kind)
+    explorer, tried = by_kind(kind), []
     for name, value in itertools.product(explorer.start, JSON):
         reply = explorer.answer(explorer.start | {name: value})
         assert json.loads(json.dumps(reply, allow_nan=False)) == reply and reply["says"], (name, value)
@@ -226,7 +226,9 @@ def test_any_json_value_of_a_state_is_answered_or_refused_in_a_sentence(kind):
                 state = reply["state"] | step["set"]
                 if "fields" in state and name != "fields":
                     state = taken(reply["state"], step["set"])
-                assert explorer.answer(state)["refusal"] is None, (name, value, step)
+                if state not in tried:
+                    tried.append(state)
+                    assert explorer.answer(state)["refusal"] is None, (name, value, step)
 
 
 def test_the_mesh_that_works_keeps_what_devices_it_can():
