@@ -221,7 +221,7 @@ JSON += [{"h100": dict.fromkeys(field.name for field in dataclasses.fields(Chip)
 @pytest.mark.parametrize("kind", sorted({*KINDS} - {"given"}))
 def test_any_json_value_of_a_state_is_answered_or_refused_in_a_sentence(kind):
     """As a mistyped address has it; what a refusal offers is a state that is answered."""
-    explorer = by_kind(kind)
+    explorer, tried = by_kind(kind), []
     for name, value in itertools.product(explorer.start, JSON):
         reply = explorer.answer(explorer.start | {name: value})
         assert json.loads(json.dumps(reply, allow_nan=False)) == reply and reply["says"], (name, value)
@@ -231,7 +231,9 @@ def test_any_json_value_of_a_state_is_answered_or_refused_in_a_sentence(kind):
                 state = reply["state"] | step["set"]
                 if "fields" in state and name != "fields":
                     state = taken(reply["state"], step["set"])
-                assert explorer.answer(state)["refusal"] is None, (name, value, step)
+                if state not in tried:
+                    tried.append(state)
+                    assert explorer.answer(state)["refusal"] is None, (name, value, step)
 
 
 def test_the_mesh_that_works_keeps_what_devices_it_can():
@@ -346,7 +348,8 @@ def test_times_and_rates_say_how_far_they_are_off_and_no_digit_more():
     text = (Path(__file__).parent / "measured.md").read_text()
     (left_out,) = re.findall(r"^\| all \| \| \d+ \| ([\d.]+)% \|", text, re.M)
     (fitted, _) = re.findall(r"runs: step time ([\d.]+)% mean", text)
-    assert planner.UNSEEN_ERROR == round(float(left_out) / 100, 3) and round(float(fitted) / 100, 2) == planner.ERROR
+    assert float(left_out) / 100 == pytest.approx(planner.UNSEEN_ERROR)
+    assert round(float(fitted) / 100, 2) == planner.ERROR
     reply = answers.answer(on(BIG, "pp=2 fsdp=32") | {"explain": "MFU"})
     said, found = reply["verdict"], reply["numbers"]
     shown = re.fullmatch(r"([\d.]+) s a step · ([\d,]+) tokens/s · (\d+) % MFU, each ± 16 %", said["rest"])

@@ -74,8 +74,8 @@ def malformed(state: dict, start: dict, limits: Limits | None = None) -> dict[st
     if not wrong:
         return None
     text = f"start with the usual {' and '.join(wrong)}"
-    said = refused(ValueError("; ".join(why)), [step(text, "use it", **wrong)])
-    return said | {"says": f"refused: {'; '.join(why)}\n{text}"}
+    says = f"refused: {'; '.join(why)}\n{text}"
+    return refused(ValueError("; ".join(why)), [step(text, "use it", **wrong)]) | {"says": says}
 
 
 def step(text: str, do: str, **patch: Any) -> dict:
@@ -159,7 +159,10 @@ def remedies(state: dict) -> list[dict]:
     another batch."""
     if others := other_models(state):
         words = "without that configuration" if state["config"] else "in its place"
-        return [step(f"{name} {words}", "use it", model=name, config="") for name in others]
+        patch: dict[str, Any] = {"config": ""}
+        if not state["config"] and state["model"] in state["own"]:  # its dims are no model's
+            patch["own"] = {}
+        return [step(f"{name} {words}", "use it", model=name, **patch) for name in others]
     try:
         state, shape = settle(state)
     except ValueError:

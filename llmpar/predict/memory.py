@@ -26,7 +26,7 @@ PARTS = {
 
 KEPT, WORK, LOSS = (
     "a layer keeps for its backward pass",
-    "one layer's own work",
+    "one layer's own work and gathered weights",
     "logits, their gradient, the head",
 )
 TURNED, SUM = "converted or reordered weights", "the sum of gradients over microbatches"

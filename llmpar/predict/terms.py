@@ -13,7 +13,7 @@ from typing import NamedTuple
 from llmpar.notation import parse_layout
 from llmpar.plan import Plan, Resolved
 from llmpar.predict import formulas, memory
-from llmpar.predict.hardware import table
+from llmpar.predict.hardware import Rates, table
 from llmpar.predict.planner import Candidate, Question
 from llmpar.predict.time import OPTIMIZER_BYTES, Clock, busiest, chunks, optimizer_params, torus_axes
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE, most_traffic, step_traffic
@@ -204,15 +204,14 @@ def _timed(q: Question, one: Candidate) -> list[Term]:
     return [*found, _term("tokens per second", run.tokens_per_step / step_s, "1/s", rate)]
 
 
-def _optimizer(clock: Clock, held: float, whole: float) -> list[Summand]:
-    """What the update reads and writes, over the rate that memory reaches."""
-    peak, reached = clock.device.hbm_bytes_per_s, clock.rates.memory
-    rate, each = f"({peak:.6g} B/s × {reached:g})", clock.run.software.reduced_bytes
-    state = f"{OPTIMIZER_BYTES} B × {held:,.0f} / {rate}"
-    sums = f"2 × {each:g} B × {whole:,.0f} / {rate}"
+def _optimizer(clock: Clock, own: float, whole: float) -> list[Summand]:
+    """What the update of a device's own parameters reads and writes, and gradients of its whole tp share."""
+    rate = f"({clock.device.hbm_bytes_per_s:.6g} B/s × {clock.rates.memory:g})"
+    each = clock.run.software.reduced_bytes
+    state, sums = f"{OPTIMIZER_BYTES} B × {own:,.0f}", f"2 × {each:g} B × {whole:,.0f}"
     return [
-        Summand(UPDATED, state, OPTIMIZER_BYTES * held / clock.bytes_per_s),
-        Summand(UNCUT, sums, 2 * each * whole / clock.bytes_per_s),
+        Summand(UPDATED, f"{state} / {rate}", OPTIMIZER_BYTES * own / clock.bytes_per_s),
+        Summand(UNCUT, f"{sums} / {rate}", 2 * each * whole / clock.bytes_per_s),
     ]
 
 
@@ -225,33 +224,36 @@ UNCUT = "gradients of all weights of a tp share, before they are cut, written an
 
 def _links(clock: Clock, stage: int, term: str) -> list[Summand]:
     """The messages of a term by the collective, with the links that decide how long it takes."""
-    rows, rates = defaultdict[tuple, list[float]](lambda: [0.0] * 3), clock.rates
+    rows, rates = Counter[tuple](), clock.rates
     traffic = step_traffic(clock.plan, clock.run.batch_size, clock.run.seq_len, clock.alike(stage))
     for (names, kind), row in traffic.items():
-        short = {"collective-permute": "permute"}.get(kind, kind.removeprefix("ragged-"))
+        axes, short = names.split(","), kind.removeprefix("collective-").removeprefix("ragged-")
+        start = rates.start_s * (1 + math.log2(row.group_size)) * (2 if short == "all-reduce" else 1)
+        inner = min(clock.inner[{"kv": "tp", "ul": "sp"}.get(axis, axis)] for axis in axes)
+        place = row.group_size, inner, torus_axes(clock.links, row.group_size, inner)
         for (_, text, size), times in row.messages.items():
-            if text.startswith("stream") and text.endswith(" stage"):
+            of, _, took = clock.message(axes, row, text, size)
+            if of != term or not took or text.startswith("stream") and text.endswith(" stage"):
                 continue
-            of, _, took = clock.message(names.split(","), row, text, size)
-            if of != term or not took:
-                continue
-            inner = min(clock.inner[{"kv": "tp", "ul": "sp"}.get(axis, axis)] for axis in names.split(","))
-            place = clock.links, short, size, row.group_size, inner
-            axes = torus_axes(clock.links, row.group_size, inner)
-            slowest = max(formulas.level_seconds(*place, axes), key=lambda level: level.seconds)
-            start = rates.start_s * (1 + math.log2(row.group_size)) * (2 if short == "all-reduce" else 1)
-            found = rows[names, kind, slowest.where, slowest.bytes_per_s, start]
-            found[0] += times
-            found[1] += times * (took - start) * slowest.bytes_per_s
-            found[2] += times * took
-    out = []
-    for (names, kind, where, rate, start), (times, size, took) in rows.items():
-        share = 1.0 if where == "inside a chip" else rates.network if "between" in where else rates.links
-        words = f"{names} {kind}, {times:,.0f} times, {where}: {share:.3g} of {rate / share / 1e9:.4g} GB/s"
-        filled = f"{times:,.0f} × {start:.6g} s + {size / 1e9:.6g} GB"
-        filled += f" / ({rate / share / 1e9:.6g} GB/s × {share:.6g})"
-        out.append(Summand(words, filled, took))
-    return sorted(out, key=lambda part: -part.value)
+            levels = formulas.level_seconds(clock.links, short, size, *place)
+            where, rate, _ = max(levels, key=lambda level: level.seconds)
+            rows[names, kind, start, where, rate, took - start] += times
+    parts = defaultdict[tuple, list[float]](lambda: [0.0, 0.0])
+    for (*key, seconds), times in rows.items():
+        parts[tuple(key)][0] += times
+        parts[tuple(key)][1] += times * seconds
+    return sorted((_link(rates, *key, *sums) for key, sums in parts.items()), key=lambda part: -part.value)
+
+
+def _link(
+    rates: Rates, names: str, kind: str, start: float, where: str, rate: float, times: float, s: float
+) -> Summand:
+    """A collective ``times`` over, that takes ``s`` seconds besides its starts."""
+    share = 1.0 if where == "inside a chip" else rates.network if "between" in where else rates.links
+    peak = rate / share / 1e9
+    words = f"{names} {kind}, {times:,.0f} times, {where}: {share:.3g} of {peak:.4g} GB/s"
+    filled = f"{times:,.0f} × {start:.6g} s + {s * rate / 1e9:.6g} GB / ({peak:.6g} GB/s × {share:.6g})"
+    return Summand(words, filled, times * start + s)
 
 
 def _shown(clock: Clock, share: float) -> str:

@@ -455,8 +455,8 @@ def optimizer_params(run: Run, stages: list[list[Chunk]]) -> tuple[float, float]
     by_group = run.zero == 3 or run.software.name == "llmpar"
     cut = (run.zero_group if by_group else ranks) if run.zero else 1
     params = [(sum(c.shared for c in stage), sum(c.experts for c in stage)) for stage in stages]
-    held = max((shared + experts * run.mesh.ep) / cut for shared, experts in params)
-    return held, max(shared + experts for shared, experts in params)
+    own = max((shared + experts * run.mesh.ep) / cut for shared, experts in params)
+    return own, max(shared + experts for shared, experts in params)
 
 
 def busiest(stages: list[list[Chunk]]) -> int:
