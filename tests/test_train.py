@@ -312,6 +312,19 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
     assert found["norm"]["scale"].tolist() == [2.0] * SMALL.width
 
 
+def test_no_checkpoint_goes_while_it_cannot_be_read_which_is_the_best(tmp_path, monkeypatch):
+    scored(tmp_path, {1: 1.0, 2: 2.0})
+
+    def refused(path, *words, **more):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    keep, params = Checkpoints(str(tmp_path)), {"norm": {"scale": np.ones(SMALL.width, np.float32)}}
+    with keep.writing(), monkeypatch.context() as patched:
+        patched.setattr("pathlib.Path.read_text", refused)
+        keep.save(3, State(params, {}, np.int32(3)), SMALL)
+    assert scored(tmp_path, {4: 3.0}) == ([1, 3, 4], 1)
+
+
 def test_an_evaluation_that_is_the_best_so_far_is_kept_also_by_a_run_that_was_killed(tmp_path):
     """At a rate that ruins what was learned; between the steps at which a checkpoint is due. A run that is
     killed at any step and goes on ends with the same checkpoints."""

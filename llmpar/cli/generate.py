@@ -70,8 +70,8 @@ class Generate(ModelOptions):
             many = f"{config.context_length:,} tokens, and these may be {length:,}"
             said.append(f"'{config.name}' was made for {many}")
         engine = self.engine(plan, config, load, said, 1, length)
-        usual = f"each of {length:,} tokens looks at those before it, in {config.num_layers} layers"
-        with options.still_at_work("generating", usual):
+        usual = f"once it is compiled, each of {length:,} tokens looks at those before it"
+        with options.still_at_work("generating", usual, every_s=20):
             (made,) = generate(engine, [request])
         text = tokenizer.decode(made)
         document = {"prompt": self.prompt, "text": text, "tokens": made, "mesh": plan.mesh.sizes}

@@ -215,8 +215,12 @@ class Checkpoints:
                 kept = f"the checkpoint of step {before} is intact"
             what = f"the checkpoint of step {step} could not be written to {self.folder}"
             raise ValueError(f"{what} ({kept}): {why}") from error
-        best = int(multihost_utils.broadcast_one_to_all(np.int32(self.best() or 0)))
-        for old in sorted(self._manager.all_steps())[:-KEPT]:
+        try:
+            best = self.best() or 0
+        except OSError:  # none goes while nobody knows which is the best
+            best = -1
+        best = int(multihost_utils.broadcast_one_to_all(np.int32(best)))
+        for old in sorted(self._manager.all_steps())[:-KEPT] if best >= 0 else ():
             is_free = jax.process_index() != 0 or self._is_free(old)
             if old != best and int(multihost_utils.broadcast_one_to_all(np.int32(is_free))):
                 self._manager.delete(old)
@@ -276,9 +280,11 @@ class Checkpoints:
                     weakref.finalize(self, os.close, self._hold(step or 0))
             return self._read("about", ocp.args.JsonRestore())
         except ValueError:
+            if again or known is not None or jax.process_count() > 1:
+                raise
             self._read_step = None
             self._manager.reload()
-            if again or known is not None or self.chosen in (step, None):
+            if self.chosen in (step, None):
                 self._read_step = step
                 raise
             return self._described(again=True)
