@@ -75,7 +75,8 @@ def _words(value: Any) -> str:
     return "none" if value is None else text if len(text) < 80 else f"{text[:60]}… [{sum_}]"
 
 
-def _numbers(numbers: Sequence[int]) -> str:
+def numbers_of(numbers: Sequence[int]) -> str:
+    """Processes by their numbers, in short."""
     more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
     return f"process{'es' * (len(numbers) > 1)} {', '.join(map(str, numbers[:SHOWN]))}{more}"
 
@@ -89,7 +90,7 @@ def differences(given: Sequence[Mapping[str, Any]]) -> list[str]:
         for number, one in enumerate(given):
             whose.setdefault(_words(one[name]) if name in one else "not there", []).append(number)
         if len(whose) > 1:
-            rows.append(f"{name} is {' and '.join(f'{v} on {_numbers(who)}' for v, who in whose.items())}")
+            rows.append(f"{name} is {' and '.join(f'{v} on {numbers_of(who)}' for v, who in whose.items())}")
     return rows
 
 
