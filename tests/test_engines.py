@@ -241,7 +241,7 @@ def arrivals(*pairs, wait_s=20.0):
     [
         ([(0, 3), (1, 3), (2, 3)], "all have come"),
         ([(0, 3), (1, 3), (1, 3)], "process 1 has come twice, {me} and {me}; give each its"),
-        ([(0, 2), (0, 2), (1, 2)], "process 0 has come twice, {me} and {me}; give each its"),
+        ([(0, 3), (0, 3), (1, 3)], "process 0 has come twice, {me} and {me}; give each its"),
         ([(0, 2), (1, 3)], "process 0 is one of 2 ({me}), process 1 one of 3 ({me}); start all"),
     ],
 )
