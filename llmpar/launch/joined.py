@@ -209,14 +209,16 @@ def _gather(place: Place, bind: str | None, wait_s: float) -> None:
     """As process 0 wait until the others have come, each once, as one of as many; else refuse, in all.
 
     JAX ends such processes in native code, without a sentence, or waits for minutes."""
-    all_, (host, port) = bind is None, parts_of(bind or place.coordinator or "")
-    kind = {"family": socket.AF_INET6 if all_ or ":" in host else socket.AF_INET, "dualstack_ipv6": all_}
+    both, (host, port) = bind is None, parts_of(bind or place.coordinator or "")
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
     until, people = time.monotonic() + wait_s, {0: _who()}
     lines: list[tuple[int, socket.socket]] = []
     answer = ""
     with contextlib.ExitStack() as stack:
         try:
-            server = stack.enter_context(socket.create_server(("" if all_ else host, port), **kind))
+            where = "" if both else host, port
+            server = socket.create_server(where, family=family, dualstack_ipv6=both)
+            stack.enter_context(server)
         except OSError:
             check(place, wait_s)  # another process 0 was faster
             raise
