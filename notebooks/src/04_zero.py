@@ -134,7 +134,7 @@ attempt("04.stage3_bytes", bytes_at_stage_3, devices=N)
 show(draw.zero_strips())
 
 # %% [markdown]
-# For our 8B on 8 GPUs stage 1 is enough:
+# For our 8B on 8 GPUs stage 1 is enough, if one counts this state alone (2 + 2 + 12 bytes per parameter, no activations):
 
 # %%
 bars = [(f"stage {stage}", held(stage)) for stage in range(4)]
@@ -344,7 +344,8 @@ print("stages 0 to 3: the same training, each array cut as its layout says")
 # %% [markdown]
 # ## What the compiled programs send
 #
-# 2Ψ is short for 2Ψ × 4 bytes × (N − 1)/N. (The loss is also sent, but it is one number.)
+# A ring sends (N − 1)/N of a message. Below, Ψ stands for one message of all weights, or of all gradients: 4 bytes × 4,096 × (N − 1)/N
+# from each device, and 2Ψ are two of them. (The loss is also sent, but it is one number.)
 
 # %% tags=["plumbing"]
 expected_counts = {
@@ -396,8 +397,9 @@ for u in (1, 4):
     assert stage2 == stage1 if u == 1 else stage2 < stage1
 
 # %% [markdown]
-# Unlike in the bars above, llmpar keeps weights and gradients in float32 (the optimizer needs no copy then); activations are
-# counted; stage 2 cuts only after a whole microbatch. So only stage 3 fits.
+# That is another recipe than in the bars above. There: 2 + 2 + 12 bytes per parameter, no activations, and stage 1 fits. Here: llmpar
+# keeps weights and gradients in float32, 4 + 4 + 8 bytes, and counts activations; stage 2 cuts only after a whole microbatch. So only
+# stage 3 fits.
 #
 # ## With microbatches stage 2 has a price
 #
