@@ -81,6 +81,7 @@ class Plan:
         with options.still_at_work("pricing plans", "seconds are usual; fix axes by --mesh to price fewer"):
             answer = planner.decide(planner.Question(*self.question()), self.keep)
         document = planner.document(answer, budget, self.price)
+        document["notes"] = notes(answer)
         if document["chip"] not in {*GPUS, *TPUS}:  # no compiler that could be asked
             for row in document["plans"]:
                 row["compile"] = None
@@ -88,6 +89,8 @@ class Plan:
             self.save_page(answer.plans[0].plan)
         if not self.json:
             options.say(f"{document['priced']:,} plans priced; memory leaves {document['margin']:.0%} free")
+        for line in document["notes"]:
+            options.say(line)
         return give(document, self.json, tables_of(document))
 
     def check_page(self, path: str) -> None:
@@ -173,6 +176,14 @@ class Plan:
             what = f"unroll={plan.unroll} of a model of {layers} layers"
             raise ValueError(f"{what}; use 0, which is all of them")
         return given
+
+
+def notes(answer: Any) -> list[str]:
+    """What was given by --fix and decides nothing in the first plan."""
+    q, first = answer.question, answer.plans[0].plan
+    own = {name: value for name, value in q.fixed.items() if name not in AXES}
+    said = dataclasses.replace(first, **own).idle(q.config, own)
+    return [line for line in said if line.partition("=")[0] in own]
 
 
 def axes_of(text: str) -> dict[str, int]:
