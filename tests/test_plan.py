@@ -301,7 +301,8 @@ def counted(plan: Plan, config) -> list:
     runs = plan.resolve(config, "gpu")
     sent = {str(key): str(row) for key, row in step_traffic(runs, 16, 128, 0).items()}
     lives = {path: life for path, (_, life) in runs.lives.items()}
-    return [runs.regions, lives, runs.gathers, runs.pipeline, sent, memory.parts_bytes(runs, 16, 128)]
+    at_once = runs.microbatches, runs.loss_chunks
+    return [at_once, runs.regions, lives, runs.gathers, runs.pipeline, sent, memory.parts_bytes(runs, 16, 128)]
 
 
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=4", "fsdp=4", "tp=2", "sp=2", "pp=2", "ep=2"])
