@@ -302,7 +302,15 @@ def counted(plan: Plan, config) -> list:
     sent = {str(key): str(row) for key, row in step_traffic(runs, 16, 128, 0).items()}
     lives = {path: life for path, (_, life) in runs.lives.items()}
     at_once = runs.microbatches, runs.loss_chunks
-    return [at_once, runs.regions, lives, runs.gathers, runs.pipeline, sent, memory.parts_bytes(runs, 16, 128)]
+    return [
+        at_once,
+        runs.regions,
+        lives,
+        runs.gathers,
+        runs.pipeline,
+        sent,
+        memory.parts_bytes(runs, 16, 128),
+    ]
 
 
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=4", "fsdp=4", "tp=2", "sp=2", "pp=2", "ep=2"])
