@@ -180,6 +180,7 @@ def _block(
     stream = whole // (tp if plan.tp_sequence else 1)
     queries = tokens * config.head_width * config.num_heads * item // tp
     keys = tokens * config.head_width * max(config.num_kv_heads // tp, 1) * item
+    gathered = (plan.mesh.sp - 1) * keys * (plan.context_parallel == "gather")  # of other ranks
     ffn = hidden = tokens * config.ffn_width * item // tp
     if config.experts:  # the slots of the buffer, and of a rank's visits nine eighths of an even share
         slots_here = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
@@ -204,11 +205,11 @@ def _block(
     crossing = 3 * ffn + 8 * whole + 2 * queries + 2 * keys
     sums = 2 * queries * FLOAT32 // item  # of attention, forward and backward
     # Where no gradient waits, what the feed-forward works with is gone when attention's turn comes.
-    parts = 4 * ffn // plan.ffn_chunks, queries + sums + scores
+    parts = 4 * ffn // plan.ffn_chunks, queries + sums + scores + 4 * gathered  # keys, values, and gradients
     work = 3 * whole + 3 * stream + 2 * queries + 2 * keys + (max(parts) if tpu else sum(parts) + 2 * whole)
     results = 2 * stream + 2 * queries + 2 * keys  # of products and of attention
     products = 2 * hidden * (plan.ffn_chunks == 1)
-    saves = {"none": kept, "selective": results + products, "ffn": results, "block": stream}
+    saves = {"none": kept + 2 * gathered, "selective": results + products, "ffn": results, "block": stream}
     return saves, crossing, work, stream
 
 
