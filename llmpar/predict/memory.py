@@ -34,16 +34,15 @@ def parts_bytes(plan: Resolved, batch_size: int, seq_len: int, *remat: str) -> d
     (`temp_bytes`) ``activations`` are what tokens add, all else a step without tokens would hold too:
     ``grads``, sums that are kept; ``unreduced`` gradients, as the backward pass leaves them, and a copy of
     the largest where it is cut; and ``copies`` of weights that are gathered or cast."""
-    given, held = argument_bytes(plan, batch_size, seq_len), weights_bytes(plan)
+    given, weights = argument_bytes(plan, batch_size, seq_len), weights_bytes(plan)
     besides = temp_bytes(plan, batch_size, seq_len, *remat)
     fixed = min(besides, temp_bytes(plan, 0, seq_len, *remat))
-    fresh = held["unreduced"] + held["largest unreduced"] * (plan.zero in (1, 2))
-    if order := plan.pipeline:  # one chunk is differentiated at a time
-        fresh = held["blocks unreduced"] // order.visits
-    summed = plan.microbatches > 1 or order is not None
-    grads = min(fixed, held["accumulated"])
-    unreduced = min(fixed - grads, fresh if summed else max(0, fresh - grads))
-    found = {
+    fresh = weights["unreduced"] + weights["largest unreduced"] * (plan.zero in (1, 2))
+    if plan.pipeline:  # one chunk is differentiated at a time
+        fresh = weights["blocks unreduced"] // plan.pipeline.visits
+    grads = min(fixed, weights["accumulated"])
+    unreduced = min(fixed - grads, fresh if plan.microbatches > 1 or plan.pipeline else max(0, fresh - grads))
+    parts = {
         "params": given["params"],
         "grads": grads,
         "optimizer": given["optimizer"],
@@ -52,7 +51,7 @@ def parts_bytes(plan: Resolved, batch_size: int, seq_len: int, *remat: str) -> d
         "activations": besides - fixed,
         "batch": given["batch"] + given["counters"],
     }
-    return found | {"total": sum(found.values())}
+    return parts | {"total": sum(parts.values())}
 
 
 @functools.lru_cache(maxsize=256)
