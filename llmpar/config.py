@@ -1,6 +1,7 @@
 """Model sizes: the configuration of a Llama-family model, its presets, and its exact number of parameters."""
 
 import dataclasses
+import difflib
 import json
 import math
 import os
@@ -334,15 +335,26 @@ class ModelConfig:
 def preset(name: str) -> ModelConfig:
     """A preset by name, or a Hugging Face ``config.json`` by its path, by its folder's, or by the name of a
     model that this machine has downloaded (``meta-llama/Llama-3.1-8B``)."""
+    if not isinstance(name, str):
+        raise ValueError(
+            f"a model is named by text, and this is {name!r:.60}; use one of {', '.join(PRESETS)}"
+        )
     if name not in PRESETS and os.path.isdir(folder := folder_of(name)):
         config = from_hugging_face(os.path.join(folder, "config.json"))
         return config if folder == name else dataclasses.replace(config, name=name.partition("/")[2])
     if name.endswith(".json"):
         return from_hugging_face(name)
     if name not in PRESETS:
+        near = " or ".join(near_presets(name))
         others = "or give the path of a config.json, or the name of a downloaded model"
-        raise ValueError(f"unknown model '{name}'; the presets are {', '.join(PRESETS)}, {others}")
+        known = f"'llmpar models' lists {len(PRESETS)} presets, {others}"
+        raise ValueError(f"unknown model {name!r:.80}; " + f"did you mean {near}? " * bool(near) + known)
     return PRESETS[name]
+
+
+def near_presets(name: str) -> list[str]:
+    """Presets that are spelled nearly like a name, the nearest first; at most three."""
+    return difflib.get_close_matches(name[:80].rpartition("/")[2].lower(), PRESETS, 3, 0.7)
 
 
 def folder_of(name: str) -> str:

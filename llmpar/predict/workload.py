@@ -260,7 +260,8 @@ class Run:
 
 
 def of_plan(config: ModelConfig, plan: Plan, chip: Chip, batch_size: int, seq_len: int) -> Run:
-    """The run that a plan of ours is."""
+    """The run that a plan of ours is: what its fields decide, not those that decide nothing."""
+    plan = plan.resolve(config, None)
     ranks, order = plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep, plan.pipeline
     alike = "mesh microbatches zero schedule tp_sequence context_parallel loss_chunks"
     fields: dict[str, Any] = {name: getattr(plan, name) for name in alike.split()}
@@ -276,6 +277,7 @@ def of_plan(config: ModelConfig, plan: Plan, chip: Chip, batch_size: int, seq_le
         tp_overlap=plan.tp_comm_overlap,
         zero_over_sp="sp" in plan.zero_axes,
         balanced=plan.sequence_order != "contiguous",
+        bits=32 if plan.dtype == "float32" and chip.link == "switch" else 16,  # TPUs read either as 16
         plan=plan,
         **fields,
     )
