@@ -57,7 +57,7 @@ show(drawn, f"Estimated seconds of a step, each ± {planner.ERROR:.0%}, and a me
 # **Misunderstanding:** that the seconds are promises. They compare plans; bytes and arguments are exact, and a compiler without the
 # cluster checks memory (`llmpar compile`). The dot is far behind the estimate: cards of 96 GB with slower memory, held to 500 of 700 W.
 #
-# **Source:** `llmpar.predict.planner`; `tests/measured.md` holds the model against 591 published runs, 7.4 % mean and 6.0 % median
+# **Source:** `llmpar.predict.planner`; `tests/measured.md` holds the model against 591 published runs, 7.3 % mean and 6.0 % median
 # error. The dot: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 1, 8 GPUs (6,514 on 128).
 
 # %% [markdown] tags=["slide"] minutes=2
