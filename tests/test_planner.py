@@ -78,8 +78,8 @@ def test_all_that_context_parallelism_offers_is_priced_and_the_ring_is_not_chose
             for name in ("ring", "ulysses", "gather")}  # fmt: skip
     ring, ulysses, gather = (one.time.step_s for one in ways.values())
     assert {one.plan.context_parallel for one in ways.values()} == set(ways)
-    assert ring > 1.4 * max(ulysses, gather) and ulysses == pytest.approx(gather, rel=0.15)
-    assert (ulysses, gather, ring) == pytest.approx((8.90, 8.83, 16.38), rel=0.3)
+    assert ring > 1.4 * max(ulysses, gather) and ulysses == pytest.approx(gather, rel=0.25)
+    assert (ulysses, gather, ring) == pytest.approx((8.90, 8.83, 16.38), rel=0.35)
     best = planner.on_mesh(q, mesh)
     assert best.time.step_s <= min(ring, ulysses, gather) and best.plan.context_parallel == "ulysses"
     tried = [plan for one in planner.ways(q, mesh) if (plan := one.get("context_parallel"))]

@@ -17,7 +17,7 @@ from llmpar.predict.hardware import chip
 from llmpar.predict.measured import read
 from llmpar.predict.planner import verdict
 from llmpar.predict.terms import LINES, TABLE, UPDATED, terms
-from llmpar.predict.time import OPTIMIZER_BYTES
+from llmpar.predict.time import LATE, OPTIMIZER_BYTES
 from llmpar.predict.traffic import most_traffic
 from llmpar.step import Step
 
@@ -195,5 +195,9 @@ def test_runs_that_people_know_are_answered_beside_what_was_published():
         else:
             assert "2407.21783" in row["source"]
             errors[row["name"]] = one.time.mfu(q.run(one.plan)) / row["mfu"] - 1
-    assert len(errors) >= 8 and max(map(abs, errors.values())) < 0.3, errors
+            without = one.time.step_s - one.time.terms["recomputation"] - one.time.terms[LATE]
+            assert one.time.mfu(q.run(one.plan)) * one.time.step_s / without > row["mfu"], row["differs"]
+        if "differs" not in row:
+            assert abs(errors[row["name"]]) <= planner.ERROR, "the table says why ours is off by more"
+    assert len(errors) >= 8 and max(map(abs, errors.values())) < 0.25, errors
     assert sum(abs(error) for error in errors.values()) / len(errors) < 0.15

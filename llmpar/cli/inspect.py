@@ -66,7 +66,9 @@ class Inspect:
     def look(self) -> dict:
         """Look at a program that is not a plan's."""
         ours = changed(self, ("types", "tolerance")) + changed(self.step.plan, vars(self.step.plan))
-        ours += changed(self.step, vars(self.step).keys() - {"plan", "devices", "mesh" * bool(self.hlo)})
+        ours += changed(
+            self.step, vars(self.step).keys() - {"plan", "given", "devices", "mesh" * bool(self.hlo)}
+        )
         if ours or bool(self.program) == bool(self.hlo) or self.hlo and self.target:
             only = "--program MODULE:FUNCTION goes with --target or --devices, --hlo FILE with --mesh"
             rest = f"leave out {' '.join(ours)}" if ours else "give one of the two"

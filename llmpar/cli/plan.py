@@ -82,6 +82,7 @@ class Plan:
         with options.still_at_work("pricing plans", "seconds are usual; fix axes by --mesh to price fewer"):
             answer = planner.decide(planner.Question(*self.question()), self.keep)
         document = planner.document(answer, budget, self.price)
+        document["notes"] = notes(answer)
         if document["chip"] not in {*GPUS, *TPUS}:  # no compiler that could be asked
             for row in document["plans"]:
                 row["compile"] = None
@@ -89,6 +90,8 @@ class Plan:
             self.save_page(answer.plans[0].plan)
         if not self.json:
             options.say(f"{document['priced']:,} plans priced; {document['room_is']}")
+        for line in document["notes"]:
+            options.say(line)
         return give(document, self.json, tables_of(document))
 
     def check_page(self, path: str) -> None:
@@ -174,6 +177,14 @@ class Plan:
             what = f"unroll={plan.unroll} of a model of {layers} layers"
             raise ValueError(f"{what}; use 0, which is all of them")
         return given
+
+
+def notes(answer: Any) -> list[str]:
+    """What was given by --fix and decides nothing in the first plan."""
+    q, first = answer.question, answer.plans[0].plan
+    own = {name: value for name, value in q.fixed.items() if name not in AXES}
+    lines = dataclasses.replace(first, **own).idle(q.config, own)
+    return [line for line in lines if line.partition("=")[0] in own]
 
 
 def axes_of(text: str) -> dict[str, int]:

@@ -104,5 +104,7 @@ def famous(seen: Look) -> str:
             published = time_text(run["step_s"])
         if one:
             ours = f"{one.time.mfu(q.run(one.plan)):.0%} MFU" if "mfu" in run else time_text(one.time.step_s)
-        rows.append(table_row(button(run["name"], **start), map(escape, (published, ours, run["source"]))))
-    return table(("run", "published", "ours", "source"), f"<tbody>{''.join(rows)}</tbody>")
+        cells = published, ours, run["source"], run.get("differs", "")
+        rows.append(table_row(button(run["name"], **start), map(escape, cells)))
+    head = "run", "published", "ours", "source", "why ours differs"
+    return table(head, f"<tbody>{''.join(rows)}</tbody>")

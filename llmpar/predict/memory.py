@@ -45,16 +45,15 @@ def parts_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]
     (`temp_bytes`) ``activations`` are what tokens add, all else a step without tokens would hold too:
     ``grads``, sums that are kept; ``unreduced`` gradients, as the backward pass leaves them, and a copy of
     the largest where it is cut; and ``copies`` of weights that are gathered or cast."""
-    given, held = argument_bytes(plan, batch_size, seq_len), weights_bytes(plan)
+    given, weights = argument_bytes(plan, batch_size, seq_len), weights_bytes(plan)
     besides = temp_bytes(plan, batch_size, seq_len)
     fixed = min(besides, temp_bytes(plan, 0, seq_len))
-    fresh = held["unreduced"] + held["largest unreduced"] * (plan.zero in (1, 2))
-    if order := plan.pipeline:  # one chunk is differentiated at a time
-        fresh = held["blocks unreduced"] // order.visits
-    summed = plan.microbatches > 1 or order is not None
-    grads = min(fixed, held["accumulated"])
-    unreduced = min(fixed - grads, fresh if summed else max(0, fresh - grads))
-    found = {
+    fresh = weights["unreduced"] + weights["largest unreduced"] * (plan.zero in (1, 2))
+    if plan.pipeline:  # one chunk is differentiated at a time
+        fresh = weights["blocks unreduced"] // plan.pipeline.visits
+    grads = min(fixed, weights["accumulated"])
+    unreduced = min(fixed - grads, fresh if plan.microbatches > 1 or plan.pipeline else max(0, fresh - grads))
+    parts = {
         "params": given["params"],
         "grads": grads,
         "optimizer": given["optimizer"],
@@ -63,7 +62,7 @@ def parts_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]
         "activations": besides - fixed,
         "batch": given["batch"] + given["counters"],
     }
-    return found | {"total": sum(found.values())}
+    return parts | {"total": sum(parts.values())}
 
 
 def weights_bytes(plan: Resolved) -> Counter[str]:
@@ -218,6 +217,7 @@ def _block(
     stream = whole // (tp if plan.tp_sequence else 1)
     queries = tokens * config.head_width * config.num_heads * item // tp
     keys = tokens * config.head_width * max(config.num_kv_heads // tp, 1) * item
+    gathered = (plan.mesh.sp - 1) * keys * (plan.context_parallel == "gather")  # of other ranks
     ffn = hidden = tokens * config.ffn_width * item // tp
     if config.experts:  # the slots of the buffer, and of a rank's visits nine eighths of an even share
         slots_here = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
@@ -242,11 +242,11 @@ def _block(
     crossing = 3 * ffn + 8 * whole + 2 * queries + 2 * keys
     sums = 2 * queries * FLOAT32 // item  # of attention, forward and backward
     # Where no gradient waits, what the feed-forward works with is gone when attention's turn comes.
-    parts = 4 * ffn // plan.ffn_chunks, queries + sums + scores
+    parts = 4 * ffn // plan.ffn_chunks, queries + sums + scores + 4 * gathered  # keys, values, and gradients
     work = 3 * whole + 3 * stream + 2 * queries + 2 * keys + (max(parts) if tpu else sum(parts) + 2 * whole)
     pieces = plan.ffn_chunks == 1
     kept = {"feed-forward": 6 * ffn * pieces, "norms in float32": norms, "stream": 2 * stream + 2 * whole}
-    kept |= {"queries and attention's result": 3 * queries, "keys and values": 2 * keys}
+    kept |= {"queries and attention's result": 3 * queries, "keys and values": 2 * (keys + gathered)}
     kept |= {"attention's softmax": squares}
     # Of products and of attention.
     results = {

@@ -251,8 +251,8 @@ def ways(q: Question, mesh: MeshShape) -> Iterator[Fields]:
             sequences += [{"context_parallel": "ulysses", "sequence_order": "contiguous"}]
         elif apart > 1:
             sequences += [{"context_parallel": "usp"}]
-    if asked := given.get("context_parallel"):
-        sequences = [one for one in sequences if one.get("context_parallel", "ring") == asked] or [{}]
+    if strategy := given.get("context_parallel"):
+        sequences = [one for one in sequences if one.get("context_parallel", "ring") == strategy] or [{}]
     orders: list[Fields] = [{}]
     if mesh.pp > 1 and not {"schedule", "virtual_stages"} & set(given):
         many = [v for v in (2, 4) if q.config.num_layers >= v * mesh.pp]

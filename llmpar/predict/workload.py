@@ -226,8 +226,8 @@ class Run:
     def exchanging(self) -> int:
         """Ranks of sp that exchange positions for heads: of usp as many as divide the heads of a device."""
         heads = self.config.num_heads if self.mesh.tp > self.config.num_kv_heads else self.kv_heads
-        some = math.gcd(max(1, heads // self.mesh.tp), self.mesh.sp)
-        return {"ulysses": self.mesh.sp, "usp": some}.get(self.context_parallel, 1)
+        shared = math.gcd(max(1, heads // self.mesh.tp), self.mesh.sp)
+        return {"ulysses": self.mesh.sp, "usp": shared}.get(self.context_parallel, 1)
 
     @property
     def imbalance(self) -> float:
