@@ -109,7 +109,7 @@ def _held(q: Question, one: Candidate, plan: Resolved) -> list[Term]:
     return [*found, _term("total", one.total_bytes, "B", " + ".join(f"{x.value:,} B" for x in found))]
 
 
-def _summands(rows: list[tuple[str, int, int]], less: str, elsewhere: int) -> list[Summand]:
+def _summands(rows: list[tuple[str, int, int]], less: str, elsewhere: float) -> list[Summand]:
     """Rows of `memory.temp_parts`, and what is counted ``elsewhere``."""
     count = lambda times: f"{times:,} × " * (times > 1)
     found = [Summand(what, f"{count(n)}{size:,} B", n * size) for what, n, size in rows if n * size]
@@ -126,7 +126,7 @@ def _of_tokens(q: Question, plan: Resolved) -> list[Summand]:
     return _summands(rows, "less what a step without tokens would hold", fixed)
 
 
-def _without_tokens(q: Question, plan: Resolved, elsewhere: int) -> list[Summand]:
+def _without_tokens(q: Question, plan: Resolved, elsewhere: float) -> list[Summand]:
     """What a step without tokens would hold, but for the gradients."""
     rows = memory.temp_parts(plan, 0, q.seq_len)
     return _summands(rows, "less the gradients, parts of their own", elsewhere)
