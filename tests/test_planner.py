@@ -428,7 +428,8 @@ def test_a_field_that_decides_nothing_is_not_priced():
 
 
 def test_fields_that_are_set_are_timed():
-    """State that dp does not cut is updated whole, and products of float32 are slower but on TPUs."""
+    """State that dp does not cut is updated whole, products of float32 are slower but on TPUs, and all slots
+    of a buffer travel that is padded."""
     seconds = lambda mesh, row=H100, **own: (
         planner.on_mesh(question(row=row, **own), parse_mesh(mesh)).time.terms
     )
@@ -438,6 +439,9 @@ def test_fields_that_are_set_are_timed():
     for row, ratio in ((H100, H100.rates.eight_bit), (chip("v5p"), 1.0)):
         wide, narrow = (seconds("fsdp=8", row, dtype=d, **asked)["products"] for d in ("float32", "bfloat16"))
         assert wide == pytest.approx(ratio * narrow, rel=0.05)
+    asked["name"] = "qwen3-30b-a3b"
+    padded, full = (seconds("ep=8", dispatch=how, **asked)["expert links"] for how in ("padded", "auto"))
+    assert padded > 1.2 * full
 
 
 @pytest.mark.parametrize(

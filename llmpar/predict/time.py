@@ -265,7 +265,7 @@ class Clock:
         else:
             term = "expert links"
         full: float = size
-        if " c d" in text:  # only full slots travel
+        if " c d" in text and self.plan.dispatch != "padded":  # only full slots travel
             full = min(full, 2.0 * run.tokens * run.config.width * self.copies())
         return term, hides, self.collective(short, full, row.group_size, min(self.inner[a] for a in axes))
 
