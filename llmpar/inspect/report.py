@@ -116,7 +116,7 @@ def compare(
 def _title(document: dict) -> str:
     mesh = " ".join(f"{a}={n}" for a, n in document["mesh"].items()) or "one device"
     title = f"{document['model']} on {mesh}, {document['reading']} reading, ZeRO {document['zero']}"
-    title += " with no axis to cut by" * (document["zero"] > 0 and not document["zero_cuts"])
+    title += " with no axis to cut by" * (document["zero"] > 0 and document.get("zero_cuts") == [])
     title += f", {document['attention_kernel']} attention"
     title += f", {document['schedule']}, stage {document['stage']}" if document["schedule"] else ""
     return title

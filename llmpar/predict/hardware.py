@@ -259,7 +259,7 @@ def _load(path: Path) -> Chip:
     if not inherited:
         return Chip(**row)
     if "devices_per_chip" in row:  # of what, the row that it starts from does not know
-        row = {"device": ""} | row
+        row.setdefault("device", "")
     row["sources"] = {k: v for k, v in inherited.sources.items() if k not in row} | row.get("sources", {})
     return replace(inherited, **{"reached": None} | row, base=inherited.name)
 
