@@ -335,6 +335,10 @@ class ModelConfig:
 def preset(name: str) -> ModelConfig:
     """A preset by name, or a Hugging Face ``config.json`` by its path, by its folder's, or by the name of a
     model that this machine has downloaded (``meta-llama/Llama-3.1-8B``)."""
+    if not isinstance(name, str):
+        raise ValueError(
+            f"a model is named by text, and this is {name!r:.60}; use one of {', '.join(PRESETS)}"
+        )
     if name not in PRESETS and os.path.isdir(folder := folder_of(name)):
         config = from_hugging_face(os.path.join(folder, "config.json"))
         return config if folder == name else dataclasses.replace(config, name=name.partition("/")[2])

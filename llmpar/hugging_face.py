@@ -94,6 +94,31 @@ def read(path: str, allowed: dict[str, Allowed]) -> dict[str, Any]:
     }
 
 
+QUANTIZED = "hf_quant_config.json"
+"""What NVIDIA's modelopt lays beside a config.json, which then still names the original model's numbers."""
+
+
+def quantization(folder: str) -> str:
+    """In which numbers `QUANTIZED` says that a folder's weights are ("NVFP4"); '' where there is none."""
+    path = pathlib.Path(folder, QUANTIZED)
+    if not path.exists():
+        return ""
+    entries = read_json(path, "quantization's configuration").get("quantization")
+    kind = entries.get("quant_algo") if isinstance(entries, dict) else None
+    return kind if isinstance(kind, str) and kind.isprintable() else "unnamed"
+
+
+def stored_bytes(folder: str) -> int:
+    """Bytes of a folder's weights: what the index of its shards says, or its files have."""
+    files = [*pathlib.Path(folder).glob("*.safetensors")]
+    for index in pathlib.Path(folder).glob("*.safetensors.index.json"):
+        metadata = read_json(index, "index of weights").get("metadata")
+        size = metadata.get("total_size") if isinstance(metadata, dict) else None
+        Allowed(int, 1, 1 << 50).check(f"metadata.total_size in '{index}'", size)
+        return int(size)
+    return sum(file.stat().st_size for file in files)
+
+
 def _scaling(rope: _Card, path: str) -> dict | None:
     kind = rope.get("rope_type") or rope.get("type", "default")
     if kind not in ("default", "llama3"):

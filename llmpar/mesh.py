@@ -38,8 +38,8 @@ def use_devices(simulate: int = 8, at_least: int = 2) -> list[jax.Device]:
     A single accelerator is left alone, and that is said, unless JAX_PLATFORMS names its platform: parallelism
     needs two devices to show anything. ``at_least=1`` takes it.
     """
-    if not 1 <= simulate <= MAX_SIMULATED:
-        raise ValueError(f"{simulate} simulated devices were asked for; use 1 to {MAX_SIMULATED}")
+    if not isinstance(simulate, int) or not 1 <= simulate <= MAX_SIMULATED:
+        raise ValueError(f"{simulate!r} simulated devices were asked for; use 1 to {MAX_SIMULATED}")
     fresh = True
     if _COUNT_FLAG not in os.environ.get("XLA_FLAGS", "") and "JAX_NUM_CPU_DEVICES" not in os.environ:
         try:

@@ -349,6 +349,8 @@ def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshSha
     if isinstance(text, MeshShape):
         shape = _fit(str(text), {a: n for a, n in text.asked.items() if n != 1}, num_devices, text.reshape)
         return replace(shape, ul=text.ul, kv=text.kv)
+    if not isinstance(text, str):
+        raise ValueError(f"a mesh is text, and this is {text!r:.60}; write for instance 'dp=2 fsdp=2 tp=2'")
     body = text.strip()
     reshape = body.startswith("!")
     offset = text.index(body) + reshape if body else 0

@@ -14,7 +14,7 @@ right when its state is cut; for elementwise ones such as AdamW the compiled upd
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+import weakref
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +41,8 @@ from llmpar.readings import Auto, Explicit
 from llmpar.weights import Tree, described, init_params, joined, model_graph, trained, weight_dims
 
 WHOLE = Layout(())
+MAX_SEED = 2**32 - 1
+"""JAX makes keys of 32 bits."""
 TALLY = Dim("l"), Dim("e")  # of tokens per expert; summed over all tokens
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 EARLY = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_latency_estimator"
@@ -74,9 +76,69 @@ def take_layers(x: Array, order: Int[Array, " l"], dim: int, to: NamedSharding) 
     return lax.with_sharding_constraint(jnp.take(x, order, dim, mode="fill", fill_value=0), to)
 
 
+def _check_given(plan: Plan, mesh: Any) -> None:
+    """Refuse what is no mesh, or another than the plan's, and weights that would not be float32."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(f"mesh is {mesh!r:.60}, no jax.sharding.Mesh; use make_mesh(plan.mesh)")
+    sizes = dict(mesh.shape)
+    if sizes not in (plan.mesh.asked, plan.mesh.sizes):
+        has = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
+        raise ValueError(
+            f"the plan is for mesh '{plan.mesh}', and the mesh is {has}; use make_mesh(plan.mesh)"
+        )
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ValueError("JAX_ENABLE_X64 is on, but master weights are float32; switch it off")
+
+
 def cut_in_microbatches(batch: Batch, count: int) -> Batch:
     """Give the batch a leading dim of microbatches, each of every ``count``-th row: cut as the batch is."""
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch)
+
+
+def check_alive(tree: Tree) -> None:
+    """Refuse arrays whose memory was given away. On simulated devices the process would end at them."""
+    for x in jax.tree.leaves(tree):
+        if not isinstance(x, jax.core.Tracer) and getattr(x, "is_deleted", bool)():
+            raise ValueError("this state was used up by the step before; keep the state that run returns")
+
+
+class Checked:
+    """A compiled function of a state (or weights) and a batch, which refuses what it would take for another:
+    tokens that the model has not, and a state that is used up. It reads a batch back from its devices, once;
+    ``compiled`` does not, and has no checks."""
+
+    def __init__(self, compiled: Any, vocab_size: int):
+        self.compiled, self.vocab_size, self._seen = compiled, vocab_size, list[weakref.ref]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.compiled, name)  # lower, trace
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        check_alive((state, batch))
+        if isinstance(batch, dict):  # else JAX names what is missing
+            self._check({name: batch[name] for name in ("tokens", "targets") if name in batch})
+        return self.compiled(state, batch)
+
+    def _check(self, batch: dict[str, Any]) -> None:
+        arrays = [x for x in batch.values() if isinstance(x, jax.Array)]
+        if arrays and [id(ref()) for ref in self._seen] == [*map(id, arrays)]:
+            return
+        self._seen = [*map(weakref.ref, arrays)]
+        for name, x in batch.items():
+            if not isinstance(x, jax.core.Tracer):
+                check_tokens(name, x, self.vocab_size)
+
+
+def check_tokens(name: str, x: Any, vocab_size: int) -> None:
+    """Refuse tokens, or targets, that are none of a vocabulary. A target below 0 does not count."""
+    parts = [shard.data for shard in x.addressable_shards] if isinstance(x, jax.Array) else [x]
+    for part in map(np.asarray, parts):
+        least, most = (int(part.min()), int(part.max())) if part.size else (0, 0)
+        if not np.issubdtype(part.dtype, np.integer) or most >= vocab_size or name == "tokens" and least < 0:
+            what = (
+                f"{name} are {part.dtype} from {least:,} to {most:,}, and the vocabulary has {vocab_size:,}"
+            )
+            raise ValueError(f"{what}; use integers from 0 to {vocab_size - 1:,}, of this model's tokenizer")
 
 
 class Step:
@@ -101,6 +163,7 @@ class Step:
         optimizer: optax.GradientTransformation,
         clip: float | None = 1.0,
     ):
+        _check_given(plan, mesh)
         plan = plan.resolve(config, platform_of(mesh))
         self.config, self.plan, self.optimizer, self.clip = config, plan, optimizer, clip
         # Sharding constraints need automatic axes; explicit axes are the same devices.
@@ -133,13 +196,14 @@ class Step:
         self.abstract_natural = jax.tree.map(place, natural, in_order)
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         self.batch_sharding = sharding(self.mesh, plan.tokens)
-        self.run = jax.jit(
+        run = jax.jit(
             self._step,
             in_shardings=(self.shardings, self.batch_sharding),
             out_shardings=(self.shardings, None),
             donate_argnums=0,
             compiler_options=compiler_options(plan),
         )
+        self.run = Checked(run, config.vocab_size)
 
     # -------------------------------------------------------------------------------------------- the state
 
@@ -186,6 +250,8 @@ class Step:
                 lie as ``abstract_natural`` says become the state's own, and so are deleted here: there are
                 never two. Others are copied.
         """
+        if not 0 <= seed <= MAX_SEED:
+            raise ValueError(f"seed is {seed}; use 0 to {MAX_SEED:,}")
         given = self._given(params or {})
 
         def make(key, given):
@@ -206,8 +272,9 @@ class Step:
         for path, given in flatten_dict(params, sep=".").items():
             if (weight := weights.get(path)) is None:
                 raise ValueError(f"the model has no weight '{path}'; it has {', '.join(weights)}")
-            if np.shape(given) != weight.shape or not jnp.issubdtype(given.dtype, jnp.floating):
-                found = f"'{path}' of shape {list(np.shape(given))} ({given.dtype})"
+            dtype = getattr(given, "dtype", None)  # None, or a number, has none
+            if dtype is None or given.shape != weight.shape or not jnp.issubdtype(dtype, jnp.floating):
+                found = f"'{path}' of shape {list(np.shape(given))} ({dtype or type(given).__name__})"
                 use = f"use {list(weight.shape)} ({weight.dtype}), layers in the model's order"
                 raise ValueError(f"{found} is no weight of '{self.config.name}'; {use}")
             given = given.astype(weight.dtype)
@@ -236,6 +303,7 @@ class Step:
                 x.delete()
             return reordered
 
+        check_alive(state)
         return state if self._keeps_order else jax.tree.map(reorder, state, self._layer_dims, like)
 
     @functools.cached_property
@@ -452,7 +520,7 @@ class Step:
         return jax.shard_map(restore, mesh=self.mesh, in_specs=(graded,), out_specs=stored)(params)
 
     @functools.cached_property
-    def evaluate(self) -> Callable[[Tree, Batch], tuple[Array, Array]]:
+    def evaluate(self) -> Checked:
         """Compiled: the cross-entropies of a batch's targets summed, and their number, from (weights, batch),
         forward only and without the routers' own losses. Weights come stored, with their layers in the
         model's order (`to_natural`); where stages hold them the reading is Auto's: layers travel to every
@@ -470,6 +538,7 @@ class Step:
             return self._sum_over_devices(par, sums(par, params, batch))
 
         if plan.reading == "auto" or plan.pipeline:
-            return jax.jit(functools.partial(sums, Auto(plan, self.mesh)))
+            return Checked(jax.jit(functools.partial(sums, Auto(plan, self.mesh))), self.config.vocab_size)
         given = jax.tree.map(spec, self.stored), self.batch_sharding.spec
-        return jax.jit(jax.shard_map(manual, mesh=self.mesh, in_specs=given, out_specs=spec(WHOLE)))
+        mapped = jax.shard_map(manual, mesh=self.mesh, in_specs=given, out_specs=spec(WHOLE))
+        return Checked(jax.jit(mapped), self.config.vocab_size)

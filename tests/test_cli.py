@@ -92,9 +92,18 @@ def test_the_small_commands_and_the_demonstration_too(call, tmp_path, monkeypatc
     assert picture.exists() == (process == 0)
     for command in (llmpar.cli.demo.Train, llmpar.cli.demo.Inspect):
         monkeypatch.setattr(command, "run", lambda _: {"losses": [5.0, 1.0], "collectives": []})
-    status, out, err = call("demo", "--out", str(folder), "--json")
-    assert status == 0 and bool(out) == bool(err) == (process == 0)
-    assert [path.name for path in sorted(folder.iterdir())] == ["loss.png", "mesh.png"] * (process == 0)
+    for kind in ("svg", "png"):  # what is there is its own, and may be drawn anew
+        monkeypatch.setattr("llmpar.cli.demo.installed", lambda _, kind=kind: kind == "png")
+        for _ in range(2):
+            status, out, err = call("demo", "--out", str(folder / kind), "--json")
+            assert status == 0 and bool(out) == bool(err) == (process == 0)
+        names = [path.name for path in sorted((folder / kind).iterdir())]
+        assert names == [f"loss.{kind}", f"mesh.{kind}"] * (process == 0)
+    if process == 0:
+        (folder / "svg" / "loss.svg").write_text("<svg>mine</svg>")
+        monkeypatch.setattr("llmpar.cli.demo.installed", lambda _: False)
+        assert call("demo", "--out", str(folder / "svg"))[0] == 1
+        assert (folder / "svg" / "loss.svg").read_text() == "<svg>mine</svg>"
 
 
 @pytest.fixture
@@ -430,6 +439,85 @@ def test_what_a_terminal_cannot_show_is_replaced_and_a_closed_pipe_is_silent():
     code += "from llmpar.cli import main; sys.exit(main(['models']))"
     closed = run(code=code)
     assert closed.returncode == 141 and closed.stderr == "", closed.stderr
+    code = "import os, sys\nos.close(1)\n"
+    code += "os.execv(sys.executable, [sys.executable, '-m', 'llmpar', *sys.argv[1:]])"
+    for words in (["train", "--help"], ["models"]):
+        none = run(*words, code=code)
+        assert (none.returncode, none.stderr) == (0, ""), none.stderr
+
+
+WORDS_LOST = """
+import os, sys
+from llmpar.cli import main
+
+os.dup2(os.open("/dev/full", os.O_WRONLY) if sys.argv[1] == "full" else os.pipe()[1], 2)
+sys.exit(main(["plan", "--model", "tiny", "--devices", "8", "--json"]))
+"""
+
+
+@pytest.mark.parametrize("where", ["full", "closed"])
+def test_words_that_cannot_be_written_are_lost_and_the_answer_is_given(where):
+    done = run(where, code=WORDS_LOST)
+    assert done.returncode == 0 and json.loads(done.stdout)["plans"], done.stderr
+
+
+WAITS = """
+import ctypes, signal, sys, tempfile
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal
+from llmpar.cli import main
+from llmpar.cli.models import Models
+
+def wait(self):
+    lock, native, folder = ctypes.create_string_buffer(256), ctypes.CDLL(None), tempfile.TemporaryDirectory()
+    native.pthread_mutex_lock(lock)
+    print(folder.name, flush=True)
+    native.pthread_mutex_lock(lock)  # for ever: no signal interrupts it, and Python calls no handler
+
+Models.run = wait
+sys.exit(main(["models"]))
+"""
+
+
+def test_ctrl_c_ends_a_command_that_waits_in_native_code_and_takes_its_folder_along():
+    command = [sys.executable, "-c", WAITS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        folder = Path(process.stdout.readline().strip())
+        assert folder.is_dir()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err, folder.exists()) == (130, "llmpar: interrupted\n", False)
+
+
+@pytest.mark.processes
+def test_a_training_whose_reader_or_terminal_is_gone_is_kept(model, tmp_path):
+    """`train 2>&1 | head -3` trains on; a lost terminal, which tells with SIGHUP, ends after the step."""
+    (tmp_path / "text").write_text("to be or not to be, that is the question. " * 200)
+    words = [
+        "train",
+        "--model",
+        model(),
+        *EIGHT,
+        *TINY_STEP,
+        "--every",
+        "1000",
+        "--data",
+        str(tmp_path / "text"),
+    ]
+    for name, steps in {"pipe": 5, "terminal": 1_000_000}.items():
+        command = [sys.executable, "-m", "llmpar", *words, "--steps", str(steps)]
+        command += ["--checkpoints", str(tmp_path / name)]
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as process:
+            while process.stderr.readline()[:5] not in ("compi", "step "):
+                pass
+            if name == "terminal":
+                while process.stderr.readline()[:5] != "step ":
+                    pass
+                process.send_signal(signal.SIGHUP)
+            process.stderr.close()
+            assert process.wait(timeout=200) == (129 if name == "terminal" else 0)
+        assert 1 <= Checkpoints(str(tmp_path / name)).latest < 1_000_000
 
 
 def test_the_version_and_the_module_have_names():
@@ -451,17 +539,22 @@ def test_the_first_signal_asks_and_the_second_ends(monkeypatch, capfd):
     monkeypatch.setattr(os, "_exit", sys.exit)
     before = signal.getsignal(signal.SIGTERM)
     with Stopper() as stopper:
-        stopper.worked = True
+        assert not stopper.asked(), "a step was done"
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stopper.asked() and stopper.number == signal.SIGHUP
+        with pytest.raises(SystemExit, match="130"):
+            stopper(signal.SIGINT)
+    with Stopper() as stopper, pytest.raises(SystemExit, match="143"):
+        stopper(signal.SIGTERM)  # no step was done: nothing to finish
+    with Stopper() as stopper:
+        stopper.asked()
+        signal.set_wakeup_fd(-1)  # as event loops leave it
         os.kill(os.getpid(), signal.SIGTERM)
         assert stopper.number == signal.SIGTERM
-        with pytest.raises(SystemExit, match="130"):
-            os.kill(os.getpid(), signal.SIGINT)
-    with Stopper(), pytest.raises(SystemExit, match="143"):
-        os.kill(os.getpid(), signal.SIGTERM)  # no step was done: nothing to finish
     assert signal.getsignal(signal.SIGTERM) is before
     ended = "llmpar: ended at once; checkpoints taken before are intact"
     after = "llmpar: ends after this step; once more ends at once"
-    assert capfd.readouterr().err.splitlines() == [after, ended, ended]
+    assert capfd.readouterr().err.splitlines() == [after, ended, ended, after]
 
 
 def test_an_interrupted_training_says_what_is_kept_and_its_command_goes_on(
@@ -541,7 +634,7 @@ def test_what_needs_the_extra_lab_names_it_in_a_sentence(tmp_path):
         + """
 from llmpar.cli import main
 
-for words in ("lab", "train --plot loss.png", "schedule gpipe --svg table.png", "demo"):
+for words in ("lab", "train --plot loss.png", "schedule gpipe --svg table.png"):
     assert main(words.split()) == 1
 import llmpar
 from llmpar import draw
@@ -555,9 +648,9 @@ for action in (lambda: llmpar.MeshExplorer().rich, lambda: draw.mesh("dp=2").sav
     )
     done = run(code=code, at=tmp_path)
     lines = done.stderr.splitlines()
-    assert done.returncode == 0 and len(lines) == 6, done.stderr
+    assert done.returncode == 0 and len(lines) == 5, done.stderr
     assert all(x.startswith("llmpar: ") and x.endswith("pip install 'llmpar[lab]'") for x in lines), lines
-    named = ("JupyterLab", "loss.svg", "table.svg", "mesh.svg", "anywidget", "SVG")
+    named = ("JupyterLab", "loss.svg", "table.svg", "anywidget", "SVG")
     assert all(word in line for line, word in zip(lines, named, strict=True))
 
 
@@ -613,6 +706,21 @@ def test_a_home_that_is_not_there_is_done_without(monkeypatch):
         assert jax.config.jax_compilation_cache_dir is None
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_what_jax_is_told_that_would_only_wait_is_said(capsys, tmp_path):
+    with jax.disable_jit(), pytest.raises(ValueError, match="JAX_DISABLE_JIT is on: .*; unset it"):
+        start()
+    (tmp_path / "file").write_text("")
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "file" / "x"))
+    try:
+        start()
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "/file/x' cannot be written (Not a directory)" in err
 
 
 def test_a_loss_that_is_not_finite_exits_with_one_in_a_sentence(call, model, tmp_path):

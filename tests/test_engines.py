@@ -14,7 +14,9 @@ import pytest
 import yaml
 
 from llmpar.cli.commands import parse
+from llmpar.cli.weights import from_folder
 from llmpar.config import preset, to_hugging_face
+from llmpar.hugging_face import QUANTIZED
 from llmpar.launch import joined, local, traps
 from llmpar.launch.engines import Place, detect, first_host, port_of, tasks_on
 from llmpar.launch.jobs import ENGINES, Job, Site, job_file
@@ -492,12 +494,17 @@ def test_a_server_s_job_ends_where_its_head_does_and_wants_a_key(tmp_path):
     ]
 
 
-def export_of(folder, **entries):
+def export_of(folder, total_size=16_060_522_496, quantization=None, **entries):
     """A folder as an export leaves it, but for its numbers: Llama 3.1 8B."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     card = to_hugging_face(preset("llama3.1-8b")) | entries
     (folder / "config.json").write_text(json.dumps(card))
     (folder / "model.safetensors").touch()
+    if total_size is not None:
+        index = {"metadata": {"total_size": total_size}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    if quantization is not None:
+        (folder / QUANTIZED).write_text(json.dumps({"quantization": quantization}))
     return str(folder)
 
 
@@ -510,12 +517,45 @@ def test_a_server_takes_the_sizes_that_its_weights_and_cache_need(tmp_path, monk
     assert f"serve '{tmp_path}/an export' --served-model-name 'an export' --tensor-parallel-size 1" in out
     assert "--dtype bfloat16 --max-model-len 50000 --host" in out and "--gpus-per-node=1\n" in out
     assert "16.1 GB in bfloat16, on 1 a100-40 of 1 nodes (" in err
-    launch(*asked, export_of(tmp_path / "wide", torch_dtype="float32"))
+    launch(*asked, export_of(tmp_path / "wide", 32_121_044_992, torch_dtype="float32"))
     out, err = capsys.readouterr()
     assert "--tensor-parallel-size 2" in out and "--dtype float32" in out and "32.1 GB in float32" in err
     launch("ray", *asked[1:], export_of(tmp_path / "ray"))
     out, err = capsys.readouterr()
     assert out.splitlines()[-1].startswith("exec vllm serve") and "executor-backend ray --host" in out
+
+
+def test_quantized_weights_take_what_their_files_have(tmp_path, monkeypatch, capsys):
+    """config.json still says bfloat16, and 16.1 GB would take two GPUs of 24; the index says 6.0 GB."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    kept = tmp_path / "hub" / "models--nvidia--Llama-FP4" / "snapshots" / "0123"
+    small = export_of(kept, 6_000_000_000, {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"})
+    asked = ("slurm", "--serve", "vllm", "--chip", "a100-40", "--cache-tokens", "50000", "--weights")
+    for name in (small, "nvidia/Llama-FP4"):
+        launch(*asked, name)
+        out, err = capsys.readouterr()
+        assert f"6.0 GB in NVFP4 (says {QUANTIZED}), on 1 a100-40" in err
+        assert "--dtype" not in out and f"serve {name} " in out
+    with pytest.raises(
+        ValueError, match=f"is of weights in NVFP4 .{QUANTIZED}., which are not read; use the"
+    ):
+        from_folder(small)
+
+
+MISSING = "are 0 bytes, too few for 8,030,261,248 parameters in"
+STORED = [
+    ({"total_size": None}, f"{MISSING} bfloat16; fetch the files"),
+    ({"total_size": None, "quantization": {"quant_algo": "FP8"}}, f"{MISSING} FP8; fetch the files"),
+    ({"total_size": 8_030_261_248}, "8,030,261,248 bytes, too few"),  # of a kind that no file names
+    ({"total_size": "16 GB"}, 'metadata.total_size in .* is "16 GB"; use a whole number'),
+    ({"quantization": [], "total_size": None}, f"{MISSING} unnamed"),
+]
+
+
+@pytest.mark.parametrize("folder, says", STORED)
+def test_files_that_hold_less_than_the_model_are_not_served(folder, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        launch("slurm", "--serve", "vllm", "--weights", export_of(tmp_path / "x", **folder))
 
 
 def test_a_command_without_checkpoints_is_not_started_again():

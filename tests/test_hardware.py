@@ -13,7 +13,7 @@ from llmpar.cli.train import say_memory
 from llmpar.predict import hardware
 from llmpar.predict.hardware import CHIPS, GIB, NAMES, Chip, chip, guess
 
-WORDS = ("name", "aliases", "link", "date", "sources", "base", "reached")
+WORDS = ("name", "aliases", "link", "date", "device", "sources", "base", "reached")
 FIGURES = [f.name for f in dataclasses.fields(Chip) if f.name not in WORDS]
 
 
@@ -111,6 +111,26 @@ def test_a_device_is_its_share_of_the_chip():
     assert core.usable_bytes == ironwood.usable_bytes == int(94.75 * 2**30), "already per device"
     assert core.per_device() == core
     assert chip("h100").per_device() == chip("h100")
+
+
+SHARED = {
+    "v3": "1/2 chip (a core and its memory), 15.48 GiB",
+    "v4": "1 chip (megacore: two cores), 30.75 GiB",
+    "v5e": "1 chip (one core), 15.75 GiB",
+    "v5p": "1 chip (megacore: two cores), 95.74 GiB",
+    "v6e": "1 chip (one core), 31.25 GiB",
+    "7x": "1/2 chip (a core and its memory), 94.75 GiB",
+    "mi250x": "1/2 chip (one of two dies), 63.98 GiB",
+}
+"""What `jax.devices()` counts; of every other chip it is the chip."""
+
+
+@pytest.mark.parametrize("row", CHIPS, ids=lambda row: row.name)
+def test_every_row_says_what_one_device_is(row, tmp_path):
+    said = f"{row.device_words}, {row.usable_hbm_gib:.4g} GiB"
+    assert said == f"1 device = {SHARED.get(row.name, f'1 chip, {row.usable_hbm_gib:.4g} GiB')}"
+    (tmp_path / "own.toml").write_text(f'base = "{row.name}"\ndevices_per_chip = 4\n')
+    assert chip(tmp_path / "own.toml").device_words == "1 device = 1/4 chip", "not what the base's is"
 
 
 def test_a_gpus_usable_memory_is_the_share_that_jax_takes(monkeypatch, tmp_path):
@@ -217,10 +237,14 @@ def test_the_jax_package_agrees_with_the_tpu_rows():
     if not hasattr(tpu_info, "get_tpu_info_for_chip"):
         pytest.skip("this jax keeps its table elsewhere")
     for row in CHIPS:
-        if row.name not in ("v4", "v5e", "v6e", "7x"):  # jax has v3 at 140 TFLOP/s and v5p at 2.46 TB/s
+        if row.link != "torus":
             continue
-        info = tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion(row.name), 1)
-        cores = tpu_info.ChipVersion(row.name).num_physical_tensor_cores_per_chip
+        version = tpu_info.ChipVersion(row.name)
+        cores = version.num_physical_tensor_cores_per_chip
+        assert row.devices_per_chip == (1 if version.supports_megacore else cores), row.name
+        if row.name in ("v3", "v5p"):  # jax has them at 140 TFLOP/s and 2.46 TB/s
+            continue
+        info = tpu_info.get_tpu_info_for_chip(version, 1)
         assert info.bf16_ops_per_second * cores == pytest.approx(row.flops_per_s, rel=0.01)
         assert info.mem_bw_bytes_per_second * cores == pytest.approx(row.hbm_bytes_per_s, rel=0.03)
 

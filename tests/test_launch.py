@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -208,6 +210,23 @@ def test_the_launcher_names_a_killed_process_0_and_gives_the_signals_back(capfd)
     assert capfd.readouterr().err == "llmpar: process 0 was ended by SIGKILL\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_the_launcher_hands_every_request_to_stop_on_and_ends_with_it(number, tmp_path):
+    """Its processes are asked by SIGTERM, and leave with what that says (143 where they save)."""
+    program = "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+    program += f"open('{tmp_path}/' + os.environ['JAX_PROCESS_ID'], 'w').close()\ntime.sleep(600)"
+
+    def ask():
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    threading.Thread(target=ask, daemon=True).start()
+    assert local.run([sys.executable, "-c", program], 2, None) == 128 + number
+    assert signal.getsignal(number) is before
+
+
 def test_a_killed_launcher_leaves_no_process_behind():
     environ = {joined.LAUNCHER: str(os.getppid())}
     joined.initialize(environ)
@@ -288,6 +307,31 @@ def test_a_process_without_a_sign_of_life_counts_as_dead_after_the_heartbeat():
 def test_a_process_that_compiles_long_is_waited_for():
     """Gloo's limit for devices that meet for the first time is 30 s."""
     assert answer(2, 1, "slow")["loss"] > 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ("--mesh dp=$((2 - JAX_PROCESS_ID))", r'step.mesh is "dp=2" on process 0 and "dp=1" on process 1'),
+        ("--data $JAX_PROCESS_ID.txt", r'stream.text is "\w{16}" on process 0 and "\w{16}" on process 1'),
+    ],
+)
+def test_processes_that_do_not_agree_are_refused_in_one_sentence_on_every_process(tmp_path, words, sentence):
+    """Otherwise they would train to the end on two texts, or hang in a collective of two meshes."""
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_text(f"{number} fields " * 999)
+    line = f"cd {tmp_path}; exec {sys.executable} -m llmpar train --steps 2 --checkpoints kept {words}"
+    base = os.environ | {"PYTHONPATH": str(HERE.parent)}
+    with local.Processes(["sh", "-c", line], 2, 1, base) as processes:
+        ended = processes.wait(120)
+    assert ended.statuses == (1, 1), ended.words
+    for said in ended.words:
+        assert re.search(f"llmpar: the 2 processes of this job do not agree: {sentence}; start all", said), (
+            said
+        )
+        assert "compiling" not in said
+    assert not (tmp_path / "kept").exists()
 
 
 def test_launch_local_runs_a_command_and_gives_its_status(tmp_path):

@@ -1,7 +1,8 @@
 """Meshes on recorded topologies: every device once, fast axes on fast links, and what `links` says of it.
 
 topologies.json holds, per topology, what `jax.experimental.topologies` gave for it with libtpu 0.0.42.1 and
-the CUDA plugin 0.10.2, one device a row: id, process, slice, x, y, z, core (-1: it has none).
+the CUDA plugin 0.10.2, one device a row: id, process, slice, x, y, z, core (-1: it has none). Of a v4 that is
+two cores, and with chip_config_name="megacore", as Cloud runs it, one device.
 """
 
 import functools

@@ -130,3 +130,16 @@ def test_a_policy_keeps_what_it_says_it_keeps():
     for remat in ("selective", "ffn"):
         more = 3 * (kept[remat] - kept["block"] + sums)
         assert held[remat] - held["block"] == pytest.approx(more, rel=1e-3)
+
+
+def test_attention_by_xla_keeps_its_scores_where_nothing_is_computed_again():
+    """Squares of queries and keys, of every layer: of 8B at 4,096 positions 4.5 GiB each."""
+    config, shape = dataclasses.replace(preset("tiny"), num_layers=3), (2, 256)
+    plan = Plan("dp=1", attention_kernel="xla")
+    step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(0.1))
+    held = compiled_memory(step.lower(*shape).compile())["temp_bytes"]
+    assert memory.temp_bytes(plan.resolve(config, "cpu"), *shape) == pytest.approx(held, rel=0.2)
+    llama = preset("llama3-8b")
+    xla, flash = (Plan("fsdp=8", dtype="bfloat16", attention_kernel=name) for name in ("xla", "flash"))
+    kept = [memory.kept_bytes(one.resolve(llama, "gpu"), 8, 4096) for one in (xla, flash)]
+    assert kept[0]["none"] - kept[1]["none"] == 32 * 4096**2 * 9 and kept[0]["ffn"] == kept[1]["ffn"]

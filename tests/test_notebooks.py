@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import nbformat
 import numpy as np
 import pytest
-from jax import lax
+from jax import P, lax
 from shared import load
 
 from llmpar import exercises
@@ -437,8 +437,23 @@ gathers_first = lambda gradient, parts: sum(lax.all_gather(gradient(p), "fsdp").
 with_repeats = lambda rank, tp, n, k: [h * k // n for h in range(rank * n // tp, (rank + 1) * n // tp)]
 
 
+FREE = P.UNCONSTRAINED
+
+
+def pair_of_rows(x, gate, up, down):
+    """A column-row pair that scatters positions, as sequence parallelism does, and gathers them."""
+    part = lax.psum_scatter(jax.nn.silu(x @ gate) * (x @ up) @ down, "tp", tiled=True)
+    return lax.all_gather(part, "tp", tiled=True)
+
+
+def exchanged(gradient, parts):
+    """A reduce-scatter by hand: every device sends each other one its piece, and each adds up what came."""
+    return sum(lax.all_to_all(gradient(p).reshape(4, -1, 2), "fsdp", 0, 0).sum(0) for p in parts)
+
+
 def solution_of(name, **other):
-    return exercises.find(name).solution | other
+    solution = exercises.find(name).solution
+    return solution | other if other else solution
 
 
 VERDICTS = [  # what someone answered, what the verdict says, and what it does not; more in verdicts.txt
@@ -452,7 +467,30 @@ VERDICTS = [  # what someone answered, what the verdict says, and what it does n
     ("03.repair", {"gradient": 1, "clipped": 2}, "A function of grad_sum, count is asked for", "raised"),
     ("04.stage2_accumulated", lambda gradient, parts: sum(map(scattered, parts)), "call gradient"),
     ("04.stage2_accumulated", lambda gradient, parts: sum(parts), "yours has"),
-    ("04.stage2_accumulated", gathers_first, "One psum_scatter per microbatch", "asked for"),
+    ("04.stage2_accumulated", gathers_first, "What is whole in stage 1's sum", "asked for"),
+    ("04.stage2_accumulated", exchanged, "^correct. Right: an all-to-all"),
+    ("00.row", np.array([4, 5]), "^correct"),
+    ("00.row", jnp.array([5, 4]), "^correct"),
+    ("00.row", range(6, 8), "they hold rows 6 and 7"),
+    ("00.row", "(4, 5)", "^correct"),
+    ("01.fits", {"Least": 4, "left_on_8": "23.9 GB"}, "^correct"),
+    ("00.layout_of", P("tp", "dp"), "^correct"),
+    ("00.layout_of", P("tp", ("dp", "fsdp")), "one device per shard"),
+    ("00.layout_of", P("tp", "dp", "fsdp"), "is neither a dim"),
+    ("00.layout_of", P("tp", FREE), "unconstrained"),
+    ("05.cut", {"W1": P("tp"), "W2": "rows"}, "Text is asked for, and this is a P.*: P", "number"),
+    ("12.unfinished", P("dp", None, None, unreduced={"tp"}), "^correct"),
+    ("13.lookup", P("X"), "So you want it"),
+    ("13.missing", lax.psum, "^correct"),
+    ("13.cure", lambda x: lax.with_sharding_constraint(x, P("X", FREE, FREE)), "^correct"),
+    ("13.cure", lambda x: lax.with_sharding_constraint(x, P(FREE, "X")), "Which dim of x was cut", "raised"),
+    ("05.gated_pair", pair_of_rows, "^correct. Right, in two calls"),
+    ("05.attention_layouts", dict(Q="d n/tp h", K="d k/tp h", V=P(None, "tp"), O="n/tp h d"), "^correct"),
+    ("06.to_heads", lambda x: lax.ppermute(x, "sp", [(0, 1)]), "In a ring each device sends to one"),
+    ("08.one_f_one_b", re.sub(r"B(\d)", r"B\1 W\1", solution_of("08.one_f_one_b")), "^correct"),
+    ("08.one_f_one_b", solution_of("08.one_f_one_b").lower(), "^correct"),
+    ("11.bet", {"fsdp": 16, "tp": 4}, "^correct"),
+    ("11.bet", "", "^not yet. Write a mesh of 64 GPUs"),
     ("05.kv_heads", with_repeats, "each head once"),
     ("06.zigzag", as_table, "numbers are right: reshape it. An array of shape .24. is asked for"),
     ("06.to_heads", turned_heads, "with dims exchanged: transpose it. .* .16, 2, 4. is asked for"),

@@ -130,7 +130,7 @@ def test_a_small_page_is_one_file_that_mail_takes():
 
 def test_without_python_for_the_browser_a_page_says_what_would_help(monkeypatch, tmp_path):
     monkeypatch.setattr(page, "RUNTIME", tmp_path / "none.json")
-    with pytest.raises(ValueError, match=r"not installed here; make it with 'make runtime' .*small=True"):
+    with pytest.raises(ValueError, match=r"not installed here \(in the project's sources 'make .*small=True"):
         page.html(Two())
 
 

@@ -11,10 +11,11 @@ import optax
 import pytest
 from parity import BATCH, LLAMA, SEQ, assert_same, batch, solo, spread, weights, with_reading
 
-from llmpar.mesh import make_mesh
+from llmpar.config import preset
+from llmpar.mesh import make_mesh, use_devices
 from llmpar.par import Manual
 from llmpar.plan import Plan
-from llmpar.step import Step
+from llmpar.step import Step, _check_given
 
 MIXED = "dp=2 fsdp=2 tp=2"
 HEADS = dataclasses.replace(LLAMA, name="two KV heads", num_heads=8, num_kv_heads=2)
@@ -185,3 +186,79 @@ def test_the_batch_of_these_tests_has_uneven_documents_and_targets():
     counts = (batch()["targets"] >= 0).sum(1)
     assert counts[0] == 0 and len(set(counts)) > 4 and (BATCH, SEQ) == batch()["segments"].shape
     assert set(np.unique(batch()["segments"])) == {1, 2}
+
+
+# ---------------------------------------------------------------------------------------- what a step refuses
+
+
+@functools.cache
+def mixed_step(mesh: str = MIXED) -> Step:
+    return Step(LLAMA, Plan(MIXED), make_mesh(mesh), optax.sgd(1e-3))
+
+
+def changed(name: str, value) -> dict:
+    """A batch with one other number, or of another kind."""
+    found = batch()
+    there = found[name].copy() if np.isscalar(value) else value
+    if np.isscalar(value):
+        there[-1, -1] = value
+    return found | {name: there}
+
+
+VOCAB = LLAMA.vocab_size
+FOREIGN = [
+    ("tokens", VOCAB, rf"tokens are int32 from \d+ to {VOCAB}, and the vocabulary has {VOCAB}; use integers"),
+    ("tokens", -1, "tokens are int32 from -1 to "),
+    ("targets", 99_999, "targets are int32 from .* to 99,999"),
+    ("tokens", np.zeros((BATCH, SEQ)), "tokens are float"),
+]
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["host", "devices"])
+@pytest.mark.parametrize("name, value, says", FOREIGN)
+def test_tokens_of_another_vocabulary_are_refused_wherever_they_lie(name, value, says, there):
+    """They would be taken for zeros; and a state that is not used up by it can be used."""
+    step, given = mixed_step(), changed(name, value)
+    for call, state in ((step.run, step.init(0)), (step.evaluate, step.init(0).params)):
+        with pytest.raises(ValueError, match=says):
+            call(state, jax.device_put(given, step.batch_sharding) if there else given)
+    kept = changed("targets", -100)  # what does not count
+    assert np.isfinite(step.run(step.init(0), kept)[1]["loss"])
+
+
+def test_a_state_that_a_step_used_up_is_refused_before_xla_dies_of_it():
+    step = mixed_step()
+    used = step.init(0)
+    state, _ = step.run(used, batch())
+    for call in (
+        lambda: step.run(used, batch()),
+        lambda: step.evaluate(used.params, batch()),
+        lambda: step.to_natural(used, donate=True),
+    ):
+        with pytest.raises(ValueError, match="used up by the step before; keep the state that run returns"):
+            call()
+    assert int(step.run(state, batch())[0].step) == 2
+
+
+WRONG = {
+    "a mesh is text, and this is 5": lambda: Plan(mesh=5),
+    "a mesh is text, and this is None": lambda: make_mesh(None),
+    "a model is named by text, and this is None": lambda: preset(None),
+    "'8' simulated devices were asked for": lambda: use_devices("8"),
+    "mesh is None, no jax.sharding.Mesh": lambda: _check_given(Plan(MIXED), None),
+    "mesh is 'dp=8', no jax.sharding.Mesh": lambda: _check_given(Plan(MIXED), "dp=8"),
+    "for mesh 'dp=2 fsdp=2 tp=2', and the mesh is dp=8; use": lambda: mixed_step("dp=8"),
+    "seed is -1; use 0 to 4,294,967,295": lambda: mixed_step().init(-1),
+    r"'head' of shape \[\] \(NoneType\) is no weight": lambda: mixed_step().init(0, {"head": None}),
+}
+
+
+@pytest.mark.parametrize("says", WRONG)
+def test_what_is_of_another_kind_is_refused_by_name(says):
+    with pytest.raises(ValueError, match=says):
+        WRONG[says]()
+
+
+def test_weights_of_64_bits_are_refused():
+    with jax.enable_x64(True), pytest.raises(ValueError, match="JAX_ENABLE_X64 is on, but master weights"):
+        mixed_step("!" + MIXED)  # no other has it

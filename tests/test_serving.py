@@ -1,16 +1,24 @@
 """What serving costs: published numbers, and laws that must hold for every model."""
 
 import dataclasses
+import importlib
+import inspect
 import itertools
 import math
+import pkgutil
 import random
 import re
+import typing
 
 import pytest
 from shared import NUMBERS as ROWS
 
-from llmpar.config import preset
-from llmpar.predict import serving
+import llmpar.inspect
+import llmpar.predict
+from llmpar.config import ModelConfig, preset
+from llmpar.notation import MeshShape
+from llmpar.plan import Plan, Resolved
+from llmpar.predict import planner, serving
 from llmpar.predict.hardware import Rates, chip
 
 IDEAL = Rates(1, 1e-9, 1, 1, 1, 1, 1, 1e-15, 1e-15, 1e-15, 1e-9, 1)
@@ -155,3 +163,75 @@ def test_a_cut_fits_and_no_smaller_one_would(model):
 def test_a_window_is_read_no_further():
     near, far = (serving.decode(preset("mistral-7b"), H100, 8, context) for context in (4096, 65_536))
     assert near == far
+
+
+V3 = preset("deepseek-v3")
+VLLM_51454 = {"one engine, tp 8": 20.43, "a replica, dp 8": 19.62}
+"""Requests of a million tokens that DeepSeek-V4-Flash has room for on 8 B200 (vllm-project/vllm#51454): it
+too keeps one vector for all heads."""
+
+
+def test_ranks_of_tp_hold_the_cache_of_latent_attention_whole():
+    """DeepSeek-V3 2024, section 4.2: 61 layers keep 512 numbers, and 64 of the rotary key."""
+    assert serving.cache_bytes(V3) == 61 * (512 + 64) * 2 == 70_272
+    assert serving.cache_bytes(V3, 1000, 8) == 1000 * 70_272 / 2
+    one, eight = (serving.decode(V3, ideal("h200"), 1, 32_768, tp) for tp in (1, 8))
+    assert one["keys and values read"] == eight["keys and values read"] == 32_768 * 70_272 / 4.8e12
+    published = 8 * VLLM_51454["a replica, dp 8"] / VLLM_51454["one engine, tp 8"]
+    assert published == pytest.approx(7.7, rel=0.01)  # less than 8: replicas hold attention's weights whole
+    assert published == pytest.approx(8 / serving.cache_cuts(V3, 8), rel=0.05)
+    assert serving.cache_cuts(preset("llama3-70b"), 8) == 8 == serving.cache_cuts(preset("llama3-70b"), 16)
+
+
+def test_all_heads_of_latent_attention_compute_with_what_is_read_once():
+    """Scores of 512 + 64 and values of 512 numbers, for each of 128 heads: more than reading takes."""
+    one, eight = (serving.decode(V3, ideal("h100"), 64, 32_768, tp) for tp in (1, 8))
+    flops = 2 * 64 * 32_768 * 61 * 128 * (512 + 64 + 512)
+    assert one["keys and values read"] + one["attention"] == pytest.approx(
+        max(flops / H100.flops_per_s, 64 * 32_768 * 70_272 / H100.hbm_bytes_per_s)
+    )
+    assert eight["attention"] == 0
+
+
+def test_tp_cuts_no_matrix_that_all_heads_of_latent_attention_share():
+    whole = 61 * 7168 * (1536 + 512 + 64)
+    read = serving.decode(V3, ideal("h200"), 100_000, 1, tp=8)["products"]
+    assert read * chip("h200").flops_per_s / 2e5 == pytest.approx(whole + (V3.active_params - whole) / 8)
+    prompt = serving.prefill(V3, ideal("h200"), 4096, tp=8)["products"] * chip("h200").flops_per_s
+    assert prompt / 2 / 4096 == pytest.approx(whole + (V3.active_params - whole) / 8)
+
+
+def of_a_model():
+    """Public functions of what predicts and inspects that get a model, or a plan resolved for one."""
+    for wing in (llmpar.predict, llmpar.inspect):
+        for info in pkgutil.iter_modules(wing.__path__):
+            module = importlib.import_module(f"{wing.__name__}.{info.name}")
+            for name, f in inspect.getmembers(module, lambda f: inspect.isfunction(inspect.unwrap(f))):
+                hints = typing.get_type_hints(inspect.unwrap(f))
+                kinds = {kind for key, kind in hints.items() if key != "return"}
+                if name[0] != "_" and f.__module__ == module.__name__ and kinds & {ModelConfig, Resolved}:
+                    yield f
+
+
+COUNT = "cache_bytes cache_cuts critical_batch prefill decode of_plan".split()
+NO_VALUES = "runs pairs_of".split()  # how often a plan runs a layer, and who sends to whom
+RESOLVED = Plan(MeshShape(tp=8)).resolve(V3)
+LATENT = {
+    "config": V3, "chip": H100, "batch_size": 8, "seq_len": 64, "context": 64, "tokens": 64, "prompt": 64,
+    "batch": 8, "nodes": 1, "gpus": 8, "tp": 8, "platform": "cpu", "hosts": [0] * 8, "text": "", "mesh": None,
+    "partitioned": "", "branches": [], "target": None, "q": planner.Question(V3, H100, 8, 64, 8),
+}  # fmt: skip
+
+
+def test_no_function_answers_for_latent_attention_as_if_it_were_plain():
+    """Those that take a model, or a plan resolved for one, count it (`COUNT`), or refuse it by name."""
+    found = dict[str, str]()
+    for f in of_a_model():
+        needed = [name for name, one in inspect.signature(f).parameters.items() if one.default is one.empty]
+        given = {name: LATENT.get(name, RESOLVED) for name in needed}
+        try:
+            found[f.__name__] = f"answers {f(**given)}"
+        except ValueError as error:
+            found[f.__name__] = str(error)
+    refused = {name for name, says in found.items() if "'deepseek-v3'" in says and "latent attention" in says}
+    assert found.keys() - refused == {*COUNT, *NO_VALUES}, found

@@ -11,6 +11,7 @@ from llmpar.notation import MeshShape
 from llmpar.plan import Plan
 from llmpar.predict import formulas, held, workload
 from llmpar.predict.hardware import Rates, chip
+from llmpar.predict.ring import pairs_by_step
 from llmpar.predict.time import Clock, on_links, step_time
 from llmpar.predict.traffic import step_traffic
 from llmpar.predict.workload import SOFTWARE, Product, Run
@@ -54,6 +55,30 @@ def test_a_product_takes_its_flops_and_its_bytes():
     assert Clock(run_of(), each).products([one]) - clock.products([one]) == pytest.approx(
         2 * 1024 * 4096 * 2048 / (0.5 * H100.flops_per_s)
     ), "a result of as many elements as `half` takes twice as long"
+
+
+def attention_s(order="zigzag", model="llama3-8b", **fields):
+    run = workload.of_plan(preset(model), Plan(sequence_order=order, **fields), H100, 8, 65536)
+    return [step_time(run, EASY, exact).terms["attention"] for exact in (True, False)]
+
+
+@pytest.mark.parametrize(
+    "mesh, way, ranks",
+    [("sp=8", "ring", 8), ("sp=8", "gather", 8), ("sp=8", "ulysses", 1), ("sp=8 tp=4", "usp", 4)],
+)
+def test_the_last_rank_waits_for_nobody_where_heads_are_exchanged(mesh, way, ranks):
+    """In contiguous order the busiest of so many ranks that cut queries computes what tiles count: 2 - 1/n
+    of the mean. Of Ulysses each has whole rows; of usp only the ring's part counts. A window is even."""
+    counted = pairs_by_step(ranks, "contiguous", s=1024 * ranks)
+    by_tiles = 2 * max(map(sum, counted)) / (1024 * ranks) ** 2 * ranks
+    even, uneven = (attention_s(order, mesh=mesh, context_parallel=way) for order in ("zigzag", "contiguous"))
+    assert [b / a for a, b in zip(even, uneven, strict=True)] == pytest.approx([by_tiles] * 2, rel=2e-3)
+    if ranks > 1:  # of 32 layers of Mistral all have a window of 4,096
+        windowed = [attention_s(order, "mistral-7b", mesh=mesh, context_parallel=way) for order in ORDERS]
+        assert len({attention for one in windowed for attention in one}) == 1
+
+
+ORDERS = ("zigzag", "balanced", "striped", "contiguous")
 
 
 def test_parameters_are_those_of_the_model():

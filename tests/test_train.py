@@ -1,5 +1,6 @@
 """Training: the loss falls, the log says so, and nothing that was acknowledged is lost."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -29,7 +30,7 @@ from llmpar.step import State, Step
 from llmpar.training.balance import row_orders
 from llmpar.training.checkpoint import Checkpoints, checksums
 from llmpar.training.data import Corpus, DataConfig, Stream, read_corpus
-from llmpar.training.train import OptimizerConfig, Report, _Measured, made_of, train
+from llmpar.training.train import OptimizerConfig, Report, made_of, train
 from llmpar.weights import weight_dims
 
 SMALL = dataclasses.replace(
@@ -62,8 +63,8 @@ def same_bits(a, b) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-class Killed(Exception):
-    """What a scheduler does to a job."""
+class Killed(FloatingPointError):
+    """What ends a run at once: a step that failed saves nothing on the way out, as a kill does."""
 
 
 def kill_at(step: int):
@@ -114,11 +115,54 @@ def test_a_log_is_continued_not_overwritten(tmp_path):
     assert log.read_text().startswith('{"step": 0}\n{"st\n{') and len(log.read_text().splitlines()) == 8
 
 
-def test_a_log_that_a_full_disk_does_not_take_is_named():
-    measured = object.__new__(_Measured)
-    with open("/dev/full", "ab", buffering=0) as measured.lines:
-        with pytest.raises(ValueError, match="cannot write the log '/dev/full': No space left on device"):
-            measured._write({"step": 0})
+class Full:
+    """A log whose disk takes so many rows."""
+
+    name = "run.jsonl"
+
+    def __init__(self, room: int):
+        self.room = room
+
+    def write(self, line: bytes) -> None:
+        self.room -= 1
+        if self.room < 0:
+            raise OSError(28, "No space left on device")
+
+
+def stopped_by_the_log(tmp_path, monkeypatch):
+    monkeypatch.setattr("llmpar.training.train._opened", lambda path: contextlib.nullcontext(Full(2)))
+    with pytest.raises(ValueError, match="cannot write the log 'run.jsonl': No space left on device; free"):
+        run(folder=tmp_path, every=100)
+
+
+def stopped_by(error):
+    def stopped(tmp_path, monkeypatch):
+        def on_step(number, report):
+            if number == 2:
+                raise error
+
+        with pytest.raises(type(error)):
+            run(folder=tmp_path, every=100, on_step=on_step)
+
+    return stopped
+
+
+WAYS_OUT = {
+    "a full log": stopped_by_the_log,
+    "a closed pipe": stopped_by(BrokenPipeError(32, "Broken pipe")),
+    "a notebook's button": stopped_by(KeyboardInterrupt()),
+    "an end": stopped_by(SystemExit(3)),
+}
+
+
+@pytest.mark.parametrize("leave", WAYS_OUT.values(), ids=WAYS_OUT)
+def test_every_way_out_but_a_failed_step_saves(leave, tmp_path, whole, monkeypatch):
+    """Not when a checkpoint is due, but where it ends; and the same bits go on."""
+    with monkeypatch.context() as patched:
+        leave(tmp_path, patched)
+    assert Checkpoints(str(tmp_path)).latest == 4
+    resumed, rest = run(folder=tmp_path, every=100)
+    assert rest.start == 4 and rest.losses == whole[2].losses[4:] and same_bits(resumed, whole[1])
 
 
 def test_a_report_without_steps_has_no_times():
@@ -344,6 +388,64 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence_and_the_advice_works(tm
     assert rest.start == 4 and same_bits(resumed, state)
 
 
+MACHINE = {
+    "permission": lambda: PermissionError(13, "Permission denied"),
+    "files": lambda: ValueError("Error opening zarr: Too many open files"),
+    "disk": lambda: OSError(5, "Input/output error"),
+}
+
+
+@pytest.mark.parametrize("error", MACHINE)
+def test_what_a_machine_refuses_is_no_damage(whole, monkeypatch, error):
+    """The advice never is to delete what is good."""
+    keep = Checkpoints(str(whole[0]))
+    made = RuntimeError("Individual parameter subdirectory not found")
+    made.__cause__ = MACHINE[error]()
+
+    def fail(*_, **__):
+        raise made
+
+    monkeypatch.setattr(keep._manager, "restore", fail)
+    with pytest.raises(ValueError, match="step 6 in .* cannot be read now: .*run the same command") as caught:
+        keep.about()
+    assert "delete" not in str(caught.value) and "damaged" not in str(caught.value)
+
+
+def test_a_file_that_may_not_be_read_is_no_damage(whole, monkeypatch):
+    """Where a library says only that something is not there."""
+    keep, whole_open = Checkpoints(str(whole[0])), open
+
+    def closed(path, *words, **more):
+        if str(path).endswith("metadata"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return whole_open(path, *words, **more)
+
+    monkeypatch.setattr(keep._manager, "restore", lambda *_, **__: {}["gone"])
+    monkeypatch.setattr("builtins.open", closed)
+    with pytest.raises(ValueError, match="cannot be read now: Permission denied: '.*metadata'"):
+        keep.about()
+
+
+def test_a_reader_beside_a_training_takes_the_newest_and_keeps_it_there(tmp_path):
+    """The first that it chose was taken away; the one that it reads is not, and no other is read later."""
+    scored(tmp_path, {1: None, 2: None})
+    reader = Checkpoints(str(tmp_path))
+    assert reader.latest == 2
+    scored(tmp_path, {3: None, 4: None, 5: None})
+    assert reader.about()["config"] == SMALL and reader.chosen == 5
+    assert scored(tmp_path, {6: None, 7: None, 8: None})[0] == [5, 7, 8]
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for _ in range(2):
+        assert reader.params({"norm": {"scale": place}}, SMALL)["norm"]["scale"][0] == 5
+    del reader
+    assert scored(tmp_path, {9: None})[0] == [8, 9]
+    gone = Checkpoints(str(tmp_path))
+    assert gone.about() and gone.chosen == 9
+    shutil.rmtree(tmp_path / "9")
+    with pytest.raises(ValueError, match="step 9 in .* cannot be read now: it was taken away meanwhile"):
+        gone.params({"norm": {"scale": place}}, SMALL)
+
+
 def test_another_models_checkpoint_is_refused(whole):
     folder, *_ = whole
     with pytest.raises(
@@ -493,6 +595,32 @@ def test_one_process_writes_into_a_folder(tmp_path):
         run(folder=tmp_path)
     with keep.writing():
         pass
+
+
+MOVED = {
+    "renamed": lambda folder: os.rename(folder, folder.with_name("elsewhere")),
+    "deleted": shutil.rmtree,
+    "unlocked": lambda folder: (folder / "lock").unlink(),
+}
+
+
+@pytest.mark.parametrize("move", MOVED)
+def test_a_folder_that_is_no_longer_the_one_that_was_locked_gets_nothing(tmp_path, move, whole):
+    """Another training may have it by now. The last state is kept beside it, and it is said where."""
+    folder = tmp_path / "kept"
+
+    def on_step(number, report):
+        if number == 2:
+            MOVED[move](folder)
+
+    with pytest.raises(ValueError, match="is not the folder that this training began with: ") as caught:
+        run(folder=folder, on_step=on_step)
+    aside = tmp_path / f"kept-4-{os.getpid()}"
+    assert f"step 4 is kept in {aside}" in str(caught.value)
+    left = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    assert left == (["2"] if move == "unlocked" else [])
+    resumed, rest = run(folder=aside)
+    assert rest.start == 4 and same_bits(resumed, whole[1])
 
 
 def test_the_lock_of_a_killed_process_is_no_lock(tmp_path):

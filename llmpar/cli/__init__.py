@@ -1,25 +1,86 @@
 """Run one command, and turn whatever happens into an exit status and a sentence.
 
 Exit status: 0 done, 1 a refusal or a failure in one sentence, 2 bad usage, 130 Ctrl-C, 143 asked to end
-(SIGTERM); of several processes 75 where one failed, 76 where one was stuck: the same command may go on. With
-``--json`` a command prints one JSON document on stdout and everything else on stderr. Nothing heavy is
-imported before `main` runs, so that Ctrl-C is heard from the start.
+(SIGTERM), 129 a lost terminal (SIGHUP); of several processes 75 where one failed, 76 where one was stuck: the
+same command may go on. With ``--json`` a command prints one JSON document on stdout and everything else on
+stderr, where what cannot be written is lost and the work goes on. Nothing heavy is imported before `main`
+runs, so that Ctrl-C is heard from the start.
 """
 
 import contextlib
+import gc
 import io
 import os
+import shutil
+import signal
 import sys
+import tempfile
 from typing import Any
 
 import llmpar
+from llmpar.launch import signals
+
+_TO_THE_END = contextlib.ExitStack()
+"""What the command line keeps while Python ends: that hears Ctrl-C, too."""
+
+
+class _ForPeople:
+    """stderr, but once it cannot be written (a closed pipe, a full disk, a lost terminal) it is silent."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except (OSError, ValueError):  # ValueError: it was closed
+            _silence(self._stream)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            _silence(self._stream)
+
+
+def _silence(stream: Any) -> None:
+    """Let what a stream has not written yet, and whatever follows, go nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and give its exit status."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+    for number, name in enumerate(("stdout", "stderr"), 1):
+        if getattr(sys, name) is None:  # it was closed, and the next file would have its number
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, open(number, "w", closefd=False))
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may not know every letter
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stderr(_ForPeople(sys.stderr)))
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            stack.enter_context(signals.signals_to(_interrupt, [signal.SIGINT]))
+        status = _status_of(argv)
+        if argv is None:
+            _TO_THE_END.push(stack.pop_all())
+    return status
+
+
+def _interrupt(number: int) -> None:
+    """End a command that keeps nothing, and take its temporary folders along. An exception would not do: it
+    may come where JAX is called back and ignores it, or while XLA compiles, which does not survive Python."""
+    for thing in gc.get_objects():
+        if type(thing) is tempfile.TemporaryDirectory:
+            shutil.rmtree(thing.name, ignore_errors=True)
+    signals.end("interrupted", 128 + number)
+
+
+def _status_of(argv: list[str] | None) -> int:
     try:
         _run(sys.argv[1:] if argv is None else argv)
         status = 0
@@ -114,6 +175,5 @@ def _fail(sentence: str, status: int, error: Exception | None = None) -> int:
     if sentence and first is None:
         print(f"llmpar: {sentence}", file=sys.stderr, flush=True)
     if isinstance(error, OSError) and sys.stdout is sys.__stdout__ and sys.stdout:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # what is still in its buffer cannot be written
+        _silence(sys.stdout)
     return status if first is None else first

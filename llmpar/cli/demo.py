@@ -5,7 +5,7 @@ import pathlib
 from dataclasses import dataclass
 
 from llmpar.cli.inspect import Inspect
-from llmpar.cli.options import StepOptions, check_picture, give, say, speaks
+from llmpar.cli.options import StepOptions, check_picture, give, installed, say, speaks
 from llmpar.cli.train import Train
 from llmpar.notation import parse_mesh
 
@@ -46,20 +46,23 @@ class Demo:
             raise ValueError(
                 f"'{self.out}' can be no folder for pictures: {error.strerror}; name another"
             ) from error
-        check_picture(str(folder / "mesh.png"))
+        kind = ".png" if installed("matplotlib") else ".svg"
+        pictures = [str(folder / f"{name}{kind}") for name in ("mesh", "loss")]
+        for path in (*pictures, bytes_path := str(folder / "bytes.svg")):
+            check_picture(path)
         present = len(use_devices(8, at_least=1))
         mesh = "dp=2 fsdp=2 tp=2" if present >= 8 else f"fsdp={present}"
         options = StepOptions(mesh=mesh)
         with jax.default_matmul_precision("highest"):  # accelerators multiply with fewer bits by default
             many = Train(step=options, steps=self.steps, log=str(folder / "log.jsonl")).run()
-            read = Inspect(step=options, svg=str(folder / "bytes.svg")).run()
+            read = Inspect(step=options, svg=bytes_path).run()
             one = Train(step=dataclasses.replace(options, mesh="dp=1"), steps=self.steps).run()
         if speaks():
-            draw.mesh(parse_mesh(mesh)).save(folder / "mesh.png")
-            draw.loss_curve(many["losses"], reference=one["losses"]).save(folder / "loss.png")
+            draw.mesh(parse_mesh(mesh)).save(pictures[0])
+            draw.loss_curve(many["losses"], reference=one["losses"]).save(pictures[1])
         gap = max(abs(a - b) for a, b in zip(many["losses"], one["losses"], strict=True))
         exact = all(row["predicted_bytes"] == row["compiled_bytes"] for row in read["collectives"])
-        say(f"pictures: {folder}/mesh.png, {folder}/loss.png, {folder}/bytes.svg")
+        say(f"pictures: {', '.join((*pictures, bytes_path))}")
         kinds = f"for {len(read['collectives'])} kinds of collective"
         say(f"bytes sent: predicted {'=' if exact else '≠'} compiled, {kinds}")
         say(f"loss: {mesh} and one device differ by at most {gap:.1e} nats over {self.steps} steps")

@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import pathlib
+import signal
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -9,6 +11,7 @@ import tyro
 
 from llmpar.cli.options import Name, give, say
 from llmpar.cli.weights import opened
+from llmpar.launch import signals
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,15 @@ class Export:
             return flatten_dict(merged(load(unflatten_dict(where, sep=".")), config), sep=".")[path]
 
         base = dataclasses.replace(config, lora=None)
-        hf.save(self.folder, weight, base, self.dtype, tokenizer)
+        with signals.signals_to(self.interrupted, [signal.SIGINT]):
+            hf.save(self.folder, weight, base, self.dtype, tokenizer)
         files = sorted(os.listdir(self.folder))
         shown = f"{base.name}, {base.num_params:,} parameters: {', '.join(files)} in {self.folder}"
         document = {"model": base.name, "params": base.num_params, "folder": self.folder, "files": files}
         return give(document, self.json, [shown])
+
+    def interrupted(self, number: int) -> None:
+        """End at once, without what is half written; what is whole is no model without its config.json."""
+        for part in pathlib.Path(self.folder).glob("*.part"):
+            part.unlink(missing_ok=True)
+        signals.end("interrupted", 128 + number)

@@ -1,13 +1,19 @@
 """``llmpar generate``: continue a text."""
 
+import pathlib
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 import tyro
 
 from llmpar.cli import options
-from llmpar.cli.options import MAX_SEED, give, join, start
+from llmpar.cli.options import MAX_SEED, give, start
 from llmpar.cli.weights import ModelOptions
+from llmpar.config import folder_of
+from llmpar.launch.agreed import flat
+
+MOST_TOKENS = 1 << 15
+"""Tokens of a prompt, where the model does not say for how many it was made: 1,024 steps."""
 
 
 @dataclass(frozen=True)
@@ -32,26 +38,41 @@ class Generate(ModelOptions):
 
     def run(self) -> None:
         """Restore the weights, take the prompt in, add tokens, and print."""
+        from llmpar.launch.joined import initialize, meet
+        from llmpar.training import hf
+        from llmpar.training.train import kept_in
+
+        initialize()
+        kept = self.checkpoints and kept_in(pathlib.Path(self.checkpoints))
+        meet({"command": "generate"} | flat(self) | {"kept": kept})
         options.check_range("tokens", self.tokens, 1, options.MAX_SEQ_LEN)
         options.check_range("seed", self.seed, 0, MAX_SEED)
         if any("\ud800" <= x <= "\udfff" for x in self.prompt):
             raise ValueError("the prompt is no text: it holds bytes that are not UTF-8; give it in UTF-8")
         from llmpar.serve.engine import Request, generate
+        from llmpar.training.apart import open_chat
 
-        join()
         start()
         request = Request((0,), self.tokens, self.temperature, seed=self.seed)
         plan, (config, tokenizer, load, said) = self.plan(), self.opened(self.seed)
+        weights = self.from_ and hf.fingerprint(folder_of(self.from_))
+        meet({"model": config, "tokenizer": tokenizer.identity["fingerprint"], "weights": weights})
         if others := plan.mesh.live("pp", "dp", "fsdp", "ep"):
             why = "a prompt is one row, and goes through no pipeline"
             raise ValueError(f"mesh '{plan.mesh}' has {', '.join(others)}, but {why}; use sp and tp")
-        tokens = tokenizer.start_id, *tokenizer.encode(self.prompt)
+        tokens = tokenizer.start_id, *open_chat(tokenizer).encode_all([self.prompt])[0]
+        if len(tokens) > (most := config.context_length or MOST_TOKENS):
+            what = f"a prompt of {len(tokens):,} tokens does not fit into the {most:,} positions"
+            raise ValueError(f"{what} of '{config.name}'; use a shorter one")
         request = replace(request, tokens=tokens, ends=tokenizer.end_ids)
         length = len(request.tokens) + self.tokens - 1
         if config.context_length and length > config.context_length:
             many = f"{config.context_length:,} tokens, and these may be {length:,}"
             said.append(f"'{config.name}' was made for {many}")
-        (made,) = generate(self.engine(plan, config, load, said, 1, length), [request])
+        engine = self.engine(plan, config, load, said, 1, length)
+        usual = f"each of {length:,} tokens looks at those before it, in {config.num_layers} layers"
+        with options.still_at_work("generating", usual):
+            (made,) = generate(engine, [request])
         text = tokenizer.decode(made)
         document = {"prompt": self.prompt, "text": text, "tokens": made, "mesh": plan.mesh.sizes}
         give(document, self.json, [self.prompt + text])

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from llmpar import files
-from llmpar.cli.options import MAX_TOKENS, File, Folder, Number, Text, changed, check_range, say
-from llmpar.config import PRESETS, preset
+from llmpar import files, hugging_face
+from llmpar.cli.options import MAX_TOKENS, File, Folder, Number, Text, changed, check_free, check_range, say
+from llmpar.config import PRESETS, folder_of, preset
 from llmpar.launch import jobs, local
 from llmpar.launch.wire import Wire
 from llmpar.predict import hardware, serving
@@ -92,6 +92,7 @@ class Launch:
         if path is None:
             print(text, end="")
             return
+        check_free(path, jobs.MARK.encode())
         Path(path).write_text(text)
         line = jobs.submit_line(engine, path)
         if not self.submit:
@@ -121,17 +122,14 @@ class Launch:
 
     def server(self, site: jobs.Site) -> jobs.Job:
         """The job of an inference engine that serves the weights, on as many nodes and GPUs as they need."""
-        weights, dtype, chip = self.weights or "", "bfloat16", hardware.chip(self.chip or "h100")
+        weights, chip = self.weights or "", hardware.chip(self.chip or "h100")
         if chip.link == "torus" or chip.simulated:
             raise ValueError(f"'{chip.name}' is no GPU, and vllm is started on GPUs; give --chip h100")
-        if os.path.exists(weights):
-            weights = os.path.abspath(weights)
-            if not list(Path(weights).glob("*.safetensors")):
-                raise ValueError(
-                    f"'{weights}' has no *.safetensors; give a folder that 'llmpar export' wrote"
-                )
-            card = files.read_json(Path(weights, "config.json"), "model configuration")
-            dtype = str(card.get("dtype") or card.get("torch_dtype") or dtype)
+        weights = os.path.abspath(weights) if os.path.exists(weights) else weights
+        folder = folder_of(weights)
+        dtype, quantized, stored = "bfloat16", "", None
+        if os.path.exists(folder):
+            dtype, quantized, stored = stored_as(folder)
         elif weights in PRESETS:
             say(f"llmpar: '{weights}' is a preset: in the file, put the folder of an export in its place")
         config = preset(weights)
@@ -139,17 +137,25 @@ class Launch:
             raise ValueError(f"'{weights}' is in {dtype}; export it in {', '.join(BITS)}")
         check_range("gpus-per-node", site.gpus_per_node, 1, 1024)
         bits, context = BITS[dtype], config.context_length or 8192
+        least = LEAST_BITS if quantized else 0.9 * bits
+        if stored is not None and 8 * stored < least * config.num_params:
+            what = f"the weights in '{folder}' are {stored:,} bytes, too few for {config.num_params:,}"
+            raise ValueError(f"{what} parameters in {quantized or dtype}; fetch the files that are missing")
+        weight_bits = 8 * (stored or 0) / config.num_params if quantized else bits
+        numbers = f"{quantized} (says {hugging_face.QUANTIZED})" if quantized else dtype
         tokens = context if self.cache_tokens is None else self.cache_tokens
         check_range("cache-tokens", tokens, 1, MAX_TOKENS)
-        tp, pp, most = serving.cut(config, chip, self.nodes, site.gpus_per_node, tokens, bits)
+        tp, pp, most = serving.cut(config, chip, self.nodes, site.gpus_per_node, tokens, weight_bits, bits)
         seen = min(context, tokens)
-        token_ms = 1e3 * sum(serving.decode(config, chip, 1, seen, tp, bits, bits).values())
+        token_ms = 1e3 * sum(serving.decode(config, chip, 1, seen, tp, weight_bits, bits).values())
+        size = f"{config.num_params * weight_bits / 8e9:,.1f} GB in {numbers}"
         say(
-            f"'{config.name}', {config.num_params * bits / 8e9:,.1f} GB in {dtype}, on {tp * pp} {chip.name}"
+            f"'{config.name}', {size}, on {tp * pp} {chip.name}"
             f" of {pp} nodes (tensor parallel {tp}, pipeline parallel {pp}) leaves room for keys and values"
             f" of {most:,} tokens, {tokens:,} are asked for; a token after {seen:,} takes {token_ms:.2g} ms"
         )
-        sizes = f"--tensor-parallel-size {tp} --pipeline-parallel-size {pp} --dtype {dtype}".split()
+        sizes = f"--tensor-parallel-size {tp} --pipeline-parallel-size {pp}".split()
+        sizes += [] if quantized else ["--dtype", dtype]
         sizes += ["--max-model-len", str(seen)] * bool(config.context_length)
         sizes += ["--distributed-executor-backend", "ray"] * (pp > 1 or self.engine == "ray")
         words = ("serve", weights, "--served-model-name", config.name, *sizes)
@@ -181,6 +187,18 @@ class Launch:
             self.command.step.settle(num_devices)
 
 
+def stored_as(folder: str) -> tuple[str, str, int]:
+    """The numbers that a model's folder computes in, those that its weights are quantized to ('' if they are
+    not), and the weights' bytes."""
+    if not list(Path(folder).glob("*.safetensors")):
+        raise ValueError(f"'{folder}' has no *.safetensors; give a folder that 'llmpar export' wrote")
+    card = files.read_json(Path(folder, "config.json"), "model configuration")
+    dtype = str(card.get("dtype") or card.get("torch_dtype") or "bfloat16")
+    return dtype, hugging_face.quantization(folder), hugging_face.stored_bytes(folder)
+
+
 COMMANDS = ("train", "generate", "doctor")
 """Commands that several processes can run together."""
 BITS = {"bfloat16": 16, "float16": 16, "float32": 32}
+LEAST_BITS = 2
+"""Fewer than any quantization of weights leaves them."""

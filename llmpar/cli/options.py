@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,12 @@ from llmpar.schedules import SCHEDULES
 
 MAX_SEED, MAX_SEQ_LEN, MAX_TOKENS = 2**32 - 1, 2**31 - 1, 2**40
 """JAX makes keys of 32 bits; positions are int32; sizes of arrays are counted in 64 bits."""
+OURS = {
+    ".svg": b'<svg xmlns="http://www.w3.org/2000/svg" class="llmpar"',
+    ".png": b"tEXtSoftware\0llmpar",
+    ".html": b'<script type="application/json" id="doc">',
+}
+"""By what a file that this package has drawn is known."""
 PICTURES = (".svg", ".png")
 
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
@@ -210,11 +217,23 @@ def check_picture(path: str | None) -> None:
         svg = pathlib.Path(path).with_suffix(".svg")
         lacks = f"'{path}' would be drawn by matplotlib, which is not installed"
         raise ValueError(f"{lacks}; use '{svg}', or pip install 'llmpar[lab]'")
+    check_free(path, OURS[suffix])
+
+
+def check_free(path: str, mark: bytes) -> None:
+    """Refuse a path that no file can be written to, and one of a file that is not known by ``mark`` as one
+    that was written for the same purpose, before the work that it would hold."""
     check_folder(path)
+    if not os.path.isfile(path) or not os.path.getsize(path):
+        return
+    with open(path, "rb") as file:
+        if mark not in file.read(1 << 20):
+            why = "is there already, and this command has not written it"
+            raise ValueError(f"'{path}' {why}; give another name, or move it away")
 
 
 def check_folder(path: str) -> None:
-    """Refuse a path that no file can be written to, before the work that it would hold."""
+    """Refuse a path that no file can be written to."""
     file = pathlib.Path(path).absolute()
     there = file if file.exists() else file.parent
     if not file.parent.is_dir() or file.is_dir() or not os.access(there, os.W_OK):
@@ -275,6 +294,9 @@ def start() -> None:
     """
     import jax
 
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        why = "each operation would be compiled and run by itself, and a step takes minutes"
+        raise ValueError(f"JAX_DISABLE_JIT is on: {why}; unset it")
     if not os.environ.get("LLMPAR_TRACEBACK"):
         for name in ("absl", "asyncio"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -284,7 +306,22 @@ def start() -> None:
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         say("JAX_ENABLE_X64 is ignored: weights are float32, tokens int32")
         jax.config.update("jax_enable_x64", False)
-    if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
-        with contextlib.suppress(RuntimeError):  # nobody's home
-            cache = pathlib.Path.home() / ".cache" / "llmpar" / "jax"
-            jax.config.update("jax_compilation_cache_dir", str(cache))
+    with contextlib.suppress(RuntimeError):  # nobody's home
+        keep_programs(jax.config.jax_compilation_cache_dir or "")  # type: ignore[attr-defined]
+
+
+def keep_programs(folder: str) -> None:
+    """Let JAX keep compiled programs in a folder, by default in the user's cache; say it where none can be
+    written, of which JAX would warn at each program."""
+    import jax
+
+    kept = pathlib.Path(folder or pathlib.Path.home() / ".cache" / "llmpar" / "jax")
+    if "://" in folder:  # no folder of this machine
+        return
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=kept).close()
+        jax.config.update("jax_compilation_cache_dir", str(kept))
+    except OSError as error:
+        say(f"compiled programs are not kept: '{kept}' cannot be written ({error.strerror})")
+        jax.config.update("jax_compilation_cache_dir", None)

@@ -88,14 +88,14 @@ class Plan:
         if self.html is not None:
             self.save_page(answer.plans[0].plan)
         if not self.json:
-            options.say(f"{document['priced']:,} plans priced; memory leaves {document['margin']:.0%} free")
+            options.say(f"{document['priced']:,} plans priced; {document['room_is']}")
         return give(document, self.json, tables_of(document))
 
     def check_page(self, path: str) -> None:
         """Refuse a page that cannot be written or drawn, before the work."""
         if not path.endswith(".html"):
             raise ValueError(f"'{path}' is no page; call it .html")
-        options.check_folder(path)
+        options.check_free(path, options.OURS[".html"])
         if self.cluster is not None:
             own = f"the explorer draws a chip's own nodes, and cluster {self.cluster} may have others"
             raise ValueError(f"{own}; write a chip file with its node_size, and give it as --chip")
@@ -110,7 +110,7 @@ class Plan:
         chosen = {"model": self.model, "chip": self.chip or "h100", "mesh": str(best.mesh), "fields": by_hand}
         small = not page.runtime()
         MeshExplorer(**chosen, batch_size=batch_size, seq_len=seq_len).save(self.html or "", small)
-        options.say(f"wrote {self.html}" + ", which knows what is one click away (make runtime: all)" * small)
+        options.say(f"wrote {self.html}" + ", which knows what is one click away" * small)
 
     def question(self) -> tuple:
         """What `planner.Question` is made of. Refuses options that contradict each other."""
@@ -205,11 +205,13 @@ def tables_of(document: dict) -> Iterator[Any]:
     error = document["time_error"]
     few = lambda value: rounded(value, error)
     title = f"{what}, {document['tokens_per_step']:,} tokens; {banded('s and MFU', error)}, less between rows"
-    plans = Table("mesh", "s", "MFU", "GiB", "why", title=title)
+    caption = f"{document['device']}, {document['device_gib']:.4g} GiB"
+    plans = Table("mesh", "s", "MFU", "GiB", "", "why", title=title, caption=caption)
     for row in document["plans"]:
-        why = "; ".join(filter(None, (row["why"], row["change"])))
+        why = "; ".join(filter(None, (row["near"], row["why"], row["change"])))
         gib = f"{row['memory_bytes']['total'] / 2**30:.1f}"
-        plans.add_row(row["mesh"], f"{row['step_s']:.3g}", f"{few(row['mfu']):.0%}", gib, why)
+        mfu = f"{few(row['mfu']):.0%}"
+        plans.add_row(row["mesh"], f"{row['step_s']:.3g}", mfu, gib, row["verdict"], why)
     yield plans
     best = document["plans"][0]
     step = banded(f"{few(best['step_s']):g} s", error)

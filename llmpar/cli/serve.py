@@ -70,19 +70,17 @@ class Serve(ModelOptions):
     def answer(self, listening: socket.socket, key: str | None) -> None:
         """Load the model and serve it."""
         from llmpar.serve import server
-        from llmpar.serve.engine import Request
-        from llmpar.training.chat import Chat
+        from llmpar.training.apart import open_chat
 
         start()
         plan, (config, tokenizer, load, said) = self.plan(), self.opened()
-        chat = Chat(tokenizer)
+        chat = open_chat(tokenizer)
+        _ = chat.end_ids  # a template that does not end is known before the weights are read
         if (most := config.context_length or self.length) < self.length:
             what = f"'{config.name}' was made for {most:,} tokens, and length is {self.length:,}"
             raise ValueError(f"{what}; use at most {most}")
         engine = self.engine(plan, config, load, said, self.slots, self.length)
-        engine.submit(Request((tokenizer.start_id,) * 2, 2))
-        while engine.busy:
-            engine.step()
+        engine.warm_up()
         host, port, *_ = listening.getsockname()
         only_here = ipaddress.ip_address(host).is_loopback
         if not only_here:
@@ -95,10 +93,6 @@ class Serve(ModelOptions):
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         say(f"'{config.name}' on mesh '{plan.mesh}' answers at {where}, {self.slots} requests at a time")
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # when Uvicorn is done with it
-        try:
-            server.Server(api, say).run([listening])
-        finally:
-            if api.thread.is_alive():  # a second Ctrl-C does not wait
-                api.thread.close()
+        server.Server(api, say).run([listening])
         if api.thread.error:
             raise api.thread.error

@@ -21,8 +21,9 @@ from llmpar import draw
 from llmpar.cli import options
 from llmpar.cli.options import MAX_SEED, File, Folder, From, StepOptions, changed, flags_of, give, say, speaks
 from llmpar.cli.weights import Load, beside, from_folder, refuse_beside_from
-from llmpar.config import ModelConfig, OptimizerConfig, folder_of
-from llmpar.launch.local import signals_to
+from llmpar.config import ModelConfig, OptimizerConfig, folder_of, preset
+from llmpar.launch import signals
+from llmpar.launch.agreed import flat
 from llmpar.plan import Plan
 from llmpar.predict import hardware, memory
 from llmpar.timetable import timetable
@@ -83,6 +84,11 @@ class Train:
 
     def run(self, begin: Load | None = None) -> dict:
         """Train, showing progress, and give the ``--json`` document. ``begin`` loads ``from_``'s weights."""
+        from llmpar.launch.joined import Watchdog, initialize, meet
+
+        if begin is None:
+            initialize()
+            meet({"command": "train"} | flat(self))
         if self.from_ is not None and begin is None:
             command, begin = self.taken_from(self.from_)
             return command.run(begin)
@@ -100,19 +106,18 @@ class Train:
             raise ValueError("the folder 'profile' cannot be written here; move what is there away")
         optimizer = OptimizerConfig(**vars(self.optimizer))
         options.check_picture(self.plot)
-        from llmpar.launch.joined import Watchdog, meet
+        meet({"model": self.step.adapted(preset(self.step.model))})
         from llmpar.mesh import make_mesh, platform_of
         from llmpar.training.checkpoint import Checkpoints
-        from llmpar.training.train import MFU, train
+        from llmpar.training.train import MFU, kept_in, train
 
-        options.join()
         options.start()
         keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints is not None else None
         config, plan = self.step.resolve()
         options.fits_host(config, plan, self.step.batch_size, self.step.seq_len, ("params", "optimizer"))
         stream, held_out = self.read_text(config, plan)
         say_plan(config, plan, stream.corpus.source)
-        if keep is None or keep.latest is None:
+        if keep is None or not kept_in(keep.folder):
             weights = f"begins with the weights in {self.from_}" if begin else beside(self.step.model)
             if weights:
                 say(weights)
@@ -127,7 +132,6 @@ class Train:
         ):
 
             def on_step(number, report):
-                stopper.worked = True
                 watchdog.feed()
                 show(number + 1, report.newest)
 
@@ -209,7 +213,7 @@ def say_memory(mesh) -> None:
 
 
 class Stopper(contextlib.ExitStack):
-    """Let the first Ctrl-C or SIGTERM end training after the running step, so that it can be saved.
+    """Let the first Ctrl-C, SIGTERM or SIGHUP end training after the running step, so that it can be saved.
 
     The second signal ends the process at once, and so does one before any step was done. Of several processes
     all stop after the same step when one of them was asked; JAX hears the signal, and whoever started them
@@ -225,6 +229,7 @@ class Stopper(contextlib.ExitStack):
 
     def asked(self) -> bool:
         """Tell whether to stop after this step."""
+        self.worked = True
         if self.of_many:
             from llmpar.launch.joined import asked_to_stop
 
@@ -233,16 +238,18 @@ class Stopper(contextlib.ExitStack):
         return self.number > 0
 
     def __enter__(self) -> Stopper:
-        if not self.of_many:
-            self.enter_context(signals_to(self))
+        if self.of_many:  # JAX hears SIGTERM, and joined hands Ctrl-C on
+            to_all = lambda number: os.kill(os.getpid(), signal.SIGTERM)
+            self.enter_context(signals.signals_to(to_all, [signal.SIGHUP]))
+        else:
+            self.enter_context(signals.signals_to(self))
         return self
 
-    def __call__(self, number: int, _frame) -> None:
+    def __call__(self, number: int) -> None:
         again, self.number = self.number > 0, number
         if again or not self.worked:
-            os.write(2, b"llmpar: ended at once; checkpoints taken before are intact\n")
-            os._exit(128 + number)
-        os.write(2, b"llmpar: ends after this step; once more ends at once\n")
+            signals.end("ended at once; checkpoints taken before are intact", 128 + number)
+        signals.write("ends after this step; once more ends at once")
 
 
 @contextlib.contextmanager

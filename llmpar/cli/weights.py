@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from llmpar.cli.options import Folder, From, Name, fits_host, say
 from llmpar.config import PRESETS, ModelConfig, folder_of, preset
+from llmpar.hugging_face import QUANTIZED, quantization
 from llmpar.notation import parse_mesh
 from llmpar.plan import Plan
 from llmpar.predict.serving import device_cache_bytes
@@ -146,6 +147,9 @@ def from_folder(name: str) -> tuple[str, str, Load]:
     if not os.path.isdir(folder):
         instead = "give the folder of config.json and safetensors, or the name of a downloaded model"
         raise ValueError(f"--from '{name}' is no folder; {instead}")
+    if kind := quantization(folder):
+        what = f"'{folder}' is of weights in {kind} ({QUANTIZED}), which are not read"
+        raise ValueError(f"{what}; use the original model")
     model = os.path.join(".", name) if folder == name else name  # a folder may have the name of a preset
     config, tensors = preset(model), hf.open_folder(folder)
     hf.check(tensors, config)

@@ -23,6 +23,10 @@ def stage2_accumulated() -> Exercise:
         own = total.shape[0] // lax.axis_size("fsdp")
         return lax.dynamic_slice_in_dim(total, lax.axis_index("fsdp") * own, own, 0)
 
+    def exchanged(gradient, parts):
+        swap = lambda g: lax.all_to_all(g, "fsdp", split_axis=0, concat_axis=0, tiled=True)
+        return sum(swap(gradient(part)).reshape(DEVICES, -1, COLUMNS).sum(0) for part in parts)
+
     gradients = np.random.default_rng(0).standard_normal((DEVICES, PARTS, ROWS, COLUMNS)).astype(np.float32)
 
     def given(learner):
@@ -41,4 +45,5 @@ def stage2_accumulated() -> Exercise:
         only_first=lambda gradient, parts: scatter(gradient(parts[0])),
     )
     observe = lambda learner: carried_out(*given(learner)[0], untiled="must match shard count")
-    return Exercise("stretch", solution, wrong, observe, devices=given)
+    also = dict(exchanged=exchanged)
+    return Exercise("stretch", solution, wrong, observe, also=also, devices=given)

@@ -9,7 +9,7 @@ from jax import lax
 from llmpar.exercises import Exercise
 from llmpar.exercises.spread import carried_out
 
-DEVICES, POSITIONS, WIDTH, HIDDEN = 4, 6, 8, 3
+DEVICES, POSITIONS, WIDTH, HIDDEN = 4, 8, 8, 3
 """Of `gated_pair`: HIDDEN is what one device has of the feed-forward's width."""
 
 

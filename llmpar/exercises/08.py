@@ -38,8 +38,14 @@ def one_f_one_b() -> Exercise:
         serial="\n".join(["F0 B0 F1 B1 F2 B2 F3 B3"] * 3),
         one_more_ahead=_ahead(more=1),
         all_alike=_ahead(all_alike=2),
+        w_put_off=str(make("zb-h1", 3, 4)),
     )
-    return Exercise("core", str(make("1f1b", 3, 4)), wrong, observe=lambda text: _rows(text, 3, 4))
+
+    def observe(text):
+        whole = re.sub(r"\bB(\d+) +W\1\b", r"B\1", text)  # B0 W0 is one backward, in two parts
+        return _rows(text if "W" in whole else whole, 3, 4)
+
+    return Exercise("core", str(make("1f1b", 3, 4)), wrong, observe)
 
 
 def _better(level, best: str, limit: int, costs: tuple[float, float, float], **wrong: str):

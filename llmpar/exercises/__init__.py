@@ -39,7 +39,7 @@ COLUMNS = 88
 GIVEN: dict[str, dict[str, Any]] = {}
 """What this notebook has passed to each exercise: its hints and its solution speak of the same numbers."""
 TOLD: Counter[str] = Counter()
-"""How many hints of each exercise this notebook has asked for."""
+"""How many hints of each exercise this notebook has given."""
 SAID: dict[str, str] = {}
 """The first answer of this notebook to each exercise, wherever the answers could not be noted."""
 
@@ -75,9 +75,11 @@ def attempt(name: str, answer: Any, **given: Any) -> None:
     """Print the verdict on the learner's answer, and note both (`llmpar progress` shows them)."""
     exercise = find(name, **given)
     GIVEN[name] = given
-    verdict = exercise.judge(answer)
-    blank = verdict == NOT_ATTEMPTED
-    say(f"{name} ({exercise.level}): {verdict}" + f'; hint("{name}") helps' * blank)
+    verdict = exercise.judge(answer, TOLD[name])
+    blank, nudged = verdict == NOT_ATTEMPTED, exercise.nudge(TOLD[name]) in verdict
+    said = f'; hint("{name}") helps' * blank + f' hint("{name}") says more.' * nudged
+    say(f"{name} ({exercise.level}): {verdict}{said}")
+    TOLD[name] += nudged
     if blank:
         return
     SAID.setdefault(name, as_text(answer))

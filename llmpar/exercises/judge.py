@@ -9,18 +9,31 @@ import inspect
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
 NOT_ATTEMPTED = "replace the dots"
 CORRECT = "correct"
-UNITS = {
-    "bytes": {"KiB": 2**10, "kB": 1e3, "MiB": 2**20, "MB": 1e6, "GiB": 2**30, "GB": 1e9},
-    "a fraction of 1": {"per cent": 0.01},
+BYTES = {"bytes": 1, "KiB": 2**10, "kB": 1e3, "MiB": 2**20, "MB": 1e6, "GiB": 2**30, "GB": 1e9}
+UNITS = (BYTES, {"a fraction of 1": 1, "per cent": 0.01}, {"days": 86400, "hours": 3600, "seconds": 1})
+"""Units that people count the same thing in, and their sizes."""
+SPELLINGS = {
+    "B": "bytes",
+    "KB": "kB",
+    "%": "per cent",
+    "percent": "per cent",
+    "h": "hours",
+    "s": "seconds",
+    "psum": "all-reduce",
+    "psum scatter": "reduce-scatter",
+    "ppermute": "collective-permute",
+    "col": "columns",
+    "d m/tp": "columns",
+    "m/tp d": "rows",
 }
-"""What an answer is given in, and what people also count it in."""
+"""Units, collectives and cuts as others write them: JAX for one."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +46,7 @@ class Exercise:
         wrong: plausible wrong answers that are computed, by the key of the sentence that helps.
         observe: turns an answer into what is compared.
         tolerance: relative; answers are float32 results or numbers rounded by hand.
-        unit: of numbers, a key of `UNITS`.
+        unit: of numbers, one of `UNITS` or a word that may stand behind them.
         counts: sentences in place of the hint that count for the learner: by key a function that gives the
             figures in the sentence for what was observed, or None where it does not fit.
         also: other right answers that are computed, by the key of why they are right.
@@ -72,15 +85,16 @@ class Exercise:
         wrong = {key: answers[key] for key in says if key in answers}
         return dataclasses.replace(self, wrong=wrong, also=also, says=says)
 
-    def judge(self, answer: Any) -> str:
-        """Return the verdict on an answer as one sentence."""
+    def judge(self, answer: Any, read: int = 0) -> str:
+        """Return the verdict on an answer as one sentence; who has ``read`` some hints gets the next one."""
         if is_blank(answer):
             return NOT_ATTEMPTED
-        answer = as_meant(answer, self.solution)
-        if fault := mismatch(answer, self.solution):
-            return f"not yet. {fault}"
         try:
-            seen, right = self.observe(answer), self.observe(self.solution)
+            answer = as_meant(answer, self.solution, self)
+            if fault := mismatch(answer, self.solution):
+                return f"not yet. {fault}"
+            right = self.observe(self.solution)
+            seen = listed(self.observe(answer), right)
             if is_blank(seen):
                 return NOT_ATTEMPTED
             if self.same(seen, right):
@@ -88,7 +102,7 @@ class Exercise:
             for key, other in self.also.items():
                 if self.same(seen, self.observe(other)):
                     return f"{CORRECT}. {self.says[key]}"
-            return f"not yet. {self.advice(seen, right)}"
+            return f"not yet. {self.advice(seen, right, read)}"
         except Exception as error:  # the learner's own code runs here, or a text is read
             refused = isinstance(error, ValueError) and isinstance(answer, str)
             what = "" if refused else f"Your answer raised {type(error).__name__}: "
@@ -97,6 +111,11 @@ class Exercise:
     def hints(self) -> list[str]:
         """List the hints, from the one that says least on."""
         return [line for key in ("nudge", "hint") for line in self.says.get(key, "").splitlines()]
+
+    def nudge(self, read: int) -> str:
+        """The hint after those that were ``read``, but not the last one, which may be the formula."""
+        nudges = self.says.get("nudge", self.says.get("hint", "")).splitlines() or [""]
+        return nudges[min(read, len(nudges) - 1)]
 
     @property
     def because(self) -> str:
@@ -107,49 +126,73 @@ class Exercise:
         """Compare within the exercise's tolerance."""
         return same(one, other, self.tolerance)
 
-    def advice(self, seen: Any, right: Any) -> str:
+    def advice(self, seen: Any, right: Any, read: int) -> str:
         """Say what helps someone who answered `seen`."""
         planted = [(self.observe(wrong), self.says[key]) for key, wrong in self.wrong.items()]
         for value, sentence in planted:
-            if self.same(seen, value):
+            if self.meant(seen, value):
                 return sentence
         if fault := turned(seen, right) or mismatch(seen, right):
             return fault
         if isinstance(right, Mapping):
-            return self.part_by_part(seen, right, planted)
-        return self.in_another_unit(seen, right) or self.hinted(seen)
+            return self.part_by_part(seen, right, planted, read)
+        if sentence := self.in_another_unit(seen, right):
+            return sentence
+        good = isinstance(right, list) and self.devices(self.solution) and self.same(seen[0], right[0])
+        return "The value is right, but not what is sent. " * bool(good) + self.hinted(seen, read)
 
-    def part_by_part(self, seen: Mapping, right: Mapping, planted: list[tuple[Any, str]]) -> str:
+    def part_by_part(self, seen: Mapping, right: Mapping, planted: list[tuple[Any, str]], read: int) -> str:
         """Name the parts that are right; help with others by planted answers that are wrong as they are."""
+        parts = {name for name in right if kind(right[name]) != "a number" or right[name]}
+        units = {self.unit_of(seen[name], right[name]) for name in parts}
+        if len(units) == 1 and all(units):
+            return f"Those are the right values in {units.pop()}; they are asked for as {self.unit}."
         off = [name for name in right if not self.same(seen[name], right[name])]
         good = [str(name) for name in right if name not in off]
         said = [f"Right: {', '.join(good)}."] * bool(good)
         helped: set[Any] = set()
         for value, sentence in planted:
             spoilt = {name for name in right if not self.same(value[name], right[name])}
-            if not spoilt & helped and all(self.same(seen[name], value[name]) for name in spoilt):
+            if not spoilt & helped and all(self.meant(seen[name], value[name]) for name in spoilt):
                 said, helped = [*said, sentence], helped | spoilt
         for name in [name for name in off if name not in helped]:
             if sentence := self.in_another_unit(seen[name], right[name]):
                 said, helped = [*said, f"{name}: {sentence}"], helped | {name}
         if left := [f"{name}{near(seen[name], right[name])}" for name in off if name not in helped]:
-            said += [f"Look again at {', '.join(left)}. {self.hinted(seen)}"]
+            said += [f"Look again at {', '.join(left)}. {self.hinted(seen, read)}"]
         return " ".join(said)
+
+    def meant(self, seen: Any, value: Any) -> bool:
+        """Tell whether `seen` is this wrong answer, or this number rounded to as many digits."""
+        numbers = kind(seen) == kind(value) == "a number"
+        digits = len(f"{float(seen):g}".partition("e")[0].replace(".", "").strip("-0")) if numbers else 0
+        return self.same(seen, value) or digits > 2 and float(seen) == float(f"{float(value):.{digits}g}")
+
+    def sizes(self) -> Mapping[str, float]:
+        """The units that an answer may be given in, in terms of the one that is asked for."""
+        units = next((units for units in UNITS if self.unit in units), {self.unit: 1})
+        return {name: size / units[self.unit] for name, size in units.items() if name}
+
+    def unit_of(self, seen: Any, right: Any) -> str:
+        """The other unit in which a number is the right one, roughly."""
+        if not kind(seen) == kind(right) == "a number":
+            return ""
+        sizes, near = self.sizes(), max(self.tolerance, 0.01)
+        return next((n for n in sizes if n != self.unit and same(float(seen) * sizes[n], right, near)), "")
 
     def in_another_unit(self, seen: Any, right: Any) -> str:
         """Recognise the right number in kilobytes, per cent and the like."""
-        for name, size in UNITS.get(self.unit, {}).items():
-            numbers = kind(seen) == kind(right) == "a number"
-            if numbers and same(given := float(seen) * size, right, max(self.tolerance, 0.01)):
-                shown = f"{given:,.0f}" if given > 100 else f"{given:.3g}"
-                return f"That is the right value in {name}; it is asked for as {self.unit}: {shown}."
-        return ""
+        if not (name := self.unit_of(seen, right)):
+            return ""
+        given = float(seen) * self.sizes()[name]
+        shown = f"{given:,.0f}" if given > 100 else f"{given:.3g}"
+        return f"That is the right value in {name}; it is asked for as {self.unit}: {shown}."
 
-    def hinted(self, seen: Any) -> str:
-        """Give the hint, or the first sentence whose count fits."""
+    def hinted(self, seen: Any, read: int) -> str:
+        """Give the first sentence whose count fits, or the next hint."""
         found = ((key, count(seen)) for key, count in self.counts.items())
         counted = next((self.says[key].format(**figures) for key, figures in found if figures), "")
-        return counted or self.says["hint"]
+        return counted or self.nudge(read)
 
 
 FACTS = ("level", "question", "given", "answer", "tolerance", "unit")
@@ -209,7 +252,8 @@ KINDS |= {list | tuple | set: "a list", Callable: "a function"}
 def kind(value: Any) -> str:
     """Name the kind of an answer."""
     named = (name for what, name in KINDS.items() if isinstance(value, what))
-    return next(named, "an array" if getattr(value, "shape", ()) else "a number")
+    other = "a number" if hasattr(value, "__float__") else f"a {type(value).__name__}"
+    return next(named, "an array" if getattr(value, "shape", ()) else other)
 
 
 def takes(function: Any, count: int) -> bool:
@@ -225,27 +269,82 @@ def not_asked(answer: Any, asked: Any) -> str:
     """Say which kind of answer is asked for."""
     of = f" of {', '.join(inspect.signature(asked).parameters)}" if callable(asked) else ""
     number = (kind(asked), kind(answer)) == ("a number", "text")
-    plain = " Write the number alone, without its unit." if number else ""
-    shown = f": {answer!r}" if kind(answer) in ("a number", "text", "True or False") else ""
-    return f"{kind(asked).capitalize()}{of} is asked for, and this is {kind(answer)}{shown}.{plain}"
+    alone = " Write the number alone, without its unit." if number else ""
+    silent = "None", "a dict", "a list", "a function", "an array"
+    shown = f": {answer!r:.80}" if kind(answer) not in silent else ""
+    return f"{kind(asked).capitalize()}{of} is asked for, and this is {kind(answer)}{shown}.{alone}"
 
 
-def as_meant(answer: Any, right: Any) -> Any:
-    """Read numbers that are given as text, and names that are, as what alone they can mean."""
+def as_meant(answer: Any, right: Any, asked: Exercise) -> Any:
+    """Read an answer as what alone it can mean: an array as a list, numbers and names that are given as text,
+    or as JAX writes them."""
+    if isinstance(answer, str) and isinstance(right, list | tuple) and "," in answer:
+        answer = answer.strip("()[]{} ").split(",")
+    answer = listed(answer, right)
     if kind(answer) == kind(right) == "a dict":
-        names = {str(name): name for name in right}
-        meant = {names.get(str(name), name): part for name, part in answer.items()}
+        names = {plain(str(name)): name for name in right}
+        meant = {names.get(plain(str(name)), name): part for name, part in answer.items()}
         left, other = right.keys() - meant.keys(), meant.keys() - right.keys()
         if len(left) == len(other) == 1:  # as an older copy of the lesson calls it
             meant[left.pop()] = meant.pop(other.pop())
-        return {name: as_meant(part, right.get(name)) for name, part in meant.items()}
+        return {name: as_meant(part, right.get(name), asked) for name, part in meant.items()}
     if isinstance(answer, list | tuple) and isinstance(right, list | tuple) and len(answer) == len(right):
-        return list(map(as_meant, answer, right))
+        return [as_meant(part, other, asked) for part, other in zip(answer, right, strict=True)]
     if isinstance(answer, str) and kind(right) == "a number":
-        plain = answer.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d*)?", answer) else answer
-        with contextlib.suppress(ValueError, ZeroDivisionError):
-            return float(Fraction(plain))
+        return as_number(answer, right, asked)
+    return as_text(answer, right) if isinstance(right, str) else answer
+
+
+def listed(value: Any, right: Any) -> Any:
+    """Make a list of an array, a range or the like where a list is right, and of its parts likewise."""
+    if not isinstance(right, list | tuple) or isinstance(value, str | Mapping | set):
+        return value
+    value = value.tolist() if kind(value) == "an array" else value
+    value = list(value) if isinstance(value, Iterable) and not callable(value) else value
+    return list(map(listed, value, right)) if kind(value) == "a list" and len(value) == len(right) else value
+
+
+def as_text(answer: Any, right: str) -> Any:
+    """Read what stands for a text: a collective's function, a mesh as a dict, a layout as JAX writes it."""
+    if hasattr(answer, "partitions") and "/" in right:
+        dims = [part.partition("/")[0] for part in right.split() if "+" not in part]
+        cuts = [",".join(cut) if isinstance(cut, tuple) else str(cut or "") for cut in answer.partitions]
+        laid = [f"{dim}/{cut}".strip("/") for dim, cut in itertools.zip_longest(dims, cuts, fillvalue="")]
+        answer = " ".join([*laid, *(f"+{axis}" for axis in sorted(answer.unreduced))])
+    if isinstance(answer, Mapping) and "=" in right:
+        answer = " ".join(f"{axis}={size}" for axis, size in answer.items())
+    if (getattr(answer, "__module__", "") or "").startswith("jax."):
+        answer = getattr(answer, "__name__", answer)
+    if isinstance(answer, str):
+        answer = re.sub(r"^(?:jax\.)?lax\.(\w+)(?:\(.*\))?$", r"\1", answer.strip())
+        answer = answer.replace(",", " ") if "=" in right else answer
+        answer = answer if "/" in right else SPELLINGS.get(plain(answer), answer)
+        answer = answer.lower() if right.islower() else answer.upper() if right.isupper() else answer
     return answer
+
+
+def as_number(text: str, right: Any, asked: Exercise) -> Any:
+    """Read a number as people write it: with commas, with its unit, or as a formula of what is given. In
+    another unit than the one asked for it may be rounded. What cannot be read stays text."""
+    unit = re.sub(r"^[-+~≈\d,._/ ]*(e[-+]?\d+)? *", "", text.strip())
+    number = text.strip().removesuffix(unit).strip(" ~≈")
+    if re.fullmatch(r"[-+]?[1-9]\d{0,2}([, ]\d{3})+(\.\d*)?", number):
+        number = re.sub("[, ]", "", number)
+    unit, sizes = SPELLINGS.get(unit, unit.lower() if len(unit) > 3 else unit), {"": 1, **asked.sizes()}
+    with contextlib.suppress(ValueError, ZeroDivisionError, KeyError):
+        size = sizes[unit if unit in sizes else unit + "s"]
+        given = float(Fraction(number)) * size
+        return right if size != 1 and same(given, right, 0.01) else given
+    if re.fullmatch(r"(?:[\w *+/()-]|\.(?=\d)|(?<=\d)\.)+", text) and re.search(r"\w *[*+/-]", text):
+        devices = [asked.given[name] for name in ("devices", "ranks") if name in asked.given]
+        found = read(text, right, {**asked.given, **dict.fromkeys("nN" * bool(devices), *devices)})
+        return found if kind(found) == "a number" else text
+    return text
+
+
+def plain(text: str) -> str:
+    """Write words small, blanks between them, and in the singular."""
+    return re.sub(r"(?<=\w\w)s\b", "", re.sub(r"[-_\s]+", " ", text.strip().lower()))
 
 
 def turned(seen: Any, right: Any) -> str:
@@ -312,7 +411,7 @@ def is_blank(answer: Any) -> bool:
 def same(one: Any, other: Any, tolerance: float) -> bool:
     """Compare answers: texts by words, numbers and arrays within a relative tolerance, the rest exactly."""
     if isinstance(one, str) and isinstance(other, str):
-        words, others = (re.sub(r"[-_\s]+", " ", text.strip().lower()) for text in (one, other))
+        words, others = plain(one), plain(other)
         if re.search(r"[/+>\d]", words + others):  # layouts, arrows and orders: blanks part their words
             return words == others
         return words.replace(" ", "") == others.replace(" ", "")

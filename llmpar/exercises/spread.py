@@ -62,5 +62,6 @@ def values(program: Any, mesh: str, *arrays: Any) -> list[Any]:
     try:
         found = run(*(held[var] for var in line.invars))
     except AssertionError as error:
-        raise ValueError(f"{error} In a ring each device sends to one, and each receives.") from error
+        ring = " In a ring each device sends to one, and each receives." * ("ermutation" in str(error))
+        raise ValueError(f"{error}{ring}") from error
     return list(found.reshape(-1, *found.shape[len(axes) :]))

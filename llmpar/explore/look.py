@@ -258,7 +258,7 @@ def look(state: dict) -> Look:
     """What a settled state shows. Raises ValueError where it is refused."""
     question = asked(state)
     one = planned(question, state["mesh"])
-    return Look(state, question, one, one.plan.resolve(question.config, None), around(state))
+    return Look(state, question, one, one.plan.resolve(question.config, question.platform), around(state))
 
 
 def works(state: dict) -> bool:

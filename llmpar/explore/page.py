@@ -56,7 +56,8 @@ def html(explorer: Any, small: bool = False) -> str:
         (doc["answer"], *stored), doc["stored"] = nearby(explorer, doc), []
     elif not python:
         what = "a page that answers by itself needs Python for the browser, which is not installed here"
-        raise ValueError(f"{what}; make it with 'make runtime' (npm is needed), or save(…, small=True)")
+        where = "in the project's sources 'make runtime' brings it, before a wheel is built"
+        raise ValueError(f"{what} ({where}); save(…, small=True) needs none")
     parts = {
         "title": markup.escape(explorer.title),
         "text": markup.escape(explorer.scene.text),

@@ -15,10 +15,9 @@ from llmpar.explore.look import Look, works
 from llmpar.explore.words import act, button, estimated, explain, famous, table, table_row
 from llmpar.notation import AXES, Layout, divisors, parse_mesh
 from llmpar.predict import planner
-from llmpar.predict.advice import verdict
 from llmpar.predict.hardware import GIB
 from llmpar.predict.memory import BATCH
-from llmpar.predict.planner import Candidate
+from llmpar.predict.planner import Candidate, verdict
 from llmpar.predict.terms import recomputed
 from llmpar.predict.time import Clock
 from llmpar.predict.traffic import ITEMSIZE, Prediction, most_traffic

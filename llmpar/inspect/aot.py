@@ -43,7 +43,8 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
     """
     plan.check(config, batch_size, seq_len)
     step = Step(config, plan, make_mesh(plan.mesh, target.devices), optax.adamw(1e-3))
-    q = planner.Question(config, target.chip, target.num_devices, batch_size, seq_len)
+    share = target.chip.usable_bytes / target.chip.usable_hbm_gib / GIB
+    q = planner.Question(config, target.chip, target.num_devices, batch_size, seq_len, share=share)
     plan, mesh = step.plan, step.mesh
     if plan.attention_kernel == "cudnn":
         need_compiler("cudnn")
@@ -116,7 +117,7 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
 
 
 def _too_large(needs: str, q: planner.Question, plan: Plan, target: Target) -> str:
-    """Say what a step needs and has, and which plan near it would fit by prediction with a tenth to spare:
+    """Say what a step needs and has, and which plan near it would fit by prediction:
     with one of the planner's single changes, or with replicas that cut the state (fsdp in place of dp), that
     recompute and cut the loss into pieces."""
     chip, shape = target.chip, plan.mesh
@@ -127,7 +128,7 @@ def _too_large(needs: str, q: planner.Question, plan: Plan, target: Target) -> s
     sentence = f"{q.config.name} on mesh '{shape}' needs {needs}, and {room}"
     cut = {"mesh": dataclasses.replace(shape, dp=1, fsdp=shape.dp * shape.fsdp), "zero": 3}
     changes = [*planner.single_changes(q, plan), cut, cut | {"remat": "block", "loss_chunks": 8}]
-    found = planner.first_fit(q, plan, changes, 0.9 * chip.usable_bytes)
+    found = planner.first_fit(q, plan, changes)
     if found is None:
         return f"{sentence}; no plan near this one fits: use more devices, or shorter sequences"
     change, need = found

@@ -30,6 +30,8 @@ _TABLES = tomllib.loads(resources.files(__package__).joinpath("gpus.toml").read_
 GPUS: dict[str, dict[str, Any]] = _TABLES["gpu"]
 TPUS = {"v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "7x": "tpu7x"}
 """Chips, and what the compiler calls them."""
+JOINED = ("v4",)
+"""Chips whose two cores are one device where they run, but to the compiler only if asked for megacore."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Target:
             extents = "x".join(map(str, self.shape))
             how = dict(platform="tpu", topology_name=f"{TPUS[self.chip.name]}:{extents}")
             how |= {"num_slices": self.num_slices} if self.num_slices > 1 else {}
+            how |= {"chip_config_name": "megacore"} if self.chip.name in JOINED else {}
         try:
             return list(topologies.get_topology_desc(**how).devices)
         except Exception as error:  # each compiler raises its own

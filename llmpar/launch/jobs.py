@@ -10,6 +10,7 @@ the request to stop and the end are 120 s: a step and a checkpoint must fit in.
 
 import dataclasses
 import json
+import re
 import shlex
 import string
 from collections.abc import Callable, Mapping
@@ -20,6 +21,10 @@ from typing import Annotated, Any, Literal
 from llmpar import files
 
 TEMPLATES = Path(__file__).parent / "templates"
+MARK = "# written by llmpar launch"
+"""The last line of each: such a file may be written over by another."""
+SBATCH = "partition", "account", "time_limit"
+"""What goes into lines that sbatch reads, without a shell and its quotes."""
 MEMORY = {"XLA_CLIENT_MEM_FRACTION": ".95"}
 """JAX takes 75 % of a GPU's memory otherwise."""
 
@@ -85,6 +90,8 @@ def read_site(path: str) -> Site:
             found[name] = items
         if not all(str(item).isprintable() for item in items):
             raise ValueError(f"{has} a line break or a control character in '{name}'; use one line")
+        if name in SBATCH and not re.fullmatch(r"[^\s-]\S*", str(value)):
+            raise ValueError(f"{has} {name} = {value!r}; use a word without spaces, and no - in front")
     try:
         return Site(**found)
     except ValueError as error:
@@ -152,7 +159,7 @@ def job_file(engine: str, job: Job) -> str:
     values |= own(job, values)
     lines = map(_Template, (TEMPLATES / template).read_text().splitlines())
     kept = [line for line in lines if None not in map(values.__getitem__, line.get_identifiers())]
-    return "".join(f"{line.substitute(values)}\n" for line in kept)
+    return "".join(f"{line.substitute(values)}\n" for line in kept) + f"{MARK}\n"
 
 
 class _Template(string.Template):

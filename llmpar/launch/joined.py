@@ -11,6 +11,7 @@ import faulthandler
 import functools
 import glob
 import itertools
+import json
 import os
 import signal
 import socket
@@ -19,8 +20,11 @@ import threading
 import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
+from llmpar.launch import signals
+from llmpar.launch.agreed import flat, refusal, surroundings
 from llmpar.launch.engines import Place, detect, is_loopback, parts_of
 
 FAILED, STUCK = 75, 76
@@ -30,6 +34,7 @@ WAIT_S, HEARTBEAT_S, SHUTDOWN_S = 120, 30, 60
 LAUNCHER = "LLMPAR_LAUNCHER"
 """The variable by which `local` tells a process who started it."""
 _KEY = "llmpar/failed"
+AGREED = "all agree"
 _MEETINGS = itertools.count()
 
 
@@ -46,16 +51,16 @@ def initialize(
     What the seconds are says `WAIT_S`. Raises ValueError, in one sentence, for what cannot work.
     """
     end_with_launcher(environ)
-    import jax
-
     place = detect(environ)
-    if jax.distributed.is_initialized():  # Ray did, or the user
-        _guard()
-        return replace(place, num_processes=jax.process_count(), process_id=jax.process_index())
+    if sys.modules.get("jax") is not None and _client() is not None:  # Ray did it, or the user
+        _enter(environ)
+        return replace(place, num_processes=_state().num_processes, process_id=_state().process_id)
     if place.note:
         _tell(place.note)
     if place.num_processes == 1:
         return place
+    import jax
+
     _clear_stdout()
     own, bind = check(place, wait_s)
     without_proxy(place, environ)
@@ -83,8 +88,14 @@ def initialize(
         raise ValueError(f"{many} cannot be joined: {why}; initialize() comes before JAX's work") from error
     finally:
         timer.cancel()
-    _guard()
+    _enter(environ)
     return place
+
+
+def _enter(environ: Mapping[str, str]) -> None:
+    """See that those who have met run the same, before JAX starts a device, which hangs where they do not."""
+    meet({"processes": _state().num_processes} | surroundings(environ))
+    _guard()
 
 
 def end_with_launcher(environ: MutableMapping[str, str]) -> None:
@@ -264,17 +275,21 @@ def _clear_stdout() -> None:
 
 def _end(status: int, sentence: str) -> None:
     """End this process, which may wait in native code, with a sentence."""
-    os.write(2, f"llmpar: {sentence}\n".encode())
-    os._exit(status)
+    signals.end(sentence, status)
 
 
 # ----------------------------------------------------------------------------------------------------- guards
 
 
-def _client():
+def _state() -> Any:
+    """What JAX knows of the processes before it starts a device: ``client`` is None where there is one."""
     from jax._src import distributed
 
-    return distributed.global_state.client
+    return distributed.global_state
+
+
+def _client() -> Any:
+    return _state().client
 
 
 @functools.cache  # once
@@ -315,14 +330,25 @@ def _listen(left: threading.Event) -> None:
 
 def together() -> bool:
     """Whether this process is one of several that have met. Imports nothing: an error of JAX asks it."""
-    jax: Any = sys.modules.get("jax")
-    return jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1
+    return sys.modules.get("jax") is not None and _client() is not None and _state().num_processes > 1
 
 
-def meet() -> None:
-    """Wait for the other processes, however long they take. The end of one of them ends the others."""
-    if together():
-        _client().wait_at_barrier(f"llmpar/meet/{next(_MEETINGS)}", 24 * 3600 * 1000)  # ms
+def meet(settings: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Wait for the other processes, however long they take. The end of one of them ends the others.
+
+    Raises ValueError, with the same sentence in all, where they come with other ``settings``
+    (`agreed.flat`)."""
+    if not together():
+        return
+    state, key, day = _state(), f"llmpar/meet/{next(_MEETINGS)}", 24 * 3600 * 1000  # ms
+    state.client.key_value_set(f"{key}/{state.process_id}", json.dumps(flat(settings), default=str))
+    state.client.wait_at_barrier(key, day)
+    if state.process_id == 0:
+        texts = [state.client.key_value_try_get(f"{key}/{i}") for i in range(state.num_processes)]
+        differ = len(set(texts)) > 1
+        state.client.key_value_set(f"{key}/why", refusal(list(map(json.loads, texts))) if differ else AGREED)
+    if (why := state.client.blocking_key_value_get(f"{key}/why", day)) != AGREED:
+        raise ValueError(why)
 
 
 def is_broken(sentence: str) -> bool:
@@ -335,9 +361,7 @@ def tell_others(sentence: str, status: int) -> int | None:
 
     Of several failures the first is told: a process whose collective broke because another died says so.
     """
-    import jax
-
-    mine = f"{status} process {jax.process_index()} failed: {sentence}"
+    mine = f"{status} process {_state().process_id} failed: {sentence}"
     if is_broken(sentence):
         time.sleep(1.0)  # it is somebody else's end, who may be about to say why
     with contextlib.suppress(Exception):  # somebody was first
@@ -352,11 +376,9 @@ def tell_others(sentence: str, status: int) -> int | None:
 
 def leave(status: int) -> None:
     """End this process, one of several, at once: JAX would wait minutes for the others at a barrier."""
-    import jax
-
     with contextlib.suppress(Exception):
         sys.stdout.flush()
-    if jax.process_index() == 0:
+    if _state().process_id == 0:
         time.sleep(1.0)  # process 0 holds what it told: the others ask twice a second
     os._exit(status)
 

@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
 from llmpar.launch.joined import LAUNCHER, free_port
+from llmpar.launch.signals import signals_to
 from llmpar.launch.wire import Wire
 
 GRACE_S = 20.0
@@ -141,33 +141,22 @@ class Processes:
         return (self._text(number, 0) if number else "") + self._text(number, 1)
 
 
-@contextlib.contextmanager
-def signals_to(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM call ``handler``; afterwards they do here what they did before."""
-    main = threading.current_thread() is threading.main_thread()  # Python gives signals to no other
-    before = {n: signal.signal(n, handler) for n in (signal.SIGINT, signal.SIGTERM)} if main else {}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
-
-
 def run(command: Sequence[str], num: int, devices: int | None, wire: Wire | None = None) -> int:
     """Run a command in several processes here, process 0 on this terminal, and give the exit status.
 
-    The first Ctrl-C or SIGTERM asks them to save and leave, the second ends them.
+    The first Ctrl-C, SIGTERM or SIGHUP asks them to save and leave, the second ends them. The status is then
+    that of the first, unless they failed otherwise.
     """
-    asked = 0
-    with Processes(command, num, devices, show=True, wire=wire) as processes:
+    asked, processes = list[int](), Processes(command, num, devices, show=True, wire=wire)
 
-        def ask(*_) -> None:
-            nonlocal asked
-            asked += 1
-            processes.end(signal.SIGKILL if asked > 1 else signal.SIGTERM)
+    def ask(number: int) -> None:
+        asked.append(number)
+        processes.end(signal.SIGKILL if len(asked) > 1 else signal.SIGTERM)
 
-        with signals_to(ask):
-            ended = processes.wait()
+    with signals_to(ask), processes:
+        if asked:  # while they were started
+            processes.end(signal.SIGTERM)
+        ended = processes.wait()
     lines = []
     if ended.first is not None and ended.statuses[ended.first] < 0 and not asked:
         name = signal.Signals(-ended.statuses[ended.first]).name
@@ -176,4 +165,5 @@ def run(command: Sequence[str], num: int, devices: int | None, wire: Wire | None
         tail = [line for line in ended.words[ended.first].splitlines() if line.strip()][-20:]
         lines += [f"[process {ended.first}] {line}" for line in tail]
     sys.stderr.write("".join(f"{line}\n" for line in lines))
-    return ended.status
+    left = ended.status in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
+    return 128 + asked[0] if asked and left else ended.status

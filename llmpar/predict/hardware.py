@@ -76,7 +76,8 @@ class Chip:
     node_size: Count
     dcn_bytes_per_s: Rate
     date: Text  # when the source was current, or the chip was announced
-    devices_per_chip: Annotated[int, Allowed(int, 1, 64)] = 1
+    devices_per_chip: Annotated[int, Allowed(int, 1, 64)] = 1  # that `jax.devices()` counts
+    device: Text = ""  # what of a chip one of them is, where that is not plain
     wrap_multiple: Count = 1
     memory_share: Annotated[float, Allowed(float, 1e-3, 1)] = 1.0  # of what is usable, that JAX takes
     hop_s: Annotated[float, Allowed(float, 1e-12, 1)] = (
@@ -91,6 +92,12 @@ class Chip:
         """Bytes that a program may use on one JAX device: of a GPU the share that JAX takes here."""
         share = self.memory_share if self.memory_share == 1 else asked_memory_share() or self.memory_share
         return int(self.usable_hbm_gib * GIB * share)
+
+    @property
+    def device_words(self) -> str:
+        """What a JAX device is, in a clause."""
+        share = f"1/{self.devices_per_chip} " * (self.devices_per_chip > 1)
+        return f"1 device = {share or '1 '}chip" + f" ({self.device})" * bool(self.device)
 
     @property
     def reached_link_bytes_per_s(self) -> float:
@@ -251,6 +258,8 @@ def _load(path: Path) -> Chip:
         row["reached"] = replace(usual, **checked(Rates, reached, f"{asked}, reached"))
     if not inherited:
         return Chip(**row)
+    if "devices_per_chip" in row:  # of what, the row that it starts from does not know
+        row = {"device": ""} | row
     row["sources"] = {k: v for k, v in inherited.sources.items() if k not in row} | row.get("sources", {})
     return replace(inherited, **{"reached": None} | row, base=inherited.name)
 

@@ -3,6 +3,7 @@
 The tests hold `argument_bytes` against the compiled program, exactly; `temp_bytes` is an estimate.
 """
 
+import dataclasses
 import functools
 import math
 from collections import Counter
@@ -12,7 +13,15 @@ from llmpar.plan import Resolved
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE
 from llmpar.timetable import slots, timetable
 
-PARTS = {"params": "weights", "grads": "gradients", "optimizer": "moments", "activations": "activations"}
+PARTS = {
+    "params": "weights",
+    "grads": "gradients",
+    "optimizer": "moments",
+    "unreduced": "unreduced gradients",
+    "copies": "weights in use",
+    "activations": "activations",
+    "batch": "batch",
+}
 """What tables and drawings call the parts of a step's memory."""
 
 KEPT, WORK, LOSS = (
@@ -27,19 +36,47 @@ BATCH = "tokens", "targets", "positions", "segments"
 
 
 def named(held: dict[str, float]) -> dict[str, float]:
-    """Bytes by part, as tables and drawings call them, from those of ``llmpar plan --json``: what is left of
-    the total is the batch. Activations are an estimate; gradients that nothing accumulates are among them."""
-    found = {name: held[key] for key, name in PARTS.items()}
-    return found | {"batch": held["total"] - sum(found.values())}
+    """Bytes by part, as tables and drawings call them, from those of ``llmpar plan --json``."""
+    return {name: held[key] for key, name in PARTS.items()}
 
 
-@functools.lru_cache(maxsize=256)
+def parts_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]:
+    """Bytes per device that a step holds, by part, and their ``total``. Of the estimate at its fullest moment
+    (`temp_bytes`) ``activations`` are what tokens add, all else a step without tokens would hold too:
+    ``grads``, sums that are kept; ``unreduced`` gradients, as the backward pass leaves them, and a copy of
+    the largest where it is cut; and ``copies`` of weights that are gathered or cast."""
+    given, held = argument_bytes(plan, batch_size, seq_len), weights_bytes(plan)
+    besides = temp_bytes(plan, batch_size, seq_len)
+    fixed = min(besides, temp_bytes(plan, 0, seq_len))
+    fresh = held["unreduced"] + held["largest unreduced"] * (plan.zero in (1, 2))
+    if order := plan.pipeline:  # one chunk is differentiated at a time
+        fresh = held["blocks unreduced"] // order.visits
+    summed = plan.microbatches > 1 or order is not None
+    grads = min(fixed, held["accumulated"])
+    unreduced = min(fixed - grads, fresh if summed else max(0, fresh - grads))
+    found = {
+        "params": given["params"],
+        "grads": grads,
+        "optimizer": given["optimizer"],
+        "unreduced": unreduced,
+        "copies": fixed - grads - unreduced,
+        "activations": besides - fixed,
+        "batch": given["batch"] + given["counters"],
+    }
+    return found | {"total": sum(found.values())}
+
+
 def weights_bytes(plan: Resolved) -> Counter[str]:
     """Bytes on each device of one float32 copy of the weights ``stored``, ``used``, ``unreduced``,
     ``accumulated`` and ``graded`` (`plan.Life`), the last three without frozen ones; of the ``params`` that a
     step is given, frozen ones in the plan's dtype; of the blocks' weights alone as ``blocks stored`` …, and
     of one layer's as ``layer used``; of the output head as ``head used``; of the largest weight as ``largest
     unreduced``; and of those that a loop gathers along a dim that is not their first as ``turned``."""
+    return _weights_bytes(dataclasses.replace(plan, asked=None, remat="none"))  # which decide none of them
+
+
+@functools.lru_cache(maxsize=256)
+def _weights_bytes(plan: Resolved) -> Counter[str]:
     config, sizes, held = plan.config, plan.mesh.sizes, Counter[str]()
     for path, (weight, life) in plan.lives.items():
         in_blocks = path.startswith("blocks.")
@@ -85,21 +122,22 @@ def argument_bytes(
 def kept_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]:
     """Bytes per device that a block's forward pass leaves of a microbatch for its backward pass, by
     `Plan.remat`. Of attention's sums for its softmax, 4 bytes for each token and head, nothing is counted."""
+    plan.config.weights()  # refuses what is only counted
     tokens = _tokens(plan, batch_size // plan.microbatches, seq_len)
     saves = _block(plan.config, plan, tokens, seq_len, plan.platform == "tpu")[0]
     return {remat: sum(kinds.values()) for remat, kinds in saves.items()}
 
 
-def temp_bytes(plan: Resolved, batch_size: int, seq_len: int, remat: str = "") -> int:
+def temp_bytes(plan: Resolved, batch_size: int, seq_len: int) -> int:
     """What `temp_parts` adds up to: an estimate of the bytes per device that a step holds besides its
     arguments."""
-    return sum(times * size for _, times, size in temp_parts(plan, batch_size, seq_len, remat))
+    return sum(times * size for _, times, size in temp_parts(plan, batch_size, seq_len))
 
 
-def temp_parts(plan: Resolved, batch_size: int, seq_len: int, remat: str = "") -> list[tuple[str, int, int]]:
+def temp_parts(plan: Resolved, batch_size: int, seq_len: int) -> list[tuple[str, int, int]]:
     """What a step holds besides its arguments, how many of it, and bytes of one. It is an estimate, for
     choosing among many plans: half of the recorded ones within 5 %, nine of ten within 15 %
-    (`tests/compiled.md`). ``remat``: by this policy in place of the plan's.
+    (`tests/compiled.md`).
 
     It is the fullest of three moments: in the loss; in the backward pass of a block, with what was kept for
     the others; where whole gradients are cut. What a block and the loss hold is counted from the model's
@@ -131,7 +169,7 @@ def temp_parts(plan: Resolved, batch_size: int, seq_len: int, remat: str = "") -
     after_loss = head + grad if late else grad if tpu or config.lora else rounded or logits
     loss = logits + rounded + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
     turned = narrow("blocks stored") * (plan.gathers != "step") if tpu else held["turned"]  # or converted
-    kept = saves[remat or plan.remat]
+    kept = saves[plan.remat]
     if not plan.reshard_after_forward:  # and a turned copy of the largest
         kept |= {"gathered weights": layer * (plan.mesh.pp == 1)}
         work += narrow("largest used") * (plan.mesh.pp == 1 and not tpu)
@@ -193,8 +231,9 @@ def _block(
     tile = min(plan.attention_block or 256, local) ** 2
     heads = config.num_heads // tp // (plan.mesh.sp // apart)
     dense = tokens * seq_len // rows
+    squares = 0  # of xla's attention autodiff keeps its softmax, that in float32 once more, and the mask
     if plan.attention_kernel == "xla":
-        tile = dense
+        tile, squares = dense, rows * heads * dense * (2 * FLOAT32 + 1)
     scores = rows * heads * tile * (1 if tpu else 2) * (FLOAT32 + item)
     if plan.attention_kernel == "cudnn":  # a mask for all heads, as a bias, and its gradient
         scores = 3 * rows * dense * item * (plan.documents == "packed")
@@ -208,6 +247,7 @@ def _block(
     pieces = plan.ffn_chunks == 1
     kept = {"feed-forward": 6 * ffn * pieces, "norms in float32": norms, "stream": 2 * stream + 2 * whole}
     kept |= {"queries and attention's result": 3 * queries, "keys and values": 2 * keys}
+    kept |= {"attention's softmax": squares}
     # Of products and of attention.
     results = {
         "stream": 2 * stream,

@@ -26,10 +26,19 @@ ENGINE_SHARE = 0.85
 CacheConfig), and the arrays of a forward pass and its recorded graphs are part of that."""
 
 
-def cache_bytes(config: ModelConfig, tokens: int = 1, bits: int = 16) -> float:
-    """Bytes of the keys and values of so many tokens, on all devices together."""
+def cache_bytes(config: ModelConfig, tokens: int = 1, bits: float = 16) -> float:
+    """Bytes of the keys and values of so many tokens, once: those of all `cache_cuts` ranks together. Latent
+    attention keeps for all heads one vector and its rotary key (DeepSeek-V2 2024, section 2.1.2)."""
+    if latent := config.latent:
+        return tokens * config.num_layers * (latent.kv_rank + latent.rope_width) * bits / 8
     heads = config.num_kv_heads, config.head_width
     return formulas.kv_cache_bytes(tokens, config.num_layers, *heads, bits / 8)
+
+
+def cache_cuts(config: ModelConfig, tp: int) -> int:
+    """Into how many parts ``tp`` ranks cut the cache: no more than there are KV heads. What all heads share,
+    as in latent attention, each rank holds whole."""
+    return 1 if config.latent else min(tp, config.num_kv_heads)
 
 
 def device_cache_bytes(plan: Serving, num_rows: int, length: int) -> int:
@@ -57,7 +66,7 @@ def device_flops(plan: Serving, rows: int, length: int, width: int = 1, echo: bo
 
 def critical_batch(config: ModelConfig, chip: Chip, bits: int = 16) -> float:
     """Sequences at which a token's matmuls compute as long as they read their weights of so many bits, by
-    what the chip reaches; with k of E experts, E/k times as many."""
+    what the chip reaches; with k of E experts, E/k times as many, at which theirs do. Caches take no part."""
     clock, how = _clock(config, chip), config.experts
     few = (how.num_experts, how.top_k) if how else (1, 1)
     return formulas.critical_batch(_flops_per_s(clock), clock.bytes_per_s, bits / 8, *few)
@@ -66,7 +75,7 @@ def critical_batch(config: ModelConfig, chip: Chip, bits: int = 16) -> float:
 def prefill(config: ModelConfig, chip: Chip, prompt: int, tp: int = 1) -> dict[str, float]:
     """Seconds to take a prompt in, by term."""
     clock = _clock(config, chip, tp, 1, prompt)
-    products = 2.0 * prompt * config.active_params / tp / _flops_per_s(clock)
+    products = 2.0 * prompt * _on_a_rank(config, config.active_params, tp) / _flops_per_s(clock)
     scores = config.num_layers * clock.run.attention_flops()
     attention = scores / (clock.device.flops_per_s * clock.rates.attention)
     return {"products": products, "attention": attention} | _besides(clock)
@@ -78,13 +87,14 @@ def decode(
     batch: int,
     context: int,
     tp: int = 1,
-    weight_bits: int = 16,
+    weight_bits: float = 16,
     cache_bits: int = 16,
 ) -> dict[str, float]:
     """Seconds of the next token of ``batch`` sequences, each with ``context`` tokens behind it, by term.
 
-    Ranks of tp that are more than the KV heads hold copies of keys and values. Of experts those are read that
-    some token chose, if all are equally likely.
+    Ranks of tp that are more than the KV heads hold copies of keys and values (`cache_cuts`). Of experts
+    those are read that some token chose, if all are equally likely. What heads of latent attention share is
+    read once, as it is kept; "attention" is what computing with all of them takes longer.
     """
     clock = _clock(config, chip, tp, batch)
     read = float(config.num_params)
@@ -92,21 +102,38 @@ def decode(
         many = 1 - (1 - how.top_k / how.num_experts) ** batch
         each = (config.num_params - config.active_params) / (1 - how.top_k / how.num_experts)
         read -= each * (1 - many)
-    computing = 2.0 * batch * config.active_params / tp / _flops_per_s(clock)
-    products = max(computing, read / tp * weight_bits / 8 / clock.bytes_per_s)
+    computing = 2.0 * batch * _on_a_rank(config, config.active_params, tp) / _flops_per_s(clock)
+    products = max(computing, _on_a_rank(config, read, tp) * weight_bits / 8 / clock.bytes_per_s)
     seen = min(config.window or context, context)
-    keys = cache_bytes(config, batch * seen, cache_bits) / min(tp, config.num_kv_heads)
-    return {"products": products, "keys and values read": keys / clock.bytes_per_s} | _besides(clock)
+    keys = cache_bytes(config, batch * seen, cache_bits) / cache_cuts(config, tp) / clock.bytes_per_s
+    found = {"products": products, "keys and values read": keys}
+    if latent := config.latent:
+        widths = config.num_layers * config.num_heads / tp * (2 * latent.kv_rank + latent.rope_width)
+        rate = clock.device.flops_per_s * clock.rates.attention
+        found["attention"] = max(0.0, 2.0 * batch * seen * widths / rate - keys)
+    return found | _besides(clock)
 
 
 def cut(
-    config: ModelConfig, chip: Chip, nodes: int, gpus: int, tokens: int, bits: int = 16
+    config: ModelConfig,
+    chip: Chip,
+    nodes: int,
+    gpus: int,
+    tokens: int,
+    bits: float = 16,
+    cache_bits: int | None = None,
 ) -> tuple[int, int, int]:
     """tp, pp, and the tokens whose keys and values have room: the fewest GPUs of a node that hold the weights
     and a cache of ``tokens``, or else the fewest nodes, each of them a stage of the pipeline (vLLM's guide,
     Parallelism and Scaling). vLLM wants tp to divide heads and the width of feed-forwards, and KV heads to
-    divide tp or be divided. Raises ValueError where nothing fits, with what would.
+    divide tp or be divided. Keys and values have the weights' ``bits`` unless ``cache_bits`` says others.
+    Raises ValueError where nothing fits, with what would.
     """
+    if config.latent:
+        what = f"'{config.name}' has latent attention, whose cache each rank of tp holds whole"
+        raise ValueError(
+            f"{what}; engines cut its requests instead, which is not counted; use serving.decode"
+        )
     config.weights()  # refuses what is only counted
     heads, layers, edge = config.num_kv_heads, config.num_layers, config.vocab_size * config.width
     ends = edge if config.tied else 2 * edge
@@ -115,7 +142,7 @@ def cut(
     def left(tp: int, pp: int) -> tuple[int, int, int]:
         share = math.ceil(layers / pp) / layers  # of the layers, in the longest stage
         params = (config.num_params - ends) * share + (ends if pp == 1 else edge)
-        kept = cache_bytes(config, 1, bits) * share / min(tp, heads)
+        kept = cache_bytes(config, 1, cache_bits or bits) * share / cache_cuts(config, tp)
         return tp, pp, int((room - params * bits / 8 / tp) // kept)
 
     fits = lambda tp: config.num_heads % tp == config.ffn_width % tp == max(tp, heads) % min(tp, heads) == 0
@@ -125,16 +152,26 @@ def cut(
     if found and found[1] <= nodes:
         return found
     tp, pp, most = max((way for way in ways if way[1] <= nodes), key=lambda way: way[2])
-    need = (cache_bytes(config, tokens, bits) + config.num_params * bits / 8) / 1e9
+    need = (cache_bytes(config, tokens, cache_bits or bits) + config.num_params * bits / 8) / 1e9
     have = f"{tp * pp} {chip.name} have room for {tp * pp * room / 1e9:,.0f} GB"
     use = f"{found[1]} nodes" if found else "GPUs with more memory"
     fewer = f", or a cache of at most {most:,} tokens" if most > 0 else ""
-    what = f"'{config.name}' in {bits} bits and the keys and values of {tokens:,} tokens take {need:,.0f} GB"
+    what = (
+        f"'{config.name}' in {bits:.3g} bits and the keys and values of {tokens:,} tokens take {need:,.0f} GB"
+    )
     raise ValueError(f"{what}, and {have}; use {use}{fewer}")
 
 
 def _clock(config: ModelConfig, chip: Chip, tp: int = 1, rows: int = 1, seq_len: int = 1) -> Clock:
     return Clock(Run(config, chip, MeshShape(tp=tp), seq_len, rows, zero=0))
+
+
+def _on_a_rank(config: ModelConfig, params: float, tp: int) -> float:
+    """Parameters of one rank: tp does not cut the matrices down to what heads of latent attention share."""
+    shared = 0
+    if latent := config.latent:
+        shared = config.num_layers * config.width * (latent.q_rank + latent.kv_rank + latent.rope_width)
+    return shared + (params - shared) / tp
 
 
 def _flops_per_s(clock: Clock) -> float:

@@ -85,12 +85,16 @@ def terms(q: Question, one: Candidate) -> list[Term]:
 
 def _held(q: Question, one: Candidate, plan: Resolved) -> list[Term]:
     """The parts of memory. Weights that are cut alike are summed."""
-    found, besides = [], memory.temp_bytes(plan, q.batch_size, q.seq_len)
-    for name, value in one.parts.items():
-        if name == "activations" or name == "gradients" and value == besides:
-            found.append(_added(name, value, "B", _besides(q, plan, besides - value)))
+    found, parts = list[Term](), one.parts
+    for name, value in parts.items():
+        if name == "activations":
+            found.append(_added(name, value, "B", _of_tokens(q, plan)))
             continue
-        filled = ""
+        if name == "weights in use":
+            others = parts["gradients"] + parts["unreduced gradients"]
+            found.append(_added(name, value, "B", _without_tokens(q, plan, others)))
+            continue
+        filled = f"{value:,} B"
         if name in KEPT:
             cut = Counter[int]()
             for weight, life in plan.lives.values():
@@ -105,16 +109,27 @@ def _held(q: Question, one: Candidate, plan: Resolved) -> list[Term]:
     return [*found, _term("total", one.total_bytes, "B", " + ".join(f"{x.value:,} B" for x in found))]
 
 
-def _besides(q: Question, plan: Resolved, elsewhere: float) -> list[Summand]:
-    """What a step holds besides its arguments, but for what is counted ``elsewhere``."""
-    rows = [row for row in memory.temp_parts(plan, q.batch_size, q.seq_len) if row[1] * row[2]]
-    if same := next((row for row in rows if row[1] * row[2] == elsewhere), None):
-        rows.remove(same)
+def _summands(rows: list[tuple[str, int, int]], less: str, elsewhere: int) -> list[Summand]:
+    """Rows of `memory.temp_parts`, and what is counted ``elsewhere``."""
     count = lambda times: f"{times:,} × " * (times > 1)
-    parts = [Summand(what, f"{count(n)}{size:,} B", n * size) for what, n, size in rows]
-    if same or not elsewhere:
-        return parts
-    return [*parts, Summand("less the gradients, a part of their own", f"-{elsewhere:,} B", -elsewhere)]
+    found = [Summand(what, f"{count(n)}{size:,} B", n * size) for what, n, size in rows if n * size]
+    return found + [Summand(less, f"-{elsewhere:,} B", -elsewhere)] * bool(elsewhere)
+
+
+def _of_tokens(q: Question, plan: Resolved) -> list[Summand]:
+    """What tokens add to what a step holds: row by row where a step without tokens has the same rows."""
+    rows, empty = memory.temp_parts(plan, q.batch_size, q.seq_len), memory.temp_parts(plan, 0, q.seq_len)
+    if [row[:2] for row in rows] == [row[:2] for row in empty]:
+        pairs = zip(rows, empty, strict=True)
+        return _summands([(what, n, size - other[2]) for (what, n, size), other in pairs], "", 0)
+    fixed = sum(n * size for _, n, size in empty)
+    return _summands(rows, "less what a step without tokens would hold", fixed)
+
+
+def _without_tokens(q: Question, plan: Resolved, elsewhere: int) -> list[Summand]:
+    """What a step without tokens would hold, but for the gradients."""
+    rows = memory.temp_parts(plan, 0, q.seq_len)
+    return _summands(rows, "less the gradients, parts of their own", elsewhere)
 
 
 def _sent(q: Question, plan: Resolved) -> list[Term]:

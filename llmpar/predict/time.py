@@ -139,14 +139,14 @@ class Clock:
     def _layer(self, dense: bool, again: float) -> tuple[Pass, Pass]:
         """One layer of a microbatch, forward and backward, with the exchanges inside it; the backward pass
         begins with ``again`` forward passes, besides what is recomputed."""
-        run, rates, n, fused = self.run, self.rates, self.run.mesh.sp, self.run.software.fused_attention
+        run, rates, fused = self.run, self.rates, self.run.software.fused_attention
         projections, ffn = run.layer_products(dense)
         ffn_s = self.products(ffn, run.bits)
         if fused:
             share = rates.attention * (run.software.later_attention if run.chip.family in LATER else 1.0)
         else:
             share = SCALAR if run.config.head_width % ALIGNED else rates.products
-        scores = run.attention_flops() * (1.0 if run.balanced else 2 * n / (n + 1))
+        scores = run.attention_flops() * run.imbalance
         attention = scores / (self.device.flops_per_s * share) + rates.kernel_s * (1 if fused else 2)
         elementwise = run.elementwise_bytes(dense) / self.bytes_per_s + 6 * rates.kernel_s
         products = self.products(projections, run.bits) + ffn_s
@@ -187,9 +187,7 @@ class Clock:
         if mesh.sp > 1:
             keys = 2.0 * run.tokens * 2 * run.kv_heads * c.head_width / mesh.tp
             queries = 2.0 * run.tokens * 2 * c.num_heads * c.head_width / mesh.tp
-            inner = self.inner["sp"]
-            here = max(1, int(run.kv_heads) // mesh.tp)
-            near = {"ulysses": mesh.sp, "usp": math.gcd(here, mesh.sp)}.get(run.context_parallel, 1)
+            inner, near = self.inner["sp"], run.exchanging
             once, hop = 0.0, 0.0
             if run.context_parallel == "gather":
                 once = self.collective("all-gather", keys * mesh.sp, mesh.sp, inner)
@@ -453,7 +451,9 @@ def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time
 def optimizer_params(run: Run, stages: list[list[Chunk]]) -> tuple[float, float]:
     """The most parameters that a device updates, and those of its share of tp, whose gradients it has before
     they are cut."""
-    cut = (run.zero_group if run.zero == 3 else run.data_ranks * run.mesh.sp) if run.zero else 1
+    ranks = run.data_ranks * run.mesh.sp  # over which others deal out the state of ZeRO 1 and 2, dp too
+    by_group = run.zero == 3 or run.software.name == "llmpar"
+    cut = (run.zero_group if by_group else ranks) if run.zero else 1
     params = [(sum(c.shared for c in stage), sum(c.experts for c in stage)) for stage in stages]
     own = max((shared + experts * run.mesh.ep) / cut for shared, experts in params)
     return own, max(shared + experts for shared, experts in params)

@@ -4,6 +4,7 @@ A `Run` states a model's dims and how it is cut, whoever runs it: so the same la
 (`held`) serve a plan of ours and the published runs of `measured`. `products` lists matrix products by shape.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -87,7 +88,7 @@ class Run:
     expert_tp: bool = True  # tp cuts each expert (Megatron's etp = tp)
     loss_chunks: int = 1
     zero_over_sp: bool = True
-    balanced: bool = True  # all ranks of a ring have the same causal work; else the last has 2n/(n+1) of it
+    balanced: bool = True  # the order of positions gives all ranks the same causal work (`imbalance`)
     offload: bool = False  # what layers keep waits in the host's memory (MaxText's custom policies)
     ends_as_layers: bool = False  # a pipeline is cut as if embedding and head were a layer each
     plan: Plan | None = None  # of ours, whose `traffic` is then priced
@@ -221,6 +222,21 @@ class Run:
         heads = c.num_heads / self.mesh.tp * (c.head_width + self.value_width)
         return 2.0 * self.tokens * self.seen(self.software.fused_attention) * heads
 
+    @property
+    def exchanging(self) -> int:
+        """Ranks of sp that exchange positions for heads: of usp as many as divide the heads of a device."""
+        heads = self.config.num_heads if self.mesh.tp > self.config.num_kv_heads else self.kv_heads
+        some = math.gcd(max(1, heads // self.mesh.tp), self.mesh.sp)
+        return {"ulysses": self.mesh.sp, "usp": some}.get(self.context_parallel, 1)
+
+    @property
+    def imbalance(self) -> float:
+        """Attention of the busiest rank over the mean. Of n ranks that cut the queries' positions in their
+        order the last meets 1 - 1/2n of the keys, and the mean is a half; who exchanges positions for heads
+        has whole rows of some heads, and of a window all queries see as many keys."""
+        n = self.mesh.sp // self.exchanging
+        return 1.0 if self.balanced or self.seen(True) == self.seen(False) else 2 - 1 / n
+
     def score_elements(self) -> float:
         """Elements of a layer's scores on a device; 0 where attention is fused."""
         if self.software.fused_attention:
@@ -244,7 +260,8 @@ class Run:
 
 
 def of_plan(config: ModelConfig, plan: Plan, chip: Chip, batch_size: int, seq_len: int) -> Run:
-    """The run that a plan of ours is."""
+    """The run that a plan of ours is: what its fields decide, not those that decide nothing."""
+    plan = plan.resolve(config, None)
     ranks, order = plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep, plan.pipeline
     alike = "mesh microbatches zero schedule tp_sequence context_parallel loss_chunks"
     fields: dict[str, Any] = {name: getattr(plan, name) for name in alike.split()}
@@ -260,6 +277,7 @@ def of_plan(config: ModelConfig, plan: Plan, chip: Chip, batch_size: int, seq_le
         tp_overlap=plan.tp_comm_overlap,
         zero_over_sp="sp" in plan.zero_axes,
         balanced=plan.sequence_order != "contiguous",
+        bits=32 if plan.dtype == "float32" and chip.link == "switch" else 16,  # TPUs read either as 16
         plan=plan,
         **fields,
     )

@@ -131,6 +131,13 @@ class Engine:
             self._waiting.append(_Job(self._counts["submitted"], request, [*map(int, tokens)]))
             return self._counts["submitted"]
 
+    def warm_up(self) -> None:
+        """Compile all programs that a step may need, before anybody waits for one."""
+        for echo in (False, True, False):  # the first step's cache is new: JAX compiles another for it
+            self.submit(Request((0, 0), 2, echo=echo))
+            while self.busy:
+                self.step()
+
     def cancel(self, ticket: int) -> None:
         """End a request before the next step, which tells so. Nothing happens if it has ended."""
         with self._lock:

@@ -13,12 +13,15 @@ import contextlib
 import functools
 import hmac
 import json
+import math
+import os
 import pathlib
 import re
 import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,15 +35,19 @@ from starlette.routing import Route
 from llmpar.files import Allowed
 from llmpar.plan import BEST
 from llmpar.serve.engine import Event, Full, Request
+from llmpar.training.chat import check_messages
 
 PAGE = pathlib.Path(__file__).parent / "chat.html"
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 POLICY += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 MOST_BYTES, MOST_PROMPTS, MOST_STOPS, MOST_LETTERS, MOST_CONNECTIONS = 4 << 20, 64, 16, 256, 512
 """Bytes, prompts and stop strings of a request, letters of a stop string; connections at a time."""
-LIMIT_S, READ_S, GRACE_S = 600.0, 20, 5
-"""Seconds: for an answer; for a request to come, or a client that reads nothing; for what runs when the
-server is asked to stop."""
+LIMIT_S, READ_S, PREPARE_S, STUCK_S, GRACE_S, END_S = 600.0, 20, 10, 60, 5, 9
+"""Seconds: for an answer; for a request to come, or a client that reads nothing; for a request to become
+tokens, its wait included; for a step, before ``/health`` says that it is stuck; for what runs when the server
+is asked to stop; and until the process ends then, whatever it does."""
+PLACES = 2
+"""Requests of a kind that become tokens at a time. Texts do not wait for conversations."""
 WHOLE, FLAG, SOME = Allowed(int, 0, 2**31 - 1), Allowed(bool), Allowed(int, 0, BEST)
 BOTH = {"model": Allowed(str), "max_tokens": WHOLE, "stop": None, "seed": Allowed(int, 0, 2**32 - 1)}
 BOTH |= {"temperature": Allowed(float, 0, 100), "top_p": Allowed(float, 0, 1), "stream": FLAG}
@@ -56,6 +63,15 @@ ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 Piece = tuple[str, list[tuple[int, Event]], str | None]
 
 
+class Document(JSONResponse):
+    """JSON of any text: half of a surrogate pair, which a client may have sent, is written as JSON does."""
+
+    def render(self, content: Any) -> bytes:
+        """The bytes."""
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode(errors="backslashreplace")
+
+
 class EngineThread(threading.Thread):
     """An engine and the one thread that steps it; its methods are for the event loop's thread.
 
@@ -66,6 +82,7 @@ class EngineThread(threading.Thread):
         super().__init__(name="engine", daemon=True)
         self.engine, self.ends = engine, False
         self.error: Exception | None = None
+        self.begun = math.inf  # when the running step began
         self._boxes, self._wake = dict[int, asyncio.Queue](), threading.Event()
 
     def close(self) -> None:
@@ -101,10 +118,12 @@ class EngineThread(threading.Thread):
                 self._wake.wait()
                 self._wake.clear()
                 continue
+            self.begun = time.monotonic()
             try:
                 events = self.engine.step()
             except Exception as error:
                 self.error, self.ends, events = error, True, []
+            self.begun = math.inf
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
                 self._loop.call_soon_threadsafe(self._hand_out, events)
 
@@ -177,6 +196,17 @@ class Api:
     only_here: bool = True
     limit_s: float = LIMIT_S
 
+    def __post_init__(self):
+        self.lanes = {kind: ThreadPoolExecutor(PLACES, f"{kind} to tokens") for kind in KNOWN}
+        self.preparing: dict[str, set[Future]] = {kind: set() for kind in KNOWN}
+
+    def close(self) -> None:
+        """Give up what becomes tokens, and end the threads."""
+        for lane in self.lanes.values():
+            lane.shutdown(wait=False, cancel_futures=True)
+        self.chat.close()
+        self.thread.close()
+
     @functools.cached_property
     def letter(self) -> tuple[list[int], str]:
         """A letter's tokens, behind which others are decoded, and their text."""
@@ -187,8 +217,9 @@ class Api:
         """Refuse who lacks the key, and a web page whose name was made to mean this machine."""
         if self.only_here and not HERE.fullmatch(request.headers.get("host", "")):
             raise HTTPException(403, "this server is for its own machine: ask it as localhost or 127.0.0.1")
-        given = request.headers.get("authorization", "").encode("latin-1")
-        if key and self.key and not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
+        scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
+        fits = hmac.compare_digest(given.strip(), (self.key or "").encode()) and scheme.lower() == b"bearer"
+        if key and self.key and not fits:
             words = "give the server's key, as 'Authorization: Bearer KEY'"
             raise HTTPException(401, words, {"WWW-Authenticate": "Bearer"})
 
@@ -198,25 +229,30 @@ class Api:
         headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
         return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=headers)
 
-    async def health(self, request: Http) -> JSONResponse:
-        """Whether the engine runs, and its figures."""
+    async def health(self, request: Http) -> Document:
+        """Whether the engine runs, requests wait to become tokens, and figures of both."""
         self.admit(request, key=False)
-        error = self.thread.error
-        state: dict[str, Any] = {"status": "failed", "error": str(error)} if error else {"status": "ok"}
-        state |= self.about | {"length": self.length} | self.thread.engine.figures
-        return JSONResponse(state, 500 if error else 200)
+        state = self.about | {"length": self.length} | self.thread.engine.figures
+        state |= {"status": "ok", "preparing": sum(map(len, self.preparing.values()))}
+        if any(len(futures) > PLACES for futures in self.preparing.values()):
+            state["status"] = "busy"  # one waits for others that become tokens
+        if stuck := time.monotonic() - self.thread.begun > STUCK_S:
+            state["status"] = "stuck"
+        if error := self.thread.error:
+            state |= {"status": "failed", "error": str(error)}
+        return Document(state, 500 if error else 503 if stuck else 200)
 
-    async def models(self, request: Http) -> JSONResponse:
+    async def models(self, request: Http) -> Document:
         """The one model."""
         self.admit(request)
         model = {"id": self.about["model"], "object": "model", "created": 0, "owned_by": "llmpar"}
-        return JSONResponse({"object": "list", "data": [model | {"max_model_len": self.length}]})
+        return Document({"object": "list", "data": [model | {"max_model_len": self.length}]})
 
     async def answer(self, request: Http) -> Answer:
         """Read what is asked, and let it wait for its turn."""
         self.admit(request)
-        content = request.headers.get("content-type", "")  # no form of a web page can give this one:
-        if not content.startswith("application/json"):
+        content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content != "application/json":  # no form of a web page can give this one
             raise HTTPException(415, "give JSON, and say so: 'Content-Type: application/json'")
         body, kind = bytearray(), "chat" if "chat" in request.url.path else "text"
         try:
@@ -225,11 +261,19 @@ class Api:
                     body += piece
                     if len(body) > MOST_BYTES:
                         raise HTTPException(413, f"the body has more than {MOST_BYTES:,} bytes; ask for less")
-            answer = await asyncio.to_thread(Answer, self, kind, bytes(body))
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not come within {READ_S} s") from None
+        future = self.lanes[kind].submit(Answer, self, kind, bytes(body))
+        self.preparing[kind].add(future)
+        future.add_done_callback(self.preparing[kind].discard)
+        try:
+            async with asyncio.timeout(PREPARE_S):
+                answer = await asyncio.wrap_future(future)
             answer.tickets = self.thread.submit(answer.requests, answer.box)
             return answer
         except TimeoutError:
-            raise HTTPException(408, f"the body did not come within {READ_S} s") from None
+            words = f"the request did not become tokens within {PREPARE_S} s; come back later"
+            raise HTTPException(503, words, {"Retry-After": "1"}) from None
         except Full as error:
             raise HTTPException(429, str(error), {"Retry-After": "1"}) from None
         except ValueError as error:
@@ -288,21 +332,34 @@ class Api:
             given = [given]
         if not isinstance(given, list) or not 1 <= len(given) <= MOST_PROMPTS:
             raise ValueError(f"prompt must be a text, a list of tokens, or up to {MOST_PROMPTS} of these")
-        found = []
+        is_text = lambda x: isinstance(x, str) and not re.search("[\ud800-\udfff]", x)
         for x in given:
-            if isinstance(x, str) and not any("\ud800" <= letter <= "\udfff" for letter in x):
-                x = [self.tokenizer.start_id, *map(int, self.tokenizer.encode(x))]
-            if not isinstance(x, list) or any(type(token) is not int for token in x):
+            if not is_text(x) and (not isinstance(x, list) or any(type(token) is not int for token in x)):
                 raise ValueError(f"prompt {json.dumps(x):.40} is neither a text nor a list of tokens")
-            found.append(tuple(x))
-        return found
+        texts = [x for x in given if isinstance(x, str)]
+        self._check_letters(max(map(len, texts), default=0))
+        made = (
+            [self.tokenizer.start_id, *x.tolist()] for x in (self.chat.encode_all(texts) if texts else ())
+        )
+        return [tuple(next(made) if isinstance(x, str) else x) for x in given]
+
+    def _check_letters(self, num: int) -> None:
+        """Refuse a text that cannot fit, however good its tokens are: encoding it takes long."""
+        if num > self.length * self.tokenizer.longest:
+            each = f"{self.length:,} positions of at most {self.tokenizer.longest:,} letters"
+            raise ValueError(f"{num:,} letters do not fit into {each}; ask for less")
 
     def _conversation(self, body: dict[str, Any]) -> tuple[int, ...]:
         messages = body.get("messages", [])
         for message in messages:
             if isinstance(message, dict) and (more := message.keys() - {"role", "content"}):
-                raise ValueError(f"a message has '{min(more)}'; only role and content are read")
-        return tuple(int(x) for x in self.chat.tokens(messages)[0])
+                raise ValueError(f"a message has '{min(more):.40}'; only role and content are read")
+        if len(messages) > self.length:  # each has a token at least
+            raise ValueError(
+                f"{len(messages):,} messages do not fit into {self.length:,} positions; ask for less"
+            )
+        self._check_letters(sum(len(x["content"]) for x in check_messages(messages)))
+        return tuple(self.chat.tokens(messages, most=self.length)[0].tolist())
 
 
 class Answer:
@@ -336,7 +393,7 @@ class Answer:
                 headers = {"Cache-Control": "no-store"}
                 await StreamingResponse(self._stream(), headers=headers, **how).stream_response(send)
             else:
-                await JSONResponse(await self._document())(scope, receive, send)
+                await Document(await self._document())(scope, receive, send)
         finally:
             clock.cancel()
             leaving.cancel()
@@ -350,7 +407,10 @@ class Answer:
             if isinstance(event, Exception):
                 raise event
             if event.ticket in running:
-                piece = self.choices[index := running[event.ticket]].take(event)
+                try:
+                    piece = self.choices[index := running[event.ticket]].take(event)
+                except ValueError as error:  # the tokenizer cannot decode it
+                    raise HTTPException(500, str(error)) from None
                 if piece[2]:
                     del running[event.ticket]
                     self.api.thread.cancel([event.ticket])  # the engine knows nothing of stop strings
@@ -433,16 +493,18 @@ def app(api: Api) -> Starlette:
     async def life(_):
         api.thread.start()
         yield
-        await asyncio.to_thread(api.thread.close)
+        await asyncio.to_thread(api.close)
 
     routes = [Route("/", api.page), Route("/health", api.health), Route("/v1/models", api.models)]
     for path in ("completions", "chat/completions"):
         routes.append(Route(f"/v1/{path}", api.answer, methods=["POST"]))
-    refused = lambda _, error: JSONResponse(told(error), error.status_code, error.headers)
+    refused = lambda _, error: Document(told(error), error.status_code, error.headers)
     words = "this is a fault of llmpar: {0.__class__.__name__}: {0}"
     fault = lambda _, error: refused(_, HTTPException(500, words.format(error)))
     handlers: dict[Any, Any] = {HTTPException: refused, Exception: fault}
-    return Starlette(routes=routes, lifespan=life, exception_handlers=handlers)
+    made = Starlette(routes=routes, lifespan=life, exception_handlers=handlers)
+    made.router.redirect_slashes = False  # it would answer before a request is admitted
+    return made
 
 
 class Server(uvicorn.Server):
@@ -452,7 +514,8 @@ class Server(uvicorn.Server):
         how: dict[str, Any] = {"limit_concurrency": MOST_CONNECTIONS, "timeout_graceful_shutdown": GRACE_S}
         how |= {"http": "h11", "ws": "none", "log_config": None, "log_level": "critical"}
         super().__init__(uvicorn.Config(app(api), lifespan="on", server_header=False, **how))
-        self.thread, self.say, self._idle = api.thread, say, dict[Any, int]()
+        self.api, self.thread, self.say, self._idle = api, api.thread, say, dict[Any, int]()
+        self.last = threading.Timer(END_S, os._exit, [1])
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second."""
@@ -465,6 +528,23 @@ class Server(uvicorn.Server):
                 connection.transport.abort()
         self.should_exit |= self.thread.error is not None
         return await super().on_tick(counter)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Asked to end by a signal: end, whatever threads do."""
+        if not self.last.is_alive():
+            self.last = threading.Timer(END_S, os._exit, [128 + sig])
+            self.last.daemon = True
+            self.last.start()
+        super().handle_exit(sig, frame)
+
+    def run(self, sockets: Any = None) -> None:
+        """Serve until a signal says stop. A second Ctrl-C does not wait."""
+        try:
+            super().run(sockets)
+        finally:
+            if self.thread.is_alive():
+                self.api.close()
+            self.last.cancel()
 
     async def shutdown(self, sockets: Any = None) -> None:
         """Let running requests end for a while."""

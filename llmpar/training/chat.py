@@ -1,10 +1,12 @@
 """Conversations to tokens, the same for training and for serving: what is asked is what was trained."""
 
+import contextlib
 import functools
 import itertools
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ from llmpar.files import read_text
 Message = Mapping[str, Any]
 ROLES = ("system", "user", "assistant")
 MARK = "\ud800"  # stands around a special token that a message spells out; itself no message holds it
+MOST_LETTERS = 1 << 24
+"""What a template writes at most: four letters for each byte that the server reads of a request."""
 
 
 class Chat:
@@ -28,17 +32,15 @@ class Chat:
     """
 
     def __init__(self, tokenizer: Any):
-        self.tokenizer, self._ends = tokenizer, tokenizer.end_ids
-        self._template: Any = _template_of(tokenizer) if hasattr(tokenizer, "hub") else None
-        if self._template is not None:
-            import tokenizers
-
-            self._hub = tokenizers.Tokenizer.from_str(tokenizer.hub.to_str())  # knows special tokens in text
+        self.tokenizer, self._ends, self._text = tokenizer, tokenizer.end_ids, ""
+        if hasattr(tokenizer, "hub"):
             added = tokenizer.hub.get_added_tokens_decoder()
-            special = {number: token.content for number, token in added.items() if token.special}
-            self._ends |= special.keys()
-            texts = sorted(filter(None, special.values()), key=len, reverse=True)
+            special = {number: token for number, token in added.items() if token.special}
+            self._text, self._ends = _template_text(tokenizer), self._ends | special.keys()
+            texts = sorted(filter(None, (x.content for x in special.values())), key=len, reverse=True)
             self._spelled = "|".join(map(re.escape, texts)) or "(?!)"
+            plain = (x for x in special.values() if not (x.lstrip or x.normalized or x.single_word))
+            self._parting = {token.content for token in plain}  # what is before one does not change it
 
     @functools.cached_property
     def end_ids(self) -> frozenset[int]:
@@ -47,29 +49,27 @@ class Chat:
         return self.tokenizer.end_ids | {*ids[answer][-1:].tolist()} & self._ends
 
     def tokens(
-        self, messages: Sequence[Any], ask: bool = True
+        self, messages: Sequence[Any], ask: bool = True, most: float = math.inf
     ) -> tuple[Int32[np.ndarray, " s"], Bool[np.ndarray, " s"]]:
         """The ids of a conversation, and which of them are an answer: what the assistant says and the token
         that ends it.
 
-        ``ask``: an answer is to come, and its beginning follows. An answer does not count that the template
-        writes otherwise than it would be asked for: of a conversation whose earlier answers it writes anew,
-        without their thoughts say, only the last one does.
+        ``ask``: an answer is to come, and its beginning follows. In more than ``most`` ids no answers are
+        looked for. An answer does not count that the template writes otherwise than it would be asked for: of
+        a conversation whose earlier answers it writes anew, without their thoughts say, only the last does.
         """
         messages = check_messages(messages)
-        seams: list[int] = []
-        write: Any = self._plain
-        encode: Any = list
-        if self._template is not None:
-            marked = lambda text: re.sub(self._spelled, f"{MARK}\\g<0>{MARK}", text)
-            messages = [message | {"content": marked(message["content"])} for message in messages]
-            write, encode = self._render, lambda text: self._encode(text, seams)
-        whole, spans = write(messages, ask), []
-        ids = encode(whole)
-        for i, message in enumerate(messages):
+        if not self._text:
+            return self._plain(messages, ask)
+        marked = lambda text: re.sub(self._spelled, f"{MARK}\\g<0>{MARK}", text)
+        messages = [message | {"content": marked(message["content"])} for message in messages]
+        seams, pieces, spans = list[int](), functools.cache(self._encode), list[slice]()
+        encode = lambda text: [*itertools.chain(*map(pieces, self._parts(text, seams)))]
+        ids = encode(whole := self._render(messages, ask))
+        for i, message in enumerate(messages if len(ids) <= most else ()):
             if message["role"] == "assistant":
-                asked, told = write(messages[:i], True), write(messages[: i + 1], False)
-                if whole[: len(asked)] == asked and whole[: len(told)] == told:
+                asked, told = self._render(messages[:i], True), self._render(messages[: i + 1], False)
+                if whole.startswith(asked) and whole.startswith(told):
                     begin = len(before := encode(asked))
                     if before != ids[:begin]:  # a token would reach from what is asked into the answer
                         seams.append(len(asked))
@@ -84,33 +84,80 @@ class Chat:
             is_answer[span] = True
         return np.array(ids, np.int32), is_answer
 
-    def _plain(self, messages: Sequence[Message], ask: bool) -> list[int]:
-        encode = lambda text: self.tokenizer.encode(text).tolist()
-        ids, end = [self.tokenizer.start_id], min(self.tokenizer.end_ids)
-        for message in messages:
-            ids += [*encode(f"{message['role']}\n"), *encode(message["content"]), end]
-        return ids + encode("assistant\n") * ask
+    def _parts(self, text: str, seams: Sequence[int]) -> Iterator[str]:
+        """A text cut at the seams, and where a special token begins: what is before does not change what is
+        behind. So a beginning of a text has the same parts, but for the last."""
+        for first, last in itertools.pairwise([0, *seams, len(text)]):
+            part = text[first:last]
+            specials = re.finditer(f"{MARK}(?:{self._spelled}){MARK}|{self._spelled}", part)
+            cuts = [found.start() for found in specials if found[0] in self._parting]
+            yield from (part[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(part)]))
+
+    def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        """The ids of texts that are no conversations."""
+        return self.tokenizer.encode_all(texts)
+
+    def close(self) -> None:
+        """Nothing runs that could be ended."""
+
+    def _plain(self, messages: Sequence[Message], ask: bool) -> tuple[np.ndarray, np.ndarray]:
+        texts = [text for message in messages for text in (f"{message['role']}\n", message["content"])]
+        pieces, end = self.encode_all([*texts, *["assistant\n"] * ask]), [min(self.tokenizer.end_ids)]
+        parts, answers = list[Any]([[self.tokenizer.start_id]]), [False]
+        for i, message in enumerate(messages):
+            parts += [pieces[2 * i], pieces[2 * i + 1], end]
+            answers += [False, *[message["role"] == "assistant"] * 2]
+        parts, answers = parts + pieces[2 * len(messages) :], answers + [False] * ask
+        return np.concatenate(parts).astype(np.int32), np.repeat(answers, [*map(len, parts)])
+
+    @functools.cached_property
+    def _template(self) -> Any:
+        return _compiled(self._text, self.tokenizer.name)
 
     def _render(self, messages: Sequence[Message], ask: bool) -> str:
+        template, written = self._template, ""
+        how: dict[str, Any] = {"messages": messages, "add_generation_prompt": ask}
         try:
-            return self._template.render(self.tokenizer.special, messages=messages, add_generation_prompt=ask)
+            for piece in template.generate(self.tokenizer.special, **how):
+                written += piece
+                if len(written) > MOST_LETTERS:
+                    raise ValueError(f"it writes more than {MOST_LETTERS:,} letters")
+            return written
+        except MemoryError:
+            raise
         except Exception as error:  # a template may do anything
-            why = str(error).replace(MARK, "")
-            what = f"the chat template of '{self.tokenizer.name}' refuses these messages: {why}"
+            why = str(error).replace(MARK, "") or type(error).__name__
+            what = f"the chat template of '{self.tokenizer.name}' refuses these messages: {why:.300}"
             raise ValueError(f"{what}; give such as it takes") from error
 
-    def _encode(self, text: str, seams: Sequence[int]) -> list[int]:
-        """The ids of a rendered text, cut at the seams and around marked special tokens, which stay text."""
+    @functools.cached_property
+    def _hub(self) -> Any:
+        return type(self.tokenizer.hub).from_str(self.tokenizer.hub.to_str())  # knows special tokens in text
+
+    def _encode(self, text: str) -> list[int]:
+        """The ids of a rendered text, cut around marked special tokens, which stay text."""
         ids: list[int] = []
-        for begin, end in itertools.pairwise([0, *seams, len(text)]):
-            for n, piece in enumerate(re.split(f"{MARK}({self._spelled}){MARK}|{MARK}", text[begin:end])):
-                if piece:
-                    hub = self.tokenizer.hub if n % 2 else self._hub
+        for n, piece in enumerate(re.split(f"{MARK}({self._spelled}){MARK}|{MARK}", text)):
+            if piece:
+                hub = self.tokenizer.hub if n % 2 else self._hub
+                with calling(f"tokenizer '{self.tokenizer.name}' cannot encode the text"):
                     found = hub.encode(piece, add_special_tokens=False).ids
-                    if n % 2 and not self._ends.isdisjoint(found):
-                        raise ValueError(f"a message spells out the special token '{piece}'; leave it out")
-                    ids += found
+                if n % 2 and not self._ends.isdisjoint(found):
+                    raise ValueError(f"a message spells out the special token '{piece}'; leave it out")
+                ids += found
         return ids
+
+
+@contextlib.contextmanager
+def calling(what: str, use: str = "mend it, or use 'bytes'"):
+    """Refuse in a sentence what the package of a tokenizer raises: a plain Exception, or a panic of Rust,
+    which is none."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{what}: {error}; {use}") from error
 
 
 def check_messages(messages: Any) -> list[dict[str, str]]:
@@ -128,18 +175,21 @@ def check_messages(messages: Any) -> list[dict[str, str]]:
     return found
 
 
-def _template_of(tokenizer: Any) -> Any:
-    """The template beside a tokenizer, if there is one, in an environment like that of `transformers`."""
+def _template_text(tokenizer: Any) -> str:
+    """The template beside a tokenizer, if there is one."""
     file, text = tokenizer.beside("chat_template.jinja"), tokenizer.about("tokenizer_config.json")
     text = read_text(file, "chat template") if file.is_file() else text.get("chat_template")
     if isinstance(text, list):  # several by name
         text = {x.get("name"): x.get("template") for x in text if isinstance(x, dict)}.get("default")
-    if not text or not isinstance(text, str):
-        return None
+    return text if isinstance(text, str) else ""
+
+
+def _compiled(text: str, name: str) -> Any:
+    """A template in an environment like that of `transformers`."""
     try:
         import jinja2.sandbox
     except ImportError as error:
-        what = f"the chat template of '{tokenizer.name}' needs the package jinja2, which is not installed"
+        what = f"the chat template of '{name}' needs the package jinja2, which is not installed"
         raise ValueError(f"{what}; install the extra llmpar[hf]") from error
 
     def refuse(words):
@@ -153,5 +203,8 @@ def _template_of(tokenizer: Any) -> Any:
     tag = lambda found: f"{found[1]}{'endif' if found[2] else 'if true'}{found[3]}"
     try:
         return room.from_string(re.sub(r"(\{%-?\s*)(end)?generation(\s*-?%\})", tag, text))
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template of '{tokenizer.name}' is none: {error}; mend it") from error
+    except RecursionError:
+        why = "it is nested too deeply"
+    except Exception as error:  # constants are computed here already
+        why = str(error) or type(error).__name__
+    raise ValueError(f"the chat template of '{name}' is none: {why:.300}; mend it")

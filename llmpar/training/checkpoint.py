@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import math
@@ -10,6 +11,7 @@ import pathlib
 import shutil
 import socket
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,6 +34,8 @@ was begun. The mesh may change, for it leaves every loss as it is; what else is 
 rate, the dtype) is said."""
 KEPT = 2
 """How many of the newest checkpoints stay, besides the best."""
+HINDRANCES = errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE
+"""Errors of a machine, which say nothing about what a file holds."""
 Told = dict[str, Any] | None
 """What made a run; or its score: a held-out ``loss``, and ``of`` what it is, for only like is compared."""
 
@@ -49,6 +53,9 @@ class Checkpoints:
         if every < 1:
             raise ValueError(f"checkpoints every {every} steps: use 1 or more")
         self.every, self.take_best, self.folder = every, take_best, pathlib.Path(folder).absolute()
+        self._lock_file: Any = None
+        self._writes = False
+        self._read_step: int | None = None
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"checkpoints lie in a folder, but '{folder}' is a file; give another name")
         if (self.folder / "config.json").is_file() and any(self.folder.glob("*.safetensors")):
@@ -74,15 +81,19 @@ class Checkpoints:
         return min(alike)[1] if alike else None
 
     def _score(self, step: int) -> Told:
-        """What was written of a checkpoint's evaluation; None of a damaged one: who reads it is told."""
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        """What was written of a checkpoint's evaluation; None of a damaged one: who reads it is told. (One
+        that this machine cannot read now is no worse than others, and must not go for that.)"""
+        gone = FileNotFoundError, NotADirectoryError
+        with contextlib.suppress(*gone, ValueError, TypeError, KeyError, AttributeError):
             score = json.loads((self.folder / str(step) / "about" / "metadata").read_text())["score"]
             return {"loss": float(score["loss"]), "of": str(score["of"])}
         return None
 
     @property
     def chosen(self) -> int | None:
-        """The step of the checkpoint that is read: the newest, or the best."""
+        """The step of the checkpoint that is read: the newest, or the best, when `about` was read."""
+        if self._read_step is not None:
+            return self._read_step
         if not self.take_best or self.latest is None:
             return self.latest
         if (best := self.best()) is None:
@@ -104,6 +115,8 @@ class Checkpoints:
         removed.
         """
         with contextlib.ExitStack() as stack:
+            self._writes = True
+            stack.callback(setattr, self, "_writes", False)
             if jax.process_index() == 0:
                 self._lock(stack)
             if jax.process_count() > 1:
@@ -114,7 +127,8 @@ class Checkpoints:
     def _lock(self, stack: contextlib.ExitStack) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(self.folder / "lock", "a+"))
+            file = self._lock_file = stack.enter_context(open(self.folder / "lock", "a+"))
+            stack.callback(setattr, self, "_lock_file", None)
             with contextlib.suppress(ImportError):  # not Unix
                 self._take(file)
             for torn in self.folder.glob("*.orbax-checkpoint-tmp*"):
@@ -137,6 +151,23 @@ class Checkpoints:
         except OSError:  # no locks on this file system
             pass
 
+    def _is_ours(self) -> bool:
+        """Whether the folder still has the lock that this process took: a lock goes with a file, not with its
+        name."""
+        if self._lock_file is None:
+            return True
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return os.path.samestat(os.fstat(self._lock_file.fileno()), os.stat(self.folder / "lock"))
+        return False
+
+    def _save_aside(self, number: int, step: int, *what: Any) -> None:
+        """Save into a new folder, since this one is no longer ours, and end with that."""
+        aside = Checkpoints(f"{self.folder}-{step}-{number}")
+        aside.save(step, *what)
+        lost = f"{self.folder} is not the folder that this training began with: that one, or its file 'lock',"
+        kept = f"step {step} is kept in {aside.folder}, and training ends; go on with --checkpoints there"
+        raise ValueError(f"{lost} was renamed, deleted or replaced; {kept}")
+
     def _check_shared(self) -> None:
         """Refuse a folder that is not the first process's: all write into one."""
         first = int(multihost_utils.broadcast_one_to_all(np.uint32(self._lock_sum())))
@@ -158,7 +189,11 @@ class Checkpoints:
         self, step: int, state: State, config: ModelConfig, made: Told = None, score: Told = None
     ) -> None:
         """Write all of the state, and beside it the model's configuration, what ``made`` it, and its score;
-        finished, or as if it had never begun. Then older ones go."""
+        finished, or as if it had never begun. Then older ones go, but for one that somebody reads."""
+        stranger = multihost_utils.broadcast_one_to_all(np.int32(0 if self._is_ours() else os.getpid()))
+        if stranger:
+            self._save_aside(int(stranger), step, state, config, made, score)
+        self._read_step = None
         about = {"config": dataclasses.asdict(config), "made": made or {}, "score": score}
         weights = flatten_dict(state.params, sep=".").items()
         narrow = {path: str(weight.dtype) for path, weight in weights if weight.dtype != "float32"}
@@ -182,20 +217,44 @@ class Checkpoints:
             raise ValueError(f"{what} ({kept}): {why}") from error
         best = int(multihost_utils.broadcast_one_to_all(np.int32(self.best() or 0)))
         for old in sorted(self._manager.all_steps())[:-KEPT]:
-            if old != best:
+            is_free = jax.process_index() != 0 or self._is_free(old)
+            if old != best and int(multihost_utils.broadcast_one_to_all(np.int32(is_free))):
                 self._manager.delete(old)
 
     def discard(self, step: int) -> None:
         """Delete the checkpoint of ``step``, if there is one: what it holds turned out to be spoiled."""
-        if step in self._manager.all_steps():
+        ours = multihost_utils.broadcast_one_to_all(np.int32(self._is_ours()))
+        if step in self._manager.all_steps() and ours:
             self._manager.delete(step)
+
+    def _hold(self, step: int, alone: bool = False) -> int:
+        """Open a checkpoint's folder and lock it, with others that read it or ``alone``."""
+        import fcntl
+
+        file = os.open(self.folder / str(step), os.O_RDONLY)
+        try:
+            fcntl.flock(file, fcntl.LOCK_NB | (fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+        except OSError:
+            os.close(file)
+            raise
+        return file
+
+    def _is_free(self, step: int) -> bool:
+        """Whether nobody is reading a checkpoint; where a file system has no locks, nobody is known."""
+        try:
+            os.close(self._hold(step, alone=True))
+        except BlockingIOError:
+            return False
+        except (OSError, ImportError):
+            pass
+        return True
 
     def about(self) -> dict[str, Any]:
         """What was written beside the state: the model's ``config``, what ``made`` it, ``checksums``, and
         its ``score`` where it was evaluated."""
         if self.latest is None:
             raise ValueError(f"there is no checkpoint in {self.folder}; train with --checkpoints first")
-        about = self._read("about", ocp.args.JsonRestore())
+        about = self._described()
         if not isinstance(about, dict):
             self._refuse("its description is no JSON object")
         for name in ("config", "made", "checksums"):
@@ -205,6 +264,24 @@ class Checkpoints:
             return about | {"config": from_dict(about["config"])}
         except ValueError as error:
             raise ValueError(f"{self._which} is of a model that is not known here: {error}") from error
+
+    def _described(self, again: bool = False) -> Any:
+        """The description of the checkpoint that is read from here on. If a training has taken that away
+        meanwhile, it is the one that is the newest (or the best) now."""
+        known, self._read_step = self._read_step, self.chosen
+        step = self._read_step
+        try:
+            if not self._writes and known is None:  # it stays until this object is gone
+                with contextlib.suppress(OSError, ImportError):
+                    weakref.finalize(self, os.close, self._hold(step or 0))
+            return self._read("about", ocp.args.JsonRestore())
+        except ValueError:
+            self._read_step = None
+            self._manager.reload()
+            if again or known is not None or self.chosen in (step, None):
+                self._read_step = step
+                raise
+            return self._described(again=True)
 
     def restore(
         self,
@@ -288,13 +365,17 @@ class Checkpoints:
         try:
             return self._manager.restore(self.chosen, args=ocp.args.Composite(**{item: args}))[item]
         except Exception as error:  # Orbax and TensorStore raise every kind, bare Exception too
-            self._refuse(_first_line(error))
+            if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+                raise
+            self._refuse(_first_line(error), error)
 
     @property
     def _which(self) -> str:
         return f"the checkpoint of step {self.chosen} in {self.folder}"
 
-    def _refuse(self, why: str):
+    def _refuse(self, why: str, error: Exception | None = None):
+        if error and (hindered := _hindered(self.folder / str(self.chosen), error)):
+            raise ValueError(f"{self._which} cannot be read now: {hindered}") from error
         undo = f"delete the folder {self.chosen} there to resume from the one before"
         raise ValueError(f"{self._which} cannot be used: {why}; it is damaged: {undo}")
 
@@ -302,6 +383,31 @@ class Checkpoints:
 def _placed(about: dict[str, Any], path: str, shape: tuple[int, ...], sharding: Any) -> jax.ShapeDtypeStruct:
     """A weight in the dtype in which it was written: frozen ones may have been narrower than float32."""
     return jax.ShapeDtypeStruct(shape, about.get("narrow", {}).get(path, "float32"), sharding=sharding)
+
+
+def _hindered(path: pathlib.Path, error: BaseException | None) -> str | None:
+    """What hindered reading a checkpoint, where that is no damage: it was taken away, or this machine
+    refused. None: all files can be read, and what they hold is not what was written."""
+    if not path.is_dir():
+        return "it was taken away meanwhile, as a training does with older ones; run the same command again"
+    while error:
+        for number in HINDRANCES:
+            if isinstance(error, OSError) and error.errno == number or os.strerror(number) in str(error):
+                return f"{os.strerror(number)}; mend that, and run the same command again"
+        error = error.__cause__ or error.__context__
+    try:
+        for folder, _, names in os.walk(path, onerror=_raise):
+            for name in names:
+                with open(os.path.join(folder, name), "rb") as file:
+                    while file.read(1 << 20):
+                        pass
+    except OSError as other:
+        return f"{other.strerror}: '{other.filename}'; mend that, and run the same command again"
+    return None
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _first_line(error: Exception) -> str:

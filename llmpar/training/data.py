@@ -24,11 +24,13 @@ import numpy as np
 from jaxtyping import Int32
 
 from llmpar.files import Allowed, check_fields, check_ordinary, read_json
-from llmpar.training.chat import Chat, check_messages
+from llmpar.training.apart import open_chat
+from llmpar.training.chat import Chat, calling, check_messages
 
 Batch = dict[str, Int32[np.ndarray, "b s"]]
 
 MEMORY_PER_BYTE = 12  # measured: the text, its tokens, and what is in between
+DOCUMENT_S = 60.0  # processor time that a chat template and a tokenizer may take for one conversation
 LIBRARY_LIMIT_BYTES = 4 << 20  # about 250 files: read and encoded in well under a second
 # Left out: packages of others, tests, tables that are no prose (code pages, an index of help texts), local
 # settings.
@@ -176,7 +178,7 @@ def read_documents(file: str, limit_bytes: int) -> Iterator[str | Conversation]:
 class ByteTokenizer:
     """The 256 bytes of UTF-8, and a document-start token. Nothing is learned, nothing is downloaded."""
 
-    name, vocab_size, start_id, end_ids = "bytes", 257, 256, frozenset([256])
+    name, vocab_size, start_id, end_ids, longest = "bytes", 257, 256, frozenset([256]), 1
     identity = {"name": "bytes", "fingerprint": "bytes"}
 
     def encode(self, text: str) -> Int32[np.ndarray, " s"]:
@@ -211,16 +213,14 @@ class FileTokenizer:
             raise ValueError(f"{missing}; {instead}") from error
         self.file = file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
         check_ordinary(file, "tokenizer")
-        try:
+        with calling(f"cannot read tokenizer '{file}'", "give 'bytes' or a tokenizer.json"):
             self.hub = tokenizers.Tokenizer.from_file(file)
-        except Exception as error:  # the package raises nothing narrower
-            what = f"cannot read tokenizer '{file}': {error}"
-            raise ValueError(f"{what}; give 'bytes' or a tokenizer.json") from error
         self.hub.no_truncation()
         self.hub.no_padding()
         vocab = self.hub.get_vocab(with_added_tokens=True)
         names = (start_token,) if start_token else self.USUAL_STARTS
-        starts = [] if start_token else self.hub.encode("").ids[:1]
+        with calling(f"tokenizer '{file}' cannot encode the text"):
+            starts = [] if start_token else self.hub.encode("").ids[:1]
         starts += [vocab[name] for name in names if name in vocab]
         if not starts:
             lacks = f"tokenizer '{file}' lacks {', '.join(names)}"
@@ -228,6 +228,7 @@ class FileTokenizer:
         self.hub.encode_special_tokens = True
         self.name, self.start_id = path, starts[0]
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
+        self.longest = max(map(len, vocab))  # letters, or bytes, that one token stands for at most
         content = pathlib.Path(file).read_bytes() + b"%d" % self.start_id
         digest = hashlib.sha256(content).hexdigest()[:16]
         self.identity = {"name": os.path.abspath(file), "fingerprint": digest, "start_token": start_token}
@@ -263,16 +264,20 @@ class FileTokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
         """Encode several texts, on all cores."""
-        try:
+        with calling(
+            f"tokenizer '{self.name}' cannot encode the text"
+        ):  # it may have no token for what is unknown, say
             found = self.hub.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # the package raises nothing narrower: no token for what is unknown, say
-            what = f"tokenizer '{self.name}' cannot encode the text: {error}"
-            raise ValueError(f"{what}; mend it, or use 'bytes'") from error
         return [np.array(e.ids, np.int32) for e in found]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text of token ids; special tokens vanish."""
-        return self.hub.decode([int(i) for i in ids], skip_special_tokens=True)
+        with calling(f"tokenizer '{self.name}' cannot decode its tokens"):
+            return self.hub.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.hub.encode_special_tokens = True  # its package forgets it
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
@@ -378,7 +383,7 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
     order = _shuffled(len(texts), np.random.PCG64(0))
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
     talks = sum(isinstance(text, Conversation) for text in texts)
-    chat: Any = Chat(tokenizer) if talks else None
+    chat: Any = open_chat(tokenizer, DOCUMENT_S) if talks else None
     pieces, counts, partly = [], [], 0
     for at in range(0, len(order), 1024):
         some = [texts[i] for i in order[at : at + 1024]]

@@ -3,13 +3,15 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
 import pathlib
+import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +24,8 @@ from llmpar import moe
 from llmpar.config import ModelConfig, OptimizerConfig
 from llmpar.optimizer import make_optimizer
 from llmpar.plan import Plan
-from llmpar.step import State, Step
+from llmpar.step import State, Step, check_tokens
+from llmpar.training import hf
 from llmpar.training.checkpoint import Checkpoints
 from llmpar.training.data import Stream
 from llmpar.training.trackers import Send, Tracker, profiling, tracking
@@ -33,6 +36,13 @@ MFU = (
     "a step's useful FLOPs (6 per token and active weight, and causal attention) / its seconds / peak FLOP/s"
 )
 """What is meant by it: Chowdhery et al. 2022, appendix B, but with attention halved by causality."""
+APART = {
+    **dict.fromkeys(
+        ("on_step", "tell", "stop", "meet", "tracker", "log"), "what a process says, and to whom"
+    ),
+    **dict.fromkeys(("mesh", "ideal_step_s"), "its own devices; the plan has the mesh's sizes"),
+}
+"""Arguments of `train` in which processes may differ, each with the reason."""
 
 
 @dataclass
@@ -97,6 +107,29 @@ def made_of(
     return run | dataclasses.asdict(options)
 
 
+def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What all processes must come to `train` with, by the names of its arguments: all but those of `APART`.
+    Of texts, checkpoints and weights it is what is in them."""
+    settings = {name: value for name, value in given.items() if name not in APART}
+    for name in ("stream", "held_out"):
+        if stream := settings[name]:
+            corpus = stream.corpus
+            text = {"text": corpus.fingerprint, "tokenizer": corpus.tokenizer.identity["fingerprint"]}
+            settings[name] = text | {"part": stream.part, "config": stream.config}
+    if keep := settings["checkpoints"]:
+        settings["checkpoints"] = {"every": keep.every} | kept_in(keep.folder)
+    origin = settings["origin"] and hf.fingerprint(settings["origin"])
+    return settings | {"begin": settings["begin"] is not None, "origin": origin}
+
+
+def kept_in(folder: pathlib.Path) -> dict[str, str]:
+    """The steps of the checkpoints in a folder, as this process sees them, with a checksum of what is written
+    beside each. (Orbax itself would wait for processes that see others.)"""
+    files = {file.parts[-3]: file for file in sorted(folder.glob("*/about/metadata"))}
+    sums = {step: hashlib.sha256(file.read_bytes()).hexdigest()[:8] for step, file in files.items()}
+    return {step: sums[step] for step in sums if step.isdigit()}
+
+
 def train(
     config: ModelConfig,
     plan: Plan,
@@ -115,7 +148,7 @@ def train(
     ideal_step_s: float | None = None,
     tell: Callable[[str], None] = lambda words: None,
     stop: Callable[[], bool] = lambda: False,
-    meet: Callable[[], None] = lambda: None,
+    meet: Callable[..., None] = lambda settings=None: None,
     tracker: Tracker | None = None,
     profile: tuple[int, int] | None = None,
     begin: Callable[[Tree], Tree] | None = None,
@@ -135,8 +168,10 @@ def train(
             measured seconds.
         tell: called with sentences for people, such as how the checkpoint differs from this run.
         stop: called after each step; when it gives True, the state is saved (with ``checkpoints``) and
-            training ends.
+            training ends. So it does where the log can no longer be written, and on every other way out but
+            a step that failed.
         meet: called where several processes should wait for one another: some compile longer than others.
+            At the beginning it is given what they must agree on (`launch.joined.meet`).
         tracker: what the log's rows are handed to, too.
         profile: the first and the last step of those that are traced, in the folder ``profile``.
         begin: gives the weights to begin with (or a part of them), laid out as the tree that it is given
@@ -144,8 +179,10 @@ def train(
         origin: where those are from; a checkpoint remembers it.
 
     Raises:
+        ValueError: what is asked cannot be, or processes that train together differ in it (`settings_of`).
         FloatingPointError: a loss or a gradient is not finite. Checkpoints taken before that step stay.
     """
+    meet(settings_of(locals())) if jax.process_count() > 1 else meet()
     plan.check(config, stream.config.batch_size, stream.config.seq_len)
     _check_run(steps, eval_every, eval_batches)
     score_of = _score_of(held_out, eval_batches) if held_out and eval_every else ""
@@ -154,7 +191,6 @@ def train(
         made = made_of(config, plan, stream, steps, options, seed)
     if origin:
         made["from"] = os.path.abspath(origin)
-    meet()
     agreed = multihost_utils.broadcast_one_to_all  # process 0's number, so that all do the same
     writes = checkpoints is not None and agreed(np.int32(checkpoints.latest or 0)) < steps
     about = made | {"model": config.name, "mesh": str(plan.mesh), "mfu": MFU}
@@ -162,6 +198,7 @@ def train(
         checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(),
         _opened(log) as lines,
         tracking(tracker, about, tell) as send,
+        contextlib.ExitStack() as ends,
         contextlib.ExitStack() as traced,
     ):
         step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
@@ -178,39 +215,90 @@ def train(
             tell(f"goes on from the checkpoint of step {report.start}{nothing}")
         measured, run = _Measured(step, report, checkpoints, lines, send, on_step), None
         first, last = profile or (steps, steps)
+        newest = _Newest(step, state, report.start, checkpoints, made, tell)
+        del state  # there are never two
+        ends.enter_context(newest.saved_on_the_way_out(measured))
         for number in range(report.start, steps):
             batch = _place(step, stream, number)
-            run = run or _compiled(step, state, batch, meet, ahead=profile is not None)
+            run = run or _compiled(step, newest.state, batch, meet, ahead=profile is not None)
             if max(first, report.start) == number <= last:
                 measured.read_all()
                 traced.enter_context(profiling("profile", run.as_text(), tell))
-            state, metrics = run(state, batch)
+            newest.state, metrics = run(newest.state, batch)
+            newest.done = done = number + 1
             measured.add(number, metrics)
             if number == last:
                 measured.read_all()
                 traced.close()
                 measured.restart_clock()
-            done, stopped = number + 1, stop()
+            stopped = measured.asks_to_stop() or stop()
             evaluates = held_out is not None and eval_every and (done % eval_every == 0 or done == steps)
             saves = checkpoints is not None and (stopped or checkpoints.due(done, steps))
             if evaluates or saves:
                 measured.read_all()  # never keep what a bad step has spoiled
-                natural, score = step.to_natural(state, donate=True), None
+                natural, score = newest.in_order(), None
                 if held_out and evaluates:
                     loss = _evaluate(step, natural, held_out, eval_batches)
                     measured.add_evaluation(done, loss)
                     score = {"loss": loss, "of": score_of}
                     if checkpoints and not saves:
                         saves = bool(agreed(np.int32(checkpoints.best((done, score)) == done)))
-                if checkpoints and saves:
-                    checkpoints.save(done, natural, config, made, score)
-                state = step.from_natural(natural, donate=True)
+                if saves:
+                    newest.save(score)
+                newest.in_stages()
                 measured.restart_clock()
             if stopped:
                 break
         measured.read_all()
+        if measured.failed:
+            raise measured.failed
         report.memory_bytes = _most(report.memory_bytes)
-        return step.to_natural(state, donate=True), report
+        return newest.in_order(), report
+
+
+@dataclass
+class _Newest:
+    """The newest state of a run, after ``done`` steps, and where it is saved."""
+
+    step: Step
+    state: State
+    done: int
+    checkpoints: Checkpoints | None
+    made: dict[str, Any]
+    tell: Callable[[str], None]
+
+    def __post_init__(self):
+        self._saved, self._in_order = self.done, False
+
+    def in_order(self) -> State:
+        """The state with its layers in the model's order, from here on."""
+        if not self._in_order:
+            self.state, self._in_order = self.step.to_natural(self.state, donate=True), True
+        return self.state
+
+    def in_stages(self) -> None:
+        """From here on the state lies as the step takes it."""
+        self.state, self._in_order = self.step.from_natural(self.state, donate=True), False
+
+    def save(self, score: dict[str, Any] | None = None) -> None:
+        """Save it, once: what could not be saved is not tried again on the way out."""
+        if self.checkpoints:
+            self._saved = self.done
+            self.checkpoints.save(self.done, self.in_order(), self.step.config, self.made, score)
+
+    @contextlib.contextmanager
+    def saved_on_the_way_out(self, measured: "_Measured") -> Iterator[None]:
+        """Save what is not yet saved, whatever ends this, but not what a failed step has spoiled. (One of
+        several processes could not save alone.)"""
+        try:
+            yield
+        except BaseException as error:
+            spoiled = isinstance(error, FloatingPointError) or jax.process_count() > 1
+            with contextlib.suppress(Exception):  # what ended it is told
+                if self.checkpoints and self._saved < self.done and not spoiled and measured.are_finite():
+                    self.save()
+                    self.tell(f"step {self.done} is kept in {self.checkpoints.folder}")
+            raise
 
 
 def _score_of(held_out: Stream, batches: int) -> str:
@@ -230,7 +318,7 @@ def _compiled(step: Step, state: State, batch: dict, meet: Callable[[], None], a
     that), and later as long as they must. On a busy machine one process compiles longer than that.
     """
     if jax.process_count() == 1 and not ahead:
-        return step.run
+        return step.run.compiled
     run = step.run.lower(state, batch).compile()
     meet()
     return run
@@ -250,8 +338,6 @@ def _check_run(steps: int, eval_every: int, eval_batches: int) -> None:
     if eval_every < 0 or eval_batches < 1:
         asked = f"evaluation every {eval_every} steps of {eval_batches} batches"
         raise ValueError(f"{asked}: use 0 (never) or more, and 1 or more")
-    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        raise ValueError("JAX_ENABLE_X64 is on, but master weights are float32; switch it off")
 
 
 @dataclass
@@ -268,6 +354,8 @@ class _Measured:
     send: Send
     on_step: Callable[[int, Report], None]
     waiting: list[tuple[int, dict]] = field(default_factory=list)
+    failed: ValueError | None = None
+    """Why the log can no longer be written: training is to save, and to end with that."""
 
     def __post_init__(self):
         self.restart_clock()
@@ -286,6 +374,14 @@ class _Measured:
         """Read the steps that were sent and not yet read."""
         while self.waiting:
             self._read()
+
+    def are_finite(self) -> bool:
+        """Tell whether the steps that were not yet read went well."""
+        return all(math.isfinite(float(m["loss"]) + float(m["grad_norm"])) for _, m in self.waiting)
+
+    def asks_to_stop(self) -> bool:
+        """Tell whether this process is to end. One of several has asked all, as a scheduler does."""
+        return self.failed is not None and jax.process_count() == 1
 
     def add_evaluation(self, num_steps: int, loss: float) -> None:
         """Report the loss of held-out text after so many steps."""
@@ -325,18 +421,23 @@ class _Measured:
         raise FloatingPointError(f"{found}: stopped; {saved}; try a lower learning rate")
 
     def _write(self, row: dict) -> None:
-        if self.lines:
+        if self.lines and not self.failed:
             try:
                 self.lines.write(json.dumps(row).encode() + b"\n")
             except OSError as error:
                 why = f"{error.strerror}; free some room, and the same command goes on"
-                raise ValueError(f"cannot write the log '{self.lines.name}': {why}") from error
+                self.failed = ValueError(f"cannot write the log '{self.lines.name}': {why}")
+                if jax.process_count() > 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
         self.send(row["step"] if "step" in row else row["steps_done"], row)
 
 
 def _evaluate(step: Step, state: State, held_out: Stream, batches: int) -> float:
     """Give the mean cross-entropy in nats of the first ``batches``, without the routers' losses."""
-    sums = [jax.device_get(step.evaluate(state.params, _place(step, held_out, i))) for i in range(batches)]
+    sums = [
+        jax.device_get(step.evaluate.compiled(state.params, _place(step, held_out, i)))
+        for i in range(batches)
+    ]
     loss, tokens = (sum(float(x[i]) for x in sums) for i in (0, 1))
     return loss / max(tokens, 1)
 
@@ -344,7 +445,13 @@ def _evaluate(step: Step, state: State, held_out: Stream, batches: int) -> float
 def _place(step: Step, stream: Stream, number: int) -> dict:
     """Put a step's batch on its devices. Each process makes only the rows that its own hold, each once."""
     shape = stream.config.batch_size, stream.config.seq_len
-    rows = functools.cache(lambda begin, end: stream.local_batch(number, slice(begin, end)))
+
+    @functools.cache
+    def rows(begin: int, end: int) -> dict[str, np.ndarray]:
+        found = stream.local_batch(number, slice(begin, end))
+        for name in ("tokens", "targets"):
+            check_tokens(name, found[name], step.config.vocab_size)
+        return found
 
     def piece(name: str, index: tuple[slice, ...]) -> np.ndarray:
         return rows(*index[0].indices(shape[0])[:2])[name][:, index[1]]

@@ -1,0 +1,101 @@
+"""What the processes of a job must have in common, and the sentence where they do not.
+
+Each process says what it was asked and what it runs on, and the first compares (`joined.meet`). Every field
+of what it says is compared, future ones too; left out are those of `OWN` alone.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import pathlib
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_PRINTS = "the first process prints, draws and logs"
+_PATH = "a path of this host; what is read there is compared"
+_HOST = "this host's share of the job's devices"
+_SAYS = "what a process says, not what it computes"
+OWN = {
+    **dict.fromkeys(("json", "log", "plot", "tracker"), _PRINTS),
+    **dict.fromkeys(("data", "tokenizer", "model", "jax_compilation_cache_dir", "jax_dump_ir_to"), _PATH),
+    **dict.fromkeys(("jax_num_cpu_devices", "jax_cuda_visible_devices", "jax_rocm_visible_devices"), _HOST),
+    **dict.fromkeys(("jax_oneapi_visible_devices", "--xla_force_host_platform_device_count"), _HOST),
+    **dict.fromkeys(("jax_cross_host_transfer_socket_address", "jax_cross_host_transport_addresses"), _HOST),
+    **dict.fromkeys(("jax_log_compiles", "jax_logging_level", "jax_debug_log_modules"), _SAYS),
+    **dict.fromkeys(("jax_explain_cache_misses", "jax_pprint_use_color", "--xla_dump_to"), _SAYS),
+}
+"""Fields in which processes may differ, each with the reason."""
+FOLDERS = ("checkpoints", "from_")
+"""Fields that name a folder: hosts may call it otherwise, but it is given to all or to none."""
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Flags that compilers read from the environment."""
+SHOWN = 3
+"""How many differences, and processes of a kind, a sentence names."""
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Name every part of a value by its place, as ``plan.mesh.tp``: dataclasses by their fields."""
+    if dataclasses.is_dataclass(value):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        parts |= {folder: parts[folder] is not None for folder in FOLDERS if folder in parts}
+        value = {part.strip("_"): parts[part] for part in parts if part not in OWN}
+    if not isinstance(value, Mapping):
+        return {name: value}
+    dotted = f"{name}." if name else ""
+    parts = [flat(part, f"{dotted}{key}") for key, part in value.items()]
+    return functools.reduce(lambda all_, part: all_ | part, parts, {})
+
+
+def surroundings(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What a process runs on: code, versions, and what JAX and its compilers were asked."""
+    import jax
+
+    root, code = pathlib.Path(__file__).parents[1], hashlib.sha256()
+    for file in sorted(file for kind in ("*.py", "*.toml") for file in root.rglob(kind)):
+        code.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
+    runs: dict[str, Any] = {"llmpar": f"{sys.modules['llmpar'].__version__} [{code.hexdigest()[:8]}]"}
+    runs |= {"Python": platform.python_version().rpartition(".")[0]}
+    runs |= {name: importlib.metadata.version(name) for name in PACKAGES}
+    runs |= {name: value for name, value in jax.config.values.items() if name not in OWN}
+    for name in VARIABLES:
+        flags = (flag.partition("=") for flag in environ.get(name, "").split())
+        runs[name] = {flag: value for flag, _, value in flags if flag not in OWN}
+    return runs
+
+
+def _words(value: Any) -> str:
+    """A value in short: what is cut off has a checksum."""
+    text = json.dumps(value, default=str, sort_keys=True)
+    sum_ = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return "none" if value is None else text if len(text) < 80 else f"{text[:60]}… [{sum_}]"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
+    return f"process{'es' * (len(numbers) > 1)} {', '.join(map(str, numbers[:SHOWN]))}{more}"
+
+
+def differences(given: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say what is not the same in all processes, which are in order: ``seed is 0 on process 0 and 1 on
+    processes 1, 2``."""
+    rows = []
+    for name in dict.fromkeys(name for one in given for name in one):
+        whose: dict[str, list[int]] = {}
+        for number, one in enumerate(given):
+            whose.setdefault(_words(one[name]) if name in one else "not there", []).append(number)
+        if len(whose) > 1:
+            rows.append(f"{name} is {' and '.join(f'{v} on {_numbers(who)}' for v, who in whose.items())}")
+    return rows
+
+
+def refusal(given: Sequence[Mapping[str, Any]]) -> str:
+    """The sentence for processes that differ."""
+    rows = differences(given)
+    more = f"; and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
+    what = f"the {len(given)} processes of this job do not agree: {'; '.join(rows[:SHOWN])}{more}"
+    return f"{what}; start all with the same command, data and versions"

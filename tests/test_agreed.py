@@ -1,0 +1,186 @@
+"""Processes that do not agree do not train: what differs is in the sentence, by name, with both values."""
+
+import dataclasses
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from llmpar.cli.generate import Generate
+from llmpar.cli.train import Train
+from llmpar.config import PRESETS, ExpertConfig, LoraConfig, OptimizerConfig, RopeScaling
+from llmpar.launch import agreed
+from llmpar.launch.agreed import FOLDERS, OWN, differences, flat, refusal, surroundings
+from llmpar.plan import Plan
+from llmpar.training.data import ByteTokenizer, Corpus, DataConfig, Stream
+from llmpar.training.train import APART, kept_in, settings_of, train
+
+MODEL = dataclasses.replace(
+    PRESETS["tiny"], experts=ExpertConfig(4, 2), lora=LoraConfig(), rope_scaling=RopeScaling()
+)
+WHAT = {
+    "train": Train(),
+    "generate": Generate(),
+    "plan": Plan("dp=2"),
+    "model": MODEL,
+    "optimizer": OptimizerConfig(),
+    "data": DataConfig(),
+}
+
+
+def changed(value):
+    """The value, once for each of its fields, with another one in that field alone."""
+    for field in dataclasses.fields(value):
+        before = getattr(value, field.name)
+        parts = changed(before) if dataclasses.is_dataclass(before) else [(field.name, other(before))]
+        for name, part in parts:
+            copy = object.__new__(type(value))
+            copy.__dict__.update(vars(value) | {field.name: part})
+            yield name, copy
+
+
+def other(value):
+    kinds = {
+        bool: lambda: not value,
+        int: lambda: value + 1,
+        float: lambda: value + 1,
+        str: lambda: value + "x",
+    }
+    return kinds.get(type(value), lambda: ("x",) if value is None else None)()
+
+
+@pytest.mark.parametrize("what", WHAT.values(), ids=WHAT)
+def test_every_field_is_compared_but_for_those_with_a_reason(what):
+    same = flat(what)
+    seen = 0
+    for name, copy in changed(what):
+        rows = differences([same, flat(copy), same])
+        if name in OWN:
+            assert not rows and OWN[name], name
+            continue
+        seen += 1
+        (row,) = rows
+        assert row.startswith(f"{name.strip('_')} is ") or f".{name} is " in f".{row}", (name, row)
+        assert " on processes 0, 2 and " in row and row.endswith(" on process 1")
+    assert seen and differences([same, same]) == []
+
+
+def test_the_sentence_names_keys_values_and_processes():
+    mine, other = {"seed": 0, "a": {"b": 1.0}, "c": None}, {"seed": 1, "a": {"b": 2.0}, "c": "x"}
+    assert refusal([flat(mine), flat(other), flat(mine)]) == (
+        "the 3 processes of this job do not agree: seed is 0 on processes 0, 2 and 1 on process 1; a.b is 1.0"
+        ' on processes 0, 2 and 2.0 on process 1; c is none on processes 0, 2 and "x" on process 1; start all'
+        " with the same command, data and versions"
+    )
+    many = [flat({"seed": 7 * (i > 0)} | {f"k{j}": i for j in range(5 * (i > 6))}) for i in range(8)]
+    assert "seed is 0 on process 0 and 7 on processes 1, 2, 3 and 4 more; k0 is not there on" in refusal(many)
+    assert "; and 3 more; start all" in refusal(many)
+
+
+def test_long_values_that_begin_alike_are_told_apart():
+    rows = differences([{"schedule": "F" * 100 + x} for x in "ab"])
+    assert len(rows) == 1 and len(rows[0]) < 200
+
+
+# -------------------------------------------------------------------------------------------- what train gets
+
+
+def stream(text="abc" * 40, part="train", **config):
+    tokens = np.concatenate([[256], np.frombuffer(text.encode(), np.uint8)]).astype(np.uint16)
+    corpus = Corpus(tokens, np.array([0, len(tokens)]), ByteTokenizer(), "a text")
+    return Stream(corpus, DataConfig(seq_len=4, batch_size=2, held_out=2, **config), part)
+
+
+def arguments(folder: Path, **more):
+    """What `train` is given."""
+    given = {name: p.default for name, p in inspect.signature(train).parameters.items()}
+    given |= {"config": MODEL, "plan": Plan("dp=2"), "mesh": None, "stream": stream(), "steps": 3}
+    return given | {"checkpoints": SimpleNamespace(folder=folder, every=2)} | more
+
+
+def test_whatever_train_is_given_is_compared(tmp_path):
+    """A new argument is, until `APART` has a reason why not."""
+    base = arguments(tmp_path)
+    for name in base.keys() - {"stream", "held_out", "checkpoints", "begin", "origin"}:
+        rows = differences([flat(settings_of(base)), flat(settings_of(base | {name: "another"}))])
+        assert bool(rows) != bool(APART.get(name)), name
+
+
+@pytest.mark.parametrize(
+    "key, more",
+    [
+        ("stream.text", {"stream": stream("abd" * 40)}),
+        ("stream.config.seed", {"stream": stream(seed=1)}),
+        ("stream.config.limit_bytes", {"stream": stream(limit_bytes=9)}),
+        ("held_out", {"held_out": stream(part="held_out")}),
+        ("checkpoints", {"checkpoints": None}),
+        ("begin", {"begin": lambda where: where}),
+        ("options.decay", {"options": OptimizerConfig(decay="linear")}),
+        ("plan.mesh.tp", {"plan": Plan("tp=2")}),
+        ("config.lora.rank", {"config": dataclasses.replace(MODEL, lora=LoraConfig(3))}),
+        ("config.lora", {"config": dataclasses.replace(MODEL, lora=None)}),
+    ],
+)
+def test_text_plan_and_model_are_compared_by_what_is_in_them(tmp_path, key, more):
+    rows = differences([flat(settings_of(arguments(tmp_path, **given))) for given in ({}, more)])
+    assert any(row.startswith((f"{key} is ", f"{key}.")) for row in rows), rows
+
+
+def test_checkpoints_are_compared_as_each_process_sees_them(tmp_path):
+    sees = []
+    for steps in ([], ["2"], ["2", "10"], ["2", "10.orbax-checkpoint-tmp-3"]):
+        folder = tmp_path / "-".join(steps)
+        for step in steps:
+            (folder / step / "about").mkdir(parents=True)
+            (folder / step / "about" / "metadata").write_text("{}")
+        sees.append(kept_in(folder))
+    assert [list(one) for one in sees] == [[], ["2"], ["10", "2"], ["2"]] and sees[1] == sees[3]
+    (tmp_path / "2" / "2" / "about" / "metadata").write_text("{...}")
+    assert differences([{"2": sees[1]}, {"2": kept_in(tmp_path / "2")}])
+
+
+# ------------------------------------------------------------------------------------------------ what runs
+
+
+def test_versions_code_and_compilers_flags_are_compared(monkeypatch):
+    flags = {"XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=2 --xla_b"}
+    base = flat(surroundings(flags))
+    assert {"llmpar", "Python", *agreed.PACKAGES, "jax_default_matmul_precision"} <= base.keys()
+    alike = {"XLA_FLAGS": "--xla_b --xla_force_host_platform_device_count=4 --xla_a=1"}
+    assert differences([base, flat(surroundings(alike))]) == []
+    assert differences([base, flat(surroundings({"XLA_FLAGS": "--xla_a=2 --xla_b"}))]) == [
+        'XLA_FLAGS.--xla_a is "1" on process 0 and "2" on process 1'
+    ]
+    before = jax.config.jax_default_prng_impl
+    try:
+        jax.config.update("jax_default_prng_impl", "rbg")
+        assert differences([base, flat(surroundings(flags))]) == [
+            f'jax_default_prng_impl is "{before}" on process 0 and "rbg" on process 1'
+        ]
+    finally:
+        jax.config.update("jax_default_prng_impl", before)
+    monkeypatch.setattr(agreed.platform, "python_version", lambda: "3.14.1")
+    monkeypatch.setattr(agreed.importlib.metadata, "version", lambda name: f"{name}'s")
+    names = [row.split(" is ")[0] for row in differences([base, flat(surroundings(flags))])]
+    assert names == ["Python", *agreed.PACKAGES]
+
+
+def test_code_of_the_same_version_is_told_apart(tmp_path, monkeypatch):
+    codes = []
+    for text in ("x = 1", "x = 2"):
+        (tmp_path / "launch").mkdir(exist_ok=True)
+        (tmp_path / "launch" / "agreed.py").write_text(text)
+        monkeypatch.setattr(agreed, "__file__", str(tmp_path / "launch" / "agreed.py"))
+        codes.append(surroundings({})["llmpar"])
+    assert codes[0] != codes[1]
+
+
+def test_reasons_are_given_and_folders_are_compared_as_given_or_not():
+    assert all(OWN.values()) and all(APART.values())
+    assert {name: flat(Train(checkpoints="a", from_="b"))[name.strip("_")] for name in FOLDERS} == {
+        "checkpoints": True,
+        "from_": True,
+    }
