@@ -196,8 +196,8 @@ function savePng(svg, name) {
 
 // What a panel shows: of a choice that stands above its picture what is chosen, else its heading.
 function named(panel) {
-  const select = panel.querySelector(".pic select"), words = select?.closest("label").firstChild.textContent;
-  return select ? `${words} ${select.selectedOptions[0].textContent}` : panel.firstChild.textContent;
+  const select = panel.querySelector(".pic select"), words = select?.closest("label")?.firstChild.textContent;
+  return words ? `${words} ${select.selectedOptions[0].textContent}` : panel.firstChild.textContent;
 }
 
 // The first screen as one picture, in the light theme's own colours: not every program knows variables.
@@ -497,7 +497,7 @@ function mount(doc, source, el) {
     link: () => {
       if (location.protocol !== "file:") return copy(location.href.replace(/#.*|$/s, `#${toHash(state, doc.state)}`));
       if (doc.site) return copy(`${doc.site}#${toHash(state, {})}`); // whole: that page may start elsewhere
-      const hash = `#${toHash(state, doc.state) || "start"}`;
+      const hash = `#${toHash(state, doc.state)}`;
       const where = "it goes behind the page's name in the address bar";
       return copy(hash, `copied: the choice alone, ${hash}. This page is a file of yours: send it too; ${where}.`);
     },
