@@ -297,7 +297,7 @@ def test_the_doctor_says_which_process_it_is_and_counts_all_devices(four):
         (0, "ends, because process 0 has not answered for"),
     ],
 )
-def test_a_stopped_process_is_named_by_the_others_which_end(stopped, sentence):
+def test_a_stopped_process_gives_no_sign_of_life_and_is_named_by_the_others(stopped, sentence):
     """JAX would end them later (its own limit is 100 s), in native code, with 40 lines and status 134."""
     with ranks(2, 1, "sleeps", HEARTBEAT_S="12") as processes:
         until = time.monotonic() + 60
@@ -340,7 +340,6 @@ def test_processes_that_do_not_agree_are_refused_in_one_sentence_on_every_proces
         assert re.search(f"llmpar: the 2 processes of this job do not agree: {sentence}; start all", said), (
             said
         )
-        assert "compiling" not in said
     assert not (tmp_path / "kept").exists()
 
 
