@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import gc
 import http.client
 import itertools
 import json
@@ -473,12 +474,27 @@ def test_conversations_that_do_not_become_tokens_hold_up_no_text(monkeypatch):
         monkeypatch.setattr(server, "PREPARE_S", 0.1)
         response, said = ask(port, CHAT, CHATS)
         assert response.status == 503 and "did not become tokens within 0.1 s" in said["error"]["message"]
+        monkeypatch.setattr(server, "MOST_WAITING", len(lines))
+        response, said = ask(port, CHAT, CHATS)
+        assert response.status == 429 and "requests wait already to become" in said["error"]["message"]
         stuck.close()
         assert b"it was given up" in lines[0].recv(10_000)
         until(lambda: ask(port, None, "/health")[1]["status"] == "ok")
         stuck.ended.clear()
         send(port, CHAT, CHATS)
         until(lambda: ask(port, None, "/health")[1]["preparing"] == 1)
+
+
+def test_a_refusal_keeps_nothing_of_what_was_read(port):
+    """Without the collector of circles: a kept stack would hold the messages until it comes by."""
+    body = b'{"messages": [' + b",".join([b"{}"] * 54_321) + b"]}"
+    kept = lambda: [x for x in gc.get_objects() if type(x) is list and len(x) == 54_321]
+    gc.disable()
+    try:
+        assert "54,321 messages do not fit" in ask(port, body, CHATS)[1]["error"]["message"]
+        until(lambda: not kept())
+    finally:
+        gc.enable()
 
 
 def test_a_step_that_does_not_end_is_seen(monkeypatch):

@@ -75,7 +75,7 @@ class Serve(ModelOptions):
         start()
         plan, (config, tokenizer, load, said) = self.plan(), self.opened()
         chat = open_chat(tokenizer)
-        _ = chat.end_ids  # a template that does not end is known before the weights are read
+        _ = chat.end_ids, chat.encode_all([""])  # what does not end is known before the weights are read
         if (most := config.context_length or self.length) < self.length:
             what = f"'{config.name}' was made for {most:,} tokens, and length is {self.length:,}"
             raise ValueError(f"{what}; use at most {most}")
