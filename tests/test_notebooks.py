@@ -478,7 +478,7 @@ VERDICTS = [  # what someone answered, what the verdict says, and what it does n
     ("00.layout_of", P("tp", ("dp", "fsdp")), "one device per shard"),
     ("00.layout_of", P("tp", "dp", "fsdp"), "is neither a dim"),
     ("00.layout_of", P("tp", FREE), "unconstrained"),
-    ("05.cut", {"W1": P("tp"), "W2": "rows"}, "Text is asked for, and this is a P.*: P", "number"),
+    ("05.cut", {"W1": P("tp"), "W2": "rows"}, "Text is asked for, and this is a value of type P.*: P"),
     ("12.unfinished", P("dp", None, None, unreduced={"tp"}), "^correct"),
     ("13.lookup", P("X"), "So you want it"),
     ("13.missing", lax.psum, "^correct"),

@@ -252,7 +252,7 @@ KINDS |= {list | tuple | set: "a list", Callable: "a function"}
 def kind(value: Any) -> str:
     """Name the kind of an answer."""
     named = (name for what, name in KINDS.items() if isinstance(value, what))
-    other = "a number" if hasattr(value, "__float__") else f"a {type(value).__name__}"
+    other = "a number" if hasattr(value, "__float__") else f"a value of type {type(value).__name__}"
     return next(named, "an array" if getattr(value, "shape", ()) else other)
 
 
@@ -331,9 +331,9 @@ def as_number(text: str, right: Any, asked: Exercise) -> Any:
     if re.fullmatch(r"[-+]?[1-9]\d{0,2}([, ]\d{3})+(\.\d*)?", number):
         number = re.sub("[, ]", "", number)
     unit, sizes = SPELLINGS.get(unit, unit.lower() if len(unit) > 3 else unit), {"": 1, **asked.sizes()}
-    with contextlib.suppress(ValueError, ZeroDivisionError, KeyError):
+    with contextlib.suppress(ValueError, ArithmeticError, KeyError):
         size = sizes[unit if unit in sizes else unit + "s"]
-        given = float(Fraction(number)) * size
+        given = float(Fraction(number) if "/" in number else number) * size
         return right if size != 1 and same(given, right, 0.01) else given
     if re.fullmatch(r"(?:[\w *+/()-]|\.(?=\d)|(?<=\d)\.)+", text) and re.search(r"\w *[*+/-]", text):
         devices = [asked.given[name] for name in ("devices", "ranks") if name in asked.given]

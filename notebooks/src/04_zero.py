@@ -134,7 +134,7 @@ attempt("04.stage3_bytes", bytes_at_stage_3, devices=N)
 show(draw.zero_strips())
 
 # %% [markdown]
-# For our 8B on 8 GPUs stage 1 is enough, if one counts this state alone (2 + 2 + 12 bytes per parameter, no activations):
+# For this state of our 8B alone, stage 1 is enough on 8 GPUs:
 
 # %%
 bars = [(f"stage {stage}", held(stage)) for stage in range(4)]
@@ -344,8 +344,7 @@ print("stages 0 to 3: the same training, each array cut as its layout says")
 # %% [markdown]
 # ## What the compiled programs send
 #
-# A ring sends (N − 1)/N of a message. Below, Ψ stands for one message of all weights, or of all gradients: 4 bytes × 4,096 × (N − 1)/N
-# from each device, and 2Ψ are two of them. (The loss is also sent, but it is one number.)
+# 2Ψ means: two messages of Ψ numbers, and a device sends (N − 1)/N of each. (The loss is one number more.)
 
 # %% tags=["plumbing"]
 expected_counts = {
@@ -397,9 +396,8 @@ for u in (1, 4):
     assert stage2 == stage1 if u == 1 else stage2 < stage1
 
 # %% [markdown]
-# That is another recipe than in the bars above. There: 2 + 2 + 12 bytes per parameter, no activations, and stage 1 fits. Here: llmpar
-# keeps weights and gradients in float32, 4 + 4 + 8 bytes, and counts activations; stage 2 cuts only after a whole microbatch. So only
-# stage 3 fits.
+# The bars above had another recipe: 16-bit weights, no activations. llmpar keeps weights and gradients in float32 (4+4+8
+# bytes), and activations are counted; stage 2 cuts only after a whole microbatch. So only stage 3 fits.
 #
 # ## With microbatches stage 2 has a price
 #

@@ -25,7 +25,7 @@ SHOWN = {
     "recomputation": "recomputation",
     "bubble": "bubble",
 }
-SHOWN |= {"tensor-parallel links": "tensor-parallel links"}
+SHOWN |= {"tensor-parallel links": "tensor-parallel links", "weights and gradients on links": "fsdp's links"}
 UNSEEN = 0.16  # tests/measured.md: a fit on some sources, on the runs of a source that it has not seen
 
 
@@ -49,7 +49,7 @@ measured = {"fsdp=64": 8192 / 331}  # one row of 8,192 tokens on each of 64 GPUs
 assert plans["fsdp=64"].time.terms["recomputation"] > 0, "as in the run: full recomputation"
 assert f"{took[1]:.1f} {measured['fsdp=64']:.1f}" == "25.1 24.7"
 rows = [(mesh, folded(plan.time.terms)) for mesh, plan in plans.items()]
-drawn = draw.time_bars(rows, error=UNSEEN, measured=measured)
+drawn = draw.time_bars(rows, roles={"fsdp's links": "fsdp"}, error=UNSEEN, measured=measured)
 show(drawn, f"Estimated seconds of a step, each ± {UNSEEN:.0%}, and a measured run")
 
 # %% [markdown] tags=["notes"]
