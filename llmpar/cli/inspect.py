@@ -81,6 +81,9 @@ class Inspect:
         except Exception as error:
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             words = f"{self.program or self.hlo}: {kind}{str(error).partition(chr(10))[0]}"
+            words += "".join(
+                f"; {note[8:]}" for note in getattr(error, "__notes__", ()) if note[:8] == "llmpar: "
+            )
             raise ValueError(words + "; LLMPAR_TRACEBACK=1 shows the stack" * bool(kind)) from error
         save_picture(self.svg, "the bytes", shown.picture)
         return give(shown.document(), self.json, [str(shown)])

@@ -11,6 +11,7 @@ from llmpar import draw
 from llmpar.config import ModelConfig
 from llmpar.draw.scene import Scene, compose
 from llmpar.inspect.census import arrow_rows, census_hlo, compiled_memory, executed_flops, read_program
+from llmpar.inspect.hlo import parsed
 from llmpar.inspect.links import links, links_table
 from llmpar.inspect.spread import spread_table
 from llmpar.inspect.tables import table
@@ -101,7 +102,7 @@ def compare(
         "links": links(mesh),
         "reading": plan.reading,
         "attention_kernel": plan.attention_kernel,
-        "detour": "; ".join(plan.said) or None,
+        "detour": "; ".join([*plan.said, *parsed(partitioned).uncounted]) or None,
         "zero": plan.zero,
         "zero_cuts": list(plan.zero_cuts()) if plan.zero else [],
         "stage": stage,

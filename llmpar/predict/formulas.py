@@ -71,11 +71,12 @@ def train_seconds(
 
 def ring_share(kind: str, group: int) -> Fraction:
     """How much of one collective's message each of ``group`` devices sends on a ring: all but one piece,
-    (g-1)/g; twice that for an all-reduce, a reduce-scatter and an all-gather; all to permute, 0 to `vary`.
+    (g-1)/g; twice that for an all-reduce, a reduce-scatter and an all-gather; all to permute, to send, and to
+    broadcast (the first of them, and all but the last after it); 0 to `vary`.
 
     The message is the whole: the gathered result, the unreduced input, the local buffer that all exchange.
     """
-    if kind in ("permute", "collective-permute"):
+    if kind in ("permute", "collective-permute", "collective-broadcast", "send"):
         return Fraction(group > 1)
     laps = {"all-reduce": 2, "maximum": 2, "vary": 0}.get(kind, 1)
     return Fraction(laps * (group - 1), group)
