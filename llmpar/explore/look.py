@@ -113,8 +113,8 @@ def own_chip(name: str, row: Any) -> hardware.Chip:
     if reached := row["reached"]:
         Allowed(dict).check(f"{asked}: reached", reached)
         reached = hardware.Rates(**hardware.checked(hardware.Rates, {**reached}, f"{asked}, reached"))
-    base = {"base": str(row["base"]), "reached": reached or None}
-    return hardware.Chip(**hardware.checked(hardware.Chip, plain, asked), **base)
+    checked: dict[str, Any] = hardware.checked(hardware.Chip, plain, asked)
+    return hardware.Chip(**checked, base=str(row["base"]), reached=reached or None)
 
 
 def asked(state: dict) -> Question:
