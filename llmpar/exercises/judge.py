@@ -335,10 +335,15 @@ def as_number(text: str, right: Any, asked: Exercise) -> Any:
         size = sizes[unit if unit in sizes else unit + "s"]
         given = float(Fraction(number) if "/" in number else number) * size
         return right if size != 1 and same(given, right, 0.01) else given
-    if re.fullmatch(r"(?:[\w *+/()-]|\.(?=\d)|(?<=\d)\.)+", text) and re.search(r"\w *[*+/-]", text):
+    formula = r"(?:[\w *+/()-]|\.(?=\d)|(?<=\d)\.){1,200}"
+    if re.fullmatch(formula, text) and re.search(r"\w *[*+/-]", text):
         devices = [asked.given[name] for name in ("devices", "ranks") if name in asked.given]
-        found = read(text, right, {**asked.given, **dict.fromkeys("nN" * bool(devices), *devices)})
-        return found if kind(found) == "a number" else text
+        names = {**asked.given, **dict.fromkeys("nN" * bool(devices), *devices)}
+        names = {name: float(value) for name, value in names.items() if kind(value) == "a number"}
+        floats = re.sub(r"(?<![\w.])\d+(?![\w.])", r"\g<0>.0", text)  # which end, where 9**9**9 would not
+        with contextlib.suppress(OverflowError):
+            found = read(floats, right, names)
+            return found if kind(found) == "a number" else text
     return text
 
 
