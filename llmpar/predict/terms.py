@@ -71,7 +71,7 @@ def _term(name: str, value: float, unit: str, filled: str, key: str = "", arrow:
 
 def _added(name: str, value: float, unit: str, parts: list[Summand], key: str = "", times: str = "") -> Term:
     """A term that is a sum, ``times`` something."""
-    filled = " + ".join(part.filled for part in parts).replace("+ -", "-")
+    filled = " + ".join(part.filled for part in parts).replace("+ -", "-") or f"0 {unit}"
     term = _term(name, value, unit, f"({filled}) × {times}" if times else filled, key)
     return dataclasses.replace(term, summands=tuple(parts), times=times)
 
