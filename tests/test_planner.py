@@ -298,13 +298,6 @@ def test_questions_without_an_answer_are_refused(options, sentence):
         planner.decide(question(**options))
 
 
-def test_a_model_that_fits_nowhere_names_the_smallest_machine_on_which_it_does():
-    with pytest.raises(ValueError, match=r"fits on no mesh of 8 h100; .*has (\d+) of them") as refusal:
-        planner.decide(question("llama3-70b", 8, 8))
-    many = int(str(refusal.value).rsplit("has ", 1)[1].split()[0])
-    assert planner.decide(question("llama3-70b", many, many)).plans
-
-
 def test_the_405b_on_16384_in_seconds_and_without_jax():
     code = """
 import dataclasses, sys, time

@@ -242,7 +242,7 @@ def _block(
     crossing = 3 * ffn + 8 * whole + 2 * queries + 2 * keys
     sums = 2 * queries * FLOAT32 // item  # of attention, forward and backward
     # Where no gradient waits, what the feed-forward works with is gone when attention's turn comes.
-    parts = 4 * ffn // plan.ffn_chunks, queries + sums + scores + 4 * gathered  # keys, values, and gradients
+    parts = 4 * ffn // plan.ffn_chunks, queries + sums + scores
     work = 3 * whole + 3 * stream + 2 * queries + 2 * keys + (max(parts) if tpu else sum(parts) + 2 * whole)
     pieces = plan.ffn_chunks == 1
     kept = {"feed-forward": 6 * ffn * pieces, "norms in float32": norms, "stream": 2 * stream + 2 * whole}
