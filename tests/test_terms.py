@@ -139,7 +139,7 @@ def test_memory_time_and_links_are_explained_by_what_they_are_made_of():
         and "before" in sums.what
     )
     links = found["weights and gradients on links"]
-    assert "between nodes: 0.431 of 400 GB/s" in links.summands[0].what and "of it hides" in links.formula
+    assert "between nodes: 43 % of 400 GB/s" in links.summands[0].what and "of it hides" in links.formula
 
 
 def test_the_page_of_collectives_says_why_a_network_is_not_free(capsys):

@@ -251,7 +251,7 @@ def _link(
     """A collective ``times`` over, that takes ``s`` seconds besides its starts."""
     share = 1.0 if where == "inside a chip" else rates.network if "between" in where else rates.links
     peak = rate / share / 1e9
-    words = f"{names} {kind}, {times:,.0f} times, {where}: {share:.3g} of {peak:.4g} GB/s"
+    words = f"{names} {kind}, {times:,.0f} times, {where}: {100 * share:.0f} % of {peak:.4g} GB/s"
     filled = f"{times:,.0f} × {start:.6g} s + {s * rate / 1e9:.6g} GB / ({peak:.6g} GB/s × {share:.6g})"
     return Summand(words, filled, times * start + s)
 
@@ -262,5 +262,5 @@ def _shown(clock: Clock, share: float) -> str:
     if share > 0.9999:
         return "1: nothing of it hides"
     if abs(share / lost - 1) < 1e-4:
-        return f"{lost:g}: all of it hides behind computing, which loses that share of it (`rates.toml`)"
-    return f"{share:.3g}: a part is waited for, and of what hides computing loses {lost:g} (`rates.toml`)"
+        return f"{lost:g}: all of it hides behind computing, which loses that share of it (rates.toml)"
+    return f"{share:.3g}: a part is waited for, and of what hides computing loses {lost:g} (rates.toml)"
