@@ -307,7 +307,7 @@ def test_a_stopped_process_gives_no_sign_of_life_and_is_named_by_the_others(stop
         ended = processes.wait(90)
     other = 1 - stopped
     assert (ended.first, ended.statuses[other], ended.statuses[stopped]) == (other, 76, -signal.SIGKILL)
-    assert f"llmpar: ends, {sentence}" in ended.words[other] and "stack trace" not in ended.words[other]
+    assert f"llmpar: {sentence}" in ended.words[other] and "stack trace" not in ended.words[other]
 
 
 @pytest.mark.full

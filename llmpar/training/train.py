@@ -183,7 +183,7 @@ def train(
         ValueError: what is asked cannot be, or processes that train together differ in it (`settings_of`).
         FloatingPointError: a loss or a gradient is not finite. Checkpoints taken before that step stay.
     """
-    meet(settings_of(locals())) if jax.process_count() > 1 else meet()
+    meet(settings_of(locals()) if jax.process_count() > 1 else {})
     plan.check(config, stream.config.batch_size, stream.config.seq_len)
     _check_run(steps, eval_every, eval_batches)
     score_of = _score_of(held_out, eval_batches) if held_out and eval_every else ""
