@@ -1,6 +1,7 @@
 """Model sizes: the configuration of a Llama-family model, its presets, and its exact number of parameters."""
 
 import dataclasses
+import difflib
 import json
 import math
 import os
@@ -344,9 +345,16 @@ def preset(name: str) -> ModelConfig:
     if name.endswith(".json"):
         return from_hugging_face(name)
     if name not in PRESETS:
+        near = " or ".join(near_presets(name))
         others = "or give the path of a config.json, or the name of a downloaded model"
-        raise ValueError(f"unknown model '{name}'; the presets are {', '.join(PRESETS)}, {others}")
+        known = f"'llmpar models' lists {len(PRESETS)} presets, {others}"
+        raise ValueError(f"unknown model {name!r:.80}; " + f"did you mean {near}? " * bool(near) + known)
     return PRESETS[name]
+
+
+def near_presets(name: str) -> list[str]:
+    """Presets that are spelled nearly like a name, the nearest first; at most three."""
+    return difflib.get_close_matches(name[:80].rpartition("/")[2].lower(), PRESETS, 3, 0.7)
 
 
 def folder_of(name: str) -> str:

@@ -113,7 +113,7 @@ def stored_bytes(folder: str) -> int:
     files = [*pathlib.Path(folder).glob("*.safetensors")]
     for index in pathlib.Path(folder).glob("*.safetensors.index.json"):
         metadata = read_json(index, "index of weights").get("metadata")
-        size = metadata.get("total_size") if isinstance(metadata, dict) else None
+        size: Any = metadata.get("total_size") if isinstance(metadata, dict) else None
         Allowed(int, 1, 1 << 50).check(f"metadata.total_size in '{index}'", size)
         return int(size)
     return sum(file.stat().st_size for file in files)

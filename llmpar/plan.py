@@ -52,6 +52,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -191,12 +192,17 @@ class Plan(Execution):
         if config is not None:
             plan = dataclasses.replace(plan, mesh=self._inner_axes(config))
             while idle := refusals.idle(plan):  # a field without effect may leave another without any
-                said = [
-                    f"{name}={getattr(self, name)!r} changes nothing: {why}" for name, why in idle.items()
-                ]
-                default: dict[str, Any] = {name: Plan.__dataclass_fields__[name].default for name in idle}
-                plan = dataclasses.replace(plan, **default, said=(*plan.said, *said))
+                default: dict[str, Any] = {name: DEFAULTS[name] for name in idle}
+                said = (*plan.said, *refusals.idle_words(self, idle))
+                plan = dataclasses.replace(plan, **default, said=said)
         return plan._on(platform) if platform else plan
+
+    def idle(self, config: ModelConfig, given: Iterable[str]) -> list[str]:
+        """Sentences on fields that decide nothing for a model on accelerators: those that were set, and those
+        that were ``given`` and have their defaults."""
+        decided = self.resolve(config, None)
+        own = {k: why for k, why in refusals.idle(decided, given).items() if getattr(self, k) == DEFAULTS[k]}
+        return [*decided.said, *(refusals.idle_words(self, own))]
 
     def _inner_axes(self, config: ModelConfig) -> MeshShape:
         """The mesh with the inner parts of tp (``kv``) and of sp (``ul``) that a model's heads need."""
@@ -246,6 +252,10 @@ class Plan(Execution):
     def check(self, config: ModelConfig, batch_size: int, seq_len: int) -> None:
         """Refuse what cannot be cut evenly, with the arithmetic and what would work (`refusals`)."""
         refusals.check(self.resolve(config, None), batch_size, seq_len)
+
+
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Plan)}
+"""What a plan's fields are where nothing is asked for."""
 
 
 @dataclass(frozen=True)

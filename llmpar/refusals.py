@@ -6,7 +6,7 @@ is set and decides nothing is no error: `idle` says why. ``plan`` is a `plan.Res
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from llmpar.execution import fits_cudnn
@@ -222,8 +222,9 @@ def _adapters(plan, batch_size: int, seq_len: int) -> Rows:
         yield f"unroll={plan.unroll} with LoRA and {layers} layers is no loop, and {why}; use unroll=1"
 
 
-def idle(plan: Any) -> dict[str, str]:
-    """The fields that were set and decide nothing for this mesh and model, with the reason."""
+def idle(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
+    """The fields that were set and decide nothing for this mesh and model, with the reason: those that have
+    not their defaults, and those ``given``, whatever they have."""
     mesh, config, order = plan.mesh, plan.config, plan.pipeline
     dense = config.experts is None
     cudnn = plan.asked.attention_kernel == "cudnn" and plan.in_order or plan.takes_cudnn
@@ -235,7 +236,7 @@ def idle(plan: Any) -> dict[str, str]:
     xla, auto = plan.reading != "manual", plan.reading == "auto"
     no_ffn = not dense and not config.experts.num_shared
     cuts, all_cuts = plan.zero_cuts(), mesh.live("fsdp", "ep", "sp", "ul")
-    uncut = not cuts and plan.zero in (1, 2)
+    uncut = not cuts and plan.zero
     # A bucket is refused with ZeRO anyway.
     shared = plan.reduce != "layer" and plan.zero or any(life.copied for _, life in plan.lives.values())
     rules = [
@@ -261,5 +262,11 @@ def idle(plan: Any) -> dict[str, str]:
         ("virtual_stages", "\n" in plan.schedule.strip(), "the order is written out"),
     ]
     default = {field.name: field.default for field in dataclasses.fields(plan)}
-    was_set = lambda name: default[name] not in (getattr(plan.asked, name), getattr(plan, name))
+    changed = lambda name: default[name] not in (getattr(plan.asked, name), getattr(plan, name))
+    was_set = lambda name: name in given or changed(name)
     return {name: why for names, holds, why in rules if holds for name in names.split() if was_set(name)}
+
+
+def idle_words(plan: Any, why: dict[str, str]) -> list[str]:
+    """A sentence on each field that decides nothing."""
+    return [f"{name}={getattr(plan, name)!r} changes nothing: {reason}" for name, reason in why.items()]

@@ -194,13 +194,18 @@ ONCE = "loss, tokens and norm"
 """What is summed once needs everything, so that no device can enter it early."""
 
 
-def check(config, plan: Plan) -> None:
-    """The state of an optimizer that remembers the last gradient is the gradient."""
+def check(config, plan: Plan, within: float = math.inf) -> None:
+    """The state of an optimizer that remembers the last gradient is the gradient. ``within`` this factor is
+    what a device holds in all: whether it fits is said as the compiled program has it, but for what lies
+    between."""
     plan.check(config, BATCH, SEQ)
     step = Step(config, plan, make_mesh(plan.mesh), optax.trace(0.0), clip=None)
     compiled, text = read_program(step.lower(BATCH, SEQ))
     given = memory.argument_bytes(plan.resolve(config), BATCH, SEQ, moments=1, scalars=1)
-    assert compiled_memory(compiled)["argument_bytes"] == sum(given.values())
+    program, estimate = compiled_memory(compiled), memory.temp_bytes(plan.resolve(config), BATCH, SEQ)
+    assert program["argument_bytes"] == sum(given.values())
+    apart = (sum(given.values()) + estimate) / (program["argument_bytes"] + program["temp_bytes"])
+    assert 1 / within < apart < within, f"temporaries: {estimate} B, and compiled {program['temp_bytes']} B"
     if plan.reading == "manual":  # the others leave it to XLA (test_explicit.py has the fourth's)
         assert ONCE not in {c.arrow for pair in unordered(text, step.mesh) for c in pair}
         for stage in range(plan.mesh.pp):

@@ -1,4 +1,4 @@
-"""Processes that do not agree do not train: whatever differs is in the sentence, by name, with both values."""
+"""Processes that do not agree do not train: what differs is in the sentence, by name, with both values."""
 
 import dataclasses
 import inspect

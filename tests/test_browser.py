@@ -367,9 +367,13 @@ def test_pictures_pages_and_code_are_taken_along(told_page, tmp_path):
         "Train a model on 8 h100, as fsdp=2 tp=4",
         "llmpar 0",
         "fsdp 4",
+        "Block of up",
     ):
         assert fact in words
-    (tmp_path / "again.html").write_bytes(found["html"])
+    assert "data-live" not in svg and "+" not in words, "no button of the form"
+    assert page.locator('[data-panel="axes"] [data-live]').count() == 2
+    known = found["html"].replace(b'"version":"0"', b'"version":"0","site":"https://a.example/mesh.html"')
+    (tmp_path / "again.html").write_bytes(known)
     page.goto((tmp_path / "again.html").as_uri())
     page.locator(".verdict .bad").wait_for()
     assert (
@@ -380,10 +384,18 @@ def test_pictures_pages_and_code_are_taken_along(told_page, tmp_path):
     for do, text in (
         ("code", "Plan('fsdp=2 tp=4')"),
         ("cite", "llmpar 0, A told explorer: Train a model on 8 h100"),
+        ("link", "https://a.example/mesh.html#devices=8&chip=h100&mesh=fsdp=2+tp=4"),
     ):
         page.locator(f'[data-do="{do}"]').click()
         page.locator(".said:has-text('copied')").wait_for()
         assert page.evaluate("navigator.clipboard.readText()").startswith(text)
+    (tmp_path / "file.html").write_bytes(found["html"])  # the site's address is not known
+    page.goto((tmp_path / "file.html").as_uri())
+    page.locator('[data-do="link"]').click()
+    page.locator(
+        ".said", has_text="copied: the choice alone, #mesh=fsdp=2+tp=4. This page is a file"
+    ).wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == "#mesh=fsdp=2+tp=4"
 
 
 def test_paper_has_everything_and_no_controls(told_page):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from make_chat_fixtures import ANSWER, CONVERSATIONS, FIXTURE, LONG, SPECIAL, TEMPLATES, USER, write_tokenizer
 
+from llmpar.training.apart import Apart
 from llmpar.training.chat import Chat
 from llmpar.training.data import open_tokenizer
 
@@ -176,8 +177,78 @@ def test_what_is_no_conversation_is_refused_in_a_sentence(opened, messages, said
             "refuses these messages: access to attribute '__class__' .* is unsafe",
         ),
         ("{{ strftime_now('%d') }}", "refuses these messages: 'strftime_now' is undefined"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "is none: it is nested too deeply; mend it"),
+        ("{{ raise_exception('x' * 10000) }}", "refuses these messages: x{300}; give"),
     ],
 )
 def test_a_template_is_a_strangers_program(opened, template, said):
     with pytest.raises(ValueError, match=said):
         Chat(opened("chatml", template)).tokens([USER])
+
+
+WILD = """{% set word = messages[0].content %}
+{% if word == "loop" %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
+{% endif %}
+{% if word == "fill" %}{{ word * 10**11 }}{% endif %}
+{% if word == "print" %}{% for i in range(99999) %}{{ word * 9999 }}{% endfor %}{% endif %}
+{{ word }}<|im_end|>"""
+
+
+def test_a_template_ends_with_its_time_memory_or_letters_and_the_next_call_is_answered(opened):
+    chat = Apart(tokenizer := opened("chatml", WILD), 0.5)
+    fine, spelled = {"role": "user", "content": "fine"}, "two<|im_end|>"
+    want = Chat(tokenizer).tokens([fine])[0].tolist()
+    said = {"loop": "did not end in 0.5 s of processor time", "fill": "need more than 1 GiB of memory"}
+    for word, why in (said | {"print": "it writes more than 16,777,216 letters"}).items():
+        with pytest.raises(ValueError, match=f"the chat template .*chatml' .*{why}"):
+            chat.tokens([fine | {"content": word}])
+        assert chat.tokens([fine])[0].tolist() == want
+    assert chat.end_ids == Chat(tokenizer).end_ids
+    (plain,), (found,) = tokenizer.encode_all([spelled]), chat.encode_all([spelled])
+    assert found.tolist() == plain.tolist(), "a special token stays text there too"
+
+
+@pytest.mark.parametrize("name", ["chatml", "bytes"])
+def test_work_grows_with_a_conversation_as_its_text_does(opened, monkeypatch, name):
+    """Letters that are encoded, of conversations of 16 and of 64 turns: not all of it for each answer."""
+    tokenizer = open_tokenizer() if name == "bytes" else opened(name)
+    chat, read = Chat(tokenizer), []
+    if name == "bytes":
+        encode_all = tokenizer.encode_all
+        monkeypatch.setattr(tokenizer, "encode_all", lambda x: read.extend(map(len, x)) or encode_all(x))
+    else:
+        encode = chat._encode
+        monkeypatch.setattr(chat, "_encode", lambda text: read.append(len(text)) or encode(text))
+    counts = []
+    for turns in (16, 64):
+        read.clear()
+        chat.tokens([USER, ANSWER] * turns)
+        counts.append(sum(read))
+    assert counts[1] <= 4 * counts[0]
+
+
+REGEX = {"pattern": {"Regex": "(a+)+$"}}
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False} | REGEX
+DECODERS = [{"type": "Fuse"}, {"type": "Replace", "content": "x"} | REGEX]
+
+
+@pytest.mark.parametrize(
+    "change, verb",
+    [
+        ({"pre_tokenizer": SPLIT}, "encode the text"),
+        ({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}}, "encode the text"),
+        ({"decoder": {"type": "Sequence", "decoders": DECODERS}}, "decode its tokens"),
+    ],
+)
+def test_what_a_tokenizer_raises_is_a_refusal_that_names_it(opened, tmp_path, change, verb):
+    """A regular expression that Rust gives up with a panic, which is no Exception; a model without a word."""
+    opened("chatml", "{{ messages[0].content }}")
+    file, text = tmp_path / "chatml" / "tokenizer.json", "a" * 40 + "b"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    tokenizer = open_tokenizer(str(file), SPECIAL["chatml"][0])
+    asked = [lambda: tokenizer.decode(tokenizer.encode(text))]
+    if "decoder" not in change:
+        asked += [lambda: Chat(tokenizer).tokens([USER | {"content": text}])]
+    for ask in asked:
+        with pytest.raises(ValueError, match=f"tokenizer '{file}' cannot {verb}: .*; mend it"):
+            ask()

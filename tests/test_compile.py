@@ -24,7 +24,7 @@ from llmpar.inspect.targets import GPUS, QUIET, gpu_description, parse_target
 from llmpar.notation import AXES, parse_mesh
 from llmpar.plan import Plan
 from llmpar.predict.hardware import chip
-from llmpar.predict.planner import Question
+from llmpar.predict.planner import MARGIN, Question
 from llmpar.step import compiler_options
 
 COMPILERS = Path(sys.prefix) / "aot"
@@ -236,7 +236,7 @@ def test_what_does_not_fit_has_a_plan_near_it_that_does(target, plan, near):
     said = aot._too_large("more", Question(preset("llama3-8b"), where.chip, *sizes), plan, where)
     assert f"; {near} would need " in said
     total = float(re.search(r"need ([\d.]+) GiB$", said)[1])
-    assert total <= 0.9 * where.chip.usable_bytes / 2**30
+    assert total <= (1 - MARGIN) * where.chip.usable_bytes / 2**30
     said = aot._too_large("more", Question(preset("llama3.1-405b"), where.chip, *sizes), plan, where)
     assert "no plan near this one fits" in said
 

@@ -1,5 +1,6 @@
 """Which engine started a process, what its cluster hides, and the job files for it. No process is started."""
 
+import contextlib
 import json
 import os
 import re
@@ -203,6 +204,7 @@ def test_a_late_coordinator_is_waited_for_and_told(capsys):
         time.sleep(1.6)
         with socket.create_server(("127.0.0.1", free)) as server:
             server.accept()[0].close()
+        joined._gather(place(0, f"127.0.0.1:{free}"), f"127.0.0.1:{free}", 20)
 
     thread = threading.Thread(target=listen)
     thread.start()
@@ -210,6 +212,80 @@ def test_a_late_coordinator_is_waited_for_and_told(capsys):
     thread.join()
     (told,) = capsys.readouterr().err.splitlines()
     assert f"waits for process 0 at 127.0.0.1:{free} (SLURM): Connection refused" in told
+
+
+def arrivals(*pairs, wait_s=20.0):
+    """What processes are told that start as (number, of how many), each as if on a host of its own."""
+    free = joined.free_port()
+    said = dict.fromkeys(range(len(pairs)))
+
+    def arrive(i):
+        number, num = pairs[i]
+        one = place(number, f"127.0.0.1:{free}", num, num_local=num)
+        try:
+            _, bind = joined.check(one, wait_s)
+            if number == 0:
+                joined._gather(one, bind, wait_s)
+            said[i] = "all have come"
+        except ValueError as error:
+            said[i] = str(error)
+
+    threads = [threading.Thread(target=arrive, args=(i,)) for i in said]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return list(said.values())
+
+
+@pytest.mark.parametrize(
+    "pairs, sentence",
+    [
+        ([(0, 3), (1, 3), (2, 3)], "all have come"),
+        ([(0, 3), (1, 3), (1, 3)], "process 1 has come twice, {me} and {me}; give each its"),
+        ([(0, 3), (0, 3), (1, 3)], "process 0 has come twice, {me} and {me}; give each its"),
+        ([(0, 2), (1, 3)], "process 0 is one of 2 ({me}), process 1 one of 3 ({me}); start all"),
+    ],
+)
+def test_who_comes_twice_or_as_one_of_another_number_is_refused_in_all(monkeypatch, pairs, sentence):
+    monkeypatch.setattr(joined, "GREETING_S", 2.0)
+    assert all(sentence.format(me=joined._who()) in words for words in arrivals(*pairs))
+
+
+def test_who_is_no_process_0_is_not_waited_for(monkeypatch):
+    """A program that has the port and says nothing, or what a web server says."""
+    monkeypatch.setattr(joined, "GREETING_S", 0.2)
+    for words in (b"", b"HTTP/1.1 400 Bad Request\r\n"):
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            answer = threading.Thread(target=lambda: (line := other.accept()[0]).sendall(words) or line)  # noqa: B023
+            answer.start()
+            port = other.getsockname()[1]
+            told = refusal(place(coordinator=f"127.0.0.1:{port}", num_local=2), wait_s=20)
+            answer.join()
+        assert told.startswith(
+            f"who listens at 127.0.0.1:{port} is no process 0 that waits for process 1: it is"
+        )
+
+
+def test_a_process_that_was_started_again_may_come_again():
+    free = joined.free_port()
+    one, two = (place(i, f"127.0.0.1:{free}", 3) for i in (0, 1))
+    gathering = threading.Thread(target=joined._gather, args=(one, one.coordinator, 20))
+    gathering.start()
+    for _ in range(100):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", free)) as line:
+            line.sendall(b'[1, 3, "as before"]\n')
+            line.recv(len(joined.GREETING))
+            break
+        time.sleep(0.02)
+    others = [
+        threading.Thread(target=joined.check, args=(i, 20)) for i in (two, place(2, one.coordinator, 3))
+    ]
+    for thread in others:
+        thread.start()
+    for thread in (gathering, *others):
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,16 @@ import base64
 import html.parser
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from llmpar.draw.scene import Text, flatten
 from llmpar.explore import page
-from llmpar.explore.explorer import KINDS, Explorer, MeshExplorer, by_kind
+from llmpar.explore.explorer import CALCULATORS, KINDS, Explorer, MeshExplorer, by_kind
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+ROOT = Path(__file__).resolve().parent.parent
 MADE = [kind for kind in KINDS if kind != "given"]
 
 
@@ -24,22 +27,67 @@ def test_an_output_has_a_live_front_and_a_static_twin(kind):
     assert lines[0] != lines[1] and not [line for line in lines if line.startswith(":")]
 
 
+class Attributes(html.parser.HTMLParser):
+    """Every attribute of a text by its tag, and the tags that are open."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.open = [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        names = [name for name, _ in attrs]
+        assert len(names) == len({*names}), (tag, names)
+        self.found += [(tag, name, value) for name, value in attrs]
+        self.open += [tag] * (tag not in ("input", "br", "meta", "link"))
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+KNOWN = """aria-label class content d data-frame data-kind data-live data-name data-op data-set display fill
+    font-family font-size font-weight height href id label lang name patternunits pointer-events points r cx
+    cy role rx scope selected src stroke stroke-dasharray stroke-width style tabindex text-anchor transform
+    type value viewbox width x y xmlns async charset""".split()
+STATES = [
+    {},
+    {"mesh": "pp=2 dp=2 tp=2", "explain": "activations"},
+    {"mesh": "fsdp=8", "explain": "fsdp all-gather"},
+]
+STATES += [{"model": "tiny-moe", "mesh": "ep=2 tp=2", "devices": 4, "explain": "left out", "device": 1}]
+
+
 @pytest.mark.parametrize("kind", MADE)
 def test_a_page_needs_no_network_and_no_kernel(kind):
     text = page.html(by_kind(kind), small=True)
     addresses = set(re.findall(r"https?://[^\"'`\s)\\]*", text))
     assert addresses <= {"http://www.w3.org/2000/svg", "https://page.invalid/"}, "names, and no requests"
-    found = []
-
-    class Reader(html.parser.HTMLParser):
-        def handle_starttag(self, tag, attrs):
-            found.extend(value for name, value in attrs if name in ("src", "href"))
-
-    Reader().feed(text)
-    assert found == [] and "import " not in page.MODULE.read_text()
+    read = Attributes(text)
+    assert not read.open and {name for _, name, _ in read.found} <= {*KNOWN}, read.found
+    assert not any(name in ("src", "href") for _, name, _ in read.found)
+    assert "import " not in page.MODULE.read_text()
     doc = json.loads(re.search(r'id="doc">(.*?)</script>', text, re.S)[1])
     assert doc["answer"]["asked"] == doc["state"] == dict(by_kind(kind).state) and len(text) < 2_500_000
     assert doc["answer"]["panels"] and not doc["live"]
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_no_attribute_of_a_panel_ends_early(kind):
+    """An apostrophe in a label did: of `label='the optimizer's …'` s, two and moments are attributes."""
+    explorer, shown = by_kind(kind), []
+    for more in STATES if kind == "mesh" else [{}]:
+        for panel in explorer.answer(dict(explorer.state) | more)["panels"].values():
+            shown += [panel.get("svg", ""), panel.get("html", "")]
+    for text in shown:
+        read = Attributes(text)
+        assert not read.open and {name for _, name, _ in read.found} <= {*KNOWN}, read.found
+    labels = [value for text in shown for tag, name, value in Attributes(text).found if tag == "optgroup"]
+    assert kind != "mesh" or "the optimizer's two moments (float32)" in labels
 
 
 @pytest.mark.parametrize("kind", MADE)
@@ -100,6 +148,26 @@ def test_wrong_names_are_refused():
         Explorer().draw({})
     with pytest.raises(ValueError, match="svg or .png"):
         MeshExplorer().save("x.pdf")
+
+
+def test_a_saved_picture_names_its_tensor_and_has_no_buttons(tmp_path):
+    explorer = MeshExplorer(mesh="fsdp=4 tp=2", tensor="weight head")
+    assert {"−", "+"} <= {item.text for item in drawn_texts(explorer)}, "those of the form, on a page"
+    explorer.save(tmp_path / "mesh.svg")
+    texts = re.findall(r"<text[^>]*>([^<]*)", (tmp_path / "mesh.svg").read_text())
+    assert "Who holds what of weight head" in texts and not {"−", "+"} & {*texts}
+
+
+def drawn_texts(explorer):
+    return [item for item in flatten(explorer.scene.items) if isinstance(item, Text)]
+
+
+def test_a_page_that_was_saved_knows_the_sites_address(monkeypatch):
+    assert by_kind("mesh").document()["site"] == ""
+    monkeypatch.setenv("LLMPAR_SITE", "https://a.example/llmpar/")
+    assert by_kind("sum").document()["site"] == "https://a.example/llmpar/calculators/collectives.html"
+    pages = {path.stem for path in (ROOT / "docs" / "site" / "calculators").glob("*.md")}
+    assert {*CALCULATORS.values()} <= pages and by_kind("ring").document()["site"] == ""
 
 
 def test_a_page_is_saved(tmp_path):

@@ -515,7 +515,7 @@ def test_clicks_choose_a_device_and_an_array(step):
     answer = explorer.answer(dict(explorer.state))
     patches = [
         json.loads(html.unescape(x))
-        for x in re.findall("data-set='(.*?)'", answer["panels"]["holds"]["html"])
+        for x in re.findall('data-set="(.*?)"', answer["panels"]["holds"]["html"])
     ]
     assert {patch["tensor"] for patch in patches} == set(answer["numbers"]["held"])
     cuts = [

@@ -27,7 +27,7 @@ from llmpar.inspect.census import (
     ring_bytes,
 )
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.inspect.look import unordered
+from llmpar.inspect.look import look, unordered
 
 HLO = Path(__file__).parent / "fixtures" / "hlo"
 CUBE = {"dp": 2, "fsdp": 2, "tp": 2}
@@ -391,8 +391,10 @@ def test_pairs_of_a_permute_span_the_axes_that_they_cross(pairs, axes, sent):
 RESULTS = TABLES["results"]
 
 
+@pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("operation, kind, sent", RESULTS, ids=[r[0].split("(%")[0] for r in RESULTS])
-def test_results_of_every_form_are_sized(operation, kind, sent):
+def test_results_of_every_form_are_sized(operation, kind, sent, short):
+    """In XLA's short form, too, whose names have no %, and whose computations no arguments."""
     done = f"%d = f32[4]{{0}} {kind}-done(%c)" if "-start" in operation else ""
     text = f"""ENTRY %main (x: f32[4], y: bf16[6]) -> f32[4] {{
   %x = f32[4]{{0}} parameter(0)
@@ -400,8 +402,38 @@ def test_results_of_every_form_are_sized(operation, kind, sent):
   %c = {operation}, metadata={{op_name="f" source_file="/src/llmpar/model.py" source_line=88}}
   {done}
 }}"""
+    text = re.sub(r" \(x: .* \{", " {", text).replace("%", "") if short else text
     (c,) = census_hlo(text, ABSTRACT)
     assert (c.kind, c.count, c.bytes_sent, c.axes, c.source) == (kind, 1, sent, ("tp",), "llmpar/model.py:88")
+
+
+def looked_at(*operations):
+    lines = "".join(f"  %o{i} = {operation}\n" for i, operation in enumerate(operations))
+    header = "HloModule jit_f, num_partitions=8\n\n"
+    given = "  %x = f32[4]{0} parameter(0)\n  %y = token[] after-all()\n"
+    return look(f"{header}ENTRY %main (x: f32[4]) -> f32[4] {{\n{given}{lines}}}\n", CUBE)
+
+
+@pytest.mark.parametrize("operation, says", TABLES["uncounted"])
+def test_what_looks_like_a_collective_is_never_left_out_in_silence(operation, says):
+    found = looked_at(operation)
+    assert says in "".join(found.notes)
+    assert found.rows or "sends nothing that is counted" in str(found)
+
+
+def test_a_send_and_its_recv_are_one():
+    attrs = "channel_id=1, source_target_pairs={{0,4},{1,5},{2,6},{3,7}}"
+    kinds = (
+        f"(f32[4]{{0}}, u32[], token[]) {kind}({'%x, ' * (kind == 'send')}%y), {attrs}"
+        for kind in ("send", "recv")
+    )
+    found = looked_at(
+        *kinds, "token[] send-done(%o0), channel_id=1", "(f32[4]{0}, token[]) recv-done(%o1), channel_id=1"
+    )
+    (row,) = found.rows
+    assert (row["arrow"], row["axes"], row["bytes_sent"]) == ("hop along dp", ("dp",), 16) and not found.notes
+    (row,) = looked_at("f32[4]{0} collective-broadcast(%x), replica_groups={{0,1,2,3,4,5,6,7}}").rows
+    assert (row["arrow"], row["bytes_sent"]) == ("broadcast along dp,fsdp,tp", 16)
 
 
 def test_an_asynchronous_call_is_counted_through_its_computation():

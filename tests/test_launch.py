@@ -290,17 +290,24 @@ def test_the_doctor_says_which_process_it_is_and_counts_all_devices(four):
 
 
 @pytest.mark.processes
-def test_a_process_without_a_sign_of_life_counts_as_dead_after_the_heartbeat():
-    """JAX's own limit is 100 s."""
-    with ranks(2, 1, "sleeps", HEARTBEAT_S="6") as processes:
+@pytest.mark.parametrize(
+    "stopped, sentence",
+    [
+        (1, "ends, because process 1 gave no sign of life for"),
+        (0, "ends, because process 0 has not answered for"),
+    ],
+)
+def test_a_stopped_process_gives_no_sign_of_life_and_is_named_by_the_others(stopped, sentence):
+    """JAX would end them later (its own limit is 100 s), in native code, with 40 lines and status 134."""
+    with ranks(2, 1, "sleeps", HEARTBEAT_S="12") as processes:
         until = time.monotonic() + 60
-        while "ready" not in processes.said(0) and time.monotonic() < until:
+        while not all("ready" in processes.said(i) for i in (0, 1)) and time.monotonic() < until:
             time.sleep(0.2)
-        os.kill(processes.running[1].pid, signal.SIGSTOP)
-        begin = time.monotonic()
+        os.kill(processes.running[stopped].pid, signal.SIGSTOP)
         ended = processes.wait(90)
-    assert ended.first == 0 and time.monotonic() - begin < 60
-    assert ended.statuses[1] == -signal.SIGKILL
+    other = 1 - stopped
+    assert (ended.first, ended.statuses[other], ended.statuses[stopped]) == (other, 76, -signal.SIGKILL)
+    assert f"llmpar: ends, {sentence}" in ended.words[other] and "stack trace" not in ended.words[other]
 
 
 @pytest.mark.full
@@ -309,12 +316,15 @@ def test_a_process_that_compiles_long_is_waited_for():
     assert answer(2, 1, "slow")["loss"] > 0
 
 
+TEXT = r'"\w{16} \(8,992 tokens\)"'
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "words, sentence",
     [
         ("--mesh dp=$((2 - JAX_PROCESS_ID))", r'step.mesh is "dp=2" on process 0 and "dp=1" on process 1'),
-        ("--data $JAX_PROCESS_ID.txt", r'stream.text is "\w{16}" on process 0 and "\w{16}" on process 1'),
+        ("--data $JAX_PROCESS_ID.txt", f"stream.text is {TEXT} on process 0 and {TEXT} on process 1"),
     ],
 )
 def test_processes_that_do_not_agree_are_refused_in_one_sentence_on_every_process(tmp_path, words, sentence):
@@ -330,7 +340,6 @@ def test_processes_that_do_not_agree_are_refused_in_one_sentence_on_every_proces
         assert re.search(f"llmpar: the 2 processes of this job do not agree: {sentence}; start all", said), (
             said
         )
-        assert "compiling" not in said
     assert not (tmp_path / "kept").exists()
 
 

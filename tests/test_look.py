@@ -124,7 +124,7 @@ PROGRAMS = {
     ),
     "part of an axis": (
         (manual(lambda x: lax.psum(x, "X", axis_index_groups=[[0, 1], [2, 3]]), P("X"), P("X")), X),
-        [("", "all-reduce", "other", 1, 64)],
+        [("among 2 of X's 4", "all-reduce", "other", 1, 64)],
     ),
     "ring in a scan": (
         (
@@ -345,6 +345,92 @@ COMMANDS_REFUSED = {
     "--hlo TEXT": "a text does not name its mesh, and the program has 8",
     "--hlo TEXT --mesh X=3,Y=2": "has 6 devices, and the program has 8; give its own",
 }
+
+
+def test_a_helper_that_jax_keeps_names_the_lines_of_each_program():
+    """The jaxpr of a jitted helper has the lines of the program that called it first."""
+    first = lambda x: jnp.take(x, 3, axis=0)
+    second = lambda x: jnp.take(x, 3, axis=0)
+    for f in (first, second):
+        found = look(f, lie((16, 4), "X"))
+        assert found.rows and {row["source"] for row in found.rows} == {known(f)}
+
+
+def known(f):
+    return f"tests/test_look.py:{f.__code__.co_firstlineno}"
+
+
+STATE = {"w": on(EXPLICIT, (8, 8)), "n": on(EXPLICIT, (4,))}
+CUT = lambda w: jax.sharding.reshard(w, P("X", "Y"))
+RETURNED = {  # what comes back in another layout than it went in
+    "of a tuple": ((lambda p, m: (CUT(p) - m, m), STATE["w"], on(EXPLICIT, (8, 8), "X", "Y")), ["out [0]"]),
+    "of a state": ((lambda s, x: ({**s, "w": CUT(s["w"])}, x.sum()), STATE, STATE["w"]), ["out [0].w"]),
+    "the state alone": ((lambda s: {**s, "w": CUT(s["w"])}, STATE), ["out w"]),
+    "as it was": ((lambda s: {k: 2 * v for k, v in s.items()}, STATE), []),
+    "no state": ((lambda x: CUT(x), STATE["w"]), []),
+    "many": (
+        (lambda s: {k: CUT(v) for k, v in s.items()}, dict.fromkeys("abcdefghij", STATE["w"])),
+        ["out"] * 8,
+    ),
+}
+
+
+@pytest.mark.parametrize("given, names", RETURNED.values(), ids=RETURNED)
+def test_a_state_that_comes_back_in_another_layout_is_noted(given, names):
+    with jax.set_mesh(EXPLICIT):
+        notes = [note for note in look(*given).notes if "another layout" in note or "comes back" in note]
+    assert [note.startswith(f"{name} ") for name, note in zip(names, notes, strict=False)] == [True] * len(
+        names
+    )
+    assert len(notes) == len(names) + (len(names) == 8) and all("went in as 'b s'" in n for n in notes[:8])
+    assert (
+        not notes
+        or "comes back as 'b/X s/Y'" in notes[0]
+        and ("2 more results" in notes[-1]) == (len(names) == 8)
+    )
+
+
+def summed(w, x):
+    return lax.psum(jnp.tanh(x @ w).sum(), "X")
+
+
+def gathered(x):
+    return lax.scan(lambda c, x: (c + lax.psum(x, "X"), None), jnp.zeros(4), x)[0]
+
+
+VARIES = {  # what nothing makes the same all over X, though out_specs say so
+    "its gradient": ((manual(jax.grad(summed), (P(), P("X")), P()), lie((4,)), X), "X"),
+    "the sum": ((manual(summed, (P(), P("X")), P()), lie((4,)), X), ""),
+    "sums in a loop": ((manual(gathered, P("X"), P()), X), ""),
+    "a turn of a loop": (
+        (manual(lambda x: lax.fori_loop(0, 2, lambda i, c: c + x.sum(), 0.0), P("X"), P()), X),
+        "X",
+    ),
+    "a branch": ((manual(branches, (P("X"), P()), P()), X, COUNT), ""),
+    "its place": ((manual(lambda x: jnp.where(lax.axis_index("Y") > 0, x, 2 * x), P(), P()), lie((4,))), "Y"),
+    "jitted": ((manual(jax.jit(lambda x: x.sum()), P(("X", "Y")), P()), X), "X,Y"),
+    "blocks": ((manual(lambda x: 2 * x, P("X"), P("X")), X), ""),
+}
+
+
+@pytest.mark.parametrize("given, axes", VARIES.values(), ids=VARIES)
+def test_what_check_vma_would_refuse_is_noted(given, axes):
+    notes = [note for note in look(*given).notes if "check_vma" in note]
+    assert len(notes) == bool(axes) and all(
+        f"is the same all over {axes}, as out_specs say" in n for n in notes
+    )
+
+
+def test_what_a_backend_lacks_is_said():
+    sizes = [jnp.zeros(4, jnp.int32)] * 4
+    ragged = lambda x: lax.ragged_all_to_all(x[:, 0], jnp.zeros(4), *sizes, axis_name="X")
+    for f, says in (
+        (ragged, "ragged-all-to-all exists"),
+        (lambda x: lax.pbroadcast(x, "X", 0), "pbroadcast exists"),
+    ):
+        with pytest.raises(Exception) as raised:
+            look(manual(f, P("X"), P("X")), X)
+        assert any(f"llmpar: {says}, and not for" in note for note in raised.value.__notes__)
 
 
 def test_a_token_holds_nothing():

@@ -113,6 +113,20 @@ def test_verdicts_on_a_tpu(target):
     assert not verdicts(target, capacity)
 
 
+def test_gathered_keys_are_whole_on_every_rank():
+    """A layer that recomputes nothing keeps them so; else a block works with them, and with their gradients.
+    Keys and values of 15 other ranks, 2,048 positions of 4,096 numbers in 16 bits each: 480 MiB."""
+    ring, gather = (
+        Plan("fsdp=4 sp=16", context_parallel=way, dtype="bfloat16").resolve(preset("llama2-7b"), "gpu")
+        for way in ("ring", "gather")
+    )
+    more = {
+        x: y - memory.kept_bytes(ring, 4, 32768)[x] for x, y in memory.kept_bytes(gather, 4, 32768).items()
+    }
+    assert more == {"none": 480 << 20, "selective": 0, "ffn": 0, "block": 0}
+    assert memory.temp_bytes(gather, 4, 32768) - memory.temp_bytes(ring, 4, 32768) == (32 + 2) * (480 << 20)
+
+
 def test_a_policy_keeps_what_it_says_it_keeps():
     """All results of matmuls but those that nothing reads again: 11.5 times the stream of Llama 3 8B."""
     llama = Plan("fsdp=8", dtype="bfloat16").resolve(preset("llama3-8b"), "gpu")
@@ -130,3 +144,16 @@ def test_a_policy_keeps_what_it_says_it_keeps():
     for remat in ("selective", "ffn"):
         more = 3 * (kept[remat] - kept["block"] + sums)
         assert held[remat] - held["block"] == pytest.approx(more, rel=1e-3)
+
+
+def test_attention_by_xla_keeps_its_scores_where_nothing_is_computed_again():
+    """Squares of queries and keys, of every layer: of 8B at 4,096 positions 4.5 GiB each."""
+    config, shape = dataclasses.replace(preset("tiny"), num_layers=3), (2, 256)
+    plan = Plan("dp=1", attention_kernel="xla")
+    step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(0.1))
+    held = compiled_memory(step.lower(*shape).compile())["temp_bytes"]
+    assert memory.temp_bytes(plan.resolve(config, "cpu"), *shape) == pytest.approx(held, rel=0.2)
+    llama = preset("llama3-8b")
+    xla, flash = (Plan("fsdp=8", dtype="bfloat16", attention_kernel=name) for name in ("xla", "flash"))
+    kept = [memory.kept_bytes(one.resolve(llama, "gpu"), 8, 4096) for one in (xla, flash)]
+    assert kept[0]["none"] - kept[1]["none"] == 32 * 4096**2 * 9 and kept[0]["ffn"] == kept[1]["ffn"]

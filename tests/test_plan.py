@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import plans
 import pytest
@@ -11,9 +12,13 @@ from parity import LLAMA, QWEN, all_plans
 from shared import TABLES
 
 from llmpar import plan as plan_file
+from llmpar.cli import main
+from llmpar.cli.commands import parse
 from llmpar.config import preset
 from llmpar.notation import Arrow, MeshShape, parse_layout
 from llmpar.plan import Plan
+from llmpar.predict import memory
+from llmpar.predict.traffic import step_traffic
 
 MIXED = "dp=2 fsdp=2 tp=2"
 
@@ -277,6 +282,84 @@ def test_an_option_that_changes_nothing_is_said_with_the_reason_and_left_out(fie
     assert not any(line.startswith(f"{field}=") for line in without.resolve(LLAMA).said)
     if "schedule" not in IDLE[field] or field == "schedule":  # else the schedule itself may be wrong
         assert plan.effective(LLAMA) == without
+
+
+SWEPT = {  # of every field each other choice
+    field.name: tuple(one for one in get_args(get_type_hints(Plan)[field.name]) if isinstance(one, str | int))
+    for field in dataclasses.fields(Plan)
+    if field.name != "mesh"
+}
+SWEPT |= dict(tp_sequence=(True,), tp_comm_overlap=(True,), reshard_after_forward=(False,), bucket_bytes=(1,))
+SWEPT |= dict(microbatches=(2, 4), loss_chunks=(2,), ffn_chunks=(2,), virtual_stages=(2,), unroll=(0,))
+SWEPT |= dict(schedule=("gpipe", "interleaved", "zb-h1"), attention_block=(4,))
+UNSEEN = {"reading", "attention_kernel", "attention_block", "dispatch", "hop", "sequence_order"}
+"""What changes the program, but nothing of it that a formula counts."""
+
+
+def counted(plan: Plan, config) -> list:
+    """What formulas know of a plan's program: what lies where, what moves, what is held."""
+    runs = plan.resolve(config, "gpu")
+    sent = {str(key): str(row) for key, row in step_traffic(runs, 16, 128, 0).items()}
+    lives = {path: life for path, (_, life) in runs.lives.items()}
+    at_once = runs.microbatches, runs.loss_chunks
+    return [
+        at_once,
+        runs.regions,
+        lives,
+        runs.gathers,
+        runs.pipeline,
+        sent,
+        memory.parts_bytes(runs, 16, 128),
+    ]
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=4", "fsdp=4", "tp=2", "sp=2", "pp=2", "ep=2"])
+def test_a_field_that_changes_nothing_of_the_program_is_named_and_no_other_is(mesh):
+    config = preset("tiny-moe" if mesh == "ep=2" else "tiny")
+    base = Plan(mesh, dtype="bfloat16", microbatches=2 if mesh == "pp=2" else 1)
+    before = counted(base, config)
+    for field, value in ((name, value) for name, values in SWEPT.items() for value in values):
+        plan = dataclasses.replace(base, **{field: value})
+        try:
+            plan.check(config, 16, 128)
+            decided = plan.resolve(config, "gpu")
+        except ValueError:
+            continue
+        named = any(line.startswith(f"{field}={value!r} changes nothing: ") for line in decided.said)
+        same = plan != base and counted(plan, config) == before
+        if field not in UNSEEN and (field, value) != ("zero", 0):  # 0 asks that nothing be cut
+            assert named == same, (field, value, decided.said)
+        assert any(line.startswith(f"{field}=") for line in plan.idle(config, [field])) >= named, field
+
+
+GIVEN = {
+    "inspect --mesh tp=8 --zero 3": "zero=3 changes nothing: mesh 'tp=8' has none of fsdp,ep,sp, the axes by",
+    "train --mesh dp=8 --tp-sequence": "tp_sequence=True changes nothing: mesh 'dp=8' has tp=1",
+    "compile --mesh dp=8 --schedule=interleaved": "schedule='interleaved' changes nothing: mesh",
+    "inspect --mesh tp=8 --virtual-stages 2": "virtual_stages=2 changes nothing: mesh 'tp=8' has pp=1",
+    "train --mesh dp=8 --no-reshard-after-forward": "reshard_after_forward=False changes nothing: only ZeRO",
+    "train --mesh dp=4,tp=2 --context-parallel ring": "context_parallel='ring' changes nothing: mesh",
+    "inspect --mesh dp=2,tp=2": "mesh 'dp=2 tp=2' takes 4 of 8 devices; the others do nothing",
+    "train --mesh fsdp=8 --zero 3 --remat none": "",
+    "train --mesh tp=8": "",
+}
+"""Lines, and what is said of them: who leaves a flag out believes nothing of it."""
+
+
+@pytest.mark.parametrize("line", GIVEN)
+def test_a_flag_that_decides_nothing_is_said_also_where_it_is_the_default(line, capsys):
+    parse(line.split()).step.settle(8)
+    said = capsys.readouterr().err
+    assert said.startswith(GIVEN[line]) and said.count("\n") == bool(GIVEN[line])
+
+
+def test_plan_says_which_of_its_given_fields_decide_nothing(capsys):
+    words = "--model llama3.2-1b --devices 8 --mesh tp=8 --json --fix".split()
+    assert main(["plan", *words, "zero=3,remat=none,schedule=gpipe"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)["notes"]
+    assert sorted(line.partition("=")[0] for line in found) == ["schedule", "zero"]
+    assert all(line in err for line in found)
 
 
 def test_a_model_of_experts_or_of_one_layer_has_idle_fields_too():

@@ -106,7 +106,8 @@ def test_first_come_first_served_and_a_full_queue_says_so():
 
 def test_edges_of_a_request():
     run = engine(LLAMA, ALONE, 2, 12, chunk=32)
-    prompt = (5, 6, 7) * 4
+    run.warm_up()
+    prompt, compiled = (5, 6, 7) * 4, run.decoder.run._cache_size()
     full, none, last = answers(
         run, Request(prompt), Request(prompt[:3], 0), Request(prompt[:11], ends=frozenset(prompt))
     )
@@ -119,6 +120,7 @@ def test_edges_of_a_request():
     assert all(len(event.best) == 1 for event in scored[1:-1]) and not run.busy
     (single,) = answers(run, Request((3,), 1, echo=True))
     assert [(event.of_prompt, event.logprob is None) for event in single] == [(True, True), (False, False)]
+    assert run.decoder.run._cache_size() == compiled, "who asks waits for no compiler"
 
 
 def test_cancelling_twice_late_or_while_waiting():

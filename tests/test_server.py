@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import gc
 import http.client
 import itertools
 import json
@@ -9,6 +10,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -85,8 +87,8 @@ class Script:
 @contextlib.contextmanager
 def serving(engine, **how):
     """A server in this process: its port, and what it knows."""
-    about, how = {"model": "toy", "mesh": "tp=2"}, {"length": 10_000} | how
-    api = server.Api(server.EngineThread(engine), BYTES, Chat(BYTES), about, **how)
+    about, how = {"model": "toy", "mesh": "tp=2"}, {"length": 10_000, "chat": Chat(BYTES)} | how
+    api = server.Api(server.EngineThread(engine), BYTES, about=about, **how)
     listening = socket.create_server(("127.0.0.1", 0))
     here = server.Server(api, said.append)
     thread = threading.Thread(target=here.run, kwargs={"sockets": [listening]})
@@ -265,6 +267,11 @@ WRONG = [
     ({"messages": [{"role": "user"}]}, "message 1 is"),
     ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 1}, "needs logprobs"),
     ({"messages": [{"role": "user", "content": "a"}], "echo": True}, "'echo' is true"),
+    ({"messages": [{"role": "user", "content": ""}] * 201}, "201 messages do not fit into 200 positions"),
+    ({"messages": [{"role": "user", "content": "a" * 99}] * 3}, "297 letters do not fit into 200 positions"),
+    ({"prompt": ["b", "a" * 201]}, "201 letters do not fit into 200 positions of at most 1 letters"),
+    ({"prompt": "a", "\ud800": 1}, "'\ud800' is 1, which is not implemented"),
+    ({"messages": [{"role": "user", "content": "a", "\ud800": 1}]}, "a message has '\ud800'"),
 ]
 
 
@@ -274,6 +281,12 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(port, body, words):
     response, said = ask(port, body, "/v1/chat/completions" if chat else "/v1/completions")
     assert response.status == 400 and words in said["error"]["message"]
     assert said["error"]["type"] == "invalid_request_error"
+
+
+def test_half_a_surrogate_pair_comes_back_as_it_was_sent(port):
+    response, said = ask(port, {"prompt": "a", "model": "\ud800"})
+    assert response.status == 404 and said["error"]["message"] == "there is no model '\ud800' here, but 'toy'"
+    assert server.Document({"é": "\ud800"}).body == b'{"\xc3\xa9":"\\ud800"}'
 
 
 def test_what_asks_for_nothing_is_taken(port):
@@ -294,7 +307,11 @@ def test_what_asks_for_nothing_is_taken(port):
 def test_other_paths_methods_and_kinds_are_refused_as_json(port):
     assert ask(port, None, "/v2")[1]["error"]["code"] == 404
     assert ask(port, None, "/v1/completions")[1]["error"]["code"] == 405
-    assert ask(port, {"prompt": "a"}, Content_Type="text/plain")[1]["error"]["code"] == 415
+    for kind in ("text/plain", "application/jsonp", "", "text/plain; application/json"):
+        assert ask(port, {"prompt": "a"}, Content_Type=kind)[1]["error"]["code"] == 415
+    for kind in ("Application/JSON", "application/json; charset=utf-8", "application/json ;x"):
+        assert ask(port, {"prompt": "say a"}, Content_Type=kind)[0].status == 200
+    assert ask(port, None, "/health/", Host="evil.example")[0].status == 404, "no way to that host"
     assert ask(port, {"prompt": "a"}, Host="evil.example")[1]["error"]["code"] == 403
     assert ask(port, {"prompt": "a"}, Host="localhost.evil.example")[0].status == 403
     assert ask(port, None, "/health", Host=f"localhost:{port}")[1]["status"] == "ok"
@@ -308,7 +325,9 @@ def test_a_key_is_asked_for_where_there_is_one():
         for given in ("", "secret", "Bearer", "Bearer secre", "Bearer secret2", "Bearer sécret"):
             response, said = ask(port, {"prompt": "say a"}, Authorization=given.encode("latin-1"))
             assert response.status == 401 and response.headers["www-authenticate"] == "Bearer"
-        assert ask(port, {"prompt": "say a"}, Authorization="Bearer secret")[0].status == 200
+        for scheme in ("Bearer", "bearer", "BEARER ", "bEARER"):
+            assert ask(port, {"prompt": "say a"}, Authorization=f"{scheme} secret")[0].status == 200
+        assert ask(port, {"prompt": "say a"}, Authorization="Basic secret")[0].status == 401
         assert ask(port, None, "/v1/models")[0].status == 401 and ask(port, None, "/health")[0].status == 200
 
 
@@ -427,6 +446,95 @@ def test_an_answer_has_a_time_limit():
         _, events = ask(port, FOREVER | {"stream": True})
         assert events[-1]["error"]["code"] == 503 and text_of(events).startswith("..")
         until(lambda: not engine.jobs)
+
+
+CHAT, CHATS = {"messages": [{"role": "user", "content": "say a"}]}, "/v1/chat/completions"
+
+
+def test_conversations_that_do_not_become_tokens_hold_up_no_text(monkeypatch):
+    """And /health says so; who waits too long is told to come back, and the end comes all the same."""
+
+    class Stuck(Chat):
+        def __init__(self):
+            super().__init__(BYTES)
+            self.ended = threading.Event()
+
+        def tokens(self, messages, ask=True, most=0):
+            self.ended.wait()
+            raise ValueError("it was given up")
+
+        def close(self):
+            self.ended.set()
+
+    with serving(Script(), chat=(stuck := Stuck())) as (port, _):
+        lines = [send(port, CHAT, CHATS) for _ in range(server.PLACES + 1)]
+        until(lambda: ask(port, None, "/health")[1]["preparing"] == len(lines))
+        assert ask(port, None, "/health")[1]["status"] == "busy"
+        assert ask(port, {"prompt": "say a"})[1]["choices"][0]["text"] == "a"
+        monkeypatch.setattr(server, "PREPARE_S", 0.1)
+        response, said = ask(port, CHAT, CHATS)
+        assert response.status == 503 and "did not become tokens within 0.1 s" in said["error"]["message"]
+        monkeypatch.setattr(server, "MOST_WAITING", len(lines))
+        response, said = ask(port, CHAT, CHATS)
+        assert response.status == 429 and "requests wait already to become" in said["error"]["message"]
+        stuck.close()
+        assert b"it was given up" in lines[0].recv(10_000)
+        until(lambda: ask(port, None, "/health")[1]["status"] == "ok")
+        stuck.ended.clear()
+        send(port, CHAT, CHATS)
+        until(lambda: ask(port, None, "/health")[1]["preparing"] == 1)
+
+
+def test_a_refusal_keeps_nothing_of_what_was_read(port):
+    """Without the collector of circles: a kept stack would hold the messages until it comes by."""
+    body = b'{"messages": [' + b",".join([b"{}"] * 54_321) + b"]}"
+    kept = lambda: [x for x in gc.get_objects() if type(x) is list and len(x) == 54_321]
+    gc.disable()
+    try:
+        assert "54,321 messages do not fit" in ask(port, body, CHATS)[1]["error"]["message"]
+        until(lambda: not kept())
+    finally:
+        gc.enable()
+
+
+def test_a_step_that_does_not_end_is_seen(monkeypatch):
+    engine, ends = Script(), threading.Event()
+    monkeypatch.setattr(server, "STUCK_S", 0)
+    with serving(engine) as (port, _):
+        assert ask(port, None, "/health")[1]["status"] == "ok"
+        monkeypatch.setattr(engine, "step", lambda: ends.wait() and Script.step(engine))
+        line = send(port, {"prompt": "say a"})
+        until(lambda: ask(port, None, "/health")[1]["status"] == "stuck")
+        assert ask(port, None, "/health")[0].status == 503
+        ends.set()
+        assert b'"text":"a"' in line.recv(10_000)
+
+
+ENDLESS = """
+import socket, sys, threading
+sys.path.insert(0, "tests")
+from test_server import BYTES, Chat, Script, server
+server.GRACE_S, server.END_S = 0.1, 0.2
+engine = Script()
+engine.step = threading.Event().wait
+api = server.Api(server.EngineThread(engine), BYTES, Chat(BYTES), {"model": "toy", "mesh": ""}, 99)
+listening = socket.create_server(("127.0.0.1", 0))
+print(listening.getsockname()[1], flush=True)
+server.Server(api, print).run([listening])
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_process_though_a_step_never_does(number):
+    root = Path(__file__).parent.parent
+    running = subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True, cwd=root)
+    with running:
+        port = int(running.stdout.readline())
+        until(lambda: send(port, {"prompt": "say a"}), 60)
+        until(lambda: ask(port, None, "/health")[1]["running"])
+        running.send_signal(number)
+        assert running.wait(60) == 128 + number
 
 
 def test_a_step_that_fails_is_told_to_all_and_ends_the_server():

@@ -93,6 +93,22 @@ def test_a_fault_of_a_plan_is_seen(row, fault):
     assert fault in said
 
 
+def test_the_guide_counts_the_questions_of_the_quiz():
+    assert f"{len(quiz.QUESTIONS)} questions, some with a little arithmetic" in GUIDE
+
+
+@pytest.mark.parametrize("folder", ["notebooks/src", "slides/src", "docs"])
+def test_a_critical_batch_size_is_the_one_of_learning(folder):
+    """Beyond it more tokens teach little (McCandlish). Where matmuls wait for memory is a balance batch."""
+    texts = {
+        path: " ".join(path.read_text().replace("\n# ", " ").split())
+        for path in (ROOT / folder).iterdir()
+        if path.is_file()
+    }
+    where = {path.name[:2] for path, text in texts.items() if re.search("critical.? batch", text, re.I)}
+    assert where == ({"03"} if "src" in folder else set())
+
+
 def test_every_lesson_has_a_run_of_show_with_one_exercise():
     shown = dict(re.findall(r"^### (\d\d\w?) · (.*?)(?=^##)", GUIDE, re.M | re.S))
     assert list(shown) == list(LESSONS)

@@ -4,18 +4,22 @@ import random
 import re
 from pathlib import Path
 
+import optax
 import pytest
 
 import llmpar
 from llmpar.config import preset
+from llmpar.mesh import make_mesh
 from llmpar.notation import parse_mesh
 from llmpar.plan import Plan
-from llmpar.predict import planner
-from llmpar.predict.advice import verdict
+from llmpar.predict import memory, planner
 from llmpar.predict.hardware import chip
 from llmpar.predict.measured import read
-from llmpar.predict.terms import LINES, TABLE, terms
+from llmpar.predict.planner import verdict
+from llmpar.predict.terms import LINES, TABLE, UPDATED, terms
+from llmpar.predict.time import LATE, OPTIMIZER_BYTES
 from llmpar.predict.traffic import most_traffic
+from llmpar.step import Step
 
 ROOT = Path(__file__).parent
 CASES = [
@@ -31,7 +35,9 @@ CASES = [
 def computed(filled):
     """The value of arithmetic with units in it."""
     text = (
-        re.sub(r"(?<=[\d)]) (FLOP/s|FLOP|B/s|B|s)(?=[ )]|$)", "", filled).replace("×", "*").replace(",", "")
+        re.sub(r"(?<=[\d)]) (FLOP/s|FLOP|GB/s|GB|B/s|B|s)(?=[ )]|$)", "", filled)
+        .replace("×", "*")
+        .replace(",", "")
     )
     assert re.fullmatch(r"[\d.e+*/() -]+", text), filled
     return eval(text)
@@ -71,14 +77,80 @@ def test_the_numbers_are_those_of_the_plan(explained):
         }
 
 
+ESTIMATES = ("activations", "unreduced gradients", "weights in use", "total")
+
+
 def test_each_says_its_formula_its_lesson_and_whether_it_is_an_estimate(explained):
     lessons = {path.stem for path in (ROOT.parent / "notebooks" / "src").glob("*.py")}
     assert {row["lesson"] for row in TABLE.values()} <= lessons
     for _, _, found in explained:
         for term in found:
             assert term.formula and (term.unit == "B" or term.estimate)
-            assert term.estimate == (term.unit != "B" or term.name in ("activations", "total"))
+            assert term.estimate == (term.unit != "B" or term.name in ESTIMATES)
     assert {term.line for _, _, found in explained for term in found if term.arrow} >= {"model.py", "plan.py"}
+
+
+def test_what_words_say_of_the_code_is_so():
+    """The arrays of a batch, the axes of ZeRO, the bytes of an update."""
+    plan = Plan("dp=1")
+    step = Step(preset("tiny"), plan, make_mesh(plan.mesh), optax.sgd(0.1))
+    assert tuple(step.abstract_batch(8, 64)) == memory.BATCH
+    assert f"{len(memory.BATCH)} arrays ({', '.join(memory.BATCH)})" in TABLE["batch"]["formula"]
+    axes = " and ".join(Plan("dp=1").zero_axes.split(",")).replace(" and ", ", ", 1)
+    assert axes == "fsdp, ep and sp" and f"with ZeRO-3 {axes}" in TABLE["weights"]["formula"]
+    for part in ("weights", "gradients", "moments"):
+        cut = TABLE[part]["formula"].partition("replicas")[0]
+        assert not re.search(r"\bdp\b", cut) and "`zero_axes`" in cut
+    assert sum(map(int, re.findall(r"\b(\d+)(?: B)? of (?:a|the|two)\b", UPDATED))) == OPTIMIZER_BYTES
+
+
+def test_dp_cuts_no_weight_and_the_axes_of_zero_do():
+    held = lambda mesh: memory.weights_bytes(Plan(mesh).resolve(preset("tiny-moe"), None))["stored"]
+    assert held("dp=2") == held("dp=1")
+    assert all(held(mesh) < held("dp=1") for mesh in ("fsdp=2", "sp=2", "ep=2", "tp=2"))
+
+
+def test_summands_have_their_words_and_add_up(explained):
+    names = set()
+    for _, one, found in explained:
+        for term in found:
+            if not term.summands:
+                continue
+            names.add(term.name)
+            whole = sum(part.value for part in term.summands) * float(term.times or 1)
+            assert whole == pytest.approx(term.value, rel=2e-5, abs=1), (one.plan, term)
+            for part in term.summands:
+                assert computed(part.filled) == pytest.approx(part.value, rel=2e-5, abs=1e-9), part
+    assert {"activations", "optimizer", "weights and gradients on links"} <= names
+
+
+def test_memory_time_and_links_are_explained_by_what_they_are_made_of():
+    """Layers times bytes a layer; gradients before they are cut; links, and the share of them."""
+    q = planner.Question(
+        preset("llama3-70b"), chip("h100"), 64, 64, 4096, {"remat": "selective"}, "llama3-70b"
+    )
+    found = {term.name: term for term in terms(q, planner.on_mesh(q, parse_mesh("fsdp=64")))}
+    kept = [part for part in found["activations"].summands if part.what.startswith(memory.KEPT)]
+    assert len(kept) == 4 and all(part.filled.startswith("80 × ") for part in kept)
+    state, sums = found["optimizer"].summands
+    assert (
+        state.filled.startswith("30 B × ")
+        and sums.filled.startswith("2 × 2 B × 70,")
+        and "before" in sums.what
+    )
+    links = found["weights and gradients on links"]
+    assert "between nodes: 0.431 of 400 GB/s" in links.summands[0].what and "of it hides" in links.formula
+
+
+def test_the_page_of_collectives_says_why_a_network_is_not_free(capsys):
+    """By data sheets alone 64 H100s gather as fast as 8: what is reached of links differs."""
+    text = (ROOT.parent / "docs/site/calculators/collectives.md").read_text()
+    exec(re.search(r"```\{run\}\n(.*?)```", text, re.S)[1], {})
+    rows = re.findall(r"^(\S+) +(\d+) devices +(\S+) ms: (.*)$", capsys.readouterr().out, re.M)
+    took = {(kind, int(n)): (float(ms), levels) for kind, n, ms, levels in rows}
+    for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
+        assert took[kind, 64][0] > 1.5 * took[kind, 8][0], kind
+        assert "between nodes" in took[kind, 64][1] and "between" not in took[kind, 8][1]
 
 
 def test_where_time_means_nothing_no_second_is_explained():
@@ -110,7 +182,7 @@ def test_runs_that_people_know_are_answered_beside_what_was_published():
     errors = {}
     for row, q, mesh in planner.famous():
         one = planner.on_mesh(q, mesh)
-        assert one.plan.mesh == mesh and verdict(q, one).words == "fits"
+        assert one.plan.mesh == mesh and verdict(q, one).words != "does not fit"
         if "step_s" in row:
             (step_s,) = {
                 case.measured["step_s"]
@@ -123,5 +195,9 @@ def test_runs_that_people_know_are_answered_beside_what_was_published():
         else:
             assert "2407.21783" in row["source"]
             errors[row["name"]] = one.time.mfu(q.run(one.plan)) / row["mfu"] - 1
-    assert len(errors) >= 8 and max(map(abs, errors.values())) < 0.3, errors
+            without = one.time.step_s - one.time.terms["recomputation"] - one.time.terms[LATE]
+            assert one.time.mfu(q.run(one.plan)) * one.time.step_s / without > row["mfu"], row["differs"]
+        if "differs" not in row:
+            assert abs(errors[row["name"]]) <= planner.ERROR, "the table says why ours is off by more"
+    assert len(errors) >= 8 and max(map(abs, errors.values())) < 0.25, errors
     assert sum(abs(error) for error in errors.values()) / len(errors) < 0.15

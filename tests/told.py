@@ -28,7 +28,7 @@ CONTROLS = [
 
 
 def scene(width, height, title, items):
-    return to_svg(Scene(width, height, title, title, tuple(items)))
+    return to_svg(Scene(width, height, title, title, tuple(items)), live=True)
 
 
 def grid(state, sizes):
@@ -111,12 +111,19 @@ def answer(state, more=False):
     for i in range(4):
         button = f"<button type='button' data-set='{json.dumps({'device': i})}'>device {i}</button>"
         rows += f"<tr><th scope='row'>{button}</th><td>{i} GiB</td></tr>"
-    axes = scene(330, 60, "axes", [Text(8, 20, "fsdp 4", 13), Text(8, 40, "tp 2", 13)])
+    more_fsdp = Rect(
+        80, 10, 20, 20, "cell", "edge", tip="fsdp 8", act=json.dumps({"mesh": "fsdp=8"}), live=True
+    )
+    form = [more_fsdp, Text(86, 20, "+", 13, live=True)]
+    axes = scene(330, 60, "axes", [Text(8, 20, "fsdp 4", 13), Text(8, 40, "tp 2", 13), *form])
+    tensor = (
+        "<label><b>Block of</b> <select><option>gate</option><option selected>up</option></select></label>"
+    )
     held = f"<details><summary>formula</summary>2 x 3</details><table><tbody>{rows}</tbody></table>"
     whole = f"{state['devices']} devices"
     panels = {
         "axes": {"svg": axes, "note": "Six axes."},
-        "grid": {"svg": grid(state, sizes), "title": whole, "note": "Dashed: a node."},
+        "grid": {"svg": grid(state, sizes), "html": tensor, "title": whole, "note": "Dashed: a node."},
         "layer": {"svg": layer(state)},
         "times": {"svg": timetable(state)},
         "holds": {"html": held},

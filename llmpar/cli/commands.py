@@ -20,6 +20,7 @@ from llmpar.cli.lab import Lab
 from llmpar.cli.launch import COMMANDS as LAUNCHED
 from llmpar.cli.launch import Launch
 from llmpar.cli.models import Models
+from llmpar.cli.options import StepOptions
 from llmpar.cli.plan import Plan
 from llmpar.cli.schedule import Schedule
 from llmpar.cli.serve import Serve
@@ -76,6 +77,10 @@ def parse(argv: list[str]):
     about = re.sub(r"^(llmpar .*)$", r"    \1", about, flags=re.M)  # an example
     how = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     command: Any = tyro.cli(kind, prog=f"llmpar {name}", description=about, args=argv[1:at], config=how)
+    if isinstance(step := getattr(command, "step", None), StepOptions):
+        flags = (word.removeprefix("--").partition("=")[0] for word in argv[1:at] if word.startswith("--"))
+        given = tuple(flag.removeprefix("no-").replace("-", "_") for flag in flags)
+        command = dataclasses.replace(command, step=dataclasses.replace(step, given=given))
     if not (words := argv[at + 1 :]):
         return command
     inner = parse(words) if words[0] in LAUNCHED else None

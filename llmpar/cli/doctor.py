@@ -32,6 +32,7 @@ class Doctor:
     def run(self) -> None:
         from llmpar.launch import traps
         from llmpar.launch.engines import detect
+        from llmpar.launch.joined import meet
 
         place = detect(os.environ)
         first = [traps.describe(place), *traps.traps(os.environ, place)]
@@ -40,6 +41,7 @@ class Doctor:
         if found := misfits():
             raise ValueError("; ".join(found) + "; python -m pip install --upgrade llmpar mends versions")
         join()
+        meet({"command": "doctor"})
         document = examine()
         document |= {"launch": asdict(place), "lines": first + document["lines"]}
         from llmpar.inspect.links import links_table

@@ -66,7 +66,9 @@ class Inspect:
     def look(self) -> dict:
         """Look at a program that is not a plan's."""
         ours = changed(self, ("types", "tolerance")) + changed(self.step.plan, vars(self.step.plan))
-        ours += changed(self.step, vars(self.step).keys() - {"plan", "devices", "mesh" * bool(self.hlo)})
+        ours += changed(
+            self.step, vars(self.step).keys() - {"plan", "given", "devices", "mesh" * bool(self.hlo)}
+        )
         if ours or bool(self.program) == bool(self.hlo) or self.hlo and self.target:
             only = "--program MODULE:FUNCTION goes with --target or --devices, --hlo FILE with --mesh"
             rest = f"leave out {' '.join(ours)}" if ours else "give one of the two"
@@ -79,6 +81,9 @@ class Inspect:
         except Exception as error:
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             words = f"{self.program or self.hlo}: {kind}{str(error).partition(chr(10))[0]}"
+            words += "".join(
+                f"; {note[8:]}" for note in getattr(error, "__notes__", ()) if note[:8] == "llmpar: "
+            )
             raise ValueError(words + "; LLMPAR_TRACEBACK=1 shows the stack" * bool(kind)) from error
         save_picture(self.svg, "the bytes", shown.picture)
         return give(shown.document(), self.json, [str(shown)])

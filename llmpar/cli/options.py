@@ -160,6 +160,7 @@ class StepOptions:
     lora_alpha: float = 16.0
     lora_targets: Names = ("q", "k", "v", "o")
     plan: Annotated[Any, tyro.conf.arg(constructor=PlanFlags)] = PlanFlags()
+    given: tyro.conf.Suppress[tuple[str, ...]] = ()  # the fields whose flags were on the line
 
     def resolve(self) -> tuple[ModelConfig, Plan]:
         """Give the model and the plan, on the devices that are there or are simulated from here on."""
@@ -189,7 +190,15 @@ class StepOptions:
             batch = f"a batch of {batch_size:,} sequences of {self.seq_len:,} tokens"
             raise ValueError(f"{batch}: use at most {MAX_SEQ_LEN:,} positions and {MAX_TOKENS:,} tokens")
         plan.check(config, batch_size, self.seq_len)
+        self.say_idle(config, plan, num_devices)
         return config, plan
+
+    def say_idle(self, config: ModelConfig, plan: Plan, num_devices: int) -> None:
+        """Say what was given and decides nothing: devices, and fields, be it their defaults."""
+        if plan.mesh.size < num_devices:
+            say(f"mesh '{plan.mesh}' takes {plan.mesh.size} of {num_devices} devices; the others do nothing")
+        for line in plan.idle(config, self.given):
+            say(line)
 
 
 def read_order(schedule: str) -> str:

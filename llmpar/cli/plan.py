@@ -10,6 +10,7 @@ from llmpar import schedules
 from llmpar.cli import options
 from llmpar.cli.options import MAX_TOKENS, File, Number, Real, Text, changed, give
 from llmpar.config import preset
+from llmpar.draw.scene import banded, rounded
 from llmpar.notation import AXES, POSITIONAL, parse_mesh
 from llmpar.plan import Plan as Fields
 from llmpar.predict import hardware, memory
@@ -81,13 +82,16 @@ class Plan:
         with options.still_at_work("pricing plans", "seconds are usual; fix axes by --mesh to price fewer"):
             answer = planner.decide(planner.Question(*self.question()), self.keep)
         document = planner.document(answer, budget, self.price)
+        document["notes"] = notes(answer)
         if document["chip"] not in {*GPUS, *TPUS}:  # no compiler that could be asked
             for row in document["plans"]:
                 row["compile"] = None
         if self.html is not None:
             self.save_page(answer.plans[0].plan)
         if not self.json:
-            options.say(f"{document['priced']:,} plans priced; memory leaves {document['margin']:.0%} free")
+            options.say(f"{document['priced']:,} plans priced; {document['room_is']}")
+        for line in document["notes"]:
+            options.say(line)
         return give(document, self.json, tables_of(document))
 
     def check_page(self, path: str) -> None:
@@ -175,6 +179,14 @@ class Plan:
         return given
 
 
+def notes(answer: Any) -> list[str]:
+    """What was given by --fix and decides nothing in the first plan."""
+    q, first = answer.question, answer.plans[0].plan
+    own = {name: value for name, value in q.fixed.items() if name not in AXES}
+    lines = dataclasses.replace(first, **own).idle(q.config, own)
+    return [line for line in lines if line.partition("=")[0] in own]
+
+
 def axes_of(text: str) -> dict[str, int]:
     """The sizes of the axes that a mesh's text gives: of all that it has places for, if it is numbers."""
     tokens = re.findall(r"[^\s,!]+", text)
@@ -201,18 +213,22 @@ def tables_of(document: dict) -> Iterator[Any]:
     from rich.table import Table
 
     what = f"{document['model']} on {document['devices']:,} {document['chip']}"
-    title = f"{what}, {document['tokens_per_step']:,} tokens"
+    error = document["time_error"]
+    few = lambda value: rounded(value, error)
+    title = f"{what}, {document['tokens_per_step']:,} tokens; {banded('s and MFU', error)}, less between rows"
     caption = f"{document['device']}, {document['device_gib']:.4g} GiB"
-    plans = Table("mesh", "s", "MFU", "GiB", "why", title=title, caption=caption)
+    plans = Table("mesh", "s", "MFU", "GiB", "", "why", title=title, caption=caption)
     for row in document["plans"]:
-        why = "; ".join(filter(None, (row["why"], row["change"])))
+        why = "; ".join(filter(None, (row["near"], row["why"], row["change"])))
         gib = f"{row['memory_bytes']['total'] / 2**30:.1f}"
-        plans.add_row(row["mesh"], f"{row['step_s']:.3g}", f"{row['mfu']:.1%}", gib, why)
+        mfu = f"{few(row['mfu']):.0%}"
+        plans.add_row(row["mesh"], f"{row['step_s']:.3g}", mfu, gib, row["verdict"], why)
     yield plans
     best = document["plans"][0]
-    terms = Table("of the first", "s", title=f"{best['attention_kernel']} attention")
+    step = banded(f"{few(best['step_s']):g} s", error)
+    terms = Table("of the first", "s", title=f"{best['attention_kernel']} attention, a step {step}")
     for name, seconds in sorted(best["terms"].items(), key=lambda item: -item[1]):
-        terms.add_row(name, f"{seconds:.4g}")
+        terms.add_row(name, f"{few(seconds):g}")
     yield terms
     held = Table("of the first", "GiB a device")
     for name, size in memory.named(best["memory_bytes"]).items():
@@ -225,12 +241,12 @@ def tables_of(document: dict) -> Iterator[Any]:
         yield rejected
     changes = Table("if there were", "tokens/s", "")
     for row in document["sensitivity"]:
-        changes.add_row(row["what"], f"{row['tokens_per_s']:,.0f}", f"x {row['ratio']:.2f}")
+        changes.add_row(row["what"], f"{few(row['tokens_per_s']):,.0f}", f"x {row['ratio']:.2f}")
     yield changes
     if budget := document.get("budget"):
         sums = Table(f"{budget['tokens']:.3g} tokens", "")
         for name, value in budget.items():
-            sums.add_row(name.replace("_", " "), f"{value:,.4g}")
+            sums.add_row(name.replace("_", " "), f"{value if name == 'tokens' else few(value):,.4g}")
         yield sums
     yield from filter(None, (best[name] for name in ("train", "compile", "launch")))
 

@@ -75,7 +75,7 @@ class Serve(ModelOptions):
         start()
         plan, (config, tokenizer, load, said) = self.plan(), self.opened()
         chat = open_chat(tokenizer)
-        _ = chat.end_ids  # a template that does not end is known before the weights are read
+        _ = chat.end_ids, chat.encode_all([""])  # what does not end is known before the weights are read
         if (most := config.context_length or self.length) < self.length:
             what = f"'{config.name}' was made for {most:,} tokens, and length is {self.length:,}"
             raise ValueError(f"{what}; use at most {most}")
@@ -93,10 +93,6 @@ class Serve(ModelOptions):
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         say(f"'{config.name}' on mesh '{plan.mesh}' answers at {where}, {self.slots} requests at a time")
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # when Uvicorn is done with it
-        try:
-            server.Server(api, say).run([listening])
-        finally:
-            if api.thread.is_alive():  # a second Ctrl-C does not wait
-                api.thread.close()
+        server.Server(api, say).run([listening])
         if api.thread.error:
             raise api.thread.error

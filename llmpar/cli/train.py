@@ -124,7 +124,8 @@ class Train:
         mesh = make_mesh(plan.mesh)
         say_memory(mesh)
         for line in plan.resolve(config, platform_of(mesh)).said:
-            say(line)
+            if line not in plan.resolve(config, None).said:  # which `settle` has said
+                say(line)
         with (
             Stopper() as stopper,
             progress(self.steps) as show,

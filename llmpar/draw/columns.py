@@ -47,8 +47,8 @@ def axis_squares(sizes: dict[str, int], notes=None, acts=None, note: str = "", w
         for sign, x, given in zip("−+", (40, 178), acts.get(axis, (None, None)), strict=True):
             act, tip = given or ("", "")
             fill, stroke, ink = ("cell", "edge", "ink") if act else ("", "grid", "edge")
-            items.append(Rect(x, y + 1, 20, 20, fill, stroke, radius=3, tip=tip, act=act))
-            items.append(Text(x + 10, y + 11, sign, anchor="middle", fill=ink))
+            items.append(Rect(x, y + 1, 20, 20, fill, stroke, radius=3, tip=tip, act=act, live=True))
+            items.append(Text(x + 10, y + 11, sign, anchor="middle", fill=ink, live=True))
         for k in range(len(_primes(num))):
             fill, stroke = (axis, f"{axis}-line") if k < len(factors) else ("", "grid")
             items.append(Rect(66 + pitch * k, y + 4, pitch - 3, 14, fill, stroke, radius=2))

@@ -67,7 +67,8 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 class Rect:
     """A rectangle; ``hatch`` is ``"/"`` or ``"."``, drawn in the stroke's colour; ``tip`` shows when hovered.
     ``act`` is what a click sets in an explorer's state, as JSON; then the tip is the name of a button. ``op``
-    names an operation of a timetable that can be dragged: its stage, and its place in the stage's row."""
+    names an operation of a timetable that can be dragged: its stage, and its place in the stage's row. A
+    button of a form is ``live``: a picture that is saved has none."""
 
     x: float
     y: float
@@ -83,6 +84,7 @@ class Rect:
     act: str = ""
     op: str = ""
     frame: int = -1
+    live: bool = False
 
     @property
     def box(self) -> Box:
@@ -101,6 +103,7 @@ class Text:
     fill: str = "ink"
     bold: bool = False
     frame: int = -1
+    live: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", pixels(self.size))
@@ -229,8 +232,33 @@ def size_text(num_bytes: float) -> str:
     return scaled(num_bytes, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), 1024)
 
 
+_error: ContextVar[float] = ContextVar("error", default=0.0)
+
+
+@contextmanager
+def digits_of(error: float) -> Iterator[None]:
+    """Write times and rates inside this block with the digits that such a relative error leaves."""
+    token = _error.set(error)
+    try:
+        yield
+    finally:
+        _error.reset(token)
+
+
+def rounded(value: float, error: float | None = None) -> float:
+    """A value without the digits that a relative error takes: 66.1 is 66 where 0.16 of it is unsure."""
+    error = _error.get() if error is None else error
+    return float(f"{value:.{max(1, 1 - math.floor(math.log10(error)))}g}") if error else value
+
+
+def banded(text: str, error: float) -> str:
+    """What is predicted, with how far it is off in the mean: ``66 s ± 16 %``."""
+    return f"{text} ± {100 * error:.0f} %" if error else text
+
+
 def time_text(seconds: float) -> str:
     """Seconds for people; minutes from 10, hours from 2."""
+    seconds = rounded(seconds)
     if seconds >= 600:
         return scaled(seconds / 60, ("min",), 1) if seconds < 7200 else scaled(seconds / 3600, ("h",), 1)
     return "0 s" if not seconds else scaled(seconds * 1e9, ("ns", "µs", "ms", "s"), 1000)
@@ -325,8 +353,14 @@ escape = functools.partial(html.escape, quote=False)
 attribute = lambda text: f'"{html.escape(text)}"'
 
 
-def to_svg(scene: Scene) -> str:
-    """The scene as one self-contained SVG, which follows the reader's light or dark setting or theme."""
+def is_live(item) -> bool:
+    """Whether it is a button of a form."""
+    return isinstance(item, Rect | Text) and item.live
+
+
+def to_svg(scene: Scene, live: bool = False) -> str:
+    """The scene as one self-contained SVG, which follows the reader's light or dark setting or theme; with
+    the buttons of a form where it is ``live``."""
     used, patterns, body, in_pixels = {"paper"}, {}, [], 'patternUnits="userSpaceOnUse"'
 
     def paint(fill: str, stroke: str = "", width: float = 0, dash: bool = False) -> str:
@@ -337,7 +371,7 @@ def to_svg(scene: Scene) -> str:
         line += ' stroke-dasharray="6 4"' if stroke and dash else ""
         return f'class="{classes}" fill="{LIGHT[fill] if fill else "none"}"{line}'
 
-    items, frame = flatten(scene.items), -1
+    items, frame = [item for item in flatten(scene.items) if live or not is_live(item)], -1
     for item in sorted(items, key=lambda item: item.frame):  # what moves lies above what does not
         if item.frame != frame:
             hidden = ' display="none"' * (item.frame > 0)
@@ -346,10 +380,11 @@ def to_svg(scene: Scene) -> str:
         if isinstance(item, Text):
             position = f'x="{_n(item.x)}" y="{_n(item.y + BASELINE * item.size)}" text-anchor="{item.anchor}"'
             position += f' font-size="{_n(item.size)}"' + ' font-weight="600"' * item.bold
+            position += ' data-live=""' * item.live
             body.append(f"<text {position} {paint(item.fill)}>{escape(item.text)}</text>")
         elif isinstance(item, Rect):
             position = f'x="{_n(item.x)}" y="{_n(item.y)}" width="{_n(item.w)}" height="{_n(item.h)}"'
-            position += f' rx="{_n(item.radius)}"'
+            position += f' rx="{_n(item.radius)}"' + ' data-live=""' * item.live
             style, tip = paint(item.fill, item.stroke, item.width, item.dash), escape(item.tip)
             style += f' data-op="{item.op}"' * bool(item.op)
             style += f" data-set={attribute(item.act)}" * bool(item.act)
@@ -405,7 +440,8 @@ def to_png(scene: Scene) -> bytes:
     figure = Figure(figsize=(scene.width / 96, scene.height / 96), dpi=dpi, facecolor=color["paper"])
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, scene.width), ylim=(scene.height, 0))
     axes.set_axis_off()
-    for z, item in enumerate(item for item in flatten(scene.items) if item.frame <= 0):
+    still = (item for item in flatten(scene.items) if item.frame <= 0 and not is_live(item))
+    for z, item in enumerate(still):
         style: dict[str, Any] = {"zorder": z, "clip_on": False}
         if isinstance(item, Text):
             style |= {"ha": {"start": "left", "middle": "center", "end": "right"}[item.anchor]}

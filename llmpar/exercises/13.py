@@ -23,13 +23,7 @@ def asked(function) -> list:
     """The axes that cut each dim of x, as each constraint in a function says it."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("X",), axis_types=(AxisType.Auto,))):
         lines = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((16, 128, 64), "float32")).eqns
-    found = [line.params["sharding"].spec for line in lines if "sharding" in line.params]
-    return [[cut_by(spec, dim) for dim in range(3)] for spec in found]
-
-
-def cut_by(spec: P, dim: int) -> list[str]:
-    """The axes that cut a dim of x. Left to the partitioner, the others stay whole where X cuts the rows."""
-    cut = spec[dim] if dim < len(spec) else None
-    if cut is P.UNCONSTRAINED:
-        return [] if dim and spec[0] in ("X", ("X",)) else ["any"]
-    return list(axes_of(cut))
+    specs = [line.params["sharding"].spec for line in lines if "sharding" in line.params]
+    free = lambda spec: [] if spec[0] == "X" else ["any"]  # whole, as the partitioner leaves it beside X
+    axes = lambda cut, spec: free(spec) if cut is P.UNCONSTRAINED else list(axes_of(cut))
+    return [[axes(cut, spec) for cut in (*spec, None, None)][:3] for spec in specs]

@@ -19,11 +19,21 @@ CORRECT = "correct"
 BYTES = {"bytes": 1, "KiB": 2**10, "kB": 1e3, "MiB": 2**20, "MB": 1e6, "GiB": 2**30, "GB": 1e9}
 UNITS = (BYTES, {"a fraction of 1": 1, "per cent": 0.01}, {"days": 86400, "hours": 3600, "seconds": 1})
 """Units that people count the same thing in, and their sizes."""
-SHORT = {"B": "bytes", "KB": "kB", "%": "per cent", "percent": "per cent", "h": "hours", "s": "seconds"}
-"""Units as others write them."""
-SPELLINGS = {"psum": "all-reduce", "psum scatter": "reduce-scatter", "ppermute": "collective-permute"}
-SPELLINGS |= {"col": "columns", "d m/tp": "columns", "m/tp d": "rows"}
-"""Words of answers as others write them: JAX's names of collectives, cuts as layouts."""
+SPELLINGS = {
+    "B": "bytes",
+    "KB": "kB",
+    "%": "per cent",
+    "percent": "per cent",
+    "h": "hours",
+    "s": "seconds",
+    "psum": "all-reduce",
+    "psum scatter": "reduce-scatter",
+    "ppermute": "collective-permute",
+    "col": "columns",
+    "d m/tp": "columns",
+    "m/tp d": "rows",
+}
+"""Units, collectives and cuts as others write them: JAX for one."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +143,8 @@ class Exercise:
 
     def part_by_part(self, seen: Mapping, right: Mapping, planted: list[tuple[Any, str]], read: int) -> str:
         """Name the parts that are right; help with others by planted answers that are wrong as they are."""
-        units = {self.unit_of(seen[name], value) for name, value in right.items() if not is_zero(value)}
+        parts = {name for name in right if kind(right[name]) != "a number" or right[name]}
+        units = {self.unit_of(seen[name], right[name]) for name in parts}
         if len(units) == 1 and all(units):
             return f"Those are the right values in {units.pop()}; they are asked for as {self.unit}."
         off = [name for name in right if not self.same(seen[name], right[name])]
@@ -241,7 +252,7 @@ KINDS |= {list | tuple | set: "a list", Callable: "a function"}
 def kind(value: Any) -> str:
     """Name the kind of an answer."""
     named = (name for what, name in KINDS.items() if isinstance(value, what))
-    other = "a number" if hasattr(value, "__float__") else f"a {type(value).__name__}"
+    other = "a number" if hasattr(value, "__float__") else f"a value of type {type(value).__name__}"
     return next(named, "an array" if getattr(value, "shape", ()) else other)
 
 
@@ -285,40 +296,31 @@ def as_meant(answer: Any, right: Any, asked: Exercise) -> Any:
 
 
 def listed(value: Any, right: Any) -> Any:
-    """Make a list of an array, a range or the like where a list is right."""
+    """Make a list of an array, a range or the like where a list is right, and of its parts likewise."""
     if not isinstance(right, list | tuple) or isinstance(value, str | Mapping | set):
         return value
     value = value.tolist() if kind(value) == "an array" else value
     value = list(value) if isinstance(value, Iterable) and not callable(value) else value
-    if isinstance(value, list | tuple) and len(value) == len(right):
-        return list(map(listed, value, right))
-    return value
+    return list(map(listed, value, right)) if kind(value) == "a list" and len(value) == len(right) else value
 
 
 def as_text(answer: Any, right: str) -> Any:
     """Read what stands for a text: a collective's function, a mesh as a dict, a layout as JAX writes it."""
     if hasattr(answer, "partitions") and "/" in right:
-        return as_layout(answer, [part.partition("/")[0] for part in right.split() if "+" not in part])
+        dims = [part.partition("/")[0] for part in right.split() if "+" not in part]
+        cuts = [",".join(cut) if isinstance(cut, tuple) else str(cut or "") for cut in answer.partitions]
+        laid = [f"{dim}/{cut}".strip("/") for dim, cut in itertools.zip_longest(dims, cuts, fillvalue="")]
+        answer = " ".join([*laid, *(f"+{axis}" for axis in sorted(answer.unreduced))])
     if isinstance(answer, Mapping) and "=" in right:
         answer = " ".join(f"{axis}={size}" for axis, size in answer.items())
     if (getattr(answer, "__module__", "") or "").startswith("jax."):
         answer = getattr(answer, "__name__", answer)
-    if not isinstance(answer, str):
-        return answer
-    answer = re.sub(r"^(?:jax\.)?lax\.(\w+)(?:\(.*\))?$", r"\1", answer.strip())
-    answer = answer.replace(",", " ") if "=" in right else answer
-    answer = answer if "/" in right else SPELLINGS.get(plain(answer), answer)
-    return answer.lower() if right.islower() else answer.upper() if right.isupper() else answer
-
-
-def as_layout(spec: Any, dims: list[str]) -> Any:
-    """Write a PartitionSpec as a layout of these dims, where it can be one."""
-    cuts = [*spec.partitions, *[None] * (len(dims) - len(spec.partitions))]
-    if len(cuts) > len(dims) or not all(isinstance(cut, str | tuple | None) for cut in cuts):
-        return spec
-    cuts = [f"/{cut if isinstance(cut, str) else ','.join(cut)}" if cut else "" for cut in cuts]
-    laid = [dim + cut for dim, cut in zip(dims, cuts, strict=True)]
-    return " ".join([*laid, *(f"+{axis}" for axis in sorted(spec.unreduced))])
+    if isinstance(answer, str):
+        answer = re.sub(r"^(?:jax\.)?lax\.(\w+)(?:\(.*\))?$", r"\1", answer.strip())
+        answer = answer.replace(",", " ") if "=" in right else answer
+        answer = answer if "/" in right else SPELLINGS.get(plain(answer), answer)
+        answer = answer.lower() if right.islower() else answer.upper() if right.isupper() else answer
+    return answer
 
 
 def as_number(text: str, right: Any, asked: Exercise) -> Any:
@@ -328,21 +330,16 @@ def as_number(text: str, right: Any, asked: Exercise) -> Any:
     number = text.strip().removesuffix(unit).strip(" ~≈")
     if re.fullmatch(r"[-+]?[1-9]\d{0,2}([, ]\d{3})+(\.\d*)?", number):
         number = re.sub("[, ]", "", number)
-    unit, sizes = SHORT.get(unit, unit.lower() if len(unit) > 3 else unit), asked.sizes()
-    size = 1 if unit == "" else sizes.get(unit, sizes.get(unit + "s", math.nan))
-    with contextlib.suppress(ValueError, ZeroDivisionError):
-        if not math.isnan(given := float(Fraction(number)) * size):
-            return right if size != 1 and same(given, right, 0.01) else given
+    unit, sizes = SPELLINGS.get(unit, unit.lower() if len(unit) > 3 else unit), {"": 1, **asked.sizes()}
+    with contextlib.suppress(ValueError, ArithmeticError, KeyError):
+        size = sizes[unit if unit in sizes else unit + "s"]
+        given = float(Fraction(number) if "/" in number else number) * size
+        return right if size != 1 and same(given, right, 0.01) else given
     if re.fullmatch(r"(?:[\w *+/()-]|\.(?=\d)|(?<=\d)\.)+", text) and re.search(r"\w *[*+/-]", text):
         devices = [asked.given[name] for name in ("devices", "ranks") if name in asked.given]
         found = read(text, right, {**asked.given, **dict.fromkeys("nN" * bool(devices), *devices)})
         return found if kind(found) == "a number" else text
     return text
-
-
-def is_zero(value: Any) -> bool:
-    """Tell whether a value is the number 0, which is the same in every unit."""
-    return kind(value) == "a number" and not value
 
 
 def plain(text: str) -> str:

@@ -79,7 +79,7 @@ def note(exercise: str, answer: Any, verdict: str) -> str:
     given = Answer(exercise, as_text(answer)[:MAX_ANSWER], verdict, verdict.startswith(CORRECT), now())
     try:
         last = next((a for a in reversed(answers()) if a.exercise == exercise), None)
-        if last is None or (last.answer, last.verdict) != (given.answer, verdict):
+        if last is None or (last.answer, last.correct) != (given.answer, given.correct):
             with file().open("a", encoding="utf-8") as out:
                 out.write(json.dumps(dataclasses.asdict(given)) + "\n")
     except (OSError, ValueError) as error:

@@ -3,35 +3,49 @@
 A notebook's kernel and a saved page give the same answers. `look` reads a state, `panels` draws it.
 """
 
+import contextlib
 import itertools
+import math
 from typing import Any
 
+from llmpar.config import from_dict, near_presets, preset
 from llmpar.draw.grid import frames
-from llmpar.draw.scene import Scene, size_text, time_text, to_svg
+from llmpar.draw.scene import Scene, banded, rounded, size_text, time_text, to_svg
 from llmpar.explore import panels
-from llmpar.explore.look import OFFERED, START, Look, look, settle, works
-from llmpar.notation import AXES, MeshShape, divisors, near_meshes
+from llmpar.explore.look import MODELS, MOST, OFFERED, START, Look, look, own_model, settle, works
+from llmpar.explore.words import estimated
+from llmpar.files import Allowed
+from llmpar.notation import AXES, MeshShape, divisors, near_meshes, parse_mesh
 from llmpar.plan import Plan
-from llmpar.predict import advice, planner
+from llmpar.predict import planner
+
+Limits = dict[str, Allowed]
+"""What values of a state may be, where their kind does not say it."""
 
 
 def answer(state: dict, seconds: float = 0.0) -> dict:
     """All that a page shows of a state. ``seconds``: of work on what lies around it, first."""
     out = unanswered(state)
+    if wrong := malformed(state, START):
+        return out | wrong
     try:
         state, _ = settle(state)
         out["state"] = state
         seen = look(state)
     except ValueError as error:
-        out |= refused(error, steps := remedies(state)) | {"fields": fields(state, None)}
-        out["says"] = "\n".join([f"refused: {error}", *(step["text"] for step in steps)])
+        why = ValueError(f"{error}{elsewhere(state)}")
+        out |= refused(why, steps := remedies(state)) | {"fields": fields(state, None)}
+        out["says"] = "\n".join([f"refused: {why}", *(step["text"] for step in steps)])
         return out
     done = seen.around.advance(state["mesh"], seen.one, seconds)
     drawn, said = panels.panels(seen), verdict(seen)
-    pictures = {k: {"svg": to_svg(v)} if isinstance(v, Scene) else {"html": v} for k, v in drawn.items()}
+    shown = lambda v: {"svg": to_svg(v, live=True)} if isinstance(v, Scene) else {"html": v}
+    pictures = {name: shown(value) for name, value in drawn.items()}
     pictures["grid"]["html"] = panels.pick(seen)
     out |= {"verdict": said, "fields": fields(state, seen.one.plan), "panels": pictures, "more": not done}
-    out |= {"numbers": numbers(seen), "frames": frames(seen.segments), "says": panels.says(seen, said, drawn)}
+    with estimated():
+        out |= {"frames": frames(seen.segments)}
+    out |= {"numbers": numbers(seen), "says": panels.says(seen, said, drawn)}
     return out
 
 
@@ -44,6 +58,24 @@ def unanswered(state: dict) -> dict[str, Any]:
 def refused(why: ValueError, steps: list[dict]) -> dict[str, Any]:
     """What an answer says where there is none, with what would work."""
     return {"refusal": {"why": str(why), "steps": steps}}
+
+
+def malformed(state: dict, start: dict, limits: Limits | None = None) -> dict[str, Any] | None:
+    """The refusal of a state, as a mistyped address has it, with a value of another kind than where a reader
+    starts, or outside its ``limits``: before anything is made of it."""
+    wrong, why, limits = dict[str, Any](), list[str](), limits or {}
+    for name, usual in start.items():
+        what = limits.get(name) or Allowed(list if usual is None else type(usual), none=usual is None)
+        try:
+            what.check(name, state.get(name))
+        except ValueError as error:
+            wrong[name] = usual
+            why.append(str(error))
+    if not wrong:
+        return None
+    text = f"start with the usual {' and '.join(wrong)}"
+    says = f"refused: {'; '.join(why)}\n{text}"
+    return refused(ValueError("; ".join(why)), [step(text, "use it", **wrong)]) | {"says": says}
 
 
 def step(text: str, do: str, **patch: Any) -> dict:
@@ -82,34 +114,39 @@ def numbers(seen: Look) -> dict[str, Any]:
     if seen.timed:
         run = q.run(one.plan)
         found |= {"step_s": one.time.step_s, "terms": one.time.terms, "mfu": one.time.mfu(run)}
+        found["step_s_band"] = planner.band(one.time.step_s)
         found["tokens_per_s"] = run.tokens_per_step / one.time.step_s
     return found
 
 
 def verdict(seen: Look) -> dict:
     """The answer first: whether it fits, how fast it is, what limits it, and what to do next."""
-    q, found, fit = seen.question, numbers(seen), advice.verdict(seen.question, seen.one)
+    q, found, fit = seen.question, numbers(seen), planner.verdict(seen.question, seen.one)
     tone, of = {"fits": "good", "does not fit": "bad"}.get(fit.words, "unsure"), size_text(fit.capacity_bytes)
-    out = {"tone": tone, "head": f"{fit.words.capitalize()}: {size_text(fit.total_bytes)} of {of} a device."}
+    head = f"{fit.words.capitalize()}: {size_text(fit.total_bytes)} of {of} a device"
+    out: dict[str, Any] = {"tone": tone, "head": f"{': '.join(filter(None, (head, fit.near)))}."}
     if not seen.timed:
         line = "Time is not predicted: simulated devices share one processor and have no links."
         return out | {"rest": "", "line": line, "steps": []}
-    rate = f"{found['tokens_per_s']:,.0f} tokens/s · {found['mfu']:.1%} MFU"
     most = sorted(found["terms"].items(), key=lambda term: -term[1])[:2]
-    names = ", then to ".join(f"{name} ({time_text(seconds)})" for name, seconds in most)
+    with estimated():
+        rates = f"{rounded(found['tokens_per_s']):,.0f} tokens/s · {100 * rounded(found['mfu']):.0f} % MFU"
+        rest = banded(f"{time_text(found['step_s'])} a step · {rates}, each", planner.UNSEEN_ERROR)
+        names = ", then to ".join(f"{name} ({time_text(seconds)})" for name, seconds in most)
     line = f"Most time goes to {names}. {q.capacity_words[0].upper()}{q.capacity_words[1:]}."
-    return out | {"rest": f"{time_text(found['step_s'])} a step · {rate}", "line": line, "steps": steps(seen)}
+    return out | {"rest": rest, "line": line, "steps": steps(seen)}
 
 
 def steps(seen: Look) -> list[dict]:
-    """What to do next: the best change of a field, that of the mesh, and the best of all known meshes."""
+    """What to do next: the best change of a field, that of the mesh, and the best of all known meshes, unless
+    it is no faster than this one."""
     found, kinds = list[dict](), set[str]()
     for one in sorted(seen.around.steps.get(str(seen.shape), []), key=lambda one: one.sequence_s):
         if kinds.isdisjoint(one.patch):
             found.append(step(one.text, "apply", **one.patch))
             kinds |= {*one.patch}
-    best = seen.around.best
-    if best and best.plan.mesh != seen.shape:
+    best, had = seen.around.best, math.inf if seen.one.why_not else seen.one.time.step_s
+    if best and best.time.step_s < had * (1 - planner.SAME) and best.plan.mesh != seen.shape:
         mesh = str(best.plan.mesh)
         words = f"{mesh}: {size_text(best.total_bytes)}, {time_text(best.time.step_s)}"
         found = [one for one in found if one["set"] != {"mesh": mesh}]
@@ -118,20 +155,30 @@ def steps(seen: Look) -> list[dict]:
 
 
 def remedies(state: dict) -> list[dict]:
-    """What would work in its place: the nearest mesh, a field given back to the planner, another batch."""
+    """What would work on as many devices: another model, the nearest mesh, a field given back to the planner,
+    another batch."""
+    if others := other_models(state):
+        words = "without that configuration" if state["config"] else "in its place"
+        patch: dict[str, Any] = {"config": ""}
+        if not state["config"] and state["model"] in state["own"]:  # its dims are no model's
+            patch["own"] = {}
+        return [step(f"{name} {words}", "use it", model=name, **patch) for name in others]
     try:
         state, shape = settle(state)
     except ValueError:
-        known = START["mesh"]
-        there = {"mesh": known, "devices": START["devices"]}
-        return [step(f"a mesh that works is {known}", "use it", **there)] * works(state | there)
-    near, found = nearest(state, shape), list[dict]()
-    if near:
+        state, shape = legible(state)
+        mesh = str(shape) if works(state | {"mesh": str(shape)}) else nearest(state, shape, [shape.size])
+        return [step(f"a mesh that works is {mesh}", "use it", mesh=mesh, devices=shape.size)] * bool(mesh)
+    found = list[dict]()
+    if near := nearest(state, shape, [shape.size]):
         found.append(step(f"the nearest mesh that works is {near}", "use it", mesh=near))
     for name in state["fields"]:
         if works(state | {"fields": {n: v for n, v in state["fields"].items() if n != name}}):
             words = f"it works with {name.replace('_', ' ')} as the planner chooses it"
             found.append(step(words, "use it", fields={name: None}))
+    own = dict.fromkeys(state["fields"])
+    if len(own) > 1 and not found and works(state | {"fields": {}}):
+        found.append(step("it works with all fields as the planner chooses them", "use it", fields=own))
     parts = shape.dp * shape.fsdp * shape.ep * max(1, state["fields"].get("microbatches") or 1)
     batch = -(-state["batch_size"] // parts) * parts
     if batch != state["batch_size"] and works(state | {"batch_size": batch}):
@@ -139,16 +186,55 @@ def remedies(state: dict) -> list[dict]:
     return found
 
 
-def nearest(state: dict, shape: MeshShape) -> str | None:
-    """The mesh that works and changes the asked one least: of as many devices or else fewer, over the axes
-    that it names or else over all. None where what is wrong is not the mesh."""
+def other_models(state: dict) -> list[str]:
+    """Models to take where the state's is refused: of near names, and that of the sentence or the usual."""
+    name, text, own = state["model"], state["config"].strip(), state["own"]
+    try:
+        (own_model(text) if text else from_dict(own[name]) if name in own else preset(name)).weights()
+        return []
+    except ValueError:
+        near = [one for one in near_presets(text or name) if one in MODELS]
+        kept = name if name in MODELS or text and name in own else START["model"]
+        return [*dict.fromkeys([*near, kept])]
+
+
+def legible(state: dict) -> tuple[dict, MeshShape]:
+    """The number of devices of a state that cannot be read, or the one before where that is none, and its
+    mesh: fsdp alone where none of that size is written."""
+    right = lambda n: isinstance(n, int) and 1 <= n <= MOST
+    num = next(filter(right, (state["devices"], state["agreed"])), START["devices"])
+    state, shape = state | {"devices": num, "agreed": num}, MeshShape(fsdp=num)
+    with contextlib.suppress(ValueError):
+        written = settle(state)[1]
+        shape = written if written.size == num else shape
+    return state, shape
+
+
+def elsewhere(state: dict) -> str:
+    """In words, how many devices a mesh would work on, where none does on these; no button changes that."""
+    try:
+        state, shape = settle(state)
+    except ValueError:
+        state, shape = legible(state)
+    n = shape.size
+    fewer = sorted({*divisors(n), *(2**i for i in range(n.bit_length()))} - {n}, reverse=True)
+    if works(state | {"mesh": str(shape)}) or nearest(state, shape, [n]):
+        return ""
+    if not (mesh := nearest(state, shape, fewer)):
+        return ""
+    return f"; no mesh of {n:,} devices that was tried works; on {parse_mesh(mesh).size:,}, {mesh} does"
+
+
+def nearest(state: dict, shape: MeshShape, counts: list[int]) -> str | None:
+    """The mesh that works and changes the asked one least: of as many devices as one of ``counts`` says, over
+    the axes that it names or else over all. None where what is wrong is not the mesh."""
     named = shape.named
     every = named | {axis: 1 for axis in AXES if axis not in named}
-    counts = {*divisors(shape.size), *(2**i for i in range(shape.size.bit_length()))}
     if not works(state | {"mesh": "dp=1", "devices": 1}):
         return None
-    for axes, n in itertools.product((named, every), sorted(counts, reverse=True)):
-        for mesh in near_meshes(axes, n)[:200] if axes and (n > 1 or axes is every) else ():
+    for axes, n in itertools.product((named, every), counts):
+        near = near_meshes(axes, n) if axes and (n > 1 or axes is every) else []
+        for mesh in [*near[:200], *(mesh for mesh in near[200:] if len(mesh.named) <= 3)]:
             if mesh != shape and works(state | {"mesh": str(mesh), "devices": n}):
                 return str(mesh)
     return None

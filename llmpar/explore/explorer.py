@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from llmpar import __version__
 from llmpar.config import PRESETS
 from llmpar.draw.scene import DARK, LIGHT, Scene, compose, to_png, to_svg
 from llmpar.explore import answers, look, panels
+from llmpar.files import Allowed
 from llmpar.predict import hardware
 
 SMALL = ("timeline", "routing", "memory", "overlap", "ring", "sum")
+CALCULATORS = {"mesh": "mesh", "memory": "memory", "sum": "collectives", "timeline": "schedules"}
+"""The page of the site (LLMPAR_SITE) that shows a kind, whose address a saved page's link has."""
 KINDS = {"mesh": "explorer", "given": "given"} | dict.fromkeys(SMALL, "small")
 """Where the explorer of each kind is, what a page asks for: `RingExplorer` is in the file `small`."""
 
@@ -41,6 +45,7 @@ class Explorer:
     start: dict[str, Any] = {}
     controls: list[dict[str, Any]] = []
     areas: list[list[str]] = [["picture", "", "middle"]]
+    limits: answers.Limits = {}
     given: Any = None  # what `by_kind` makes it of: what was read from an array, the one control; plain data
 
     def __init__(self, **state):
@@ -68,11 +73,20 @@ class Explorer:
     def answer(self, state: dict) -> dict:
         """What a front end shows for a state, as plain data."""
         found = answers.unanswered(state)
+        if wrong := self.malformed(state):
+            return wrong
         try:
             drawn = self.draw(state)
         except ValueError as error:
             return found | answers.refused(error, []) | {"says": str(error)}
         return found | {"panels": {"picture": {"svg": to_svg(drawn)}}, "says": drawn.text}
+
+    def malformed(self, state: dict) -> dict | None:
+        """The answer to a state that cannot be read: of a choice between words it has none of these."""
+        choices = ((c["name"], tuple(c.get("options", ()))) for c in self.controls)
+        known = {name: Allowed(str, choices=words) for name, words in choices if str in map(type, words)}
+        wrong = answers.malformed(state, self.start, known | self.limits)
+        return answers.unanswered(state) | wrong if wrong else None
 
     def more(self, state: dict) -> dict | None:
         """A more complete answer to the same state; None where there is none."""
@@ -92,7 +106,9 @@ class Explorer:
 
     def document(self) -> dict:
         """What the browser needs once: the form, colours, where to start, and the first answer."""
+        site, page = os.environ.get("LLMPAR_SITE", "").rstrip("/"), CALCULATORS.get(self.kind)
         about = {"kind": self.kind, "title": self.title, "version": __version__, "sentence": self.sentence}
+        about["site"] = f"{site}/calculators/{page}.html" if site and page else ""
         form = {"theme": {"light": LIGHT, "dark": DARK}, "controls": self.controls, "panels": self.areas}
         first = {"state": dict(self.state), "answer": self.answer(dict(self.state)), "live": False}
         return about | form | first | {"stored": [self.answer(state) for state in self.stored()]}
@@ -146,6 +162,8 @@ class MeshExplorer(Explorer):
         by_hand = {name: state.pop(name) for name in [*state] if name in look.OFFERED}
         if (model := state.get("model")) and model not in PRESETS and model not in self.state["own"]:
             state |= {"model": look.START["model"], "config": model}
+        elif model:
+            state = {"config": ""} | state
         if str(state.get("chip", "")).endswith(".toml"):
             found = hardware.chip(state["chip"])
             row = json.loads(json.dumps(dataclasses.asdict(found)))

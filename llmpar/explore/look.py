@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpar.config import PRESETS, ModelConfig, from_dict, preset
-from llmpar.files import allowed
+from llmpar.files import Allowed, allowed
 from llmpar.notation import MeshShape, mesh_distance, near_meshes, parse_mesh
 from llmpar.plan import Plan, Resolved
 from llmpar.predict import hardware, planner
@@ -41,7 +41,7 @@ MODELS = [name for name, config in PRESETS.items() if not _no_step(config)]
 """Presets whose training step exists."""
 SENTENCE = "Train {model} on {devices} {chip} with {batch_size} sequences of {seq_len} tokens, as {mesh}"
 CONTROLS: list[dict[str, Any]] = [
-    {"name": "model", "kind": "choice", "label": "model", "options": MODELS},
+    {"name": "model", "kind": "choice", "label": "model", "options": MODELS, "clears": "config"},
     {"name": "devices", "kind": "int", "label": "devices", "min": 1, "max": MOST},
     {"name": "chip", "kind": "choice", "label": "chip", "options": [c.name for c in CHIPS]},
     {"name": "batch_size", "kind": "int", "label": "sequences of a step", "min": 1},
@@ -101,22 +101,33 @@ def own_model(text: str) -> ModelConfig:
             raise ValueError(str(error).replace(f"'{path}'", "'config.json'")) from None
 
 
-def own_chip(row: dict) -> hardware.Chip:
-    """The chip that `dataclasses.asdict` made plain."""
-    reached = hardware.Rates(**row["reached"]) if row["reached"] else None
-    return hardware.Chip(**row | {"aliases": tuple(row["aliases"]), "reached": reached})
+def own_chip(name: str, row: Any) -> hardware.Chip:
+    """The chip that `dataclasses.asdict` made plain; refuses what no file of a chip may say."""
+    asked = f"own_chips, {name}"
+    Allowed(dict).check(asked, row)
+    plain = {field: value for field, value in row.items() if field not in ("reached", "base")}
+    if missing := sorted({field.name for field in dataclasses.fields(hardware.Chip)} - {*row}):
+        raise ValueError(
+            f"{asked} lacks {', '.join(missing)}; make it of a chip file, by MeshExplorer(chip=…)"
+        )
+    if reached := row["reached"]:
+        Allowed(dict).check(f"{asked}: reached", reached)
+        reached = hardware.Rates(**hardware.checked(hardware.Rates, {**reached}, f"{asked}, reached"))
+    checked: dict[str, Any] = hardware.checked(hardware.Chip, plain, asked)
+    return hardware.Chip(**checked, base=str(row["base"]), reached=reached or None)
 
 
 def asked(state: dict) -> Question:
     """The planner's question: the model, the machine, the batch, and the fields that are set by hand."""
     fixed = dict(state["fields"])
     share = fixed.pop("memory_share", planner.GPU_SHARE)
+    Allowed(float, 0.001, 1).check("memory_share", share)
     if unknown := sorted(set(state["fields"]) - set(OFFERED)):
         raise ValueError(f"a plan has no field {', '.join(unknown)}; it has {', '.join(OFFERED)}")
     Plan(**fixed)  # refuses values
     own, row = state["own"].get(state["model"]), state["own_chips"].get(state["chip"])
     model = from_dict(own) if own else preset(state["model"])
-    chip = own_chip(row) if row else hardware.chip(state["chip"])
+    chip = own_chip(state["chip"], row) if row else hardware.chip(state["chip"])
     numbers = state["devices"], state["batch_size"], state["seq_len"]
     return Question(model, chip, *numbers, fixed, state["model"], share)
 
@@ -247,7 +258,7 @@ def look(state: dict) -> Look:
     """What a settled state shows. Raises ValueError where it is refused."""
     question = asked(state)
     one = planned(question, state["mesh"])
-    return Look(state, question, one, one.plan.resolve(question.config, None), around(state))
+    return Look(state, question, one, one.plan.resolve(question.config, question.platform), around(state))
 
 
 def works(state: dict) -> bool:

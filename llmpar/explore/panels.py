@@ -10,14 +10,15 @@ from html import escape
 from llmpar.draw import columns, geometry
 from llmpar.draw.charts import count_noun
 from llmpar.draw.grid import layer_lanes, ring, tensor_grid
-from llmpar.draw.scene import Group, Scene, Text, compose, size_text, to_svg
+from llmpar.draw.scene import Group, Scene, Text, attribute, compose, size_text, to_svg
 from llmpar.explore.look import Look, works
-from llmpar.explore.words import act, button, explain, famous, table, table_row
+from llmpar.explore.words import act, button, estimated, explain, famous, table, table_row
 from llmpar.notation import AXES, Layout, divisors, parse_mesh
 from llmpar.predict import planner
-from llmpar.predict.advice import verdict
 from llmpar.predict.hardware import GIB
-from llmpar.predict.planner import Candidate
+from llmpar.predict.memory import BATCH
+from llmpar.predict.planner import Candidate, verdict
+from llmpar.predict.terms import recomputed
 from llmpar.predict.time import Clock
 from llmpar.predict.traffic import ITEMSIZE, Prediction, most_traffic
 
@@ -44,6 +45,7 @@ KINDS = {
 DOES = {"pp": "stages", "dp": "copies", "fsdp": "cut state", "ep": "cut experts"}
 DOES |= {"sp": "cut sequence", "tp": "cut matrices"}
 """What an axis does, in two words."""
+HOLDS = "Who holds what of"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +103,7 @@ def tensors(seen: Look) -> list[Tensor]:
         add("activation", "feed-forward", "ffn b s m", (micro, s, c.ffn_width), item)
     layers = -(-c.num_layers // plan.mesh.pp)
     add("cache", "keys and values", "attention b s k h", (b, s, k, h), 2, 2 * layers)
-    add("batch", "tokens, targets, positions, weights", "data b s", (b, s), 4, 4)
+    add("batch", ", ".join(BATCH), "data b s", (b, s), 4, len(BATCH))
     return found
 
 
@@ -116,13 +118,13 @@ def pick(seen: Look) -> str:
     rows, now = tensors(seen), chosen(seen).name
     found = []
     for kind, title in KINDS.items():
-        found.append(f"<optgroup label='{title}'>")
+        found.append(f"<optgroup label={attribute(title)}>")
         for name in (row.name for row in rows if row.kind == kind):
             mark = " selected" * (name == now)
-            found.append(f"<option value='{escape(json.dumps(name))}'{mark}>{name}</option>")
+            found.append(f"<option value={attribute(json.dumps(name))}{mark}>{escape(name)}</option>")
         found.append("</optgroup>")
-    select = f"<select data-name='tensor' data-kind='choice'>{''.join(found)}</select>"
-    return f"<label><b>Who holds what of</b> {select}</label>"
+    select = f'<select data-name="tensor" data-kind="choice">{"".join(found)}</select>'
+    return f"<label><b>{HOLDS}</b> {select}</label>"
 
 
 def holds(seen: Look) -> str:
@@ -134,10 +136,11 @@ def holds(seen: Look) -> str:
     for kind, title in KINDS.items():
         mine = [(row, *row.held(sizes, device)) for row in rows if row.kind == kind]
         total = size_text(sum(held for _, _, held in mine))
-        found.append(f"<tbody><tr><th scope='rowgroup'>{title}</th><td>{total}</td><td></td><td></td></tr>")
+        head = f'<th scope="rowgroup">{escape(title)}</th><td>{total}</td><td></td><td></td>'
+        found.append(f"<tbody><tr>{head}</tr>")
         for row, words, held in mine:
-            known = size_text(held), f"<code>{row.live(sizes)}</code>", f"<code>{words}</code>"
-            found.append(table_row(button(row.path, tensor=row.name), known))
+            code = (f"<code>{escape(text)}</code>" for text in (str(row.live(sizes)), words))
+            found.append(table_row(button(row.path, tensor=row.name), [size_text(held), *code]))
         found.append("</tbody>")
     title = f"<p>Device {device}{': ' * bool(where)}{where}.</p>"
     return title + table(("tensor", "bytes", "layout", "slice"), "".join(found))
@@ -221,8 +224,9 @@ def step(seen: Look) -> Scene:
     uncut = shape.size == shape.dp * shape.pp * shape.tp  # then it is dp's links that gradients take
     own = {"gradients at the end": "dp"} if uncut else {}
     terms = time.terms.items()
-    parts = [columns.Part(name, s, "", act(explain=name), own.get(name, "")) for name, s in terms]
-    return columns.time_bar(parts, None, time.step_s)
+    notes = {"recomputation": recomputed(seen.one.plan)}
+    parts = [columns.Part(n, s, notes.get(n, ""), act(explain=n), own.get(n, "")) for n, s in terms]
+    return columns.time_bar(parts, planner.band(time.step_s), time.step_s)
 
 
 def sent(seen: Look) -> Scene:
@@ -274,11 +278,19 @@ def _way(one: Candidate) -> columns.Way:
 
 
 def panels(seen: Look) -> dict[str, Scene | str]:
-    """Every panel of a state."""
+    """Every panel of a state. Only in the map, where meshes are compared, times have more digits than two."""
+    with estimated():
+        found = _estimates(seen)
+    if seen.timed:
+        found["map"] = mesh_map(seen)
+    return found
+
+
+def _estimates(seen: Look) -> dict[str, Scene | str]:
     found: dict[str, Scene | str] = {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
     if seen.timed:
         turns = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
-        found |= {"step": step(seen), "layer": layer_lanes(seen.segments, turns), "map": mesh_map(seen)}
+        found |= {"step": step(seen), "layer": layer_lanes(seen.segments, turns)}
     found |= {"sent": sent(seen), "explain": explain(seen) + film(seen), "holds": holds(seen)}
     return found | {"code": code(seen), "famous": famous(seen)}
 
@@ -303,6 +315,9 @@ def scene(seen: Look, found: dict, areas=AREAS) -> Scene:
         for name, _, where in areas:
             panel = drawn.get(name)
             if where == place and isinstance(panel, Scene):
+                if name == "grid":
+                    placed.append(Group((Text(columns.MARGIN, 0, f"{HOLDS} {chosen(seen).name}"),), x, y))
+                    y += 16
                 placed.append(Group(panel.items, x, y))
                 y, wide = y + panel.height, max(wide, panel.width)
         x += wide

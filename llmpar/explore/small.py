@@ -16,9 +16,10 @@ from llmpar.draw.dispatch import expert_loads
 from llmpar.draw.pipelines import timeline
 from llmpar.draw.scene import OTHERS, Line, Rect, Scene, compose, small_text, time_text
 from llmpar.draw.strips import hop_words, ring_held, ring_sums
-from llmpar.explore.answers import refused, step
+from llmpar.explore.answers import Limits, refused, step
 from llmpar.explore.explorer import Explorer
 from llmpar.explore.words import button, tagged
+from llmpar.files import Allowed
 from llmpar.plan import Plan
 from llmpar.predict import formulas, hardware, memory
 from llmpar.schedules import SCHEDULES, Schedule, from_text, make
@@ -58,6 +59,11 @@ def slider(name: str, label: str, low: int, high: int, **more) -> dict:
     return {"name": name, "kind": "slider", "label": label, "min": low, "max": high} | more
 
 
+def within(most: int, *names: str) -> Limits:
+    """Whole numbers from 1, as large as a picture of them is drawn."""
+    return dict.fromkeys(names, Allowed(int, 1, most))
+
+
 class TimelineExplorer(Figure):
     """A pipeline's timetable as a game: operations are dragged, the order is judged, goals wait.
 
@@ -71,6 +77,8 @@ class TimelineExplorer(Figure):
     start = {"schedule": "1f1b", "stages": 4, "microbatches": 8, "chunks": 2}
     start |= {"forward": 1, "backward": 1, "weights": 1, "order": "", "move": None}
     _unwritten = {"without": "order"}  # a written order says these itself
+    limits = within(64, "stages", "chunks", "forward", "backward") | within(256, "microbatches")
+    limits |= {"weights": Allowed(int, 0, 64)}
     controls = [
         {"name": "schedule", "kind": "choice", "label": "schedule", "options": list(SCHEDULES)} | _unwritten,
         slider("stages", "stages p", 2, 8) | _unwritten,
@@ -90,7 +98,12 @@ class TimelineExplorer(Figure):
             order = from_text(own)
         else:
             order = make(state["schedule"], state["stages"], state["microbatches"], chunks)
-        return moved(order, *state["move"]) if state["move"] else order
+        match state["move"]:
+            case None:
+                return order
+            case [int(), int(), int()] as places:
+                return moved(order, *places)
+        raise ValueError(f"move is {state['move']!r:.60}; use a stage, a place in its row, and the new place")
 
     def table(self, state: dict, order: Schedule | None = None) -> Timetable:
         """The timetable of a state, or of an order at its costs. ValueError names stage, tick and cycle."""
@@ -124,6 +137,8 @@ class TimelineExplorer(Figure):
         return found
 
     def answer(self, state: dict) -> dict:
+        if wrong := self.malformed(state):
+            return wrong
         if state["move"]:
             return self.move(state)
         found, known, mine = super().answer(state), dict[str, Timetable](), None
@@ -252,6 +267,7 @@ class OverlapExplorer(Figure):
 
     title, kind = "Overlap explorer", "overlap"
     start = {"model": "llama3-8b", "chip": "h100", "devices": 8, "pieces": 8, "tokens": 1024}
+    limits = within(1 << 20, "devices", "tokens") | within(128, "pieces")
     controls = [slider("tokens", "tokens per device", 512, 4096, step=256)]
 
     def seconds(self, state: dict, tokens: int) -> tuple[float, float]:
@@ -282,6 +298,7 @@ class MemoryExplorer(Figure):
     title, kind = "ZeRO explorer", "memory"
     start = {"model": "llama3-8b", "mesh": "fsdp=8", "batch_size": 64, "seq_len": 4096, "chip": "h100"}
     start |= {"microbatches": 4}
+    limits = within(1 << 20, "batch_size", "seq_len", "microbatches")
     controls = [{"name": "microbatches", "kind": "choice", "label": "microbatches", "options": [1, 2, 4, 8]}]
 
     def held(self, state: dict) -> dict[str, dict[str, float]]:
@@ -313,6 +330,7 @@ class SumExplorer(Figure):
 
     title, kind = "Ring stepper", "sum"
     start = {"collective": "all-reduce", "ranks": 4}
+    limits = within(5, "ranks")  # each has a letter
     known = ["all-reduce", "reduce-scatter", "all-gather"]
     controls = [{"name": "collective", "kind": "choice", "label": "collective", "options": known}]
 
@@ -320,6 +338,8 @@ class SumExplorer(Figure):
         return ring_sums(state["collective"], state["ranks"], moving=True)
 
     def answer(self, state: dict) -> dict:
+        if wrong := self.malformed(state):
+            return wrong
         hops = range(len(ring_held(kind := state["collective"], n := state["ranks"])))
         shown = [{"seconds": 1.0, "text": f"{hop_words(kind, hop, n).capitalize()}."} for hop in hops]
         return super().answer(state) | {"frames": shown, "says": ring_sums(kind, n).text}
@@ -340,6 +360,7 @@ class RingExplorer(Figure):
         "striped": "Each rank has every n-th position: a triangle at every step, whose edge cuts many tiles.",
     }
     controls = [{"name": "order", "kind": "choice", "label": "order of positions", "options": list(why)}]
+    limits = within(16, "ranks")
     own = 16  # positions of a rank
 
     def draw(self, state: dict) -> Scene:
@@ -382,6 +403,8 @@ class RoutingExplorer(Figure):
         {"name": "capacity_percent", "kind": "choice", "label": "slots, in per cent of the even share"}
         | {"options": [50, 75, 100, 125, 150, 200, 400]},
     ]
+    limits = within(64, "experts", "chosen", "ranks") | within(10_000, "capacity_percent")
+    limits |= {"heat": Allowed(int, 0, 64)}
     tokens = 64  # of each rank
 
     def logits(self, state: dict) -> list[list[list[float]]]:

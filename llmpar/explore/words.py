@@ -1,5 +1,6 @@
 """What the mesh explorer says of a number, a word, meshes that are left out, and runs that were published."""
 
+import contextlib
 import functools
 import json
 import re
@@ -8,15 +9,21 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-from llmpar.draw.scene import size_text, time_text
+from llmpar.draw.scene import attribute, banded, digits_of, rounded, size_text, time_text
 from llmpar.explore.look import Look
 from llmpar.explore.page import WORDS
 from llmpar.predict import planner
 from llmpar.predict.terms import Term, terms
 
-UNITS = {"B": size_text, "s": time_text, "1/s": lambda x: f"{x:,.0f} a second", "1": lambda x: f"{x:.1%}"}
+UNITS = {"B": size_text, "s": time_text, "1/s": lambda x: f"{rounded(x):,.0f} a second"}
+UNITS["1"] = lambda x: f"{100 * rounded(x):.0f} %"
 STEP = ("total", "a step", "MFU", "tokens per second")
 """The numbers of the verdict."""
+
+
+def estimated() -> contextlib.AbstractContextManager:
+    """Write times and rates with the digits that the error on runs that no fit saw leaves them."""
+    return digits_of(planner.UNSEEN_ERROR)
 
 
 def act(**patch: Any) -> str:
@@ -26,7 +33,7 @@ def act(**patch: Any) -> str:
 
 def button(text: str, **patch: Any) -> str:
     """A button of a table."""
-    return f"<button type='button' data-set='{escape(act(**patch))}'>{escape(text)}</button>"
+    return f'<button type="button" data-set={attribute(act(**patch))}>{escape(text)}</button>'
 
 
 def tagged(tag: str, texts: Iterable[str]) -> str:
@@ -70,11 +77,19 @@ def explain(seen: Look) -> str:
 
 
 def _term(term: Term) -> str:
-    name = f"<b>{escape(term.name)}, {UNITS[term.unit](term.value)}{' (an estimate)' * term.estimate}</b>"
+    value = UNITS[term.unit](term.value)
+    if term.name in STEP[1:]:
+        value = banded(value, planner.UNSEEN_ERROR)
+    name = f"<b>{escape(term.name)}, {value}{' (an estimate)' * term.estimate}</b>"
     where = [f"arrow <code>{escape(term.arrow)}</code>"] * bool(term.arrow)
     where += [f"in <code>{escape(term.line)}</code>"] * bool(term.line)
     where += [f"lesson {escape(term.lesson)}"] * bool(term.lesson) + [escape(term.paper)] * bool(term.paper)
-    return tagged("p", [f"{name}: {escape(term.formula)}", f"= {escape(term.filled)}", " · ".join(where)])
+    rows = [
+        f"{UNITS[term.unit](value)}: {escape(f'{what}: {filled}')}" for what, filled, value in term.summands
+    ]
+    shown = f"<ul>{tagged('li', rows)}</ul>" if rows else tagged("p", [f"= {escape(term.filled)}"])
+    shown += tagged("p", [f"all of it × {term.times}"] * bool(term.times))
+    return tagged("p", [f"{name}: {escape(term.formula)}"]) + shown + tagged("p", [" · ".join(where)])
 
 
 def famous(seen: Look) -> str:
@@ -82,12 +97,14 @@ def famous(seen: Look) -> str:
     rows = []
     for run, q, mesh in planner.famous():
         start = {"model": q.model, "chip": run["chip"], "devices": q.num_devices, "agreed": q.num_devices}
-        start |= {"batch_size": q.batch_size, "seq_len": q.seq_len, "mesh": str(mesh)}
+        start |= {"config": "", "batch_size": q.batch_size, "seq_len": q.seq_len, "mesh": str(mesh)}
         start["fields"] = dict.fromkeys(seen.state["fields"])  # back to the planner
         one, published, ours = seen.around.runs.get(run["name"]), f"{run.get('mfu', 0):.0%} MFU", "…"
         if "step_s" in run:
             published = time_text(run["step_s"])
         if one:
             ours = f"{one.time.mfu(q.run(one.plan)):.0%} MFU" if "mfu" in run else time_text(one.time.step_s)
-        rows.append(table_row(button(run["name"], **start), map(escape, (published, ours, run["source"]))))
-    return table(("run", "published", "ours", "source"), f"<tbody>{''.join(rows)}</tbody>")
+        cells = published, ours, run["source"], run.get("differs", "")
+        rows.append(table_row(button(run["name"], **start), map(escape, cells)))
+    head = "run", "published", "ours", "source", "why ours differs"
+    return table(head, f"<tbody>{''.join(rows)}</tbody>")

@@ -116,7 +116,7 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
 
 
 def _too_large(needs: str, q: planner.Question, plan: Plan, target: Target) -> str:
-    """Say what a step needs and has, and which plan near it would fit by prediction with a tenth to spare:
+    """Say what a step needs and has, and which plan near it would fit by prediction:
     with one of the planner's single changes, or with replicas that cut the state (fsdp in place of dp), that
     recompute and cut the loss into pieces."""
     chip, shape = target.chip, plan.mesh
@@ -127,7 +127,8 @@ def _too_large(needs: str, q: planner.Question, plan: Plan, target: Target) -> s
     sentence = f"{q.config.name} on mesh '{shape}' needs {needs}, and {room}"
     cut = {"mesh": dataclasses.replace(shape, dp=1, fsdp=shape.dp * shape.fsdp), "zero": 3}
     changes = [*planner.single_changes(q, plan), cut, cut | {"remat": "block", "loss_chunks": 8}]
-    found = planner.first_fit(q, plan, changes, 0.9 * chip.usable_bytes)
+    q = dataclasses.replace(q, share=chip.usable_bytes / whole)  # what JAX takes here
+    found = planner.first_fit(q, plan, changes)
     if found is None:
         return f"{sentence}; no plan near this one fits: use more devices, or shorter sequences"
     change, need = found

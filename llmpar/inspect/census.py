@@ -11,7 +11,7 @@ A program can be read in three places, from the question to the answer:
   loops, a rematerialized gather with its first; nothing here undoes that. A cached text may name old lines.
 
 `Compiled.cost_analysis` counts the body of a loop once; here a loop multiplies by its trip count. Not
-counted: groups of one device (they send nothing), `collective-broadcast`, `send` and `recv`.
+counted: groups of one device (they send nothing), and what `Module.uncounted` names.
 """
 
 import contextlib
@@ -33,14 +33,12 @@ from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, held_bytes, moved,
 from llmpar.inspect.shardings import program_shardings
 from llmpar.predict import formulas
 
-KINDS = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"
-
 
 @dataclass(frozen=True)
 class Collective:
     """States what one collective of a program sends in one step."""
 
-    kind: str  # one of `KINDS`
+    kind: str  # one of `hlo.KINDS`
     axes: tuple[str, ...]  # in mesh order; ('other',) where the groups follow no set of whole axes
     group_size: int
     count: int  # executions per step
@@ -77,7 +75,8 @@ Work = list[tuple[Collective, Fraction]]
 def ring_bytes(kind: str, group_size: int, result_bytes: int) -> int:
     """Gives the bytes that one of g devices on a ring sends for a result of R bytes (`formulas.ring_bytes`).
 
-    All-gather and all-to-all R(g-1)/g, reduce-scatter R(g-1), all-reduce 2R(g-1)/g, collective-permute R.
+    All-gather and all-to-all R(g-1)/g, reduce-scatter R(g-1), all-reduce 2R(g-1)/g; collective-permute, send,
+    and collective-broadcast, where all but the last pass it on, R.
     """
     message_bytes = result_bytes * (group_size if kind == "reduce-scatter" else 1)
     return formulas.ring_bytes(kind, message_bytes, group_size)
@@ -203,8 +202,8 @@ def census_hlo(text: str, mesh: Any, taken: Taken | None = None) -> list[Collect
 def collective(module: Module, comp: str, name: str, mesh: Any) -> Collective | None:
     """Reads one operation as a collective that runs once; None if it is none, or sends nothing."""
     op = module.computations[comp][name]
-    kind = op.kind.removesuffix("-start")
-    axes, group_size = group_axes(op.attrs, mesh) if kind in KINDS else ((), 1)
+    kind = op.collective
+    axes, group_size = group_axes(op.attrs, mesh) if kind else ((), 1)
     if group_size == 1:
         return None
     results = op.results

@@ -12,7 +12,7 @@ import itertools
 import linecache
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import resources
 from typing import Any
 
@@ -23,6 +23,8 @@ from llmpar.mesh import LETTERS, axes_of
 from llmpar.notation import AXES, Dim, Layout, parse_arrow
 
 Known = dict[str, Any]  # what a sentence can name
+LONGEST = 4000
+"""Letters of an error's text that are read: in them JAX says what is wrong. A program's dump is longer."""
 
 
 class MissingArrow(ValueError):
@@ -49,8 +51,9 @@ def _explained() -> Iterator[None]:
 
 
 def _sentence(error: BaseException) -> str:
+    text = str(error)[:LONGEST]
     for rule, row in ((rule, row) for rule, rows in ERRORS.items() for row in rows):
-        for found in filter(None, (re.search(says, str(error), re.S) for says in row["says"])):
+        for found in filter(None, (re.search(says, text, re.S) for says in row["says"])):
             words = [word for word in found.groups() if word]
             with contextlib.suppress(
                 ValueError, SyntaxError, LookupError, StopIteration
@@ -147,27 +150,54 @@ def _expression(error: BaseException) -> str:
     return b"".join([*lines[:-1], lines[-1][:end]])[start:].decode() if lines else ""
 
 
+RANKS = {
+    (2, 2): "ij,jk->ik",
+    (3, 2): "bij,jk->bik",
+    (3, 3): "bij,bjk->bik",
+    (2, 1): "ij,j->i",
+    (1, 2): "j,jk->k",
+}
+"""What matmul does with factors of these ranks, as einsum writes it."""
+
+
+def _factors(error: BaseException) -> tuple[str, Any, Any]:
+    """A product's dims as einsum writes them ('' of matmul), and its two factors: what JAX's function was
+    given, as the traceback holds it. Nothing of the user's is evaluated again."""
+    tb = error.__traceback__
+    while tb:
+        name, given = tb.tb_frame.f_code.co_name, tb.tb_frame.f_locals
+        if tb.tb_frame.f_globals.get("__name__", "").startswith("jax."):
+            if name in ("matmul", "dot"):
+                return "", given["a"], given["b"]
+            if name == "einsum":
+                return given["subscripts"], *given["operands"]
+        tb = tb.tb_next
+    raise LookupError("no product")
+
+
+Cuts = dict[str, tuple[str, ...]]
+
+
+def _cut_dims(error: BaseException) -> tuple[list[Cuts], str]:
+    """Which axes cut each dim of a product's factors, by einsum's letters, and the letters of its result.
+    Refuses all but plain products of two factors."""
+    dims, *factors = _factors(error)
+    specs = [jax.typeof(x).sharding.spec for x in factors]
+    given, _, result = (dims.replace(" ", "") or RANKS[len(specs[0]), len(specs[1])]).partition("->")
+    pairs = zip(given.split(","), specs, strict=True)
+    return [dict(zip(letters, map(axes_of, spec), strict=True)) for letters, spec in pairs], result
+
+
+def cut_as(cuts: Iterable[tuple[str, ...]]) -> Layout:
+    """A layout of dims with these cuts."""
+    return Layout(tuple(map(Dim, LETTERS, cuts)))
+
+
 def _result_without(error: BaseException, axes: set[str]) -> Layout:
-    """The layout of what was computed if ``axes`` cut nothing in it, as JAX itself finds it."""
-    names = _frames(error)[0].tb_frame.f_globals | _frames(error)[0].tb_frame.f_locals
-    tree = ast.parse(f"({_expression(error)})", mode="eval")
-    for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
-        called = ast.unparse(call.func)  # JAX's own functions alone: to compute once more has no effect
-        if not re.fullmatch(r"[\w.]+", called) or not eval(called, names).__module__.startswith("jax"):
-            raise LookupError(called)
-
-    def whole(x):
-        x = jax.typeof(x)
-        cuts = (tuple(a for a in axes_of(cut) if a not in axes) or None for cut in x.sharding.spec)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.update(spec=PartitionSpec(*cuts)))
-
-    code = compile(tree, "", "eval")
-    given = {name: names[name] for name in code.co_names if name in names}
-    arrays = {k: v for k, v in given.items() if all(isinstance(x, jax.Array) for x in jax.tree.leaves(v))}
-    types = jax.tree.map(whole, {k: v for k, v in arrays.items() if jax.tree.leaves(v)})
-    with jax.sharding.use_abstract_mesh(jax.tree.leaves(types)[0].sharding.mesh):
-        traced = jax.make_jaxpr(lambda arrays: eval(code, names | arrays))(types)
-    return layout_of(str(traced.out_avals[0]))
+    """The layout of a product if ``axes`` cut nothing in it."""
+    (one, other), result = _cut_dims(error)
+    cuts = other | {letter: cut for letter, cut in one.items() if cut or letter not in other}
+    return cut_as(tuple(axis for axis in cuts[letter] if axis not in axes) for letter in result)
 
 
 # ----------------------------------------------------------------------------------- which arrow is missing
@@ -176,7 +206,7 @@ def _result_without(error: BaseException, axes: set[str]) -> Layout:
 def product(error: BaseException, left: str, right: str) -> Known:
     """The sum over the axes that cut both factors along the dims that are summed, or the gather of one."""
     (one, other), whole = map(layout_of, (left, right)), Layout(())
-    with contextlib.suppress(Exception):  # what the user's code says is read only where it is plain
+    with contextlib.suppress(Exception):  # what JAX's functions were given is read only where it is plain
         whole = _result_without(error, {*one.axes, *other.axes})
     before, after = (Layout(whole.dims, one.axes), whole) if one.axes == other.axes else (other, one)
     said = {
@@ -187,6 +217,19 @@ def product(error: BaseException, left: str, right: str) -> Known:
     return _missing(before, after, **said)
 
 
+def alike(error: BaseException, left: str, right: str) -> Known:
+    """The arrow of the factor whose summed dims are cut less, to the cuts of the other."""
+    before, after = sorted(map(layout_of, (left, right)), key=lambda layout: len(layout.axes))
+    said = {"left": before, "right": after, "reshard": f"{_arrow(before, after)} of that dim"}
+    with contextlib.suppress(Exception):  # as in `product`
+        (one, other), result = _cut_dims(error)
+        if layout_of(left) == after:
+            one, other = other, one
+        cuts = [cut if letter in result else other.get(letter, cut) for letter, cut in one.items()]
+        return {**said, **_missing(cut_as(one.values()), cut_as(cuts))}
+    return said
+
+
 def unsummed(error: BaseException, axes: str = "", but: str = "") -> Known:
     """The all-reduce over ``axes`` (or those of a type over which another does not differ)."""
     names = {*_marked(axes, "V:")} - {*_marked(but, "V:")} if but else {*re.findall(r"\w+", axes)} - {"None"}
@@ -195,7 +238,7 @@ def unsummed(error: BaseException, axes: str = "", but: str = "") -> Known:
 
 def finished(error: BaseException, operation: str = "what follows") -> Known:
     """The sum that a type in the message has open, or a variable's: JAX does not always name it."""
-    kinds = re.findall(PRINTED["TYPE"], str(error)) + [str(kind) for kind in _types(error)]
+    kinds = re.findall(PRINTED["TYPE"], str(error)[:LONGEST]) + [str(kind) for kind in _types(error)]
     sums = next(layout_of(kind) for kind in kinds if "U:" in kind)
     return _missing(sums, Layout(sums.dims), operation=operation)
 
@@ -299,7 +342,7 @@ RULES: dict[str, Callable[..., Known]] = {
     "shorter": lambda error, spec, rank: {"spec": PartitionSpec(*_cuts(spec)[: int(rank)])},
     "plain": lambda error, *words: {},
 }
-_RULES: list[Callable[..., Known]] = [product, unsummed, finished, disagree, joined, unsharded]
+_RULES: list[Callable[..., Known]] = [product, alike, unsummed, finished, disagree, joined, unsharded]
 _RULES += [twice, reshape, varies, uneven, unknown, once]
 RULES |= {rule.__name__: rule for rule in _RULES}
 _ROWS = resources.files(__package__).joinpath("explain.toml").read_text(encoding="utf-8")

@@ -5,6 +5,7 @@ import math
 import operator
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,13 +14,18 @@ import numpy as np
 
 from llmpar.mesh import LETTERS
 
-_OP = re.compile(r"\s*(ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)((?:, .*)?)$")
-_COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) (?:\(.* )?\{$")
+# A type ends where the operation's name begins: atomic, so that a line is read once. The short form has no %.
+_OP = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ((?>\(.*?\)(?= [\w\-]+\()|\S+)) ([\w\-]+)\((.*?)\)((?:, .*)?)$")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.* )?\{$")
+_OPERAND = re.compile(r"(?:^|(?<=[ ,%/]))([A-Za-z_][\w.\-]*)(?:#(\d+))?(?=,|$)")
 CALLS = {
     "while": ("condition", "body"),
     "conditional": ("branch_computations", "false_computation", "true_computation"),
 }
 CALLS |= dict.fromkeys(("call", "fusion", "async-start"), ("calls", "to_apply"))
+KINDS = tuple("all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all collective-permute".split())
+KINDS += "collective-broadcast", "send"
+"""Collectives that are counted. A `recv` is the other end of a `send` that names source and target."""
 Ref = tuple[str, int | None]
 """A value by name, or one part of a tuple."""
 ROOT: Ref = ("", None)
@@ -47,15 +53,24 @@ class Op(NamedTuple):
         if self.kind.endswith("-start") and self.type.startswith("(("):
             _, _, results = self.type.partition("), ")
             return shapes(results.partition("), ")[0]) if results.startswith("(") else shapes(results)[:1]
-        found, operands = shapes(self.type), self.inside.count("%")
+        found, operands = shapes(self.type), len(self.operands)
+        if self.kind in ("send", "recv"):  # what travels, and what waits for it
+            return found[:1]
         started = self.kind.endswith("-start") and len(found) >= 2 * operands
         return found[operands : 2 * operands] if started else found
 
     @property
     def operands(self) -> list[Ref]:
         """The operands' names: %x, or %x#1 where JAX 0.12 leaves out the get-tuple-element."""
-        found = re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.inside)
+        found = _OPERAND.findall(self.inside) if self.kind != "constant" else []
         return [(name, int(index) if index else None) for name, index in found]
+
+    @property
+    def collective(self) -> str:
+        """Which of `KINDS` it is or starts; '' of another, and of what is sent to nobody that it names."""
+        kind = self.kind.removesuffix("-start")
+        nobody = kind == "send" and not _groups(self.attrs)
+        return kind if kind in KINDS and not nobody else ""
 
     def called(self, *keys: str) -> list[str]:
         """Lists the computations that the attributes `keys` name."""
@@ -92,7 +107,7 @@ class Module:
         self.tables: dict[str, dict[int, str]] = {}  # FileNames, FileLocations, StackFrames
         name = self.entry = ""
         for line in text.splitlines():
-            if m := _OP.match(line):
+            if name in self.computations and (m := _OP.match(line)):
                 self.computations[name][m[2]] = Op(*m.groups()[2:])
                 self.roots[name] = m[2] if m[1] else self.roots.get(name, "")
             elif m := _COMPUTATION.match(line):
@@ -105,6 +120,20 @@ class Module:
                 name = line
         if not self.entry:
             raise ValueError("expected the text of an HLO module, but no line of it begins with ENTRY")
+
+    @functools.cached_property
+    def uncounted(self) -> list[str]:
+        """Names what looks like a collective and is none that is counted, and what is counted as more than it
+        may be."""
+        found, ops = Counter[str](), [op for ops in self.computations.values() for op in ops.values()]
+        for op in ops:
+            ends = op.kind.endswith(("-done", "-update")) or op.kind in CALLS
+            if not ends and not op.collective and (re.match(LIKE, op.kind) or re.search(PARTNERS, op.attrs)):
+                found[op.kind] += 1
+        found["recv"] -= sum(op.collective == "send" for op in ops)  # the other end
+        notes = [f"not counted: what {kind} (×{n}) sends" for kind, n in found.items() if n > 0]
+        ragged = any(op.collective == "ragged-all-to-all" for op in ops)
+        return notes + ["how much a ragged-all-to-all sends, data decide: counted is a full result"] * ragged
 
     @functools.cached_property
     def echoes(self) -> set[str]:
@@ -173,6 +202,9 @@ class Module:
         return None
 
 
+LIKE = r"all-|ragged-|reduce-scatter|collective-|send|recv"
+PARTNERS = r"\b(?:replica_groups|\w+_pairs|channel_id)="
+"""Names of operations, and attributes, of what devices do together."""
 parsed = functools.lru_cache(maxsize=2)(Module)
 MOVERS = tuple(f"/llmpar/{m}.py" for m in "par readings block overlap channels inspect/look".split())
 LIBRARIES = "jax|jaxlib|flax|optax|equinox|haiku|einops|chex|jaxtyping|beartype"
@@ -193,7 +225,7 @@ def known_as(file: str) -> str:
 
 
 def group_axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
-    """Names the mesh axes along which devices of a group (or a permute's pair) differ, and a group's size."""
+    """Names the mesh axes along which devices of a group (or of a pair) differ, and a group's size."""
     sizes = [mesh.shape[a] for a in mesh.axis_names]
     devices = list(range(math.prod(sizes)))
     pairs = "source_target_pairs=" in attrs
@@ -214,11 +246,15 @@ def moved(module: Module, comp: str, name: str, axes: tuple[str, ...], mesh: Any
     ops, sizes = module.computations[comp], {a: mesh.shape[a] for a in mesh.axis_names}
     op, kind, groups = ops[name], ops[name].kind.removesuffix("-start"), _groups(ops[name].attrs)
     place = lambda i: dict(zip(sizes, np.unravel_index(i, [*sizes.values()]), strict=True))
+    if axes == ("other",):
+        return _among(groups, place, sizes)
     does = {o.kind for f in op.called("to_apply") for o in module.computations.get(f, {}).values()}
     n = math.prod(sizes.get(a, 0) for a in axes)  # 0: a part of an axis
     if not n or not does <= {"parameter", "copy", "convert", "add"}:
         return ""
-    if kind == "collective-permute":
+    if kind == "collective-broadcast":
+        return f"broadcast along {','.join(axes)}"
+    if kind in ("collective-permute", "send"):
         apart = {(place(to)[axes[0]] - place(at)[axes[0]]) % n for at, to in groups}
         shift = "hop" if apart in ({1}, {n - 1}) else f"shift by {max(apart)}"
         return f"{shift if len(apart) == len(axes) == 1 else 'exchange'} along {','.join(axes)}"
@@ -251,11 +287,20 @@ def moved(module: Module, comp: str, name: str, axes: tuple[str, ...], mesh: Any
     return f"{' '.join(dims(gathered) + sums)} -> {' '.join(dims(cut)) or 'whole'}"
 
 
+def _among(groups: list[list[int]], place: Callable[[int], dict[str, int]], sizes: dict[str, int]) -> str:
+    """Says which part of the axes each group fills: ``among 2 of X's 4``; '' where groups differ in that."""
+    fill = [{a: len({place(i)[a] for i in group}) for a in sizes} for group in groups]
+    if any(one != fill[0] or math.prod(one.values()) != len(groups[0]) for one in fill):
+        return ""
+    words = {a: a if n == sizes[a] else f"{n} of {a}'s {sizes[a]}" for a, n in fill[0].items() if n > 1}
+    return f"among {', '.join(words.values())}"
+
+
 def _groups(attrs: str) -> list[list[int]]:
     """Reads replica groups in XLA's four spellings (replica_group.cc, mesh_and_axis.cc); none of {}."""
     if m := re.search(r"replica_groups=\[([\d,]+)\]<=(\[\S+?)(?:, |$)", attrs):
         return _iota(m[2]).reshape(integers(m[1])).tolist()
-    if m := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d, ]*\},? ?)*)\}", attrs):
+    if m := re.search(r'(?:replica_groups|source_target_pairs)="?\{((?:\{[\d, ]*\},? ?)*)\}', attrs):
         return [integers(g) for g in re.findall(r"\{(.*?)\}", m[1])]
     # mesh['a'=2,'b'=8], device_ids=([4,4]T(1,0)) {'a','b':(2)4}: (2)4 is the middle of b as [2, 4, rest].
     if not (m := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", attrs)):

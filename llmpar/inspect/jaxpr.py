@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from llmpar.inspect.census import KINDS, Collective, Taken, Work, arrow_of, counted, repeat, ring_bytes, weigh
-from llmpar.inspect.hlo import innermost
+from llmpar.inspect.census import Collective, Taken, Work, arrow_of, counted, repeat, ring_bytes, weigh
+from llmpar.inspect.hlo import KINDS, innermost
 
 _KINDS = {kind.replace("-", "_"): kind for kind in KINDS}
-_KINDS |= {"ppermute": "collective-permute"} | dict.fromkeys(("psum", "psum2", "pmax", "pmin"), "all-reduce")
+_KINDS |= {"ppermute": "collective-permute", "psend": "send", "pbroadcast": "collective-broadcast"}
+_KINDS |= dict.fromkeys(("psum", "psum2", "pmax", "pmin"), "all-reduce")
 _DTYPES = {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "complex": "c", "bool": "pred", "_": ""}
 
 
@@ -33,12 +34,10 @@ def _work(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None, outer: st
         name, params = eqn.primitive.name, eqn.params
         kind = _KINDS.get(re.sub("^unreduced_|_invariant|_reduced|_start", "", name))  # of many variants
         scope = f"{outer}/{eqn.source_info.name_stack}"
-        inner = [x for x in jax.tree.leaves(params) if hasattr(x, "eqns")]
-        inside = [_work(x, axis_sizes, taken, scope) for x in inner]
+        inside = [_work(x, axis_sizes, taken, scope) for x in _inner(eqn)]
         if not kind and not any(inside):
             continue
-        frames = getattr(eqn.source_info.traceback, "frames", ())
-        source = innermost((frame.file_name, frame.line_num) for frame in frames)
+        source = _line(eqn)
         if kind:
             found = _named_collectives(kind, eqn, axis_sizes, source)
             work += [(replace(one, **arrow_of(scope)), Fraction(1)) for one in found]
@@ -65,8 +64,86 @@ def _named_collectives(kind: str, eqn: Any, sizes: dict[str, int], source: str) 
         axes, group_size = ("other",), len(groups[0])
     if group_size == 1:
         return
-    for result in eqn.outvars:
+    for result in eqn.invars if kind == "send" else eqn.outvars:  # which gives a token
         aval = getattr(result.aval, "inner_aval", result.aval)  # psum_start and the like give futures
         dtype = re.sub("|".join(_DTYPES), lambda word: _DTYPES[word[0]], aval.dtype.name)
         sent = ring_bytes(kind, group_size, aval.size * aval.dtype.itemsize)
         yield Collective(kind, axes, group_size, 1, sent, dtype, aval.shape, source)
+
+
+def kept_lines(jaxpr: Any) -> dict[str, set[str]]:
+    """Gives for each line that a jaxpr names the lines that it stands for: itself, or this program's calls.
+    JAX keeps the jaxpr of a jitted helper, with the lines of the program that called it first."""
+    found = dict[str, set[str]]()
+
+    def walk(jaxpr: Any, helper: str, call: str) -> None:
+        for eqn in jaxpr.eqns:
+            frames = getattr(eqn.source_info.traceback, "frames", ())
+            places = [(frame.file_name, frame.line_num) for frame in frames]
+            own = [i for i, frame in enumerate(frames) if frame.function_name.rpartition(".")[2] == helper]
+            line = innermost(places)
+            kept = bool(own and line) and not innermost(places[: own[0] + 1])  # a caller's, not the helper's
+            found.setdefault(line, set()).add(line := call if kept else line)
+            name = eqn.params.get("name")
+            inside = (name, line) if isinstance(name, str) else (helper, call)
+            for inner in _inner(eqn):
+                walk(inner, *inside)
+
+    walk(jaxpr, "", "")
+    return found
+
+
+Axes = frozenset[str]
+SHARED = ("psum", "psum2", "pmax", "pmin", "all_gather")
+"""What gives all devices of an axis the same."""
+
+
+def unchecked(jaxpr: Any) -> list[str]:
+    """Names results of `shard_map(check_vma=False)` that out_specs call the same all over an axis, though
+    nothing in the program makes them so. A ring that passes all values on does, and is not seen to."""
+    notes = list[str]()
+    for eqn in jaxpr.eqns:
+        notes += [note for x in _inner(eqn) for note in unchecked(x)]
+        if eqn.primitive.name == "shard_map" and not eqn.params.get("check_vma", True):
+            at = next(filter(None, map(_line, [eqn, *_inner(eqn)[0].eqns])), "no line")
+            differ = _varying(_inner(eqn)[0], [_axes(*spec) for spec in eqn.params["in_specs"]])
+            rest = [axes - _axes(*spec) for axes, spec in zip(differ, eqn.params["out_specs"], strict=True)]
+            for i, axes in ((i, ",".join(sorted(axes))) for i, axes in enumerate(rest) if axes):
+                why = f"result {i} of the shard_map at {at} is the same all over {axes}, as out_specs say"
+                notes.append(f"nothing makes sure that {why}; check_vma=True checks it")
+    return notes
+
+
+def _varying(jaxpr: Any, given: list[Axes]) -> list[Axes]:
+    """Over which axes the results of a jaxpr may differ, if its arguments differ over those ``given``. Of a
+    loop one turn is followed."""
+    known = dict[int, Axes](zip(map(id, jaxpr.invars), given, strict=True))
+    of = lambda values: [known.get(id(v), Axes()) for v in values]
+    for eqn in jaxpr.eqns:
+        takes, gives = of(eqn.invars), len(eqn.outvars)
+        named = _axes(*(eqn.params.get(name, ()) for name in ("axes", "axis_name")))
+        bodies = [x for x in _inner(eqn) if len(x.outvars) == gives and len(x.invars) <= len(takes)]
+        each = [_varying(x, takes[len(takes) - len(x.invars) :]) for x in bodies]
+        if re.sub("_invariant|_reduced", "", eqn.primitive.name) in SHARED:
+            each = [[axes - named for axes in takes]]
+        each = each or [[named.union(*takes)] * gives]
+        known |= zip(
+            map(id, eqn.outvars), (Axes().union(*axes) for axes in zip(*each, strict=True)), strict=True
+        )
+    return of(jaxpr.outvars)
+
+
+def _line(eqn: Any) -> str:
+    """The line of Python that asked for an equation; '' where JAX does not know it."""
+    frames = getattr(eqn.source_info.traceback, "frames", ())
+    return innermost((frame.file_name, frame.line_num) for frame in frames)
+
+
+def _inner(eqn: Any) -> list[Any]:
+    """The jaxprs inside an equation, without their constants."""
+    return [getattr(x, "jaxpr", x) for x in jax.tree.leaves(eqn.params) if hasattr(x, "eqns")]
+
+
+def _axes(*cuts: Any) -> Axes:
+    """The axes that cuts or parameters name."""
+    return frozenset(a for a in jax.tree.leaves(list(cuts)) if isinstance(a, str))

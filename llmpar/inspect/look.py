@@ -29,16 +29,19 @@ from llmpar.inspect.census import (
     flops_in,
     read_program,
 )
-from llmpar.inspect.explain import explain
+from llmpar.inspect.explain import cut_as, explain
 from llmpar.inspect.hlo import CALLS, Op, integers, parsed
+from llmpar.inspect.jaxpr import kept_lines, unchecked
 from llmpar.inspect.links import links
 from llmpar.inspect.roofline import product_flops
 from llmpar.inspect.shardings import PACKED, _leaves
-from llmpar.mesh import platform_of
+from llmpar.mesh import axes_of, platform_of
 
 SMALL = 0.01
 """Of what is replicated, values below this share of the arguments are summed."""
 HIDDEN = r'(?:^(?=convolution)|custom_call_target="(?!Sharding|SPMD|xla\.sdy|annotate_|__cublas))([^"\s]+)'
+MOST = 8
+"""Of leaves that come back in another layout so many are named."""
 KINDS = jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
 WHOLE = "a jaxpr does not say how arguments on automatic axes lie: here they are whole; look at the function"
 LAST = (
@@ -87,7 +90,8 @@ class Look:
         sent = sum(row["bytes_sent"] for row in self.rows if not row["per_turn"])
         cells.append(("in all", "", "", "", f"{sent:,} B"))
         said = [f"{self.name} on {on} sends, per device and run:", columns(cells)]
-        said = said if self.rows else [f"{self.name} on {on} sends nothing"]
+        more = any(re.match("not counted: .* sends$", text) for text in self.notes)
+        said = said if self.rows else [f"{self.name} on {on} sends nothing" + " that is counted" * more]
         if turns := sorted({row["per_turn"] for row in self.rows} - {""}):
             said.append(f"nobody knows how many turns the loop at {', '.join(turns)} has: not in the sum")
         for link in dict.fromkeys(self.links.values()):
@@ -139,28 +143,55 @@ def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
         context = jax.sharding.get_mesh()
     except ValueError:  # inside jax.jit
         raise ValueError("look compiles, and another program is being traced; call it outside") from None
+    notes, lines = [WHOLE] * hasattr(f, "eqns"), dict[str, set[str]]()
     try:
-        program, notes = _staged(f, args, kwargs), [WHOLE] * hasattr(f, "eqns")
+        program = _staged(f, args, kwargs)
+        meshes = [*_meshes("the context", context), *_meshes("", args, kwargs)]
+        if isinstance(program, jax.stages.Traced | core.ClosedJaxpr):
+            meshes += _meshes("the program", program.jaxpr)
+            lines, notes = kept_lines(program.jaxpr), notes + unchecked(program.jaxpr)
+            program = _lowered(program, _one(meshes))
+        if isinstance(program, jax.stages.Compiled):
+            compiled, text, meshes = program, program.as_text() or "", []
+        else:
+            mesh = _one(meshes)
+            compiled, text = read_program(program, platform_of(mesh) if mesh else "")
     except Exception as error:
         if sentence := explain(error):
             error.add_note(f"llmpar: {sentence}")
         raise
-    meshes = [*_meshes("the context", context), *_meshes("", args, kwargs)]
-    if isinstance(program, jax.stages.Traced | core.ClosedJaxpr):
-        meshes += _meshes("the program", program.jaxpr)
-        program = _lowered(program, _one(meshes))
-    if isinstance(program, jax.stages.Compiled):
-        compiled, text, meshes = program, program.as_text() or "", []
-    else:
-        mesh = _one(meshes)
-        compiled, text = read_program(program, platform_of(mesh) if mesh else "")
     memory = compiled_memory(compiled)
     leaves = [leaf for leaf in _leaves(compiled) if hasattr(leaf[1], "shape")]  # tokens have none
     mesh = _one([*meshes, *(pair for name, _, where in leaves for pair in _meshes(name, where))])
-    found = _read(text, mesh, notes)
+    found = _read(text, mesh, notes + _returned(leaves), lines)
     name = type(f).__name__ if found.name in ("", "_unnamed_function", "jaxpr_as_fun") else found.name
     more = _replicated(leaves, mesh, memory["argument_bytes"])
     return replace(found, name=name, memory=memory, replicated=more)
+
+
+def _returned(leaves: list) -> list[str]:
+    """Notes leaves of a state, by their paths, that come back in another layout than they went in."""
+    within, kind = lambda path: re.sub(r"^\[\d+\]\.?", "", path), lambda x: (x.shape, x.dtype)
+    known, notes = [leaf for leaf in leaves if leaf[2] is not None], list[str]()
+    given = [(name[3:], x, where) for name, x, where in known if name.startswith("in ")]
+    for name, x, where in (leaf for leaf in known if leaf[0].startswith("out ")):
+        path, like = name[4:], [one for one in given if kind(one[1]) == kind(x)]
+        same = [one for one in like if one[0] == path]
+        same = same or [one for one in like if within(one[0]) and within(one[0]) in (path, within(path))]
+        if len(same) != 1 or (at := same[0][2]).device_set != where.device_set:
+            continue
+        if not where.is_equivalent_to(at, len(x.shape)):
+            lie = f"{name} comes back as {_lies(where, x)}, in {same[0][0]} went in as {_lies(at, x)}"
+            notes.append(f"{lie}: given again, it moves, or the program is compiled again")
+    more = [f"{len(notes) - MOST} more results come back in another layout"] * (len(notes) > MOST)
+    return notes[:MOST] + more
+
+
+def _lies(where: Any, x: Any) -> str:
+    """A layout in words; of a sharding without a spec the shape of a block."""
+    if (spec := getattr(where, "spec", None)) is None:
+        return f"blocks of {list(where.shard_shape(x.shape))}"
+    return f"'{cut_as([axes_of(cut) for cut in (*spec, *[None] * (len(x.shape) - len(spec)))])}'"
 
 
 def _staged(f: Any, args: tuple, kwargs: dict) -> Any:
@@ -241,7 +272,7 @@ def _of_text(text: str, mesh: Any = None) -> Look:
         has = f"mesh {sizes} has {n} devices" if sizes else "a text does not name its mesh"
         raise ValueError(f"{has}, and the program has {devices}; give its own: look(text, 'X=4 Y=2')")
     places = mesh if isinstance(mesh, Mesh) else SimpleNamespace(axis_names=tuple(sizes), shape=sizes)
-    found = _read(text, places, [])
+    found = _read(text, places, [], {})
     for row in (row for row in found.rows if row["axes"] == ("other",)):
         why = f"groups of the {row['collective']} at {row['source'] or 'no line'} fill no whole axes"
         way = "give its own, or an axis of which they fill a part as two: X=4 as A=2 B=2"
@@ -249,8 +280,9 @@ def _of_text(text: str, mesh: Any = None) -> Look:
     return found
 
 
-def _read(text: str, mesh: Any, notes: list[str]) -> Look:
-    """Reads what text says."""
+def _read(text: str, mesh: Any, notes: list[str], lines: dict[str, set[str]]) -> Look:
+    """Reads what text says. A line of it stands for one of those in ``lines``, if it is there."""
+    one = {line: [*meant][0] for line, meant in lines.items() if len(meant) == 1}
     module, notes = parsed(text), notes + [LAST] * ("is_scheduled=true" in text[: text.find("\n")])
     if module.devices == 1:
         mesh = None
@@ -260,6 +292,9 @@ def _read(text: str, mesh: Any, notes: list[str]) -> Look:
     between = {a: row["link"] for a, row in links(mesh).items()} if isinstance(mesh, Mesh) else {}
     rows = dict[tuple, dict[str, Any]]()
     for c in census_hlo(text, mesh) if mesh else []:
+        if len(lines.get(c.source, ())) > 1:
+            notes = [*notes, f"{c.source} may stand for {', '.join(sorted(lines[c.source] - {c.source}))}"]
+        c = replace(c, source=one.get(c.source, c.source))
         link = "; ".join(dict.fromkeys(between[a] for a in c.axes if a in between))
         what: dict[str, Any] = {"source": c.source, "arrow": c.arrow or c.moves, "collective": c.kind}
         what |= {"axes": c.axes, "per_turn": c.per_turn, "conditional": c.conditional, "link": link}
@@ -268,6 +303,7 @@ def _read(text: str, mesh: Any, notes: list[str]) -> Look:
         row["count"] += c.count
         row["bytes_sent"] += c.bytes_sent
         other = f"groups of the {c.kind} at {c.source or 'no line'} fill no whole axes"
+        other += c.moves and f": they are {c.moves}"
         notes = notes + [other] * (c.axes == ("other",))
 
     def turns(comp: str, loop: Op) -> int:
@@ -279,8 +315,8 @@ def _read(text: str, mesh: Any, notes: list[str]) -> Look:
     flops = int(flops_in(module, leaf, turns)(module.entry, None))
     inner = (f"{op.kind} {op.attrs}" for ops in module.computations.values() for op in ops.values())
     hidden = Counter(name for words in inner for name in re.findall(HIDDEN, words))
-    notes += [f"not counted: what {name} (×{n}) does inside" for name, n in hidden.items()]
-    said = lambda c: f"{c.source or '(the partitioner)'} {c.kind} {','.join(c.axes)}"
+    notes += [f"not counted: what {name} (×{n}) does inside" for name, n in hidden.items()] + module.uncounted
+    said = lambda c: f"{one.get(c.source, c.source) or '(the partitioner)'} {c.kind} {','.join(c.axes)}"
     pairs = dict.fromkeys((said(a), said(b)) for a, b in (unordered(text, mesh) if mesh else []))
     name, sizes = re.sub("^_lambda_?$", "<lambda>", module.name), dict(mesh.shape) if mesh else {}
     ordered = sorted(rows.values(), key=lambda row: -row["bytes_sent"])
@@ -334,7 +370,8 @@ def unordered(text: str, mesh: Any, one_channel: bool = False) -> list[Pair]:
         # an operand stands before its users
         for place, (name, op) in enumerate(module.computations[comp].items()):
             waits = re.findall(r"control-predecessors=\{(.*?)\}", op.attrs)
-            needs = [n for n in re.findall(r"%([\w.\-]+)", " ".join((op.inside, *waits))) if n in before]
+            after = re.findall(r"[\w.\-]+", " ".join(waits)) + [value for value, _ in op.operands]
+            needs = [n for n in after if n in before]
             before[name] = functools.reduce(operator.or_, (before[n] for n in needs), 0) | 1 << place
             callees = op.called(*CALLS[op.kind]) if op.kind in CALLS else []
             here = [(c, n, True) for i in callees if i in module.computations for c, n, _ in inside(i)]

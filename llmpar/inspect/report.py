@@ -11,6 +11,7 @@ from llmpar import draw
 from llmpar.config import ModelConfig
 from llmpar.draw.scene import Scene, compose
 from llmpar.inspect.census import arrow_rows, census_hlo, compiled_memory, executed_flops, read_program
+from llmpar.inspect.hlo import parsed
 from llmpar.inspect.links import links, links_table
 from llmpar.inspect.spread import spread_table
 from llmpar.inspect.tables import table
@@ -101,8 +102,9 @@ def compare(
         "links": links(mesh),
         "reading": plan.reading,
         "attention_kernel": plan.attention_kernel,
-        "detour": "; ".join(plan.said) or None,
+        "detour": "; ".join([*plan.said, *parsed(partitioned).uncounted]) or None,
         "zero": plan.zero,
+        "zero_cuts": list(plan.zero_cuts()) if plan.zero else [],
         "stage": stage,
         "schedule": plan.schedule if plan.pipeline else None,
         "batch_size": batch_size,
@@ -115,6 +117,7 @@ def compare(
 def _title(document: dict) -> str:
     mesh = " ".join(f"{a}={n}" for a, n in document["mesh"].items()) or "one device"
     title = f"{document['model']} on {mesh}, {document['reading']} reading, ZeRO {document['zero']}"
+    title += " with no axis to cut by" * (document["zero"] > 0 and document.get("zero_cuts") == [])
     title += f", {document['attention_kernel']} attention"
     title += f", {document['schedule']}, stage {document['stage']}" if document["schedule"] else ""
     return title

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmpar.inspect.census import KINDS, Taken, arrow_of, dot_flops, flops_in, is_product, share_of
-from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, held_bytes, integers, shapes
+from llmpar.inspect.census import Taken, arrow_of, dot_flops, flops_in, is_product, share_of
+from llmpar.inspect.hlo import CALLS, KINDS, Module, Op, group_axes, held_bytes, integers, shapes
 from llmpar.kernels import grouped
 from llmpar.predict import formulas, ring
 from llmpar.predict.hardware import Chip
@@ -318,6 +318,8 @@ class _Walk:
         merged = dict.fromkeys(re.findall(r"arrow\[(.*?)\]", op.scope))  # the compiler may merge several
         key = ("; ".join(merged), ",".join(axes), kind, arrow_of(op.scope)["direction"])
         row = self.found.sent.setdefault(key, Sent(*key))
+        if kind in ("send", "collective-broadcast"):
+            kind = "permute"
         if kind == "ragged-all-to-all":
             kind, message = "all-to-all", message * self.full
         seconds = self.link_seconds(kind.replace("collective-", ""), message, axes, group)
@@ -381,7 +383,7 @@ class _Walk:
             body = op.called("calls", "to_apply")[0]
             dots = [o for o in self.module.computations[body].values() if o.kind in ("dot", "convolution")]
             return any(self.wide(body, o) for o in dots)
-        if op.kind not in ("dot", "custom-call", "convolution") or "%" not in op.inside:
+        if op.kind not in ("dot", "custom-call", "convolution") or not op.operands:
             return False
         found = shapes(self.module.computations[comp][op.operands[0][0]].type)
         return bool(found) and found[0][0] == "f32"
@@ -495,5 +497,5 @@ def kernel_flops(module: Module, comp: str, op: Op, seen: float = 1.0) -> float:
         pairs = math.prod(integers(dims[1])) if dims else 0
         return 2.0 * each * pairs * width * (0.5 if "CAUSAL" in op.attrs else 1.0)
     name = next((name for name in ring.PRODUCTS if name in op.scope), "")
-    given = [module.shape_of(comp, op, i) for i in range(op.inside.count("%"))] if name else []
+    given = [module.shape_of(comp, op, i) for i in range(len(op.operands))] if name else []
     return ring.kernel_flops(name, given, seen) if name else 0.0

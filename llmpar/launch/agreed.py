@@ -5,7 +5,6 @@ of what it says is compared, future ones too; left out are those of `OWN` alone.
 """
 
 import dataclasses
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -15,25 +14,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_PRINTS = "the first process prints, draws and logs"
-_PATH = "a path of this host; what is read there is compared"
-_HOST = "this host's share of the job's devices"
-_SAYS = "what a process says, not what it computes"
 OWN = {
-    **dict.fromkeys(("json", "log", "plot", "tracker"), _PRINTS),
-    **dict.fromkeys(("data", "tokenizer", "model", "jax_compilation_cache_dir", "jax_dump_ir_to"), _PATH),
-    **dict.fromkeys(("jax_num_cpu_devices", "jax_cuda_visible_devices", "jax_rocm_visible_devices"), _HOST),
-    **dict.fromkeys(("jax_oneapi_visible_devices", "--xla_force_host_platform_device_count"), _HOST),
-    **dict.fromkeys(("jax_cross_host_transfer_socket_address", "jax_cross_host_transport_addresses"), _HOST),
-    **dict.fromkeys(("jax_log_compiles", "jax_logging_level", "jax_debug_log_modules"), _SAYS),
-    **dict.fromkeys(("jax_explain_cache_misses", "jax_pprint_use_color", "--xla_dump_to"), _SAYS),
+    **dict.fromkeys(("json", "log", "plot", "tracker"), "the first process prints, draws and logs"),
+    **dict.fromkeys(("data", "tokenizer", "model"), "a path of this host; what is read there is compared"),
+    **dict.fromkeys(("jax_compilation_cache_dir", "jax_dump_ir_to", "--xla_dump_to"), "a path to write to"),
+    **dict.fromkeys(("jax_num_cpu_devices", "jax_cuda_visible_devices"), "its share of the devices"),
+    **dict.fromkeys(("jax_rocm_visible_devices", "jax_oneapi_visible_devices"), "its share of the devices"),
+    "--xla_force_host_platform_device_count": "its share of the devices",
+    "jax_cross_host_transfer_socket_address": "its own",
+    "jax_cross_host_transport_addresses": "its own",
+    **dict.fromkeys(("jax_log_compiles", "jax_logging_level", "jax_debug_log_modules"), "what it says"),
+    **dict.fromkeys(("jax_explain_cache_misses", "jax_pprint_use_color"), "what it says"),
 }
 """Fields in which processes may differ, each with the reason."""
 FOLDERS = ("checkpoints", "from_")
 """Fields that name a folder: hosts may call it otherwise, but it is given to all or to none."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""Flags that compilers read from the environment."""
 SHOWN = 3
 """How many differences, and processes of a kind, a sentence names."""
 
@@ -46,9 +42,8 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
         value = {part.strip("_"): parts[part] for part in parts if part not in OWN}
     if not isinstance(value, Mapping):
         return {name: value}
-    dotted = f"{name}." if name else ""
-    parts = [flat(part, f"{dotted}{key}") for key, part in value.items()]
-    return functools.reduce(lambda all_, part: all_ | part, parts, {})
+    flats = (flat(part, f"{name}.{key}".lstrip(".")) for key, part in value.items())
+    return {key: part for one in flats for key, part in one.items()}
 
 
 def surroundings(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -62,7 +57,7 @@ def surroundings(environ: Mapping[str, str]) -> dict[str, Any]:
     runs |= {"Python": platform.python_version().rpartition(".")[0]}
     runs |= {name: importlib.metadata.version(name) for name in PACKAGES}
     runs |= {name: value for name, value in jax.config.values.items() if name not in OWN}
-    for name in VARIABLES:
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
         flags = (flag.partition("=") for flag in environ.get(name, "").split())
         runs[name] = {flag: value for flag, _, value in flags if flag not in OWN}
     return runs
@@ -70,12 +65,12 @@ def surroundings(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _words(value: Any) -> str:
     """A value in short: what is cut off has a checksum."""
-    text = json.dumps(value, default=str, sort_keys=True)
-    sum_ = hashlib.sha256(text.encode()).hexdigest()[:8]
-    return "none" if value is None else text if len(text) < 80 else f"{text[:60]}… [{sum_}]"
+    text = "none" if value is None else json.dumps(value, default=str, sort_keys=True)
+    return text if len(text) < 80 else f"{text[:60]}… [{hashlib.sha256(text.encode()).hexdigest()[:8]}]"
 
 
-def _numbers(numbers: Sequence[int]) -> str:
+def numbers_of(numbers: Sequence[int]) -> str:
+    """Processes by their numbers, in short."""
     more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
     return f"process{'es' * (len(numbers) > 1)} {', '.join(map(str, numbers[:SHOWN]))}{more}"
 
@@ -89,7 +84,7 @@ def differences(given: Sequence[Mapping[str, Any]]) -> list[str]:
         for number, one in enumerate(given):
             whose.setdefault(_words(one[name]) if name in one else "not there", []).append(number)
         if len(whose) > 1:
-            rows.append(f"{name} is {' and '.join(f'{v} on {_numbers(who)}' for v, who in whose.items())}")
+            rows.append(f"{name} is {' and '.join(f'{v} on {numbers_of(who)}' for v, who in whose.items())}")
     return rows
 
 

@@ -24,17 +24,21 @@ from types import MappingProxyType
 from typing import Any
 
 from llmpar.launch import signals
-from llmpar.launch.agreed import flat, refusal, surroundings
+from llmpar.launch.agreed import flat, numbers_of, refusal, surroundings
 from llmpar.launch.engines import Place, detect, is_loopback, parts_of
 
 FAILED, STUCK = 75, 76
 """Exit statuses of a process that ends because one failed, or no step ended. An asked stop has 143."""
 WAIT_S, HEARTBEAT_S, SHUTDOWN_S = 120, 30, 60
-"""Seconds: for all to come; without a sign of life until a process counts as dead; to leave together."""
+"""Seconds: for all to come; without a sign of life until a process counts as dead, once steps run (before,
+when JAX alone watches, twice as many); to leave together."""
 LAUNCHER = "LLMPAR_LAUNCHER"
 """The variable by which `local` tells a process who started it."""
-_KEY = "llmpar/failed"
+_KEY, _BEATS, QUIET, SILENT = "llmpar/failed", "llmpar/beats", "quiet", "gave no sign of life"
+_GUARDED, _STEPS, _ANSWERED = threading.Event(), threading.Event(), threading.Event()
 AGREED = "all agree"
+GREETING, GREETING_S = b"llmpar: process 0 waits for all\n", 10.0
+"""What process 0 says to who comes, and the seconds in which it does."""
 _MEETINGS = itertools.count()
 
 
@@ -63,11 +67,12 @@ def initialize(
 
     _clear_stdout()
     own, bind = check(place, wait_s)
+    if place.coordinator and place.process_id == 0:
+        _gather(place, bind, wait_s)
     without_proxy(place, environ)
     _listen_on(own)
     many = f"{place.num_processes} processes ({place.engine})"
-    look = "look at the other processes' output, and for two jobs with one address"
-    late = f"not all of {many} came to {place.coordinator} within {wait_s:g} s; {look}"
+    late = _late(place, wait_s)
     timer = threading.Timer(wait_s, _end, (FAILED, late))  # native code ends a process without a sentence
     timer.daemon = True
     timer.start()
@@ -79,7 +84,7 @@ def initialize(
             local_devices(place, environ),
             cluster_detection_method=place.joined_by or "deactivate",
             initialization_timeout=int(wait_s + 30),
-            heartbeat_timeout_seconds=heartbeat_s,
+            heartbeat_timeout_seconds=2 * heartbeat_s,  # it ends processes without a sentence
             shutdown_timeout_seconds=shutdown_s,
             coordinator_bind_address=bind,
         )
@@ -88,14 +93,16 @@ def initialize(
         raise ValueError(f"{many} cannot be joined: {why}; initialize() comes before JAX's work") from error
     finally:
         timer.cancel()
-    _enter(environ)
+    _enter(environ, heartbeat_s)
     return place
 
 
-def _enter(environ: Mapping[str, str]) -> None:
+def _enter(environ: Mapping[str, str], heartbeat_s: float = HEARTBEAT_S) -> None:
     """See that those who have met run the same, before JAX starts a device, which hangs where they do not."""
     meet({"processes": _state().num_processes} | surroundings(environ))
-    _guard()
+    if not _GUARDED.is_set():
+        _GUARDED.set()
+        _guard(0.6 * heartbeat_s)
 
 
 def end_with_launcher(environ: MutableMapping[str, str]) -> None:
@@ -144,6 +151,14 @@ def check(place: Place, wait_s: float) -> tuple[str | None, str | None]:
         raise ValueError(f"port {port} of {place.coordinator} may not be used; use 1024 to 65535") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
+            answer = ""
+            with (
+                contextlib.suppress(OSError, ValueError),
+                socket.create_connection((address, port), 2) as line,
+            ):
+                answer = _greet(place, line, wait_s)  # as another process 0 gives it
+            if answer:
+                _refuse(answer)
             taken = f"port {port} of {place.coordinator} is taken by another program"
             free = f"JAX_COORDINATOR_ADDRESS={host}:{free_port(address)} for all processes"
             raise ValueError(f"{taken}; set {free}") from error
@@ -183,18 +198,114 @@ def _towards(address: str = "192.0.2.1", port: int = 9) -> str:
     return address
 
 
+def _refuse(answer: str) -> None:
+    """End as process 0 answered: a status and a sentence."""
+    status, _, sentence = answer.partition(" ")
+    if int(status) == FAILED:
+        _end(FAILED, sentence)
+    raise ValueError(sentence)
+
+
+def _gather(place: Place, bind: str | None, wait_s: float) -> None:
+    """As process 0 wait until the others have come, each once, as one of as many; else refuse, in all.
+
+    JAX ends such processes in native code, without a sentence, or waits for minutes."""
+    both, (host, port) = bind is None, parts_of(bind or place.coordinator or "")
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+    until, people = time.monotonic() + wait_s, {0: _who()}
+    lines: list[tuple[int, socket.socket]] = []
+    answer = ""
+    with contextlib.ExitStack() as stack:
+        try:
+            where = "" if both else host, port
+            server = socket.create_server(where, family=family, dualstack_ipv6=both)
+            stack.enter_context(server)
+        except OSError:
+            check(place, wait_s)  # another process 0 was faster
+            raise
+        while (answer or len(people) < place.num_processes) and (left := until - time.monotonic()) > 0:
+            server.settimeout(left)
+            with contextlib.suppress(OSError, ValueError, TypeError):  # who only looks whether one listens
+                line = stack.enter_context(server.accept()[0])
+                line.settimeout(GREETING_S / 2)
+                line.sendall(GREETING)
+                number, num, who = json.loads(line.makefile("rb").readline(999))
+                line.setblocking(False)
+                if why := _contradiction(place, people, lines, number, num, who):
+                    answer, until = answer or f"1 {why}", min(until, time.monotonic() + GREETING_S / 2)
+                people[number] = who
+                lines.append((number, line))
+        if not answer and len(people) < place.num_processes:
+            missing = numbers_of([i for i in range(place.num_processes) if i not in people])
+            answer = f"{FAILED} {_late(place, wait_s)}; missing: {missing}"
+        for _, line in lines:
+            with contextlib.suppress(OSError):
+                line.sendall(f"{answer}\n".encode())
+    if answer:
+        _refuse(answer)
+
+
+def _contradiction(place: Place, people: dict, lines: list, number: int, num: int, who: str) -> str:
+    """Why who comes is none of this job; '' where it is. It may come again when it was started again."""
+    if num != place.num_processes:
+        counts = f"process 0 is one of {place.num_processes} ({people[0]})"
+        counts += f", process {number} one of {num} ({who})"
+        return f"the processes of this job do not agree: {counts}; start all with the same number"
+    if number == 0 or not all(_is_gone(line) for other, line in lines if other == number):
+        twice = f"process {number} has come twice, {people[number]} and {who}"
+        return f"{twice}; give each its own number, and each job its own address"
+    return ""
+
+
+def _is_gone(line: socket.socket) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        return not line.recv(1, socket.MSG_PEEK)
+    return False
+
+
+def _who() -> str:
+    return f"on {_me()} with pid {os.getpid()}"
+
+
+def _late(place: Place, wait_s: float) -> str:
+    many = f"{place.num_processes} processes ({place.engine})"
+    look = "look at the other processes' output, and for two jobs with one address"
+    return f"not all of {many} came to {place.coordinator} within {wait_s:g} s; {look}"
+
+
+def _greet(place: Place, line: socket.socket, wait_s: float) -> str:
+    """Say to process 0 who this is, and give its answer: '' when all have come. Raises ConnectionError where
+    it has gone, ValueError where it is somebody else."""
+    line.settimeout(min(GREETING_S, wait_s))
+    line.sendall(json.dumps([place.process_id, place.num_processes, _who()]).encode() + b"\n")
+    words, greeting = line.makefile("rb"), b"?"
+    with contextlib.suppress(TimeoutError):
+        greeting = words.readline(len(GREETING))
+    if greeting == GREETING:
+        line.settimeout(wait_s)
+        if answer := words.readline(9999):
+            return answer.decode().strip()
+    if greeting in (b"", GREETING):
+        raise ConnectionError("it closed the connection")
+    other = f"who listens at {place.coordinator} is no process 0 that waits for process {place.process_id}"
+    why = "it is another program, or a job that is complete; give this job another port"
+    raise ValueError(f"{other}: {why} (JAX_COORDINATOR_ADDRESS), and each process its own number")
+
+
 def _reach(place: Place, address: str, port: int, wait_s: float) -> None:
-    """Wait until the coordinator listens; a sentence after one second, a refusal after all."""
+    """Wait until process 0 listens and all have come; a sentence after one second, a refusal after all."""
     begin, told, why = time.monotonic(), False, ""
+    where = f"process 0 at {place.coordinator} ({place.engine})"
     while (passed := time.monotonic() - begin) < wait_s:
         try:
-            socket.create_connection((address, port), min(2.0, wait_s)).close()
-            return
+            with socket.create_connection((address, port), min(2.0, wait_s)) as line:
+                if answer := _greet(place, line, wait_s - passed):
+                    _refuse(answer)
+                return
         except OSError as error:
             why = error.strerror or str(error)
         if passed > 1 and not told:
             told = True
-            where = f"process 0 at {place.coordinator} ({place.engine})"
             _tell(f"process {place.process_id} on {_me()} waits for {where}: {why}")
         time.sleep(0.1)
     raise ValueError(
@@ -292,9 +403,9 @@ def _client() -> Any:
     return _state().client
 
 
-@functools.cache  # once
-def _guard() -> None:
-    """From here on an exception, Ctrl-C or a failure of another process ends this process within seconds."""
+def _guard(silent_s: float) -> None:
+    """From here on an exception, Ctrl-C or a failure of another process ends this process within seconds, and
+    one that gives no sign of life for ``silent_s`` seconds ends all."""
     import jax
 
     if jax.process_count() == 1:
@@ -309,8 +420,15 @@ def _guard() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     left = threading.Event()
-    atexit.register(left.set)  # before JAX leaves, which it registered earlier
-    threading.Thread(target=_listen, args=(left,), daemon=True).start()
+    listener = threading.Thread(target=_listen, args=(left, silent_s), daemon=True)
+    listener.start()
+    threading.Thread(target=_count, args=(left, silent_s), daemon=True).start()
+
+    def stop() -> None:
+        left.set()
+        listener.join(5.0)
+
+    atexit.register(stop)  # before JAX leaves, which it registered earlier
 
 
 def first_failure() -> str | None:
@@ -320,12 +438,50 @@ def first_failure() -> str | None:
     return None
 
 
-def _listen(left: threading.Event) -> None:
-    """End this process a moment after another one failed: it may wait for that one in native code."""
-    while not left.wait(0.5):
-        if (found := first_failure()) and not left.wait(3.0):
+def _listen(left: threading.Event, silent_s: float) -> None:
+    """End this process a moment after another one failed: it may wait for that one in native code. Every two
+    seconds give a sign of life."""
+    beats: dict[str, str] = {}
+    silent: dict[str, int] = {}
+    for number in itertools.count():
+        if left.wait(0.5):
+            break
+        found = first_failure()
+        late = float(_state().process_id == 0) if SILENT in str(found) else 3.0  # JAX will soon see it, too
+        if found and not left.wait(late):
             status, _, sentence = found.partition(" ")
             _end(int(status), f"ends, because {sentence}")
+        if number % 4 == 0:
+            with contextlib.suppress(Exception):  # process 0 does not answer: see `_count`
+                _beat(str(number) if _STEPS.is_set() else QUIET, beats, silent, silent_s)
+    with contextlib.suppress(Exception):
+        _beat(QUIET, {}, {}, silent_s)
+
+
+def _beat(beat: str, beats: dict[str, str], silent: dict[str, int], silent_s: float) -> None:
+    """Give a sign of life; as process 0 see who gives none. Only between steps Python's threads always run:
+    a process that imports or compiles may be quiet."""
+    state = _state()
+    state.client.key_value_set(f"{_BEATS}/{state.process_id}", beat, allow_overwrite=True)
+    _ANSWERED.set()
+    for key, now in state.client.key_value_dir_get(_BEATS) if state.process_id == 0 else ():
+        silent[key] = silent.get(key, 0) + 1 if now == beats.get(key) != QUIET else 0
+        beats[key] = now
+        if 2 * silent[key] > silent_s:
+            why = f"{SILENT} for {2 * silent[key]} s: it is stopped, or its host is gone"
+            state.client.key_value_set(_KEY, f"{STUCK} process {key.rpartition('/')[2]} {why}")
+
+
+def _count(left: threading.Event, silent_s: float) -> None:
+    """End this process when process 0 has not answered for so long. Rounds are counted, not seconds: this
+    process may have been stopped itself."""
+    silent = 0
+    while not left.wait(1.0):
+        silent = 0 if _ANSWERED.is_set() else silent + 1
+        _ANSWERED.clear()
+        if silent > silent_s + 2:  # two seconds between two signs
+            gone = "it is stopped, or its host is gone or cannot be reached"
+            _end(STUCK, f"ends, because process 0 has not answered for {silent} s: {gone}")
 
 
 def together() -> bool:
@@ -409,10 +565,12 @@ class Watchdog:
 
     def __exit__(self, *_) -> None:
         self._over.set()
+        _STEPS.clear()
 
     def feed(self) -> None:
         """A step is done."""
         self.done, self._until = self.done + 1, time.monotonic() + self.limit_s
+        _STEPS.set()
 
     def _watch(self) -> None:
         while not self._over.wait(min(1.0, self.limit_s / 4)):

@@ -1,4 +1,4 @@
-"""What a reader could do next: single changes to a plan, priced by the planner; and how sure it is to fit."""
+"""What a reader could do next: single changes to a plan, priced by the planner."""
 
 import contextlib
 import dataclasses
@@ -6,37 +6,12 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from llmpar.notation import AXES, MeshShape, divisors
 from llmpar.predict import planner
 from llmpar.predict.hardware import GIB
 from llmpar.predict.planner import SAME, Candidate, Question
-
-BAND = 0.15
-"""What is estimated of a plan's memory is off by no more in 68 of 71 plans that were compiled for H100, v5e
-and v5p, and in 188 of 220 compiled plans, other GPUs and all (`tests/compiled.md`)."""
-
-
-class Verdict(NamedTuple):
-    """Whether a plan fits, in words, and the bytes that this rests on."""
-
-    words: str
-    low_bytes: float  # what it holds, were the estimate `BAND` too high
-    total_bytes: float
-    high_bytes: float
-    room_bytes: float  # what the planner fills
-    capacity_bytes: float  # what a program may take
-
-
-def verdict(q: Question, one: Candidate) -> Verdict:
-    """Say whether a plan fits: surely only if it would with its estimated part `BAND` too low."""
-    total, guessed = one.total_bytes, one.estimated_bytes
-    room, capacity = q.room_bytes, q.capacity_bytes
-    low, high = total - BAND * guessed, total + BAND * guessed
-    sure = total <= room and high <= capacity
-    words = "fits" if sure else "fits, but not surely" if total <= capacity else "does not fit"
-    return Verdict(words, low, total, high, room, capacity)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ part. Book = Austin et al., How to Scale Your Model, 2025.
 import math
 from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 from llmpar.predict.hardware import Chip
 
@@ -70,11 +71,12 @@ def train_seconds(
 
 def ring_share(kind: str, group: int) -> Fraction:
     """How much of one collective's message each of ``group`` devices sends on a ring: all but one piece,
-    (g-1)/g; twice that for an all-reduce, a reduce-scatter and an all-gather; all to permute, 0 to `vary`.
+    (g-1)/g; twice that for an all-reduce, a reduce-scatter and an all-gather; all to permute, to send, and to
+    broadcast (the first of them, and all but the last after it); 0 to `vary`.
 
     The message is the whole: the gathered result, the unreduced input, the local buffer that all exchange.
     """
-    if kind in ("permute", "collective-permute"):
+    if kind in ("permute", "collective-permute", "collective-broadcast", "send"):
         return Fraction(group > 1)
     laps = {"all-reduce": 2, "maximum": 2, "vary": 0}.get(kind, 1)
     return Fraction(laps * (group - 1), group)
@@ -144,23 +146,38 @@ def tree_seconds(kind: str, message_bytes: float, levels: Sequence[tuple[float, 
     All-gather V max (D-1)/(D W) (Book, GPUs); all-reduce twice. An all-to-all does not shrink on its way up:
     the S devices below a child send S local (1 - S/g) out of it. A permute may send all of them at once.
     """
+    return max(tree_level_seconds(kind, message_bytes, levels))
+
+
+def tree_level_seconds(kind: str, message_bytes: float, levels: Sequence[tuple[float, float]]) -> list[float]:
+    """The seconds of `tree_seconds` on each level."""
     group = math.prod(degree for degree, _ in levels)
     if kind in ("all-gather", "reduce-scatter", "all-reduce"):
-        return (2 if kind == "all-reduce" else 1) * message_bytes / min(level_bytes_per_s(levels))
+        laps = 2 if kind == "all-reduce" else 1
+        return [laps * message_bytes / rate for rate in level_bytes_per_s(levels)]
     assert kind in KINDS, kind
-    seconds, below = 0.0, 1.0
+    seconds, below = [], 1.0
     for degree, egress in levels:
-        if degree > 1:
-            leaving = 1 if kind == "permute" else 1 - below / group
-            seconds = max(seconds, message_bytes * below * leaving / egress)
+        leaving = 1 if kind == "permute" else 1 - below / group
+        seconds.append(message_bytes * below * leaving / egress if degree > 1 else 0.0)
         below *= degree
     return seconds
 
 
-def collective_seconds(
+class Level(NamedTuple):
+    """Links that a collective crosses: where they are, the bytes that a device, or beyond a node all of its
+    devices together, send over them in a second, and the seconds of the collective on them alone."""
+
+    where: str
+    bytes_per_s: float
+    seconds: float
+
+
+def level_seconds(
     chip: Chip, kind: str, message_bytes: float, group: int, inner: float = 1, axes: int = 0
-) -> float:
-    """Seconds of a collective over `group` devices, `inner` apart in link order, on its links as reached.
+) -> list[Level]:
+    """What a collective over `group` devices, `inner` apart in link order, takes on each level of its links,
+    fast ones first: the slowest decides.
 
     A switch: inside a node its egress, beyond it a tree whose upper ports are shared with the `inner`
     neighbours that do the same. A torus: rings along so many ``axes``, or one axis of that length, which
@@ -172,16 +189,29 @@ def collective_seconds(
         members = min(group, max(1, chip.devices_per_chip // inner))
         size = math.ceil(group / members)
         if size == 1:
-            return switch_seconds(kind, message_bytes, group, share.hbm_bytes_per_s)
+            rate = share.hbm_bytes_per_s
+            return [Level("inside a chip", rate, switch_seconds(kind, message_bytes, group, rate))]
         rate = share.reached_link_bytes_per_s * members
         message_bytes *= members if kind == "all-to-all" else 1
         sides = (max(2, round(size ** (1 / axes))),) * axes if axes else (size,)
         wrap = bool(axes) or chip.wraps(size)
-        return torus_seconds(kind, message_bytes, sides, rate, wrap, chip.hop_s)
+        return [
+            Level("a torus link", rate, torus_seconds(kind, message_bytes, sides, rate, wrap, chip.hop_s))
+        ]
     near = min(group, max(1, share.node_size // inner))
     rate = share.reached_link_bytes_per_s * (2 * chip.num_axes if chip.link == "torus" else 1)
     levels = [(near, rate), (math.ceil(group / near), near * share.dcn_bytes_per_s)]
-    return tree_seconds(kind, message_bytes, levels)
+    took, where = tree_level_seconds(kind, message_bytes, levels), "slice" if chip.link == "torus" else "node"
+    names = f"inside a {where}", f"between {where}s"
+    found = [(Level(n, rate, s), parts) for n, (parts, rate), s in zip(names, levels, took, strict=True)]
+    return [level for level, parts in found if parts > 1] or [found[0][0]]
+
+
+def collective_seconds(
+    chip: Chip, kind: str, message_bytes: float, group: int, inner: float = 1, axes: int = 0
+) -> float:
+    """Seconds of a collective: those of the slowest of its `level_seconds`."""
+    return max(level.seconds for level in level_seconds(chip, kind, message_bytes, group, inner, axes))
 
 
 # ---------------------------------------------------------------- what a strategy moves, per device and step

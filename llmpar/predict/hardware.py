@@ -80,7 +80,9 @@ class Chip:
     device: Text = ""  # what of a chip one of them is, where that is not plain
     wrap_multiple: Count = 1
     memory_share: Annotated[float, Allowed(float, 1e-3, 1)] = 1.0  # of what is usable, that JAX takes
-    hop_s: Annotated[float, Allowed(float, 1e-12, 1)] = 1e-6  # {BOOK}: of a TPU; kept for switches too
+    hop_s: Annotated[float, Allowed(float, 1e-12, 1)] = (
+        1e-6  # of a TPU (Austin et al. 2025); kept for switches too
+    )
     reached: Rates | None = None  # measured on the machine at hand, and written by hand into a TOML file
     base: str = ""  # the row that a file started from
     sources: Annotated[dict[str, str], Allowed(dict)] = field(default_factory=dict, hash=False, repr=False)
@@ -122,6 +124,12 @@ class Chip:
         """True where time means nothing: simulated devices share one processor and have no links. Where
         they were measured, it means what was measured."""
         return self.family == "cpu" and self.reached is None
+
+    def reaching(self, rates: Rates | None = None) -> "Chip":
+        """The chip with the links that large collectives of training runs reach, by its ``rates``."""
+        rates = rates or self.rates
+        network = self.dcn_bytes_per_s * rates.network
+        return replace(self, link_efficiency=rates.links, dcn_bytes_per_s=network)
 
     def wraps(self, axis_size: int) -> bool:
         """Whether a torus axis of this length closes into a ring (a switch always does)."""
@@ -180,10 +188,10 @@ _RATES_OF = {name: row.pop("rates", name) for name, row in _TABLE["chip"].items(
 def _chip(name: str, row: dict) -> Chip:
     usual = _TABLE["usual"][row["link"]]
     row = usual | row | {"name": name, "sources": usual["sources"] | row.get("sources", {})}
-    return Chip(**_checked(Chip, row, name))
+    return Chip(**checked(Chip, row, name))
 
 
-def _checked(kind: type, row: dict, asked: str) -> dict[str, Any]:
+def checked(kind: type, row: dict, asked: str) -> dict[str, Any]:
     """A table as the fields have it. Refuses what no machine has."""
     if unknown := sorted(set(row) - set(allowed(kind))):
         known = ", ".join(sorted(allowed(kind)))
@@ -237,7 +245,7 @@ def _row(name: str) -> Chip:
 def _load(path: Path) -> Chip:
     row, asked = read_toml(path, "chip file"), f"chip file {str(path)!r}"
     base, reached = row.pop("base", None), row.pop("reached", None)
-    row = _checked(Chip, {"name": path.stem, "aliases": []} | row, asked)
+    row = checked(Chip, {"name": path.stem, "aliases": []} | row, asked)
     if row.get("link", "torus") not in LINKS:
         raise ValueError(f"{asked}: link = {row['link']!r} is neither of {', '.join(LINKS)}")
     inherited = None if base is None else _row(str(base))
@@ -247,11 +255,11 @@ def _load(path: Path) -> Chip:
     if reached is not None:
         Allowed(dict).check(f"{asked}: reached", reached)
         usual = inherited.rates if inherited else Rates()
-        row["reached"] = replace(usual, **_checked(Rates, reached, f"{asked}, reached"))
+        row["reached"] = replace(usual, **checked(Rates, reached, f"{asked}, reached"))
     if not inherited:
         return Chip(**row)
     if "devices_per_chip" in row:  # of what, the row that it starts from does not know
-        row = {"device": ""} | row
+        row.setdefault("device", "")
     row["sources"] = {k: v for k, v in inherited.sources.items() if k not in row} | row.get("sources", {})
     return replace(inherited, **{"reached": None} | row, base=inherited.name)
 

@@ -3,6 +3,7 @@
 The tests hold `argument_bytes` against the compiled program, exactly; `temp_bytes` is an estimate.
 """
 
+import dataclasses
 import functools
 import math
 from collections import Counter
@@ -12,24 +13,69 @@ from llmpar.plan import Resolved
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE
 from llmpar.timetable import slots, timetable
 
-PARTS = {"params": "weights", "grads": "gradients", "optimizer": "moments", "activations": "activations"}
+PARTS = {
+    "params": "weights",
+    "grads": "gradients",
+    "optimizer": "moments",
+    "unreduced": "unreduced gradients",
+    "copies": "weights in use",
+    "activations": "activations",
+    "batch": "batch",
+}
 """What tables and drawings call the parts of a step's memory."""
+
+KEPT, WORK, LOSS = (
+    "a layer keeps for its backward pass",
+    "one layer's own work and gathered weights",
+    "logits, their gradient, the head",
+)
+TURNED, SUM = "converted or reordered weights", "the sum of gradients over microbatches"
+"""Of what `temp_parts` lists, what is in several moments."""
+BATCH = "tokens", "targets", "positions", "segments"
+"""The int32 arrays of a batch that a step is given (`step.Step`)."""
 
 
 def named(held: dict[str, float]) -> dict[str, float]:
-    """Bytes by part, as tables and drawings call them, from those of ``llmpar plan --json``: what is left of
-    the total is the batch. Activations are an estimate; gradients that nothing accumulates are among them."""
-    found = {name: held[key] for key, name in PARTS.items()}
-    return found | {"batch": held["total"] - sum(found.values())}
+    """Bytes by part, as tables and drawings call them, from those of ``llmpar plan --json``."""
+    return {name: held[key] for key, name in PARTS.items()}
 
 
-@functools.lru_cache(maxsize=256)
+def parts_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]:
+    """Bytes per device that a step holds, by part, and their ``total``. Of the estimate at its fullest moment
+    (`temp_bytes`) ``activations`` are what tokens add, all else a step without tokens would hold too:
+    ``grads``, sums that are kept; ``unreduced`` gradients, as the backward pass leaves them, and a copy of
+    the largest where it is cut; and ``copies`` of weights that are gathered or cast."""
+    given, weights = argument_bytes(plan, batch_size, seq_len), weights_bytes(plan)
+    besides = temp_bytes(plan, batch_size, seq_len)
+    fixed = min(besides, temp_bytes(plan, 0, seq_len))
+    fresh = weights["unreduced"] + weights["largest unreduced"] * (plan.zero in (1, 2))
+    if plan.pipeline:  # one chunk is differentiated at a time
+        fresh = weights["blocks unreduced"] // plan.pipeline.visits
+    grads = min(fixed, weights["accumulated"])
+    unreduced = min(fixed - grads, fresh if plan.microbatches > 1 or plan.pipeline else max(0, fresh - grads))
+    parts = {
+        "params": given["params"],
+        "grads": grads,
+        "optimizer": given["optimizer"],
+        "unreduced": unreduced,
+        "copies": fixed - grads - unreduced,
+        "activations": besides - fixed,
+        "batch": given["batch"] + given["counters"],
+    }
+    return parts | {"total": sum(parts.values())}
+
+
 def weights_bytes(plan: Resolved) -> Counter[str]:
     """Bytes on each device of one float32 copy of the weights ``stored``, ``used``, ``unreduced``,
     ``accumulated`` and ``graded`` (`plan.Life`), the last three without frozen ones; of the ``params`` that a
     step is given, frozen ones in the plan's dtype; of the blocks' weights alone as ``blocks stored`` …, and
     of one layer's as ``layer used``; of the output head as ``head used``; of the largest weight as ``largest
     unreduced``; and of those that a loop gathers along a dim that is not their first as ``turned``."""
+    return _weights_bytes(dataclasses.replace(plan, asked=None, remat="none"))  # which decide none of them
+
+
+@functools.lru_cache(maxsize=256)
+def _weights_bytes(plan: Resolved) -> Counter[str]:
     config, sizes, held = plan.config, plan.mesh.sizes, Counter[str]()
     for path, (weight, life) in plan.lives.items():
         in_blocks = path.startswith("blocks.")
@@ -60,14 +106,14 @@ def argument_bytes(
     plan: Resolved, batch_size: int, seq_len: int, moments: int = 2, scalars: int = 2
 ) -> dict[str, int]:
     """Bytes per device that a step is given: float32 weights (frozen ones in the plan's dtype), ``moments``
-    float32 copies of the trained ones in the optimizer's state (AdamW has 2), four int32 arrays of tokens,
+    float32 copies of the trained ones in the optimizer's state (AdamW has 2), the int32 arrays of `BATCH`,
     and ``scalars`` int32 counters (the step's, and AdamW's one).
     """
     held = weights_bytes(plan)
     return {
         "params": held["params"],
         "optimizer": moments * held["graded"],
-        "batch": 4 * 4 * _tokens(plan, batch_size, seq_len),
+        "batch": 4 * len(BATCH) * _tokens(plan, batch_size, seq_len),
         "counters": 4 * scalars,
     }
 
@@ -77,13 +123,20 @@ def kept_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]:
     `Plan.remat`. Of attention's sums for its softmax, 4 bytes for each token and head, nothing is counted."""
     plan.config.weights()  # refuses what is only counted
     tokens = _tokens(plan, batch_size // plan.microbatches, seq_len)
-    return _block(plan.config, plan, tokens, seq_len, plan.platform == "tpu")[0]
+    saves = _block(plan.config, plan, tokens, seq_len, plan.platform == "tpu")[0]
+    return {remat: sum(kinds.values()) for remat, kinds in saves.items()}
 
 
-def temp_bytes(plan: Resolved, batch_size: int, seq_len: int, remat: str = "") -> int:
-    """An estimate of the bytes per device that a step holds besides its arguments, for choosing among many
-    plans: half of the recorded ones within 5 %, nine of ten within 15 % (`tests/compiled.md`). ``remat``: by
-    this policy in place of the plan's.
+def temp_bytes(plan: Resolved, batch_size: int, seq_len: int) -> int:
+    """What `temp_parts` adds up to: an estimate of the bytes per device that a step holds besides its
+    arguments."""
+    return sum(times * size for _, times, size in temp_parts(plan, batch_size, seq_len))
+
+
+def temp_parts(plan: Resolved, batch_size: int, seq_len: int) -> list[tuple[str, int, int]]:
+    """What a step holds besides its arguments, how many of it, and bytes of one. It is an estimate, for
+    choosing among many plans: half of the recorded ones within 5 %, nine of ten within 15 %
+    (`tests/compiled.md`).
 
     It is the fullest of three moments: in the loss; in the backward pass of a block, with what was kept for
     the others; where whole gradients are cut. What a block and the loss hold is counted from the model's
@@ -115,14 +168,15 @@ def temp_bytes(plan: Resolved, batch_size: int, seq_len: int, remat: str = "") -
     after_loss = head + grad if late else grad if tpu or config.lora else rounded or logits
     loss = logits + rounded + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
     turned = narrow("blocks stored") * (plan.gathers != "step") if tpu else held["turned"]  # or converted
-    once = saves[remat or plan.remat]
+    kept = saves[plan.remat]
     if not plan.reshard_after_forward:  # and a turned copy of the largest
-        once += layer * (plan.mesh.pp == 1)
+        kept |= {"gathered weights": layer * (plan.mesh.pp == 1)}
         work += narrow("largest used") * (plan.mesh.pp == 1 and not tpu)
     if order:  # one chunk is differentiated at a time
-        chunk = one * once * (plan.stage_saves == "input")
-        busy = chunk + max(loss, held["blocks unreduced"] // order.visits + work)
-        saved = stream if plan.stage_saves == "input" else 2 * one * once
+        chunk, repeats = one * sum(kept.values()), plan.stage_saves == "input"
+        running = held["blocks unreduced"] // order.visits + work
+        busy = chunk * repeats + max(loss, running)
+        saved = stream if repeats else 2 * chunk
         whole = narrow("used") if plan.gathers == "step" else 0
         way = "used" if plan.gathers == "step" else "stored"
         lent = (order.parameter_copies - 1) * (held[f"blocks {way}"] + held["blocks accumulated"])
@@ -130,25 +184,40 @@ def temp_bytes(plan: Resolved, batch_size: int, seq_len: int, remat: str = "") -
         counts = alive.num_saved, alive.num_residual, alive.num_messages
         num_saved, num_left, num_messages = map(max, counts)
         left = num_left * one * crossing
-        state = held["accumulated"] + num_saved * saved + (num_messages + 1) * stream + left
-        return turned + whole + lent + state + max(left, busy)  # a branch that updates many slots copies them
-    blocks = layers * once + after_loss + held["blocks unreduced"] + work
+        parts = [(TURNED, 1, turned), ("all weights, gathered once", 1, whole)]
+        parts += [("weights and gradients of the other way", 1, lent), (SUM, 1, held["accumulated"])]
+        parts += [("what a stage keeps of a microbatch on its way", num_saved, saved)]
+        parts += [("a message between stages, and the one in work", num_messages + 1, stream)]
+        parts += [("what weights' gradients wait for", 1, left)]
+        if left > busy:  # a branch that updates many slots copies them
+            return [*parts, ("a copy of that", 1, left)]
+        parts += [(f"{KEPT}: {kind}", one, size) for kind, size in kept.items() if repeats]
+        return [*parts, (LOSS, 1, loss) if loss > running else (WORK, 1, running)]
+    blocks = after_loss + held["blocks unreduced"] + work
     cutting = held["unreduced"] + held["largest unreduced"] if plan.zero in (1, 2) else held["unreduced"]
     sums = held["blocks accumulated"] + held["used"] - held["blocks used"]  # of a loop, scattered after it
     more = (sums if tpu else held["accumulated"]) if plan.microbatches > 1 else 0
-    return more + max(turned + layers * once + loss, turned + blocks, cutting)
+    parts = [(SUM, 1, more)]
+    if cutting > turned + layers * sum(kept.values()) + max(loss, blocks):
+        return [*parts, ("whole gradients, as they are cut", 1, cutting)]
+    parts += [(TURNED, 1, turned)] + [(f"{KEPT}: {kind}", layers, size) for kind, size in kept.items()]
+    if loss > blocks:
+        return [*parts, (LOSS, 1, loss)]
+    parts += [(WORK, 1, work), ("what the loss leaves until the blocks are done", 1, after_loss)]
+    return [*parts, ("gradients of all blocks, before they are summed", 1, held["blocks unreduced"])]
 
 
 def _block(
     config: ModelConfig, plan: Resolved, tokens: int, seq_len: int, tpu: bool
-) -> tuple[dict[str, int], int, int, int]:
-    """Bytes that autodiff keeps of a block by `Plan.remat`, that the gradient of its input leaves for those
-    of its weights, that its backward pass works with at once, and of the stream."""
+) -> tuple[dict[str, dict[str, int]], int, int, int]:
+    """Bytes that autodiff keeps of a block by `Plan.remat` and kind, that its input's gradient leaves for
+    those of its weights, that its backward pass works with at once, and of the stream."""
     tp, item = plan.mesh.tp, ITEMSIZE[plan.dtype]
     whole = tokens * config.width * item
     stream = whole // (tp if plan.tp_sequence else 1)
     queries = tokens * config.head_width * config.num_heads * item // tp
     keys = tokens * config.head_width * max(config.num_kv_heads // tp, 1) * item
+    gathered = (plan.mesh.sp - 1) * keys * (plan.context_parallel == "gather")  # of other ranks
     ffn = hidden = tokens * config.ffn_width * item // tp
     if config.experts:  # the slots of the buffer, and of a rank's visits nine eighths of an even share
         slots_here = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
@@ -162,23 +231,31 @@ def _block(
     tile = min(plan.attention_block or 256, local) ** 2
     heads = config.num_heads // tp // (plan.mesh.sp // apart)
     dense = tokens * seq_len // rows
+    squares = 0  # of xla's attention autodiff keeps its softmax, that in float32 once more, and the mask
     if plan.attention_kernel == "xla":
-        tile = dense
+        tile, squares = dense, rows * heads * dense * (2 * FLOAT32 + 1)
     scores = rows * heads * tile * (1 if tpu else 2) * (FLOAT32 + item)
     if plan.attention_kernel == "cudnn":  # a mask for all heads, as a bias, and its gradient
         scores = 3 * rows * dense * item * (plan.documents == "packed")
     # Inputs of products; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     norms = 2 * stream * FLOAT32 // item
-    kept = 6 * ffn * (plan.ffn_chunks == 1) + norms + 2 * stream + 2 * whole + 3 * queries + 2 * keys
     crossing = 3 * ffn + 8 * whole + 2 * queries + 2 * keys
     sums = 2 * queries * FLOAT32 // item  # of attention, forward and backward
     # Where no gradient waits, what the feed-forward works with is gone when attention's turn comes.
-    parts = 4 * ffn // plan.ffn_chunks, queries + sums + scores
+    parts = 4 * ffn // plan.ffn_chunks, queries + sums + scores + 4 * gathered  # keys, values, and gradients
     work = 3 * whole + 3 * stream + 2 * queries + 2 * keys + (max(parts) if tpu else sum(parts) + 2 * whole)
-    results = 2 * stream + 2 * queries + 2 * keys  # of products and of attention
-    products = 2 * hidden * (plan.ffn_chunks == 1)
-    saves = {"none": kept, "selective": results + products, "ffn": results, "block": stream}
-    return saves, crossing, work, stream
+    pieces = plan.ffn_chunks == 1
+    kept = {"feed-forward": 6 * ffn * pieces, "norms in float32": norms, "stream": 2 * stream + 2 * whole}
+    kept |= {"queries and attention's result": 3 * queries, "keys and values": 2 * (keys + gathered)}
+    kept |= {"attention's softmax": squares}
+    # Of products and of attention.
+    results = {
+        "stream": 2 * stream,
+        "queries and attention's result": 2 * queries,
+        "keys and values": 2 * keys,
+    }
+    saves = {"none": kept, "selective": results | {"feed-forward": 2 * hidden * pieces}, "ffn": results}
+    return saves | {"block": {"stream": stream}}, crossing, work, stream
 
 
 def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float]:

@@ -8,7 +8,6 @@ played with them: what the busiest stage waits is the bubble.
 """
 
 import contextlib
-import dataclasses
 import functools
 import math
 from dataclasses import dataclass, field
@@ -83,8 +82,7 @@ class Time:
 @functools.lru_cache(maxsize=64)
 def _reached(chip: Chip, rates: Rates) -> tuple[Chip, Chip]:
     """A device of the chip, and the chip with the links that large collectives reach."""
-    network = chip.dcn_bytes_per_s * rates.network
-    return chip.per_device(), dataclasses.replace(chip, link_efficiency=rates.links, dcn_bytes_per_s=network)
+    return chip.per_device(), chip.reaching(rates)
 
 
 class Clock:
@@ -267,7 +265,7 @@ class Clock:
         else:
             term = "expert links"
         full: float = size
-        if " c d" in text:  # only full slots travel
+        if " c d" in text and self.plan.dispatch != "padded":  # only full slots travel
             full = min(full, 2.0 * run.tokens * run.config.width * self.copies())
         return term, hides, self.collective(short, full, row.group_size, min(self.inner[a] for a in axes))
 
@@ -391,11 +389,15 @@ class Clock:
 @functools.lru_cache(maxsize=200_000)
 def on_links(chip: Chip, kind: str, message: float, group: int, inner: int) -> float:
     """Seconds on the links: of a torus over as many axes as the group may have, of switches by levels."""
+    return formulas.collective_seconds(chip, kind, message, group, inner, torus_axes(chip, group, inner))
+
+
+def torus_axes(chip: Chip, group: int, inner: int) -> int:
+    """How many axes of a torus a group may have."""
     cores = chip.devices_per_chip
     chips = max(1, group // max(1, min(group, cores // max(1, inner))))
     free = chip.num_axes - (inner // cores > 1)
-    axes = min(free, max(1, math.floor(math.log2(chips) / 2)))
-    return formulas.collective_seconds(chip, kind, message, group, inner, axes)
+    return min(free, max(1, math.floor(math.log2(chips) / 2)))
 
 
 # ----------------------------------------------------------------------------------------------------- a step
@@ -420,7 +422,7 @@ class Chunk:
 def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time:
     """Seconds of a step by term. Without ``simulate`` the bubble and what is sent are closed forms: quick."""
     clock, m, p, soft = Clock(run, own, exact=simulate), run.microbatches, run.mesh.pp, run.software
-    stages, late = _stages(clock)
+    stages, late = chunks(clock)
     loads = [m * sum(sum(chunk.seconds) for chunk in stage) for stage in stages]
     total = max(loads)
     busiest, terms = stages[loads.index(total)], Pass()
@@ -441,21 +443,29 @@ def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time
         shared_bytes = soft.reduced_bytes * run.sizes["embedding"] / run.mesh.tp
         left += clock.collective("all-reduce", shared_bytes, 2, clock.inner["pp"])
     terms.add(LATE, left)
-    cut = (run.zero_group if run.zero == 3 else run.data_ranks * run.mesh.sp) if run.zero else 1
-    params = [(sum(c.shared for c in stage), sum(c.experts for c in stage)) for stage in stages]
-    held = max((shared + experts * run.mesh.ep) / cut for shared, experts in params)
-    whole = max(shared + experts for shared, experts in params)
+    held, whole = optimizer_params(run, stages)
     terms.add("optimizer", (OPTIMIZER_BYTES * held + 2 * soft.reduced_bytes * whole) / clock.bytes_per_s)
     return Time(terms.seconds, terms.terms)
 
 
-def busiest(clock: Clock) -> int:
+def optimizer_params(run: Run, stages: list[list[Chunk]]) -> tuple[float, float]:
+    """The most parameters that a device updates, and those of its share of tp, whose gradients it has before
+    they are cut."""
+    ranks = run.data_ranks * run.mesh.sp  # over which others deal out the state of ZeRO 1 and 2, dp too
+    by_group = run.zero == 3 or run.software.name == "llmpar"
+    cut = (run.zero_group if by_group else ranks) if run.zero else 1
+    params = [(sum(c.shared for c in stage), sum(c.experts for c in stage)) for stage in stages]
+    own = max((shared + experts * run.mesh.ep) / cut for shared, experts in params)
+    return own, max(shared + experts for shared, experts in params)
+
+
+def busiest(stages: list[list[Chunk]]) -> int:
     """The stage that computes longest."""
-    loads = [sum(sum(chunk.seconds) for chunk in stage) for stage in _stages(clock)[0]]
+    loads = [sum(sum(chunk.seconds) for chunk in stage) for stage in stages]
     return loads.index(max(loads))
 
 
-def _stages(clock: Clock) -> tuple[list[list[Chunk]], list[tuple[float, float]]]:
+def chunks(clock: Clock) -> tuple[list[list[Chunk]], list[tuple[float, float]]]:
     """The chunks of each stage, and `Clock.at_the_end` of it. Chunks that are alike are counted once."""
     run, counts, dense = clock.run, clock.run.chunk_layers, clock.run.dense_layers
     p, at_the_end, sent = run.mesh.pp, functools.cache(clock.at_the_end), functools.cache(clock.sent)

@@ -226,8 +226,8 @@ class Run:
     def exchanging(self) -> int:
         """Ranks of sp that exchange positions for heads: of usp as many as divide the heads of a device."""
         heads = self.config.num_heads if self.mesh.tp > self.config.num_kv_heads else self.kv_heads
-        some = math.gcd(max(1, heads // self.mesh.tp), self.mesh.sp)
-        return {"ulysses": self.mesh.sp, "usp": some}.get(self.context_parallel, 1)
+        shared = math.gcd(max(1, heads // self.mesh.tp), self.mesh.sp)
+        return {"ulysses": self.mesh.sp, "usp": shared}.get(self.context_parallel, 1)
 
     @property
     def imbalance(self) -> float:
@@ -260,7 +260,8 @@ class Run:
 
 
 def of_plan(config: ModelConfig, plan: Plan, chip: Chip, batch_size: int, seq_len: int) -> Run:
-    """The run that a plan of ours is."""
+    """The run that a plan of ours is: what its fields decide, not those that decide nothing."""
+    plan = plan.resolve(config, None)
     ranks, order = plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep, plan.pipeline
     alike = "mesh microbatches zero schedule tp_sequence context_parallel loss_chunks"
     fields: dict[str, Any] = {name: getattr(plan, name) for name in alike.split()}
@@ -276,6 +277,7 @@ def of_plan(config: ModelConfig, plan: Plan, chip: Chip, batch_size: int, seq_le
         tp_overlap=plan.tp_comm_overlap,
         zero_over_sp="sp" in plan.zero_axes,
         balanced=plan.sequence_order != "contiguous",
+        bits=32 if plan.dtype == "float32" and chip.link == "switch" else 16,  # TPUs read either as 16
         plan=plan,
         **fields,
     )

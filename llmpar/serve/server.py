@@ -46,8 +46,9 @@ LIMIT_S, READ_S, PREPARE_S, STUCK_S, GRACE_S, END_S = 600.0, 20, 10, 60, 5, 9
 """Seconds: for an answer; for a request to come, or a client that reads nothing; for a request to become
 tokens, its wait included; for a step, before ``/health`` says that it is stuck; for what runs when the server
 is asked to stop; and until the process ends then, whatever it does."""
-PLACES = 2
-"""Requests of a kind that become tokens at a time. Texts do not wait for conversations."""
+PLACES, MOST_WAITING = 2, 32
+"""Requests of a kind that become tokens at a time, and with those that wait for it. Texts do not wait for
+conversations."""
 WHOLE, FLAG, SOME = Allowed(int, 0, 2**31 - 1), Allowed(bool), Allowed(int, 0, BEST)
 BOTH = {"model": Allowed(str), "max_tokens": WHOLE, "stop": None, "seed": Allowed(int, 0, 2**32 - 1)}
 BOTH |= {"temperature": Allowed(float, 0, 100), "top_p": Allowed(float, 0, 1), "stream": FLAG}
@@ -263,12 +264,18 @@ class Api:
                         raise HTTPException(413, f"the body has more than {MOST_BYTES:,} bytes; ask for less")
         except TimeoutError:
             raise HTTPException(408, f"the body did not come within {READ_S} s") from None
-        future = self.lanes[kind].submit(Answer, self, kind, bytes(body))
+        if (waiting := len(self.preparing[kind])) >= MOST_WAITING:
+            words = f"{waiting} requests wait already to become tokens; come back later"
+            raise HTTPException(429, words, {"Retry-After": "1"})
+        future = self.lanes[kind].submit(self.prepared, kind, bytes(body))
+        body.clear()
         self.preparing[kind].add(future)
         future.add_done_callback(self.preparing[kind].discard)
         try:
             async with asyncio.timeout(PREPARE_S):
                 answer = await asyncio.wrap_future(future)
+            if isinstance(answer, HTTPException):
+                raise answer
             answer.tickets = self.thread.submit(answer.requests, answer.box)
             return answer
         except TimeoutError:
@@ -278,6 +285,16 @@ class Api:
             raise HTTPException(429, str(error), {"Retry-After": "1"}) from None
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
+
+    def prepared(self, kind: str, raw: bytes) -> Answer | HTTPException:
+        """What is to be answered, or a refusal: raised, its stack would keep all that was read."""
+        try:
+            return Answer(self, kind, raw)
+        except HTTPException as error:
+            status, why = error.status_code, error.detail
+        except ValueError as error:
+            status, why = 400, str(error)
+        return HTTPException(status, why)
 
     def read(self, kind: str, raw: bytes) -> dict[str, Any]:
         """What a body asks for. Refuses what is not known."""
@@ -338,10 +355,9 @@ class Api:
                 raise ValueError(f"prompt {json.dumps(x):.40} is neither a text nor a list of tokens")
         texts = [x for x in given if isinstance(x, str)]
         self._check_letters(max(map(len, texts), default=0))
-        made = (
-            [self.tokenizer.start_id, *x.tolist()] for x in (self.chat.encode_all(texts) if texts else ())
-        )
-        return [tuple(next(made) if isinstance(x, str) else x) for x in given]
+        made = iter(self.chat.encode_all(texts) if texts else ())
+        start = self.tokenizer.start_id
+        return [(start, *next(made).tolist()) if isinstance(x, str) else tuple(x) for x in given]
 
     def _check_letters(self, num: int) -> None:
         """Refuse a text that cannot fit, however good its tokens are: encoding it takes long."""
@@ -355,9 +371,8 @@ class Api:
             if isinstance(message, dict) and (more := message.keys() - {"role", "content"}):
                 raise ValueError(f"a message has '{min(more):.40}'; only role and content are read")
         if len(messages) > self.length:  # each has a token at least
-            raise ValueError(
-                f"{len(messages):,} messages do not fit into {self.length:,} positions; ask for less"
-            )
+            what = f"{len(messages):,} messages do not fit into {self.length:,} positions"
+            raise ValueError(f"{what}; ask for less")
         self._check_letters(sum(len(x["content"]) for x in check_messages(messages)))
         return tuple(self.chat.tokens(messages, most=self.length)[0].tolist())
 
@@ -514,7 +529,7 @@ class Server(uvicorn.Server):
         how: dict[str, Any] = {"limit_concurrency": MOST_CONNECTIONS, "timeout_graceful_shutdown": GRACE_S}
         how |= {"http": "h11", "ws": "none", "log_config": None, "log_level": "critical"}
         super().__init__(uvicorn.Config(app(api), lifespan="on", server_header=False, **how))
-        self.thread, self.say, self._idle = api.thread, say, dict[Any, int]()
+        self.api, self.thread, self.say, self._idle = api, api.thread, say, dict[Any, int]()
         self.last = threading.Timer(END_S, os._exit, [1])
 
     async def on_tick(self, counter: int) -> bool:
@@ -538,10 +553,12 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     def run(self, sockets: Any = None) -> None:
-        """Serve until a signal says stop."""
+        """Serve until a signal says stop. A second Ctrl-C does not wait."""
         try:
             super().run(sockets)
         finally:
+            if self.thread.is_alive():
+                self.api.close()
             self.last.cancel()
 
     async def shutdown(self, sockets: Any = None) -> None:

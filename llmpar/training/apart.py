@@ -40,7 +40,7 @@ class Apart:
     def __init__(self, tokenizer: Any, limit_s: float = CALL_S):
         self._name, self._limit_s = tokenizer.name, limit_s
         self._state = pickle.dumps((Chat(tokenizer), limit_s))
-        self._idle, self._all = list[Any](), set[Any]()
+        self._idle, self._all = (list[Any](), list[Any]()), set[Any]()
         self.close = weakref.finalize(self, _end, self._all)
 
     @functools.cached_property
@@ -58,8 +58,9 @@ class Apart:
         return [np.array(ids, np.int32) for ids in self._call("encode_all", texts)]
 
     def _call(self, name: str, *given: Any) -> Any:
+        idle = self._idle[name == "encode_all"]  # texts do not wait for a process that a template ended
         try:
-            process = self._idle.pop()
+            process = idle.pop()
         except IndexError:
             process = self._start()
         line = b""
@@ -71,7 +72,7 @@ class Apart:
             self._all.discard(process)
             _end([process])
             raise self._failed(process.returncode)
-        self._idle.append(process)
+        idle.append(process)
         reply = json.loads(line)
         if "refused" in reply:
             raise ValueError(reply["refused"])
@@ -80,8 +81,8 @@ class Apart:
     def _start(self) -> Any:
         begin = f"import sys; sys.path[:] = {[*map(str, sys.path)]}"
         line = [sys.executable, "-c", f"{begin}; from llmpar.training import apart; apart.answer()"]
-        pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-        pipes["stderr"] = None if os.environ.get("LLMPAR_TRACEBACK") else subprocess.DEVNULL  # type: ignore
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        pipes["stderr"] = None if os.environ.get("LLMPAR_TRACEBACK") else subprocess.DEVNULL
         alone = {"TOKENIZERS_PARALLELISM": "false"}  # its threads would count as memory
         process: Any = subprocess.Popen(line, **pipes, env=os.environ | alone)
         self._all.add(process)

@@ -103,7 +103,7 @@ class Chat:
     def _plain(self, messages: Sequence[Message], ask: bool) -> tuple[np.ndarray, np.ndarray]:
         texts = [text for message in messages for text in (f"{message['role']}\n", message["content"])]
         pieces, end = self.encode_all([*texts, *["assistant\n"] * ask]), [min(self.tokenizer.end_ids)]
-        parts, answers = [[self.tokenizer.start_id]], [False]
+        parts, answers = list[Any]([[self.tokenizer.start_id]]), [False]
         for i, message in enumerate(messages):
             parts += [pieces[2 * i], pieces[2 * i + 1], end]
             answers += [False, *[message["role"] == "assistant"] * 2]

@@ -114,7 +114,8 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("stream", "held_out"):
         if stream := settings[name]:
             corpus = stream.corpus
-            text = {"text": corpus.fingerprint, "tokenizer": corpus.tokenizer.identity["fingerprint"]}
+            text = {"text": f"{corpus.fingerprint} ({len(corpus.tokens):,} tokens)"}
+            text["tokenizer"] = corpus.tokenizer.identity["fingerprint"]
             settings[name] = text | {"part": stream.part, "config": stream.config}
     if keep := settings["checkpoints"]:
         settings["checkpoints"] = {"every": keep.every} | kept_in(keep.folder)

@@ -64,7 +64,7 @@ held = bars({"weights": 2}, "Weights alone, beside one H100")
 
 # %% [markdown]
 # The weights of all four models fit. The dashed line is what a program may use: of the card's 79 GiB JAX takes three quarters when it
-# starts, unless you tell it otherwise. All lessons draw this line. (1 GB is 1e9 bytes, 1 GiB is 2**30; the card is sold as "80 GB".)
+# starts, unless you tell it otherwise: 59.3 GiB. Lessons draw this line, and only 00 tells JAX to take 95 %. (1 GB is 1e9 bytes, 1 GiB is 2**30; the card is sold as "80 GB".)
 #
 # ## Predict: what does training hold besides?
 #
@@ -290,7 +290,7 @@ met("01.crossover", round(equal), "counted")
 # 1. Training holds 16 bytes per parameter before the first token.
 # 2. Activations grow with tokens; recomputation trades them for FLOPs.
 # 3. 6 FLOPs per parameter and token: 2 forward, 4 backward.
-# 4. Attention adds `12 l n h s` per token: little at 8,192 positions, most of it at a million.
+# 4. Attention adds `12 l n h s` per token: a fifth of the FLOPs at 8,192 positions, most of them at a million.
 # 5. Memory says how many devices you must have; FLOPs say how many you want.
 
 # %% tags=["plumbing"]

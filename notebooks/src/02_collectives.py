@@ -207,16 +207,18 @@ show(draw.arrow("s d +tp -> s/tp d", (512, 512), {"tp": 4}, itemsize=4))
 #
 # ## Below 7.5 MB you wait for the start, not for the bytes
 #
-# A collective needs some time to start (α), and then time for its bytes (at β bytes a second):
+# Each start costs α, and then come the bytes (at β bytes a second):
 #
 # $$ \text{time} = \alpha \cdot \text{starts} + \frac{\text{bytes sent}}{\beta} $$
 #
 # Simulated devices have no links. So this is the model of an H100, whose GPUs send 370 GB/s inside a node (one
-# machine with 8 GPUs) and 50 GB/s between nodes.
+# machine with 8 GPUs) and 50 GB/s between nodes. A ring would start 14 times. For small messages NCCL, the GPUs' library, uses a
+# **tree**: up and down, with 1 + log₂ 8 = 4 starts each.
 
 # %%
 h100, sizes = chip("h100"), [10**k for k in range(3, 10)]
-starts_s = 2 * h100.rates.start_s * (1 + np.log2(8))  # two laps; one more per doubling
+alpha = h100.rates.start_s
+starts_s = 2 * (1 + np.log2(8)) * alpha  # up the tree, and down
 
 
 def bytes_s(size, nodes):
@@ -228,6 +230,11 @@ apart = [starts_s + bytes_s(size, 8) for size in sizes]
 near = [starts_s + bytes_s(size, 1) for size in sizes]
 alone = [bytes_s(size, 1) for size in sizes]
 knee = starts_s / bytes_s(1.0, 1)  # where starts and bytes take equally long
+print(
+    f"8 starts of α = {alpha * 1e6:.1f} µs: {starts_s * 1e6:.1f} µs. The bytes of",
+    end=" ",
+)
+print(f"2 · 7/8 · {knee / 1e6:.1f} MB at 370 GB/s: {bytes_s(knee, 1) * 1e6:.1f} µs")
 
 # %% tags=["plumbing"]
 assert f"{knee / 1e6:.1f}" == "7.5" and round(apart[-1] / near[-1]) == 7
@@ -278,8 +285,8 @@ attempt("02.ring_gather", ring_gather)
 # %% [markdown]
 # ### Exercise (expert): the size at which bytes matter
 #
-# A ring all-reduce over 8 devices: each of its hops starts in 5 µs, and 450 GB/s leave a device. For which message, in
-# **bytes**, do starts and bytes take equally long?
+# No tree now: a *ring* all-reduce over 8 devices. Each of its 14 hops starts in 5 µs, and 450 GB/s leave a device. For which
+# message, in **bytes**, do starts and bytes take equally long?
 
 # %%
 size = ...

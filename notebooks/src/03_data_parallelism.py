@@ -571,7 +571,7 @@ for u in (1, 2, 4):
     print(f"{u:>12}   {time_text(waited):>10}   {waited / (u * sum(compute_s)):.1%}")
 
 # %% [markdown]
-# More replicas mean more tokens per step, and that is not free either: beyond the *critical batch* more tokens make a
+# More replicas mean more tokens per step, and that is not free either: beyond the *critical batch size* more tokens make a
 # step's gradient hardly better (McCandlish et al. 2018). That limit is about learning and is not computed here.
 #
 # ### Exercise (stretch): choose the bucket

@@ -134,7 +134,7 @@ attempt("04.stage3_bytes", bytes_at_stage_3, devices=N)
 show(draw.zero_strips())
 
 # %% [markdown]
-# For our 8B on 8 GPUs stage 1 is enough:
+# For this state of our 8B alone, stage 1 is enough on 8 GPUs:
 
 # %%
 bars = [(f"stage {stage}", held(stage)) for stage in range(4)]
@@ -344,7 +344,7 @@ print("stages 0 to 3: the same training, each array cut as its layout says")
 # %% [markdown]
 # ## What the compiled programs send
 #
-# 2Ψ is short for 2Ψ × 4 bytes × (N − 1)/N. (The loss is also sent, but it is one number.)
+# 2Ψ means: two messages of Ψ numbers, and a device sends (N − 1)/N of each. (The loss is one number more.)
 
 # %% tags=["plumbing"]
 expected_counts = {
@@ -396,8 +396,8 @@ for u in (1, 4):
     assert stage2 == stage1 if u == 1 else stage2 < stage1
 
 # %% [markdown]
-# Unlike in the bars above, llmpar keeps weights and gradients in float32 (the optimizer needs no copy then); activations are
-# counted; stage 2 cuts only after a whole microbatch. So only stage 3 fits.
+# The bars above had another recipe: 16-bit weights, no activations. llmpar keeps weights and gradients in float32 (4+4+8
+# bytes), and activations are counted; stage 2 cuts only after a whole microbatch. So only stage 3 fits.
 #
 # ## With microbatches stage 2 has a price
 #

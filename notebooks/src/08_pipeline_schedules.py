@@ -115,7 +115,7 @@ met("08.held", timetable(make("1f1b", 16, 64)).peak_live()[3], "simulated")
 # %% [markdown]
 # ### Exercise (core): write it down
 #
-# A schedule is text, with one line per stage: `F0` is the forward of microbatch 0, `B0` its backward, both halves. Write 1F1B for 3 stages and 4
+# A schedule is text, with one line per stage: `F0` is the forward of microbatch 0, `B0` its backward, both halves (or apart, `B0 W0`). Write 1F1B for 3 stages and 4
 # microbatches. How many forwards does each stage run before its first backward?
 
 # %%

@@ -415,7 +415,8 @@ print(
 #
 # Per layer and direction, 2·a·tokens·d elements (EP−1)/EP: dispatch and combine. And an expert sees only `a` of `e` of the tokens. So two
 # things that hide behind the work of a batch now need a batch e/a times as large: the sums of data parallelism (over the gradients of all
-# experts), and the reading of weights from memory.
+# experts), and the reading of weights from memory. For the second, a dense model needs the 295 tokens of lesson 16 (the *balance
+# batch* of an H100, by its data sheet), and experts e/a times as many (the **experts' balance batch**):
 
 # %%
 h100 = chip("h100")
@@ -429,7 +430,8 @@ for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"):
     print(f"{config.active_params / 1e9:5.1f} B active;", end=" ")
     print(f"4,096 tokens send {sent / 1e6:5.0f} MB a layer;")
     share = how.num_experts / how.top_k
-    print(f"{'':<14} e/a = {share:g}: {batch:,.0f} tokens to fill a matmul")
+    print(f"{'':<14} e/a = {share:g}: experts' balance batch {batch:,.0f} tokens")
+    assert round(batch / share) == 295
 assert formulas.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
 print("published: 128 experts, a = 4, H100 nodes on 400 GB/s: 79,200 tokens per GPU")
 print("before data parallelism hides (Scaling book)")

@@ -254,12 +254,19 @@ sent = verdicts({"the plan": run}, alone)
 #
 # ## What would faster links buy?
 #
-# The planner asks its question again with another machine. 0.90 would be a step in nine tenths of the time.
+# The planner asks its question again with another machine, and the same plan. × 2 are twice the tokens a second: a token takes half
+# of the time.
 
 # %%
 found = planner.document(answer)
+faster = {row["what"]: row["ratio"] for row in found["sensitivity"]}
 for row in found["sensitivity"]:
-    print(f"{row['what']:<26} a step takes {row['ratio']:.2f} of the time")
+    print(
+        f"{row['what']:<26} {row['tokens_per_s']:>7,.0f} tokens/s, × {row['ratio']:.2f}"
+    )
+assert faster["on h100"] > 2 and all(
+    faster[f"twice the {what}"] >= 1 for what in ("fast links", "network", "batch")
+)
 budget = planner.budget(question, best, tokens=1e12, price=2.0)
 print(f"1T tokens: {budget['days']:.0f} days,", end=" ")
 print(f"cost {budget['cost']:,.0f} at 2 a GPU hour")
@@ -349,12 +356,13 @@ attempt("11.data_sheet", factor)
 # ## Serving
 #
 # To **serve** is another question. The first token waits for the whole prompt, which computes. Every further token reads all
-# weights and all keys and values once, for little computing. So one decodes many sequences together: up to the **critical
-# batch**, where computing takes as long as reading.
+# weights and all keys and values once, for little computing. So one decodes many sequences together: up to the **reached
+# balance batch**, where a token's matmuls compute as long as they read their weights, both at the rates that are reached. By the data
+# sheet these are 295 sequences (the *balance batch* of lesson 16: FLOPs per second over bytes per second).
 
 # %%
 config, prompt, output = preset("llama3-8b"), 1024, 256
-print(f"critical batch {serving.critical_batch(config, h100):.0f} sequences")
+print(f"reached balance batch: {serving.critical_batch(config, h100):.0f} sequences")
 print("One H100; eight replicas make eight times the tokens:")
 for batch in (1, 4, 16, 64, 256):
     terms = serving.decode(config, h100, batch, prompt + output // 2)

@@ -153,7 +153,7 @@ attempt("13.lookup", layout_of_x)
 # %%
 x = jax.jit(lambda params, tokens: params["embed"][tokens])(params, tokens)
 met("13.lookup", from_type(x, "bsd"))
-MeshExplorer.of({"x": x})
+MeshExplorer.of({"x, b by d, of the first s": x[:, 0]})
 
 # %% tags=["plumbing"]
 if N > 1:
@@ -217,7 +217,7 @@ print(f"loss: {right:.5f} on one device, {value:.5f} on {N}")
 
 # %%
 x = jax.jit(lambda params, tokens: by_rows(params["embed"][tokens]))(params, tokens)
-MeshExplorer.of({"x": x})
+MeshExplorer.of({"x, b by d, of the first s": x[:, 0]})
 
 # %% [markdown]
 # ## A training step gains as much

@@ -112,7 +112,7 @@ for name, (requests, tokens) in PASSES.items():
 #
 # But it computes only 1/64 as much. In the time in which an H100 reads a byte it could do 295 FLOPs: 989 TFLOP/s by 3.35 TB/s. For
 # one request it does 1, and its matmul units wait. With 295 tokens in a pass, computing takes as long as reading the weights: this is
-# the *critical batch*. A long prompt has so many tokens. Decode needs so many requests.
+# the *balance batch*. A long prompt has so many tokens. Decode needs so many requests.
 #
 # ## Requests share weights, not caches
 #

@@ -148,7 +148,7 @@ show(draw.overlap(compute_s, comm_s, labels))
 # **Ask:** which piece can never hide? The last one: the first layers' gradients are ready when there is nothing left to compute.
 #
 # **Misunderstanding:** that more GPUs need a larger batch *per GPU* to hide. The threshold is per GPU and stays; it is the global
-# batch that grows, until it passes the critical batch and the extra rows teach little.
+# batch that grows, until it passes the critical batch size and the extra rows teach little.
 #
 # **Source:** C FLOP/s, β bytes/s of its links. Threshold C/β at published rates: Austin et al. 2025. With 8 ports of 400 Gb/s per node it is 2,500 between nodes.
 

@@ -15,7 +15,7 @@ where("ZeRO-1", "ZeRO-3, FSDP")
 # ## Sharded data parallelism: three levels
 #
 # A device reads most of its state once in a step. ZeRO cuts it over the replicas: **1** the optimizer, **2** and the
-# gradients, **3** and the weights. The line: what a program may use of an A100 with 40 GB.
+# gradients, **3** and the weights. Here 7.5 billion parameters on N = 64 devices. The line: what a program may use of an A100 with 40 GB.
 #
 # <footer>Rajbhandari et al. 2020 (ZeRO), table 1 · lesson <code>notebooks/04_zero</code></footer>
 

@@ -1,10 +1,10 @@
 # %% [markdown] tags=["slide"] minutes=3 section="Choosing"
 # ## Choose: legal, fits, fast
 #
-# Llama 3 8B on 16 H100s, 524,288 tokens a step. A loser names the term that made it slow. **Differences below the error say
+# Llama 3 70B on 64 A100s, 524,288 tokens a step. A loser names the term that made it slow. **Differences below 7 % say
 # nothing.**
 #
-# <footer>Dot: torchtitan, 500 W, December 2024 · <code>llmpar plan --devices 16 --batch-size 64</code> · lesson <code>notebooks/11_choose</code></footer>
+# <footer>Dot: torchtitan, 331 tokens/s and GPU · <code>llmpar plan --chip a100-80 --devices 64 --model llama3-70b</code> · lesson <code>notebooks/11_choose</code></footer>
 
 # %%
 import dataclasses
@@ -16,8 +16,8 @@ from llmpar.notation import parse_mesh
 from llmpar.predict import planner
 from llmpar.predict.hardware import chip
 
-H100 = chip("h100")
-question = planner.Question(preset("llama3-8b"), H100, 16, 64, 8192, share=H100.memory_share)
+A100 = chip("a100-80")
+question = planner.Question(preset("llama3-70b"), A100, 64, 64, 8192, share=A100.memory_share)
 assert 12 * question.config.num_params > question.room_bytes  # replicas alone cannot be
 SHOWN = {
     "products": "matmuls",
@@ -25,7 +25,8 @@ SHOWN = {
     "recomputation": "recomputation",
     "bubble": "bubble",
 }
-SHOWN |= {"tensor-parallel links": "tensor-parallel links"}
+SHOWN |= {"tensor-parallel links": "tensor-parallel links", "weights and gradients on links": "fsdp's links"}
+UNSEEN = 0.16  # tests/measured.md: a fit on some sources, on the runs of a source that it has not seen
 
 
 def estimated(mesh):
@@ -39,26 +40,30 @@ def folded(terms):
     return named | {"the rest": sum(terms.values()) - sum(named.values())}
 
 
-plans = {mesh: estimated(mesh) for mesh in ("fsdp=16", "fsdp=8 tp=2", "pp=2 tp=8")}
-assert planner.decide(question, keep=1).plans[0].plan.mesh == plans["fsdp=16"].plan.mesh
+plans = {mesh: estimated(mesh) for mesh in ("fsdp=16 tp=4", "fsdp=64", "pp=8 tp=8")}
 took = [plan.time.step_s for plan in plans.values()]
-assert took[1] / took[0] < 1 + planner.ERROR < took[2] / took[0]
-measured = {"fsdp=16": 64 * 8192 / 16 / 6667}
-assert 0.25 < 1 - took[0] / measured["fsdp=16"] < 0.3, "beyond the error: its cards were slower"
+limit = 1 + planner.ERROR
+assert took[0] < limit * planner.decide(question, keep=1).plans[0].time.step_s
+assert took[0] * limit < took[1] and took[1] * limit < took[2]
+measured = {"fsdp=64": 8192 / 331}  # one row of 8,192 tokens on each of 64 GPUs
+assert plans["fsdp=64"].time.terms["recomputation"] > 0, "as in the run: full recomputation"
+assert f"{took[1]:.1f} {measured['fsdp=64']:.1f}" == "25.1 24.7"
 rows = [(mesh, folded(plan.time.terms)) for mesh, plan in plans.items()]
-drawn = draw.time_bars(rows, error=planner.ERROR, measured=measured)
-show(drawn, f"Estimated seconds of a step, each ± {planner.ERROR:.0%}, and a measured run")
+drawn = draw.time_bars(rows, roles={"fsdp's links": "fsdp"}, error=UNSEEN, measured=measured)
+show(drawn, f"Estimated seconds of a step, each ± {UNSEEN:.0%}, and a measured run")
 
 # %% [markdown] tags=["notes"]
-# **Ask:** why not `dp=16`? 90 GiB of float32 state on each device, and 59 may be used.
+# **Ask:** why not `dp=64`? 788 GiB of float32 weights and moments on each device, and 59 may be used.
 #
-# **Ask:** which of the first two would you take? Nobody knows: they differ by less than the error. Measure both.
+# **Ask:** which would you take: `fsdp=16 tp=4` or another mesh within 7 % of it? Nobody knows. Measure both.
 #
 # **Misunderstanding:** that the seconds are promises. They compare plans; bytes and arguments are exact, and a compiler without the
-# cluster checks memory (`llmpar compile`). The dot is far behind the estimate: cards of 96 GB with slower memory, held to 500 of 700 W.
+# cluster checks memory (`llmpar compile`). The line below a bar is ± 16 %: what is missed on runs of a source that no constant was fitted
+# to, as this one. On sources that were fitted it is 7 %. Plans of one machine share most of the error, so their order is better known.
 #
 # **Source:** `llmpar.predict.planner`; `tests/measured.md` holds the model against 591 published runs, 7.3 % mean and 6.0 % median
-# error. The dot: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 1, 8 GPUs (6,514 on 128).
+# error; fitted on half of the sources, 16.4 % on the others. The dot: pytorch/torchtitan, docs/performance.md, 2024: 64 A100s of 80 GB,
+# FSDP over all, one row on each, full recomputation: 331 tokens a second and GPU, 24.7 s a step.
 
 # %% [markdown] tags=["slide"] minutes=2
 # ## Serving is another question
@@ -81,8 +86,8 @@ lines += [("each sequence", [1 / s for s in took], "other4", "s", False)]
 curves(lines, batches, "sequences at once on a GPU", "tokens per second", log=True, text="{:,.0f}".format)
 
 # %% [markdown] tags=["notes"]
-# **Ask:** what stops the batch? First the bound on a token's time, then memory for keys and values; beyond the critical batch
-# computing.
+# **Ask:** what stops the batch? First the bound on a token's time, then memory for keys and values; beyond the reached
+# balance batch (234 sequences: at reached rates a token's matmuls compute as long as they read their weights) computing.
 #
 # **Misunderstanding:** that the mesh of training serves best. There, tensor parallelism is for memory; here, it is for latency.
 #

@@ -37,7 +37,7 @@ llama, h100 = preset("llama3-8b"), chip("h100")
 
 def one_pass(tokens, sequences, behind):
     """Seconds of computing, of reading weights, and of reading keys and values."""
-    reading = serving.decode(llama, h100, 1, 1)["products"]  # far below the critical batch: it only reads
+    reading = serving.decode(llama, h100, 1, 1)["products"]  # far below the balance batch: it only reads
     keys = serving.decode(llama, h100, sequences, behind)["keys and values read"] if behind else 0.0
     return tokens * reading / serving.critical_batch(llama, h100), reading, keys
 

@@ -28,12 +28,14 @@ function sorted(value) {
   if (!value || typeof value !== "object") return value;
   return Object.fromEntries(Object.keys(value).sort().map((name) => [name, sorted(value[name])]));
 }
+const isObject = (value) => Boolean(value) && typeof value === "object" && !Array.isArray(value);
 const spelt = (value) => JSON.stringify(sorted(value));
 const belongs = (answer, state) => [answer.asked, answer.state].some((one) => spelt(one) === spelt(state));
 
 // A patch on a state: the plan's fields are set one by one, and null gives one back to the planner.
 function patched(state, patch) {
-  const fields = Object.entries({ ...state.fields, ...patch.fields }).filter(([, value]) => value !== null);
+  const had = isObject(state.fields) ? state.fields : {}; // of a mistyped address it may be anything
+  const fields = Object.entries({ ...had, ...patch.fields }).filter(([, value]) => value !== null);
   return { ...state, ...patch, ...(patch.fields && { fields: Object.fromEntries(fields) }) };
 }
 
@@ -192,6 +194,12 @@ function savePng(svg, name) {
   image.src = `data:image/svg+xml,${encodeURIComponent(svg)}`;
 }
 
+// What a panel shows: of a choice that stands above its picture what is chosen, else its heading.
+function named(panel) {
+  const select = panel.querySelector(".pic select"), words = select?.closest("label")?.firstChild.textContent;
+  return words ? `${words} ${select.selectedOptions[0].textContent}` : panel.firstChild.textContent;
+}
+
 // The first screen as one picture, in the light theme's own colours: not every program knows variables.
 function picture(root, { light: { ink, soft, paper } }, head, foot) {
   const out = [], text = (x, y, size, fill, said) =>
@@ -203,7 +211,8 @@ function picture(root, { light: { ink, soft, paper } }, head, foot) {
       const copy = svg.cloneNode(true), { width, height } = svg.viewBox.baseVal;
       copy.querySelector("style")?.remove();
       copy.removeAttribute("style");
-      text(x, y + 4, 13, ink, svg.closest(".panel").firstChild.textContent);
+      for (const button of copy.querySelectorAll("[data-live]")) button.remove();
+      text(x, y + 4, 13, ink, named(svg.closest(".panel")));
       copy.setAttribute("x", x);
       copy.setAttribute("y", y + 12);
       out.push(new XMLSerializer().serializeToString(copy));
@@ -282,7 +291,7 @@ function mount(doc, source, el) {
   function seek(delay = 0, asks = true) {
     clearTimeout(timer);
     mine = asks;
-    const here = [answer, ...stored].find((one) => one && belongs(one, state));
+    const here = [answer, ...stored].find((one) => one && !one.failed && belongs(one, state));
     if (here) receive(here);
     else expect(true);
     if (!asks || !source.ask || (here && source.page)) return; // a kernel hears of every state
@@ -335,6 +344,7 @@ function mount(doc, source, el) {
     moved = "";
     refresh();
     fields(answer.fields || []);
+    if (answer.refusal && find('.rest [data-kind="text"]')?.value) find(".rest").open = true; // what is refused is seen
     if (!kept) go(frame);
     if (!find(".panel.on:not([hidden])") && opens().length) turn(opens()[0].section.dataset.panel);
     seat();
@@ -479,11 +489,18 @@ function mount(doc, source, el) {
     if (unread) say(unread);
   }
 
-  const copy = (text) => (navigator.clipboard ? navigator.clipboard.writeText(text) : Promise.reject())
-    .then(() => say("copied"), () => say(`The browser allows no copying here: ${text}`));
+  const copy = (text, done = "copied") =>
+    (navigator.clipboard ? navigator.clipboard.writeText(text) : Promise.reject())
+      .then(() => say(done), () => say(`The browser allows no copying here: ${text}`));
   const name = doc.kind || "explorer";
   const actions = {
-    link: () => copy(location.href.replace(/#.*|$/s, `#${toHash(state, doc.state)}`)),
+    link: () => {
+      if (location.protocol !== "file:") return copy(location.href.replace(/#.*|$/s, `#${toHash(state, doc.state)}`));
+      if (doc.site) return copy(`${doc.site}#${toHash(state, {})}`); // whole: that page may start elsewhere
+      const hash = `#${toHash(state, doc.state)}`;
+      const where = "it goes behind the page's name in the address bar";
+      return copy(hash, `copied: the choice alone, ${hash}. This page is a file of yours: send it too; ${where}.`);
+    },
     code: () => copy(boxes.code.pic.textContent),
     cite: () => copy(cite()),
     png: () => savePng(still(), `${name}.png`),
@@ -537,7 +554,8 @@ function mount(doc, source, el) {
     }
     if (input.ariaInvalid) say("");
     input.removeAttribute("aria-invalid");
-    set(input.dataset.field ? { fields: { [c.name]: value } } : { [c.name]: value }, delay);
+    const patch = { [c.name]: value, ...(c.clears && { [c.clears]: "" }) };
+    set(input.dataset.field ? { fields: { [c.name]: value } } : patch, delay);
   }
 
   function count(input, by) {
@@ -716,6 +734,12 @@ export function python(script) {
   return { wake, again, ask, answering };
 }
 
+// What is shown where Python could not answer: no verdict of another state stays, and the next try asks again.
+function unanswered(state, message) {
+  const refusal = { why: `Python in this page gave no answer: ${message}`, steps: [] };
+  return { asked: state, state, failed: true, refusal, verdict: null, fields: [], panels: {}, numbers: {}, frames: [] };
+}
+
 // A page: its own Python, or only stored answers. Of the questions that wait, only the last is asked.
 export function start(doc, backend, el) {
   const address = doc.address ?? !document.querySelector("[data-explorer]"); // else the first one has the page's address
@@ -724,7 +748,7 @@ export function start(doc, backend, el) {
   const none = `${stores}, and none for this choice; a page that was saved whole, or a notebook, has all.`;
   const source = { page: true, address, state, answer: doc.answer, said };
   source.made = doc.live ? "computed in this page by llmpar itself, no network" : stores;
-  let wanted = null, busy = false, failed = "";
+  let wanted = null, busy = false;
   async function ask(state) {
     wanted = state;
     if (busy) return;
@@ -732,12 +756,11 @@ export function start(doc, backend, el) {
     while (wanted) {
       const now = wanted;
       wanted = null;
-      failed = "";
-      await backend.ask(now).then(app.receive, (why) => { failed = `Python in this page: ${why.message}`; });
+      await backend.ask(now).then(app.receive, ({ message }) => app.receive(unanswered(now, message)));
     }
     busy = false;
   }
-  source.waiting = () => (backend ? failed || backend.status || "" : none);
+  source.waiting = () => (backend ? backend.status || "" : none);
   if (backend) source.ask = ask;
   if (backend) source.more = (state) => backend.more(state).then(app.receive, () => {});
   source.save = document.getElementById("doc") && ((state, answer) => { // this page, with the present state
