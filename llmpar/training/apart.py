@@ -118,8 +118,9 @@ def answer() -> None:
     while call := _read():
         signal.setitimer(signal.ITIMER_PROF, limit_s)  # its signal ends the process, whatever it does
         try:
-            found = getattr(chat, call[0])
-            reply = json.dumps({"made": found(*call[1]) if callable(found) else found}, default=plain)
+            value = getattr(chat, call[0])
+            value = value(*call[1]) if callable(value) else value
+            reply = json.dumps({"made": value}, default=plain)
         except ValueError as error:
             reply = json.dumps({"refused": str(error)})
         except MemoryError:

@@ -90,7 +90,7 @@ class Chat:
         for first, last in itertools.pairwise([0, *seams, len(text)]):
             part = text[first:last]
             specials = re.finditer(f"{MARK}(?:{self._spelled}){MARK}|{self._spelled}", part)
-            cuts = [found.start() for found in specials if found[0] in self._parting]
+            cuts = [match.start() for match in specials if match[0] in self._parting]
             yield from (part[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(part)]))
 
     def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
@@ -116,9 +116,9 @@ class Chat:
 
     def _render(self, messages: Sequence[Message], ask: bool) -> str:
         template, written = self._template, ""
-        how: dict[str, Any] = {"messages": messages, "add_generation_prompt": ask}
+        names: dict[str, Any] = {"messages": messages, "add_generation_prompt": ask}
         try:
-            for piece in template.generate(self.tokenizer.special, **how):
+            for piece in template.generate(self.tokenizer.special, **names):
                 written += piece
                 if len(written) > MOST_LETTERS:
                     raise ValueError(f"it writes more than {MOST_LETTERS:,} letters")
