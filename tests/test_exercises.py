@@ -359,18 +359,18 @@ def test_a_first_miss_is_answered_by_no_formula_and_by_no_solution(name):
 
 
 def test_a_miss_goes_on_where_the_hints_were(capsys):
-    def said(ask, *given):
+    def printed(ask, *given):
         ask("03.bucket", *given)
         return " ".join(capsys.readouterr().out.split())
 
     first, second, formula = exercises.find("03.bucket").hints()
     miss = '03.bucket (stretch): not yet. {} hint("03.bucket") says more.'
-    assert said(exercises.attempt, 5) == miss.format(first)
-    assert said(exercises.hint) == f"03.bucket, hint 2 of 3: {second}"
-    assert said(exercises.attempt, 7) == miss.format(second)
-    assert f"hint 3 of 3: {formula}" in said(exercises.hint)
-    assert formula not in said(exercises.attempt, 9) and formula in said(exercises.hint)
-    assert said(exercises.attempt, 2).startswith("03.bucket (stretch): correct. ")
+    assert printed(exercises.attempt, 5) == miss.format(first)
+    assert printed(exercises.hint) == f"03.bucket, hint 2 of 3: {second}"
+    assert printed(exercises.attempt, 7) == miss.format(second)
+    assert f"hint 3 of 3: {formula}" in printed(exercises.hint)
+    assert formula not in printed(exercises.attempt, 9) and formula in printed(exercises.hint)
+    assert printed(exercises.attempt, 2).startswith("03.bucket (stretch): correct. ")
 
 
 def test_what_is_said_fits_a_notebook_and_keeps_its_words(capsys):

@@ -77,8 +77,8 @@ def attempt(name: str, answer: Any, **given: Any) -> None:
     GIVEN[name] = given
     verdict = exercise.judge(answer, TOLD[name])
     blank, nudged = verdict == NOT_ATTEMPTED, exercise.nudge(TOLD[name]) in verdict
-    said = f'; hint("{name}") helps' * blank + f' hint("{name}") says more.' * nudged
-    say(f"{name} ({exercise.level}): {verdict}{said}")
+    more = f'; hint("{name}") helps' * blank + f' hint("{name}") says more.' * nudged
+    say(f"{name} ({exercise.level}): {verdict}{more}")
     TOLD[name] += nudged
     if blank:
         return

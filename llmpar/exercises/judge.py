@@ -275,7 +275,7 @@ def not_asked(answer: Any, asked: Any) -> str:
     return f"{kind(asked).capitalize()}{of} is asked for, and this is {kind(answer)}{shown}.{alone}"
 
 
-def as_meant(answer: Any, right: Any, asked: Exercise) -> Any:
+def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
     """Read an answer as what alone it can mean: an array as a list, numbers and names that are given as text,
     or as JAX writes them."""
     if isinstance(answer, str) and isinstance(right, list | tuple) and "," in answer:
@@ -287,11 +287,11 @@ def as_meant(answer: Any, right: Any, asked: Exercise) -> Any:
         left, other = right.keys() - meant.keys(), meant.keys() - right.keys()
         if len(left) == len(other) == 1:  # as an older copy of the lesson calls it
             meant[left.pop()] = meant.pop(other.pop())
-        return {name: as_meant(part, right.get(name), asked) for name, part in meant.items()}
+        return {name: as_meant(part, right.get(name), exercise) for name, part in meant.items()}
     if isinstance(answer, list | tuple) and isinstance(right, list | tuple) and len(answer) == len(right):
-        return [as_meant(part, other, asked) for part, other in zip(answer, right, strict=True)]
+        return [as_meant(part, other, exercise) for part, other in zip(answer, right, strict=True)]
     if isinstance(answer, str) and kind(right) == "a number":
-        return as_number(answer, right, asked)
+        return as_number(answer, right, exercise)
     return as_text(answer, right) if isinstance(right, str) else answer
 
 
@@ -323,27 +323,27 @@ def as_text(answer: Any, right: str) -> Any:
     return answer
 
 
-def as_number(text: str, right: Any, asked: Exercise) -> Any:
+def as_number(text: str, right: Any, exercise: Exercise) -> Any:
     """Read a number as people write it: with commas, with its unit, or as a formula of what is given. In
     another unit than the one asked for it may be rounded. What cannot be read stays text."""
     unit = re.sub(r"^[-+~≈\d,._/ ]*(e[-+]?\d+)? *", "", text.strip())
     number = text.strip().removesuffix(unit).strip(" ~≈")
     if re.fullmatch(r"[-+]?[1-9]\d{0,2}([, ]\d{3})+(\.\d*)?", number):
         number = re.sub("[, ]", "", number)
-    unit, sizes = SPELLINGS.get(unit, unit.lower() if len(unit) > 3 else unit), {"": 1, **asked.sizes()}
+    unit, sizes = SPELLINGS.get(unit, unit.lower() if len(unit) > 3 else unit), {"": 1, **exercise.sizes()}
     with contextlib.suppress(ValueError, ArithmeticError, KeyError):
         size = sizes[unit if unit in sizes else unit + "s"]
         given = float(Fraction(number) if "/" in number else number) * size
         return right if size != 1 and same(given, right, 0.01) else given
     formula = r"(?:[\w *+/()-]|\.(?=\d)|(?<=\d)\.){1,200}"
     if re.fullmatch(formula, text) and re.search(r"\w *[*+/-]", text):
-        devices = [asked.given[name] for name in ("devices", "ranks") if name in asked.given]
-        names = {**asked.given, **dict.fromkeys("nN" * bool(devices), *devices)}
-        names = {name: float(value) for name, value in names.items() if kind(value) == "a number"}
+        devices = [exercise.given[name] for name in ("devices", "ranks") if name in exercise.given]
+        names = {**exercise.given, **dict.fromkeys("nN" * bool(devices), *devices)}
+        names = {name: float(number) for name, number in names.items() if kind(number) == "a number"}
         floats = re.sub(r"(?<![\w.])\d+(?![\w.])", r"\g<0>.0", text)  # which end, where 9**9**9 would not
         with contextlib.suppress(OverflowError):
-            found = read(floats, right, names)
-            return found if kind(found) == "a number" else text
+            value = read(floats, right, names)
+            return value if kind(value) == "a number" else text
     return text
 
 
