@@ -257,14 +257,19 @@ def test_who_is_no_process_0_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(joined, "GREETING_S", 0.2)
     for words in (b"", b"HTTP/1.1 400 Bad Request\r\n"):
         with socket.create_server(("127.0.0.1", 0)) as other:
-            answer = threading.Thread(target=lambda: (line := other.accept()[0]).sendall(words) or line)  # noqa: B023
-            answer.start()
+
+            def answer():
+                with other.accept()[0] as line:
+                    line.sendall(words)  # noqa: B023
+                    while line.recv(999):
+                        pass
+
+            stranger = threading.Thread(target=answer)
+            stranger.start()
             port = other.getsockname()[1]
             told = refusal(place(coordinator=f"127.0.0.1:{port}", num_local=2), wait_s=20)
-            answer.join()
-        assert told.startswith(
-            f"who listens at 127.0.0.1:{port} is no process 0 that waits for process 1: it is"
-        )
+            stranger.join()
+        assert told.startswith(f"who listens at 127.0.0.1:{port} is no process 0 that waits for process 1")
 
 
 def test_a_process_that_was_started_again_may_come_again():

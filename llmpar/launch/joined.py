@@ -229,7 +229,8 @@ def _gather(place: Place, bind: str | None, wait_s: float) -> None:
                 line = stack.enter_context(server.accept()[0])
                 line.settimeout(GREETING_S / 2)
                 line.sendall(GREETING)
-                number, num, who = json.loads(line.makefile("rb").readline(999))
+                with line.makefile("rb") as words:
+                    number, num, who = json.loads(words.readline(999))
                 line.setblocking(False)
                 if why := _contradiction(place, people, lines, number, num, who):
                     answer, until = answer or f"1 {why}", min(until, time.monotonic() + GREETING_S / 2)
@@ -278,13 +279,14 @@ def _greet(place: Place, line: socket.socket, wait_s: float) -> str:
     it has gone, ValueError where it is somebody else."""
     line.settimeout(min(GREETING_S, wait_s))
     line.sendall(json.dumps([place.process_id, place.num_processes, _who()]).encode() + b"\n")
-    words, greeting = line.makefile("rb"), b"?"
-    with contextlib.suppress(TimeoutError):
-        greeting = words.readline(len(GREETING))
-    if greeting == GREETING:
-        line.settimeout(wait_s)
-        if answer := words.readline(9999):
-            return answer.decode().strip()
+    greeting = b"?"
+    with line.makefile("rb") as words:
+        with contextlib.suppress(TimeoutError):
+            greeting = words.readline(len(GREETING))
+        if greeting == GREETING:
+            line.settimeout(wait_s)
+            if answer := words.readline(9999):
+                return answer.decode().strip()
     if greeting in (b"", GREETING):
         raise ConnectionError("it closed the connection")
     other = f"who listens at {place.coordinator} is no process 0 that waits for process {place.process_id}"
