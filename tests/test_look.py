@@ -5,6 +5,7 @@ all-reduce; a permute all of it. float32 has 4 bytes.
 """
 
 import functools
+import itertools
 import json
 import re
 import time
@@ -348,12 +349,18 @@ COMMANDS_REFUSED = {
 
 
 def test_a_helper_that_jax_keeps_names_the_lines_of_each_program():
-    """The jaxpr of a jitted helper has the lines of the program that called it first."""
-    first = lambda x: jnp.take(x, 3, axis=0)
-    second = lambda x: jnp.take(x, 3, axis=0)
-    for f in (first, second):
-        found = look(f, lie((16, 4), "X"))
-        assert found.rows and {row["source"] for row in found.rows} == {known(f)}
+    """What takes a loop's turns out of an array has the lines of the loop that was lowered first."""
+    turns = lambda x: lax.scan(lambda c, x: (c + x, None), jnp.zeros(4), x)[0]
+    first = lambda x: turns(x) + 1
+    loop = lambda x: lax.scan(lambda c, x: (c + x, None), jnp.zeros(4), x)[0]
+    found = [look(f, X) for f in (first, loop, loop)]
+    sources = [{row["source"] for row in one.rows} for one in found]
+    assert sources == [{known(turns)}, {known(loop)}, {known(loop)}]
+    assert not any("may stand for" in note for one in found for note in one.notes)
+    two = look(lambda x: loop(x) + turns(2 * x), X).notes  # which of them, no text shows
+    assert any(
+        f"{a} may stand for {b}" in str(two) for a, b in itertools.permutations(map(known, (loop, turns)))
+    )
 
 
 def known(f):

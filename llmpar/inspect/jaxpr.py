@@ -71,10 +71,14 @@ def _named_collectives(kind: str, eqn: Any, sizes: dict[str, int], source: str) 
         yield Collective(kind, axes, group_size, 1, sent, dtype, aval.shape, source)
 
 
+LOOPS = "loops"
+
+
 def kept_lines(jaxpr: Any) -> dict[str, set[str]]:
     """Gives for each line that a jaxpr names the lines that it stands for: itself, or this program's calls.
-    JAX keeps the jaxpr of a jitted helper, with the lines of the program that called it first."""
-    found = dict[str, set[str]]()
+    JAX keeps the jaxpr of a jitted helper, with the lines of the program that called it first. What it makes
+    of a loop when that is lowered, it keeps too, and no jaxpr shows it: `LOOPS` gives all loops' lines."""
+    found: dict[str, set[str]] = {LOOPS: set()}
 
     def walk(jaxpr: Any, helper: str, call: str) -> None:
         for eqn in jaxpr.eqns:
@@ -84,6 +88,8 @@ def kept_lines(jaxpr: Any) -> dict[str, set[str]]:
             line = innermost(places)
             kept = bool(own and line) and not innermost(places[: own[0] + 1])  # a caller's, not the helper's
             found.setdefault(line, set()).add(line := call if kept else line)
+            if eqn.primitive.name in ("scan", "while"):
+                found[LOOPS].add(line)
             name = eqn.params.get("name")
             inside = (name, line) if isinstance(name, str) else (helper, call)
             for inner in _inner(eqn):

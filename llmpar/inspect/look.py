@@ -31,7 +31,7 @@ from llmpar.inspect.census import (
 )
 from llmpar.inspect.explain import cut_as, explain
 from llmpar.inspect.hlo import CALLS, Op, integers, parsed
-from llmpar.inspect.jaxpr import kept_lines, unchecked
+from llmpar.inspect.jaxpr import LOOPS, kept_lines, unchecked
 from llmpar.inspect.links import links
 from llmpar.inspect.roofline import product_flops
 from llmpar.inspect.shardings import PACKED, _leaves
@@ -281,8 +281,11 @@ def _of_text(text: str, mesh: Any = None) -> Look:
 
 
 def _read(text: str, mesh: Any, notes: list[str], lines: dict[str, set[str]]) -> Look:
-    """Reads what text says. A line of it stands for one of those in ``lines``, if it is there."""
-    one = {line: [*meant][0] for line, meant in lines.items() if len(meant) == 1}
+    """Reads what text says. ``lines`` are what `kept_lines` gives, if anything is known."""
+    loops, real = lines.get(LOOPS, set()), lambda line: lines and line and not line.startswith("argument ")
+    kept = lambda line: loops if line in loops else lines.get(line, loops)
+    meant = lambda c: kept(c.source) if real(c.source) else {c.source}
+    at = lambda c: min(meant(c)) if len(meant(c)) == 1 else c.source
     module, notes = parsed(text), notes + [LAST] * ("is_scheduled=true" in text[: text.find("\n")])
     if module.devices == 1:
         mesh = None
@@ -292,9 +295,10 @@ def _read(text: str, mesh: Any, notes: list[str], lines: dict[str, set[str]]) ->
     between = {a: row["link"] for a, row in links(mesh).items()} if isinstance(mesh, Mesh) else {}
     rows = dict[tuple, dict[str, Any]]()
     for c in census_hlo(text, mesh) if mesh else []:
-        if len(lines.get(c.source, ())) > 1:
-            notes = [*notes, f"{c.source} may stand for {', '.join(sorted(lines[c.source] - {c.source}))}"]
-        c = replace(c, source=one.get(c.source, c.source))
+        if len(meant(c)) != 1:
+            other = " or ".join(sorted(meant(c) - {c.source})) or "another of this program"
+            notes = [*notes, f"{c.source} may stand for {other}: JAX keeps lines with what it makes of them"]
+        c = replace(c, source=at(c))
         link = "; ".join(dict.fromkeys(between[a] for a in c.axes if a in between))
         what: dict[str, Any] = {"source": c.source, "arrow": c.arrow or c.moves, "collective": c.kind}
         what |= {"axes": c.axes, "per_turn": c.per_turn, "conditional": c.conditional, "link": link}
@@ -316,7 +320,7 @@ def _read(text: str, mesh: Any, notes: list[str], lines: dict[str, set[str]]) ->
     inner = (f"{op.kind} {op.attrs}" for ops in module.computations.values() for op in ops.values())
     hidden = Counter(name for words in inner for name in re.findall(HIDDEN, words))
     notes += [f"not counted: what {name} (×{n}) does inside" for name, n in hidden.items()] + module.uncounted
-    said = lambda c: f"{one.get(c.source, c.source) or '(the partitioner)'} {c.kind} {','.join(c.axes)}"
+    said = lambda c: f"{at(c) or '(the partitioner)'} {c.kind} {','.join(c.axes)}"
     pairs = dict.fromkeys((said(a), said(b)) for a, b in (unordered(text, mesh) if mesh else []))
     name, sizes = re.sub("^_lambda_?$", "<lambda>", module.name), dict(mesh.shape) if mesh else {}
     ordered = sorted(rows.values(), key=lambda row: -row["bytes_sent"])
