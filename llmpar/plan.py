@@ -188,9 +188,10 @@ class Plan(Execution):
         and `Resolved.said` says so. Without a model, heads suit the mesh; without a platform, ``auto`` stays
         and means what accelerators do. Refuses what the platform cannot do."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Plan)}
+        if config is not None:
+            given["mesh"] = self._inner_axes(config)
         plan = Resolved(**given, asked=self, config=config, devices=platform)
         if config is not None:
-            plan = dataclasses.replace(plan, mesh=self._inner_axes(config))
             while idle := refusals.idle(plan):  # a field without effect may leave another without any
                 default: dict[str, Any] = {name: DEFAULTS[name] for name in idle}
                 said = (*plan.said, *refusals.idle_words(self, idle))
