@@ -298,21 +298,20 @@ def test_questions_without_an_answer_are_refused(options, sentence):
         planner.decide(question(**options))
 
 
-def test_the_405b_on_16384_in_seconds_and_without_jax():
+def test_the_405b_on_16384_prices_few_plans_and_needs_no_jax():
     code = """
-import dataclasses, sys, time
+import dataclasses, sys
 from llmpar.config import preset
 from llmpar.predict import planner, hardware
-begin = time.process_time()
 q = planner.Question(preset("llama3.1-405b"), hardware.chip("h100"), 16384, 2048, 8192)
-best = planner.decide(q).plans[0].time.step_s
-took = time.process_time() - begin
+answer = planner.decide(q)
 published = planner.decide(dataclasses.replace(q, fixed={"pp": 16, "fsdp": 128, "tp": 8}))
-print(took, best, published.plans[0].time.step_s, "jax" in sys.modules)
+times = [one.plans[0].time.step_s for one in (answer, published)]
+print(answer.num_priced, *times, "jax" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    took, best, published, jax = done.stdout.split()
-    assert float(took) < 10 and jax == "False"
+    priced, best, published, jax = done.stdout.split()
+    assert int(priced) < 3000 and jax == "False"
     assert float(published) <= 1.10 * float(best)
 
 
