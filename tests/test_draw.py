@@ -446,7 +446,9 @@ def test_png_has_the_size_of_the_scene(name, tmp_path):
     scene = CASES[name]()
     data = to_png(scene)
     scene.save(tmp_path / "x.png")
-    assert data == (tmp_path / "x.png").read_bytes() == scene._repr_png_()
+    saved, shown = Image.open(tmp_path / "x.png"), Image.open(io.BytesIO(data))
+    assert saved.text == {"Software": "llmpar"} and data == scene._repr_png_()
+    assert saved.convert("RGB").tobytes() == shown.convert("RGB").tobytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert (int.from_bytes(data[16:20]), int.from_bytes(data[20:24])) == (2 * scene.width, 2 * scene.height)
 

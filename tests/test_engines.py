@@ -18,7 +18,7 @@ from llmpar.cli.commands import parse
 from llmpar.cli.weights import from_folder
 from llmpar.config import preset, to_hugging_face
 from llmpar.hugging_face import QUANTIZED
-from llmpar.launch import joined, local, traps
+from llmpar.launch import jobs, joined, local, traps
 from llmpar.launch.engines import Place, detect, first_host, port_of, tasks_on
 from llmpar.launch.jobs import ENGINES, Job, Site, job_file
 
@@ -603,7 +603,8 @@ def test_a_server_takes_the_sizes_that_its_weights_and_cache_need(tmp_path, monk
     assert "--tensor-parallel-size 2" in out and "--dtype float32" in out and "32.1 GB in float32" in err
     launch("ray", *asked[1:], export_of(tmp_path / "ray"))
     out, err = capsys.readouterr()
-    assert out.splitlines()[-1].startswith("exec vllm serve") and "executor-backend ray --host" in out
+    *_, last, mark = out.splitlines()
+    assert last.startswith("exec vllm serve") and "executor-backend ray --host" in out and mark == jobs.MARK
 
 
 def test_quantized_weights_take_what_their_files_have(tmp_path, monkeypatch, capsys):

@@ -501,6 +501,7 @@ VERDICTS = [  # what someone answered, what the verdict says, and what it does n
     ("00.groups_across_hosts", lambda sizes, axis, per: sizes, "A number is asked for, and this is a dict"),
     ("07.uneven", lambda costs, m: print(end=""), "A number is asked for, and this is None"),
     ("07.tied", {"all": 1, "two": 2}, "names asked for are all stages, .*; yours are all, two"),
+    ("04.stage3_bytes", "9**9**9**9", "A number is asked for, and this is text"),
 ]
 SPELT = [line.split(" | ") for line in (ROOT / "tests" / "verdicts.txt").read_text().splitlines()]
 
