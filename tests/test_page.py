@@ -340,16 +340,16 @@ def test_a_small_page_needs_no_python_to_show_what_is_one_click_away(opened, tmp
 def test_an_answer_that_raises_is_told_and_the_next_one_comes(saved, opened):
     """And the verdict of before does not stand above it."""
     shown = opened(saved("mesh"))
-    assert shown.locator(".verdict .good").count() == 1
+    assert shown.locator(".verdict .unsure").count() == 1
     shown.evaluate("llmpar.doc.kind = 'none'")
     assert ask(shown, [dict(MESH.state)])[0].startswith("Error: KeyError")
     shown.locator('[data-name="batch_size"]').fill("32")
     shown.locator(".verdict .refused").wait_for()
     assert "gave no answer: KeyError: 'none'" in shown.locator(".why").inner_text()
-    assert shown.locator(".verdict .good").count() == 0 and shown.locator(".lpx.kept svg").count() > 3
+    assert shown.locator(".verdict .unsure").count() == 0 and shown.locator(".lpx.kept svg").count() > 3
     shown.evaluate("llmpar.doc.kind = 'mesh'")
     assert ask(shown, [dict(MESH.state)])[0]["asked"] == MESH.state
     shown.evaluate("location.hash = 'fields=[]&own_chips={\"x\":1}'")
     shown.locator(".why", has_text="fields is []; use an object").wait_for()
     shown.locator(".step").click()
-    shown.locator(".verdict .good").wait_for()
+    shown.locator(".verdict .unsure").wait_for()

@@ -498,6 +498,7 @@ function mount(doc, source, el) {
       if (location.protocol !== "file:") return copy(location.href.replace(/#.*|$/s, `#${toHash(state, doc.state)}`));
       if (doc.site) return copy(`${doc.site}#${toHash(state, {})}`); // whole: that page may start elsewhere
       const hash = `#${toHash(state, doc.state)}`;
+      if (hash === "#") return say("This page is a file of yours, and holds this choice: send the file.");
       const where = "it goes behind the page's name in the address bar";
       return copy(hash, `copied: the choice alone, ${hash}. This page is a file of yours: send it too; ${where}.`);
     },
@@ -765,7 +766,10 @@ export function start(doc, backend, el) {
   if (backend) source.more = (state) => backend.more(state).then(app.receive, () => {});
   source.save = document.getElementById("doc") && ((state, answer) => { // this page, with the present state
     const copy = document.documentElement.cloneNode(true), own = JSON.stringify({ ...doc, state, answer });
-    for (const one of copy.querySelectorAll("[data-explorer]")) one.replaceChildren();
+    for (const one of copy.querySelectorAll("[data-explorer]")) {
+      one.replaceChildren();
+      one.removeAttribute("data-explorer"); // else it would take itself for another one, before it
+    }
     copy.querySelector("#doc").textContent = own.replaceAll("<", "\\u003c");
     download(`${doc.kind}.html`, "text/html", `<!doctype html>${copy.outerHTML}`);
   });
