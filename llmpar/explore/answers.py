@@ -133,7 +133,7 @@ def verdict(seen: Look) -> dict:
         rates = f"{rounded(found['tokens_per_s']):,.0f} tokens/s · {100 * rounded(found['mfu']):.0f} % MFU"
         rest = banded(f"{time_text(found['step_s'])} a step · {rates}, each", planner.UNSEEN_ERROR)
         names = ", then to ".join(f"{name} ({time_text(seconds)})" for name, seconds in most)
-    line = f"Most time goes to {names}. {q.capacity_words[0].upper()}{q.capacity_words[1:]}."
+    line = f"Most time goes to {names}. {q.capacity_sum[0].upper()}{q.capacity_sum[1:]}."
     return out | {"rest": rest, "line": line, "steps": steps(seen)}
 
 

@@ -82,11 +82,15 @@ class Question:
     @property
     def capacity_words(self) -> str:
         """The capacity, and why it is that much."""
+        return f"{self.capacity_sum}, since temporaries are an estimate"
+
+    @property
+    def capacity_sum(self) -> str:
+        """The capacity, and what it is made of."""
         how, whole = f"{hardware.MEMORY_SHARES[0]}={self.share:g}", self.chip.usable_hbm_gib
         how = "JAX's default" if self.share == self.chip.memory_share else how
         part = f"{self.taken:.0%} of {whole:.1f} by {how}" if self.taken < 1 else f"all {whole:.1f}"
-        left = f"less {MARGIN:.0%}, since temporaries are an estimate"
-        return f"a program may take {self.capacity_bytes / GIB:.1f} GiB: {part}, {left}"
+        return f"a program may take {self.capacity_bytes / GIB:.1f} GiB: {part}, less {MARGIN:.0%}"
 
     @property
     def platform(self) -> str:
