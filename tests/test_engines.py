@@ -284,10 +284,11 @@ def test_a_process_that_was_started_again_may_come_again():
             break
         time.sleep(0.02)
     others = [
-        threading.Thread(target=joined.check, args=(i, 20)) for i in (two, place(2, one.coordinator, 3))
+        threading.Thread(target=joined.check, args=(i, 20)) for i in (place(2, one.coordinator, 3), two)
     ]
-    for thread in others:
+    for thread in others:  # the last one comes after all numbers have been seen once
         thread.start()
+        time.sleep(0.5)
     for thread in (gathering, *others):
         thread.join(20)
         assert not thread.is_alive()

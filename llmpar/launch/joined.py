@@ -223,7 +223,7 @@ def _gather(place: Place, bind: str | None, wait_s: float) -> None:
         except OSError:
             check(place, wait_s)  # another process 0 was faster
             raise
-        while (answer or len(people) < place.num_processes) and (left := until - time.monotonic()) > 0:
+        while (answer or _missing(place, lines)) and (left := until - time.monotonic()) > 0:
             server.settimeout(left)
             with contextlib.suppress(OSError, ValueError, TypeError):  # who only looks whether one listens
                 line = stack.enter_context(server.accept()[0])
@@ -236,9 +236,8 @@ def _gather(place: Place, bind: str | None, wait_s: float) -> None:
                     answer, until = answer or f"1 {why}", min(until, time.monotonic() + GREETING_S / 2)
                 people[number] = who
                 lines.append((number, line))
-        if not answer and len(people) < place.num_processes:
-            missing = numbers_of([i for i in range(place.num_processes) if i not in people])
-            answer = f"{FAILED} {_late(place, wait_s)}; missing: {missing}"
+        if not answer and (missing := _missing(place, lines)):
+            answer = f"{FAILED} {_late(place, wait_s)}; missing: {numbers_of(missing)}"
         for _, line in lines:
             with contextlib.suppress(OSError):
                 line.sendall(f"{answer}\n".encode())
@@ -258,10 +257,19 @@ def _contradiction(place: Place, people: dict, lines: list, number: int, num: in
     return ""
 
 
+def _missing(place: Place, lines: list[tuple[int, socket.socket]]) -> list[int]:
+    """The numbers of the processes that have not come, or have gone again."""
+    here = {0} | {number for number, line in lines if not _is_gone(line)}
+    return [number for number in range(place.num_processes) if number not in here]
+
+
 def _is_gone(line: socket.socket) -> bool:
-    with contextlib.suppress(BlockingIOError):
+    try:
         return not line.recv(1, socket.MSG_PEEK)
-    return False
+    except BlockingIOError:
+        return False
+    except OSError:  # it was reset
+        return True
 
 
 def _who() -> str:
