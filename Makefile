@@ -95,7 +95,7 @@ test-processes: $(STAMP)
 
 # The default tests without a lesson.
 test-fast: lint
-	$(PYTEST) $(TESTS) -m "not (lessons or browser or compilers or processes or full or engines)"
+	$(PYTEST) $(TESTS) -m "not (lessons or browser or compilers or processes or nightly or full or engines)"
 
 # All that the default tests sample: every mesh, ZeRO stage and reading, in parts: make test-full PART=1/8, … PART=8/8.
 # tests/full_runs.md tells when each part ran last.

@@ -36,7 +36,7 @@ os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *SIMULATED)
 # as llmpar.mesh.use_devices does: no deadlock of simulated devices
 os.environ |= dict.fromkeys(("NPROC", "PJRT_NPROC"), str(4 * DEVICES))
 os.environ["JAX_PLATFORMS"] = PLATFORM
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".jax_cache")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("LLMPAR_TEST_CACHE", str(ROOT / ".jax_cache"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
