@@ -92,24 +92,13 @@ class Train:
         if self.from_ is not None and begin is None:
             command, begin = self.taken_from(self.from_)
             return command.run(begin)
-        options.check_range("seed", self.seed, 0, MAX_SEED)
-        if not 0 <= self.stuck_after < math.inf:
-            raise ValueError(f"stuck_after is {self.stuck_after}; use seconds, or 0 to wait for ever")
-        if self.checkpoints is None and changed(self, ("every", "anyway")):
-            raise ValueError("--every and --anyway are about --checkpoints, which is not given")
-        traced = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile or "")
-        first, last = (int(traced[1]), int(traced[2])) if traced else (0, -1)
-        if self.profile is not None and not first <= min(last, self.steps - 1):
-            steps = f"'{self.profile}' names no steps of 0 to {self.steps - 1}"
-            raise ValueError(f"profile {steps}; use FIRST:LAST, as 5:8")
-        if traced and not os.access("profile" if os.path.lexists("profile") else ".", os.W_OK | os.X_OK):
-            raise ValueError("the folder 'profile' cannot be written here; move what is there away")
+        self.check_flags()
         optimizer = OptimizerConfig(**vars(self.optimizer))
         options.check_picture(self.plot)
         meet({"model": self.step.adapted(preset(self.step.model))})
         from llmpar.mesh import make_mesh, platform_of
         from llmpar.training.checkpoint import Checkpoints
-        from llmpar.training.train import MFU, kept_in, train
+        from llmpar.training.train import kept_in, train
 
         options.start()
         keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints is not None else None
@@ -156,7 +145,7 @@ class Train:
                 stop=stopper.asked,
                 meet=meet,
                 tracker=self.tracker,
-                profile=(first, last) if traced else None,
+                profile=self.profiled_steps(),
                 begin=begin,
                 origin=self.from_ and folder_of(self.from_),
             )
@@ -164,6 +153,36 @@ class Train:
             goes_on = f"kept in {self.checkpoints}: the same command goes on from there"
             say(f"llmpar: stopped after step {done}; {goes_on if keep else 'nothing was kept'}")
             raise SystemExit(128 + stopper.number)
+        return self.finish(report, config, plan)
+
+    def check_flags(self) -> None:
+        """Refuse flags that no run can have, before JAX starts."""
+        options.check_range("seed", self.seed, 0, MAX_SEED)
+        if not 0 <= self.stuck_after < math.inf:
+            raise ValueError(f"stuck_after is {self.stuck_after}; use seconds, or 0 to wait for ever")
+        if self.checkpoints is None and changed(self, ("every", "anyway")):
+            raise ValueError("--every and --anyway are about --checkpoints, which is not given")
+        self.profiled_steps()
+        if self.profile and not os.access(
+            "profile" if os.path.lexists("profile") else ".", os.W_OK | os.X_OK
+        ):
+            raise ValueError("the folder 'profile' cannot be written here; move what is there away")
+
+    def profiled_steps(self) -> tuple[int, int] | None:
+        """The first and the last step to trace."""
+        if self.profile is None:
+            return None
+        asked = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile)
+        first, last = (int(asked[1]), int(asked[2])) if asked else (0, -1)
+        if not first <= min(last, self.steps - 1):
+            steps = f"'{self.profile}' names no steps of 0 to {self.steps - 1}"
+            raise ValueError(f"profile {steps}; use FIRST:LAST, as 5:8")
+        return first, last
+
+    def finish(self, report: Any, config: ModelConfig, plan: Plan) -> dict:
+        """Draw the loss, and give the ``--json`` document of a `training.train.Report`."""
+        from llmpar.training.train import MFU
+
         if losses := report.losses:
             options.save_picture(self.plot, "the loss", lambda: draw.loss_curve(losses))
             say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats per token in {len(losses)} steps")
