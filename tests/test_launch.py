@@ -178,7 +178,7 @@ def training(num: int, devices: int, folder: Path, *words: str) -> local.Process
 def trained(num: int, devices: int, folder: Path, *words: str) -> dict:
     """Its document."""
     with training(num, devices, folder, *words) as processes:
-        ended = processes.wait(200)
+        ended = processes.wait(400)
     assert ended.status == 0, (ended.statuses, *(said[-2000:] for said in ended.words))
     assert ended.output.count("\n") == 1, "one document on stdout, and nothing else"
     return json.loads(ended.output)
@@ -195,15 +195,15 @@ def test_a_killed_process_costs_nothing_and_another_number_of_processes_goes_on(
     """One of several is killed, and the same command gives the same bits. Read by 1 process, whose sums may
     have another order: 1e-5."""
     shape, folder = (num, 4 // num), tmp_path / "killed"
-    whole = trained(*shape, tmp_path / "whole", "--steps", "8")
-    with training(*shape, folder, "--steps", "8") as processes:
-        until((folder / "2").is_dir, "a checkpoint of step 2", 200)
+    whole = trained(*shape, tmp_path / "whole", "--steps", "12")
+    with training(*shape, folder, "--steps", "12") as processes:
+        until((folder / "2").is_dir, "a checkpoint of step 2", 400)
         os.kill(processes.running[-1].pid, signal.SIGKILL)
-        assert all(processes.wait(200).statuses)
+        assert all(processes.wait(400).statuses)
     shutil.copytree(folder, tmp_path / "alone")
-    resumed = trained(*shape, folder, "--steps", "8")
-    assert 2 <= resumed["start"] < 8 and kept(folder) == kept(tmp_path / "whole")
-    one = trained(1, 4, tmp_path / "alone", "--steps", "8", "--devices", "4")
+    resumed = trained(*shape, folder, "--steps", "12")
+    assert 2 <= resumed["start"] < 12 and kept(folder) == kept(tmp_path / "whole")
+    one = trained(1, 4, tmp_path / "alone", "--steps", "12", "--devices", "4")
     assert one["start"] == resumed["start"]
     assert np.allclose(one["losses"], whole["losses"][one["start"] :], rtol=1e-5, atol=0)
 
