@@ -66,7 +66,7 @@ def ranks(num: int, devices: int, job: str, **variables: str) -> local.Processes
     return local.Processes([sys.executable, str(HERE / "ranks.py"), job], num, devices, base)
 
 
-def answer(num: int, devices: int, job: str, timeout_s: float = 240, **variables: str):
+def answer(num: int, devices: int, job: str, timeout_s: float = 500, **variables: str):
     """What process 0 found."""
     with ranks(num, devices, job, **variables) as processes:
         ended = processes.wait(timeout_s)
@@ -77,7 +77,7 @@ def answer(num: int, devices: int, job: str, timeout_s: float = 240, **variables
 @pytest.fixture(scope="module")
 def two():
     """What two processes of four devices found in several small jobs: starting them is what takes long."""
-    return answer(2, 4, "plans:2x4+rows+listens+smaller+stopped+doctor", 500)
+    return answer(2, 4, "plans:2x4+rows+listens+smaller+stopped+doctor")
 
 
 @pytest.mark.processes
@@ -142,7 +142,7 @@ def test_the_doctor_says_which_process_it_is_and_counts_all_devices(two):
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     """What four processes of two devices found when they decode, and hand a model on."""
-    return answer(4, 2, "decode+handed", 500, HANDED=str(tmp_path_factory.mktemp("handed")))
+    return answer(4, 2, "decode+handed", HANDED=str(tmp_path_factory.mktemp("handed")))
 
 
 @pytest.mark.nightly  # test_decode.py sees it on simulated devices
@@ -274,7 +274,7 @@ def gone_after_a_kill(program: str, num: int) -> None:
 def test_an_exception_in_one_process_ends_all():
     """JAX would wait minutes at a barrier, and the other process for ever."""
     with ranks(2, 1, "raises") as processes:
-        ended = processes.wait(90)
+        ended = processes.wait(300)
     assert all(ended.statuses) and ended.first is not None
     assert "ends, because process 1 failed: KeyError: 'planted'" in ended.words[0]
 
@@ -283,7 +283,7 @@ def test_an_exception_in_one_process_ends_all():
 @pytest.mark.processes
 def test_a_process_that_leaves_out_a_collective_is_found():
     with ranks(2, 1, "skips") as processes:
-        ended = processes.wait(90)
+        ended = processes.wait(300)
     assert 76 in ended.statuses
     assert "no step ended within 3 s" in "".join(ended.words) and "most recent call first" in "".join(
         ended.words
@@ -304,7 +304,7 @@ def test_a_stopped_process_gives_no_sign_of_life_and_is_named_by_the_others(stop
     with ranks(2, 1, "sleeps", HEARTBEAT_S="12") as processes:
         until(lambda: all("ready" in processes.said(i) for i in (0, 1)), "both are ready", 200)
         os.kill(processes.running[stopped].pid, signal.SIGSTOP)
-        ended = processes.wait(90)
+        ended = processes.wait(300)
     other = 1 - stopped
     assert (ended.first, ended.statuses[other], ended.statuses[stopped]) == (other, 76, -signal.SIGKILL)
     assert f"llmpar: {sentence}" in ended.words[other] and "stack trace" not in ended.words[other]
@@ -338,7 +338,7 @@ def test_processes_that_do_not_agree_are_refused_in_one_sentence_on_every_proces
     line = f"cd {tmp_path}; exec {sys.executable} -m llmpar train --steps 2 --checkpoints kept {words}"
     base = os.environ | {"PYTHONPATH": str(HERE.parent)}
     with local.Processes(["sh", "-c", line], 2, 1, base) as processes:
-        ended = processes.wait(120)
+        ended = processes.wait(300)
     assert ended.statuses == (1, 1), ended.words
     for said in ended.words:
         assert re.search(f"llmpar: the 2 processes of this job do not agree: {sentence}; start all", said), (
