@@ -35,8 +35,6 @@ PLANS = {
         "moe dp=2 ep=4",
         "dp=2 sp=2 tp=2 | context_parallel=ulysses",
         "dp=2 tp=4 | tp_sequence=True tp_comm_overlap=True",
-    ),
-    "full": (
         "dp=8 | zero=0 reduce=bucket",
         "fsdp=2 tp=4 | reading=explicit",
         "deep pp=2 sp=2 tp=2 | microbatches=2 schedule=zb-v",
@@ -88,16 +86,11 @@ def test_processes_give_the_loss_and_gradients_of_one_device(two):
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_other_plans_on_four_processes_too():
-    """What a plan does is seen on simulated devices (test_plans.py), that processes do it above."""
-    assert answer(4, 2, "plans:nightly", 800)["plans"] == dict.fromkeys(PLANS["nightly"], "same")
-
-
-@pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num, devices", [(2, 4), (4, 2), (8, 1)])
-def test_more_plans_on_more_processes(num, devices):
-    assert answer(num, devices, "plans:full", 880)["plans"] == dict.fromkeys(PLANS["full"], "same")
+@pytest.mark.parametrize("num, devices", [(4, 2), pytest.param(8, 1, marks=pytest.mark.full)])
+def test_other_plans_on_more_processes_too(num, devices):
+    """What a plan does is seen on simulated devices (test_plans.py), that processes do it above."""
+    assert answer(num, devices, "plans:nightly", 880)["plans"] == dict.fromkeys(PLANS["nightly"], "same")
 
 
 @pytest.mark.processes

@@ -813,17 +813,6 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_step_and_the_intact_check
 # ------------------------------------------------------------------------------------------------- optimizers
 
 
-@pytest.mark.nightly  # test_lora.py sees the same of adapters
-def test_muon_is_on_eight_devices_what_it_is_on_one():
-    """It multiplies whole matrices, of a state that is cut (others are in test_same_answer.py). 2e-5: float32
-    sums in another order, six times."""
-    options = OptimizerConfig("muon", learning_rate=3e-2, warmup=1)
-    one, many = (run(plan, options=options)[1] for plan in (Plan(), MIXED))
-    assert min(one.losses) < one.losses[0] - 0.02, "it moves"
-    np.testing.assert_allclose(many.losses, one.losses, rtol=0, atol=2e-5)
-    np.testing.assert_allclose(many.grad_norms, one.grad_norms, rtol=1e-3)
-
-
 def rates(steps, warmup, count, decay="cosine"):
     """A schedule's first rates, at most 0.5: the updates of plain descent on constant gradients."""
     options = OptimizerConfig("sgd", learning_rate=0.5, warmup=warmup, decay=decay)
