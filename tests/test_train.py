@@ -514,10 +514,8 @@ def test_all_that_differs_is_named_and_anyway_goes_on_saying_so(whole):
     messages = []
     resumed, report = run(folder=folder, seed=7, anyway=True, tell=messages.append)
     assert same_bits(resumed, state) and report.start == 6 and report.losses == []
-    assert (
-        messages[0] == "from step 6 on this is another run than was begun: it had seed 0 (asked: 7)"
-        and len(messages) == 2
-    )
+    assert messages[0] == "from step 6 on this is another run than was begun: it had seed 0 (asked: 7)"
+    assert len(messages) == 2
 
 
 def described(whole, folder, change):
@@ -836,11 +834,8 @@ def test_the_rate_warms_up_and_ends_at_a_tenth():
 def test_short_runs_reach_the_full_rate_and_no_more(steps, warmup):
     """However long the warm-up that was asked for: it ends with the run."""
     found = rates(steps, warmup, max(steps, 1))
-    assert (
-        min(found) >= 0
-        and max(found) == pytest.approx(0.5, rel=1e-5)
-        and (found[0] == 0) == (steps > 1 and warmup > 0)
-    )
+    assert min(found) >= 0 and max(found) == pytest.approx(0.5, rel=1e-5)
+    assert (found[0] == 0) == (steps > 1 and warmup > 0)
 
 
 @pytest.mark.parametrize("decay", ["linear", "constant"])
