@@ -137,15 +137,6 @@ def listens() -> dict:
     return {"sockets": gathered(np.int32(len(found))), "beyond loopback": gathered(beyond)}
 
 
-def raises() -> dict:
-    """Process 1 fails while the others wait for it at a barrier."""
-    if jax.process_index() == 1:
-        raise KeyError("planted")
-    joined._client().wait_at_barrier("never", 600_000)
-    multihost_utils.sync_global_devices("never")
-    return {}
-
-
 def skips() -> dict:
     """Process 1 leaves out a collective and goes to sleep; a watchdog finds out."""
     with joined.Watchdog(3.0) as watchdog:

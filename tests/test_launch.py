@@ -264,9 +264,20 @@ def gone_after_a_kill(program: str, num: int) -> None:
     until(lambda: not any(map(alive, pids)), f"processes {pids} end")
 
 
+RAISES = """
+from llmpar.launch import joined
+joined.initialize(wait_s=60, heartbeat_s=20, shutdown_s=20)
+import jax
+if jax.process_index() == 1:
+    raise KeyError("planted")
+joined._client().wait_at_barrier("never", 600_000)
+"""
+
+
 def test_an_exception_in_one_process_ends_all():
     """JAX would wait minutes at a barrier, and the other process for ever."""
-    with ranks(2, 1, "raises") as processes:
+    base = os.environ | {"PYTHONPATH": str(HERE.parent)}
+    with local.Processes([sys.executable, "-c", RAISES], 2, 1, base) as processes:
         ended = processes.wait(300)
     assert all(ended.statuses) and ended.first is not None
     assert "ends, because process 1 failed: KeyError: 'planted'" in ended.words[0]

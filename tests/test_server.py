@@ -394,9 +394,10 @@ def test_a_stop_string_frees_the_slot():
     with serving(engine) as (port, _):
         assert ask(port, FOREVER | {"stop": "..."})[1]["usage"]["completion_tokens"] == 3
         until(lambda: not engine.jobs)
-        send(port, {"prompt": ["dots", "say " + "x" * 900], "max_tokens": 1_000, "stop": "..."})
+        line = send(port, {"prompt": ["dots", "say " + "x" * 900], "max_tokens": 1_000, "stop": "..."})
         until(lambda: 2 in engine.jobs)  # tickets count from 0; both have come
         until(lambda: engine.jobs.keys() == {2})  # and the other, which would end first, goes on
+        line.close()
 
 
 def test_who_comes_to_a_full_queue_is_told_to_come_back_and_leaves_nothing_behind():
