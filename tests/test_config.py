@@ -158,9 +158,8 @@ def test_a_downloaded_model_is_found_by_its_name(tmp_path, monkeypatch):
     kept.mkdir(parents=True)
     written(kept, CARDS["llama3.1-8b"])
     found = preset("someone/Llama-3.1-8B")
-    assert found.name == "Llama-3.1-8B" and dataclasses.replace(found, name="llama3.1-8b") == preset(
-        "llama3.1-8b"
-    )
+    assert found.name == "Llama-3.1-8B"
+    assert dataclasses.replace(found, name="llama3.1-8b") == preset("llama3.1-8b")
     with pytest.raises(ValueError, match="unknown model 'someone/else'.*name of a downloaded model"):
         preset("someone/else")
 
@@ -193,10 +192,8 @@ def test_llama_3_1_scales_low_frequencies_only():
 def test_fresh_weights_have_the_shapes_and_the_scale_that_were_asked():
     model = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Llama(LLAMA, nnx.Rngs(0)), nnx.Param)))()
     q, o = np.asarray(model["blocks"]["attention"]["q"]), np.asarray(model["blocks"]["attention"]["o"])
-    assert (
-        abs(q.std() / LLAMA.init_scale - 1) < 0.05
-        and abs(o.std() * (2 * LLAMA.num_layers) ** 0.5 / LLAMA.init_scale - 1) < 0.05
-    )
+    assert abs(q.std() / LLAMA.init_scale - 1) < 0.05
+    assert abs(o.std() * (2 * LLAMA.num_layers) ** 0.5 / LLAMA.init_scale - 1) < 0.05
     assert np.abs(q[0] - q[1]).max() > 0, "every layer has its own weights"
     assert np.all(np.asarray(model["norm"]["scale"]) == 1)
 

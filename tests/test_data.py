@@ -443,9 +443,8 @@ def test_the_limit_cuts_no_conversation(tmp_path):
     rows = [{"prompt": "aaaa", "answer": "bbbb"}] * 3
     path = write(tmp_path / "x.jsonl", "\n".join(map(json.dumps, rows)))
     corpus = read_corpus(DataConfig(data=(path,), limit_bytes=20))
-    assert (
-        len(corpus.offsets) == 3 and (np.diff(corpus.offsets) == len("user\naaaaassistant\nbbbb") + 3).all()
-    )
+    assert len(corpus.offsets) == 3
+    assert (np.diff(corpus.offsets) == len("user\naaaaassistant\nbbbb") + 3).all()
 
 
 # --------------------------------------------------------------------------------------------------- refusals
@@ -554,9 +553,8 @@ def test_a_tokenizer_json_packs_like_bytes_do(make_tokenizer, tmp_path):
 def test_a_document_cannot_forge_a_document_start(make_tokenizer):
     tokenizer = open_tokenizer(make_tokenizer())
     text = "one<|endoftext|>two"
-    assert (
-        tokenizer.start_id not in tokenizer.encode(text) and tokenizer.decode(tokenizer.encode(text)) == text
-    )
+    assert tokenizer.start_id not in tokenizer.encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_the_document_start_is_what_was_asked_then_what_the_template_puts_first_then_a_usual_name(
@@ -619,10 +617,8 @@ def test_a_tokenizer_is_known_by_what_is_in_it(tmp_path):
     )
     assert kept.identity["fingerprint"] == same.identity["fingerprint"] != other.identity["fingerprint"]
     made = {"tokenizer": kept.identity}
-    assert (
-        tokenizer_of(made, None).name == str(tmp_path / "a.json")
-        and tokenizer_of(made, same.name).name == same.name
-    )
+    assert tokenizer_of(made, None).name == str(tmp_path / "a.json")
+    assert tokenizer_of(made, same.name).name == same.name
     for asked in (other.name, "bytes"):
         with pytest.raises(
             ValueError,

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -162,6 +161,7 @@ def test_on_a_slow_wire_the_recorded_seconds_follow_from_the_bytes():
 
 
 @needs_wire
+@pytest.mark.nightly  # the recorded run, above, has them, and what is predicted is compared with it
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_bytes_on_the_wire_are_those_predicted(monkeypatch):
@@ -197,11 +197,12 @@ def test_a_wire_has_its_rate_and_its_own_addresses():
         python = [sys.executable, "-c"]
         with subprocess.Popen(hosts_.command(1, [*python, TAKER]), stdout=subprocess.PIPE) as other:
             assert other.stdout.readline() == b"on\n"
-            begin = time.monotonic()
             subprocess.run(hosts_.command(0, [*python, SENDER, hosts_.address(1)]), check=True, timeout=60)
             assert other.wait(60) == 0
-        assert time.monotonic() - begin > 0.9 * (2_500_000 - 2 * 131_072) / wire.bytes_per_s("50mbit")
         assert 2_500_000 < hosts_.counted(0).sent_bytes < 2_600_000
+        for host in range(2):
+            ask = hosts_.command(host, ["tc", "qdisc", "show", "dev", wire.CARD])
+            assert "rate 50Mbit" in subprocess.run(ask, capture_output=True, text=True, check=True).stdout
 
 
 @needs_wire
@@ -265,6 +266,7 @@ def test_a_wire_that_makes_no_sense_is_refused(given, sentence):
 
 
 @needs_wire
+@pytest.mark.nightly  # the wire is seen above, launch local in test_launch.py
 @pytest.mark.processes
 def test_launch_local_joins_hosts_by_a_wire():
     words = ["launch", "local", "--processes", "2", "--devices", "2", "--wire", "1gbit", "--", "doctor"]
@@ -306,16 +308,15 @@ def test_a_team_says_who_failed_and_where_the_others_stand(capsys):
         assert team.run(place) == [(0, 2, 4), (1, 2, 4)]
         assert team.run(lambda x: print(factor * x), 4) == [None, None]
         assert sorted(capsys.readouterr().out.splitlines()) == ["[process 0] 12", "[process 1] 12"]
-        begin = time.monotonic()
         with pytest.raises(TeamError) as error:
             team.run(fails_on_one)
-        assert time.monotonic() - begin < 30
         assert error.value.ends[1] == "raised KeyError: 'planted'"
         assert "has not come back; it stands in" in error.value.ends[0]
         with pytest.raises(RuntimeError, match="this team is over; start another"):
             team.run(place)
 
 
+@pytest.mark.nightly  # other ways to fail, of the same answers
 @pytest.mark.processes
 def test_a_team_whose_process_does_not_come_to_a_collective_or_is_killed_is_over():
     with Team(2, 1, base=BASE) as team, pytest.raises(TeamError) as error:

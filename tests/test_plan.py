@@ -74,10 +74,8 @@ def test_axes_of_size_one_appear_nowhere():
     for plan in (Plan(), Plan("tp=2"), Plan("dp=2 tp=1", tp_sequence=True)):
         used = {a for region in plan.resolve().regions.values() for axes in region.values() for a in axes}
         assert used == set(plan.mesh.live(*plan.mesh.sizes))
-    assert (
-        Plan("tp=2", tp_sequence=True).resolve().varying("stream") == ("tp",)
-        and Plan("tp=2").resolve().varying("stream") == ()
-    )
+    assert Plan("tp=2", tp_sequence=True).resolve().varying("stream") == ("tp",)
+    assert Plan("tp=2").resolve().varying("stream") == ()
 
 
 def test_values_vary_over_what_cuts_them_in_link_order():
@@ -178,10 +176,8 @@ def test_zero_cuts_by_every_axis_over_which_a_weight_would_be_copied():
     assert arrows(life.finish) == ["reduce-scatter over fsdp,ep,sp on d", "all-reduce over dp"]
     assert arrows(life.restore) == ["all-gather over fsdp,ep,sp on d"]
     fewer = Plan(mesh, zero_axes="fsdp,sp").resolve()
-    assert str(fewer.stored("ffn l d m")) == "l d/fsdp,sp m/tp" and fewer.life("ffn l d m").copied == (
-        "dp",
-        "ep",
-    )
+    assert str(fewer.stored("ffn l d m")) == "l d/fsdp,sp m/tp"
+    assert fewer.life("ffn l d m").copied == ("dp", "ep")
     assert Plan("sp=2", zero=0).resolve().stored(DIMS) == Plan("sp=2", zero_axes="fsdp").resolve().stored(
         DIMS
     )
@@ -375,10 +371,8 @@ def test_a_model_of_experts_or_of_one_layer_has_idle_fields_too():
 def test_positions_are_in_order_only_where_queries_meet_their_own_keys():
     """Gathered keys are a whole row beside the queries of a part of it: a kernel that counts from the left
     edge is wrong."""
-    assert (
-        Plan().resolve().in_order
-        and Plan("sp=2", context_parallel="ulysses", sequence_order="contiguous").resolve().in_order
-    )
+    assert Plan().resolve().in_order
+    assert Plan("sp=2", context_parallel="ulysses", sequence_order="contiguous").resolve().in_order
     assert not Plan("sp=2", context_parallel="gather", sequence_order="contiguous").resolve().in_order
     assert not Plan("sp=2", context_parallel="ulysses").resolve().in_order
 
@@ -406,9 +400,8 @@ def test_gathers_that_nothing_orders_are_made_once_on_simulated_devices():
         assert "gathered once a step" in " ".join(cpu.said) and not gpu.said
         for same in (dict(reshard_after_forward=False), dict(zero=2), dict(zero_axes="fsdp,sp")):
             other = dataclasses.replace(plan, **same)
-            assert (
-                other.resolve().gathers == other.resolve(platform="gpu").gathers and not other.resolve().said
-            )
+            assert other.resolve().gathers == other.resolve(platform="gpu").gathers
+            assert not other.resolve().said
     assert Plan("pp=2 fsdp=2 ep=2", microbatches=2).resolve().reshard_after_forward
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import select
 import shutil
 import signal
 import socket
@@ -85,11 +86,13 @@ class Script:
 
 
 @contextlib.contextmanager
-def serving(engine, **how):
+def serving(engine, room=0, **how):
     """A server in this process: its port, and what it knows."""
     about, how = {"model": "toy", "mesh": "tp=2"}, {"length": 10_000, "chat": Chat(BYTES)} | how
     api = server.Api(server.EngineThread(engine), BYTES, about=about, **how)
     listening = socket.create_server(("127.0.0.1", 0))
+    if room:  # of bytes, so that who does not read is soon noticed
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
     here = server.Server(api, said.append)
     thread = threading.Thread(target=here.run, kwargs={"sockets": [listening]})
     thread.start()
@@ -99,7 +102,7 @@ def serving(engine, **how):
         yield listening.getsockname()[1], here
     finally:
         here.should_exit = True
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -110,7 +113,7 @@ def ask(port, body, path="/v1/completions", **headers):
     """The status and the document, or the events, of one request."""
     headers = {"Content-Type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
     raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as line:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as line:
         line.request("POST" if raw is not None else "GET", path, raw, headers)
         response = line.getresponse()
         text = response.read().decode()
@@ -334,9 +337,9 @@ def test_a_key_is_asked_for_where_there_is_one():
 # ------------------------------------------------------------------------------------------------- clients
 
 
-def until(holds, seconds=10):
+def until(holds):
     """Wait for what must come."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -355,8 +358,8 @@ def _no_connection_stays_open():
 def connect(port):
     """A connection, which ends with the test."""
     OPEN.append(line := socket.socket())
-    line.settimeout(30)
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # who does not read is soon noticed
+    line.settimeout(60)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     line.connect(("127.0.0.1", port))
     return line
 
@@ -380,9 +383,9 @@ def test_a_client_that_leaves_frees_its_slot(stream):
         lines = [send(port, FOREVER | {"stream": stream, "prompt": ["a", "b"]}) for _ in range(2)]
         until(lambda: len(engine.jobs) == 4)
         lines[0].close()
-        until(lambda: len(engine.jobs) == 2, 2)
+        until(lambda: len(engine.jobs) == 2)
         lines[1].close()
-        until(lambda: not engine.jobs, 2)
+        until(lambda: not engine.jobs)
         assert ask(port, {"prompt": "say a"})[1]["choices"][0]["text"] == "a"
 
 
@@ -390,10 +393,11 @@ def test_a_stop_string_frees_the_slot():
     engine = Script(step_s=0.02)
     with serving(engine) as (port, _):
         assert ask(port, FOREVER | {"stop": "..."})[1]["usage"]["completion_tokens"] == 3
-        until(lambda: not engine.jobs, 2)
-        send(port, {"prompt": ["dots", "say " + "x" * 900], "max_tokens": 1_000, "stop": "..."})
+        until(lambda: not engine.jobs)
+        line = send(port, {"prompt": ["dots", "say " + "x" * 900], "max_tokens": 1_000, "stop": "..."})
         until(lambda: 2 in engine.jobs)  # tickets count from 0; both have come
-        until(lambda: engine.jobs.keys() == {2}, 1)  # and the other goes on
+        until(lambda: engine.jobs.keys() == {2})  # and the other, which would end first, goes on
+        line.close()
 
 
 def test_who_comes_to_a_full_queue_is_told_to_come_back_and_leaves_nothing_behind():
@@ -411,40 +415,43 @@ def test_who_comes_to_a_full_queue_is_told_to_come_back_and_leaves_nothing_behin
 
 
 def test_bodies_are_bounded_and_must_come(monkeypatch):
-    monkeypatch.setattr(server, "READ_S", 1)
     with serving(Script()) as (port, _):
         assert ask(port, b" " * (server.MOST_BYTES + 1))[0].status == 413
-        line = send(port, {"prompt": "a"}, length=1000)
-        assert b" 408 " in line.recv(1000)
+        monkeypatch.setattr(server, "READ_S", 1)
+        assert b" 408 " in send(port, {"prompt": "a"}, length=1000).recv(1000)
         silent, dripping = connect(port), connect(port)
         assert silent.recv(10) == b""  # it was let go of
-        with contextlib.suppress(ConnectionError):
-            for letter in "GET / HTTP/1.1\r\nHost: a\r\n" * 9:
+        with contextlib.suppress(ConnectionError):  # so is a request that comes letter by letter for ever
+            dripping.sendall(b"GET / HTTP/1.1\r\n")
+            for letter in itertools.cycle("a: b\r\n"):
                 dripping.sendall(letter.encode())
-                time.sleep(0.05)
-            raise AssertionError("a request that comes letter by letter was waited for")
+                if select.select([dripping], [], [], 0.05)[0] and not dripping.recv(10):
+                    break
+        monkeypatch.undo()
         assert ask(port, {"prompt": "say a"})[0].status == 200
 
 
 def test_who_reads_nothing_holds_up_nobody_and_is_let_go_of(monkeypatch):
-    monkeypatch.setattr(server, "READ_S", 2)
     engine = Script(step_s=0.0005, slots=4)
-    with serving(engine) as (port, here):
+    with serving(engine, room=4096) as (port, here):
         send(port, {"prompt": ["a"] * 4, "max_tokens": 9_000, "stream": True, "logprobs": 2})
-        until(lambda: len(engine.jobs) == 4)
-        begin = time.monotonic()
-        assert ask(port, None, "/health")[0].status == 200 and time.monotonic() - begin < 2
-        until(lambda: not here.server_state.connections and not engine.jobs, 30)
+        unread = lambda: [x.transport.get_write_buffer_size() for x in [*here.server_state.connections]]
+        until(lambda: any(unread()))
+        assert ask(port, None, "/health")[0].status == 200
+        assert any(unread()), "and was answered before the other was let go of"
+        monkeypatch.setattr(server, "READ_S", 0)
+        until(lambda: not here.server_state.connections and not engine.jobs)
+        monkeypatch.undo()
         assert ask(port, {"prompt": "say a"})[1]["choices"][0]["text"] == "a"
 
 
 def test_an_answer_has_a_time_limit():
-    engine = Script(step_s=0.05)
-    with serving(engine, limit_s=0.3) as (port, _):
+    engine = Script(step_s=0.02)
+    with serving(engine, limit_s=0.5) as (port, _):
         response, said = ask(port, FOREVER)
-        assert response.status == 503 and "no answer within 0.3 s" in said["error"]["message"]
+        assert response.status == 503 and "no answer within 0.5 s" in said["error"]["message"]
         _, events = ask(port, FOREVER | {"stream": True})
-        assert events[-1]["error"]["code"] == 503 and text_of(events).startswith("..")
+        assert events[-1]["error"]["code"] == 503 and text_of(events).startswith(".")
         until(lambda: not engine.jobs)
 
 
@@ -525,13 +532,13 @@ server.Server(api, print).run([listening])
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_a_signal_ends_the_process_though_a_step_never_does(number):
     root = Path(__file__).parent.parent
     running = subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True, cwd=root)
     with running:
         port = int(running.stdout.readline())
-        until(lambda: send(port, {"prompt": "say a"}), 60)
+        until(lambda: send(port, {"prompt": "say a"}))
         until(lambda: ask(port, None, "/health")[1]["running"])
         running.send_signal(number)
         assert running.wait(60) == 128 + number
@@ -552,7 +559,7 @@ def test_a_step_that_fails_is_told_to_all_and_ends_the_server():
         until(lambda: len(engine.jobs) == 3)
         engine.error = ValueError("the model gives NaN")
         for thread in asking:
-            thread.join(10)
+            thread.join(60)
         said = [x if response.status == 500 else x[-1] for response, x in found]
         assert [x["error"]["message"] for x in said] == ["the engine failed: the model gives NaN"] * 3
         until(lambda: here.should_exit)
@@ -560,7 +567,7 @@ def test_a_step_that_fails_is_told_to_all_and_ends_the_server():
 
 
 def test_running_answers_end_when_the_server_stops_and_long_ones_are_cut_off(monkeypatch):
-    monkeypatch.setattr(server, "GRACE_S", 1)
+    monkeypatch.setattr(server, "GRACE_S", 3)
     engine = Script(step_s=0.02)
     found = []
     with serving(engine) as (port, here):
@@ -569,7 +576,7 @@ def test_running_answers_end_when_the_server_stops_and_long_ones_are_cut_off(mon
         long = send(port, FOREVER | {"stream": True})
         until(lambda: len(engine.jobs) == 2)
         here.should_exit = True
-        short.join(10)
+        short.join(60)
         assert found[0][1]["choices"][0]["text"] == "0123456789"
     rest = b"".join(iter(lambda: long.recv(1 << 16), b""))
     assert b"[DONE]" not in rest and "stopping" in said[-1]
@@ -674,8 +681,13 @@ def alone(folder):
     return answer
 
 
+# What the process of a server sees beside the signal: that the parts above, and the engine of
+# test_requests.py, which answers each request as if it were alone, work together; and leaks.
+
+
+@pytest.mark.nightly
 @pytest.mark.processes
-def test_clients_at_random_times_are_answered_as_each_alone_on_one_device(process, alone):
+def test_clients_at_once_are_answered_as_each_alone_on_one_device(process, alone):
     """Greedy; of three kinds, some of whom leave; and drawn by a seed."""
     _, port = process
     rng = random.Random(0)
@@ -684,7 +696,6 @@ def test_clients_at_random_times_are_answered_as_each_alone_on_one_device(proces
     def one(i):
         prompt = "".join(rng.choices("abc def\n", k=rng.randint(1, 50)))
         num, kind = rng.randint(1, 30), i % 4
-        time.sleep(rng.random())
         how = {
             "model": "tiny",
             "prompt": prompt,
@@ -715,6 +726,7 @@ def test_clients_at_random_times_are_answered_as_each_alone_on_one_device(proces
     until(lambda: ask(port, None, "/health")[1]["running"] == 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_a_thousand_requests_lose_no_slot_and_leave_memory_as_it_was(process):
     pid, port = process
@@ -723,7 +735,7 @@ def test_a_thousand_requests_lose_no_slot_and_leave_memory_as_it_was(process):
         return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) >> 10
 
     def one(i):
-        rng, begin = random.Random(i), time.monotonic()
+        rng = random.Random(i)
         body = {
             "prompt": "x" * rng.randint(1, 50),
             "max_tokens": rng.randint(1, 24),
@@ -734,21 +746,20 @@ def test_a_thousand_requests_lose_no_slot_and_leave_memory_as_it_was(process):
                 line.request(
                     "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
                 )
-            return 0.0
+            return
         while (status := ask(port, body)[0].status) == 429:
-            time.sleep(0.2)
+            time.sleep(0.2)  # as Retry-After asks
         assert status == 200
-        return time.monotonic() - begin
 
     with concurrent.futures.ThreadPoolExecutor(64) as pool:
         list(pool.map(one, range(200)))
         before = resident()
-        seconds = sorted(filter(None, pool.map(one, range(1000))))
+        list(pool.map(one, range(1000)))
     until(lambda: ask(port, None, "/health")[1]["running"] == ask(port, None, "/health")[1]["waiting"] == 0)
-    print(f"p50 {seconds[450]:.2f} s, p99 {seconds[890]:.2f} s, {before} MiB and then {resident()} MiB")
     assert resident() < before + 60
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_an_evaluation_s_own_client_scores_as_one_device_does(process, alone, folder, tmp_path):
     """lm-evaluation-harness 0.4, in an environment of its own: LLMPAR_LM_EVAL names its program."""
