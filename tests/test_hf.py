@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 from parity import logits_of
+from parity import name as name_of
 
 from llmpar.config import PRESETS, ExpertConfig, RopeScaling, from_hugging_face, preset, to_hugging_face
 from llmpar.mesh import make_mesh, sharding
@@ -142,7 +143,11 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+SAMPLED = "rope's theta", "window forgotten", "one expert fewer a token"  # near others of the same kind
+FAULTY = [pytest.param(name, marks=[pytest.mark.full] * (name in SAMPLED)) for name in FAULTS]
+
+
+@pytest.mark.parametrize("name", FAULTY)
 def test_a_fault_breaks_parity(fixture, name):
     kind, fault = FAULTS[name]
     config, tensors, ids, theirs = fixture(kind)
@@ -328,8 +333,12 @@ class Spy:
 
 @pytest.mark.parametrize(
     "plan",
-    [Plan("fsdp=4 tp=2"), Plan("dp=2 fsdp=2 tp=2"), Plan("dp=2 tp=4", zero=0), Plan("fsdp=8", zero=1)],
-    ids=str,
+    [Plan("fsdp=4 tp=2"), Plan("dp=2 tp=4", zero=0)]
+    + [
+        pytest.param(plan, marks=pytest.mark.full)
+        for plan in (Plan("dp=2 fsdp=2 tp=2"), Plan("fsdp=8", zero=1))
+    ],
+    ids=name_of,
 )
 def test_each_device_reads_its_own_shard_once(plan):
     config = OURS["qwen2"]
@@ -340,7 +349,6 @@ def test_each_device_reads_its_own_shard_once(plan):
     params = hf.from_state_dict(tensors, config, shardings)
     assert same(params, whole)
     assert jax.tree.map(lambda x: x.sharding, params) == shardings
-    assert same(state_dict(params, config), state_dict(whole, config))
     for name, spy in tensors.items():
         blocks = 1 if "norm" in name and plan.zero != 3 else len(spy.reads)
         if "bias" not in name:  # cut along the width of a head, so read with whole heads
