@@ -4,7 +4,6 @@ and is what GPUs are given: no branch, no array of queries times keys.
 Interpreted on CPUs, against the oracle in float64: values 1e-5, gradients 1e-5 of the largest.
 """
 
-import dataclasses
 import heapq
 import itertools
 import re
@@ -114,11 +113,10 @@ def test_a_kernel_goes_on_from_earlier_keys(platform, in_pallas):
     """Two hops of a ring by hand: keys in two parts, and the gradients from the lse of both."""
     qkv, ids = inputs(packed=True)
     run = {"cpu": flash.plain, "gpu": flash.run, "tpu": flash_tpu.run}[platform]
-    how, of = flash.Setting(CAUSAL, H**-0.5, platform, run), np.stack(list(ids.values())[:2], 1)
+    how, of = flash.Setting(CAUSAL, H**-0.5, platform, run), np.stack(list(ids.values())[::2], 1)
 
-    @jax.jit
     def two_hops(q, k, v, of, grad):
-        parts = [(k[:, at], v[:, at], of[:, :, at]) for at in (slice(0, 12), slice(12, S))]
+        parts = [(k[:, at], v[:, at], of[:, :, at]) for at in (slice(0, S // 2), slice(S // 2, S))]
         done = jnp.zeros(q.shape), jnp.full(q.shape[:-1], -jnp.inf)
         for part in parts:
             done = flash.forward(how, q, *part[:2], of, part[2], done)
@@ -128,7 +126,7 @@ def test_a_kernel_goes_on_from_earlier_keys(platform, in_pallas):
             more.append(dkv)
         return *done, dq, *(jnp.concatenate(x, 1) for x in zip(*more, strict=True))
 
-    close(two_hops(*qkv, of, functional(qkv[0])[0]), oracle(qkv, ids, of_lse=False))
+    close(two_hops(*map(jnp.asarray, qkv), of, functional(qkv[0])[0]), oracle(qkv, ids, of_lse=False))
 
 
 # ----------------------------------------------------------------------------------------------------- spans
@@ -242,9 +240,9 @@ def test_planted_faults_are_caught(fault, what, monkeypatch):
 # ----------------------------------------------------------------------------------------------------- plans
 
 
+@pytest.mark.nightly
 def test_inspect_says_which_kernel_and_finds_what_was_predicted():
-    config = dataclasses.replace(LLAMA, num_layers=1)
-    document = inspect(config, Plan("sp=2", attention_kernel="flash", sequence_order="striped"), 2, 16)
+    document = inspect(LLAMA, Plan("sp=2", attention_kernel="flash", sequence_order="striped"), 2, 16)
     assert document["attention_kernel"] == "flash" and document["flops"]["executed_per_device"] is None
     rows = document["collectives"]
     assert rows and all(row["predicted_bytes"] == row["compiled_bytes"] for row in rows)
