@@ -30,6 +30,8 @@ ROUNDS = jax.default_backend() != "cpu" or bool(conftest.ROUNDING)
 ROUNDED = "tf32" if jax.default_backend() == "gpu" or conftest.ROUNDING == "tf32" else "bfloat16"
 """By default a GPU rounds what it multiplies to TF32 (11 bits) and a TPU to bfloat16 (8)."""
 UNITS = {"highest": "float32", "default": ROUNDED} if ROUNDS else {None: "float32"}
+THERE = [] if ROUNDS else [pytest.mark.nightly]
+"""On CPUs test_plans.py compares more than these, on every change."""
 N = min(8, len(jax.devices()))
 PLANS = [Plan(f"fsdp={N}")] + [
     Plan("dp=2", zero=0),
@@ -50,7 +52,7 @@ def test_loss_and_gradients_on_all_devices_are_those_of_one_in_float32(precision
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize("plan", PLANS[1:], ids=name)
+@pytest.mark.parametrize("plan", [pytest.param(plan, marks=THERE) for plan in PLANS[1:]], ids=name)
 def test_each_kind_of_parallelism_gives_what_one_device_gives(plan):
     """At the precision that a comparison needs (conftest)."""
     assert_same(LLAMA, plan)
@@ -58,9 +60,10 @@ def test_each_kind_of_parallelism_gives_what_one_device_gives(plan):
 
 @pytest.mark.accelerator
 @pytest.mark.skipif(N < 2, reason="needs two devices")
-def test_experts_give_what_one_device_gives():
+@pytest.mark.parametrize("plan", [pytest.param(Plan("ep=2"), marks=THERE)], ids=name)
+def test_experts_give_what_one_device_gives(plan):
     """At the highest precision only: with fewer bits a router may choose another expert."""
-    assert_same(MOE, Plan("ep=2"))
+    assert_same(MOE, plan)
 
 
 @pytest.mark.accelerator
@@ -160,24 +163,21 @@ for product in products:
 """
 
 
-@pytest.mark.parametrize("rounding", ["bf16", "tf32"])
-def test_the_rehearsal_rounds_every_product_whose_precision_nobody_stated(tmp_path, rounding):
+@pytest.mark.parametrize("rounding", ["", "tf32", pytest.param("bf16", marks=pytest.mark.full)])
+def test_the_rehearsal_rounds_every_product_whose_precision_nobody_stated_and_catches_what_is_too_tight(
+    tmp_path, rounding
+):
     """At once, in programs, under vmap, backward, in loops and in groups; and no other. It says when JAX has
-    changed the one private name that rounding.py uses."""
-    (tmp_path / "products.py").write_text(PRODUCTS)
-    done = script(tmp_path / "products.py", rounding)
-    errors = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
-    unit = {"bf16": 2**-8, "tf32": 2**-11}[rounding]
-    assert len(errors) == 6, done.stderr
-    assert all(unit < default < 64 * unit and stated < 1e-4 for default, stated in errors), errors
-
-
-def test_the_rehearsal_catches_a_comparison_that_is_too_tight(tmp_path):
-    """Which holds where nothing is rounded, and so was never seen to fail."""
+    changed the one private name that rounding.py uses. A comparison that holds where nothing is rounded was
+    never seen to fail."""
     (tmp_path / "tight.py").write_text(PRODUCTS + "assert apart(products[0]()) < 1e-4, 'too tight'")
-    assert script(tmp_path / "tight.py", "").returncode == 0
-    caught = script(tmp_path / "tight.py", "tf32")
-    assert caught.returncode == 1 and "too tight" in caught.stderr
+    done = script(tmp_path / "tight.py", rounding)
+    errors = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
+    assert len(errors) == 6 and done.returncode == bool(rounding), done.stderr
+    assert ("too tight" in done.stderr) == bool(rounding)
+    unit = {"bf16": 2**-8, "tf32": 2**-11, "": 0}[rounding]
+    right = all(unit < default < 64 * unit and stated < 1e-4 for default, stated in errors)
+    assert right == bool(rounding), errors
 
 
 def test_on_an_accelerator_only_marked_tests_run(monkeypatch):

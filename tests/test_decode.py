@@ -104,7 +104,11 @@ STEPPED = [
 ]
 
 
-@pytest.mark.parametrize("config, plan, width, echo", STEPPED, ids=lambda x: getattr(x, "name", str(x)))
+@pytest.mark.parametrize(
+    "config, plan, width, echo",
+    STEPPED,
+    ids=lambda x: name(x) if isinstance(x, Plan) else getattr(x, "name", str(x)),
+)
 def test_a_step_sends_holds_and_multiplies_what_is_predicted(config, plan, width, echo):
     rows, length = 4, 37
     run = Decoder(config, plan, make_mesh(plan.mesh), weights(config), rows, length)
