@@ -4,7 +4,8 @@
 #   make site    docs, lessons, live explorers, drawings, decks and sheets as one static site, in docs/_site (needs npm)
 #   make runtime Python for the browser, which saved pages of explorers take along (needs npm)
 #   make handout two sheets for learners; make pictures: those of the README
-#   make test-lessons, test-browser, test-compilers, test-processes: tests that are jobs of their own (.ci/run does all)
+#   make test-lessons, test-browser, test-compilers, test-processes: all tests of one kind (.ci/run does what must hold of each)
+#   make nightly what is rare or long: pages of the site, decks, all compiled programs, 200 random plans of the day
 #   make device-test  one accelerator, in minutes: right or wrong, how fast, how much memory (tests/device.md)
 #   make engines SLURM, MPI, Ray and torchrun, installed in .engines, train the same; times go to tests/engines.md (root)
 # Another Python beside the first one: make test PYTHON=python3.12 VENV=.venv312
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup runtime compilers demo test test-lessons test-browser test-compilers test-processes test-fast test-full lab bench device-test slides handout site notebooks pictures lint engines clean
+.PHONY: help setup runtime compilers demo test test-lessons test-browser test-compilers test-processes test-fast nightly test-full lab bench device-test slides handout site notebooks pictures lint engines clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -70,14 +71,13 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python notebooks/build.py --check
 
-# What a change to the package can break: lint, and the tests without a job of their own. The jobs below each take what is named,
-# so that only they install it: a browser's tests npm's checker, the compilers' half a gigabyte. .ci/run does them all.
-# Two workers. Whatever starts a kernel, a browser or processes runs on one of them, one after the other; what takes long comes
-# first (tests/conftest.py).
+# What a change to the package can break. MARKS chooses other tests by their markers; WHY records what they cost (tests/costs.py).
+# The jobs below each take a kind of test, so that only they install what it needs: a browser's npm's checker, the compilers' half
+# a gigabyte. Two workers; what takes long comes first (tests/conftest.py).
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 WITH = $(PYTEST) $$(grep -l "mark\.$(1)" tests/test_*.py) -m $(1)
-test: lint
-	$(PYTEST) $(TESTS)
+test: $(STAMP)
+	$(PYTEST) $(TESTS) $(if $(MARKS),-m "$(MARKS)") $(if $(WHY),--record-costs="$(WHY)")
 
 test-lessons: $(STAMP)
 	$(call WITH,lessons)
@@ -94,13 +94,19 @@ test-processes: $(STAMP)
 	$(call WITH,processes)
 
 # The default tests without a lesson.
-test-fast: lint
+test-fast: $(STAMP)
 	$(PYTEST) $(TESTS) -m "not (lessons or browser or compilers or processes or nightly or full or engines)"
+
+# The random plans of a day are others tomorrow; their log says which.
+DAY := $(shell date +%Y%m%d)
+nightly: compilers node_modules
+	-@$(MAKE) --no-print-directory runtime
+	$(PYTEST) $(TESTS) -m "nightly and not (full or engines)" --plans 200 --seed $(DAY)000 --plans-log runs/plans-$(DAY).jsonl
 
 # All that the default tests sample: every mesh, ZeRO stage and reading, in parts: make test-full PART=1/8, … PART=8/8.
 # tests/full_runs.md tells when each part ran last.
 PART ?= 1/1
-test-full: lint
+test-full: $(STAMP)
 	LLMPAR_TEST_TYPES=all $(PYTEST) $(TESTS) -m full --part $(PART)
 
 engines: $(STAMP)

@@ -40,6 +40,7 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("LLMPAR_TEST_CACHE", st
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+import costs
 import jax
 import pytest
 from beartype import BeartypeConf, beartype
@@ -68,12 +69,8 @@ from llmpar import channels
 
 channels.install()  # as use_devices does, for the tests that make meshes by themselves
 
-
-# Where Jupyter kernels, browsers and processes of a job start: never two at once. With two workers these are
-# one worker's first work; the slides have a kernel of their own, and the other worker.
-KERNELS = "notebooks browser page site launch hosts compile real_engines story".split()
-LONG = "plans train moe attention cli random_plans flash explicit".split()
-"""Next, so that no worker ends with one of them."""
+SPLIT = {"notebooks:lessons": 99, "plans": 4, "compile:compilers": 4}
+"""Files whose tests share little: they are dealt to the workers in at most so many groups."""
 
 
 def full(config) -> bool:
@@ -104,22 +101,29 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize = sampled
 
 
+def group(item) -> str:
+    """The tests that one worker runs: those of a file, whose caches and fixtures they share."""
+    name = costs.name_of(item)
+    parts = SPLIT.get(name, 1)
+    return name if parts == 1 else f"{name} {zlib.crc32(item.nodeid.encode()) % parts}"
+
+
 def pytest_collection_modifyitems(items, config=None):
     """On an accelerator run what is marked for it; the other tests count on 8 simulated devices.
 
-    A file stays on one worker, whose caches its tests share; kernels start first, then what takes long.
-    ``--part 2/8`` keeps every eighth test, always the same ones: eight such runs are all of them.
+    What takes long comes first, so that both workers are busy to the end. ``--part 2/8`` keeps every eighth
+    test, always the same ones: eight such runs are all of them.
     """
     if config and (part := config.getoption("--part")):
         number, parts = map(int, part.split("/"))
         mine = [zlib.crc32(item.nodeid.encode()) % parts == number - 1 for item in items]
         config.hook.pytest_deselected(items=list(itertools.compress(items, map(operator.not_, mine))))
         items[:] = itertools.compress(items, mine)
-    name_of = lambda item: item.path.stem.removeprefix("test_")
-    items.sort(key=lambda item: (name_of(item) not in KERNELS, name_of(item) not in LONG))
+    recorded = costs.read(costs.FILE.read_text())
+    share = lambda item: recorded[name][0].seconds if (name := costs.name_of(item)) in recorded else 999.0
+    items.sort(key=lambda item: (-share(item), group(item)))
     for item in items:
-        name = name_of(item)
-        item.add_marker(pytest.mark.xdist_group("kernels" if name in KERNELS else name))
+        item.add_marker(pytest.mark.xdist_group(group(item)))
         if PLATFORM == "cpu" and not ROUNDING:
             continue
         if not item.get_closest_marker("accelerator"):
@@ -136,7 +140,14 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 20, 50)
 
 
+def pytest_configure(config):
+    config.pluginmanager.register(costs.Costs(config))
+
+
 def pytest_addoption(parser):
+    parser.addoption(
+        "--record-costs", metavar="WHY", help="write tests/costs.txt, and why a file's costs grew"
+    )
     parser.addoption("--part", metavar="K/N", help="the K-th of N equal parts of the tests, such as 2/8")
     parser.addoption("--record-engines", action="store_true", help="keep times of test_real_engines.py")
     group = parser.getgroup("random plans (test_random_plans.py)")

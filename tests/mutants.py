@@ -5,10 +5,11 @@ what it was for.
     python tests/mutants.py attention moe   those of some files, or by their numbers
 
 Each line of mutants.txt runs in a copy of the package, with the test named there alone: where there are words
-of a plan, that of the shortest line of the covering array (plans.py) that has them all. It ends with 1 where
-an error lives or a text to replace has gone.
+of a plan, that of the shortest line of the covering array (plans.py) that has them all. It says whether the
+test is on the gate or nightly, and ends with 1 where an error lives or a text to replace has gone.
 """
 
+import collections
 import os
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 PLANS = "test_plans.py::test_a_plan_gives_one_devices_answer_and_sends_and_holds_what_is_predicted"
+
+NO_TESTS = 5  # the exit status of pytest
 
 
 def selection(what: str) -> list[str]:
@@ -37,32 +40,37 @@ def selection(what: str) -> list[str]:
     return [f"{TESTS / PLANS}[{line}]"]
 
 
-def failed(folder: str, what: str) -> bool:
+def seen(folder: str, what: str) -> str:
+    """When the named test sees the error in this copy of the package; '' where it does not."""
     given = ["-c", str(TESTS.parent / "pyproject.toml"), "-x", "-q", "-n0", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *given, *selection(what)]
     environment = os.environ | {"PYTHONPATH": folder}  # and there, since Python looks first where it starts
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
-    assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-2000:]
-    return done.returncode == 1
+    for when, marks in (("gate", "not (nightly or full or engines)"), ("nightly", "nightly")):
+        command = [sys.executable, "-m", "pytest", *given, "-m", marks, *selection(what)]
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+        if done.returncode != NO_TESTS:
+            assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-2000:]
+            return when if done.returncode else ""
+    raise ValueError(f"{what} names no test")
 
 
 if __name__ == "__main__":
-    asked, wrong = sys.argv[1:], []
+    asked, wrong, when = sys.argv[1:], [], collections.Counter()
     for number, line in enumerate((TESTS / "mutants.txt").read_text().splitlines()[1:], 1):
         old, new, what = line.split(" ; ")
         with tempfile.TemporaryDirectory() as folder:
             shutil.copytree(TESTS.parent / "llmpar", Path(folder, "llmpar"))
             shutil.copytree(TESTS.parent / "docs", Path(folder, "docs"))  # pages read their words
-            found = [path for path in Path(folder).rglob("*.py") if old in path.read_text()]
-            name = found[0].stem if found else "?"
+            places = [path for path in Path(folder).rglob("*.py") if old in path.read_text()]
+            name = places[0].stem if places else "?"
             if asked and name not in asked and str(number) not in asked:
                 continue
-            if len(found) != 1 or (text := found[0].read_text()).count(old) != 1:
-                told = f"found in {len(found)} files"
+            if len(places) != 1 or (text := places[0].read_text()).count(old) != 1:
+                verdict = f"stands in {len(places)} files"
             else:
-                found[0].write_text(text.replace(old, new))
-                told = "seen" if failed(folder, what) else "LIVES"
-        wrong += [number] * (told != "seen")
-        print(f"{number:2} {name}: {new}: {told} by {what}", flush=True)
-    print(f"not seen: {wrong or 'none'}")
+                places[0].write_text(text.replace(old, new))
+                verdict = seen(folder, what) or "LIVES"
+        when[verdict] += 1
+        wrong += [number] * (verdict not in ("gate", "nightly"))
+        print(f"{number:2} {name}: {new}: {verdict}, {what}", flush=True)
+    print(f"{when['gate']} seen on the gate, {when['nightly']} at night; not seen: {wrong or 'none'}")
     sys.exit(bool(wrong))

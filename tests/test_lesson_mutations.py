@@ -189,7 +189,7 @@ def in_a_process(tmp_path, *given, **more):
     return subprocess.run(command, cwd=tmp_path, env=flags | env | more, capture_output=True, text=True)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "lesson, fault", [(lesson, fault) for lesson, faults in FAULTS.items() for fault in faults]
 )
@@ -198,7 +198,7 @@ def test_a_lesson_sees_a_planted_error(lesson, fault, tmp_path):
     assert done.returncode == FAILED, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("lesson", FAULTS)
 def test_a_lesson_passes_without_one(lesson, tmp_path):
     done = in_a_process(tmp_path, lesson)

@@ -32,7 +32,7 @@ LESSONS = ROOT / "notebooks"
 build, walk = load("notebooks/build.py"), load("notebooks/walk.py")
 
 SOURCES = build.sources()
-QUICK = "00", "03", "12"  # what a change to the package breaks first, in a minute
+QUICK = "00_setup", "03_data_parallelism"  # what a change to the package breaks first
 EXERCISE_FILES = sorted((ROOT / "llmpar" / "exercises").glob("[0-9][0-9]*.md"))
 EXERCISES = [f"{file.stem}.{name}" for file in EXERCISE_FILES for name in exercises.exercises(file.stem)]
 TOY = (ROOT / "tests" / "fixtures" / "toy_lesson.txt").read_text()
@@ -320,20 +320,18 @@ def test_lessons_have_sources_and_are_small():
 
 @pytest.mark.lessons
 @pytest.mark.parametrize(
-    "source", [pytest.param(s, marks=[pytest.mark.quick] * (s.stem[:2] in QUICK), id=s.stem) for s in SOURCES]
+    "source", [pytest.param(s, marks=[pytest.mark.quick] * (s.stem in QUICK), id=s.stem) for s in SOURCES]
 )
 def test_lesson_runs(source):
     done, used = nbval(build.target(source))
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     peak = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     assert peak <= build.MAX_KERNEL_BYTES, f"the kernel took {peak / 1e9:.2f} GB"
-    # A minute on two idle cores. Seconds of a busy machine say nothing; those of its processors do.
-    assert used.ru_utime + used.ru_stime <= 2 * 60
 
 
 def nbval(notebook):
     """Run a notebook as a user's `pytest --nbval-lax` does; only outputs marked for checking are compared.
-    Also give what it used: the largest process (the kernel), and the seconds of all."""
+    Also give what it used, for instance the memory of the largest process: the kernel."""
     options = "--nbval-lax --nbval-current-env --nbval-cell-timeout=600 -q -p no:cacheprovider".split()
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), *options, str(notebook)]
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])

@@ -140,7 +140,8 @@ scene.show(columns.mesh_map([*dots, here], here, dots[0], usable))
 # ## The rule's pipeline computes twice, and waits
 #
 # A step's time is a sum of named terms. What hides behind computing is left out. Under each bar stands by how much such an
-# estimate is off: 7 % in the mean of 591 published runs. **Differences below that say nothing.**
+# estimate is off: 7 % in the mean of the 591 published runs that its constants were fitted on, 16 % on runs that the fit did not
+# see. On another cluster take 16 %. Plans of one machine share most of the error. **Differences below 7 % say nothing.**
 
 # %%
 WORDS = {"products": "matmuls", "weights and gradients on links": "fsdp's links"}

@@ -100,7 +100,7 @@ curves(lines, batches, "sequences at once on a GPU", "tokens per second", log=Tr
 # *It fits a GPU: replicas. It fits a node: tensor parallelism. It needs nodes: pipelines.* Good first guesses; sharded state
 # beats two of them here.
 #
-# <footer>Estimates, ± 7 %; torchtitan measured 24.7 s for <code>fsdp=64</code> · <code>llmpar plan --chip a100-80 --devices 64 --model llama3-70b</code></footer>
+# <footer>Estimates, ± 16 %; torchtitan measured 24.7 s for <code>fsdp=64</code> · <code>llmpar plan --chip a100-80 --devices 64 --model llama3-70b</code></footer>
 
 # %% tags=["fragment"]
 CASES = {
