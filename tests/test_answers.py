@@ -109,7 +109,7 @@ def random_states(num, seed=0):
 
 def test_random_states_have_an_answer_or_a_reason_and_both_are_plain_data():
     answered = 0
-    for state in random_states(30):
+    for state in random_states(20):
         reply = answers.answer(state)
         assert json.loads(json.dumps(reply)) == reply and reply["says"]
         if reply["refusal"]:
@@ -122,7 +122,7 @@ def test_random_states_have_an_answer_or_a_reason_and_both_are_plain_data():
         assert kept or plan.effective(preset(state["model"])) == plan, "it is kept, or decides nothing"
         timed = {"step", "layer", "map"} if "step_s" in reply["numbers"] else set()
         assert {*reply["panels"]} == {name for name, *_ in panels.AREAS} - {"step", "layer", "map"} | timed
-    assert answered > 8
+    assert answered > 5
 
 
 def test_an_answer_is_the_planners():

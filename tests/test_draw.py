@@ -440,7 +440,9 @@ def test_an_overlap_and_a_cut_are_seen():
 
 
 def test_png_has_the_size_of_the_scene_and_is_the_same_each_time(tmp_path):
-    parts = [CASES[name]() for name in ("layout 3", "arrow scatter", "loss lost")]  # all that a scene has
+    parts = [
+        CASES[name]().items for name in ("layout 3", "arrow scatter", "loss lost")
+    ]  # all that a scene has
     scene = compose("all", parts, "x")
     data = to_png(scene)
     scene.save(tmp_path / "x.png")

@@ -169,7 +169,8 @@ NUM_SPLITS = {(64, 5): math.comb(6 + 4, 4), (16, 6): math.comb(4 + 5, 5), (12, 5
 
 
 @pytest.mark.parametrize(
-    "name, devices, seq, first", [("llama3-70b", 16, 8192, 24), ("qwen2.5-32b", 8, 32768, 12)]
+    "name, devices, seq, first",
+    [pytest.param("llama3-70b", 16, 8192, 24, marks=pytest.mark.full), ("qwen2.5-32b", 8, 32768, 12)],
 )
 def test_the_number_of_devices_that_would_do_is_the_first_that_was_tried(name, devices, seq, first):
     """It was called the smallest, and was a multiple of those asked for: 32 and 16."""
@@ -374,7 +375,7 @@ def read_back(q, plan, names):
 def test_what_is_printed_is_what_was_priced_whatever_is_set(mesh):
     """For every field: bytes and time of the plan that is read back."""
     answered, (name, also) = 0, EVERY[mesh]
-    for field, value in SET[:: 1 if "sp" in mesh else 4]:
+    for field, value in SET[:: 2 if "sp" in mesh else 5]:
         own = {k: v for k, v in (also | {field: value}).items() if k != "memory_share"}
         q = question(name, 16, 16, 8192, **own)
         try:
@@ -387,7 +388,7 @@ def test_what_is_printed_is_what_was_priced_whatever_is_set(mesh):
             runs = plan.resolve(q.config, q.platform)
             assert one.memory_bytes == planner.held_by(q, runs), own
             assert one.time == step_time(q.run(plan)) == step_time(q.run(runs)), own
-    assert answered > 10
+    assert answered > 5
 
 
 def test_a_field_that_decides_nothing_is_not_priced():
