@@ -338,12 +338,6 @@ for _name, (_p, _m) in itertools.product(schedules.SCHEDULES, [(2, 4), (4, 8)]):
     WORDS[f"timetable {_name} {_p} {_m}"] = [f"stage {_p - 1}: ", "held", "busy"]
 
 
-@pytest.fixture(params=CASES)
-def case(request):
-    """A drawing and the words that its text must have."""
-    return CASES[request.param](), WORDS[request.param]
-
-
 def overlaps(scene: Scene) -> list[str]:
     """The faults of a drawing: texts over one another, or anything over the edge."""
     boxes = [(t.text, t.frame, t.box) for t in flatten(scene.items) if isinstance(t, Text)]
@@ -363,8 +357,36 @@ def overlaps(scene: Scene) -> list[str]:
     return faults
 
 
-def test_nothing_overlaps_and_nothing_is_cut_off(case):
-    assert overlaps(case[0]) == []
+@functools.cache
+def wide(text: str, bold: bool) -> float:
+    """How wide a text of size 100 is in the PNG's own font."""
+    font = FontProperties(family="DejaVu Sans", weight="bold" if bold else "normal")
+    return TextPath((0, 0), text.replace("$", "S"), size=100, prop=font).get_extents().width
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_picture_is_whole_told_in_words_the_same_each_time_and_legible(name):
+    scene, svg = CASES[name](), to_svg(CASES[name]())
+    items = flatten(scene.items)
+    assert overlaps(scene) == [] and repr(scene) == scene.text
+    assert [w for w in WORDS[name] if w not in scene.text] == [], "the text twin has the numbers"
+    root = ET.fromstring(svg)
+    assert svg == to_svg(scene)
+    rects = [item for item in items if isinstance(item, Rect)]
+    acts = any((item.act or item.op) and not item.live for item in rects)
+    assert root.get("role") == ("group" if acts else "img"), "a still picture has no buttons of a form"
+    assert root.get("aria-label") == scene.title
+    assert [child.tag.split("}")[1] for child in root[:2]] == ["title", "desc"]
+    assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
+    patterns = {f"url(#{p.get('id')})" for p in root.iter("{http://www.w3.org/2000/svg}pattern")}
+    assert patterns == {e.get("fill") for e in root.iter() if e.get("fill", "").startswith("url")}
+    # The rule of 0.6 em is what keeps texts apart, so it must not promise too little.
+    for text in [t for t in items if isinstance(t, Text) and len(t.text) > 6][:20]:
+        assert wide(text.text, text.bold) * text.size / 100 <= 1.12 * (text.box[2] - text.box[0]), text
+    for (fill, stroke), theme in itertools.product({(r.fill, r.stroke) for r in rects}, (LIGHT, DARK)):
+        # a surface is seen on paper by its fill or by its edge (WCAG 2.1, 1.4.11)
+        if fill in FILLS and contrast(theme[fill], theme["paper"]) < 3:
+            assert contrast(theme[stroke or "paper"], theme["paper"]) >= 3, (fill, stroke)
 
 
 def test_on_a_slide_letters_are_larger_and_still_do_not_overlap():
@@ -417,33 +439,11 @@ def test_an_overlap_and_a_cut_are_seen():
     assert len(overlaps(Scene(100, 50, "", "", (Text(90, 20, "one"),)))) == 1
 
 
-def test_the_text_twin_has_the_numbers(case):
-    scene, words = case
-    assert repr(scene) == scene.text
-    assert [w for w in words if w not in scene.text] == []
-
-
-def test_svg_is_well_formed_described_and_deterministic(case):
-    svg = to_svg(case[0])
-    root = ET.fromstring(svg)
-    assert svg == to_svg(case[0])
-    drawn = [item for item in flatten(case[0].items) if isinstance(item, Rect) and not item.live]
-    acts = any(item.act or item.op for item in drawn)  # a still picture has no buttons of a form
-    assert root.get("role") == ("group" if acts else "img") and root.get("aria-label") == case[0].title
-    assert [child.tag.split("}")[1] for child in root[:2]] == ["title", "desc"]
-    assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
-    patterns = {f"url(#{p.get('id')})" for p in root.iter("{http://www.w3.org/2000/svg}pattern")}
-    assert patterns == {e.get("fill") for e in root.iter() if e.get("fill", "").startswith("url")}
-
-
-def test_the_same_values_give_the_same_bytes():
-    assert all(to_svg(scene()) == to_svg(scene()) for scene in CASES.values())
-    assert to_png(CASES["memory"]()) == to_png(CASES["memory"]())
-
-
-@pytest.mark.parametrize("name", ["layout 3", "arrow scatter", "loss lost"])  # all that a scene has
-def test_png_has_the_size_of_the_scene(name, tmp_path):
-    scene = CASES[name]()
+def test_png_has_the_size_of_the_scene_and_is_the_same_each_time(tmp_path):
+    parts = [
+        CASES[name]().items for name in ("layout 3", "arrow scatter", "loss lost")
+    ]  # all that a scene has
+    scene = compose("all", parts, "x")
     data = to_png(scene)
     scene.save(tmp_path / "x.png")
     saved, shown = Image.open(tmp_path / "x.png"), Image.open(io.BytesIO(data))
@@ -465,16 +465,6 @@ def test_a_small_area_keeps_its_colour_in_a_png():
         seen = image.getpixel((int(2 * rect.x + 8), int(2 * rect.y + 8)))
         told = [int(LIGHT[rect.fill][i : i + 2], 16) for i in (1, 3, 5)]
         assert max(abs(a - b) for a, b in zip(seen, told, strict=True)) <= 3, rect.fill
-
-
-def test_texts_are_about_as_wide_as_we_think(case):
-    # The rule of 0.6 em is what keeps texts apart, so it must not promise too little: measured in the PNG's
-    # own font.
-    words = [t for t in flatten(case[0].items) if isinstance(t, Text) and len(t.text) > 6]
-    for text in words[:20]:
-        font = FontProperties(family="DejaVu Sans", weight="bold" if text.bold else "normal")
-        path = TextPath((0, 0), text.text.replace("$", "S"), size=text.size, prop=font)
-        assert path.get_extents().width <= 1.12 * (text.box[2] - text.box[0]), text
 
 
 def test_saving_as_something_else_is_refused(tmp_path):
@@ -582,14 +572,6 @@ def test_no_drawing_lesson_slide_or_script_invents_a_colour(tmp_path):
         assert named <= LIGHT.keys(), path.name
     (tmp_path / "x.py").write_text("axes.plot(x, color='red'); Rect(fill='#fe0'); '#0072b2' and 'item #35'")
     assert painted(tmp_path / "x.py") == ["color='red'", "#fe0", "#0072b2"]
-
-
-@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
-def test_a_pale_fill_has_an_outline(case, theme):
-    """A surface is seen on paper by its fill or by its edge (WCAG 2.1, 1.4.11)."""
-    for item in flatten(case[0].items):
-        if isinstance(item, Rect) and item.fill in FILLS and contrast(theme[item.fill], theme["paper"]) < 3:
-            assert contrast(theme[item.stroke or "paper"], theme["paper"]) >= 3, item
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])

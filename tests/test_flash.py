@@ -1,7 +1,7 @@
 """The kernel of attention gives what the definition gives, from spans of tiles that leave out what is masked,
 and is what GPUs are given: no branch, no array of queries times keys.
 
-Interpreted on CPUs, against `attention.full` in float32: values 1e-5, gradients 1e-5 of the largest.
+Interpreted on CPUs, against the oracle in float64: values 1e-5, gradients 1e-5 of the largest.
 """
 
 import heapq
@@ -17,31 +17,30 @@ from jax.experimental import pallas as pl
 from parity import LLAMA
 from test_attention import (
     CAUSAL,
-    B,
+    WINDOW,
+    H,
     S,
     agree,
     bfloat16_agrees,
+    functional,
     ids_of,
     inputs,
-    mesh_of,
-    reference,
+    oracle,
+    program,
     results,
-    sharded,
 )
 from test_mesh import in_a_fresh_process
 
 from llmpar import attention
-from llmpar.attention import full, ring
+from llmpar.attention import ring
 from llmpar.inspect.report import inspect
 from llmpar.kernels import flash, flash_tpu
 from llmpar.kernels.tiles import KernelTiles, kernel_tiles
 from llmpar.mesh import abstract_mesh
 from llmpar.plan import Plan
 from llmpar.predict.ring import kernel_flops, seen_share
-from llmpar.sequence_order import Mask, sequence_permutation
+from llmpar.sequence_order import Mask
 from llmpar.training.balance import row_orders
-
-INTERPRETED = partial(ring, platform="cpu")
 
 
 def drawn(seed):
@@ -60,7 +59,7 @@ def drawn(seed):
     window = rng.choice([None, None, 1, 7, 90])
     mask = Mask(window and int(window))
     numbers = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-    return numbers(b, s, k, r, h), numbers(b, t, k, h), numbers(b, t, k, h), ids, mask
+    return (numbers(b, s, k, r, h), numbers(b, t, k, h), numbers(b, t, k, h)), ids, mask
 
 
 def close(found, expected):
@@ -75,18 +74,15 @@ def close(found, expected):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(6), *(pytest.param(n, marks=pytest.mark.full) for n in range(6, 40))]
+    "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.full) for n in range(4, 40))]
 )
-def test_the_kernel_matches_full_whatever_the_shapes_order_documents_and_mask(seed):
-    q, k, v, ids, mask = drawn(seed)
-    attends = (partial(attend, mask=mask, **ids) for attend in (INTERPRETED, full))
-    close(*(results(attend, q, k, v) for attend in attends))
+def test_the_kernel_matches_the_definition_whatever_the_shapes_order_documents_and_mask(seed):
+    qkv, ids, mask = drawn(seed)
+    close(results(program(ring, platform="cpu", mask=mask), qkv, ids), oracle(qkv, ids, mask))
 
 
 def test_the_kernel_in_bfloat16_is_as_exact_as_the_portable_blocks():
-    *_, positions, segments = inputs(packed=True)
-    where = positions, segments
-    bfloat16_agrees(partial(INTERPRETED, **ids_of(*where)), where)
+    bfloat16_agrees(program(ring, platform="cpu"), *inputs(ratio=4, packed=True))
 
 
 @pytest.fixture
@@ -98,8 +94,8 @@ def in_pallas(monkeypatch):
 
 
 @pytest.mark.parametrize("platform, enough", [("gpu", 512), ("gpu", 1), ("tpu", 512)])
-@pytest.mark.parametrize("seed", [3, 4, *(pytest.param(n, marks=pytest.mark.full) for n in range(5, 24))])
-def test_kernels_of_accelerators_match_full_whatever_the_shapes_documents_and_mask(
+@pytest.mark.parametrize("seed", [4, *(pytest.param(n, marks=pytest.mark.full) for n in (3, *range(5, 24)))])
+def test_kernels_of_accelerators_match_the_definition_whatever_the_shapes_documents_and_mask(
     seed, platform, enough, in_pallas, monkeypatch
 ):
     """Also where enough programs are left if one has all query heads of a KV head, and with several tiles on
@@ -107,33 +103,32 @@ def test_kernels_of_accelerators_match_full_whatever_the_shapes_documents_and_ma
     monkeypatch.setattr(flash, "ENOUGH", enough)
     if platform == "tpu":
         monkeypatch.setattr(flash, "kernel_tiles", lambda *args: KernelTiles(16, 32, 2, 8))
-    q, k, v, ids, mask = drawn(seed)
-    attends = (partial(attend, mask=mask, **ids) for attend in (partial(ring, platform=platform), full))
-    close(*(results(attend, q, k, v) for attend in attends))
+    qkv, ids, mask = drawn(seed)
+    fresh = program.__wrapped__(ring, platform=platform, mask=mask)
+    close(results(fresh, qkv, ids), oracle(qkv, ids, mask))
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_a_kernel_goes_on_from_earlier_keys(platform, in_pallas):
     """Two hops of a ring by hand: keys in two parts, and the gradients from the lse of both."""
-    *qkv, positions, segments = inputs(packed=True)
-    q, k, v = map(jnp.asarray, qkv)
+    qkv, ids = inputs(packed=True)
     run = {"cpu": flash.plain, "gpu": flash.run, "tpu": flash_tpu.run}[platform]
-    how = flash.Setting(CAUSAL, q.shape[-1] ** -0.5, platform, run)
-    ids, halves = np.stack([positions, segments], 1), (slice(0, 12), slice(12, S))
-    parts = [(k[:, at], v[:, at], ids[:, :, at]) for at in halves]
-    done = jnp.zeros(q.shape), jnp.full(q.shape[:-1], -jnp.inf)
-    for k_part, v_part, k_ids in parts:
-        done = flash.forward(how, q, k_part, v_part, ids, k_ids, done)
-    grad = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
-    terms, dq = (grad, done[1], (grad * done[0]).sum(-1)), jnp.zeros(q.shape)
-    more = []
-    for k_part, v_part, k_ids in parts:
-        dq, *dkv = flash.backward(how, q, k_part, v_part, ids, k_ids, terms, dq)
-        more.append(dkv)
-    attend = lambda *args: full(*args, **ids_of(positions, segments))[0]
-    out, pull = jax.vjp(attend, q, k, v)
-    found = *done, dq, *(jnp.concatenate(x, 1) for x in zip(*more, strict=True))
-    close((found[0], np.float32(0), *found[2:]), (out, np.float32(0), *pull(grad)))
+    how, of = flash.Setting(CAUSAL, H**-0.5, platform, run), np.stack(list(ids.values())[::2], 1)
+
+    def two_hops(q, k, v, of, grad):
+        parts = [(k[:, at], v[:, at], of[:, :, at]) for at in (slice(0, S // 2), slice(S // 2, S))]
+        done = jnp.zeros(q.shape), jnp.full(q.shape[:-1], -jnp.inf)
+        for part in parts:
+            done = flash.forward(how, q, *part[:2], of, part[2], done)
+        terms, dq, more = (grad, done[1], (grad * done[0]).sum(-1)), jnp.zeros(q.shape), []
+        for part in parts:
+            dq, *dkv = flash.backward(how, q, *part[:2], of, part[2], terms, dq)
+            more.append(dkv)
+        return *done, dq, *(jnp.concatenate(x, 1) for x in zip(*more, strict=True))
+
+    run = jax.jit(two_hops) if platform == "cpu" else two_hops  # an interpreter of kernels compiles each
+    found = run(*map(jnp.asarray, qkv), of, functional(qkv[0])[0])
+    close(found, oracle(qkv, ids, of_lse=False))
 
 
 # ----------------------------------------------------------------------------------------------------- spans
@@ -153,14 +148,14 @@ def inside(spans, first, last, num):
     return (spans[:, first, None] <= np.arange(num)) & (np.arange(num) < spans[:, last, None])
 
 
-@pytest.mark.parametrize("documents", [1, 2, 5])
+@pytest.mark.parametrize("documents", [1, 5])
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped", "balanced"])
 def test_a_span_is_what_is_seen_between_any_two_ranks_in_every_order(order, documents, monkeypatch):
     """It holds every tile of which a pair is seen, and says of those that are seen whole that they are. Of
     one document without a window it holds no other."""
-    monkeypatch.setattr(flash, "jnp", np)  # 3,000 small cases: no compiler
+    monkeypatch.setattr(flash, "jnp", np)  # 1,500 small cases: no compiler
     rng = np.random.default_rng(documents)
-    cases = itertools.product((1, 2, 4), (24, 48, 96), ((1, 1), (2, 3), (6, 3), (12, 12)), (None, 5, 30))
+    cases = itertools.product((1, 2, 4), (24, 96), ((1, 1), (2, 3), (6, 3), (12, 12)), (None, 5, 30))
     for n, s, (q_tile, k_tile), window in cases:
         if s // n % q_tile:
             continue
@@ -177,7 +172,10 @@ def test_a_span_is_what_is_seen_between_any_two_ranks_in_every_order(order, docu
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_in_an_order_that_no_rank_has_a_span_is_longer_and_masks_every_tile_that_is_not_seen_whole(seed):
+def test_in_an_order_that_no_rank_has_a_span_is_longer_and_masks_every_tile_that_is_not_seen_whole(
+    seed, monkeypatch
+):
+    monkeypatch.setattr(flash, "jnp", np)
     rng, mask = np.random.default_rng(seed), Mask((None, 5, 9)[seed % 3])
     order = lambda: np.arange(24).reshape(6, 4)[rng.permutation(6)].ravel()  # of six tiles
     q_ids, k_ids = (np.stack([order(), np.sort(rng.integers(0, 1 + seed % 2, 24))]) for _ in range(2))
@@ -186,7 +184,8 @@ def test_in_an_order_that_no_rank_has_a_span_is_longer_and_masks_every_tile_that
     assert (inside(spans, 0, 3, 6) >= some).all() and (inside(spans, 1, 2, 6) <= every).all()
 
 
-def test_in_contiguous_order_a_span_is_the_triangle_and_only_its_diagonal_is_masked():
+def test_in_contiguous_order_a_span_is_the_triangle_and_only_its_diagonal_is_masked(monkeypatch):
+    monkeypatch.setattr(flash, "jnp", np)
     ids = np.stack([np.arange(64), np.ones(64, int)]).astype(np.int32)[None]
     assert np.asarray(flash.spans(CAUSAL, ids, ids, 8, 8))[0].tolist() == [[0, 0, i, i + 1] for i in range(8)]
     ids[:, 1] = np.where(np.arange(64) < 32, 1, 2)  # two documents: half of the triangle is gone
@@ -234,16 +233,16 @@ def fault_earlier_keys_forgotten(monkeypatch):
 )
 def test_planted_faults_are_caught(fault, what, monkeypatch):
     fault(monkeypatch)
-    q, k, v, *where = inputs(packed=True)
-    turn = partial(ring, axis="sp", platform="cpu")
-    attend = sharded(turn, mesh_of(sp=2), sequence_permutation("zigzag", S, 2), *where, CAUSAL)
+    run, n = (partial(ring, axis="sp"), 2) if fault is fault_earlier_keys_forgotten else (ring, 1)
+    data, faulty = inputs(packed=True), program.__wrapped__(run, n, grads=what == "dq", platform="cpu")
     with pytest.raises(AssertionError, match=what):
-        agree(results(attend, q, k, v), reference(CAUSAL, packed=True))
+        agree(results(faulty, *data), oracle(*data))
 
 
 # ----------------------------------------------------------------------------------------------------- plans
 
 
+@pytest.mark.nightly
 def test_inspect_says_which_kernel_and_finds_what_was_predicted():
     document = inspect(LLAMA, Plan("sp=2", attention_kernel="flash", sequence_order="striped"), 2, 16)
     assert document["attention_kernel"] == "flash" and document["flops"]["executed_per_device"] is None
@@ -254,10 +253,9 @@ def test_inspect_says_which_kernel_and_finds_what_was_predicted():
 
 def test_blocks_on_a_gpu_are_masked_and_never_a_branch():
     """A branch of a compiled GPU program asks the host which way to go."""
-    q, k, v, *where = inputs(packed=True)
-    attend = partial(ring, block=8, branch=False, **ids_of(*where))
-    agree(results(attend, q, k, v), reference(CAUSAL, packed=True))
-    assert "cond[" not in str(jax.make_jaxpr(attend)(q, k, v))
+    data, options = inputs(packed=True), dict(block=8, branch=False)
+    agree(results(program(ring, **options), *data), oracle(*data))
+    assert "cond[" not in str(jax.make_jaxpr(partial(ring, **options, **data[1]))(*data[0]))
 
 
 def test_auto_is_the_kernel_on_accelerators_and_blocks_on_cpus():
@@ -275,12 +273,9 @@ def test_a_platform_refuses_a_kernel_that_it_lacks(platform):
 
 
 def test_whole_documents_need_no_mask():
-    q, k, v, positions, _ = inputs()
-    ids = ids_of(positions, np.ones((B, S), np.int32))
-    attend = partial(attention.by_kernel, kernel="xla", contiguous=True, whole=True, mask=Mask(window=10))
-    out = attend(*map(jnp.asarray, (q, k, v)), **ids)[0]
-    expected = full(*map(jnp.asarray, (q, k, v)), mask=Mask(window=10), **ids)[0]
-    assert np.abs(np.asarray(out) - np.asarray(expected)).max() <= 1e-5
+    run = program(attention.by_kernel, grads=False, kernel="xla", contiguous=True, whole=True, mask=WINDOW)
+    found, expected = results(run, *inputs()), oracle(*inputs(), WINDOW)
+    agree(found[:1], expected)
 
 
 # ------------------------------------------------------------------------------------------------ what is run
@@ -332,10 +327,10 @@ def busy(k, r, s, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("k, r, s", [(8, 4, 8192), (1, 4, 8192), (1, 8, 4096)])
+@pytest.mark.parametrize("k, r, s", [(1, 4, 8192), (1, 8, 4096)])
 def test_a_gpu_is_busy_to_the_end_since_the_longest_spans_come_first(k, r, s, monkeypatch):
-    """llama3-8b on one device and cut by tp=8, and llama3-70b by tp=8. With a program for each KV head, in
-    the order of keys, dK and dV kept 81, 25 and 13 % of it busy, and forward 93, 60 and 60 %."""
+    """llama3-8b and llama3-70b cut by tp=8. With a program for each KV head, in the order of keys, dK and dV
+    kept 25 and 13 % of it busy, and forward 60 %."""
     assert min(busy(k, r, s, monkeypatch).values()) > 0.96
 
 
@@ -372,7 +367,8 @@ def test_a_gpu_gets_three_kernels_no_branch_and_no_array_of_queries_times_keys()
     assert not [shape for shape in sizes if shape.count(local) > 1 or s in shape and local in shape]
 
 
-def test_the_work_of_a_kernel_is_its_products_on_the_tiles_of_its_spans():
+def test_the_work_of_a_kernel_is_its_products_on_the_tiles_of_its_spans(monkeypatch):
+    monkeypatch.setattr(flash, "jnp", np)
     b, s, k, r, h = 2, 512, 2, 4, 64
     shapes = [(b, s, k, h), (b, s, k, h), (b, 2, s), (b, s, k, r, h)]
     pairs = 2 * b * s * s * k * r * h

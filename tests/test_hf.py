@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 from parity import logits_of
+from parity import name as name_of
 
 from llmpar.config import PRESETS, ExpertConfig, RopeScaling, from_hugging_face, preset, to_hugging_face
 from llmpar.mesh import make_mesh, sharding
@@ -142,7 +143,11 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+SAMPLED = "rope's theta", "window forgotten", "one expert fewer a token"  # near others of the same kind
+FAULTY = [pytest.param(name, marks=[pytest.mark.full] * (name in SAMPLED)) for name in FAULTS]
+
+
+@pytest.mark.parametrize("name", FAULTY)
 def test_a_fault_breaks_parity(fixture, name):
     kind, fault = FAULTS[name]
     config, tensors, ids, theirs = fixture(kind)
@@ -181,11 +186,9 @@ OURS = {
 @functools.cache
 def random_params(config):
     """Weights of a size that makes logits differ."""
-    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(0))
     draw = np.random.default_rng(3)
-    return jax.tree.map(
-        lambda w: np.asarray(w) + 0.2 * draw.standard_normal(w.shape, dtype=np.float32), params
-    )
+    number = lambda path, w: np.float32(path[-1].key == "scale") + 0.2 * draw.standard_normal(w.shape, "f4")
+    return jax.tree.map_with_path(number, jax.eval_shape(lambda: init_params(config, 0)))
 
 
 @pytest.mark.hf
@@ -328,8 +331,12 @@ class Spy:
 
 @pytest.mark.parametrize(
     "plan",
-    [Plan("fsdp=4 tp=2"), Plan("dp=2 fsdp=2 tp=2"), Plan("dp=2 tp=4", zero=0), Plan("fsdp=8", zero=1)],
-    ids=str,
+    [Plan("fsdp=4 tp=2"), Plan("dp=2 tp=4", zero=0)]
+    + [
+        pytest.param(plan, marks=pytest.mark.full)
+        for plan in (Plan("dp=2 fsdp=2 tp=2"), Plan("fsdp=8", zero=1))
+    ],
+    ids=name_of,
 )
 def test_each_device_reads_its_own_shard_once(plan):
     config = OURS["qwen2"]
@@ -340,7 +347,6 @@ def test_each_device_reads_its_own_shard_once(plan):
     params = hf.from_state_dict(tensors, config, shardings)
     assert same(params, whole)
     assert jax.tree.map(lambda x: x.sharding, params) == shardings
-    assert same(state_dict(params, config), state_dict(whole, config))
     for name, spy in tensors.items():
         blocks = 1 if "norm" in name and plan.zero != 3 else len(spy.reads)
         if "bias" not in name:  # cut along the width of a head, so read with whole heads
@@ -487,7 +493,7 @@ def test_configurations_without_a_name_there_are_refused():
 
 def test_a_full_disk_is_told_and_what_was_begun_is_taken_away(tmp_path, monkeypatch):
     config = dataclasses.replace(preset("tiny"), num_layers=1)
-    params = jax.jit(lambda: init_params(config, 0))()
+    params = random_params(config)
     monkeypatch.setattr(
         hf.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     )

@@ -71,13 +71,10 @@ SHIFT = [(0, 1), (1, 0)]
 X = 32 * 16 * 4  # bytes of what one device holds of a float32 [256, 16]
 EACH_KIND = [  # f, the axes that leave the result's layout, kind, axes, group, bytes sent
     (lambda x: lax.psum(x, "tp"), ("tp",), "all-reduce", ("tp",), 2, X),
-    (lambda x: lax.psum(x, ("dp", "fsdp")), ("dp", "fsdp"), "all-reduce", ("dp", "fsdp"), 4, 2 * X * 3 // 4),
     (lambda x: lax.psum(x, ("fsdp", "dp")), ("dp", "fsdp"), "all-reduce", ("dp", "fsdp"), 4, 2 * X * 3 // 4),
     (lambda x: lax.psum(x, AXES), AXES, "all-reduce", AXES, 8, 2 * X * 7 // 8),
-    (lambda x: lax.pmax(x, "dp"), ("dp",), "all-reduce", ("dp",), 2, X),
     (lambda x: lax.pmin(x, ("dp", "tp")), ("dp", "tp"), "all-reduce", ("dp", "tp"), 4, 2 * X * 3 // 4),
     (lambda x: lax.all_gather(x, ("fsdp", "tp"), tiled=True), (), "all-gather", ("fsdp", "tp"), 4, 3 * X),
-    (lambda x: lax.psum_scatter(x, "fsdp", tiled=True), (), "reduce-scatter", ("fsdp",), 2, X // 2),
     (
         lambda x: lax.psum_scatter(x, ("dp", "tp"), tiled=True),
         (),
@@ -87,7 +84,6 @@ EACH_KIND = [  # f, the axes that leave the result's layout, kind, axes, group, 
         3 * X // 4,
     ),
     (lambda x: lax.all_to_all(x, "dp", 1, 0, tiled=True), (), "all-to-all", ("dp",), 2, X // 2),
-    (lambda x: lax.all_to_all(x, AXES, 1, 0, tiled=True), (), "all-to-all", AXES, 8, 7 * X // 8),
     (lambda x: lax.ppermute(x, "tp", SHIFT), (), "collective-permute", ("tp",), 2, X),
     (lambda x: lax.ppermute(x, "tp", SHIFT[:1]), (), "collective-permute", ("tp",), 2, X),
 ]

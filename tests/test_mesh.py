@@ -118,14 +118,20 @@ def test_a_thousand_steps_that_nobody_waits_for_do_not_deadlock(variables):
     assert done.stdout.split() == [str(9 if variables else 8), "True"], done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("name", POOL_SIZE)
-def test_who_asks_for_a_number_of_threads_gets_that_number(name):
-    code = "import os, jax; from llmpar.mesh import POOL_SIZE, _enough_threads\n"
-    code += "jax.config.update('jax_num_cpu_devices', 100)\n"
-    code += "with _enough_threads():\n    print(*(os.environ.get(name) for name in POOL_SIZE))"
-    want = ["7" if other == name else "None" for other in POOL_SIZE]
-    assert in_a_fresh_process(code, **{name: "7"}).stdout.split() == want
-    assert in_a_fresh_process(code).stdout.split() == ["400", "400"]
+def test_who_asks_for_a_number_of_threads_gets_that_number():
+    code = """
+import os, jax
+from llmpar.mesh import POOL_SIZE, _enough_threads
+jax.config.update("jax_num_cpu_devices", 100)
+for name in (*POOL_SIZE, ""):
+    os.environ |= {name: "7"} if name else {}
+    with _enough_threads():
+        print(*(os.environ.get(name) for name in POOL_SIZE))
+    os.environ.pop(name, None)
+"""
+    lines = in_a_fresh_process(code).stdout.splitlines()
+    want = [" ".join("7" if other == name else "None" for other in POOL_SIZE) for name in POOL_SIZE]
+    assert lines == [*want, "400 400"]
 
 
 def test_here_there_are_eight():

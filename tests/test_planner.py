@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-import time
+import threading
 
 import pytest
 
@@ -109,7 +109,7 @@ def test_any_mesh_with_any_fields_is_what_decide_answers():
     fields = {"remat": ["none", "block"], "zero": [1, 3], "loss_chunks": [1, 4], "tp_sequence": [False]}
     fields |= {"schedule": ["zb-h1", "gpipe"], "stage_saves": ["residuals"], "context_parallel": ["gather"]}
     models = ("llama3-8b", "llama3.2-1b", "qwen3-30b-a3b", "llama3-70b")
-    for _ in range(20):
+    for _ in range(12):
         name, row = rng.choice(models), chip(rng.choice(("h100", "b200", "v5p")))
         own = {field: rng.choice(fields[field]) for field in rng.sample(sorted(fields), 2)}
         q = question(name, rng.choice((8, 12, 32)), 96, rng.choice((4096, 16384)), row, **own)
@@ -125,7 +125,7 @@ def test_any_mesh_with_any_fields_is_what_decide_answers():
         else:
             assert one == given
             same += 1
-    assert same > 6
+    assert same > 3
 
 
 def test_the_published_mesh_of_the_405b_fits_at_a_third_of_peak():
@@ -169,7 +169,8 @@ NUM_SPLITS = {(64, 5): math.comb(6 + 4, 4), (16, 6): math.comb(4 + 5, 5), (12, 5
 
 
 @pytest.mark.parametrize(
-    "name, devices, seq, first", [("llama3-70b", 16, 8192, 24), ("qwen2.5-32b", 8, 32768, 12)]
+    "name, devices, seq, first",
+    [pytest.param("llama3-70b", 16, 8192, 24, marks=pytest.mark.full), ("qwen2.5-32b", 8, 32768, 12)],
 )
 def test_the_number_of_devices_that_would_do_is_the_first_that_was_tried(name, devices, seq, first):
     """It was called the smallest, and was a multiple of those asked for: 32 and 16."""
@@ -337,9 +338,9 @@ def test_the_budget_is_arithmetic(small):
 @pytest.mark.parametrize(
     "name, row, devices",
     [
-        ("llama3-8b", "h100", 64),
-        ("qwen3-30b-a3b", "h100", 64),
-        ("llama3-8b", "v5e", 256),
+        ("llama3-8b", "h100", 8),
+        ("qwen3-30b-a3b", "h100", 16),
+        ("llama3-8b", "v5e", 32),
         ("llama3-8b", "mi250x", 16),
     ],
 )
@@ -374,7 +375,7 @@ def read_back(q, plan, names):
 def test_what_is_printed_is_what_was_priced_whatever_is_set(mesh):
     """For every field: bytes and time of the plan that is read back."""
     answered, (name, also) = 0, EVERY[mesh]
-    for field, value in SET[:: 1 if "sp" in mesh else 4]:
+    for field, value in SET[:: 2 if "sp" in mesh else 5]:
         own = {k: v for k, v in (also | {field: value}).items() if k != "memory_share"}
         q = question(name, 16, 16, 8192, **own)
         try:
@@ -387,7 +388,7 @@ def test_what_is_printed_is_what_was_priced_whatever_is_set(mesh):
             runs = plan.resolve(q.config, q.platform)
             assert one.memory_bytes == planner.held_by(q, runs), own
             assert one.time == step_time(q.run(plan)) == step_time(q.run(runs)), own
-    assert answered > 10
+    assert answered > 5
 
 
 def test_a_field_that_decides_nothing_is_not_priced():
@@ -530,10 +531,12 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(capsys, monkey
     assert "cannot be written" in call(capsys, "--html", "page.html")[2]
 
 
-def test_long_work_says_that_it_goes_on(capsys):
+def test_long_work_says_that_it_goes_on(monkeypatch):
+    lines, seen = [], threading.Event()
+    monkeypatch.setattr("llmpar.cli.options.say", lambda line: (lines.append(line), seen.set()))
     with still_at_work("pricing", "seconds are usual", every_s=0.01):
-        time.sleep(0.2)
-    assert "… still pricing after 0 s; seconds are usual" in capsys.readouterr().err
+        seen.wait()
+    assert re.fullmatch(r"… still pricing after \d+ s; seconds are usual", lines[0])
 
 
 def test_fields_that_are_given_are_kept(capsys):
