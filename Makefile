@@ -5,6 +5,7 @@
 #   make runtime Python for the browser, which saved pages of explorers take along (needs npm)
 #   make handout two sheets for learners; make pictures: those of the README
 #   make test-lessons, test-browser, test-compilers, test-processes: tests that are jobs of their own (.ci/run does all)
+#   make bench   what a change may make slower, in minutes, beside plain JAX and the last record (tests/bench.py)
 #   make device-test  one accelerator, in minutes: right or wrong, how fast, how much memory (tests/device.md)
 #   make engines SLURM, MPI, Ray and torchrun, installed in .engines, train the same; times go to tests/engines.md (root)
 # Another Python beside the first one: make test PYTHON=python3.12 VENV=.venv312
