@@ -27,7 +27,6 @@ import pathlib
 import platform
 import resource
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -452,7 +451,7 @@ def page(size: dict) -> Iterator[Row]:
     """The mesh explorer: what Python answers to a choice, here and in a saved page, which draws it."""
     explorer, chips = by_kind("mesh"), itertools.cycle(["h100", "a100", "b200", "h200"])
     for num in size["devices"]:
-        choice = {"mesh": f"fsdp={num // 2} tp=2", "devices": num, "agreed": num, "batch_size": num}
+        choice = {"mesh": f"fsdp={num // 8} tp=8", "devices": num, "agreed": num, "batch_size": num}
         answer = lambda choice=choice: explorer.answer({**explorer.state, **choice, "chip": next(chips)})
         yield f"the explorer answers, {num:,} devices", "CPU ms", {"ours": cpu(answer, 1000)}
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -474,13 +473,16 @@ def page(size: dict) -> Iterator[Row]:
             shown.wait_for_function("document.documentElement.dataset.python === 'awake'", timeout=90_000)
             return time.perf_counter() - begin
 
+        drawing = [0.0]
+
         def answers() -> float:
             num, box = shown.evaluate(f"{REDRAWS}.length"), shown.locator('[data-name="mesh"]').first
             begin = shown.evaluate("performance.now()")
             box.fill(f"fsdp={8 << num % 3} tp={2 << num % 2}")
             box.press("Enter")
             shown.wait_for_function(f"{REDRAWS}.length > {num}", timeout=30_000)
-            return shown.evaluate(f"{REDRAWS}[{num}].startTime + {REDRAWS}[{num}].duration") - begin
+            began, drawing[0] = shown.evaluate(f"[{REDRAWS}[{num}].startTime, {REDRAWS}[{num}].duration]")
+            return began + drawing[0] - begin
 
         def saves() -> float:
             shown.evaluate("document.querySelector('.menu').open = true")
@@ -489,7 +491,7 @@ def page(size: dict) -> Iterator[Row]:
                 shown.locator('[data-do="png"]').click()
             return 1000 * (time.perf_counter() - begin)
 
-        redraw = lambda: shown.evaluate(f"{REDRAWS}.at(-1).duration")
+        redraw = lambda: (answers(), drawing[0])[1]
         for row, measure in zip(PAGE, (wakes, answers, redraw, saves), strict=True):
             yield *row, {"ours": measure}
         browser.close()
@@ -499,7 +501,7 @@ def page(size: dict) -> Iterator[Row]:
 
 GROUPS = {"start": start, "steps": steps, "many": many, "compiled": compiled}
 GROUPS |= {"attention": attends, "long": long, "server": server, "page": page}
-LIMIT_S = 300
+LIMIT_S = 480
 """Seconds in which a group's process has to end."""
 
 
@@ -513,7 +515,8 @@ def measured(row: Row, rounds: int) -> dict:
                 times[who] = [*times.get(who, []), run()]
             except Exception as error:
                 cells[who] = f"{type(error).__name__}: {error}"
-                del runs[who], times[who]
+                del runs[who]
+                times.pop(who, None)
         if number == 0:
             times = dict.fromkeys(runs, [])
     times |= {who: [value] * rounds for who, value in cells.items() if isinstance(value, float)}
@@ -537,14 +540,16 @@ def rows_of(group: str, words: list[str]) -> Iterator[dict]:
     paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | quiet | {"PYTHONPATH": os.pathsep.join(paths)}
     words, begin = [sys.executable, __file__, *words, "--child", group], time.perf_counter()
-    run = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True)
-    late = threading.Timer(LIMIT_S, os.killpg, (run.pid, signal.SIGKILL))
+    run = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
+    late = threading.Timer(LIMIT_S, run.kill)
     late.start()
-    assert run.stdout
-    yield from map(json.loads, run.stdout)
-    _, status, used = os.wait4(run.pid, 0)
-    late.cancel()
-    run.returncode, taken = os.waitstatus_to_exitcode(status), time.perf_counter() - begin
+    try:
+        yield from map(json.loads, run.stdout or ())
+        _, status, used = os.wait4(run.pid, 0)
+        run.returncode, taken = os.waitstatus_to_exitcode(status), time.perf_counter() - begin
+    finally:
+        late.cancel()
+        run.kill()
     if run.returncode:
         why = f"over {LIMIT_S} s" if taken >= LIMIT_S else "see stderr"
         yield {"name": f"{group}: what is left", "unit": "", "ours": why}
@@ -562,18 +567,16 @@ def machine() -> str:
 
 def line(name: str, unit: str, cells: list) -> str:
     """A line of the table."""
-    short = lambda x: (
-        "" if x is None else x if isinstance(x, str) else f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
-    )
+    number = lambda x: f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
+    short = lambda x: number(x) if isinstance(x, float) else x or ""
     return f"{name:<46} {unit:<8}" + "".join(f"{short(cell)[:11]:>12}" for cell in cells)
 
 
 def main() -> None:
     """Measure the groups that are named, or all; print the table; keep it, if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "groups", nargs="*", metavar="GROUP", help=f"some of {', '.join(GROUPS)}; by default all"
-    )
+    names = f"some of {', '.join(GROUPS)}; by default all"
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=names)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--positions", type=int, help="of attention and of long")
     parser.add_argument("--record", action="store_true", help="keep the table in tests/bench.json")
@@ -598,17 +601,13 @@ def main() -> None:
         pair = row.get("ours"), then.get(name, {}).get("ours")
         last = worse(unit, *pair) if all(isinstance(x, float) for x in pair) else None
         print(line(name, unit, [*map(row.get, (*COLUMNS, "best", "one")), last]), flush=True)
-        found |= {name: row} if unit else {}
-    print(
-        f"the record: {kept.get('date', 'none')}, {kept.get('machine', '')}" + " (not compared)" * (not then)
-    )
+        short = {who: float(f"{x:.4g}") if isinstance(x, float) else x for who, x in row.items()}
+        found |= {name: short} if unit else {}
+    where = kept.get("machine", "none") + (" (another machine: not compared)" if kept and not then else "")
+    print(f"the record: {kept.get('date', '')} {where}")
     if args.record:
-        about = {
-            "date": str(datetime.date.today()),
-            "machine": machine(),
-            "python": platform.python_version(),
-        }
-        about |= {"jax": jax.__version__, "rows": then | found}
+        about = {"date": str(datetime.date.today()), "machine": machine(), "jax": jax.__version__}
+        about |= {"python": platform.python_version(), "rows": then | found}
         RECORD.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
