@@ -6,6 +6,7 @@
 #   make handout two sheets for learners; make pictures: those of the README
 #   make test-lessons, test-browser, test-compilers, test-processes: all tests of one kind (.ci/run does what must hold of each)
 #   make nightly what is rare or long: pages of the site, decks, all compiled programs, 200 random plans of the day
+#   make bench   what a change may make slower, in minutes, beside plain JAX and the last record (tests/bench.py)
 #   make device-test  one accelerator, in minutes: right or wrong, how fast, how much memory (tests/device.md)
 #   make engines SLURM, MPI, Ray and torchrun, installed in .engines, train the same; times go to tests/engines.md (root)
 # Another Python beside the first one: make test PYTHON=python3.12 VENV=.venv312
