@@ -735,16 +735,14 @@ def lab(tmp_path):
         yield f"{found[1]}/lab/tree/x.ipynb?token=t&reset"
 
 
-def test_jupyterlab_session(chromium, lab, tmp_path):
+def test_jupyterlab_session(chromium, lab):
     """Type a mesh, choose chip and device; Python reads what hands did; reopened, the numbers are there."""
     context, faults = chromium.new_context(viewport={"width": 1280, "height": 1000}), []
     context.set_default_timeout(2 * shared.WAIT_MS)  # a server, a kernel and JAX start
-    context.on("weberror", lambda found: faults.append(str(found.error)))
-    context.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
-    server = lab.partition("/lab")[0]
-    local = (server, server.replace("http", "ws"), "data:", "blob:")
-    context.on("request", lambda one: None if one.url.startswith(local) else faults.append(one.url))
+    context.on("request", lambda one: None if one.url.startswith(shared.LOCAL) else faults.append(one.url))
     page, book = context.new_page(), "window.jupyterapp.shell.currentWidget"
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
     page.goto(lab)
     page.wait_for_function(f"window.jupyterapp && {book}?.sessionContext")
     page.evaluate(f"{book}.sessionContext.ready")
