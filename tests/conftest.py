@@ -43,6 +43,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 import costs
 import jax
 import pytest
+import shared
 from beartype import BeartypeConf, beartype
 from jaxtyping import install_import_hook
 
@@ -163,3 +164,28 @@ def standard_promotion():
     """Let ints and floats mix, for tests that call Optax themselves: its step counters do."""
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """One browser for all tests of a worker."""
+    with shared.chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def one_tab(chromium):
+    with shared.tab(chromium) as found:
+        yield found
+
+
+@pytest.fixture
+def tab(one_tab):
+    """A page as good as new, that must stay silent and offline: a new process of a browser costs a second."""
+    page, faults = one_tab
+    page.goto("about:blank")
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.emulate_media(media="screen", color_scheme="light")
+    faults.clear()
+    yield page
+    assert faults == []

@@ -1,26 +1,27 @@
 """The explorers in headless Chromium: the bare module, the offline page, and one JupyterLab session.
 
-No page may write an error to its console or ask the network for anything. Skipped, with the reason, where
-Chromium or the dependency group `browser` (playwright) is missing; the accessibility checks where `npm
-install` has not run.
+No page may write to its console or ask the network for anything. What lasts is played by playwright's clock;
+what is drawn is waited for by `redrawn`. Skipped, with the reason, where Chromium or the dependency group
+`browser` (playwright) is missing; the accessibility checks where `npm install` has not run.
 """
 
+import contextlib
+import itertools
 import json
 import os
 import re
-import signal
-import statistics
-import subprocess
 import sys
-import time
-import urllib.request
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import jax
 import nbformat
+import numpy as np
 import pytest
 import shared
 import told
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from shared import violations
 
 from llmpar.explore.explorer import MeshExplorer
@@ -31,40 +32,18 @@ from llmpar.explore.small import (
     RoutingExplorer,
     TimelineExplorer,
 )
-from llmpar.launch.joined import free_port
 
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
+expect = playwright.expect
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "llmpar" / "explore" / "static"
 FRONT, STYLE = STATIC / "explorer.js", STATIC / "explorer.css"
 
 
-@pytest.fixture(scope="module")
-def chromium():
-    with shared.chromium("--disable-background-networking", "--disable-dev-shm-usage") as browser:
-        yield browser
-
-
-@pytest.fixture
-def page(chromium):
-    """A page that must stay silent and offline (a server of one's own on this machine is not the network)."""
-    context = chromium.new_context(viewport={"width": 1280, "height": 900}, accept_downloads=True)
-    page, faults = context.new_page(), []
-    page.on(
-        "console",
-        lambda message: faults.append(message.text) if message.type in ("error", "warning") else None,
-    )
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    local = ("file:", "data:", "blob:", "about:", "http://127.0.0.1:", "ws://127.0.0.1:")
-    page.on("request", lambda request: None if request.url.startswith(local) else faults.append(request.url))
-    yield page
-    context.close()
-    assert faults == []
-
-
-def test_axe_sees_a_fault(page):
-    page.set_content('<html lang="en"><head><title>x</title></head><body><main><input></main></body></html>')
-    assert any(rule.startswith("label") for rule in violations(page))
+def test_axe_sees_a_fault(tab):
+    tab.set_content('<html lang="en"><head><title>x</title></head><body><main><input></main></body></html>')
+    assert any(rule.startswith("label") for rule in violations(tab))
 
 
 # ------------------------------------------------------------ the browser's side alone, with told answers
@@ -83,7 +62,7 @@ backend.ask = async (state) => {{
   return window.ask(state);
 }};
 const doc = JSON.parse(document.getElementById("doc").textContent);
-start(doc, window.ask && backend, document.querySelector("main"));
+start(doc, doc.live && backend, document.querySelector("main"));
 </script></body></html>"""
 MODEL = """async ([source, values, dead]) => {
   const module = await import(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
@@ -111,14 +90,36 @@ def saved(path, doc):
     return path.as_uri()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def behind(one_tab):
+    """What answers the page's questions, by their names. From now on time is what a test says, too."""
+    page, answers = one_tab[0], {}
+    page.clock.install()
+    for name in ("ask", "more"):
+        page.expose_function(name, lambda state, name=name: answers[name](state))
+    return answers
+
+
 @pytest.fixture
-def told_page(page, tmp_path):
-    page.set_default_timeout(6000)
-    page.expose_function("ask", told.answer)
-    page.expose_function("more", lambda state: told.answer(state, True))
-    page.goto(saved(tmp_path / "page.html", told.document()))
-    page.locator('[data-panel="map"]').wait_for()
-    return page
+def told_behind(behind):
+    behind |= {"ask": told.answer, "more": lambda state: told.answer(state, True)}
+
+
+@pytest.fixture
+def told_page(tab, told_behind, tmp_path):
+    tab.goto(saved(tmp_path / "page.html", told.document()))
+    expect(tab.locator('[data-panel="map"]')).to_be_visible()
+    return tab
+
+
+@contextlib.contextmanager
+def redrawn(page):
+    """Do something, and wait until a picture of the new state is in place."""
+    root = page.locator(".lpx").first
+    before = root.get_attribute("data-revision")
+    yield
+    expect(root).not_to_have_attribute("data-revision", before)
+    expect(root).not_to_have_class(re.compile("waiting"))
 
 
 def notebook(page, values, dead=False, views=1):
@@ -134,55 +135,41 @@ def traits(**state):
     return {"doc": doc, "state": doc["state"], "answer": doc["answer"]}
 
 
-def idle(page):
-    page.locator(".lpx:not(.waiting)").first.wait_for()
-
-
 def focus(page):
     return page.evaluate(
         "(({ dataset: d, ariaLabel: a }) => d.set || d.op || d.name || d.do || a)(document.activeElement)"
     )
 
 
-def test_no_colour_is_named_outside_the_table():
-    for path in (FRONT, STYLE):
-        assert not re.findall(
-            r"#[0-9a-fA-F]{3,8}\b(?!\")|\b(?:rgb|hsl)a?\(|: (?:white|black|red|gr[ae]y)\b", path.read_text()
-        )
-
-
 def test_everything_works_by_keys_alone(told_page):
     """Sentence, pictures, tables, folded fields and keys; a picture is one stop; a redraw keeps the focus."""
     page, seen = told_page, []
     page.keyboard.press("?")  # wherever the focus is
-    assert page.locator("dialog").is_visible()
+    expect(page.locator("dialog")).to_be_visible()
     page.keyboard.press("Escape")
     page.keyboard.press("Tab")
-    page.keyboard.press("ArrowUp")  # devices: 16 cannot be, the told mesh says how many
-    page.wait_for_function("window.asked.some((s) => s.devices === 16)")
-    idle(page)
-    for _ in range(40):
+    with redrawn(page):
+        page.keyboard.press("ArrowUp")  # devices: 16 cannot be, the told mesh says how many
+    assert page.evaluate("window.asked.some((s) => s.devices === 16)")
+    while '{"device": 0}' not in seen[-1:] and len(seen) < 40:
         page.keyboard.press("Tab")
         seen.append(focus(page))
-        if seen[-1] == '{"device": 0}':
-            break
     assert seen[:5] == ["chip", "mesh", "device", "order", "link"]
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
     assert focus(page) == '{"device": 3}', "one to the right, one down in rows of two"
     assert page.locator('[data-panel="grid"] .note').inner_text() == "device 3"
-    page.keyboard.press("Enter")
-    page.wait_for_function("window.asked.at(-1).device === 3")
-    idle(page)
-    assert focus(page) == '{"device": 3}'
-    assert page.locator('[data-panel="grid"] svg').get_attribute("aria-label") == "8 devices, device 3 chosen"
-    page.keyboard.press("Home")
-    assert focus(page) == '{"device": 0}'
-    page.keyboard.press("End")
-    assert focus(page) == '{"device": 7}'
-    assert page.locator('[data-panel="grid"] [tabindex="0"]').count() == 1
+    with redrawn(page):
+        page.keyboard.press("Enter")
+    assert page.evaluate("window.asked.at(-1).device") == 3 and focus(page) == '{"device": 3}'
+    grid = page.locator('[data-panel="grid"]')
+    assert grid.locator("svg").get_attribute("aria-label") == "8 devices, device 3 chosen"
+    for key, device in (("Home", 0), ("End", 7)):
+        page.keyboard.press(key)
+        assert focus(page) == json.dumps({"device": device})
+    assert grid.locator('[tabindex="0"]').count() == 1
     page.keyboard.press("?")
-    assert page.locator("dialog").is_visible()
+    expect(page.locator("dialog")).to_be_visible()
     page.keyboard.press("Escape")
     page.keyboard.press("Tab")
     assert focus(page) == "play"
@@ -190,91 +177,87 @@ def test_everything_works_by_keys_alone(told_page):
 
 def test_a_number_is_typed_or_stepped_and_what_is_none_is_said(told_page):
     page = told_page
-    page.locator('[data-name="device"]').fill("5")
-    page.wait_for_function("document.querySelector('[data-panel=grid] svg').ariaLabel.endsWith('5 chosen')")
-    page.locator('[data-panel="map"]').wait_for()
-    box = page.locator('[data-name="devices"]')
+    with redrawn(page):
+        page.locator('[data-name="device"]').fill("5")
+    expect(page.locator('[data-panel="map"]')).to_be_visible()
+    assert page.locator('[data-panel="grid"] svg').get_attribute("aria-label").endswith("5 chosen")
+    box, said = page.locator('[data-name="devices"]'), page.locator(".said")
     box.fill("1,0x")
-    assert "write a whole number" in page.locator(".said").inner_text() and box.get_attribute("aria-invalid")
+    assert "write a whole number" in said.inner_text() and box.get_attribute("aria-invalid")
     box.fill("8")
-    assert page.locator(".said").inner_text() == "", "as before, and nothing is to be mended"
+    assert said.inner_text() == "", "as before, and nothing is to be mended"
     page.locator(".rest summary").click()
-    field = page.locator('[data-field="microbatches"]')
-    field.fill("4")
-    page.wait_for_function("window.asked.at(-1).fields.microbatches === 4")
-    idle(page)
+    with redrawn(page):
+        page.locator('[data-field="microbatches"]').fill("4")
+    assert page.evaluate("window.asked.at(-1).fields.microbatches") == 4
     assert "1 set by you" in page.locator(".rest summary").inner_text()
-    page.keyboard.press("ArrowUp")
-    page.wait_for_function("window.asked.at(-1).fields.microbatches === 8")
-    idle(page)
+    with redrawn(page):
+        page.keyboard.press("ArrowUp")
+    assert page.evaluate("window.asked.at(-1).fields.microbatches") == 8
     assert page.evaluate("document.activeElement.dataset.field") == "microbatches"
-    page.locator(".yours button[data-set]").click()
-    page.wait_for_function("!('microbatches' in window.asked.at(-1).fields)")
-    idle(page)
+    with redrawn(page):
+        page.locator(".yours button[data-set]").click()
+    assert "microbatches" not in page.evaluate("window.asked.at(-1).fields")
     assert page.locator(".yours").count() == 0
 
 
 def test_a_refusal_says_why_and_what_works_and_keeps_the_last_picture(told_page):
-    page = told_page
+    page, kept = told_page, told_page.locator(".lpx.kept")
     grid = page.locator('[data-panel="grid"] .pic').inner_html()
-    page.locator('[data-name="mesh"]').fill("qq=3")
-    page.locator(".why").wait_for()
+    with redrawn(page):
+        page.locator('[data-name="mesh"]').fill("qq=3")
     assert "mesh 'qq=3' cannot be read\n  qq=3\n  ^" in page.locator(".why").inner_text()
     assert "last that could be answered" in page.locator(".verdict").inner_text()
-    assert (
-        page.locator('[data-panel="grid"] .pic').inner_html() == grid
-        and page.locator(".lpx.kept").count() == 1
-    )
+    assert page.locator('[data-panel="grid"] .pic').inner_html() == grid and kept.count() == 1
     assert page.evaluate("document.activeElement.dataset.name") == "mesh", "typing goes on"
-    page.locator(".step").click()
-    page.locator(".verdict .good").wait_for()
+    with redrawn(page):
+        page.locator(".step").click()
+    assert page.locator(".verdict .good").count() == 1 and kept.count() == 0
     assert page.locator('[data-name="mesh"]').input_value() == "fsdp=8 tp=1", "in Python's spelling"
-    assert page.locator(".lpx.kept").count() == 0
 
 
 def test_only_the_last_question_counts_and_the_picture_is_dimmed_meanwhile(told_page):
     page = told_page
     page.evaluate("window.gate = new Promise((open) => { window.open_gate = open; }); window.asked = []")
-    for mesh in ("fsdp=2 tp=4", "fsdp=1 tp=8", "fsdp=8 tp=1"):
-        page.locator('[data-name="mesh"]').fill(mesh)
-        page.keyboard.press("Enter")
-        page.wait_for_timeout(40)
-    assert page.locator(".lpx.waiting").get_attribute("aria-busy") == "true"
-    page.evaluate("window.open_gate()")
-    idle(page)
+    with redrawn(page):
+        for mesh in ("fsdp=2 tp=4", "fsdp=1 tp=8", "fsdp=8 tp=1"):
+            page.locator('[data-name="mesh"]').fill(mesh)
+            page.keyboard.press("Enter")
+            page.clock.run_for(50)
+        assert page.locator(".lpx.waiting").get_attribute("aria-busy") == "true"
+        page.evaluate("window.open_gate()")
     assert [state["mesh"] for state in page.evaluate("window.asked")] == ["fsdp=2 tp=4", "fsdp=8 tp=1"]
     assert page.locator('[data-panel="code"]').inner_text().endswith("Plan('fsdp=8 tp=1')")
-    page.evaluate("window.calls = performance.getEntriesByName('llmpar redraw').length")
     page.locator('[data-panel="grid"] svg').evaluate("(svg) => { svg.dataset.mark = 1; }")
-    page.locator('[data-panel="map"]').wait_for()
-    assert page.locator('[data-panel="grid"] svg').get_attribute("data-mark") == "1", (
-        "what is equal is not touched"
-    )
+    expect(page.locator('[data-panel="map"]')).to_be_visible()
+    assert page.locator("[data-mark]").count() == 1, "what is equal is not touched"
 
 
 def test_frames_play_step_and_scrub_in_all_pictures(told_page):
-    page = told_page
-    shown = lambda: page.locator('[data-panel="layer"] [data-frame][display=inline]').get_attribute(
-        "data-frame"
-    )
-    words = page.locator(".player > span")
-    assert shown() == "0" and words.inner_text() == "instant 0"
+    page, words = told_page, told_page.locator(".player > span")
+    drawn = page.locator('[data-panel="layer"] [data-frame][display=inline]')
+
+    def shows(frame):
+        assert drawn.get_attribute("data-frame") == str(frame) and words.inner_text() == f"instant {frame}"
+
+    shows(0)
     page.locator('[data-do="forth"]').click()
-    assert shown() == "1" and words.inner_text() == "instant 1"
+    shows(1)
     page.locator(".player input").fill("2")
-    assert shown() == "2" and words.inner_text() == "instant 2"
-    page.locator('[data-name="device"]').fill("4")
-    idle(page)
-    assert shown() == "2", "another answer does not rewind"
-    page.evaluate("""addEventListener("click", () => { // it goes on by itself: read at once
-      const found = document.querySelectorAll('[data-panel="layer"] [data-frame][display=inline]');
-      const pauses = document.querySelectorAll('[aria-label="pause"]').length;
-      window.began = [[...found].map((group) => group.dataset.frame), pauses];
-    }, { once: true })""")
+    shows(2)
+    with redrawn(page):
+        page.locator('[data-name="device"]').fill("4")
+    shows(2)  # another answer does not rewind
+    page.clock.pause_at(page.evaluate("Date.now()") / 1000 + 60)
     page.locator('[data-do="play"]').click()
-    assert page.evaluate("window.began") == [["0"], 1]
-    page.wait_for_function("document.querySelector('[aria-label=play]')")
-    assert shown() == "2", "it ends, and does not begin by itself"
+    for lasts, frame in ((399, 0), (1, 1), (1499, 1), (1, 2), (599, 2)):
+        page.clock.run_for(lasts)
+        shows(frame)
+        assert page.locator("[aria-label=pause]").count() == 1
+    page.clock.run_for(5000)
+    page.clock.resume()
+    shows(2)  # it ends, and does not begin by itself
+    assert page.locator("[aria-label=play]").count() == 1
 
 
 def test_operations_are_dragged_moved_by_keys_and_picked_in_the_text(told_page):
@@ -282,75 +265,82 @@ def test_operations_are_dragged_moved_by_keys_and_picked_in_the_text(told_page):
     op = lambda name: page.locator(f'[data-op="{name}"]')
     words = lambda: [op(f"0:{i}").get_attribute("aria-label").split(", ")[1] for i in range(4)]
     chosen = "(({ value, selectionStart: a, selectionEnd: b }) => value.slice(a, b))(document.activeElement)"
-    assert page.locator("textarea").input_value() == ""
+    text = page.locator("textarea")
+    assert text.input_value() == ""
     op("1:1").click()
-    page.wait_for_timeout(300)
+    page.clock.run_for(500)
     assert page.evaluate(chosen) == "B0", "the text of an order that has a name, and it stays"
-    op("0:0").drag_to(op("0:2"))
-    page.wait_for_function("window.asked.at(-1)?.move?.join() === '0,0,2'")
-    idle(page)
-    assert words() == ["F1", "B0", "F0", "B1"]
-    page.wait_for_function("document.querySelector('textarea').value === 'F1 B0 F0 B1\\nF0 B0 F1 B1'")
+    with redrawn(page):
+        op("0:0").drag_to(op("0:2"))
+    assert page.evaluate("window.asked.at(-1).move") == [0, 0, 2] and words() == ["F1", "B0", "F0", "B1"]
+    expect(text).to_have_value("F1 B0 F0 B1\nF0 B0 F1 B1")
     op("0:1").drag_to(op("1:1"))
-    page.wait_for_timeout(100)
+    page.clock.run_for(500)
     assert words() == ["F1", "B0", "F0", "B1"], "not into another row"
     assert focus(page) == "0:1", "nor is it a click there"
     op("0:2").focus()
-    page.keyboard.press("Shift+ArrowLeft")
-    page.wait_for_function("window.asked.at(-1)?.move?.join() === '0,2,1'")
-    idle(page)
+    with redrawn(page):
+        page.keyboard.press("Shift+ArrowLeft")
+    assert page.evaluate("window.asked.at(-1).move") == [0, 2, 1]
     assert words() == ["F1", "F0", "B0", "B1"] and focus(page) == "0:1", "the focus goes along"
     op("1:2").click()
     assert page.evaluate(chosen) == "F1"
     op("0:2").focus()
-    page.keyboard.press("Shift+ArrowLeft")
-    idle(page)
+    with redrawn(page):
+        page.keyboard.press("Shift+ArrowLeft")
     op("1:3").click()
     assert page.evaluate(chosen) == "B1"
-    assert page.locator("textarea").input_value().startswith("F1 B0 F0"), "at once of after the move"
+    assert text.input_value().startswith("F1 B0 F0"), "at once of after the move"
 
 
 def test_a_state_is_an_address_and_back_is_undo(told_page):
-    page = told_page
+    page, mesh = told_page, told_page.locator('[data-name="mesh"]')
     assert "#" not in page.url
-    page.locator('[data-name="mesh"]').fill("fsdp=2 tp=4")
+    mesh.fill("fsdp=2 tp=4")
     page.wait_for_url("**#mesh=fsdp=2+tp=4")
     page.locator('[data-name="chip"]').select_option(label="a100-40")
     page.wait_for_url("**#chip=a100-40&mesh=fsdp=2+tp=4")
+    with redrawn(page):
+        page.go_back()
+    expect(page.locator('[data-name="chip"]')).to_have_value('"h100"')
+    page.clock.run_for(1000)
     page.go_back()
-    page.wait_for_function("document.querySelector('[data-name=chip]').value === '\"h100\"'")
-    idle(page)
-    page.wait_for_timeout(500)
-    page.go_back()
-    page.wait_for_function("document.querySelector('[data-name=mesh]').value === 'fsdp=4 tp=2'")
+    expect(mesh).to_have_value("fsdp=4 tp=2")
     page.goto(page.url.partition("#")[0] + '#mesh=fsdp%3D8&fields={"zero":3}&devices=x&what=1')
     page.reload()
-    idle(page)
-    assert page.locator('[data-name="mesh"]').input_value() == "fsdp=8 tp=1"
+    expect(mesh).to_have_value("fsdp=8 tp=1")
     assert "1 set by you" in page.locator(".rest summary").inner_text()
 
 
 def test_a_state_is_kept_while_more_of_it_comes(told_page):
-    page = told_page
-    page.evaluate("""() => {
+    told_page.evaluate("""() => {
       const ask = window.ask;
       window.ask = window.more = async (state) => ({ ...(await ask(state)), more: true });
     }""")
-    page.locator('[data-name="mesh"]').fill("fsdp=2 tp=4")
-    page.wait_for_url("**#mesh=fsdp=2+tp=4")
+    told_page.locator('[data-name="mesh"]').fill("fsdp=2 tp=4")
+    told_page.wait_for_url("**#mesh=fsdp=2+tp=4")
 
 
-def test_a_link_that_cannot_be_read_says_so(page, tmp_path):
-    page.expose_function("ask", told.answer)
-    page.expose_function("more", lambda state: None)
-    page.goto(saved(tmp_path / "page.html", told.document()) + "#devices=x&what=1")
-    assert page.locator(".said").inner_text().endswith("devices=x, what=1")
+def test_a_link_that_cannot_be_read_says_so_and_the_first_explorer_alone_has_the_address(
+    tab, told_behind, tmp_path
+):
+    tab.goto(saved(tmp_path / "page.html", told.document()) + "#devices=x&what=1")
+    expect(tab.locator(".said")).to_have_text(re.compile("devices=x, what=1$"))
+    tab.evaluate(
+        """async ([source, doc]) => {
+          const module = await import(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
+          module.start(doc, null, document.body.appendChild(document.createElement("aside")));
+        }""",
+        [FRONT.read_text(), told.document()],
+    )
+    expect(tab.locator("aside .panel svg").first).to_be_visible()
+    assert tab.get_by_role("button", name="copy link").count() == 1
 
 
 def test_pictures_pages_and_code_are_taken_along(told_page, tmp_path):
     page, found = told_page, {}
-    page.locator('[data-name="mesh"]').fill("fsdp=2 tp=4")
-    page.locator(".verdict .bad").wait_for()
+    with redrawn(page):
+        page.locator('[data-name="mesh"]').fill("fsdp=2 tp=4")
     for do, start in (("svg", b"<svg"), ("png", b"\x89PNG"), ("html", b"<!doctype html>")):
         page.locator(".menu summary").click()
         with page.expect_download() as download:
@@ -358,28 +348,19 @@ def test_pictures_pages_and_code_are_taken_along(told_page, tmp_path):
         found[do] = Path(download.value.path()).read_bytes()
         assert found[do].startswith(start)
     svg = found["svg"].decode()
-    words = " ".join(
-        "".join(text.itertext()) for text in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
-    )
+    texts = ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    words = " ".join("".join(text.itertext()) for text in texts)
     assert "var(" not in svg and "<style" not in svg and f'fill="{told.LIGHT["ink"]}"' in svg
-    for fact in (
-        "Does not fit. 6.13 s a step",
-        "Train a model on 8 h100, as fsdp=2 tp=4",
-        "llmpar 0",
-        "fsdp 4",
-        "Block of up",
-    ):
-        assert fact in words
+    facts = "Does not fit. 6.13 s a step|Train a model on 8 h100, as fsdp=2 tp=4|llmpar 0|fsdp 4|Block of up"
+    assert all(fact in words for fact in facts.split("|"))
     assert "data-live" not in svg and "+" not in words, "no button of the form"
     assert page.locator('[data-panel="axes"] [data-live]').count() == 2
     known = found["html"].replace(b'"version":"0"', b'"version":"0","site":"https://a.example/mesh.html"')
     (tmp_path / "again.html").write_bytes(known)
     page.goto((tmp_path / "again.html").as_uri())
-    page.locator(".verdict .bad").wait_for()
-    assert (
-        page.locator('[data-name="mesh"]').input_value() == "fsdp=2 tp=4"
-        and page.locator(".lpx").count() == 1
-    )
+    expect(page.locator(".verdict .bad")).to_be_visible()
+    assert page.locator('[data-name="mesh"]').input_value() == "fsdp=2 tp=4"
+    assert page.locator(".lpx").count() == 1
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     for do, text in (
         ("code", "Plan('fsdp=2 tp=4')"),
@@ -387,12 +368,13 @@ def test_pictures_pages_and_code_are_taken_along(told_page, tmp_path):
         ("link", "https://a.example/mesh.html#devices=8&chip=h100&mesh=fsdp=2+tp=4"),
     ):
         page.locator(f'[data-do="{do}"]').click()
-        page.locator(".said:has-text('copied')").wait_for()
-        assert page.evaluate("navigator.clipboard.readText()").startswith(text)
+        copied = "async (text) => (await navigator.clipboard.readText()).startsWith(text)"
+        page.wait_for_function(copied, arg=text)
+        expect(page.locator(".said")).to_have_text("copied")
     (tmp_path / "file.html").write_bytes(found["html"])  # the site's address is not known
     page.goto((tmp_path / "file.html").as_uri())
     page.locator('[data-do="link"]').click()
-    page.locator(".said", has_text="holds this choice: send the file").wait_for()
+    expect(page.locator(".said")).to_contain_text("holds this choice: send the file")
 
 
 def test_paper_has_everything_and_no_controls(told_page):
@@ -402,34 +384,47 @@ def test_paper_has_everything_and_no_controls(told_page):
     assert page.locator(".strip svg").count() == 3, "the first instants beside one another"
     for name in ("axes", "grid", "map", "holds", "code"):
         assert page.locator(f'[data-panel="{name}"]').is_visible()
-    assert (
-        page.locator(".fields").is_visible()
-        and not page.locator(".tools, .player, .tabs").locator("visible=true").count()
-    )
+    assert page.locator(".fields").is_visible()
+    assert not page.locator(".tools, .player, .tabs").locator("visible=true").count()
     page.evaluate("window.dispatchEvent(new Event('afterprint'))")
     assert page.locator(".strip").count() == 0
 
 
-@pytest.mark.parametrize("width", [1400, 900, 390])
-def test_it_fits_and_is_accessible(told_page, width):
+def fits(page, width, height=900):
+    """Wait until nothing is wider than a screen."""
+    page.set_viewport_size({"width": width, "height": height})
+    wide = "(width) => innerWidth === width && document.documentElement.scrollWidth <= width"
+    page.wait_for_function(wide, arg=width)
+
+
+# One on the gate, all of them at night: what fails in one of them has failed in most.
+WAYS = [
+    pytest.param(width, scheme, marks=[] if (width, scheme) == (390, "dark") else pytest.mark.nightly)
+    for width in (1400, 900, 390)
+    for scheme in ("light", "dark")
+]
+
+
+@pytest.mark.parametrize("width, scheme", WAYS)
+def test_it_is_accessible(told_page, width, scheme):
+    told_page.emulate_media(color_scheme=scheme)
+    told_page.locator(".rest summary").click()
+    fits(told_page, width)
+    assert violations(told_page) == []
+
+
+def test_it_fits_a_laptop_and_a_phone(told_page):
     page = told_page
-    page.set_viewport_size({"width": width, "height": 900})
     page.locator(".rest summary").click()
-    page.wait_for_timeout(50)
-    for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
-        assert violations(page) == []
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    if width == 1400:
-        boxes = [pic.bounding_box() for pic in page.locator(".panels .pic:visible").all()]
-        assert max(box["y"] + box["height"] for box in boxes) <= 900
-    if width > 390:
-        return
-    assert page.locator(".panel:visible").count() == 1
+    for width in (900, 1400):
+        fits(page, width)
+    boxes = [pic.bounding_box() for pic in page.locator(".panels .pic:visible").all()]
+    assert max(box["y"] + box["height"] for box in boxes) <= 900
+    fits(page, 390)
+    expect(page.locator(".panel:visible")).to_have_count(1)
     page.locator('[data-tab="layer"]').click()
-    assert (
-        page.locator(".panel:visible h2").inner_text() == "One layer" and page.locator(".player").is_visible()
-    )
+    assert page.locator(".panel:visible h2").inner_text() == "One layer"
+    assert page.locator(".player").is_visible()
     sizes = """(pick) => [...document.querySelectorAll(pick)].filter((e) => e.getClientRects().length)
         .map((e) => [e, e.getBoundingClientRect().height, parseFloat(getComputedStyle(e).fontSize)])
         .map(([e, ...sizes]) => [e.outerHTML.slice(0, 80), ...sizes])"""
@@ -441,101 +436,87 @@ def test_it_fits_and_is_accessible(told_page, width):
             assert size >= 10 and (height >= 9 or not height), text
 
 
-def test_a_notebooks_two_views_follow_each_other_and_python(page):
-    page.expose_function("ask", told.answer)
-    page.expose_function("more", lambda state: told.answer(state, True))
-    notebook(page, traits(), views=2)
-    page.locator('main [data-name="mesh"]').fill("fsdp=2 tp=4")
+def test_a_notebooks_two_views_follow_each_other_and_python(tab, told_behind):
+    notebook(tab, traits(), views=2)
+    tab.locator('main [data-name="mesh"]').fill("fsdp=2 tp=4")
     for place in ("main", "aside"):
-        page.locator(f"{place} .verdict .bad").wait_for()
-        page.locator(f'{place} [data-panel="map"]').wait_for()
-    assert page.locator('aside [data-name="mesh"]').input_value() == "fsdp=2 tp=4"
-    page.locator("aside .step").click()
-    page.locator("main .verdict .good").wait_for()
-    page.evaluate(
+        expect(tab.locator(f"{place} .verdict .bad")).to_be_visible()
+        expect(tab.locator(f'{place} [data-panel="map"]')).to_be_visible()
+    assert tab.locator('aside [data-name="mesh"]').input_value() == "fsdp=2 tp=4"
+    tab.locator("aside .step").click()
+    expect(tab.locator("main .verdict .good")).to_be_visible()
+    tab.evaluate(
         "([state, answer]) => { model.set('state', state); model.set('answer', answer); }",
         [(s := told.START | {"device": 6}), told.answer(s)],
     )
     for place in ("main", "aside"):
-        assert (
-            page.locator(f'{place} [data-panel="grid"] svg').get_attribute("aria-label")
-            == "8 devices, device 6 chosen"
-        )
+        assert tab.locator(f'{place} [aria-label="8 devices, device 6 chosen"]').count() == 1
 
 
-def test_a_reopened_notebook_shows_all_that_it_showed(page):
+def test_a_reopened_notebook_shows_all_that_it_showed(tab):
     """Its JSON has sorted keys, and nobody answers; three seconds after a click that is said."""
-    stored = json.loads(json.dumps(traits(mesh="fsdp=2 tp=4"), sort_keys=True))
-    notebook(page, stored, dead=True)
-    assert (
-        page.locator(".lpx.waiting").count() == 0 and "Does not fit" in page.locator(".verdict").inner_text()
-    )
+    notebook(tab, json.loads(json.dumps(traits(mesh="fsdp=2 tp=4"), sort_keys=True)), dead=True)
+    said, waiting = tab.locator(".said"), tab.locator(".lpx.waiting")
+    assert waiting.count() == 0 and "Does not fit. 6.13 s a step" in tab.locator(".verdict").inner_text()
     for name in ("axes", "grid", "layer", "times"):
-        assert page.locator(f'[data-panel="{name}"] svg').is_visible()
-    assert (
-        "6.13 s a step" in page.locator(".verdict").inner_text() and page.locator(".said").inner_text() == ""
-    )
-    page.locator('[data-panel="grid"] [data-set]').nth(5).click()
-    assert page.locator(".lpx.waiting").count() == 1
-    page.locator(".said:has-text('Python does not answer')").wait_for(timeout=8_000)
-    assert page.locator('[data-panel="grid"] svg').is_visible()
+        assert tab.locator(f'[data-panel="{name}"] svg').is_visible()
+    tab.clock.run_for(5000)
+    assert said.inner_text() == "", "nobody was asked anything"
+    tab.locator('[data-panel="grid"] [data-set]').nth(5).click()
+    assert waiting.count() == 1
+    tab.clock.run_for(3500)
+    assert "Python does not answer" in said.inner_text()
+    assert tab.locator('[data-panel="grid"] svg').is_visible()
 
 
-def test_a_page_without_python_says_what_it_does_not_store(page, tmp_path):
+def test_a_page_without_python_says_what_it_does_not_store(tab, tmp_path):
     states = [told.START | {"device": i} for i in range(3)]
     doc = told.document() | {"live": False, "stored": [told.answer(state, True) for state in states]}
-    page.goto(saved(tmp_path / "page.html", doc))
-    page.locator('[data-name="device"]').fill("2")
-    assert page.locator('[data-panel="grid"] svg').get_attribute("aria-label").endswith("device 2 chosen")
-    page.locator('[data-name="device"]').fill("5")
-    assert "stores 4 answers" in page.locator(".foot").inner_text()
-    assert "none for this choice" in page.locator(".said").inner_text()
-    assert page.locator(".lpx.waiting").count() == 1, "dimmed: it belongs to another choice"
+    tab.goto(saved(tmp_path / "page.html", doc))
+    tab.locator('[data-name="device"]').fill("2")
+    assert tab.locator('[data-panel="grid"] svg').get_attribute("aria-label").endswith("device 2 chosen")
+    tab.locator('[data-name="device"]').fill("5")
+    assert "stores 4 answers" in tab.locator(".foot").inner_text()
+    assert "none for this choice" in tab.locator(".said").inner_text()
+    assert tab.locator(".lpx.waiting").count() == 1, "dimmed: it belongs to another choice"
 
 
 @pytest.mark.parametrize(("devices", "most"), [(64, 50), (512, 300)])
-def test_a_redraw_costs_little_more_than_its_pictures(told_page, devices, most, record_property):
-    """Script time of the redraw beside the browser's own for the same pictures, in turn: medians of 20.
-
-    A ratio, since a busy machine slows both. Asking for a size in between, so that the page is laid out
-    twice, took it to 2.7 (512 devices) and 4 (64). What the pictures may weigh is said in kilobytes. On two
-    quiet cores a redraw takes 4 ms at 64 devices and 20 at 512.
-    """
-    page = told_page
+def test_a_redraw_lays_the_page_out_once(tab, devices, most):
+    """As the browser counts, with the frame that shows it: asking for a size in between costs as much as the
+    pictures. What these may weigh is said in kilobytes."""
+    tab.set_content('<html lang="en"><body></body></html>')
     states = [
-        told.START | {"mesh": f"fsdp={devices // 8} tp=8", "devices": devices, "device": i} for i in range(20)
+        told.START | {"mesh": f"fsdp={devices // 8} tp=8", "devices": devices, "device": i} for i in range(9)
     ]
-    drawn, parsed, size = page.evaluate(
-        """async (answers) => {
-          const text = new Blob([answers.source], { type: "text/javascript" });
-          const module = await import(URL.createObjectURL(text));
-          const [el, other] = [0, 1].map(() => document.body.appendChild(document.createElement("div")));
-          other.hidden = true;
-          module.start({ ...answers.doc, stored: answers.all }, null, el);
-          const slider = el.querySelector('[data-name="device"]'), parsed = [];
-          slider.max = 20;
-          performance.clearMeasures();
-          for (let i = 0; i < 20; i++) {
+    doc = told.document(mesh=states[0]["mesh"], devices=devices)
+    size = tab.evaluate(
+        """async ([source, style, doc]) => {
+          const module = await import(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
+          document.head.appendChild(document.createElement("style")).textContent = style;
+          const el = document.body.appendChild(document.createElement("div"));
+          module.start(doc, null, el);
+          const slider = el.querySelector('[data-name="device"]');
+          slider.max = 9;
+          window.redraw = async (i) => {
             slider.value = i;
             slider.dispatchEvent(new Event("input", { bubbles: true }));
-            const html = [...el.querySelectorAll(".pic")].map((pic) => pic.innerHTML).join("");
-            const began = performance.now();
-            other.innerHTML = html;
-            parsed.push(performance.now() - began);
-            await new Promise(requestAnimationFrame);
-          }
-          const drawn = performance.getEntriesByName("llmpar redraw").map((e) => e.duration);
-          return [drawn, parsed, other.innerHTML.length];
+            await new Promise((shown) => requestAnimationFrame(() => setTimeout(shown)));
+          };
+          await redraw(0);
+          return [...el.querySelectorAll(".pic")].map((pic) => pic.innerHTML).join("").length;
         }""",
-        {
-            "source": FRONT.read_text(),
-            "doc": told.document(mesh=states[0]["mesh"], devices=devices),
-            "all": [told.answer(state) for state in states],
-        },
+        [FRONT.read_text(), STYLE.read_text(), doc | {"stored": [told.answer(state) for state in states]}],
     )
-    record_property(f"redraw_ms {devices}", statistics.median(drawn))
-    assert len(drawn) >= 20 and size <= 1000 * most
-    assert statistics.median(drawn) <= 2 * statistics.median(parsed)
+    assert size <= 1000 * most
+    browser = tab.context.new_cdp_session(tab)
+    browser.send("Performance.enable")
+    counted = lambda: {x["name"]: x["value"] for x in browser.send("Performance.getMetrics")["metrics"]}
+    before, revision = counted(), int(tab.locator(".lpx").get_attribute("data-revision"))
+    tab.evaluate("async () => { for (let i = 1; i < 9; i++) await redraw(i); }")
+    assert int(tab.locator(".lpx").get_attribute("data-revision")) == revision + 8
+    laid_out = counted()["LayoutCount"] - before["LayoutCount"]
+    assert laid_out <= 8
 
 
 # ---------------------------------------------------------------------------- explorers, with Python behind
@@ -543,7 +524,7 @@ def test_a_redraw_costs_little_more_than_its_pictures(told_page, devices, most, 
 EXPLORERS = [MeshExplorer, TimelineExplorer, RoutingExplorer, MemoryExplorer, OverlapExplorer, RingExplorer]
 
 
-def mount(page, explorer):
+def mount(page, behind, explorer):
     """Show an explorer as a notebook does; behind it the real widget answers."""
     widget = explorer.rich
 
@@ -555,147 +536,173 @@ def mount(page, explorer):
         widget._message(None, {"more": True}, None)
         return widget.answer
 
-    page.expose_function("ask", ask)
-    page.expose_function("more", more)
+    behind |= {"ask": ask, "more": more}
     values = {"doc": widget.doc, "state": widget.state, "answer": widget.answer}
     notebook(page, json.loads(json.dumps(values)))
 
 
-def label(page, panel):
-    return page.locator(f'[data-panel="{panel}"] svg').get_attribute("aria-label")
-
-
-def test_a_device_a_mesh_and_advice_are_chosen(page):
+def test_a_device_a_mesh_and_advice_are_chosen(tab, behind):
     """What hands do is in the explorer's state, and what is shown is what Python answers to it."""
-    explorer = MeshExplorer(model="llama3-8b", mesh="fsdp=8", chip="h100", batch_size=64)
-    mount(page, explorer)
-    page.locator('[data-panel="grid"] [data-set]').first.focus()
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("Enter")
-    page.locator('[data-panel="holds"]:has-text("Device 1")').wait_for()
-    assert explorer.state["device"] == 1 and focus(page) == '{"device": 1}'
-    page.locator('[data-panel="grid"] select').select_option("activation logits")
-    page.locator('[data-panel="grid"] svg[aria-label^="logits"]').wait_for()
+    explorer = MeshExplorer(model="tiny", seq_len=64, mesh="fsdp=8", batch_size=64)
+    mount(tab, behind, explorer)
+    tab.locator('[data-panel="grid"] [data-set]').first.focus()
+    tab.keyboard.press("ArrowRight")
+    with redrawn(tab):
+        tab.keyboard.press("Enter")
+    expect(tab.locator('[data-panel="holds"]')).to_contain_text("Device 1")
+    assert explorer.state["device"] == 1 and focus(tab) == '{"device": 1}'
+    with redrawn(tab):
+        tab.locator('[data-panel="grid"] select').select_option("activation logits")
+    expect(tab.locator('[data-panel="grid"] svg')).to_have_attribute("aria-label", re.compile("^logits"))
     assert explorer.state["tensor"] == "activation logits"
-    page.locator('[data-name="mesh"]').fill("dp=3 tp=2")
-    page.locator(".why").wait_for()
+    with redrawn(tab):
+        tab.locator('[data-name="mesh"]').fill("dp=3 tp=2")
     said = explorer.answer(explorer.state)["refusal"]
-    assert page.locator(".why").inner_text() == said["why"]
-    assert page.locator(".kept [data-panel=grid] svg").is_visible(), "the last picture stays"
-    assert page.locator(".step").all_inner_texts() == [f"{s['text']} {s['do']}" for s in said["steps"]]
-    page.locator(".step").first.click()
-    page.locator(".verdict :not(.refused) > [role=status]").wait_for()
+    expect(tab.locator(".why")).to_have_text(said["why"])
+    assert tab.locator(".kept [data-panel=grid] svg").is_visible(), "the last picture stays"
+    assert tab.locator(".step").all_inner_texts() == [f"{s['text']} {s['do']}" for s in said["steps"]]
+    with redrawn(tab):
+        tab.locator(".step").first.click()
     assert explorer.state == explorer.state | said["steps"][0]["set"]
     verdict = explorer.answer(explorer.state)["verdict"]
-    assert page.locator(".head").inner_text().endswith(f"{verdict['head']} {verdict['rest']}")
-    page.locator('[data-name="mesh"]').fill("dp=2 tq=2")
-    page.locator(".why:has-text('tq')").wait_for()
+    assert tab.locator(".head").inner_text().endswith(f"{verdict['head']} {verdict['rest']}")
 
 
-def test_what_is_asked_and_unknown_is_shown_and_refused(page):
-    mount(page, MeshExplorer(model="gpt5", mesh="dp=2"))
-    assert page.locator('[data-name="config"]').input_value() == "gpt5"
-    assert "gpt5" in page.locator(".why").inner_text()
-    assert (
-        page.locator(".panel:visible").count() == 0 and "last that" not in page.locator("main").inner_text()
-    )
+def test_what_is_asked_and_unknown_is_shown_and_refused(tab, behind):
+    mount(tab, behind, MeshExplorer(model="gpt5", mesh="dp=2"))
+    assert tab.locator('[data-name="config"]').input_value() == "gpt5"
+    assert "gpt5" in tab.locator(".why").inner_text()
+    assert tab.locator(".panel:visible").count() == 0 and "last that" not in tab.locator("main").inner_text()
 
 
-def test_an_order_is_dragged_written_and_judged(page):
+def test_an_order_is_dragged_written_and_judged(tab, behind):
     explorer = TimelineExplorer(stages=2, microbatches=2)
-    mount(page, explorer)
-    page.locator('[data-op="1:2"]').click()
-    box = "document.querySelector('textarea')"
-    assert page.evaluate(f"{box}.value.slice({box}.selectionStart, {box}.selectionEnd)") == "F1"
-    page.keyboard.type("F0")
-    page.locator(".why:has-text('stage 1 runs F0 twice')").wait_for()
-    page.keyboard.press("Backspace")
-    page.keyboard.type("1")
-    page.locator(".lpx:not(:has(.why))").wait_for()
-    assert page.locator('[data-name="stages"]').is_disabled(), "the order says how many there are"
-    page.locator("textarea").fill("f0, b0, f1, b1\nf1, f0, b0, b1")
-    page.locator(".why:has-text('wait')").wait_for()
-    assert "stuck" in label(page, "picture"), "as far as it runs, not another order"
-    page.locator("textarea").fill("")
-    page.locator(".lpx:not(:has(.why))").wait_for()
-    assert "1f1b" in label(page, "picture") and not page.locator('[data-name="stages"]').is_disabled()
-    page.wait_for_timeout(400)
-    before = explorer.answer(explorer.state)["numbers"]["order"].splitlines()[0].split()
-    page.locator('[data-op="0:1"]').focus()
-    page.keyboard.press("Shift+ArrowRight")
-    page.wait_for_function(f"{box}.value")
+    mount(tab, behind, explorer)
+    text, why = tab.locator("textarea"), tab.locator(".why")
+    picture = lambda: tab.locator('[data-panel="picture"] svg').get_attribute("aria-label")
+    tab.locator('[data-op="1:2"]').click()
+    assert text.evaluate("(box) => box.value.slice(box.selectionStart, box.selectionEnd)") == "F1"
+    with redrawn(tab):
+        tab.keyboard.type("F0")
+    expect(why).to_contain_text("stage 1 runs F0 twice")
+    tab.keyboard.press("Backspace")
+    with redrawn(tab):
+        tab.keyboard.type("1")
+    expect(why).to_have_count(0)
+    assert tab.locator('[data-name="stages"]').is_disabled(), "the order says how many there are"
+    with redrawn(tab):
+        text.fill("f0, b0, f1, b1\nf1, f0, b0, b1")
+    expect(why).to_contain_text("wait")
+    assert "stuck" in picture(), "as far as it runs, not another order"
+    with redrawn(tab):
+        text.fill("")
+    expect(why).to_have_count(0)
+    assert "1f1b" in picture() and not tab.locator('[data-name="stages"]').is_disabled()
+    start = {"order": "", "move": None}
+    before = explorer.answer(explorer.state | start)["numbers"]["order"].splitlines()[0].split()
+    tab.locator('[data-op="0:1"]').focus()
+    tab.clock.run_for(500)  # the text is left
+    with redrawn(tab):
+        tab.keyboard.press("Shift+ArrowRight")
+    expect(text).not_to_have_value("")
     after = explorer.answer(explorer.state)["state"]["order"].splitlines()[0].split()
     assert after == [before[0], before[2], before[1], *before[3:]]
 
 
-@pytest.mark.parametrize("kind", EXPLORERS)
-def test_a_small_page_is_accessible_and_fits(page, kind, tmp_path):
-    """Opened as a file: no kernel, no server, no network; light and dark, on a screen and on a phone."""
-    kind().save(tmp_path / "page.html", small=True)
-    page.goto((tmp_path / "page.html").as_uri())
-    page.locator(".panel svg").first.wait_for()
+def test_the_first_screen_fits_a_laptop(tab, behind):
+    explorer = MeshExplorer(model="llama3-70b", mesh="fsdp=8 tp=8", chip="h100", batch_size=64)
+    tab.set_viewport_size({"width": 1400, "height": 900})
+    mount(tab, behind, explorer)
+    expect(tab.locator(".step").first).to_be_visible()  # advice comes last, and takes room
+    bottoms = "(all) => all.map((e) => e.getBoundingClientRect().bottom).filter(Boolean)"
+    found = tab.locator(".panels .pic svg").evaluate_all(bottoms)
+    assert len(found) >= 6 and max(found) <= 900
+    wide = tab.locator(".panels .pic").evaluate_all("(all) => all.map((e) => e.scrollWidth - e.clientWidth)")
+    assert max(wide) <= 1, "no picture is cut"
+
+
+def test_a_stored_notebook_shows_its_explorers(tab):
+    """Sorted keys, no kernel: every picture that Python drew is there."""
+    for kind in EXPLORERS:
+        widget = kind().rich
+        values = {"doc": widget.doc, "state": widget.state, "answer": widget.answer}
+        notebook(tab, json.loads(json.dumps(values, sort_keys=True)), dead=True)
+        drawn = [name for name, panel in widget.answer["panels"].items() if "svg" in panel]
+        assert drawn and all(tab.locator(f'[data-panel="{name}"] svg').is_visible() for name in drawn)
+        assert tab.locator(".said").inner_text() == "", "nobody is asked anything"
+
+
+def small(page, folder, explorer):
+    """Open a small page as a file: no kernel, no server, no network."""
+    path = folder / "page.html"
+    if isinstance(explorer, str):
+        path.write_text(shared.small_page(explorer), encoding="utf-8")
+    else:
+        explorer.save(path, small=True)
+    page.goto(path.as_uri())
+    expect(page.locator(".panel svg").first).to_be_visible()
     assert page.locator("h1").count() == 1
-    for width in (1280, 390):
-        page.set_viewport_size({"width": width, "height": 800})
-        page.wait_for_timeout(50)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        for tab in page.locator(".tabs button:visible").all():
-            tab.click()
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, tab.inner_text()
-        for scheme in ("light", "dark"):
-            page.emulate_media(color_scheme=scheme)
-            assert violations(page) == []
-    for text in page.locator(".panel svg text:visible").all()[:40]:
-        assert text.bounding_box()["height"] >= 9, "a picture scrolls; its words do not shrink"
 
 
-def test_a_picture_fades_where_it_goes_on(page, tmp_path):
-    TimelineExplorer().save(tmp_path / "page.html", small=True)
-    page.set_viewport_size({"width": 390, "height": 800})
-    page.goto((tmp_path / "page.html").as_uri())
-    more, keys = page.locator('[data-panel="picture"] .pic.more'), page.locator(".pic[tabindex]")
-    more.wait_for()
+def test_small_pages_fit_a_laptop_and_a_phone(tab, tmp_path):
+    each = """(width) => [...document.querySelectorAll(".tabs button, h1")].flatMap((tab) => {
+      if (tab.getClientRects().length) tab.click();
+      const texts = [...document.querySelectorAll(".panel svg text")];
+      return document.documentElement.scrollWidth > width ? [tab.textContent]
+        : texts.map((e) => e.getBoundingClientRect().height).filter((high) => high && high < 9);
+    })"""
+    for kind in EXPLORERS:
+        small(tab, tmp_path, kind.kind)
+        for width in (1280, 390):
+            fits(tab, width, 800)
+            assert tab.evaluate(each, width) == [], "a picture scrolls, its words do not shrink"
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[] if k is MeshExplorer else pytest.mark.nightly) for k in EXPLORERS]
+)
+def test_a_small_page_is_accessible_and_shows_what_is_one_click_away(tab, tmp_path, kind, request):
+    small(tab, tmp_path, kind.kind)
+    every = request.node.get_closest_marker("nightly")
+    for width, scheme in itertools.product((1280, 390), ("light", "dark")) if every else [(1280, "light")]:
+        fits(tab, width, 800)
+        tab.emulate_media(color_scheme=scheme)
+        assert violations(tab) == []
+    if kind is MeshExplorer:
+        assert tab.evaluate("llmpar.doc.stored.length") > 2
+        assert not any(name in tab.evaluate("llmpar") for name in ("ask", "more"))
+        with redrawn(tab):
+            tab.locator("main svg [data-set]").first.click()
+
+
+def test_a_picture_fades_where_it_goes_on(tab, tmp_path):
+    tab.set_viewport_size({"width": 390, "height": 800})
+    small(tab, tmp_path, "timeline")
+    more, keys = tab.locator('[data-panel="picture"] .pic.more'), tab.locator(".pic[tabindex]")
+    expect(more).to_have_count(1)
     more.evaluate("(pic) => pic.scrollTo({ left: pic.scrollWidth, behavior: 'instant' })")
-    more.wait_for(state="detached")
+    expect(more).to_have_count(0)
     assert keys.count() == 1, "back by keys too"
-    page.set_viewport_size({"width": 1280, "height": 800})
-    page.wait_for_function("!document.querySelector('.pic[tabindex]')")
+    tab.set_viewport_size({"width": 1280, "height": 800})
+    expect(keys).to_have_count(0)
     assert more.count() == 0, "nothing goes on"
 
 
-def test_a_live_arrays_page_is_accessible(page, tmp_path):
-    import jax.numpy as jnp
-
-    for value, name in ((jnp.zeros((4, 4)), "array"), ({"w": jnp.zeros((4, 4))}, "w")):
-        MeshExplorer.of(value).save(tmp_path / "page.html", small=True)
-        page.goto((tmp_path / "page.html").as_uri())
-        page.locator(".panel svg").first.wait_for()
-        assert "arrays" in page.locator("h1").inner_text() and name in page.locator("main").inner_text()
-        assert violations(page) == []
-
-
-@pytest.mark.parametrize("kind", EXPLORERS)
-def test_a_stored_notebook_shows_its_explorers(page, kind):
-    """Sorted keys, no kernel: every picture that Python drew is there."""
-    widget = kind().rich
-    values = {"doc": widget.doc, "state": widget.state, "answer": widget.answer}
-    notebook(page, json.loads(json.dumps(values, sort_keys=True)), dead=True)
-    drawn = [name for name, panel in widget.answer["panels"].items() if "svg" in panel]
-    assert drawn and all(page.locator(f'[data-panel="{name}"] svg').is_visible() for name in drawn)
-    page.wait_for_timeout(3300)
-    assert page.locator(".said").inner_text() == "", "nobody was asked anything"
-
-
-def test_the_first_screen_fits_a_laptop(page):
-    explorer = MeshExplorer(model="llama3-70b", mesh="fsdp=8 tp=8", chip="h100", batch_size=64)
-    page.set_viewport_size({"width": 1400, "height": 900})
-    mount(page, explorer)
-    page.locator(".step").wait_for()  # advice comes last, and takes room
-    bottoms = "(all) => all.map((e) => e.getBoundingClientRect().bottom).filter(Boolean)"
-    found = page.locator(".panels .pic svg").evaluate_all(bottoms)
-    assert len(found) >= 6 and max(found) <= 900
-    wide = page.locator(".panels .pic").evaluate_all("(all) => all.map((e) => e.scrollWidth - e.clientWidth)")
-    assert max(wide) <= 1, "no picture is cut"
+def test_a_saved_page_of_arrays_is_explored_without_a_kernel(tab, tmp_path):
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    on = lambda shape, *spec: jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, P(*spec)))
+    small(tab, tmp_path, MeshExplorer.of({"w": on((16, 8), "data", "model"), "b": on((8,), "model")}))
+    assert violations(tab) == [] and tab.locator("h1").inner_text() == "Shardings"
+    told = lambda text: expect(tab.locator("svg text", has_text=text)).to_be_visible()
+    tab.get_by_role("button", name="device 5:").click()
+    told("Device 5 (data 2, model 1) holds [8:12, 4:8] of w.")
+    expect(tab.get_by_text("Device 5 (data 2, model 1): 80 B in all.")).to_be_visible()
+    tab.keyboard.press("ArrowUp")
+    tab.keyboard.press("Enter")
+    told("Device 3 (data 1, model 1) holds [4:8, 4:8] of w.")
+    tab.get_by_role("button", name="b", exact=True).click()  # two clicks from where it starts
+    expect(tab.get_by_text("none for this choice")).to_be_visible()
+    fits(tab, 390, 800)
 
 
 # ------------------------------------------------------------------------------------------------- JupyterLab
@@ -712,7 +719,6 @@ def lab(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, tmp_path / "x.ipynb")
-    port = free_port()
     settings = tmp_path / "config" / "labconfig"
     settings.mkdir(parents=True)
     off = {"@jupyterlab/apputils-extension:announcements": True}
@@ -721,78 +727,60 @@ def lab(tmp_path):
     env = os.environ | folders | {"IPYTHONDIR": str(tmp_path / "ipython")}
     env |= {"JUPYTER_CONFIG_PATH": str(ROOT / "llmpar" / "cli")}  # as `llmpar lab` does
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
-    options = f"--no-browser --allow-root --port={port} --ip=127.0.0.1 --ServerApp.port_retries=0 "
+    options = "--no-browser --allow-root --port=0 --ip=127.0.0.1 "
     options += "--IdentityProvider.token=t --LabApp.expose_app_in_browser=True"
     command = [sys.executable, "-m", "jupyterlab", *options.split(), f"--ServerApp.root_dir={tmp_path}"]
     command += [f"--LabServerApp.workspaces_dir={tmp_path / 'ws'}"]
-    with (tmp_path / "lab.log").open("w") as log:
-        server = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=tmp_path)
-    try:
-        for _ in range(240):
-            assert server.poll() is None, (tmp_path / "lab.log").read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/api/status?token=t", timeout=5).close()
-                break
-            except OSError:
-                time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}/lab/tree/x.ipynb?token=t&reset"
-    finally:
-        server.send_signal(signal.SIGTERM)
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+    with shared.started(command, r"(http://127.0.0.1:\d+)/lab", env=env, cwd=tmp_path) as found:
+        yield f"{found[1]}/lab/tree/x.ipynb?token=t&reset"
 
 
 def test_jupyterlab_session(chromium, lab):
     """Type a mesh, choose chip and device; Python reads what hands did; reopened, the numbers are there."""
-    page, faults = chromium.new_page(viewport={"width": 1280, "height": 1000}), []
+    context, faults = chromium.new_context(viewport={"width": 1280, "height": 1000}), []
+    context.set_default_timeout(2 * shared.WAIT_MS)  # a server, a kernel and JAX start
+    context.on("request", lambda one: None if one.url.startswith(shared.LOCAL) else faults.append(one.url))
+    page, book = context.new_page(), "window.jupyterapp.shell.currentWidget"
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
-    server = lab.partition("/lab")[0]
-    local = (server, server.replace("http", "ws"), "data:", "blob:")
-    page.on("request", lambda request: None if request.url.startswith(local) else faults.append(request.url))
     page.goto(lab)
-    page.wait_for_function(
-        "window.jupyterapp && window.jupyterapp.shell.currentWidget?.sessionContext", timeout=120_000
-    )
-    page.evaluate("window.jupyterapp.shell.currentWidget.sessionContext.ready")
-    kernel = "window.jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'"
-    page.wait_for_function(kernel, timeout=120_000)
-    page.evaluate("window.jupyterapp.commands.execute('notebook:run-all-cells')")
-    cell = '[data-panel="grid"] [data-set]'
-    page.wait_for_selector(cell, timeout=120_000)
-    page.locator('[data-name="mesh"]').fill("dp=2 fsdp=4")
-    page.locator('[data-panel="code"]:has-text("dp=2 fsdp=4")').wait_for(state="attached")
-    page.locator('[data-name="chip"]').select_option(label="a100-40")
-    page.locator(cell).nth(3).click()
-    page.locator('[data-panel="holds"]:has-text("Device 3")').wait_for(state="attached")
+    page.wait_for_function(f"window.jupyterapp && {book}?.sessionContext")
+    page.evaluate(f"{book}.sessionContext.ready")
+    page.wait_for_function(f"{book}.sessionContext.session?.kernel?.status === 'idle'")
+    page.evaluate("void window.jupyterapp.commands.execute('notebook:run-all-cells')")
+    cell = page.locator('[data-panel="grid"] [data-set]')
+    expect(cell.first).to_be_visible(timeout=2 * shared.WAIT_MS)
+    with redrawn(page):
+        page.locator('[data-name="mesh"]').fill("dp=2 fsdp=4")
+    expect(page.locator('[data-panel="code"]')).to_contain_text("dp=2 fsdp=4")
+    with redrawn(page):
+        page.locator('[data-name="chip"]').select_option(label="a100-40")
+    cell.nth(3).click()
+    expect(page.locator('[data-panel="holds"]')).to_contain_text("Device 3")
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("x")  # would cut the user's cell but for data-lm-suppress-shortcuts
     page.keyboard.press("Enter")
-    page.locator('[data-panel="holds"]:has-text("Device 2")').wait_for(state="attached")
+    expect(page.locator('[data-panel="holds"]')).to_contain_text("Device 2")
     assert page.evaluate("document.activeElement.dataset.set") == '{"device": 2}'
-    assert page.evaluate("window.jupyterapp.shell.currentWidget.content.widgets.length") == 2
-    page.wait_for_timeout(500)
-    page.wait_for_function(kernel, timeout=60_000)
-    page.evaluate("""async () => { const app = window.jupyterapp, book = app.shell.currentWidget.content;
-        book.activeCellIndex = 1; await app.commands.execute('notebook:run-cell'); }""")
+    assert page.evaluate(f"{book}.content.widgets.length") == 2
+    page.evaluate(f"""async () => {{ {book}.content.activeCellIndex = 1;
+        await window.jupyterapp.commands.execute('notebook:run-cell'); }}""")
     explorer = MeshExplorer(model="tiny", seq_len=64, batch_size=64, mesh="dp=2 fsdp=4", chip="a100-40")
     head = explorer.answer(dict(explorer.state))["verdict"]["head"]
-    shown = "text => document.querySelector('.jp-Notebook').innerText.includes(text)"
-    page.wait_for_function(shown, arg=f"dp=2 fsdp=4 2 a100-40 {head}", timeout=60_000)
+    expect(page.locator(".jp-Notebook")).to_contain_text(f"dp=2 fsdp=4 2 a100-40 {head}")
+    expect(page.locator(".lpx.waiting")).to_have_count(0)
     page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
-    page.wait_for_timeout(1500)
-    page.evaluate("window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+    page.wait_for_function(f"!{book}.context.model.dirty")
+    page.evaluate(f"{book}.sessionContext.shutdown()")
     page.close()
-    page = chromium.new_page(viewport={"width": 1280, "height": 1000})
     # one's own notebook with a new kernel: not "model not found", but the explorer as it was left
+    page = context.new_page()
     page.goto(lab)
-    page.wait_for_selector(cell, timeout=60_000)
-    assert page.locator(cell).count() == 8 and page.locator("text=model not found").count() == 0
+    cell = page.locator('[data-panel="grid"] [data-set]')
+    expect(cell).to_have_count(8)
+    assert page.locator("text=model not found").count() == 0
     assert head in page.locator(".verdict").inner_text() and not page.locator(".lpx.waiting").count()
     for panel in ("memory", "step", "sent", "grid"):
         assert page.locator(f'[data-panel="{panel}"] svg').count() == 1
-    page.close()
+    context.close()
     assert faults == []

@@ -5,8 +5,6 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -18,11 +16,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from parity import BATCH, LLAMA, SEQ
-from shared import chromium, violations
 
 from llmpar.draw.scene import Rect, flatten
-from llmpar.explore import page as pages
-from llmpar.explore.explorer import MeshExplorer, by_kind
+from llmpar.explore.explorer import MeshExplorer
 from llmpar.explore.given import GivenExplorer
 from llmpar.inspect.census import compiled_memory
 from llmpar.inspect.shardings import shardings
@@ -609,50 +605,3 @@ def test_a_wrong_state_is_refused_and_nothing_else_is_asked():
         assert why in refused["refusal"]["why"] and refused["panels"] == {}
     with pytest.raises(ValueError, match="has no mesh; it has device, tensor"):
         explorer.set(mesh="dp=2")
-
-
-def test_a_page_answers_without_jax(step):
-    doc = shardings(step.abstract_state)
-    ours = MeshExplorer.of(step.abstract_state).answer({"device": 3, "tensor": "step"})
-    code = """
-import json, sys
-for name in ("jax", "numpy", "matplotlib", "anywidget"):
-    sys.modules[name] = None
-from llmpar.explore.explorer import by_kind
-print(json.dumps(by_kind("given", json.load(sys.stdin)).answer({"device": 3, "tensor": "step"})))
-"""
-    ran = subprocess.run([sys.executable, "-c", code], input=json.dumps(doc), capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert json.loads(ran.stdout) == ours
-    assert by_kind("given", doc).kind == "given"
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("small", [True, False], ids=["small", "whole"])
-def test_a_saved_page_is_explored_without_a_kernel(tmp_path, small):
-    if not small and not pages.runtime():
-        pytest.skip("Python for the browser is not here; run make runtime")
-    tree = {"w": on((16, 8), "data", "model"), "b": on((8,), "model")}
-    explorer, faults = MeshExplorer.of(tree), []
-    explorer.save(tmp_path / "page.html", small=small)
-    with chromium() as browser:
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.on("console", lambda said: faults.append(said.text) if said.type == "error" else None)
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.goto((tmp_path / "page.html").as_uri())
-        told = lambda text: page.locator("svg text", has_text=text).wait_for()
-        assert violations(page) == []
-        page.get_by_role("button", name="device 5:").click()
-        told("Device 5 (data 2, model 1) holds [8:12, 4:8] of w.")
-        page.get_by_text("Device 5 (data 2, model 1): 80 B in all.").wait_for()
-        page.keyboard.press("ArrowUp")
-        page.keyboard.press("Enter")
-        told("Device 3 (data 1, model 1) holds [4:8, 4:8] of w.")
-        page.get_by_role("button", name="b", exact=True).click()
-        if small:  # two clicks from where it starts
-            page.get_by_text("none for this choice").wait_for()
-        else:
-            told("Device 3 (data 1, model 1) holds [4:8] of b.")
-        page.set_viewport_size({"width": 390, "height": 800})
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert faults == []

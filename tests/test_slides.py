@@ -9,16 +9,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import jupytext
+import nbformat
 import pytest
 from shared import load
 
 from llmpar import draw
 from llmpar.cli.commands import parse
+from llmpar.draw import scene
 from llmpar.draw.scene import DECK, Rect, flatten
 from llmpar.schedules import make
 from llmpar.timetable import timetable
 
-pytestmark = pytest.mark.lessons
 ROOT = Path(__file__).resolve().parent.parent
 slides = load("slides/build.py")
 
@@ -26,6 +27,7 @@ BROWSER = slides.find_browser()
 needs_browser = pytest.mark.skipif(
     BROWSER is None, reason="no Chromium was found: the deck is not opened, not printed"
 )
+every_night = lambda test: pytest.mark.nightly(pytest.mark.lessons(test))
 FETCHING = {"audio", "embed", "iframe", "img", "link", "object", "script", "source", "track", "video"}
 
 
@@ -73,12 +75,14 @@ def sources_slides():
     return len(re.findall(r'^# %%.*tags=\[[^\]]*"(?:slide|subslide)"', text, re.M))
 
 
+@every_night
 def test_every_announced_slide_is_there(deck):
     page = deck.read_text()
     assert slides.count_slides(page) == sources_slides() > 1
     assert Page(page).depths.count(2) == sources_slides()
 
 
+@every_night
 def test_nothing_is_fetched_from_elsewhere(deck):
     page = deck.read_text()
     assert external(page) == []
@@ -103,6 +107,7 @@ def test_a_planted_address_is_seen(planted):
     assert external('<a href="https://arxiv.org/abs/1909.08053">paper</a>') == []
 
 
+@every_night
 def test_every_figure_has_words(deck):
     alts = Page(deck.read_text()).alts
     assert alts and all(len(alt.split()) > 3 for alt in alts)
@@ -136,6 +141,7 @@ def test_a_slide_says_little_and_its_notes_say_the_rest():
             assert begins in slide["notes"], slide["title"]
 
 
+@every_night
 def test_the_short_deck_is_an_hour_of_the_whole_one(deck):
     page, short = deck.read_text(), deck.with_name("short.html").read_text()
     assert slides.count_slides(short) == sum("short" in slide["tags"] for slide in SLIDES) == 26
@@ -162,6 +168,7 @@ def test_the_clock_of_a_part_begins_with_it(tmp_path):
                       ("0:03 of 0:03", "0:07 of 0:07")]  # fmt: skip
 
 
+@every_night
 def test_whoever_asks_for_bids_shows_the_figure_afterwards(deck):
     """What the notes ask for before the figure is a fragment, which comes with the next key."""
     page = deck.read_text()
@@ -223,11 +230,13 @@ def inside(deck):
     return re.findall(r"<section\b[^>]*>(?!\s*<section)(.*?)(?=<section|\Z)", deck.read_text(), re.S)
 
 
+@every_night
 def test_every_slide_has_a_heading_and_a_figure_or_a_table(deck):
     for slide, shown in zip(SLIDES, inside(deck), strict=True):
         assert re.search(r"<h[123]\b", shown) and re.search("<(img|table|pre)", shown), slide["title"]
 
 
+@every_night
 def test_a_timetable_is_what_the_command_below_it_gives(deck):
     drawn = 0
     for slide, shown in zip(SLIDES, inside(deck), strict=True):
@@ -242,89 +251,85 @@ def test_a_timetable_is_what_the_command_below_it_gives(deck):
     assert drawn == 5
 
 
-def one_part(tmp_path, text):
-    """Run a source of one part and return its page."""
-    source = tmp_path / "src" / "00_part.py"
+def part(tmp_path, text, name="00_part.py"):
+    """The source of a part."""
+    source = tmp_path / "src" / name
     source.parent.mkdir(exist_ok=True)
     source.write_text(text)
-    return slides.to_html(slides.run([source]))
+    return source
 
 
 TITLE = '# %% [markdown] tags=["slide"]\n# # Title\n#\n'
-
-
-def test_code_notes_and_formulas_go_where_they_belong(tmp_path):
-    page = one_part(
-        tmp_path,
-        TITLE + "# Costs $5, not $6, is `$x$` and $x_1 * y_2$ then $$\\frac{a}{b}$$\n\n"
-        '# %% [markdown] tags=["notes"]\n# Say $z$ slowly.\n\n'
-        "# %%\nhidden = 40 + 2\nprint(hidden)\n\n"
-        '# %% tags=["code"]\nshown = hidden + 1\n\n'
-        '# %% [markdown] tags=["subslide"]\n# ## Below\n',
-    )
-    text = re.sub(r"<[^>]+>", "", page)
-    assert "Costs $5, not $6, is $x$" in text and "FORMULA" not in page
-    assert page.count("<math") == 3 and "<mfrac>" in page
-    assert re.search(r'<aside class="notes">.*?Say.*?</aside>', page, re.S)
-    assert "42" in text and "hidden = " not in text and "shown = hidden + 1" in text
-    assert slides.count_slides(page) == 2
-
-
 PLOT = "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()\n"
-REFUSALS = {
-    "warning": ("# %%\nimport warnings\nwarnings.warn('careful')\n", "text on stderr"),
-    "wordless": ("# %%\n" + PLOT, "a picture without words"),
-    "tag": ('# %% tags=["slides"]\n1\n', "tag 'slides' means nothing here"),
-    "false": ("# %%\nassert 1 + 1 == 3\n", r"[\s\S]*AssertionError"),
-}
-
-
-@pytest.mark.parametrize("text, sentence", REFUSALS.values(), ids=REFUSALS)
-def test_a_part_with_a_fault_is_refused(tmp_path, text, sentence):
-    with pytest.raises(ValueError, match=f"00_part.py.*{sentence}"):
-        one_part(tmp_path, TITLE + "\n" + text)
-
-
-def test_a_figure_takes_its_words_from_where_they_are(tmp_path):
-    page = one_part(
-        tmp_path,
-        f'{TITLE}\n# %% alt="A line from one to two"\n{PLOT}\n# %%\n{PLOT}print("A line,\\nas'
-        ' \\"printed\\"")\n',
-    )
-    assert Page(page).alts == ["A line from one to two", 'A line, as "printed"']
-
-
-STEPS = f"""
-# %%%%
+ALONE = "\n# %%\nimport os\nassert 'said' not in globals()\nsaid = os.getpid()\nprint('pid', said)\n"
+PARTS = [
+    TITLE + "# Costs $5, not $6, is `$x$` and $x_1 * y_2$ then $$\\frac{a}{b}$$\n\n"
+    '# %% [markdown] tags=["notes"]\n# Say $z$ slowly.\n\n'
+    "# %%\nhidden = 40 + 2\nprint(hidden)\n\n"
+    '# %% tags=["code"]\nshown = hidden + 1\n\n'
+    '# %% [markdown] tags=["subslide"]\n# ## Below\n',
+    f'{TITLE}\n# %% alt="A line from one to two"\n{PLOT}\n# %%\n{PLOT}print("A line,\\nas \\"printed\\"")\n',
+    f"""{TITLE}
+# %%
 import sys
 sys.path.insert(0, {str(ROOT / "slides")!r})
 from deck import steps
 from llmpar.draw import scene
 step = lambda wide, *more: scene.compose("A", [[scene.Rect(0, 0, wide, 80, "dp"), *more]], "a box that grows")
-steps(%s)
-"""
+steps(step(600), step(600, scene.Rect(9, 9, 9, 9, 'tp', frame=0), scene.Rect(9, 9, 9, 9, frame=1)))
+""",
+    TITLE + ALONE,
+    TITLE + "# Again.\n" + ALONE + "said\n",
+]
 
 
-def test_steps_lie_in_one_place_and_come_one_by_one(tmp_path):
-    moves = "step(600), step(600, scene.Rect(9, 9, 9, 9, 'tp', frame=0), scene.Rect(9, 9, 9, 9, frame=1))"
-    page = one_part(tmp_path, TITLE + STEPS % moves)
-    assert [alt[:12] for alt in Page(page).alts] == [f"Step {number} of 3." for number in (1, 2, 3)]
+@pytest.mark.lessons
+def test_parts_share_a_kernel_and_no_names_and_each_thing_goes_where_it_belongs(tmp_path):
+    deck = slides.run([part(tmp_path, text, f"0{i}_part.py") for i, text in enumerate(PARTS)])
+    pids = [cell.outputs[0].text for cell in deck.cells if "pid" in cell.source]
+    assert pids[0] == pids[1] != f"pid {os.getpid()}\n"
+    page = slides.to_html(deck)
+    text = re.sub(r"<[^>]+>", "", page)
+    assert "Costs $5, not $6, is $x$" in text and "FORMULA" not in page
+    assert page.count("<math") == 3 and "<mfrac>" in page
+    assert re.search(r'<aside class="notes">.*?Say.*?</aside>', page, re.S)
+    assert "42" in text and "hidden = " not in text and "shown = hidden + 1" in text
+    assert slides.count_slides(page) == 6
+    assert [alt[:22] for alt in Page(page).alts] == ["A line from one to two", 'A line, as "printed"'] + [
+        f"Step {number} of 3. A\na box"[:22] for number in (1, 2, 3)
+    ]
     assert re.findall(r'class="figure *(step.*?)"', page) == ["step", "step fragment", "step fragment"]
-    for wrong in ("step(600)", "step(600), step(700)"):
+
+
+@pytest.mark.lessons
+def test_a_part_that_raises_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"00_part.py[\s\S]*AssertionError"):
+        slides.run([part(tmp_path, TITLE + "\n# %%\nassert 1 + 1 == 3\n")])
+
+
+PICTURE = {"output_type": "display_data", "data": {"image/png": ""}, "metadata": {}}
+REFUSALS = {
+    "text on stderr": ("", {"output_type": "stream", "name": "stderr", "text": "careful"}),
+    "a picture without words": ("", PICTURE),
+    "tag 'slides' means nothing here": ('tags=["slides"]', {}),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSALS)
+def test_a_part_with_a_fault_is_refused(tmp_path, sentence):
+    (tags, output), builder = REFUSALS[sentence], slides.notebook_builder()
+    ran = builder.read_source(part(tmp_path, f"{TITLE}\n# %% {tags}\n1\n"))
+    ran.cells[-1].outputs = [nbformat.from_dict(output)] if output else []
+    with pytest.raises(ValueError, match=f"00_part.py.*{sentence}"):
+        slides.place(builder.tidy(ran), "00_part.py", builder)
+
+
+def test_steps_are_two_or_more_of_one_size():
+    deck = load("slides/deck.py")
+    step = lambda wide: scene.compose("A", [[scene.Rect(0, 0, wide, 80, "dp")]], "a box")
+    for wrong in ([step(600)], [step(600), step(700)]):
         with pytest.raises(ValueError, match="two drawings or more, all of one size"):
-            one_part(tmp_path, TITLE + STEPS % wrong)
-
-
-def test_parts_share_a_kernel_and_no_names(tmp_path):
-    parts = [tmp_path / "src" / f"0{number}_part.py" for number in (0, 1)]
-    parts[0].parent.mkdir()
-    for part in parts:
-        part.write_text(
-            TITLE
-            + "\n# %%\nimport os\nassert 'said' not in globals()\nsaid = os.getpid()\nprint('pid', said)\n"
-        )
-    told = [cell.outputs[0].text for cell in slides.run(parts).cells if cell.cell_type == "code"]
-    assert told[0] == told[1] != f"pid {os.getpid()}\n"
+            deck.steps(*wrong)
 
 
 def test_no_slides_is_said(tmp_path):
@@ -377,22 +382,25 @@ def measured(deck):
 
 
 @needs_browser
+@every_night
 def test_nothing_leaves_its_slide_and_nothing_overlaps(measured):
     assert len(measured) == sources_slides()
     assert {title: found for title, boxes in measured.items() if (found := misplaced(boxes))} == {}
 
 
 @needs_browser
+@every_night
 def test_everything_is_large_enough_to_be_read(measured):
     assert {title: found for title, boxes in measured.items() if (found := illegible(boxes))} == {}
 
 
 @needs_browser
+@every_night
 def test_planted_faults_of_layout_are_seen(tmp_path):
     lines = "".join(f"# - line {number}\n" for number in range(9))
     small = '# <p style="font-size: 12px">small</p>\n#\n'
-    part = one_part(tmp_path, TITLE + small + lines + "#\n# <footer>below</footer>\n")
-    (tmp_path / "index.html").write_text(part)
+    run = slides.run([part(tmp_path, TITLE + small + lines + "#\n# <footer>below</footer>\n")])
+    (tmp_path / "index.html").write_text(slides.to_html(run))
     slides.copy_assets(tmp_path)
     ((_, boxes),) = measure(tmp_path / "index.html").items()
     assert {(a["kind"], b["kind"]) for a, b in misplaced(boxes)} == {("LI", "FOOTER")}
@@ -400,16 +408,16 @@ def test_planted_faults_of_layout_are_seen(tmp_path):
 
 
 @needs_browser
+@every_night
 def test_a_slide_that_runs_over_is_named(tmp_path):
-    source = tmp_path / "src" / "00_part.py"
-    source.parent.mkdir()
     long = "".join(f"# - line {number}\n" for number in range(30))
-    source.write_text(TITLE + '\n# %% [markdown] tags=["slide"]\n# ## Much\n#\n' + long)
+    source = part(tmp_path, TITLE + '\n# %% [markdown] tags=["slide"]\n# ## Much\n#\n' + long)
     with pytest.raises(ValueError, match="too much on slide 2; shorten it"):
         slides.build(src=source.parent, out=tmp_path / "out")
 
 
 @needs_browser
+@every_night
 def test_reveal_starts_from_a_local_file(deck):
     drawn = slides.browse(BROWSER, deck, "--dump-dom")
     assert re.search(r'<section[^>]*class="[^"]*\bpresent\b', drawn)

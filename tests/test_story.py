@@ -1,49 +1,24 @@
 """The README's story, line by line: a model is made, tuned, handed on, served and asked."""
 
-import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
-from pathlib import Path
 
 import pytest
+from shared import started
 from test_docs import ROOT, STORY
 
 pytest.importorskip("uvicorn")
-STARTS_S = 120
-"""Within this time a server answers, on a busy machine too."""
 
 
 def commands() -> list[str]:
     """The story's commands, without what stands beside them."""
     lines = re.findall(r"^    ((?:llmpar|curl) .*)", re.sub(r"\\\n +", "", STORY), re.M)
     return [re.split(r" {3,}", line)[0] for line in lines]
-
-
-@contextlib.contextmanager
-def served(line: str, here: Path, env: dict[str, str]):
-    """A server that a line of the story starts, on a port that is free: the port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with (here / "log").open("w") as log:
-        process = subprocess.Popen(f"exec {line} --port {port}", shell=True, cwd=here, env=env, stderr=log)
-    try:
-        for _ in range(STARTS_S):
-            time.sleep(1)
-            assert process.poll() is None, (here / "log").read_text()
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
-                break
-        yield port
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 @pytest.mark.processes
@@ -72,9 +47,10 @@ def test_a_model_is_tuned_and_answers_what_it_could_not_know(tmp_path):
         assert not found or found[-1] < 6, "of the held-out answers"
 
     def answers(line, numbers):
-        with served(line, tmp_path, env) as port:
+        command = shlex.split(f"{line} --port 0")
+        with started(command, r"answers at http://(\S+),", cwd=tmp_path, env=env) as found:
             for n in numbers:
-                asked = ask.replace("777", str(n)).replace("localhost:8000", f"127.0.0.1:{port}")
+                asked = ask.replace("777", str(n)).replace("localhost:8000", found[1])
                 done = subprocess.run(asked, shell=True, cwd=tmp_path, capture_output=True, check=True)
                 yield json.loads(done.stdout)["choices"][0]["message"]["content"]
 

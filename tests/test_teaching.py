@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from shared import chromium, load, violations
+from shared import load, violations
 
 from llmpar.cli import lessons
 from llmpar.cli.commands import COMMANDS
@@ -167,15 +167,21 @@ def test_the_sheets_are_one_page_each_and_say_what_the_pages_say(tmp_path):
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("name", ["cheatsheet", "handout"])
-def test_the_pages_are_accessible(name, tmp_path):
-    handout = load("slides/handout.py")
-    (tmp_path / "page.html").write_text(handout.SHEETS[name]())
-    with chromium() as browser:
-        for scheme in ("light", "dark"):
-            page = browser.new_page(color_scheme=scheme)
-            page.goto((tmp_path / "page.html").as_uri())
-            assert violations(page) == []
+@pytest.mark.parametrize(
+    "name, scheme",
+    [
+        ("cheatsheet", "light"),
+        *(
+            pytest.param(*one, marks=pytest.mark.nightly)
+            for one in (("cheatsheet", "dark"), ("handout", "light"), ("handout", "dark"))
+        ),
+    ],
+)
+def test_the_pages_are_accessible(tab, name, scheme, tmp_path):
+    (tmp_path / "page.html").write_text(load("slides/handout.py").SHEETS[name]())
+    tab.emulate_media(color_scheme=scheme)
+    tab.goto((tmp_path / "page.html").as_uri())
+    assert violations(tab) == []
 
 
 # ------------------------------------------------------------------------------------------------------ quiz

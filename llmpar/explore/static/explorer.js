@@ -260,7 +260,7 @@ const rove = (group, stop) => {
 function mount(doc, source, el) {
   const stored = [doc.answer, ...(doc.stored || [])].filter(Boolean), root = document.createElement("div");
   const kinds = Object.fromEntries(doc.controls.map((c) => [c.name, c])), fieldKinds = {}, boxes = {};
-  let { state, answer } = source, waiting = false, mine = false, timer = 0, clock = 0, since = 0;
+  let { state, answer } = source, waiting = false, mine = false, timer = 0, clock = 0, since = 0, revision = 0;
   let frame = 0, playing = 0, address = 0, undone = false, rested = ""; // what is shown, and where
   let typing = null, dragged = null, dropped = -50, moved = "", drawing = false, strips = []; // what hands do
   root.className = "lpx";
@@ -352,6 +352,7 @@ function mount(doc, source, el) {
     find(".foot span").textContent = cite();
     if (source.address) keepAddress();
     drawing = false;
+    root.dataset.revision = ++revision; // whoever waits for a drawing waits for this
     requestAnimationFrame(scrollable);
     performance.measure("llmpar redraw", { start: began });
   }
