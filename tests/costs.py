@@ -18,7 +18,7 @@ import pytest
 
 FILE = Path(__file__).with_suffix(".txt")
 HEAD = "file and kind                   tests programs  seconds      CPU  why it grew\n"
-KINDS = "lessons", "browser", "compilers", "processes", "nightly", "full", "engines"
+KINDS = "full", "engines", "nightly", "lessons", "browser", "compilers", "processes"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 MORE, SLACK = 1.2, 10
 """A file may compile this many times the recorded programs, and so many more: caches know who ran before."""
