@@ -738,7 +738,7 @@ def lab(tmp_path):
 def test_jupyterlab_session(chromium, lab):
     """Type a mesh, choose chip and device; Python reads what hands did; reopened, the numbers are there."""
     context, faults = chromium.new_context(viewport={"width": 1280, "height": 1000}), []
-    context.set_default_timeout(2 * shared.WAIT_MS)  # a server, a kernel and JAX start
+    context.set_default_timeout(5 * shared.WAIT_MS)  # a server, a kernel and JAX start
     context.on("request", lambda one: None if one.url.startswith(shared.LOCAL) else faults.append(one.url))
     page, book = context.new_page(), "window.jupyterapp.shell.currentWidget"
     page.on("pageerror", lambda error: faults.append(str(error)))
@@ -749,7 +749,7 @@ def test_jupyterlab_session(chromium, lab):
     page.wait_for_function(f"{book}.sessionContext.session?.kernel?.status === 'idle'")
     page.evaluate("void window.jupyterapp.commands.execute('notebook:run-all-cells')")
     cell = page.locator('[data-panel="grid"] [data-set]')
-    expect(cell.first).to_be_visible(timeout=2 * shared.WAIT_MS)
+    expect(cell.first).to_be_visible(timeout=5 * shared.WAIT_MS)
     with redrawn(page):
         page.locator('[data-name="mesh"]').fill("dp=2 fsdp=4")
     expect(page.locator('[data-panel="code"]')).to_contain_text("dp=2 fsdp=4")
@@ -777,7 +777,7 @@ def test_jupyterlab_session(chromium, lab):
     page = context.new_page()
     page.goto(lab)
     cell = page.locator('[data-panel="grid"] [data-set]')
-    expect(cell).to_have_count(8)
+    expect(cell).to_have_count(8, timeout=5 * shared.WAIT_MS)
     assert page.locator("text=model not found").count() == 0
     assert head in page.locator(".verdict").inner_text() and not page.locator(".lpx.waiting").count()
     for panel in ("memory", "step", "sent", "grid"):
