@@ -735,7 +735,7 @@ def lab(tmp_path):
         yield f"{found[1]}/lab/tree/x.ipynb?token=t&reset"
 
 
-def test_jupyterlab_session(chromium, lab):
+def test_jupyterlab_session(chromium, lab, tmp_path):
     """Type a mesh, choose chip and device; Python reads what hands did; reopened, the numbers are there."""
     context, faults = chromium.new_context(viewport={"width": 1280, "height": 1000}), []
     context.set_default_timeout(5 * shared.WAIT_MS)  # a server, a kernel and JAX start
@@ -771,6 +771,7 @@ def test_jupyterlab_session(chromium, lab):
     expect(page.locator(".lpx.waiting")).to_have_count(0)
     page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
     page.wait_for_function(f"!{book}.context.model.dirty")
+    assert "jupyter.widget-state+json" in (tmp_path / "x.ipynb").read_text(), "saved with its explorer"
     page.evaluate(f"{book}.sessionContext.shutdown()")
     page.close()
     # one's own notebook with a new kernel: not "model not found", but the explorer as it was left
