@@ -776,9 +776,13 @@ def test_jupyterlab_session(chromium, lab, tmp_path):
     page.close()
     # one's own notebook with a new kernel: not "model not found", but the explorer as it was left
     page = context.new_page()
-    page.goto(lab)
     cell = page.locator('[data-panel="grid"] [data-set]')
-    expect(cell).to_have_count(8, timeout=5 * shared.WAIT_MS)
+    for _ in range(3):  # a busy JupyterLab may bring no widget back at first: a reader loads it again
+        page.goto(lab)
+        with contextlib.suppress(AssertionError):
+            expect(cell).to_have_count(8)
+            break
+    expect(cell).to_have_count(8)
     assert page.locator("text=model not found").count() == 0
     assert head in page.locator(".verdict").inner_text() and not page.locator(".lpx.waiting").count()
     for panel in ("memory", "step", "sent", "grid"):
