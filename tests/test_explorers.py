@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import shared
 
 from llmpar.draw.scene import Text, flatten
 from llmpar.explore import page
@@ -64,7 +65,7 @@ STATES += [{"model": "tiny-moe", "mesh": "ep=2 tp=2", "devices": 4, "explain": "
 
 @pytest.mark.parametrize("kind", MADE)
 def test_a_page_needs_no_network_and_no_kernel(kind):
-    text = page.html(by_kind(kind), small=True)
+    text = shared.small_page(kind)
     addresses = set(re.findall(r"https?://[^\"'`\s)\\]*", text))
     assert addresses <= {"http://www.w3.org/2000/svg", "https://page.invalid/"}, "names, and no requests"
     read = Attributes(text)
