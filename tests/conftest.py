@@ -6,6 +6,7 @@ variables. LLMPAR_TEST_PLATFORM=cuda (or tpu) runs the tests marked `accelerator
 LLMPAR_TEST_ROUNDING=bf16 (or tf32) rehearses that on CPUs: products are rounded as there (rounding.py).
 """
 
+import collections
 import gc
 import importlib.metadata
 import itertools
@@ -72,6 +73,8 @@ channels.install()  # as use_devices does, for the tests that make meshes by the
 
 SPLIT = {"notebooks:lessons": 99, "plans": 4, "compile:compilers": 4}
 """Files whose tests share little: they are dealt to the workers in at most so many groups."""
+UNKNOWN_S = 60.0
+"""Seconds that a file takes of which none are recorded."""
 
 
 def full(config) -> bool:
@@ -103,8 +106,10 @@ def pytest_generate_tests(metafunc):
 
 
 def group(item) -> str:
-    """The tests that one worker runs: those of a file, whose caches and fixtures they share."""
+    """The tests that one worker runs: those of a file, which share caches and fixtures, or of the browser."""
     name = costs.name_of(item)
+    if item.get_closest_marker("browser"):
+        return "browser"
     parts = SPLIT.get(name, 1)
     return name if parts == 1 else f"{name} {zlib.crc32(item.nodeid.encode()) % parts}"
 
@@ -120,9 +125,10 @@ def pytest_collection_modifyitems(items, config=None):
         mine = [zlib.crc32(item.nodeid.encode()) % parts == number - 1 for item in items]
         config.hook.pytest_deselected(items=list(itertools.compress(items, map(operator.not_, mine))))
         items[:] = itertools.compress(items, mine)
-    recorded = costs.read(costs.FILE.read_text())
-    share = lambda item: recorded[name][0].seconds if (name := costs.name_of(item)) in recorded else 999.0
-    items.sort(key=lambda item: (-share(item), group(item)))
+    recorded, seconds = costs.read(costs.FILE.read_text()), collections.Counter()
+    for name, where in {(costs.name_of(item), group(item)) for item in items}:
+        seconds[where] += recorded[name][0].seconds if name in recorded else UNKNOWN_S
+    items.sort(key=lambda item: (-seconds[group(item)], group(item)))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group(item)))
         if PLATFORM == "cpu" and not ROUNDING:
