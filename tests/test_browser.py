@@ -737,10 +737,16 @@ def lab(tmp_path):
 
 def test_jupyterlab_session(chromium, lab, tmp_path):
     """Type a mesh, choose chip and device; Python reads what hands did; reopened, the numbers are there."""
-    context, faults = chromium.new_context(viewport={"width": 1280, "height": 1000}), []
-    context.set_default_timeout(5 * shared.WAIT_MS)  # a server, a kernel and JAX start
-    context.on("request", lambda one: None if one.url.startswith(shared.LOCAL) else faults.append(one.url))
-    page, book = context.new_page(), "window.jupyterapp.shell.currentWidget"
+    faults: list[str] = []
+
+    def opened():
+        """A page that shares nothing with another: JupyterLab brings no widget back where two do."""
+        page = chromium.new_page(viewport={"width": 1280, "height": 1000})
+        page.set_default_timeout(5 * shared.WAIT_MS)  # a server, a kernel and JAX start
+        page.on("request", lambda one: None if one.url.startswith(shared.LOCAL) else faults.append(one.url))
+        return page
+
+    page, book = opened(), "window.jupyterapp.shell.currentWidget"
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
     page.goto(lab)
@@ -775,17 +781,13 @@ def test_jupyterlab_session(chromium, lab, tmp_path):
     page.evaluate(f"{book}.sessionContext.shutdown()")
     page.close()
     # one's own notebook with a new kernel: not "model not found", but the explorer as it was left
-    page = context.new_page()
+    page = opened()
+    page.goto(lab)
     cell = page.locator('[data-panel="grid"] [data-set]')
-    for _ in range(3):  # a busy JupyterLab may bring no widget back at first: a reader loads it again
-        page.goto(lab)
-        with contextlib.suppress(AssertionError):
-            expect(cell).to_have_count(8)
-            break
-    expect(cell).to_have_count(8)
+    expect(cell).to_have_count(8, timeout=5 * shared.WAIT_MS)
     assert page.locator("text=model not found").count() == 0
     assert head in page.locator(".verdict").inner_text() and not page.locator(".lpx.waiting").count()
     for panel in ("memory", "step", "sent", "grid"):
         assert page.locator(f'[data-panel="{panel}"] svg').count() == 1
-    context.close()
+    page.close()
     assert faults == []
