@@ -484,8 +484,7 @@ def test_what_does_not_fit_is_refused_with_the_size_and_with_a_plan_that_does():
 @pytest.mark.compilers
 @tpu_compiler
 def test_a_tpu_compiles_what_was_predicted():
-    flags = "--model", "tiny-moe", "--seq-len", "256", "--mesh", "ep=2 sp=2", "--batch-size", "4"
-    document, _ = compiled("--target", "v5e:2x2", *flags)
+    document, _ = compiled("--target", "v5e:2x2", *SMALL, "--mesh", "fsdp=4", "--batch-size", "4")
     assert as_predicted(document) and document["fits"] and document["attention_kernel"] == "flash"
     held = document["memory_bytes"]
     assert held["compiled_arguments"] >= held["predicted_arguments"], "small arrays fill tiles of 8 x 128"
