@@ -69,6 +69,22 @@ from llmpar import channels
 channels.install()  # as use_devices does, for the tests that make meshes by themselves
 
 
+BARE = "plans random_plans tolerance same_answer moe explicit collective_matmul kv_heads census".split()
+BARE += "pipeline sequence lora".split()
+"""Of the programs of these files nobody asks from which lines they come. To carry the stack of each operation
+along takes a third of the time to compile."""
+
+
+@pytest.fixture(autouse=True)
+def lines_of_operations(request):
+    """Whether programs know the lines of their operations, as users' do."""
+    usual = jax.config.jax_traceback_in_locations_limit
+    if request.path.stem.removeprefix("test_") in BARE:
+        jax.config.update("jax_traceback_in_locations_limit", 0)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", usual)
+
+
 # Where Jupyter kernels, browsers and processes of a job start: never two at once. With two workers these are
 # one worker's first work; the slides have a kernel of their own, and the other worker.
 KERNELS = "notebooks browser page site launch hosts compile real_engines story".split()
@@ -140,7 +156,7 @@ def pytest_addoption(parser):
     parser.addoption("--part", metavar="K/N", help="the K-th of N equal parts of the tests, such as 2/8")
     parser.addoption("--record-engines", action="store_true", help="keep times of test_real_engines.py")
     group = parser.getgroup("random plans (test_random_plans.py)")
-    group.addoption("--plans", type=int, help="how many; by default a fixed dozen and the one of the day")
+    group.addoption("--plans", type=int, help="how many; by default those of SEEDS")
     group.addoption("--seed", type=int, help="the first one's seed; the others count on from it")
     group.addoption(
         "--plans-log", help="a JSON line per plan; plans that have passed there are not run again"
