@@ -76,7 +76,7 @@ lint: $(STAMP)
 # The jobs below each take a kind of test, so that only they install what it needs: a browser's npm's checker, the compilers' half
 # a gigabyte. Two workers; what takes long comes first (tests/conftest.py).
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
-WITH = $(PYTEST) $$(grep -l "mark\.$(1)" tests/test_*.py) -m $(1)
+WITH = $(PYTEST) $$(grep -l "mark\.$(1)" tests/test_*.py) -m "$(1) and not nightly"
 test: $(STAMP)
 	$(PYTEST) $(TESTS) $(if $(MARKS),-m "$(MARKS)") $(if $(WHY),--record-costs="$(WHY)")
 

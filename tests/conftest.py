@@ -76,6 +76,21 @@ SPLIT = {"notebooks:lessons": 99, "plans": 4, "compile:compilers": 4}
 UNKNOWN_S = 60.0
 """Seconds that a file takes of which none are recorded."""
 
+BARE = "plans random_plans tolerance same_answer moe explicit collective_matmul kv_heads census".split()
+BARE += "pipeline sequence lora attention flash decode requests train weights hf".split()
+"""Of the programs of these files nobody asks from which lines they come. To carry the stack of each operation
+along takes a third of the time to compile."""
+
+
+@pytest.fixture(autouse=True)
+def lines_of_operations(request):
+    """Whether programs know the lines of their operations, as users' do."""
+    usual = jax.config.jax_traceback_in_locations_limit
+    if request.path.stem.removeprefix("test_") in BARE:
+        jax.config.update("jax_traceback_in_locations_limit", 0)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", usual)
+
 
 def full(config) -> bool:
     """Whether ``-m`` asks for what the other tests sample."""
@@ -158,7 +173,7 @@ def pytest_addoption(parser):
     parser.addoption("--part", metavar="K/N", help="the K-th of N equal parts of the tests, such as 2/8")
     parser.addoption("--record-engines", action="store_true", help="keep times of test_real_engines.py")
     group = parser.getgroup("random plans (test_random_plans.py)")
-    group.addoption("--plans", type=int, help="how many; by default a fixed dozen and the one of the day")
+    group.addoption("--plans", type=int, help="how many; by default those of SEEDS")
     group.addoption("--seed", type=int, help="the first one's seed; the others count on from it")
     group.addoption(
         "--plans-log", help="a JSON line per plan; plans that have passed there are not run again"

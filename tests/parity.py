@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
 from jax.interpreters import partial_eval
 
@@ -28,7 +29,7 @@ from llmpar.predict.tolerance import Unit, tolerance
 from llmpar.step import State, Step
 from llmpar.timetable import branch_shares
 from llmpar.training import balance
-from llmpar.weights import init_params, model_graph, trained
+from llmpar.weights import model_graph, trained
 
 BATCH, SEQ = 16, 16
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
@@ -76,12 +77,11 @@ def batch(seed: int = 0):
 
 @functools.cache
 def weights(config):
-    """Fresh weights with biases and scales that are not trivial."""
-    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(1))
+    """Fresh weights with biases and scales that are not trivial; NumPy compiles nothing."""
     rng = np.random.default_rng(2)
-    return jax.tree.map(
-        lambda w: np.asarray(w) + 0.05 * rng.standard_normal(w.shape).astype(np.float32), params
-    )
+    draw = lambda w: rng.normal(0.0 if w.std else w.fill, math.hypot(w.std, 0.05), w.shape)
+    flat = {path: draw(w).astype(np.float32) for path, w in config.weights().items()}
+    return unflatten_dict(flat, sep=".")
 
 
 def every_expert(experts, par, x, weights, chosen, gate, up, down):
@@ -92,17 +92,22 @@ def every_expert(experts, par, x, weights, chosen, gate, up, down):
 
 
 @functools.cache
-def solo(config, dtype: str = "float32"):
-    """Loss and gradients of `Solo`: the reference. Experts are all evaluated densely."""
-    par = Solo(Plan(dtype=dtype).resolve())
+def reference(config):
+    """Loss, what the routers tell, and gradients of `Solo`. Experts are all evaluated densely."""
 
     def loss(params, batch):
         total = (batch["targets"] >= 0).sum().astype(jnp.float32)
-        return nnx.merge(model_graph(config), params).loss(batch, par)[0] / total
+        value, tally = nnx.merge(model_graph(config), params).loss(batch, Solo())
+        return value / total, tally
 
     with mock.patch.object(moe, "visit", every_expert):
-        value, grads = jax.jit(jax.value_and_grad(loss))(weights(config), batch())
-    return float(value), jax.tree.map(np.asarray, trained(grads, config))
+        (value, tally), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(weights(config), batch())
+    return float(value), jax.tree.map(np.asarray, tally), jax.tree.map(np.asarray, trained(grads, config))
+
+
+def solo(config):
+    """Loss and gradients of the reference."""
+    return reference(config)[::2]
 
 
 @functools.cache
@@ -111,18 +116,40 @@ def logits_of(config):
     return jax.jit(lambda params, batch: nnx.merge(model_graph(config), params).logits(batch, Solo()))
 
 
-def spread(config, plan: Plan, step_class=Step):
-    """Loss, global norm and gradients of a step, whole, layers and positions in natural order again."""
+def gradients_of(config, plan: Plan, step_class=Step):
+    """A step, and its compiled gradients of weights and a batch: one program for all of them."""
     plan.check(config, BATCH, SEQ)
     step = step_class(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-    data = put(dealt(batch(), plan), step.batch_sharding)
-    # weights where none should be used
-    padded = arranged(weights(config), np.minimum(step.layer_order, config.num_layers - 1))
-    grads, metrics = jax.jit(step.gradients)(put(padded, step.shardings.params), data)
-    grads = arranged(
-        jax.tree.map(whole, grads), np.argsort(step.layer_order, stable=True)[: config.num_layers]
-    )
-    return float(metrics["loss"]), float(metrics["grad_norm"]), grads
+    return step, jax.jit(step.gradients)
+
+
+def answer(step: Step, run, data):
+    """Loss, global norm and gradients, whole, layers and positions in natural order again."""
+    given = put(padded(step), step.shardings.params), put(dealt(data, step.plan), step.batch_sharding)
+    grads, metrics = run(*given)
+    return float(metrics["loss"]), float(metrics["grad_norm"]), natural(step, jax.tree.map(whole, grads))
+
+
+def spread(config, plan: Plan, step_class=Step):
+    """The answer of a plan to the one batch."""
+    return answer(*gradients_of(config, plan, step_class), batch())
+
+
+def padded(step: Step):
+    """The weights as stages hold them, and weights where none should be used."""
+    start = arranged(weights(step.config), np.minimum(step.layer_order, step.config.num_layers - 1))
+    return jax.tree.map(lambda w, like: w.astype(like.dtype), start, step.abstract_state.params)
+
+
+def natural(step: Step, params):
+    """Weights or gradients of stages with their layers in the model's order."""
+    return arranged(params, np.argsort(step.layer_order, stable=True)[: step.config.num_layers])
+
+
+def state_of(step: Step) -> State:
+    """A state with these weights and a memory of zeros, as most optimizers begin: nothing is compiled."""
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.abstract_state.optimizer)
+    return put(State(padded(step), zeros, np.int32(0)), step.shardings)
 
 
 def put(tree, where):
@@ -219,18 +246,27 @@ def check(config, plan: Plan, within: float = math.inf) -> None:
                 total = sums.setdefault((row["axis"], row["kind"]), {"count": 0, "bytes_sent": 0})
                 total |= {number: total[number] + row[number] for number in total}
             assert sums == census_table(census)
-    # Weights where none should be used.
-    start = arranged(weights(config), np.minimum(step.layer_order, config.num_layers - 1))
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.abstract_state.optimizer)
-    start = jax.tree.map(lambda w, like: w.astype(like.dtype), start, step.abstract_state.params)
-    state = put(State(start, zeros, np.int32(0)), step.shardings)
-    state, metrics = compiled(state, put(dealt(batch(), plan), step.batch_sharding))
-    natural = np.argsort(step.layer_order, stable=True)[: config.num_layers]
-    grads = arranged(jax.tree.map(np.asarray, state.optimizer.trace), natural)
+    state, metrics = compiled(state_of(step), put(dealt(batch(), plan), step.batch_sharding))
+    grads = natural(step, jax.tree.map(np.asarray, state.optimizer.trace))
     compare_leaves(config, plan, float(metrics["loss"]), float(metrics["grad_norm"]), grads)
     if config.experts:
-        each = config.experts.top_k * BATCH * SEQ
-        assert (np.asarray(metrics["load"]).sum(1) == each).all() and not np.any(metrics["dropped"])
+        params = natural(step, jax.tree.map(np.asarray, state.params))
+        check_routers(config, plan, jax.tree.map(np.asarray, metrics), params["blocks"]["experts"])
+
+
+def check_routers(config, plan: Plan, metrics: dict, after: dict) -> None:
+    """Layer by layer the experts got what one device's router gives them, nothing was dropped, and biases
+    follow: up by `bias_rate` with less than the mean load, down with more (not of frozen ones)."""
+    load, experts = metrics["load"], config.experts
+    assert (load.sum(1) == experts.top_k * BATCH * SEQ).all() and not np.any(metrics["dropped"])
+    if plan.dtype == "float32":  # else a router chooses otherwise now and then
+        tally = reference(config)[1]
+        assert np.array_equal(load, tally[:, : experts.num_experts])
+        np.testing.assert_allclose(metrics["router_entropy"], tally[:, -1], rtol=1e-5)
+    if experts.bias_rate is not None:
+        ups = np.sign(load.sum(1, keepdims=True) - experts.num_experts * load) * (not config.lora)
+        moved = after["bias"] - weights(config)["blocks"]["experts"]["bias"]
+        np.testing.assert_allclose(moved, experts.bias_rate * ups, rtol=0, atol=1e-6)
 
 
 def emulated_ragged_all_to_all(x, out, begin, send, mine, recv, *, axis_name):

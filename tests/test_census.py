@@ -6,13 +6,13 @@ import math
 import jax
 import optax
 import pytest
-from parity import LLAMA, by_arrow, name, predicted_by_arrow
+from parity import LLAMA, by_arrow, predicted_by_arrow
 
-from llmpar.inspect.census import arrow_rows, arrow_text, census_hlo, compiled_memory, partitioned_hlo
+from llmpar.inspect.census import arrow_rows, arrow_text, census_hlo, partitioned_hlo
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh, make_mesh
 from llmpar.plan import Plan
-from llmpar.predict import formulas, memory, traffic
+from llmpar.predict import formulas, traffic
 from llmpar.step import Step
 
 BATCH, SEQ, MIXED = 16, 32, "dp=2 fsdp=2 tp=2"
@@ -28,16 +28,9 @@ def lowered(config, plan):
     return step, step.lower(BATCH, SEQ)
 
 
-ALIKE = [
-    Plan(MIXED, tp_sequence=True, remat="block"),
-    Plan("dp=8", zero=0, reduce="bucket"),
-    Plan("fsdp=8", reshard_after_forward=False),
-]
-
-
-@pytest.mark.parametrize("plan", ALIKE, ids=name)
-def test_an_arrow_sends_the_same_before_and_after_the_compiler(plan):
+def test_an_arrow_sends_the_same_before_and_after_the_compiler():
     """By arrow and direction: the traced step, and the partitioned program. test_plans.py has all fields."""
+    plan = Plan(MIXED, tp_sequence=True, remat="block")
     step, program = lowered(LLAMA, plan)
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
     traced, sent = census_jaxpr(jaxpr, plan.mesh.sizes), census_hlo(partitioned_hlo(program), step.mesh)
@@ -45,21 +38,15 @@ def test_an_arrow_sends_the_same_before_and_after_the_compiler(plan):
     by_text = lambda rows: sorted(map(str, rows))
     assert by_text(arrow_rows(traced)) == by_text(arrow_rows(sent))
     directions = {(c.arrow, c.kind): c.direction for c in sent if c.kind == "reduce-scatter"}
-    if plan.tp_sequence:  # Korthikanti et al. 2022: what is scattered forward is gathered backward
-        assert directions["ffn b s d +m -> stream b s d", "reduce-scatter"] == "forward"
-        assert directions["stream b s d -> ffn b s d", "reduce-scatter"] == "backward"
-        assert {c.direction for c in sent if c.arrow == "ffn d m" and c.kind == "all-gather"} == {
-            "forward",
-            "recomputed",
-        }
+    # Korthikanti et al. 2022: what is scattered forward is gathered backward
+    assert directions["ffn b s d +m -> stream b s d", "reduce-scatter"] == "forward"
+    assert directions["stream b s d -> ffn b s d", "reduce-scatter"] == "backward"
+    gathers = {c.direction for c in sent if c.arrow == "ffn d m" and c.kind == "all-gather"}
+    assert gathers == {"forward", "recomputed"}
     assert {c.direction for c in sent if c.arrow.startswith(("gradient", "loss"))} == {""}
     lines, total = arrow_text(sent, most=3).splitlines(), f"{sum(c.bytes_sent for c in sent):,} B"
     assert len(lines) == min(len(arrow_rows(sent)), 4) + 1 and lines[-1].startswith("in all")
     assert lines[-1].endswith(total)
-
-
-def piped(mesh, schedule="1f1b", **fields):
-    return Plan(mesh, schedule=schedule, microbatches=4, **fields)
 
 
 def test_weights_kept_for_a_step_are_gathered_once_and_their_gradients_scattered_once():
@@ -81,7 +68,7 @@ def test_weights_kept_for_a_step_are_gathered_once_and_their_gradients_scattered
                 assert sent["fsdp", kind].bytes_sent == 4 * held * 3 // 4
 
 
-@pytest.mark.parametrize("mesh", ["dp=6", "fsdp=16 tp=3", "dp=16", "tp=6 dp=16"])
+@pytest.mark.parametrize("mesh", ["fsdp=16 tp=3", "tp=6 dp=16"])
 def test_groups_that_divide_no_message_are_counted_alike(mesh):
     """A message of 4 bytes has no third and no sixteenth: formula and traced step round the same way."""
     config = dataclasses.replace(
@@ -149,22 +136,18 @@ def test_tensor_parallelism_moves_two_and_two_per_layer_and_the_same_bytes_with_
 
 
 def test_axes_of_size_one_leave_no_collective():
-    step, program = lowered(LLAMA, Plan("dp=1"))
+    _, program = lowered(LLAMA, Plan("dp=1"))
     assert predicted(LLAMA, Plan("dp=1")) == {}
-    text = program.compile().as_text()
-    assert not any(
-        kind in text for kind in ("all-reduce(", "all-gather(", "reduce-scatter(", "collective-permute(")
-    )
+    kinds = "all_reduce", "all_gather", "reduce_scatter", "collective_permute", "all_to_all"
+    assert not any(f"stablehlo.{kind}" in program.as_text() for kind in kinds)
 
 
-def test_auto_is_one_device_in_value_but_chooses_its_own_collectives():
-    """XLA's partitioner forms no reduce-scatter on CPUs: ZeRO's saving is in memory, not in bytes."""
-    step, program = lowered(LLAMA, Plan("fsdp=8", reading="auto"))
+def test_auto_chooses_its_own_collectives():
+    """XLA's partitioner forms no reduce-scatter on CPUs: ZeRO's saving is in memory, not in bytes. (Values
+    and memory: the lines of plans.txt that have reading='auto'.)"""
+    step, program = lowered(dataclasses.replace(LLAMA, num_layers=1), Plan("fsdp=2", reading="auto"))
     kinds = {c.kind for c in census_hlo(partitioned_hlo(program), step.mesh)}
     assert "all-reduce" in kinds and "reduce-scatter" not in kinds
-    assert compiled_memory(program.compile())["argument_bytes"] == sum(
-        memory.argument_bytes(Plan("fsdp=8").resolve(LLAMA), BATCH, SEQ).values()
-    )
 
 
 def test_a_program_that_sends_more_is_noticed():

@@ -31,20 +31,11 @@ def traced(config, plan):
     return step, step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
 
 
-@pytest.mark.parametrize(
-    "config, chunks, remat",
-    [
-        (LLAMA, 1, "none"),
-        (LLAMA, 1, "selective"),
-        (LLAMA, 2, "ffn"),
-        (LLAMA, 2, "block"),
-        (MOE, 1, "selective"),
-    ],
-    ids=lambda x: getattr(x, "name", str(x)),
-)
-def test_a_ring_sends_the_bytes_of_the_collective_that_it_replaces(config, remat, chunks):
-    """Arrow by arrow: n - 1 hops of a block each. What no product goes with stays as it is."""
-    plan = overlapped("fsdp=2 tp=4", remat=remat, ffn_chunks=chunks)
+@pytest.mark.parametrize("config", [LLAMA, MOE], ids=lambda config: config.name)
+def test_a_ring_sends_the_bytes_of_the_collective_that_it_replaces(config):
+    """Arrow by arrow: n - 1 hops of a block each. What no product goes with stays as it is. (Whatever is
+    recomputed: the lines of plans.txt.)"""
+    plan = overlapped("fsdp=2 tp=4", remat="selective")
     waits = dataclasses.replace(plan, tp_comm_overlap=False)
     found, before = (
         predicted_by_arrow(traffic.step_traffic(p.resolve(config), BATCH, SEQ)) for p in (plan, waits)

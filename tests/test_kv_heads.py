@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from parity import LLAMA, assert_same, batch, solo, weights
+from parity import LLAMA, assert_same, batch, solo, state_of, weights
 
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
@@ -69,8 +69,8 @@ def test_a_checkpoint_restores_onto_meshes_with_and_without_copies(tmp_path):
     from llmpar.training.checkpoint import Checkpoints
 
     many, few = (Step(LLAMA2, Plan(m), make_mesh(m), optax.adamw(1e-3)) for m in ("tp=8", "fsdp=2 tp=2"))
-    state = many.init(3)
+    state = state_of(many)
     Checkpoints(str(tmp_path)).save(1, state, LLAMA2)
     found = Checkpoints(str(tmp_path)).restore(few.abstract_state, LLAMA2)
     jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, x) for x in (state, found)))
-    few.run(found, jax.device_put(batch(), few.batch_sharding))
+    assert jax.tree.map(lambda x: x.sharding, found) == few.shardings

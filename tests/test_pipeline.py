@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from optax.contrib import schedule_free
-from parity import BATCH, LLAMA, SEQ, assert_same, planted, weights
+from parity import BATCH, LLAMA, SEQ, assert_same, planted, state_of, weights
 
 from llmpar import pipeline
 from llmpar import stage as stage_file
@@ -176,8 +176,9 @@ def test_compiled_memory_of_1f1b_is_flat_in_m_and_gpipes_grows_by_an_input_per_m
         return compiled_memory(compiled)["temp_bytes"]
 
     stream = 2 * SEQ * LLAMA.width * 4
-    assert temp("1f1b", 8) == pytest.approx(temp("1f1b", 64), rel=0.01)
-    assert temp("gpipe", 64) - temp("gpipe", 8) == pytest.approx(56 * stream, rel=0.02)
+    few, many = temp("1f1b", 8), temp("1f1b", 64)
+    assert few == pytest.approx(many, rel=0.01)
+    assert temp("gpipe", 64) - many == pytest.approx((64 - 2) * stream, rel=0.02)
 
 
 # -------------------------------------------------------------------------------------------- what is refused
@@ -211,13 +212,10 @@ def test_layers_are_dealt_to_chunks_along_the_way_through_the_stages():
     assert layer_order(make("zb-v", 2, 4), 7) == [0, 1, 6, 7, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [optax.adamw(1e-3), optax.adafactor(1e-3, min_dim_size_to_factor=16)],
-    ids=["adamw", "adafactor"],
-)
-def test_a_state_dealt_to_stages_comes_back_in_order(optimizer):
-    """What counts layers is found by shape in any optimizer; a seed gives the same weights on any mesh."""
+def test_a_state_dealt_to_stages_comes_back_in_order():
+    """What counts layers is found by shape in any optimizer, Adafactor's sums too; a seed gives the same
+    weights on any mesh."""
+    optimizer = optax.adafactor(1e-3, min_dim_size_to_factor=16)
     plan, order = piped("pp=2", "interleaved 4"), [0, 2, 1, 3]
     step, one = (Step(DEEP, p, make_mesh(p.mesh), optimizer) for p in (plan, Plan()))
     fresh = jax.tree.map(np.asarray, one.init(0))
@@ -245,12 +243,11 @@ def test_an_empty_place_at_the_end_is_left_out_and_a_state_in_order_is_not_copie
         Step(config, plan, make_mesh(plan.mesh), optax.sgd(1.0)) for plan in (piped("pp=2", "1f1b 4"), Plan())
     )
     assert step.layer_order.tolist() == [0, 1, 2, 3, 4, 5]
-    natural = step.to_natural(step.init(0))
-    assert jax.tree.map(jnp.shape, natural) == jax.tree.map(jnp.shape, one.init(0))
+    natural, state = step.to_natural(state_of(step)), state_of(one)
+    assert jax.tree.map(jnp.shape, natural) == jax.tree.map(jnp.shape, state)
     before = jax.tree.map(np.asarray, natural)
     jax.tree.map(np.testing.assert_array_equal, step.to_natural(step.from_natural(natural)), before)
     jax.tree.map(np.testing.assert_array_equal, natural, before)  # what is given is still there
-    state = one.init(0)
     assert one.to_natural(state) is state and one.from_natural(state) is state
 
 
@@ -259,7 +256,7 @@ def test_a_state_changes_order_leaf_by_leaf_and_there_are_never_two(monkeypatch)
     by pp elsewhere."""
     plan = piped("pp=2 fsdp=2", "1f1b 4")
     step = Step(dataclasses.replace(LLAMA, num_layers=3), plan, make_mesh(plan.mesh), optax.adamw(1.0))
-    state, made, alive = step.init(0), [], []
+    state, made, alive = state_of(step), [], []
     leaves, deal = jax.tree.leaves(state), step_file.take_layers
     size = lambda arrays: sum(x.addressable_shards[0].data.nbytes for x in arrays if not x.is_deleted())
 
@@ -277,7 +274,12 @@ def test_a_state_changes_order_leaf_by_leaf_and_there_are_never_two(monkeypatch)
     assert all(x.is_deleted() for x in made[: len(made) // 2])
 
 
-@pytest.mark.parametrize("plan", [piped("pp=2 fsdp=2", "1f1b 4"), Plan("fsdp=2 tp=2", reading="explicit")])
+GIVEN = Plan("fsdp=2 tp=2", reading="explicit")
+
+
+@pytest.mark.parametrize(
+    "plan", [piped("pp=2 fsdp=2", "1f1b 4"), pytest.param(GIVEN, marks=pytest.mark.nightly)]
+)
 def test_a_state_begins_with_given_weights_in_the_models_order(plan):
     """Three layers on two stages, whose places are four. Schedule-free SGD keeps a copy of the weights."""
     config = dataclasses.replace(LLAMA, num_layers=3)
@@ -308,7 +310,7 @@ def test_a_state_begins_with_given_weights_in_the_models_order(plan):
 
 
 def test_layers_in_another_order_are_noticed():
-    config, plan = DEEP, piped("pp=2 dp=2 fsdp=2", "interleaved 4", zero=2)
+    config, plan = DEEP, piped("pp=2", "interleaved 2")
 
     class Natural(Step):
         def __init__(self, *args):

@@ -9,7 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from parity import BATCH, LLAMA, SEQ, assert_same, batch, solo, spread, weights, with_reading
+from parity import (
+    BATCH,
+    LLAMA,
+    SEQ,
+    answer,
+    assert_same,
+    batch,
+    compare_leaves,
+    gradients_of,
+    state_of,
+    with_reading,
+)
 
 from llmpar.config import preset
 from llmpar.mesh import make_mesh, use_devices
@@ -21,15 +32,12 @@ MIXED = "dp=2 fsdp=2 tp=2"
 HEADS = dataclasses.replace(LLAMA, name="two KV heads", num_heads=8, num_kv_heads=2)
 
 
-@functools.cache
-def curve(mesh: str, kind: str, reading: str = "manual"):
-    """Losses of 20 steps."""
-    make = {
-        "adafactor": lambda: optax.adafactor(3e-3, min_dim_size_to_factor=4),
-        "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(3e-3)),
-    }[kind]
-    step = Step(HEADS, Plan(mesh, zero=2, reading=reading), make_mesh(mesh), make())
-    state, losses = step.init(0), []
+def curve(mesh: str, reading: str = "manual"):
+    """Losses of 20 steps, of an optimizer that looks at whole rows and columns and then cuts its updates to
+    a global norm, to which every element must count once, copies of a KV head too."""
+    rule = optax.chain(optax.adafactor(1e-2, min_dim_size_to_factor=4), optax.clip_by_global_norm(0.1))
+    step = Step(HEADS, Plan(mesh, zero=2, reading=reading), make_mesh(mesh), rule, clip=None)
+    state, losses = state_of(step), []
     for number in range(20):
         state, metrics = step.run(state, jax.device_put(batch(number % 3), step.batch_sharding))
         losses.append(float(metrics["loss"]))
@@ -37,16 +45,15 @@ def curve(mesh: str, kind: str, reading: str = "manual"):
     return np.array(losses)
 
 
-ON = [("fsdp=2 tp=4", "adafactor"), ("fsdp=2 tp=4", "clipped"), ("fsdp=4 tp=2", "adafactor", "explicit")]
+NIGHTLY = pytest.param("fsdp=4 tp=2", "explicit", marks=pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("many", ON, ids=str)
-def test_any_optax_optimizer_follows_the_same_curve_on_a_cut_state_with_copies_of_heads(many):
-    """Adafactor looks at whole rows and columns; clipping by the global norm must count every element once,
-    copies of a KV head too. 1e-4: float32 rounding, grown through 20 steps."""
-    one = curve("dp=1", many[1])
+@pytest.mark.parametrize("mesh, reading", [("fsdp=2 tp=4", "manual"), NIGHTLY])
+def test_any_optax_optimizer_follows_the_same_curve_on_a_cut_state_with_copies_of_heads(mesh, reading):
+    """1e-4: float32 rounding, grown through 20 steps."""
+    one = curve("dp=1")
     assert one[-1] < one[0] - 0.03
-    np.testing.assert_allclose(curve(*many), one, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(curve(mesh, reading), one, rtol=0, atol=1e-4)
 
 
 class OfOnes(Step):
@@ -60,41 +67,11 @@ class OfOnes(Step):
 def test_a_gradient_longer_than_the_clip_is_cut_to_it_and_a_shorter_one_stays():
     """By plain gradient descent at a rate of 1, which moves the weights by what it is given."""
     length = LLAMA.num_params**0.5
-    for clip, want in {0.5: 0.5, 2 * length: length, None: length}.items():
+    for clip, want in {0.5: 0.5, 2 * length: length}.items():
         step = OfOnes(LLAMA, Plan(), make_mesh("dp=1"), optax.sgd(1.0), clip)
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), step.abstract_state)
         state, _ = step.run(nothing, jax.tree.map(jnp.asarray, batch()))
         assert optax.tree.norm(state.params) == pytest.approx(want, rel=1e-4) and state.step == 1
-
-
-@pytest.mark.parametrize("reading", ["manual", "auto"])
-def test_a_batch_without_a_target_has_no_loss_and_no_gradient(reading):
-    """0 of 0 targets: not a mean that is no number."""
-    config, plan = dataclasses.replace(LLAMA, num_layers=1), Plan("dp=2", reading=reading)
-    step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1.0))
-    silent = jax.device_put(batch() | {"targets": np.full((BATCH, SEQ), -1, np.int32)}, step.batch_sharding)
-    grads, metrics = jax.jit(step.gradients)(jax.device_put(weights(config), step.shardings.params), silent)
-    assert metrics["loss"] == 0 == metrics["grad_norm"] and not any(np.any(g) for g in jax.tree.leaves(grads))
-
-
-def test_bfloat16_stays_near_float32():
-    """Computing in bfloat16 (8 bits of mantissa, 2^-9 relative rounding) on eight devices: the loss within 1
-    %, the whole gradient within 3 % of its float32 norm, and no further from Solo in bfloat16 than that is
-    from float32, twice.
-    """
-    want_loss, want = solo(LLAMA)
-    loss, _, got = spread(LLAMA, Plan(MIXED, dtype="bfloat16", tp_sequence=True))
-    _, one = solo(LLAMA, "bfloat16")
-
-    def distance(a, b):
-        return np.sqrt(
-            sum(((x - y) ** 2).sum() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
-        )
-
-    size = distance(want, jax.tree.map(np.zeros_like, want))
-    assert abs(loss - want_loss) < 0.01 * want_loss
-    assert 1e-4 * size < distance(got, want) < 0.03 * size
-    assert distance(got, one) < 2 * distance(one, want)
 
 
 # ----------------------------------------------------------------------------------------------------- faults
@@ -178,8 +155,13 @@ def test_a_planted_fault_is_caught(fault):
         assert_same(LLAMA, Plan(MIXED), step_class=step_class)
 
 
-def test_without_the_fault_the_same_subclassing_passes():
-    assert_same(LLAMA, Plan(MIXED), step_class=with_reading(Manual))
+def test_without_the_fault_the_same_subclassing_passes_and_of_no_target_there_is_no_gradient():
+    """0 of 0 targets: not a mean that is no number. One program for both batches."""
+    program = gradients_of(LLAMA, Plan(MIXED), with_reading(Manual))
+    compare_leaves(LLAMA, Plan(MIXED), *answer(*program, batch()))
+    silent = batch() | {"targets": np.full((BATCH, SEQ), -1, np.int32)}
+    loss, norm, grads = answer(*program, silent)
+    assert loss == norm == 0 and not any(np.any(g) for g in jax.tree.leaves(grads))
 
 
 def test_the_batch_of_these_tests_has_uneven_documents_and_targets():
@@ -219,16 +201,16 @@ FOREIGN = [
 def test_tokens_of_another_vocabulary_are_refused_wherever_they_lie(name, value, says, there):
     """They would be taken for zeros; and a state that is not used up by it can be used."""
     step, given = mixed_step(), changed(name, value)
-    for call, state in ((step.run, step.init(0)), (step.evaluate, step.init(0).params)):
+    for call, state in ((step.run, state_of(step)), (step.evaluate, state_of(step).params)):
         with pytest.raises(ValueError, match=says):
             call(state, jax.device_put(given, step.batch_sharding) if there else given)
     kept = changed("targets", -100)  # what does not count
-    assert np.isfinite(step.run(step.init(0), kept)[1]["loss"])
+    assert np.isfinite(step.run(state_of(step), kept)[1]["loss"])
 
 
 def test_a_state_that_a_step_used_up_is_refused_before_xla_dies_of_it():
     step = mixed_step()
-    used = step.init(0)
+    used = state_of(step)
     state, _ = step.run(used, batch())
     for call in (
         lambda: step.run(used, batch()),

@@ -16,7 +16,7 @@ import parity
 import pytest
 import rich.console
 from flax import nnx
-from parity import BATCH, LLAMA, MOE, SEQ, allowed, arranged, batch, compare_leaves, name, weights
+from parity import BATCH, LLAMA, MOE, SEQ, allowed, arranged, batch, compare_leaves, name, state_of, weights
 
 from llmpar import model, sequence_order
 from llmpar.inspect.spread import NAMES, rounded_products, spread, spread_table
@@ -60,14 +60,11 @@ def test_a_reduction_is_a_tree_of_blocks():
 # ------------------------------------------------------------------------------------------------------- runs
 
 MIXED = Plan("dp=2 fsdp=2 tp=2", zero=2, tp_sequence=True, microbatches=2)
-PLANS = [
-    (LLAMA, MIXED),
-    (LLAMA, dataclasses.replace(MIXED, dtype="bfloat16")),
+PLANS = [(LLAMA, MIXED), (LLAMA, dataclasses.replace(MIXED, dtype="bfloat16"))]
+MORE = [
     (LLAMA, Plan("fsdp=2 sp=4")),
     (LLAMA, Plan("pp=2 dp=2 tp=2", microbatches=2)),
     (MOE, Plan("fsdp=2 ep=2 tp=2")),
-]
-MORE = [
     (LLAMA, Plan("dp=8", zero=0)),
     (LLAMA, Plan("fsdp=2 sp=4", dtype="bfloat16")),
     (MOE, Plan("fsdp=2 ep=2 tp=2", dtype="bfloat16")),
@@ -83,7 +80,7 @@ MORE = [
 def trained(config):
     """Weights after 60 steps on two batches."""
     step = Step(config, Plan(), make_mesh("dp=1"), optax.adamw(3e-3))
-    state = step.init(0)._replace(params=jax.device_put(weights(config), step.shardings.params))
+    state = state_of(step)
     for number in range(60):
         state, _ = step.run(state, jax.device_put(batch(number % 2), step.batch_sharding))
     return jax.tree.map(np.asarray, state.params)
@@ -115,9 +112,8 @@ def observed(config, plan: Plan):
     order, run = np.asarray(step.layer_order), jax.jit(step.gradients)
     places = np.array(sequence_order.sequence_permutation(plan.sequence_order, SEQ, plan.mesh.sp))
     for kind, params in {"fresh": weights(config), "trained": trained(config)}.items():
-        placed = jax.device_put(
-            arranged(params, np.minimum(order, config.num_layers - 1)), step.shardings.params
-        )
+        first = np.minimum(order, config.num_layers - 1)
+        placed = jax.device_put(arranged(params, first), step.shardings.params)
         for seed in range(2):
             data = {k: x[:, places] for k, x in batch(seed).items()}
             grads, metrics = run(placed, jax.device_put(data, step.batch_sharding))
@@ -137,7 +133,7 @@ def observed(config, plan: Plan):
 
 @pytest.mark.parametrize(
     "config, plan",
-    [*PLANS, *(pytest.param(*more, marks=pytest.mark.full) for more in MORE)],
+    [*PLANS, *(pytest.param(*more, marks=pytest.mark.nightly) for more in MORE)],
     ids=lambda x: getattr(x, "name", None) or name(x),
 )
 def test_what_is_seen_lies_below_the_bound_and_not_far_below(config, plan):
