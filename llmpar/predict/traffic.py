@@ -139,7 +139,9 @@ def runs(plan: Resolved, stage: int = 0) -> Runs:
     if plan.stage_saves == "residuals":
         # A layer that only some chunks have keeps its gathered weights.
         twice = n + cells * min(layers.values())
-        return Runs(embed, loss, n, 0, 0, n, twice, twice, cells)
+        # What B computes anew from the batch asks the ids where `attention.as_promised` does.
+        asks = plan.in_order and plan.attention_kernel != "flash" and not plan.regions["keys"]["s"]
+        return Runs(embed, loss, n, 0, 0, n, twice, twice, cells * (1 + asks))
     forward, attended = 2 * n - last, 2 * cells - loss
     if order.split_backward:  # layer by layer, nothing checkpointed
         return Runs(embed, loss, forward, 0, 0, n, forward, forward, attended)
