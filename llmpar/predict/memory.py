@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
+from typing import Any
 
 from llmpar.config import ModelConfig
 from llmpar.plan import Resolved
@@ -71,7 +72,10 @@ def weights_bytes(plan: Resolved) -> Counter[str]:
     step is given, frozen ones in the plan's dtype; of the blocks' weights alone as ``blocks stored`` …, and
     of one layer's as ``layer used``; of the output head as ``head used``; of the largest weight as ``largest
     unreduced``; and of those that a loop gathers along a dim that is not their first as ``turned``."""
-    return _weights_bytes(dataclasses.replace(plan, asked=None, remat="none"))  # which decide none of them
+    alike: dict[str, Any] = {"asked": None, "remat": "none", "context_parallel": "ring", "loss_chunks": 1}
+    if not plan.pipeline:
+        alike["microbatches"] = min(plan.microbatches, 2)
+    return _weights_bytes(dataclasses.replace(plan, **alike))  # the same for all that these fields decide
 
 
 @functools.lru_cache(maxsize=256)
