@@ -144,6 +144,9 @@ def allowed(kind: type) -> dict[str, Allowed]:
 
 
 def check_fields(config: Any) -> None:
-    """Refuse a field's value that its type does not have: a misspelt choice would silently be another."""
-    for name, what in allowed(type(config)).items():  # type: ignore[arg-type]
-        what.check(name, getattr(config, name))
+    """Refuse a field's value that its type does not have: a misspelt choice would silently be another. What
+    a class has for a field is its default."""
+    kind: Any = type(config)
+    for name, what in allowed(kind).items():
+        if (value := getattr(config, name)) is not getattr(kind, name, kind):
+            what.check(name, value)

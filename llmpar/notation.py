@@ -347,6 +347,8 @@ def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshSha
     never larger.
     """
     if isinstance(text, MeshShape):
+        if num_devices is None and -1 not in text.asked.values():
+            return text  # with the sizes that it knows
         shape = _fit(str(text), {a: n for a, n in text.asked.items() if n != 1}, num_devices, text.reshape)
         return replace(shape, ul=text.ul, kv=text.kv)
     if not isinstance(text, str):

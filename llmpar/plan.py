@@ -208,7 +208,9 @@ class Plan(Execution):
     def _inner_axes(self, config: ModelConfig) -> MeshShape:
         """The mesh with the inner parts of tp (``kv``) and of sp (``ul``) that a model's heads need."""
         copies, rest = divmod(self.mesh.tp, config.num_kv_heads)
-        shape = dataclasses.replace(self.mesh, kv=1 if rest else max(1, copies))
+        kv, shape = 1 if rest else max(1, copies), self.mesh
+        if kv != shape.kv:
+            shape = dataclasses.replace(shape, kv=kv)
         if self.context_parallel != "usp":
             return shape
         heads = (config.num_heads if shape.kv > 1 else config.num_kv_heads) // shape.tp
@@ -382,7 +384,7 @@ class Resolved(Plan):
     @property
     def rings(self) -> bool:
         """Whether the ranks of an axis hand on what they hold, neighbour by neighbour, inside a layer."""
-        return bool(self.regions["keys"].get("s")) or self.tp_comm_overlap
+        return self.tp_comm_overlap or bool(self.regions["keys"].get("s"))
 
     # ------------------------------------------------------------------------------------ logical to physical
 
@@ -448,8 +450,10 @@ class Resolved(Plan):
     def lives(self) -> dict[str, tuple[Weight, Life]]:
         """Every weight of the model by its path, with the layers that a pipeline pads to, and its life."""
         places = len(schedules.layer_order(self.pipeline, self.config.num_layers))
-        weights = dataclasses.replace(self.config, num_layers=places).weights()
-        return {path: (weight, self.life(weight.dims)) for path, weight in weights.items()}
+        config = self.config
+        if places != config.num_layers:
+            config = dataclasses.replace(config, num_layers=places)
+        return {path: (weight, self.life(weight.dims)) for path, weight in config.weights().items()}
 
     def stored(self, dims: str) -> Layout:
         """A weight's layout between steps."""

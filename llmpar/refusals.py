@@ -4,7 +4,6 @@ A size that mesh axes must cut evenly is a row (`Cut`); whatever else does not g
 is set and decides nothing is no error: `idle` says why. ``plan`` is a `plan.Resolved` throughout.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -261,8 +260,8 @@ def idle(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         ("reduce bucket_bytes", auto, "under reading='auto' XLA decides when gradients are summed"),
         ("virtual_stages", "\n" in plan.schedule.strip(), "the order is written out"),
     ]
-    default = {field.name: field.default for field in dataclasses.fields(plan)}
-    changed = lambda name: default[name] not in (getattr(plan.asked, name), getattr(plan, name))
+    default = lambda name: getattr(type(plan), name)
+    changed = lambda name: default(name) not in (getattr(plan.asked, name), getattr(plan, name))
     was_set = lambda name: name in given or changed(name)
     return {name: why for names, holds, why in rules if holds for name in names.split() if was_set(name)}
 

@@ -156,3 +156,14 @@ def test_attention_by_xla_keeps_its_scores_where_nothing_is_computed_again():
     xla, flash = (Plan("fsdp=8", dtype="bfloat16", attention_kernel=name) for name in ("xla", "flash"))
     kept = [memory.kept_bytes(one.resolve(llama, "gpu"), 8, 4096) for one in (xla, flash)]
     assert kept[0]["none"] - kept[1]["none"] == 32 * 4096**2 * 9 and kept[0]["ffn"] == kept[1]["ffn"]
+
+
+def test_what_compiled_programs_of_cpus_hold_of_pieces_experts_and_16_bits():
+    """Of 4 layers, 512 tokens, compiled: six hidden arrays where gathered weights go, pieces or not; of
+    experts two; and bfloat16 as float32."""
+    kept = lambda model="tiny", on="cpu", **plan: memory.kept_bytes(
+        Plan(**plan).resolve(preset(model), on), 8, 256
+    )["none"]
+    assert kept(mesh="fsdp=2", ffn_chunks=2) == kept(mesh="fsdp=2") > kept(mesh="dp=2", ffn_chunks=2)
+    assert kept(mesh="dp=2", dtype="bfloat16") == kept(mesh="dp=2")
+    assert kept("tiny-moe", mesh="dp=2") < kept(mesh="dp=2")

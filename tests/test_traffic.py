@@ -115,7 +115,9 @@ def test_the_estimate_of_temporaries_is_finite_and_monotone():
     """It is an estimate, and nothing more is claimed: more work never holds less, and each remedy helps."""
     base = Plan(MIXED)
     estimate = lambda plan=base, batch=16, seq=SEQ, **more: memory.temp_bytes(
-        plan.resolve(dataclasses.replace(LLAMA, **more)), batch, seq
+        plan.resolve(dataclasses.replace(LLAMA, **more), "gpu"),
+        batch,
+        seq,  # CPUs widen bfloat16
     )
     assert 0 < estimate() < math.inf
     grown = [

@@ -7,10 +7,12 @@ import dataclasses
 import functools
 import math
 from collections import Counter
+from typing import Any, NamedTuple
 
 from llmpar.config import ModelConfig
 from llmpar.plan import Resolved
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE
+from llmpar.sequence_order import tile_length
 from llmpar.timetable import slots, timetable
 
 PARTS = {
@@ -71,7 +73,10 @@ def weights_bytes(plan: Resolved) -> Counter[str]:
     step is given, frozen ones in the plan's dtype; of the blocks' weights alone as ``blocks stored`` …, and
     of one layer's as ``layer used``; of the output head as ``head used``; of the largest weight as ``largest
     unreduced``; and of those that a loop gathers along a dim that is not their first as ``turned``."""
-    return _weights_bytes(dataclasses.replace(plan, asked=None, remat="none"))  # which decide none of them
+    alike: dict[str, Any] = {"asked": None, "remat": "none", "context_parallel": "ring", "loss_chunks": 1}
+    if not plan.pipeline:
+        alike["microbatches"] = min(plan.microbatches, 2)
+    return _weights_bytes(dataclasses.replace(plan, **alike))  # the same for all that these fields decide
 
 
 @functools.lru_cache(maxsize=256)
@@ -123,7 +128,7 @@ def kept_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]:
     `Plan.remat`. Of attention's sums for its softmax, 4 bytes for each token and head, nothing is counted."""
     plan.config.weights()  # refuses what is only counted
     tokens = _tokens(plan, batch_size // plan.microbatches, seq_len)
-    saves = _block(plan.config, plan, tokens, seq_len, plan.platform == "tpu")[0]
+    saves = _block(plan.config, plan, tokens, seq_len, _item(plan))[0]
     return {remat: sum(kinds.values()) for remat, kinds in saves.items()}
 
 
@@ -140,7 +145,7 @@ def temp_parts(plan: Resolved, batch_size: int, seq_len: int) -> list[tuple[str,
 
     It is the fullest of three moments: in the loss; in the backward pass of a block, with what was kept for
     the others; where whole gradients are cut. What a block and the loss hold is counted from the model's
-    text, and follows what compilers do with it. For GPUs (and CPUs, which are no worse): weights are gathered
+    text, and follows what compilers do with it. For GPUs: weights are gathered
     for the next block while one runs, and the logits' gradient, in the dtype of products, or with pieces of
     the loss the gathered head and its gradient, stays until the blocks are done. Of blocks that are written
     out in a turn of their loop, what their weights' gradients read waits for the last (GPUs, TPUs). For TPUs:
@@ -150,53 +155,14 @@ def temp_parts(plan: Resolved, batch_size: int, seq_len: int) -> list[tuple[str,
     microbatches whole.
     With LoRA the head has no gradient, and no logits wait for it; of such steps none is recorded.
     """
-    config, platform = plan.config, plan.platform or "gpu"
-    tpu = platform == "tpu"
-    tokens, held = _tokens(plan, batch_size // plan.microbatches, seq_len), weights_bytes(plan)
-    item, layers, order = ITEMSIZE[plan.dtype], config.num_layers, plan.pipeline
-    one = max(order.layers(layers).values()) if order else layers  # loop's
-    read = 2 if tpu else item  # products on TPUs read float32 as bfloat16
-    saves, crossing, work, stream = _block(config, plan, tokens, seq_len, tpu)
-    narrow = lambda name: held[name] * read // FLOAT32
-    layer = narrow("layer used")
-    turns = 1 if platform == "cpu" else min(plan.unroll or one, one)  # written out
-    work += layer * (1 + turns if plan.gathers == "block" and not tpu else 1) + (turns - 1) * crossing
-    logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
-    head, grad = narrow("head used"), 0 if config.lora else held["head used"] * item // FLOAT32
-    late = plan.loss_chunks > 1 and not (tpu and plan.microbatches > 1)  # is the loss's value
-    rounded = 0 if tpu or item == FLOAT32 else logits * item // FLOAT32  # the gradient of logits
-    after_loss = head + grad if late else grad if tpu or config.lora else rounded or logits
-    loss = logits + rounded + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
-    turned = narrow("blocks stored") * (plan.gathers != "step") if tpu else held["turned"]  # or converted
-    kept = saves[plan.remat]
-    if not plan.reshard_after_forward:  # and a turned copy of the largest
-        kept |= {"gathered weights": layer * (plan.mesh.pp == 1)}
-        work += narrow("largest used") * (plan.mesh.pp == 1 and not tpu)
-    if order:  # one chunk is differentiated at a time
-        chunk, repeats = one * sum(kept.values()), plan.stage_saves == "input"
-        running = held["blocks unreduced"] // order.visits + work
-        busy = chunk * repeats + max(loss, running)
-        saved = stream if repeats else 2 * chunk
-        whole = narrow("used") if plan.gathers == "step" else 0
-        way = "used" if plan.gathers == "step" else "stored"
-        lent = (order.parameter_copies - 1) * (held[f"blocks {way}"] + held["blocks accumulated"])
-        alive = slots(timetable(order))  # what F and B left of microbatches on their way lies in slots
-        counts = alive.num_saved, alive.num_residual, alive.num_messages
-        num_saved, num_left, num_messages = map(max, counts)
-        left = num_left * one * crossing
-        parts = [(TURNED, 1, turned), ("all weights, gathered once", 1, whole)]
-        parts += [("weights and gradients of the other way", 1, lent), (SUM, 1, held["accumulated"])]
-        parts += [("what a stage keeps of a microbatch on its way", num_saved, saved)]
-        parts += [("a message between stages, and the one in work", num_messages + 1, stream)]
-        parts += [("what weights' gradients wait for", 1, left)]
-        if left > busy:  # a branch that updates many slots copies them
-            return [*parts, ("a copy of that", 1, left)]
-        parts += [(f"{KEPT}: {kind}", one, size) for kind, size in kept.items() if repeats]
-        return [*parts, (LOSS, 1, loss) if loss > running else (WORK, 1, running)]
-    blocks = after_loss + held["blocks unreduced"] + work
+    held, tokens = weights_bytes(plan), _tokens(plan, batch_size // plan.microbatches, seq_len)
+    kept, work, loss, after_loss, turned = moment = _moment(plan, tokens, seq_len)
+    if plan.pipeline:
+        return _staged_parts(plan, tokens, seq_len, moment)
+    layers, blocks = plan.config.num_layers, after_loss + held["blocks unreduced"] + work
     cutting = held["unreduced"] + held["largest unreduced"] if plan.zero in (1, 2) else held["unreduced"]
     sums = held["blocks accumulated"] + held["used"] - held["blocks used"]  # of a loop, scattered after it
-    more = (sums if tpu else held["accumulated"]) if plan.microbatches > 1 else 0
+    more = (sums if plan.platform == "tpu" else held["accumulated"]) if plan.microbatches > 1 else 0
     parts = [(SUM, 1, more)]
     if cutting > turned + layers * sum(kept.values()) + max(loss, blocks):
         return [*parts, ("whole gradients, as they are cut", 1, cutting)]
@@ -207,18 +173,95 @@ def temp_parts(plan: Resolved, batch_size: int, seq_len: int) -> list[tuple[str,
     return [*parts, ("gradients of all blocks, before they are summed", 1, held["blocks unreduced"])]
 
 
+class Moment(NamedTuple):
+    """Bytes of a microbatch: what a layer keeps, by kind; what one layer works with; the loss; what it leaves
+    until the blocks are done; and converted or reordered weights."""
+
+    kept: dict[str, int]
+    work: int
+    loss: int
+    after_loss: int
+    turned: int
+
+
+def _moment(plan: Resolved, tokens: int, seq_len: int) -> Moment:
+    config, held, tpu, cpu = plan.config, weights_bytes(plan), *(plan.platform == x for x in ("tpu", "cpu"))
+    item, one = _item(plan), _layers(plan)
+    read = 2 if tpu else item  # products on TPUs read float32 as bfloat16
+    saves, crossing, work, _ = _block(config, plan, tokens, seq_len, item)
+    narrow = lambda name: held[name] * read // FLOAT32
+    layer, kept = narrow("layer used"), saves[plan.remat]
+    turns = 1 if cpu else min(plan.unroll or one, one)  # written out
+    work += layer * (1 + turns if plan.gathers == "block" and not tpu else 1) + (turns - 1) * crossing
+    logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
+    head, grad = narrow("head used"), 0 if config.lora else held["head used"] * item // FLOAT32
+    late = plan.loss_chunks > 1 and not (tpu and plan.microbatches > 1)  # is the loss's value
+    rounded = 0 if tpu or item == FLOAT32 else logits * item // FLOAT32  # the gradient of logits
+    after_loss = head + grad if late else grad if tpu or config.lora else rounded or logits
+    loss = logits + rounded + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
+    turned = narrow("blocks stored") * (plan.gathers != "step") if tpu else held["turned"]  # or converted
+    if not plan.reshard_after_forward:  # and a turned copy of the largest
+        kept |= {"gathered weights": layer * (plan.mesh.pp == 1)}
+        work += narrow("largest used") * (plan.mesh.pp == 1 and not tpu)
+    elif cpu and plan.remat == "none" and plan.gathers != "block":  # autodiff copies what a layer reads
+        kept |= {"weights in use": layer}
+    return Moment(kept, work, loss, after_loss, turned)
+
+
+def _staged_parts(plan: Resolved, tokens: int, seq_len: int, moment: Moment) -> list[tuple[str, int, int]]:
+    """The same of a pipeline, which differentiates one chunk at a time. What is in slots is not widened."""
+    order, held, one, config = plan.pipeline, weights_bytes(plan), _layers(plan), plan.config
+    kept, work, loss, _, turned = moment
+    assert order
+    saves, crossing, _, stream = _block(config, plan, tokens, seq_len, ITEMSIZE[plan.dtype])
+    chunk, repeats = one * sum(saves[plan.remat].values()), plan.stage_saves == "input"
+    if how := config.experts:  # whose weights are among the residuals
+        each = 3 * config.width * config.ffn_width * ITEMSIZE[plan.dtype]
+        chunk += one * each * how.num_experts // (plan.mesh.ep * plan.mesh.tp)
+    running = held["blocks unreduced"] // order.visits + work
+    saved = stream if repeats else (2 - (plan.platform == "cpu")) * chunk
+    way = "used" if plan.gathers == "step" else "stored"
+    whole = held["used"] * (2 if plan.platform == "tpu" else _item(plan)) // FLOAT32 * (way == "used")
+    lent = (order.parameter_copies - 1) * (held[f"blocks {way}"] + held["blocks accumulated"])
+    alive = slots(timetable(order))  # what F and B left of microbatches on their way lies in slots
+    num_saved, num_left, num_messages = map(max, (alive.num_saved, alive.num_residual, alive.num_messages))
+    left = num_left * one * crossing
+    parts = [(TURNED, 1, turned), ("all weights, gathered once", 1, whole)]
+    parts += [("weights and gradients of the other way", 1, lent), (SUM, 1, held["accumulated"])]
+    parts += [("what a stage keeps of a microbatch on its way", num_saved, saved)]
+    parts += [("a message between stages, and the one in work", num_messages + 1, stream)]
+    parts += [("what weights' gradients wait for", 1, left)]
+    busy = one * sum(kept.values()) * repeats + max(loss, running)
+    if left > busy and plan.platform != "cpu":  # a branch that updates many slots copies them
+        return [*parts, ("a copy of that", 1, left)]
+    parts += [(f"{KEPT}: {kind}", one, size) for kind, size in kept.items() if repeats]
+    return [*parts, (LOSS, 1, loss) if loss > running else (WORK, 1, running)]
+
+
+def _layers(plan: Resolved) -> int:
+    """Layers of a loop: of the model, or of the largest chunk."""
+    layers = plan.config.num_layers
+    return max(plan.pipeline.layers(layers).values()) if plan.pipeline else layers
+
+
+def _item(plan: Resolved) -> int:
+    """Bytes of a number that products read: XLA's of CPUs read bfloat16 as float32, and hold both."""
+    return FLOAT32 if plan.platform == "cpu" else ITEMSIZE[plan.dtype]
+
+
 def _block(
-    config: ModelConfig, plan: Resolved, tokens: int, seq_len: int, tpu: bool
+    config: ModelConfig, plan: Resolved, tokens: int, seq_len: int, item: int
 ) -> tuple[dict[str, dict[str, int]], int, int, int]:
     """Bytes that autodiff keeps of a block by `Plan.remat` and kind, that its input's gradient leaves for
     those of its weights, that its backward pass works with at once, and of the stream."""
-    tp, item = plan.mesh.tp, ITEMSIZE[plan.dtype]
+    tp, tpu = plan.mesh.tp, plan.platform == "tpu"
     whole = tokens * config.width * item
     stream = whole // (tp if plan.tp_sequence else 1)
     queries = tokens * config.head_width * config.num_heads * item // tp
     keys = tokens * config.head_width * max(config.num_kv_heads // tp, 1) * item
     gathered = (plan.mesh.sp - 1) * keys * (plan.context_parallel == "gather")  # of other ranks
     ffn = hidden = tokens * config.ffn_width * item // tp
+    slots_here = 0
     if config.experts:  # the slots of the buffer, and of a rank's visits nine eighths of an even share
         slots_here = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
         visits = tokens * config.experts.top_k * 9 // 8
@@ -228,7 +271,7 @@ def _block(
     rows = max(tokens * plan.mesh.sp // seq_len, 1)
     apart = plan.mesh.along(plan.regions["queries"]["s"])
     local = seq_len // apart
-    tile = min(plan.attention_block or 256, local) ** 2
+    tile = min(plan.attention_block or tile_length(None, max(local, 1)), local) ** 2
     heads = config.num_heads // tp // (plan.mesh.sp // apart)
     dense = tokens * seq_len // rows
     squares = 0  # of xla's attention autodiff keeps its softmax, that in float32 once more, and the mask
@@ -245,7 +288,10 @@ def _block(
     parts = 4 * ffn // plan.ffn_chunks, queries + sums + scores
     work = 3 * whole + 3 * stream + 2 * queries + 2 * keys + (max(parts) if tpu else sum(parts) + 2 * whole)
     pieces = plan.ffn_chunks == 1
-    kept = {"feed-forward": 6 * ffn * pieces, "norms in float32": norms, "stream": 2 * stream + 2 * whole}
+    # Of experts rows, and their products with gate and up. What lets gathered weights go keeps pieces too.
+    inner = 2 * hidden + (plan.mesh.ep > 1) * slots_here * config.width * item if config.experts else 6 * ffn
+    inner *= pieces or plan.gathers == "block" and plan.reshard_after_forward
+    kept = {"feed-forward": inner, "norms in float32": norms, "stream": 2 * stream + 2 * whole}
     kept |= {"queries and attention's result": 3 * queries, "keys and values": 2 * (keys + gathered)}
     kept |= {"attention's softmax": squares}
     # Of products and of attention.

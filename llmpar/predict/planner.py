@@ -21,7 +21,7 @@ from llmpar.notation import AXES, MeshShape, divisors, parse_mesh
 from llmpar.plan import Plan, Resolved
 from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import GIB, Chip
-from llmpar.predict.time import Time, step_time
+from llmpar.predict.time import Clock, Time, step_time
 from llmpar.predict.workload import Run
 
 MARGIN = 0.08
@@ -275,17 +275,27 @@ def ways(q: Question, mesh: MeshShape) -> Iterator[Fields]:
 def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
     """The ways to run a mesh, by the closed form of their time and without recomputation. Of those whose
     weights and optimizer cannot be cut so, or alone are larger than the room, one: it will say why. Gathered
-    keys are more to hold than a ring's, so they are for where they are faster than the ring before them."""
+    keys are more to hold than a ring's, so they are for where they are faster than the ring before them, and
+    where no pass of a layer is, no step is."""
     found, cannot, ring_s = list[Candidate](), dict[int, bool](), math.inf
+    clocks, slow = dict[tuple[int, str], Clock](), set[tuple[int, str]]()
     for fields in ways(q, mesh):
-        plan = Plan(**fields)
-        if cannot.get(plan.zero):
+        alike = fields["microbatches"], fields.get("context_parallel", "ring")  # what layers depend on here
+        if cannot.get(fields.get("zero", Plan.zero)) or alike in slow:
             continue
+        plan = Plan(**fields)
         try:
             run = q.run(plan)
         except ValueError:  # an order that is given does not suit this mesh
             continue
-        one = Candidate(plan, step_time(run, simulate=False))
+        if alike not in clocks:
+            clock = clocks[alike] = Clock(run, exact=False)
+            if plan.context_parallel == "gather" and (ring := clocks.get((plan.microbatches, "ring"))):
+                pairs = zip(clock.layer(False, 0.0), ring.layer(False, 0.0), strict=True)
+                if all(one.seconds >= other.seconds for one, other in pairs):
+                    slow.add(alike)
+                    continue
+        one = Candidate(plan, step_time(run, simulate=False, like=clocks[alike]))
         ring_s = one.time.step_s if plan.context_parallel == "ring" else ring_s
         if plan.context_parallel == "gather" and one.time.step_s >= ring_s:
             continue
@@ -306,9 +316,12 @@ def fitting(q: Question, plan: Plan) -> Candidate:
     later = policies[policies.index(plan.remat) :] if "remat" not in q.fixed else (plan.remat,)
     try:
         plan.check(q.config, q.batch_size, q.seq_len)
-        for remat in later:  # of some pipelines it decides nothing: what is priced is what would run
-            runs = dataclasses.replace(plan, remat=remat).resolve(q.config, q.platform)
-            one = Candidate(dataclasses.replace(plan, remat=runs.remat), UNPRICED, held_by(q, runs))
+        runs = dataclasses.replace(plan, remat=later[-1]).resolve(q.config, q.platform)
+        if runs.remat != later[-1]:  # of some pipelines it decides nothing
+            later = (runs.remat,)
+        for remat in later:
+            held = held_by(q, dataclasses.replace(runs, remat=remat))
+            one = Candidate(dataclasses.replace(plan, remat=remat), UNPRICED, held)
             if one.total_bytes <= q.capacity_bytes:
                 return one
     except ValueError as refusal:

@@ -419,9 +419,12 @@ class Chunk:
         return self.forward.seconds, self.backward.seconds
 
 
-def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time:
-    """Seconds of a step by term. Without ``simulate`` the bubble and what is sent are closed forms: quick."""
+def step_time(run: Run, own: Rates | None = None, simulate: bool = True, like: Clock | None = None) -> Time:
+    """Seconds of a step by term. Without ``simulate`` the bubble and what is sent are closed forms: quick.
+    ``like``: of a run whose layers and ends are the same."""
     clock, m, p, soft = Clock(run, own, exact=simulate), run.microbatches, run.mesh.pp, run.software
+    if like:
+        clock.layer, clock.ends = like.layer, like.ends
     stages, late = chunks(clock)
     loads = [m * sum(sum(chunk.seconds) for chunk in stage) for stage in stages]
     total = max(loads)
