@@ -228,10 +228,13 @@ def test_the_launcher_hands_every_request_to_stop_on_and_ends_with_it(number, tm
         until(lambda: len(list(tmp_path.iterdir())) == 2, "both processes run")
         os.kill(os.getpid(), number)
 
-    before = signal.getsignal(number)
-    threading.Thread(target=ask, daemon=True).start()
-    assert local.run([sys.executable, "-c", program], 2, None) == 128 + number
-    assert signal.getsignal(number) is before
+    usual = signal.signal(number, signal.default_int_handler)  # under nohup SIGHUP is ignored
+    try:
+        threading.Thread(target=ask, daemon=True).start()
+        assert local.run([sys.executable, "-c", program], 2, None) == 128 + number
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, usual)
 
 
 def test_a_killed_launcher_leaves_no_process_behind():
