@@ -334,8 +334,8 @@ done = subprocess.run(sys.argv[1:])
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr)
 sys.exit(done.returncode)
 """
-"""Runs a command, and writes the memory of its largest process. (What a worker of pytest starts begins with the
-worker's memory as its largest.)"""
+"""Runs a command, and writes the memory of its largest process. (What a worker of pytest starts begins with
+that of the worker as its largest.)"""
 
 
 def nbval(notebook):
