@@ -283,15 +283,15 @@ def _block(
     # Inputs of products; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     norms = 2 * stream * FLOAT32 // item
     crossing = 3 * ffn + 8 * whole + 2 * queries + 2 * keys
-    sums = 2 * queries * FLOAT32 // item  # of attention, forward and backward
-    # Where no gradient waits, what the feed-forward works with is gone when attention's turn comes.
-    parts = 4 * ffn // plan.ffn_chunks, queries + sums + scores
+    # Where no gradient waits, what the feed-forward works with is gone when attention's turn comes, with its
+    # float32 sums forward and backward.
+    parts = 4 * ffn // plan.ffn_chunks, queries + 2 * queries * FLOAT32 // item + scores
     work = 3 * whole + 3 * stream + 2 * queries + 2 * keys + (max(parts) if tpu else sum(parts) + 2 * whole)
     pieces = plan.ffn_chunks == 1
     # Of experts rows, and their products with gate and up. What lets gathered weights go keeps pieces too.
     inner = 2 * hidden + (plan.mesh.ep > 1) * slots_here * config.width * item if config.experts else 6 * ffn
-    inner *= pieces or plan.gathers == "block" and plan.reshard_after_forward
-    kept = {"feed-forward": inner, "norms in float32": norms, "stream": 2 * stream + 2 * whole}
+    keeps = pieces or plan.gathers == "block" and plan.reshard_after_forward
+    kept = {"feed-forward": inner * keeps, "norms in float32": norms, "stream": 2 * stream + 2 * whole}
     kept |= {"queries and attention's result": 3 * queries, "keys and values": 2 * (keys + gathered)}
     kept |= {"attention's softmax": squares}
     # Of products and of attention.
