@@ -20,7 +20,7 @@ from llmpar.plan import Plan
 @pytest.mark.accelerator
 @pytest.mark.parametrize("config, plan", map(plans.build, plans.lines()), ids=plans.lines())
 def test_a_plan_gives_one_devices_answer_and_sends_and_holds_what_is_predicted(config, plan):
-    # CPUs interpret accelerators' kernels, and of LoRA's temporaries no program is recorded: neither is planned.
+    # CPUs interpret accelerators' kernels, and of LoRA's temporaries no program is recorded.
     planned = plan.dtype == "float32" and plan.attention_kernel != "flash" and not config.lora
     check(config, plan, 2.5 if planned and jax.default_backend() == "cpu" else math.inf)
 
