@@ -16,7 +16,7 @@ def test_a_table_is_read_as_it_was_written():
 
 def test_a_fifth_more_programs_is_seen():
     rows = {"moe": (Cost(40, 100, 98.2, 101.5), "")}
-    assert costs.grown(rows, {"moe": Cost(40, 130), "new": Cost(1, 99)}) == []
-    (sentence,) = costs.grown(rows, {"moe": Cost(44, 131)})
-    assert sentence == "moe compiles 131 programs; recorded are 100"
-    assert costs.grown(rows, {"moe": Cost(39, 131)}) == []
+    assert costs.grown(rows, {"moe": Cost(40, 320), "new": Cost(1, 999)}) == []
+    (sentence,) = costs.grown(rows, {"moe": Cost(44, 321)})
+    assert sentence == "moe compiles 321 programs; recorded are 100"
+    assert costs.grown(rows, {"moe": Cost(39, 321)}) == []
