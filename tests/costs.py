@@ -1,8 +1,8 @@
 """What each test file costs: tests, compiled programs, seconds, and seconds of processors.
 
 `costs.txt` keeps them as one run on an idle machine with an empty cache found them; the next runs start the
-longest files first. A file that compiles a fifth more programs than recorded, and 200, fails the run: programs
-can be counted, seconds differ from machine to machine. A growth is recorded with its reason:
+longest files first. A run that compiles a fifth more programs than recorded fails, and names the files.
+(Programs can be counted; seconds differ from machine to machine.) A growth is recorded with its reason:
 
     make clean; make test WHY="experts have a new dispatch"
 """
@@ -20,9 +20,8 @@ FILE = Path(__file__).with_suffix(".txt")
 HEAD = "file and kind                   tests programs  seconds      CPU  why it grew\n"
 KINDS = "full", "engines", "nightly", "lessons", "browser", "compilers", "processes"
 COMPILED = "/jax/core/compile/backend_compile_duration"
-MORE, SLACK = 1.2, 200
-"""A file may compile this many times the recorded programs, and so many more: who runs first in a process compiles
-what others find in its caches."""
+MORE, WHOLE_RUN = 0.2, 2000
+"""By which part of the recorded programs a run may compile more, and of how many programs a run is whole."""
 
 
 class Cost(NamedTuple):
@@ -53,13 +52,17 @@ def write(rows: dict[str, tuple[Cost, str]]) -> str:
 
 
 def grown(rows: dict[str, tuple[Cost, str]], now: dict[str, Cost]) -> list[str]:
-    """What compiles a fifth more than is recorded, in sentences. A run of a part of a file says nothing."""
-    sentences = []
-    for name, cost in now.items():
-        recorded = rows[name][0] if name in rows else cost
-        if cost.tests >= recorded.tests and cost.programs > MORE * recorded.programs + SLACK:
-            sentences.append(f"{name} compiles {cost.programs} programs; recorded are {recorded.programs}")
-    return sentences
+    """The files that compile most beyond what is recorded, where a run compiles a fifth more in all.
+
+    A single file says little: who runs first in a process compiles what others find in its caches. A run of a
+    part of the tests says nothing."""
+    whole = {name: cost for name, cost in now.items() if name in rows and cost.tests >= rows[name][0].tests}
+    more = {name: cost.programs - rows[name][0].programs for name, cost in whole.items()}
+    recorded = sum(rows[name][0].programs for name in whole)
+    if recorded < WHOLE_RUN or sum(more.values()) <= MORE * recorded:
+        return []
+    largest = sorted(more, key=lambda name: -more[name])[:3]
+    return [f"{name} compiles {whole[name].programs} programs, {more[name]} more" for name in largest]
 
 
 def name_of(item) -> str:

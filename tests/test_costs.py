@@ -1,4 +1,4 @@
-"""A file that compiles more programs than is recorded is named; a run of a part of it is not."""
+"""A run that compiles more programs than is recorded fails; a run of a part does not."""
 
 import costs
 from costs import Cost
@@ -15,8 +15,8 @@ def test_a_table_is_read_as_it_was_written():
 
 
 def test_a_fifth_more_programs_is_seen():
-    rows = {"moe": (Cost(40, 100, 98.2, 101.5), "")}
-    assert costs.grown(rows, {"moe": Cost(40, 320), "new": Cost(1, 999)}) == []
-    (sentence,) = costs.grown(rows, {"moe": Cost(44, 321)})
-    assert sentence == "moe compiles 321 programs; recorded are 100"
-    assert costs.grown(rows, {"moe": Cost(39, 321)}) == []
+    rows = {"moe": (Cost(40, 2000, 98.2, 101.5), ""), "few": (Cost(9, 100), "")}
+    assert costs.grown(rows, {"moe": Cost(40, 2300), "few": Cost(9, 220), "new": Cost(1, 999)}) == []
+    one, two = costs.grown(rows, {"moe": Cost(44, 2001), "few": Cost(9, 520)})
+    assert one == "few compiles 520 programs, 420 more" and two == "moe compiles 2001 programs, 1 more"
+    assert costs.grown(rows, {"moe": Cost(39, 9999), "few": Cost(9, 520)}) == [], "a part of a file"
