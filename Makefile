@@ -4,7 +4,7 @@
 #   make site    docs, lessons, live explorers, drawings, decks and sheets as one static site, in docs/_site (needs npm)
 #   make runtime Python for the browser, which saved pages of explorers take along (needs npm)
 #   make handout two sheets for learners; make pictures: those of the README
-#   make test-lessons, test-browser, test-compilers, test-processes: all tests of one kind (.ci/run does what must hold of each)
+#   make test-lessons, test-browser, test-compilers, test-processes: the tests of one kind that .ci/run has
 #   make nightly what is rare or long: pages of the site, decks, all compiled programs, 200 random plans of the day
 #   make bench   what a change may make slower, in minutes, beside plain JAX and the last record (tests/bench.py)
 #   make device-test  one accelerator, in minutes: right or wrong, how fast, how much memory (tests/device.md)
@@ -98,11 +98,11 @@ test-processes: $(STAMP)
 test-fast: $(STAMP)
 	$(PYTEST) $(TESTS) -m "not (lessons or browser or compilers or processes or nightly or full or engines)"
 
-# The random plans of a day are others tomorrow; their log says which.
-DAY := $(shell date +%Y%m%d)
+# Two hundred random plans are those of the day; the log has each with its seed.
 nightly: compilers node_modules
 	-@$(MAKE) --no-print-directory runtime
-	$(PYTEST) $(TESTS) -m "nightly and not (full or engines)" --plans 200 --seed $(DAY)000 --plans-log runs/plans-$(DAY).jsonl
+	@mkdir -p runs
+	$(PYTEST) $(TESTS) -m "nightly and not (full or engines)" --plans-log runs/plans-$$(date +%Y%m%d).jsonl
 
 # All that the default tests sample: every mesh, ZeRO stage and reading, in parts: make test-full PART=1/8, … PART=8/8.
 # tests/full_runs.md tells when each part ran last.

@@ -112,7 +112,7 @@ class Costs:
     def pytest_sessionfinish(self, session):
         if hasattr(self.config, "workerinput") or not self.now:
             return
-        rows = read(FILE.read_text()) if FILE.exists() else {}
+        rows = read(FILE.read_text())
         self.sentences = grown(rows, self.now)
         if self.reason is None:
             session.exitstatus = session.exitstatus or int(bool(self.sentences))
@@ -126,7 +126,7 @@ class Costs:
     def pytest_terminal_summary(self, terminalreporter):
         total = sum(self.now.values(), Cost())
         terminalreporter.write_line(f"{total.cpu_s / 60:.1f} CPU minutes, {total.programs} programs compiled")
-        for sentence in getattr(self, "sentences", ()):
+        for sentence in self.sentences:
             terminalreporter.write_line(
                 f"{sentence}; ask one program by data, or see tests/costs.py", red=True
             )

@@ -162,10 +162,8 @@ class Train:
             raise ValueError(f"stuck_after is {self.stuck_after}; use seconds, or 0 to wait for ever")
         if self.checkpoints is None and changed(self, ("every", "anyway")):
             raise ValueError("--every and --anyway are about --checkpoints, which is not given")
-        self.profiled_steps()
-        if self.profile and not os.access(
-            "profile" if os.path.lexists("profile") else ".", os.W_OK | os.X_OK
-        ):
+        folder = "profile" if os.path.lexists("profile") else "."
+        if self.profiled_steps() and not os.access(folder, os.W_OK | os.X_OK):
             raise ValueError("the folder 'profile' cannot be written here; move what is there away")
 
     def profiled_steps(self) -> tuple[int, int] | None:

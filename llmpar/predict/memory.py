@@ -261,7 +261,6 @@ def _block(
     keys = tokens * config.head_width * max(config.num_kv_heads // tp, 1) * item
     gathered = (plan.mesh.sp - 1) * keys * (plan.context_parallel == "gather")  # of other ranks
     ffn = hidden = tokens * config.ffn_width * item // tp
-    slots_here = 0
     if config.experts:  # the slots of the buffer, and of a rank's visits nine eighths of an even share
         slots_here = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
         visits = tokens * config.experts.top_k * 9 // 8
