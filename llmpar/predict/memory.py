@@ -187,22 +187,21 @@ class Moment(NamedTuple):
 def _moment(plan: Resolved, tokens: int, seq_len: int) -> Moment:
     config, held, tpu, cpu = plan.config, weights_bytes(plan), *(plan.platform == x for x in ("tpu", "cpu"))
     item, one = _item(plan), _layers(plan)
-    read = 2 if tpu else item  # products on TPUs read float32 as bfloat16
     saves, crossing, work, _ = _block(config, plan, tokens, seq_len, item)
-    narrow = lambda name: held[name] * read // FLOAT32
-    layer, kept = narrow("layer used"), saves[plan.remat]
+    layer, kept = _narrow(plan, held["layer used"]), saves[plan.remat]
     turns = 1 if cpu else min(plan.unroll or one, one)  # written out
     work += layer * (1 + turns if plan.gathers == "block" and not tpu else 1) + (turns - 1) * crossing
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
-    head, grad = narrow("head used"), 0 if config.lora else held["head used"] * item // FLOAT32
+    head, grad = _narrow(plan, held["head used"]), 0 if config.lora else held["head used"] * item // FLOAT32
     late = plan.loss_chunks > 1 and not (tpu and plan.microbatches > 1)  # is the loss's value
     rounded = 0 if tpu or item == FLOAT32 else logits * item // FLOAT32  # the gradient of logits
     after_loss = head + grad if late else grad if tpu or config.lora else rounded or logits
     loss = logits + rounded + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
-    turned = narrow("blocks stored") * (plan.gathers != "step") if tpu else held["turned"]  # or converted
+    # Turned, or converted.
+    turned = _narrow(plan, held["blocks stored"]) * (plan.gathers != "step") if tpu else held["turned"]
     if not plan.reshard_after_forward:  # and a turned copy of the largest
         kept |= {"gathered weights": layer * (plan.mesh.pp == 1)}
-        work += narrow("largest used") * (plan.mesh.pp == 1 and not tpu)
+        work += _narrow(plan, held["largest used"]) * (plan.mesh.pp == 1 and not tpu)
     elif cpu and plan.remat == "none" and plan.gathers != "block":  # autodiff copies what a layer reads
         kept |= {"weights in use": layer}
     return Moment(kept, work, loss, after_loss, turned)
@@ -221,7 +220,7 @@ def _staged_parts(plan: Resolved, tokens: int, seq_len: int, moment: Moment) -> 
     running = held["blocks unreduced"] // order.visits + work
     saved = stream if repeats else (2 - (plan.platform == "cpu")) * chunk
     way = "used" if plan.gathers == "step" else "stored"
-    whole = held["used"] * (2 if plan.platform == "tpu" else _item(plan)) // FLOAT32 * (way == "used")
+    whole = _narrow(plan, held["used"]) * (way == "used")
     lent = (order.parameter_copies - 1) * (held[f"blocks {way}"] + held["blocks accumulated"])
     alive = slots(timetable(order))  # what F and B left of microbatches on their way lies in slots
     num_saved, num_left, num_messages = map(max, (alive.num_saved, alive.num_residual, alive.num_messages))
@@ -247,6 +246,11 @@ def _layers(plan: Resolved) -> int:
 def _item(plan: Resolved) -> int:
     """Bytes of a number that products read: XLA's of CPUs read bfloat16 as float32, and hold both."""
     return FLOAT32 if plan.platform == "cpu" else ITEMSIZE[plan.dtype]
+
+
+def _narrow(plan: Resolved, num_bytes: int) -> int:
+    """Bytes of float32 weights as products read them: those on TPUs read them as bfloat16."""
+    return num_bytes * (2 if plan.platform == "tpu" else _item(plan)) // FLOAT32
 
 
 def _block(
