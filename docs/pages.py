@@ -28,7 +28,8 @@ from sphinx.project import Project
 from sphinx.util.docutils import SphinxDirective
 
 import llmpar
-from llmpar import draw, exercises
+from llmpar import draw
+from llmpar import lessons as exercises
 from llmpar.cli.lessons import lessons
 from llmpar.draw.scene import to_svg
 from llmpar.explore import explorer, page, small

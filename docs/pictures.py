@@ -13,8 +13,8 @@ from PIL.PngImagePlugin import PngInfo
 
 from llmpar import MeshExplorer, draw
 from llmpar.draw.scene import Scene, to_svg
-from llmpar.schedules import make
-from llmpar.timetable import timetable
+from llmpar.plan.schedules import make
+from llmpar.plan.timetable import timetable
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]

@@ -7,24 +7,24 @@ __all__ = ["MeshExplorer", "Plan", "Step", "explain", "from_type", "look", "make
 __all__ += ["use_devices"]
 
 if TYPE_CHECKING:
-    from llmpar.config import preset
     from llmpar.explore.explorer import MeshExplorer
     from llmpar.inspect.explain import explain
     from llmpar.inspect.look import look
-    from llmpar.mesh import from_type, make_mesh, use_devices
-    from llmpar.plan import Plan
-    from llmpar.step import Step
+    from llmpar.parallel.mesh import from_type, make_mesh, use_devices
+    from llmpar.plan.model_config import preset
+    from llmpar.plan.plan import Plan
+    from llmpar.training.step import Step
 
 _FILES = {
     "MeshExplorer": "explore.explorer",
-    "Plan": "plan",
-    "Step": "step",
+    "Plan": "plan.plan",
+    "Step": "training.step",
     "explain": "inspect.explain",
-    "from_type": "mesh",
+    "from_type": "parallel.mesh",
     "look": "inspect.look",
-    "make_mesh": "mesh",
-    "preset": "config",
-    "use_devices": "mesh",
+    "make_mesh": "parallel.mesh",
+    "preset": "plan.model_config",
+    "use_devices": "parallel.mesh",
 }
 
 

@@ -19,7 +19,7 @@ The form of a lesson:
   `further`. `--check` prints how much there is in each core path, and `CORE` says how much there may be.
 * Cells tagged `plumbing` (imports, helpers, assertions) are folded. Cells tagged `nbval-check-output` print
   the same wherever they run, and nbval compares that.
-* Neither code nor what it prints is wider than `MAX_COLUMNS`; `llmpar.exercises.say` breaks sentences there.
+* Neither code nor what it prints is wider than `MAX_COLUMNS`; `llmpar.lessons.say` breaks sentences there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Record the run of lesson 17: training steps of one model on two hosts, placed in several ways on wires of
 several rates.
 
-    python notebooks/record_hosts.py    writes llmpar/exercises/two_hosts.json (Linux, as root; ten minutes)
+    python notebooks/record_hosts.py    writes llmpar/lessons/two_hosts.json (Linux, as root; ten minutes)
 
 The hosts are made by `llmpar.launch.wire`. Bytes are the kernel's, and the same wherever this is run; seconds
 are those of the machine at hand.
@@ -18,7 +18,7 @@ import tempfile
 
 import jax
 
-from llmpar.exercises import hosts
+from llmpar.lessons import hosts
 
 RATES = ("10gbit", "1gbit", "200mbit", "100mbit", "20mbit")
 """The first is faster than processors fill it: what a step takes there is the step without a wire."""

@@ -42,18 +42,20 @@ import oracle
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from llmpar import attention, sequence_order
-from llmpar.config import ExpertConfig, ModelConfig, preset
 from llmpar.explore import page as pages
 from llmpar.explore.explorer import by_kind
 from llmpar.inspect.census import census_hlo, compiled_memory
 from llmpar.launch.joined import free_port
-from llmpar.mesh import make_mesh, use_devices
-from llmpar.plan import Plan
-from llmpar.predict import hardware, planner
+from llmpar.model import attention
+from llmpar.parallel.mesh import make_mesh, use_devices
+from llmpar.plan import sequence_order
+from llmpar.plan.model_config import ExpertConfig, ModelConfig, preset
+from llmpar.plan.plan import Plan
+from llmpar.plan.timetable import branch_shares
+from llmpar.planner import planner
+from llmpar.predict import hardware
 from llmpar.serve.engine import Engine
-from llmpar.step import Step
-from llmpar.timetable import branch_shares
+from llmpar.training.step import Step
 
 HERE = pathlib.Path(__file__).resolve().parent
 RECORD = HERE / "bench.json"
@@ -109,7 +111,7 @@ def start(size: dict) -> Iterator[Row]:
     """What a reader waits for first: imports, the command line, plans, processes that come together."""
     others = {"plain JAX": python("-c", "import jax, optax")}
     others |= {"torch": missing("torch") or python("-c", "import torch")}
-    for code in ("import llmpar", "from llmpar.step import Step"):
+    for code in ("import llmpar", "from llmpar.training.step import Step"):
         yield code, "CPU s", others | {"ours": python("-c", code)}
     yield "llmpar --help", "CPU s", {"ours": python("-m", "llmpar", "--help")}
     for devices in size["devices"]:  # these are long enough to be measured once

@@ -24,10 +24,10 @@ from typing import Any
 
 import other_gpus
 
-from llmpar.config import ModelConfig, preset
-from llmpar.inspect.targets import GPUS, QUIET, parse_target
-from llmpar.notation import parse_mesh
-from llmpar.plan import Plan
+from llmpar.plan.layout import parse_mesh
+from llmpar.plan.model_config import ModelConfig, preset
+from llmpar.plan.plan import Plan
+from llmpar.planner.targets import GPUS, QUIET, parse_target
 from llmpar.predict import memory
 
 HERE = Path(__file__).parent
@@ -76,7 +76,7 @@ def cases(target: str, file: Path = HERE / "memory_plans.toml") -> list[Case]:
 def compiled(case: Case, target: str) -> dict[str, Any]:
     """Compile a case, and keep what a row of the table needs. A compiler that refuses says what the program
     would have held in all."""
-    from llmpar.inspect.aot import compile_step
+    from llmpar.planner.aot import compile_step
 
     found = compile_step(case.config, case.plan, parse_target(target), case.batch_size, case.seq_len)
     held = found["memory_bytes"]

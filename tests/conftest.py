@@ -34,7 +34,7 @@ SIMULATED = (
 if importlib.metadata.version("jax") < "0.11":  # later ones have no other emitters
     SIMULATED += ("--xla_cpu_use_fusion_emitters=false",)
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *SIMULATED)).strip()
-# as llmpar.mesh.use_devices does: no deadlock of simulated devices
+# as llmpar.parallel.mesh.use_devices does: no deadlock of simulated devices
 os.environ |= dict.fromkeys(("NPROC", "PJRT_NPROC"), str(4 * DEVICES))
 os.environ["JAX_PLATFORMS"] = PLATFORM
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("LLMPAR_TEST_CACHE", str(ROOT / ".jax_cache"))
@@ -67,7 +67,7 @@ SHAPED = [
 everything = os.environ.get("LLMPAR_TEST_TYPES") == "all"
 install_import_hook("llmpar" if everything else SHAPED, "conftest.check_types")
 
-from llmpar import channels
+from llmpar.parallel import _jax as channels
 
 channels.install()  # as use_devices does, for the tests that make meshes by themselves
 

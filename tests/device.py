@@ -31,18 +31,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from llmpar import attention
-from llmpar.config import ExpertConfig, preset
-from llmpar.execution import able, fits_cudnn
 from llmpar.inspect import roofline
 from llmpar.inspect.census import compiled_memory
 from llmpar.kernels import flash, flash_tpu, grouped
 from llmpar.kernels.tiles import kernel_tiles
-from llmpar.mesh import make_mesh, platform_of, use_devices
-from llmpar.plan import Plan
+from llmpar.model import attention
+from llmpar.parallel.mesh import make_mesh, platform_of, use_devices
+from llmpar.plan.backend import able, fits_cudnn
+from llmpar.plan.model_config import ExpertConfig, preset
+from llmpar.plan.plan import Plan
+from llmpar.plan.sequence_order import CAUSAL, Mask
 from llmpar.predict import hardware, memory, ring
-from llmpar.sequence_order import CAUSAL, Mask
-from llmpar.step import Step
+from llmpar.training.step import Step
 from llmpar.training.trackers import profiling
 
 LARGE = dict(

@@ -15,8 +15,8 @@ import sys
 
 import numpy as np
 
+from llmpar.planner.measured import read
 from llmpar.predict.hardware import Rates
-from llmpar.predict.measured import read
 from llmpar.predict.time import step_time
 
 PRIOR = Rates()

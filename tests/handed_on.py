@@ -21,11 +21,11 @@ HERE = pathlib.Path(__file__).parent
 TEXT, MADE = "to be or not to be", 12
 PAGE = """# Models handed on, and who has read them
 
-Made by `python tests/handed_on.py` from models that `llmpar.training.hf.save` wrote: random weights of two
-layers in float32, in shards of 200 kB with an index, and a small tokenizer. A reader is asked for the
-{made} likeliest tokens after a prompt, which were the same, and for the logarithms of the probabilities of
-the prompt's own tokens. The column has the largest difference from llmpar's. MLX takes Mistral's and Qwen2's
-window for full attention, so its tokens are others.
+Made by `python tests/handed_on.py` from models that `llmpar.training.hugging_face.save` wrote: random
+weights of two layers in float32, in shards of 200 kB with an index, and a small tokenizer. A reader is
+asked for the {made} likeliest tokens after a prompt, which were the same, and for the logarithms of the
+probabilities of the prompt's own tokens. The column has the largest difference from llmpar's. MLX takes
+Mistral's and Qwen2's window for full attention, so its tokens are others.
 
 | reader | version | {kinds} | date |
 |---|---|{lines}---|
@@ -40,7 +40,8 @@ def write(folder: pathlib.Path) -> None:
     import tokenizers
     from test_hf import OURS, logits, random_params
 
-    from llmpar.training import data, hf
+    from llmpar.training import data
+    from llmpar.training import hugging_face as hf
 
     hf.SHARD_BYTES = 200_000
     folder.mkdir(parents=True, exist_ok=True)

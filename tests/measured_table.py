@@ -13,8 +13,8 @@ from pathlib import Path
 
 import fit_rates
 
+from llmpar.planner.measured import SOURCES, against, read
 from llmpar.predict.hardware import Rates
-from llmpar.predict.measured import SOURCES, against, read
 from llmpar.predict.time import step_time
 
 HERE = Path(__file__).parent

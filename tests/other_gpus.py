@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
-from llmpar.inspect import targets
+from llmpar.planner import targets
 from llmpar.predict import hardware
 
 L4 = dict(name="NVIDIA L4", capability=[8, 9], core_count=58, fpus_per_core=128, clock_rate_ghz=2.04)

@@ -15,21 +15,21 @@ from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
 from jax.interpreters import partial_eval
 
-from llmpar import moe
-from llmpar.config import preset
-from llmpar.execution import SUITS
 from llmpar.inspect.census import arrow_rows, census_hlo, census_table, compiled_memory, read_program
 from llmpar.inspect.look import unordered
-from llmpar.mesh import make_mesh
-from llmpar.notation import MeshShape
-from llmpar.par import Solo
-from llmpar.plan import Plan, Resolved
+from llmpar.model import moe
+from llmpar.model.weights import model_graph, trained
+from llmpar.parallel.mesh import make_mesh
+from llmpar.parallel.modes import Solo
+from llmpar.plan.backend import SUITS
+from llmpar.plan.layout import MeshShape
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan, Resolved
+from llmpar.plan.timetable import branch_shares
 from llmpar.predict import memory, traffic
 from llmpar.predict.tolerance import Unit, tolerance
-from llmpar.step import State, Step
-from llmpar.timetable import branch_shares
 from llmpar.training import balance
-from llmpar.weights import model_graph, trained
+from llmpar.training.step import State, Step
 
 BATCH, SEQ = 16, 16
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from parity import BATCH, LLAMA, MOE, SEQ
 
-from llmpar.config import ExpertConfig, LoraConfig
-from llmpar.plan import Plan
+from llmpar.plan.model_config import ExpertConfig, LoraConfig
+from llmpar.plan.plan import Plan
 
 DEEPSEEK = ExpertConfig(
     8, 2, num_shared=1, score="sigmoid", scale=2.5, bias_rate=0.1, num_groups=4, top_groups=2, aux_loss=0.01

@@ -30,13 +30,14 @@ from test_launch import DECODES, PLANS, plan_of
 
 from llmpar.cli import main
 from llmpar.inspect.shardings import shardings
-from llmpar.mesh import make_mesh, use_devices
-from llmpar.plan import Plan
+from llmpar.parallel.mesh import make_mesh, use_devices
+from llmpar.plan.plan import Plan
 from llmpar.serve.engine import Engine, Request, generate
-from llmpar.step import State, Step
-from llmpar.training import hf, train
+from llmpar.training import hugging_face as hf
+from llmpar.training import loop as train
 from llmpar.training.checkpoint import checksums
 from llmpar.training.data import DataConfig, Stream, read_corpus
+from llmpar.training.step import State, Step
 
 use_devices()
 

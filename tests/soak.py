@@ -4,7 +4,7 @@
     python tests/soak.py random --runs 10 --programs 10    random programs of such loops, a seed for each run
     python tests/soak.py train --runs 300                  the README's line; also: pipeline, adafactor
 
-``--without`` leaves out the channels of `llmpar.channels`, to see what they cure. One process imports
+``--without`` leaves out the channels of `llmpar.parallel._jax`, to see what they cure. One process imports
 everything and forks a child for each run before JAX starts: a run costs what its program costs.
 `test_channels.py` runs the first two for a short time.
 """
@@ -31,8 +31,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from llmpar import channels
-from llmpar.mesh import use_devices
+from llmpar.parallel import _jax as channels
+from llmpar.parallel.mesh import use_devices
 
 TURNS, SUMS = 2, 6
 LINES = {
@@ -238,5 +238,5 @@ if __name__ == "__main__":
     if asked.program in LINES:
         import llmpar.cli.commands
         import llmpar.cli.train
-        import llmpar.training.train  # noqa: F401
+        import llmpar.training.loop  # noqa: F401
     print(json.dumps(soak(asked)), flush=True)

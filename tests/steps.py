@@ -5,9 +5,9 @@ from unittest import mock
 
 import jax
 
-from llmpar.optimizer import make_optimizer
-from llmpar.step import Step
-from llmpar.training import train as training
+from llmpar.training import loop as training
+from llmpar.training.optimizer import make_optimizer
+from llmpar.training.step import Step
 
 
 class SharedStep(Step):
@@ -27,6 +27,6 @@ SHARED = {"Step": functools.cache(SharedStep), "make_optimizer": functools.cache
 
 
 def train(*args, **more):
-    """`llmpar.training.train.train`, with steps that runs share."""
+    """`llmpar.training.loop.train`, with steps that runs share."""
     with mock.patch.multiple(training, **SHARED):
         return training.train(*args, **more)

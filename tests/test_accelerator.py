@@ -21,7 +21,7 @@ from parity import LLAMA, MOE, assert_same, name, solo
 
 from llmpar.cli import demo, inspect, train
 from llmpar.inspect import roofline
-from llmpar.plan import Plan
+from llmpar.plan.plan import Plan
 from llmpar.predict import hardware
 
 TESTS = Path(__file__).resolve().parent

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from llmpar.config import preset
-from llmpar.notation import AXES, parse_mesh
-from llmpar.predict import planner
-from llmpar.predict.advice import advice
+from llmpar.plan.layout import AXES, parse_mesh
+from llmpar.plan.model_config import preset
+from llmpar.planner import planner
+from llmpar.planner.advice import advice
+from llmpar.planner.planner import MEMORY_ERROR, verdict
 from llmpar.predict.hardware import GIB, chip
-from llmpar.predict.planner import MEMORY_ERROR, verdict
 
 
 def question(name="llama3-70b", devices=64, batch=64, seq=4096, row="h100", **fixed):
@@ -81,7 +81,7 @@ def test_the_band_is_that_of_compiled_plans():
     rows = re.findall(
         rf"(\d+) of (\d+) within {MEMORY_ERROR:.0%}".replace("%", " %"), (here / "compiled.md").read_text()
     )
-    said = (here.parent / "llmpar/predict/planner.py").read_text()
+    said = (here.parent / "llmpar/planner/planner.py").read_text()
     for some, least, words in ((rows[:3], 0.9, "plans that were compiled"), (rows, 0.85, "compiled plans")):
         inside, every = (sum(map(int, column)) for column in zip(*some, strict=True))
         assert f"{inside} of {every} {words}" in said and inside > least * every

@@ -11,12 +11,12 @@ import pytest
 
 from llmpar.cli.generate import Generate
 from llmpar.cli.train import Train
-from llmpar.config import PRESETS, ExpertConfig, LoraConfig, OptimizerConfig, RopeScaling
 from llmpar.launch import agreed
 from llmpar.launch.agreed import FOLDERS, OWN, differences, flat, refusal, surroundings
-from llmpar.plan import Plan
+from llmpar.plan.model_config import PRESETS, ExpertConfig, LoraConfig, OptimizerConfig, RopeScaling
+from llmpar.plan.plan import Plan
 from llmpar.training.data import ByteTokenizer, Corpus, DataConfig, Stream
-from llmpar.training.train import APART, kept_in, settings_of, train
+from llmpar.training.loop import APART, kept_in, settings_of, train
 
 MODEL = dataclasses.replace(
     PRESETS["tiny"], experts=ExpertConfig(4, 2), lora=LoraConfig(), rope_scaling=RopeScaling()

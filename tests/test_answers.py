@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from llmpar.config import PRESETS, preset
 from llmpar.explore import answers, look, panels
 from llmpar.explore.explorer import KINDS, MeshExplorer, by_kind
-from llmpar.notation import parse_mesh
-from llmpar.plan import Plan
-from llmpar.predict import memory, planner, traffic
+from llmpar.plan.layout import parse_mesh
+from llmpar.plan.model_config import PRESETS, preset
+from llmpar.plan.plan import Plan
+from llmpar.plan.schedules import SCHEDULES
+from llmpar.planner import planner
+from llmpar.predict import memory, traffic
 from llmpar.predict.hardware import CHIPS, Chip, chip
-from llmpar.schedules import SCHEDULES
 
 TINY = look.START | {"model": "tiny", "seq_len": 64, "chip": "a100-40"}
 BIG = look.START | {"model": "llama3-70b", "batch_size": 64, "devices": 64}

@@ -18,14 +18,15 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from llmpar import attention, sequence_order
-from llmpar.attention import decode, full, merge, ring
 from llmpar.inspect.census import executed_flops
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.par import Solo
-from llmpar.plan import Plan
+from llmpar.model import attention
+from llmpar.model.attention import decode, full, merge, ring
+from llmpar.parallel.modes import Solo
+from llmpar.plan import sequence_order
+from llmpar.plan.plan import Plan
+from llmpar.plan.sequence_order import Mask, sequence_permutation
 from llmpar.predict.ring import pairs_by_step
-from llmpar.sequence_order import Mask, sequence_permutation
 
 CAUSAL, WINDOW = Mask(), Mask(window=10)
 B, S, H = 2, 32, 4

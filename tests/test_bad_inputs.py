@@ -12,12 +12,12 @@ from pathlib import Path
 import jax
 import pytest
 
-import llmpar.inspect.aot
 import llmpar.inspect.report
-import llmpar.training.hf  # which decorates with jax.jit as it is imported
-import llmpar.training.train
+import llmpar.planner.aot
+import llmpar.training.hugging_face  # which decorates with jax.jit as it is imported
+import llmpar.training.loop
 from llmpar.cli import main
-from llmpar.mesh import ordered_devices
+from llmpar.parallel.mesh import ordered_devices
 
 TABLE = tomllib.loads((Path(__file__).parent / "bad_inputs.toml").read_text())
 
@@ -69,9 +69,9 @@ def nothing_starts(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     ordered_devices()  # which asks another process once whether XLA knows its flags
     for place, name in (
-        (llmpar.training.train, "Step"),
+        (llmpar.training.loop, "Step"),
         (llmpar.inspect.report, "Step"),
-        (llmpar.inspect.aot, "compile_step"),
+        (llmpar.planner.aot, "compile_step"),
         (jax, "jit"),
         (os, "execve"),
         (subprocess, "Popen"),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmpar.sequence_order import sequence_permutation
+from llmpar.plan.sequence_order import sequence_permutation
 from llmpar.training.balance import balanced_order, row_orders, work
 
 

@@ -10,10 +10,10 @@ from parity import LLAMA, by_arrow, predicted_by_arrow
 
 from llmpar.inspect.census import arrow_rows, arrow_text, census_hlo, partitioned_hlo
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.mesh import abstract_mesh, make_mesh
-from llmpar.plan import Plan
+from llmpar.parallel.mesh import abstract_mesh, make_mesh
+from llmpar.plan.plan import Plan
 from llmpar.predict import formulas, traffic
-from llmpar.step import Step
+from llmpar.training.step import Step
 
 BATCH, SEQ, MIXED = 16, 32, "dp=2 fsdp=2 tp=2"
 

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from soak import beside_a_loop, local_mesh, over_devices
 from test_mesh import in_a_fresh_process
 
-from llmpar import channels
 from llmpar.inspect.look import unordered
-from llmpar.mesh import abstract_mesh
+from llmpar.parallel import _jax as channels
+from llmpar.parallel.mesh import abstract_mesh
 
 SOAK = str(Path(__file__).parent / "soak.py")
 
@@ -40,7 +40,7 @@ def numbers(text: str) -> list[str]:
 @pytest.fixture
 def as_jax_lowers(monkeypatch):
     """JAX without the package's change."""
-    assert channels.install(), "this JAX lowers in another way: see llmpar/channels.py"
+    assert channels.install(), "this JAX lowers in another way: see llmpar/parallel/_jax.py"
     monkeypatch.setattr(mlir, "lower_jaxpr_to_module", mlir.lower_jaxpr_to_module.__wrapped__)
 
 
@@ -68,13 +68,13 @@ def test_random_programs_of_unordered_loops_have_the_values_of_ordered_ones():
 
 
 def test_the_reproducer_still_fails_without_channels():
-    """Else JAX or XLA has mended it, and `llmpar.channels` can go."""
+    """Else JAX or XLA has mended it, and `llmpar.parallel._jax` can go."""
     said = soak("reproducer", "--runs", "3", "--steps", "200", "--without", "--limit-s", "20")
     assert said["ends"].get("ended", 0) < 3
 
 
 def test_jax_gives_all_collectives_one_channel(as_jax_lowers):
-    """Else JAX has mended it, and `llmpar.channels` can go."""
+    """Else JAX has mended it, and `llmpar.parallel._jax` can go."""
     program = lowered()
     assert set(numbers(program.as_text())) == {"1"}
     assert len(unordered(program.compile().as_text(), local_mesh(), one_channel=True)) == 6

@@ -19,18 +19,18 @@ import rich.console
 from steps import SHARED
 
 import llmpar.inspect.report
-import llmpar.training.train
+import llmpar.training.loop
 from llmpar.cli import main
 from llmpar.cli.commands import COMMANDS, GROUPS, parse
 from llmpar.cli.models import Models
 from llmpar.cli.options import start
 from llmpar.cli.train import Stopper, progress
-from llmpar.config import PRESETS, OptimizerConfig
-from llmpar.mesh import make_mesh
-from llmpar.plan import Plan
-from llmpar.step import Step
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.model_config import PRESETS, OptimizerConfig
+from llmpar.plan.plan import Plan
 from llmpar.training.checkpoint import Checkpoints
 from llmpar.training.data import DataConfig
+from llmpar.training.step import Step
 
 CARD = {"model_type": "llama", "vocab_size": 264, "num_hidden_layers": 1, "rms_norm_eps": 1e-5}
 CARD |= {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -39,7 +39,7 @@ CARD |= {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 8, "
 @pytest.fixture(autouse=True)
 def _shared_steps(monkeypatch):
     for name, made in SHARED.items():
-        monkeypatch.setattr(llmpar.training.train, name, made)
+        monkeypatch.setattr(llmpar.training.loop, name, made)
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def test_only_the_first_of_several_processes_prints_and_draws(call, tmp_path, mo
     """But every process says why it ended. (No cluster here: JAX is made to say that this is process 1.)"""
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_index", lambda: process)
-    report = llmpar.training.train.Report(losses=[2.0, 1.0])
-    monkeypatch.setattr(llmpar.training.train, "train", lambda *_, **__: (None, report))
+    report = llmpar.training.loop.Report(losses=[2.0, 1.0])
+    monkeypatch.setattr(llmpar.training.loop, "train", lambda *_, **__: (None, report))
     (tmp_path / "text").write_text("abc " * 1000)
     plot = tmp_path / "loss.svg"
     status, out, err = call("train", "--data", str(tmp_path / "text"), "--plot", str(plot), "--json")
@@ -75,8 +75,8 @@ def test_only_the_first_of_several_processes_prints_and_draws(call, tmp_path, mo
 
 
 def test_weights_that_lie_beside_a_configuration_are_not_taken_and_that_is_said(call, tmp_path, monkeypatch):
-    report = llmpar.training.train.Report(losses=[2.0])
-    monkeypatch.setattr(llmpar.training.train, "train", lambda *_, **__: (None, report))
+    report = llmpar.training.loop.Report(losses=[2.0])
+    monkeypatch.setattr(llmpar.training.loop, "train", lambda *_, **__: (None, report))
     (tmp_path / "text").write_text("abc " * 1000)
     (tmp_path / "config.json").write_text(json.dumps(CARD))
     for has_weights in False, True:
@@ -250,7 +250,7 @@ def test_inspect_document(without_lab):
     [sums] = [row["arrow"].split("; ") for row in rows if (row["axis"], row["kind"]) == ("tp", "all-reduce")]
     text = {"ffn b s d +m -> stream b s d", "attention b s d +n -> stream b s d"}
     assert text <= set(sums), "lines of the model's text"
-    assert any("llmpar/model.py:" in row["source"] for row in rows)
+    assert any("model/llama.py:" in row["source"] for row in rows)
     memory = found["memory"]
     assert set(memory) >= {
         f"{who}_{what}_bytes" for who in ("predicted", "compiled") for what in ("argument", "temp")
@@ -301,7 +301,7 @@ def test_inspect_prints_types_beside_layouts_and_how_far_meshes_may_be_apart(cal
 def test_tables_keep_every_figure_whole_on_80_columns():
     """What is long folds, and nothing is cut."""
     where, size = {"axis": "dp,fsdp", "kind": "reduce-scatter", "count": 1234}, 480_772_096
-    source = "llmpar/model.py:68, llmpar/attention.py:312, llmpar/moe.py:1"
+    source = "model/llama.py:68, model/attention.py:312, model/moe.py:1"
     row = where | {"predicted_bytes": size, "compiled_bytes": size, "source": source}
     arrow = {"arrow": "experts b e c d +m -> stream b s d", "direction": "recomputed", "as_predicted": True}
     whose = [f"{who}_{what}_bytes" for who in ("predicted", "compiled") for what in ("argument", "temp")]
@@ -702,8 +702,8 @@ def test_choices_can_be_told_apart_and_a_wrong_flag_points_to_its_command(call):
 
 
 def test_training_a_pipeline_says_how_long_its_stages_wait(call, model, monkeypatch):
-    report = llmpar.training.train.Report(losses=[2.0])
-    monkeypatch.setattr(llmpar.training.train, "train", lambda *_, **__: (None, report))
+    report = llmpar.training.loop.Report(losses=[2.0])
+    monkeypatch.setattr(llmpar.training.loop, "train", lambda *_, **__: (None, report))
     words = "--mesh|pp=2 dp=2|--microbatches|4|--schedule|gpipe|--steps|1".split("|")
     status, _, err = call("train", "--model", model(num_hidden_layers=2), *TINY_STEP, *words)
     assert status == 0 and "gpipe: 2 stages, 4 microbatches, 20% of a step idle" in err, err

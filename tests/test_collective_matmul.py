@@ -8,14 +8,14 @@ import optax
 import pytest
 from parity import BATCH, LLAMA, MOE, SEQ, assert_same, by_arrow, predicted_by_arrow
 
-from llmpar import overlap
 from llmpar.inspect.census import census_hlo, read_program
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.inspect.look import unordered
-from llmpar.mesh import make_mesh
-from llmpar.plan import Plan
+from llmpar.parallel import collective_matmul as overlap
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.plan import Plan
 from llmpar.predict import traffic
-from llmpar.step import Step
+from llmpar.training.step import Step
 
 RINGS = {"stream b s d -> attention b s d", "attention b s d +n -> stream b s d"}
 RINGS |= {"stream b s d -> ffn b s d", "ffn b s d +m -> stream b s d"}

@@ -17,15 +17,16 @@ import numpy as np
 import pytest
 
 from llmpar import draw
-from llmpar.config import preset
-from llmpar.inspect import aot, roofline
+from llmpar.inspect import roofline
 from llmpar.inspect.hlo import Module
-from llmpar.inspect.targets import GPUS, QUIET, gpu_description, parse_target
-from llmpar.notation import AXES, parse_mesh
-from llmpar.plan import Plan
+from llmpar.plan.layout import AXES, parse_mesh
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
+from llmpar.planner import aot
+from llmpar.planner.planner import MARGIN, Question
+from llmpar.planner.targets import GPUS, QUIET, gpu_description, parse_target
 from llmpar.predict.hardware import chip
-from llmpar.predict.planner import MARGIN, Question
-from llmpar.step import compiler_options
+from llmpar.training.step import compiler_options
 
 COMPILERS = Path(sys.prefix) / "aot"
 ROOT = Path(__file__).resolve().parent.parent
@@ -349,9 +350,10 @@ def test_gpus_compile_what_was_predicted(flags):
 
 BEFORE_AMPERE = """
 import other_gpus
-from llmpar.config import preset
-from llmpar.inspect import aot, targets
-from llmpar.plan import Plan
+from llmpar.plan.model_config import preset
+from llmpar.planner import aot
+from llmpar.planner import targets
+from llmpar.plan.plan import Plan
 
 with other_gpus.described():
     for model, plan in [
@@ -379,9 +381,10 @@ def test_a_gpu_before_ampere_gets_programs_without_our_kernels():
 HEADS = """
 import dataclasses, sys
 import other_gpus
-from llmpar.config import preset
-from llmpar.inspect import aot, targets
-from llmpar.plan import Plan
+from llmpar.plan.model_config import preset
+from llmpar.planner import aot
+from llmpar.planner import targets
+from llmpar.plan.plan import Plan
 
 base = dataclasses.replace(preset("tiny"), num_layers=1)
 heads, *chips = sys.argv[1:]
@@ -438,11 +441,11 @@ def test_a_schedule_reaches_the_mfu_that_was_promised(flags, mfu, executed):
 ABORTS = """
 import optax
 
-from llmpar.config import preset
-from llmpar.inspect.targets import parse_target
-from llmpar.mesh import make_mesh
-from llmpar.plan import Plan
-from llmpar.step import Step
+from llmpar.plan.model_config import preset
+from llmpar.planner.targets import parse_target
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.plan import Plan
+from llmpar.training.step import Step
 
 plan = Plan("fsdp=2 ep=8", dtype="bfloat16")
 mesh = make_mesh(plan.mesh, parse_target("h100:2x8").devices)
@@ -505,12 +508,12 @@ from pathlib import Path
 import jax
 import optax
 
-from llmpar.config import preset
+from llmpar.plan.model_config import preset
 from llmpar.inspect.census import compiled_memory
-from llmpar.inspect.targets import parse_target
-from llmpar.mesh import make_mesh
-from llmpar.plan import Plan
-from llmpar.step import Step
+from llmpar.planner.targets import parse_target
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.plan import Plan
+from llmpar.training.step import Step
 
 plan = Plan("fsdp=4", dtype="bfloat16", remat="block")
 mesh = make_mesh(plan.mesh, parse_target("v5e:2x2").devices)

@@ -13,7 +13,8 @@ from flax import nnx
 from parity import LLAMA, MOE, QWEN
 from shared import TABLES
 
-from llmpar.config import (
+from llmpar.model.llama import Llama, rope_frequencies
+from llmpar.plan.model_config import (
     PRESETS,
     ExpertConfig,
     LoraConfig,
@@ -23,7 +24,6 @@ from llmpar.config import (
     preset,
     to_hugging_face,
 )  # fmt: skip
-from llmpar.model import Llama, rope_frequencies
 
 # Published ones, and ours by hand: v·d (twice if untied) + layers·(2d² + 2·d·k·h + 3·d·m + 2d) + d.
 PUBLISHED = TABLES["params"] | {

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmpar.sequence_order import sequence_permutation
+from llmpar.plan.sequence_order import sequence_permutation
 from llmpar.training import data
 from llmpar.training.balance import row_orders
 from llmpar.training.data import (

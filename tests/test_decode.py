@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from parity import LLAMA, MOE, QWEN, by_arrow, logits_of, name, predicted_by_arrow, weights
 
-from llmpar.config import LoraConfig
 from llmpar.inspect.census import census_hlo, compiled_memory, executed_flops, read_program
-from llmpar.mesh import make_mesh, split
-from llmpar.par import Manual
-from llmpar.plan import BEST, Plan
+from llmpar.parallel.mesh import make_mesh, split
+from llmpar.parallel.modes import Manual
+from llmpar.plan.model_config import LoraConfig
+from llmpar.plan.plan import BEST, Plan
 from llmpar.predict import serving, traffic
 from llmpar.serve.decode import Decoder, Rows, choose
 from llmpar.serve.engine import Engine, Event, Request

@@ -16,11 +16,11 @@ from flax import nnx
 from llmpar import MeshExplorer
 from llmpar.cli import main
 from llmpar.cli.commands import parse
-from llmpar.config import PRESETS
-from llmpar.mesh import make_mesh
-from llmpar.model import FeedForward, param
-from llmpar.par import Solo
-from llmpar.plan import Plan
+from llmpar.model.llama import FeedForward, param
+from llmpar.parallel.mesh import make_mesh
+from llmpar.parallel.modes import Solo
+from llmpar.plan.model_config import PRESETS
+from llmpar.plan.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

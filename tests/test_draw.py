@@ -18,8 +18,7 @@ from matplotlib.textpath import TextPath
 from PIL import Image
 from shared import ROOT, TABLES, load
 
-from llmpar import draw, schedules, timetable
-from llmpar.config import preset
+from llmpar import draw
 from llmpar.draw import charts, columns
 from llmpar.draw.columns import Part, Sent, Way
 from llmpar.draw.scene import (
@@ -46,9 +45,11 @@ from llmpar.draw.scene import (
     type_scale,
 )
 from llmpar.explore.explorer import MeshExplorer
-from llmpar.mesh import make_mesh, sharding
-from llmpar.notation import AXES, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
-from llmpar.plan import Plan
+from llmpar.parallel.mesh import make_mesh, sharding
+from llmpar.plan import schedules, timetable
+from llmpar.plan.layout import AXES, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
 from llmpar.predict import layer, workload
 from llmpar.predict.formulas import ring_bytes
 from llmpar.predict.hardware import chip

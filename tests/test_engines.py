@@ -16,11 +16,11 @@ import yaml
 
 from llmpar.cli.commands import parse
 from llmpar.cli.weights import from_folder
-from llmpar.config import preset, to_hugging_face
-from llmpar.hugging_face import QUANTIZED
 from llmpar.launch import jobs, joined, local, traps
 from llmpar.launch.engines import Place, detect, first_host, port_of, tasks_on
 from llmpar.launch.jobs import ENGINES, Job, Site, job_file
+from llmpar.plan.config_json import QUANTIZED
+from llmpar.plan.model_config import preset, to_hugging_face
 
 
 def env(words: str) -> dict[str, str]:

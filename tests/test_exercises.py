@@ -23,14 +23,14 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from jax import lax
 
-from llmpar import exercises
+from llmpar import lessons as exercises
 from llmpar.cli import main
-from llmpar.config import preset
-from llmpar.exercises import hosts, judge, pages, record
-from llmpar.exercises.pages import sentences
-from llmpar.exercises.spread import carried_out
-from llmpar.mesh import make_mesh
-from llmpar.plan import Plan
+from llmpar.lessons import hosts, judge, pages, record
+from llmpar.lessons.pages import sentences
+from llmpar.lessons.spread import carried_out
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
 from llmpar.predict import formulas, serving
 from llmpar.predict.hardware import chip
 from llmpar.predict.hosts import sends
@@ -239,7 +239,7 @@ def test_the_verdict_table(name):
 
 def test_an_exercise_has_an_answer_in_its_page_or_code_beside_it_and_all_code_belongs_to_one():
     for lesson in exercises.lessons():
-        known = importlib.util.find_spec(f"llmpar.exercises.{lesson}")
+        known = importlib.util.find_spec(f"llmpar.lessons.{lesson}")
         code = vars(importlib.import_module(known.name)) if known else {}
         code = {
             name
@@ -532,7 +532,7 @@ def test_a_pipe_is_no_file_of_answers(tmp_path, capsys):
 
 def test_a_lone_notebook_can_ask(tmp_path):
     """Far from the repository's folders, as on a hosted notebook: the package is enough."""
-    code = 'from llmpar.exercises import attempt, hint\nhint("00.held")\nattempt("00.held", "512 bytes")\n'
+    code = 'from llmpar.lessons import attempt, hint\nhint("00.held")\nattempt("00.held", "512 bytes")\n'
     code += (
         "from jax import lax\ndef gather(block, n, axis):\n    return lax.all_gather(block, axis, tiled=True)"
     )

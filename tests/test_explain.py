@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import llmpar.inspect.explain
 from llmpar.inspect.explain import ERRORS, LONGEST, MissingArrow, explain, layout_of
-from llmpar.notation import parse_arrow
+from llmpar.plan.layout import parse_arrow
 
 MESH = jax.make_mesh((2, 2, 2), ("dp", "sp", "tp"), axis_types=(AxisType.Explicit,) * 3)
 

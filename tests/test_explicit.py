@@ -14,12 +14,12 @@ from parity import BATCH, LLAMA, MOE, SEQ, assert_same, by_arrow, name, predicte
 
 from llmpar.inspect.census import census_hlo, read_program
 from llmpar.inspect.types import types
-from llmpar.mesh import as_type, explicit, from_type, make_mesh
-from llmpar.notation import parse_layout
-from llmpar.plan import Plan
+from llmpar.parallel.auto import Explicit
+from llmpar.parallel.mesh import as_type, explicit, from_type, make_mesh
+from llmpar.plan.layout import parse_layout
+from llmpar.plan.plan import Plan
 from llmpar.predict.traffic import step_traffic
-from llmpar.readings import Explicit
-from llmpar.step import Step
+from llmpar.training.step import Step
 
 MIXED = "dp=2 fsdp=2 tp=2"
 spread = functools.partial(Plan, reading="explicit")

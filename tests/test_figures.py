@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llmpar import moe
-from llmpar.config import ExpertConfig, preset
 from llmpar.draw.strips import pattern, ring_held
 from llmpar.explore.small import (
     MemoryExplorer,
@@ -19,8 +17,10 @@ from llmpar.explore.small import (
     SumExplorer,
     TimelineExplorer,
 )
-from llmpar.par import Solo
-from llmpar.plan import Plan
+from llmpar.model import moe
+from llmpar.parallel.modes import Solo
+from llmpar.plan.model_config import ExpertConfig, preset
+from llmpar.plan.plan import Plan
 from llmpar.predict import formulas, memory
 from llmpar.predict.ring import pairs_by_step
 

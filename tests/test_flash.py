@@ -31,15 +31,15 @@ from test_attention import (
 )
 from test_mesh import in_a_fresh_process
 
-from llmpar import attention
-from llmpar.attention import ring
 from llmpar.inspect.report import inspect
 from llmpar.kernels import flash, flash_tpu
 from llmpar.kernels.tiles import KernelTiles, kernel_tiles
-from llmpar.mesh import abstract_mesh
-from llmpar.plan import Plan
+from llmpar.model import attention
+from llmpar.model.attention import ring
+from llmpar.parallel.mesh import abstract_mesh
+from llmpar.plan.plan import Plan
+from llmpar.plan.sequence_order import Mask
 from llmpar.predict.ring import kernel_flops, seen_share
-from llmpar.sequence_order import Mask
 from llmpar.training.balance import row_orders
 
 
@@ -402,9 +402,10 @@ names = [m.name for m in pkgutil.walk_packages(llmpar.__path__, "llmpar.") if no
 for name in names:
     importlib.import_module(name)
 import optax
-from llmpar.config import preset
-from llmpar.plan import Plan
-step = llmpar.step.Step(preset("tiny"), Plan("fsdp=1"), llmpar.mesh.make_mesh("fsdp=1"), optax.adamw(1e-3))
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
+mesh = llmpar.parallel.mesh.make_mesh("fsdp=1")
+step = llmpar.training.step.Step(preset("tiny"), Plan("fsdp=1"), mesh, optax.adamw(1e-3))
 print(len(names) > 100, "dot_general" in step.lower(2, 32).as_text())
 """
 

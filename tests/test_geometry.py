@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llmpar.draw import geometry
-from llmpar.notation import AXES, DIMS, Dim, Layout, parse_mesh
+from llmpar.plan.layout import AXES, DIMS, Dim, Layout, parse_mesh
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 

@@ -22,10 +22,10 @@ from llmpar.explore.explorer import MeshExplorer
 from llmpar.explore.given import GivenExplorer
 from llmpar.inspect.census import compiled_memory
 from llmpar.inspect.shardings import shardings
-from llmpar.mesh import make_mesh
-from llmpar.plan import Plan
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.plan import Plan
 from llmpar.predict import memory
-from llmpar.step import Step
+from llmpar.training.step import Step
 
 
 def mesh_of(sizes, *axes, devices=None):

@@ -168,7 +168,7 @@ def test_doctor_and_train_say_when_nobody_told_jax_how_much_of_a_gpu_to_take(mon
     gpu = SimpleNamespace(
         platform="gpu", device_kind="NVIDIA H100 80GB HBM3", process_index=0, memory_stats=lambda: None
     )
-    monkeypatch.setattr("llmpar.mesh.use_devices", lambda simulate, at_least: [gpu] * 8)
+    monkeypatch.setattr("llmpar.parallel.mesh.use_devices", lambda simulate, at_least: [gpu] * 8)
     said = [line for line in doctor.examine()["lines"] if line.startswith("JAX takes 75% of a GPU's memory")]
     sentence = (
         "JAX takes 75% of a GPU's memory, 59.3 of 79.1 GiB; alone on it, set XLA_CLIENT_MEM_FRACTION=.95"
@@ -197,7 +197,7 @@ def test_doctor_names_flags_and_links_of_what_is_here(monkeypatch, platform, kin
         )
         for i in range(8)
     ]  # fmt: skip
-    monkeypatch.setattr("llmpar.mesh.use_devices", lambda simulate, at_least: here)
+    monkeypatch.setattr("llmpar.parallel.mesh.use_devices", lambda simulate, at_least: here)
     found = doctor.examine()
     assert [(flag["variable"], flag["is_set"]) for flag in found["flags"]] == [(v, False) for v in variables]
     said = [line for line in found["lines"] if "set " in line]
@@ -213,7 +213,7 @@ def test_doctor_names_flags_and_links_of_what_is_here(monkeypatch, platform, kin
 
 def test_doctor_speaks_of_the_lessons_where_there_is_one_gpu(monkeypatch):
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA L4", process_index=0, memory_stats=lambda: None)
-    monkeypatch.setattr("llmpar.mesh.use_devices", lambda simulate, at_least: [gpu])
+    monkeypatch.setattr("llmpar.parallel.mesh.use_devices", lambda simulate, at_least: [gpu])
     found = doctor.examine()
     assert [line for line in found["lines"] if "JAX_PLATFORMS=cpu" in line] and found["links"] == {
         "fsdp=-1": {}

@@ -21,11 +21,19 @@ from flax.traverse_util import flatten_dict
 from parity import logits_of
 from parity import name as name_of
 
-from llmpar.config import PRESETS, ExpertConfig, RopeScaling, from_hugging_face, preset, to_hugging_face
-from llmpar.mesh import make_mesh, sharding
-from llmpar.plan import Plan
-from llmpar.training import data, hf
-from llmpar.weights import init_params, weight_dims
+from llmpar.model.weights import init_params, weight_dims
+from llmpar.parallel.mesh import make_mesh, sharding
+from llmpar.plan.model_config import (
+    PRESETS,
+    ExpertConfig,
+    RopeScaling,
+    from_hugging_face,
+    preset,
+    to_hugging_face,
+)
+from llmpar.plan.plan import Plan
+from llmpar.training import data
+from llmpar.training import hugging_face as hf
 
 
 def state_dict(params, config):

@@ -395,12 +395,12 @@ def test_results_of_every_form_are_sized(operation, kind, sent, short):
     text = f"""ENTRY %main (x: f32[4], y: bf16[6]) -> f32[4] {{
   %x = f32[4]{{0}} parameter(0)
   %y = bf16[6]{{0}} parameter(1)
-  %c = {operation}, metadata={{op_name="f" source_file="/src/llmpar/model.py" source_line=88}}
+  %c = {operation}, metadata={{op_name="f" source_file="/src/model/llama.py" source_line=88}}
   {done}
 }}"""
     text = re.sub(r" \(x: .* \{", " {", text).replace("%", "") if short else text
     (c,) = census_hlo(text, ABSTRACT)
-    assert (c.kind, c.count, c.bytes_sent, c.axes, c.source) == (kind, 1, sent, ("tp",), "llmpar/model.py:88")
+    assert (c.kind, c.count, c.bytes_sent, c.axes, c.source) == (kind, 1, sent, ("tp",), "model/llama.py:88")
 
 
 def looked_at(*operations):
@@ -505,9 +505,15 @@ def test_a_cell_of_a_notebook_is_known_by_its_number():
 
 def test_sources_skip_libraries_and_the_file_that_carries_arrows_out():
     text = (HLO / "frames.hlo").read_text()
-    for frame, source in [(3, "model.py:30"), (4, "par.py:20"), (5, ""), (7, "model.py:40"), (0, "")]:
+    for frame, source in [
+        (3, "model/llama.py:30"),
+        (4, "parallel/modes.py:20"),
+        (5, ""),
+        (7, "model/llama.py:40"),
+        (0, ""),
+    ]:
         with_frame = text + gather(f'metadata={{op_name="f" stack_frame_id={frame}}}, ').partition("\n")[2]
-        assert [c.source for c in census_hlo(with_frame, ABSTRACT)] == [source and f"llmpar/{source}"]
+        assert [c.source for c in census_hlo(with_frame, ABSTRACT)] == [source]
 
 
 def test_executed_flops_of_scanned_matmuls_are_the_closed_form():

@@ -14,12 +14,12 @@ from jax.experimental import multihost_utils
 from test_launch import gone_after_a_kill
 from test_lesson_mutations import in_a_process
 
-from llmpar.config import preset
-from llmpar.exercises import hosts
 from llmpar.launch import wire
 from llmpar.launch.team import Team, TeamError
 from llmpar.launch.wire import Wire
-from llmpar.plan import Plan
+from llmpar.lessons import hosts
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
 from llmpar.predict.hosts import groups, leaving_bytes, pairs_of, sends
 from llmpar.predict.traffic import step_traffic
 

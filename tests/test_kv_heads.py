@@ -8,9 +8,9 @@ import optax
 import pytest
 from parity import LLAMA, assert_same, batch, solo, state_of, weights
 
-from llmpar.mesh import make_mesh
-from llmpar.plan import Plan
-from llmpar.step import Step
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.plan import Plan
+from llmpar.training.step import Step
 
 LLAMA2 = dataclasses.replace(LLAMA, name="two KV heads", num_heads=8, num_kv_heads=2)
 LLAMA1 = dataclasses.replace(LLAMA2, name="one KV head", num_kv_heads=1)

@@ -17,7 +17,7 @@ from parity import LLAMA, MOE
 from small_cluster import until
 
 from llmpar.launch import joined, local
-from llmpar.plan import Plan
+from llmpar.plan.plan import Plan
 from llmpar.training.checkpoint import Checkpoints
 
 HERE = Path(__file__).parent

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from llmpar.config import preset
-from llmpar.plan import Plan
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
 from llmpar.predict import hardware, layer, workload
 from llmpar.predict.time import BESIDE, Clock
 from llmpar.predict.traffic import runs, step_traffic

@@ -22,7 +22,7 @@ import pytest
 from jax import lax
 from shared import load
 
-from llmpar.notation import parse_layout
+from llmpar.plan.layout import parse_layout
 
 ROOT = Path(__file__).resolve().parent.parent
 FAILED = 3

@@ -21,9 +21,9 @@ import pytest
 from shared import TABLES
 
 from llmpar.inspect.links import links
-from llmpar.mesh import make_mesh
-from llmpar.notation import AXES, MeshShape
-from llmpar.placement import device_grid, link_domain
+from llmpar.parallel.mesh import make_mesh
+from llmpar.parallel.placement import device_grid, link_domain
+from llmpar.plan.layout import AXES, MeshShape
 
 RECORDED = json.loads((Path(__file__).parent / "topologies.json").read_text())
 

@@ -14,18 +14,18 @@ from parity import BATCH, LLAMA, SEQ, dealt, logits_of, put, weights
 from parity import batch as some_batch
 
 from llmpar.cli.export import Export
-from llmpar.config import ADAPTABLE, LoraConfig, OptimizerConfig, from_hugging_face
-from llmpar.mesh import make_mesh
-from llmpar.notation import parse_layout
-from llmpar.optimizer import make_optimizer, muon_dims
-from llmpar.plan import Plan
+from llmpar.model.weights import described, joined, merged, trained
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.layout import parse_layout
+from llmpar.plan.model_config import ADAPTABLE, LoraConfig, OptimizerConfig, from_hugging_face
+from llmpar.plan.plan import Plan
 from llmpar.predict import memory
 from llmpar.predict.hardware import chip
 from llmpar.predict.workload import Run
-from llmpar.step import State, Step
-from llmpar.training import hf
+from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints
-from llmpar.weights import described, joined, merged, trained
+from llmpar.training.optimizer import make_optimizer, muon_dims
+from llmpar.training.step import State, Step
 
 ADAPTED = dataclasses.replace(LLAMA, lora=LoraConfig(3, 6.0, ADAPTABLE))
 MODULES = {"attention": "self_attn.{}_proj", "ffn": "mlp.{}_proj"}

@@ -12,7 +12,7 @@ import fit_rates
 import measured_table
 import pytest
 
-from llmpar.predict import measured
+from llmpar.planner import measured
 from llmpar.predict.hardware import RATES, Rates
 from llmpar.predict.time import step_time
 
@@ -225,6 +225,6 @@ def test_the_table_in_the_docs_is_current():
 
 
 def test_predicting_needs_no_jax():
-    code = "import sys, llmpar.predict.measured as m; m.against(sys.argv[1]); print('jax' in sys.modules)"
+    code = "import sys, llmpar.planner.measured as m; m.against(sys.argv[1]); print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, str(FILE)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

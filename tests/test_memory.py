@@ -10,13 +10,13 @@ import optax
 import pytest
 from compare_memory import argument_bytes as given
 
-from llmpar.config import preset
 from llmpar.inspect.census import compiled_memory
-from llmpar.mesh import make_mesh
-from llmpar.plan import Plan
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
 from llmpar.predict import memory
 from llmpar.predict.hardware import chip
-from llmpar.step import Step
+from llmpar.training.step import Step
 
 RECORD = json.loads(compare_memory.RECORD.read_text())
 H100, V5E, V5P = "h100:8x8", "v5e:4x8", "v5p:4x4x4"

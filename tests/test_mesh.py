@@ -13,7 +13,7 @@ import jax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from llmpar.mesh import (
+from llmpar.parallel.mesh import (
     POOL_SIZE,
     abstract_mesh,
     make_mesh,
@@ -23,7 +23,7 @@ from llmpar.mesh import (
     spec,
     use_devices,
 )
-from llmpar.notation import AXES, DIMS, Dim, Layout, MeshShape, parse_layout
+from llmpar.plan.layout import AXES, DIMS, Dim, Layout, MeshShape, parse_layout
 
 ALL = [MeshShape(*sizes) for sizes in itertools.product((1, 2, 4, 8), repeat=6) if math.prod(sizes) <= 8]
 
@@ -42,7 +42,7 @@ def in_a_fresh_process(code: str, **variables: str) -> subprocess.CompletedProce
 def test_devices_are_simulated_only_before_jax_starts():
     """Asked in time there they are, and asking again is free; too late, a sentence says what to do."""
     done = in_a_fresh_process(
-        "from llmpar.mesh import use_devices\n"
+        "from llmpar.parallel.mesh import use_devices\n"
         "assert len(use_devices(3)) == 3 == len(use_devices(3)) == len(use_devices(2))\n"
         "try:\n    use_devices(8)\nexcept ValueError as error:\n    print(error)\n"
     )
@@ -62,7 +62,7 @@ from types import SimpleNamespace as Device
 real = jax.devices
 gpu = Device(platform="gpu", device_kind="NVIDIA L4", process_index=0, id=0)
 jax.devices = lambda: real() if jax.config.jax_platforms == "cpu" else real() and [gpu]
-from llmpar.mesh import make_mesh, use_devices
+from llmpar.parallel.mesh import make_mesh, use_devices
 """
 
 
@@ -95,7 +95,7 @@ def test_one_gpu_that_jax_runs_on_already_is_refused_and_one_that_is_asked_for_i
 
 MANY_STEPS = """
 import os
-from llmpar.mesh import make_mesh, use_devices
+from llmpar.parallel.mesh import make_mesh, use_devices
 devices = len(use_devices(8))
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -121,7 +121,7 @@ def test_a_thousand_steps_that_nobody_waits_for_do_not_deadlock(variables):
 def test_who_asks_for_a_number_of_threads_gets_that_number():
     code = """
 import os, jax
-from llmpar.mesh import POOL_SIZE, _enough_threads
+from llmpar.parallel.mesh import POOL_SIZE, _enough_threads
 jax.config.update("jax_num_cpu_devices", 100)
 for name in (*POOL_SIZE, ""):
     os.environ |= {name: "7"} if name else {}

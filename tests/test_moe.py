@@ -25,14 +25,14 @@ from parity import (
 from plans import DEEPSEEK
 from test_census import predicted
 
-from llmpar import moe
-from llmpar.config import ExpertConfig, preset
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.kernels import grouped
-from llmpar.mesh import make_mesh
-from llmpar.par import Manual, Solo
-from llmpar.plan import Plan
-from llmpar.step import Step
+from llmpar.model import moe
+from llmpar.parallel.mesh import make_mesh
+from llmpar.parallel.modes import Manual, Solo
+from llmpar.plan.model_config import ExpertConfig, preset
+from llmpar.plan.plan import Plan
+from llmpar.training.step import Step
 
 HERE = Solo()
 CONVENTIONS = {
@@ -310,7 +310,7 @@ def test_only_full_slots_travel_where_xla_can():
     """The offsets and sizes that it is given, on an emulation: XLA for CPUs lacks the collective."""
     nothing = lambda x: jnp.full_like(x, jnp.nan)  # what is not sent is not read
     emulated = mock.patch.object(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
-    with ragged_on_cpus(), emulated, mock.patch("llmpar.block.room", nothing):
+    with ragged_on_cpus(), emulated, mock.patch("llmpar.parallel.collectives.room", nothing):
         assert_same(MOE, Plan("ep=4 fsdp=2", dispatch="ragged"))
 
 

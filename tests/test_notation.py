@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from shared import TABLES
 
-from llmpar.notation import (
+from llmpar.plan.layout import (
     AXES,
     DIMS,
     POSITIONAL,

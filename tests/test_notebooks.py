@@ -20,9 +20,9 @@ import pytest
 from jax import P, lax
 from shared import load
 
-from llmpar import exercises
-from llmpar.exercises import judge
-from llmpar.notation import parse_arrow, parse_layout
+from llmpar import lessons as exercises
+from llmpar.lessons import judge
+from llmpar.plan.layout import parse_arrow, parse_layout
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = ROOT / "notebooks"
@@ -546,7 +546,7 @@ def test_lesson_leaves_its_exercises_blank(source):
     found = dict(attempts(nbformat.read(build.target(source), as_version=4)))
     number = source.stem.partition("_")[0]
     assert sorted(found) == sorted(name for name in EXERCISES if name.startswith(f"{number}.")), (
-        "the lesson, llmpar/exercises/"
+        "the lesson, llmpar/lessons/"
     )
     for name, printed in found.items():
         assert f"{name} ({exercises.find(name).level}): {exercises.NOT_ATTEMPTED}" in printed
@@ -686,8 +686,8 @@ def test_no_text_uses_a_papers_letter_for_what_has_one_of_ours(source):
 
 
 def test_the_page_s_table_of_orders_is_what_the_simulator_finds():
-    from llmpar.schedules import make
-    from llmpar.timetable import timetable
+    from llmpar.plan.schedules import make
+    from llmpar.plan.timetable import timetable
 
     def value(formula, **letters):
         spelt_out = re.sub(r"(?<=[0-9giu)])(?=[pgiu(])", "*", formula.replace(" ", ""))

@@ -21,7 +21,7 @@ from llmpar.draw.scene import DARK, LIGHT
 from llmpar.explore import page
 from llmpar.explore.explorer import KINDS, by_kind
 from llmpar.inspect.shardings import shardings
-from llmpar.notation import AXES
+from llmpar.plan.layout import AXES
 
 MESH = by_kind("mesh")
 # Another process, which sees nothing but the files that a page brings.
@@ -97,8 +97,8 @@ def test_a_module_that_needs_numpy_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "rooms", lambda: brought)
     done = alone(tmp_path, ["llmpar.draw.new"], [])
     assert done.returncode and "numpy is blocked" in done.stderr
-    del brought["llmpar/notation.py"]
-    assert "llmpar.notation" in alone(tmp_path / "less", ["llmpar.plan"], []).stderr
+    del brought["llmpar/plan/layout.py"]
+    assert "llmpar.plan.layout" in alone(tmp_path / "less", ["llmpar.plan.plan"], []).stderr
 
 
 class Two:
@@ -336,7 +336,7 @@ def test_every_single_move_is_answered_and_then_advised(awake):
     "what, why",
     [
         ("python", "Failed to fetch"),
-        pytest.param("rooms", "Error: No module named 'llmpar.notation'", marks=pytest.mark.nightly),
+        pytest.param("rooms", "Error: No module named 'llmpar.plan.layout'", marks=pytest.mark.nightly),
     ],
 )
 def test_a_page_whose_python_does_not_wake_says_why_and_keeps_its_picture(tab, saved, tmp_path, what, why):

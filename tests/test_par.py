@@ -9,16 +9,16 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from llmpar.block import vary, varying
 from llmpar.inspect.census import ring_bytes
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.mesh import make_mesh, sharding, spec
-from llmpar.notation import MeshShape, parse_arrow, parse_layout
-from llmpar.par import Manual, Solo
-from llmpar.plan import Plan
+from llmpar.parallel.auto import Auto
+from llmpar.parallel.collectives import vary, varying
+from llmpar.parallel.mesh import make_mesh, sharding, spec
+from llmpar.parallel.modes import Manual, Solo
+from llmpar.plan.layout import MeshShape, parse_arrow, parse_layout
+from llmpar.plan.plan import Plan
 from llmpar.predict import formulas
 from llmpar.predict.traffic import Traffic
-from llmpar.readings import Auto
 
 MIXED = "dp=2 fsdp=2 tp=2"
 PLAN = Plan(MIXED).resolve()

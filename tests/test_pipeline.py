@@ -11,17 +11,17 @@ import pytest
 from optax.contrib import schedule_free
 from parity import BATCH, LLAMA, SEQ, assert_same, planted, state_of, weights
 
-from llmpar import pipeline
-from llmpar import stage as stage_file
-from llmpar import step as step_file
 from llmpar.inspect.census import compiled_memory
-from llmpar.mesh import make_mesh
-from llmpar.notation import Layout
-from llmpar.plan import Plan, Resolved
-from llmpar.schedules import KINDS, Op, layer_order, make
-from llmpar.split import split
-from llmpar.step import Step
-from llmpar.timetable import slots, timetable
+from llmpar.parallel.mesh import make_mesh
+from llmpar.pipeline import executor as pipeline
+from llmpar.pipeline import stage as stage_file
+from llmpar.pipeline.split_backward import split
+from llmpar.plan.layout import Layout
+from llmpar.plan.plan import Plan, Resolved
+from llmpar.plan.schedules import KINDS, Op, layer_order, make
+from llmpar.plan.timetable import slots, timetable
+from llmpar.training import step as step_file
+from llmpar.training.step import Step
 
 DEEP = dataclasses.replace(LLAMA, num_layers=4)
 
@@ -50,7 +50,7 @@ WRITTEN = "F0 F1 F2 F3 B0 B1 W0 B2 W1 B3 W2 W3\nF0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2
 
 
 def told(table):
-    """What every stage does in every tick, in the words of `llmpar.pipeline`."""
+    """What every stage does in every tick, in the words of `llmpar.pipeline.executor`."""
     here, schedule = slots(table), table.schedule
     for tick, row in enumerate(table.ticks):
         cells = []

@@ -11,12 +11,12 @@ import pytest
 from parity import LLAMA, QWEN, all_plans
 from shared import TABLES
 
-from llmpar import plan as plan_file
 from llmpar.cli import main
 from llmpar.cli.commands import parse
-from llmpar.config import preset
-from llmpar.notation import Arrow, MeshShape, parse_layout
-from llmpar.plan import Plan
+from llmpar.plan import plan as plan_file
+from llmpar.plan.layout import Arrow, MeshShape, parse_layout
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
 from llmpar.predict import memory
 from llmpar.predict.traffic import step_traffic
 

@@ -16,11 +16,12 @@ from llmpar.cli import main
 from llmpar.cli.commands import parse
 from llmpar.cli.options import still_at_work
 from llmpar.cli.plan import axes_of
-from llmpar.config import preset
 from llmpar.explore import look
-from llmpar.notation import AXES, MeshShape, parse_mesh
-from llmpar.plan import Plan
-from llmpar.predict import hardware, memory, planner, workload
+from llmpar.plan.layout import AXES, MeshShape, parse_mesh
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
+from llmpar.planner import planner
+from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import chip
 from llmpar.predict.time import step_time
 from llmpar.predict.traffic import most_traffic
@@ -302,8 +303,9 @@ def test_questions_without_an_answer_are_refused(options, sentence):
 def test_the_405b_on_16384_prices_few_plans_and_needs_no_jax():
     code = """
 import dataclasses, sys
-from llmpar.config import preset
-from llmpar.predict import planner, hardware
+from llmpar.plan.model_config import preset
+from llmpar.predict import hardware
+from llmpar.planner import planner
 q = planner.Question(preset("llama3.1-405b"), hardware.chip("h100"), 16384, 2048, 8192)
 answer = planner.decide(q)
 published = planner.decide(dataclasses.replace(q, fixed={"pp": 16, "fsdp": 128, "tp": 8}))

@@ -12,9 +12,9 @@ import plans
 import pytest
 from parity import BATCH, LLAMA, MOE, SEQ, all_plans, check, name
 
-from llmpar import schedules
-from llmpar.notation import AXES, MeshShape
-from llmpar.plan import Plan
+from llmpar.plan import schedules
+from llmpar.plan.layout import AXES, MeshShape
+from llmpar.plan.plan import Plan
 
 
 @pytest.mark.accelerator

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from programs import PROGRAMS
 
 from llmpar import look
-from llmpar.mesh import from_type, sharding
+from llmpar.parallel.mesh import from_type, sharding
 
 ROW = re.compile(r"(a turn )?([a-z-]+) (\S+) (\d+): ([-+*/\d ]+)")
 

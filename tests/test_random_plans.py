@@ -34,18 +34,26 @@ import oracle
 import pytest
 from parity import arranged, emulated_ragged_all_to_all, live, ragged_on_cpus
 
-from llmpar import attention, schedules
-from llmpar.config import ADAPTABLE, ExpertConfig, LatentAttention, LoraConfig, ModelConfig, RopeScaling
-from llmpar.execution import SUITS
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.mesh import make_mesh
-from llmpar.notation import AXES, MeshShape
-from llmpar.plan import Plan
+from llmpar.model import attention
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan import schedules
+from llmpar.plan.backend import SUITS
+from llmpar.plan.layout import AXES, MeshShape
+from llmpar.plan.model_config import (
+    ADAPTABLE,
+    ExpertConfig,
+    LatentAttention,
+    LoraConfig,
+    ModelConfig,
+    RopeScaling,
+)
+from llmpar.plan.plan import Plan
+from llmpar.plan.timetable import branch_shares
 from llmpar.predict import traffic
-from llmpar.step import State, Step
-from llmpar.timetable import branch_shares
 from llmpar.training import balance
+from llmpar.training.step import State, Step
 
 SEEDS = 0, 2, 4, 8
 """On the gate no change is red for what a plan by lot finds: those of the day run at night."""

@@ -12,7 +12,7 @@ import pytest
 from parity import LLAMA, MOE, QWEN, weights
 from test_decode import COPIES, LORA, answers, engine, whole
 
-from llmpar.plan import Plan
+from llmpar.plan.plan import Plan
 from llmpar.serve.engine import Full, Request, generate
 
 EVERYTHING = dataclasses.replace(QWEN, name="tiny-everything", window=7, lora=LORA.lora)

@@ -22,11 +22,11 @@ from parity import (
     with_reading,
 )
 
-from llmpar.config import preset
-from llmpar.mesh import make_mesh, use_devices
-from llmpar.par import Manual
-from llmpar.plan import Plan
-from llmpar.step import Step, _check_given
+from llmpar.parallel.mesh import make_mesh, use_devices
+from llmpar.parallel.modes import Manual
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
+from llmpar.training.step import Step, _check_given
 
 MIXED = "dp=2 fsdp=2 tp=2"
 HEADS = dataclasses.replace(LLAMA, name="two KV heads", num_heads=8, num_kv_heads=2)

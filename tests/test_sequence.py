@@ -11,16 +11,17 @@ from parity import BATCH, LLAMA, SEQ, assert_same, dealt, name, planted, weights
 from test_census import predicted
 from test_mesh import in_a_fresh_process
 
-from llmpar import attention, sequence_order
 from llmpar.inspect.census import compiled_memory
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.mesh import make_mesh, spec
-from llmpar.par import Manual
-from llmpar.plan import Plan, Resolved
+from llmpar.model import attention
+from llmpar.model.weights import model_graph
+from llmpar.parallel.mesh import make_mesh, spec
+from llmpar.parallel.modes import Manual
+from llmpar.plan import sequence_order
+from llmpar.plan.plan import Plan, Resolved
 from llmpar.predict.ring import pairs_by_step
-from llmpar.step import Step
 from llmpar.training import balance
-from llmpar.weights import model_graph
+from llmpar.training.step import Step
 
 
 def test_a_batch_dealt_in_another_order_than_the_plan_says_is_another_batch(monkeypatch):
@@ -75,10 +76,10 @@ def test_chunks_of_a_feed_forward_take_less_memory():
 MILLION = """
 import jax, optax
 from llmpar.inspect.census import compiled_memory
-from llmpar.config import preset
-from llmpar.mesh import make_mesh, use_devices
-from llmpar.plan import Plan
-from llmpar.step import Step
+from llmpar.plan.model_config import preset
+from llmpar.parallel.mesh import make_mesh, use_devices
+from llmpar.plan.plan import Plan
+from llmpar.training.step import Step
 use_devices(64)
 for n, tokens in ((8, 2**17), (64, 2**20)):
     plan = Plan(f"!sp={n}", remat="block", ffn_chunks=16, loss_chunks=16)

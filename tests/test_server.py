@@ -657,10 +657,10 @@ def process(folder):
 def alone(folder):
     """What one device answers, one request at a time."""
     from llmpar.cli.weights import opened
-    from llmpar.mesh import make_mesh, sharding
-    from llmpar.plan import Plan
+    from llmpar.model.weights import weight_dims
+    from llmpar.parallel.mesh import make_mesh, sharding
+    from llmpar.plan.plan import Plan
     from llmpar.serve.engine import Engine
-    from llmpar.weights import weight_dims
 
     config, tokenizer, load, _ = opened(None, None, "tiny", str(folder / "tokenizer.json"))
     mesh = make_mesh("dp=1", devices=jax.devices()[:1])

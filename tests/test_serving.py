@@ -15,10 +15,11 @@ from shared import NUMBERS as ROWS
 
 import llmpar.inspect
 import llmpar.predict
-from llmpar.config import ModelConfig, preset
-from llmpar.notation import MeshShape
-from llmpar.plan import Plan, Resolved
-from llmpar.predict import planner, serving
+from llmpar.plan.layout import MeshShape
+from llmpar.plan.model_config import ModelConfig, preset
+from llmpar.plan.plan import Plan, Resolved
+from llmpar.planner import planner
+from llmpar.predict import serving
 from llmpar.predict.hardware import Rates, chip
 
 IDEAL = Rates(1, 1e-9, 1, 1, 1, 1, 1, 1e-15, 1e-15, 1e-15, 1e-9, 1)

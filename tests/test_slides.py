@@ -17,8 +17,8 @@ from llmpar import draw
 from llmpar.cli.commands import parse
 from llmpar.draw import scene
 from llmpar.draw.scene import DECK, Rect, flatten
-from llmpar.schedules import make
-from llmpar.timetable import timetable
+from llmpar.plan.schedules import make
+from llmpar.plan.timetable import timetable
 
 ROOT = Path(__file__).resolve().parent.parent
 slides = load("slides/build.py")

@@ -14,12 +14,12 @@ from shared import load, violations
 
 from llmpar.cli import lessons
 from llmpar.cli.commands import COMMANDS
-from llmpar.exercises import find, quiz
-from llmpar.exercises.judge import CORRECT
-from llmpar.notation import parse_layout, parse_mesh
+from llmpar.lessons import find, quiz
+from llmpar.lessons.judge import CORRECT
+from llmpar.plan.layout import parse_layout, parse_mesh
+from llmpar.plan.schedules import make
+from llmpar.plan.timetable import timetable
 from llmpar.predict import formulas
-from llmpar.schedules import make
-from llmpar.timetable import timetable
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = {lesson.number: lesson for lesson in lessons.lessons(ROOT / "notebooks")}

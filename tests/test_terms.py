@@ -8,18 +8,19 @@ import optax
 import pytest
 
 import llmpar
-from llmpar.config import preset
-from llmpar.mesh import make_mesh
-from llmpar.notation import parse_mesh
-from llmpar.plan import Plan
-from llmpar.predict import memory, planner
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.layout import parse_mesh
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
+from llmpar.planner import planner
+from llmpar.planner.measured import read
+from llmpar.planner.planner import verdict
+from llmpar.planner.terms import LINES, TABLE, UPDATED, terms
+from llmpar.predict import memory
 from llmpar.predict.hardware import chip
-from llmpar.predict.measured import read
-from llmpar.predict.planner import verdict
-from llmpar.predict.terms import LINES, TABLE, UPDATED, terms
 from llmpar.predict.time import LATE, OPTIMIZER_BYTES
 from llmpar.predict.traffic import most_traffic
-from llmpar.step import Step
+from llmpar.training.step import Step
 
 ROOT = Path(__file__).parent
 CASES = [
@@ -87,7 +88,7 @@ def test_each_says_its_formula_its_lesson_and_whether_it_is_an_estimate(explaine
         for term in found:
             assert term.formula and (term.unit == "B" or term.estimate)
             assert term.estimate == (term.unit != "B" or term.name in ESTIMATES)
-    assert {term.line for _, _, found in explained for term in found if term.arrow} >= {"model.py", "plan.py"}
+    assert {term.line for _, _, found in explained for term in found if term.arrow} >= {"llama.py", "plan.py"}
 
 
 def test_what_words_say_of_the_code_is_so():
@@ -171,7 +172,7 @@ def test_the_bytes_of_tensor_parallelism_are_the_textbook_s():
     q = planner.Question(preset("llama3-70b"), chip("h100"), 64, 64, 4096, fixed)
     found = terms(q, planner.on_mesh(q, parse_mesh("fsdp=8 tp=8")))
     (term,) = (term for term in found if term.name == "tp all-reduce")
-    assert " × 2 × 7/8 × 8 × 4,096 × 8,192 × 2 B + " in term.filled and term.line == "model.py"
+    assert " × 2 × 7/8 × 8 × 4,096 × 8,192 × 2 B + " in term.filled and term.line == "llama.py"
 
 
 # --------------------------------------------------------------------------------------------- published runs

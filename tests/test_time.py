@@ -5,17 +5,18 @@ import math
 
 import pytest
 
-from llmpar import schedules
-from llmpar.config import preset
-from llmpar.notation import MeshShape
-from llmpar.plan import Plan
-from llmpar.predict import formulas, held, workload
+from llmpar.plan import schedules
+from llmpar.plan.layout import MeshShape
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
+from llmpar.plan.timetable import makespan, timetable
+from llmpar.planner import held
+from llmpar.predict import formulas, workload
 from llmpar.predict.hardware import Rates, chip
 from llmpar.predict.ring import pairs_by_step
 from llmpar.predict.time import Clock, on_links, step_time
 from llmpar.predict.traffic import step_traffic
 from llmpar.predict.workload import SOFTWARE, Product, Run
-from llmpar.timetable import makespan, timetable
 
 EASY = Rates(
     products=0.5, half=0, grouped=0.25, attention=0.25, memory=1.0, links=1.0, network=1.0, kernel_s=0,
@@ -25,7 +26,7 @@ H100 = chip("h100")
 
 
 def run_of(mesh="", **changes):
-    from llmpar.notation import parse_mesh
+    from llmpar.plan.layout import parse_mesh
 
     base = Run(preset("llama3-8b"), H100, parse_mesh(mesh) if mesh else MeshShape(), 8192)
     return dataclasses.replace(base, **changes)

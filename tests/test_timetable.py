@@ -12,9 +12,9 @@ from make_hf_fixtures import FIXTURES
 from shared import NUMBERS as ROWS
 
 from llmpar.cli.schedule import schedule_document, text_timeline
+from llmpar.plan.schedules import SCHEDULES, Op, Schedule, from_text, make
+from llmpar.plan.timetable import slots, timetable
 from llmpar.predict.bubbles import closed_forms
-from llmpar.schedules import SCHEDULES, Op, Schedule, from_text, make
-from llmpar.timetable import slots, timetable
 
 GRID = [(p, m) for p in (2, 4, 8) for m in (p, 2 * p, 4 * p)]
 COSTS = [(1, 1, 1), (1, 1.2, 0.8), (3, 5, 2), (1, 1, 0.5)]

@@ -18,14 +18,15 @@ import rich.console
 from flax import nnx
 from parity import BATCH, LLAMA, MOE, SEQ, allowed, arranged, batch, compare_leaves, name, state_of, weights
 
-from llmpar import model, sequence_order
 from llmpar.inspect.spread import NAMES, rounded_products, spread, spread_table
-from llmpar.mesh import make_mesh
-from llmpar.par import Solo
-from llmpar.plan import Plan
+from llmpar.model import llama as model
+from llmpar.model.weights import model_graph
+from llmpar.parallel.mesh import make_mesh
+from llmpar.parallel.modes import Solo
+from llmpar.plan import sequence_order
+from llmpar.plan.plan import Plan
 from llmpar.predict.tolerance import FACTOR, ROUNDING, UNIT, tolerance, tree
-from llmpar.step import Step
-from llmpar.weights import model_graph
+from llmpar.training.step import Step
 
 QUANTITIES = tuple(NAMES)
 RNG = np.random.default_rng(0)

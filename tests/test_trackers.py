@@ -11,7 +11,7 @@ import jax
 import pytest
 from test_train import Killed, kill_at, run, stream
 
-from llmpar.plan import Plan
+from llmpar.plan.plan import Plan
 from llmpar.training.data import Stream
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

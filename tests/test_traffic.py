@@ -10,12 +10,12 @@ import pytest
 from flax import nnx
 from parity import LLAMA, QWEN
 
-from llmpar.config import preset
 from llmpar.inspect.census import executed_flops
-from llmpar.par import Solo
-from llmpar.plan import Plan
+from llmpar.model.weights import init_params, model_graph
+from llmpar.parallel.modes import Solo
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
 from llmpar.predict import memory, traffic
-from llmpar.weights import init_params, model_graph
 
 BATCH, SEQ, MIXED = 4, 32, "dp=2 fsdp=2 tp=2"
 

@@ -21,18 +21,18 @@ from steps import train
 
 from llmpar.cli.options import StepOptions
 from llmpar.cli.train import ideal_step_s
-from llmpar.config import ExpertConfig
-from llmpar.mesh import make_mesh
-from llmpar.notation import parse_layout
-from llmpar.optimizer import make_optimizer, muon_dims
-from llmpar.plan import Plan
+from llmpar.model.weights import init_params, weight_dims
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.layout import parse_layout
+from llmpar.plan.model_config import ExpertConfig
+from llmpar.plan.plan import Plan
 from llmpar.predict import hardware, memory
-from llmpar.step import State, Step
 from llmpar.training.balance import row_orders
 from llmpar.training.checkpoint import Checkpoints, checksums
 from llmpar.training.data import Corpus, DataConfig, Stream, read_corpus
-from llmpar.training.train import OptimizerConfig, Report, made_of
-from llmpar.weights import init_params, weight_dims
+from llmpar.training.loop import OptimizerConfig, Report, made_of
+from llmpar.training.optimizer import make_optimizer, muon_dims
+from llmpar.training.step import State, Step
 
 SMALL = dataclasses.replace(
     LLAMA, name="small-test", num_layers=1, width=32, num_heads=8, num_kv_heads=8, ffn_width=32
@@ -141,7 +141,7 @@ class Full:
 
 
 def stopped_by_the_log(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmpar.training.train._opened", lambda path: contextlib.nullcontext(Full(2)))
+    monkeypatch.setattr("llmpar.training.loop._opened", lambda path: contextlib.nullcontext(Full(2)))
     with pytest.raises(ValueError, match="cannot write the log 'run.jsonl': No space left on device; free"):
         run(folder=tmp_path, every=100)
 

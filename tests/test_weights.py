@@ -13,12 +13,12 @@ from test_cli import call, document  # noqa: F401 - fixtures
 from test_hf import KINDS, OURS, random_params, same, state_dict, stored
 
 from llmpar.cli.weights import ModelOptions, opened
-from llmpar.config import preset
-from llmpar.mesh import make_mesh
-from llmpar.plan import Plan
-from llmpar.step import Step
-from llmpar.training import hf
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
+from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints
+from llmpar.training.step import Step
 
 BESIDE = {
     "tokenizer_config.json": {"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"},

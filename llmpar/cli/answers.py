@@ -8,11 +8,11 @@ import pathlib
 import sys
 from dataclasses import dataclass
 
-from llmpar import exercises
+from llmpar import lessons as exercises
 from llmpar.cli.options import Folder, Text, give, say
-from llmpar.exercises import quiz, record
-from llmpar.exercises.judge import CORRECT
 from llmpar.files import check_ordinary, read_json_lines
+from llmpar.lessons import quiz, record
+from llmpar.lessons.judge import CORRECT
 
 FOLDERS = (".", "lessons", "notebooks")
 """Where learners work; the first with a file of answers is taken."""

@@ -8,7 +8,7 @@ import tyro
 
 from llmpar.cli import options
 from llmpar.cli.options import File, Number, StepOptions, say
-from llmpar.plan import Plan
+from llmpar.plan.plan import Plan
 
 USUAL = {"gpu": "seconds", "tpu": "one to five minutes"}
 """Of processor time, that a compilation takes."""
@@ -55,12 +55,12 @@ class Compile:
 
     def run(self) -> dict:
         """Compile, print tables unless JSON was asked for, and refuse what does not fit."""
-        from llmpar.inspect.targets import QUIET, parse_target
+        from llmpar.planner.targets import QUIET, parse_target
 
         options.check_picture(self.svg)
         target = parse_target(self.step.target)
         os.environ.update(QUIET)  # before JAX starts
-        from llmpar.inspect import aot
+        from llmpar.planner import aot
 
         options.start()
         config, plan = self.step.settle(len(target.devices))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llmpar.cli.inspect import Inspect
 from llmpar.cli.options import StepOptions, check_picture, give, installed, say, speaks
 from llmpar.cli.train import Train
-from llmpar.notation import parse_mesh
+from llmpar.plan.layout import parse_mesh
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Demo:
         import jax
 
         from llmpar import draw
-        from llmpar.mesh import use_devices
+        from llmpar.parallel.mesh import use_devices
 
         folder = pathlib.Path(self.out)
         try:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
 from llmpar.cli.options import give, installed, join, speaks
-from llmpar.notation import AXES
+from llmpar.plan.layout import AXES
 from llmpar.predict import hardware
 
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -114,8 +114,8 @@ def examine() -> dict:
     import jax
 
     from llmpar.inspect.links import links
-    from llmpar.mesh import use_devices
-    from llmpar.placement import device_grid, domains_of
+    from llmpar.parallel.mesh import use_devices
+    from llmpar.parallel.placement import device_grid, domains_of
 
     devices = use_devices(8, at_least=1)
     first = devices[0]

@@ -45,8 +45,8 @@ class Export:
         from flax.traverse_util import flatten_dict, unflatten_dict
 
         from llmpar.cli.options import start
-        from llmpar.training import hf
-        from llmpar.weights import adapters_of, merged
+        from llmpar.model.weights import adapters_of, merged
+        from llmpar.training import hugging_face as hf
 
         start()
         config, tokenizer, load, said = opened(self.checkpoints, None, None, self.tokenizer, best=self.best)

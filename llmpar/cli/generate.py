@@ -9,8 +9,8 @@ import tyro
 from llmpar.cli import options
 from llmpar.cli.options import MAX_SEED, give, start
 from llmpar.cli.weights import ModelOptions
-from llmpar.config import folder_of
 from llmpar.launch.agreed import flat
+from llmpar.plan.model_config import folder_of
 
 MOST_TOKENS = 1 << 15
 """Tokens of a prompt, where the model does not say for how many it was made: 1,024 steps."""
@@ -39,8 +39,8 @@ class Generate(ModelOptions):
     def run(self) -> None:
         """Restore the weights, take the prompt in, add tokens, and print."""
         from llmpar.launch.joined import initialize, meet
-        from llmpar.training import hf
-        from llmpar.training.train import kept_in
+        from llmpar.training import hugging_face as hf
+        from llmpar.training.loop import kept_in
 
         initialize()
         kept = self.checkpoints and kept_in(pathlib.Path(self.checkpoints))

@@ -90,11 +90,11 @@ class Inspect:
 
     def made(self) -> Any:
         """What the function makes that --program names, with the folder of the command on the path."""
-        from llmpar.inspect.targets import QUIET, parse_target
+        from llmpar.planner.targets import QUIET, parse_target
 
         target = parse_target(self.target) if self.target else None
         os.environ.update(QUIET if target else {})  # before JAX starts
-        from llmpar.mesh import use_devices
+        from llmpar.parallel.mesh import use_devices
 
         devices = target.devices if target else use_devices(self.step.devices, at_least=1)
         start()

@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from llmpar import files, hugging_face
+from llmpar import files
 from llmpar.cli.options import MAX_TOKENS, File, Folder, Number, Text, changed, check_free, check_range, say
-from llmpar.config import PRESETS, folder_of, preset
 from llmpar.launch import jobs, local
 from llmpar.launch.wire import Wire
+from llmpar.plan import config_json as hugging_face
+from llmpar.plan.model_config import PRESETS, folder_of, preset
 from llmpar.predict import hardware, serving
 
 MAX_PROCESSES = 64

@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from llmpar.cli.options import Text, give
-from llmpar.config import PRESETS, preset
+from llmpar.plan.model_config import PRESETS, preset
 
 
 @dataclass(frozen=True)

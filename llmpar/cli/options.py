@@ -19,11 +19,11 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import tyro
 
-from llmpar.config import LoraConfig, ModelConfig, preset
 from llmpar.files import read_text
-from llmpar.notation import parse_mesh
-from llmpar.plan import Plan
-from llmpar.schedules import SCHEDULES
+from llmpar.plan.layout import parse_mesh
+from llmpar.plan.model_config import LoraConfig, ModelConfig, preset
+from llmpar.plan.plan import Plan
+from llmpar.plan.schedules import SCHEDULES
 
 MAX_SEED, MAX_SEQ_LEN, MAX_TOKENS = 2**32 - 1, 2**31 - 1, 2**40
 """JAX makes keys of 32 bits; positions are int32; sizes of arrays are counted in 64 bits."""
@@ -164,7 +164,7 @@ class StepOptions:
 
     def resolve(self) -> tuple[ModelConfig, Plan]:
         """Give the model and the plan, on the devices that are there or are simulated from here on."""
-        from llmpar.mesh import use_devices
+        from llmpar.parallel.mesh import use_devices
 
         return self.settle(len(use_devices(self.devices, at_least=1)))
 

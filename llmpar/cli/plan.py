@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llmpar import schedules
 from llmpar.cli import options
 from llmpar.cli.options import MAX_TOKENS, File, Number, Real, Text, changed, give
-from llmpar.config import preset
 from llmpar.draw.scene import banded, rounded
-from llmpar.notation import AXES, POSITIONAL, parse_mesh
-from llmpar.plan import Plan as Fields
+from llmpar.plan import schedules
+from llmpar.plan.layout import AXES, POSITIONAL, parse_mesh
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan as Fields
 from llmpar.predict import hardware, memory
 
 MAX_DEVICES, MAX_SEQ_LEN = 1 << 17, 1 << 24
@@ -75,8 +75,8 @@ class Plan:
             raise ValueError("price is a cost of a chip and hour, and wants --tokens, as 15T")
         if self.html is not None:
             self.check_page(self.html)
-        from llmpar.inspect.targets import GPUS, TPUS
-        from llmpar.predict import planner
+        from llmpar.planner import planner
+        from llmpar.planner.targets import GPUS, TPUS
 
         budget = None if self.tokens is None else count(self.tokens, "tokens", 1000)
         with options.still_at_work("pricing plans", "seconds are usual; fix axes by --mesh to price fewer"):
@@ -254,7 +254,7 @@ def tables_of(document: dict) -> Iterator[Any]:
 def hold_against(path: str, chip: str | None, as_json: bool) -> dict:
     """Print predicted, measured and error of each run, and each sweep's rank correlation. ``chip``: a file
     whose measured rates replace those of the row that it started from."""
-    from llmpar.predict.measured import against
+    from llmpar.planner.measured import against
 
     own = {}
     if chip is not None:
@@ -272,7 +272,7 @@ def tables_against(document: dict) -> Iterator[Any]:
     """The document as tables: single rows and short sweeps, sweeps, the worst rows, the sums."""
     from rich.table import Column, Table
 
-    from llmpar.predict.measured import tell_tale
+    from llmpar.planner.measured import tell_tale
 
     runs = Table(Column("run, chip, mesh", overflow="fold"))
     for name in ("predicted", "measured", "error", "fits"):

@@ -5,10 +5,11 @@ from typing import Annotated
 
 import tyro
 
-from llmpar import draw, schedules
+from llmpar import draw
 from llmpar.cli.options import File, Number, changed, check_picture, give, read_order, save_picture
-from llmpar.schedules import Costs, make
-from llmpar.timetable import Timetable, timetable
+from llmpar.plan import schedules
+from llmpar.plan.schedules import Costs, make
+from llmpar.plan.timetable import Timetable, timetable
 
 MAX_CELLS = 40_000
 """Simulating more takes minutes."""

@@ -21,12 +21,12 @@ from llmpar import draw
 from llmpar.cli import options
 from llmpar.cli.options import MAX_SEED, File, Folder, From, StepOptions, changed, flags_of, give, say, speaks
 from llmpar.cli.weights import Load, beside, from_folder, refuse_beside_from
-from llmpar.config import ModelConfig, OptimizerConfig, folder_of, preset
 from llmpar.launch import signals
 from llmpar.launch.agreed import flat
-from llmpar.plan import Plan
+from llmpar.plan.model_config import ModelConfig, OptimizerConfig, folder_of, preset
+from llmpar.plan.plan import Plan
+from llmpar.plan.timetable import timetable
 from llmpar.predict import hardware, memory
-from llmpar.timetable import timetable
 from llmpar.training import data
 from llmpar.training.balance import row_orders
 from llmpar.training.trackers import Tracker
@@ -96,9 +96,9 @@ class Train:
         optimizer = OptimizerConfig(**vars(self.optimizer))
         options.check_picture(self.plot)
         meet({"model": self.step.adapted(preset(self.step.model))})
-        from llmpar.mesh import make_mesh, platform_of
+        from llmpar.parallel.mesh import make_mesh, platform_of
         from llmpar.training.checkpoint import Checkpoints
-        from llmpar.training.train import kept_in, train
+        from llmpar.training.loop import kept_in, train
 
         options.start()
         keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints is not None else None
@@ -179,7 +179,7 @@ class Train:
 
     def finish(self, report: Any, config: ModelConfig, plan: Plan) -> dict:
         """Draw the loss, and give the ``--json`` document of a `training.train.Report`."""
-        from llmpar.training.train import MFU
+        from llmpar.training.loop import MFU
 
         if losses := report.losses:
             options.save_picture(self.plot, "the loss", lambda: draw.loss_curve(losses))

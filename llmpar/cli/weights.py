@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from llmpar.cli.options import Folder, From, Name, fits_host, say
-from llmpar.config import PRESETS, ModelConfig, folder_of, preset
-from llmpar.hugging_face import QUANTIZED, quantization
-from llmpar.notation import parse_mesh
-from llmpar.plan import Plan
+from llmpar.plan.config_json import QUANTIZED, quantization
+from llmpar.plan.layout import parse_mesh
+from llmpar.plan.model_config import PRESETS, ModelConfig, folder_of, preset
+from llmpar.plan.plan import Plan
 from llmpar.predict.serving import device_cache_bytes
 from llmpar.training import data
 
@@ -66,7 +66,7 @@ def opened(
         def load(shardings, dtype="float32"):
             import jax
 
-            from llmpar.weights import init_params
+            from llmpar.model.weights import init_params
 
             return jax.jit(lambda: _cast(init_params(config, seed), dtype), out_shardings=shardings)()
 
@@ -103,7 +103,7 @@ class ModelOptions:
 
     def plan(self) -> Plan:
         """The plan, on the devices that are there or are simulated from here on."""
-        from llmpar.mesh import use_devices
+        from llmpar.parallel.mesh import use_devices
 
         mesh = parse_mesh(self.mesh, len(use_devices(self.devices, at_least=1)))
         return Plan(mesh, zero=0, dtype=self.dtype)
@@ -116,9 +116,9 @@ class ModelOptions:
         """The engine with its weights. Refuses what does not fit before they are read."""
         import jax
 
-        from llmpar.mesh import make_mesh, sharding, split
+        from llmpar.model.weights import weight_dims
+        from llmpar.parallel.mesh import make_mesh, sharding, split
         from llmpar.serve.engine import Engine
-        from llmpar.weights import weight_dims
 
         serving = plan.serving(config, slots, length)
         cache = device_cache_bytes(serving, slots, length)
@@ -141,7 +141,7 @@ def _cast(params: Any, dtype: str) -> Any:
 def from_folder(name: str) -> tuple[str, str, Load]:
     """Give the names of the model and the tokenizer in a Hugging Face folder, or that of a downloaded model,
     and what loads the weights. None is read yet, but tensors that are none of the model are refused."""
-    from llmpar.training import hf
+    from llmpar.training import hugging_face as hf
 
     folder = folder_of(name)
     if not os.path.isdir(folder):

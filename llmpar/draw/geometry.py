@@ -6,7 +6,7 @@ Plain numbers in, plain numbers out; the tests hold them against JAX and numpy.
 import itertools
 import math
 
-from llmpar.notation import ORDER, Layout
+from llmpar.plan.layout import ORDER, Layout
 
 
 def strides(sizes: dict[str, int], order) -> dict[str, int]:

@@ -6,7 +6,7 @@ from typing import Any
 from llmpar.draw import scene
 from llmpar.draw.geometry import holders
 from llmpar.draw.scene import OTHERS, Group, Line, Rect, Scene, Text, small_text
-from llmpar.notation import Arrow, Dim, Layout, parse_layout
+from llmpar.plan.layout import Arrow, Dim, Layout, parse_layout
 
 LENGTH = {"s": 84, "d": 72, "m": 136, "n": 112, "k": 112, "t": 84, "h": 48, "z": 16}
 """Pixels of a dim in a drawing of many matrices."""

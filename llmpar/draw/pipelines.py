@@ -8,8 +8,8 @@ from typing import Any
 from llmpar.draw import scene
 from llmpar.draw.charts import scale
 from llmpar.draw.scene import PAGE, SMALL, Group, Line, Rect, Scene, Text, compose, fitting, small_text, ticks
-from llmpar.schedules import Op
-from llmpar.timetable import Timetable
+from llmpar.plan.schedules import Op
+from llmpar.plan.timetable import Timetable
 
 ROW, CELL, FLOOR, HELD = 58, 26, 48, 16
 """Pixels of a timeline: from stage to stage, an operation's height, from a stage's top to the foot of what it
@@ -88,8 +88,9 @@ def timeline(
     Without ``facts`` the rows do not say how busy their stage is and what it holds at most; the words do. The
     ``shortest`` operation is so many pixels wide. Of a whole backward the first ``half`` is drawn as B.
 
-    ``table`` is a :class:`~llmpar.timetable.Timetable` or, per stage, rows of (start, end, kind, microbatch,
-    chunk). A microbatch is held from the start of its F to the end of its B, or of its W where there is one.
+    ``table`` is a :class:`~llmpar.plan.timetable.Timetable` or, per stage, rows of (start, end, kind,
+    microbatch, chunk). A microbatch is held from the start of its F to the end of its B, or of its W where
+    there is one.
     """
     title, stages = "", table
     if hasattr(table, "schedule"):

@@ -8,7 +8,7 @@ from llmpar.draw import scene
 from llmpar.draw.charts import bar_part
 from llmpar.draw.geometry import holders
 from llmpar.draw.scene import OTHERS, SMALL, Line, Scene, Text, fitting, pixels, small_text, text_width
-from llmpar.notation import Layout
+from llmpar.plan.layout import Layout
 
 
 def passes(prompt: Sequence[str], answer: Sequence[str]) -> Scene:

@@ -8,16 +8,16 @@ import itertools
 import math
 from typing import Any
 
-from llmpar.config import from_dict, near_presets, preset
 from llmpar.draw.grid import frames
 from llmpar.draw.scene import Scene, banded, rounded, size_text, time_text, to_svg
 from llmpar.explore import panels
 from llmpar.explore.look import MODELS, MOST, OFFERED, START, Look, look, own_model, settle, works
 from llmpar.explore.words import estimated
 from llmpar.files import Allowed
-from llmpar.notation import AXES, MeshShape, divisors, near_meshes, parse_mesh
-from llmpar.plan import Plan
-from llmpar.predict import planner
+from llmpar.plan.layout import AXES, MeshShape, divisors, near_meshes, parse_mesh
+from llmpar.plan.model_config import from_dict, near_presets, preset
+from llmpar.plan.plan import Plan
+from llmpar.planner import planner
 
 Limits = dict[str, Allowed]
 """What values of a state may be, where their kind does not say it."""

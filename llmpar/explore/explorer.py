@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from llmpar import __version__
-from llmpar.config import PRESETS
 from llmpar.draw.scene import DARK, LIGHT, Scene, compose, to_png, to_svg
 from llmpar.explore import answers, look, panels
 from llmpar.files import Allowed
+from llmpar.plan.model_config import PRESETS
 from llmpar.predict import hardware
 
 SMALL = ("timeline", "routing", "memory", "overlap", "ring", "sum")

@@ -15,16 +15,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmpar.config import PRESETS, ModelConfig, from_dict, preset
 from llmpar.files import Allowed, allowed
-from llmpar.notation import MeshShape, mesh_distance, near_meshes, parse_mesh
-from llmpar.plan import Plan, Resolved
-from llmpar.predict import hardware, planner
-from llmpar.predict.advice import Step, advice
+from llmpar.plan.layout import MeshShape, mesh_distance, near_meshes, parse_mesh
+from llmpar.plan.model_config import PRESETS, ModelConfig, from_dict, preset
+from llmpar.plan.plan import Plan, Resolved
+from llmpar.plan.schedules import SCHEDULES
+from llmpar.planner import planner
+from llmpar.planner.advice import Step, advice
+from llmpar.planner.planner import Candidate, Question
+from llmpar.predict import hardware
 from llmpar.predict.hardware import CHIPS
 from llmpar.predict.layer import Segment, forward
-from llmpar.predict.planner import Candidate, Question
-from llmpar.schedules import SCHEDULES
 
 _CASE = {"model": "llama3-8b", "chip": "h100", "devices": 8, "batch_size": 16, "seq_len": 4096}
 _HOW = {"mesh": "dp=2 fsdp=2 tp=2", "fields": {}, "agreed": 8, "own": {}, "own_chips": {}, "config": ""}

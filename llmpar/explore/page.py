@@ -21,11 +21,10 @@ WORDS = next(path for path in (PACKAGE / "docs/words.md", PACKAGE.parent / "docs
 STATIC = Path(__file__).parent / "static"
 MODULE, STYLE = STATIC / "explorer.js", STATIC / "explorer.css"
 RUNTIME = STATIC / "python.json"
-ROOMS = ("draw/*", "explore/*", "predict/*", "*.toml", "kernels/__init__.py", "kernels/tiles.py")
+FOLDERS = "draw/* explore/* plan/* predict/* planner/* kernels/__init__.py kernels/tiles.py".split()
+NEED_JAX = ("widget.py", "aot.py", "targets.py")
 EXERCISES = "__init__.py judge.py pages.py record.py 01.py 01.md 02.md 08.py 08.md".split()
 """Lessons whose exercises a page judges; of lesson 02 those that no device runs."""
-MODULES = """__init__ config execution files hugging_face notation plan refusals schedules sequence_order
-    timetable""".split()
 MOST = 1_300_000
 """Bytes of stored answers in a small page, packed: with them it takes about 2 MB."""
 
@@ -37,10 +36,10 @@ def runtime() -> str:
 
 def rooms() -> dict[str, str]:
     """The part of the package that needs neither JAX nor numpy: what the files hold, by their paths."""
-    found = [PACKAGE / f"{name}.py" for name in MODULES]
-    found += [path for room in ROOMS for path in sorted(PACKAGE.glob(room))]
-    found += [PACKAGE / "exercises" / name for name in EXERCISES]
-    files = [path for path in found if path.suffix in (".py", ".toml", ".md") and path.name != "widget.py"]
+    found = [PACKAGE / "__init__.py", PACKAGE / "files.py"]
+    found += [path for folder in FOLDERS for path in sorted(PACKAGE.glob(folder))]
+    found += [PACKAGE / "lessons" / name for name in EXERCISES]
+    files = [path for path in found if path.suffix in (".py", ".toml", ".md") and path.name not in NEED_JAX]
     named = {path.relative_to(PACKAGE.parent).as_posix(): path for path in files}
     named["llmpar/docs/words.md"] = WORDS
     return {name: path.read_text(encoding="utf-8") for name, path in named.items()}

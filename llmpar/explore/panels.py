@@ -13,12 +13,12 @@ from llmpar.draw.grid import layer_lanes, ring, tensor_grid
 from llmpar.draw.scene import Group, Scene, Text, attribute, compose, size_text, to_svg
 from llmpar.explore.look import Look, works
 from llmpar.explore.words import act, button, estimated, explain, famous, table, table_row
-from llmpar.notation import AXES, Layout, divisors, parse_mesh
-from llmpar.predict import planner
+from llmpar.plan.layout import AXES, Layout, divisors, parse_mesh
+from llmpar.planner import planner
+from llmpar.planner.planner import Candidate, verdict
+from llmpar.planner.terms import recomputed
 from llmpar.predict.hardware import GIB
 from llmpar.predict.memory import BATCH
-from llmpar.predict.planner import Candidate, verdict
-from llmpar.predict.terms import recomputed
 from llmpar.predict.time import Clock
 from llmpar.predict.traffic import ITEMSIZE, Prediction, most_traffic
 

@@ -10,7 +10,6 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from llmpar.config import ExpertConfig, preset
 from llmpar.draw.charts import memory_bars, overlap
 from llmpar.draw.dispatch import expert_loads
 from llmpar.draw.pipelines import timeline
@@ -20,11 +19,12 @@ from llmpar.explore.answers import Limits, refused, step
 from llmpar.explore.explorer import Explorer
 from llmpar.explore.words import button, tagged
 from llmpar.files import Allowed
-from llmpar.plan import Plan
+from llmpar.plan.model_config import ExpertConfig, preset
+from llmpar.plan.plan import Plan
+from llmpar.plan.schedules import SCHEDULES, Schedule, from_text, make
+from llmpar.plan.sequence_order import sequence_permutation
+from llmpar.plan.timetable import Timetable, reached, timetable
 from llmpar.predict import formulas, hardware, memory
-from llmpar.schedules import SCHEDULES, Schedule, from_text, make
-from llmpar.sequence_order import sequence_permutation
-from llmpar.timetable import Timetable, reached, timetable
 
 
 class Figure(Explorer):

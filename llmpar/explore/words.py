@@ -12,8 +12,8 @@ from typing import Any
 from llmpar.draw.scene import attribute, banded, digits_of, rounded, size_text, time_text
 from llmpar.explore.look import Look
 from llmpar.explore.page import WORDS
-from llmpar.predict import planner
-from llmpar.predict.terms import Term, terms
+from llmpar.planner import planner
+from llmpar.planner.terms import Term, terms
 
 UNITS = {"B": size_text, "s": time_text, "1/s": lambda x: f"{rounded(x):,.0f} a second"}
 UNITS["1"] = lambda x: f"{100 * rounded(x):.0f} %"

@@ -45,7 +45,7 @@ class Collective:
     bytes_sent: int  # per device and step
     dtype: str  # as XLA writes it: f32, bf16, s32
     shape: tuple  # of the result of one execution; several shapes if it has several results
-    source: str  # 'llmpar/model.py:88'; '' where the compiler does not say
+    source: str  # 'model/llama.py:88'; '' where the compiler does not say
     conditional: bool = False  # in a branch: counted as if the branch that sends most were always taken
     arrow: str = ""  # what it carries out, as `par.scope` names it; '' where the partitioner chose
     direction: str = ""  # forward, backward or recomputed; '' where it belongs to no pass: gradients' sums

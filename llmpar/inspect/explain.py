@@ -1,8 +1,8 @@
 """Answers JAX's sharding errors by the arrow that is missing.
 
 JAX says which rule a program broke. Here each kind of mistake has a sentence that says which movement the
-program wants and does not name, in the notation of `llmpar.notation`, and ends in the Python text that mends
-it, where one does. explain.toml has the kinds, in the words of JAX 0.10 and 0.12; other errors stay.
+program wants and does not name, in the notation of `llmpar.plan.layout`, and ends in the Python text that
+mends it, where one does. explain.toml has the kinds, in the words of JAX 0.10 and 0.12; other errors stay.
 """
 
 import ast
@@ -19,8 +19,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from llmpar.mesh import LETTERS, axes_of
-from llmpar.notation import AXES, Dim, Layout, parse_arrow
+from llmpar.parallel.mesh import LETTERS, axes_of
+from llmpar.plan.layout import AXES, Dim, Layout, parse_arrow
 
 Known = dict[str, Any]  # what a sentence can name
 LONGEST = 4000

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmpar.mesh import LETTERS
+from llmpar.parallel.mesh import LETTERS
 
 # A type ends where the operation's name begins: atomic, so that a line is read once. The short form has no %.
 _OP = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ((?>\(.*?\)(?= [\w\-]+\()|\S+)) ([\w\-]+)\((.*?)\)((?:, .*)?)$")
@@ -206,7 +206,8 @@ LIKE = r"all-|ragged-|reduce-scatter|collective-|send|recv"
 PARTNERS = r"\b(?:replica_groups|\w+_pairs|channel_id)="
 """Names of operations, and attributes, of what devices do together."""
 parsed = functools.lru_cache(maxsize=2)(Module)
-MOVERS = tuple(f"/llmpar/{m}.py" for m in "par readings block overlap channels inspect/look".split())
+PARALLEL = "modes auto explicit collectives collective_matmul _jax"
+MOVERS = (*(f"/llmpar/parallel/{name}.py" for name in PARALLEL.split()), "/llmpar/inspect/look.py")
 LIBRARIES = "jax|jaxlib|flax|optax|equinox|haiku|einops|chex|jaxtyping|beartype"
 
 

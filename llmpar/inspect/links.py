@@ -14,7 +14,7 @@ import numpy as np
 from rich.table import Table
 
 from llmpar.inspect.tables import table
-from llmpar.placement import domains_per_group, link_domain
+from llmpar.parallel.placement import domains_per_group, link_domain
 from llmpar.predict import hardware
 from llmpar.predict.hardware import Chip
 

@@ -35,7 +35,7 @@ from llmpar.inspect.jaxpr import LOOPS, kept_lines, unchecked
 from llmpar.inspect.links import links
 from llmpar.inspect.roofline import product_flops
 from llmpar.inspect.shardings import PACKED, _leaves
-from llmpar.mesh import axes_of, platform_of
+from llmpar.parallel.mesh import axes_of, platform_of
 
 SMALL = 0.01
 """Of what is replicated, values below this share of the arguments are summed."""

@@ -8,7 +8,6 @@ import optax
 from rich.table import Table
 
 from llmpar import draw
-from llmpar.config import ModelConfig
 from llmpar.draw.scene import Scene, compose
 from llmpar.inspect.census import arrow_rows, census_hlo, compiled_memory, executed_flops, read_program
 from llmpar.inspect.hlo import parsed
@@ -16,12 +15,13 @@ from llmpar.inspect.links import links, links_table
 from llmpar.inspect.spread import spread_table
 from llmpar.inspect.tables import table
 from llmpar.inspect.types import types_table
-from llmpar.mesh import make_mesh
-from llmpar.plan import Plan, Resolved
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.plan import Plan, Resolved
+from llmpar.plan.timetable import branch_shares
 from llmpar.predict import memory, traffic
 from llmpar.predict.traffic import Prediction
-from llmpar.step import Step
-from llmpar.timetable import branch_shares
+from llmpar.training.step import Step
 
 
 def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> dict:
@@ -182,7 +182,7 @@ def picture(document: dict) -> Scene:
 
 
 def _short(source: str) -> str:
-    """'llmpar/model.py:72, llmpar/model.py:91' as 'model.py:72, 91', which a narrow column can fold."""
+    """'model/llama.py:72, model/llama.py:91' as 'llama.py:72, 91', which a narrow column can fold."""
     lines: dict[str, list[str]] = {}
     for place in filter(None, source.split(", ")):
         file, _, line = place.rpartition(":")

@@ -66,7 +66,7 @@ def _mesh(meshes: list[tuple[str, Any]], leaves: list[tuple[str, Any, Any]]) -> 
     for name, mesh in meshes + [(name, where.mesh) for name, _, where in leaves if hasattr(where, "mesh")]:
         if isinstance(mesh, AbstractMesh) or mesh.empty:
             why = f"{name}: a mesh of axes {dict(mesh.shape)} without devices"
-            raise ValueError(f"{why}; make one of devices, as llmpar.mesh.make_mesh does")
+            raise ValueError(f"{why}; make one of devices, as llmpar.parallel.mesh.make_mesh does")
         found.append(_place(mesh))
     used = {d: name for name, _, where in reversed(leaves) for d in where.device_set}
     alone = (("device", len(used)),), tuple(sorted(used, key=lambda d: d.id))

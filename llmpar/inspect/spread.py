@@ -3,9 +3,9 @@
 import jax
 from rich.table import Table
 
-from llmpar.config import ModelConfig
 from llmpar.inspect.tables import table
-from llmpar.plan import Plan
+from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.plan import Plan
 from llmpar.predict.tolerance import FACTOR, UNIT, Unit, tolerance
 
 NAMES = {"loss": "loss", "grad_norm": "norm", "gradient": "gradient"}

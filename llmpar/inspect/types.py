@@ -7,12 +7,12 @@ import jax
 import optax
 from rich.table import Table
 
-from llmpar.config import ModelConfig
 from llmpar.inspect.tables import table
-from llmpar.mesh import make_mesh
-from llmpar.plan import Plan
-from llmpar.readings import Explicit
-from llmpar.step import Step
+from llmpar.parallel.auto import Explicit
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.plan import Plan
+from llmpar.training.step import Step
 
 
 def types(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> list[dict]:

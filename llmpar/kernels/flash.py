@@ -1,11 +1,12 @@
 """Attend by a kernel that keeps no scores: forward, and backward from the log of sums.
 
 FlashAttention (Dao 2023) over *spans* of tiles. Positions and segments travel with queries and keys, as
-everywhere in `llmpar.attention`. Before a kernel starts, the extremes of every tile of queries are compared
-with those of every tile of keys, and each tile gets four numbers: the first tile that it meets, the first
-that it meets whole (all pairs are seen, which needs no mask), where these end, and where all end. The kernel
-walks along its span. This covers every order of the sequence, windows and packed documents, without an array
-of s x t. (Where a rank's positions do not rise, a span is longer than it must be, and as right.)
+everywhere in `llmpar.model.attention`. Before a kernel starts, the extremes of every tile of queries are
+compared with those of every tile of keys, and each tile gets four numbers: the first tile that it meets,
+the first that it meets whole (all pairs are seen, which needs no mask), where these end, and where all end.
+The kernel walks along its span. This covers every order of the sequence, windows and packed documents,
+without an array of s x t. (Where a rank's positions do not rise, a span is longer than it must be, and as
+right.)
 
 Written in Pallas, which makes Triton programs of the three kernels for GPUs (JAX 0.12 still does, and warns
 that a later version will not). For TPUs `llmpar.kernels.flash_tpu` walks the same spans with the same tiles.
@@ -29,9 +30,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from llmpar.block import vary_alike
 from llmpar.kernels.tiles import kernel_tiles, padded_width
-from llmpar.sequence_order import Mask, seen_tiles
+from llmpar.parallel.collectives import vary_alike
+from llmpar.plan.sequence_order import Mask, seen_tiles
 
 LOG2_E = float(np.log2(np.e))  # GPUs have an instruction for powers of 2
 LEAST = float(np.finfo(np.float32).min) / 2  # for minus infinity, of which no difference can be taken

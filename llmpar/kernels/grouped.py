@@ -32,9 +32,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from llmpar.block import vary_alike
-from llmpar.config import ExpertConfig
-from llmpar.par import HIDDEN
+from llmpar.parallel.collectives import vary_alike
+from llmpar.parallel.modes import HIDDEN
+from llmpar.plan.model_config import ExpertConfig
 
 Weights = tuple[Float[Array, "l d m"], Float[Array, "l d m"], Float[Array, "l m d"]]
 

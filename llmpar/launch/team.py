@@ -150,7 +150,7 @@ def _status(number: int) -> str:
 def main() -> None:
     """Join the others, and run what comes until the notebook's process goes."""
     from llmpar.launch.joined import initialize
-    from llmpar.mesh import use_devices
+    from llmpar.parallel.mesh import use_devices
 
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     with Connection(os.dup(0)) as line, contextlib.suppress(EOFError):

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from llmpar.schedules import Costs
+from llmpar.plan.schedules import Costs
 
 
 class ClosedForm(NamedTuple):

@@ -16,8 +16,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
-from llmpar.config import allowed
 from llmpar.files import Allowed, read_toml
+from llmpar.plan.model_config import allowed
 
 GIB = 2**30
 LINKS = ("torus", "switch")
@@ -166,15 +166,15 @@ def memory_left_out(chip: Chip) -> str:
 
 
 def table(name: str) -> dict[str, Any]:
-    """The table of a TOML file of this folder. What ``[text]`` says of a word, {WORD} stands for."""
-    text = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    """The table of a TOML file of the package. What ``[text]`` says of a word, {WORD} stands for."""
+    text = resources.files("llmpar").joinpath(name).read_text(encoding="utf-8")
     words = tomllib.loads(text).get("text", {})
     return tomllib.loads(re.sub(r"\{([A-Z]+)\}", lambda found: words.get(found[1], found[0]), text))
 
 
-RATES: dict[str, Rates] = {name: Rates(**row) for name, row in table("rates.toml").items()}
+RATES: dict[str, Rates] = {name: Rates(**row) for name, row in table("predict/rates.toml").items()}
 """What `tests/fit_rates.py` found: a few constants per generation, fitted on published runs."""
-_TABLE = table("chips.toml")
+_TABLE = table("predict/chips.toml")
 POWER_W: dict[str, float] = {n: row.pop("power_w") for n, row in _TABLE["chip"].items() if "power_w" in row}
 """Watts of one chip."""
 MAKERS: dict[str, str] = {n: row.pop("maker") for n, row in _TABLE["chip"].items() if "maker" in row}

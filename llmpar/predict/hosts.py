@@ -20,10 +20,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from llmpar.plan import Resolved
+from llmpar.plan.plan import Resolved
+from llmpar.plan.timetable import slots, timetable
 from llmpar.predict.formulas import ring_share
 from llmpar.predict.traffic import step_traffic
-from llmpar.timetable import slots, timetable
 
 Send = tuple[int, int, Fraction]
 """From, to, and which share of the message."""

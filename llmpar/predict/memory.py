@@ -9,11 +9,11 @@ import math
 from collections import Counter
 from typing import Any, NamedTuple
 
-from llmpar.config import ModelConfig
-from llmpar.plan import Resolved
+from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.plan import Resolved
+from llmpar.plan.sequence_order import tile_length
+from llmpar.plan.timetable import slots, timetable
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE
-from llmpar.sequence_order import tile_length
-from llmpar.timetable import slots, timetable
 
 PARTS = {
     "params": "weights",

@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from llmpar.kernels.tiles import KernelTiles
-from llmpar.sequence_order import CAUSAL, Mask, sequence_permutation, tile_length
+from llmpar.plan.sequence_order import CAUSAL, Mask, sequence_permutation, tile_length
 
 PRODUCTS = {"flash_forward": 2, "flash_queries_grad": 3, "flash_keys_grad": 4}
 """Matrix products of a head's width for each pair of tiles: scores and output; backward the scores, the

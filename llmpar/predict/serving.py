@@ -10,9 +10,9 @@ ahead. No published run of serving is among the measured ones: only the formulas
 
 import math
 
-from llmpar.config import ModelConfig
-from llmpar.notation import MeshShape
-from llmpar.plan import CACHE, Serving
+from llmpar.plan.layout import MeshShape
+from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.plan import CACHE, Serving
 from llmpar.predict import formulas
 from llmpar.predict.hardware import GIB, Chip
 from llmpar.predict.time import Clock

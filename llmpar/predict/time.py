@@ -13,13 +13,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmpar import schedules
-from llmpar.notation import AXES
+from llmpar.plan import schedules
+from llmpar.plan.layout import AXES
+from llmpar.plan.timetable import makespan
 from llmpar.predict import formulas
 from llmpar.predict.hardware import Chip, Rates
 from llmpar.predict.traffic import Prediction, step_traffic
 from llmpar.predict.workload import Product, Run
-from llmpar.timetable import makespan
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 35, 60
 """Kernels of a layer of an eager framework, and of its share of the backward pass: counted in Megatron's."""

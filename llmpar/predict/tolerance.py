@@ -9,9 +9,9 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from llmpar.config import ModelConfig
-from llmpar.notation import AXES
-from llmpar.plan import Resolved
+from llmpar.plan.layout import AXES
+from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.plan import Resolved
 
 Unit = Literal["float32", "tf32", "bfloat16"]
 UNIT = {"float32": 2.0**-24, "tf32": 2.0**-11, "bfloat16": 2.0**-8}

@@ -6,12 +6,12 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from llmpar.config import ADAPTABLE, ExpertConfig, ModelConfig, Weight
-from llmpar.notation import TRANSPOSES, Arrow, MeshShape
-from llmpar.plan import BEST, CHOSEN, LOGITS, Resolved, Serving
+from llmpar.plan.layout import TRANSPOSES, Arrow, MeshShape
+from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, ModelConfig, Weight
+from llmpar.plan.plan import BEST, CHOSEN, LOGITS, Resolved, Serving
+from llmpar.plan.schedules import Schedule
+from llmpar.plan.timetable import slots, timetable
 from llmpar.predict.formulas import ring_bytes, visited_share
-from llmpar.schedules import Schedule
-from llmpar.timetable import slots, timetable
 
 FLOAT32 = 4
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}

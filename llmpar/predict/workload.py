@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from llmpar.config import ModelConfig
-from llmpar.notation import MeshShape
-from llmpar.plan import Plan
+from llmpar.plan.layout import MeshShape
+from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.plan import Plan
+from llmpar.plan.schedules import deal
 from llmpar.predict.hardware import Chip, table
-from llmpar.schedules import deal
 
 POLICIES: tuple[Any, ...] = get_args(get_type_hints(Plan)["remat"])
 """From what keeps most to what computes most again."""
@@ -42,7 +42,7 @@ class Software:
     blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
 
 
-TABLE = table("publications.toml")
+TABLE = table("predict/publications.toml")
 SOFTWARE = {name: Software(name, **row) for name, row in TABLE["software"].items()}
 """Frameworks by name."""
 

@@ -21,15 +21,15 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
-from llmpar import attention
-from llmpar.block import at, vary
-from llmpar.config import ModelConfig
-from llmpar.mesh import platform_of, sharding, spec, split
-from llmpar.model import logits_of
-from llmpar.notation import Layout
-from llmpar.par import Manual
-from llmpar.plan import BEST, CACHE, CHOSEN, LOGITS, Plan, Serving
-from llmpar.weights import Tree, model_graph, weight_dims
+from llmpar.model import attention
+from llmpar.model.llama import logits_of
+from llmpar.model.weights import Tree, model_graph, weight_dims
+from llmpar.parallel.collectives import at, vary
+from llmpar.parallel.mesh import platform_of, sharding, spec, split
+from llmpar.parallel.modes import Manual
+from llmpar.plan.layout import Layout
+from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.plan import BEST, CACHE, CHOSEN, LOGITS, Plan, Serving
 
 
 class Rows(NamedTuple):

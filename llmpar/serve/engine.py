@@ -15,11 +15,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from llmpar.config import Count, ModelConfig, Rate, Share
 from llmpar.files import Allowed, check_fields
-from llmpar.plan import BEST, Plan
+from llmpar.model.weights import Tree
+from llmpar.plan.model_config import Count, ModelConfig, Rate, Share
+from llmpar.plan.plan import BEST, Plan
 from llmpar.serve.decode import Decoder, Rows
-from llmpar.weights import Tree
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from llmpar.sequence_order import sequence_permutation
+from llmpar.plan.sequence_order import sequence_permutation
 
 
 def row_orders(name: str, segments_bs: np.ndarray, n: int, window: int | None = None) -> np.ndarray:

@@ -23,9 +23,9 @@ import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 
-from llmpar.config import ModelConfig, from_dict
-from llmpar.step import State
-from llmpar.weights import Tree
+from llmpar.model.weights import Tree
+from llmpar.plan.model_config import ModelConfig, from_dict
+from llmpar.training.step import State
 
 Tell = Callable[[str], None]
 FIXED = ("data", "tokenizer", "seed", "data_seed", "held_out", "batch_size", "seq_len", "optimizer")
@@ -41,7 +41,7 @@ Told = dict[str, Any] | None
 
 
 class Checkpoints:
-    """A folder of checkpoints of a :class:`llmpar.step.State`.
+    """A folder of checkpoints of a :class:`llmpar.training.step.State`.
 
     Args:
         folder: where they live; made when the first is saved.

@@ -20,7 +20,7 @@
 # the rows into two halves, `fsdp` cuts each half in two again, and `tp` cuts nothing. Which devices hold row 5?
 
 # %% tags=["plumbing"]
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
 
@@ -34,13 +34,13 @@ from jax.sharding import PartitionSpec as P
 
 from llmpar import draw
 from llmpar.draw.scene import Group, Rect, compose, show, small_text
-from llmpar.exercises import attempt, hint, met, solution
 from llmpar.explore.explorer import MeshExplorer
 from llmpar.inspect.census import census_hlo, census_table, compiled_memory
-from llmpar.mesh import make_mesh, shard_bytes, sharding, spec
-from llmpar.notation import AXES, parse_arrow, parse_layout, parse_mesh
-from llmpar.par import Manual
-from llmpar.plan import Plan
+from llmpar.lessons import attempt, hint, met, solution
+from llmpar.parallel.mesh import make_mesh, shard_bytes, sharding, spec
+from llmpar.parallel.modes import Manual
+from llmpar.plan.layout import AXES, parse_arrow, parse_layout, parse_mesh
+from llmpar.plan.plan import Plan
 from llmpar.predict import formulas
 
 N = len(devices)

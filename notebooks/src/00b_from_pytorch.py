@@ -21,7 +21,7 @@
 # wrapped, and no line names a sum. Yet all devices end with the same gradient. Who adds?
 
 # %% tags=["plumbing"]
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
 
@@ -34,10 +34,10 @@ from jax.sharding import PartitionSpec as P
 
 from llmpar import draw
 from llmpar.draw.scene import OTHERS, Rect, Text, compose, show
-from llmpar.exercises import attempt, hint, met, solution
 from llmpar.inspect.census import census_hlo, partitioned_hlo
-from llmpar.mesh import make_mesh, sharding, spec
-from llmpar.notation import parse_arrow, parse_layout, parse_mesh
+from llmpar.lessons import attempt, hint, met, solution
+from llmpar.parallel.mesh import make_mesh, sharding, spec
+from llmpar.plan.layout import parse_arrow, parse_layout, parse_mesh
 
 N = len(devices)
 rng = np.random.default_rng(0)

@@ -20,7 +20,7 @@
 # token is read.
 
 # %% tags=["plumbing"]
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
 
@@ -32,12 +32,12 @@ import numpy as np
 import optax
 
 from llmpar import draw
-from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.exercises import attempt, hint, met, solution
-from llmpar.exercises.lesson import argument_bytes, counting_text, trained, verdicts
 from llmpar.inspect.census import compiled_memory
-from llmpar.plan import Plan
+from llmpar.lessons import attempt, hint, met, solution
+from llmpar.lessons.lesson import argument_bytes, counting_text, trained, verdicts
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
 from llmpar.predict import formulas, memory
 from llmpar.predict.hardware import chip
 

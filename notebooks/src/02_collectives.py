@@ -20,7 +20,7 @@
 # everybody else, each would send 7 MiB. With 1,024 devices it would be a GiB. There must be a better way.
 
 # %% tags=["plumbing"]
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
 
@@ -32,10 +32,10 @@ from jax.sharding import PartitionSpec as P
 
 from llmpar import draw
 from llmpar.draw.scene import show, time_text
-from llmpar.exercises import attempt, hint, met, solution
 from llmpar.explore.small import SumExplorer
 from llmpar.inspect.census import census_hlo, partitioned_hlo
-from llmpar.mesh import make_mesh
+from llmpar.lessons import attempt, hint, met, solution
+from llmpar.parallel.mesh import make_mesh
 from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
 

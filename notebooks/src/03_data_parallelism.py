@@ -19,7 +19,7 @@
 # step there are four models. What must they send, so that there is one?
 
 # %% tags=["plumbing"]
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
 
@@ -34,17 +34,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from llmpar import draw
-from llmpar.block import vary
-from llmpar.config import preset
 from llmpar.draw.scene import show, time_text
-from llmpar.exercises import attempt, hint, met, say, solution
-from llmpar.exercises.lesson import (
-    as_predicted,
-    counting_text,
-    fresh_state,
-    trained,
-    verdicts,
-)
 from llmpar.explore.small import OverlapExplorer
 from llmpar.inspect.census import (
     arrow_rows,
@@ -53,14 +43,24 @@ from llmpar.inspect.census import (
     census_table,
     partitioned_hlo,
 )
-from llmpar.mesh import make_mesh, sharding
-from llmpar.notation import parse_arrow, parse_layout
-from llmpar.par import Manual, Solo
-from llmpar.plan import Plan
+from llmpar.lessons import attempt, hint, met, say, solution
+from llmpar.lessons.lesson import (
+    as_predicted,
+    counting_text,
+    fresh_state,
+    trained,
+    verdicts,
+)
+from llmpar.model.weights import model_graph
+from llmpar.parallel.collectives import vary
+from llmpar.parallel.mesh import make_mesh, sharding
+from llmpar.parallel.modes import Manual, Solo
+from llmpar.plan.layout import parse_arrow, parse_layout
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
 from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
-from llmpar.step import State
-from llmpar.weights import model_graph
+from llmpar.training.step import State
 
 # Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")

@@ -19,7 +19,7 @@
 # parallelism gives each of them a copy of everything. What can be cut, and what does cutting cost?
 
 # %% tags=["plumbing"]
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
 
@@ -33,17 +33,7 @@ import optax
 from jax import lax
 
 from llmpar import draw
-from llmpar import plan as plan_file
-from llmpar.config import LoraConfig, preset
 from llmpar.draw.scene import show
-from llmpar.exercises import attempt, hint, met, say, solution
-from llmpar.exercises.lesson import (
-    as_predicted,
-    as_table,
-    counting_text,
-    trained,
-    verdicts,
-)
 from llmpar.explore.small import MemoryExplorer
 from llmpar.inspect.census import (
     arrow_rows,
@@ -54,12 +44,22 @@ from llmpar.inspect.census import (
     read_program,
 )
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.mesh import make_mesh, shard_bytes, sharding, spec
-from llmpar.notation import parse_layout
-from llmpar.plan import Plan
+from llmpar.lessons import attempt, hint, met, say, solution
+from llmpar.lessons.lesson import (
+    as_predicted,
+    as_table,
+    counting_text,
+    trained,
+    verdicts,
+)
+from llmpar.parallel.mesh import make_mesh, shard_bytes, sharding, spec
+from llmpar.plan import plan as plan_file
+from llmpar.plan.layout import parse_layout
+from llmpar.plan.model_config import LoraConfig, preset
+from llmpar.plan.plan import Plan
 from llmpar.predict import formulas, memory, traffic
 from llmpar.predict.hardware import chip
-from llmpar.step import Step
+from llmpar.training.step import Step
 
 # Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -670,7 +670,7 @@ assert 0.001 < thin["weights"] / (2 * PARAMS) < 0.0025
 # %% [markdown]
 # ### A weight's life in one step
 #
-# This table stands at the top of `llmpar/plan.py`: where one weight of a feed-forward, `d m`, lies in the course of a step, from
+# This table stands at the top of `llmpar/plan/plan.py`: where one weight of a feed-forward, `d m`, lies in the course of a step, from
 # *stored* to its finished gradient, *graded*. Where a cell differs from its left neighbour something is sent, except that stages
 # 0 to 2 leave the backward pass (after *used*) with open sums and send nothing for it; where *graded* differs from *stored*, the
 # updated weight is gathered once more.

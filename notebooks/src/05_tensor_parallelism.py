@@ -20,7 +20,7 @@
 # matmuls. A relu stands between them, and the devices may add up their numbers only once. How would you cut W1 and W2?
 
 # %% tags=["plumbing"]
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
 
@@ -35,10 +35,7 @@ import optax
 from jax import lax
 
 from llmpar import draw
-from llmpar.config import preset
 from llmpar.draw.scene import show
-from llmpar.exercises import attempt, hint, met, say, solution
-from llmpar.exercises.lesson import as_predicted, counting_text, trained, verdicts
 from llmpar.inspect.census import (
     arrow_rows,
     arrow_text,
@@ -48,11 +45,15 @@ from llmpar.inspect.census import (
     read_program,
 )
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.mesh import make_mesh, shard_bytes, sharding, spec
-from llmpar.notation import parse_arrow, parse_layout
-from llmpar.par import Manual
-from llmpar.plan import Plan
-from llmpar.predict import formulas, measured, traffic
+from llmpar.lessons import attempt, hint, met, say, solution
+from llmpar.lessons.lesson import as_predicted, counting_text, trained, verdicts
+from llmpar.parallel.mesh import make_mesh, shard_bytes, sharding, spec
+from llmpar.parallel.modes import Manual
+from llmpar.plan.layout import parse_arrow, parse_layout
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
+from llmpar.planner import measured
+from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
 
 # Accelerators round float32 matmuls unless told not to.

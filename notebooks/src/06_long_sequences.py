@@ -19,7 +19,7 @@
 # feed-forwards do not notice: they look at one position at a time. But in causal attention every query wants to see every earlier key.
 
 # %% tags=["plumbing"]
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
 
@@ -32,11 +32,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from llmpar import attention, draw, sequence_order
-from llmpar.config import preset
+from llmpar import draw
 from llmpar.draw.scene import show
-from llmpar.exercises import attempt, hint, met, say, solution
-from llmpar.exercises.lesson import as_predicted, counting_text, trained, verdicts
 from llmpar.explore.small import RingExplorer
 from llmpar.inspect.census import (
     arrow_rows,
@@ -48,14 +45,19 @@ from llmpar.inspect.census import (
     read_program,
 )
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.mesh import abstract_mesh, make_mesh, sharding, spec
-from llmpar.notation import parse_layout
-from llmpar.plan import Plan
+from llmpar.lessons import attempt, hint, met, say, solution
+from llmpar.lessons.lesson import as_predicted, counting_text, trained, verdicts
+from llmpar.model import attention
+from llmpar.parallel.mesh import abstract_mesh, make_mesh, sharding, spec
+from llmpar.plan import sequence_order
+from llmpar.plan.layout import parse_layout
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
 from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
 from llmpar.predict.ring import pairs_by_step
 from llmpar.serve.decode import Decoder, Rows
-from llmpar.step import Step
+from llmpar.training.step import Step
 
 # Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")

@@ -20,7 +20,7 @@
 # layers and hands its result on to the next. They hold four times as much. Are they four times as fast?
 
 # %% tags=["plumbing"]
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
 
@@ -35,10 +35,7 @@ import optax
 from jax import lax
 
 from llmpar import draw
-from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.exercises import attempt, hint, met, say, solution
-from llmpar.exercises.lesson import as_predicted, counting_text, trained, verdicts
 from llmpar.explore.small import TimelineExplorer
 from llmpar.inspect.census import (
     arrow_rows,
@@ -49,13 +46,16 @@ from llmpar.inspect.census import (
     executed_flops,
     read_program,
 )
-from llmpar.mesh import make_mesh, sharding, spec
-from llmpar.notation import parse_layout
-from llmpar.plan import Plan
-from llmpar.predict import measured
-from llmpar.schedules import make
-from llmpar.step import Step
-from llmpar.timetable import branch_shares, timetable
+from llmpar.lessons import attempt, hint, met, say, solution
+from llmpar.lessons.lesson import as_predicted, counting_text, trained, verdicts
+from llmpar.parallel.mesh import make_mesh, sharding, spec
+from llmpar.plan.layout import parse_layout
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
+from llmpar.plan.schedules import make
+from llmpar.plan.timetable import branch_shares, timetable
+from llmpar.planner import measured
+from llmpar.training.step import Step
 
 # Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")

@@ -21,7 +21,7 @@
 # Every stage has 24 time units of work. Who is through first?
 
 # %% tags=["plumbing"]
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
 
@@ -33,10 +33,7 @@ import numpy as np
 import optax
 
 from llmpar import draw
-from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.exercises import attempt, hint, met, say, solution
-from llmpar.exercises.lesson import as_predicted, counting_text, trained, verdicts
 from llmpar.explore.small import TimelineExplorer
 from llmpar.inspect.census import (
     arrow_rows,
@@ -45,13 +42,16 @@ from llmpar.inspect.census import (
     executed_flops,
     read_program,
 )
-from llmpar.mesh import make_mesh
-from llmpar.plan import Plan
+from llmpar.lessons import attempt, hint, met, say, solution
+from llmpar.lessons.lesson import as_predicted, counting_text, trained, verdicts
+from llmpar.parallel.mesh import make_mesh
+from llmpar.pipeline.split_backward import split, trace
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
+from llmpar.plan.schedules import from_text, make
+from llmpar.plan.timetable import branch_shares, slots, timetable
 from llmpar.predict.bubbles import closed_forms
-from llmpar.schedules import from_text, make
-from llmpar.split import split, trace
-from llmpar.step import Step
-from llmpar.timetable import branch_shares, slots, timetable
+from llmpar.training.step import Step
 
 # Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -290,7 +290,7 @@ if devices[0].platform == "cpu" and p > 1:
 #
 # Autodiff gives both halves in one piece. How can they be parted, for any stage? A traced
 # function is a list of equations. Keep those that lead to the input's gradient: that is B. Those that are left are W, and what they
-# need of the others must be kept for them. `llmpar.split` does that. Here, for two layers, it cuts twice, between F and B, and between
+# need of the others must be kept for them. `llmpar.pipeline.split_backward` does that. Here, for two layers, it cuts twice, between F and B, and between
 # B and W:
 
 

@@ -21,7 +21,7 @@
 # the one with the thick border.
 
 # %% tags=["plumbing"]
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
 
@@ -33,26 +33,27 @@ import numpy as np
 import optax
 from jax import lax
 
-from llmpar import draw, moe
-from llmpar.config import ExpertConfig, preset
+from llmpar import draw
 from llmpar.draw import scene
-from llmpar.exercises import attempt, hint, met, say, solution
-from llmpar.exercises.lesson import (
+from llmpar.explore.small import RoutingExplorer
+from llmpar.inspect.census import arrow_text, census_hlo, census_table, read_program
+from llmpar.lessons import attempt, hint, met, say, solution
+from llmpar.lessons.lesson import (
     as_predicted,
     counting_text,
     fresh_state,
     trained,
     verdicts,
 )
-from llmpar.explore.small import RoutingExplorer
-from llmpar.inspect.census import arrow_text, census_hlo, census_table, read_program
-from llmpar.mesh import make_mesh, spec
-from llmpar.notation import parse_layout
-from llmpar.par import Solo
-from llmpar.plan import Plan
+from llmpar.model import moe
+from llmpar.parallel.mesh import make_mesh, spec
+from llmpar.parallel.modes import Solo
+from llmpar.plan.layout import parse_layout
+from llmpar.plan.model_config import ExpertConfig, preset
+from llmpar.plan.plan import Plan
 from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
-from llmpar.step import Step
+from llmpar.training.step import Step
 
 # Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -299,7 +300,7 @@ if N > 1:
 #
 # ## Packed by rank, a token has N places and not e
 #
-# `llmpar.moe` gives slots to ranks, not to experts. Who chose what is told to all ranks beforehand, `a` numbers for each token. Then
+# `llmpar.model.moe` gives slots to ranks, not to experts. Who chose what is told to all ranks beforehand, `a` numbers for each token. Then
 # a token has a place on each of N ranks, and not one at each of `e` experts. That helps where N < e, and very much with many
 # experts on a rank:
 

@@ -21,7 +21,7 @@
 # think.
 
 # %% tags=["plumbing"]
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 devices = use_devices(16)  # four axes of two
 
@@ -33,15 +33,15 @@ import numpy as np
 import optax
 
 from llmpar import draw
-from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.exercises import attempt, hint, met, solution
-from llmpar.exercises.lesson import argument_bytes, counting_text, five_runs, trained
 from llmpar.inspect.census import compiled_memory
 from llmpar.inspect.report import compare
-from llmpar.plan import Plan
+from llmpar.lessons import attempt, hint, met, solution
+from llmpar.lessons.lesson import argument_bytes, counting_text, five_runs, trained
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
+from llmpar.plan.timetable import branch_shares
 from llmpar.predict.tolerance import tolerance
-from llmpar.timetable import branch_shares
 
 # Accelerators round float32 matmuls unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")

@@ -19,7 +19,7 @@
 # says: tensor parallelism inside a node, a pipeline between the nodes. Is it right here?
 
 # %% tags=["plumbing"]
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
 
@@ -32,13 +32,14 @@ import jax
 import optax
 
 from llmpar import draw
-from llmpar.config import preset
 from llmpar.draw import columns, scene
-from llmpar.exercises import attempt, hint, met, say, say_command, solution
-from llmpar.exercises.lesson import counting_text, trained, verdicts
-from llmpar.notation import parse_mesh
-from llmpar.plan import Plan
-from llmpar.predict import formulas, measured, memory, planner, serving
+from llmpar.lessons import attempt, hint, met, say, say_command, solution
+from llmpar.lessons.lesson import counting_text, trained, verdicts
+from llmpar.plan.layout import parse_mesh
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
+from llmpar.planner import measured, planner
+from llmpar.predict import formulas, memory, serving
 from llmpar.predict.hardware import chip
 
 # Accelerators round float32 matmuls unless told not to.
@@ -317,7 +318,7 @@ inputs |= dict(columns=["tp", "dp", "pp", "micro_batch"], configs=meshes)
 print(json.dumps(inputs)[:79], "…")
 
 # %% [markdown]
-# The form is described in `llmpar/predict/measured.py`; a group with an unknown key is refused by name.
+# The form is described in `llmpar/planner/measured.py`; a group with an unknown key is refused by name.
 
 # %%
 MS = [3566.5, 3975.2, 4492.1, 5017.8]

@@ -19,7 +19,7 @@
 # shape is right. Here are the first numbers of its result.
 
 # %% tags=["plumbing"]
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
 
@@ -32,15 +32,15 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from llmpar import draw, explain, from_type
-from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.exercises import attempt, hint, met, say, solution
-from llmpar.exercises.lesson import as_predicted, counting_text, trained
 from llmpar.inspect.census import census_hlo, census_table, read_program
 from llmpar.inspect.types import types
-from llmpar.mesh import explicit, make_mesh, sharding, spec
-from llmpar.notation import parse_layout
-from llmpar.plan import Plan
+from llmpar.lessons import attempt, hint, met, say, solution
+from llmpar.lessons.lesson import as_predicted, counting_text, trained
+from llmpar.parallel.mesh import explicit, make_mesh, sharding, spec
+from llmpar.plan.layout import parse_layout
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
 from llmpar.predict.tolerance import tolerance
 
 # Accelerators round float32 matmuls unless told not to.

@@ -18,7 +18,7 @@
 # wrote a collective. So what travels, and did anybody want it?
 
 # %% tags=["plumbing"]
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
 
@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 from llmpar import MeshExplorer, draw, explain, from_type, look
 from llmpar.draw.scene import show
-from llmpar.exercises import attempt, find, hint, met, say, solution
+from llmpar.lessons import attempt, find, hint, met, say, solution
 
 N = max(n for n in (1, 2, 4) if n <= len(devices))
 mesh = jax.make_mesh((N,), ("X",), axis_types=(AxisType.Auto,), devices=devices[:N])

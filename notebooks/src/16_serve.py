@@ -18,7 +18,7 @@
 # same GPU. Why?
 
 # %% tags=["plumbing"]
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()
 
@@ -28,10 +28,7 @@ import jax
 import optax
 
 from llmpar import draw
-from llmpar.config import preset
 from llmpar.draw.scene import show
-from llmpar.exercises import CORRECT, attempt, find, hint, met, say, solution
-from llmpar.exercises.lesson import as_table, fresh_state
 from llmpar.inspect.census import (
     arrow_text,
     census_hlo,
@@ -40,8 +37,11 @@ from llmpar.inspect.census import (
     executed_flops,
     read_program,
 )
-from llmpar.mesh import make_mesh, split
-from llmpar.plan import CACHE, Plan
+from llmpar.lessons import CORRECT, attempt, find, hint, met, say, solution
+from llmpar.lessons.lesson import as_table, fresh_state
+from llmpar.parallel.mesh import make_mesh, split
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import CACHE, Plan
 from llmpar.predict import serving, traffic
 from llmpar.predict.hardware import chip
 from llmpar.serve.decode import Decoder, Rows

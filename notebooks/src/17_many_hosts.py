@@ -19,7 +19,7 @@
 # fails. The mean of the batch is right. Here is what their devices hold.
 
 # %% tags=["plumbing"]
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 devices = use_devices(2)  # this kernel only looks on: the devices are the team's
 
@@ -38,7 +38,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from llmpar import Plan, draw, preset
 from llmpar.draw import scene
-from llmpar.exercises import (
+from llmpar.launch import jobs
+from llmpar.launch.team import TeamError
+from llmpar.lessons import (
     CORRECT,
     attempt,
     find,
@@ -49,9 +51,7 @@ from llmpar.exercises import (
     say_command,
     solution,
 )
-from llmpar.launch import jobs
-from llmpar.launch.team import TeamError
-from llmpar.mesh import make_mesh
+from llmpar.parallel.mesh import make_mesh
 from llmpar.predict.hosts import leaving_bytes
 
 kept = Path(tempfile.mkdtemp())  # checkpoints, and programs that a second team needs
@@ -256,7 +256,7 @@ def learn(folder, dies_after=0):
     """12 steps of `llmpar train`; process 1 may end as by `kill -9` after one."""
     from llmpar.training.checkpoint import Checkpoints
     from llmpar.training.data import DataConfig, Stream, read_corpus
-    from llmpar.training.train import train
+    from llmpar.training.loop import train
 
     plan, done = Plan("fsdp=2 tp=2"), iter(range(1, 13))
 

@@ -11,8 +11,8 @@ import math
 
 from deck import draw, letters, show
 
-from llmpar.config import preset
 from llmpar.draw.scene import Group, Rect, Text, compose, legend
+from llmpar.plan.model_config import preset
 from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
 
@@ -100,7 +100,7 @@ show(drawn, "Each square is an H100, with the 59 GiB that JAX takes")
 # <footer>Lesson <code>notebooks/00_setup</code></footer>
 
 # %% place="beside"
-from llmpar.notation import AXES, parse_layout
+from llmpar.plan.layout import AXES, parse_layout
 
 picture = draw.mesh("dp=2 tp=4", devices_per_host=4, highlight_axis="tp")
 held = draw.holders(parse_layout("d m/tp"), {"dp": 2, "tp": 4})
@@ -115,7 +115,7 @@ show(picture)
 # axis; on each axis it has other partners. Groups over tp are neighbours, groups over dp are four apart: the last axis
 # gets the fastest links. Our axes, slow links first: pp dp fsdp ep sp tp.
 #
-# **Source:** `llmpar.notation.AXES`. The order is Megatron's and MaxText's.
+# **Source:** `llmpar.plan.layout.AXES`. The order is Megatron's and MaxText's.
 
 # %% [markdown] tags=["slide"] minutes=3
 # ## Look at any mesh
@@ -126,7 +126,7 @@ show(picture)
 
 # %% alt="Sixteen H100s: the answer in a line, and each device as the whole of a weight, with the block that it holds inked"
 from llmpar.explore.explorer import MeshExplorer
-from llmpar.plan import Plan
+from llmpar.plan.plan import Plan
 
 explorer = MeshExplorer(model="llama3-8b", chip="h100", batch_size=32, mesh="dp=2 fsdp=4 tp=2")
 reply = explorer.answer(explorer.state)

@@ -8,8 +8,8 @@
 # %%
 from deck import curves, draw, show, steps
 
-from llmpar.mesh import make_mesh, use_devices
-from llmpar.notation import parse_arrow
+from llmpar.parallel.mesh import make_mesh, use_devices
+from llmpar.plan.layout import parse_arrow
 
 use_devices()
 arrow = parse_arrow("s d +tp -> s/tp d")
@@ -26,7 +26,7 @@ show(picture)
 # **Misunderstanding:** that left and right hold the same values in other places. A value with `+tp` is not a copy; using it
 # without finishing the sum is the classic silent bug. In our package the arrow has to say it, and a test plants the fault.
 #
-# **Source:** `llmpar.notation`. The idea of one letter per dim is einops'.
+# **Source:** `llmpar.plan.layout`. The idea of one letter per dim is einops'.
 
 # %% [markdown] tags=["slide", "short"] minutes=2
 # ## An all-reduce is these two

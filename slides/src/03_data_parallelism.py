@@ -21,21 +21,21 @@ where("data parallel")
 # %% tags=["fragment"]
 import dataclasses
 
-from llmpar.mesh import make_mesh, use_devices
+from llmpar.parallel.mesh import make_mesh, use_devices
 
 use_devices()
 
 import optax
 from deck import curves, draw, show
 
-from llmpar.config import preset
 from llmpar.inspect.census import census_hlo, census_table, partitioned_hlo
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.notation import parse_arrow
-from llmpar.plan import Plan
+from llmpar.plan.layout import parse_arrow
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
 from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
-from llmpar.step import Step
+from llmpar.training.step import Step
 
 plan = Plan("dp=4", zero=0)
 assert plan.resolve().place("data b s").shard_shape((16, 128), plan.mesh.sizes)[0] == 4  # rows of a device
@@ -166,7 +166,7 @@ assert round(formulas.dp_min_tokens(h100.flops_per_s, 8 * h100.dcn_bytes_per_s),
 # %%
 from pathlib import Path
 
-from llmpar.predict import measured
+from llmpar.planner import measured
 from llmpar.predict.time import step_time
 
 RUNS = [

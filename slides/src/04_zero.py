@@ -25,20 +25,20 @@ import json
 import math
 from pathlib import Path
 
-from llmpar.mesh import make_mesh, use_devices
+from llmpar.parallel.mesh import make_mesh, use_devices
 
 use_devices()
 
 import optax
 from deck import draw, show, where
 
-from llmpar.config import preset
 from llmpar.inspect.census import census_hlo, census_table, partitioned_hlo
-from llmpar.notation import parse_arrow
-from llmpar.plan import Plan
+from llmpar.plan.layout import parse_arrow
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
 from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
-from llmpar.step import Step
+from llmpar.training.step import Step
 
 PARTS = {"weights": (2, 0, 0), "gradients": (0, 2, 0), "optimizer": (0, 0, 12)}
 rows = [
@@ -332,7 +332,7 @@ show(draw.memory_bars(bars, h100.usable_bytes, "Llama 2 13B on H100: state in GP
 # %%
 from collections import Counter
 
-from llmpar.config import LoraConfig
+from llmpar.plan.model_config import LoraConfig
 
 base = preset("llama3-8b")
 fine = dataclasses.replace(base, lora=LoraConfig(rank=16))

@@ -22,7 +22,7 @@ where("tensor parallel", "+ sequence cut")
 import dataclasses
 import math
 
-from llmpar.mesh import make_mesh, use_devices
+from llmpar.parallel.mesh import make_mesh, use_devices
 
 use_devices()
 
@@ -30,14 +30,14 @@ import optax
 from deck import curves, draw, show
 from IPython.display import Markdown
 
-from llmpar.config import preset
 from llmpar.inspect.census import census_hlo, census_table, partitioned_hlo
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.notation import parse_arrow, parse_layout
-from llmpar.plan import Plan
+from llmpar.plan.layout import parse_arrow, parse_layout
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
 from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
-from llmpar.step import Step
+from llmpar.training.step import Step
 
 CHAIN = "s d × d m/tp = s m/tp"
 assert parse_layout("d m/tp").shard_shape((4096, 14336), {"tp": 4}) == (4096, 3584)
@@ -255,7 +255,7 @@ show(
 # %% tags=["fragment"]
 from pathlib import Path
 
-from llmpar.predict import measured
+from llmpar.planner import measured
 from llmpar.predict.time import step_time
 
 best = {}

@@ -19,7 +19,7 @@ where("ring attention")
 # <footer>Liu et al. 2023 (Ring Attention) · lesson <code>notebooks/06_long_sequences</code> · <code>llmpar inspect --mesh sp=8</code></footer>
 
 # %%
-from llmpar.mesh import abstract_mesh, spec, use_devices
+from llmpar.parallel.mesh import abstract_mesh, spec, use_devices
 from llmpar.predict.ring import pairs_by_step
 
 use_devices()
@@ -32,12 +32,13 @@ import numpy as np
 from deck import draw, show, steps
 from IPython.display import Markdown
 
-from llmpar import attention, sequence_order
-from llmpar.config import preset
 from llmpar.draw import scene
 from llmpar.draw.scene import Group
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.notation import parse_arrow, parse_layout
+from llmpar.model import attention
+from llmpar.plan import sequence_order
+from llmpar.plan.layout import parse_arrow, parse_layout
+from llmpar.plan.model_config import preset
 from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
 

@@ -25,8 +25,8 @@ import re
 from deck import curves, draw, show, steps
 
 from llmpar.draw import scene
-from llmpar.schedules import make
-from llmpar.timetable import timetable
+from llmpar.plan.schedules import make
+from llmpar.plan.timetable import timetable
 
 P = 4
 naive = timetable(make("gpipe", P, 1))
@@ -133,7 +133,7 @@ curves(
 # %%
 from pathlib import Path
 
-from llmpar.predict import measured
+from llmpar.planner import measured
 from llmpar.predict.time import step_time
 
 runs = [c for c in measured.read(Path("../tests/measured.json"))[0] if c.group == "bloom.rampup"]

@@ -9,9 +9,9 @@
 # %%
 from deck import draw, show
 
+from llmpar.plan.schedules import make
+from llmpar.plan.timetable import timetable
 from llmpar.predict.bubbles import closed_forms
-from llmpar.schedules import make
-from llmpar.timetable import timetable
 
 P, U = 4, 5
 table, gpipe = timetable(make("1f1b", P, U)), timetable(make("gpipe", P, U))

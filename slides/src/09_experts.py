@@ -25,15 +25,15 @@ import numpy as np
 import optax
 from deck import draw, show, steps, where
 
-from llmpar import moe
-from llmpar.config import ExpertConfig, preset
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.mesh import make_mesh, use_devices
-from llmpar.par import Solo
-from llmpar.plan import Plan
+from llmpar.model import moe
+from llmpar.parallel.mesh import make_mesh, use_devices
+from llmpar.parallel.modes import Solo
+from llmpar.plan.model_config import ExpertConfig, preset
+from llmpar.plan.plan import Plan
 from llmpar.predict import formulas, traffic
-from llmpar.step import Step
+from llmpar.training.step import Step
 
 use_devices()
 MODEL, PLAN, BATCH, SEQ = preset("tiny-moe"), Plan("ep=8"), 16, 32

@@ -22,9 +22,9 @@ where(*TAKE_HOME)
 # %%
 from deck import draw, show
 
-from llmpar.config import preset
-from llmpar.notation import parse_mesh
-from llmpar.plan import Plan
+from llmpar.plan.layout import parse_mesh
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
 from llmpar.predict import traffic
 
 THREE = "pp=2 dp=2 tp=4"
@@ -80,8 +80,8 @@ show(draw.links("pp=4 fsdp=4 tp=8", chip("h100")))
 import dataclasses
 import math
 
-from llmpar.config import preset
-from llmpar.plan import Plan
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
 from llmpar.predict import memory, traffic
 from llmpar.predict.tolerance import tolerance
 

@@ -11,9 +11,9 @@ import dataclasses
 
 from deck import curves, draw, show
 
-from llmpar.config import preset
-from llmpar.notation import parse_mesh
-from llmpar.predict import planner
+from llmpar.plan.layout import parse_mesh
+from llmpar.plan.model_config import preset
+from llmpar.planner import planner
 from llmpar.predict.hardware import chip
 
 A100 = chip("a100-80")
@@ -61,7 +61,7 @@ show(drawn, f"Estimated seconds of a step, each ± {UNSEEN:.0%}, and a measured 
 # cluster checks memory (`llmpar compile`). The line below a bar is ± 16 %: what is missed on runs of a source that no constant was fitted
 # to, as this one. On sources that were fitted it is 7 %. Plans of one machine share most of the error, so their order is better known.
 #
-# **Source:** `llmpar.predict.planner`; `tests/measured.md` holds the model against 591 published runs, 7.4 % mean and 6.0 % median
+# **Source:** `llmpar.planner.planner`; `tests/measured.md` holds the model against 591 published runs, 7.4 % mean and 6.0 % median
 # error; fitted on half of the sources, 16.4 % on the others. The dot: pytorch/torchtitan, docs/performance.md, 2024: 64 A100s of 80 GB,
 # FSDP over all, one row on each, full recomputation: 331 tokens a second and GPU, 24.7 s a step.
 
@@ -139,6 +139,6 @@ Markdown("\n".join([head, "|---|---|--:|---|--:|---|", *lines]))
 # **Misunderstanding:** that a rule is wrong because the planner found something faster. A rule fits in the head; the planner shows
 # what it costs: here nothing that is known, 15 and 31 %.
 #
-# **Source:** `llmpar.predict.planner`, plans of one step each; the recipe is that of the playbook of Hugging Face (2025): first fit
+# **Source:** `llmpar.planner.planner`, plans of one step each; the recipe is that of the playbook of Hugging Face (2025): first fit
 # a step, then the global batch, then throughput. Seconds compare plans and promise nothing. Measured: 331 tokens a second
 # and GPU, pytorch/torchtitan, docs/performance.md.

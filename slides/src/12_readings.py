@@ -40,10 +40,10 @@ show(draw.table(cells, title="The result, as each device has it"))
 # %%
 from IPython.display import Markdown
 
-from llmpar.config import preset
 from llmpar.inspect.types import types
-from llmpar.mesh import use_devices
-from llmpar.plan import Plan
+from llmpar.parallel.mesh import use_devices
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
 
 use_devices()
 rows = types(preset("tiny"), Plan("dp=2 fsdp=2 tp=2"), 8, 32)

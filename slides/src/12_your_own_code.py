@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from llmpar import MeshExplorer, explain, look
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 devices = use_devices()[:4]
 mesh = jax.make_mesh((4,), ("X",), axis_types=(AxisType.Auto,), devices=devices)

@@ -76,8 +76,8 @@ from running import ranks
 show(ranks())
 
 # %%
-from llmpar.notation import parse_arrow
-from llmpar.plan import Plan
+from llmpar.plan.layout import parse_arrow
+from llmpar.plan.plan import Plan
 
 THEN = {
     "rank, `MPI_Comm_split`": "coordinates in the mesh, an axis of it",

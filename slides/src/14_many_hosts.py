@@ -17,7 +17,7 @@ show(draw.wired([["0123", "4567"]] * 2, ["the wire"], title="Rows on the devices
 #
 # **Misunderstanding:** that process 0 sends the work to the others. Nobody hands out work: all run the same program.
 #
-# **Source:** lesson 17 runs both batches; `llmpar.training.train` makes the rows of a process's own devices.
+# **Source:** lesson 17 runs both batches; `llmpar.training.loop` makes the rows of a process's own devices.
 
 # %% [markdown] tags=["slide"] minutes=3
 # ## A slow wire, measured
@@ -29,8 +29,8 @@ show(draw.wired([["0123", "4567"]] * 2, ["the wire"], title="Rows on the devices
 # %%
 from deck import curves
 
-from llmpar.exercises import hosts
 from llmpar.launch.wire import bytes_per_s
+from llmpar.lessons import hosts
 
 recorded = hosts.recorded()
 runs = {(run["placement"], run["rate"]): run for run in recorded["runs"]}
@@ -61,7 +61,7 @@ curves(lines, list(words.values()), "rate of the wire", "seconds a step")
 # **Misunderstanding:** that the plan decides what crosses. Both curves are one plan and one program; the order of the devices
 # differs.
 #
-# **Source:** `llmpar/exercises/two_hosts.json`; the law is `llmpar.predict.hosts`.
+# **Source:** `llmpar/lessons/two_hosts.json`; the law is `llmpar.predict.hosts`.
 
 # %% [markdown] tags=["slide"] minutes=2
 # ## What crosses, placement by placement

@@ -28,7 +28,7 @@ show(draw.passes("Who wrote Faust ?".split(), "Goethe , in 1808".split()))
 # %%
 from running import bound
 
-from llmpar.config import preset
+from llmpar.plan.model_config import preset
 from llmpar.predict import serving
 from llmpar.predict.hardware import chip
 
@@ -97,7 +97,7 @@ show(draw.memory_bars(bars, h100.usable_bytes, "Memory of one H100"))
 # %%
 from dataclasses import replace
 
-from llmpar.plan import CACHE, Plan
+from llmpar.plan.plan import CACHE, Plan
 
 two_heads = replace(preset("tiny"), num_kv_heads=2)
 cut = {mesh: Plan(mesh).serving(two_heads, 4, 8) for mesh in ("dp=4", "tp=4", "sp=4")}

@@ -7,9 +7,9 @@
 from deck import LETTERS, TAKE_HOME
 from IPython.display import HTML, Markdown
 
+from llmpar.plan.schedules import make
+from llmpar.plan.timetable import timetable
 from llmpar.predict import formulas
-from llmpar.schedules import make
-from llmpar.timetable import timetable
 
 assert [formulas.zero_elements(1, stage) for stage in range(4)] == [2, 2, 2, 3]
 assert formulas.tp_elements(1, 1, 1, 2) == 4 and formulas.tp_elements(1, 1, 1, 10**9) < 8
@@ -98,7 +98,7 @@ show(table_of_axes)
 # <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/00_setup</code> to <code>notebooks/05_tensor_parallelism</code></footer>
 
 # %%
-from llmpar.exercises import quiz
+from llmpar.lessons import quiz
 
 
 def table(lessons, answers=False):
@@ -125,7 +125,7 @@ table(FIRST)
 #
 # **Misunderstanding** to look for: in 02, "8 MB, it is an average"; in 04, "2Ψ", which holds for one microbatch.
 #
-# **Source:** `llmpar.exercises.quiz`; the tests hold each answer against the package.
+# **Source:** `llmpar.lessons.quiz`; the tests hold each answer against the package.
 
 # %% [markdown] tags=["slide"] minutes=2
 # ## Quiz, 2
@@ -140,7 +140,7 @@ table(SECOND)
 #
 # **Misunderstanding** to look for: in 07, a quarter: that is idle over ideal.
 #
-# **Source:** `llmpar.exercises.quiz`.
+# **Source:** `llmpar.lessons.quiz`.
 
 # %% [markdown] tags=["slide"] minutes=2
 # ## Quiz, 3
@@ -155,7 +155,7 @@ table(THIRD)
 #
 # **Misunderstanding** to look for: in 11, dividing the activations as well.
 #
-# **Source:** `llmpar.exercises.quiz`.
+# **Source:** `llmpar.lessons.quiz`.
 
 # %% [markdown] tags=["subslide"] minutes=1
 # ## Answers, 1
@@ -170,7 +170,7 @@ table(FIRST, answers=True)
 #
 # **Misunderstanding:** see the sentence that `llmpar quiz --after` gives to each wrong answer.
 #
-# **Source:** `llmpar.exercises.quiz`.
+# **Source:** `llmpar.lessons.quiz`.
 
 # %% [markdown] tags=["subslide"] minutes=0.5
 # ## Answers, 2
@@ -185,7 +185,7 @@ table(SECOND, answers=True)
 #
 # **Misunderstanding:** see the sentence that `llmpar quiz --after` gives to each wrong answer.
 #
-# **Source:** `llmpar.exercises.quiz`.
+# **Source:** `llmpar.lessons.quiz`.
 
 # %% [markdown] tags=["subslide"] minutes=0.5
 # ## Answers, 3
@@ -200,4 +200,4 @@ table(THIRD, answers=True)
 #
 # **Misunderstanding:** see the sentence that `llmpar quiz --after` gives to each wrong answer.
 #
-# **Source:** `llmpar.exercises.quiz`.
+# **Source:** `llmpar.lessons.quiz`.

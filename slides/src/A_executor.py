@@ -7,7 +7,7 @@
 # <footer>Qi et al. 2023 (Zero Bubble) · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar train --mesh pp=2 --schedule zb-h1 --microbatches 4</code></footer>
 
 # %%
-from llmpar.mesh import use_devices
+from llmpar.parallel.mesh import use_devices
 
 use_devices()
 
@@ -19,15 +19,15 @@ import numpy as np
 import optax
 from IPython.display import Markdown
 
-from llmpar.config import preset
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.mesh import abstract_mesh
-from llmpar.plan import Plan
+from llmpar.parallel.mesh import abstract_mesh
+from llmpar.pipeline.split_backward import split
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
+from llmpar.plan.timetable import branch_shares, slots, timetable
 from llmpar.predict import traffic
-from llmpar.split import split
-from llmpar.step import Step
-from llmpar.timetable import branch_shares, slots, timetable
+from llmpar.training.step import Step
 
 
 def cell(w0, w1, x, dy):
@@ -64,7 +64,7 @@ Markdown("\n".join(["| | matmuls | other equations | arrays kept for later |", "
 # **Misunderstanding:** that the split is free. What B leaves for W must be held until W runs; the more it is put off, the more is
 # held.
 #
-# **Source:** computed here with `llmpar.split`, and compared with the uncut function bit by bit. The idea: Qi et al. 2023,
+# **Source:** computed here with `llmpar.pipeline.split_backward`, and compared with the uncut function bit by bit. The idea: Qi et al. 2023,
 # section 2.
 
 # %% [markdown] tags=["slide"] minutes=0
@@ -73,7 +73,7 @@ Markdown("\n".join(["| | matmuls | other equations | arrays kept for later |", "
 # In each tick a stage runs its cell **or nothing**: no work on garbage. Two permutes stand in the code, whatever the table.
 # A Llama of 8 layers, 4 stages, 8 microbatches:
 #
-# <footer>Executor: <code>llmpar/pipeline.py</code> · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar inspect --mesh pp=2 --schedule zb-v --microbatches 4</code></footer>
+# <footer>Executor: <code>llmpar/pipeline/executor.py</code> · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar inspect --mesh pp=2 --schedule zb-v --microbatches 4</code></footer>
 
 # %%
 LLAMA, lines = dataclasses.replace(preset("tiny"), num_layers=8), []

@@ -27,7 +27,7 @@ def explorer(kind, given):
     return by_kind(kind, json.loads(given))
 
 def run(code, known):
-    from llmpar import exercises
+    from llmpar import lessons as exercises
     names, said = vars(exercises).copy(), io.StringIO()
     exec(known, names)
     with contextlib.redirect_stdout(said):

@@ -1,0 +1,103 @@
+"""Exercises of lesson 12 that are computed: layouts of an explicit program, and arrows that it names."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
+
+from llmpar.inspect.explain import explain
+from llmpar.lessons import Exercise
+from llmpar.parallel.mesh import abstract_mesh, as_type, explicit, from_type
+from llmpar.plan.layout import Arrow, Dim, Layout, parse_layout
+
+GIVEN = {"b/dp s d": (4, 8, 16), "b/dp s m/tp": (4, 8, 32), "d m/tp": (16, 32), "m/tp d": (32, 16)}
+"""The lesson's values by layout, and their shapes."""
+OPEN, WHOLE = P("dp", None, None, unreduced={"tp"}), P("dp", None, None)
+ROWS, COLUMNS = P("dp", "tp", None), P("dp", None, "tp")
+
+
+def unfinished() -> Exercise:
+    """Ask for the layout of a product over a dim that is cut, before anything is sent."""
+    return Exercise("core", "b/dp s d +tp", observe=lambda text: str(parse_layout(text)))
+
+
+def scattered() -> Exercise:
+    """Ask for the product that ends cut by tp along s: a reduce-scatter."""
+
+    def solution(h, down):
+        y = jnp.matmul(h, down, out_sharding=OPEN)
+        return reshard(y, P("dp", "tp", None))
+
+    left_open = lambda h, down: jnp.matmul(h, down, out_sharding=OPEN)
+    whole = lambda h, down: reshard(left_open(h, down), WHOLE)
+    columns = lambda h, down: reshard(left_open(h, down), COLUMNS)
+    wrong = dict(
+        whole=whole,
+        twice=lambda h, down: reshard(whole(h, down), ROWS),
+        columns=columns,
+        left_open=left_open,
+        gathered=lambda h, down: reshard(reshard(h, WHOLE) @ reshard(down, P(None, None)), ROWS),
+        by_columns=lambda h, down: reshard(columns(h, down), ROWS),
+        without_dp=lambda h, down: reshard(left_open(h, down), P(None, "tp", None)),
+        moved_first=lambda h, down: reshard(h, ROWS) @ reshard(down, P(None, None)),
+    )
+    return Exercise("stretch", solution, wrong, lambda answer: traced(answer, "b/dp s m/tp", "m/tp d"))
+
+
+def residual() -> Exercise:
+    """Ask for a repaired feed-forward with its residual: one all-reduce, before the addition."""
+
+    def solution(x, up, down):
+        y = jnp.matmul(jax.nn.silu(x @ up), down, out_sharding=OPEN)
+        return x + reshard(y, WHOLE)
+
+    left_open = lambda x, up, down: jnp.matmul(jax.nn.silu(x @ up), down, out_sharding=OPEN)
+    forgotten = lambda x, up, down: reshard(left_open(x, up, down), WHOLE)
+
+    def gathers_hidden(x, up, down):
+        return x + reshard(jax.nn.silu(x @ up), WHOLE) @ reshard(down, P(None, None))
+
+    def cut(where):
+        return lambda x, up, down: reshard(x, where) + reshard(left_open(x, up, down), where)
+
+    wrong = dict(
+        y_twice=lambda x, up, down: forgotten(x, up, down) + forgotten(x, up, down),
+        forgotten=forgotten,
+        gathers_hidden=gathers_hidden,
+        stays_cut=cut(ROWS),
+        columns=cut(COLUMNS),
+        left_open=left_open,
+        added_twice=lambda x, up, down: x + solution(x, up, down),
+    )
+    run = lambda answer: traced(answer, "b/dp s d", "d m/tp", "m/tp d")
+    in_two_calls = lambda *given: given[0] + reshard(reshard(left_open(*given), ROWS), WHOLE)
+    return Exercise("expert", solution, wrong, run, also=dict(in_two_calls=in_two_calls))
+
+
+def traced(function, *layouts: str) -> dict:
+    """Trace a function on explicit axes, dp=2 and tp=4: its result's layout, the collectives that its types
+    ask for, and its additions of whole values. A sharding error is told as the missing arrow."""
+    mesh = explicit(abstract_mesh("dp=2 tp=4"))
+    laid = {text: NamedSharding(mesh, as_type(parse_layout(text))) for text in layouts}
+    args = [jax.ShapeDtypeStruct(GIVEN[text], jnp.float32, sharding=how) for text, how in laid.items()]
+    with jax.sharding.use_abstract_mesh(mesh), explain():
+        lines = jax.make_jaxpr(function)(*args)
+    sent = [move.kind for line in lines.eqns for move in moves(line) if move.kind != "slice"]
+    added = sum(line.primitive.name == "add" for line in lines.eqns)
+    return {"layout": str(from_type(lines.out_avals[0], "bsd")), "sends": sorted(sent), "additions": added}
+
+
+def moves(line) -> tuple:
+    """What a line of a trace moves: a reshard; a product that sums up, or gathers what one factor cuts."""
+    after = from_type(line.outvars[0].aval)
+    if line.primitive.name == "reshard":
+        return Arrow(from_type(line.invars[0].aval), after).moves
+    if line.primitive.name != "dot_general":
+        return ()
+    (left, right), _ = line.params["dimension_numbers"]
+    cuts = [from_type(x.aval).dims[i].axes for x, (i, *_) in zip(line.invars, (left, right), strict=True)]
+    if cuts[0] != cuts[1]:
+        return Arrow(Layout((Dim("m", cuts[0] or cuts[1]),)), Layout((Dim("m"),))).moves
+    summed = tuple(axis for axis in cuts[0] if axis not in after.sums)
+    before = [Dim(d.name, tuple(a for a in d.axes if a not in summed)) for d in after.dims]
+    return Arrow(Layout(tuple(before), after.sums + summed), after).moves

@@ -1,0 +1,29 @@
+"""The exercise of lesson 13 that is computed: where a value is to lie."""
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from llmpar.lessons import Exercise
+from llmpar.parallel.mesh import axes_of
+
+
+def cure() -> Exercise:
+    """Ask for the constraint that leaves each device the rows that it has of a batch."""
+
+    def solution(x):
+        return jax.lax.with_sharding_constraint(x, P("X"))
+
+    laid = lambda *cut: lambda x: jax.lax.with_sharding_constraint(x, P(*cut))
+    wrong = dict(width=laid(None, None, "X"), whole=laid(), positions=laid(None, "X"), nothing=lambda x: x)
+    return Exercise("core", solution, wrong, asked)
+
+
+def asked(function) -> list:
+    """The axes that cut each dim of x, as each constraint in a function says it."""
+    with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("X",), axis_types=(AxisType.Auto,))):
+        lines = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((16, 128, 64), "float32")).eqns
+    specs = [line.params["sharding"].spec for line in lines if "sharding" in line.params]
+    free = lambda spec: [] if spec[0] == "X" else ["any"]  # whole, as the partitioner leaves it beside X
+    axes = lambda cut, spec: free(spec) if cut is P.UNCONSTRAINED else list(axes_of(cut))
+    return [[axes(cut, spec) for cut in (*spec, None, None)][:3] for spec in specs]

@@ -1,0 +1,25 @@
+"""The exercise of lesson 16 that is computed: who takes a free slot."""
+
+from llmpar.lessons import Exercise
+
+
+def join() -> Exercise:
+    """Ask who has which slot in an engine's next pass."""
+
+    def solution(slots, waiting):
+        return [left or (waiting.pop(0) if waiting else 0) for left in slots]
+
+    def passes(function, slots=(0, 0, 0, 0)):
+        waiting, out = [3, 9, 5, 2, 6, 4, 7, 3], list[list[int]]()
+        while (waiting or any(slots)) and len(out) < 40:
+            out.append(list(function(list(slots), waiting)))
+            slots = [max(0, left - 1) for left in out[-1]]
+        return out
+
+    wrong = dict(
+        batch=lambda slots, waiting: slots if any(slots) else solution(slots, waiting),
+        not_taken=lambda slots, waiting: solution(slots, waiting[:]),
+        last_first=lambda slots, waiting: [left or (waiting.pop() if waiting else 0) for left in slots],
+        thrown_out=lambda slots, waiting: [waiting.pop(0) if waiting else left for left in slots],
+    )
+    return Exercise("core", solution, wrong, passes)

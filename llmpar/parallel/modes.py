@@ -1,0 +1,274 @@
+"""One model text, four readings: `Solo` on one device, `Manual` inside shard_map, `Auto` under XLA's
+partitioner, `Explicit` with layouts as types.
+
+The model calls these methods and never names a mesh axis:
+
+    par.weight(p)          a parameter, as it is needed for computing
+    par.move(x, arrow)     a value moves: from one region to another, from an unfinished sum to a finished one
+    par.enter, par.leave   moves with the matmuls right behind them, or right before
+    par.max(x, arrow)      the same for a maximum, through which no gradient flows
+    par.beside(f, x, p)    f of a value and a parameter that it is multiplied with, or that is added to it
+    par.summed(f, …)       a function that gives, on each device, one term of an unfinished sum
+    par.total(x, layout)   the sum over all dims
+    par.index(layout)      which block of a dim this device holds; par.parts(layout): of how many
+    par.layers(f, x, ws)   a stack of blocks
+    par.chunked(f, xs, n)  pieces of a sequence, one after the other
+    par.local(f, …)        an island: code that works on one device's blocks and talks to the others
+                           itself, with the arrows of par.island, over the axes that par.axes(layout) names
+
+In `Manual` every arrow becomes a collective in a scope of its text, by which a census of the compiled program
+(`llmpar.inspect.census`) says what moves for which line of the model. Autodiff writes the backward
+collectives: all-gather and reduce-scatter are each other's transpose, and the transpose of "from here on,
+devices differ" (`lax.pcast`, free in the forward pass) is the all-reduce that Megatron calls f (Shoeybi et
+al. 2019, section 3). shard_map's varying-axes check is what makes those transposes right; it stays on.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Int
+
+from llmpar.parallel import collective_matmul as overlap
+from llmpar.parallel.collectives import MOVED, WEIGHT, ragged, scope, send, together, vary, varying
+from llmpar.plan.layout import Arrow, parse_arrow, parse_layout
+from llmpar.plan.plan import Plan, Resolved
+
+PROJECTED, STREAM, HIDDEN = "projected", "stream", "hidden"
+"""Names under which remat policies know more of a block: queries, keys and values before RoPE; the residual
+stream between attention and feed-forward; the feed-forward's first matmuls. Attention names its own results.
+
+    value                          bytes a token   FLOPs to make it again, a token    kept by
+    queries, keys, values          n h + 2 k h     2 d (n h + 2 k h): d FLOPs a byte  selective, ffn
+    attention's result, log-sums   n h             attention itself, more than that   selective, ffn
+    stream after attention         d               with it a reduction, sent again    selective, ffn
+    gate and up                    2 m             4 d m: d FLOPs a byte              selective
+    norms, RoPE, SwiGLU            d, n h, m       a few FLOPs a byte                 none: made again
+"""
+SAVED = {"block": (), "ffn": (PROJECTED, STREAM, "attention_out", "attention_lse")}
+SAVED["selective"] = *SAVED["ffn"], HIDDEN
+"""What a block's forward pass keeps for its backward pass, by `Plan.remat`."""
+
+
+class Solo:
+    """One device: moves do nothing. The reference that every test compares with."""
+
+    cache: Any = None  # keeps keys and values where tokens come one at a time, and attends (`serve.decode`)
+
+    def __init__(self, plan: Resolved | None = None):
+        self.plan = plan = plan or Plan().resolve()
+        self.platform = plan.platform  # of the devices: cpu, gpu or tpu
+        self.dtype = jnp.dtype(plan.dtype)
+
+    def weight(self, param: nnx.Variable) -> Array:
+        """The parameter in the computing dtype."""
+        return param[...].astype(self.dtype)
+
+    def beside(self, f: Callable, x: Array, param: nnx.Variable) -> Array:
+        """``f(x, weight)``, number by number along the last dims of ``x``."""
+        weight = self.weight(param)
+        return f(x, jnp.expand_dims(weight, range(x.ndim - weight.ndim)))
+
+    def move(self, x: Array, arrow: str) -> Array:
+        """``x`` itself: it is where it should be."""
+        return x
+
+    def enter(self, multiply: Callable, x: Array, arrow: str, *weights: Any) -> Any:
+        """Move ``x``, then ``multiply(x, *weights)``: matmuls of each position by itself, ``b s …``. A weight
+        is what ``multiply`` takes for one: an array, or a few."""
+        return multiply(self.move(x, arrow), *weights)
+
+    def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Any) -> Array:
+        """``multiply(x, *weights)``, then move the result: the mirror image of `enter`."""
+        return self.move(multiply(x, *weights), arrow)
+
+    def ragged(self, x: Array, send: Int[Array, " g"], come: Int[Array, " g"], arrow: str) -> Array:
+        """As `move`."""
+        return x
+
+    def max(self, x: Array, arrow: str) -> Array:
+        """``x`` itself, behind a stop_gradient."""
+        return lax.stop_gradient(x)
+
+    def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
+        """``f(par, …)``, of values with these ``layouts``: a term of a sum on each device, which the arrow
+        finishes."""
+        return lambda *args: self.move(f(self, *args), arrow)
+
+    def total(self, x: Array, layout: str) -> Array:
+        """The sum over all dims of a value with this ``layout``."""
+        return x.sum()
+
+    def index(self, layout: str) -> int | Int[Array, ""]:
+        """0: the one block that there is."""
+        return 0
+
+    def axes(self, layout: str) -> tuple[str, ...]:
+        """The mesh axes that cut the layout's one dim, for an island that must name them."""
+        return ()
+
+    def parts(self, layout: str) -> int:
+        """The number of blocks of the layout's one dim."""
+        return self.plan.mesh.along(self.axes(layout))
+
+    def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
+        """``f`` as a function of whole values with these ``layouts``, giving one laid out as ``result``."""
+        return f
+
+    island = property(lambda self: self, doc="The reading inside an island, where a device sees its blocks.")
+
+    def layers(self, block: Callable, x: Any, stack: Any) -> tuple[Any, Any]:
+        """Run ``x, aux = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``,
+        rematerialised as planned. The layers' auxiliary results are stacked."""
+        plan, length = self.plan, jax.tree.leaves(stack)[0].shape[0]
+        alone = not 0 < plan.unroll < length  # no loop keeps XLA from merging the two computations
+        keep = plan.gathers == "block" and not plan.reshard_after_forward
+        if plan.remat != "none":
+            policy = functools.partial(_named, SAVED[plan.remat] + (WEIGHT,) * keep)
+            block = jax.checkpoint(block, policy=policy, prevent_cse=alone)
+        elif plan.gathers == "block" and not keep:
+            block = jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=alone)
+        return lax.scan(block, x, stack, unroll=plan.unroll or length)
+
+    def chunked(self, f: Callable, xs: Any, num_chunks: int) -> Any:
+        """Apply ``f`` to ``num_chunks`` pieces of ``xs``, one after the other, and join what comes out, all
+        along dim 1.
+
+        The backward pass recomputes a piece but repeats no communication. Bounds the memory of what ``f``
+        makes of a piece, such as logits. A piece takes every ``num_chunks``-th position, so that it is cut
+        over devices as the whole is.
+        """
+        policy = jax.checkpoint_policies.save_only_these_names(MOVED)
+        f = jax.checkpoint(f, policy=policy, prevent_cse=False)
+        if num_chunks == 1:
+            return f(xs)
+        cut = lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, num_chunks, *x.shape[2:]), 2, 0)
+        join = lambda y: jnp.moveaxis(y, 0, 2).reshape(y.shape[1], -1, *y.shape[3:])
+        _, out = lax.scan(lambda _, piece: (None, f(piece)), None, jax.tree.map(cut, xs))
+        return jax.tree.map(join, out)
+
+
+def _named(names: tuple[str, ...], prim, *_, **params) -> bool:
+    """Save what has one of the names. cuDNN's kernel stands for attention's: JAX names nothing inside."""
+    if prim.name == "dot_product_attention_fwd_wrapper":
+        return "attention_out" in names
+    return prim.name == "name" and params["name"] in names
+
+
+OF_SHARDS = ("all_gather", "reshard", "optimization_barrier", "reduced_vary_cast")
+"""How the operations begin that make a whole weight of its shards: the gather, by `Manual` or by `Explicit`;
+the barriers around that and before an island; its type inside one."""
+
+
+def _all_but_gathered_weights(prim, *_, **params) -> bool:
+    """Save all but whole weights: these are gathered again, and nothing is computed again. What else is
+    gathered is saved under the name that it gets (`MOVED`)."""
+    if prim.name == "name":
+        return params["name"] != WEIGHT
+    return not prim.name.startswith(OF_SHARDS)
+
+
+# ----------------------------------------------------------------------------------------------------- Manual
+
+
+class Manual(Solo):
+    """Inside `jax.shard_map` over all axes: arrows are collectives, each in the `scope` of its arrow."""
+
+    def weight(self, param: nnx.Variable) -> Array:
+        """The weight as it is used: from its stored shard (`gather`), unless a pipeline has done that for the
+        step.
+
+        What the backward pass does is the mirror image: reduce-scatter over the axes of ZeRO in the computing
+        dtype, then one float32 all-reduce of the shard over every other axis on which the region's values
+        differ.
+        """
+        region = parse_layout(param.dims).region
+        x = self._vary(param[...], self.plan.varying(region), param.dims)
+        whole = x.astype(self.dtype) if self.plan.gathers == "step" else self.gather(x, param.dims)
+        return checkpoint_name(whole, WEIGHT)
+
+    def gather(self, shard: Array, dims: str) -> Array:
+        """A weight's stored shard, cast, then gathered if it is stored cut (ZeRO-3)."""
+        return self.carry_out(shard.astype(self.dtype), self.plan.life(dims).gather, dims)
+
+    def move(self, x: Array, arrow: str) -> Array:
+        """Carry out the physical arrow: the collectives of `llmpar.plan.layout.Arrow.moves` in order."""
+        physical = self.plan.physical(arrow)
+        x = self.carry_out(x, physical, arrow)
+        region = parse_arrow(arrow).after.region
+        x = self._vary(x, self.plan.varying(region), arrow) if region else x
+        return checkpoint_name(x, MOVED) if physical.moves else x
+
+    def enter(self, multiply: Callable, x: Array, arrow: str, *weights: Any) -> Any:
+        """With `Plan.tp_comm_overlap` a ring: one block is multiplied while the next travels."""
+        if ring := self._ring(arrow, "all-gather"):
+            return overlap.enter(multiply, ring, x, weights)
+        return super().enter(multiply, x, arrow, *weights)
+
+    def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Any) -> Array:
+        """With `Plan.tp_comm_overlap` a ring: the sum of one block travels while the next is multiplied."""
+        if ring := self._ring(arrow, "reduce-scatter"):
+            return overlap.leave(multiply, ring, x, weights)
+        return super().leave(multiply, x, arrow, *weights)
+
+    def _ring(self, arrow: str, kind: str) -> overlap.Ring | None:
+        """The ring that an arrow is, where the plan asks for one and the arrow is such a collective."""
+        moves = self.plan.physical(arrow).moves
+        if not self.plan.tp_comm_overlap or [move.kind for move in moves] != [kind]:
+            return None
+        return overlap.Ring(moves[0].axes, arrow, self.plan.hop)
+
+    def ragged(self, x: Array, send: Int[Array, " g"], come: Int[Array, " g"], arrow: str) -> Array:
+        """An all-to-all ``b/a e c … -> b e/a c …`` or back, in which this rank sends rank j the first
+        ``send[j]`` rows of its block alone, and gets ``come[j]``; behind them stands whatever was there. XLA
+        has it for GPUs and TPUs, not for CPUs."""
+        ((axis,),) = (move.axes for move in self.plan.physical(arrow).moves)
+        rows = vary(x, self.plan.varying(parse_arrow(arrow).after.region)).reshape(-1, *x.shape[3:])
+        with scope(arrow):
+            y = ragged(rows, send, come, axis)
+        return checkpoint_name(y.reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)
+
+    def max(self, x: Array, arrow: str) -> Array:
+        """An all-reduce by maximum over the axes of the arrow's unfinished dims; a constant to autodiff."""
+        axes = self.plan.physical(arrow).before.sums
+        x = lax.stop_gradient(x)
+        if not axes:
+            return x
+        with scope(arrow):
+            return checkpoint_name(lax.pmax(x, axes), MOVED)
+
+    def axes(self, layout: str) -> tuple[str, ...]:
+        """The mesh axes that cut the layout's one dim."""
+        return self.plan.place(layout).axes
+
+    def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
+        """``f`` itself. On simulated devices its collectives stay where they are written (`together`); on
+        others they would wait there for weights that are still on their way."""
+        return (lambda *args: f(*together(args))) if self.platform == "cpu" else f
+
+    def index(self, layout: str) -> int | Int[Array, ""]:
+        """The position of this device's block among the blocks of the layout's one dim."""
+        axes = self.axes(layout)
+        return lax.axis_index(axes) if axes else 0
+
+    def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
+        """Run the collectives of a physical arrow. ``invariant``: gathered results are equal everywhere."""
+        position = {d.name: i for i, d in enumerate(arrow.before.dims or arrow.after.dims)}
+        for axis in arrow.before.sums + arrow.before.axes:
+            if axis not in varying(x):
+                what = f"arrow '{text or arrow}' starts with {axis} in its layout, but the value is the same"
+                raise ValueError(f"{what} all over {axis}; it was reduced already, or never cut")
+        with scope(text or str(arrow)):
+            for move in arrow.moves:
+                x = send(x, move, position, "invarying" if invariant else "varying")
+        return x
+
+    def _vary(self, x: Array, axes: tuple[str, ...], text: str) -> Array:
+        """From here on ``x`` may differ along ``axes``: backward, an all-reduce of its gradient."""
+        with scope(text):
+            return vary(x, axes)

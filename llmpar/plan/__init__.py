@@ -1,0 +1,1 @@
+"""What a user writes, and what is decided from it, without JAX: layouts, meshes, models, plans, schedules."""

@@ -1,0 +1,271 @@
+"""What a plan cannot be, in sentences: what was asked, the arithmetic, and what would work.
+
+A size that mesh axes must cut evenly is a row (`Cut`); whatever else does not go together is a sentence. What
+is set and decides nothing is no error: `idle` says why. ``plan`` is a `plan.Resolved` throughout.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from llmpar.plan.backend import fits_cudnn
+from llmpar.plan.layout import divisors
+from llmpar.plan.timetable import timetable
+
+MAX_MASK_BYTES = 64 << 20
+"""A mask of queries times keys, in 16 bits, above which it costs more than the scores that it spares: cuDNN
+reads it whole, and computes its gradient too. 5,792 positions."""
+
+
+class Cut(NamedTuple):
+    """A size that axes of the mesh cut, and a field of the plan that counts pieces: their product must divide
+    it.
+
+    Attributes:
+        name, size, axes: what, how large, cut by which axes.
+        pieces: the field that cuts further, such as ``microbatches``.
+        suits: the advice keeps to divisors of this, which whatever else these axes cut has too; 0: of size.
+        fixed: whether the size is the model's, so that no other is advised.
+        ways: further advice.
+    """
+
+    name: str
+    size: int
+    axes: tuple[str, ...]
+    pieces: str = ""
+    suits: int = 0
+    fixed: bool = False
+    ways: str = ""
+
+    def check(self, plan: Any) -> None:
+        """Raise ValueError where the parts do not divide the size."""
+        pieces = getattr(plan, self.pieces) if self.pieces else 1
+        parts = pieces * math.prod(getattr(plan.mesh, a) for a in self.axes)
+        if self.size % parts == 0:
+            return
+        name = "·".join((*self.axes, self.pieces) if pieces > 1 else self.axes)
+        fits = [n for n in divisors(self.suits or self.size) if n <= 4 * parts]
+        near = sorted({max(parts, self.size // parts * parts), -(-self.size // parts) * parts})
+        change = "" if self.fixed else f"use {' or '.join(map(str, near))}, or "
+        ways = f"{change}make {name} one of {', '.join(map(str, fits))}{self.ways}"
+        raise ValueError(f"{self.name} {self.size} is not a multiple of {name} = {parts}; {ways}")
+
+
+Rows = Iterator[Cut | str]
+
+
+def check(plan: Any, batch_size: int, seq_len: int) -> None:
+    """Raise ValueError for the first row that does not hold."""
+    plan.config.weights()  # refuses what cannot run at all
+    for rules in (_shapes, _kv_heads, _sequences, _kernels, _zero, _ways, _pipelines, _adapters):
+        for row in rules(plan, batch_size, seq_len):
+            if isinstance(row, str):
+                raise ValueError(row)
+            row.check(plan)
+
+
+def _shapes(plan, batch_size: int, seq_len: int) -> Rows:
+    mesh, config = plan.mesh, plan.config
+    if mesh.ep > 1 and not config.experts:
+        what = f"mesh '{mesh}' has ep={mesh.ep}, but no experts in '{config.name}' here"
+        yield f"{what}; use pp, dp, fsdp, sp, tp"
+    if batch_size < 1:
+        yield f"batch {batch_size} holds no token; use 1 or more"
+    if seq_len < 1:
+        yield f"sequence {seq_len} holds no token; use 1 or more"
+    yield Cut("batch", batch_size, ("dp", "fsdp", "ep"), "microbatches")
+    sizes = {
+        "heads": config.num_heads,
+        "feed-forward width": config.ffn_width,
+        "vocabulary": config.vocab_size,
+    }
+    for name, size in sizes.items():
+        yield Cut(name, size, ("tp",), suits=math.gcd(config.num_kv_heads, *sizes.values()), fixed=True)
+
+
+def _kv_heads(plan, batch_size: int, seq_len: int) -> Rows:
+    """A tp that neither cuts the KV heads evenly nor gives each equally many copies."""
+    config, heads, tp = plan.config, plan.config.num_kv_heads, plan.mesh.tp
+    if heads % tp and plan.mesh.kv == 1:
+        cuts = divisors(math.gcd(config.num_heads, config.ffn_width, config.vocab_size))
+        fits = ", ".join(str(n) for n in cuts if n <= 4 * tp and 0 in (heads % n, n % heads))
+        yield f"KV heads {heads} is not a multiple of tp = {tp}, nor tp of KV heads; make tp one of {fits}"
+    if plan.mesh.kv > 1 and plan.reading == "explicit":
+        yield (
+            f"reading='explicit' does not go with tp = {tp} on {heads} KV heads: a type has no sum over the"
+            " part of tp that holds copies of a head beside one over all of it; use reading='manual', or a tp"
+            f" that divides {heads}"
+        )
+    if config.experts:
+        yield Cut("experts", config.experts.num_experts, ("ep",), fixed=True)
+
+
+def _sequences(plan, batch_size: int, seq_len: int) -> Rows:
+    config, sp, ul = plan.config, plan.mesh.sp, plan.mesh.ul
+    suits = math.gcd(config.num_kv_heads, config.num_heads, config.ffn_width, config.vocab_size, seq_len)
+    if plan.tp_sequence:
+        yield Cut("sequence", seq_len, ("sp", "tp"), suits=suits)
+    yield Cut("sequence", seq_len, ("sp",), "loss_chunks")
+    # Each piece is gathered by itself; experts need all at once.
+    by_pieces = plan.tp_sequence and not config.experts
+    axes = ("sp", "tp") if by_pieces else ("sp",)
+    yield Cut("sequence", seq_len, axes, "ffn_chunks", suits=suits if by_pieces else 0)
+    if sp > 1 and plan.sequence_order == "zigzag" and seq_len % (2 * sp):
+        near = 2 * sp * max(1, seq_len // (2 * sp))
+        what = f"cuts a sequence into 2·sp = {2 * sp} parts, and {seq_len} is no multiple"
+        yield f"sequence_order='zigzag' {what}; use {near}, or sequence_order='balanced' or 'striped'"
+    which, heads = ("query", config.num_heads) if plan.mesh.kv > 1 else ("KV", config.num_kv_heads)
+    what = f"the {heads // plan.mesh.tp} {which} heads of a device"
+    if plan.context_parallel == "ulysses" and heads // plan.mesh.tp % sp:
+        advice = "use context_parallel='ring', which needs no heads"
+        yield f"context_parallel='ulysses' cuts {what} by sp = {sp}; {advice}"
+    if plan.context_parallel == "usp" and sp > 1 and ul in (1, sp):
+        parts, way = ("all", "ulysses") if ul > 1 else ("no part", "ring")
+        what = f"context_parallel='usp' exchanges {what} among ranks of sp = {sp}"
+        yield f"{what}, and {parts} of these divide them; use context_parallel='{way}'"
+    for what in ("queries", "keys"):
+        local, block = seq_len // plan.mesh.along(plan.regions[what].get("s", ())), plan.attention_block
+        if block and local > block:
+            yield Cut(f"each device's number of {what}", local, (), "attention_block", fixed=True)
+
+
+def _kernels(plan, batch_size: int, seq_len: int) -> Rows:
+    """What a kernel cannot do, and a mask of all queries and keys that is too large."""
+    kernel = plan.asked.attention_kernel
+    refuse = lambda why: f"attention_kernel='{kernel}' {why}, or attention_kernel='portable'"
+    if kernel == "cudnn" and plan.dtype == "float32":
+        yield refuse("computes in 16 bits; use dtype='bfloat16'")
+    if plan.attention_block and kernel not in ("auto", "portable"):
+        yield refuse("chooses its own blocks; leave attention_block out")
+    if kernel in ("cudnn", "xla") and plan.regions["keys"].get("s"):
+        what = "gives no log of sums in float32 to merge by, which a ring needs"
+        yield refuse(f"{what}; use context_parallel='ulysses' or 'gather'")
+    masked = kernel == "xla" or kernel == "cudnn" and plan.documents == "packed"
+    mask_bytes = 2 * seq_len**2 // plan.mesh.along(plan.regions["queries"].get("s", ()))
+    if masked and mask_bytes > MAX_MASK_BYTES:
+        whole = ", or documents='whole'" if kernel == "cudnn" and plan.in_order else ""
+        what = f"holds a mask of queries times keys, {mask_bytes >> 20} MiB a row at {seq_len} positions"
+        yield refuse(f"{what}; use attention_kernel='flash'{whole}")
+    if kernel == "cudnn" and not fits_cudnn(plan.config.head_width, plan.devices or "gpu"):
+        yield refuse("has heads of a multiple of 8 up to 128, since Hopper up to 256; use 'flash'")
+
+
+def _zero(plan, batch_size: int, seq_len: int) -> Rows:
+    """Dims that ZeRO cannot cut evenly. With fsdp as many rows of the batch are cut too."""
+    if not plan.zero:
+        return
+    mesh, config = plan.mesh, plan.config
+    cut = {"model width": (config.width, plan.zero_cuts("d"))}
+    if config.qkv_bias or config.qk_norm or config.lora and set(config.lora.targets) & set("qkv"):
+        cut["head width"] = config.head_width, plan.zero_cuts("h")
+    if config.experts and config.experts.bias_rate is not None:
+        cut["experts"] = config.experts.num_experts, plan.zero_cuts("e")
+    rows = batch_size // (mesh.dp * mesh.ep * plan.microbatches)
+    suits = math.gcd(rows, *(size for size, _ in cut.values()))
+    for name, (size, axes) in cut.items():
+        fewer = len(axes) > 1 or axes != mesh.live("fsdp")
+        ways = ", or use zero_axes='fsdp'" if fewer and size % mesh.fsdp == 0 else ""
+        yield Cut(name, size, axes, suits=suits, fixed=True, ways=ways)
+
+
+def _ways(plan, batch_size: int, seq_len: int) -> Rows:
+    """When gradients are summed, and by whom."""
+    reduce, explicit = plan.reduce, plan.reading == "explicit"
+    if reduce != "end" and plan.zero in (1, 2) or reduce == "bucket" and plan.zero:
+        what = f"reduce='{reduce}' does not go with ZeRO {plan.zero}, whose gradients are reduce-scattered"
+        yield f"{what}; use 'end'"
+    if reduce == "bucket" and explicit:
+        what = "reduce='bucket' joins gradients that are cut in different ways, and a type has one way"
+        yield f"{what}; use reduce='end', or reading='manual'"
+    if explicit and 1 < plan.unroll < plan.config.num_layers:
+        what = "JAX 0.10 cannot cut a loop over unfinished sums in pieces; use unroll=1 or unroll=0"
+        yield f"unroll={plan.unroll} does not go with reading='explicit': {what}"
+    if explicit and plan.ffn_chunks > 1 and plan.config.experts and plan.mesh.tp > 1:
+        what = f"ffn_chunks={plan.ffn_chunks} of a shared expert does not go with reading='explicit' and tp"
+        why = "JAX 0.10 cannot join pieces of unfinished sums; use ffn_chunks=1, or reading='manual'"
+        yield f"{what} = {plan.mesh.tp}: {why}"
+    if reduce == "layer" and plan.microbatches > 1:
+        advice = "use reduce='end' with microbatches > 1"
+        yield f"reduce='layer' would communicate once per microbatch; {advice}"
+
+
+def _pipelines(plan, batch_size: int, seq_len: int) -> Rows:
+    """What the executor cannot walk. Simulating the order proves it legal, or names the deadlock."""
+    if (order := plan.pipeline) is None:
+        return
+    timetable(order)
+    name, p, m, pp = f"schedule '{order.name}'", order.num_stages, order.num_microbatches, plan.mesh.pp
+    layers, cells = plan.config.num_layers, len(order.routes[0])
+    if p != pp:
+        yield f"{name} has {p} stages but mesh '{plan.mesh}' has pp={pp}; use pp={p}"
+    if m != plan.microbatches:
+        yield f"{name} has {m} microbatches but the plan has {plan.microbatches}; use microbatches={m}"
+    if layers < cells:
+        yield f"{layers} layers cannot fill stages·chunks = {cells}; use {cells} layers or fewer cells"
+    for field, value in {"reading": "manual", "reduce": "end"}.items():
+        if (asked := getattr(plan, field)) != value:
+            yield f"{field}={asked!r} does not go with pp={pp}; use {field}={value!r}"
+
+
+def _adapters(plan, batch_size: int, seq_len: int) -> Rows:
+    """LoRA where JAX's types forbid it, and where no formula says what the compiler leaves out."""
+    if plan.config.lora is None:
+        return
+    if plan.reading == "explicit" and plan.mesh.tp > 1:
+        what = f"reading='explicit' does not go with LoRA and tp = {plan.mesh.tp}: x A, or its gradient,"
+        yield f"{what} is an unfinished sum, and JAX 0.10 multiplies none; use reading='manual'"
+    layers, why = plan.config.num_layers, "no formula says what a first layer's backward pass leaves out then"
+    if plan.pipeline is None and layers == 1:
+        yield f"LoRA of 1 layer: without a loop over layers {why}; use 2 layers"
+    elif plan.pipeline is None and not 0 < plan.unroll < layers:
+        yield f"unroll={plan.unroll} with LoRA and {layers} layers is no loop, and {why}; use unroll=1"
+
+
+def idle(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
+    """The fields that were set and decide nothing for this mesh and model, with the reason: those that have
+    not their defaults, and those ``given``, whatever they have."""
+    mesh, config, order = plan.mesh, plan.config, plan.pipeline
+    dense = config.experts is None
+    cudnn = plan.asked.attention_kernel == "cudnn" and plan.in_order or plan.takes_cudnn
+    text = f"mesh '{mesh}'"
+    one = {axis: f"{text} has {axis}=1" for axis in ("pp", "sp", "tp", "ep")}
+    apart = order is not None and (order.split_backward or plan.stage_saves == "residuals")
+    who = f"schedule '{order.name}'" if order and order.split_backward else "stage_saves=residuals"
+    lone_layer = order is not None and min(order.layers(config.num_layers).values(), default=0) == 1
+    xla, auto = plan.reading != "manual", plan.reading == "auto"
+    no_ffn = not dense and not config.experts.num_shared
+    cuts, all_cuts = plan.zero_cuts(), mesh.live("fsdp", "ep", "sp", "ul")
+    uncut = not cuts and plan.zero
+    # A bucket is refused with ZeRO anyway.
+    shared = plan.reduce != "layer" and plan.zero or any(life.copied for _, life in plan.lives.values())
+    rules = [
+        ("schedule virtual_stages stage_saves", mesh.pp == 1, one["pp"]),
+        ("context_parallel sequence_order", mesh.sp == 1, one["sp"]),
+        ("tp_sequence", mesh.tp == 1, one["tp"]),
+        ("tp_comm_overlap", not plan.tp_sequence, "without tp_sequence nothing is gathered over tp"),
+        ("tp_comm_overlap", xla, f"under reading='{plan.reading}' XLA chooses how activations travel"),
+        ("dispatch", mesh.ep == 1, one["ep"]),
+        ("hop", not plan.rings, "no ring hands anything on"),
+        ("zero", uncut, f"{text} has none of {plan.zero_axes}, the axes by which ZeRO cuts"),
+        ("zero_axes", not plan.zero, "ZeRO 0 cuts nothing"),
+        ("zero_axes", cuts == all_cuts, f"{text} has no others"),
+        ("reshard_after_forward", not plan.gathers, "only ZeRO 3 gathers weights for use"),
+        ("documents", not cudnn, "only cudnn reads it, on whole sequences in order, in bfloat16"),
+        ("ffn_chunks", no_ffn, f"'{config.name}' has experts in place of a feed-forward"),
+        ("unroll", config.num_layers == 1, "a loop over one layer is no loop"),
+        ("unroll", lone_layer, "a stage has a chunk of one layer, and a loop over that is no loop"),
+        ("remat unroll", apart, f"{who} cuts a stage's backward pass, with its layers written out"),
+        ("reduce", not shared, "no weight is kept by two devices, so no sum is left for `reduce`"),
+        ("bucket_bytes", plan.reduce != "bucket", f"reduce is '{plan.reduce}'"),
+        ("reduce bucket_bytes", auto, "under reading='auto' XLA decides when gradients are summed"),
+        ("virtual_stages", "\n" in plan.schedule.strip(), "the order is written out"),
+    ]
+    default = lambda name: getattr(type(plan), name)
+    changed = lambda name: default(name) not in (getattr(plan.asked, name), getattr(plan, name))
+    was_set = lambda name: name in given or changed(name)
+    return {name: why for names, holds, why in rules if holds for name in names.split() if was_set(name)}
+
+
+def idle_words(plan: Any, why: dict[str, str]) -> list[str]:
+    """A sentence on each field that decides nothing."""
+    return [f"{name}={getattr(plan, name)!r} changes nothing: {reason}" for name, reason in why.items()]

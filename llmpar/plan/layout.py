@@ -1,0 +1,418 @@
+"""Layouts, arrows and mesh strings: the notation everything else is written in.
+
+    layout   b/dp,fsdp s/sp d +tp     dim b cut by dp and fsdp, s cut by sp, d whole, unfinished sum over tp
+    arrow    b s d +tp -> b s/tp d    one reduce-scatter over tp
+    mesh     dp=2 fsdp=-1 tp=4        sizes of the named axes, at most one to be inferred
+
+One letter is a tensor dim, a word is a mesh axis. In the model's text the axes are not known yet. There a
+layout opens with the *region* that a value lives in, and a ``+`` names the dim that was summed over:
+
+    attention b s d +n -> stream b s d
+
+A :class:`~llmpar.plan.plan.Resolved` plan knows which axes cut each dim in each region: it makes that
+*logical* arrow a physical one.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+AXES = {
+    "pp": "pipeline stages",
+    "dp": "data parallel replicas",
+    "fsdp": "data parallel with sharded state",
+    "ep": "experts; batch for dense layers",
+    "sp": "context parallelism: positions",
+    "tp": "tensor parallelism",
+}
+"""The mesh axes, slow links outermost, fast links innermost."""
+PARTS = {"sp": "ul", "tp": "kv"}
+"""The inner parts of two axes, which no user's mesh names: `llmpar.plan.plan` says what they are for."""
+ORDER = tuple(part for axis in AXES for part in (axis, PARTS.get(axis)) if part)
+"""The axes of layouts, slow links outermost."""
+
+DIMS = {
+    "b": "batch", "s": "query positions", "t": "key positions", "d": "model width", "n": "query heads",
+    "k": "KV heads", "r": "query heads per KV head", "h": "head width", "m": "feed-forward width",
+    "e": "experts", "v": "vocabulary", "c": "slots for tokens on their way to experts", "l": "layers",
+    "u": "microbatches", "z": "inner width of an adapter",
+}  # fmt: skip
+"""The tensor dims."""
+
+POSITIONAL = {3: ("dp", "fsdp", "tp"), 4: ("dp", "fsdp", "tp", "sp")}
+"""Axis order of unnamed mesh strings: three numbers as in EasyLM (dp, fsdp, mp), four as in LWM (dp, fsdp,
+tp, sp)."""
+
+
+class NotationError(ValueError):
+    """A text that is no layout, arrow or mesh. The message shows it with a caret under the bad token."""
+
+    def __init__(self, text: str, start: int, end: int, why: str):
+        line = "".join(x if x.isprintable() else " " for x in text)
+        super().__init__(f"{why}\n  {line}\n  {' ' * start}{'^' * max(1, end - start)}")
+
+
+# ---------------------------------------------------------------------------------------------------- layouts
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dim of a layout and the mesh axes that cut it, outermost first."""
+
+    name: str
+    axes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name + ("/" + ",".join(self.axes) if self.axes else "")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a value lives: its dims, the axes that cut them, and the sums that are not finished yet.
+
+    ``sums`` holds mesh axes in a physical layout and dims in a logical one (which has a ``region``).
+    """
+
+    dims: tuple[Dim, ...]
+    sums: tuple[str, ...] = ()
+    region: str = ""
+
+    def __str__(self) -> str:
+        words = [self.region] * bool(self.region) + [str(d) for d in self.dims] + ["+" + s for s in self.sums]
+        return " ".join(words) or "whole"
+
+    @property
+    def letters(self) -> str:
+        """The dims' names in order, as one string: ``"bsd"``."""
+        return "".join(d.name for d in self.dims)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis that cuts a dim, in the order of the dims."""
+        return tuple(a for d in self.dims for a in d.axes)
+
+    def cut(self, name: str) -> tuple[str, ...]:
+        """The axes that cut dim ``name``; ``()`` when it is whole or absent."""
+        return next((d.axes for d in self.dims if d.name == name), ())
+
+    def shard_shape(self, shape: tuple[int, ...], sizes: dict[str, int]) -> tuple[int, ...]:
+        """The shape that one device holds of a value of ``shape`` on a mesh with these axis ``sizes``."""
+        if len(shape) != len(self.dims):
+            given = f"the shape {shape} has {len(shape)}"
+            raise ValueError(f"layout '{self}' has {len(self.dims)} dims but {given}")
+        out = []
+        for dim, size in zip(self.dims, shape, strict=True):
+            parts = math.prod(sizes[a] for a in dim.axes)
+            if size % parts:
+                raise ValueError(
+                    f"dim {dim.name} = {size} in '{self}' is not a multiple of {'·'.join(dim.axes)} = {parts}"
+                )
+            out.append(size // parts)
+        return tuple(out)
+
+    def _repr_svg_(self) -> str:
+        from llmpar import draw
+
+        return draw.layout(self)._repr_svg_()
+
+
+_TOKEN = re.compile(r"\S+")
+
+
+@functools.cache
+def parse_layout(text: str) -> Layout:
+    """Read ``"b/dp,fsdp s/sp d +tp"``, or ``"stream b s d +m"``, or ``"whole"``."""
+    return _layout(text, 0, len(text))
+
+
+def _layout(text: str, start: int, end: int) -> Layout:
+    region, sums = "", list[str]()
+    dims, used = list[Dim](), dict[str, str]()
+
+    def fail(at: int, token: str, why: str):
+        raise NotationError(text, at, at + len(token), why)
+
+    def claim(axis: str, owner: str, at: int) -> str:
+        if axis not in ORDER:
+            fail(at, axis, f"unknown mesh axis '{axis}'; the axes are {' '.join(AXES)}")
+        if axis in used:
+            fail(at, axis, f"axis '{axis}' already {used[axis]}; an axis is used once in a layout")
+        used[axis] = owner
+        return axis
+
+    for match in _TOKEN.finditer(text, start, end):
+        token, at = match.group(), match.start()
+        if token.startswith("+"):
+            name = token[1:]
+            if name in sums and name in DIMS:
+                fail(at, token, f"dim '{name}' is summed over twice")
+            sums.append(name if name in DIMS else claim(name, "carries an unfinished sum", at + 1))
+            continue
+        name, slash, axes = token.partition("/")
+        if len(name) > 1 and not slash:
+            if name == "whole" and len(_TOKEN.findall(text[start:end])) == 1 + bool(region):
+                continue
+            joined = set(name) <= set(DIMS)  # dims without spaces between them
+            if region or dims or sums or joined or not name.isalpha() or name in (*AXES, "whole"):
+                what = "neither a dim (one letter, spaces between two) nor a region (which comes first)"
+                fail(at, token, f"'{token}' is {what}")
+            region = name
+            continue
+        if name not in DIMS:
+            fail(at, name or token, f"unknown dim '{name}'; the dims are {' '.join(DIMS)}")
+        if name in (d.name for d in dims):
+            fail(at, token, f"dim '{name}' appears twice")
+        cuts, position = [], at + len(name) + 1
+        for axis in axes.split(",") if slash else ():
+            cuts.append(claim(axis, f"cuts '{name}'", position))
+            position += len(axis) + 1
+        if sums:
+            fail(at, token, "dims come before unfinished sums")
+        dims.append(Dim(name, tuple(cuts)))
+    return Layout(tuple(dims), tuple(sums), region)
+
+
+# ----------------------------------------------------------------------------------------------------- arrows
+
+
+KIND = {
+    ("+", ""): "all-reduce",
+    ("+", "cut"): "reduce-scatter",
+    ("cut", ""): "all-gather",
+    ("cut", "cut"): "all-to-all",
+    ("", "cut"): "slice",
+}
+"""What moves when a mesh axis is in one place of the layout before and in another of the layout after: in an
+unfinished sum (+), in a dim that it cuts, or in none."""
+IN_TURN = ["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "slice"]
+"""The order of an arrow's moves: sums over several axes are reduced on the smallest piece."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A collective (or a local slice) over some mesh axes, and the dims that it gathers or cuts."""
+
+    kind: str
+    axes: tuple[str, ...]
+    gathers: str = ""
+    cuts: str = ""
+
+    def __str__(self) -> str:
+        where = f" {self.gathers} to {self.cuts}" if self.gathers and self.cuts else ""
+        if not where and (self.gathers or self.cuts):
+            where = f" on {self.gathers or self.cuts}"
+        return f"{self.kind} over {','.join(self.axes)}{where}"
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """A movement across devices, from one layout of a value to another."""
+
+    before: Layout
+    after: Layout
+
+    def __str__(self) -> str:
+        return f"{self.before} -> {self.after}"
+
+    @property
+    @functools.lru_cache(maxsize=16384)  # noqa: B019 plans make the same arrows again and again
+    def moves(self) -> tuple[Move, ...]:
+        """The collectives that carry the arrow out, as `KIND` tells them, in the order of `IN_TURN`."""
+        found: dict[tuple[str, str, str], list[str]] = {}
+        place = lambda name: "cut" if name in DIMS else name  # as `KIND` has it
+        before = {a: d.name for d in self.before.dims for a in d.axes} | dict.fromkeys(self.before.sums, "+")
+        after = {a: d.name for d in self.after.dims for a in d.axes} | dict.fromkeys(self.after.sums, "+")
+        for axis in sorted(before.keys() | after.keys(), key=ORDER.index):
+            old, new = before.get(axis, ""), after.get(axis, "")
+            if old == new:
+                continue
+            if new == "+":
+                raise ValueError(
+                    f"arrow '{self}' would start an unfinished sum over {axis}: only computing does that"
+                )
+            kind = KIND[place(old), place(new)]
+            found.setdefault((kind, old.strip("+"), new), []).append(axis)
+        # A move's axes are named as they nest in its dim.
+        nested = [*self.before.axes, *self.after.axes, *ORDER]
+        moves = []
+        for (kind, old, new), axes in found.items():
+            moves.append(Move(kind, tuple(sorted(axes, key=nested.index)), old, new))
+        moves.sort(key=lambda m: IN_TURN.index(m.kind))
+        self._check_nesting(moves)
+        return tuple(moves)
+
+    def _check_nesting(self, moves: list[Move]) -> None:
+        """Refuse moves that do not end in the layout after: each acts on a dim's innermost axes."""
+        held = {d.name: d.axes for d in self.before.dims}
+        for move in moves:
+            if move.gathers:
+                outer, inner = held[move.gathers][: -len(move.axes)], held[move.gathers][-len(move.axes) :]
+                held[move.gathers] = outer if inner == move.axes else ("?",)
+            if move.cuts:
+                held[move.cuts] = held.get(move.cuts, ()) + move.axes
+        for name in self.after.letters or self.before.letters:
+            if held.get(name, ()) != self.after.cut(name):
+                why = f"would reorder the blocks of {name}: only a dim's innermost axes can move"
+                raise ValueError(f"arrow '{self}' {why}; write two arrows, with {name} whole in between")
+
+
+TRANSPOSES = {
+    "all-gather": "reduce-scatter",
+    "reduce-scatter": "all-gather",
+    "all-to-all": "all-to-all",
+    "slice": "all-reduce",
+    "vary": "all-reduce",
+}
+"""What the gradient does, in the backward pass, where the forward pass has this move.
+
+Each is the transpose of a linear map: a gathered value was used by everyone, so its gradient is summed and
+cut again; from where devices may differ on (`vary`, or a slice) their gradients are summed. An all-reduce is
+missing: the gradient of a sum is the same for all its terms, and is there already.
+"""
+
+
+@functools.cache
+def parse_arrow(text: str) -> Arrow:
+    """Read ``"b s d +tp -> b s/tp d"``."""
+    left, arrow, _ = text.partition("->")
+    if not arrow or text.count("->") > 1:
+        raise NotationError(text, len(left.rstrip()), len(text), "an arrow has one '->' between two layouts")
+    before, after = _layout(text, 0, len(left)), _layout(text, len(left) + 2, len(text))
+    if before.dims and after.dims and before.letters != after.letters:
+        why = f"the dims on both sides differ: '{before.letters}' and '{after.letters}'"
+        raise NotationError(text, len(left) + 2, len(text), why)
+    return Arrow(before, after)
+
+
+# ----------------------------------------------------------------------------------------------------- meshes
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """The sizes of the six mesh axes, and of the inner parts ``ul`` of sp and ``kv`` of tp (`PARTS`).
+    ``reshape`` (a leading ``!``) keeps devices in plain row-major order."""
+
+    pp: int = 1
+    dp: int = 1
+    fsdp: int = 1
+    ep: int = 1
+    sp: int = 1
+    tp: int = 1
+    reshape: bool = False
+    ul: int = 1
+    kv: int = 1
+
+    @property
+    def asked(self) -> dict[str, int]:
+        """Axis name to size as a user writes them, in link order."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def named(self) -> dict[str, int]:
+        """The same without axes of one device: those that its text names."""
+        return {axis: n for axis, n in self.asked.items() if n > 1}
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Axis name to size, in link order. An axis with an inner part is two: ``tp``, inside it ``kv``."""
+        found = self.asked | {part: getattr(self, part) for part in PARTS.values()}
+        found |= {axis: found[axis] // found[part] for axis, part in PARTS.items()}
+        return {axis: found[axis] for axis in ORDER if axis in AXES or found[axis] > 1}
+
+    def live(self, *axes: str) -> tuple[str, ...]:
+        """Those of ``axes`` that have more than one device: the others must leave no trace in the program."""
+        return tuple(a for a in axes if self.sizes.get(a, 1) > 1)
+
+    def along(self, axes: Iterable[str]) -> int:
+        """The number of devices along ``axes``, and of the parts into which they cut a dim."""
+        return math.prod(self.sizes[a] for a in axes)
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(self.asked.values())
+
+    def __str__(self) -> str:
+        named = " ".join(f"{a}={n}" for a, n in self.named.items())
+        return ("!" if self.reshape else "") + (named or "dp=1")
+
+
+def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshShape:
+    """Read ``"dp=2 fsdp=-1 tp=4"``, ``"dp:2,fsdp:-1,tp:4"``, ``"1,64,4,1"`` (dp,fsdp,tp,sp) or ``"1,-1,4"``
+    (dp,fsdp,tp).
+
+    One axis may be ``-1``: the rest of ``num_devices``. The product may be smaller than ``num_devices``,
+    never larger.
+    """
+    if isinstance(text, MeshShape):
+        if num_devices is None and -1 not in text.asked.values():
+            return text  # with the sizes that it knows
+        shape = _fit(str(text), {a: n for a, n in text.asked.items() if n != 1}, num_devices, text.reshape)
+        return replace(shape, ul=text.ul, kv=text.kv)
+    if not isinstance(text, str):
+        raise ValueError(f"a mesh is text, and this is {text!r:.60}; write for instance 'dp=2 fsdp=2 tp=2'")
+    body = text.strip()
+    reshape = body.startswith("!")
+    offset = text.index(body) + reshape if body else 0
+    sizes: dict[str, int] = {}
+    tokens = [(m.group(), m.start()) for m in re.compile(r"[^\s,]+").finditer(text, offset)]
+    if not tokens:
+        raise NotationError(text, 0, 1, "an empty mesh; write for instance 'dp=2 fsdp=2 tp=2'")
+    positional = all(re.fullmatch(r"-?\d+", token) for token, _ in tokens)
+    if positional and len(tokens) not in POSITIONAL:
+        ways = "give 4 (dp,fsdp,tp,sp) or 3 (dp,fsdp,tp), or name the axes: 'dp=2 tp=4'"
+        raise NotationError(text, offset, len(text), f"{len(tokens)} unnamed sizes; {ways}")
+    for index, (token, at) in enumerate(tokens):
+        fail = functools.partial(NotationError, text, at, at + len(token))
+        name, _, value = token.replace(":", "=").partition("=")
+        if positional:
+            name, value = POSITIONAL[len(tokens)][index], token
+        name = {"mp": "tp"}.get(name, name)
+        if name not in AXES:
+            raise fail(f"unknown mesh axis '{name}'; the axes are {' '.join(AXES)}")
+        if name in sizes:
+            raise fail(f"axis '{name}' is given twice")
+        if not re.fullmatch(r"-1|0*[1-9]\d*", value):
+            raise fail(f"the size of '{name}' must be a positive number or -1")
+        if value == "-1" and -1 in sizes.values():
+            raise fail("two axes are -1; only one can be inferred")
+        sizes[name] = int(value)
+    return _fit(text, sizes, num_devices, reshape)
+
+
+def _fit(text: str, sizes: dict[str, int], num_devices: int | None, reshape: bool) -> MeshShape:
+    free = next((a for a, n in sizes.items() if n == -1), None)
+    known = math.prod(n for n in sizes.values() if n != -1)
+    if num_devices is None:
+        if free:
+            raise ValueError(f"mesh '{text}' leaves {free} to be inferred, which needs the number of devices")
+        num_devices = known
+    if free and num_devices % known == 0:
+        sizes = sizes | {free: num_devices // known}
+    elif free or known > num_devices:
+        need = f"a multiple of {known} devices" if free else f"{known} devices"
+        suggestion = near_meshes(sizes, num_devices)[0]
+        raise ValueError(f"mesh '{text}' needs {need} but {num_devices} are present; try '{suggestion}'")
+    return MeshShape(reshape=reshape, **sizes)  # type: ignore[arg-type]
+
+
+def near_meshes(sizes: dict[str, int], num_devices: int) -> list[MeshShape]:
+    """Every mesh over these axes that fills ``num_devices``, nearest to ``sizes`` first (-1 fits any)."""
+    found: list[dict[str, int]] = [{}]
+    for axis in sizes:
+        found = [o | {axis: n} for o in found for n in divisors(num_devices // math.prod(o.values()))]
+    found = [o for o in found if math.prod(o.values()) == num_devices]
+    found.sort(key=lambda o: mesh_distance(o, sizes))
+    return [MeshShape(**o) for o in found]  # type: ignore[arg-type]
+
+
+def mesh_distance(sizes: dict[str, int], asked: dict[str, int]) -> float:
+    """How many doublings and halvings turn the asked sizes into these."""
+    return sum(abs(math.log2(n / asked[a])) if asked[a] > 0 else 0.1 * (n == 1) for a, n in sizes.items())
+
+
+def divisors(n: int) -> list[int]:
+    """Every divisor of ``n``, ascending."""
+    return [i for i in range(1, n + 1) if n % i == 0]

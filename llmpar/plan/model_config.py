@@ -1,0 +1,438 @@
+"""Model sizes: the configuration of a Llama-family model, its presets, and its exact number of parameters."""
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import pathlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from llmpar.files import Allowed, allowed, check_fields, read_toml
+from llmpar.plan import config_json as hugging_face
+
+Size = Annotated[int, Allowed(int, 1, 1 << 24)]
+Count = Annotated[int, Allowed(int, 0, 1 << 24)]
+Length = Annotated[int | None, Allowed(int, 1, none=True)]
+Rate = Annotated[float, Allowed(float, 0, 1e9)]
+Positive = Annotated[float, Allowed(float, 1e-9, 1e300)]
+Share = Annotated[float, Allowed(float, 0, 1)]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of low rotary frequencies."""
+
+    factor: Annotated[float, Allowed(float, 1, 1e9)] = 8.0
+    low_freq_factor: Rate = 1.0
+    high_freq_factor: Rate = 4.0
+    original_context: Annotated[int, Allowed(int, 1)] = 8192
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.low_freq_factor >= self.high_freq_factor:
+            low, high = self.low_freq_factor, self.high_freq_factor
+            why = f"low_freq_factor {low} is not below high_freq_factor {high}"
+            raise ValueError(f"{why}; Llama 3.1 has 1 and 4")
+
+
+@dataclass(frozen=True)
+class ExpertConfig:
+    """A mixture of experts in every layer. `ModelConfig.ffn_width` is the width of one expert.
+
+    Attributes:
+        num_experts, top_k: experts of a layer, and how many of them a token visits (the field's E and k).
+        num_shared: experts that every token visits besides.
+        score: how the router's logits become affinities: a ``softmax`` over all experts, or a ``sigmoid`` of
+            each (DeepSeek-V3).
+        renormalise: the chosen experts' weights add up to one (Mixtral: a softmax over the chosen logits).
+        scale: factor on the weights of the chosen.
+        bias_rate: None, or the step of a bias that takes part in choosing, not in weighing, and rises for
+            experts with less than the mean load and falls for others (Wang et al. 2024).
+        num_groups, top_groups: node-limited routing: only the best groups of experts are open to a token, a
+            group being worth the sum of its two best affinities (DeepSeek-V3 2024, section 2.1.2).
+        aux_loss, z_loss: coefficients of the load-balancing loss (`moe.route`) and of the router's z loss.
+        capacity_factor: None drops no token; else an expert takes the first k·tokens·factor/E, rounded up, of
+            each piece of a row that a device holds, and the others go without it.
+        dense_layers, dense_width: the first layers with an ordinary feed-forward of that width.
+    """
+
+    num_experts: Size
+    top_k: Size
+    num_shared: Count = 0
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = True
+    scale: Rate = 1.0
+    bias_rate: Annotated[float | None, Allowed(float, 0, 1e9, none=True)] = None
+    num_groups: Size = 1
+    top_groups: Size = 1
+    aux_loss: Rate = 0.0
+    z_loss: Rate = 0.0
+    capacity_factor: Annotated[float | None, Allowed(float, 1e-9, 1e9, none=True)] = None
+    dense_layers: Count = 0
+    dense_width: Count = 0
+
+    def __post_init__(self):
+        check_fields(self)
+        k, experts, groups = self.top_k, self.num_experts, f"{self.top_groups} of {self.num_groups}"
+        if not 1 <= k <= experts:
+            raise ValueError(f"a token cannot visit {k} of {experts} experts; choose from 1 to {experts}")
+        if experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
+            raise ValueError(f"{experts} experts cannot be routed in {groups} equal groups")
+        if k > (most := experts // self.num_groups * self.top_groups):
+            fewer = f"{groups} groups hold {most} experts, fewer than the {k} that a token visits"
+            raise ValueError(f"{fewer}; choose more groups")
+
+    def capacity(self, tokens: int) -> int:
+        """How many of a piece's ``tokens`` an expert takes: k·tokens·factor/E (Fedus et al. 2021, eq. 3)."""
+        if self.capacity_factor is None:
+            return tokens
+        return min(tokens, math.ceil(round(self.top_k * tokens * self.capacity_factor / self.num_experts, 9)))
+
+    def slots(self, tokens: int, pieces: int, ranks: int) -> int:
+        """How many slots a device with ``tokens`` tokens in ``pieces`` pieces keeps for each of ``ranks``: a
+        token travels to a rank once, however many of its experts are there."""
+        return min(tokens, self.most(tokens, pieces) * (self.num_experts // ranks))
+
+    def full_share(self, tokens: int, ranks: int) -> float:
+        """The share of its `slots` for a rank that a device with ``tokens`` tokens fills, where every choice
+        is as likely: those tokens have an expert there that do not have all k elsewhere."""
+        elsewhere = self.num_experts - self.num_experts // ranks
+        come = tokens * (1 - math.comb(elsewhere, self.top_k) / math.comb(self.num_experts, self.top_k))
+        return min(1.0, come / self.slots(tokens, 1, ranks))
+
+    def most(self, tokens: int, pieces: int) -> int:
+        """How many of a device's tokens one expert takes at most."""
+        return pieces * self.capacity(tokens // pieces)
+
+
+ADAPTABLE = ("q", "k", "v", "o", "gate", "up", "down")
+"""The matrices of a block that may have adapters: attention's, and those of its feed-forward."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021, section 4.1): beside the matrix W of every block that ``targets``
+    names, x W becomes x W + (x A) B · alpha / rank. A and B are trained, and nothing else is.
+
+    Attributes:
+        rank: columns of A and rows of B, the dim ``z``.
+        alpha: the adapters' weight, by `peft`'s convention times 1 / rank.
+        targets: of `ADAPTABLE`. Experts have none; their model's attention may.
+    """
+
+    rank: Size = 8
+    alpha: Positive = 16.0
+    targets: tuple[str, ...] = ("q", "k", "v", "o")
+
+    def __post_init__(self):
+        check_fields(self)
+        object.__setattr__(self, "targets", tuple(self.targets))  # JSON has lists
+        if not self.targets or set(self.targets) - set(ADAPTABLE):
+            named, known = " ".join(self.targets), " ".join(ADAPTABLE)
+            raise ValueError(f"LoRA's targets are '{named}'; use some of {known}")
+
+    @property
+    def scale(self) -> float:
+        """What (x A) B is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): counted, but not implemented."""
+
+    q_rank: Size
+    kv_rank: Size
+    rope_width: Size
+    value_width: Size
+
+    def __post_init__(self):
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of the model: its region and dims, its shape, and how it starts: normally distributed with
+    standard deviation ``std``, or where that is 0 equal to ``fill`` everywhere. ``frozen``: no gradient
+    changes it."""
+
+    dims: str
+    shape: tuple[int, ...]
+    std: float = 0.0
+    fill: float = 1.0
+    frozen: bool = False
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether it is a norm's scale or a bias: it scales or shifts, and multiplies no matrix."""
+        return self.dims.partition(" ")[2].replace(" ", "").strip("l") in ("d", "h", "nh", "kh", "e")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Llama-family model: grouped-query attention, RoPE, SwiGLU, RMSNorm; Qwen's biases and norms.
+
+    ``window`` is Mistral's sliding window (None: full causal attention). ``init_scale`` is the standard
+    deviation of fresh weights. With ``experts`` every feed-forward is a mixture of them. ``context_length``,
+    the longest sequence that its authors made it for, binds nothing here, but exported models carry it.
+    With ``lora`` all weights are frozen but the adapters, further rows of `weights`.
+    """
+
+    name: str
+    vocab_size: Size
+    width: Size
+    num_layers: Size
+    num_heads: Size
+    num_kv_heads: Size
+    head_width: Size
+    ffn_width: Size
+    rope_theta: Annotated[float, Allowed(float, 1, 1e15)] = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: Share = 1e-5
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: Length = None
+    init_scale: Rate = 0.02
+    experts: ExpertConfig | None = None
+    latent: LatentAttention | None = None
+    context_length: Length = None
+    lora: LoraConfig | None = None
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.experts and self.lora and (ours := set(self.lora.targets) & {"gate", "up", "down"}):
+            what = f"experts have no adapters, and LoRA's targets name {' '.join(sorted(ours))}"
+            raise ValueError(f"'{self.name}' cannot be adapted so: {what}; use targets q k v o")
+        if self.head_width % 2:
+            what = "but rotary embedding turns pairs; use an even head width"
+            raise ValueError(f"heads are {self.head_width} wide, {what}")
+        if self.num_heads % self.num_kv_heads:
+            what = f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly"
+            raise ValueError(f"{what}; use a number of KV heads that divides {self.num_heads}")
+
+    def weights(self) -> dict[str, Weight]:
+        """Every weight by its path. The blocks' weights are stacked: ``l`` leads their dims. Refuses a model
+        that is counted but not implemented.
+
+        >>> preset("tiny").weights()["blocks.ffn.gate"]
+        Weight(dims='ffn l d m', shape=(4, 64, 128), std=0.02, fill=1.0, frozen=False)
+        """
+        if self.latent or self.experts and self.experts.dense_layers:
+            why = "latent attention and leading dense layers are counted but not implemented"
+            use = "use mixtral-8x7b or qwen3-30b-a3b, or a dense model"
+            raise ValueError(f"'{self.name}' cannot run here: {why}; {use}")
+        return self._weights()
+
+    def _weights(self) -> dict[str, Weight]:
+        v, d, std = self.vocab_size, self.width, self.init_scale
+        found = {"embedding": Weight("vocab v d", (v, d), std), "norm.scale": Weight("stream d", (d,))}
+        if not self.tied:
+            found["head"] = Weight("vocab v d", (v, d), std)
+        for path, weight in self.block_weights().items():
+            dims, shape = weight.dims.replace(" ", " l ", 1), (self.num_layers, *weight.shape)
+            found["blocks." + path] = dataclasses.replace(weight, dims=dims, shape=shape)
+        if self.lora:
+            found = {p: dataclasses.replace(w, frozen=".lora." not in p) for p, w in found.items()}
+        return found
+
+    def block_weights(self) -> dict[str, Weight]:
+        """The weights of one block, by their paths in it. What ends in the residual stream starts smaller, by
+        the root of twice the number of layers (Radford et al. 2019, section 2.3)."""
+        d, n, k, h = self.width, self.num_heads, self.num_kv_heads, self.head_width
+        std, last = self.init_scale, self.init_scale / (2 * self.num_layers) ** 0.5
+        found = {
+            "attention_norm.scale": Weight("stream d", (d,)),
+            "attention.q": Weight("attention d n h", (d, n, h), std),
+            "attention.k": Weight("attention d k h", (d, k, h), std),
+            "attention.v": Weight("attention d k h", (d, k, h), std),
+            "attention.o": Weight("attention n h d", (n, h, d), last),
+            "ffn_norm.scale": Weight("stream d", (d,)),
+        }
+        if self.qkv_bias:
+            for name, dim, heads in (("q", "n", n), ("k", "k", k), ("v", "k", k)):
+                found[f"attention.{name}_bias"] = Weight(f"attention {dim} h", (heads, h), fill=0.0)
+        if self.qk_norm:
+            found |= {f"attention.{x}_norm.scale": Weight("attention h", (h,)) for x in "qk"}
+
+        if experts := self.experts:
+            found["experts.router"] = Weight("stream d e", (d, experts.num_experts), std)
+            if experts.bias_rate is not None:
+                found["experts.bias"] = Weight("stream e", (experts.num_experts,), fill=0.0)
+            found |= self._feed_forward("experts", "experts e", (experts.num_experts,))
+            if experts.num_shared:
+                found |= self._feed_forward("experts.shared", "ffn", (), experts.num_shared)
+        else:
+            found |= self._feed_forward("ffn", "ffn", ())
+        if self.lora:
+            found |= self._adapters(self.lora, found)
+        return found
+
+    def _adapters(self, lora: LoraConfig, found: dict[str, Weight]) -> dict[str, Weight]:
+        """A and B for each target, such as ``d z`` and ``z n h`` for q, ``d n h``. B starts at zero, A with
+        the variance that Hu et al. give it in their code, a third of one over the numbers that it sums."""
+        rows = dict[str, Weight]()
+        for path, weight in found.items():
+            part, _, name = path.rpartition(".")
+            if part in ("attention", "ffn") and name in lora.targets:
+                region, *dims = weight.dims.split()
+                cut = 2 if name == "o" else 1  # dims of the input
+                into, out = weight.shape[:cut], weight.shape[cut:]
+                a, b = (" ".join((region, *x)) for x in ((*dims[:cut], "z"), ("z", *dims[cut:])))
+                std = (3 * math.prod(into)) ** -0.5
+                rows[f"{part}.lora.{name}_a"] = Weight(a, (*into, lora.rank), std)
+                rows[f"{part}.lora.{name}_b"] = Weight(b, (lora.rank, *out), fill=0.0)
+        return rows
+
+    def _feed_forward(self, path: str, dims: str, lead: tuple[int, ...], times: int = 1) -> dict[str, Weight]:
+        """The weights of a feed-forward ``times`` as wide; ``lead`` has the sizes of dims before ``d m``."""
+        d, m, std = self.width, times * self.ffn_width, self.init_scale
+        into = Weight(f"{dims} d m", (*lead, d, m), std)
+        out = Weight(f"{dims} m d", (*lead, m, d), std / (2 * self.num_layers) ** 0.5)
+        return {f"{path}.gate": into, f"{path}.up": into, f"{path}.down": out}
+
+    def latent_matrices(self, num_heads: float) -> list[tuple[float, float]]:
+        """Rows and columns of the matrices of latent attention: queries down and up, keys and values down and
+        up, the output."""
+        mla, d, n, h = self.latent, self.width, num_heads, self.head_width
+        assert mla
+        queries = [(d, mla.q_rank), (mla.q_rank, n * h)]
+        keys = [(d, mla.kv_rank + mla.rope_width), (mla.kv_rank, n * (h - mla.rope_width + mla.value_width))]
+        return [*queries, *keys, (n * mla.value_width, d)]
+
+    @property
+    def num_params(self) -> int:
+        """The exact number of parameters; tied embeddings are counted once."""
+        sizes = {path: math.prod(weight.shape) for path, weight in self._weights().items()}
+        layers, experts = self.num_layers, self.experts
+        if latent := self.latent:
+            sizes = {path: size for path, size in sizes.items() if not path.startswith("blocks.attention.")}
+            matrices = sum(rows * columns for rows, columns in self.latent_matrices(self.num_heads))
+            sizes["attention"] = layers * (int(matrices) + latent.q_rank + latent.kv_rank)  # two norms
+        if experts and experts.dense_layers:
+            sparse = sum(size for path, size in sizes.items() if path.startswith("blocks.experts."))
+            sizes["dense"] = experts.dense_layers * (3 * self.width * experts.dense_width - sparse // layers)
+        return sum(sizes.values())
+
+    @property
+    def trained_params(self) -> int:
+        """Parameters that gradients change: all, or those of the adapters."""
+        rows = self._weights().values() if self.lora else ()
+        return sum(math.prod(w.shape) for w in rows if not w.frozen) or self.num_params
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that take part for one token: all but those of the experts that it does not visit."""
+        experts = self.experts or ExpertConfig(1, 1)
+        idle = (experts.num_experts - experts.top_k) * 3 * self.width * self.ffn_width
+        return self.num_params - (self.num_layers - experts.dense_layers) * idle
+
+
+def preset(name: str) -> ModelConfig:
+    """A preset by name, or a Hugging Face ``config.json`` by its path, by its folder's, or by the name of a
+    model that this machine has downloaded (``meta-llama/Llama-3.1-8B``)."""
+    if not isinstance(name, str):
+        raise ValueError(
+            f"a model is named by text, and this is {name!r:.60}; use one of {', '.join(PRESETS)}"
+        )
+    if name not in PRESETS and os.path.isdir(folder := folder_of(name)):
+        config = from_hugging_face(os.path.join(folder, "config.json"))
+        return config if folder == name else dataclasses.replace(config, name=name.partition("/")[2])
+    if name.endswith(".json"):
+        return from_hugging_face(name)
+    if name not in PRESETS:
+        near = " or ".join(near_presets(name))
+        others = "or give the path of a config.json, or the name of a downloaded model"
+        known = f"'llmpar models' lists {len(PRESETS)} presets, {others}"
+        raise ValueError(f"unknown model {name!r:.80}; " + f"did you mean {near}? " * bool(near) + known)
+    return PRESETS[name]
+
+
+def near_presets(name: str) -> list[str]:
+    """Presets that are spelled nearly like a name, the nearest first; at most three."""
+    return difflib.get_close_matches(name[:80].rpartition("/")[2].lower(), PRESETS, 3, 0.7)
+
+
+def folder_of(name: str) -> str:
+    """The folder of a model that this machine has downloaded, by its name; another name is a folder's own."""
+    if os.path.isdir(name) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return name
+    hub = pathlib.Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
+    kept = (hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json")
+    newest = max(kept, key=os.path.getmtime, default=None)
+    return str(newest.parent) if newest else name
+
+
+def from_hugging_face(path: str) -> ModelConfig:
+    """Read the ``config.json`` of one of `hugging_face.FAMILIES`; refuse, by key, what is not implemented."""
+    parts = (allowed(kind) for kind in (ModelConfig, RopeScaling, ExpertConfig))
+    return from_dict(hugging_face.read(path, {name: what for part in parts for name, what in part.items()}))
+
+
+def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
+    """The ``config.json`` that `from_hugging_face` and `transformers` read as this model."""
+    config.weights()  # refuses what is only counted
+    if config.lora:
+        raise ValueError(f"'{config.name}' has adapters, which a config.json cannot say; merge them first")
+    return hugging_face.write(dataclasses.asdict(config))
+
+
+def from_dict(kept: dict[str, Any]) -> ModelConfig:
+    """The model that `dataclasses.asdict` made plain, as checkpoints keep it; refuses unknown fields."""
+    parts = {"rope_scaling": RopeScaling, "experts": ExpertConfig, "latent": LatentAttention}
+    parts |= {"lora": LoraConfig}
+    made = {name: _made(kind, kept[name]) for name, kind in parts.items() if kept.get(name) is not None}
+    return _made(ModelConfig, kept | made)
+
+
+def _made(kind: type, kept: Any) -> Any:
+    if not isinstance(kept, dict):
+        raise ValueError(f"{json.dumps(kept):.40} is no {kind.__name__}")
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    if unknown := sorted(kept.keys() - fields):
+        raise ValueError(f"made by a newer llmpar: it has {', '.join(unknown)}; update llmpar")
+    if missing := [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in kept]:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    return kind(**kept)
+
+
+def _presets() -> Iterator[ModelConfig]:
+    table = read_toml(pathlib.Path(__file__).with_name("presets.toml"), "table of presets")
+    names = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "ffn_width")
+    for name, row in table["models"].items():
+        sizes = dict(zip(names, row.pop("sizes"), strict=True))
+        head_width = {"head_width": sizes["width"] // sizes["num_heads"]}
+        family = table["families"].get(row.pop("family", None), {})
+        yield from_dict({"name": name} | head_width | sizes | family | row)
+
+
+PRESETS: dict[str, ModelConfig] = {config.name: config for config in _presets()}
+"""Public models by name, and the small ones of the lessons."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its rate, which warms up linearly, then decays.
+
+    Attributes:
+        optimizer: those that have a name (a `Step` takes any of Optax). Muon leaves all but matrices to Adam.
+        learning_rate: the highest.
+        warmup: steps of linear warm-up.
+        decay: after it the rate falls to a tenth along a cosine or a line, or stays.
+        weight_decay: of matrices.
+        clip: largest global norm of the gradient.
+    """
+
+    optimizer: Literal["adamw", "adafactor", "muon", "sgd"] = "adamw"
+    learning_rate: Positive = 3e-3
+    warmup: Count = 10
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    weight_decay: Rate = 0.1
+    clip: Positive = 1.0
+
+    def __post_init__(self):
+        check_fields(self)

@@ -1,0 +1,489 @@
+"""The plan: where each dim is cut in each region. It turns the model's logical arrows into physical ones.
+
+A plan is frozen data. Everything about parallelism that is decided rather than computed is a field of it, and
+the table in `Resolved.regions` is the whole of tensor, sequence and data parallelism:
+
+    region      b             s          d  n k m v
+    data        dp,fsdp,ep    sp                         token ids, positions, losses
+    stream      dp,fsdp,ep    sp[,tp]                    the residual stream; tp_sequence cuts its s by tp
+    attention   dp,fsdp,ep    sp            tp (n, k)    inside attention; n is k·r
+    queries     dp,fsdp,ep    sp            tp (k)       where queries meet keys; Ulysses: s whole, k by tp,sp
+    keys        dp,fsdp,ep    sp            tp (k)       the same for keys; gathered keys: s whole
+    ids         dp,fsdp,ep                               positions and documents of all keys
+    ffn         dp,fsdp,ep    sp            tp (m)       inside the feed-forward
+    experts     dp,fsdp       sp            tp (m)       where tokens meet experts, e cut by ep
+    routing     dp,fsdp       sp                         who chose which expert, known to all of ep
+    vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
+
+Two axes may have an inner part (`Plan.resolve`). With ``usp`` the ranks of ``ul``, inside sp, exchange
+positions for heads as Ulysses does, and the others form a ring: ``s/sp k/tp,ul`` where queries meet keys, and
+``sp,ul`` wherever the table has sp. Where tp has more ranks than the model has KV heads, the ranks of ``kv``,
+inside tp, hold copies of one KV head and share the query heads that use it: ``n/tp,kv``, ``k/tp``, ``r/kv``,
+and ``tp,kv`` wherever the table has tp; the gradient of a copied weight is one more sum, ``+kv``.
+
+The layers ``l`` of a weight are cut by pp in every region. Embedding, head and last norm have none: they are
+whole on every stage, and their gradients are one more sum to finish.
+
+A weight's life in one step is five layouts and four arrows; only the update itself moves nothing:
+
+    stored -gather-> used -backward-> unreduced -accumulate-> accumulated -finish-> graded -update-> graded
+                                                                                    graded -restore-> stored
+
+ZeRO (Rajbhandari et al. 2020) decides which of them are cut by fsdp: a weight's width ``d`` (else its ``h``,
+else its ``e``; an adapter with none of them stays whole). Of ``ffn d m`` on ``fsdp=2 tp=2``, with dp besides:
+
+    zero  stored       used    unreduced (each microbatch)  accumulated       graded
+    0     d m/tp       d m/tp  d m/tp +dp +fsdp             d m/tp +dp +fsdp  d m/tp
+    1     d m/tp       d m/tp  d m/tp +dp +fsdp             d m/tp +dp +fsdp  d/fsdp m/tp
+    2     d m/tp       d m/tp  d m/tp +dp +fsdp             d/fsdp m/tp +dp   d/fsdp m/tp
+    3     d/fsdp m/tp  d m/tp  d/fsdp m/tp +dp              d/fsdp m/tp +dp   d/fsdp m/tp
+
+Each cell that differs from its neighbour is a collective (`Life`). Stage 3 is FSDP: its weights are gathered
+for use, and autodiff makes a reduce-scatter of that on the way back.
+
+Devices along sp, and along ep but for experts, use the same weights on other tokens too. So ZeRO cuts by
+these axes as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and one
+collective over both axes takes the place of one over fsdp (Llama 3 2024, section 3.3.2, does so). A weight
+without ``d`` is a small vector and stays with fsdp. An expert is cut by ep already: ``e/ep d/fsdp,sp m``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llmpar.files import check_fields
+from llmpar.plan import checks as refusals
+from llmpar.plan import schedules
+from llmpar.plan.backend import Execution, fits_cudnn
+from llmpar.plan.layout import Arrow, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
+from llmpar.plan.model_config import ModelConfig, Weight
+
+BATCH_AXES = ("dp", "fsdp", "ep")
+"""The axes that cut the batch. ``ep`` counts as batch for dense layers."""
+CACHE, LOGITS, CHOSEN = "cache l b t k h", "vocab b v -> data b v", "data s b n -> s b n"
+"""What moves in serving and what does not: keys and values, logits, what is told of the next tokens."""
+BEST = 20
+"""How many of the likeliest tokens a step of serving tells, of larger vocabularies."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """Where a weight, its gradient and its optimizer state lie in the course of a step (the table above).
+
+    Attributes:
+        stored: the weight between steps.
+        used: the weight in a matmul: whole over the axes of ZeRO.
+        unreduced: its gradient as the backward pass leaves it, with the sums that are still open.
+        accumulated: what is added up over microbatches.
+        graded: the finished gradient, and the optimizer's state.
+        copied: the axes whose devices store the same block and use it on different values: over them the
+            gradient is a sum. With ``reduce="layer"`` the backward pass itself finishes it.
+    """
+
+    stored: Layout
+    used: Layout
+    unreduced: Layout
+    accumulated: Layout
+    graded: Layout
+    copied: tuple[str, ...]
+
+    gather = property(lambda self: Arrow(self.stored, self.used))  # at ZeRO 3 an all-gather
+    accumulate = property(lambda self: Arrow(self.unreduced, self.accumulated))  # at ZeRO 2 a reduce-scatter
+    finish = property(lambda self: Arrow(self.accumulated, self.graded))  # all sums that are still open
+    restore = property(lambda self: Arrow(self.graded, self.stored))  # at ZeRO 1 and 2 an all-gather
+
+
+@dataclass(frozen=True)
+class Plan(Execution):
+    """How one training step is spread over a mesh: what a user asks for. `resolve` makes a `Resolved` of it.
+
+    Attributes:
+        mesh: sizes of the six axes; a string is parsed.
+        reading: who writes the collectives: ``manual`` (we do, inside shard_map), ``auto`` (XLA's partitioner
+            does), ``explicit`` (we say each one in JAX's types, and XLA writes it).
+        zero: ZeRO stage, 0 to 3. At 0 fsdp is one more replica axis.
+        zero_axes: the axes by which ZeRO cuts what a device would hold as others do. Fewer axes are smaller
+            groups for each gather, and more state on every device.
+        tp_sequence: also cut the residual stream's sequence by tp (sequence parallelism, Korthikanti et al.
+            2022).
+        tp_comm_overlap: with tp_sequence, let activations travel in rings of permutes with the matmuls
+            between their hops, in place of all-gather before them and reduce-scatter behind (collective
+            matmul, Wang et al. 2023). Experts, the embedding and the head keep theirs.
+        reduce: when gradients are summed over the axes that keep equal weights: at the ``end`` of the step,
+            once however many microbatches there are; ``layer`` by layer inside the backward pass; or at the
+            end in flat ``bucket``s.
+        bucket_bytes: a bucket is closed when it has reached this size.
+        microbatches: per step and device; their gradients are summed. In a pipeline they fill it.
+        remat: what the backward pass recomputes: ``none``; ``selective``, all but the results of matmuls and
+            of attention (Korthikanti et al. 2022, section 5: FLOPs per byte); ``ffn``, the feed-forward's
+            matmuls too, whose results are most of the bytes; or the whole ``block``. The loop that multiplies
+            experts on CPUs keeps nothing.
+        reshard_after_forward: ZeRO-3 only, PyTorch's word: let a block's gathered weights go after its
+            forward pass and gather them again in the backward pass. False keeps them in between; in a
+            pipeline, where each microbatch uses them, for the whole step, with gradients added up whole in
+            float32 and reduce-scattered at its end.
+        dtype: what weights and activations are computed in. Master weights and gradients' sums stay float32.
+        loss_chunks: pieces of the sequence whose logits exist one after the other.
+        ffn_chunks: pieces of the sequence that go through a feed-forward one after the other (Liu and Abbeel
+            2023), each moving by itself; with more than one the backward pass computes its hidden values
+            again instead of keeping them.
+        context_parallel: what attention does where the sequence is cut by sp: pass keys around a ``ring``,
+            exchange positions for heads (``ulysses``), ``gather`` all keys, or both of the first two
+            (``usp``): heads as far as there are any, among neighbours, and a ring of those groups (Fang and
+            Zhao 2024, unified sequence parallelism).
+        sequence_order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal
+            work where a row is one document; ``balanced`` does for rows of several, by an order that the
+            loader chooses for each row (`llmpar.training.balance.row_orders`).
+        schedule: the order in which pipeline stages work: a name of `schedules.SCHEDULES`, or an order
+            written out, one line per stage (`schedules.from_text`).
+        virtual_stages: pieces of the model per stage (Megatron's word), for schedules that let one choose.
+        stage_saves: what a stage keeps of a forward pass: its ``input``, from which the backward pass
+            recomputes, or the ``residuals``, so that nothing is computed twice. On CPUs the first is no
+            slower, since copying residuals costs as much as a fifth more matmuls, and takes half the memory.
+    """
+
+    mesh: Any = MeshShape()  # a MeshShape from here on: strings are parsed
+    reading: Literal["manual", "auto", "explicit"] = "manual"
+    zero: Literal[0, 1, 2, 3] = 3
+    zero_axes: Literal["fsdp,ep,sp", "fsdp,ep", "fsdp,sp", "fsdp"] = "fsdp,ep,sp"
+    tp_sequence: bool = False
+    tp_comm_overlap: bool = False
+    reduce: Literal["end", "layer", "bucket"] = "end"
+    bucket_bytes: int = 4 << 20
+    microbatches: int = 1
+    remat: Literal["none", "selective", "ffn", "block"] = "none"
+    reshard_after_forward: bool = True
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    loss_chunks: int = 1
+    ffn_chunks: int = 1
+    context_parallel: Literal["ring", "ulysses", "gather", "usp"] = "ring"
+    sequence_order: Literal["zigzag", "balanced", "striped", "contiguous"] = "zigzag"
+    schedule: str = "1f1b"
+    virtual_stages: int | None = None
+    stage_saves: Literal["input", "residuals"] = "input"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", parse_mesh(self.mesh))
+        check_fields(self)
+
+    @functools.cached_property
+    def pipeline(self) -> schedules.Schedule | None:
+        """What each stage does and in which order; None where there is one stage."""
+        if self.mesh.pp == 1:
+            return None
+        if "\n" in self.schedule.strip():
+            return schedules.from_text(self.schedule)
+        return schedules.make(self.schedule, self.mesh.pp, self.microbatches, self.virtual_stages)
+
+    def resolve(self, config: ModelConfig | None = None, platform: str | None = "cpu") -> Resolved:
+        """The plan for a model on ``cpu``, ``gpu`` (of compute capability 7.5: ``gpu 7.5``) or ``tpu``: the
+        one place where anything is decided that was not asked for.
+
+        Ranks of tp that the model's KV heads cannot cut hold copies of them (as in Megatron-LM and vLLM); of
+        usp's sp as many ranks exchange heads as divide them; fields that decide nothing get their defaults,
+        and `Resolved.said` says so. Without a model, heads suit the mesh; without a platform, ``auto`` stays
+        and means what accelerators do. Refuses what the platform cannot do."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Plan)}
+        if config is not None:
+            given["mesh"] = self._inner_axes(config)
+        plan = Resolved(**given, asked=self, config=config, devices=platform)
+        if config is not None:
+            while idle := refusals.idle(plan):  # a field without effect may leave another without any
+                default: dict[str, Any] = {name: DEFAULTS[name] for name in idle}
+                said = (*plan.said, *refusals.idle_words(self, idle))
+                plan = dataclasses.replace(plan, **default, said=said)
+        return plan._on(platform) if platform else plan
+
+    def idle(self, config: ModelConfig, given: Iterable[str]) -> list[str]:
+        """Sentences on fields that decide nothing for a model on accelerators: those that were set, and those
+        that were ``given`` and have their defaults."""
+        decided = self.resolve(config, None)
+        own = {k: why for k, why in refusals.idle(decided, given).items() if getattr(self, k) == DEFAULTS[k]}
+        return [*decided.said, *(refusals.idle_words(self, own))]
+
+    def _inner_axes(self, config: ModelConfig) -> MeshShape:
+        """The mesh with the inner parts of tp (``kv``) and of sp (``ul``) that a model's heads need."""
+        copies, rest = divmod(self.mesh.tp, config.num_kv_heads)
+        kv, shape = 1 if rest else max(1, copies), self.mesh
+        if kv != shape.kv:
+            shape = dataclasses.replace(shape, kv=kv)
+        if self.context_parallel != "usp":
+            return shape
+        heads = (config.num_heads if shape.kv > 1 else config.num_kv_heads) // shape.tp
+        return dataclasses.replace(shape, ul=math.gcd(heads, shape.sp))
+
+    def serving(
+        self, config: ModelConfig, num_rows: int, length: int, platform: str | None = None
+    ) -> Serving:
+        """The plan as `llmpar.serve` uses it, for ``num_rows`` requests at a time; mesh, ZeRO stage and dtype
+        count. Its model's experts drop no token. Refuses what cannot be cut, before any weight is made."""
+        if self.mesh.pp > 1:
+            where = f"mesh '{self.mesh}' has pp={self.mesh.pp}"
+            raise ValueError(f"generation has no pipeline, and {where}; use dp, fsdp, ep, sp, tp")
+        if length < 1:
+            raise ValueError(f"a cache of {length} positions holds nothing; use 1 or more")
+        if experts := config.experts:
+            config = dataclasses.replace(config, experts=dataclasses.replace(experts, capacity_factor=None))
+        kept: dict[str, Any] = {name: getattr(self, name) for name in ("mesh", "zero", "dtype")}
+        asked = Plan(**kept, zero_axes="fsdp,ep", sequence_order="contiguous").resolve(config, platform)
+        found = Serving(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)})
+        refusals.Cut("slots", num_rows, BATCH_AXES).check(found)
+        refusals.check(found, num_rows, self.mesh.sp)
+        return found
+
+    def effective(self, config: ModelConfig) -> Plan:
+        """The same plan without the fields that decide nothing, for tools whose controls are always there."""
+        kept = self.resolve(config, None)
+        names = [field.name for field in dataclasses.fields(Plan) if field.name != "mesh"]
+        return Plan(self.mesh, **{name: getattr(kept, name) for name in names})
+
+    def buckets(self, sizes: list[tuple[Any, int]]) -> list[tuple[Any, list[int]]]:
+        """Deal the numbers of items, each a key and its bytes, into buckets of one key, in order: one is
+        closed when it has reached `bucket_bytes`."""
+        dealt: dict[Any, list[list[int]]] = {}
+        for i, (key, _) in enumerate(sizes):
+            alike = dealt.setdefault(key, [[]])
+            if sum(sizes[j][1] for j in alike[-1]) >= self.bucket_bytes:
+                alike.append([])
+            alike[-1].append(i)
+        return [(key, members) for key, alike in dealt.items() for members in alike]
+
+    def check(self, config: ModelConfig, batch_size: int, seq_len: int) -> None:
+        """Refuse what cannot be cut evenly, with the arithmetic and what would work (`refusals`)."""
+        refusals.check(self.resolve(config, None), batch_size, seq_len)
+
+
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Plan)}
+"""What a plan's fields are where nothing is asked for."""
+
+
+@dataclass(frozen=True)
+class Resolved(Plan):
+    """A plan for one model on one platform: what runs, what is predicted and what is drawn read this one.
+
+    Attributes:
+        asked: what the user wrote.
+        config, devices: what it is for, as `Plan.resolve` was told; None: nothing in particular.
+        said: what a user should be told, in sentences: what this platform does otherwise than others do, and
+            fields that were set and decide nothing.
+    """
+
+    asked: Any = None  # a Plan
+    config: Any = None  # a ModelConfig, or None
+    devices: str | None = None
+    said: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        """Nothing: what was asked for has been checked."""
+
+    @property
+    def platform(self) -> str | None:
+        """cpu, gpu or tpu; None: none in particular."""
+        return self.devices and self.devices.partition(" ")[0]
+
+    def _on(self, devices: str) -> Resolved:
+        """With what is left to a platform decided."""
+        decided, platform = self.suited(devices), self.platform
+        if self.takes_cudnn:
+            decided["attention_kernel"] = "cudnn"
+        if self.hop == "auto":
+            decided["hop"] = "permute"
+        if platform == "cpu" and self.mesh.pp > 1:
+            decided |= self._on_simulated_stages()
+        return dataclasses.replace(self, **decided)
+
+    def _on_simulated_stages(self) -> dict[str, Any]:
+        """What a pipeline of simulated devices has otherwise: a permute waits for every device of the mesh,
+        and nothing orders the gathers of experts and of other weights in a backward pass that is cut."""
+        decided, said = dict[str, Any](), self.said
+        if self.rings and self.hop == "permute":
+            raise ValueError(
+                f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute waits"
+                " there for every device of the mesh, and other stages do other work; use hop='exchange'"
+            )
+        if self.hop == "auto":
+            decided["hop"] = "exchange"
+        if self.rings and self.hop == "auto":
+            said += (
+                "a ring's hop is an all-to-all here, with one full block: in a permute, simulated devices"
+                " would wait for every stage of the pipeline",
+            )
+        cut = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
+        experts_apart = "ep" in self.zero_cuts() and self.mesh.live("fsdp", "sp")  # gathered without ep
+        if cut and experts_apart and self.gathers == "block":
+            decided["reshard_after_forward"] = False
+            said += (
+                "weights are gathered once a step here, and kept: nothing orders gathers of experts and of"
+                " other weights in a backward pass that is cut, and simulated devices might wait for one"
+                " another for ever",
+            )
+        return decided | {"said": said}
+
+    def resolve(self, config: ModelConfig | None = None, platform: str | None = "cpu") -> Resolved:
+        """Itself, for the same model and platform; what was asked, resolved anew, for others."""
+        same = (config, platform) == (self.config, self.devices)
+        return self if same else self.asked.resolve(config, platform)
+
+    # --------------------------------------------------------------------------------------- who is cut where
+
+    @functools.cached_property
+    def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        """Region to dim to the axes that cut it."""
+        live = self.mesh.live
+        b, s, tp = live(*BATCH_AXES), live("sp", "ul"), live("tp", "kv")
+        stream = s + tp if self.tp_sequence else s
+        heads: tuple[str, ...] = ()  # of sp, the axes that exchange positions for heads
+        if self.context_parallel == "ulysses":
+            heads = s
+        if self.context_parallel == "usp":
+            heads = live("ul")
+        ring = tuple(a for a in s if a not in heads)
+        keys = () if self.context_parallel == "gather" else ring
+        k, r = tp + heads, ()
+        if self.mesh.kv > 1:
+            # One KV head, copied, to a device: Ulysses then cuts the query heads that use it.
+            k, r = live("tp"), live("kv") + heads
+        return {
+            "data": {"b": b, "s": s},
+            "stream": {"b": b, "s": stream},
+            "attention": {"b": b, "s": s, "n": tp, "k": live("tp"), "r": live("kv")},
+            "queries": {"b": b, "s": ring, "k": k, "r": r},
+            "keys": {"b": b, "s": keys, "k": k},
+            "ids": {"b": b},
+            "ffn": {"b": b, "s": s, "m": tp},
+            "vocab": {"b": b, "s": s, "v": tp},
+            "experts": {"b": live("dp", "fsdp"), "s": s, "e": live("ep"), "m": tp},
+            "routing": {"b": live("dp", "fsdp"), "s": s},
+        }
+
+    def varying(self, region: str) -> tuple[str, ...]:
+        """The axes over which values in ``region`` differ, or are being summed, in link order."""
+        cut = {a for axes in self.regions[region].values() for a in axes}
+        return tuple(a for a in self.mesh.sizes if a in cut)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a device's queries and keys are at the same positions, in rising order: attention may then
+        skip masked blocks while compiling. (Gathered keys are of the whole row, the queries of a part.)"""
+        alike = self.regions["queries"]["s"] == self.regions["keys"]["s"]
+        return alike and (self.mesh.sp == 1 or self.sequence_order == "contiguous")
+
+    @property
+    def takes_cudnn(self) -> bool:
+        """Whether ``auto`` is cuDNN's attention on these GPUs: it needs no mask, and JAX has it for this."""
+        gpu = self.platform in (None, "gpu")
+        fits = self.config is not None and fits_cudnn(self.config.head_width, self.devices or "gpu")
+        whole = self.documents == "whole" and self.in_order and not self.regions["keys"].get("s")
+        auto = self.asked.attention_kernel == "auto" and not self.attention_block
+        return gpu and whole and auto and self.dtype == "bfloat16" and fits
+
+    @property
+    def rings(self) -> bool:
+        """Whether the ranks of an axis hand on what they hold, neighbour by neighbour, inside a layer."""
+        return self.tp_comm_overlap or bool(self.regions["keys"].get("s"))
+
+    # ------------------------------------------------------------------------------------ logical to physical
+
+    def place(self, layout: Layout | str) -> Layout:
+        """The physical layout of a logical one (``'attention b s d +n'`` becomes ``'b/dp,fsdp s d +tp'``).
+
+        A weight is placed as it is *used*: cut by tp where its dims are, whole over the axes of ZeRO.
+        """
+        layout = parse_layout(layout) if isinstance(layout, str) else layout
+        if not layout.region:
+            return layout
+        cuts = self.regions.get(layout.region)
+        if cuts is None:
+            known = ", ".join(self.regions)
+            raise ValueError(f"layout '{layout}' names an unknown region; the regions are {known}")
+        sums = tuple(a for d in layout.sums for a in cuts.get(d, ()))
+        cuts = cuts | {"l": self.mesh.live("pp")}
+        return Layout(tuple(Dim(d.name, cuts.get(d.name, ())) for d in layout.dims), sums)
+
+    def physical(self, arrow: str) -> Arrow:
+        """The physical arrow of a logical one."""
+        logical = parse_arrow(arrow)
+        return Arrow(self.place(logical.before), self.place(logical.after))
+
+    def life(self, dims: str) -> Life:
+        """The layouts of a weight, its gradients and its optimizer state in one step. The comments follow
+        ``ffn d m`` on ``dp=2 fsdp=2 tp=2`` at ZeRO 2."""
+        used = self.place(dims)  # d m/tp
+        differ = self.varying(parse_layout(dims).region)  # dp fsdp tp: where a copy sees other tokens
+        target = next((x for x in "dhe" if x in used.letters), "")  # d
+        # Copies that see equal values have no sum to share: serving cuts no s, so ZeRO cuts nothing by sp.
+        over = tuple(a for a in self.zero_cuts(target) if a in differ and a not in used.axes)  # fsdp
+        cut = Layout(tuple(Dim(d.name, d.axes + over * (d.name == target)) for d in used.dims))  # d/fsdp m/tp
+        stored = cut if self.zero == 3 else used  # d m/tp
+        graded = cut if self.zero else used  # d/fsdp m/tp
+        kept = used if self.gathers == "step" else stored  # what the backward pass differentiates: d m/tp
+        copied = tuple(a for a in self.mesh.live("pp") + differ if a not in kept.axes)  # dp fsdp
+        unreduced = Layout(kept.dims, () if self.reduce == "layer" else copied)  # d m/tp +dp +fsdp
+        accumulated = unreduced
+        if self.zero == 2:
+            accumulated = Layout(cut.dims, tuple(a for a in unreduced.sums if a not in over))  # +dp
+        return Life(stored, used, unreduced, accumulated, graded, copied)
+
+    def zero_cuts(self, target: str = "d") -> tuple[str, ...]:
+        """The live axes by which ZeRO cuts the dim ``target``; fsdp alone where that is not d."""
+        axes = self.zero_axes.replace("sp", "sp,ul").split(",")
+        return self.mesh.live(*axes) if target == "d" else self.mesh.live("fsdp")
+
+    @property
+    def gathers(self) -> Literal["", "block", "step"]:
+        """When weights that are stored in pieces are gathered for use: for each ``block``, as FSDP does, or
+        in a pipeline once a ``step``; empty where they are not."""
+        if self.zero != 3 or not self.zero_cuts():
+            return ""
+        return "step" if self.mesh.pp > 1 and not self.reshard_after_forward else "block"
+
+    @functools.cached_property
+    def tokens(self) -> Layout:
+        """Where the tokens of a batch lie."""
+        return self.place("data b s")
+
+    @functools.cached_property
+    def lives(self) -> dict[str, tuple[Weight, Life]]:
+        """Every weight of the model by its path, with the layers that a pipeline pads to, and its life."""
+        places = len(schedules.layer_order(self.pipeline, self.config.num_layers))
+        config = self.config
+        if places != config.num_layers:
+            config = dataclasses.replace(config, num_layers=places)
+        return {path: (weight, self.life(weight.dims)) for path, weight in config.weights().items()}
+
+    def stored(self, dims: str) -> Layout:
+        """A weight's layout between steps."""
+        return self.life(dims).stored
+
+    def spread(self, arrow: str) -> tuple[str, ...]:
+        """The axes over which a value begins to differ where a logical ``arrow`` ends: nothing moves then,
+        but the backward pass sums the gradient over them."""
+        summed = {a for move in self.physical(arrow).moves if move.kind == "all-reduce" for a in move.axes}
+        logical = parse_arrow(arrow)
+        differ = set(self.varying(logical.before.region)) - summed
+        return tuple(a for a in self.varying(logical.after.region) if a not in differ)
+
+
+@dataclass(frozen=True)
+class Serving(Resolved):
+    """A plan for tokens that come a few at a time (`Plan.serving`): no region cuts their positions by sp,
+    which cuts those of the cache."""
+
+    @functools.cached_property
+    def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        """Region to dim to the axes that cut it."""
+        live, table = self.mesh.live, super().regions
+        table = {name: {d: a for d, a in cuts.items() if d != "s"} for name, cuts in table.items()}
+        return table | {"cache": {"b": table["data"]["b"], "t": live("sp"), "k": live("tp", "kv")}}
+
+    def cache(self, num_rows: int, length: int) -> tuple[int, ...]:
+        """The shape of keys, and of values: a rank of sp holds its share of positions, rounded up; the copies
+        of a KV head have each a cache."""
+        config, mesh = self.config, self.mesh
+        positions, heads = -(-length // mesh.sp) * mesh.sp, max(config.num_kv_heads, mesh.tp)
+        return config.num_layers, num_rows, positions, heads, config.head_width

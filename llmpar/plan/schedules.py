@@ -1,0 +1,360 @@
+"""Pipeline orders as data: what each stage does, in which order, and where the chunks of layers live.
+
+An operation is F (forward), B (backward) or W (weight gradient) of one microbatch through one chunk of
+layers. In a schedule that splits the backward, B computes the input gradient only and W the weights'
+gradient; elsewhere B is both. An order written as text has one line per stage, `F0 F1 B0 W0`; `F3.1` is chunk
+1; `F3&B0&W0` is one cell, whose parts start together and whose results leave together. Letters are the
+papers': p stages, m microbatches, v chunks per stage, i the stage, u a microbatch, c a chunk. `timetable`
+proves an order legal and measures it.
+
+Sources: GPipe (Huang 2018); 1F1B and interleaved (Narayanan 2021, sec. 2.2); breadth-first (Lamy-Poirier
+2022); zero bubble (Qi 2023, arXiv 2401.10241); V shapes (Qi 2024, arXiv 2405.15362); DualPipe (DeepSeek-V3
+2024, sec. 3.2.1).
+"""
+
+import difflib
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, count, islice, pairwise
+from typing import NamedTuple
+
+Costs = tuple[float, float, float]
+KINDS = "FBW"  # in a table of integers a kind is its place here
+
+
+class Op(NamedTuple):
+    """Forward, backward or weight gradient of one microbatch through one chunk of a stage."""
+
+    kind: str
+    microbatch: int
+    chunk: int = 0
+    joined: bool = False  # in one cell with the operation before it
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+Row = tuple[Op, ...]
+
+PLACEMENTS: dict[str, Callable[[int, int], list[list[tuple[int, int]]]]] = {
+    # routes through the pipeline as (stage, chunk) cells, in forward order; a microbatch follows one of them
+    "linear": lambda p, v: [[(s, 0) for s in range(p)]],
+    "looped": lambda p, v: [[(s, c) for c in range(v) for s in range(p)]],
+    "vee": lambda p, v: [[(s, 0) for s in range(p)] + [(s, 1) for s in reversed(range(p))]],
+    # two copies of the model in opposite directions; the second half of the microbatches goes the second way
+    "dual": lambda p, v: [[(s, 0) for s in range(p)], [(s, 1) for s in reversed(range(p))]],
+}
+
+
+def deal(num_layers: int, num_cells: int) -> list[int]:
+    """How many layers each cell of a route gets: the first have one more where they cannot be equal."""
+    few, more = divmod(num_layers, num_cells)
+    return [few + (i < more) for i in range(num_cells)]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order and its placement. Nothing is proved before `timetable.timetable`."""
+
+    name: str
+    rows: tuple[Row, ...]  # the operations of each stage, in order
+    num_microbatches: int
+    num_chunks: int = 1
+    placement: str = "linear"
+    split_backward: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def routes(self) -> list[list[tuple[int, int]]]:
+        return PLACEMENTS[self.placement](self.num_stages, self.num_chunks)
+
+    def route(self, microbatch: int) -> list[tuple[int, int]]:
+        """The (stage, chunk) cells that hold this microbatch's layers, first to last."""
+        return self.routes[microbatch * len(self.routes) // self.num_microbatches]
+
+    def layers(self, num_layers: int) -> dict[tuple[int, int], int]:
+        """How many of the model's layers each (stage, chunk) cell has."""
+        counts = deal(num_layers, len(self.routes[0]))
+        return {cell: n for route in self.routes for cell, n in zip(route, counts, strict=True)}
+
+    @property
+    def visits(self) -> int:
+        """How often one microbatch comes through one stage."""
+        return len(self.routes[0]) // self.num_stages
+
+    @property
+    def parameter_copies(self) -> int:
+        return len(self.routes)
+
+    def needs(self, stage: int, op: Op) -> Iterator[tuple[int, Op]]:
+        """Yields the (stage, operation) pairs that must be done first."""
+        kind, u, c = op[:3]
+        if kind == "W":
+            yield stage, Op("B", u, c)
+        if kind == "B":
+            yield stage, Op("F", u, c)
+        if cell := self.onward[{"F": "B", "B": "F", "W": "W"}[kind]].get((stage, c)):
+            yield cell[0], Op(kind, u, cell[1])
+
+    @cached_property
+    def onward(self) -> dict[str, dict[tuple[int, int], tuple[int, int]]]:
+        """From a (stage, chunk) cell to the next, in the direction in which each kind moves; W stays."""
+        pairs = [pair for route in self.routes for pair in pairwise(route)]
+        return {"F": dict(pairs), "B": {b: a for a, b in pairs}, "W": {}}
+
+    def __str__(self) -> str:
+        return "\n".join("".join("& "[not op.joined] + str(op) for op in row)[1:] for row in self.rows)
+
+
+def layer_order(schedule: Schedule | None, num_layers: int) -> list[int]:
+    """Which layer lies at each place of the stored stack, so that cutting it by pp gives every stage its
+    chunks in order.
+
+    Where a chunk has fewer layers than the others its last place holds none, written `num_layers`: zeros,
+    which no stage computes with. `llmpar.training.step.Step` applies it to what has no stages: fresh weights,
+    checkpoints, Hugging Face.
+    """
+    if schedule is None:
+        return list(range(num_layers))
+    counts, layers = schedule.layers(num_layers), iter(range(num_layers))
+    stack, places = {}, max(counts.values())
+    for cell in schedule.routes[0]:
+        found = list(islice(layers, counts[cell]))
+        stack[cell] = found + [num_layers] * (places - len(found))
+    return list(chain.from_iterable(stack[cell] for cell in sorted(stack)))
+
+
+# ----------------------------------------------------------------------------------------------------- orders
+
+
+def _row(text: str, num_microbatches: int) -> Row:
+    """Numbers `F0 F0 B0&W0 W`: the k-th `F0` is microbatch k of chunk 0; a bare `W` is owed to the oldest B.
+
+    Microbatches past the last are dropped. What is left of a legal order is legal, so an order that needs
+    many microbatches also gives one for few.
+    """
+    row, seen, owed = list[Op](), Counter[tuple[str, int]](), list[int]()
+    for token in text.split():
+        cell = list[Op]()
+        for part in token.split("&"):
+            kind, chunk = part[0], int(part[1:] or (owed[0] if part == "W" else 0))
+            if seen[kind, chunk] < num_microbatches:
+                cell.append(Op(kind, seen[kind, chunk], chunk, bool(cell)))
+            seen[kind, chunk] += 1
+            if kind == "B":
+                owed.append(chunk)
+            if kind == "W":
+                owed.remove(chunk)
+        row += cell
+    return tuple(row)
+
+
+def _in_turn(units: list[tuple[int, int]], ahead: int, lag: int | None = None) -> Row:
+    """Runs `ahead` forwards, then F and B in turn: of (microbatch, chunk) `units`, whose backwards go through
+    the chunks the other way. With a lag, W follows `lag` operations behind its B."""
+    last = max(chunk for _, chunk in units)
+    back = [(u, last - chunk) for u, chunk in units]
+    row = [Op("F", *unit) for unit in units[:ahead]]
+    for k, unit in enumerate(back):
+        row += [Op("F", *unit) for unit in units[ahead + k : ahead + k + 1]] + [Op("B", *unit)]
+        if lag is not None and k >= lag:
+            row.append(Op("W", *back[k - lag]))
+    return (*row, *(Op("W", *unit) for unit in back[max(0, len(back) - (lag or 0)) :]))
+
+
+def gpipe(p: int, m: int) -> Schedule:
+    """All forwards, then all backwards."""
+    return Schedule("gpipe", (_row("F " * m + "B " * m, m),) * p, m)
+
+
+def one_f_one_b(p: int, m: int) -> Schedule:
+    """Stage i runs p-i-1 forwards ahead, then one forward and one backward in turn."""
+    return Schedule("1f1b", tuple(_in_turn([(u, 0) for u in range(m)], p - i - 1) for i in range(p)), m)
+
+
+def interleaved(p: int, m: int, v: int = 2, split: bool = False) -> Schedule:
+    """1F1B over v chunks per stage, in rounds of p microbatches (Megatron's order), or of so many more that
+    m // p rounds are equal (torch's). Split: ZB-H1 over chunks, W i operations behind B (torch's
+    InterleavedZeroBubble)."""
+    name, takes = "interleaved-zb" if split else "interleaved", lambda m: not m % max(1, m // p)
+    if not takes(m):
+        fits = f"{next(filter(takes, range(m, 0, -1)))} or {next(filter(takes, count(m)))}"
+        what = f"{name} runs microbatches in m // p = {m // p} equal rounds"
+        raise ValueError(f"{what}; {m} is no multiple of {m // p}, use {fits}")
+    size = m // max(1, m // p)
+    units = [(g + u, c) for g in range(0, m, size) for c in range(v) for u in range(size)]
+    ahead = [(2 - split) * (p - i - 1) + (v - 1) * size for i in range(p)]
+    rows = (_in_turn(units, ahead[i], i if split else None) for i in range(p))
+    return Schedule(name, tuple(rows), m, v, "looped", split)
+
+
+def breadth_first(p: int, m: int, v: int = 2) -> Schedule:
+    """All microbatches through chunk 0, then chunk 1, …, and back: the looped or circular pipeline."""
+    forward = tuple(Op("F", u, c) for c in range(v) for u in range(m))
+    backward = tuple(Op("B", u, c) for c in reversed(range(v)) for u in range(m))
+    return Schedule("breadth-first", (forward + backward,) * p, m, v, "looped")
+
+
+def zb_h1(p: int, m: int) -> Schedule:
+    """1F1B's order of F and B; on stage i, W follows i microbatches behind B and fills the bubble."""
+    rows = (_in_turn([(u, 0) for u in range(m)], p - i - 1, i) for i in range(p))
+    return Schedule("zb-h1", tuple(rows), m, split_backward=True)
+
+
+def zb_h2(p: int, m: int) -> Schedule:
+    """Twice 1F1B's warm-up and twice ZB-H1's lag: no bubble when F = B = W, for twice the memory."""
+    rows = (_in_turn([(u, 0) for u in range(m)], 2 * (p - i) - 2, 2 * i) for i in range(p))
+    return Schedule("zb-h2", tuple(rows), m, split_backward=True)
+
+
+def zb_v(p: int, m: int) -> Schedule:
+    """Two chunks per stage in a V: no bubble when F = B = W and m >= 2p-1, in 1F1B's memory."""
+    n = max(m, 2 * p - 1)
+    rows = (
+        "F0 " * (2 * (p - i) - 1)
+        + "F1 F0 " * i
+        + "F1 B1 W1 " * (p - i)
+        + "F0 B0 W0 F1 B1 W1 " * (n - 2 * p + i + 1)
+        + "B0 W0 F1 B1 W1 " * (p - i - 1)
+        + "B0 B1 " * i
+        + "B0 W0 " * (p - i)
+        + "W1 " * i
+        + "W0 " * i
+        for i in range(p)
+    )
+    return Schedule("zb-v", tuple(_row(row, m) for row in rows), m, 2, "vee", True)
+
+
+def _dualpipe_rows(p: int, half: int) -> list[Row]:
+    """DualPipe's eight steps, microbatches numbered per direction. Chunk 0 enters nearest to stage 0."""
+    h, n = p // 2, max(half, p)
+
+    def stage(i: int) -> Row:
+        r = min(i, p - 1 - i)  # stages i and p-1-i do the same, with the directions exchanged
+        main = "F0&B1&W1 F1&B0&W0 " * (n - p + r + 1)
+        if r == h - 1:  # the middle pair turns its first microbatch round at once
+            main = main.replace("&", " ", 1)
+        ends = ("B1 B0 " * (r + 1)).split()
+        text = "F0 " * 2 * (h - r - 1) + "F0 F1 " * (r + 1) + "B1 W1 F1 " * (h - r - 1) + main
+        text += "B1&W1 F1&B0&W0 " * (h - r - 1)
+        text += " ".join(b + f"&W{b[1]}" * (k <= r) for k, b in enumerate(ends))
+        text += " W B0" * (h - r - 1) + " W" * (r + 1)
+        return _row(text if i < h else text.translate(str.maketrans("01", "10")), half)
+
+    return [stage(i) for i in range(p)]
+
+
+def dualpipe(p: int, m: int) -> Schedule:
+    """Two copies of the model in opposite directions, a forward of one beside a full backward of the other.
+
+    The paper overlaps the two inside a cell; here a cell `F&B&W` costs their sum, F&B = F+B+W, and nothing is
+    gained by the overlap of communication that it is made for. The published bubble holds for m >= 2p.
+    """
+    if p % 2 or m % 2:
+        even = " and ".join(f"{name} = {n + 1}" for name, n in {"p": p, "m": m}.items() if n % 2)
+        raise ValueError(
+            f"dualpipe sends half of the microbatches in at each end of pairs of stages: p = {p} and m = {m}"
+            f" must be even; use {even}, or dualpipev"
+        )
+    number = lambda op: op._replace(microbatch=op.microbatch + m // 2 * op.chunk)
+    rows = (tuple(map(number, row)) for row in _dualpipe_rows(p, m // 2))
+    return Schedule("dualpipe", tuple(rows), m, 2, "dual", True)
+
+
+def dualpipev(p: int, m: int) -> Schedule:
+    """Half of DualPipe over 2p stages: by its symmetry the other half is the way back up a V. One copy."""
+    return Schedule("dualpipev", tuple(_dualpipe_rows(2 * p, m)[:p]), m, 2, "vee", True)
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "interleaved-zb": functools.partial(interleaved, split=True),
+    "breadth-first": breadth_first,
+    "circular": breadth_first,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "dualpipe": dualpipe,
+    "dualpipev": dualpipev,
+}
+
+
+@functools.lru_cache(maxsize=256)  # plans by the thousand ask for the same few
+def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
+    """Makes a schedule by its name in `SCHEDULES`."""
+    if name not in SCHEDULES:
+        if re.match(r"\s*([FBW]\d|\W*\d+[FIBW]\d+,)", name):
+            raise ValueError(f"'{name:.40}' is an order of one stage; write one line per stage")
+        close = [f"'{like}', or " for like in difflib.get_close_matches(name, SCHEDULES, 1)]
+        raise ValueError(f"no schedule is called '{name}'; try {''.join(close)}one of {', '.join(SCHEDULES)}")
+    chunks = 1 if num_chunks is None else num_chunks
+    if min(num_stages, num_microbatches, chunks) < 1:
+        asked = f"{num_stages} stages, {num_microbatches} microbatches, {chunks} chunks"
+        raise ValueError(f"{asked}: a pipeline needs at least 1 of each")
+    looped = name in ("interleaved", "interleaved-zb", "breadth-first", "circular")
+    made = SCHEDULES[name](num_stages, num_microbatches, *([num_chunks] if looped and num_chunks else []))
+    if num_chunks not in (None, made.num_chunks):
+        what = f"{name} has {made.num_chunks} chunk(s), not {num_chunks}"
+        raise ValueError(f"{what}; try interleaved, interleaved-zb or breadth-first")
+    return made
+
+
+def from_text(text: str, name: str = "written") -> Schedule:
+    """Read an order written by hand, one line per stage; `.` is an idle cell (ignored), `#` starts a comment.
+    An order that names chunks is looped and any other linear. A W anywhere splits every backward. Or read
+    torch's file of an order (`_from_torch`)."""
+    rows, lines = [], [line for raw in text.splitlines() if (line := raw.split("#")[0].rstrip())]
+    vee = False
+    if any(re.match(r"\W*\d+[A-Z]", line) for line in lines):
+        lines, vee = _from_torch(lines)
+    for stage, line in enumerate(lines):
+        row = []
+        for token in re.finditer(r"[^\s&]+", line):
+            op = re.fullmatch(r"([FBW])(\d+)(?:\.(\d+))?", token[0])
+            if op:
+                joined = line[: token.start()].endswith("&")
+                row.append(Op(op[1], int(op[2]), int(op[3] or 0), joined))
+            elif token[0].strip("."):
+                caret = " " * token.start() + "^" * len(token[0])
+                what = f"stage {stage}: '{token[0]}' is no operation; write F0, B0 or W0, or F0.1 for chunk 1"
+                raise ValueError(f"{what}\n{line}\n{caret}")
+        rows.append(tuple(row))
+    ops = [op for row in rows for op in row]
+    if not ops:
+        raise ValueError("the order is empty; write one line per stage, such as 'F0 F1 B0 B1'")
+    m, v = 1 + max(op.microbatch for op in ops), 1 + max(op.chunk for op in ops)
+    if max(m, v) > len(ops):
+        what = f"{len(ops)} operations cannot cover {m} microbatches and {v} chunks"
+        raise ValueError(f"{what}; number both from 0")
+    placement = "vee" if vee else "looped" if v > 1 else "linear"
+    return Schedule(name, tuple(rows), m, v, placement, split_backward=any(op.kind == "W" for op in ops))
+
+
+def _from_torch(lines: list[str]) -> tuple[list[str], bool]:
+    """The lines of torch's `_dump_csv` (torch 2.13, distributed/pipelining/schedules.py) in our words, and
+    whether its stages lie in a V. There a line is a rank, a stage a chunk, I the input's gradient and B both:
+    `0F0,,2I0,(0F1;2B0)OVERLAP_F_B`. What a lowered file sends is left out: it follows from the order."""
+    p, sends = len(lines), r"\b\d+(UNSHARD|RESHARD|RECV_[FB]|(WAIT_)?(SEND_[FB]|REDUCE_GRAD))\d*\b"
+    lines = [re.sub(r"\(([^()]*)\)OVERLAP_F_B", lambda x: x[1].replace(";", "&"), line) for line in lines]
+    lines = [re.sub(sends, "", line).replace(",", " ") for line in lines]
+    action, split = re.compile(r"\b(\d+)([FIBW])(\d+)\b"), any(re.search(r"\d[IW]\d", x) for x in lines)
+    cells = [(int(found[1]), rank) for rank, line in enumerate(lines) for found in action.finditer(line)]
+    loop = [cell for cell in cells if cell[0] % p != cell[1]]
+    if loop and not all(stage in (rank, 2 * p - 1 - rank) for stage, rank in cells):
+        what = "stage {} on rank {}".format(*loop[0])
+        raise ValueError(f"{what}: this is no loop (stage s on rank s % {p}) and no V of 2 stages per rank")
+
+    def ours(found: re.Match) -> str:
+        kind, where = found[2], f"{found[3]}.{int(found[1]) // p}"
+        return f"B{where}&W{where}" if kind == "B" and split else kind.replace("I", "B") + where
+
+    return [action.sub(ours, line) for line in lines], bool(loop)

@@ -1,0 +1,368 @@
+"""One timetable for any pipeline order: it proves the order legal, measures it, and lays out an executor's
+buffers.
+
+Costs (F, B, W) are those of one microbatch through everything that one stage holds for it, so that each of v
+chunks costs 1/v of them; the unit is the caller's. Three bubbles are in use and all are here:
+`bubble_over_ideal` and `bubble_fraction` compare the whole pipeline's makespan with the work of one stage;
+`bubble_rate`, and `bubble` as a time, compare the longest *own* span of a stage with it, as the zero-bubble
+papers do. Plain Python: tables are lists.
+"""
+
+import functools
+import heapq
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from llmpar.plan.schedules import KINDS, Costs, Op, Schedule
+
+WAYS = {"right": 1, "left": -1}  # to the next stage and to the previous one
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """A legal schedule with its times: `start`, `end` and lockstep `tick` of each operation of its rows.
+
+    Free-running, a stage starts as soon as its needs are there, and messages to another stage take `hop`. In
+    lockstep (a `lax.scan` over ticks) each stage does one operation per tick, cells or not; what one sends is
+    there in the next tick; a tick takes as long as its slowest operation, plus `hop` if anything was sent."""
+
+    schedule: Schedule
+    costs: Costs
+    hop: float
+    start: tuple[tuple[float, ...], ...]
+    end: tuple[tuple[float, ...], ...]
+    tick: tuple[tuple[int, ...], ...]
+
+    @property
+    def ideal(self) -> float:
+        """The time without a bubble: every stage works on all m microbatches."""
+        return self.schedule.num_microbatches * sum(self.costs)
+
+    @property
+    def makespan(self) -> float:
+        return max(end[-1] for end in self.end)
+
+    @property
+    def span(self) -> float:
+        """The zero-bubble paper's cost: the longest time from a stage's first start to its last end."""
+        return max(end[-1] - start[0] for start, end in zip(self.start, self.end, strict=True))
+
+    @property
+    def bubble(self) -> float:
+        """Idle time on the critical stage, as in the papers' tables: span - ideal."""
+        return self.span - self.ideal
+
+    @property
+    def bubble_rate(self) -> float:
+        """(span - ideal) / span, as in Qi 2023, Table 5."""
+        return self.bubble / self.span
+
+    @property
+    def bubble_over_ideal(self) -> float:
+        """(makespan - ideal) / ideal: (p-1)/m for GPipe and 1F1B (Narayanan 2021)."""
+        return self.makespan / self.ideal - 1
+
+    @property
+    def bubble_fraction(self) -> float:
+        """(makespan - ideal) / makespan: (p-1)/(m+p-1) for GPipe and 1F1B."""
+        return 1 - self.ideal / self.makespan
+
+    @cached_property
+    def ticks(self) -> list[list[tuple[int, int, int]]]:
+        """The lockstep table: (kind, microbatch, chunk) in [tick][stage], -1 for idle."""
+        idle, num_ticks = (-1, -1, -1), 1 + max(tick[-1] for tick in self.tick)
+        table = [[idle] * self.schedule.num_stages for _ in range(num_ticks)]
+        for stage, row in enumerate(self.schedule.rows):
+            for tick, op in zip(self.tick[stage], row, strict=True):
+                table[tick][stage] = KINDS.index(op.kind), op.microbatch, op.chunk
+        return table
+
+    @cached_property
+    def messages(self) -> list[tuple[int, int, int, int]]:
+        """Of each message the tick sent, from stage, tick used and to stage; some go to the same stage."""
+        order = self.schedule.rows
+        at = {(s, *op[:3]): t for s, row in enumerate(order) for op, t in zip(row, self.tick[s], strict=True)}
+        return [
+            (at[there, *need[:3]], there, at[stage, *op[:3]], stage)
+            for stage, row in enumerate(order)
+            for op in row
+            for there, need in self.schedule.needs(stage, op)
+            if need.kind == op.kind
+        ]
+
+    @property
+    def hops(self) -> list[list[int]]:
+        """How many messages go from stage to stage: numbers in [from][to]."""
+        counts = [[0] * self.schedule.num_stages for _ in self.schedule.rows]
+        for _, here, _, there in self.messages:
+            counts[here][there] += here != there
+        return counts
+
+    @property
+    def makespan_lockstep(self) -> float:
+        costs = [cost / self.schedule.visits for cost in (*self.costs, 0)]  # the last is for idle, -1
+        if not self.schedule.split_backward:
+            costs[1] += costs[2]
+        sent = {tick for tick, here, _, there in self.messages if here != there}
+        return math.fsum(max(costs[cell[0]] for cell in row) for row in self.ticks) + self.hop * len(sent)
+
+    def peak_live(self) -> list[float]:
+        """The most microbatches that each stage ever holds (a chunk of v counts 1/v), from F to B, or with a
+        split backward to W, as in Qi 2023, Table 2."""
+        change = {"F": 1, "B": 0, "W": -1} if self.schedule.split_backward else {"F": 1, "B": -1}
+        held = (accumulate(change[op.kind] for op in row) for row in self.schedule.rows)
+        return [max(counts) / self.schedule.visits for counts in held]
+
+
+def _run(
+    schedule: Schedule, cost: Callable[[int, Op], float], hop: float, cells: bool
+) -> tuple[list[list], list[list], dict]:
+    """Run every stage as far as it gets: starts, ends, and what each stuck stage waits for."""
+    rows, awake = schedule.rows, list(range(schedule.num_stages))
+    starts: list[list] = [[] for _ in rows]
+    ends: list[list] = [[] for _ in rows]
+    sent, waiting, stuck = dict[tuple, float](), defaultdict[tuple, list[int]](list), dict[int, tuple]()
+    while awake:
+        stage = awake.pop()
+        row, start, end = rows[stage], starts[stage], ends[stage]
+        while (first := len(start)) < len(row):
+            last = first + 1
+            while cells and last < len(row) and row[last].joined:
+                last += 1
+            inside, now = set(), end[-1] if end else 0
+            stuck.pop(stage, None)
+            for op in row[first:last]:
+                for there, need in schedule.needs(stage, op):
+                    key = (there, *need[:3])
+                    if key in sent:
+                        now = max(now, sent[key] + (hop if there != stage else 0))
+                    elif key not in inside:
+                        stuck.setdefault(stage, (op, there, need))
+                inside.add((stage, *op[:3]))
+            if stage in stuck:
+                _, there, need = stuck[stage]
+                waiting[there, *need[:3]].append(stage)
+                break
+            for op in row[first:last]:
+                start.append(now)
+                now += cost(stage, op)
+                end.append(now)
+            for key in inside:
+                sent[key] = now
+                awake += waiting.pop(key, [])
+    return starts, ends, stuck
+
+
+def _refuse(schedule: Schedule, starts: list[list], ends: list[list], stuck: dict) -> None:
+    """Raise ValueError, naming stage, tick and cycle, unless each operation is there once and has run."""
+    name, due = f"schedule '{schedule.name}' is illegal", [set[Op]() for _ in schedule.rows]
+    for u in range(schedule.num_microbatches):
+        for stage, chunk in schedule.route(u):
+            due[stage] |= {Op(kind, u, chunk) for kind in KINDS[: 2 + schedule.split_backward]}
+    waits = {}
+    for s, (op, there, need) in stuck.items():
+        tick = (ends[s] or [0])[-1]
+        waits[s] = f"stage {s} waits at tick {tick:g} to run {op}, which needs {need} on stage {there}"
+    have = [{op._replace(joined=False) for op in row} & due[s] for s, row in enumerate(schedule.rows)]
+    early = lambda op: (op.microbatch, KINDS.index(op.kind))
+    lacks = [sorted(due[s] - ops, key=early) for s, ops in enumerate(have)]
+    cells = len(schedule.routes[0]) * (2 + schedule.split_backward)
+    for u, n in sorted(Counter(op.microbatch for ops in have for op in ops).items()):
+        if 2 * n < cells:  # a number too many, rather than that so many are missing
+            on = [s for s, ops in enumerate(have) if any(op.microbatch == u for op in ops)]
+            gaps = [f"{op} is missing on stage {s}" for s in on for op in lacks[s] if op.microbatch != u]
+            what = f"microbatch {u} runs on stage {' and '.join(map(str, on))} alone, and "
+            what += [*gaps, "is one more there"][0]
+            raise ValueError(f"{name}: {what}; number the microbatches of all stages alike, from 0")
+    for stage, row in enumerate(schedule.rows):
+        seen: dict[Op, str] = {}
+        for k, op in enumerate(op._replace(joined=False) for op in row):
+            at = f"tick {starts[stage][k]:g}" if k < len(starts[stage]) else f"place {k} of its row"
+            if op in seen:
+                do = [f"write {gap} for one" for gap in lacks[stage] if gap[:3:2] == op[:3:2]] + [
+                    "delete one"
+                ]
+                raise ValueError(f"{name}: stage {stage} runs {op} twice, at {seen[op]} and {at}; {do[0]}")
+            if op not in due[stage]:
+                why = "but does not hold its layers; delete it"
+                raise ValueError(f"{name}: stage {stage} runs {op} at {at}, {why}")
+            seen[op] = at
+        for op in lacks[stage]:
+            victims = [waits[s] for s, (_, *need) in stuck.items() if need == [stage, op]]
+            why = "; ".join([f"its row stops at tick {(ends[stage] or [0])[-1]:g}", *victims])
+            raise ValueError(f"{name}: stage {stage} never runs {op}; {why}. Add {op} there")
+    if stuck:
+        cycle = [min(stuck)]
+        while (there := stuck[cycle[-1]][1]) not in cycle:
+            cycle.append(there)
+        story, steps = [], []
+        for s in cycle[cycle.index(there) :]:
+            op, there, need = stuck[s]
+            ahead = stuck[there][0]  # that stage is stuck on the same, or on something before it in its row
+            story.append(waits[s] + f", where it comes after {ahead}" * (ahead[:3] != need[:3]))
+            steps += [f"{op} on stage {s}", f"{need} on stage {there}"]
+        arrows = " -> ".join([*dict.fromkeys(steps), steps[0]])
+        what = f"{name}, a deadlock: {'; '.join(story)}"
+        raise ValueError(f"{what}. Cycle: {arrows}; reorder one of these stages")
+
+
+def timetable(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> Timetable:
+    """Simulate a schedule, free-running and in lockstep, or refuse it with stage, tick and cycle."""
+    if len(costs) != 3 or not (min(*costs, hop) >= 0 and 0 < sum(costs) + hop < math.inf and any(costs)):
+        advice = "give finite durations F, B, W (not all 0) and hop, none negative"
+        raise ValueError(f"costs {costs} and hop {hop}: {advice}")
+    return _timetable(schedule, tuple(costs), hop)
+
+
+@functools.lru_cache(maxsize=64)
+def _timetable(schedule: Schedule, costs: Costs, hop: float) -> Timetable:
+    ticks, ends, stuck = _run(schedule, lambda *_: 1, 0, False)
+    _refuse(schedule, ticks, ends, stuck)
+    starts, ends, stuck = _run(schedule, _each(schedule, costs), hop, True)
+    if stuck:  # only a cell can be at fault now
+        _refuse(schedule, starts, ends, stuck)
+    start, end, tick = (tuple(map(tuple, rows)) for rows in (starts, ends, ticks))
+    return Timetable(schedule, costs, hop, start, end, tick)
+
+
+def _each(schedule: Schedule, costs: Costs) -> Callable[[int, Op], float]:
+    """The time of one operation on a chunk; of B with the weights' gradient where no W has it."""
+    forward, backward, weights = (cost / schedule.visits for cost in costs)
+    each = {"F": forward, "B": backward if schedule.split_backward else backward + weights, "W": weights}
+    return lambda _, op: each[op.kind]
+
+
+def makespan(schedule: Schedule, cost: Callable[[int, Op], float], hop: float = 0.0) -> float:
+    """When a legal schedule ends whose operations take ``cost(stage, operation)`` each."""
+    ends, free = list[float](), [0.0] * schedule.num_stages
+    for stage, ops, needs in _cells(schedule):
+        now = free[stage]
+        for cell, there in needs:
+            now = max(now, ends[cell] + (hop if there != stage else 0))
+        for op in ops:
+            now += cost(stage, op)
+        free[stage] = now
+        ends.append(now)
+    return max(free)
+
+
+@functools.lru_cache(maxsize=256)
+def _cells(schedule: Schedule) -> list[tuple[int, list[Op], list[tuple[int, int]]]]:
+    """What a legal schedule does at once, in an order in which it can: stage, operations, and the numbers and
+    stages of the cells before it."""
+    found = list[tuple[float, int, list[Op]]]()
+    starts = timetable(schedule).start
+    for stage, row in enumerate(schedule.rows):
+        for op, start in zip(row, starts[stage], strict=True):
+            if op.joined:
+                found[-1][2].append(op)
+            else:
+                found.append((start, stage, [op]))
+    found.sort(key=lambda cell: cell[:2])
+    number = {(stage, *op[:3]): i for i, (_, stage, ops) in enumerate(found) for op in ops}
+    cells = []
+    for i, (_, stage, ops) in enumerate(found):
+        needs = ((number[there, *need[:3]], there) for op in ops for there, need in schedule.needs(stage, op))
+        cells.append((stage, ops, [need for need in needs if need[0] != i]))
+    return cells
+
+
+def reached(schedule: Schedule) -> tuple[list[list[tuple]], dict[int, tuple[Op, int, Op]]]:
+    """How far an order runs that may be illegal: per stage rows of (start, end, kind, microbatch, chunk), and
+    of each stage that is stuck its next operation, and the stage and operation that it waits for."""
+    starts, ends, stuck = _run(schedule, _each(schedule, (1, 1, 1)), 0, True)
+    done = []
+    for row, start, end in zip(schedule.rows, starts, ends, strict=True):
+        done.append([(a, b, *op[:3]) for op, a, b in zip(row, start, end, strict=False)])
+    return done, stuck
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where an executor of the lockstep table keeps things: numbers in [tick][stage], -1 for nothing.
+
+    At tick t stage s takes `x = messages[read]` (where `read` is -1, a first F takes its microbatch from the
+    batch and a last B the gradient of the loss) and runs `ticks[t][s]`: F keeps what its backward needs in
+    `saved`, B reads it and, where the backward is split, leaves in `residual` what W reads beside `saved`.
+    The result y goes one stage on (`send` +1), one back (-1), or to neither (0). At the end of the tick what
+    came from stage s-1 is written to message slot `left`, what came from s+1 to `right`, one's own y to
+    `keep`; stages count modulo p. A slot is free in the tick after its last reader; `num_*` count them."""
+
+    saved: list[list[int]]
+    residual: list[list[int]]
+    read: list[list[int]]
+    send: list[list[int]]
+    left: list[list[int]]
+    right: list[list[int]]
+    keep: list[list[int]]
+    num_saved: list[int]
+    num_residual: list[int]
+    num_messages: list[int]
+
+
+def _colour(spans: list[tuple[int, int]]) -> list[int]:
+    """Give each half-open span of ticks a slot of its own: as many as are alive together."""
+    slot, free, busy, count = [0] * len(spans), list[int](), list[tuple[int, int]](), 0
+    for k in sorted(range(len(spans)), key=spans.__getitem__):
+        while busy and busy[0][0] <= spans[k][0]:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        slot[k] = heapq.heappop(free) if free else (count := count + 1) - 1
+        heapq.heappush(busy, (spans[k][1], slot[k]))
+    return slot
+
+
+@functools.lru_cache(maxsize=64)
+def slots(table: Timetable) -> Slots:
+    """Allocate the buffers of an executor from what is alive in the lockstep table."""
+    p, split = table.schedule.num_stages, table.schedule.split_backward
+    names = ("saved", "residual", "read", "left", "right", "keep", "send")
+    grid = {name: [[-(name != "send")] * p for _ in table.ticks] for name in names}
+    inboxes, counts = [list[tuple]() for _ in range(p)], list[list[int]]()
+    for message in table.messages:
+        inboxes[message[3]].append(message)
+    for s, row in enumerate(table.schedule.rows):
+        at = {op[:3]: t for op, t in zip(row, table.tick[s], strict=True)}
+        runs = [[at[kind, *op[1:3]] for kind in KINDS[: 2 + split]] for op in row if op.kind == "F"]
+        saved = _colour([(ticks[0], ticks[-1] + 1) for ticks in runs])
+        residual = _colour([(ticks[1], ticks[2] + 1) for ticks in runs]) if split else []
+        letters = _colour([(sent + 1, used + 1) for sent, _, used, _ in inboxes[s]])
+        for ticks, slot in zip(runs, saved, strict=True):
+            for tick in ticks:
+                grid["saved"][tick][s] = slot
+        for ticks, slot in zip(runs, residual, strict=False):  # none where the backward is whole
+            for tick in ticks[1:]:
+                grid["residual"][tick][s] = slot
+        for (sent, there, used, _), slot in zip(inboxes[s], letters, strict=True):
+            way = s - there if abs(s - there) < 2 else 1 if s < there else -1  # from the last to 0 is one on
+            grid["send"][sent][there] = way
+            grid["read"][used][s] = grid[("keep", "left", "right")[way]][sent][s] = slot
+        counts.append([1 + max(found, default=-1) for found in (saved, residual, letters)])
+    num_saved, num_residual, num_messages = map(list, zip(*counts, strict=True))
+    return Slots(**grid, num_saved=num_saved, num_residual=num_residual, num_messages=num_messages)
+
+
+def branch_shares(schedule: Schedule | None, num_layers: int) -> list[dict[str, Fraction] | None]:
+    """How often each stage takes the named branches of the program, of the times that it comes to them;
+    [None] without a pipeline."""
+    if schedule is None:
+        return [None]
+    table, counts, found = timetable(schedule), schedule.layers(num_layers), list[Any]()
+    sends = {name: [way in row for row in slots(table).send] for name, way in WAYS.items()}
+    first, last = ({route[i] for route in schedule.routes} for i in (0, -1))
+    full = {cell for cell, n in counts.items() if n == max(counts.values())}
+    share = lambda taking, cells: Fraction(len(taking & cells), max(1, len(cells)))
+    for stage in range(schedule.num_stages):
+        kinds = {kind: [row[stage][0] == i for row in table.ticks] for i, kind in enumerate(KINDS)}
+        mine = {cell for cell in counts if cell[0] == stage}
+        of_cells = {"fullB": share(full, mine), "fullF": share(full, mine - last)}
+        of_cells |= {"enters": share(first, mine), "leaves": share(last, mine)}
+        found.append(
+            {name: Fraction(sum(runs), len(runs)) for name, runs in (kinds | sends).items()} | of_cells
+        )
+    return found

@@ -1,0 +1,1 @@
+"""Which mesh, and why not the others; and the program of a cluster that is not here."""

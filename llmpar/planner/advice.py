@@ -1,0 +1,77 @@
+"""What a reader could do next: single changes to a plan, priced by the planner."""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from llmpar.plan.layout import AXES, MeshShape, divisors
+from llmpar.planner import planner
+from llmpar.planner.planner import SAME, Candidate, Question
+from llmpar.predict.hardware import GIB
+
+
+@dataclass(frozen=True)
+class Step:
+    """One change, priced.
+
+    Attributes:
+        patch: the change: ``{"mesh": text}``, ``{"batch_size": sequences}``, or ``{"fields": {name: value}}``
+            where None gives a field back to the planner, and it chooses what the text says.
+        candidate: the plan that is reached.
+        sequence_s: its seconds by sequence; of two steps the better has less.
+    """
+
+    text: str
+    patch: dict[str, Any]
+    candidate: Candidate
+    sequence_s: float
+
+
+def advice(q: Question, mesh: MeshShape, one: Candidate | None) -> Iterator[Step | None]:
+    """Single changes to a mesh that help: each fits, and is faster by more than `SAME` if ``one`` fits too
+    (what `planner.on_mesh` answered; None where it refused). Fields given back to the planner, whose choice
+    is no slower than any by hand; a prime factor moved to another axis; where it does not fit or cannot be,
+    another batch. Lazily, in no order, None for what does not help: the best has least ``sequence_s``."""
+    had = math.inf if one is None or one.why_not else one.time.step_s / q.batch_size * (1 - SAME)
+    for patch, other, there in _changes(q, mesh, one):
+        found = None
+        with contextlib.suppress(ValueError):
+            found = planner.on_mesh(other, there)
+        if found is None or found.why_not or found.time.step_s / other.batch_size >= had:
+            yield None
+            continue
+        names = [f"{name}={getattr(found.plan, name)}" for name in patch.get("fields", ())]
+        size = f"{other.batch_size} sequences" if "batch_size" in patch else ""
+        what = patch.get("mesh") or size or ", ".join(names)
+        text = f"{what}: {found.total_bytes / GIB:.1f} GiB, {found.time.step_s:.3g} s"
+        yield Step(text, patch, found, found.time.step_s / other.batch_size)
+
+
+def _changes(
+    q: Question, mesh: MeshShape, one: Candidate | None
+) -> Iterator[tuple[dict[str, Any], Question, MeshShape]]:
+    """Each change, the question with it, and its mesh."""
+    given = {name: value for name, value in q.fixed.items() if name not in AXES}
+    ask = lambda fields: dataclasses.replace(q, fixed=fields)
+    for names in [[name] for name in given] + [list(given)] * (len(given) > 1):
+        left = {name: value for name, value in given.items() if name not in names}
+        yield {"fields": dict.fromkeys(names)}, ask(left), mesh
+    ranks = mesh.dp * mesh.fsdp * mesh.ep
+    if one is None or one.why_not:
+        near = {q.batch_size // ranks * ranks, -(-q.batch_size // ranks) * ranks, q.batch_size // 2}
+        for batch_size in sorted(near - {0, q.batch_size}):
+            yield {"batch_size": batch_size}, dataclasses.replace(q, fixed=given, batch_size=batch_size), mesh
+    sizes, axes = mesh.asked, [axis for axis in AXES if axis != "ep" or q.config.experts]
+    for here in axes:
+        for n, there in itertools.product(divisors(sizes[here])[1:], axes):
+            all_cut = (here, there, n) == ("dp", "fsdp", sizes[here])  # the state of replicas
+            if there == here or not all_cut and len(divisors(n)) > 2:
+                continue
+            if not planner.unsuited(q, there, sizes[there] * n):
+                moved = sizes | {here: sizes[here] // n, there: sizes[there] * n}
+                new = dataclasses.replace(mesh, **moved)  # type: ignore[arg-type]
+                yield {"mesh": str(new)}, ask(given), new

@@ -1,0 +1,214 @@
+"""Compiles a training step for a cluster that is not here, by its own compiler, and reads the program.
+
+Nothing runs, and no device is needed: `llmpar.planner.targets` describes the devices to the compiler.
+"""
+
+import dataclasses
+import re
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from rich.table import Table
+
+from llmpar import draw
+from llmpar.draw.scene import Scene, time_text
+from llmpar.inspect import report
+from llmpar.inspect.census import census_hlo, census_table, compiled_memory, read_program
+from llmpar.inspect.roofline import Roofline, measured, roofline
+from llmpar.inspect.tables import table
+from llmpar.kernels.tiles import kernel_tiles
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.backend import fits_cudnn
+from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.plan import Plan, Resolved
+from llmpar.plan.sequence_order import Mask
+from llmpar.plan.timetable import branch_shares, timetable
+from llmpar.planner import planner
+from llmpar.planner.planner import BAND
+from llmpar.planner.targets import Target, need_compiler
+from llmpar.predict import memory, ring
+from llmpar.predict.hardware import GIB
+from llmpar.training.step import AT_ONCE, Step, compiler_options
+
+
+def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: int, seq_len: int) -> dict:
+    """Compile one step with AdamW for ``target``, once: the document of ``llmpar compile --json``.
+
+    Bytes and FLOPs are those of one device and step. ``collectives`` and ``arrows`` are read from the program
+    as XLA's partitioner left it, ``final`` from what the compiler made of that: it merges, splits and
+    rewrites. Times are estimates (`llmpar.inspect.roofline`). A program that is too large for the device, or
+    that its compiler refuses for want of memory, gives a document with ``fits`` false and a ``why``.
+    """
+    plan.check(config, batch_size, seq_len)
+    step = Step(config, plan, make_mesh(plan.mesh, target.devices), optax.adamw(1e-3))
+    q = planner.Question(config, target.chip, target.num_devices, batch_size, seq_len)
+    plan, mesh = step.plan, step.mesh
+    if plan.attention_kernel == "cudnn":
+        need_compiler("cudnn")
+        if not fits_cudnn(config.head_width, "gpu") and jax.default_backend() != "gpu":
+            why = "JAX asks the GPU at hand whether cuDNN has heads of more than 128, and there is none"
+            raise ValueError(f"{why}; use attention_kernel='flash'")
+    begin = time.perf_counter()
+    need: dict[str, Any] = {
+        "predicted_arguments": sum(memory.argument_bytes(plan, batch_size, seq_len).values()),
+        "compiled_arguments": None,
+        "predicted_temp": memory.temp_bytes(plan, batch_size, seq_len),
+        "compiled_temp": None,
+        "compiled_total": None,
+        "capacity": target.chip.usable_bytes,
+    }
+    document: dict[str, Any] = {"target": target.text, "devices": target.num_devices}
+    try:
+        compiled, partitioned = read_program(step.lower(batch_size, seq_len), target.platform)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        said = re.search(r"\((\d[\d.]*)G\) exceeds|Used (\d[\d.]*)G of", str(error))
+        if said:  # "HLO temporaries" in libtpu's sentence are all that the program holds, its arguments too
+            need["compiled_total"] = round(float(said[1] or said[2]) * GIB)
+        needs = f"{said[1] or said[2]} GiB" if said else "more"
+        why = _too_large(needs, q, plan.asked, target)
+        seconds = time.perf_counter() - begin
+        return document | {"fits": False, "why": why, "memory_bytes": need, "compile_s": seconds}
+    seconds, text = time.perf_counter() - begin, compiled.as_text() or ""
+    program = compiled_memory(compiled)
+    need |= {"compiled_arguments": program["argument_bytes"], "compiled_temp": program["temp_bytes"]}
+    need |= {"compiled_alias": program["alias_bytes"], "compiled_total": program["peak_bytes"]}
+    branches = branch_shares(plan.pipeline, config.num_layers)
+    document |= report.compare(plan, batch_size, seq_len, partitioned, mesh, branches)
+    final = census_table(census_hlo(text, mesh, branches[document["stage"]]))
+    walked = _busiest(text, mesh, plan, target, seq_len, branches)
+    useful = sum(memory.flops(config, batch_size, seq_len).values()) / plan.mesh.size
+    rate, band = target.chip.per_device().flops_per_s, dict[str, dict[str, float]]()
+    if "attention" in walked.terms and not measured(target.chip):
+        for share in BAND:
+            step_s = _busiest(text, mesh, plan, target, seq_len, branches, share).step_s
+            band[f"{share:.0%}"] = {"step_s": step_s, "mfu": useful / (step_s * rate)}
+    fits = program["peak_bytes"] <= need["capacity"]
+    needs = f"{program['peak_bytes'] / GIB:.1f} GiB"
+    why = "" if fits else _too_large(needs, q, plan.asked, target)
+    return document | {
+        "fits": fits,
+        "why": why,
+        "memory_bytes": need,
+        "final": [
+            {"axis": axis, "kind": kind, "count": row["count"], "bytes": row["bytes_sent"]}
+            for (axis, kind), row in sorted(final.items(), key=lambda item: -item[1]["bytes_sent"])
+        ],
+        "overlap": [
+            dataclasses.asdict(row) | {"count": round(row.count), "asynchronous": round(row.asynchronous)}
+            for row in sorted(walked.sent.values(), key=lambda row: -row.exposed_s)
+        ],
+        "flops": {"useful_per_device": useful, "executed_per_device": walked.flops},
+        "roofline": {
+            "step_s": walked.step_s,
+            "mfu": useful / (walked.step_s * rate),
+            "mfu_is": "useful FLOPs (6 per token and active weight, causal attention) / step_s / peak FLOP/s",
+            "exposed_s": walked.exposed_s,
+            "if_kernels_reach": band,
+            "terms": {name: s for name, s in sorted(walked.terms.items(), key=lambda t: -t[1]) if s},
+        },
+        "turns": _turns(walked),
+        "compile_s": seconds,
+    }
+
+
+def _too_large(needs: str, q: planner.Question, plan: Plan, target: Target) -> str:
+    """Say what a step needs and has, and which plan near it would fit by prediction:
+    with one of the planner's single changes, or with replicas that cut the state (fsdp in place of dp), that
+    recompute and cut the loss into pieces."""
+    chip, shape = target.chip, plan.mesh
+    whole = chip.usable_hbm_gib * GIB
+    part = chip.usable_bytes < whole
+    rest = f" (of {whole / GIB:.1f}; XLA_PYTHON_CLIENT_MEM_FRACTION=.95 takes more)" if part else ""
+    room = f"a device of {target.text} offers JAX {chip.usable_bytes / GIB:.1f} GiB{rest}"
+    sentence = f"{q.config.name} on mesh '{shape}' needs {needs}, and {room}"
+    cut = {"mesh": dataclasses.replace(shape, dp=1, fsdp=shape.dp * shape.fsdp), "zero": 3}
+    changes = [*planner.single_changes(q, plan), cut, cut | {"remat": "block", "loss_chunks": 8}]
+    q = dataclasses.replace(q, share=chip.usable_bytes / whole)  # what JAX takes here
+    found = planner.first_fit(q, plan, changes)
+    if found is None:
+        return f"{sentence}; no plan near this one fits: use more devices, or shorter sequences"
+    change, need = found
+    new = {name: value for name, value in change.items() if value != getattr(plan, name)}
+    flags = (f"--{name.replace('_', '-')}" + f" '{n}'" * (n is not True) for name, n in new.items())
+    return f"{sentence}; {' '.join(flags)} would need {need / GIB:.1f} GiB"
+
+
+def _turns(walked: Roofline) -> list[dict]:
+    """List the turns of the three longest loops; of their events those of one name in a row are one."""
+    loops = sorted(walked.turns[1:], key=lambda turn: -turn.count * turn.seconds)[:3]
+    found = []
+    for turn in [loop for loop in loops if loop.events] or walked.turns[:1]:
+        begin, events = turn.events[0].start_s, list[dict]()
+        for event in turn.events:
+            last = events[-1] if events else None
+            if last and event.lane == "compute" and (last["lane"], last["name"]) == (event.lane, event.name):
+                last["end_s"] = event.end_s - begin
+            else:
+                times = {"start_s": event.start_s - begin, "end_s": event.end_s - begin}
+                events.append(dataclasses.asdict(event) | times)
+        found.append({"name": turn.name, "count": turn.count, "events": events})
+    return found
+
+
+def picture(document: dict) -> Scene:
+    """Draw one turn of each of the longest loops: what computes, and what is on the links beside it."""
+    return draw.two_lanes(document["turns"], f"One turn of each loop on {document['target']}, estimated")
+
+
+def _busiest(text: str, mesh, plan: Resolved, target: Target, seq_len, branches, kernels=None) -> Roofline:
+    """Walk the schedule as every pipeline stage takes its branches, and give the longest walk, with the
+    schedule's bubble as one more term."""
+    config, beside = plan.config, AT_ONCE in compiler_options(plan)
+    ranks = plan.mesh.along(plan.regions["queries"]["s"])
+    # Of all pairs of tiles the kernel of attention computes these on this chip, where a row is one document.
+    size, own = jnp.dtype(plan.dtype).itemsize, (target.platform, target.chip.name.upper())
+    tiles = kernel_tiles("flash_forward", config.head_width, size, seq_len // ranks, seq_len // ranks, *own)
+    seen = ring.seen_share(tiles, seq_len, ranks, plan.sequence_order, Mask(config.window))
+    full = config.experts.full_share(seq_len, plan.mesh.ep) if config.experts else 1.0
+    stages = [roofline(text, mesh, target.links, taken, seen, full, beside, kernels) for taken in branches]
+    longest = max(stages, key=lambda walk: walk.step_s)
+    if plan.pipeline:
+        bubble = longest.step_s * float(timetable(plan.pipeline).bubble_over_ideal)
+        longest.terms["pipeline bubble"] += bubble
+        longest.step_s += bubble
+    return longest
+
+
+def tables(document: dict) -> list[Table]:
+    """Give the document as tables for a terminal."""
+    need = document["memory_bytes"]
+    sides = "predicted", "compiled"
+    held = table(f"memory per device of {document['target']}", ("", *sides), sides)
+    gib = lambda n: "refused" if n is None else f"{n / GIB:.3f} GiB"
+    for key, name in {"arguments": "arguments", "temp": "temporaries, by formula"}.items():
+        guess, true = need[f"predicted_{key}"], need[f"compiled_{key}"]
+        held.add_row(name + (report.off_by(guess, true) if key == "temp" else ""), gib(guess), gib(true))
+    held.add_row("usable", "", gib(need["capacity"]))
+    if "roofline" not in document:
+        return [held]
+    moves = report.move_tables(document)
+    title = "overlap: what lies between a collective's start and its end (estimate)"
+    sizes = "products beside", "on links", "exposed"
+    waits = table(title, ("arrow, direction, axes, collective", *sizes), sizes)
+    for row in document["overlap"]:
+        words = row["arrow"] or "(the compiler's)", row["direction"], row["axis"], row["kind"]
+        apart = "" if row["asynchronous"] else ", not started apart"
+        times = time_text(row["busy_s"]), time_text(row["exposed_s"])
+        where = f"{' · '.join(filter(None, words))} ×{row['count']:,}{apart}"
+        waits.add_row(where, f"{row['hidden_flops'] / 1e12:,.1f} TFLOP", *times)
+    found, flops = document["roofline"], document["flops"]
+    band = "; ".join(f"{share}: {row['mfu']:.1%}" for share, row in found["if_kernels_reach"].items())
+    title = f"a step, estimated: {time_text(found['step_s'])}, MFU {found['mfu']:.1%}"
+    figures = table(
+        title, ("term", "per step"), ("per step",), caption=band and f"MFU if kernels reach {band}"
+    )
+    for name, seconds in found["terms"].items():
+        figures.add_row(name, time_text(seconds))
+    executed, useful = (flops[f"{name}_per_device"] / 1e12 for name in ("executed", "useful"))
+    figures.add_row("FLOPs executed (useful) per device", f"{executed:,.1f} ({useful:,.1f}) TFLOP")
+    return [held, *moves, waits, figures]

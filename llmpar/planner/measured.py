@@ -1,0 +1,433 @@
+"""Reads published runs, and holds the model of time and memory against them.
+
+A file is a list of groups. A group has an ``id``, a ``source``, ``inputs`` (what was run) and ``expected``
+(what was measured). A sweep lists ``configs`` under ``columns``, or ``rows`` whose last columns are measured;
+any input may be a list as long as what was measured. `INPUTS` and `MEASURED` are the keys, and
+`publications.toml` says what each is, what a source says of all its runs, and how models are called. A group
+with a key, an axis, a model or another word that is unknown is left out by name.
+"""
+
+import dataclasses
+import math
+import os
+import re
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmpar.files import read_json
+from llmpar.plan.layout import AXES, MeshShape
+from llmpar.plan.model_config import PRESETS, ExpertConfig, ModelConfig, from_dict
+from llmpar.planner import held
+from llmpar.predict import hardware
+from llmpar.predict.hardware import Chip, Rates
+from llmpar.predict.time import step_time
+from llmpar.predict.workload import POLICIES, SOFTWARE, TABLE, Run
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a publication says of all its runs: defaults of `INPUTS`, and facts that no key states."""
+
+    software: str
+    chip: str = ""
+    gpt: bool = False
+    ffn_products: int = 3
+    zero: int = 1
+    tp_sequence: bool = False
+    tp_overlap: bool = False
+    recompute: str = "auto"
+    context_parallel: Any = "ring"
+    balanced: bool = True
+    allocated: bool = False  # memory is what the allocator gave, not what the driver sees
+    network_bytes_per_s: float = 0.0
+    inputs: dict[str, Any] = field(default_factory=dict)
+    heads: dict[str, int] = field(default_factory=dict)  # by the model's width
+
+
+INPUTS: dict[str, str] = TABLE["inputs"]
+MEASURED: dict[str, str] = TABLE["measured"]
+"""What was measured, and which of our answers it is held against. The rest of ``expected`` is derived."""
+SOURCES = {word: Source(**row) for word, row in TABLE["sources"].items()}
+MATRICES = {name: row.pop("matrices", 3) for name, row in TABLE["models"].items()}
+MODELS = PRESETS | {name: PRESETS[preset] for name, preset in TABLE["aliases"].items()}
+MODELS |= {name: from_dict({"name": name} | row) for name, row in TABLE["models"].items()}
+BITS = {"FP8": 8, "MXFP8": 8, "INT8": 8, "MXFP4": 4, "NVFP4": 4, "BF16": 16, "FP16": 16}
+"""Of the operands of products, by how a precision's name begins."""
+IN_FLOAT32 = re.compile(r"(fp32|float32)[\w ]*(grad|accum)|(grad|accum)[\w ]*(fp32|float32)", re.IGNORECASE)
+"""Options of a run whose gradients are summed up in float32, where its framework also does so in 16 bits."""
+WHOLE_BATCH = ("maxtext", "llmpar")
+"""Frameworks that take the batch at once where nobody asks for microbatches."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured run: what was run, and what was measured (``step_s``, ``memory_gb``, ``fits``)."""
+
+    id: str
+    group: str
+    run: Run
+    measured: dict[str, Any]
+    source: str = ""
+
+
+def read(path: str | Path) -> tuple[list[Case], dict[str, str]]:
+    """The cases of a file, and the groups that cannot be held against the model, with the reason."""
+    groups = read_json(path, "measured runs", list)
+    if not all(isinstance(g, dict) and "id" in g for g in groups):
+        raise ValueError(f"'{path}' is no list of groups, each with an id, inputs and expected")
+    cases, left = list[Case](), dict[str, str]()
+    for group in groups:
+        found, failed = list[Case](), dict[str, str]()
+        try:
+            for one in _runs(group):
+                try:
+                    found.append(_case(one[0], group, *one[1:]))
+                except ValueError as why:
+                    failed[one[0]] = str(why)
+        except ValueError as why:
+            failed[""] = str(why)
+        except (TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+            what = f"{type(error).__name__}: {error}"
+            failed[""] = f"an input has a value that it cannot have, or one is missing ({what})"
+        cases += found
+        left |= failed if found else {str(group["id"]): why for why in reversed(failed.values())}
+    return cases, left
+
+
+def _runs(group: dict) -> Iterator[tuple[str, dict, dict]]:
+    """The runs of a group: a name, what was run, and what was measured."""
+    name, inputs, expected = str(group["id"]), dict(group.get("inputs", {})), dict(group.get("expected", {}))
+    columns = group.get("columns") or inputs.pop("columns", None)
+    what = group.get("rows") or inputs.pop("configs", None)
+    if columns and what:
+        for i, row in enumerate(dict(zip(columns, row, strict=True)) for row in what):
+            own = {k: v for k, v in row.items() if k in MEASURED}
+            shared = {k: v[i] for k, v in expected.items() if isinstance(v, list) and len(v) == len(what)}
+            yield f"{name}/{i}", inputs | {k: v for k, v in row.items() if k not in own}, own | shared
+        return
+    lists = [v for v in inputs.values() if isinstance(v, list)]
+    found = {k: v for k, v in expected.items() if k in MEASURED}
+    if not found:
+        raise ValueError("it holds no step time, memory or fit: nothing to compare")
+    at = lambda some, i: {k: v[i] if isinstance(v, list) else v for k, v in some.items()}
+    for i in range(max(map(len, lists), default=1)):
+        yield f"{name}/{i}" if lists else name, at(inputs, i), at(found, i)
+
+
+def _source(said: str, software: str = "megatron") -> Source:
+    found = (row for word, row in SOURCES.items() if word.lower() in said.lower())
+    return next(found, Source(software))
+
+
+def _one_of(table: dict[str, Any], said: Any, what: str) -> Any:
+    """The row of a table whose name begins what is said. Refuses what none does."""
+    for name, row in table.items():
+        if str(said).upper().startswith(name.upper()):
+            return row
+    raise ValueError(f"{what} '{said}' is not known; known are {', '.join(table)}")
+
+
+def _case(name: str, group: dict, inputs: dict, found: dict) -> Case:
+    if unknown := sorted(set(inputs) - set(INPUTS)):
+        raise ValueError(f"unknown inputs {', '.join(unknown)}; known are {', '.join(INPUTS)}")
+    source = _source(group.get("source", ""), group.get("inputs", {}).get("software", "megatron"))
+    known = source.inputs | {k: v for k, v in inputs.items() if v is not None}
+    for words, said in TABLE["phrases"].items():
+        known = said | known if words in group.get("what", "") else known
+    software, options = known.get("software", source.software), str(known.get("options", ""))
+    if software not in SOFTWARE:
+        raise ValueError(f"software '{software}' is not known; known are {', '.join(SOFTWARE)}")
+    chip, links = _chip(known, source, group)
+    config, ffn_products = _model(known, source, group)
+    mesh, slices = _mesh(known, chip)
+    if slices > 1 and chip.link == "torus":
+        links = dataclasses.replace(links, node_size=max(1, mesh.size // slices // chip.devices_per_chip))
+    rows, microbatches = _batch(known, mesh, software)
+    if IN_FLOAT32.search(options) and f"{software}-bf16" in SOFTWARE:
+        software = f"{software}-bf16"
+    if mesh.fsdp > 1 and software == "megatron":
+        software = "fsdp"
+    vp = known.get("vp", 1)
+    schedule = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved": "1f1b", "none": "1f1b"}
+    run = Run(
+        config, links, mesh, known["seq"], rows, microbatches, SOFTWARE[software],
+        3 if mesh.fsdp > 1 or (known.get("fsdp") or 1) > 1 else known.get("zero", source.zero),
+        schedule="interleaved" if vp > 1 else _one_of(schedule, known.get("schedule", "none"), "schedule"),
+        virtual_stages=vp,
+        tp_sequence=source.tp_sequence and mesh.tp > 1,
+        tp_overlap=(source.tp_overlap or chip.link == "torus") and mesh.tp > 1,
+        ep_overlap=source.tp_overlap and vp > 1,
+        context_parallel=source.context_parallel,
+        ffn_products=ffn_products,
+        gpt=source.gpt,
+        bits=_one_of(BITS, known.get("precision", "BF16"), "precision"),
+        expert_tp=False,
+        balanced=source.balanced,
+        ends_as_layers="embedding" in options and mesh.pp > 1,
+    )  # fmt: skip
+    run = dataclasses.replace(run, recompute=_recompute(known, source, run))
+    may_offload = "mesh" in known or str(known.get("remat", "")).startswith("custom")
+    if software == "maxtext" and may_offload and not held.fits(run):
+        run = dataclasses.replace(run, offload=True)
+    return Case(name, group["id"], run, _measured(found, run), group.get("source", ""))
+
+
+def _chip(known: dict, source: Source, group: dict) -> tuple[Chip, Chip]:
+    """The chip that is named, or else the one of the source's words; and the same with the network's rate."""
+    said = str(known.get("chip", ""))
+    words = f"{said} {group.get('source', '')} {known.get('hardware', '')}".lower()
+    names = r"gb300|gb200|b300|b200|gh200|h200|h100|a100-40|a100|mi300x|mi250x|tpu7x|v6e|v5p|v5e|v4"
+    hit = re.search(names, said.lower() or words)
+    if said and not hit:
+        hardware.chip(said)  # refuses, with the names that are known
+    if not hit and not source.chip:
+        raise ValueError("it names no chip; give one, as 'chip': 'h100'")
+    row = hardware.chip(hit[0] if hit else source.chip)
+    network = next((r for text, r in TABLE["networks"].items() if text in words), source.network_bytes_per_s)
+    if "H100-96" in said:
+        row = dataclasses.replace(row, usable_hbm_gib=row.usable_hbm_gib * 96 / 80)
+    return row, dataclasses.replace(row, dcn_bytes_per_s=network) if network and row.link == "switch" else row
+
+
+def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
+    """The model's dims, and the matrices of its feed-forward."""
+    if not {"model", "h", "d", "params"} & set(known):  # a table of one model names it above
+        words = f"{group.get('what', '')}, {group['id']}".lower().replace(" ", "-")
+        named = [name for name in sorted(MODELS, key=len) if name in words]
+        known |= {"model": named[-1]} if named else {}
+    gated = {"squared relu, two matrices": 2, "gelu, two matrices": 2, "swiglu, three matrices": 3}
+    matrices = _one_of(gated, known["activation"], "activation") if "activation" in known else 0
+    if "model" in known:
+        said = str(known["model"]).lower()
+        kv, dense = re.search(r"kv heads (\d+)", said), re.search(r", (\d+) dense layers?", said)
+        name = re.sub(r"( \(|,).*", "", said).removesuffix(" dims")
+        if name not in MODELS:
+            raise ValueError(f"model '{known['model']}' is not known; give h, layers, heads, ffn and vocab")
+        config = MODELS[name]
+        changes: dict[str, Any] = {"num_layers": known.get("layers", config.num_layers)}
+        if config.experts and dense:
+            changes["experts"] = dataclasses.replace(config.experts, dense_layers=int(dense[1]))
+        if kv:
+            changes["num_kv_heads"] = int(kv[1])
+        return dataclasses.replace(config, **changes), matrices or MATRICES.get(name, 3)
+    if re.fullmatch(r"\d+b", str(known.get("params", ""))):
+        return _scaled(int(str(known["params"])[:-1])), matrices or 3
+    width = known.get("h", known.get("d"))
+    if not width or "layers" not in known:
+        raise ValueError("it gives no dims of its model: h, layers, heads, ffn, vocab")
+    heads = known.get("heads") or source.heads.get(str(width)) or width // 128
+    config = ModelConfig(
+        group["id"], known.get("vocab", 51_200), width, known["layers"], heads, known.get("kv_heads", heads),
+        width // heads, known.get("ffn", 4 * width), tied=source.gpt,
+    )  # fmt: skip
+    if known.get("experts", 0) > 1:
+        top = known.get("top_k", known.get("topk", 1))
+        many = ExpertConfig(known["experts"], top, num_shared=known.get("shared_experts", 0))
+        config = dataclasses.replace(config, experts=many)
+    return config, matrices or source.ffn_products
+
+
+def _scaled(billions: int) -> ModelConfig:
+    """MaxText's ``global_parameter_scale``: powers of two on heads and widths, then width, then depth."""
+    base, rest = divmod(int(math.log2(billions)), 3)
+    heads, width = base + (rest > 0), base + (rest > 1)
+    sizes = 32_000, 2048 << width, 16 << base, 16 << heads, 16 << heads, 128, 7168 << heads
+    return ModelConfig(f"maxtext-{billions}b", *sizes)
+
+
+def _mesh(known: dict, chip: Chip) -> tuple[MeshShape, int]:
+    """The mesh, and how many slices it spans. ``dp`` of numbers counts the ranks of ``ep`` too."""
+    slices = known.get("slices", 1)
+    if found := re.match(r"(\d+)x ", str(known.get("hardware", ""))):
+        slices = int(found[1])
+    devices = known.get("gpus", known.get("devices", known.get("chips", 0) * chip.devices_per_chip))
+    if "nodes" in known:
+        return MeshShape(dp=known["nodes"], fsdp=8), 1
+    if "mesh" in known:
+        sizes = _axes(str(known["mesh"]))
+        if free := next((axis for axis, n in sizes.items() if n == -1), ""):
+            sizes[free] = -devices // slices // math.prod(sizes.values())
+        if devices and devices % math.prod(sizes.values()):
+            raise ValueError(f"mesh '{known['mesh']}' does not divide its {devices} devices")
+        left = devices // math.prod(sizes.values()) if devices else 1
+        sizes["dp"] = sizes.get("dp", 1) * left
+        return MeshShape(**sizes), slices  # type: ignore[arg-type]
+    if "sp" in known and "cp" in known:
+        raise ValueError("cp and sp are two names of the same axis; give one")
+    tp, pp, cp, ep, fsdp = (known.get(axis) or 1 for axis in ("tp", "pp", "cp", "ep", "fsdp"))
+    cp = known.get("sp") or cp
+    data = known.get("dp") or max(1, devices // (tp * pp * cp))
+    given = tp * pp * cp * (known.get("dp") or 1)  # Megatron's ep may span tp too
+    if devices % given or "dp" in known and fsdp == 1 and devices not in (0, given):
+        raise ValueError(f"tp={tp} pp={pp} cp={cp} and dp make {given} devices, and it ran on {devices}")
+    if fsdp == 1 and "grad_accum" in known and "dp" not in known and "tp" not in known:
+        return MeshShape(fsdp=devices), slices
+    if ep > 1 and fsdp % ep == 0:
+        fsdp //= ep
+    elif ep > 1 and data % ep == 0 and fsdp == 1:
+        data //= ep
+    if fsdp > 1 or ep > 1 and not known.get("dp"):
+        data = max(1, devices // (tp * pp * cp * fsdp * ep)) if devices else known.get("dp", 1)
+    return MeshShape(pp=pp, dp=data, fsdp=fsdp, ep=ep, sp=cp, tp=tp), slices
+
+
+def _axes(text: str) -> dict[str, int]:
+    """The sizes of the axes in words such as 'data=2 x fsdp=64 devices, per-device batch 10'."""
+    said = re.sub(r"per-device batch \d+|\bdevices\b|\bx\b|,", " ", TABLE["meshes"].get(text, text))
+    sizes = dict[str, int]()
+    for word in said.split():
+        name, _, size = word.replace(":", "=").partition("=")
+        name = {"data": "dp", "cp": "sp"}.get(name, name)
+        if name not in AXES or name in sizes or not re.fullmatch(r"-1|[1-9]\d*", size):
+            raise ValueError(f"mesh '{text}' has '{word}', which is no further axis with its size; axes are"
+                             f" {', '.join(AXES)}, and data (dp) and cp (sp)")  # fmt: skip
+        sizes[name] = int(size)
+    return sizes
+
+
+def _batch(known: dict, mesh: MeshShape, software: str) -> tuple[int, int]:
+    """Sequences of a microbatch on a data rank, and microbatches."""
+    ranks = mesh.dp * mesh.fsdp * mesh.ep
+    rows, many = known.get("micro_batch") or known.get("local_batch"), known.get("microbatches")
+    if "per_device_batch" in known:
+        rows = known["per_device_batch"] * mesh.size // ranks
+    many, whole = many or known.get("grad_accum"), known.get("batch", 0) / ranks
+    if not rows and not whole:
+        raise ValueError("it gives no batch: batch, micro_batch, local_batch or per_device_batch")
+    if not rows and not many and whole > 1 and software not in WHOLE_BATCH:
+        raise ValueError(f"it gives no microbatch, and each of {ranks} data ranks has {whole:g} sequences of"
+                         f" the batch; say micro_batch or microbatches")  # fmt: skip
+    rows = rows or max(1, whole // (many or 1))
+    return max(1, round(rows)), many or max(1, round(whole / rows))
+
+
+def _recompute(known: dict, source: Source, run: Run) -> Any:
+    for key in ("full_recompute", "activation_checkpointing"):
+        if key in known:
+            return "block" if known[key] else "none"
+    said, remat = known.get("recompute", source.recompute), str(known.get("remat", ""))
+    if "recompute" not in known and remat and not remat.startswith("custom"):
+        said = _one_of(TABLE["remat"], remat, "remat")
+    if said not in ("auto", *POLICIES):
+        raise ValueError(f"recompute '{said}' is not known; known are auto, {', '.join(POLICIES)}")
+    if said != "auto":
+        return said
+    return next((p for p in POLICIES if held.fits(dataclasses.replace(run, recompute=p))), "block")
+
+
+def _measured(found: dict, run: Run) -> dict[str, Any]:
+    """Seconds of a step from the first of `MEASURED` that is there; GB; whether it fitted."""
+    there = {what: key for key, what in reversed(MEASURED.items()) if found.get(key) is not None}
+    key, unit = there.get("step_s", ""), there.get("memory", "")
+    step: Any = found.get(key)
+    memory, fits = found.get(unit), found.get(there.get("fits", ""))
+    devices = run.mesh.size / (run.chip.devices_per_chip if key.endswith("chip") else 1)
+    if key == "ms":
+        step /= 1e3
+    elif key.startswith("tok") or key == "off":
+        step = run.tokens_per_step / devices / step
+    elif key == "mfu_pct":
+        peak = run.chip.per_device().flops_per_s * run.mesh.size
+        step = run.flops() / peak / step * 100
+    elif key.startswith("tflops"):
+        step = run.flops() / devices / step / 1e12
+    if memory and unit.endswith("gib"):
+        memory *= 2**30 / 1e9
+    return {"step_s": step, "memory_gb": memory, "fits": True if fits is None and (step or memory) else fits}
+
+
+# ------------------------------------------------------------------------------------------- held against
+
+
+def against(path: str | Path, own: dict[str, Rates] | None = None) -> dict[str, Any]:
+    """The document of ``llmpar plan --against``: each run predicted and measured; each sweep's rank
+    correlation, and what its first choice costs over the best; what was left out, with the reason."""
+    cases, left = read(path)
+    if not cases:
+        why = "; ".join(f"{name}: {reason}" for name, reason in left.items()) or "it is empty"
+        raise ValueError(f"'{path}' holds no run to compare: {why}")
+    rows = [_row(case, own) for case in cases]
+    errors = lambda key: [abs(row["error"][key]) for row in rows if key in row["error"]]
+    step, memory = errors("step_s"), errors("memory_gb")
+    return {
+        "rows": rows,
+        "groups": _sweeps(cases, rows),
+        "left_out": [{"id": name, "why": why} for name, why in left.items()],
+        "summary": {
+            "runs": len(rows),
+            "step_mean_abs_error": statistics.mean(step) if step else None,
+            "step_median_abs_error": statistics.median(step) if step else None,
+            "memory_median_abs_error": statistics.median(memory) if memory else None,
+            "fits_wrong": sum(row["error"].get("fits", False) for row in rows),
+        },
+    }
+
+
+def _row(case: Case, own: dict[str, Rates] | None) -> dict[str, Any]:
+    run, measured = case.run, case.measured
+    time = step_time(run, (own or {}).get(run.chip.name))
+    parts = held.held_bytes(run, _source(case.source).allocated)
+    predicted = {"step_s": time.step_s, "memory_gb": sum(parts.values()) / 1e9, "fits": held.fits(run)}
+    error = {key: predicted[key] / measured[key] - 1 for key in ("step_s", "memory_gb") if measured[key]}
+    if measured["fits"] is not None:
+        error["fits"] = predicted["fits"] != measured["fits"]
+    return {
+        "id": case.id,
+        "chip": run.chip.name,
+        "mesh": str(run.mesh),
+        "recompute": run.recompute,
+        "predicted": predicted,
+        "measured": {key: value for key, value in measured.items() if value is not None},
+        "error": error,
+        "terms": time.terms,
+        "memory_bytes": parts,
+    }
+
+
+def _sweeps(cases: list[Case], rows: list[dict]) -> list[dict[str, Any]]:
+    """Sweeps of a group, and runs of several groups that differ in how they are cut alone: three or more."""
+    alike, listed = dict[Any, list[int]](), dict[str, list[int]]()
+    model = lambda i: dataclasses.replace(cases[i].run.config, name="")
+    for i, case in enumerate(cases):
+        if case.measured["step_s"]:
+            run = case.run
+            what = run.tokens_per_step, run.seq_len, run.mesh.size, run.chip.name, run.bits, case.source
+            alike.setdefault((model(i), *what), []).append(i)
+            listed.setdefault(case.group, []).append(i)
+    listed = {group: some for group, some in listed.items() if len(some) > 2}
+    for some in alike.values():
+        groups = {cases[i].group for i in some}
+        if len(groups) > 2:
+            listed[os.path.commonprefix(sorted(groups)).rstrip("./") + " …"] = some
+    found = []
+    for name, some in listed.items():
+        predicted = [rows[i]["predicted"]["step_s"] for i in some]
+        measured = [cases[i].measured["step_s"] for i in some]
+        comparable = len({(cases[i].run.tokens_per_step, model(i)) for i in some}) == 1
+        first = measured[predicted.index(min(predicted))]
+        found.append(
+            {
+                "id": name,
+                "runs": len(some),
+                "spearman": spearman(predicted, measured),
+                "choice_over_best": first / min(measured) if comparable else None,
+                "step_mean_abs_error": statistics.mean(abs(rows[i]["error"]["step_s"]) for i in some),
+            }
+        )
+    return found
+
+
+def spearman(a: list[float], b: list[float]) -> float:
+    """Rank correlation (Spearman 1904): Pearson's of the ranks, ties by their mean rank."""
+    x, y = ([sorted(some).index(v) + (some.count(v) - 1) / 2 for v in some] for some in (a, b))
+    return statistics.correlation(x, y) if len(set(x)) > 1 < len(set(y)) else 0.0
+
+
+def tell_tale(row: dict[str, Any]) -> str:
+    """The term that a row's error could be of: the smallest that is as large as the error, or the largest."""
+    off = abs(row["predicted"]["step_s"] - row["measured"]["step_s"])
+    terms = sorted(row["terms"].items(), key=lambda item: item[1])
+    return next((name for name, seconds in terms if seconds >= off), terms[-1][0])

@@ -1,0 +1,733 @@
+"""Which plan for a model on a machine: enumerates, prices, checks, ranks, and says why the others lost.
+
+Every mesh that divides the devices is priced with the ways to run it that could win: ZeRO, microbatches,
+schedules. The closed form of `time` ranks thousands of them without recomputation. From the first one on,
+`Plan.check` says whether a way is legal, and `memory` how much recomputation it takes to fit: with that it
+takes its place in the rank again, and if it is still the first, its `traffic` is priced.
+"""
+
+import dataclasses
+import heapq
+import itertools
+import math
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from llmpar.plan.layout import AXES, MeshShape, divisors, parse_mesh
+from llmpar.plan.model_config import ModelConfig, preset
+from llmpar.plan.plan import Plan, Resolved
+from llmpar.predict import hardware, memory, workload
+from llmpar.predict.hardware import GIB, Chip
+from llmpar.predict.time import Clock, Time, step_time
+from llmpar.predict.workload import Run
+
+MARGIN = 0.08
+"""Of the memory that JAX takes, what a plan must leave free: the formula of temporaries is an estimate, by
+4 % off in the middle for GPUs, and a sixth too much for TPUs (`tests/compiled.md`)."""
+MEMORY_ERROR = 0.15
+"""What is estimated of a plan's memory is off by no more in 68 of 71 plans that were compiled for H100, v5e
+and v5p, and in 188 of 220 compiled plans, other GPUs and all (`tests/compiled.md`)."""
+GPU_SHARE = 0.95
+"""Of a GPU's memory, what JAX takes when it is told to (XLA_CLIENT_MEM_FRACTION)."""
+SAME = 0.005
+"""Times that differ by less are the same: no model of time is that good."""
+ERROR = 0.07
+"""By how much a step's time is off in the mean over the published runs that its constants were fitted on."""
+UNSEEN_ERROR = 0.164
+"""The same over runs of a source that was left out of the fit: what a time is worth on another cluster."""
+NEAR = 1.03
+"""A way that the closed form ranks by so much behind another may be faster when its `traffic` is priced."""
+TURNS = 12
+"""Of the ways to run a mesh that fit, in the order of their time, how many are priced by their `traffic`."""
+REJECTED = 12
+"""Of the meshes on which nothing fits, and of those that do not divide the batch, how many are told."""
+BAND = (0.2, 0.4, 0.6)
+"""Shares of peak at which a step is estimated as well, until kernels were measured on its chip."""
+UNPRICED = Time(math.inf, {})
+Fields = dict[str, Any]
+"""Of a plan, by name."""
+PUE = 1.2
+"""Power of a machine room over that of its chips: assumed."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be decided."""
+
+    config: ModelConfig
+    chip: Chip
+    num_devices: int
+    batch_size: int
+    seq_len: int
+    fixed: dict[str, Any] = field(default_factory=dict, hash=False)  # fields of the plan and axes
+    model: str = ""  # how the user named it, for the lines that train and compile
+    share: float = GPU_SHARE  # of a GPU's memory, what JAX takes
+
+    @property
+    def taken(self) -> float:
+        """Of a device's memory, what JAX takes: of a GPU's the share that it is told to, else all."""
+        return self.share if self.platform.startswith("gpu") else 1.0
+
+    @property
+    def capacity_bytes(self) -> float:
+        """Bytes that a program may take on a device, by prediction: what JAX takes, less `MARGIN`."""
+        return self.chip.usable_hbm_gib * GIB * self.taken * (1 - MARGIN)
+
+    room_bytes = capacity_bytes
+    """The same, as lessons and ``llmpar plan --json`` call it."""
+
+    @property
+    def capacity_words(self) -> str:
+        """The capacity, and why it is that much."""
+        return f"{self.capacity_sum}, since temporaries are an estimate"
+
+    @property
+    def capacity_sum(self) -> str:
+        """The capacity, and what it is made of."""
+        how, whole = f"{hardware.MEMORY_SHARES[0]}={self.share:g}", self.chip.usable_hbm_gib
+        how = "JAX's default" if self.share == self.chip.memory_share else how
+        part = f"{self.taken:.0%} of {whole:.1f} by {how}" if self.taken < 1 else f"all {whole:.1f}"
+        return f"a program may take {self.capacity_bytes / GIB:.1f} GiB: {part}, less {MARGIN:.0%}"
+
+    @property
+    def platform(self) -> str:
+        """JAX's name of the platform, and the maker of a GPU that is not NVIDIA's."""
+        if self.chip.family == "cpu":
+            return "cpu"
+        maker = hardware.MAKERS.get(self.chip.family, "")
+        return "tpu" if self.chip.link == "torus" else f"gpu {maker}".strip()
+
+    def run(self, plan: Plan) -> Run:
+        """What a plan computes and moves."""
+        return workload.of_plan(self.config, plan, self.chip, self.batch_size, self.seq_len)
+
+
+@dataclass
+class Candidate:
+    """One way to run the step, priced."""
+
+    plan: Plan
+    time: Time
+    memory_bytes: dict[str, float] = field(default_factory=dict)
+    why_not: str = ""
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes on a device."""
+        return self.memory_bytes.get("total", math.inf)
+
+    @property
+    def estimated_bytes(self) -> float:
+        """Of these, what `memory.temp_bytes` estimates."""
+        return sum(self.memory_bytes.get(x, 0.0) for x in ("grads", "unreduced", "copies", "activations"))
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Bytes by part, as `memory.named` calls them."""
+        return memory.named(self.memory_bytes)
+
+
+class Verdict(NamedTuple):
+    """Whether a plan fits, and the bytes that this rests on. ``near``: at the edge, by how little."""
+
+    words: str  # fits, at the edge, does not fit
+    near: str
+    low_bytes: float  # what it holds, were the estimate `MEMORY_ERROR` too high
+    total_bytes: float
+    high_bytes: float
+    capacity_bytes: float
+
+
+def verdict(q: Question, one: Candidate) -> Verdict:
+    """Say whether a plan fits; at the edge: by less than its estimated part may be off (`MEMORY_ERROR`)."""
+    total, error, capacity = one.total_bytes, MEMORY_ERROR * one.estimated_bytes, q.capacity_bytes
+    if total > capacity:
+        words, near = "does not fit", ""
+    elif total + error <= capacity:
+        words, near = "fits", ""
+    else:
+        free = f"{(capacity - total) / GIB:.1f} GiB free"
+        words, near = "at the edge", f"{free}, and the estimate is ± {error / GIB:.1f} GiB"
+    return Verdict(words, near, total - error, total, total + error, capacity)
+
+
+def famous() -> list[tuple[dict[str, Any], Question, MeshShape]]:
+    """Published runs that people know: what was measured and by whom, as a question, and on which mesh."""
+    found = []
+    for row in hardware.table("planner/famous.toml")["run"]:
+        sizes = row["devices"], row["batch_size"], row["seq_len"]
+        q = Question(preset(row["model"]), hardware.chip(row["chip"]), *sizes, model=row["model"])
+        found.append((row, q, parse_mesh(row["mesh"])))
+    return found
+
+
+# ------------------------------------------------------------------------------------------- candidates
+
+
+def meshes(q: Question) -> Iterator[MeshShape]:
+    """Every mesh of all devices whose axes the model's dims allow and the machine's links can bear, as
+    `unsuited` says; axes that are given are what they are, but for more stages than layers."""
+    fixed = {a: v for a, v in q.fixed.items() if a in AXES}
+    all_sizes = divisors(q.num_devices)
+    sizes = {a: [v for v in all_sizes if not unsuited(q, a, v)] for a in ("tp", "pp", "ep", "sp", "dp")}
+    sizes |= {a: [v] for a, v in fixed.items() if a in sizes}
+    sizes["pp"] = [p for p in sizes["pp"] if p <= q.config.num_layers]
+    return (mesh for mesh in _cuts(q, sizes) if fixed.get("fsdp", mesh.fsdp) == mesh.fsdp)
+
+
+def _cuts(q: Question, sizes: dict[str, list[int]]) -> Iterator[MeshShape]:
+    """Every mesh of all devices with one of these sizes on each axis; fsdp has what they leave."""
+    for numbers in itertools.product(*sizes.values()):
+        fsdp, rest = divmod(q.num_devices, math.prod(numbers))
+        if not rest:
+            yield MeshShape(fsdp=fsdp, **dict(zip(sizes, numbers, strict=True)))  # type: ignore[arg-type]
+
+
+def unsuited(q: Question, axis: str, n: int) -> str:
+    """Why no mesh that is searched has ``n`` ranks along an axis; empty where some may. tp stays within a
+    node or along one axis of a torus, and a rank of sp has no less than 4,096 positions: who asks for such a
+    mesh gets an answer all the same (`on_mesh`)."""
+    c, heads = q.config, q.config.num_kv_heads
+    if axis == "tp":
+        node = q.chip.per_device().node_size if q.chip.link == "switch" else 16
+        widths = {"heads": c.num_heads, "feed-forward width": c.ffn_width, "vocabulary": c.vocab_size}
+        if uneven := [f"{what} {size}" for what, size in widths.items() if size % n]:
+            return f"tp={n} does not divide {uneven[0]}"
+        if heads % n and n % heads:
+            return f"tp={n} neither divides {heads} KV heads nor is a multiple of them"
+        if n > node:
+            return f"tp={n} is more than the {node} devices with fast links"
+    if axis == "pp" and n > min(c.num_layers, 64):
+        return f"pp={n} is more than " + (f"{c.num_layers} layers" if n > c.num_layers else "64 stages")
+    if axis == "ep" and (c.experts.num_experts if c.experts else 1) % n:
+        return f"ep={n} does not divide the experts"
+    if axis == "sp" and n > 1 and q.seq_len // n < 4096:
+        return f"sp={n} leaves a rank less than 4,096 positions"
+    return ""
+
+
+def every_mesh(q: Question) -> Iterator[tuple[MeshShape, str]]:
+    """All ways to split the devices over the axes that the model has, whatever axes are given: each with why
+    it is left out of the search or cannot be, in one clause, or with an empty text: `on_mesh` answers it."""
+    axes = [axis for axis in AXES if axis != "fsdp" and (axis != "ep" or q.config.experts)]
+    sizes = dict.fromkeys(axes, divisors(q.num_devices))
+    reason = {(axis, size): unsuited(q, axis, size) for axis in axes for size in sizes[axis]}
+    for mesh in _cuts(q, sizes):
+        why = next((reason[one] for one in mesh.asked.items() if reason.get(one)), "")
+        yield mesh, why or _illegal(q, mesh).partition(";")[0]
+
+
+def _illegal(q: Question, mesh: MeshShape) -> str:
+    """Why a mesh cannot be, in the words of `Plan.check`; empty where it can."""
+    refusals, own = list[str](), {name: value for name, value in q.fixed.items() if name not in AXES}
+    q = dataclasses.replace(q, fixed=own | mesh.asked)
+    for fields in itertools.chain([{"mesh": mesh} | own], itertools.islice(ways(q, mesh), 2)):
+        try:
+            Plan(**fields).check(q.config, q.batch_size, q.seq_len)
+            return ""
+        except ValueError as refusal:
+            refusals.append(str(refusal))
+    return refusals[0]
+
+
+def ways(q: Question, mesh: MeshShape) -> Iterator[Fields]:
+    """Fields of plans on a mesh that could win, those of recomputation left out."""
+    rows = q.batch_size // (mesh.dp * mesh.fsdp * mesh.ep)
+    given = {k: v for k, v in q.fixed.items() if k not in AXES}
+    base: Fields = {"mesh": mesh, "dtype": "bfloat16"}
+    if mesh.tp > 1 and q.seq_len % (mesh.sp * mesh.tp) == 0:
+        base |= {"tp_sequence": True, "tp_comm_overlap": True}
+    if q.config.vocab_size > 8192 and q.seq_len // mesh.sp % 8 == 0:
+        base["loss_chunks"] = 8
+    states: list[Fields] = [{}]
+    if mesh.fsdp * mesh.ep * mesh.sp > 1:
+        states += [{"zero": 1}, {"reshard_after_forward": False}]
+    sequences: list[Fields] = [{}]
+    if mesh.sp > 1:
+        few = q.config.num_kv_heads < mesh.tp  # then query heads are cut
+        heads = q.config.num_heads if few else q.config.num_kv_heads
+        apart = math.gcd(heads // mesh.tp, mesh.sp)
+        sequences += [{"context_parallel": "gather"}]
+        if apart == mesh.sp:  # balanced in every order, and in this one most tiles are whole or empty
+            sequences += [{"context_parallel": "ulysses", "sequence_order": "contiguous"}]
+        elif apart > 1:
+            sequences += [{"context_parallel": "usp"}]
+    if strategy := given.get("context_parallel"):
+        sequences = [one for one in sequences if one.get("context_parallel", "ring") == strategy] or [{}]
+    orders: list[Fields] = [{}]
+    if mesh.pp > 1 and not {"schedule", "virtual_stages"} & set(given):
+        many = [v for v in (2, 4) if q.config.num_layers >= v * mesh.pp]
+        orders = [{"schedule": "1f1b"}, *({"schedule": "interleaved", "virtual_stages": v} for v in many)]
+    counts = [m for m in divisors(rows) if m <= 512 and (mesh.pp == 1 or m >= mesh.pp // 2)]
+    if "microbatches" in given:
+        counts = [m for m in (given["microbatches"],) if rows % m == 0]
+    if not counts and set(AXES) <= q.fixed.keys():  # a mesh that is asked for
+        counts = divisors(rows)[-1:]
+    counts = sorted(counts, reverse=mesh.pp > 1)[:6]
+    for m, order, state, sequence in itertools.product(counts, orders, states, sequences):
+        if "virtual_stages" not in order or m % mesh.pp == 0:
+            yield base | state | sequence | order | {"microbatches": m} | given
+
+
+def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
+    """The ways to run a mesh, by the closed form of their time and without recomputation. Of those whose
+    weights and optimizer cannot be cut so, or alone are larger than the room, one: it will say why. Gathered
+    keys are more to hold than a ring's, so they are for where they are faster than the ring before them, and
+    where no pass of a layer is, no step is."""
+    found, cannot, ring_s = list[Candidate](), dict[int, bool](), math.inf
+    clocks, slow = dict[tuple[int, str], Clock](), set[tuple[int, str]]()
+    for fields in ways(q, mesh):
+        alike = fields["microbatches"], fields.get("context_parallel", "ring")  # what layers depend on here
+        if cannot.get(fields.get("zero", Plan.zero)) or alike in slow:
+            continue
+        plan = Plan(**fields)
+        try:
+            run = q.run(plan)
+        except ValueError:  # an order that is given does not suit this mesh
+            continue
+        if alike not in clocks:
+            clock = clocks[alike] = Clock(run, exact=False)
+            if plan.context_parallel == "gather" and (ring := clocks.get((plan.microbatches, "ring"))):
+                pairs = zip(clock.layer(False, 0.0), ring.layer(False, 0.0), strict=True)
+                if all(one.seconds >= other.seconds for one, other in pairs):
+                    slow.add(alike)
+                    continue
+        one = Candidate(plan, step_time(run, simulate=False, like=clocks[alike]))
+        ring_s = one.time.step_s if plan.context_parallel == "ring" else ring_s
+        if plan.context_parallel == "gather" and one.time.step_s >= ring_s:
+            continue
+        found.append(one)
+        if plan.zero not in cannot:
+            try:
+                resolved = plan.resolve(q.config, q.platform)
+                given = memory.argument_bytes(resolved, q.batch_size, q.seq_len)
+                cannot[plan.zero] = sum(given.values()) > q.capacity_bytes
+            except ValueError:  # `fitting` says why
+                cannot[plan.zero] = True
+    return found
+
+
+def fitting(q: Question, plan: Plan) -> Candidate:
+    """The plan, or the same with the least recomputation more with which the program that would run fits."""
+    policies = workload.POLICIES
+    later = policies[policies.index(plan.remat) :] if "remat" not in q.fixed else (plan.remat,)
+    try:
+        plan.check(q.config, q.batch_size, q.seq_len)
+        runs = dataclasses.replace(plan, remat=later[-1]).resolve(q.config, q.platform)
+        if runs.remat != later[-1]:  # of some pipelines it decides nothing
+            later = (runs.remat,)
+        for remat in later:
+            held = held_by(q, dataclasses.replace(runs, remat=remat))
+            one = Candidate(dataclasses.replace(plan, remat=remat), UNPRICED, held)
+            if one.total_bytes <= q.capacity_bytes:
+                return one
+    except ValueError as refusal:
+        return Candidate(plan, UNPRICED, why_not=str(refusal))
+    largest, size = max(one.parts.items(), key=lambda part: part[1])
+    one.why_not = f"holds {one.total_bytes / GIB:.1f} GiB > {q.capacity_bytes / GIB:.1f} GiB"
+    one.why_not += f", of which {largest} {size / GIB:.1f}"
+    return one
+
+
+def held_by(q: Question, plan: Resolved) -> dict[str, float]:
+    """Bytes on each device by part: what a step is given, and what it holds besides (`memory`)."""
+    return dict(memory.parts_bytes(plan, q.batch_size, q.seq_len))
+
+
+# ----------------------------------------------------------------------------------------------- the answer
+
+
+@dataclass
+class Answer:
+    """What was decided: the best plan of each mesh in order, and why other meshes cannot be."""
+
+    question: Question
+    plans: list[Candidate]
+    rejected: list[dict[str, str]]  # the mesh, why, and the one change with which it can be
+    num_priced: int
+
+
+def decide(q: Question, keep: int = 8) -> Answer:
+    """Answer the question. Raises ValueError with a number of devices that would do where nothing fits."""
+    _refuse(q)
+    everything, impossible, failed = list[Candidate](), list[dict[str, str]](), dict[MeshShape, Candidate]()
+    for mesh in meshes(q):
+        ranks = mesh.dp * mesh.fsdp * mesh.ep
+        if q.batch_size % ranks:
+            why = f"batch {q.batch_size} is no multiple of dp·fsdp·ep = {ranks}"
+            change = f"batch_size={math.ceil(q.batch_size / ranks) * ranks}"
+            impossible.append({"mesh": str(mesh), "why": why, "change": change})
+            continue
+        everything += priced(q, mesh)
+    best = _best(q, everything, failed, max(keep, 8))  # what is checked does not depend on how much is shown
+    plans = ranked(best.values())[:keep]
+    if not plans:
+        raise ValueError(nowhere(q, failed))
+    losers = [one for mesh, one in failed.items() if mesh not in best][:REJECTED]
+    rejected = [{"mesh": str(x.plan.mesh), "why": x.why_not, "change": rescue(q, x)} for x in losers]
+    return Answer(q, plans, rejected + impossible[:REJECTED], len(everything))
+
+
+def ranked(found: Iterable[Candidate]) -> list[Candidate]:
+    """By time, the simpler mesh first where it is as fast as the fastest, but for `SAME`, and no other is
+    both faster and holds less."""
+    found = list(found)
+    fastest = min((one.time.step_s for one in found), default=0.0)
+    same = [one for one in found if one.time.step_s <= fastest * (1 + SAME)]
+
+    def order(one: Candidate) -> tuple[float, bool, int, float]:
+        if one.time.step_s > fastest * (1 + SAME):
+            return one.time.step_s, False, 0, 0.0
+        fuller = [one.total_bytes > x.total_bytes for x in same if x.time.step_s < one.time.step_s]
+        axes = sum(n > 1 for n in one.plan.mesh.sizes.values())
+        return 0.0, any(fuller), axes, one.time.step_s
+
+    return sorted(found, key=order)
+
+
+def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
+    """The fastest way to run one mesh, with what ``q.fixed`` says of other fields and the planner's choice of
+    the rest: what `decide` answers where all axes are given. Where none fits, of those that hold least, with
+    ``why_not`` said, and priced all the same. `Plan.check`'s ValueError where the mesh cannot be."""
+    if mesh.size != q.num_devices:
+        raise ValueError(f"mesh '{mesh}' has {mesh.size} devices, and the question {q.num_devices}")
+    _known(q)
+    q, failed = dataclasses.replace(q, fixed=q.fixed | mesh.asked), dict[MeshShape, Candidate]()
+    if found := _best(q, priced(q, mesh), failed, 1):
+        return found[mesh]
+    if refusal := _illegal(q, mesh):
+        raise ValueError(refusal)
+    tried, q = list(failed.values()), dataclasses.replace(q, fixed={"remat": "block"} | q.fixed)
+    if all(one.total_bytes - one.estimated_bytes > q.capacity_bytes for one in tried):
+        fields = list(ways(q, mesh))  # of those whose weights and moments are too large, one was tried
+        counts = {one["microbatches"] for one in fields}
+        ends = min(counts), max(counts)
+        tried += [fitting(q, Plan(**one)) for one in fields if one["microbatches"] in ends]
+    one = min(tried, key=lambda one: one.total_bytes)
+    if not one.memory_bytes:  # whatever it would hold, these devices do not run it
+        raise ValueError(one.why_not)
+    plan = one.plan.effective(q.config)
+    return Candidate(plan, step_time(q.run(plan)), one.memory_bytes, one.why_not)
+
+
+def _best(
+    q: Question, everything: list[Candidate], failed: dict[MeshShape, Candidate], enough: int
+) -> dict[MeshShape, Candidate]:
+    """The fastest way to run each mesh, of those that are among the fastest. ``failed`` gets the meshes of
+    which no way fits, each with the one that holds the least."""
+    best, turns, number = dict[MeshShape, Candidate](), Counter[MeshShape](), itertools.count()
+    queue = [(one.time.step_s, next(number), one) for one in everything]
+    heapq.heapify(queue)
+    limit = math.inf
+    while queue:
+        step_s, _, one = heapq.heappop(queue)
+        mesh, remat = one.plan.mesh, one.plan.remat
+        if limit * NEAR <= step_s:
+            for other in (one, *(left for _, _, left in queue)):  # nobody knows whether these fit
+                failed.pop(other.plan.mesh, None)
+            break
+        if turns[mesh] == TURNS or mesh in best and best[mesh].time.step_s * NEAR <= step_s:
+            continue
+        if not one.memory_bytes:
+            one = fitting(q, one.plan)
+            if one.why_not:
+                if mesh not in failed or one.total_bytes < failed[mesh].total_bytes:
+                    failed[mesh] = one
+                continue
+            if one.plan.remat != remat:  # slower than it was thought to be: behind others in the queue
+                one.time = step_time(q.run(one.plan), simulate=False)
+                heapq.heappush(queue, (one.time.step_s, next(number), one))
+                continue
+        turns[mesh] += 1
+        plan = one.plan.effective(q.config)
+        one = Candidate(plan, step_time(q.run(plan)), one.memory_bytes)
+        if mesh not in best or one.time.step_s < best[mesh].time.step_s:
+            best[mesh] = one
+            times = sorted(other.time.step_s for other in best.values())
+            limit = times[enough - 1] if len(best) >= enough else math.inf
+    return best
+
+
+def _known(q: Question) -> None:
+    """Refuse fields that a plan has not."""
+    if unknown := sorted(set(q.fixed) - {*AXES, *(f.name for f in dataclasses.fields(Plan))}):
+        raise ValueError(f"a plan has no field {', '.join(unknown)}")
+
+
+def _refuse(q: Question) -> None:
+    """Refuse questions that no mesh answers."""
+    c, axes = q.config, {a: v for a, v in q.fixed.items() if a in AXES}
+    c.weights()  # refuses what cannot run at all
+    asked, text = math.prod(axes.values()), " ".join(f"{a}={v}" for a, v in axes.items()) or "free axes"
+    if q.num_devices % asked:
+        why = f"{q.num_devices} devices cannot be cut by '{text}', {asked} devices"
+        raise ValueError(f"{why}; use a multiple of {asked}, or fix fewer axes")
+    _known(q)
+    if not c.experts and axes.get("ep", 1) > 1:
+        raise ValueError(f"ep={axes['ep']} deals out experts, and '{c.name}' has none; leave ep out")
+    ranks = {mesh.dp * mesh.fsdp * mesh.ep for mesh in meshes(q)}
+    if not ranks:
+        why = next(why for mesh, why in every_mesh(q) if axes.items() <= mesh.asked.items())
+        raise ValueError(f"no mesh of {q.num_devices} {q.chip.name} with {text} suits '{c.name}': {why}")
+    rows = {q.batch_size // n for n in ranks if q.batch_size % n == 0}
+    if (m := q.fixed.get("microbatches", 1)) and rows and all(n % m for n in rows):
+        ways = " ".join(map(str, sorted({d for n in rows for d in divisors(n)})[:12]))
+        why = f"microbatches={m} divides the sequences of a data rank on no mesh"
+        most = f"of a batch of {q.batch_size} it gets at most {max(rows)}"
+        raise ValueError(f"{why}: {most}; use one of {ways}")
+
+
+def rescue(q: Question, one: Candidate) -> str:
+    """The single change that would make a plan fit; empty where none does."""
+    if not one.memory_bytes:
+        return ""
+    if found := first_fit(q, one.plan, single_changes(q, one.plan)):
+        ((name, value),), total = found[0].items(), found[1]
+        return f"{name}={value} would hold {total / GIB:.1f} GiB"
+    return f"no single field: it wants {one.total_bytes / q.capacity_bytes:.1f} times the memory"
+
+
+def single_changes(q: Question, plan: Plan) -> list[Fields]:
+    """Fields with which a plan holds less, each by itself."""
+    rows = q.batch_size // (plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep)
+    fields: Fields = {"remat": "block", "loss_chunks": 8, "zero": 3, "reshard_after_forward": True}
+    if more := [m for m in divisors(rows) if m > plan.microbatches]:
+        fields["microbatches"] = more[0]
+    return [{name: value} for name, value in (fields | {"tp_sequence": True}).items()]
+
+
+def first_fit(q: Question, plan: Plan, changes: list[Fields]) -> tuple[Fields, float] | None:
+    """The first of these changes with which a plan is legal and fits, and the bytes that it holds then."""
+    for change in changes:
+        if all(getattr(plan, k) == v for k, v in change.items()):
+            continue
+        try:
+            other = dataclasses.replace(plan, **change).effective(q.config)
+            other.check(q.config, q.batch_size, q.seq_len)
+            total = held_by(q, other.resolve(q.config, q.platform))["total"]
+        except ValueError:
+            continue
+        if total <= q.capacity_bytes:
+            return change, total
+    return None
+
+
+def nowhere(q: Question, failed: dict[MeshShape, Candidate]) -> str:
+    """The sentence for a model that fits on no mesh: the least wanted, and the first number of devices, of
+    those that were tried, on which it does."""
+    least = min(failed.values(), key=lambda one: one.total_bytes, default=None)
+    wants = f"; the least is {least.plan.mesh}, which {least.why_not}" if least else ""
+    if least and not least.memory_bytes:
+        wants = f"; {least.plan.mesh} cannot be: {least.why_not}"
+    given = " ".join(f"{name}={value}" for name, value in q.fixed.items())
+    head = f"'{q.config.name}' fits on no mesh of {q.num_devices} {q.chip.name}"
+    head += f" with {given}" * bool(given) + wants
+    if given and smallest_fits(dataclasses.replace(q, fixed={})):
+        return f"{head}; without {given} it does"
+    tried = list[int]()
+    for many in larger(q):
+        tried.append(many)
+        batch = max(q.batch_size, many)
+        if smallest_fits(dataclasses.replace(q, num_devices=many, batch_size=batch, fixed={})):
+            does = f"without {given} " * bool(given) + f"it does on {many}"
+            does += f", with a batch of {batch}" * (batch > q.batch_size)
+            return f"{head}; {does}: the first of {', '.join(map(str, tried))} that were tried"
+    return f"{head}, nor on any number of them that was tried up to {tried[-1]}"
+
+
+def larger(q: Question) -> Iterator[int]:
+    """Numbers of devices that may do where those of the question do not, from the first whose memory holds
+    the state, cut evenly: four in each octave, and beyond the second doublings."""
+    state = 16.0 * q.config.trained_params  # weights, gradients and two moments in float32
+    many = max(q.num_devices + 1, math.ceil(state / q.room_bytes))
+    for _ in range(8):
+        step = max(1, 2 ** (many.bit_length() - 3))
+        many = math.ceil(many / step) * step
+        yield many
+        many += step
+    yield from (2 ** (many.bit_length() + i) for i in range(8))
+
+
+def smallest_fits(q: Question) -> bool:
+    """Whether some mesh of fully cut state fits, a sequence at a time and with all recomputed."""
+    for mesh in meshes(q):
+        rows, rest = divmod(q.batch_size, mesh.fsdp * mesh.ep)
+        if mesh.dp == 1 and not rest:
+            fields = next(ways(q, mesh)) | {"microbatches": rows, "remat": "block"}
+            if not fitting(q, Plan(**fields)).why_not:
+                return True
+    return False
+
+
+# ------------------------------------------------------------------------------------------------- in words
+
+
+def document(answer: Answer, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
+    """The document of ``llmpar plan --json``. ``tokens``: to train on; ``price``: of a chip and hour."""
+    q, best = answer.question, answer.plans[0]
+    found: dict[str, Any] = {
+        "model": q.config.name,
+        "chip": q.chip.name,
+        "devices": q.num_devices,
+        "device": q.chip.device_words,
+        "devices_per_chip": q.chip.devices_per_chip,
+        "device_gib": q.chip.usable_hbm_gib,
+        "batch_size": q.batch_size,
+        "seq_len": q.seq_len,
+        "tokens_per_step": q.batch_size * q.seq_len,
+        "room_bytes": q.capacity_bytes,
+        "margin": MARGIN,
+        "room_is": q.capacity_words,
+        "time_error": UNSEEN_ERROR,
+        "mfu_is": "6N + 12LHQT per token, attention's whole square (Chowdhery et al. 2022)",
+        "priced": answer.num_priced,
+        "plans": [_row(q, one, answer.plans) for one in answer.plans],
+        "rejected": answer.rejected,
+        "sensitivity": sensitivity(q, best),
+    }
+    if tokens:
+        found["budget"] = budget(q, best, tokens, price)
+    return found
+
+
+def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
+    run, runs, fit = q.run(one.plan), one.plan.resolve(q.config, q.platform), verdict(q, one)
+    return {
+        "mesh": str(one.plan.mesh),
+        "attention_kernel": runs.attention_kernel,
+        "plan": fields_of(one.plan),
+        "fits": fit.words != "does not fit",
+        "verdict": fit.words,
+        "near": fit.near,
+        "memory_bytes": one.memory_bytes,
+        "step_s": one.time.step_s,
+        "step_s_band": band(one.time.step_s),
+        "terms": one.time.terms,
+        "mfu": one.time.mfu(run),
+        "tokens_per_s": run.tokens_per_step / one.time.step_s,
+        "bubble_fraction": one.time.terms.get("bubble", 0.0) / one.time.step_s,
+        "why": why(one, plans),
+        "change": change(one, plans),
+        "train": command(q, one.plan, "train"),
+        "compile": None if q.num_devices % q.chip.devices_per_chip else command(q, one.plan, "compile"),
+        "launch": launch(q, one.plan),
+    }
+
+
+def band(value: float) -> list[float]:
+    """From where to where a predicted time or rate may lie, by the error on runs that no fit saw."""
+    return [value * (1 - UNSEEN_ERROR), value * (1 + UNSEEN_ERROR)]
+
+
+def why(one: Candidate, plans: list[Candidate]) -> str:
+    """Why a plan is slower than the first: the term that grew most, in seconds."""
+    if one is (best := plans[0]):
+        first = all(other.time.step_s >= one.time.step_s for other in plans)
+        what = "the fastest that fits" if first else f"as fast as any but for {SAME:.1%}, and simpler"
+        name, seconds = max(one.time.terms.items(), key=lambda item: item[1])
+        return f"{what}; most of it is {name}, {seconds:.3g} of {one.time.step_s:.3g} s"
+    lost = one.time.step_s - best.time.step_s
+    grown = {k: v - best.time.terms.get(k, 0.0) for k, v in one.time.terms.items()}
+    if abs(lost) <= SAME * best.time.step_s:
+        return f"as fast as the first: {lost:+.2g} s"
+    name = max(grown, key=lambda k: grown[k])
+    before, now = best.time.terms.get(name, 0.0), one.time.terms[name]
+    return f"{lost:+.3g} s: {name} {now:.3g} s > {before:.3g} s"
+
+
+def change(one: Candidate, plans: list[Candidate]) -> str:
+    """The fastest plan that is faster and one step away, a factor moved between two axes; empty: none."""
+    for other in plans[: plans.index(one)]:
+        a, b = one.plan.mesh.sizes, other.plan.mesh.sizes
+        moved = [f"{axis}={b[axis]}" for axis in AXES if a[axis] != b[axis]]
+        if len(moved) <= 2:
+            return f"{' '.join(moved)} takes {other.time.step_s:.3g} s"
+    return ""
+
+
+def fields_of(plan: Plan) -> dict[str, Any]:
+    """The fields of a plan that are not defaults, without the mesh."""
+    usual = {f.name: f.default for f in dataclasses.fields(Plan) if f.name != "mesh"}
+    return {name: getattr(plan, name) for name in usual if getattr(plan, name) != usual[name]}
+
+
+def command(q: Question, plan: Plan, name: str) -> str:
+    """The exact line that trains, or compiles, under a plan."""
+    words = ["llmpar", name, "--model", shlex.quote(q.model or q.config.name), "--mesh", f'"{plan.mesh}"']
+    words += ["--batch-size", str(q.batch_size), "--seq-len", str(q.seq_len)]
+    fields = fields_of(plan)
+    if name == "compile":
+        words[2:2] = ["--target", target(q)]
+        for key, usual in (("dtype", "bfloat16"), ("remat", "selective"), ("loss_chunks", 8)):
+            fields.setdefault(key, getattr(plan, key))
+            if fields[key] == usual:
+                fields.pop(key)
+    for key, value in fields.items():
+        flag = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", str(value)]
+    if q.platform != "tpu":
+        words.insert(0, f"{hardware.MEMORY_SHARES[0]}={q.share:g}")
+    return " ".join(words)
+
+
+def launch(q: Question, plan: Plan) -> str | None:
+    """The line that writes a job for SLURM; None where one node is enough, or the chips are in no nodes."""
+    each = q.chip.node_size * q.chip.devices_per_chip
+    if q.chip.link != "switch" or q.num_devices <= each or q.num_devices % each:
+        return None
+    words = command(q, plan, "train").partition("llmpar ")[2]  # job files set the variables
+    many = f" --gpus-per-node {each}" * (each != 8)
+    return f"llmpar launch slurm --nodes {q.num_devices // each}{many} -- {words} --checkpoints kept"
+
+
+def target(q: Question) -> str:
+    """The machine as ``llmpar compile --target`` names it."""
+    chips = q.num_devices // q.chip.devices_per_chip
+    if q.chip.link == "switch":
+        near = math.gcd(chips, q.chip.node_size)
+        return f"{q.chip.name}:{chips // near}x{near}"
+    sides, left = [], chips
+    for axes in range(q.chip.num_axes, 0, -1):
+        side = max(d for d in divisors(left) if d <= max(1, round(left ** (1 / axes))))
+        sides.append(side)
+        left //= side
+    return f"{q.chip.name}:{'x'.join(map(str, sorted(sides)))}"
+
+
+def budget(q: Question, best: Candidate, tokens: float, price: float | None) -> dict[str, float]:
+    """Days, energy and cost of training on so many tokens."""
+    seconds = tokens / (q.batch_size * q.seq_len) * best.time.step_s
+    chips = q.num_devices / q.chip.devices_per_chip
+    found = {"tokens": tokens, "days": seconds / 86_400, "chip_hours": chips * seconds / 3600}
+    if watts := hardware.POWER_W.get(q.chip.family):
+        found["energy_mwh"] = chips * watts * PUE * seconds / 3600 / 1e6
+    return found | ({"cost": price * found["chip_hours"]} if price else {})
+
+
+def sensitivity(q: Question, best: Candidate) -> list[dict[str, Any]]:
+    """Tokens per second of the same plan if one thing were different."""
+    chip, run, different = q.chip, q.run(best.plan), dataclasses.replace
+    twice = lambda rate: different(run, chip=different(chip, **{rate: 2 * getattr(chip, rate)}))
+    more = different(best.plan, microbatches=2 * best.plan.microbatches)
+    cases = {
+        "twice the fast links": twice("link_bytes_per_s"),
+        "twice the network": twice("dcn_bytes_per_s"),
+        "twice the memory's rate": twice("hbm_bytes_per_s"),
+        "twice the batch": different(q, batch_size=2 * q.batch_size).run(more),
+        "twice the sequence": different(run, seq_len=2 * run.seq_len),
+    }
+    row = hardware.chip(hardware.NEXT_CHIP.get(chip.family, chip.family))
+    if row.name != chip.family and row.devices_per_chip == chip.devices_per_chip:
+        cases[f"on {row.name}"] = different(run, chip=row)
+    for share in BAND if chip.reached is None else ():  # no device has run the kernel that would
+        rates_then = different(chip.rates, attention=share)
+        cases[f"attention at {share:.0%} of peak"] = different(run, chip=different(chip, reached=rates_then))
+    rates = {what: other.tokens_per_step / step_time(other).step_s for what, other in cases.items()}
+    base = run.tokens_per_step / best.time.step_s
+    return [{"what": what, "tokens_per_s": rate, "ratio": rate / base} for what, rate in rates.items()]

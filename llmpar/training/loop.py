@@ -1,0 +1,489 @@
+"""Train: a loop around `llmpar.training.step.Step` that measures, evaluates, logs, saves and resumes."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import pathlib
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, Mesh
+
+from llmpar.model import moe
+from llmpar.model.weights import Tree
+from llmpar.plan.model_config import ModelConfig, OptimizerConfig
+from llmpar.plan.plan import Plan
+from llmpar.training import hugging_face as hf
+from llmpar.training.checkpoint import Checkpoints
+from llmpar.training.data import Stream
+from llmpar.training.optimizer import make_optimizer
+from llmpar.training.step import State, Step, check_tokens
+from llmpar.training.trackers import Send, Tracker, profiling, tracking
+
+ADAMW = OptimizerConfig()
+MFU = (
+    "a step's useful FLOPs (6 per token and active weight, and causal attention) / its seconds / peak FLOP/s"
+)
+"""What is meant by it: Chowdhery et al. 2022, appendix B, but with attention halved by causality."""
+APART = {
+    **dict.fromkeys(
+        ("on_step", "tell", "stop", "meet", "tracker", "log"), "what a process says, and to whom"
+    ),
+    **dict.fromkeys(("mesh", "ideal_step_s"), "its own devices; the plan has the mesh's sizes"),
+}
+"""Arguments of `train` in which processes may differ, each with the reason."""
+
+
+@dataclass
+class Report:
+    """What a training run measured. Losses are in nats per target.
+
+    ``eval_losses`` are pairs: the number of steps done, and the loss of held-out text after them.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    eval_losses: list[tuple[int, float]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    start: int = 0
+    tokens_per_step: int = 0
+    ideal_step_s: float | None = None
+    memory_bytes: int = 0
+
+    @property
+    def step_s(self) -> float | None:
+        """Median seconds per step, without the first two, which compile; None before the first."""
+        return statistics.median_high(self.seconds[2:] or self.seconds) if self.seconds else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of the whole batch per second."""
+        return self.tokens_per_step / self.step_s if self.step_s else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation, as `MFU` says; None where the devices' peak is unknown."""
+        return self.ideal_step_s / self.step_s if self.ideal_step_s and self.step_s else None
+
+    @property
+    def perplexity(self) -> float | None:
+        """The exponential of the last held-out loss; None where there is none."""
+        return math.exp(min(self.eval_losses[-1][1], 700)) if self.eval_losses else None
+
+    @property
+    def newest(self) -> str:
+        """The newest figures of a running training in a line."""
+        mfu = f", MFU {self.mfu:.1%}" if self.mfu else ""
+        memory = f", {self.memory_bytes / 2**30:.2f} GiB" if self.memory_bytes else ""
+        last = f"{self.eval_losses[-1][1]:.3f} (perplexity {self.perplexity:.4g})" if self.eval_losses else ""
+        evaluated = f", held-out {last}" if last else ""
+        return f"loss {self.losses[-1]:.3f} nats{evaluated}, {self.tokens_per_s:,.0f} tokens/s{mfu}{memory}"
+
+
+def made_of(
+    model: ModelConfig, plan: Plan, stream: Stream, steps: int, options: OptimizerConfig, seed: int
+) -> dict[str, Any]:
+    """Describe a run besides its model, as a checkpoint remembers it (`checkpoint.FIXED`). The mesh is left
+    out, and of the plan all that changes no loss."""
+    corpus, config = stream.corpus, stream.config
+    run: dict[str, Any] = {name: getattr(plan, name) for name in ("dtype", "attention_kernel", "documents")}
+    if model.experts and model.experts.capacity_factor:  # tokens that fill an expert before others
+        run["expert_piece"] = config.seq_len // (plan.mesh.sp * (plan.mesh.tp if plan.tp_sequence else 1))
+        run["sequence_order"] = plan.sequence_order
+    run["data"] = {"name": corpus.source, "fingerprint": corpus.fingerprint}
+    run |= {"tokenizer": corpus.tokenizer.identity, "seed": seed, "data_seed": config.seed, "steps": steps}
+    run |= {name: getattr(config, name) for name in ("held_out", "batch_size", "seq_len")}
+    return run | dataclasses.asdict(options)
+
+
+def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What all processes must come to `train` with, by the names of its arguments: all but those of `APART`.
+    Of texts, checkpoints and weights it is what is in them."""
+    settings = {name: value for name, value in given.items() if name not in APART}
+    for name in ("stream", "held_out"):
+        if stream := settings[name]:
+            corpus = stream.corpus
+            text = {"text": f"{corpus.fingerprint} ({len(corpus.tokens):,} tokens)"}
+            text["tokenizer"] = corpus.tokenizer.identity["fingerprint"]
+            settings[name] = text | {"part": stream.part, "config": stream.config}
+    if keep := settings["checkpoints"]:
+        settings["checkpoints"] = {"every": keep.every} | kept_in(keep.folder)
+    origin = settings["origin"] and hf.fingerprint(settings["origin"])
+    return settings | {"begin": settings["begin"] is not None, "origin": origin}
+
+
+def kept_in(folder: pathlib.Path) -> dict[str, str]:
+    """The steps of the checkpoints in a folder, as this process sees them, with a checksum of what is written
+    beside each. (Orbax itself would wait for processes that see others.)"""
+    files = {file.parts[-3]: file for file in sorted(folder.glob("*/about/metadata"))}
+    sums = {step: hashlib.sha256(file.read_bytes()).hexdigest()[:8] for step, file in files.items()}
+    return {step: sums[step] for step in sums if step.isdigit()}
+
+
+def train(
+    config: ModelConfig,
+    plan: Plan,
+    mesh: Mesh,
+    stream: Stream,
+    steps: int,
+    options: OptimizerConfig = ADAMW,
+    seed: int = 0,
+    checkpoints: Checkpoints | None = None,
+    log: str | None = None,
+    on_step: Callable[[int, Report], None] = lambda number, report: None,
+    anyway: bool = False,
+    held_out: Stream | None = None,
+    eval_every: int = 0,
+    eval_batches: int = 1,
+    ideal_step_s: float | None = None,
+    tell: Callable[[str], None] = lambda words: None,
+    stop: Callable[[], bool] = lambda: False,
+    meet: Callable[..., None] = lambda settings=None: None,
+    tracker: Tracker | None = None,
+    profile: tuple[int, int] | None = None,
+    begin: Callable[[Tree], Tree] | None = None,
+    origin: str | None = None,
+) -> tuple[State, Report]:
+    """Train to step ``steps``, from the newest checkpoint if there is one.
+
+    The step's number decides its batch, so a resumed run repeats nothing and equals one that was never
+    stopped. The state that is given back and saved has its layers in the model's order, whatever the
+    pipeline's order is.
+
+    Args:
+        anyway: resume from a checkpoint of other data, seeds or sizes, which is refused otherwise.
+        held_out: text of which ``eval_batches`` batches are evaluated every ``eval_every`` steps (0: never),
+            and after the last step.
+        ideal_step_s: seconds that a step's useful FLOPs take at the devices' peak; the report divides by the
+            measured seconds.
+        tell: called with sentences for people, such as how the checkpoint differs from this run.
+        stop: called after each step; when it gives True, the state is saved (with ``checkpoints``) and
+            training ends. So it does where the log can no longer be written, and on every other way out but
+            a step that failed.
+        meet: called where several processes should wait for one another: some compile longer than others.
+            At the beginning it is given what they must agree on (`launch.joined.meet`).
+        tracker: what the log's rows are handed to, too.
+        profile: the first and the last step of those that are traced, in the folder ``profile``.
+        begin: gives the weights to begin with (or a part of them), laid out as the tree that it is given
+            says. With a checkpoint it is not called.
+        origin: where those are from; a checkpoint remembers it.
+
+    Raises:
+        ValueError: what is asked cannot be, or processes that train together differ in it (`settings_of`).
+        FloatingPointError: a loss or a gradient is not finite. Checkpoints taken before that step stay.
+    """
+    meet(settings_of(locals()) if jax.process_count() > 1 else {})
+    plan.check(config, stream.config.batch_size, stream.config.seq_len)
+    _check_run(steps, eval_every, eval_batches)
+    score_of = _score_of(held_out, eval_batches) if held_out and eval_every else ""
+    made: dict[str, Any] = {}
+    if checkpoints or tracker:  # its sums read the whole text
+        made = made_of(config, plan, stream, steps, options, seed)
+    if origin:
+        made["from"] = os.path.abspath(origin)
+    agreed = multihost_utils.broadcast_one_to_all  # process 0's number, so that all do the same
+    writes = checkpoints is not None and agreed(np.int32(checkpoints.latest or 0)) < steps
+    about = made | {"model": config.name, "mesh": str(plan.mesh), "mfu": MFU}
+    with (
+        checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(),
+        _opened(log) as lines,
+        tracking(tracker, about, tell) as send,
+        contextlib.ExitStack() as ends,
+        contextlib.ExitStack() as traced,
+    ):
+        step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
+        restored = checkpoints and checkpoints.restore(step.abstract_natural, config, made, anyway, tell)
+        if restored:
+            state = step.from_natural(restored, donate=True)
+        else:
+            lies = jax.tree.map(lambda x: x.sharding, step.abstract_natural.params)
+            state = step.init(seed, begin(lies) if begin else None)
+        num_tokens = stream.config.batch_size * stream.config.seq_len
+        report = Report(start=int(state.step), tokens_per_step=num_tokens, ideal_step_s=ideal_step_s)
+        if restored:
+            nothing = "; nothing is left to do" * (report.start >= steps)
+            tell(f"goes on from the checkpoint of step {report.start}{nothing}")
+        measured, run = _Measured(step, report, checkpoints, lines, send, on_step), None
+        first, last = profile or (steps, steps)
+        newest = _Newest(step, state, report.start, checkpoints, made, tell)
+        del state  # there are never two
+        ends.enter_context(newest.saved_on_the_way_out(measured))
+        for number in range(report.start, steps):
+            batch = _place(step, stream, number)
+            run = run or _compiled(step, newest.state, batch, meet, ahead=profile is not None)
+            if max(first, report.start) == number <= last:
+                measured.read_all()
+                traced.enter_context(profiling("profile", run.as_text(), tell))
+            newest.state, metrics = run(newest.state, batch)
+            newest.done = done = number + 1
+            measured.add(number, metrics)
+            if number == last:
+                measured.read_all()
+                traced.close()
+                measured.restart_clock()
+            stopped = measured.asks_to_stop() or stop()
+            evaluates = held_out is not None and eval_every and (done % eval_every == 0 or done == steps)
+            saves = checkpoints is not None and (stopped or checkpoints.due(done, steps))
+            if evaluates or saves:
+                measured.read_all()  # never keep what a bad step has spoiled
+                natural, score = newest.in_order(), None
+                if held_out and evaluates:
+                    loss = _evaluate(step, natural, held_out, eval_batches)
+                    measured.add_evaluation(done, loss)
+                    score = {"loss": loss, "of": score_of}
+                    if checkpoints and not saves:
+                        saves = bool(agreed(np.int32(checkpoints.best((done, score)) == done)))
+                if saves:
+                    newest.save(score)
+                newest.in_stages()
+                measured.restart_clock()
+            if stopped:
+                break
+        measured.read_all()
+        if measured.failed:
+            raise measured.failed
+        report.memory_bytes = _most(report.memory_bytes)
+        return newest.in_order(), report
+
+
+@dataclass
+class _Newest:
+    """The newest state of a run, after ``done`` steps, and where it is saved."""
+
+    step: Step
+    state: State
+    done: int
+    checkpoints: Checkpoints | None
+    made: dict[str, Any]
+    tell: Callable[[str], None]
+
+    def __post_init__(self):
+        self._saved, self._in_order = self.done, False
+
+    def in_order(self) -> State:
+        """The state with its layers in the model's order, from here on."""
+        if not self._in_order:
+            self.state, self._in_order = self.step.to_natural(self.state, donate=True), True
+        return self.state
+
+    def in_stages(self) -> None:
+        """From here on the state lies as the step takes it."""
+        self.state, self._in_order = self.step.from_natural(self.state, donate=True), False
+
+    def save(self, score: dict[str, Any] | None = None) -> None:
+        """Save it, once: what could not be saved is not tried again on the way out."""
+        if self.checkpoints:
+            self._saved = self.done
+            self.checkpoints.save(self.done, self.in_order(), self.step.config, self.made, score)
+
+    @contextlib.contextmanager
+    def saved_on_the_way_out(self, measured: "_Measured") -> Iterator[None]:
+        """Save what is not yet saved, whatever ends this, but not what a failed step has spoiled. (One of
+        several processes could not save alone.)"""
+        try:
+            yield
+        except BaseException as error:
+            spoiled = isinstance(error, FloatingPointError) or jax.process_count() > 1
+            with contextlib.suppress(Exception):  # what ended it is told
+                if self.checkpoints and self._saved < self.done and not spoiled and measured.are_finite():
+                    self.save()
+                    self.tell(f"step {self.done} is kept in {self.checkpoints.folder}")
+            raise
+
+
+def _score_of(held_out: Stream, batches: int) -> str:
+    """Say what an evaluation is of: losses of the same alone can be compared. Refuses one of nothing."""
+    if not any((held_out.batch(i)["targets"] >= 0).any() for i in range(batches)):
+        more = "use more --eval-batches, or a smaller --held-out"
+        raise ValueError(f"no answer is in the first {batches} held-out batches; {more}")
+    config, text = held_out.config, held_out.corpus.fingerprint
+    return f"{batches} of {config.batch_size} x {config.seq_len} of 1/{config.held_out} of {text}"
+
+
+def _compiled(step: Step, state: State, batch: dict, meet: Callable[[], None], ahead: bool) -> Any:
+    """Give the step. Several processes compile it and meet before the first of them runs it; one does so only
+    where it is asked to compile ``ahead``.
+
+    Devices of a CPU that exchange data for the first time wait 30 s for one another (Gloo; no option changes
+    that), and later as long as they must. On a busy machine one process compiles longer than that.
+    """
+    if jax.process_count() == 1 and not ahead:
+        return step.run.compiled
+    run = step.run.lower(state, batch).compile()
+    meet()
+    return run
+
+
+def _most(num_bytes: int) -> int:
+    """Give the largest number that a process has. (In MiB: JAX sends no 64 bits.)"""
+    if jax.process_count() == 1:
+        return num_bytes
+    return int(multihost_utils.process_allgather(np.int32(num_bytes >> 20)).max()) << 20
+
+
+def _check_run(steps: int, eval_every: int, eval_batches: int) -> None:
+    """Refuse a run that would do nothing, or not what it says."""
+    if steps < 1:
+        raise ValueError(f"training to step {steps} does nothing; use 1 or more")
+    if eval_every < 0 or eval_batches < 1:
+        asked = f"evaluation every {eval_every} steps of {eval_batches} batches"
+        raise ValueError(f"{asked}: use 0 (never) or more, and 1 or more")
+
+
+@dataclass
+class _Measured:
+    """Read what steps measured into a report, and write it to the log (``lines``).
+
+    A step is read when the next one has been sent, so that devices do not wait for this process.
+    """
+
+    step: Step
+    report: Report
+    checkpoints: Checkpoints | None
+    lines: Any
+    send: Send
+    on_step: Callable[[int, Report], None]
+    waiting: list[tuple[int, dict]] = field(default_factory=list)
+    failed: ValueError | None = None
+    """Why the log can no longer be written: training is to save, and to end with that."""
+
+    def __post_init__(self):
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave what was done since the last step out of the next step's seconds."""
+        self.clock = time.perf_counter()
+
+    def add(self, number: int, metrics: dict) -> None:
+        """Remember a step that was sent, and read the one before it."""
+        self.waiting.append((number, metrics))
+        if len(self.waiting) > 1:
+            self._read()
+
+    def read_all(self) -> None:
+        """Read the steps that were sent and not yet read."""
+        while self.waiting:
+            self._read()
+
+    def are_finite(self) -> bool:
+        """Tell whether the steps that were not yet read went well."""
+        return all(math.isfinite(float(m["loss"]) + float(m["grad_norm"])) for _, m in self.waiting)
+
+    def asks_to_stop(self) -> bool:
+        """Tell whether this process is to end. One of several has asked all, as a scheduler does."""
+        return self.failed is not None and jax.process_count() == 1
+
+    def add_evaluation(self, num_steps: int, loss: float) -> None:
+        """Report the loss of held-out text after so many steps."""
+        self.report.eval_losses.append((num_steps, loss))
+        self._write({"steps_done": num_steps, "eval_loss": loss, "perplexity": self.report.perplexity})
+        self.on_step(num_steps - 1, self.report)
+
+    def _read(self) -> None:
+        number, metrics = self.waiting.pop(0)
+        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        if not math.isfinite(loss + norm):
+            self._refuse(number, loss, norm)
+        report, config, now = self.report, self.step.config, time.perf_counter()
+        report.seconds.append(now - self.clock)
+        self.clock = now
+        report.losses.append(loss)
+        report.grad_norms.append(norm)
+        report.memory_bytes = _memory(self.step.mesh)
+        seconds, ideal = report.seconds[-1], report.ideal_step_s
+        row = {"step": number, "loss": loss, "grad_norm": norm, "targets": int(metrics["tokens"])}
+        row |= {"seconds": seconds, "tokens_per_s": report.tokens_per_step / seconds}
+        row |= {"mfu": ideal / seconds} if ideal else {}
+        if number == report.start > 0:
+            row["resumed"] = report.start
+        if config.experts and "load" in metrics:
+            row |= moe.summary(config.experts, metrics, self.step.plan.mesh.ep)
+        self._write(row)
+        self.on_step(number, report)
+
+    def _refuse(self, number: int, loss: float, norm: float) -> None:
+        """Stop at a loss or gradient that is not finite; a checkpoint whose weights gave this loss goes."""
+        if self.checkpoints and not math.isfinite(loss):
+            self.checkpoints.discard(number)
+        kept = self.checkpoints.latest if self.checkpoints else None
+        saved = "no checkpoint was taken" if kept is None else f"the checkpoint of step {kept} is intact"
+        found = f"the loss of step {number} is {loss}, its gradient's norm {norm}"
+        raise FloatingPointError(f"{found}: stopped; {saved}; try a lower learning rate")
+
+    def _write(self, row: dict) -> None:
+        if self.lines and not self.failed:
+            try:
+                self.lines.write(json.dumps(row).encode() + b"\n")
+            except OSError as error:
+                why = f"{error.strerror}; free some room, and the same command goes on"
+                self.failed = ValueError(f"cannot write the log '{self.lines.name}': {why}")
+                if jax.process_count() > 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+        self.send(row["step"] if "step" in row else row["steps_done"], row)
+
+
+def _evaluate(step: Step, state: State, held_out: Stream, batches: int) -> float:
+    """Give the mean cross-entropy in nats of the first ``batches``, without the routers' losses."""
+    sums = [
+        jax.device_get(step.evaluate.compiled(state.params, _place(step, held_out, i)))
+        for i in range(batches)
+    ]
+    loss, tokens = (sum(float(x[i]) for x in sums) for i in (0, 1))
+    return loss / max(tokens, 1)
+
+
+def _place(step: Step, stream: Stream, number: int) -> dict:
+    """Put a step's batch on its devices. Each process makes only the rows that its own hold, each once."""
+    shape = stream.config.batch_size, stream.config.seq_len
+
+    @functools.cache
+    def rows(begin: int, end: int) -> dict[str, np.ndarray]:
+        found = stream.local_batch(number, slice(begin, end))
+        for name in ("tokens", "targets"):
+            check_tokens(name, found[name], step.config.vocab_size)
+        return found
+
+    def piece(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        return rows(*index[0].indices(shape[0])[:2])[name][:, index[1]]
+
+    on_devices = functools.partial(jax.make_array_from_callback, shape, step.batch_sharding)
+    return {name: on_devices(functools.partial(piece, name)) for name in step.abstract_batch(*shape)}
+
+
+def _memory(mesh: Mesh | AbstractMesh) -> int:
+    """Give the peak bytes in use on the fullest local device; 0 where the platform does not count them."""
+    local = [d.memory_stats() or {} for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    return max((stats.get("peak_bytes_in_use", 0) for stats in local), default=0)
+
+
+@contextlib.contextmanager
+def _opened(path: str | None) -> Iterator[Any]:
+    """Open a JSONL log for appending, in the first process; give None in the others and without a path.
+
+    A line that a killed run left unfinished is ended first.
+    """
+    if path is None or jax.process_index() != 0:
+        yield None
+        return
+    try:
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+            raise ValueError(f"cannot write the log '{path}': it is a pipe or a device; give a file")
+        file = open(path, "ab+", buffering=0)  # so that a full disk is known at the line that meets it
+    except OSError as error:
+        raise ValueError(f"cannot write the log '{path}': {error.strerror}; give another file") from error
+    with file:
+        if file.tell() and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n":
+            file.write(b"\n")
+        yield file

@@ -1,0 +1,85 @@
+"""The optimizers that have a name here: they know the model's weights. A `Step` takes any of Optax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from llmpar.model.weights import Tree, described, trained
+from llmpar.plan.layout import parse_layout
+from llmpar.plan.model_config import ModelConfig, OptimizerConfig, Weight
+
+
+def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) -> optax.GradientTransformation:
+    """Make the Optax optimizer that ``options`` name, with its schedule of rates; :class:`Step` clips."""
+    rate, warmup = options.learning_rate, min(options.warmup, max(steps - 1, 0))
+    first, steps = 0.0 if warmup else rate, max(steps, warmup + 1)
+    schedule = optax.warmup_cosine_decay_schedule(first, rate, warmup, steps, rate / 10)
+    if options.decay != "cosine":
+        last = rate / 10 if options.decay == "linear" else rate
+        line = optax.linear_schedule
+        parts = [line(first, rate, warmup), line(rate, last, steps - warmup)]
+        schedule = optax.join_schedules(parts, [warmup])
+    if options.optimizer == "adamw":
+        learned = trained(described(config), config)
+        decays = jax.tree.map(lambda weight: not weight.is_vector, learned)
+        return optax.adamw(schedule, b2=0.95, weight_decay=options.weight_decay, mask=decays)
+    if options.optimizer == "adafactor":
+        return optax.adafactor(schedule)
+    if options.optimizer == "muon":
+        return optax.contrib.muon(
+            schedule,
+            weight_decay=options.weight_decay,
+            muon_weight_dimension_numbers=muon_dims(config),
+            adam_weight_decay=0.0,
+        )
+    return optax.sgd(schedule, momentum=0.9)
+
+
+def muon_dims(config: ModelConfig) -> Tree:
+    """Tell Muon (Jordan et al. 2024) how each weight is a matrix: which dims it sums over, which it makes.
+    Embedding and head, norms and biases are None: Adam trains those."""
+
+    def numbers(weight: Weight):
+        layout = parse_layout(weight.dims)
+        if weight.is_vector or layout.region == "vocab":
+            return None
+        letters = layout.letters
+        into = "d" if not letters.endswith("d") else letters.strip("ld")
+        if "z" in letters:  # an adapter's A, or its B
+            into = "z" if letters.startswith("lz") else letters.strip("lz")
+        return optax.contrib.MuonDimensionNumbers(
+            tuple(letters.index(x) for x in into),
+            tuple(i for i, x in enumerate(letters) if x not in into + "l"),
+        )
+
+    return jax.tree.map(numbers, trained(described(config), config))
+
+
+def counts_empty_places(optimizer: optax.GradientTransformation, params: Tree, order: np.ndarray) -> bool:
+    """Whether the updates of a stack of layers depend on places that are empty, zeros, when it is taken in
+    ``order``.
+
+    An optimizer that treats elements or layers alone does not see them; a mean over a whole leaf does
+    (Adafactor's root mean square: Shazeer and Stern 2018, section 6). Three updates of small weights tell."""
+
+    def small(x):
+        shape = [x.shape[0], *(min(4, n) for n in x.shape[1:])]
+        return np.cos(np.arange(np.prod(shape), dtype=np.float32)).reshape(shape)
+
+    stack, num_layers = jax.tree.map(small, params["blocks"]), int(order.max())
+    rest = {name: w for name, w in params.items() if name != "blocks"}
+    rest = jax.tree.map(lambda x: np.ones((4,) * x.ndim, np.float32), rest)
+
+    def moved(places: np.ndarray) -> list:
+        laid = lambda tree: jax.tree.map(lambda x: jnp.take(x, places, 0, mode="fill", fill_value=0), tree)
+        grads, weights = rest | {"blocks": laid(jax.tree.map(np.sin, stack))}, rest | {"blocks": laid(stack)}
+        state, back = optimizer.init(weights), np.argsort(places, kind="stable")[:num_layers]
+        with jax.numpy_dtype_promotion("standard"):
+            for _ in range(3):  # the first may have a learning rate of 0
+                updates, state = optimizer.update(grads, state, weights)
+                weights = optax.apply_updates(weights, updates)
+        return jax.tree.leaves(jax.tree.map(lambda w, old: w[back] - old, weights["blocks"], stack))
+
+    natural, taken = jax.jit(lambda: (moved(np.arange(num_layers)), moved(order)))()
+    return any(np.abs(a - b).max() > 1e-3 * np.abs(a).max() for a, b in zip(natural, taken, strict=True))
