@@ -18,7 +18,7 @@ from pathlib import Path
 
 from llmpar import draw
 from llmpar.draw.scene import to_svg
-from llmpar.plan.layout import AXES
+from llmpar.plan.mesh_shape import AXES
 from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import other_gpus
 
-from llmpar.plan.layout import parse_mesh
+from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import ModelConfig, preset
 from llmpar.plan.plan import Plan
 from llmpar.planner.targets import GPUS, QUIET, parse_target

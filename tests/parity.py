@@ -22,7 +22,7 @@ from llmpar.model.weights import model_graph, trained
 from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.modes import Solo
 from llmpar.plan.backend import SUITS
-from llmpar.plan.layout import MeshShape
+from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.timetable import branch_shares

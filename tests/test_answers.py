@@ -12,7 +12,7 @@ import pytest
 
 from llmpar.explore import answers, look, panels
 from llmpar.explore.explorer import KINDS, MeshExplorer, by_kind
-from llmpar.plan.layout import parse_mesh
+from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import PRESETS, preset
 from llmpar.plan.plan import Plan
 from llmpar.plan.schedules import SCHEDULES

@@ -19,7 +19,7 @@ import pytest
 from llmpar import draw
 from llmpar.inspect import roofline
 from llmpar.inspect.hlo import Module
-from llmpar.plan.layout import AXES, parse_mesh
+from llmpar.plan.mesh_shape import AXES, parse_mesh
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.planner import aot

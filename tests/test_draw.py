@@ -47,7 +47,8 @@ from llmpar.draw.scene import (
 from llmpar.explore.explorer import MeshExplorer
 from llmpar.parallel.mesh import make_mesh, sharding
 from llmpar.plan import schedules, timetable
-from llmpar.plan.layout import AXES, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
+from llmpar.plan.layout import Dim, Layout, parse_arrow, parse_layout
+from llmpar.plan.mesh_shape import AXES, MeshShape, parse_mesh
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.predict import layer, workload

@@ -14,7 +14,7 @@ from parity import BATCH, LLAMA, MOE, SEQ, assert_same, by_arrow, name, predicte
 
 from llmpar.inspect.census import census_hlo, read_program
 from llmpar.inspect.types import types
-from llmpar.parallel.auto import Explicit
+from llmpar.parallel.explicit import Explicit
 from llmpar.parallel.mesh import as_type, explicit, from_type, make_mesh
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.plan import Plan

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from llmpar.draw import geometry
-from llmpar.plan.layout import AXES, DIMS, Dim, Layout, parse_mesh
+from llmpar.plan.layout import DIMS, Dim, Layout
+from llmpar.plan.mesh_shape import AXES, parse_mesh
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 

@@ -12,7 +12,8 @@ from test_draw import layer_of, overlaps, tensor
 from llmpar import draw
 from llmpar.draw import geometry, grid
 from llmpar.draw.scene import Line, Rect, Text, flatten
-from llmpar.plan.layout import AXES, Dim, Layout
+from llmpar.plan.layout import Dim, Layout
+from llmpar.plan.mesh_shape import AXES
 
 
 def cells_of(scene):

@@ -23,7 +23,7 @@ from shared import TABLES
 from llmpar.inspect.links import links
 from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.placement import device_grid, link_domain
-from llmpar.plan.layout import AXES, MeshShape
+from llmpar.plan.mesh_shape import AXES, MeshShape
 
 RECORDED = json.loads((Path(__file__).parent / "topologies.json").read_text())
 

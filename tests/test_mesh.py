@@ -23,7 +23,8 @@ from llmpar.parallel.mesh import (
     spec,
     use_devices,
 )
-from llmpar.plan.layout import AXES, DIMS, Dim, Layout, MeshShape, parse_layout
+from llmpar.plan.layout import DIMS, Dim, Layout, parse_layout
+from llmpar.plan.mesh_shape import AXES, MeshShape
 
 ALL = [MeshShape(*sizes) for sizes in itertools.product((1, 2, 4, 8), repeat=6) if math.prod(sizes) <= 8]
 

@@ -8,20 +8,15 @@ import numpy as np
 import pytest
 from shared import TABLES
 
-from llmpar.plan.layout import (
+from llmpar.plan.layout import DIMS, Arrow, Dim, Layout, parse_arrow, parse_layout
+from llmpar.plan.mesh_shape import (
     AXES,
-    DIMS,
     POSITIONAL,
-    Arrow,
-    Dim,
-    Layout,
     MeshShape,
     NotationError,
     divisors,
     mesh_distance,
     near_meshes,
-    parse_arrow,
-    parse_layout,
     parse_mesh,
 )
 

@@ -21,7 +21,7 @@ from llmpar.draw.scene import DARK, LIGHT
 from llmpar.explore import page
 from llmpar.explore.explorer import KINDS, by_kind
 from llmpar.inspect.shardings import shardings
-from llmpar.plan.layout import AXES
+from llmpar.plan.mesh_shape import AXES
 
 MESH = by_kind("mesh")
 # Another process, which sees nothing but the files that a page brings.

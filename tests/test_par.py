@@ -15,7 +15,8 @@ from llmpar.parallel.auto import Auto
 from llmpar.parallel.collectives import vary, varying
 from llmpar.parallel.mesh import make_mesh, sharding, spec
 from llmpar.parallel.modes import Manual, Solo
-from llmpar.plan.layout import MeshShape, parse_arrow, parse_layout
+from llmpar.plan.layout import parse_arrow, parse_layout
+from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.plan import Plan
 from llmpar.predict import formulas
 from llmpar.predict.traffic import Traffic

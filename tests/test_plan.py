@@ -14,7 +14,8 @@ from shared import TABLES
 from llmpar.cli import main
 from llmpar.cli.commands import parse
 from llmpar.plan import plan as plan_file
-from llmpar.plan.layout import Arrow, MeshShape, parse_layout
+from llmpar.plan.layout import Arrow, parse_layout
+from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.predict import memory

@@ -17,7 +17,7 @@ from llmpar.cli.commands import parse
 from llmpar.cli.options import still_at_work
 from llmpar.cli.plan import axes_of
 from llmpar.explore import look
-from llmpar.plan.layout import AXES, MeshShape, parse_mesh
+from llmpar.plan.mesh_shape import AXES, MeshShape, parse_mesh
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.planner import planner

@@ -13,7 +13,7 @@ import pytest
 from parity import BATCH, LLAMA, MOE, SEQ, all_plans, check, name
 
 from llmpar.plan import schedules
-from llmpar.plan.layout import AXES, MeshShape
+from llmpar.plan.mesh_shape import AXES, MeshShape
 from llmpar.plan.plan import Plan
 
 

@@ -40,7 +40,7 @@ from llmpar.model import attention
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan import schedules
 from llmpar.plan.backend import SUITS
-from llmpar.plan.layout import AXES, MeshShape
+from llmpar.plan.mesh_shape import AXES, MeshShape
 from llmpar.plan.model_config import (
     ADAPTABLE,
     ExpertConfig,

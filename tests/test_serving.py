@@ -15,7 +15,7 @@ from shared import NUMBERS as ROWS
 
 import llmpar.inspect
 import llmpar.predict
-from llmpar.plan.layout import MeshShape
+from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import ModelConfig, preset
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.planner import planner

@@ -16,7 +16,8 @@ from llmpar.cli import lessons
 from llmpar.cli.commands import COMMANDS
 from llmpar.lessons import find, quiz
 from llmpar.lessons.judge import CORRECT
-from llmpar.plan.layout import parse_layout, parse_mesh
+from llmpar.plan.layout import parse_layout
+from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.schedules import make
 from llmpar.plan.timetable import timetable
 from llmpar.predict import formulas

@@ -9,7 +9,7 @@ import pytest
 
 import llmpar
 from llmpar.parallel.mesh import make_mesh
-from llmpar.plan.layout import parse_mesh
+from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.planner import planner

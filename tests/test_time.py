@@ -6,7 +6,7 @@ import math
 import pytest
 
 from llmpar.plan import schedules
-from llmpar.plan.layout import MeshShape
+from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.plan.timetable import makespan, timetable
@@ -26,7 +26,7 @@ H100 = chip("h100")
 
 
 def run_of(mesh="", **changes):
-    from llmpar.plan.layout import parse_mesh
+    from llmpar.plan.mesh_shape import parse_mesh
 
     base = Run(preset("llama3-8b"), H100, parse_mesh(mesh) if mesh else MeshShape(), 8192)
     return dataclasses.replace(base, **changes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llmpar.cli.inspect import Inspect
 from llmpar.cli.options import StepOptions, check_picture, give, installed, say, speaks
 from llmpar.cli.train import Train
-from llmpar.plan.layout import parse_mesh
+from llmpar.plan.mesh_shape import parse_mesh
 
 
 @dataclass(frozen=True)

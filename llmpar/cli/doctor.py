@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
 from llmpar.cli.options import give, installed, join, speaks
-from llmpar.plan.layout import AXES
+from llmpar.plan.mesh_shape import AXES
 from llmpar.predict import hardware
 
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")

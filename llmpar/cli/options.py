@@ -20,7 +20,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import tyro
 
 from llmpar.files import read_text
-from llmpar.plan.layout import parse_mesh
+from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import LoraConfig, ModelConfig, preset
 from llmpar.plan.plan import Plan
 from llmpar.plan.schedules import SCHEDULES

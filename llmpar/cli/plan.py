@@ -10,7 +10,7 @@ from llmpar.cli import options
 from llmpar.cli.options import MAX_TOKENS, File, Number, Real, Text, changed, give
 from llmpar.draw.scene import banded, rounded
 from llmpar.plan import schedules
-from llmpar.plan.layout import AXES, POSITIONAL, parse_mesh
+from llmpar.plan.mesh_shape import AXES, POSITIONAL, parse_mesh
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan as Fields
 from llmpar.predict import hardware, memory

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from llmpar.cli.options import Folder, From, Name, fits_host, say
 from llmpar.plan.config_json import QUANTIZED, quantization
-from llmpar.plan.layout import parse_mesh
+from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import PRESETS, ModelConfig, folder_of, preset
 from llmpar.plan.plan import Plan
 from llmpar.predict.serving import device_cache_bytes

@@ -7,7 +7,7 @@ from typing import Any
 
 from llmpar.draw import scene
 from llmpar.draw.scene import Line, Rect, Scene, Text, compose, size_text, small_text, text_width, time_text
-from llmpar.plan.layout import AXES
+from llmpar.plan.mesh_shape import AXES
 
 
 def number_ranges(numbers, most: int = 8) -> str:

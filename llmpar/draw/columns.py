@@ -12,7 +12,7 @@ from typing import Any
 from llmpar.draw import scene
 from llmpar.draw.charts import MEMORY, TIME, axis_colours, bar_part, count_noun, role_of
 from llmpar.draw.scene import SMALL, Line, Rect, Scene, Text, size_text, small_text, text_width, time_text
-from llmpar.plan.layout import AXES
+from llmpar.plan.mesh_shape import AXES
 
 LEFT, RIGHT, MARGIN = 330, 400, 2
 """The widths of the columns and the margin of what is in them, in pixels."""

@@ -6,7 +6,8 @@ Plain numbers in, plain numbers out; the tests hold them against JAX and numpy.
 import itertools
 import math
 
-from llmpar.plan.layout import ORDER, Layout
+from llmpar.plan.layout import Layout
+from llmpar.plan.mesh_shape import ORDER
 
 
 def strides(sizes: dict[str, int], order) -> dict[str, int]:

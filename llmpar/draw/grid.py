@@ -15,7 +15,8 @@ from llmpar.draw import scene
 from llmpar.draw.charts import count_noun, number_ranges, two_lanes
 from llmpar.draw.geometry import coordinates, groups, rounds, slices, strides
 from llmpar.draw.scene import SMALL, Group, Rect, Scene, compose, pixels, size_text, small_text, time_text
-from llmpar.plan.layout import AXES, PARTS, Dim, Layout, MeshShape, divisors, parse_mesh
+from llmpar.plan.layout import Dim, Layout
+from llmpar.plan.mesh_shape import AXES, PARTS, MeshShape, divisors, parse_mesh
 from llmpar.predict.layer import Segment
 
 MOST = 64

@@ -8,7 +8,7 @@ from llmpar.draw import scene
 from llmpar.draw.charts import count_noun
 from llmpar.draw.geometry import coordinates
 from llmpar.draw.scene import OTHERS, SMALL, Line, Rect, Scene, Text, compose, legend, small_text, text_width
-from llmpar.plan.layout import AXES, parse_mesh
+from llmpar.plan.mesh_shape import AXES, parse_mesh
 
 WAYS = (0, 46), (46, 0), (20, -20), (120, 28)
 """Where the next device lies along the first axis of a growing mesh, the second …, in pixels."""

@@ -12,17 +12,8 @@ from llmpar.draw import scene
 from llmpar.draw.charts import count_noun, number_ranges
 from llmpar.draw.geometry import coordinates, holders, strides
 from llmpar.draw.scene import SMALL, Line, Rect, Scene, Text, bounds, compose, fitting, flatten, small_text
-from llmpar.plan.layout import (
-    AXES,
-    ORDER,
-    Arrow,
-    Dim,
-    Layout,
-    MeshShape,
-    parse_arrow,
-    parse_layout,
-    parse_mesh,
-)
+from llmpar.plan.layout import Arrow, Dim, Layout, parse_arrow, parse_layout
+from llmpar.plan.mesh_shape import AXES, ORDER, MeshShape, parse_mesh
 from llmpar.predict.formulas import ring_bytes
 from llmpar.predict.hardware import Chip
 

@@ -12,7 +12,8 @@ from llmpar.draw.charts import count_noun
 from llmpar.draw.geometry import coordinates, holders, rounds
 from llmpar.draw.grid import axis_line
 from llmpar.draw.scene import BODY, SMALL, Group, Line, Rect, Scene, pixels, small_text, stack, text_width
-from llmpar.plan.layout import MeshShape, parse_layout, parse_mesh
+from llmpar.plan.layout import parse_layout
+from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 
 Held = list[list[str]]  # [device, part]: the letters of the devices whose numbers are added up in it
 PATTERNS = {

@@ -14,7 +14,7 @@ from llmpar.explore import panels
 from llmpar.explore.look import MODELS, MOST, OFFERED, START, Look, look, own_model, settle, works
 from llmpar.explore.words import estimated
 from llmpar.files import Allowed
-from llmpar.plan.layout import AXES, MeshShape, divisors, near_meshes, parse_mesh
+from llmpar.plan.mesh_shape import AXES, MeshShape, divisors, near_meshes, parse_mesh
 from llmpar.plan.model_config import from_dict, near_presets, preset
 from llmpar.plan.plan import Plan
 from llmpar.planner import planner

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpar.files import Allowed, allowed
-from llmpar.plan.layout import MeshShape, mesh_distance, near_meshes, parse_mesh
+from llmpar.plan.mesh_shape import MeshShape, mesh_distance, near_meshes, parse_mesh
 from llmpar.plan.model_config import PRESETS, ModelConfig, from_dict, preset
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.schedules import SCHEDULES

@@ -13,7 +13,8 @@ from llmpar.draw.grid import layer_lanes, ring, tensor_grid
 from llmpar.draw.scene import Group, Scene, Text, attribute, compose, size_text, to_svg
 from llmpar.explore.look import Look, works
 from llmpar.explore.words import act, button, estimated, explain, famous, table, table_row
-from llmpar.plan.layout import AXES, Layout, divisors, parse_mesh
+from llmpar.plan.layout import Layout
+from llmpar.plan.mesh_shape import AXES, divisors, parse_mesh
 from llmpar.planner import planner
 from llmpar.planner.planner import Candidate, verdict
 from llmpar.planner.terms import recomputed

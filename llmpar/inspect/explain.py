@@ -20,7 +20,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from llmpar.parallel.mesh import LETTERS, axes_of
-from llmpar.plan.layout import AXES, Dim, Layout, parse_arrow
+from llmpar.plan.layout import Dim, Layout, parse_arrow
+from llmpar.plan.mesh_shape import AXES
 
 Known = dict[str, Any]  # what a sentence can name
 LONGEST = 4000

@@ -8,7 +8,7 @@ import optax
 from rich.table import Table
 
 from llmpar.inspect.tables import table
-from llmpar.parallel.auto import Explicit
+from llmpar.parallel.explicit import Explicit
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan

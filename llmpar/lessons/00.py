@@ -4,7 +4,8 @@ import math
 
 from llmpar.draw import holders
 from llmpar.lessons import Exercise
-from llmpar.plan.layout import parse_layout, parse_mesh
+from llmpar.plan.layout import parse_layout
+from llmpar.plan.mesh_shape import parse_mesh
 
 PUZZLE_MESH = "dp=2 fsdp=2 tp=2"
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from llmpar.lessons import Exercise
-from llmpar.plan.layout import divisors, parse_mesh
+from llmpar.plan.mesh_shape import divisors, parse_mesh
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.predict import memory, traffic

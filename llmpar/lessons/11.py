@@ -4,7 +4,7 @@ import functools
 import math
 
 from llmpar.lessons import Exercise
-from llmpar.plan.layout import parse_mesh
+from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import preset
 from llmpar.planner import planner
 from llmpar.predict import hardware

@@ -12,7 +12,7 @@ from llmpar.draw.scene import Scene
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.parallel.mesh import abstract_mesh
-from llmpar.plan.layout import parse_mesh
+from llmpar.plan.mesh_shape import parse_mesh
 
 
 def traced(function: Callable, mesh: str, *arrays: Any) -> Any:

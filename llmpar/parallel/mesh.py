@@ -16,7 +16,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 
 from llmpar.parallel import _jax as channels
 from llmpar.parallel.placement import device_grid
-from llmpar.plan.layout import Dim, Layout, MeshShape, parse_mesh
+from llmpar.plan.layout import Dim, Layout
+from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 POOL_SIZE = ("NPROC", "PJRT_NPROC")

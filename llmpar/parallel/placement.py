@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from llmpar.plan.layout import MeshShape, divisors, parse_mesh
+from llmpar.plan.mesh_shape import MeshShape, divisors, parse_mesh
 
 _DESCRIBED = "compile_only_runtime"  # what `jax.experimental.topologies` devices say that they run on
 

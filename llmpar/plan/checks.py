@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from llmpar.plan.backend import fits_cudnn
-from llmpar.plan.layout import divisors
+from llmpar.plan.mesh_shape import divisors
 from llmpar.plan.timetable import timetable
 
 MAX_MASK_BYTES = 64 << 20

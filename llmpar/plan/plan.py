@@ -60,7 +60,8 @@ from llmpar.files import check_fields
 from llmpar.plan import checks as refusals
 from llmpar.plan import schedules
 from llmpar.plan.backend import Execution, fits_cudnn
-from llmpar.plan.layout import Arrow, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
+from llmpar.plan.layout import Arrow, Dim, Layout, parse_arrow, parse_layout
+from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 from llmpar.plan.model_config import ModelConfig, Weight
 
 BATCH_AXES = ("dp", "fsdp", "ep")

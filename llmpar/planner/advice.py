@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llmpar.plan.layout import AXES, MeshShape, divisors
+from llmpar.plan.mesh_shape import AXES, MeshShape, divisors
 from llmpar.planner import planner
 from llmpar.planner.planner import SAME, Candidate, Question
 from llmpar.predict.hardware import GIB

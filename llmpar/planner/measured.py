@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpar.files import read_json
-from llmpar.plan.layout import AXES, MeshShape
+from llmpar.plan.mesh_shape import AXES, MeshShape
 from llmpar.plan.model_config import PRESETS, ExpertConfig, ModelConfig, from_dict
 from llmpar.planner import held
 from llmpar.predict import hardware

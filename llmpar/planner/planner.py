@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from llmpar.plan.layout import AXES, MeshShape, divisors, parse_mesh
+from llmpar.plan.mesh_shape import AXES, MeshShape, divisors, parse_mesh
 from llmpar.plan.model_config import ModelConfig, preset
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.predict import hardware, memory, workload

@@ -10,7 +10,7 @@ ahead. No published run of serving is among the measured ones: only the formulas
 
 import math
 
-from llmpar.plan.layout import MeshShape
+from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import CACHE, Serving
 from llmpar.predict import formulas

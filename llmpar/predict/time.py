@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmpar.plan import schedules
-from llmpar.plan.layout import AXES
+from llmpar.plan.mesh_shape import AXES
 from llmpar.plan.timetable import makespan
 from llmpar.predict import formulas
 from llmpar.predict.hardware import Chip, Rates

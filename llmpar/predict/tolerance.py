@@ -9,7 +9,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from llmpar.plan.layout import AXES
+from llmpar.plan.mesh_shape import AXES
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Resolved
 

@@ -6,7 +6,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from llmpar.plan.layout import TRANSPOSES, Arrow, MeshShape
+from llmpar.plan.layout import TRANSPOSES, Arrow
+from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, ModelConfig, Weight
 from llmpar.plan.plan import BEST, CHOSEN, LOGITS, Resolved, Serving
 from llmpar.plan.schedules import Schedule

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from llmpar.plan.layout import MeshShape
+from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan
 from llmpar.plan.schedules import deal

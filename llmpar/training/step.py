@@ -30,8 +30,9 @@ from jaxtyping import Array, Int
 
 from llmpar.model.llama import Batch, Loss
 from llmpar.model.weights import Tree, described, init_params, joined, model_graph, trained, weight_dims
-from llmpar.parallel.auto import Auto, Explicit
+from llmpar.parallel.auto import Auto
 from llmpar.parallel.collectives import vary, varying
+from llmpar.parallel.explicit import Explicit
 from llmpar.parallel.mesh import explicit, platform_of, sharding, spec, split
 from llmpar.parallel.modes import Manual, Solo
 from llmpar.pipeline import executor as pipeline

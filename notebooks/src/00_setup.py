@@ -39,7 +39,8 @@ from llmpar.inspect.census import census_hlo, census_table, compiled_memory
 from llmpar.lessons import attempt, hint, met, solution
 from llmpar.parallel.mesh import make_mesh, shard_bytes, sharding, spec
 from llmpar.parallel.modes import Manual
-from llmpar.plan.layout import AXES, parse_arrow, parse_layout, parse_mesh
+from llmpar.plan.layout import parse_arrow, parse_layout
+from llmpar.plan.mesh_shape import AXES, parse_mesh
 from llmpar.plan.plan import Plan
 from llmpar.predict import formulas
 

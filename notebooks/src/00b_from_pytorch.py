@@ -37,7 +37,8 @@ from llmpar.draw.scene import OTHERS, Rect, Text, compose, show
 from llmpar.inspect.census import census_hlo, partitioned_hlo
 from llmpar.lessons import attempt, hint, met, solution
 from llmpar.parallel.mesh import make_mesh, sharding, spec
-from llmpar.plan.layout import parse_arrow, parse_layout, parse_mesh
+from llmpar.plan.layout import parse_arrow, parse_layout
+from llmpar.plan.mesh_shape import parse_mesh
 
 N = len(devices)
 rng = np.random.default_rng(0)

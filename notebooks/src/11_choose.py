@@ -35,7 +35,7 @@ from llmpar import draw
 from llmpar.draw import columns, scene
 from llmpar.lessons import attempt, hint, met, say, say_command, solution
 from llmpar.lessons.lesson import counting_text, trained, verdicts
-from llmpar.plan.layout import parse_mesh
+from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.planner import measured, planner

@@ -100,7 +100,8 @@ show(drawn, "Each square is an H100, with the 59 GiB that JAX takes")
 # <footer>Lesson <code>notebooks/00_setup</code></footer>
 
 # %% place="beside"
-from llmpar.plan.layout import AXES, parse_layout
+from llmpar.plan.layout import parse_layout
+from llmpar.plan.mesh_shape import AXES
 
 picture = draw.mesh("dp=2 tp=4", devices_per_host=4, highlight_axis="tp")
 held = draw.holders(parse_layout("d m/tp"), {"dp": 2, "tp": 4})
@@ -115,7 +116,7 @@ show(picture)
 # axis; on each axis it has other partners. Groups over tp are neighbours, groups over dp are four apart: the last axis
 # gets the fastest links. Our axes, slow links first: pp dp fsdp ep sp tp.
 #
-# **Source:** `llmpar.plan.layout.AXES`. The order is Megatron's and MaxText's.
+# **Source:** `llmpar.plan.mesh_shape.AXES`. The order is Megatron's and MaxText's.
 
 # %% [markdown] tags=["slide"] minutes=3
 # ## Look at any mesh

@@ -22,7 +22,7 @@ where(*TAKE_HOME)
 # %%
 from deck import draw, show
 
-from llmpar.plan.layout import parse_mesh
+from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.predict import traffic

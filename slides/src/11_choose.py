@@ -11,7 +11,7 @@ import dataclasses
 
 from deck import curves, draw, show
 
-from llmpar.plan.layout import parse_mesh
+from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import preset
 from llmpar.planner import planner
 from llmpar.predict.hardware import chip
