@@ -14,7 +14,7 @@ from llmpar.files import check_ordinary, read_json_lines
 from llmpar.lessons import quiz, record
 from llmpar.lessons.judge import CORRECT
 
-FOLDERS = (".", "lessons", "notebooks")
+_FOLDERS = (".", "lessons", "notebooks")
 """Where learners work; the first with a file of answers is taken."""
 
 
@@ -33,7 +33,7 @@ class Progress:
     def run(self) -> None:
         if self.folder is not None and not os.path.isdir(self.folder):
             raise ValueError(f"there is no folder '{self.folder}'; name the one in which you answered")
-        folder = self.folder or next((name for name in FOLDERS if record.file(name).exists()), ".")
+        folder = self.folder or next((name for name in _FOLDERS if record.file(name).exists()), ".")
         levels = {name: exercises.find(name).level for name in exercises.names()}
         document, lines = record.results(record.answers(folder), levels), []
         for test in document["tests"]:
@@ -114,12 +114,14 @@ class Quiz:
         say("Numbers only; an empty line leaves a question out.\n")
         ratings = {}
         for name, words in quiz.RATINGS.items():
-            rating = asked(f"From 1 (not at all) to 5 (I could teach it): I can {words}.")
+            rating = _asked(f"From 1 (not at all) to 5 (I could teach it): I can {words}.")
             if rating not in (None, *range(1, 6)):
                 raise ValueError(f"a rating is 1 to 5, not {rating:g}; start again")
             if rating is not None:
                 ratings[name] = int(rating)
-        answers = {lesson: asked(f"{lesson}. {question}") for lesson, (question, _) in quiz.QUESTIONS.items()}
+        answers = {
+            lesson: _asked(f"{lesson}. {question}") for lesson, (question, _) in quiz.QUESTIONS.items()
+        }
         given = {lesson: answer for lesson, answer in answers.items() if answer is not None}
         return quiz.score("after" if self.after else "before", given, ratings)
 
@@ -136,7 +138,7 @@ class Quiz:
         give(found, self.json, lines)
 
 
-def asked(question: str) -> float | None:
+def _asked(question: str) -> float | None:
     """Ask for a number; an empty line is None."""
     say(question)
     if not (line := sys.stdin.readline()):

@@ -13,11 +13,11 @@ import tyro
 from llmpar.cli.lessons import Lesson, lessons, notebook
 from llmpar.cli.options import installed, say
 
-PACKAGE = pathlib.Path(__file__).parent.parent
-START = "start.ipynb"
-WORDS = pathlib.Path("docs", "words.md")
+_PACKAGE = pathlib.Path(__file__).parent.parent
+_START = "start.ipynb"
+_WORDS = pathlib.Path("docs", "words.md")
 """What lessons link to: JupyterLab serves nothing above the copies, and looks there for what lies above."""
-OURS = "<!-- llmpar lab renews this page; remove this line to keep your own -->"
+_OURS = "<!-- llmpar lab renews this page; remove this line to keep your own -->"
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Lab:
         if not self.copies:
             raise ValueError("--copies '' names no folder; leave it out for 'lessons'")
         here = os.path.isdir(self.folder) or self.folder != Lab.folder
-        folder = pathlib.Path(self.folder) if here else PACKAGE / "notebooks"
-        say(deal(folder, pathlib.Path(self.copies), self.fresh))
+        folder = pathlib.Path(self.folder) if here else _PACKAGE / "notebooks"
+        say(_deal(folder, pathlib.Path(self.copies), self.fresh))
         command = [sys.executable, "-m", "jupyter", "lab", self.copies]
-        command += [f"--port={self.port}", "--ip=127.0.0.1", f"--LabApp.default_url=/lab/tree/{START}"]
+        command += [f"--port={self.port}", "--ip=127.0.0.1", f"--LabApp.default_url=/lab/tree/{_START}"]
         # The settings in labconfig let a saved notebook keep its widgets, which reopen without a kernel.
-        config = [os.environ.get("JUPYTER_CONFIG_PATH", ""), str(PACKAGE / "cli")]
+        config = [os.environ.get("JUPYTER_CONFIG_PATH", ""), str(_PACKAGE / "cli")]
         env = {"JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(".jax_cache").resolve())} | os.environ
         env |= {"JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, config))}
         # Most containers run as root, and the server is open to this machine only.
@@ -64,7 +64,7 @@ class Lab:
         os.execve(sys.executable, command, env)
 
 
-def deal(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False) -> str:
+def _deal(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False) -> str:
     """Copy the lessons that are not there yet, cleared, and write the start page; say what was done.
 
     Refuses a folder of something else, and writes over nothing but its own pages.
@@ -74,25 +74,25 @@ def deal(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False) -> str
         raise ValueError(f"there are no lessons in '{folder}'; {where}")
     if copies.resolve() == folder.resolve():
         raise ValueError(f"--copies '{copies}' is where the lessons are; name another folder")
-    page = copies / START
+    page = copies / _START
     try:
         begun = page.is_file() and "# Start here" in page.read_text(encoding="utf-8", errors="replace")
         if copies.is_dir() and any(copies.iterdir()) and not begun:
-            what = f"'{copies}' has files, and no {START} of ours"
+            what = f"'{copies}' has files, and no {_START} of ours"
             raise ValueError(f"{what}; give --copies a new or empty folder")
         copies.mkdir(parents=True, exist_ok=True)
         if fresh:
             put_aside(copies)
         made = [lesson.file for lesson in found if not (copies / lesson.file).exists()]
         for name in made:
-            write(cleared(notebook(folder / name)), copies / name)
-        write(start_page(found), page)
+            _write(cleared(notebook(folder / name)), copies / name)
+        _write(start_page(found), page)
         if not (ignored := copies / ".gitignore").exists():
             ignored.write_text("*\n")  # answers are nobody's change to the project
-        theirs, mine = folder.resolve().parent / WORDS, copies / WORDS
-        if theirs.exists() and (not mine.exists() or OURS in mine.read_text(encoding="utf-8")):
+        theirs, mine = folder.resolve().parent / _WORDS, copies / _WORDS
+        if theirs.exists() and (not mine.exists() or _OURS in mine.read_text(encoding="utf-8")):
             mine.parent.mkdir(exist_ok=True)
-            mine.write_text(f"{theirs.read_text(encoding='utf-8')}\n{OURS}\n", encoding="utf-8")
+            mine.write_text(f"{theirs.read_text(encoding='utf-8')}\n{_OURS}\n", encoding="utf-8")
     except OSError as error:
         what = f"cannot write '{error.filename}' ({error.strerror})"
         raise ValueError(f"{what}; give --copies a folder that you may write to") from error
@@ -105,7 +105,7 @@ def put_aside(copies: pathlib.Path) -> None:
     """Move a learner's notebooks and answers to a folder that is named after the time."""
     earlier = copies / "earlier" / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")
     for path in sorted(copies.glob("*")):
-        if path.suffix in (".ipynb", ".jsonl") and path.name != START:
+        if path.suffix in (".ipynb", ".jsonl") and path.name != _START:
             earlier.mkdir(parents=True, exist_ok=True)
             path.rename(earlier / path.name)
 
@@ -124,12 +124,12 @@ def start_page(found: list[Lesson]) -> dict:
         f"| [{x.title}]({x.file}) | {x.question} | {x.teaching} | {x.minutes} | {', '.join(x.needs)} |"
         for x in found
     ]
-    text = (PACKAGE / "cli" / "start.md").read_text(encoding="utf-8").format(rows="\n".join(rows))
+    text = (_PACKAGE / "cli" / "start.md").read_text(encoding="utf-8").format(rows="\n".join(rows))
     page = {"cell_type": "markdown", "id": "start", "metadata": {}, "source": text}
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     return {"cells": [page], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
 
 
-def write(document: dict, path: pathlib.Path) -> None:
+def _write(document: dict, path: pathlib.Path) -> None:
     """Write a notebook."""
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -134,10 +134,10 @@ class Launch:
         elif weights in PRESETS:
             say(f"llmpar: '{weights}' is a preset: in the file, put the folder of an export in its place")
         config = preset(weights)
-        if dtype not in BITS:
-            raise ValueError(f"'{weights}' is in {dtype}; export it in {', '.join(BITS)}")
+        if dtype not in _BITS:
+            raise ValueError(f"'{weights}' is in {dtype}; export it in {', '.join(_BITS)}")
         check_range("gpus-per-node", site.gpus_per_node, 1, 1024)
-        bits, context = BITS[dtype], config.context_length or 8192
+        bits, context = _BITS[dtype], config.context_length or 8192
         least = LEAST_BITS if quantized else 0.9 * bits
         if stored is not None and 8 * stored < least * config.num_params:
             what = f"the weights in '{folder}' are {stored:,} bytes, too few for {config.num_params:,}"
@@ -200,6 +200,6 @@ def stored_as(folder: str) -> tuple[str, str, int]:
 
 COMMANDS = ("train", "generate", "doctor")
 """Commands that several processes can run together."""
-BITS = {"bfloat16": 16, "float16": 16, "float32": 32}
+_BITS = {"bfloat16": 16, "float16": 16, "float32": 32}
 LEAST_BITS = 2
 """Fewer than any quantization of weights leaves them."""

@@ -15,7 +15,7 @@ from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan as Fields
 from llmpar.predict import hardware, memory
 
-MAX_DEVICES, MAX_SEQ_LEN = 1 << 17, 1 << 24
+MAX_DEVICES, _MAX_SEQ_LEN = 1 << 17, 1 << 24
 """Larger than any machine and any context that was published; what is priced grows with both."""
 
 
@@ -78,7 +78,7 @@ class Plan:
         from llmpar.planner import planner
         from llmpar.planner.targets import GPUS, TPUS
 
-        budget = None if self.tokens is None else count(self.tokens, "tokens", 1000)
+        budget = None if self.tokens is None else _count(self.tokens, "tokens", 1000)
         with options.still_at_work("pricing plans", "seconds are usual; fix axes by --mesh to price fewer"):
             answer = planner.decide(planner.Question(*self.question()), self.keep)
         document = planner.document(answer, budget, self.price)
@@ -118,8 +118,8 @@ class Plan:
     def question(self) -> tuple:
         """What `planner.Question` is made of. Refuses options that contradict each other."""
         config, (chip, devices) = preset(self.model), self.machine()
-        if not 1 <= self.seq_len <= MAX_SEQ_LEN:
-            raise ValueError(f"sequence {self.seq_len} is none; use 1 to {MAX_SEQ_LEN:,} tokens")
+        if not 1 <= self.seq_len <= _MAX_SEQ_LEN:
+            raise ValueError(f"sequence {self.seq_len} is none; use 1 to {_MAX_SEQ_LEN:,} tokens")
         batch_size = self.batch(devices)
         if batch_size < 1 or batch_size * self.seq_len > MAX_TOKENS:
             raise ValueError(f"batch {batch_size} of {self.seq_len:,} tokens: use 1 to {MAX_TOKENS:,} tokens")
@@ -150,7 +150,7 @@ class Plan:
             return devices if self.batch_size is None else self.batch_size
         if self.batch_size is not None:
             raise ValueError("--batch-tokens and --batch-size say the same thing; give one")
-        tokens = count(self.batch_tokens, "batch-tokens", 1024)
+        tokens = _count(self.batch_tokens, "batch-tokens", 1024)
         if tokens % self.seq_len:
             near = max(1, round(tokens / self.seq_len)) * self.seq_len
             what = f"a batch of {tokens:,.0f} tokens is no whole number of sequences of {self.seq_len:,}"
@@ -199,7 +199,7 @@ def axes_of(text: str) -> dict[str, int]:
     return {axis: shape.sizes[axis] for axis in (named if named[0] in AXES else POSITIONAL[len(tokens)])}
 
 
-def count(text: str, name: str, base: int) -> float:
+def _count(text: str, name: str, base: int) -> float:
     """Read a count such as 4M or 15T."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBGT]?)", text.strip().upper())
     if not found or not float(found[1]):

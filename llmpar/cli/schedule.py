@@ -11,7 +11,7 @@ from llmpar.plan import schedules
 from llmpar.plan.schedules import Costs, make
 from llmpar.plan.timetable import Timetable, timetable
 
-MAX_CELLS = 40_000
+_MAX_CELLS = 40_000
 """Simulating more takes minutes."""
 
 
@@ -47,9 +47,9 @@ class Schedule:
             f, b, w = (float(x) for x in self.costs.split(","))
         except ValueError as error:
             raise ValueError(f"--costs '{self.costs}' is not three numbers F,B,W such as 1,1,1") from error
-        if self.stages * self.microbatches * (self.virtual_stages or 1) > MAX_CELLS:
+        if self.stages * self.microbatches * (self.virtual_stages or 1) > _MAX_CELLS:
             many = f"{self.stages} stages and {self.microbatches} microbatches are too many to simulate"
-            raise ValueError(f"{many}; use at most {MAX_CELLS:,} of stages x microbatches x chunks")
+            raise ValueError(f"{many}; use at most {_MAX_CELLS:,} of stages x microbatches x chunks")
         check_picture(self.svg)
         made = self.made()
         table = timetable(made, (f, b, w), self.hop)

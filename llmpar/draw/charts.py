@@ -223,7 +223,7 @@ def bar_part(role: str, x: float, y: float, w: float, h: float, tip: str, act: s
     return Rect(x, y, w, h, fill, stroke if hatch else "ink", 0.75, hatch, tip=tip, act=act)
 
 
-PANEL, HIGH, APART = 196, 220, 22
+PANEL, _HIGH, _APART = 196, 220, 22
 """Pixels of a panel of `step_memory`, and between two of them."""
 
 
@@ -240,12 +240,12 @@ def step_memory(
     high = 1.08 * max([*most.values(), capacity_bytes])
     levels = _byte_ticks(high)
     left = max(text_width(size_text(v), scene.SMALL) for v in levels) + 8
-    right, y_of = left + len(rows) * (PANEL + APART) - APART, lambda v: HIGH * (1 - v / high)
+    right, y_of = left + len(rows) * (PANEL + _APART) - _APART, lambda v: _HIGH * (1 - v / high)
     items: list = [Line(((left, y_of(v)), (right, y_of(v))), "grid", 1) for v in levels]
     items += [small_text(left - 6, y_of(v), size_text(v), "end") for v in levels]
     lines, limit, said = [f"capacity: {size_text(capacity_bytes)}"], y_of(capacity_bytes), []
     for k, (name, moments) in enumerate(rows.items()):
-        x0, count, floor = left + k * (PANEL + APART), len(moments) - 1, [0.0] * len(moments)
+        x0, count, floor = left + k * (PANEL + _APART), len(moments) - 1, [0.0] * len(moments)
         for part in named:
             top = [low + moment.get(part, 0) for low, moment in zip(floor, moments, strict=True)]
             edge = [(x0 + PANEL * i / count, y_of(v)) for i, v in enumerate(top)]
@@ -265,8 +265,8 @@ def step_memory(
         x = x0
         for phase, moments_of in phases:
             w = PANEL * moments_of / count
-            items += [Line(((x, HIGH), (x, HIGH + 6)), "edge", 1)]
-            items += [small_text(x + w / 2, HIGH + 14, phase)] * (text_width(phase, scene.SMALL) < w)
+            items += [Line(((x, _HIGH), (x, _HIGH + 6)), "edge", 1)]
+            items += [small_text(x + w / 2, _HIGH + 14, phase)] * (text_width(phase, scene.SMALL) < w)
             x += w
         fullest = ", ".join(f"{part} {size_text(v)}" for part, v in moments[at].items() if v)
         verdict = "more than the capacity" if over else f"{size_text(capacity_bytes - most[name])} free"

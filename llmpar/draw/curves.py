@@ -8,7 +8,7 @@ from typing import Any
 from llmpar.draw.scene import BODY, Line, Rect, Scene, Text, compose, pixels, small_text, text_width
 from llmpar.draw.scene import ticks as round_numbers
 
-WIDE, TALL, DOT = 500, 240, 4.5
+_WIDE, TALL, DOT = 500, 240, 4.5
 """Pixels of the plot, and half of a dot."""
 
 
@@ -35,7 +35,7 @@ def curves(
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         low, high, levels = 10.0 ** powers[0], 10.0 ** powers[-1], [10.0**power for power in powers]
     levels = round_numbers(low, high) if levels is None else levels
-    wide = max(WIDE, (len(ticks) - 1) * (max(text_width(f"{t}", "small") for t in ticks) + 12))
+    wide = max(_WIDE, (len(ticks) - 1) * (max(text_width(f"{t}", "small") for t in ticks) + 12))
     x_of = lambda place: wide * place / max(places)
     height = math.log10 if log else float
     y_of = lambda value: TALL * (height(high) - height(value)) / (height(high) - height(low))

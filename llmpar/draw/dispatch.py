@@ -6,7 +6,7 @@ from typing import Any
 from llmpar.draw.charts import count_noun
 from llmpar.draw.scene import OTHERS, SMALL, Line, Rect, Scene, Text, compose, legend, small_text, text_width
 
-CELL, STAGES = 17, ("tokens", "in slots", "at the experts", "back in slots", "tokens")
+_CELL, STAGES = 17, ("tokens", "in slots", "at the experts", "back in slots", "tokens")
 """Pixels of a token and of a slot; where a token is, from left to right."""
 
 
@@ -24,21 +24,21 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
         raise ValueError(f"rank r has expert r here: {few}")
     rows = [[[t for t, v in enumerate(mine) if e in v][:slots] for e in range(ranks)] for mine in chosen]
     most = slots or max(len(row) for mine in rows for row in mine)
-    tall, label, gap = CELL * max(ranks, *map(len, chosen)) + 22, text_width("from 0", SMALL) + 10, 76
-    wide = [CELL, *[most * CELL] * 3, CELL]
+    tall, label, gap = _CELL * max(ranks, *map(len, chosen)) + 22, text_width("from 0", SMALL) + 10, 76
+    wide = [_CELL, *[most * _CELL] * 3, _CELL]
     lefts = [text_width("rank 0") + 16]
     for k, w in enumerate(wide[:-1]):
         lefts.append(lefts[-1] + w + gap + label * (k < 3))
-    y_of = lambda rank, line: rank * tall + CELL * line
-    items: list[Any] = [Rect(0, -58, lefts[4] + CELL + 20, ranks * tall + 40)]  # as large at every stage
+    y_of = lambda rank, line: rank * tall + _CELL * line
+    items: list[Any] = [Rect(0, -58, lefts[4] + _CELL + 20, ranks * tall + 40)]  # as large at every stage
 
     def cell(x: float, y: float, source: int, t: int | None) -> None:
         followed = (source, t) == (home, token)
-        items.append(Rect(x + 1, y + 1, CELL - 2, CELL - 2, "paper", "edge", 0.75))
+        items.append(Rect(x + 1, y + 1, _CELL - 2, _CELL - 2, "paper", "edge", 0.75))
         if t is not None:
             inset, line = (0, ("ink", 3)) if followed else (4, ("ink", 0.75))
             colour = OTHERS[source % len(OTHERS)]
-            items.append(Rect(x + inset, y + inset, CELL - 2 * inset, CELL - 2 * inset, colour, *line))
+            items.append(Rect(x + inset, y + inset, _CELL - 2 * inset, _CELL - 2 * inset, colour, *line))
 
     for stage, x in enumerate(lefts[:stages]):
         name = STAGES[stage] if slots else STAGES[stage].replace("in slots", "by expert")
@@ -56,7 +56,7 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
                 items.append(small_text(x - 7, y_of(r, line + 0.5), name, "end"))
                 there: list = rows[source][expert]
                 for k, t in enumerate(there + [None] * (most - len(there)) * (slots is not None)):
-                    cell(x + CELL * k, y_of(r, line), source, t)
+                    cell(x + _CELL * k, y_of(r, line), source, t)
     names = ("router", "all-to-all", "all-to-all", "sum")
     for k, (a, b) in enumerate(pairwise(lefts[:stages])):
         items.append(Text(a + wide[k] + gap / 2, -50, names[k], SMALL, "middle", bold=True))

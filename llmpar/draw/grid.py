@@ -21,7 +21,7 @@ from llmpar.predict.layer import Segment
 
 MOST = 64
 """The most devices that are drawn one by one; above, cells stand for blocks of them."""
-COLUMN, BESIDE, MARGIN, GAP = 560, 400, 4, 4
+COLUMN, _BESIDE, MARGIN, GAP = 560, 400, 4, 4
 """The widths of a picture and of one beside it, their margin, and what parts two cells, in pixels."""
 HOW = {
     "all-gather": "pieces go round the ring",
@@ -408,8 +408,8 @@ def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
             items.append(small_text(*spot, str(members[rank]), anchor))
         film.append(items)
         lines.append(f"round {t}: " + " | ".join(" ".join(map(str, row)) for row in steps[t]["held"]))
-    across = max(1, int(BESIDE // (2.5 * radius + w + 44)))
+    across = max(1, int(_BESIDE // (2.5 * radius + w + 44)))
     rows = [scene.stack(film[i : i + across], 16, across=True) for i in range(0, len(film), across)]
     title = f"{kind} over {axis}, devices {number_ranges(members)}: {count_noun(last, 'round')}"
     note = "A device has a place for each block; a bar is as high as what it holds of the block."
-    return compose(title, [scene.stack(rows, 14)], "\n".join(lines), [f"{title}. {note}"], MARGIN, BESIDE)
+    return compose(title, [scene.stack(rows, 14)], "\n".join(lines), [f"{title}. {note}"], MARGIN, _BESIDE)

@@ -10,7 +10,7 @@ from llmpar.draw.geometry import coordinates
 from llmpar.draw.scene import OTHERS, SMALL, Line, Rect, Scene, Text, compose, legend, small_text, text_width
 from llmpar.plan.mesh_shape import AXES, parse_mesh
 
-WAYS = (0, 46), (46, 0), (20, -20), (120, 28)
+_WAYS = (0, 46), (46, 0), (20, -20), (120, 28)
 """Where the next device lies along the first axis of a growing mesh, the second …, in pixels."""
 Pairs = Mapping[str, Iterable[tuple[int, int]]]
 
@@ -61,7 +61,7 @@ def growing(meshes: Iterable[str], title: str) -> Scene:
         sizes, items = mesh.named, list[Any]()
         order += [axis for axis in sizes if axis not in order]
         at = [coordinates(sizes, sizes, device) for device in range(mesh.size)]
-        spots = [[sum(WAYS[order.index(a)][i] * n for a, n in one.items()) for i in (0, 1)] for one in at]
+        spots = [[sum(_WAYS[order.index(a)][i] * n for a, n in one.items()) for i in (0, 1)] for one in at]
         for (one, p), (two, q) in itertools.combinations(zip(at, spots, strict=True), 2):
             apart = [axis for axis in sizes if one[axis] != two[axis]]
             if len(apart) == 1 and two[apart[0]] == one[apart[0]] + 1:

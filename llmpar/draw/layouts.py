@@ -17,11 +17,11 @@ from llmpar.plan.mesh_shape import AXES, ORDER, MeshShape, parse_mesh
 from llmpar.predict.formulas import ring_bytes
 from llmpar.predict.hardware import Chip
 
-MAX_CELLS = 64
+_MAX_CELLS = 64
 """What a layout shows one by one; of one with more some are left out."""
 
 
-Block = tuple[list, float, float]  # items, width, height
+_Block = tuple[list, float, float]  # items, width, height
 
 
 def links(shape: MeshShape | str, chip: Chip) -> Scene:
@@ -88,10 +88,10 @@ def _tensor(layout: Layout, shape, sizes: dict[str, int] | None, beside: Layout 
 
 
 def _picked(counts: list[int]) -> list[list[int]]:
-    """The blocks of each dim that are drawn, at most `MAX_CELLS` in all; -1 stands for those left out."""
+    """The blocks of each dim that are drawn, at most `_MAX_CELLS` in all; -1 stands for those left out."""
     for most in (8, 5, 4, 3):
         picked = [list(range(n)) if n <= most else [*range(most - 2), -1, n - 1] for n in counts]
-        if math.prod(map(len, picked)) <= MAX_CELLS:
+        if math.prod(map(len, picked)) <= _MAX_CELLS:
             break
     return picked
 
@@ -122,7 +122,7 @@ class _Grid:
         """The room for the labels of dim ``d``."""
         return max(scene.text_width(self.tick(d, i), SMALL) for i in self.picked[d]) + 12
 
-    def cell(self, index: tuple[int, ...], w: float, h: float) -> Block:
+    def cell(self, index: tuple[int, ...], w: float, h: float) -> _Block:
         """One block: its shard, the devices that hold it, and the strips of `marks`."""
         tall = h + 10 * len(self.marks)
         if -1 in index:
@@ -146,7 +146,7 @@ class _Grid:
         axis = next((a for a in axes if -1 not in (before, i) and one[a] != two[a]), axes[0])
         return Line(points, f"{axis}-line", 3)
 
-    def block(self, index: tuple[int, ...], w: float, h: float) -> Block:
+    def block(self, index: tuple[int, ...], w: float, h: float) -> _Block:
         """The cells of all blocks that begin with ``index``, with the ticks of the dims inside."""
         d, num = len(index), len(self.dims)
         if d == num:
@@ -172,7 +172,7 @@ class _Grid:
         return (items, offset - gap, other + margin) if across else (items, other + margin, offset - gap)
 
 
-def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[float, float] = (0, 0)) -> Block:
+def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[float, float] = (0, 0)) -> _Block:
     """A tensor as cells with their ticks, and how wide and high they are without ticks, which can be
     ``more``: the last dim runs across, the one before it down, and so on outwards. Blocks are parted by a
     line in the colour of the axis that cuts there. Without sizes, each axis cuts in two."""
@@ -237,7 +237,7 @@ def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = 
     layout, sizes = parse_layout(layout) if isinstance(layout, str) else layout, _full(sizes)
     facts = _facts(layout, shape, sizes, itemsize)
     held = holders(layout, sizes).values() if sizes else []
-    text = [*facts, *(f"shard {i}: devices {number_ranges(d)}" for i, d in enumerate(held))][:MAX_CELLS]
+    text = [*facts, *(f"shard {i}: devices {number_ranges(d)}" for i, d in enumerate(held))][:_MAX_CELLS]
     title = f"{layout}" + (f" on {MeshShape(**sizes)}" if sizes else "")
     return compose(title, [_tensor(layout, shape, sizes), _key([layout], sizes)], "\n".join(text), facts)
 

@@ -10,7 +10,7 @@ from llmpar.plan.layout import Arrow, Dim, Layout, parse_layout
 
 LENGTH = {"s": 84, "d": 72, "m": 136, "n": 112, "k": 112, "t": 84, "h": 48, "z": 16}
 """Pixels of a dim in a drawing of many matrices."""
-BESIDE = "bh"  # not drawn where there are more dims: a batch is more rows, a head's width lies in a head
+_BESIDE = "bh"  # not drawn where there are more dims: a batch is more rows, a head's width lies in a head
 SHEETS = "an unfinished sum: add its sheets"
 SIGN = re.compile(r" (×|=|->|-[\w ]+->) ")
 
@@ -76,9 +76,9 @@ def multiplied(x: Layout, w: Layout) -> Layout:
 
 def _drawn(layout: Layout) -> list[tuple[int, Dim]]:
     """The two dims of a layout that are drawn, and their places."""
-    dims = [(i, dim) for i, dim in enumerate(layout.dims) if len(layout.dims) == 2 or dim.name not in BESIDE]
+    dims = [(i, dim) for i, dim in enumerate(layout.dims) if len(layout.dims) == 2 or dim.name not in _BESIDE]
     if len(dims) != 2:
-        raise ValueError(f"'{layout}' is no matrix: two dims are drawn, beside {' and '.join(BESIDE)}")
+        raise ValueError(f"'{layout}' is no matrix: two dims are drawn, beside {' and '.join(_BESIDE)}")
     return dims
 
 

@@ -11,7 +11,7 @@ from llmpar.draw.scene import PAGE, SMALL, Group, Line, Rect, Scene, Text, compo
 from llmpar.plan.schedules import Op
 from llmpar.plan.timetable import Timetable
 
-ROW, CELL, FLOOR, HELD = 58, 26, 48, 16
+ROW, _CELL, FLOOR, HELD = 58, 26, 48, 16
 """Pixels of a timeline: from stage to stage, an operation's height, from a stage's top to the foot of what it
 holds, and the height of the most that any stage holds."""
 SHORTEST, BAND_GAP = 34, 40
@@ -44,7 +44,7 @@ class _Band:
             did = "has not run" if unrun else f"{start:g} to {end:g} time units"
             look = ("ink", 2.5) if op in marked else ("edge", 0.75)
             tip = f"stage {stage}, {name}: {did}"
-            items += _operation(Rect(x, y, w, CELL, fill, *look, dash=bool(unrun), tip=tip, op=op), first)
+            items += _operation(Rect(x, y, w, _CELL, fill, *look, dash=bool(unrun), tip=tip, op=op), first)
             room = w * first
             items += fitting(x + room / 2, y + 12, room - 2, name, f"{kind}{u}", str(u), on=fill)
             items += [Rect(x + 1, y + 22, w - 2, 3, "black")] * (chunk > 0)
@@ -65,8 +65,8 @@ class _Band:
         """An arrow from where a stage is stuck to what it waits for, each at its time of ``starts``."""
         if there == stage or not all(self.low <= t < self.high for t in starts):
             return []
-        x, down = [self.x(t) + 0.5 * CELL for t in starts], there > stage
-        ends = (x[0], ROW * stage + CELL * down), (x[1], ROW * there + CELL * (not down))
+        x, down = [self.x(t) + 0.5 * _CELL for t in starts], there > stage
+        ends = (x[0], ROW * stage + _CELL * down), (x[1], ROW * there + _CELL * (not down))
         return [Line(ends, "pp-line", 2, head=True)]
 
 
@@ -146,7 +146,7 @@ def timeline(
     return compose(title, [items, scene.legend(key, 900)], "\n".join(lines))
 
 
-WIDE = 770
+_WIDE = 770
 """Pixels of the time that is drawn on a page; on a slide, where letters are larger, it is less."""
 WAITS, CORNER = ("edge", "a stage waits", "/"), ("edge", "has not begun, or is through", ".")
 
@@ -160,7 +160,7 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
     split = any(table.schedule.split_backward for table in tables.values())
     span = until or max(table.makespan for table in tables.values())
     tall, left = scene.pixels(SMALL) + 4 if letters else 9.0, 1.1 * max(map(scene.text_width, tables)) + 34
-    wide = WIDE * (PAGE[SMALL] / scene.pixels(SMALL)) ** 2
+    wide = _WIDE * (PAGE[SMALL] / scene.pixels(SMALL)) ** 2
     x_of, right = (lambda time: left + wide * min(time, span) / span), left + wide + 14
     items, lines, y = list[Any](), list[str](), 0.0
     items += [small_text(left - 8, -14, "stage", "end")] * letters
@@ -207,7 +207,7 @@ def bubbles(table: Timetable) -> Scene:
     own = [row[1][-1] - row[0][0] for row in spans]
     critical = own.index(max(own))
     left, tall = scene.text_width("critical stage") + 20, scene.pixels(SMALL) + 4
-    wide = WIDE * (PAGE[SMALL] / scene.pixels(SMALL)) ** 2
+    wide = _WIDE * (PAGE[SMALL] / scene.pixels(SMALL)) ** 2
     x_of = lambda time: left + wide * time / end
     items, y = list[Any](), 0.0
     for i, (starts, ends) in enumerate(spans):

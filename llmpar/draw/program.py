@@ -5,12 +5,12 @@ from typing import Any
 
 from llmpar.draw.scene import Line, Rect, Scene, Text, compose, size_text, small_text, text_width
 
-WIDE, PITCH = 190, 44
+_WIDE, PITCH = 190, 44
 """Pixels of the longest bar, and from one line of code to the next."""
-Sent = Mapping[int, Sequence[tuple[str, int]]]
+_Sent = Mapping[int, Sequence[tuple[str, int]]]
 
 
-def program(lines: Sequence[str], columns: Mapping[str, Sent], title: str = "") -> Scene:
+def program(lines: Sequence[str], columns: Mapping[str, _Sent], title: str = "") -> Scene:
     """Lines of code, and beside each the bytes that a device sends for it: a column of bars for each way to
     run them, all on one scale. ``columns`` by heading: what is sent, [(collective, bytes), …], by a line's
     place from 0."""
@@ -19,7 +19,7 @@ def program(lines: Sequence[str], columns: Mapping[str, Sent], title: str = "") 
         for name, sent in columns.items()
     }
     most, left = max([n for column in sums.values() for n in column] + [1]), max(map(text_width, lines)) + 24
-    room = max([WIDE + 36] + [text_width(f"{name}: 999 MiB") + 24 for name in columns])
+    room = max([_WIDE + 36] + [text_width(f"{name}: 999 MiB") + 24 for name in columns])
     items, said = list[Any](), list[str]()
     for i, line in enumerate(lines):
         y = PITCH * i
@@ -29,7 +29,7 @@ def program(lines: Sequence[str], columns: Mapping[str, Sent], title: str = "") 
             if not sent.get(i):
                 continue
             what = f"{' and '.join(dict.fromkeys(kind for kind, _ in sent[i]))} {size_text(n)}"
-            items.append(Rect(x, y + 1, max(WIDE * n / most, 1.5), 16, "links", "ink", 1))
+            items.append(Rect(x, y + 1, max(_WIDE * n / most, 1.5), 16, "links", "ink", 1))
             items.append(small_text(x, y + 28, what, "start", "ink"))
             said.append(f"{name}, {line}: {what}")
     for k, (name, column) in enumerate(sums.items()):

@@ -66,7 +66,7 @@ def messages(rows) -> Scene:
     return compose("One sum, in so many messages", [items], "\n".join(lines))
 
 
-PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "moments"}  # and their colours
+_PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "moments"}  # and their colours
 
 
 def held(stage: int, part: str, layer: int, tick: int, layers: int, devices: int) -> float:
@@ -92,7 +92,7 @@ def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
     times, pitch, items, lines = range(2 * layers + 1), layers * high + 14, list[Any](), []
     panel, bottom = 2 * layers * wide + last, pitch * len(stages) - 6
     spans = (("forward", 0, layers), ("backward", layers, 2 * layers), ("update", 2 * layers, 0))
-    for k, (part, fill) in enumerate(PARTS.items()):
+    for k, (part, fill) in enumerate(_PARTS.items()):
         x0 = left + k * (panel + 24)
         items.append(Text(x0 + panel / 2, -16, part, anchor="middle", bold=True))
         for i, stage in enumerate(stages):
@@ -111,7 +111,7 @@ def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
         for n in range(layers):
             items.append(scene.small_text(left - 6, y + (n + 0.5) * high, f"layer {n}", "end"))
         amount = lambda part, t, s=stage: sum(held(s, part, n, t, layers, devices) for n in range(layers))
-        most = [f"{part} {max(amount(part, t) for t in times) / layers:.3g}" for part in PARTS]
+        most = [f"{part} {max(amount(part, t) for t in times) / layers:.3g}" for part in _PARTS]
         lines.append(f"stage {stage}, the most at any time, of all: {', '.join(most)}")
     low = f"; low: this device's 1/{devices} of it" * any(stages)
     key = [("weights", "full: all of a layer" + low), ("paper", "nothing")]

@@ -78,7 +78,7 @@ def column(rank: int, row: list[str], w: float, h: float, gap: float = 0, new=()
     return items
 
 
-def words(row: list[str]) -> str:
+def _words(row: list[str]) -> str:
     """What a device holds, for the text of a drawing."""
     return " ".join("+".join(letters) or "·" for letters in row)
 
@@ -109,7 +109,7 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
             placed = ((1.35 * pixels(SMALL) * (i + 1.7), line) for i, line in enumerate(PATTERNS[kind]))
             items += [small_text(0, y, line, "start") for y, line in placed]
         drawn.append(items)
-        said = [", ".join(f"device {r}: {words(row)}" for r, row in enumerate(held)) for held in both]
+        said = [", ".join(f"device {r}: {_words(row)}" for r, row in enumerate(held)) for held in both]
         lines.append(f"{kind} ({' '.join(PATTERNS[kind])}): before {said[0]}; after {said[1]}")
     title = "What each device holds before and after" + f": {kinds[0]}" * (len(kinds) == 1)
     if icon:
@@ -140,7 +140,7 @@ def ring_sums(kind: str = "all-reduce", ranks: int = 4, moving: bool = False) ->
         told = hop_words(kind, k, ranks)
         items += [small_text(0, -12, told.partition(":")[0], "start", "ink")] * (not moving)
         panels.append(items)
-        lines.append(f"{told}: {' | '.join(map(words, held))}")
+        lines.append(f"{told}: {' | '.join(map(_words, held))}")
     if moving:
         panels = [[Group(tuple(items), frame=k) for k, items in enumerate(panels)]]
     rows = [stack(row, 22, across=True) for row in (panels[:ranks], panels[ranks:]) if row]

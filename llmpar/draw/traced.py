@@ -9,20 +9,20 @@ from llmpar.draw.scene import BODY, OTHERS, SMALL, Rect, Scene, Text, compose, s
 from llmpar.draw.scene import text_width as wide
 
 Shape = Sequence[int]
-Sent = tuple[str, Sequence[str], int, int, Shape]
+_Sent = tuple[str, Sequence[str], int, int, Shape]
 """A collective: its kind, its axes, how often in a row, all bytes a rank sends, the shape it then has."""
-LANE, WIDE, HIGH, ROOM = 38, 54, 28, 550
+LANE, _WIDE, _HIGH, ROOM = 38, 54, 28, 550
 
 
-def traced(sizes: dict[str, int], given: Sequence[Shape], sent: Sequence[Sent], returned: Shape) -> Scene:
+def traced(sizes: dict[str, int], given: Sequence[Shape], sent: Sequence[_Sent], returned: Shape) -> Scene:
     """Draw a program's collectives in its order, as bars over the ranks that take part in each, and what a
     rank holds before and after as boxes of these shapes (rows downwards); of very many the first."""
     ranks, x, hidden, items = math.prod(sizes.values()), 62.0, 0, list[Rect | Text]()
     bottom, middles = ranks * LANE + 12, [LANE * (i + 0.5) for i in range(ranks)]
     shapes = [*given, returned, *(row[4] for row in sent)]
     held = {tuple(shape): (1, *shape)[-max(2, len(shape)) :] for shape in shapes}
-    across = WIDE / max(math.prod(shape[1:]) for shape in held.values())
-    down = HIGH / max(3, *(shape[0] for shape in held.values()))
+    across = _WIDE / max(math.prod(shape[1:]) for shape in held.values())
+    down = _HIGH / max(3, *(shape[0] for shape in held.values()))
 
     def boxes(shape: Shape, head: str) -> None:
         nonlocal x

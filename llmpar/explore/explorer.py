@@ -23,10 +23,10 @@ from llmpar.files import Allowed
 from llmpar.plan.model_config import PRESETS
 from llmpar.predict import hardware
 
-SMALL = ("timeline", "routing", "memory", "overlap", "ring", "sum")
+_SMALL = ("timeline", "routing", "memory", "overlap", "ring", "sum")
 CALCULATORS = {"mesh": "mesh", "memory": "memory", "sum": "collectives", "timeline": "schedules"}
 """The page of the site (LLMPAR_SITE) that shows a kind, whose address a saved page's link has."""
-KINDS = {"mesh": "explorer", "given": "given"} | dict.fromkeys(SMALL, "small")
+KINDS = {"mesh": "explorer", "given": "given"} | dict.fromkeys(_SMALL, "small")
 """Where the explorer of each kind is, what a page asks for: `RingExplorer` is in the file `small`."""
 
 

@@ -52,7 +52,7 @@ CONTROLS: list[dict[str, Any]] = [
     | {"label": "another model: a config.json, its path, or a downloaded name"},
 ]
 FIRST = "zero tp_sequence microbatches remat schedule context_parallel loss_chunks".split()
-HIDDEN = ("mesh", "reading", "bucket_bytes", "unroll", "attention_block")
+_HIDDEN = ("mesh", "reading", "bucket_bytes", "unroll", "attention_block")
 """Fields of a plan that change nothing that is shown."""
 
 
@@ -136,7 +136,7 @@ def asked(state: dict) -> Question:
 def _offered() -> dict[str, dict[str, Any]]:
     """Every field of a plan that can be set by hand, as a control, those that decide most first."""
     kinds, controls = allowed(Plan), {}
-    names = [field.name for field in dataclasses.fields(Plan) if field.name not in HIDDEN]
+    names = [field.name for field in dataclasses.fields(Plan) if field.name not in _HIDDEN]
     for name in sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
         what = kinds[name]
         control: dict[str, Any] = {"name": name, "label": name.replace("_", " ")}

@@ -15,13 +15,15 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).parent.parent
-WORDS = next(path for path in (PACKAGE / "docs/words.md", PACKAGE.parent / "docs/words.md") if path.is_file())
+_PACKAGE = Path(__file__).parent.parent
+WORDS = next(
+    path for path in (_PACKAGE / "docs/words.md", _PACKAGE.parent / "docs/words.md") if path.is_file()
+)
 """The glossary: a wheel has it inside the package."""
 STATIC = Path(__file__).parent / "static"
 MODULE, STYLE = STATIC / "explorer.js", STATIC / "explorer.css"
 RUNTIME = STATIC / "python.json"
-FOLDERS = "draw/* explore/* plan/* predict/* planner/* kernels/__init__.py kernels/tiles.py".split()
+_FOLDERS = "draw/* explore/* plan/* predict/* planner/* kernels/__init__.py kernels/tiles.py".split()
 NEED_JAX = ("widget.py", "aot.py", "targets.py")
 EXERCISES = "__init__.py judge.py pages.py record.py 01.py 01.md 02.md 08.py 08.md".split()
 """Lessons whose exercises a page judges; of lesson 02 those that no device runs."""
@@ -36,11 +38,11 @@ def runtime() -> str:
 
 def rooms() -> dict[str, str]:
     """The part of the package that needs neither JAX nor numpy: what the files hold, by their paths."""
-    found = [PACKAGE / "__init__.py", PACKAGE / "files.py"]
-    found += [path for folder in FOLDERS for path in sorted(PACKAGE.glob(folder))]
-    found += [PACKAGE / "lessons" / name for name in EXERCISES]
+    found = [_PACKAGE / "__init__.py", _PACKAGE / "files.py"]
+    found += [path for folder in _FOLDERS for path in sorted(_PACKAGE.glob(folder))]
+    found += [_PACKAGE / "lessons" / name for name in EXERCISES]
     files = [path for path in found if path.suffix in (".py", ".toml", ".md") and path.name not in NEED_JAX]
-    named = {path.relative_to(PACKAGE.parent).as_posix(): path for path in files}
+    named = {path.relative_to(_PACKAGE.parent).as_posix(): path for path in files}
     named["llmpar/docs/words.md"] = WORDS
     return {name: path.read_text(encoding="utf-8") for name, path in named.items()}
 

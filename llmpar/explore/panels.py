@@ -35,7 +35,7 @@ _PLACES = {
 }
 AREAS = [[name, heading, place] for place, there in _PLACES.items() for name, heading in there.items()]
 """Every panel: its name, its heading (where the picture has none), its place on the page."""
-KINDS = {
+_KINDS = {
     "weight": "weights (float32)",
     "gradient": "gradients (float32)",
     "moments": "the optimizer's two moments (float32)",
@@ -118,7 +118,7 @@ def pick(seen: Look) -> str:
     """The tensor that is looked at, and all others to choose from."""
     rows, now = tensors(seen), chosen(seen).name
     found = []
-    for kind, title in KINDS.items():
+    for kind, title in _KINDS.items():
         found.append(f"<optgroup label={attribute(title)}>")
         for name in (row.name for row in rows if row.kind == kind):
             mark = " selected" * (name == now)
@@ -134,7 +134,7 @@ def holds(seen: Look) -> str:
     at = geometry.coordinates(sizes, sizes, device)
     where = ", ".join(f"{axis} {at[axis]}" for axis in sizes if sizes[axis] > 1)
     rows = tensors(seen)
-    for kind, title in KINDS.items():
+    for kind, title in _KINDS.items():
         mine = [(row, *row.held(sizes, device)) for row in rows if row.kind == kind]
         total = size_text(sum(held for _, _, held in mine))
         head = f'<th scope="rowgroup">{escape(title)}</th><td>{total}</td><td></td><td></td>'
@@ -264,7 +264,7 @@ def _most_of(row: Prediction) -> str:
     return of.most_common(1)[0][0]
 
 
-def mesh_map(seen: Look) -> Scene:
+def _mesh_map(seen: Look) -> Scene:
     """All meshes of as many devices, as far as they are known."""
     around = seen.around
     ways, best = [_way(one) for one in around.points.values()], _way(around.best) if around.best else None
@@ -283,7 +283,7 @@ def panels(seen: Look) -> dict[str, Scene | str]:
     with estimated():
         found = _estimates(seen)
     if seen.timed:
-        found["map"] = mesh_map(seen)
+        found["map"] = _mesh_map(seen)
     return found
 
 

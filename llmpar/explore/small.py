@@ -102,7 +102,7 @@ class TimelineExplorer(Figure):
             case None:
                 return order
             case [int(), int(), int()] as places:
-                return moved(order, *places)
+                return _moved(order, *places)
         raise ValueError(f"move is {state['move']!r:.60}; use a stage, a place in its row, and the new place")
 
     def table(self, state: dict, order: Schedule | None = None) -> Timetable:
@@ -179,7 +179,7 @@ def _words(table: Timetable) -> tuple[str, str]:
     )
 
 
-def moved(order: Schedule, stage: int, old: int, new: int) -> Schedule:
+def _moved(order: Schedule, stage: int, old: int, new: int) -> Schedule:
     """An order whose stage runs operation ``old`` of its row at place ``new``; cells of it are parted."""
     if order.placement not in ("linear", "looped"):
         why = f"a written order cannot say where {order.name} places its chunks"

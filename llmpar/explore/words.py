@@ -15,8 +15,8 @@ from llmpar.explore.page import WORDS
 from llmpar.planner import planner
 from llmpar.planner.terms import Term, terms
 
-UNITS = {"B": size_text, "s": time_text, "1/s": lambda x: f"{rounded(x):,.0f} a second"}
-UNITS["1"] = lambda x: f"{100 * rounded(x):.0f} %"
+_UNITS = {"B": size_text, "s": time_text, "1/s": lambda x: f"{rounded(x):,.0f} a second"}
+_UNITS["1"] = lambda x: f"{100 * rounded(x):.0f} %"
 STEP = ("total", "a step", "MFU", "tokens per second")
 """The numbers of the verdict."""
 
@@ -77,7 +77,7 @@ def explain(seen: Look) -> str:
 
 
 def _term(term: Term) -> str:
-    value = UNITS[term.unit](term.value)
+    value = _UNITS[term.unit](term.value)
     if term.name in STEP[1:]:
         value = banded(value, planner.UNSEEN_ERROR)
     name = f"<b>{escape(term.name)}, {value}{' (an estimate)' * term.estimate}</b>"
@@ -85,7 +85,7 @@ def _term(term: Term) -> str:
     where += [f"in <code>{escape(term.line)}</code>"] * bool(term.line)
     where += [f"lesson {escape(term.lesson)}"] * bool(term.lesson) + [escape(term.paper)] * bool(term.paper)
     rows = [
-        f"{UNITS[term.unit](value)}: {escape(f'{what}: {filled}')}" for what, filled, value in term.summands
+        f"{_UNITS[term.unit](value)}: {escape(f'{what}: {filled}')}" for what, filled, value in term.summands
     ]
     shown = f"<ul>{tagged('li', rows)}</ul>" if rows else tagged("p", [f"= {escape(term.filled)}"])
     shown += tagged("p", [f"all of it × {term.times}"] * bool(term.times))

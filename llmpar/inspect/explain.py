@@ -254,7 +254,7 @@ def disagree(error: BaseException, operation: str, shardings: str) -> Known:
     raise LookupError(shardings)
 
 
-def joined(error: BaseException, *shardings: str) -> Known:
+def _joined(error: BaseException, *shardings: str) -> Known:
     """Operands of several shapes keep the cuts that they all have."""
     found = _layouts(" ".join(shardings))
     dims = tuple(d if all(d in x.dims for x in found) else Dim(d.name) for d in found[0].dims)
@@ -297,7 +297,7 @@ def varies(error: BaseException, first: str, before: str, second: str, after: st
 # ------------------------------------------------------------------------- mistakes that are no missing arrow
 
 
-def uneven(error: BaseException, dim: str, parts: str, size: str, shape: str) -> Known:
+def _uneven(error: BaseException, dim: str, parts: str, size: str, shape: str) -> Known:
     """A size that its axes do not divide: the sizes beside it that they do, and what to add."""
     if ".at[" in _expression(error):  # the size is that of a piece
         raise LookupError(shape)
@@ -343,8 +343,8 @@ RULES: dict[str, Callable[..., Known]] = {
     "shorter": lambda error, spec, rank: {"spec": PartitionSpec(*_cuts(spec)[: int(rank)])},
     "plain": lambda error, *words: {},
 }
-_RULES: list[Callable[..., Known]] = [product, alike, unsummed, finished, disagree, joined, unsharded]
-_RULES += [twice, reshape, varies, uneven, unknown, once]
+_RULES: list[Callable[..., Known]] = [product, alike, unsummed, finished, disagree, _joined, unsharded]
+_RULES += [twice, reshape, varies, _uneven, unknown, once]
 RULES |= {rule.__name__: rule for rule in _RULES}
 _ROWS = resources.files(__package__).joinpath("explain.toml").read_text(encoding="utf-8")
 ERRORS = tomllib.loads(re.sub("|".join(PRINTED), lambda word: PRINTED[word[0]], _ROWS))

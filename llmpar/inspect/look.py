@@ -37,13 +37,13 @@ from llmpar.inspect.roofline import product_flops
 from llmpar.inspect.shardings import PACKED, _leaves
 from llmpar.parallel.mesh import axes_of, platform_of
 
-SMALL = 0.01
+_SMALL = 0.01
 """Of what is replicated, values below this share of the arguments are summed."""
-HIDDEN = r'(?:^(?=convolution)|custom_call_target="(?!Sharding|SPMD|xla\.sdy|annotate_|__cublas))([^"\s]+)'
-MOST = 8
+_HIDDEN = r'(?:^(?=convolution)|custom_call_target="(?!Sharding|SPMD|xla\.sdy|annotate_|__cublas))([^"\s]+)'
+_MOST = 8
 """Of leaves that come back in another layout so many are named."""
-KINDS = jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
-WHOLE = "a jaxpr does not say how arguments on automatic axes lie: here they are whole; look at the function"
+_KINDS = jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
+_WHOLE = "a jaxpr does not say how arguments on automatic axes lie: here they are whole; look at the function"
 LAST = (
     "the compiler may have merged, split and widened collectives here, and from its cache comes a text that"
     " names old lines; look at the function"
@@ -143,7 +143,7 @@ def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
         context = jax.sharding.get_mesh()
     except ValueError:  # inside jax.jit
         raise ValueError("look compiles, and another program is being traced; call it outside") from None
-    notes, lines = [WHOLE] * hasattr(f, "eqns"), dict[str, set[str]]()
+    notes, lines = [_WHOLE] * hasattr(f, "eqns"), dict[str, set[str]]()
     try:
         program = _staged(f, args, kwargs)
         meshes = [*_meshes("the context", context), *_meshes("", args, kwargs)]
@@ -183,8 +183,8 @@ def _returned(leaves: list) -> list[str]:
         if not where.is_equivalent_to(at, len(x.shape)):
             lie = f"{name} comes back as {_lies(where, x)}, in {same[0][0]} went in as {_lies(at, x)}"
             notes.append(f"{lie}: given again, it moves, or the program is compiled again")
-    more = [f"{len(notes) - MOST} more results come back in another layout"] * (len(notes) > MOST)
-    return notes[:MOST] + more
+    more = [f"{len(notes) - _MOST} more results come back in another layout"] * (len(notes) > _MOST)
+    return notes[:_MOST] + more
 
 
 def _lies(where: Any, x: Any) -> str:
@@ -197,10 +197,10 @@ def _lies(where: Any, x: Any) -> str:
 def _staged(f: Any, args: tuple, kwargs: dict) -> Any:
     """Gives a closed jaxpr, or a program as `jax.stages` have it, traced if it can be."""
     wraps = "traced", "lowered", "compiled"  # so Flax and Equinox call what JAX has
-    inner = lambda x: next((y for y in (getattr(x, n, None) for n in wraps) if isinstance(y, KINDS)), x)
+    inner = lambda x: next((y for y in (getattr(x, n, None) for n in wraps) if isinstance(y, _KINDS)), x)
     if hasattr(f, "eqns"):
         return f if hasattr(f, "consts") else core.ClosedJaxpr(f, ())
-    if isinstance(f := inner(f), KINDS):
+    if isinstance(f := inner(f), _KINDS):
         if args or kwargs:
             raise ValueError(f"a {type(f).__name__.lower()} program has its arguments; give look only that")
         return f
@@ -318,7 +318,7 @@ def _read(text: str, mesh: Any, notes: list[str], lines: dict[str, set[str]]) ->
     leaf = lambda comp, op: 0 if op.kind == "convolution" else product_flops(module, comp, op)
     flops = int(flops_in(module, leaf, turns)(module.entry, None))
     inner = (f"{op.kind} {op.attrs}" for ops in module.computations.values() for op in ops.values())
-    hidden = Counter(name for words in inner for name in re.findall(HIDDEN, words))
+    hidden = Counter(name for words in inner for name in re.findall(_HIDDEN, words))
     notes += [f"not counted: what {name} (×{n}) does inside" for name, n in hidden.items()] + module.uncounted
     said = lambda c: f"{at(c) or '(the partitioner)'} {c.kind} {','.join(c.axes)}"
     pairs = dict.fromkeys((said(a), said(b)) for a, b in (unordered(text, mesh) if mesh else []))
@@ -350,7 +350,7 @@ def _replicated(leaves: list, mesh: Any, argument_bytes: int) -> list[dict[str, 
     of = lambda row: (row["shape"], row["axes"])
     state = [of(row) for row in rows if row["name"].startswith("in")]  # which comes out again
     rows = [row for row in rows if row["name"].startswith("in") or of(row) not in state]
-    small = [row for row in rows if row["bytes"] < SMALL * argument_bytes]
+    small = [row for row in rows if row["bytes"] < _SMALL * argument_bytes]
     if len(small) > 1:
         rows = [row for row in rows if row not in small]
         both: dict[str, Any] = {key: sum(row[key] for row in small) for key in ("bytes", "saved")}

@@ -38,7 +38,7 @@ MEMORY_SHARE = 0.80
 """Of the memory's published rate, that elementwise work reaches."""
 LAUNCH_S, START_S, HOST_S = 2e-6, 10e-6, 15e-6
 """Assumed: the least time of a kernel, of starting a collective, and of a branch that the host decides."""
-LINKS = "links", "network"
+_LINKS = "links", "network"
 """What collectives run on: all on one, or on what hosts have within and on what is between them."""
 FREE = set(
     "parameter constant tuple get-tuple-element bitcast iota after-all partition-id replica-id opt-barrier"
@@ -62,8 +62,8 @@ class Sent:
 
 
 @dataclass
-class Event:
-    """States one span of the walk: what ran, where (``compute`` or one of `LINKS`), when, in seconds."""
+class _Event:
+    """States one span of the walk: what ran, where (``compute`` or one of `_LINKS`), when, in seconds."""
 
     lane: str
     name: str
@@ -78,7 +78,7 @@ class Turn:
 
     name: str
     count: int
-    events: list[Event] = field(default_factory=list)
+    events: list[_Event] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -201,10 +201,10 @@ class _Walk:
         self.chip, device = chip, chip.per_device()
         self.peak, self.rate = device.flops_per_s, device.hbm_bytes_per_s * MEMORY_SHARE
         self.gpu = chip.link == "switch"
-        self.now, self.links = 0.0, {name: _Link(beside) for name in LINKS}
+        self.now, self.links = 0.0, {name: _Link(beside) for name in _LINKS}
         self.times = 1.0  # how often what is being walked runs in a step
 
-    def run(self, comp: str, events: list[Event]) -> float:
+    def run(self, comp: str, events: list[_Event]) -> float:
         """Walk a computation once, and give the FLOPs of its products."""
         pending: dict[str, tuple[_Transfer, float]] = {}
         flops = 0.0
@@ -260,16 +260,16 @@ class _Walk:
             return "done", channel, None
         return ("", name, None) if body in self.module.echoes else ("whole", name, inner)
 
-    def wait(self, sent: _Transfer, events: list[Event]) -> None:
+    def wait(self, sent: _Transfer, events: list[_Event]) -> None:
         """Wait until a collective is done."""
         end = self.links[sent.link].end(sent, self.now)
         exposed = max(0.0, end - self.now)
         sent.row.exposed_s += self.times * exposed
         self.found.terms["exposed communication"] += self.times * exposed
-        events.append(Event(sent.link, sent.row.arrow or sent.row.kind, sent.begin, end, exposed))
+        events.append(_Event(sent.link, sent.row.arrow or sent.row.kind, sent.begin, end, exposed))
         self.now = max(self.now, end)
 
-    def loop(self, comp: str, op: Op, events: list[Event]) -> float:
+    def loop(self, comp: str, op: Op, events: list[_Event]) -> float:
         """Walk a loop's body once, for as many turns as it has."""
         if not (trips := turns_of(self.module, comp, op)):
             return 0.0
@@ -282,10 +282,10 @@ class _Walk:
         self.times /= trips
         self.now = begin + trips * (self.now - begin)
         if outermost:
-            events.append(Event("compute", f"loop of {trips}", begin, self.now))
+            events.append(_Event("compute", f"loop of {trips}", begin, self.now))
         return trips * flops
 
-    def branch(self, op: Op, events: list[Event]) -> float:
+    def branch(self, op: Op, events: list[_Event]) -> float:
         """Walk the branches, each as often as it is taken; the dearest alone where that is not known."""
         branches = op.called(*CALLS["conditional"])
         share = share_of(op.scope, self.taken)
@@ -324,7 +324,7 @@ class _Walk:
             kind, message = "all-to-all", message * self.full
         seconds = self.link_seconds(kind.replace("collective-", ""), message, axes, group)
         across = self.beside and group * self.apart(axes) > self.chip.per_device().node_size
-        return _Transfer(row, LINKS[across], seconds + (START_S if self.gpu else 0.0))
+        return _Transfer(row, _LINKS[across], seconds + (START_S if self.gpu else 0.0))
 
     def apart(self, axes: tuple[str, ...]) -> int:
         """Tell how far apart the members of a group along mesh axes are."""
@@ -355,7 +355,7 @@ class _Walk:
             seconds = max(seconds, across / one.dcn_bytes_per_s)
         return seconds
 
-    def compute(self, comp: str, op: Op, events: list[Event]) -> float:
+    def compute(self, comp: str, op: Op, events: list[_Event]) -> float:
         """Run an operation on the clock that computes, and give its FLOPs."""
         if op.kind in FREE or op.kind.endswith(("-start", "-done")) or '"AllocateBuffer"' in op.attrs:
             return 0.0
@@ -364,14 +364,14 @@ class _Walk:
         seconds = max(flops / (share * self.peak), moved / self.rate, LAUNCH_S if self.gpu else 0.0)
         self.found.flops += self.times * flops
         self.found.terms[term if flops else "elementwise"] += self.times * seconds
-        events.append(Event("compute", _short(op, term if flops else ""), self.now, self.now + seconds))
+        events.append(_Event("compute", _short(op, term if flops else ""), self.now, self.now + seconds))
         self.now += seconds
         return flops
 
     def product(self, comp: str, op: Op) -> tuple[float, float, str]:
         """Give an operation's FLOPs, the share of peak that such products reach, and the term they are in."""
         if op.kind == "custom-call":
-            if flops := kernel_flops(self.module, comp, op, self.seen):
+            if flops := _kernel_flops(self.module, comp, op, self.seen):
                 own = "xla.gpu.triton" in op.attrs or "tpu_custom_call" in op.attrs
                 return flops, self.shares["attention" if own else "cudnn"], "attention"
         wide = 0.5 if self.gpu and self.wide(comp, op) else 1.0  # TF32 runs at half the rate of bf16
@@ -449,7 +449,7 @@ def product_flops(module: Module, comp: str, op: Op) -> float:
     them, calls of GPU libraries, and kernels of attention."""
     if is_product(op):
         return float(dot_flops(module, comp, op))
-    count = _convolution_flops if op.kind == "convolution" else kernel_flops
+    count = _convolution_flops if op.kind == "convolution" else _kernel_flops
     return count(module, comp, op)
 
 
@@ -482,7 +482,7 @@ def _convolution_flops(module: Module, comp: str, op: Op) -> float:
     return 2.0 * math.prod(result) * contracted
 
 
-def kernel_flops(module: Module, comp: str, op: Op, seen: float = 1.0) -> float:
+def _kernel_flops(module: Module, comp: str, op: Op, seen: float = 1.0) -> float:
     """Give the FLOPs of a kernel of attention that the program shows as one call; 0 for what is none.
 
     cuDNN's attention says its shape: QK' and PV forward, five products backward, half of them under a causal

@@ -56,11 +56,11 @@ def _leaves(value: Any) -> list[tuple[str, Any, Any]]:
 
 PACKED = {"int4": 0.5, "uint4": 0.5, "float4_e2m1fn": 0.5, "int2": 0.25, "uint2": 0.25}
 """Bytes of an element where XLA stores several in one; elsewhere they are the dtype's."""
-Place = tuple[tuple[tuple[str, int], ...], tuple[jax.Device, ...]]  # axes with sizes, devices in order
+_Place = tuple[tuple[tuple[str, int], ...], tuple[jax.Device, ...]]  # axes with sizes, devices in order
 _place = lambda mesh: (tuple(mesh.shape.items()), tuple(mesh.devices.flat))
 
 
-def _mesh(meshes: list[tuple[str, Any]], leaves: list[tuple[str, Any, Any]]) -> Place:
+def _mesh(meshes: list[tuple[str, Any]], leaves: list[tuple[str, Any, Any]]) -> _Place:
     """The largest mesh, the first of them; all must lie on its devices."""
     found = []
     for name, mesh in meshes + [(name, where.mesh) for name, _, where in leaves if hasattr(where, "mesh")]:
@@ -77,7 +77,7 @@ def _mesh(meshes: list[tuple[str, Any]], leaves: list[tuple[str, Any, Any]]) -> 
     return sizes, devices
 
 
-def _row(name: str, x: Any, where: Any, place: Place) -> dict:
+def _row(name: str, x: Any, where: Any, place: _Place) -> dict:
     """One array: its blocks, and which of them each device holds, as JAX says it."""
     spec, bare, shape = getattr(where, "spec", None), isinstance(x, Sharding), getattr(x, "shape", ())
     layout, devices, unfinished, term = str(where if spec is None else spec), place[1], "", dict[Any, Any]()

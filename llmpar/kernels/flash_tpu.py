@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 
 from llmpar.kernels import flash
 
-KINDS = {"rows": "bkrsh", "keys": "bkth", "numbers": "bkrus", "shares": "bkwth"}
-KINDS |= {"q_ids": "bius", "k_ids": "biut"}
+_KINDS = {"rows": "bkrsh", "keys": "bkth", "numbers": "bkrus", "shares": "bkwth"}
+_KINDS |= {"q_ids": "bius", "k_ids": "biut"}
 """Kinds of arrays (`flash.KINDS`) as TPUs take them: the last two dims are tiles of vector memory; u is 1."""
 
 
@@ -40,7 +40,7 @@ def run(name, how, tiles, sizes, kinds, given, dtypes, interpret=False):
         )
 
     block, sizes = dict(s=tiles.q, t=tiles.k, h=h, i=2, u=1), sizes | dict(u=1, w=1)
-    made, takes, makes = flash.layout(name, KINDS, sizes, kinds, dtypes, span, block, place)
+    made, takes, makes = flash.layout(name, _KINDS, sizes, kinds, dtypes, span, block, place)
     sums = [h] * (1 + of_keys) + [1, 1] * (name == "flash_forward")
     grid = tpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
@@ -63,11 +63,11 @@ def run(name, how, tiles, sizes, kinds, given, dtypes, interpret=False):
 
 def _laid(kind, x, back=False):
     """Lay an array out for a TPU, or back."""
-    usual, here = flash.KINDS[kind], KINDS[kind].replace("u", "")
+    usual, here = flash.KINDS[kind], _KINDS[kind].replace("u", "")
     if back:
-        return jnp.einsum(f"{here}->{usual}", x[..., 0, :] if "u" in KINDS[kind] else x)
+        return jnp.einsum(f"{here}->{usual}", x[..., 0, :] if "u" in _KINDS[kind] else x)
     x = jnp.einsum(f"{usual}->{here}", x)
-    return x[..., None, :] if "u" in KINDS[kind] else x
+    return x[..., None, :] if "u" in _KINDS[kind] else x
 
 
 def _program(name, how, span, keys, queries, before, *refs):

@@ -54,7 +54,7 @@ class How(NamedTuple):
     split: bool = False  # weights' gradients in a loop of their own, which a pipeline can put off
 
 
-class Layout(NamedTuple):
+class _Layout(NamedTuple):
     """Which visit stands in which slot, and whose a block is."""
 
     slot_rk: Int[Array, "r k"]  # of each visit; q for one to nobody here
@@ -107,7 +107,7 @@ def take(z: Array, index: Int[Array, ...]) -> Array:
     return z.at[index].get(mode="fill", fill_value=0)
 
 
-def lay_out(how: How, expert_rk: Int[Array, "r k"], num_experts: int) -> Layout:
+def lay_out(how: How, expert_rk: Int[Array, "r k"], num_experts: int) -> _Layout:
     """Lay visits out in order of their experts (``num_experts`` for a visit to nobody here): first in the
     blocks that are an expert's own, then from a new block on."""
     num_slots, own, n = how.num_blocks * how.block, how.own * how.block, jnp.arange(how.num_blocks)
@@ -119,7 +119,7 @@ def lay_out(how: How, expert_rk: Int[Array, "r k"], num_experts: int) -> Layout:
     slot_p = place_p + jnp.where(own_p, expert_p * own, begin_p - own)
     slot_p = jnp.where(expert_p < num_experts, slot_p, num_slots)
     owner_n = (n[:, None] >= end_l[None]).sum(1, dtype=jnp.int32)
-    return Layout(slot_p.reshape(expert_rk.shape), item_in(slot_p, num_slots), end_l, owner_n)
+    return _Layout(slot_p.reshape(expert_rk.shape), item_in(slot_p, num_slots), end_l, owner_n)
 
 
 # -------------------------------------------------------------------------------------------------- products
@@ -142,7 +142,7 @@ def outer(rows, grads, num_owners: int):
 
 
 def feed_forward(
-    how: How, x: Float[Array, "r d"], shares: Float[Array, "r k"], weights: Weights, where: Layout
+    how: How, x: Float[Array, "r d"], shares: Float[Array, "r k"], weights: Weights, where: _Layout
 ) -> Float[Array, "r d"]:
     """For each row the sum of what its experts give, weighed by its shares: in float32 within a part, and
     rounded once for each."""
@@ -216,7 +216,7 @@ class _Part(NamedTuple):
     """Some blocks of slots."""
 
     how: How
-    where: Layout
+    where: _Layout
     begin: Int[Array, ""]
     num_blocks: int
     is_first: bool
@@ -281,7 +281,7 @@ class _Part(NamedTuple):
         return so_far
 
 
-def _walk(how: How, where: Layout, weights, made, sums, do):
+def _walk(how: How, where: _Layout, weights, made, sums, do):
     """Do ``made, sums = do(here, made, sums, *weights)`` for all parts that hold rows, the first before the
     loops. What is made for rows and the sums for weights have a loop each: rows can travel back while
     gradients of weights are still added up."""

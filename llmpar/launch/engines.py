@@ -40,13 +40,13 @@ class Place:
 
 
 OMPI = "OMPI_COMM_WORLD_"
-ENGINES = {
+_ENGINES = {
     "torchrun": ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"),
     "Open MPI": (f"{OMPI}SIZE", f"{OMPI}RANK", f"{OMPI}LOCAL_RANK", f"{OMPI}LOCAL_SIZE", f"{OMPI}SIZE"),
     "MPICH": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK"),
 }
 """Engine -> variables: number of processes, this one's, both on its host, one always set with the second."""
-OTHERS = ("JOB_COMPLETION_INDEX", "PALS_RANKID", "JSM_NAMESPACE_RANK", "FLUX_TASK_RANK")
+_OTHERS = ("JOB_COMPLETION_INDEX", "PALS_RANKID", "JSM_NAMESPACE_RANK", "FLUX_TASK_RANK")
 """Ranks that an indexed Job of Kubernetes sets, which does not tell how many pods there are, and engines that
 nobody has tried with this package."""
 
@@ -142,7 +142,7 @@ def _numbered(env: Mapping[str, str]) -> Place | None:
     """An engine of the table. MPI's coordinator: here if all are here, else on SLURM's first host, else where
     mpirun runs, after which Open MPI 5 names its jobs."""
     by_slurm = [env.get(name) for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")]
-    for engine, (num, number, local, num_local, sign) in ENGINES.items():
+    for engine, (num, number, local, num_local, sign) in _ENGINES.items():
         if not {number, sign} <= env.keys():
             continue
         if engine == "MPICH" and "SLURM_STEP_NODELIST" in env and by_slurm == [env.get(num), env[number]]:
@@ -193,4 +193,4 @@ def _unread(env: Mapping[str, str]) -> Place | None:
     """One of several processes, perhaps, of an engine that does not say enough, or is not known here."""
     note = "is set, but not how many processes there are, so this one runs alone; set"
     note += " JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, as 'llmpar launch jobset' does"
-    return next((Place(note=f"{name} {note}") for name in OTHERS if name in env), None)
+    return next((Place(note=f"{name} {note}") for name in _OTHERS if name in env), None)

@@ -25,7 +25,7 @@ MARK = "# written by llmpar launch"
 """The last line of each: such a file may be written over by another."""
 SBATCH = "partition", "account", "time_limit"
 """What goes into lines that sbatch reads, without a shell and its quotes."""
-MEMORY = {"XLA_CLIENT_MEM_FRACTION": ".95"}
+_MEMORY = {"XLA_CLIENT_MEM_FRACTION": ".95"}
 """JAX takes 75 % of a GPU's memory otherwise."""
 
 
@@ -199,7 +199,7 @@ def _mpi(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
         run = f"mpiexec -n {job.num_processes} -hosts {shlex.quote(','.join(job.hosts))} -ppn {each}"
         return {"first": first, "command": f"{run} {values['command']}"}
     told = ["JAX_COORDINATOR_ADDRESS", *["NCCL_SOCKET_IFNAME"] * bool(site.interface)]
-    told += MEMORY if site.gpus_per_node else []
+    told += _MEMORY if site.gpus_per_node else []
     hosts = shlex.quote(",".join(f"{host}:{each}" for host in job.hosts))
     run = f"mpirun -n {job.num_processes} --host {hosts} --map-by ppr:{each}:node -x {' -x '.join(told)}"
     return {"first": first, "command": f"{run} {values['command']}"}
@@ -234,7 +234,7 @@ def _ray(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
         "words": list(job.words),
         "use_gpu": bool(gpus),
         "resources": {"CPU": values["cpus"] or 1, **gpus},
-        "variables": variables | (MEMORY if gpus else {"JAX_PLATFORMS": "cpu"}),
+        "variables": variables | (_MEMORY if gpus else {"JAX_PLATFORMS": "cpu"}),
     }
 
 

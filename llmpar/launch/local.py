@@ -15,7 +15,7 @@ from llmpar.launch.joined import LAUNCHER, free_port
 from llmpar.launch.signals import signals_to
 from llmpar.launch.wire import Wire
 
-GRACE_S = 20.0
+_GRACE_S = 20.0
 """Seconds that processes have to save and leave when they were asked to, and to end when one failed."""
 
 
@@ -111,7 +111,7 @@ class Processes:
                     os.killpg(process.pid, number)
 
     def wait(self, timeout_s: float = float("inf")) -> Ended:
-        """Wait for all. When one fails the others have `GRACE_S` seconds to say why, and are killed then.
+        """Wait for all. When one fails the others have `_GRACE_S` seconds to say why, and are killed then.
 
         Raises TimeoutError after ``timeout_s``.
         """
@@ -120,7 +120,7 @@ class Processes:
             statuses = [process.poll() for process in self.running]
             if first is None and any(statuses):
                 first = next(i for i, status in enumerate(statuses) if status)
-                until = min(until, time.monotonic() + GRACE_S)
+                until = min(until, time.monotonic() + _GRACE_S)
             if None not in statuses:
                 break
             if time.monotonic() > until:

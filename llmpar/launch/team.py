@@ -22,9 +22,9 @@ from typing import Any
 from llmpar.launch.local import Processes
 from llmpar.launch.wire import Wire
 
-OWN = ("_work", "main", "_run_code", "_run_module_as_main", "<module>")
+_OWN = ("_work", "main", "_run_code", "_run_module_as_main", "<module>")
 """Of the functions in which a process stands: those that call what was sent."""
-START_S, GRACE_S = 120.0, 4.0
+_START_S, _GRACE_S = 120.0, 4.0
 """Seconds for all to come; and for the others to say something after one of them failed."""
 
 
@@ -68,7 +68,7 @@ class Team(contextlib.ExitStack):
             self.enter_context(self._processes)
             for line in theirs:
                 line.close()
-            if len(self._answers(time.monotonic() + START_S)[0]) < num:
+            if len(self._answers(time.monotonic() + _START_S)[0]) < num:
                 raise RuntimeError("not all processes have come\n" + "\n".join(self._words().values()))
         except BaseException:
             self.close()
@@ -112,7 +112,7 @@ class Team(contextlib.ExitStack):
                 except (EOFError, OSError):
                     failed[number] = f"was ended by {_status(self._processes.running[number].wait(10))}"
             if failed:
-                until = min(until, time.monotonic() + GRACE_S)
+                until = min(until, time.monotonic() + _GRACE_S)
         return found, failed
 
     def _words(self, known: Mapping[int, str] | None = None) -> dict[int, str]:
@@ -140,7 +140,7 @@ class Team(contextlib.ExitStack):
             time.sleep(0.2)
             main = self._processes.said(number)[before:].rpartition("Current thread")[2]
         frames = [line.rpartition(" in ")[2] for line in main.splitlines() if line.startswith("  File")]
-        return [frame for frame in frames if frame not in OWN]
+        return [frame for frame in frames if frame not in _OWN]
 
 
 def _status(number: int) -> str:

@@ -37,7 +37,7 @@ def counted(pid: int | str = "self") -> Count:
     return Count(int(found[CARD][8]) if CARD in found else 0)
 
 
-def checked(rate: str) -> str:
+def _checked(rate: str) -> str:
     """Give a rate that tc understands, or refuse it."""
     if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", rate) or not float(rate[:-4]):
         raise ValueError(f"'{rate}' is no rate of a wire; write one such as 20mbit, 100mbit or 1gbit")
@@ -46,7 +46,7 @@ def checked(rate: str) -> str:
 
 def bytes_per_s(rate: str) -> float:
     """Bytes that a wire of this rate carries in a second."""
-    return float(checked(rate)[:-4]) * {"k": 1e3, "m": 1e6, "g": 1e9}[rate[-4]] / 8
+    return float(_checked(rate)[:-4]) * {"k": 1e3, "m": 1e6, "g": 1e9}[rate[-4]] / 8
 
 
 class Wire(contextlib.ExitStack):
@@ -63,7 +63,7 @@ class Wire(contextlib.ExitStack):
         if not 2 <= num_hosts <= 250:
             raise ValueError(f"a wire joins 2 to 250 hosts, not {num_hosts}")
         super().__init__()
-        self.num_hosts, self.rate = num_hosts, None if rate is None else checked(rate)
+        self.num_hosts, self.rate = num_hosts, None if rate is None else _checked(rate)
         self._alone = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
         self._enter = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         self._holders: list[subprocess.Popen] = []

@@ -7,7 +7,7 @@ from jax import lax
 from llmpar.lessons import Exercise
 from llmpar.lessons.spread import carried_out
 
-DEVICES, PARTS, ROWS, COLUMNS = 4, 3, 8, 2
+_DEVICES, _PARTS, _ROWS, _COLUMNS = 4, 3, 8, 2
 
 
 def stage2_accumulated() -> Exercise:
@@ -25,13 +25,15 @@ def stage2_accumulated() -> Exercise:
 
     def exchanged(gradient, parts):
         swap = lambda g: lax.all_to_all(g, "fsdp", split_axis=0, concat_axis=0, tiled=True)
-        return sum(swap(gradient(part)).reshape(DEVICES, -1, COLUMNS).sum(0) for part in parts)
+        return sum(swap(gradient(part)).reshape(_DEVICES, -1, _COLUMNS).sum(0) for part in parts)
 
-    gradients = np.random.default_rng(0).standard_normal((DEVICES, PARTS, ROWS, COLUMNS)).astype(np.float32)
+    gradients = (
+        np.random.default_rng(0).standard_normal((_DEVICES, _PARTS, _ROWS, _COLUMNS)).astype(np.float32)
+    )
 
     def given(learner):
         run = lambda parts: learner(lambda part: 2 * part, list(parts))
-        return [(run, f"fsdp={DEVICES}", gradients)]
+        return [(run, f"fsdp={_DEVICES}", gradients)]
 
     wrong = dict(
         stage1=lambda gradient, parts: scatter(sum(gradient(part) for part in parts)),

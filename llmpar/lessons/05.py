@@ -9,15 +9,15 @@ from jax import lax
 from llmpar.lessons import Exercise
 from llmpar.lessons.spread import carried_out
 
-DEVICES, POSITIONS, WIDTH, HIDDEN = 4, 8, 8, 3
+_DEVICES, POSITIONS, WIDTH, _HIDDEN = 4, 8, 8, 3
 """Of `gated_pair`: HIDDEN is what one device has of the feed-forward's width."""
 
 
 def gated_pair() -> Exercise:
     """Ask for a gated feed-forward as a column-row pair, as one device writes it."""
     draw = np.random.default_rng(0).standard_normal
-    x = np.broadcast_to(draw((POSITIONS, WIDTH)), (DEVICES, POSITIONS, WIDTH)).astype(np.float32)
-    shapes = (DEVICES, WIDTH, HIDDEN), (DEVICES, WIDTH, HIDDEN), (DEVICES, HIDDEN, WIDTH)
+    x = np.broadcast_to(draw((POSITIONS, WIDTH)), (_DEVICES, POSITIONS, WIDTH)).astype(np.float32)
+    shapes = (_DEVICES, WIDTH, _HIDDEN), (_DEVICES, WIDTH, _HIDDEN), (_DEVICES, _HIDDEN, WIDTH)
     gate, up, down = (draw(shape).astype(np.float32) for shape in shapes)
 
     hidden = lambda x, gate, up: jax.nn.silu(x @ gate) * (x @ up)
@@ -49,7 +49,7 @@ def gated_pair() -> Exercise:
         weights_gathered=weights_gathered,
         twice=lambda x, gate, up, down: lax.psum(solution(x, gate, up, down), "tp"),
     )
-    given = lambda learner: [(learner, f"tp={DEVICES}", x, gate, up, down)]
+    given = lambda learner: [(learner, f"tp={_DEVICES}", x, gate, up, down)]
     observe, also = lambda a: carried_out(*given(a)[0]), dict(in_two_calls=in_two_calls)
     return Exercise("stretch", solution, wrong, observe, also=also, devices=given)
 

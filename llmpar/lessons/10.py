@@ -9,32 +9,34 @@ from llmpar.plan.plan import Plan
 from llmpar.predict import memory, traffic
 
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
-ROWS, SEQ, DEVICES, MOST_BYTES = 16, 32, 16, 240_000
+_ROWS, _SEQ, _DEVICES, _MOST_BYTES = 16, 32, 16, 240_000
 
 
 def price(text: str) -> tuple[int, int]:
     """Bytes of arguments that a device holds under a mesh, and bytes that it sends per step."""
     plan = Plan(text)
-    plan.check(LLAMA, ROWS, SEQ)
+    plan.check(LLAMA, _ROWS, _SEQ)
     plan = plan.resolve(LLAMA)
-    held = memory.argument_bytes(plan, ROWS, SEQ)
-    return sum(held.values()), traffic.step_traffic(plan, ROWS, SEQ).total_bytes
+    held = memory.argument_bytes(plan, _ROWS, _SEQ)
+    return sum(held.values()), traffic.step_traffic(plan, _ROWS, _SEQ).total_bytes
 
 
 def cheapest() -> Exercise:
     """Ask for the mesh of dp, fsdp and tp over 16 devices that fits and sends least."""
-    cuts = [(dp, fsdp, DEVICES // dp // fsdp) for dp in divisors(DEVICES) for fsdp in divisors(DEVICES // dp)]
+    cuts = [
+        (dp, fsdp, _DEVICES // dp // fsdp) for dp in divisors(_DEVICES) for fsdp in divisors(_DEVICES // dp)
+    ]
     meshes = [f"dp={dp} fsdp={fsdp} tp={tp}" for dp, fsdp, tp in cuts if tp <= 8]  # as many as KV heads
     priced = {text: price(text) for text in meshes}
-    fits = {text: sent for text, (held, sent) in priced.items() if held <= MOST_BYTES}
+    fits = {text: sent for text, (held, sent) in priced.items() if held <= _MOST_BYTES}
     best = min(fits, key=lambda text: fits[text])
 
     def observe(text):
         mesh = parse_mesh(text)
-        if mesh.size != DEVICES:
+        if mesh.size != _DEVICES:
             return f"a mesh of {mesh.size} devices"
         held, sent = price(text)
-        return f"{'fits' if held <= MOST_BYTES else 'does not fit'}, {held:,} B held, {sent:,} B sent"
+        return f"{'fits' if held <= _MOST_BYTES else 'does not fit'}, {held:,} B held, {sent:,} B sent"
 
     wrong = dict(most_cut=min(fits, key=lambda text: priced[text][0]))
     told = dict(yours=lambda seen: dict(seen=seen, best=fits[best], fit=len(fits), all=len(priced)))

@@ -10,10 +10,10 @@ from llmpar.lessons import Exercise
 from llmpar.parallel.mesh import abstract_mesh, as_type, explicit, from_type
 from llmpar.plan.layout import Arrow, Dim, Layout, parse_layout
 
-GIVEN = {"b/dp s d": (4, 8, 16), "b/dp s m/tp": (4, 8, 32), "d m/tp": (16, 32), "m/tp d": (32, 16)}
+_GIVEN = {"b/dp s d": (4, 8, 16), "b/dp s m/tp": (4, 8, 32), "d m/tp": (16, 32), "m/tp d": (32, 16)}
 """The lesson's values by layout, and their shapes."""
-OPEN, WHOLE = P("dp", None, None, unreduced={"tp"}), P("dp", None, None)
-ROWS, COLUMNS = P("dp", "tp", None), P("dp", None, "tp")
+OPEN, _WHOLE = P("dp", None, None, unreduced={"tp"}), P("dp", None, None)
+_ROWS, _COLUMNS = P("dp", "tp", None), P("dp", None, "tp")
 
 
 def unfinished() -> Exercise:
@@ -29,17 +29,17 @@ def scattered() -> Exercise:
         return reshard(y, P("dp", "tp", None))
 
     left_open = lambda h, down: jnp.matmul(h, down, out_sharding=OPEN)
-    whole = lambda h, down: reshard(left_open(h, down), WHOLE)
-    columns = lambda h, down: reshard(left_open(h, down), COLUMNS)
+    whole = lambda h, down: reshard(left_open(h, down), _WHOLE)
+    columns = lambda h, down: reshard(left_open(h, down), _COLUMNS)
     wrong = dict(
         whole=whole,
-        twice=lambda h, down: reshard(whole(h, down), ROWS),
+        twice=lambda h, down: reshard(whole(h, down), _ROWS),
         columns=columns,
         left_open=left_open,
-        gathered=lambda h, down: reshard(reshard(h, WHOLE) @ reshard(down, P(None, None)), ROWS),
-        by_columns=lambda h, down: reshard(columns(h, down), ROWS),
+        gathered=lambda h, down: reshard(reshard(h, _WHOLE) @ reshard(down, P(None, None)), _ROWS),
+        by_columns=lambda h, down: reshard(columns(h, down), _ROWS),
         without_dp=lambda h, down: reshard(left_open(h, down), P(None, "tp", None)),
-        moved_first=lambda h, down: reshard(h, ROWS) @ reshard(down, P(None, None)),
+        moved_first=lambda h, down: reshard(h, _ROWS) @ reshard(down, P(None, None)),
     )
     return Exercise("stretch", solution, wrong, lambda answer: traced(answer, "b/dp s m/tp", "m/tp d"))
 
@@ -49,13 +49,13 @@ def residual() -> Exercise:
 
     def solution(x, up, down):
         y = jnp.matmul(jax.nn.silu(x @ up), down, out_sharding=OPEN)
-        return x + reshard(y, WHOLE)
+        return x + reshard(y, _WHOLE)
 
     left_open = lambda x, up, down: jnp.matmul(jax.nn.silu(x @ up), down, out_sharding=OPEN)
-    forgotten = lambda x, up, down: reshard(left_open(x, up, down), WHOLE)
+    forgotten = lambda x, up, down: reshard(left_open(x, up, down), _WHOLE)
 
     def gathers_hidden(x, up, down):
-        return x + reshard(jax.nn.silu(x @ up), WHOLE) @ reshard(down, P(None, None))
+        return x + reshard(jax.nn.silu(x @ up), _WHOLE) @ reshard(down, P(None, None))
 
     def cut(where):
         return lambda x, up, down: reshard(x, where) + reshard(left_open(x, up, down), where)
@@ -64,13 +64,13 @@ def residual() -> Exercise:
         y_twice=lambda x, up, down: forgotten(x, up, down) + forgotten(x, up, down),
         forgotten=forgotten,
         gathers_hidden=gathers_hidden,
-        stays_cut=cut(ROWS),
-        columns=cut(COLUMNS),
+        stays_cut=cut(_ROWS),
+        columns=cut(_COLUMNS),
         left_open=left_open,
         added_twice=lambda x, up, down: x + solution(x, up, down),
     )
     run = lambda answer: traced(answer, "b/dp s d", "d m/tp", "m/tp d")
-    in_two_calls = lambda *given: given[0] + reshard(reshard(left_open(*given), ROWS), WHOLE)
+    in_two_calls = lambda *given: given[0] + reshard(reshard(left_open(*given), _ROWS), _WHOLE)
     return Exercise("expert", solution, wrong, run, also=dict(in_two_calls=in_two_calls))
 
 
@@ -79,7 +79,7 @@ def traced(function, *layouts: str) -> dict:
     ask for, and its additions of whole values. A sharding error is told as the missing arrow."""
     mesh = explicit(abstract_mesh("dp=2 tp=4"))
     laid = {text: NamedSharding(mesh, as_type(parse_layout(text))) for text in layouts}
-    args = [jax.ShapeDtypeStruct(GIVEN[text], jnp.float32, sharding=how) for text, how in laid.items()]
+    args = [jax.ShapeDtypeStruct(_GIVEN[text], jnp.float32, sharding=how) for text, how in laid.items()]
     with jax.sharding.use_abstract_mesh(mesh), explain():
         lines = jax.make_jaxpr(function)(*args)
     sent = [move.kind for line in lines.eqns for move in moves(line) if move.kind != "slice"]

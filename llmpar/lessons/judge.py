@@ -17,7 +17,7 @@ from typing import Any, Literal
 NOT_ATTEMPTED = "replace the dots"
 CORRECT = "correct"
 BYTES = {"bytes": 1, "KiB": 2**10, "kB": 1e3, "MiB": 2**20, "MB": 1e6, "GiB": 2**30, "GB": 1e9}
-UNITS = (BYTES, {"a fraction of 1": 1, "per cent": 0.01}, {"days": 86400, "hours": 3600, "seconds": 1})
+_UNITS = (BYTES, {"a fraction of 1": 1, "per cent": 0.01}, {"days": 86400, "hours": 3600, "seconds": 1})
 """Units that people count the same thing in, and their sizes."""
 SPELLINGS = {
     "B": "bytes",
@@ -46,7 +46,7 @@ class Exercise:
         wrong: plausible wrong answers that are computed, by the key of the sentence that helps.
         observe: turns an answer into what is compared.
         tolerance: relative; answers are float32 results or numbers rounded by hand.
-        unit: of numbers, one of `UNITS` or a word that may stand behind them.
+        unit: of numbers, one of `_UNITS` or a word that may stand behind them.
         counts: sentences in place of the hint that count for the learner: by key a function that gives the
             figures in the sentence for what was observed, or None where it does not fit.
         also: other right answers that are computed, by the key of why they are right.
@@ -170,7 +170,7 @@ class Exercise:
 
     def sizes(self) -> Mapping[str, float]:
         """The units that an answer may be given in, in terms of the one that is asked for."""
-        units = next((units for units in UNITS if self.unit in units), {self.unit: 1})
+        units = next((units for units in _UNITS if self.unit in units), {self.unit: 1})
         return {name: size / units[self.unit] for name, size in units.items() if name}
 
     def unit_of(self, seen: Any, right: Any) -> str:
@@ -245,13 +245,13 @@ def read(text: str, right: Any, given: Mapping[str, Any] | None = None) -> Any:
     return text
 
 
-KINDS: dict[Any, str] = {type(None): "None", str: "text", bool: "True or False", Mapping: "a dict"}
-KINDS |= {list | tuple | set: "a list", Callable: "a function"}
+_KINDS: dict[Any, str] = {type(None): "None", str: "text", bool: "True or False", Mapping: "a dict"}
+_KINDS |= {list | tuple | set: "a list", Callable: "a function"}
 
 
 def kind(value: Any) -> str:
     """Name the kind of an answer."""
-    named = (name for what, name in KINDS.items() if isinstance(value, what))
+    named = (name for what, name in _KINDS.items() if isinstance(value, what))
     other = "a number" if hasattr(value, "__float__") else f"a value of type {type(value).__name__}"
     return next(named, "an array" if getattr(value, "shape", ()) else other)
 

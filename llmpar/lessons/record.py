@@ -19,12 +19,12 @@ from llmpar.files import read_json_lines
 from llmpar.lessons.judge import CORRECT
 
 FILE = "answers.jsonl"
-KINDS = {"exercise": str, "answer": str, "verdict": str, "correct": bool, "at": str}
+_KINDS = {"exercise": str, "answer": str, "verdict": str, "correct": bool, "at": str}
 MAX_ANSWER = 2_000  # characters of an answer that are kept
 
 
 @dataclass(frozen=True)
-class Answer:
+class _Answer:
     """One answer to one exercise, and its verdict."""
 
     exercise: str
@@ -56,7 +56,7 @@ def file(folder: str = ".") -> pathlib.Path:
     return pathlib.Path(os.environ.get("LLMPAR_ANSWERS") or pathlib.Path(folder) / FILE)
 
 
-def answers(folder: str = ".") -> list[Answer]:
+def answers(folder: str = ".") -> list[_Answer]:
     """Read all answers, the oldest first; refuse a file that is something else."""
     path = file(folder)
     if not os.path.lexists(path):
@@ -65,18 +65,18 @@ def answers(folder: str = ".") -> list[Answer]:
         rows = read_json_lines(path, "file of answers")
         for number, row in enumerate(rows, 1):
             kinds = {name: type(value) for name, value in ({"at": ""} | row).items()}
-            if kinds != KINDS:
-                wanted = ", ".join(f"{name} ({kind.__name__})" for name, kind in KINDS.items())
+            if kinds != _KINDS:
+                wanted = ", ".join(f"{name} ({kind.__name__})" for name, kind in _KINDS.items())
                 raise ValueError(f"object {number} is no answer, which has {wanted}")
     except ValueError as error:
         do = "move it away, or set LLMPAR_ANSWERS to another name"
         raise ValueError(f"'{path}' is no file of answers ({error}); {do}") from error
-    return [Answer(**row) for row in rows]
+    return [_Answer(**row) for row in rows]
 
 
 def note(exercise: str, answer: Any, verdict: str) -> str:
     """Add an answer to the file; return a sentence where that cannot be."""
-    given = Answer(exercise, as_text(answer)[:MAX_ANSWER], verdict, verdict.startswith(CORRECT), now())
+    given = _Answer(exercise, as_text(answer)[:MAX_ANSWER], verdict, verdict.startswith(CORRECT), now())
     try:
         last = next((a for a in reversed(answers()) if a.exercise == exercise), None)
         if last is None or (last.answer, last.correct) != (given.answer, given.correct):
@@ -87,7 +87,7 @@ def note(exercise: str, answer: Any, verdict: str) -> str:
     return ""
 
 
-def results(given: Sequence[Answer], levels: Mapping[str, str]) -> dict[str, Any]:
+def results(given: Sequence[_Answer], levels: Mapping[str, str]) -> dict[str, Any]:
     """Sum answers up as course platforms read it: the results.json that Otter-Grader and Gradescope exchange.
 
     An exercise has one point, for whoever has ever been right. ``levels`` names all exercises with their

@@ -41,14 +41,14 @@ def install() -> bool:
     def with_channels(*args, **kwargs):
         result = lower(*args, **kwargs)
         if tuple(kwargs["platforms"]) == ("cpu",) and kwargs.get("num_partitions", 1) > 1:
-            number(result.module, ir)
+            _number(result.module, ir)
         return result
 
     mlir.lower_jaxpr_to_module = with_channels
     return True
 
 
-def number(module: Any, ir: Any) -> None:
+def _number(module: Any, ir: Any) -> None:
     """Give the collectives of each loop's body and each branch in a lowered module a channel of their own, in
     the order of its text.
 

@@ -25,7 +25,7 @@ POOL_SIZE = ("NPROC", "PJRT_NPROC")
 wins."""
 THREADS_PER_DEVICE = 4
 MAX_SIMULATED = 1024
-KINDS = {"gpu": "NVIDIA H100 80GB HBM3", "tpu": "TPU v5"}
+_KINDS = {"gpu": "NVIDIA H100 80GB HBM3", "tpu": "TPU v5"}
 """What an abstract mesh says that its devices are, by platform."""
 LETTERS = "bsdnkrhmevclut"
 """Names of the dims of a value that has none, in order."""
@@ -145,7 +145,7 @@ def abstract_mesh(shape: str | MeshShape, platform: str = "cpu") -> AbstractMesh
     sizes, device = parse_mesh(shape).sizes, None
     if platform != "cpu":
         name = {"gpu": "cuda"}.get(platform, platform)
-        device = AbstractDevice(KINDS[platform], num_cores=None, platform=name)
+        device = AbstractDevice(_KINDS[platform], num_cores=None, platform=name)
     types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
 
@@ -207,7 +207,7 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
     gfx942`` of AMD); of an abstract mesh cpu unless it says another."""
     if isinstance(mesh, AbstractMesh):
         kind = mesh.abstract_device.device_kind if mesh.abstract_device else ""
-        return next((platform for platform in KINDS if KINDS[platform] == kind), "cpu")
+        return next((platform for platform in _KINDS if _KINDS[platform] == kind), "cpu")
     first = mesh.devices.flat[0]
     if first.platform not in ("gpu", "cuda", "rocm"):
         return first.platform

@@ -10,7 +10,7 @@ FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 TABLES = read_toml(pathlib.Path(__file__).with_suffix(".toml"), "table of names")
 MODEL, ROPE, EXPERTS = (TABLES[part] for part in ("model", "rope", "experts"))
 """What they call our fields: a model's, its stretched rotary frequencies', its experts'."""
-OURS = MODEL | ROPE | EXPERTS | TABLES["others"]
+_OURS = MODEL | ROPE | EXPERTS | TABLES["others"]
 UNSAID = dict.fromkeys(TABLES["null"]) | TABLES["unsaid"]
 """What an entry that a file leaves out means to `transformers`. Those of None may be null."""
 THEIR_OWN = {
@@ -34,7 +34,7 @@ class _Card(dict):
     def __getitem__(self, key: str):
         if key not in self:
             raise ValueError(f"'{self.path}' lacks '{key}', which its model_type needs")
-        allowed = THEIR_OWN[key] if key in THEIR_OWN else self.allowed[OURS[key]]
+        allowed = THEIR_OWN[key] if key in THEIR_OWN else self.allowed[_OURS[key]]
         value, may_be_null = super().__getitem__(key), allowed.none or UNSAID.get(key, "needed") is None
         allowed._replace(none=may_be_null).check(f"{key} in '{self.path}'", value)
         return value

@@ -18,7 +18,7 @@ Size = Annotated[int, Allowed(int, 1, 1 << 24)]
 Count = Annotated[int, Allowed(int, 0, 1 << 24)]
 Length = Annotated[int | None, Allowed(int, 1, none=True)]
 Rate = Annotated[float, Allowed(float, 0, 1e9)]
-Positive = Annotated[float, Allowed(float, 1e-9, 1e300)]
+_Positive = Annotated[float, Allowed(float, 1e-9, 1e300)]
 Share = Annotated[float, Allowed(float, 0, 1)]
 
 
@@ -125,7 +125,7 @@ class LoraConfig:
     """
 
     rank: Size = 8
-    alpha: Positive = 16.0
+    alpha: _Positive = 16.0
     targets: tuple[str, ...] = ("q", "k", "v", "o")
 
     def __post_init__(self):
@@ -428,11 +428,11 @@ class OptimizerConfig:
     """
 
     optimizer: Literal["adamw", "adafactor", "muon", "sgd"] = "adamw"
-    learning_rate: Positive = 3e-3
+    learning_rate: _Positive = 3e-3
     warmup: Count = 10
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     weight_decay: Rate = 0.1
-    clip: Positive = 1.0
+    clip: _Positive = 1.0
 
     def __post_init__(self):
         check_fields(self)

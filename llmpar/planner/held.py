@@ -3,7 +3,7 @@ by stage (Rajbhandari et al. 2020, section 3; Korthikanti et al. 2022, section 4
 
 from llmpar.predict.workload import Run
 
-MARGIN = 0.03
+_MARGIN = 0.03
 """Of a device's memory that is left free: fragments of the allocator."""
 
 
@@ -17,7 +17,7 @@ def held_bytes(run: Run, allocated: bool = False) -> dict[str, float]:
 
 def fits(run: Run) -> bool:
     """Whether the run fits its chip's memory, all of which other frameworks than JAX may take."""
-    room = run.chip.usable_hbm_gib * 2**30 * (1 - MARGIN)
+    room = run.chip.usable_hbm_gib * 2**30 * (1 - _MARGIN)
     return sum(held_bytes(run).values()) <= room
 
 

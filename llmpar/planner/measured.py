@@ -2,7 +2,7 @@
 
 A file is a list of groups. A group has an ``id``, a ``source``, ``inputs`` (what was run) and ``expected``
 (what was measured). A sweep lists ``configs`` under ``columns``, or ``rows`` whose last columns are measured;
-any input may be a list as long as what was measured. `INPUTS` and `MEASURED` are the keys, and
+any input may be a list as long as what was measured. `INPUTS` and `_MEASURED` are the keys, and
 `publications.toml` says what each is, what a source says of all its runs, and how models are called. A group
 with a key, an axis, a model or another word that is unknown is left out by name.
 """
@@ -48,13 +48,13 @@ class Source:
 
 
 INPUTS: dict[str, str] = TABLE["inputs"]
-MEASURED: dict[str, str] = TABLE["measured"]
+_MEASURED: dict[str, str] = TABLE["measured"]
 """What was measured, and which of our answers it is held against. The rest of ``expected`` is derived."""
 SOURCES = {word: Source(**row) for word, row in TABLE["sources"].items()}
 MATRICES = {name: row.pop("matrices", 3) for name, row in TABLE["models"].items()}
-MODELS = PRESETS | {name: PRESETS[preset] for name, preset in TABLE["aliases"].items()}
-MODELS |= {name: from_dict({"name": name} | row) for name, row in TABLE["models"].items()}
-BITS = {"FP8": 8, "MXFP8": 8, "INT8": 8, "MXFP4": 4, "NVFP4": 4, "BF16": 16, "FP16": 16}
+_MODELS = PRESETS | {name: PRESETS[preset] for name, preset in TABLE["aliases"].items()}
+_MODELS |= {name: from_dict({"name": name} | row) for name, row in TABLE["models"].items()}
+_BITS = {"FP8": 8, "MXFP8": 8, "INT8": 8, "MXFP4": 4, "NVFP4": 4, "BF16": 16, "FP16": 16}
 """Of the operands of products, by how a precision's name begins."""
 IN_FLOAT32 = re.compile(r"(fp32|float32)[\w ]*(grad|accum)|(grad|accum)[\w ]*(fp32|float32)", re.IGNORECASE)
 """Options of a run whose gradients are summed up in float32, where its framework also does so in 16 bits."""
@@ -104,12 +104,12 @@ def _runs(group: dict) -> Iterator[tuple[str, dict, dict]]:
     what = group.get("rows") or inputs.pop("configs", None)
     if columns and what:
         for i, row in enumerate(dict(zip(columns, row, strict=True)) for row in what):
-            own = {k: v for k, v in row.items() if k in MEASURED}
+            own = {k: v for k, v in row.items() if k in _MEASURED}
             shared = {k: v[i] for k, v in expected.items() if isinstance(v, list) and len(v) == len(what)}
             yield f"{name}/{i}", inputs | {k: v for k, v in row.items() if k not in own}, own | shared
         return
     lists = [v for v in inputs.values() if isinstance(v, list)]
-    found = {k: v for k, v in expected.items() if k in MEASURED}
+    found = {k: v for k, v in expected.items() if k in _MEASURED}
     if not found:
         raise ValueError("it holds no step time, memory or fit: nothing to compare")
     at = lambda some, i: {k: v[i] if isinstance(v, list) else v for k, v in some.items()}
@@ -163,7 +163,7 @@ def _case(name: str, group: dict, inputs: dict, found: dict) -> Case:
         context_parallel=source.context_parallel,
         ffn_products=ffn_products,
         gpt=source.gpt,
-        bits=_one_of(BITS, known.get("precision", "BF16"), "precision"),
+        bits=_one_of(_BITS, known.get("precision", "BF16"), "precision"),
         expert_tp=False,
         balanced=source.balanced,
         ends_as_layers="embedding" in options and mesh.pp > 1,
@@ -196,7 +196,7 @@ def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
     """The model's dims, and the matrices of its feed-forward."""
     if not {"model", "h", "d", "params"} & set(known):  # a table of one model names it above
         words = f"{group.get('what', '')}, {group['id']}".lower().replace(" ", "-")
-        named = [name for name in sorted(MODELS, key=len) if name in words]
+        named = [name for name in sorted(_MODELS, key=len) if name in words]
         known |= {"model": named[-1]} if named else {}
     gated = {"squared relu, two matrices": 2, "gelu, two matrices": 2, "swiglu, three matrices": 3}
     matrices = _one_of(gated, known["activation"], "activation") if "activation" in known else 0
@@ -204,9 +204,9 @@ def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
         said = str(known["model"]).lower()
         kv, dense = re.search(r"kv heads (\d+)", said), re.search(r", (\d+) dense layers?", said)
         name = re.sub(r"( \(|,).*", "", said).removesuffix(" dims")
-        if name not in MODELS:
+        if name not in _MODELS:
             raise ValueError(f"model '{known['model']}' is not known; give h, layers, heads, ffn and vocab")
-        config = MODELS[name]
+        config = _MODELS[name]
         changes: dict[str, Any] = {"num_layers": known.get("layers", config.num_layers)}
         if config.experts and dense:
             changes["experts"] = dataclasses.replace(config.experts, dense_layers=int(dense[1]))
@@ -319,8 +319,8 @@ def _recompute(known: dict, source: Source, run: Run) -> Any:
 
 
 def _measured(found: dict, run: Run) -> dict[str, Any]:
-    """Seconds of a step from the first of `MEASURED` that is there; GB; whether it fitted."""
-    there = {what: key for key, what in reversed(MEASURED.items()) if found.get(key) is not None}
+    """Seconds of a step from the first of `_MEASURED` that is there; GB; whether it fitted."""
+    there = {what: key for key, what in reversed(_MEASURED.items()) if found.get(key) is not None}
     key, unit = there.get("step_s", ""), there.get("memory", "")
     step: Any = found.get(key)
     memory, fits = found.get(unit), found.get(there.get("fits", ""))

@@ -341,7 +341,7 @@ def held_by(q: Question, plan: Resolved) -> dict[str, float]:
 
 
 @dataclass
-class Answer:
+class _Answer:
     """What was decided: the best plan of each mesh in order, and why other meshes cannot be."""
 
     question: Question
@@ -350,7 +350,7 @@ class Answer:
     num_priced: int
 
 
-def decide(q: Question, keep: int = 8) -> Answer:
+def decide(q: Question, keep: int = 8) -> _Answer:
     """Answer the question. Raises ValueError with a number of devices that would do where nothing fits."""
     _refuse(q)
     everything, impossible, failed = list[Candidate](), list[dict[str, str]](), dict[MeshShape, Candidate]()
@@ -368,7 +368,7 @@ def decide(q: Question, keep: int = 8) -> Answer:
         raise ValueError(nowhere(q, failed))
     losers = [one for mesh, one in failed.items() if mesh not in best][:REJECTED]
     rejected = [{"mesh": str(x.plan.mesh), "why": x.why_not, "change": rescue(q, x)} for x in losers]
-    return Answer(q, plans, rejected + impossible[:REJECTED], len(everything))
+    return _Answer(q, plans, rejected + impossible[:REJECTED], len(everything))
 
 
 def ranked(found: Iterable[Candidate]) -> list[Candidate]:
@@ -565,7 +565,7 @@ def smallest_fits(q: Question) -> bool:
 # ------------------------------------------------------------------------------------------------- in words
 
 
-def document(answer: Answer, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
+def document(answer: _Answer, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
     """The document of ``llmpar plan --json``. ``tokens``: to train on; ``price``: of a chip and hour."""
     q, best = answer.question, answer.plans[0]
     found: dict[str, Any] = {

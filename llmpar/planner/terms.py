@@ -21,7 +21,7 @@ from llmpar.predict.traffic import FLOAT32, ITEMSIZE, most_traffic, step_traffic
 TABLE = table("planner/terms.toml")
 LINES: dict[str, str] = TABLE.pop("lines")
 """Arrow to the file of the package that it is written in; the moves of weights are those of `plan.Life`."""
-KEPT = {"weights": "stored", "gradients": "accumulated", "moments": "graded"}
+_KEPT = {"weights": "stored", "gradients": "accumulated", "moments": "graded"}
 """Which layout of a weight's life each part of memory has."""
 
 
@@ -95,10 +95,10 @@ def _held(q: Question, one: Candidate, plan: Resolved) -> list[Term]:
             found.append(_added(name, value, "B", _without_tokens(q, plan, others)))
             continue
         filled = f"{value:,} B"
-        if name in KEPT:
+        if name in _KEPT:
             cut = Counter[int]()
             for weight, life in plan.lives.values():
-                held = math.prod(getattr(life, KEPT[name]).shard_shape(weight.shape, plan.mesh.sizes))
+                held = math.prod(getattr(life, _KEPT[name]).shard_shape(weight.shape, plan.mesh.sizes))
                 cut[math.prod(weight.shape) // held] += math.prod(weight.shape)
             filled = " + ".join(f"{n:,} × 4 B / {parts}" for parts, n in cut.most_common())
             filled = f"2 × ({filled})" if name == "moments" else filled

@@ -23,12 +23,12 @@ GIB = 2**30
 LINKS = ("torus", "switch")
 MEMORY_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Environment variables that tell JAX which share of a GPU's memory to take."""
-Text = Annotated[str, Allowed(str)]
-Rate = Annotated[float, Allowed(float, 1e3, 1e18)]
-Count = Annotated[int, Allowed(int, 1, 1 << 20)]
+_Text = Annotated[str, Allowed(str)]
+_Rate = Annotated[float, Allowed(float, 1e3, 1e18)]
+_Count = Annotated[int, Allowed(int, 1, 1 << 20)]
 """What a chip's file may say: far beyond what is built, near enough to find a wrong unit."""
-Share = Annotated[float, Allowed(float, 1e-6, 1)]
-Positive = Annotated[float, Allowed(float, 1e-12, 1e12)]
+_Share = Annotated[float, Allowed(float, 1e-6, 1)]
+_Positive = Annotated[float, Allowed(float, 1e-12, 1e12)]
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ class Rates:
     in waves, and the last wave is not full.
     """
 
-    products: Share = 0.70  # of peak, large matrix products
-    half: Positive = 2e6
-    grouped: Share = 0.45  # of peak, products of experts, each with its own few rows
-    attention: Share = 0.45  # of peak, fused attention, both directions together
-    memory: Share = 0.80  # of the memory's rate, elementwise work and what products read and write
-    links: Share = 0.80  # of the fast links' rate, large collectives (`Chip.link_efficiency` is a vendor's)
-    network: Share = 0.80  # of the network's rate, large collectives
-    kernel_s: Positive = 4e-6  # the least time of a kernel on the device
-    host_s: Positive = 20e-6  # of a launch by an eager framework's host
-    start_s: Positive = 4e-6  # of a collective, and again for each doubling of its group
-    shared: Share = 0.2  # of a hidden collective's time, what computing loses to it, to cores and memory
-    eight_bit: Positive = 1.7  # how much faster 8-bit products are than 16-bit ones, and 4-bit than those
+    products: _Share = 0.70  # of peak, large matrix products
+    half: _Positive = 2e6
+    grouped: _Share = 0.45  # of peak, products of experts, each with its own few rows
+    attention: _Share = 0.45  # of peak, fused attention, both directions together
+    memory: _Share = 0.80  # of the memory's rate, elementwise work and what products read and write
+    links: _Share = 0.80  # of the fast links' rate, large collectives (`Chip.link_efficiency` is a vendor's)
+    network: _Share = 0.80  # of the network's rate, large collectives
+    kernel_s: _Positive = 4e-6  # the least time of a kernel on the device
+    host_s: _Positive = 20e-6  # of a launch by an eager framework's host
+    start_s: _Positive = 4e-6  # of a collective, and again for each doubling of its group
+    shared: _Share = 0.2  # of a hidden collective's time, what computing loses to it, to cores and memory
+    eight_bit: _Positive = 1.7  # how much faster 8-bit products are than 16-bit ones, and 4-bit than those
 
 
 @dataclass(frozen=True)
@@ -63,22 +63,22 @@ class Chip:
     Beyond it, each chip sends `dcn_bytes_per_s`. A torus axis of a multiple of `wrap_multiple` is a ring.
     """
 
-    name: Text
+    name: _Text
     aliases: Annotated[tuple[str, ...], Allowed(list)]
     flops_per_s: Annotated[float, Allowed(float, 1e6, 1e20)]
     hbm_bytes: Annotated[float, Allowed(float, 1e6, 1e16)]
     usable_hbm_gib: Annotated[float, Allowed(float, 1e-3, 1e7)]  # per JAX device, not per chip
-    hbm_bytes_per_s: Rate
-    link: Text
-    link_bytes_per_s: Rate
-    link_efficiency: Share  # share of the link rate, of large messages
+    hbm_bytes_per_s: _Rate
+    link: _Text
+    link_bytes_per_s: _Rate
+    link_efficiency: _Share  # share of the link rate, of large messages
     num_axes: Annotated[int, Allowed(int, 1, 8)]
-    node_size: Count
-    dcn_bytes_per_s: Rate
-    date: Text  # when the source was current, or the chip was announced
+    node_size: _Count
+    dcn_bytes_per_s: _Rate
+    date: _Text  # when the source was current, or the chip was announced
     devices_per_chip: Annotated[int, Allowed(int, 1, 64)] = 1  # that `jax.devices()` counts
-    device: Text = ""  # what of a chip one of them is, where that is not plain
-    wrap_multiple: Count = 1
+    device: _Text = ""  # what of a chip one of them is, where that is not plain
+    wrap_multiple: _Count = 1
     memory_share: Annotated[float, Allowed(float, 1e-3, 1)] = 1.0  # of what is usable, that JAX takes
     hop_s: Annotated[float, Allowed(float, 1e-12, 1)] = (
         1e-6  # of a TPU (Austin et al. 2025); kept for switches too

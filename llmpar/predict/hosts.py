@@ -25,11 +25,11 @@ from llmpar.plan.timetable import slots, timetable
 from llmpar.predict.formulas import ring_share
 from llmpar.predict.traffic import step_traffic
 
-Send = tuple[int, int, Fraction]
+_Send = tuple[int, int, Fraction]
 """From, to, and which share of the message."""
 
 
-def sends(kind: str, group: int, pairs: Sequence[tuple[int, int]] = ()) -> Iterator[Send]:
+def sends(kind: str, group: int, pairs: Sequence[tuple[int, int]] = ()) -> Iterator[_Send]:
     """Say who sends which share of a collective's message to whom, by places in the group.
 
     ``pairs`` are those of a permute, by default to the next. A reduce-scatter is refused but among 2, 4, 8, …

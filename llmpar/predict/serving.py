@@ -19,7 +19,7 @@ from llmpar.predict.time import Clock
 from llmpar.predict.traffic import ITEMSIZE
 from llmpar.predict.workload import Run
 
-KERNELS = 10
+_KERNELS = 10
 """Kernels of a layer that a compiled forward pass starts one after the other."""
 ENGINE_SHARE = 0.85
 """Of a GPU's memory, what weights and cache may have: vLLM takes 0.92 (``gpu_memory_utilization`` of its
@@ -184,4 +184,4 @@ def _besides(clock: Clock) -> dict[str, float]:
     """Two all-reduces over tp in each layer, and the starts of its kernels."""
     layers = clock.run.config.num_layers
     links = {name: layers * ahead for name, (ahead, _) in clock.inside(True, 0.0).items()}
-    return {"starting kernels": layers * KERNELS * clock.rates.kernel_s} | links
+    return {"starting kernels": layers * _KERNELS * clock.rates.kernel_s} | links

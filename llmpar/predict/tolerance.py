@@ -24,12 +24,12 @@ BLOCK = 32
 """XLA's tree of reductions adds up windows of this size (`TreeReductionRewriter`, on CPUs and GPUs)."""
 ELEMENTWISE = 10
 """Roundings of a layer's values between its products: two norms, rotation, softmax, the nonlinearity."""
-PRODUCTS = 6
+_PRODUCTS = 6
 """Products on a value's way through a layer: projections, scores, what they weigh, output, up, down."""
 
 
 @dataclass(frozen=True)
-class Term:
+class _Term:
     """What one kind of sum or rounding adds to the spread; the last three are relative, root mean square."""
 
     name: str  # which sum
@@ -55,7 +55,7 @@ class Tolerance:
     logits: float  # of the model that is trained (`tolerance`), as `loss`
     loss: float
     ties: float  # tokens that are expected to change an expert, over all layers
-    terms: tuple[Term, ...]
+    terms: tuple[_Term, ...]
 
     def expected(self, what: str) -> float:
         """Root mean square of the relative difference in ``loss``, ``grad_norm`` or ``gradient``."""
@@ -103,69 +103,69 @@ def tolerance(
     ties, part = _ties(config, values)
     if (ties := ties * tokens) >= 1:
         moved, some = part * math.sqrt(ties) / tokens, part * math.sqrt(min(1.0, ties / tokens))
-        terms.append(Term("other experts chosen", "", plan.dtype, ties, moves * moved, moved, some))
+        terms.append(_Term("other experts chosen", "", plan.dtype, ties, moves * moved, moved, some))
     return Tolerance(plan.dtype, products, logits, loss, ties, (*terms, *_totals(config, plan, tokens)))
 
 
-def _values(config: ModelConfig, plan: Resolved, seq_len: int, products: Unit) -> list[Term]:
+def _values(config: ModelConfig, plan: Resolved, seq_len: int, products: Unit) -> list[_Term]:
     """What makes a token's last hidden value differ."""
     layers, tp, sp, ep = config.num_layers, plan.mesh.tp, plan.mesh.sp, plan.mesh.ep
     depth = _depth(layers)
     inner = config.width + (config.num_heads * config.head_width + config.ffn_width) / 2
     keys = min(seq_len, config.window or seq_len)
     terms = [
-        Term("residual stream", "", plan.dtype, 2 * layers),
-        Term("between products", "", plan.dtype, depth * ELEMENTWISE),
-        Term("inner sums of products", "", "float32", depth * inner + config.width / 2),
-        Term("sums over keys", "sp" * (sp > 1), "float32", depth * (keys / 2 + sp - 1)),
+        _Term("residual stream", "", plan.dtype, 2 * layers),
+        _Term("between products", "", plan.dtype, depth * ELEMENTWISE),
+        _Term("inner sums of products", "", "float32", depth * inner + config.width / 2),
+        _Term("sums over keys", "sp" * (sp > 1), "float32", depth * (keys / 2 + sp - 1)),
     ]
     if tp > 1:  # of each branch every rank rounds its part, and then the parts are added
-        terms.append(Term("branches' sums over tp", "tp", plan.dtype, depth * 2 * (2 * tp - 1)))
+        terms.append(_Term("branches' sums over tp", "tp", plan.dtype, depth * 2 * (2 * tp - 1)))
     if how := config.experts:
         ranks = min(how.top_k, ep)
         unit: Unit = plan.dtype if ranks > 1 else "float32"
-        terms.append(Term("sums over experts", "ep" * (ep > 1), unit, depth * (how.top_k + ranks - 1)))
+        terms.append(_Term("sums over experts", "ep" * (ep > 1), unit, depth * (how.top_k + ranks - 1)))
     if products != "float32" and plan.dtype == "float32":
-        terms.append(Term("operands of products", "", products, depth * PRODUCTS + 1))
+        terms.append(_Term("operands of products", "", products, depth * _PRODUCTS + 1))
     return terms
 
 
-def _curvature(plan: Resolved, values: list[Term], scale: float) -> list[Term]:
+def _curvature(plan: Resolved, values: list[_Term], scale: float) -> list[_Term]:
     """Noise raises a loss by half of its variance, in every token alike. Both programs have it, but for the
     roundings that come with the cut, which one of them has."""
     added = [x for x in values if x.by and x.unit == plan.dtype]
     bend, by = scale * sum(x.spread**2 for x in added) / 4, ",".join(x.by for x in added)
     length = sum(x.length for x in added)
-    return [Term("noise that one lacks", by, plan.dtype, length, bend)] if added else []
+    return [_Term("noise that one lacks", by, plan.dtype, length, bend)] if added else []
 
 
-def _weights(config: ModelConfig, plan: Resolved, tokens: int) -> list[Term]:
+def _weights(config: ModelConfig, plan: Resolved, tokens: int) -> list[_Term]:
     """What makes a weight's gradient differ, beside the values that it is made of."""
     copies, by = _cuts(plan, "microbatches")
     vectors = sum(math.prod(w.shape) for w in config.weights().values() if w.is_vector)
     terms = [
-        (Term("gradients' sums", by, "float32", tokens / 2 + copies - 1), 1.0),
-        (Term("sums of scales' gradients", by, plan.dtype, tokens / 2), vectors / config.num_params),
+        (_Term("gradients' sums", by, "float32", tokens / 2 + copies - 1), 1.0),
+        (_Term("sums of scales' gradients", by, plan.dtype, tokens / 2), vectors / config.num_params),
     ]
     if plan.dtype != "float32":  # ZeRO 3 sends them in this dtype, as weights when they are gathered
         once = copies if plan.gathers == "block" else 1
-        terms.append((Term("gradients", by, plan.dtype, once), 1.0))
+        terms.append((_Term("gradients", by, plan.dtype, once), 1.0))
     return [
         replace(x, grad_norm=x.spread * math.sqrt(share / tokens), gradient=min(1.0, x.spread))
         for x, share in terms
     ]
 
 
-def _totals(config: ModelConfig, plan: Resolved, tokens: int) -> list[Term]:
+def _totals(config: ModelConfig, plan: Resolved, tokens: int) -> list[_Term]:
     """The two numbers' own sums, always float32. The norm is a root, which halves an error."""
     parts, by = _cuts(plan, "microbatches", "loss_chunks")
-    loss = Term("sum of losses", by, "float32", tree(tokens) / 2 + parts - 1)
+    loss = _Term("sum of losses", by, "float32", tree(tokens) / 2 + parts - 1)
     length = tree(config.num_params) / 2 + plan.mesh.size - 1
-    norm = Term("sum of squares", ",".join(plan.mesh.live(*AXES)), "float32", length)
+    norm = _Term("sum of squares", ",".join(plan.mesh.live(*AXES)), "float32", length)
     return [replace(loss, loss=loss.spread), replace(norm, grad_norm=norm.spread / 2)]
 
 
-def _ties(config: ModelConfig, values: list[Term]) -> tuple[float, float]:
+def _ties(config: ModelConfig, values: list[_Term]) -> tuple[float, float]:
     """How many of its experts a token is expected to change, and by what part it differs where it does.
 
     The experts that it nearly chose are as near as E normal numbers lie in their tail: 0.3 E to a standard

@@ -37,10 +37,10 @@ from llmpar.plan.plan import BEST
 from llmpar.serve.engine import Event, Full, Request
 from llmpar.training.chat import check_messages
 
-PAGE = pathlib.Path(__file__).parent / "chat.html"
+_PAGE = pathlib.Path(__file__).parent / "chat.html"
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 POLICY += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-MOST_BYTES, MOST_PROMPTS, MOST_STOPS, MOST_LETTERS, MOST_CONNECTIONS = 4 << 20, 64, 16, 256, 512
+MOST_BYTES, MOST_PROMPTS, MOST_STOPS, _MOST_LETTERS, MOST_CONNECTIONS = 4 << 20, 64, 16, 256, 512
 """Bytes, prompts and stop strings of a request, letters of a stop string; connections at a time."""
 LIMIT_S, READ_S, PREPARE_S, STUCK_S, GRACE_S, END_S = 600.0, 20, 10, 60, 5, 9
 """Seconds: for an answer; for a request to come, or a client that reads nothing; for a request to become
@@ -49,18 +49,18 @@ is asked to stop; and until the process ends then, whatever it does."""
 PLACES, MOST_WAITING = 2, 32
 """Requests of a kind that become tokens at a time, and with those that wait for it. Texts do not wait for
 conversations."""
-WHOLE, FLAG, SOME = Allowed(int, 0, 2**31 - 1), Allowed(bool), Allowed(int, 0, BEST)
-BOTH = {"model": Allowed(str), "max_tokens": WHOLE, "stop": None, "seed": Allowed(int, 0, 2**32 - 1)}
+_WHOLE, FLAG, SOME = Allowed(int, 0, 2**31 - 1), Allowed(bool), Allowed(int, 0, BEST)
+BOTH = {"model": Allowed(str), "max_tokens": _WHOLE, "stop": None, "seed": Allowed(int, 0, 2**32 - 1)}
 BOTH |= {"temperature": Allowed(float, 0, 100), "top_p": Allowed(float, 0, 1), "stream": FLAG}
 BOTH |= {"top_k": Allowed(int, -1, 2**31 - 1), "stream_options": Allowed(dict)}
-CHAT = {"messages": Allowed(list), "logprobs": FLAG, "top_logprobs": SOME, "max_completion_tokens": WHOLE}
+CHAT = {"messages": Allowed(list), "logprobs": FLAG, "top_logprobs": SOME, "max_completion_tokens": _WHOLE}
 KNOWN = {"text": BOTH | {"prompt": None, "echo": FLAG, "logprobs": SOME}, "chat": BOTH | CHAT}
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 NEUTRAL = {"n": 1, "best_of": 1, "logit_bias": {}, "tools": [], "suffix": "", "presence_penalty": 0}
 NEUTRAL |= {"frequency_penalty": 0, "response_format": {"type": "text"}}
 """What is read, what decides nothing here, and values that ask for nothing, as null does."""
 HERE = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
-ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 Piece = tuple[str, list[tuple[int, Event]], str | None]
 
 
@@ -228,7 +228,7 @@ class Api:
         """A page to chat."""
         self.admit(request, key=False)
         headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=headers)
+        return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=headers)
 
     async def health(self, request: Http) -> Document:
         """Whether the engine runs, requests wait to become tokens, and figures of both."""
@@ -249,7 +249,7 @@ class Api:
         model = {"id": self.about["model"], "object": "model", "created": 0, "owned_by": "llmpar"}
         return Document({"object": "list", "data": [model | {"max_model_len": self.length}]})
 
-    async def answer(self, request: Http) -> Answer:
+    async def answer(self, request: Http) -> _Answer:
         """Read what is asked, and let it wait for its turn."""
         self.admit(request)
         content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -286,10 +286,10 @@ class Api:
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
 
-    def prepared(self, kind: str, raw: bytes) -> Answer | HTTPException:
+    def prepared(self, kind: str, raw: bytes) -> _Answer | HTTPException:
         """What is to be answered, or a refusal: raised, its stack would keep all that was read."""
         try:
-            return Answer(self, kind, raw)
+            return _Answer(self, kind, raw)
         except HTTPException as error:
             status, why = error.status_code, error.detail
         except ValueError as error:
@@ -316,8 +316,8 @@ class Api:
             raise HTTPException(404, f"there is no model '{body['model']:.80}' here, but '{name}'")
         body["stop"] = stops = [x] if isinstance(x := body.get("stop", []), str) else x
         fits = isinstance(stops, list) and len(stops) <= MOST_STOPS
-        if not fits or not all(isinstance(x, str) and 0 < len(x) <= MOST_LETTERS for x in stops):
-            use = f"use up to {MOST_STOPS} texts of 1 to {MOST_LETTERS} letters"
+        if not fits or not all(isinstance(x, str) and 0 < len(x) <= _MOST_LETTERS for x in stops):
+            use = f"use up to {MOST_STOPS} texts of 1 to {_MOST_LETTERS} letters"
             raise ValueError(f"stop is {json.dumps(stops):.60}; {use}")
         if kind == "chat":
             if "top_logprobs" in body and not body.get("logprobs"):
@@ -377,7 +377,7 @@ class Api:
         return tuple(self.chat.tokens(messages, most=self.length)[0].tolist())
 
 
-class Answer:
+class _Answer:
     """What a body asks for, and what is sent: one document, or its pieces as they come.
 
     A client that leaves ends it. Raises ValueError for a body that cannot be answered.
@@ -495,7 +495,7 @@ class Answer:
 
 def told(error: HTTPException) -> dict[str, Any]:
     """What went wrong, as OpenAI writes it."""
-    kind = ERRORS.get(
+    kind = _ERRORS.get(
         error.status_code, "server_error" if error.status_code >= 500 else "invalid_request_error"
     )
     return {"error": {"message": error.detail, "type": kind, "param": None, "code": error.status_code}}

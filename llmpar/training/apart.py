@@ -104,7 +104,7 @@ def _end(processes: Any) -> None:
             process.kill()
 
 
-def answer() -> None:
+def _answer() -> None:
     """Take a `Chat` and calls of it from standard input, and answer each in a line of JSON."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; this one ends with its input
     chat, limit_s = pickle.load(sys.stdin.buffer)

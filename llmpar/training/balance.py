@@ -13,7 +13,7 @@ def row_orders(name: str, segments_bs: np.ndarray, n: int, window: int | None = 
     return np.broadcast_to(sequence_permutation(name, segments_bs.shape[1], n), segments_bs.shape)
 
 
-def zigzag(places: np.ndarray, n: int) -> np.ndarray:
+def _zigzag(places: np.ndarray, n: int) -> np.ndarray:
     """Return a row for each of n ranks: parts i and 2n-1-i of 2n for rank i, which sees as many keys as any
     other where all places are one document."""
     parts = places.reshape(2 * n, -1)
@@ -48,7 +48,7 @@ def balanced_order(segments_s: np.ndarray, n: int, window: int | None = None) ->
         rank[rows[heavy]], load[to] = to[:, None], load[to] + sums[heavy]
 
     for begin, length in sorted(zip(starts, lengths, strict=True), key=lambda it: -it[1]):
-        deal(zigzag(np.arange(begin + length % (2 * n), begin + length), n))
+        deal(_zigzag(np.arange(begin + length % (2 * n), begin + length), n))
     left = np.flatnonzero(np.arange(s) < np.repeat(starts + lengths % (2 * n), lengths))
     for rows in left[np.argsort(-cost[left], kind="stable")].reshape(-1, n, 1):
         deal(rows)
@@ -56,4 +56,4 @@ def balanced_order(segments_s: np.ndarray, n: int, window: int | None = None) ->
     if s % (2 * n):
         return dealt
     busiest = lambda order: cost[order].reshape(n, -1).sum(1).max()
-    return min(dealt, zigzag(np.arange(s), n).ravel(), key=busiest)
+    return min(dealt, _zigzag(np.arange(s), n).ravel(), key=busiest)

@@ -16,8 +16,8 @@ from llmpar.files import read_text
 
 Message = Mapping[str, Any]
 ROLES = ("system", "user", "assistant")
-MARK = "\ud800"  # stands around a special token that a message spells out; itself no message holds it
-MOST_LETTERS = 1 << 24
+_MARK = "\ud800"  # stands around a special token that a message spells out; itself no message holds it
+_MOST_LETTERS = 1 << 24
 """What a template writes at most: four letters for each byte that the server reads of a request."""
 
 
@@ -61,7 +61,7 @@ class Chat:
         messages = check_messages(messages)
         if not self._text:
             return self._plain(messages, ask)
-        marked = lambda text: re.sub(self._spelled, f"{MARK}\\g<0>{MARK}", text)
+        marked = lambda text: re.sub(self._spelled, f"{_MARK}\\g<0>{_MARK}", text)
         messages = [message | {"content": marked(message["content"])} for message in messages]
         seams, pieces, spans = list[int](), functools.cache(self._encode), list[slice]()
         encode = lambda text: [*itertools.chain(*map(pieces, self._parts(text, seams)))]
@@ -89,7 +89,7 @@ class Chat:
         behind. So a beginning of a text has the same parts, but for the last."""
         for first, last in itertools.pairwise([0, *seams, len(text)]):
             part = text[first:last]
-            specials = re.finditer(f"{MARK}(?:{self._spelled}){MARK}|{self._spelled}", part)
+            specials = re.finditer(f"{_MARK}(?:{self._spelled}){_MARK}|{self._spelled}", part)
             cuts = [match.start() for match in specials if match[0] in self._parting]
             yield from (part[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(part)]))
 
@@ -120,13 +120,13 @@ class Chat:
         try:
             for piece in template.generate(self.tokenizer.special, **names):
                 written += piece
-                if len(written) > MOST_LETTERS:
-                    raise ValueError(f"it writes more than {MOST_LETTERS:,} letters")
+                if len(written) > _MOST_LETTERS:
+                    raise ValueError(f"it writes more than {_MOST_LETTERS:,} letters")
             return written
         except MemoryError:
             raise
         except Exception as error:  # a template may do anything
-            why = str(error).replace(MARK, "") or type(error).__name__
+            why = str(error).replace(_MARK, "") or type(error).__name__
             what = f"the chat template of '{self.tokenizer.name}' refuses these messages: {why:.300}"
             raise ValueError(f"{what}; give such as it takes") from error
 
@@ -137,7 +137,7 @@ class Chat:
     def _encode(self, text: str) -> list[int]:
         """The ids of a rendered text, cut around marked special tokens, which stay text."""
         ids: list[int] = []
-        for n, piece in enumerate(re.split(f"{MARK}({self._spelled}){MARK}|{MARK}", text)):
+        for n, piece in enumerate(re.split(f"{_MARK}({self._spelled}){_MARK}|{_MARK}", text)):
             if piece:
                 hub = self.tokenizer.hub if n % 2 else self._hub
                 with calling(f"tokenizer '{self.tokenizer.name}' cannot encode the text"):

@@ -32,7 +32,7 @@ FIXED = ("data", "tokenizer", "seed", "data_seed", "held_out", "batch_size", "se
 """What a run keeps from its first step to its last: with another of these a step would not be the one that
 was begun. The mesh may change, for it leaves every loss as it is; what else is written down (the learning
 rate, the dtype) is said."""
-KEPT = 2
+_KEPT = 2
 """How many of the newest checkpoints stay, besides the best."""
 HINDRANCES = errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE
 """Errors of a machine, which say nothing about what a file holds."""
@@ -220,7 +220,7 @@ class Checkpoints:
         except OSError:  # none goes while nobody knows which is the best
             best = -1
         best = int(multihost_utils.broadcast_one_to_all(np.int32(best)))
-        for old in sorted(self._manager.all_steps())[:-KEPT] if best >= 0 else ():
+        for old in sorted(self._manager.all_steps())[:-_KEPT] if best >= 0 else ():
             is_free = jax.process_index() != 0 or self._is_free(old)
             if old != best and int(multihost_utils.broadcast_one_to_all(np.int32(is_free))):
                 self._manager.delete(old)

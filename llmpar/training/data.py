@@ -27,7 +27,7 @@ from llmpar.files import Allowed, check_fields, check_ordinary, read_json
 from llmpar.training.apart import open_chat
 from llmpar.training.chat import Chat, calling, check_messages
 
-Batch = dict[str, Int32[np.ndarray, "b s"]]
+_Batch = dict[str, Int32[np.ndarray, "b s"]]
 
 MEMORY_PER_BYTE = 12  # measured: the text, its tokens, and what is in between
 DOCUMENT_S = 60.0  # processor time that a chat template and a tokenizer may take for one conversation
@@ -453,12 +453,12 @@ class Stream:
             raise ValueError(f"{what} has no answer; give more data, or another held_out")
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> _Batch:
         """All rows of a step: tokens, targets (-1 where the next token is another document's or does not
         count), positions in the row, segments (documents, from 1 in each row)."""
         return self.local_batch(step, slice(None))
 
-    def local_batch(self, step: int, rows: slice | Sequence[int] | np.ndarray) -> Batch:
+    def local_batch(self, step: int, rows: slice | Sequence[int] | np.ndarray) -> _Batch:
         """Some of the rows of a step, numbered from 0, without making the others."""
         if step < 0:
             raise ValueError(f"step {step} has no batch; steps count from 0")

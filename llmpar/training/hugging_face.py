@@ -37,7 +37,7 @@ from llmpar.training.data import FileTokenizer, Tokenizer
 
 FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF16")
 """Kinds of numbers that are read, as numpy and as safetensors call them. Quantized weights are refused."""
-KINDS = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
+_KINDS = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
 """Kinds that are written: safetensors' name, and bytes. (Large weights would be infinite in float16.)"""
 SHARD_BYTES = 5 * 10**9
 """What a file of weights has at most, unless it has one tensor: as `transformers` cuts them."""
@@ -255,7 +255,12 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     return [folder / name for name in names]
 
 
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+_BESIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 """What comes with a tokenizer.json and is copied with it."""
 
 
@@ -278,8 +283,8 @@ def save(
             beside it, and config.json and generation_config.json name the tokens that begin a text and end
             it.
     """
-    if dtype not in KINDS:
-        raise ValueError(f"weights are not written as {dtype}; use {' or '.join(KINDS)}")
+    if dtype not in _KINDS:
+        raise ValueError(f"weights are not written as {dtype}; use {' or '.join(_KINDS)}")
     path, weights = pathlib.Path(folder), _weights(config)
     about = to_hugging_face(config) | {"torch_dtype": dtype}
     get = params if callable(params) else flatten_dict(params, sep=".").__getitem__
@@ -312,7 +317,7 @@ def save(
 
 def _headers(shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str, dict[str, Any]]:
     """The files by name, and in each the tensors: their kind, shape, and where their bytes lie."""
-    kind, itemsize = KINDS[dtype]
+    kind, itemsize = _KINDS[dtype]
     headers, end = [dict[str, Any]()], 0
     for name, shape in shapes.items():
         size = itemsize * math.prod(shape)
@@ -344,7 +349,7 @@ def _save_tokenizer(path: pathlib.Path, tokenizer: Tokenizer) -> dict[str, Any]:
     ids: dict[str, Any] = {"bos_token_id": tokenizer.start_id}
     if isinstance(tokenizer, FileTokenizer):
         sources = {"tokenizer.json": pathlib.Path(tokenizer.file)}
-        sources |= {name: tokenizer.beside(name) for name in BESIDE}
+        sources |= {name: tokenizer.beside(name) for name in _BESIDE}
         for name, source in sources.items():
             if source.is_file() and source.parent.resolve() != path.resolve():
                 shutil.copyfile(source, path / name)

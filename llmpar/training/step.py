@@ -42,8 +42,8 @@ from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.training.optimizer import counts_empty_places
 
-WHOLE = Layout(())
-MAX_SEED = 2**32 - 1
+_WHOLE = Layout(())
+_MAX_SEED = 2**32 - 1
 """JAX makes keys of 32 bits."""
 TALLY = Dim("l"), Dim("e")  # of tokens per expert; summed over all tokens
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
@@ -229,10 +229,10 @@ class Step:
 
         def layout_of(path, leaf) -> Layout:
             ends = (path[i:] for i in range(len(path)))
-            shape, layout = next((known[end] for end in ends if end in known), (None, WHOLE))
-            return layout if leaf.shape == shape else WHOLE
+            shape, layout = next((known[end] for end in ends if end in known), (None, _WHOLE))
+            return layout if leaf.shape == shape else _WHOLE
 
-        return State(self.stored, jax.tree_util.tree_map_with_path(layout_of, state.optimizer), WHOLE)
+        return State(self.stored, jax.tree_util.tree_map_with_path(layout_of, state.optimizer), _WHOLE)
 
     def _layout_in_order(self, leaf: jax.ShapeDtypeStruct, layout: Layout) -> Layout:
         """The layout of as many layers as pp does not divide: pp cuts the next dim that it can."""
@@ -252,8 +252,8 @@ class Step:
                 lie as ``abstract_natural`` says become the state's own, and so are deleted here: there are
                 never two. Others are copied.
         """
-        if not 0 <= seed <= MAX_SEED:
-            raise ValueError(f"seed is {seed}; use 0 to {MAX_SEED:,}")
+        if not 0 <= seed <= _MAX_SEED:
+            raise ValueError(f"seed is {seed}; use 0 to {_MAX_SEED:,}")
         given = self._given(params or {})
 
         def make(key, given):
@@ -393,7 +393,7 @@ class Step:
             functools.partial(self._device_gradients, par),
             mesh=self.mesh,
             in_specs=(jax.tree.map(spec, self.stored), self.batch_sharding.spec),
-            out_specs=(jax.tree.map(spec, self.graded), spec(WHOLE)),
+            out_specs=(jax.tree.map(spec, self.graded), spec(_WHOLE)),
         )(params, batch)
 
     def _loss(self, par: Solo, params: Tree, batch: Batch) -> Loss:
@@ -436,7 +436,7 @@ class Step:
         order it against the collectives of the model, and devices may enter unordered ones in different
         orders."""
         flat, restore = ravel_pytree(jax.tree.map(self._count_once, values))
-        return restore(par.carry_out(flat, Arrow(Layout((), self._live), WHOLE), "loss, tokens and norm"))
+        return restore(par.carry_out(flat, Arrow(Layout((), self._live), _WHOLE), "loss, tokens and norm"))
 
     def _router_metrics(self, tally: Array | None) -> dict:
         """The routers' tally by name: tokens per expert ``l e``, dropped choices ``l``, entropies ``l``."""
@@ -468,7 +468,7 @@ class Step:
         tally = jnp.zeros((self.config.num_layers, experts.num_experts + 2)) if experts else None
         differ = plan.varying("stream")
         if isinstance(par, Auto):
-            place = lambda x, layout: par.carry_out(x, Arrow(WHOLE, layout))
+            place = lambda x, layout: par.carry_out(x, Arrow(_WHOLE, layout))
             tally = jax.tree.map(lambda x: place(x, Layout(TALLY, differ)), tally)
             zeros = lambda w, life: place(jnp.zeros(w.shape), life.accumulated)
             return (jnp.float32(0), tally), jax.tree.map(zeros, weights, self.life)
@@ -499,7 +499,7 @@ class Step:
         sizes = [((sums, varying(leaf)), leaf.nbytes) for sums, leaf in zip(summed, leaves, strict=True)]
         for (sums, _), members in self.plan.buckets(sizes):
             flat = jnp.concatenate([leaves[j].reshape(-1) for j in members])
-            finish = Arrow(Layout((), sums), WHOLE)
+            finish = Arrow(Layout((), sums), _WHOLE)
             flat = par.carry_out(flat, finish, f"bucket of {len(members)} gradients")
             ends = list(itertools.accumulate(leaves[j].size for j in members))
             for j, piece in zip(members, jnp.split(flat, ends[:-1]), strict=True):
@@ -542,5 +542,5 @@ class Step:
         if plan.reading == "auto" or plan.pipeline:
             return Checked(jax.jit(functools.partial(sums, Auto(plan, self.mesh))), self.config.vocab_size)
         given = jax.tree.map(spec, self.stored), self.batch_sharding.spec
-        mapped = jax.shard_map(manual, mesh=self.mesh, in_specs=given, out_specs=spec(WHOLE))
+        mapped = jax.shard_map(manual, mesh=self.mesh, in_specs=given, out_specs=spec(_WHOLE))
         return Checked(jax.jit(mapped), self.config.vocab_size)
