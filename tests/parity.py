@@ -177,12 +177,12 @@ def arranged(params, order):
     return params | {"blocks": jax.tree.map(lambda w: w[order], params["blocks"])}
 
 
-def with_reading(reading):
+def with_reading(mode):
     """A `Step` whose plan is read by another class, one with a planted fault."""
 
     class Faulty(Step):
         def gradients(self, params, batch):
-            return self._gradients(reading(self.plan), params, batch)
+            return self._gradients(mode(self.plan), params, batch)
 
     return Faulty
 
@@ -233,7 +233,7 @@ def check(config, plan: Plan, within: float = math.inf) -> None:
     assert program["argument_bytes"] == sum(given.values())
     apart = (sum(given.values()) + estimate) / (program["argument_bytes"] + program["temp_bytes"])
     assert 1 / within < apart < within, f"temporaries: {estimate} B, and compiled {program['temp_bytes']} B"
-    if plan.reading == "manual":  # the others leave it to XLA (test_explicit.py has the fourth's)
+    if plan.mode == "manual":  # the others leave it to XLA (test_explicit.py has the fourth's)
         assert ONCE not in {c.arrow for pair in unordered(text, step.mesh) for c in pair}
         for stage in range(plan.mesh.pp):
             taken = branch_shares(plan.pipeline, config.num_layers)[stage]

@@ -35,7 +35,7 @@ FIELDS = dict(
     model=("llama", "copies", "experts"),
     layers=(2, 5),  # of a pipeline: two chunks on each of two stages need four, and five do not divide
     **AXES,
-    reading=("manual", "auto", "explicit"),
+    mode=("manual", "auto", "explicit"),
     zero=(3, 0, 1, 2),
     zero_axes=("fsdp,ep,sp", "fsdp,ep", "fsdp,sp", "fsdp"),
     tp_sequence=(False, True),

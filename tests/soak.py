@@ -39,7 +39,7 @@ LINES = {
     "train": "--mesh|dp=2 fsdp=2 tp=2|--steps|3",
     "pipeline": "--mesh|pp=2 ep=2 sp=2|--model|tiny-moe|--schedule|zb-h1|--microbatches|4|--batch-size|16"
     "|--seq-len|32|--steps|5",
-    "adafactor": "--mesh|fsdp=2 sp=2 tp=2|--reading|explicit|--optimizer|adafactor|--seq-len|64|--steps|3",
+    "adafactor": "--mesh|fsdp=2 sp=2 tp=2|--mode|explicit|--optimizer|adafactor|--seq-len|64|--steps|3",
 }
 
 

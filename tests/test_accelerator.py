@@ -38,7 +38,7 @@ PLANS = [Plan(f"fsdp={N}")] + [
     Plan("tp=2", tp_sequence=True),
     Plan("sp=2", sequence_order="zigzag"),
     Plan("pp=2", microbatches=2),
-    Plan("fsdp=2", reading="auto"),
+    Plan("fsdp=2", mode="auto"),
 ] * (N > 1)
 
 

@@ -144,8 +144,8 @@ def test_axes_of_size_one_leave_no_collective():
 
 def test_auto_chooses_its_own_collectives():
     """XLA's partitioner forms no reduce-scatter on CPUs: ZeRO's saving is in memory, not in bytes. (Values
-    and memory: the lines of plans.txt that have reading='auto'.)"""
-    step, program = lowered(dataclasses.replace(LLAMA, num_layers=1), Plan("fsdp=2", reading="auto"))
+    and memory: the lines of plans.txt that have mode='auto'.)"""
+    step, program = lowered(dataclasses.replace(LLAMA, num_layers=1), Plan("fsdp=2", mode="auto"))
     kinds = {c.kind for c in census_hlo(partitioned_hlo(program), step.mesh)}
     assert "all-reduce" in kinds and "reduce-scatter" not in kinds
 

@@ -281,21 +281,21 @@ def test_inspect_reads_experts_and_pipelines(call, mesh, more):
 
 def test_inspect_prints_types_beside_layouts_and_how_far_meshes_may_be_apart(call, model):
     small = ["inspect", "--model", model(), "--mesh_dim", "2,1,1,1", *TINY_STEP, "--types", "--tolerance"]
-    status, out, err = call(*small, "--json", "--reading", "explicit")
+    status, out, err = call(*small, "--json", "--mode", "explicit")
     assert status == 0, err
     found = json.loads(out)
-    assert found["reading"] == "explicit" and all(r["layout"] == r["type_says"] for r in found["types"])
+    assert found["mode"] == "explicit" and all(r["layout"] == r["type_says"] for r in found["types"])
     stream = next(row for row in found["types"] if row["value"] == "stream b s d")
     assert stream["layout"] == "b/dp s d" and "@dp," in stream["type"]
     apart = found["tolerance"]
     assert 0 < apart["bound"]["loss"] < apart["bound"]["gradient"] < 1e-4
     assert {"name", "by", "unit", "length", "loss", "grad_norm", "gradient"} == apart["terms"][0].keys()
-    status, out, _ = call(*small, "--reading", "auto")  # types are those of the explicit one all the same
+    status, out, _ = call(*small, "--mode", "auto")  # types are those of the explicit one all the same
     assert status == 0 and "bytes sent per device and step" in " ".join(out.split())
-    for words in ("type says", "auto reading", "arguments", "spread between two meshes"):
+    for words in ("type says", "auto mode", "arguments", "spread between two meshes"):
         assert words in out
     status, _, err = call("inspect", "--mesh", "pp=2", "--microbatches", "2", "--types")
-    assert status == 1 and "reading='explicit' does not go with pp=2; use reading='manual'" in err
+    assert status == 1 and "mode='explicit' does not go with pp=2; use mode='manual'" in err
 
 
 def test_tables_keep_every_figure_whole_on_80_columns():
@@ -306,7 +306,7 @@ def test_tables_keep_every_figure_whole_on_80_columns():
     arrow = {"arrow": "experts b e c d +m -> stream b s d", "direction": "recomputed", "as_predicted": True}
     whose = [f"{who}_{what}_bytes" for who in ("predicted", "compiled") for what in ("argument", "temp")]
     link = {"link": "NVLink within a host (2 each), network between 4 hosts", "size": 8, "hosts": 4}
-    document = {"model": "m", "mesh": {}, "reading": "manual", "attention_kernel": "portable", "zero": 3}
+    document = {"model": "m", "mesh": {}, "mode": "manual", "attention_kernel": "portable", "zero": 3}
     document |= {"schedule": None, "links": {"dp": link}, "memory": dict.fromkeys(whose, 10**10)}
     document |= {"collectives": [row], "arrows": [where | arrow | {"bytes_sent": size}]}
     document["flops"] = {"predicted_per_device": 1.0, "executed_per_device": 1.0}

@@ -1,4 +1,4 @@
-"""The fourth reading: layouts as JAX's types. Its numbers are those of one device, its types those of the
+"""The fourth mode: layouts as JAX's types. Its numbers are those of one device, its types those of the
 plan, its traffic Manual's."""
 
 import collections
@@ -22,7 +22,7 @@ from llmpar.predict.traffic import step_traffic
 from llmpar.training.step import Step
 
 MIXED = "dp=2 fsdp=2 tp=2"
-spread = functools.partial(Plan, reading="explicit")
+spread = functools.partial(Plan, mode="explicit")
 DENSE = [
     spread("dp=8", zero=0, reduce="layer"),
     spread("fsdp=2 sp=2 tp=2", tp_sequence=True, ffn_chunks=2, loss_chunks=2, remat="block"),

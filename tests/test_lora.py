@@ -189,7 +189,7 @@ def test_an_optimizer_of_whole_matrices_is_on_eight_devices_what_it_is_on_one():
 @pytest.mark.parametrize(
     "plan, layers, said",
     [
-        (Plan("tp=2", reading="explicit"), 2, "does not go with LoRA and tp = 2: .* use reading='manual'"),
+        (Plan("tp=2", mode="explicit"), 2, "does not go with LoRA and tp = 2: .* use mode='manual'"),
         (Plan("fsdp=2", unroll=0), 2, "unroll=0 with LoRA and 2 layers is no loop, .* use unroll=1"),
         (Plan("fsdp=2"), 1, "LoRA of 1 layer: .* use 2 layers"),
         (Plan("fsdp=8"), 2, "head width 4 is not a multiple of fsdp = 8"),

@@ -1,4 +1,4 @@
-"""The readings in small: what a collective and its transpose do to a value, and what a census says."""
+"""The modes in small: what a collective and its transpose do to a value, and what a census says."""
 
 import math
 

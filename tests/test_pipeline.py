@@ -274,7 +274,7 @@ def test_a_state_changes_order_leaf_by_leaf_and_there_are_never_two(monkeypatch)
     assert all(x.is_deleted() for x in made[: len(made) // 2])
 
 
-GIVEN = Plan("fsdp=2 tp=2", reading="explicit")
+GIVEN = Plan("fsdp=2 tp=2", mode="explicit")
 
 
 @pytest.mark.parametrize(

@@ -26,20 +26,20 @@ def test_a_plan_gives_one_devices_answer_and_sends_and_holds_what_is_predicted(c
 
 
 def every():
-    """All meshes of eight devices in every reading with two pipeline orders and every way of attention; dp,
+    """All meshes of eight devices in every mode with two pipeline orders and every way of attention; dp,
     fsdp and tp at every ZeRO stage; all pipelines."""
     sizes = itertools.product((1, 2, 4, 8), repeat=len(AXES))
     for config, mesh in itertools.product((LLAMA, MOE), (MeshShape(*size) for size in sizes)):
         if mesh.size == 8 and (mesh.ep == 1 or config.experts):
             ways = ("ring", "ulysses", "gather") if mesh.sp > 1 else ("ring",)
             orders = ("1f1b", "zb-h1") if mesh.pp > 1 else ("",)
-            readings = ("manual",) if mesh.pp > 1 else ("manual", "auto", "explicit")
-            for order, way, reading in itertools.product(orders, ways, readings):
+            modes = ("manual",) if mesh.pp > 1 else ("manual", "auto", "explicit")
+            for order, way, mode in itertools.product(orders, ways, modes):
                 more = {"schedule": order, "microbatches": mesh.pp} if order else {}
-                plan = Plan(mesh, reading=reading, context_parallel=way, tp_sequence=mesh.tp > 1, **more)
+                plan = Plan(mesh, mode=mode, context_parallel=way, tp_sequence=mesh.tp > 1, **more)
                 yield dataclasses.replace(config, num_layers=max(2, mesh.pp)), plan
-    for plan, reading in itertools.product(all_plans(), ("manual", "auto", "explicit")):
-        yield LLAMA, dataclasses.replace(plan, reading=reading)
+    for plan, mode in itertools.product(all_plans(), ("manual", "auto", "explicit")):
+        yield LLAMA, dataclasses.replace(plan, mode=mode)
     inside = "dp=2", "fsdp=2", "tp=2", "sp=2"
     for how in itertools.product(schedules.SCHEDULES, (2, 4), (1, 2, 4), inside, ("input", "residuals")):
         schedule, p, times, axis, saves = how

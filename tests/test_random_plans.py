@@ -168,9 +168,9 @@ def draw_all(rng) -> dict:
         asked |= {
             "schedule": pick(FIELDS[Plan]["schedule"]),
             "microbatches": asked["pp"] * pick((1, 2)),
-            "reading": "manual",
+            "mode": "manual",
         }
-        asked |= {"reading": "auto"} if rng.random() < 0.05 else {}
+        asked |= {"mode": "auto"} if rng.random() < 0.05 else {}
     for cut, parts in {
         "batch": ("dp", "fsdp", "ep", "microbatches"),
         "seq": ("sp", "sp", "tp"),
@@ -494,7 +494,7 @@ def compare(seed: int, asked: dict, alone: bool = False) -> dict:
             k: furthest({k: told[0][k]}, {k: experts[k]})[0] for k in ("load", "dropped", "router_entropy")
         }
     sent = {}
-    for stage in range(plan.mesh.pp) if plan.reading == "manual" else ():
+    for stage in range(plan.mesh.pp) if plan.mode == "manual" else ():
         taken = branch_shares(plan.pipeline, config.num_layers)[stage]
         census = census_table(census_jaxpr(jaxpr, plan.resolve(config).mesh.sizes, taken))
         want = traffic.step_traffic(plan.resolve(config), asked["batch"], asked["seq"], stage)

@@ -137,8 +137,8 @@ def test_a_token_changes_its_own_document_and_no_other(plan):
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.sgd(0.1))
     orders = balance.row_orders(plan.sequence_order, known["segments"], plan.mesh.sp)
     data = spec(step.plan.place("data b s"))
-    losses = lambda params, batch: nnx.merge(model_graph(LLAMA), params).cross_entropies(batch, reading)[0]
-    reading = Manual(step.plan)
+    losses = lambda params, batch: nnx.merge(model_graph(LLAMA), params).cross_entropies(batch, mode)[0]
+    mode = Manual(step.plan)
     given = jax.tree.map(spec, step.stored), data
     run = jax.jit(jax.shard_map(losses, mesh=step.mesh, in_specs=given, out_specs=data))
     params = jax.device_put(weights(LLAMA), step.shardings.params)

@@ -71,7 +71,7 @@ MORE = [
     (MOE, Plan("fsdp=2 ep=2 tp=2", dtype="bfloat16")),
     (LLAMA, Plan("tp=8")),
     (LLAMA, Plan("dp=2 sp=2 tp=2", context_parallel="ulysses", zero=1)),
-    (LLAMA, Plan("fsdp=8", reading="auto", microbatches=2)),
+    (LLAMA, Plan("fsdp=8", mode="auto", microbatches=2)),
     (LLAMA, Plan("pp=4 dp=2", schedule="zb-h1", microbatches=4)),
     (MOE, Plan("dp=2 ep=4")),
 ]

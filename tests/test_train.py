@@ -709,7 +709,7 @@ def independent_loss(config, params, batch) -> tuple[float, int]:
 
 @pytest.mark.parametrize(
     "plan, config",
-    [(PIPED, DEEP), (Plan("fsdp=2 tp=2", tp_sequence=True, reading="explicit"), SMALL)],
+    [(PIPED, DEEP), (Plan("fsdp=2 tp=2", tp_sequence=True, mode="explicit"), SMALL)],
     ids=["stages", "explicit"],
 )
 def test_evaluation_is_the_cross_entropy_whatever_the_plan(plan, config):

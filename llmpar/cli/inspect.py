@@ -26,7 +26,7 @@ class Inspect:
         hlo: look at the text of an HLO module, of the mesh that --mesh names, with axes of any names.
         target: devices for --program that are not here, as llmpar compile takes them.
         svg: also draw the bytes into this SVG (or PNG).
-        types: also trace the step under --reading explicit, and show the plan's layouts beside JAX's types.
+        types: also trace the step under --mode explicit, and show the plan's layouts beside JAX's types.
         tolerance: also show how far loss and gradients may be from those on another mesh, and which sums are
             why.
         json: print one JSON document on stdout.

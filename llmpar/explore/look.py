@@ -52,7 +52,7 @@ CONTROLS: list[dict[str, Any]] = [
     | {"label": "another model: a config.json, its path, or a downloaded name"},
 ]
 FIRST = "zero tp_sequence microbatches remat schedule context_parallel loss_chunks".split()
-_HIDDEN = ("mesh", "reading", "bucket_bytes", "unroll", "attention_block")
+_HIDDEN = ("mesh", "mode", "bucket_bytes", "unroll", "attention_block")
 """Fields of a plan that change nothing that is shown."""
 
 

@@ -212,7 +212,7 @@ LIBRARIES = "jax|jaxlib|flax|optax|equinox|haiku|einops|chex|jaxtyping|beartype"
 
 
 def innermost(frames: Iterable[tuple[str, int]]) -> str:
-    """Names the innermost frame outside libraries, the readings and the moves, which do what another asks."""
+    """Names the innermost frame outside libraries, the modes and the moves, which do what another asks."""
     ours = [(f, n) for f, n in frames if not re.search(rf"/(?:site|dist)-packages/(?:{LIBRARIES})/", f)]
     asked = [(f, n) for f, n in ours if not f.endswith(MOVERS)]
     return next((f"{known_as(f)}:{n}" for f, n in asked + ours), "")

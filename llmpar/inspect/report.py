@@ -29,7 +29,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
 
     Returns the document of ``llmpar inspect --json``: bytes are those that a device sends per step.
     Collectives are read from the program as XLA's partitioner left it, where their dtypes are still true;
-    memory and FLOPs from the final one. Predictions are those of the Manual reading; under Auto they show
+    memory and FLOPs from the final one. Predictions are those of the Manual mode; under Auto they show
     what the partitioner did differently. Of stages it shows the one that sends most, and the mean of FLOPs.
     """
     plan.check(config, batch_size, seq_len)
@@ -100,7 +100,7 @@ def compare(
         "dispatch": plan.dispatch if plan.mesh.live("ep") else None,
         "mesh": plan.mesh.named,
         "links": links(mesh),
-        "reading": plan.reading,
+        "mode": plan.mode,
         "attention_kernel": plan.attention_kernel,
         "detour": "; ".join([*plan.said, *parsed(partitioned).uncounted]) or None,
         "zero": plan.zero,
@@ -116,7 +116,7 @@ def compare(
 
 def _title(document: dict) -> str:
     mesh = " ".join(f"{a}={n}" for a, n in document["mesh"].items()) or "one device"
-    title = f"{document['model']} on {mesh}, {document['reading']} reading, ZeRO {document['zero']}"
+    title = f"{document['model']} on {mesh}, {document['mode']} mode, ZeRO {document['zero']}"
     title += " with no axis to cut by" * (document["zero"] > 0 and document.get("zero_cuts") == [])
     title += f", {document['attention_kernel']} attention"
     title += f", {document['schedule']}, stage {document['stage']}" if document["schedule"] else ""

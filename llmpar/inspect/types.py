@@ -16,13 +16,13 @@ from llmpar.training.step import Step
 
 
 def types(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> list[dict]:
-    """Trace a step's gradients under the Explicit reading, whatever the plan's; nothing is compiled.
+    """Trace a step's gradients under the Explicit mode, whatever the plan's; nothing is compiled.
 
     One row for every region that a value was in, for every weight as it is used, and for its gradient:
     ``value`` is how the model's text calls it, ``layout`` what the plan makes of that, ``type_says`` the same
     read back from JAX's ``type``. A type that says something else is refused while tracing.
     """
-    plan = dataclasses.replace(plan, reading="explicit")
+    plan = dataclasses.replace(plan, mode="explicit")
     plan.check(config, batch_size, seq_len)
     step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(0.0))
     par = Explicit(step.plan, step.mesh)

@@ -1,4 +1,4 @@
-"""One model text, four readings: `Solo` on one device, `Manual` inside shard_map, `Auto` under XLA's
+"""One model text, four modes: `Solo` on one device, `Manual` inside shard_map, `Auto` under XLA's
 partitioner, `Explicit` with layouts as types.
 
 The model calls these methods and never names a mesh axis:
@@ -120,7 +120,7 @@ class Solo:
         """``f`` as a function of whole values with these ``layouts``, giving one laid out as ``result``."""
         return f
 
-    island = property(lambda self: self, doc="The reading inside an island, where a device sees its blocks.")
+    island = property(lambda self: self, doc="The mode inside an island, where a device sees its blocks.")
 
     def layers(self, block: Callable, x: Any, stack: Any) -> tuple[Any, Any]:
         """Run ``x, aux = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``,

@@ -90,10 +90,10 @@ def _kv_heads(plan, batch_size: int, seq_len: int) -> Rows:
         cuts = divisors(math.gcd(config.num_heads, config.ffn_width, config.vocab_size))
         fits = ", ".join(str(n) for n in cuts if n <= 4 * tp and 0 in (heads % n, n % heads))
         yield f"KV heads {heads} is not a multiple of tp = {tp}, nor tp of KV heads; make tp one of {fits}"
-    if plan.mesh.kv > 1 and plan.reading == "explicit":
+    if plan.mesh.kv > 1 and plan.mode == "explicit":
         yield (
-            f"reading='explicit' does not go with tp = {tp} on {heads} KV heads: a type has no sum over the"
-            " part of tp that holds copies of a head beside one over all of it; use reading='manual', or a tp"
+            f"mode='explicit' does not go with tp = {tp} on {heads} KV heads: a type has no sum over the"
+            " part of tp that holds copies of a head beside one over all of it; use mode='manual', or a tp"
             f" that divides {heads}"
         )
     if config.experts:
@@ -170,19 +170,19 @@ def _zero(plan, batch_size: int, seq_len: int) -> Rows:
 
 def _ways(plan, batch_size: int, seq_len: int) -> Rows:
     """When gradients are summed, and by whom."""
-    reduce, explicit = plan.reduce, plan.reading == "explicit"
+    reduce, explicit = plan.reduce, plan.mode == "explicit"
     if reduce != "end" and plan.zero in (1, 2) or reduce == "bucket" and plan.zero:
         what = f"reduce='{reduce}' does not go with ZeRO {plan.zero}, whose gradients are reduce-scattered"
         yield f"{what}; use 'end'"
     if reduce == "bucket" and explicit:
         what = "reduce='bucket' joins gradients that are cut in different ways, and a type has one way"
-        yield f"{what}; use reduce='end', or reading='manual'"
+        yield f"{what}; use reduce='end', or mode='manual'"
     if explicit and 1 < plan.unroll < plan.config.num_layers:
         what = "JAX 0.10 cannot cut a loop over unfinished sums in pieces; use unroll=1 or unroll=0"
-        yield f"unroll={plan.unroll} does not go with reading='explicit': {what}"
+        yield f"unroll={plan.unroll} does not go with mode='explicit': {what}"
     if explicit and plan.ffn_chunks > 1 and plan.config.experts and plan.mesh.tp > 1:
-        what = f"ffn_chunks={plan.ffn_chunks} of a shared expert does not go with reading='explicit' and tp"
-        why = "JAX 0.10 cannot join pieces of unfinished sums; use ffn_chunks=1, or reading='manual'"
+        what = f"ffn_chunks={plan.ffn_chunks} of a shared expert does not go with mode='explicit' and tp"
+        why = "JAX 0.10 cannot join pieces of unfinished sums; use ffn_chunks=1, or mode='manual'"
         yield f"{what} = {plan.mesh.tp}: {why}"
     if reduce == "layer" and plan.microbatches > 1:
         advice = "use reduce='end' with microbatches > 1"
@@ -202,7 +202,7 @@ def _pipelines(plan, batch_size: int, seq_len: int) -> Rows:
         yield f"{name} has {m} microbatches but the plan has {plan.microbatches}; use microbatches={m}"
     if layers < cells:
         yield f"{layers} layers cannot fill stages·chunks = {cells}; use {cells} layers or fewer cells"
-    for field, value in {"reading": "manual", "reduce": "end"}.items():
+    for field, value in {"mode": "manual", "reduce": "end"}.items():
         if (asked := getattr(plan, field)) != value:
             yield f"{field}={asked!r} does not go with pp={pp}; use {field}={value!r}"
 
@@ -211,9 +211,9 @@ def _adapters(plan, batch_size: int, seq_len: int) -> Rows:
     """LoRA where JAX's types forbid it, and where no formula says what the compiler leaves out."""
     if plan.config.lora is None:
         return
-    if plan.reading == "explicit" and plan.mesh.tp > 1:
-        what = f"reading='explicit' does not go with LoRA and tp = {plan.mesh.tp}: x A, or its gradient,"
-        yield f"{what} is an unfinished sum, and JAX 0.10 multiplies none; use reading='manual'"
+    if plan.mode == "explicit" and plan.mesh.tp > 1:
+        what = f"mode='explicit' does not go with LoRA and tp = {plan.mesh.tp}: x A, or its gradient,"
+        yield f"{what} is an unfinished sum, and JAX 0.10 multiplies none; use mode='manual'"
     layers, why = plan.config.num_layers, "no formula says what a first layer's backward pass leaves out then"
     if plan.pipeline is None and layers == 1:
         yield f"LoRA of 1 layer: without a loop over layers {why}; use 2 layers"
@@ -232,7 +232,7 @@ def idle(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
     apart = order is not None and (order.split_backward or plan.stage_saves == "residuals")
     who = f"schedule '{order.name}'" if order and order.split_backward else "stage_saves=residuals"
     lone_layer = order is not None and min(order.layers(config.num_layers).values(), default=0) == 1
-    xla, auto = plan.reading != "manual", plan.reading == "auto"
+    xla, auto = plan.mode != "manual", plan.mode == "auto"
     no_ffn = not dense and not config.experts.num_shared
     cuts, all_cuts = plan.zero_cuts(), mesh.live("fsdp", "ep", "sp", "ul")
     uncut = not cuts and plan.zero
@@ -243,7 +243,7 @@ def idle(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         ("context_parallel sequence_order", mesh.sp == 1, one["sp"]),
         ("tp_sequence", mesh.tp == 1, one["tp"]),
         ("tp_comm_overlap", not plan.tp_sequence, "without tp_sequence nothing is gathered over tp"),
-        ("tp_comm_overlap", xla, f"under reading='{plan.reading}' XLA chooses how activations travel"),
+        ("tp_comm_overlap", xla, f"under mode='{plan.mode}' XLA chooses how activations travel"),
         ("dispatch", mesh.ep == 1, one["ep"]),
         ("hop", not plan.rings, "no ring hands anything on"),
         ("zero", uncut, f"{text} has none of {plan.zero_axes}, the axes by which ZeRO cuts"),
@@ -257,7 +257,7 @@ def idle(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         ("remat unroll", apart, f"{who} cuts a stage's backward pass, with its layers written out"),
         ("reduce", not shared, "no weight is kept by two devices, so no sum is left for `reduce`"),
         ("bucket_bytes", plan.reduce != "bucket", f"reduce is '{plan.reduce}'"),
-        ("reduce bucket_bytes", auto, "under reading='auto' XLA decides when gradients are summed"),
+        ("reduce bucket_bytes", auto, "under mode='auto' XLA decides when gradients are summed"),
         ("virtual_stages", "\n" in plan.schedule.strip(), "the order is written out"),
     ]
     default = lambda name: getattr(type(plan), name)

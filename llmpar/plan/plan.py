@@ -105,7 +105,7 @@ class Plan(Execution):
 
     Attributes:
         mesh: sizes of the six axes; a string is parsed.
-        reading: who writes the collectives: ``manual`` (we do, inside shard_map), ``auto`` (XLA's partitioner
+        mode: who writes the collectives: ``manual`` (we do, inside shard_map), ``auto`` (XLA's partitioner
             does), ``explicit`` (we say each one in JAX's types, and XLA writes it).
         zero: ZeRO stage, 0 to 3. At 0 fsdp is one more replica axis.
         zero_axes: the axes by which ZeRO cuts what a device would hold as others do. Fewer axes are smaller
@@ -149,7 +149,7 @@ class Plan(Execution):
     """
 
     mesh: Any = MeshShape()  # a MeshShape from here on: strings are parsed
-    reading: Literal["manual", "auto", "explicit"] = "manual"
+    mode: Literal["manual", "auto", "explicit"] = "manual"
     zero: Literal[0, 1, 2, 3] = 3
     zero_axes: Literal["fsdp,ep,sp", "fsdp,ep", "fsdp,sp", "fsdp"] = "fsdp,ep,sp"
     tp_sequence: bool = False

@@ -161,7 +161,7 @@ def step_traffic(
     plan: Resolved, batch_size: int, seq_len: int, stage: int = 0, run: Runs | None = None
 ) -> Traffic:
     """Everything that a device of a pipeline's stage (of the only one, where there is none) sends in one
-    training step, under the Manual reading. All stages take part in each permute between them, whether they
+    training step, under the Manual mode. All stages take part in each permute between them, whether they
     have something to send or not. ``run`` says how often each part runs, if not as the plan has it."""
     config, traffic = plan.config, Traffic(plan.mesh)
     run = run or runs(plan, stage)

@@ -170,7 +170,7 @@ class Step:
         self.config, self.plan, self.optimizer, self.clip = config, plan, optimizer, clip
         # Sharding constraints need automatic axes; explicit axes are the same devices.
         self._auto_mesh = self.mesh = split(mesh, plan.mesh)
-        if plan.reading == "explicit":
+        if plan.mode == "explicit":
             self.mesh = explicit(self._auto_mesh)
         self._live = plan.mesh.live(*plan.mesh.sizes)
         self.stored = jax.tree.map(plan.stored, weight_dims(config))
@@ -379,10 +379,10 @@ class Step:
         return self._gradients(self._reading(), params, batch)
 
     def _reading(self) -> Manual | Auto:
-        """The reading of the model's text that the plan asks for."""
-        if self.plan.reading == "manual":
+        """The mode that the plan asks for."""
+        if self.plan.mode == "manual":
             return Manual(self.plan)
-        return (Auto if self.plan.reading == "auto" else Explicit)(self.plan, self.mesh)
+        return (Auto if self.plan.mode == "auto" else Explicit)(self.plan, self.mesh)
 
     def _gradients(self, par: Manual | Auto, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         if isinstance(par, Auto):
@@ -525,7 +525,7 @@ class Step:
     def evaluate(self) -> Checked:
         """Compiled: the cross-entropies of a batch's targets summed, and their number, from (weights, batch),
         forward only and without the routers' own losses. Weights come stored, with their layers in the
-        model's order (`to_natural`); where stages hold them the reading is Auto's: layers travel to every
+        model's order (`to_natural`); where stages hold them the mode is Auto's: layers travel to every
         stage, which may need room for all of them."""
         plan = self.plan
 
@@ -539,7 +539,7 @@ class Step:
             par = Manual(plan)
             return self._sum_over_devices(par, sums(par, params, batch))
 
-        if plan.reading == "auto" or plan.pipeline:
+        if plan.mode == "auto" or plan.pipeline:
             return Checked(jax.jit(functools.partial(sums, Auto(plan, self.mesh))), self.config.vocab_size)
         given = jax.tree.map(spec, self.stored), self.batch_sharding.spec
         mapped = jax.shard_map(manual, mesh=self.mesh, in_specs=given, out_specs=spec(_WHOLE))

@@ -627,5 +627,5 @@ for where, census in (("partitioner", asked), ("final", final)):
 # llmpar train --mesh dp=-1 --batch-size 32 --microbatches 2      gradients summed once per step
 # llmpar train --mesh dp=-1 --reduce layer                      layer by layer, behind the backward pass
 # llmpar inspect --mesh dp=-1 --zero 0 --reduce bucket          all-reduces, bytes and source lines
-# llmpar inspect --mesh dp=-1 --reading auto                    what the partitioner does instead
+# llmpar inspect --mesh dp=-1 --mode auto                    what the partitioner does instead
 # ```

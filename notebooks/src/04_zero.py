@@ -749,11 +749,11 @@ for tokens in (16_384, 131_072):
 #
 # ### Where the partitioner of XLA, JAX's compiler, differs
 #
-# We wrote the collectives. The other way (`reading="auto"`, or `jax.jit` with shardings) is to say only where arrays live; XLA's
+# We wrote the collectives. The other way (`mode="auto"`, or `jax.jit` with shardings) is to say only where arrays live; XLA's
 # partitioner chooses the collectives. The value is the same, the memory is the same. What is sent is another matter.
 
 # %% tags=["plumbing"]
-auto = learn(Plan(f"fsdp={N}", zero=3, reading="auto"))
+auto = learn(Plan(f"fsdp={N}", zero=3, mode="auto"))
 assert np.allclose(auto.losses, solo.losses, rtol=1e-4)
 arguments = lambda run: compiled_memory(run.compiled)["argument_bytes"]
 assert arguments(auto) == arguments(llamas["stage 3"])
@@ -781,7 +781,7 @@ if devices[0].platform == "cpu" and N > 1:
 #
 #     llmpar inspect --mesh "fsdp=-1" --zero 2 --microbatches 2
 #     llmpar inspect --mesh "fsdp=-1" --zero 3 --no-reshard-after-forward
-#     llmpar inspect --mesh "fsdp=-1" --zero 3 --reading auto
+#     llmpar inspect --mesh "fsdp=-1" --zero 3 --mode auto
 #     llmpar train --model llama3.2-1b --mesh "fsdp=-1" --remat block --dtype bfloat16 \
 #         --batch-size 16 --seq-len 2048 --data "corpus/*.jsonl" --tokenizer tokenizer.json
 #

@@ -471,7 +471,7 @@ assert int(degrees["H100 inside a node", "llama3-70b"]) == 13
 # An arrow such as `b s d +tp -> b s d` names the mesh axis. The model of llmpar, the library of these lessons, is written once for all meshes, so its arrows are
 # *logical*: they name *regions* of the model. `stream` is the residual stream, `attention` and `ffn` (the feed-forward) are where heads
 # and hidden units may be cut. `+m` says: this was summed over the hidden units that are here. The plan knows which axis cuts what in a
-# region, and makes a logical arrow a physical one. A *reading* carries it out; `Manual` does so inside `jax.shard_map`.
+# region, and makes a logical arrow a physical one. A *mode* carries it out; `Manual` does so inside `jax.shard_map`.
 # ([All words](../docs/words.md#words))
 
 # %% tags=["nbval-check-output"]
@@ -823,7 +823,7 @@ if devices[0].platform == "cpu":
     num_found = sum(c.count for c in found if c.kind == "all-reduce")
     assert num_found == (2 * L - 1) * (N > 1)
 
-by_xla = Plan(f"tp={N}", tp_sequence=True, reading="auto")
+by_xla = Plan(f"tp={N}", tp_sequence=True, mode="auto")
 auto = learn(by_xla)
 assert np.allclose(auto.losses, solo.losses, rtol=1e-4)
 arguments = lambda run: compiled_memory(run.compiled)["argument_bytes"]
@@ -843,7 +843,7 @@ if devices[0].platform == "cpu" and N > 1:
 #
 #     llmpar inspect --mesh "tp=-1" --tp-sequence
 #     llmpar inspect --mesh "dp=2 tp=4" --tp-sequence --tp-comm-overlap
-#     llmpar inspect --mesh "dp=2 tp=4" --tp-sequence --reading auto
+#     llmpar inspect --mesh "dp=2 tp=4" --tp-sequence --mode auto
 #     llmpar inspect --mesh "fsdp=2 tp=4" --tp-sequence --svg bytes.svg
 #     llmpar train --model llama3.2-1b --mesh "fsdp=-1 tp=4" --tp-sequence --remat block --dtype bfloat16 \
 #         --batch-size 16 --seq-len 2048 --data "corpus/*.jsonl" --tokenizer tokenizer.json

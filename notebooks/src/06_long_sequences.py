@@ -696,12 +696,12 @@ attempt("06.rivals", answer)
 # %% [markdown]
 # ### Where XLA's partitioner differs
 #
-# `reading="auto"` says only where values live. The ring itself is an *island* of ours (code on one device's part) in either reading,
+# `mode="auto"` says only where values live. The ring itself is an *island* of ours (code on one device's part) in either mode,
 # because no layout says "keep it moving". Ulysses can be said in layouts: positions cut before, heads cut after, and XLA, JAX's compiler, finds the
 # collectives.
 
 # %% tags=["plumbing"]
-by_xla = Plan(f"sp={SP}", zero=0, context_parallel="ulysses", reading="auto")
+by_xla = Plan(f"sp={SP}", zero=0, context_parallel="ulysses", mode="auto")
 auto, manual = learn(by_xla), llamas["ulysses"]
 assert np.allclose(auto.losses, solo.losses, rtol=1e-4)
 arguments = [compiled_memory(run.compiled)["argument_bytes"] for run in (auto, manual)]

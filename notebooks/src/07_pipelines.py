@@ -510,10 +510,10 @@ attempt("07.tied", answer)
 
 # %%
 try:
-    Plan("pp=4", reading="auto", microbatches=8).check(LLAMA, 16, SEQ)
+    Plan("pp=4", mode="auto", microbatches=8).check(LLAMA, 16, SEQ)
 except ValueError as refusal:
     say(refusal)
-    assert "use reading='manual'" in str(refusal)
+    assert "use mode='manual'" in str(refusal)
 
 # %% [markdown]
 # ## On your cluster

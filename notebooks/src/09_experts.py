@@ -451,11 +451,11 @@ attempt("09.nodes", {"free": free, "limited": limited})
 # %% [markdown]
 # ## Where XLA's partitioner differs
 #
-# The dispatch is an island: a part of the model that is written by hand, in `shard_map`, under every reading. Inside it, both readings write
+# The dispatch is an island: a part of the model that is written by hand, in `shard_map`, under every mode. Inside it, both modes write
 # the same two all-to-alls. Around it, Auto is free. The forward pass shows it:
 
 # %%
-auto = Step(CONFIG, dataclasses.replace(PLAN, reading="auto"), run.step.mesh, ADAM)
+auto = Step(CONFIG, dataclasses.replace(PLAN, mode="auto"), run.step.mesh, ADAM)
 places = jax.tree.map(lambda x: x.sharding, auto.abstract_natural.params)
 start = jax.device_put(fresh_state(CONFIG, ADAM).params, places)
 text = jax.device_put(TEXT, auto.batch_sharding)

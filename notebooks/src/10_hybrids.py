@@ -302,7 +302,7 @@ attempt("10.cheapest", cheapest)
 # %% [markdown]
 # ## Where XLA's partitioner differs
 #
-# Under `reading="auto"` the partitioner chooses the collectives. Pipelines are beyond it: an order of messages is no
+# Under `mode="auto"` the partitioner chooses the collectives. Pipelines are beyond it: an order of messages is no
 # sharding. On `dp=2 fsdp=2 tp=2` it gives the same loss, and other bytes; lesson 12 looks at that.
 #
 # ## Going on

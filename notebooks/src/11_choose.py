@@ -378,7 +378,7 @@ print(f"apart: {ratio:.1f} prompt instances for each that makes tokens")
 # %% [markdown]
 # ## Where XLA's partitioner differs
 #
-# The planner prices what this package sends. Under `--reading auto` the partitioner decides; `llmpar inspect` shows both.
+# The planner prices what this package sends. Under `--mode auto` the partitioner decides; `llmpar inspect` shows both.
 #
 # ## On your cluster
 #

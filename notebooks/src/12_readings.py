@@ -340,9 +340,9 @@ def repaired(x, up, down): ...
 attempt("12.residual", repaired)
 
 # %% [markdown]
-# ## One model, three readings
+# ## One model, three modes
 #
-# This package writes a model once. Its code names no mesh axis; a plan's `reading` says who carries its arrows out: `"manual"`,
+# This package writes a model once. Its code names no mesh axis; a plan's `mode` says who carries its arrows out: `"manual"`,
 # `"auto"` or `"explicit"`. How near must the losses be? Sums in another order round otherwise. `tolerance` derives how much:
 # `llmpar inspect --tolerance` shows it sum by sum.
 
@@ -355,7 +355,7 @@ TEXT = counting_text(ROWS, SEQ)
 
 adam = optax.adamw(3e-3)
 solo = trained(LLAMA, Plan("dp=1"), TEXT, adam, 1).losses[0]
-plans = {name: Plan(MESH, reading=name) for name in ("manual", "auto", "explicit")}
+plans = {name: Plan(MESH, mode=name) for name in ("manual", "auto", "explicit")}
 runs = {name: trained(LLAMA, plan, TEXT, adam, 1) for name, plan in plans.items()}
 
 # %%
@@ -403,6 +403,6 @@ print(f"{len(rows)} values of a step: every type says what the plan's layout say
 #
 # ## On your cluster
 #
-#     llmpar inspect --mesh "fsdp=-1" --reading auto
-#     llmpar inspect --mesh "dp=2 fsdp=2 tp=2" --reading explicit --types
+#     llmpar inspect --mesh "fsdp=-1" --mode auto
+#     llmpar inspect --mesh "dp=2 fsdp=2 tp=2" --mode explicit --types
 #     llmpar inspect --mesh "dp=2 fsdp=2 tp=2" --tolerance

@@ -414,7 +414,7 @@ except TeamError as error:
 # %% [markdown]
 # ## Where XLA's partitioner differs
 #
-# It does not know hosts. Under `--reading auto` it chooses other collectives, and other bytes cross.
+# It does not know hosts. Under `--mode auto` it chooses other collectives, and other bytes cross.
 #
 # ## On your cluster
 #

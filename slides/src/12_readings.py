@@ -35,7 +35,7 @@ show(draw.table(cells, title="The result, as each device has it"))
 # One model. *Solo* sends nothing, in *Manual* you write each collective, in *Auto* XLA's partitioner chooses, in
 # *Explicit* JAX's types say it.
 #
-# <footer>lesson <code>notebooks/12_readings</code> · <code>llmpar inspect --mesh "dp=2 fsdp=2 tp=2" --reading explicit --types</code></footer>
+# <footer>lesson <code>notebooks/12_readings</code> · <code>llmpar inspect --mesh "dp=2 fsdp=2 tp=2" --mode explicit --types</code></footer>
 
 # %%
 from IPython.display import Markdown
@@ -71,7 +71,7 @@ Markdown("\n".join(lines))
 #
 # The sum over `tp` is forgotten; or a weight is cut along the wrong dim.
 #
-# <footer>lesson <code>notebooks/12_readings</code> · <code>llmpar inspect --mesh fsdp=8 --reading auto</code></footer>
+# <footer>lesson <code>notebooks/12_readings</code> · <code>llmpar inspect --mesh fsdp=8 --mode auto</code></footer>
 
 # %%
 FATES = {
