@@ -100,7 +100,7 @@ def accepted(line: str) -> bool:
     try:
         config, plan = build(line)
         plan.check(config, BATCH, SEQ)
-        said = plan.resolve(config, None).said  # of fields that decide nothing
+        said = plan.resolve(config, None).notes  # of fields that decide nothing
         plan.resolve(config)
     except ValueError:
         return False

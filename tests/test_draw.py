@@ -92,9 +92,9 @@ def pipeline(name, p, m, **costs):
 def tensor(mesh, name, device, **more):
     """A weight of a Llama on a mesh of H100s."""
     plan = Plan(mesh).resolve(preset("llama3-8b"), None)
-    weight, life = next(plan.lives[key] for key in plan.lives if key.startswith(name))
+    weight, layouts = next(plan.weight_layouts[key] for key in plan.weight_layouts if key.startswith(name))
     sizes = plan.mesh.sizes
-    return draw.tensor_grid(life.stored, weight.shape, sizes, 8, device, name=name, **more)
+    return draw.tensor_grid(layouts.stored, weight.shape, sizes, 8, device, name=name, **more)
 
 
 def layer_of(mesh="fsdp=512 tp=8", model="llama3-8b", **fields):

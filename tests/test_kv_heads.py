@@ -52,7 +52,7 @@ def test_a_plan_for_a_model_is_told_in_the_notation():
     assert str(plan.mesh) == "dp=2 tp=8" and plan.mesh.sizes["tp"] == 4 and plan.mesh.sizes["kv"] == 2
     assert str(plan.place("attention d k h")) == "d k/tp h"
     assert str(plan.place("attention d n h")) == "d n/tp,kv h"
-    assert str(plan.life("attention d k h").finish) == "d k/tp h +dp +kv -> d k/tp h"
+    assert str(plan.layouts_of("attention d k h").finish) == "d k/tp h +dp +kv -> d k/tp h"
     assert str(plan.physical("attention b s d +n -> stream b s d")) == "b/dp s d +tp +kv -> b/dp s/tp,kv d"
     assert plan.resolve(LLAMA4) is plan and plan.resolve(LLAMA).mesh == Plan("dp=2 tp=8").mesh
     alone = Plan("tp=8", context_parallel="ulysses").resolve(LLAMA1)

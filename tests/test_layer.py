@@ -105,7 +105,7 @@ def test_what_hides_lies_beside_computing_and_what_does_not_stops_it():
     assert len(weights) == 2 and all(map(during, weights)) and not any(one.exposed_s for one in weights)
     params = sum(
         math.prod(w.shape[1:])
-        for path, (w, _) in plan.resolve(config, None).lives.items()
+        for path, (w, _) in plan.resolve(config, None).weight_layouts.items()
         if "blocks" in path
     )
     sent = sum(one.bytes_sent for one in weights)

@@ -88,8 +88,8 @@ def test_what_a_page_brings_needs_neither_jax_nor_numpy_and_answers_the_same(tmp
     done = alone(tmp_path, modules(), asked)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [answered(*one) for one in asked]
-    rooms = {name.split(".")[1] for name in modules() if name.count(".") == 2}
-    assert rooms == {"draw", "exercises", "explore", "kernels", "predict"} and len(modules()) > 30
+    folders = {name.split(".")[1] for name in modules() if name.count(".") == 2}
+    assert folders == {*"draw explore kernels lessons plan planner predict".split()} and len(modules()) > 30
 
 
 def test_a_module_that_needs_numpy_is_seen(tmp_path, monkeypatch):
@@ -341,7 +341,7 @@ def test_every_single_move_is_answered_and_then_advised(awake):
 )
 def test_a_page_whose_python_does_not_wake_says_why_and_keeps_its_picture(tab, saved, tmp_path, what, why):
     text, broken = saved.read_text(encoding="utf-8"), tmp_path / "broken.html"
-    less = page.packed({name: text for name, text in page.rooms().items() if "notation" not in name})
+    less = page.packed({name: text for name, text in page.rooms().items() if "plan/layout" not in name})
     parts = {"rooms": less, "python": json.dumps(json.loads(page.runtime()) | {"start": "AAAA"})}
     broken.write_text(
         re.sub(f'(id="{what}">)[^<]*', lambda found: found[1] + parts[what], text), encoding="utf-8"

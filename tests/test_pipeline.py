@@ -333,11 +333,11 @@ def test_a_slot_given_away_too_early_is_noticed(monkeypatch):
 def test_a_missing_sum_over_stages_is_noticed():
     @dataclasses.dataclass(frozen=True)
     class Forgetful(Resolved):
-        def life(self, dims):
-            life = super().life(dims)
-            open_sums = tuple(a for a in life.unreduced.sums if a != "pp")
-            layout = Layout(life.unreduced.dims, open_sums)
-            return dataclasses.replace(life, unreduced=layout, accumulated=layout)
+        def layouts_of(self, dims):
+            layouts = super().layouts_of(dims)
+            open_sums = tuple(a for a in layouts.unreduced.sums if a != "pp")
+            layout = Layout(layouts.unreduced.dims, open_sums)
+            return dataclasses.replace(layouts, unreduced=layout, accumulated=layout)
 
     with pytest.raises(TypeError, match=r"output carry component has type .*V:\(pp,dp\)"):
         assert_same(LLAMA, planted(Forgetful, Plan("pp=2 dp=2", microbatches=4), LLAMA))

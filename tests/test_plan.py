@@ -129,12 +129,12 @@ DIMS = "ffn l d m"
 
 
 def test_the_table_that_opens_plan_py_is_what_a_plan_gives():
-    """Per stage of ZeRO: stored, used, unreduced, accumulated, graded of `ffn d m` on dp, fsdp and tp."""
+    """Per stage of ZeRO: stored, used, unreduced, accumulated, reduced of `ffn d m` on dp, fsdp and tp."""
     rows = [re.split("  +", line.strip()) for line in plan_file.__doc__.splitlines()]
     table = {cells[0]: cells[1:] for cells in rows if cells[0] in ("0", "1", "2", "3")}
     for zero in range(4):
-        life = Plan(MIXED, zero=zero).resolve().life("ffn d m")
-        layouts = life.stored, life.used, life.unreduced, life.accumulated, life.graded
+        layouts = Plan(MIXED, zero=zero).resolve().layouts_of("ffn d m")
+        layouts = layouts.stored, layouts.used, layouts.unreduced, layouts.accumulated, layouts.reduced
         assert table[str(zero)] == list(map(str, layouts))
 
 
@@ -149,11 +149,11 @@ def test_the_table_that_opens_plan_py_is_what_a_plan_gives():
 )
 def test_what_each_stage_of_zero_moves(zero, gather, reduce, restore):
     """Hybrid sharding: with dp x fsdp the shard is reduce-scattered first and all-reduced then."""
-    life = Plan(MIXED, zero=zero).resolve().life(DIMS)
-    assert arrows(life.gather) == gather and arrows(life.restore) == restore
-    assert arrows(life.accumulate) + arrows(life.finish) == reduce
+    layouts = Plan(MIXED, zero=zero).resolve().layouts_of(DIMS)
+    assert arrows(layouts.gather) == gather and arrows(layouts.restore) == restore
+    assert arrows(layouts.accumulate) + arrows(layouts.finish) == reduce
     early = reduce[:1] if zero == 2 else []
-    assert arrows(life.accumulate) == early, "only ZeRO-2 cuts every microbatch's gradient"
+    assert arrows(layouts.accumulate) == early, "only ZeRO-2 cuts every microbatch's gradient"
 
 
 def test_a_weight_without_width_is_cut_in_its_heads_width():
@@ -171,14 +171,14 @@ def test_zero_cuts_by_every_axis_over_which_a_weight_would_be_copied():
     assert str(plan.stored("ffn l d m")) == "l d/fsdp,ep,sp m/tp"
     assert str(plan.stored("experts l e d m")) == "l e/ep d/fsdp,sp m/tp"
     assert str(plan.stored("attention l n h")) == "l n/tp h/fsdp"
-    life = plan.life("ffn l d m")
-    assert arrows(life.gather) == ["all-gather over fsdp,ep,sp on d"] and life.copied == ("dp",)
-    life = Plan(mesh, zero=1).resolve().life("ffn l d m")
-    assert arrows(life.finish) == ["reduce-scatter over fsdp,ep,sp on d", "all-reduce over dp"]
-    assert arrows(life.restore) == ["all-gather over fsdp,ep,sp on d"]
+    layouts = plan.layouts_of("ffn l d m")
+    assert arrows(layouts.gather) == ["all-gather over fsdp,ep,sp on d"] and layouts.replica_axes == ("dp",)
+    layouts = Plan(mesh, zero=1).resolve().layouts_of("ffn l d m")
+    assert arrows(layouts.finish) == ["reduce-scatter over fsdp,ep,sp on d", "all-reduce over dp"]
+    assert arrows(layouts.restore) == ["all-gather over fsdp,ep,sp on d"]
     fewer = Plan(mesh, zero_axes="fsdp,sp").resolve()
     assert str(fewer.stored("ffn l d m")) == "l d/fsdp,sp m/tp"
-    assert fewer.life("ffn l d m").copied == ("dp", "ep")
+    assert fewer.layouts_of("ffn l d m").replica_axes == ("dp", "ep")
     assert Plan("sp=2", zero=0).resolve().stored(DIMS) == Plan("sp=2", zero_axes="fsdp").resolve().stored(
         DIMS
     )
@@ -186,10 +186,10 @@ def test_zero_cuts_by_every_axis_over_which_a_weight_would_be_copied():
 
 def test_reducing_layer_by_layer_leaves_nothing_for_later():
     plan = Plan(MIXED, zero=0, reduce="layer").resolve()
-    assert plan.life(DIMS).unreduced.sums == () and plan.stored(DIMS) == plan.life(DIMS).unreduced
-    assert Plan(MIXED, zero=3, reduce="layer").resolve().life(DIMS).unreduced == Plan(MIXED).resolve().stored(
-        DIMS
-    )
+    assert plan.layouts_of(DIMS).unreduced.sums == () and plan.stored(DIMS) == plan.layouts_of(DIMS).unreduced
+    assert Plan(MIXED, zero=3, reduce="layer").resolve().layouts_of(DIMS).unreduced == Plan(
+        MIXED
+    ).resolve().stored(DIMS)
 
 
 def test_every_weights_layouts_hang_together():
@@ -200,15 +200,15 @@ def test_every_weights_layouts_hang_together():
     for plan in (plan.resolve() for plan in all_plans((1, 8))):
         for config in (LLAMA, QWEN):
             for weight in config.weights().values():
-                life = plan.life(weight.dims)
+                layouts = plan.layouts_of(weight.dims)
                 region = parse_layout(weight.dims).region
-                assert set(life.unreduced.sums) == set(plan.varying(region)) - set(life.stored.axes)
-                for arrow in (life.gather, life.accumulate, life.finish, life.restore):
+                assert set(layouts.unreduced.sums) == set(plan.varying(region)) - set(layouts.stored.axes)
+                for arrow in (layouts.gather, layouts.accumulate, layouts.finish, layouts.restore):
                     assert arrow.moves is not None
-                assert life.graded.cut("d") + life.graded.cut("h") == (
+                assert layouts.reduced.cut("d") + layouts.reduced.cut("h") == (
                     plan.mesh.live("fsdp") if plan.zero else ()
                 )
-                life.graded.shard_shape(weight.shape, plan.mesh.sizes)
+                layouts.reduced.shard_shape(weight.shape, plan.mesh.sizes)
 
 
 # --------------------------------------------------------------------------------------------------- refusals
@@ -273,10 +273,10 @@ def test_an_option_that_changes_nothing_is_said_with_the_reason_and_left_out(fie
     plan = Plan(**IDLE[field])
     without = dataclasses.replace(plan, **{field: getattr(Plan(), field)})
     decided = plan.resolve(LLAMA)
-    (said,) = [line for line in decided.said if line.startswith(f"{field}=")]
+    (said,) = [line for line in decided.notes if line.startswith(f"{field}=")]
     assert said.startswith(f"{field}={IDLE[field][field]!r} changes nothing: ")
-    assert dataclasses.replace(decided, asked=without) == without.resolve(LLAMA)
-    assert not any(line.startswith(f"{field}=") for line in without.resolve(LLAMA).said)
+    assert dataclasses.replace(decided, requested=without) == without.resolve(LLAMA)
+    assert not any(line.startswith(f"{field}=") for line in without.resolve(LLAMA).notes)
     if "schedule" not in IDLE[field] or field == "schedule":  # else the schedule itself may be wrong
         assert plan.effective(LLAMA) == without
 
@@ -297,7 +297,7 @@ def counted(plan: Plan, config) -> list:
     """What formulas know of a plan's program: what lies where, what moves, what is held."""
     runs = plan.resolve(config, "gpu")
     sent = {str(key): str(row) for key, row in step_traffic(runs, 16, 128, 0).items()}
-    lives = {path: life for path, (_, life) in runs.lives.items()}
+    lives = {path: layouts for path, (_, layouts) in runs.weight_layouts.items()}
     at_once = runs.microbatches, runs.loss_chunks
     return [
         at_once,
@@ -322,10 +322,10 @@ def test_a_field_that_changes_nothing_of_the_program_is_named_and_no_other_is(me
             decided = plan.resolve(config, "gpu")
         except ValueError:
             continue
-        named = any(line.startswith(f"{field}={value!r} changes nothing: ") for line in decided.said)
+        named = any(line.startswith(f"{field}={value!r} changes nothing: ") for line in decided.notes)
         same = plan != base and counted(plan, config) == before
         if field not in UNSEEN and (field, value) != ("zero", 0):  # 0 asks that nothing be cut
-            assert named == same, (field, value, decided.said)
+            assert named == same, (field, value, decided.notes)
         assert any(line.startswith(f"{field}=") for line in plan.idle(config, [field])) >= named, field
 
 
@@ -361,7 +361,7 @@ def test_plan_says_which_of_its_given_fields_decide_nothing(capsys):
 
 def test_a_model_of_experts_or_of_one_layer_has_idle_fields_too():
     experts = dataclasses.replace(preset("tiny-moe"), num_layers=2)
-    said = lambda plan, config=LLAMA: " ".join(plan.resolve(config).said)
+    said = lambda plan, config=LLAMA: " ".join(plan.resolve(config).notes)
     assert "ffn_chunks=2 changes nothing" in said(Plan(ffn_chunks=2), experts)
     shared = dataclasses.replace(experts, experts=dataclasses.replace(experts.experts, num_shared=1))
     assert not said(Plan(ffn_chunks=2), shared)
@@ -384,8 +384,8 @@ def test_a_ring_in_a_pipeline_takes_hops_that_only_its_own_stage_waits_for():
     cpu, gpu, tpu = (inside.resolve(LLAMA, platform) for platform in ("cpu", "gpu", "tpu"))
     assert cpu.hop == "exchange" and gpu.hop == tpu.hop == "permute"
     assert Plan("sp=2").resolve(LLAMA).hop == "permute"
-    assert "all-to-all" in " ".join(cpu.said) and not gpu.said
-    assert not dataclasses.replace(inside, context_parallel="gather").resolve(LLAMA).said
+    assert "all-to-all" in " ".join(cpu.notes) and not gpu.notes
+    assert not dataclasses.replace(inside, context_parallel="gather").resolve(LLAMA).notes
     asked = dataclasses.replace(inside, hop="permute")
     asked.check(LLAMA, 16, 16)
     with pytest.raises(ValueError, match="hop='permute' does not go with pp=2 on sim.*use hop='exchange'"):
@@ -398,11 +398,11 @@ def test_gathers_that_nothing_orders_are_made_once_on_simulated_devices():
         plan = Plan("pp=2 fsdp=2 ep=2", microbatches=2, **fields)
         cpu, gpu = plan.resolve(platform="cpu"), plan.resolve(platform="gpu")
         assert not cpu.reshard_after_forward and gpu.reshard_after_forward
-        assert "gathered once a step" in " ".join(cpu.said) and not gpu.said
+        assert "gathered once a step" in " ".join(cpu.notes) and not gpu.notes
         for same in (dict(reshard_after_forward=False), dict(zero=2), dict(zero_axes="fsdp,sp")):
             other = dataclasses.replace(plan, **same)
             assert other.resolve().gathers == other.resolve(platform="gpu").gathers
-            assert not other.resolve().said
+            assert not other.resolve().notes
     assert Plan("pp=2 fsdp=2 ep=2", microbatches=2).resolve().reshard_after_forward
 
 
@@ -437,7 +437,7 @@ def test_auto_is_cudnn_on_gpus_where_it_needs_no_mask(words):
     found = Plan(**given).resolve(config, devices)
     assert found.attention_kernel == CUDNN[words]
     reads = CUDNN[words] == "cudnn" or given["documents"] == "packed"
-    assert reads != any(line.startswith("documents=") for line in found.said)
+    assert reads != any(line.startswith("documents=") for line in found.notes)
     lacks = {"gpu 7.5": ("flash", "cudnn", "xla"), "gpu gfx942": ("flash", "cudnn")}
     for kernel in lacks.get(devices, ()):
         with pytest.raises(

@@ -101,7 +101,7 @@ ASKED = {
 def test_a_mesh_that_is_asked_for_is_what_decide_answers_with_its_axes_given(mesh):
     q, shape = ASKED[mesh], parse_mesh(mesh)
     one = planner.on_mesh(q, shape)
-    given = planner.decide(dataclasses.replace(q, fixed=q.fixed | shape.asked)).plans
+    given = planner.decide(dataclasses.replace(q, fixed=q.fixed | shape.user_sizes)).plans
     assert [one] == given and not one.why_not
 
 
@@ -120,7 +120,7 @@ def test_any_mesh_with_any_fields_is_what_decide_answers():
         except ValueError:
             one = None
         try:
-            (given,) = planner.decide(dataclasses.replace(q, fixed=own | mesh.asked)).plans
+            (given,) = planner.decide(dataclasses.replace(q, fixed=own | mesh.user_sizes)).plans
         except ValueError:
             assert one is None or one.why_not
         else:
@@ -449,7 +449,7 @@ def test_a_pipeline_that_keeps_residuals_recomputes_nothing_and_does_not_fit(mes
     assert one.plan.remat == by_hand.plan.remat == "none"
     assert one.why_not and by_hand.why_not and one.total_bytes > 2 * q.capacity_bytes
     with pytest.raises(ValueError, match="fits on no mesh"):
-        planner.decide(dataclasses.replace(q, fixed=q.fixed | one.plan.mesh.asked))
+        planner.decide(dataclasses.replace(q, fixed=q.fixed | one.plan.mesh.user_sizes))
 
 
 def test_the_first_of_equals_is_not_both_slower_and_fuller_than_another():

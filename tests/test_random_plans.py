@@ -681,7 +681,7 @@ def test_a_field_that_is_set_changes_the_program_or_is_said_to_change_nothing(se
     for field in dataclasses.fields(Plan):
         if field.name in ("mesh", *NOT_IN_THE_PROGRAM) or getattr(plan, field.name) == field.default:
             continue
-        if any(line.startswith(f"{field.name}=") for line in plan.resolve(config).said):
+        if any(line.startswith(f"{field.name}=") for line in plan.resolve(config).notes):
             continue
         if field.name == "zero" and not Plan(plan.mesh, zero_axes=plan.zero_axes).resolve().gathers:
             continue  # no axis to cut by: then 0 is the same as 3, and says what is true

@@ -88,7 +88,10 @@ def test_each_says_its_formula_its_lesson_and_whether_it_is_an_estimate(explaine
         for term in found:
             assert term.formula and (term.unit == "B" or term.estimate)
             assert term.estimate == (term.unit != "B" or term.name in ESTIMATES)
-    assert {term.line for _, _, found in explained for term in found if term.arrow} >= {"llama.py", "plan.py"}
+    assert {term.line for _, _, found in explained for term in found if term.arrow} >= {
+        "model/llama.py",
+        "plan/plan.py",
+    }
 
 
 def test_what_words_say_of_the_code_is_so():
@@ -172,7 +175,7 @@ def test_the_bytes_of_tensor_parallelism_are_the_textbook_s():
     q = planner.Question(preset("llama3-70b"), chip("h100"), 64, 64, 4096, fixed)
     found = terms(q, planner.on_mesh(q, parse_mesh("fsdp=8 tp=8")))
     (term,) = (term for term in found if term.name == "tp all-reduce")
-    assert " × 2 × 7/8 × 8 × 4,096 × 8,192 × 2 B + " in term.filled and term.line == "llama.py"
+    assert " × 2 × 7/8 × 8 × 4,096 × 8,192 × 2 B + " in term.filled and term.line == "model/llama.py"
 
 
 # --------------------------------------------------------------------------------------------- published runs

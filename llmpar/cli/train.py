@@ -112,8 +112,8 @@ class Train:
                 say(weights)
         mesh = make_mesh(plan.mesh)
         say_memory(mesh)
-        for line in plan.resolve(config, platform_of(mesh)).said:
-            if line not in plan.resolve(config, None).said:  # which `settle` has said
+        for line in plan.resolve(config, platform_of(mesh)).notes:
+            if line not in plan.resolve(config, None).notes:  # which `settle` has said
                 say(line)
         with (
             Stopper() as stopper,

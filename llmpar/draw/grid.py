@@ -183,7 +183,7 @@ def mesh(
         raise ValueError(f"{many}; use llmpar.MeshExplorer, which draws blocks of them")
     live = shape.named or {"dp": 1}
     apart, host = strides(live, live), devices_per_host or shape.size
-    teams = groups(shape.asked, AXES, [highlight_axis]) if highlight_axis else []
+    teams = groups(shape.user_sizes, AXES, [highlight_axis]) if highlight_axis else []
     team_of = {device: i for i, team in enumerate(teams) for device in team}
     widest = max(map(scene.text_width, [str(shape.size), *[f"group {len(teams)}"] * bool(teams)])) + 10
     size = max(46.0, widest), 54.0 if teams else 34.0

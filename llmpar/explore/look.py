@@ -75,8 +75,13 @@ def settle(state: dict) -> tuple[dict, MeshShape]:
     devices = state["devices"]
     shape = parse_mesh(state["mesh"], devices if "-1" in state["mesh"] else None)
     if shape.size != devices and devices != state["agreed"]:
-        had = {axis: n for axis, n in shape.asked.items() if n > 1 or axis == "fsdp"}
-        far = lambda mesh: (round(mesh_distance(mesh.asked, shape.asked), 6), mesh.tp, mesh.sp, mesh.dp)
+        had = {axis: n for axis, n in shape.user_sizes.items() if n > 1 or axis == "fsdp"}
+        far = lambda mesh: (
+            round(mesh_distance(mesh.user_sizes, shape.user_sizes), 6),
+            mesh.tp,
+            mesh.sp,
+            mesh.dp,
+        )
         near = sorted(near_meshes(had, devices), key=far)
         legal = (mesh for mesh in near[:200] if works(state | {"mesh": str(mesh)}))
         shape = next(legal, near[0])

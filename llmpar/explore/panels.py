@@ -86,9 +86,11 @@ def tensors(seen: Look) -> list[Tensor]:
     plan, q = seen.plan, seen.question
     c, b, s = q.config, q.batch_size, q.seq_len
     found = []
-    held = ("weight", "stored", 1), ("gradient", "accumulated", 1), ("moments", "graded", 2)
-    for (kind, when, times), (path, (weight, life)) in itertools.product(held, plan.lives.items()):
-        found.append(Tensor(kind, path, weight.shape, 4, getattr(life, when), times))
+    held = ("weight", "stored", 1), ("gradient", "accumulated", 1), ("moments", "reduced", 2)
+    for (kind, when, times), (path, (weight, layouts)) in itertools.product(
+        held, plan.weight_layouts.items()
+    ):
+        found.append(Tensor(kind, path, weight.shape, 4, getattr(layouts, when), times))
 
     def add(kind: str, name: str, dims: str, shape: tuple[int, ...], itemsize: int, times: int = 1) -> None:
         found.append(Tensor(kind, name, shape, itemsize, plan.place(dims), times))
@@ -190,13 +192,13 @@ def axes(seen: Look) -> Scene:
     acts = {axis: tuple(_moved(seen, axis, up) for up in (False, True)) for axis in AXES}
     note = f"All {seen.shape.size:,} stay in use: a square that one axis gets is taken from another."
     words = {axis: act(explain=f"word {axis}") for axis in AXES}
-    return columns.axis_squares(seen.shape.asked, DOES, acts, note, words)
+    return columns.axis_squares(seen.shape.user_sizes, DOES, acts, note, words)
 
 
 def _moved(seen: Look, axis: str, up: bool) -> tuple[str, str] | None:
     """What gives an axis a factor more, or less: the patch and its name; None where no such mesh works. The
     other axis is fsdp if that works, else the largest that does."""
-    sizes = seen.shape.asked
+    sizes = seen.shape.user_sizes
     others = sorted((a for a in AXES if a != axis), key=lambda a: (a != "fsdp", -sizes[a]))
     for other in others:
         giver, taker = (other, axis) if up else (axis, other)
@@ -274,7 +276,7 @@ def _mesh_map(seen: Look) -> Scene:
 
 def _way(one: Candidate) -> columns.Way:
     mesh = one.plan.mesh
-    largest = max(AXES, key=lambda axis: mesh.asked[axis])
+    largest = max(AXES, key=lambda axis: mesh.user_sizes[axis])
     return columns.Way(str(mesh), one.total_bytes, one.time.step_s, largest, one.why_not, act(mesh=str(mesh)))
 
 

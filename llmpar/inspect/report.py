@@ -102,7 +102,7 @@ def compare(
         "links": links(mesh),
         "mode": plan.mode,
         "attention_kernel": plan.attention_kernel,
-        "detour": "; ".join([*plan.said, *parsed(partitioned).uncounted]) or None,
+        "detour": "; ".join([*plan.notes, *parsed(partitioned).uncounted]) or None,
         "zero": plan.zero,
         "zero_cuts": list(plan.zero_cuts()) if plan.zero else [],
         "stage": stage,

@@ -120,7 +120,7 @@ def lies_as_promised(run: Run) -> bool:
         return held == jax.tree.map(lambda x, to: {to.shard_shape(x.shape, sizes)}, tree, layouts)
 
     stored = lies(run.state.params, run.step.stored)
-    return stored and all(lies(moment, run.step.graded) for moment in moments(run.state))
+    return stored and all(lies(moment, run.step.reduced) for moment in moments(run.state))
 
 
 def moments(state: State) -> list[Any]:

@@ -33,9 +33,9 @@ class Explicit(Auto):
 
     def weight(self, param):
         """The weight as it is used. Where the step has marked the stored one, its gradient stays a sum."""
-        life, dims = self.plan.life(param.dims), param.dims
-        shard = self.lay(param[...], life.stored, dims, marked=True).astype(self.dtype)
-        return checkpoint_name(self.note(self.lay(shard, life.used, dims, marked=True), dims), WEIGHT)
+        layouts, dims = self.plan.layouts_of(param.dims), param.dims
+        shard = self.lay(param[...], layouts.stored, dims, marked=True).astype(self.dtype)
+        return checkpoint_name(self.note(self.lay(shard, layouts.used, dims, marked=True), dims), WEIGHT)
 
     def beside(self, f: Callable, x: Array, param) -> Array:
         """``f(x, weight)``, with the weight spread as ``x`` is, by an outer product with ones: the gradient

@@ -194,7 +194,7 @@ class Manual(Solo):
 
     def gather(self, shard: Array, dims: str) -> Array:
         """A weight's stored shard, cast, then gathered if it is stored cut (ZeRO-3)."""
-        return self.carry_out(shard.astype(self.dtype), self.plan.life(dims).gather, dims)
+        return self.carry_out(shard.astype(self.dtype), self.plan.layouts_of(dims).gather, dims)
 
     def move(self, x: Array, arrow: str) -> Array:
         """Carry out the physical arrow: the collectives of `llmpar.plan.layout.Arrow.moves` in order."""

@@ -25,9 +25,9 @@ more would be sent. On GPUs the stages wait for it, 43 of 3,571 ms in a step of 
 
 The layers of a stage are its share of the blocks' weights, stored `l/pp`; `schedules.layer_order` says which
 layer lies where. All other weights are whole on every stage, and their gradients are summed over pp at the
-end of the step (`plan.Life` says so). Weights that ZeRO-3 stores cut are gathered for each cell, or before
-the walk for all of it (`Plan.gathers`). Where a schedule wants two copies of the model (DualPipe), a stage
-borrows its opposite's layers for the step, and returns their gradients.
+end of the step (`plan.WeightLayouts` says so). Weights that ZeRO-3 stores cut are gathered for each cell, or
+before the walk for all of it (`Plan.gathers`). Where a schedule wants two copies of the model (DualPipe), a
+stage borrows its opposite's layers for the step, and returns their gradients.
 """
 
 import functools
@@ -59,8 +59,9 @@ def gradients(
     """Loss and gradients of this device's part of the batch, inside shard_map. The blocks come in
     `schedules.layer_order`.
 
-    ``params`` vary over the sums of `Life.unreduced`, pp among them where a weight is not cut by it. All
-    start as ``zeros``; gradients come laid out as `Life.accumulated`, loss and tally unfinished over pp too.
+    ``params`` vary over the sums of `WeightLayouts.unreduced`, pp among them where a weight is not cut by it.
+    All start as ``zeros``; gradients come laid out as `WeightLayouts.accumulated`, loss and tally unfinished
+    over pp too.
     """
     (loss, tally), grads = zeros
     sums = {name: g for name, g in grads.items() if name != "blocks"}

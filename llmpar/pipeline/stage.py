@@ -164,9 +164,9 @@ def _into_embedding(stage: Stage, sums: Tree, dx: Stream) -> Tree:
 
 
 def add(stage: Stage, sums: Tree, grads: Tree) -> Tree:
-    """Add gradients to the sums of the same name, at ZeRO 2 cut before that (`Life.accumulate`)."""
+    """Add gradients to the sums of the same name, at ZeRO 2 cut before that (`WeightLayouts.accumulate`)."""
     par, dims = stage.par, trained(weight_dims(stage.config), stage.config)
-    move = lambda g, dims: par.carry_out(g, par.plan.life(dims).accumulate, f"gradient {dims}")
+    move = lambda g, dims: par.carry_out(g, par.plan.layouts_of(dims).accumulate, f"gradient {dims}")
     add_one = lambda done, g, dims: done + move(g.astype(done.dtype), dims)
     return sums | {name: jax.tree.map(add_one, sums[name], g, dims[name]) for name, g in grads.items()}
 

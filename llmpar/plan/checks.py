@@ -131,7 +131,7 @@ def _sequences(plan, batch_size: int, seq_len: int) -> Rows:
 
 def _kernels(plan, batch_size: int, seq_len: int) -> Rows:
     """What a kernel cannot do, and a mask of all queries and keys that is too large."""
-    kernel = plan.asked.attention_kernel
+    kernel = plan.requested.attention_kernel
     refuse = lambda why: f"attention_kernel='{kernel}' {why}, or attention_kernel='portable'"
     if kernel == "cudnn" and plan.dtype == "float32":
         yield refuse("computes in 16 bits; use dtype='bfloat16'")
@@ -226,7 +226,7 @@ def idle(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
     not their defaults, and those ``given``, whatever they have."""
     mesh, config, order = plan.mesh, plan.config, plan.pipeline
     dense = config.experts is None
-    cudnn = plan.asked.attention_kernel == "cudnn" and plan.in_order or plan.takes_cudnn
+    cudnn = plan.requested.attention_kernel == "cudnn" and plan.in_order or plan.takes_cudnn
     text = f"mesh '{mesh}'"
     one = {axis: f"{text} has {axis}=1" for axis in ("pp", "sp", "tp", "ep")}
     apart = order is not None and (order.split_backward or plan.stage_saves == "residuals")
@@ -237,7 +237,11 @@ def idle(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
     cuts, all_cuts = plan.zero_cuts(), mesh.live("fsdp", "ep", "sp", "ul")
     uncut = not cuts and plan.zero
     # A bucket is refused with ZeRO anyway.
-    shared = plan.reduce != "layer" and plan.zero or any(life.copied for _, life in plan.lives.values())
+    shared = (
+        plan.reduce != "layer"
+        and plan.zero
+        or any(layouts.replica_axes for _, layouts in plan.weight_layouts.values())
+    )
     rules = [
         ("schedule virtual_stages stage_saves", mesh.pp == 1, one["pp"]),
         ("context_parallel sequence_order", mesh.sp == 1, one["sp"]),
@@ -261,7 +265,7 @@ def idle(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         ("virtual_stages", "\n" in plan.schedule.strip(), "the order is written out"),
     ]
     default = lambda name: getattr(type(plan), name)
-    changed = lambda name: default(name) not in (getattr(plan.asked, name), getattr(plan, name))
+    changed = lambda name: default(name) not in (getattr(plan.requested, name), getattr(plan, name))
     was_set = lambda name: name in given or changed(name)
     return {name: why for names, holds, why in rules if holds for name in names.split() if was_set(name)}
 

@@ -49,19 +49,19 @@ class MeshShape:
     kv: int = 1
 
     @property
-    def asked(self) -> dict[str, int]:
+    def user_sizes(self) -> dict[str, int]:
         """Axis name to size as a user writes them, in link order."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def named(self) -> dict[str, int]:
         """The same without axes of one device: those that its text names."""
-        return {axis: n for axis, n in self.asked.items() if n > 1}
+        return {axis: n for axis, n in self.user_sizes.items() if n > 1}
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Axis name to size, in link order. An axis with an inner part is two: ``tp``, inside it ``kv``."""
-        found = self.asked | {part: getattr(self, part) for part in PARTS.values()}
+        found = self.user_sizes | {part: getattr(self, part) for part in PARTS.values()}
         found |= {axis: found[axis] // found[part] for axis, part in PARTS.items()}
         return {axis: found[axis] for axis in ORDER if axis in AXES or found[axis] > 1}
 
@@ -76,7 +76,7 @@ class MeshShape:
     @property
     def size(self) -> int:
         """The number of devices."""
-        return math.prod(self.asked.values())
+        return math.prod(self.user_sizes.values())
 
     def __str__(self) -> str:
         named = " ".join(f"{a}={n}" for a, n in self.named.items())
@@ -91,9 +91,11 @@ def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshSha
     never larger.
     """
     if isinstance(text, MeshShape):
-        if num_devices is None and -1 not in text.asked.values():
+        if num_devices is None and -1 not in text.user_sizes.values():
             return text  # with the sizes that it knows
-        shape = _fit(str(text), {a: n for a, n in text.asked.items() if n != 1}, num_devices, text.reshape)
+        shape = _fit(
+            str(text), {a: n for a, n in text.user_sizes.items() if n != 1}, num_devices, text.reshape
+        )
         return replace(shape, ul=text.ul, kv=text.kv)
     if not isinstance(text, str):
         raise ValueError(f"a mesh is text, and this is {text!r:.60}; write for instance 'dp=2 fsdp=2 tp=2'")

@@ -24,22 +24,22 @@ and ``tp,kv`` wherever the table has tp; the gradient of a copied weight is one 
 The layers ``l`` of a weight are cut by pp in every region. Embedding, head and last norm have none: they are
 whole on every stage, and their gradients are one more sum to finish.
 
-A weight's life in one step is five layouts and four arrows; only the update itself moves nothing:
+In one step a weight has five layouts and four arrows; only the update itself moves nothing:
 
-    stored -gather-> used -backward-> unreduced -accumulate-> accumulated -finish-> graded -update-> graded
-                                                                                    graded -restore-> stored
+    stored -gather-> used -backward-> unreduced -accumulate-> accumulated -finish-> reduced -update-> reduced
+                                                                                    reduced -restore-> stored
 
 ZeRO (Rajbhandari et al. 2020) decides which of them are cut by fsdp: a weight's width ``d`` (else its ``h``,
 else its ``e``; an adapter with none of them stays whole). Of ``ffn d m`` on ``fsdp=2 tp=2``, with dp besides:
 
-    zero  stored       used    unreduced (each microbatch)  accumulated       graded
+    zero  stored       used    unreduced (each microbatch)  accumulated       reduced
     0     d m/tp       d m/tp  d m/tp +dp +fsdp             d m/tp +dp +fsdp  d m/tp
     1     d m/tp       d m/tp  d m/tp +dp +fsdp             d m/tp +dp +fsdp  d/fsdp m/tp
     2     d m/tp       d m/tp  d m/tp +dp +fsdp             d/fsdp m/tp +dp   d/fsdp m/tp
     3     d/fsdp m/tp  d m/tp  d/fsdp m/tp +dp              d/fsdp m/tp +dp   d/fsdp m/tp
 
-Each cell that differs from its neighbour is a collective (`Life`). Stage 3 is FSDP: its weights are gathered
-for use, and autodiff makes a reduce-scatter of that on the way back.
+Each cell that differs from its neighbour is a collective (`WeightLayouts`). Stage 3 is FSDP: its weights are
+gathered for use, and autodiff makes a reduce-scatter of that on the way back.
 
 Devices along sp, and along ep but for experts, use the same weights on other tokens too. So ZeRO cuts by
 these axes as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and one
@@ -73,7 +73,7 @@ BEST = 20
 
 
 @dataclass(frozen=True)
-class Life:
+class WeightLayouts:
     """Where a weight, its gradient and its optimizer state lie in the course of a step (the table above).
 
     Attributes:
@@ -81,22 +81,22 @@ class Life:
         used: the weight in a matmul: whole over the axes of ZeRO.
         unreduced: its gradient as the backward pass leaves it, with the sums that are still open.
         accumulated: what is added up over microbatches.
-        graded: the finished gradient, and the optimizer's state.
-        copied: the axes whose devices store the same block and use it on different values: over them the
-            gradient is a sum. With ``reduce="layer"`` the backward pass itself finishes it.
+        reduced: the finished gradient, and the optimizer's state.
+        replica_axes: the axes whose devices store the same block and use it on different values: over them
+            the gradient is a sum. With ``reduce="layer"`` the backward pass itself finishes it.
     """
 
     stored: Layout
     used: Layout
     unreduced: Layout
     accumulated: Layout
-    graded: Layout
-    copied: tuple[str, ...]
+    reduced: Layout
+    replica_axes: tuple[str, ...]
 
     gather = property(lambda self: Arrow(self.stored, self.used))  # at ZeRO 3 an all-gather
     accumulate = property(lambda self: Arrow(self.unreduced, self.accumulated))  # at ZeRO 2 a reduce-scatter
-    finish = property(lambda self: Arrow(self.accumulated, self.graded))  # all sums that are still open
-    restore = property(lambda self: Arrow(self.graded, self.stored))  # at ZeRO 1 and 2 an all-gather
+    finish = property(lambda self: Arrow(self.accumulated, self.reduced))  # all sums that are still open
+    restore = property(lambda self: Arrow(self.reduced, self.stored))  # at ZeRO 1 and 2 an all-gather
 
 
 @dataclass(frozen=True)
@@ -187,17 +187,17 @@ class Plan(Execution):
 
         Ranks of tp that the model's KV heads cannot cut hold copies of them (as in Megatron-LM and vLLM); of
         usp's sp as many ranks exchange heads as divide them; fields that decide nothing get their defaults,
-        and `Resolved.said` says so. Without a model, heads suit the mesh; without a platform, ``auto`` stays
+        and `Resolved.notes` says so. Without a model, heads suit the mesh; without a platform, ``auto`` stays
         and means what accelerators do. Refuses what the platform cannot do."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Plan)}
         if config is not None:
             given["mesh"] = self._inner_axes(config)
-        plan = Resolved(**given, asked=self, config=config, devices=platform)
+        plan = Resolved(**given, requested=self, config=config, devices=platform)
         if config is not None:
             while idle := refusals.idle(plan):  # a field without effect may leave another without any
                 default: dict[str, Any] = {name: DEFAULTS[name] for name in idle}
-                said = (*plan.said, *refusals.idle_words(self, idle))
-                plan = dataclasses.replace(plan, **default, said=said)
+                notes = (*plan.notes, *refusals.idle_words(self, idle))
+                plan = dataclasses.replace(plan, **default, notes=notes)
         return plan._on(platform) if platform else plan
 
     def idle(self, config: ModelConfig, given: Iterable[str]) -> list[str]:
@@ -205,7 +205,7 @@ class Plan(Execution):
         that were ``given`` and have their defaults."""
         decided = self.resolve(config, None)
         own = {k: why for k, why in refusals.idle(decided, given).items() if getattr(self, k) == DEFAULTS[k]}
-        return [*decided.said, *(refusals.idle_words(self, own))]
+        return [*decided.notes, *(refusals.idle_words(self, own))]
 
     def _inner_axes(self, config: ModelConfig) -> MeshShape:
         """The mesh with the inner parts of tp (``kv``) and of sp (``ul``) that a model's heads need."""
@@ -268,16 +268,16 @@ class Resolved(Plan):
     """A plan for one model on one platform: what runs, what is predicted and what is drawn read this one.
 
     Attributes:
-        asked: what the user wrote.
+        requested: the plan as the user wrote it.
         config, devices: what it is for, as `Plan.resolve` was told; None: nothing in particular.
-        said: what a user should be told, in sentences: what this platform does otherwise than others do, and
+        notes: what a user should know, in sentences: what this platform does otherwise than others do, and
             fields that were set and decide nothing.
     """
 
-    asked: Any = None  # a Plan
+    requested: Any = None  # a Plan
     config: Any = None  # a ModelConfig, or None
     devices: str | None = None
-    said: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         """Nothing: what was asked for has been checked."""
@@ -301,7 +301,7 @@ class Resolved(Plan):
     def _on_simulated_stages(self) -> dict[str, Any]:
         """What a pipeline of simulated devices has otherwise: a permute waits for every device of the mesh,
         and nothing orders the gathers of experts and of other weights in a backward pass that is cut."""
-        decided, said = dict[str, Any](), self.said
+        decided, notes = dict[str, Any](), self.notes
         if self.rings and self.hop == "permute":
             raise ValueError(
                 f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute waits"
@@ -310,7 +310,7 @@ class Resolved(Plan):
         if self.hop == "auto":
             decided["hop"] = "exchange"
         if self.rings and self.hop == "auto":
-            said += (
+            notes += (
                 "a ring's hop is an all-to-all here, with one full block: in a permute, simulated devices"
                 " would wait for every stage of the pipeline",
             )
@@ -318,17 +318,17 @@ class Resolved(Plan):
         experts_apart = "ep" in self.zero_cuts() and self.mesh.live("fsdp", "sp")  # gathered without ep
         if cut and experts_apart and self.gathers == "block":
             decided["reshard_after_forward"] = False
-            said += (
+            notes += (
                 "weights are gathered once a step here, and kept: nothing orders gathers of experts and of"
                 " other weights in a backward pass that is cut, and simulated devices might wait for one"
                 " another for ever",
             )
-        return decided | {"said": said}
+        return decided | {"notes": notes}
 
     def resolve(self, config: ModelConfig | None = None, platform: str | None = "cpu") -> Resolved:
         """Itself, for the same model and platform; what was asked, resolved anew, for others."""
         same = (config, platform) == (self.config, self.devices)
-        return self if same else self.asked.resolve(config, platform)
+        return self if same else self.requested.resolve(config, platform)
 
     # --------------------------------------------------------------------------------------- who is cut where
 
@@ -380,7 +380,7 @@ class Resolved(Plan):
         gpu = self.platform in (None, "gpu")
         fits = self.config is not None and fits_cudnn(self.config.head_width, self.devices or "gpu")
         whole = self.documents == "whole" and self.in_order and not self.regions["keys"].get("s")
-        auto = self.asked.attention_kernel == "auto" and not self.attention_block
+        auto = self.requested.attention_kernel == "auto" and not self.attention_block
         return gpu and whole and auto and self.dtype == "bfloat16" and fits
 
     @property
@@ -411,7 +411,7 @@ class Resolved(Plan):
         logical = parse_arrow(arrow)
         return Arrow(self.place(logical.before), self.place(logical.after))
 
-    def life(self, dims: str) -> Life:
+    def layouts_of(self, dims: str) -> WeightLayouts:
         """The layouts of a weight, its gradients and its optimizer state in one step. The comments follow
         ``ffn d m`` on ``dp=2 fsdp=2 tp=2`` at ZeRO 2."""
         used = self.place(dims)  # d m/tp
@@ -421,14 +421,14 @@ class Resolved(Plan):
         over = tuple(a for a in self.zero_cuts(target) if a in differ and a not in used.axes)  # fsdp
         cut = Layout(tuple(Dim(d.name, d.axes + over * (d.name == target)) for d in used.dims))  # d/fsdp m/tp
         stored = cut if self.zero == 3 else used  # d m/tp
-        graded = cut if self.zero else used  # d/fsdp m/tp
+        reduced = cut if self.zero else used  # d/fsdp m/tp
         kept = used if self.gathers == "step" else stored  # what the backward pass differentiates: d m/tp
-        copied = tuple(a for a in self.mesh.live("pp") + differ if a not in kept.axes)  # dp fsdp
-        unreduced = Layout(kept.dims, () if self.reduce == "layer" else copied)  # d m/tp +dp +fsdp
+        replica_axes = tuple(a for a in self.mesh.live("pp") + differ if a not in kept.axes)  # dp fsdp
+        unreduced = Layout(kept.dims, () if self.reduce == "layer" else replica_axes)  # d m/tp +dp +fsdp
         accumulated = unreduced
         if self.zero == 2:
             accumulated = Layout(cut.dims, tuple(a for a in unreduced.sums if a not in over))  # +dp
-        return Life(stored, used, unreduced, accumulated, graded, copied)
+        return WeightLayouts(stored, used, unreduced, accumulated, reduced, replica_axes)
 
     def zero_cuts(self, target: str = "d") -> tuple[str, ...]:
         """The live axes by which ZeRO cuts the dim ``target``; fsdp alone where that is not d."""
@@ -449,17 +449,17 @@ class Resolved(Plan):
         return self.place("data b s")
 
     @functools.cached_property
-    def lives(self) -> dict[str, tuple[Weight, Life]]:
+    def weight_layouts(self) -> dict[str, tuple[Weight, WeightLayouts]]:
         """Every weight of the model by its path, with the layers that a pipeline pads to, and its life."""
         places = len(schedules.layer_order(self.pipeline, self.config.num_layers))
         config = self.config
         if places != config.num_layers:
             config = dataclasses.replace(config, num_layers=places)
-        return {path: (weight, self.life(weight.dims)) for path, weight in config.weights().items()}
+        return {path: (weight, self.layouts_of(weight.dims)) for path, weight in config.weights().items()}
 
     def stored(self, dims: str) -> Layout:
         """A weight's layout between steps."""
-        return self.life(dims).stored
+        return self.layouts_of(dims).stored
 
     def spread(self, arrow: str) -> tuple[str, ...]:
         """The axes over which a value begins to differ where a logical ``arrow`` ends: nothing moves then,

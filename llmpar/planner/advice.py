@@ -65,7 +65,7 @@ def _changes(
         near = {q.batch_size // ranks * ranks, -(-q.batch_size // ranks) * ranks, q.batch_size // 2}
         for batch_size in sorted(near - {0, q.batch_size}):
             yield {"batch_size": batch_size}, dataclasses.replace(q, fixed=given, batch_size=batch_size), mesh
-    sizes, axes = mesh.asked, [axis for axis in AXES if axis != "ep" or q.config.experts]
+    sizes, axes = mesh.user_sizes, [axis for axis in AXES if axis != "ep" or q.config.experts]
     for here in axes:
         for n, there in itertools.product(divisors(sizes[here])[1:], axes):
             all_cut = (here, there, n) == ("dp", "fsdp", sizes[here])  # the state of replicas

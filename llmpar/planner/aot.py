@@ -70,7 +70,7 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
         if said:  # "HLO temporaries" in libtpu's sentence are all that the program holds, its arguments too
             need["compiled_total"] = round(float(said[1] or said[2]) * GIB)
         needs = f"{said[1] or said[2]} GiB" if said else "more"
-        why = _too_large(needs, q, plan.asked, target)
+        why = _too_large(needs, q, plan.requested, target)
         seconds = time.perf_counter() - begin
         return document | {"fits": False, "why": why, "memory_bytes": need, "compile_s": seconds}
     seconds, text = time.perf_counter() - begin, compiled.as_text() or ""
@@ -89,7 +89,7 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
             band[f"{share:.0%}"] = {"step_s": step_s, "mfu": useful / (step_s * rate)}
     fits = program["peak_bytes"] <= need["capacity"]
     needs = f"{program['peak_bytes'] / GIB:.1f} GiB"
-    why = "" if fits else _too_large(needs, q, plan.asked, target)
+    why = "" if fits else _too_large(needs, q, plan.requested, target)
     return document | {
         "fits": fits,
         "why": why,

@@ -216,14 +216,14 @@ def every_mesh(q: Question) -> Iterator[tuple[MeshShape, str]]:
     sizes = dict.fromkeys(axes, divisors(q.num_devices))
     reason = {(axis, size): unsuited(q, axis, size) for axis in axes for size in sizes[axis]}
     for mesh in _cuts(q, sizes):
-        why = next((reason[one] for one in mesh.asked.items() if reason.get(one)), "")
+        why = next((reason[one] for one in mesh.user_sizes.items() if reason.get(one)), "")
         yield mesh, why or _illegal(q, mesh).partition(";")[0]
 
 
 def _illegal(q: Question, mesh: MeshShape) -> str:
     """Why a mesh cannot be, in the words of `Plan.check`; empty where it can."""
     refusals, own = list[str](), {name: value for name, value in q.fixed.items() if name not in AXES}
-    q = dataclasses.replace(q, fixed=own | mesh.asked)
+    q = dataclasses.replace(q, fixed=own | mesh.user_sizes)
     for fields in itertools.chain([{"mesh": mesh} | own], itertools.islice(ways(q, mesh), 2)):
         try:
             Plan(**fields).check(q.config, q.batch_size, q.seq_len)
@@ -395,7 +395,7 @@ def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
     if mesh.size != q.num_devices:
         raise ValueError(f"mesh '{mesh}' has {mesh.size} devices, and the question {q.num_devices}")
     _known(q)
-    q, failed = dataclasses.replace(q, fixed=q.fixed | mesh.asked), dict[MeshShape, Candidate]()
+    q, failed = dataclasses.replace(q, fixed=q.fixed | mesh.user_sizes), dict[MeshShape, Candidate]()
     if found := _best(q, priced(q, mesh), failed, 1):
         return found[mesh]
     if refusal := _illegal(q, mesh):
@@ -470,7 +470,7 @@ def _refuse(q: Question) -> None:
         raise ValueError(f"ep={axes['ep']} deals out experts, and '{c.name}' has none; leave ep out")
     ranks = {mesh.dp * mesh.fsdp * mesh.ep for mesh in meshes(q)}
     if not ranks:
-        why = next(why for mesh, why in every_mesh(q) if axes.items() <= mesh.asked.items())
+        why = next(why for mesh, why in every_mesh(q) if axes.items() <= mesh.user_sizes.items())
         raise ValueError(f"no mesh of {q.num_devices} {q.chip.name} with {text} suits '{c.name}': {why}")
     rows = {q.batch_size // n for n in ranks if q.batch_size % n == 0}
     if (m := q.fixed.get("microbatches", 1)) and rows and all(n % m for n in rows):

@@ -20,9 +20,10 @@ from llmpar.predict.traffic import FLOAT32, ITEMSIZE, most_traffic, step_traffic
 
 TABLE = table("planner/terms.toml")
 LINES: dict[str, str] = TABLE.pop("lines")
-"""Arrow to the file of the package that it is written in; the moves of weights are those of `plan.Life`."""
-_KEPT = {"weights": "stored", "gradients": "accumulated", "moments": "graded"}
-"""Which layout of a weight's life each part of memory has."""
+"""Arrow to the file of the package that it is written in; the moves of weights are those of
+`plan.WeightLayouts`."""
+_KEPT = {"weights": "stored", "gradients": "accumulated", "moments": "reduced"}
+"""Which of a weight's layouts each part of memory has."""
 
 
 class Summand(NamedTuple):
@@ -65,7 +66,7 @@ def recomputed(plan: Plan) -> str:
 
 
 def _term(name: str, value: float, unit: str, filled: str, key: str = "", arrow: str = "") -> Term:
-    line = LINES.get(arrow, "plan.py") if arrow else ""
+    line = LINES.get(arrow, "plan/plan.py") if arrow else ""
     return Term(name, value, unit, filled, arrow=arrow, line=line, **TABLE[key or name])
 
 
@@ -97,8 +98,8 @@ def _held(q: Question, one: Candidate, plan: Resolved) -> list[Term]:
         filled = f"{value:,} B"
         if name in _KEPT:
             cut = Counter[int]()
-            for weight, life in plan.lives.values():
-                held = math.prod(getattr(life, _KEPT[name]).shard_shape(weight.shape, plan.mesh.sizes))
+            for weight, layouts in plan.weight_layouts.values():
+                held = math.prod(getattr(layouts, _KEPT[name]).shard_shape(weight.shape, plan.mesh.sizes))
                 cut[math.prod(weight.shape) // held] += math.prod(weight.shape)
             filled = " + ".join(f"{n:,} × 4 B / {parts}" for parts, n in cut.most_common())
             filled = f"2 × ({filled})" if name == "moments" else filled

@@ -69,11 +69,12 @@ def parts_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]
 
 def weights_bytes(plan: Resolved) -> Counter[str]:
     """Bytes on each device of one float32 copy of the weights ``stored``, ``used``, ``unreduced``,
-    ``accumulated`` and ``graded`` (`plan.Life`), the last three without frozen ones; of the ``params`` that a
-    step is given, frozen ones in the plan's dtype; of the blocks' weights alone as ``blocks stored`` …, and
-    of one layer's as ``layer used``; of the output head as ``head used``; of the largest weight as ``largest
-    unreduced``; and of those that a loop gathers along a dim that is not their first as ``turned``."""
-    alike: dict[str, Any] = {"asked": None, "remat": "none", "context_parallel": "ring", "loss_chunks": 1}
+    ``accumulated`` and ``reduced`` (`plan.WeightLayouts`), the last three without frozen ones; of the
+    ``params`` that a step is given, frozen ones in the plan's dtype; of the blocks' weights alone as ``blocks
+    stored`` …, and of one layer's as ``layer used``; of the output head as ``head used``; of the largest
+    weight as ``largest unreduced``; and of those that a loop gathers along a dim that is not their first as
+    ``turned``."""
+    alike: dict[str, Any] = {"requested": None, "remat": "none", "context_parallel": "ring", "loss_chunks": 1}
     if not plan.pipeline:
         alike["microbatches"] = min(plan.microbatches, 2)
     return _weights_bytes(dataclasses.replace(plan, **alike))  # the same for all that these fields decide
@@ -82,12 +83,12 @@ def weights_bytes(plan: Resolved) -> Counter[str]:
 @functools.lru_cache(maxsize=256)
 def _weights_bytes(plan: Resolved) -> Counter[str]:
     config, sizes, held = plan.config, plan.mesh.sizes, Counter[str]()
-    for path, (weight, life) in plan.lives.items():
+    for path, (weight, layouts) in plan.weight_layouts.items():
         in_blocks = path.startswith("blocks.")
-        stored = math.prod(life.stored.shard_shape(weight.shape, sizes))
+        stored = math.prod(layouts.stored.shard_shape(weight.shape, sizes))
         held["params"] += (ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32) * stored
-        for name in ("stored", "used", *(("unreduced", "accumulated", "graded") * (not weight.frozen))):
-            size = FLOAT32 * math.prod(getattr(life, name).shard_shape(weight.shape, sizes))
+        for name in ("stored", "used", *(("unreduced", "accumulated", "reduced") * (not weight.frozen))):
+            size = FLOAT32 * math.prod(getattr(layouts, name).shard_shape(weight.shape, sizes))
             held[name] += size
             if in_blocks:
                 held[f"blocks {name}"] += size
@@ -95,7 +96,7 @@ def _weights_bytes(plan: Resolved) -> Counter[str]:
             held[f"largest {name}"] = max(held[f"largest {name}"], size)
             if path == ("embedding" if config.tied else "head"):
                 held[f"head {name}"] = size
-            pairs = zip(life.stored.dims, life.used.dims, strict=True)
+            pairs = zip(layouts.stored.dims, layouts.used.dims, strict=True)
             cut = [here != whole for here, whole in pairs if here.name != "l"]
             if name == "stored" and plan.gathers == "block" and any(cut[1:]):
                 held["turned"] += size * (in_blocks or plan.microbatches > 1)
@@ -117,7 +118,7 @@ def argument_bytes(
     held = weights_bytes(plan)
     return {
         "params": held["params"],
-        "optimizer": moments * held["graded"],
+        "optimizer": moments * held["reduced"],
         "batch": 4 * len(BATCH) * _tokens(plan, batch_size, seq_len),
         "counters": 4 * scalars,
     }

@@ -92,7 +92,7 @@ class Clock:
         self.run, self.rates = run, own or run.chip.rates
         self.device, self.links = _reached(run.chip, self.rates)
         self.bytes_per_s = self.device.hbm_bytes_per_s * self.rates.memory
-        self.inner, apart, sizes = dict[str, int](), 1, run.mesh.asked
+        self.inner, apart, sizes = dict[str, int](), 1, run.mesh.user_sizes
         for axis in reversed(AXES):  # neighbours on the last are the nearest
             self.inner[axis], apart = apart, apart * sizes[axis]
         self.ours, self.exact = run.software.name == "llmpar", exact and run.plan is not None

@@ -188,10 +188,10 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
     config, traffic = plan.config, Traffic(plan.mesh)
     values, layers = Values(traffic, plan, num_rows, width), config.num_layers
     run = Runs(1, 0, layers, 0, 0, 0, 0, 0, 1)
-    for path, (weight, life) in plan.lives.items():
+    for path, (weight, layouts) in plan.weight_layouts.items():
         times = layers if path.startswith("blocks.") else 1
-        held = ITEMSIZE[plan.dtype] * math.prod(life.stored.shard_shape(weight.shape, plan.mesh.sizes))
-        traffic.carry(life.gather, held // times, Sent(weight.dims.replace(" l ", " "), "weights"), times)
+        held = ITEMSIZE[plan.dtype] * math.prod(layouts.stored.shard_shape(weight.shape, plan.mesh.sizes))
+        traffic.carry(layouts.gather, held // times, Sent(weight.dims.replace(" l ", " "), "weights"), times)
     _activations(values, config, run)
     if config.experts:
         _experts(values, config, config.experts, run)
@@ -215,32 +215,32 @@ def _weights(traffic: Traffic, plan: Resolved, run: Runs) -> None:
     (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 2, ZeRO 2 a + 1, ZeRO 3 up to 3a times (N-1)/N."""
     held = lambda layout, shape: math.prod(layout.shard_shape(shape, traffic.mesh.sizes))
     bucketed: list[tuple[tuple, int]] = []
-    for path, (weight, life) in sorted(plan.lives.items(), key=lambda item: item[0].split(".")):
+    for path, (weight, layouts) in sorted(plan.weight_layouts.items(), key=lambda item: item[0].split(".")):
         dims, shape, stacked = weight.dims, weight.shape, path.startswith("blocks.")
         gathers, gradients, pieces = _uses(plan, run, path, weight)
         layers, visits = (shape[0] // plan.mesh.pp, _visits(plan)) if stacked else (1, 1)
-        stored = held(life.stored, shape) // layers
+        stored = held(layouts.stored, shape) // layers
         of = Sent(dims.replace(" l ", " "), "weights", "gradients")
         copies = plan.pipeline.parameter_copies if stacked and plan.pipeline else 1
         if plan.gathers == "step":  # all layers at once, those that are lent too; no gradient comes back here
             of, stored, gathers, gradients = Sent(dims, "weights"), copies * layers * stored, 1, 0
-        traffic.carry(life.gather, ITEMSIZE[plan.dtype] * stored, of, gathers, gradients)
+        traffic.carry(layouts.gather, ITEMSIZE[plan.dtype] * stored, of, gathers, gradients)
         item = ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32
         lend = functools.partial(traffic.add, "collective-permute", ("pp",), text="l -> the opposite stage")
-        lend("weights of the other direction", item * held(life.stored, shape), int(copies > 1))
+        lend("weights of the other direction", item * held(layouts.stored, shape), int(copies > 1))
         if weight.frozen:
             continue
-        lend("their gradients", FLOAT32 * held(life.accumulated, shape), int(copies > 1))
+        lend("their gradients", FLOAT32 * held(layouts.accumulated, shape), int(copies > 1))
         if plan.reduce == "layer":  # summed where its values begin to differ: inside the backward pass
-            traffic.add("all-reduce", life.copied, "gradients", FLOAT32 * stored, gradients, of.text)
-        of, added = Sent(f"gradient {dims}", "gradients"), FLOAT32 * held(life.accumulated, shape)
-        traffic.carry(life.accumulate, FLOAT32 * held(life.unreduced, shape) // visits, of, pieces)
+            traffic.add("all-reduce", layouts.replica_axes, "gradients", FLOAT32 * stored, gradients, of.text)
+        of, added = Sent(f"gradient {dims}", "gradients"), FLOAT32 * held(layouts.accumulated, shape)
+        traffic.carry(layouts.accumulate, FLOAT32 * held(layouts.unreduced, shape) // visits, of, pieces)
         if plan.reduce == "bucket":
-            bucketed.append(((life.copied, life.stored.axes), added))
+            bucketed.append(((layouts.replica_axes, layouts.stored.axes), added))
         else:
-            traffic.carry(life.finish, added, of, 1)
+            traffic.carry(layouts.finish, added, of, 1)
         of = Sent(f"updated {dims}", "updated weights")
-        traffic.carry(life.restore, FLOAT32 * held(life.graded, shape), of, 1)
+        traffic.carry(layouts.restore, FLOAT32 * held(layouts.reduced, shape), of, 1)
     for (axes, _), members in plan.buckets(bucketed):
         text, sent = f"bucket of {len(members)} gradients", sum(bucketed[j][1] for j in members)
         traffic.add("all-reduce", axes, "gradients", sent, text=text)

@@ -3,8 +3,8 @@ keeps.
 
     forward and backward   Manual: in shard_map, collectives by the arrows     Auto: in jit, XLA's choice
                            Explicit: in jit, collectives by the types that the arrows give
-    reduce the gradients   `plan.Life.finish`, for what the backward pass has not summed already
-    clip, update           any Optax optimizer, on global arrays cut as `plan.Life` says
+    reduce the gradients   `plan.WeightLayouts.finish`, for what the backward pass has not summed already
+    clip, update           any Optax optimizer, on global arrays cut as `plan.WeightLayouts` says
     restore the weights    ZeRO 1 and 2: the updated shards are gathered again
 
 The optimizer runs on global arrays under jit, so one that looks at whole matrices (Adafactor, Muon) stays
@@ -83,7 +83,7 @@ def _check_given(plan: Plan, mesh: Any) -> None:
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh is {mesh!r:.60}, no jax.sharding.Mesh; use make_mesh(plan.mesh)")
     sizes = dict(mesh.shape)
-    if sizes not in (plan.mesh.asked, plan.mesh.sizes):
+    if sizes not in (plan.mesh.user_sizes, plan.mesh.sizes):
         has = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
         raise ValueError(
             f"the plan is for mesh '{plan.mesh}', and the mesh is {has}; use make_mesh(plan.mesh)"
@@ -175,8 +175,8 @@ class Step:
         self._live = plan.mesh.live(*plan.mesh.sizes)
         self.stored = jax.tree.map(plan.stored, weight_dims(config))
         self.dims = trained(weight_dims(config), config)  # of what has gradients, as are all trees below
-        self.life = jax.tree.map(plan.life, self.dims)
-        self.graded = jax.tree.map(lambda life: life.graded, self.life)
+        self.weight_layouts = jax.tree.map(plan.layouts_of, self.dims)
+        self.reduced = jax.tree.map(lambda layouts: layouts.reduced, self.weight_layouts)
         self.layer_order = np.array(schedules.layer_order(plan.pipeline, config.num_layers))
         # Where layers lie in the model's order, nothing is ever moved.
         self._keeps_order = self.layer_order.tolist() == list(range(config.num_layers))
@@ -224,8 +224,8 @@ class Step:
         """Lay out the state. What an optimizer keeps under a weight's path and in its shape (moments, say) is
         cut like the weight's gradient; the rest (counters, Adafactor's row and column sums) is whole."""
         paths, _ = jax.tree_util.tree_flatten_with_path(trained(state.params, self.config))
-        graded = zip(paths, jax.tree.leaves(self.graded), strict=True)
-        known = {path: (weight.shape, layout) for (path, weight), layout in graded}
+        reduced = zip(paths, jax.tree.leaves(self.reduced), strict=True)
+        known = {path: (weight.shape, layout) for (path, weight), layout in reduced}
 
         def layout_of(path, leaf) -> Layout:
             ends = (path[i:] for i in range(len(path)))
@@ -336,8 +336,8 @@ class Step:
         state, update = state._replace(params=trained(params, self.config)), self._update
         with use_abstract_mesh(self.mesh.abstract_mesh):
             if isinstance(par, Explicit):  # optimizers are written by others, and for whole arrays
-                graded = jax.tree.map(functools.partial(sharding, self.mesh), self.graded)
-                out = self.shardings._replace(params=graded)
+                reduced = jax.tree.map(functools.partial(sharding, self.mesh), self.reduced)
+                out = self.shardings._replace(params=reduced)
                 update = jax.sharding.auto_axes(update, out_sharding=out)
             state = update(state, grads, metrics)
             return state._replace(params=joined(params, self._restore(par, state.params))), metrics
@@ -356,7 +356,7 @@ class Step:
     def _constrain(self, params: Tree) -> Tree:
         """The weights, cut as gradients are."""
         cut = lambda x, layout: lax.with_sharding_constraint(x, sharding(self._auto_mesh, layout))
-        return jax.tree.map(cut, params, self.graded)
+        return jax.tree.map(cut, params, self.reduced)
 
     def _balance_experts(self, before: Tree, after: Tree, metrics: dict) -> Tree:
         """The weights ``after`` an update, but the routers' biases, which follow a rule and no gradient: up
@@ -375,7 +375,8 @@ class Step:
         return after | {"blocks": blocks | {"experts": blocks["experts"] | {"bias": bias_le}}}
 
     def gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
-        """Gradients (cut as `Life.graded`) and metrics, without an update: what the parity tests compare."""
+        """Gradients (cut as `WeightLayouts.reduced`) and metrics, without an update: what the parity tests
+        compare."""
         return self._gradients(self._reading(), params, batch)
 
     def _reading(self) -> Manual | Auto:
@@ -393,7 +394,7 @@ class Step:
             functools.partial(self._device_gradients, par),
             mesh=self.mesh,
             in_specs=(jax.tree.map(spec, self.stored), self.batch_sharding.spec),
-            out_specs=(jax.tree.map(spec, self.graded), spec(_WHOLE)),
+            out_specs=(jax.tree.map(spec, self.reduced), spec(_WHOLE)),
         )(params, batch)
 
     def _loss(self, par: Solo, params: Tree, batch: Batch) -> Loss:
@@ -403,9 +404,9 @@ class Step:
         """Gradients of whole values. A sum over a weight's copies stays open until the step finishes it, if
         JAX's types can say so and `Plan.reduce` does not ask for it sooner."""
         if isinstance(par, Explicit) and self.plan.reduce == "end":
-            mark = lambda w, life, dims: par.lay(w, life.stored, dims, marked=True)
+            mark = lambda w, layouts, dims: par.lay(w, layouts.stored, dims, marked=True)
             learned = trained(params, self.config)
-            params = joined(params, jax.tree.map(mark, learned, self.life, self.dims))
+            params = joined(params, jax.tree.map(mark, learned, self.weight_layouts, self.dims))
         (loss, tally), grads = self._accumulate(par, params, batch)
         tokens = jnp.maximum((batch["targets"] >= 0).sum(), 1).astype(jnp.float32)
         grads = jax.tree.map(lambda g: g / tokens, self._reduce(par, grads))
@@ -415,7 +416,7 @@ class Step:
 
     def _device_gradients(self, par: Manual, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Gradients on one device, from its part of the batch and its shards of the weights."""
-        differ = lambda w, dims: vary(w, self.plan.life(dims).unreduced.sums)
+        differ = lambda w, dims: vary(w, self.plan.layouts_of(dims).unreduced.sums)
         params = jax.tree.map(differ, params, weight_dims(self.config))
         (loss, tally), grads = self._accumulate(par, params, batch)
         grads = self._reduce(par, grads)
@@ -453,8 +454,8 @@ class Step:
         def differentiate(part: Batch) -> tuple[Loss, Tree]:
             of = lambda learned: self._loss(par, joined(params, learned), part)
             loss, grads = jax.value_and_grad(of, has_aux=True)(trained(params, self.config))
-            cut = lambda g, life, dims: par.carry_out(g, life.accumulate, f"gradient {dims}")
-            return loss, jax.tree.map(cut, grads, self.life, self.dims)
+            cut = lambda g, layouts, dims: par.carry_out(g, layouts.accumulate, f"gradient {dims}")
+            return loss, jax.tree.map(cut, grads, self.weight_layouts, self.dims)
 
         if plan.microbatches == 1:
             return differentiate(batch)
@@ -470,16 +471,16 @@ class Step:
         if isinstance(par, Auto):
             place = lambda x, layout: par.carry_out(x, Arrow(_WHOLE, layout))
             tally = jax.tree.map(lambda x: place(x, Layout(TALLY, differ)), tally)
-            zeros = lambda w, life: place(jnp.zeros(w.shape), life.accumulated)
-            return (jnp.float32(0), tally), jax.tree.map(zeros, weights, self.life)
+            zeros = lambda w, layouts: place(jnp.zeros(w.shape), layouts.accumulated)
+            return (jnp.float32(0), tally), jax.tree.map(zeros, weights, self.weight_layouts)
 
-        def shard_of_zeros(w, life):
-            layout = life.accumulated
+        def shard_of_zeros(w, layouts):
+            layout = layouts.accumulated
             return vary(jnp.zeros(layout.shard_shape(w.shape, plan.mesh.sizes)), layout.axes + layout.sums)
 
         tally = jax.tree.map(lambda x: vary(x, differ), tally)
         loss = vary(jnp.float32(0), plan.varying("data"))
-        return (loss, tally), jax.tree.map(shard_of_zeros, weights, self.life)
+        return (loss, tally), jax.tree.map(shard_of_zeros, weights, self.weight_layouts)
 
     # ------------------------------------------------------------------------------------ reducing, restoring
 
@@ -487,15 +488,15 @@ class Step:
         """Finish the sums: leaf by leaf, or many leaves concatenated into buckets (`_in_buckets`)."""
         if self.plan.reduce == "bucket":
             return self._in_buckets(par, grads)
-        finish = lambda g, life, dims: par.carry_out(g, life.finish, f"gradient {dims}")
-        return jax.tree.map(finish, grads, self.life, self.dims)
+        finish = lambda g, layouts, dims: par.carry_out(g, layouts.finish, f"gradient {dims}")
+        return jax.tree.map(finish, grads, self.weight_layouts, self.dims)
 
     def _in_buckets(self, par: Manual | Auto, grads: Tree) -> Tree:
         """All-reduce the leaves that are summed over the same axes in flat buckets of at least
         `Plan.bucket_bytes`: fewer collectives, the same bytes, and the first can leave while the backward
         pass still runs (Li et al. 2020)."""
         leaves, tree = jax.tree.flatten(grads)
-        summed = [life.accumulated.sums for life in jax.tree.leaves(self.life)]
+        summed = [layouts.accumulated.sums for layouts in jax.tree.leaves(self.weight_layouts)]
         sizes = [((sums, varying(leaf)), leaf.nbytes) for sums, leaf in zip(summed, leaves, strict=True)]
         for (sums, _), members in self.plan.buckets(sizes):
             flat = jnp.concatenate([leaves[j].reshape(-1) for j in members])
@@ -511,15 +512,15 @@ class Step:
 
         def restore(params):
             equal = {"invariant": True} if isinstance(par, Manual) else {}
-            move = lambda w, life, dims: par.carry_out(w, life.restore, f"updated {dims}", **equal)
-            return jax.tree.map(move, params, self.life, self.dims)
+            move = lambda w, layouts, dims: par.carry_out(w, layouts.restore, f"updated {dims}", **equal)
+            return jax.tree.map(move, params, self.weight_layouts, self.dims)
 
         if isinstance(par, Auto):
             return restore(params)
-        if self.graded == (stored := trained(self.stored, self.config)):
+        if self.reduced == (stored := trained(self.stored, self.config)):
             return params
-        graded, stored = (jax.tree.map(spec, layouts) for layouts in (self.graded, stored))
-        return jax.shard_map(restore, mesh=self.mesh, in_specs=(graded,), out_specs=stored)(params)
+        reduced, stored = (jax.tree.map(spec, layouts) for layouts in (self.reduced, stored))
+        return jax.shard_map(restore, mesh=self.mesh, in_specs=(reduced,), out_specs=stored)(params)
 
     @functools.cached_property
     def evaluate(self) -> Checked:

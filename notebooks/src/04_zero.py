@@ -458,10 +458,10 @@ for name, run in llamas.items():
     norms = [float(one.metrics["grad_norm"]) for one in (run, solo)]
     assert np.isclose(*norms, rtol=1e-3), (name, norms)
 for name, (step, *_) in llamas.items():
-    stored, graded = (
-        tree["blocks"]["ffn"]["gate"] for tree in (step.stored, step.graded)
+    stored, reduced = (
+        tree["blocks"]["ffn"]["gate"] for tree in (step.stored, step.reduced)
     )
-    print(f"{name}: blocks.ffn.gate is stored as '{stored}', its moments '{graded}'")
+    print(f"{name}: blocks.ffn.gate is stored as '{stored}', its moments '{reduced}'")
 big = {}
 for name, run in llamas.items():
     leaves = [x for x in jax.tree.leaves(run.state.optimizer) if x.ndim]
@@ -668,24 +668,24 @@ assert 0.001 < thin["weights"] / (2 * PARAMS) < 0.0025
 # again: `llmpar export` adds them up.
 
 # %% [markdown]
-# ### A weight's life in one step
+# ### A weight's layouts in one step
 #
 # This table stands at the top of `llmpar/plan/plan.py`: where one weight of a feed-forward, `d m`, lies in the course of a step, from
-# *stored* to its finished gradient, *graded*. Where a cell differs from its left neighbour something is sent, except that stages
-# 0 to 2 leave the backward pass (after *used*) with open sums and send nothing for it; where *graded* differs from *stored*, the
+# *stored* to its finished gradient, *reduced*. Where a cell differs from its left neighbour something is sent, except that stages
+# 0 to 2 leave the backward pass (after *used*) with open sums and send nothing for it; where *reduced* differs from *stored*, the
 # updated weight is gathered once more.
 
 # %% tags=["plumbing", "nbval-check-output"]
 table = re.search(r"zero  stored.*?(?=\n\n)", plan_file.__doc__, re.S)[0]
 table = table.replace("\n    ", "\n")
 print(table)
-PARTS = ("stored", "used", "unreduced", "accumulated", "graded")
+PARTS = ("stored", "used", "unreduced", "accumulated", "reduced")
 for line in table.splitlines()[1:]:
     stage, *cells = re.split("  +", line)
-    life = Plan("dp=2 fsdp=2 tp=2", zero=int(stage)).resolve().life("ffn d m")
-    assert [str(getattr(life, part)) for part in PARTS] == cells
+    layouts = Plan("dp=2 fsdp=2 tp=2", zero=int(stage)).resolve().layouts_of("ffn d m")
+    assert [str(getattr(layouts, part)) for part in PARTS] == cells
     here = (
-        Plan("fsdp=2", zero=int(stage)).resolve().life("ffn d m")
+        Plan("fsdp=2", zero=int(stage)).resolve().layouts_of("ffn d m")
     )  # without dp and tp
     alone = [re.sub(r"/tp| \+dp", "", cell) for cell in cells]
     assert [str(getattr(here, part)) for part in PARTS] == alone

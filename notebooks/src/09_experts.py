@@ -323,7 +323,7 @@ gate_held = run.state.params["blocks"]["experts"]["gate"].addressable_shards[0].
 assert gate_held.shape == (2, E // ep, CONFIG.width // (N // ep), CONFIG.ffn_width)
 layout = PLAN.resolve().stored("experts l e d m")
 print("an expert's gate is stored as", layout, gate_held.shape)
-sums = PLAN.resolve().life("experts l e d m").unreduced.sums
+sums = PLAN.resolve().layouts_of("experts l e d m").unreduced.sums
 print("and its gradient waits for a sum over:", sums or "no axis")
 if N > 1:
     exchanges = [c for c in as_predicted(run) if c.kind == "all-to-all"]
