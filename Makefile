@@ -71,6 +71,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python notebooks/build.py --check
+	$(BIN)/python tests/house.py
 
 # What a change to the package can break. MARKS chooses other tests by their markers; WHY records what they cost (tests/costs.py).
 # The jobs below each take a kind of test, so that only they install what it needs: a browser's npm's checker, the compilers' half
