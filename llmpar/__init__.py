@@ -1,4 +1,24 @@
-"""llmpar: learn, plan and run LLM parallelism in JAX. A layout is a line of text, a movement is an arrow."""
+"""llmpar: learn, plan and run LLM parallelism in JAX. A layout is a line of text, a movement is an arrow.
+
+plan/        what a user writes and what follows from it: layouts, arrows, meshes, models, schedules (no JAX)
+parallel/    how an arrow is carried out: collectives, and the modes Solo, Manual, Auto and Explicit
+kernels/     attention and experts on GPUs and TPUs
+model/       the Llama: attention (ring attention too) and experts, without a mesh axis in the text
+pipeline/    a stage, its backward pass in two parts, an executor for any schedule
+training/    a step, the optimizer on cut state; then the loop, data, checkpoints, Hugging Face's files
+predict/     what would it cost? traffic, memory, time, serving (no JAX)
+planner/     which mesh, and why not the others? and programs for clusters that you do not have
+inspect/     what did the compiler make of it? of any JAX program
+draw/        pictures of layouts, arrows, schedules, programs (no JAX)
+explore/     explorers, in notebooks and in pages that bring their own Python
+serve/       a server for requests that join and leave
+launch/      processes on several hosts
+lessons/     exercises, their hints and their judge
+cli/         the same from a terminal
+
+The first six are the compact package, read in an afternoon in this order; the rest is built around it
+(docs/architecture.md).
+"""
 
 from typing import TYPE_CHECKING
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import llmpar
 from llmpar import MeshExplorer
 from llmpar.cli import main
 from llmpar.cli.commands import parse
@@ -181,7 +182,7 @@ def test_a_dead_anchor_would_be_seen():
 
 def test_the_first_page_is_short_and_every_page_is_reached_from_it():
     lines = README.read_text().splitlines()
-    assert len(lines) <= 185 and max(map(len, lines)) <= 130
+    assert len(lines) <= 208 and max(map(len, lines)) <= 130
     assert not re.search(r"float32\[|\{[UR]:", README.read_text()), "types are for docs/words.md"
     linked = set(re.findall(r"\]\((docs/[\w-]+\.md)", README.read_text()))
     assert linked == {f"docs/{page.name}" for page in PAGES[1:]}
@@ -199,14 +200,24 @@ def test_the_readme_and_the_page_of_words_say_the_same():
     assert len(ours) == 8 and all(row <= arrows[name] for name, row in ours.items())
 
 
-def test_the_table_of_the_house_names_every_file_and_no_other():
-    table = (ROOT / "docs" / "house.md").read_text().partition("## Files")[2]
-    named = set(re.findall(r"`(\w+)`", table))
+def test_the_tree_is_printed_with_a_line_for_each_folder():
     package = ROOT / "llmpar"
-    files = {path.stem for path in package.rglob("*.py")} - {"__init__", "__main__"}
-    by_name = {path.stem for wing in ("exercises", "cli") for path in (package / wing).glob("*.py")}
-    assert files - by_name <= named, "say in docs/house.md where it belongs"
-    assert named <= files, "docs/house.md names a file that is gone"
+    folders = [path.parent.name for path in sorted(package.glob("*/__init__.py"))]
+    row = re.compile(r"^ *(\w+)/  +(\S.*)$", re.M)
+    printed = dict(row.findall((ROOT / "docs" / "architecture.md").read_text()))
+    assert sorted(printed) == folders
+    assert printed == dict(row.findall(README.read_text())) == dict(row.findall(llmpar.__doc__))
+
+
+def test_the_table_of_files_names_every_file_and_no_other():
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("## Files")[2]
+    rows = dict(re.findall(r"^\| `(\w+)/` \| (.*) \|$", table, re.M))
+    named = {folder: sorted(re.findall(r"`(\w+)`", row)) for folder, row in rows.items()}
+    files = {}
+    for path in sorted((ROOT / "llmpar").glob("*/*.py")):
+        if path.stem != "__init__" and path.parent.name not in ("lessons", "cli"):
+            files.setdefault(path.parent.name, []).append(path.stem)
+    assert named == files
 
 
 @pytest.mark.parametrize(
