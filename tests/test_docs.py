@@ -204,7 +204,7 @@ def test_the_table_of_the_house_names_every_file_and_no_other():
     named = set(re.findall(r"`(\w+)`", table))
     package = ROOT / "llmpar"
     files = {path.stem for path in package.rglob("*.py")} - {"__init__", "__main__"}
-    by_name = {path.stem for wing in ("exercises", "cli") for path in (package / wing).glob("*.py")}
+    by_name = {path.stem for wing in ("lessons", "cli") for path in (package / wing).glob("*.py")}
     assert files - by_name <= named, "say in docs/house.md where it belongs"
     assert named <= files, "docs/house.md names a file that is gone"
 
