@@ -28,15 +28,14 @@ from sphinx.project import Project
 from sphinx.util.docutils import SphinxDirective
 
 import llmpar
-from llmpar import draw
-from llmpar import lessons as exercises
-from llmpar.cli.lessons import lessons
+from llmpar import draw, lessons
+from llmpar.cli.lessons import read_lessons
 from llmpar.draw.scene import to_svg
 from llmpar.explore import explorer, page, small
 
 ROOT = Path(__file__).resolve().parent.parent
 REPOSITORY, ADDRESS = os.environ.get("LLMPAR_REPOSITORY", ""), os.environ.get("LLMPAR_SITE", "")
-LESSONS = {f"notebooks/{Path(one.file).stem}": one for one in lessons(ROOT / "notebooks")}
+LESSONS = {f"notebooks/{Path(one.file).stem}": one for one in read_lessons(ROOT / "notebooks")}
 LIVE = ("01", "02", "08")
 """Lessons whose exercises answer on their page: they ask for thought, and not for a device."""
 CHECK = "Check", "Hint", "Solution"
@@ -237,7 +236,7 @@ def lesson(app, docname: str, source: list[str]) -> None:
 
 def answers_here(name: str) -> bool:
     """Whether an exercise is judged without devices: those of lesson 02 that are stated on its page."""
-    return name.partition(".")[0] != "02" or not callable(exercises.find(name).solution)
+    return name.partition(".")[0] != "02" or not callable(lessons.find(name).solution)
 
 
 def plain(app, what, name, obj, options, lines: list[str]) -> None:

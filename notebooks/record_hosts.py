@@ -33,7 +33,7 @@ def main() -> int:
     try:
         for rate in RATES:
             with hosts.start(rate) as team:
-                for name in hosts.PLACEMENTS:
+                for name in hosts.HOST_PLANS:
                     found = team.run(hosts.measure, name, STEPS)
                     slowest = [
                         max(seconds) for seconds in zip(*(one["seconds"] for one in found), strict=True)

@@ -23,7 +23,7 @@ import llmpar.training.loop
 from llmpar.cli import main
 from llmpar.cli.commands import COMMANDS, GROUPS, parse
 from llmpar.cli.models import Models
-from llmpar.cli.options import start
+from llmpar.cli.options import start_jax
 from llmpar.cli.train import Stopper, progress
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.model_config import PRESETS, OptimizerConfig
@@ -542,15 +542,15 @@ def test_the_first_signal_asks_and_the_second_ends(monkeypatch, capfd):
     monkeypatch.setattr(os, "_exit", sys.exit)
     before = signal.getsignal(signal.SIGTERM)
     with Stopper() as stopper:
-        assert not stopper.asked(), "a step was done"
+        assert not stopper.requested(), "a step was done"
         os.kill(os.getpid(), signal.SIGHUP)
-        assert stopper.asked() and stopper.number == signal.SIGHUP
+        assert stopper.requested() and stopper.number == signal.SIGHUP
         with pytest.raises(SystemExit, match="130"):
             stopper(signal.SIGINT)
     with Stopper() as stopper, pytest.raises(SystemExit, match="143"):
         stopper(signal.SIGTERM)  # no step was done: nothing to finish
     with Stopper() as stopper:
-        stopper.asked()
+        stopper.requested()
         signal.set_wakeup_fd(-1)  # as event loops leave it
         os.kill(os.getpid(), signal.SIGTERM)
         assert stopper.number == signal.SIGTERM
@@ -716,7 +716,7 @@ def test_a_home_that_is_not_there_is_done_without(monkeypatch):
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     try:
-        start()
+        start_jax()
         assert jax.config.jax_compilation_cache_dir is None
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
@@ -724,12 +724,12 @@ def test_a_home_that_is_not_there_is_done_without(monkeypatch):
 
 def test_what_jax_is_told_that_would_only_wait_is_said(capsys, tmp_path):
     with jax.disable_jit(), pytest.raises(ValueError, match="JAX_DISABLE_JIT is on: .*; unset it"):
-        start()
+        start_jax()
     (tmp_path / "file").write_text("")
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "file" / "x"))
     try:
-        start()
+        start_jax()
         assert jax.config.jax_compilation_cache_dir is None
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

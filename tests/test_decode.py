@@ -16,7 +16,7 @@ from llmpar.parallel.modes import Manual
 from llmpar.plan.model_config import LoraConfig
 from llmpar.plan.plan import BEST, Plan
 from llmpar.predict import serving, traffic
-from llmpar.serve.decode import Decoder, Rows, choose
+from llmpar.serve.decode import Decoder, DecoderInput, choose_tokens
 from llmpar.serve.engine import Engine, Event, Request
 
 B, S, MORE = 2, 11, 6
@@ -114,7 +114,7 @@ def test_a_step_sends_holds_and_multiplies_what_is_predicted(config, plan, width
     rows, length = 4, 37
     run = Decoder(config, plan, make_mesh(plan.mesh), weights(config), rows, length)
     mesh = split(make_mesh(plan.mesh), run.plan.mesh)
-    lowered = run.run.lower(run.params, run.cache, Rows.idle(rows, width), echo)
+    lowered = run.run.lower(run.params, run.cache, DecoderInput.idle(rows, width), echo)
     compiled, text = read_program(lowered)
     census = census_hlo(text, mesh)
     assert all(c.arrow for c in census)
@@ -140,7 +140,7 @@ def test_a_long_cache_costs_no_copy_of_itself_and_no_more_traffic():
     sent, temporary = [], []
     for length in (64, 1 << 16):
         run = Decoder(LLAMA, Plan("sp=4", zero=0), make_mesh("sp=4"), weights(LLAMA), B, length)
-        compiled, text = read_program(run.run.lower(run.params, run.cache, Rows.idle(B), False))
+        compiled, text = read_program(run.run.lower(run.params, run.cache, DecoderInput.idle(B), False))
         sent.append(by_arrow(census_hlo(text, make_mesh("sp=4"))))
         temporary.append(compiled_memory(compiled)["temp_bytes"])
     assert sent[0] == sent[1]
@@ -151,7 +151,7 @@ def test_a_long_cache_costs_no_copy_of_itself_and_no_more_traffic():
 def test_only_tokens_are_written():
     """Not what fills a row up to the step's width, nor an idle row."""
     run = Decoder(LLAMA, Plan("sp=2", zero=0), make_mesh("sp=2"), weights(LLAMA), 3, 8)
-    rows = Rows.idle(3, 4)
+    rows = DecoderInput.idle(3, 4)
     rows.start[1], rows.num[:] = 3, (0, 2, 4)
     run(rows)
     for held in run.cache:
@@ -184,13 +184,13 @@ def test_refusals_say_what_would_work():
 
 # --------------------------------------------------------------------------------------------------- choosing
 
-chosen = jax.jit(choose)
+chosen = jax.jit(choose_tokens)
 
 
 def drawn(logits, positions=None, seeds=0, temperature=1.0, top_k=0, top_p=1.0):
     """One token for each row of logits."""
     num = len(logits)
-    rows = Rows.idle(num)
+    rows = DecoderInput.idle(num)
     for column, value in zip(rows[3:], (seeds, top_k, top_p, temperature), strict=True):
         column[:] = value
     positions = np.arange(num) if positions is None else positions

@@ -23,7 +23,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from jax import lax
 
-from llmpar import lessons as exercises
+from llmpar import lessons
 from llmpar.cli import main
 from llmpar.lessons import hosts, judge, pages, record
 from llmpar.lessons.pages import sentences
@@ -37,7 +37,7 @@ from llmpar.predict.hosts import sends
 from llmpar.predict.traffic import step_traffic
 
 HERE = Path(__file__).parent
-NAMES = exercises.names()
+NAMES = lessons.names()
 
 
 @pytest.fixture(autouse=True)
@@ -45,13 +45,13 @@ def a_folder_of_its_own(tmp_path, monkeypatch):
     """Answers are noted where the learner works: here in a folder that goes away."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LLMPAR_ANSWERS", raising=False)
-    for memory in (exercises.GIVEN, exercises.TOLD, exercises.SAID):
+    for memory in (lessons.GIVEN, lessons.HINTS_GIVEN, lessons.FIRST_ANSWERS):
         memory.clear()
 
 
 def but(name, **other):
     """The solution of an exercise with some of its parts exchanged."""
-    return exercises.find(name).solution | other
+    return lessons.find(name).solution | other
 
 
 def psum(x):
@@ -60,7 +60,7 @@ def psum(x):
 
 def from_one(name):
     """An order of microbatches counted from 1."""
-    return re.sub(r"\d+", lambda number: str(int(number[0]) + 1), exercises.find(name).solution)
+    return re.sub(r"\d+", lambda number: str(int(number[0]) + 1), lessons.find(name).solution)
 
 
 def forward_of(rows, stages=3):
@@ -104,7 +104,7 @@ ANSWERS = {  # functions that learners write, and answers of another kind; other
     "06.zigzag": [
         lambda s, n: [[i, 2 * n - 1 - i] for i in range(n)],
         lambda s, n: np.arange(s).reshape(2 * n, -1),
-        lambda s, n: exercises.find("06.zigzag").solution(s, n).reshape(n, -1),
+        lambda s, n: lessons.find("06.zigzag").solution(s, n).reshape(n, -1),
     ],
     "06.to_heads": [
         lambda x: lax.all_gather(x, "sp", axis=0, tiled=True)[:, :2],
@@ -148,7 +148,7 @@ LEARNERS = dict(line.split(": ", 1) for line in (HERE / "learners.txt").read_tex
 def answers_of(name, exercise):
     """All answers of learners to an exercise."""
     texts = LEARNERS[name].split(" | ") if name in LEARNERS else []
-    return [judge.read(text, exercise.solution) for text in texts] + ANSWERS.get(name, [])
+    return [judge.read_answer(text, exercise.solution) for text in texts] + ANSWERS.get(name, [])
 
 
 varying = lambda x, axis: lax.pcast(x, axis, to="varying")
@@ -196,14 +196,14 @@ def test_a_notebook_shows_what_each_device_sends_and_holds(capsys):
     """Of a function that several devices run, whether right or wrong; outside of notebooks there are words
     alone."""
     gathers = lambda gradient, parts: sum(lax.all_gather(gradient(p), "fsdp").sum(0)[:2] for p in parts)
-    exercises.attempt("04.stage2_accumulated", gathers)
+    lessons.attempt("04.stage2_accumulated", gathers)
     plain = capsys.readouterr().out
     assert "ranks" not in plain
     InteractiveShell.instance()
     try:
         for answer in (gathers, lambda gradient, parts: 1 / 0, 3):
-            exercises.attempt("04.stage2_accumulated", answer)
-            exercises.attempt("03.sent", 1)
+            lessons.attempt("04.stage2_accumulated", answer)
+            lessons.attempt("03.sent", 1)
     finally:
         InteractiveShell.clear_instance()
     shown = capsys.readouterr().out
@@ -220,14 +220,14 @@ def own_sentence(exercise, verdict):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_verdict_table(name):
     assert {*ANSWERS, *LEARNERS} <= set(NAMES)
-    exercise = exercises.find(name)
-    assert exercise.judge(...) == exercises.NOT_ATTEMPTED
+    exercise = lessons.find(name)
+    assert exercise.judge(...) == lessons.NOT_ATTEMPTED
     right = exercise.judge(exercise.solution)
-    assert right == f"{exercises.CORRECT}. {exercise.because}" and len(right.split()) > 8, "it says why"
+    assert right == f"{lessons.CORRECT}. {exercise.because}" and len(right.split()) > 8, "it says why"
     sentences = [exercise.says[key] for key in exercise.wrong]
     assert len({*sentences, exercise.says.get("hint")}) == len(sentences) + 1 >= 4, "each one of its own"
     for key, answer in exercise.also.items():
-        assert exercise.judge(answer) == f"{exercises.CORRECT}. {exercise.says[key]}"
+        assert exercise.judge(answer) == f"{lessons.CORRECT}. {exercise.says[key]}"
     planted = [exercise.judge(answer) for answer in exercise.wrong.values()]
     assert planted == [f"not yet. {sentence}" for sentence in sentences]
     others = [exercise.judge(answer) for answer in answers_of(name, exercise)]
@@ -238,17 +238,17 @@ def test_the_verdict_table(name):
 
 
 def test_an_exercise_has_an_answer_in_its_page_or_code_beside_it_and_all_code_belongs_to_one():
-    for lesson in exercises.lessons():
+    for lesson in lessons.lesson_numbers():
         known = importlib.util.find_spec(f"llmpar.lessons.{lesson}")
         code = vars(importlib.import_module(known.name)) if known else {}
         code = {
             name
             for name, f in code.items()
-            if getattr(f, "__annotations__", {}).get("return") is exercises.Exercise
+            if getattr(f, "__annotations__", {}).get("return") is lessons.Exercise
         }
         answered = {name for name, says in sentences(lesson).items() if "answer" in says}
         assert code | answered == set(sentences(lesson)) and not code & answered, lesson
-    assert list(sentences("quiz")) == ["ratings", *filter(str.isdigit, exercises.lessons())]
+    assert list(sentences("quiz")) == ["ratings", *filter(str.isdigit, lessons.lesson_numbers())]
 
 
 def test_a_page_states_an_exercise():
@@ -284,21 +284,23 @@ SAYS = {"hint": "Add.", "because": "Two.", "one": "That is one."}
     ],
 )
 def test_a_key_without_a_sentence_and_a_sentence_without_a_key_are_refused(change, fault):
-    exercise = exercises.Exercise("core", 2, dict(one=1))
+    exercise = lessons.Exercise("core", 2, dict(one=1))
     says = {key: sentence for key, sentence in (SAYS | change).items() if sentence}
     if not fault:
-        told = exercise.told("it", says)
+        told = exercise.with_sentences("it", says)
         assert told.wrong == {"one": 1, "`3`": 3, "`* 2`": 4} and told.hints() == ["Think.", "Add."]
         return
     with pytest.raises(ValueError, match=fault):
-        exercise.told("it", says)
+        exercise.with_sentences("it", says)
 
 
 def test_a_page_spells_parts_out():
     right = {"a": 3.0, 1: "x"}
-    assert judge.read("a=1/2; 1=y", right) == {"a": 0.5, 1: "y"}
-    assert judge.read("a=* 2", right) == {"a": 6.0, 1: "x"} and judge.read("* 2", {"a": 3}) == {"a": 6}
-    assert judge.read("b=2", right) == "b=2", "no such part"
+    assert judge.read_answer("a=1/2; 1=y", right) == {"a": 0.5, 1: "y"}
+    assert judge.read_answer("a=* 2", right) == {"a": 6.0, 1: "x"} and judge.read_answer("* 2", {"a": 3}) == {
+        "a": 6
+    }
+    assert judge.read_answer("b=2", right) == "b=2", "no such part"
 
 
 @pytest.mark.parametrize("line", ["- no sentence", "- hint: once\n- hint: twice", "words", "- `4: open"])
@@ -313,23 +315,23 @@ def test_a_page_out_of_its_form_is_refused(line, tmp_path, monkeypatch):
 
 def test_hints_come_in_steps_and_the_last_one_stays(capsys):
     for _ in range(4):
-        exercises.hint("03.bucket")
+        lessons.hint("03.bucket")
     said = " ".join(capsys.readouterr().out.split())
     lines = [
         line.strip() for line in re.findall(r"03\.bucket, hint .*?(?= 03\.bucket, hint | That was|$)", said)
     ]
     numbers = [re.match(r"03\.bucket, hint (\d) of 3: ", line)[1] for line in lines]
     assert numbers == ["1", "2", "3", "3"] and len(set(lines)) == 3
-    assert lines[-1].endswith(exercises.find("03.bucket").says["hint"])
+    assert lines[-1].endswith(lessons.find("03.bucket").says["hint"])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_exercise_has_hints_that_do_not_give_the_answer_away(name):
-    exercise = exercises.find(name)
+    exercise = lessons.find(name)
     steps = 3 if exercise.level == "core" else 2  # a question, a smaller case or a picture, the formula
     assert len(set(exercise.hints())) == len(exercise.hints()) >= steps
     if isinstance(exercise.solution, int | float):
-        assert not any(exercises.spelt_out(exercise.solution) in hint.split() for hint in exercise.hints())
+        assert not any(lessons.spelt_out(exercise.solution) in hint.split() for hint in exercise.hints())
 
 
 def nonsense(solution):
@@ -348,8 +350,8 @@ def nonsense(solution):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_first_miss_is_answered_by_no_formula_and_by_no_solution(name):
     """Who answers something that nobody foresaw gets the first hint; asks, and gets the one after it."""
-    exercise = exercises.find(name)
-    formula, right = exercise.says.get("hint", "none"), exercises.spelt_out(exercise.solution).strip()
+    exercise = lessons.find(name)
+    formula, right = exercise.says.get("hint", "none"), lessons.spelt_out(exercise.solution).strip()
     own = [] if name == "13.cure" else [nonsense(exercise.solution)]  # what is laid right there is right
     for answer in (*own, 1234.5678, "nonsense", [7, 7, 7], None, {}):
         verdict = exercise.judge(answer)
@@ -363,25 +365,25 @@ def test_a_miss_goes_on_where_the_hints_were(capsys):
         ask("03.bucket", *given)
         return " ".join(capsys.readouterr().out.split())
 
-    first, second, formula = exercises.find("03.bucket").hints()
+    first, second, formula = lessons.find("03.bucket").hints()
     miss = '03.bucket (stretch): not yet. {} hint("03.bucket") says more.'
-    assert printed(exercises.attempt, 5) == miss.format(first)
-    assert printed(exercises.hint) == f"03.bucket, hint 2 of 3: {second}"
-    assert printed(exercises.attempt, 7) == miss.format(second)
-    assert f"hint 3 of 3: {formula}" in printed(exercises.hint)
-    assert formula not in printed(exercises.attempt, 9) and formula in printed(exercises.hint)
-    assert printed(exercises.attempt, 2).startswith("03.bucket (stretch): correct. ")
+    assert printed(lessons.attempt, 5) == miss.format(first)
+    assert printed(lessons.hint) == f"03.bucket, hint 2 of 3: {second}"
+    assert printed(lessons.attempt, 7) == miss.format(second)
+    assert f"hint 3 of 3: {formula}" in printed(lessons.hint)
+    assert formula not in printed(lessons.attempt, 9) and formula in printed(lessons.hint)
+    assert printed(lessons.attempt, 2).startswith("03.bucket (stretch): correct. ")
 
 
 def test_what_is_said_fits_a_notebook_and_keeps_its_words(capsys):
-    exercises.say("Why: " + "an all-reduce " * 20 + "\n    code = 1")
+    lessons.say("Why: " + "an all-reduce " * 20 + "\n    code = 1")
     *lines, code = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= exercises.COLUMNS and code == "    code = 1"
+    assert max(map(len, lines)) <= lessons.COLUMNS and code == "    code = 1"
     assert not any(line.endswith("-") for line in lines) and " ".join(lines).count("all-reduce") == 20
 
 
 def test_what_is_broken_goes_on_to_the_right(capsys):
-    exercises.say("  plan   " + "all-reduce over dp " * 9, hanging=9)
+    lessons.say("  plan   " + "all-reduce over dp " * 9, hanging=9)
     first, *others = capsys.readouterr().out.splitlines()
     assert first.startswith("  plan   all") and others
     assert all(line.startswith((9 * " " + "all", 9 * " " + "over")) for line in others)
@@ -389,31 +391,31 @@ def test_what_is_broken_goes_on_to_the_right(capsys):
 
 @pytest.mark.parametrize("line", ["  mpirun --map 'a b' " + 9 * "--mesh 'dp=2 tp=2' ", "echo -n short"])
 def test_a_broken_command_is_the_same_command(capsys, line):
-    exercises.say_command(line)
+    lessons.say_command(line)
     said = capsys.readouterr().out
-    assert max(map(len, said.splitlines())) <= exercises.COLUMNS
+    assert max(map(len, said.splitlines())) <= lessons.COLUMNS
     joined = said.replace("\\\n", "")  # as a shell does
     assert shlex.split(joined) == shlex.split(line)
 
 
 def test_a_long_prediction_is_met_on_whole_lines(capsys):
-    exercises.attempt("17.leaves", {"dp across": 1, "tp across": 2})
+    lessons.attempt("17.leaves", {"dp across": 1, "tp across": 2})
     capsys.readouterr()
-    exercises.met("17.leaves", {"dp across": "device " * 9, "tp across": "device " * 9}, "predicted")
+    lessons.met("17.leaves", {"dp across": "device " * 9, "tp across": "device " * 9}, "predicted")
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 1 and max(map(len, lines)) <= exercises.COLUMNS
+    assert len(lines) > 1 and max(map(len, lines)) <= lessons.COLUMNS
 
 
 def test_a_solution_is_told_to_those_who_have_tried(capsys):
-    exercises.attempt("03.sent", ..., params=1000, devices=4)
-    exercises.solution("03.sent")
+    lessons.attempt("03.sent", ..., params=1000, devices=4)
+    lessons.solution("03.sent")
     assert "answer first" in capsys.readouterr().out
-    exercises.attempt("03.sent", 4000, params=1000, devices=4)
-    exercises.solution("03.sent")
+    lessons.attempt("03.sent", 4000, params=1000, devices=4)
+    lessons.solution("03.sent")
     assert re.search(r"^03\.sent: 6,000\nWhy: .* a ring goes around twice", capsys.readouterr().out, re.M)
-    exercises.solution("07.uneven")
-    exercises.attempt("07.uneven", lambda costs, u: 0)
-    exercises.solution("07.uneven")
+    lessons.solution("07.uneven")
+    lessons.attempt("07.uneven", lambda costs, u: 0)
+    lessons.solution("07.uneven")
     said = capsys.readouterr().out
     assert said.startswith("07.uneven: answer first") and "return sum(costs) + (u - 1) * max(costs)" in said
 
@@ -421,38 +423,38 @@ def test_a_solution_is_told_to_those_who_have_tried(capsys):
 def test_a_prediction_is_met_again(capsys):
     def printed(*given, **other):
         capsys.readouterr()
-        exercises.met(*given, **other)
+        lessons.met(*given, **other)
         return capsys.readouterr().out
 
     asked = "answer 03.sent first, then run this cell again: it compares your answer with the result\n"
     assert printed("03.sent", 754_880) == asked
-    exercises.attempt("03.sent", ...)
+    lessons.attempt("03.sent", ...)
     blank = capsys.readouterr().out
-    assert blank == f'03.sent (core): {exercises.NOT_ATTEMPTED}; hint("03.sent") helps\n'
+    assert blank == f'03.sent (core): {lessons.NOT_ATTEMPTED}; hint("03.sent") helps\n'
     assert printed("03.sent", 754_880) == asked, "a blank is no answer"
-    exercises.attempt("03.sent", 862_720)
-    exercises.attempt("03.sent", 754_880)
+    lessons.attempt("03.sent", 862_720)
+    lessons.attempt("03.sent", 754_880)
     assert printed("03.sent", 754_880) == "you said 862,720; compiled 754,880\n"
-    exercises.SAID.clear()  # the kernel is restarted
+    lessons.FIRST_ANSWERS.clear()  # the kernel is restarted
     assert printed("03.sent", 754_880, "sent") == "you said 862,720; sent 754,880\n"
-    exercises.solution("03.sent")
+    lessons.solution("03.sent")
     assert "03.sent: 754,880" in capsys.readouterr().out, "it knows who has tried"
-    exercises.attempt("07.idle_share", 0.27)
+    lessons.attempt("07.idle_share", 0.27)
     assert printed("07.idle_share", 3 / 11, "drawn") == "you said 0.27; drawn 0.2727\n"
-    exercises.attempt("11.replicas", {"dp=16": 90, "fsdp=16": "5000 GB"})
+    lessons.attempt("11.replicas", {"dp=16": 90, "fsdp=16": "5000 GB"})
     found = {"dp=16": 89.7531, "fsdp=16": 5.61}
     assert printed("11.replicas", found) == (
         "you said dp=16 90, fsdp=16: 5000 GB; compiled dp=16 89.75, fsdp=16 5.61\n"
     )
-    exercises.attempt("12.unfinished", "b/dp s d")
+    lessons.attempt("12.unfinished", "b/dp s d")
     assert printed("12.unfinished", "b/dp s d +tp", "typed") == "you said b/dp s d; typed b/dp s d +tp\n"
     with pytest.raises(ValueError, match="there is no exercise '03.nothing'"):
-        exercises.met("03.nothing", 1)
+        lessons.met("03.nothing", 1)
 
 
 def test_answers_are_noted_once_and_blanks_are_not():
     for answer in (..., 862_720, 862_720, 754_880, 862_720, 1234, 1234):  # 1234 gets two hints
-        exercises.attempt("03.sent", answer)
+        lessons.attempt("03.sent", answer)
     noted = record.answers()
     assert [(a.exercise, a.answer, a.correct) for a in noted] == [
         ("03.sent", "862720", False),
@@ -460,7 +462,7 @@ def test_answers_are_noted_once_and_blanks_are_not():
         ("03.sent", "862720", False),
         ("03.sent", "1234", False),
     ]
-    exercises.attempt("05.ring_permutes", lambda tp: 8 * tp)
+    lessons.attempt("05.ring_permutes", lambda tp: 8 * tp)
     assert "8 * tp" in record.answers()[-1].answer, "a function is noted by its text"
 
 
@@ -468,9 +470,9 @@ def test_answers_are_noted_once_and_blanks_are_not():
 def test_where_nothing_can_be_noted_the_verdict_is_still_given(where, tmp_path, capsys, monkeypatch):
     (tmp_path / "no_answers.jsonl").write_text("no answers\n")
     monkeypatch.setenv("LLMPAR_ANSWERS", str(tmp_path / where))
-    exercises.attempt("03.sent", 754_880)
-    exercises.solution("03.sent")
-    exercises.met("03.sent", 754_880)
+    lessons.attempt("03.sent", 754_880)
+    lessons.solution("03.sent")
+    lessons.met("03.sent", 754_880)
     said = " ".join(capsys.readouterr().out.split())
     assert "03.sent (core): correct. " in said and "(This answer was not noted: " in said and "Why: " in said
     assert said.endswith(" you said 754,880; compiled 754,880")
@@ -481,9 +483,9 @@ def test_progress_sums_up_and_exports(capsys):
     assert (
         capsys.readouterr().out.splitlines()[-1] == f"0 of {len(NAMES)} correct; the next one is {NAMES[0]}"
     )
-    exercises.attempt("03.sent", 862_720)
-    exercises.attempt("03.sent", 754_880)
-    exercises.attempt("07.microbatches", 70)
+    lessons.attempt("03.sent", 862_720)
+    lessons.attempt("03.sent", 754_880)
+    lessons.attempt("07.microbatches", 70)
     capsys.readouterr()
     assert main(["progress"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -518,14 +520,14 @@ def test_a_file_of_something_else_is_refused(text, why, tmp_path, capsys):
     assert main(["progress"]) == 1
     said = capsys.readouterr().err
     assert "is no file of answers" in said and why in said and "Answer(" not in said
-    exercises.attempt("03.sent", 1)
+    lessons.attempt("03.sent", 1)
     assert (tmp_path / record.FILE).read_text() == text, "nothing of the learner's is overwritten"
 
 
 def test_a_pipe_is_no_file_of_answers(tmp_path, capsys):
     os.mkfifo(tmp_path / record.FILE)
     assert main(["progress"]) == 1
-    exercises.attempt("03.sent", 1)
+    lessons.attempt("03.sent", 1)
     told = capsys.readouterr()
     assert "no ordinary file" in told.err and "This answer was not noted" in told.out
 
@@ -552,7 +554,7 @@ def test_when_ulysses_beats_the_ring_is_what_the_package_predicts():
         )
         return sum(found["sp", kind].bytes_sent for kind in kinds)
 
-    right = exercises.find("06.rivals").solution
+    right = lessons.find("06.rivals").solution
     for name in ("llama2-7b", "llama3-8b", "llama3-70b"):
         config = preset(name)
         sizes = [size for size in (2, 4, 8, 16, 32) if config.num_kv_heads % size == 0]
@@ -568,7 +570,7 @@ def test_when_ulysses_beats_the_ring_is_what_the_package_predicts():
 
 
 def test_answers_in_pages_about_published_models_are_the_package_s():
-    right = lambda name: exercises.find(name).solution
+    right = lambda name: lessons.find(name).solution
     llama, near = preset("llama3-8b"), lambda *values: pytest.approx(values, rel=1e-5)
     state_gb, used = 16 * llama.num_params / 1e9, llama.num_params - llama.vocab_size * llama.width
     assert (right("01.state_gb"), right("01.fits")["left on 8"]) == near(state_gb, 40 - state_gb / 8)
@@ -593,7 +595,7 @@ def test_answers_in_pages_about_published_models_are_the_package_s():
 
 
 def test_answers_in_pages_about_hosts_are_the_package_s():
-    leaves, law = (exercises.find(f"17.{name}").solution for name in ("leaves", "law"))
+    leaves, law = (lessons.find(f"17.{name}").solution for name in ("leaves", "law"))
     assert leaves == {name: hosts.leaving(name)[0] for name in leaves}
     share = lambda kind: sum(share for one, other, share in sends(kind, 8) if one < 4 <= other)
     chains = [(1, 0), (2, 1), (3, 2), (5, 4), (6, 5), (7, 6)]  # from child to parent, on either host
@@ -608,11 +610,11 @@ def test_the_bucket_of_the_page_ends_soonest():
         compute_s, comm_s = 0.080 * layers / 32, 0.001 + 0.060 * layers / 32
         return max(0.080 + comm_s, compute_s + 32 // layers * comm_s)
 
-    assert exercises.find("03.bucket").solution == min((1, 2, 4, 8, 16, 32), key=end)
+    assert lessons.find("03.bucket").solution == min((1, 2, 4, 8, 16, 32), key=end)
 
 
 def test_a_function_is_refused_by_what_it_cannot_take():
-    uneven = exercises.find("07.uneven")
+    uneven = lessons.find("07.uneven")
     assert uneven.judge(lambda costs: 1).endswith("of costs, u is asked for, and yours is one of costs.")
     assert uneven.judge(lambda costs, u, more=0: sum(costs) + (u - 1) * max(costs)).startswith("correct")
     assert uneven.judge(lambda *given: sum(given[0]) + (given[1] - 1) * max(given[0])).startswith("correct")
@@ -622,12 +624,12 @@ def test_teachers_see_the_solutions(capsys):
     """Of one lesson or of all, in order; of no lesson that is not there."""
     assert main(["solutions", "--lesson", "03", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["solutions"]
-    assert list(found) == [f"03.{name}" for name in exercises.exercises("03")]
+    assert list(found) == [f"03.{name}" for name in lessons.exercises("03")]
     assert found["03.sent"].startswith("03.sent: 754,880\nWhy: 4 bytes per parameter")
     assert main(["solutions"]) == 0
     told = capsys.readouterr().out
-    assert told.count("\nWhy: ") == sum(len(exercises.exercises(lesson)) for lesson in exercises.lessons())
-    for written in (exercises.spelt_out(exercises.find(name).solution) for name in NAMES):
-        assert max(map(len, written.splitlines())) <= exercises.COLUMNS, "code would be broken inside"
+    assert told.count("\nWhy: ") == sum(len(lessons.exercises(lesson)) for lesson in lessons.lesson_numbers())
+    for written in (lessons.spelt_out(lessons.find(name).solution) for name in NAMES):
+        assert max(map(len, written.splitlines())) <= lessons.COLUMNS, "code would be broken inside"
     assert main(["solutions", "--lesson", "99"]) == 1
     assert "there are 00, 00b, 01" in capsys.readouterr().err

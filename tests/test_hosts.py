@@ -140,7 +140,7 @@ def test_the_recorded_run_sent_what_is_predicted_today():
     """Both hosts, each placement at each rate; and one loss for all."""
     document = hosts.recorded()
     assert (document["params"], document["rows"]) == (hosts.TOY.num_params, hosts.ROWS)
-    assert {run["placement"] for run in document["runs"]} == set(hosts.PLACEMENTS)
+    assert {run["placement"] for run in document["runs"]} == set(hosts.HOST_PLANS)
     for run in document["runs"]:
         for sent, expected in zip(run["sent"], hosts.leaving(run["placement"]), strict=True):
             assert 0 <= sent / expected - 1 < WITHIN, run

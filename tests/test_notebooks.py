@@ -20,7 +20,7 @@ import pytest
 from jax import P, lax
 from shared import load
 
-from llmpar import lessons as exercises
+from llmpar import lessons
 from llmpar.lessons import judge
 from llmpar.plan.layout import parse_arrow, parse_layout
 
@@ -32,8 +32,8 @@ build, walk = load("notebooks/build.py"), load("notebooks/walk.py")
 
 SOURCES = build.sources()
 QUICK = "00_setup", "03_data_parallelism"  # what a change to the package breaks first
-EXERCISE_FILES = sorted((ROOT / "llmpar" / "exercises").glob("[0-9][0-9]*.md"))
-EXERCISES = [f"{file.stem}.{name}" for file in EXERCISE_FILES for name in exercises.exercises(file.stem)]
+EXERCISE_FILES = sorted((ROOT / "llmpar" / "lessons").glob("[0-9][0-9]*.md"))
+EXERCISES = [f"{file.stem}.{name}" for file in EXERCISE_FILES for name in lessons.exercises(file.stem)]
 TOY = (ROOT / "tests" / "fixtures" / "toy_lesson.txt").read_text()
 """A lesson that follows all rules."""
 
@@ -242,7 +242,7 @@ def test_code_runs_again_only_where_it_has_changed(tmp_path, monkeypatch, toy_fo
 
 
 def test_the_package_speaks_on_lines_that_a_notebook_shows():
-    assert exercises.COLUMNS == build.MAX_COLUMNS
+    assert lessons.COLUMNS == build.MAX_COLUMNS
     in_words = picture(**{"text/plain": 100 * "-"})  # its alt text: no line of the page
     assert build.cell_faults(nbformat.v4.new_code_cell("show()", outputs=[in_words])) == []
 
@@ -392,7 +392,7 @@ def test_a_wrong_turn_of_the_walk_is_seen():
 )
 def test_what_the_walk_types_is_judged_as_it_expects(name, answer, must):
     """What lessons teach is right, and what was once taken for right, or explained wrongly, is not."""
-    exercise, known = exercises.find(name), {"jax": jax, "jnp": jnp, "lax": lax, "np": np}
+    exercise, known = lessons.find(name), {"jax": jax, "jnp": jnp, "lax": lax, "np": np}
     if answer.startswith("def "):
         exec(answer, known)
         value = known[re.match(r"def (\w+)", answer)[1]]
@@ -418,7 +418,7 @@ def test_what_the_walk_types_replaces_the_blank_of_a_lesson():
 
 def rows_of_schedule(first, name="08.one_f_one_b"):
     """An order of microbatches counted from `first`."""
-    return re.sub(r"\d+", lambda number: str(int(number[0]) + first), exercises.find(name).solution)
+    return re.sub(r"\d+", lambda number: str(int(number[0]) + first), lessons.find(name).solution)
 
 
 def unit_norm(grad_sum, count):
@@ -434,7 +434,7 @@ def clipped_alone(grad_sum, count):
 
 
 scattered = lambda part: lax.psum_scatter(part, "fsdp", scatter_dimension=0, tiled=True)
-as_table = lambda s, n: exercises.find("06.zigzag").solution(s, n).reshape(n, -1)
+as_table = lambda s, n: lessons.find("06.zigzag").solution(s, n).reshape(n, -1)
 turned_heads = lambda x: lax.all_to_all(x, "sp", 1, 0, tiled=True).swapaxes(0, 1)
 sum_only = lambda grad_sum, count: lax.psum(grad_sum, "dp")
 gathers_first = lambda gradient, parts: sum(lax.all_gather(gradient(p), "fsdp").sum(0)[:2] for p in parts)
@@ -456,7 +456,7 @@ def exchanged(gradient, parts):
 
 
 def solution_of(name, **other):
-    solution = exercises.find(name).solution
+    solution = lessons.find(name).solution
     return solution | other if other else solution
 
 
@@ -513,8 +513,8 @@ SPELT = [line.split(" | ") for line in (ROOT / "tests" / "verdicts.txt").read_te
 @pytest.mark.parametrize("row", [*VERDICTS, *SPELT], ids=lambda row: f"{row[0]}, {row[2]}")
 def test_a_verdict_fits_what_was_done(row):
     name, answer, says, *never = row
-    exercise = exercises.find(name)
-    verdict = exercise.judge(judge.read(answer, exercise.solution) if row in SPELT else answer)
+    exercise = lessons.find(name)
+    verdict = exercise.judge(judge.read_answer(answer, exercise.solution) if row in SPELT else answer)
     assert re.search(says, verdict) and not any(words in verdict for words in never), verdict
 
 
@@ -522,12 +522,12 @@ def test_an_untiled_scatter_is_explained_and_nothing_is_printed(capfd):
     def untiled(gradient, parts):
         return sum(lax.psum_scatter(gradient(part), "fsdp", scatter_dimension=0) for part in parts)
 
-    assert "[8, 2] becomes [2, 2]" in exercises.find("04.stage2_accumulated").judge(untiled)
+    assert "[8, 2] becomes [2, 2]" in lessons.find("04.stage2_accumulated").judge(untiled)
     assert capfd.readouterr() == ("", "")
 
 
 def test_an_array_of_another_shape_is_named():
-    exercise = exercises.Exercise("core", lambda: np.ones((2, 2)), observe=lambda function: function())
+    exercise = lessons.Exercise("core", lambda: np.ones((2, 2)), observe=lambda function: function())
     said = "not yet. An array of shape [2, 2] is asked for, and yours has [8, 2]."
     assert exercise.judge(lambda: np.ones((8, 2))) == said
 
@@ -549,8 +549,8 @@ def test_lesson_leaves_its_exercises_blank(source):
         "the lesson, llmpar/lessons/"
     )
     for name, printed in found.items():
-        assert f"{name} ({exercises.find(name).level}): {exercises.NOT_ATTEMPTED}" in printed
-    assert {exercises.find(name).level for name in found} >= {"core"}
+        assert f"{name} ({lessons.find(name).level}): {lessons.NOT_ATTEMPTED}" in printed
+    assert {lessons.find(name).level for name in found} >= {"core"}
 
 
 def test_every_exercise_file_has_a_lesson():
@@ -583,17 +583,17 @@ def test_answers_are_not_blanks(answer):
 def test_a_function_is_judged_by_what_it_does():
     says = {"own": "That is x.", "square": "That is its square.", "five": "That is five."}
     wrong = dict(own=lambda x: x, square=lambda x: x**2, five=constant)
-    doubling = exercises.Exercise(
+    doubling = lessons.Exercise(
         "core", lambda x: 2 * x, wrong, lambda function: [function(3), function(10)]
     ).told("doubling", says | {"hint": "Add it to itself.", "because": "Add it to itself."})
-    assert doubling.judge(lambda x: x + x) == f"{exercises.CORRECT}. Add it to itself."
+    assert doubling.judge(lambda x: x + x) == f"{lessons.CORRECT}. Add it to itself."
     assert doubling.judge(lambda x: x * x) == "not yet. That is its square."
     assert doubling.judge(lambda x: x + 1) == "not yet. Add it to itself."
     assert (
         doubling.judge(lambda x: x / 0) == "not yet. Your answer raised ZeroDivisionError: division by zero"
     )
     assert doubling.judge(7) == "not yet. A function of x is asked for, and this is a number: 7."
-    assert doubling.judge(twice) == exercises.NOT_ATTEMPTED
+    assert doubling.judge(twice) == lessons.NOT_ATTEMPTED
 
 
 def test_answers_are_compared_by_kind():
@@ -616,7 +616,7 @@ def test_an_unknown_exercise_names_the_known_ones():
     with pytest.raises(
         ValueError, match=r"there is no exercise '99\.nothing'; there are none in that lesson"
     ):
-        exercises.find("99.nothing")
+        lessons.find("99.nothing")
 
 
 # ---- what is written: one convention per quantity, and sentences that are computed

@@ -535,7 +535,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(capsys, monkey
 
 def test_long_work_says_that_it_goes_on(monkeypatch):
     lines, seen = [], threading.Event()
-    monkeypatch.setattr("llmpar.cli.options.say", lambda line: (lines.append(line), seen.set()))
+    monkeypatch.setattr("llmpar.cli.options.inform", lambda line: (lines.append(line), seen.set()))
     with still_at_work("pricing", "seconds are usual", every_s=0.01):
         seen.wait()
     assert re.fullmatch(r"… still pricing after \d+ s; seconds are usual", lines[0])

@@ -416,7 +416,7 @@ def test_who_comes_to_a_full_queue_is_told_to_come_back_and_leaves_nothing_behin
 
 def test_bodies_are_bounded_and_must_come(monkeypatch):
     with serving(Script()) as (port, _):
-        assert ask(port, b" " * (server.MOST_BYTES + 1))[0].status == 413
+        assert ask(port, b" " * (server.MAX_BODY_BYTES + 1))[0].status == 413
         monkeypatch.setattr(server, "READ_S", 1)
         assert b" 408 " in send(port, {"prompt": "a"}, length=1000).recv(1000)
         silent, dripping = connect(port), connect(port)

@@ -23,7 +23,7 @@ from llmpar.plan.timetable import timetable
 from llmpar.predict import formulas
 
 ROOT = Path(__file__).resolve().parent.parent
-LESSONS = {lesson.number: lesson for lesson in lessons.lessons(ROOT / "notebooks")}
+LESSONS = {lesson.number: lesson for lesson in lessons.read_lessons(ROOT / "notebooks")}
 GUIDE = (ROOT / "INSTRUCTOR.md").read_text()
 BESIDE = ("00b", "12", "13", "16", "17")  # for some of the learners
 PLANS = re.findall(r"^\| from \| minutes \| what \|\n\|[-:|]+\n((?:\|.*\n)+)", GUIDE, re.M)
@@ -143,7 +143,7 @@ def test_a_notebook_that_does_not_say_what_a_course_needs_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match="does not say its question, teaching, exercises; build it: make notebooks"
     ):
-        lessons.lessons(tmp_path)
+        lessons.read_lessons(tmp_path)
 
 
 # ----------------------------------------------------------------------------------------------------- pages

@@ -92,7 +92,7 @@ def _status_of(argv: list[str] | None) -> int:
         words = "the memory of this machine is full; use a smaller model, batch or text"
         status = _fail(words, 1, error)
     except Exception as error:
-        status = _fail(explain(error), _status(error), error)
+        status = _fail(explain_error(error), _status(error), error)
     if status and (joined := _joined()):
         joined.leave(status)
     return status
@@ -102,8 +102,8 @@ def _run(argv: list[str]) -> None:
     if argv[:1] == ["--version"]:
         print(f"llmpar {llmpar.__version__}")
         return
-    if (told := os.environ.get("JAX_NUM_CPU_DEVICES")) and not told.isdecimal():
-        raise ValueError(f"JAX_NUM_CPU_DEVICES is '{told}'; use a whole number of devices, or unset it")
+    if (number := os.environ.get("JAX_NUM_CPU_DEVICES")) and not number.isdecimal():
+        raise ValueError(f"JAX_NUM_CPU_DEVICES is '{number}'; use a whole number of devices, or unset it")
     from llmpar.cli.commands import parse
 
     parse(argv).run()
@@ -111,7 +111,7 @@ def _run(argv: list[str]) -> None:
         sys.stdout.flush()  # so that a full disk or a closed pipe is known here
 
 
-def explain(error: Exception) -> str:
+def explain_error(error: Exception) -> str:
     """Explain an error in a sentence: a refusal's own words, or that this is a fault of the package.
 
     A refusal is a ValueError that this package raises. A ValueError that another library raises is a case
@@ -132,8 +132,8 @@ def explain(error: Exception) -> str:
         return str(error)
     summary = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
     if elsewhere or isinstance(error, ImportError) and (error.name or "").partition(".")[0] != "llmpar":
-        told = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("JAX_")]
-        settings = f"; set are {', '.join(told)}" if told else ""
+        variables = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("JAX_")]
+        settings = f"; set are {', '.join(variables)}" if variables else ""
         return f"another package cannot be imported: {summary}{settings}; llmpar doctor compares versions"
     if (joined := _joined()) and joined.is_broken(summary):
         return f"another process ended, or could not be reached: its own output says why ({summary})"

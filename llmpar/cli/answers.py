@@ -8,8 +8,8 @@ import pathlib
 import sys
 from dataclasses import dataclass
 
-from llmpar import lessons as exercises
-from llmpar.cli.options import Folder, Text, give, say
+from llmpar import lessons
+from llmpar.cli.options import Folder, OptionalText, give, inform
 from llmpar.files import check_ordinary, read_json_lines
 from llmpar.lessons import quiz, record
 from llmpar.lessons.judge import CORRECT
@@ -34,13 +34,13 @@ class Progress:
         if self.folder is not None and not os.path.isdir(self.folder):
             raise ValueError(f"there is no folder '{self.folder}'; name the one in which you answered")
         folder = self.folder or next((name for name in _FOLDERS if record.file(name).exists()), ".")
-        levels = {name: exercises.find(name).level for name in exercises.names()}
+        levels = {name: lessons.find(name).level for name in lessons.names()}
         document, lines = record.results(record.answers(folder), levels), []
         for test in document["tests"]:
             tries = test["extra_data"]["tries"]
-            said = "correct" if test["score"] else "not yet" if tries else ""
+            verdict = "correct" if test["score"] else "not yet" if tries else ""
             times = f"{tries} {'try' if tries == 1 else 'tries'}" if tries else ""
-            lines += [f"{test['name']:<28}{test['extra_data']['level']:<9}{times:<9}{said}".rstrip()]
+            lines += [f"{test['name']:<28}{test['extra_data']['level']:<9}{times:<9}{verdict}".rstrip()]
         left = next((test["name"] for test in document["tests"] if not test["score"]), None)
         whole = f"; the next one is {left}" if left else ", which is all"
         lines += [f"{document['score']:g} of {document['max_score']:g} correct{whole}"]
@@ -56,18 +56,18 @@ class Solutions:
         json: print one JSON document on stdout.
     """
 
-    lesson: Text = None
+    lesson: OptionalText = None
     json: bool = False
 
     def run(self) -> None:
-        known = exercises.lessons()
+        known = lessons.lesson_numbers()
         if self.lesson not in (None, *known):
             raise ValueError(f"lesson {self.lesson!r} has no exercises; there are {', '.join(known)}")
-        names = exercises.names(self.lesson) if self.lesson else exercises.names()
-        found = {name: exercises.solved(name) for name in names}
-        give({"solutions": found}, self.json)
+        names = lessons.names(self.lesson) if self.lesson else lessons.names()
+        solutions = {name: lessons.solved(name) for name in names}
+        give({"solutions": solutions}, self.json)
         if not self.json:
-            exercises.say("\n\n".join(found.values()))
+            lessons.say("\n\n".join(solutions.values()))
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ class Quiz:
         if self.after:
             for item in result["items"]:
                 mark = "right" if item["correct"] else "     "
-                say(f"{item['lesson']} {mark} {item['verdict'].removeprefix(CORRECT + '. ')}")
-        say(f"{result['score']} of {result['max_score']} right; noted in {path}")
+                inform(f"{item['lesson']} {mark} {item['verdict'].removeprefix(CORRECT + '. ')}")
+        inform(f"{result['score']} of {result['max_score']} right; noted in {path}")
 
     def ask(self) -> dict:
         """Ask for ratings and answers, and judge them."""
-        say("Numbers only; an empty line leaves a question out.\n")
+        inform("Numbers only; an empty line leaves a question out.\n")
         ratings = {}
         for name, words in quiz.RATINGS.items():
             rating = _asked(f"From 1 (not at all) to 5 (I could teach it): I can {words}.")
@@ -127,20 +127,20 @@ class Quiz:
 
     def compare(self, path: pathlib.Path) -> None:
         try:
-            found = quiz.effect(read_json_lines(path, "file of results"))
+            effect = quiz.effect(read_json_lines(path, "file of results"))
         except ValueError as error:
             raise ValueError(f"cannot read results from '{path}': {error}") from error
         lines = []
-        for name, means in found.items():
+        for name, means in effect.items():
             form = "{}" if name == "num" else "{:.2f}"
             shown = ("-" if value is None else form.format(value) for value in means.values())
             lines += [f"{name:<10}{' -> '.join(shown)}"]
-        give(found, self.json, lines)
+        give(effect, self.json, lines)
 
 
 def _asked(question: str) -> float | None:
     """Ask for a number; an empty line is None."""
-    say(question)
+    inform(question)
     if not (line := sys.stdin.readline()):
         raise ValueError("the input ended before the last question, so nothing is noted; start again")
     if not (line := line.strip().replace(",", "")):
@@ -148,5 +148,5 @@ def _asked(question: str) -> float | None:
     with contextlib.suppress(ValueError):
         if math.isfinite(number := float(line.removesuffix("%"))):
             return number / 100 if line.endswith("%") else number
-    say("That is no number, so it is left out.")
+    inform("That is no number, so it is left out.")
     return None

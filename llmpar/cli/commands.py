@@ -17,20 +17,19 @@ from llmpar.cli.export import Export
 from llmpar.cli.generate import Generate
 from llmpar.cli.inspect import Inspect
 from llmpar.cli.lab import Lab
-from llmpar.cli.launch import COMMANDS as LAUNCHED
-from llmpar.cli.launch import Launch
+from llmpar.cli.launch import LAUNCHABLE, Launch
 from llmpar.cli.models import Models
 from llmpar.cli.options import StepOptions
-from llmpar.cli.plan import Plan
-from llmpar.cli.schedule import Schedule
+from llmpar.cli.plan import PlanCommand
+from llmpar.cli.schedule import ScheduleCommand
 from llmpar.cli.serve import Serve
 from llmpar.cli.train import Train
 
 GROUPS: dict[str, dict[str, Any]] = {
     "learn": {"lab": Lab, "demo": Demo, "quiz": Quiz, "progress": Progress, "solutions": Solutions},
     "run": {"doctor": Doctor, "train": Train, "generate": Generate, "serve": Serve, "export": Export},
-    "look": {"inspect": Inspect, "compile": Compile, "schedule": Schedule, "models": Models},
-    "decide": {"plan": Plan},
+    "look": {"inspect": Inspect, "compile": Compile, "schedule": ScheduleCommand, "models": Models},
+    "decide": {"plan": PlanCommand},
     "many hosts": {"launch": Launch},
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
@@ -72,16 +71,18 @@ def parse(argv: list[str]):
         print(sentence if argv else help_text(), file=sys.stderr)
         raise SystemExit(2)
     at = argv.index("--") if name == "launch" and "--" in argv else len(argv)
-    kind = COMMANDS[name]
-    about = inspect.cleandoc(kind.__doc__).partition("\n\nAttributes:")[0]
+    command_class = COMMANDS[name]
+    about = inspect.cleandoc(command_class.__doc__).partition("\n\nAttributes:")[0]
     about = re.sub(r"^(llmpar .*)$", r"    \1", about, flags=re.M)  # an example
-    how = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-    command: Any = tyro.cli(kind, prog=f"llmpar {name}", description=about, args=argv[1:at], config=how)
+    settings = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+    command: Any = tyro.cli(
+        command_class, prog=f"llmpar {name}", description=about, args=argv[1:at], config=settings
+    )
     if isinstance(step := getattr(command, "step", None), StepOptions):
         flags = (word.removeprefix("--").partition("=")[0] for word in argv[1:at] if word.startswith("--"))
         given = tuple(flag.removeprefix("no-").replace("-", "_") for flag in flags)
         command = dataclasses.replace(command, step=dataclasses.replace(step, given=given))
     if not (words := argv[at + 1 :]):
         return command
-    inner = parse(words) if words[0] in LAUNCHED else None
+    inner = parse(words) if words[0] in LAUNCHABLE else None
     return dataclasses.replace(command, words=tuple(words), command=inner)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import tyro
 
 from llmpar.cli import options
-from llmpar.cli.options import File, Number, StepOptions, say
+from llmpar.cli.options import File, Number, StepOptions, inform
 from llmpar.plan.plan import Plan
 
 USUAL = {"gpu": "seconds", "tpu": "one to five minutes"}
@@ -62,10 +62,10 @@ class Compile:
         os.environ.update(QUIET)  # before JAX starts
         from llmpar.planner import aot
 
-        options.start()
+        options.start_jax()
         config, plan = self.step.settle(len(target.devices))
         batch_size = target.num_devices if self.step.batch_size is None else self.step.batch_size
-        say(f"compiling a step of {config.name} on {plan.mesh} for {target.text} …")
+        inform(f"compiling a step of {config.name} on {plan.mesh} for {target.text} …")
         usual = f"{USUAL[target.platform]} of processor time are usual"
         with options.still_at_work("compiling", usual, every_s=20):
             document = aot.compile_step(config, plan, target, batch_size, self.step.seq_len)

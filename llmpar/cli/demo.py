@@ -5,7 +5,7 @@ import pathlib
 from dataclasses import dataclass
 
 from llmpar.cli.inspect import Inspect
-from llmpar.cli.options import StepOptions, check_picture, give, installed, say, speaks
+from llmpar.cli.options import StepOptions, check_picture, give, inform, installed, speaks
 from llmpar.cli.train import Train
 from llmpar.plan.mesh_shape import parse_mesh
 
@@ -46,8 +46,8 @@ class Demo:
             raise ValueError(
                 f"'{self.out}' can be no folder for pictures: {error.strerror}; name another"
             ) from error
-        kind = ".png" if installed("matplotlib") else ".svg"
-        pictures = [str(folder / f"{name}{kind}") for name in ("mesh", "loss")]
+        suffix = ".png" if installed("matplotlib") else ".svg"
+        pictures = [str(folder / f"{name}{suffix}") for name in ("mesh", "loss")]
         for path in (*pictures, bytes_path := str(folder / "bytes.svg")):
             check_picture(path)
         present = len(use_devices(8, at_least=1))
@@ -62,10 +62,10 @@ class Demo:
             draw.loss_curve(many["losses"], reference=one["losses"]).save(pictures[1])
         gap = max(abs(a - b) for a, b in zip(many["losses"], one["losses"], strict=True))
         exact = all(row["predicted_bytes"] == row["compiled_bytes"] for row in read["collectives"])
-        say(f"pictures: {', '.join((*pictures, bytes_path))}")
+        inform(f"pictures: {', '.join((*pictures, bytes_path))}")
         kinds = f"for {len(read['collectives'])} kinds of collective"
-        say(f"bytes sent: predicted {'=' if exact else '≠'} compiled, {kinds}")
-        say(f"loss: {mesh} and one device differ by at most {gap:.1e} nats over {self.steps} steps")
+        inform(f"bytes sent: predicted {'=' if exact else '≠'} compiled, {kinds}")
+        inform(f"loss: {mesh} and one device differ by at most {gap:.1e} nats over {self.steps} steps")
         first, last = many["losses"][0], many["losses"][-1]
         failed = ["a predicted byte is not a compiled one"] * (not exact)
         failed += ["the mesh and one device differ by more than 1e-3 nats"] * (gap > 1e-3)

@@ -9,7 +9,7 @@ import shlex
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
-from llmpar.cli.options import give, installed, join, speaks
+from llmpar.cli.options import give, installed, join_processes, speaks
 from llmpar.plan.mesh_shape import AXES
 from llmpar.predict import hardware
 
@@ -38,9 +38,9 @@ class Doctor:
         first = [traps.describe(place), *traps.traps(os.environ, place)]
         if not self.json and place.process_id == 0 and speaks():
             print(*first, sep="\n", flush=True)  # JAX may not get further
-        if found := misfits():
-            raise ValueError("; ".join(found) + "; python -m pip install --upgrade llmpar mends versions")
-        join()
+        if faults := misfits():
+            raise ValueError("; ".join(faults) + "; python -m pip install --upgrade llmpar mends versions")
+        join_processes()
         meet({"command": "doctor"})
         document = examine()
         document |= {"launch": asdict(place), "lines": first + document["lines"]}
@@ -48,7 +48,7 @@ class Doctor:
 
         crossed = {} if document["simulated"] else document["links"]
         tables = [
-            links_table(found, f"links that the axes of '{mesh}' cross") for mesh, found in crossed.items()
+            links_table(faults, f"links that the axes of '{mesh}' cross") for mesh, faults in crossed.items()
         ]
         give(document, self.json, [*document["lines"][len(first) :], *tables])
 
@@ -68,15 +68,15 @@ def flags_for(platform: str) -> list[dict]:
         return [{"variable": hardware.MEMORY_SHARES[0], "value": ".95", "why": why, "is_set": is_set}]
     if platform == "tpu":
         why = "on v5p all-gathers run beside matmuls with all three of these (v5e does so by itself)"
-        told = os.environ.get("LIBTPU_INIT_ARGS", "")
-        is_set = all(part.partition("=")[0] + "=" in told for part in LIBTPU_FLAGS.split())
+        flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+        is_set = all(part.partition("=")[0] + "=" in flags for part in LIBTPU_FLAGS.split())
         return [{"variable": "LIBTPU_INIT_ARGS", "value": LIBTPU_FLAGS, "why": why, "is_set": is_set}]
     return []
 
 
 def misfits() -> list[str]:
     """The installed packages that do not fit this one, by the bounds that it declares and by an import."""
-    found = []
+    faults = []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout that is not installed
         for text in importlib.metadata.requires("llmpar") or []:
             name, bounds, extra = re.findall(r"^([\w.-]+)[^<>;]*([^;]*)(.*)", text)[0]
@@ -86,12 +86,12 @@ def misfits() -> list[str]:
                     r"(>=|<)\s*([\d.]+)", bounds if re.search("^$|(lab|hf|serve).$", extra) else ""
                 )
                 if any((_number(have) < _number(limit)) == (sign == ">=") for sign, limit in limits):
-                    found.append(f"{name} {have} is here, and llmpar needs {name}{bounds.strip()}")
+                    faults.append(f"{name} {have} is here, and llmpar needs {name}{bounds.strip()}")
     try:
         importlib.import_module("flax.nnx")
     except Exception as error:
-        found.append(f"flax.nnx cannot be imported ({type(error).__name__}: {str(error).splitlines()[0]})")
-    return found
+        faults.append(f"flax.nnx cannot be imported ({type(error).__name__}: {str(error).splitlines()[0]})")
+    return faults
 
 
 def _number(version: str) -> list[int]:
@@ -125,13 +125,13 @@ def examine() -> dict:
     missing = {name: extra for name, extra in OPTIONAL.items() if not installed(name)}
     hosts = len({d.process_index for d in devices})
     num_domains = len(domains_of(devices))
-    kind = "simulated CPU devices" if fake else first.device_kind
+    name_of_devices = "simulated CPU devices" if fake else first.device_kind
     where = f"on {hosts} host{'s' * (hosts > 1)}" if not fake or hosts == 1 else f"of {hosts} processes"
     where += f" in {num_domains} slice{'s' * (num_domains > 1)}" if first.platform == "tpu" else ""
     limits = "; times on them say nothing about links, bytes and counts are exact" if fake else ""
     lines = [
         f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items()),
-        f"{len(devices)} {kind} {where}{limits}",
+        f"{len(devices)} {name_of_devices} {where}{limits}",
     ]
     if chip and not fake:
         memory = (first.memory_stats() or {}).get("bytes_limit")
@@ -144,15 +144,15 @@ def examine() -> dict:
         lines.append("lessons simulate 8 devices here; JAX_PLATFORMS=cpu does so for every command")
     flags = flags_for(first.platform)
     for flag in (flag for flag in flags if not flag["is_set"]):
-        how = f"{flag['why']}: set {flag['variable']}={shlex.quote(flag['value'])}"
-        lines.append(hardware.memory_left_out(chip) if chip and first.platform == "gpu" else how)
+        advice = f"{flag['why']}: set {flag['variable']}={shlex.quote(flag['value'])}"
+        lines.append(hardware.memory_left_out(chip) if chip and first.platform == "gpu" else advice)
     crossed = {}
     for mesh in default_meshes(len(devices), num_domains):
         with contextlib.suppress(ValueError):  # slices with holes, or of several sizes
             grid = device_grid(mesh, devices)
             crossed[mesh] = links(SimpleNamespace(devices=grid, axis_names=tuple(AXES)))
     lines += [f"{name} is missing: pip install 'llmpar[{extra}]'" for name, extra in missing.items()]
-    lines += [f"XLA_FLAGS is set: {told}" for told in [os.environ.get("XLA_FLAGS")] if told]
+    lines += [f"XLA_FLAGS is set: {xla_flags}" for xla_flags in [os.environ.get("XLA_FLAGS")] if xla_flags]
     return {
         "python": platform.python_version(),
         "versions": versions,

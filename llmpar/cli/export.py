@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from llmpar.cli.options import Name, give, say
+from llmpar.cli.options import Name, give, inform
 from llmpar.cli.weights import opened
 from llmpar.launch import signals
 
@@ -44,18 +44,18 @@ class Export:
         import jax
         from flax.traverse_util import flatten_dict, unflatten_dict
 
-        from llmpar.cli.options import start
+        from llmpar.cli.options import start_jax
         from llmpar.model.weights import adapters_of, merged
         from llmpar.training import hugging_face as hf
 
-        start()
-        config, tokenizer, load, said = opened(self.checkpoints, None, None, self.tokenizer, best=self.best)
-        for line in said:
-            say(line)
-        here = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        start_jax()
+        config, tokenizer, load, notes = opened(self.checkpoints, None, None, self.tokenizer, best=self.best)
+        for line in notes:
+            inform(line)
+        on_host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
 
         def weight(path: str):
-            where = dict.fromkeys((path, *adapters_of(path, config)), here)
+            where = dict.fromkeys((path, *adapters_of(path, config)), on_host)
             return flatten_dict(merged(load(unflatten_dict(where, sep=".")), config), sep=".")[path]
 
         base = dataclasses.replace(config, lora=None)

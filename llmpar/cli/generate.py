@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from llmpar.cli import options
-from llmpar.cli.options import MAX_SEED, give, start
+from llmpar.cli.options import MAX_SEED, give, start_jax
 from llmpar.cli.weights import ModelOptions
 from llmpar.launch.agreed import flat
 from llmpar.plan.model_config import folder_of
@@ -52,9 +52,9 @@ class Generate(ModelOptions):
         from llmpar.serve.engine import Request, generate
         from llmpar.training.apart import open_chat
 
-        start()
+        start_jax()
         request = Request((0,), self.tokens, self.temperature, seed=self.seed)
-        plan, (config, tokenizer, load, said) = self.plan(), self.opened(self.seed)
+        plan, (config, tokenizer, load, notes) = self.plan(), self.opened(self.seed)
         weights = self.from_ and hf.fingerprint(folder_of(self.from_))
         meet({"model": config, "tokenizer": tokenizer.identity["fingerprint"], "weights": weights})
         if others := plan.mesh.live("pp", "dp", "fsdp", "ep"):
@@ -68,8 +68,8 @@ class Generate(ModelOptions):
         length = len(request.tokens) + self.tokens - 1
         if config.context_length and length > config.context_length:
             many = f"{config.context_length:,} tokens, and these may be {length:,}"
-            said.append(f"'{config.name}' was made for {many}")
-        engine = self.engine(plan, config, load, said, 1, length)
+            notes.append(f"'{config.name}' was made for {many}")
+        engine = self.engine(plan, config, load, notes, 1, length)
         usual = f"once it is compiled, each of {length:,} tokens looks at those before it"
         with options.still_at_work("generating", usual, every_s=20):
             (made,) = generate(engine, [request])

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmpar.cli import options
-from llmpar.cli.options import File, StepOptions, Text, changed, check_picture, give, save_picture, start
+from llmpar.cli.options import (
+    File,
+    OptionalText,
+    StepOptions,
+    changed,
+    check_picture,
+    give,
+    save_picture,
+    start_jax,
+)
 from llmpar.files import read_text
 
 
@@ -32,9 +41,9 @@ class Inspect:
         json: print one JSON document on stdout.
     """
 
-    program: Text = None
+    program: OptionalText = None
     hlo: File = None
-    target: Text = None
+    target: OptionalText = None
     svg: File = None
     types: bool = False
     tolerance: bool = False
@@ -52,14 +61,14 @@ class Inspect:
         from llmpar.inspect.spread import spread
         from llmpar.inspect.types import types
 
-        start()
+        start_jax()
         config, plan = self.step.resolve()
-        asked = config, plan, self.step.batch_size, self.step.seq_len
-        rows = types(*asked) if self.types else []
-        options.say(f"compiling a step of {config.name} on {plan.mesh} …")
-        document = report.inspect(*asked)
+        step = config, plan, self.step.batch_size, self.step.seq_len
+        rows = types(*step) if self.types else []
+        options.inform(f"compiling a step of {config.name} on {plan.mesh} …")
+        document = report.inspect(*step)
         document |= {"types": rows} if self.types else {}
-        document |= {"tolerance": spread(*asked, jax.default_backend())} if self.tolerance else {}
+        document |= {"tolerance": spread(*step, jax.default_backend())} if self.tolerance else {}
         save_picture(self.svg, "the bytes", lambda: report.picture(document))
         return give(document, self.json, report.tables(document))
 
@@ -74,17 +83,19 @@ class Inspect:
             rest = f"leave out {' '.join(ours)}" if ours else "give one of the two"
             raise ValueError(f"{only}, both with --svg and --json; {rest}")
         try:
-            found = self.made() if self.program else (read_text(str(self.hlo), "HLO module"), self.step.mesh)
+            program = (
+                self.made() if self.program else (read_text(str(self.hlo), "HLO module"), self.step.mesh)
+            )
             from llmpar.inspect.look import look
 
-            shown = look(*found) if isinstance(found, tuple) else look(found)
+            shown = look(*program) if isinstance(program, tuple) else look(program)
         except Exception as error:
-            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            words = f"{self.program or self.hlo}: {kind}{str(error).partition(chr(10))[0]}"
+            error_name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            words = f"{self.program or self.hlo}: {error_name}{str(error).partition(chr(10))[0]}"
             words += "".join(
                 f"; {note[8:]}" for note in getattr(error, "__notes__", ()) if note[:8] == "llmpar: "
             )
-            raise ValueError(words + "; LLMPAR_TRACEBACK=1 shows the stack" * bool(kind)) from error
+            raise ValueError(words + "; LLMPAR_TRACEBACK=1 shows the stack" * bool(error_name)) from error
         save_picture(self.svg, "the bytes", shown.picture)
         return give(shown.document(), self.json, [str(shown)])
 
@@ -97,7 +108,7 @@ class Inspect:
         from llmpar.parallel.mesh import use_devices
 
         devices = target.devices if target else use_devices(self.step.devices, at_least=1)
-        start()
+        start_jax()
         module, _, name = str(self.program).partition(":")
         sys.path.insert(0, os.getcwd())
         make = getattr(importlib.import_module(module), name)

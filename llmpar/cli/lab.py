@@ -10,8 +10,8 @@ from typing import Annotated
 
 import tyro
 
-from llmpar.cli.lessons import Lesson, lessons, notebook
-from llmpar.cli.options import installed, say
+from llmpar.cli.lessons import Lesson, notebook, read_lessons
+from llmpar.cli.options import inform, installed
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
 _START = "start.ipynb"
@@ -50,9 +50,9 @@ class Lab:
             raise ValueError(f"--port {self.port} is no port; use 1 to 65535")
         if not self.copies:
             raise ValueError("--copies '' names no folder; leave it out for 'lessons'")
-        here = os.path.isdir(self.folder) or self.folder != Lab.folder
-        folder = pathlib.Path(self.folder) if here else _PACKAGE / "notebooks"
-        say(_deal(folder, pathlib.Path(self.copies), self.fresh))
+        own = os.path.isdir(self.folder) or self.folder != Lab.folder
+        folder = pathlib.Path(self.folder) if own else _PACKAGE / "notebooks"
+        inform(_deal(folder, pathlib.Path(self.copies), self.fresh))
         command = [sys.executable, "-m", "jupyter", "lab", self.copies]
         command += [f"--port={self.port}", "--ip=127.0.0.1", f"--LabApp.default_url=/lab/tree/{_START}"]
         # The settings in labconfig let a saved notebook keep its widgets, which reopen without a kernel.
@@ -69,7 +69,7 @@ def _deal(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False) -> st
 
     Refuses a folder of something else, and writes over nothing but its own pages.
     """
-    if not (found := lessons(folder)):
+    if not (lessons := read_lessons(folder)):
         where = "run this in the project's root, or give --folder"
         raise ValueError(f"there are no lessons in '{folder}'; {where}")
     if copies.resolve() == folder.resolve():
@@ -83,22 +83,22 @@ def _deal(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False) -> st
         copies.mkdir(parents=True, exist_ok=True)
         if fresh:
             put_aside(copies)
-        made = [lesson.file for lesson in found if not (copies / lesson.file).exists()]
+        made = [lesson.file for lesson in lessons if not (copies / lesson.file).exists()]
         for name in made:
             _write(cleared(notebook(folder / name)), copies / name)
-        _write(start_page(found), page)
+        _write(start_page(lessons), page)
         if not (ignored := copies / ".gitignore").exists():
             ignored.write_text("*\n")  # answers are nobody's change to the project
-        theirs, mine = folder.resolve().parent / _WORDS, copies / _WORDS
-        if theirs.exists() and (not mine.exists() or _OURS in mine.read_text(encoding="utf-8")):
-            mine.parent.mkdir(exist_ok=True)
-            mine.write_text(f"{theirs.read_text(encoding='utf-8')}\n{_OURS}\n", encoding="utf-8")
+        theirs, copy = folder.resolve().parent / _WORDS, copies / _WORDS
+        if theirs.exists() and (not copy.exists() or _OURS in copy.read_text(encoding="utf-8")):
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_text(f"{theirs.read_text(encoding='utf-8')}\n{_OURS}\n", encoding="utf-8")
     except OSError as error:
         what = f"cannot write '{error.filename}' ({error.strerror})"
         raise ValueError(f"{what}; give --copies a folder that you may write to") from error
-    kept = len(found) - len(made)
-    said = f"{copies}: {len(made)} lesson{'s' * (len(made) != 1)} copied, {kept} kept as you left them"
-    return said + " (--fresh renews)" * (kept > 0)
+    kept = len(lessons) - len(made)
+    text = f"{copies}: {len(made)} lesson{'s' * (len(made) != 1)} copied, {kept} kept as you left them"
+    return text + " (--fresh renews)" * (kept > 0)
 
 
 def put_aside(copies: pathlib.Path) -> None:
@@ -118,11 +118,11 @@ def cleared(document: dict) -> dict:
     return document
 
 
-def start_page(found: list[Lesson]) -> dict:
+def start_page(lessons: list[Lesson]) -> dict:
     """Make the page that a learner sees first: each lesson with its question and its minutes."""
     rows = [
         f"| [{x.title}]({x.file}) | {x.question} | {x.teaching} | {x.minutes} | {', '.join(x.needs)} |"
-        for x in found
+        for x in lessons
     ]
     text = (_PACKAGE / "cli" / "start.md").read_text(encoding="utf-8").format(rows="\n".join(rows))
     page = {"cell_type": "markdown", "id": "start", "metadata": {}, "source": text}

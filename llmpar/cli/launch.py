@@ -11,7 +11,17 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from llmpar import files
-from llmpar.cli.options import MAX_TOKENS, File, Folder, Number, Text, changed, check_free, check_range, say
+from llmpar.cli.options import (
+    MAX_TOKENS,
+    File,
+    Folder,
+    Number,
+    OptionalText,
+    changed,
+    check_free,
+    check_range,
+    inform,
+)
 from llmpar.launch import jobs, local
 from llmpar.launch.wire import Wire
 from llmpar.plan import config_json as hugging_face
@@ -58,12 +68,12 @@ class Launch:
     gpus_per_node: Number = None
     processes: int = 2
     devices: int = 4
-    wire: Annotated[Text, tyro.conf.arg(metavar="RATE")] = None
+    wire: Annotated[OptionalText, tyro.conf.arg(metavar="RATE")] = None
     out: File = None
     submit: bool = False
     serve: Literal["vllm", None] = None
     weights: Folder = None
-    chip: Text = None
+    chip: OptionalText = None
     cache_tokens: Number = None
     words: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
     command: Annotated[Any, tyro.conf.Suppress] = None
@@ -71,8 +81,8 @@ class Launch:
     def run(self) -> None:
         if not self.words and not self.serve:
             raise ValueError("no command follows; write 'llmpar launch local -- train --mesh dp=-1'")
-        if self.words and self.words[0] not in COMMANDS:
-            raise ValueError(f"'{self.words[0]}' runs in one process; launch {' or '.join(COMMANDS)}")
+        if self.words and self.words[0] not in LAUNCHABLE:
+            raise ValueError(f"'{self.words[0]}' runs in one process; launch {' or '.join(LAUNCHABLE)}")
         self.check_options()
         if self.engine == "local":
             raise SystemExit(self.run_here())
@@ -87,7 +97,7 @@ class Launch:
             self.check_command(job.num_devices)
             self.check_fewer(job)
         if not job.goes_on and job.words[0] == "train":
-            say("llmpar: no --checkpoints: nothing is kept, and a failed job is not started again")
+            inform("llmpar: no --checkpoints: nothing is kept, and a failed job is not started again")
         text = jobs.job_file(engine, job)
         path = self.out or (jobs.default_path(engine) if self.submit else None)
         if path is None:
@@ -97,9 +107,9 @@ class Launch:
         Path(path).write_text(text)
         line = jobs.submit_line(engine, path)
         if not self.submit:
-            say(f"wrote {path}; submit it: {' '.join(line)}")
+            inform(f"wrote {path}; submit it: {' '.join(line)}")
             return
-        say(f"wrote {path}; runs: {' '.join(line)}")
+        inform(f"wrote {path}; runs: {' '.join(line)}")
         try:
             raise SystemExit(subprocess.run(line, check=False).returncode)
         except FileNotFoundError as error:
@@ -107,9 +117,13 @@ class Launch:
 
     def check_options(self) -> None:
         """Refuse options that this engine does not read."""
-        here = ("processes", "devices", "wire")
-        there = ("nodes", "site", "out", "submit", "min_nodes", "gpus_per_node")
-        unread = there if self.engine == "local" else here + ("min_nodes",) * (self.engine != "torchrun")
+        for_local = ("processes", "devices", "wire")
+        for_cluster = ("nodes", "site", "out", "submit", "min_nodes", "gpus_per_node")
+        unread = (
+            for_cluster
+            if self.engine == "local"
+            else for_local + ("min_nodes",) * (self.engine != "torchrun")
+        )
         if given := changed(self, unread):
             raise ValueError(f"'launch {self.engine}' does not read {', '.join(given)}; leave it out")
         if not self.serve and (given := changed(self, ("weights", "chip", "cache_tokens"))):
@@ -132,7 +146,7 @@ class Launch:
         if os.path.exists(folder):
             dtype, quantized, stored = stored_as(folder)
         elif weights in PRESETS:
-            say(f"llmpar: '{weights}' is a preset: in the file, put the folder of an export in its place")
+            inform(f"llmpar: '{weights}' is a preset: in the file, put the folder of an export in its place")
         config = preset(weights)
         if dtype not in _BITS:
             raise ValueError(f"'{weights}' is in {dtype}; export it in {', '.join(_BITS)}")
@@ -150,7 +164,7 @@ class Launch:
         seen = min(context, tokens)
         token_ms = 1e3 * sum(serving.decode(config, chip, 1, seen, tp, weight_bits, bits).values())
         size = f"{config.num_params * weight_bits / 8e9:,.1f} GB in {numbers}"
-        say(
+        inform(
             f"'{config.name}', {size}, on {tp * pp} {chip.name}"
             f" of {pp} nodes (tensor parallel {tp}, pipeline parallel {pp}) leaves room for keys and values"
             f" of {most:,} tokens, {tokens:,} are asked for; a token after {seen:,} takes {token_ms:.2g} ms"
@@ -171,7 +185,7 @@ class Launch:
         with Wire(self.processes, self.wire) as wire:
             status = local.run(command, self.processes, self.devices, wire)
             sent = ", ".join(f"{wire.counted(host).sent_bytes:,} B" for host in range(self.processes))
-            say(f"llmpar: the hosts sent {sent} over the wire of {self.wire}, all connections and steps")
+            inform(f"llmpar: the hosts sent {sent} over the wire of {self.wire}, all connections and steps")
         return status
 
     def check_fewer(self, job: jobs.Job) -> None:
@@ -198,7 +212,7 @@ def stored_as(folder: str) -> tuple[str, str, int]:
     return dtype, hugging_face.quantization(folder), hugging_face.stored_bytes(folder)
 
 
-COMMANDS = ("train", "generate", "doctor")
+LAUNCHABLE = ("train", "generate", "doctor")
 """Commands that several processes can run together."""
 _BITS = {"bfloat16": 16, "float16": 16, "float32": 32}
 LEAST_BITS = 2

@@ -36,9 +36,9 @@ def notebook(path: pathlib.Path) -> dict[str, Any]:
     return document
 
 
-def lessons(folder: pathlib.Path) -> list[Lesson]:
+def read_lessons(folder: pathlib.Path) -> list[Lesson]:
     """Read the lessons of a folder, in their order; refuse one that does not say what a course needs."""
-    found = []
+    lessons = []
     for path in sorted(folder.glob("[0-9][0-9]*_*.ipynb")):
         document = notebook(path)
         about = document["metadata"].get("llmpar", {})
@@ -47,6 +47,6 @@ def lessons(folder: pathlib.Path) -> list[Lesson]:
         if missing := [name for name in ("question", "teaching", "exercises") if not about.get(name)]:
             raise ValueError(f"{path.name} does not say its {', '.join(missing)}; build it: make notebooks")
         lists = (tuple(about.get(name, ())) for name in ("needs", "objectives", "keypoints"))
-        told = (about[name] for name in ("question", "teaching", "exercises"))
-        found.append(Lesson(path.name, title, *told, *lists))
-    return found
+        facts = (about[name] for name in ("question", "teaching", "exercises"))
+        lessons.append(Lesson(path.name, title, *facts, *lists))
+    return lessons

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from llmpar.cli.options import Text, give
+from llmpar.cli.options import OptionalText, give
 from llmpar.plan.model_config import PRESETS, preset
 
 
@@ -19,7 +19,7 @@ class Models:
         json: print one JSON document on stdout.
     """
 
-    name: Annotated[Text, tyro.conf.Positional] = None
+    name: Annotated[OptionalText, tyro.conf.Positional] = None
     json: bool = False
 
     def run(self) -> None:

@@ -39,13 +39,13 @@ File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 Folder = Annotated[str | None, tyro.conf.arg(metavar="FOLDER")]
 From = Annotated[str | None, tyro.conf.arg(name="from", metavar="FOLDER")]
 Name = Annotated[str | None, tyro.conf.arg(metavar="NAME")]
-Text = Annotated[str | None, tyro.conf.arg(metavar="STR")]
+OptionalText = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 Number = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 Real = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
 """Options that may be left out: of these tyro would spell out the type."""
 Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")]
 Files = Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")]
-METAVARS: dict[Any, Any] = {str | None: Text, int | None: Number, tuple[str, ...]: Files}
+METAVARS: dict[Any, Any] = {str | None: OptionalText, int | None: Number, tuple[str, ...]: Files}
 
 
 def speaks() -> bool:
@@ -57,7 +57,7 @@ def speaks() -> bool:
     return jax is None or not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
-def say(*words) -> None:
+def inform(*words) -> None:
     """Print for people, on stderr, in the process that speaks."""
     if speaks():
         print(*words, file=sys.stderr, flush=True)
@@ -90,7 +90,7 @@ def save_picture(path: str | None, what: str, picture: Callable[[], Any]) -> Non
     """Draw into a file, if one was named, and say so."""
     if path and speaks():
         picture().save(path)
-        say(f"drew {what} into {path}")
+        inform(f"drew {what} into {path}")
 
 
 def check_range(name: str, value: int, least: int, most: int) -> None:
@@ -105,19 +105,21 @@ def changed(command: Any, names: Iterable[str]) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in names if getattr(command, name) != defaults[name]]
 
 
-def flags_of(kind: type, *without: str, **defaults: Any) -> Any:
+def flags_of(config_class: type, *without: str, **defaults: Any) -> Any:
     """Make a dataclass with the fields, defaults and help of ``kind``, but without its checks.
 
     The command line fills it in, and ``kind(**vars(filled))`` checks it when the command runs: a value that
     cannot be is then refused like everything else. ``without`` names the fields that a command gives by
     itself, ``defaults`` those that it begins with.
     """
-    own, *bases = (inspect.cleandoc(x.__doc__ or "") for x in kind.__mro__ if dataclasses.is_dataclass(x))
+    own, *bases = (
+        inspect.cleandoc(x.__doc__ or "") for x in config_class.__mro__ if dataclasses.is_dataclass(x)
+    )
     text = "\n".join([own, *(text.partition("Attributes:\n")[2] for text in bases)])
     text = re.sub(r"\n {8}", " ", text)  # one line for each field
     text = re.sub(r"(:\w+:)?`+", "'", text)  # a terminal shows no markup
-    hints, fields = get_type_hints(kind), []
-    for field in dataclasses.fields(kind):
+    hints, fields = get_type_hints(config_class), []
+    for field in dataclasses.fields(config_class):
         name, hint = field.name, hints[field.name]
         if hint in METAVARS:
             hint = METAVARS[hint]
@@ -128,7 +130,7 @@ def flags_of(kind: type, *without: str, **defaults: Any) -> Any:
             text = text.replace(f"    {name}: ", f"    {name}: do not do this: ")
         if name not in without:
             fields.append((name, hint, defaults.get(name, field.default)))
-    return dataclasses.make_dataclass(kind.__name__, fields, namespace={"__doc__": text}, frozen=True)
+    return dataclasses.make_dataclass(config_class.__name__, fields, namespace={"__doc__": text}, frozen=True)
 
 
 PlanFlags = flags_of(Plan, "mesh")
@@ -154,7 +156,7 @@ class StepOptions:
     batch_size: int = 16
     seq_len: int = 128
     mesh: str = "dp=-1"
-    mesh_dim: Text = None
+    mesh_dim: OptionalText = None
     devices: int = 8
     lora_rank: Number = None
     lora_alpha: float = 16.0
@@ -196,9 +198,11 @@ class StepOptions:
     def say_idle(self, config: ModelConfig, plan: Plan, num_devices: int) -> None:
         """Say what was given and decides nothing: devices, and fields, be it their defaults."""
         if plan.mesh.size < num_devices:
-            say(f"mesh '{plan.mesh}' takes {plan.mesh.size} of {num_devices} devices; the others do nothing")
+            inform(
+                f"mesh '{plan.mesh}' takes {plan.mesh.size} of {num_devices} devices; the others do nothing"
+            )
         for line in plan.idle(config, self.given):
-            say(line)
+            inform(line)
 
 
 def read_order(schedule: str) -> str:
@@ -244,8 +248,8 @@ def check_free(path: str, mark: bytes) -> None:
 def check_folder(path: str) -> None:
     """Refuse a path that no file can be written to."""
     file = pathlib.Path(path).absolute()
-    there = file if file.exists() else file.parent
-    if not file.parent.is_dir() or file.is_dir() or not os.access(there, os.W_OK):
+    existing = file if file.exists() else file.parent
+    if not file.parent.is_dir() or file.is_dir() or not os.access(existing, os.W_OK):
         give = "give a file in a folder that is there and can be written"
         raise ValueError(f"'{path}' cannot be written; {give}")
 
@@ -257,7 +261,7 @@ def still_at_work(doing: str, usual: str, every_s: float = 5) -> Iterator[None]:
 
     def watch():
         while not done.wait(every_s):
-            say(f"… still {doing} after {time.perf_counter() - begin:.0f} s; {usual}")
+            inform(f"… still {doing} after {time.perf_counter() - begin:.0f} s; {usual}")
 
     threading.Thread(target=watch, daemon=True).start()
     try:
@@ -276,26 +280,26 @@ def fits_host(
     from llmpar.predict import memory
     from llmpar.training.data import host_bytes
 
-    if jax.devices()[0].platform != "cpu" or not (room := host_bytes()):
+    if jax.devices()[0].platform != "cpu" or not (available := host_bytes()):
         return
-    held = memory.argument_bytes(plan.resolve(config, None), batch_size, seq_len)
-    here = min(plan.mesh.size, len(jax.local_devices()))
-    need = here * (sum(held[part] for part in parts) + cache)
-    if need > room:
+    sizes = memory.argument_bytes(plan.resolve(config, None), batch_size, seq_len)
+    num_devices = min(plan.mesh.size, len(jax.local_devices()))
+    need = num_devices * (sum(sizes[part] for part in parts) + cache)
+    if need > available:
         parts += ("cache",) * (cache > 0)
         what = f"{' and '.join(parts)} of '{config.name}' take {need / 2**30:,.1f} GiB"
-        has = f"this machine has {room / 2**30:,.1f} GiB; use a smaller model, or cut it more"
-        raise ValueError(f"{what} on {here} simulated devices, and {has}")
+        has = f"this machine has {available / 2**30:,.1f} GiB; use a smaller model, or cut it more"
+        raise ValueError(f"{what} on {num_devices} simulated devices, and {has}")
 
 
-def join() -> None:
+def join_processes() -> None:
     """Join the processes that an engine has started, if it has; before any other use of JAX."""
     from llmpar.launch import joined
 
     joined.initialize()
 
 
-def start() -> None:
+def start_jax() -> None:
     """Set JAX up: float32, and compiled programs kept between runs.
 
     They are kept in the user's cache folder, unless JAX has another folder already. Orbax's threads log a
@@ -313,7 +317,7 @@ def start() -> None:
             sys.unraisablehook = lambda _: None
 
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        say("JAX_ENABLE_X64 is ignored: weights are float32, tokens int32")
+        inform("JAX_ENABLE_X64 is ignored: weights are float32, tokens int32")
         jax.config.update("jax_enable_x64", False)
     with contextlib.suppress(RuntimeError):  # nobody's home
         keep_programs(jax.config.jax_compilation_cache_dir or "")  # type: ignore[attr-defined]
@@ -332,5 +336,5 @@ def keep_programs(folder: str) -> None:
         tempfile.TemporaryFile(dir=kept).close()
         jax.config.update("jax_compilation_cache_dir", str(kept))
     except OSError as error:
-        say(f"compiled programs are not kept: '{kept}' cannot be written ({error.strerror})")
+        inform(f"compiled programs are not kept: '{kept}' cannot be written ({error.strerror})")
         jax.config.update("jax_compilation_cache_dir", None)

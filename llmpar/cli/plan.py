@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmpar.cli import options
-from llmpar.cli.options import MAX_TOKENS, File, Number, Real, Text, changed, give
+from llmpar.cli.options import MAX_TOKENS, File, Number, OptionalText, Real, changed, give
 from llmpar.draw.scene import banded, rounded
 from llmpar.plan import schedules
 from llmpar.plan.mesh_shape import AXES, POSITIONAL, parse_mesh
 from llmpar.plan.model_config import preset
-from llmpar.plan.plan import Plan as Fields
+from llmpar.plan.plan import Plan
 from llmpar.predict import hardware, memory
 
 MAX_DEVICES, _MAX_SEQ_LEN = 1 << 17, 1 << 24
@@ -20,7 +20,7 @@ MAX_DEVICES, _MAX_SEQ_LEN = 1 << 17, 1 << 24
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanCommand:
     """Choose the mesh and the plan for a model on a machine: enumerate, price by time and memory, rank, and
     say why the others lost. No device is needed, and no JAX.
 
@@ -46,15 +46,15 @@ class Plan:
     """
 
     model: str = "llama3-8b"
-    chip: Text = None
-    cluster: Text = None
+    chip: OptionalText = None
+    cluster: OptionalText = None
     devices: Number = None
-    batch_tokens: Text = None
+    batch_tokens: OptionalText = None
     batch_size: Number = None
     seq_len: int = 8192
-    mesh: Text = None
-    fix: Text = None
-    tokens: Text = None
+    mesh: OptionalText = None
+    fix: OptionalText = None
+    tokens: OptionalText = None
     price: Real = None
     keep: int = 8
     html: File = None
@@ -89,9 +89,9 @@ class Plan:
         if self.html is not None:
             self.save_page(answer.plans[0].plan)
         if not self.json:
-            options.say(f"{document['priced']:,} plans priced; {document['room_is']}")
+            options.inform(f"{document['priced']:,} plans priced; {document['room_is']}")
         for line in document["notes"]:
-            options.say(line)
+            options.inform(line)
         return give(document, self.json, tables_of(document))
 
     def check_page(self, path: str) -> None:
@@ -103,7 +103,7 @@ class Plan:
             own = f"the explorer draws a chip's own nodes, and cluster {self.cluster} may have others"
             raise ValueError(f"{own}; write a chip file with its node_size, and give it as --chip")
 
-    def save_page(self, best: Fields) -> None:
+    def save_page(self, best: Plan) -> None:
         """Write the mesh explorer, opened on a plan; small where Python for the browser is not here."""
         from llmpar.explore import page
         from llmpar.explore.explorer import MeshExplorer
@@ -113,7 +113,7 @@ class Plan:
         chosen = {"model": self.model, "chip": self.chip or "h100", "mesh": str(best.mesh), "fields": by_hand}
         small = not page.runtime()
         MeshExplorer(**chosen, batch_size=batch_size, seq_len=seq_len).save(self.html or "", small)
-        options.say(f"wrote {self.html}" + ", which knows what is one click away" * small)
+        options.inform(f"wrote {self.html}" + ", which knows what is one click away" * small)
 
     def question(self) -> tuple:
         """What `planner.Question` is made of. Refuses options that contradict each other."""
@@ -159,8 +159,8 @@ class Plan:
 
     def fixed(self) -> dict[str, Any]:
         """The fields of the plan that are given, by name and value."""
-        given: dict[str, Any] = {} if self.mesh is None else axes_of(self.mesh)
-        known = {f.name: f for f in dataclasses.fields(Fields) if f.name != "mesh"}
+        given: dict[str, Any] = {} if self.mesh is None else _named_axes(self.mesh)
+        known = {f.name: f for f in dataclasses.fields(Plan) if f.name != "mesh"}
         for pair in (self.fix or "").replace(",", " ").split():
             name, _, text = pair.partition("=")
             name = name.replace("-", "_")
@@ -170,7 +170,7 @@ class Plan:
             if value is None and isinstance(known[name].default, str):
                 value = text  # remat has a policy of that name
             given[name] = int(text) if re.fullmatch(r"\d+", text) else value
-        plan = Fields(**{name: value for name, value in given.items() if name not in AXES})  # refuses values
+        plan = Plan(**{name: value for name, value in given.items() if name not in AXES})  # refuses values
         if "\n" not in plan.schedule:
             schedules.make(plan.schedule, 1, 1)  # refuses a name that is none
         if plan.unroll > (layers := preset(self.model).num_layers):
@@ -187,7 +187,7 @@ def notes(answer: Any) -> list[str]:
     return [line for line in lines if line.partition("=")[0] in own]
 
 
-def axes_of(text: str) -> dict[str, int]:
+def _named_axes(text: str) -> dict[str, int]:
     """The sizes of the axes that a mesh's text gives: of all that it has places for, if it is numbers."""
     tokens = re.findall(r"[^\s,!]+", text)
     if any(re.fullmatch(r"(\w+[:=])?-1", token) for token in tokens):
@@ -201,11 +201,11 @@ def axes_of(text: str) -> dict[str, int]:
 
 def _count(text: str, name: str, base: int) -> float:
     """Read a count such as 4M or 15T."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBGT]?)", text.strip().upper())
-    if not found or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBGT]?)", text.strip().upper())
+    if not match or not float(match[1]):
         raise ValueError(f"--{name} '{text}' is no count; write it as 4000000, 4M or 15T")
-    power = {"": 0, "K": 1, "M": 2, "B": 3, "G": 3, "T": 4}[found[2]]
-    return float(found[1]) * base**power
+    power = {"": 0, "K": 1, "M": 2, "B": 3, "G": 3, "T": 4}[match[2]]
+    return float(match[1]) * base**power
 
 
 def tables_of(document: dict) -> Iterator[Any]:
@@ -230,10 +230,10 @@ def tables_of(document: dict) -> Iterator[Any]:
     for name, seconds in sorted(best["terms"].items(), key=lambda item: -item[1]):
         terms.add_row(name, f"{few(seconds):g}")
     yield terms
-    held = Table("of the first", "GiB a device")
+    sizes = Table("of the first", "GiB a device")
     for name, size in memory.named(best["memory_bytes"]).items():
-        held.add_row(name, f"{size / 2**30:.2f}")
-    yield held
+        sizes.add_row(name, f"{size / 2**30:.2f}")
+    yield sizes
     if document["rejected"]:
         rejected = Table("cannot be", "why", "one change")
         for row in document["rejected"]:
@@ -311,8 +311,8 @@ def cells_against(row: dict) -> list[str]:
     """A row of the table: seconds and bytes below one another."""
     predicted, error, units = row["predicted"], row["error"], {"step_s": "s", "memory_gb": "GB"}
     cells = [f"{row['id']}\n{row['chip']}, {row['mesh']}"]
-    for found in (predicted, row["measured"]):
-        each = (f"{found[key]:,.4g} {unit}" if key in found else "" for key, unit in units.items())
+    for numbers in (predicted, row["measured"]):
+        each = (f"{numbers[key]:,.4g} {unit}" if key in numbers else "" for key, unit in units.items())
         cells.append("\n".join(each))
     fits = ("yes" if predicted["fits"] else "no") + " (wrong)" * error.get("fits", False)
     return [*cells, "\n".join(percent(error.get(key)) for key in units), fits]

@@ -16,7 +16,7 @@ _MAX_CELLS = 40_000
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleCommand:
     """Print a pipeline schedule: its timetable, bubble by every definition, makespan, live activations per
     stage.
 
@@ -64,14 +64,14 @@ class Schedule:
         order = read_order(self.name)
         if "\n" not in order.strip():
             return make(order, self.stages, self.microbatches, self.virtual_stages)
-        found = schedules.from_text(order)
-        has = {"stages": found.num_stages, "microbatches": found.num_microbatches}
-        has |= {"virtual_stages": found.num_chunks}
+        order_of_file = schedules.from_text(order)
+        has = {"stages": order_of_file.num_stages, "microbatches": order_of_file.num_microbatches}
+        has |= {"virtual_stages": order_of_file.num_chunks}
         for name, number in has.items():
             if getattr(self, name) != number and (flag := "".join(changed(self, [name]))):
                 was = getattr(self, name)
                 raise ValueError(f"the order has {number} {name}, not {was}; leave {flag} out")
-        return found
+        return order_of_file
 
 
 def schedule_document(schedule: schedules.Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> dict:
@@ -95,7 +95,7 @@ def schedule_document(schedule: schedules.Schedule, costs: Costs = (1, 1, 1), ho
         "peak_live": t.peak_live(),
         "hops": t.hops,
         "ticks": len(t.ticks),
-        "table": [[cell(*found) for found in zip(*row, strict=True)] for row in rows],
+        "table": [[cell(*entry) for entry in zip(*row, strict=True)] for row in rows],
     }
 
 

@@ -8,7 +8,7 @@ import socket
 import sys
 from dataclasses import dataclass
 
-from llmpar.cli.options import Text, check_range, installed, say, start
+from llmpar.cli.options import OptionalText, check_range, inform, installed, start_jax
 from llmpar.cli.weights import ModelOptions
 from llmpar.launch.engines import detect
 
@@ -35,7 +35,7 @@ class Serve(ModelOptions):
     length: int = 512
     host: str = "127.0.0.1"
     port: int = 8000
-    key: Text = None
+    key: OptionalText = None
 
     def run(self) -> None:
         """Take the address, load, compile, and answer until a signal says stop."""
@@ -56,13 +56,15 @@ class Serve(ModelOptions):
     def listening(self) -> socket.socket:
         """A socket with the address: whether it is free is known before anything is loaded."""
         try:
-            family, kind, *_, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            family, socket_type, *_, address = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM
+            )[0]
             with contextlib.ExitStack() as fails:
-                found = fails.enter_context(socket.socket(family, kind))
-                found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                found.bind(address)
+                listener = fails.enter_context(socket.socket(family, socket_type))
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
                 fails.pop_all()
-            return found
+            return listener
         except OSError as error:
             what = f"cannot listen on '{self.host}', port {self.port}: {error.strerror}"
             raise ValueError(f"{what}; give another --host or --port (0: a free one)") from error
@@ -72,27 +74,27 @@ class Serve(ModelOptions):
         from llmpar.serve import server
         from llmpar.training.apart import open_chat
 
-        start()
-        plan, (config, tokenizer, load, said) = self.plan(), self.opened()
+        start_jax()
+        plan, (config, tokenizer, load, notes) = self.plan(), self.opened()
         chat = open_chat(tokenizer)
         _ = chat.end_ids, chat.encode_all([""])  # what does not end is known before the weights are read
         if (most := config.context_length or self.length) < self.length:
             what = f"'{config.name}' was made for {most:,} tokens, and length is {self.length:,}"
             raise ValueError(f"{what}; use at most {most}")
-        engine = self.engine(plan, config, load, said, self.slots, self.length)
+        engine = self.engine(plan, config, load, notes, self.slots, self.length)
         engine.warm_up()
         host, port, *_ = listening.getsockname()
         only_here = ipaddress.ip_address(host).is_loopback
         if not only_here:
             who = "who has the key" if key else "everybody, since there is no --key,"
-            say(f"{who} can ask it from other machines, and nothing is encrypted")
+            inform(f"{who} can ask it from other machines, and nothing is encrypted")
         about = {"model": config.name, "mesh": str(plan.mesh)}
         about |= {} if self.checkpoints or self.from_ else {"weights": "random weights"}
         api = server.Api(server.EngineThread(engine), tokenizer, chat, about, self.length, key, only_here)
         listening.listen()  # from here on who comes waits
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        say(f"'{config.name}' on mesh '{plan.mesh}' answers at {where}, {self.slots} requests at a time")
+        inform(f"'{config.name}' on mesh '{plan.mesh}' answers at {where}, {self.slots} requests at a time")
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # when Uvicorn is done with it
-        server.Server(api, say).run([listening])
+        server.Server(api, inform).run([listening])
         if api.thread.error:
             raise api.thread.error

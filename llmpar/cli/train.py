@@ -19,7 +19,18 @@ import tyro
 
 from llmpar import draw
 from llmpar.cli import options
-from llmpar.cli.options import MAX_SEED, File, Folder, From, StepOptions, changed, flags_of, give, say, speaks
+from llmpar.cli.options import (
+    MAX_SEED,
+    File,
+    Folder,
+    From,
+    StepOptions,
+    changed,
+    flags_of,
+    give,
+    inform,
+    speaks,
+)
 from llmpar.cli.weights import Load, beside, from_folder, refuse_beside_from
 from llmpar.launch import signals
 from llmpar.launch.agreed import flat
@@ -100,7 +111,7 @@ class Train:
         from llmpar.training.checkpoint import Checkpoints
         from llmpar.training.loop import kept_in, train
 
-        options.start()
+        options.start_jax()
         keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints is not None else None
         config, plan = self.step.resolve()
         options.fits_host(config, plan, self.step.batch_size, self.step.seq_len, ("params", "optimizer"))
@@ -109,12 +120,12 @@ class Train:
         if keep is None or not kept_in(keep.folder):
             weights = f"begins with the weights in {self.from_}" if begin else beside(self.step.model)
             if weights:
-                say(weights)
+                inform(weights)
         mesh = make_mesh(plan.mesh)
         say_memory(mesh)
         for line in plan.resolve(config, platform_of(mesh)).notes:
             if line not in plan.resolve(config, None).notes:  # which `settle` has said
-                say(line)
+                inform(line)
         with (
             Stopper() as stopper,
             progress(self.steps) as show,
@@ -141,8 +152,8 @@ class Train:
                 eval_every=self.eval_every,
                 eval_batches=self.eval_batches,
                 ideal_step_s=ideal_step_s(config, self.step, mesh),
-                tell=say,
-                stop=stopper.asked,
+                tell=inform,
+                stop=stopper.requested,
                 meet=meet,
                 tracker=self.tracker,
                 profile=self.profiled_steps(),
@@ -151,7 +162,7 @@ class Train:
             )
         if stopper.number and (done := report.start + len(report.losses)) < self.steps:
             goes_on = f"kept in {self.checkpoints}: the same command goes on from there"
-            say(f"llmpar: stopped after step {done}; {goes_on if keep else 'nothing was kept'}")
+            inform(f"llmpar: stopped after step {done}; {goes_on if keep else 'nothing was kept'}")
             raise SystemExit(128 + stopper.number)
         return self.finish(report, config, plan)
 
@@ -170,8 +181,8 @@ class Train:
         """The first and the last step to trace."""
         if self.profile is None:
             return None
-        asked = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile)
-        first, last = (int(asked[1]), int(asked[2])) if asked else (0, -1)
+        match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile)
+        first, last = (int(match[1]), int(match[2])) if match else (0, -1)
         if not first <= min(last, self.steps - 1):
             steps = f"'{self.profile}' names no steps of 0 to {self.steps - 1}"
             raise ValueError(f"profile {steps}; use FIRST:LAST, as 5:8")
@@ -183,7 +194,7 @@ class Train:
 
         if losses := report.losses:
             options.save_picture(self.plot, "the loss", lambda: draw.loss_curve(losses))
-            say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats per token in {len(losses)} steps")
+            inform(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats per token in {len(losses)} steps")
         document = {"model": config.name, "mesh": plan.mesh.sizes, "params": config.num_params}
         document |= {"devices": plan.mesh.size, "peak_memory_bytes": report.memory_bytes, "mfu_is": MFU}
         measured = "losses grad_norms tokens_per_s step_s start mfu eval_losses perplexity".split()
@@ -196,7 +207,7 @@ class Train:
         if self.text.tokenizer != "bytes":
             tokenizer = self.text.tokenizer
         elif tokenizer == "bytes":
-            say(f"{name} has no tokenizer.json: its tokenizer is taken to be 'bytes'")
+            inform(f"{name} has no tokenizer.json: its tokenizer is taken to be 'bytes'")
         step, text = self.step, dataclasses.replace(self.text, tokenizer=tokenizer)
         return dataclasses.replace(self, step=dataclasses.replace(step, model=model), text=text), load
 
@@ -216,18 +227,18 @@ def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:
     """Say what is trained on what."""
     devices = f"{plan.mesh} ({plan.mesh.size} devices)"
     of = f" ({config.trained_params:,} of them trained)" if config.lora else ""
-    say(f"{config.name}: {config.num_params:,} parameters{of} on {devices}; {source}")
+    inform(f"{config.name}: {config.num_params:,} parameters{of} on {devices}; {source}")
     if order := plan.pipeline:
         idle = timetable(order).bubble_fraction
         counts = f"{order.num_stages} stages, {order.num_microbatches} microbatches"
-        say(f"{order.name}: {counts}, {idle:.0%} of a step idle")
+        inform(f"{order.name}: {counts}, {idle:.0%} of a step idle")
 
 
 def say_memory(mesh) -> None:
     """Say what JAX leaves out of the GPUs' memory, where nobody told it its share."""
     chip = hardware.guess(mesh.devices.flat[0].device_kind)
     if chip and (left_out := hardware.memory_left_out(chip)):
-        say(left_out)
+        inform(left_out)
 
 
 class Stopper(contextlib.ExitStack):
@@ -245,7 +256,7 @@ class Stopper(contextlib.ExitStack):
         self.number, self.worked = 0, False
         self.of_many, self._steps = jax.process_count() > 1, 0
 
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         """Tell whether to stop after this step."""
         self.worked = True
         if self.of_many:
@@ -288,10 +299,10 @@ def progress(total: int) -> Iterator[Callable[[int, str], None]]:
     def line(done: int, words: str) -> None:
         nonlocal last
         if time.monotonic() > last + LINE_S or done == total:
-            say(f"step {done}/{total}: {words}")
+            inform(f"step {done}/{total}: {words}")
             last = time.monotonic()
 
-    say("compiling …")
+    inform("compiling …")
     yield line
 
 

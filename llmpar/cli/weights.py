@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from llmpar.cli.options import Folder, From, Name, fits_host, say
+from llmpar.cli.options import Folder, From, Name, fits_host, inform
 from llmpar.plan.config_json import QUANTIZED, quantization
 from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import PRESETS, ModelConfig, folder_of, preset
@@ -41,27 +41,27 @@ def opened(
     if from_ is not None:
         refuse_beside_from(["--model"] * (model is not None) + ["--checkpoints"] * (checkpoints is not None))
         model, name, load = from_folder(from_)
-        config, said = preset(model), []
+        config, notes = preset(model), []
         if tokenizer is None and name == "bytes":
-            said = [f"{from_} has no tokenizer.json: its tokenizer is taken to be 'bytes'"]
-        found = data.open_tokenizer(tokenizer or name)
+            notes = [f"{from_} has no tokenizer.json: its tokenizer is taken to be 'bytes'"]
+        reader = data.open_tokenizer(tokenizer or name)
     elif checkpoints is not None:
         from llmpar.training.checkpoint import Checkpoints
 
         keep = Checkpoints(checkpoints, take_best=best)
         about = keep.about()
         config = about["config"] if model is None else preset(model)
-        found, said = data.tokenizer_of(about["made"], tokenizer), []
+        reader, notes = data.tokenizer_of(about["made"], tokenizer), []
         if tokenizer is None and "tokenizer" not in about["made"]:
-            said = ["the checkpoint does not say its tokenizer: taken to be 'bytes'"]
+            notes = ["the checkpoint does not say its tokenizer: taken to be 'bytes'"]
 
         def load(shardings, dtype="float32"):
             return _cast(keep.params(shardings, config), dtype)
 
     else:
-        config, found = preset(model or "tiny"), data.open_tokenizer(tokenizer or "bytes")
+        config, reader = preset(model or "tiny"), data.open_tokenizer(tokenizer or "bytes")
         random = "the weights are random, and so will be the text: give --from or --checkpoints"
-        said = [beside(model or "tiny") or random]
+        notes = [beside(model or "tiny") or random]
 
         def load(shardings, dtype="float32"):
             import jax
@@ -70,8 +70,8 @@ def opened(
 
             return jax.jit(lambda: _cast(init_params(config, seed), dtype), out_shardings=shardings)()
 
-    data.check_vocab(found, config.vocab_size)
-    return config, found, load, said
+    data.check_vocab(reader, config.vocab_size)
+    return config, reader, load, notes
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class ModelOptions:
         """As the function `opened`."""
         return opened(self.checkpoints, self.from_, self.model, self.tokenizer, seed, self.best)
 
-    def engine(self, plan: Plan, config: ModelConfig, load: Load, said: list[str], slots: int, length: int):
+    def engine(self, plan: Plan, config: ModelConfig, load: Load, notes: list[str], slots: int, length: int):
         """The engine with its weights. Refuses what does not fit before they are read."""
         import jax
 
@@ -123,12 +123,12 @@ class ModelOptions:
         serving = plan.serving(config, slots, length)
         cache = device_cache_bytes(serving, slots, length)
         fits_host(config, plan, slots, plan.mesh.sp, ("params",), cache)
-        for line in said:
-            say(line)
+        for line in notes:
+            inform(line)
         mesh = make_mesh(plan.mesh)
         place = lambda dims: sharding(split(mesh, serving.mesh), serving.stored(dims))
         params = load(jax.tree.map(place, weight_dims(config)), self.dtype)
-        say("compiling …")
+        inform("compiling …")
         return Engine(config, plan, mesh, params, slots, length)
 
 
@@ -147,8 +147,8 @@ def from_folder(name: str) -> tuple[str, str, Load]:
     if not os.path.isdir(folder):
         instead = "give the folder of config.json and safetensors, or the name of a downloaded model"
         raise ValueError(f"--from '{name}' is no folder; {instead}")
-    if kind := quantization(folder):
-        what = f"'{folder}' is of weights in {kind} ({QUANTIZED}), which are not read"
+    if quantized := quantization(folder):
+        what = f"'{folder}' is of weights in {quantized} ({QUANTIZED}), which are not read"
         raise ValueError(f"{what}; use the original model")
     model = os.path.join(".", name) if folder == name else name  # a folder may have the name of a preset
     config, tensors = preset(model), hf.open_folder(folder)

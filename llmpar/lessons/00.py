@@ -16,8 +16,8 @@ def layout_of() -> Exercise:
 
     def who_holds_what(text: str) -> list:
         layout = parse_layout(text)
-        found = sorted(holders(layout, sizes).items())
-        return [[layout.letters, layout.sums, *block, devices] for block, devices in found]
+        blocks = sorted(holders(layout, sizes).items())
+        return [[layout.letters, layout.sums, *block, devices] for block, devices in blocks]
 
     return Exercise("core", "b/tp d/dp", observe=who_holds_what)
 
@@ -39,8 +39,8 @@ def groups_across_hosts() -> Exercise:
         return solution(others | {axis: sizes[axis]}, axis, per)
 
     groups = lambda sizes, axis: math.prod(sizes.values()) // sizes[axis]
-    asked = [(dict(dp=2, tp=4), "tp", 4), (dict(tp=4, dp=2), "tp", 4), (dict(dp=2, fsdp=2, tp=2), "dp", 4)]
-    asked += [(dict(dp=2, fsdp=4, tp=2), "fsdp", 4), (dict(dp=4, tp=4), "tp", 2), (dict(dp=3, tp=4), "tp", 6)]
+    cases = [(dict(dp=2, tp=4), "tp", 4), (dict(tp=4, dp=2), "tp", 4), (dict(dp=2, fsdp=2, tp=2), "dp", 4)]
+    cases += [(dict(dp=2, fsdp=4, tp=2), "fsdp", 4), (dict(dp=4, tp=4), "tp", 2), (dict(dp=3, tp=4), "tp", 6)]
     wrong = dict(
         innermost=innermost,
         backwards=lambda sizes, axis, per: solution(dict(reversed(sizes.items())), axis, per),
@@ -49,4 +49,4 @@ def groups_across_hosts() -> Exercise:
         axes=lambda sizes, axis, per: len(sizes),
         all_groups=lambda sizes, axis, per: groups(sizes, axis),
     )
-    return Exercise("expert", solution, wrong, lambda function: [function(*case) for case in asked])
+    return Exercise("expert", solution, wrong, lambda function: [function(*case) for case in cases])

@@ -15,7 +15,7 @@ def keep_every() -> Exercise:
         all_layers=lambda layers, ratio: layers,
         multiplied=lambda layers, ratio: max(1, round((layers * ratio) ** 0.5)),
         groups=lambda layers, ratio: -(-layers // solution(layers, ratio)),
-        held=lambda layers, ratio: min(-(-layers // c) + c * ratio for c in range(1, layers + 1)),
+        memory=lambda layers, ratio: min(-(-layers // c) + c * ratio for c in range(1, layers + 1)),
         not_whole=lambda layers, ratio: (layers / ratio) ** 0.5,
         rounded_down=lambda layers, ratio: max(1, int((layers / ratio) ** 0.5)),
         no_root=lambda layers, ratio: max(1, layers // ratio),

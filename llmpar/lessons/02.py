@@ -7,29 +7,29 @@ import numpy as np
 from jax import lax
 
 from llmpar.lessons import Exercise
-from llmpar.lessons.spread import carried_out, traced
+from llmpar.lessons.spread import carried_out, trace_program
 
 
 def ring_gather() -> Exercise:
     """Ask for an all-gather out of permutes, as one device's program."""
     x = np.arange(8, dtype=np.float32).reshape(4, 2)
 
-    def passed_on(held, step=1, hops=3):
-        out, to = [held], [(i, (i + step) % 4) for i in range(4)]
+    def passed_on(block, step=1, hops=3):
+        out, to = [block], [(i, (i + step) % 4) for i in range(4)]
         for _ in range(hops):
             out.append(lax.ppermute(out[-1], "tp", to))
         return out
 
-    places = lambda way: (lax.axis_index("tp") + way * jnp.arange(4)) % 4
-    placed = lambda blocks, way=-1: jnp.stack(blocks)[places(way)].ravel()
+    places = lambda sign: (lax.axis_index("tp") + sign * jnp.arange(4)) % 4
+    placed = lambda blocks, sign=-1: jnp.stack(blocks)[places(sign)].ravel()
 
     def solution(block, n, axis):
-        found = [block]
+        blocks = [block]
         for _ in range(n - 1):
             block = lax.ppermute(block, axis, [(i, (i + 1) % n) for i in range(n)])
-            found.append(block)
+            blocks.append(block)
         places = (lax.axis_index(axis) - jnp.arange(n)) % n
-        return jnp.stack(found)[places].ravel()
+        return jnp.stack(blocks)[places].ravel()
 
     def with_its_number(block, n, axis):
         blocks, ranks = zip(*passed_on((block, lax.axis_index(axis))), strict=True)
@@ -49,7 +49,7 @@ def ring_gather() -> Exercise:
     given = lambda answer: [(lambda block: answer(block, 4, "tp"), "tp=4", x)]
 
     def observe(answer):
-        ways = set(re.findall(r"perm=(\(\(.*?\)\))", str(traced(*given(answer)[0]))))
+        ways = set(re.findall(r"perm=(\(\(.*?\)\))", str(trace_program(*given(answer)[0]))))
         return [*carried_out(*given(answer)[0]), len(ways) > 2]
 
     also = dict(with_its_number=with_its_number)

@@ -72,7 +72,7 @@ def pad() -> Exercise:
 
     rows = lambda like, count, value=-1: np.full((count, *like.shape[1:]), value, like.dtype)
     counted = lambda *shape: 1 + np.arange(np.prod(shape)).reshape(shape)
-    asked = [(counted(5, 3), 4), (counted(8, 3), 4), (counted(3, 1), 8)]
+    cases = [(counted(5, 3), 4), (counted(8, 3), 4), (counted(3, 1), 8)]
     wrong = dict(
         drop=lambda t, n: t[: len(t) // n * n],
         zeros=lambda t, n: np.concatenate([t, rows(t, -len(t) % n, 0)]),
@@ -81,5 +81,5 @@ def pad() -> Exercise:
         columns=lambda t, n: np.pad(t, ((0, 0), (0, -t.shape[1] % n)), constant_values=-1),
         in_front=lambda t, n: np.concatenate([rows(t, -len(t) % n), t]),
     )
-    run = lambda function: [np.asarray(function(targets.copy(), devices)) for targets, devices in asked]
+    run = lambda function: [np.asarray(function(targets.copy(), devices)) for targets, devices in cases]
     return Exercise("expert", solution, wrong, run)

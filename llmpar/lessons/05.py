@@ -23,8 +23,8 @@ def gated_pair() -> Exercise:
     hidden = lambda x, gate, up: jax.nn.silu(x @ gate) * (x @ up)
 
     def solution(x, gate, up, down):
-        mine = jax.nn.silu(x @ gate) * (x @ up)
-        return lax.psum(mine @ down, "tp")
+        hidden_units = jax.nn.silu(x @ gate) * (x @ up)
+        return lax.psum(hidden_units @ down, "tp")
 
     unfinished = lambda x, gate, up, down: hidden(x, gate, up) @ down
 
@@ -33,8 +33,8 @@ def gated_pair() -> Exercise:
         return hidden(x, gate, up) @ lax.all_gather(down, "tp", axis=0, tiled=True)
 
     def in_two_calls(*given):
-        mine = lax.psum_scatter(unfinished(*given), "tp", scatter_dimension=1, tiled=True)
-        return lax.all_gather(mine, "tp", axis=1, tiled=True)
+        shard = lax.psum_scatter(unfinished(*given), "tp", scatter_dimension=1, tiled=True)
+        return lax.all_gather(shard, "tp", axis=1, tiled=True)
 
     total = lambda x: lax.psum(x, "tp")
     wrong = dict(
@@ -58,15 +58,15 @@ def kv_heads() -> Exercise:
     """Ask which KV heads a device needs, also when there are more devices than KV heads."""
 
     def solution(rank, tp, num_heads, num_kv_heads):
-        mine = range(rank * num_heads // tp, (rank + 1) * num_heads // tp)
-        return sorted({head * num_kv_heads // num_heads for head in mine})
+        query_heads = range(rank * num_heads // tp, (rank + 1) * num_heads // tp)
+        return sorted({head * num_kv_heads // num_heads for head in query_heads})
 
     queries = lambda rank, tp, n: range(rank * n // tp, (rank + 1) * n // tp)
 
     def observe(learner):
         cases = (2, 8, 4), (8, 32, 8), (16, 32, 8), (8, 16, 2), (4, 8, 1)
-        found = [learner(rank, tp, n, k) for tp, n, k in cases for rank in range(tp)]
-        return [list(heads) if isinstance(heads, Iterable) else heads for heads in found]
+        answers = [learner(rank, tp, n, k) for tp, n, k in cases for rank in range(tp)]
+        return [list(heads) if isinstance(heads, Iterable) else heads for heads in answers]
 
     wrong = dict(
         round_robin=lambda rank, tp, n, k: [rank % k] if tp > k else solution(rank, tp, n, k),

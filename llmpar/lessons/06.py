@@ -42,9 +42,9 @@ def to_heads() -> Exercise:
         return lax.all_to_all(x, "sp", split_axis=1, concat_axis=0, tiled=True)
 
     def gathered(x):
-        mine = x.shape[1] // lax.axis_size("sp")
+        num_heads = x.shape[1] // lax.axis_size("sp")
         everything = lax.all_gather(x, "sp", axis=0, tiled=True)
-        return lax.dynamic_slice_in_dim(everything, lax.axis_index("sp") * mine, mine, 1)
+        return lax.dynamic_slice_in_dim(everything, lax.axis_index("sp") * num_heads, num_heads, 1)
 
     wrong = dict(
         gathered=gathered,

@@ -13,8 +13,8 @@ def _rows(text: str, stages: int, microbatches: int) -> list:
         raise ValueError("Microbatches count from 0, as stages do: F0 is missing.")
     order = from_text(text)
     if (order.num_stages, order.num_microbatches) != (stages, microbatches):
-        there = f"there are {order.num_stages} lines and {order.num_microbatches} microbatches"
-        raise ValueError(f"{stages} stages and {microbatches} microbatches were asked for, but {there}")
+        present = f"there are {order.num_stages} lines and {order.num_microbatches} microbatches"
+        raise ValueError(f"{stages} stages and {microbatches} microbatches were asked for, but {present}")
     timetable(order)
     return [[str(op) for op in row] for row in order.rows]
 

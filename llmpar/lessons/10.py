@@ -17,8 +17,8 @@ def price(text: str) -> tuple[int, int]:
     plan = Plan(text)
     plan.check(LLAMA, _ROWS, _SEQ)
     plan = plan.resolve(LLAMA)
-    held = memory.argument_bytes(plan, _ROWS, _SEQ)
-    return sum(held.values()), traffic.step_traffic(plan, _ROWS, _SEQ).total_bytes
+    sizes = memory.argument_bytes(plan, _ROWS, _SEQ)
+    return sum(sizes.values()), traffic.step_traffic(plan, _ROWS, _SEQ).total_bytes
 
 
 def cheapest() -> Exercise:
@@ -28,16 +28,16 @@ def cheapest() -> Exercise:
     ]
     meshes = [f"dp={dp} fsdp={fsdp} tp={tp}" for dp, fsdp, tp in cuts if tp <= 8]  # as many as KV heads
     priced = {text: price(text) for text in meshes}
-    fits = {text: sent for text, (held, sent) in priced.items() if held <= _MOST_BYTES}
+    fits = {text: sent for text, (kept, sent) in priced.items() if kept <= _MOST_BYTES}
     best = min(fits, key=lambda text: fits[text])
 
     def observe(text):
         mesh = parse_mesh(text)
         if mesh.size != _DEVICES:
             return f"a mesh of {mesh.size} devices"
-        held, sent = price(text)
-        return f"{'fits' if held <= _MOST_BYTES else 'does not fit'}, {held:,} B held, {sent:,} B sent"
+        kept, sent = price(text)
+        return f"{'fits' if kept <= _MOST_BYTES else 'does not fit'}, {kept:,} B held, {sent:,} B sent"
 
     wrong = dict(most_cut=min(fits, key=lambda text: priced[text][0]))
-    told = dict(yours=lambda seen: dict(seen=seen, best=fits[best], fit=len(fits), all=len(priced)))
-    return Exercise("expert", best, wrong, observe, counts=told)
+    hints = dict(yours=lambda seen: dict(seen=seen, best=fits[best], fit=len(fits), all=len(priced)))
+    return Exercise("expert", best, wrong, observe, counts=hints)

@@ -30,5 +30,5 @@ def bet() -> Exercise:
         times = seconds(mesh) / seconds()
         return 1.0 if times < 1 + planner.ERROR else times
 
-    told = dict(slower=lambda times: dict(times=times))
-    return Exercise("core", "fsdp=16 tp=4", observe=observe, counts=told)
+    hints = dict(slower=lambda times: dict(times=times))
+    return Exercise("core", "fsdp=16 tp=4", observe=observe, counts=hints)

@@ -41,7 +41,7 @@ def scattered() -> Exercise:
         without_dp=lambda h, down: reshard(left_open(h, down), P(None, "tp", None)),
         moved_first=lambda h, down: reshard(h, _ROWS) @ reshard(down, P(None, None)),
     )
-    return Exercise("stretch", solution, wrong, lambda answer: traced(answer, "b/dp s m/tp", "m/tp d"))
+    return Exercise("stretch", solution, wrong, lambda answer: _traced(answer, "b/dp s m/tp", "m/tp d"))
 
 
 def residual() -> Exercise:
@@ -69,17 +69,19 @@ def residual() -> Exercise:
         left_open=left_open,
         added_twice=lambda x, up, down: x + solution(x, up, down),
     )
-    run = lambda answer: traced(answer, "b/dp s d", "d m/tp", "m/tp d")
+    run = lambda answer: _traced(answer, "b/dp s d", "d m/tp", "m/tp d")
     in_two_calls = lambda *given: given[0] + reshard(reshard(left_open(*given), _ROWS), _WHOLE)
     return Exercise("expert", solution, wrong, run, also=dict(in_two_calls=in_two_calls))
 
 
-def traced(function, *layouts: str) -> dict:
+def _traced(function, *layouts: str) -> dict:
     """Trace a function on explicit axes, dp=2 and tp=4: its result's layout, the collectives that its types
     ask for, and its additions of whole values. A sharding error is told as the missing arrow."""
     mesh = explicit(abstract_mesh("dp=2 tp=4"))
     laid = {text: NamedSharding(mesh, as_type(parse_layout(text))) for text in layouts}
-    args = [jax.ShapeDtypeStruct(_GIVEN[text], jnp.float32, sharding=how) for text, how in laid.items()]
+    args = [
+        jax.ShapeDtypeStruct(_GIVEN[text], jnp.float32, sharding=sharding) for text, sharding in laid.items()
+    ]
     with jax.sharding.use_abstract_mesh(mesh), explain():
         lines = jax.make_jaxpr(function)(*args)
     sent = [move.kind for line in lines.eqns for move in moves(line) if move.kind != "slice"]

@@ -16,10 +16,10 @@ def cure() -> Exercise:
 
     laid = lambda *cut: lambda x: jax.lax.with_sharding_constraint(x, P(*cut))
     wrong = dict(width=laid(None, None, "X"), whole=laid(), positions=laid(None, "X"), nothing=lambda x: x)
-    return Exercise("core", solution, wrong, asked)
+    return Exercise("core", solution, wrong, _constraints)
 
 
-def asked(function) -> list:
+def _constraints(function) -> list:
     """The axes that cut each dim of x, as each constraint in a function says it."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("X",), axis_types=(AxisType.Auto,))):
         lines = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((16, 128, 64), "float32")).eqns

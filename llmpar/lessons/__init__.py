@@ -38,53 +38,53 @@ COLUMNS = 88
 """What a lesson shows on a screen 1200 px wide, as in its code."""
 GIVEN: dict[str, dict[str, Any]] = {}
 """What this notebook has passed to each exercise: its hints and its solution speak of the same numbers."""
-TOLD: Counter[str] = Counter()
+HINTS_GIVEN: Counter[str] = Counter()
 """How many hints of each exercise this notebook has given."""
-SAID: dict[str, str] = {}
+FIRST_ANSWERS: dict[str, str] = {}
 """The first answer of this notebook to each exercise, wherever the answers could not be noted."""
 
 
-def lessons() -> list[str]:
+def lesson_numbers() -> list[str]:
     """List the numbers of the lessons that have exercises."""
     return sorted(file.stem for file in pathlib.Path(__file__).parent.glob("[0-9][0-9]*.md"))
 
 
 def exercises(lesson: str) -> list[str]:
     """List the exercises of a lesson, in the order of its page."""
-    return list(sentences(lesson)) if lesson in lessons() else []
+    return list(sentences(lesson)) if lesson in lesson_numbers() else []
 
 
 def names(*chosen: str) -> list[str]:
     """List the exercises of these lessons, or of all, as `find` takes them: '03.sent'."""
-    return [f"{lesson}.{name}" for lesson in chosen or lessons() for name in exercises(lesson)]
+    return [f"{lesson}.{name}" for lesson in chosen or lesson_numbers() for name in exercises(lesson)]
 
 
 def find(name: str, **given: Any) -> Exercise:
     """Look up an exercise by the number of its lesson and its name, as in '03.bytes_sent'."""
     lesson, _, own = name.partition(".")
     if own not in exercises(lesson):
-        there = ", ".join(names(lesson)) or "none in that lesson"
-        raise ValueError(f"there is no exercise {name!r}; there are {there}")
+        known = ", ".join(names(lesson)) or "none in that lesson"
+        raise ValueError(f"there is no exercise {name!r}; there are {known}")
     says = sentences(lesson)[own]
     if "answer" in says:
         return stated(name, says, **given)
-    return getattr(importlib.import_module(f"{__name__}.{lesson}"), own)(**given).told(name, says)
+    return getattr(importlib.import_module(f"{__name__}.{lesson}"), own)(**given).with_sentences(name, says)
 
 
 def attempt(name: str, answer: Any, **given: Any) -> None:
     """Print the verdict on the learner's answer, and note both (`llmpar progress` shows them)."""
     exercise = find(name, **given)
     GIVEN[name] = given
-    verdict = exercise.judge(answer, TOLD[name])
-    blank, nudged = verdict == NOT_ATTEMPTED, exercise.nudge(TOLD[name]) in verdict
+    verdict = exercise.judge(answer, HINTS_GIVEN[name])
+    blank, nudged = verdict == NOT_ATTEMPTED, exercise.nudge(HINTS_GIVEN[name]) in verdict
     more = f'; hint("{name}") helps' * blank + f' hint("{name}") says more.' * nudged
     say(f"{name} ({exercise.level}): {verdict}{more}")
-    TOLD[name] += nudged
+    HINTS_GIVEN[name] += nudged
     if blank:
         return
-    SAID.setdefault(name, as_text(answer))
-    if said := note(name, answer, verdict):
-        say(said)
+    FIRST_ANSWERS.setdefault(name, as_text(answer))
+    if problem := note(name, answer, verdict):
+        say(problem)
     if getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)() is not None:
         show_devices(exercise, answer)
 
@@ -102,8 +102,8 @@ def show_devices(exercise: Exercise, answer: Any) -> None:
 def hint(name: str) -> None:
     """Print the next hint for an exercise; each says a little more, and the last one stays."""
     hints = find(name, **GIVEN.get(name, {})).hints() or ["this one has none; a wrong answer helps."]
-    number = min(TOLD[name], len(hints) - 1)
-    TOLD[name] += 1
+    number = min(HINTS_GIVEN[name], len(hints) - 1)
+    HINTS_GIVEN[name] += 1
     say(f"{name}, hint {number + 1} of {len(hints)}: {hints[number]}")
     if number == len(hints) - 1:
         say(f'That was the last one. solution("{name}") answers, once you have tried.')
@@ -111,11 +111,11 @@ def hint(name: str) -> None:
 
 def solution(name: str) -> None:
     """Print the solution of an exercise and why it is right, to those who have tried."""
-    told = solved(name, **GIVEN.get(name, {}))
+    text = solved(name, **GIVEN.get(name, {}))
     if first_answer(name) is None:
         say(f'{name}: answer first, even by a guess; then ask again. hint("{name}") helps a step at a time.')
         return
-    say(told)
+    say(text)
 
 
 def solved(name: str, **given: Any) -> str:
@@ -124,14 +124,14 @@ def solved(name: str, **given: Any) -> str:
     return f"{name}: {spelt_out(exercise.solution)}\nWhy: {exercise.because}"
 
 
-def met(name: str, found: Any, what: str = "compiled") -> None:
+def met(name: str, result: Any, what: str = "compiled") -> None:
     """Print what the learner predicted first beside what was found; before a prediction, ask for it."""
     find(name, **GIVEN.get(name, {}))
     first = first_answer(name)
     if first is None:
         say(f"answer {name} first, then run this cell again: it compares your answer with the result")
     else:
-        say(f"you said {in_short(first)}; {what} {in_short(found)}")
+        say(f"you said {in_short(first)}; {what} {in_short(result)}")
 
 
 def say(text: object, hanging: int = 0) -> None:
@@ -156,8 +156,10 @@ def _broken(line: str, columns: int, hanging: int) -> list[str]:
 def first_answer(name: str) -> str | None:
     """Return the learner's first answer to an exercise as text, from the file or from this notebook."""
     with contextlib.suppress(OSError, ValueError):
-        return next((answer.answer for answer in answers() if answer.exercise == name), SAID.get(name))
-    return SAID.get(name)
+        return next(
+            (answer.answer for answer in answers() if answer.exercise == name), FIRST_ANSWERS.get(name)
+        )
+    return FIRST_ANSWERS.get(name)
 
 
 def in_short(value: Any) -> str:

@@ -29,7 +29,7 @@ TOY = replace(preset("tiny"), width=144, num_layers=2, ffn_width=576, **HEADS)
 ROWS, SEQ = 32, 64
 """2,048 tokens: more than 4 × width, as at scale; else activations are no larger than gradients."""
 REPLICAS = Plan("!dp=2 tp=2", zero=0, reduce="bucket")
-PLACEMENTS = {
+HOST_PLANS = {
     "dp across": (REPLICAS, True),
     "tp across": (REPLICAS, False),
     "dp over all": (Plan("!dp=4", zero=0, reduce="bucket"), True),
@@ -59,12 +59,12 @@ def devices_of(outer_across: bool) -> list[jax.Device]:
     return list((grid if outer_across else grid.T).flat)
 
 
-def put(whole: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+def _put(whole: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
     """An array on the devices; each process hands over what its own ones hold."""
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
-def meet() -> Count:
+def _sent_by_now() -> Count:
     """Wait until all processes are here; what this host has sent by then, which has also arrived."""
     multihost_utils.sync_global_devices("llmpar: count")
     return counted()
@@ -72,31 +72,31 @@ def meet() -> Count:
 
 def leaving(name: str) -> list[int]:
     """Predict what leaves each of two hosts of two devices in a step of a placement."""
-    plan, outer = PLACEMENTS[name]
-    found = leaving_bytes(plan.resolve(TOY), ROWS, SEQ, [0, 0, 1, 1] if outer else [0, 1, 0, 1])
-    return [sum(sent[host] for sent in found.values()) for host in range(2)]
+    plan, outer = HOST_PLANS[name]
+    by_axis = leaving_bytes(plan.resolve(TOY), ROWS, SEQ, [0, 0, 1, 1] if outer else [0, 1, 0, 1])
+    return [sum(sent[host] for sent in by_axis.values()) for host in range(2)]
 
 
 def measure(name: str, num_steps: int) -> dict[str, Any]:
     """Train on a placement: losses, seconds of each step after the first, and what left this host in such a
     step. The weights are NumPy's, the same on every mesh: nothing is compiled for them."""
-    plan, outer = PLACEMENTS[name]
+    plan, outer = HOST_PLANS[name]
     plan.check(TOY, ROWS, SEQ)
     step = Step(TOY, plan, make_mesh(plan.mesh, devices_of(outer)), optax.adamw(3e-3))
     run, rng = step.lower(ROWS, SEQ).compile(), np.random.default_rng(17)
     draw = lambda like: 0.02 * rng.standard_normal(like.shape) if like.ndim > 1 else np.ones(like.shape)
     params = jax.tree.map(draw, step.abstract_natural.params)
     whole = jax.tree.map(lambda like: np.zeros(like.shape), step.abstract_natural)._replace(params=params)
-    on_devices = lambda like, x: put(x.astype(like.dtype), like.sharding)
+    on_devices = lambda like, x: _put(x.astype(like.dtype), like.sharding)
     state = step.from_natural(jax.tree.map(on_devices, step.abstract_natural, whole))
-    batch = {name: put(x, step.batch_sharding) for name, x in counting_text(ROWS, SEQ).items()}
+    batch = {name: _put(x, step.batch_sharding) for name, x in counting_text(ROWS, SEQ).items()}
     losses, seconds = [], []
     for number in range(num_steps + 1):
         if number == 1:  # the first one makes the connections
-            before = meet()
+            before = _sent_by_now()
         begin = time.perf_counter()
         state, metrics = run(state, batch)
         losses.append(float(metrics["loss"]))
         seconds.append(time.perf_counter() - begin)
-    sent = (meet().sent_bytes - before.sent_bytes) / num_steps
+    sent = (_sent_by_now().sent_bytes - before.sent_bytes) / num_steps
     return {"losses": losses, "seconds": seconds[1:], "sent": sent}

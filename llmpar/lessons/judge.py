@@ -67,12 +67,12 @@ class Exercise:
     says: Mapping[str, str] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)
 
-    def told(self, name: str, says: Mapping[str, str]) -> Exercise:
+    def with_sentences(self, name: str, says: Mapping[str, str]) -> Exercise:
         """Give it its sentences, and the answers that their keys spell out in backticks, behind an "or" where
         they are right; refuse a key that has no sentence, and a sentence whose key means nothing."""
         wanted = {"because", *self.wrong, *self.also, *(self.counts or ["hint"])}
         spelt = [key for key in says if key.endswith("`")]
-        planted = {key: read(key.split("`")[1], self.solution, self.given) for key in spelt}
+        planted = {key: read_answer(key.split("`")[1], self.solution, self.given) for key in spelt}
         if missing := sorted(wanted - says.keys()):
             raise ValueError(f"{name} has no sentence for {', '.join(missing)}")
         unknown = says.keys() - wanted - planted.keys() - {"nudge"}
@@ -149,18 +149,18 @@ class Exercise:
             return f"Those are the right values in {units.pop()}; they are asked for as {self.unit}."
         off = [name for name in right if not self.same(seen[name], right[name])]
         good = [str(name) for name in right if name not in off]
-        said = [f"Right: {', '.join(good)}."] * bool(good)
+        sentences = [f"Right: {', '.join(good)}."] * bool(good)
         helped: set[Any] = set()
         for value, sentence in planted:
             spoilt = {name for name in right if not self.same(value[name], right[name])}
             if not spoilt & helped and all(self.meant(seen[name], value[name]) for name in spoilt):
-                said, helped = [*said, sentence], helped | spoilt
+                sentences, helped = [*sentences, sentence], helped | spoilt
         for name in [name for name in off if name not in helped]:
             if sentence := self.in_another_unit(seen[name], right[name]):
-                said, helped = [*said, f"{name}: {sentence}"], helped | {name}
-        if left := [f"{name}{near(seen[name], right[name])}" for name in off if name not in helped]:
-            said += [f"Look again at {', '.join(left)}. {self.hinted(seen, read)}"]
-        return " ".join(said)
+                sentences, helped = [*sentences, f"{name}: {sentence}"], helped | {name}
+        if left := [f"{name}{_near(seen[name], right[name])}" for name in off if name not in helped]:
+            sentences += [f"Look again at {', '.join(left)}. {self.hinted(seen, read)}"]
+        return " ".join(sentences)
 
     def meant(self, seen: Any, value: Any) -> bool:
         """Tell whether `seen` is this wrong answer, or this number rounded to as many digits."""
@@ -190,8 +190,8 @@ class Exercise:
 
     def hinted(self, seen: Any, read: int) -> str:
         """Give the first sentence whose count fits, or the next hint."""
-        found = ((key, count(seen)) for key, count in self.counts.items())
-        counted = next((self.says[key].format(**figures) for key, figures in found if figures), "")
+        counts = ((key, count(seen)) for key, count in self.counts.items())
+        counted = next((self.says[key].format(**figures) for key, figures in counts if figures), "")
         return counted or self.nudge(read)
 
 
@@ -210,7 +210,9 @@ def stated(name: str, says: Mapping[str, str], **given: Any) -> Exercise:
     tolerance, unit = float(facts.get("tolerance", 1e-5)), facts.get("unit", "")
     solution = written(facts["answer"], given)
     exercise = Exercise(level, solution, tolerance=tolerance, unit=unit, given=given)
-    return exercise.told(name, {key: sentence for key, sentence in says.items() if key not in facts})
+    return exercise.with_sentences(
+        name, {key: sentence for key, sentence in says.items() if key not in facts}
+    )
 
 
 def written(text: str, given: Mapping[str, Any] | None = None) -> Any:
@@ -220,24 +222,27 @@ def written(text: str, given: Mapping[str, Any] | None = None) -> Any:
         return {int(name) if name.isdigit() else name: written(part, given) for name, _, part in pairs}
     if ", " in text:
         return tuple(written(part, given) for part in text.split(", "))
-    return read(text, None, given)
+    return read_answer(text, None, given)
 
 
-def read(text: str, right: Any, given: Mapping[str, Any] | None = None) -> Any:
+def read_answer(text: str, right: Any, given: Mapping[str, Any] | None = None) -> Any:
     """Read an answer as a page spells it: a number such as 4 or 3/16 or a formula of what is given, several
     as in `8, 1`, None, `* 8` for eight times the right one, or parts of it exchanged, as in `A=rounding;
     C=not summed`; what is none of these stays text."""
     if isinstance(right, Mapping):
         if text.startswith("* "):
-            return {name: read(text, value) for name, value in right.items()}
+            return {name: read_answer(text, value) for name, value in right.items()}
         names = {str(name): name for name in right}
         parts = {name: part for name, _, part in (part.rpartition("=") for part in text.split("; "))}
         if parts.keys() <= names.keys():
-            return {**right, **{names[name]: read(part, right[names[name]]) for name, part in parts.items()}}
+            return {
+                **right,
+                **{names[name]: read_answer(part, right[names[name]]) for name, part in parts.items()},
+            }
     if text == "None":
         return None
     if isinstance(right, tuple) and ", " in text:
-        return tuple(read(part, value) for part, value in zip(text.split(", "), right, strict=True))
+        return tuple(read_answer(part, value) for part, value in zip(text.split(", "), right, strict=True))
     if right is None or kind(right) == "a number":
         with contextlib.suppress(SyntaxError, NameError, TypeError, ZeroDivisionError):
             number = eval(text.removeprefix("* "), {"__builtins__": {}}, {**(given or {})})  # our own page
@@ -265,14 +270,14 @@ def takes(function: Any, count: int) -> bool:
     return True
 
 
-def not_asked(answer: Any, asked: Any) -> str:
+def not_asked(answer: Any, right: Any) -> str:
     """Say which kind of answer is asked for."""
-    of = f" of {', '.join(inspect.signature(asked).parameters)}" if callable(asked) else ""
-    number = (kind(asked), kind(answer)) == ("a number", "text")
+    of = f" of {', '.join(inspect.signature(right).parameters)}" if callable(right) else ""
+    number = (kind(right), kind(answer)) == ("a number", "text")
     alone = " Write the number alone, without its unit." if number else ""
     silent = "None", "a dict", "a list", "a function", "an array"
     shown = f": {answer!r:.80}" if kind(answer) not in silent else ""
-    return f"{kind(asked).capitalize()}{of} is asked for, and this is {kind(answer)}{shown}.{alone}"
+    return f"{kind(right).capitalize()}{of} is asked for, and this is {kind(answer)}{shown}.{alone}"
 
 
 def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
@@ -282,8 +287,8 @@ def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
         answer = answer.strip("()[]{} ").split(",")
     answer = listed(answer, right)
     if kind(answer) == kind(right) == "a dict":
-        names = {plain(str(name)): name for name in right}
-        meant = {names.get(plain(str(name)), name): part for name, part in answer.items()}
+        names = {_plain(str(name)): name for name in right}
+        meant = {names.get(_plain(str(name)), name): part for name, part in answer.items()}
         left, other = right.keys() - meant.keys(), meant.keys() - right.keys()
         if len(left) == len(other) == 1:  # as an older copy of the lesson calls it
             meant[left.pop()] = meant.pop(other.pop())
@@ -292,7 +297,7 @@ def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
         return [as_meant(part, other, exercise) for part, other in zip(answer, right, strict=True)]
     if isinstance(answer, str) and kind(right) == "a number":
         return as_number(answer, right, exercise)
-    return as_text(answer, right) if isinstance(right, str) else answer
+    return _as_text(answer, right) if isinstance(right, str) else answer
 
 
 def listed(value: Any, right: Any) -> Any:
@@ -304,7 +309,7 @@ def listed(value: Any, right: Any) -> Any:
     return list(map(listed, value, right)) if kind(value) == "a list" and len(value) == len(right) else value
 
 
-def as_text(answer: Any, right: str) -> Any:
+def _as_text(answer: Any, right: str) -> Any:
     """Read what stands for a text: a collective's function, a mesh as a dict, a layout as JAX writes it."""
     if hasattr(answer, "partitions") and "/" in right:
         dims = [part.partition("/")[0] for part in right.split() if "+" not in part]
@@ -318,7 +323,7 @@ def as_text(answer: Any, right: str) -> Any:
     if isinstance(answer, str):
         answer = re.sub(r"^(?:jax\.)?lax\.(\w+)(?:\(.*\))?$", r"\1", answer.strip())
         answer = answer.replace(",", " ") if "=" in right else answer
-        answer = answer if "/" in right else SPELLINGS.get(plain(answer), answer)
+        answer = answer if "/" in right else SPELLINGS.get(_plain(answer), answer)
         answer = answer.lower() if right.islower() else answer.upper() if right.isupper() else answer
     return answer
 
@@ -342,12 +347,12 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
         names = {name: float(number) for name, number in names.items() if kind(number) == "a number"}
         floats = re.sub(r"(?<![\w.])\d+(?![\w.])", r"\g<0>.0", text)  # which end, where 9**9**9 would not
         with contextlib.suppress(OverflowError):
-            value = read(floats, right, names)
+            value = read_answer(floats, right, names)
             return value if kind(value) == "a number" else text
     return text
 
 
-def plain(text: str) -> str:
+def _plain(text: str) -> str:
     """Write words small, blanks between them, and in the singular."""
     return re.sub(r"(?<=\w\w)s\b", "", re.sub(r"[-_\s]+", " ", text.strip().lower()))
 
@@ -355,7 +360,7 @@ def plain(text: str) -> str:
 def turned(seen: Any, right: Any) -> str:
     """Recognise the right arrays, all with their dims exchanged or in another shape."""
 
-    def how(one: Any, other: Any) -> str:
+    def fault(one: Any, other: Any) -> str:
         if one.size != other.size or same(one, other, 1e-5):
             return ""
         orders = itertools.permutations(range(one.ndim)) if one.ndim == other.ndim else ()
@@ -363,8 +368,8 @@ def turned(seen: Any, right: Any) -> str:
             return "The numbers are right, with dims exchanged: transpose it. "
         return "The numbers are right: reshape it. " * same(one.ravel(), other.ravel(), 1e-5)
 
-    found = {how(one, other) for one, other in zip(arrays(seen), arrays(right), strict=False)}
-    return (found.pop() + mismatch(seen, right)).rstrip() if len(found) == 1 and all(found) else ""
+    faults = {fault(one, other) for one, other in zip(arrays(seen), arrays(right), strict=False)}
+    return (faults.pop() + mismatch(seen, right)).rstrip() if len(faults) == 1 and all(faults) else ""
 
 
 def arrays(value: Any) -> list[Any]:
@@ -377,9 +382,9 @@ def mismatch(seen: Any, right: Any) -> str:
     """Say how an answer is of another kind than the right one: text for a number, other names or shapes."""
     if kind(seen) != kind(right):
         return not_asked(seen, right)
-    if callable(right) and not takes(seen, len(asked := inspect.signature(right).parameters)):
-        mine = ", ".join(inspect.signature(seen).parameters) or "nothing"
-        return f"A function of {', '.join(asked)} is asked for, and yours is one of {mine}."
+    if callable(right) and not takes(seen, len(wanted := inspect.signature(right).parameters)):
+        own = ", ".join(inspect.signature(seen).parameters) or "nothing"
+        return f"A function of {', '.join(wanted)} is asked for, and yours is one of {own}."
     if isinstance(right, Mapping):
         if seen.keys() != right.keys():
             yours = ", ".join(map(str, seen)) or "none"
@@ -393,7 +398,7 @@ def mismatch(seen: Any, right: Any) -> str:
     return next(filter(None, (mismatch(one, other) for one, other in pairs)), "")
 
 
-def near(seen: Any, right: Any) -> str:
+def _near(seen: Any, right: Any) -> str:
     """Say by how much a number is off that is nearly right."""
     if kind(seen) != "a number" or kind(right) != "a number" or not right:
         return ""
@@ -416,7 +421,7 @@ def is_blank(answer: Any) -> bool:
 def same(one: Any, other: Any, tolerance: float) -> bool:
     """Compare answers: texts by words, numbers and arrays within a relative tolerance, the rest exactly."""
     if isinstance(one, str) and isinstance(other, str):
-        words, others = plain(one), plain(other)
+        words, others = _plain(one), _plain(other)
         if re.search(r"[/+>\d]", words + others):  # layouts, arrows and orders: blanks part their words
             return words == others
         return words.replace(" ", "") == others.replace(" ", "")

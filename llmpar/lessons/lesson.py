@@ -24,7 +24,7 @@ NAMED = 17
 """Columns of a verdict's line that name its plan."""
 
 
-class Run(NamedTuple):
+class LessonRun(NamedTuple):
     """A plan's step, compiled, and what it has learned of a batch.
 
     ``shape``: rows and positions; ``text``: the program after partitioning; ``state``, ``metrics``: the last.
@@ -54,10 +54,10 @@ def fresh_state(config: ModelConfig, optimizer: optax.GradientTransformation) ->
     return jax.device_get(Step(config, Plan("dp=1"), make_mesh("dp=1"), optimizer).init(seed=0))
 
 
-def trained(
+def train_on(
     config: ModelConfig, plan: Plan, batch: dict, optimizer: optax.GradientTransformation, num_steps: int,
     clip: float | None = 1.0,
-) -> Run:  # fmt: skip
+) -> LessonRun:  # fmt: skip
     """Compile the step of a plan once, for running it and for reading it, and train on one batch, whose
     positions are dealt in the plan's order, from the weights of seed 0, which are the same on every mesh."""
     shape = batch["tokens"].shape
@@ -72,11 +72,11 @@ def trained(
     for _ in range(num_steps):
         state, metrics = compiled(state, batch)
         losses.append(float(metrics["loss"]))  # read in each step, so that no simulated device runs ahead
-    return Run(step, shape, compiled, text, state, losses, metrics)
+    return LessonRun(step, shape, compiled, text, state, losses, metrics)
 
 
 def verdicts(
-    runs: Mapping[str, Run], solo: Run, weights_within: float | None = None, details: bool = False
+    runs: Mapping[str, LessonRun], solo: LessonRun, weights_within: float | None = None, details: bool = False
 ) -> dict[str, dict]:
     """Assert the four verdicts on some plans of one model, and say so on a line; ``details`` prints bytes.
     Gives for each plan the table of its census (of the last stage).
@@ -86,7 +86,7 @@ def verdicts(
     size). *Sharding*: weights and moments lie as the plan promises. *Communication*: axes, kinds, counts and
     bytes in the program are those of the formula, for each stage of a pipeline. *Memory*: so are arguments'.
     """
-    found: dict[str, dict] = {}
+    tables: dict[str, dict] = {}
     for name, run in runs.items():
         assert np.allclose(run.losses, solo.losses, rtol=1e-4), (name, run.losses, solo.losses)
         # Adam divides gradients by their size: a factor on all of them shows in their norm alone.
@@ -98,26 +98,28 @@ def verdicts(
             for one, other in pairs:
                 assert np.allclose(one, other, atol=weights_within), name
         assert lies_as_promised(run), name
-        found[name] = census_table(as_predicted(run))
-        assert compiled_memory(run.compiled)["argument_bytes"] == sum(argument_bytes(run).values()), name
+        tables[name] = census_table(as_predicted(run))
+        assert compiled_memory(run.compiled)["argument_bytes"] == sum(
+            predicted_argument_bytes(run).values()
+        ), name
     say(f"{', '.join(runs)}: 4 of 4 checks pass (losses as on one device, shards, bytes sent, memory)")
     for name, run in runs.items() if details else ():
         line = "{} over {} ×{count}, {bytes_sent:,} B"
-        told = [line.format(kind, axes, **row) for (axes, kind), row in found[name].items()]
-        say(f"{name:<14} sends " + ("\n" + NAMED * " ").join(told or ["nothing"]), NAMED)
-        parts = {part: size for part, size in argument_bytes(run).items() if size}
-        said = ", ".join(f"{part} {size:,}" for part, size in parts.items())
-        say(f"{name:<14} is given {sum(parts.values()):,} B: {said}", NAMED)
-    return found
+        lines = [line.format(kind, axes, **row) for (axes, kind), row in tables[name].items()]
+        say(f"{name:<14} sends " + ("\n" + NAMED * " ").join(lines or ["nothing"]), NAMED)
+        parts = {part: size for part, size in predicted_argument_bytes(run).items() if size}
+        sizes = ", ".join(f"{part} {size:,}" for part, size in parts.items())
+        say(f"{name:<14} is given {sum(parts.values()):,} B: {sizes}", NAMED)
+    return tables
 
 
-def lies_as_promised(run: Run) -> bool:
+def lies_as_promised(run: LessonRun) -> bool:
     """Tell whether each weight, and each moment of it, lies in the pieces that the plan's layouts say."""
     sizes = run.step.mesh.shape
 
     def lies(tree: Any, layouts: Any) -> bool:
-        held = jax.tree.map(lambda x: {shard.data.shape for shard in x.addressable_shards}, tree)
-        return held == jax.tree.map(lambda x, to: {to.shard_shape(x.shape, sizes)}, tree, layouts)
+        shapes = jax.tree.map(lambda x: {shard.data.shape for shard in x.addressable_shards}, tree)
+        return shapes == jax.tree.map(lambda x, to: {to.shard_shape(x.shape, sizes)}, tree, layouts)
 
     stored = lies(run.state.params, run.step.stored)
     return stored and all(lies(moment, run.step.reduced) for moment in moments(run.state))
@@ -130,13 +132,13 @@ def moments(state: State) -> list[Any]:
     return [tree for tree in jax.tree.leaves(state.optimizer, is_leaf=is_moment) if is_moment(tree)]
 
 
-def argument_bytes(run: Run) -> dict[str, int]:
+def predicted_argument_bytes(run: LessonRun) -> dict[str, int]:
     """Predict what a step is given per device, whatever its optimizer holds."""
-    held, counters = moments(run.state), [x for x in jax.tree.leaves(run.state.optimizer) if not x.ndim]
-    return memory.argument_bytes(run.step.plan, *run.shape, moments=len(held), scalars=1 + len(counters))
+    trees, counters = moments(run.state), [x for x in jax.tree.leaves(run.state.optimizer) if not x.ndim]
+    return memory.argument_bytes(run.step.plan, *run.shape, moments=len(trees), scalars=1 + len(counters))
 
 
-def as_predicted(run: Run) -> list[Collective]:
+def as_predicted(run: LessonRun) -> list[Collective]:
     """Take a step's census, assert that it is as predicted on every stage, and return the last stage's."""
     step, census = run.step, []
     for stage, branches in enumerate(branch_shares(step.plan.pipeline, step.config.num_layers)):

@@ -23,16 +23,16 @@ from llmpar.files import read_text, refuse
 def sentences(name: str) -> dict[str, dict[str, str]]:
     """Read a page: for each heading its sentences by key, those of a key that comes again as lines."""
     path = pathlib.Path(__file__).parent / f"{name}.md"
-    found: dict[str, dict[str, str]] = {}
-    said: dict[str, str] = {}
+    headings: dict[str, dict[str, str]] = {}
+    lines: dict[str, str] = {}
     for number, line in enumerate(read_text(path, "page of sentences").splitlines(), 1):
         spelt = line.startswith(("- `", "- or `"))
         key, _, sentence = line[2:].partition("`: " if spelt else ": ")
         key += "`" * spelt
         if line.startswith("## "):
-            said = found[line[3:]] = {}
-        elif line.startswith("- ") and found and sentence and (key == "nudge" or key not in said):
-            said[key] = f"{said[key]}\n{sentence}" if key in said else sentence
+            lines = headings[line[3:]] = {}
+        elif line.startswith("- ") and headings and sentence and (key == "nudge" or key not in lines):
+            lines[key] = f"{lines[key]}\n{sentence}" if key in lines else sentence
         elif line and not line.startswith("# "):
             refuse(path, "page of sentences", f"line {number} is no '- key: sentence' of its own: {line:.40}")
-    return found
+    return headings

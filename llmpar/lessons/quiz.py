@@ -38,8 +38,8 @@ def score(when: str, answers: Mapping[str, Any], ratings: Mapping[str, int]) -> 
     for lesson, (question, exercise) in QUESTIONS.items():
         given = answers.get(lesson)
         verdict = NOT_ATTEMPTED if given is None else exercise.judge(given)
-        told = {"correct": verdict.startswith(CORRECT), "verdict": verdict}
-        items.append({"lesson": lesson, "question": question, "answer": given} | told)
+        judged = {"correct": verdict.startswith(CORRECT), "verdict": verdict}
+        items.append({"lesson": lesson, "question": question, "answer": given} | judged)
     total = {"score": sum(item["correct"] for item in items), "max_score": len(items)}
     return {"when": when, "at": now()} | total | {"ratings": dict(ratings), "items": items}
 
@@ -62,6 +62,6 @@ def effect(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         values = {name: [r["ratings"][name] for r in taken if name in r["ratings"]] for name in RATINGS}
         values |= {"score": [r["score"] / r["max_score"] for r in taken]}
         out["num"][when] = len(taken)
-        for name, found in values.items():
-            out[name][when] = statistics.fmean(found) if found else None
+        for name, numbers in values.items():
+            out[name][when] = statistics.fmean(numbers) if numbers else None
     return out

@@ -66,7 +66,7 @@ def answers(folder: str = ".") -> list[_Answer]:
         for number, row in enumerate(rows, 1):
             kinds = {name: type(value) for name, value in ({"at": ""} | row).items()}
             if kinds != _KINDS:
-                wanted = ", ".join(f"{name} ({kind.__name__})" for name, kind in _KINDS.items())
+                wanted = ", ".join(f"{name} ({expected.__name__})" for name, expected in _KINDS.items())
                 raise ValueError(f"object {number} is no answer, which has {wanted}")
     except ValueError as error:
         do = "move it away, or set LLMPAR_ANSWERS to another name"

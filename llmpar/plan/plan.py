@@ -304,8 +304,8 @@ class Resolved(Plan):
         decided, notes = dict[str, Any](), self.notes
         if self.rings and self.hop == "permute":
             raise ValueError(
-                f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute waits"
-                " there for every device of the mesh, and other stages do other work; use hop='exchange'"
+                f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute blocks"
+                " all of them, so it deadlocks inside a pipeline; use hop='exchange'"
             )
         if self.hop == "auto":
             decided["hop"] = "exchange"

@@ -32,7 +32,7 @@ from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import BEST, CACHE, CHOSEN, LOGITS, Plan, Serving
 
 
-class Rows(NamedTuple):
+class DecoderInput(NamedTuple):
     """What a step takes: of row i the first ``num[i]`` tokens, to positions from ``start[i]`` on."""
 
     tokens: Int[np.ndarray, "b c+1"]  # and what follows the last one, where that is known
@@ -44,9 +44,9 @@ class Rows(NamedTuple):
     temperature: Float[np.ndarray, " b"]
 
     @classmethod
-    def idle(cls, num_rows: int, width: int = 1) -> Rows:
+    def idle(cls, num_rows: int, width: int = 1) -> DecoderInput:
         """None takes a token."""
-        numbers = (np.zeros(num_rows, kind) for kind in "i4 i4 u4 i4 f4 f4".split())
+        numbers = (np.zeros(num_rows, dtype) for dtype in "i4 i4 u4 i4 f4 f4".split())
         return cls(np.zeros((num_rows, width + 1), np.int32), *numbers)
 
 
@@ -70,7 +70,7 @@ class Decoder:
         come = jax.tree.map(place, (stored, cut, whole))  # each host brings all rows, a device takes its own
         self.run = jax.jit(run, static_argnums=3, in_shardings=come, donate_argnums=1)
 
-    def __call__(self, rows: Rows, echo: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, rows: DecoderInput, echo: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Take tokens into the cache. Gives tokens and their log-probabilities, both ``s b n``, behind the
         last token of each row, or with ``echo`` behind each: the one that follows, the target, and the
         likeliest. These are the model's own probabilities, before temperature, top k and top p."""
@@ -80,21 +80,21 @@ class Decoder:
             raise ValueError("the weights hold NaN, or overflow; load others, or use float32")
         return tokens, logprobs
 
-    def _forward(self, echo: bool, params: Tree, cache, rows: Rows):
+    def _forward(self, echo: bool, params: Tree, cache, rows: DecoderInput):
         """On one device."""
         tokens, targets = rows.tokens[:, :-1], rows.tokens[:, 1:]
         offset = tokens * 0 + jnp.arange(tokens.shape[1])[None]
         par = _Cached(self.plan, cache, offset < rows.num[:, None])
         batch = {"tokens": tokens, "positions": rows.start[:, None] + offset, "segments": tokens * 0}
         x, head, _ = nnx.merge(model_graph(self.plan.config), params).hidden_and_head(batch, par)
-        asked = offset if echo else jnp.maximum(rows.num - 1, 0)[:, None]
-        x = par.move(jnp.take_along_axis(x, asked[..., None], 1), "stream b s d -> vocab b s d")
-        known = jnp.take_along_axis(targets, asked, 1), asked + rows.start[:, None] + 1
+        offsets = offset if echo else jnp.maximum(rows.num - 1, 0)[:, None]
+        x = par.move(jnp.take_along_axis(x, offsets[..., None], 1), "stream b s d -> vocab b s d")
+        known = jnp.take_along_axis(targets, offsets, 1), offsets + rows.start[:, None] + 1
 
         def follow(each):
             logits_bv = logits_of(each[0], head)
             logits_bv = par.carry_out(logits_bv, par.plan.physical(LOGITS), LOGITS, invariant=True)
-            return choose(logits_bv, each[1], each[2], rows)
+            return choose_tokens(logits_bv, each[1], each[2], rows)
 
         numbers = lax.map(follow, tuple(jnp.moveaxis(y, 1, 0) for y in (x, *known)))
         return par.carry_out(numbers, par.plan.physical(CHOSEN), CHOSEN, invariant=True), par.both
@@ -118,8 +118,8 @@ class _Cached(Manual):
     def attend(self, q, k, v, positions, mask):
         axes, rank, size = self.axes("cache t"), self.index("cache t"), self.plan.mesh.sp
         slots, rows = jnp.arange(self.both[0].shape[2]), jnp.arange(len(positions))[:, None]
-        mine = self.is_token & (positions % size == rank)
-        where = self.layer, rows, jnp.where(mine, positions // size, len(slots))  # dropped past the end
+        is_own = self.is_token & (positions % size == rank)
+        where = self.layer, rows, jnp.where(is_own, positions // size, len(slots))  # dropped past the end
         write = lambda cache, x: cache.at[where].set(vary(x, axes), mode="drop")
         self.both = tuple(map(write, self.both, (k, v)))
         # A slot that the row has not written, but an earlier request perhaps, lies after every query.
@@ -127,7 +127,7 @@ class _Cached(Manual):
         return attention.decode(q, *at(self.both, self.layer), axis=axes, mask=mask, **seen)
 
 
-def choose(logits: Float[Array, "b v"], targets, positions, rows: Rows) -> Int[Array, "b n"]:
+def choose_tokens(logits: Float[Array, "b v"], targets, positions, rows: DecoderInput) -> Int[Array, "b n"]:
     """The tokens that come to stand at ``positions``, the targets, the likeliest; then the bits of the
     log-probabilities of these: one message."""
     logprobs, best = jax.nn.log_softmax(logits), lax.top_k(logits, min(BEST, logits.shape[1]))[1]

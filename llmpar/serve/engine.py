@@ -19,7 +19,7 @@ from llmpar.files import Allowed, check_fields
 from llmpar.model.weights import Tree
 from llmpar.plan.model_config import Count, ModelConfig, Rate, Share
 from llmpar.plan.plan import BEST, Plan
-from llmpar.serve.decode import Decoder, Rows
+from llmpar.serve.decode import Decoder, DecoderInput
 
 
 @dataclass(frozen=True)
@@ -64,33 +64,40 @@ class _Job:
     taken: int = 0  # how many of them the cache holds
     cancelled: bool = False
 
-    def fill(self, rows: Rows, slot: int) -> None:
+    def fill(self, rows: DecoderInput, slot: int) -> None:
         """Write what the next step takes."""
-        how, width = self.request, rows.tokens.shape[1] - 1
+        request, width = self.request, rows.tokens.shape[1] - 1
         piece = self.known[self.taken :][: width + 1]
-        numbers = self.taken, min(len(piece), width), how.seed, how.top_k, how.top_p, how.temperature
+        numbers = (
+            self.taken,
+            min(len(piece), width),
+            request.seed,
+            request.top_k,
+            request.top_p,
+            request.temperature,
+        )
         rows.tokens[slot, : len(piece)] = piece
         for column, number in zip(rows[1:], numbers, strict=True):
             column[slot] = number
 
-    def told(self, num: int, tokens: np.ndarray, logprobs: np.ndarray, length: int) -> Iterator[Event]:
+    def events(self, num: int, tokens: np.ndarray, logprobs: np.ndarray, length: int) -> Iterator[Event]:
         """What comes of a step that took ``num`` tokens, by the numbers ``s n`` that a `Decoder` gives."""
-        how, prompt = self.request, len(self.request.tokens)
+        request, prompt = self.request, len(self.request.tokens)
 
         def event(place: int, which: int) -> Event:
             pairs = [*zip(tokens[place].tolist(), logprobs[place].tolist(), strict=True)]
-            best = tuple(pairs[2:][: how.logprobs or 0])
+            best = tuple(pairs[2:][: request.logprobs or 0])
             return Event(self.ticket, *pairs[which], best, of_prompt=which == 1)
 
-        if how.echo and self.taken == 0:
+        if request.echo and self.taken == 0:
             yield Event(self.ticket, self.known[0], of_prompt=True)
-        yield from (event(place, 1) for place in range(min(num, prompt - 1 - self.taken) * how.echo))
+        yield from (event(place, 1) for place in range(min(num, prompt - 1 - self.taken) * request.echo))
         self.taken += num
         if self.taken == len(self.known):
-            last = event(min(num, len(tokens)) - 1, 0) if how.max_tokens else Event(self.ticket)
+            last = event(min(num, len(tokens)) - 1, 0) if request.max_tokens else Event(self.ticket)
             self.known += [last.token] if last.token is not None else []
-            full = len(self.known) == prompt + how.max_tokens or len(self.known) > length
-            yield replace(last, finish="stop" if last.token in how.ends else "length" if full else None)
+            full = len(self.known) == prompt + request.max_tokens or len(self.known) > length
+            yield replace(last, finish="stop" if last.token in request.ends else "length" if full else None)
 
 
 @dataclass
@@ -158,8 +165,8 @@ class Engine:
         """Let requests leave and join, take one step with those that have a slot, and tell what came of it.
         Whatever is raised (ValueError where the model gives NaN), all requests are gone then."""
         with self._lock:
-            here = *self._waiting, *self._running.values()
-            events = [Event(job.ticket, finish="cancelled") for job in here if job.cancelled]
+            present = *self._waiting, *self._running.values()
+            events = [Event(job.ticket, finish="cancelled") for job in present if job.cancelled]
             self._waiting = deque(job for job in self._waiting if not job.cancelled)
             self._running = {slot: job for slot, job in self._running.items() if not job.cancelled}
             free = [slot for slot in range(self.slots) if slot not in self._running]
@@ -169,7 +176,7 @@ class Engine:
             return events
         echo = any(job.request.echo and job.taken < len(job.request.tokens) for job in jobs.values())
         wide = echo or any(len(job.known) - job.taken > 1 for job in jobs.values())
-        rows = Rows.idle(self.slots, min(self.chunk, self.length) if wide else 1)
+        rows = DecoderInput.idle(self.slots, min(self.chunk, self.length) if wide else 1)
         for slot, job in jobs.items():
             job.fill(rows, slot)
         try:
@@ -181,10 +188,10 @@ class Engine:
             raise
         with self._lock:
             for slot, job in jobs.items():
-                told = [*job.told(rows.num[slot], tokens[:, slot], logprobs[:, slot], self.length)]
-                if told and told[-1].finish:
+                events_of_job = [*job.events(rows.num[slot], tokens[:, slot], logprobs[:, slot], self.length)]
+                if events_of_job and events_of_job[-1].finish:
                     del self._running[slot]
-                events += told
+                events += events_of_job
             made = sum(event.token is not None and not event.of_prompt for event in events)
             self._counts.update(steps=1, wide_steps=wide, tokens=made)
         return events

@@ -40,7 +40,7 @@ from llmpar.training.chat import check_messages
 _PAGE = pathlib.Path(__file__).parent / "chat.html"
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 POLICY += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-MOST_BYTES, MOST_PROMPTS, MOST_STOPS, _MOST_LETTERS, MOST_CONNECTIONS = 4 << 20, 64, 16, 256, 512
+MAX_BODY_BYTES, MOST_PROMPTS, MOST_STOPS, _MOST_LETTERS, MOST_CONNECTIONS = 4 << 20, 64, 16, 256, 512
 """Bytes, prompts and stop strings of a request, letters of a stop string; connections at a time."""
 LIMIT_S, READ_S, PREPARE_S, STUCK_S, GRACE_S, END_S = 600.0, 20, 10, 60, 5, 9
 """Seconds: for an answer; for a request to come, or a client that reads nothing; for a request to become
@@ -173,8 +173,8 @@ class Choice:
         if token is None or len(now) > len(before) and not now.endswith("\ufffd"):
             self.made += now[len(before) :]
             self._from, self._made = self._made, len(self._ids)
-        if found := [at for stop in stops if (at := self.made.find(stop, self.given)) >= 0]:
-            self.made, self.stopped = self.made[: min(found)], True
+        if places := [at for stop in stops if (at := self.made.find(stop, self.given)) >= 0]:
+            self.made, self.stopped = self.made[: min(places)], True
         certain = len(self.made)
         if token is not None and not self.stopped:
             parts = [stop[:n] for stop in stops for n in range(1, len(stop))]
@@ -260,8 +260,10 @@ class Api:
             async with asyncio.timeout(READ_S):
                 async for piece in request.stream():
                     body += piece
-                    if len(body) > MOST_BYTES:
-                        raise HTTPException(413, f"the body has more than {MOST_BYTES:,} bytes; ask for less")
+                    if len(body) > MAX_BODY_BYTES:
+                        raise HTTPException(
+                            413, f"the body has more than {MAX_BODY_BYTES:,} bytes; ask for less"
+                        )
         except TimeoutError:
             raise HTTPException(408, f"the body did not come within {READ_S} s") from None
         if (waiting := len(self.preparing[kind])) >= MOST_WAITING:
@@ -328,9 +330,9 @@ class Api:
     def requests(self, kind: str, body: dict[str, Any]) -> list[Request]:
         """What the engine is to do for a body."""
         most = body.get("max_completion_tokens", body.get("max_tokens"))
-        how = {name: body.get(name, 1) for name in ("temperature", "top_p")}
-        how |= {"seed": body.get("seed"), "top_k": max(0, body.get("top_k", 0))}
-        how |= {"logprobs": body.get("logprobs"), "echo": body.get("echo", False)}
+        settings = {name: body.get(name, 1) for name in ("temperature", "top_p")}
+        settings |= {"seed": body.get("seed"), "top_k": max(0, body.get("top_k", 0))}
+        settings |= {"logprobs": body.get("logprobs"), "echo": body.get("echo", False)}
         if kind == "chat":
             usual, prompts, ends = self.length, [self._conversation(body)], self.chat.end_ids
         else:
@@ -341,7 +343,7 @@ class Api:
                 wants = f"a prompt of {len(prompt):,} tokens and {least:,} more"
                 raise ValueError(f"{wants} do not fit into {self.length:,} positions; ask for less")
         num = lambda prompt: min(usual, self.length - len(prompt)) if most is None else most
-        return [Request(prompt, num(prompt), ends=ends, **how) for prompt in prompts]
+        return [Request(prompt, num(prompt), ends=ends, **settings) for prompt in prompts]
 
     def _prompts(self, given: Any) -> list[tuple[int, ...]]:
         """One or several prompts; a text's tokens begin with the start token."""
@@ -404,9 +406,9 @@ class _Answer:
         clock = asyncio.get_running_loop().call_later(self.api.limit_s, self.box.put_nowait, over)
         try:
             if self.streams:
-                how: dict[str, Any] = {"media_type": "text/event-stream"}
+                media: dict[str, Any] = {"media_type": "text/event-stream"}
                 headers = {"Cache-Control": "no-store"}
-                await StreamingResponse(self._stream(), headers=headers, **how).stream_response(send)
+                await StreamingResponse(self._stream(), headers=headers, **media).stream_response(send)
             else:
                 await Document(await self._document())(scope, receive, send)
         finally:
@@ -451,16 +453,16 @@ class _Answer:
             async for numbered in self._pieces():
                 yield line(choices=[self._written(*numbered)])
         except HTTPException as error:
-            yield f"data: {json.dumps(told(error))}\n\n"
+            yield f"data: {json.dumps(error_document(error))}\n\n"
             return
         if usage:
             yield line(choices=[], usage=self._usage())
         yield "data: [DONE]\n\n"
 
     def _usage(self) -> dict[str, int]:
-        asked = sum(len(request.tokens) for request in self.requests)
+        prompt = sum(len(request.tokens) for request in self.requests)
         made = sum(choice.num_tokens for choice in self.choices)
-        return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
     def _written(self, index: int, piece: Piece) -> dict[str, Any]:
         """A piece as OpenAI writes it."""
@@ -493,12 +495,12 @@ class _Answer:
         return name, None if logprob is None else max(logprob, -9999.0)
 
 
-def told(error: HTTPException) -> dict[str, Any]:
+def error_document(error: HTTPException) -> dict[str, Any]:
     """What went wrong, as OpenAI writes it."""
-    kind = _ERRORS.get(
+    error_type = _ERRORS.get(
         error.status_code, "server_error" if error.status_code >= 500 else "invalid_request_error"
     )
-    return {"error": {"message": error.detail, "type": kind, "param": None, "code": error.status_code}}
+    return {"error": {"message": error.detail, "type": error_type, "param": None, "code": error.status_code}}
 
 
 def app(api: Api) -> Starlette:
@@ -513,7 +515,7 @@ def app(api: Api) -> Starlette:
     routes = [Route("/", api.page), Route("/health", api.health), Route("/v1/models", api.models)]
     for path in ("completions", "chat/completions"):
         routes.append(Route(f"/v1/{path}", api.answer, methods=["POST"]))
-    refused = lambda _, error: Document(told(error), error.status_code, error.headers)
+    refused = lambda _, error: Document(error_document(error), error.status_code, error.headers)
     words = "this is a fault of llmpar: {0.__class__.__name__}: {0}"
     fault = lambda _, error: refused(_, HTTPException(500, words.format(error)))
     handlers: dict[Any, Any] = {HTTPException: refused, Exception: fault}
@@ -526,18 +528,21 @@ class Server(uvicorn.Server):
     """Uvicorn in one process. It lets go of who neither asks nor reads, and ends where the engine failed."""
 
     def __init__(self, api: Api, say: Callable[[str], Any]):
-        how: dict[str, Any] = {"limit_concurrency": MOST_CONNECTIONS, "timeout_graceful_shutdown": GRACE_S}
-        how |= {"http": "h11", "ws": "none", "log_config": None, "log_level": "critical"}
-        super().__init__(uvicorn.Config(app(api), lifespan="on", server_header=False, **how))
+        settings: dict[str, Any] = {
+            "limit_concurrency": MOST_CONNECTIONS,
+            "timeout_graceful_shutdown": GRACE_S,
+        }
+        settings |= {"http": "h11", "ws": "none", "log_config": None, "log_level": "critical"}
+        super().__init__(uvicorn.Config(app(api), lifespan="on", server_header=False, **settings))
         self.api, self.thread, self.say, self._idle = api, api.thread, say, dict[Any, int]()
         self.last = threading.Timer(END_S, os._exit, [1])
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second."""
         if counter % 10 == 0:
-            there: Any = self.server_state.connections
-            found = [(x, x.cycle, x.transport.get_write_buffer_size()) for x in there]
-            idle = [x for x in found if x[2] or x[1] is None or x[1].response_complete]
+            connections: Any = self.server_state.connections
+            states = [(x, x.cycle, x.transport.get_write_buffer_size()) for x in connections]
+            idle = [x for x in states if x[2] or x[1] is None or x[1].response_complete]
             self._idle = {state: self._idle.get(state, 0) + 1 for state in idle}
             for connection, *_ in (state for state, seconds in self._idle.items() if seconds > READ_S):
                 connection.transport.abort()

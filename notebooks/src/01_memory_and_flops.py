@@ -35,7 +35,12 @@ from llmpar import draw
 from llmpar.draw import scene
 from llmpar.inspect.census import compiled_memory
 from llmpar.lessons import attempt, hint, met, solution
-from llmpar.lessons.lesson import argument_bytes, counting_text, trained, verdicts
+from llmpar.lessons.lesson import (
+    counting_text,
+    predicted_argument_bytes,
+    train_on,
+    verdicts,
+)
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.predict import formulas, memory
@@ -108,10 +113,10 @@ CONFIG = dataclasses.replace(preset("tiny"), num_layers=8)
 TEXT, ADAM = counting_text(8, 128), optax.adamw(1e-2)
 print("Three programs are compiled and run: about 20 s.")
 runs = {
-    remat: trained(CONFIG, Plan("dp=1", remat=remat), TEXT, ADAM, 2)
+    remat: train_on(CONFIG, Plan("dp=1", remat=remat), TEXT, ADAM, 2)
     for remat in ("none", "selective", "block")
 }
-predicted = argument_bytes(runs["none"])
+predicted = predicted_argument_bytes(runs["none"])
 reserved = compiled_memory(runs["none"].compiled)["argument_bytes"]
 print(f"{CONFIG.num_params:,} parameters: predicted {sum(predicted.values()):,} B,")
 print(f"reserved {reserved:,} B")

@@ -48,7 +48,7 @@ from llmpar.lessons.lesson import (
     as_predicted,
     counting_text,
     fresh_state,
-    trained,
+    train_on,
     verdicts,
 )
 from llmpar.model.weights import model_graph
@@ -290,7 +290,7 @@ print("losses on one device:", " ".join(f"{loss:.3f}" for loss in solo_losses))
 # %%
 print("Four programs are compiled and run: about 15 s.")
 runs = {
-    name: trained(LLAMA, plan, batch, optimizer, STEPS, clip=None)
+    name: train_on(LLAMA, plan, batch, optimizer, STEPS, clip=None)
     for name, plan in plans.items()
 }
 

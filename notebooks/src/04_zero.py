@@ -49,7 +49,7 @@ from llmpar.lessons.lesson import (
     as_predicted,
     as_table,
     counting_text,
-    trained,
+    train_on,
     verdicts,
 )
 from llmpar.parallel.mesh import make_mesh, shard_bytes, sharding, spec
@@ -445,7 +445,7 @@ LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
 BATCH, SEQ = 16, 16
 TEXT = counting_text(BATCH, SEQ)
 ADAM = optax.adamw(3e-3)
-learn = lambda plan: trained(LLAMA, plan, TEXT, ADAM, STEPS)
+learn = lambda plan: train_on(LLAMA, plan, TEXT, ADAM, STEPS)
 print("Five programs are compiled and run: about 30 s.")
 solo = learn(Plan("dp=1", zero=0))
 llamas = {f"stage {zero}": learn(Plan(f"fsdp={N}", zero=zero)) for zero in range(4)}
@@ -602,8 +602,8 @@ attempt("04.lora", lora)
 ADAPTED = dataclasses.replace(LLAMA, lora=LoraConfig(rank=4))
 AXES = {1: "dp=1", 2: "fsdp=2", 4: "fsdp=2 tp=2", 8: "dp=2 fsdp=2 tp=2"}[N]
 both = {
-    "all is trained": trained(LLAMA, Plan(AXES, zero=3), TEXT, ADAM, 2),
-    "LoRA": trained(ADAPTED, Plan(AXES, zero=3), TEXT, ADAM, 2),
+    "all is trained": train_on(LLAMA, Plan(AXES, zero=3), TEXT, ADAM, 2),
+    "LoRA": train_on(ADAPTED, Plan(AXES, zero=3), TEXT, ADAM, 2),
 }
 
 # %% tags=["plumbing"]

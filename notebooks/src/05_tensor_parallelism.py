@@ -46,7 +46,7 @@ from llmpar.inspect.census import (
 )
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.lessons import attempt, hint, met, say, solution
-from llmpar.lessons.lesson import as_predicted, counting_text, trained, verdicts
+from llmpar.lessons.lesson import as_predicted, counting_text, train_on, verdicts
 from llmpar.parallel.mesh import make_mesh, shard_bytes, sharding, spec
 from llmpar.parallel.modes import Manual
 from llmpar.plan.layout import parse_arrow, parse_layout
@@ -345,7 +345,7 @@ LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
 BATCH, SEQ = 4, 16
 TEXT = counting_text(BATCH, SEQ)
 ADAM = optax.adamw(3e-3)
-learn = lambda plan: trained(LLAMA, plan, TEXT, ADAM, STEPS)
+learn = lambda plan: train_on(LLAMA, plan, TEXT, ADAM, STEPS)
 solo = learn(Plan("dp=1"))  # about 15 s for these three
 plans = {"tp": Plan(f"tp={N}"), "tp + sequence": Plan(f"tp={N}", tp_sequence=True)}
 llamas = {name: learn(plan) for name, plan in plans.items()}

@@ -46,7 +46,7 @@ from llmpar.inspect.census import (
 )
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.lessons import attempt, hint, met, say, solution
-from llmpar.lessons.lesson import as_predicted, counting_text, trained, verdicts
+from llmpar.lessons.lesson import as_predicted, counting_text, train_on, verdicts
 from llmpar.model import attention
 from llmpar.parallel.mesh import abstract_mesh, make_mesh, sharding, spec
 from llmpar.plan import sequence_order
@@ -56,7 +56,7 @@ from llmpar.plan.plan import Plan
 from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
 from llmpar.predict.ring import pairs_by_step
-from llmpar.serve.decode import Decoder, Rows
+from llmpar.serve.decode import Decoder, DecoderInput
 from llmpar.training.step import Step
 
 # Accelerators round float32 matmuls unless told not to.
@@ -550,7 +550,7 @@ LLAMA, BATCH, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=2), 2,
 TEXT = counting_text(BATCH, SEQ)
 TEXT["segments"] = 1 + (TEXT["positions"] >= np.array([[20], [9]]))  # two documents
 SGD = optax.sgd(0.5)
-learn = lambda plan: trained(LLAMA, plan, TEXT, SGD, STEPS)
+learn = lambda plan: train_on(LLAMA, plan, TEXT, SGD, STEPS)
 print("Four programs are compiled and run: about 30 s.")
 solo = learn(Plan("dp=1"))
 plan = Plan(f"sp={SP}", zero=0)
@@ -786,7 +786,7 @@ print(f"one array of hidden values has {hidden_bytes / 2**20:.1f} MiB")
 POSITIONS, weights = 4096, llamas["ring"].state.params
 over, plan = make_mesh(f"sp={SP}"), Plan(f"sp={SP}", zero=0)
 decoder = Decoder(LLAMA, plan, over, weights, 1, POSITIONS)
-traced = decoder.run.trace(decoder.params, decoder.cache, Rows.idle(1), False)
+traced = decoder.run.trace(decoder.params, decoder.cache, DecoderInput.idle(1), False)
 sent = census_table(census_jaxpr(traced.jaxpr, {"sp": SP}))
 held = {shard.data.nbytes for shard in decoder.cache[0].addressable_shards}
 per_position = 4 * LLAMA.num_layers * LLAMA.num_kv_heads * LLAMA.head_width

@@ -47,7 +47,7 @@ from llmpar.inspect.census import (
     read_program,
 )
 from llmpar.lessons import attempt, hint, met, say, solution
-from llmpar.lessons.lesson import as_predicted, counting_text, trained, verdicts
+from llmpar.lessons.lesson import as_predicted, counting_text, train_on, verdicts
 from llmpar.parallel.mesh import make_mesh, sharding, spec
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.model_config import preset
@@ -294,8 +294,8 @@ TEXT, SGD = counting_text(ROWS_EACH * U, SEQ), optax.sgd(0.5)
 plan = Plan(f"pp={p}", schedule="gpipe", stage_saves="residuals", microbatches=U)
 
 print("Two programs are compiled and run: about 15 s.")
-solo = trained(LLAMA, Plan("dp=1", microbatches=U), TEXT, SGD, STEPS)
-runs = {"residuals": trained(LLAMA, plan, TEXT, SGD, STEPS)}
+solo = train_on(LLAMA, Plan("dp=1", microbatches=U), TEXT, SGD, STEPS)
+runs = {"residuals": train_on(LLAMA, plan, TEXT, SGD, STEPS)}
 print("losses on one device:", " ".join(f"{x:.3f}" for x in solo.losses))
 sent = verdicts(runs, solo, weights_within=1e-4)
 
@@ -364,7 +364,7 @@ print(f"its arguments are 1/{p} of the weights, and the microbatches")
 # %%
 print("One program more is compiled and run: about 8 s.")
 plan = Plan(f"pp={p}", schedule="gpipe", stage_saves="input", microbatches=U)
-runs["input"] = trained(LLAMA, plan, TEXT, SGD, STEPS)
+runs["input"] = train_on(LLAMA, plan, TEXT, SGD, STEPS)
 sent = verdicts(runs, solo, weights_within=1e-4, details=True)
 
 # %% [markdown]

@@ -43,7 +43,7 @@ from llmpar.inspect.census import (
     read_program,
 )
 from llmpar.lessons import attempt, hint, met, say, solution
-from llmpar.lessons.lesson import as_predicted, counting_text, trained, verdicts
+from llmpar.lessons.lesson import as_predicted, counting_text, train_on, verdicts
 from llmpar.parallel.mesh import make_mesh
 from llmpar.pipeline.split_backward import split, trace
 from llmpar.plan.model_config import preset
@@ -200,11 +200,11 @@ TEXT, SGD = counting_text(2 * U, SEQ), optax.sgd(0.5)
 
 def train(schedule):
     plan = Plan(f"pp={p}", schedule=schedule, microbatches=U)
-    return trained(LLAMA, plan, TEXT, SGD, STEPS)
+    return train_on(LLAMA, plan, TEXT, SGD, STEPS)
 
 
 print("Five programs are compiled and run: about 40 s.")
-solo = trained(LLAMA, Plan(microbatches=U), TEXT, SGD, STEPS)
+solo = train_on(LLAMA, Plan(microbatches=U), TEXT, SGD, STEPS)
 runs = {name: train(name) for name in ("1f1b", "interleaved", "zb-h1", "zb-v")}
 sent = verdicts(runs, solo, weights_within=1e-5)
 
@@ -511,7 +511,7 @@ YOURS = game.state["order"]
 order = examine(YOURS)
 if TRAIN and order and order.num_stages == p > 1:
     plan = Plan(f"pp={p}", schedule=YOURS, microbatches=order.num_microbatches)
-    yours = trained(LLAMA, plan, TEXT, SGD, STEPS)
+    yours = train_on(LLAMA, plan, TEXT, SGD, STEPS)
     verdicts({"yours": yours}, solo, weights_within=1e-5)
 
 # %% [markdown]

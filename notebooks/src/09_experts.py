@@ -42,7 +42,7 @@ from llmpar.lessons.lesson import (
     as_predicted,
     counting_text,
     fresh_state,
-    trained,
+    train_on,
     verdicts,
 )
 from llmpar.model import moe
@@ -279,8 +279,8 @@ ep = min(N, 4)
 PLAN = Plan(f"ep={ep} fsdp={N // ep}")
 TEXT, ADAM, STEPS = counting_text(N, 32), optax.adamw(1e-2), 3
 print("Two programs are compiled and run: about 20 s.")
-run = trained(CONFIG, PLAN, TEXT, ADAM, STEPS)
-solo = trained(CONFIG, Plan("dp=1"), TEXT, ADAM, STEPS)
+run = train_on(CONFIG, PLAN, TEXT, ADAM, STEPS)
+solo = train_on(CONFIG, Plan("dp=1"), TEXT, ADAM, STEPS)
 found = verdicts({"experts": run}, solo)["experts"]
 if N > 1:
     assert found["ep", "all-to-all"]["count"] == 4 * CONFIG.num_layers

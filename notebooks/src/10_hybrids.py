@@ -37,7 +37,12 @@ from llmpar.draw import scene
 from llmpar.inspect.census import compiled_memory
 from llmpar.inspect.report import compare
 from llmpar.lessons import attempt, hint, met, solution
-from llmpar.lessons.lesson import argument_bytes, counting_text, five_runs, trained
+from llmpar.lessons.lesson import (
+    counting_text,
+    five_runs,
+    predicted_argument_bytes,
+    train_on,
+)
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.plan.timetable import branch_shares
@@ -85,7 +90,7 @@ plans = {
 plans = {text: plan for text, plan in plans.items() if plan.mesh.size <= len(devices)}
 
 print("Five programs are compiled and run: about 30 s.")
-runs = {text: trained(LLAMA, plan, TEXT, ADAM, STEPS) for text, plan in plans.items()}
+runs = {text: train_on(LLAMA, plan, TEXT, ADAM, STEPS) for text, plan in plans.items()}
 largest = [*runs][-1]
 gate = runs[largest].state.params["blocks"]["ffn"]["gate"]
 met("10.share", gate.addressable_shards[0].data.size / gate.size, "a device holds")
@@ -104,7 +109,7 @@ for text, run in runs.items():
         assert row["predicted_bytes"] == row["compiled_bytes"]
         axis = row["axis"] if row["axis"] in AXES else "several axes"
         sent[text][axis] += row["compiled_bytes"]
-    given = argument_bytes(run)
+    given = predicted_argument_bytes(run)
     assert sum(given.values()) == compiled_memory(run.compiled)["argument_bytes"]
     held[text] = {"weights": given["params"], "moments": given["optimizer"]}
     documents[text] = document

@@ -34,7 +34,7 @@ import optax
 from llmpar import draw
 from llmpar.draw import columns, scene
 from llmpar.lessons import attempt, hint, met, say, say_command, solution
-from llmpar.lessons.lesson import counting_text, trained, verdicts
+from llmpar.lessons.lesson import counting_text, train_on, verdicts
 from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
@@ -236,8 +236,8 @@ text, adam = counting_text(2 * N, 64), optax.adamw(1e-2)
 tp = 2 if N > 1 else 1
 chosen = Plan(f"fsdp={N // tp} tp={tp}", tp_sequence=tp > 1)
 print("Two programs are compiled and run: about 10 s.")
-run = trained(config, chosen, text, adam, 2)
-alone = trained(config, Plan("dp=1"), text, adam, 2)
+run = train_on(config, chosen, text, adam, 2)
+alone = train_on(config, Plan("dp=1"), text, adam, 2)
 sent = verdicts({"the plan": run}, alone)
 
 # %% [markdown]

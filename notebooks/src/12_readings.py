@@ -36,7 +36,7 @@ from llmpar.draw import scene
 from llmpar.inspect.census import census_hlo, census_table, read_program
 from llmpar.inspect.types import types
 from llmpar.lessons import attempt, hint, met, say, solution
-from llmpar.lessons.lesson import as_predicted, counting_text, trained
+from llmpar.lessons.lesson import as_predicted, counting_text, train_on
 from llmpar.parallel.mesh import explicit, make_mesh, sharding, spec
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.model_config import preset
@@ -354,9 +354,9 @@ TEXT = counting_text(ROWS, SEQ)
 
 
 adam = optax.adamw(3e-3)
-solo = trained(LLAMA, Plan("dp=1"), TEXT, adam, 1).losses[0]
+solo = train_on(LLAMA, Plan("dp=1"), TEXT, adam, 1).losses[0]
 plans = {name: Plan(MESH, mode=name) for name in ("manual", "auto", "explicit")}
-runs = {name: trained(LLAMA, plan, TEXT, adam, 1) for name, plan in plans.items()}
+runs = {name: train_on(LLAMA, plan, TEXT, adam, 1) for name, plan in plans.items()}
 
 # %%
 fresh = {"logits": 0.5, "loss": float(np.log(LLAMA.vocab_size))}

@@ -44,7 +44,7 @@ from llmpar.plan.model_config import preset
 from llmpar.plan.plan import CACHE, Plan
 from llmpar.predict import serving, traffic
 from llmpar.predict.hardware import chip
-from llmpar.serve.decode import Decoder, Rows
+from llmpar.serve.decode import Decoder, DecoderInput
 from llmpar.serve.engine import Engine, Request
 
 N = max(n for n in (1, 2, 4) if n <= len(devices))
@@ -64,7 +64,7 @@ def compile_pass(mesh, requests, tokens):
     """A pass that takes so many tokens of each request: who runs it, its programs."""
     plan = Plan(mesh, dtype="bfloat16")
     decoder = Decoder(TOY, plan, make_mesh(mesh), WEIGHTS, requests, LENGTH)
-    given = decoder.params, decoder.cache, Rows.idle(requests, tokens), False
+    given = decoder.params, decoder.cache, DecoderInput.idle(requests, tokens), False
     return decoder, *read_program(decoder.run.lower(*given))
 
 
@@ -103,7 +103,7 @@ for name, (requests, tokens) in PASSES.items():
     flops, size = found[name]
     assert flops == sum(serving.device_flops(plan, requests, LENGTH, tokens).values())
     cache = serving.device_cache_bytes(plan, requests, LENGTH)
-    rows = sum(column.nbytes for column in Rows.idle(requests, tokens))
+    rows = sum(column.nbytes for column in DecoderInput.idle(requests, tokens))
     assert 2 * TOY.num_params + cache + rows == size, name
     print(f"{name}: {flops:,} FLOPs, {size:,} B, as predicted")
 

@@ -225,7 +225,7 @@ scene.show(draw.time_bars(bars, title="A step on two hosts, 20 Mbit/s"))
 # %% tags=["plumbing"]
 tokens, lines = [256, 512, 1024, 2048, 4096], []
 for name, color in (("tp across", "tp-line"), ("dp across", "dp-line")):
-    plan, outer = hosts.PLACEMENTS[name]
+    plan, outer = hosts.HOST_PLANS[name]
     plan, where = plan.resolve(hosts.TOY), [0, 0, 1, 1] if outer else [0, 1, 0, 1]
     sent = [leaving_bytes(plan, T // hosts.SEQ, hosts.SEQ, where) for T in tokens]
     sizes = [sum(of[0] for of in axes.values()) / 1e6 for axes in sent]

@@ -70,7 +70,7 @@ curves(lines, list(words.values()), "rate of the wire", "seconds a step")
 
 # %%
 bars = []
-for name in sorted(hosts.PLACEMENTS, key=lambda name: runs[name, "20mbit"]["step_s"]):
+for name in sorted(hosts.HOST_PLANS, key=lambda name: runs[name, "20mbit"]["step_s"]):
     predicted, fast = hosts.leaving(name)[0], runs[name, "10gbit"]["step_s"]
     slow = max(0.0, runs[name, "20mbit"]["step_s"] - fast)
     bars.append((f"{name}, {predicted / 1e6:.1f} MB", {"on a fast wire": fast, "slow wire": slow}))

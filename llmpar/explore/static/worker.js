@@ -27,8 +27,8 @@ def explorer(kind, given):
     return by_kind(kind, json.loads(given))
 
 def run(code, known):
-    from llmpar import lessons as exercises
-    names, said = vars(exercises).copy(), io.StringIO()
+    from llmpar import lessons
+    names, said = vars(lessons).copy(), io.StringIO()
     exec(known, names)
     with contextlib.redirect_stdout(said):
         try:
