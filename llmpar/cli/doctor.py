@@ -103,8 +103,8 @@ def default_meshes(num_devices: int, num_domains: int) -> list[str]:
 
 
 def examine() -> dict:
-    """Return the environment as plain data, with ``lines`` for people. Start JAX, on simulated devices if there
-    is no accelerator."""
+    """Return the environment as plain data, with ``lines`` for people. Start JAX, on simulated devices if
+    there is no accelerator."""
     import jax
 
     from llmpar.inspect.links import links

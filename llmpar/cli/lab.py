@@ -73,7 +73,8 @@ class Lab:
 
 
 def _deal(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False) -> str:
-    """Copy the lessons that are missing, without outputs, and write the start page; return a sentence about it.
+    """Copy the lessons that are missing, without outputs, and write the start page; return a sentence about
+    it.
 
     Refuse a folder of something else, and write over nothing but pages of ours.
     """

@@ -207,7 +207,8 @@ class Launch:
 
 
 def stored_as(folder: str) -> tuple[str, str, int]:
-    """Return a model folder's dtype, the name of its quantization ('' without), and the bytes of its weights."""
+    """Return a model folder's dtype, the name of its quantization ('' without), and the bytes of its
+    weights."""
     if not list(Path(folder).glob("*.safetensors")):
         raise ValueError(f"'{folder}' has no *.safetensors; give a folder that 'llmpar export' wrote")
     card = files.read_json(Path(folder, "config.json"), "model configuration")

@@ -60,7 +60,8 @@ class ScheduleCommand(Output):
         give(document, self.json, [text_timeline(table), *lines, f"{'peak_live':<20}{document['peak_live']}"])
 
     def made(self) -> schedules.Schedule:
-        """Return the schedule of that name, or the written order; refuse sizes that the order does not have."""
+        """Return the schedule of that name, or the written order; refuse sizes that the order does not
+        have."""
         order = read_order(self.name)
         if "\n" not in order.strip():
             return make(order, self.stages, self.microbatches, self.virtual_stages)

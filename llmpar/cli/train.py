@@ -93,7 +93,8 @@ class Train(Output):
     text: Annotated[Any, tyro.conf.arg(constructor=TextFlags)] = TextFlags()
 
     def run(self, begin: Load | None = None) -> dict:
-        """Train with progress, and return the ``--json`` document. ``begin`` loads the weights of ``from_``."""
+        """Train with progress, and return the ``--json`` document. ``begin`` loads the weights of
+        ``from_``."""
         from llmpar.launch.joined import Watchdog, initialize, meet
 
         if begin is None:

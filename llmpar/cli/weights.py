@@ -139,8 +139,9 @@ def _cast(params: Any, dtype: str) -> Any:
 
 
 def from_folder(name: str) -> tuple[str, str, Load]:
-    """Return the names of the model and the tokenizer in a Hugging Face folder (or of a downloaded model), and
-    the loader of its weights. No weight is read yet, but tensors that the model does not have are refused."""
+    """Return the names of the model and the tokenizer in a Hugging Face folder (or of a downloaded model),
+    and the loader of its weights. No weight is read yet, but tensors that the model does not have are
+    refused."""
     from llmpar.training import hugging_face as hf
 
     folder = folder_of(name)

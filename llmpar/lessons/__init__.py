@@ -135,8 +135,8 @@ def met(name: str, result: Any, what: str = "compiled") -> None:
 
 
 def say(text: object, hanging: int = 0) -> None:
-    """Print sentences on lines that a notebook shows whole; JupyterLab breaks longer ones inside words. Broken
-    lines are indented by ``hanging`` columns."""
+    """Print sentences on lines that a notebook shows whole; JupyterLab breaks longer ones inside words.
+    Broken lines are indented by ``hanging`` columns."""
     for line in str(text).splitlines():
         print("\n".join(_broken(line, COLUMNS, hanging)))
 

@@ -68,8 +68,8 @@ class Exercise:
     given: Mapping[str, Any] = field(default_factory=dict)
 
     def with_sentences(self, name: str, says: Mapping[str, str]) -> Exercise:
-        """Return the exercise with its sentences, and with the answers that their keys spell in backticks (right
-        ones behind an "or"). Refuse a key without a sentence, and a sentence with an unknown key."""
+        """Return the exercise with its sentences, and with the answers that their keys spell in backticks
+        (right ones behind an "or"). Refuse a key without a sentence, and a sentence with an unknown key."""
         wanted = {"because", *self.wrong, *self.also, *(self.counts or ["hint"])}
         spelt = [key for key in says if key.endswith("`")]
         planted = {key: read_answer(key.split("`")[1], self.solution, self.given) for key in spelt}

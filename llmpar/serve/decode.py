@@ -128,8 +128,8 @@ class _Cached(Manual):
 
 
 def choose_tokens(logits: Float[Array, "b v"], targets, positions, rows: DecoderInput) -> Int[Array, "b n"]:
-    """Return the tokens that follow, the targets, and the likeliest; then the bits of their log-probabilities:
-    one message."""
+    """Return the tokens that follow, the targets, and the likeliest; then the bits of their
+    log-probabilities: one message."""
     logprobs, best = jax.nn.log_softmax(logits), lax.top_k(logits, min(BEST, logits.shape[1]))[1]
     drawn = lambda: jnp.where(rows.temperature > 0, jax.vmap(draw)(logits, positions, *rows[3:]), best[:, 0])
     token = lax.cond((rows.temperature > 0).any(), drawn, lambda: best[:, 0])

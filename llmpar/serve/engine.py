@@ -165,8 +165,8 @@ class Engine:
         return {**self._counts, "running": len(self._running), "waiting": len(self._waiting)}
 
     def step(self) -> list[Event]:
-        """Let requests leave and join, run one step for those with a slot, and return its events. If anything is
-        raised (ValueError if the model gives NaN), all requests are lost."""
+        """Let requests leave and join, run one step for those with a slot, and return its events. If anything
+        is raised (ValueError if the model gives NaN), all requests are lost."""
         with self._lock:
             present = *self._waiting, *self._running.values()
             events = [Event(job.ticket, finish="cancelled") for job in present if job.cancelled]

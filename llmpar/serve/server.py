@@ -109,7 +109,8 @@ class EngineThread(threading.Thread):
         self.join()
 
     def submit(self, requests: Sequence[Request], box: asyncio.Queue) -> list[int]:
-        """Return the tickets of all requests, whose events go into the box; if it raises, no request is left."""
+        """Return the tickets of all requests, whose events go into the box; if it raises, no request is
+        left."""
         self._loop, tickets = asyncio.get_running_loop(), list[int]()
         try:
             for request in requests:
