@@ -48,13 +48,13 @@ class _ForPeople:
 
 
 def _silence(stream: Any) -> None:
-    """Let what a stream has not written yet, and whatever follows, go nowhere."""
+    """Drop what a stream has not written yet, and all that follows."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and give its exit status."""
+    """Run one command and return its exit status."""
     for number, name in enumerate(("stdout", "stderr"), 1):
         if getattr(sys, name) is None:  # it was closed, and the next file would have its number
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
@@ -72,8 +72,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _interrupt(number: int) -> None:
-    """End a command that keeps nothing, and take its temporary folders along. An exception would not do: it
-    may come where JAX is called back and ignores it, or while XLA compiles, which does not survive Python."""
+    """End a command that keeps nothing, and delete its temporary folders. An exception would not do: JAX
+    ignores it in a callback, and XLA does not survive Python's end while it compiles."""
     for thing in gc.get_objects():
         if type(thing) is tempfile.TemporaryDirectory:
             shutil.rmtree(thing.name, ignore_errors=True)
@@ -112,7 +112,7 @@ def _run(argv: list[str]) -> None:
 
 
 def explain_error(error: Exception) -> str:
-    """Explain an error in a sentence: a refusal's own words, or that this is a fault of the package.
+    """Explain an error in one sentence: a refusal's own text, or that this is a fault of the package.
 
     A refusal is a ValueError that this package raises. A ValueError that another library raises is a case
     that this package has overlooked.
@@ -138,14 +138,16 @@ def explain_error(error: Exception) -> str:
     if (joined := _joined()) and joined.is_broken(summary):
         return f"another process ended, or could not be reached: its own output says why ({summary})"
     if "RESOURCE_EXHAUSTED" in summary or "Out of memory" in summary:
-        less = "use a smaller model or batch, more microbatches, or --remat block"
-        return f"the memory of a device is full ({summary}); {less}"
+        return (
+            f"the memory of a device is full ({summary}); use a smaller model or batch, more"
+            " microbatches, or --remat block"
+        )
     ours = [f"{file.removeprefix(package)}:{line}" for file, line in frames if file.startswith(package)][-1:]
     return f"this is a fault of llmpar, at {''.join(ours)}: {summary}; LLMPAR_TRACEBACK=1 shows the stack"
 
 
 def _joined() -> Any:
-    """What joined this process and others, if it is one of several; nothing is imported for this."""
+    """Return the module that joined this process to others, or None. Nothing is imported for it."""
     joined = sys.modules.get("llmpar.launch.joined")
     with contextlib.suppress(Exception):  # a broken JAX cannot say
         return joined if joined and joined.together() else None
@@ -153,8 +155,8 @@ def _joined() -> Any:
 
 
 def _status(error: Exception) -> int:
-    """The status of an error: of several processes' one that another attempt may mend it, if it is no
-    refusal. A checkpoint that was not written because another process ended is none."""
+    """Return an error's exit status: 1 for a refusal; in one of several processes the status that lets an
+    engine start them again, unless a checkpoint was not written because another process ended."""
     if not (joined := _joined()):
         return 1
     refused = isinstance(error, ValueError | OSError | FloatingPointError)
@@ -162,8 +164,8 @@ def _status(error: Exception) -> int:
 
 
 def _fail(sentence: str, status: int, error: Exception | None = None) -> int:
-    """Print the sentence, and give the status. If another process failed first, this one has said so in place
-    of its own sentence, and ends with that one's status."""
+    """Print the sentence and return the status. If another process failed first, that one has printed its
+    sentence, and its status is returned."""
     if error and os.environ.get("LLMPAR_TRACEBACK"):
         import traceback
 

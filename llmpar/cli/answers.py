@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 
 from llmpar import lessons
-from llmpar.cli.options import Folder, OptionalText, give, inform
+from llmpar.cli.options import Folder, OptionalText, Output, give, inform
 from llmpar.files import check_ordinary, read_json_lines
 from llmpar.lessons import quiz, record
 from llmpar.lessons.judge import CORRECT
@@ -48,16 +48,14 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Solutions:
+class Solutions(Output):
     """Print the solutions of exercises, and why they are right: for teachers. Learners ask in the lesson.
 
     Attributes:
         lesson: its number, such as 03; None: all lessons.
-        json: print one JSON document on stdout.
     """
 
     lesson: OptionalText = None
-    json: bool = False
 
     def run(self) -> None:
         known = lessons.lesson_numbers()

@@ -49,7 +49,7 @@ examples
 
 
 def help_text() -> str:
-    """The commands in groups, each with the beginning of what it says of itself."""
+    """Return the commands in groups, each with the first clause of its description."""
     lines = []
     for group, commands in GROUPS.items():
         lines += ["", group]
@@ -59,8 +59,7 @@ def help_text() -> str:
 
 
 def parse(argv: list[str]):
-    """The command that these words ask for. Words that ask for none end the process with status 2, --help
-    with 0."""
+    """Return the command that the words name. Other words end the process with status 2, --help with 0."""
     name = argv[0] if argv else ""
     if name in ("-h", "--help"):
         print(help_text(), end="")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import tyro
 
 from llmpar.cli import options
-from llmpar.cli.options import File, Number, StepOptions, inform
+from llmpar.cli.options import File, Number, Output, StepOptions, inform
 from llmpar.plan.plan import Plan
 
 USUAL = {"gpu": "seconds", "tpu": "one to five minutes"}
@@ -38,7 +38,7 @@ class TargetOptions(StepOptions):
 
 
 @dataclass(frozen=True)
-class Compile:
+class Compile(Output):
     """Compile one training step for a cluster, by its own compiler and without a device, and read the
     program.
 
@@ -46,11 +46,9 @@ class Compile:
 
     Attributes:
         svg: also draw the schedule of a layer into this SVG (or PNG).
-        json: print one JSON document on stdout.
     """
 
     svg: File = None
-    json: bool = False
     step: TargetOptions = TargetOptions()
 
     def run(self) -> dict:

@@ -5,25 +5,23 @@ import pathlib
 from dataclasses import dataclass
 
 from llmpar.cli.inspect import Inspect
-from llmpar.cli.options import StepOptions, check_picture, give, inform, installed, speaks
+from llmpar.cli.options import Output, StepOptions, check_picture, give, inform, installed, speaks
 from llmpar.cli.train import Train
 from llmpar.plan.mesh_shape import parse_mesh
 
 
 @dataclass(frozen=True)
-class Demo:
+class Demo(Output):
     """Train on 8 devices under three kinds of parallelism, read the compiled program, draw, and check it all
     against one device.
 
     Attributes:
         out: folder for pictures and the log.
         steps: to train, on the mesh and again on one device.
-        json: print one JSON document on stdout.
     """
 
     out: str = "demo"
     steps: int = 60
-    json: bool = False
 
     def run(self) -> dict:
         """Train on the mesh and on one device, inspect the step, draw three pictures, and compare.
@@ -63,8 +61,10 @@ class Demo:
         gap = max(abs(a - b) for a, b in zip(many["losses"], one["losses"], strict=True))
         exact = all(row["predicted_bytes"] == row["compiled_bytes"] for row in read["collectives"])
         inform(f"pictures: {', '.join((*pictures, bytes_path))}")
-        kinds = f"for {len(read['collectives'])} kinds of collective"
-        inform(f"bytes sent: predicted {'=' if exact else '≠'} compiled, {kinds}")
+        inform(
+            f"bytes sent: predicted {'=' if exact else '≠'} compiled, for {len(read['collectives'])}"
+            " kinds of collective"
+        )
         inform(f"loss: {mesh} and one device differ by at most {gap:.1e} nats over {self.steps} steps")
         first, last = many["losses"][0], many["losses"][-1]
         failed = ["a predicted byte is not a compiled one"] * (not exact)

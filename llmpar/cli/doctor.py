@@ -9,7 +9,7 @@ import shlex
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
-from llmpar.cli.options import give, installed, join_processes, speaks
+from llmpar.cli.options import Output, give, installed, speaks
 from llmpar.plan.mesh_shape import AXES
 from llmpar.predict import hardware
 
@@ -20,19 +20,13 @@ OPTIONAL |= dict.fromkeys(("jupyterlab", "ipywidgets", "anywidget", "matplotlib"
 
 
 @dataclass(frozen=True)
-class Doctor:
-    """Check the environment: versions, devices, what is missing and how to get it.
-
-    Attributes:
-        json: print one JSON document on stdout.
-    """
-
-    json: bool = False
+class Doctor(Output):
+    """Check the environment: versions, devices, what is missing and how to get it."""
 
     def run(self) -> None:
         from llmpar.launch import traps
         from llmpar.launch.engines import detect
-        from llmpar.launch.joined import meet
+        from llmpar.launch.joined import initialize, meet
 
         place = detect(os.environ)
         first = [traps.describe(place), *traps.traps(os.environ, place)]
@@ -40,7 +34,7 @@ class Doctor:
             print(*first, sep="\n", flush=True)  # JAX may not get further
         if faults := misfits():
             raise ValueError("; ".join(faults) + "; python -m pip install --upgrade llmpar mends versions")
-        join_processes()
+        initialize()  # before any other use of JAX
         meet({"command": "doctor"})
         document = examine()
         document |= {"launch": asdict(place), "lines": first + document["lines"]}
@@ -60,8 +54,8 @@ LIBTPU_FLAGS = (
 
 
 def flags_for(platform: str) -> list[dict]:
-    """Variables that JAX reads when it starts: what to put (or to add) there, what that does, and whether
-    this environment says something of it."""
+    """Return the variables that JAX reads when it starts: the value to set (or to add), why, and whether this
+    environment sets them."""
     if platform == "gpu":
         why = "JAX takes 75% of a GPU's memory; alone it may have nearly all"
         is_set = hardware.asked_memory_share() is not None
@@ -75,7 +69,7 @@ def flags_for(platform: str) -> list[dict]:
 
 
 def misfits() -> list[str]:
-    """The installed packages that do not fit this one, by the bounds that it declares and by an import."""
+    """Return the installed packages that do not fit this one, by its declared bounds and by an import."""
     faults = []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout that is not installed
         for text in importlib.metadata.requires("llmpar") or []:
@@ -95,12 +89,12 @@ def misfits() -> list[str]:
 
 
 def _number(version: str) -> list[int]:
-    """A version as numbers that compare: 0.12 is 0.12.0, and 0.13.0.dev1 counts as 0.13."""
+    """Return a version as numbers that compare: 0.12 is 0.12.0, and 0.13.0.dev1 counts as 0.13."""
     return [*map(int, re.findall(r"\d+", re.findall(r"^[\d.]*", version)[0])), 0, 0, 0, 0][:5]
 
 
 def default_meshes(num_devices: int, num_domains: int) -> list[str]:
-    """Three meshes that people begin with: sharded state alone, with tensor parallelism, with a pipeline."""
+    """Return three common meshes: sharded state alone, with tensor parallelism, with a pipeline."""
     inside = num_devices // num_domains
     tp = next((n for n in (8, 4, 2) if inside % n == 0 and num_devices > n), 1)
     pp = num_domains if num_domains > 1 else 2
@@ -109,8 +103,8 @@ def default_meshes(num_devices: int, num_domains: int) -> list[str]:
 
 
 def examine() -> dict:
-    """Describe the environment as plain data, with ``lines`` for people. It starts JAX, on simulated devices
-    where there is no accelerator."""
+    """Return the environment as plain data, with ``lines`` for people. Start JAX, on simulated devices if
+    there is no accelerator."""
     import jax
 
     from llmpar.inspect.links import links
@@ -136,8 +130,10 @@ def examine() -> dict:
     if chip and not fake:
         memory = (first.memory_stats() or {}).get("bytes_limit")
         usable = f", {memory / 2**30:.1f} GiB usable memory" if memory else ""
-        speed = f"{chip.flops_per_s / 1e12:.0f} TFLOP/s in bf16, {chip.link} links"
-        lines.append(f"taken for a {chip.name}: {speed}{usable}")
+        lines.append(
+            f"taken for a {chip.name}: {chip.flops_per_s / 1e12:.0f} TFLOP/s in bf16, {chip.link}"
+            f" links{usable}"
+        )
     elif not fake:
         lines.append(f"'{first.device_kind}' is not in the table of chips; give plan and train a TOML row")
     if not fake and len(devices) == 1:

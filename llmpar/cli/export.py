@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 
 import tyro
 
-from llmpar.cli.options import Name, give, inform
+from llmpar.cli.options import Name, Output, give, inform
 from llmpar.cli.weights import opened
 from llmpar.launch import signals
 
 
 @dataclass(frozen=True)
-class Export:
+class Export(Output):
     """Write a checkpoint as a Hugging Face model: config.json, safetensors, its tokenizer's files. Adapters
     are added to their weights.
 
@@ -27,7 +27,6 @@ class Export:
         dtype: of the weights there.
         best: take the checkpoint with the lowest held-out loss, not the newest.
         tokenizer: the tokenizer.json that the model was trained with, where it is no longer where it was.
-        json: print one JSON document on stdout.
     """
 
     checkpoints: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINTS")]
@@ -35,7 +34,6 @@ class Export:
     dtype: Literal["float32", "bfloat16"] = "float32"
     best: bool = False
     tokenizer: Name = None
-    json: bool = False
 
     def run(self) -> dict:
         """Read one weight after the other, and write its tensors."""

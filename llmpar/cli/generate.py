@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from llmpar.cli import options
-from llmpar.cli.options import MAX_SEED, give, start_jax
+from llmpar.cli.options import MAX_SEED, Output, give, start_jax
 from llmpar.cli.weights import ModelOptions
 from llmpar.launch.agreed import flat
 from llmpar.plan.model_config import folder_of
@@ -17,7 +17,7 @@ MOST_TOKENS = 1 << 15
 
 
 @dataclass(frozen=True)
-class Generate(ModelOptions):
+class Generate(Output, ModelOptions):
     """Continue a text, with a cache of keys and values that is cut over a mesh.
 
     llmpar generate "def " --checkpoints kept --mesh "sp=4 tp=2"
@@ -27,17 +27,15 @@ class Generate(ModelOptions):
         tokens: how many to add at most; a token that ends a text ends it here.
         temperature: 0 takes the likeliest token, more draws from a flatter distribution.
         seed: of drawing.
-        json: print one JSON document on stdout.
     """
 
     prompt: Annotated[str, tyro.conf.Positional] = "def "
     tokens: int = 64
     temperature: float = 0.0
     seed: int = 0
-    json: bool = False
 
     def run(self) -> None:
-        """Restore the weights, take the prompt in, add tokens, and print."""
+        """Load the weights, read the prompt, add tokens, and print."""
         from llmpar.launch.joined import initialize, meet
         from llmpar.training import hugging_face as hf
         from llmpar.training.loop import kept_in
@@ -58,17 +56,22 @@ class Generate(ModelOptions):
         weights = self.from_ and hf.fingerprint(folder_of(self.from_))
         meet({"model": config, "tokenizer": tokenizer.identity["fingerprint"], "weights": weights})
         if others := plan.mesh.live("pp", "dp", "fsdp", "ep"):
-            why = "a prompt is one row, and goes through no pipeline"
-            raise ValueError(f"mesh '{plan.mesh}' has {', '.join(others)}, but {why}; use sp and tp")
+            raise ValueError(
+                f"mesh '{plan.mesh}' has {', '.join(others)}, but a prompt is one row, and goes"
+                " through no pipeline; use sp and tp"
+            )
         tokens = tokenizer.start_id, *open_chat(tokenizer).encode_all([self.prompt])[0]
         if len(tokens) > (most := config.context_length or MOST_TOKENS):
-            what = f"a prompt of {len(tokens):,} tokens does not fit into the {most:,} positions"
-            raise ValueError(f"{what} of '{config.name}'; use a shorter one")
+            raise ValueError(
+                f"a prompt of {len(tokens):,} tokens does not fit into the {most:,} positions of"
+                f" '{config.name}'; use a shorter one"
+            )
         request = replace(request, tokens=tokens, ends=tokenizer.end_ids)
         length = len(request.tokens) + self.tokens - 1
         if config.context_length and length > config.context_length:
-            many = f"{config.context_length:,} tokens, and these may be {length:,}"
-            notes.append(f"'{config.name}' was made for {many}")
+            notes.append(
+                f"'{config.name}' was made for {config.context_length:,} tokens, and these may be {length:,}"
+            )
         engine = self.engine(plan, config, load, notes, 1, length)
         usual = f"once it is compiled, each of {length:,} tokens looks at those before it"
         with options.still_at_work("generating", usual, every_s=20):

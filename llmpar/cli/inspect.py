@@ -11,6 +11,7 @@ from llmpar.cli import options
 from llmpar.cli.options import (
     File,
     OptionalText,
+    Output,
     StepOptions,
     changed,
     check_picture,
@@ -22,7 +23,7 @@ from llmpar.files import read_text
 
 
 @dataclass(frozen=True)
-class Inspect:
+class Inspect(Output):
     """Compile one training step and show predicted beside compiled: bytes and collectives per axis, memory,
     FLOPs.
 
@@ -38,7 +39,6 @@ class Inspect:
         types: also trace the step under --mode explicit, and show the plan's layouts beside JAX's types.
         tolerance: also show how far loss and gradients may be from those on another mesh, and which sums are
             why.
-        json: print one JSON document on stdout.
     """
 
     program: OptionalText = None
@@ -47,11 +47,10 @@ class Inspect:
     svg: File = None
     types: bool = False
     tolerance: bool = False
-    json: bool = False
     step: StepOptions = StepOptions()
 
     def run(self) -> dict:
-        """Inspect, and print tables unless JSON was asked for."""
+        """Compile the step and print tables, or JSON."""
         check_picture(self.svg)
         if self.program or self.hlo or self.target:
             return self.look()

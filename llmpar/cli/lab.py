@@ -53,8 +53,16 @@ class Lab:
         own = os.path.isdir(self.folder) or self.folder != Lab.folder
         folder = pathlib.Path(self.folder) if own else _PACKAGE / "notebooks"
         inform(_deal(folder, pathlib.Path(self.copies), self.fresh))
-        command = [sys.executable, "-m", "jupyter", "lab", self.copies]
-        command += [f"--port={self.port}", "--ip=127.0.0.1", f"--LabApp.default_url=/lab/tree/{_START}"]
+        command = [
+            sys.executable,
+            "-m",
+            "jupyter",
+            "lab",
+            self.copies,
+            f"--port={self.port}",
+            "--ip=127.0.0.1",
+            f"--LabApp.default_url=/lab/tree/{_START}",
+        ]
         # The settings in labconfig let a saved notebook keep its widgets, which reopen without a kernel.
         config = [os.environ.get("JUPYTER_CONFIG_PATH", ""), str(_PACKAGE / "cli")]
         env = {"JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(".jax_cache").resolve())} | os.environ
@@ -65,13 +73,15 @@ class Lab:
 
 
 def _deal(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False) -> str:
-    """Copy the lessons that are not there yet, cleared, and write the start page; say what was done.
+    """Copy the lessons that are missing, without outputs, and write the start page; return a sentence about
+    it.
 
-    Refuses a folder of something else, and writes over nothing but its own pages.
+    Refuse a folder of something else, and write over nothing but pages of ours.
     """
     if not (lessons := read_lessons(folder)):
-        where = "run this in the project's root, or give --folder"
-        raise ValueError(f"there are no lessons in '{folder}'; {where}")
+        raise ValueError(
+            f"there are no lessons in '{folder}'; run this in the project's root, or give --folder"
+        )
     if copies.resolve() == folder.resolve():
         raise ValueError(f"--copies '{copies}' is where the lessons are; name another folder")
     page = copies / _START
@@ -102,7 +112,7 @@ def _deal(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False) -> st
 
 
 def put_aside(copies: pathlib.Path) -> None:
-    """Move a learner's notebooks and answers to a folder that is named after the time."""
+    """Move a learner's notebooks and answers to a folder that is named by the time."""
     earlier = copies / "earlier" / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")
     for path in sorted(copies.glob("*")):
         if path.suffix in (".ipynb", ".jsonl") and path.name != _START:
@@ -111,7 +121,7 @@ def put_aside(copies: pathlib.Path) -> None:
 
 
 def cleared(document: dict) -> dict:
-    """Take the outputs out of a lesson: they answer what it asks."""
+    """Remove the outputs of a lesson: they answer its questions."""
     for cell in document["cells"]:
         if cell["cell_type"] == "code":
             cell |= {"outputs": [], "execution_count": None}

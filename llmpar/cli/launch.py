@@ -129,14 +129,16 @@ class Launch:
         if not self.serve and (given := changed(self, ("weights", "chip", "cache_tokens"))):
             raise ValueError(f"{', '.join(given)} is for a server; add --serve vllm, or leave it out")
         if self.serve and (self.words or not self.weights or self.engine not in ("slurm", "ray")):
-            which = f"'launch {self.engine}' with {' '.join(self.words) or 'no command'}"
-            raise ValueError(f"--serve vllm is for slurm and ray, with --weights and no command, not {which}")
+            raise ValueError(
+                "--serve vllm is for slurm and ray, with --weights and no command, not 'launch"
+                f" {self.engine}' with {' '.join(self.words) or 'no command'}"
+            )
         check_range("nodes", self.nodes, 1, 65_536)
         check_range("processes", self.processes, 2, MAX_PROCESSES)
         check_range("devices", self.devices, 1, 1024)
 
     def server(self, site: jobs.Site) -> jobs.Job:
-        """The job of an inference engine that serves the weights, on as many nodes and GPUs as they need."""
+        """Return the job of an inference engine for the weights, on as many nodes and GPUs as they need."""
         weights, chip = self.weights or "", hardware.chip(self.chip or "h100")
         if chip.link == "torus" or chip.simulated:
             raise ValueError(f"'{chip.name}' is no GPU, and vllm is started on GPUs; give --chip h100")
@@ -154,8 +156,10 @@ class Launch:
         bits, context = _BITS[dtype], config.context_length or 8192
         least = LEAST_BITS if quantized else 0.9 * bits
         if stored is not None and 8 * stored < least * config.num_params:
-            what = f"the weights in '{folder}' are {stored:,} bytes, too few for {config.num_params:,}"
-            raise ValueError(f"{what} parameters in {quantized or dtype}; fetch the files that are missing")
+            raise ValueError(
+                f"the weights in '{folder}' are {stored:,} bytes, too few for {config.num_params:,}"
+                f" parameters in {quantized or dtype}; fetch the files that are missing"
+            )
         weight_bits = 8 * (stored or 0) / config.num_params if quantized else bits
         numbers = f"{quantized} (says {hugging_face.QUANTIZED})" if quantized else dtype
         tokens = context if self.cache_tokens is None else self.cache_tokens
@@ -177,7 +181,7 @@ class Launch:
         return jobs.Job(words, pp, dataclasses.replace(site, gpus_per_node=tp))
 
     def run_here(self) -> int:
-        """Run the command in processes of this machine, and give the exit status."""
+        """Run the command in processes of this machine, and return the exit status."""
         self.check_command(self.processes * self.devices)
         command = [sys.executable, "-m", "llmpar", *self.words]
         if self.wire is None:
@@ -189,7 +193,7 @@ class Launch:
         return status
 
     def check_fewer(self, job: jobs.Job) -> None:
-        """Refuse a command that could not go on with fewer nodes, as torchrun is told to."""
+        """Refuse a command that cannot run on fewer nodes, if torchrun may go on with fewer."""
         for nodes in range(max(1, self.min_nodes or self.nodes), self.nodes):
             try:
                 self.check_command(dataclasses.replace(job, nodes=nodes).num_devices)
@@ -197,14 +201,14 @@ class Launch:
                 raise ValueError(f"with {nodes} of {self.nodes} nodes: {error}") from error
 
     def check_command(self, num_devices: int) -> None:
-        """Refuse a command that would be refused on that many devices, before it waits in a queue."""
+        """Refuse a command that cannot run on that many devices, before it waits in a queue."""
         if hasattr(self.command, "step"):
             self.command.step.settle(num_devices)
 
 
 def stored_as(folder: str) -> tuple[str, str, int]:
-    """The numbers that a model's folder computes in, those that its weights are quantized to ('' if they are
-    not), and the weights' bytes."""
+    """Return a model folder's dtype, the name of its quantization ('' without), and the bytes of its
+    weights."""
     if not list(Path(folder).glob("*.safetensors")):
         raise ValueError(f"'{folder}' has no *.safetensors; give a folder that 'llmpar export' wrote")
     card = files.read_json(Path(folder, "config.json"), "model configuration")

@@ -25,7 +25,7 @@ class Lesson:
 
 
 def notebook(path: pathlib.Path) -> dict[str, Any]:
-    """Read a notebook; refuse what is none."""
+    """Read a notebook; refuse any other file."""
     document = read_json(path, "lesson")
     cells, about = document.get("cells"), document.get("metadata")
     good = isinstance(cells, list) and all(
@@ -37,7 +37,7 @@ def notebook(path: pathlib.Path) -> dict[str, Any]:
 
 
 def read_lessons(folder: pathlib.Path) -> list[Lesson]:
-    """Read the lessons of a folder, in their order; refuse one that does not say what a course needs."""
+    """Read the lessons of a folder in order; refuse one that lacks what a course needs."""
     lessons = []
     for path in sorted(folder.glob("[0-9][0-9]*_*.ipynb")):
         document = notebook(path)

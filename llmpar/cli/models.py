@@ -6,21 +6,19 @@ from typing import Annotated
 
 import tyro
 
-from llmpar.cli.options import OptionalText, give
+from llmpar.cli.options import OptionalText, Output, give
 from llmpar.plan.model_config import PRESETS, preset
 
 
 @dataclass(frozen=True)
-class Models:
+class Models(Output):
     """List the presets, or describe one model, with exact numbers of parameters.
 
     Attributes:
         name: a preset's name or the path of a config.json or its folder; all presets where it is left out.
-        json: print one JSON document on stdout.
     """
 
     name: Annotated[OptionalText, tyro.conf.Positional] = None
-    json: bool = False
 
     def run(self) -> None:
         models = []
@@ -30,6 +28,8 @@ class Models:
         lines = []
         for m in models:
             active = f", {m['active_params']:,} active" if m["active_params"] < m["params"] else ""
-            sizes = f"{m['params']:>18,} parameters{m['num_layers']:>5} layers{m['width']:>7} wide"
-            lines.append(f"{m['name']:<16}{sizes}{active}")
+            lines.append(
+                f"{m['name']:<16}{m['params']:>18,} parameters{m['num_layers']:>5}"
+                f" layers{m['width']:>7} wide{active}"
+            )
         give({"models": models}, self.json, lines)

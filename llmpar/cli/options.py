@@ -33,7 +33,6 @@ OURS = {
     ".html": b'<script type="application/json" id="doc">',
 }
 """By what a file that this package has drawn is known."""
-PICTURES = (".svg", ".png")
 
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 Folder = Annotated[str | None, tyro.conf.arg(metavar="FOLDER")]
@@ -48,35 +47,39 @@ Files = Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")]
 METAVARS: dict[Any, Any] = {str | None: OptionalText, int | None: Number, tuple[str, ...]: Files}
 
 
-def speaks() -> bool:
-    """Tell whether this process prints and draws: of several that train together only the first does.
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """The form of a command's answer.
 
-    It does not start JAX.
+    Attributes:
+        json: print one JSON document on stdout.
     """
+
+    json: bool = False
+
+
+def speaks() -> bool:
+    """Return whether this process prints and draws: of several, only the first one. Do not start JAX."""
     jax = sys.modules.get("jax")
     return jax is None or not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def inform(*words) -> None:
-    """Print for people, on stderr, in the process that speaks."""
+    """Print a message on stderr, in the first process only."""
     if speaks():
         print(*words, file=sys.stderr, flush=True)
 
 
 def give(document: dict, as_json: bool, shown: Iterable[Any] = ()) -> dict:
-    """Print a document on stdout, as JSON if that was asked for, else as people read it: ``shown``, lines and
-    tables. Give it back."""
-    if speaks() and as_json:
-        print(json.dumps(document))
-    elif speaks():
-        for part in shown:
+    """Print a document on stdout, as JSON or as ``shown``, which are lines and tables, and return it."""
+    if speaks():
+        for part in [json.dumps(document)] if as_json else shown:
             print(part) if isinstance(part, str) else _print_table(part)
     return document
 
 
 def _print_table(table: Any) -> None:
-    """Print a table. A closed pipe is told as `print` tells it: rich would end the process with the status of
-    a refusal."""
+    """Print a table. A closed pipe raises, as in `print`; rich would end the process with status 1."""
     from rich.console import Console
 
     class Printer(Console):
@@ -87,7 +90,7 @@ def _print_table(table: Any) -> None:
 
 
 def save_picture(path: str | None, what: str, picture: Callable[[], Any]) -> None:
-    """Draw into a file, if one was named, and say so."""
+    """Save a picture, if a path is given, and print where."""
     if path and speaks():
         picture().save(path)
         inform(f"drew {what} into {path}")
@@ -100,7 +103,7 @@ def check_range(name: str, value: int, least: int, most: int) -> None:
 
 
 def changed(command: Any, names: Iterable[str]) -> list[str]:
-    """The flags of those fields of a command that have not their defaults."""
+    """Return the flags of the fields that differ from their defaults."""
     defaults = {field.name: field.default for field in dataclasses.fields(command)}
     return [f"--{name.replace('_', '-')}" for name in names if getattr(command, name) != defaults[name]]
 
@@ -165,13 +168,13 @@ class StepOptions:
     given: tyro.conf.Suppress[tuple[str, ...]] = ()  # the fields whose flags were on the line
 
     def resolve(self) -> tuple[ModelConfig, Plan]:
-        """Give the model and the plan, on the devices that are there or are simulated from here on."""
+        """Return the model and the plan, on the devices that are present, or else simulated."""
         from llmpar.parallel.mesh import use_devices
 
         return self.settle(len(use_devices(self.devices, at_least=1)))
 
     def adapted(self, config: ModelConfig) -> ModelConfig:
-        """The model with the adapters that were asked for."""
+        """Return the model with the adapters that the options describe."""
         if self.lora_rank is not None:
             lora = LoraConfig(self.lora_rank, self.lora_alpha, self.lora_targets)
             return dataclasses.replace(config, lora=lora)
@@ -182,21 +185,22 @@ class StepOptions:
         return config
 
     def settle(self, num_devices: int) -> tuple[ModelConfig, Plan]:
-        """Give the model and the plan on so many devices. Refuses what cannot run, before anything is
-        compiled."""
+        """Return the model and the plan on so many devices; refuse what cannot run, before a compilation."""
         config = self.adapted(preset(self.model))
         mesh = parse_mesh(self.mesh if self.mesh_dim is None else self.mesh_dim, num_devices)
         plan = Plan(mesh, **vars(self.plan) | {"schedule": read_order(self.plan.schedule)})
         batch_size = num_devices if self.batch_size is None else self.batch_size
         if self.seq_len > MAX_SEQ_LEN or batch_size * self.seq_len > MAX_TOKENS:
-            batch = f"a batch of {batch_size:,} sequences of {self.seq_len:,} tokens"
-            raise ValueError(f"{batch}: use at most {MAX_SEQ_LEN:,} positions and {MAX_TOKENS:,} tokens")
+            raise ValueError(
+                f"a batch of {batch_size:,} sequences of {self.seq_len:,} tokens: use at most"
+                f" {MAX_SEQ_LEN:,} positions and {MAX_TOKENS:,} tokens"
+            )
         plan.check(config, batch_size, self.seq_len)
         self.say_idle(config, plan, num_devices)
         return config, plan
 
     def say_idle(self, config: ModelConfig, plan: Plan, num_devices: int) -> None:
-        """Say what was given and decides nothing: devices, and fields, be it their defaults."""
+        """Print which devices and which given fields of the plan have no effect."""
         if plan.mesh.size < num_devices:
             inform(
                 f"mesh '{plan.mesh}' takes {plan.mesh.size} of {num_devices} devices; the others do nothing"
@@ -206,14 +210,14 @@ class StepOptions:
 
 
 def read_order(schedule: str) -> str:
-    """A schedule's name, or an order written out: as it is, or what the file of that name holds."""
+    """Return a schedule's name or text; of a file's name, the file's text."""
     if schedule in SCHEDULES or not os.path.isfile(schedule):
         return schedule
     return read_text(schedule, "order of a pipeline")
 
 
 def installed(package: str) -> bool:
-    """Tell whether a package can be imported, without importing it."""
+    """Return whether a package can be imported, without importing it."""
     with contextlib.suppress(ModuleNotFoundError):
         return importlib.util.find_spec(package) is not None
     return False
@@ -224,39 +228,35 @@ def check_picture(path: str | None) -> None:
     if path is None:
         return
     suffix = pathlib.Path(path).suffix
-    if suffix not in PICTURES:
+    if suffix not in (".svg", ".png"):
         raise ValueError(f"a drawing is saved as .svg or .png, and '{path}' is neither; rename it")
     if suffix == ".png" and not installed("matplotlib"):
         svg = pathlib.Path(path).with_suffix(".svg")
-        lacks = f"'{path}' would be drawn by matplotlib, which is not installed"
-        raise ValueError(f"{lacks}; use '{svg}', or pip install 'llmpar[lab]'")
+        raise ValueError(
+            f"'{path}' would be drawn by matplotlib, which is not installed; use '{svg}', or pip"
+            " install 'llmpar[lab]'"
+        )
     check_free(path, OURS[suffix])
 
 
 def check_free(path: str, mark: bytes) -> None:
-    """Refuse a path that no file can be written to, and one of a file that is not known by ``mark`` as one
-    that was written for the same purpose, before the work that it would hold."""
-    check_folder(path)
-    if not os.path.isfile(path) or not os.path.getsize(path):
-        return
-    with open(path, "rb") as file:
-        if mark not in file.read(1 << 20):
-            why = "is there already, and this command has not written it"
-            raise ValueError(f"'{path}' {why}; give another name, or move it away")
-
-
-def check_folder(path: str) -> None:
-    """Refuse a path that no file can be written to."""
+    """Refuse a path that cannot be written, and a file without ``mark``: another program's."""
     file = pathlib.Path(path).absolute()
     existing = file if file.exists() else file.parent
     if not file.parent.is_dir() or file.is_dir() or not os.access(existing, os.W_OK):
-        give = "give a file in a folder that is there and can be written"
-        raise ValueError(f"'{path}' cannot be written; {give}")
+        raise ValueError(f"'{path}' cannot be written; give a file in a folder that exists and is writable")
+    if file.is_file() and file.stat().st_size:
+        with file.open("rb") as opened:
+            if mark not in opened.read(1 << 20):
+                raise ValueError(
+                    f"'{path}' exists already, and this command has not written it; give another name,"
+                    " or move it away"
+                )
 
 
 @contextlib.contextmanager
 def still_at_work(doing: str, usual: str, every_s: float = 5) -> Iterator[None]:
-    """Say from time to time what a command is still doing, and what is usual."""
+    """Print from time to time what a command is still doing, and how long it usually takes."""
     done, begin = threading.Event(), time.perf_counter()
 
     def watch():
@@ -273,8 +273,8 @@ def still_at_work(doing: str, usual: str, every_s: float = 5) -> Iterator[None]:
 def fits_host(
     config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, parts: tuple[str, ...], cache: int = 0
 ) -> None:
-    """Refuse a model whose simulated devices together hold more than this machine's memory; ``cache``: bytes
-    that each of them holds besides."""
+    """Refuse a model whose simulated devices need more than this machine's memory; ``cache``: further bytes
+    of each device."""
     import jax
 
     from llmpar.predict import memory
@@ -284,19 +284,15 @@ def fits_host(
         return
     sizes = memory.argument_bytes(plan.resolve(config, None), batch_size, seq_len)
     num_devices = min(plan.mesh.size, len(jax.local_devices()))
-    need = num_devices * (sum(sizes[part] for part in parts) + cache)
+    sizes["cache"] = cache
+    parts += ("cache",) if cache else ()
+    need = num_devices * sum(sizes[part] for part in parts)
     if need > available:
-        parts += ("cache",) * (cache > 0)
         what = f"{' and '.join(parts)} of '{config.name}' take {need / 2**30:,.1f} GiB"
-        has = f"this machine has {available / 2**30:,.1f} GiB; use a smaller model, or cut it more"
-        raise ValueError(f"{what} on {num_devices} simulated devices, and {has}")
-
-
-def join_processes() -> None:
-    """Join the processes that an engine has started, if it has; before any other use of JAX."""
-    from llmpar.launch import joined
-
-    joined.initialize()
+        raise ValueError(
+            f"{what} on {num_devices} simulated devices, and this machine has {available / 2**30:,.1f}"
+            " GiB; use a smaller model, or cut it more"
+        )
 
 
 def start_jax() -> None:
@@ -308,8 +304,10 @@ def start_jax() -> None:
     import jax
 
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-        why = "each operation would be compiled and run by itself, and a step takes minutes"
-        raise ValueError(f"JAX_DISABLE_JIT is on: {why}; unset it")
+        raise ValueError(
+            "JAX_DISABLE_JIT is on: each operation would be compiled and run by itself, and a step"
+            " takes minutes; unset it"
+        )
     if not os.environ.get("LLMPAR_TRACEBACK"):
         for name in ("absl", "asyncio"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -324,8 +322,8 @@ def start_jax() -> None:
 
 
 def keep_programs(folder: str) -> None:
-    """Let JAX keep compiled programs in a folder, by default in the user's cache; say it where none can be
-    written, of which JAX would warn at each program."""
+    """Let JAX keep compiled programs in a folder, by default the user's cache folder; print once if it cannot
+    be written, where JAX would warn for each program."""
     import jax
 
     kept = pathlib.Path(folder or pathlib.Path.home() / ".cache" / "llmpar" / "jax")

@@ -2,12 +2,12 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from llmpar.cli import options
-from llmpar.cli.options import MAX_TOKENS, File, Number, OptionalText, Real, changed, give
+from llmpar.cli.options import MAX_TOKENS, File, Number, OptionalText, Output, Real, changed, give
 from llmpar.draw.scene import banded, rounded
 from llmpar.plan import schedules
 from llmpar.plan.mesh_shape import AXES, POSITIONAL, parse_mesh
@@ -20,7 +20,7 @@ MAX_DEVICES, _MAX_SEQ_LEN = 1 << 17, 1 << 24
 
 
 @dataclass(frozen=True)
-class PlanCommand:
+class PlanCommand(Output):
     """Choose the mesh and the plan for a model on a machine: enumerate, price by time and memory, rank, and
     say why the others lost. No device is needed, and no JAX.
 
@@ -42,7 +42,6 @@ class PlanCommand:
         keep: how many meshes to print.
         html: a page to write: the mesh explorer opened on the first plan, the others one click away.
         against: hold the model of time and memory against the measured runs of this file instead.
-        json: print one JSON document on stdout.
     """
 
     model: str = "llama3-8b"
@@ -59,10 +58,9 @@ class PlanCommand:
     keep: int = 8
     html: File = None
     against: File = None
-    json: bool = False
 
     def run(self) -> dict:
-        """Plan a training step, or hold the model against measurements."""
+        """Plan a training step, or compare the model with measurements."""
         if self.against is not None:
             names = {field.name for field in dataclasses.fields(self)} - {"against", "chip", "json"}
             if idle := changed(self, sorted(names)):
@@ -100,11 +98,13 @@ class PlanCommand:
             raise ValueError(f"'{path}' is no page; call it .html")
         options.check_free(path, options.OURS[".html"])
         if self.cluster is not None:
-            own = f"the explorer draws a chip's own nodes, and cluster {self.cluster} may have others"
-            raise ValueError(f"{own}; write a chip file with its node_size, and give it as --chip")
+            raise ValueError(
+                f"the explorer draws a chip's own nodes, and cluster {self.cluster} may have others;"
+                " write a chip file with its node_size, and give it as --chip"
+            )
 
     def save_page(self, best: Plan) -> None:
-        """Write the mesh explorer, opened on a plan; small where Python for the browser is not here."""
+        """Write the mesh explorer, opened on a plan; without live Python if its runtime is missing."""
         from llmpar.explore import page
         from llmpar.explore.explorer import MeshExplorer
 
@@ -116,7 +116,7 @@ class PlanCommand:
         options.inform(f"wrote {self.html}" + ", which knows what is one click away" * small)
 
     def question(self) -> tuple:
-        """What `planner.Question` is made of. Refuses options that contradict each other."""
+        """Return the arguments of `planner.Question`; refuse options that contradict each other."""
         config, (chip, devices) = preset(self.model), self.machine()
         if not 1 <= self.seq_len <= _MAX_SEQ_LEN:
             raise ValueError(f"sequence {self.seq_len} is none; use 1 to {_MAX_SEQ_LEN:,} tokens")
@@ -126,7 +126,7 @@ class PlanCommand:
         return config, chip, devices, batch_size, self.seq_len, self.fixed(), self.model
 
     def machine(self) -> tuple[hardware.Chip, int]:
-        """The chip as it is in the machine, and the number of devices."""
+        """Return the chip as it is in the machine, and the number of devices."""
         if self.cluster is None:
             chip = hardware.chip("h100" if self.chip is None else self.chip)
             devices = 64 if self.devices is None else self.devices
@@ -145,7 +145,7 @@ class PlanCommand:
         return chip, devices
 
     def batch(self, devices: int) -> int:
-        """Sequences of a step."""
+        """Return the sequences of a step."""
         if self.batch_tokens is None:
             return devices if self.batch_size is None else self.batch_size
         if self.batch_size is not None:
@@ -153,12 +153,14 @@ class PlanCommand:
         tokens = _count(self.batch_tokens, "batch-tokens", 1024)
         if tokens % self.seq_len:
             near = max(1, round(tokens / self.seq_len)) * self.seq_len
-            what = f"a batch of {tokens:,.0f} tokens is no whole number of sequences of {self.seq_len:,}"
-            raise ValueError(f"{what}; use --batch-tokens {near}")
+            raise ValueError(
+                f"a batch of {tokens:,.0f} tokens is no whole number of sequences of {self.seq_len:,};"
+                f" use --batch-tokens {near}"
+            )
         return int(tokens // self.seq_len)
 
     def fixed(self) -> dict[str, Any]:
-        """The fields of the plan that are given, by name and value."""
+        """Return the fields of the plan that are given, by name and value."""
         given: dict[str, Any] = {} if self.mesh is None else _named_axes(self.mesh)
         known = {f.name: f for f in dataclasses.fields(Plan) if f.name != "mesh"}
         for pair in (self.fix or "").replace(",", " ").split():
@@ -174,13 +176,14 @@ class PlanCommand:
         if "\n" not in plan.schedule:
             schedules.make(plan.schedule, 1, 1)  # refuses a name that is none
         if plan.unroll > (layers := preset(self.model).num_layers):
-            what = f"unroll={plan.unroll} of a model of {layers} layers"
-            raise ValueError(f"{what}; use 0, which is all of them")
+            raise ValueError(
+                f"unroll={plan.unroll} of a model of {layers} layers; use 0, which is all of them"
+            )
         return given
 
 
 def notes(answer: Any) -> list[str]:
-    """What was given by --fix and decides nothing in the first plan."""
+    """Return the lines about fields given by --fix that change nothing in the first plan."""
     q, first = answer.question, answer.plans[0].plan
     own = {name: value for name, value in q.fixed.items() if name not in AXES}
     lines = dataclasses.replace(first, **own).idle(q.config, own)
@@ -188,13 +191,13 @@ def notes(answer: Any) -> list[str]:
 
 
 def _named_axes(text: str) -> dict[str, int]:
-    """The sizes of the axes that a mesh's text gives: of all that it has places for, if it is numbers."""
+    """Return the sizes of the axes that a mesh's text names; of numbers, all that they stand for."""
     tokens = re.findall(r"[^\s,!]+", text)
     if any(re.fullmatch(r"(\w+[:=])?-1", token) for token in tokens):
-        open_axis = (
-            f"--mesh '{text}' leaves an axis open by -1, as `plan` does with all axes that it does not name"
+        raise ValueError(
+            f"--mesh '{text}' leaves an axis open by -1, as `plan` does with all axes that it does not"
+            " name: name the others alone, as 'tp=8 pp=4'"
         )
-        raise ValueError(f"{open_axis}: name the others alone, as 'tp=8 pp=4'")
     shape, named = parse_mesh(text), [re.split("[:=]", token.replace("mp", "tp"))[0] for token in tokens]
     return {axis: shape.sizes[axis] for axis in (named if named[0] in AXES else POSITIONAL[len(tokens)])}
 
@@ -208,52 +211,53 @@ def _count(text: str, name: str, base: int) -> float:
     return float(match[1]) * base**power
 
 
-def tables_of(document: dict) -> Iterator[Any]:
-    """The answer as tables, and the command lines of the first plan."""
+def _table(columns: Iterable[Any], rows: Iterable[Iterable[str]], **titles: str) -> Any:
+    """Make a table of rows of text."""
     from rich.table import Table
 
-    what = f"{document['model']} on {document['devices']:,} {document['chip']}"
-    error = document["time_error"]
+    table = Table(*columns, **titles)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def tables_of(document: dict) -> Iterator[Any]:
+    """Yield the answer as tables, then the command lines of the first plan."""
+    error, best = document["time_error"], document["plans"][0]
     few = lambda value: rounded(value, error)
+    what = f"{document['model']} on {document['devices']:,} {document['chip']}"
     title = f"{what}, {document['tokens_per_step']:,} tokens; {banded('s and MFU', error)}, less between rows"
     caption = f"{document['device']}, {document['device_gib']:.4g} GiB"
-    plans = Table("mesh", "s", "MFU", "GiB", "", "why", title=title, caption=caption)
-    for row in document["plans"]:
+
+    def plan_row(row: dict) -> tuple[str, ...]:
         why = "; ".join(filter(None, (row["near"], row["why"], row["change"])))
         gib = f"{row['memory_bytes']['total'] / 2**30:.1f}"
-        mfu = f"{few(row['mfu']):.0%}"
-        plans.add_row(row["mesh"], f"{row['step_s']:.3g}", mfu, gib, row["verdict"], why)
-    yield plans
-    best = document["plans"][0]
+        return row["mesh"], f"{row['step_s']:.3g}", f"{few(row['mfu']):.0%}", gib, row["verdict"], why
+
+    columns = ("mesh", "s", "MFU", "GiB", "", "why")
+    yield _table(columns, map(plan_row, document["plans"]), title=title, caption=caption)
     step = banded(f"{few(best['step_s']):g} s", error)
-    terms = Table("of the first", "s", title=f"{best['attention_kernel']} attention, a step {step}")
-    for name, seconds in sorted(best["terms"].items(), key=lambda item: -item[1]):
-        terms.add_row(name, f"{few(seconds):g}")
-    yield terms
-    sizes = Table("of the first", "GiB a device")
-    for name, size in memory.named(best["memory_bytes"]).items():
-        sizes.add_row(name, f"{size / 2**30:.2f}")
-    yield sizes
-    if document["rejected"]:
-        rejected = Table("cannot be", "why", "one change")
-        for row in document["rejected"]:
-            rejected.add_row(row["mesh"], row["why"], row["change"])
-        yield rejected
-    changes = Table("if there were", "tokens/s", "")
-    for row in document["sensitivity"]:
-        changes.add_row(row["what"], f"{few(row['tokens_per_s']):,.0f}", f"x {row['ratio']:.2f}")
-    yield changes
+    terms = sorted(best["terms"].items(), key=lambda item: -item[1])
+    rows = ((name, f"{few(seconds):g}") for name, seconds in terms)
+    title = f"{best['attention_kernel']} attention, a step {step}"
+    yield _table(("of the first", "s"), rows, title=title)
+    sizes = memory.named(best["memory_bytes"]).items()
+    yield _table(("of the first", "GiB a device"), ((name, f"{size / 2**30:.2f}") for name, size in sizes))
+    if rejected := [(row["mesh"], row["why"], row["change"]) for row in document["rejected"]]:
+        yield _table(("cannot be", "why", "one change"), rejected)
+    changes = document["sensitivity"]
+    rows = ((x["what"], f"{few(x['tokens_per_s']):,.0f}", f"x {x['ratio']:.2f}") for x in changes)
+    yield _table(("if there were", "tokens/s", ""), rows)
     if budget := document.get("budget"):
-        sums = Table(f"{budget['tokens']:.3g} tokens", "")
-        for name, value in budget.items():
-            sums.add_row(name.replace("_", " "), f"{value if name == 'tokens' else few(value):,.4g}")
-        yield sums
+        exact = {name: value if name == "tokens" else few(value) for name, value in budget.items()}
+        rows = ((name.replace("_", " "), f"{value:,.4g}") for name, value in exact.items())
+        yield _table((f"{budget['tokens']:.3g} tokens", ""), rows)
     yield from filter(None, (best[name] for name in ("train", "compile", "launch")))
 
 
 def hold_against(path: str, chip: str | None, as_json: bool) -> dict:
     """Print predicted, measured and error of each run, and each sweep's rank correlation. ``chip``: a file
-    whose measured rates replace those of the row that it started from."""
+    whose measured rates replace those of its base chip."""
     from llmpar.planner.measured import against
 
     own = {}
@@ -269,46 +273,42 @@ def hold_against(path: str, chip: str | None, as_json: bool) -> dict:
 
 
 def tables_against(document: dict) -> Iterator[Any]:
-    """The document as tables: single rows and short sweeps, sweeps, the worst rows, the sums."""
-    from rich.table import Column, Table
+    """Yield the document as tables: single rows and short sweeps, sweeps, the worst rows, the sums."""
+    from rich.table import Column
 
     from llmpar.planner.measured import tell_tale
 
-    runs = Table(Column("run, chip, mesh", overflow="fold"))
-    for name in ("predicted", "measured", "error", "fits"):
-        runs.add_column(name, justify="right", no_wrap=True)
-    long = {g["id"] for g in document["groups"] if g["runs"] > 40}
-    for row in document["rows"]:
-        if row["id"].rpartition("/")[0] not in long:
-            runs.add_row(*cells_against(row))
-    yield runs
-    columns = ("runs", "Spearman", "choice over best", "mean abs. error")
-    sweeps = Table(Column("sweep", overflow="fold"), *columns)
-    for g in document["groups"]:
-        choice = "" if g["choice_over_best"] is None else f"{g['choice_over_best']:.3f}"
-        error = f"{g['step_mean_abs_error']:.1%}"
-        sweeps.add_row(g["id"], str(g["runs"]), f"{g['spearman']:.3f}", choice, error)
-    yield sweeps
-    worst = Table("worst runs", "error", "the term that could be off")
+    numbers = "predicted", "measured", "error", "fits"
+    columns = [Column(name, justify="right", no_wrap=True) for name in numbers]
+    long = {group["id"] for group in document["groups"] if group["runs"] > 40}
+    short = [row for row in document["rows"] if row["id"].rpartition("/")[0] not in long]
+    yield _table([Column("run, chip, mesh", overflow="fold"), *columns], map(cells_against, short))
+
+    def sweep_row(group: dict) -> tuple[str, ...]:
+        choice = group["choice_over_best"]
+        over_best = "" if choice is None else f"{choice:.3f}"
+        error = f"{group['step_mean_abs_error']:.1%}"
+        return group["id"], str(group["runs"]), f"{group['spearman']:.3f}", over_best, error
+
+    names = ("runs", "Spearman", "choice over best", "mean abs. error")
+    yield _table([Column("sweep", overflow="fold"), *names], map(sweep_row, document["groups"]))
     timed = [row for row in document["rows"] if "step_s" in row["error"]]
-    for row in sorted(timed, key=lambda row: -abs(row["error"]["step_s"]))[:12]:
-        worst.add_row(row["id"], percent(row["error"]["step_s"]), tell_tale(row))
-    yield worst
-    sums = Table("all runs", "")
-    for key, value in document["summary"].items():
-        sums.add_row(key.replace("_", " "), f"{value:.1%}" if isinstance(value, float) else str(value))
-    for left in document["left_out"]:
-        sums.add_row(f"left out: {left['id']}", left["why"])
-    yield sums
+    worst = sorted(timed, key=lambda row: -abs(row["error"]["step_s"]))[:12]
+    rows = ((row["id"], percent(row["error"]["step_s"]), tell_tale(row)) for row in worst)
+    yield _table(("worst runs", "error", "the term that could be off"), rows)
+    text = lambda value: f"{value:.1%}" if isinstance(value, float) else str(value)
+    sums = [(key.replace("_", " "), text(value)) for key, value in document["summary"].items()]
+    left_out = [(f"left out: {run['id']}", run["why"]) for run in document["left_out"]]
+    yield _table(("all runs", ""), sums + left_out)
 
 
 def percent(error: float | None) -> str:
-    """An error with its sign."""
+    """Write an error with its sign."""
     return "" if error is None else f"{100 * error:+.1f} %"
 
 
 def cells_against(row: dict) -> list[str]:
-    """A row of the table: seconds and bytes below one another."""
+    """Return a row of the table: seconds and bytes below one another."""
     predicted, error, units = row["predicted"], row["error"], {"step_s": "s", "memory_gb": "GB"}
     cells = [f"{row['id']}\n{row['chip']}, {row['mesh']}"]
     for numbers in (predicted, row["measured"]):

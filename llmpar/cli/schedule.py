@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from llmpar import draw
-from llmpar.cli.options import File, Number, changed, check_picture, give, read_order, save_picture
+from llmpar.cli.options import File, Number, Output, changed, check_picture, give, read_order, save_picture
 from llmpar.plan import schedules
 from llmpar.plan.schedules import Costs, make
 from llmpar.plan.timetable import Timetable, timetable
@@ -16,7 +16,7 @@ _MAX_CELLS = 40_000
 
 
 @dataclass(frozen=True)
-class ScheduleCommand:
+class ScheduleCommand(Output):
     """Print a pipeline schedule: its timetable, bubble by every definition, makespan, live activations per
     stage.
 
@@ -30,7 +30,6 @@ class ScheduleCommand:
         costs: times of forward, input-gradient and weight-gradient work: F,B,W.
         hop: latency of a send between stages, in the same unit.
         svg: also draw the timetable into this SVG (or PNG).
-        json: print one JSON document on stdout.
     """
 
     name: Annotated[str, tyro.conf.Positional] = "1f1b"
@@ -40,7 +39,6 @@ class ScheduleCommand:
     costs: str = "1,1,1"
     hop: float = 0.0
     svg: File = None
-    json: bool = False
 
     def run(self) -> None:
         try:
@@ -48,8 +46,10 @@ class ScheduleCommand:
         except ValueError as error:
             raise ValueError(f"--costs '{self.costs}' is not three numbers F,B,W such as 1,1,1") from error
         if self.stages * self.microbatches * (self.virtual_stages or 1) > _MAX_CELLS:
-            many = f"{self.stages} stages and {self.microbatches} microbatches are too many to simulate"
-            raise ValueError(f"{many}; use at most {_MAX_CELLS:,} of stages x microbatches x chunks")
+            raise ValueError(
+                f"{self.stages} stages and {self.microbatches} microbatches are too many to simulate;"
+                f" use at most {_MAX_CELLS:,} of stages x microbatches x chunks"
+            )
         check_picture(self.svg)
         made = self.made()
         table = timetable(made, (f, b, w), self.hop)
@@ -60,13 +60,17 @@ class ScheduleCommand:
         give(document, self.json, [text_timeline(table), *lines, f"{'peak_live':<20}{document['peak_live']}"])
 
     def made(self) -> schedules.Schedule:
-        """The schedule of that name, or the order that is written out. Refuses other numbers than it has."""
+        """Return the schedule of that name, or the written order; refuse sizes that the order does not
+        have."""
         order = read_order(self.name)
         if "\n" not in order.strip():
             return make(order, self.stages, self.microbatches, self.virtual_stages)
         order_of_file = schedules.from_text(order)
-        has = {"stages": order_of_file.num_stages, "microbatches": order_of_file.num_microbatches}
-        has |= {"virtual_stages": order_of_file.num_chunks}
+        has = {
+            "stages": order_of_file.num_stages,
+            "microbatches": order_of_file.num_microbatches,
+            "virtual_stages": order_of_file.num_chunks,
+        }
         for name, number in has.items():
             if getattr(self, name) != number and (flag := "".join(changed(self, [name]))):
                 was = getattr(self, name)
@@ -75,7 +79,7 @@ class ScheduleCommand:
 
 
 def schedule_document(schedule: schedules.Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> dict:
-    """The document of `llmpar schedule --json`: times in the costs' unit, `peak_live` in microbatches per
+    """Return what `llmpar schedule --json` prints: times in the costs' unit, `peak_live` in microbatches per
     stage."""
     t = timetable(schedule, costs, hop)
     cell = lambda op, start, end, tick: {**op._asdict(), "start": start, "end": end, "tick": tick}
@@ -100,7 +104,7 @@ def schedule_document(schedule: schedules.Schedule, costs: Costs = (1, 1, 1), ho
 
 
 def text_timeline(table: Timetable) -> str:
-    """Draws the lockstep table in plain text, a row per stage and a column per tick."""
+    """Draw the lockstep table in plain text, a row per stage and a column per tick."""
     cells = [["."] * len(table.ticks) for _ in table.schedule.rows]
     for stage, row in enumerate(table.schedule.rows):
         for op, tick in zip(row, table.tick[stage], strict=True):

@@ -38,13 +38,15 @@ class Serve(ModelOptions):
     key: OptionalText = None
 
     def run(self) -> None:
-        """Take the address, load, compile, and answer until a signal says stop."""
+        """Bind the address, load, compile, and answer until a signal ends it."""
         check_range("slots", self.slots, 1, 4096)
         check_range("length", self.length, 2, 2**24)
         check_range("port", self.port, 0, 65535)
         if (place := detect(os.environ)).num_processes > 1:
-            use = "on several hosts an inference engine serves: llmpar launch slurm --serve vllm"
-            raise ValueError(f"'serve' runs in one process, and {place.engine} has started several; {use}")
+            raise ValueError(
+                f"'serve' runs in one process, and {place.engine} has started several; on several"
+                " hosts an inference engine serves: llmpar launch slurm --serve vllm"
+            )
         if not installed("starlette") or not installed("uvicorn"):
             raise ValueError("Starlette or Uvicorn is not installed; pip install 'llmpar[serve]'")
         key = os.environ.get("LLMPAR_KEY") if self.key is None else self.key
@@ -54,7 +56,7 @@ class Serve(ModelOptions):
             self.answer(listening, key)
 
     def listening(self) -> socket.socket:
-        """A socket with the address: whether it is free is known before anything is loaded."""
+        """Return a socket bound to the address, so that a taken one is refused before anything is loaded."""
         try:
             family, socket_type, *_, address = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_STREAM
@@ -66,8 +68,10 @@ class Serve(ModelOptions):
                 fails.pop_all()
             return listener
         except OSError as error:
-            what = f"cannot listen on '{self.host}', port {self.port}: {error.strerror}"
-            raise ValueError(f"{what}; give another --host or --port (0: a free one)") from error
+            raise ValueError(
+                f"cannot listen on '{self.host}', port {self.port}: {error.strerror}; give another"
+                " --host or --port (0: a free one)"
+            ) from error
 
     def answer(self, listening: socket.socket, key: str | None) -> None:
         """Load the model and serve it."""
@@ -79,8 +83,10 @@ class Serve(ModelOptions):
         chat = open_chat(tokenizer)
         _ = chat.end_ids, chat.encode_all([""])  # what does not end is known before the weights are read
         if (most := config.context_length or self.length) < self.length:
-            what = f"'{config.name}' was made for {most:,} tokens, and length is {self.length:,}"
-            raise ValueError(f"{what}; use at most {most}")
+            raise ValueError(
+                f"'{config.name}' was made for {most:,} tokens, and length is {self.length:,}; use at"
+                f" most {most}"
+            )
         engine = self.engine(plan, config, load, notes, self.slots, self.length)
         engine.warm_up()
         host, port, *_ = listening.getsockname()

@@ -24,6 +24,7 @@ from llmpar.cli.options import (
     File,
     Folder,
     From,
+    Output,
     StepOptions,
     changed,
     flags_of,
@@ -49,7 +50,7 @@ TextFlags = flags_of(data.DataConfig, "seq_len", "batch_size", "seed")
 
 
 @dataclass(frozen=True)
-class Train:
+class Train(Output):
     """Train on text: by default the running Python's own library sources, so it works offline.
 
     llmpar train --mesh "dp=2 fsdp=2 tp=2" --steps 200 --data "texts/*.txt" --checkpoints kept --eval-every 50
@@ -72,7 +73,6 @@ class Train:
         eval_batches: batches per evaluation, always the same ones.
         stuck_after: of several processes, end all when no step ended for so many seconds (ten times as many
             for the first step, which compiles); 0 waits for ever.
-        json: print one JSON document on stdout.
     """
 
     steps: int = 50
@@ -88,13 +88,13 @@ class Train:
     eval_every: int = 0
     eval_batches: int = 4
     stuck_after: float = 600.0
-    json: bool = False
     step: StepOptions = StepOptions()
     optimizer: Annotated[Any, tyro.conf.arg(constructor=OptimizerFlags)] = OptimizerFlags()
     text: Annotated[Any, tyro.conf.arg(constructor=TextFlags)] = TextFlags()
 
     def run(self, begin: Load | None = None) -> dict:
-        """Train, showing progress, and give the ``--json`` document. ``begin`` loads ``from_``'s weights."""
+        """Train with progress, and return the ``--json`` document. ``begin`` loads the weights of
+        ``from_``."""
         from llmpar.launch.joined import Watchdog, initialize, meet
 
         if begin is None:
@@ -178,30 +178,37 @@ class Train:
             raise ValueError("the folder 'profile' cannot be written here; move what is there away")
 
     def profiled_steps(self) -> tuple[int, int] | None:
-        """The first and the last step to trace."""
+        """Return the first and the last step to trace."""
         if self.profile is None:
             return None
         match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile)
         first, last = (int(match[1]), int(match[2])) if match else (0, -1)
         if not first <= min(last, self.steps - 1):
-            steps = f"'{self.profile}' names no steps of 0 to {self.steps - 1}"
-            raise ValueError(f"profile {steps}; use FIRST:LAST, as 5:8")
+            raise ValueError(
+                f"profile '{self.profile}' names no steps of 0 to {self.steps - 1}; use FIRST:LAST, as 5:8"
+            )
         return first, last
 
     def finish(self, report: Any, config: ModelConfig, plan: Plan) -> dict:
-        """Draw the loss, and give the ``--json`` document of a `training.train.Report`."""
+        """Draw the loss, and return the ``--json`` document of a `training.loop.Report`."""
         from llmpar.training.loop import MFU
 
         if losses := report.losses:
             options.save_picture(self.plot, "the loss", lambda: draw.loss_curve(losses))
             inform(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats per token in {len(losses)} steps")
-        document = {"model": config.name, "mesh": plan.mesh.sizes, "params": config.num_params}
-        document |= {"devices": plan.mesh.size, "peak_memory_bytes": report.memory_bytes, "mfu_is": MFU}
+        document = {
+            "model": config.name,
+            "mesh": plan.mesh.sizes,
+            "params": config.num_params,
+            "devices": plan.mesh.size,
+            "peak_memory_bytes": report.memory_bytes,
+            "mfu_is": MFU,
+        }
         measured = "losses grad_norms tokens_per_s step_s start mfu eval_losses perplexity".split()
         return give(document | {name: getattr(report, name) for name in measured}, self.json)
 
     def taken_from(self, name: str) -> tuple[Train, Load]:
-        """This command with the model and the tokenizer of a folder, and what loads its weights."""
+        """Return this command with the model and tokenizer of a folder, and the loader of its weights."""
         refuse_beside_from(changed(self.step, ["model"]))
         model, tokenizer, load = from_folder(name)
         if self.text.tokenizer != "bytes":
@@ -224,18 +231,20 @@ class Train:
 
 
 def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:
-    """Say what is trained on what."""
+    """Print which model is trained on which devices and text."""
     devices = f"{plan.mesh} ({plan.mesh.size} devices)"
     of = f" ({config.trained_params:,} of them trained)" if config.lora else ""
     inform(f"{config.name}: {config.num_params:,} parameters{of} on {devices}; {source}")
     if order := plan.pipeline:
         idle = timetable(order).bubble_fraction
-        counts = f"{order.num_stages} stages, {order.num_microbatches} microbatches"
-        inform(f"{order.name}: {counts}, {idle:.0%} of a step idle")
+        inform(
+            f"{order.name}: {order.num_stages} stages, {order.num_microbatches} microbatches,"
+            f" {idle:.0%} of a step idle"
+        )
 
 
 def say_memory(mesh) -> None:
-    """Say what JAX leaves out of the GPUs' memory, where nobody told it its share."""
+    """Print how much GPU memory JAX leaves unused, unless its share was set."""
     chip = hardware.guess(mesh.devices.flat[0].device_kind)
     if chip and (left_out := hardware.memory_left_out(chip)):
         inform(left_out)
@@ -257,7 +266,7 @@ class Stopper(contextlib.ExitStack):
         self.of_many, self._steps = jax.process_count() > 1, 0
 
     def requested(self) -> bool:
-        """Tell whether to stop after this step."""
+        """Return whether to stop after this step."""
         self.worked = True
         if self.of_many:
             from llmpar.launch.joined import asked_to_stop
@@ -283,7 +292,7 @@ class Stopper(contextlib.ExitStack):
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[int, str], None]]:
-    """Give what shows how many steps are done: a bar in a terminal, else a line every `LINE_S` seconds."""
+    """Yield a function that shows the steps done: a bar in a terminal, else a line every `LINE_S` seconds."""
     if sys.stderr.isatty() and speaks():
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -307,7 +316,7 @@ def progress(total: int) -> Iterator[Callable[[int, str], None]]:
 
 
 def ideal_step_s(config: ModelConfig, step: StepOptions, mesh) -> float | None:
-    """Give the seconds that a step's useful FLOPs take at the devices' peak; None where no peak is known."""
+    """Return the seconds of a step's useful FLOPs at the devices' peak; None if no peak is known."""
     chip = hardware.guess(mesh.devices.flat[0].device_kind)
     if chip is None or chip.simulated:
         return None

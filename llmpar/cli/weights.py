@@ -27,13 +27,13 @@ def opened(
     seed: int = 0,
     best: bool = False,
 ) -> tuple[ModelConfig, data.Tokenizer, Load, list[str]]:
-    """Give a model, its tokenizer, what loads its weights, and sentences for people about them. Refuses what
-    cannot be loaded, before any weight is read.
+    """Return a model, its tokenizer, the loader of its weights, and notes for people. Refuse what cannot be
+    loaded, before any weight is read.
 
     Args:
         checkpoints, from_: folders, one at most; without them weights are random, drawn by ``seed``.
-        model: a preset or a config.json. Left out, what the weights are of, or tiny.
-        tokenizer: left out, what the model was trained with; where that is unknown, bytes.
+        model: a preset or a config.json. Left out, that of the weights, or tiny.
+        tokenizer: left out, the one that the model was trained with; if that is unknown, bytes.
         best: of the checkpoints the one with the lowest held-out loss.
     """
     if best and checkpoints is None:
@@ -102,18 +102,18 @@ class ModelOptions:
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def plan(self) -> Plan:
-        """The plan, on the devices that are there or are simulated from here on."""
+        """Return the plan, on the devices that are present, or else simulated."""
         from llmpar.parallel.mesh import use_devices
 
         mesh = parse_mesh(self.mesh, len(use_devices(self.devices, at_least=1)))
         return Plan(mesh, zero=0, dtype=self.dtype)
 
     def opened(self, seed: int = 0) -> tuple[ModelConfig, data.Tokenizer, Load, list[str]]:
-        """As the function `opened`."""
+        """Call the function `opened` with these options."""
         return opened(self.checkpoints, self.from_, self.model, self.tokenizer, seed, self.best)
 
     def engine(self, plan: Plan, config: ModelConfig, load: Load, notes: list[str], slots: int, length: int):
-        """The engine with its weights. Refuses what does not fit before they are read."""
+        """Return the engine with its weights; refuse what does not fit before they are read."""
         import jax
 
         from llmpar.model.weights import weight_dims
@@ -139,17 +139,22 @@ def _cast(params: Any, dtype: str) -> Any:
 
 
 def from_folder(name: str) -> tuple[str, str, Load]:
-    """Give the names of the model and the tokenizer in a Hugging Face folder, or that of a downloaded model,
-    and what loads the weights. None is read yet, but tensors that are none of the model are refused."""
+    """Return the names of the model and the tokenizer in a Hugging Face folder (or of a downloaded model),
+    and the loader of its weights. No weight is read yet, but tensors that the model does not have are
+    refused."""
     from llmpar.training import hugging_face as hf
 
     folder = folder_of(name)
     if not os.path.isdir(folder):
-        instead = "give the folder of config.json and safetensors, or the name of a downloaded model"
-        raise ValueError(f"--from '{name}' is no folder; {instead}")
+        raise ValueError(
+            f"--from '{name}' is no folder; give the folder of config.json and safetensors, or the"
+            " name of a downloaded model"
+        )
     if quantized := quantization(folder):
-        what = f"'{folder}' is of weights in {quantized} ({QUANTIZED}), which are not read"
-        raise ValueError(f"{what}; use the original model")
+        raise ValueError(
+            f"'{folder}' is of weights in {quantized} ({QUANTIZED}), which are not read; use the"
+            " original model"
+        )
     model = os.path.join(".", name) if folder == name else name  # a folder may have the name of a preset
     config, tensors = preset(model), hf.open_folder(folder)
     hf.check(tensors, config)
@@ -159,13 +164,13 @@ def from_folder(name: str) -> tuple[str, str, Load]:
 
 
 def refuse_beside_from(given: list[str]) -> None:
-    """Refuse flags that would say another model than --from."""
+    """Refuse flags that name another model than --from."""
     if given:
         raise ValueError(f"--from brings a model and its weights; leave {' and '.join(given)} out")
 
 
 def beside(model: str) -> str | None:
-    """Say that weights are random where those of the model lie beside its config.json."""
+    """Return a note if weights are random although a model's own lie beside its config.json."""
     folder = folder_of(model if os.path.isdir(model) else os.path.dirname(model) or ".")
     files = sorted(pathlib.Path(folder).glob("*.safetensors"))
     if model in PRESETS or not files:

@@ -39,8 +39,14 @@ def groups_across_hosts() -> Exercise:
         return solution(others | {axis: sizes[axis]}, axis, per)
 
     groups = lambda sizes, axis: math.prod(sizes.values()) // sizes[axis]
-    cases = [(dict(dp=2, tp=4), "tp", 4), (dict(tp=4, dp=2), "tp", 4), (dict(dp=2, fsdp=2, tp=2), "dp", 4)]
-    cases += [(dict(dp=2, fsdp=4, tp=2), "fsdp", 4), (dict(dp=4, tp=4), "tp", 2), (dict(dp=3, tp=4), "tp", 6)]
+    cases = [
+        (dict(dp=2, tp=4), "tp", 4),
+        (dict(tp=4, dp=2), "tp", 4),
+        (dict(dp=2, fsdp=2, tp=2), "dp", 4),
+        (dict(dp=2, fsdp=4, tp=2), "fsdp", 4),
+        (dict(dp=4, tp=4), "tp", 2),
+        (dict(dp=3, tp=4), "tp", 6),
+    ]
     wrong = dict(
         innermost=innermost,
         backwards=lambda sizes, axis, per: solution(dict(reversed(sizes.items())), axis, per),

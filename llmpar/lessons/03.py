@@ -35,7 +35,7 @@ def repair() -> Exercise:
         return lax.psum(g, "dp") * limit(jnp.sqrt(lax.psum(jnp.sum(g * g), "dp")))
 
     def run(answer: dict) -> dict:
-        """What every device has, of gradients that are longer than the limit and of shorter ones."""
+        """Return each device's result for gradients longer and shorter than the limit."""
         cases = grad_sums, grad_sums * 0.02
         run = lambda function: np.array([carried_out(function, "dp=4", case, counts)[0] for case in cases])
         return {name: run(function) for name, function in answer.items()}

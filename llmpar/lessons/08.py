@@ -8,19 +8,21 @@ from llmpar.plan.timetable import timetable
 
 
 def _rows(text: str, stages: int, microbatches: int) -> list:
-    """An order as lists of operations, refused if it is illegal or has another size."""
+    """Return an order as lists of operations; refuse an illegal one, or another size."""
     if re.search(r"\bF\d", text) and not re.search(r"\bF0\b", text):
         raise ValueError("Microbatches count from 0, as stages do: F0 is missing.")
     order = from_text(text)
     if (order.num_stages, order.num_microbatches) != (stages, microbatches):
-        present = f"there are {order.num_stages} lines and {order.num_microbatches} microbatches"
-        raise ValueError(f"{stages} stages and {microbatches} microbatches were asked for, but {present}")
+        raise ValueError(
+            f"{stages} stages and {microbatches} microbatches were asked for, but there are"
+            f" {order.num_stages} lines and {order.num_microbatches} microbatches"
+        )
     timetable(order)
     return [[str(op) for op in row] for row in order.rows]
 
 
 def _ahead(more: int = 0, all_alike: int = 0) -> str:
-    """1F1B of 3 stages and 4 microbatches with other numbers of forwards before the first pair."""
+    """Write 1F1B of 3 stages and 4 microbatches with other numbers of forwards before the first pair."""
     rows = []
     for i in range(3):
         ahead = min(all_alike or 2 - i + more, 4)

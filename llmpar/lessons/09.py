@@ -14,8 +14,11 @@ def capacity() -> Exercise:
     dropped = lambda rows: sum(max(0, n - rows) for n in LOADS)
     right = next(c for c in range(max(LOADS) + 1) if dropped(c) <= allowed)
     counts = lambda rows: dict(rows=rows, dropped=dropped(rows), choices=sum(LOADS), allowed=allowed)
-    hints = dict(factor=lambda rows: counts(rows) if rows < 10 else None)
-    hints |= dict(smaller=lambda rows: counts(rows) if rows > right else None, larger=counts)
+    hints = dict(
+        factor=lambda rows: counts(rows) if rows < 10 else None,
+        smaller=lambda rows: counts(rows) if rows > right else None,
+        larger=counts,
+    )
     return Exercise("core", right, tolerance=1e-9, unit="slots", counts=hints)
 
 

@@ -13,7 +13,7 @@ _ROWS, _SEQ, _DEVICES, _MOST_BYTES = 16, 32, 16, 240_000
 
 
 def price(text: str) -> tuple[int, int]:
-    """Bytes of arguments that a device holds under a mesh, and bytes that it sends per step."""
+    """Return a mesh's bytes of arguments per device, and the bytes that a device sends per step."""
     plan = Plan(text)
     plan.check(LLAMA, _ROWS, _SEQ)
     plan = plan.resolve(LLAMA)

@@ -12,8 +12,8 @@ from llmpar.predict import hardware
 
 @functools.cache
 def seconds(mesh: str = "") -> float:
-    """What a step of Llama 3 70B takes on a mesh of 64 A100s, or on the best one. Raises ValueError for a
-    mesh that cannot be, or on which it does not fit."""
+    """Return the time of a step of Llama 3 70B on a mesh of 64 A100s, or on the best one. Raise ValueError
+    for an impossible mesh, or one on which it does not fit."""
     chip, fixed = hardware.chip("a100-80"), parse_mesh(mesh).sizes if mesh else {}
     if mesh and math.prod(fixed.values()) != 64:
         raise ValueError(f"mesh '{mesh}' has {math.prod(fixed.values())} devices, and there are 64")

@@ -75,8 +75,8 @@ def residual() -> Exercise:
 
 
 def _traced(function, *layouts: str) -> dict:
-    """Trace a function on explicit axes, dp=2 and tp=4: its result's layout, the collectives that its types
-    ask for, and its additions of whole values. A sharding error is told as the missing arrow."""
+    """Trace a function on explicit axes, dp=2 and tp=4; return its result's layout, the collectives of its
+    types, and its additions of whole values. A sharding error is raised as the missing arrow."""
     mesh = explicit(abstract_mesh("dp=2 tp=4"))
     laid = {text: NamedSharding(mesh, as_type(parse_layout(text))) for text in layouts}
     args = [
@@ -90,7 +90,7 @@ def _traced(function, *layouts: str) -> dict:
 
 
 def moves(line) -> tuple:
-    """What a line of a trace moves: a reshard; a product that sums up, or gathers what one factor cuts."""
+    """Return what a line of a trace moves: a reshard; a matmul that sums up, or gathers a cut factor."""
     after = from_type(line.outvars[0].aval)
     if line.primitive.name == "reshard":
         return Arrow(from_type(line.invars[0].aval), after).moves

@@ -20,7 +20,7 @@ def cure() -> Exercise:
 
 
 def _constraints(function) -> list:
-    """The axes that cut each dim of x, as each constraint in a function says it."""
+    """Return the axes that cut each dim of x in each constraint of a function."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("X",), axis_types=(AxisType.Auto,))):
         lines = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((16, 128, 64), "float32")).eqns
     specs = [line.params["sharding"].spec for line in lines if "sharding" in line.params]

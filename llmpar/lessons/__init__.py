@@ -90,7 +90,7 @@ def attempt(name: str, answer: Any, **given: Any) -> None:
 
 
 def show_devices(exercise: Exercise, answer: Any) -> None:
-    """Show in a notebook what each device sends and holds; of an answer that fails its verdict is enough."""
+    """Show in a notebook what each device sends and holds; for an answer that fails, nothing."""
     from llmpar.draw.scene import show
     from llmpar.lessons.spread import drawn
 
@@ -110,7 +110,7 @@ def hint(name: str) -> None:
 
 
 def solution(name: str) -> None:
-    """Print the solution of an exercise and why it is right, to those who have tried."""
+    """Print the solution of an exercise and why it is right, after an attempt."""
     text = solved(name, **GIVEN.get(name, {}))
     if first_answer(name) is None:
         say(f'{name}: answer first, even by a guess; then ask again. hint("{name}") helps a step at a time.')
@@ -119,13 +119,13 @@ def solution(name: str) -> None:
 
 
 def solved(name: str, **given: Any) -> str:
-    """The solution of an exercise, and why it is right."""
+    """Return the solution of an exercise, and why it is right."""
     exercise = find(name, **given)
     return f"{name}: {spelt_out(exercise.solution)}\nWhy: {exercise.because}"
 
 
 def met(name: str, result: Any, what: str = "compiled") -> None:
-    """Print what the learner predicted first beside what was found; before a prediction, ask for it."""
+    """Print the learner's first answer beside the result; before an answer, ask for one."""
     find(name, **GIVEN.get(name, {}))
     first = first_answer(name)
     if first is None:
@@ -135,8 +135,8 @@ def met(name: str, result: Any, what: str = "compiled") -> None:
 
 
 def say(text: object, hanging: int = 0) -> None:
-    """Print sentences on lines that a notebook shows whole: JupyterLab breaks longer ones inside words. What
-    is broken goes on ``hanging`` columns to the right."""
+    """Print sentences on lines that a notebook shows whole; JupyterLab breaks longer ones inside words.
+    Broken lines are indented by ``hanging`` columns."""
     for line in str(text).splitlines():
         print("\n".join(_broken(line, COLUMNS, hanging)))
 
@@ -148,7 +148,7 @@ def say_command(line: str) -> None:
 
 
 def _broken(line: str, columns: int, hanging: int) -> list[str]:
-    """Break a line between words, never inside one."""
+    """Break a line between words."""
     whole_words: Any = {"break_long_words": False, "break_on_hyphens": False}
     return textwrap.wrap(line, columns, subsequent_indent=" " * hanging, **whole_words) or [line]
 

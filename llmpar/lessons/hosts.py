@@ -49,37 +49,37 @@ def start(rate: str | None = None) -> Team:
 
 
 def recorded() -> dict[str, Any]:
-    """The run of `notebooks/record_hosts.py`: placements on wires of several rates, on one machine, once."""
+    """Return the run of `notebooks/record_hosts.py`: placements on wires of several rates."""
     return json.loads(RECORDED.read_text())
 
 
 def devices_of(outer_across: bool) -> list[jax.Device]:
-    """All devices, host by host; or one of each host in turn, so that neighbours are on different hosts."""
+    """Return all devices, host by host; or alternating, so that neighbours are on different hosts."""
     grid = np.array(ordered_devices()).reshape(jax.process_count(), -1)
     return list((grid if outer_across else grid.T).flat)
 
 
 def _put(whole: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    """An array on the devices; each process hands over what its own ones hold."""
+    """Return an array on the devices; each process hands over the shards of its own."""
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
 def _sent_by_now() -> Count:
-    """Wait until all processes are here; what this host has sent by then, which has also arrived."""
+    """Wait for all processes; return what this host has sent, which has also arrived."""
     multihost_utils.sync_global_devices("llmpar: count")
     return counted()
 
 
 def leaving(name: str) -> list[int]:
-    """Predict what leaves each of two hosts of two devices in a step of a placement."""
+    """Predict the bytes that leave each of two hosts of two devices in a step of a placement."""
     plan, outer = HOST_PLANS[name]
     by_axis = leaving_bytes(plan.resolve(TOY), ROWS, SEQ, [0, 0, 1, 1] if outer else [0, 1, 0, 1])
     return [sum(sent[host] for sent in by_axis.values()) for host in range(2)]
 
 
 def measure(name: str, num_steps: int) -> dict[str, Any]:
-    """Train on a placement: losses, seconds of each step after the first, and what left this host in such a
-    step. The weights are NumPy's, the same on every mesh: nothing is compiled for them."""
+    """Train on a placement; return losses, seconds of each step after the first, and the bytes that left this
+    host per step. The weights are NumPy's, the same on every mesh: nothing is compiled for them."""
     plan, outer = HOST_PLANS[name]
     plan.check(TOY, ROWS, SEQ)
     step = Step(TOY, plan, make_mesh(plan.mesh, devices_of(outer)), optax.adamw(3e-3))

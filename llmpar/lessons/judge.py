@@ -68,8 +68,8 @@ class Exercise:
     given: Mapping[str, Any] = field(default_factory=dict)
 
     def with_sentences(self, name: str, says: Mapping[str, str]) -> Exercise:
-        """Give it its sentences, and the answers that their keys spell out in backticks, behind an "or" where
-        they are right; refuse a key that has no sentence, and a sentence whose key means nothing."""
+        """Return the exercise with its sentences, and with the answers that their keys spell in backticks
+        (right ones behind an "or"). Refuse a key without a sentence, and a sentence with an unknown key."""
         wanted = {"because", *self.wrong, *self.also, *(self.counts or ["hint"])}
         spelt = [key for key in says if key.endswith("`")]
         planted = {key: read_answer(key.split("`")[1], self.solution, self.given) for key in spelt}
@@ -78,15 +78,17 @@ class Exercise:
         unknown = says.keys() - wanted - planted.keys() - {"nudge"}
         unknown |= {key for key, answer in planted.items() if mismatch(answer, self.solution)}
         if unknown:
-            what = f"sentences for {', '.join(sorted(unknown))}"
-            raise ValueError(f"{name} has {what}, which mean nothing to it")
+            raise ValueError(
+                f"{name} has sentences for {', '.join(sorted(unknown))}, which mean nothing to it"
+            )
         also = {**self.also, **{key: planted.pop(key) for key in spelt if key.startswith("or ")}}
         answers = {**self.wrong, **planted}
         wrong = {key: answers[key] for key in says if key in answers}
         return dataclasses.replace(self, wrong=wrong, also=also, says=says)
 
     def judge(self, answer: Any, read: int = 0) -> str:
-        """Return the verdict on an answer as one sentence; who has ``read`` some hints gets the next one."""
+        """Return the verdict on an answer as one sentence; a learner who has ``read`` some hints gets the
+        next one."""
         if is_blank(answer):
             return NOT_ATTEMPTED
         try:
@@ -113,13 +115,13 @@ class Exercise:
         return [line for key in ("nudge", "hint") for line in self.says.get(key, "").splitlines()]
 
     def nudge(self, read: int) -> str:
-        """The hint after those that were ``read``, but not the last one, which may be the formula."""
+        """Return the hint after those that were ``read``; never the last one, which may be the formula."""
         nudges = self.says.get("nudge", self.says.get("hint", "")).splitlines() or [""]
         return nudges[min(read, len(nudges) - 1)]
 
     @property
     def because(self) -> str:
-        """Why the solution is right."""
+        """Return why the solution is right."""
         return self.says["because"]
 
     def same(self, one: Any, other: Any) -> bool:
@@ -169,12 +171,12 @@ class Exercise:
         return self.same(seen, value) or digits > 2 and float(seen) == float(f"{float(value):.{digits}g}")
 
     def sizes(self) -> Mapping[str, float]:
-        """The units that an answer may be given in, in terms of the one that is asked for."""
+        """Return the units that an answer may be given in, relative to the exercise's unit."""
         units = next((units for units in _UNITS if self.unit in units), {self.unit: 1})
         return {name: size / units[self.unit] for name, size in units.items() if name}
 
     def unit_of(self, seen: Any, right: Any) -> str:
-        """The other unit in which a number is the right one, roughly."""
+        """Return the other unit in which a number is about right, or ''."""
         if not kind(seen) == kind(right) == "a number":
             return ""
         sizes, near = self.sizes(), max(self.tolerance, 0.01)
@@ -200,7 +202,7 @@ FACTS = ("level", "question", "given", "answer", "tolerance", "unit")
 
 
 def stated(name: str, says: Mapping[str, str], **given: Any) -> Exercise:
-    """The exercise that its page states alone, with what the lesson gives in place of the page's numbers."""
+    """Return an exercise that its page states alone, with the lesson's numbers in place of the page's."""
     facts = {key: says[key] for key in FACTS if key in says}
     known = written(facts["given"]) if "given" in facts else {}
     if unknown := given.keys() - known.keys():
@@ -250,8 +252,14 @@ def read_answer(text: str, right: Any, given: Mapping[str, Any] | None = None) -
     return text
 
 
-_KINDS: dict[Any, str] = {type(None): "None", str: "text", bool: "True or False", Mapping: "a dict"}
-_KINDS |= {list | tuple | set: "a list", Callable: "a function"}
+_KINDS: dict[Any, str] = {
+    type(None): "None",
+    str: "text",
+    bool: "True or False",
+    Mapping: "a dict",
+    list | tuple | set: "a list",
+    Callable: "a function",
+}
 
 
 def kind(value: Any) -> str:
@@ -271,7 +279,7 @@ def takes(function: Any, count: int) -> bool:
 
 
 def not_asked(answer: Any, right: Any) -> str:
-    """Say which kind of answer is asked for."""
+    """Say which kind of answer is needed."""
     of = f" of {', '.join(inspect.signature(right).parameters)}" if callable(right) else ""
     number = (kind(right), kind(answer)) == ("a number", "text")
     alone = " Write the number alone, without its unit." if number else ""
@@ -281,8 +289,8 @@ def not_asked(answer: Any, right: Any) -> str:
 
 
 def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
-    """Read an answer as what alone it can mean: an array as a list, numbers and names that are given as text,
-    or as JAX writes them."""
+    """Read an answer in its only meaning: an array as a list, numbers and names given as text, or in JAX's
+    spelling."""
     if isinstance(answer, str) and isinstance(right, list | tuple) and "," in answer:
         answer = answer.strip("()[]{} ").split(",")
     answer = listed(answer, right)
@@ -373,7 +381,7 @@ def turned(seen: Any, right: Any) -> str:
 
 
 def arrays(value: Any) -> list[Any]:
-    """The arrays in a value."""
+    """Return the arrays in a value."""
     inside = [array for part in value for array in arrays(part)] if isinstance(value, list | tuple) else []
     return [value] if kind(value) == "an array" else inside
 

@@ -114,7 +114,7 @@ def verdicts(
 
 
 def lies_as_promised(run: LessonRun) -> bool:
-    """Tell whether each weight, and each moment of it, lies in the pieces that the plan's layouts say."""
+    """Return whether each weight, and each moment of it, has the shards that the plan's layouts promise."""
     sizes = run.step.mesh.shape
 
     def lies(tree: Any, layouts: Any) -> bool:
@@ -133,7 +133,7 @@ def moments(state: State) -> list[Any]:
 
 
 def predicted_argument_bytes(run: LessonRun) -> dict[str, int]:
-    """Predict what a step is given per device, whatever its optimizer holds."""
+    """Predict the bytes of a step's arguments per device, whatever its optimizer keeps."""
     trees, counters = moments(run.state), [x for x in jax.tree.leaves(run.state.optimizer) if not x.ndim]
     return memory.argument_bytes(run.step.plan, *run.shape, moments=len(trees), scalars=1 + len(counters))
 
@@ -149,7 +149,7 @@ def as_predicted(run: LessonRun) -> list[Collective]:
 
 
 def as_table(predicted: Traffic) -> dict[tuple[str, str], dict[str, int]]:
-    """Write a prediction as `census_table` writes what was found: by (axes, kind), executions and bytes."""
+    """Write a prediction as `census_table` writes a census: executions and bytes by (axes, kind)."""
     return {key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()}
 
 

@@ -14,7 +14,7 @@ from llmpar.lessons.record import now
 
 
 def _question(lesson: str, says: Mapping[str, str]) -> tuple[str, Exercise]:
-    """A question, and the exercise that judges its answer. There is no second try: the reason is the hint."""
+    """Return a question, and the exercise that judges it. There is no second try: the hint is the reason."""
     says = {"tolerance": "0.01", "hint": says["because"], **says}
     return says["question"], stated(f"question {lesson}", says)
 
@@ -54,8 +54,9 @@ def effect(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"result {number} is of when={result.get('when')!r}, neither before nor after")
         known = isinstance(ratings, dict) and all(rating in range(1, 6) for rating in ratings.values())
         if not (type(score) is type(most) is int and 0 <= score <= most > 0 and known):
-            needs = "score, max_score, ratings of 1 to 5"
-            raise ValueError(f"result {number} is none of this quiz: it needs {needs}")
+            raise ValueError(
+                f"result {number} is none of this quiz: it needs score, max_score, ratings of 1 to 5"
+            )
     out: dict[str, dict[str, Any]] = {name: {} for name in ("num", "score", *RATINGS)}
     for when in both:
         taken = [result for result in results if result["when"] == when]

@@ -35,7 +35,7 @@ class _Answer:
 
 
 def now() -> str:
-    """The time in UTC, as notes have it."""
+    """Return the time in UTC, as notes have it."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
@@ -69,8 +69,9 @@ def answers(folder: str = ".") -> list[_Answer]:
                 wanted = ", ".join(f"{name} ({expected.__name__})" for name, expected in _KINDS.items())
                 raise ValueError(f"object {number} is no answer, which has {wanted}")
     except ValueError as error:
-        do = "move it away, or set LLMPAR_ANSWERS to another name"
-        raise ValueError(f"'{path}' is no file of answers ({error}); {do}") from error
+        raise ValueError(
+            f"'{path}' is no file of answers ({error}); move it away, or set LLMPAR_ANSWERS to another name"
+        ) from error
     return [_Answer(**row) for row in rows]
 
 
@@ -88,19 +89,27 @@ def note(exercise: str, answer: Any, verdict: str) -> str:
 
 
 def results(given: Sequence[_Answer], levels: Mapping[str, str]) -> dict[str, Any]:
-    """Sum answers up as course platforms read it: the results.json that Otter-Grader and Gradescope exchange.
+    """Sum answers up as course platforms read it: the results.json of Otter-Grader and Gradescope.
 
-    An exercise has one point, for whoever has ever been right. ``levels`` names all exercises with their
-    level. Nothing is judged again: these are notes for learners and teachers, and no examination.
+    An exercise has one point, if it was ever right. ``levels`` names all exercises with their level. Nothing
+    is judged again: these are notes for learners and teachers, and no examination.
     """
     tests = []
     for name, level in levels.items():
         tries = [answer for answer in given if answer.exercise == name]
         right = any(answer.correct for answer in tries)
-        more = {"level": level, "tries": len(tries), "first_correct": bool(tries) and tries[0].correct}
-        more |= {"answers": [dataclasses.asdict(answer) for answer in tries]}
-        mark = {"name": name, "score": float(right), "max_score": 1.0}
-        mark |= {"status": "passed" if right else "failed"}
-        mark |= {"output": tries[-1].verdict if tries else "not attempted"}
+        more = {
+            "level": level,
+            "tries": len(tries),
+            "first_correct": bool(tries) and tries[0].correct,
+            "answers": [dataclasses.asdict(answer) for answer in tries],
+        }
+        mark = {
+            "name": name,
+            "score": float(right),
+            "max_score": 1.0,
+            "status": "passed" if right else "failed",
+            "output": tries[-1].verdict if tries else "not attempted",
+        }
         tests.append(mark | {"extra_data": more})
     return {"score": sum(test["score"] for test in tests), "max_score": float(len(tests)), "tests": tests}

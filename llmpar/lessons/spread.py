@@ -16,7 +16,7 @@ from llmpar.plan.mesh_shape import parse_mesh
 
 
 def trace_program(function: Callable, mesh: str, *arrays: Any) -> Any:
-    """Trace what one device runs for all of a mesh, as in 'dp=2 tp=2'; arrays have parts along dim 0."""
+    """Trace one device's program for all of a mesh, as in 'dp=2 tp=2'; arrays have parts along dim 0."""
     across = PartitionSpec(tuple(parse_mesh(mesh).named))
     one = lambda *parts: jnp.asarray(function(*(part[0] for part in parts)))[None]
     settings: dict[str, Any] = {"mesh": abstract_mesh(mesh), "in_specs": across, "out_specs": across}
@@ -24,7 +24,7 @@ def trace_program(function: Callable, mesh: str, *arrays: Any) -> Any:
 
 
 def drawn(function: Callable, mesh: str, *arrays: Any) -> Scene:
-    """Draw what each device is given, sends, holds and returns."""
+    """Draw what each device receives, sends, holds and returns."""
     program, sizes = trace_program(function, mesh, *arrays), parse_mesh(mesh).named
     collectives = census_jaxpr(program, sizes)
     sent = [(one.kind, one.axes, one.count, one.bytes_sent, one.shape) for one in collectives]
@@ -32,11 +32,11 @@ def drawn(function: Callable, mesh: str, *arrays: Any) -> Scene:
 
 
 def carried_out(function: Callable, mesh: str, *arrays: Any, untiled: str = "") -> Any:
-    """Give what each device returns, and what it sends: ``[values, [[kind, axes, count, bytes], …]]``.
+    """Return what each device returns, and what it sends: ``[values, [[kind, axes, count, bytes], …]]``.
 
     One real device is enough: the program is traced for the mesh, under `jax.shard_map` as in the lessons,
-    where `pcast` has nothing to do; the trace is then run for all devices at once, by `jax.vmap`. A fault in
-    the trace is the learner's to read, but for the one with the words ``untiled``: then give 'not tiled'.
+    where `pcast` has nothing to do; the trace is then run for all devices at once, by `jax.vmap`. An error in
+    the trace is raised for the learner, except the one with the words ``untiled``: that returns 'not tiled'.
     """
     try:
         program = trace_program(function, mesh, *arrays)
@@ -50,7 +50,7 @@ def carried_out(function: Callable, mesh: str, *arrays: Any, untiled: str = "") 
 
 
 def values(program: Any, mesh: str, *arrays: Any) -> list[Any]:
-    """Run a traced program for all devices; gives what each returns."""
+    """Run a traced program for all devices; return each result."""
     axes, line = parse_mesh(mesh).named, program.eqns[-1]
     known = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     given = [x.reshape(*axes.values(), 1, *x.shape[1:]) for x in arrays]

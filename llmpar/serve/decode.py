@@ -45,7 +45,7 @@ class DecoderInput(NamedTuple):
 
     @classmethod
     def idle(cls, num_rows: int, width: int = 1) -> DecoderInput:
-        """None takes a token."""
+        """Return rows of which none takes a token."""
         numbers = (np.zeros(num_rows, dtype) for dtype in "i4 i4 u4 i4 f4 f4".split())
         return cls(np.zeros((num_rows, width + 1), np.int32), *numbers)
 
@@ -81,7 +81,7 @@ class Decoder:
         return tokens, logprobs
 
     def _forward(self, echo: bool, params: Tree, cache, rows: DecoderInput):
-        """On one device."""
+        """Run one step on one device."""
         tokens, targets = rows.tokens[:, :-1], rows.tokens[:, 1:]
         offset = tokens * 0 + jnp.arange(tokens.shape[1])[None]
         par = _Cached(self.plan, cache, offset < rows.num[:, None])
@@ -128,8 +128,8 @@ class _Cached(Manual):
 
 
 def choose_tokens(logits: Float[Array, "b v"], targets, positions, rows: DecoderInput) -> Int[Array, "b n"]:
-    """The tokens that come to stand at ``positions``, the targets, the likeliest; then the bits of the
-    log-probabilities of these: one message."""
+    """Return the tokens that follow, the targets, and the likeliest; then the bits of their
+    log-probabilities: one message."""
     logprobs, best = jax.nn.log_softmax(logits), lax.top_k(logits, min(BEST, logits.shape[1]))[1]
     drawn = lambda: jnp.where(rows.temperature > 0, jax.vmap(draw)(logits, positions, *rows[3:]), best[:, 0])
     token = lax.cond((rows.temperature > 0).any(), drawn, lambda: best[:, 0])

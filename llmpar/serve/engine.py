@@ -65,7 +65,7 @@ class _Job:
     cancelled: bool = False
 
     def fill(self, rows: DecoderInput, slot: int) -> None:
-        """Write what the next step takes."""
+        """Write the input of the next step."""
         request, width = self.request, rows.tokens.shape[1] - 1
         piece = self.known[self.taken :][: width + 1]
         numbers = (
@@ -81,7 +81,7 @@ class _Job:
             column[slot] = number
 
     def events(self, num: int, tokens: np.ndarray, logprobs: np.ndarray, length: int) -> Iterator[Event]:
-        """What comes of a step that took ``num`` tokens, by the numbers ``s n`` that a `Decoder` gives."""
+        """Yield the events of a step that took ``num`` tokens, from the numbers ``s n`` of a `Decoder`."""
         request, prompt = self.request, len(self.request.tokens)
 
         def event(place: int, which: int) -> Event:
@@ -123,12 +123,15 @@ class Engine:
         self._seeds = np.random.default_rng(int(luck))
 
     def submit(self, request: Request) -> int:
-        """Let a request wait for its turn, and give its ticket; ValueError for a wrong prompt, and `Full`."""
+        """Put a request into the queue and return its ticket; ValueError for a wrong prompt, `Full` for a
+        full queue."""
         tokens, size = request.tokens, self.config.vocab_size
         fits = all(isinstance(x, int | np.integer) and 0 <= x < size for x in tokens)
         if not fits or not 1 <= len(tokens) <= self.length:
-            what = f"use 1 to {self.length:,} whole numbers below {size:,}"
-            raise ValueError(f"a prompt of {len(tokens):,} tokens cannot be continued here; {what}")
+            raise ValueError(
+                f"a prompt of {len(tokens):,} tokens cannot be continued here; use 1 to"
+                f" {self.length:,} whole numbers below {size:,}"
+            )
         with self._lock:
             if len(self._waiting) >= self.queue + self.slots - len(self._running):
                 raise Full(f"{len(self._waiting)} requests wait already; come back later")
@@ -139,31 +142,31 @@ class Engine:
             return self._counts["submitted"]
 
     def warm_up(self) -> None:
-        """Compile all programs that a step may need, before anybody waits for one."""
+        """Compile all programs that a step may need, before the first request."""
         for echo in (False, True, False):  # the first step's cache is new: JAX compiles another for it
             self.submit(Request((0, 0), 2, echo=echo))
             while self.busy:
                 self.step()
 
     def cancel(self, ticket: int) -> None:
-        """End a request before the next step, which tells so. Nothing happens if it has ended."""
+        """End a request before the next step, which reports it. A request that has ended stays as it is."""
         with self._lock:
             for job in (*self._waiting, *self._running.values()):
                 job.cancelled |= job.ticket == ticket
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits or runs."""
+        """Return whether a request waits or runs."""
         return bool(self._waiting or self._running)
 
     @property
     def figures(self) -> dict[str, int]:
-        """How many slots there are, requests run and wait, and what was counted since the beginning."""
+        """Return the numbers of slots, running and waiting requests, and the counts since the start."""
         return {**self._counts, "running": len(self._running), "waiting": len(self._waiting)}
 
     def step(self) -> list[Event]:
-        """Let requests leave and join, take one step with those that have a slot, and tell what came of it.
-        Whatever is raised (ValueError where the model gives NaN), all requests are gone then."""
+        """Let requests leave and join, run one step for those with a slot, and return its events. If anything
+        is raised (ValueError if the model gives NaN), all requests are lost."""
         with self._lock:
             present = *self._waiting, *self._running.values()
             events = [Event(job.ticket, finish="cancelled") for job in present if job.cancelled]
@@ -198,7 +201,7 @@ class Engine:
 
 
 def generate(engine: Engine, requests: Iterable[Request]) -> list[list[int]]:
-    """The tokens that follow each prompt, without an end token."""
+    """Return the tokens that follow each prompt, without an end token."""
     ask, made = deque(requests), dict[int, list[int]]()
     while ask or engine.busy:
         while ask and engine.figures["waiting"] < engine.queue:

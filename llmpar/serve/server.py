@@ -50,14 +50,30 @@ PLACES, MOST_WAITING = 2, 32
 """Requests of a kind that become tokens at a time, and with those that wait for it. Texts do not wait for
 conversations."""
 _WHOLE, FLAG, SOME = Allowed(int, 0, 2**31 - 1), Allowed(bool), Allowed(int, 0, BEST)
-BOTH = {"model": Allowed(str), "max_tokens": _WHOLE, "stop": None, "seed": Allowed(int, 0, 2**32 - 1)}
-BOTH |= {"temperature": Allowed(float, 0, 100), "top_p": Allowed(float, 0, 1), "stream": FLAG}
-BOTH |= {"top_k": Allowed(int, -1, 2**31 - 1), "stream_options": Allowed(dict)}
+BOTH = {
+    "model": Allowed(str),
+    "max_tokens": _WHOLE,
+    "stop": None,
+    "seed": Allowed(int, 0, 2**32 - 1),
+    "temperature": Allowed(float, 0, 100),
+    "top_p": Allowed(float, 0, 1),
+    "stream": FLAG,
+    "top_k": Allowed(int, -1, 2**31 - 1),
+    "stream_options": Allowed(dict),
+}
 CHAT = {"messages": Allowed(list), "logprobs": FLAG, "top_logprobs": SOME, "max_completion_tokens": _WHOLE}
 KNOWN = {"text": BOTH | {"prompt": None, "echo": FLAG, "logprobs": SOME}, "chat": BOTH | CHAT}
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-NEUTRAL = {"n": 1, "best_of": 1, "logit_bias": {}, "tools": [], "suffix": "", "presence_penalty": 0}
-NEUTRAL |= {"frequency_penalty": 0, "response_format": {"type": "text"}}
+NEUTRAL = {
+    "n": 1,
+    "best_of": 1,
+    "logit_bias": {},
+    "tools": [],
+    "suffix": "",
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "response_format": {"type": "text"},
+}
 """What is read, what decides nothing here, and values that ask for nothing, as null does."""
 HERE = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -68,7 +84,7 @@ class Document(JSONResponse):
     """JSON of any text: half of a surrogate pair, which a client may have sent, is written as JSON does."""
 
     def render(self, content: Any) -> bytes:
-        """The bytes."""
+        """Return the bytes."""
         text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return text.encode(errors="backslashreplace")
 
@@ -93,7 +109,8 @@ class EngineThread(threading.Thread):
         self.join()
 
     def submit(self, requests: Sequence[Request], box: asyncio.Queue) -> list[int]:
-        """The tickets of all requests, whose events come into the box; or it raises, and none is left."""
+        """Return the tickets of all requests, whose events go into the box; if it raises, no request is
+        left."""
         self._loop, tickets = asyncio.get_running_loop(), list[int]()
         try:
             for request in requests:
@@ -107,13 +124,13 @@ class EngineThread(threading.Thread):
         return tickets
 
     def cancel(self, tickets: Sequence[int]) -> None:
-        """Nobody waits for these any more."""
+        """Drop tickets that no client waits for."""
         for ticket in tickets:
             if self._boxes.pop(ticket, None):
                 self.engine.cancel(ticket)
 
     def run(self) -> None:
-        """Step where there is work, until `close`."""
+        """Step while there is work, until `close`."""
         while not self.ends:
             if not self.engine.busy:
                 self._wake.wait()
@@ -153,7 +170,7 @@ class Choice:
         self._waiting = list[tuple[int, Event]]()
 
     def take(self, event: Event) -> Piece:
-        """What an event adds. A token waits for its text."""
+        """Return what an event adds. A token waits for its text."""
         new, stops = "", [] if event.of_prompt else self.stops
         if event.token is not None:
             self._waiting.append((len(self.made), event))
@@ -167,7 +184,7 @@ class Choice:
         return new, ready, finish
 
     def _add(self, token: int | None, stops: Sequence[str]) -> str:
-        """The text that is certain now and was not before; None: no token follows."""
+        """Return the text that is certain now and was not before; None: no token follows."""
         self._ids += [] if token is None else [token]
         before, now = self.decode(self._ids[self._from : self._made]), self.decode(self._ids[self._from :])
         if token is None or len(now) > len(before) and not now.endswith("\ufffd"):
@@ -202,7 +219,7 @@ class Api:
         self.preparing: dict[str, set[Future]] = {kind: set() for kind in KNOWN}
 
     def close(self) -> None:
-        """Give up what becomes tokens, and end the threads."""
+        """Drop requests that are being prepared, and end the threads."""
         for lane in self.lanes.values():
             lane.shutdown(wait=False, cancel_futures=True)
         self.chat.close()
@@ -210,28 +227,29 @@ class Api:
 
     @functools.cached_property
     def letter(self) -> tuple[list[int], str]:
-        """A letter's tokens, behind which others are decoded, and their text."""
+        """Return a letter's tokens, behind which others are decoded, and their text."""
         ids = [int(x) for x in self.tokenizer.encode("a")]
         return ids, self.tokenizer.decode(ids)
 
     def admit(self, request: Http, key: bool = True) -> None:
-        """Refuse who lacks the key, and a web page whose name was made to mean this machine."""
+        """Refuse a request without the key, and a web page whose host name was made to mean this machine."""
         if self.only_here and not HERE.fullmatch(request.headers.get("host", "")):
             raise HTTPException(403, "this server is for its own machine: ask it as localhost or 127.0.0.1")
         scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
         fits = hmac.compare_digest(given.strip(), (self.key or "").encode()) and scheme.lower() == b"bearer"
         if key and self.key and not fits:
-            words = "give the server's key, as 'Authorization: Bearer KEY'"
-            raise HTTPException(401, words, {"WWW-Authenticate": "Bearer"})
+            raise HTTPException(
+                401, "give the server's key, as 'Authorization: Bearer KEY'", {"WWW-Authenticate": "Bearer"}
+            )
 
     async def page(self, request: Http) -> HTMLResponse:
-        """A page to chat."""
+        """Return the page to chat."""
         self.admit(request, key=False)
         headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=headers)
 
     async def health(self, request: Http) -> Document:
-        """Whether the engine runs, requests wait to become tokens, and figures of both."""
+        """Return whether the engine runs, requests wait to become tokens, and figures of both."""
         self.admit(request, key=False)
         state = self.about | {"length": self.length} | self.thread.engine.figures
         state |= {"status": "ok", "preparing": sum(map(len, self.preparing.values()))}
@@ -244,13 +262,13 @@ class Api:
         return Document(state, 500 if error else 503 if stuck else 200)
 
     async def models(self, request: Http) -> Document:
-        """The one model."""
+        """Return the one model."""
         self.admit(request)
         model = {"id": self.about["model"], "object": "model", "created": 0, "owned_by": "llmpar"}
         return Document({"object": "list", "data": [model | {"max_model_len": self.length}]})
 
     async def answer(self, request: Http) -> _Answer:
-        """Read what is asked, and let it wait for its turn."""
+        """Read a request, and queue it."""
         self.admit(request)
         content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content != "application/json":  # no form of a web page can give this one
@@ -289,17 +307,16 @@ class Api:
             raise HTTPException(400, str(error)) from None
 
     def prepared(self, kind: str, raw: bytes) -> _Answer | HTTPException:
-        """What is to be answered, or a refusal: raised, its stack would keep all that was read."""
+        """Return the answer to give, or a refusal; a raised one would keep the body in its traceback."""
         try:
             return _Answer(self, kind, raw)
         except HTTPException as error:
-            status, why = error.status_code, error.detail
+            return HTTPException(error.status_code, error.detail)
         except ValueError as error:
-            status, why = 400, str(error)
-        return HTTPException(status, why)
+            return HTTPException(400, str(error))
 
     def read(self, kind: str, raw: bytes) -> dict[str, Any]:
-        """What a body asks for. Refuses what is not known."""
+        """Return what a body asks for; refuse unknown parameters."""
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError) as error:
@@ -310,8 +327,10 @@ class Api:
         body = {name: x for name, x in body.items() if not nothing(name, x)}
         for name, value in body.items():
             if name not in KNOWN[kind]:
-                why = "which is not implemented here and may change the answer; leave it out"
-                raise ValueError(f"'{name:.40}' is {json.dumps(value):.40}, {why}")
+                raise ValueError(
+                    f"'{name:.40}' is {json.dumps(value):.40}, which is not implemented here and may"
+                    " change the answer; leave it out"
+                )
             if what := KNOWN[kind][name]:
                 what.check(name, value)
         if body.get("model", name := self.about["model"]) != name:
@@ -319,8 +338,10 @@ class Api:
         body["stop"] = stops = [x] if isinstance(x := body.get("stop", []), str) else x
         fits = isinstance(stops, list) and len(stops) <= MOST_STOPS
         if not fits or not all(isinstance(x, str) and 0 < len(x) <= _MOST_LETTERS for x in stops):
-            use = f"use up to {MOST_STOPS} texts of 1 to {_MOST_LETTERS} letters"
-            raise ValueError(f"stop is {json.dumps(stops):.60}; {use}")
+            raise ValueError(
+                f"stop is {json.dumps(stops):.60}; use up to {MOST_STOPS} texts of 1 to"
+                f" {_MOST_LETTERS} letters"
+            )
         if kind == "chat":
             if "top_logprobs" in body and not body.get("logprobs"):
                 raise ValueError('top_logprobs needs logprobs: give "logprobs": true')
@@ -328,11 +349,15 @@ class Api:
         return body
 
     def requests(self, kind: str, body: dict[str, Any]) -> list[Request]:
-        """What the engine is to do for a body."""
+        """Return the engine's requests for a body."""
         most = body.get("max_completion_tokens", body.get("max_tokens"))
         settings = {name: body.get(name, 1) for name in ("temperature", "top_p")}
-        settings |= {"seed": body.get("seed"), "top_k": max(0, body.get("top_k", 0))}
-        settings |= {"logprobs": body.get("logprobs"), "echo": body.get("echo", False)}
+        settings |= {
+            "seed": body.get("seed"),
+            "top_k": max(0, body.get("top_k", 0)),
+            "logprobs": body.get("logprobs"),
+            "echo": body.get("echo", False),
+        }
         if kind == "chat":
             usual, prompts, ends = self.length, [self._conversation(body)], self.chat.end_ids
         else:
@@ -340,13 +365,15 @@ class Api:
         for prompt in prompts:
             least = 1 if most is None else most
             if len(prompt) + least > self.length:
-                wants = f"a prompt of {len(prompt):,} tokens and {least:,} more"
-                raise ValueError(f"{wants} do not fit into {self.length:,} positions; ask for less")
+                raise ValueError(
+                    f"a prompt of {len(prompt):,} tokens and {least:,} more do not fit into"
+                    f" {self.length:,} positions; ask for less"
+                )
         num = lambda prompt: min(usual, self.length - len(prompt)) if most is None else most
         return [Request(prompt, num(prompt), ends=ends, **settings) for prompt in prompts]
 
     def _prompts(self, given: Any) -> list[tuple[int, ...]]:
-        """One or several prompts; a text's tokens begin with the start token."""
+        """Return one or several prompts; a text's tokens begin with the start token."""
         if isinstance(given, str) or isinstance(given, list) and given and type(given[0]) is int:
             given = [given]
         if not isinstance(given, list) or not 1 <= len(given) <= MOST_PROMPTS:
@@ -362,10 +389,12 @@ class Api:
         return [(start, *next(made).tolist()) if isinstance(x, str) else tuple(x) for x in given]
 
     def _check_letters(self, num: int) -> None:
-        """Refuse a text that cannot fit, however good its tokens are: encoding it takes long."""
+        """Refuse a text that is too long for any tokens: encoding it takes long."""
         if num > self.length * self.tokenizer.longest:
-            each = f"{self.length:,} positions of at most {self.tokenizer.longest:,} letters"
-            raise ValueError(f"{num:,} letters do not fit into {each}; ask for less")
+            raise ValueError(
+                f"{num:,} letters do not fit into {self.length:,} positions of at most"
+                f" {self.tokenizer.longest:,} letters; ask for less"
+            )
 
     def _conversation(self, body: dict[str, Any]) -> tuple[int, ...]:
         messages = body.get("messages", [])
@@ -373,8 +402,9 @@ class Api:
             if isinstance(message, dict) and (more := message.keys() - {"role", "content"}):
                 raise ValueError(f"a message has '{min(more):.40}'; only role and content are read")
         if len(messages) > self.length:  # each has a token at least
-            what = f"{len(messages):,} messages do not fit into {self.length:,} positions"
-            raise ValueError(f"{what}; ask for less")
+            raise ValueError(
+                f"{len(messages):,} messages do not fit into {self.length:,} positions; ask for less"
+            )
         self._check_letters(sum(len(x["content"]) for x in check_messages(messages)))
         return tuple(self.chat.tokens(messages, most=self.length)[0].tolist())
 
@@ -406,9 +436,9 @@ class _Answer:
         clock = asyncio.get_running_loop().call_later(self.api.limit_s, self.box.put_nowait, over)
         try:
             if self.streams:
-                media: dict[str, Any] = {"media_type": "text/event-stream"}
                 headers = {"Cache-Control": "no-store"}
-                await StreamingResponse(self._stream(), headers=headers, **media).stream_response(send)
+                stream = StreamingResponse(self._stream(), headers=headers, media_type="text/event-stream")
+                await stream.stream_response(send)
             else:
                 await Document(await self._document())(scope, receive, send)
         finally:
@@ -417,7 +447,7 @@ class _Answer:
             self.api.thread.cancel(self.tickets)
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """What is sent of which choice, as it comes. Raises HTTPException for what went wrong."""
+        """Yield the pieces of each choice as they come. Raise HTTPException for what went wrong."""
         running = {ticket: index for index, ticket in enumerate(self.tickets)}
         while running:
             event = await self.box.get()
@@ -437,18 +467,19 @@ class _Answer:
     async def _document(self) -> dict[str, Any]:
         wholes: list[Piece] = [("", [], None)] * len(self.choices)
         async for index, (text, tokens, finish) in self._pieces():
-            wholes[index] = wholes[index][0] + text, wholes[index][1] + tokens, finish
+            before, earlier, _ = wholes[index]
+            wholes[index] = before + text, earlier + tokens, finish
         choices = [self._written(*numbered) for numbered in enumerate(wholes)]
         return self.head | {"choices": choices, "usage": self._usage()}
 
     async def _stream(self) -> AsyncIterator[str]:
-        """Server-sent events. The last one is [DONE], or says what went wrong."""
+        """Yield server-sent events. The last one is [DONE], or an error."""
         usage = self.body.get("stream_options", {}).get("include_usage")
         head = self.head | ({"usage": None} if usage else {})
         line = lambda **more: f"data: {json.dumps(head | more)}\n\n"
         if self.kind == "chat":
-            role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            yield line(choices=[role])
+            first = {"role": "assistant", "content": ""}
+            yield line(choices=[{"index": 0, "delta": first, "finish_reason": None}])
         try:
             async for numbered in self._pieces():
                 yield line(choices=[self._written(*numbered)])
@@ -465,7 +496,7 @@ class _Answer:
         return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
     def _written(self, index: int, piece: Piece) -> dict[str, Any]:
-        """A piece as OpenAI writes it."""
+        """Return a piece as OpenAI writes it."""
         text, tokens, finish = piece
         choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish}
         if self.kind == "text":
@@ -483,12 +514,16 @@ class _Answer:
             content = [entry(x[0]) | {"top_logprobs": [entry(y) for y in x[:0:-1]]} for x in named]
             return choice | {"logprobs": {"content": content}}
         best = [None if x[0][1] is None else dict(x) for x in named]  # alike: the likelier
-        scores = {"tokens": [x[0][0] for x in named], "token_logprobs": [x[0][1] for x in named]}
-        scores |= {"top_logprobs": best, "text_offset": [begin for begin, _ in tokens]}
+        scores = {
+            "tokens": [x[0][0] for x in named],
+            "token_logprobs": [x[0][1] for x in named],
+            "top_logprobs": best,
+            "text_offset": [begin for begin, _ in tokens],
+        }
         return choice | {"logprobs": scores}
 
     def _named(self, token: Any, logprob: float | None) -> tuple[str, float | None]:
-        """A token's text behind a letter, or its number where that is none; JSON has no infinity."""
+        """Return a token's text behind a letter, or its number if it has none; JSON has no infinity."""
         base, text = self.api.letter
         text = self.api.tokenizer.decode([*base, token])[len(text) :]
         name = text if text and "\ufffd" not in text else f"token_id:{token}"
@@ -496,7 +531,7 @@ class _Answer:
 
 
 def error_document(error: HTTPException) -> dict[str, Any]:
-    """What went wrong, as OpenAI writes it."""
+    """Return an error as OpenAI writes it."""
     error_type = _ERRORS.get(
         error.status_code, "server_error" if error.status_code >= 500 else "invalid_request_error"
     )
@@ -504,7 +539,7 @@ def error_document(error: HTTPException) -> dict[str, Any]:
 
 
 def app(api: Api) -> Starlette:
-    """The application."""
+    """Return the application."""
 
     @contextlib.asynccontextmanager
     async def life(_):
@@ -512,9 +547,13 @@ def app(api: Api) -> Starlette:
         yield
         await asyncio.to_thread(api.close)
 
-    routes = [Route("/", api.page), Route("/health", api.health), Route("/v1/models", api.models)]
-    for path in ("completions", "chat/completions"):
-        routes.append(Route(f"/v1/{path}", api.answer, methods=["POST"]))
+    routes = [
+        Route("/", api.page),
+        Route("/health", api.health),
+        Route("/v1/models", api.models),
+        Route("/v1/completions", api.answer, methods=["POST"]),
+        Route("/v1/chat/completions", api.answer, methods=["POST"]),
+    ]
     refused = lambda _, error: Document(error_document(error), error.status_code, error.headers)
     words = "this is a fault of llmpar: {0.__class__.__name__}: {0}"
     fault = lambda _, error: refused(_, HTTPException(500, words.format(error)))
@@ -528,17 +567,23 @@ class Server(uvicorn.Server):
     """Uvicorn in one process. It lets go of who neither asks nor reads, and ends where the engine failed."""
 
     def __init__(self, api: Api, say: Callable[[str], Any]):
-        settings: dict[str, Any] = {
-            "limit_concurrency": MOST_CONNECTIONS,
-            "timeout_graceful_shutdown": GRACE_S,
-        }
-        settings |= {"http": "h11", "ws": "none", "log_config": None, "log_level": "critical"}
-        super().__init__(uvicorn.Config(app(api), lifespan="on", server_header=False, **settings))
+        config = uvicorn.Config(
+            app(api),
+            limit_concurrency=MOST_CONNECTIONS,
+            timeout_graceful_shutdown=GRACE_S,
+            http="h11",
+            ws="none",
+            log_config=None,
+            log_level="critical",
+            lifespan="on",
+            server_header=False,
+        )
+        super().__init__(config)
         self.api, self.thread, self.say, self._idle = api, api.thread, say, dict[Any, int]()
         self.last = threading.Timer(END_S, os._exit, [1])
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second."""
+        """Run ten times a second: close idle connections, and end if the engine failed."""
         if counter % 10 == 0:
             connections: Any = self.server_state.connections
             states = [(x, x.cycle, x.transport.get_write_buffer_size()) for x in connections]
@@ -550,7 +595,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Asked to end by a signal: end, whatever threads do."""
+        """End on a signal, whatever threads do."""
         if not self.last.is_alive():
             self.last = threading.Timer(END_S, os._exit, [128 + sig])
             self.last.daemon = True
@@ -558,7 +603,7 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     def run(self, sockets: Any = None) -> None:
-        """Serve until a signal says stop. A second Ctrl-C does not wait."""
+        """Serve until a signal. A second Ctrl-C does not wait."""
         try:
             super().run(sockets)
         finally:
