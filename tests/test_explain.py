@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 import llmpar.inspect.explain
-from llmpar.inspect.explain import ERRORS, LONGEST, MissingArrow, explain, layout_of
+from llmpar.inspect.explain import ERRORS, LONGEST, MissingArrow, explain, layout_from_text
 from llmpar.plan.layout import parse_arrow
 
 MESH = jax.make_mesh((2, 2, 2), ("dp", "sp", "tp"), axis_types=(AxisType.Explicit,) * 3)
@@ -227,4 +227,4 @@ def test_another_error_passes_untouched():
     }.items(),
 )
 def test_types_are_read_as_jax_prints_them(text, layout):
-    assert str(layout_of(text)) == layout
+    assert str(layout_from_text(text)) == layout

@@ -94,7 +94,7 @@ def _status_of(argv: list[str] | None) -> int:
     except Exception as error:
         status = _fail(explain(error), _status(error), error)
     if status and (joined := _joined()):
-        joined.leave(status)
+        joined.leave_job(status)
     return status
 
 
@@ -148,7 +148,7 @@ def _joined() -> Any:
     """What joined this process and others, if it is one of several; nothing is imported for this."""
     joined = sys.modules.get("llmpar.launch.joined")
     with contextlib.suppress(Exception):  # a broken JAX cannot say
-        return joined if joined and joined.together() else None
+        return joined if joined and joined.is_joined() else None
     return None
 
 

@@ -32,7 +32,7 @@ class Doctor:
     def run(self) -> None:
         from llmpar.launch import traps
         from llmpar.launch.engines import detect
-        from llmpar.launch.joined import meet
+        from llmpar.launch.joined import barrier
 
         place = detect(os.environ)
         first = [traps.describe(place), *traps.traps(os.environ, place)]
@@ -41,7 +41,7 @@ class Doctor:
         if found := misfits():
             raise ValueError("; ".join(found) + "; python -m pip install --upgrade llmpar mends versions")
         join()
-        meet({"command": "doctor"})
+        barrier({"command": "doctor"})
         document = examine()
         document |= {"launch": asdict(place), "lines": first + document["lines"]}
         from llmpar.inspect.links import links_table
@@ -113,7 +113,7 @@ def examine() -> dict:
     where there is no accelerator."""
     import jax
 
-    from llmpar.inspect.links import links
+    from llmpar.inspect.links import axis_links
     from llmpar.parallel.mesh import use_devices
     from llmpar.parallel.placement import device_grid, domains_of
 
@@ -150,7 +150,7 @@ def examine() -> dict:
     for mesh in default_meshes(len(devices), num_domains):
         with contextlib.suppress(ValueError):  # slices with holes, or of several sizes
             grid = device_grid(mesh, devices)
-            crossed[mesh] = links(SimpleNamespace(devices=grid, axis_names=tuple(AXES)))
+            crossed[mesh] = axis_links(SimpleNamespace(devices=grid, axis_names=tuple(AXES)))
     lines += [f"{name} is missing: pip install 'llmpar[{extra}]'" for name, extra in missing.items()]
     lines += [f"XLA_FLAGS is set: {told}" for told in [os.environ.get("XLA_FLAGS")] if told]
     return {

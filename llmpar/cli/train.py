@@ -84,18 +84,18 @@ class Train:
 
     def run(self, begin: Load | None = None) -> dict:
         """Train, showing progress, and give the ``--json`` document. ``begin`` loads ``from_``'s weights."""
-        from llmpar.launch.joined import Watchdog, initialize, meet
+        from llmpar.launch.joined import Watchdog, barrier, initialize
 
         if begin is None:
             initialize()
-            meet({"command": "train"} | flat(self))
+            barrier({"command": "train"} | flat(self))
         if self.from_ is not None and begin is None:
             command, begin = self.taken_from(self.from_)
             return command.run(begin)
         self.check_flags()
         optimizer = OptimizerConfig(**vars(self.optimizer))
         options.check_picture(self.plot)
-        meet({"model": self.step.adapted(preset(self.step.model))})
+        barrier({"model": self.step.adapted(preset(self.step.model))})
         from llmpar.parallel.mesh import make_mesh, platform_of
         from llmpar.training.checkpoint import Checkpoints
         from llmpar.training.loop import kept_in, train
@@ -143,7 +143,7 @@ class Train:
                 ideal_step_s=ideal_step_s(config, self.step, mesh),
                 tell=say,
                 stop=stopper.asked,
-                meet=meet,
+                meet=barrier,
                 tracker=self.tracker,
                 profile=self.profiled_steps(),
                 begin=begin,
@@ -267,7 +267,7 @@ class Stopper(contextlib.ExitStack):
         again, self.number = self.number > 0, number
         if again or not self.worked:
             signals.end("ended at once; checkpoints taken before are intact", 128 + number)
-        signals.write("ends after this step; once more ends at once")
+        signals.write_sentence("ends after this step; once more ends at once")
 
 
 @contextlib.contextmanager

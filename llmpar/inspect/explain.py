@@ -1,4 +1,4 @@
-"""Answers JAX's sharding errors by the arrow that is missing.
+"""Answer JAX's sharding errors by the arrow that is missing.
 
 JAX says which rule a program broke. Here each kind of mistake has a sentence that says which movement the
 program wants and does not name, in the notation of `llmpar.plan.layout`, and ends in the Python text that
@@ -23,7 +23,7 @@ from llmpar.parallel.mesh import LETTERS, axes_of
 from llmpar.plan.layout import Dim, Layout, parse_arrow
 from llmpar.plan.mesh_shape import AXES
 
-Known = dict[str, Any]  # what a sentence can name
+_Known = dict[str, Any]  # what a sentence can name
 LONGEST = 4000
 """Letters of an error's text that are read: in them JAX says what is wrong. A program's dump is longer."""
 
@@ -54,8 +54,8 @@ def _explained() -> Iterator[None]:
 def _sentence(error: BaseException) -> str:
     text = str(error)[:LONGEST]
     for rule, row in ((rule, row) for rule, rows in ERRORS.items() for row in rows):
-        for found in filter(None, (re.search(says, text, re.S) for says in row["says"])):
-            words = [word for word in found.groups() if word]
+        for match in filter(None, (re.search(says, text, re.S) for says in row["says"])):
+            words = [word for word in match.groups() if word]
             with contextlib.suppress(
                 ValueError, SyntaxError, LookupError, StopIteration
             ):  # words not known here
@@ -63,7 +63,7 @@ def _sentence(error: BaseException) -> str:
     return ""
 
 
-def layout_of(text: str) -> Layout:
+def layout_from_text(text: str) -> Layout:
     """The layout of a type as JAX prints it, ``float32[8@(dp,fsdp),4]{U:tp}``, or of a spec,
     ``P(('dp', 'fsdp'), None)``, or of a tuple of cuts; dims are named b, s, d and so on."""
     if "[" in text:
@@ -84,14 +84,14 @@ def _cuts(spec: str) -> tuple:
 def _layouts(text: str) -> list[Layout]:
     """Those that a message names: as shardings, as types, as specs, or as tuples of cuts."""
     for pattern in (rf"spec={PRINTED['SPEC']}", PRINTED["TYPE"], PRINTED["SPEC"], PRINTED["TUPLE"]):
-        if found := re.findall(pattern, text):
-            return [layout_of(x) for x in found]
+        if matches := re.findall(pattern, text):
+            return [layout_from_text(x) for x in matches]
     raise LookupError(text)
 
 
-def _marked(kind: str, mark: str) -> list[str]:
+def _marked(text: str, mark: str) -> list[str]:
     """The axes behind a mark of a type: ``U:tp`` (unfinished sums), ``V:(dp,tp)`` (values that differ)."""
-    return re.findall(r"\w+", "".join(re.findall(rf"\b(?:{mark})(\{{[^}}]*\}}|\([^)]*\)|\w+)", kind)))
+    return re.findall(r"\w+", "".join(re.findall(rf"\b(?:{mark})(\{{[^}}]*\}}|\([^)]*\)|\w+)", text)))
 
 
 def _arrow(before: Layout, after: Layout) -> str:
@@ -101,14 +101,14 @@ def _arrow(before: Layout, after: Layout) -> str:
     ours, theirs = (dict(zip(*pair, strict=False)) for pair in ((names, AXES), (AXES, names)))
     try:
         moves = parse_arrow(re.sub(axis, lambda m: ours.get(m[0], m[0]), text)).moves
-        said = ", then ".join(map(str, moves))
+        words = ", then ".join(map(str, moves))
     except ValueError:  # the blocks of a dim would change their order
-        said = "more than one movement"
-    said = re.sub(rf"\b({'|'.join(AXES)})\b", lambda m: theirs.get(m[0], m[0]), said)
-    return f"'{text}' ({said})"
+        words = "more than one movement"
+    words = re.sub(rf"\b({'|'.join(AXES)})\b", lambda m: theirs.get(m[0], m[0]), words)
+    return f"'{text}' ({words})"
 
 
-def _missing(before: Layout, after: Layout, **more: Any) -> Known:
+def _missing(before: Layout, after: Layout, **more: Any) -> _Known:
     """The arrow that is missing, between two layouts, and how JAX is told to go there."""
     if before == after or set(after.sums) - set(before.sums):
         raise ValueError("no arrow leads from the one to the other")
@@ -176,10 +176,10 @@ def _factors(error: BaseException) -> tuple[str, Any, Any]:
     raise LookupError("no product")
 
 
-Cuts = dict[str, tuple[str, ...]]
+_Cuts = dict[str, tuple[str, ...]]
 
 
-def _cut_dims(error: BaseException) -> tuple[list[Cuts], str]:
+def _cut_dims(error: BaseException) -> tuple[list[_Cuts], str]:
     """Which axes cut each dim of a product's factors, by einsum's letters, and the letters of its result.
     Refuses all but plain products of two factors."""
     dims, *factors = _factors(error)
@@ -204,47 +204,47 @@ def _result_without(error: BaseException, axes: set[str]) -> Layout:
 # ----------------------------------------------------------------------------------- which arrow is missing
 
 
-def product(error: BaseException, left: str, right: str) -> Known:
+def product(error: BaseException, left: str, right: str) -> _Known:
     """The sum over the axes that cut both factors along the dims that are summed, or the gather of one."""
-    (one, other), whole = map(layout_of, (left, right)), Layout(())
+    (one, other), whole = map(layout_from_text, (left, right)), Layout(())
     with contextlib.suppress(Exception):  # what JAX's functions were given is read only where it is plain
         whole = _result_without(error, {*one.axes, *other.axes})
     before, after = (Layout(whole.dims, one.axes), whole) if one.axes == other.axes else (other, one)
-    said = {
+    words = {
         "left": ",".join(one.axes),
         "right": ",".join(other.axes),
         "result": f"out_sharding={_spec(whole)}",
     }
-    return _missing(before, after, **said)
+    return _missing(before, after, **words)
 
 
-def alike(error: BaseException, left: str, right: str) -> Known:
+def alike(error: BaseException, left: str, right: str) -> _Known:
     """The arrow of the factor whose summed dims are cut less, to the cuts of the other."""
-    before, after = sorted(map(layout_of, (left, right)), key=lambda layout: len(layout.axes))
-    said = {"left": before, "right": after, "reshard": f"{_arrow(before, after)} of that dim"}
+    before, after = sorted(map(layout_from_text, (left, right)), key=lambda layout: len(layout.axes))
+    words = {"left": before, "right": after, "reshard": f"{_arrow(before, after)} of that dim"}
     with contextlib.suppress(Exception):  # as in `product`
         (one, other), result = _cut_dims(error)
-        if layout_of(left) == after:
+        if layout_from_text(left) == after:
             one, other = other, one
         cuts = [cut if letter in result else other.get(letter, cut) for letter, cut in one.items()]
-        return {**said, **_missing(cut_as(one.values()), cut_as(cuts))}
-    return said
+        return {**words, **_missing(cut_as(one.values()), cut_as(cuts))}
+    return words
 
 
-def unsummed(error: BaseException, axes: str = "", but: str = "") -> Known:
+def unsummed(error: BaseException, axes: str = "", but: str = "") -> _Known:
     """The all-reduce over ``axes`` (or those of a type over which another does not differ)."""
     names = {*_marked(axes, "V:")} - {*_marked(but, "V:")} if but else {*re.findall(r"\w+", axes)} - {"None"}
     return _missing(Layout((), tuple(sorted(names))), Layout(()))
 
 
-def finished(error: BaseException, operation: str = "what follows") -> Known:
+def finished(error: BaseException, operation: str = "what follows") -> _Known:
     """The sum that a type in the message has open, or a variable's: JAX does not always name it."""
-    kinds = re.findall(PRINTED["TYPE"], str(error)[:LONGEST]) + [str(kind) for kind in _types(error)]
-    sums = next(layout_of(kind) for kind in kinds if "U:" in kind)
+    texts = re.findall(PRINTED["TYPE"], str(error)[:LONGEST]) + [str(text) for text in _types(error)]
+    sums = next(layout_from_text(text) for text in texts if "U:" in text)
     return _missing(sums, Layout(sums.dims), operation=operation)
 
 
-def disagree(error: BaseException, operation: str, shardings: str) -> Known:
+def disagree(error: BaseException, operation: str, shardings: str) -> _Known:
     """The second operand, in the dims that both are cut in, from its own cuts to those of the first."""
     for a, b in itertools.combinations(_layouts(shardings), 2):
         pairs = [(x.axes, y.axes) for x, y in zip(a.dims, b.dims, strict=True)]
@@ -254,42 +254,42 @@ def disagree(error: BaseException, operation: str, shardings: str) -> Known:
     raise LookupError(shardings)
 
 
-def _joined(error: BaseException, *shardings: str) -> Known:
+def _joined(error: BaseException, *shardings: str) -> _Known:
     """Operands of several shapes keep the cuts that they all have."""
-    found = _layouts(" ".join(shardings))
-    dims = tuple(d if all(d in x.dims for x in found) else Dim(d.name) for d in found[0].dims)
-    after = Layout(dims, tuple(s for s in found[0].sums if all(s in x.sums for x in found)))
-    return _missing(next(x for x in found if x != after), after, all=", ".join(f"'{x}'" for x in found))
+    layouts = _layouts(" ".join(shardings))
+    dims = tuple(d if all(d in x.dims for x in layouts) else Dim(d.name) for d in layouts[0].dims)
+    after = Layout(dims, tuple(s for s in layouts[0].sums if all(s in x.sums for x in layouts)))
+    return _missing(next(x for x in layouts if x != after), after, all=", ".join(f"'{x}'" for x in layouts))
 
 
-def unsharded(error: BaseException, says: str) -> Known:
+def unsharded(error: BaseException, says: str) -> _Known:
     """The dims along which something is computed become whole; JAX says which, or only that there is one."""
     before = _layouts(says)[0]
     dims = [*range(len(before.dims))][-2 * ("non-batch" in says) :]
-    if found := re.search(r"(?<!mesh )(?:axis|axes|dimension)[= ]\(?-?\d[\d, ]*|\dth dimension", says):
-        dims = [int(n) % len(before.dims) for n in re.findall(r"-?\d+", found[0])]
+    if match := re.search(r"(?<!mesh )(?:axis|axes|dimension)[= ]\(?-?\d[\d, ]*|\dth dimension", says):
+        dims = [int(n) % len(before.dims) for n in re.findall(r"-?\d+", match[0])]
     cuts = [d.axes * (i not in dims) for i, d in enumerate(before.dims)]
     return _missing(before, Layout(tuple(map(Dim, LETTERS, cuts))))
 
 
-def twice(error: BaseException, operation: str, inputs: str, result: str) -> Known:
+def twice(error: BaseException, operation: str, inputs: str, result: str) -> _Known:
     """The last operand without the axis that cuts two dims of the result."""
-    cuts = layout_of(result).axes
+    cuts = layout_from_text(result).axes
     axis = next(a for a in cuts if cuts.count(a) > 1)
-    last = [x for x in map(layout_of, re.findall(PRINTED["TYPE"], inputs)) if axis in x.axes][-1]
+    last = [x for x in map(layout_from_text, re.findall(PRINTED["TYPE"], inputs)) if axis in x.axes][-1]
     return _missing(last, Layout(tuple(Dim(d.name, d.axes * (axis not in d.axes)) for d in last.dims)))
 
 
-def reshape(error: BaseException, operation: str, kind: str, sizes: str = "") -> Known:
+def reshape(error: BaseException, operation: str, text: str, sizes: str = "") -> _Known:
     """Dims that come first or last in both shapes keep their cuts; a gather keeps none."""
-    old, new, before = re.findall(r"(?<![\w@])\d+", kind), re.findall(r"\d+", sizes), layout_of(kind)
+    old, new, before = re.findall(r"(?<![\w@])\d+", text), re.findall(r"\d+", sizes), layout_from_text(text)
     kept = lambda i: old[: i + 1] == new[: i + 1] or old[i:] == new[max(0, len(new) - len(old) + i) :]
     return _missing(before, Layout(tuple(Dim(d.name, d.axes * kept(i)) for i, d in enumerate(before.dims))))
 
 
-def varies(error: BaseException, first: str, before: str, second: str, after: str) -> Known:
+def varies(error: BaseException, first: str, before: str, second: str, after: str) -> _Known:
     """Over which axes a loop's value or a branch's result differs at one end, and which is the other."""
-    a, b = (set(_marked(kind, "V:")) for kind in (before, after))
+    a, b = (set(_marked(text, "V:")) for text in (before, after))
     names = tuple(sorted(b - a or a - b))
     return {"axes": ",".join(names), "names": repr(names), "where": first if b - a else second}
 
@@ -297,7 +297,7 @@ def varies(error: BaseException, first: str, before: str, second: str, after: st
 # ------------------------------------------------------------------------- mistakes that are no missing arrow
 
 
-def _uneven(error: BaseException, dim: str, parts: str, size: str, shape: str) -> Known:
+def _uneven(error: BaseException, dim: str, parts: str, size: str, shape: str) -> _Known:
     """A size that its axes do not divide: the sizes beside it that they do, and what to add."""
     if ".at[" in _expression(error):  # the size is that of a piece
         raise LookupError(shape)
@@ -307,7 +307,7 @@ def _uneven(error: BaseException, dim: str, parts: str, size: str, shape: str) -
     return {"size": n, "parts": parts, "good": good, "pad": f"jnp.pad(x, {pad})"}
 
 
-def unknown(error: BaseException, *words: str) -> Known:
+def unknown(error: BaseException, *words: str) -> _Known:
     """The axes that there are, and the one with the nearest name."""
     pick = lambda *opens: next((word for word in words if word.startswith(opens)), "")
     axis, spec = next(word for word in words if word.isidentifier()), pick("P(")
@@ -321,7 +321,7 @@ def unknown(error: BaseException, *words: str) -> Known:
     return {"axis": axis, "axes": ", ".join(sorted({*names})), "near": meant}
 
 
-def once(error: BaseException, spec: str, axis: str) -> Known:
+def once(error: BaseException, spec: str, axis: str) -> _Known:
     """A spec with an axis at its first place alone."""
     cuts = [axes_of(cut) for cut in _cuts(spec)]
     for i, cut in enumerate(cuts):
@@ -334,16 +334,16 @@ PRINTED = {
     "TUPLE": r"(\((?:[^()]|\([^()]*\))*\))",
     "SPEC": r"(P\((?:[^()]|\([^()]*\))*\))",
 }
-RULES: dict[str, Callable[..., Known]] = {
-    "asked": lambda error, said, found: _missing(layout_of(found), layout_of(said)),
-    "found": lambda error, found, said: _missing(layout_of(found), layout_of(said)),
-    "turn": lambda error, name, said, other, found: _missing(layout_of(found), layout_of(said)),
-    "expected": lambda error, mesh, said, found: _missing(layout_of(found), layout_of(said)),
-    "written": lambda error, kind: {"spec": _spec(layout_of(kind))},
+RULES: dict[str, Callable[..., _Known]] = {
+    "asked": lambda error, said, found: _missing(layout_from_text(found), layout_from_text(said)),
+    "found": lambda error, found, said: _missing(layout_from_text(found), layout_from_text(said)),
+    "turn": lambda error, name, said, other, found: _missing(layout_from_text(found), layout_from_text(said)),
+    "expected": lambda error, mesh, said, found: _missing(layout_from_text(found), layout_from_text(said)),
+    "written": lambda error, kind: {"spec": _spec(layout_from_text(kind))},
     "shorter": lambda error, spec, rank: {"spec": PartitionSpec(*_cuts(spec)[: int(rank)])},
     "plain": lambda error, *words: {},
 }
-_RULES: list[Callable[..., Known]] = [product, alike, unsummed, finished, disagree, _joined, unsharded]
+_RULES: list[Callable[..., _Known]] = [product, alike, unsummed, finished, disagree, _joined, unsharded]
 _RULES += [twice, reshape, varies, _uneven, unknown, once]
 RULES |= {rule.__name__: rule for rule in _RULES}
 _ROWS = resources.files(__package__).joinpath("explain.toml").read_text(encoding="utf-8")

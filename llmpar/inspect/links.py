@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from llmpar.inspect.tables import table
+from llmpar.inspect.tables import rich_table
 from llmpar.parallel.placement import domains_per_group, link_domain
 from llmpar.predict import hardware
 from llmpar.predict.hardware import Chip
 
-SWITCHES = {"mi300x": "Infinity Fabric"}
+_SWITCHES = {"mi300x": "Infinity Fabric"}
 """What the links of a switch are called where it is not NVLink."""
 
 
-def links(mesh: Any) -> dict[str, dict]:
+def axis_links(mesh: Any) -> dict[str, dict]:
     """Tell for every axis longer than one which links its groups cross.
 
     ``mesh`` is a `jax.sharding.Mesh`, or anything with a grid of ``devices`` and ``axis_names``. Of a device
@@ -44,7 +44,7 @@ def links(mesh: Any) -> dict[str, dict]:
     grid = np.asarray(mesh.devices)
     chip, host = hardware.guess(grid.flat[0].device_kind), _hosts(grid)
     spans = zip(domains_per_group(grid, host), domains_per_group(grid), strict=True)
-    found = {}
+    rows = {}
     for i, (axis, (hosts, domains)) in enumerate(zip(mesh.axis_names, spans, strict=True)):
         if (size := grid.shape[i]) == 1:
             continue
@@ -53,8 +53,8 @@ def links(mesh: Any) -> dict[str, dict]:
         row = {"size": size, "hosts": hosts, "devices_per_host": min(counts), "domains": domains}
         none: dict = {"dims": [], "hops": None, "closed": False}
         row |= _on_torus(grid, groups, chip) if grid.flat[0].platform == "tpu" else none
-        found[axis] = {"link": _words(row, grid.flat[0].platform, chip)} | row
-    return found
+        rows[axis] = {"link": _words(row, grid.flat[0].platform, chip)} | row
+    return rows
 
 
 def _hosts(grid: np.ndarray):
@@ -65,7 +65,7 @@ def _hosts(grid: np.ndarray):
 
 
 def _on_torus(grid: np.ndarray, groups: np.ndarray, chip: Chip | None) -> dict:
-    """The keys ``dims``, ``hops`` and ``closed`` of `links`."""
+    """The keys ``dims``, ``hops`` and ``closed`` of `axis_links`."""
     place = lambda d: (*d.coords, getattr(d, "core_on_chip", 0) or 0)
     places = np.array([[place(d) for d in group] for group in groups])  # groups, members, dims
     sides = places.max((0, 1)) + 1
@@ -92,7 +92,7 @@ def _words(row: dict, platform: str, chip: Chip | None) -> str:
     if platform == "tpu":
         inside, between = _ici(row, within), f"DCN between {domains} slices"
     else:
-        name = SWITCHES.get(chip.name, "NVLink") if chip else "NVLink or PCIe"
+        name = _SWITCHES.get(chip.name, "NVLink") if chip else "NVLink or PCIe"
         many = row["hosts"] // domains
         where = "within a host" if many <= 1 else f"across {many} hosts"
         inside = f"{name} {where}" + f" ({within} each)" * (domains > 1)
@@ -114,9 +114,9 @@ def _ici(row: dict, within: int) -> str:
     return f"ICI {'ring' if row['closed'] else 'line'} of {dims[0]} (one torus dim){cores}{apart}"
 
 
-def links_table(found: dict[str, dict], title: str) -> Table:
-    """What `links` found, for a terminal."""
-    made = table(title, ("axis", "size", "hosts", "link"), ("size", "hosts"))
-    for axis, row in found.items():
+def links_table(rows: dict[str, dict], title: str) -> Table:
+    """What `axis_links` gives, for a terminal."""
+    made = rich_table(title, ("axis", "size", "hosts", "link"), ("size", "hosts"))
+    for axis, row in rows.items():
         made.add_row(axis, str(row["size"]), str(row["hosts"]), row["link"])
     return made

@@ -1,4 +1,4 @@
-"""Looks at any JAX program: what it sends, holds and lacks, line by line, in the axis names of its author."""
+"""Look at any JAX program: what it sends, holds and lacks, line by line, in the axis names of its author."""
 
 import contextlib
 import functools
@@ -24,15 +24,15 @@ from llmpar.inspect.census import (
     Collective,
     census_hlo,
     collective,
-    columns,
     compiled_memory,
     flops_in,
     read_program,
+    text_columns,
 )
 from llmpar.inspect.explain import cut_as, explain
-from llmpar.inspect.hlo import CALLS, Op, integers, parsed
+from llmpar.inspect.hlo import CALLS, Instruction, integers, parsed
 from llmpar.inspect.jaxpr import LOOPS, kept_lines, unchecked
-from llmpar.inspect.links import links
+from llmpar.inspect.links import axis_links
 from llmpar.inspect.roofline import product_flops
 from llmpar.inspect.shardings import PACKED, _leaves
 from llmpar.parallel.mesh import axes_of, platform_of
@@ -42,7 +42,7 @@ _SMALL = 0.01
 _HIDDEN = r'(?:^(?=convolution)|custom_call_target="(?!Sharding|SPMD|xla\.sdy|annotate_|__cublas))([^"\s]+)'
 _MOST = 8
 """Of leaves that come back in another layout so many are named."""
-_KINDS = jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
+_STAGES = jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
 _WHOLE = "a jaxpr does not say how arguments on automatic axes lie: here they are whole; look at the function"
 LAST = (
     "the compiler may have merged, split and widened collectives here, and from its cache comes a text that"
@@ -52,7 +52,7 @@ LAST = (
 
 @dataclass(frozen=True, repr=False)
 class Look:
-    """Holds what one run of a program does on each device; bytes are those of one device.
+    """Hold what one run of a program does on each device; bytes are those of one device.
 
     Attributes:
         rows: what each line sends, largest first: ``source``, ``arrow`` (dims lettered by place, without the
@@ -89,7 +89,7 @@ class Look:
         ]
         sent = sum(row["bytes_sent"] for row in self.rows if not row["per_turn"])
         cells.append(("in all", "", "", "", f"{sent:,} B"))
-        said = [f"{self.name} on {on} sends, per device and run:", columns(cells)]
+        said = [f"{self.name} on {on} sends, per device and run:", text_columns(cells)]
         more = any(re.match("not counted: .* sends$", text) for text in self.notes)
         said = said if self.rows else [f"{self.name} on {on} sends nothing" + " that is counted" * more]
         if turns := sorted({row["per_turn"] for row in self.rows} - {""}):
@@ -109,11 +109,11 @@ class Look:
     __repr__ = __str__
 
     def document(self) -> dict[str, Any]:
-        """Gives it as plain data, for JSON."""
+        """Return it as plain data, for JSON."""
         return asdict(self)
 
     def picture(self) -> Scene:
-        """Draws the bytes of each line."""
+        """Draw the bytes of each line."""
         name = lambda row: f"{row['source'] or '(the partitioner)'} {row['arrow']}".strip()
         more = lambda row: {"arrow": name(row), "axis": ",".join(row["axes"]), "kind": row["collective"]}
         return draw.arrows_sent([row | more(row) for row in self.rows])
@@ -163,19 +163,19 @@ def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
     memory = compiled_memory(compiled)
     leaves = [leaf for leaf in _leaves(compiled) if hasattr(leaf[1], "shape")]  # tokens have none
     mesh = _one([*meshes, *(pair for name, _, where in leaves for pair in _meshes(name, where))])
-    found = _read(text, mesh, notes + _returned(leaves), lines)
-    name = type(f).__name__ if found.name in ("", "_unnamed_function", "jaxpr_as_fun") else found.name
+    result = _read(text, mesh, notes + _returned(leaves), lines)
+    name = type(f).__name__ if result.name in ("", "_unnamed_function", "jaxpr_as_fun") else result.name
     more = _replicated(leaves, mesh, memory["argument_bytes"])
-    return replace(found, name=name, memory=memory, replicated=more)
+    return replace(result, name=name, memory=memory, replicated=more)
 
 
 def _returned(leaves: list) -> list[str]:
-    """Notes leaves of a state, by their paths, that come back in another layout than they went in."""
-    within, kind = lambda path: re.sub(r"^\[\d+\]\.?", "", path), lambda x: (x.shape, x.dtype)
+    """Note leaves of a state, by their paths, that come back in another layout than they went in."""
+    within, type_of = lambda path: re.sub(r"^\[\d+\]\.?", "", path), lambda x: (x.shape, x.dtype)
     known, notes = [leaf for leaf in leaves if leaf[2] is not None], list[str]()
     given = [(name[3:], x, where) for name, x, where in known if name.startswith("in ")]
     for name, x, where in (leaf for leaf in known if leaf[0].startswith("out ")):
-        path, like = name[4:], [one for one in given if kind(one[1]) == kind(x)]
+        path, like = name[4:], [one for one in given if type_of(one[1]) == type_of(x)]
         same = [one for one in like if one[0] == path]
         same = same or [one for one in like if within(one[0]) and within(one[0]) in (path, within(path))]
         if len(same) != 1 or (at := same[0][2]).device_set != where.device_set:
@@ -195,12 +195,12 @@ def _lies(where: Any, x: Any) -> str:
 
 
 def _staged(f: Any, args: tuple, kwargs: dict) -> Any:
-    """Gives a closed jaxpr, or a program as `jax.stages` have it, traced if it can be."""
+    """Return a closed jaxpr, or a program as `jax.stages` have it, traced if it can be."""
     wraps = "traced", "lowered", "compiled"  # so Flax and Equinox call what JAX has
-    inner = lambda x: next((y for y in (getattr(x, n, None) for n in wraps) if isinstance(y, _KINDS)), x)
+    inner = lambda x: next((y for y in (getattr(x, n, None) for n in wraps) if isinstance(y, _STAGES)), x)
     if hasattr(f, "eqns"):
         return f if hasattr(f, "consts") else core.ClosedJaxpr(f, ())
-    if isinstance(f := inner(f), _KINDS):
+    if isinstance(f := inner(f), _STAGES):
         if args or kwargs:
             raise ValueError(f"a {type(f).__name__.lower()} program has its arguments; give look only that")
         return f
@@ -216,7 +216,7 @@ def _staged(f: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _lowered(program: Any, mesh: Any) -> jax.stages.Lowered:
-    """Lowers what was traced, or a jaxpr as its types say. A mesh without devices gets those here."""
+    """Lower what was traced, or a jaxpr as its types say. A mesh without devices gets those here."""
     if isinstance(program, jax.stages.Traced):
         try:
             return program.lower()
@@ -225,8 +225,8 @@ def _lowered(program: Any, mesh: Any) -> jax.stages.Lowered:
                 raise
             program = program.jaxpr
     if isinstance(mesh, AbstractMesh):
-        if mesh.size > (here := jax.device_count()):
-            why = f"mesh {dict(mesh.shape)} has no devices, and of {mesh.size} only {here} are here"
+        if mesh.size > (present := jax.device_count()):
+            why = f"mesh {dict(mesh.shape)} has no devices, and of {mesh.size} only {present} are here"
             raise ValueError(f"{why}; llmpar.use_devices({mesh.size}) simulates them, in a fresh process")
         grid = np.array(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes)
         mesh = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
@@ -236,7 +236,7 @@ def _lowered(program: Any, mesh: Any) -> jax.stages.Lowered:
 
 
 def _meshes(name: str, *tree: Any) -> Iterator[tuple[str, Any]]:
-    """Lists the meshes of arrays, types, shardings, meshes and jaxprs in a tree, each with who names it."""
+    """List the meshes of arrays, types, shardings, meshes and jaxprs in a tree, each with who names it."""
     for path, x in jax.tree.leaves_with_path(tree):
         if hasattr(x, "eqns"):
             inner, consts = getattr(x, "jaxpr", x), getattr(x, "consts", ())
@@ -249,13 +249,13 @@ def _meshes(name: str, *tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _one(meshes: Iterable[tuple[str, Any]]) -> Any:
-    """Gives the one mesh of a program, with devices if any of them has; None if there is none."""
-    found: dict[tuple, tuple[str, Any]] = {}
+    """Return the one mesh of a program, with devices if any of them has; None if there is none."""
+    places: dict[tuple, tuple[str, Any]] = {}
     for name, mesh in meshes:
         devices = tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else ()
-        found.setdefault(((*mesh.shape.items(),), devices), (name, mesh))
-    placed = {sizes for sizes, devices in found if devices}
-    (a, mesh), *others = [x for (sizes, on), x in found.items() if on or sizes not in placed] or [("", None)]
+        places.setdefault(((*mesh.shape.items(),), devices), (name, mesh))
+    placed = {sizes for sizes, devices in places if devices}
+    (a, mesh), *others = [x for (sizes, on), x in places.items() if on or sizes not in placed] or [("", None)]
     for b, other in others:
         text = f"{a} has mesh {dict(mesh.shape)}, {b} has mesh {dict(other.shape)}"
         text += " of other devices" * (mesh.shape == other.shape)
@@ -264,7 +264,7 @@ def _one(meshes: Iterable[tuple[str, Any]]) -> Any:
 
 
 def _of_text(text: str, mesh: Any = None) -> Look:
-    """Looks at HLO text, whose devices are positions in ``mesh``. Refuses a mesh that does not fit it."""
+    """Look at HLO text, whose devices are positions in ``mesh``. Refuses a mesh that does not fit it."""
     if isinstance(mesh, str):
         mesh = {axis: int(n) for axis, n in re.findall(r"(\w+)\s*[=:]\s*(\d+)", mesh)}
     sizes, devices = dict(getattr(mesh, "shape", mesh) or {}), parsed(text).devices
@@ -272,16 +272,16 @@ def _of_text(text: str, mesh: Any = None) -> Look:
         has = f"mesh {sizes} has {n} devices" if sizes else "a text does not name its mesh"
         raise ValueError(f"{has}, and the program has {devices}; give its own: look(text, 'X=4 Y=2')")
     places = mesh if isinstance(mesh, Mesh) else SimpleNamespace(axis_names=tuple(sizes), shape=sizes)
-    found = _read(text, places, [], {})
-    for row in (row for row in found.rows if row["axes"] == ("other",)):
+    result = _read(text, places, [], {})
+    for row in (row for row in result.rows if row["axes"] == ("other",)):
         why = f"groups of the {row['collective']} at {row['source'] or 'no line'} fill no whole axes"
-        way = "give its own, or an axis of which they fill a part as two: X=4 as A=2 B=2"
-        raise ValueError(f"mesh {sizes} is not the program's: {why}; {way}")
-    return found
+        remedy = "give its own, or an axis of which they fill a part as two: X=4 as A=2 B=2"
+        raise ValueError(f"mesh {sizes} is not the program's: {why}; {remedy}")
+    return result
 
 
 def _read(text: str, mesh: Any, notes: list[str], lines: dict[str, set[str]]) -> Look:
-    """Reads what text says. ``lines`` are what `kept_lines` gives, if anything is known."""
+    """Read what text says. ``lines`` are what `kept_lines` gives, if anything is known."""
     loops, real = lines.get(LOOPS, set()), lambda line: lines and line and not line.startswith("argument ")
     kept = lambda line: loops if line in loops else lines.get(line, loops)
     meant = lambda c: kept(c.source) if real(c.source) else {c.source}
@@ -292,7 +292,7 @@ def _read(text: str, mesh: Any, notes: list[str], lines: dict[str, set[str]]) ->
     elif mesh is None:
         mesh = SimpleNamespace(axis_names=("device",), shape={"device": module.devices})
         notes = [*notes, f"no mesh was found: all {module.devices} devices are one axis here"]
-    between = {a: row["link"] for a, row in links(mesh).items()} if isinstance(mesh, Mesh) else {}
+    between = {a: row["link"] for a, row in axis_links(mesh).items()} if isinstance(mesh, Mesh) else {}
     rows = dict[tuple, dict[str, Any]]()
     for c in census_hlo(text, mesh) if mesh else []:
         if len(meant(c)) != 1:
@@ -310,25 +310,25 @@ def _read(text: str, mesh: Any, notes: list[str], lines: dict[str, set[str]]) ->
         other += c.moves and f": they are {c.moves}"
         notes = notes + [other] * (c.axes == ("other",))
 
-    def turns(comp: str, loop: Op) -> int:
+    def turns(comp: str, loop: Instruction) -> int:
         trips, where = module.trips(comp, loop), module.source(loop) or "no line"
         notes.extend([f"of the loop at {where} FLOPs are those of one turn"] * (trips is None))
         return 1 if trips is None else trips
 
-    leaf = lambda comp, op: 0 if op.kind == "convolution" else product_flops(module, comp, op)
+    leaf = lambda comp, op: 0 if op.opcode == "convolution" else product_flops(module, comp, op)
     flops = int(flops_in(module, leaf, turns)(module.entry, None))
-    inner = (f"{op.kind} {op.attrs}" for ops in module.computations.values() for op in ops.values())
+    inner = (f"{op.opcode} {op.attrs}" for ops in module.computations.values() for op in ops.values())
     hidden = Counter(name for words in inner for name in re.findall(_HIDDEN, words))
     notes += [f"not counted: what {name} (×{n}) does inside" for name, n in hidden.items()] + module.uncounted
-    said = lambda c: f"{at(c) or '(the partitioner)'} {c.kind} {','.join(c.axes)}"
-    pairs = dict.fromkeys((said(a), said(b)) for a, b in (unordered(text, mesh) if mesh else []))
+    label = lambda c: f"{at(c) or '(the partitioner)'} {c.kind} {','.join(c.axes)}"
+    pairs = dict.fromkeys((label(a), label(b)) for a, b in (unordered(text, mesh) if mesh else []))
     name, sizes = re.sub("^_lambda_?$", "<lambda>", module.name), dict(mesh.shape) if mesh else {}
     ordered = sorted(rows.values(), key=lambda row: -row["bytes_sent"])
     return Look(name, sizes, ordered, {}, flops, [], [*pairs], between, [*dict.fromkeys(notes)])
 
 
 def _replicated(leaves: list, mesh: Any, argument_bytes: int) -> list[dict[str, Any]]:
-    """Lists what could be cut over axes along which devices hold the same; what is small as one row."""
+    """List what could be cut over axes along which devices hold the same; what is small as one row."""
     rows = list[dict[str, Any]]()
     for name, x, where in leaves if isinstance(mesh, Mesh) else ():
         unfinished = getattr(getattr(where, "spec", None), "unreduced", None)
@@ -339,14 +339,14 @@ def _replicated(leaves: list, mesh: Any, argument_bytes: int) -> list[dict[str, 
         used = [a for i, a in enumerate(mesh.axis_names) if (lies != lies.take([0], i)).any()]
         shard, axes = list(where.shard_shape(x.shape)), list[str]()
         size = PACKED.get(str(x.dtype), x.dtype.itemsize)
-        held = int(size * math.prod(shard))
+        local_bytes = int(size * math.prod(shard))
         for axis, n in mesh.shape.items():
             dim = next((i for i, size in enumerate(shard) if size % n == 0), None)
-            if dim is not None and n > 1 and held and axis not in used:
+            if dim is not None and n > 1 and local_bytes and axis not in used:
                 shard[dim] //= n
                 axes.append(axis)
-        row = {"name": name, "shape": tuple(x.shape), "bytes": held, "axes": tuple(axes)}
-        rows += [row | {"saved": held - int(size * math.prod(shard))}] if axes else []
+        row = {"name": name, "shape": tuple(x.shape), "bytes": local_bytes, "axes": tuple(axes)}
+        rows += [row | {"saved": local_bytes - int(size * math.prod(shard))}] if axes else []
     of = lambda row: (row["shape"], row["axes"])
     state = [of(row) for row in rows if row["name"].startswith("in")]  # which comes out again
     rows = [row for row in rows if row["name"].startswith("in") or of(row) not in state]
@@ -358,37 +358,40 @@ def _replicated(leaves: list, mesh: Any, argument_bytes: int) -> list[dict[str, 
     return sorted(rows, key=lambda row: -row["saved"])
 
 
-Pair = tuple[Collective, Collective]
+_Pair = tuple[Collective, Collective]
 
 
-def unordered(text: str, mesh: Any, one_channel: bool = False) -> list[Pair]:
-    """Lists the pairs of collectives in HLO text that no path of data orders: one device may enter them in
+def unordered(text: str, mesh: Any, one_channel: bool = False) -> list[_Pair]:
+    """List the pairs of collectives in HLO text that no path of data orders: one device may enter them in
     either order while another does the opposite. With ``one_channel`` only those that simulated devices may
     take for one another: of one channel, one of them in a loop or a branch that the other is not in."""
-    module, pairs = parsed(text), list[Pair]()
+    module, pairs = parsed(text), list[_Pair]()
 
     @functools.cache
     def inside(comp: str) -> list[tuple[Collective, list[int], bool]]:
         """A computation's collectives, their channels, and whether they are in a loop or branch of it."""
-        before, found = dict[str, int](), dict[int, list]()  # sets of places as bits; place to what is there
+        before, earlier = (
+            dict[str, int](),
+            dict[int, list](),
+        )  # sets of places as bits; place to what is there
         # an operand stands before its users
         for place, (name, op) in enumerate(module.computations[comp].items()):
             waits = re.findall(r"control-predecessors=\{(.*?)\}", op.attrs)
             after = re.findall(r"[\w.\-]+", " ".join(waits)) + [value for value, _ in op.operands]
             needs = [n for n in after if n in before]
             before[name] = functools.reduce(operator.or_, (before[n] for n in needs), 0) | 1 << place
-            callees = op.called(*CALLS[op.kind]) if op.kind in CALLS else []
-            here = [(c, n, True) for i in callees if i in module.computations for c, n, _ in inside(i)]
+            callees = op.called(*CALLS[op.opcode]) if op.opcode in CALLS else []
+            collectives = [(c, n, True) for i in callees if i in module.computations for c, n, _ in inside(i)]
             if one := collective(module, comp, name, mesh):
-                here.append((one, integers(op.attrs, "channel_id="), False))
-            if not here:
+                collectives.append((one, integers(op.attrs, "channel_id="), False))
+            if not collectives:
                 continue
-            loose = [c for other, theirs in found.items() if not before[name] >> other & 1 for c in theirs]
-            for (a, one_of, a_deep), (b, other_of, b_deep) in itertools.product(loose, here):
+            loose = [c for other, theirs in earlier.items() if not before[name] >> other & 1 for c in theirs]
+            for (a, one_of, a_deep), (b, other_of, b_deep) in itertools.product(loose, collectives):
                 if not one_channel or one_of == other_of and (a_deep or b_deep):
                     pairs.append((a, b))
-            found[place] = here
-        return [c for here in found.values() for c in here]
+            earlier[place] = collectives
+        return [c for collectives in earlier.values() for c in collectives]
 
     inside(module.entry)
     return pairs

@@ -1,4 +1,4 @@
-"""Reads what JAX's types say of a training step, beside the plan's layouts."""
+"""Read what JAX's types say of a training step, beside the plan's layouts."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ import jax
 import optax
 from rich.table import Table
 
-from llmpar.inspect.tables import table
+from llmpar.inspect.tables import rich_table
 from llmpar.parallel.explicit import Explicit
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.model_config import ModelConfig
@@ -33,10 +33,10 @@ def types(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> lis
 
 
 def types_table(rows: list[dict]) -> Table:
-    """Give the rows as a table for a terminal."""
+    """Return the rows as a table for a terminal."""
     title = "layouts of the plan beside JAX's types (U: unreduced, R: reduced)"
-    found = table(title, ("value", "layout", "", "type says", "type"))
+    result = rich_table(title, ("value", "layout", "", "type says", "type"))
     for row in rows:
         same = "=" if row["layout"] == row["type_says"] else "≠"
-        found.add_row(row["value"], row["layout"], same, row["type_says"], row["type"])
-    return found
+        result.add_row(row["value"], row["layout"], same, row["type_says"], row["type"])
+    return result
