@@ -21,10 +21,10 @@ from llmpar.inspect.census import (
     arrow_text,
     census_hlo,
     census_table,
+    collective_bytes,
     compiled_memory,
     executed_flops,
     partitioned_hlo,
-    collective_bytes,
 )
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.inspect.look import look, unordered
@@ -130,7 +130,7 @@ def test_axes_of_a_vmap_are_no_axes_of_the_mesh():
 
 def test_an_axis_without_a_size_is_refused():
     traced = lower(lambda x: lax.psum(x, "tp"), make_mesh(tp=8), P("tp"), P(), jnp.ones((8,)))
-    with pytest.raises(ValueError, match="over axis 'tp', but the sizes given are those of"):
+    with pytest.raises(ValueError, match="over axis 'tp', but the mesh has"):
         census_jaxpr(traced.jaxpr, {"dp": 8})
 
 

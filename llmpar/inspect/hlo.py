@@ -69,7 +69,8 @@ class Instruction(NamedTuple):
 
     @property
     def collective(self) -> str:
-        """Which of `COLLECTIVES` it is or starts; '' of another, and of what is sent to nobody that it names."""
+        """Which of `COLLECTIVES` it is or starts; '' of another, and of what is sent to nobody that it
+        names."""
         kind = self.opcode.removesuffix("-start")
         nobody = kind == "send" and not _groups(self.attrs)
         return kind if kind in COLLECTIVES and not nobody else ""

@@ -1,4 +1,4 @@
-"""Compare predicted with compiled: what a training step sends and holds, by formula and in the program."""
+"""Compare what a training step sends and holds by formula with what its compiled program does."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -29,16 +29,16 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
 
     Returns the document of ``llmpar inspect --json``: bytes are those that a device sends per step.
     Collectives are read from the program as XLA's partitioner left it, where their dtypes are still true;
-    memory and FLOPs from the final one. Predictions are those of the Manual mode; under Auto they show
-    what the partitioner did differently. Of stages it shows the one that sends most, and the mean of FLOPs.
+    memory and FLOPs from the final one. Predictions are for the Manual mode; under Auto they show what the
+    partitioner did differently. Of pipeline stages it shows the one that sends most, and the mean of FLOPs.
     """
     plan.check(config, batch_size, seq_len)
     mesh = make_mesh(plan.mesh)
     step = Step(config, plan, mesh, optax.adamw(1e-3))
     plan, compiled, partitioned = step.plan, *read_program(step.lower(batch_size, seq_len))
     branches = branch_shares(plan.pipeline, config.num_layers)
-    # What experts get beyond their slots is a loop that data ends, and so are the walks of a kernel; and TPUs
-    # write products as convolutions. (`llmpar compile` estimates all of these.)
+    # FLOPs are counted where the text shows them all: in experts' overflow and in kernels the data end the
+    # loops, and TPUs write matmuls as convolutions. (`llmpar compile` estimates all of these.)
     text, plain = compiled.as_text() or "", plan.attention_kernel in ("portable", "xla")
     plain = plain and not config.experts and plan.platform != "tpu"
     work = [executed_flops(text, taken) for taken in branches] if plain else None
@@ -61,9 +61,11 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
 def compare(
     plan: Resolved, batch_size: int, seq_len: int, partitioned: str, mesh, branches: Sequence
 ) -> dict:
-    """Lay the collectives of a partitioned program beside the predicted ones, by axes and kind, and by arrow.
+    """Compare the collectives of a partitioned program with the predicted ones, by axes and kind, and by
+    arrow.
 
-    ``mesh`` is the step's, and ``branches`` its `branch_shares`. Of stages it takes the one that sends most.
+    ``mesh`` is the step's, and ``branches`` its `branch_shares`. Of pipeline stages it takes the one that
+    sends most.
     """
     config = plan.config
     by_stage = [traffic.step_traffic(plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
@@ -125,41 +127,47 @@ def _title(document: dict) -> str:
 
 def move_tables(document: dict) -> list[Table]:
     """Return what moves as tables for a terminal: by axes and collective, by arrow, and over which links."""
-    title, numbers = f"{_title(document)}: bytes sent per device and step", ("count", "predicted", "compiled")
-    moves = rich_table(
-        title, ("axes", "collective", *numbers, "", "from"), numbers, caption=document.get("detour")
-    )
-    for row in document["collectives"]:
+
+    def cells(row: dict) -> tuple[str, ...]:
         same = "=" if row["predicted_bytes"] == row["compiled_bytes"] else "≠"
         sent = f"{row['count']:,}", f"{row['predicted_bytes']:,} B", f"{row['compiled_bytes']:,} B"
-        moves.add_row(row["axis"], row["kind"], *sent, same, _short(row["source"]))
-    crossed = [links_table(document["links"], "links that the axes cross")] * bool(document["links"])
-    return [moves, _arrow_table(document), *crossed]
+        return (row["axis"], row["kind"], *sent, same, _short(row["source"]))
+
+    title, numbers = f"{_title(document)}: bytes sent per device and step", ("count", "predicted", "compiled")
+    columns, rows = ("axes", "collective", *numbers, "", "from"), map(cells, document["collectives"])
+    moves = rich_table(title, columns, numbers, rows, caption=document.get("detour"))
+    crossed = document["links"] and links_table(document["links"], "links that the axes cross")
+    return [moves, _arrow_table(document), *([crossed] if crossed else [])]
 
 
 def step_tables(document: dict) -> list[Table]:
     """Return the document as tables for a terminal."""
-    numbers, formula = ("predicted", "compiled"), "The formula of temporaries is for GPUs and TPUs."
-    figures = rich_table("per device", ("", *numbers), numbers, caption=formula)
-    figures_of, flops = document["memory"], document["flops"]
-    guess, true = figures_of["predicted_argument_bytes"], figures_of["compiled_argument_bytes"]
-    figures.add_row("arguments", f"{guess:,} B", f"{true:,} B")
-    guess, true = figures_of["predicted_temp_bytes"], figures_of["compiled_temp_bytes"]
-    figures.add_row(f"temporaries (by formula{off_by(guess, true)})", f"{guess:,} B", f"{true:,} B")
-    work = ["not counted" if n is None else f"{n:,.0f}" for n in flops.values()]
-    figures.add_row("matmul FLOPs (useful, executed)", *work)
-    extra = [types_table(document["types"])] if "types" in document else []
-    extra += [spread_table(document["tolerance"])] if "tolerance" in document else []
-    return [*move_tables(document), figures, *extra]
+    need, numbers = document["memory"], ("predicted", "compiled")
+    off = off_by(need["predicted_temp_bytes"], need["compiled_temp_bytes"])
+    of = lambda what: [f"{need[f'{side}_{what}_bytes']:,} B" for side in numbers]
+    work = ["not counted" if n is None else f"{n:,.0f}" for n in document["flops"].values()]
+    rows = [("arguments", *of("argument")), (f"temporaries (by formula{off})", *of("temp"))]
+    rows.append(("matmul FLOPs (useful, executed)", *work))
+    formula = "The formula of temporaries is for GPUs and TPUs."
+    tables = [
+        *move_tables(document),
+        rich_table("per device", ("", *numbers), numbers, rows, caption=formula),
+    ]
+    if "types" in document:
+        tables.append(types_table(document["types"]))
+    if "tolerance" in document:
+        tables.append(spread_table(document["tolerance"]))
+    return tables
 
 
 def off_by(guess: float, true: float | None) -> str:
-    """Say how far an estimate is from what was compiled; nothing where nothing was."""
+    """Describe the error of an estimate; '' where there is no compiled number."""
     return f", off by {guess / true - 1:+.0%}" if true else ""
 
 
 def _arrow_table(document: dict) -> Table:
-    """Which arrow of the model or the step sends what, below the axes and the collective that carry it."""
+    """Return what each arrow of the model or the step sends, below the axes and the collective that carry
+    it."""
     title = "by arrow of the model or the step, as compiled (=: as predicted)"
     by_arrow = rich_table(title, ("arrow", "direction", "count", "bytes", ""), ("count", "bytes"))
     for group in document["collectives"]:
@@ -182,7 +190,7 @@ def step_picture(document: dict) -> Scene:
 
 
 def _short(source: str) -> str:
-    """'model/llama.py:72, model/llama.py:91' as 'llama.py:72, 91', which a narrow column can fold."""
+    """Shorten 'model/llama.py:72, model/llama.py:91' to 'llama.py:72, 91', which a narrow column can fold."""
     lines: dict[str, list[str]] = {}
     for place in filter(None, source.split(", ")):
         file, _, line = place.rpartition(":")

@@ -380,7 +380,8 @@ class _Schedule:
         return flops
 
     def product(self, comp: str, op: Instruction) -> tuple[float, float, str]:
-        """Return an operation's FLOPs, the share of peak that such products reach, and the term they are in."""
+        """Return an operation's FLOPs, the share of peak that such products reach, and the term they are
+        in."""
         if op.opcode == "custom-call":
             if flops := _kernel_flops(self.module, comp, op, self.seen):
                 own = "xla.gpu.triton" in op.attrs or "tpu_custom_call" in op.attrs
@@ -400,8 +401,8 @@ class _Schedule:
         return bool(operand) and operand[0][0] == "f32"
 
     def traffic(self, comp: str, op: Instruction) -> float:
-        """Return the bytes that an operation reads and writes. A fusion reads only the slices that it takes of
-        an operand, no gathered row twice, and writes only the slice that it updates in place."""
+        """Return the bytes that an operation reads and writes. A fusion reads only the slices that it takes
+        of an operand, no gathered row twice, and writes only the slice that it updates in place."""
         ops, operands = self.module.computations[comp], op.operands
 
         def size(name: str, index: int | None) -> int:

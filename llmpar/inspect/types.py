@@ -16,11 +16,11 @@ from llmpar.training.step import Step
 
 
 def types(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> list[dict]:
-    """Trace a step's gradients under the Explicit mode, whatever the plan's; nothing is compiled.
+    """Trace a step's gradients in the Explicit mode, whatever the plan's mode; nothing is compiled.
 
-    One row for every region that a value was in, for every weight as it is used, and for its gradient:
-    ``value`` is how the model's text calls it, ``layout`` what the plan makes of that, ``type_says`` the same
-    read back from JAX's ``type``. A type that says something else is refused while tracing.
+    There is a row for every region that a value was in, for every weight as it is used, and for its gradient:
+    ``value`` is its name in the model's text, ``layout`` the plan's layout of it, ``type_says`` the layout
+    read back from JAX's ``type``. Tracing raises ValueError where the two differ.
     """
     plan = dataclasses.replace(plan, mode="explicit")
     plan.check(config, batch_size, seq_len)
@@ -35,8 +35,6 @@ def types(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> lis
 def types_table(rows: list[dict]) -> Table:
     """Return the rows as a table for a terminal."""
     title = "layouts of the plan beside JAX's types (U: unreduced, R: reduced)"
-    result = rich_table(title, ("value", "layout", "", "type says", "type"))
-    for row in rows:
-        same = "=" if row["layout"] == row["type_says"] else "≠"
-        result.add_row(row["value"], row["layout"], same, row["type_says"], row["type"])
-    return result
+    same = lambda row: "=" if row["layout"] == row["type_says"] else "≠"
+    cells = ((row["value"], row["layout"], same(row), row["type_says"], row["type"]) for row in rows)
+    return rich_table(title, ("value", "layout", "", "type says", "type"), rows=cells)

@@ -1,7 +1,7 @@
 """What the processes of a job must have in common, and the sentence where they do not.
 
-Each process says what it was asked and what it runs on, and the first compares (`joined.barrier`). Every field
-of what it says is compared, future ones too; left out are those of `OWN` alone.
+Each process says what it was asked and what it runs on, and the first compares (`joined.barrier`). Every
+field of what it says is compared, future ones too; left out are those of `OWN` alone.
 """
 
 import dataclasses

@@ -65,8 +65,8 @@ def put(whole: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def sent_so_far() -> int:
-    """Wait until all processes have come, and return the bytes that this host has sent by then; they have also
-    arrived."""
+    """Wait until all processes have come, and return the bytes that this host has sent by then, which have
+    also arrived."""
     multihost_utils.sync_global_devices("llmpar: count")
     return card_sent_bytes()
 
