@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
-MOST_BYTES = 16 << 20
+SMALL_FILE_BYTES = 16 << 20
 """What a small file has at most: the longest index of a model's weights has half of it."""
 Path = str | os.PathLike[str]
 
@@ -44,9 +44,9 @@ def read_text(path: Path, what: str) -> str:
     check_ordinary(path, what)
     try:
         with open(path, "rb") as file:
-            raw = file.read(MOST_BYTES + 1)
-        if len(raw) > MOST_BYTES:
-            refuse(path, what, f"it has more than {MOST_BYTES >> 20} MiB; give a smaller file")
+            raw = file.read(SMALL_FILE_BYTES + 1)
+        if len(raw) > SMALL_FILE_BYTES:
+            refuse(path, what, f"it has more than {SMALL_FILE_BYTES >> 20} MiB; give a smaller file")
         return raw.decode().removeprefix("\ufeff")
     except OSError as error:
         refuse(path, what, f"{error.strerror}; give a file that can be read")
@@ -123,30 +123,30 @@ class Allowed(NamedTuple):
             bounds = [f"{bound:,}" if self.kind is int else f"{bound:g}" for bound in (self.least, self.most)]
             what += f" from {bounds[0]}" * (self.least > -math.inf)
             what += f" to {bounds[1]}" * (self.most < math.inf)
-        found = json.dumps(value, default=repr)
-        raise ValueError(f"{name} is {found:.60}; use {what}" + " (or null)" * self.none)
+        shown = json.dumps(value, default=repr)
+        raise ValueError(f"{name} is {shown:.60}; use {what}" + " (or null)" * self.none)
 
 
 @functools.cache
-def allowed(kind: type) -> dict[str, Allowed]:
+def allowed(config_type: type) -> dict[str, Allowed]:
     """What the fields of a dataclass may be, where their types say it: `Annotated` by an `Allowed`, a
     `Literal`, True or False, a text, or a whole number from 1."""
-    found = {}
-    for name, hint in get_type_hints(kind, include_extras=True).items():
+    fields = {}
+    for name, hint in get_type_hints(config_type, include_extras=True).items():
         plain, *rest = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         if hasattr(hint, "__metadata__"):
-            found[name] = hint.__metadata__[0]
+            fields[name] = hint.__metadata__[0]
         elif get_origin(hint) is Literal:
-            found[name] = Allowed(str, choices=get_args(hint))
+            fields[name] = Allowed(str, choices=get_args(hint))
         elif plain in (bool, int, str):
-            found[name] = Allowed(plain, 1 if plain is int else -math.inf, none=bool(rest))
-    return found
+            fields[name] = Allowed(plain, 1 if plain is int else -math.inf, none=bool(rest))
+    return fields
 
 
 def check_fields(config: Any) -> None:
     """Refuse a field's value that its type does not have: a misspelt choice would silently be another. What
     a class has for a field is its default."""
-    kind: Any = type(config)
-    for name, what in allowed(kind).items():
-        if (value := getattr(config, name)) is not getattr(kind, name, kind):
+    config_type: Any = type(config)
+    for name, what in allowed(config_type).items():
+        if (value := getattr(config, name)) is not getattr(config_type, name, config_type):
             what.check(name, value)

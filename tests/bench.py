@@ -130,7 +130,7 @@ from llmpar.launch.engines import Place
 number, address = int(sys.argv[1]), sys.argv[2]
 print("ready", flush=True)
 begin, place = float(input()), Place("bench", 3, number, address, number, 3)
-_, bind = joined.check(place, 20)
+_, bind = joined.check_coordinator(place, 20)
 if number == 0:
     joined._gather(place, bind, 20)
 print(time.monotonic() - begin)

@@ -173,7 +173,7 @@ def sleeps() -> dict:
     with joined.Watchdog(0) as watchdog:
         watchdog.feed()
         while len(beats := dict(joined._client().key_value_dir_get(joined._BEATS))) < 2 or (
-            joined.QUIET in beats.values()
+            joined._QUIET in beats.values()
         ):
             time.sleep(0.2)
         print("ready", file=sys.stderr, flush=True)
@@ -193,7 +193,7 @@ def slow() -> dict:
 
     def late():
         time.sleep(35 * jax.process_index())
-        joined.meet()
+        joined.barrier()
 
     _, metrics = train._compiled(step, step.init(), zeros, late)(step.init(), zeros)
     return {"loss": float(metrics["loss"])}

@@ -311,7 +311,7 @@ def test_tables_keep_every_figure_whole_on_80_columns():
     document |= {"collectives": [row], "arrows": [where | arrow | {"bytes_sent": size}]}
     document["flops"] = {"predicted_per_device": 1.0, "executed_per_device": 1.0}
     console = rich.console.Console(width=80, record=True, file=io.StringIO())
-    for table in llmpar.inspect.report.tables(document):
+    for table in llmpar.inspect.report.step_tables(document):
         console.print(table)
     text = console.export_text()
     assert "…" not in text and text.count("480,772,096 B") == 4 and "moe.py:1" in text.replace("\n", "")

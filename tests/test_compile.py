@@ -107,7 +107,7 @@ def test_the_walk_counts_turns_and_tells_hidden_from_exposed():
     assert open_.step_s == pytest.approx(5 * (product_s + gather_s))
     assert open_.terms["exposed communication"] == pytest.approx(open_.exposed_s)
     assert sum(open_.terms.values()) == pytest.approx(open_.step_s), "terms add up to the step"
-    step, turn = open_.turns
+    step, turn = open_.loops
     assert turn.count == 5 and turn.seconds == pytest.approx(product_s + gather_s)
 
 
@@ -136,7 +136,7 @@ def test_two_collectives_share_the_links():
 
 def test_links_carry_collectives_one_after_the_other_or_at_even_shares():
     """A long one, and behind it a short one, which is awaited first: alone 8 and 2 seconds."""
-    row = lambda: roofline.Sent("", "", "", "")
+    row = lambda: roofline.CollectiveTime("", "", "", "")
     for shared, ends in ((False, (10, 8)), (True, (4, 10))):
         link, long, short = roofline._Link(shared), *(roofline._Transfer(row(), "", s) for s in (8.0, 2.0))
         link.start(long, 0.0)
@@ -209,7 +209,7 @@ def scene_texts(scene) -> set[str]:
 
 def test_the_picture_says_what_waits():
     found = roofline.roofline(PRODUCTS.replace("BETWEEN", ""), Devices("dp=2 fsdp=8"), H100)
-    turn = found.turns[1]
+    turn = found.loops[1]
     events = [vars(event) for event in turn.events]
     scene = draw.two_lanes([{"name": turn.name, "count": turn.count, "events": events}], "one turn")
     assert "forward loop, 5 turns" in scene.text and "exposed" in scene.text

@@ -146,7 +146,7 @@ def place(number=1, coordinator="127.0.0.1:1", num=2, **more):
 def refusal(place, wait_s=0.3):
     """The sentence."""
     with pytest.raises(ValueError) as found:
-        joined.check(place, wait_s)
+        joined.check_coordinator(place, wait_s)
     return str(found.value)
 
 
@@ -183,7 +183,10 @@ def test_a_host_where_mpirun_runs_but_process_0_does_not_is_refused(monkeypatch)
 
 def test_the_coordinator_binds_to_loopback_where_all_processes_are_here():
     free = joined.free_port()
-    assert joined.check(place(0, f"127.0.0.1:{free}", num_local=2), 1) == ("127.0.0.1", f"127.0.0.1:{free}")
+    assert joined.check_coordinator(place(0, f"127.0.0.1:{free}", num_local=2), 1) == (
+        "127.0.0.1",
+        f"127.0.0.1:{free}",
+    )
 
 
 @pytest.mark.parametrize("more", [{}, {"JAX_COORDINATOR_ADDRESS": "n1:99"}], ids=["engine", "user"])
@@ -207,7 +210,7 @@ def test_a_late_coordinator_is_waited_for_and_told(capsys, monkeypatch):
 
     thread = threading.Thread(target=listen)
     thread.start()
-    assert joined.check(place(1, f"127.0.0.1:{free}", num_local=2), 60) == ("127.0.0.1", None)
+    assert joined.check_coordinator(place(1, f"127.0.0.1:{free}", num_local=2), 60) == ("127.0.0.1", None)
     thread.join()
     (words,) = capsys.readouterr().err.splitlines()
     assert f"waits for process 0 at 127.0.0.1:{free} (SLURM): Connection refused" in words
@@ -222,7 +225,7 @@ def arrivals(*pairs, wait_s=60.0):
         number, num = pairs[i]
         one = place(number, f"127.0.0.1:{free}", num, num_local=num)
         try:
-            _, bind = joined.check(one, wait_s)
+            _, bind = joined.check_coordinator(one, wait_s)
             if number == 0:
                 joined._gather(one, bind, wait_s)
             said[i] = "all have come"
@@ -289,7 +292,7 @@ def test_a_process_that_was_started_again_may_come_again(monkeypatch):
             line.sendall(b'[1, 3, "as before"]\n')
             line.recv(len(joined.GREETING))
             break
-    late = [threading.Thread(target=joined.check, args=(each, 60)) for each in (three, two)]
+    late = [threading.Thread(target=joined.check_coordinator, args=(each, 60)) for each in (three, two)]
     late[0].start()
     assert has_come.wait(60)
     late[1].start()
@@ -352,12 +355,12 @@ def test_the_end_of_another_process_is_no_fault_of_ours(monkeypatch):
 
     with monkeypatch.context() as broken:
         broken.setitem(sys.modules, "jax", None)  # an import of it would fail once more
-        assert not joined.together()
+        assert not joined.is_joined()
     error = RuntimeError(
         "UNKNOWN: Gloo AllGather failed: Read error [10.77.0.2]:61594: Connection reset by peer"
     )
     assert cli.explain(error).startswith("this is a fault of llmpar")
-    monkeypatch.setattr(joined, "together", lambda: True)
+    monkeypatch.setattr(joined, "is_joined", lambda: True)
     assert cli.explain(error).startswith("another process ended, or could not be reached: its own output")
     assert cli._status(error) == 75
 
@@ -376,7 +379,7 @@ def test_a_job_is_started_again_if_the_first_failure_may_be_mended(monkeypatch, 
     from llmpar import cli
 
     client = Told(told)
-    monkeypatch.setattr(joined, "together", lambda: True)
+    monkeypatch.setattr(joined, "is_joined", lambda: True)
     monkeypatch.setattr(joined, "_client", lambda: client)
     error = ValueError(sentence)
     assert cli._fail(cli.explain(error), cli._status(error), error) == status
@@ -409,7 +412,7 @@ def ended(monkeypatch, act):
 
 
 def test_who_gives_no_sign_of_life_for_so_many_rounds_is_named_unless_it_compiles(monkeypatch):
-    signs = Store({f"{joined._BEATS}/1": "7", f"{joined._BEATS}/2": joined.QUIET})
+    signs = Store({f"{joined._BEATS}/1": "7", f"{joined._BEATS}/2": joined._QUIET})
     monkeypatch.setattr(joined, "_state", lambda: types.SimpleNamespace(process_id=0, client=signs))
     beats, silent = {}, {}
     for number in range(8):

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 import llmpar.inspect.explain
-from llmpar.inspect.explain import ERRORS, LONGEST, MissingArrow, explain, layout_of
+from llmpar.inspect.explain import ERRORS, LONGEST, MissingArrow, explain, layout_from_text
 from llmpar.plan.layout import parse_arrow
 
 MESH = jax.make_mesh((2, 2, 2), ("dp", "sp", "tp"), axis_types=(AxisType.Explicit,) * 3)
@@ -81,10 +81,10 @@ CASES = {  # an ambiguous product of two cuts
     # mixing with shard_map
     "in_specs": (inside(lambda x: x, given=P(None, "tp")), "'b/dp s -> b s/tp' (all-gather over dp on b"),
     "out_specs": (inside(lambda x: x.sum(0), out=P(None)), "'+dp -> whole' (all-reduce over dp)"),
-    "captured": (captured, "no arrow leads in but an argument"),
+    "captured": (captured, "only arguments lead in"),
     "an open sum of none": (
         lambda: jnp.matmul(put(), put(), out_sharding=P(None, None, unreduced={"dp"})),
-        "a sum open over 'dp', and what is summed is cut by (None,)",
+        "an unfinished sum over 'dp', but the dim that is summed is cut by (None,)",
     ),
 }
 
@@ -202,7 +202,7 @@ def test_long_texts_are_read_at_their_beginning():
     assert "perhaps this was meant: P('data',)" in explain(ValueError(said + "x" * 10**6))
     assert explain(ValueError("x" * LONGEST + said)) == ""
     lacks = "MLIR translation rule for primitive 'pbroadcast' not found for platform cpu"
-    assert "pbroadcast exists, and not for cpu devices" in explain(NotImplementedError(lacks))
+    assert "pbroadcast exists, but not for cpu devices" in explain(NotImplementedError(lacks))
     patterns = [says for rows in ERRORS.values() for row in rows for says in row["says"]]
     assert not [says for says in patterns if re.match(r"\(\.|\(\?=\.|\(\\w|\.|\\w", says)]
 
@@ -227,4 +227,4 @@ def test_another_error_passes_untouched():
     }.items(),
 )
 def test_types_are_read_as_jax_prints_them(text, layout):
-    assert str(layout_of(text)) == layout
+    assert str(layout_from_text(text)) == layout

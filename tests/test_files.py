@@ -31,7 +31,7 @@ READ = {"json": files.read_json, "jsonl": files.read_json_lines, "toml": files.r
             "it is not UTF-8 text: byte 0xfc at offset 9; save",
         ),
         ("json", "{}".encode("utf-16"), "it is not UTF-8 text: byte 0xff at offset 0"),
-        ("json", b" " * (files.MOST_BYTES + 1), "it has more than 16 MiB"),
+        ("json", b" " * (files.SMALL_FILE_BYTES + 1), "it has more than 16 MiB"),
     ],
 )
 def test_what_is_no_such_file_is_refused_in_a_sentence(tmp_path, form, text, said):

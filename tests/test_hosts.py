@@ -199,7 +199,7 @@ def test_a_wire_has_its_rate_and_its_own_addresses():
             assert other.stdout.readline() == b"on\n"
             subprocess.run(hosts_.command(0, [*python, SENDER, hosts_.address(1)]), check=True, timeout=60)
             assert other.wait(60) == 0
-        assert 2_500_000 < hosts_.counted(0).sent_bytes < 2_600_000
+        assert 2_500_000 < hosts_.sent_bytes(0) < 2_600_000
         for host in range(2):
             ask = hosts_.command(host, ["tc", "qdisc", "show", "dev", wire.CARD])
             assert "rate 50Mbit" in subprocess.run(ask, capture_output=True, text=True, check=True).stdout

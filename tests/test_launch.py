@@ -210,7 +210,7 @@ def test_the_launcher_names_a_killed_process_0_and_gives_the_signals_back(capfd)
     mine = [signal.getsignal(number) for number in asked]
     program = "import os; os.environ['JAX_PROCESS_ID'] == '0' and os.kill(os.getpid(), 9)"
     try:
-        assert local.run([sys.executable, "-c", program], 2, None) == 128 + signal.SIGKILL
+        assert local.run_locally([sys.executable, "-c", program], 2, None) == 128 + signal.SIGKILL
         assert [signal.getsignal(number) for number in asked] == mine
     finally:
         for number, handler in zip(asked, before, strict=True):
@@ -231,7 +231,7 @@ def test_the_launcher_hands_every_request_to_stop_on_and_ends_with_it(number, tm
     usual = signal.signal(number, signal.default_int_handler)  # under nohup SIGHUP is ignored
     try:
         threading.Thread(target=ask, daemon=True).start()
-        assert local.run([sys.executable, "-c", program], 2, None) == 128 + number
+        assert local.run_locally([sys.executable, "-c", program], 2, None) == 128 + number
         assert signal.getsignal(number) is signal.default_int_handler
     finally:
         signal.signal(number, usual)
@@ -308,7 +308,7 @@ def test_a_process_that_leaves_out_a_collective_is_found():
 def test_a_stopped_process_gives_no_sign_of_life_and_is_named_by_the_others(stopped, sentence):
     """JAX would end them later (its own limit is 100 s), in native code, with 40 lines and status 134."""
     with ranks(2, 1, "sleeps", HEARTBEAT_S="12") as processes:
-        until(lambda: all("ready" in processes.said(i) for i in (0, 1)), "both are ready", 200)
+        until(lambda: all("ready" in processes.output_of(i) for i in (0, 1)), "both are ready", 200)
         os.kill(processes.running[stopped].pid, signal.SIGSTOP)
         ended = processes.wait(300)
     other = 1 - stopped

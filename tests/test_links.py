@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from shared import TABLES
 
-from llmpar.inspect.links import links
+from llmpar.inspect.links import axis_links
 from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.placement import device_grid, link_domain
 from llmpar.plan.mesh_shape import AXES, MeshShape
@@ -85,7 +85,7 @@ def grid():
 
 
 def read(made) -> dict:
-    return links(SimpleNamespace(devices=made, axis_names=tuple(AXES)))
+    return axis_links(SimpleNamespace(devices=made, axis_names=tuple(AXES)))
 
 
 @functools.cache
@@ -234,7 +234,7 @@ def test_the_fields_of_a_link_and_one_host():
 
 
 def test_simulated_devices_share_memory():
-    found = links(make_mesh("dp=2 tp=4"))
+    found = axis_links(make_mesh("dp=2 tp=4"))
     assert {row["link"] for row in found.values()} == {"simulated: shared memory"}
     assert {row["hosts"] for row in found.values()} == {1} and list(found) == ["dp", "tp"]
     assert np.prod([row["size"] for row in found.values()]) == len(jax.devices())

@@ -138,7 +138,7 @@ PROGRAMS = {
         ),
         [("hop along X", "collective-permute", "X", 3, 192)],
     ),
-    "unknown turns": (
+    "unknown trip count": (
         (manual(twice, (P("X"), P()), P("X")), X, COUNT),
         [("hop along X", "collective-permute", "X", 5, 320)],
     ),
@@ -210,15 +210,15 @@ def test_what_a_device_holds_and_could_hold_less_of():
     }  # not again as outputs
 
 
-def test_a_turn_of_a_loop_that_nobody_can_count_is_in_no_sum():
-    found = look(*PROGRAMS["unknown turns"][0])
+def test_a_loop_with_an_unknown_trip_count_is_in_no_sum():
+    found = look(*PROGRAMS["unknown trip count"][0])
     (row,) = found.rows
     assert (
         row["per_turn"].startswith("tests/test_look.py:") and row["count"] == 5
-    )  # each of five loops, a turn
-    assert "×5 a turn" in str(found) and f"the loop at {row['per_turn']}" in str(found)
+    )  # each of five loops, one iteration
+    assert "×5 per iteration" in str(found) and f"the loop at {row['per_turn']}" in str(found)
     assert "in all" in str(found) and str(found).split("in all")[1].split()[:2] == ["0", "B"]
-    assert found.flops == 5 * 2 * 4 * 4 * 4 and any("FLOPs are those of one turn" in n for n in found.notes)
+    assert found.flops == 5 * 2 * 4 * 4 * 4 and any("FLOPs are of one iteration" in n for n in found.notes)
     assert all(r["conditional"] for r in look(*PROGRAMS["branches"][0]).rows)
 
 
@@ -232,7 +232,7 @@ def test_types_and_jaxprs_say_where_things_lie():
         assert sends(look(move, on(EXPLICIT, (8, 16), "X", "Y"))) == rows
     with jax.sharding.use_abstract_mesh(abstract):
         assert sends(look(move, on(abstract, (8, 16), "X", "Y"))) == rows
-    assert sends(look(jaxpr)) == rows and "a jaxpr does not say" in str(look(jaxpr))
+    assert sends(look(jaxpr)) == rows and "a jaxpr has no shardings" in str(look(jaxpr))
     by_hand = jax.make_jaxpr(manual(lambda x: lax.psum(x, "X"), P("X"), P()))(jnp.ones((16, 4)))
     assert sends(look(by_hand.jaxpr)) == [("b s +X -> b s", "all-reduce", "X", 1, 96)]
 
@@ -254,7 +254,7 @@ REFUSED = {
     "no line of it begins with ENTRY": lambda: look(jax.jit(total).lower(X).as_text(), AUTO),
     "look takes a function .* this is of type int": lambda: look(3),
     "a traced program has its arguments": lambda: look(jax.jit(total).trace(X), X),
-    "of 64 only 8 are here; llmpar.use_devices.64. simulates them": lambda: look(
+    "needs 64 devices, but JAX has 8; llmpar.use_devices.64. simulates them": lambda: look(
         jax.make_jaxpr(lambda x: x + 1)(on(BIG, (64,), "X"))
     ),
 }
@@ -310,7 +310,9 @@ def test_pairs_that_no_data_orders_are_named():
     both = lambda x, y: (lax.psum(x, "X"), lax.psum(y, "Y"))
     found = look(manual(both, (P("X"), P("Y")), P()), X, lie((16, 4), "Y"))
     ((a, b),) = found.unordered
-    assert {a.split()[-1], b.split()[-1]} == {"X", "Y"} and f"no data orders {a} and {b}" in str(found)
+    assert {a.split()[-1], b.split()[-1]} == {"X", "Y"} and f"no data dependency orders {a} and {b}" in str(
+        found
+    )
     assert not look(manual(lambda x: lax.psum(lax.psum(x, "X"), "Y"), P("X"), P()), X).unordered
 
 
@@ -370,7 +372,7 @@ def known(f):
 
 STATE = {"w": on(EXPLICIT, (8, 8)), "n": on(EXPLICIT, (4,))}
 CUT = lambda w: jax.sharding.reshard(w, P("X", "Y"))
-RETURNED = {  # what comes back in another layout than it went in
+RETURNED = {  # what is returned in another layout than its argument has
     "of a tuple": ((lambda p, m: (CUT(p) - m, m), STATE["w"], on(EXPLICIT, (8, 8), "X", "Y")), ["out [0]"]),
     "of a state": ((lambda s, x: ({**s, "w": CUT(s["w"])}, x.sum()), STATE, STATE["w"]), ["out [0].w"]),
     "the state alone": ((lambda s: {**s, "w": CUT(s["w"])}, STATE), ["out w"]),
@@ -384,16 +386,18 @@ RETURNED = {  # what comes back in another layout than it went in
 
 
 @pytest.mark.parametrize("given, names", RETURNED.values(), ids=RETURNED)
-def test_a_state_that_comes_back_in_another_layout_is_noted(given, names):
+def test_a_state_that_is_returned_in_another_layout_is_noted(given, names):
     with jax.set_mesh(EXPLICIT):
-        notes = [note for note in look(*given).notes if "another layout" in note or "comes back" in note]
+        notes = [note for note in look(*given).notes if "another layout" in note or "is returned as" in note]
     assert [note.startswith(f"{name} ") for name, note in zip(names, notes, strict=False)] == [True] * len(
         names
     )
-    assert len(notes) == len(names) + (len(names) == 8) and all("went in as 'b s'" in n for n in notes[:8])
+    assert len(notes) == len(names) + (len(names) == 8) and all(
+        "is 'b s': passed in again" in n for n in notes[:8]
+    )
     assert (
         not notes
-        or "comes back as 'b/X s/Y'" in notes[0]
+        or "is returned as 'b/X s/Y'" in notes[0]
         and ("2 more results" in notes[-1]) == (len(names) == 8)
     )
 
@@ -406,7 +410,7 @@ def gathered(x):
     return lax.scan(lambda c, x: (c + lax.psum(x, "X"), None), jnp.zeros(4), x)[0]
 
 
-VARIES = {  # what nothing makes the same all over X, though out_specs say so
+VARIES = {  # what nothing makes equal along X, though out_specs say so
     "its gradient": ((manual(jax.grad(summed), (P(), P("X")), P()), lie((4,)), X), "X"),
     "the sum": ((manual(summed, (P(), P("X")), P()), lie((4,)), X), ""),
     "sums in a loop": ((manual(gathered, P("X"), P()), X), ""),
@@ -425,7 +429,7 @@ VARIES = {  # what nothing makes the same all over X, though out_specs say so
 def test_what_check_vma_would_refuse_is_noted(given, axes):
     notes = [note for note in look(*given).notes if "check_vma" in note]
     assert len(notes) == bool(axes) and all(
-        f"is the same all over {axes}, as out_specs say" in n for n in notes
+        f"is equal on all devices along {axes}, as out_specs say" in n for n in notes
     )
 
 
@@ -438,7 +442,7 @@ def test_what_a_backend_lacks_is_said():
     ):
         with pytest.raises(Exception) as raised:
             look(manual(f, P("X"), P("X")), X)
-        assert any(f"llmpar: {says}, and not for" in note for note in raised.value.__notes__)
+        assert any(f"llmpar: {says}, but not for" in note for note in raised.value.__notes__)
 
 
 def test_a_token_holds_nothing():

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from llmpar.inspect.census import ring_bytes
+from llmpar.inspect.census import collective_bytes
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.parallel.auto import Auto
 from llmpar.parallel.collectives import vary, varying
@@ -154,7 +154,7 @@ def test_from_here_on_devices_differ_is_free_and_its_transpose_is_an_all_reduce(
 
 @pytest.mark.parametrize("group", [2, 3, 6, 8, 16])
 def test_bytes_sent_are_those_of_a_ring(group):
-    """`ring_bytes` starts from the result, which of a reduce-scatter is a shard; beside the published
+    """`collective_bytes` starts from the result, which of a reduce-scatter is a shard; beside the published
     formula, which has fractions where the group does not divide the message; and beside `predict`, which
     starts from the message.
     """
@@ -163,7 +163,7 @@ def test_bytes_sent_are_those_of_a_ring(group):
             whole = math.ceil(round(formulas.sent_bytes_of_result(kind, result, group), 6))
             traffic = Traffic(MeshShape(tp=group))
             traffic.add(kind, ("tp",), "values", result * (group if kind == "reduce-scatter" else 1))
-            assert ring_bytes(kind, group, result) == traffic.total_bytes == whole, kind
+            assert collective_bytes(kind, group, result) == traffic.total_bytes == whole, kind
 
 
 @pytest.mark.parametrize("text", ["b s/tp -> b s", "b s +tp -> b s", "b/dp s +tp -> b s/tp"])

@@ -18,7 +18,7 @@ import rich.console
 from flax import nnx
 from parity import BATCH, LLAMA, MOE, SEQ, allowed, arranged, batch, compare_leaves, name, state_of, weights
 
-from llmpar.inspect.spread import NAMES, rounded_products, spread, spread_table
+from llmpar.inspect.spread import SPREAD_NAMES, rounded_products, spread, spread_table
 from llmpar.model import llama as model
 from llmpar.model.weights import model_graph
 from llmpar.parallel.mesh import make_mesh
@@ -28,7 +28,7 @@ from llmpar.plan.plan import Plan
 from llmpar.predict.tolerance import FACTOR, ROUNDING, UNIT, tolerance, tree
 from llmpar.training.step import Step
 
-QUANTITIES = tuple(NAMES)
+QUANTITIES = tuple(SPREAD_NAMES)
 RNG = np.random.default_rng(0)
 
 # ------------------------------------------------------------------------------------------------------- laws

@@ -94,7 +94,7 @@ def _status_of(argv: list[str] | None) -> int:
     except Exception as error:
         status = _fail(explain_error(error), _status(error), error)
     if status and (joined := _joined()):
-        joined.leave(status)
+        joined.leave_job(status)
     return status
 
 
@@ -150,7 +150,7 @@ def _joined() -> Any:
     """Return the module that joined this process to others, or None. Nothing is imported for it."""
     joined = sys.modules.get("llmpar.launch.joined")
     with contextlib.suppress(Exception):  # a broken JAX cannot say
-        return joined if joined and joined.together() else None
+        return joined if joined and joined.is_joined() else None
     return None
 
 

@@ -26,7 +26,7 @@ class Doctor(Output):
     def run(self) -> None:
         from llmpar.launch import traps
         from llmpar.launch.engines import detect
-        from llmpar.launch.joined import initialize, meet
+        from llmpar.launch.joined import barrier, initialize
 
         place = detect(os.environ)
         first = [traps.describe(place), *traps.traps(os.environ, place)]
@@ -35,7 +35,7 @@ class Doctor(Output):
         if faults := misfits():
             raise ValueError("; ".join(faults) + "; python -m pip install --upgrade llmpar mends versions")
         initialize()  # before any other use of JAX
-        meet({"command": "doctor"})
+        barrier({"command": "doctor"})
         document = examine()
         document |= {"launch": asdict(place), "lines": first + document["lines"]}
         from llmpar.inspect.links import links_table
@@ -107,7 +107,7 @@ def examine() -> dict:
     there is no accelerator."""
     import jax
 
-    from llmpar.inspect.links import links
+    from llmpar.inspect.links import axis_links
     from llmpar.parallel.mesh import use_devices
     from llmpar.parallel.placement import device_grid, domains_of
 
@@ -146,7 +146,7 @@ def examine() -> dict:
     for mesh in default_meshes(len(devices), num_domains):
         with contextlib.suppress(ValueError):  # slices with holes, or of several sizes
             grid = device_grid(mesh, devices)
-            crossed[mesh] = links(SimpleNamespace(devices=grid, axis_names=tuple(AXES)))
+            crossed[mesh] = axis_links(SimpleNamespace(devices=grid, axis_names=tuple(AXES)))
     lines += [f"{name} is missing: pip install 'llmpar[{extra}]'" for name, extra in missing.items()]
     lines += [f"XLA_FLAGS is set: {xla_flags}" for xla_flags in [os.environ.get("XLA_FLAGS")] if xla_flags]
     return {

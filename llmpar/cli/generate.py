@@ -36,13 +36,13 @@ class Generate(Output, ModelOptions):
 
     def run(self) -> None:
         """Load the weights, read the prompt, add tokens, and print."""
-        from llmpar.launch.joined import initialize, meet
+        from llmpar.launch.joined import barrier, initialize
         from llmpar.training import hugging_face as hf
         from llmpar.training.loop import kept_in
 
         initialize()
         kept = self.checkpoints and kept_in(pathlib.Path(self.checkpoints))
-        meet({"command": "generate"} | flat(self) | {"kept": kept})
+        barrier({"command": "generate"} | flat(self) | {"kept": kept})
         options.check_range("tokens", self.tokens, 1, options.MAX_SEQ_LEN)
         options.check_range("seed", self.seed, 0, MAX_SEED)
         if any("\ud800" <= x <= "\udfff" for x in self.prompt):
@@ -54,7 +54,7 @@ class Generate(Output, ModelOptions):
         request = Request((0,), self.tokens, self.temperature, seed=self.seed)
         plan, (config, tokenizer, load, notes) = self.plan(), self.opened(self.seed)
         weights = self.from_ and hf.fingerprint(folder_of(self.from_))
-        meet({"model": config, "tokenizer": tokenizer.identity["fingerprint"], "weights": weights})
+        barrier({"model": config, "tokenizer": tokenizer.identity["fingerprint"], "weights": weights})
         if others := plan.mesh.live("pp", "dp", "fsdp", "ep"):
             raise ValueError(
                 f"mesh '{plan.mesh}' has {', '.join(others)}, but a prompt is one row, and goes"

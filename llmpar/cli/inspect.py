@@ -68,8 +68,8 @@ class Inspect(Output):
         document = report.inspect(*step)
         document |= {"types": rows} if self.types else {}
         document |= {"tolerance": spread(*step, jax.default_backend())} if self.tolerance else {}
-        save_picture(self.svg, "the bytes", lambda: report.picture(document))
-        return give(document, self.json, report.tables(document))
+        save_picture(self.svg, "the bytes", lambda: report.step_picture(document))
+        return give(document, self.json, report.step_tables(document))
 
     def look(self) -> dict:
         """Look at a program that is not a plan's."""

@@ -185,10 +185,10 @@ class Launch:
         self.check_command(self.processes * self.devices)
         command = [sys.executable, "-m", "llmpar", *self.words]
         if self.wire is None:
-            return local.run(command, self.processes, self.devices)
+            return local.run_locally(command, self.processes, self.devices)
         with Wire(self.processes, self.wire) as wire:
-            status = local.run(command, self.processes, self.devices, wire)
-            sent = ", ".join(f"{wire.counted(host).sent_bytes:,} B" for host in range(self.processes))
+            status = local.run_locally(command, self.processes, self.devices, wire)
+            sent = ", ".join(f"{wire.sent_bytes(host):,} B" for host in range(self.processes))
             inform(f"llmpar: the hosts sent {sent} over the wire of {self.wire}, all connections and steps")
         return status
 

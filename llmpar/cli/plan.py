@@ -211,7 +211,7 @@ def _count(text: str, name: str, base: int) -> float:
     return float(match[1]) * base**power
 
 
-def _table(columns: Iterable[Any], rows: Iterable[Iterable[str]], **titles: str) -> Any:
+def _table(columns: Iterable[str], rows: Iterable[Iterable[str]], **titles: Any) -> Any:
     """Make a table of rows of text."""
     from rich.table import Table
 
@@ -246,8 +246,8 @@ def tables_of(document: dict) -> Iterator[Any]:
     if rejected := [(row["mesh"], row["why"], row["change"]) for row in document["rejected"]]:
         yield _table(("cannot be", "why", "one change"), rejected)
     changes = document["sensitivity"]
-    rows = ((x["what"], f"{few(x['tokens_per_s']):,.0f}", f"x {x['ratio']:.2f}") for x in changes)
-    yield _table(("if there were", "tokens/s", ""), rows)
+    ratios = ((x["what"], f"{few(x['tokens_per_s']):,.0f}", f"x {x['ratio']:.2f}") for x in changes)
+    yield _table(("if there were", "tokens/s", ""), ratios)
     if budget := document.get("budget"):
         exact = {name: value if name == "tokens" else few(value) for name, value in budget.items()}
         rows = ((name.replace("_", " "), f"{value:,.4g}") for name, value in exact.items())

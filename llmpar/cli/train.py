@@ -95,18 +95,18 @@ class Train(Output):
     def run(self, begin: Load | None = None) -> dict:
         """Train with progress, and return the ``--json`` document. ``begin`` loads the weights of
         ``from_``."""
-        from llmpar.launch.joined import Watchdog, initialize, meet
+        from llmpar.launch.joined import Watchdog, barrier, initialize
 
         if begin is None:
             initialize()
-            meet({"command": "train"} | flat(self))
+            barrier({"command": "train"} | flat(self))
         if self.from_ is not None and begin is None:
             command, begin = self.taken_from(self.from_)
             return command.run(begin)
         self.check_flags()
         optimizer = OptimizerConfig(**vars(self.optimizer))
         options.check_picture(self.plot)
-        meet({"model": self.step.adapted(preset(self.step.model))})
+        barrier({"model": self.step.adapted(preset(self.step.model))})
         from llmpar.parallel.mesh import make_mesh, platform_of
         from llmpar.training.checkpoint import Checkpoints
         from llmpar.training.loop import kept_in, train
@@ -154,7 +154,7 @@ class Train(Output):
                 ideal_step_s=ideal_step_s(config, self.step, mesh),
                 tell=inform,
                 stop=stopper.requested,
-                meet=meet,
+                meet=barrier,
                 tracker=self.tracker,
                 profile=self.profiled_steps(),
                 begin=begin,
@@ -287,7 +287,7 @@ class Stopper(contextlib.ExitStack):
         again, self.number = self.number > 0, number
         if again or not self.worked:
             signals.end("ended at once; checkpoints taken before are intact", 128 + number)
-        signals.write("ends after this step; once more ends at once")
+        signals.write_sentence("ends after this step; once more ends at once")
 
 
 @contextlib.contextmanager

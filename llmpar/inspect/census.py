@@ -1,14 +1,15 @@
-"""Reads which collectives a program runs: how often, over which axes, bytes, and for which line of the model.
+"""Count the collectives of a program: how often, over which axes, how many bytes, for which line of the
+model.
 
-A program can be read in three places, from the question to the answer:
+A program can be read at three stages:
 
-- its jaxpr (`llmpar.inspect.jaxpr`): what the author wrote, in the author's axes. It is empty where the
-  partitioner decides;
-- the text just after SPMD partitioning (`partitioned_hlo`, then `census_hlo`): what will be sent, at its true
-  width, nothing merged yet. Prefer this one;
+- its jaxpr (`llmpar.inspect.jaxpr`): what the author wrote, in the author's axes. It has no collectives where
+  the partitioner decides;
+- the text just after SPMD partitioning (`partitioned_hlo`, then `census_hlo`): what will be sent, with its
+  true dtypes, nothing merged yet. Prefer this one;
 - the final text (`compiled.as_text()`, then `census_hlo`): what this back end runs. The CPU widens bf16 to
-  f32 and fp8 to f16 (`to_apply=..._promoted` tells). It merges all-reduces of equal groups and, outside
-  loops, a rematerialized gather with its first; nothing here undoes that. A cached text may name old lines.
+  f32 and fp8 to f16 (see `to_apply=..._promoted`). It merges all-reduces of equal groups and, outside loops,
+  a rematerialized gather with its first; nothing here undoes that. A cached text may name old lines.
 
 `Compiled.cost_analysis` counts the body of a loop once; here a loop multiplies by its trip count. Not
 counted: groups of one device (they send nothing), and what `Module.uncounted` names.
@@ -29,41 +30,50 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, held_bytes, moved, parsed, shapes
+from llmpar.inspect.hlo import (
+    CALLS,
+    Instruction,
+    Module,
+    group_axes,
+    operand_arrow,
+    parsed,
+    shapes,
+    values_bytes,
+)
 from llmpar.inspect.shardings import program_shardings
 from llmpar.predict import formulas
 
 
 @dataclass(frozen=True)
 class Collective:
-    """States what one collective of a program sends in one step."""
+    """State what one collective of a program sends in one step."""
 
-    kind: str  # one of `hlo.KINDS`
+    kind: str  # one of `hlo.COLLECTIVES`
     axes: tuple[str, ...]  # in mesh order; ('other',) where the groups follow no set of whole axes
     group_size: int
     count: int  # executions per step
     bytes_sent: int  # per device and step
     dtype: str  # as XLA writes it: f32, bf16, s32
     shape: tuple  # of the result of one execution; several shapes if it has several results
-    source: str  # 'model/llama.py:88'; '' where the compiler does not say
-    conditional: bool = False  # in a branch: counted as if the branch that sends most were always taken
-    arrow: str = ""  # what it carries out, as `par.scope` names it; '' where the partitioner chose
-    direction: str = ""  # forward, backward or recomputed; '' where it belongs to no pass: gradients' sums
-    moves: str = ""  # what it does to its operand, as `hlo.moved` writes it: 'b/X s -> b s'; '' if unclear
-    per_turn: str = ""  # where a loop is whose turns nobody knows: then count and bytes are of one turn
+    source: str  # 'model/llama.py:88'; '' where the compiler names no line
+    conditional: bool = False  # in a branch; counted as if the branch that sends most were always taken
+    arrow: str = ""  # the model's arrow that it carries out (`par.scope`); '' where the partitioner chose
+    direction: str = ""  # forward, backward or recomputed; '' outside all passes, as for gradients' sums
+    moves: str = ""  # its operand before and after (`hlo.operand_arrow`): 'b/X s -> b s'; '' if unclear
+    per_turn: str = ""  # the loop with an unknown trip count that it is in: count and bytes of one iteration
 
 
 def arrow_of(scope: str) -> dict[str, Any]:
-    """Reads ``arrow`` (the innermost) and ``direction`` of a `Collective` from an operation's named scopes.
+    """Read ``arrow`` (the innermost) and ``direction`` of a `Collective` from an operation's named scopes.
 
-    JAX names the pass: jvp is forward, its transpose backward, and what is rematerialized is forward again.
-    A pipeline's F is not differentiated.
+    JAX names the pass: jvp is forward, its transpose backward, rematted_computation the forward pass again.
+    A pipeline's F is not differentiated, so its scope counts as forward.
     """
-    found = re.match(r".*arrow\[(.*?)\]", scope)
+    match = re.match(r".*arrow\[(.*?)\]", scope)
     marks = {"rematted_computation": "recomputed", "transpose(": "backward", "jvp(": "forward"}
     marks |= {"when-F/": "forward"}
     direction = next((name for mark, name in marks.items() if mark in scope), "")
-    return {"arrow": found[1] if found else "", "direction": direction}
+    return {"arrow": match[1] if match else "", "direction": direction}
 
 
 Taken = Mapping[str, Fraction]
@@ -72,49 +82,53 @@ Work = list[tuple[Collective, Fraction]]
 """Collectives as they are when run once, and how often each is run."""
 
 
-def ring_bytes(kind: str, group_size: int, result_bytes: int) -> int:
-    """Gives the bytes that one of g devices on a ring sends for a result of R bytes (`formulas.ring_bytes`).
+def collective_bytes(kind: str, group_size: int, result_bytes: int) -> int:
+    """Return the bytes that one of g devices on a ring sends for a result of R bytes (`formulas.ring_bytes`).
 
     All-gather and all-to-all R(g-1)/g, reduce-scatter R(g-1), all-reduce 2R(g-1)/g; collective-permute, send,
-    and collective-broadcast, where all but the last pass it on, R.
+    and collective-broadcast (all devices but the last pass it on) R.
     """
     message_bytes = result_bytes * (group_size if kind == "reduce-scatter" else 1)
     return formulas.ring_bytes(kind, message_bytes, group_size)
 
 
-def in_all(collectives: Iterable[Collective]) -> Iterable[Collective]:
-    """Passes on what a sum over a program may take. Refuses what is known per turn of a loop only."""
-    for c in collectives:
-        known(None if c.per_turn else c.count, c.kind, c.per_turn)
-        yield c
-
-
-def census_table(collectives: Iterable[Collective]) -> dict[tuple[str, str], dict[str, int]]:
-    """Sums counts and bytes by axes (written 'dp,fsdp') and kind, to compare with another or a formula."""
-    table: dict[tuple[str, str], dict[str, int]] = {}
-    for c in in_all(collectives):
-        row = table.setdefault((",".join(c.axes), c.kind), {"count": 0, "bytes_sent": 0})
-        row["count"] += c.count
-        row["bytes_sent"] += c.bytes_sent
-    return table
-
-
-def arrow_rows(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
-    """Sums counts and bytes by arrow, direction, axes and kind, the largest first: which line of the model
-    sends what. The rows of one axis and kind add up to its row in `census_table`. What no arrow names is
-    summed by ``source``, the line that asked for it ('' for what the partitioner adds by itself)."""
-    rows: dict[tuple[str, ...], dict[str, Any]] = {}
-    for c in in_all(collectives):
-        key = {"arrow": c.arrow, "direction": c.direction, "axis": ",".join(c.axes), "kind": c.kind}
-        key |= {"source": "" if c.arrow else c.source}
+def summed(keyed: Iterable[tuple[dict[str, Any], Collective]]) -> list[dict[str, Any]]:
+    """Sum counts and bytes of collectives with equal keys, into rows of key, ``count`` and ``bytes_sent``,
+    the largest first."""
+    rows: dict[tuple, dict[str, Any]] = {}
+    for key, c in keyed:
         row = rows.setdefault(tuple(key.values()), key | {"count": 0, "bytes_sent": 0})
         row["count"] += c.count
         row["bytes_sent"] += c.bytes_sent
     return sorted(rows.values(), key=lambda row: -row["bytes_sent"])
 
 
+def census_table(collectives: Iterable[Collective]) -> dict[tuple[str, str], dict[str, int]]:
+    """Sum counts and bytes by axes (written 'dp,fsdp') and kind, to compare with another or a formula."""
+    rows = summed(({"axis": ",".join(c.axes), "kind": c.kind}, _of_program(c)) for c in collectives)
+    return {(row.pop("axis"), row.pop("kind")): row for row in rows}
+
+
+def arrow_rows(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
+    """Sum counts and bytes by arrow, direction, axes and kind, the largest first: which line of the model
+    sends what. The rows of one axis and kind add up to its row in `census_table`. Collectives without an
+    arrow are summed by ``source``, their line ('' for those that the partitioner adds by itself)."""
+
+    def key(c: Collective) -> dict[str, Any]:
+        row = {"arrow": c.arrow, "direction": c.direction, "axis": ",".join(c.axes), "kind": c.kind}
+        return row | {"source": "" if c.arrow else c.source}
+
+    return summed((key(c), _of_program(c)) for c in collectives)
+
+
+def _of_program(c: Collective) -> Collective:
+    """Return a collective that a sum over the program may take. Refuse one known per iteration only."""
+    known(None if c.per_turn else c.count, c.kind, c.per_turn)
+    return c
+
+
 def arrow_text(collectives: Iterable[Collective], most: int | None = None) -> str:
-    """Writes `arrow_rows` as lines of text, with their sum below; those after the first ``most`` as one."""
+    """Write `arrow_rows` as lines of text, with their sum below; the rows after the first ``most`` as one."""
     rows = arrow_rows(collectives)
     sent = sum(row["bytes_sent"] for row in rows)
     if rest := rows[most:] if most is not None else []:
@@ -127,24 +141,25 @@ def arrow_text(collectives: Iterable[Collective], most: int | None = None) -> st
         for name, r in zip(names, rows, strict=True)
     ]
     cells.append(("in all", "", "", "", f"{sent:,} B"))
-    return columns(cells)
+    return text_columns(cells)
 
 
-def columns(cells: Sequence[tuple[str, ...]]) -> str:
-    """Writes rows of words below one another, the last of them, a number, to the right."""
+def text_columns(cells: Sequence[tuple[str, ...]]) -> str:
+    """Write rows of words as aligned columns; the last column, numbers, is aligned to the right."""
     *widths, last = [max(map(len, column)) for column in zip(*cells, strict=True)]
     line = "  ".join([*(f"{{:<{width}}}" for width in widths), f"{{:>{last}}}"])
     return "\n".join(line.format(*row) for row in cells)
 
 
 def share_of(scope: str, taken: Taken | None) -> Fraction | None:
-    """Says how often a cond's true branch is taken, by the name of its scope; None where that is not said."""
+    """Return how often a cond's true branch is taken, by the name of its scope; None where it is unknown."""
     name = re.search(r"when-(\w+)\)*(?:/cond)?$", scope)
     return taken.get(name[1]) if taken and name else None
 
 
 def weigh(branches: list[Work], scope: str, taken: Taken | None) -> Work:
-    """Weighs two branches, false and true, by how often each is taken; if that is not said: the dearest."""
+    """Weigh two branches, false and true, by how often each is taken; if unknown, take the one that sends
+    most."""
     if (share := share_of(scope, taken)) is not None:
         return repeat(branches[0], 1 - share) + repeat(branches[1], share)
     dearest = max(branches, key=lambda work: sum(c.bytes_sent * times for c, times in work))
@@ -152,7 +167,8 @@ def weigh(branches: list[Work], scope: str, taken: Taken | None) -> Work:
 
 
 def repeat(work: Work, times: int | Fraction | None, source: str = "") -> Work:
-    """Multiplies the work of a loop's body by its trips; if nobody knows them, marks it as that of a turn."""
+    """Multiply the work of a loop's body by its trip count; if that is unknown, mark it as of one
+    iteration."""
     if times is None:
         loop = lambda c: (c.per_turn and f"{c.per_turn} in ") + (source or "an unnamed line")
         return [(replace(c, per_turn=loop(c)), n) for c, n in work]
@@ -160,47 +176,48 @@ def repeat(work: Work, times: int | Fraction | None, source: str = "") -> Work:
 
 
 def known(trips: int | Fraction | None, what: str, source: str) -> int | Fraction:
-    """Gives the trips of a loop that runs ``what``; refuses one of which nobody knows them."""
+    """Return the trip count of a loop that runs ``what``; raise ValueError if it is unknown."""
     if trips is None and what:
         loop = "the loop" + (source and f" at {source}")
         remedy = "use lax.scan, or lax.fori_loop with bounds that are Python integers"
-        why = f"it runs {what}, but the program does not say how often"
+        why = f"it runs {what}, but its trip count is unknown"
         raise ValueError(f"cannot count {loop}: {why}; {remedy}")
     return trips or 0
 
 
-def counted(work: Work) -> list[Collective]:
-    """Gives the collectives with the counts and bytes of all their runs."""
+def all_runs(work: Work) -> list[Collective]:
+    """Return the collectives with the counts and bytes of all their executions."""
     return [replace(c, count=int(times), bytes_sent=int(c.bytes_sent * times)) for c, times in work]
 
 
 def census_hlo(text: str, mesh: Any, taken: Taken | None = None) -> list[Collective]:
-    """Counts the collectives of HLO text, partitioned or final, by the axes of `mesh` that groups span.
+    """Count the collectives of HLO text, partitioned or final, by the axes of `mesh` that groups span.
 
     A mesh is anything with `axis_names` and `shape`. Devices in the text are positions in the mesh in
     row-major order, whatever ids its devices have. Of an asynchronous pair the start is counted. In a loop
-    whose trip count is unknown a collective is counted per turn. Refuses groups that do not cover the mesh.
+    whose trip count is unknown a collective is counted for one iteration. Raises ValueError for groups that
+    do not cover the mesh.
     """
     module = parsed(text)
 
     def work(comp: str) -> Iterable[tuple[Collective, Fraction]]:
         for name, op in module.computations[comp].items():
-            if op.kind == "while":
-                inside = [found for callee in op.called(*CALLS[op.kind]) for found in work(callee)]
-                yield from repeat(inside, module.trips(comp, op) if inside else 0, module.source(op))
-            elif op.kind == "conditional":
-                branches = op.called(*CALLS[op.kind])
+            if op.opcode == "while":
+                body = [pair for callee in op.called(*CALLS[op.opcode]) for pair in work(callee)]
+                yield from repeat(body, module.trips(comp, op) if body else 0, module.source(op))
+            elif op.opcode == "conditional":
+                branches = op.called(*CALLS[op.opcode])
                 yield from weigh([list(work(branch)) for branch in branches], op.scope, taken)
-            elif op.kind in CALLS:
-                yield from work(op.called(*CALLS[op.kind])[0])
-            elif comp not in module.echoes and (found := collective(module, comp, name, mesh)):
-                yield found, Fraction(1)
+            elif op.opcode in CALLS:
+                yield from work(op.called(*CALLS[op.opcode])[0])
+            elif comp not in module.echoes and (one := collective(module, comp, name, mesh)):
+                yield one, Fraction(1)
 
-    return counted(list(work(module.entry)))
+    return all_runs(list(work(module.entry)))
 
 
 def collective(module: Module, comp: str, name: str, mesh: Any) -> Collective | None:
-    """Reads one operation as a collective that runs once; None if it is none, or sends nothing."""
+    """Read one operation as a collective that runs once; None for others and for groups of one device."""
     op = module.computations[comp][name]
     kind = op.collective
     axes, group_size = group_axes(op.attrs, mesh) if kind else ((), 1)
@@ -208,40 +225,40 @@ def collective(module: Module, comp: str, name: str, mesh: Any) -> Collective | 
         return None
     results = op.results
     dtypes, dims = ",".join(sorted({d for d, _ in results})), tuple(shape for _, shape in results)
-    sent = ring_bytes(kind, group_size, held_bytes(results))
+    sent = collective_bytes(kind, group_size, values_bytes(results))
     users = (user for user in module.computations[comp].values() if (name, None) in user.operands)
     source = module.source(op)
-    if not source or source.startswith("argument "):  # its gather has the line that uses it, if one does
+    if not source or source.startswith("argument "):  # take the line of one that uses it
         source = next(filter(None, map(module.source, users)), source)
-    shape, moves = dims[0] if len(dims) == 1 else dims, moved(module, comp, name, axes, mesh)
-    found = Collective(kind, axes, group_size, 1, sent, dtypes, shape, source, **arrow_of(op.scope))
-    return replace(found, moves=moves)
+    shape, moves = dims[0] if len(dims) == 1 else dims, operand_arrow(module, comp, name, axes, mesh)
+    result = Collective(kind, axes, group_size, 1, sent, dtypes, shape, source, **arrow_of(op.scope))
+    return replace(result, moves=moves)
 
 
-def is_product(op: Op) -> bool:
-    """Tells a matrix product: a `dot`, or a call of a GPU's library."""
-    return op.kind == "dot" or op.kind == "custom-call" and ("cublas" in op.attrs or "gemm" in op.attrs)
+def is_product(op: Instruction) -> bool:
+    """Return whether an operation is a matmul: a `dot`, or a call of a GPU's library."""
+    return op.opcode == "dot" or op.opcode == "custom-call" and ("cublas" in op.attrs or "gemm" in op.attrs)
 
 
 def executed_flops(text: str, taken: Taken | None = None) -> int:
-    """Counts the FLOPs of every product that HLO text of CPUs or GPUs executes on a device, 2MNK each, but
-    not those of kernels. Refuses loops with traced bounds (over what experts get beyond their slots)."""
+    """Count the FLOPs of every matmul that HLO text of CPUs or GPUs executes on a device, 2MNK each, but not
+    those of kernels. Raises ValueError for loops with traced bounds (those over experts' overflow)."""
     module = Module(text)
-    turns = lambda comp, loop: known(module.trips(comp, loop), "dot", module.source(loop))
+    trips = lambda comp, loop: known(module.trips(comp, loop), "dot", module.source(loop))
     leaf = lambda comp, op: dot_flops(module, comp, op) if is_product(op) else 0
-    return int(flops_in(module, leaf, turns, taken)(module.entry, None))
+    return int(flops_in(module, leaf, trips, taken)(module.entry, None))
 
 
-def flops_in(module: Module, leaf: Callable, turns: Callable, taken: Taken | None = None) -> Callable:
-    """Gives a function that adds up the FLOPs of an operation of a computation, or of all of them (None): its
-    own (``leaf``, called like it) or those of what it calls, of a loop ``turns`` times, of a branch as often
-    as it is taken (the dearest, where that is not said)."""
+def flops_in(module: Module, leaf: Callable, trips: Callable, taken: Taken | None = None) -> Callable:
+    """Return a function that adds up the FLOPs of an operation of a computation, or of all of them (None):
+    its own (``leaf``, called like it) or those of its callees, of a loop's body times ``trips``, of a branch
+    by how often it is taken (the branch with most FLOPs, where that is unknown)."""
 
-    def inside(comp: str, op: Op) -> Any:
-        each = [flops(callee) for callee in op.called(*CALLS.get(op.kind, ()))]
-        if op.kind == "while":
-            return sum(each) * (turns(comp, op) if any(each) else 0)
-        if op.kind == "conditional":
+    def inside(comp: str, op: Instruction) -> Any:
+        each = [flops(callee) for callee in op.called(*CALLS.get(op.opcode, ()))]
+        if op.opcode == "while":
+            return sum(each) * (trips(comp, op) if any(each) else 0)
+        if op.opcode == "conditional":
             share = share_of(op.scope, taken)
             return max(each) if share is None else each[0] * (1 - share) + each[1] * share
         return each[0] if each else leaf(comp, op)
@@ -253,8 +270,8 @@ def flops_in(module: Module, leaf: Callable, turns: Callable, taken: Taken | Non
     return lambda comp, op: flops(comp) if op is None else inside(comp, op)
 
 
-def dot_flops(module: Module, comp: str, op: Op) -> int:
-    """Gives the FLOPs of a product, or of a GPU library's call for one: 2MNK."""
+def dot_flops(module: Module, comp: str, op: Instruction) -> int:
+    """Return the FLOPs of a matmul, or of a GPU library's call for one: 2MNK."""
     in_library = r'"lhs_contracting_dimensions":\s*\["(\d+)"'
     dims = op.called("lhs_contracting_dims") or re.findall(in_library, op.attrs)
     lhs = module.shape_of(comp, op, 0)
@@ -265,25 +282,26 @@ _CHEAP: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable
 
 
 def partitioned_hlo(lowered: jax.stages.Lowered) -> str:
-    """Compiles a program and gives its HLO text just after SPMD partitioning: true dtypes, nothing combined.
+    """Compile a program; return its HLO text just after SPMD partitioning: true dtypes, nothing combined.
 
-    Costs a compilation, away from the persistent cache, which would skip the pass. A program for one device
+    It costs a compilation without the persistent cache, which would skip the pass. A program for one device
     is not partitioned: then the text is the one before optimizations.
     """
     return read_program(lowered)[1]
 
 
 def read_program(lowered: jax.stages.Lowered, platform: str = "") -> tuple[jax.stages.Compiled, str]:
-    """Compiles a lowered program once to be read: gives the executable, and the text that `partitioned_hlo`
-    gives. ``platform`` is the one that it is compiled for, if not that of JAX's devices here.
+    """Compile a lowered program once, and return the executable and the text of `partitioned_hlo`.
+    ``platform`` is the one that it is compiled for, if not that of JAX's own devices.
 
-    On CPUs the executable's machine code is not optimized, for two thirds of the time; its HLO and memory are
-    the same. What the compiler has freed goes back to the system: several programs fit into little memory.
+    On CPUs the executable's machine code is not optimized, which saves a third of the time; its HLO and
+    memory are the same. Memory that the compiler has freed is returned to the system, so several programs
+    fit.
     """
     platform = platform or jax.default_backend()
     _give_back()
     enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-    compilation_cache.reset_cache()  # whether to use the cache is asked once and remembered until a reset
+    compilation_cache.reset_cache()  # JAX decides once whether to use the cache, until a reset
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -299,23 +317,23 @@ def read_program(lowered: jax.stages.Lowered, platform: str = "") -> tuple[jax.s
 
 
 def _give_back() -> None:
-    """Gives freed memory back to the system. glibc keeps it otherwise: 0.3 GB behind a small Llama."""
+    """Return freed memory back to the system. glibc keeps it otherwise: 0.3 GB behind a small Llama."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def compiled_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Gives a device's bytes as planned; peak is their sum, the alias once.
+    """Return a device's bytes as the compiler plans them; peak is their sum, the alias counted once.
 
     Temporaries are those that the compiler reserves. A TPU's compiler reports more than its heap has: there
     they are what is alive at the fullest moment besides arguments and results, a few hundredths less than
-    the heap (and what of it lies on the chip). The CPU's own peak lacks temporaries.
+    the heap (and its part on the chip). The CPU's own peak lacks temporaries.
     """
     stats: Any = compiled.memory_analysis()
-    kinds = "argument", "output", "alias", "temp"
-    memory = {f"{kind}_bytes": getattr(stats, f"{kind}_size_in_bytes") for kind in kinds}
+    names = "argument", "output", "alias", "temp"
+    memory = {f"{name}_bytes": getattr(stats, f"{name}_size_in_bytes") for name in names}
     rest = memory["argument_bytes"] + memory["output_bytes"] - memory["alias_bytes"]
-    lie = (pair[1] for part in program_shardings(compiled) for pair in part if pair)
-    if "tpu" in {device.platform for sharding in lie for device in sharding.device_set}:
+    shardings = (pair[1] for part in program_shardings(compiled) for pair in part if pair)
+    if "tpu" in {device.platform for sharding in shardings for device in sharding.device_set}:
         memory["temp_bytes"] = stats.peak_memory_in_bytes - rest
     return memory | {"peak_bytes": rest + memory["temp_bytes"]}

@@ -1,19 +1,22 @@
-"""Answers JAX's sharding errors by the arrow that is missing.
+"""Answer JAX's sharding errors by the arrow that is missing.
 
-JAX says which rule a program broke. Here each kind of mistake has a sentence that says which movement the
-program wants and does not name, in the notation of `llmpar.plan.layout`, and ends in the Python text that
-mends it, where one does. explain.toml has the kinds, in the words of JAX 0.10 and 0.12; other errors stay.
+JAX says which rule a program broke. Here each kind of mistake has a sentence: which movement the program
+lacks, in the notation of `llmpar.plan.layout`, and after the last colon the Python text that mends it, where
+one does. explain.toml has the sentences, with the words of JAX 0.10 and 0.12 that they answer; other errors
+are left alone. Nothing of the user's program is evaluated: what JAX's own functions were given is read from
+the traceback.
 """
 
 import ast
 import contextlib
 import difflib
 import itertools
-import linecache
 import re
 import tomllib
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from importlib import resources
+from types import FrameType
 from typing import Any
 
 import jax
@@ -23,19 +26,20 @@ from llmpar.parallel.mesh import LETTERS, axes_of
 from llmpar.plan.layout import Dim, Layout, parse_arrow
 from llmpar.plan.mesh_shape import AXES
 
-Known = dict[str, Any]  # what a sentence can name
+_Known = dict[str, Any]  # what a sentence can name
 LONGEST = 4000
-"""Letters of an error's text that are read: in them JAX says what is wrong. A program's dump is longer."""
+"""Characters of an error's text that are read: JAX says what is wrong at the beginning, and may add a
+dump."""
 
 
 class MissingArrow(ValueError):
-    """A sharding error of JAX's in our words; the error itself is its cause."""
+    """State a sharding error of JAX's in our words; JAX's own error is the cause."""
 
 
 def explain(error: BaseException | None = None) -> Any:
-    """Say in one sentence which arrow a program lacks: of an ``error``, or of one that a block raises.
+    """Say in one sentence which arrow a program lacks, for an ``error`` or for what a ``with`` block raises.
 
-    ``explain(error)`` gives the sentence, "" for an error of another kind. ``with explain():`` raises it as
+    ``explain(error)`` returns the sentence, "" for an error of another kind. ``with explain():`` raises it as
     `MissingArrow`, and lets other errors pass.
     """
     return _explained() if error is None else _sentence(error)
@@ -54,17 +58,16 @@ def _explained() -> Iterator[None]:
 def _sentence(error: BaseException) -> str:
     text = str(error)[:LONGEST]
     for rule, row in ((rule, row) for rule, rows in ERRORS.items() for row in rows):
-        for found in filter(None, (re.search(says, text, re.S) for says in row["says"])):
-            words = [word for word in found.groups() if word]
-            with contextlib.suppress(
-                ValueError, SyntaxError, LookupError, StopIteration
-            ):  # words not known here
-                return row["sentence"].replace("\n", " ").format(*words, **RULES[rule](error, *words))
+        for match in filter(None, (re.search(says, text, re.S) for says in row["says"])):
+            words = [word for word in match.groups() if word]
+            # a rule that cannot read these words leaves the error to the next row
+            with contextlib.suppress(ValueError, SyntaxError, LookupError, StopIteration):
+                return row["sentence"].replace("\n", " ").format(*words, **_RULES[rule](error, *words))
     return ""
 
 
-def layout_of(text: str) -> Layout:
-    """The layout of a type as JAX prints it, ``float32[8@(dp,fsdp),4]{U:tp}``, or of a spec,
+def layout_from_text(text: str) -> Layout:
+    """Read the layout of a type as JAX prints it, ``float32[8@(dp,fsdp),4]{U:tp}``, or of a spec,
     ``P(('dp', 'fsdp'), None)``, or of a tuple of cuts; dims are named b, s, d and so on."""
     if "[" in text:
         dims = re.sub(r"\([^)]*\)", lambda cut: cut[0].replace(",", " "), re.split(r"[\[\]]", text)[1])
@@ -77,39 +80,40 @@ def layout_of(text: str) -> Layout:
 
 
 def _cuts(spec: str) -> tuple:
-    """The entries of a spec, or of a tuple of cuts, as JAX prints it."""
+    """Read the entries of a spec, or of a tuple of cuts, as JAX prints it."""
     return ast.literal_eval(re.sub(r"^P|,? ?\w*reduced(=\{[^}]*\}|_kind=\w+)", "", spec.strip()))
 
 
 def _layouts(text: str) -> list[Layout]:
-    """Those that a message names: as shardings, as types, as specs, or as tuples of cuts."""
+    """Read the layouts that a message names: as shardings, as types, as specs, or as tuples of cuts."""
     for pattern in (rf"spec={PRINTED['SPEC']}", PRINTED["TYPE"], PRINTED["SPEC"], PRINTED["TUPLE"]):
-        if found := re.findall(pattern, text):
-            return [layout_of(x) for x in found]
+        if matches := re.findall(pattern, text):
+            return [layout_from_text(x) for x in matches]
     raise LookupError(text)
 
 
-def _marked(kind: str, mark: str) -> list[str]:
-    """The axes behind a mark of a type: ``U:tp`` (unfinished sums), ``V:(dp,tp)`` (values that differ)."""
-    return re.findall(r"\w+", "".join(re.findall(rf"\b(?:{mark})(\{{[^}}]*\}}|\([^)]*\)|\w+)", kind)))
+def _marked(text: str, mark: str) -> list[str]:
+    """Read the axes after a mark of a type: ``U:tp`` (unfinished sums), ``V:(dp,tp)`` (values that
+    differ)."""
+    return re.findall(r"\w+", "".join(re.findall(rf"\b(?:{mark})(\{{[^}}]*\}}|\([^)]*\)|\w+)", text)))
 
 
 def _arrow(before: Layout, after: Layout) -> str:
-    """An arrow and what it moves. Axes may have names that are not ours."""
+    """Write an arrow and its moves. The axes may have any names, so the parser gets ours in their place."""
     text, axis = f"{before} -> {after}", r"(?<=[/,+])\w+"
     names = dict.fromkeys(re.findall(axis, text))
     ours, theirs = (dict(zip(*pair, strict=False)) for pair in ((names, AXES), (AXES, names)))
     try:
         moves = parse_arrow(re.sub(axis, lambda m: ours.get(m[0], m[0]), text)).moves
-        said = ", then ".join(map(str, moves))
+        words = ", then ".join(map(str, moves))
     except ValueError:  # the blocks of a dim would change their order
-        said = "more than one movement"
-    said = re.sub(rf"\b({'|'.join(AXES)})\b", lambda m: theirs.get(m[0], m[0]), said)
-    return f"'{text}' ({said})"
+        words = "more than one movement"
+    words = re.sub(rf"\b({'|'.join(AXES)})\b", lambda m: theirs.get(m[0], m[0]), words)
+    return f"'{text}' ({words})"
 
 
-def _missing(before: Layout, after: Layout, **more: Any) -> Known:
-    """The arrow that is missing, between two layouts, and how JAX is told to go there."""
+def _missing(before: Layout, after: Layout, **more: Any) -> _Known:
+    """Return the arrow between two layouts, and the text of the reshard that carries it out."""
     if before == after or set(after.sums) - set(before.sums):
         raise ValueError("no arrow leads from the one to the other")
     axes, arrow, spec = before.axes + before.sums, _arrow(before, after), _spec(after)
@@ -118,84 +122,69 @@ def _missing(before: Layout, after: Layout, **more: Any) -> Known:
 
 
 def _spec(layout: Layout) -> PartitionSpec:
-    """A layout as JAX writes it; where nothing is cut, for values of any rank."""
+    """Return a layout as JAX writes it; without cuts an empty spec, which fits every rank."""
     cuts = [d.axes or None for d in layout.dims] if layout.axes or layout.sums else []
     return PartitionSpec(*cuts, unreduced=frozenset(layout.sums))
 
 
-# ------------------------------------------------------------------------ what the user's program itself says
+# --------------------------------------------------------------------------------- what the traceback holds
 
 
-def _frames(error: BaseException) -> list[Any]:
-    """The traceback's entries in the user's own code, the innermost first."""
-    found, tb = list[Any](), error.__traceback__
-    while tb:
-        found, tb = [tb, *found], tb.tb_next
-    return [tb for tb in found if not tb.tb_frame.f_globals.get("__name__", "").startswith("jax.")]
+def _frames(error: BaseException, of_jax: bool) -> list[FrameType]:
+    """List the traceback's frames in JAX's code, or in the user's, the outermost first."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [f for f in frames if f.f_globals.get("__name__", "").startswith("jax.") == of_jax]
 
 
 def _types(error: BaseException) -> list[Any]:
-    """The types of the arrays among those frames' variables."""
-    leaves = (x for tb in _frames(error) for x in jax.tree.leaves(list(tb.tb_frame.f_locals.values())))
+    """Return the types of the arrays among the variables of the user's frames, the innermost frame first."""
+    frames = reversed(_frames(error, of_jax=False))
+    leaves = (x for frame in frames for x in jax.tree.leaves(list(frame.f_locals.values())))
     return [jax.typeof(x) for x in leaves if isinstance(x, jax.Array)]
 
 
-def _expression(error: BaseException) -> str:
-    """The source of what the user's code computed when JAX refused it, "" where nobody knows."""
-    at = _frames(error)[0]
-    code = at.tb_frame.f_code
-    line, last, start, end = list(code.co_positions())[at.tb_lasti // 2]
-    lines = [
-        text.encode() for text in linecache.getlines(code.co_filename, at.tb_frame.f_globals)[line - 1 : last]
-    ]
-    return b"".join([*lines[:-1], lines[-1][:end]])[start:].decode() if lines else ""
-
-
-RANKS = {
+_RANKS = {
     (2, 2): "ij,jk->ik",
     (3, 2): "bij,jk->bik",
     (3, 3): "bij,bjk->bik",
     (2, 1): "ij,j->i",
     (1, 2): "j,jk->k",
 }
-"""What matmul does with factors of these ranks, as einsum writes it."""
+"""Ranks of a matmul's factors -> what it computes, as einsum writes it."""
 
 
 def _factors(error: BaseException) -> tuple[str, Any, Any]:
-    """A product's dims as einsum writes them ('' of matmul), and its two factors: what JAX's function was
-    given, as the traceback holds it. Nothing of the user's is evaluated again."""
-    tb = error.__traceback__
-    while tb:
-        name, given = tb.tb_frame.f_code.co_name, tb.tb_frame.f_locals
-        if tb.tb_frame.f_globals.get("__name__", "").startswith("jax."):
-            if name in ("matmul", "dot"):
-                return "", given["a"], given["b"]
-            if name == "einsum":
-                return given["subscripts"], *given["operands"]
-        tb = tb.tb_next
+    """Return a product's dims as einsum writes them ('' of matmul), and its two factors: the arguments of
+    JAX's function."""
+    for frame in _frames(error, of_jax=True):
+        arguments = frame.f_locals
+        if frame.f_code.co_name in ("matmul", "dot"):
+            return "", arguments["a"], arguments["b"]
+        if frame.f_code.co_name == "einsum":
+            return arguments["subscripts"], *arguments["operands"]
     raise LookupError("no product")
 
 
-Cuts = dict[str, tuple[str, ...]]
+_Cuts = dict[str, tuple[str, ...]]
 
 
-def _cut_dims(error: BaseException) -> tuple[list[Cuts], str]:
-    """Which axes cut each dim of a product's factors, by einsum's letters, and the letters of its result.
-    Refuses all but plain products of two factors."""
+def _cut_dims(error: BaseException) -> tuple[list[_Cuts], str]:
+    """Return which axes cut each dim of a product's factors, by einsum's letters, and the letters of its
+    result. Raises for all but plain products of two factors."""
     dims, *factors = _factors(error)
     specs = [jax.typeof(x).sharding.spec for x in factors]
-    given, _, result = (dims.replace(" ", "") or RANKS[len(specs[0]), len(specs[1])]).partition("->")
+    given, _, result = (dims.replace(" ", "") or _RANKS[len(specs[0]), len(specs[1])]).partition("->")
     pairs = zip(given.split(","), specs, strict=True)
     return [dict(zip(letters, map(axes_of, spec), strict=True)) for letters, spec in pairs], result
 
 
 def cut_as(cuts: Iterable[tuple[str, ...]]) -> Layout:
-    """A layout of dims with these cuts."""
+    """Return a layout of dims b, s, d … with these cuts."""
     return Layout(tuple(map(Dim, LETTERS, cuts)))
 
 
 def _result_without(error: BaseException, axes: set[str]) -> Layout:
-    """The layout of a product if ``axes`` cut nothing in it."""
+    """Return the layout of a product in which ``axes`` cut nothing."""
     (one, other), result = _cut_dims(error)
     cuts = other | {letter: cut for letter, cut in one.items() if cut or letter not in other}
     return cut_as(tuple(axis for axis in cuts[letter] if axis not in axes) for letter in result)
@@ -204,92 +193,98 @@ def _result_without(error: BaseException, axes: set[str]) -> Layout:
 # ----------------------------------------------------------------------------------- which arrow is missing
 
 
-def product(error: BaseException, left: str, right: str) -> Known:
-    """The sum over the axes that cut both factors along the dims that are summed, or the gather of one."""
-    (one, other), whole = map(layout_of, (left, right)), Layout(())
-    with contextlib.suppress(Exception):  # what JAX's functions were given is read only where it is plain
+def _product(error: BaseException, left: str, right: str) -> _Known:
+    """Return the sum over the axes that cut both factors along the dims that are summed, or the gather of one
+    factor."""
+    (one, other), whole = map(layout_from_text, (left, right)), Layout(())
+    with contextlib.suppress(Exception):  # JAX's arguments are read only where they are plain
         whole = _result_without(error, {*one.axes, *other.axes})
     before, after = (Layout(whole.dims, one.axes), whole) if one.axes == other.axes else (other, one)
-    said = {
+    words = {
         "left": ",".join(one.axes),
         "right": ",".join(other.axes),
         "result": f"out_sharding={_spec(whole)}",
     }
-    return _missing(before, after, **said)
+    return _missing(before, after, **words)
 
 
-def alike(error: BaseException, left: str, right: str) -> Known:
-    """The arrow of the factor whose summed dims are cut less, to the cuts of the other."""
-    before, after = sorted(map(layout_of, (left, right)), key=lambda layout: len(layout.axes))
-    said = {"left": before, "right": after, "reshard": f"{_arrow(before, after)} of that dim"}
-    with contextlib.suppress(Exception):  # as in `product`
+def _alike(error: BaseException, left: str, right: str) -> _Known:
+    """Return the arrow of the factor whose summed dims are cut less, to the cuts of the other."""
+    before, after = sorted(map(layout_from_text, (left, right)), key=lambda layout: len(layout.axes))
+    words = {"left": before, "right": after, "reshard": f"{_arrow(before, after)} of that dim"}
+    with contextlib.suppress(Exception):  # as in `_product`
         (one, other), result = _cut_dims(error)
-        if layout_of(left) == after:
+        if layout_from_text(left) == after:
             one, other = other, one
         cuts = [cut if letter in result else other.get(letter, cut) for letter, cut in one.items()]
-        return {**said, **_missing(cut_as(one.values()), cut_as(cuts))}
-    return said
+        return {**words, **_missing(cut_as(one.values()), cut_as(cuts))}
+    return words
 
 
-def unsummed(error: BaseException, axes: str = "", but: str = "") -> Known:
-    """The all-reduce over ``axes`` (or those of a type over which another does not differ)."""
+def _unsummed(error: BaseException, axes: str = "", but: str = "") -> _Known:
+    """Return the all-reduce over ``axes``, or over the axes along which the first type varies and ``but``
+    does not."""
     names = {*_marked(axes, "V:")} - {*_marked(but, "V:")} if but else {*re.findall(r"\w+", axes)} - {"None"}
     return _missing(Layout((), tuple(sorted(names))), Layout(()))
 
 
-def finished(error: BaseException, operation: str = "what follows") -> Known:
-    """The sum that a type in the message has open, or a variable's: JAX does not always name it."""
-    kinds = re.findall(PRINTED["TYPE"], str(error)[:LONGEST]) + [str(kind) for kind in _types(error)]
-    sums = next(layout_of(kind) for kind in kinds if "U:" in kind)
+def _finished(error: BaseException, operation: str = "what follows") -> _Known:
+    """Return the end of the unfinished sum of a type in the message, else of a variable: JAX does not always
+    name it."""
+    texts = re.findall(PRINTED["TYPE"], str(error)[:LONGEST]) + [str(text) for text in _types(error)]
+    sums = next(layout_from_text(text) for text in texts if "U:" in text)
     return _missing(sums, Layout(sums.dims), operation=operation)
 
 
-def disagree(error: BaseException, operation: str, shardings: str) -> Known:
-    """The second operand, in the dims that both are cut in, from its own cuts to those of the first."""
+def _disagree(error: BaseException, operation: str, shardings: str) -> _Known:
+    """Return the arrow of the second operand to the cuts of the first, in the dims in which both are cut."""
     for a, b in itertools.combinations(_layouts(shardings), 2):
         pairs = [(x.axes, y.axes) for x, y in zip(a.dims, b.dims, strict=True)]
         if any(x and y and x != y for x, y in pairs):
             cuts = [x if x and y else tuple(axis for axis in y if axis not in a.axes) for x, y in pairs]
-            return _missing(b, Layout(tuple(map(Dim, LETTERS, cuts))), other=a)
+            return _missing(b, cut_as(cuts), other=a)
     raise LookupError(shardings)
 
 
-def _joined(error: BaseException, *shardings: str) -> Known:
-    """Operands of several shapes keep the cuts that they all have."""
-    found = _layouts(" ".join(shardings))
-    dims = tuple(d if all(d in x.dims for x in found) else Dim(d.name) for d in found[0].dims)
-    after = Layout(dims, tuple(s for s in found[0].sums if all(s in x.sums for x in found)))
-    return _missing(next(x for x in found if x != after), after, all=", ".join(f"'{x}'" for x in found))
+def _joined(error: BaseException, *shardings: str) -> _Known:
+    """Return the arrow of an operand to the cuts that all operands have."""
+    layouts = _layouts(" ".join(shardings))
+    dims = tuple(d if all(d in x.dims for x in layouts) else Dim(d.name) for d in layouts[0].dims)
+    after = Layout(dims, tuple(s for s in layouts[0].sums if all(s in x.sums for x in layouts)))
+    return _missing(next(x for x in layouts if x != after), after, all=", ".join(f"'{x}'" for x in layouts))
 
 
-def unsharded(error: BaseException, says: str) -> Known:
-    """The dims along which something is computed become whole; JAX says which, or only that there is one."""
+def _unsharded(error: BaseException, says: str) -> _Known:
+    """Return the arrow that makes whole the dims along which something is computed; JAX names them, or
+    not."""
     before = _layouts(says)[0]
     dims = [*range(len(before.dims))][-2 * ("non-batch" in says) :]
-    if found := re.search(r"(?<!mesh )(?:axis|axes|dimension)[= ]\(?-?\d[\d, ]*|\dth dimension", says):
-        dims = [int(n) % len(before.dims) for n in re.findall(r"-?\d+", found[0])]
+    if match := re.search(r"(?<!mesh )(?:axis|axes|dimension)[= ]\(?-?\d[\d, ]*|\dth dimension", says):
+        dims = [int(n) % len(before.dims) for n in re.findall(r"-?\d+", match[0])]
     cuts = [d.axes * (i not in dims) for i, d in enumerate(before.dims)]
-    return _missing(before, Layout(tuple(map(Dim, LETTERS, cuts))))
+    return _missing(before, cut_as(cuts))
 
 
-def twice(error: BaseException, operation: str, inputs: str, result: str) -> Known:
-    """The last operand without the axis that cuts two dims of the result."""
-    cuts = layout_of(result).axes
+def _twice(error: BaseException, operation: str, inputs: str, result: str) -> _Known:
+    """Return the arrow of the last operand that drops the axis which cuts two dims of the result."""
+    cuts = layout_from_text(result).axes
     axis = next(a for a in cuts if cuts.count(a) > 1)
-    last = [x for x in map(layout_of, re.findall(PRINTED["TYPE"], inputs)) if axis in x.axes][-1]
+    last = [x for x in map(layout_from_text, re.findall(PRINTED["TYPE"], inputs)) if axis in x.axes][-1]
     return _missing(last, Layout(tuple(Dim(d.name, d.axes * (axis not in d.axes)) for d in last.dims)))
 
 
-def reshape(error: BaseException, operation: str, kind: str, sizes: str = "") -> Known:
-    """Dims that come first or last in both shapes keep their cuts; a gather keeps none."""
-    old, new, before = re.findall(r"(?<![\w@])\d+", kind), re.findall(r"\d+", sizes), layout_of(kind)
+def _reshape(error: BaseException, operation: str, text: str, sizes: str = "") -> _Known:
+    """Return the arrow that keeps the cuts of dims that come first or last in both shapes; a gather keeps
+    none."""
+    old, new, before = re.findall(r"(?<![\w@])\d+", text), re.findall(r"\d+", sizes), layout_from_text(text)
     kept = lambda i: old[: i + 1] == new[: i + 1] or old[i:] == new[max(0, len(new) - len(old) + i) :]
     return _missing(before, Layout(tuple(Dim(d.name, d.axes * kept(i)) for i, d in enumerate(before.dims))))
 
 
-def varies(error: BaseException, first: str, before: str, second: str, after: str) -> Known:
-    """Over which axes a loop's value or a branch's result differs at one end, and which is the other."""
-    a, b = (set(_marked(kind, "V:")) for kind in (before, after))
+def _varies(error: BaseException, first: str, before: str, second: str, after: str) -> _Known:
+    """Return the axes along which a loop's value or a branch's result varies at one end, and the other
+    end."""
+    a, b = (set(_marked(text, "V:")) for text in (before, after))
     names = tuple(sorted(b - a or a - b))
     return {"axes": ",".join(names), "names": repr(names), "where": first if b - a else second}
 
@@ -297,18 +292,18 @@ def varies(error: BaseException, first: str, before: str, second: str, after: st
 # ------------------------------------------------------------------------- mistakes that are no missing arrow
 
 
-def _uneven(error: BaseException, dim: str, parts: str, size: str, shape: str) -> Known:
-    """A size that its axes do not divide: the sizes beside it that they do, and what to add."""
-    if ".at[" in _expression(error):  # the size is that of a piece
-        raise LookupError(shape)
+def _uneven(error: BaseException, dim: str, parts: str, size: str, shape: str) -> _Known:
+    """Return the sizes next to one that its axes do not divide, and the padding to the larger of them."""
+    if any(frame.f_code.co_name == "_scatter_update" for frame in _frames(error, of_jax=True)):
+        raise LookupError(shape)  # x.at[…].set(…): the size is that of a part
     n, more = int(size), -int(size) % int(parts)
     pad = tuple((0, more * (i == int(dim))) for i, _ in enumerate(re.findall(r"\d+", shape)))
     good = " or ".join(str(m) for m in (n + more - int(parts), n + more) if m)
     return {"size": n, "parts": parts, "good": good, "pad": f"jnp.pad(x, {pad})"}
 
 
-def unknown(error: BaseException, *words: str) -> Known:
-    """The axes that there are, and the one with the nearest name."""
+def _unknown(error: BaseException, *words: str) -> _Known:
+    """Return the axes that there are, and the one whose name is nearest."""
     pick = lambda *opens: next((word for word in words if word.startswith(opens)), "")
     axis, spec = next(word for word in words if word.isidentifier()), pick("P(")
     meshes = [kind.sharding.mesh for kind in _types(error)]
@@ -321,8 +316,8 @@ def unknown(error: BaseException, *words: str) -> Known:
     return {"axis": axis, "axes": ", ".join(sorted({*names})), "near": meant}
 
 
-def once(error: BaseException, spec: str, axis: str) -> Known:
-    """A spec with an axis at its first place alone."""
+def _once(error: BaseException, spec: str, axis: str) -> _Known:
+    """Return a spec that keeps an axis at its first place alone."""
     cuts = [axes_of(cut) for cut in _cuts(spec)]
     for i, cut in enumerate(cuts):
         cuts[i] = tuple(dict.fromkeys(a for a in cut if not any(a in before for before in cuts[:i])))
@@ -334,17 +329,28 @@ PRINTED = {
     "TUPLE": r"(\((?:[^()]|\([^()]*\))*\))",
     "SPEC": r"(P\((?:[^()]|\([^()]*\))*\))",
 }
-RULES: dict[str, Callable[..., Known]] = {
-    "asked": lambda error, said, found: _missing(layout_of(found), layout_of(said)),
-    "found": lambda error, found, said: _missing(layout_of(found), layout_of(said)),
-    "turn": lambda error, name, said, other, found: _missing(layout_of(found), layout_of(said)),
-    "expected": lambda error, mesh, said, found: _missing(layout_of(found), layout_of(said)),
-    "written": lambda error, kind: {"spec": _spec(layout_of(kind))},
+_between = lambda before, after: _missing(layout_from_text(before), layout_from_text(after))
+_RULES: dict[str, Callable[..., _Known]] = {
+    "given": lambda error, wanted, given: _between(given, wanted),
+    "constraint": lambda error, given, wanted: _between(given, wanted),
+    "iteration": lambda error, name, wanted, other, given: _between(given, wanted),
+    "argument": lambda error, mesh, wanted, given: _between(given, wanted),
+    "written": lambda error, text: {"spec": _spec(layout_from_text(text))},
     "shorter": lambda error, spec, rank: {"spec": PartitionSpec(*_cuts(spec)[: int(rank)])},
     "plain": lambda error, *words: {},
+    "product": _product,
+    "alike": _alike,
+    "unsummed": _unsummed,
+    "finished": _finished,
+    "disagree": _disagree,
+    "joined": _joined,
+    "unsharded": _unsharded,
+    "twice": _twice,
+    "reshape": _reshape,
+    "varies": _varies,
+    "uneven": _uneven,
+    "unknown": _unknown,
+    "once": _once,
 }
-_RULES: list[Callable[..., Known]] = [product, alike, unsummed, finished, disagree, _joined, unsharded]
-_RULES += [twice, reshape, varies, _uneven, unknown, once]
-RULES |= {rule.__name__: rule for rule in _RULES}
 _ROWS = resources.files(__package__).joinpath("explain.toml").read_text(encoding="utf-8")
 ERRORS = tomllib.loads(re.sub("|".join(PRINTED), lambda word: PRINTED[word[0]], _ROWS))

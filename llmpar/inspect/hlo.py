@@ -1,4 +1,4 @@
-"""Reads the text of an HLO module: computations, trips of loops, groups of devices, source lines."""
+"""Read the text of an HLO module: computations, trips of loops, groups of devices, source lines."""
 
 import functools
 import math
@@ -23,8 +23,10 @@ CALLS = {
     "conditional": ("branch_computations", "false_computation", "true_computation"),
 }
 CALLS |= dict.fromkeys(("call", "fusion", "async-start"), ("calls", "to_apply"))
-KINDS = tuple("all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all collective-permute".split())
-KINDS += "collective-broadcast", "send"
+COLLECTIVES = tuple(
+    "all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all collective-permute".split()
+)
+COLLECTIVES += "collective-broadcast", "send"
 """Collectives that are counted. A `recv` is the other end of a `send` that names source and target."""
 Ref = tuple[str, int | None]
 """A value by name, or one part of a tuple."""
@@ -32,83 +34,84 @@ ROOT: Ref = ("", None)
 MAX_TRIPS = 1_000_000  # counters are stepped, not solved: more trips than a training step has
 
 
-class Op(NamedTuple):
-    """Holds one line of a computation: what it gives, what it does, and with what."""
+class Instruction(NamedTuple):
+    """Hold one line of a computation: what it gives, what it does, and with what."""
 
     type: str
-    kind: str
+    opcode: str
     inside: str  # in parentheses: operands, or the value of a constant, or the number of a parameter
     attrs: str
 
     @property
     def scope(self) -> str:
         """The named scopes that it was traced in; '' where the compiler does not say."""
-        found = re.search(r'op_name="(.*?)"', self.attrs)
-        return found[1] if found else ""
+        match = re.search(r'op_name="(.*?)"', self.attrs)
+        return match[1] if match else ""
 
     @property
     def results(self) -> list[tuple[str, tuple[int, ...]]]:
         """The dtypes and shapes of what it gives. What starts a collective gives its operands before them
         (an all-reduce only from JAX 0.12 on), as a tuple of their own where their number is another."""
-        if self.kind.endswith("-start") and self.type.startswith("(("):
+        if self.opcode.endswith("-start") and self.type.startswith("(("):
             _, _, results = self.type.partition("), ")
             return shapes(results.partition("), ")[0]) if results.startswith("(") else shapes(results)[:1]
-        found, operands = shapes(self.type), len(self.operands)
-        if self.kind in ("send", "recv"):  # what travels, and what waits for it
-            return found[:1]
-        started = self.kind.endswith("-start") and len(found) >= 2 * operands
-        return found[operands : 2 * operands] if started else found
+        values, operands = shapes(self.type), len(self.operands)
+        if self.opcode in ("send", "recv"):  # what travels, and what waits for it
+            return values[:1]
+        started = self.opcode.endswith("-start") and len(values) >= 2 * operands
+        return values[operands : 2 * operands] if started else values
 
     @property
     def operands(self) -> list[Ref]:
         """The operands' names: %x, or %x#1 where JAX 0.12 leaves out the get-tuple-element."""
-        found = _OPERAND.findall(self.inside) if self.kind != "constant" else []
-        return [(name, int(index) if index else None) for name, index in found]
+        names = _OPERAND.findall(self.inside) if self.opcode != "constant" else []
+        return [(name, int(index) if index else None) for name, index in names]
 
     @property
     def collective(self) -> str:
-        """Which of `KINDS` it is or starts; '' of another, and of what is sent to nobody that it names."""
-        kind = self.kind.removesuffix("-start")
+        """Which of `COLLECTIVES` it is or starts; '' of another, and of what is sent to nobody that it
+        names."""
+        kind = self.opcode.removesuffix("-start")
         nobody = kind == "send" and not _groups(self.attrs)
-        return kind if kind in KINDS and not nobody else ""
+        return kind if kind in COLLECTIVES and not nobody else ""
 
     def called(self, *keys: str) -> list[str]:
-        """Lists the computations that the attributes `keys` name."""
-        found = [re.search(rf"\b{key}=(\{{[^}}]*\}}|[^,\s]+)", self.attrs) for key in keys]
-        return [name for m in found if m for name in re.findall(r"[\w.\-]+", m[1])]
+        """List the computations that the attributes `keys` name."""
+        matches = [re.search(rf"\b{key}=(\{{[^}}]*\}}|[^,\s]+)", self.attrs) for key in keys]
+        return [name for m in matches if m for name in re.findall(r"[\w.\-]+", m[1])]
 
 
 def integers(text: str, after: str = "") -> list[int]:
-    """Reads the whole numbers of a text, or those right behind the pattern `after`."""
+    """Read the whole numbers of a text, or those right behind the pattern `after`."""
     return [int(n) for n in re.findall(rf"{after}(\d+)", text)]
 
 
 def shapes(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Reads dtypes and shapes: `(f32[2,4]{1,0}, s32[])` is two."""
-    found = re.findall(r"([a-z]\w*)\[([^\]]*)\]", type_text)
-    return [(dtype, tuple(integers(dims))) for dtype, dims in found]
+    """Read dtypes and shapes: `(f32[2,4]{1,0}, s32[])` is two."""
+    matches = re.findall(r"([a-z]\w*)\[([^\]]*)\]", type_text)
+    return [(dtype, tuple(integers(dims))) for dtype, dims in matches]
 
 
-def held_bytes(values: Iterable[tuple[str, tuple[int, ...]]]) -> int:
-    """Adds up what values of these dtypes and shapes hold; a token holds nothing."""
+def values_bytes(values: Iterable[tuple[str, tuple[int, ...]]]) -> int:
+    """Add up what values of these dtypes and shapes hold; a token holds nothing."""
     bits = lambda dtype: 8 if dtype == "pred" else (integers(dtype) or [0])[0]
     return sum(math.prod(shape) * bits(dtype) for dtype, shape in values) // 8
 
 
 class Module:
-    """Holds a module's computations, and evaluates as much as it takes to count the trips of loops."""
+    """Hold a module's computations, and evaluates as much as it takes to count the trips of loops."""
 
     def __init__(self, text: str):
         header = text[: text.find("\n")]
         self.name = header.partition(" ")[2].partition(",")[0].removeprefix("jit_")
         self.devices = math.prod(integers(header, "(?:num_partitions|replica_count)="))
-        self.computations: dict[str, dict[str, Op]] = {}
+        self.computations: dict[str, dict[str, Instruction]] = {}
         self.roots: dict[str, str] = {}
         self.tables: dict[str, dict[int, str]] = {}  # FileNames, FileLocations, StackFrames
         name = self.entry = ""
         for line in text.splitlines():
             if name in self.computations and (m := _OP.match(line)):
-                self.computations[name][m[2]] = Op(*m.groups()[2:])
+                self.computations[name][m[2]] = Instruction(*m.groups()[2:])
                 self.roots[name] = m[2] if m[1] else self.roots.get(name, "")
             elif m := _COMPUTATION.match(line):
                 name = m[2]
@@ -123,40 +126,44 @@ class Module:
 
     @functools.cached_property
     def uncounted(self) -> list[str]:
-        """Names what looks like a collective and is none that is counted, and what is counted as more than it
+        """Name what looks like a collective and is none that is counted, and what is counted as more than it
         may be."""
-        found, ops = Counter[str](), [op for ops in self.computations.values() for op in ops.values()]
+        counts, ops = Counter[str](), [op for ops in self.computations.values() for op in ops.values()]
         for op in ops:
-            ends = op.kind.endswith(("-done", "-update")) or op.kind in CALLS
-            if not ends and not op.collective and (re.match(LIKE, op.kind) or re.search(PARTNERS, op.attrs)):
-                found[op.kind] += 1
-        found["recv"] -= sum(op.collective == "send" for op in ops)  # the other end
-        notes = [f"not counted: what {kind} (×{n}) sends" for kind, n in found.items() if n > 0]
+            ends = op.opcode.endswith(("-done", "-update")) or op.opcode in CALLS
+            if (
+                not ends
+                and not op.collective
+                and (re.match(_LIKE, op.opcode) or re.search(_PARTNERS, op.attrs))
+            ):
+                counts[op.opcode] += 1
+        counts["recv"] -= sum(op.collective == "send" for op in ops)  # the other end
+        notes = [f"not counted: what {opcode} (×{n}) sends" for opcode, n in counts.items() if n > 0]
         ragged = any(op.collective == "ragged-all-to-all" for op in ops)
         return notes + ["how much a ragged-all-to-all sends, data decide: counted is a full result"] * ragged
 
     @functools.cached_property
     def echoes(self) -> set[str]:
-        """Names the computations that repeat a TPU's collective, which goes on or ends there."""
+        """Name the computations that repeat a TPU's collective, which goes on or ends there."""
         ends = lambda comp: "AsyncCollectiveDone" in self.computations[comp][self.roots[comp]].attrs
         return {c for c, root in self.roots.items() if c.startswith("async_collective") or root and ends(c)}
 
-    def shape_of(self, comp: str, op: Op, i: int) -> tuple[int, ...]:
-        """Gives the shape of an operation's operand ``i``."""
+    def shape_of(self, comp: str, op: Instruction, i: int) -> tuple[int, ...]:
+        """Return the shape of an operation's operand ``i``."""
         name, index = op.operands[i]
         return shapes(self.computations[comp][name].type)[index or 0][1]
 
     @functools.cached_property
     def user(self) -> dict[tuple[str, str], str]:
         """The one operation that takes a value, by its computation and name; '' where several do."""
-        found: dict[tuple[str, str], str] = {}
+        users: dict[tuple[str, str], str] = {}
         for comp, ops in self.computations.items():
             for value, name in ((value, name) for name, op in ops.items() for value, _ in op.operands):
-                found[comp, value] = "" if (comp, value) in found else name
-        return found
+                users[comp, value] = "" if (comp, value) in users else name
+        return users
 
-    def source(self, op: Op) -> str:
-        """Names the line of Python that asked for an operation, as `innermost` does."""
+    def source(self, op: Instruction) -> str:
+        """Name the line of Python that asked for an operation, as `innermost` does."""
         if m := re.search(r'source_file="(.*?)".*?source_line=(\d+)', op.attrs):  # JAX before stack frames
             return innermost([(m[1], int(m[2]))])
         frame, frames = next(iter(integers(op.attrs, "stack_frame_id=")), 0), []
@@ -169,11 +176,11 @@ class Module:
         return innermost(frames) or argument and f"argument {argument}"  # as JAX 0.12 names its gather
 
     def value(self, comp: str, ref: Ref, index: int | None, known: Callable[[int, Any], Any]) -> Any:
-        """Evaluates an integer that follows from constants and what is known of parameters; else None."""
+        """Evaluate an integer that follows from constants and what is known of parameters; else None."""
         name, at = ref
         op, index = self.computations[comp][name or self.roots[comp]], index if at is None else at
         operand = lambda i, index=None: self.value(comp, op.operands[i], index, known)
-        match op.kind:
+        match op.opcode:
             case "parameter":
                 return known(int(op.inside), index)
             case "constant":
@@ -185,10 +192,10 @@ class Module:
             case "fusion" | "call":
                 return self.value(op.called("calls", "to_apply")[0], ROOT, index, operand)
             case "compare" | "add" | "subtract" | "multiply":
-                function = getattr(operator, op.attrs.partition("direction=")[2][:2].lower() or op.kind[:3])
+                function = getattr(operator, op.attrs.partition("direction=")[2][:2].lower() or op.opcode[:3])
                 return None if (x := operand(0)) is None or (y := operand(1)) is None else function(x, y)
 
-    def trips(self, comp: str, loop: Op) -> int | None:
+    def trips(self, comp: str, loop: Instruction) -> int | None:
         """Says how often a loop's body runs: as the compiler noted, or else as stepping its counter shows."""
         if noted := integers(loop.attrs, r'"known_trip_count":\{"n":"'):
             return noted[0]
@@ -202,31 +209,31 @@ class Module:
         return None
 
 
-LIKE = r"all-|ragged-|reduce-scatter|collective-|send|recv"
-PARTNERS = r"\b(?:replica_groups|\w+_pairs|channel_id)="
-"""Names of operations, and attributes, of what devices do together."""
+_LIKE = r"all-|ragged-|reduce-scatter|collective-|send|recv"
+_PARTNERS = r"\b(?:replica_groups|\w+_pairs|channel_id)="
+"""Name of operations, and attributes, of what devices do together."""
 parsed = functools.lru_cache(maxsize=2)(Module)
-PARALLEL = "modes auto explicit collectives collective_matmul _jax"
-MOVERS = (*(f"/llmpar/parallel/{name}.py" for name in PARALLEL.split()), "/llmpar/inspect/look.py")
-LIBRARIES = "jax|jaxlib|flax|optax|equinox|haiku|einops|chex|jaxtyping|beartype"
+_PARALLEL = "modes auto explicit collectives collective_matmul _jax"
+_MOVERS = (*(f"/llmpar/parallel/{name}.py" for name in _PARALLEL.split()), "/llmpar/inspect/look.py")
+_LIBRARIES = "jax|jaxlib|flax|optax|equinox|haiku|einops|chex|jaxtyping|beartype"
 
 
 def innermost(frames: Iterable[tuple[str, int]]) -> str:
-    """Names the innermost frame outside libraries, the modes and the moves, which do what another asks."""
-    ours = [(f, n) for f, n in frames if not re.search(rf"/(?:site|dist)-packages/(?:{LIBRARIES})/", f)]
-    asked = [(f, n) for f, n in ours if not f.endswith(MOVERS)]
-    return next((f"{known_as(f)}:{n}" for f, n in asked + ours), "")
+    """Name the innermost frame outside libraries, the modes and the moves, which do what another asks."""
+    ours = [(f, n) for f, n in frames if not re.search(rf"/(?:site|dist)-packages/(?:{_LIBRARIES})/", f)]
+    outside = [(f, n) for f, n in ours if not f.endswith(_MOVERS)]
+    return next((f"{_known_as(f)}:{n}" for f, n in outside + ours), "")
 
 
-def known_as(file: str) -> str:
-    """Names a file with its folder, a cell of a notebook as the notebook does, ``In[3]``."""
+def _known_as(file: str) -> str:
+    """Name a file with its folder, a cell of a notebook as the notebook does, ``In[3]``."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     cell = shell and shell.compile.format_code_name(file)
     return cell[1] if cell else "/".join(Path(file).parts[-2:])
 
 
 def group_axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
-    """Names the mesh axes along which devices of a group (or of a pair) differ, and a group's size."""
+    """Name the mesh axes along which devices of a group (or of a pair) differ, and a group's size."""
     sizes = [mesh.shape[a] for a in mesh.axis_names]
     devices = list(range(math.prod(sizes)))
     pairs = "source_target_pairs=" in attrs
@@ -241,15 +248,15 @@ def group_axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
     return (axes, size) if whole else (("other",), max(map(len, groups)))
 
 
-def moved(module: Module, comp: str, name: str, axes: tuple[str, ...], mesh: Any) -> str:
-    """Writes what a collective over ``axes`` does to its operand, as ``b/X s -> b s``: dims are lettered by
+def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], mesh: Any) -> str:
+    """Write what a collective over ``axes`` does to its operand, as ``b/X s -> b s``: dims are lettered by
     place, axes that do not move are left out. A permute in words; '' where the operation does not show it."""
     ops, sizes = module.computations[comp], {a: mesh.shape[a] for a in mesh.axis_names}
-    op, kind, groups = ops[name], ops[name].kind.removesuffix("-start"), _groups(ops[name].attrs)
+    op, kind, groups = ops[name], ops[name].opcode.removesuffix("-start"), _groups(ops[name].attrs)
     place = lambda i: dict(zip(sizes, np.unravel_index(i, [*sizes.values()]), strict=True))
     if axes == ("other",):
         return _among(groups, place, sizes)
-    does = {o.kind for f in op.called("to_apply") for o in module.computations.get(f, {}).values()}
+    does = {o.opcode for f in op.called("to_apply") for o in module.computations.get(f, {}).values()}
     n = math.prod(sizes.get(a, 0) for a in axes)  # 0: a part of an axis
     if not n or not does <= {"parameter", "copy", "convert", "add"}:
         return ""
@@ -260,20 +267,23 @@ def moved(module: Module, comp: str, name: str, axes: tuple[str, ...], mesh: Any
         shift = "hop" if apart in ({1}, {n - 1}) else f"shift by {max(apart)}"
         return f"{shift if len(apart) == len(axes) == 1 else 'exchange'} along {','.join(axes)}"
     first = [place(i) for i in groups[0]] if groups else []  # the outermost axis is the last to change
-    turn = lambda a: next((i for i, at in enumerate(first) if at[a] != first[0][a]), 0)
-    over, dim = "/" + ",".join(sorted(axes, key=turn, reverse=True)), integers(op.attrs, r"\bdimensions=\{")
+    changes_at = lambda a: next((i for i, at in enumerate(first) if at[a] != first[0][a]), 0)
+    over, dim = (
+        "/" + ",".join(sorted(axes, key=changes_at, reverse=True)),
+        integers(op.attrs, r"\bdimensions=\{"),
+    )
     before, after = (module.shape_of(comp, op, 0), op.results[0][1]) if len(op.results) == 1 else ((), ())
     if kind == "all-to-all" and dim and before:
         # XLA exchanges blocks of one dim; reshapes and transposes around it bring them where they belong.
         d, given = dim[0], ops[op.operands[0][0]]
-        halves = module.shape_of(comp, given, 0) if given.kind == "reshape" else ()
+        halves = module.shape_of(comp, given, 0) if given.opcode == "reshape" else ()
         before = halves if halves == (*before[:d], math.prod(before[d : d + 2]), *before[d + 2 :]) else before
         for _ in range(3):
             name = module.user.get((comp, name), "")
-            if not name or ops[name].kind not in ("reshape", "transpose"):
+            if not name or ops[name].opcode not in ("reshape", "transpose"):
                 break
             after = shapes(ops[name].type)[0][1]
-            if ops[name].kind == "reshape" and len(after) == len(before):
+            if ops[name].opcode == "reshape" and len(after) == len(before):
                 break
     gathered = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if b == a * n]
     cut = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a == b * n]
@@ -298,7 +308,7 @@ def _among(groups: list[list[int]], place: Callable[[int], dict[str, int]], size
 
 
 def _groups(attrs: str) -> list[list[int]]:
-    """Reads replica groups in XLA's four spellings (replica_group.cc, mesh_and_axis.cc); none of {}."""
+    """Read replica groups in XLA's four spellings (replica_group.cc, mesh_and_axis.cc); none of {}."""
     if m := re.search(r"replica_groups=\[([\d,]+)\]<=(\[\S+?)(?:, |$)", attrs):
         return _iota(m[2]).reshape(integers(m[1])).tolist()
     if m := re.search(r'(?:replica_groups|source_target_pairs)="?\{((?:\{[\d, ]*\},? ?)*)\}', attrs):
@@ -321,7 +331,7 @@ def _groups(attrs: str) -> list[list[int]]:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Reads [2,4]T(1,0) as the numbers 0 to 7 in two rows, transposed; a plain list as itself."""
+    """Read [2,4]T(1,0) as the numbers 0 to 7 in two rows, transposed; a plain list as itself."""
     dims, _, order = text.partition("T")
     numbers = integers(dims)
     ids = np.arange(math.prod(numbers)).reshape(numbers) if text[0] == "[" else np.array(numbers)

@@ -1,4 +1,4 @@
-"""Counts the collectives that a traced function names: the census before any compiler."""
+"""Count the collectives in a jaxpr: the census before any compiler."""
 
 import math
 import re
@@ -10,37 +10,39 @@ from typing import Any
 import jax
 import numpy as np
 
-from llmpar.inspect.census import Collective, Taken, Work, arrow_of, counted, repeat, ring_bytes, weigh
-from llmpar.inspect.hlo import KINDS, innermost
+from llmpar.inspect.census import Collective, Taken, Work, all_runs, arrow_of, collective_bytes, repeat, weigh
+from llmpar.inspect.hlo import COLLECTIVES, innermost
 
-_KINDS = {kind.replace("-", "_"): kind for kind in KINDS}
-_KINDS |= {"ppermute": "collective-permute", "psend": "send", "pbroadcast": "collective-broadcast"}
-_KINDS |= dict.fromkeys(("psum", "psum2", "pmax", "pmin"), "all-reduce")
+_OF_PRIMITIVE = {kind.replace("-", "_"): kind for kind in COLLECTIVES}
+_OF_PRIMITIVE |= {"ppermute": "collective-permute", "psend": "send", "pbroadcast": "collective-broadcast"}
+_OF_PRIMITIVE |= dict.fromkeys(("psum", "psum2", "pmax", "pmin"), "all-reduce")
 _DTYPES = {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "complex": "c", "bool": "pred", "_": ""}
 
 
 def census_jaxpr(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None = None) -> list[Collective]:
-    """Counts the collectives that a jaxpr names. A scan multiplies by its length; of a cond the dearest
-    branch counts, unless it is named and `taken` says how often it is true; of a `while` one turn.
+    """Count the collectives of a jaxpr. A scan multiplies by its length; of a cond the branch that sends most
+    counts, unless it is named and `taken` has how often it is true; of a `while` one iteration.
 
     `axis_sizes` is `mesh.shape`, in mesh order."""
-    return counted(_work(jaxpr, axis_sizes, taken))
+    return all_runs(_work(jaxpr, axis_sizes, taken))
 
 
 def _work(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None, outer: str = "") -> Work:
-    """Counts the collectives of a jaxpr that stands in the named scopes ``outer``."""
+    """Count the collectives of a jaxpr inside the named scopes ``outer``."""
     work: Work = []
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
-        kind = _KINDS.get(re.sub("^unreduced_|_invariant|_reduced|_start", "", name))  # of many variants
+        kind = _OF_PRIMITIVE.get(
+            re.sub("^unreduced_|_invariant|_reduced|_start", "", name)
+        )  # of many variants
         scope = f"{outer}/{eqn.source_info.name_stack}"
         inside = [_work(x, axis_sizes, taken, scope) for x in _inner(eqn)]
         if not kind and not any(inside):
             continue
         source = _line(eqn)
         if kind:
-            found = _named_collectives(kind, eqn, axis_sizes, source)
-            work += [(replace(one, **arrow_of(scope)), Fraction(1)) for one in found]
+            named = _named_collectives(kind, eqn, axis_sizes, source)
+            work += [(replace(one, **arrow_of(scope)), Fraction(1)) for one in named]
         elif name == "cond":
             work += weigh(inside, scope, taken)
         else:
@@ -50,11 +52,10 @@ def _work(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None, outer: st
 
 
 def _named_collectives(kind: str, eqn: Any, sizes: dict[str, int], source: str) -> Iterable[Collective]:
-    """Gives one collective per result: the psum of a tree is several all-reduces, as when partitioned."""
+    """Return one collective per result: the psum of a tree is several all-reduces, as when partitioned."""
     named = jax.tree.leaves(eqn.params.get("axes", eqn.params.get("axis_name")))
     if unknown := [a for a in named if isinstance(a, str) and a not in sizes]:
-        given = f"the sizes given are those of {list(sizes)}"
-        raise ValueError(f"a {kind} runs over axis {unknown[0]!r}, but {given}")
+        raise ValueError(f"a {kind} runs over axis {unknown[0]!r}, but the mesh has {', '.join(sizes)}")
     axes = tuple(a for a in sizes if a in named and sizes[a] > 1)
     if perm := eqn.params.get("perm"):  # along the axes on which the ends of a pair differ
         places = np.unravel_index(np.array(perm).T, [sizes[a] for a in axes]) if axes else ()
@@ -67,7 +68,7 @@ def _named_collectives(kind: str, eqn: Any, sizes: dict[str, int], source: str) 
     for result in eqn.invars if kind == "send" else eqn.outvars:  # which gives a token
         aval = getattr(result.aval, "inner_aval", result.aval)  # psum_start and the like give futures
         dtype = re.sub("|".join(_DTYPES), lambda word: _DTYPES[word[0]], aval.dtype.name)
-        sent = ring_bytes(kind, group_size, aval.size * aval.dtype.itemsize)
+        sent = collective_bytes(kind, group_size, aval.size * aval.dtype.itemsize)
         yield Collective(kind, axes, group_size, 1, sent, dtype, aval.shape, source)
 
 
@@ -75,38 +76,40 @@ LOOPS = "loops"
 
 
 def kept_lines(jaxpr: Any) -> dict[str, set[str]]:
-    """Gives for each line that a jaxpr names the lines that it stands for: itself, or this program's calls.
-    JAX keeps the jaxpr of a jitted helper, with the lines of the program that called it first. What it makes
-    of a loop when that is lowered, it keeps too, and no jaxpr shows it: `LOOPS` gives all loops' lines."""
-    found: dict[str, set[str]] = {LOOPS: set()}
+    """Return for each line of a jaxpr the lines for which it stands: itself, or this program's calls. JAX
+    reuses the jaxpr of a jitted helper, with the lines of the program that called it first. It also reuses
+    the lowering of a loop, which no jaxpr shows: `LOOPS` has the lines of all loops."""
+    lines: dict[str, set[str]] = {LOOPS: set()}
 
-    def walk(jaxpr: Any, helper: str, call: str) -> None:
+    def collect(jaxpr: Any, helper: str, call: str) -> None:
         for eqn in jaxpr.eqns:
             frames = getattr(eqn.source_info.traceback, "frames", ())
             places = [(frame.file_name, frame.line_num) for frame in frames]
             own = [i for i, frame in enumerate(frames) if frame.function_name.rpartition(".")[2] == helper]
             line = innermost(places)
-            kept = bool(own and line) and not innermost(places[: own[0] + 1])  # a caller's, not the helper's
-            found.setdefault(line, set()).add(line := call if kept else line)
+            kept = bool(own and line) and not innermost(
+                places[: own[0] + 1]
+            )  # it is a caller's, not the helper's
+            lines.setdefault(line, set()).add(line := call if kept else line)
             if eqn.primitive.name in ("scan", "while"):
-                found[LOOPS].add(line)
+                lines[LOOPS].add(line)
             name = eqn.params.get("name")
             inside = (name, line) if isinstance(name, str) else (helper, call)
             for inner in _inner(eqn):
-                walk(inner, *inside)
+                collect(inner, *inside)
 
-    walk(jaxpr, "", "")
-    return found
+    collect(jaxpr, "", "")
+    return lines
 
 
 Axes = frozenset[str]
-SHARED = ("psum", "psum2", "pmax", "pmin", "all_gather")
-"""What gives all devices of an axis the same."""
+_SHARED = ("psum", "psum2", "pmax", "pmin", "all_gather")
+"""Primitives whose results are equal on all devices along an axis."""
 
 
 def unchecked(jaxpr: Any) -> list[str]:
-    """Names results of `shard_map(check_vma=False)` that out_specs call the same all over an axis, though
-    nothing in the program makes them so. A ring that passes all values on does, and is not seen to."""
+    """Note results of `shard_map(check_vma=False)` that are equal along an axis by out_specs, though nothing
+    in the program makes them equal. (A ring that passes all values on makes them equal, and is noted too.)"""
     notes = list[str]()
     for eqn in jaxpr.eqns:
         notes += [note for x in _inner(eqn) for note in unchecked(x)]
@@ -115,14 +118,14 @@ def unchecked(jaxpr: Any) -> list[str]:
             differ = _varying(_inner(eqn)[0], [_axes(*spec) for spec in eqn.params["in_specs"]])
             rest = [axes - _axes(*spec) for axes, spec in zip(differ, eqn.params["out_specs"], strict=True)]
             for i, axes in ((i, ",".join(sorted(axes))) for i, axes in enumerate(rest) if axes):
-                why = f"result {i} of the shard_map at {at} is the same all over {axes}, as out_specs say"
-                notes.append(f"nothing makes sure that {why}; check_vma=True checks it")
+                equal = f"is equal on all devices along {axes}, as out_specs say; check_vma=True checks it"
+                notes.append(f"nothing ensures that result {i} of the shard_map at {at} {equal}")
     return notes
 
 
 def _varying(jaxpr: Any, given: list[Axes]) -> list[Axes]:
-    """Over which axes the results of a jaxpr may differ, if its arguments differ over those ``given``. Of a
-    loop one turn is followed."""
+    """Return the axes along which the results of a jaxpr may differ, if its arguments differ along ``given``.
+    Of a loop one iteration is followed."""
     known = dict[int, Axes](zip(map(id, jaxpr.invars), given, strict=True))
     of = lambda values: [known.get(id(v), Axes()) for v in values]
     for eqn in jaxpr.eqns:
@@ -130,7 +133,7 @@ def _varying(jaxpr: Any, given: list[Axes]) -> list[Axes]:
         named = _axes(*(eqn.params.get(name, ()) for name in ("axes", "axis_name")))
         bodies = [x for x in _inner(eqn) if len(x.outvars) == gives and len(x.invars) <= len(takes)]
         each = [_varying(x, takes[len(takes) - len(x.invars) :]) for x in bodies]
-        if re.sub("_invariant|_reduced", "", eqn.primitive.name) in SHARED:
+        if re.sub("_invariant|_reduced", "", eqn.primitive.name) in _SHARED:
             each = [[axes - named for axes in takes]]
         each = each or [[named.union(*takes)] * gives]
         known |= zip(
@@ -140,16 +143,16 @@ def _varying(jaxpr: Any, given: list[Axes]) -> list[Axes]:
 
 
 def _line(eqn: Any) -> str:
-    """The line of Python that asked for an equation; '' where JAX does not know it."""
+    """Return the line of Python of an equation; '' where JAX does not know it."""
     frames = getattr(eqn.source_info.traceback, "frames", ())
     return innermost((frame.file_name, frame.line_num) for frame in frames)
 
 
 def _inner(eqn: Any) -> list[Any]:
-    """The jaxprs inside an equation, without their constants."""
+    """Return the jaxprs inside an equation, without their constants."""
     return [getattr(x, "jaxpr", x) for x in jax.tree.leaves(eqn.params) if hasattr(x, "eqns")]
 
 
 def _axes(*cuts: Any) -> Axes:
-    """The axes that cuts or parameters name."""
+    """Return the axes that cuts or parameters name."""
     return frozenset(a for a in jax.tree.leaves(list(cuts)) if isinstance(a, str))

@@ -1,4 +1,4 @@
-"""Which links a mesh's axes cross: inside a host, along a torus, or through the network.
+"""Name the links that a mesh's axes cross: inside a host, along a torus, or through the network.
 
 dp=2 fsdp=8 tp=4 on 8 hosts of 8 H100
 dp    2   network between 2 hosts
@@ -13,38 +13,38 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from llmpar.inspect.tables import table
+from llmpar.inspect.tables import rich_table
 from llmpar.parallel.placement import domains_per_group, link_domain
 from llmpar.predict import hardware
 from llmpar.predict.hardware import Chip
 
-SWITCHES = {"mi300x": "Infinity Fabric"}
-"""What the links of a switch are called where it is not NVLink."""
+_SWITCHES = {"mi300x": "Infinity Fabric"}
+"""Chip -> the name of a switch's links, where it is not NVLink."""
 
 
-def links(mesh: Any) -> dict[str, dict]:
-    """Tell for every axis longer than one which links its groups cross.
+def axis_links(mesh: Any) -> dict[str, dict]:
+    """Return which links the groups of every axis longer than one cross.
 
     ``mesh`` is a `jax.sharding.Mesh`, or anything with a grid of ``devices`` and ``axis_names``. Of a device
-    it reads what JAX and `jax.experimental.topologies` tell: platform, device_kind, process_index,
+    these attributes of JAX and `jax.experimental.topologies` are read: platform, device_kind, process_index,
     slice_index and coords, so recorded stand-ins will do.
 
     Returns per axis:
         size: devices in a group.
         link: the links in words.
-        hosts: over how many hosts a group reaches, at most.
-        devices_per_host: members of a group that share a host, at least.
-        domains: over how many domains of fast links a group reaches, at most: slices of TPUs; hosts of GPUs,
-            or what NVLink joins of several hosts.
-        dims: of a torus, over how many places a group reaches along x, y, z and the cores of a chip; else
+        hosts: the largest number of hosts that a group spans.
+        devices_per_host: the smallest number of members of a group on one host.
+        domains: the largest number of domains of fast links that a group spans: slices of TPUs; hosts of
+            GPUs, or several hosts that NVLink joins.
+        dims: in a torus, the number of places that a group spans along x, y, z and the cores of a chip; else
             empty.
-        hops: of a torus, links from a device to the next one on the axis, at most; else None.
+        hops: in a torus, the largest number of links from a device to the next one on the axis; else None.
         closed: whether a group is a whole dim of a torus, closed into a ring.
     """
     grid = np.asarray(mesh.devices)
     chip, host = hardware.guess(grid.flat[0].device_kind), _hosts(grid)
     spans = zip(domains_per_group(grid, host), domains_per_group(grid), strict=True)
-    found = {}
+    rows = {}
     for i, (axis, (hosts, domains)) in enumerate(zip(mesh.axis_names, spans, strict=True)):
         if (size := grid.shape[i]) == 1:
             continue
@@ -53,19 +53,20 @@ def links(mesh: Any) -> dict[str, dict]:
         row = {"size": size, "hosts": hosts, "devices_per_host": min(counts), "domains": domains}
         none: dict = {"dims": [], "hops": None, "closed": False}
         row |= _on_torus(grid, groups, chip) if grid.flat[0].platform == "tpu" else none
-        found[axis] = {"link": _words(row, grid.flat[0].platform, chip)} | row
-    return found
+        rows[axis] = {"link": _words(row, grid.flat[0].platform, chip)} | row
+    return rows
 
 
 def _hosts(grid: np.ndarray):
-    """What devices of one host have in common: their process; of GPUs with a process each, their domain."""
+    """Return what devices of a host have in common: the process, or, for GPUs with a process each, the
+    domain."""
     processes = {d.process_index for d in grid.flat}
     alone = grid.flat[0].platform == "gpu" and len(processes) == grid.size
     return link_domain if alone else lambda device: device.process_index
 
 
 def _on_torus(grid: np.ndarray, groups: np.ndarray, chip: Chip | None) -> dict:
-    """The keys ``dims``, ``hops`` and ``closed`` of `links`."""
+    """Return the keys ``dims``, ``hops`` and ``closed`` of `axis_links`."""
     place = lambda d: (*d.coords, getattr(d, "core_on_chip", 0) or 0)
     places = np.array([[place(d) for d in group] for group in groups])  # groups, members, dims
     sides = places.max((0, 1)) + 1
@@ -83,7 +84,7 @@ def _on_torus(grid: np.ndarray, groups: np.ndarray, chip: Chip | None) -> dict:
 
 
 def _words(row: dict, platform: str, chip: Chip | None) -> str:
-    """The links of one axis in words."""
+    """Describe the links of one axis."""
     domains, within = row["domains"], row["size"] // row["domains"]
     if platform == "cpu":
         inside, between = "shared memory", f"between {domains} processes"
@@ -92,7 +93,7 @@ def _words(row: dict, platform: str, chip: Chip | None) -> str:
     if platform == "tpu":
         inside, between = _ici(row, within), f"DCN between {domains} slices"
     else:
-        name = SWITCHES.get(chip.name, "NVLink") if chip else "NVLink or PCIe"
+        name = _SWITCHES.get(chip.name, "NVLink") if chip else "NVLink or PCIe"
         many = row["hosts"] // domains
         where = "within a host" if many <= 1 else f"across {many} hosts"
         inside = f"{name} {where}" + f" ({within} each)" * (domains > 1)
@@ -101,7 +102,7 @@ def _words(row: dict, platform: str, chip: Chip | None) -> str:
 
 
 def _ici(row: dict, within: int) -> str:
-    """How a group of so many chips (or their cores) lies on the links of a slice."""
+    """Describe the links inside a slice that a group of ``within`` chips (or their cores) uses."""
     dims = [n for n in row["dims"][:3] if n > 1]
     apart = f", {row['hops']} links apart" if row["hops"] > 1 else ""
     if math.prod(row["dims"]) != within:
@@ -114,9 +115,7 @@ def _ici(row: dict, within: int) -> str:
     return f"ICI {'ring' if row['closed'] else 'line'} of {dims[0]} (one torus dim){cores}{apart}"
 
 
-def links_table(found: dict[str, dict], title: str) -> Table:
-    """What `links` found, for a terminal."""
-    made = table(title, ("axis", "size", "hosts", "link"), ("size", "hosts"))
-    for axis, row in found.items():
-        made.add_row(axis, str(row["size"]), str(row["hosts"]), row["link"])
-    return made
+def links_table(rows: dict[str, dict], title: str) -> Table:
+    """Return the rows of `axis_links` as a table for a terminal."""
+    cells = ((axis, str(row["size"]), str(row["hosts"]), row["link"]) for axis, row in rows.items())
+    return rich_table(title, ("axis", "size", "hosts", "link"), ("size", "hosts"), cells)

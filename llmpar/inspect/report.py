@@ -1,4 +1,4 @@
-"""Compares predicted with compiled: what a training step sends and holds, by formula and in the program."""
+"""Compare what a training step sends and holds by formula with what its compiled program does."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from llmpar import draw
 from llmpar.draw.scene import Scene, compose
 from llmpar.inspect.census import arrow_rows, census_hlo, compiled_memory, executed_flops, read_program
 from llmpar.inspect.hlo import parsed
-from llmpar.inspect.links import links, links_table
+from llmpar.inspect.links import axis_links, links_table
 from llmpar.inspect.spread import spread_table
-from llmpar.inspect.tables import table
+from llmpar.inspect.tables import rich_table
 from llmpar.inspect.types import types_table
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.model_config import ModelConfig
@@ -29,27 +29,27 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
 
     Returns the document of ``llmpar inspect --json``: bytes are those that a device sends per step.
     Collectives are read from the program as XLA's partitioner left it, where their dtypes are still true;
-    memory and FLOPs from the final one. Predictions are those of the Manual mode; under Auto they show
-    what the partitioner did differently. Of stages it shows the one that sends most, and the mean of FLOPs.
+    memory and FLOPs from the final one. Predictions are for the Manual mode; under Auto they show what the
+    partitioner did differently. Of pipeline stages it shows the one that sends most, and the mean of FLOPs.
     """
     plan.check(config, batch_size, seq_len)
     mesh = make_mesh(plan.mesh)
     step = Step(config, plan, mesh, optax.adamw(1e-3))
     plan, compiled, partitioned = step.plan, *read_program(step.lower(batch_size, seq_len))
     branches = branch_shares(plan.pipeline, config.num_layers)
-    # What experts get beyond their slots is a loop that data ends, and so are the walks of a kernel; and TPUs
-    # write products as convolutions. (`llmpar compile` estimates all of these.)
+    # FLOPs are counted where the text shows them all: in experts' overflow and in kernels the data end the
+    # loops, and TPUs write matmuls as convolutions. (`llmpar compile` estimates all of these.)
     text, plain = compiled.as_text() or "", plan.attention_kernel in ("portable", "xla")
     plain = plain and not config.experts and plan.platform != "tpu"
     work = [executed_flops(text, taken) for taken in branches] if plain else None
-    held = compiled_memory(compiled)
+    allocated = compiled_memory(compiled)
     useful = memory.flops(config, batch_size, seq_len)
     return compare(plan, batch_size, seq_len, partitioned, step.mesh, branches) | {
         "memory": {
             "predicted_argument_bytes": sum(memory.argument_bytes(plan, batch_size, seq_len).values()),
-            "compiled_argument_bytes": held["argument_bytes"],
+            "compiled_argument_bytes": allocated["argument_bytes"],
             "predicted_temp_bytes": memory.temp_bytes(plan, batch_size, seq_len),
-            "compiled_temp_bytes": held["temp_bytes"],
+            "compiled_temp_bytes": allocated["temp_bytes"],
         },
         "flops": {
             "predicted_per_device": sum(useful.values()) / plan.mesh.size,
@@ -61,28 +61,30 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
 def compare(
     plan: Resolved, batch_size: int, seq_len: int, partitioned: str, mesh, branches: Sequence
 ) -> dict:
-    """Lay the collectives of a partitioned program beside the predicted ones, by axes and kind, and by arrow.
+    """Compare the collectives of a partitioned program with the predicted ones, by axes and kind, and by
+    arrow.
 
-    ``mesh`` is the step's, and ``branches`` its `branch_shares`. Of stages it takes the one that sends most.
+    ``mesh`` is the step's, and ``branches`` its `branch_shares`. Of pipeline stages it takes the one that
+    sends most.
     """
     config = plan.config
     by_stage = [traffic.step_traffic(plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
     stage = max(range(plan.mesh.pp), key=lambda i: by_stage[i].total_bytes)
     predicted = by_stage[stage]
-    census, found = census_hlo(partitioned, mesh, branches[stage]), defaultdict(list)
+    census, compiled = census_hlo(partitioned, mesh, branches[stage]), defaultdict(list)
     for c in census:
-        found[",".join(c.axes), c.kind].append(c)
+        compiled[",".join(c.axes), c.kind].append(c)
     rows, arrows = list[dict[str, Any]](), arrow_rows(census)
-    for key in sorted(predicted.keys() | found.keys()):
+    for key in sorted(predicted.keys() | compiled.keys()):
         guess, by_source, by_arrow = predicted.get(key, Prediction()), Counter[str](), Counter[str]()
-        for c in found[key]:
+        for c in compiled[key]:
             by_source[c.source] += c.bytes_sent
             by_arrow[c.arrow] += c.bytes_sent
         rows.append(
             {
                 "axis": key[0],
                 "kind": key[1],
-                "count": sum(c.count for c in found[key]),
+                "count": sum(c.count for c in compiled[key]),
                 "predicted_count": guess.count,
                 "predicted_bytes": guess.bytes_sent,
                 "compiled_bytes": by_source.total(),
@@ -99,7 +101,7 @@ def compare(
         "params": config.num_params,
         "dispatch": plan.dispatch if plan.mesh.live("ep") else None,
         "mesh": plan.mesh.named,
-        "links": links(mesh),
+        "links": axis_links(mesh),
         "mode": plan.mode,
         "attention_kernel": plan.attention_kernel,
         "detour": "; ".join([*plan.notes, *parsed(partitioned).uncounted]) or None,
@@ -124,44 +126,50 @@ def _title(document: dict) -> str:
 
 
 def move_tables(document: dict) -> list[Table]:
-    """Give what moves as tables for a terminal: by axes and collective, by arrow, and over which links."""
-    title, numbers = f"{_title(document)}: bytes sent per device and step", ("count", "predicted", "compiled")
-    moves = table(
-        title, ("axes", "collective", *numbers, "", "from"), numbers, caption=document.get("detour")
-    )
-    for row in document["collectives"]:
+    """Return what moves as tables for a terminal: by axes and collective, by arrow, and over which links."""
+
+    def cells(row: dict) -> tuple[str, ...]:
         same = "=" if row["predicted_bytes"] == row["compiled_bytes"] else "≠"
         sent = f"{row['count']:,}", f"{row['predicted_bytes']:,} B", f"{row['compiled_bytes']:,} B"
-        moves.add_row(row["axis"], row["kind"], *sent, same, _short(row["source"]))
-    crossed = [links_table(document["links"], "links that the axes cross")] * bool(document["links"])
-    return [moves, _arrow_table(document), *crossed]
+        return (row["axis"], row["kind"], *sent, same, _short(row["source"]))
+
+    title, numbers = f"{_title(document)}: bytes sent per device and step", ("count", "predicted", "compiled")
+    columns, rows = ("axes", "collective", *numbers, "", "from"), map(cells, document["collectives"])
+    moves = rich_table(title, columns, numbers, rows, caption=document.get("detour"))
+    crossed = document["links"] and links_table(document["links"], "links that the axes cross")
+    return [moves, _arrow_table(document), *([crossed] if crossed else [])]
 
 
-def tables(document: dict) -> list[Table]:
-    """Give the document as tables for a terminal."""
-    numbers, formula = ("predicted", "compiled"), "The formula of temporaries is for GPUs and TPUs."
-    figures = table("per device", ("", *numbers), numbers, caption=formula)
-    held, flops = document["memory"], document["flops"]
-    guess, true = held["predicted_argument_bytes"], held["compiled_argument_bytes"]
-    figures.add_row("arguments", f"{guess:,} B", f"{true:,} B")
-    guess, true = held["predicted_temp_bytes"], held["compiled_temp_bytes"]
-    figures.add_row(f"temporaries (by formula{off_by(guess, true)})", f"{guess:,} B", f"{true:,} B")
-    work = ["not counted" if n is None else f"{n:,.0f}" for n in flops.values()]
-    figures.add_row("matmul FLOPs (useful, executed)", *work)
-    asked = [types_table(document["types"])] if "types" in document else []
-    asked += [spread_table(document["tolerance"])] if "tolerance" in document else []
-    return [*move_tables(document), figures, *asked]
+def step_tables(document: dict) -> list[Table]:
+    """Return the document as tables for a terminal."""
+    need, numbers = document["memory"], ("predicted", "compiled")
+    off = off_by(need["predicted_temp_bytes"], need["compiled_temp_bytes"])
+    of = lambda what: [f"{need[f'{side}_{what}_bytes']:,} B" for side in numbers]
+    work = ["not counted" if n is None else f"{n:,.0f}" for n in document["flops"].values()]
+    rows = [("arguments", *of("argument")), (f"temporaries (by formula{off})", *of("temp"))]
+    rows.append(("matmul FLOPs (useful, executed)", *work))
+    formula = "The formula of temporaries is for GPUs and TPUs."
+    tables = [
+        *move_tables(document),
+        rich_table("per device", ("", *numbers), numbers, rows, caption=formula),
+    ]
+    if "types" in document:
+        tables.append(types_table(document["types"]))
+    if "tolerance" in document:
+        tables.append(spread_table(document["tolerance"]))
+    return tables
 
 
 def off_by(guess: float, true: float | None) -> str:
-    """Say how far an estimate is from what was compiled; nothing where nothing was."""
+    """Describe the error of an estimate; '' where there is no compiled number."""
     return f", off by {guess / true - 1:+.0%}" if true else ""
 
 
 def _arrow_table(document: dict) -> Table:
-    """Which arrow of the model or the step sends what, below the axes and the collective that carry it."""
+    """Return what each arrow of the model or the step sends, below the axes and the collective that carry
+    it."""
     title = "by arrow of the model or the step, as compiled (=: as predicted)"
-    by_arrow = table(title, ("arrow", "direction", "count", "bytes", ""), ("count", "bytes"))
+    by_arrow = rich_table(title, ("arrow", "direction", "count", "bytes", ""), ("count", "bytes"))
     for group in document["collectives"]:
         rows = [r for r in document["arrows"] if (r["axis"], r["kind"]) == (group["axis"], group["kind"])]
         total = f"{group['count']:,}", f"{group['compiled_bytes']:,} B"
@@ -174,7 +182,7 @@ def _arrow_table(document: dict) -> Table:
     return by_arrow
 
 
-def picture(document: dict) -> Scene:
+def step_picture(document: dict) -> Scene:
     """Draw the bytes: predicted beside compiled by axis and collective, and below by arrow."""
     charts = draw.collectives(document["collectives"]), draw.arrows_sent(document["arrows"])
     text = "\n".join(chart.text for chart in charts)
@@ -182,7 +190,7 @@ def picture(document: dict) -> Scene:
 
 
 def _short(source: str) -> str:
-    """'model/llama.py:72, model/llama.py:91' as 'llama.py:72, 91', which a narrow column can fold."""
+    """Shorten 'model/llama.py:72, model/llama.py:91' to 'llama.py:72, 91', which a narrow column can fold."""
     lines: dict[str, list[str]] = {}
     for place in filter(None, source.split(", ")):
         file, _, line = place.rpartition(":")

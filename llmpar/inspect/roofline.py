@@ -20,35 +20,44 @@ from pathlib import Path
 from typing import Any
 
 from llmpar.inspect.census import Taken, arrow_of, dot_flops, flops_in, is_product, share_of
-from llmpar.inspect.hlo import CALLS, KINDS, Module, Op, group_axes, held_bytes, integers, shapes
+from llmpar.inspect.hlo import (
+    CALLS,
+    COLLECTIVES,
+    Instruction,
+    Module,
+    group_axes,
+    integers,
+    shapes,
+    values_bytes,
+)
 from llmpar.kernels import grouped
 from llmpar.predict import formulas, ring
 from llmpar.predict.hardware import Chip
 
-PRODUCT_SHARE = 0.70
+_PRODUCT_SHARE = 0.70
 """Of peak, that large bf16 products reach: 650 to 740 of 989 TFLOP/s on H100 (cuBLAS, by NVIDIA)."""
 FUSED_SHARE = 0.60
 """Of peak, that cuDNN's attention reaches, both ways together (Shah et al. 2024, sec. 4: H100, head 128)."""
-KERNEL_SHARE = 0.40
+_KERNEL_SHARE = 0.40
 """Of peak, that this package's own kernels are taken to reach: FlashAttention-2, written as they are, reaches
 35 % on H100 (Shah et al. 2024, section 1)."""
 MEASURED = Path(__file__).with_name("reached.json")
 """What ``make device-test`` measured, by chip: shares of peak, as `shares` has them. It may be missing."""
 MEMORY_SHARE = 0.80
 """Of the memory's published rate, that elementwise work reaches."""
-LAUNCH_S, START_S, HOST_S = 2e-6, 10e-6, 15e-6
+_LAUNCH_S, START_S, _HOST_S = 2e-6, 10e-6, 15e-6
 """Assumed: the least time of a kernel, of starting a collective, and of a branch that the host decides."""
 _LINKS = "links", "network"
 """What collectives run on: all on one, or on what hosts have within and on what is between them."""
-FREE = set(
+_FREE = set(
     "parameter constant tuple get-tuple-element bitcast iota after-all partition-id replica-id opt-barrier"
     " domain add-dependency".split()
 )
 
 
 @dataclass
-class Sent:
-    """States how one arrow's collectives of one kind lie in the schedule, summed over a step."""
+class CollectiveTime:
+    """State how one arrow's collectives of one kind lie in the schedule, summed over a step."""
 
     arrow: str
     axis: str
@@ -63,7 +72,7 @@ class Sent:
 
 @dataclass
 class _Event:
-    """States one span of the walk: what ran, where (``compute`` or one of `_LINKS`), when, in seconds."""
+    """State one span of the walk: what ran, where (``compute`` or one of `_LINKS`), when, in seconds."""
 
     lane: str
     name: str
@@ -73,8 +82,8 @@ class _Event:
 
 
 @dataclass
-class Turn:
-    """Holds one turn of a loop: what it runs, in the order of the schedule, and how many turns there are."""
+class Loop:
+    """Hold one turn of a loop: what it runs, in the order of the schedule, and how many turns there are."""
 
     name: str
     count: int
@@ -82,19 +91,19 @@ class Turn:
 
     @property
     def seconds(self) -> float:
-        """Gives the seconds of one turn."""
+        """Return the seconds of one turn."""
         return self.events[-1].end_s - self.events[0].start_s if self.events else 0.0
 
 
 @dataclass
 class Roofline:
-    """States an estimate of a step: seconds by term, executed FLOPs, the collectives, and the walk itself."""
+    """State an estimate of a step: seconds by term, executed FLOPs, the collectives, and the walk itself."""
 
     step_s: float = 0.0
     flops: float = 0.0
     terms: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))
-    sent: dict[tuple, Sent] = field(default_factory=dict)
-    turns: list[Turn] = field(default_factory=list)  # the step itself, then each of its loops
+    sent: dict[tuple, CollectiveTime] = field(default_factory=dict)
+    loops: list[Loop] = field(default_factory=list)  # the step itself, then each of its loops
 
     @property
     def exposed_s(self) -> float:
@@ -103,15 +112,15 @@ class Roofline:
 
 
 def measured(chip: Chip) -> dict[str, float]:
-    """Gives what kernels reached on a chip, as shares of its peak; empty: nobody has measured them."""
+    """Return what kernels reached on a chip, as shares of its peak; empty: nobody has measured them."""
     return json.loads(MEASURED.read_text()).get(chip.family, {}) if MEASURED.exists() else {}
 
 
 def shares(chip: Chip, kernels: float | None = None) -> dict[str, float]:
-    """Gives the shares of peak that products reach, and attention in this package's kernel and in cuDNN's:
+    """Return the shares of peak that products reach, and attention in this package's kernel and in cuDNN's:
     measured, or assumed. ``kernels``: what all but plain products reach instead."""
-    found = {"products": PRODUCT_SHARE, "cudnn": FUSED_SHARE, "attention": KERNEL_SHARE} | measured(chip)
-    return found if kernels is None else dict.fromkeys(found, kernels) | {"products": found["products"]}
+    reached = {"products": _PRODUCT_SHARE, "cudnn": FUSED_SHARE, "attention": _KERNEL_SHARE} | measured(chip)
+    return reached if kernels is None else dict.fromkeys(reached, kernels) | {"products": reached["products"]}
 
 
 def roofline(
@@ -131,18 +140,18 @@ def roofline(
     (`ring.seen_share`), and ``full`` of the slots of a ragged all-to-all are sent: no program says either.
     With ``beside`` a collective within hosts runs beside one between them. ``kernels``: as in `shares`.
     """
-    walk = _Walk(Module(text), mesh, chip, taken, seen, full, beside, shares(chip, kernels))
-    walk.found.turns.append(step := Turn("step", 1))
-    walk.run(walk.module.entry, step.events)
-    walk.found.step_s = walk.now
-    return walk.found
+    schedule = _Schedule(Module(text), mesh, chip, taken, seen, full, beside, shares(chip, kernels))
+    schedule.result.loops.append(step := Loop("step", 1))
+    schedule.run(schedule.module.entry, step.events)
+    schedule.result.step_s = schedule.now
+    return schedule.result
 
 
 @dataclass(eq=False)
 class _Transfer:
     """One collective under way: seconds that it would still take alone, and when it began and ended."""
 
-    row: Sent
+    row: CollectiveTime
     link: str
     left: float
     begin: float = math.nan
@@ -150,7 +159,7 @@ class _Transfer:
 
 
 class _Link:
-    """Carries collectives: one after the other, or all that are under way, each at an even share."""
+    """Carry collectives: one after the other, or all that are under way, each at an even share."""
 
     def __init__(self, shared: bool):
         self.shared, self.now = shared, 0.0
@@ -191,12 +200,12 @@ class _Link:
         self.now = max(self.now, until)
 
 
-class _Walk:
-    """Holds the two clocks, and what has been counted so far."""
+class _Schedule:
+    """Hold the two clocks, and what has been counted so far."""
 
     def __init__(self, module: Module, mesh: Any, chip: Chip, taken, seen, full, beside, shares):
         self.seen, self.full, self.beside, self.shares = seen, full, beside, shares
-        self.module, self.mesh, self.taken, self.found = module, mesh, taken, Roofline()
+        self.module, self.mesh, self.taken, self.result = module, mesh, taken, Roofline()
         self.flops = all_flops(module)
         self.chip, device = chip, chip.per_device()
         self.peak, self.rate = device.flops_per_s, device.hbm_bytes_per_s * MEMORY_SHARE
@@ -209,11 +218,11 @@ class _Walk:
         pending: dict[str, tuple[_Transfer, float]] = {}
         flops = 0.0
         for name, op in self.module.computations[comp].items():
-            if op.kind == "while":
+            if op.opcode == "while":
                 flops += self.loop(comp, op, events)
-            elif op.kind == "conditional":
+            elif op.opcode == "conditional":
                 flops += self.branch(op, events)
-            elif op.kind == "call":
+            elif op.opcode == "call":
                 flops += self.run(op.called("to_apply", "calls")[0], events)
             else:
                 role, key, sends = self.role(name, op)
@@ -231,25 +240,27 @@ class _Walk:
                         pending[key] = sent, flops
                     else:
                         self.wait(sent, events)
-                if not (role in ("start", "done") or op.kind in KINDS):
+                if not (role in ("start", "done") or op.opcode in COLLECTIVES):
                     flops += self.compute(comp, op, events)
         return flops
 
-    def role(self, name: str, op: Op) -> tuple[str, str, Op | None]:
+    def role(self, name: str, op: Instruction) -> tuple[str, str, Instruction | None]:
         """Tell whether an operation starts a collective, awaits one (``done``), or runs one to its end; by
         which key start and done know each other; and which collective it is.
 
         On GPUs they are operations of their own. A TPU starts and ends one in fusions, and carries it along
         in those between, where products run.
         """
-        if op.kind.endswith("-start") and op.kind.removesuffix("-start") in KINDS:
+        if op.opcode.endswith("-start") and op.opcode.removesuffix("-start") in COLLECTIVES:
             return "start", name, op
-        if op.kind.endswith("-done"):
+        if op.opcode.endswith("-done"):
             return "done", op.operands[0][0], None
-        if op.kind in KINDS:
+        if op.opcode in COLLECTIVES:
             return "whole", name, op
-        body = op.called("calls")[0] if op.kind == "fusion" else ""
-        inner = next((o for o in self.module.computations.get(body, {}).values() if o.kind in KINDS), None)
+        body = op.called("calls")[0] if op.opcode == "fusion" else ""
+        inner = next(
+            (o for o in self.module.computations.get(body, {}).values() if o.opcode in COLLECTIVES), None
+        )
         if inner is None:
             return "", name, None
         channel = "".join(re.findall(r"channel_id=\d+", inner.attrs))
@@ -265,19 +276,19 @@ class _Walk:
         end = self.links[sent.link].end(sent, self.now)
         exposed = max(0.0, end - self.now)
         sent.row.exposed_s += self.times * exposed
-        self.found.terms["exposed communication"] += self.times * exposed
+        self.result.terms["exposed communication"] += self.times * exposed
         events.append(_Event(sent.link, sent.row.arrow or sent.row.kind, sent.begin, end, exposed))
         self.now = max(self.now, end)
 
-    def loop(self, comp: str, op: Op, events: list[_Event]) -> float:
+    def loop(self, comp: str, op: Instruction, events: list[_Event]) -> float:
         """Walk a loop's body once, for as many turns as it has."""
-        if not (trips := turns_of(self.module, comp, op)):
+        if not (trips := _iterations(self.module, comp, op)):
             return 0.0
         body, begin = op.called("body")[0], self.now
         self.times *= trips
-        outermost = events is self.found.turns[0].events
-        turn = Turn(f"{arrow_of(op.scope)['direction']} loop".strip(), trips, [] if outermost else events)
-        self.found.turns += [turn] * outermost
+        outermost = events is self.result.loops[0].events
+        turn = Loop(f"{arrow_of(op.scope)['direction']} loop".strip(), trips, [] if outermost else events)
+        self.result.loops += [turn] * outermost
         flops = self.run(body, turn.events)
         self.times /= trips
         self.now = begin + trips * (self.now - begin)
@@ -285,7 +296,7 @@ class _Walk:
             events.append(_Event("compute", f"loop of {trips}", begin, self.now))
         return trips * flops
 
-    def branch(self, op: Op, events: list[_Event]) -> float:
+    def branch(self, op: Instruction, events: list[_Event]) -> float:
         """Walk the branches, each as often as it is taken; the dearest alone where that is not known."""
         branches = op.called(*CALLS["conditional"])
         share = share_of(op.scope, self.taken)
@@ -296,8 +307,8 @@ class _Walk:
             shares = dict(zip(branches, (1 - float(share), float(share)), strict=True))
         flops, times = 0.0, self.times
         if self.gpu:
-            self.now += HOST_S
-            self.found.terms["host decides a branch"] += times * HOST_S
+            self.now += _HOST_S
+            self.result.terms["host decides a branch"] += times * _HOST_S
         for branch, part in shares.items():
             if part:
                 begin, self.times = self.now, times * part
@@ -307,17 +318,17 @@ class _Walk:
                     link.now = min(link.now, self.now)
         return flops
 
-    def collective(self, op: Op) -> _Transfer | None:
+    def collective(self, op: Instruction) -> _Transfer | None:
         """Find the row of a collective, its links and its seconds on them; None for a group of one."""
-        kind = op.kind.removesuffix("-start")
+        kind = op.opcode.removesuffix("-start")
         axes, group = group_axes(op.attrs, self.mesh)
         if group == 1:
             return None
-        held = held_bytes(op.results)
-        message: float = held * group if kind == "reduce-scatter" else held
+        result_bytes = values_bytes(op.results)
+        message: float = result_bytes * group if kind == "reduce-scatter" else result_bytes
         merged = dict.fromkeys(re.findall(r"arrow\[(.*?)\]", op.scope))  # the compiler may merge several
         key = ("; ".join(merged), ",".join(axes), kind, arrow_of(op.scope)["direction"])
-        row = self.found.sent.setdefault(key, Sent(*key))
+        row = self.result.sent.setdefault(key, CollectiveTime(*key))
         if kind in ("send", "collective-broadcast"):
             kind = "permute"
         if kind == "ragged-all-to-all":
@@ -335,7 +346,7 @@ class _Walk:
 
     @functools.cache  # noqa: B019 - a walk lives as long as its program
     def link_seconds(self, kind: str, message: float, axes: tuple[str, ...], group: int) -> float:
-        """Give the seconds of a collective over mesh axes, by where their devices lie on the links."""
+        """Return the seconds of a collective over mesh axes, by where their devices lie on the links."""
         devices, names = self.mesh.devices, list(self.mesh.axis_names)
         if axes == ("other",) or self.chip.link == "switch" or not getattr(devices.flat[0], "coords", None):
             return formulas.collective_seconds(self.chip, kind, message, group, self.apart(axes))
@@ -355,54 +366,55 @@ class _Walk:
             seconds = max(seconds, across / one.dcn_bytes_per_s)
         return seconds
 
-    def compute(self, comp: str, op: Op, events: list[_Event]) -> float:
+    def compute(self, comp: str, op: Instruction, events: list[_Event]) -> float:
         """Run an operation on the clock that computes, and give its FLOPs."""
-        if op.kind in FREE or op.kind.endswith(("-start", "-done")) or '"AllocateBuffer"' in op.attrs:
+        if op.opcode in _FREE or op.opcode.endswith(("-start", "-done")) or '"AllocateBuffer"' in op.attrs:
             return 0.0
         flops, share, term = self.product(comp, op)
         moved = self.traffic(comp, op)
-        seconds = max(flops / (share * self.peak), moved / self.rate, LAUNCH_S if self.gpu else 0.0)
-        self.found.flops += self.times * flops
-        self.found.terms[term if flops else "elementwise"] += self.times * seconds
+        seconds = max(flops / (share * self.peak), moved / self.rate, _LAUNCH_S if self.gpu else 0.0)
+        self.result.flops += self.times * flops
+        self.result.terms[term if flops else "elementwise"] += self.times * seconds
         events.append(_Event("compute", _short(op, term if flops else ""), self.now, self.now + seconds))
         self.now += seconds
         return flops
 
-    def product(self, comp: str, op: Op) -> tuple[float, float, str]:
-        """Give an operation's FLOPs, the share of peak that such products reach, and the term they are in."""
-        if op.kind == "custom-call":
+    def product(self, comp: str, op: Instruction) -> tuple[float, float, str]:
+        """Return an operation's FLOPs, the share of peak that such products reach, and the term they are
+        in."""
+        if op.opcode == "custom-call":
             if flops := _kernel_flops(self.module, comp, op, self.seen):
                 own = "xla.gpu.triton" in op.attrs or "tpu_custom_call" in op.attrs
                 return flops, self.shares["attention" if own else "cudnn"], "attention"
         wide = 0.5 if self.gpu and self.wide(comp, op) else 1.0  # TF32 runs at half the rate of bf16
         return self.flops(comp, op), self.shares["products"] * wide, "products"
 
-    def wide(self, comp: str, op: Op) -> bool:
+    def wide(self, comp: str, op: Instruction) -> bool:
         """Tell whether an operation's products take float32."""
-        if op.kind == "fusion":
+        if op.opcode == "fusion":
             body = op.called("calls", "to_apply")[0]
-            dots = [o for o in self.module.computations[body].values() if o.kind in ("dot", "convolution")]
+            dots = [o for o in self.module.computations[body].values() if o.opcode in ("dot", "convolution")]
             return any(self.wide(body, o) for o in dots)
-        if op.kind not in ("dot", "custom-call", "convolution") or not op.operands:
+        if op.opcode not in ("dot", "custom-call", "convolution") or not op.operands:
             return False
-        found = shapes(self.module.computations[comp][op.operands[0][0]].type)
-        return bool(found) and found[0][0] == "f32"
+        operand = shapes(self.module.computations[comp][op.operands[0][0]].type)
+        return bool(operand) and operand[0][0] == "f32"
 
-    def traffic(self, comp: str, op: Op) -> float:
-        """Give the bytes that an operation reads and writes. A fusion reads only the slices that it takes of
-        an operand, no gathered row twice, and writes only the slice that it updates in place."""
+    def traffic(self, comp: str, op: Instruction) -> float:
+        """Return the bytes that an operation reads and writes. A fusion reads only the slices that it takes
+        of an operand, no gathered row twice, and writes only the slice that it updates in place."""
         ops, operands = self.module.computations[comp], op.operands
 
         def size(name: str, index: int | None) -> int:
-            found = shapes(ops[name].type) if name in ops else []
-            return held_bytes(found if index is None else found[index : index + 1])
+            values = shapes(ops[name].type) if name in ops else []
+            return values_bytes(values if index is None else values[index : index + 1])
 
-        written = held_bytes(shapes(op.type))
-        if op.kind in ("dynamic-slice", "slice", "gather"):
+        written = values_bytes(shapes(op.type))
+        if op.opcode in ("dynamic-slice", "slice", "gather"):
             return 2 * written
-        if op.kind == "dynamic-update-slice":
+        if op.opcode == "dynamic-update-slice":
             return 2 * size(*operands[1])
-        if op.kind != "fusion":
+        if op.opcode != "fusion":
             return written + sum(size(*operand) for operand in operands)
         body = self.module.computations[op.called("calls", "to_apply")[0]]
         takers: dict[str, list[str]] = collections.defaultdict(list)
@@ -410,62 +422,62 @@ class _Walk:
             for used, _ in other.operands:
                 takers[used].append(taker)
 
-        def uses(name: str) -> list[tuple[str, Op]]:
+        def uses(name: str) -> list[tuple[str, Instruction]]:
             """List what takes a value, beyond its renamed copies, and under which name."""
-            found = []
+            values = []
             for taker in takers[name]:
-                renamed = body[taker].kind in ("bitcast", "convert", "copy", "reshape")
-                found += uses(taker) if renamed else [(name, body[taker])]
-            return found
+                renamed = body[taker].opcode in ("bitcast", "convert", "copy", "reshape")
+                values += uses(taker) if renamed else [(name, body[taker])]
+            return values
 
         moved = 0
         for name, inner in body.items():
-            if inner.kind != "parameter":
+            if inner.opcode != "parameter":
                 continue
             takes = uses(name)
             first = [o for via, o in takes if o.operands[0][0] == via]
-            updated = [o for o in first if o.kind == "dynamic-update-slice"]
-            cut = [o for o in first if o.kind in ("dynamic-slice", "gather", "slice")]
+            updated = [o for o in first if o.opcode == "dynamic-update-slice"]
+            cut = [o for o in first if o.opcode in ("dynamic-slice", "gather", "slice")]
             if takes and len(updated) + len(cut) == len(takes):
-                taken = sum(held_bytes(shapes(o.type)) for o in cut)
-                moved += min(taken, held_bytes(shapes(inner.type)))
+                taken = sum(values_bytes(shapes(o.type)) for o in cut)
+                moved += min(taken, values_bytes(shapes(inner.type)))
                 for o in updated:
                     part = body.get(o.operands[1][0])
-                    moved -= held_bytes(shapes(o.type)) - (held_bytes(shapes(part.type)) if part else 0)
+                    moved -= values_bytes(shapes(o.type)) - (values_bytes(shapes(part.type)) if part else 0)
             elif (place := int(inner.inside)) < len(operands):
                 moved += size(*operands[place])
         return max(0, moved + written)
 
 
-def _short(op: Op, term: str) -> str:
+def _short(op: Instruction, term: str) -> str:
     """Name an operation for a picture: the named scope that it comes from."""
     unnamed = re.compile(r"[()\[\]]|body|closed_call|checkpoint")
     parts = [p for p in op.scope.split("/") if p and not unnamed.search(p)]
-    return parts[-2] if term and len(parts) > 1 else (parts[-1] if parts else op.kind)
+    return parts[-2] if term and len(parts) > 1 else (parts[-1] if parts else op.opcode)
 
 
-def product_flops(module: Module, comp: str, op: Op) -> float:
-    """Give the FLOPs of one operation's own products, 2MNK each: dots, the convolutions that TPUs make of
+def product_flops(module: Module, comp: str, op: Instruction) -> float:
+    """Return the FLOPs of one operation's own products, 2MNK each: dots, the convolutions that TPUs make of
     them, calls of GPU libraries, and kernels of attention."""
     if is_product(op):
         return float(dot_flops(module, comp, op))
-    count = _convolution_flops if op.kind == "convolution" else _kernel_flops
+    count = _convolution_flops if op.opcode == "convolution" else _kernel_flops
     return count(module, comp, op)
 
 
-def turns_of(module: Module, comp: str, loop: Op) -> int:
+def _iterations(module: Module, comp: str, loop: Instruction) -> int:
     """Count a loop's turns: one where only data can tell, none for what experts get beyond their slots."""
     trips = module.trips(comp, loop)
     return int(f"/{grouped.OVERFLOW}/" not in loop.scope) if trips is None else trips or 1
 
 
-def all_flops(module: Module) -> Callable[[str, Op | None], float]:
-    """Give `flops_in` a program, with all that it multiplies."""
-    return flops_in(module, functools.partial(product_flops, module), functools.partial(turns_of, module))
+def all_flops(module: Module) -> Callable[[str, Instruction | None], float]:
+    """Return `flops_in` a program, with all that it multiplies."""
+    return flops_in(module, functools.partial(product_flops, module), functools.partial(_iterations, module))
 
 
-def _convolution_flops(module: Module, comp: str, op: Op) -> float:
-    """Give the FLOPs of a product that the TPU compiler wrote as a convolution, ``bf_io->bf`` and the like.
+def _convolution_flops(module: Module, comp: str, op: Instruction) -> float:
+    """Return the FLOPs of a product that the TPU compiler wrote as a convolution, ``bf_io->bf`` and the like.
 
     A dim of the window whose left side is dilated, or which slides over a padded kernel, stands for a batch
     or for rows: each output has one product there, however wide the window is.
@@ -482,13 +494,13 @@ def _convolution_flops(module: Module, comp: str, op: Op) -> float:
     return 2.0 * math.prod(result) * contracted
 
 
-def _kernel_flops(module: Module, comp: str, op: Op, seen: float = 1.0) -> float:
-    """Give the FLOPs of a kernel of attention that the program shows as one call; 0 for what is none.
+def _kernel_flops(module: Module, comp: str, op: Instruction, seen: float = 1.0) -> float:
+    """Return the FLOPs of a kernel of attention that the program shows as one call; 0 for what is none.
 
     cuDNN's attention says its shape: QK' and PV forward, five products backward, half of them under a causal
     mask (Dao 2023, section 4.1). Of this package's own ``seen`` of all pairs count.
     """
-    if op.kind != "custom-call":
+    if op.opcode != "custom-call":
         return 0.0
     if "__cudnn$fmha" in op.attrs:
         dims = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[(.*?)\]', op.attrs)

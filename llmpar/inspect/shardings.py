@@ -1,4 +1,4 @@
-"""Reads who holds which block of what exists: arrays, shapes, a program's arguments, a sharding, a mesh."""
+"""Read who holds which block of what exists: arrays, shapes, a program's arguments, a sharding, a mesh."""
 
 from collections import Counter
 from typing import Any, cast
@@ -16,9 +16,9 @@ def _named(tree: Any, before: str = "") -> list[tuple[str, Any]]:
         return f"[{word}]" if isinstance(key, SequenceKey | FlattenedIndexKey) else f".{word}"
 
     leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
-    found = [("".join(map(step, path)).removeprefix("."), path, x) for path, x in leaves]
-    often = Counter(name for name, *_ in found)  # keys with dots in them can make two names one
-    return [(before + (name if often[name] == 1 else keystr(path)), x) for name, path, x in found]
+    leaves_at = [("".join(map(step, path)).removeprefix("."), path, x) for path, x in leaves]
+    often = Counter(name for name, *_ in leaves_at)  # keys with dots in them can make two names one
+    return [(before + (name if often[name] == 1 else keystr(path)), x) for name, path, x in leaves_at]
 
 
 def program_shardings(compiled: jax.stages.Compiled) -> tuple[list, list, list]:
@@ -35,23 +35,23 @@ def program_shardings(compiled: jax.stages.Compiled) -> tuple[list, list, list]:
 
 def _leaves(value: Any) -> list[tuple[str, Any, Any]]:
     """What there is to see: names, what has shape and dtype, and shardings."""
-    found, way = list[tuple[str, Any, Any]](), ""
+    rows, prefix = list[tuple[str, Any, Any]](), ""
     if isinstance(value, jax.stages.Compiled):
         arguments, captured, results = program_shardings(value)
         infos = (pair for part in value.args_info for pair in _named(part, "in "))
-        found = [(name, *((x is not None and arguments.pop(0)) or (x, None))) for name, x in infos]
-        found += [(f"in captured[{i}]", *pair) for i, pair in enumerate(captured)]
+        rows = [(name, *((x is not None and arguments.pop(0)) or (x, None))) for name, x in infos]
+        rows += [(f"in captured[{i}]", *pair) for i, pair in enumerate(captured)]
         holds = lambda x: hasattr(x, "shape")  # a token holds nothing
         shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) if holds(x) else None for x, s in results
         ]
-        value, way = cast(Any, value.out_tree).unflatten(shapes), "out "
-    for name, x in _named(value, way):
+        value, prefix = cast(Any, value.out_tree).unflatten(shapes), "out "
+    for name, x in _named(value, prefix):
         gone = isinstance(x, jax.core.Tracer) or isinstance(x, jax.Array) and x.is_deleted()
         where = x if isinstance(x, Sharding) or gone or not hasattr(type(x), "sharding") else x.sharding
         where = where if isinstance(where, Sharding) else None
-        found.append((name, x if where is None or hasattr(x, "shape") else where, where))
-    return [(name.strip() or "array", x, where) for name, x, where in found]
+        rows.append((name, x if where is None or hasattr(x, "shape") else where, where))
+    return [(name.strip() or "array", x, where) for name, x, where in rows]
 
 
 PACKED = {"int4": 0.5, "uint4": 0.5, "float4_e2m1fn": 0.5, "int2": 0.25, "uint2": 0.25}
@@ -62,15 +62,15 @@ _place = lambda mesh: (tuple(mesh.shape.items()), tuple(mesh.devices.flat))
 
 def _mesh(meshes: list[tuple[str, Any]], leaves: list[tuple[str, Any, Any]]) -> _Place:
     """The largest mesh, the first of them; all must lie on its devices."""
-    found = []
+    places = []
     for name, mesh in meshes + [(name, where.mesh) for name, _, where in leaves if hasattr(where, "mesh")]:
         if isinstance(mesh, AbstractMesh) or mesh.empty:
             why = f"{name}: a mesh of axes {dict(mesh.shape)} without devices"
             raise ValueError(f"{why}; make one of devices, as llmpar.parallel.mesh.make_mesh does")
-        found.append(_place(mesh))
+        places.append(_place(mesh))
     used = {d: name for name, _, where in reversed(leaves) for d in where.device_set}
     alone = (("device", len(used)),), tuple(sorted(used, key=lambda d: d.id))
-    sizes, devices = max(found, key=lambda place: len(place[1]), default=alone)
+    sizes, devices = max(places, key=lambda place: len(place[1]), default=alone)
     for d in (d for d in alone[1] if d not in devices):
         why = f"a picture has one mesh, but {used[d]} lies on {d}, and others on mesh {dict(sizes)}"
         raise ValueError(f"{why}; give the arrays of one mesh at a time")
@@ -83,24 +83,26 @@ def _row(name: str, x: Any, where: Any, place: _Place) -> dict:
     layout, devices, unfinished, term = str(where if spec is None else spec), place[1], "", dict[Any, Any]()
     if spec is not None and spec.unreduced:  # devices with the same slices hold terms of a sum
         mesh, sums = where.mesh, tuple(axis for axis in where.mesh.axis_names if axis in spec.unreduced)
-        kind = getattr(getattr(spec, "unreduced_kind", None), "name", "sum")  # max and min from JAX 0.12 on
+        reduction = getattr(
+            getattr(spec, "unreduced_kind", None), "name", "sum"
+        )  # max and min from JAX 0.12 on
         cuts = NamedSharding(mesh, PartitionSpec(sums)).devices_indices_map((mesh.size,))
-        unfinished, term = f"{kind} over {', '.join(sums)}", {d: cut[0].start for d, cut in cuts.items()}
+        unfinished, term = f"{reduction} over {', '.join(sums)}", {d: cut[0].start for d, cut in cuts.items()}
         where = where.update(spec=(spec := PartitionSpec(*spec.partitions, reduced=spec.reduced)))
-        layout = f"{spec} {' '.join(f'+{axis}' for axis in sums) if kind == 'sum' else unfinished}"
+        layout = f"{spec} {' '.join(f'+{axis}' for axis in sums) if reduction == 'sum' else unfinished}"
     try:
         if "UNCONSTRAINED" in layout or bare and spec is None and len(where.device_set) > 1:
             raise ValueError("it has no spec, or leaves a cut to the compiler")
         if bare:  # as many elements as blocks
             many = (len(where.device_set),) * len(spec or ())
             shape = tuple(n // m for n, m in zip(many, where.shard_shape(many), strict=True))
-        held = where.devices_indices_map(shape)
+        slices = where.devices_indices_map(shape)
     except (ValueError, IndexError) as error:
         why = str(error).partition("implies that ")[2] or error
-        way = "an array, or jax.ShapeDtypeStruct(shape, dtype, sharding=…) that the mesh divides"
-        raise ValueError(f"JAX cannot say who holds {name} as {layout}: {why}; give {way}") from None
+        remedy = "an array, or jax.ShapeDtypeStruct(shape, dtype, sharding=…) that the mesh divides"
+        raise ValueError(f"JAX cannot say who holds {name} as {layout}: {why}; give {remedy}") from None
     ends = lambda cut: tuple(c.indices(n)[:2] for c, n in zip(cut, shape, strict=True))
-    per_device = [(ends(held[d]), term.get(d)) if d in held else None for d in devices]
+    per_device = [(ends(slices[d]), term.get(d)) if d in slices else None for d in devices]
     blocks = [block for block in dict.fromkeys(per_device) if block is not None]
     number = {None: None} | {block: i for i, block in enumerate(blocks)}
     layout += f" in {where.memory_kind}" * (where.memory_kind not in (None, "device"))
@@ -141,12 +143,14 @@ def shardings(value: Any) -> dict:
     why_not = {type(None): "None", jax.stages.ArgInfo: "not used"}
     skipped = [f"{name} ({why_not.get(type(x)) or why(x)})" for name, x, where in leaves if where is None]
     if not seen and not bare:
-        found = ", ".join(skipped[:3]) + ", …" * (len(skipped) > 3) or f"an empty {type(value).__name__}"
-        way = "give an array, a tree of them, shapes with shardings, a compiled program, a Sharding or a Mesh"
+        given = ", ".join(skipped[:3]) + ", …" * (len(skipped) > 3) or f"an empty {type(value).__name__}"
+        remedy = (
+            "give an array, a tree of them, shapes with shardings, a compiled program, a Sharding or a Mesh"
+        )
         staged = callable(value) or isinstance(value, jax.stages.Traced | jax.stages.Lowered)
         if staged and leaves and leaves[0][1] is value:  # else a tree that can be called, or a program
-            way = "give the compiled program: jax.jit(f).lower(*arguments).compile()"
-        raise ValueError(f"nothing here lies on devices: {found}; {way}")
+            remedy = "give the compiled program: jax.jit(f).lower(*arguments).compile()"
+        raise ValueError(f"nothing here lies on devices: {given}; {remedy}")
     sizes, devices = place = _mesh(bare, seen)
     of = " of live arrays" if any(isinstance(x, jax.Array) for _, x, _ in seen) else ""
     of = " of a compiled program" if program else of

@@ -3,40 +3,40 @@
 import jax
 from rich.table import Table
 
-from llmpar.inspect.tables import table
+from llmpar.inspect.tables import rich_table
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan
 from llmpar.predict.tolerance import FACTOR, UNIT, Unit, tolerance
 
-NAMES = {"loss": "loss", "grad_norm": "norm", "gradient": "gradient"}
+SPREAD_NAMES = {"loss": "loss", "grad_norm": "norm", "gradient": "gradient"}
 
 
 def rounded_products(platform: str) -> Unit:
     """What the devices round float32 operands of a product to: a GPU to TF32 and a TPU to bfloat16, unless
     ``jax_default_matmul_precision`` says otherwise."""
-    asked = getattr(jax.config, "jax_default_matmul_precision", None) or "default"
-    if platform not in ("gpu", "tpu") or asked in ("highest", "float32"):
+    precision = getattr(jax.config, "jax_default_matmul_precision", None) or "default"
+    if platform not in ("gpu", "tpu") or precision in ("highest", "float32"):
         return "float32"
-    return "bfloat16" if platform == "tpu" and asked in ("default", "bfloat16", "fastest") else "tf32"
+    return "bfloat16" if platform == "tpu" and precision in ("default", "bfloat16", "fastest") else "tf32"
 
 
 def spread(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, platform: str) -> dict:
     """The expected spread as a JSON document (`Tolerance.document`), and in ``elsewhere`` its bounds on
     devices that round products otherwise."""
-    here, plan = rounded_products(platform), plan.resolve(config, platform)
+    own, plan = rounded_products(platform), plan.resolve(config, platform)
     of = lambda products: tolerance(plan, batch_size, seq_len, products).document()
-    others = [unit for unit in UNIT if unit != here and plan.dtype == "float32"]
-    return of(here) | {"elsewhere": {unit: of(unit)["bound"] for unit in others}}
+    others = [unit for unit in UNIT if unit != own and plan.dtype == "float32"]
+    return of(own) | {"elsewhere": {unit: of(unit)["bound"] for unit in others}}
 
 
 def spread_table(document: dict) -> Table:
-    """Give the spread as a table for a terminal: by term, the largest first, and what they come to."""
+    """Return the spread as a table for a terminal: by term, the largest first, and what they come to."""
     products = f", products in {document['products']}" * (document["products"] != document["dtype"])
     title = f"spread between two meshes, {document['dtype']}{products}: relative, root mean square"
-    numbers = "×", *NAMES.values()
-    made = table(title, ("rounded", "cut by", "to", *numbers), numbers)
-    shown = lambda row: [f"{row[name]:.0e}" if row[name] else "" for name in NAMES]
-    for term in sorted(document["terms"], key=lambda term: -max(term[name] for name in NAMES)):
+    numbers = "×", *SPREAD_NAMES.values()
+    made = rich_table(title, ("rounded", "cut by", "to", *numbers), numbers)
+    shown = lambda row: [f"{row[name]:.0e}" if row[name] else "" for name in SPREAD_NAMES]
+    for term in sorted(document["terms"], key=lambda term: -max(term[name] for name in SPREAD_NAMES)):
         made.add_row(term["name"], term["by"], term["unit"], f"{term['length']:,.0f}", *shown(term))
     made.add_section()
     made.add_row("together, as squares", "", "", "", *shown(document["expected"]))

@@ -1,4 +1,4 @@
-"""Reads what JAX's types say of a training step, beside the plan's layouts."""
+"""Read what JAX's types say of a training step, beside the plan's layouts."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ import jax
 import optax
 from rich.table import Table
 
-from llmpar.inspect.tables import table
+from llmpar.inspect.tables import rich_table
 from llmpar.parallel.explicit import Explicit
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.model_config import ModelConfig
@@ -16,11 +16,11 @@ from llmpar.training.step import Step
 
 
 def types(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> list[dict]:
-    """Trace a step's gradients under the Explicit mode, whatever the plan's; nothing is compiled.
+    """Trace a step's gradients in the Explicit mode, whatever the plan's mode; nothing is compiled.
 
-    One row for every region that a value was in, for every weight as it is used, and for its gradient:
-    ``value`` is how the model's text calls it, ``layout`` what the plan makes of that, ``type_says`` the same
-    read back from JAX's ``type``. A type that says something else is refused while tracing.
+    There is a row for every region that a value was in, for every weight as it is used, and for its gradient:
+    ``value`` is its name in the model's text, ``layout`` the plan's layout of it, ``type_says`` the layout
+    read back from JAX's ``type``. Tracing raises ValueError where the two differ.
     """
     plan = dataclasses.replace(plan, mode="explicit")
     plan.check(config, batch_size, seq_len)
@@ -33,10 +33,8 @@ def types(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> lis
 
 
 def types_table(rows: list[dict]) -> Table:
-    """Give the rows as a table for a terminal."""
+    """Return the rows as a table for a terminal."""
     title = "layouts of the plan beside JAX's types (U: unreduced, R: reduced)"
-    found = table(title, ("value", "layout", "", "type says", "type"))
-    for row in rows:
-        same = "=" if row["layout"] == row["type_says"] else "≠"
-        found.add_row(row["value"], row["layout"], same, row["type_says"], row["type"])
-    return found
+    same = lambda row: "=" if row["layout"] == row["type_says"] else "≠"
+    cells = ((row["value"], row["layout"], same(row), row["type_says"], row["type"]) for row in rows)
+    return rich_table(title, ("value", "layout", "", "type says", "type"), rows=cells)

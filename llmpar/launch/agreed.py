@@ -1,7 +1,7 @@
 """What the processes of a job must have in common, and the sentence where they do not.
 
-Each process says what it was asked and what it runs on, and the first compares (`joined.meet`). Every field
-of what it says is compared, future ones too; left out are those of `OWN` alone.
+Each process says what it was asked and what it runs on, and the first compares (`joined.barrier`). Every
+field of what it says is compared, future ones too; left out are those of `OWN` alone.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def surroundings(environ: Mapping[str, str]) -> dict[str, Any]:
     import jax
 
     root, code = pathlib.Path(__file__).parents[1], hashlib.sha256()
-    for file in sorted(file for kind in ("*.py", "*.toml") for file in root.rglob(kind)):
+    for file in sorted(file for suffix in ("*.py", "*.toml") for file in root.rglob(suffix)):
         code.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
     runs: dict[str, Any] = {"llmpar": f"{sys.modules['llmpar'].__version__} [{code.hexdigest()[:8]}]"}
     runs |= {"Python": platform.python_version().rpartition(".")[0]}

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-FIRST_PORT, NUM_PORTS = 20_000, 12_000
+_FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 """Ports that a job's name chooses from: below those that Linux gives to outgoing connections (32768 on)."""
 
 
@@ -39,10 +39,10 @@ class Place:
         return self.num_local == self.num_processes
 
 
-OMPI = "OMPI_COMM_WORLD_"
+_OMPI = "OMPI_COMM_WORLD_"
 _ENGINES = {
     "torchrun": ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"),
-    "Open MPI": (f"{OMPI}SIZE", f"{OMPI}RANK", f"{OMPI}LOCAL_RANK", f"{OMPI}LOCAL_SIZE", f"{OMPI}SIZE"),
+    "Open MPI": (f"{_OMPI}SIZE", f"{_OMPI}RANK", f"{_OMPI}LOCAL_RANK", f"{_OMPI}LOCAL_SIZE", f"{_OMPI}SIZE"),
     "MPICH": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK"),
 }
 """Engine -> variables: number of processes, this one's, both on its host, one always set with the second."""
@@ -61,13 +61,13 @@ def detect(environ: Mapping[str, str]) -> Place:
     """
     env = {name: value for name, value in environ.items() if value != ""}
     rules = (_explicit, _numbered, _ray, _slurm, _tpu, _unread)  # from the inside to the outside
-    place = next((found for rule in rules if (found := rule(env))), Place())
+    place = next((match for rule in rules if (match := rule(env))), Place())
     if place.num_processes > 1:
-        told = env.get("JAX_COORDINATOR_ADDRESS", place.coordinator)
-        if place.is_one_host and told and not is_loopback(told):
-            told = f"127.0.0.1:{parts_of(told)[1]}"
-        place = replace(place, coordinator=told)
-        if not told and not place.joined_by:
+        coordinator = env.get("JAX_COORDINATOR_ADDRESS", place.coordinator)
+        if place.is_one_host and coordinator and not is_loopback(coordinator):
+            coordinator = f"127.0.0.1:{parts_of(coordinator)[1]}"
+        place = replace(place, coordinator=coordinator)
+        if not coordinator and not place.joined_by:
             works = "set JAX_COORDINATOR_ADDRESS to its host and port, as 'llmpar launch mpi' does"
             raise ValueError(f"{place.engine} on several hosts does not say where process 0 is; {works}")
     if not 0 <= place.process_id < place.num_processes:
@@ -90,7 +90,7 @@ def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> 
 
 def port_of(name: str) -> int:
     """A port that all processes of a job derive from what they all know of it."""
-    return FIRST_PORT + int(hashlib.sha256(name.encode()).hexdigest(), 16) % NUM_PORTS
+    return _FIRST_PORT + int(hashlib.sha256(name.encode()).hexdigest(), 16) % _NUM_PORTS
 
 
 def first_host(hosts: str) -> str:
@@ -101,8 +101,8 @@ def first_host(hosts: str) -> str:
 
 def tasks_on(counts: str, node: int) -> int:
     """Tasks on a node by SLURM's list of counts, ``2(x3),1``; 0 where it is no such list."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-    each = [int(n) for n, times in found for _ in range(int(times or 1))]
+    counted = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    each = [int(n) for n, times in counted for _ in range(int(times or 1))]
     return each[node] if node < len(each) else 0
 
 
@@ -177,8 +177,8 @@ def _slurm(env: Mapping[str, str]) -> Place | None:
     name = f"slurm {env['SLURM_JOB_ID']} {env.get('SLURM_STEP_ID', '')} {env.get('SLURM_RESTART_COUNT', '')}"
     counts = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", ""))
     local = _number(env, "SLURM_LOCALID", 0), tasks_on(counts, _number(env, "SLURM_NODEID", 0))
-    told = f"{first_host(env['SLURM_STEP_NODELIST'])}:{port_of(name)}" if num > 1 else None
-    return Place("SLURM", num, _number(env, "SLURM_PROCID"), told, *local)
+    coordinator = f"{first_host(env['SLURM_STEP_NODELIST'])}:{port_of(name)}" if num > 1 else None
+    return Place("SLURM", num, _number(env, "SLURM_PROCID"), coordinator, *local)
 
 
 def _tpu(env: Mapping[str, str]) -> Place | None:

@@ -77,23 +77,23 @@ class Site:
 
 def read_site(path: str) -> Site:
     """Read a site file. Refuses keys that nobody reads."""
-    found = files.read_toml(path, "site file")
+    table = files.read_toml(path, "site file")
     usual = {field.name: field.default for field in dataclasses.fields(Site)}
     has = f"the site file '{path}' has"
-    for name, value in found.items():
+    for name, value in table.items():
         if name not in usual:
             raise ValueError(f"{has} '{name}', which nobody reads; use {', '.join(usual)}")
         items = tuple(value) if isinstance(value, list) else (value,)
         if isinstance(usual[name], tuple):
             if not isinstance(value, list) or not all(isinstance(item, str) for item in items):
                 raise ValueError(f"{has} {name} = {value!r}; give a list of strings")
-            found[name] = items
+            table[name] = items
         if not all(str(item).isprintable() for item in items):
             raise ValueError(f"{has} a line break or a control character in '{name}'; use one line")
         if name in SBATCH and not re.fullmatch(r"[^\s-]\S*", str(value)):
             raise ValueError(f"{has} {name} = {value!r}; use a word without spaces, and no - in front")
     try:
-        return Site(**found)
+        return Site(**table)
     except ValueError as error:
         raise ValueError(f"the site file '{path}': {error}") from error
 
@@ -198,10 +198,10 @@ def _mpi(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
     if site.mpi == "mpich":  # it exports the whole environment
         run = f"mpiexec -n {job.num_processes} -hosts {shlex.quote(','.join(job.hosts))} -ppn {each}"
         return {"first": first, "command": f"{run} {values['command']}"}
-    told = ["JAX_COORDINATOR_ADDRESS", *["NCCL_SOCKET_IFNAME"] * bool(site.interface)]
-    told += _MEMORY if site.gpus_per_node else []
+    exported = ["JAX_COORDINATOR_ADDRESS", *["NCCL_SOCKET_IFNAME"] * bool(site.interface)]
+    exported += _MEMORY if site.gpus_per_node else []
     hosts = shlex.quote(",".join(f"{host}:{each}" for host in job.hosts))
-    run = f"mpirun -n {job.num_processes} --host {hosts} --map-by ppr:{each}:node -x {' -x '.join(told)}"
+    run = f"mpirun -n {job.num_processes} --host {hosts} --map-by ppr:{each}:node -x {' -x '.join(exported)}"
     return {"first": first, "command": f"{run} {values['command']}"}
 
 

@@ -29,14 +29,14 @@ from llmpar.launch.engines import Place, detect, is_loopback, parts_of
 
 FAILED, STUCK = 75, 76
 """Exit statuses of a process that ends because one failed, or no step ended. An asked stop has 143."""
-WAIT_S, HEARTBEAT_S, SHUTDOWN_S = 120, 30, 60
+WAIT_S, HEARTBEAT_S, _SHUTDOWN_S = 120, 30, 60
 """Seconds: for all to come; without a sign of life until a process counts as dead, once steps run (before,
 when JAX alone watches, twice as many); to leave together."""
 LAUNCHER = "LLMPAR_LAUNCHER"
 """The variable by which `local` tells a process who started it."""
-_KEY, _BEATS, QUIET, SILENT = "llmpar/failed", "llmpar/beats", "quiet", "gave no sign of life"
+_KEY, _BEATS, _QUIET, SILENT = "llmpar/failed", "llmpar/beats", "quiet", "gave no sign of life"
 _GUARDED, _STEPS, _ANSWERED = threading.Event(), threading.Event(), threading.Event()
-AGREED = "all agree"
+_AGREED = "all agree"
 GREETING, GREETING_S = b"llmpar: process 0 waits for all\n", 10.0
 """What process 0 says to who comes, and the seconds in which it does."""
 _MEETINGS = itertools.count()
@@ -46,7 +46,7 @@ def initialize(
     environ: MutableMapping[str, str] = os.environ,
     wait_s: float = WAIT_S,
     heartbeat_s: int = HEARTBEAT_S,
-    shutdown_s: int = SHUTDOWN_S,
+    shutdown_s: int = _SHUTDOWN_S,
 ) -> Place:
     """Join this process with the others that an engine has started; alone where there are none.
 
@@ -66,7 +66,7 @@ def initialize(
     import jax
 
     _clear_stdout()
-    own, bind = check(place, wait_s)
+    own, bind = check_coordinator(place, wait_s)
     if place.coordinator and place.process_id == 0:
         _gather(place, bind, wait_s)
     without_proxy(place, environ)
@@ -99,7 +99,7 @@ def initialize(
 
 def _enter(environ: Mapping[str, str], heartbeat_s: float = HEARTBEAT_S) -> None:
     """See that those who have met run the same, before JAX starts a device, which hangs where they do not."""
-    meet({"processes": _state().num_processes} | surroundings(environ))
+    barrier({"processes": _state().num_processes} | surroundings(environ))
     if not _GUARDED.is_set():
         _GUARDED.set()
         _guard(0.6 * heartbeat_s)
@@ -125,7 +125,7 @@ def resolved(host: str) -> str:
     return ""
 
 
-def check(place: Place, wait_s: float) -> tuple[str | None, str | None]:
+def check_coordinator(place: Place, wait_s: float) -> tuple[str | None, str | None]:
     """Check the coordinator's address before JAX uses it: give this host's address towards it, and what
     process 0 binds to (None: where JAX finds it, all interfaces)."""
     if place.coordinator is None:
@@ -179,8 +179,8 @@ def _me() -> str:
     return socket.gethostname()
 
 
-def _socket(address: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, kind)
+def _socket(address: str, protocol: int = socket.SOCK_STREAM) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, protocol)
 
 
 def free_port(address: str = "127.0.0.1") -> int:
@@ -221,7 +221,7 @@ def _gather(place: Place, bind: str | None, wait_s: float) -> None:
             server = socket.create_server(where, family=family, dualstack_ipv6=both)
             stack.enter_context(server)
         except OSError:
-            check(place, wait_s)  # another process 0 was faster
+            check_coordinator(place, wait_s)  # another process 0 was faster
             raise
         while (answer or _missing(place, lines)) and (left := until - time.monotonic()) > 0:
             server.settimeout(left)
@@ -259,8 +259,8 @@ def _contradiction(place: Place, people: dict, lines: list, number: int, num: in
 
 def _missing(place: Place, lines: list[tuple[int, socket.socket]]) -> list[int]:
     """The numbers of the processes that have not come, or have gone again."""
-    here = {0} | {number for number, line in lines if not _is_gone(line)}
-    return [number for number in range(place.num_processes) if number not in here]
+    present = {0} | {number for number, line in lines if not _is_gone(line)}
+    return [number for number in range(place.num_processes) if number not in present]
 
 
 def _is_gone(line: socket.socket) -> bool:
@@ -304,7 +304,7 @@ def _greet(place: Place, line: socket.socket, wait_s: float) -> str:
 
 def _reach(place: Place, address: str, port: int, wait_s: float) -> None:
     """Wait until process 0 listens and all have come; a sentence after one second, a refusal after all."""
-    begin, told, why = time.monotonic(), False, ""
+    begin, announced, why = time.monotonic(), False, ""
     where = f"process 0 at {place.coordinator} ({place.engine})"
     while (passed := time.monotonic() - begin) < wait_s:
         try:
@@ -314,8 +314,8 @@ def _reach(place: Place, address: str, port: int, wait_s: float) -> None:
                 return
         except OSError as error:
             why = error.strerror or str(error)
-        if passed > 1 and not told:
-            told = True
+        if passed > 1 and not announced:
+            announced = True
             _tell(f"process {place.process_id} on {_me()} waits for {where}: {why}")
         time.sleep(0.1)
     raise ValueError(
@@ -421,10 +421,10 @@ def _guard(silent_s: float) -> None:
     if jax.process_count() == 1:
         return
 
-    def end(kind, error, trace) -> None:
-        sys.__excepthook__(kind, error, trace)
-        tell_others(f"{kind.__name__}: {error}", FAILED)
-        leave(FAILED)
+    def end(error_type, error, trace) -> None:
+        sys.__excepthook__(error_type, error, trace)
+        tell_others(f"{error_type.__name__}: {error}", FAILED)
+        leave_job(FAILED)
 
     sys.excepthook = end
     if threading.current_thread() is threading.main_thread():
@@ -441,7 +441,7 @@ def _guard(silent_s: float) -> None:
     atexit.register(stop)  # before JAX leaves, which it registered earlier
 
 
-def first_failure() -> str | None:
+def _first_failure() -> str | None:
     """The exit status of the process that failed first and what it said, if one did."""
     with contextlib.suppress(Exception):  # there is none, or the coordinator is gone
         return _client().key_value_try_get(_KEY)
@@ -456,26 +456,26 @@ def _listen(left: threading.Event, silent_s: float) -> None:
     for number in itertools.count():
         if left.wait(0.5):
             break
-        found = first_failure()
-        late = float(_state().process_id == 0) if SILENT in str(found) else 3.0  # JAX will soon see it, too
-        if found and not left.wait(late):
-            status, _, sentence = found.partition(" ")
+        failure = _first_failure()
+        late = float(_state().process_id == 0) if SILENT in str(failure) else 3.0  # JAX will soon see it, too
+        if failure and not left.wait(late):
+            status, _, sentence = failure.partition(" ")
             _end(int(status), f"ends, because {sentence}")
         if number % 4 == 0:
             with contextlib.suppress(Exception):  # process 0 does not answer: see `_count`
-                _beat(str(number) if _STEPS.is_set() else QUIET, beats, silent, silent_s)
+                _beat(str(number) if _STEPS.is_set() else _QUIET, beats, silent, silent_s)
     with contextlib.suppress(Exception):
-        _beat(QUIET, {}, {}, silent_s)
+        _beat(_QUIET, {}, {}, silent_s)
 
 
 def _beat(beat: str, beats: dict[str, str], silent: dict[str, int], silent_s: float) -> None:
-    """Give a sign of life; as process 0 see who gives none. Only between steps Python's threads always run:
+    """Return a sign of life; as process 0 see who gives none. Only between steps Python's threads always run:
     a process that imports or compiles may be quiet."""
     state = _state()
     state.client.key_value_set(f"{_BEATS}/{state.process_id}", beat, allow_overwrite=True)
     _ANSWERED.set()
     for key, now in state.client.key_value_dir_get(_BEATS) if state.process_id == 0 else ():
-        silent[key] = silent.get(key, 0) + 1 if now == beats.get(key) != QUIET else 0
+        silent[key] = silent.get(key, 0) + 1 if now == beats.get(key) != _QUIET else 0
         beats[key] = now
         if 2 * silent[key] > silent_s:
             why = f"{SILENT} for {2 * silent[key]} s: it is stopped, or its host is gone"
@@ -494,17 +494,17 @@ def _count(left: threading.Event, silent_s: float) -> None:
             _end(STUCK, f"ends, because process 0 has not answered for {silent} s: {gone}")
 
 
-def together() -> bool:
+def is_joined() -> bool:
     """Whether this process is one of several that have met. Imports nothing: an error of JAX asks it."""
     return sys.modules.get("jax") is not None and _client() is not None and _state().num_processes > 1
 
 
-def meet(settings: Mapping[str, Any] = MappingProxyType({})) -> None:
+def barrier(settings: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Wait for the other processes, however long they take. The end of one of them ends the others.
 
     Raises ValueError, with the same sentence in all, where they come with other ``settings``
     (`agreed.flat`)."""
-    if not together():
+    if not is_joined():
         return
     state, key, day = _state(), f"llmpar/meet/{next(_MEETINGS)}", 24 * 3600 * 1000  # ms
     state.client.key_value_set(f"{key}/{state.process_id}", json.dumps(flat(settings), default=str))
@@ -512,8 +512,8 @@ def meet(settings: Mapping[str, Any] = MappingProxyType({})) -> None:
     if state.process_id == 0:
         texts = [state.client.key_value_try_get(f"{key}/{i}") for i in range(state.num_processes)]
         differ = len(set(texts)) > 1
-        state.client.key_value_set(f"{key}/why", refusal(list(map(json.loads, texts))) if differ else AGREED)
-    if (why := state.client.blocking_key_value_get(f"{key}/why", day)) != AGREED:
+        state.client.key_value_set(f"{key}/why", refusal(list(map(json.loads, texts))) if differ else _AGREED)
+    if (why := state.client.blocking_key_value_get(f"{key}/why", day)) != _AGREED:
         raise ValueError(why)
 
 
@@ -532,15 +532,15 @@ def tell_others(sentence: str, status: int) -> int | None:
         time.sleep(1.0)  # it is somebody else's end, who may be about to say why
     with contextlib.suppress(Exception):  # somebody was first
         _client().key_value_set(_KEY, mine)
-    told = first_failure()
-    if not told or told == mine or told.partition(": ")[2] == sentence:
+    failure = _first_failure()
+    if not failure or failure == mine or failure.partition(": ")[2] == sentence:
         return None  # all refuse the same: each says so
-    first, _, why = told.partition(" ")
+    first, _, why = failure.partition(" ")
     _tell(f"ends, because {why}")
     return int(first)
 
 
-def leave(status: int) -> None:
+def leave_job(status: int) -> None:
     """End this process, one of several, at once: JAX would wait minutes for the others at a barrier."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()

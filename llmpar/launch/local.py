@@ -38,13 +38,13 @@ class Ended:
     @property
     def status(self) -> int:
         """The exit status of all: of the first that failed, 0 where none did."""
-        found = 0 if self.first is None else self.statuses[self.first]
-        return 128 - found if found < 0 else found
+        status = 0 if self.first is None else self.statuses[self.first]
+        return 128 - status if status < 0 else status
 
 
 def environment(num: int, number: int, address: str, devices: int | None, base: Mapping[str, str]) -> dict:
     """The variables of one of ``num`` processes here; ``devices`` are those that it simulates, or None."""
-    told = {
+    variables = {
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(num),
         "JAX_PROCESS_ID": str(number),
@@ -53,9 +53,9 @@ def environment(num: int, number: int, address: str, devices: int | None, base: 
     if devices is not None:
         flags = base.get("XLA_FLAGS", "").split()  # one of them would count devices, too
         left = [flag for flag in flags if not flag.startswith("--xla_force_host_platform_device_count")]
-        told |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-        told |= {"XLA_FLAGS": " ".join(left)} if flags else {}
-    return dict(base) | told
+        variables |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+        variables |= {"XLA_FLAGS": " ".join(left)} if flags else {}
+    return dict(base) | variables
 
 
 @dataclass
@@ -126,10 +126,10 @@ class Processes:
             if time.monotonic() > until:
                 self.end()
                 if first is None:
-                    said = "\n".join(self.said(i)[-1500:] for i in range(self.num))
-                    raise TimeoutError(f"{self.num} processes did not end within {timeout_s} s:\n{said}")
+                    outputs = "\n".join(self.output_of(i)[-1500:] for i in range(self.num))
+                    raise TimeoutError(f"{self.num} processes did not end within {timeout_s} s:\n{outputs}")
             time.sleep(0.05)
-        words = tuple(self.said(i) for i in range(self.num))
+        words = tuple(self.output_of(i) for i in range(self.num))
         return Ended(tuple(int(s or 0) for s in statuses), first, words, self._text(0, 0))
 
     def _text(self, number: int, which: int) -> str:
@@ -137,28 +137,28 @@ class Processes:
         file.seek(0)
         return file.read().decode(errors="replace")
 
-    def said(self, number: int) -> str:
+    def output_of(self, number: int) -> str:
         return (self._text(number, 0) if number else "") + self._text(number, 1)
 
 
-def run(command: Sequence[str], num: int, devices: int | None, wire: Wire | None = None) -> int:
+def run_locally(command: Sequence[str], num: int, devices: int | None, wire: Wire | None = None) -> int:
     """Run a command in several processes here, process 0 on this terminal, and give the exit status.
 
     The first Ctrl-C, SIGTERM or SIGHUP asks them to save and leave, the second ends them. The status is then
     that of the first, unless they failed otherwise.
     """
-    asked, processes = list[int](), Processes(command, num, devices, show=True, wire=wire)
+    requests, processes = list[int](), Processes(command, num, devices, show=True, wire=wire)
 
     def ask(number: int) -> None:
-        asked.append(number)
-        processes.end(signal.SIGKILL if len(asked) > 1 else signal.SIGTERM)
+        requests.append(number)
+        processes.end(signal.SIGKILL if len(requests) > 1 else signal.SIGTERM)
 
     with signals_to(ask), processes:
-        if asked:  # while they were started
+        if requests:  # while they were started
             processes.end(signal.SIGTERM)
         ended = processes.wait()
     lines = []
-    if ended.first is not None and ended.statuses[ended.first] < 0 and not asked:
+    if ended.first is not None and ended.statuses[ended.first] < 0 and not requests:
         name = signal.Signals(-ended.statuses[ended.first]).name
         lines = [f"llmpar: process {ended.first} was ended by {name}"]
     if ended.first and ended.statuses[0] <= 0:  # else process 0 has said why
@@ -166,4 +166,4 @@ def run(command: Sequence[str], num: int, devices: int | None, wire: Wire | None
         lines += [f"[process {ended.first}] {line}" for line in tail]
     sys.stderr.write("".join(f"{line}\n" for line in lines))
     left = ended.status in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
-    return 128 + asked[0] if asked and left else ended.status
+    return 128 + requests[0] if requests and left else ended.status

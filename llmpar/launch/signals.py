@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+_STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 """What asks a process to stop: Ctrl-C, a scheduler, a terminal that is lost."""
 
 
@@ -34,7 +34,7 @@ class _Heard:
 
 
 @contextlib.contextmanager
-def signals_to(act: Callable[[int], None], numbers: Sequence[int] = STOPS) -> Iterator[None]:
+def signals_to(act: Callable[[int], None], numbers: Sequence[int] = _STOPS) -> Iterator[None]:
     """Let a thread call ``act`` with the number of each signal; afterwards they do here what they did before.
     A SIGHUP that is ignored stays so: nohup asks for it."""
     if threading.current_thread() is not threading.main_thread():  # Python gives signals to no other
@@ -68,7 +68,7 @@ def _listen(read: int) -> None:
                 heard.acted.release()
 
 
-def write(sentence: str) -> None:
+def write_sentence(sentence: str) -> None:
     """Write a sentence on stderr now, if that can be written."""
     with contextlib.suppress(OSError):
         os.write(2, f"llmpar: {sentence}\n".encode())
@@ -76,7 +76,7 @@ def write(sentence: str) -> None:
 
 def end(sentence: str, status: int) -> NoReturn:
     """End this process at once, which may wait in native code, with a sentence."""
-    write(sentence)
+    write_sentence(sentence)
     with contextlib.suppress(OSError):
         os.write(2, b"\x1b[?25h" * os.isatty(2))  # the cursor, which a bar of progress hides
     os._exit(status)

@@ -22,7 +22,7 @@ from typing import Any
 from llmpar.launch.local import Processes
 from llmpar.launch.wire import Wire
 
-_OWN = ("_work", "main", "_run_code", "_run_module_as_main", "<module>")
+_OWN = ("_work", "_main", "_run_code", "_run_module_as_main", "<module>")
 """Of the functions in which a process stands: those that call what was sent."""
 _START_S, _GRACE_S = 120.0, 4.0
 """Seconds for all to come; and for the others to say something after one of them failed."""
@@ -86,59 +86,59 @@ class Team(contextlib.ExitStack):
         try:
             for line in self._lines:
                 line.send_bytes(task)
-            found, failed = self._answers(time.monotonic() + timeout_s)
+            results, failed = self._answers(time.monotonic() + timeout_s)
         except BaseException:  # an interrupted cell: what still comes would be taken for the next answer
             self.close()
             raise
-        if len(found) == self.num and not failed:
-            return [found[number] for number in range(self.num)]
-        ends = self._words(failed | dict.fromkeys(found, "has come back"))
+        if len(results) == self.num and not failed:
+            return [results[number] for number in range(self.num)]
+        ends = self._words(failed | dict.fromkeys(results, "has come back"))
         self.close()
         raise TeamError(ends)
 
     def _answers(self, until: float) -> tuple[dict[int, Any], dict[int, str]]:
         """What processes gave back, and what failed, until all have answered or it is too late."""
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         failed: dict[int, str] = {}
-        while (left := until - time.monotonic()) > 0 and len(found | failed) < self.num:
-            silent = {line: i for i, line in enumerate(self._lines) if i not in found | failed}
+        while (left := until - time.monotonic()) > 0 and len(results | failed) < self.num:
+            silent = {line: i for i, line in enumerate(self._lines) if i not in results | failed}
             for line in wait(silent, min(left, 0.2)):
                 number = silent[line]  # type: ignore[index]
                 try:
                     good, answer, printed = pickle.loads(self._lines[number].recv_bytes())
-                    (found if good else failed)[number] = answer
+                    (results if good else failed)[number] = answer
                     for words in printed.splitlines():
                         print(f"[process {number}] {words}")
                 except (EOFError, OSError):
                     failed[number] = f"was ended by {_status(self._processes.running[number].wait(10))}"
             if failed:
                 until = min(until, time.monotonic() + _GRACE_S)
-        return found, failed
+        return results, failed
 
     def _words(self, known: Mapping[int, str] | None = None) -> dict[int, str]:
         """What each process did last: as it said, or as its status or its stack says."""
-        said = dict(known or {})
+        last_words = dict(known or {})
         for number, one in enumerate(self._processes.running):
-            if number in said:
+            if number in last_words:
                 continue
             if one.poll() is not None:
-                last = [line for line in self._processes.said(number).splitlines() if line.strip()][-3:]
-                said[number] = f"was ended by {_status(one.returncode)}: {' | '.join(last)}"
+                last = [line for line in self._processes.output_of(number).splitlines() if line.strip()][-3:]
+                last_words[number] = f"was ended by {_status(one.returncode)}: {' | '.join(last)}"
                 continue
             frames = self._frames(number)
             late = "recv_bytes" in frames  # it came back meanwhile, and waits for more
             stands = " < ".join(dict.fromkeys((frames[0], frames[-1]))) if frames else "native code"
-            said[number] = "has come back" if late else f"has not come back; it stands in {stands}"
-        return dict(sorted(said.items()))
+            last_words[number] = "has come back" if late else f"has not come back; it stands in {stands}"
+        return dict(sorted(last_words.items()))
 
     def _frames(self, number: int) -> list[str]:
         """The functions in which a process that does not answer stands, the innermost first."""
-        before, main = len(self._processes.said(number)), ""
+        before, main = len(self._processes.output_of(number)), ""
         os.kill(self._processes.running[number].pid, signal.SIGUSR1)  # faulthandler writes the stacks
         until = time.monotonic() + 2.0
         while not main and time.monotonic() < until:
             time.sleep(0.2)
-            main = self._processes.said(number)[before:].rpartition("Current thread")[2]
+            main = self._processes.output_of(number)[before:].rpartition("Current thread")[2]
         frames = [line.rpartition(" in ")[2] for line in main.splitlines() if line.startswith("  File")]
         return [frame for frame in frames if frame not in _OWN]
 
@@ -147,7 +147,7 @@ def _status(number: int) -> str:
     return signal.Signals(-number).name if number < 0 else f"itself with status {number}"
 
 
-def main() -> None:
+def _main() -> None:
     """Join the others, and run what comes until the notebook's process goes."""
     from llmpar.launch.joined import initialize
     from llmpar.parallel.mesh import use_devices
@@ -176,4 +176,4 @@ def _work(task: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

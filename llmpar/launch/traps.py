@@ -14,7 +14,7 @@ _UNREAD = re.compile(r"(?!NCCL_IB_TIMEOUT$)(JAX|LLMPAR|NCCL|GLOO|TORCH)_\w*(TIME
 def traps(environ: Mapping[str, str], place: Place, num_gpus: int | None = None) -> list[str]:
     """What would go wrong here. ``num_gpus``: device files of the machine, by default counted."""
     files, seen, on_node = gpus(environ, num_gpus)
-    here, shown = place.num_local, environ.get("CUDA_VISIBLE_DEVICES")
+    num_local, shown = place.num_local, environ.get("CUDA_VISIBLE_DEVICES")
     unread = sorted(filter(_UNREAD.fullmatch, environ))
     rows = [
         (
@@ -23,14 +23,14 @@ def traps(environ: Mapping[str, str], place: Place, num_gpus: int | None = None)
             " take CPUs: an engine sets it where a task asks for none; ask for GPUs, or unset it",
         ),
         (
-            here == 1 and on_node > seen > 0,
+            num_local == 1 and on_node > seen > 0,
             f"this node's only task sees {seen} of {on_node} GPUs of the job; ask for --gpus-per-node"
             " instead of --gpus-per-task, or for more tasks",
         ),
         (
-            0 < here < place.num_processes and is_loopback(place.coordinator or ""),
+            0 < num_local < place.num_processes and is_loopback(place.coordinator or ""),
             f"the coordinator is {place.coordinator}, which each host takes for itself, but"
-            f" {place.num_processes - here} processes are on others; set JAX_COORDINATOR_ADDRESS",
+            f" {place.num_processes - num_local} processes are on others; set JAX_COORDINATOR_ADDRESS",
         ),
         (
             unread,
@@ -53,5 +53,5 @@ def describe(place: Place) -> str:
     if place.num_processes == 1:
         return "one process: no engine started several" + f" ({place.engine})" * (place.engine != "none")
     at = f", coordinator {place.coordinator}" if place.coordinator else ""
-    here = f", {place.num_local} on this host" if place.num_local else ""
-    return f"process {place.process_id} of {place.num_processes} ({place.engine}){here}{at}"
+    on_host = f", {place.num_local} on this host" if place.num_local else ""
+    return f"process {place.process_id} of {place.num_processes} ({place.engine}){on_host}{at}"

@@ -12,33 +12,28 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 NETWORK = "10.77.0"
 """The first three numbers of the hosts' addresses. They mean nothing outside."""
 CARD = "wire"
 """A host's only card besides loopback. No machine has one of this name: what is counted there is ours."""
 TOOLS = ("unshare", "nsenter", "ip", "tc")
-BURST, LATENCY = "128kb", "100ms"
+_BURST, _LATENCY = "128kb", "100ms"
 """What a card sends at once before its rate holds: two of the largest pieces that Linux hands to a card. And
 how long a piece may wait there; what would wait longer is dropped, and sent again by TCP."""
 
 
-class Count(NamedTuple):
-    """What a card has sent since it was made, as the kernel counts it."""
-
-    sent_bytes: int
-
-
-def counted(pid: int | str = "self") -> Count:
-    """Read how much the card of a process's network has sent; nothing where there is none."""
+def card_sent_bytes(pid: int | str = "self") -> int:
+    """Read how many bytes the card of a process's network has sent since it was made, as the kernel counts
+    them; 0 without a card."""
     with open(f"/proc/{pid}/net/dev") as lines:
-        found = {name.strip(): rest.split() for name, _, rest in (line.partition(":") for line in lines)}
-    return Count(int(found[CARD][8]) if CARD in found else 0)
+        cards = {name.strip(): rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+    return int(cards[CARD][8]) if CARD in cards else 0
 
 
 def _checked(rate: str) -> str:
-    """Give a rate that tc understands, or refuse it."""
+    """Return a rate that tc understands, or refuse it."""
     if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", rate) or not float(rate[:-4]):
         raise ValueError(f"'{rate}' is no rate of a wire; write one such as 20mbit, 100mbit or 1gbit")
     return rate
@@ -76,9 +71,9 @@ class Wire(contextlib.ExitStack):
             self._make()
         except (OSError, subprocess.SubprocessError) as error:
             self.close()
-            said = " ".join((getattr(error, "stderr", "") or str(error)).split())
+            words = " ".join((getattr(error, "stderr", "") or str(error)).split())
             works = "be root of a machine or of a container with the capabilities NET_ADMIN and SYS_ADMIN"
-            raise ValueError(f"no hosts of their own can be made here: {said}; {works}") from error
+            raise ValueError(f"no hosts of their own can be made here: {words}; {works}") from error
         except BaseException:
             self.close()
             raise
@@ -118,7 +113,7 @@ class Wire(contextlib.ExitStack):
             self._in(host + 1, "\n".join(lines))
             self._in(0, f"ip link set port{host} master switch up")
             if self.rate:
-                bucket = f"tbf rate {self.rate} burst {BURST} latency {LATENCY}"
+                bucket = f"tbf rate {self.rate} burst {_BURST} latency {_LATENCY}"
                 self._in(host + 1, f"tc qdisc replace dev {CARD} root {bucket}")
 
     def address(self, host: int) -> str:
@@ -129,6 +124,6 @@ class Wire(contextlib.ExitStack):
         """A command as it is run on a host."""
         return [*self._within(host + 1), *command]
 
-    def counted(self, host: int) -> Count:
-        """What a host has sent to the others so far."""
-        return counted(self._holders[host + 1].pid)
+    def sent_bytes(self, host: int) -> int:
+        """Return how many bytes a host has sent to the others so far."""
+        return card_sent_bytes(self._holders[host + 1].pid)

@@ -14,7 +14,7 @@ import optax
 from jax.experimental import multihost_utils
 
 from llmpar.launch.team import Team
-from llmpar.launch.wire import Count, counted
+from llmpar.launch.wire import card_sent_bytes
 from llmpar.lessons.lesson import counting_text
 from llmpar.parallel.mesh import make_mesh, ordered_devices
 from llmpar.plan.model_config import preset
@@ -64,10 +64,10 @@ def _put(whole: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
-def _sent_by_now() -> Count:
+def sent_so_far() -> int:
     """Wait for all processes; return what this host has sent, which has also arrived."""
     multihost_utils.sync_global_devices("llmpar: count")
-    return counted()
+    return card_sent_bytes()
 
 
 def leaving(name: str) -> list[int]:
@@ -93,10 +93,10 @@ def measure(name: str, num_steps: int) -> dict[str, Any]:
     losses, seconds = [], []
     for number in range(num_steps + 1):
         if number == 1:  # the first one makes the connections
-            before = _sent_by_now()
+            before = sent_so_far()
         begin = time.perf_counter()
         state, metrics = run(state, batch)
         losses.append(float(metrics["loss"]))
         seconds.append(time.perf_counter() - begin)
-    sent = (_sent_by_now().sent_bytes - before.sent_bytes) / num_steps
+    sent = (sent_so_far() - before) / num_steps
     return {"losses": losses, "seconds": seconds[1:], "sent": sent}

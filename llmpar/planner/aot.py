@@ -18,7 +18,7 @@ from llmpar.draw.scene import Scene, time_text
 from llmpar.inspect import report
 from llmpar.inspect.census import census_hlo, census_table, compiled_memory, read_program
 from llmpar.inspect.roofline import Roofline, measured, roofline
-from llmpar.inspect.tables import table
+from llmpar.inspect.tables import rich_table
 from llmpar.kernels.tiles import kernel_tiles
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.backend import fits_cudnn
@@ -140,9 +140,9 @@ def _too_large(needs: str, q: planner.Question, plan: Plan, target: Target) -> s
 
 def _turns(walked: Roofline) -> list[dict]:
     """List the turns of the three longest loops; of their events those of one name in a row are one."""
-    loops = sorted(walked.turns[1:], key=lambda turn: -turn.count * turn.seconds)[:3]
+    loops = sorted(walked.loops[1:], key=lambda turn: -turn.count * turn.seconds)[:3]
     found = []
-    for turn in [loop for loop in loops if loop.events] or walked.turns[:1]:
+    for turn in [loop for loop in loops if loop.events] or walked.loops[:1]:
         begin, events = turn.events[0].start_s, list[dict]()
         for event in turn.events:
             last = events[-1] if events else None
@@ -183,7 +183,7 @@ def tables(document: dict) -> list[Table]:
     """Give the document as tables for a terminal."""
     need = document["memory_bytes"]
     sides = "predicted", "compiled"
-    held = table(f"memory per device of {document['target']}", ("", *sides), sides)
+    held = rich_table(f"memory per device of {document['target']}", ("", *sides), sides)
     gib = lambda n: "refused" if n is None else f"{n / GIB:.3f} GiB"
     for key, name in {"arguments": "arguments", "temp": "temporaries, by formula"}.items():
         guess, true = need[f"predicted_{key}"], need[f"compiled_{key}"]
@@ -194,7 +194,7 @@ def tables(document: dict) -> list[Table]:
     moves = report.move_tables(document)
     title = "overlap: what lies between a collective's start and its end (estimate)"
     sizes = "products beside", "on links", "exposed"
-    waits = table(title, ("arrow, direction, axes, collective", *sizes), sizes)
+    waits = rich_table(title, ("arrow, direction, axes, collective", *sizes), sizes)
     for row in document["overlap"]:
         words = row["arrow"] or "(the compiler's)", row["direction"], row["axis"], row["kind"]
         apart = "" if row["asynchronous"] else ", not started apart"
@@ -204,7 +204,7 @@ def tables(document: dict) -> list[Table]:
     found, flops = document["roofline"], document["flops"]
     band = "; ".join(f"{share}: {row['mfu']:.1%}" for share, row in found["if_kernels_reach"].items())
     title = f"a step, estimated: {time_text(found['step_s'])}, MFU {found['mfu']:.1%}"
-    figures = table(
+    figures = rich_table(
         title, ("term", "per step"), ("per step",), caption=band and f"MFU if kernels reach {band}"
     )
     for name, seconds in found["terms"].items():

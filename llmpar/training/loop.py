@@ -172,7 +172,7 @@ def train(
             training ends. So it does where the log can no longer be written, and on every other way out but
             a step that failed.
         meet: called where several processes should wait for one another: some compile longer than others.
-            At the beginning it is given what they must agree on (`launch.joined.meet`).
+            At the beginning it is given what they must agree on (`launch.joined.barrier`).
         tracker: what the log's rows are handed to, too.
         profile: the first and the last step of those that are traced, in the folder ``profile``.
         begin: gives the weights to begin with (or a part of them), laid out as the tree that it is given
