@@ -59,7 +59,7 @@ def collectives(rows) -> Scene:
 def axis_colours(axes: str) -> tuple[str, str]:
     """Fill and stroke of what is sent over ``axes``: the first one's; grey where it is no axis of ours."""
     axis = axes.split(",")[0]
-    return scene.look(axis if axis in AXES else "links")[:2]
+    return scene.style_of(axis if axis in AXES else "links")[:2]
 
 
 ARROWS_DRAWN = 24
@@ -110,7 +110,7 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
         for r, (x, block) in enumerate(zip(middle, held, strict=True)):
             fill = scene.OTHERS[block] if few else axis if block == r else "cell"
             items.append(Rect(left + w * r, h * t, w * 0.8, 28, fill, f"{axis}-line", radius=3))
-            items += scene.fitting(x, h * t + 14, w * 0.8, f"piece {block}", str(block), on=fill)
+            items += scene.fitting_text(x, h * t + 14, w * 0.8, f"piece {block}", str(block), on=fill)
         for source, target in pairs if t + 1 < steps else ():
             ends = ((middle[source], h * t + 29), (middle[target], h * (t + 1) - 2))
             items.append(Line(ends, f"{axis}-line", 1.5, head=True))
@@ -187,7 +187,7 @@ def _bars(
                 ends = [limit_x, x + w] if 2 * limit_x < 2 * x + w else [x, limit_x]  # off the line
             middle, room, hatched = sum(ends) / 2, ends[1] - ends[0] - 8, bool(items[-1].hatch)
             on = items[-1].fill
-            items += [] if hatched else scene.fitting(middle, y + tall / 2, room, text(value), on=on)
+            items += [] if hatched else scene.fitting_text(middle, y + tall / 2, room, text(value), on=on)
             x += w
         over = limit is not None and total > limit
         spare = "" if limit is None else f"; {text(abs(limit - total))} {'too much' if over else 'free'}"
@@ -219,7 +219,7 @@ def _bars(
 
 def bar_part(role: str, x: float, y: float, w: float, h: float, tip: str, act: str = "") -> Rect:
     """A part of a bar: its role's colour in an outline of ink, so that a pale one is seen on paper."""
-    fill, stroke, hatch = scene.look(role)
+    fill, stroke, hatch = scene.style_of(role)
     return Rect(x, y, w, h, fill, stroke if hatch else "ink", 0.75, hatch, tip=tip, act=act)
 
 
@@ -250,7 +250,7 @@ def step_memory(
             top = [low + moment.get(part, 0) for low, moment in zip(floor, moments, strict=True)]
             edge = [(x0 + PANEL * i / count, y_of(v)) for i, v in enumerate(top)]
             base = [(x0 + PANEL * i / count, y_of(v)) for i, v in enumerate(floor)]
-            fill = scene.look(role_of(part, roles))[0]
+            fill = scene.style_of(role_of(part, roles))[0]
             items += [Line((*edge, *base[::-1]), "ink", 0.5, fill=fill)] * (top != floor)
             floor = top
         at = max(range(count + 1), key=floor.__getitem__)
@@ -355,7 +355,9 @@ def two_lanes(turns, title: str, column: float = 0, span_s: float = 0) -> Scene:
                 met = sum(begin < other["end_s"] and other["start_s"] < end for _, other in mine) > 1
                 room = w - w_open * (fill == "paper")
                 if w > 24 and not met and not (hatch and waits_here):
-                    items += scene.fitting(x + room / 2, top + 16, room - 4, full, event["name"], on=fill)
+                    items += scene.fitting_text(
+                        x + room / 2, top + 16, room - 4, full, event["name"], on=fill
+                    )
                 if column:
                     line = Line(((x, 8), (x, 40 * len(lanes) + 16)))
                     items.append(scene.Group((Rect(x - 1, top - 3, w + 2, 38, "", "ink", 3), line), frame=k))

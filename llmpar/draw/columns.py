@@ -14,7 +14,7 @@ from llmpar.draw.charts import MEMORY, TIME, axis_colours, bar_part, count_noun,
 from llmpar.draw.scene import SMALL, Line, Rect, Scene, Text, size_text, small_text, text_width, time_text
 from llmpar.plan.mesh_shape import AXES
 
-LEFT, RIGHT, MARGIN = 330, 400, 2
+LEFT, RIGHT, COLUMN_MARGIN = 330, 400, 2
 """The widths of the columns and the margin of what is in them, in pixels."""
 COMPUTING = ("matmuls", "attention", "elementwise", "again", "rest")
 IDLE = "paper/"  # the role of a bubble
@@ -23,9 +23,9 @@ MOST_PARTS, MOST_SENT = 9, 6
 
 Part = namedtuple("Part", "name value note act role", defaults=("", "", ""))
 """Part of a bar, bytes or seconds, in the colour of its ``role``, else its name; ``note``: how it comes."""
-Sent = namedtuple("Sent", "axes what bytes hidden_s waits_s note act", defaults=("", ""))
+SentBar = namedtuple("SentBar", "axes what bytes hidden_s waits_s note act", defaults=("", ""))
 """What a device sends in a step over ``axes``, and its seconds on links: behind computing, and waited for."""
-Way = namedtuple("Way", "mesh bytes seconds axis note act", defaults=("", "", ""))
+MeshPoint = namedtuple("MeshPoint", "mesh bytes seconds axis note act", defaults=("", "", ""))
 """A mesh on the map: bytes of a device, seconds of a step, its largest axis, and why it loses."""
 
 
@@ -54,7 +54,7 @@ def axis_squares(sizes: dict[str, int], notes=None, acts=None, note: str = "", w
             items.append(Rect(66 + pitch * k, y + 4, pitch - 3, 14, fill, stroke, radius=2))
             if k < len(factors) and factors[k] > 2:
                 number = str(factors[k])
-                items += scene.fitting(64.5 + pitch * (k + 0.5), y + 11, pitch, number, on=axis)
+                items += scene.fitting_text(64.5 + pitch * (k + 0.5), y + 11, pitch, number, on=axis)
         items.append(Text(238, y + 11, str(n), SMALL, "end", bold=live))
         items.append(small_text(246, y + 11, says, "start", "ink" if live else "soft"))
         lines.append(f"{axis} {n}" + f": {says}" * bool(says))
@@ -110,7 +110,7 @@ def _whole(parts: Iterable[Part], total: float | None, words: dict, text) -> tup
 
 def _bar(title: str, parts: list[Part], text, limits, band, notes: list[str], tone: str = "ink") -> Scene:
     """A bar of parts below its limits and above its list."""
-    room, total = LEFT - 2 * MARGIN, sum(p.value for p in parts)
+    room, total = LEFT - 2 * COLUMN_MARGIN, sum(p.value for p in parts)
     per = room / max([total, *(limit for limit, _ in limits), *(band or ()), 1e-12])
     items, bars, lines, x, top = list[Rect | Text | Line](), list[Rect](), list[str](), 0.0, 16 * len(limits)
     for k, (limit, why) in enumerate(limits):  # each label has a line of its own, so none meet
@@ -120,7 +120,7 @@ def _bar(title: str, parts: list[Part], text, limits, band, notes: list[str], to
         items.append(small_text(at + off, y, words, side, "ink"))
         lines.append(words)
     for y, part in enumerate(parts):
-        y, value, (fill, stroke, hatch) = top + 48 + 18 * y, text(part.value), scene.look(part.role)
+        y, value, (fill, stroke, hatch) = top + 48 + 18 * y, text(part.value), scene.style_of(part.role)
         tip = f"{part.name}: {value}" + f", {part.note}" * bool(part.note)
         bars.append(bar_part(part.role, x, top + 2, per * part.value, 26, tip, part.act))
         items.append(Rect(0, y - 9, room, 18, "paper", tip=tip, act=part.act))
@@ -140,20 +140,20 @@ def _bar(title: str, parts: list[Part], text, limits, band, notes: list[str], to
 
 def _column(title: str, number: str, items, lines, notes, wide: float, tone: str = "ink") -> Scene:
     """A chart under its title and its number."""
-    end = Text(wide - 2 * MARGIN, 0, number, anchor="end", fill=tone, bold=True)
+    end = Text(wide - 2 * COLUMN_MARGIN, 0, number, anchor="end", fill=tone, bold=True)
     whole, text = f"{title}: {number}" if number else title, "\n".join([*lines, *notes])
     blocks, below = [[Text(0, 0, title, bold=True), end], items], [" ".join(notes)] * bool(notes)
-    return scene.compose(whole, blocks, text, below, MARGIN, wide)
+    return scene.compose(whole, blocks, text, below, COLUMN_MARGIN, wide)
 
 
-def sent_bars(rows: Iterable[Sent]) -> Scene:
+def sent_bars(rows: Iterable[SentBar]) -> Scene:
     """What a device sends in a step: a bar for each, as long as it takes on links; filled in its axis' colour
     is what computing waits for, as in `time_bar`, and hollow what hides behind computing."""
-    rows, room = sorted(rows, key=lambda row: -row.hidden_s - row.waits_s), RIGHT - 2 * MARGIN
+    rows, room = sorted(rows, key=lambda row: -row.hidden_s - row.waits_s), RIGHT - 2 * COLUMN_MARGIN
     if len(rows) > MOST_SENT:
         few, said = rows[MOST_SENT - 1 :], ", ".join(f"{r.axes} {r.what}" for r in rows[MOST_SENT - 1 :])
         size, hidden, waits = (sum(row[i] for row in few) for i in (2, 3, 4))
-        rows[MOST_SENT - 1 :] = [Sent("", f"{len(few)} more", size, hidden, waits, said)]
+        rows[MOST_SENT - 1 :] = [SentBar("", f"{len(few)} more", size, hidden, waits, said)]
     left = max([text_width(row.axes) * 1.1 for row in rows] + [30]) + 10
     per = (room - left) / max([row.hidden_s + row.waits_s for row in rows] + [1e-12])
     items, lines = list[Rect | Text](), list[str]()
@@ -183,7 +183,12 @@ def sent_bars(rows: Iterable[Sent]) -> Scene:
 
 
 def mesh_map(
-    ways: Iterable[Way], here: Way | None = None, best: Way | None = None, room=0.0, refused=0, num=0
+    ways: Iterable[MeshPoint],
+    here: MeshPoint | None = None,
+    best: MeshPoint | None = None,
+    room=0.0,
+    refused=0,
+    num=0,
 ) -> Scene:
     """All meshes of as many devices: a dot for each, its memory to the right and its time upwards, both
     logarithmic; beyond ``room`` bytes it does not fit. ``here`` and ``best`` are ringed. Of ``num`` meshes
@@ -192,8 +197,8 @@ def mesh_map(
     rings = {name: way for name, way in (("you", here), ("best", best)) if way}
     if here and best and here[:3] == best[:3]:
         rings = {"you, the best": here}
-    shown = [*dict.fromkeys([*ways, *rings.values()])] or [Way("", 2**30, 1.0)]
-    right, bottom = RIGHT - 2 * MARGIN - 4, 270
+    shown = [*dict.fromkeys([*ways, *rings.values()])] or [MeshPoint("", 2**30, 1.0)]
+    right, bottom = RIGHT - 2 * COLUMN_MARGIN - 4, 270
     y_of, y_ticks = _log([way.seconds for way in shown], bottom, 0, 1000.0)
     left = max([text_width(time_text(v), SMALL) for v in y_ticks] + [33]) + 10
     x_of, x_ticks = _log([way.bytes for way in shown] + [room] * bool(room), left, right, 1024.0)
@@ -203,7 +208,7 @@ def mesh_map(
     for x, v in ((x_of(v), v) for v in x_ticks):
         label = small_text(x, bottom + 12, size_text(v))
         items.append(Line(((x, 0), (x, bottom + 4)), "grid", 1))
-        if last + 4 < label.box[0] and label.box[2] < RIGHT - 2 * MARGIN:
+        if last + 4 < label.box[0] and label.box[2] < RIGHT - 2 * COLUMN_MARGIN:
             last = label.box[2]
             items.append(label)
     for y, v in ((y_of(v), v) for v in y_ticks):
@@ -219,7 +224,7 @@ def mesh_map(
         items.append(small_text(fits, -12, words, side, "bad"))
     lines, dots = list[str](), list(map(at, shown))
     for way in sorted(shown, key=lambda way: -way.seconds):
-        (x, y), (fill, stroke, _) = at(way), scene.look(way.axis or "links")
+        (x, y), (fill, stroke, _) = at(way), scene.style_of(way.axis or "links")
         why = f"; {way.note}" * bool(way.note)
         lines.append(f"{way.mesh}: {size_text(way.bytes)}, {time_text(way.seconds)}{why}")
         items.append(Rect(x - 4, y - 4, 8, 8, fill, stroke, radius=4, tip=lines[-1], act=way.act))
@@ -264,4 +269,4 @@ def _beside(x: float, y: float, label: str, taken, dots, area) -> Text:
 
     best = min((Text(x + dx, y + dy, label, SMALL, side, bold=True) for dx, dy, side in places), key=cost)
     x0, _, x1, _ = best.box  # a long name may need all of the column
-    return replace(best, x=best.x + max(0, -x0) - max(0, x1 - RIGHT + 2 * MARGIN))
+    return replace(best, x=best.x + max(0, -x0) - max(0, x1 - RIGHT + 2 * COLUMN_MARGIN))

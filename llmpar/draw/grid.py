@@ -19,11 +19,11 @@ from llmpar.plan.layout import Dim, Layout
 from llmpar.plan.mesh_shape import AXES, PARTS, MeshShape, divisors, parse_mesh
 from llmpar.predict.layer import Segment
 
-MOST = 64
+MOST_CELLS = 64
 """The most devices that are drawn one by one; above, cells stand for blocks of them."""
-COLUMN, _BESIDE, MARGIN, GAP = 560, 400, 4, 4
+COLUMN, _BESIDE, GRID_MARGIN, GAP = 560, 400, 4, 4
 """The widths of a picture and of one beside it, their margin, and what parts two cells, in pixels."""
-HOW = {
+_RING_WORDS = {
     "all-gather": "pieces go round the ring",
     "reduce-scatter": "sums go round the ring",
     "all-reduce": "sums go round the ring, then the result",
@@ -76,7 +76,7 @@ class Cells:
         self.left = sum(self.room(axis) for axis, _ in self.side)
         self.w = self.h = 0.0
         (x, _), (_, y) = self.at(c - 1), self.at(self.num - 1)
-        self.w = min(104.0, (COLUMN - 2 * MARGIN - 5 * bool(self.per) - x) / c)
+        self.w = min(104.0, (COLUMN - 2 * GRID_MARGIN - 5 * bool(self.per) - x) / c)
         self.h = max(11.0, min(0.66 * self.w, self.tall, (self.high - y) * c / self.num))
         self.w, self.h = self.size or (self.w, self.h)
 
@@ -178,8 +178,8 @@ def mesh(
     shape = parse_mesh(shape)
     if highlight_axis not in (None, *AXES):
         raise ValueError(f"'{highlight_axis}' is no mesh axis to highlight; the axes are {' '.join(AXES)}")
-    if shape.size > MOST:
-        many = f"mesh '{shape}' has {shape.size} devices, and a drawing shows {MOST} at most"
+    if shape.size > MOST_CELLS:
+        many = f"mesh '{shape}' has {shape.size} devices, and a drawing shows {MOST_CELLS} at most"
         raise ValueError(f"{many}; use llmpar.MeshExplorer, which draws blocks of them")
     live = shape.named or {"dp": 1}
     apart, host = strides(live, live), devices_per_host or shape.size
@@ -239,16 +239,18 @@ def visible(runs: Iterable[Sequence[int]], parts: int, room: float) -> list[tupl
     return out
 
 
-def near(sizes: dict[str, int], node: int, device: int, flat: bool) -> list[Cells]:
-    """All devices one by one; above `MOST` blocks, and what is near a device. One dim has ``flat`` cells."""
+def shown_cells(sizes: dict[str, int], node: int, device: int, flat: bool) -> list[Cells]:
+    """Return the cells of all devices one by one; above `MOST_CELLS` blocks, and those near a device.
+
+    Cells of one dim are ``flat``."""
     n, tall = math.prod(sizes.values()), 22.0 if flat else 46.0
-    if n <= MOST:
+    if n <= MOST_CELLS:
         return [Cells(sizes, node, n, tall=tall)]
     steps = strides(sizes, sizes)
     nested = sorted({step * k for a, step in steps.items() for k in divisors(sizes[a])})
-    whole_axes = [b for b in sorted({*steps.values()}) if 16 <= n // b <= MOST]
-    block = next(b for b in [*whole_axes, *nested] if n // b <= MOST)
-    close = [b for b in nested if b <= MOST and block % b == 0]
+    whole_axes = [b for b in sorted({*steps.values()}) if 16 <= n // b <= MOST_CELLS]
+    block = next(b for b in [*whole_axes, *nested] if n // b <= MOST_CELLS)
+    close = [b for b in nested if b <= MOST_CELLS and block % b == 0]
     inner = node if node in close else max(b for b in close if b <= 16)
     around = Cells(sizes, node, inner, 1, device // inner * inner, high=100, tall=tall)
     return [Cells(sizes, node, n // block, block, high=250, tall=tall), around]
@@ -285,11 +287,11 @@ def tensor_grid(
 ) -> Scene:  # fmt: skip
     """Which block of a tensor each device of a mesh holds, `COLUMN` pixels wide.
 
-    Every device is the whole tensor with its block inked in the colour of the role ``fill``; above `MOST`
-    devices a cell stands for a block of them, and the ``device`` that was chosen is drawn with those near it
-    below. ``sizes`` of the mesh axes come slow links first, as `MeshShape.sizes` has them; ``node`` counts
-    the devices of a node. A click on a cell sets ``device``. With ``segments`` of a layer there is a frame
-    for each (`frames`). Bytes are those of elements of ``itemsize``.
+    Every device is the whole tensor with its block inked in the colour of the role ``fill``; above
+    `MOST_CELLS` devices a cell stands for a block of them, and the ``device`` that was chosen is drawn with
+    those near it below. ``sizes`` of the mesh axes come slow links first, as `MeshShape.sizes` has them;
+    ``node`` counts the devices of a node. A click on a cell sets ``device``. With ``segments`` of a layer
+    there is a frame for each (`frames`). Bytes are those of elements of ``itemsize``.
     """
     n = math.prod(sizes.values())
     dims = [Dim(dim.name, tuple(a for a in dim.axes if sizes.get(a, 1) > 1)) for dim in layout.dims]
@@ -323,7 +325,7 @@ def tensor_grid(
         tip = lambda device: holds(coordinates(sizes, sizes, device))
         return inked(part, device, same, ink, tip)
 
-    parts, at = near(sizes, node, device, len(shown) < 2), coordinates(sizes, sizes, device)
+    parts, at = shown_cells(sizes, node, device, len(shown) < 2), coordinates(sizes, sizes, device)
     copies = n // math.prod(counts)
     notes = [f"Device {device} ({parts[-1].where(device - parts[-1].first)}) holds {holds(at)}."]
     notes += [f"{count_noun(copies, 'device')} hold the same."] * (copies > 1)
@@ -344,17 +346,17 @@ def tensor_grid(
         said = [small_text(0, 1.3 * pixels(SMALL) * i, line, "start", "ink") for i, line in wrapped]
         lines.append(Group(tuple(said), frame=k))
     text, title = " ".join(notes), f"{name or layout}: who holds what"
-    return compose(title, [placed, lines], text, [text], MARGIN, COLUMN)
+    return compose(title, [placed, lines], text, [text], GRID_MARGIN, COLUMN)
 
 
-def words(segment: Segment) -> str:
+def segment_words(segment: Segment) -> str:
     """What happens in a segment."""
     took, waits = segment.end_s - segment.start_s, segment.exposed_s
     if not segment.axes:
         slower = f", {time_text(waits)} of it for what travels beside" if waits else ""
         return f"All devices compute: {segment.name}, {time_text(took)}{slower}."
     text = f"{segment.name.capitalize()}: {segment.kind} over {','.join(segment.axes)}"
-    text += f", {segment.group} devices; {HOW[segment.kind.removeprefix('ragged-')]}"
+    text += f", {segment.group} devices; {_RING_WORDS[segment.kind.removeprefix('ragged-')]}"
     text += f". Each sends {size_text(segment.bytes_sent)}"
     text += f" in {segment.times} messages" * (segment.times > 1)
     beside = "computing waits" if waits > 0.999 * took else "beside computing"
@@ -367,7 +369,9 @@ def frames(segments: list[Segment]) -> list[dict[str, Any]]:
     """Frame 0, at rest, and one for each segment: how long it is shown, of 8 seconds in all, and words."""
     total = sum(one.end_s - one.start_s for one in segments) or 1.0
     shown = [max(0.5, 8 * (one.end_s - one.start_s) / total) for one in segments]
-    each = [{"seconds": round(t, 2), "text": words(one)} for one, t in zip(segments, shown, strict=True)]
+    each = [
+        {"seconds": round(t, 2), "text": segment_words(one)} for one, t in zip(segments, shown, strict=True)
+    ]
     return [{"seconds": 1.0, "text": "At rest: who holds what."}, *each] if each else []
 
 
@@ -412,4 +416,6 @@ def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
     rows = [scene.stack(film[i : i + across], 16, across=True) for i in range(0, len(film), across)]
     title = f"{kind} over {axis}, devices {number_ranges(members)}: {count_noun(last, 'round')}"
     note = "A device has a place for each block; a bar is as high as what it holds of the block."
-    return compose(title, [scene.stack(rows, 14)], "\n".join(lines), [f"{title}. {note}"], MARGIN, _BESIDE)
+    return compose(
+        title, [scene.stack(rows, 14)], "\n".join(lines), [f"{title}. {note}"], GRID_MARGIN, _BESIDE
+    )

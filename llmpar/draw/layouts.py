@@ -11,7 +11,18 @@ from typing import Any
 from llmpar.draw import scene
 from llmpar.draw.charts import count_noun, number_ranges
 from llmpar.draw.geometry import coordinates, holders, strides
-from llmpar.draw.scene import SMALL, Line, Rect, Scene, Text, bounds, compose, fitting, flatten, small_text
+from llmpar.draw.scene import (
+    SMALL,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    bounds,
+    compose,
+    fitting_text,
+    flatten,
+    small_text,
+)
 from llmpar.plan.layout import Arrow, Dim, Layout, parse_arrow, parse_layout
 from llmpar.plan.mesh_shape import AXES, ORDER, MeshShape, parse_mesh
 from llmpar.predict.formulas import ring_bytes
@@ -83,7 +94,7 @@ def _tensor(layout: Layout, shape, sizes: dict[str, int] | None, beside: Layout 
         words = "+ ⋯" if k < 0 else "+ " + " ".join(f"{a} {n}" for a, n in places)
         sheets.append(Rect(x + wide + 8 * (i - 1), y + 17 * i, 8, high - 17, "paper", stroke, hatch="/"))
         sheets.append(Rect(x + 8 * i, y + 17 * i + high - 17, wide, 17, "cell", stroke))
-        sheets += fitting(x + 8 * i + wide / 2, y + 17 * i + high - 8, wide - 4, words, words[:3], "+")
+        sheets += fitting_text(x + 8 * i + wide / 2, y + 17 * i + high - 8, wide - 4, words, words[:3], "+")
     return sheets + items
 
 
@@ -136,7 +147,9 @@ class _Grid:
                 shard = shard * math.prod(self.sizes.get(a, 1) for a in dim.axes) + i
             words = f"{'devices' if len(devices) > 1 else 'device'} {number_ranges(devices, 4)}"
             items += [small_text(w / 2, h / 2 - 8, f"shard {shard}", fill="ink")]
-            items += fitting(w / 2, h / 2 + 8, w - 4, words, count_noun(len(devices), "device"), fill="soft")
+            items += fitting_text(
+                w / 2, h / 2 + 8, w - 4, words, count_noun(len(devices), "device"), fill="soft"
+            )
         return items, w, tall
 
     def border(self, d: int, before: int, i: int, points) -> Line:

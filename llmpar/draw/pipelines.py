@@ -7,7 +7,19 @@ from typing import Any
 
 from llmpar.draw import scene
 from llmpar.draw.charts import scale
-from llmpar.draw.scene import PAGE, SMALL, Group, Line, Rect, Scene, Text, compose, fitting, small_text, ticks
+from llmpar.draw.scene import (
+    PAGE,
+    SMALL,
+    Group,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    compose,
+    fitting_text,
+    small_text,
+    ticks,
+)
 from llmpar.plan.schedules import Op
 from llmpar.plan.timetable import Timetable
 
@@ -46,7 +58,7 @@ class _Band:
             tip = f"stage {stage}, {name}: {did}"
             items += _operation(Rect(x, y, w, _CELL, fill, *look, dash=bool(unrun), tip=tip, op=op), first)
             room = w * first
-            items += fitting(x + room / 2, y + 12, room - 2, name, f"{kind}{u}", str(u), on=fill)
+            items += fitting_text(x + room / 2, y + 12, room - 2, name, f"{kind}{u}", str(u), on=fill)
             items += [Rect(x + 1, y + 22, w - 2, 3, "black")] * (chunk > 0)
         return items
 
@@ -229,7 +241,7 @@ def bubbles(table: Timetable) -> Scene:
         x, w = x_of(start), x_of(work) - left
         items.append(small_text(left - 10, y + 9, name, "end", "ink"))
         items.append(Rect(x, y, w, 18, "cell", "edge", 0.75))
-        items += fitting(x + w / 2, y + 9, w, says)
+        items += fitting_text(x + w / 2, y + 9, w, says)
         items += [Rect(x + w, y, x_of(waits) - left, 18, "paper", "edge", 0.75, "/")] * (waits > 0)
         if over:
             corners = ((x, y + 22), (x, y + 27), (x_of(over), y + 27), (x_of(over), y + 22))
@@ -257,7 +269,7 @@ def _cells(
         items += _operation(Rect(x, y, w, tall, op.kind, "edge", 0.5, tip=tip), part)
         items += [Rect(x, y + tall - 2.5, w, 2.5, "black")] * (op.chunk > 0)
         names = (f"{op.kind}{op.microbatch}", f"{op.microbatch}") if letters else ()
-        items += fitting(x + part * w / 2, y + tall / 2, part * w - 1, *names, on=op.kind)
+        items += fitting_text(x + part * w / 2, y + tall / 2, part * w - 1, *names, on=op.kind)
     return items
 
 

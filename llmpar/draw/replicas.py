@@ -145,7 +145,7 @@ def gather_use_forget(layers: int = 3, devices: int = 4, takes=(1.3, 1.6, 3.0)) 
 
     def box(y: float, a: float, b: float, fill: str, words: str = "", high: float = tall) -> None:
         items.append(Rect(x_of(a), y, scale * (b - a), high, fill, "ink", 0.5))
-        items.extend(scene.fitting(x_of((a + b) / 2), y + high / 2, scale * (b - a), words, on=fill))
+        items.extend(scene.fitting_text(x_of((a + b) / 2), y + high / 2, scale * (b - a), words, on=fill))
 
     for n in range(layers):
         y = n * pitch

@@ -188,14 +188,14 @@ def small_text(x: float, y: float, text: str, anchor: str = "middle", fill: str 
     return Text(x, y, text, SMALL, anchor, fill)
 
 
-def fitting(x: float, y: float, room: float, *texts: str, on: str = "", fill: str = "") -> list[Text]:
+def fitting_text(x: float, y: float, room: float, *texts: str, on: str = "", fill: str = "") -> list[Text]:
     """The first of ``texts`` that fits into ``room`` pixels around ``x``; nothing if none does. Its colour is
     ``fill``, or what is legible ``on`` a ground."""
     fits = [text for text in texts if text and text_width(text, SMALL) <= room]
     return [small_text(x, y, text, fill=fill or text_color_on(on)) for text in fits[:1]]
 
 
-def look(role: str) -> tuple[str, str, str]:
+def style_of(role: str) -> tuple[str, str, str]:
     """Fill, stroke and hatch of a role: its colour, or with ``/`` or ``.`` behind it paper hatched in it."""
     name, hatch = (role[:-1], role[-1]) if role[-1] in "/." else (role, "")
     stroke = f"{name}-line" if f"{name}-line" in LIGHT else "edge"
@@ -210,7 +210,7 @@ def legend(entries, room: float = 640) -> list:
         w = 20 + text_width(meaning, SMALL)
         if x and x + w > room:
             x, y = 0, y + 20
-        fill, stroke, hatch = look(role + "".join(hatched))
+        fill, stroke, hatch = style_of(role + "".join(hatched))
         out.append(Rect(x, y, 14, 14, fill, stroke, hatch=hatch))
         out.append(Text(x + 20, y + 7, meaning, SMALL))
         x += w + 22

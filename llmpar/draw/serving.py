@@ -7,7 +7,7 @@ from typing import Any
 from llmpar.draw import scene
 from llmpar.draw.charts import bar_part
 from llmpar.draw.geometry import holders
-from llmpar.draw.scene import OTHERS, SMALL, Line, Scene, Text, fitting, pixels, small_text, text_width
+from llmpar.draw.scene import OTHERS, SMALL, Line, Scene, Text, fitting_text, pixels, small_text, text_width
 from llmpar.plan.layout import Layout
 
 
@@ -26,7 +26,7 @@ def passes(prompt: Sequence[str], answer: Sequence[str]) -> Scene:
         boxes += [("weights", top + 26, 40, "weights"), ("cell", out, high, made)]
         for role, y, h, text in boxes + [(role, top + 80 + low * i, low, "") for i, role in enumerate(kept)]:
             items.append(bar_part(role, x - wide / 2, y, wide, h, text))
-            items += fitting(x, y + h / 2, wide, text, on=role)
+            items += fitting_text(x, y + h / 2, wide, text, on=role)
         for y in (top + 23, out - 3):
             items.append(Line(((x, y - 20), (x, y)), "edge", 2, head=True))
         items.append(Text(x, -16, name, anchor="middle", bold=True))
@@ -50,7 +50,7 @@ def slots(panels: Mapping[str, Sequence], title: str, across: bool = False) -> S
                     y, h = (i + n / len(parts)) * high, high / len(parts)
                     items.append(bar_part(fills.get(part, f"paper{part}"), k * wide, y, wide, h, part))
                 whole = cell * (cell in fills)
-                items += fitting((k + 0.5) * wide, (i + 0.5) * high, wide, whole, fill="black")
+                items += fitting_text((k + 0.5) * wide, (i + 0.5) * high, wide, whole, fill="black")
         blocks.append(items)
         lines += [heading, *(f"{name}: {' '.join(cell or '.' for cell in row)}" for name, row in rows)]
     return scene.compose(title, [scene.stack(blocks, 26, across)], "\n".join(lines))

@@ -9,10 +9,10 @@ from typing import Any
 
 from llmpar.draw.charts import count_noun, number_ranges
 from llmpar.draw.geometry import coordinates
-from llmpar.draw.grid import COLUMN, MARGIN, Cells, apart_words, inked, near, visible
-from llmpar.draw.scene import Rect, Scene, compose, fitting, size_text, stack
+from llmpar.draw.grid import COLUMN, GRID_MARGIN, Cells, apart_words, inked, shown_cells, visible
+from llmpar.draw.scene import Rect, Scene, compose, fitting_text, size_text, stack
 from llmpar.explore.explorer import Explorer
-from llmpar.explore.words import button, table, table_row
+from llmpar.explore.words import button, html_table, table_row
 
 NONE: dict[str, Any] = {"shape": [], "shards": [], "unfinished": ""}
 HEAD = "array", "shape", "dtype", "lies as", "blocks", "copies", "held here", "bytes"
@@ -75,11 +75,11 @@ class GivenExplorer(Explorer):
                 items.append(Rect(left + x, top, right - x, low - top, "weights", *edge))
                 top, low = side(block, aside, h)
                 items += [Rect(0, top, 5, low - top, "other2")] * bool(aside)
-            return items if self.rows else fitting(w / 2, h / 2, w, number_ranges(ids), f"{ids[0]} …")
+            return items if self.rows else fitting_text(w / 2, h / 2, w, number_ranges(ids), f"{ids[0]} …")
 
         node = n // len({*hosts})
         node = node if all(host == hosts[i // node * node] for i, host in enumerate(hosts)) else n
-        parts, placed = near(self.sizes, node, device, len(shown) < 2), []
+        parts, placed = shown_cells(self.sizes, node, device, len(shown) < 2), []
         tip = lambda at: self.held(row, at)[0] if self.rows else self.where(at)
         for part in parts:
             same = [i for i in range(part.num) if self.rows and holds[device] in holds[inside(part, i)]]
@@ -98,7 +98,7 @@ class GivenExplorer(Explorer):
         notes += [f"Left out: {', '.join(given['skipped'])}."] * bool(given["skipped"])
         mesh = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one device"
         title = f"{f'Who holds which block of {name}' if self.rows else self.title}, {mesh}"
-        return compose(title, [stack(placed, 16)], "\n".join(notes), [" ".join(notes)], MARGIN, COLUMN)
+        return compose(title, [stack(placed, 16)], "\n".join(notes), [" ".join(notes)], GRID_MARGIN, COLUMN)
 
     def answer(self, state: dict) -> dict:
         found, device = super().answer(state), state["device"]
@@ -121,6 +121,6 @@ class GivenExplorer(Explorer):
         known = known if any(row["dtype"] for row in self.rows.values()) else "no shape is given"
         panels = {"grid": found["panels"]["picture"] | {"title": found["says"].splitlines()[0]}}
         if held:
-            rows = table(HEAD, f"<tbody>{lines}</tbody>")
+            rows = html_table(HEAD, f"<tbody>{lines}</tbody>")
             panels["holds"] = {"html": f"<p>{self.where(device)}: {known}.</p>{rows}"}
         return found | {"panels": panels, "says": says, "numbers": {"device": device, "held": held}}

@@ -27,7 +27,7 @@ _FOLDERS = "draw/* explore/* plan/* predict/* planner/* kernels/__init__.py kern
 NEED_JAX = ("widget.py", "aot.py", "targets.py")
 EXERCISES = "__init__.py judge.py pages.py record.py 01.py 01.md 02.md 08.py 08.md".split()
 """Lessons whose exercises a page judges; of lesson 02 those that no device runs."""
-MOST = 1_300_000
+MOST_BYTES = 1_300_000
 """Bytes of stored answers in a small page, packed: with them it takes about 2 MB."""
 
 
@@ -36,7 +36,7 @@ def runtime() -> str:
     return RUNTIME.read_text(encoding="ascii") if RUNTIME.is_file() else ""
 
 
-def rooms() -> dict[str, str]:
+def sources() -> dict[str, str]:
     """The part of the package that needs neither JAX nor numpy: what the files hold, by their paths."""
     found = [_PACKAGE / "__init__.py", _PACKAGE / "files.py"]
     found += [path for folder in _FOLDERS for path in sorted(_PACKAGE.glob(folder))]
@@ -69,7 +69,7 @@ def html(explorer: Any, small: bool = False) -> str:
         "stored": packed(stored) if small else "",
         "module": as_script(MODULE),
         "worker": as_script(STATIC / "worker.js"),
-        "rooms": "" if small else packed(rooms()),
+        "sources": "" if small else packed(sources()),
         "python": python or "null",
     }
     template = (STATIC / "saved.html").read_text(encoding="utf-8")
@@ -92,12 +92,13 @@ def as_script(path: Path) -> str:
 
 
 def nearby(explorer: Any, doc: dict) -> list[dict]:
-    """The answer of the start, with all that a reader would wait for, and those one click away, up to `MOST`
+    """The answer of the start, with all that a reader would wait for, and those one click away, up to
+    `MOST_BYTES`
     bytes: of what it advises, and by turns of what each panel offers."""
     start, first = doc["state"], doc["answer"]
     while first["more"] and (later := explorer.more(start)):
         first = later
-    found, room = [first, *doc["stored"]], MOST
+    found, room = [first, *doc["stored"]], MOST_BYTES
     known = [answer["asked"] for answer in found]
     for patch in offered(first):
         state = start | patch

@@ -15,7 +15,7 @@ from llmpar.draw.dispatch import expert_loads
 from llmpar.draw.pipelines import timeline
 from llmpar.draw.scene import OTHERS, Line, Rect, Scene, compose, small_text, time_text
 from llmpar.draw.strips import hop_words, ring_held, ring_sums
-from llmpar.explore.answers import Limits, refused, step
+from llmpar.explore.answers import Limits, offer, refused
 from llmpar.explore.explorer import Explorer
 from llmpar.explore.words import button, tagged
 from llmpar.files import Allowed
@@ -133,7 +133,7 @@ class TimelineExplorer(Figure):
             return self.answer(still) | {"asked": state} | refused(error, [])
         found = self.answer(still | {"order": order}) | {"asked": state}
         if found["refusal"]:
-            found["refusal"]["steps"] = [step("take the move back", "apply", order=state["order"])]
+            found["refusal"]["steps"] = [offer("take the move back", "apply", order=state["order"])]
         return found
 
     def answer(self, state: dict) -> dict:
@@ -153,7 +153,7 @@ class TimelineExplorer(Figure):
             found["numbers"] = {"makespan": mine.makespan, "bubble": mine.bubble, "held": mine.peak_live()}
             found["numbers"] |= {"order": str(order)} if order.placement in ("linear", "looped") else {}
         except ValueError as error:
-            back = step(f"back to {state['schedule']}", "apply", order="")
+            back = offer(f"back to {state['schedule']}", "apply", order="")
             found |= refused(error, [back] * bool(state["order"]))
             if not found["panels"]:
                 return found

@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from llmpar.draw.scene import attribute, banded, digits_of, rounded, size_text, time_text
-from llmpar.explore.look import Look
+from llmpar.explore.look import View
 from llmpar.explore.page import WORDS
 from llmpar.planner import planner
 from llmpar.planner.terms import Term, terms
@@ -46,7 +46,7 @@ def table_row(name: str, cells: Iterable[str]) -> str:
     return f"<tr><th scope='row'>{name}</th>{tagged('td', cells)}</tr>"
 
 
-def table(head: Iterable[str], rows: str) -> str:
+def html_table(head: Iterable[str], rows: str) -> str:
     """A table of rows below the names of its columns."""
     columns = "".join(f"<th scope='col'>{word}</th>" for word in head)
     return f"<table><thead><tr>{columns}</tr></thead>{rows}</table>"
@@ -59,7 +59,7 @@ def glossary() -> dict[str, str]:
     return {word.strip(): said for names, said in rows for word in names.split(",")}
 
 
-def explain(seen: Look) -> str:
+def explanation(seen: View) -> str:
     """What was clicked: a number with its formula filled in, a glossary word, why meshes are left out."""
     asked, found = seen.state["explain"] or "total", terms(seen.question, seen.one)
     if asked.startswith("word "):
@@ -92,7 +92,7 @@ def _term(term: Term) -> str:
     return tagged("p", [f"{name}: {escape(term.formula)}"]) + shown + tagged("p", [" · ".join(where)])
 
 
-def famous(seen: Look) -> str:
+def published_runs(seen: View) -> str:
     """Published runs, each a click away: what was measured beside what is predicted, once that is known."""
     rows = []
     for run, q, mesh in planner.famous():
@@ -107,4 +107,4 @@ def famous(seen: Look) -> str:
         cells = published, ours, run["source"], run.get("differs", "")
         rows.append(table_row(button(run["name"], **start), map(escape, cells)))
     head = "run", "published", "ours", "source", "why ours differs"
-    return table(head, f"<tbody>{''.join(rows)}</tbody>")
+    return html_table(head, f"<tbody>{''.join(rows)}</tbody>")
