@@ -266,7 +266,7 @@ CASES: dict = {
     "three bubbles": lambda: draw.bubbles(pipeline("zb-h2", 4, 6)),
     "three bubbles, alike": lambda: draw.bubbles(pipeline("1f1b", 4, 8)),
     "loads": lambda: draw.expert_loads([[4, 0, 2, 1], [1, 1, 9, 0]]),
-    "loads left out": lambda: draw.expert_loads([[4, 0, 2, 1], [1, 1, 9, 0]], room=3),
+    "loads left out": lambda: draw.expert_loads([[4, 0, 2, 1], [1, 1, 9, 0]], slots=3),
     "dispatch": lambda: draw.dispatch(CHOSEN),
     "dispatch slots": lambda: draw.dispatch(CHOSEN, slots=2, follow=(1, 1), weights=(0.7, 0.3)),
     "dispatch begun": lambda: draw.dispatch(CHOSEN, slots=1, stages=3),

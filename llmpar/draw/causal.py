@@ -1,8 +1,17 @@
 """Draw the square of causal attention in the colours of the ranks that compute it."""
 
-from typing import Any
-
-from llmpar.draw.scene import OTHERS, Group, Line, Rect, Scene, Text, compose, small_text, text_color_on
+from llmpar.draw.scene import (
+    OTHERS,
+    Group,
+    Items,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    compose,
+    small_text,
+    text_color_on,
+)
 
 
 def causal(orders, step: int | None = None, title: str = "", counts: bool = True, bars: bool = True) -> Scene:
@@ -22,7 +31,7 @@ def causal(orders, step: int | None = None, title: str = "", counts: bool = True
         work = [[0.0] * ranks for _ in held]
         items: list = [Rect(0, 0, 240, 240, "paper", "grid", hatch="/"), Text(0, -56, name, bold=True)]
         named = (120, -35, "keys"), (-26, -35, "queries"), (172, 60, "later keys:"), (172, 76, "not seen")
-        items, bold = [*items, *(small_text(*one) for one in named)], list[Any]()
+        items, bold = [*items, *(small_text(*one) for one in named)], Items()
         for q, rank in sorted(owner.items()):
             tint, y = OTHERS[rank], side * q
             for x, top, w, h in ((-26, y, 20, side), (y, -24, side, 18)):  # queries at the left, keys above
@@ -40,7 +49,7 @@ def causal(orders, step: int | None = None, title: str = "", counts: bool = True
                 (bold if t == step else items).extend([number] * counts)
         took = [max(row[t] for row in work) for t in range(last + 1)]
         time = Text(236, 16, f"takes {sum(took):g} squares", anchor="end", bold=True)
-        items, below = [*items, *bold, *[time] * counts], list[Any]()
+        items, below = [*items, *bold, *[time] * counts], Items()
         for rank, row in enumerate(work):
             y, sums = 258 + 22 * rank, sum(row[: len(took)])
             below.append(small_text(-6, y + 8, f"rank {rank}", "end", "ink"))

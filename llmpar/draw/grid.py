@@ -11,10 +11,28 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmpar.draw import scene
 from llmpar.draw.charts import count_noun, number_ranges, two_lanes
 from llmpar.draw.geometry import coordinates, groups, rounds, slices, strides
-from llmpar.draw.scene import SMALL, Group, Rect, Scene, compose, pixels, size_text, small_text, time_text
+from llmpar.draw.scene import (
+    LIGHT,
+    PLAIN_EM,
+    SMALL,
+    Group,
+    Items,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    compose,
+    legend,
+    pixels,
+    size_text,
+    small_text,
+    stack,
+    text_color_on,
+    text_width,
+    time_text,
+)
 from llmpar.plan.layout import Dim, Layout
 from llmpar.plan.mesh_shape import AXES, PARTS, MeshShape, divisors, parse_mesh
 from llmpar.predict.layer import Segment
@@ -35,7 +53,7 @@ _RING_WORDS = {
 
 def axis_line(axis: str) -> str:
     """The role of an axis' words; of one that is not ours, that of all words."""
-    return f"{axis}-line" if f"{axis}-line" in scene.LIGHT else "ink"
+    return f"{axis}-line" if f"{axis}-line" in LIGHT else "ink"
 
 
 @dataclass
@@ -83,7 +101,7 @@ class Cells:
     def room(self, axis: str) -> float:
         """The width of an axis' labels beside the rows."""
         ends = 0, self.num - self.columns
-        return 10 + max(scene.text_width(self.name(axis, cell, self.columns), SMALL) for cell in ends)
+        return 10 + max(text_width(self.name(axis, cell, self.columns), SMALL) for cell in ends)
 
     def ranges(self, cell: int, cells: int = 1) -> dict[str, tuple[int, int]]:
         """Which coordinates the devices of some cells have, which are an aligned block."""
@@ -112,7 +130,7 @@ class Cells:
 
     def around(self) -> list:
         """The axes' names with indices, beside the rows and above the columns; dashed boxes around nodes."""
-        items, right, sides = list[Any](), 0.0, {axis for axis, _ in self.side}
+        items, right, sides = Items(), 0.0, {axis for axis, _ in self.side}
         for axis, stride in self.side:
             right += self.room(axis)
             for cell in range(0, self.num, stride):
@@ -125,7 +143,7 @@ class Cells:
                 low = self.ranges(cell)[axis][0] - self.ranges(0)[axis][0] * (axis in sides)
                 name = f"+{low}" if axis in sides else self.name(axis, cell)  # from the row's first one on
                 texts = name, name.split()[-1], str(low)
-                fits = [text for text in texts if scene.text_width(text, SMALL) <= stride * (self.w + GAP)]
+                fits = [text for text in texts if text_width(text, SMALL) <= stride * (self.w + GAP)]
                 short = (*fits, texts[-1])[0]
                 items.append(small_text(x, 1.3 * pixels(SMALL) * (line + 0.4), short, fill=axis_line(axis)))
         for cell in range(0, self.num, self.per) if self.per else ():
@@ -154,7 +172,7 @@ class Cells:
             pairs = zip([mine] * len(team), team, strict=True)
         paths = [self.arrow(a, b) for a, b in pairs if a != b]
         for paint, wide in (("paper", 4), (color, 2)):  # a halo below all arrows
-            items += [scene.Line(path, paint, wide, head=True) for path in paths]
+            items += [Line(path, paint, wide, head=True) for path in paths]
         return items
 
     def arrow(self, source: int, target: int) -> tuple[tuple[float, float], ...]:
@@ -185,7 +203,7 @@ def mesh(
     apart, host = strides(live, live), devices_per_host or shape.size
     teams = groups(shape.user_sizes, AXES, [highlight_axis]) if highlight_axis else []
     team_of = {device: i for i, team in enumerate(teams) for device in team}
-    widest = max(map(scene.text_width, [str(shape.size), *[f"group {len(teams)}"] * bool(teams)])) + 10
+    widest = max(map(text_width, [str(shape.size), *[f"group {len(teams)}"] * bool(teams)])) + 10
     size = max(46.0, widest), 54.0 if teams else 34.0
     cells = Cells(live, host, shape.size, size=size)
     items = cells.around()
@@ -193,8 +211,8 @@ def mesh(
         (x, y), lit = cells.at(device), team_of.get(device) == 0
         fill = highlight_axis if highlight_axis and lit else "cell"
         items.append(Rect(x, y, *size, fill, f"{highlight_axis}-line" if teams else "edge", 1.5, radius=3))
-        color = scene.text_color_on(fill)
-        items.append(scene.Text(x + size[0] / 2, y + 17, str(device), anchor="middle", fill=color))
+        color = text_color_on(fill)
+        items.append(Text(x + size[0] / 2, y + 17, str(device), anchor="middle", fill=color))
         if teams:
             items.append(small_text(x + size[0] / 2, y + 38, f"group {team_of[device]}", fill=color))
     facts, lines, notes = list[tuple[str, str]](), list[str](), list[str]()
@@ -210,7 +228,7 @@ def mesh(
         notes.append(f"Filled: {which}, devices {number_ranges(teams[0])}.")
     text = "\n".join([*(fact for _, fact in facts), *lines, *notes])
     title = f"mesh {shape}: {count_noun(shape.size, 'device')}"
-    return compose(title, [items, scene.legend(facts, 400)], text, notes)
+    return compose(title, [items, legend(facts, 400)], text, notes)
 
 
 def stretches(dims: list[Dim], sizes: dict[str, int], ranges, room: float) -> list[tuple[float, float]]:
@@ -310,7 +328,7 @@ def tensor_grid(
         return f"{words}; {size_text(whole // math.prod(counts))} of {size_text(whole)}"
 
     def ink(part: Cells, cell: int, w: float, h: float) -> list:
-        ranges, left, items = part.ranges(cell), 6.0 * bool(aside), list[Any]()
+        ranges, left, items = part.ranges(cell), 6.0 * bool(aside), Items()
         span = lambda which, room: stretches([dims[i] for i in which], sizes, ranges, room)
         for a, b in span(aside[:1], h) if aside and not odd else []:
             items.append(Rect(0, a, 5, b - a, dims[aside[0]].axes[0]))
@@ -334,19 +352,32 @@ def tensor_grid(
     notes += [f"The bar at its left is {dims[i].name}." for i in aside[:1]]
     notes += apart_words(parts)
     notes += [f"Dashed: nodes of {node} devices."] * any(part.per for part in parts)
-    placed = scene.stack([drawn(part) for part in parts], 16)
-    for k, one in enumerate(segments or (), 1):
-        axes = tuple(a if a in sizes else {v: k for k, v in PARTS.items()}.get(a, a) for a in one.axes)
-        for spot, part in zip(placed[: len(parts)], parts, strict=True):
-            if axes:
-                placed.append(Group(tuple(part.moving(device, axes, one.kind)), spot.dx, spot.dy, k))
-    letters, lines = int(COLUMN / pixels(SMALL) / scene.PLAIN_EM) - 2, list[Group]()
-    for k, frame in enumerate(frames(segments or [])):
-        wrapped = enumerate(textwrap.wrap(frame["text"], letters))
-        said = [small_text(0, 1.3 * pixels(SMALL) * i, line, "start", "ink") for i, line in wrapped]
-        lines.append(Group(tuple(said), frame=k))
+    placed = stack([drawn(part) for part in parts], 16)
+    moving = _moving(placed, parts, sizes, device, segments or [])
     text, title = " ".join(notes), f"{name or layout}: who holds what"
-    return compose(title, [placed, lines], text, [text], GRID_MARGIN, COLUMN)
+    blocks = [[*placed, *moving], _captions(segments or [])]
+    return compose(title, blocks, text, [text], GRID_MARGIN, COLUMN)
+
+
+def _moving(placed, parts: list[Cells], sizes: dict[str, int], device: int, segments) -> list[Group]:
+    """Return for each segment a frame with the arrows of its first round, over all parts of the mesh."""
+    axis_of = {part: axis for axis, part in PARTS.items()}
+    out = []
+    for k, segment in enumerate(segments, 1):
+        axes = tuple(a if a in sizes else axis_of.get(a, a) for a in segment.axes)
+        for spot, part in zip(placed, parts, strict=True) if axes else ():
+            out.append(Group(tuple(part.moving(device, axes, segment.kind)), spot.dx, spot.dy, k))
+    return out
+
+
+def _captions(segments: list[Segment]) -> list[Group]:
+    """Return what each frame shows, in words."""
+    letters, out = int(COLUMN / pixels(SMALL) / PLAIN_EM) - 2, []
+    for k, frame in enumerate(frames(segments)):
+        lines = enumerate(textwrap.wrap(frame["text"], letters))
+        texts = [small_text(0, 1.3 * pixels(SMALL) * i, line, "start", "ink") for i, line in lines]
+        out.append(Group(tuple(texts), frame=k))
+    return out
 
 
 def segment_words(segment: Segment) -> str:
@@ -400,7 +431,7 @@ def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
         for source, target, _ in steps[t]["sends"]:
             (x0, y0), (x1, y1) = spots[source], spots[target]
             ends = [(x0 + part * (x1 - x0), y0 + part * (y1 - y0)) for part in (0.3, 0.7)]
-            items.append(scene.Line(tuple(ends), color, 1.5, head=True))
+            items.append(Line(tuple(ends), color, 1.5, head=True))
         for rank, (x, y) in enumerate(spots):
             items.append(Rect(x - w / 2, y - h / 2, w, h, "paper", color))
             for b, held in enumerate(steps[t]["held"][rank]):
@@ -413,9 +444,7 @@ def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
         film.append(items)
         lines.append(f"round {t}: " + " | ".join(" ".join(map(str, row)) for row in steps[t]["held"]))
     across = max(1, int(_BESIDE // (2.5 * radius + w + 44)))
-    rows = [scene.stack(film[i : i + across], 16, across=True) for i in range(0, len(film), across)]
+    rows = [stack(film[i : i + across], 16, across=True) for i in range(0, len(film), across)]
     title = f"{kind} over {axis}, devices {number_ranges(members)}: {count_noun(last, 'round')}"
     note = "A device has a place for each block; a bar is as high as what it holds of the block."
-    return compose(
-        title, [scene.stack(rows, 14)], "\n".join(lines), [f"{title}. {note}"], GRID_MARGIN, _BESIDE
-    )
+    return compose(title, [stack(rows, 14)], "\n".join(lines), [f"{title}. {note}"], GRID_MARGIN, _BESIDE)

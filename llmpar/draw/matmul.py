@@ -3,9 +3,24 @@
 import re
 from typing import Any
 
-from llmpar.draw import scene
 from llmpar.draw.geometry import holders
-from llmpar.draw.scene import OTHERS, Group, Line, Rect, Scene, Text, small_text
+from llmpar.draw.scene import (
+    OTHERS,
+    SMALL,
+    Group,
+    Items,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    bounds,
+    compose,
+    legend,
+    small_text,
+    stack,
+    text_color_on,
+    text_width,
+)
 from llmpar.plan.layout import Arrow, Dim, Layout, parse_layout
 
 LENGTH = {"s": 84, "d": 72, "m": 136, "n": 112, "k": 112, "t": 84, "h": 48, "z": 16}
@@ -37,7 +52,7 @@ def matmul(chain: str, names=(), devices: int = 4, title: str = "", notes=(), sh
             right = ", ".join(map(str, made)) or "not multiplied"
             raise ValueError(f"{' × '.join(texts[i - 2 : i])} is {right} on the devices, not {texts[i]}")
     scale = {2: 1.5, 3: 1.5, 4: 1.2, 5: 1.1, 6: 1.0}.get(len(texts), 0.9)
-    line, lines, at = list[Any](), list[str](), 0.0
+    line, lines, at = Items(), list[str](), 0.0
     for i, place in enumerate(places):
         if i:
             pairs = zip(places[i - 1], place, strict=True) if signs[i] == "->" else ()
@@ -50,18 +65,18 @@ def matmul(chain: str, names=(), devices: int = 4, title: str = "", notes=(), sh
         name, _, word = name.partition("|")  # of our own in place of how it is held
         words = [word or _held(place[0], devices)] * bool(cut)
         size = scale * (1 if len(place) == 1 else 0.65)
-        blocks: list = scene.stack([_matrix(one, cut, devices, size) for one in place], 8)
-        x0, top, x1, bottom = scene.bounds(blocks)
+        blocks: list = stack([_matrix(one, cut, devices, size) for one in place], 8)
+        x0, top, x1, bottom = bounds(blocks)
         blocks += [small_text((x0 + x1) / 2, top - 13, word) for word in words]
         blocks.append(Text((x0 + x1) / 2, top - 13 - 20 * len(words), name, anchor="middle", bold=True))
-        x0, _, x1, _ = scene.bounds(blocks)
+        x0, _, x1, _ = bounds(blocks)
         line.append(Group(tuple(blocks), at - x0, -(top + bottom) / 2))
         lines.append(": ".join([name if name == texts[i] else f"{name} ({texts[i]})", *words]))
         at += x1 - x0
     key: list = [(tint, f"device {i}") for i, tint in enumerate(OTHERS[:devices])]
     key += [(axis, sheets, "/") for axis in cut if f" +{axis}" in chain]
-    blocks = [line, scene.legend(key if cut else [], 760)]
-    return scene.compose(title or chain, blocks, "\n".join(lines), notes)
+    blocks = [line, legend(key if cut else [], 760)]
+    return compose(title or chain, blocks, "\n".join(lines), notes)
 
 
 def multiplied(x: Layout, w: Layout) -> Layout:
@@ -111,7 +126,7 @@ def _matrix(layout: Layout, cut: list[str], devices: int, scale: float) -> list:
             if layout.sums:
                 items.append(Rect(x, y, w, h, "", f"{layout.sums[0]}-line", hatch="/"))
                 items.append(Rect(x + w / 2 - 15, middle - 9, 30, 18, tint, "ink", 0.5))
-            items.append(Text(x + w / 2, middle, words, anchor="middle", fill=scene.text_color_on(tint)))
+            items.append(Text(x + w / 2, middle, words, anchor="middle", fill=text_color_on(tint)))
     return items
 
 
@@ -120,6 +135,6 @@ def _sign(sign: str, sends, axis: str = "") -> tuple[list, float]:
     if sign in "×=":
         return [Text(21, 0, sign, 22, "middle", bold=True)], 42
     label, color = "".join(sends) or sign.strip("->"), f"{axis}-line" if sends else "ink"
-    room = scene.text_width(label, scene.SMALL) * 1.1 + 20
+    room = text_width(label, SMALL) * 1.1 + 20
     arrow = Line(((7, 0), (room - 6, 0)), color, 4 if sends else 2, head=True)
-    return [arrow, Text(room / 2, -16, label, scene.SMALL, "middle", color, bool(sends))], room
+    return [arrow, Text(room / 2, -16, label, SMALL, "middle", color, bool(sends))], room

@@ -2,12 +2,24 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from llmpar.draw import scene
 from llmpar.draw.charts import bar_part
 from llmpar.draw.geometry import holders
-from llmpar.draw.scene import OTHERS, SMALL, Line, Scene, Text, fitting_text, pixels, small_text, text_width
+from llmpar.draw.scene import (
+    OTHERS,
+    SMALL,
+    Items,
+    Line,
+    Scene,
+    Text,
+    compose,
+    fitting_text,
+    legend,
+    pixels,
+    small_text,
+    stack,
+    text_width,
+)
 from llmpar.plan.layout import Layout
 
 
@@ -15,7 +27,7 @@ def passes(prompt: Sequence[str], answer: Sequence[str]) -> Scene:
     """A prompt goes through the model in one pass, its answer token by token: what each pass takes in, reads,
     writes and gives. A low box is a token's keys and values."""
     wide, high, low = max(map(text_width, [*prompt, *answer, "weights"])) + 10, pixels(SMALL) + 9, 7
-    left, top, items, lines = text_width("comes out") + 12, len(prompt) * high, list[Any](), list[str]()
+    left, top, items, lines = text_width("comes out") + 12, len(prompt) * high, Items(), list[str]()
     out = top + 104 + low * (len(prompt) + len(answer) - 1)
     for y, name in ((top / 2, "goes in"), (top + 46, "is read"), (out + high / 2, "comes out")):
         items.append(Text(left - 12, y, name, anchor="end"))
@@ -31,8 +43,8 @@ def passes(prompt: Sequence[str], answer: Sequence[str]) -> Scene:
             items.append(Line(((x, y - 20), (x, y)), "edge", 2, head=True))
         items.append(Text(x, -16, name, anchor="middle", bold=True))
         lines.append(f"{name}: {' '.join(new)} in, {made} out; reads all weights, {past} keys and values")
-    key = scene.legend([("activations", "keys and values of a token, read"), ("paper", "written", "/")])
-    return scene.compose(f"{len(prompt)} tokens in one pass, then one by one", [items, key], "\n".join(lines))
+    key = legend([("activations", "keys and values of a token, read"), ("paper", "written", "/")])
+    return compose(f"{len(prompt)} tokens in one pass, then one by one", [items, key], "\n".join(lines))
 
 
 def slots(panels: Mapping[str, Sequence], title: str, across: bool = False) -> Scene:
@@ -53,7 +65,7 @@ def slots(panels: Mapping[str, Sequence], title: str, across: bool = False) -> S
                 items += fitting_text((k + 0.5) * wide, (i + 0.5) * high, wide, whole, fill="black")
         blocks.append(items)
         lines += [heading, *(f"{name}: {' '.join(cell or '.' for cell in row)}" for name, row in rows)]
-    return scene.compose(title, [scene.stack(blocks, 26, across)], "\n".join(lines))
+    return compose(title, [stack(blocks, 26, across)], "\n".join(lines))
 
 
 def cache(layouts: Mapping[str, tuple[Layout, dict[str, int]]], rows=4, heads=2, positions=8) -> Scene:

@@ -5,13 +5,27 @@ letter of the device whose numbers it is, a sum those of all whose numbers are i
 """
 
 import math
-from typing import Any
 
-from llmpar.draw import scene
 from llmpar.draw.charts import count_noun
 from llmpar.draw.geometry import coordinates, holders, rounds
 from llmpar.draw.grid import axis_line
-from llmpar.draw.scene import BODY, SMALL, Group, Line, Rect, Scene, pixels, small_text, stack, text_width
+from llmpar.draw.scene import (
+    BODY,
+    OTHERS,
+    SMALL,
+    Group,
+    Items,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    bounds,
+    compose,
+    pixels,
+    small_text,
+    stack,
+    text_width,
+)
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 
@@ -63,13 +77,13 @@ def hop_words(kind: str, hop: int, ranks: int) -> str:
 def column(rank: int, row: list[str], w: float, h: float, gap: float = 0, new=(), index=()) -> list:
     """A device: its name, and below it the parts, a stripe for each device whose numbers are in one; dashed
     where there is none; outlined what is ``new``. An ``index`` stands behind its letter."""
-    name, big, items = "device " * (w > text_width("device 0", SMALL)) + str(rank), h > 11, list[Any]()
-    items.append(Rect(0, 0, w, h if big else 3, scene.OTHERS[rank], "edge", 0.75, radius=2))
+    name, big, items = "device " * (w > text_width("device 0", SMALL)) + str(rank), h > 11, Items()
+    items.append(Rect(0, 0, w, h if big else 3, OTHERS[rank], "edge", 0.75, radius=2))
     items += [small_text(w / 2, h / 2, name, fill="black")] * big
     for p, letters in sorted(enumerate(row), key=lambda part: part[0] in new):  # outlines lie above
         y, wide = (h if big else 3) + 2 + p * (h + gap), w / max(1, len(letters))
         for i, letter in enumerate(letters):
-            items.append(Rect(i * wide, y, wide, h, scene.OTHERS["abcde".index(letter)], "edge", 0.5))
+            items.append(Rect(i * wide, y, wide, h, OTHERS["abcde".index(letter)], "edge", 0.5))
             text = letter + "".join(index[p : p + 1])
             items += [small_text((i + 0.5) * wide, y + h / 2, text, fill="black")] * big
             items += [small_text(i * wide, y + h / 2, "+", fill="black")] * (i > 0 and wide > 13)
@@ -93,19 +107,19 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
         w, h, gap, between = 8.0, 6.0, 2.0, 14.0
     left = max(max(1.1 * text_width(kind), *(text_width(t, SMALL) for t in PATTERNS[kind])) for kind in kinds)
     left = 0 if icon else left + 12
-    side, drawn, lines = ranks * (w + gap) - gap, list[Any](), list[str]()
+    side, drawn, lines = ranks * (w + gap) - gap, Items(), list[str]()
     for kind in kinds:
-        both, items = pattern(kind, ranks), list[Any]()
+        both, items = pattern(kind, ranks), Items()
         for end, held in enumerate(both):
             for r, row in enumerate(held):
                 index = [str(r if end else p) for p in range(ranks)] if kind == "all-to-all" else ()
                 x = left + end * (side + between) + r * (w + gap)
                 items.append(Group(tuple(column(r, row, w, h, index=index)), x))
-        middle = scene.bounds(items)[3] / 2
+        middle = bounds(items)[3] / 2
         ends = (left + side + between * 0.14, middle), (left + side + between * 0.86, middle)
         items.append(Line(ends, "ink", 1 if icon else 2.5, head=True))
         if not icon:
-            items.append(scene.Text(0, h / 2, kind, BODY, bold=True))
+            items.append(Text(0, h / 2, kind, BODY, bold=True))
             placed = ((1.35 * pixels(SMALL) * (i + 1.7), line) for i, line in enumerate(PATTERNS[kind]))
             items += [small_text(0, y, line, "start") for y, line in placed]
         drawn.append(items)
@@ -114,12 +128,12 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
     title = "What each device holds before and after" + f": {kinds[0]}" * (len(kinds) == 1)
     if icon:
         block = Group(tuple(stack(drawn, 6)), 2, 2)
-        wide, high = scene.bounds([block])[2:]
+        wide, high = bounds([block])[2:]
         return Scene(math.ceil(wide + 6), math.ceil(high + 2), title, "\n".join([title, *lines]), (block,))
     middles = ((left + side / 2, "before"), (left + 1.5 * side + between, "after"))
-    head = [Rect(0, 0, 1, 1), *(scene.Text(x, 0, text, BODY, "middle", bold=True) for x, text in middles)]
+    head = [Rect(0, 0, 1, 1), *(Text(x, 0, text, BODY, "middle", bold=True) for x, text in middles)]
     note = "A column is a device, a row a part of the array. Letters and colours: whose numbers these are."
-    return scene.compose(title, [stack([head, *drawn], 14)], "\n".join([*lines, note]), [note])
+    return compose(title, [stack([head, *drawn], 14)], "\n".join([*lines, note]), [note])
 
 
 def ring_sums(kind: str = "all-reduce", ranks: int = 4, moving: bool = False) -> Scene:
@@ -146,7 +160,7 @@ def ring_sums(kind: str = "all-reduce", ranks: int = 4, moving: bool = False) ->
     rows = [stack(row, 22, across=True) for row in (panels[:ranks], panels[ranks:]) if row]
     note = "A row is a part of the array. Outlined: what has just come in; what leaves right enters left."
     title = f"{kind} round a ring of {ranks}: {count_noun(len(hops) - 1, 'hop')}"
-    return scene.compose(title, [stack(rows, 18)], "\n".join([*lines, note]), [note])
+    return compose(title, [stack(rows, 18)], "\n".join([*lines, note]), [note])
 
 
 CORNERS = ((1, 0, 26, 0, 14, "middle"), (2, 22, 12, 12, 0, "start"), (0, -28, 0, -8, 0, "end"))
@@ -166,7 +180,7 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), asked: int = 0, lit: bool = F
     places = [coordinates(sizes, live, device) for device in range(shape.size)]
     who = holders(parse_layout(f"b/{','.join(cuts)}" if cuts else "b"), sizes)
     holding = who.get((asked * 2 ** len(cuts) // rows,), [0])
-    space, array, left = list[Any](), list[Any](), 0.0
+    space, array, left = Items(), Items(), 0.0
     for at in sorted(places, key=lambda at: [-at[a] for a in live[-2:-1]]):  # what is in front comes last
         for a in (a for a in live if not at[a]):
             ends = (spot(at), spot(at | {a: 1}))
@@ -174,7 +188,7 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), asked: int = 0, lit: bool = F
     for device, at in enumerate(places):
         (x, y), on = spot(at), lit and device in holding
         space.append(Rect(x - 15, y - 15, 30, 30, "ink" if on else "cell", "ink", 1.5, radius=15))
-        space.append(scene.Text(x, y, str(device), BODY, "middle", "paper" if on else "ink", bold=on))
+        space.append(Text(x, y, str(device), BODY, "middle", "paper" if on else "ink", bold=on))
     for a, (ones, dx, dy, *away, anchor) in zip(live[::-1], CORNERS, strict=False):
         corner = dict.fromkeys([*live[:1] * (ones > 0), *live[-1:] * (ones > 1)], 1)
         arrow = [(x + dx, y + dy) for x, y in (spot(corner | {a: i}) for i in (0, 1))]
@@ -198,4 +212,4 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), asked: int = 0, lit: bool = F
     where = [", ".join(f"{a} {at[a]}" for a in live) or "alone" for at in places]
     told = [f"device {i}: {there}" for i, there in enumerate(where)]
     told.append(f"{rows} rows, cut by {', '.join(cuts) or 'nothing'}")
-    return scene.compose(title, [stack([space, array], 60, across=True)], "\n".join(told))
+    return compose(title, [stack([space, array], 60, across=True)], "\n".join(told))
