@@ -38,7 +38,7 @@ def taken(state, patch):
 def total(seen, kind):
     """Bytes that device 0 holds of one kind of tensor, by its slices."""
     rows = [row for row in panels.tensors(seen) if row.kind == kind]
-    return sum(row.held(seen.plan.mesh.sizes, 0)[1] for row in rows)
+    return sum(row.part_on(seen.plan.mesh.sizes, 0)[1] for row in rows)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -275,7 +275,7 @@ def step_memory(
     right, y_of = left + len(rows) * (PANEL + _APART) - _APART, lambda v: _HIGH * (1 - v / high)
     items: list = [Line(((left, y_of(v)), (right, y_of(v))), "grid", 1) for v in levels]
     items += [small_text(left - 6, y_of(v), size_text(v), "end") for v in levels]
-    lines, limit, said = [f"capacity: {size_text(capacity_bytes)}"], y_of(capacity_bytes), []
+    lines, limit, labels = [f"capacity: {size_text(capacity_bytes)}"], y_of(capacity_bytes), []
     for k, (name, moments) in enumerate(rows.items()):
         x0, count, floor = left + k * (PANEL + _APART), len(moments) - 1, [0.0] * len(moments)
         for part in named:
@@ -292,7 +292,7 @@ def step_memory(
         middle = min(max(x, x0 + half), x0 + PANEL - half)
         above = y_of(floor[at]) - 10
         above -= 18 * (limit - 8 < above + 8 and above - 8 < limit + 8)  # the limit's line
-        said.append(Text(middle, above, words, SMALL, "middle", "bad" if over else "ink", True))
+        labels.append(Text(middle, above, words, SMALL, "middle", "bad" if over else "ink", True))
         items.append(Text(x0 + PANEL / 2, -14, name, anchor="middle", bold=True))
         x = x0
         for phase, moments_of in phases:
@@ -305,7 +305,7 @@ def step_memory(
         begins = f"{name}: from {size_text(sum(moments[0].values()))}"
         lines.append(f"{begins} to {size_text(most[name])}, {verdict} ({fullest})")
     across = (left, limit), (right, limit)
-    items += [Line(across, "paper", 4), Line(across, dash=True), *said]
+    items += [Line(across, "paper", 4), Line(across, dash=True), *labels]
     items += [small_text(right + 8, limit, f"usable {size_text(capacity_bytes)}", "start", "ink")]
     key = legend([(role_of(part, roles), part) for part in named])
     return compose(title, [items, key], "\n".join(lines))

@@ -91,14 +91,14 @@ class Cells:
         self.per = per if fits and (c % per == 0 or per % c == 0) else 0
         steps = {stride: 6.0 for _, stride in (*self.side, *self.top)} | {self.per: 9.0}
         self.gaps = [(s, gap) for s, gap in steps.items() if s > 1]
-        self.left = sum(self.room(axis) for axis, _ in self.side)
+        self.left = sum(self.label_width(axis) for axis, _ in self.side)
         self.w = self.h = 0.0
         (x, _), (_, y) = self.at(c - 1), self.at(self.num - 1)
         self.w = min(104.0, (COLUMN - 2 * GRID_MARGIN - 5 * bool(self.per) - x) / c)
         self.h = max(11.0, min(0.66 * self.w, self.tall, (self.high - y) * c / self.num))
         self.w, self.h = self.size or (self.w, self.h)
 
-    def room(self, axis: str) -> float:
+    def label_width(self, axis: str) -> float:
         """The width of an axis' labels beside the rows."""
         ends = 0, self.num - self.columns
         return 10 + max(text_width(self.name(axis, cell, self.columns), SMALL) for cell in ends)
@@ -132,7 +132,7 @@ class Cells:
         """The axes' names with indices, beside the rows and above the columns; dashed boxes around nodes."""
         items, right, sides = Items(), 0.0, {axis for axis, _ in self.side}
         for axis, stride in self.side:
-            right += self.room(axis)
+            right += self.label_width(axis)
             for cell in range(0, self.num, stride):
                 y = (self.at(cell)[1] + self.at(cell + stride - 1)[1] + self.h) / 2
                 text = self.name(axis, cell, stride if (axis, 1) in self.top else 1)
@@ -154,22 +154,19 @@ class Cells:
 
     def alike(self, device: int, axes) -> list[int]:
         """The cells with a device that differs from this one along ``axes`` alone, or not at all."""
-        at, found = coordinates(self.sizes, self.sizes, device), []
-        for cell in range(self.num):
-            ranges = self.ranges(cell)
-            if all(ranges[a][0] <= at[a] < ranges[a][1] for a in self.sizes if a not in axes):
-                found.append(cell)
-        return found
+        at, others = coordinates(self.sizes, self.sizes, device), [a for a in self.sizes if a not in axes]
+        within = lambda ranges: all(ranges[a][0] <= at[a] < ranges[a][1] for a in others)
+        return [cell for cell in range(self.num) if within(self.ranges(cell))]
 
     def moving(self, device: int, axes: tuple[str, ...], kind: str) -> list:
         """The group of a device over ``axes``, outlined, and the arrows of the first round."""
-        team, mine, color = self.alike(device, axes), (device - self.first) // self.block, f"{axes[0]}-line"
-        items: list = [Rect(*self.at(i), self.w, self.h, "", color, 2.5, radius=2) for i in team if i != mine]
-        if not 1 < len(team) <= 16 or mine not in team:
+        team, own, color = self.alike(device, axes), (device - self.first) // self.block, f"{axes[0]}-line"
+        items: list = [Rect(*self.at(i), self.w, self.h, "", color, 2.5, radius=2) for i in team if i != own]
+        if not 1 < len(team) <= 16 or own not in team:
             return items
         pairs = zip(team, team[1:] + team[:1], strict=True)  # round the ring
         if kind.endswith("all-to-all"):
-            pairs = zip([mine] * len(team), team, strict=True)
+            pairs = zip([own] * len(team), team, strict=True)
         paths = [self.arrow(a, b) for a, b in pairs if a != b]
         for paint, wide in (("paper", 4), (color, 2)):  # a halo below all arrows
             items += [Line(path, paint, wide, head=True) for path in paths]
@@ -218,8 +215,8 @@ def mesh(
     facts, lines, notes = list[tuple[str, str]](), list[str](), list[str]()
     for a, n in live.items():
         facts.append((a, f"{a} = {n}: {AXES[a]}" + f", partners {apart[a]} apart" * (n > 1)))
-        found = list(map(number_ranges, groups(live, live, [a])))
-        lines.append(f"groups over {a}: {' | '.join(found[:8])}" + " | …" * (len(found) > 8))
+        texts = list(map(number_ranges, groups(live, live, [a])))
+        lines.append(f"groups over {a}: {' | '.join(texts[:8])}" + " | …" * (len(texts) > 8))
     if devices_per_host:
         where = ", dashed." if cells.per else f": device i is on host i // {host}."
         notes.append(f"Hosts of {count_noun(host, 'device')}{where}")
@@ -231,9 +228,9 @@ def mesh(
     return compose(title, [items, legend(facts, 400)], text, notes)
 
 
-def stretches(dims: list[Dim], sizes: dict[str, int], ranges, room: float) -> list[tuple[float, float]]:
-    """What the devices at ``ranges`` of coordinates hold of a dim, on a side of ``room`` pixels: stretches
-    that can be seen. Without a dim all of the side."""
+def stretches(dims: list[Dim], sizes: dict[str, int], ranges, side: float) -> list[tuple[float, float]]:
+    """Return what the devices at ``ranges`` of coordinates hold of a dim, on a ``side`` of so many pixels:
+    stretches that can be seen. Without a dim all of the side."""
     runs, parts = [(0, 1)], 1
     for axis in (axis for dim in dims for axis in dim.axes):
         (low, high), size = ranges[axis], sizes[axis]
@@ -242,18 +239,18 @@ def stretches(dims: list[Dim], sizes: dict[str, int], ranges, room: float) -> li
         else:  # all, or so many that they could not be told apart
             runs = [(a * size, b * size) for a, b in runs]
         parts *= size
-    return visible(runs, parts, room)
+    return visible(runs, parts, side)
 
 
-def visible(runs: Iterable[Sequence[int]], parts: int, room: float) -> list[tuple[float, float]]:
-    """Runs of the ``parts`` of a side of ``room`` pixels, wide enough to be seen, joined where they touch."""
+def visible(runs: Iterable[Sequence[int]], parts: int, side: float) -> list[tuple[float, float]]:
+    """Return runs of the ``parts`` of a ``side``, wide enough to be seen, joined where they touch."""
     out = list[tuple[float, float]]()
     for a, b in runs:
-        wide = max(2.5, room * (b - a) / parts)
-        low = min(room * a / parts, room - wide)
+        wide = max(2.5, side * (b - a) / parts)
+        low = min(side * a / parts, side - wide)
         if out and low <= out[-1][1] + 0.01:
             low = out.pop()[0]
-        out.append((low, min(room, room * a / parts + wide)))
+        out.append((low, min(side, side * a / parts + wide)))
     return out
 
 
@@ -321,15 +318,15 @@ def tensor_grid(
     cutting, whole = [a for dim in dims for a in dim.axes], math.prod(shape) * itemsize
 
     def holds(at: dict[str, int]) -> str:
-        held = None if odd else slices(Layout(tuple(dims)), shape, sizes, at)
-        if held is None:
+        block = None if odd else slices(Layout(tuple(dims)), shape, sizes, at)
+        if block is None:
             return f"no even part: {dims[odd[0]].name} = {shape[odd[0]]} cannot be cut into {counts[odd[0]]}"
-        words = ", ".join(f"{dims[i].name} {held[i][0]}:{held[i][1]}" for i in cut) or "all of it"
+        words = ", ".join(f"{dims[i].name} {block[i][0]}:{block[i][1]}" for i in cut) or "all of it"
         return f"{words}; {size_text(whole // math.prod(counts))} of {size_text(whole)}"
 
     def ink(part: Cells, cell: int, w: float, h: float) -> list:
         ranges, left, items = part.ranges(cell), 6.0 * bool(aside), Items()
-        span = lambda which, room: stretches([dims[i] for i in which], sizes, ranges, room)
+        span = lambda which, side: stretches([dims[i] for i in which], sizes, ranges, side)
         for a, b in span(aside[:1], h) if aside and not odd else []:
             items.append(Rect(0, a, 5, b - a, dims[aside[0]].axes[0]))
         for a, b in [] if odd else span(shown[-2:-1], h):
@@ -406,11 +403,11 @@ def frames(segments: list[Segment]) -> list[dict[str, Any]]:
     return [{"seconds": 1.0, "text": "At rest: who holds what."}, *each] if each else []
 
 
-def layer_lanes(segments: list[Segment], turns: int = 1) -> Scene:
+def layer_lanes(segments: list[Segment], count: int = 1) -> Scene:
     """A layer in time: what computes above, below what travels, in its axis' colour; hatched where computing
     waits for it. ``turns``: how often a step runs it forward. A frame outlines each segment (`frames`)."""
-    turn = {"name": "a layer forward", "count": turns, "events": [vars(one) for one in segments]}
-    return two_lanes([turn], "One layer in time", COLUMN)
+    layer = {"name": "a layer forward", "count": count, "events": [vars(one) for one in segments]}
+    return two_lanes([layer], "One layer in time", COLUMN)
 
 
 def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
@@ -434,9 +431,9 @@ def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
             items.append(Line(tuple(ends), color, 1.5, head=True))
         for rank, (x, y) in enumerate(spots):
             items.append(Rect(x - w / 2, y - h / 2, w, h, "paper", color))
-            for b, held in enumerate(steps[t]["held"][rank]):
-                bar = x - w / 2 + b * w / g, y + h / 2 - h * held / full, w / g, h * held / full
-                items += [Rect(*bar, axis, color, 0.5)] * (held > 0)
+            for b, count in enumerate(steps[t]["held"][rank]):
+                bar = x - w / 2 + b * w / g, y + h / 2 - h * count / full, w / g, h * count / full
+                items += [Rect(*bar, axis, color, 0.5)] * (count > 0)
             spot, anchor = (x, y + (15 if y > 0 else -15)), "middle"
             if abs(x) > 1.1 * radius:
                 spot, anchor = (x + math.copysign(w / 2 + 4, x), y), "start" if x > 0 else "end"

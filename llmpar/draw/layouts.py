@@ -205,7 +205,7 @@ def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[floa
         raise ValueError(f"layout '{layout}' has {num} dims; a drawing has room for 4")
     sizes = sizes if sizes is not None else dict.fromkeys(layout.axes, 2)
     first = set(holders(Layout((Dim("sum", layout.sums),)), sizes)[0,])  # a sum's first addend, in front
-    devices = {index: [d for d in held if d in first] for index, held in holders(layout, sizes).items()}
+    devices = {index: [d for d in owners if d in first] for index, owners in holders(layout, sizes).items()}
     sums = [a for a in layout.sums if not named or sizes.get(a, 1) > 1]
     marks = [("/", f"{a}-line" if a in ORDER else "edge") for a in sums[:1]]
     marks += [(".", "edge")] * (named and _copies(layout, sizes)[1] > 1)
@@ -219,7 +219,7 @@ def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[floa
     return items, right - left, bottom - top
 
 
-def _held_bytes(layout: Layout, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> int:
+def _local_bytes(layout: Layout, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> int:
     return itemsize * math.prod(layout.shard_shape(shape, sizes) if layout.dims else shape)
 
 
@@ -232,10 +232,10 @@ def _facts(layout: Layout, shape, sizes, itemsize) -> list[str]:
     facts = [f"{count_noun(shards, 'shard')} in {count_noun(copies, 'copy')}"]
     facts += [f"unfinished sum over {','.join(layout.sums)}: {parts} parts still to be added"] * (parts > 1)
     if shape and layout.dims:
-        held, whole = ("×".join(map(str, x)) for x in (layout.shard_shape(shape, sizes), shape))
-        facts.append(f"a device holds {held} of {whole}")
+        shard, whole = ("×".join(map(str, x)) for x in (layout.shard_shape(shape, sizes), shape))
+        facts.append(f"a device holds {shard} of {whole}")
     if shape is not None and itemsize:
-        facts.append(f"{size_text(_held_bytes(layout, shape, sizes, itemsize))} per device")
+        facts.append(f"{size_text(_local_bytes(layout, shape, sizes, itemsize))} per device")
     return facts
 
 
@@ -260,8 +260,8 @@ def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = 
     """
     layout, sizes = parse_layout(layout) if isinstance(layout, str) else layout, _full(sizes)
     facts = _facts(layout, shape, sizes, itemsize)
-    held = holders(layout, sizes).values() if sizes else []
-    text = [*facts, *(f"shard {i}: devices {number_ranges(d)}" for i, d in enumerate(held))][:_MAX_CELLS]
+    owners = holders(layout, sizes).values() if sizes else []
+    text = [*facts, *(f"shard {i}: devices {number_ranges(d)}" for i, d in enumerate(owners))][:_MAX_CELLS]
     title = f"{layout}" + (f" on {MeshShape(**sizes)}" if sizes else "")
     return compose(title, [_tensor(layout, shape, sizes), _key([layout], sizes)], "\n".join(text), facts)
 
@@ -269,12 +269,12 @@ def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = 
 def moved(arrow: Arrow, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> list[tuple]:
     """The moves of an arrow, and the bytes that a device of g sends for them on a ring (`ring_bytes`): for V
     local ones all-gather V(g-1); reduce-scatter, all-to-all V(g-1)/g; all-reduce twice that; a slice none."""
-    held, out = _held_bytes(arrow.before, shape, sizes, itemsize), []
+    local_bytes, out = _local_bytes(arrow.before, shape, sizes, itemsize), []
     for move in arrow.moves:
         g = math.prod(sizes[a] for a in move.axes)
-        message = held * g if move.kind == "all-gather" else held
+        message = local_bytes * g if move.kind == "all-gather" else local_bytes
         out.append((move, 0 if move.kind == "slice" else ring_bytes(move.kind, message, g)))
-        held = message // g if move.kind in ("reduce-scatter", "slice") else message
+        local_bytes = message // g if move.kind in ("reduce-scatter", "slice") else message
     return out
 
 
@@ -288,13 +288,13 @@ def arrow(arrow: Arrow | str, shape=None, sizes=None, itemsize: int | None = Non
     before, after = (_tensor(x, shape, sizes, other) for x, other in (both, both[::-1]))
     color = f"{arrow.moves[0].axes[0]}-line" if steps else "edge"
     words = [word for step in steps for word in step] or ["nothing moves"]
-    room, tall = max(text_width(w, SMALL) for w in words) + 10, 18 * len(words)
-    down = bounds(before)[2] + bounds(after)[2] + room > 1000
-    link = Line(((0, -10), (0, tall)) if down else ((0, tall), (room, tall)), color, 2.5, head=True)
-    x, anchor = (14, "start") if down else (room / 2, "middle")
+    wide, tall = max(text_width(w, SMALL) for w in words) + 10, 18 * len(words)
+    down = bounds(before)[2] + bounds(after)[2] + wide > 1000
+    link = Line(((0, -10), (0, tall)) if down else ((0, tall), (wide, tall)), color, 2.5, head=True)
+    x, anchor = (14, "start") if down else (wide / 2, "middle")
     middle = [link, *(small_text(x, 18 * i, word, anchor, color) for i, word in enumerate(words))]
     ends = (("before", arrow.before), ("after", arrow.after))
-    facts = [f"{when}: {'; '.join(_facts(held, shape, sizes, itemsize))}" for when, held in ends]
+    facts = [f"{when}: {'; '.join(_facts(one, shape, sizes, itemsize))}" for when, one in ends]
     text = "\n".join([facts[0], *map(": ".join, steps), facts[1]])
     blocks = stack([before, middle, after], 14, across=not down)
     return compose(str(arrow), [blocks, _key([arrow.before, arrow.after], sizes)], text, facts)

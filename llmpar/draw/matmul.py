@@ -57,10 +57,10 @@ def matmul(chain: str, names=(), devices: int = 4, title: str = "", notes=(), sh
         if i:
             pairs = zip(places[i - 1], place, strict=True) if signs[i] == "->" else ()
             sends = [move.kind for pair in pairs for move in Arrow(*pair).moves]
-            drawn, room = _sign(signs[i], sends[:1], *cut)
+            drawn, wide = _sign(signs[i], sends[:1], *cut)
             line.append(Group(tuple(drawn), at))
             lines.append(f"{sends[0]} over {cut[0]}" if sends else signs[i])
-            at += room
+            at += wide
         name = names[i] if i < len(names) and names[i] else ", ".join(dict.fromkeys(map(str, place)))
         name, _, word = name.partition("|")  # of our own in place of how it is held
         words = [word or _held(place[0], devices)] * bool(cut)
@@ -101,9 +101,9 @@ def _held(layout: Layout, devices: int) -> str:
     """How the devices hold a matrix, in a word or two."""
     if layout.sums:
         return f"{devices} sheets"
-    ways = zip([dim for _, dim in _drawn(layout)], ("rows", "columns"), strict=True)
+    sides = zip([dim for _, dim in _drawn(layout)], ("rows", "columns"), strict=True)
     special = {"n": "heads", "k": "heads", "s": "positions", "t": "positions"}
-    return next((f"by {special.get(dim.name, way)}" for dim, way in ways if dim.axes), f"on all {devices}")
+    return next((f"by {special.get(dim.name, side)}" for dim, side in sides if dim.axes), f"on all {devices}")
 
 
 def _matrix(layout: Layout, cut: list[str], devices: int, scale: float) -> list:
@@ -135,6 +135,6 @@ def _sign(sign: str, sends, axis: str = "") -> tuple[list, float]:
     if sign in "×=":
         return [Text(21, 0, sign, 22, "middle", bold=True)], 42
     label, color = "".join(sends) or sign.strip("->"), f"{axis}-line" if sends else "ink"
-    room = text_width(label, SMALL) * 1.1 + 20
-    arrow = Line(((7, 0), (room - 6, 0)), color, 4 if sends else 2, head=True)
-    return [arrow, Text(room / 2, -16, label, SMALL, "middle", color, bool(sends))], room
+    wide = text_width(label, SMALL) * 1.1 + 20
+    arrow = Line(((7, 0), (wide - 6, 0)), color, 4 if sends else 2, head=True)
+    return [arrow, Text(wide / 2, -16, label, SMALL, "middle", color, bool(sends))], wide

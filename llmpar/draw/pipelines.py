@@ -151,9 +151,8 @@ def timeline(
     key += [("paper", f"has not run; arrow: waits for{circle}")] * bool(waiting)
     took = f"{span:g} time units, {idle:.1%} of them idle"
     title += f"stuck after {max(done):g} time units" if waiting else took
-    lines = [
-        f"stage {i} waits to run {op} for {what} on stage {j}" for i, ((op, *_), j, what) in waiting.items()
-    ]
+    waits = sorted((i, ops[0], other, what) for i, (ops, other, what) in waiting.items())
+    lines = [f"stage {i} waits to run {op} for {what} on stage {other}" for i, op, other, what in waits]
     lines = lines or [f"stage {i}: {_names(row)}; {', '.join(notes[i])}" for i, row in enumerate(stages)]
     return compose(title, [items, legend(key, 900)], "\n".join(lines))
 

@@ -486,17 +486,27 @@ def to_png(scene: Scene, software: str = "") -> bytes:
     for z, item in enumerate(still):
         style: dict[str, Any] = {"zorder": z, "clip_on": False}
         if isinstance(item, Text):
-            style |= {"ha": {"start": "left", "middle": "center", "end": "right"}[item.anchor]}
-            style |= {"size": item.size * point, "weight": "bold" if item.bold else "normal"}
-            style |= {"color": color[item.fill], "parse_math": False}
+            style |= {
+                "ha": {"start": "left", "middle": "center", "end": "right"}[item.anchor],
+                "size": item.size * point,
+                "weight": "bold" if item.bold else "normal",
+                "color": color[item.fill],
+                "parse_math": False,
+            }
             axes.text(item.x, item.y + BASELINE * item.size, item.text, family="DejaVu Sans", **style)
             continue
-        width = item.width * point * bool(item.stroke)
-        stroke: dict[str, Any] = {"edgecolor": color[item.stroke], "linewidth": width}
-        stroke |= {"linestyle": (0, (6 / item.width, 4 / item.width)) if item.dash else "-"}
+        stroke: dict[str, Any] = {
+            "edgecolor": color[item.stroke],
+            "linewidth": item.width * point * bool(item.stroke),
+            "linestyle": (0, (6 / item.width, 4 / item.width)) if item.dash else "-",
+        }
         if isinstance(item, Rect):
-            style |= {"xy": (item.x, item.y), "width": item.w, "height": item.h}
-            style |= {"boxstyle": f"round,pad=0,rounding_size={item.radius}"}
+            style |= {
+                "xy": (item.x, item.y),
+                "width": item.w,
+                "height": item.h,
+                "boxstyle": f"round,pad=0,rounding_size={item.radius}",
+            }
             axes.add_patch(FancyBboxPatch(facecolor=color[item.fill], **stroke, **style))
             if item.hatch:
                 style |= {"hatch": {"/": "//////", ".": "..."}[item.hatch], "edgecolor": color[item.stroke]}

@@ -73,11 +73,11 @@ def cache(layouts: Mapping[str, tuple[Layout, dict[str, int]]], rows=4, heads=2,
     axes. Position t lies with rank t mod sp; where k is cut more often than there are heads, copies do."""
     panels: dict[str, list] = {name: [] for name in layouts}
     for name, (layout, sizes) in layouts.items():
-        found, has = holders(layout, sizes), defaultdict[tuple, list[str]](list)
+        shards, has = holders(layout, sizes), defaultdict[tuple, list[str]](list)
         i, j, n = (layout.letters.index(dim) for dim in "bkt")
-        dp, tp, sp = (1 + max(block[dim] for block in found) for dim in (i, j, n))
+        dp, tp, sp = (1 + max(block[dim] for block in shards) for dim in (i, j, n))
         copies = max(1, tp // heads)
-        for block, devices in found.items():
+        for block, devices in shards.items():
             has[block[i], block[j] // copies, block[n]] += map(str, devices)
         for b, k in ((b, k) for b in range(rows) for k in range(heads)):
             where = [(b * dp // rows, k * tp // heads // copies, t % sp) for t in range(positions)]

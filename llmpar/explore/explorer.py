@@ -34,8 +34,8 @@ class _State(dict):
     """What a reader chose. It is changed with `Explorer.set`, which tells every front end."""
 
     def __setitem__(self, name, value):
-        how = f"a state is changed with set({name}={value!r})"
-        raise TypeError(f"{how}, so that what is on the screen follows")
+        remedy = f"a state is changed with set({name}={value!r})"
+        raise TypeError(f"{remedy}, so that what is on the screen follows")
 
 
 class Explorer:
@@ -72,14 +72,14 @@ class Explorer:
 
     def answer(self, state: dict) -> dict:
         """What a front end shows for a state, as plain data."""
-        found = answers.unanswered(state)
         if wrong := self.malformed(state):
             return wrong
         try:
             drawn = self.draw(state)
         except ValueError as error:
-            return found | answers.refused(error, []) | {"says": str(error)}
-        return found | {"panels": {"picture": {"svg": to_svg(drawn)}}, "says": drawn.text}
+            return answers.unanswered(state) | answers.refused(error, []) | {"says": str(error)}
+        shown = {"panels": {"picture": {"svg": to_svg(drawn)}}, "says": drawn.text}
+        return answers.unanswered(state) | shown
 
     def malformed(self, state: dict) -> dict | None:
         """The answer to a state that cannot be read: of a choice between words it has none of these."""
@@ -165,9 +165,9 @@ class MeshExplorer(Explorer):
         elif model:
             state = {"config": ""} | state
         if str(state.get("chip", "")).endswith(".toml"):
-            found = hardware.chip(state["chip"])
-            row = json.loads(json.dumps(dataclasses.asdict(found)))
-            state |= {"chip": found.name, "own_chips": self.state["own_chips"] | {found.name: row}}
+            chip = hardware.chip(state["chip"])
+            row = json.loads(json.dumps(dataclasses.asdict(chip)))
+            state |= {"chip": chip.name, "own_chips": self.state["own_chips"] | {chip.name: row}}
         if by_hand:
             state["fields"] = self.state["fields"] | state.get("fields", {}) | by_hand
         if not set(state) - set(self.start):

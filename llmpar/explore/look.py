@@ -109,17 +109,17 @@ def own_model(text: str) -> ModelConfig:
 
 def own_chip(name: str, row: Any) -> hardware.Chip:
     """The chip that `dataclasses.asdict` made plain; refuses what no file of a chip may say."""
-    asked = f"own_chips, {name}"
-    Allowed(dict).check(asked, row)
+    source = f"own_chips, {name}"
+    Allowed(dict).check(source, row)
     plain = {field: value for field, value in row.items() if field not in ("reached", "base")}
     if missing := sorted({field.name for field in dataclasses.fields(hardware.Chip)} - {*row}):
         raise ValueError(
-            f"{asked} lacks {', '.join(missing)}; make it of a chip file, by MeshExplorer(chip=…)"
+            f"{source} lacks {', '.join(missing)}; make it of a chip file, by MeshExplorer(chip=…)"
         )
     if reached := row["reached"]:
-        Allowed(dict).check(f"{asked}: reached", reached)
-        reached = hardware.Rates(**hardware.checked(hardware.Rates, {**reached}, f"{asked}, reached"))
-    checked: dict[str, Any] = hardware.checked(hardware.Chip, plain, asked)
+        Allowed(dict).check(f"{source}: reached", reached)
+        reached = hardware.Rates(**hardware.checked(hardware.Rates, {**reached}, f"{source}, reached"))
+    checked: dict[str, Any] = hardware.checked(hardware.Chip, plain, source)
     return hardware.Chip(**checked, base=str(row["base"]), reached=reached or None)
 
 
@@ -256,8 +256,8 @@ def planned(question: Question, mesh: str) -> Candidate:
         return planner.on_mesh(question, parse_mesh(mesh))
     plan = Plan(mesh, **{"dtype": "bfloat16"} | question.fixed).effective(question.config)
     plan.check(question.config, question.batch_size, question.seq_len)
-    held = planner.held_by(question, plan.resolve(question.config, question.platform))
-    return Candidate(plan, planner.UNPRICED, held)
+    memory = planner.held_by(question, plan.resolve(question.config, question.platform))
+    return Candidate(plan, planner.UNPRICED, memory)
 
 
 def view(state: dict) -> View:

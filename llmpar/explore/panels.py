@@ -33,7 +33,7 @@ _PLACES = {
         "code": "As code",
     },
 }
-AREAS = [[name, heading, place] for place, there in _PLACES.items() for name, heading in there.items()]
+AREAS = [[name, heading, place] for place, named in _PLACES.items() for name, heading in named.items()]
 """Every panel: its name, its heading (where the picture has none), its place on the page."""
 _KINDS = {
     "weight": "weights (float32)",
@@ -71,7 +71,7 @@ class Tensor:
         dims = tuple(dataclasses.replace(d, axes=alive(d.axes)) for d in self.layout.dims)
         return Layout(dims, alive(self.layout.sums))
 
-    def held(self, sizes: dict[str, int], device: int) -> tuple[str, int]:
+    def part_on(self, sizes: dict[str, int], device: int) -> tuple[str, int]:
         """Slice and bytes on a device, as text and number; 0 where a dim cannot be cut evenly."""
         at = geometry.coordinates(sizes, sizes, device)
         cut = geometry.slices(self.layout, self.shape, sizes, at)
@@ -85,15 +85,15 @@ def tensors(seen: View) -> list[Tensor]:
     """Every array of a training step, activations of a layer and microbatch, and the cache as served."""
     plan, q = seen.plan, seen.question
     c, b, s = q.config, q.batch_size, q.seq_len
-    found = []
-    held = ("weight", "stored", 1), ("gradient", "accumulated", 1), ("moments", "reduced", 2)
+    rows = []
+    states = ("weight", "stored", 1), ("gradient", "accumulated", 1), ("moments", "reduced", 2)
     for (kind, when, times), (path, (weight, layouts)) in itertools.product(
-        held, plan.weight_layouts.items()
+        states, plan.weight_layouts.items()
     ):
-        found.append(Tensor(kind, path, weight.shape, 4, getattr(layouts, when), times))
+        rows.append(Tensor(kind, path, weight.shape, 4, getattr(layouts, when), times))
 
     def add(kind: str, name: str, dims: str, shape: tuple[int, ...], itemsize: int, times: int = 1) -> None:
-        found.append(Tensor(kind, name, shape, itemsize, plan.place(dims), times))
+        rows.append(Tensor(kind, name, shape, itemsize, plan.place(dims), times))
 
     micro, item = max(1, b // plan.microbatches), ITEMSIZE[plan.dtype]
     n, k, h = c.num_heads, c.num_kv_heads, c.head_width
@@ -107,7 +107,7 @@ def tensors(seen: View) -> list[Tensor]:
     layers = -(-c.num_layers // plan.mesh.pp)
     add("cache", "keys and values", "attention b s k h", (b, s, k, h), 2, 2 * layers)
     add("batch", ", ".join(BATCH), "data b s", (b, s), 4, len(BATCH))
-    return found
+    return rows
 
 
 def chosen(seen: View) -> Tensor:
@@ -119,34 +119,34 @@ def chosen(seen: View) -> Tensor:
 def tensor_choice(seen: View) -> str:
     """The tensor that is looked at, and all others to choose from."""
     rows, now = tensors(seen), chosen(seen).name
-    found = []
+    options = []
     for kind, title in _KINDS.items():
-        found.append(f"<optgroup label={attribute(title)}>")
+        options.append(f"<optgroup label={attribute(title)}>")
         for name in (row.name for row in rows if row.kind == kind):
             mark = " selected" * (name == now)
-            found.append(f"<option value={attribute(json.dumps(name))}{mark}>{escape(name)}</option>")
-        found.append("</optgroup>")
-    select = f'<select data-name="tensor" data-kind="choice">{"".join(found)}</select>'
+            options.append(f"<option value={attribute(json.dumps(name))}{mark}>{escape(name)}</option>")
+        options.append("</optgroup>")
+    select = f'<select data-name="tensor" data-kind="choice">{"".join(options)}</select>'
     return f"<label><b>{HOLDS}</b> {select}</label>"
 
 
 def holds(seen: View) -> str:
     """A table of what the chosen device holds."""
-    sizes, device, found = seen.plan.mesh.sizes, seen.state["device"], []
+    sizes, device, groups = seen.plan.mesh.sizes, seen.state["device"], []
     at = geometry.coordinates(sizes, sizes, device)
     where = ", ".join(f"{axis} {at[axis]}" for axis in sizes if sizes[axis] > 1)
     rows = tensors(seen)
     for kind, title in _KINDS.items():
-        mine = [(row, *row.held(sizes, device)) for row in rows if row.kind == kind]
-        total = size_text(sum(held for _, _, held in mine))
+        parts = [(row, *row.part_on(sizes, device)) for row in rows if row.kind == kind]
+        total = size_text(sum(size for _, _, size in parts))
         head = f'<th scope="rowgroup">{escape(title)}</th><td>{total}</td><td></td><td></td>'
-        found.append(f"<tbody><tr>{head}</tr>")
-        for row, words, held in mine:
+        groups.append(f"<tbody><tr>{head}</tr>")
+        for row, words, size in parts:
             code = (f"<code>{escape(text)}</code>" for text in (str(row.live(sizes)), words))
-            found.append(table_row(button(row.path, tensor=row.name), [size_text(held), *code]))
-        found.append("</tbody>")
+            groups.append(table_row(button(row.path, tensor=row.name), [size_text(size), *code]))
+        groups.append("</tbody>")
     title = f"<p>Device {device}{': ' * bool(where)}{where}.</p>"
-    return title + html_table(("tensor", "bytes", "layout", "slice"), "".join(found))
+    return title + html_table(("tensor", "bytes", "layout", "slice"), "".join(groups))
 
 
 def traffic_of(seen: View) -> dict[tuple[str, str], Prediction]:
@@ -234,7 +234,7 @@ def step_times(seen: View) -> Scene:
 
 def sent(seen: View) -> Scene:
     """What a device sends in a step, and how much of its time on links is waited for, as the step has it."""
-    rows, on_links, found = traffic_of(seen), defaultdict[str, float](float), []
+    rows, on_links, bars = traffic_of(seen), defaultdict[str, float](float), []
     clock = Clock(seen.question.run(seen.one.plan)) if seen.timed else None
     priced = list[tuple[str, str, Prediction, defaultdict[str, float]]]()  # with seconds on links by term
     for (names, kind), row in rows.items():
@@ -254,8 +254,8 @@ def sent(seen: View) -> Scene:
         what, clicked = _most_of(row), act(explain=f"{names} {kind}")
         note = f"{kind}, {row.count:,} times: {', '.join(sorted({of for of, _, _ in row.messages}))}"
         hidden = sum(took.values()) - waits
-        found.append(columns.SentBar(names, what, row.bytes_sent, hidden, waits, note, clicked))
-    return columns.sent_bars(found)
+        bars.append(columns.SentBar(names, what, row.bytes_sent, hidden, waits, note, clicked))
+    return columns.sent_bars(bars)
 
 
 def _most_of(row: Prediction) -> str:
@@ -269,12 +269,12 @@ def _most_of(row: Prediction) -> str:
 def _mesh_map(seen: View) -> Scene:
     """All meshes of as many devices, as far as they are known."""
     around = seen.around
-    ways, best = [_way(one) for one in around.points.values()], _way(around.best) if around.best else None
+    ways, best = [_point(one) for one in around.points.values()], _point(around.best) if around.best else None
     counts = len(around.refused), len(around.meshes)
-    return columns.mesh_map(ways, _way(seen.one), best, seen.question.capacity_bytes, *counts)
+    return columns.mesh_map(ways, _point(seen.one), best, seen.question.capacity_bytes, *counts)
 
 
-def _way(one: Candidate) -> columns.MeshPoint:
+def _point(one: Candidate) -> columns.MeshPoint:
     mesh = one.plan.mesh
     largest = max(AXES, key=lambda axis: mesh.user_sizes[axis])
     return columns.MeshPoint(
@@ -285,32 +285,32 @@ def _way(one: Candidate) -> columns.MeshPoint:
 def panels(seen: View) -> dict[str, Scene | str]:
     """Every panel of a state. Only in the map, where meshes are compared, times have more digits than two."""
     with estimated():
-        found = _estimates(seen)
+        drawn = _estimates(seen)
     if seen.timed:
-        found["map"] = _mesh_map(seen)
-    return found
+        drawn["map"] = _mesh_map(seen)
+    return drawn
 
 
 def _estimates(seen: View) -> dict[str, Scene | str]:
-    found: dict[str, Scene | str] = {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
+    drawn: dict[str, Scene | str] = {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
     if seen.timed:
         turns = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
-        found |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, turns)}
-    found |= {"sent": sent(seen), "explain": explanation(seen) + film(seen), "holds": holds(seen)}
-    return found | {"code": code(seen), "famous": published_runs(seen)}
+        drawn |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, turns)}
+    drawn |= {"sent": sent(seen), "explain": explanation(seen) + film(seen), "holds": holds(seen)}
+    return drawn | {"code": code(seen), "famous": published_runs(seen)}
 
 
-def says(seen: View, found: dict, drawn: dict[str, Scene | str]) -> str:
+def says(seen: View, verdict: dict, drawn: dict[str, Scene | str]) -> str:
     """The answer in words."""
     q, state = seen.question, seen.state
     what = f"{state['model']} on {seen.shape} = {count_noun(seen.shape.size, 'device')} of {state['chip']}"
     lines = [f"{what}, {q.batch_size} sequences of {q.seq_len:,} tokens"]
-    lines += [" ".join(filter(None, (found["head"], found["rest"]))), found["line"]]
-    lines += [f"{step['do']}: {step['text']}" for step in found["steps"]]
+    lines += [" ".join(filter(None, (verdict["head"], verdict["rest"]))), verdict["line"]]
+    lines += [f"{step['do']}: {step['text']}" for step in verdict["steps"]]
     return "\n".join([*lines, *(panel.text for panel in drawn.values() if isinstance(panel, Scene))])
 
 
-def scene(seen: View, found: dict, areas=AREAS) -> Scene:
+def scene(seen: View, verdict: dict, areas=AREAS) -> Scene:
     """The first screen as one picture: the answer in words, and the panels in their columns."""
     every = panels(seen)
     drawn = {name: every[name] for name, *_ in areas if name in every}
@@ -328,8 +328,8 @@ def scene(seen: View, found: dict, areas=AREAS) -> Scene:
                 placed.append(Group(panel.items, x, y))
                 y, wide = y + panel.height, max(wide, panel.width)
         x += wide
-    title, _, text = says(seen, found, drawn).partition("\n")
-    written = [Text(0, 0, f"{found['head']} {found['rest']}", bold=True, fill=found["tone"])]
-    below = [found["line"], *(step["text"] for step in found["steps"])]
+    title, _, text = says(seen, verdict, drawn).partition("\n")
+    written = [Text(0, 0, f"{verdict['head']} {verdict['rest']}", bold=True, fill=verdict["tone"])]
+    below = [verdict["line"], *(step["text"] for step in verdict["steps"])]
     written += [Text(0, 22 * i, line) for i, line in enumerate(below, 1)]
     return compose(title, [written, placed], text)

@@ -56,24 +56,24 @@ def html_table(head: Iterable[str], rows: str) -> str:
 def glossary() -> dict[str, str]:
     """The words and axes of `docs/words.md`, each with its line."""
     rows = re.findall(r"^\| [*`]*(.+?)[*`]* \| (.+) \|$", WORDS.read_text(encoding="utf-8"), re.MULTILINE)
-    return {word.strip(): said for names, said in rows for word in names.split(",")}
+    return {word.strip(): line for names, line in rows for word in names.split(",")}
 
 
 def explanation(seen: View) -> str:
     """What was clicked: a number with its formula filled in, a glossary word, why meshes are left out."""
-    asked, found = seen.state["explain"] or "total", terms(seen.question, seen.one)
-    if asked.startswith("word "):
-        word = asked.removeprefix("word ")
-        said = f"<p><b>{escape(word)}</b>: {escape(glossary().get(word, 'not in the glossary'))}</p>"
-    elif asked == "left out":
+    clicked, known = seen.state["explain"] or "total", terms(seen.question, seen.one)
+    if clicked.startswith("word "):
+        word = clicked.removeprefix("word ")
+        text = f"<p><b>{escape(word)}</b>: {escape(glossary().get(word, 'not in the glossary'))}</p>"
+    elif clicked == "left out":
         reasons, num = Counter(seen.around.refused.values()).most_common(12), len(seen.around.meshes)
         rows = tagged("li", (f"{count} of {num}: {escape(why)}" for why, count in reasons))
-        said = f"<p><b>Meshes that are left out</b></p><ul>{rows}</ul>"
+        text = f"<p><b>Meshes that are left out</b></p><ul>{rows}</ul>"
     else:
-        said = _term(next((term for term in found if term.name == asked), found[0]))
-    names = [term.name for term in found if term.name in STEP]
+        text = _term(next((term for term in known if term.name == clicked), known[0]))
+    names = [term.name for term in known if term.name in STEP]
     more = [button(name, explain=name) for name in names] + [button("meshes left out", explain="left out")]
-    return f"{said}<p>{' '.join(more)}</p>"
+    return f"{text}<p>{' '.join(more)}</p>"
 
 
 def _term(term: Term) -> str:
