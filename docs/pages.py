@@ -175,7 +175,7 @@ def shared_files() -> dict[str, bytes]:
     """What all pages share: scripts, a style, Python in gzip'd parts. ValueError without Python."""
     if not (python := page.runtime()):
         raise ValueError("a site needs Python for the browser; make it with 'make runtime' (npm is needed)")
-    parts = json.loads(python) | {"rooms": page.packed(page.rooms())}
+    parts = json.loads(python) | {"sources": page.packed(page.sources())}
     files = page.MODULE, page.STYLE, page.STATIC / "worker.js", ROOT / "docs/site/site.js", ROOT / LICENCE
     made = {path.name: path.read_bytes() for path in files}
     return made | {f"{name}.bin": base64.b64decode(text) for name, text in parts.items() if name != "licence"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmpar.explore import answers, look, panels
-from llmpar.explore.explorer import KINDS, MeshExplorer, by_kind
+from llmpar.explore.explorer import EXPLORERS, MeshExplorer, by_kind
 from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import PRESETS, preset
 from llmpar.plan.plan import Plan
@@ -38,7 +38,7 @@ def taken(state, patch):
 def total(seen, kind):
     """Bytes that device 0 holds of one kind of tensor, by its slices."""
     rows = [row for row in panels.tensors(seen) if row.kind == kind]
-    return sum(row.held(seen.plan.mesh.sizes, 0)[1] for row in rows)
+    return sum(row.part_on(seen.plan.mesh.sizes, 0)[1] for row in rows)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -58,7 +58,7 @@ def total(seen, kind):
 def test_slices_add_up_to_the_predicted_arguments(mesh, zero):
     """Copies of KV heads (tp=16 of 8) and a pipeline's padding among them."""
     model = "llama3-8b" if "tp=16" in mesh or "32" in mesh else "tiny"
-    seen = look.look(look.settle(on(TINY | {"model": model}, mesh, zero=zero))[0])
+    seen = look.view(look.settle(on(TINY | {"model": model}, mesh, zero=zero))[0])
     held = memory.argument_bytes(seen.plan, 16, 64)
     assert (total(seen, "weight"), total(seen, "moments")) == (held["params"], held["optimizer"])
     assert total(seen, "batch") == held["batch"]
@@ -70,7 +70,7 @@ def test_slices_add_up_to_the_predicted_arguments(mesh, zero):
 def test_experts_are_held_and_sent_as_predicted(mesh):
     reply = answers.answer(on(TINY | {"model": "tiny-moe"}, mesh))
     assert reply["refusal"] is None
-    seen = look.look(reply["state"])
+    seen = look.view(reply["state"])
     assert total(seen, "weight") == reply["numbers"]["memory_bytes"]["params"]
     rows = [f"{row['axes']} {row['kind']}" for row in reply["numbers"]["traffic"]]
     assert "ep ragged-all-to-all" in rows
@@ -149,7 +149,7 @@ def test_llama_3s_published_mesh_fits_and_is_as_fast_as_the_planner_says():
 
 def test_traffic_is_the_prediction():
     reply = answers.answer(on(TINY, "dp=2 fsdp=2 tp=2", tp_sequence=True))
-    seen = look.look(reply["state"])
+    seen = look.view(reply["state"])
     want = traffic.step_traffic(seen.plan, 16, 64)
     got = {(row["axes"], row["kind"]): (row["count"], row["bytes"]) for row in reply["numbers"]["traffic"]}
     assert got == {key: (row.count, row.bytes_sent) for key, row in want.items()} and got
@@ -219,7 +219,7 @@ JSON += [{"h100": 1}, {"h100": {"reached": {}}}]
 JSON += [{"h100": dict.fromkeys(field.name for field in dataclasses.fields(Chip))}]
 
 
-@pytest.mark.parametrize("kind", sorted({*KINDS} - {"given"}))
+@pytest.mark.parametrize("kind", sorted({*EXPLORERS} - {"given"}))
 def test_any_json_value_of_a_state_is_answered_or_refused_in_a_sentence(kind):
     """As a mistyped address has it; what a refusal offers is a state that is answered."""
     explorer, tried = by_kind(kind), []
@@ -291,7 +291,7 @@ def test_a_model_is_read_from_the_text_of_its_configuration():
     assert reply["refusal"] is None and reply["state"]["config"] == "" and reply["state"]["model"] == "yours"
     again = answers.answer(reply["state"])
     assert again["numbers"] == reply["numbers"]
-    seen = look.look(reply["state"])
+    seen = look.view(reply["state"])
     assert total(seen, "weight") == pytest.approx(seen.question.config.num_params, rel=0.01), (
         "4 B each, on 4 devices"
     )
@@ -337,7 +337,7 @@ def test_what_lies_around_comes_later_and_is_kept():
     assert steps and answers.answer(state | steps[0]["set"])["numbers"]["step_s"] == best.time.step_s
     fastest = min(one.time.step_s for one in around.points.values() if not one.why_not)
     for mesh, one in random.Random(2).sample(sorted(around.points.items(), key=str), 12):
-        said = answers.verdict(look.look(look.settle(on(look.START, mesh))[0]))
+        said = answers.headline(look.view(look.settle(on(look.START, mesh))[0]))
         opened = any(step["do"] == "open" for step in said["steps"])  # but where none is faster
         assert opened == bool(one.why_not or fastest < one.time.step_s * (1 - planner.SAME)), mesh
         fit = planner.verdict(around.question, one)
@@ -385,8 +385,8 @@ def test_any_six_axis_mesh_from_1_to_512_devices_has_a_picture_and_words():
     meshes = "dp=1|pp=2 dp=2 fsdp=2 sp=2 tp=2|dp=8 fsdp=8 tp=8|fsdp=512|pp=4 tp=4"
     for mesh in meshes.split("|"):
         state = on(look.START | {"batch_size": 512}, mesh)
-        seen = look.look(look.settle(state)[0])
-        drawn = panels.scene(seen, answers.verdict(seen))
+        seen = look.view(look.settle(state)[0])
+        drawn = panels.scene(seen, answers.headline(seen))
         assert str(parse_mesh(mesh)) in drawn.text and math.isfinite(drawn.width * drawn.height)
 
 

@@ -20,7 +20,7 @@ from shared import ROOT, TABLES, load
 
 from llmpar import draw
 from llmpar.draw import charts, columns
-from llmpar.draw.columns import Part, Sent, Way
+from llmpar.draw.columns import MeshPoint, Part, SentBar
 from llmpar.draw.scene import (
     COLOURS,
     DARK,
@@ -34,9 +34,9 @@ from llmpar.draw.scene import (
     Text,
     compose,
     flatten,
-    look,
     show,
     size_text,
+    style_of,
     text_color_on,
     ticks,
     time_text,
@@ -266,7 +266,7 @@ CASES: dict = {
     "three bubbles": lambda: draw.bubbles(pipeline("zb-h2", 4, 6)),
     "three bubbles, alike": lambda: draw.bubbles(pipeline("1f1b", 4, 8)),
     "loads": lambda: draw.expert_loads([[4, 0, 2, 1], [1, 1, 9, 0]]),
-    "loads left out": lambda: draw.expert_loads([[4, 0, 2, 1], [1, 1, 9, 0]], room=3),
+    "loads left out": lambda: draw.expert_loads([[4, 0, 2, 1], [1, 1, 9, 0]], slots=3),
     "dispatch": lambda: draw.dispatch(CHOSEN),
     "dispatch slots": lambda: draw.dispatch(CHOSEN, slots=2, follow=(1, 1), weights=(0.7, 0.3)),
     "dispatch begun": lambda: draw.dispatch(CHOSEN, slots=1, stages=3),
@@ -291,16 +291,18 @@ SECONDS = {
 }  # fmt: skip
 TERMS = [Part(name, seconds, act=ACT) for name, seconds in SECONDS.items()]
 SENT = [
-    Sent("tp", "activations", 352 * GIB, 0, 1.41, "402 all-reduces", ACT),
-    Sent("fsdp", "weights", 28.3 * GIB, 0.42, 0.19),
-    Sent("fsdp", "gradients", 14.4 * GIB, 0.31, 0),
-    Sent("dp,fsdp", "norms", 3e5, 0, 0),
+    SentBar("tp", "activations", 352 * GIB, 0, 1.41, "402 all-reduces", ACT),
+    SentBar("fsdp", "weights", 28.3 * GIB, 0.42, 0.19),
+    SentBar("fsdp", "gradients", 14.4 * GIB, 0.31, 0),
+    SentBar("dp,fsdp", "norms", 3e5, 0, 0),
 ]
-HERE, BEST = Way("fsdp=8 tp=8", 65.4 * GIB, 6.13, "tp"), Way("fsdp=64", 30 * GIB, 4.29, "fsdp")
-LONG = Way("pp=16 dp=2 fsdp=16 ep=2 sp=2 tp=2", 50 * GIB, 3e3, "pp")
+HERE, BEST = MeshPoint("fsdp=8 tp=8", 65.4 * GIB, 6.13, "tp"), MeshPoint("fsdp=64", 30 * GIB, 4.29, "fsdp")
+LONG = MeshPoint("pp=16 dp=2 fsdp=16 ep=2 sp=2 tp=2", 50 * GIB, 3e3, "pp")
 _rng = random.Random(0)
 WAYS = [
-    Way(f"dp={i}", 2 ** _rng.gauss(36, 1.2), 10 ** _rng.gauss(0.95, 0.2), _rng.choice([*AXES]), "slow", ACT)
+    MeshPoint(
+        f"dp={i}", 2 ** _rng.gauss(36, 1.2), 10 ** _rng.gauss(0.95, 0.2), _rng.choice([*AXES]), "slow", ACT
+    )
     for i in range(187)
 ]
 CUT = {"pp": 1, "dp": 3, "fsdp": 8, "ep": 1, "sp": 1, "tp": 8}
@@ -316,7 +318,7 @@ CASES |= {
     "time bar": lambda: columns.time_bar(TERMS, total=6.5),
     "sent": lambda: columns.sent_bars(SENT),
     "sent, much": lambda: columns.sent_bars(
-        [*SENT, *(Sent("ep", f"rows of a token to its experts {i}", 2.0, 0.1, 0.2) for i in range(5))]
+        [*SENT, *(SentBar("ep", f"rows of a token to its experts {i}", 2.0, 0.1, 0.2) for i in range(5))]
     ),
     "sent, nothing": lambda: columns.sent_bars([]),
     "map": lambda: columns.mesh_map([*WAYS, HERE, BEST], HERE, BEST, 59.3 * GIB, 21, 210),
@@ -328,7 +330,7 @@ CASES |= {
     "map, slow": lambda: columns.mesh_map(
         [LONG, LONG._replace(mesh="x", seconds=9e4)], LONG, LONG._replace(seconds=2e4), 59.3 * GIB
     ),
-    "map, small": lambda: columns.mesh_map([Way("tp=2", 2e7, 0.01, "tp")], None, None, 59.3 * GIB),
+    "map, small": lambda: columns.mesh_map([MeshPoint("tp=2", 2e7, 0.01, "tp")], None, None, 59.3 * GIB),
     "map, far over": lambda: columns.mesh_map([HERE, BEST], HERE, BEST, GIB / 2),
     "map, empty": lambda: columns.mesh_map([]),
 }
@@ -552,7 +554,7 @@ def test_words_of_charts_have_roles_and_dark_pages_no_others():
     for word, role in (charts.MEMORY | charts.TIME).items():
         assert role.rstrip("/") in LIGHT, word
         assert word not in LIGHT or charts.MEMORY.get(word, role) == role, word
-    assert look("tp/") == ("paper", "tp-line", "/") and look("weights") == ("weights", "edge", "")
+    assert style_of("tp/") == ("paper", "tp-line", "/") and style_of("weights") == ("weights", "edge", "")
     with pytest.raises(ValueError, match="part 'spam' has no colour of its own.*roles={'spam': 'weights'}"):
         draw.memory_bars([("x", {"spam": 1.0})])
 
@@ -925,7 +927,7 @@ def test_waiting_has_the_colour_of_its_axis_wherever_it_is_drawn():
         for scene, tall in (
             (columns.time_bar([Part(name, 1.0)]), 26),
             (draw.time_bars([("x", {name: 1.0})]), 28),
-            (columns.sent_bars([Sent(axis, "rows", 1.0, 0, 1.0)]), 15),
+            (columns.sent_bars([SentBar(axis, "rows", 1.0, 0, 1.0)]), 15),
         ):
             assert [r.fill for r in segments(scene, tall)] == [axis], name
     (alone,) = segments(columns.time_bar([Part("gradients at the end", 1.0, role="dp")]), 26)
@@ -948,9 +950,11 @@ def test_much_that_is_sent_is_told_and_the_smallest_added_up():
 
 
 def test_a_long_name_leaves_the_number_of_bytes_whole():
-    scene = columns.sent_bars([Sent("tp", "activations and their gradients " * 3, 5 * GIB, 0.0114, 0.0299)])
+    scene = columns.sent_bars(
+        [SentBar("tp", "activations and their gradients " * 3, 5 * GIB, 0.0114, 0.0299)]
+    )
     assert any(t.text.endswith("… 5 GiB") for t in flatten(scene.items) if isinstance(t, Text))
-    assert "not predicted" in columns.sent_bars([Sent("tp", "rows", 1.0, 0.0, 0.0)]).text
+    assert "not predicted" in columns.sent_bars([SentBar("tp", "rows", 1.0, 0.0, 0.0)]).text
 
 
 def test_a_bar_has_the_number_that_it_is_told():

@@ -11,11 +11,11 @@ import shared
 
 from llmpar.draw.scene import Text, flatten
 from llmpar.explore import page
-from llmpar.explore.explorer import CALCULATORS, KINDS, Explorer, MeshExplorer, by_kind
+from llmpar.explore.explorer import CALCULATORS, EXPLORERS, Explorer, MeshExplorer, by_kind
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 ROOT = Path(__file__).resolve().parent.parent
-MADE = [kind for kind in KINDS if kind != "given"]
+MADE = [kind for kind in EXPLORERS if kind != "given"]
 
 
 @pytest.mark.parametrize("kind", MADE)

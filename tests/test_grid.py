@@ -71,14 +71,14 @@ def test_a_device_is_inked_where_it_holds_the_tensor(seed):
 def test_a_cell_of_many_devices_is_inked_where_any_of_them_holds_the_tensor(seed):
     rng = random.Random(seed)
     sizes, order, layout, _ = cut(rng, 512)
-    while math.prod(sizes.values()) <= grid.MOST:
+    while math.prod(sizes.values()) <= grid.MOST_CELLS:
         sizes, order, layout, _ = cut(rng, 512)
     parts = [math.prod(sizes[a] for a in dim.axes) for dim in layout.dims]
     shape, n = [2 * count for count in parts], math.prod(sizes.values())
     scene = draw.tensor_grid(layout, shape, sizes, 8, device := rng.randrange(n))
     blocks = [(d, r) for d, r in cells_of(scene) if r.tip.startswith("devices")]
     singles = [(d, r) for d, r in cells_of(scene) if r.tip.startswith("device ")]
-    assert device in [d for d, _ in singles] and 2 <= len(blocks) <= grid.MOST
+    assert device in [d for d, _ in singles] and 2 <= len(blocks) <= grid.MOST_CELLS
     block = n // len(blocks)
     for i, (sets, cell) in enumerate(blocks):
         assert i * block <= sets < (i + 1) * block and sets % block == device % block

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from llmpar.draw.scene import DARK, LIGHT
 from llmpar.explore import look, page
-from llmpar.explore.explorer import KINDS, by_kind
+from llmpar.explore.explorer import EXPLORERS, by_kind
 from llmpar.inspect.shardings import shardings
 from llmpar.plan.mesh_shape import AXES
 
@@ -46,7 +46,7 @@ print(json.dumps([by_kind(kind, given).answer(state) for kind, given, state in j
 
 def alone(folder, *args):
     """Run `ALONE` on the files of a page, without any installed package."""
-    for path, text in page.rooms().items():
+    for path, text in page.sources().items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
     asked = [sys.executable, "-I", "-S", "-c", ALONE, str(folder), *map(json.dumps, args)]
@@ -55,7 +55,7 @@ def alone(folder, *args):
 
 def modules():
     """Every module that a page brings."""
-    names = [path.removesuffix(".py").replace("/", ".") for path in page.rooms() if path.endswith(".py")]
+    names = [path.removesuffix(".py").replace("/", ".") for path in page.sources() if path.endswith(".py")]
     return [name.removesuffix(".__init__") for name in names]
 
 
@@ -69,7 +69,7 @@ def arrays():
 def questions():
     """A few of each kind: where it starts, and every value of its first control."""
     own = {"given": arrays()}
-    for kind in sorted(KINDS):
+    for kind in sorted(EXPLORERS):
         figure = by_kind(kind, own.get(kind))
         first, *_ = figure.controls or [{"name": "device", "options": [5]}]
         values = first.get("options") or [first["min"], first["max"]]
@@ -94,8 +94,8 @@ def test_what_a_page_brings_needs_neither_jax_nor_numpy_and_answers_the_same(tmp
 
 
 def test_a_module_that_needs_numpy_is_seen(tmp_path, monkeypatch):
-    brought = page.rooms() | {"llmpar/draw/new.py": "import numpy"}
-    monkeypatch.setattr(page, "rooms", lambda: brought)
+    brought = page.sources() | {"llmpar/draw/new.py": "import numpy"}
+    monkeypatch.setattr(page, "sources", lambda: brought)
     done = alone(tmp_path, ["llmpar.draw.new"], [])
     assert done.returncode and "numpy is blocked" in done.stderr
     del brought["llmpar/plan/layout.py"]
@@ -145,7 +145,7 @@ def test_a_small_page_knows_what_is_one_click_away(monkeypatch):
         {"a": 1, "fields": {"b": 3}},
         {"a": 1, "fields": {}},
     ]
-    monkeypatch.setattr(page, "MOST", 600)
+    monkeypatch.setattr(page, "MOST_BYTES", 600)
     fewer = page.nearby(two, two.document())
     room = sum(len(zlib.compress(json.dumps(answer).encode())) for answer in fewer[1:])
     assert 1 < len(fewer) < len(found) and room <= 600
@@ -153,7 +153,7 @@ def test_a_small_page_knows_what_is_one_click_away(monkeypatch):
 
 def test_a_small_page_is_one_file_that_mail_takes():
     text = shared.small_page("mesh")
-    rest = (page.MOST - shared.MOST) * 4 / 3  # what is stored is packed, and written in letters
+    rest = (page.MOST_BYTES - shared.MOST) * 4 / 3  # what is stored is packed, and written in letters
     assert 100_000 < len(text.encode()) < 2_000_000 - rest and '"live": false' in text
     assert not re.search(r"""(?:src|href|import|from|url)[=(\s]*["']?\s*(?:https?:)?//""", text)
 
@@ -315,7 +315,7 @@ def test_a_whole_page_shows_its_picture_first_and_answers_every_kind_as_ours(awa
     asked = [(kind, given, state | fresh if kind == "mesh" else state) for kind, given, state in questions()]
     states = [*moves(), *some_states(0, 20)]
     asked += [("mesh", None, state | fresh) for state in random.Random(0).sample(states, 30)]
-    assert {kind for kind, *_ in asked} == {*KINDS} and len(states) > 70
+    assert {kind for kind, *_ in asked} == {*EXPLORERS} and len(states) > 70
     assert compared(awake, asked) == []
 
 
@@ -337,13 +337,13 @@ def test_every_single_move_is_answered_and_then_advised(awake):
     "what, why",
     [
         ("python", "Failed to fetch"),
-        pytest.param("rooms", "Error: No module named 'llmpar.plan.layout'", marks=pytest.mark.nightly),
+        pytest.param("sources", "Error: No module named 'llmpar.plan.layout'", marks=pytest.mark.nightly),
     ],
 )
 def test_a_page_whose_python_does_not_wake_says_why_and_keeps_its_picture(tab, saved, tmp_path, what, why):
     text, broken = saved.read_text(encoding="utf-8"), tmp_path / "broken.html"
-    less = page.packed({name: text for name, text in page.rooms().items() if "plan/layout" not in name})
-    parts = {"rooms": less, "python": json.dumps(json.loads(page.runtime()) | {"start": "AAAA"})}
+    less = page.packed({name: text for name, text in page.sources().items() if "plan/layout" not in name})
+    parts = {"sources": less, "python": json.dumps(json.loads(page.runtime()) | {"start": "AAAA"})}
     broken.write_text(
         re.sub(f'(id="{what}">)[^<]*', lambda found: found[1] + parts[what], text), encoding="utf-8"
     )

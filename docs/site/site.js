@@ -8,7 +8,7 @@ const at = (name) => new URL(name, import.meta.url).href;
 const shared = python(at("worker.js"));
 globalThis.llmpar = shared; // for a console: await llmpar.ask({ kind: "mesh", given: null, state: {…}, more: false })
 const wake = () => shared.wake({
-  python: Object.fromEntries(PARTS.map((name) => [name, at(`${name}.bin`)])), rooms: at("rooms.bin"),
+  python: Object.fromEntries(PARTS.map((name) => [name, at(`${name}.bin`)])), sources: at("sources.bin"),
 });
 
 function explorer(el, doc) {

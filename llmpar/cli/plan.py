@@ -211,7 +211,7 @@ def _count(text: str, name: str, base: int) -> float:
     return float(match[1]) * base**power
 
 
-def _table(columns: Iterable[str], rows: Iterable[Iterable[str]], **titles: Any) -> Any:
+def _table(columns: Iterable[Any], rows: Iterable[Iterable[str]], **titles: Any) -> Any:
     """Make a table of rows of text."""
     from rich.table import Table
 

@@ -1,8 +1,19 @@
 """Draw the square of causal attention in the colours of the ranks that compute it."""
 
-from typing import Any
-
-from llmpar.draw.scene import OTHERS, Group, Line, Rect, Scene, Text, compose, small_text, text_color_on
+from llmpar.draw.scene import (
+    OTHERS,
+    SMALL,
+    Group,
+    Items,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    compose,
+    small_text,
+    text_color_on,
+    titled,
+)
 
 
 def causal(orders, step: int | None = None, title: str = "", counts: bool = True, bars: bool = True) -> Scene:
@@ -15,39 +26,40 @@ def causal(orders, step: int | None = None, title: str = "", counts: bool = True
     neither numbers nor times nor bars of work, without ``bars`` only no bars.
     """
     panels, lines = list[Group](), []
-    for name, held in orders.items():
-        ranks, side = len(held), 240 / sum(map(len, held))
+    for name, dealt in orders.items():
+        ranks, side = len(dealt), 240 / sum(map(len, dealt))
         last = ranks - 1 if step is None else step
-        owner = {part: rank for rank, parts in enumerate(held) for part in parts}
-        work = [[0.0] * ranks for _ in held]
+        owner = {part: rank for rank, parts in enumerate(dealt) for part in parts}
+        work, bold = [[0.0] * ranks for _ in dealt], Items()
+        names = (120, -35, "keys"), (-26, -35, "queries"), (172, 60, "later keys:"), (172, 76, "not seen")
         items: list = [Rect(0, 0, 240, 240, "paper", "grid", hatch="/"), Text(0, -56, name, bold=True)]
-        named = (120, -35, "keys"), (-26, -35, "queries"), (172, 60, "later keys:"), (172, 76, "not seen")
-        items, bold = [*items, *(small_text(*one) for one in named)], list[Any]()
+        items += [small_text(*one) for one in names]
         for q, rank in sorted(owner.items()):
             tint, y = OTHERS[rank], side * q
             for x, top, w, h in ((-26, y, 20, side), (y, -24, side, 18)):  # queries at the left, keys above
-                items.append(Rect(x, top, w, h, tint, "edge", 0.75))
-                items.append(small_text(x + w / 2, top + h / 2, str(rank), fill=text_color_on(tint)))
+                items += titled(Rect(x, top, w, h, tint, "edge", 0.75), str(rank), SMALL)
             for k in range(q + 1):
                 t, x, half = (rank - owner[k]) % ranks, side * k, k == q
-                work[rank][t] += (0.5 if half else 1) / len(held[rank]) ** 2
+                work[rank][t] += (0.5 if half else 1) / len(dealt[rank]) ** 2
                 corners = [(x, y), (x + side, y), (x + side, y + side), (x, y + side), (x, y)]
                 corners = [corner for i, corner in enumerate(corners) if i != 1 or k < q]
                 spot = (x + side / (3 if half else 2), y + side * (0.68 if half else 0.5))
                 fill, look = "paper" if t > last else tint, ("ink", 2.5) if t == step else ("edge", 0.75)
                 number = small_text(*spot, str(t), fill=text_color_on(fill))
-                (bold if t == step else items).append(Line(tuple(corners), *look, fill=fill))
-                (bold if t == step else items).extend([number] * counts)
+                tile: list = [Line(tuple(corners), *look, fill=fill), *[number] * counts]
+                (bold if t == step else items).extend(tile)
         took = [max(row[t] for row in work) for t in range(last + 1)]
         time = Text(236, 16, f"takes {sum(took):g} squares", anchor="end", bold=True)
-        items, below = [*items, *bold, *[time] * counts], list[Any]()
+        items, below = [*items, *bold, *[time] * counts], Items()
         for rank, row in enumerate(work):
             y, sums = 258 + 22 * rank, sum(row[: len(took)])
-            below.append(small_text(-6, y + 8, f"rank {rank}", "end", "ink"))
-            below.append(Rect(0, y, 48 * sums, 16, OTHERS[rank], "edge"))
             words = f"works {sums:g}, waits {sum(took) - sums:g}"
-            below.append(small_text(48 * sums + 8, y + 8, words, "start", "ink"))
-            parts = " ".join(map(str, held[rank]))
+            below += [
+                small_text(-6, y + 8, f"rank {rank}", "end", "ink"),
+                Rect(0, y, 48 * sums, 16, OTHERS[rank], "edge"),
+                small_text(48 * sums + 8, y + 8, words, "start", "ink"),
+            ]
+            parts = " ".join(map(str, dealt[rank]))
             lines.append(f"{name}, rank {rank}: parts {parts}; {words}; by step {row}")
         lines.append(f"{name}: takes {sum(took):g} squares")
         panels.append(Group((*items, *below * (bars and counts)), 400 * len(panels)))

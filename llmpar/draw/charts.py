@@ -1,12 +1,32 @@
 """Charts and timelines: what was sent, who works when, how much there is."""
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
-from llmpar.draw import scene
-from llmpar.draw.scene import Line, Rect, Scene, Text, compose, size_text, small_text, text_width, time_text
+from llmpar.draw.scene import (
+    COLOURS,
+    LIGHT,
+    OTHERS,
+    SMALL,
+    Group,
+    Items,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    boxed,
+    compose,
+    fitting_text,
+    legend,
+    size_text,
+    small_text,
+    style_of,
+    text_width,
+    ticks,
+    time_text,
+)
 from llmpar.plan.mesh_shape import AXES
 
 
@@ -23,8 +43,8 @@ def count_noun(n: int, what: str) -> str:
     return f"{n:,} {what if n == 1 else what[:-1] + 'ies' if what.endswith('y') else what + 's'}"
 
 
-MEMORY: dict[str, str] = scene.COLOURS["memory"]
-TIME: dict[str, str] = scene.COLOURS["time"]
+MEMORY: dict[str, str] = COLOURS["memory"]
+TIME: dict[str, str] = COLOURS["time"]
 """The roles of the words of charts, where they are no roles themselves."""
 
 
@@ -36,7 +56,7 @@ def collectives(rows) -> Scene:
     names = [f"{r['axis']} {r['kind']} ×{r['count']}" for r in rows]
     left, wide = max(map(text_width, names), default=0) + 12, 420
     pairs = [(r.get("predicted_bytes"), r.get("compiled_bytes")) for r in rows]
-    items, lines, most = list[Any](), [], max([n or 0 for pair in pairs for n in pair] + [1])
+    items, lines, most = Items(), [], max([n or 0 for pair in pairs for n in pair] + [1])
     for i, (row, name, (predicted, compiled)) in enumerate(zip(rows, names, pairs, strict=True)):
         y, verdict = 44 * i, ""
         if None not in (predicted, compiled) and predicted == compiled:
@@ -45,21 +65,21 @@ def collectives(rows) -> Scene:
             verdict = f", {compiled / predicted - 1:+.1%}"
         color = axis_colours(row["axis"])[1]
         items.append(Text(left - 10, y + 16, name, anchor="end"))
-        said = []
-        for k, (word, n) in enumerate((("predicted", predicted), ("compiled", compiled))):
-            said.append(f"{word} unknown" if n is None else f"{word} {size_text(n)}" + verdict * k)
-            top, w = y + 16 * k, wide * (n or 0) / most
-            items += [Rect(left, top, w, 14, "paper", color, 1.5, hatch="/" * k)] * bool(n)
-            items.append(small_text(left + wide + 10, top + 7, said[k], "start", "ink"))
-        lines.append(f"{name}: {said[0]}; {said[1]}")
-    key = scene.legend([("paper", "predicted"), ("edge", "compiled", "/")])
+        both = ("predicted", predicted, "", ""), ("compiled", compiled, "/", verdict)
+        texts = [f"{word} {'unknown' if n is None else size_text(n)}{more}" for word, n, _, more in both]
+        for top, text, (_, n, hatch, _) in zip((y, y + 16), texts, both, strict=True):
+            if n:
+                items.append(Rect(left, top, wide * n / most, 14, "paper", color, 1.5, hatch))
+            items.append(small_text(left + wide + 10, top + 7, text, "start", "ink"))
+        lines.append(f"{name}: {'; '.join(texts)}")
+    key = legend([("paper", "predicted"), ("edge", "compiled", "/")])
     return compose("Bytes sent per device and step", [items, key], "\n".join(lines))
 
 
 def axis_colours(axes: str) -> tuple[str, str]:
     """Fill and stroke of what is sent over ``axes``: the first one's; grey where it is no axis of ours."""
     axis = axes.split(",")[0]
-    return scene.look(axis if axis in AXES else "links")[:2]
+    return style_of(axis if axis in AXES else "links")[:2]
 
 
 ARROWS_DRAWN = 24
@@ -99,23 +119,23 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
     """What each rank holds after every step of a permutation, ``pairs`` of (source, target) as in compiled
     HLO. Rank r starts with piece r."""
     ranks = 1 + max(max(pair) for pair in pairs)
-    few = ranks <= len(scene.OTHERS)  # a colour for each
+    few = ranks <= len(OTHERS)  # a colour for each
     steps, came_from = num_steps or ranks, {target: source for source, target in pairs}
-    w, h, left = 64, 62, text_width(f"step {steps}", scene.SMALL) + 14
+    w, h, left = 64, 62, text_width(f"step {steps}", SMALL) + 14
     middle = [left + w * (r + 0.4) for r in range(ranks)]
     items: list = [small_text(x, -14, f"rank {r}") for r, x in enumerate(middle)]
-    lines, held = [], list(range(ranks))
+    lines, pieces = [], list(range(ranks))
     for t in range(steps):
         items.append(small_text(left - 12, h * t + 14, f"step {t}", "end"))
-        for r, (x, block) in enumerate(zip(middle, held, strict=True)):
-            fill = scene.OTHERS[block] if few else axis if block == r else "cell"
-            items.append(Rect(left + w * r, h * t, w * 0.8, 28, fill, f"{axis}-line", radius=3))
-            items += scene.fitting(x, h * t + 14, w * 0.8, f"piece {block}", str(block), on=fill)
+        for r, piece in enumerate(pieces):
+            fill = OTHERS[piece] if few else axis if piece == r else "cell"
+            box = Rect(left + w * r, h * t, w * 0.8, 28, fill, f"{axis}-line", radius=3)
+            items += boxed(box, f"piece {piece}", str(piece))
         for source, target in pairs if t + 1 < steps else ():
             ends = ((middle[source], h * t + 29), (middle[target], h * (t + 1) - 2))
             items.append(Line(ends, f"{axis}-line", 1.5, head=True))
-        lines.append(f"step {t}: " + ", ".join(f"rank {r} holds piece {b}" for r, b in enumerate(held)))
-        held = [held[came_from.get(r, r)] for r in range(ranks)]
+        lines.append(f"step {t}: " + ", ".join(f"rank {r} holds piece {b}" for r, b in enumerate(pieces)))
+        pieces = [pieces[came_from.get(r, r)] for r in range(ranks)]
     colour = "A piece has the colour of its first rank." if few else "Filled: a rank holds its own piece."
     note = f"{colour} Between two steps each rank sends what it holds, over {axis}."
     title = f"Ring over {axis}: {count_noun(ranks, 'rank')}, {count_noun(steps, 'step')}"
@@ -141,7 +161,7 @@ def memory_bars(
 def _byte_ticks(high: float) -> list[float]:
     """Round sizes up to ``high``."""
     unit = 1024.0 ** min(5, int(math.log(max(high, 1), 1024)))
-    return [unit * t for t in scene.ticks(0, high / unit)]
+    return [unit * t for t in ticks(0, high / unit)]
 
 
 def time_bars(
@@ -149,16 +169,16 @@ def time_bars(
 ) -> Scene:
     """Where a step's time goes: ``rows`` of (label, {part: seconds}); ``roles`` as in `memory_bars`. Below a
     bar stands its ``error``, the share by which an estimate may be off; a dot: ``measured``, {label: s}."""
-    marks, roles = (lambda high: scene.ticks(0, high)), TIME | (roles or {})
+    marks, roles = (lambda high: ticks(0, high)), TIME | (roles or {})
     return _bars(title, rows, time_text, marks, roles, error=error, measured=dict(measured))
 
 
 def role_of(part: str, words: dict[str, str]) -> str:
     """The role of a part of a bar, by its name."""
     role = words.get(part, part)
-    if role.rstrip("/") not in scene.LIGHT:
-        way = f"say whose it has: roles={{'{part}': 'weights'}}, or 'other1' to 'other5'"
-        raise ValueError(f"part '{part}' has no colour of its own in draw/colours.toml; {way}")
+    if role.rstrip("/") not in LIGHT:
+        remedy = f"say whose it has: roles={{'{part}': 'weights'}}, or 'other1' to 'other5'"
+        raise ValueError(f"part '{part}' has no colour of its own in draw/colours.toml; {remedy}")
     return role
 
 
@@ -166,60 +186,72 @@ def _bars(
     title: str, rows, text, marks, words, limit=None, whole=None, wide: float = 480, pitch=42, right=(),
     error: float = 0.0, measured: dict[str, float] | None = None,
 ) -> Scene:  # fmt: skip
-    """Bars of parts, each ``pitch`` below the last; beside it ``right``, else its sum and what is free."""
-    rows = [(str(name), row) for name, row in rows]
+    """Draw bars of parts, each ``pitch`` below the last; beside it ``right``, or its sum and what is free."""
+    rows, dots = [(str(name), row) for name, row in rows], measured or {}
     meanings: dict[str, list[str]] = {}
     for part in dict.fromkeys(part for _, row in rows for part in row):
         meanings.setdefault(role_of(part, words), []).append(part)
     left, bottom = max([text_width(name) for name, _ in rows] + [0]) + 12, pitch * len(rows) - 8
-    tall = 2 * pitch // 3
-    seen = measured or {}
-    high = max([(1 + error) * sum(row.values()) for _, row in rows] + [limit or 0, whole or 0, 1e-12])
-    high = max([high, *seen.values()])
-    items, lines = scale(lambda v: left + wide * v / high, marks(high), bottom, text, bottom), []
+    highest = [(1 + error) * sum(row.values()) for _, row in rows]
+    high, tall = max([*highest, limit or 0, whole or 0, 1e-12, *dots.values()]), 2 * pitch // 3
+    x_of = lambda value: left + wide * value / high
+    items, lines = scale(x_of, marks(high), bottom, text, bottom), []
     for i, (name, row) in enumerate(rows):
-        x, y, total = left, pitch * i, sum(row.values())
+        y, total, done = pitch * i, sum(row.values()), 0.0
         for part, value in row.items():
-            w, said = wide * value / high, f"{part} {text(value)}"
-            items.append(bar_part(role_of(part, words), x, y, w, tall, said))
-            ends = [x, x + w]
-            if limit is not None and x < (limit_x := left + wide * limit / high) < x + w:
-                ends = [limit_x, x + w] if 2 * limit_x < 2 * x + w else [x, limit_x]  # off the line
-            middle, room, hatched = sum(ends) / 2, ends[1] - ends[0] - 8, bool(items[-1].hatch)
-            on = items[-1].fill
-            items += [] if hatched else scene.fitting(middle, y + tall / 2, room, text(value), on=on)
-            x += w
+            tip, w = f"{part} {text(value)}", x_of(value) - left
+            box = bar_part(role_of(part, words), x_of(done), y, w, tall, tip)
+            items += _with_number(box, text(value), None if limit is None else x_of(limit))
+            done += value
         over = limit is not None and total > limit
         spare = "" if limit is None else f"; {text(abs(limit - total))} {'too much' if over else 'free'}"
         items.append(Text(left - 10, y + tall / 2, name, anchor="end"))
-        spare += f" ± {text(error * total)}" * bool(error)
-        low, top = (left + wide * total * (1 + way) / high for way in (-error, error))
-        for stroke in (((low, 0), (top, 0)), ((low, -3), (low, 3)), ((top, -3), (top, 3))) if error else ():
-            items.append(Line(tuple((u, y + tall + 6 + v) for u, v in stroke), "ink", 2))
-        if name in seen:
-            spare, dot = f"{spare}; measured {text(seen[name])}", left + wide * seen[name] / high
-            items.append(Rect(dot - 4, y + tall + 2, 8, 8, "measured", "paper", radius=4))
+        if error:
+            spare += f" ± {text(error * total)}"
+            items += _spread(x_of((1 - error) * total), x_of((1 + error) * total), y + tall + 6)
+        if name in dots:
+            spare += f"; measured {text(dots[name])}"
+            items.append(Rect(x_of(dots[name]) - 4, y + tall + 2, 8, 8, "measured", "paper", radius=4))
         beside = right[i] if right else text(total) + spare
-        items.append(Text(left + wide + 12, y + tall / 2, beside, scene.SMALL, bold=over))
-        said = ", ".join(f"{part} {text(value)}" for part, value in row.items())
-        lines.append(f"{name}: {text(total)}{spare} ({said})")
+        items.append(Text(left + wide + 12, y + tall / 2, beside, SMALL, bold=over))
+        each = ", ".join(f"{part} {text(value)}" for part, value in row.items())
+        lines.append(f"{name}: {text(total)}{spare} ({each})")
     if limit is not None:
-        x, lines = left + wide * limit / high, [*lines, f"capacity: {text(limit)}"]
+        x, side = x_of(limit), "end" if whole else "middle"
         edge = (x, -8), (x, bottom + 4)
         items += [Line(edge, "paper", 5), Line(edge, "ink", 2, dash=True)]
-        items += [small_text(x, -16, f"capacity {text(limit)}", "end" if whole else "middle")]
+        items.append(small_text(x, -16, f"capacity {text(limit)}", side))
+        lines.append(f"capacity: {text(limit)}")
     if whole is not None:
-        x, lines = left + wide * whole / high, [*lines, f"whole memory: {text(whole)}"]
+        x = x_of(whole)
         items += [Line(((x, -10), (x, -1)), "edge", 2), small_text(x, -16, f"whole {text(whole)}", "start")]
-    key = scene.legend([(role, ", ".join(parts)) for role, parts in meanings.items()])
+        lines.append(f"whole memory: {text(whole)}")
+    key = legend([(role, ", ".join(parts)) for role, parts in meanings.items()])
     note = f"Below each bar: by how much such an estimate is off in the mean, {error:.0%}." * bool(error)
-    note += " Dot: measured and published." * bool(seen)
+    note += " Dot: measured and published." * bool(dots)
     return compose(title, [items, key], "\n".join(lines), [note] * bool(note))
+
+
+def _with_number(box: Rect, number: str, line: float | None) -> list:
+    """Return a part of a bar and its number, where it fits, beside an upright line that crosses the part."""
+    x, end = box.x, box.x + box.w
+    if line is not None and x < line < end:
+        x, end = (line, end) if 2 * line < x + end else (x, line)
+    if box.hatch:
+        return [box]
+    middle = (x + end) / 2, box.y + box.h / 2
+    return [box, *fitting_text(*middle, end - x - 8, number, on=box.fill)]
+
+
+def _spread(low: float, high: float, y: float) -> list:
+    """Return a range from ``low`` to ``high`` pixels, with an upright at each end."""
+    strokes = ((low, 0), (high, 0)), ((low, -3), (low, 3)), ((high, -3), (high, 3))
+    return [Line(tuple((x, y + dy) for x, dy in stroke), "ink", 2) for stroke in strokes]
 
 
 def bar_part(role: str, x: float, y: float, w: float, h: float, tip: str, act: str = "") -> Rect:
     """A part of a bar: its role's colour in an outline of ink, so that a pale one is seen on paper."""
-    fill, stroke, hatch = scene.look(role)
+    fill, stroke, hatch = style_of(role)
     return Rect(x, y, w, h, fill, stroke if hatch else "ink", 0.75, hatch, tip=tip, act=act)
 
 
@@ -239,43 +271,43 @@ def step_memory(
     most = {name: max(sum(moment.values()) for moment in moments) for name, moments in rows.items()}
     high = 1.08 * max([*most.values(), capacity_bytes])
     levels = _byte_ticks(high)
-    left = max(text_width(size_text(v), scene.SMALL) for v in levels) + 8
+    left = max(text_width(size_text(v), SMALL) for v in levels) + 8
     right, y_of = left + len(rows) * (PANEL + _APART) - _APART, lambda v: _HIGH * (1 - v / high)
     items: list = [Line(((left, y_of(v)), (right, y_of(v))), "grid", 1) for v in levels]
     items += [small_text(left - 6, y_of(v), size_text(v), "end") for v in levels]
-    lines, limit, said = [f"capacity: {size_text(capacity_bytes)}"], y_of(capacity_bytes), []
+    lines, limit, labels = [f"capacity: {size_text(capacity_bytes)}"], y_of(capacity_bytes), []
     for k, (name, moments) in enumerate(rows.items()):
         x0, count, floor = left + k * (PANEL + _APART), len(moments) - 1, [0.0] * len(moments)
         for part in named:
             top = [low + moment.get(part, 0) for low, moment in zip(floor, moments, strict=True)]
             edge = [(x0 + PANEL * i / count, y_of(v)) for i, v in enumerate(top)]
             base = [(x0 + PANEL * i / count, y_of(v)) for i, v in enumerate(floor)]
-            fill = scene.look(role_of(part, roles))[0]
+            fill = style_of(role_of(part, roles))[0]
             items += [Line((*edge, *base[::-1]), "ink", 0.5, fill=fill)] * (top != floor)
             floor = top
         at = max(range(count + 1), key=floor.__getitem__)
         x, over = x0 + PANEL * at / count, floor[at] > capacity_bytes
         words = f"{size_text(most[name])}" + ": too much" * over
-        half = text_width(words, scene.SMALL) * 0.55
+        half = text_width(words, SMALL) * 0.55
         middle = min(max(x, x0 + half), x0 + PANEL - half)
         above = y_of(floor[at]) - 10
         above -= 18 * (limit - 8 < above + 8 and above - 8 < limit + 8)  # the limit's line
-        said.append(Text(middle, above, words, scene.SMALL, "middle", "bad" if over else "ink", True))
+        labels.append(Text(middle, above, words, SMALL, "middle", "bad" if over else "ink", True))
         items.append(Text(x0 + PANEL / 2, -14, name, anchor="middle", bold=True))
         x = x0
         for phase, moments_of in phases:
             w = PANEL * moments_of / count
             items += [Line(((x, _HIGH), (x, _HIGH + 6)), "edge", 1)]
-            items += [small_text(x + w / 2, _HIGH + 14, phase)] * (text_width(phase, scene.SMALL) < w)
+            items += [small_text(x + w / 2, _HIGH + 14, phase)] * (text_width(phase, SMALL) < w)
             x += w
         fullest = ", ".join(f"{part} {size_text(v)}" for part, v in moments[at].items() if v)
         verdict = "more than the capacity" if over else f"{size_text(capacity_bytes - most[name])} free"
         begins = f"{name}: from {size_text(sum(moments[0].values()))}"
         lines.append(f"{begins} to {size_text(most[name])}, {verdict} ({fullest})")
     across = (left, limit), (right, limit)
-    items += [Line(across, "paper", 4), Line(across, dash=True), *said]
+    items += [Line(across, "paper", 4), Line(across, dash=True), *labels]
     items += [small_text(right + 8, limit, f"usable {size_text(capacity_bytes)}", "start", "ink")]
-    key = scene.legend([(role_of(part, roles), part) for part in named])
+    key = legend([(role_of(part, roles), part) for part in named])
     return compose(title, [items, key], "\n".join(lines))
 
 
@@ -284,9 +316,9 @@ def overlap(compute_s, comm_s, labels=None, span_s: float = 0) -> Scene:
     are sent once they are computed. Each of the lanes works in order. A scale has ``span_s`` at least."""
     labels = [str(i) for i in range(len(compute_s))] if labels is None else labels
     if not len(compute_s) == len(comm_s) == len(labels):
-        found = f"{len(compute_s)} computing, {len(comm_s)} communicating and {len(labels)} labels"
-        raise ValueError(f"overlap got {found}; give as many of each")
-    turns = []
+        counts = f"{len(compute_s)} computing, {len(comm_s)} communicating and {len(labels)} labels"
+        raise ValueError(f"overlap got {counts}; give as many of each")
+    schedules = []
     for name in ("in turn", "side by side"):
         free, both = [0.0, 0.0], dict[str, list]({"compute": [], "communicate": []})
         for a, b in zip(compute_s, comm_s, strict=True):
@@ -304,71 +336,88 @@ def overlap(compute_s, comm_s, labels=None, span_s: float = 0) -> Scene:
         total = max(event["end_s"] for event in events)
         waits = time_text(total - sum(compute_s))
         head = f"{name}: {time_text(total)}, {waits} of it without computing"
-        turns.append({"name": head, "count": 0, "events": events})
+        schedules.append({"name": head, "count": 0, "events": events})
     span_s = max(span_s, sum(compute_s) + sum(comm_s))
-    return two_lanes(turns, "Communication behind computing", 0, span_s)
+    return two_lanes(schedules, "Communication behind computing", 0, span_s)
 
 
 LANES = {"compute": "matmuls", "links": "links", "network": "network"}
 
 
-def two_lanes(turns, title: str, column: float = 0, span_s: float = 0) -> Scene:
-    """Draw schedules: per turn of a loop what computes, and below what is on the links (and on the network
-    between hosts, where they are told apart); what waits for them is hatched.
+def two_lanes(iterations, title: str, column: float = 0, span_s: float = 0) -> Scene:
+    """Draw schedules: for each iteration of a loop what computes, and below what is on the links (and on the
+    network between hosts, where an event names it); what waits for them is hatched.
 
-    A turn is ``{"name", "count", "events"}``; an event ``{"lane": "compute", "links" or "network", "name",
-    "start_s", "end_s", "exposed_s"}`` in seconds from the turn's begin. An event that names ``axes`` has
+    An iteration is ``{"name", "count", "events"}``; an event ``{"lane": "compute", "links" or "network",
+    "name", "start_s", "end_s", "exposed_s"}`` in seconds from its begin. An event that names ``axes`` has
     their colour, and a lane of any name. In a ``column`` of so many pixels each event has a frame, from 1 on.
-    A scale is of ``span_s`` at least. A turn of count 0 says all in its name.
+    A scale is of ``span_s`` at least. An iteration of count 0 says all in its name.
     """
-    names = {event["lane"]: event.get("axes") for turn in turns for event in turn["events"]}
+    names = {event["lane"]: event.get("axes") for one in iterations for event in one["events"]}
     fills = LANES | {lane: axes[0] for lane, axes in names.items() if axes}
-    lanes = [(lane, fill) for lane, fill in fills.items() if lane in names or lane == "compute"]
-    left, blocks, lines = max(text_width(lane, scene.SMALL) for lane, _ in lanes) + 12, [], []
-    wide = column - left - 40 if column else 760
-    for turn in turns:
-        events = sorted(enumerate(turn["events"], 1), key=lambda e: e[1]["exposed_s"] > 0)
-        span = max([event["end_s"] for _, event in events] + [span_s, 1e-9])
+    lanes = {lane: fill for lane, fill in fills.items() if lane in names or lane == "compute"}
+    left, bottom = max(text_width(lane, SMALL) for lane in lanes) + 12, 16 + 40 * len(lanes)
+    blocks, lines, wide = [], [], column - left - 40 if column else 760
+    for one in iterations:
+        span = max([event["end_s"] for event in one["events"]] + [span_s, 1e-9])
         x_of = lambda t, span=span: left + wide * t / span
-        waits = sum(event["exposed_s"] for _, event in events if event["lane"] != "compute")
-        head = f"{turn['name']}, {count_noun(turn['count'], 'turn')} of {time_text(span)}"
-        head = f"{head}, {time_text(waits)} of it waiting" if turn["count"] else turn["name"]
+        waits = sum(event["exposed_s"] for event in one["events"] if event["lane"] != "compute")
+        head = f"{one['name']}, {count_noun(one['count'], 'turn')} of {time_text(span)}"
+        head = f"{head}, {time_text(waits)} of it waiting" if one["count"] else one["name"]
         items: list = [Text(0 if column else left, 0, head, bold=True)]
-        items += scale(x_of, scene.ticks(0, span), 24 + 40 * len(lanes), time_text, 16 + 40 * len(lanes))
-        for lane, (word, usual) in enumerate(lanes):
-            top = 14 + 40 * lane
-            items.append(small_text(left - 10, top + 16, word, "end"))
-            mine = [(k, event) for k, event in events if event["lane"] == word]  # what waits lies on top
-            for k, event in mine:
-                begin, end = event["start_s"], event["end_s"]
-                x, w, w_open = x_of(begin), x_of(end) - x_of(begin), wide * event["exposed_s"] / span
-                full, stroke, hatch = f"{event['name']}: {time_text(end - begin)}", "ink", "/"
-                part = event["name"] if event["name"] in scene.LIGHT else usual
-                if event.get("axes"):  # hollow beside computing, filled where computing waits
-                    (part, stroke), hatch = axis_colours(event["axes"][0]), ""
-                fill = "paper" if event.get("axes") and w_open < 0.99 * w else part
-                items.append(Rect(x, top, w, 32, fill, stroke, 0.75 if w > 3 else 0.25, tip=full))
-                waits_here = event["exposed_s"] > 0 and word != "compute"
-                if waits_here:
-                    open_part = x + w - w_open, top, w_open, 32
-                    items.append(Rect(*open_part, part, stroke, 0.75, hatch, tip=f"waits {full}"))
-                met = sum(begin < other["end_s"] and other["start_s"] < end for _, other in mine) > 1
-                room = w - w_open * (fill == "paper")
-                if w > 24 and not met and not (hatch and waits_here):
-                    items += scene.fitting(x + room / 2, top + 16, room - 4, full, event["name"], on=fill)
+        items += scale(x_of, ticks(0, span), bottom + 8, time_text, bottom)
+        # What waits lies on top.
+        ordered = sorted(enumerate(one["events"], 1), key=lambda event: event[1]["exposed_s"] > 0)
+        for top, (lane, fill) in zip(itertools.count(14, 40), lanes.items(), strict=False):
+            items.append(small_text(left - 10, top + 16, lane, "end"))
+            own = [(frame, event) for frame, event in ordered if event["lane"] == lane]
+            for frame, event in own:
+                others = (other for _, other in own if other is not event)
+                box = Rect(x_of(event["start_s"]), top, x_of(event["end_s"]) - x_of(event["start_s"]), 32)
+                w_open = wide * event["exposed_s"] / span
+                items += _event(event, box, w_open, fill, any(_overlap(event, other) for other in others))
                 if column:
-                    line = Line(((x, 8), (x, 40 * len(lanes) + 16)))
-                    items.append(scene.Group((Rect(x - 1, top - 3, w + 2, 38, "", "ink", 3), line), frame=k))
+                    outline = Rect(box.x - 1, top - 3, box.w + 2, 38, "", "ink", 3)
+                    now = Line(((box.x, 8), (box.x, bottom)))
+                    items.append(Group((outline, now), frame=frame))
         blocks.append(items)
         lines.append(head)
-        for e in turn["events"]:
-            if e["lane"] != "compute":
-                took, exposed = time_text(e["end_s"] - e["start_s"]), time_text(e["exposed_s"])
-                lines.append(f"  {e['name']}: {took}, {exposed} exposed")
-    says = {"compute": "computing", "links": "communicating", "network": "between hosts"}
-    key = [(fill, says.get(word, word)) for word, fill in lanes] + [("edge", "computing waits for it", "/")]
+        for event in one["events"]:
+            if event["lane"] != "compute":
+                times = time_text(event["end_s"] - event["start_s"]), time_text(event["exposed_s"])
+                lines.append(f"  {event['name']}: {times[0]}, {times[1]} exposed")
+    meaning = {"compute": "computing", "links": "communicating", "network": "between hosts"}
+    key = [(fill, meaning.get(lane, lane)) for lane, fill in lanes.items()]
+    key.append(("edge", "computing waits for it", "/"))
     if column or any(names.values()):
-        key = [(f, f"{n}: computing waits") for n, f in lanes[1:]]
+        key = [(fill, f"{lane}: computing waits") for lane, fill in [*lanes.items()][1:]]
         key += [("paper", "hollow: beside computing")] * bool(key)
-    drawn = [*blocks, scene.legend(key, column - 40 if column else 640)]
+    drawn = [*blocks, legend(key, column - 40 if column else 640)]
     return compose(title, drawn, "\n".join(lines), column=column)
+
+
+def _overlap(one: dict, other: dict) -> bool:
+    """Whether two events share some of their time."""
+    return one["start_s"] < other["end_s"] and other["start_s"] < one["end_s"]
+
+
+def _event(event: dict, box: Rect, w_open: float, lane_fill: str, crowded: bool) -> list:
+    """Return an event in its box, the ``w_open`` pixels of it that computing waits for, and its name.
+
+    With axes it is hollow beside computing and filled where computing waits; else what waits is hatched.
+    Of ``crowded`` events names would lie on one another."""
+    axes, full = event.get("axes"), f"{event['name']}: {time_text(event['end_s'] - event['start_s'])}"
+    fill, stroke = event["name"] if event["name"] in LIGHT else lane_fill, "ink"
+    if axes:
+        fill, stroke = axis_colours(axes[0])
+    hollow, hatch = bool(axes) and w_open < 0.99 * box.w, "" if axes else "/"
+    width, waits = 0.75 if box.w > 3 else 0.25, event["exposed_s"] > 0 and event["lane"] != "compute"
+    box = replace(box, fill="paper" if hollow else fill, stroke=stroke, width=width, tip=full)
+    items: list = [box]
+    if waits:
+        x = box.x + box.w - w_open
+        items.append(Rect(x, box.y, w_open, box.h, fill, stroke, 0.75, hatch, tip=f"waits {full}"))
+    if box.w > 24 and not crowded and not (hatch and waits):
+        w = box.w - w_open * (box.fill == "paper")
+        items += fitting_text(box.x + w / 2, box.y + 16, w - 4, full, event["name"], on=box.fill)
+    return items

@@ -9,12 +9,24 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from llmpar.draw import scene
 from llmpar.draw.charts import MEMORY, TIME, axis_colours, bar_part, count_noun, role_of
-from llmpar.draw.scene import SMALL, Line, Rect, Scene, Text, size_text, small_text, text_width, time_text
+from llmpar.draw.scene import (
+    SMALL,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    boxed,
+    compose,
+    size_text,
+    small_text,
+    style_of,
+    text_width,
+    time_text,
+)
 from llmpar.plan.mesh_shape import AXES
 
-LEFT, RIGHT, MARGIN = 330, 400, 2
+LEFT, RIGHT, COLUMN_MARGIN = 330, 400, 2
 """The widths of the columns and the margin of what is in them, in pixels."""
 COMPUTING = ("matmuls", "attention", "elementwise", "again", "rest")
 IDLE = "paper/"  # the role of a bubble
@@ -23,9 +35,9 @@ MOST_PARTS, MOST_SENT = 9, 6
 
 Part = namedtuple("Part", "name value note act role", defaults=("", "", ""))
 """Part of a bar, bytes or seconds, in the colour of its ``role``, else its name; ``note``: how it comes."""
-Sent = namedtuple("Sent", "axes what bytes hidden_s waits_s note act", defaults=("", ""))
+SentBar = namedtuple("SentBar", "axes what bytes hidden_s waits_s note act", defaults=("", ""))
 """What a device sends in a step over ``axes``, and its seconds on links: behind computing, and waited for."""
-Way = namedtuple("Way", "mesh bytes seconds axis note act", defaults=("", "", ""))
+MeshPoint = namedtuple("MeshPoint", "mesh bytes seconds axis note act", defaults=("", "", ""))
 """A mesh on the map: bytes of a device, seconds of a step, its largest axis, and why it loses."""
 
 
@@ -47,14 +59,14 @@ def axis_squares(sizes: dict[str, int], notes=None, acts=None, note: str = "", w
         for sign, x, given in zip("−+", (40, 178), acts.get(axis, (None, None)), strict=True):
             act, tip = given or ("", "")
             fill, stroke, ink = ("cell", "edge", "ink") if act else ("", "grid", "edge")
-            items.append(Rect(x, y + 1, 20, 20, fill, stroke, radius=3, tip=tip, act=act, live=True))
-            items.append(Text(x + 10, y + 11, sign, anchor="middle", fill=ink, live=True))
-        for k in range(len(_primes(num))):
-            fill, stroke = (axis, f"{axis}-line") if k < len(factors) else ("", "grid")
-            items.append(Rect(66 + pitch * k, y + 4, pitch - 3, 14, fill, stroke, radius=2))
-            if k < len(factors) and factors[k] > 2:
-                number = str(factors[k])
-                items += scene.fitting(64.5 + pitch * (k + 0.5), y + 11, pitch, number, on=axis)
+            items += [
+                Rect(x, y + 1, 20, 20, fill, stroke, radius=3, tip=tip, act=act, live=True),
+                Text(x + 10, y + 11, sign, anchor="middle", fill=ink, live=True),
+            ]
+        for k, factor in enumerate(factors + [0] * (len(_primes(num)) - len(factors))):
+            fill, stroke = (axis, f"{axis}-line") if factor else ("", "grid")
+            box = Rect(66 + pitch * k, y + 4, pitch - 3, 14, fill, stroke, radius=2)
+            items += boxed(box, str(factor) if factor > 2 else "", margin=-3)
         items.append(Text(238, y + 11, str(n), SMALL, "end", bold=live))
         items.append(small_text(246, y + 11, says, "start", "ink" if live else "soft"))
         lines.append(f"{axis} {n}" + f": {says}" * bool(says))
@@ -95,14 +107,14 @@ def time_bar(parts: Iterable[Part], band=None, total: float | None = None) -> Sc
 def _whole(parts: Iterable[Part], total: float | None, words: dict, text) -> tuple[list[Part], float]:
     """Parts with their roles, the smallest of many and what lacks of ``total`` as one."""
     given = [p._replace(role=p.role or role_of(p.name, words)) for p in parts if p.value]
-    found = sum(p.value for p in given)
-    total = found if total is None else total
-    if found > 1.005 * total:
-        raise ValueError(f"the parts add up to {text(found)} of {text(total)}; count nothing twice")
+    added = sum(p.value for p in given)
+    total = added if total is None else total
+    if added > 1.005 * total:
+        raise ValueError(f"the parts add up to {text(added)} of {text(total)}; count nothing twice")
     ordered = sorted(given, key=lambda p: (p.role != "rest", p.value))
     few = sum(p.role == "rest" for p in given)
     few = max(few if few > 1 else 0, len(given) + 1 - MOST_PARTS if len(given) > MOST_PARTS else 0)
-    small, rest = ordered[:few], total - found + sum(p.value for p in ordered[:few])
+    small, rest = ordered[:few], total - added + sum(p.value for p in ordered[:few])
     names = ", ".join(f"{p.name} {text(p.value)}" for p in small)
     shown = [p for p in given if p not in small]
     return [*shown, *[Part("rest", rest, names, role="rest")] * (rest > 1e-6 * total)], total
@@ -110,8 +122,8 @@ def _whole(parts: Iterable[Part], total: float | None, words: dict, text) -> tup
 
 def _bar(title: str, parts: list[Part], text, limits, band, notes: list[str], tone: str = "ink") -> Scene:
     """A bar of parts below its limits and above its list."""
-    room, total = LEFT - 2 * MARGIN, sum(p.value for p in parts)
-    per = room / max([total, *(limit for limit, _ in limits), *(band or ()), 1e-12])
+    wide, total = LEFT - 2 * COLUMN_MARGIN, sum(p.value for p in parts)
+    per = wide / max([total, *(limit for limit, _ in limits), *(band or ()), 1e-12])
     items, bars, lines, x, top = list[Rect | Text | Line](), list[Rect](), list[str](), 0.0, 16 * len(limits)
     for k, (limit, why) in enumerate(limits):  # each label has a line of its own, so none meet
         at, y, words = per * limit, top - 16 * k - 8, f"{why} {text(limit)}"
@@ -120,14 +132,17 @@ def _bar(title: str, parts: list[Part], text, limits, band, notes: list[str], to
         items.append(small_text(at + off, y, words, side, "ink"))
         lines.append(words)
     for y, part in enumerate(parts):
-        y, value, (fill, stroke, hatch) = top + 48 + 18 * y, text(part.value), scene.look(part.role)
+        y, value, (fill, stroke, hatch) = top + 48 + 18 * y, text(part.value), style_of(part.role)
         tip = f"{part.name}: {value}" + f", {part.note}" * bool(part.note)
         bars.append(bar_part(part.role, x, top + 2, per * part.value, 26, tip, part.act))
-        items.append(Rect(0, y - 9, room, 18, "paper", tip=tip, act=part.act))
-        items.append(Rect(0, y - 6, 12, 12, fill, stroke, hatch=hatch))
-        items += [small_text(18, y, part.name, "start", "ink"), small_text(room, y, value, "end", "ink")]
-        fits = text_width(part.name + part.note, SMALL) + 96 < room
-        items += [small_text(room - 70, y, part.note, "end")] * fits
+        items += [
+            Rect(0, y - 9, wide, 18, "paper", tip=tip, act=part.act),
+            Rect(0, y - 6, 12, 12, fill, stroke, hatch=hatch),
+            small_text(18, y, part.name, "start", "ink"),
+            small_text(wide, y, value, "end", "ink"),
+        ]
+        if text_width(part.name + part.note, SMALL) + 96 < wide:
+            items.append(small_text(wide - 70, y, part.note, "end"))
         lines.append(tip)
         x += per * part.value
     if band:
@@ -140,36 +155,40 @@ def _bar(title: str, parts: list[Part], text, limits, band, notes: list[str], to
 
 def _column(title: str, number: str, items, lines, notes, wide: float, tone: str = "ink") -> Scene:
     """A chart under its title and its number."""
-    end = Text(wide - 2 * MARGIN, 0, number, anchor="end", fill=tone, bold=True)
+    end = Text(wide - 2 * COLUMN_MARGIN, 0, number, anchor="end", fill=tone, bold=True)
     whole, text = f"{title}: {number}" if number else title, "\n".join([*lines, *notes])
     blocks, below = [[Text(0, 0, title, bold=True), end], items], [" ".join(notes)] * bool(notes)
-    return scene.compose(whole, blocks, text, below, MARGIN, wide)
+    return compose(whole, blocks, text, below, COLUMN_MARGIN, wide)
 
 
-def sent_bars(rows: Iterable[Sent]) -> Scene:
+def sent_bars(rows: Iterable[SentBar]) -> Scene:
     """What a device sends in a step: a bar for each, as long as it takes on links; filled in its axis' colour
     is what computing waits for, as in `time_bar`, and hollow what hides behind computing."""
-    rows, room = sorted(rows, key=lambda row: -row.hidden_s - row.waits_s), RIGHT - 2 * MARGIN
+    rows, wide = sorted(rows, key=lambda row: -row.hidden_s - row.waits_s), RIGHT - 2 * COLUMN_MARGIN
     if len(rows) > MOST_SENT:
-        few, said = rows[MOST_SENT - 1 :], ", ".join(f"{r.axes} {r.what}" for r in rows[MOST_SENT - 1 :])
-        size, hidden, waits = (sum(row[i] for row in few) for i in (2, 3, 4))
-        rows[MOST_SENT - 1 :] = [Sent("", f"{len(few)} more", size, hidden, waits, said)]
+        few = rows[MOST_SENT - 1 :]
+        names = ", ".join(f"{row.axes} {row.what}" for row in few)
+        sums = (sum(row[i] for row in few) for i in (2, 3, 4))
+        rows[MOST_SENT - 1 :] = [SentBar("", f"{len(few)} more", *sums, names)]
     left = max([text_width(row.axes) * 1.1 for row in rows] + [30]) + 10
-    per = (room - left) / max([row.hidden_s + row.waits_s for row in rows] + [1e-12])
+    per = (wide - left) / max([row.hidden_s + row.waits_s for row in rows] + [1e-12])
     items, lines = list[Rect | Text](), list[str]()
     for i, row in enumerate(rows):
         y, (fill, stroke) = 40 * i, axis_colours(row.axes)
         shares = [("hidden", "paper", row.hidden_s), ("waits", fill, row.waits_s)]
         says = " · ".join(f"{time_text(s)} {word}" for word, _, s in shares if s) or "no time on links"
         size, x = f" {size_text(row.bytes)}", left
-        most = int((room - left - text_width(says, SMALL) - 12) / text_width(".", SMALL))
+        most = int((wide - left - text_width(says, SMALL) - 12) / text_width(".", SMALL))
         most -= len(size)  # the number is never cut
         cut = (row.what if len(row.what) <= most else row.what[: most - 1] + "…") + size
         named = f"{row.axes}: {row.what}" if row.axes else row.what
         tip = f"{named}{size}, {says}" + f"; {row.note}" * bool(row.note)
-        items.append(Rect(0, y - 8, room, 36, "paper", tip=tip, act=row.act))
-        items.append(Text(0, y + 16, row.axes, bold=True, fill="ink" if fill == "links" else stroke))
-        items += [small_text(left, y, cut, "start", "ink"), small_text(room, y, says, "end")]
+        items += [
+            Rect(0, y - 8, wide, 36, "paper", tip=tip, act=row.act),
+            Text(0, y + 16, row.axes, bold=True, fill="ink" if fill == "links" else stroke),
+            small_text(left, y, cut, "start", "ink"),
+            small_text(wide, y, says, "end"),
+        ]
         for _, color, seconds in shares:
             bar = x, y + 9, max(2, per * seconds), 15, color, stroke
             items += [Rect(*bar, tip=tip, act=row.act)] * (seconds > 0)
@@ -183,61 +202,72 @@ def sent_bars(rows: Iterable[Sent]) -> Scene:
 
 
 def mesh_map(
-    ways: Iterable[Way], here: Way | None = None, best: Way | None = None, room=0.0, refused=0, num=0
+    points: Iterable[MeshPoint],
+    current: MeshPoint | None = None,
+    best: MeshPoint | None = None,
+    capacity: float = 0.0,
+    refused: int = 0,
+    num: int = 0,
 ) -> Scene:
-    """All meshes of as many devices: a dot for each, its memory to the right and its time upwards, both
-    logarithmic; beyond ``room`` bytes it does not fit. ``here`` and ``best`` are ringed. Of ``num`` meshes
-    ``refused`` cannot be built, and others may still be on their way."""
-    ways = list(ways)
-    rings = {name: way for name, way in (("you", here), ("best", best)) if way}
-    if here and best and here[:3] == best[:3]:
-        rings = {"you, the best": here}
-    shown = [*dict.fromkeys([*ways, *rings.values()])] or [Way("", 2**30, 1.0)]
-    right, bottom = RIGHT - 2 * MARGIN - 4, 270
-    y_of, y_ticks = _log([way.seconds for way in shown], bottom, 0, 1000.0)
-    left = max([text_width(time_text(v), SMALL) for v in y_ticks] + [33]) + 10
-    x_of, x_ticks = _log([way.bytes for way in shown] + [room] * bool(room), left, right, 1024.0)
-    at = lambda way: (x_of(way.bytes), y_of(way.seconds))
-    fits = x_of(room) if room else right
-    items, last = list[Any]([Rect(fits, 0, right - fits, bottom, "bad-ground")]), 0.0
-    for x, v in ((x_of(v), v) for v in x_ticks):
-        label = small_text(x, bottom + 12, size_text(v))
-        items.append(Line(((x, 0), (x, bottom + 4)), "grid", 1))
-        if last + 4 < label.box[0] and label.box[2] < RIGHT - 2 * MARGIN:
-            last = label.box[2]
-            items.append(label)
-    for y, v in ((y_of(v), v) for v in y_ticks):
-        items.append(Line(((left - 4, y), (right, y)), "grid", 1))
-        items.append(small_text(left - 7, y, time_text(v), "end"))
-    items.append(Line(((left, 0), (left, bottom), (right, bottom)), "edge", 1))
-    items.append(small_text(right, bottom + 28, "memory of a device", "end"))
-    items.append(small_text(0, -12, "a step", "start"))
-    if room:
-        words = f"does not fit in {size_text(room)}"
+    """Draw all meshes of as many devices: a dot for each, its memory to the right and its time upwards, both
+    logarithmic; beyond ``capacity`` bytes it does not fit. ``current`` and ``best`` are ringed. Of ``num``
+    meshes ``refused`` cannot be built, and others may not be known yet."""
+    points = list(points)
+    rings = {name: point for name, point in (("you", current), ("best", best)) if point}
+    if current and best and current[:3] == best[:3]:
+        rings = {"you, the best": current}
+    shown = [*dict.fromkeys([*points, *rings.values()])] or [MeshPoint("", 2**30, 1.0)]
+    right, bottom = RIGHT - 2 * COLUMN_MARGIN - 4, 270
+    y_of, times = _log([point.seconds for point in shown], bottom, 0, 1000.0)
+    left = max([text_width(time_text(v), SMALL) for v in times] + [33]) + 10
+    x_of, sizes = _log([point.bytes for point in shown] + [capacity] * bool(capacity), left, right, 1024.0)
+    at = lambda point: (x_of(point.bytes), y_of(point.seconds))
+    area, fits = (left, 0, right, bottom), x_of(capacity) if capacity else right
+    items = list[Any]([Rect(fits, 0, right - fits, bottom, "bad-ground")])
+    items += _map_axes(area, {x_of(v): size_text(v) for v in sizes}, {y_of(v): time_text(v) for v in times})
+    if capacity:
+        words = f"does not fit in {size_text(capacity)}"
         side = "start" if fits + text_width(words, SMALL) < right else "end"
         items.append(Line(((fits, -4), (fits, bottom)), "ink", 2, dash=True))
         items.append(small_text(fits, -12, words, side, "bad"))
-    lines, dots = list[str](), list(map(at, shown))
-    for way in sorted(shown, key=lambda way: -way.seconds):
-        (x, y), (fill, stroke, _) = at(way), scene.look(way.axis or "links")
-        why = f"; {way.note}" * bool(way.note)
-        lines.append(f"{way.mesh}: {size_text(way.bytes)}, {time_text(way.seconds)}{why}")
-        items.append(Rect(x - 4, y - 4, 8, 8, fill, stroke, radius=4, tip=lines[-1], act=way.act))
-    items += [Rect(at(way)[0] - 7, at(way)[1] - 7, 14, 14, "", "ink", 2, radius=7) for way in rings.values()]
-    taken = [(x - 8, y - 8, x + 8, y + 8) for x, y in map(at, rings.values())]
-    taken += [(fits - 1, 0, fits + 1, bottom)]
-    for name, way in rings.items():
-        text = _beside(*at(way), f"{name}: {way.mesh}", taken, dots, (left, 0, right, bottom))
+    lines = list[str]()
+    for point in sorted(shown, key=lambda point: -point.seconds):
+        (x, y), (fill, stroke, _) = at(point), style_of(point.axis or "links")
+        why = f"; {point.note}" * bool(point.note)
+        lines.append(f"{point.mesh}: {size_text(point.bytes)}, {time_text(point.seconds)}{why}")
+        items.append(Rect(x - 4, y - 4, 8, 8, fill, stroke, radius=4, tip=lines[-1], act=point.act))
+    centres = list(map(at, rings.values()))
+    items += [Rect(x - 7, y - 7, 14, 14, "", "ink", 2, radius=7) for x, y in centres]
+    taken = [*((x - 8, y - 8, x + 8, y + 8) for x, y in centres), (fits - 1, 0, fits + 1, bottom)]
+    ringed = [f"{name}: {point.mesh}" for name, point in rings.items()]
+    for centre, label in zip(centres, ringed, strict=True):
+        text = _beside(*centre, label, taken, list(map(at, shown)), area)
         x0, y0, x1, y1 = text.box
         taken.append(text.box)
         items += [Rect(x0 - 2, y0 - 2, x1 - x0 + 4, y1 - y0 + 4, "paper", radius=3), text]
-    done, count = len(ways) + refused, num or len(ways) + refused
+    done, count = len(points) + refused, num or len(points) + refused
     notes = [f"{done:,} of {num:,} so far."] * (done < num)
     notes += [f"{refused:,} of {count:,} are left out."] * bool(refused)
     notes.append("Colour: the largest axis.")
-    ringed = [f"{name}: {way.mesh}" for name, way in rings.items()]
-    title, said = f"{count:,} mesh{'es' * (count != 1)}: memory and time", [*ringed, *lines[::-1]]
-    return _column(title, "", items, said, notes, RIGHT)
+    title = f"{count:,} mesh{'es' * (count != 1)}: memory and time"
+    return _column(title, "", items, [*ringed, *lines[::-1]], notes, RIGHT)
+
+
+def _map_axes(area, sizes: dict[float, str], times: dict[float, str]) -> list:
+    """Return the grid and the labels of a map, by their places; of those below as many as do not overlap."""
+    left, _, right, bottom = area
+    items, last = list[Line | Text](), 0.0
+    for x, text in sizes.items():
+        label = small_text(x, bottom + 12, text)
+        items.append(Line(((x, 0), (x, bottom + 4)), "grid", 1))
+        if last + 4 < label.box[0] and label.box[2] < RIGHT - 2 * COLUMN_MARGIN:
+            last = label.box[2]
+            items.append(label)
+    for y, text in times.items():
+        items += [Line(((left - 4, y), (right, y)), "grid", 1), small_text(left - 7, y, text, "end")]
+    items.append(Line(((left, 0), (left, bottom), (right, bottom)), "edge", 1))
+    names = small_text(right, bottom + 28, "memory of a device", "end"), small_text(0, -12, "a step", "start")
+    return [*items, *names]
 
 
 def _log(values: list[float], start: float, end: float, thousand: float):
@@ -264,4 +294,4 @@ def _beside(x: float, y: float, label: str, taken, dots, area) -> Text:
 
     best = min((Text(x + dx, y + dy, label, SMALL, side, bold=True) for dx, dy, side in places), key=cost)
     x0, _, x1, _ = best.box  # a long name may need all of the column
-    return replace(best, x=best.x + max(0, -x0) - max(0, x1 - RIGHT + 2 * MARGIN))
+    return replace(best, x=best.x + max(0, -x0) - max(0, x1 - RIGHT + 2 * COLUMN_MARGIN))

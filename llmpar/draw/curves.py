@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
-from llmpar.draw.scene import BODY, Line, Rect, Scene, Text, compose, pixels, small_text, text_width
+from llmpar.draw.scene import BODY, Items, Line, Rect, Scene, Text, compose, pixels, small_text, text_width
 from llmpar.draw.scene import ticks as round_numbers
 
 _WIDE, TALL, DOT = 500, 240, 4.5
@@ -25,10 +25,10 @@ def curves(
     """
     say = text or ("{:.0%}" if percent else "{:.3g}").format
     by_place = lambda values: dict(values if isinstance(values, Mapping) else enumerate(values))
-    rows = [(name, by_place(values), *look) for name, values, *look in lines]
+    rows = [(name, sorted(by_place(values).items()), *look) for name, values, *look in lines]
     known = lambda value: value is not None and math.isfinite(value)
-    places = [place for _, row, *_ in rows for place in row] + [len(ticks) - 1, 1]
-    values = [value for _, row, *_ in rows for value in row.values() if known(value)] or [1.0]
+    places = [place for _, row, *_ in rows for place, _ in row] + [len(ticks) - 1, 1]
+    values = [value for _, row, *_ in rows for _, value in row if known(value)] or [1.0]
     low = (low or min(values)) if log else low
     high = high or max([*values, *(levels or ())]) + (not log) * 0.05 * (max(values) - low) or 1.0
     if levels is None and log:
@@ -46,33 +46,48 @@ def curves(
     for i, tick in enumerate(ticks):
         items.append(Line(((x_of(i), TALL), (x_of(i), TALL + 4)), "edge", 1))
         items.append(small_text(x_of(i), TALL + 14, f"{tick}"))
-    items.append(Line(((0, 0), (0, TALL), (wide, TALL)), "edge", 1.5))
-    free, up = -math.inf, 0.0  # the texts of marks stand above the plot, in rows
-    for place, what in sorted(marks):
-        left, room = x_of(place) - text_width(what, "small") / 2, text_width(what, "small") + 8
-        up, free = (up + pixels("small") + 3 if left < free else 0.0), left + room
-        items.append(Line(((x_of(place), -3), (x_of(place), TALL)), "soft", 1.5, dash=True))
-        items.append(small_text(x_of(place), -12 - up, what, fill="ink"))
+    items += [Line(((0, 0), (0, TALL), (wide, TALL)), "edge", 1.5), *_uprights(marks, x_of)]
     top = min(item.box[1] for item in items) - 12
     items += [small_text(-8, top, y, "start", "ink"), small_text(wide / 2, TALL + 36, x, fill="ink")]
-    ends, said = [], []
+    ends, texts = [], []
     for name, row, color, marker, dashed in rows:
-        drawn = [(place, value, known(value)) for place, value in sorted(row.items())]
-        for there, part in groupby(drawn, lambda point: point[2]):
-            points = [(x_of(place), y_of(value)) for place, value, _ in part] if there else []
-            items += [Line(tuple(points), color, 2.5, dashed)] * (len(points) > 1)
-            items += [_dot(*point, marker or "o", color) for point in points if marker or len(points) == 1]
-        ends += [(y_of(value), x_of(place), name, color) for place, value, there in drawn if there][-1:]
-        seen = [(place, value) for place, value, there in drawn if there]
-        at = [(f"{ticks[int(p)]}: ", v) for p, v in seen if p == int(p) < len(ticks)]
+        points = [(x_of(place), y_of(value)) if known(value) else None for place, value in row]
+        items += _curve(points, color, marker, dashed)
+        ends += [(up, right, name, color) for right, up in list(filter(None, points))[-1:]]
+        seen = [(place, value) for place, value in row if known(value)]
+        at = [(f"{ticks[int(place)]}: ", v) for place, v in seen if place == int(place) < len(ticks)]
         at = at or [("", value) for _, value in seen]
-        said.append(f"{name}: " * bool(name) + ", ".join(f"{where}{say(value)}" for where, value in at[:12]))
+        texts.append(f"{name}: " * bool(name) + ", ".join(f"{tick}{say(value)}" for tick, value in at[:12]))
     lowest = math.inf
     for end, right, name, color in sorted(ends, reverse=True):  # names that end together stand apart
         lowest = min(end, lowest - 1.3 * pixels(BODY))
         items.append(Text(right + 12, lowest, name, fill=color, bold=True))
-    said += [f"marked: {what}" for _, what in marks]
-    return compose(title or f"{y} over {x}", [items], "\n".join([f"{y} over {x}", *said]))
+    texts += [f"marked: {what}" for _, what in marks]
+    return compose(title or f"{y} over {x}", [items], "\n".join([f"{y} over {x}", *texts]))
+
+
+def _uprights(marks, x_of) -> list:
+    """Return dashed uprights with their texts above the plot, in as many rows as they need."""
+    items, free, up = Items(), -math.inf, 0.0
+    for place, what in sorted(marks):
+        x, wide = x_of(place), text_width(what, "small")
+        up = up + pixels("small") + 3 if x - wide / 2 < free else 0.0
+        free = x + wide / 2 + 8
+        items.append(Line(((x, -3), (x, TALL)), "soft", 1.5, dash=True))
+        items.append(small_text(x, -12 - up, what, fill="ink"))
+    return items
+
+
+def _curve(points, color: str, marker: str | None, dashed: bool) -> list:
+    """Return a curve through points, broken at None, with a marker at each; a point alone is a dot."""
+    items = Items()
+    for known, part in groupby(points, lambda point: point is not None):
+        piece = list(part) if known else []
+        if len(piece) > 1:
+            items.append(Line(tuple(piece), color, 2.5, dashed))
+        if marker or len(piece) == 1:
+            items += [_dot(*point, marker or "o", color) for point in piece]
+    return items
 
 
 def _dot(x: float, y: float, marker: str, color: str) -> Rect | Line:

@@ -4,7 +4,19 @@ from itertools import pairwise
 from typing import Any
 
 from llmpar.draw.charts import count_noun
-from llmpar.draw.scene import OTHERS, SMALL, Line, Rect, Scene, Text, compose, legend, small_text, text_width
+from llmpar.draw.scene import (
+    OTHERS,
+    SMALL,
+    Items,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    compose,
+    legend,
+    small_text,
+    text_width,
+)
 
 _CELL, STAGES = 17, ("tokens", "in slots", "at the experts", "back in slots", "tokens")
 """Pixels of a token and of a slot; where a token is, from left to right."""
@@ -19,11 +31,11 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
     is drawn, ``weights`` what its results are multiplied by, ``stages`` how many of the 5 are drawn.
     """
     ranks, (home, token) = len(chosen), follow
-    if any(not 0 <= e < ranks for mine in chosen for visits in mine for e in visits):
+    if any(not 0 <= e < ranks for tokens in chosen for visits in tokens for e in visits):
         few = f"experts are 0 to {ranks - 1}; for others use expert_loads"
         raise ValueError(f"rank r has expert r here: {few}")
-    rows = [[[t for t, v in enumerate(mine) if e in v][:slots] for e in range(ranks)] for mine in chosen]
-    most = slots or max(len(row) for mine in rows for row in mine)
+    rows = [[[t for t, v in enumerate(tokens) if e in v][:slots] for e in range(ranks)] for tokens in chosen]
+    most = slots or max(len(row) for sent in rows for row in sent)
     tall, label, gap = _CELL * max(ranks, *map(len, chosen)) + 22, text_width("from 0", SMALL) + 10, 76
     wide = [_CELL, *[most * _CELL] * 3, _CELL]
     lefts = [text_width("rank 0") + 16]
@@ -31,91 +43,104 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
         lefts.append(lefts[-1] + w + gap + label * (k < 3))
     y_of = lambda rank, line: rank * tall + _CELL * line
     items: list[Any] = [Rect(0, -58, lefts[4] + _CELL + 20, ranks * tall + 40)]  # as large at every stage
-
-    def cell(x: float, y: float, source: int, t: int | None) -> None:
-        followed = (source, t) == (home, token)
-        items.append(Rect(x + 1, y + 1, _CELL - 2, _CELL - 2, "paper", "edge", 0.75))
-        if t is not None:
-            inset, line = (0, ("ink", 3)) if followed else (4, ("ink", 0.75))
-            colour = OTHERS[source % len(OTHERS)]
-            items.append(Rect(x + inset, y + inset, _CELL - 2 * inset, _CELL - 2 * inset, colour, *line))
-
     for stage, x in enumerate(lefts[:stages]):
         name = STAGES[stage] if slots else STAGES[stage].replace("in slots", "by expert")
         items.append(small_text(x + wide[stage] / 2, -28, name, fill="ink"))
         for r in range(ranks):
-            items += [Text(x - 12, y_of(r, ranks / 2), f"rank {r}", anchor="end")] * (not stage)
-            items += [small_text(x + wide[2] / 2, y_of(r, 0) - 10, f"expert {r}", fill="ink")] * (stage == 2)
-            if stage in (0, 4):
-                for t in range(len(chosen[r])):
-                    cell(x, y_of(r, t), r, t)
-                continue
-            for line in range(ranks):
-                source, expert = (line, r) if stage == 2 else (r, line)
-                name = f"{'to' if stage == 1 else 'from'} {line}"
-                items.append(small_text(x - 7, y_of(r, line + 0.5), name, "end"))
-                there: list = rows[source][expert]
-                for k, t in enumerate(there + [None] * (most - len(there)) * (slots is not None)):
-                    cell(x + _CELL * k, y_of(r, line), source, t)
+            if stage == 0:
+                items.append(Text(x - 12, y_of(r, ranks / 2), f"rank {r}", anchor="end"))
+            if stage == 2:
+                items.append(small_text(x + wide[2] / 2, y_of(r, 0) - 10, f"expert {r}", fill="ink"))
+            for line, (name, cells) in enumerate(_lines(stage, r, chosen, rows, slots)):
+                items += [small_text(x - 7, y_of(r, line + 0.5), name, "end")] * bool(name)
+                for k, cell in enumerate(cells):
+                    items += _cell(x + _CELL * k, y_of(r, line), *cell, cell == (home, token))
     names = ("router", "all-to-all", "all-to-all", "sum")
     for k, (a, b) in enumerate(pairwise(lefts[:stages])):
         items.append(Text(a + wide[k] + gap / 2, -50, names[k], SMALL, "middle", bold=True))
         for n, expert in enumerate(e for e in chosen[home][token] if token in rows[home][e]):
             places = [(home, token), (home, expert), (expert, home), (home, expert), (home, token)]
             (r, line), (r2, line2) = places[k : k + 2]
-            x, y, end = a + wide[k] + 3, y_of(r, line + 0.5), b - (label - 6) * (k < 3) - 4
-            if k == 3 and weights:
-                items.append(small_text(x, y, said := f"× {weights[n]:g}", "start", "ink"))
-                x += text_width(said, SMALL) + 2
-            items.append(Line(((x, y), (end, y_of(r2, line2 + 0.5))), "ink", 2, head=True))
-    full, size = sum(len(row) for mine in rows for row in mine), ranks * ranks * most
-    stay = sum(len(rows[r][r]) for r in range(ranks))
-    travels = f"{full} of {size} slots are full; all travel." if slots is not None else ""
-    travels = travels or f"{stay} of {full} copies stay on their rank."
+            end = b - (label - 6) * (k < 3) - 4, y_of(r2, line2 + 0.5)
+            weight = f"× {weights[n]:g}" if k == 3 and weights else ""
+            items += _arrow(a + wide[k] + 3, y_of(r, line + 0.5), end, weight)
+    full, stay = sum(len(row) for sent in rows for row in sent), sum(len(rows[r][r]) for r in range(ranks))
+    travels = f"{full} of {ranks * ranks * most} slots are full; all travel."
+    travels = f"{stay} of {full} copies stay on their rank." if slots is None else travels
     copies = count_noun(len(chosen[home][token]), "copy")
     note = f"Thick: the token that is followed, and its {copies}. {travels}"
-    lines = [f"rank {r}: " + "; ".join(" ".join(map(str, v)) for v in mine) for r, mine in enumerate(chosen)]
-    said = " and ".join(f"expert {e} on rank {e}" for e in chosen[home][token])
-    lines = ["experts chosen, by token:", *lines, f"token {token} of rank {home} goes to {said}, and back"]
+    visits = " and ".join(f"expert {e} on rank {e}" for e in chosen[home][token])
+    each = [f"rank {r}: " + "; ".join(" ".join(map(str, v)) for v in row) for r, row in enumerate(chosen)]
+    lines = ["experts chosen, by token:", *each, f"token {token} of rank {home} goes to {visits}, and back"]
     title = "A token goes to its experts and back" + ("" if slots is None else ", in slots that all travel")
     return compose(title, [items], "\n".join([*lines, note]), [note])
 
 
-def expert_loads(rows, room: int | None = None) -> Scene:
+def _lines(stage: int, r: int, chosen, rows, slots: int | None) -> list[tuple[str, list]]:
+    """Return what rank ``r`` has at a stage, line by line: a name, and copies as (rank, token or None)."""
+    if STAGES[stage] == "tokens":
+        return [("", [(r, t)]) for t in range(len(chosen[r]))]
+    out = []
+    for other in range(len(rows)):
+        source, expert = (other, r) if stage == 2 else (r, other)
+        copies = [(source, t) for t in rows[source][expert]]
+        copies += [(source, None)] * ((slots or 0) - len(copies))
+        out.append((f"{'to' if stage == 1 else 'from'} {other}", copies))
+    return out
+
+
+def _arrow(x: float, y: float, end: tuple[float, float], weight: str) -> list:
+    """Return an arrow, behind the weight that the copy is multiplied by."""
+    start = x + text_width(weight, SMALL) + 2 if weight else x
+    arrow = Line(((start, y), end), "ink", 2, head=True)
+    return [small_text(x, y, weight, "start", "ink"), arrow] if weight else [arrow]
+
+
+def _cell(x: float, y: float, source: int, token: int | None, followed: bool) -> list:
+    """Return a place with the copy in it, if there is one, in the colour of its rank."""
+    empty = Rect(x + 1, y + 1, _CELL - 2, _CELL - 2, "paper", "edge", 0.75)
+    inset, side, width = (0, _CELL, 3) if followed else (4, _CELL - 8, 0.75)
+    copy = Rect(x + inset, y + inset, side, side, OTHERS[source % len(OTHERS)], "ink", width)
+    return [empty] if token is None else [empty, copy]
+
+
+def expert_loads(rows, slots: int | None = None) -> Scene:
     """How full the experts are: ``rows[rank][expert]`` is a number of copies, in the colour of the rank
-    that they come from. With ``room`` slots for each expert on every rank: what is full, empty and left out;
-    without: how long the others wait for the busiest expert."""
+    that they come from. With so many ``slots`` for each expert on every rank: what is full, empty and left
+    out; without: how long the others wait for the busiest expert."""
     ranks, experts = len(rows), len(rows[0])
     load = [sum(row[e] for row in rows) for e in range(experts)]
-    taken = [[n if room is None else min(n, room) for n in row] for row in rows]
+    taken = [[n if slots is None else min(n, slots) for n in row] for row in rows]
     lost = [load[e] - sum(row[e] for row in taken) for e in range(experts)]
-    total, high = sum(load), max(load) if room is None else room * ranks
-    left, per, items = text_width("expert 00") + 12, 420 / max(1, high + max(lost)), list[Any]()
+    total, high = sum(load), max(load) if slots is None else slots * ranks
+    left, per, items = text_width("expert 00") + 12, 420 / max(1, high + max(lost)), Items()
     for e in range(experts):
         x, y = left, 26 * e
         items.append(Text(left - 10, y + 9, f"expert {e}", anchor="end"))
-        for r, mine in enumerate(taken):
-            w, whole = per * mine[e], per * (mine[e] if room is None else room)
+        for r, row in enumerate(taken):
+            w, whole = per * row[e], per * (row[e] if slots is None else slots)
             items += [Rect(x, y, w, 18, OTHERS[r % len(OTHERS)], "ink", 0.75)] * (w > 0)
             items += [Rect(x + w, y, whole - w, 18, "paper", "edge", 0.75)] * (w < whole)
             x += whole
-        idle = per * (high - load[e]) * (room is None)
+        idle = per * (high - load[e]) * (slots is None)
         w = idle or per * lost[e]
         items += [Rect(x, y, w, 18, "paper", "edge", 0.75, "/")] * (w > 0)
-        said = count_noun(load[e], "copy") + f", {lost[e]} left out" * (lost[e] > 0)
-        items.append(small_text(left + 432, y + 9, said, "start", "ink"))
+        words = count_noun(load[e], "copy") + f", {lost[e]} left out" * (lost[e] > 0)
+        items.append(small_text(left + 432, y + 9, words, "start", "ink"))
     away = sum(n for r, row in enumerate(rows) for e, n in enumerate(row) if e * ranks // experts != r)
     note = f"{away} of {total} copies change their rank; the busiest expert has"
     note += f" {max(load) * experts / max(total, 1):.2f} × the mean."
-    said = [", ".join(f"{n} to expert {e}" for e, n in enumerate(row) if n) for row in rows]
-    lines = [f"rank {r}: {words}" for r, words in enumerate(said)]
+    sent = [", ".join(f"{n} to expert {e}" for e, n in enumerate(row) if n) for row in rows]
+    lines = [f"rank {r}: {words}" for r, words in enumerate(sent)]
     lines.append("load: " + " ".join(map(str, load)))
     key = [(OTHERS[r % len(OTHERS)], f"from rank {r}", "") for r in range(ranks)]
-    if room is None:
+    if slots is None:
         key.append(("edge", "waits for the busiest", "/"))
     else:
         empty = high * experts - total + sum(lost)
         lines[-1] += f", dropped {sum(lost)}, {empty} of {high * experts} slots empty"
         key += [("paper", "empty slot", ""), ("edge", "left out", "/")]
-    title = "Copies that reach each expert" + ("" if room is None else f"; it has {room} slots on every rank")
+    title = "Copies that reach each expert" + (
+        "" if slots is None else f"; it has {slots} slots on every rank"
+    )
     return compose(title, [items, legend(key)], "\n".join([*lines, note]), [note])

@@ -25,14 +25,14 @@ def coordinates(sizes: dict[str, int], order, device: int) -> dict[str, int]:
 
 def groups(sizes: dict[str, int], order, axes) -> list[list[int]]:
     """The devices that talk over ``axes`` (outermost first), group by group; groups by their first device."""
-    apart, found = strides(sizes, order), dict[int, list[tuple[int, int]]]()
+    apart, teams = strides(sizes, order), dict[int, list[tuple[int, int]]]()
     for device in range(math.prod(sizes.values())):
         first, rank = device, 0
         for a in axes:
             at = device // apart[a] % sizes[a]
             first, rank = first - at * apart[a], rank * sizes[a] + at
-        found.setdefault(first, []).append((rank, device))
-    return [[device for _, device in sorted(found[first])] for first in sorted(found)]
+        teams.setdefault(first, []).append((rank, device))
+    return [[device for _, device in sorted(teams[first])] for first in sorted(teams)]
 
 
 def block(layout: Layout, sizes: dict[str, int], at: dict[str, int]) -> tuple[int, ...]:
@@ -63,11 +63,11 @@ def holders(layout: Layout, sizes: dict[str, int]) -> dict[tuple[int, ...], list
     """
     sizes = dict.fromkeys(layout.axes, 1) | sizes
     apart = dict.fromkeys(layout.axes, 1) | strides(sizes, [a for a in ORDER if a in sizes])
-    held: dict[tuple[int, ...], list[int]] = {}
+    shards: dict[tuple[int, ...], list[int]] = {}
     for device in range(math.prod(sizes.values())):
         at = {a: device // apart[a] % sizes[a] for a in layout.axes}
-        held.setdefault(block(layout, sizes, at), []).append(device)
-    return held
+        shards.setdefault(block(layout, sizes, at), []).append(device)
+    return shards
 
 
 def rounds(kind: str, g: int) -> list[dict]:
@@ -78,21 +78,21 @@ def rounds(kind: str, g: int) -> list[dict]:
     or 1. Round 0 is the start. Reduce-scatter leaves block r with rank r. A permute is one hop in the ring.
     """
     reduced, exchanged = kind in ("reduce-scatter", "all-reduce"), kind.endswith("all-to-all")
-    held = [[int(reduced or exchanged or rank == b) for b in range(g)] for rank in range(g)]
-    out = [{"sends": [], "held": [row[:] for row in held]}]
+    counts = [[int(reduced or exchanged or rank == b) for b in range(g)] for rank in range(g)]
+    out = [{"sends": [], "held": [row[:] for row in counts]}]
     if kind == "collective-permute" and g > 1:
         sends = [[r, (r + 1) % g, r] for r in range(g)]
-        held = [[int([b, rank, b] in sends) for b in range(g)] for rank in range(g)]
-        return [*out, {"sends": sends, "held": held}]
+        after = [[int([b, rank, b] in sends) for b in range(g)] for rank in range(g)]
+        return [*out, {"sends": sends, "held": after}]
     parts = ("reduce-scatter", "all-gather") if kind == "all-reduce" else (kind,)
     for part, t in itertools.product(parts, range(g - 1)):
         hop = t + 1 if exchanged else 1
         shift = {"reduce-scatter": t + 1, "all-gather": t}.get(part, -hop)
         sends = [[r, (r + hop) % g, (r - shift) % g] for r in range(g)]
-        before = [row[:] for row in held]
+        before = [row[:] for row in counts]
         for source, target, b in sends:
             moved = 1 if exchanged else before[source][b]
-            held[target][b] = moved + held[target][b] * (part != "all-gather")
-            held[source][b] -= moved * (part != "all-gather")
-        out.append({"sends": sends, "held": [row[:] for row in held]})
+            counts[target][b] = moved + counts[target][b] * (part != "all-gather")
+            counts[source][b] -= moved * (part != "all-gather")
+        out.append({"sends": sends, "held": [row[:] for row in counts]})
     return out

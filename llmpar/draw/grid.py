@@ -11,19 +11,37 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmpar.draw import scene
 from llmpar.draw.charts import count_noun, number_ranges, two_lanes
 from llmpar.draw.geometry import coordinates, groups, rounds, slices, strides
-from llmpar.draw.scene import SMALL, Group, Rect, Scene, compose, pixels, size_text, small_text, time_text
+from llmpar.draw.scene import (
+    LIGHT,
+    PLAIN_EM,
+    SMALL,
+    Group,
+    Items,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    compose,
+    legend,
+    pixels,
+    size_text,
+    small_text,
+    stack,
+    text_color_on,
+    text_width,
+    time_text,
+)
 from llmpar.plan.layout import Dim, Layout
 from llmpar.plan.mesh_shape import AXES, PARTS, MeshShape, divisors, parse_mesh
 from llmpar.predict.layer import Segment
 
-MOST = 64
+MOST_CELLS = 64
 """The most devices that are drawn one by one; above, cells stand for blocks of them."""
-COLUMN, _BESIDE, MARGIN, GAP = 560, 400, 4, 4
+COLUMN, _BESIDE, GRID_MARGIN, GAP = 560, 400, 4, 4
 """The widths of a picture and of one beside it, their margin, and what parts two cells, in pixels."""
-HOW = {
+_RING_WORDS = {
     "all-gather": "pieces go round the ring",
     "reduce-scatter": "sums go round the ring",
     "all-reduce": "sums go round the ring, then the result",
@@ -35,7 +53,7 @@ HOW = {
 
 def axis_line(axis: str) -> str:
     """The role of an axis' words; of one that is not ours, that of all words."""
-    return f"{axis}-line" if f"{axis}-line" in scene.LIGHT else "ink"
+    return f"{axis}-line" if f"{axis}-line" in LIGHT else "ink"
 
 
 @dataclass
@@ -73,17 +91,17 @@ class Cells:
         self.per = per if fits and (c % per == 0 or per % c == 0) else 0
         steps = {stride: 6.0 for _, stride in (*self.side, *self.top)} | {self.per: 9.0}
         self.gaps = [(s, gap) for s, gap in steps.items() if s > 1]
-        self.left = sum(self.room(axis) for axis, _ in self.side)
+        self.left = sum(self.label_width(axis) for axis, _ in self.side)
         self.w = self.h = 0.0
         (x, _), (_, y) = self.at(c - 1), self.at(self.num - 1)
-        self.w = min(104.0, (COLUMN - 2 * MARGIN - 5 * bool(self.per) - x) / c)
+        self.w = min(104.0, (COLUMN - 2 * GRID_MARGIN - 5 * bool(self.per) - x) / c)
         self.h = max(11.0, min(0.66 * self.w, self.tall, (self.high - y) * c / self.num))
         self.w, self.h = self.size or (self.w, self.h)
 
-    def room(self, axis: str) -> float:
+    def label_width(self, axis: str) -> float:
         """The width of an axis' labels beside the rows."""
         ends = 0, self.num - self.columns
-        return 10 + max(scene.text_width(self.name(axis, cell, self.columns), SMALL) for cell in ends)
+        return 10 + max(text_width(self.name(axis, cell, self.columns), SMALL) for cell in ends)
 
     def ranges(self, cell: int, cells: int = 1) -> dict[str, tuple[int, int]]:
         """Which coordinates the devices of some cells have, which are an aligned block."""
@@ -112,9 +130,9 @@ class Cells:
 
     def around(self) -> list:
         """The axes' names with indices, beside the rows and above the columns; dashed boxes around nodes."""
-        items, right, sides = list[Any](), 0.0, {axis for axis, _ in self.side}
+        items, right, sides = Items(), 0.0, {axis for axis, _ in self.side}
         for axis, stride in self.side:
-            right += self.room(axis)
+            right += self.label_width(axis)
             for cell in range(0, self.num, stride):
                 y = (self.at(cell)[1] + self.at(cell + stride - 1)[1] + self.h) / 2
                 text = self.name(axis, cell, stride if (axis, 1) in self.top else 1)
@@ -125,7 +143,7 @@ class Cells:
                 low = self.ranges(cell)[axis][0] - self.ranges(0)[axis][0] * (axis in sides)
                 name = f"+{low}" if axis in sides else self.name(axis, cell)  # from the row's first one on
                 texts = name, name.split()[-1], str(low)
-                fits = [text for text in texts if scene.text_width(text, SMALL) <= stride * (self.w + GAP)]
+                fits = [text for text in texts if text_width(text, SMALL) <= stride * (self.w + GAP)]
                 short = (*fits, texts[-1])[0]
                 items.append(small_text(x, 1.3 * pixels(SMALL) * (line + 0.4), short, fill=axis_line(axis)))
         for cell in range(0, self.num, self.per) if self.per else ():
@@ -136,25 +154,22 @@ class Cells:
 
     def alike(self, device: int, axes) -> list[int]:
         """The cells with a device that differs from this one along ``axes`` alone, or not at all."""
-        at, found = coordinates(self.sizes, self.sizes, device), []
-        for cell in range(self.num):
-            ranges = self.ranges(cell)
-            if all(ranges[a][0] <= at[a] < ranges[a][1] for a in self.sizes if a not in axes):
-                found.append(cell)
-        return found
+        at, others = coordinates(self.sizes, self.sizes, device), [a for a in self.sizes if a not in axes]
+        within = lambda ranges: all(ranges[a][0] <= at[a] < ranges[a][1] for a in others)
+        return [cell for cell in range(self.num) if within(self.ranges(cell))]
 
     def moving(self, device: int, axes: tuple[str, ...], kind: str) -> list:
         """The group of a device over ``axes``, outlined, and the arrows of the first round."""
-        team, mine, color = self.alike(device, axes), (device - self.first) // self.block, f"{axes[0]}-line"
-        items: list = [Rect(*self.at(i), self.w, self.h, "", color, 2.5, radius=2) for i in team if i != mine]
-        if not 1 < len(team) <= 16 or mine not in team:
+        team, own, color = self.alike(device, axes), (device - self.first) // self.block, f"{axes[0]}-line"
+        items: list = [Rect(*self.at(i), self.w, self.h, "", color, 2.5, radius=2) for i in team if i != own]
+        if not 1 < len(team) <= 16 or own not in team:
             return items
         pairs = zip(team, team[1:] + team[:1], strict=True)  # round the ring
         if kind.endswith("all-to-all"):
-            pairs = zip([mine] * len(team), team, strict=True)
+            pairs = zip([own] * len(team), team, strict=True)
         paths = [self.arrow(a, b) for a, b in pairs if a != b]
         for paint, wide in (("paper", 4), (color, 2)):  # a halo below all arrows
-            items += [scene.Line(path, paint, wide, head=True) for path in paths]
+            items += [Line(path, paint, wide, head=True) for path in paths]
         return items
 
     def arrow(self, source: int, target: int) -> tuple[tuple[float, float], ...]:
@@ -178,14 +193,14 @@ def mesh(
     shape = parse_mesh(shape)
     if highlight_axis not in (None, *AXES):
         raise ValueError(f"'{highlight_axis}' is no mesh axis to highlight; the axes are {' '.join(AXES)}")
-    if shape.size > MOST:
-        many = f"mesh '{shape}' has {shape.size} devices, and a drawing shows {MOST} at most"
+    if shape.size > MOST_CELLS:
+        many = f"mesh '{shape}' has {shape.size} devices, and a drawing shows {MOST_CELLS} at most"
         raise ValueError(f"{many}; use llmpar.MeshExplorer, which draws blocks of them")
     live = shape.named or {"dp": 1}
     apart, host = strides(live, live), devices_per_host or shape.size
     teams = groups(shape.user_sizes, AXES, [highlight_axis]) if highlight_axis else []
     team_of = {device: i for i, team in enumerate(teams) for device in team}
-    widest = max(map(scene.text_width, [str(shape.size), *[f"group {len(teams)}"] * bool(teams)])) + 10
+    widest = max(map(text_width, [str(shape.size), *[f"group {len(teams)}"] * bool(teams)])) + 10
     size = max(46.0, widest), 54.0 if teams else 34.0
     cells = Cells(live, host, shape.size, size=size)
     items = cells.around()
@@ -193,15 +208,15 @@ def mesh(
         (x, y), lit = cells.at(device), team_of.get(device) == 0
         fill = highlight_axis if highlight_axis and lit else "cell"
         items.append(Rect(x, y, *size, fill, f"{highlight_axis}-line" if teams else "edge", 1.5, radius=3))
-        color = scene.text_color_on(fill)
-        items.append(scene.Text(x + size[0] / 2, y + 17, str(device), anchor="middle", fill=color))
+        color = text_color_on(fill)
+        items.append(Text(x + size[0] / 2, y + 17, str(device), anchor="middle", fill=color))
         if teams:
             items.append(small_text(x + size[0] / 2, y + 38, f"group {team_of[device]}", fill=color))
     facts, lines, notes = list[tuple[str, str]](), list[str](), list[str]()
     for a, n in live.items():
         facts.append((a, f"{a} = {n}: {AXES[a]}" + f", partners {apart[a]} apart" * (n > 1)))
-        found = list(map(number_ranges, groups(live, live, [a])))
-        lines.append(f"groups over {a}: {' | '.join(found[:8])}" + " | …" * (len(found) > 8))
+        texts = list(map(number_ranges, groups(live, live, [a])))
+        lines.append(f"groups over {a}: {' | '.join(texts[:8])}" + " | …" * (len(texts) > 8))
     if devices_per_host:
         where = ", dashed." if cells.per else f": device i is on host i // {host}."
         notes.append(f"Hosts of {count_noun(host, 'device')}{where}")
@@ -210,12 +225,12 @@ def mesh(
         notes.append(f"Filled: {which}, devices {number_ranges(teams[0])}.")
     text = "\n".join([*(fact for _, fact in facts), *lines, *notes])
     title = f"mesh {shape}: {count_noun(shape.size, 'device')}"
-    return compose(title, [items, scene.legend(facts, 400)], text, notes)
+    return compose(title, [items, legend(facts, 400)], text, notes)
 
 
-def stretches(dims: list[Dim], sizes: dict[str, int], ranges, room: float) -> list[tuple[float, float]]:
-    """What the devices at ``ranges`` of coordinates hold of a dim, on a side of ``room`` pixels: stretches
-    that can be seen. Without a dim all of the side."""
+def stretches(dims: list[Dim], sizes: dict[str, int], ranges, side: float) -> list[tuple[float, float]]:
+    """Return what the devices at ``ranges`` of coordinates hold of a dim, on a ``side`` of so many pixels:
+    stretches that can be seen. Without a dim all of the side."""
     runs, parts = [(0, 1)], 1
     for axis in (axis for dim in dims for axis in dim.axes):
         (low, high), size = ranges[axis], sizes[axis]
@@ -224,31 +239,33 @@ def stretches(dims: list[Dim], sizes: dict[str, int], ranges, room: float) -> li
         else:  # all, or so many that they could not be told apart
             runs = [(a * size, b * size) for a, b in runs]
         parts *= size
-    return visible(runs, parts, room)
+    return visible(runs, parts, side)
 
 
-def visible(runs: Iterable[Sequence[int]], parts: int, room: float) -> list[tuple[float, float]]:
-    """Runs of the ``parts`` of a side of ``room`` pixels, wide enough to be seen, joined where they touch."""
+def visible(runs: Iterable[Sequence[int]], parts: int, side: float) -> list[tuple[float, float]]:
+    """Return runs of the ``parts`` of a ``side``, wide enough to be seen, joined where they touch."""
     out = list[tuple[float, float]]()
     for a, b in runs:
-        wide = max(2.5, room * (b - a) / parts)
-        low = min(room * a / parts, room - wide)
+        wide = max(2.5, side * (b - a) / parts)
+        low = min(side * a / parts, side - wide)
         if out and low <= out[-1][1] + 0.01:
             low = out.pop()[0]
-        out.append((low, min(room, room * a / parts + wide)))
+        out.append((low, min(side, side * a / parts + wide)))
     return out
 
 
-def near(sizes: dict[str, int], node: int, device: int, flat: bool) -> list[Cells]:
-    """All devices one by one; above `MOST` blocks, and what is near a device. One dim has ``flat`` cells."""
+def shown_cells(sizes: dict[str, int], node: int, device: int, flat: bool) -> list[Cells]:
+    """Return the cells of all devices one by one; above `MOST_CELLS` blocks, and those near a device.
+
+    Cells of one dim are ``flat``."""
     n, tall = math.prod(sizes.values()), 22.0 if flat else 46.0
-    if n <= MOST:
+    if n <= MOST_CELLS:
         return [Cells(sizes, node, n, tall=tall)]
     steps = strides(sizes, sizes)
     nested = sorted({step * k for a, step in steps.items() for k in divisors(sizes[a])})
-    whole_axes = [b for b in sorted({*steps.values()}) if 16 <= n // b <= MOST]
-    block = next(b for b in [*whole_axes, *nested] if n // b <= MOST)
-    close = [b for b in nested if b <= MOST and block % b == 0]
+    whole_axes = [b for b in sorted({*steps.values()}) if 16 <= n // b <= MOST_CELLS]
+    block = next(b for b in [*whole_axes, *nested] if n // b <= MOST_CELLS)
+    close = [b for b in nested if b <= MOST_CELLS and block % b == 0]
     inner = node if node in close else max(b for b in close if b <= 16)
     around = Cells(sizes, node, inner, 1, device // inner * inner, high=100, tall=tall)
     return [Cells(sizes, node, n // block, block, high=250, tall=tall), around]
@@ -285,11 +302,11 @@ def tensor_grid(
 ) -> Scene:  # fmt: skip
     """Which block of a tensor each device of a mesh holds, `COLUMN` pixels wide.
 
-    Every device is the whole tensor with its block inked in the colour of the role ``fill``; above `MOST`
-    devices a cell stands for a block of them, and the ``device`` that was chosen is drawn with those near it
-    below. ``sizes`` of the mesh axes come slow links first, as `MeshShape.sizes` has them; ``node`` counts
-    the devices of a node. A click on a cell sets ``device``. With ``segments`` of a layer there is a frame
-    for each (`frames`). Bytes are those of elements of ``itemsize``.
+    Every device is the whole tensor with its block inked in the colour of the role ``fill``; above
+    `MOST_CELLS` devices a cell stands for a block of them, and the ``device`` that was chosen is drawn with
+    those near it below. ``sizes`` of the mesh axes come slow links first, as `MeshShape.sizes` has them;
+    ``node`` counts the devices of a node. A click on a cell sets ``device``. With ``segments`` of a layer
+    there is a frame for each (`frames`). Bytes are those of elements of ``itemsize``.
     """
     n = math.prod(sizes.values())
     dims = [Dim(dim.name, tuple(a for a in dim.axes if sizes.get(a, 1) > 1)) for dim in layout.dims]
@@ -301,15 +318,15 @@ def tensor_grid(
     cutting, whole = [a for dim in dims for a in dim.axes], math.prod(shape) * itemsize
 
     def holds(at: dict[str, int]) -> str:
-        held = None if odd else slices(Layout(tuple(dims)), shape, sizes, at)
-        if held is None:
+        block = None if odd else slices(Layout(tuple(dims)), shape, sizes, at)
+        if block is None:
             return f"no even part: {dims[odd[0]].name} = {shape[odd[0]]} cannot be cut into {counts[odd[0]]}"
-        words = ", ".join(f"{dims[i].name} {held[i][0]}:{held[i][1]}" for i in cut) or "all of it"
+        words = ", ".join(f"{dims[i].name} {block[i][0]}:{block[i][1]}" for i in cut) or "all of it"
         return f"{words}; {size_text(whole // math.prod(counts))} of {size_text(whole)}"
 
     def ink(part: Cells, cell: int, w: float, h: float) -> list:
-        ranges, left, items = part.ranges(cell), 6.0 * bool(aside), list[Any]()
-        span = lambda which, room: stretches([dims[i] for i in which], sizes, ranges, room)
+        ranges, left, items = part.ranges(cell), 6.0 * bool(aside), Items()
+        span = lambda which, side: stretches([dims[i] for i in which], sizes, ranges, side)
         for a, b in span(aside[:1], h) if aside and not odd else []:
             items.append(Rect(0, a, 5, b - a, dims[aside[0]].axes[0]))
         for a, b in [] if odd else span(shown[-2:-1], h):
@@ -323,7 +340,7 @@ def tensor_grid(
         tip = lambda device: holds(coordinates(sizes, sizes, device))
         return inked(part, device, same, ink, tip)
 
-    parts, at = near(sizes, node, device, len(shown) < 2), coordinates(sizes, sizes, device)
+    parts, at = shown_cells(sizes, node, device, len(shown) < 2), coordinates(sizes, sizes, device)
     copies = n // math.prod(counts)
     notes = [f"Device {device} ({parts[-1].where(device - parts[-1].first)}) holds {holds(at)}."]
     notes += [f"{count_noun(copies, 'device')} hold the same."] * (copies > 1)
@@ -332,29 +349,42 @@ def tensor_grid(
     notes += [f"The bar at its left is {dims[i].name}." for i in aside[:1]]
     notes += apart_words(parts)
     notes += [f"Dashed: nodes of {node} devices."] * any(part.per for part in parts)
-    placed = scene.stack([drawn(part) for part in parts], 16)
-    for k, one in enumerate(segments or (), 1):
-        axes = tuple(a if a in sizes else {v: k for k, v in PARTS.items()}.get(a, a) for a in one.axes)
-        for spot, part in zip(placed[: len(parts)], parts, strict=True):
-            if axes:
-                placed.append(Group(tuple(part.moving(device, axes, one.kind)), spot.dx, spot.dy, k))
-    letters, lines = int(COLUMN / pixels(SMALL) / scene.PLAIN_EM) - 2, list[Group]()
-    for k, frame in enumerate(frames(segments or [])):
-        wrapped = enumerate(textwrap.wrap(frame["text"], letters))
-        said = [small_text(0, 1.3 * pixels(SMALL) * i, line, "start", "ink") for i, line in wrapped]
-        lines.append(Group(tuple(said), frame=k))
+    placed = stack([drawn(part) for part in parts], 16)
+    moving = _moving(placed, parts, sizes, device, segments or [])
     text, title = " ".join(notes), f"{name or layout}: who holds what"
-    return compose(title, [placed, lines], text, [text], MARGIN, COLUMN)
+    blocks = [[*placed, *moving], _captions(segments or [])]
+    return compose(title, blocks, text, [text], GRID_MARGIN, COLUMN)
 
 
-def words(segment: Segment) -> str:
+def _moving(placed, parts: list[Cells], sizes: dict[str, int], device: int, segments) -> list[Group]:
+    """Return for each segment a frame with the arrows of its first round, over all parts of the mesh."""
+    axis_of = {part: axis for axis, part in PARTS.items()}
+    out = []
+    for k, segment in enumerate(segments, 1):
+        axes = tuple(a if a in sizes else axis_of.get(a, a) for a in segment.axes)
+        for spot, part in zip(placed, parts, strict=True) if axes else ():
+            out.append(Group(tuple(part.moving(device, axes, segment.kind)), spot.dx, spot.dy, k))
+    return out
+
+
+def _captions(segments: list[Segment]) -> list[Group]:
+    """Return what each frame shows, in words."""
+    letters, out = int(COLUMN / pixels(SMALL) / PLAIN_EM) - 2, []
+    for k, frame in enumerate(frames(segments)):
+        lines = enumerate(textwrap.wrap(frame["text"], letters))
+        texts = [small_text(0, 1.3 * pixels(SMALL) * i, line, "start", "ink") for i, line in lines]
+        out.append(Group(tuple(texts), frame=k))
+    return out
+
+
+def segment_words(segment: Segment) -> str:
     """What happens in a segment."""
     took, waits = segment.end_s - segment.start_s, segment.exposed_s
     if not segment.axes:
         slower = f", {time_text(waits)} of it for what travels beside" if waits else ""
         return f"All devices compute: {segment.name}, {time_text(took)}{slower}."
     text = f"{segment.name.capitalize()}: {segment.kind} over {','.join(segment.axes)}"
-    text += f", {segment.group} devices; {HOW[segment.kind.removeprefix('ragged-')]}"
+    text += f", {segment.group} devices; {_RING_WORDS[segment.kind.removeprefix('ragged-')]}"
     text += f". Each sends {size_text(segment.bytes_sent)}"
     text += f" in {segment.times} messages" * (segment.times > 1)
     beside = "computing waits" if waits > 0.999 * took else "beside computing"
@@ -367,15 +397,17 @@ def frames(segments: list[Segment]) -> list[dict[str, Any]]:
     """Frame 0, at rest, and one for each segment: how long it is shown, of 8 seconds in all, and words."""
     total = sum(one.end_s - one.start_s for one in segments) or 1.0
     shown = [max(0.5, 8 * (one.end_s - one.start_s) / total) for one in segments]
-    each = [{"seconds": round(t, 2), "text": words(one)} for one, t in zip(segments, shown, strict=True)]
+    each = [
+        {"seconds": round(t, 2), "text": segment_words(one)} for one, t in zip(segments, shown, strict=True)
+    ]
     return [{"seconds": 1.0, "text": "At rest: who holds what."}, *each] if each else []
 
 
-def layer_lanes(segments: list[Segment], turns: int = 1) -> Scene:
+def layer_lanes(segments: list[Segment], count: int = 1) -> Scene:
     """A layer in time: what computes above, below what travels, in its axis' colour; hatched where computing
     waits for it. ``turns``: how often a step runs it forward. A frame outlines each segment (`frames`)."""
-    turn = {"name": "a layer forward", "count": turns, "events": [vars(one) for one in segments]}
-    return two_lanes([turn], "One layer in time", COLUMN)
+    layer = {"name": "a layer forward", "count": count, "events": [vars(one) for one in segments]}
+    return two_lanes([layer], "One layer in time", COLUMN)
 
 
 def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
@@ -396,12 +428,12 @@ def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
         for source, target, _ in steps[t]["sends"]:
             (x0, y0), (x1, y1) = spots[source], spots[target]
             ends = [(x0 + part * (x1 - x0), y0 + part * (y1 - y0)) for part in (0.3, 0.7)]
-            items.append(scene.Line(tuple(ends), color, 1.5, head=True))
+            items.append(Line(tuple(ends), color, 1.5, head=True))
         for rank, (x, y) in enumerate(spots):
             items.append(Rect(x - w / 2, y - h / 2, w, h, "paper", color))
-            for b, held in enumerate(steps[t]["held"][rank]):
-                bar = x - w / 2 + b * w / g, y + h / 2 - h * held / full, w / g, h * held / full
-                items += [Rect(*bar, axis, color, 0.5)] * (held > 0)
+            for b, count in enumerate(steps[t]["held"][rank]):
+                bar = x - w / 2 + b * w / g, y + h / 2 - h * count / full, w / g, h * count / full
+                items += [Rect(*bar, axis, color, 0.5)] * (count > 0)
             spot, anchor = (x, y + (15 if y > 0 else -15)), "middle"
             if abs(x) > 1.1 * radius:
                 spot, anchor = (x + math.copysign(w / 2 + 4, x), y), "start" if x > 0 else "end"
@@ -409,7 +441,7 @@ def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
         film.append(items)
         lines.append(f"round {t}: " + " | ".join(" ".join(map(str, row)) for row in steps[t]["held"]))
     across = max(1, int(_BESIDE // (2.5 * radius + w + 44)))
-    rows = [scene.stack(film[i : i + across], 16, across=True) for i in range(0, len(film), across)]
+    rows = [stack(film[i : i + across], 16, across=True) for i in range(0, len(film), across)]
     title = f"{kind} over {axis}, devices {number_ranges(members)}: {count_noun(last, 'round')}"
     note = "A device has a place for each block; a bar is as high as what it holds of the block."
-    return compose(title, [scene.stack(rows, 14)], "\n".join(lines), [f"{title}. {note}"], MARGIN, _BESIDE)
+    return compose(title, [stack(rows, 14)], "\n".join(lines), [f"{title}. {note}"], GRID_MARGIN, _BESIDE)

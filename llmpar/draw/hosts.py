@@ -2,12 +2,26 @@
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from llmpar.draw import scene
 from llmpar.draw.charts import count_noun
 from llmpar.draw.geometry import coordinates
-from llmpar.draw.scene import OTHERS, SMALL, Line, Rect, Scene, Text, compose, legend, small_text, text_width
+from llmpar.draw.scene import (
+    OTHERS,
+    SMALL,
+    Items,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    bounds,
+    compose,
+    legend,
+    small_text,
+    stack,
+    text_color_on,
+    text_width,
+    titled,
+)
 from llmpar.plan.mesh_shape import AXES, parse_mesh
 
 _WAYS = (0, 46), (46, 0), (20, -20), (120, 28)
@@ -15,41 +29,40 @@ _WAYS = (0, 46), (46, 0), (20, -20), (120, 28)
 Pairs = Mapping[str, Iterable[tuple[int, int]]]
 
 
-def wired(held: Sequence, wire: Sequence[str], pairs: Pairs | None = None, title: str = "") -> Scene:
+def wired(hosts: Sequence, wire: Sequence[str], pairs: Pairs | None = None, title: str = "") -> Scene:
     """Hosts beside one another with their devices, and a wire with its words between them.
 
-    ``held[host][device]`` are short texts, a cell for each. ``pairs`` are, per axis, the devices that talk:
+    ``hosts[host][device]`` are short texts, a cell for each. ``pairs`` are, per axis, the devices that talk:
     neighbours in a host, or at the same place of two. Without pairs, what another device has is red.
     """
-    cell = max(text_width(text, SMALL) for host in held for own in host for text in own) + 16
-    wide = max(cell * max(len(own) for host in held for own in host), text_width("device 00")) + 16
-    room, tall, seen = max(map(text_width, wire)) + 16, 100 * max(map(len, held)), set[str]()
-    items, lines, at = list[Any](), list[str](), list[tuple[float, float]]()
-    for h, host in enumerate(held):
-        left = h * (wide + 32 + room)
+    cell = max(text_width(text, SMALL) for host in hosts for own in host for text in own) + 16
+    wide = max(cell * max(len(own) for host in hosts for own in host), text_width("device 00")) + 16
+    between, tall, seen = max(map(text_width, wire)) + 16, 100 * max(map(len, hosts)), set[str]()
+    items, lines, at = Items(), list[str](), list[tuple[float, float]]()
+    for h, host in enumerate(hosts):
+        left = h * (wide + 32 + between)
         items.append(Text(left + wide / 2 + 16, -12, f"host {h}", anchor="middle", bold=True))
         items.append(Rect(left, 0, wide + 32, tall + 8, "", "edge", 1.5, dash=True, radius=6))
         for i, text in enumerate(wire if h else ()):
-            items += [Rect(left - room, 30, room, tall - 48, "grid", "network")] * (not i)
+            items += [Rect(left - between, 30, between, tall - 48, "grid", "network")] * (not i)
             y = tall / 2 + 6 + 20 * (i - (len(wire) - 1) / 2)
-            items.append(Text(left - room / 2, y, text, anchor="middle"))
+            items.append(Text(left - between / 2, y, text, anchor="middle"))
         for y, own in zip(itertools.count(16, 100), host, strict=False):
             x, fill = left + 16, OTHERS[len(at) % len(OTHERS)]
             items += [Rect(x, y, wide, 76, "cell", "edge"), Rect(x, y, wide, 26, fill, "edge")]
-            items.append(Text(x + 8, y + 13, f"device {len(at)}", fill=scene.text_color_on(fill)))
+            items.append(Text(x + 8, y + 13, f"device {len(at)}", fill=text_color_on(fill)))
             for i, text in enumerate(own):
                 tone = ("bad-ground", "bad", 2) if text in seen and not pairs else ("paper", "edge", 1)
-                items.append(Rect(x + 10 + cell * i, y + 38, cell - 4, 26, *tone))
-                items.append(small_text(x + 8 + cell * (i + 0.5), y + 51, text, fill="ink"))
+                items += titled(Rect(x + 10 + cell * i, y + 38, cell - 4, 26, *tone), text, SMALL)
             seen.update(own)
             lines.append(f"host {h}, device {len(at)}: {', '.join(own)}")
             at.append((x, y))
-    for axis, found in (pairs or {}).items():
-        for (x0, y0), (x1, y1) in ((at[one], at[two]) for one, two in found):
+    for axis, linked in (pairs or {}).items():
+        for (x0, y0), (x1, y1) in ((at[one], at[two]) for one, two in linked):
             inside = (x0 + wide / 2, y0 + 76), (x1 + wide / 2, y1)
             across = (x0 + wide, y0 + 38), (x1, y1 + 38)
             items.append(Line(inside if x0 == x1 else across, f"{axis}-line", 4))
-        lines.append(f"{axis}: " + ", ".join(f"{one} with {two}" for one, two in found))
+        lines.append(f"{axis}: " + ", ".join(f"{one} with {two}" for one, two in linked))
     key = legend([(axis, f"{axis}: {AXES[axis]}") for axis in pairs or ()])
     return compose(title, [items, *[key] * bool(key)], "\n".join([*lines, *wire]))
 
@@ -58,7 +71,7 @@ def growing(meshes: Iterable[str], title: str) -> Scene:
     """Meshes of up to four axes, each with one more: squares are devices, lines join neighbours."""
     blocks, lines, order = list[list](), list[str](), list[str]()
     for mesh in map(parse_mesh, meshes):
-        sizes, items = mesh.named, list[Any]()
+        sizes, items = mesh.named, Items()
         order += [axis for axis in sizes if axis not in order]
         at = [coordinates(sizes, sizes, device) for device in range(mesh.size)]
         spots = [[sum(_WAYS[order.index(a)][i] * n for a, n in one.items()) for i in (0, 1)] for one in at]
@@ -67,12 +80,12 @@ def growing(meshes: Iterable[str], title: str) -> Scene:
             if len(apart) == 1 and two[apart[0]] == one[apart[0]] + 1:
                 items.append(Line(((p[0] + 8, p[1] + 8), (q[0] + 8, q[1] + 8)), f"{apart[0]}-line", 3))
         items += [Rect(x, y, 16, 16, "cell", "edge", 1.5, radius=3) for x, y in spots]
-        left, _, right, bottom = scene.bounds(items)
+        left, _, right, bottom = bounds(items)
         lines.append(f"{mesh}: {count_noun(mesh.size, 'device')}")
         items.append(small_text((left + right) / 2, bottom + 18, lines[-1].rpartition(": ")[2], fill="ink"))
         blocks.append(items)
     key = legend([(axis, f"{axis}: {AXES[axis]}") for axis in order], 240)
-    return compose(title, [scene.stack(blocks, 44, across=True), key], "\n".join(lines))
+    return compose(title, [stack(blocks, 44, across=True), key], "\n".join(lines))
 
 
 def table(rows, columns: Sequence[str] = (), title: str = "", notes: Sequence[str] = ()) -> Scene:
@@ -85,8 +98,6 @@ def table(rows, columns: Sequence[str] = (), title: str = "", notes: Sequence[st
     for y, (name, cells) in zip(itertools.count(0, 34), rows, strict=False):
         items.append(Text(left - 10, y + 15, name, anchor="end"))
         for (text, role), x, wide in zip(cells, edges, wides, strict=False):
-            items.append(Rect(x, y, wide - 4, 30, role, "edge" if role else ""))
-            ink = scene.text_color_on(role)
-            items.append(Text(x + wide / 2 - 2, y + 15, text, anchor="middle", fill=ink))
+            items += titled(Rect(x, y, wide - 4, 30, role, "edge" if role else ""), text)
         lines.append(f"{name}: " + ", ".join(text for text, _ in cells if text))
     return compose(title, [items], "\n".join([*lines, *notes]), notes)

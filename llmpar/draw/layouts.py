@@ -8,10 +8,26 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from llmpar.draw import scene
 from llmpar.draw.charts import count_noun, number_ranges
 from llmpar.draw.geometry import coordinates, holders, strides
-from llmpar.draw.scene import SMALL, Line, Rect, Scene, Text, bounds, compose, fitting, flatten, small_text
+from llmpar.draw.scene import (
+    SMALL,
+    Group,
+    Items,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    bounds,
+    compose,
+    fitting_text,
+    flatten,
+    legend,
+    size_text,
+    small_text,
+    stack,
+    text_width,
+)
 from llmpar.plan.layout import Arrow, Dim, Layout, parse_arrow, parse_layout
 from llmpar.plan.mesh_shape import AXES, ORDER, MeshShape, parse_mesh
 from llmpar.predict.formulas import ring_bytes
@@ -28,7 +44,7 @@ def links(shape: MeshShape | str, chip: Chip) -> Scene:
     """Which links carry each axis. A bar goes from the distance of neighbours in a group to that of its ends,
     in devices; beyond the dashed edge of a node it shares the network. Rates are as one device reaches."""
     sizes, one = parse_mesh(shape).sizes, chip.per_device()
-    apart, items, lines = strides(sizes, AXES), list[Any](), []
+    apart, items, lines = strides(sizes, AXES), Items(), []
     shown = [a for a in AXES if sizes[a] > 1]
     span = max(math.prod(sizes.values()), one.node_size)
     x_of = lambda devices: 80 + 380 * math.log2(devices) / math.log2(2 * span)
@@ -38,16 +54,20 @@ def links(shape: MeshShape | str, chip: Chip) -> Scene:
         beyond = reach > one.node_size
         rate = one.dcn_bytes_per_s if beyond else one.reached_link_bytes_per_s
         words = f"{rate / 1e9:.3g} GB/s, {'network between nodes' if beyond else 'links of a node'}"
-        items += [Text(70, y + 14, f"{axis} {sizes[axis]}", anchor="end", bold=True)]
-        items += [Rect(x_of(apart[axis]), y + 3, x_of(reach) - x_of(apart[axis]), 22, axis, f"{axis}-line")]
-        items += [small_text(right, y + 14, words, "start", "ink")]
+        items += [
+            Text(70, y + 14, f"{axis} {sizes[axis]}", anchor="end", bold=True),
+            Rect(x_of(apart[axis]), y + 3, x_of(reach) - x_of(apart[axis]), 22, axis, f"{axis}-line"),
+            small_text(right, y + 14, words, "start", "ink"),
+        ]
         near = f"neighbours {count_noun(apart[axis], 'device')} apart"
         lines.append(f"{axis} {sizes[axis]}: {near}, groups reach {reach}; {words}")
     steps = [2**i for i in range(0, math.floor(math.log2(span)) + 1, 1 + (span > 64))]
-    items.append(small_text(right, bottom + 14, "devices apart", "start"))
-    items += [small_text(x_of(n), bottom + 14, str(n)) for n in steps]
-    items.append(Line(((edge, -6), (edge, bottom + 4)), "ink", 2, dash=True))
-    items.append(small_text(edge, -14, f"node of {one.node_size}"))
+    items += [
+        small_text(right, bottom + 14, "devices apart", "start"),
+        *(small_text(x_of(n), bottom + 14, str(n)) for n in steps),
+        Line(((edge, -6), (edge, bottom + 4)), "ink", 2, dash=True),
+        small_text(edge, -14, f"node of {one.node_size}"),
+    ]
     return compose(f"{parse_mesh(shape)} on {chip.name}: the links of each axis", [items], "\n".join(lines))
 
 
@@ -81,9 +101,11 @@ def _tensor(layout: Layout, shape, sizes: dict[str, int] | None, beside: Layout 
     for i, k in reversed(list(enumerate(shown))[1:]):
         places = _places(tuple(sums), sizes, k).items() if sizes is not None else ()
         words = "+ ⋯" if k < 0 else "+ " + " ".join(f"{a} {n}" for a, n in places)
-        sheets.append(Rect(x + wide + 8 * (i - 1), y + 17 * i, 8, high - 17, "paper", stroke, hatch="/"))
-        sheets.append(Rect(x + 8 * i, y + 17 * i + high - 17, wide, 17, "cell", stroke))
-        sheets += fitting(x + 8 * i + wide / 2, y + 17 * i + high - 8, wide - 4, words, words[:3], "+")
+        sheets += [
+            Rect(x + wide + 8 * (i - 1), y + 17 * i, 8, high - 17, "paper", stroke, hatch="/"),
+            Rect(x + 8 * i, y + 17 * i + high - 17, wide, 17, "cell", stroke),
+        ]
+        sheets += fitting_text(x + 8 * i + wide / 2, y + 17 * i + high - 8, wide - 4, words, words[:3], "+")
     return sheets + items
 
 
@@ -120,7 +142,7 @@ class _Grid:
 
     def tick_width(self, d: int) -> float:
         """The room for the labels of dim ``d``."""
-        return max(scene.text_width(self.tick(d, i), SMALL) for i in self.picked[d]) + 12
+        return max(text_width(self.tick(d, i), SMALL) for i in self.picked[d]) + 12
 
     def cell(self, index: tuple[int, ...], w: float, h: float) -> _Block:
         """One block: its shard, the devices that hold it, and the strips of `marks`."""
@@ -136,7 +158,9 @@ class _Grid:
                 shard = shard * math.prod(self.sizes.get(a, 1) for a in dim.axes) + i
             words = f"{'devices' if len(devices) > 1 else 'device'} {number_ranges(devices, 4)}"
             items += [small_text(w / 2, h / 2 - 8, f"shard {shard}", fill="ink")]
-            items += fitting(w / 2, h / 2 + 8, w - 4, words, count_noun(len(devices), "device"), fill="soft")
+            items += fitting_text(
+                w / 2, h / 2 + 8, w - 4, words, count_noun(len(devices), "device"), fill="soft"
+            )
         return items, w, tall
 
     def border(self, d: int, before: int, i: int, points) -> Line:
@@ -166,7 +190,7 @@ class _Grid:
                 x, y = (offset + kw / 2, 7) if across else (margin - 8, offset + (kh + ticks_above) / 2)
                 color = f"{axes[0]}-line" if axes else "soft"
                 items.append(small_text(x, y, self.tick(d, i), "middle" if across else "end", color))
-            items.append(scene.Group(tuple(kid), *((offset, margin) if across else (margin, offset))))
+            items.append(Group(tuple(kid), *((offset, margin) if across else (margin, offset))))
             offset += gap + (kw if across else kh)
             other = max(other, kh if across else kw)
         return (items, offset - gap, other + margin) if across else (items, other + margin, offset - gap)
@@ -181,7 +205,7 @@ def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[floa
         raise ValueError(f"layout '{layout}' has {num} dims; a drawing has room for 4")
     sizes = sizes if sizes is not None else dict.fromkeys(layout.axes, 2)
     first = set(holders(Layout((Dim("sum", layout.sums),)), sizes)[0,])  # a sum's first addend, in front
-    devices = {index: [d for d in held if d in first] for index, held in holders(layout, sizes).items()}
+    devices = {index: [d for d in owners if d in first] for index, owners in holders(layout, sizes).items()}
     sums = [a for a in layout.sums if not named or sizes.get(a, 1) > 1]
     marks = [("/", f"{a}-line" if a in ORDER else "edge") for a in sums[:1]]
     marks += [(".", "edge")] * (named and _copies(layout, sizes)[1] > 1)
@@ -195,7 +219,7 @@ def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[floa
     return items, right - left, bottom - top
 
 
-def _held_bytes(layout: Layout, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> int:
+def _local_bytes(layout: Layout, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> int:
     return itemsize * math.prod(layout.shard_shape(shape, sizes) if layout.dims else shape)
 
 
@@ -208,10 +232,10 @@ def _facts(layout: Layout, shape, sizes, itemsize) -> list[str]:
     facts = [f"{count_noun(shards, 'shard')} in {count_noun(copies, 'copy')}"]
     facts += [f"unfinished sum over {','.join(layout.sums)}: {parts} parts still to be added"] * (parts > 1)
     if shape and layout.dims:
-        held, whole = ("×".join(map(str, x)) for x in (layout.shard_shape(shape, sizes), shape))
-        facts.append(f"a device holds {held} of {whole}")
+        shard, whole = ("×".join(map(str, x)) for x in (layout.shard_shape(shape, sizes), shape))
+        facts.append(f"a device holds {shard} of {whole}")
     if shape is not None and itemsize:
-        facts.append(f"{scene.size_text(_held_bytes(layout, shape, sizes, itemsize))} per device")
+        facts.append(f"{size_text(_local_bytes(layout, shape, sizes, itemsize))} per device")
     return facts
 
 
@@ -221,7 +245,7 @@ def _key(layouts: list[Layout], sizes: dict[str, int] | None) -> list:
     key: list = [(a, f"{a} = {sizes[a]}" if sizes else a) for a in used]
     key += [(a, f"unfinished sum over {a}", "/") for a in used if any(a in x.sums for x in layouts)]
     key += [("edge", "copies", ".")] * any(sizes and _copies(x, sizes)[1] > 1 for x in layouts)
-    return scene.legend(key, 480)
+    return legend(key, 480)
 
 
 def _full(sizes: dict[str, int] | MeshShape | str | None) -> dict[str, int] | None:
@@ -236,8 +260,8 @@ def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = 
     """
     layout, sizes = parse_layout(layout) if isinstance(layout, str) else layout, _full(sizes)
     facts = _facts(layout, shape, sizes, itemsize)
-    held = holders(layout, sizes).values() if sizes else []
-    text = [*facts, *(f"shard {i}: devices {number_ranges(d)}" for i, d in enumerate(held))][:_MAX_CELLS]
+    owners = holders(layout, sizes).values() if sizes else []
+    text = [*facts, *(f"shard {i}: devices {number_ranges(d)}" for i, d in enumerate(owners))][:_MAX_CELLS]
     title = f"{layout}" + (f" on {MeshShape(**sizes)}" if sizes else "")
     return compose(title, [_tensor(layout, shape, sizes), _key([layout], sizes)], "\n".join(text), facts)
 
@@ -245,12 +269,12 @@ def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = 
 def moved(arrow: Arrow, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> list[tuple]:
     """The moves of an arrow, and the bytes that a device of g sends for them on a ring (`ring_bytes`): for V
     local ones all-gather V(g-1); reduce-scatter, all-to-all V(g-1)/g; all-reduce twice that; a slice none."""
-    held, out = _held_bytes(arrow.before, shape, sizes, itemsize), []
+    local_bytes, out = _local_bytes(arrow.before, shape, sizes, itemsize), []
     for move in arrow.moves:
         g = math.prod(sizes[a] for a in move.axes)
-        message = held * g if move.kind == "all-gather" else held
+        message = local_bytes * g if move.kind == "all-gather" else local_bytes
         out.append((move, 0 if move.kind == "slice" else ring_bytes(move.kind, message, g)))
-        held = message // g if move.kind in ("reduce-scatter", "slice") else message
+        local_bytes = message // g if move.kind in ("reduce-scatter", "slice") else message
     return out
 
 
@@ -258,19 +282,19 @@ def arrow(arrow: Arrow | str, shape=None, sizes=None, itemsize: int | None = Non
     """A movement to scale: the layout before, collectives with bytes sent per device, the layout after."""
     arrow, sizes = parse_arrow(arrow) if isinstance(arrow, str) else arrow, _full(sizes)
     known = moved(arrow, shape, sizes, itemsize) if shape is not None and sizes and itemsize else []
-    steps = [[str(m), f"{scene.size_text(n)} sent per device"] for m, n in known]
+    steps = [[str(m), f"{size_text(n)} sent per device"] for m, n in known]
     steps = steps or [[str(move)] for move in arrow.moves]
     both = arrow.before, arrow.after
     before, after = (_tensor(x, shape, sizes, other) for x, other in (both, both[::-1]))
     color = f"{arrow.moves[0].axes[0]}-line" if steps else "edge"
     words = [word for step in steps for word in step] or ["nothing moves"]
-    room, tall = max(scene.text_width(w, SMALL) for w in words) + 10, 18 * len(words)
-    down = bounds(before)[2] + bounds(after)[2] + room > 1000
-    link = Line(((0, -10), (0, tall)) if down else ((0, tall), (room, tall)), color, 2.5, head=True)
-    x, anchor = (14, "start") if down else (room / 2, "middle")
+    wide, tall = max(text_width(w, SMALL) for w in words) + 10, 18 * len(words)
+    down = bounds(before)[2] + bounds(after)[2] + wide > 1000
+    link = Line(((0, -10), (0, tall)) if down else ((0, tall), (wide, tall)), color, 2.5, head=True)
+    x, anchor = (14, "start") if down else (wide / 2, "middle")
     middle = [link, *(small_text(x, 18 * i, word, anchor, color) for i, word in enumerate(words))]
     ends = (("before", arrow.before), ("after", arrow.after))
-    facts = [f"{when}: {'; '.join(_facts(held, shape, sizes, itemsize))}" for when, held in ends]
+    facts = [f"{when}: {'; '.join(_facts(one, shape, sizes, itemsize))}" for when, one in ends]
     text = "\n".join([facts[0], *map(": ".join, steps), facts[1]])
-    blocks = scene.stack([before, middle, after], 14, across=not down)
+    blocks = stack([before, middle, after], 14, across=not down)
     return compose(str(arrow), [blocks, _key([arrow.before, arrow.after], sizes)], text, facts)

@@ -3,9 +3,24 @@
 import re
 from typing import Any
 
-from llmpar.draw import scene
 from llmpar.draw.geometry import holders
-from llmpar.draw.scene import OTHERS, Group, Line, Rect, Scene, Text, small_text
+from llmpar.draw.scene import (
+    OTHERS,
+    SMALL,
+    Group,
+    Items,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    bounds,
+    compose,
+    legend,
+    small_text,
+    stack,
+    text_color_on,
+    text_width,
+)
 from llmpar.plan.layout import Arrow, Dim, Layout, parse_layout
 
 LENGTH = {"s": 84, "d": 72, "m": 136, "n": 112, "k": 112, "t": 84, "h": 48, "z": 16}
@@ -37,31 +52,31 @@ def matmul(chain: str, names=(), devices: int = 4, title: str = "", notes=(), sh
             right = ", ".join(map(str, made)) or "not multiplied"
             raise ValueError(f"{' × '.join(texts[i - 2 : i])} is {right} on the devices, not {texts[i]}")
     scale = {2: 1.5, 3: 1.5, 4: 1.2, 5: 1.1, 6: 1.0}.get(len(texts), 0.9)
-    line, lines, at = list[Any](), list[str](), 0.0
+    line, lines, at = Items(), list[str](), 0.0
     for i, place in enumerate(places):
         if i:
             pairs = zip(places[i - 1], place, strict=True) if signs[i] == "->" else ()
             sends = [move.kind for pair in pairs for move in Arrow(*pair).moves]
-            drawn, room = _sign(signs[i], sends[:1], *cut)
+            drawn, wide = _sign(signs[i], sends[:1], *cut)
             line.append(Group(tuple(drawn), at))
             lines.append(f"{sends[0]} over {cut[0]}" if sends else signs[i])
-            at += room
+            at += wide
         name = names[i] if i < len(names) and names[i] else ", ".join(dict.fromkeys(map(str, place)))
         name, _, word = name.partition("|")  # of our own in place of how it is held
         words = [word or _held(place[0], devices)] * bool(cut)
         size = scale * (1 if len(place) == 1 else 0.65)
-        blocks: list = scene.stack([_matrix(one, cut, devices, size) for one in place], 8)
-        x0, top, x1, bottom = scene.bounds(blocks)
+        blocks: list = stack([_matrix(one, cut, devices, size) for one in place], 8)
+        x0, top, x1, bottom = bounds(blocks)
         blocks += [small_text((x0 + x1) / 2, top - 13, word) for word in words]
         blocks.append(Text((x0 + x1) / 2, top - 13 - 20 * len(words), name, anchor="middle", bold=True))
-        x0, _, x1, _ = scene.bounds(blocks)
+        x0, _, x1, _ = bounds(blocks)
         line.append(Group(tuple(blocks), at - x0, -(top + bottom) / 2))
         lines.append(": ".join([name if name == texts[i] else f"{name} ({texts[i]})", *words]))
         at += x1 - x0
     key: list = [(tint, f"device {i}") for i, tint in enumerate(OTHERS[:devices])]
     key += [(axis, sheets, "/") for axis in cut if f" +{axis}" in chain]
-    blocks = [line, scene.legend(key if cut else [], 760)]
-    return scene.compose(title or chain, blocks, "\n".join(lines), notes)
+    blocks = [line, legend(key if cut else [], 760)]
+    return compose(title or chain, blocks, "\n".join(lines), notes)
 
 
 def multiplied(x: Layout, w: Layout) -> Layout:
@@ -86,9 +101,9 @@ def _held(layout: Layout, devices: int) -> str:
     """How the devices hold a matrix, in a word or two."""
     if layout.sums:
         return f"{devices} sheets"
-    ways = zip([dim for _, dim in _drawn(layout)], ("rows", "columns"), strict=True)
+    sides = zip([dim for _, dim in _drawn(layout)], ("rows", "columns"), strict=True)
     special = {"n": "heads", "k": "heads", "s": "positions", "t": "positions"}
-    return next((f"by {special.get(dim.name, way)}" for dim, way in ways if dim.axes), f"on all {devices}")
+    return next((f"by {special.get(dim.name, side)}" for dim, side in sides if dim.axes), f"on all {devices}")
 
 
 def _matrix(layout: Layout, cut: list[str], devices: int, scale: float) -> list:
@@ -111,7 +126,7 @@ def _matrix(layout: Layout, cut: list[str], devices: int, scale: float) -> list:
             if layout.sums:
                 items.append(Rect(x, y, w, h, "", f"{layout.sums[0]}-line", hatch="/"))
                 items.append(Rect(x + w / 2 - 15, middle - 9, 30, 18, tint, "ink", 0.5))
-            items.append(Text(x + w / 2, middle, words, anchor="middle", fill=scene.text_color_on(tint)))
+            items.append(Text(x + w / 2, middle, words, anchor="middle", fill=text_color_on(tint)))
     return items
 
 
@@ -120,6 +135,6 @@ def _sign(sign: str, sends, axis: str = "") -> tuple[list, float]:
     if sign in "×=":
         return [Text(21, 0, sign, 22, "middle", bold=True)], 42
     label, color = "".join(sends) or sign.strip("->"), f"{axis}-line" if sends else "ink"
-    room = scene.text_width(label, scene.SMALL) * 1.1 + 20
-    arrow = Line(((7, 0), (room - 6, 0)), color, 4 if sends else 2, head=True)
-    return [arrow, Text(room / 2, -16, label, scene.SMALL, "middle", color, bool(sends))], room
+    wide = text_width(label, SMALL) * 1.1 + 20
+    arrow = Line(((7, 0), (wide - 6, 0)), color, 4 if sends else 2, head=True)
+    return [arrow, Text(wide / 2, -16, label, SMALL, "middle", color, bool(sends))], wide

@@ -3,11 +3,26 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
-from llmpar.draw import scene
 from llmpar.draw.charts import scale
-from llmpar.draw.scene import PAGE, SMALL, Group, Line, Rect, Scene, Text, compose, fitting, small_text, ticks
+from llmpar.draw.scene import (
+    PAGE,
+    SMALL,
+    Group,
+    Items,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    boxed,
+    compose,
+    fitting_text,
+    legend,
+    pixels,
+    small_text,
+    text_width,
+    ticks,
+)
 from llmpar.plan.schedules import Op
 from llmpar.plan.timetable import Timetable
 
@@ -45,32 +60,32 @@ class _Band:
             look = ("ink", 2.5) if op in marked else ("edge", 0.75)
             tip = f"stage {stage}, {name}: {did}"
             items += _operation(Rect(x, y, w, _CELL, fill, *look, dash=bool(unrun), tip=tip, op=op), first)
-            room = w * first
-            items += fitting(x + room / 2, y + 12, room - 2, name, f"{kind}{u}", str(u), on=fill)
+            names = name, f"{kind}{u}", str(u)
+            items += fitting_text(x + first * w / 2, y + 12, first * w - 2, *names, on=fill)
             items += [Rect(x + 1, y + 22, w - 2, 3, "black")] * (chunk > 0)
         return items
 
-    def held(self, stage: int, held: dict[float, float], most: float) -> Line:
-        """What a stage holds over time, as an area; ``held`` says from when on how many microbatches."""
+    def live(self, stage: int, live: dict[float, float], most: float) -> Line:
+        """Return what a stage holds over time, as an area: ``live`` microbatches from each time on."""
         floor = float(ROW * stage + FLOOR)
-        now = max([(t, n) for t, n in held.items() if t <= self.low], default=(0, 0.0))[1]
+        now = max([(t, n) for t, n in live.items() if t <= self.low], default=(0, 0.0))[1]
         outline = [(self.left, floor)]
-        for t, n in [(self.low, now), *((t, n) for t, n in held.items() if self.low < t < self.high)]:
+        for t, n in [(self.low, now), *((t, n) for t, n in live.items() if self.low < t < self.high)]:
             outline += [(self.x(t), floor - HELD * v / most) for v in (now, n)]
             now = n
         outline += [(self.x(self.high), floor - HELD * now / most), (self.x(self.high), floor)]
         return Line(tuple(outline), "edge", 0.75, fill="activations")
 
-    def wait(self, stage: int, there: int, starts) -> list:
-        """An arrow from where a stage is stuck to what it waits for, each at its time of ``starts``."""
-        if there == stage or not all(self.low <= t < self.high for t in starts):
+    def wait(self, stage: int, other: int, starts) -> list:
+        """Return an arrow from where a stage is stuck to what it waits for, at their times ``starts``."""
+        if other == stage or not all(self.low <= t < self.high for t in starts):
             return []
-        x, down = [self.x(t) + 0.5 * _CELL for t in starts], there > stage
-        ends = (x[0], ROW * stage + _CELL * down), (x[1], ROW * there + _CELL * (not down))
+        x, down = [self.x(t) + 0.5 * _CELL for t in starts], other > stage
+        ends = (x[0], ROW * stage + _CELL * down), (x[1], ROW * other + _CELL * (not down))
         return [Line(ends, "pp-line", 2, head=True)]
 
 
-def _held_over_time(row, last: str) -> dict[float, float]:
+def _live_over_time(row, last: str) -> dict[float, float]:
     """From when on a stage holds how many microbatches: from the start of F to the end of ``last``."""
     visits = sum(kind == "F" for _, _, kind, *_ in row) / max(1, len({u for *_, u, _ in row})) or 1
     steps = sorted((s, 1) if kind == "F" else (e, -1) for s, e, kind, *_ in row if kind in ("F", last))
@@ -92,11 +107,9 @@ def timeline(
     microbatch, chunk). A microbatch is held from the start of its F to the end of its B, or of its W where
     there is one.
     """
-    title, stages = "", table
-    if hasattr(table, "schedule"):
-        title = f"{table.schedule.name}: "
-        each = zip(table.start, table.end, table.schedule.rows, strict=True)
-        stages = [[(s, e, *op[:3]) for s, e, op in zip(*row, strict=True)] for row in each]
+    title, stages = (
+        (f"{table.schedule.name}: ", _rows(table)) if isinstance(table, Timetable) else ("", table)
+    )
     waiting, done = waiting or {}, [row[-1][1] if row else 0 for row in stages]
     kinds = {kind for row in stages for _, _, kind, *_ in row}
     last = "W" if "W" in kinds else "B"
@@ -108,42 +121,58 @@ def timeline(
     need, bottom = shortest * span / least, ROW * len(stages)
     # A long table goes on below, so that it stays legible on a slide; a tall one is made narrower instead.
     num_bands = max(1, min(round(need / 1000), 1100 // (bottom + BAND_GAP)))
-    edge, wide = scene.text_width(f"stage {len(stages)}") + 10, min(1040, max(560, need / num_bands))
-    # Without backwards nothing that was held is ever let go, and the drawing is not about that.
-    held = [_held_over_time(row, last) if "B" in kinds else {} for row in stages]
-    most = max(max(h.values(), default=0) for h in held) or 1
-    items, lines = list[Any](), []
+    edge, wide = text_width(f"stage {len(stages)}") + 10, min(1040, max(560, need / num_bands))
+    # Without backwards no activation is ever let go, and the drawing is not about that.
+    live = [_live_over_time(row, last) if "B" in kinds else {} for row in stages]
+    most = max(max(h.values(), default=0) for h in live) or 1
+    notes = [_busy_and_live(row, one, span) for row, one in zip(stages, live, strict=True)]
+    items = Items()
     for k in range(num_bands):
         band = _Band(k * span / num_bands, (k + 1) * span / num_bands, edge, wide)
         part = scale(band.x, ticks(band.low, band.high), bottom, lambda v: f"{v:g}", bottom)
         part.append(small_text(edge - 10, bottom + 13, "time units", "end"))
         for i, row in enumerate(stages):
             part += band.operations(i, [*row, *ahead[i]], marked, half if last == "B" else 1)
-            part += [band.held(i, held[i], most)] if held[i] else []
+            part += [band.live(i, live[i], most)] if live[i] else []
             part.append(small_text(edge - 10, ROW * i + 13, f"stage {i}", "end", "ink"))
             if i in waiting:
-                (op, *_), there, what = waiting[i]
-                starts = {one[2:5]: one[0] for one in ahead[there]}
-                part += band.wait(i, there, (done[i], starts.get(what[:3], done[there])))
-                lines += [f"stage {i} waits to run {op} for {what} on stage {there}"] * (k == 0)
-            elif k == 0 and not waiting:
-                said = [f"busy {sum(end - start for start, end, *_ in row) / span:.1%}"]
-                said += [f"at most {max(held[i].values(), default=0):g} held"] * bool(held[i])
-                for y, fact in zip((13, FLOOR - 8), said, strict=False) if facts else ():
-                    part.append(small_text(band.x(band.high) + 10, ROW * i + y, fact, "start", "ink"))
-                names = [str(Op(*op)) for _, _, *op in row]
-                shown = " ".join(names[:24]) + " …" * (len(names) > 24)
-                lines.append(f"stage {i}: {shown}; {', '.join(said)}")
+                _, other, what = waiting[i]
+                starts = {one[2:5]: one[0] for one in ahead[other]}
+                part += band.wait(i, other, (done[i], starts.get(what[:3], done[other])))
+            elif k == 0 and facts and not waiting:
+                x, ys = band.x(band.high) + 10, (ROW * i + 13, ROW * i + FLOOR - 8)
+                part += [small_text(x, *one, "start", "ink") for one in zip(ys, notes[i], strict=False)]
         items.append(Group(tuple(part), 0, k * (bottom + BAND_GAP)))
     idle = 1 - sum(end - start for row in stages for start, end, *_ in row) / span / len(stages)
     key = _key(last == "W" or half < 1)[: None if "B" in kinds else 1]
-    key += [("activations", "activations held, in microbatches")] * any(held)
+    key += [("activations", "activations held, in microbatches")] * any(live)
     key += [("black", "bar: chunk 1 or later")] * any(chunk for row in stages for *_, chunk in row)
     circle = "; outlined: in a circle" * bool(marked)
     key += [("paper", f"has not run; arrow: waits for{circle}")] * bool(waiting)
     took = f"{span:g} time units, {idle:.1%} of them idle"
     title += f"stuck after {max(done):g} time units" if waiting else took
-    return compose(title, [items, scene.legend(key, 900)], "\n".join(lines))
+    waits = sorted((i, ops[0], other, what) for i, (ops, other, what) in waiting.items())
+    lines = [f"stage {i} waits to run {op} for {what} on stage {other}" for i, op, other, what in waits]
+    lines = lines or [f"stage {i}: {_names(row)}; {', '.join(notes[i])}" for i, row in enumerate(stages)]
+    return compose(title, [items, legend(key, 900)], "\n".join(lines))
+
+
+def _rows(table: Timetable) -> list[list[tuple]]:
+    """Return a timetable as rows of (start, end, kind, microbatch, chunk), one for each stage."""
+    each = zip(table.start, table.end, table.schedule.rows, strict=True)
+    return [[(start, end, *op[:3]) for start, end, op in zip(*row, strict=True)] for row in each]
+
+
+def _busy_and_live(row, live: dict[float, float], span: float) -> list[str]:
+    """Return in words how busy a stage is, and how many microbatches it holds at most."""
+    notes = [f"busy {sum(end - start for start, end, *_ in row) / span:.1%}"]
+    return notes + [f"at most {max(live.values(), default=0):g} held"] * bool(live)
+
+
+def _names(row) -> str:
+    """Return the names of a stage's operations, of many the first."""
+    names = [str(Op(*op)) for _, _, *op in row]
+    return " ".join(names[:24]) + " …" * (len(names) > 24)
 
 
 _WIDE = 770
@@ -159,10 +188,10 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
     """
     split = any(table.schedule.split_backward for table in tables.values())
     span = until or max(table.makespan for table in tables.values())
-    tall, left = scene.pixels(SMALL) + 4 if letters else 9.0, 1.1 * max(map(scene.text_width, tables)) + 34
-    wide = _WIDE * (PAGE[SMALL] / scene.pixels(SMALL)) ** 2
+    tall, left = pixels(SMALL) + 4 if letters else 9.0, 1.1 * max(map(text_width, tables)) + 34
+    wide = _WIDE * (PAGE[SMALL] / pixels(SMALL)) ** 2
     x_of, right = (lambda time: left + wide * min(time, span) / span), left + wide + 14
-    items, lines, y = list[Any](), list[str](), 0.0
+    items, lines, y = Items(), list[str](), 0.0
     items += [small_text(left - 8, -14, "stage", "end")] * letters
     for label, table in tables.items():
         bottom = y + (tall + 1) * table.schedule.num_stages
@@ -179,14 +208,15 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
         if until:
             items.append(Text(right, middle, "… and then?", SMALL))
         else:
-            held = table.peak_live()
-            each = ", ".join(f"{n:g}" for n in held) if len(held) < 5 else f"at most {max(held):g}"
-            said, holds = f"through at {end:g}", f"holds {each}"
-            items.append(Line(((x_of(end), y - 3), (x_of(end), bottom + 2)), "ink", 3))
-            items.append(Text(right, middle - 0.7 * scene.pixels(SMALL), said, SMALL, bold=True))
-            items.append(Text(right, middle + 0.7 * scene.pixels(SMALL), holds, SMALL))
+            peaks, through = table.peak_live(), f"through at {end:g}"
+            each = ", ".join(f"{n:g}" for n in peaks) if len(peaks) < 5 else f"at most {max(peaks):g}"
+            items += [
+                Line(((x_of(end), y - 3), (x_of(end), bottom + 2)), "ink", 3),
+                Text(right, middle - 0.7 * pixels(SMALL), through, SMALL, bold=True),
+                Text(right, middle + 0.7 * pixels(SMALL), f"holds {each}", SMALL),
+            ]
             idle_share = f"{table.bubble_fraction:.1%} of it idle"
-            lines.append(f"{label}: {said}, {idle_share}; microbatches held by stage: {each}")
+            lines.append(f"{label}: {through}, {idle_share}; microbatches held by stage: {each}")
         y = bottom + 12
     work = {table.ideal for table in tables.values()}
     if len(work) == 1 and not until:
@@ -196,7 +226,7 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
     chunks = any(op.chunk for table in tables.values() for row in table.schedule.rows for op in row)
     key = [*_key(split), *[WAITS] * (not until), *[("black", "bar: second chunk of layers")] * chunks]
     title = f"{len(tables)} orders of the same work" + f": the first {until:g} time units" * bool(until)
-    drawn = [[*_time(x_of, span, y - 6), *items], scene.legend(key, 1.2 * wide)]
+    drawn = [[*_time(x_of, span, y - 6), *items], legend(key, 1.2 * wide)]
     return compose(title, drawn, "\n".join(lines))
 
 
@@ -206,10 +236,10 @@ def bubbles(table: Timetable) -> Scene:
     end, work, spans = table.makespan, table.ideal, list(zip(table.start, table.end, strict=True))
     own = [row[1][-1] - row[0][0] for row in spans]
     critical = own.index(max(own))
-    left, tall = scene.text_width("critical stage") + 20, scene.pixels(SMALL) + 4
-    wide = _WIDE * (PAGE[SMALL] / scene.pixels(SMALL)) ** 2
+    left, tall = text_width("critical stage") + 20, pixels(SMALL) + 4
+    wide = _WIDE * (PAGE[SMALL] / pixels(SMALL)) ** 2
     x_of = lambda time: left + wide * time / end
-    items, y = list[Any](), 0.0
+    items, y = Items(), 0.0
     for i, (starts, ends) in enumerate(spans):
         first, last = x_of(starts[0]), x_of(ends[-1])
         for x, to, hatch in ((left, first, "."), (first, last, "/"), (last, x_of(end), ".")):
@@ -228,15 +258,14 @@ def bubbles(table: Timetable) -> Scene:
     ):
         x, w = x_of(start), x_of(work) - left
         items.append(small_text(left - 10, y + 9, name, "end", "ink"))
-        items.append(Rect(x, y, w, 18, "cell", "edge", 0.75))
-        items += fitting(x + w / 2, y + 9, w, says)
+        items += boxed(Rect(x, y, w, 18, "cell", "edge", 0.75), says)
         items += [Rect(x + w, y, x_of(waits) - left, 18, "paper", "edge", 0.75, "/")] * (waits > 0)
         if over:
             corners = ((x, y + 22), (x, y + 27), (x_of(over), y + 27), (x_of(over), y + 22))
             items.append(Line(corners, "ink", 1.5))
         lines.append(f"{name}: {says}")
         y += 44
-    key = scene.legend([*_key(table.schedule.split_backward), WAITS, CORNER], 1.2 * wide)
+    key = legend([*_key(table.schedule.split_backward), WAITS, CORNER], 1.2 * wide)
     return compose(f"Three bubbles of {table.schedule.name}", [items, key], "\n".join(lines))
 
 
@@ -244,7 +273,7 @@ def _cells(
     table: Timetable, stage: int, x_of: Callable[[float], float], y: float, tall: float, split: bool, letters
 ) -> list:
     """A stage's operations as far as drawn; a whole backward in both halves' colours if others ``split``."""
-    items: list[Any] = []
+    items = Items()
     whole = split and not table.schedule.split_backward
     share = table.costs[1] / ((table.costs[1] + table.costs[2]) or 1) if whole else 1.0
     row = zip(table.schedule.rows[stage], table.start[stage], table.end[stage], strict=True)
@@ -257,7 +286,7 @@ def _cells(
         items += _operation(Rect(x, y, w, tall, op.kind, "edge", 0.5, tip=tip), part)
         items += [Rect(x, y + tall - 2.5, w, 2.5, "black")] * (op.chunk > 0)
         names = (f"{op.kind}{op.microbatch}", f"{op.microbatch}") if letters else ()
-        items += fitting(x + part * w / 2, y + tall / 2, part * w - 1, *names, on=op.kind)
+        items += fitting_text(x + part * w / 2, y + tall / 2, part * w - 1, *names, on=op.kind)
     return items
 
 

@@ -13,7 +13,6 @@ import io
 import math
 import textwrap
 import tomllib
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -61,14 +60,23 @@ def pixels(size: float | str) -> float:
 
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
+Items = list[Any]  # rectangles, texts, lines and groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Item:
+    """What every item has: its ``frame`` (see `Group`), and whether it is ``live``: part of a button of a
+    form, which a saved picture lacks."""
+
+    frame: int = -1
+    live: bool = False
 
 
 @dataclass(frozen=True)
-class Rect:
+class Rect(_Item):
     """A rectangle; ``hatch`` is ``"/"`` or ``"."``, drawn in the stroke's colour; ``tip`` shows when hovered.
     ``act`` is what a click sets in an explorer's state, as JSON; then the tip is the name of a button. ``op``
-    names an operation of a timetable that can be dragged: its stage, and its place in the stage's row. A
-    button of a form is ``live``: a picture that is saved has none."""
+    names an operation of a timetable that can be dragged: its stage, and its place in the stage's row."""
 
     x: float
     y: float
@@ -83,16 +91,19 @@ class Rect:
     tip: str = ""
     act: str = ""
     op: str = ""
-    frame: int = -1
-    live: bool = False
 
     @property
     def box(self) -> Box:
         return self.x, self.y, self.x + self.w, self.y + self.h
 
+    @property
+    def acts(self) -> bool:
+        """Whether it does something when clicked or dragged."""
+        return bool(self.act or self.op)
+
 
 @dataclass(frozen=True)
-class Text:
+class Text(_Item):
     """One line of text; ``anchor``: ``start``, ``middle``, ``end``. A ``size`` is kept in pixels."""
 
     x: float
@@ -102,22 +113,20 @@ class Text:
     anchor: str = "start"
     fill: str = "ink"
     bold: bool = False
-    frame: int = -1
-    live: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", pixels(self.size))
 
     @property
     def box(self) -> Box:
-        """Its room, at 0.6 em per character (0.66 when bold)."""
+        """Return the place that it takes, at 0.6 em per character (0.66 when bold)."""
         w = text_width(self.text, self.size) * (1.1 if self.bold else 1)
         left = self.x - w * {"start": 0, "middle": 0.5, "end": 1}[self.anchor]
         return left, self.y - self.size / 2, left + w, self.y + self.size / 2
 
 
 @dataclass(frozen=True)
-class Line:
+class Line(_Item):
     """A line through points; a closed area when it has a ``fill``; an arrow when it has a ``head``."""
 
     points: tuple[tuple[float, float], ...]
@@ -126,7 +135,6 @@ class Line:
     dash: bool = False
     head: bool = False
     fill: str = ""
-    frame: int = -1
 
     @property
     def box(self) -> Box:
@@ -188,29 +196,42 @@ def small_text(x: float, y: float, text: str, anchor: str = "middle", fill: str 
     return Text(x, y, text, SMALL, anchor, fill)
 
 
-def fitting(x: float, y: float, room: float, *texts: str, on: str = "", fill: str = "") -> list[Text]:
-    """The first of ``texts`` that fits into ``room`` pixels around ``x``; nothing if none does. Its colour is
-    ``fill``, or what is legible ``on`` a ground."""
-    fits = [text for text in texts if text and text_width(text, SMALL) <= room]
+def fitting_text(x: float, y: float, wide: float, *texts: str, on: str = "", fill: str = "") -> list[Text]:
+    """Return the first of ``texts`` that fits into ``wide`` pixels around ``x``; nothing if none does.
+
+    Its colour is ``fill``, or what is legible ``on`` a ground."""
+    fits = [text for text in texts if text and text_width(text, SMALL) <= wide]
     return [small_text(x, y, text, fill=fill or text_color_on(on)) for text in fits[:1]]
 
 
-def look(role: str) -> tuple[str, str, str]:
+def boxed(box: Rect, *texts: str, margin: float = 0) -> list:
+    """Return a box, and in its middle the first of ``texts`` that leaves a ``margin`` of its width."""
+    x, y = box.x + box.w / 2, box.y + box.h / 2
+    return [box, *fitting_text(x, y, box.w - margin, *texts, on=box.fill)]
+
+
+def titled(box: Rect, text: str, size: str = BODY) -> list:
+    """Return a box with a text in its middle."""
+    x, y = box.x + box.w / 2, box.y + box.h / 2
+    return [box, Text(x, y, text, size, "middle", text_color_on(box.fill))]
+
+
+def style_of(role: str) -> tuple[str, str, str]:
     """Fill, stroke and hatch of a role: its colour, or with ``/`` or ``.`` behind it paper hatched in it."""
     name, hatch = (role[:-1], role[-1]) if role[-1] in "/." else (role, "")
     stroke = f"{name}-line" if f"{name}-line" in LIGHT else "edge"
     return "paper" if hatch else name, stroke, hatch
 
 
-def legend(entries, room: float = 640) -> list:
+def legend(entries, wide: float = 640) -> list:
     """Swatches with their meaning, on as many lines as needed: (role, meaning) or (role, meaning, hatch)."""
     out: list = []
     x = y = 0.0
     for role, meaning, *hatched in entries:
         w = 20 + text_width(meaning, SMALL)
-        if x and x + w > room:
+        if x and x + w > wide:
             x, y = 0, y + 20
-        fill, stroke, hatch = look(role + "".join(hatched))
+        fill, stroke, hatch = style_of(role + "".join(hatched))
         out.append(Rect(x, y, 14, 14, fill, stroke, hatch=hatch))
         out.append(Text(x + 20, y + 7, meaning, SMALL))
         x += w + 22
@@ -293,18 +314,12 @@ class Scene:
 
     def save(self, path: str | Path) -> None:
         """Write the drawing as the path's suffix says: ``.svg`` or ``.png``."""
-        kind = Path(path).suffix
-        if kind not in (".svg", ".png"):
-            raise ValueError(f"a drawing is saved as .svg or .png, and '{path}' ends in '{kind}'; rename it")
-        Path(path).write_bytes(to_svg(self).encode() if kind == ".svg" else _signed(to_png(self)))
-
-
-def _signed(png: bytes) -> bytes:
-    """A PNG that says, behind its first chunk, what wrote it."""
-    chunk = b"tEXtSoftware\0llmpar"
-    ends = 33  # 8 bytes of signature, 25 of the chunk IHDR
-    size, check = (number.to_bytes(4) for number in (len(chunk) - 4, zlib.crc32(chunk)))
-    return png[:ends] + size + chunk + check + png[ends:]
+        suffix = Path(path).suffix
+        if suffix not in (".svg", ".png"):
+            raise ValueError(
+                f"a drawing is saved as .svg or .png, and '{path}' ends in '{suffix}'; rename it"
+            )
+        Path(path).write_bytes(to_svg(self).encode() if suffix == ".svg" else to_png(self, "llmpar"))
 
 
 def compose(title: str, blocks, text: str, notes=(), margin: float = 16, column: float = 0) -> Scene:
@@ -313,8 +328,8 @@ def compose(title: str, blocks, text: str, notes=(), margin: float = 16, column:
 
     def paragraph(texts, role: str, fill: str, bold: bool = False) -> list[Text]:
         size = pixels(role)
-        room = int(wide / size / (BOLD_EM if bold else PLAIN_EM))
-        lines = [line for text in texts for line in textwrap.wrap(text, room)]
+        letters = int(wide / size / (BOLD_EM if bold else PLAIN_EM))
+        lines = [line for text in texts for line in textwrap.wrap(text, letters)]
         return [Text(0, 1.45 * size * i, line, size, fill=fill, bold=bold) for i, line in enumerate(lines)]
 
     wide = column - 2 * margin if column else max([520, *(bounds(b)[2] - bounds(b)[0] for b in blocks)])
@@ -353,84 +368,111 @@ escape = functools.partial(html.escape, quote=False)
 attribute = lambda text: f'"{html.escape(text)}"'
 
 
-def is_live(item) -> bool:
-    """Whether it is a button of a form."""
-    return isinstance(item, Rect | Text) and item.live
+class _Svg:
+    """Write items as elements of an SVG, and keep the roles and the hatches that they use."""
 
+    def __init__(self) -> None:
+        self.used = {"paper"}
+        self.patterns: dict[str, str] = {}
 
-def to_svg(scene: Scene, live: bool = False) -> str:
-    """The scene as one self-contained SVG, which follows the reader's light or dark setting or theme; with
-    the buttons of a form where it is ``live``."""
-    used, patterns, body, in_pixels = {"paper"}, {}, [], 'patternUnits="userSpaceOnUse"'
-
-    def paint(fill: str, stroke: str = "", width: float = 0, dash: bool = False) -> str:
+    def paint(self, fill: str, stroke: str = "", width: float = 0, dash: bool = False) -> str:
+        """Return the attributes of a fill and a stroke, by their roles."""
         # The plain attribute is for readers without CSS variables; the class wins elsewhere.
-        used.update(role for role in (fill, stroke) if role)
-        classes = " ".join(f"{kind}-{role}" for kind, role in (("f", fill), ("s", stroke)) if role)
+        self.used.update(role for role in (fill, stroke) if role)
+        classes = " ".join(f"{prefix}-{role}" for prefix, role in (("f", fill), ("s", stroke)) if role)
         line = f' stroke="{LIGHT[stroke]}" stroke-width="{_n(width)}"' if stroke else ""
         line += ' stroke-dasharray="6 4"' if stroke and dash else ""
         return f'class="{classes}" fill="{LIGHT[fill] if fill else "none"}"{line}'
 
-    items, frame = [item for item in flatten(scene.items) if live or not is_live(item)], -1
+    def text(self, item: Text) -> str:
+        """Return a line of text."""
+        position = f'x="{_n(item.x)}" y="{_n(item.y + BASELINE * item.size)}" text-anchor="{item.anchor}"'
+        position += f' font-size="{_n(item.size)}"' + ' font-weight="600"' * item.bold
+        position += ' data-live=""' * item.live
+        return f"<text {position} {self.paint(item.fill)}>{escape(item.text)}</text>"
+
+    def rect(self, item: Rect) -> str:
+        """Return a rectangle, and over it its hatch."""
+        position = f'x="{_n(item.x)}" y="{_n(item.y)}" width="{_n(item.w)}" height="{_n(item.h)}"'
+        position += f' rx="{_n(item.radius)}"' + ' data-live=""' * item.live
+        style = self.paint(item.fill, item.stroke, item.width, item.dash)
+        style += f' data-op="{item.op}"' * bool(item.op)
+        style += f" data-set={attribute(item.act)}" * bool(item.act)
+        if item.acts:
+            style += f' pointer-events="all" role="button" tabindex="-1" aria-label={attribute(item.tip)}'
+        tip = f"<title>{escape(item.tip)}</title>" if item.tip else ""
+        drawn = f"<rect {position} {style}>{tip}</rect>"
+        if item.hatch:
+            drawn += f'\n<rect {position} fill="url(#{self.pattern(item.hatch, item.stroke)})"/>'
+        return drawn
+
+    def pattern(self, hatch: str, stroke: str) -> str:
+        """Return the name of a hatch in a colour."""
+        name = f"llmpar-{'dots' if hatch == '.' else 'lines'}-{stroke}"
+        mark = f'<path d="M-1,7 7,-1" {self.paint("", stroke, 1.6)}'
+        if hatch == ".":
+            mark = f'<circle cx="3" cy="3" r="1.4" {self.paint(stroke)}'
+        size = 'width="6" height="6" patternUnits="userSpaceOnUse"'
+        self.patterns[name] = f'<pattern id="{name}" {size}>{mark}/></pattern>'
+        return name
+
+    def line(self, item: Line) -> str:
+        """Return a line or an area, and the head of an arrow."""
+        tag = "polygon" if item.fill else "polyline"
+        style = self.paint(item.fill, item.stroke, item.width, item.dash)
+        drawn = f'<{tag} points="{_n(*sum(item.points, ()))}" {style}/>'
+        if item.head:
+            drawn += f'\n<polygon points="{_n(*sum(_head(item), ()))}" {self.paint(item.stroke)}/>'
+        return drawn
+
+    def style_sheet(self) -> str:
+        """Return the rules of the roles that are used, in the light theme and in the dark one."""
+        roles = sorted(self.used)
+        light, dark = ("".join(f"--lp-{r}:{theme[r]};" for r in roles) for theme in (LIGHT, DARK))
+        rule = ".llmpar .f-{0}{{fill:var(--lp-{0})}}.llmpar .s-{0}{{stroke:var(--lp-{0})}}"
+        return (
+            f".llmpar{{{light}}}@media (prefers-color-scheme:dark){{.llmpar{{{dark}}}}}"
+            f"[data-jp-theme-light=true] .llmpar{{{light}}}[data-jp-theme-light=false]"
+            f" .llmpar{{{dark}}}{''.join(map(rule.format, roles))}"
+        )
+
+
+def to_svg(scene: Scene, live: bool = False) -> str:
+    """Return the scene as one self-contained SVG, which follows the reader's light or dark setting or theme.
+
+    The buttons of a form are in it where it is ``live``."""
+    svg, elements, frame = _Svg(), list[str](), -1
+    write = {Text: svg.text, Rect: svg.rect, Line: svg.line}
+    items = [item for item in flatten(scene.items) if live or not item.live]
     for item in sorted(items, key=lambda item: item.frame):  # what moves lies above what does not
         if item.frame != frame:
             hidden = ' display="none"' * (item.frame > 0)
-            body.append("</g>" * (frame >= 0) + f'<g data-frame="{item.frame}"{hidden}>')
+            elements.append("</g>" * (frame >= 0) + f'<g data-frame="{item.frame}"{hidden}>')
             frame = item.frame
-        if isinstance(item, Text):
-            position = f'x="{_n(item.x)}" y="{_n(item.y + BASELINE * item.size)}" text-anchor="{item.anchor}"'
-            position += f' font-size="{_n(item.size)}"' + ' font-weight="600"' * item.bold
-            position += ' data-live=""' * item.live
-            body.append(f"<text {position} {paint(item.fill)}>{escape(item.text)}</text>")
-        elif isinstance(item, Rect):
-            position = f'x="{_n(item.x)}" y="{_n(item.y)}" width="{_n(item.w)}" height="{_n(item.h)}"'
-            position += f' rx="{_n(item.radius)}"' + ' data-live=""' * item.live
-            style, tip = paint(item.fill, item.stroke, item.width, item.dash), escape(item.tip)
-            style += f' data-op="{item.op}"' * bool(item.op)
-            style += f" data-set={attribute(item.act)}" * bool(item.act)
-            if item.act or item.op:
-                style += f' pointer-events="all" role="button" tabindex="-1" aria-label={attribute(item.tip)}'
-            body.append(f"<rect {position} {style}>" + f"<title>{tip}</title>" * bool(tip) + "</rect>")
-            if item.hatch:
-                name = f"llmpar-{'dots' if item.hatch == '.' else 'lines'}-{item.stroke}"
-                mark = f'<path d="M-1,7 7,-1" {paint("", item.stroke, 1.6)}'
-                if item.hatch == ".":
-                    mark = f'<circle cx="3" cy="3" r="1.4" {paint(item.stroke)}'
-                patterns[name] = f'<pattern id="{name}" width="6" height="6" {in_pixels}>{mark}/></pattern>'
-                body.append(f'<rect {position} fill="url(#{name})"/>')
-        else:
-            tag = "polygon" if item.fill else "polyline"
-            style = paint(item.fill, item.stroke, item.width, item.dash)
-            body.append(f'<{tag} points="{_n(*sum(item.points, ()))}" {style}/>')
-            if item.head:
-                body.append(f'<polygon points="{_n(*sum(_head(item), ()))}" {paint(item.stroke)}/>')
-    body += ["</g>"] * (frame >= 0)
-    light, dark = ("".join(f"--lp-{r}:{theme[r]};" for r in sorted(used)) for theme in (LIGHT, DARK))
-    rule = ".llmpar .f-{0}{{fill:var(--lp-{0})}}.llmpar .s-{0}{{stroke:var(--lp-{0})}}"
-    rules = "".join(map(rule.format, sorted(used)))
+        elements.append(write[type(item)](item))
+    elements += ["</g>"] * (frame >= 0)
     w, h = _n(scene.width), _n(scene.height)
-    role = "group" if any(isinstance(item, Rect) and (item.act or item.op) for item in items) else "img"
+    role = "group" if any(isinstance(item, Rect) and item.acts for item in items) else "img"
     font = 'font-family="DejaVu Sans, Verdana, system-ui, sans-serif"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="llmpar" role="{role}"'
         f" aria-label={attribute(scene.title)} "
         f'width="{w}" height="{h}" viewBox="0 0 {w} {h}" style="max-width:100%;height:auto" {font}>'
         f"<title>{escape(scene.title)}</title><desc>{escape(scene.text)}</desc>"
-        f"<style>.llmpar{{{light}}}@media (prefers-color-scheme:dark){{.llmpar{{{dark}}}}}"
-        f"[data-jp-theme-light=true] .llmpar{{{light}}}[data-jp-theme-light=false]"
-        f" .llmpar{{{dark}}}{rules}</style>"
-        f"<defs>{''.join(patterns.values())}</defs>"
-        f'<rect width="{w}" height="{h}" {paint("paper")}/>' + "\n".join(body) + "</svg>"
+        f"<style>{svg.style_sheet()}</style><defs>{''.join(svg.patterns.values())}</defs>"
+        f'<rect width="{w}" height="{h}" {svg.paint("paper")}/>' + "\n".join(elements) + "</svg>"
     )
 
 
-def to_png(scene: Scene) -> bytes:
-    """The scene as a PNG through matplotlib, at twice its size; of a wide one at 1,900 pixels."""
+def to_png(scene: Scene, software: str = "") -> bytes:
+    """Return the scene as a PNG through matplotlib, at twice its size; of a wide one at 1,900 pixels.
+
+    It may name the ``software`` that wrote it."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.patches import FancyBboxPatch, Polygon
-        from PIL import Image
+        from PIL import Image, PngImagePlugin
     except ModuleNotFoundError as error:
         lacks = f"a PNG is drawn by {error.name}, which is not installed"
         raise ValueError(f"{lacks}; save an SVG, or pip install 'llmpar[lab]'") from error
@@ -440,21 +482,31 @@ def to_png(scene: Scene) -> bytes:
     figure = Figure(figsize=(scene.width / 96, scene.height / 96), dpi=dpi, facecolor=color["paper"])
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, scene.width), ylim=(scene.height, 0))
     axes.set_axis_off()
-    still = (item for item in flatten(scene.items) if item.frame <= 0 and not is_live(item))
+    still = (item for item in flatten(scene.items) if item.frame <= 0 and not item.live)
     for z, item in enumerate(still):
         style: dict[str, Any] = {"zorder": z, "clip_on": False}
         if isinstance(item, Text):
-            style |= {"ha": {"start": "left", "middle": "center", "end": "right"}[item.anchor]}
-            style |= {"size": item.size * point, "weight": "bold" if item.bold else "normal"}
-            style |= {"color": color[item.fill], "parse_math": False}
+            style |= {
+                "ha": {"start": "left", "middle": "center", "end": "right"}[item.anchor],
+                "size": item.size * point,
+                "weight": "bold" if item.bold else "normal",
+                "color": color[item.fill],
+                "parse_math": False,
+            }
             axes.text(item.x, item.y + BASELINE * item.size, item.text, family="DejaVu Sans", **style)
             continue
-        width = item.width * point * bool(item.stroke)
-        stroke: dict[str, Any] = {"edgecolor": color[item.stroke], "linewidth": width}
-        stroke |= {"linestyle": (0, (6 / item.width, 4 / item.width)) if item.dash else "-"}
+        stroke: dict[str, Any] = {
+            "edgecolor": color[item.stroke],
+            "linewidth": item.width * point * bool(item.stroke),
+            "linestyle": (0, (6 / item.width, 4 / item.width)) if item.dash else "-",
+        }
         if isinstance(item, Rect):
-            style |= {"xy": (item.x, item.y), "width": item.w, "height": item.h}
-            style |= {"boxstyle": f"round,pad=0,rounding_size={item.radius}"}
+            style |= {
+                "xy": (item.x, item.y),
+                "width": item.w,
+                "height": item.h,
+                "boxstyle": f"round,pad=0,rounding_size={item.radius}",
+            }
             axes.add_patch(FancyBboxPatch(facecolor=color[item.fill], **stroke, **style))
             if item.hatch:
                 style |= {"hatch": {"/": "//////", ".": "..."}[item.hatch], "edgecolor": color[item.stroke]}
@@ -469,5 +521,8 @@ def to_png(scene: Scene) -> bytes:
     (canvas := FigureCanvasAgg(figure)).draw()
     image = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
     few = image.quantize(256, Image.Quantize.MAXCOVERAGE)  # small areas keep their colours
-    few.save(buffer := io.BytesIO(), "PNG", optimize=True)  # at a third of the bytes, or less
+    info = PngImagePlugin.PngInfo()
+    if software:
+        info.add_text("Software", software)
+    few.save(buffer := io.BytesIO(), "PNG", optimize=True, pnginfo=info)  # at a third of the bytes, or less
     return buffer.getvalue()

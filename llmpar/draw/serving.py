@@ -2,12 +2,24 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from llmpar.draw import scene
 from llmpar.draw.charts import bar_part
 from llmpar.draw.geometry import holders
-from llmpar.draw.scene import OTHERS, SMALL, Line, Scene, Text, fitting, pixels, small_text, text_width
+from llmpar.draw.scene import (
+    OTHERS,
+    SMALL,
+    Items,
+    Line,
+    Scene,
+    Text,
+    compose,
+    fitting_text,
+    legend,
+    pixels,
+    small_text,
+    stack,
+    text_width,
+)
 from llmpar.plan.layout import Layout
 
 
@@ -15,7 +27,7 @@ def passes(prompt: Sequence[str], answer: Sequence[str]) -> Scene:
     """A prompt goes through the model in one pass, its answer token by token: what each pass takes in, reads,
     writes and gives. A low box is a token's keys and values."""
     wide, high, low = max(map(text_width, [*prompt, *answer, "weights"])) + 10, pixels(SMALL) + 9, 7
-    left, top, items, lines = text_width("comes out") + 12, len(prompt) * high, list[Any](), list[str]()
+    left, top, items, lines = text_width("comes out") + 12, len(prompt) * high, Items(), list[str]()
     out = top + 104 + low * (len(prompt) + len(answer) - 1)
     for y, name in ((top / 2, "goes in"), (top + 46, "is read"), (out + high / 2, "comes out")):
         items.append(Text(left - 12, y, name, anchor="end"))
@@ -26,13 +38,13 @@ def passes(prompt: Sequence[str], answer: Sequence[str]) -> Scene:
         boxes += [("weights", top + 26, 40, "weights"), ("cell", out, high, made)]
         for role, y, h, text in boxes + [(role, top + 80 + low * i, low, "") for i, role in enumerate(kept)]:
             items.append(bar_part(role, x - wide / 2, y, wide, h, text))
-            items += fitting(x, y + h / 2, wide, text, on=role)
+            items += fitting_text(x, y + h / 2, wide, text, on=role)
         for y in (top + 23, out - 3):
             items.append(Line(((x, y - 20), (x, y)), "edge", 2, head=True))
         items.append(Text(x, -16, name, anchor="middle", bold=True))
         lines.append(f"{name}: {' '.join(new)} in, {made} out; reads all weights, {past} keys and values")
-    key = scene.legend([("activations", "keys and values of a token, read"), ("paper", "written", "/")])
-    return scene.compose(f"{len(prompt)} tokens in one pass, then one by one", [items, key], "\n".join(lines))
+    key = legend([("activations", "keys and values of a token, read"), ("paper", "written", "/")])
+    return compose(f"{len(prompt)} tokens in one pass, then one by one", [items, key], "\n".join(lines))
 
 
 def slots(panels: Mapping[str, Sequence], title: str, across: bool = False) -> Scene:
@@ -50,10 +62,10 @@ def slots(panels: Mapping[str, Sequence], title: str, across: bool = False) -> S
                     y, h = (i + n / len(parts)) * high, high / len(parts)
                     items.append(bar_part(fills.get(part, f"paper{part}"), k * wide, y, wide, h, part))
                 whole = cell * (cell in fills)
-                items += fitting((k + 0.5) * wide, (i + 0.5) * high, wide, whole, fill="black")
+                items += fitting_text((k + 0.5) * wide, (i + 0.5) * high, wide, whole, fill="black")
         blocks.append(items)
         lines += [heading, *(f"{name}: {' '.join(cell or '.' for cell in row)}" for name, row in rows)]
-    return scene.compose(title, [scene.stack(blocks, 26, across)], "\n".join(lines))
+    return compose(title, [stack(blocks, 26, across)], "\n".join(lines))
 
 
 def cache(layouts: Mapping[str, tuple[Layout, dict[str, int]]], rows=4, heads=2, positions=8) -> Scene:
@@ -61,11 +73,11 @@ def cache(layouts: Mapping[str, tuple[Layout, dict[str, int]]], rows=4, heads=2,
     axes. Position t lies with rank t mod sp; where k is cut more often than there are heads, copies do."""
     panels: dict[str, list] = {name: [] for name in layouts}
     for name, (layout, sizes) in layouts.items():
-        found, has = holders(layout, sizes), defaultdict[tuple, list[str]](list)
+        shards, has = holders(layout, sizes), defaultdict[tuple, list[str]](list)
         i, j, n = (layout.letters.index(dim) for dim in "bkt")
-        dp, tp, sp = (1 + max(block[dim] for block in found) for dim in (i, j, n))
+        dp, tp, sp = (1 + max(block[dim] for block in shards) for dim in (i, j, n))
         copies = max(1, tp // heads)
-        for block, devices in found.items():
+        for block, devices in shards.items():
             has[block[i], block[j] // copies, block[n]] += map(str, devices)
         for b, k in ((b, k) for b in range(rows) for k in range(heads)):
             where = [(b * dp // rows, k * tp // heads // copies, t % sp) for t in range(positions)]

@@ -5,13 +5,27 @@ letter of the device whose numbers it is, a sum those of all whose numbers are i
 """
 
 import math
-from typing import Any
 
-from llmpar.draw import scene
 from llmpar.draw.charts import count_noun
 from llmpar.draw.geometry import coordinates, holders, rounds
 from llmpar.draw.grid import axis_line
-from llmpar.draw.scene import BODY, SMALL, Group, Line, Rect, Scene, pixels, small_text, stack, text_width
+from llmpar.draw.scene import (
+    BODY,
+    OTHERS,
+    SMALL,
+    Group,
+    Items,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    bounds,
+    compose,
+    pixels,
+    small_text,
+    stack,
+    text_width,
+)
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 
@@ -28,13 +42,13 @@ PATTERNS = {
 
 def pattern(kind: str, ranks: int) -> tuple[Held, Held]:
     """What each device holds before a collective and after it."""
-    who, each, one = "abcde"[:ranks], range(ranks), lambda r, p, text: text if r == p else ""
-    mine, all_of = [[letter] * ranks for letter in who], [list(who) for _ in each]
+    who, each, only = "abcde"[:ranks], range(ranks), lambda r, p, text: text if r == p else ""
+    own, all_of = [[letter] * ranks for letter in who], [list(who) for _ in each]
     return {
-        "all-gather": ([[one(r, p, who[p]) for p in each] for r in each], all_of),
-        "reduce-scatter": (mine, [[one(r, p, who) for p in each] for r in each]),
-        "all-reduce": (mine, [[who] * ranks for _ in each]),
-        "all-to-all": (mine, all_of),
+        "all-gather": ([[only(r, p, who[p]) for p in each] for r in each], all_of),
+        "reduce-scatter": (own, [[only(r, p, who) for p in each] for r in each]),
+        "all-reduce": (own, [[who] * ranks for _ in each]),
+        "all-to-all": (own, all_of),
         "permute": ([[letter] for letter in who], [[who[r - 1]] for r in each]),
     }[kind]
 
@@ -45,31 +59,31 @@ def ring_held(kind: str, ranks: int) -> list[tuple[list[list[int]], Held]]:
     out = [(list[list[int]](), pattern(kind, ranks)[0])]
     for step in rounds(kind, ranks)[1:]:
         before = out[-1][1]
-        held = [row[:] for row in before]
+        after = [row[:] for row in before]
         for source, target, part in step["sends"]:
-            held[target][part] = "".join(sorted({*before[source][part], *before[target][part]}))
-            held[source][part] *= bool(step["held"][source][part])
-        out.append((step["sends"], held))
+            after[target][part] = "".join(sorted({*before[source][part], *before[target][part]}))
+            after[source][part] *= bool(step["held"][source][part])
+        out.append((step["sends"], after))
     return out
 
 
 def hop_words(kind: str, hop: int, ranks: int) -> str:
     """What happens in a hop of `ring_sums`."""
     adds, lap = kind != "all-gather" and hop < ranks, "first lap, " if hop < ranks else "second lap, "
-    told = "the next device adds its own to what comes" if adds else "finished parts are handed on"
-    return f"{lap * (kind == 'all-reduce')}hop {hop}: {told}" if hop else "before: each has its own numbers"
+    words = "the next device adds its own to what comes" if adds else "finished parts are handed on"
+    return f"{lap * (kind == 'all-reduce')}hop {hop}: {words}" if hop else "before: each has its own numbers"
 
 
 def column(rank: int, row: list[str], w: float, h: float, gap: float = 0, new=(), index=()) -> list:
     """A device: its name, and below it the parts, a stripe for each device whose numbers are in one; dashed
     where there is none; outlined what is ``new``. An ``index`` stands behind its letter."""
-    name, big, items = "device " * (w > text_width("device 0", SMALL)) + str(rank), h > 11, list[Any]()
-    items.append(Rect(0, 0, w, h if big else 3, scene.OTHERS[rank], "edge", 0.75, radius=2))
+    name, big, items = "device " * (w > text_width("device 0", SMALL)) + str(rank), h > 11, Items()
+    items.append(Rect(0, 0, w, h if big else 3, OTHERS[rank], "edge", 0.75, radius=2))
     items += [small_text(w / 2, h / 2, name, fill="black")] * big
     for p, letters in sorted(enumerate(row), key=lambda part: part[0] in new):  # outlines lie above
         y, wide = (h if big else 3) + 2 + p * (h + gap), w / max(1, len(letters))
         for i, letter in enumerate(letters):
-            items.append(Rect(i * wide, y, wide, h, scene.OTHERS["abcde".index(letter)], "edge", 0.5))
+            items.append(Rect(i * wide, y, wide, h, OTHERS["abcde".index(letter)], "edge", 0.5))
             text = letter + "".join(index[p : p + 1])
             items += [small_text((i + 0.5) * wide, y + h / 2, text, fill="black")] * big
             items += [small_text(i * wide, y + h / 2, "+", fill="black")] * (i > 0 and wide > 13)
@@ -93,33 +107,35 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
         w, h, gap, between = 8.0, 6.0, 2.0, 14.0
     left = max(max(1.1 * text_width(kind), *(text_width(t, SMALL) for t in PATTERNS[kind])) for kind in kinds)
     left = 0 if icon else left + 12
-    side, drawn, lines = ranks * (w + gap) - gap, list[Any](), list[str]()
+    side, drawn, lines = ranks * (w + gap) - gap, Items(), list[str]()
     for kind in kinds:
-        both, items = pattern(kind, ranks), list[Any]()
-        for end, held in enumerate(both):
-            for r, row in enumerate(held):
+        both, items = pattern(kind, ranks), Items()
+        for end, rows in enumerate(both):
+            for r, row in enumerate(rows):
                 index = [str(r if end else p) for p in range(ranks)] if kind == "all-to-all" else ()
                 x = left + end * (side + between) + r * (w + gap)
                 items.append(Group(tuple(column(r, row, w, h, index=index)), x))
-        middle = scene.bounds(items)[3] / 2
+        middle = bounds(items)[3] / 2
         ends = (left + side + between * 0.14, middle), (left + side + between * 0.86, middle)
         items.append(Line(ends, "ink", 1 if icon else 2.5, head=True))
         if not icon:
-            items.append(scene.Text(0, h / 2, kind, BODY, bold=True))
+            items.append(Text(0, h / 2, kind, BODY, bold=True))
             placed = ((1.35 * pixels(SMALL) * (i + 1.7), line) for i, line in enumerate(PATTERNS[kind]))
             items += [small_text(0, y, line, "start") for y, line in placed]
         drawn.append(items)
-        said = [", ".join(f"device {r}: {_words(row)}" for r, row in enumerate(held)) for held in both]
-        lines.append(f"{kind} ({' '.join(PATTERNS[kind])}): before {said[0]}; after {said[1]}")
+        before, after = (
+            ", ".join(f"device {r}: {_words(row)}" for r, row in enumerate(rows)) for rows in both
+        )
+        lines.append(f"{kind} ({' '.join(PATTERNS[kind])}): before {before}; after {after}")
     title = "What each device holds before and after" + f": {kinds[0]}" * (len(kinds) == 1)
     if icon:
         block = Group(tuple(stack(drawn, 6)), 2, 2)
-        wide, high = scene.bounds([block])[2:]
+        wide, high = bounds([block])[2:]
         return Scene(math.ceil(wide + 6), math.ceil(high + 2), title, "\n".join([title, *lines]), (block,))
     middles = ((left + side / 2, "before"), (left + 1.5 * side + between, "after"))
-    head = [Rect(0, 0, 1, 1), *(scene.Text(x, 0, text, BODY, "middle", bold=True) for x, text in middles)]
+    head = [Rect(0, 0, 1, 1), *(Text(x, 0, text, BODY, "middle", bold=True) for x, text in middles)]
     note = "A column is a device, a row a part of the array. Letters and colours: whose numbers these are."
-    return scene.compose(title, [stack([head, *drawn], 14)], "\n".join([*lines, note]), [note])
+    return compose(title, [stack([head, *drawn], 14)], "\n".join([*lines, note]), [note])
 
 
 def ring_sums(kind: str = "all-reduce", ranks: int = 4, moving: bool = False) -> Scene:
@@ -128,34 +144,35 @@ def ring_sums(kind: str = "all-reduce", ranks: int = 4, moving: bool = False) ->
     w, h, gap, wide = text_width("abcde"[:ranks], SMALL) + 6, pixels(SMALL) + 4, 14.0, 1.5
     if moving:
         w, h, gap, wide = 1.2 * text_width("device 0", SMALL), pixels(SMALL) + 12, 34.0, 2.5
-    for k, (sends, held) in enumerate(hops):
+    for k, (sends, rows) in enumerate(hops):
         items: list = [Rect(-gap, 0, ranks * (w + gap) + gap, 1)]  # as wide as with arrows
-        for r, row in enumerate(held):
+        for r, row in enumerate(rows):
             new = [part for _, target, part in sends if target == r]
             items.append(Group(tuple(column(r, row, w, h, 2, new)), r * (w + gap)))
         for source, target, part in sends:
             y = h + 2 + part * (h + 2) + h / 2
             for x in {source * (w + gap) + w, target * (w + gap) - gap}:
                 items.append(Line(((x + 2, y), (x + gap - 2, y)), "ink", wide, head=True))
-        told = hop_words(kind, k, ranks)
-        items += [small_text(0, -12, told.partition(":")[0], "start", "ink")] * (not moving)
+        words = hop_words(kind, k, ranks)
+        if not moving:
+            items.append(small_text(0, -12, words.partition(":")[0], "start", "ink"))
         panels.append(items)
-        lines.append(f"{told}: {' | '.join(map(_words, held))}")
+        lines.append(f"{words}: {' | '.join(map(_words, rows))}")
     if moving:
         panels = [[Group(tuple(items), frame=k) for k, items in enumerate(panels)]]
-    rows = [stack(row, 22, across=True) for row in (panels[:ranks], panels[ranks:]) if row]
+    drawn = [stack(row, 22, across=True) for row in (panels[:ranks], panels[ranks:]) if row]
     note = "A row is a part of the array. Outlined: what has just come in; what leaves right enters left."
     title = f"{kind} round a ring of {ranks}: {count_noun(len(hops) - 1, 'hop')}"
-    return scene.compose(title, [stack(rows, 18)], "\n".join([*lines, note]), [note])
+    return compose(title, [stack(drawn, 18)], "\n".join([*lines, note]), [note])
 
 
 CORNERS = ((1, 0, 26, 0, 14, "middle"), (2, 22, 12, 12, 0, "start"), (0, -28, 0, -8, 0, "end"))
 """Of a cube's innermost axis, and the next: the edge of its arrow, how far off it and its names stand."""
 
 
-def cube(mesh: MeshShape | str, rows: int, cut=(), asked: int = 0, lit: bool = False) -> Scene:
-    """The devices of a mesh of up to three axes of 2, in space, beside an array of so many ``rows`` that axes
-    ``cut``, outermost first: who holds the row that is ``asked`` for? They are ``lit`` in the answer."""
+def cube(mesh: MeshShape | str, rows: int, cut=(), row: int = 0, lit: bool = False) -> Scene:
+    """Draw the devices of a mesh of up to three axes of 2, in space, beside an array of so many ``rows`` that
+    axes ``cut``, outermost first: which devices hold this ``row``? They are ``lit`` in the answer."""
     shape = parse_mesh(mesh)
     live = list(shape.named)
     if shape.size != 2 ** len(live) or len(live) > 3:
@@ -165,8 +182,8 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), asked: int = 0, lit: bool = F
     sizes, cuts = dict.fromkeys(live, 2), [a for a in cut if a in live]
     places = [coordinates(sizes, live, device) for device in range(shape.size)]
     who = holders(parse_layout(f"b/{','.join(cuts)}" if cuts else "b"), sizes)
-    holding = who.get((asked * 2 ** len(cuts) // rows,), [0])
-    space, array, left = list[Any](), list[Any](), 0.0
+    holding = who.get((row * 2 ** len(cuts) // rows,), [0])
+    space, array, left = Items(), Items(), 0.0
     for at in sorted(places, key=lambda at: [-at[a] for a in live[-2:-1]]):  # what is in front comes last
         for a in (a for a in live if not at[a]):
             ends = (spot(at), spot(at | {a: 1}))
@@ -174,7 +191,7 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), asked: int = 0, lit: bool = F
     for device, at in enumerate(places):
         (x, y), on = spot(at), lit and device in holding
         space.append(Rect(x - 15, y - 15, 30, 30, "ink" if on else "cell", "ink", 1.5, radius=15))
-        space.append(scene.Text(x, y, str(device), BODY, "middle", "paper" if on else "ink", bold=on))
+        space.append(Text(x, y, str(device), BODY, "middle", "paper" if on else "ink", bold=on))
     for a, (ones, dx, dy, *away, anchor) in zip(live[::-1], CORNERS, strict=False):
         corner = dict.fromkeys([*live[:1] * (ones > 0), *live[-1:] * (ones > 1)], 1)
         arrow = [(x + dx, y + dy) for x, y in (spot(corner | {a: i}) for i in (0, 1))]
@@ -189,13 +206,13 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), asked: int = 0, lit: bool = F
             array.append(Line(((right, y), (left, y), (left, end), (right, end)), axis_line(a), 3))
             array.append(small_text(left + 6, (y + end) / 2, f"{a} {i % 2}", "start", axis_line(a)))
         left += text_width(f"{a} 0", SMALL) + 22
-    for row in range(rows):
-        fill, color = ("ink", "paper") if row == asked else ("cell", "ink")
-        array.append(Rect(left, row * h, 120, h, fill, "edge"))
-        array.append(small_text(left + 60, (row + 0.5) * h, f"row {row}", fill=color))
+    for i in range(rows):
+        fill, color = ("ink", "paper") if i == row else ("cell", "ink")
+        array.append(Rect(left, i * h, 120, h, fill, "edge"))
+        array.append(small_text(left + 60, (i + 0.5) * h, f"row {i}", fill=color))
     names = f"device{'s' * (len(holding) > 1)} {' and '.join(map(str, holding))}"
-    title = f"Row {asked} lies on {names}" if lit else f"Who holds row {asked}?"
+    title = f"Row {row} lies on {names}" if lit else f"Who holds row {row}?"
     where = [", ".join(f"{a} {at[a]}" for a in live) or "alone" for at in places]
-    told = [f"device {i}: {there}" for i, there in enumerate(where)]
-    told.append(f"{rows} rows, cut by {', '.join(cuts) or 'nothing'}")
-    return scene.compose(title, [stack([space, array], 60, across=True)], "\n".join(told))
+    lines = [f"device {i}: {place}" for i, place in enumerate(where)]
+    lines.append(f"{rows} rows, cut by {', '.join(cuts) or 'nothing'}")
+    return compose(title, [stack([space, array], 60, across=True)], "\n".join(lines))

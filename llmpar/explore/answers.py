@@ -11,7 +11,7 @@ from typing import Any
 from llmpar.draw.grid import frames
 from llmpar.draw.scene import Scene, banded, rounded, size_text, time_text, to_svg
 from llmpar.explore import panels
-from llmpar.explore.look import MODELS, MOST, OFFERED, START, Look, look, own_model, settle, works
+from llmpar.explore.look import MODELS, MOST_DEVICES, OFFERED, START, View, own_model, settle, view, works
 from llmpar.explore.words import estimated
 from llmpar.files import Allowed
 from llmpar.plan.mesh_shape import AXES, MeshShape, divisors, near_meshes, parse_mesh
@@ -31,32 +31,36 @@ def answer(state: dict, seconds: float = 0.0) -> dict:
     try:
         state, _ = settle(state)
         out["state"] = state
-        seen = look(state)
+        seen = view(state)
     except ValueError as error:
-        why = ValueError(f"{error}{elsewhere(state)}")
-        out |= refused(why, steps := remedies(state)) | {"fields": fields(state, None)}
-        out["says"] = "\n".join([f"refused: {why}", *(step["text"] for step in steps)])
-        return out
+        why, steps = f"{error}{elsewhere(state)}", remedies(state)
+        says = "\n".join([f"refused: {why}", *(step["text"] for step in steps)])
+        return out | refused(why, steps) | {"fields": fields(state, None), "says": says}
     done = seen.around.advance(state["mesh"], seen.one, seconds)
-    drawn, said = panels.panels(seen), verdict(seen)
+    drawn, verdict = panels.panels(seen), headline(seen)
     shown = lambda v: {"svg": to_svg(v, live=True)} if isinstance(v, Scene) else {"html": v}
     pictures = {name: shown(value) for name, value in drawn.items()}
-    pictures["grid"]["html"] = panels.pick(seen)
-    out |= {"verdict": said, "fields": fields(state, seen.one.plan), "panels": pictures, "more": not done}
+    pictures["grid"]["html"] = panels.tensor_choice(seen)
     with estimated():
-        out |= {"frames": frames(seen.segments)}
-    out |= {"numbers": numbers(seen), "says": panels.says(seen, said, drawn)}
-    return out
+        out["frames"] = frames(seen.segments)
+    return out | {
+        "verdict": verdict,
+        "fields": fields(state, seen.one.plan),
+        "panels": pictures,
+        "more": not done,
+        "numbers": numbers(seen),
+        "says": panels.says(seen, verdict, drawn),
+    }
 
 
 def unanswered(state: dict) -> dict[str, Any]:
-    """An answer that says nothing yet."""
-    out: dict[str, Any] = {"asked": state, "state": state, "refusal": None, "verdict": None, "more": False}
-    return out | {"fields": [], "panels": {}, "numbers": {}, "frames": []}
+    """Return an answer with nothing in it but the state."""
+    empty = {"fields": [], "panels": {}, "numbers": {}, "frames": []}
+    return {"asked": state, "state": state, "refusal": None, "verdict": None, "more": False} | empty
 
 
-def refused(why: ValueError, steps: list[dict]) -> dict[str, Any]:
-    """What an answer says where there is none, with what would work."""
+def refused(why: ValueError | str, steps: list[dict]) -> dict[str, Any]:
+    """Return the part of an answer that refuses a state: why, and what would work."""
     return {"refusal": {"why": str(why), "steps": steps}}
 
 
@@ -75,18 +79,18 @@ def malformed(state: dict, start: dict, limits: Limits | None = None) -> dict[st
         return None
     text = f"start with the usual {' and '.join(wrong)}"
     says = f"refused: {'; '.join(why)}\n{text}"
-    return refused(ValueError("; ".join(why)), [step(text, "use it", **wrong)]) | {"says": says}
+    return refused("; ".join(why), [offer(text, "use it", **wrong)]) | {"says": says}
 
 
-def step(text: str, do: str, **patch: Any) -> dict:
+def offer(text: str, do: str, **patch: Any) -> dict:
     """A button beside a verdict or a refusal: what it offers, its verb, and what it sets."""
     return {"text": text, "do": do, "set": patch}
 
 
 def more(state: dict) -> dict | None:
     """The same answer with more of what lies around it; None where the state is refused."""
-    found = answer(state, 0.08)  # a click does not wait much longer
-    return None if found["refusal"] else found
+    reply = answer(state, 0.08)  # a click does not wait much longer
+    return None if reply["refusal"] else reply
 
 
 def fields(state: dict, plan: Plan | None) -> list[dict]:
@@ -104,54 +108,61 @@ def matters(plan: Plan, name: str) -> bool:
     return plan.mesh.sizes[axis[name]] > 1 if name in axis else True
 
 
-def numbers(seen: Look) -> dict[str, Any]:
+def numbers(seen: View) -> dict[str, Any]:
     """What is shown, as plain numbers."""
     q, one = seen.question, seen.one
-    held = {"memory_bytes": one.memory_bytes, "room_bytes": q.room_bytes}
-    found: dict[str, Any] = {"plan": planner.fields_of(one.plan) | {"mesh": str(one.plan.mesh)}} | held
     rows = [(*where, row.count, row.bytes_sent) for where, row in panels.traffic_of(seen).items()]
-    found["traffic"] = [dict(zip(("axes", "kind", "count", "bytes"), row, strict=True)) for row in rows]
+    out: dict[str, Any] = {
+        "plan": planner.fields_of(one.plan) | {"mesh": str(one.plan.mesh)},
+        "memory_bytes": one.memory_bytes,
+        "room_bytes": q.room_bytes,
+        "traffic": [dict(zip(("axes", "kind", "count", "bytes"), row, strict=True)) for row in rows],
+    }
     if seen.timed:
         run = q.run(one.plan)
-        found |= {"step_s": one.time.step_s, "terms": one.time.terms, "mfu": one.time.mfu(run)}
-        found["step_s_band"] = planner.band(one.time.step_s)
-        found["tokens_per_s"] = run.tokens_per_step / one.time.step_s
-    return found
+        out |= {
+            "step_s": one.time.step_s,
+            "terms": one.time.terms,
+            "mfu": one.time.mfu(run),
+            "step_s_band": planner.band(one.time.step_s),
+            "tokens_per_s": run.tokens_per_step / one.time.step_s,
+        }
+    return out
 
 
-def verdict(seen: Look) -> dict:
+def headline(seen: View) -> dict:
     """The answer first: whether it fits, how fast it is, what limits it, and what to do next."""
-    q, found, fit = seen.question, numbers(seen), planner.verdict(seen.question, seen.one)
+    q, values, fit = seen.question, numbers(seen), planner.verdict(seen.question, seen.one)
     tone, of = {"fits": "good", "does not fit": "bad"}.get(fit.words, "unsure"), size_text(fit.capacity_bytes)
     head = f"{fit.words.capitalize()}: {size_text(fit.total_bytes)} of {of} a device"
     out: dict[str, Any] = {"tone": tone, "head": f"{': '.join(filter(None, (head, fit.near)))}."}
     if not seen.timed:
         line = "Time is not predicted: simulated devices share one processor and have no links."
         return out | {"rest": "", "line": line, "steps": []}
-    most = sorted(found["terms"].items(), key=lambda term: -term[1])[:2]
+    most = sorted(values["terms"].items(), key=lambda term: -term[1])[:2]
     with estimated():
-        rates = f"{rounded(found['tokens_per_s']):,.0f} tokens/s · {100 * rounded(found['mfu']):.0f} % MFU"
-        rest = banded(f"{time_text(found['step_s'])} a step · {rates}, each", planner.UNSEEN_ERROR)
+        rates = f"{rounded(values['tokens_per_s']):,.0f} tokens/s · {100 * rounded(values['mfu']):.0f} % MFU"
+        rest = banded(f"{time_text(values['step_s'])} a step · {rates}, each", planner.UNSEEN_ERROR)
         names = ", then to ".join(f"{name} ({time_text(seconds)})" for name, seconds in most)
     line = f"Most time goes to {names}. {q.capacity_sum[0].upper()}{q.capacity_sum[1:]}."
     return out | {"rest": rest, "line": line, "steps": steps(seen)}
 
 
-def steps(seen: Look) -> list[dict]:
+def steps(seen: View) -> list[dict]:
     """What to do next: the best change of a field, that of the mesh, and the best of all known meshes, unless
     it is no faster than this one."""
-    found, kinds = list[dict](), set[str]()
+    offers, changed = list[dict](), set[str]()
     for one in sorted(seen.around.steps.get(str(seen.shape), []), key=lambda one: one.sequence_s):
-        if kinds.isdisjoint(one.patch):
-            found.append(step(one.text, "apply", **one.patch))
-            kinds |= {*one.patch}
+        if changed.isdisjoint(one.patch):
+            offers.append(offer(one.text, "apply", **one.patch))
+            changed |= {*one.patch}
     best, had = seen.around.best, math.inf if seen.one.why_not else seen.one.time.step_s
     if best and best.time.step_s < had * (1 - planner.SAME) and best.plan.mesh != seen.shape:
         mesh = str(best.plan.mesh)
         words = f"{mesh}: {size_text(best.total_bytes)}, {time_text(best.time.step_s)}"
-        found = [one for one in found if one["set"] != {"mesh": mesh}]
-        found.append(step(f"Best of {len(seen.around.meshes)}: {words}", "open", mesh=mesh))
-    return found
+        offers = [one for one in offers if one["set"] != {"mesh": mesh}]
+        offers.append(offer(f"Best of {len(seen.around.meshes)}: {words}", "open", mesh=mesh))
+    return offers
 
 
 def remedies(state: dict) -> list[dict]:
@@ -162,28 +173,28 @@ def remedies(state: dict) -> list[dict]:
         patch: dict[str, Any] = {"config": ""}
         if not state["config"] and state["model"] in state["own"]:  # its dims are no model's
             patch["own"] = {}
-        return [step(f"{name} {words}", "use it", model=name, **patch) for name in others]
+        return [offer(f"{name} {words}", "use it", model=name, **patch) for name in others]
     try:
         state, shape = settle(state)
     except ValueError:
         state, shape = legible(state)
         mesh = str(shape) if works(state | {"mesh": str(shape)}) else nearest(state, shape, [shape.size])
-        return [step(f"a mesh that works is {mesh}", "use it", mesh=mesh, devices=shape.size)] * bool(mesh)
-    found = list[dict]()
+        return [offer(f"a mesh that works is {mesh}", "use it", mesh=mesh, devices=shape.size)] * bool(mesh)
+    offers = list[dict]()
     if near := nearest(state, shape, [shape.size]):
-        found.append(step(f"the nearest mesh that works is {near}", "use it", mesh=near))
+        offers.append(offer(f"the nearest mesh that works is {near}", "use it", mesh=near))
     for name in state["fields"]:
         if works(state | {"fields": {n: v for n, v in state["fields"].items() if n != name}}):
             words = f"it works with {name.replace('_', ' ')} as the planner chooses it"
-            found.append(step(words, "use it", fields={name: None}))
+            offers.append(offer(words, "use it", fields={name: None}))
     own = dict.fromkeys(state["fields"])
-    if len(own) > 1 and not found and works(state | {"fields": {}}):
-        found.append(step("it works with all fields as the planner chooses them", "use it", fields=own))
+    if len(own) > 1 and not offers and works(state | {"fields": {}}):
+        offers.append(offer("it works with all fields as the planner chooses them", "use it", fields=own))
     parts = shape.dp * shape.fsdp * shape.ep * max(1, state["fields"].get("microbatches") or 1)
     batch = -(-state["batch_size"] // parts) * parts
     if batch != state["batch_size"] and works(state | {"batch_size": batch}):
-        found.append(step(f"this mesh works with {batch} sequences", "use it", batch_size=batch))
-    return found
+        offers.append(offer(f"this mesh works with {batch} sequences", "use it", batch_size=batch))
+    return offers
 
 
 def other_models(state: dict) -> list[str]:
@@ -201,7 +212,7 @@ def other_models(state: dict) -> list[str]:
 def legible(state: dict) -> tuple[dict, MeshShape]:
     """The number of devices of a state that cannot be read, or the one before where that is none, and its
     mesh: fsdp alone where none of that size is written."""
-    right = lambda n: isinstance(n, int) and 1 <= n <= MOST
+    right = lambda n: isinstance(n, int) and 1 <= n <= MOST_DEVICES
     num = next(filter(right, (state["devices"], state["agreed"])), START["devices"])
     state, shape = state | {"devices": num, "agreed": num}, MeshShape(fsdp=num)
     with contextlib.suppress(ValueError):

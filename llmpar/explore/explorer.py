@@ -26,16 +26,16 @@ from llmpar.predict import hardware
 _SMALL = ("timeline", "routing", "memory", "overlap", "ring", "sum")
 CALCULATORS = {"mesh": "mesh", "memory": "memory", "sum": "collectives", "timeline": "schedules"}
 """The page of the site (LLMPAR_SITE) that shows a kind, whose address a saved page's link has."""
-KINDS = {"mesh": "explorer", "given": "given"} | dict.fromkeys(_SMALL, "small")
+EXPLORERS = {"mesh": "explorer", "given": "given"} | dict.fromkeys(_SMALL, "small")
 """Where the explorer of each kind is, what a page asks for: `RingExplorer` is in the file `small`."""
 
 
-class State(dict):
+class _State(dict):
     """What a reader chose. It is changed with `Explorer.set`, which tells every front end."""
 
     def __setitem__(self, name, value):
-        how = f"a state is changed with set({name}={value!r})"
-        raise TypeError(f"{how}, so that what is on the screen follows")
+        remedy = f"a state is changed with set({name}={value!r})"
+        raise TypeError(f"{remedy}, so that what is on the screen follows")
 
 
 class Explorer:
@@ -49,7 +49,7 @@ class Explorer:
     given: Any = None  # what `by_kind` makes it of: what was read from an array, the one control; plain data
 
     def __init__(self, **state):
-        self.state = State(self.start)
+        self.state = _State(self.start)
         self._rich: Any = None
         self.set(**state)
 
@@ -64,7 +64,7 @@ class Explorer:
 
     def take(self, state: dict) -> None:
         """The state that a front end has now."""
-        self.state = State({name: state.get(name, value) for name, value in self.state.items()})
+        self.state = _State({name: state.get(name, value) for name, value in self.state.items()})
 
     def draw(self, state: dict) -> Scene:
         """The picture of a state; ValueError where there is none."""
@@ -72,14 +72,14 @@ class Explorer:
 
     def answer(self, state: dict) -> dict:
         """What a front end shows for a state, as plain data."""
-        found = answers.unanswered(state)
         if wrong := self.malformed(state):
             return wrong
         try:
             drawn = self.draw(state)
         except ValueError as error:
-            return found | answers.refused(error, []) | {"says": str(error)}
-        return found | {"panels": {"picture": {"svg": to_svg(drawn)}}, "says": drawn.text}
+            return answers.unanswered(state) | answers.refused(error, []) | {"says": str(error)}
+        shown = {"panels": {"picture": {"svg": to_svg(drawn)}}, "says": drawn.text}
+        return answers.unanswered(state) | shown
 
     def malformed(self, state: dict) -> dict | None:
         """The answer to a state that cannot be read: of a choice between words it has none of these."""
@@ -165,9 +165,9 @@ class MeshExplorer(Explorer):
         elif model:
             state = {"config": ""} | state
         if str(state.get("chip", "")).endswith(".toml"):
-            found = hardware.chip(state["chip"])
-            row = json.loads(json.dumps(dataclasses.asdict(found)))
-            state |= {"chip": found.name, "own_chips": self.state["own_chips"] | {found.name: row}}
+            chip = hardware.chip(state["chip"])
+            row = json.loads(json.dumps(dataclasses.asdict(chip)))
+            state |= {"chip": chip.name, "own_chips": self.state["own_chips"] | {chip.name: row}}
         if by_hand:
             state["fields"] = self.state["fields"] | state.get("fields", {}) | by_hand
         if not set(state) - set(self.start):
@@ -189,13 +189,13 @@ class MeshExplorer(Explorer):
         return answers.more(state)
 
     def draw(self, state: dict) -> Scene:
-        seen = look.look(look.settle(state)[0])
-        return panels.scene(seen, answers.verdict(seen), self.areas)
+        seen = look.view(look.settle(state)[0])
+        return panels.scene(seen, answers.headline(seen), self.areas)
 
 
 def by_kind(kind: str, given: Any = None, state: dict | None = None) -> Explorer:
     """The explorer of a kind, as a page asks for it; in a ``state``."""
-    module = importlib.import_module(f"llmpar.explore.{KINDS[kind]}")
+    module = importlib.import_module(f"llmpar.explore.{EXPLORERS[kind]}")
     made = getattr(module, f"{kind.capitalize()}Explorer")
     explorer = made(given) if given is not None else made()
     explorer.take(state or explorer.state)

@@ -9,10 +9,10 @@ from typing import Any
 
 from llmpar.draw.charts import count_noun, number_ranges
 from llmpar.draw.geometry import coordinates
-from llmpar.draw.grid import COLUMN, MARGIN, Cells, apart_words, inked, near, visible
-from llmpar.draw.scene import Rect, Scene, compose, fitting, size_text, stack
+from llmpar.draw.grid import COLUMN, GRID_MARGIN, Cells, apart_words, inked, shown_cells, visible
+from llmpar.draw.scene import Rect, Scene, compose, fitting_text, size_text, stack
 from llmpar.explore.explorer import Explorer
-from llmpar.explore.words import button, table, table_row
+from llmpar.explore.words import button, html_table, table_row
 
 NONE: dict[str, Any] = {"shape": [], "shards": [], "unfinished": ""}
 HEAD = "array", "shape", "dtype", "lies as", "blocks", "copies", "held here", "bytes"
@@ -41,7 +41,7 @@ class GivenExplorer(Explorer):
         words += [f"process {hosts[device]}"] * (len({*hosts}) > 1)
         return f"Device {device}" + f" ({', '.join(words)})" * bool(words)
 
-    def held(self, row: dict, device: int) -> tuple[str, int]:
+    def part_on(self, row: dict, device: int) -> tuple[str, int]:
         """What a device holds of an array, in words, and its bytes."""
         if row["holds"][device] is None:
             return "nothing", 0
@@ -65,8 +65,8 @@ class GivenExplorer(Explorer):
         edge = ("ink", 0.75, "/") if row["unfinished"] else ("edge", 0.75)
         inside = lambda part, i: slice(part.first + i * part.block, part.first + (i + 1) * part.block)
 
-        def side(block: list, dims: list[int], room: float) -> tuple[float, float]:
-            return next((visible([block[i]], shape[i], room)[0] for i in dims), (0.0, room))
+        def side(block: list, dims: list[int], length: float) -> tuple[float, float]:
+            return next((visible([block[i]], shape[i], length)[0] for i in dims), (0.0, length))
 
         def ink(part: Cells, cell: int, w: float, h: float) -> list:
             ids, left, items = given["devices"][inside(part, cell)], 6.0 * bool(aside), list[Any]()
@@ -75,18 +75,18 @@ class GivenExplorer(Explorer):
                 items.append(Rect(left + x, top, right - x, low - top, "weights", *edge))
                 top, low = side(block, aside, h)
                 items += [Rect(0, top, 5, low - top, "other2")] * bool(aside)
-            return items if self.rows else fitting(w / 2, h / 2, w, number_ranges(ids), f"{ids[0]} …")
+            return items if self.rows else fitting_text(w / 2, h / 2, w, number_ranges(ids), f"{ids[0]} …")
 
         node = n // len({*hosts})
         node = node if all(host == hosts[i // node * node] for i, host in enumerate(hosts)) else n
-        parts, placed = near(self.sizes, node, device, len(shown) < 2), []
-        tip = lambda at: self.held(row, at)[0] if self.rows else self.where(at)
+        parts, placed = shown_cells(self.sizes, node, device, len(shown) < 2), []
+        tip = lambda at: self.part_on(row, at)[0] if self.rows else self.where(at)
         for part in parts:
             same = [i for i in range(part.num) if self.rows and holds[device] in holds[inside(part, i)]]
             placed.append(inked(part, device, same, ink, tip))
         notes = [f"{self.where(device)} is chosen; the numbers are JAX's."]
         if self.rows:
-            notes = [f"{self.where(device)} holds {self.held(row, device)[0]} of {name}."]
+            notes = [f"{self.where(device)} holds {self.part_on(row, device)[0]} of {name}."]
             notes += ["Hatched: a term only; no device has the value yet."] * ("/" in edge)
             notes += [f"{num} devices hold the same." for num in [holds.count(holds[device])] if num > 1]
             sides = f", {' down, '.join(f'dim {i}' for i in shown)} across" if shown else ""
@@ -98,29 +98,34 @@ class GivenExplorer(Explorer):
         notes += [f"Left out: {', '.join(given['skipped'])}."] * bool(given["skipped"])
         mesh = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one device"
         title = f"{f'Who holds which block of {name}' if self.rows else self.title}, {mesh}"
-        return compose(title, [stack(placed, 16)], "\n".join(notes), [" ".join(notes)], MARGIN, COLUMN)
+        return compose(title, [stack(placed, 16)], "\n".join(notes), [" ".join(notes)], GRID_MARGIN, COLUMN)
 
     def answer(self, state: dict) -> dict:
-        found, device = super().answer(state), state["device"]
-        if found["refusal"]:
-            return found
-        lines, says, held = "", found["says"], dict[str, dict]()
+        reply, device = super().answer(state), state["device"]
+        if reply["refusal"]:
+            return reply
+        lines, says, parts = "", reply["says"], dict[str, dict]()
         for name, row in self.rows.items():
-            blocks, (words, size) = row["blocks"], self.held(row, device)
+            blocks, (words, size) = row["blocks"], self.part_on(row, device)
             copies = sum(block is not None for block in row["holds"]) // len(row["shards"])
-            held[name] = {"blocks": blocks, "copies": copies, "holds": words, "bytes": size}
+            parts[name] = {"blocks": blocks, "copies": copies, "holds": words, "bytes": size}
             shape = " × ".join(f"{n:,}" for n in row["shape"]) or "one number"
-            said = f"{count_noun(blocks, 'block')} of {len(row['shards']) // blocks} terms"
-            said = said if row["unfinished"] else count_noun(blocks, "block")
-            kind = [shape, row["dtype"]] if row["dtype"] else ["not given", ""]
-            cells = [*kind, row["layout"], said, count_noun(copies, "copy"), words]
-            cells.append(size_text(size) if row["dtype"] else "")
+            terms = f" of {len(row['shards']) // blocks} terms" if row["unfinished"] else ""
+            about = [shape, row["dtype"]] if row["dtype"] else ["not given", ""]
+            cells = [
+                *about,
+                row["layout"],
+                count_noun(blocks, "block") + terms,
+                count_noun(copies, "copy"),
+                words,
+                size_text(size) if row["dtype"] else "",
+            ]
             says += f"\n{name}: {'; '.join(filter(None, cells))}"
             lines += table_row(button(name, tensor=name), map(escape, cells))
-        known = f"{size_text(sum(one['bytes'] for one in held.values()))} in all"
+        known = f"{size_text(sum(one['bytes'] for one in parts.values()))} in all"
         known = known if any(row["dtype"] for row in self.rows.values()) else "no shape is given"
-        panels = {"grid": found["panels"]["picture"] | {"title": found["says"].splitlines()[0]}}
-        if held:
-            rows = table(HEAD, f"<tbody>{lines}</tbody>")
+        panels = {"grid": reply["panels"]["picture"] | {"title": reply["says"].splitlines()[0]}}
+        if parts:
+            rows = html_table(HEAD, f"<tbody>{lines}</tbody>")
             panels["holds"] = {"html": f"<p>{self.where(device)}: {known}.</p>{rows}"}
-        return found | {"panels": panels, "says": says, "numbers": {"device": device, "held": held}}
+        return reply | {"panels": panels, "says": says, "numbers": {"device": device, "held": parts}}

@@ -35,7 +35,7 @@ START: dict[str, Any] = _CASE | _HOW | _SEEN
 mesh was last read for: it tells which of the two was changed. ``own`` has models that are no preset, by
 name: their dims, read from ``config``, the text or the path of a config.json, or the name of a downloaded
 model; ``own_chips`` has chips that a file describes. The last three are what is looked at."""
-MOST = 131_072
+MOST_DEVICES = 131_072
 """The most devices of a mesh."""
 _no_step = lambda config: config.latent or config.experts and config.experts.dense_layers
 MODELS = [name for name, config in PRESETS.items() if not _no_step(config)]
@@ -43,7 +43,7 @@ MODELS = [name for name, config in PRESETS.items() if not _no_step(config)]
 SENTENCE = "Train {model} on {devices} {chip} with {batch_size} sequences of {seq_len} tokens, as {mesh}"
 CONTROLS: list[dict[str, Any]] = [
     {"name": "model", "kind": "choice", "label": "model", "options": MODELS, "clears": "config"},
-    {"name": "devices", "kind": "int", "label": "devices", "min": 1, "max": MOST},
+    {"name": "devices", "kind": "int", "label": "devices", "min": 1, "max": MOST_DEVICES},
     {"name": "chip", "kind": "choice", "label": "chip", "options": [c.name for c in CHIPS]},
     {"name": "batch_size", "kind": "int", "label": "sequences of a step", "min": 1},
     {"name": "seq_len", "kind": "int", "label": "tokens of a sequence", "min": 1},
@@ -85,8 +85,8 @@ def settle(state: dict) -> tuple[dict, MeshShape]:
         near = sorted(near_meshes(had, devices), key=far)
         legal = (mesh for mesh in near[:200] if works(state | {"mesh": str(mesh)}))
         shape = next(legal, near[0])
-    if shape.size > MOST:
-        raise ValueError(f"mesh '{shape}' has {shape.size:,} devices; at most {MOST:,} are drawn")
+    if shape.size > MOST_DEVICES:
+        raise ValueError(f"mesh '{shape}' has {shape.size:,} devices; at most {MOST_DEVICES:,} are drawn")
     state = state | {"mesh": str(shape), "devices": shape.size, "agreed": shape.size}
     state["device"] = min(max(0, state["device"]), shape.size - 1)
     state["fields"] = {name: value for name, value in state["fields"].items() if value is not None}
@@ -109,21 +109,21 @@ def own_model(text: str) -> ModelConfig:
 
 def own_chip(name: str, row: Any) -> hardware.Chip:
     """The chip that `dataclasses.asdict` made plain; refuses what no file of a chip may say."""
-    asked = f"own_chips, {name}"
-    Allowed(dict).check(asked, row)
+    source = f"own_chips, {name}"
+    Allowed(dict).check(source, row)
     plain = {field: value for field, value in row.items() if field not in ("reached", "base")}
     if missing := sorted({field.name for field in dataclasses.fields(hardware.Chip)} - {*row}):
         raise ValueError(
-            f"{asked} lacks {', '.join(missing)}; make it of a chip file, by MeshExplorer(chip=…)"
+            f"{source} lacks {', '.join(missing)}; make it of a chip file, by MeshExplorer(chip=…)"
         )
     if reached := row["reached"]:
-        Allowed(dict).check(f"{asked}: reached", reached)
-        reached = hardware.Rates(**hardware.checked(hardware.Rates, {**reached}, f"{asked}, reached"))
-    checked: dict[str, Any] = hardware.checked(hardware.Chip, plain, asked)
+        Allowed(dict).check(f"{source}: reached", reached)
+        reached = hardware.Rates(**hardware.checked(hardware.Rates, {**reached}, f"{source}, reached"))
+    checked: dict[str, Any] = hardware.checked(hardware.Chip, plain, source)
     return hardware.Chip(**checked, base=str(row["base"]), reached=reached or None)
 
 
-def asked(state: dict) -> Question:
+def question_of(state: dict) -> Question:
     """The planner's question: the model, the machine, the batch, and the fields that are set by hand."""
     fixed = dict(state["fields"])
     share = fixed.pop("memory_share", planner.GPU_SHARE)
@@ -160,7 +160,7 @@ OFFERED = _offered()
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class View:
     """What a state shows: the planner's question, its plan for this mesh, and how much is known by now."""
 
     state: dict
@@ -240,7 +240,7 @@ class Around:
 
 @functools.lru_cache(maxsize=16)
 def _around(key: str) -> Around:
-    return Around(asked(json.loads(key)))
+    return Around(question_of(json.loads(key)))
 
 
 def around(state: dict) -> Around:
@@ -256,22 +256,22 @@ def planned(question: Question, mesh: str) -> Candidate:
         return planner.on_mesh(question, parse_mesh(mesh))
     plan = Plan(mesh, **{"dtype": "bfloat16"} | question.fixed).effective(question.config)
     plan.check(question.config, question.batch_size, question.seq_len)
-    held = planner.held_by(question, plan.resolve(question.config, question.platform))
-    return Candidate(plan, planner.UNPRICED, held)
+    memory = planner.held_by(question, plan.resolve(question.config, question.platform))
+    return Candidate(plan, planner.UNPRICED, memory)
 
 
-def look(state: dict) -> Look:
+def view(state: dict) -> View:
     """What a settled state shows. Raises ValueError where it is refused."""
-    question = asked(state)
+    question = question_of(state)
     one = planned(question, state["mesh"])
-    return Look(state, question, one, one.plan.resolve(question.config, question.platform), around(state))
+    return View(state, question, one, one.plan.resolve(question.config, question.platform), around(state))
 
 
 def works(state: dict) -> bool:
     """Whether a plan of these fields is legal."""
     try:
         state, shape = settle(state | {"agreed": state["devices"]})
-        question = asked(state)
+        question = question_of(state)
         Plan(shape, **question.fixed).check(question.config, question.batch_size, question.seq_len)
         return True
     except ValueError:

@@ -27,7 +27,7 @@ _FOLDERS = "draw/* explore/* plan/* predict/* planner/* kernels/__init__.py kern
 NEED_JAX = ("widget.py", "aot.py", "targets.py")
 EXERCISES = "__init__.py judge.py pages.py record.py 01.py 01.md 02.md 08.py 08.md".split()
 """Lessons whose exercises a page judges; of lesson 02 those that no device runs."""
-MOST = 1_300_000
+MOST_BYTES = 1_300_000
 """Bytes of stored answers in a small page, packed: with them it takes about 2 MB."""
 
 
@@ -36,12 +36,12 @@ def runtime() -> str:
     return RUNTIME.read_text(encoding="ascii") if RUNTIME.is_file() else ""
 
 
-def rooms() -> dict[str, str]:
+def sources() -> dict[str, str]:
     """The part of the package that needs neither JAX nor numpy: what the files hold, by their paths."""
-    found = [_PACKAGE / "__init__.py", _PACKAGE / "files.py"]
-    found += [path for folder in _FOLDERS for path in sorted(_PACKAGE.glob(folder))]
-    found += [_PACKAGE / "lessons" / name for name in EXERCISES]
-    files = [path for path in found if path.suffix in (".py", ".toml", ".md") and path.name not in NEED_JAX]
+    paths = [_PACKAGE / "__init__.py", _PACKAGE / "files.py"]
+    paths += [path for folder in _FOLDERS for path in sorted(_PACKAGE.glob(folder))]
+    paths += [_PACKAGE / "lessons" / name for name in EXERCISES]
+    files = [path for path in paths if path.suffix in (".py", ".toml", ".md") and path.name not in NEED_JAX]
     named = {path.relative_to(_PACKAGE.parent).as_posix(): path for path in files}
     named["llmpar/docs/words.md"] = WORDS
     return {name: path.read_text(encoding="utf-8") for name, path in named.items()}
@@ -69,11 +69,11 @@ def html(explorer: Any, small: bool = False) -> str:
         "stored": packed(stored) if small else "",
         "module": as_script(MODULE),
         "worker": as_script(STATIC / "worker.js"),
-        "rooms": "" if small else packed(rooms()),
+        "sources": "" if small else packed(sources()),
         "python": python or "null",
     }
     template = (STATIC / "saved.html").read_text(encoding="utf-8")
-    return re.sub(r"\[\[(\w+)\]\]", lambda found: parts[found[1]], template)
+    return re.sub(r"\[\[(\w+)\]\]", lambda match: parts[match[1]], template)
 
 
 def packed(value: Any) -> str:
@@ -92,13 +92,13 @@ def as_script(path: Path) -> str:
 
 
 def nearby(explorer: Any, doc: dict) -> list[dict]:
-    """The answer of the start, with all that a reader would wait for, and those one click away, up to `MOST`
-    bytes: of what it advises, and by turns of what each panel offers."""
+    """Return the answer of the start, with all that a reader would wait for, and those one click away, up to
+    `MOST_BYTES`: of what it advises, and alternately of what each panel offers."""
     start, first = doc["state"], doc["answer"]
     while first["more"] and (later := explorer.more(start)):
         first = later
-    found, room = [first, *doc["stored"]], MOST
-    known = [answer["asked"] for answer in found]
+    replies, space = [first, *doc["stored"]], MOST_BYTES
+    known = [reply["asked"] for reply in replies]
     for patch in offered(first):
         state = start | patch
         if "fields" in patch:  # one by one, as the browser does it; null gives one back
@@ -106,18 +106,18 @@ def nearby(explorer: Any, doc: dict) -> list[dict]:
             state["fields"] = {name: value for name, value in both.items() if value is not None}
         if state not in known:
             known.append(state)
-            found.append(explorer.answer(state))
-            room -= len(zlib.compress(json.dumps(found[-1]).encode()))
-            if room < 0:
-                return found[:-1]
-    return found
+            replies.append(explorer.answer(state))
+            space -= len(zlib.compress(json.dumps(replies[-1]).encode()))
+            if space < 0:
+                return replies[:-1]
+    return replies
 
 
 def offered(answer: dict) -> list[dict]:
     """What can be clicked in an answer, as patches of its state."""
-    advice = [said["steps"] for said in (answer["refusal"], answer["verdict"]) if said]
+    advice = [part["steps"] for part in (answer["refusal"], answer["verdict"]) if part]
     panels = [panel.get("svg", "") + panel.get("html", "") for panel in answer["panels"].values()]
     marks = [re.findall(r"""data-set=("[^"]*"|'[^']*')""", panel) for panel in panels]
-    clicks = [[json.loads(markup.unescape(mark[1:-1])) for mark in found] for found in marks]
-    turns = [patch for turn in itertools.zip_longest(*clicks) for patch in turn if patch is not None]
-    return [step["set"] for steps in advice for step in steps if step["do"] == "apply"] + turns
+    clicks = [[json.loads(markup.unescape(mark[1:-1])) for mark in row] for row in marks]
+    mixed = [patch for patches in itertools.zip_longest(*clicks) for patch in patches if patch is not None]
+    return [step["set"] for steps in advice for step in steps if step["do"] == "apply"] + mixed

@@ -11,8 +11,8 @@ from llmpar.draw import columns, geometry
 from llmpar.draw.charts import count_noun
 from llmpar.draw.grid import layer_lanes, ring, tensor_grid
 from llmpar.draw.scene import Group, Scene, Text, attribute, compose, size_text, to_svg
-from llmpar.explore.look import Look, works
-from llmpar.explore.words import act, button, estimated, explain, famous, table, table_row
+from llmpar.explore.look import View, works
+from llmpar.explore.words import act, button, estimated, explanation, html_table, published_runs, table_row
 from llmpar.plan.layout import Layout
 from llmpar.plan.mesh_shape import AXES, divisors, parse_mesh
 from llmpar.planner import planner
@@ -33,7 +33,7 @@ _PLACES = {
         "code": "As code",
     },
 }
-AREAS = [[name, heading, place] for place, there in _PLACES.items() for name, heading in there.items()]
+AREAS = [[name, heading, place] for place, named in _PLACES.items() for name, heading in named.items()]
 """Every panel: its name, its heading (where the picture has none), its place on the page."""
 _KINDS = {
     "weight": "weights (float32)",
@@ -71,7 +71,7 @@ class Tensor:
         dims = tuple(dataclasses.replace(d, axes=alive(d.axes)) for d in self.layout.dims)
         return Layout(dims, alive(self.layout.sums))
 
-    def held(self, sizes: dict[str, int], device: int) -> tuple[str, int]:
+    def part_on(self, sizes: dict[str, int], device: int) -> tuple[str, int]:
         """Slice and bytes on a device, as text and number; 0 where a dim cannot be cut evenly."""
         at = geometry.coordinates(sizes, sizes, device)
         cut = geometry.slices(self.layout, self.shape, sizes, at)
@@ -81,19 +81,19 @@ class Tensor:
         return words, self.itemsize * self.times * math.prod(b - a for a, b in cut)
 
 
-def tensors(seen: Look) -> list[Tensor]:
+def tensors(seen: View) -> list[Tensor]:
     """Every array of a training step, activations of a layer and microbatch, and the cache as served."""
     plan, q = seen.plan, seen.question
     c, b, s = q.config, q.batch_size, q.seq_len
-    found = []
-    held = ("weight", "stored", 1), ("gradient", "accumulated", 1), ("moments", "reduced", 2)
+    rows = []
+    states = ("weight", "stored", 1), ("gradient", "accumulated", 1), ("moments", "reduced", 2)
     for (kind, when, times), (path, (weight, layouts)) in itertools.product(
-        held, plan.weight_layouts.items()
+        states, plan.weight_layouts.items()
     ):
-        found.append(Tensor(kind, path, weight.shape, 4, getattr(layouts, when), times))
+        rows.append(Tensor(kind, path, weight.shape, 4, getattr(layouts, when), times))
 
     def add(kind: str, name: str, dims: str, shape: tuple[int, ...], itemsize: int, times: int = 1) -> None:
-        found.append(Tensor(kind, name, shape, itemsize, plan.place(dims), times))
+        rows.append(Tensor(kind, name, shape, itemsize, plan.place(dims), times))
 
     micro, item = max(1, b // plan.microbatches), ITEMSIZE[plan.dtype]
     n, k, h = c.num_heads, c.num_kv_heads, c.head_width
@@ -107,56 +107,56 @@ def tensors(seen: Look) -> list[Tensor]:
     layers = -(-c.num_layers // plan.mesh.pp)
     add("cache", "keys and values", "attention b s k h", (b, s, k, h), 2, 2 * layers)
     add("batch", ", ".join(BATCH), "data b s", (b, s), 4, len(BATCH))
-    return found
+    return rows
 
 
-def chosen(seen: Look) -> Tensor:
+def chosen(seen: View) -> Tensor:
     """The tensor that is looked at."""
     rows = tensors(seen)
     return next((row for row in rows if row.name == seen.state["tensor"]), rows[0])
 
 
-def pick(seen: Look) -> str:
+def tensor_choice(seen: View) -> str:
     """The tensor that is looked at, and all others to choose from."""
     rows, now = tensors(seen), chosen(seen).name
-    found = []
+    options = []
     for kind, title in _KINDS.items():
-        found.append(f"<optgroup label={attribute(title)}>")
+        options.append(f"<optgroup label={attribute(title)}>")
         for name in (row.name for row in rows if row.kind == kind):
             mark = " selected" * (name == now)
-            found.append(f"<option value={attribute(json.dumps(name))}{mark}>{escape(name)}</option>")
-        found.append("</optgroup>")
-    select = f'<select data-name="tensor" data-kind="choice">{"".join(found)}</select>'
+            options.append(f"<option value={attribute(json.dumps(name))}{mark}>{escape(name)}</option>")
+        options.append("</optgroup>")
+    select = f'<select data-name="tensor" data-kind="choice">{"".join(options)}</select>'
     return f"<label><b>{HOLDS}</b> {select}</label>"
 
 
-def holds(seen: Look) -> str:
+def holds(seen: View) -> str:
     """A table of what the chosen device holds."""
-    sizes, device, found = seen.plan.mesh.sizes, seen.state["device"], []
+    sizes, device, groups = seen.plan.mesh.sizes, seen.state["device"], []
     at = geometry.coordinates(sizes, sizes, device)
     where = ", ".join(f"{axis} {at[axis]}" for axis in sizes if sizes[axis] > 1)
     rows = tensors(seen)
     for kind, title in _KINDS.items():
-        mine = [(row, *row.held(sizes, device)) for row in rows if row.kind == kind]
-        total = size_text(sum(held for _, _, held in mine))
+        parts = [(row, *row.part_on(sizes, device)) for row in rows if row.kind == kind]
+        total = size_text(sum(size for _, _, size in parts))
         head = f'<th scope="rowgroup">{escape(title)}</th><td>{total}</td><td></td><td></td>'
-        found.append(f"<tbody><tr>{head}</tr>")
-        for row, words, held in mine:
+        groups.append(f"<tbody><tr>{head}</tr>")
+        for row, words, size in parts:
             code = (f"<code>{escape(text)}</code>" for text in (str(row.live(sizes)), words))
-            found.append(table_row(button(row.path, tensor=row.name), [size_text(held), *code]))
-        found.append("</tbody>")
+            groups.append(table_row(button(row.path, tensor=row.name), [size_text(size), *code]))
+        groups.append("</tbody>")
     title = f"<p>Device {device}{': ' * bool(where)}{where}.</p>"
-    return title + table(("tensor", "bytes", "layout", "slice"), "".join(found))
+    return title + html_table(("tensor", "bytes", "layout", "slice"), "".join(groups))
 
 
-def traffic_of(seen: Look) -> dict[tuple[str, str], Prediction]:
+def traffic_of(seen: View) -> dict[tuple[str, str], Prediction]:
     """What a device sends in a step, of the stage that sends most; the largest first."""
     q = seen.question
     rows = most_traffic(seen.plan, q.batch_size, q.seq_len)
     return dict(sorted(rows.items(), key=lambda row: -row[1].bytes_sent))
 
 
-def code(seen: Look) -> str:
+def code(seen: View) -> str:
     """The plan as Python and as the commands that train and compile it."""
     q, plan = seen.question, seen.one.plan
     words = ", ".join([f'"{plan.mesh}"', *(f"{n}={v!r}" for n, v in planner.fields_of(plan).items())])
@@ -167,7 +167,7 @@ def code(seen: Look) -> str:
     return f"<pre>{escape(chr(10).join(lines))}</pre>"
 
 
-def grid(seen: Look) -> Scene:
+def grid(seen: View) -> Scene:
     """Which block of the chosen tensor each device holds, and what moves between them in a layer."""
     row, q, sizes = chosen(seen), seen.question, seen.plan.mesh.sizes
     node = q.chip.per_device().node_size
@@ -177,7 +177,7 @@ def grid(seen: Look) -> Scene:
     return tensor_grid(*place, device, size, row.path, fill, seen.segments)
 
 
-def film(seen: Look) -> str:
+def film(seen: View) -> str:
     """Round by round, the collective that is explained, in the chosen device's group where that is small."""
     names, _, kind = seen.state["explain"].partition(" ")
     sizes, over = seen.plan.mesh.sizes, tuple(names.split(","))
@@ -187,7 +187,7 @@ def film(seen: Look) -> str:
     return to_svg(ring(kind.removeprefix("ragged-"), team, over[0])) if len(team) <= 8 else ""
 
 
-def axes(seen: Look) -> Scene:
+def axes(seen: View) -> Scene:
     """How the devices are cut, with what moves a factor from one axis to another."""
     acts = {axis: tuple(_moved(seen, axis, up) for up in (False, True)) for axis in AXES}
     note = f"All {seen.shape.size:,} stay in use: a square that one axis gets is taken from another."
@@ -195,7 +195,7 @@ def axes(seen: Look) -> Scene:
     return columns.axis_squares(seen.shape.user_sizes, DOES, acts, note, words)
 
 
-def _moved(seen: Look, axis: str, up: bool) -> tuple[str, str] | None:
+def _moved(seen: View, axis: str, up: bool) -> tuple[str, str] | None:
     """What gives an axis a factor more, or less: the patch and its name; None where no such mesh works. The
     other axis is fsdp if that works, else the largest that does."""
     sizes = seen.shape.user_sizes
@@ -212,7 +212,7 @@ def _moved(seen: Look, axis: str, up: bool) -> tuple[str, str] | None:
     return None
 
 
-def memory(seen: Look) -> Scene:
+def memory(seen: View) -> Scene:
     """A device's memory by part, against what a program may take, and how far the estimate may be off."""
     q, fit = seen.question, verdict(seen.question, seen.one)
     parts = [columns.Part(name, size, "", act(explain=name)) for name, size in seen.one.parts.items()]
@@ -221,7 +221,7 @@ def memory(seen: Look) -> Scene:
     return columns.memory_bar(parts, limits[: 1 + several], (fit.low_bytes, fit.high_bytes), fit.total_bytes)
 
 
-def step(seen: Look) -> Scene:
+def step_times(seen: View) -> Scene:
     """A step's seconds by term."""
     time, shape = seen.one.time, seen.shape
     uncut = shape.size == shape.dp * shape.pp * shape.tp  # then it is dp's links that gradients take
@@ -232,9 +232,9 @@ def step(seen: Look) -> Scene:
     return columns.time_bar(parts, planner.band(time.step_s), time.step_s)
 
 
-def sent(seen: Look) -> Scene:
+def sent(seen: View) -> Scene:
     """What a device sends in a step, and how much of its time on links is waited for, as the step has it."""
-    rows, on_links, found = traffic_of(seen), defaultdict[str, float](float), []
+    rows, on_links, bars = traffic_of(seen), defaultdict[str, float](float), []
     clock = Clock(seen.question.run(seen.one.plan)) if seen.timed else None
     priced = list[tuple[str, str, Prediction, defaultdict[str, float]]]()  # with seconds on links by term
     for (names, kind), row in rows.items():
@@ -254,8 +254,8 @@ def sent(seen: Look) -> Scene:
         what, clicked = _most_of(row), act(explain=f"{names} {kind}")
         note = f"{kind}, {row.count:,} times: {', '.join(sorted({of for of, _, _ in row.messages}))}"
         hidden = sum(took.values()) - waits
-        found.append(columns.Sent(names, what, row.bytes_sent, hidden, waits, note, clicked))
-    return columns.sent_bars(found)
+        bars.append(columns.SentBar(names, what, row.bytes_sent, hidden, waits, note, clicked))
+    return columns.sent_bars(bars)
 
 
 def _most_of(row: Prediction) -> str:
@@ -266,49 +266,51 @@ def _most_of(row: Prediction) -> str:
     return of.most_common(1)[0][0]
 
 
-def _mesh_map(seen: Look) -> Scene:
+def _mesh_map(seen: View) -> Scene:
     """All meshes of as many devices, as far as they are known."""
     around = seen.around
-    ways, best = [_way(one) for one in around.points.values()], _way(around.best) if around.best else None
+    ways, best = [_point(one) for one in around.points.values()], _point(around.best) if around.best else None
     counts = len(around.refused), len(around.meshes)
-    return columns.mesh_map(ways, _way(seen.one), best, seen.question.capacity_bytes, *counts)
+    return columns.mesh_map(ways, _point(seen.one), best, seen.question.capacity_bytes, *counts)
 
 
-def _way(one: Candidate) -> columns.Way:
+def _point(one: Candidate) -> columns.MeshPoint:
     mesh = one.plan.mesh
     largest = max(AXES, key=lambda axis: mesh.user_sizes[axis])
-    return columns.Way(str(mesh), one.total_bytes, one.time.step_s, largest, one.why_not, act(mesh=str(mesh)))
+    return columns.MeshPoint(
+        str(mesh), one.total_bytes, one.time.step_s, largest, one.why_not, act(mesh=str(mesh))
+    )
 
 
-def panels(seen: Look) -> dict[str, Scene | str]:
+def panels(seen: View) -> dict[str, Scene | str]:
     """Every panel of a state. Only in the map, where meshes are compared, times have more digits than two."""
     with estimated():
-        found = _estimates(seen)
+        drawn = _estimates(seen)
     if seen.timed:
-        found["map"] = _mesh_map(seen)
-    return found
+        drawn["map"] = _mesh_map(seen)
+    return drawn
 
 
-def _estimates(seen: Look) -> dict[str, Scene | str]:
-    found: dict[str, Scene | str] = {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
+def _estimates(seen: View) -> dict[str, Scene | str]:
+    drawn: dict[str, Scene | str] = {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
     if seen.timed:
         turns = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
-        found |= {"step": step(seen), "layer": layer_lanes(seen.segments, turns)}
-    found |= {"sent": sent(seen), "explain": explain(seen) + film(seen), "holds": holds(seen)}
-    return found | {"code": code(seen), "famous": famous(seen)}
+        drawn |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, turns)}
+    drawn |= {"sent": sent(seen), "explain": explanation(seen) + film(seen), "holds": holds(seen)}
+    return drawn | {"code": code(seen), "famous": published_runs(seen)}
 
 
-def says(seen: Look, found: dict, drawn: dict[str, Scene | str]) -> str:
+def says(seen: View, verdict: dict, drawn: dict[str, Scene | str]) -> str:
     """The answer in words."""
     q, state = seen.question, seen.state
     what = f"{state['model']} on {seen.shape} = {count_noun(seen.shape.size, 'device')} of {state['chip']}"
     lines = [f"{what}, {q.batch_size} sequences of {q.seq_len:,} tokens"]
-    lines += [" ".join(filter(None, (found["head"], found["rest"]))), found["line"]]
-    lines += [f"{step['do']}: {step['text']}" for step in found["steps"]]
+    lines += [" ".join(filter(None, (verdict["head"], verdict["rest"]))), verdict["line"]]
+    lines += [f"{step['do']}: {step['text']}" for step in verdict["steps"]]
     return "\n".join([*lines, *(panel.text for panel in drawn.values() if isinstance(panel, Scene))])
 
 
-def scene(seen: Look, found: dict, areas=AREAS) -> Scene:
+def scene(seen: View, verdict: dict, areas=AREAS) -> Scene:
     """The first screen as one picture: the answer in words, and the panels in their columns."""
     every = panels(seen)
     drawn = {name: every[name] for name, *_ in areas if name in every}
@@ -319,13 +321,15 @@ def scene(seen: Look, found: dict, areas=AREAS) -> Scene:
             panel = drawn.get(name)
             if where == place and isinstance(panel, Scene):
                 if name == "grid":
-                    placed.append(Group((Text(columns.MARGIN, 0, f"{HOLDS} {chosen(seen).name}"),), x, y))
+                    placed.append(
+                        Group((Text(columns.COLUMN_MARGIN, 0, f"{HOLDS} {chosen(seen).name}"),), x, y)
+                    )
                     y += 16
                 placed.append(Group(panel.items, x, y))
                 y, wide = y + panel.height, max(wide, panel.width)
         x += wide
-    title, _, text = says(seen, found, drawn).partition("\n")
-    written = [Text(0, 0, f"{found['head']} {found['rest']}", bold=True, fill=found["tone"])]
-    below = [found["line"], *(step["text"] for step in found["steps"])]
+    title, _, text = says(seen, verdict, drawn).partition("\n")
+    written = [Text(0, 0, f"{verdict['head']} {verdict['rest']}", bold=True, fill=verdict["tone"])]
+    below = [verdict["line"], *(step["text"] for step in verdict["steps"])]
     written += [Text(0, 22 * i, line) for i, line in enumerate(below, 1)]
     return compose(title, [written, placed], text)

@@ -15,7 +15,7 @@ from llmpar.draw.dispatch import expert_loads
 from llmpar.draw.pipelines import timeline
 from llmpar.draw.scene import OTHERS, Line, Rect, Scene, compose, small_text, time_text
 from llmpar.draw.strips import hop_words, ring_held, ring_sums
-from llmpar.explore.answers import Limits, refused, step
+from llmpar.explore.answers import Limits, offer, refused
 from llmpar.explore.explorer import Explorer
 from llmpar.explore.words import button, tagged
 from llmpar.files import Allowed
@@ -47,7 +47,7 @@ class Figure(Explorer):
         return [self.state | {only["name"]: value} for value in others]
 
 
-def said(scene: Scene, *words: str) -> Scene:
+def captioned(scene: Scene, *words: str) -> Scene:
     """A drawing with a sentence below it; of several, those after the first are for its text only."""
     text = "\n".join([scene.text, *words]).partition("\n")[2]
     body = scene.items[0].items[1:]  # all but the title, which is composed anew
@@ -118,11 +118,11 @@ class TimelineExplorer(Figure):
             table = self.table(state)
         except ValueError as error:
             if stuck := _stuck(self.order(state)):
-                return said(stuck, str(error))
+                return captioned(stuck, str(error))
             raise
         sentence, more = _words(table)
         sentence += " Judged is the written order, whatever schedule is chosen." * bool(state["order"])
-        return said(timeline(table), sentence, more)
+        return captioned(timeline(table), sentence, more)
 
     def move(self, state: dict) -> dict:
         """The answer to a state with a ``move``; where that cannot be, the answer to the state without it."""
@@ -131,41 +131,41 @@ class TimelineExplorer(Figure):
             order = str(self.order(state))
         except ValueError as error:
             return self.answer(still) | {"asked": state} | refused(error, [])
-        found = self.answer(still | {"order": order}) | {"asked": state}
-        if found["refusal"]:
-            found["refusal"]["steps"] = [step("take the move back", "apply", order=state["order"])]
-        return found
+        reply = self.answer(still | {"order": order}) | {"asked": state}
+        if reply["refusal"]:
+            reply["refusal"]["steps"] = [offer("take the move back", "apply", order=state["order"])]
+        return reply
 
     def answer(self, state: dict) -> dict:
         if wrong := self.malformed(state):
             return wrong
         if state["move"]:
             return self.move(state)
-        found, known, mine = super().answer(state), dict[str, Timetable](), None
+        reply, known, own = super().answer(state), dict[str, Timetable](), None
         try:
             order = self.order(state)
             size = {"stages": order.num_stages, "microbatches": order.num_microbatches}
-            found["state"] = state | size  # those of a written order, whatever was chosen before
-            mine = self.table(state, order)
-            more = f"<details><summary>Idle corners, and lockstep</summary><p>{_words(mine)[1]}</p></details>"
+            reply["state"] = state | size  # those of a written order, whatever was chosen before
+            own = self.table(state, order)
+            more = f"<details><summary>Idle corners, and lockstep</summary><p>{_words(own)[1]}</p></details>"
             undo = button(f"back to {state['schedule']}", order="") if state["order"] else ""
-            found["panels"]["words"] = {"html": undo + more}
-            found["numbers"] = {"makespan": mine.makespan, "bubble": mine.bubble, "held": mine.peak_live()}
-            found["numbers"] |= {"order": str(order)} if order.placement in ("linear", "looped") else {}
+            reply["panels"]["words"] = {"html": undo + more}
+            reply["numbers"] = {"makespan": own.makespan, "bubble": own.bubble, "held": own.peak_live()}
+            reply["numbers"] |= {"order": str(order)} if order.placement in ("linear", "looped") else {}
         except ValueError as error:
-            back = step(f"back to {state['schedule']}", "apply", order="")
-            found |= refused(error, [back] * bool(state["order"]))
-            if not found["panels"]:
-                return found
+            back = offer(f"back to {state['schedule']}", "apply", order="")
+            reply |= refused(error, [back] * bool(state["order"]))
+            if not reply["panels"]:
+                return reply
         if len(self.areas) == 2:  # alone with a control
-            return found
+            return reply
         for name in self.known:
             with contextlib.suppress(ValueError):  # it wants other numbers of stages or microbatches
                 known[name] = self.table(state, make(name, order.num_stages, order.num_microbatches))
-        goals = _goals(mine, known)
-        found["numbers"]["goals"] = [done for done, _ in goals]
-        found["panels"] |= {"goals": {"html": _ladder(goals)}, "score": {"html": _score(known, state, mine)}}
-        return found
+        goals = _goals(own, known)
+        reply["numbers"]["goals"] = [done for done, _ in goals]
+        reply["panels"] |= {"goals": {"html": _ladder(goals)}, "score": {"html": _score(known, state, own)}}
+        return reply
 
 
 def _words(table: Timetable) -> tuple[str, str]:
@@ -200,9 +200,9 @@ def _stuck(order: Schedule) -> Scene | None:
     if not waits:
         return None
     path = [min(waits)]
-    while (there := waits[path[-1]][1]) in waits and there not in path:
-        path.append(there)
-    circle = path[path.index(there) :] if there in path else []
+    while (other := waits[path[-1]][1]) in waits and other not in path:
+        path.append(other)
+    circle = path[path.index(other) :] if other in path else []
     places = [[op[:3] for op in row] for row in order.rows]
     cells = [cell for s in circle for cell in ((s, waits[s][0]), waits[s][1:])]
     missing = any(op[:3] not in places[stage] for stage, op in cells)  # then that is why, and no circle
@@ -221,43 +221,43 @@ GOALS = (
 """What a player wants, one after another."""
 
 
-def _goals(mine: Timetable | None, known: dict[str, Timetable]) -> list[tuple[bool, str]]:
+def _goals(own: Timetable | None, known: dict[str, Timetable]) -> list[tuple[bool, str]]:
     """Which of `GOALS` are reached, and how far each is."""
-    if mine is None:
+    if own is None:
         return [(False, "")] * len(GOALS)
-    gpipe, plain, held, equal = known["gpipe"], known["1f1b"], mine.peak_live(), 1e-9
-    short = mine.makespan < gpipe.makespan + equal and sum(held) < sum(gpipe.peak_live())
-    most, split = max(plain.peak_live()), mine.schedule.split_backward
+    gpipe, plain, peaks, equal = known["gpipe"], known["1f1b"], own.peak_live(), 1e-9
+    short = own.makespan < gpipe.makespan + equal and sum(peaks) < sum(gpipe.peak_live())
+    most, split = max(plain.peak_live()), own.schedule.split_backward
     return [
         (True, ""),
-        (short, f"{mine.makespan:g} time units, GPipe {gpipe.makespan:g}"),
-        (max(held) <= most, f"{max(held):g} microbatches, 1F1B {most:g}"),
-        (split and mine.bubble < plain.bubble - equal, f"{mine.bubble:g}, 1F1B {plain.bubble:g}"),
-        (mine.bubble < equal, f"{mine.bubble:g} is left"),
+        (short, f"{own.makespan:g} time units, GPipe {gpipe.makespan:g}"),
+        (max(peaks) <= most, f"{max(peaks):g} microbatches, 1F1B {most:g}"),
+        (split and own.bubble < plain.bubble - equal, f"{own.bubble:g}, 1F1B {plain.bubble:g}"),
+        (own.bubble < equal, f"{own.bubble:g} is left"),
     ]
 
 
 def _ladder(goals: list[tuple[bool, str]]) -> str:
     """The goals as a list: ticked where they are reached, and the next one bold."""
     following, rows = next((k for k, (done, _) in enumerate(goals) if not done), -1), ""
-    for k, (goal, (done, how)) in enumerate(zip(GOALS, goals, strict=True)):
-        words = f"{'✓' if done else '○'} {goal}" + f" ({how})" * bool(how)
+    for k, (goal, (done, detail)) in enumerate(zip(GOALS, goals, strict=True)):
+        words = f"{'✓' if done else '○'} {goal}" + f" ({detail})" * bool(detail)
         rows += f"<li>{f'<b>{words}</b>' if k == following else words}</li>"
     return f"<ol>{rows}</ol>"
 
 
-def _score(known: dict[str, Timetable], state: dict, mine: Timetable | None) -> str:
+def _score(known: dict[str, Timetable], state: dict, own: Timetable | None) -> str:
     """The known orders of as many stages and microbatches as a table, each a click away, and one's own."""
     rows = f"<tr>{tagged('th', ('order', 'makespan', 'bubble', 'microbatches held, by stage'))}</tr>"
-    shown = known | ({"yours": mine} if mine and state["order"] else {})
+    shown = known | ({"yours": own} if own and state["order"] else {})
     most = max(max(table.peak_live()) for table in shown.values())
     now, look = "yours" if state["order"] else state["schedule"], "display:inline-block;height:9px;"
     look += "background:var(--activations);outline:1px solid var(--edge);width:"
     for name, table in shown.items():
         bars = [f"<span style='{look}{40 * n / most:.0f}px'></span> {n:g}" for n in table.peak_live()]
-        said = button(name, schedule=name, order="") if name in known else name
-        said = f"<b>{said}</b>" if name == now else said
-        row = tagged("td", (said, f"{table.makespan:g}", f"{table.bubble:g}", " ".join(bars)))
+        label = button(name, schedule=name, order="") if name in known else name
+        label = f"<b>{label}</b>" if name == now else label
+        row = tagged("td", (label, f"{table.makespan:g}", f"{table.bubble:g}", " ".join(bars)))
         rows += f"<tr>{row}</tr>"
     return f"<table>{rows}</table>"
 
@@ -274,9 +274,9 @@ class OverlapExplorer(Figure):
         """What a piece's backward computes (4 FLOPs per parameter and token), and its bfloat16 sum takes."""
         config, chip = preset(state["model"]), hardware.chip(state["chip"])
         blocks = [w.shape for path, w in config.weights().items() if path.startswith("blocks.")]
-        held = sum(map(math.prod, blocks)) / state["pieces"]
-        sends = formulas.collective_seconds(chip, "all-reduce", 2 * held, state["devices"])
-        return 4 * held * tokens / chip.flops_per_s, sends
+        params = sum(map(math.prod, blocks)) / state["pieces"]
+        sends = formulas.collective_seconds(chip, "all-reduce", 2 * params, state["devices"])
+        return 4 * params * tokens / chip.flops_per_s, sends
 
     def draw(self, state: dict) -> Scene:
         tokens, pieces, model = state["tokens"], state["pieces"], state["model"]
@@ -289,7 +289,7 @@ class OverlapExplorer(Figure):
         why = "sending falls behind" if computes < sends else "only the last piece's are waited for"
         says = f"With {tokens:,} tokens a piece computes for {time_text(computes)}, its gradients travel for"
         more = f"From {math.ceil(tokens * sends / computes):,} tokens on a piece computes at least as long."
-        return said(replace(picture, title=title), f"{says} {time_text(sends)}: {why}.", more)
+        return captioned(replace(picture, title=title), f"{says} {time_text(sends)}: {why}.", more)
 
 
 class MemoryExplorer(Figure):
@@ -301,15 +301,15 @@ class MemoryExplorer(Figure):
     limits = within(1 << 20, "batch_size", "seq_len", "microbatches")
     controls = [{"name": "microbatches", "kind": "choice", "label": "microbatches", "options": [1, 2, 4, 8]}]
 
-    def held(self, state: dict) -> dict[str, dict[str, float]]:
+    def bytes_by_part(self, state: dict) -> dict[str, dict[str, float]]:
         """Bytes of a device by part, at each stage."""
         count, size, rows = state["microbatches"], (state["batch_size"], state["seq_len"]), {}
         for zero in range(4):
             plan = Plan(state["mesh"], zero=zero, microbatches=count, remat="block")  # type: ignore[arg-type]
             resolved = plan.resolve(preset(state["model"]), "gpu")
             given, besides = memory.argument_bytes(resolved, *size), memory.temp_bytes(resolved, *size)
-            held = memory.weights_bytes(resolved)  # gradients of a microbatch, and the sum over several
-            grads = min(besides, held["unreduced"] + held["accumulated"] * (count > 1))
+            sums = memory.weights_bytes(resolved)  # gradients of a microbatch, and the sum over several
+            grads = min(besides, sums["unreduced"] + sums["accumulated"] * (count > 1))
             parts = {"weights": given["params"], "gradients": grads, "optimizer": given["optimizer"]}
             rows[f"ZeRO-{zero}"] = parts | {"activations (ZeRO-3: and gathered layers)": besides - grads}
         return rows
@@ -321,8 +321,10 @@ class MemoryExplorer(Figure):
             says = "Beside one microbatch's whole gradients, ZeRO-1 keeps the whole sum over microbatches,"
             says += " ZeRO-2 a device's part of that sum; ZeRO-3 has parts only."
         title = "{model}, {mesh}, {batch_size} × {seq_len} tokens, microbatches: {microbatches}"
-        room = hardware.chip(state["chip"]).usable_bytes
-        return said(memory_bars(self.held(state).items(), room, title.format(**state), wide=420), says)
+        usable = hardware.chip(state["chip"]).usable_bytes
+        return captioned(
+            memory_bars(self.bytes_by_part(state).items(), usable, title.format(**state), wide=420), says
+        )
 
 
 class SumExplorer(Figure):
@@ -390,7 +392,7 @@ class RingExplorer(Figure):
         ideal = f"with even work {sum(map(sum, work)) / n:.3g}"
         says = f"{self.why[name]} The ring takes as long as {sum(busiest):.3g} full squares, {ideal}."
         drawn = compose(f"{name}: which keys of a piece the queries see", [items], "\n".join(lines))
-        return said(drawn, says)
+        return captioned(drawn, says)
 
 
 class RoutingExplorer(Figure):
@@ -417,15 +419,18 @@ class RoutingExplorer(Figure):
         factor, numbers, ranks = state["capacity_percent"] / 100, range(state["experts"]), state["ranks"]
         if len(numbers) % ranks:
             raise ValueError(f"{len(numbers)} experts do not lie evenly on {ranks} ranks; use a divisor")
-        how = ExpertConfig(state["experts"], state["chosen"], capacity_factor=factor)
+        router = ExpertConfig(state["experts"], state["chosen"], capacity_factor=factor)
         # Affinities rise with logits, by softmax and by sigmoid; of equal ones the first is chosen.
-        best = lambda logits: sorted(numbers, key=lambda e: -logits[e])[: how.top_k]
+        best = lambda logits: sorted(numbers, key=lambda e: -logits[e])[: router.top_k]
         chosen = [[expert for token in rank for expert in best(token)] for rank in self.logits(state)]
-        rows, room = [[mine.count(e) for e in numbers] for mine in chosen], how.capacity(self.tokens)
-        dropped = [sum(max(0, row[e] - room) for row in rows) for e in numbers]
-        total, slots = sum(map(sum, rows)), room * ranks * len(numbers)
-        says = f"{room} slots for each expert on every rank, {factor:g} times the even share: {sum(dropped)}"
+        rows, limit = (
+            [[experts.count(e) for e in numbers] for experts in chosen],
+            router.capacity(self.tokens),
+        )
+        dropped = [sum(max(0, row[e] - limit) for row in rows) for e in numbers]
+        total, slots = sum(map(sum, rows)), limit * ranks * len(numbers)
+        says = f"{limit} slots for each expert on every rank, {factor:g} times the even share: {sum(dropped)}"
         says += f" of {total} choices are dropped, {dropped[0]} of them by expert 0, and"
         says += f" {slots - total + sum(dropped)} of {slots} slots travel empty."
-        more = f"Each rank counts by itself: an expert takes {room} of its {self.tokens} tokens, first come."
-        return said(expert_loads(rows, room), says, more)
+        more = f"Each rank counts by itself: an expert takes {limit} of its {self.tokens} tokens, first come."
+        return captioned(expert_loads(rows, limit), says, more)

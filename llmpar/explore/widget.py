@@ -35,7 +35,7 @@ class Widget(anywidget.AnyWidget):
     def _message(self, _, message: Any, __) -> None:
         if not isinstance(message, dict):
             return
-        if message.get("more") and (found := self.explorer.more(dict(self.state))):
-            self.answer = found
+        if message.get("more") and (answer := self.explorer.more(dict(self.state))):
+            self.answer = answer
         if message.get("export") == "html":
             self.send({"html": page.html(self.explorer, small=not page.runtime())})

@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from llmpar.draw.scene import attribute, banded, digits_of, rounded, size_text, time_text
-from llmpar.explore.look import Look
+from llmpar.explore.look import View
 from llmpar.explore.page import WORDS
 from llmpar.planner import planner
 from llmpar.planner.terms import Term, terms
@@ -46,7 +46,7 @@ def table_row(name: str, cells: Iterable[str]) -> str:
     return f"<tr><th scope='row'>{name}</th>{tagged('td', cells)}</tr>"
 
 
-def table(head: Iterable[str], rows: str) -> str:
+def html_table(head: Iterable[str], rows: str) -> str:
     """A table of rows below the names of its columns."""
     columns = "".join(f"<th scope='col'>{word}</th>" for word in head)
     return f"<table><thead><tr>{columns}</tr></thead>{rows}</table>"
@@ -56,24 +56,24 @@ def table(head: Iterable[str], rows: str) -> str:
 def glossary() -> dict[str, str]:
     """The words and axes of `docs/words.md`, each with its line."""
     rows = re.findall(r"^\| [*`]*(.+?)[*`]* \| (.+) \|$", WORDS.read_text(encoding="utf-8"), re.MULTILINE)
-    return {word.strip(): said for names, said in rows for word in names.split(",")}
+    return {word.strip(): line for names, line in rows for word in names.split(",")}
 
 
-def explain(seen: Look) -> str:
+def explanation(seen: View) -> str:
     """What was clicked: a number with its formula filled in, a glossary word, why meshes are left out."""
-    asked, found = seen.state["explain"] or "total", terms(seen.question, seen.one)
-    if asked.startswith("word "):
-        word = asked.removeprefix("word ")
-        said = f"<p><b>{escape(word)}</b>: {escape(glossary().get(word, 'not in the glossary'))}</p>"
-    elif asked == "left out":
+    clicked, known = seen.state["explain"] or "total", terms(seen.question, seen.one)
+    if clicked.startswith("word "):
+        word = clicked.removeprefix("word ")
+        text = f"<p><b>{escape(word)}</b>: {escape(glossary().get(word, 'not in the glossary'))}</p>"
+    elif clicked == "left out":
         reasons, num = Counter(seen.around.refused.values()).most_common(12), len(seen.around.meshes)
         rows = tagged("li", (f"{count} of {num}: {escape(why)}" for why, count in reasons))
-        said = f"<p><b>Meshes that are left out</b></p><ul>{rows}</ul>"
+        text = f"<p><b>Meshes that are left out</b></p><ul>{rows}</ul>"
     else:
-        said = _term(next((term for term in found if term.name == asked), found[0]))
-    names = [term.name for term in found if term.name in STEP]
+        text = _term(next((term for term in known if term.name == clicked), known[0]))
+    names = [term.name for term in known if term.name in STEP]
     more = [button(name, explain=name) for name in names] + [button("meshes left out", explain="left out")]
-    return f"{said}<p>{' '.join(more)}</p>"
+    return f"{text}<p>{' '.join(more)}</p>"
 
 
 def _term(term: Term) -> str:
@@ -92,7 +92,7 @@ def _term(term: Term) -> str:
     return tagged("p", [f"{name}: {escape(term.formula)}"]) + shown + tagged("p", [" · ".join(where)])
 
 
-def famous(seen: Look) -> str:
+def published_runs(seen: View) -> str:
     """Published runs, each a click away: what was measured beside what is predicted, once that is known."""
     rows = []
     for run, q, mesh in planner.famous():
@@ -107,4 +107,4 @@ def famous(seen: Look) -> str:
         cells = published, ours, run["source"], run.get("differs", "")
         rows.append(table_row(button(run["name"], **start), map(escape, cells)))
     head = "run", "published", "ours", "source", "why ours differs"
-    return table(head, f"<tbody>{''.join(rows)}</tbody>")
+    return html_table(head, f"<tbody>{''.join(rows)}</tbody>")

@@ -51,7 +51,7 @@ print(f"{N} {kind} devices, {jax.process_count()} process")
 print(f"set-up check: OK (Python {platform.python_version()}, JAX {jax.__version__})")
 
 # %%
-show(draw.cube("dp=2 fsdp=2 tp=2", rows=8, cut=("dp", "fsdp"), asked=5))
+show(draw.cube("dp=2 fsdp=2 tp=2", rows=8, cut=("dp", "fsdp"), row=5))
 
 # %% [markdown]
 # A **device** is something with a memory of its own that runs programs: a GPU, a TPU, or one of eight that we simulate in your
@@ -91,7 +91,7 @@ else:
     print(f"mesh {cube}: row 5 of {len(rows8)} is on {found}")
 
 # %%
-show(draw.cube("dp=2 fsdp=2 tp=2", 8, cut=("dp", "fsdp"), asked=5, lit=True))
+show(draw.cube("dp=2 fsdp=2 tp=2", 8, cut=("dp", "fsdp"), row=5, lit=True))
 
 # %% tags=["plumbing"]
 assert set(found) == {

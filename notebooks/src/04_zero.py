@@ -391,7 +391,7 @@ explorer
 
 # %% tags=["plumbing"]
 for u in (1, 4):
-    parts = explorer.held(explorer.state | {"microbatches": u})
+    parts = explorer.bytes_by_part(explorer.state | {"microbatches": u})
     stage1, stage2 = (sum(parts[f"ZeRO-{zero}"].values()) for zero in (1, 2))
     assert stage2 == stage1 if u == 1 else stage2 < stage1
 

@@ -118,7 +118,7 @@ def way(plan):
     """A dot on the map."""
     sizes = plan.plan.mesh.sizes
     axis, mesh = max(sizes, key=sizes.get), str(plan.plan.mesh)
-    return columns.Way(mesh, plan.total_bytes, plan.time.step_s, axis)
+    return columns.MeshPoint(mesh, plan.total_bytes, plan.time.step_s, axis)
 
 
 mine = RULE if bet is ... else bet

@@ -49,9 +49,9 @@ def answer(question):
 answer
 `;
 
-async function wake({ python, rooms }) {
+async function wake({ python, sources }) {
   const parts = { "pyodide.asm.wasm": unpack(python.machine), "python_stdlib.zip": unpack(python.library) };
-  const files = read(rooms), glue = script(python.glue), { loadPyodide } = await script(python.start);
+  const files = read(sources), glue = script(python.glue), { loadPyodide } = await script(python.start);
   globalThis.fetch = async (url) => {
     const part = await parts[String(url).split("/").pop()];
     return new Response(part, { headers: { "content-type": "application/wasm" } });
