@@ -45,7 +45,7 @@ class Export:
         from flax.traverse_util import flatten_dict, unflatten_dict
 
         from llmpar.cli.options import start
-        from llmpar.model.weights import adapters_of, merged
+        from llmpar.model.lora import adapters_of, merged
         from llmpar.training import hugging_face as hf
 
         start()
