@@ -30,7 +30,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, held_bytes, moved, parsed, shapes
-from llmpar.parallel._jax import program_shardings
+from llmpar.inspect.shardings import program_shardings
 from llmpar.predict import formulas
 
 

@@ -11,7 +11,6 @@ from llmpar import draw
 from llmpar.draw.scene import Scene
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.parallel._jax import equations
 from llmpar.parallel.mesh import abstract_mesh
 from llmpar.plan.mesh_shape import parse_mesh
 
@@ -53,12 +52,11 @@ def carried_out(function: Callable, mesh: str, *arrays: Any, untiled: str = "") 
 def values(program: Any, mesh: str, *arrays: Any) -> list[Any]:
     """Run a traced program for all devices; gives what each returns."""
     axes, line = parse_mesh(mesh).named, program.eqns[-1]
-    jaxpr, consts = equations(program)
-    held = dict(zip(jaxpr.constvars, consts, strict=True))
+    held = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     given = [x.reshape(*axes.values(), 1, *x.shape[1:]) for x in arrays]
-    held |= dict(zip(jaxpr.invars, given, strict=True))
+    held |= dict(zip(program.jaxpr.invars, given, strict=True))
     run = lambda *parts: jax.core.eval_jaxpr(line.params["jaxpr"], (), *parts)[0][0]
-    in_axes = tuple(0 if var in jaxpr.invars else None for var in line.invars)
+    in_axes = tuple(0 if var in program.jaxpr.invars else None for var in line.invars)
     for axis in reversed(axes):
         run = jax.vmap(run, in_axes, axis_name=axis)
     try:
