@@ -67,9 +67,9 @@ SHAPED = [
 everything = os.environ.get("LLMPAR_TEST_TYPES") == "all"
 install_import_hook("llmpar" if everything else SHAPED, "conftest.check_types")
 
-from llmpar.parallel import _jax as channels
+from llmpar.parallel import _jax
 
-channels.install()  # as use_devices does, for the tests that make meshes by themselves
+_jax.install_channels()  # as use_devices does, for the tests that make meshes by themselves
 
 SPLIT = {"notebooks:lessons": 99, "plans": 4, "compile:compilers": 4}
 """Files whose tests share little: they are dealt to the workers in at most so many groups."""

@@ -85,7 +85,7 @@ def weights(config):
 
 
 def every_expert(experts, par, x, weights, chosen, gate, up, down):
-    """`moe.visit` without sending or sorting: all tokens through all experts, most with weight 0."""
+    """`moe.visit_experts` without sending or sorting: all tokens through all experts, most with weight 0."""
     share = jnp.einsum("bske,bsk->bse", jax.nn.one_hot(chosen, experts.num_experts), weights)
     y = jax.nn.silu(jnp.einsum("bsd,edm->bsem", x, gate)) * jnp.einsum("bsd,edm->bsem", x, up)
     return jnp.einsum("bsem,emd,bse->bsd", y, down, share.astype(x.dtype))
@@ -100,7 +100,7 @@ def reference(config):
         value, tally = nnx.merge(model_graph(config), params).loss(batch, Solo())
         return value / total, tally
 
-    with mock.patch.object(moe, "visit", every_expert):
+    with mock.patch.object(moe, "visit_experts", every_expert):
         (value, tally), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(weights(config), batch())
     return float(value), jax.tree.map(np.asarray, tally), jax.tree.map(np.asarray, trained(grads, config))
 

@@ -18,7 +18,7 @@ from soak import beside_a_loop, local_mesh, over_devices
 from test_mesh import in_a_fresh_process
 
 from llmpar.inspect.look import unordered
-from llmpar.parallel import _jax as channels
+from llmpar.parallel import _jax
 from llmpar.parallel.mesh import abstract_mesh
 
 SOAK = str(Path(__file__).parent / "soak.py")
@@ -40,7 +40,7 @@ def numbers(text: str) -> list[str]:
 @pytest.fixture
 def as_jax_lowers(monkeypatch):
     """JAX without the package's change."""
-    assert channels.install(), "this JAX lowers in another way: see llmpar/parallel/_jax.py"
+    assert _jax.install_channels(), "this JAX lowers in another way: see llmpar/parallel/_jax.py"
     monkeypatch.setattr(mlir, "lower_jaxpr_to_module", mlir.lower_jaxpr_to_module.__wrapped__)
 
 
@@ -137,6 +137,6 @@ def test_another_process_finds_the_compiled_program_in_the_cache(tmp_path):
 
 def test_a_jax_that_lowers_elsewhere_is_said():
     code = "from jax._src.interpreters import mlir; del mlir.lower_jaxpr_to_module\n"
-    code += "from llmpar import channels; assert not channels.install()"
+    code += "from llmpar.parallel import _jax; assert not _jax.install_channels()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "lowers in another way than llmpar knows" in done.stderr and not done.returncode

@@ -11,7 +11,7 @@ import pytest
 from parity import LLAMA, MOE, QWEN, by_arrow, logits_of, name, predicted_by_arrow, weights
 
 from llmpar.inspect.census import census_hlo, compiled_memory, executed_flops, read_program
-from llmpar.parallel.mesh import make_mesh, split
+from llmpar.parallel.mesh import make_mesh, split_axes
 from llmpar.parallel.modes import Manual
 from llmpar.plan.model_config import LoraConfig
 from llmpar.plan.plan import BEST, Plan
@@ -113,7 +113,7 @@ STEPPED = [
 def test_a_step_sends_holds_and_multiplies_what_is_predicted(config, plan, width, echo):
     rows, length = 4, 37
     run = Decoder(config, plan, make_mesh(plan.mesh), weights(config), rows, length)
-    mesh = split(make_mesh(plan.mesh), run.plan.mesh)
+    mesh = split_axes(make_mesh(plan.mesh), run.plan.mesh)
     lowered = run.run.lower(run.params, run.cache, DecoderInput.idle(rows, width), echo)
     compiled, text = read_program(lowered)
     census = census_hlo(text, mesh)

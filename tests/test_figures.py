@@ -213,7 +213,7 @@ def test_a_figures_router_chooses_as_the_model_does_and_drops_as_much():
         explorer = RoutingExplorer(heat=heat)
         logits = jnp.asarray(explorer.logits(explorer.state), jnp.float32)
         how = ExpertConfig(8, 2, capacity_factor=1.25)
-        _, chosen = moe.choose(how, moe.affinities(how, logits))
+        _, chosen = moe.choose_experts(how, moe.affinities(how, logits))
         text = explorer.scene.text
         for rank, mine in enumerate(np.asarray(chosen)):
             counts = np.bincount(mine.ravel(), minlength=8)

@@ -34,7 +34,7 @@ NO_JAX_FOLDERS = {"files", "plan", "predict", "draw", "planner"}
 NO_JAX_FILES = {"kernels.tiles"}
 WITH_JAX = {"planner.aot", "planner.targets"}
 NO_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
-MODEL_TEXT = ("model.llama", "model.attention", "model.moe")
+MODEL_TEXT = ("model.llama", "model.lora", "model.attention", "model.moe")
 MODEL_TEXT += ("kernels.flash", "kernels.flash_tpu", "kernels.grouped")
 MESH_AXES = {"pp", "dp", "fsdp", "ep", "sp", "tp"}
 # In pieces, so that this file obeys its own rule.

@@ -14,7 +14,8 @@ from parity import BATCH, LLAMA, SEQ, dealt, logits_of, put, weights
 from parity import batch as some_batch
 
 from llmpar.cli.export import Export
-from llmpar.model.weights import described, joined, merged, trained
+from llmpar.model.lora import merged
+from llmpar.model.weights import described, joined, trained
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.model_config import ADAPTABLE, LoraConfig, OptimizerConfig, from_hugging_face

@@ -66,7 +66,9 @@ def run(how, values):
     """Output and aux of a layer on one device."""
     logits = values["x"] @ values["router"]
     weights, chosen, aux = moe.route(how, HERE, logits, values["bias"] if how.bias_rate is not None else None)
-    y = moe.visit(how, HERE, values["x"], weights, chosen, *(values[n] for n in ("gate", "up", "down")))
+    y = moe.visit_experts(
+        how, HERE, values["x"], weights, chosen, *(values[n] for n in ("gate", "up", "down"))
+    )
     return y, aux["loss"], aux["tally"]
 
 
@@ -139,7 +141,7 @@ def test_the_rows_of_a_token_are_weighed_and_added_in_float32():
     weights, chosen, _ = jax.jit(functools.partial(moe.route, how, HERE))(values["x"] @ values["router"])
     chosen = jnp.arange(chosen.size).reshape(chosen.shape) % 8
     with mock.patch.object(grouped, "dot", lambda pair, **_: pair[0]):
-        visit = jax.jit(functools.partial(moe.visit, how, HERE))
+        visit = jax.jit(functools.partial(moe.visit_experts, how, HERE))
         y = visit(x, weights, chosen, *(values[n] for n in ("gate", "up", "down")))
     one = np.asarray(jax.jit(lambda x: jax.nn.silu(x) * x)(x), np.float64)
     want = (one * np.asarray(weights, np.float64).sum(-1, keepdims=True)).astype(jnp.bfloat16)
@@ -212,7 +214,7 @@ def executed(how, tokens, chosen=None, d=16, m=32):
         mock.patch.object(grouped, "dot", counted(grouped.dot, dot_size)),
         mock.patch.object(grouped, "outer", counted(grouped.outer, outer_size)),
     ):
-        visit = lambda x, *ws: (moe.visit(how, Solo(), x, weights, chosen, *ws) ** 2).sum()
+        visit = lambda x, *ws: (moe.visit_experts(how, Solo(), x, weights, chosen, *ws) ** 2).sum()
         grads = jax.jit(jax.grad(visit, argnums=(0, 1, 2, 3)))(
             *(values[n] for n in ("x", "gate", "up", "down"))
         )
@@ -310,7 +312,7 @@ def test_only_full_slots_travel_where_xla_can():
     """The offsets and sizes that it is given, on an emulation: XLA for CPUs lacks the collective."""
     nothing = lambda x: jnp.full_like(x, jnp.nan)  # what is not sent is not read
     emulated = mock.patch.object(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
-    with ragged_on_cpus(), emulated, mock.patch("llmpar.parallel.collectives.room", nothing):
+    with ragged_on_cpus(), emulated, mock.patch("llmpar.parallel.collectives.unwritten", nothing):
         assert_same(MOE, Plan("ep=4 fsdp=2", dispatch="ragged"))
 
 

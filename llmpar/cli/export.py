@@ -43,7 +43,7 @@ class Export(Output):
         from flax.traverse_util import flatten_dict, unflatten_dict
 
         from llmpar.cli.options import start_jax
-        from llmpar.model.weights import adapters_of, merged
+        from llmpar.model.lora import adapters_of, merged
         from llmpar.training import hugging_face as hf
 
         start_jax()

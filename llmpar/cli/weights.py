@@ -117,7 +117,7 @@ class ModelOptions:
         import jax
 
         from llmpar.model.weights import weight_dims
-        from llmpar.parallel.mesh import make_mesh, sharding, split
+        from llmpar.parallel.mesh import make_mesh, sharding, split_axes
         from llmpar.serve.engine import Engine
 
         serving = plan.serving(config, slots, length)
@@ -126,7 +126,7 @@ class ModelOptions:
         for line in notes:
             inform(line)
         mesh = make_mesh(plan.mesh)
-        place = lambda dims: sharding(split(mesh, serving.mesh), serving.stored(dims))
+        place = lambda dims: sharding(split_axes(mesh, serving.mesh), serving.stored(dims))
         params = load(jax.tree.map(place, weight_dims(config)), self.dtype)
         inform("compiling …")
         return Engine(config, plan, mesh, params, slots, length)

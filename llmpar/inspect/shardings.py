@@ -7,6 +7,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import FlattenedIndexKey, SequenceKey, keystr
 
+from llmpar.parallel._jax import program_shardings, unreduced_kind
+
 
 def _named(tree: Any, before: str = "") -> list[tuple[str, Any]]:
     """The leaves of a tree, None too, by their paths: ``params.blocks.ffn.gate``, ``optimizer[0].count``."""
@@ -19,18 +21,6 @@ def _named(tree: Any, before: str = "") -> list[tuple[str, Any]]:
     leaves_at = [("".join(map(step, path)).removeprefix("."), path, x) for path, x in leaves]
     often = Counter(name for name, *_ in leaves_at)  # keys with dots in them can make two names one
     return [(before + (name if often[name] == 1 else keystr(path)), x) for name, path, x in leaves_at]
-
-
-def program_shardings(compiled: jax.stages.Compiled) -> tuple[list, list, list]:
-    """Types with shardings of a program's arguments (None: dropped), of what it captured, and of its results.
-
-    JAX's own trees fail where a Ref is given, and take the wrong argument's where one is captured."""
-    program, ran = cast(Any, compiled), cast(Any, compiled)._executable
-    before, taken = len(program._params.const_args), list(zip(ran.in_avals, ran._in_shardings, strict=True))
-    kept = dict(zip(sorted(ran._kept_var_idx), taken, strict=False))  # captured Refs come last
-    arguments = [kept.get(before + i) for i in range(program.in_tree.num_leaves)]
-    given = [*zip(ran.out_avals, ran._out_shardings, strict=True)]  # and the last values of Refs
-    return arguments, taken[:before] + taken[len(kept) :], given[: program.out_tree.num_leaves]
 
 
 def _leaves(value: Any) -> list[tuple[str, Any, Any]]:
@@ -83,9 +73,7 @@ def _row(name: str, x: Any, where: Any, place: _Place) -> dict:
     layout, devices, unfinished, term = str(where if spec is None else spec), place[1], "", dict[Any, Any]()
     if spec is not None and spec.unreduced:  # devices with the same slices hold terms of a sum
         mesh, sums = where.mesh, tuple(axis for axis in where.mesh.axis_names if axis in spec.unreduced)
-        reduction = getattr(
-            getattr(spec, "unreduced_kind", None), "name", "sum"
-        )  # max and min from JAX 0.12 on
+        reduction = unreduced_kind(spec)
         cuts = NamedSharding(mesh, PartitionSpec(sums)).devices_indices_map((mesh.size,))
         unfinished, term = f"{reduction} over {', '.join(sums)}", {d: cut[0].start for d, cut in cuts.items()}
         where = where.update(spec=(spec := PartitionSpec(*spec.partitions, reduced=spec.reduced)))

@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import errno
 import faulthandler
-import functools
 import glob
 import itertools
 import json
@@ -363,15 +362,11 @@ def local_devices(place: Place, environ: Mapping[str, str], files: int | None = 
 
 
 def _listen_on(address: str | None) -> None:
-    """Let Gloo, by which CPU processes exchange data, listen on this host's address towards the coordinator.
+    """Let Gloo, by which CPU processes exchange data, listen on this host's address for the coordinator."""
+    if address:
+        from llmpar.parallel import _jax
 
-    By itself it takes what the host's name resolves to, 127.0.1.1 or open to others. JAX has no option."""
-    from jax._src import xla_bridge
-
-    library: Any = getattr(xla_bridge, "_jax", None)
-    make = getattr(library, "make_gloo_tcp_collectives", None)
-    if address and make:
-        library.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
+        _jax.let_gloo_listen(address)
 
 
 def _clear_stdout() -> None:
@@ -404,9 +399,9 @@ def _end(status: int, sentence: str) -> None:
 
 def _state() -> Any:
     """What JAX knows of the processes before it starts a device: ``client`` is None where there is one."""
-    from jax._src import distributed
+    from llmpar.parallel import _jax
 
-    return distributed.global_state
+    return _jax.processes()
 
 
 def _client() -> Any:

@@ -1,10 +1,19 @@
 """Llama-family models. The text knows dims, never mesh axes: read it as if there were one device.
 
-Where a value lives is said by arrows. `par` reads them (see :mod:`llmpar.parallel.modes`); with `Solo` they
-mean nothing, and the model below is the plain Llama of Touvron et al. 2023 with grouped-query attention,
-RoPE and SwiGLU, plus what Qwen 2 and 3 add (biases on q, k and v; a norm on q and k).
+Four ideas lead from an arrow to a matmul:
 
-A training step asks for one number, and the methods of `Llama` lead to it in this order:
+    region    a part of a layer in which values have one layout: data, stream, attention, ffn, vocab …
+    arrow     ``stream b s d -> ffn b s d``: which value moves, from which region to which
+    par       ``par.move`` carries out an arrow, ``par.weight`` gives a weight as it is used (`used_weights`:
+              with its adapters, if it has any). A move and the matmuls behind it are one call,
+              ``par.move_matmul``, and a matmul and the move behind it are ``par.matmul_move``: a ring may
+              then send one block while the next is multiplied
+    mode      what ``par`` is (see :mod:`llmpar.parallel.modes`). With `Solo`, one device, nothing moves
+
+With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query attention, RoPE and
+SwiGLU, plus what Qwen 2 and 3 add (biases on q, k and v; a norm on q and k).
+
+A training step needs one number, and the methods of `Llama` lead to it in this order:
 
     loss                      the sum of the targets' cross-entropies and of the routers' own losses
       cross_entropies         of each target, from what the last block gives and the output head
@@ -14,8 +23,7 @@ A training step asks for one number, and the methods of `Llama` lead to it in th
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,29 +31,30 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from llmpar.model import attention, moe
+from llmpar.model.lora import adapt, used_weights
 from llmpar.parallel.collectives import vary_alike
-from llmpar.parallel.modes import HIDDEN, PROJECTED, STREAM, Solo
+from llmpar.parallel.modes import STREAM, Solo
 from llmpar.plan.model_config import ExpertConfig, LoraConfig, ModelConfig, Weight
 
 Stream = Float[Array, "b s d"]
 Batch = dict[str, jax.Array]
 """What a step reads, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents,
-from 1). A row of which attention cannot tell who sees whom gives NaN (`attention.as_promised`)."""
+from 1). A row in which attention cannot tell who sees whom gives NaN (`nan_in_broken_rows`)."""
 # Positions and segments of the queries, then those of the keys. Their regions may cut them otherwise than x.
-Ids = tuple[Int[Array, "_ q"], Int[Array, "_ q"], Int[Array, "_ t"], Int[Array, "_ t"]]
+QueryKeyIds = tuple[Int[Array, "_ q"], Int[Array, "_ q"], Int[Array, "_ t"], Int[Array, "_ t"]]
 # Cosines and sines for each of p positions and each pair of a head's numbers.
 Rope = tuple[Float[Array, "b p 1 half"], Float[Array, "b p 1 half"]]
 # The auxiliary outputs of a router (`moe.route`), and the experts that it chose; None without experts.
 Aux = dict[str, Array] | None
-# The loss summed over tokens, and the routers' tally ``l e`` (`moe.route`); None without experts.
+# The loss summed over tokens, and the routers' counts ``l e`` (`moe.route`); None without experts.
 Loss = tuple[Float[Array, ""], Float[Array, "l _"] | None]
 
 
 def param(rngs: nnx.Rngs, weights: dict[str, Weight], path: str) -> nnx.Param:
-    """Start one of the described weights; it knows its region and dims."""
+    """Start one of the described weights; the parameter has its region and dims."""
     weight = weights[path]
     value = jnp.full(weight.shape, weight.fill)
     if weight.std:
@@ -54,49 +63,7 @@ def param(rngs: nnx.Rngs, weights: dict[str, Weight], path: str) -> nnx.Param:
 
 
 Make = Callable[[str], nnx.Param]
-"""Starts the weight with a path (`ModelConfig.block_weights`)."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Adapted:
-    """A frozen weight W with its adapters A and B, as they are used; the scale is alpha / rank."""
-
-    w: Any
-    a: Any
-    b: Any
-    scale: float = field(metadata={"static": True})
-
-
-class Adapters(nnx.Module):
-    """A and B beside those weights of a part that have them (`config.LoraConfig`)."""
-
-    def __init__(self, lora: LoraConfig, make: Make, path: str, names: Sequence[str]):
-        self.scale = lora.scale
-        for name in (name for name in names if name in lora.targets):
-            for x in "ab":
-                setattr(self, f"{name}_{x}", make(f"{path}.lora.{name}_{x}"))
-
-
-def weights(part: nnx.Module, names: Sequence[str], par: Solo) -> Iterator[Array | Adapted]:
-    """The weights of a part as they are used, each with its adapters if it has any."""
-    lora: Any = getattr(part, "lora", None)
-    for name in names:
-        w: Any = par.weight(getattr(part, name))
-        if hasattr(lora, f"{name}_a"):
-            a, b = (par.weight(getattr(lora, f"{name}_{x}")) for x in "ab")
-            w = Adapted(w, a, b, lora.scale)
-        yield w
-
-
-def times(product: Callable, x: Float[Array, "b s *inner"], weight: Array | Adapted, **kinds: Any) -> Array:
-    """The ``product`` of x and a weight. Of an adapted one it is x W + (x A) B · alpha / rank (Hu et al.
-    2021, section 4.1); W + A B, as large as W, is never made. Where the inner dims are cut, both terms are
-    unfinished sums, and finished together."""
-    if not isinstance(weight, Adapted):
-        return product(x, weight, **kinds)
-    x_bsz = checkpoint_name(weight.scale * jnp.tensordot(x, weight.a, x.ndim - 2, **kinds), PROJECTED)
-    return product(x, weight.w, **kinds) + jnp.tensordot(x_bsz, weight.b, 1, **kinds)
+"""Start the weight with a path (`ModelConfig.block_weights`)."""
 
 
 class RMSNorm(nnx.Module):
@@ -117,8 +84,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, make: Make):
         self.q, self.k, self.v, self.o = (make(f"attention.{x}") for x in "qkvo")
-        if config.lora:
-            self.lora = Adapters(config.lora, make, "attention", "qkvo")
+        adapt(self, config.lora, make, "attention")
         if config.qkv_bias:
             self.q_bias, self.k_bias, self.v_bias = (make(f"attention.{x}_bias") for x in "qkv")
         if config.qk_norm:
@@ -127,30 +93,19 @@ class Attention(nnx.Module):
         self.config = config
 
     @jax.named_scope("attention")
-    def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
-        to_heads = weights(self, "qkv", par)
-        q_bsnh, k_bskh, v_bskh = par.enter(project, x, "stream b s d -> attention b s d", *to_heads)
-        if self.config.qkv_bias:
-            biases = (q_bsnh, self.q_bias), (k_bskh, self.k_bias), (v_bskh, self.v_bias)
-            q_bsnh, k_bskh, v_bskh = (par.beside(jnp.add, y, bias) for y, bias in biases)
-        q_bsnh, k_bskh, v_bskh = (checkpoint_name(y, PROJECTED) for y in (q_bsnh, k_bskh, v_bskh))
+    def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
+        weights = used_weights(self, par, "q", "k", "v")
+        biases = (self.q_bias, self.k_bias, self.v_bias) if self.config.qkv_bias else ()
+        arrow = "stream b s d -> attention b s d"
+        q_bsnh, k_bskh, v_bskh = par.move_matmul(x, arrow, *weights, biases=biases)
         if self.config.qk_norm:
             q_bsnh, k_bskh = self.q_norm(q_bsnh, par), self.k_norm(k_bskh, par)
         q_bsnh, k_bskh = rotate(q_bsnh, rope), rotate(k_bskh, rope)
         b, s, k, h = k_bskh.shape
         q_bskrh, mask = q_bsnh.reshape(b, s, k, -1, h), attention.Mask(window=self.config.window)
         y_bsnh = attend(q_bskrh, k_bskh, v_bskh, ids, mask, par).reshape(q_bsnh.shape)
-        return par.leave(unite, y_bsnh, "attention b s d +n -> stream b s d", *weights(self, "o", par))
-
-
-def project(x: Float[Array, "b s d"], *weights: Float[Array, "d _ h"] | Adapted) -> tuple[Array, ...]:
-    """Queries, keys and values of this device's heads."""
-    return tuple(times(functools.partial(jnp.einsum, "bsd,dnh->bsnh"), x, w) for w in weights)
-
-
-def unite(y: Float[Array, "b s n h"], w: Float[Array, "n h d"] | Adapted, **kinds: Any) -> Stream:
-    """The heads' results as one: a sum over n, unfinished where n is cut (`Explicit`'s ``out_sharding``)."""
-    return times(functools.partial(jnp.einsum, "bsnh,nhd->bsd"), y, w, **kinds)
+        (o_nhd,) = used_weights(self, par, "o")
+        return par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
 
 
 def attend(
@@ -161,19 +116,19 @@ def attend(
     mask: attention.Mask,
     par: Solo,
 ) -> Float[Array, "b s k r h"]:
-    """Queries and keys move to where the plan wants them to meet, attend, and the result moves back.
+    """Move queries and keys to their regions, attend, and move the result back.
 
-    Three ways to cut a long sequence are three tables of regions. In a ring nothing moves here, and the keys
-    that are still cut travel during attention; Ulysses has whole sequences of some heads; gathered keys meet
-    the queries at home.
+    Three methods for a long sequence that is cut are three tables of regions. In a ring nothing moves here,
+    and the keys, still cut, travel during attention; Ulysses has whole sequences of some heads; gathered keys
+    come to the queries.
     """
     if par.cache:
         return par.cache.attend(q, k, v, ids[0], mask)
     q = par.move(q, "attention b s k r h -> queries b s k r h")
     k, v = (par.move(x, "attention b s k h -> keys b s k h") for x in (k, v))
     queries, keys, q_ids, k_ids = "queries b s k r h", "keys b s k h", "queries b s", "ids b s"
-    meet = [queries, keys, keys, q_ids, q_ids, k_ids, k_ids]
-    y = par.local(attention.choose(par, mask), meet, queries)(q, k, v, *ids)
+    layouts = [queries, keys, keys, q_ids, q_ids, k_ids, k_ids]
+    y = par.local(attention.choose(par, mask), layouts, queries)(q, k, v, *ids)
     return par.move(y, "queries b s k r h -> attention b s k r h")
 
 
@@ -182,37 +137,24 @@ class FeedForward(nnx.Module):
 
     def __init__(self, make: Make, path: str, lora: LoraConfig | None = None):
         self.gate, self.up, self.down = (make(f"{path}.{x}") for x in ("gate", "up", "down"))
-        if lora:
-            self.lora = Adapters(lora, make, path, ("gate", "up", "down"))
+        adapt(self, lora, make, path)
 
     @jax.named_scope("feed_forward")
     def __call__(
         self,
         x: Stream,
         par: Solo,
-        enter: str = "stream b s d -> ffn b s d",
-        leave: str = "ffn b s d +m -> stream b s d",
+        before: str = "stream b s d -> ffn b s d",
+        after: str = "ffn b s d +m -> stream b s d",
     ) -> Stream:
-        """Three matmuls; the arrows ``enter`` and ``leave`` bring ``x`` to them and their sum away."""
-        gate, up, down = weights(self, ("gate", "up", "down"), par)
-        chunks = par.plan.ffn_chunks
-        keep = lambda y: y if chunks > 1 else checkpoint_name(y, HIDDEN)  # pieces would add up to all of it
+        """Three matmuls; the arrow ``before`` brings ``x`` to them, ``after`` finishes their sum."""
+        gate, up, down = used_weights(self, par, "gate", "up", "down")
 
         def swiglu(x_bsd):
-            gate_bsm, up_bsm = map(keep, par.enter(columns, x_bsd, enter, gate, up))
-            return par.leave(rows, jax.nn.silu(gate_bsm) * up_bsm, leave, down)
+            gate_bsm, up_bsm = par.move_matmul(x_bsd, before, gate, up)
+            return par.matmul_move(jax.nn.silu(gate_bsm) * up_bsm, down, after)
 
-        return par.chunked(swiglu, x, chunks) if chunks > 1 else swiglu(x)
-
-
-def columns(x: Stream, *weights: Float[Array, "d m"] | Adapted) -> tuple[Array, ...]:
-    """``x`` times each of the weights."""
-    return tuple(times(jnp.matmul, x, w) for w in weights)
-
-
-def rows(y: Float[Array, "b s m"], w: Float[Array, "m d"] | Adapted, **kinds: Any) -> Stream:
-    """``y`` times a weight: a sum over m, unfinished where m is cut."""
-    return times(jnp.matmul, y, w, **kinds)
+        return par.chunked(swiglu, x, par.plan.ffn_chunks)
 
 
 class Experts(nnx.Module):
@@ -228,7 +170,7 @@ class Experts(nnx.Module):
 
     @jax.named_scope("experts")
     def __call__(self, x: Stream, par: Solo) -> tuple[Stream, Aux]:
-        """The weighted sum of the chosen experts (and of the shared ones), and the router's outputs."""
+        """Return the weighted sum of the chosen and the shared experts, and the router's outputs."""
         logits_bse = jnp.einsum("bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32)
         bias = []
         if self.config.bias_rate is not None:
@@ -243,7 +185,7 @@ class Experts(nnx.Module):
         x = par.move(x, "stream b s d -> ffn b s d")
         gates = (par.move(y, "stream b s e -> ffn b s e") for y in (weights_bsk, chosen_bsk))
         visit = par.local(
-            functools.partial(moe.visit, self.config, par.island),
+            functools.partial(moe.visit_experts, self.config, par.island),
             ["ffn b s d", "ffn b s e", "ffn b s e", "experts e d m", "experts e d m", "experts e m d"],
             "ffn b s d +m",
         )
@@ -267,8 +209,8 @@ class Block(nnx.Module):
             self.ffn = FeedForward(make, "ffn", config.lora)
         self.config = config
 
-    def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> tuple[Stream, Aux]:
-        """The stream after the layer, and its router's outputs."""
+    def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> tuple[Stream, Aux]:
+        """Return the stream after the layer, and its router's outputs."""
         x = checkpoint_name(x + self.attention(self.attention_norm(x, par), ids, rope, par), STREAM)
         y = self.ffn_norm(x, par)
         y, aux = self.experts(y, par) if self.config.experts else (self.ffn(y, par), None)
@@ -289,7 +231,7 @@ class Llama(nnx.Module):
         self.config = config
 
     def loss(self, batch: Batch, par: Solo) -> Loss:
-        """What training makes small: the sum of the cross-entropies and of the routers' own losses."""
+        """Return what training minimises: the sum of the cross-entropies and of the routers' own losses."""
         losses, aux = self.cross_entropies(batch, par)
         loss = par.total(losses, "data b s")
         if aux is None:
@@ -298,10 +240,10 @@ class Llama(nnx.Module):
         return loss + par.total(more, "data b +s"), aux["tally"]
 
     def cross_entropies(self, batch: Batch, par: Solo) -> tuple[Float[Array, "b s"], Aux]:
-        """The cross-entropy of every target in nats, float32, 0 where the target is -1; and the routers'
-        outputs, layer by layer.
+        """Return the cross-entropy of every target in nats, float32, 0 where the target is -1; and the
+        routers' outputs, layer by layer.
 
-        Devices that hold a block of the vocabulary exchange three numbers per token (the maximum, the sum of
+        Devices that have a block of the vocabulary exchange three numbers per token (the maximum, the sum of
         exponentials, the target's logit); logits are never gathered (Shoeybi et al. 2019, section 3).
         """
         x, head_vd, aux = self.hidden_and_head(batch, par)
@@ -311,19 +253,20 @@ class Llama(nnx.Module):
         @jax.named_scope("loss")
         def losses(inputs):
             x_bsd, targets_bs = inputs
-            # A TPU rounds what it multiplies as it reads: beforehand, that costs memory and no time is won.
+            # A TPU rounds operands as it reads them: rounding them before costs memory and saves no time.
             multiply = logits_of if par.platform == "tpu" else _logits_of
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
             logits_bsv = logits_bsv - par.max(logits_bsv.max(-1), finish)[..., None]
-            total_bs = par.summed(exponentials, ["vocab b s v"], finish)(logits_bsv)
-            target_bs = par.summed(pick, ["vocab b s v", "data b s"], finish)(logits_bsv, targets_bs)
+            sum_exp = lambda par, x: jnp.exp(x).sum(-1)
+            total_bs = par.summed(sum_exp, ["vocab b s v"], finish)(logits_bsv)
+            target_bs = par.summed(target_logits, ["vocab b s v", "data b s"], finish)(logits_bsv, targets_bs)
             return jnp.where(targets_bs >= 0, jnp.log(total_bs) - target_bs, 0)
 
-        return par.chunked(losses, (x, batch["targets"]), par.plan.loss_chunks), aux
+        return par.chunked(losses, (x, batch["targets"]), par.plan.loss_chunks, recompute=True), aux
 
     def hidden_and_head(self, batch: Batch, par: Solo) -> tuple[Stream, Array, Aux]:
-        """The residual stream after the last block and norm, the output head ``v d`` (the embedding once
-        more, where they are tied), and the routers' outputs."""
+        """Return the residual stream after the last block and norm, the output head ``v d`` (the embedding
+        once more, where they are tied), and the routers' outputs."""
         embedding = par.weight(self.embedding)
         head = embedding if self.config.tied else par.weight(self.head)
         x, aux = self.run_blocks(self.embed(embedding, batch, par), batch, par, par.layers)
@@ -342,13 +285,12 @@ class Llama(nnx.Module):
         return look(embedding, batch["tokens"])
 
     def run_blocks(self, x: Stream, batch: Batch, par: Solo, layers: Callable) -> tuple[Stream, Any]:
-        """Run the blocks as ``layers`` does: the stream behind the last one, and the routers' outputs."""
+        """Run the blocks by ``layers``: the stream behind the last one, and the routers' outputs."""
         graph, weights = nnx.split(self.blocks)
         names = "positions", "segments"
         k_positions, k_segments = (par.move(batch[name], "data b s -> ids b s") for name in names)
-        mask, (cos, sin) = attention.Mask(self.config.window), rope_table(self.config, batch["positions"])
-        kept = attention.as_promised(par, mask, k_positions, k_segments)[:, None, None, None]
-        rope = jnp.where(kept, cos, jnp.nan), sin
+        mask, rope = attention.Mask(self.config.window), rope_table(self.config, batch["positions"])
+        rope = nan_in_broken_rows(rope, attention.as_promised(par, mask, k_positions, k_segments))
         q_positions, q_segments = (par.move(x, "ids b s -> queries b s") for x in (k_positions, k_segments))
         ids = q_positions, q_segments, k_positions, k_segments
         block = lambda x, w: nnx.merge(graph, w)(x, ids, rope, par)
@@ -356,27 +298,27 @@ class Llama(nnx.Module):
 
     @jax.named_scope("router_losses")
     def router_losses(self, loss: Float[Array, "b s"], batch: Batch, par: Solo) -> Float[Array, " b"]:
-        """The routers' own losses of each row, summed over its tokens that have a target."""
+        """Sum the routers' own losses of each row over its tokens that have a target."""
         counted = par.move(batch["targets"], "data b s -> stream b s") >= 0
         rows = par.summed(lambda par, x: x.sum(1), ["stream b s"], "stream b +s -> data b +s")
         return rows(jnp.where(counted, loss, 0))
 
     def logits(self, batch: Batch, par: Solo) -> Float[Array, "b s v"]:
-        """All logits, float32, gathered: for parity tests and sampling, not for training."""
+        """Return all logits, float32, gathered: for parity tests and sampling, not for training."""
         x, head, _ = self.hidden_and_head(batch, par)
         x = par.move(x, "stream b s d -> vocab b s d")
         return par.move(logits_of(x, head), "vocab b s v -> data b s v")
 
 
 def logits_of(x: Float[Array, "*rows d"], head: Float[Array, "v d"]) -> Float[Array, "*rows v"]:
-    """Logits, in float32 whatever is multiplied."""
+    """Return logits, in float32 whatever is multiplied."""
     return jnp.einsum("...d,vd->...v", x, head, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
 def _logits_of(x, head):
-    """`logits_of`, whose gradients are rounded to the dtype of ``x`` before they are multiplied: a GPU takes
-    more than twice as long for products of float32, which were 15 % of a step (`tests/device.md`)."""
+    """Return `logits_of`, with gradients rounded to the dtype of ``x`` before they are multiplied: a GPU
+    takes more than twice as long for matmuls of float32, which were 15 % of a step (`tests/device.md`)."""
     return logits_of(x, head)
 
 
@@ -388,13 +330,10 @@ def _logits_grad(saved, grad):
 _logits_of.defvjp(lambda *args: (_logits_of(*args), args), _logits_grad)
 
 
-def exponentials(par: Solo, logits: Float[Array, "b s v"]) -> Float[Array, "b s"]:
-    """The sum of their exponentials over this device's part of the vocabulary."""
-    return jnp.exp(logits).sum(-1)
-
-
-def pick(par: Solo, logits: Float[Array, "b s v"], targets: Int[Array, "b s"]) -> Float[Array, "b s"]:
-    """The targets' logits, 0 where a target is not in this device's part of the vocabulary."""
+def target_logits(
+    par: Solo, logits: Float[Array, "b s v"], targets: Int[Array, "b s"]
+) -> Float[Array, "b s"]:
+    """Return the targets' logits, 0 where a target is not in this device's part of the vocabulary."""
     local_bs1 = (targets - par.index("vocab v") * logits.shape[-1])[..., None]
     is_target_bsv = jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[-1]), 2) == local_bs1
     return jnp.where(is_target_bsv, logits, 0).sum(-1)
@@ -404,28 +343,35 @@ def pick(par: Solo, logits: Float[Array, "b s v"], targets: Int[Array, "b s"]) -
 
 
 def rope_table(config: ModelConfig, positions_bp: Int[Array, "b p"]) -> Rope:
-    """Cosines and sines of the rotary embedding at true positions (Su et al. 2021)."""
+    """Return cosines and sines of the rotary embedding at true positions (Su et al. 2021)."""
     frequencies = jnp.asarray(rope_frequencies(config), jnp.float32)[None, None]
     angles = positions_bp[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
 
 
 def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, " half"]:
-    """Radians per position of each pair, with Llama 3.1's scaling where it is set: wavelengths up to the
-    original context over ``high_freq_factor`` stay, those beyond it over ``low_freq_factor`` are divided by
-    ``factor``, and between them the two are blended (Llama 3.1 reference configuration, 2024)."""
+    """Return radians per position of each pair, with Llama 3.1's scaling where it is set: wavelengths up to
+    the original context over ``high_freq_factor`` stay, those beyond it over ``low_freq_factor`` are divided
+    by ``factor``, and between them the two are blended (Llama 3.1 reference configuration, 2024)."""
     frequency = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
     scaling = config.rope_scaling
     if scaling is None:
         return frequency
-    turns = scaling.original_context * frequency / (2 * np.pi)
+    num_turns = scaling.original_context * frequency / (2 * np.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    blend = np.clip((turns - low) / (high - low), 0, 1)
+    blend = np.clip((num_turns - low) / (high - low), 0, 1)
     return frequency * (blend + (1 - blend) / scaling.factor)
 
 
+def nan_in_broken_rows(rope: Rope, is_right_b: Bool[Array, " b"]) -> Rope:
+    """Return the table with NaN for rows that break what attention relies on (`attention.as_promised`). Such
+    a row, which only a batch made by hand has, then gives NaN and no plausible number."""
+    cos, sin = rope
+    return jnp.where(is_right_b[:, None, None, None], cos, jnp.nan), sin
+
+
 def rotate(x: Float[Array, "b s heads h"], rope: Rope) -> Float[Array, "b s heads h"]:
-    """Turn the pairs (i, i + h/2) of each head by their angles, in float32: Hugging Face's order."""
+    """Rotate the pairs (i, i + h/2) of each head by their angles, in float32: Hugging Face's order."""
     cos, sin = rope
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

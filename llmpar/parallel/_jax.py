@@ -1,26 +1,41 @@
-"""Give loops and branches of collectives channels of their own on simulated devices.
+"""All that llmpar takes from JAX without a public name, or by a name that JAX is about to change.
 
-JAX lowers all collectives with one channel id. XLA's executor for CPUs may enter a loop of collectives and a
-later collective in either order where no data orders them, and devices meet by group and channel: one
-device's collective inside the loop may meet another's outside. The program crashes, hangs or mixes values up
-(docs/simulated-devices.md). Programs for other platforms stay as they are.
+One function for each, with the reason. No other file of the package has such a name, and
+tests/test_jax_private.py fails for each of them on the day that JAX changes it.
+
+    function                             what it is                       why it is needed
+    install_channels                     how JAX lowers a program         one channel for all collectives
+    ATTENTION_KERNEL, OF_SHARDS          names of primitives              a remat policy is given them alone
+    program_shardings                    a program's executable           the public trees err with Refs
+    unreduced_kind                       a type's kind, from JAX 0.12     a maximum is no sum
+    equations, part_of                   a traced function's equations    ClosedJaxpr becomes Jaxpr
+    processes, let_gloo_listen           how processes join               no public state, no such option
+    PARSE_FLAGS                          XLA's reader of XLA_FLAGS        it ends the process at unknown ones
 """
 
 import functools
 import inspect
 import itertools
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import jax
 
-_BETWEEN_DEVICES = "type = 1>"  # how a channel handle of a collective ends; host callbacks have other types
+# --------------------------------------------------------------------------------------------- how JAX lowers
+
+_BETWEEN_DEVICES = "type = 1>"  # the end of a collective's channel handle; host callbacks have other types
 
 
 @functools.cache
-def install() -> bool:
-    """Let JAX number the collectives of every program that it lowers for simulated devices from now on.
-    Warns, and gives False, where this JAX has no such place."""
+def install_channels() -> bool:
+    """Give loops and branches of collectives channels of their own in every program that is lowered for
+    simulated devices from now on. Warns, and returns False, where this JAX lowers in another function.
+
+    JAX lowers all collectives with one channel id. XLA's executor for CPUs may enter a loop of collectives
+    and a later collective in either order where no data orders them, and devices join by group and channel:
+    one device's collective inside the loop may join another's outside. The program crashes, hangs or mixes
+    values up (docs/simulated-devices.md). Programs for other platforms stay as they are.
+    """
     try:
         from jax._src.interpreters import mlir
         from jaxlib.mlir import ir
@@ -49,43 +64,110 @@ def install() -> bool:
 
 
 def _number(module: Any, ir: Any) -> None:
-    """Give the collectives of each loop's body and each branch in a lowered module a channel of their own, in
+    """Give the collectives of each loop's body and each branch of a lowered module a channel of their own, in
     the order of its text.
 
-    Those that stand side by side in one block keep one channel: a device runs them in order, and the
-    compiler sees which of them are equal. What it inlines counts as part of the block that calls it. A
-    function that is called twice is copied, for its loops would bring their channels twice.
+    Those in one block keep one channel: a device runs them in order, and the compiler sees which of them are
+    equal. A function that the compiler inlines belongs to the block that calls it. One that is called twice
+    is copied, for its loops would have their channels twice.
     """
     functions = {op.attributes["sym_name"].value: op.operation for op in module.body.operations}
-    has_some: dict[str, bool] = {}  # functions that were visited: whether collectives were found
+    communicates: dict[str, bool] = {}  # of the functions that were visited
     channels = itertools.count(1)
 
     def visit(regions: Any, channel: int) -> bool:
-        found = False
+        has_any = False
         for op in (op.operation for region in regions for block in region for op in block):
             handle = str(op.attributes["channel_handle"]) if "channel_handle" in op.attributes else ""
             if op.name == "func.call":
-                found |= call(op, channel)
+                has_any |= call(op, channel)
             elif handle.endswith(_BETWEEN_DEVICES):
                 text = f"#stablehlo.channel_handle<handle = {channel}, {_BETWEEN_DEVICES}"
                 op.attributes["channel_handle"] = ir.Attribute.parse(text)
-                found = True
+                has_any = True
             else:
                 for region in op.regions:
                     inlined = op.name == "sdy.manual_computation"
-                    found |= visit([region], channel if inlined else next(channels))
-        return found
+                    has_any |= visit([region], channel if inlined else next(channels))
+        return has_any
 
     def call(op: Any, channel: int) -> bool:
         name = op.attributes["callee"].value
-        if name not in has_some:
-            has_some[name] = visit(functions[name].regions, channel)
-        elif has_some[name]:
+        if name not in communicates:
+            communicates[name] = visit(functions[name].regions, channel)
+        elif communicates[name]:
             copy, other = functions[name].clone(ir.InsertionPoint(module.body)), f"{name}:{len(functions)}"
             copy.attributes["sym_name"] = ir.StringAttr.get(other)
             op.attributes["callee"] = ir.FlatSymbolRefAttr.get(other)
-            functions[other], has_some[other] = copy, visit(copy.regions, channel)
-        return has_some[name]
+            functions[other], communicates[other] = copy, visit(copy.regions, channel)
+        return communicates[name]
 
     with module.context, ir.Location.unknown():
         visit(functions["main"].regions, next(channels))
+
+
+# ---------------------------------------------------------------------------------------- names of primitives
+
+
+ATTENTION_KERNEL = "dot_product_attention_fwd_wrapper"
+"""cuDNN's attention. JAX gives nothing inside it a name for remat."""
+OF_SHARDS = ("all_gather", "reshard", "optimization_barrier", "reduced_vary_cast")
+"""How the primitives begin that make a whole weight of its shards: the gather, by `Manual` or by `Explicit`;
+the barriers around that and before an island; a change of its type inside one."""
+
+# ------------------------------------------------------------------------------------------ layouts and types
+
+
+def program_shardings(compiled: jax.stages.Compiled) -> tuple[list, list, list]:
+    """Return types with shardings of a program's arguments (None: dropped), of what it captured, and of its
+    results. JAX's own trees fail where a Ref is given, and take the wrong argument's where one is captured.
+    """
+    program, ran = cast(Any, compiled), cast(Any, compiled)._executable
+    before, taken = len(program._params.const_args), list(zip(ran.in_avals, ran._in_shardings, strict=True))
+    kept = dict(zip(sorted(ran._kept_var_idx), taken, strict=False))  # captured Refs come last
+    arguments = [kept.get(before + i) for i in range(program.in_tree.num_leaves)]
+    given = [*zip(ran.out_avals, ran._out_shardings, strict=True)]  # and the last values of Refs
+    return arguments, taken[:before] + taken[len(kept) :], given[: program.out_tree.num_leaves]
+
+
+def unreduced_kind(spec: Any) -> str:
+    """Name what is unfinished over a PartitionSpec's unreduced axes: sum, or from JAX 0.12 on max or min."""
+    return getattr(getattr(spec, "unreduced_kind", None), "name", "sum")
+
+
+# ------------------------------------------------------------------------------------------- traced functions
+
+
+def equations(closed: Any) -> tuple[Any, list]:
+    """Return the equations of a traced function, and its constants. ClosedJaxpr becomes an alias of Jaxpr,
+    and its two accessors go."""
+    return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", ()))
+
+
+def part_of(jaxpr: Any, eqns: list, invars: list, outvars: list) -> Any:
+    """Return some equations of a jaxpr, from these variables to those, as one of their own."""
+    unnamed = jaxpr.debug_info.with_unknown_names()
+    return jaxpr.replace(eqns=eqns, invars=invars, outvars=outvars, debug_info=unnamed)
+
+
+# ------------------------------------------------------------------------------------------ several processes
+
+PARSE_FLAGS = "from jaxlib.xla_client import CompileOptions; CompileOptions()"  # without a device
+
+
+def processes() -> Any:
+    """Return JAX's record of a job's processes, also before a device has started: its ``client`` is None
+    where this process has joined none."""
+    from jax._src import distributed
+
+    return distributed.global_state
+
+
+def let_gloo_listen(address: str) -> None:
+    """Let Gloo, by which CPU processes exchange data, listen on this address, where this JAX has it. By
+    itself it takes what the host's name resolves to, 127.0.1.1 or one that is open to others."""
+    from jax._src import xla_bridge
+
+    library: Any = getattr(xla_bridge, "_jax", None)
+    if make := getattr(library, "make_gloo_tcp_collectives", None):
+        library.make_gloo_tcp_collectives = functools.partial(make, hostname=address)

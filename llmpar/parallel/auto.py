@@ -24,18 +24,19 @@ class Auto(Solo):
         self.mesh = mesh
 
     def weight(self, param):
-        """The parameter laid out as it is used."""
+        """Return the parameter, constrained to the layout in which it is used."""
         return checkpoint_name(self.constrain(super().weight(param), self.plan.place(param.dims)), WEIGHT)
 
     def move(self, x: Array, arrow: str) -> Array:
-        """``x`` laid out as the arrow ends; an unfinished sum is finished wherever the partitioner likes."""
+        """Constrain ``x`` to the arrow's last layout; the partitioner chooses where a sum is finished."""
         return self.constrain(x, self.plan.physical(arrow).after) if x.ndim else x
 
     axes = Manual.axes
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
-        """``f`` inside shard_map, on each device's blocks; sums that it leaves unfinished are finished."""
-        given, ends = tuple(spec(self.plan.place(x)) for x in layouts), jax.tree.map(self.plan.place, result)
+        """Run ``f`` inside shard_map, on each device's blocks, and finish its unfinished sums."""
+        given = tuple(spec(self.plan.place(x)) for x in layouts)
+        ends = jax.tree.map(self.plan.place, result)
         block = self.island.local(f, layouts, result)
 
         def inside(*args):
@@ -50,5 +51,5 @@ class Auto(Solo):
         return lax.with_sharding_constraint(x, sharding(self.mesh, layout))
 
     def carry_out(self, x: Array, arrow: Arrow, text: str = "") -> Array:
-        """``x`` laid out as a physical arrow ends."""
+        """Constrain ``x`` to a physical arrow's last layout."""
         return self.constrain(x, arrow.after)

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, resha
 from jaxtyping import Array
 
 from llmpar.parallel.auto import Auto
+from llmpar.parallel.collective_matmul import matmul
 from llmpar.parallel.collectives import MOVED, WEIGHT, scope, vary
 from llmpar.parallel.mesh import as_type, from_type
 from llmpar.plan.layout import Arrow, Layout, parse_layout
@@ -22,9 +23,9 @@ class Explicit(Auto):
     """On a mesh of explicit axes: a layout is a type, an arrow is `jax.sharding.reshard`, and JAX checks.
 
     An unfinished sum ``+a`` is ``unreduced={a}`` in the type. What `Manual` calls varying is ``reduced={a}``:
-    a value that is the same all over a, and is used there on values that are not. Its gradient is a sum over
-    a, unfinished until the move that set the mark finishes it on the way back. `seen` has every region that a
-    value was in, the layout there, what the type says, and the type itself.
+    a value that is the same all over a, and is used with values that are not. Its gradient is a sum over a,
+    unfinished until the move that set the mark finishes it in the backward pass. `seen` has every region that
+    a value was in, its layout, the layout in the type, and the type itself.
     """
 
     def __init__(self, plan: Resolved, mesh: Mesh | AbstractMesh):
@@ -32,14 +33,14 @@ class Explicit(Auto):
         self.seen: dict[tuple[str, str, str, str], None] = {}
 
     def weight(self, param):
-        """The weight as it is used. Where the step has marked the stored one, its gradient stays a sum."""
+        """Return the weight as it is used. Where the step marked the stored one, its gradient stays a sum."""
         layouts, dims = self.plan.layouts_of(param.dims), param.dims
         shard = self.lay(param[...], layouts.stored, dims, marked=True).astype(self.dtype)
         return checkpoint_name(self.note(self.lay(shard, layouts.used, dims, marked=True), dims), WEIGHT)
 
     def beside(self, f: Callable, x: Array, param) -> Array:
-        """``f(x, weight)``, with the weight spread as ``x`` is, by an outer product with ones: the gradient
-        of that is an unfinished sum, which JAX's rule for broadcasting lacks. Nothing of it is kept."""
+        """Return ``f(x, weight)``, with the weight spread as ``x`` is, by an outer product with ones: the
+        gradient of that is an unfinished sum, which JAX's rule for broadcasting lacks. Nothing is saved."""
         weight = self.weight(param)
         lead = x.ndim - weight.ndim
         cuts = PartitionSpec(*jax.typeof(x).sharding.spec.partitions[:lead])
@@ -48,7 +49,7 @@ class Explicit(Auto):
         return jax.checkpoint(lambda x, w: f(x, spread(w)))(x, weight)
 
     def move(self, x: Array, arrow: str) -> Array:
-        """``x`` with the type in which the arrow ends."""
+        """Return ``x`` with the type of the arrow's last layout."""
         before, _, after = arrow.partition("->")
         physical = self.plan.physical(arrow)
         marked = jnp.issubdtype(x.dtype, jnp.floating)
@@ -56,18 +57,17 @@ class Explicit(Auto):
         return checkpoint_name(self.note(x, after), MOVED) if physical.moves else x
 
     def note(self, x: Array, text: str, layout: Layout | None = None) -> Array:
-        """``x``, whose type is the layout of what ``text`` names; refused where it is not."""
+        """Return ``x`` after a check that its type is the layout of what ``text`` names."""
         layout = layout or self.plan.place(text.strip())
-        found, says = from_type(x, layout.letters or None), str(jax.typeof(x))
-        if set(found.sums) != set(layout.sums) or found.dims != layout.dims:
-            raise ValueError(f"'{text.strip()}' is '{layout}' here, but the type {says} is '{found}'")
-        self.seen[text.strip(), str(layout), str(found), says] = None
+        typed, says = from_type(x, layout.letters or None), str(jax.typeof(x))
+        if set(typed.sums) != set(layout.sums) or typed.dims != layout.dims:
+            raise ValueError(f"'{text.strip()}' is '{layout}' here, but the type {says} is '{typed}'")
+        self.seen[text.strip(), str(layout), str(typed), says] = None
         return x
 
     def lay(self, x: Array, layout: Layout, text: str, marked: bool = False) -> Array:
-        """``x`` typed as a layout says. ``marked``: also with ``reduced=`` marks, the axes on which the
-        region in which ``text`` ends sees different values: ``float32[64,176]`` becomes
-        ``float32[64,176]{R:dp}``."""
+        """Reshard ``x`` to a layout. ``marked``: also with ``reduced=`` marks, the axes on which the last
+        region of ``text`` sees different values: ``float32[64,176]`` becomes ``float32[64,176]{R:dp}``."""
         region = parse_layout(text.rpartition("->")[2].strip()).region if marked else ""
         differ = (*self.plan.varying(region), *from_type(x).axes) if region else ()
         marks = [a for a in differ if a not in layout.axes + layout.sums]
@@ -78,27 +78,27 @@ class Explicit(Auto):
             return lax.optimization_barrier(x)
 
     def carry_out(self, x: Array, arrow: Arrow, text: str = "") -> Array:
-        """``x`` with the type in which a physical arrow ends."""
+        """Return ``x`` with the type of a physical arrow's last layout."""
         return self.note(self.lay(x, arrow.after, text or str(arrow)), text, arrow.after)
 
-    def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Any) -> Array:
-        """``multiply(x, *weights)`` as an unfinished sum, moved."""
-        return self.move(multiply(x, *weights, out_sharding=as_type(self.plan.physical(arrow).before)), arrow)
+    def matmul_move(self, x: Array, weight: Any, arrow: str) -> Array:
+        """Multiply ``x`` by a weight, which gives the type of an unfinished sum, then move the result."""
+        return self.move(matmul(x, weight, out_sharding=as_type(self.plan.physical(arrow).before)), arrow)
 
     def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
-        """An island whose result is typed as an unfinished sum, moved."""
+        """Return an island whose result has the type of an unfinished sum, and is then moved."""
         island = self.local(functools.partial(f, self.island), layouts, arrow.partition("->")[0].strip())
         return lambda *args: self.move(island(*args), arrow)
 
     def total(self, x: Array, layout: str) -> Array:
-        """The sum over all dims, finished."""
+        """Sum over all dims, and finish the sum."""
         place, text = self.plan.place(layout), "loss, tokens and norm"
         sums = Layout((), place.axes + place.sums)
         total = lax.reduce_sum(x, range(x.ndim), out_sharding=as_type(sums))
         return self.carry_out(total, Arrow(sums, Layout(())), text)
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
-        """``f`` inside shard_map, on each device's blocks; the sums that it leaves unfinished stay so."""
+        """Run ``f`` inside shard_map, on each device's blocks; sums that it leaves unfinished stay so."""
         ends = jax.tree.map(self.plan.place, result)
 
         def unfinished(y, end):

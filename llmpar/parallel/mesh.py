@@ -14,7 +14,7 @@ import jax
 import jax.extend
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from llmpar.parallel import _jax as channels
+from llmpar.parallel import _jax
 from llmpar.parallel.placement import device_grid
 from llmpar.plan.layout import Dim, Layout
 from llmpar.plan.mesh_shape import MeshShape, parse_mesh
@@ -26,18 +26,18 @@ wins."""
 THREADS_PER_DEVICE = 4
 MAX_SIMULATED = 1024
 _KINDS = {"gpu": "NVIDIA H100 80GB HBM3", "tpu": "TPU v5"}
-"""What an abstract mesh says that its devices are, by platform."""
+"""The kind of an abstract mesh's devices, by platform."""
 LETTERS = "bsdnkrhmevclut"
 """Names of the dims of a value that has none, in order."""
 
 
 def use_devices(simulate: int = 8, at_least: int = 2) -> list[jax.Device]:
-    """The accelerators of this machine or, where there are fewer than ``at_least``, ``simulate`` CPU devices.
-    Call it before other JAX work: whatever runs on them, yours too, then neither hangs nor mixes values up
+    """Return the accelerators of this machine or, where there are fewer than ``at_least``, ``simulate`` CPU
+    devices. Call it before other JAX work: programs on them, yours too, then neither hang nor mix values up
     (docs/simulated-devices.md). JAX's devices are fixed from its first use on.
 
-    A single accelerator is left alone, and that is said, unless JAX_PLATFORMS names its platform: parallelism
-    needs two devices to show anything. ``at_least=1`` takes it.
+    A single accelerator is left out, and a line is printed, unless JAX_PLATFORMS names its platform:
+    parallelism needs two devices to show anything. ``at_least=1`` takes it.
     """
     if not isinstance(simulate, int) or not 1 <= simulate <= MAX_SIMULATED:
         raise ValueError(f"{simulate!r} simulated devices were asked for; use 1 to {MAX_SIMULATED}")
@@ -46,12 +46,12 @@ def use_devices(simulate: int = 8, at_least: int = 2) -> list[jax.Device]:
         try:
             jax.config.update("jax_num_cpu_devices", simulate)
         except RuntimeError:
-            fresh = False  # JAX runs already; what it has may be enough
+            fresh = False  # JAX runs already; its devices may be enough
     devices = ordered_devices()
     few = devices[0].platform != "cpu" and len(devices) < at_least
     if few and not jax.config.jax_platforms:  # type: ignore[attr-defined]
         devices = _simulated_instead(devices, simulate, fresh)
-    alone = jax.process_count() == 1  # of several processes each has what its launcher gave it
+    alone = jax.process_count() == 1  # of several processes each has the devices that its launcher gave it
     if devices[0].platform == "cpu" and len(devices) < simulate and alone:
         raise ValueError(
             f"{simulate} simulated devices were asked for but JAX has started with {len(devices)}, and the"
@@ -62,26 +62,26 @@ def use_devices(simulate: int = 8, at_least: int = 2) -> list[jax.Device]:
 
 
 def _simulated_instead(devices: list[jax.Device], simulate: int, fresh: bool) -> list[jax.Device]:
-    """Start JAX again on CPU devices, and say so. Arrays that a program has made before would be lost."""
-    found = f"{len(devices)} x {devices[0].device_kind}"
+    """Start JAX again on CPU devices, and print that. Arrays that a program has made before would be lost."""
+    present = f"{len(devices)} x {devices[0].device_kind}"
     if not fresh:
-        what = f"{simulate} simulated devices were asked for but JAX has started on {found}"
+        what = f"{simulate} simulated devices were asked for but JAX has started on {present}"
         raise ValueError(f"{what}; call use_devices() first in a fresh process, or set JAX_PLATFORMS=cpu")
     jax.extend.backend.clear_backends()
     jax.config.update("jax_platforms", "cpu")
-    what = f"{found} is too few for parallelism: {simulate} simulated CPU devices are used instead"
+    what = f"{present} is too few for parallelism: {simulate} simulated CPU devices are used instead"
     print(f"{what} (JAX_PLATFORMS={devices[0].platform} takes what is here)")
     return ordered_devices()
 
 
 def ordered_devices() -> list[jax.Device]:
     """Start JAX and list all devices, host by host (process k's ids may begin at 2048·k)."""
-    channels.install()
+    _jax.install_channels()
     _refuse_flags(os.environ.get("XLA_FLAGS", ""))
     try:
         with _enough_threads():
             return sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-    except (RuntimeError, AssertionError) as error:  # the second where JAX_PLATFORMS is not there
+    except (RuntimeError, AssertionError) as error:  # the second where JAX lacks a platform
         platforms = os.environ.get("JAX_PLATFORMS", "")
         where = f"JAX_PLATFORMS={platforms}" if platforms else "the platform of this machine"
         why = str(error).partition("\n")[0][:200] or "there is no such device"
@@ -94,39 +94,39 @@ def _enough_threads():
     """While JAX starts, ask XLA for `THREADS_PER_DEVICE` threads per simulated device, unless the user did.
 
     All simulated devices share one pool, by default of as many threads as there are devices or cores. A
-    collective blocks a thread until its whole group has come, so two collectives that no data orders can take
-    every thread, each waiting for one that finds none. XLA reads the pool's size once, when it starts.
+    collective blocks a thread until its whole group has arrived, so two collectives that no data orders can
+    take every thread, each waiting for a device that finds none. XLA reads the pool's size once, at start.
     """
     counts = re.findall(rf"{_COUNT_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     devices = int(counts[-1]) if counts else jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
-    asked = {}
+    sizes = {}
     if devices > 1 and not any(name in os.environ for name in POOL_SIZE):
         threads = max(THREADS_PER_DEVICE * devices, os.cpu_count() or 1)
-        asked = dict.fromkeys(POOL_SIZE, str(threads))
-    os.environ.update(asked)
+        sizes = dict.fromkeys(POOL_SIZE, str(threads))
+    os.environ.update(sizes)
     try:
         yield
     finally:
-        for name in asked:
+        for name in sizes:
             del os.environ[name]
 
 
 @functools.cache
 def _refuse_flags(flags: str) -> None:
     """Raise ValueError for flags that XLA does not know. It would end the process at them, in a notebook
-    without a word: another process tries them."""
+    without a message: another process tries them."""
     if all(flag.startswith(_COUNT_FLAG) for flag in flags.split()) or not sys.executable:
         return
-    tried = [sys.executable, "-c", "from jaxlib.xla_client import CompileOptions; CompileOptions()"]
-    said = subprocess.run(tried, capture_output=True, text=True, errors="replace").stderr
-    if found := re.search(r"Unknown flags? in XLA_FLAGS: *(.*)", said):
-        why = f"XLA, which ends a process for that, knows no {found[1].strip()}"
+    command = [sys.executable, "-c", _jax.PARSE_FLAGS]
+    output = subprocess.run(command, capture_output=True, text=True, errors="replace").stderr
+    if unknown := re.search(r"Unknown flags? in XLA_FLAGS: *(.*)", output):
+        why = f"XLA, which ends a process for that, knows no {unknown[1].strip()}"
         raise ValueError(f"XLA_FLAGS is '{flags}', and {why}; mend XLA_FLAGS, or unset it")
 
 
 def make_mesh(shape: str | MeshShape, devices: list | None = None) -> Mesh:
-    """A mesh of all six axes over devices in the order of `device_grid`; sizes of one cost nothing."""
-    channels.install()
+    """Make a mesh of all six axes over devices in the order of `device_grid`; sizes of one cost nothing."""
+    _jax.install_channels()
     devices = ordered_devices() if devices is None else devices
     grid = device_grid(shape := parse_mesh(shape, len(devices)), devices)
     idle = {d.process_index for d in devices} - {d.process_index for d in grid.flat}
@@ -141,7 +141,7 @@ def make_mesh(shape: str | MeshShape, devices: list | None = None) -> Mesh:
 
 
 def abstract_mesh(shape: str | MeshShape, platform: str = "cpu") -> AbstractMesh:
-    """A mesh without devices: enough to trace and to lower a program for a platform (cpu, gpu or tpu)."""
+    """Make a mesh without devices: enough to trace and lower a program for a platform (cpu, gpu or tpu)."""
     sizes, device = parse_mesh(shape).sizes, None
     if platform != "cpu":
         name = {"gpu": "cuda"}.get(platform, platform)
@@ -150,8 +150,8 @@ def abstract_mesh(shape: str | MeshShape, platform: str = "cpu") -> AbstractMesh
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
 
 
-def split(mesh: Any, shape: MeshShape) -> Any:
-    """The same devices with two axes for one, where it has an inner part in ``shape`` (`notation.PARTS`)."""
+def split_axes(mesh: Any, shape: MeshShape) -> Any:
+    """Return a mesh with two axes for each one that has an inner part in ``shape`` (`mesh_shape.PARTS`)."""
     names, sizes = tuple(shape.sizes), tuple(shape.sizes.values())
     if names == tuple(mesh.axis_names):
         return mesh
@@ -162,22 +162,22 @@ def split(mesh: Any, shape: MeshShape) -> Any:
 
 
 def explicit(mesh: Mesh | AbstractMesh) -> Any:
-    """The same mesh with explicit axes: what lies on it has its sharding in its type."""
+    """Return the mesh with explicit axes: an array on it has its sharding in its type."""
     return mesh.update(axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
 
 
 def spec(layout: Layout) -> PartitionSpec:
-    """The layout as JAX writes it: per dim the axes that cut it."""
+    """Return the layout as JAX writes it: per dim the axes that cut it."""
     return PartitionSpec(*[d.axes or None for d in layout.dims])
 
 
 def as_type(layout: Layout, reduced: Iterable[str] = ()) -> PartitionSpec:
-    """The layout as JAX's types write it on explicit axes: `spec`, and the sums that are not finished."""
+    """Return the layout as JAX's types on explicit axes write it: `spec`, and the unfinished sums."""
     return PartitionSpec(*spec(layout), unreduced=set(layout.sums), reduced=set(reduced))
 
 
 def from_type(x: Any, letters: str | None = None) -> Layout:
-    """The layout of an array, or of a tracer on explicit axes, as its sharding has it; the axes may have any
+    """Return the layout in the sharding of an array, or of a tracer on explicit axes; the axes may have any
     names. ``letters`` name the dims; without them they are b, s, d and so on, in order. Automatic axes, and
     those inside shard_map, are not in a tracer's type."""
     traced = isinstance(x, jax.core.Tracer)
@@ -198,16 +198,16 @@ def from_type(x: Any, letters: str | None = None) -> Layout:
 
 
 def axes_of(cut: Any) -> tuple[str, ...]:
-    """The axes in one dim's entry of a PartitionSpec."""
+    """Return the axes in one dim's entry of a PartitionSpec."""
     return () if cut is None else (cut,) if isinstance(cut, str) else tuple(cut)
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """The platform of a mesh's devices: cpu, tpu, or gpu and what JAX tells of it (``gpu 7.5``, and ``gpu
-    gfx942`` of AMD); of an abstract mesh cpu unless it says another."""
+    """Return the platform of a mesh's devices: cpu, tpu, or gpu with its compute capability (``gpu 7.5``, and
+    ``gpu gfx942`` of AMD); of an abstract mesh cpu unless it names another."""
     if isinstance(mesh, AbstractMesh):
-        kind = mesh.abstract_device.device_kind if mesh.abstract_device else ""
-        return next((platform for platform in _KINDS if _KINDS[platform] == kind), "cpu")
+        device_kind = mesh.abstract_device.device_kind if mesh.abstract_device else ""
+        return next((platform for platform in _KINDS if _KINDS[platform] == device_kind), "cpu")
     first = mesh.devices.flat[0]
     if first.platform not in ("gpu", "cuda", "rocm"):
         return first.platform
@@ -215,10 +215,10 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
 
 
 def sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:
-    """The layout on the devices of ``mesh``."""
+    """Return the layout on the devices of ``mesh``."""
     return NamedSharding(mesh, spec(layout))
 
 
 def shard_bytes(layout: Layout, shape: tuple[int, ...], itemsize: int, sizes: dict[str, int]) -> int:
-    """Bytes that one device holds of a value of ``shape``."""
+    """Return the bytes of one device's shard of a value of ``shape``."""
     return math.prod(layout.shard_shape(shape, sizes)) * itemsize

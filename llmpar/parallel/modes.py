@@ -3,28 +3,29 @@ partitioner, `Explicit` with layouts as types.
 
 The model calls these methods and never names a mesh axis:
 
-    par.weight(p)          a parameter, as it is needed for computing
-    par.move(x, arrow)     a value moves: from one region to another, from an unfinished sum to a finished one
-    par.enter, par.leave   moves with the matmuls right behind them, or right before
-    par.max(x, arrow)      the same for a maximum, through which no gradient flows
-    par.beside(f, x, p)    f of a value and a parameter that it is multiplied with, or that is added to it
-    par.summed(f, …)       a function that gives, on each device, one term of an unfinished sum
-    par.total(x, layout)   the sum over all dims
-    par.index(layout)      which block of a dim this device holds; par.parts(layout): of how many
-    par.layers(f, x, ws)   a stack of blocks
-    par.chunked(f, xs, n)  pieces of a sequence, one after the other
-    par.local(f, …)        an island: code that works on one device's blocks and talks to the others
-                           itself, with the arrows of par.island, over the axes that par.axes(layout) names
+    par.weight(p)             a parameter, as it is needed for computing
+    par.move(x, arrow)        a value moves: to another region, from an unfinished sum to a finished one
+    par.move_matmul(x, arrow, *ws)    a move, and the matmuls right behind it
+    par.matmul_move(x, w, arrow)      a matmul, and the move right behind it
+    par.max(x, arrow)         as move, for a maximum, through which no gradient flows
+    par.beside(f, x, p)       f of a value and a parameter that is added to it or that it is multiplied by
+    par.summed(f, …)          a function that gives, on each device, one term of an unfinished sum
+    par.total(x, layout)      the sum over all dims
+    par.index(layout)         which block of a dim this device has; par.parts(layout): of how many
+    par.layers(f, x, ws)      a stack of blocks
+    par.chunked(f, xs, n)     pieces of a sequence, one after the other
+    par.local(f, …)           an island: code that works on one device's blocks and communicates by itself,
+                              with the arrows of par.island, over the axes that par.axes(layout) names
 
 In `Manual` every arrow becomes a collective in a scope of its text, by which a census of the compiled program
-(`llmpar.inspect.census`) says what moves for which line of the model. Autodiff writes the backward
+(`llmpar.inspect.census`) tells what moves for which line of the model. Autodiff writes the backward
 collectives: all-gather and reduce-scatter are each other's transpose, and the transpose of "from here on,
 devices differ" (`lax.pcast`, free in the forward pass) is the all-reduce that Megatron calls f (Shoeybi et
 al. 2019, section 3). shard_map's varying-axes check is what makes those transposes right; it stays on.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,31 +35,34 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Int
 
-from llmpar.parallel import collective_matmul as overlap
-from llmpar.parallel.collectives import MOVED, WEIGHT, ragged, scope, send, together, vary, varying
+from llmpar.parallel._jax import ATTENTION_KERNEL, OF_SHARDS
+from llmpar.parallel.collective_matmul import Ring, gather_matmul, matmul, matmul_scatter, matmuls
+from llmpar.parallel.collectives import MOVED, WEIGHT, barrier, ragged, scope, send, vary, varying
 from llmpar.plan.layout import Arrow, parse_arrow, parse_layout
 from llmpar.plan.plan import Plan, Resolved
 
 PROJECTED, STREAM, HIDDEN = "projected", "stream", "hidden"
-"""Names under which remat policies know more of a block: queries, keys and values before RoPE; the residual
-stream between attention and feed-forward; the feed-forward's first matmuls. Attention names its own results.
+"""Names by which remat policies know more values of a block: queries, keys and values before RoPE; the
+residual stream between attention and feed-forward; the feed-forward's first matmuls. Attention names its own.
 
-    value                          bytes a token   FLOPs to make it again, a token    kept by
+    value                          bytes a token   FLOPs to compute it again          saved by
     queries, keys, values          n h + 2 k h     2 d (n h + 2 k h): d FLOPs a byte  selective, ffn
     attention's result, log-sums   n h             attention itself, more than that   selective, ffn
     stream after attention         d               with it a reduction, sent again    selective, ffn
     gate and up                    2 m             4 d m: d FLOPs a byte              selective
-    norms, RoPE, SwiGLU            d, n h, m       a few FLOPs a byte                 none: made again
+    norms, RoPE, SwiGLU            d, n h, m       a few FLOPs a byte                 none: computed again
 """
+OF_REGION = {"attention": PROJECTED, "ffn": HIDDEN}
+"""The name of the results of a region's first matmuls."""
 SAVED = {"block": (), "ffn": (PROJECTED, STREAM, "attention_out", "attention_lse")}
 SAVED["selective"] = *SAVED["ffn"], HIDDEN
-"""What a block's forward pass keeps for its backward pass, by `Plan.remat`."""
+"""What a block's forward pass saves for its backward pass, by `Plan.remat`."""
 
 
 class Solo:
     """One device: moves do nothing. The reference that every test compares with."""
 
-    cache: Any = None  # keeps keys and values where tokens come one at a time, and attends (`serve.decode`)
+    cache: Any = None  # of keys and values, where tokens come one at a time; it attends (`serve.decode`)
 
     def __init__(self, plan: Resolved | None = None):
         self.plan = plan = plan or Plan().resolve()
@@ -66,58 +70,72 @@ class Solo:
         self.dtype = jnp.dtype(plan.dtype)
 
     def weight(self, param: nnx.Variable) -> Array:
-        """The parameter in the computing dtype."""
+        """Return the parameter in the computing dtype."""
         return param[...].astype(self.dtype)
 
     def beside(self, f: Callable, x: Array, param: nnx.Variable) -> Array:
-        """``f(x, weight)``, number by number along the last dims of ``x``."""
+        """Return ``f(x, weight)``, element by element along the last dims of ``x``."""
         weight = self.weight(param)
         return f(x, jnp.expand_dims(weight, range(x.ndim - weight.ndim)))
 
     def move(self, x: Array, arrow: str) -> Array:
-        """``x`` itself: it is where it should be."""
+        """Return ``x`` itself: one device has it."""
         return x
 
-    def enter(self, multiply: Callable, x: Array, arrow: str, *weights: Any) -> Any:
-        """Move ``x``, then ``multiply(x, *weights)``: matmuls of each position by itself, ``b s …``. A weight
-        is what ``multiply`` takes for one: an array, or a few."""
-        return multiply(self.move(x, arrow), *weights)
+    def move_matmul(
+        self, x: Array, arrow: str, *weights: Any, biases: Sequence[nnx.Variable] = ()
+    ) -> list[Array]:
+        """Move ``x``, ``b s …``, multiply it by each of the weights (`matmul`), and add their biases. Remat
+        knows the results by the region's name (`OF_REGION`)."""
+        ring = self.ring(arrow, "all-gather")
+        results = gather_matmul(ring, x, weights) if ring else matmuls(self.move(x, arrow), *weights)
+        if biases:
+            results = [self.beside(jnp.add, y, bias) for y, bias in zip(results, biases, strict=True)]
+        name = OF_REGION[parse_arrow(arrow).after.region]
+        if name == HIDDEN and self.plan.ffn_chunks > 1:  # pieces would add up to all of it
+            return results
+        return [checkpoint_name(y, name) for y in results]
 
-    def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Any) -> Array:
-        """``multiply(x, *weights)``, then move the result: the mirror image of `enter`."""
-        return self.move(multiply(x, *weights), arrow)
+    def matmul_move(self, x: Array, weight: Any, arrow: str) -> Array:
+        """Multiply ``x`` by a weight (`matmul`), then move the result: the mirror image of `move_matmul`."""
+        ring = self.ring(arrow, "reduce-scatter")
+        return matmul_scatter(ring, x, weight) if ring else self.move(matmul(x, weight), arrow)
+
+    def ring(self, arrow: str, kind: str) -> Ring | None:
+        """Return None: on one device a matmul has no collective beside it."""
+        return None
 
     def ragged(self, x: Array, send: Int[Array, " g"], come: Int[Array, " g"], arrow: str) -> Array:
-        """As `move`."""
+        """Return ``x`` itself, as `move` does."""
         return x
 
     def max(self, x: Array, arrow: str) -> Array:
-        """``x`` itself, behind a stop_gradient."""
+        """Return ``x`` itself, behind a stop_gradient."""
         return lax.stop_gradient(x)
 
     def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
-        """``f(par, …)``, of values with these ``layouts``: a term of a sum on each device, which the arrow
-        finishes."""
+        """Return ``f(par, …)`` of values with these ``layouts``: a term of a sum on each device, which the
+        arrow finishes."""
         return lambda *args: self.move(f(self, *args), arrow)
 
     def total(self, x: Array, layout: str) -> Array:
-        """The sum over all dims of a value with this ``layout``."""
+        """Sum over all dims of a value with this ``layout``."""
         return x.sum()
 
     def index(self, layout: str) -> int | Int[Array, ""]:
-        """0: the one block that there is."""
+        """Return 0: there is one block."""
         return 0
 
     def axes(self, layout: str) -> tuple[str, ...]:
-        """The mesh axes that cut the layout's one dim, for an island that must name them."""
+        """Return the mesh axes that cut the layout's one dim, for an island that must name them."""
         return ()
 
     def parts(self, layout: str) -> int:
-        """The number of blocks of the layout's one dim."""
+        """Return the number of blocks of the layout's one dim."""
         return self.plan.mesh.along(self.axes(layout))
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
-        """``f`` as a function of whole values with these ``layouts``, giving one laid out as ``result``."""
+        """Return ``f`` as a function of whole values with these ``layouts``, and a result with that one."""
         return f
 
     island = property(lambda self: self, doc="The mode inside an island, where a device sees its blocks.")
@@ -126,25 +144,26 @@ class Solo:
         """Run ``x, aux = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``,
         rematerialised as planned. The layers' auxiliary results are stacked."""
         plan, length = self.plan, jax.tree.leaves(stack)[0].shape[0]
-        alone = not 0 < plan.unroll < length  # no loop keeps XLA from merging the two computations
+        no_loop = not 0 < plan.unroll < length  # nothing else keeps XLA from merging the two computations
         keep = plan.gathers == "block" and not plan.reshard_after_forward
         if plan.remat != "none":
             policy = functools.partial(_named, SAVED[plan.remat] + (WEIGHT,) * keep)
-            block = jax.checkpoint(block, policy=policy, prevent_cse=alone)
+            block = jax.checkpoint(block, policy=policy, prevent_cse=no_loop)
         elif plan.gathers == "block" and not keep:
-            block = jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=alone)
+            block = jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=no_loop)
         return lax.scan(block, x, stack, unroll=plan.unroll or length)
 
-    def chunked(self, f: Callable, xs: Any, num_chunks: int) -> Any:
-        """Apply ``f`` to ``num_chunks`` pieces of ``xs``, one after the other, and join what comes out, all
-        along dim 1.
+    def chunked(self, f: Callable, xs: Any, num_chunks: int, recompute: bool = False) -> Any:
+        """Apply ``f`` to ``num_chunks`` pieces of ``xs``, one after the other, and join the results, all
+        along dim 1. It bounds the memory of what ``f`` computes of a piece, such as logits.
 
-        The backward pass recomputes a piece but repeats no communication. Bounds the memory of what ``f``
-        makes of a piece, such as logits. A piece takes every ``num_chunks``-th position, so that it is cut
-        over devices as the whole is.
+        The backward pass computes a piece again (with ``recompute`` also where there is only one), but
+        repeats no communication. A piece has every ``num_chunks``-th position, so it is cut over devices as
+        the whole is.
         """
-        policy = jax.checkpoint_policies.save_only_these_names(MOVED)
-        f = jax.checkpoint(f, policy=policy, prevent_cse=False)
+        if recompute or num_chunks > 1:
+            policy = jax.checkpoint_policies.save_only_these_names(MOVED)
+            f = jax.checkpoint(f, policy=policy, prevent_cse=False)
         if num_chunks == 1:
             return f(xs)
         cut = lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, num_chunks, *x.shape[2:]), 2, 0)
@@ -155,19 +174,14 @@ class Solo:
 
 def _named(names: tuple[str, ...], prim, *_, **params) -> bool:
     """Save what has one of the names. cuDNN's kernel stands for attention's: JAX names nothing inside."""
-    if prim.name == "dot_product_attention_fwd_wrapper":
+    if prim.name == ATTENTION_KERNEL:
         return "attention_out" in names
     return prim.name == "name" and params["name"] in names
 
 
-OF_SHARDS = ("all_gather", "reshard", "optimization_barrier", "reduced_vary_cast")
-"""How the operations begin that make a whole weight of its shards: the gather, by `Manual` or by `Explicit`;
-the barriers around that and before an island; its type inside one."""
-
-
 def _all_but_gathered_weights(prim, *_, **params) -> bool:
-    """Save all but whole weights: these are gathered again, and nothing is computed again. What else is
-    gathered is saved under the name that it gets (`MOVED`)."""
+    """Save all but whole weights: these are gathered again, and nothing is computed again. Other gathered
+    values are saved by their name (`MOVED`)."""
     if prim.name == "name":
         return params["name"] != WEIGHT
     return not prim.name.startswith(OF_SHARDS)
@@ -180,12 +194,11 @@ class Manual(Solo):
     """Inside `jax.shard_map` over all axes: arrows are collectives, each in the `scope` of its arrow."""
 
     def weight(self, param: nnx.Variable) -> Array:
-        """The weight as it is used: from its stored shard (`gather`), unless a pipeline has done that for the
-        step.
+        """Return the weight as it is used: of its stored shard (`gather`), unless a pipeline has gathered it
+        for the step.
 
-        What the backward pass does is the mirror image: reduce-scatter over the axes of ZeRO in the computing
-        dtype, then one float32 all-reduce of the shard over every other axis on which the region's values
-        differ.
+        The backward pass is the mirror image: reduce-scatter over the axes of ZeRO in the computing dtype,
+        then one float32 all-reduce of the shard over every other axis on which the region's values differ.
         """
         region = parse_layout(param.dims).region
         x = self._vary(param[...], self.plan.varying(region), param.dims)
@@ -193,7 +206,7 @@ class Manual(Solo):
         return checkpoint_name(whole, WEIGHT)
 
     def gather(self, shard: Array, dims: str) -> Array:
-        """A weight's stored shard, cast, then gathered if it is stored cut (ZeRO-3)."""
+        """Cast a weight's stored shard, then gather it if it is stored cut (ZeRO-3)."""
         return self.carry_out(shard.astype(self.dtype), self.plan.layouts_of(dims).gather, dims)
 
     def move(self, x: Array, arrow: str) -> Array:
@@ -204,29 +217,18 @@ class Manual(Solo):
         x = self._vary(x, self.plan.varying(region), arrow) if region else x
         return checkpoint_name(x, MOVED) if physical.moves else x
 
-    def enter(self, multiply: Callable, x: Array, arrow: str, *weights: Any) -> Any:
-        """With `Plan.tp_comm_overlap` a ring: one block is multiplied while the next travels."""
-        if ring := self._ring(arrow, "all-gather"):
-            return overlap.enter(multiply, ring, x, weights)
-        return super().enter(multiply, x, arrow, *weights)
-
-    def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Any) -> Array:
-        """With `Plan.tp_comm_overlap` a ring: the sum of one block travels while the next is multiplied."""
-        if ring := self._ring(arrow, "reduce-scatter"):
-            return overlap.leave(multiply, ring, x, weights)
-        return super().leave(multiply, x, arrow, *weights)
-
-    def _ring(self, arrow: str, kind: str) -> overlap.Ring | None:
-        """The ring that an arrow is, where the plan asks for one and the arrow is such a collective."""
+    def ring(self, arrow: str, kind: str) -> Ring | None:
+        """Return the ring of an arrow, where the plan has `tp_comm_overlap` and the arrow is a collective of
+        this kind: one block is multiplied while another, or its sum, travels."""
         moves = self.plan.physical(arrow).moves
         if not self.plan.tp_comm_overlap or [move.kind for move in moves] != [kind]:
             return None
-        return overlap.Ring(moves[0].axes, arrow, self.plan.hop)
+        return Ring(moves[0].axes, arrow, self.plan.hop)
 
     def ragged(self, x: Array, send: Int[Array, " g"], come: Int[Array, " g"], arrow: str) -> Array:
-        """An all-to-all ``b/a e c … -> b e/a c …`` or back, in which this rank sends rank j the first
-        ``send[j]`` rows of its block alone, and gets ``come[j]``; behind them stands whatever was there. XLA
-        has it for GPUs and TPUs, not for CPUs."""
+        """Run an all-to-all ``b/a e c … -> b e/a c …`` or back, in which this rank sends rank j the first
+        ``send[j]`` rows of its block alone, and gets ``come[j]``; the rows behind them are undefined. XLA has
+        it for GPUs and TPUs, not for CPUs."""
         ((axis,),) = (move.axes for move in self.plan.physical(arrow).moves)
         rows = vary(x, self.plan.varying(parse_arrow(arrow).after.region)).reshape(-1, *x.shape[3:])
         with scope(arrow):
@@ -234,7 +236,7 @@ class Manual(Solo):
         return checkpoint_name(y.reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)
 
     def max(self, x: Array, arrow: str) -> Array:
-        """An all-reduce by maximum over the axes of the arrow's unfinished dims; a constant to autodiff."""
+        """All-reduce by maximum over the axes of the arrow's unfinished dims; a constant to autodiff."""
         axes = self.plan.physical(arrow).before.sums
         x = lax.stop_gradient(x)
         if not axes:
@@ -243,16 +245,16 @@ class Manual(Solo):
             return checkpoint_name(lax.pmax(x, axes), MOVED)
 
     def axes(self, layout: str) -> tuple[str, ...]:
-        """The mesh axes that cut the layout's one dim."""
+        """Return the mesh axes that cut the layout's one dim."""
         return self.plan.place(layout).axes
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
-        """``f`` itself. On simulated devices its collectives stay where they are written (`together`); on
-        others they would wait there for weights that are still on their way."""
-        return (lambda *args: f(*together(args))) if self.platform == "cpu" else f
+        """Return ``f`` itself. On simulated devices its collectives stay where they are written (`barrier`);
+        on others they would wait for weights that are still on their way."""
+        return (lambda *args: f(*barrier(args))) if self.platform == "cpu" else f
 
     def index(self, layout: str) -> int | Int[Array, ""]:
-        """The position of this device's block among the blocks of the layout's one dim."""
+        """Return the position of this device's block among the blocks of the layout's one dim."""
         axes = self.axes(layout)
         return lax.axis_index(axes) if axes else 0
 
@@ -269,6 +271,6 @@ class Manual(Solo):
         return x
 
     def _vary(self, x: Array, axes: tuple[str, ...], text: str) -> Array:
-        """From here on ``x`` may differ along ``axes``: backward, an all-reduce of its gradient."""
+        """Let ``x`` differ along ``axes`` from now on: backward, an all-reduce of its gradient."""
         with scope(text):
             return vary(x, axes)

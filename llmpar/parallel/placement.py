@@ -10,14 +10,14 @@ import numpy as np
 
 from llmpar.plan.mesh_shape import MeshShape, divisors, parse_mesh
 
-_DESCRIBED = "compile_only_runtime"  # what `jax.experimental.topologies` devices say that they run on
+_DESCRIBED = "compile_only_runtime"  # the runtime of devices of `jax.experimental.topologies`
 
 
 def device_grid(shape: str | MeshShape, devices: list) -> np.ndarray:
-    """The devices in a grid of all six axes, laid out along their links, domain by domain (`link_domain`).
+    """Arrange devices in a grid of all six axes along their links, domain by domain (`link_domain`).
 
-    A mesh smaller than their number takes a part of them that lies together: GPUs of few hosts, a box of
-    TPUs. ``!`` in front of the shape takes the first devices in plain order instead."""
+    A mesh smaller than their number takes neighbours among them: GPUs of few hosts, a box of TPUs. ``!`` in
+    front of the shape takes the first devices in plain order instead."""
     shape = parse_mesh(shape, len(devices))
     sizes = tuple(shape.sizes.values())
     plain = shape.reshape or len(devices) == 1
@@ -32,7 +32,7 @@ def device_grid(shape: str | MeshShape, devices: list) -> np.ndarray:
 
 
 def link_domain(device) -> int:
-    """The number of the domain of fast links that a device is in, the same in every process.
+    """Return the number of a device's domain of fast links, the same in every process.
 
     TPUs: the slice. GPUs of a running cluster: XLA's slice, which is a host, or all hosts that share NVLink.
     GPUs that a topology describes have one slice for all; their process is the host. CPUs: the process."""
@@ -42,15 +42,15 @@ def link_domain(device) -> int:
 
 
 def domains_of(devices: list) -> list[list]:
-    """The devices of each domain, in the order given."""
-    found: dict[int, list] = {}
+    """Return the devices of each domain, in the order given."""
+    domains: dict[int, list] = {}
     for device in devices:
-        found.setdefault(link_domain(device), []).append(device)
-    return [found[number] for number in sorted(found)]
+        domains.setdefault(link_domain(device), []).append(device)
+    return [domains[number] for number in sorted(domains)]
 
 
 def _along_links(sizes: tuple[int, ...], devices: list) -> np.ndarray | None:
-    """The grid whose inner axes leave a domain of fast links least; None where TPUs have none.
+    """Return the grid whose inner axes cross domains of fast links least; None where TPUs have none.
 
     Equal parts of several domains are tried, few first, and (but for TPUs, which need boxes) the first
     devices: in units that every domain is a multiple of, and one by one."""
@@ -65,34 +65,34 @@ def _along_links(sizes: tuple[int, ...], devices: list) -> np.ndarray | None:
         for unit in (math.gcd(*map(len, domains_of(first))), 1):
             grids.append(_deal(sizes, [first[at : at + unit] for at in range(0, size, unit)]))
     spans = lambda grid: domains_per_group(grid)[::-1]
-    found = [grid for grid in grids if grid is not None]
-    return min(found, key=lambda grid: ([n > 1 for n in spans(grid)], spans(grid)), default=None)
+    valid = [grid for grid in grids if grid is not None]
+    return min(valid, key=lambda grid: ([n > 1 for n in spans(grid)], spans(grid)), default=None)
 
 
 def domains_per_group(grid: np.ndarray, domain: Callable[[Any], Any] = link_domain) -> list[int]:
-    """Per axis of a grid of devices: over how many domains its groups reach, at most."""
+    """Return per axis of a grid of devices over how many domains its groups reach, at most."""
     numbers = np.unique([domain(d) for d in grid.flat], return_inverse=True)[1].reshape(grid.shape)
     lines = [np.sort(numbers, axis) for axis in range(grid.ndim)]
     return [1 + int(np.max((np.diff(x, axis=i) > 0).sum(i))) for i, x in enumerate(lines)]
 
 
 def _part(domain: list, size: int) -> list:
-    """So many devices of one domain that lie together: any GPUs, but a box of TPUs, on as few hosts as can
-    be and then as near to a cube. Empty where there is none."""
+    """Return ``size`` neighbours of one domain: any GPUs, but a box of TPUs, on as few hosts as possible and
+    then as near to a cube. Empty where there is none."""
     if len(domain) <= size or domain[0].platform != "tpu":
         return domain[:size] if len(domain) >= size else []
     places = _places(domain)
-    num_cores, found = places[:, 3].max() + 1, []
+    num_cores, boxes = places[:, 3].max() + 1, []
     for box in np.ndindex(*places[:, :3].max(0) + 1):
         if math.prod(n + 1 for n in box) * num_cores == size:
             part = [domain[i] for i in np.flatnonzero((places[:, :3] <= box).all(1))]
-            found.append((len(part) < size, len({d.process_index for d in part}), max(box), part))
-    fewer, *_, part = min(found, key=lambda it: it[:3], default=(True, []))
+            boxes.append((len(part) < size, len({d.process_index for d in part}), max(box), part))
+    fewer, *_, part = min(boxes, key=lambda it: it[:3], default=(True, []))
     return [] if fewer else part
 
 
 def _places(devices: list) -> np.ndarray:
-    """Where TPUs are, from their first corner on: a row of x, y, z and the core on the chip for each."""
+    """Return a row of x, y, z and the core on the chip for each TPU, from their first corner on."""
     places = np.array([(*d.coords, d.core_on_chip or 0) for d in devices])
     return places - places.min(0)
 
@@ -114,7 +114,7 @@ def _deal(sizes: tuple[int, ...], parts: list[list]) -> np.ndarray | None:
 
 
 def _on_torus(sizes: list[int], part: list) -> np.ndarray | None:
-    """The devices of a box of TPUs, laid out along its links; None where they are no box.
+    """Arrange a box of TPUs along its links; None where they are no box.
 
     The innermost axis chooses first: the cores of a chip, then whole dims of the torus (as
     `jax.experimental.mesh_utils` does), then neighbours before devices that lie farther apart. Along an axis
@@ -140,14 +140,14 @@ def _on_torus(sizes: list[int], part: list) -> np.ndarray | None:
 
 
 def _worth(sides: tuple[int, ...], left: tuple[int, ...], factors: tuple[int, ...]) -> tuple:
-    """What speaks for giving an axis these ``factors`` of the torus's dims, weightiest first."""
+    """Rank a choice of an axis's ``factors`` of the torus's dims: the weightiest criterion first."""
     whole = [f for f, side in zip(factors, sides, strict=True) if f == side > 1]
     stride = max(side // m if f > 1 else 1 for f, side, m in zip(factors, sides, left, strict=True))
     return factors[-1], math.prod(whole), len(whole), -stride, factors
 
 
 def _winding(sides: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The places of a box, each touching the next, and the last the first where that can be."""
+    """Return the places of a box, each touching the next, and the last the first where possible."""
 
     def there_and_back(sides):
         path: list[tuple[int, ...]] = [()]
@@ -158,6 +158,6 @@ def _winding(sides: tuple[int, ...]) -> list[tuple[int, ...]]:
     for i, n in enumerate(sides):
         rest = there_and_back(sides[:i] + sides[i + 1 :])
         if n > 1 and len(rest) % 2 == 0:  # one side of the box is kept for the way back
-            there = [(k, row) for j, row in enumerate(rest) for k in range(1, n)[:: -1 if j % 2 else 1]]
-            return [(*row[:i], k, *row[i:]) for k, row in [*there, *((0, row) for row in reversed(rest))]]
+            outward = [(k, row) for j, row in enumerate(rest) for k in range(1, n)[:: -1 if j % 2 else 1]]
+            return [(*row[:i], k, *row[i:]) for k, row in [*outward, *((0, row) for row in reversed(rest))]]
     return there_and_back(sides)

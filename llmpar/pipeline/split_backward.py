@@ -19,7 +19,9 @@ from typing import Any
 
 import jax
 
-_is_var = lambda v: not hasattr(v, "val")  # an input of an equation is a variable or a literal
+from llmpar.parallel._jax import equations, part_of
+
+_is_var = lambda v: not hasattr(v, "val")  # an operand of an equation is a variable or a literal
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,7 @@ class Traced:
             if read & set(eqn.outvars) and not skip(eqn):
                 eqns.append(eqn)
                 read.update(filter(_is_var, eqn.invars))
-        jaxpr = self.jaxpr.replace(
-            eqns=eqns[::-1],
-            invars=jax.tree.leaves(args),
-            outvars=jax.tree.leaves(result),
-            debug_info=self.jaxpr.debug_info.with_unknown_names(),
-        )
+        jaxpr = part_of(self.jaxpr, eqns[::-1], jax.tree.leaves(args), jax.tree.leaves(result))
         return Traced(jaxpr, self.consts, args, result), read
 
 
@@ -56,8 +53,9 @@ def trace(f: Callable, *args: Any) -> Traced:
     """``f`` as its equations, without those whose results are not used."""
     closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
     variables = lambda tree, flat: jax.tree.unflatten(jax.tree.structure(tree), flat)
-    args, result = variables(args, closed.jaxpr.invars), variables(shape, closed.jaxpr.outvars)
-    return Traced(closed.jaxpr, closed.consts, args, result).part(result, args)[0]
+    jaxpr, consts = equations(closed)
+    args, result = variables(args, jaxpr.invars), variables(shape, jaxpr.outvars)
+    return Traced(jaxpr, consts, args, result).part(result, args)[0]
 
 
 def split(f: Callable, known: tuple, given: tuple, later: tuple = ()) -> tuple[Traced, Traced, list]:

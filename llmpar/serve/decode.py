@@ -25,7 +25,7 @@ from llmpar.model import attention
 from llmpar.model.llama import logits_of
 from llmpar.model.weights import Tree, model_graph, weight_dims
 from llmpar.parallel.collectives import at, vary
-from llmpar.parallel.mesh import platform_of, sharding, spec, split
+from llmpar.parallel.mesh import platform_of, sharding, spec, split_axes
 from llmpar.parallel.modes import Manual
 from llmpar.plan.layout import Layout
 from llmpar.plan.model_config import ModelConfig
@@ -59,7 +59,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, plan: Plan, mesh: Mesh, params: Tree, num_rows: int, length: int):
         self.plan = plan = plan.serving(config, num_rows, length, platform_of(mesh))
-        place, stored = partial(sharding, split(mesh, plan.mesh)), weight_dims(config)
+        place, stored = partial(sharding, split_axes(mesh, plan.mesh)), weight_dims(config)
         stored, cut, whole = jax.tree.map(plan.stored, stored), plan.place(CACHE), Layout(())
         zeros = lambda: (jnp.zeros(plan.cache(num_rows, length), plan.dtype),) * 2
         self.empty = jax.jit(zeros, out_shardings=place(cut))

@@ -33,7 +33,7 @@ from llmpar.model.weights import Tree, described, init_params, joined, model_gra
 from llmpar.parallel.auto import Auto
 from llmpar.parallel.collectives import vary, varying
 from llmpar.parallel.explicit import Explicit
-from llmpar.parallel.mesh import explicit, platform_of, sharding, spec, split
+from llmpar.parallel.mesh import explicit, platform_of, sharding, spec, split_axes
 from llmpar.parallel.modes import Manual, Solo
 from llmpar.pipeline import executor as pipeline
 from llmpar.plan import schedules
@@ -169,7 +169,7 @@ class Step:
         plan = plan.resolve(config, platform_of(mesh))
         self.config, self.plan, self.optimizer, self.clip = config, plan, optimizer, clip
         # Sharding constraints need automatic axes; explicit axes are the same devices.
-        self._auto_mesh = self.mesh = split(mesh, plan.mesh)
+        self._auto_mesh = self.mesh = split_axes(mesh, plan.mesh)
         if plan.mode == "explicit":
             self.mesh = explicit(self._auto_mesh)
         self._live = plan.mesh.live(*plan.mesh.sizes)

@@ -736,11 +736,11 @@ pairs = [(int(source), int(target)) for source, target in pairs]
 show(draw.ring_steps(pairs, num_steps=N, axis="tp"))
 
 # %% [markdown]
-# llmpar does this for a whole Llama with `tp_comm_overlap=True`. The model's code stays as it is: `par.enter` and `par.leave` say
-# which matmuls go with an arrow. One ring serves all matmuls of a value: Q, K and V share one, and so do the two column matrices of
-# the feed-forward. Where a sum leaves, the ring turns around: the sum of one block travels while this device's part of the next one is
-# multiplied. Each is the other's backward pass. The layers' gathers and scatters become permutes (those of embedding and head
-# stay), and no arrow sends a byte more.
+# llmpar does this for a whole Llama with `tp_comm_overlap=True`. The model's code stays as it is: `par.move_matmul` and
+# `par.matmul_move` name the matmuls that go with an arrow. One ring serves all matmuls of a value: Q, K and V share one, and so do
+# the two column matrices of the feed-forward. Where a sum leaves, the ring turns around: the sum of one block travels while this
+# device's part of the next one is multiplied. Each is the other's backward pass. The layers' gathers and scatters become permutes
+# (those of embedding and head stay), and no arrow sends a byte more.
 
 # %%
 overlapped = Plan(f"tp={N}", tp_sequence=N > 1, tp_comm_overlap=N > 1)

@@ -63,7 +63,7 @@ mesh = make_mesh(f"ep={N}")
 # Four ranks, four experts, four tokens on each rank, and what a router chooses.
 FOUR = ExpertConfig(4, 2)
 logits = np.random.default_rng(38).standard_normal((4, 4, 4)).astype(np.float32)
-shares, visits = moe.choose(FOUR, moe.affinities(FOUR, jnp.asarray(logits)))
+shares, visits = moe.choose_experts(FOUR, moe.affinities(FOUR, jnp.asarray(logits)))
 VISITS, SHARES = np.asarray(visits).tolist(), np.asarray(shares)[0, 0].round(2).tolist()
 assert np.allclose(SHARES, (0.64, 0.36))
 
@@ -146,7 +146,7 @@ gate, up, down = (rng.standard_normal(n).astype(np.float32) / 4 for n in shapes)
 def routed(skew=0.0):
     """Weights and experts that the router chooses; skew makes expert 0 hotter."""
     logits = x @ router + skew * (np.arange(E) == 0)
-    weights, chosen = moe.choose(HOW, moe.affinities(HOW, jnp.asarray(logits)))
+    weights, chosen = moe.choose_experts(HOW, moe.affinities(HOW, jnp.asarray(logits)))
     return np.asarray(weights), np.asarray(chosen)
 
 
@@ -387,7 +387,7 @@ for name, (logits, expected) in cases.items():
 biased, bias, seen = dataclasses.replace(HOW, bias_rate=0.02), np.zeros(E), []
 favour = moe.affinities(HOW, jnp.asarray(x @ router + 1.0 * (np.arange(E) == 0)))
 for _ in range(40):
-    picked = moe.choose(biased, favour, jnp.asarray(bias, jnp.float32))[1]
+    picked = moe.choose_experts(biased, favour, jnp.asarray(bias, jnp.float32))[1]
     load = np.bincount(np.asarray(picked).ravel(), minlength=E)
     seen.append(load.max() / load.mean())
     bias += biased.bias_rate * np.sign(load.mean() - load)

@@ -39,7 +39,7 @@ from llmpar.inspect.census import (
 )
 from llmpar.lessons import CORRECT, attempt, find, hint, met, say, solution
 from llmpar.lessons.lesson import as_table, fresh_state
-from llmpar.parallel.mesh import make_mesh, split
+from llmpar.parallel.mesh import make_mesh, split_axes
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import CACHE, Plan
 from llmpar.predict import serving, traffic
@@ -230,7 +230,7 @@ sent, steps = [], {}
 for axis in ("tp", "sp"):
     decoder, compiled, text = steps[axis] = compile_pass(f"{axis}={N}", 4, 1)
     predicted = as_table(traffic.serving_traffic(decoder.plan, 4))
-    census = census_hlo(text, split(make_mesh(f"{axis}={N}"), decoder.plan.mesh))
+    census = census_hlo(text, split_axes(make_mesh(f"{axis}={N}"), decoder.plan.mesh))
     assert census_table(census) == predicted, axis
     flops = serving.device_flops(decoder.plan, 4, LENGTH)
     assert executed_flops(text) == sum(flops.values()), axis
@@ -396,7 +396,7 @@ show(draw.slots(rooms, "A box is a page; hatched: set aside, not used"))
 
 # %%
 for axis, (decoder, _, text) in steps.items():
-    mesh = split(make_mesh(f"{axis}={N}"), decoder.plan.mesh)
+    mesh = split_axes(make_mesh(f"{axis}={N}"), decoder.plan.mesh)
     print(arrow_text(census_hlo(text, mesh)))
 
 # %% [markdown]

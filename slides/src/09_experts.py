@@ -50,13 +50,13 @@ def visits(skew):
     """What a random router chooses for 4 ranks of 64 tokens; ``skew`` makes expert 0 hotter.
     rows[rank][expert]"""
     logits = np.random.default_rng(3).standard_normal((RANKS, 64, 8)) + skew * (np.arange(8) == 0)
-    chosen = np.asarray(moe.choose(HOW, moe.affinities(HOW, jnp.asarray(logits, jnp.float32)))[1])
+    chosen = np.asarray(moe.choose_experts(HOW, moe.affinities(HOW, jnp.asarray(logits, jnp.float32)))[1])
     return [[int((mine == e).sum()) for e in range(8)] for mine in chosen]
 
 
 THREE = ExpertConfig(3, 2)  # with four the letters are too small for a room
 scores = np.random.default_rng(2).standard_normal((3, 3, 3)).astype(np.float32)
-weights, chosen = moe.choose(THREE, moe.affinities(THREE, jnp.asarray(scores)))
+weights, chosen = moe.choose_experts(THREE, moe.affinities(THREE, jnp.asarray(scores)))
 way = dict(chosen=np.asarray(chosen).tolist(), slots=3, weights=np.asarray(weights)[0, 0].round(2).tolist())
 steps(
     *(draw.dispatch(**way, stages=n) for n in range(1, 6)),

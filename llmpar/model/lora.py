@@ -1,0 +1,82 @@
+"""Low-rank adapters (Hu et al. 2021): beside a frozen weight W two small trained ones, x W + (x A) B · scale.
+
+The model's text knows two things of them: `adapt`, where a part is made, and `used_weights`, where its
+weights are needed. A weight with adapters then multiplies itself (`Adapted.matmul`), wherever `par`
+multiplies.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, traverse_util
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from llmpar.parallel.modes import PROJECTED, Solo
+from llmpar.plan.layout import parse_layout
+from llmpar.plan.model_config import ADAPTABLE, LoraConfig, ModelConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adapted:
+    """A frozen weight W with its adapters A and B, as they are used; the scale is alpha / rank."""
+
+    w: Any
+    a: Any
+    b: Any
+    scale: float = field(metadata={"static": True})
+
+    def matmul(self, x: Float[Array, "b s *inner"], **sharding: Any) -> Array:
+        """Return x W + (x A) B · scale; W + A B, as large as W, is never made. Where the inner dims are cut,
+        both terms are unfinished sums, and finished together."""
+        num_inner = x.ndim - 2
+        x_bsz = checkpoint_name(self.scale * jnp.tensordot(x, self.a, num_inner, **sharding), PROJECTED)
+        return jnp.tensordot(x, self.w, num_inner, **sharding) + jnp.tensordot(x_bsz, self.b, 1, **sharding)
+
+
+def adapt(part: Any, lora: LoraConfig | None, make: Callable[[str], nnx.Param], path: str) -> None:
+    """Give a part of the model, which has its weights already, the adapters that the config asks for."""
+    if lora:
+        names = [name for name in ADAPTABLE if name in lora.targets and hasattr(part, name)]
+        part.lora = nnx.Dict({f"{name}_{x}": make(f"{path}.lora.{name}_{x}") for name in names for x in "ab"})
+        part.lora_scale = lora.scale
+
+
+def used_weights(part: Any, par: Solo, *names: str) -> Iterator[Array | Adapted]:
+    """Yield weights of a part as they are used, each with its adapters if it has any."""
+    adapters = getattr(part, "lora", {})
+    for name in names:
+        w: Any = par.weight(getattr(part, name))
+        if f"{name}_a" in adapters:
+            a, b = (par.weight(adapters[f"{name}_{x}"]) for x in "ab")
+            w = Adapted(w, a, b, part.lora_scale)
+        yield w
+
+
+def adapters_of(path: str, config: ModelConfig) -> list[str]:
+    """Return the paths of a weight's adapters, A and B; none where it has none."""
+    (part, _, name), weights = path.rpartition("."), config.weights()
+    return [x for x in (f"{part}.lora.{name}_a", f"{part}.lora.{name}_b") if x in weights]
+
+
+def merged(params: Any, config: ModelConfig) -> Any:
+    """Return a tree of weights, or a part of one, without adapters: W + A B · alpha / rank, added up in
+    float32 with W's sharding, one matrix of all layers after the other."""
+    flat, weights = traverse_util.flatten_dict(params, sep="."), config.weights()
+    for path in list(flat):
+        if (lora := config.lora) and (pair := adapters_of(path, config)):
+            w, a, b = (parse_layout(weights[name].dims).letters for name in (path, *pair))
+            add = functools.partial(_add_product, f"{a},{b}->{w}", lora.scale)
+            sharding = getattr(flat[path], "sharding", None)
+            flat[path] = jax.jit(add, out_shardings=sharding)(flat[path], *(flat.pop(name) for name in pair))
+    return traverse_util.unflatten_dict(flat, sep=".")
+
+
+def _add_product(equation: str, scale: float, w: Array, a: Array, b: Array) -> Array:
+    w, a, b = (x.astype("float32") for x in (w, a, b))
+    return w + scale * jnp.einsum(equation, a, b, precision="highest")
