@@ -15,7 +15,7 @@ from llmpar.inspect.census import compiled_memory
 from llmpar.parallel.mesh import make_mesh
 from llmpar.pipeline import executor as pipeline
 from llmpar.pipeline import stage as stage_file
-from llmpar.pipeline.split_backward import split
+from llmpar.pipeline.split_backward import split_backward
 from llmpar.plan.layout import Layout
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.schedules import KINDS, Op, layer_order, make
@@ -79,12 +79,12 @@ def program_flops(schedule, saves="input"):
     counts = {}
 
     def counted(stage, x, sums):
-        made, saved, residual = stage_file.programs(stage, x, sums)
-        kept = [saved, residual][saves == "input" :]
-        args = {"F": [x], "B": [saved, x, sums], "W": kept}
-        for kind, run in made.items():
-            counts[kind] = flops(jax.make_jaxpr(run)(stage, *args[kind]).jaxpr) if run else 0
-        return made, saved, residual
+        cut = stage_file.programs(stage, x, sums)
+        args = {"F": [x], "B": [cut.saved, x, sums], "W": [cut.saved, cut.residual]}
+        for kind, given in args.items():
+            run = getattr(cut, kind)
+            counts[kind] = flops(jax.make_jaxpr(run)(stage, *given).jaxpr) if run else 0
+        return cut
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "programs", counted)
@@ -138,7 +138,7 @@ def test_a_cut_function_gives_the_same_bits_and_no_product_twice():
         for name, shape in dict(first=(4, 8), second=(8, 4), more=(3, 4, 4)).items()
     }
     x, dy = (jax.random.normal(next(key), (5, 4)) for _ in "xy")
-    first, second, crossing = split(f, known=(w,), given=(x, dy))
+    first, second, crossing = split_backward(f, shared=(w,), first_args=(x, dy))
     dx, kept = first(w, x, dy)
     assert len(kept) == len(crossing) > 0
     jax.tree.map(np.testing.assert_array_equal, (dx, second(w, kept)), f(w, x, dy))
@@ -157,8 +157,8 @@ def test_what_is_cut_can_be_cut_again_and_what_comes_later_goes_to_the_second():
     rng = np.random.default_rng(0)
     w = {"first": rng.standard_normal((4, 8)), "second": rng.standard_normal((8, 4))}
     w, x, dy = jax.tree.map(jnp.float32, (w, rng.standard_normal((5, 4)), rng.standard_normal((5, 4))))
-    forward, both, saved = split(f, known=(w,), given=(x,), later=(dy,))
-    backward, weights, _ = split(both, known=(w, saved), given=(dy,))
+    forward, both, saved = split_backward(f, shared=(w,), first_args=(x,), second_args=(dy,))
+    backward, weights, _ = split_backward(both, shared=(w, saved), first_args=(dy,))
     y, kept = forward(w, x)
     dx, left = backward(w, kept, dy)
     jax.tree.map(np.testing.assert_array_equal, (y, (dx, weights(w, kept, left))), f(w, x, dy))
