@@ -181,8 +181,8 @@ def with_reading(mode):
     """A `Step` whose plan is read by another class, one with a planted fault."""
 
     class Faulty(Step):
-        def gradients(self, params, batch):
-            return self._gradients(mode(self.plan), params, batch)
+        def _parallel(self):
+            return mode(self.plan)
 
     return Faulty
 

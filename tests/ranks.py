@@ -103,7 +103,7 @@ def handed() -> dict:
     for text in ("ep=2 fsdp=2 tp=2", "pp=2 ep=2 tp=2"):
         plan = Plan(text, microbatches=2) if "pp" in text else Plan(text)
         step = Step(parity.MOE, plan, make_mesh(plan.mesh), optax.sgd(1e-3))
-        where = jax.tree.map(lambda x: x.sharding, step.abstract_natural.params)
+        where = jax.tree.map(lambda x: x.sharding, step.abstract_model_order.params)
         params = parity.put(parity.weights(parity.MOE), where)
         folder = os.path.join(os.environ["HANDED"], text)
         hf.save(folder, params, parity.MOE)
@@ -112,7 +112,7 @@ def handed() -> dict:
         pairs = zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True)
         shards = [zip(a.addressable_shards, b.addressable_shards, strict=True) for a, b in pairs]
         same = all(np.array_equal(a.data, b.data) for shard in shards for a, b in shard)
-        state = step.to_natural(step.init(params=again))
+        state = step.to_model_order(step.init(params=again))
         mine = checksums(state._replace(optimizer=None, step=None))
         same &= mine == checksums(State(params, None, None))
         found[text] = [gathered(np.int32(same)), len(glob.glob(folder + "/*.safetensors"))]

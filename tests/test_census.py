@@ -154,8 +154,8 @@ def test_a_program_that_sends_more_is_noticed():
     """The planted fault of this file: one all-reduce too many."""
 
     class Chatty(Step):
-        def _reduce(self, par, grads):
-            return jax.tree.map(lambda g: g + 0 * jax.lax.pmean(g, "dp"), super()._reduce(par, grads))
+        def _reduce(self, grads):
+            return jax.tree.map(lambda g: g + 0 * jax.lax.pmean(g, "dp"), super()._reduce(grads))
 
     plan = Plan("dp=2 fsdp=4")
     step = Chatty(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))

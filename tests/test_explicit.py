@@ -81,7 +81,7 @@ def test_a_sum_that_the_text_forgets_is_finished_by_no_one_else():
     sum in the type and no arrow, JAX refuses."""
 
     class Faulty(Step):
-        def _reading(self):
+        def _parallel(self):
             return NoSum(self.plan, self.mesh)
 
     assert_same(LLAMA, spread(MIXED), step_class=Faulty)

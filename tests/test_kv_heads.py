@@ -36,12 +36,12 @@ def test_a_copy_that_is_left_out_of_the_sum_is_noticed():
     program: shard_map's types refuse it.)"""
 
     class Forgetful(Step):
-        def _reduce(self, par, grads):
+        def _reduce(self, grads):
             first = jax.lax.axis_index("kv") == 0
             attention = grads["blocks"]["attention"]
             lost = {w: jax.numpy.where(first, attention[w], 0) for w in "kv"}
             blocks = grads["blocks"] | {"attention": attention | lost}
-            return super()._reduce(par, grads | {"blocks": blocks})
+            return super()._reduce(grads | {"blocks": blocks})
 
     with pytest.raises(AssertionError, match="gradient of .*'attention'.*'k'"):
         assert_same(LLAMA4, Plan("tp=8"), step_class=Forgetful)

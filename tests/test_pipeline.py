@@ -15,12 +15,12 @@ from llmpar.inspect.census import compiled_memory
 from llmpar.parallel.mesh import make_mesh
 from llmpar.pipeline import executor as pipeline
 from llmpar.pipeline import stage as stage_file
-from llmpar.pipeline.split_backward import split
+from llmpar.pipeline.split_backward import split_backward
 from llmpar.plan.layout import Layout
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.schedules import KINDS, Op, layer_order, make
 from llmpar.plan.timetable import slots, timetable
-from llmpar.training import step as step_file
+from llmpar.training import layer_order as layer_order_file
 from llmpar.training.step import Step
 
 DEEP = dataclasses.replace(LLAMA, num_layers=4)
@@ -79,12 +79,12 @@ def program_flops(schedule, saves="input"):
     counts = {}
 
     def counted(stage, x, sums):
-        made, saved, residual = stage_file.programs(stage, x, sums)
-        kept = [saved, residual][saves == "input" :]
-        args = {"F": [x], "B": [saved, x, sums], "W": kept}
-        for kind, run in made.items():
-            counts[kind] = flops(jax.make_jaxpr(run)(stage, *args[kind]).jaxpr) if run else 0
-        return made, saved, residual
+        cut = stage_file.programs(stage, x, sums)
+        args = {"F": [x], "B": [cut.saved, x, sums], "W": [cut.saved, cut.residual]}
+        for kind, given in args.items():
+            run = getattr(cut, kind)
+            counts[kind] = flops(jax.make_jaxpr(run)(stage, *given).jaxpr) if run else 0
+        return cut
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "programs", counted)
@@ -138,7 +138,7 @@ def test_a_cut_function_gives_the_same_bits_and_no_product_twice():
         for name, shape in dict(first=(4, 8), second=(8, 4), more=(3, 4, 4)).items()
     }
     x, dy = (jax.random.normal(next(key), (5, 4)) for _ in "xy")
-    first, second, crossing = split(f, known=(w,), given=(x, dy))
+    first, second, crossing = split_backward(f, shared=(w,), first_args=(x, dy))
     dx, kept = first(w, x, dy)
     assert len(kept) == len(crossing) > 0
     jax.tree.map(np.testing.assert_array_equal, (dx, second(w, kept)), f(w, x, dy))
@@ -157,8 +157,8 @@ def test_what_is_cut_can_be_cut_again_and_what_comes_later_goes_to_the_second():
     rng = np.random.default_rng(0)
     w = {"first": rng.standard_normal((4, 8)), "second": rng.standard_normal((8, 4))}
     w, x, dy = jax.tree.map(jnp.float32, (w, rng.standard_normal((5, 4)), rng.standard_normal((5, 4))))
-    forward, both, saved = split(f, known=(w,), given=(x,), later=(dy,))
-    backward, weights, _ = split(both, known=(w, saved), given=(dy,))
+    forward, both, saved = split_backward(f, shared=(w,), first_args=(x,), second_args=(dy,))
+    backward, weights, _ = split_backward(both, shared=(w, saved), first_args=(dy,))
     y, kept = forward(w, x)
     dx, left = backward(w, kept, dy)
     jax.tree.map(np.testing.assert_array_equal, (y, (dx, weights(w, kept, left))), f(w, x, dy))
@@ -220,7 +220,7 @@ def test_a_state_dealt_to_stages_comes_back_in_order():
     step, one = (Step(DEEP, p, make_mesh(p.mesh), optimizer) for p in (plan, Plan()))
     fresh = jax.tree.map(np.asarray, one.init(0))
     near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)  # rounding by another program
-    jax.tree.map(near, jax.tree.map(np.asarray, step.to_natural(step.init(0))), fresh)
+    jax.tree.map(near, jax.tree.map(np.asarray, step.to_model_order(step.init(0))), fresh)
 
     def mark(x):  # every layer's moments become its number
         return (
@@ -230,10 +230,10 @@ def test_a_state_dealt_to_stages_comes_back_in_order():
         )
 
     marked = jax.tree.map(mark, fresh)
-    dealt = step.from_natural(jax.device_put(marked, step.shardings))
+    dealt = step.from_model_order(jax.device_put(marked, step.shardings))
     for leaf, before in zip(jax.tree.leaves(dealt), jax.tree.leaves(marked), strict=True):
         np.testing.assert_array_equal(leaf, before[order] if before.ndim and before.shape[0] == 4 else before)
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, step.to_natural(dealt)), marked)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, step.to_model_order(dealt)), marked)
 
 
 def test_an_empty_place_at_the_end_is_left_out_and_a_state_in_order_is_not_copied():
@@ -243,12 +243,12 @@ def test_an_empty_place_at_the_end_is_left_out_and_a_state_in_order_is_not_copie
         Step(config, plan, make_mesh(plan.mesh), optax.sgd(1.0)) for plan in (piped("pp=2", "1f1b 4"), Plan())
     )
     assert step.layer_order.tolist() == [0, 1, 2, 3, 4, 5]
-    natural, state = step.to_natural(state_of(step)), state_of(one)
+    natural, state = step.to_model_order(state_of(step)), state_of(one)
     assert jax.tree.map(jnp.shape, natural) == jax.tree.map(jnp.shape, state)
     before = jax.tree.map(np.asarray, natural)
-    jax.tree.map(np.testing.assert_array_equal, step.to_natural(step.from_natural(natural)), before)
+    jax.tree.map(np.testing.assert_array_equal, step.to_model_order(step.from_model_order(natural)), before)
     jax.tree.map(np.testing.assert_array_equal, natural, before)  # what is given is still there
-    assert one.to_natural(state) is state and one.from_natural(state) is state
+    assert one.to_model_order(state) is state and one.from_model_order(state) is state
 
 
 def test_a_state_changes_order_leaf_by_leaf_and_there_are_never_two(monkeypatch):
@@ -257,7 +257,7 @@ def test_a_state_changes_order_leaf_by_leaf_and_there_are_never_two(monkeypatch)
     plan = piped("pp=2 fsdp=2", "1f1b 4")
     step = Step(dataclasses.replace(LLAMA, num_layers=3), plan, make_mesh(plan.mesh), optax.adamw(1.0))
     state, made, alive = state_of(step), [], []
-    leaves, deal = jax.tree.leaves(state), step_file.take_layers
+    leaves, deal = jax.tree.leaves(state), layer_order_file.take_layers
     size = lambda arrays: sum(x.addressable_shards[0].data.nbytes for x in arrays if not x.is_deleted())
 
     def dealt(*args):
@@ -266,11 +266,11 @@ def test_a_state_changes_order_leaf_by_leaf_and_there_are_never_two(monkeypatch)
         return made[-1]
 
     held, largest = size(leaves), max(size([x]) for x in leaves)
-    monkeypatch.setattr(step_file, "take_layers", dealt)
-    natural = step.to_natural(state, donate=True)
+    monkeypatch.setattr(layer_order_file, "take_layers", dealt)
+    natural = step.to_model_order(state, donate=True)
     assert len(made) == 3 * len(jax.tree.leaves(state.params["blocks"])) and max(alive) <= held + largest
     assert size(jax.tree.leaves(natural)) <= held, "three layers instead of four places"
-    step.from_natural(natural, donate=True)
+    step.from_model_order(natural, donate=True)
     assert all(x.is_deleted() for x in made[: len(made) // 2])
 
 
@@ -287,15 +287,15 @@ def test_a_state_begins_with_given_weights_in_the_models_order(plan):
     step, given = Step(config, plan, make_mesh(plan.mesh), free), weights(config)
     equal = functools.partial(jax.tree.map, np.testing.assert_array_equal)
     one = jax.tree.map(jnp.asarray, given)  # on another sharding: copied
-    natural = step.to_natural(step.init(0, one))
+    natural = step.to_model_order(step.init(0, one))
     equal(natural.params, given)
     equal(natural.optimizer.z, given)
     equal(one, given)
-    taken = jax.device_put(given, jax.tree.map(lambda x: x.sharding, step.abstract_natural.params))
-    equal(step.to_natural(step.init(0, taken)).params, given)
+    taken = jax.device_put(given, jax.tree.map(lambda x: x.sharding, step.abstract_model_order.params))
+    equal(step.to_model_order(step.init(0, taken)).params, given)
     assert all(x.is_deleted() for x in jax.tree.leaves(taken)), "there were two"
-    part, fresh = {"blocks": {"ffn": given["blocks"]["ffn"]}}, step.to_natural(step.init(0)).params
-    found = step.to_natural(step.init(0, part)).params
+    part, fresh = {"blocks": {"ffn": given["blocks"]["ffn"]}}, step.to_model_order(step.init(0)).params
+    found = step.to_model_order(step.init(0, part)).params
     equal(found, fresh | {"blocks": fresh["blocks"] | part["blocks"]})
     for wrong, said in (
         ({"gates": given["norm"]}, "no weight 'gates.scale'; it has .*embedding"),

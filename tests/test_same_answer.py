@@ -26,7 +26,8 @@ from llmpar.parallel.mesh import make_mesh, use_devices
 from llmpar.parallel.modes import Manual
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
-from llmpar.training.step import Step, _check_given
+from llmpar.training.inputs import check_mesh
+from llmpar.training.step import Step
 
 MIXED = "dp=2 fsdp=2 tp=2"
 HEADS = dataclasses.replace(LLAMA, name="two KV heads", num_heads=8, num_kv_heads=2)
@@ -59,7 +60,7 @@ def test_any_optax_optimizer_follows_the_same_curve_on_a_cut_state_with_copies_o
 class OfOnes(Step):
     """Every gradient is 1: nothing is differentiated."""
 
-    def _gradients(self, par, params, batch):
+    def gradients(self, params, batch):
         grads = jax.tree.map(jnp.ones_like, params)
         return grads, {"grad_norm": optax.tree.norm(grads)}
 
@@ -94,32 +95,33 @@ class SumTwice(Manual):
 class MeanOfMeans(Step):
     """Each device divides by its own number of targets, and the results are averaged."""
 
-    def _loss(self, par, params, batch):
-        loss, tally = super()._loss(par, params, batch)
-        mine = jnp.maximum((batch["targets"] >= 0).sum().astype(jnp.float32), 1.0)
-        return loss / mine * jax.lax.pmean(mine, ("dp", "fsdp")), tally
+    def _backward(self, params, batch):
+        (loss, counts), grads = super()._backward(params, batch)
+        local = jnp.maximum((batch["targets"] >= 0).sum().astype(jnp.float32), 1.0)
+        weight = jax.lax.pmean(local, ("dp", "fsdp")) / local
+        return (loss * weight, counts), jax.tree.map(lambda g: g * weight, grads)
 
 
 class LocalNorm(Step):
     """The global norm leaves the sum over shards out."""
 
-    def _sum_over_devices(self, par, values):
-        loss, count, _, tally = super()._sum_over_devices(par, values)
-        return loss, count, values[2], tally
+    def _sum_over_devices(self, values):
+        loss, tokens, _, counts = super()._sum_over_devices(values)
+        return loss, tokens, values[2], counts
 
 
 class LocalGradients(Step):
     """Gradients are not summed over the replicas."""
 
-    def _reduce(self, par, grads):
+    def _reduce(self, grads):
         return grads
 
 
 class DoubleReduce(Step):
     """Gradients are summed over the replicas twice: psum of a value that is already the same everywhere."""
 
-    def _reduce(self, par, grads):
-        once = super()._reduce(par, grads)
+    def _reduce(self, grads):
+        once = super()._reduce(grads)
         return jax.tree.map(lambda g: jax.lax.psum(jax.lax.pcast(g, "dp", to="varying"), "dp"), once)
 
 
@@ -215,7 +217,7 @@ def test_a_state_that_a_step_used_up_is_refused_before_xla_dies_of_it():
     for call in (
         lambda: step.run(used, batch()),
         lambda: step.evaluate(used.params, batch()),
-        lambda: step.to_natural(used, donate=True),
+        lambda: step.to_model_order(used, donate=True),
     ):
         with pytest.raises(ValueError, match="used up by the step before; keep the state that run returns"):
             call()
@@ -227,8 +229,8 @@ WRONG = {
     "a mesh is text, and this is None": lambda: make_mesh(None),
     "a model is named by text, and this is None": lambda: preset(None),
     "'8' simulated devices were asked for": lambda: use_devices("8"),
-    "mesh is None, no jax.sharding.Mesh": lambda: _check_given(Plan(MIXED), None),
-    "mesh is 'dp=8', no jax.sharding.Mesh": lambda: _check_given(Plan(MIXED), "dp=8"),
+    "mesh is None, no jax.sharding.Mesh": lambda: check_mesh(Plan(MIXED), None),
+    "mesh is 'dp=8', no jax.sharding.Mesh": lambda: check_mesh(Plan(MIXED), "dp=8"),
     "for mesh 'dp=2 fsdp=2 tp=2', and the mesh is dp=8; use": lambda: mixed_step("dp=8"),
     "seed is -1; use 0 to 4,294,967,295": lambda: mixed_step().init(-1),
     r"'head' of shape \[\] \(NoneType\) is no weight": lambda: mixed_step().init(0, {"head": None}),

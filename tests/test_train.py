@@ -473,7 +473,7 @@ def test_another_optimizers_checkpoint_is_refused_whether_it_knows_its_own_or_no
             ValueError, match=r"was made with optimizer adamw \(asked: sgd\); ask .* or give another folder$"
         ):
             run(folder=folder, options=OptimizerConfig("sgd"), anyway=anyway)
-    sgd = Step(SMALL, Plan(), make_mesh("dp=1"), optax.sgd(1e-3)).abstract_natural
+    sgd = Step(SMALL, Plan(), make_mesh("dp=1"), optax.sgd(1e-3)).abstract_model_order
     with pytest.raises(
         ValueError, match="holds another optimizer's state .*; give the optimizer that made it$"
     ) as caught:
@@ -715,7 +715,9 @@ def independent_loss(config, params, batch) -> tuple[float, int]:
 def test_evaluation_is_the_cross_entropy_whatever_the_plan(plan, config):
     """Others are evaluated where they train."""
     step, batch = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1e-3)), stream().batch(3)
-    params = jax.device_put(weights(config), jax.tree.map(lambda x: x.sharding, step.abstract_natural.params))
+    params = jax.device_put(
+        weights(config), jax.tree.map(lambda x: x.sharding, step.abstract_model_order.params)
+    )
     loss, tokens = step.evaluate(params, jax.device_put(batch, step.batch_sharding))
     want, counted = independent_loss(config, weights(config), batch)
     assert int(tokens) == counted and abs(float(loss) / want - 1) < 1e-6  # float32 sums of some 100 losses

@@ -1,7 +1,6 @@
 """Read what JAX's types say of a training step, beside the plan's layouts."""
 
 import dataclasses
-import functools
 
 import jax
 import optax
@@ -25,11 +24,11 @@ def types(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> lis
     plan = dataclasses.replace(plan, mode="explicit")
     plan.check(config, batch_size, seq_len)
     step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(0.0))
-    par = Explicit(step.plan, step.mesh)
-    trace = jax.jit(functools.partial(step._gradients, par)).trace
+    trace = jax.jit(step.gradients).trace
     trace(step.abstract_state.params, step.abstract_batch(batch_size, seq_len))
     names = "value", "layout", "type_says", "type"
-    return [dict(zip(names, row, strict=True)) for row in par.seen]
+    assert isinstance(step.par, Explicit)
+    return [dict(zip(names, row, strict=True)) for row in step.par.seen]
 
 
 def types_table(rows: list[dict]) -> Table:

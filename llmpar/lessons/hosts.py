@@ -85,10 +85,10 @@ def measure(name: str, num_steps: int) -> dict[str, Any]:
     step = Step(TOY, plan, make_mesh(plan.mesh, devices_of(outer)), optax.adamw(3e-3))
     run, rng = step.lower(ROWS, SEQ).compile(), np.random.default_rng(17)
     draw = lambda like: 0.02 * rng.standard_normal(like.shape) if like.ndim > 1 else np.ones(like.shape)
-    params = jax.tree.map(draw, step.abstract_natural.params)
-    whole = jax.tree.map(lambda like: np.zeros(like.shape), step.abstract_natural)._replace(params=params)
+    params = jax.tree.map(draw, step.abstract_model_order.params)
+    whole = jax.tree.map(lambda like: np.zeros(like.shape), step.abstract_model_order)._replace(params=params)
     on_devices = lambda like, x: _put(x.astype(like.dtype), like.sharding)
-    state = step.from_natural(jax.tree.map(on_devices, step.abstract_natural, whole))
+    state = step.from_model_order(jax.tree.map(on_devices, step.abstract_model_order, whole))
     batch = {name: _put(x, step.batch_sharding) for name, x in counting_text(ROWS, SEQ).items()}
     losses, seconds = [], []
     for number in range(num_steps + 1):

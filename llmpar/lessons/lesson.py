@@ -66,8 +66,8 @@ def train_on(
     batch = {name: array[:, order] for name, array in batch.items()}
     step = Step(config, plan, make_mesh(plan.mesh), optimizer, clip)
     compiled, text = read_program(step.lower(*shape))
-    shardings = jax.tree.map(lambda x: x.sharding, step.abstract_natural)
-    state = step.from_natural(jax.device_put(fresh_state(step.config, step.optimizer), shardings))
+    shardings = jax.tree.map(lambda x: x.sharding, step.abstract_model_order)
+    state = step.from_model_order(jax.device_put(fresh_state(step.config, step.optimizer), shardings))
     batch, losses, metrics = jax.device_put(batch, step.batch_sharding), [], {}
     for _ in range(num_steps):
         state, metrics = compiled(state, batch)
@@ -93,7 +93,7 @@ def verdicts(
         norms = [float(one.metrics["grad_norm"]) for one in (run, solo)]
         assert math.isclose(*norms, rel_tol=1e-3), (name, norms)
         if weights_within is not None:
-            natural = run.step.to_natural(run.state).params
+            natural = run.step.to_model_order(run.state).params
             pairs = zip(jax.tree.leaves(natural), jax.tree.leaves(solo.state.params), strict=True)
             for one, other in pairs:
                 assert np.allclose(one, other, atol=weights_within), name

@@ -2,7 +2,6 @@
 
     embed       tokens -> stream             on the first stage
     run_chunk   stream -> stream             the stage's chunk of the blocks
-    loss        stream -> loss               on the last stage
     cell        both ways: all that F, B and W compute, in one function
     programs    the cell cut into F, B and W
 
@@ -13,13 +12,13 @@ embedding on the first. With tied embeddings both have its gradient; their sum o
 By default (`Plan.stage_saves`) B recomputes the stage from the input that F saved, and F of the last stage
 computes nothing, since its B follows and does. With residuals saved F keeps what B will need instead. In
 schedules that split the backward, W gets what is left of B once the input's gradient is out. Both cuts are
-made by `split` in the equations of one traced cell, whatever the stage computes.
+made by `split_backward` in the equations of one traced cell, whatever the stage computes.
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ from llmpar.model.llama import Batch, Llama, Stream
 from llmpar.model.weights import Tree, joined, model_graph, trained, weight_dims
 from llmpar.parallel.collectives import at
 from llmpar.parallel.modes import Manual, Solo
-from llmpar.pipeline.split_backward import split, trace
+from llmpar.pipeline.split_backward import split_backward, trace
 from llmpar.plan.model_config import ModelConfig
 
 
@@ -59,59 +58,57 @@ class Stage:
     layers: Any  # their numbers in the model
 
     def model(self, **weights: Tree) -> StageModel:
-        """The model with this stage's weights, or others in their place."""
+        """Return the model with this stage's weights, or others in their place."""
         graph = model_graph(self.config, StageModel)
         return nnx.merge(graph, {"blocks": self.blocks, **self.shared, **weights})
 
 
 def embed(stage: Stage, **weights: Array) -> Stream:
-    """The stream that enters the first stage; with this ``embedding``, if one is given."""
+    """Return the stream that enters the first stage; with this ``embedding``, if one is given."""
     model = stage.model(**weights)
     return model.embed(stage.par.weight(model.embedding), stage.batch, stage.par)
 
 
 def run_chunk(stage: Stage, blocks: Tree, x: Stream, kind: str) -> tuple[tuple[Stream, Any], Any]:
-    """Run a stage's ``blocks`` in F or B, the ``kind``: ``(stream, sum of router losses), router tally``. The
-    routers' part is for B alone, and None without experts."""
-    model, has_routers = stage.model(blocks=blocks), stage.config.experts is not None and kind == "B"
-    layers = functools.partial(_run_layers, stage, kind, has_routers)
-    y, (loss_bs, tally_le) = model.run_blocks(x, stage.batch, stage.par, layers)
-    loss = model.router_losses(loss_bs, stage.batch, stage.par).sum() if has_routers else None
-    return (y, loss), tally_le
+    """Run a stage's ``blocks`` in F or B, the ``kind``: ``(stream, sum of router losses), router counts``.
+    The routers' part is for B alone, and None without experts.
 
-
-def _run_layers(stage: Stage, kind: str, has_routers: bool, block: Callable, x: Stream, stack: Tree) -> Any:
-    """Run ``block`` over the layers of a chunk: ``stream, (routers' losses b s, tally l e)``.
-
-    Chunks may differ by one layer. All hold as many as the longest; a branch (`when`) runs the last one or
-    skips it, and the tally of a layer that was skipped is zero."""
+    Chunks may differ by one layer. All have as many places as the longest; a branch (`when`) runs the last
+    one or skips it, and the counts of a layer that was skipped are zero."""
     plan = stage.par.plan
     assert (order := plan.pipeline)
-    counts = order.layers(stage.config.num_layers).values()
-    few, most = min(counts), max(counts)
+    num_layers = order.layers(stage.config.num_layers).values()
+    fewest, most = min(num_layers), max(num_layers)
+    has_routers = stage.config.experts is not None and kind == "B"
     run = _unrolled if plan.stage_saves == "residuals" or order.split_backward else stage.par.layers
 
-    def one_layer(carry, weights):
+    def layers(block: Callable, x: Stream, stack: Tree) -> tuple[Stream, Any]:
+        """Run ``block`` over a chunk's layers: ``stream, (routers' losses b s, counts l e)``."""
+
+        def layer(carry, weights):
+            x, loss_bs = carry
+            x, aux = block(x, weights)
+            return ((x, loss_bs + aux["loss"]), aux["tally"]) if has_routers else ((x, None), None)
+
+        loss_bs = jnp.zeros_like(x[..., 0], jnp.float32) if has_routers else None
+        carry, counts_le = run(layer, (x, loss_bs), jax.tree.map(lambda w: w[:fewest], stack))
+        if fewest < most:
+            last_layer = lambda skipped, last: run(layer, skipped[0], last)
+            skipped = carry, jax.tree.map(lambda n: jnp.zeros_like(n[:1]), counts_le)
+            last = jax.tree.map(lambda w: w[fewest:], stack)
+            carry, counts_1e = when(f"full{kind}", stage.full, last_layer, skipped, last)
+            counts_le = jax.tree.map(lambda *parts: jnp.concatenate(parts), counts_le, counts_1e)
         x, loss_bs = carry
-        x, aux = block(x, weights)
-        return ((x, loss_bs + aux["loss"]), aux["tally"]) if has_routers else ((x, None), None)
+        return x, (loss_bs, counts_le)
 
-    def last_layer(before, weights):
-        return run(one_layer, before[0], weights)
-
-    loss_bs = jnp.zeros_like(x[..., 0], jnp.float32) if has_routers else None
-    carry, tally_le = run(one_layer, (x, loss_bs), jax.tree.map(lambda w: w[:few], stack))
-    if few < most:
-        skipped = carry, jax.tree.map(lambda n: jnp.zeros_like(n[:1]), tally_le)
-        last = jax.tree.map(lambda w: w[few:], stack)
-        carry, tally_1e = when(f"full{kind}", stage.full, last_layer, skipped, last)
-        tally_le = jax.tree.map(lambda *parts: jnp.concatenate(parts), tally_le, tally_1e)
-    x, loss_bs = carry
-    return x, (loss_bs, tally_le)
+    model = stage.model(blocks=blocks)
+    y, (loss_bs, counts_le) = model.run_blocks(x, stage.batch, stage.par, layers)
+    loss = model.router_losses(loss_bs, stage.batch, stage.par).sum() if has_routers else None
+    return (y, loss), counts_le
 
 
 def _unrolled(block: Callable, x: Any, stack: Tree) -> tuple[Any, Tree]:
-    """As `Solo.layers`, layer by layer: every matmul is then an equation to cut at."""
+    """Run layers as `Solo.layers` does, one by one: every matmul is then an equation to cut at."""
     outputs = []
     for i in range(jax.tree.leaves(stack)[0].shape[0]):
         x, aux = block(x, at(stack, i))
@@ -119,44 +116,53 @@ def _unrolled(block: Callable, x: Any, stack: Tree) -> tuple[Any, Tree]:
     return x, jax.tree.map(lambda *layers: jnp.stack(layers), *outputs)
 
 
-def loss(stage: Stage, weights: Tree, y: Stream) -> Float[Array, ""]:
-    """The microbatch's loss, summed over tokens, of the last block's stream and the last norm and head."""
-    return stage.model(**weights).cross_entropies(stage.batch | {"stream": y}, stage.par)[0].sum()
-
-
 # ------------------------------------------------------------------------------------------ forward, backward
 
 
-def cell(stage: Stage, x: Stream, dy: Stream, sums: Tree) -> tuple[Stream, tuple[tuple[Stream, Tree], Tree]]:
-    """All that a stage computes for one microbatch, both ways.
+class Cell(NamedTuple):
+    """All that F, B and W compute: F the stream y, B the gradient of the stage's input and the sums over
+    microbatches so far (the loss, the routers' counts, and the gradients of ``shared``), W those of the
+    blocks."""
 
-    From its input x, the gradient dy of its output and the sums so far (the loss, the routers' tally, and the
-    gradients of ``shared``): F's result, B's and W's, ``(y, ((dx, sums), d_blocks))``. The last stage gets dy
-    from the loss."""
+    y: Stream
+    dx: Stream
+    sums: Tree
+    d_blocks: Tree
+
+
+def cell(stage: Stage, x: Stream, dy: Stream, sums: Tree) -> Cell:
+    """Compute all that a stage does for one microbatch, both ways, from its input x, the gradient dy of its
+    output and the sums so far. The last stage gets dy from the loss."""
     learned = trained({"blocks": stage.blocks}, stage.config)["blocks"]
     run = lambda learned, x: run_chunk(stage, joined(stage.blocks, learned), x, "B")
-    (y, router_loss), pull, tally = jax.vjp(run, learned, x, has_aux=True)
-    if router_loss is not None:  # every stage adds its own routers' losses, and the tally of its own layers
-        tally = sums["tally"].at[stage.layers].add(tally, mode="drop")
-        sums = sums | {"loss": sums["loss"] + router_loss, "tally": tally}
+    (y, router_loss), pull, counts = jax.vjp(run, learned, x, has_aux=True)
+    if router_loss is not None:  # every stage adds its own routers' losses, and the counts of its own layers
+        counts = sums["counts"].at[stage.layers].add(counts, mode="drop")
+        sums = sums | {"loss": sums["loss"] + router_loss, "counts": counts}
     dy, sums = when("leaves", stage.last, functools.partial(_from_loss, stage), (dy, sums), y)
     d_blocks, dx = pull((dy, jax.tree.map(jnp.ones_like, router_loss)))
     if "embedding" in sums:
         sums = when("enters", stage.first, functools.partial(_into_embedding, stage), sums, dx)
-    return y, ((dx, sums), {"blocks": d_blocks})
+    return Cell(y, dx, sums, {"blocks": d_blocks})
 
 
 def _from_loss(stage: Stage, dy_and_sums: tuple[Stream, Tree], y: Stream) -> tuple[Stream, Tree]:
-    """On the last stage: the gradient of the loss for dy, and the sums with the loss and its gradients."""
+    """On the last stage: return the gradient of the loss for dy, and the sums with the loss and its
+    gradients."""
     _, sums = dy_and_sums
     names = "norm", "embedding" if stage.config.tied else "head"
     weights = {name: stage.shared[name] for name in names if name in sums}
-    value, (grads, dy) = jax.value_and_grad(functools.partial(loss, stage), argnums=(0, 1))(weights, y)
+
+    def loss(weights: Tree, y: Stream) -> Float[Array, ""]:
+        model = stage.model(**weights)
+        return model.cross_entropies(stage.batch | {"stream": y}, stage.par)[0].sum()
+
+    value, (grads, dy) = jax.value_and_grad(loss, argnums=(0, 1))(weights, y)
     return dy, add(stage, sums, grads) | {"loss": sums["loss"] + value}
 
 
 def _into_embedding(stage: Stage, sums: Tree, dx: Stream) -> Tree:
-    """On the first stage: the sums with the embedding's gradient."""
+    """On the first stage: return the sums with the embedding's gradient."""
     pull = lambda w, dx: jax.vjp(lambda w: embed(stage, embedding=w), w)[1](dx)[0]
     # Traced, so that the look-up does not run again for its gradient.
     grad = trace(pull, w := stage.shared["embedding"], dx)(w, dx)
@@ -171,9 +177,18 @@ def add(stage: Stage, sums: Tree, grads: Tree) -> Tree:
     return sums | {name: jax.tree.map(add_one, sums[name], g, dims[name]) for name, g in grads.items()}
 
 
-def programs(stage: Stage, x: Any, sums: Tree) -> tuple[dict[str, Any], Any, Any]:
-    """Cut `cell` into what F, B and W run, from the types of their arguments: ``{F, B, W}, saved, residual``,
-    the last two as types.
+class Programs(NamedTuple):
+    """What F, B and W run, W is None where B computes all; and the types of what F keeps, and B for W."""
+
+    F: Callable
+    B: Callable
+    W: Callable | None
+    saved: Any
+    residual: Any
+
+
+def programs(stage: Stage, x: Any, sums: Tree) -> Programs:
+    """Cut `cell` into what F, B and W run, from the types of their arguments.
 
         F keeps    backward   F(stage, x)      B(stage, saved, dy, sums)    W
         input      whole      y, x             (dx, sums), d_blocks         none
@@ -181,33 +196,40 @@ def programs(stage: Stage, x: Any, sums: Tree) -> tuple[dict[str, Any], Any, Any
         residuals  whole      y, residuals     (dx, sums), d_blocks         none
         residuals  split      y, residuals     (dx, sums), residual         (stage, saved, residual) -> …
 
-    Where F keeps its input, W is not given it: it would run the forward pass again.
+    Where F keeps its input, W does not use it: it would run the forward pass again.
     """
     plan = stage.par.plan
-    given: tuple = x, sums  # the first is dy, of the type of x
     assert plan.pipeline
-    F: Callable
-    known: tuple
+
+    def both_ways(*args: Any) -> tuple[Stream, tuple[tuple[Stream, Tree], Tree]]:
+        """Compute a cell, as it is cut: F, and B and W."""
+        y, dx, sums, d_blocks = cell(*args)
+        return y, ((dx, sums), d_blocks)
+
+    later = x, sums  # the first is dy, of the type of x
     if plan.stage_saves == "residuals":
-        F, backward, saved = split(cell, (stage,), (x,), given)
-        known = stage, saved
+        F, backward, saved = split_backward(both_ways, (stage,), (x,), later)
+        known, first_args = (stage, saved), later
     else:
-        F, backward, saved = _forward, trace(lambda *args: cell(*args)[1], stage, x, *given), x
-        known, given = (stage,), (x, *given)
+        F, saved = _forward, x
+        backward = trace(lambda *args: both_ways(*args)[1], stage, x, *later)
+        known, first_args = (stage,), (x, *later)
     if not plan.pipeline.split_backward:
-        return {"F": F, "B": backward, "W": None}, saved, []
-    B, W, residual = split(backward, known, given)
-    return {"F": F, "B": B, "W": W}, saved, residual
+        return Programs(F, backward, None, saved, [])
+    B, W, residual = split_backward(backward, known, first_args)
+    if plan.stage_saves == "input":
+        return Programs(F, B, lambda stage, x, residual: W(stage, residual), saved, residual)
+    return Programs(F, B, W, saved, residual)
 
 
 def _forward(stage: Stage, x: Stream) -> tuple[Stream, Stream]:
-    """F where B recomputes: keeps its input, and on the last stage does nothing else."""
+    """F where B recomputes: keep its input, and on the last stage do nothing else."""
     run = lambda x: run_chunk(stage, stage.blocks, x, "F")[0][0]
     return when("leaves", stage.last, lambda x: x, x, otherwise=run), x
 
 
 def when(name: str, condition: Any, do: Callable, x: Any, *args: Any, otherwise: Any = None) -> Any:
-    """``do(x, *args)``, or else ``x``: a `lax.cond` whose name tells a census how often it is taken
+    """Return ``do(x, *args)``, or else ``x``: a `lax.cond` by whose name a census knows how often it is taken
     (`timetable.branch_shares`)."""
     with jax.named_scope(f"when-{name}"):
         return lax.cond(condition, do, otherwise or (lambda x, *_: x), x, *args)

@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 
 from llmpar.model.weights import Tree
 from llmpar.plan.model_config import ModelConfig, from_dict
-from llmpar.training.step import State
+from llmpar.training.state import State
 
 Tell = Callable[[str], None]
 FIXED = ("data", "tokenizer", "seed", "data_seed", "held_out", "batch_size", "seq_len", "optimizer")

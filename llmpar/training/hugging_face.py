@@ -97,7 +97,7 @@ class _Weight:
         """The tensors of this weight, one after the other; every process must take all of them."""
         if np.shape(value) != self.shape:
             found = f"'{self.name}' is made of {list(self.shape)}, not of {list(np.shape(value))}"
-            raise ValueError(f"{found}; give layers in the model's order (Step.to_natural)")
+            raise ValueError(f"{found}; give layers in the model's order (Step.to_model_order)")
         order = [self.own.index(x) for group in self.groups for x in group]
         for numbers in self.numbers:
             own = _take(value, numbers).astype(dtype).transpose(order)

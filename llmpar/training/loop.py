@@ -27,8 +27,10 @@ from llmpar.plan.plan import Plan
 from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints
 from llmpar.training.data import Stream
+from llmpar.training.inputs import check_tokens
 from llmpar.training.optimizer import make_optimizer
-from llmpar.training.step import State, Step, check_tokens
+from llmpar.training.state import State
+from llmpar.training.step import Step
 from llmpar.training.trackers import Send, Tracker, profiling, tracking
 
 ADAMW = OptimizerConfig()
@@ -203,11 +205,11 @@ def train(
         contextlib.ExitStack() as traced,
     ):
         step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
-        restored = checkpoints and checkpoints.restore(step.abstract_natural, config, made, anyway, tell)
+        restored = checkpoints and checkpoints.restore(step.abstract_model_order, config, made, anyway, tell)
         if restored:
-            state = step.from_natural(restored, donate=True)
+            state = step.from_model_order(restored, donate=True)
         else:
-            lies = jax.tree.map(lambda x: x.sharding, step.abstract_natural.params)
+            lies = jax.tree.map(lambda x: x.sharding, step.abstract_model_order.params)
             state = step.init(seed, begin(lies) if begin else None)
         num_tokens = stream.config.batch_size * stream.config.seq_len
         report = Report(start=int(state.step), tokens_per_step=num_tokens, ideal_step_s=ideal_step_s)
@@ -274,12 +276,12 @@ class _Newest:
     def in_order(self) -> State:
         """The state with its layers in the model's order, from here on."""
         if not self._in_order:
-            self.state, self._in_order = self.step.to_natural(self.state, donate=True), True
+            self.state, self._in_order = self.step.to_model_order(self.state, donate=True), True
         return self.state
 
     def in_stages(self) -> None:
         """From here on the state lies as the step takes it."""
-        self.state, self._in_order = self.step.from_natural(self.state, donate=True), False
+        self.state, self._in_order = self.step.from_model_order(self.state, donate=True), False
 
     def save(self, score: dict[str, Any] | None = None) -> None:
         """Save it, once: what could not be saved is not tried again on the way out."""

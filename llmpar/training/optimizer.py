@@ -1,8 +1,6 @@
 """The optimizers that have a name here: they know the model's weights. A `Step` takes any of Optax."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
 from llmpar.model.weights import Tree, described, trained
@@ -54,32 +52,3 @@ def muon_dims(config: ModelConfig) -> Tree:
         )
 
     return jax.tree.map(numbers, trained(described(config), config))
-
-
-def counts_empty_places(optimizer: optax.GradientTransformation, params: Tree, order: np.ndarray) -> bool:
-    """Whether the updates of a stack of layers depend on places that are empty, zeros, when it is taken in
-    ``order``.
-
-    An optimizer that treats elements or layers alone does not see them; a mean over a whole leaf does
-    (Adafactor's root mean square: Shazeer and Stern 2018, section 6). Three updates of small weights tell."""
-
-    def small(x):
-        shape = [x.shape[0], *(min(4, n) for n in x.shape[1:])]
-        return np.cos(np.arange(np.prod(shape), dtype=np.float32)).reshape(shape)
-
-    stack, num_layers = jax.tree.map(small, params["blocks"]), int(order.max())
-    rest = {name: w for name, w in params.items() if name != "blocks"}
-    rest = jax.tree.map(lambda x: np.ones((4,) * x.ndim, np.float32), rest)
-
-    def moved(places: np.ndarray) -> list:
-        laid = lambda tree: jax.tree.map(lambda x: jnp.take(x, places, 0, mode="fill", fill_value=0), tree)
-        grads, weights = rest | {"blocks": laid(jax.tree.map(np.sin, stack))}, rest | {"blocks": laid(stack)}
-        state, back = optimizer.init(weights), np.argsort(places, kind="stable")[:num_layers]
-        with jax.numpy_dtype_promotion("standard"):
-            for _ in range(3):  # the first may have a learning rate of 0
-                updates, state = optimizer.update(grads, state, weights)
-                weights = optax.apply_updates(weights, updates)
-        return jax.tree.leaves(jax.tree.map(lambda w, old: w[back] - old, weights["blocks"], stack))
-
-    natural, taken = jax.jit(lambda: (moved(np.arange(num_layers)), moved(order)))()
-    return any(np.abs(a - b).max() > 1e-3 * np.abs(a).max() for a, b in zip(natural, taken, strict=True))

@@ -45,7 +45,7 @@ from llmpar.inspect.census import (
 from llmpar.lessons import attempt, hint, met, say, solution
 from llmpar.lessons.lesson import as_predicted, counting_text, train_on, verdicts
 from llmpar.parallel.mesh import make_mesh
-from llmpar.pipeline.split_backward import split, trace
+from llmpar.pipeline.split_backward import split_backward, trace
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.plan.schedules import from_text, make
@@ -306,8 +306,10 @@ rng = np.random.default_rng(0)
 shapes = ((16, 64), (64, 16), (8, 16), (8, 16))
 w0, w1, x, dy = (rng.standard_normal(n).astype(np.float32) for n in shapes)
 # dy is not there when F runs.
-F, backward, saved = split(cell, known=(w0, w1), given=(x,), later=(dy,))
-B, W, residual = split(backward, known=(w0, w1, saved), given=(dy,))
+F, backward, saved = split_backward(
+    cell, shared=(w0, w1), first_args=(x,), second_args=(dy,)
+)
+B, W, residual = split_backward(backward, shared=(w0, w1, saved), first_args=(dy,))
 for name, part in {"F": F, "B": B, "W": W}.items():
     print(f"{name}: {' '.join(eqn.primitive.name for eqn in part.jaxpr.eqns)}")
 print("F leaves for later:", [aval.shape for aval in saved])

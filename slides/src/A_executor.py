@@ -22,7 +22,7 @@ from IPython.display import Markdown
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.parallel.mesh import abstract_mesh
-from llmpar.pipeline.split_backward import split
+from llmpar.pipeline.split_backward import split_backward
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.plan.timetable import branch_shares, slots, timetable
@@ -41,8 +41,8 @@ w0, w1, x, dy = (
     np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     for shape in ((16, 64), (64, 16), (8, 16), (8, 16))
 )
-forward, both, saved = split(cell, known=(w0, w1), given=(x,), later=(dy,))
-backward, weights, left = split(both, known=(w0, w1, saved), given=(dy,))
+forward, both, saved = split_backward(cell, shared=(w0, w1), first_args=(x,), second_args=(dy,))
+backward, weights, left = split_backward(both, shared=(w0, w1, saved), first_args=(dy,))
 y, kept = forward(w0, w1, x)
 dx, rest = backward(w0, w1, kept, dy)
 jax.tree.map(np.testing.assert_array_equal, (y, (dx, weights(w0, w1, kept, rest))), cell(w0, w1, x, dy))
