@@ -46,20 +46,18 @@ class Inspect:
         check_picture(self.svg)
         if self.program or self.hlo or self.target:
             return self.look()
-        import jax
-
         from llmpar.inspect import report
         from llmpar.inspect.spread import spread
         from llmpar.inspect.types import types
 
         start()
-        config, plan = self.step.resolve()
-        asked = config, plan, self.step.batch_size, self.step.seq_len
-        rows = types(*asked) if self.types else []
+        plan = self.step.resolve()
+        config, sizes = plan.config, (self.step.batch_size, self.step.seq_len)
+        rows = types(config, plan.requested, *sizes) if self.types else []
         options.say(f"compiling a step of {config.name} on {plan.mesh} …")
-        document = report.inspect(*asked)
+        document = report.inspect(config, plan, *sizes)
         document |= {"types": rows} if self.types else {}
-        document |= {"tolerance": spread(*asked, jax.default_backend())} if self.tolerance else {}
+        document |= {"tolerance": spread(plan, *sizes)} if self.tolerance else {}
         save_picture(self.svg, "the bytes", lambda: report.picture(document))
         return give(document, self.json, report.tables(document))
 

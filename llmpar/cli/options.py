@@ -22,7 +22,7 @@ import tyro
 from llmpar.files import read_text
 from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import LoraConfig, ModelConfig, preset
-from llmpar.plan.plan import Plan
+from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.schedules import SCHEDULES
 
 MAX_SEED, MAX_SEQ_LEN, MAX_TOKENS = 2**32 - 1, 2**31 - 1, 2**40
@@ -112,9 +112,7 @@ def flags_of(kind: type, *without: str, **defaults: Any) -> Any:
     cannot be is then refused like everything else. ``without`` names the fields that a command gives by
     itself, ``defaults`` those that it begins with.
     """
-    own, *bases = (inspect.cleandoc(x.__doc__ or "") for x in kind.__mro__ if dataclasses.is_dataclass(x))
-    text = "\n".join([own, *(text.partition("Attributes:\n")[2] for text in bases)])
-    text = re.sub(r"\n {8}", " ", text)  # one line for each field
+    text = re.sub(r"\n {8}", " ", inspect.cleandoc(kind.__doc__ or ""))  # one line for each field
     text = re.sub(r"(:\w+:)?`+", "'", text)  # a terminal shows no markup
     hints, fields = get_type_hints(kind), []
     for field in dataclasses.fields(kind):
@@ -162,11 +160,12 @@ class StepOptions:
     plan: Annotated[Any, tyro.conf.arg(constructor=PlanFlags)] = PlanFlags()
     given: tyro.conf.Suppress[tuple[str, ...]] = ()  # the fields whose flags were on the line
 
-    def resolve(self) -> tuple[ModelConfig, Plan]:
-        """Give the model and the plan, on the devices that are there or are simulated from here on."""
-        from llmpar.parallel.mesh import use_devices
+    def resolve(self) -> Resolved:
+        """Give the plan for the model, on the devices that are there or are simulated from here on."""
+        from llmpar.parallel.mesh import device_platform, use_devices
 
-        return self.settle(len(use_devices(self.devices, at_least=1)))
+        devices = use_devices(self.devices, at_least=1)
+        return self.settle(len(devices), device_platform(devices[0]))
 
     def adapted(self, config: ModelConfig) -> ModelConfig:
         """The model with the adapters that were asked for."""
@@ -179,9 +178,9 @@ class StepOptions:
             )
         return config
 
-    def settle(self, num_devices: int) -> tuple[ModelConfig, Plan]:
-        """Give the model and the plan on so many devices. Refuses what cannot run, before anything is
-        compiled."""
+    def settle(self, num_devices: int, devices: str | None = None) -> Resolved:
+        """Give the plan for the model on so many devices (`Plan.resolve`). Refuses what cannot run, before
+        anything is compiled."""
         config = self.adapted(preset(self.model))
         mesh = parse_mesh(self.mesh if self.mesh_dim is None else self.mesh_dim, num_devices)
         plan = Plan(mesh, **vars(self.plan) | {"schedule": read_order(self.plan.schedule)})
@@ -189,15 +188,16 @@ class StepOptions:
         if self.seq_len > MAX_SEQ_LEN or batch_size * self.seq_len > MAX_TOKENS:
             batch = f"a batch of {batch_size:,} sequences of {self.seq_len:,} tokens"
             raise ValueError(f"{batch}: use at most {MAX_SEQ_LEN:,} positions and {MAX_TOKENS:,} tokens")
-        plan.check(config, batch_size, self.seq_len)
-        self.say_idle(config, plan, num_devices)
-        return config, plan
+        resolved = plan.resolve(config, devices, batch_size, self.seq_len)
+        self.say_notes(resolved, num_devices)
+        return resolved
 
-    def say_idle(self, config: ModelConfig, plan: Plan, num_devices: int) -> None:
-        """Say what was given and decides nothing: devices, and fields, be it their defaults."""
+    def say_notes(self, plan: Resolved, num_devices: int) -> None:
+        """Say what these devices do otherwise, and what was given and decides nothing: devices, and fields,
+        be it their defaults."""
         if plan.mesh.size < num_devices:
             say(f"mesh '{plan.mesh}' takes {plan.mesh.size} of {num_devices} devices; the others do nothing")
-        for line in plan.idle(config, self.given):
+        for line in (*plan.notes, *plan.unused_of(self.given)):
             say(line)
 
 
@@ -266,9 +266,7 @@ def still_at_work(doing: str, usual: str, every_s: float = 5) -> Iterator[None]:
         done.set()
 
 
-def fits_host(
-    config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, parts: tuple[str, ...], cache: int = 0
-) -> None:
+def fits_host(plan: Resolved, batch_size: int, seq_len: int, parts: tuple[str, ...], cache: int = 0) -> None:
     """Refuse a model whose simulated devices together hold more than this machine's memory; ``cache``: bytes
     that each of them holds besides."""
     import jax
@@ -278,12 +276,12 @@ def fits_host(
 
     if jax.devices()[0].platform != "cpu" or not (room := host_bytes()):
         return
-    held = memory.argument_bytes(plan.resolve(config, None), batch_size, seq_len)
+    held = memory.argument_bytes(plan, batch_size, seq_len)
     here = min(plan.mesh.size, len(jax.local_devices()))
     need = here * (sum(held[part] for part in parts) + cache)
     if need > room:
         parts += ("cache",) * (cache > 0)
-        what = f"{' and '.join(parts)} of '{config.name}' take {need / 2**30:,.1f} GiB"
+        what = f"{' and '.join(parts)} of '{plan.config.name}' take {need / 2**30:,.1f} GiB"
         has = f"this machine has {room / 2**30:,.1f} GiB; use a smaller model, or cut it more"
         raise ValueError(f"{what} on {here} simulated devices, and {has}")
 

@@ -183,8 +183,8 @@ def notes(answer: Any) -> list[str]:
     """What was given by --fix and decides nothing in the first plan."""
     q, first = answer.question, answer.plans[0].plan
     own = {name: value for name, value in q.fixed.items() if name not in AXES}
-    lines = dataclasses.replace(first, **own).idle(q.config, own)
-    return [line for line in lines if line.partition("=")[0] in own]
+    plan = q.resolved(dataclasses.replace(first, **own), None)
+    return [line for line in (*plan.notes, *plan.unused_of(own)) if line.partition("=")[0] in own]
 
 
 def axes_of(text: str) -> dict[str, int]:

@@ -96,25 +96,23 @@ class Train:
         optimizer = OptimizerConfig(**vars(self.optimizer))
         options.check_picture(self.plot)
         meet({"model": self.step.adapted(preset(self.step.model))})
-        from llmpar.parallel.mesh import make_mesh, platform_of
+        from llmpar.parallel.mesh import make_mesh
         from llmpar.training.checkpoint import Checkpoints
         from llmpar.training.loop import kept_in, train
 
         options.start()
         keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints is not None else None
-        config, plan = self.step.resolve()
-        options.fits_host(config, plan, self.step.batch_size, self.step.seq_len, ("params", "optimizer"))
+        plan = self.step.resolve()
+        config = plan.config
+        options.fits_host(plan, self.step.batch_size, self.step.seq_len, ("params", "optimizer"))
         stream, held_out = self.read_text(config, plan)
         say_plan(config, plan, stream.corpus.source)
         if keep is None or not kept_in(keep.folder):
             weights = f"begins with the weights in {self.from_}" if begin else beside(self.step.model)
             if weights:
                 say(weights)
-        mesh = make_mesh(plan.mesh)
+        mesh = make_mesh(str(plan.mesh))
         say_memory(mesh)
-        for line in plan.resolve(config, platform_of(mesh)).notes:
-            if line not in plan.resolve(config, None).notes:  # which `settle` has said
-                say(line)
         with (
             Stopper() as stopper,
             progress(self.steps) as show,
@@ -184,7 +182,7 @@ class Train:
         if losses := report.losses:
             options.save_picture(self.plot, "the loss", lambda: draw.loss_curve(losses))
             say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats per token in {len(losses)} steps")
-        document = {"model": config.name, "mesh": plan.mesh.sizes, "params": config.num_params}
+        document = {"model": config.name, "mesh": plan.mesh.user_sizes, "params": config.num_params}
         document |= {"devices": plan.mesh.size, "peak_memory_bytes": report.memory_bytes, "mfu_is": MFU}
         measured = "losses grad_norms tokens_per_s step_s start mfu eval_losses perplexity".split()
         return give(document | {name: getattr(report, name) for name in measured}, self.json)

@@ -15,7 +15,7 @@ from llmpar.inspect.links import links, links_table
 from llmpar.inspect.spread import spread_table
 from llmpar.inspect.tables import table
 from llmpar.inspect.types import types_table
-from llmpar.parallel.mesh import make_mesh
+from llmpar.parallel.mesh import make_mesh, platform_of
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.timetable import branch_shares
@@ -32,10 +32,10 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
     memory and FLOPs from the final one. Predictions are those of the Manual mode; under Auto they show
     what the partitioner did differently. Of stages it shows the one that sends most, and the mean of FLOPs.
     """
-    plan.check(config, batch_size, seq_len)
-    mesh = make_mesh(plan.mesh)
+    mesh = make_mesh(str(plan.mesh))
+    plan = plan.resolve(config, platform_of(mesh), batch_size, seq_len)
     step = Step(config, plan, mesh, optax.adamw(1e-3))
-    plan, compiled, partitioned = step.plan, *read_program(step.lower(batch_size, seq_len))
+    compiled, partitioned = read_program(step.lower(batch_size, seq_len))
     branches = branch_shares(plan.pipeline, config.num_layers)
     # What experts get beyond their slots is a loop that data ends, and so are the walks of a kernel; and TPUs
     # write products as convolutions. (`llmpar compile` estimates all of these.)

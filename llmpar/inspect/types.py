@@ -9,7 +9,7 @@ from rich.table import Table
 
 from llmpar.inspect.tables import table
 from llmpar.parallel.explicit import Explicit
-from llmpar.parallel.mesh import make_mesh
+from llmpar.parallel.mesh import make_mesh, platform_of
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan
 from llmpar.training.step import Step
@@ -22,9 +22,9 @@ def types(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> lis
     ``value`` is how the model's text calls it, ``layout`` what the plan makes of that, ``type_says`` the same
     read back from JAX's ``type``. A type that says something else is refused while tracing.
     """
-    plan = dataclasses.replace(plan, mode="explicit")
-    plan.check(config, batch_size, seq_len)
-    step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(0.0))
+    mesh = make_mesh(plan.mesh)
+    plan = dataclasses.replace(plan, mode="explicit").resolve(config, platform_of(mesh), batch_size, seq_len)
+    step = Step(config, plan, mesh, optax.sgd(0.0))
     par = Explicit(step.plan, step.mesh)
     trace = jax.jit(functools.partial(step._gradients, par)).trace
     trace(step.abstract_state.params, step.abstract_batch(batch_size, seq_len))

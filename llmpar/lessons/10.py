@@ -14,9 +14,7 @@ _ROWS, _SEQ, _DEVICES, _MOST_BYTES = 16, 32, 16, 240_000
 
 def price(text: str) -> tuple[int, int]:
     """Bytes of arguments that a device holds under a mesh, and bytes that it sends per step."""
-    plan = Plan(text)
-    plan.check(LLAMA, _ROWS, _SEQ)
-    plan = plan.resolve(LLAMA)
+    plan = Plan(text).resolve(LLAMA, "cpu", _ROWS, _SEQ)
     held = memory.argument_bytes(plan, _ROWS, _SEQ)
     return sum(held.values()), traffic.step_traffic(plan, _ROWS, _SEQ).total_bytes
 

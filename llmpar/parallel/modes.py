@@ -36,7 +36,7 @@ from jaxtyping import Array, Int
 
 from llmpar.parallel import collective_matmul as overlap
 from llmpar.parallel.collectives import MOVED, WEIGHT, ragged, scope, send, together, vary, varying
-from llmpar.plan.layout import Arrow, parse_arrow, parse_layout
+from llmpar.plan.layout import Arrow, parse_layout
 from llmpar.plan.plan import Plan, Resolved
 
 PROJECTED, STREAM, HIDDEN = "projected", "stream", "hidden"
@@ -200,8 +200,7 @@ class Manual(Solo):
         """Carry out the physical arrow: the collectives of `llmpar.plan.layout.Arrow.moves` in order."""
         physical = self.plan.physical(arrow)
         x = self.carry_out(x, physical, arrow)
-        region = parse_arrow(arrow).after.region
-        x = self._vary(x, self.plan.varying(region), arrow) if region else x
+        x = self._vary(x, physical.varying, arrow)
         return checkpoint_name(x, MOVED) if physical.moves else x
 
     def enter(self, multiply: Callable, x: Array, arrow: str, *weights: Any) -> Any:
@@ -227,8 +226,9 @@ class Manual(Solo):
         """An all-to-all ``b/a e c … -> b e/a c …`` or back, in which this rank sends rank j the first
         ``send[j]`` rows of its block alone, and gets ``come[j]``; behind them stands whatever was there. XLA
         has it for GPUs and TPUs, not for CPUs."""
-        ((axis,),) = (move.axes for move in self.plan.physical(arrow).moves)
-        rows = vary(x, self.plan.varying(parse_arrow(arrow).after.region)).reshape(-1, *x.shape[3:])
+        physical = self.plan.physical(arrow)
+        ((axis,),) = (move.axes for move in physical.moves)
+        rows = vary(x, physical.varying).reshape(-1, *x.shape[3:])
         with scope(arrow):
             y = ragged(rows, send, come, axis)
         return checkpoint_name(y.reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)
