@@ -275,7 +275,7 @@ def torch_loss(config: ModelConfig, w: dict, batch: dict):
 
 def ours(config: ModelConfig, plan: Plan, rows: int, seq: int) -> tuple[Callable[[], float], dict]:
     """The step here, and of its program MiB of temporaries and MiB sent, a device."""
-    plan.check(config, rows, seq)
+    plan.resolve(config, None, rows, seq)
     step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3), clip=None)
     program = step.lower(rows, seq).compile()
     batch = jax.device_put(batch_of(config.vocab_size, rows, seq), step.batch_sharding)

@@ -19,7 +19,7 @@ from llmpar.inspect.census import arrow_rows, census_hlo, census_table, compiled
 from llmpar.inspect.look import unordered
 from llmpar.model import moe
 from llmpar.model.weights import model_graph, trained
-from llmpar.parallel.mesh import make_mesh
+from llmpar.parallel.mesh import make_mesh, platform_of
 from llmpar.parallel.modes import Solo
 from llmpar.plan.backend import SUITS
 from llmpar.plan.mesh_shape import MeshShape
@@ -118,8 +118,9 @@ def logits_of(config):
 
 def gradients_of(config, plan: Plan, step_class=Step):
     """A step, and its compiled gradients of weights and a batch: one program for all of them."""
-    plan.check(config, BATCH, SEQ)
-    step = step_class(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
+    mesh = make_mesh(str(plan.mesh))
+    plan = plan.resolve(config, platform_of(mesh), BATCH, SEQ)
+    step = step_class(config, plan, mesh, optax.adamw(1e-3))
     return step, jax.jit(step.gradients)
 
 
@@ -225,11 +226,11 @@ def check(config, plan: Plan, within: float = math.inf) -> None:
     """The state of an optimizer that remembers the last gradient is the gradient. ``within`` this factor is
     what a device holds in all: whether it fits is said as the compiled program has it, but for what lies
     between."""
-    plan.check(config, BATCH, SEQ)
-    step = Step(config, plan, make_mesh(plan.mesh), optax.trace(0.0), clip=None)
+    mesh, cpu = make_mesh(str(plan.mesh)), plan.resolve(config, "cpu", BATCH, SEQ)
+    step = Step(config, plan.resolve(config, platform_of(mesh)), mesh, optax.trace(0.0), clip=None)
     compiled, text = read_program(step.lower(BATCH, SEQ))
-    given = memory.argument_bytes(plan.resolve(config), BATCH, SEQ, moments=1, scalars=1)
-    program, estimate = compiled_memory(compiled), memory.temp_bytes(plan.resolve(config), BATCH, SEQ)
+    given = memory.argument_bytes(cpu, BATCH, SEQ, moments=1, scalars=1)
+    program, estimate = compiled_memory(compiled), memory.temp_bytes(cpu, BATCH, SEQ)
     assert program["argument_bytes"] == sum(given.values())
     apart = (sum(given.values()) + estimate) / (program["argument_bytes"] + program["temp_bytes"])
     assert 1 / within < apart < within, f"temporaries: {estimate} B, and compiled {program['temp_bytes']} B"

@@ -99,13 +99,14 @@ def accepted(line: str) -> bool:
     """Whether the package takes it, each of its fields deciding something."""
     try:
         config, plan = build(line)
-        plan.check(config, BATCH, SEQ)
-        said = plan.resolve(config, None).notes  # of fields that decide nothing
+        notes = plan.resolve(config, None, BATCH, SEQ).notes  # of fields that decide nothing
         plan.resolve(config)
     except ValueError:
         return False
     deep = config.num_layers > 2
-    return 2 <= plan.mesh.size <= 8 and (plan.mesh.pp > 1) == deep and not (deep and plan.unroll == 0 or said)
+    return (
+        2 <= plan.mesh.size <= 8 and (plan.mesh.pp > 1) == deep and not (deep and plan.unroll == 0 or notes)
+    )
 
 
 def pairs(asked: dict) -> set:

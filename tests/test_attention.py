@@ -198,7 +198,7 @@ def test_what_attention_trusts_is_asked_and_what_it_must_not_take_is_wrong(how, 
     """A row that is as promised gives what `full` gives; of the others some would not, and the kernel of
     intervals, which trusts nothing, takes all."""
     kernel, _, whole = how.partition(", ")
-    plan = Plan(attention_kernel=kernel, documents=whole or "packed").resolve(platform="cpu")
+    plan = Plan(attention_kernel=kernel, documents=whole or "packed").resolve(devices="cpu")
     at, of = (np.array([row[i] for row in ROWS.values()], np.int32) for i in (0, 1))
     rng, mask, par = np.random.default_rng(0), Mask(window), Solo(plan)
     q, k, v = (

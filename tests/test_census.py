@@ -23,7 +23,7 @@ def predicted(config, plan):
 
 
 def lowered(config, plan):
-    plan.check(config, BATCH, SEQ)
+    plan.resolve(config, None, BATCH, SEQ)
     step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     return step, step.lower(BATCH, SEQ)
 

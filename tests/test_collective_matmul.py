@@ -26,7 +26,7 @@ def overlapped(mesh, **fields):
 
 
 def traced(config, plan):
-    plan.check(config, BATCH, SEQ)
+    plan.resolve(config, None, BATCH, SEQ)
     step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     return step, step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
 

@@ -265,7 +265,7 @@ ESTIMATED = {ESTIMATE} if jax.__version_info__ < (0, 11) else set()
     ],
 )
 def test_a_step_tells_the_compiler_what_its_plan_needs(platform, plan, names):
-    assert set(compiler_options(plan.resolve(platform=platform))) == names
+    assert set(compiler_options(plan.resolve(devices=platform))) == names
 
 
 # --------------------------------------------------------------------------------------------- real compilers

@@ -259,7 +259,7 @@ def test_blocks_on_a_gpu_are_masked_and_never_a_branch():
 
 
 def test_auto_is_the_kernel_on_accelerators_and_blocks_on_cpus():
-    chosen = lambda platform, **fields: Plan(**fields).resolve(platform=platform).attention_kernel
+    chosen = lambda platform, **fields: Plan(**fields).resolve(devices=platform).attention_kernel
     assert (chosen("cpu"), chosen("gpu"), chosen("tpu")) == ("portable", "flash", "flash")
     assert chosen("gpu", attention_block=512) == "portable"
     assert chosen("gpu", attention_kernel="xla") == "xla"
@@ -269,7 +269,7 @@ def test_auto_is_the_kernel_on_accelerators_and_blocks_on_cpus():
 def test_a_platform_refuses_a_kernel_that_it_lacks(platform):
     said = f"does not suit the {platform.upper()}s of this mesh: it is for NVIDIA GPUs"
     with pytest.raises(ValueError, match=said):
-        Plan(attention_kernel="cudnn", dtype="bfloat16").resolve(platform=platform)
+        Plan(attention_kernel="cudnn", dtype="bfloat16").resolve(devices=platform)
 
 
 def test_whole_documents_need_no_mask():

@@ -27,8 +27,8 @@ def random_runs(num, seed):
         fields |= {"ffn_chunks": rng.choice((1, 2)), "reshard_after_forward": rng.random() < 0.7}
         mesh = " ".join(f"{axis}={n}" for axis, n in sizes.items()) or "dp=1"
         try:
-            plan = Plan(mesh, dtype="bfloat16", **fields).effective(config)
-            plan.check(config, batch := 8 * plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep, 4096)
+            plan = Plan(mesh, dtype="bfloat16", **fields).resolve(config, None).effective
+            plan.resolve(config, None, batch := 8 * plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep, 4096)
         except ValueError:
             continue
         chip = hardware.chip(rng.choice(("h100", "b200", "v5p")))
@@ -92,7 +92,7 @@ def test_a_layer_in_time_is_what_the_step_counts(name, run):
 
 def test_what_hides_lies_beside_computing_and_what_does_not_stops_it():
     config = preset("llama3-70b")
-    plan = Plan("fsdp=8 tp=8", dtype="bfloat16").effective(config)
+    plan = Plan("fsdp=8 tp=8", dtype="bfloat16").resolve(config, None).effective
     segments = layer.forward(workload.of_plan(config, plan, hardware.chip("h100"), 64, 4096))
     computed = [one for one in segments if one.lane == "compute"]
     during = lambda one: [
@@ -114,6 +114,6 @@ def test_what_hides_lies_beside_computing_and_what_does_not_stops_it():
 
 def test_a_layer_in_time_needs_seconds():
     config = preset("tiny")
-    run = workload.of_plan(config, Plan("dp=1").effective(config), hardware.chip("cpu"), 8, 64)
+    run = workload.of_plan(config, Plan("dp=1").resolve(config, None).effective, hardware.chip("cpu"), 8, 64)
     with pytest.raises(ValueError, match="cpu"):
         layer.forward(run)

@@ -198,7 +198,7 @@ def test_an_optimizer_of_whole_matrices_is_on_eight_devices_what_it_is_on_one():
 )
 def test_what_does_not_go_with_adapters_says_what_would_work(plan, layers, said):
     with pytest.raises(ValueError, match=said):
-        plan.check(dataclasses.replace(ADAPTED, num_layers=layers), BATCH, SEQ)
+        plan.resolve(dataclasses.replace(ADAPTED, num_layers=layers), None, BATCH, SEQ)
 
 
 def test_the_planner_times_no_adapters():

@@ -331,7 +331,7 @@ def test_the_ragged_all_to_all_is_predicted_as_the_most_it_can_be_and_lowered_fo
 
 
 def test_a_platform_gets_what_suits_it_and_what_does_not_is_refused():
-    choice = lambda platform: Plan().resolve(platform=platform).dispatch
+    choice = lambda platform: Plan().resolve(devices=platform).dispatch
     assert choice("cpu") == "padded"
     assert choice("gpu") == choice("gpu 7.5") == choice("gpu gfx942") == choice("tpu") == "ragged"
     plan = Plan("ep=4 fsdp=2", dispatch="ragged")
@@ -450,9 +450,9 @@ def test_a_planted_fault_is_caught(kind):
 
 def test_what_cannot_run_says_so():
     with pytest.raises(ValueError, match="'deepseek-v3' cannot run here: latent attention"):
-        Plan().check(preset("deepseek-v3"), 8, 64)
+        Plan().resolve(preset("deepseek-v3"), None, 8, 64)
     with pytest.raises(ValueError, match="experts 6 is not a multiple of ep = 4; make ep one of 1, 2, 3, 6"):
-        Plan("ep=4").check(with_experts(num_experts=6), 8, 64)
+        Plan("ep=4").resolve(with_experts(num_experts=6), None, 8, 64)
     with pytest.raises(ValueError, match="cannot visit 3 of 2 experts"):
         ExpertConfig(2, 3)
     with pytest.raises(ValueError, match="8 experts cannot be routed in 1 of 3 equal groups"):

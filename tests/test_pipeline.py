@@ -193,7 +193,7 @@ def test_compiled_memory_of_1f1b_is_flat_in_m_and_gpipes_grows_by_an_input_per_m
 )
 def test_an_order_for_another_plan_is_refused(mesh, microbatches, said):
     with pytest.raises(ValueError, match=said):
-        Plan(mesh, schedule=WRITTEN, microbatches=microbatches).check(LLAMA, BATCH, SEQ)
+        Plan(mesh, schedule=WRITTEN, microbatches=microbatches).resolve(LLAMA, None, BATCH, SEQ)
 
 
 def test_a_wrong_table_is_not_even_traced():

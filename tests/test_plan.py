@@ -1,11 +1,14 @@
 """The plan: where each dim is cut in each region, what ZeRO cuts, and what is refused at once."""
 
+import collections
 import dataclasses
 import json
 import re
+import types
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+import jax
 import plans
 import pytest
 from parity import LLAMA, QWEN, all_plans
@@ -18,7 +21,8 @@ from llmpar.plan.layout import Arrow, parse_layout
 from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
-from llmpar.predict import memory
+from llmpar.planner import planner
+from llmpar.predict import hardware, memory
 from llmpar.predict.traffic import step_traffic
 
 MIXED = "dp=2 fsdp=2 tp=2"
@@ -47,6 +51,42 @@ def test_the_regions_are_the_table_of_the_module():
     }
     with_sequence = Plan(MeshShape(dp=2, sp=2, tp=2), tp_sequence=True).resolve().regions
     assert with_sequence["stream"]["s"] == ("sp", "tp") and with_sequence["ffn"]["s"] == ("sp",)
+
+
+def test_the_table_of_regions_that_opens_plan_py_is_what_a_plan_gives():
+    """Its cells are axes, behind some in brackets the dims that they cut; ``[,tp]`` with tp_sequence."""
+    plans = [Plan("dp=2 fsdp=2 ep=2 sp=2 tp=2", tp_sequence=cut).resolve() for cut in (False, True)]
+    lines = plan_file.__doc__.splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("    region "))
+    (_, b, s, other), *rows = [
+        [line[i:j].strip() for i, j in ((4, 16), (16, 30), (30, 40), (40, 54))]
+        for line in lines[begin : lines.index("", begin)]
+    ]
+    assert (b, s, other) == ("b", "s", "d  n k m v")
+    for region, b, s, other in rows:
+        axes, _, dims = other.partition("(")
+        letters = re.findall(r"[a-z]", dims.partition(")")[0])
+        for plan in plans:
+            positions = s.replace("[,tp]", ",tp" if plan.tp_sequence else "")
+            want = {"b": b, "s": positions} | dict.fromkeys(letters, axes.strip())
+            if region == "experts":
+                want["e"] = "ep"  # in words: the table has no column for e
+            table = plan.regions[region].items()
+            assert {dim: ",".join(axes) for dim, axes in table if axes} == {
+                k: v for k, v in want.items() if v
+            }
+    assert {region for region, *_ in rows} == plans[0].regions.keys()
+
+
+def test_a_physical_arrow_is_made_once_with_its_moves_and_the_axes_that_begin_to_vary():
+    plan = Plan("dp=2 tp=2", tp_sequence=True).resolve()
+    leaving = plan.physical("ffn b s d +m -> stream b s d")
+    assert plan.physical("ffn b s d +m -> stream b s d") is leaving
+    assert leaving.varying == ("dp", "tp") and leaving.begin == ()
+    whole = Plan("dp=2 tp=2").resolve()
+    assert whole.physical("ffn b s d +m -> stream b s d").varying == ("dp",)
+    assert whole.physical("stream b s d -> ffn b s d").begin == ("tp",)
+    assert plan.physical("b/dp d -> b d").varying == ()
 
 
 def test_what_attention_does_with_a_cut_sequence_is_two_rows_of_the_table():
@@ -222,7 +262,7 @@ tests/test_random_plans.py follows the advice of such sentences."""
 
 def refusal(plan: Plan, config=LLAMA, batch=16, seq=16) -> str:
     with pytest.raises(ValueError) as caught:
-        plan.check(config, batch, seq)
+        plan.resolve(config, None, batch, seq)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -241,7 +281,7 @@ def test_what_cannot_be_is_refused_before_anything_is_compiled(line):
 
 def test_width_matters_only_where_zero_cuts_it():
     odd = dataclasses.replace(LLAMA, width=63)
-    Plan("fsdp=2", zero=0).check(odd, 16, 16)
+    Plan("fsdp=2", zero=0).resolve(odd, None, 16, 16)
     for zero in (1, 2, 3):
         assert "model width 63" in refusal(Plan("fsdp=2", zero=zero), odd)
 
@@ -278,7 +318,7 @@ def test_an_option_that_changes_nothing_is_said_with_the_reason_and_left_out(fie
     assert dataclasses.replace(decided, requested=without) == without.resolve(LLAMA)
     assert not any(line.startswith(f"{field}=") for line in without.resolve(LLAMA).notes)
     if "schedule" not in IDLE[field] or field == "schedule":  # else the schedule itself may be wrong
-        assert plan.effective(LLAMA) == without
+        assert plan.resolve(LLAMA, None).effective == without
 
 
 SWEPT = {  # of every field each other choice
@@ -318,7 +358,7 @@ def test_a_field_that_changes_nothing_of_the_program_is_named_and_no_other_is(me
     for field, value in ((name, value) for name, values in SWEPT.items() for value in values):
         plan = dataclasses.replace(base, **{field: value})
         try:
-            plan.check(config, 16, 128)
+            plain = plan.resolve(config, None, 16, 128)
             decided = plan.resolve(config, "gpu")
         except ValueError:
             continue
@@ -326,7 +366,9 @@ def test_a_field_that_changes_nothing_of_the_program_is_named_and_no_other_is(me
         same = plan != base and counted(plan, config) == before
         if field not in UNSEEN and (field, value) != ("zero", 0):  # 0 asks that nothing be cut
             assert named == same, (field, value, decided.notes)
-        assert any(line.startswith(f"{field}=") for line in plan.idle(config, [field])) >= named, field
+        assert (
+            any(line.startswith(f"{field}=") for line in (*plain.notes, *plain.unused_of([field]))) >= named
+        ), field
 
 
 GIVEN = {
@@ -387,7 +429,7 @@ def test_a_ring_in_a_pipeline_takes_hops_that_only_its_own_stage_waits_for():
     assert "all-to-all" in " ".join(cpu.notes) and not gpu.notes
     assert not dataclasses.replace(inside, context_parallel="gather").resolve(LLAMA).notes
     asked = dataclasses.replace(inside, hop="permute")
-    asked.check(LLAMA, 16, 16)
+    asked.resolve(LLAMA, None, 16, 16)
     with pytest.raises(ValueError, match="hop='permute' does not go with pp=2 on sim.*use hop='exchange'"):
         asked.resolve(LLAMA)
 
@@ -396,12 +438,12 @@ def test_gathers_that_nothing_orders_are_made_once_on_simulated_devices():
     """Seen to hang, or to abort, in half of the runs: two groups of gathers in unrolled layers."""
     for fields in (dict(schedule="zb-h1"), dict(stage_saves="residuals")):
         plan = Plan("pp=2 fsdp=2 ep=2", microbatches=2, **fields)
-        cpu, gpu = plan.resolve(platform="cpu"), plan.resolve(platform="gpu")
+        cpu, gpu = plan.resolve(devices="cpu"), plan.resolve(devices="gpu")
         assert not cpu.reshard_after_forward and gpu.reshard_after_forward
         assert "gathered once a step" in " ".join(cpu.notes) and not gpu.notes
         for same in (dict(reshard_after_forward=False), dict(zero=2), dict(zero_axes="fsdp,sp")):
             other = dataclasses.replace(plan, **same)
-            assert other.resolve().gathers == other.resolve(platform="gpu").gathers
+            assert other.resolve().gathers == other.resolve(devices="gpu").gathers
             assert not other.resolve().notes
     assert Plan("pp=2 fsdp=2 ep=2", microbatches=2).resolve().reshard_after_forward
 
@@ -444,6 +486,42 @@ def test_auto_is_cudnn_on_gpus_where_it_needs_no_mask(words):
             ValueError, match=rf"8.0 \(Ampere\) or newer, and here is {devices[4:]}; use .*='por"
         ):
             Plan(**given | {"attention_kernel": kernel}).resolve(config, devices)
+
+
+LINES = {
+    "train": "train --mesh fsdp=2,tp=2 --steps 1 --batch-size 4 --seq-len 16 --data {text}",
+    "inspect": "inspect --mesh fsdp=2,tp=2 --batch-size 4 --seq-len 16 --tolerance --json",
+    "plan": "plan --model tiny --devices 8 --chip h100 --batch-size 8 --seq-len 128 --json --fix zero=2",
+    "compile": "compile --target h100:1x2 --model tiny --mesh fsdp=2 --seq-len 64 --json",
+}
+
+
+@pytest.mark.parametrize("command", LINES)
+def test_a_command_decides_a_plan_once_for_a_platform(command, tmp_path, monkeypatch, capsys):
+    """Counts `Plan.resolve`; what is resolved passes through `Resolved.resolve`."""
+    (tmp_path / "text").write_text("to be decided once, " * 200)
+    counts, resolve = collections.Counter(), Plan.resolve
+
+    def counted(self, config=None, devices="cpu", *sizes):
+        if config is not None:
+            counts[self, config, devices] += 1
+        return resolve(self, config, devices, *sizes)
+
+    def too_large(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    devices = dict(devices=jax.devices()[:2], num_devices=2, platform="gpu", text="h100:1x2")
+    target = types.SimpleNamespace(chip=hardware.chip("h100"), **devices)
+    monkeypatch.setattr("llmpar.planner.targets.parse_target", lambda text: target)
+    monkeypatch.setattr("llmpar.planner.targets.QUIET", {})
+    if command == "compile":
+        monkeypatch.setattr("llmpar.planner.aot.read_program", too_large)
+    planner._resolved.cache_clear()
+    monkeypatch.setattr(Plan, "resolve", counted)
+    monkeypatch.chdir(tmp_path)
+    main(LINES[command].format(text=tmp_path / "text").split())
+    assert set(counts.values()) == {1}, [key for key, n in counts.items() if n > 1]
+    assert command in ("plan", "compile") or len(counts) == 1
 
 
 def test_a_plan_is_data():

@@ -44,7 +44,7 @@ def test_every_plan_is_legal_and_fits_and_they_are_in_order(small):
     times = [one.time.step_s for one in small.plans]
     assert all(b > a * (1 - planner.SAME) for a, b in zip(times, times[1:], strict=False))
     for one in small.plans:
-        one.plan.check(q.config, q.batch_size, q.seq_len)
+        one.plan.resolve(q.config, None, q.batch_size, q.seq_len)
         assert one.plan.mesh.size == 8
         plan = one.plan.resolve(q.config, "gpu")
         total = sum(memory.argument_bytes(plan, 8, 8192).values()) + memory.temp_bytes(plan, 8, 8192)
@@ -156,10 +156,10 @@ def test_each_mesh_is_answered_or_says_why_not():
                 one = planner.on_mesh(q, mesh)
             except ValueError as refusal:
                 with pytest.raises(ValueError) as said:
-                    Plan(mesh).check(q.config, q.batch_size, q.seq_len)
+                    Plan(mesh).resolve(q.config, None, q.batch_size, q.seq_len)
                 assert why and str(said.value) == str(refusal)
             else:
-                one.plan.check(q.config, q.batch_size, q.seq_len)
+                one.plan.resolve(q.config, None, q.batch_size, q.seq_len)
                 assert one.time.step_s == step_time(q.run(one.plan)).step_s < 1e4
                 assert bool(one.why_not) == (one.total_bytes > q.room_bytes)
     assert len(reasons) > 3
@@ -386,7 +386,7 @@ def test_what_is_printed_is_what_was_priced_whatever_is_set(mesh):
             continue
         answered += 1
         for plan in read_back(q, one.plan, ["train", "compile"][: 1 + (answered < 3)]):
-            assert plan == one.plan == plan.effective(q.config)
+            assert plan == one.plan == plan.resolve(q.config, None).effective
             runs = plan.resolve(q.config, q.platform)
             assert one.memory_bytes == planner.held_by(q, runs), own
             assert one.time == step_time(q.run(plan)) == step_time(q.run(runs)), own
@@ -406,19 +406,19 @@ def test_a_field_that_decides_nothing_is_not_priced():
         q = question(name, 16, 64, 2048, row)
         plan = Plan(MeshShape(**sizes), **{k: v for k, v in given.items() if k != "memory_share"})
         try:
-            plan.check(q.config, 64, 2048)
+            plan.resolve(q.config, None, 64, 2048)
             runs = plan.resolve(q.config, q.platform)
         except ValueError:
             continue
         same += 1
-        other, fits = plan.effective(q.config), planner.fitting(q, plan)
+        other, fits = plan.resolve(q.config, None).effective, planner.fitting(q, plan)
         again = other.resolve(q.config, q.platform)
         assert planner.held_by(q, runs) == planner.held_by(q, again), plan
         assert most_traffic(runs, 64, 2048) == most_traffic(again, 64, 2048), plan
         for exact in (False, True):
             times = [step_time(q.run(one), simulate=exact) for one in (plan, other, runs)]
             assert times[0] == times[1] == times[2], plan
-        priced = fits.plan.effective(q.config).resolve(q.config, q.platform)
+        priced = fits.plan.resolve(q.config, None).effective.resolve(q.config, q.platform)
         assert fits.memory_bytes == planner.held_by(q, priced), plan
 
 

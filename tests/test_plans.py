@@ -66,7 +66,7 @@ def of(case):
 def test_every_plan_does(case):
     config, plan = case
     try:
-        plan.check(config, BATCH, SEQ)
+        plan.resolve(config, None, BATCH, SEQ)
     except ValueError as refusal:
         assert "cuts the" in str(refusal) and plan.context_parallel == "ulysses", refusal  # fewer heads
         return

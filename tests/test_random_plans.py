@@ -207,7 +207,7 @@ def build(asked: dict) -> tuple[ModelConfig, Plan]:
         )
     mesh = MeshShape(**{axis: asked[axis] for axis in AXES})
     plan = Plan(**take(Plan) | {"mesh": mesh, "schedule": schedule})
-    plan.check(config, asked["batch"], asked["seq"])
+    plan.resolve(config, None, asked["batch"], asked["seq"])
     return config, plan
 
 

@@ -83,7 +83,7 @@ from llmpar.training.step import Step
 use_devices(64)
 for n, tokens in ((8, 2**17), (64, 2**20)):
     plan = Plan(f"!sp={n}", remat="block", ffn_chunks=16, loss_chunks=16)
-    plan.check(preset("tiny"), 1, tokens)
+    plan.resolve(preset("tiny"), None, 1, tokens)
     step = Step(preset("tiny"), plan, make_mesh(plan.mesh, jax.devices()[:n]), optax.sgd(1e-3))
     print(compiled_memory(step.lower(1, tokens).compile())["temp_bytes"])
 """

@@ -221,7 +221,7 @@ def test_more_ranks_and_fewer_bits_make_more_spread():
 
 
 def test_the_report_tells_every_term_and_what_other_devices_round():
-    document = spread(LLAMA, Plan("dp=2 tp=2"), 16, 16, "cpu")
+    document = spread(Plan("dp=2 tp=2").resolve(LLAMA), 16, 16)
     assert json.loads(json.dumps(document)) == document
     for what in QUANTITIES:
         together = math.sqrt(sum(term[what] ** 2 for term in document["terms"]))
@@ -230,7 +230,7 @@ def test_the_report_tells_every_term_and_what_other_devices_round():
         assert document["bound"][what] < document["elsewhere"]["tf32"][what]
     console = rich.console.Console(width=80, record=True, file=io.StringIO())
     console.print(spread_table(document))
-    console.print(spread_table(spread(MOE, Plan("ep=2"), 16, 16, "cpu")))
+    console.print(spread_table(spread(Plan("ep=2").resolve(MOE), 16, 16)))
     text = " ".join(console.export_text().split())
     assert "bound: 8 times" in text and "not counted" in text and "sum of losses" in text
 

@@ -58,15 +58,16 @@ class Compile(Output):
         options.check_picture(self.svg)
         target = parse_target(self.step.target)
         os.environ.update(QUIET)  # before JAX starts
+        from llmpar.parallel.mesh import device_platform
         from llmpar.planner import aot
 
         options.start_jax()
-        config, plan = self.step.settle(len(target.devices))
+        plan = self.step.settle(len(target.devices), device_platform(target.devices[0]))
         batch_size = target.num_devices if self.step.batch_size is None else self.step.batch_size
-        inform(f"compiling a step of {config.name} on {plan.mesh} for {target.text} …")
+        inform(f"compiling a step of {plan.config.name} on {plan.mesh} for {target.text} …")
         usual = f"{USUAL[target.platform]} of processor time are usual"
         with options.still_at_work("compiling", usual, every_s=20):
-            document = aot.compile_step(config, plan, target, batch_size, self.step.seq_len)
+            document = aot.compile_step(plan.config, plan, target, batch_size, self.step.seq_len)
         if "turns" in document:
             options.save_picture(self.svg, "the schedule", lambda: aot.picture(document))
         options.give(document, self.json, aot.tables(document))

@@ -54,20 +54,18 @@ class Inspect(Output):
         check_picture(self.svg)
         if self.program or self.hlo or self.target:
             return self.look()
-        import jax
-
         from llmpar.inspect import report
         from llmpar.inspect.spread import spread
         from llmpar.inspect.types import types
 
         start_jax()
-        config, plan = self.step.resolve()
-        step = config, plan, self.step.batch_size, self.step.seq_len
-        rows = types(*step) if self.types else []
+        plan = self.step.resolve()
+        config, sizes = plan.config, (self.step.batch_size, self.step.seq_len)
+        rows = types(config, plan.requested, *sizes) if self.types else []
         options.inform(f"compiling a step of {config.name} on {plan.mesh} …")
-        document = report.inspect(*step)
+        document = report.inspect(config, plan, *sizes)
         document |= {"types": rows} if self.types else {}
-        document |= {"tolerance": spread(*step, jax.default_backend())} if self.tolerance else {}
+        document |= {"tolerance": spread(plan, *sizes)} if self.tolerance else {}
         save_picture(self.svg, "the bytes", lambda: report.step_picture(document))
         return give(document, self.json, report.step_tables(document))
 

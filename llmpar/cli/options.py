@@ -22,7 +22,7 @@ import tyro
 from llmpar.files import read_text
 from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import LoraConfig, ModelConfig, preset
-from llmpar.plan.plan import Plan
+from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.schedules import SCHEDULES
 
 MAX_SEED, MAX_SEQ_LEN, MAX_TOKENS = 2**32 - 1, 2**31 - 1, 2**40
@@ -115,11 +115,7 @@ def flags_of(config_class: type, *without: str, **defaults: Any) -> Any:
     cannot be is then refused like everything else. ``without`` names the fields that a command gives by
     itself, ``defaults`` those that it begins with.
     """
-    own, *bases = (
-        inspect.cleandoc(x.__doc__ or "") for x in config_class.__mro__ if dataclasses.is_dataclass(x)
-    )
-    text = "\n".join([own, *(text.partition("Attributes:\n")[2] for text in bases)])
-    text = re.sub(r"\n {8}", " ", text)  # one line for each field
+    text = re.sub(r"\n {8}", " ", inspect.cleandoc(config_class.__doc__ or ""))  # one line for each field
     text = re.sub(r"(:\w+:)?`+", "'", text)  # a terminal shows no markup
     hints, fields = get_type_hints(config_class), []
     for field in dataclasses.fields(config_class):
@@ -167,11 +163,12 @@ class StepOptions:
     plan: Annotated[Any, tyro.conf.arg(constructor=PlanFlags)] = PlanFlags()
     given: tyro.conf.Suppress[tuple[str, ...]] = ()  # the fields whose flags were on the line
 
-    def resolve(self) -> tuple[ModelConfig, Plan]:
-        """Return the model and the plan, on the devices that are present, or else simulated."""
-        from llmpar.parallel.mesh import use_devices
+    def resolve(self) -> Resolved:
+        """Return the plan for the model, on the devices that are present, or else simulated."""
+        from llmpar.parallel.mesh import device_platform, use_devices
 
-        return self.settle(len(use_devices(self.devices, at_least=1)))
+        devices = use_devices(self.devices, at_least=1)
+        return self.settle(len(devices), device_platform(devices[0]))
 
     def adapted(self, config: ModelConfig) -> ModelConfig:
         """Return the model with the adapters that the options describe."""
@@ -184,8 +181,9 @@ class StepOptions:
             )
         return config
 
-    def settle(self, num_devices: int) -> tuple[ModelConfig, Plan]:
-        """Return the model and the plan on so many devices; refuse what cannot run, before a compilation."""
+    def settle(self, num_devices: int, devices: str | None = None) -> Resolved:
+        """Return the plan for the model on so many devices (`Plan.resolve`); refuse what cannot run, before a
+        compilation."""
         config = self.adapted(preset(self.model))
         mesh = parse_mesh(self.mesh if self.mesh_dim is None else self.mesh_dim, num_devices)
         plan = Plan(mesh, **vars(self.plan) | {"schedule": read_order(self.plan.schedule)})
@@ -195,17 +193,17 @@ class StepOptions:
                 f"a batch of {batch_size:,} sequences of {self.seq_len:,} tokens: use at most"
                 f" {MAX_SEQ_LEN:,} positions and {MAX_TOKENS:,} tokens"
             )
-        plan.check(config, batch_size, self.seq_len)
-        self.say_idle(config, plan, num_devices)
-        return config, plan
+        resolved = plan.resolve(config, devices, batch_size, self.seq_len)
+        self.print_notes(resolved, num_devices)
+        return resolved
 
-    def say_idle(self, config: ModelConfig, plan: Plan, num_devices: int) -> None:
-        """Print which devices and which given fields of the plan have no effect."""
+    def print_notes(self, plan: Resolved, num_devices: int) -> None:
+        """Print what these devices do differently, and which devices and given fields have no effect."""
         if plan.mesh.size < num_devices:
             inform(
                 f"mesh '{plan.mesh}' takes {plan.mesh.size} of {num_devices} devices; the others do nothing"
             )
-        for line in plan.idle(config, self.given):
+        for line in (*plan.notes, *plan.unused_of(self.given)):
             inform(line)
 
 
@@ -270,9 +268,7 @@ def still_at_work(doing: str, usual: str, every_s: float = 5) -> Iterator[None]:
         done.set()
 
 
-def fits_host(
-    config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, parts: tuple[str, ...], cache: int = 0
-) -> None:
+def fits_host(plan: Resolved, batch_size: int, seq_len: int, parts: tuple[str, ...], cache: int = 0) -> None:
     """Refuse a model whose simulated devices need more than this machine's memory; ``cache``: further bytes
     of each device."""
     import jax
@@ -282,13 +278,13 @@ def fits_host(
 
     if jax.devices()[0].platform != "cpu" or not (available := host_bytes()):
         return
-    sizes = memory.argument_bytes(plan.resolve(config, None), batch_size, seq_len)
+    sizes = memory.argument_bytes(plan, batch_size, seq_len)
     num_devices = min(plan.mesh.size, len(jax.local_devices()))
     sizes["cache"] = cache
     parts += ("cache",) if cache else ()
     need = num_devices * sum(sizes[part] for part in parts)
     if need > available:
-        what = f"{' and '.join(parts)} of '{config.name}' take {need / 2**30:,.1f} GiB"
+        what = f"{' and '.join(parts)} of '{plan.config.name}' take {need / 2**30:,.1f} GiB"
         raise ValueError(
             f"{what} on {num_devices} simulated devices, and this machine has {available / 2**30:,.1f}"
             " GiB; use a smaller model, or cut it more"

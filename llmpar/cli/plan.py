@@ -186,8 +186,8 @@ def notes(answer: Any) -> list[str]:
     """Return the lines about fields given by --fix that change nothing in the first plan."""
     q, first = answer.question, answer.plans[0].plan
     own = {name: value for name, value in q.fixed.items() if name not in AXES}
-    lines = dataclasses.replace(first, **own).idle(q.config, own)
-    return [line for line in lines if line.partition("=")[0] in own]
+    plan = q.resolved(dataclasses.replace(first, **own), None)
+    return [line for line in (*plan.notes, *plan.unused_of(own)) if line.partition("=")[0] in own]
 
 
 def _named_axes(text: str) -> dict[str, int]:

@@ -107,25 +107,23 @@ class Train(Output):
         optimizer = OptimizerConfig(**vars(self.optimizer))
         options.check_picture(self.plot)
         barrier({"model": self.step.adapted(preset(self.step.model))})
-        from llmpar.parallel.mesh import make_mesh, platform_of
+        from llmpar.parallel.mesh import make_mesh
         from llmpar.training.checkpoint import Checkpoints
         from llmpar.training.loop import kept_in, train
 
         options.start_jax()
         keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints is not None else None
-        config, plan = self.step.resolve()
-        options.fits_host(config, plan, self.step.batch_size, self.step.seq_len, ("params", "optimizer"))
+        plan = self.step.resolve()
+        config = plan.config
+        options.fits_host(plan, self.step.batch_size, self.step.seq_len, ("params", "optimizer"))
         stream, held_out = self.read_text(config, plan)
         say_plan(config, plan, stream.corpus.source)
         if keep is None or not kept_in(keep.folder):
             weights = f"begins with the weights in {self.from_}" if begin else beside(self.step.model)
             if weights:
                 inform(weights)
-        mesh = make_mesh(plan.mesh)
+        mesh = make_mesh(str(plan.mesh))
         say_memory(mesh)
-        for line in plan.resolve(config, platform_of(mesh)).notes:
-            if line not in plan.resolve(config, None).notes:  # which `settle` has said
-                inform(line)
         with (
             Stopper() as stopper,
             progress(self.steps) as show,
@@ -198,7 +196,7 @@ class Train(Output):
             inform(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats per token in {len(losses)} steps")
         document = {
             "model": config.name,
-            "mesh": plan.mesh.sizes,
+            "mesh": plan.mesh.user_sizes,
             "params": config.num_params,
             "devices": plan.mesh.size,
             "peak_memory_bytes": report.memory_bytes,

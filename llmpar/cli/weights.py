@@ -122,7 +122,7 @@ class ModelOptions:
 
         serving = plan.serving(config, slots, length)
         cache = device_cache_bytes(serving, slots, length)
-        fits_host(config, plan, slots, plan.mesh.sp, ("params",), cache)
+        fits_host(serving, slots, plan.mesh.sp, ("params",), cache)
         for line in notes:
             inform(line)
         mesh = make_mesh(plan.mesh)

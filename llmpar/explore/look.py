@@ -254,17 +254,18 @@ def planned(question: Question, mesh: str) -> Candidate:
     """The planner's plan for a mesh, kept. On simulated devices, which have no times: the fields as given."""
     if not question.chip.simulated:
         return planner.on_mesh(question, parse_mesh(mesh))
-    plan = Plan(mesh, **{"dtype": "bfloat16"} | question.fixed).effective(question.config)
-    plan.check(question.config, question.batch_size, question.seq_len)
-    memory = planner.held_by(question, plan.resolve(question.config, question.platform))
-    return Candidate(plan, planner.UNPRICED, memory)
+    sizes = question.batch_size, question.seq_len
+    plan = Plan(mesh, **{"dtype": "bfloat16"} | question.fixed)
+    resolved = question.resolved(plan, question.platform)
+    resolved.check(*sizes)
+    return Candidate(resolved.effective, planner.UNPRICED, planner.held_by(question, resolved))
 
 
 def view(state: dict) -> View:
     """What a settled state shows. Raises ValueError where it is refused."""
     question = question_of(state)
     one = planned(question, state["mesh"])
-    return View(state, question, one, one.plan.resolve(question.config, question.platform), around(state))
+    return View(state, question, one, question.resolved(one.plan, question.platform), around(state))
 
 
 def works(state: dict) -> bool:
@@ -272,7 +273,8 @@ def works(state: dict) -> bool:
     try:
         state, shape = settle(state | {"agreed": state["devices"]})
         question = question_of(state)
-        Plan(shape, **question.fixed).check(question.config, question.batch_size, question.seq_len)
+        plan = question.resolved(Plan(shape, **question.fixed), None)
+        plan.check(question.batch_size, question.seq_len)
         return True
     except ValueError:
         return False

@@ -15,7 +15,7 @@ from llmpar.inspect.links import axis_links, links_table
 from llmpar.inspect.spread import spread_table
 from llmpar.inspect.tables import rich_table
 from llmpar.inspect.types import types_table
-from llmpar.parallel.mesh import make_mesh
+from llmpar.parallel.mesh import make_mesh, platform_of
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.timetable import branch_shares
@@ -32,10 +32,10 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
     memory and FLOPs from the final one. Predictions are for the Manual mode; under Auto they show what the
     partitioner did differently. Of pipeline stages it shows the one that sends most, and the mean of FLOPs.
     """
-    plan.check(config, batch_size, seq_len)
-    mesh = make_mesh(plan.mesh)
+    mesh = make_mesh(str(plan.mesh))
+    plan = plan.resolve(config, platform_of(mesh), batch_size, seq_len)
     step = Step(config, plan, mesh, optax.adamw(1e-3))
-    plan, compiled, partitioned = step.plan, *read_program(step.lower(batch_size, seq_len))
+    compiled, partitioned = read_program(step.lower(batch_size, seq_len))
     branches = branch_shares(plan.pipeline, config.num_layers)
     # FLOPs are counted where the text shows them all: in experts' overflow and in kernels the data end the
     # loops, and TPUs write matmuls as convolutions. (`llmpar compile` estimates all of these.)

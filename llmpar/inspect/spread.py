@@ -4,14 +4,13 @@ import jax
 from rich.table import Table
 
 from llmpar.inspect.tables import rich_table
-from llmpar.plan.model_config import ModelConfig
-from llmpar.plan.plan import Plan
+from llmpar.plan.plan import Resolved
 from llmpar.predict.tolerance import FACTOR, UNIT, Unit, tolerance
 
 SPREAD_NAMES = {"loss": "loss", "grad_norm": "norm", "gradient": "gradient"}
 
 
-def rounded_products(platform: str) -> Unit:
+def rounded_products(platform: str | None) -> Unit:
     """What the devices round float32 operands of a product to: a GPU to TF32 and a TPU to bfloat16, unless
     ``jax_default_matmul_precision`` says otherwise."""
     precision = getattr(jax.config, "jax_default_matmul_precision", None) or "default"
@@ -20,10 +19,10 @@ def rounded_products(platform: str) -> Unit:
     return "bfloat16" if platform == "tpu" and precision in ("default", "bfloat16", "fastest") else "tf32"
 
 
-def spread(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, platform: str) -> dict:
+def spread(plan: Resolved, batch_size: int, seq_len: int) -> dict:
     """The expected spread as a JSON document (`Tolerance.document`), and in ``elsewhere`` its bounds on
     devices that round products otherwise."""
-    own, plan = rounded_products(platform), plan.resolve(config, platform)
+    own = rounded_products(plan.platform)
     of = lambda products: tolerance(plan, batch_size, seq_len, products).document()
     others = [unit for unit in UNIT if unit != own and plan.dtype == "float32"]
     return of(own) | {"elsewhere": {unit: of(unit)["bound"] for unit in others}}

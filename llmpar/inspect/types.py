@@ -8,7 +8,7 @@ from rich.table import Table
 
 from llmpar.inspect.tables import rich_table
 from llmpar.parallel.explicit import Explicit
-from llmpar.parallel.mesh import make_mesh
+from llmpar.parallel.mesh import make_mesh, platform_of
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan
 from llmpar.training.step import Step
@@ -21,9 +21,9 @@ def types(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> lis
     ``value`` is its name in the model's text, ``layout`` the plan's layout of it, ``type_says`` the layout
     read back from JAX's ``type``. Tracing raises ValueError where the two differ.
     """
-    plan = dataclasses.replace(plan, mode="explicit")
-    plan.check(config, batch_size, seq_len)
-    step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(0.0))
+    mesh = make_mesh(plan.mesh)
+    plan = dataclasses.replace(plan, mode="explicit").resolve(config, platform_of(mesh), batch_size, seq_len)
+    step = Step(config, plan, mesh, optax.sgd(0.0))
     trace = jax.jit(step.gradients).trace
     trace(step.abstract_state.params, step.abstract_batch(batch_size, seq_len))
     names = "value", "layout", "type_says", "type"

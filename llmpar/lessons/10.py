@@ -14,9 +14,7 @@ _ROWS, _SEQ, _DEVICES, _MOST_BYTES = 16, 32, 16, 240_000
 
 def price(text: str) -> tuple[int, int]:
     """Return a mesh's bytes of arguments per device, and the bytes that a device sends per step."""
-    plan = Plan(text)
-    plan.check(LLAMA, _ROWS, _SEQ)
-    plan = plan.resolve(LLAMA)
+    plan = Plan(text).resolve(LLAMA, "cpu", _ROWS, _SEQ)
     sizes = memory.argument_bytes(plan, _ROWS, _SEQ)
     return sum(sizes.values()), traffic.step_traffic(plan, _ROWS, _SEQ).total_bytes
 

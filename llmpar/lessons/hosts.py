@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from llmpar.launch.team import Team
 from llmpar.launch.wire import card_sent_bytes
 from llmpar.lessons.lesson import counting_text
-from llmpar.parallel.mesh import make_mesh, ordered_devices
+from llmpar.parallel.mesh import make_mesh, ordered_devices, platform_of
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.predict.hosts import leaving_bytes
@@ -81,8 +81,8 @@ def measure(name: str, num_steps: int) -> dict[str, Any]:
     """Train on a placement; return losses, seconds of each step after the first, and the bytes that left this
     host per step. The weights are NumPy's, the same on every mesh: nothing is compiled for them."""
     plan, outer = HOST_PLANS[name]
-    plan.check(TOY, ROWS, SEQ)
-    step = Step(TOY, plan, make_mesh(plan.mesh, devices_of(outer)), optax.adamw(3e-3))
+    mesh = make_mesh(plan.mesh, devices_of(outer))
+    step = Step(TOY, plan.resolve(TOY, platform_of(mesh), ROWS, SEQ), mesh, optax.adamw(3e-3))
     run, rng = step.lower(ROWS, SEQ).compile(), np.random.default_rng(17)
     draw = lambda like: 0.02 * rng.standard_normal(like.shape) if like.ndim > 1 else np.ones(like.shape)
     params = jax.tree.map(draw, step.abstract_model_order.params)

@@ -11,7 +11,7 @@ import optax
 
 from llmpar.inspect.census import Collective, census_hlo, census_table, compiled_memory, read_program
 from llmpar.lessons import say
-from llmpar.parallel.mesh import make_mesh
+from llmpar.parallel.mesh import make_mesh, platform_of
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan
 from llmpar.plan.sequence_order import sequence_permutation
@@ -61,10 +61,11 @@ def train_on(
     """Compile the step of a plan once, for running it and for reading it, and train on one batch, whose
     positions are dealt in the plan's order, from the weights of seed 0, which are the same on every mesh."""
     shape = batch["tokens"].shape
-    plan.check(config, *shape)
+    mesh = make_mesh(plan.mesh)
+    plan = plan.resolve(config, platform_of(mesh), *shape)
     order = np.array(sequence_permutation(plan.sequence_order, shape[1], plan.mesh.sp))
     batch = {name: array[:, order] for name, array in batch.items()}
-    step = Step(config, plan, make_mesh(plan.mesh), optimizer, clip)
+    step = Step(config, plan, mesh, optimizer, clip)
     compiled, text = read_program(step.lower(*shape))
     shardings = jax.tree.map(lambda x: x.sharding, step.abstract_model_order)
     state = step.from_model_order(jax.device_put(fresh_state(step.config, step.optimizer), shardings))

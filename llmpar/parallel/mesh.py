@@ -208,10 +208,14 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
     if isinstance(mesh, AbstractMesh):
         device_kind = mesh.abstract_device.device_kind if mesh.abstract_device else ""
         return next((platform for platform in _KINDS if _KINDS[platform] == device_kind), "cpu")
-    first = mesh.devices.flat[0]
-    if first.platform not in ("gpu", "cuda", "rocm"):
-        return first.platform
-    return f"gpu {getattr(first, 'compute_capability', '')}".strip()
+    return device_platform(mesh.devices.flat[0])
+
+
+def device_platform(device: jax.Device) -> str:
+    """Return the platform of a device, as `platform_of` names it."""
+    if device.platform not in ("gpu", "cuda", "rocm"):
+        return device.platform
+    return f"gpu {getattr(device, 'compute_capability', '')}".strip()
 
 
 def sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:

@@ -213,8 +213,7 @@ class Manual(Solo):
         """Carry out the physical arrow: the collectives of `llmpar.plan.layout.Arrow.moves` in order."""
         physical = self.plan.physical(arrow)
         x = self.carry_out(x, physical, arrow)
-        region = parse_arrow(arrow).after.region
-        x = self._vary(x, self.plan.varying(region), arrow) if region else x
+        x = self._vary(x, physical.varying, arrow)
         return checkpoint_name(x, MOVED) if physical.moves else x
 
     def ring(self, arrow: str, kind: str) -> Ring | None:
@@ -229,8 +228,9 @@ class Manual(Solo):
         """Run an all-to-all ``b/a e c … -> b e/a c …`` or back, in which this rank sends rank j the first
         ``send[j]`` rows of its block alone, and gets ``come[j]``; the rows behind them are undefined. XLA has
         it for GPUs and TPUs, not for CPUs."""
-        ((axis,),) = (move.axes for move in self.plan.physical(arrow).moves)
-        rows = vary(x, self.plan.varying(parse_arrow(arrow).after.region)).reshape(-1, *x.shape[3:])
+        physical = self.plan.physical(arrow)
+        ((axis,),) = (move.axes for move in physical.moves)
+        rows = vary(x, physical.varying).reshape(-1, *x.shape[3:])
         with scope(arrow):
             y = ragged(rows, send, come, axis)
         return checkpoint_name(y.reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)

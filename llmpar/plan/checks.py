@@ -1,7 +1,7 @@
 """What a plan cannot be, in sentences: what was asked, the arithmetic, and what would work.
 
 A size that mesh axes must cut evenly is a row (`Cut`); whatever else does not go together is a sentence. What
-is set and decides nothing is no error: `idle` says why. ``plan`` is a `plan.Resolved` throughout.
+is set and decides nothing is no error: `unused` says why. ``plan`` is a `plan.Resolved` throughout.
 """
 
 import math
@@ -131,7 +131,7 @@ def _sequences(plan, batch_size: int, seq_len: int) -> Rows:
 
 def _kernels(plan, batch_size: int, seq_len: int) -> Rows:
     """What a kernel cannot do, and a mask of all queries and keys that is too large."""
-    kernel = plan.requested.attention_kernel
+    kernel, devices = plan.requested.attention_kernel, plan.devices if plan.platform == "gpu" else "gpu"
     refuse = lambda why: f"attention_kernel='{kernel}' {why}, or attention_kernel='portable'"
     if kernel == "cudnn" and plan.dtype == "float32":
         yield refuse("computes in 16 bits; use dtype='bfloat16'")
@@ -146,7 +146,7 @@ def _kernels(plan, batch_size: int, seq_len: int) -> Rows:
         whole = ", or documents='whole'" if kernel == "cudnn" and plan.in_order else ""
         what = f"holds a mask of queries times keys, {mask_bytes >> 20} MiB a row at {seq_len} positions"
         yield refuse(f"{what}; use attention_kernel='flash'{whole}")
-    if kernel == "cudnn" and not fits_cudnn(plan.config.head_width, plan.devices or "gpu"):
+    if kernel == "cudnn" and not fits_cudnn(plan.config.head_width, devices):
         yield refuse("has heads of a multiple of 8 up to 128, since Hopper up to 256; use 'flash'")
 
 
@@ -221,7 +221,7 @@ def _adapters(plan, batch_size: int, seq_len: int) -> Rows:
         yield f"unroll={plan.unroll} with LoRA and {layers} layers is no loop, and {why}; use unroll=1"
 
 
-def idle(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
+def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
     """The fields that were set and decide nothing for this mesh and model, with the reason: those that have
     not their defaults, and those ``given``, whatever they have."""
     mesh, config, order = plan.mesh, plan.config, plan.pipeline
@@ -270,6 +270,6 @@ def idle(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
     return {name: why for names, holds, why in rules if holds for name in names.split() if was_set(name)}
 
 
-def idle_words(plan: Any, why: dict[str, str]) -> list[str]:
+def unused_notes(plan: Any, why: dict[str, str]) -> list[str]:
     """A sentence on each field that decides nothing."""
     return [f"{name}={getattr(plan, name)!r} changes nothing: {reason}" for name, reason in why.items()]

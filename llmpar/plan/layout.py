@@ -16,7 +16,7 @@ A :class:`~llmpar.plan.plan.Resolved` plan knows which axes cut each dim in each
 import functools
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llmpar.plan.mesh_shape import AXES, ORDER, NotationError
 
@@ -180,10 +180,19 @@ class Move:
 
 @dataclass(frozen=True)
 class Arrow:
-    """A movement across devices, from one layout of a value to another."""
+    """A movement across devices, from one layout of a value to another.
+
+    Attributes:
+        varying: of a plan's arrow (`Resolved.physical`): the axes over which values differ in the region
+            where it ends.
+        begin: those of them over which they differ only from there on. Nothing moves then, but the backward
+            pass sums the gradient over them.
+    """
 
     before: Layout
     after: Layout
+    varying: tuple[str, ...] = field(default=(), compare=False)
+    begin: tuple[str, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         return f"{self.before} -> {self.after}"

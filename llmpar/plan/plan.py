@@ -54,12 +54,11 @@ import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from llmpar.files import check_fields
-from llmpar.plan import checks as refusals
-from llmpar.plan import schedules
-from llmpar.plan.backend import Execution, fits_cudnn
+from llmpar.files import Allowed, check_fields
+from llmpar.plan import checks, schedules
+from llmpar.plan.backend import SUITS, fits_cudnn, suited
 from llmpar.plan.layout import Arrow, Dim, Layout, parse_arrow, parse_layout
 from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 from llmpar.plan.model_config import ModelConfig, Weight
@@ -100,7 +99,7 @@ class WeightLayouts:
 
 
 @dataclass(frozen=True)
-class Plan(Execution):
+class Plan:
     """How one training step is spread over a mesh: what a user asks for. `resolve` makes a `Resolved` of it.
 
     Attributes:
@@ -146,9 +145,24 @@ class Plan(Execution):
         stage_saves: what a stage keeps of a forward pass: its ``input``, from which the backward pass
             recomputes, or the ``residuals``, so that nothing is computed twice. On CPUs the first is no
             slower, since copying residuals costs as much as a fifth more matmuls, and takes half the memory.
+        attention_kernel: ``portable``, the blocks of :mod:`llmpar.model.attention`; ``flash``, the kernel of
+            :mod:`llmpar.kernels.flash` (on CPUs interpreted, and slow); or `jax.nn.dot_product_attention` by
+            ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``, with a mask of queries times keys, and not in a
+            ring. ``auto`` is flash on TPUs and GPUs since Ampere, there cudnn where it needs no mask
+            (`Resolved.takes_cudnn`), and portable elsewhere or where attention_block asks for blocks.
+        attention_block: queries and keys per block of blockwise attention; None: halves of what is here, down
+            to 256.
+        documents: ``whole`` promises that each row is one document: cudnn then needs no mask. A row that
+            breaks the promise gives NaN there.
+        dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
+            only (``ragged``, which CPUs lack). ``auto``: ragged on GPUs and TPUs.
+        hop: how the ranks of a ring hand on what they hold: by a ``permute``; or by an ``exchange``, an
+            all-to-all of which all blocks but one are empty, for which no other stage of a pipeline must
+            wait. ``auto``: an exchange in a pipeline of simulated devices, a permute elsewhere.
+        unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
     """
 
-    mesh: Any = MeshShape()  # a MeshShape from here on: strings are parsed
+    mesh: Any = MeshShape()  # strings are parsed
     mode: Literal["manual", "auto", "explicit"] = "manual"
     zero: Literal[0, 1, 2, 3] = 3
     zero_axes: Literal["fsdp,ep,sp", "fsdp,ep", "fsdp,sp", "fsdp"] = "fsdp,ep,sp"
@@ -167,6 +181,12 @@ class Plan(Execution):
     schedule: str = "1f1b"
     virtual_stages: int | None = None
     stage_saves: Literal["input", "residuals"] = "input"
+    attention_kernel: Literal["auto", "portable", "flash", "cudnn", "xla"] = "auto"
+    attention_block: int | None = None
+    documents: Literal["packed", "whole"] = "packed"
+    dispatch: Literal["auto", "padded", "ragged"] = "auto"
+    hop: Literal["auto", "permute", "exchange"] = "auto"
+    unroll: Annotated[int, Allowed(int, 0)] = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", parse_mesh(self.mesh))
@@ -181,31 +201,30 @@ class Plan(Execution):
             return schedules.from_text(self.schedule)
         return schedules.make(self.schedule, self.mesh.pp, self.microbatches, self.virtual_stages)
 
-    def resolve(self, config: ModelConfig | None = None, platform: str | None = "cpu") -> Resolved:
-        """The plan for a model on ``cpu``, ``gpu`` (of compute capability 7.5: ``gpu 7.5``) or ``tpu``: the
-        one place where anything is decided that was not asked for.
+    def resolve(
+        self,
+        config: ModelConfig | None = None,
+        devices: str | None = "cpu",
+        batch_size: int | None = None,
+        seq_len: int | None = None,
+    ) -> Resolved:
+        """Check the plan, and decide what it leaves open: for a model, on ``cpu``, ``gpu`` (of compute
+        capability 7.5: ``gpu 7.5``) or ``tpu``. A command does so once, where it begins.
 
         Ranks of tp that the model's KV heads cannot cut hold copies of them (as in Megatron-LM and vLLM); of
         usp's sp as many ranks exchange heads as divide them; fields that decide nothing get their defaults,
-        and `Resolved.notes` says so. Without a model, heads suit the mesh; without a platform, ``auto`` stays
-        and means what accelerators do. Refuses what the platform cannot do."""
+        and `Resolved.notes` says so. Without a model, heads suit the mesh; without devices, ``auto`` stays
+        and means what accelerators do. Refuses what the devices cannot do, and with a batch size and a
+        sequence length what cannot be cut evenly, with the arithmetic and what would work (`checks`)."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Plan)}
         if config is not None:
             given["mesh"] = self._inner_axes(config)
-        plan = Resolved(**given, requested=self, config=config, devices=platform)
-        if config is not None:
-            while idle := refusals.idle(plan):  # a field without effect may leave another without any
-                default: dict[str, Any] = {name: DEFAULTS[name] for name in idle}
-                notes = (*plan.notes, *refusals.idle_words(self, idle))
-                plan = dataclasses.replace(plan, **default, notes=notes)
-        return plan._on(platform) if platform else plan
-
-    def idle(self, config: ModelConfig, given: Iterable[str]) -> list[str]:
-        """Sentences on fields that decide nothing for a model on accelerators: those that were set, and those
-        that were ``given`` and have their defaults."""
-        decided = self.resolve(config, None)
-        own = {k: why for k, why in refusals.idle(decided, given).items() if getattr(self, k) == DEFAULTS[k]}
-        return [*decided.notes, *(refusals.idle_words(self, own))]
+        plan = Resolved(**given, requested=self, model=config, devices=devices)
+        while config and (unused := checks.unused(plan)):  # one without effect may leave another without any
+            default: dict[str, Any] = {name: DEFAULTS[name] for name in unused}
+            plan = dataclasses.replace(plan, **default, unused=plan.unused | unused)
+        plan.check(batch_size, seq_len)
+        return plan._on(devices) if devices else plan
 
     def _inner_axes(self, config: ModelConfig) -> MeshShape:
         """The mesh with the inner parts of tp (``kv``) and of sp (``ul``) that a model's heads need."""
@@ -218,9 +237,7 @@ class Plan(Execution):
         heads = (config.num_heads if shape.kv > 1 else config.num_kv_heads) // shape.tp
         return dataclasses.replace(shape, ul=math.gcd(heads, shape.sp))
 
-    def serving(
-        self, config: ModelConfig, num_rows: int, length: int, platform: str | None = None
-    ) -> Serving:
+    def serving(self, config: ModelConfig, num_rows: int, length: int, devices: str | None = None) -> Serving:
         """The plan as `llmpar.serve` uses it, for ``num_rows`` requests at a time; mesh, ZeRO stage and dtype
         count. Its model's experts drop no token. Refuses what cannot be cut, before any weight is made."""
         if self.mesh.pp > 1:
@@ -231,17 +248,11 @@ class Plan(Execution):
         if experts := config.experts:
             config = dataclasses.replace(config, experts=dataclasses.replace(experts, capacity_factor=None))
         kept: dict[str, Any] = {name: getattr(self, name) for name in ("mesh", "zero", "dtype")}
-        asked = Plan(**kept, zero_axes="fsdp,ep", sequence_order="contiguous").resolve(config, platform)
-        found = Serving(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)})
-        refusals.Cut("slots", num_rows, BATCH_AXES).check(found)
-        refusals.check(found, num_rows, self.mesh.sp)
-        return found
-
-    def effective(self, config: ModelConfig) -> Plan:
-        """The same plan without the fields that decide nothing, for tools whose controls are always there."""
-        kept = self.resolve(config, None)
-        names = [field.name for field in dataclasses.fields(Plan) if field.name != "mesh"]
-        return Plan(self.mesh, **{name: getattr(kept, name) for name in names})
+        plan = Plan(**kept, zero_axes="fsdp,ep", sequence_order="contiguous").resolve(config, devices)
+        serving = Serving(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)})
+        checks.Cut("slots", num_rows, BATCH_AXES).check(serving)
+        serving.check(num_rows, self.mesh.sp)
+        return serving
 
     def buckets(self, sizes: list[tuple[Any, int]]) -> list[tuple[Any, list[int]]]:
         """Deal the numbers of items, each a key and its bytes, into buckets of one key, in order: one is
@@ -254,33 +265,62 @@ class Plan(Execution):
             alike[-1].append(i)
         return [(key, members) for key, alike in dealt.items() for members in alike]
 
-    def check(self, config: ModelConfig, batch_size: int, seq_len: int) -> None:
-        """Refuse what cannot be cut evenly, with the arithmetic and what would work (`refusals`)."""
-        refusals.check(self.resolve(config, None), batch_size, seq_len)
-
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Plan)}
 """What a plan's fields are where nothing is asked for."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Resolved(Plan):
-    """A plan for one model on one platform: what runs, what is predicted and what is drawn read this one.
+    """A plan for one model on one platform, with nothing left open: what runs, what is predicted and what is
+    drawn read this one. Its fields are a plan's, decided.
 
     Attributes:
+        mesh: with the inner parts of its axes.
         requested: the plan as the user wrote it.
-        config, devices: what it is for, as `Plan.resolve` was told; None: nothing in particular.
-        notes: what a user should know, in sentences: what this platform does otherwise than others do, and
-            fields that were set and decide nothing.
+        model, devices: what it was resolved for; None: nothing in particular.
+        unused: the fields that were set and decide nothing, with the reason.
+        on_devices: sentences on what these devices do otherwise than others.
     """
 
-    requested: Any = None  # a Plan
-    config: Any = None  # a ModelConfig, or None
-    devices: str | None = None
-    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    mesh: MeshShape = MeshShape()
+    requested: Plan
+    model: ModelConfig | None
+    devices: str | None
+    unused: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
+    on_devices: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        """Nothing: what was asked for has been checked."""
+        """Check nothing: the requested plan is checked."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model. Refuses where the plan was resolved without one."""
+        if self.model is None:
+            raise ValueError(f"the plan '{self.mesh}' was resolved for no model; use plan.resolve(config)")
+        return self.model
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know, in sentences."""
+        return [*checks.unused_notes(self.requested, self.unused), *self.on_devices]
+
+    def unused_of(self, given: Iterable[str]) -> list[str]:
+        """Return sentences on those of the ``given`` fields that have their defaults and decide nothing."""
+        unused = checks.unused(self, given)
+        own = {k: why for k, why in unused.items() if getattr(self.requested, k) == DEFAULTS[k]}
+        return checks.unused_notes(self.requested, own)
+
+    @property
+    def effective(self) -> Plan:
+        """The requested plan without the fields that decide nothing."""
+        default: dict[str, Any] = {name: DEFAULTS[name] for name in self.unused}
+        return dataclasses.replace(self.requested, **default)
+
+    def check(self, batch_size: int | None, seq_len: int | None) -> None:
+        """Refuse what cannot be cut evenly; nothing where a size is not known."""
+        if batch_size is not None and seq_len is not None:
+            checks.check(self, batch_size, seq_len)
 
     @property
     def platform(self) -> str | None:
@@ -289,19 +329,21 @@ class Resolved(Plan):
 
     def _on(self, devices: str) -> Resolved:
         """With what is left to a platform decided."""
-        decided, platform = self.suited(devices), self.platform
+        decided: dict[str, Any] = {name: suited(name, getattr(self, name), devices) for name in SUITS}
+        if self.attention_block and self.attention_kernel == "auto":
+            decided["attention_kernel"] = "portable"  # the one whose tiles can be chosen
         if self.takes_cudnn:
             decided["attention_kernel"] = "cudnn"
         if self.hop == "auto":
             decided["hop"] = "permute"
-        if platform == "cpu" and self.mesh.pp > 1:
+        if self.platform == "cpu" and self.mesh.pp > 1:
             decided |= self._on_simulated_stages()
         return dataclasses.replace(self, **decided)
 
     def _on_simulated_stages(self) -> dict[str, Any]:
         """What a pipeline of simulated devices has otherwise: a permute waits for every device of the mesh,
         and nothing orders the gathers of experts and of other weights in a backward pass that is cut."""
-        decided, notes = dict[str, Any](), self.notes
+        decided, notes = dict[str, Any](), list[str]()
         if self.rings and self.hop == "permute":
             raise ValueError(
                 f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute blocks"
@@ -310,25 +352,33 @@ class Resolved(Plan):
         if self.hop == "auto":
             decided["hop"] = "exchange"
         if self.rings and self.hop == "auto":
-            notes += (
+            notes.append(
                 "a ring's hop is an all-to-all here, with one full block: in a permute, simulated devices"
-                " would wait for every stage of the pipeline",
+                " would wait for every stage of the pipeline"
             )
         cut = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
         experts_apart = "ep" in self.zero_cuts() and self.mesh.live("fsdp", "sp")  # gathered without ep
         if cut and experts_apart and self.gathers == "block":
             decided["reshard_after_forward"] = False
-            notes += (
+            notes.append(
                 "weights are gathered once a step here, and kept: nothing orders gathers of experts and of"
                 " other weights in a backward pass that is cut, and simulated devices might wait for one"
-                " another for ever",
+                " another for ever"
             )
-        return decided | {"notes": notes}
+        return decided | {"on_devices": tuple(notes)}
 
-    def resolve(self, config: ModelConfig | None = None, platform: str | None = "cpu") -> Resolved:
-        """Itself, for the same model and platform; what was asked, resolved anew, for others."""
-        same = (config, platform) == (self.config, self.devices)
-        return self if same else self.requested.resolve(config, platform)
+    def resolve(
+        self,
+        config: ModelConfig | None = None,
+        devices: str | None = "cpu",
+        batch_size: int | None = None,
+        seq_len: int | None = None,
+    ) -> Resolved:
+        """Return itself, checked, for the same model and devices; for others resolve the requested plan."""
+        if (config, devices) != (self.model, self.devices):
+            return self.requested.resolve(config, devices, batch_size, seq_len)
+        self.check(batch_size, seq_len)
+        return self
 
     # --------------------------------------------------------------------------------------- who is cut where
 
@@ -345,10 +395,10 @@ class Resolved(Plan):
             heads = live("ul")
         ring = tuple(a for a in s if a not in heads)
         keys = () if self.context_parallel == "gather" else ring
-        k, r = tp + heads, ()
+        k, r = tp + heads, live("kv")
         if self.mesh.kv > 1:
             # One KV head, copied, to a device: Ulysses then cuts the query heads that use it.
-            k, r = live("tp"), live("kv") + heads
+            k, r = live("tp"), r + heads
         return {
             "data": {"b": b, "s": s},
             "stream": {"b": b, "s": stream},
@@ -363,8 +413,10 @@ class Resolved(Plan):
         }
 
     def varying(self, region: str) -> tuple[str, ...]:
-        """The axes over which values in ``region`` differ, or are being summed, in link order."""
-        cut = {a for axes in self.regions[region].values() for a in axes}
+        """The axes over which values in ``region`` differ, or are being summed, in link order; of a physical
+        layout, which has no region, none."""
+        cuts = self.regions[region] if region else {}
+        cut = {a for axes in cuts.values() for a in axes}
         return tuple(a for a in self.mesh.sizes if a in cut)
 
     @property
@@ -378,7 +430,7 @@ class Resolved(Plan):
     def takes_cudnn(self) -> bool:
         """Whether ``auto`` is cuDNN's attention on these GPUs: it needs no mask, and JAX has it for this."""
         gpu = self.platform in (None, "gpu")
-        fits = self.config is not None and fits_cudnn(self.config.head_width, self.devices or "gpu")
+        fits = self.model is not None and fits_cudnn(self.model.head_width, self.devices or "gpu")
         whole = self.documents == "whole" and self.in_order and not self.regions["keys"].get("s")
         auto = self.requested.attention_kernel == "auto" and not self.attention_block
         return gpu and whole and auto and self.dtype == "bfloat16" and fits
@@ -406,10 +458,21 @@ class Resolved(Plan):
         cuts = cuts | {"l": self.mesh.live("pp")}
         return Layout(tuple(Dim(d.name, cuts.get(d.name, ())) for d in layout.dims), sums)
 
+    @functools.cached_property
+    def _arrows(self) -> dict[str, Arrow]:
+        return {}
+
     def physical(self, arrow: str) -> Arrow:
-        """The physical arrow of a logical one."""
-        logical = parse_arrow(arrow)
-        return Arrow(self.place(logical.before), self.place(logical.after))
+        """Return the physical arrow of a logical one, which is made once."""
+        if arrow not in self._arrows:
+            logical = parse_arrow(arrow)
+            physical = Arrow(self.place(logical.before), self.place(logical.after))
+            after = self.varying(logical.after.region)
+            summed = {a for move in physical.moves if move.kind == "all-reduce" for a in move.axes}
+            still = set(self.varying(logical.before.region)) - summed
+            begin = tuple(a for a in after if a not in still)
+            self._arrows[arrow] = dataclasses.replace(physical, varying=after, begin=begin)
+        return self._arrows[arrow]
 
     def layouts_of(self, dims: str) -> WeightLayouts:
         """The layouts of a weight, its gradients and its optimizer state in one step. The comments follow
@@ -461,16 +524,8 @@ class Resolved(Plan):
         """A weight's layout between steps."""
         return self.layouts_of(dims).stored
 
-    def spread(self, arrow: str) -> tuple[str, ...]:
-        """The axes over which a value begins to differ where a logical ``arrow`` ends: nothing moves then,
-        but the backward pass sums the gradient over them."""
-        summed = {a for move in self.physical(arrow).moves if move.kind == "all-reduce" for a in move.axes}
-        logical = parse_arrow(arrow)
-        differ = set(self.varying(logical.before.region)) - summed
-        return tuple(a for a in self.varying(logical.after.region) if a not in differ)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Serving(Resolved):
     """A plan for tokens that come a few at a time (`Plan.serving`): no region cuts their positions by sp,
     which cuts those of the cache."""

@@ -20,7 +20,7 @@ from llmpar.inspect.census import census_hlo, census_table, compiled_memory, rea
 from llmpar.inspect.roofline import Roofline, measured, roofline
 from llmpar.inspect.tables import rich_table
 from llmpar.kernels.tiles import kernel_tiles
-from llmpar.parallel.mesh import make_mesh
+from llmpar.parallel.mesh import make_mesh, platform_of
 from llmpar.plan.backend import fits_cudnn
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
@@ -42,10 +42,11 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
     rewrites. Times are estimates (`llmpar.inspect.roofline`). A program that is too large for the device, or
     that its compiler refuses for want of memory, gives a document with ``fits`` false and a ``why``.
     """
-    plan.check(config, batch_size, seq_len)
-    step = Step(config, plan, make_mesh(plan.mesh, target.devices), optax.adamw(1e-3))
+    mesh = make_mesh(str(plan.mesh), target.devices)
+    plan = plan.resolve(config, platform_of(mesh), batch_size, seq_len)
+    step = Step(config, plan, mesh, optax.adamw(1e-3))
     q = planner.Question(config, target.chip, target.num_devices, batch_size, seq_len)
-    plan, mesh = step.plan, step.mesh
+    mesh = step.mesh
     if plan.attention_kernel == "cudnn":
         need_compiler("cudnn")
         if not fits_cudnn(config.head_width, "gpu") and jax.default_backend() != "gpu":

@@ -2,11 +2,12 @@
 
 Every mesh that divides the devices is priced with the ways to run it that could win: ZeRO, microbatches,
 schedules. The closed form of `time` ranks thousands of them without recomputation. From the first one on,
-`Plan.check` says whether a way is legal, and `memory` how much recomputation it takes to fit: with that it
-takes its place in the rank again, and if it is still the first, its `traffic` is priced.
+`Resolved.check` says whether a way is legal, and `memory` how much recomputation it takes to fit: with that
+it takes its place in the rank again, and if it is still the first, its `traffic` is priced.
 """
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
@@ -102,7 +103,18 @@ class Question:
 
     def run(self, plan: Plan) -> Run:
         """What a plan computes and moves."""
+        plan = self.resolved(plan, None)
         return workload.of_plan(self.config, plan, self.chip, self.batch_size, self.seq_len)
+
+    def resolved(self, plan: Plan, devices: str | None) -> Resolved:
+        """Return the plan for the model on devices; on none in particular for what its fields decide."""
+        return _resolved(plan, self.config, devices)
+
+
+@functools.lru_cache(maxsize=1024)
+def _resolved(plan: Plan, config: ModelConfig, devices: str | None) -> Resolved:
+    """Keep what was decided of the plans that are asked about again."""
+    return plan.resolve(config, devices)
 
 
 @dataclass
@@ -221,12 +233,12 @@ def every_mesh(q: Question) -> Iterator[tuple[MeshShape, str]]:
 
 
 def _illegal(q: Question, mesh: MeshShape) -> str:
-    """Why a mesh cannot be, in the words of `Plan.check`; empty where it can."""
+    """Why a mesh cannot be, in the words of `Resolved.check`; empty where it can."""
     refusals, own = list[str](), {name: value for name, value in q.fixed.items() if name not in AXES}
     q = dataclasses.replace(q, fixed=own | mesh.user_sizes)
     for fields in itertools.chain([{"mesh": mesh} | own], itertools.islice(ways(q, mesh), 2)):
         try:
-            Plan(**fields).check(q.config, q.batch_size, q.seq_len)
+            q.resolved(Plan(**fields), None).check(q.batch_size, q.seq_len)
             return ""
         except ValueError as refusal:
             refusals.append(str(refusal))
@@ -302,7 +314,7 @@ def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
         found.append(one)
         if plan.zero not in cannot:
             try:
-                resolved = plan.resolve(q.config, q.platform)
+                resolved = q.resolved(plan, q.platform)
                 given = memory.argument_bytes(resolved, q.batch_size, q.seq_len)
                 cannot[plan.zero] = sum(given.values()) > q.capacity_bytes
             except ValueError:  # `fitting` says why
@@ -315,8 +327,8 @@ def fitting(q: Question, plan: Plan) -> Candidate:
     policies = workload.POLICIES
     later = policies[policies.index(plan.remat) :] if "remat" not in q.fixed else (plan.remat,)
     try:
-        plan.check(q.config, q.batch_size, q.seq_len)
-        runs = dataclasses.replace(plan, remat=later[-1]).resolve(q.config, q.platform)
+        q.resolved(plan, None).check(q.batch_size, q.seq_len)
+        runs = q.resolved(dataclasses.replace(plan, remat=later[-1]), q.platform)
         if runs.remat != later[-1]:  # of some pipelines it decides nothing
             later = (runs.remat,)
         for remat in later:
@@ -391,7 +403,7 @@ def ranked(found: Iterable[Candidate]) -> list[Candidate]:
 def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
     """The fastest way to run one mesh, with what ``q.fixed`` says of other fields and the planner's choice of
     the rest: what `decide` answers where all axes are given. Where none fits, of those that hold least, with
-    ``why_not`` said, and priced all the same. `Plan.check`'s ValueError where the mesh cannot be."""
+    ``why_not`` said, and priced all the same. `Resolved.check`'s ValueError where the mesh cannot be."""
     if mesh.size != q.num_devices:
         raise ValueError(f"mesh '{mesh}' has {mesh.size} devices, and the question {q.num_devices}")
     _known(q)
@@ -409,7 +421,7 @@ def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
     one = min(tried, key=lambda one: one.total_bytes)
     if not one.memory_bytes:  # whatever it would hold, these devices do not run it
         raise ValueError(one.why_not)
-    plan = one.plan.effective(q.config)
+    plan = q.resolved(one.plan, None).effective
     return Candidate(plan, step_time(q.run(plan)), one.memory_bytes, one.why_not)
 
 
@@ -442,7 +454,7 @@ def _best(
                 heapq.heappush(queue, (one.time.step_s, next(number), one))
                 continue
         turns[mesh] += 1
-        plan = one.plan.effective(q.config)
+        plan = q.resolved(one.plan, None).effective
         one = Candidate(plan, step_time(q.run(plan)), one.memory_bytes)
         if mesh not in best or one.time.step_s < best[mesh].time.step_s:
             best[mesh] = one
@@ -505,9 +517,9 @@ def first_fit(q: Question, plan: Plan, changes: list[Fields]) -> tuple[Fields, f
         if all(getattr(plan, k) == v for k, v in change.items()):
             continue
         try:
-            other = dataclasses.replace(plan, **change).effective(q.config)
-            other.check(q.config, q.batch_size, q.seq_len)
-            total = held_by(q, other.resolve(q.config, q.platform))["total"]
+            other = q.resolved(dataclasses.replace(plan, **change), None)
+            other.check(q.batch_size, q.seq_len)
+            total = held_by(q, q.resolved(other.effective, q.platform))["total"]
         except ValueError:
             continue
         if total <= q.capacity_bytes:
@@ -594,7 +606,7 @@ def document(answer: _Answer, tokens: float | None = None, price: float | None =
 
 
 def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
-    run, runs, fit = q.run(one.plan), one.plan.resolve(q.config, q.platform), verdict(q, one)
+    run, runs, fit = q.run(one.plan), q.resolved(one.plan, q.platform), verdict(q, one)
     return {
         "mesh": str(one.plan.mesh),
         "attention_kernel": runs.attention_kernel,

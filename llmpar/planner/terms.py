@@ -80,7 +80,7 @@ def _added(name: str, value: float, unit: str, parts: list[Summand], key: str = 
 def terms(q: Question, one: Candidate) -> list[Term]:
     """Every number of a plan: parts of memory, what each group of devices sends (as "tp all-reduce"), the
     terms of a step's time if there is one, and what follows from them."""
-    plan = one.plan.resolve(q.config, q.platform)
+    plan = q.resolved(one.plan, q.platform)
     return _held(q, one, plan) + _sent(q, plan) + (_timed(q, one) if one.time.terms else [])
 
 

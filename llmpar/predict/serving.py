@@ -55,7 +55,11 @@ def device_flops(plan: Serving, rows: int, length: int, width: int = 1, echo: bo
     tokens, weights = held("data b s", rows, width), 0
     for path, weight in config.weights().items():
         if path.startswith("blocks.") and not weight.is_vector:
-            chosen = (experts.top_k * plan.mesh.ep, experts.num_experts) if " e " in weight.dims else (1, 1)
+            chosen = (
+                (experts.top_k * plan.mesh.ep, experts.num_experts)
+                if experts and " e " in weight.dims
+                else (1, 1)
+            )
             weights += held(weight.dims, *weight.shape) * chosen[0] // chosen[1]
     positions = plan.cache(rows, length)[2] // plan.mesh.sp
     heads = config.num_layers * held("attention n h", config.num_heads, config.head_width)

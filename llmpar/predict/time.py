@@ -96,7 +96,7 @@ class Clock:
         for axis in reversed(AXES):  # neighbours on the last are the nearest
             self.inner[axis], apart = apart, apart * sizes[axis]
         self.ours, self.exact = run.software.name == "llmpar", exact and run.plan is not None
-        self.plan: Any = run.plan.resolve(run.config, None) if run.plan and exact else None
+        self.plan: Any = run.plan if exact else None
         self.gathers_once = run.zero == 3 and run.mesh.pp > 1 and not run.reshard  # in a step
         self.layer = functools.cache(self._layer)
 

@@ -305,11 +305,12 @@ class Values:
         self, arrow: str, shape, of: str, forward: int, backward: int = 0, itemsize: int = 0, **names
     ) -> None:
         """`Traffic.carry` for an arrow of the model's text, then the all-reduce of the gradient over the axes
-        along which values begin to differ where it ends (`Resolved.spread`)."""
+        along which values begin to differ where it ends (`Arrow.begin`)."""
         sent = Sent(arrow, of, **names)
         held = (itemsize or self.itemsize) * self.held(arrow.partition(" ->")[0], *shape)
-        held = self.traffic.carry(self.plan.physical(arrow), held, sent, forward, backward)
-        self.traffic.add("all-reduce", self.plan.spread(arrow), sent.gradient or of, held, backward, arrow)
+        physical = self.plan.physical(arrow)
+        held = self.traffic.carry(physical, held, sent, forward, backward)
+        self.traffic.add("all-reduce", physical.begin, sent.gradient or of, held, backward, arrow)
 
 
 def _activations(values: Values, config: ModelConfig, run: Runs) -> None:

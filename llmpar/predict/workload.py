@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import ModelConfig
-from llmpar.plan.plan import Plan
+from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.schedules import deal
 from llmpar.predict.hardware import Chip, table
 
@@ -91,7 +91,7 @@ class Run:
     balanced: bool = True  # the order of positions gives all ranks the same causal work (`imbalance`)
     offload: bool = False  # what layers keep waits in the host's memory (MaxText's custom policies)
     ends_as_layers: bool = False  # a pipeline is cut as if embedding and head were a layer each
-    plan: Plan | None = None  # of ours, whose `traffic` is then priced
+    plan: Resolved | None = None  # of ours, whose `traffic` is then priced
 
     def __post_init__(self):
         if self.config.lora:

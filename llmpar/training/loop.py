@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from llmpar.model import moe
 from llmpar.model.weights import Tree
+from llmpar.parallel.mesh import platform_of
 from llmpar.plan.model_config import ModelConfig, OptimizerConfig
 from llmpar.plan.plan import Plan
 from llmpar.training import hugging_face as hf
@@ -113,6 +114,7 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """What all processes must come to `train` with, by the names of its arguments: all but those of `APART`.
     Of texts, checkpoints and weights it is what is in them."""
     settings = {name: value for name, value in given.items() if name not in APART}
+    settings["plan"] = getattr(settings["plan"], "requested", settings["plan"])
     for name in ("stream", "held_out"):
         if stream := settings[name]:
             corpus = stream.corpus
@@ -186,12 +188,12 @@ def train(
         FloatingPointError: a loss or a gradient is not finite. Checkpoints taken before that step stay.
     """
     meet(settings_of(locals()) if jax.process_count() > 1 else {})
-    plan.check(config, stream.config.batch_size, stream.config.seq_len)
+    plan = plan.resolve(config, platform_of(mesh), stream.config.batch_size, stream.config.seq_len)
     _check_run(steps, eval_every, eval_batches)
     score_of = _score_of(held_out, eval_batches) if held_out and eval_every else ""
     made: dict[str, Any] = {}
     if checkpoints or tracker:  # its sums read the whole text
-        made = made_of(config, plan, stream, steps, options, seed)
+        made = made_of(config, plan.requested, stream, steps, options, seed)
     if origin:
         made["from"] = os.path.abspath(origin)
     agreed = multihost_utils.broadcast_one_to_all  # process 0's number, so that all do the same

@@ -550,7 +550,7 @@ for u in (1, 2, 4):
     assert sent(by_layer) == u * sent(at_end) - (u - 1) * scalars  # those are sent once
     print(f"{u:>12}   {sent(at_end):<9,}   {sent(by_layer):,} bytes per step")
 try:
-    by_layer.check(LLAMA, BATCH * u, SEQ)
+    by_layer.resolve(LLAMA, batch_size=BATCH * u, seq_len=SEQ)
     assert N == 1, "this should have been refused"
 except ValueError as refusal:
     say(refusal)

@@ -510,7 +510,7 @@ attempt("07.tied", answer)
 
 # %%
 try:
-    Plan("pp=4", mode="auto", microbatches=8).check(LLAMA, 16, SEQ)
+    Plan("pp=4", mode="auto", microbatches=8).resolve(LLAMA, batch_size=16, seq_len=SEQ)
 except ValueError as refusal:
     say(refusal)
     assert "use mode='manual'" in str(refusal)

@@ -237,7 +237,7 @@ assert (
     == 2 * sum(pieces["layer"]) + SMALL
 )
 try:
-    every_time.check(LLAMA, BATCH, SEQ)
+    every_time.resolve(LLAMA, batch_size=BATCH, seq_len=SEQ)
     raise AssertionError("layer by layer with microbatches should be refused")
 except ValueError as refusal:
     assert "once per microbatch" in str(refusal)

@@ -79,7 +79,7 @@ Markdown("\n".join(["| | matmuls | other equations | arrays kept for later |", "
 LLAMA, lines = dataclasses.replace(preset("tiny"), num_layers=8), []
 for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
     plan = Plan("pp=4", schedule=name, microbatches=8)
-    plan.check(LLAMA, 16, 16)
+    plan.resolve(LLAMA, batch_size=16, seq_len=16)
     step, order = Step(LLAMA, plan, abstract_mesh("pp=4"), optax.sgd(1.0)), timetable(plan.pipeline)
     traced = jax.jit(step.gradients).trace(step.abstract_state.params, step.abstract_batch(16, 16)).jaxpr
     for stage in range(4):
