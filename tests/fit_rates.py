@@ -21,11 +21,11 @@ from llmpar.predict.time import step_time
 
 PRIOR = Rates()
 SPREAD = {  # how far from the prior, in logarithms, a constant may be expected
-    "products": 0.25, "half": 1.0, "grouped": 0.5, "attention": 0.35, "memory": 0.25, "links": 0.08,
+    "matmuls": 0.25, "half": 1.0, "grouped": 0.5, "attention": 0.35, "memory": 0.25, "links": 0.08,
     "network": 0.3,     "kernel_s": 1.0, "host_s": 0.7, "start_s": 0.5, "shared": 0.7, "eight_bit": 0.15,
 }  # fmt: skip
 MOST = {
-    "products": 0.95,
+    "matmuls": 0.95,
     "grouped": 0.9,
     "attention": 0.9,
     "memory": 0.95,

@@ -101,7 +101,7 @@ def layer_of(mesh="fsdp=512 tp=8", model="llama3-8b", **fields):
     """A layer of a plan on H100s, in time."""
     plan = Plan(mesh, dtype="bfloat16", **fields).resolve(preset(model), None).effective
     batch = plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep
-    return layer.forward(workload.of_plan(preset(model), plan, chip("h100"), batch, 4096))
+    return layer.layer_segments(workload.of_plan(preset(model), plan, chip("h100"), batch, 4096))
 
 
 TWO_LEVELS = (

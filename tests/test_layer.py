@@ -10,7 +10,7 @@ import pytest
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.predict import hardware, layer, workload
-from llmpar.predict.time import BESIDE, Clock
+from llmpar.predict.time import Clock
 from llmpar.predict.traffic import runs, step_traffic
 
 
@@ -41,13 +41,13 @@ RUNS = random_runs(60, 3)
 
 @pytest.mark.parametrize("name, run", RUNS, ids=[f"{name} {run.mesh}" for name, run in RUNS])
 def test_a_layer_in_time_is_what_the_step_counts(name, run):
-    segments, clock = layer.forward(run), Clock(run)
+    segments, clock = layer.layer_segments(run), Clock(run)
     terms = dict(clock.layer(False, 0.0)[0].terms)
     computed = [one for one in segments if one.lane == "compute"]
     travels = [one for one in segments if one.lane != "compute"]
     took = sum(one.end_s - one.start_s - one.exposed_s for one in computed)
     assert took == pytest.approx(sum(terms.values())), "a forward pass without links"
-    assert [one.name for one in computed] == list(layer.PARTS)
+    assert [one.name for one in computed] == list(layer.COMPUTED)
 
     # what a step sends more when one more layer runs forward
     def step(**more):
@@ -64,20 +64,18 @@ def test_a_layer_in_time_is_what_the_step_counts(name, run):
         assert {one.group for one in mine} <= {row.group_size}
 
     # the whole takes what the law of a step makes of these seconds
-    shown, hidden = dict[str, float](), dict[str, float]()
-    for (names, _), row in step(forward=1, matrices=1, vectors=1).items():
-        less = few.get((names, row.kind))
-        for (of, text, size), times in row.messages.items():
-            extra = times - (less.messages[of, text, size] if less else 0)
-            if extra:
-                term, hides, seconds = clock.message(names.split(","), row, text, size)
-                into = hidden if hides else shown
-                into[term] = into.get(term, 0.0) + extra * seconds
-    open_s = sum(shown.values())
-    for term in sorted({*shown, *hidden}):
-        beside = terms.get(BESIDE.get(term, ""), sum(terms.values()))
-        open_s += max(0.0, hidden.get(term, 0.0) - beside)
-        terms[term] = shown.get(term, 0.0) + clock.exposed(hidden.get(term, 0.0), beside, True)
+    links = dict[tuple[str, str], float]()
+    for key, row in step(forward=1, matrices=1, vectors=1).items():
+        less = few.get(key)
+        for message, times in row.messages.items():
+            extra = times - (less.messages[message] if less else 0)
+            of = message.term, message.hidden_by
+            links[of] = links.get(of, 0.0) + extra * clock.message(row, message)
+    open_s = 0.0
+    for (term, hidden_by), seconds in sorted(links.items()):
+        beside = terms.get(hidden_by, sum(terms.values())) if hidden_by else 0.0
+        open_s += max(0.0, seconds - beside)
+        terms[term] = terms.get(term, 0.0) + clock.exposed(seconds, beside, hidden_by != "")
     waits = sum(one.exposed_s for one in travels)
     assert waits == pytest.approx(open_s), "computing stands still; of the rest it is slower"
     assert sum(one.end_s - one.start_s for one in computed) + waits == pytest.approx(sum(terms.values()))
@@ -93,7 +91,7 @@ def test_a_layer_in_time_is_what_the_step_counts(name, run):
 def test_what_hides_lies_beside_computing_and_what_does_not_stops_it():
     config = preset("llama3-70b")
     plan = Plan("fsdp=8 tp=8", dtype="bfloat16").resolve(config, None).effective
-    segments = layer.forward(workload.of_plan(config, plan, hardware.chip("h100"), 64, 4096))
+    segments = layer.layer_segments(workload.of_plan(config, plan, hardware.chip("h100"), 64, 4096))
     computed = [one for one in segments if one.lane == "compute"]
     during = lambda one: [
         c for c in computed if c.start_s < one.end_s - 1e-9 and one.start_s < c.end_s - 1e-9
@@ -116,4 +114,4 @@ def test_a_layer_in_time_needs_seconds():
     config = preset("tiny")
     run = workload.of_plan(config, Plan("dp=1").resolve(config, None).effective, hardware.chip("cpu"), 8, 64)
     with pytest.raises(ValueError, match="cpu"):
-        layer.forward(run)
+        layer.layer_segments(run)

@@ -201,7 +201,7 @@ def test_the_fit_sees_chips_only():
 def test_there_is_one_row_of_rates_for_a_chip_and_each_is_of_this_world():
     assert all(isinstance(row, Rates) for row in RATES.values())
     for row in RATES.values():
-        assert 0.4 < row.products <= 0.95 and 0.1 < row.grouped < 1 and 0.2 < row.attention < 0.9
+        assert 0.4 < row.matmuls <= 0.95 and 0.1 < row.grouped < 1 and 0.2 < row.attention < 0.9
         assert 0.5 < row.memory <= 1 and 0.4 < row.links <= 1 and 0.2 < row.network <= 1
         assert 1e-6 < row.kernel_s < 1e-4 and 0 <= row.shared < 0.6 and 1 < row.eight_bit <= 2
 

@@ -423,7 +423,7 @@ def test_a_field_that_decides_nothing_is_not_priced():
 
 
 def test_fields_that_are_set_are_timed():
-    """State that dp does not cut is updated whole, products of float32 are slower but on TPUs, and all slots
+    """State that dp does not cut is updated whole, matmuls of float32 are slower but on TPUs, and all slots
     of a buffer travel that is padded."""
     seconds = lambda mesh, row=H100, **own: (
         planner.on_mesh(question(row=row, **own), parse_mesh(mesh)).time.terms
@@ -432,7 +432,7 @@ def test_fields_that_are_set_are_timed():
     uncut, all_cut = (seconds(mesh, zero=1, **asked)["optimizer"] for mesh in ("dp=2 fsdp=4", "fsdp=8"))
     assert uncut == seconds("dp=2 fsdp=4", zero=3, **asked)["optimizer"] > 1.2 * all_cut
     for row, ratio in ((H100, H100.rates.eight_bit), (chip("v5p"), 1.0)):
-        wide, narrow = (seconds("fsdp=8", row, dtype=d, **asked)["products"] for d in ("float32", "bfloat16"))
+        wide, narrow = (seconds("fsdp=8", row, dtype=d, **asked)["matmuls"] for d in ("float32", "bfloat16"))
         assert wide == pytest.approx(ratio * narrow, rel=0.05)
     asked["name"] = "qwen3-30b-a3b"
     padded, full = (seconds("ep=8", dispatch=how, **asked)["expert links"] for how in ("padded", "auto"))
@@ -454,7 +454,7 @@ def test_a_pipeline_that_keeps_residuals_recomputes_nothing_and_does_not_fit(mes
 
 def test_the_first_of_equals_is_not_both_slower_and_fuller_than_another():
     def one(mesh, seconds, size):
-        return planner.Candidate(Plan(mesh), planner.Time(seconds, {"products": seconds}), {"total": size})
+        return planner.Candidate(Plan(mesh), planner.Time(seconds, {"matmuls": seconds}), {"total": size})
 
     tied = [one("fsdp=32 tp=2", 66.1, 48.9), one("fsdp=64", 66.4, 56.4), one("pp=2 fsdp=32", 70.0, 1.0)]
     first, second, third = planner.ranked(reversed(tied))

@@ -73,7 +73,7 @@ def test_beyond_the_critical_batch_a_token_computes():
     config = preset("llama3-8b")
     most = serving.critical_batch(config, H100)
     below, at, above = (
-        serving.decode(config, H100, round(n), 1)["products"] for n in (most / 2, most, 2 * most)
+        serving.decode(config, H100, round(n), 1)["matmuls"] for n in (most / 2, most, 2 * most)
     )
     assert below == pytest.approx(at, rel=0.1) and above == pytest.approx(2 * at, rel=0.1)
 
@@ -88,7 +88,7 @@ def test_prompts_compute_their_flops():
 
 def test_a_few_tokens_read_few_experts():
     config = preset("qwen3-30b-a3b")
-    reads = [serving.decode(config, H100, batch, 1)["products"] for batch in (1, 4, 16, 64, 256)]
+    reads = [serving.decode(config, H100, batch, 1)["matmuls"] for batch in (1, 4, 16, 64, 256)]
     assert all(b > a for a, b in itertools.pairwise(reads))
     assert reads[-1] / reads[0] == pytest.approx(config.num_params / config.active_params, rel=0.01)
 
@@ -96,7 +96,7 @@ def test_a_few_tokens_read_few_experts():
 def test_more_ranks_of_tp_than_kv_heads_hold_copies():
     eight, sixteen = (serving.decode(preset("llama3-70b"), H100, 8, 4096, tp) for tp in (8, 16))
     assert eight["keys and values read"] == sixteen["keys and values read"]
-    assert sixteen["products"] == pytest.approx(eight["products"] / 2)
+    assert sixteen["matmuls"] == pytest.approx(eight["matmuls"] / 2)
 
 
 GUIDE = [
@@ -196,9 +196,9 @@ def test_all_heads_of_latent_attention_compute_with_what_is_read_once():
 
 def test_tp_cuts_no_matrix_that_all_heads_of_latent_attention_share():
     whole = 61 * 7168 * (1536 + 512 + 64)
-    read = serving.decode(V3, ideal("h200"), 100_000, 1, tp=8)["products"]
+    read = serving.decode(V3, ideal("h200"), 100_000, 1, tp=8)["matmuls"]
     assert read * chip("h200").flops_per_s / 2e5 == pytest.approx(whole + (V3.active_params - whole) / 8)
-    prompt = serving.prefill(V3, ideal("h200"), 4096, tp=8)["products"] * chip("h200").flops_per_s
+    prompt = serving.prefill(V3, ideal("h200"), 4096, tp=8)["matmuls"] * chip("h200").flops_per_s
     assert prompt / 2 / 4096 == pytest.approx(whole + (V3.active_params - whole) / 8)
 
 

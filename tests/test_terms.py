@@ -15,11 +15,11 @@ from llmpar.plan.plan import Plan
 from llmpar.planner import planner
 from llmpar.planner.measured import read
 from llmpar.planner.planner import verdict
-from llmpar.planner.terms import LINES, TABLE, UPDATED, terms
+from llmpar.planner.terms import FORMULAS, LINES, UPDATE, terms
 from llmpar.predict import memory
 from llmpar.predict.hardware import chip
-from llmpar.predict.time import LATE, OPTIMIZER_BYTES
-from llmpar.predict.traffic import most_traffic
+from llmpar.predict.time import OPTIMIZER_BYTES
+from llmpar.predict.traffic import LATE, most_traffic
 from llmpar.training.step import Step
 
 ROOT = Path(__file__).parent
@@ -83,7 +83,7 @@ ESTIMATES = ("activations", "unreduced gradients", "weights in use", "total")
 
 def test_each_says_its_formula_its_lesson_and_whether_it_is_an_estimate(explained):
     lessons = {path.stem for path in (ROOT.parent / "notebooks" / "src").glob("*.py")}
-    assert {row["lesson"] for row in TABLE.values()} <= lessons
+    assert {row["lesson"] for row in FORMULAS.values()} <= lessons
     for _, _, found in explained:
         for term in found:
             assert term.formula and (term.unit == "B" or term.estimate)
@@ -99,13 +99,13 @@ def test_what_words_say_of_the_code_is_so():
     plan = Plan("dp=1")
     step = Step(preset("tiny"), plan, make_mesh(plan.mesh), optax.sgd(0.1))
     assert tuple(step.abstract_batch(8, 64)) == memory.BATCH
-    assert f"{len(memory.BATCH)} arrays ({', '.join(memory.BATCH)})" in TABLE["batch"]["formula"]
+    assert f"{len(memory.BATCH)} arrays ({', '.join(memory.BATCH)})" in FORMULAS["batch"]["formula"]
     axes = " and ".join(Plan("dp=1").zero_axes.split(",")).replace(" and ", ", ", 1)
-    assert axes == "fsdp, ep and sp" and f"with ZeRO-3 {axes}" in TABLE["weights"]["formula"]
+    assert axes == "fsdp, ep and sp" and f"with ZeRO-3 {axes}" in FORMULAS["weights"]["formula"]
     for part in ("weights", "gradients", "moments"):
-        cut = TABLE[part]["formula"].partition("replicas")[0]
+        cut = FORMULAS[part]["formula"].partition("replicas")[0]
         assert not re.search(r"\bdp\b", cut) and "`zero_axes`" in cut
-    assert sum(map(int, re.findall(r"\b(\d+)(?: B)? of (?:a|the|two)\b", UPDATED))) == OPTIMIZER_BYTES
+    assert sum(map(int, re.findall(r"\b(\d+)(?: B)? of (?:a|the|two)\b", UPDATE))) == OPTIMIZER_BYTES
 
 
 def test_dp_cuts_no_weight_and_the_axes_of_zero_do():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 
 import pytest
 
@@ -11,15 +12,15 @@ from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.plan.timetable import makespan, timetable
 from llmpar.planner import held
-from llmpar.predict import formulas, workload
+from llmpar.predict import formulas, time, workload
 from llmpar.predict.hardware import Rates, chip
 from llmpar.predict.ring import pairs_by_step
 from llmpar.predict.time import Clock, on_links, step_time
 from llmpar.predict.traffic import step_traffic
-from llmpar.predict.workload import SOFTWARE, Product, Run
+from llmpar.predict.workload import SOFTWARE, Matmul, Run
 
 EASY = Rates(
-    products=0.5, half=0, grouped=0.25, attention=0.25, memory=1.0, links=1.0, network=1.0, kernel_s=0,
+    matmuls=0.5, half=0, grouped=0.25, attention=0.25, memory=1.0, links=1.0, network=1.0, kernel_s=0,
     host_s=1e-6, start_s=0, shared=0.0, eight_bit=2.0,
 )  # fmt: skip
 H100 = chip("h100")
@@ -47,13 +48,13 @@ def params_of(run):
 
 def test_a_product_takes_its_flops_and_its_bytes():
     clock = Clock(run_of(), EASY)
-    one = Product(1024, 4096, 2048)
+    one = Matmul(1024, 4096, 2048)
     moved = 2 * (1024 * 4096 + 4096 * 2048 + 1024 * 2048)
     by_hand = 2 * 1024 * 4096 * 2048 / (0.5 * H100.flops_per_s) + moved / H100.hbm_bytes_per_s
-    assert math.isclose(clock.products([one]), by_hand)
-    assert clock.products([one], bits=8) < clock.products([one])
+    assert math.isclose(clock.matmuls([one]), by_hand)
+    assert clock.matmuls([one], bits=8) < clock.matmuls([one])
     each = dataclasses.replace(EASY, half=1024 * 2048)
-    assert Clock(run_of(), each).products([one]) - clock.products([one]) == pytest.approx(
+    assert Clock(run_of(), each).matmuls([one]) - clock.matmuls([one]) == pytest.approx(
         2 * 1024 * 4096 * 2048 / (0.5 * H100.flops_per_s)
     ), "a result of as many elements as `half` takes twice as long"
 
@@ -109,7 +110,7 @@ def test_useful_flops_are_palms():
 def test_products_of_a_layer_make_six_flops_per_parameter_and_token():
     for mesh, name in (("", "llama3-8b"), ("tp=4", "llama3-8b"), ("tp=2 sp=2", "llama3-70b")):
         run = run_of(mesh, config=preset(name))
-        attention, ffn = run.layer_products()
+        attention, ffn = run.layer_matmuls()
         flops = sum(p.flops for p in attention + ffn)
         s = run.sizes
         assert flops == pytest.approx(2 * run.tokens * (s["attention"] + s["ffn"]) / run.mesh.tp)
@@ -155,7 +156,7 @@ def test_what_a_run_waits_for_is_named():
     assert plain.step_s == pytest.approx(sum(plain.terms.values()))
     assert slow.step_s == pytest.approx(sum(slow.terms.values()))
     again = step_time(run_of("fsdp=8", recompute="block"), EASY)
-    forward = (plain.terms["products"]) / 3
+    forward = (plain.terms["matmuls"]) / 3
     assert again.terms["recomputation"] >= 0.9 * forward
 
 
@@ -196,6 +197,36 @@ def test_the_form_that_ranks_is_near_the_rows_of_traffic(name, mesh, fields):
     run = workload.of_plan(preset(name), plan, H100, 64, 8192)
     exact, closed = step_time(run), step_time(run, simulate=False)
     assert closed.step_s == pytest.approx(exact.step_s, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "name, mesh, fields",
+    [
+        ("llama3-8b", "dp=2 fsdp=4 sp=2 tp=4", dict(tp_sequence=True, tp_comm_overlap=True, zero=2)),
+        ("llama3-8b", "pp=4 dp=4 fsdp=2", dict(microbatches=8, schedule="dualpipe")),
+        ("qwen3-30b-a3b", "fsdp=4 ep=8", dict(reduce="bucket", zero=0)),
+    ],
+)
+def test_rewording_an_arrow_changes_no_price(monkeypatch, name, mesh, fields):
+    """What a message belongs to and what hides it are said where it is made, not read from its words."""
+    run = workload.of_plan(preset(name), Plan(mesh, dtype="bfloat16", **fields), H100, 64, 8192)
+
+    def reworded(*args):
+        traffic = step_traffic(*args)
+        for row in traffic.values():
+            words = (
+                message._replace(value="bytes", arrow=f"gradient of message {i}")
+                for i, message in enumerate(row.messages)
+            )
+            row.messages = Counter(dict(zip(words, row.messages.values(), strict=True)))
+        return traffic
+
+    before = step_time(run)
+    step_traffic.cache_clear()
+    monkeypatch.setattr(time, "step_traffic", reworded)
+    after = step_time(run)
+    step_traffic.cache_clear()
+    assert after.terms == before.terms
 
 
 def test_a_hidden_collective_costs_what_it_takes_from_computing():

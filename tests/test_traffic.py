@@ -151,18 +151,19 @@ def test_the_estimate_of_temporaries_is_finite_and_monotone():
 
 def test_the_ring_arithmetic_of_traffic():
     sent = traffic.Traffic(Plan("dp=4 tp=2").mesh)
-    sent.add("all-gather", ("tp", "dp"), "weights", 1024, 3)
-    sent.add("all-reduce", ("dp",), "gradients", 1024)
-    sent.add("reduce-scatter", ("fsdp",), "gradients", 1024)  # of one device: nothing
-    sent.add("all-reduce", (), "gradients", 1024)
-    sent.add("all-reduce", ("tp",), "gradients", 1024, 0)
+    weights, gradients = traffic.Sent("weights"), traffic.Sent("gradients")
+    sent.add("all-gather", ("tp", "dp"), weights, 1024, 3)
+    sent.add("all-reduce", ("dp",), gradients, 1024)
+    sent.add("reduce-scatter", ("fsdp",), gradients, 1024)  # of one device: nothing
+    sent.add("all-reduce", (), gradients, 1024)
+    sent.add("all-reduce", ("tp",), gradients, 1024, 0)
     assert {k: (v.count, v.bytes_sent) for k, v in sent.items()} == {
         ("dp,tp", "all-gather"): (3, 3 * 1024 * 7 // 8),
         ("dp", "all-reduce"): (1, 2 * 1024 * 3 // 4),
     }
     assert sent.total_bytes == 3 * 896 + 1536
     row = sent["dp,tp", "all-gather"]
-    assert [(what, row.sent(size), n) for (what, _, size), n in row.messages.items()] == [("weights", 896, 3)]
+    assert [(m.value, row.sent(m.num_bytes), n) for m, n in row.messages.items()] == [("weights", 896, 3)]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_the_ring_arithmetic_of_traffic():
 def test_a_collective_says_what_it_sends(model, mesh, said):
     """Kinds and axes do not tell: ep gathers no weights, and 12 bytes over dp and fsdp are no gradients."""
     found = traffic.step_traffic(Plan(mesh, microbatches=2).resolve(preset(model)), 16, SEQ)
-    words = lambda key: dict.fromkeys(what for what, _, _ in found[key].messages)
+    words = lambda key: dict.fromkeys(message.value for message in found[key].messages)
     assert {key: ", ".join(words(key)) for key in said} == said
 
 
@@ -198,7 +199,7 @@ def test_slots_are_not_tokens():
     config = preset("qwen3-30b-a3b")
     for ep, share in ((8, "67%"), (16, "41%")):
         row = traffic.step_traffic(Plan(f"ep={ep} fsdp=4").resolve(config), 64, 4096)["ep", "all-to-all"]
-        (of,) = {what for what, _, _ in row.messages}
+        (of,) = {message.value for message in row.messages}
         assert of.endswith(f"{share} of them filled")
 
 

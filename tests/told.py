@@ -102,7 +102,7 @@ def answer(state, more=False):
         "head": "Fits." if fits else "Does not fit.",
         "rest": "6.13 s a step",
     }
-    verdict |= {"line": "Most time goes to products.", "steps": steps}
+    verdict |= {"line": "Most time goes to matmuls.", "steps": steps}
     zero = {"name": "zero", "label": "ZeRO stage", "kind": "choice", "options": [0, 1, 3]}
     parts = {"name": "microbatches", "label": "microbatches", "kind": "int", "min": 1}
     own = state["fields"]

@@ -1,7 +1,7 @@
 """Draw the tensor, and what moves: which block each device holds, and a collective round by round.
 
 A device is a small matrix, the whole tensor, with the block that it holds inked. Rows and columns of devices
-are mesh axes. Frame 0 (`scene.Group`) is at rest; frame k shows segment k - 1 of `predict.layer.forward`.
+are mesh axes. Frame 0 (`scene.Group`) is at rest; frame k shows segment k - 1 of `layer_segments`.
 """
 
 import json

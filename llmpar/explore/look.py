@@ -25,7 +25,7 @@ from llmpar.planner.advice import Step, advice
 from llmpar.planner.planner import Candidate, Question
 from llmpar.predict import hardware
 from llmpar.predict.hardware import CHIPS
-from llmpar.predict.layer import Segment, forward
+from llmpar.predict.layer import Segment, layer_segments
 
 _CASE = {"model": "llama3-8b", "chip": "h100", "devices": 8, "batch_size": 16, "seq_len": 4096}
 _HOW = {"mesh": "dp=2 fsdp=2 tp=2", "fields": {}, "agreed": 8, "own": {}, "own_chips": {}, "config": ""}
@@ -172,7 +172,7 @@ class View:
     @functools.cached_property
     def segments(self) -> list[Segment]:
         """One layer, forward, in time; nothing where seconds mean nothing."""
-        return forward(self.question.run(self.one.plan)) if self.timed else []
+        return layer_segments(self.question.run(self.one.plan)) if self.timed else []
 
     @property
     def timed(self) -> bool:

@@ -239,10 +239,9 @@ def sent(seen: View) -> Scene:
     priced = list[tuple[str, str, Prediction, defaultdict[str, float]]]()  # with seconds on links by term
     for (names, kind), row in rows.items():
         took = defaultdict[str, float](float)
-        for (_, text, size), times in row.messages.items():
+        for message, times in row.messages.items():
             if clock:
-                term, _, seconds = clock.message(names.split(","), row, text, size)
-                took[term] += times * seconds
+                took[message.term] += times * clock.message(row, message)
         priced.append((names, kind, row, took))
         for term, seconds in took.items():
             on_links[term] += seconds
@@ -252,7 +251,9 @@ def sent(seen: View) -> Scene:
     for names, kind, row, took in priced:
         waits = sum(s * share[term] for term, s in took.items() if s)
         what, clicked = _most_of(row), act(explain=f"{names} {kind}")
-        note = f"{kind}, {row.count:,} times: {', '.join(sorted({of for of, _, _ in row.messages}))}"
+        note = (
+            f"{kind}, {row.count:,} times: {', '.join(sorted({message.value for message in row.messages}))}"
+        )
         hidden = sum(took.values()) - waits
         bars.append(columns.SentBar(names, what, row.bytes_sent, hidden, waits, note, clicked))
     return columns.sent_bars(bars)
@@ -261,8 +262,8 @@ def sent(seen: View) -> Scene:
 def _most_of(row: Prediction) -> str:
     """What most bytes of a row are."""
     of = Counter[str]()
-    for (what, _, size), times in row.messages.items():
-        of[what] += times * row.sent(size)
+    for message, times in row.messages.items():
+        of[message.value] += times * row.sent(message.num_bytes)
     return of.most_common(1)[0][0]
 
 

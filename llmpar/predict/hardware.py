@@ -35,22 +35,22 @@ _Positive = Annotated[float, Allowed(float, 1e-12, 1e12)]
 class Rates:
     """Shares of a chip's published rates that software reaches, and the delays that no rate explains.
 
-    ``half`` are elements of a product's result at which it reaches half of its rate: tiles are dealt to cores
+    ``half`` are elements of a matmul's result at which it reaches half of its rate: tiles are dealt to cores
     in waves, and the last wave is not full.
     """
 
-    products: _Share = 0.70  # of peak, large matrix products
+    matmuls: _Share = 0.70  # of peak, large matmuls
     half: _Positive = 2e6
-    grouped: _Share = 0.45  # of peak, products of experts, each with its own few rows
+    grouped: _Share = 0.45  # of peak, matmuls of experts, each with its own few rows
     attention: _Share = 0.45  # of peak, fused attention, both directions together
-    memory: _Share = 0.80  # of the memory's rate, elementwise work and what products read and write
+    memory: _Share = 0.80  # of the memory's rate, elementwise work and what matmuls read and write
     links: _Share = 0.80  # of the fast links' rate, large collectives (`Chip.link_efficiency` is a vendor's)
     network: _Share = 0.80  # of the network's rate, large collectives
     kernel_s: _Positive = 4e-6  # the least time of a kernel on the device
     host_s: _Positive = 20e-6  # of a launch by an eager framework's host
     start_s: _Positive = 4e-6  # of a collective, and again for each doubling of its group
     shared: _Share = 0.2  # of a hidden collective's time, what computing loses to it, to cores and memory
-    eight_bit: _Positive = 1.7  # how much faster 8-bit products are than 16-bit ones, and 4-bit than those
+    eight_bit: _Positive = 1.7  # how much faster 8-bit matmuls are than 16-bit ones, and 4-bit than those
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from fractions import Fraction
 from llmpar.plan.plan import Resolved
 from llmpar.plan.timetable import slots, timetable
 from llmpar.predict.formulas import ring_share
-from llmpar.predict.traffic import step_traffic
+from llmpar.predict.traffic import NEXT_STAGE, OPPOSITE_STAGE, PREVIOUS_STAGE, step_traffic
 
 _Send = tuple[int, int, Fraction]
 """From, to, and which share of the message."""
@@ -62,34 +62,33 @@ def leaving_bytes(
     if len(hosts) != plan.mesh.size:
         raise ValueError(f"{len(hosts)} hosts are named for a mesh of {plan.mesh.size} devices")
     stages = [step_traffic(plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
-    found: dict[str, dict[int, Fraction]] = {}
+    leaving: dict[str, dict[int, Fraction]] = {}
     for axes, kind in dict.fromkeys(key for traffic in stages for key in traffic):
-        of_axes = found.setdefault(axes, dict.fromkeys(sorted(set(hosts)), Fraction(0)))
+        of_axes = leaving.setdefault(axes, dict.fromkeys(sorted(set(hosts)), Fraction(0)))
         for group in groups(sizes, axes.split(",")):
             row = stages[group[0] * plan.mesh.pp // plan.mesh.size].get((axes, kind))
-            for (_, text, size), times in row.messages.items() if row else ():
-                for one, other, share in sends(kind, len(group), pairs_of(plan, text)):
+            for message, times in row.messages.items() if row else ():
+                for one, other, share in sends(kind, len(group), pairs_of(plan, message.arrow)):
                     if hosts[group[one]] != hosts[group[other]]:
-                        of_axes[hosts[group[one]]] += share * size * times
-    return {axes: {host: math.ceil(sent) for host, sent in of.items()} for axes, of in found.items()}
+                        of_axes[hosts[group[one]]] += share * message.num_bytes * times
+    return {axes: {host: math.ceil(sent) for host, sent in of.items()} for axes, of in leaving.items()}
 
 
-def pairs_of(plan: Resolved, text: str) -> list[tuple[int, int]]:
-    """The pairs of a pipeline's permute, by the arrow's text; none for others, which are rings."""
-    if plan.pipeline is None or not text.endswith(" stage"):
-        return []
-    p, which = plan.mesh.pp, text.split()[-2]
-    if which == "opposite":
+def pairs_of(plan: Resolved, arrow: str) -> list[tuple[int, int]]:
+    """Return the pairs of ranks of a pipeline's permute, by its arrow; none for others, which are rings."""
+    p, steps = plan.mesh.pp, {NEXT_STAGE: 1, PREVIOUS_STAGE: -1}
+    if arrow == OPPOSITE_STAGE:
         return [(i, p - 1 - i) for i in range(p)]
-    way = {"next": 1, "previous": -1}[which]
-    sends = slots(timetable(plan.pipeline)).send
-    return [(stage, (stage + way) % p) for stage in range(p) if any(row[stage] == way for row in sends)]
+    if plan.pipeline is None or arrow not in steps:
+        return []
+    step, send = steps[arrow], slots(timetable(plan.pipeline)).send
+    return [(stage, (stage + step) % p) for stage in range(p) if any(row[stage] == step for row in send)]
 
 
 def groups(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
     """List the groups of a mesh along some of its axes, by devices' places in it."""
-    found: dict[tuple, list[int]] = {}
+    members: dict[tuple, list[int]] = {}
     for place, at in enumerate(itertools.product(*map(range, sizes.values()))):
         others = tuple(i for axis, i in zip(sizes, at, strict=True) if axis not in axes)
-        found.setdefault(others, []).append(place)
-    return list(found.values())
+        members.setdefault(others, []).append(place)
+    return list(members.values())

@@ -1,37 +1,38 @@
 """One layer of a plan's forward pass in time: what computes, what travels, and what waits for it.
 
-Nothing here has numbers of its own: `Clock` prices products and messages as it does for a whole step, and
-`traffic` says which arrows of the model send what. It is a layer among others: while it computes, the weights
-of the next one are gathered. What hides follows the step's law, `Clock.exposed`.
+This file has no numbers of its own: `Clock` prices matmuls and messages as it does for a whole step, and
+`traffic` lists what the model's arrows send. It is a layer among others: while it computes, the weights of
+the next one are gathered. What hides follows the step's law, `Clock.exposed`.
 """
 
 from dataclasses import dataclass
 
-from llmpar.predict.time import BESIDE, Clock
-from llmpar.predict.traffic import Runs, step_traffic
+from llmpar.predict.time import Clock
+from llmpar.predict.traffic import ATTENTION, COMPUTING, MATMULS, WEIGHT_LINKS, Runs, step_traffic
 from llmpar.predict.workload import Run
 
-ONE = Runs(0, 0, forward=1, again=0, attention=0, backward=0, matrices=1, vectors=1, attended=0)
+_ONE_LAYER = Runs(forward=1, matrices=1, vectors=1)
 """One layer, once forward."""
-PARTS = ("q, k, v", "attention", "output", "feed-forward")
+COMPUTED = ("q, k, v", "attention", "output", "feed-forward")
 """What a layer computes, one after the other."""
-ARROWS = {
-    "stream b s d -> attention b s d": (0, "gather positions"),
-    "attention b s k r h -> queries b s k r h": (1, "queries, by heads"),
-    "attention b s k h -> keys b s k h": (1, "keys, values"),
-    "keys b t -> the next rank": (1, "keys, values go round"),
-    "queries b s k r h -> attention b s k r h": (2, "result, by positions"),
-    "attention b s d +n -> stream b s d": (3, "sum over heads"),
-    "stream b s e -> ffn b s e": (3, "routers' choices"),
-    "ffn b s e -> routing b s e": (3, "routers' choices"),
-    "stream b e +s -> stream b e": (3, "routers' choices"),
-    "stream b s d -> ffn b s d": (3, "gather positions"),
-    "ffn b e c d -> experts b e c d": (3, "tokens to experts"),
-    "experts b e c d +m -> ffn b e c d +m": (4, "tokens back"),
-    "ffn b s d +m -> stream b s d": (4, "sum"),
+_ARROWS = {
+    "stream b s d -> attention b s d": (0, 0, "gather positions"),
+    "attention b s k r h -> queries b s k r h": (1, 1, "queries, by heads"),
+    "attention b s k h -> keys b s k h": (1, 1, "keys, values"),
+    "keys b t -> the next rank": (1, 1, "keys, values go round"),
+    "queries b s k r h -> attention b s k r h": (2, 2, "result, by positions"),
+    "attention b s d +n -> stream b s d": (3, 2, "sum over heads"),
+    "stream b s e -> ffn b s e": (3, 3, "routers' choices"),
+    "ffn b s e -> routing b s e": (3, 3, "routers' choices"),
+    "stream b e +s -> stream b e": (3, 3, "routers' choices"),
+    "stream b s d -> ffn b s d": (3, 3, "gather positions"),
+    "ffn b e c d -> experts b e c d": (3, 3, "tokens to experts"),
+    "experts b e c d +m -> ffn b e c d +m": (4, 4, "tokens back"),
+    "ffn b s d +m -> stream b s d": (4, 3, "sum"),
 }
-"""The arrows inside a layer in the model's order: the part that each leads to, and a name."""
-WEIGHTS = "weights"
+"""The arrows inside a layer in the model's order: the part of `COMPUTED` that waits for each, the part that
+it travels beside where it is hidden (a sum: beside the matmul before it), and a name."""
+_WEIGHTS = "weights"
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Segment:
     end_s: float
     exposed_s: float = 0.0
     axes: tuple[str, ...] = ()
-    kind: str = ""  # of collective
+    kind: str = ""  # the collective's
     group: int = 1  # devices that take part
     times: int = 0  # collectives
     bytes_sent: int = 0  # by a device, in all of them
@@ -60,74 +61,73 @@ class Segment:
         return self.end_s
 
 
-def forward(run: Run) -> list[Segment]:
-    """The segments of a layer's forward pass over a microbatch, by when they begin. Raises ValueError for a
-    run that is no plan of ours, and on a chip whose time means nothing."""
+def layer_segments(run: Run) -> list[Segment]:
+    """Return the segments of a layer's forward pass over a microbatch, by when they begin. Raises ValueError
+    for a run that is no plan of ours, and on a chip whose time means nothing."""
     if run.plan is None or run.chip.simulated:
         raise ValueError(f"a layer in time needs a plan and a chip with rates; this is on {run.chip.name}")
-    clock, (projections, ffn) = Clock(run), run.layer_products()
-    terms, price = clock.layer(False, 0.0)[0].terms, lambda products: clock.products(products, run.bits)
+    clock, (projections, ffn) = Clock(run), run.layer_matmuls()
+    terms, price = clock.layer(False, 0.0)[0].terms, lambda matmuls: clock.matmuls(matmuls, run.bits)
     rest = terms["elementwise"] / 2  # norms, rotary embedding, nonlinearity, residual sums
-    parts = (price(projections[:-1]) + rest, terms["attention"], price(projections[-1:]), price(ffn) + rest)
-    found = _travels(clock)
-    layer_s = sum(parts) + sum(one.end_s for _, term, one in found if not term)
-    waits, slower = dict[str, float](), dict[str, float]()  # by term, per second that travels beside
-    for term in sorted({term for _, term, _ in found if term}):  # weights last: beside all
-        links_s = sum(one.end_s for _, other, one in found if other == term)
-        behind_s = terms.get(BESIDE.get(term, ""), layer_s)
-        waits[term] = max(0.0, links_s - behind_s) / links_s
-        slower[term] = clock.exposed(links_s, behind_s, True) / links_s - waits[term]
-        layer_s += (waits[term] + slower[term]) * links_s
+    parts = (price(projections[:-1]) + rest, terms[ATTENTION], price(projections[-1:]), price(ffn) + rest)
+    links = _links(clock)
+    layer_s = sum(parts) + sum(one.end_s for _, hidden_by, one in links if not hidden_by)
+    waits, slower = dict[str, float](), dict[str, float]()  # per second that travels beside each
+    for beside in (ATTENTION, MATMULS, COMPUTING):  # weights last: beside all
+        if links_s := sum(one.end_s for _, hidden_by, one in links if hidden_by == beside):
+            behind_s = terms.get(beside, layer_s)
+            waits[beside] = max(0.0, links_s - behind_s) / links_s
+            slower[beside] = clock.exposed(links_s, behind_s, True) / links_s - waits[beside]
+            layer_s += (waits[beside] + slower[beside]) * links_s
 
-    now, free, out = 0.0, dict[str, float](), [one for _, _, one in found]
-    gathers = [(term, one, one.end_s) for _, term, one in found if one.lane == WEIGHTS]
-    drag = sum(slower[term] * seconds for term, _, seconds in gathers) / sum(parts)
-    for at, name in enumerate([*PARTS, ""]):
-        for one in (one for step, term, one in found if step == at and not term):
+    now, free, out = 0.0, dict[str, float](), [one for *_, one in links]
+    gathers = [(one, one.end_s) for *_, one in links if one.lane == _WEIGHTS]
+    drag = sum(slower[COMPUTING] * seconds for _, seconds in gathers) / sum(parts)
+    for at, name in enumerate([*COMPUTED, ""]):
+        for one in (one for part, hidden_by, one in links if part == at and not hidden_by):
             one.exposed_s, now = one.end_s, one.begin(now)
-        beside = [(t, one, one.end_s) for step, t, one in found if step == at and t and one.lane != WEIGHTS]
-        if name:
-            slow = parts[at] * drag + sum(slower[term] * seconds for term, _, seconds in beside)
-            out.append(Segment("compute", name, now, now + parts[at] + slow, slow))
-            begun, now = now, out[-1].end_s
-            for term, one, seconds in beside:
-                one.exposed_s = waits[term] * seconds
-                now += one.exposed_s
-                early = now - seconds if waits[term] else begun
-                free[one.lane] = one.begin(max(begun, early, free.get(one.lane, 0.0)))
-    late = sum(waits[term] * seconds for term, _, seconds in gathers)  # all is computed, they are not there
-    start = max(0.0, now + late - sum(seconds for *_, seconds in gathers)) if late else 0.0
-    for _, one, _ in gathers:
+        if not name:
+            break
+        hidden = [(h, one, one.end_s) for part, h, one in links if part == at and h and one.lane != _WEIGHTS]
+        slow = parts[at] * drag + sum(slower[hidden_by] * seconds for hidden_by, _, seconds in hidden)
+        out.append(Segment("compute", name, now, now + parts[at] + slow, slow))
+        begun, now = now, out[-1].end_s
+        for hidden_by, one, seconds in hidden:
+            one.exposed_s = waits[hidden_by] * seconds
+            now += one.exposed_s
+            early = now - seconds if waits[hidden_by] else begun
+            free[one.lane] = one.begin(max(begun, early, free.get(one.lane, 0.0)))
+    late = sum(waits[COMPUTING] * seconds for _, seconds in gathers)  # all is computed, these still travel
+    start = max(0.0, now + late - sum(seconds for _, seconds in gathers)) if late else 0.0
+    for one, _ in gathers:
         start = one.begin(start)
-    for _, one, seconds in reversed(gathers):
+    for one, seconds in reversed(gathers):
         one.exposed_s = min(late, seconds)
         late -= one.exposed_s
     return sorted(out, key=lambda one: one.start_s)
 
 
-def _travels(clock: Clock) -> list[tuple[int, str, Segment]]:
-    """What a layer sends, alike messages together: the part that it leads to or travels beside, the term of
-    what hides ('' in the open), and the segment, which begins at 0."""
+def _links(clock: Clock) -> list[tuple[int, str, Segment]]:
+    """Return what a layer sends, alike messages together: the part that waits for it or that it travels
+    beside, what hides it ('' in the open), and the segment, which begins at 0."""
     run, plan = clock.run, clock.plan
-    found, order = dict[tuple, tuple[int, str, Segment]](), list(ARROWS)
-    for (names, kind), row in step_traffic(plan, run.batch_size, run.seq_len, run=ONE).items():
-        axes = tuple(names.split(","))
-        for (_, text, size), times in row.messages.items():
-            term, hides, took = clock.message([*axes], row, text, size)
-            if text in ARROWS:
-                lane, place, (part, name) = axes[0], order.index(text), ARROWS[text]
-                part -= hides and " +" in text.partition("->")[0]  # a sum on its way beside its products
-            elif "->" in text or not hides or text.startswith("updated "):
-                continue  # not of one layer
-            else:
-                first = text.startswith("attention ") or text == "stream d"  # the latter: of both norms
-                lane, place, part = WEIGHTS, -2 + (not first), 0
+    segments, order = dict[tuple, tuple[int, str, Segment]](), list(_ARROWS)
+    for (names, kind), row in step_traffic(plan, run.batch_size, run.seq_len, run=_ONE_LAYER).items():
+        for message, times in row.messages.items():
+            arrow, hidden_by = message.arrow, message.hidden_by
+            if arrow in _ARROWS:
+                waiting, beside, name = _ARROWS[arrow]
+                lane, place, part = row.user_axes[0], order.index(arrow), beside if hidden_by else waiting
+            elif message.term == WEIGHT_LINKS:
+                first = arrow.startswith("attention ") or arrow == "stream d"  # the latter: of both norms
+                lane, place, part = _WEIGHTS, -2 + (not first), 0
                 name = "next: q, k, v, output" if first else "next: feed-forward"
-            lane = {"kv": "tp", "ul": "sp"}.get(lane, lane)
-            one = Segment(lane, name, 0.0, 0.0, 0.0, axes, kind, row.group_size)
-            one = found.setdefault((place, name, names, kind, hides), (part, term * hides, one))[2]
-            one.end_s += times * took
+            else:
+                continue  # not of one layer
+            one = Segment(lane, name, 0.0, 0.0, 0.0, row.axes, kind, row.group_size)
+            one = segments.setdefault((place, name, names, kind, hidden_by), (part, hidden_by, one))[2]
+            one.end_s += times * clock.message(row, message)
             one.times += times
-            one.bytes_sent += times * row.sent(size)
-            one.arrows += (text,) * (text not in one.arrows)
-    return [found[key] for key in sorted(found)]
+            one.bytes_sent += times * row.sent(message.num_bytes)
+            one.arrows += (arrow,) * (arrow not in one.arrows)
+    return [segments[key] for key in sorted(segments)]

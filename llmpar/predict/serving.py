@@ -16,7 +16,7 @@ from llmpar.plan.plan import CACHE, Serving
 from llmpar.predict import formulas
 from llmpar.predict.hardware import GIB, Chip
 from llmpar.predict.time import Clock
-from llmpar.predict.traffic import ITEMSIZE
+from llmpar.predict.traffic import ATTENTION, ITEMSIZE, MATMULS
 from llmpar.predict.workload import Run
 
 _KERNELS = 10
@@ -79,10 +79,10 @@ def critical_batch(config: ModelConfig, chip: Chip, bits: int = 16) -> float:
 def prefill(config: ModelConfig, chip: Chip, prompt: int, tp: int = 1) -> dict[str, float]:
     """Seconds to take a prompt in, by term."""
     clock = _clock(config, chip, tp, 1, prompt)
-    products = 2.0 * prompt * _on_a_rank(config, config.active_params, tp) / _flops_per_s(clock)
+    matmuls = 2.0 * prompt * _on_a_rank(config, config.active_params, tp) / _flops_per_s(clock)
     scores = config.num_layers * clock.run.attention_flops()
     attention = scores / (clock.device.flops_per_s * clock.rates.attention)
-    return {"products": products, "attention": attention} | _besides(clock)
+    return {MATMULS: matmuls, ATTENTION: attention} | _besides(clock)
 
 
 def decode(
@@ -107,15 +107,15 @@ def decode(
         each = (config.num_params - config.active_params) / (1 - how.top_k / how.num_experts)
         read -= each * (1 - many)
     computing = 2.0 * batch * _on_a_rank(config, config.active_params, tp) / _flops_per_s(clock)
-    products = max(computing, _on_a_rank(config, read, tp) * weight_bits / 8 / clock.bytes_per_s)
+    matmuls = max(computing, _on_a_rank(config, read, tp) * weight_bits / 8 / clock.bytes_per_s)
     seen = min(config.window or context, context)
     keys = cache_bytes(config, batch * seen, cache_bits) / cache_cuts(config, tp) / clock.bytes_per_s
-    found = {"products": products, "keys and values read": keys}
+    terms = {MATMULS: matmuls, "keys and values read": keys}
     if latent := config.latent:
         widths = config.num_layers * config.num_heads / tp * (2 * latent.kv_rank + latent.rope_width)
         rate = clock.device.flops_per_s * clock.rates.attention
-        found["attention"] = max(0.0, 2.0 * batch * seen * widths / rate - keys)
-    return found | _besides(clock)
+        terms[ATTENTION] = max(0.0, 2.0 * batch * seen * widths / rate - keys)
+    return terms | _besides(clock)
 
 
 def cut(
@@ -180,7 +180,7 @@ def _on_a_rank(config: ModelConfig, params: float, tp: int) -> float:
 
 def _flops_per_s(clock: Clock) -> float:
     """What one device reaches in matmuls (of experts, where there are some)."""
-    share = clock.rates.grouped if clock.run.config.experts else clock.rates.products
+    share = clock.rates.grouped if clock.run.config.experts else clock.rates.matmuls
     return clock.device.flops_per_s * share
 
 

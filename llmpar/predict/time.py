@@ -1,10 +1,10 @@
 """How long a training step takes, by named terms, from shapes, bytes and what a chip reaches (`Rates`).
 
-A product takes its FLOPs at a share of peak, and its operands' bytes at a share of the memory's rate. A
-collective takes its bytes at the rate of the slowest level of links that it crosses, and a start. Which
-collectives there are, `traffic` says of a plan of ours, row by row; of others' runs, and where thousands of
-plans are ranked, closed forms do. Each chunk of a stage gets its own times, and the schedule's timetable is
-played with them: what the busiest stage waits is the bubble.
+A matmul takes its FLOPs at a share of peak, and its operands' bytes at a share of the memory's rate. A
+collective takes its bytes at the rate of the slowest level of links that it crosses, and a start. Of a plan
+of ours `traffic` lists the collectives, message by message, each with its term; other frameworks' runs, and
+thousands of plans that are ranked, have closed forms. Each chunk of a stage gets its own times, and the
+schedule's timetable is played with them: what the busiest stage waits is the bubble.
 """
 
 import contextlib
@@ -18,17 +18,30 @@ from llmpar.plan.mesh_shape import AXES
 from llmpar.plan.timetable import makespan
 from llmpar.predict import formulas
 from llmpar.predict.hardware import Chip, Rates
-from llmpar.predict.traffic import Prediction, step_traffic
-from llmpar.predict.workload import Product, Run
+from llmpar.predict.traffic import (
+    ATTENTION,
+    COMPUTING,
+    EXPERT_LINKS,
+    LATE,
+    MATMULS,
+    SEQUENCE_LINKS,
+    STAGE_LINKS,
+    TENSOR_LINKS,
+    WEIGHT_LINKS,
+    Message,
+    Prediction,
+    step_traffic,
+)
+from llmpar.predict.workload import Matmul, Run
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 35, 60
 """Kernels of a layer of an eager framework, and of its share of the backward pass: counted in Megatron's."""
 OPTIMIZER_BYTES = 30
 """Read and written by Adam per parameter: gradient, weight and two moments in float32, and a 16-bit copy."""
 LATER = ("h100", "h200", "gh200", "b200", "gb200", "gb300")
-"""GPUs after A100, whose products older kernels do not feed (`Software.later_attention`)."""
+"""GPUs after A100, whose matmuls older kernels do not feed (`Software.later_attention`)."""
 ALIGNED, SCALAR = 8, 1 / 32
-"""Elements of 16 bits that the rows of a batched product must be a multiple of to run on tensor cores, and
+"""Elements of 16 bits that the rows of a batched matmul must be a multiple of to run on tensor cores, and
 the share of their peak that it reaches elsewhere: half of what CUDA cores do in float32, a sixteenth on A100
 (NVIDIA, data sheet; the half is from BigScience's runs with heads of 108)."""
 ACCUMULATED_BYTES = 8
@@ -36,9 +49,6 @@ ACCUMULATED_BYTES = 8
 SENT_AGAIN = {"none": (0.0, 0.0), "selective": (0.5, 0.0), "ffn": (0.5, 0.0), "block": (0.75, 0.5)}
 """Of what a forward pass moves inside a layer, what our backward pass moves again, with `tp_sequence` (and
 to experts) and without: all that enters a part, and with `block` what leaves attention (`traffic.runs`)."""
-BESIDE = {"tensor-parallel links": "products", "sequence links": "attention"}
-"""The term beside which what hides travels; elsewhere beside all."""
-LATE = "gradients at the end"
 LOSS_PASSES = 6
 """Times that a loss reads or writes its logits in float32, both ways."""
 
@@ -102,61 +112,62 @@ class Clock:
 
     # ------------------------------------------------------------------------------------------- prices
 
-    def products(self, found: list[Product], bits: int = 16) -> float:
-        """Seconds of matrix products. Each halving of an operand's bits makes them faster by one factor."""
+    def matmuls(self, shapes: list[Matmul], bits: int = 16) -> float:
+        """Return the seconds of matmuls. Each halving of an operand's bits makes them faster by a factor."""
         seconds = 0.0
-        for p in found:
-            share = self.rates.products if p.times == 1 else self.rates.grouped
+        for p in shapes:
+            share = self.rates.matmuls if p.times == 1 else self.rates.grouped
             rate = self.device.flops_per_s * share * self.rates.eight_bit ** math.log2(16 / bits)
             moved = 2.0 * p.times * (p.rows * p.inner + p.inner * p.out + p.rows * p.out)
             waves = 1 + self.rates.half / (p.rows * p.out)
             seconds += p.flops / rate * waves + moved / self.bytes_per_s
-            seconds += self.rates.kernel_s * min(p.times, 8)  # grouped products start together
+            seconds += self.rates.kernel_s * min(p.times, 8)  # grouped matmuls start together
         return seconds
 
     def collective(self, kind: str, message: float, group: float, inner: float) -> float:
-        """Seconds of a collective over ``group`` devices, ``inner`` apart."""
+        """Return the seconds of a collective over ``group`` devices, ``inner`` apart: a start for each
+        doubling of the group, and the bytes of ``message`` on the slowest links."""
         if group <= 1 or not message:
             return 0.0
         start = self.rates.start_s * (1 + math.log2(group)) * (2 if kind == "all-reduce" else 1)
         return start + on_links(self.links, kind, message, round(group), round(inner))
 
     def exposed(self, links_s: float, behind_s: float, overlaps: bool) -> float:
-        """What of a collective costs time: all, or where it runs beside ``behind_s`` of computing what is
-        left over, and what computing loses to it."""
+        """Return what of a collective costs time: all of it, or where it runs beside ``behind_s`` of
+        computing what is left over, and the share `Rates.shared` that computing loses to it."""
         if not overlaps:
             return links_s
         return max(0.0, links_s - behind_s) + self.rates.shared * min(links_s, behind_s)
 
     # -------------------------------------------------------------------------------------------- a layer
 
-    def gradients(self, found: list[Product], bits: int = 16) -> float:
-        """Seconds of the products of their backward pass: of inputs' gradients and of weights'."""
-        inputs = [Product(p.rows, p.out, p.inner, p.times) for p in found]
-        weights = [Product(p.inner, p.rows, p.out, p.times) for p in found]
-        return self.products(inputs + weights, bits)
+    def gradients(self, shapes: list[Matmul], bits: int = 16) -> float:
+        """Return the seconds of their backward pass: the matmuls of inputs' gradients and of weights'."""
+        inputs = [Matmul(p.rows, p.out, p.inner, p.times) for p in shapes]
+        weights = [Matmul(p.inner, p.rows, p.out, p.times) for p in shapes]
+        return self.matmuls(inputs + weights, bits)
 
     def _layer(self, dense: bool, again: float) -> tuple[Pass, Pass]:
-        """One layer of a microbatch, forward and backward, with the exchanges inside it; the backward pass
-        begins with ``again`` forward passes, besides what is recomputed."""
+        """Price one layer of a microbatch, forward and backward, with the exchanges inside it; the backward
+        pass begins with ``again`` forward passes, besides what is recomputed."""
         run, rates, fused = self.run, self.rates, self.run.software.fused_attention
-        projections, ffn = run.layer_products(dense)
-        ffn_s = self.products(ffn, run.bits)
+        projections, ffn = run.layer_matmuls(dense)
+        ffn_s = self.matmuls(ffn, run.bits)
         if fused:
             share = rates.attention * (run.software.later_attention if run.chip.family in LATER else 1.0)
         else:
-            share = SCALAR if run.config.head_width % ALIGNED else rates.products
+            share = SCALAR if run.config.head_width % ALIGNED else rates.matmuls
         scores = run.attention_flops() * run.imbalance
         attention = scores / (self.device.flops_per_s * share) + rates.kernel_s * (1 if fused else 2)
         elementwise = run.elementwise_bytes(dense) / self.bytes_per_s + 6 * rates.kernel_s
-        products = self.products(projections, run.bits) + ffn_s
-        plain = {"products": products, "attention": attention, "elementwise": elementwise}
+        matmuls = self.matmuls(projections, run.bits) + ffn_s
+        plain = {MATMULS: matmuls, ATTENTION: attention, "elementwise": elementwise}
         once = sum(plain.values())
         forward = Pass(dict(plain), FORWARD_KERNELS)
         backward = Pass({name: 2 * seconds for name, seconds in plain.items()}, BACKWARD_KERNELS)
-        backward.terms["products"] = self.gradients(projections + ffn, run.bits)
-        if fused:  # five products where forward there are two
-            backward.terms["attention"] = 2.5 * attention
+        backward.terms[MATMULS] = self.gradients(projections + ffn, run.bits)
+        if fused:  # five matmuls where forward there are two
+            backward.terms[ATTENTION] = 2.5 * attention
         recomputed = {
             "none": 0.0,
             "selective": elementwise / 2 + (0.0 if fused else attention),
@@ -170,20 +181,22 @@ class Clock:
         links = {} if self.exact else self.inside(dense, attention)
         repeated = SENT_AGAIN[run.recompute] if self.ours else (float(run.recompute == "block"),) * 2
         for name, (ahead, behind) in links.items():
-            twice = again + repeated[not run.tp_sequence and name != "expert links"]
-            overlaps = run.ep_overlap if name == "expert links" else name[0] == "t" and run.tp_overlap
-            forward.add(name, self.exposed(ahead, forward.terms["products"], overlaps))
-            more = twice * ahead  # of ours it travels beside products, too
-            hidden = self.exposed(behind + more * self.ours, backward.terms["products"], overlaps)
+            twice = again + repeated[not run.tp_sequence and name != EXPERT_LINKS]
+            overlaps = {TENSOR_LINKS: run.tp_overlap, EXPERT_LINKS: run.ep_overlap}.get(name, False)
+            forward.add(name, self.exposed(ahead, forward.terms[MATMULS], overlaps))
+            more = twice * ahead  # of ours it travels beside matmuls, too
+            hidden = self.exposed(behind + more * self.ours, backward.terms[MATMULS], overlaps)
             backward.add(name, hidden + more * (not self.ours))
         return forward, backward
 
     def inside(self, dense: bool, attention: float) -> dict[str, tuple[float, float]]:
-        """Seconds on links inside a layer, forward and backward, by term; a ring's beside ``attention``."""
-        run, c, mesh, found = self.run, self.run.config, self.run.mesh, {}
+        """Return the seconds on links inside a layer, forward and backward, by term, in closed form; a ring's
+        beside ``attention``."""
+        run, c, mesh = self.run, self.run.config, self.run.mesh
+        links = dict[str, tuple[float, float]]()
         if mesh.tp > 1:
             one = self.collective("all-reduce", 2.0 * run.tokens * c.width, mesh.tp, self.inner["tp"])
-            found["tensor-parallel links"] = (2 * one, 2 * one)
+            links[TENSOR_LINKS] = (2 * one, 2 * one)
         if mesh.sp > 1:
             keys = 2.0 * run.tokens * 2 * run.kv_heads * c.head_width / mesh.tp
             queries = 2.0 * run.tokens * 2 * c.num_heads * c.head_width / mesh.tp
@@ -196,82 +209,65 @@ class Clock:
             if run.context_parallel in ("ring", "usp") and (ring := mesh.sp // near) > 1:
                 hop = self.collective("permute", keys, ring, inner * near) * (ring - 1)
             backward = self.exposed(3 * hop, 2.5 * attention, True)
-            found["sequence links"] = once + self.exposed(hop, attention, True), once + backward
+            links[SEQUENCE_LINKS] = once + self.exposed(hop, attention, True), once + backward
         if c.experts and mesh.ep > 1 and not dense:
             once = 2 * self.exchange(2.0 * (run.tokens if self.ours else run.stream_tokens) * c.width)
-            found["expert links"] = (once, once)
-        return found
+            links[EXPERT_LINKS] = (once, once)
+        return links
 
     def exchange(self, tokens_bytes: float) -> float:
-        """Seconds to send a microbatch's tokens to their experts: ours, in one all-to-all. Others: a token
-        once for each node, then dealt out there, once for each copy (DeepSeek-V3 2024, section 3.2.2)."""
+        """Return the seconds to send a microbatch's tokens to their experts: ours, in one all-to-all. Others:
+        a token once to each node, and inside it once for each copy (DeepSeek-V3 2024, section 3.2.2)."""
         run, ep, inner = self.run, self.run.mesh.ep, self.inner["ep"]
-        device, how = self.links.per_device(), run.config.experts
+        device, experts = self.links.per_device(), run.config.experts
         near = max(1, device.node_size // inner)
         if run.chip.link == "torus" or near >= ep or self.ours:
             return self.collective("all-to-all", tokens_bytes * self.copies(), ep, inner)
         nodes, start = ep / near, self.rates.start_s * (1 + math.log2(ep))
-        assert how
-        reached = nodes * (1 - (1 - 1 / nodes) ** how.top_k)
-        if how.num_groups > 1:
-            reached = min(reached, how.top_groups)
+        assert experts
+        reached = nodes * (1 - (1 - 1 / nodes) ** experts.top_k)
+        if experts.num_groups > 1:
+            reached = min(reached, experts.top_groups)
         across = tokens_bytes * reached * (1 - 1 / nodes) / device.dcn_bytes_per_s
         inside = tokens_bytes * self.copies() * (1 - 1 / near) / device.reached_link_bytes_per_s
         return start + max(across, inside)
 
     def copies(self) -> float:
-        """How often a token travels: of ours to each rank with some of its experts, else to each expert."""
-        how, ep = self.run.config.experts, self.run.mesh.ep
-        assert how
-        return ep * formulas.visited_share(how.num_experts, how.top_k, ep) if self.ours else how.top_k
+        """Return how often a token travels: ours to each rank that has some of its experts, else to each of
+        its experts."""
+        experts, ep = self.run.config.experts, self.run.mesh.ep
+        assert experts
+        if not self.ours:
+            return experts.top_k
+        return ep * formulas.visited_share(experts.num_experts, experts.top_k, ep)
 
     def alike(self, stage: int) -> int:
-        """The first stage that sends what this one does: with as many layers and none of the ends."""
+        """Return the first stage that sends what this one does: as many layers and none of the ends."""
         order, p, counts = self.plan.pipeline, self.run.mesh.pp, self.run.chunk_layers
         ends = {route[i][0] for route in order.routes for i in (0, -1)} if order else {0}
         layers = [sum(counts[i::p]) for i in range(p)]
         others = (i for i in range(p) if i not in ends and layers[i] == layers[stage])
         return stage if stage in ends else next(others)
 
-    def sent(self, stage: int) -> dict[str, tuple[float, float]]:
-        """Seconds of a step's collectives on a stage, by term: those in the open, and those that travel
-        beside computing. `LATE`: gradients that are summed at the end, and weights that are gathered once."""
-        found, run = dict[str, tuple[float, float]](), self.run
-        for (names, _), row in step_traffic(self.plan, run.batch_size, run.seq_len, stage).items():
-            for (_, text, size), times in row.messages.items():
-                if text.startswith("stream") and text.endswith(" stage"):
-                    continue  # `hop`, in the timetable
-                term, hides, took = self.message(names.split(","), row, text, size)
-                shown, hidden = found.get(term, (0.0, 0.0))
-                found[term] = shown + times * took * (not hides), hidden + times * took * hides
-        return found
+    def sent(self, stage: int) -> dict[tuple[str, str], float]:
+        """Return the seconds of a step's collectives on a stage, by term and by what they travel beside
+        (`traffic.Message`), without those between stages: `hop` prices these, in the timetable."""
+        totals = dict[tuple[str, str], float]()
+        for row in step_traffic(self.plan, self.run.batch_size, self.run.seq_len, stage).values():
+            for message, times in row.messages.items():
+                if message.term != STAGE_LINKS:
+                    key = message.term, message.hidden_by
+                    totals[key] = totals.get(key, 0.0) + times * self.message(row, message)
+        return totals
 
-    def message(self, names: list[str], row: Prediction, text: str, size: int) -> tuple[str, bool, float]:
-        """The term of a message of ``size`` bytes that `traffic` has in a row over the axes ``names``, for
-        the arrow ``text``; whether it travels beside computing; and its seconds."""
-        run, kind = self.run, row.kind
-        axes = [{"kv": "tp", "ul": "sp"}.get(axis, axis) for axis in names]
-        short = {"collective-permute": "permute", "ragged-all-to-all": "all-to-all"}.get(kind, kind)
-        ring, hides = short != kind or kind == "all-to-all", False
-        once = "->" not in text and self.plan.gathers == "step"
-        if once or text.startswith(("gradient ", "updated ", "bucket ", "loss, ", "l ->")):
-            term, hides = LATE, text.startswith("updated ")
-        elif "->" not in text:  # a weight's own dims
-            term, hides = "weights and gradients on links", True
-        elif "tp" in axes:
-            term, hides = "tensor-parallel links", run.tp_overlap and ring
-        elif "sp" in axes:
-            term, hides = "sequence links", "the next rank" in text
-        else:
-            term = "expert links"
-        full: float = size
-        if " c d" in text and self.plan.dispatch != "padded":  # only full slots travel
-            full = min(full, 2.0 * run.tokens * run.config.width * self.copies())
-        return term, hides, self.collective(short, full, row.group_size, min(self.inner[a] for a in axes))
+    def message(self, row: Prediction, message: Message) -> float:
+        """Return the seconds of one message of a row of `traffic`, on the nearest links of its axes."""
+        inner = min(self.inner[axis] for axis in row.user_axes)
+        return self.collective(row.short_kind, message.full_bytes, row.group_size, inner)
 
     def hop(self) -> float:
-        """Seconds to send a microbatch's activations to the next stage. Others: each tp rank sends its part,
-        and what was whole is gathered there (Narayanan et al. 2021, section 4.1)."""
+        """Return the seconds to send a microbatch's activations to the next stage. Others: each tp rank sends
+        its part, and the next stage gathers what was whole (Narayanan et al. 2021, section 4.1)."""
         run = self.run
         whole, tp = 2.0 * run.tokens * run.config.width, run.mesh.tp
         if self.exact:
@@ -284,25 +280,25 @@ class Clock:
         """The embedding and the loss of a microbatch, forward and backward each."""
         run, c = self.run, self.run.config
         moved = 8.0 * run.stream_tokens * c.width / self.bytes_per_s
-        multiplied = [Product(run.tokens, c.width, c.vocab_size / run.mesh.tp)]
-        product, back = self.products(multiplied), self.gradients(multiplied)
+        logits_matmul = [Matmul(run.tokens, c.width, c.vocab_size / run.mesh.tp)]
+        matmul, back = self.matmuls(logits_matmul), self.gradients(logits_matmul)
         logits = 4.0 * run.tokens * c.vocab_size / run.mesh.tp
         loss = LOSS_PASSES / 2 * logits / self.bytes_per_s
         tp = 1 if self.exact else run.mesh.tp
         reduced = self.collective("all-reduce", 2.0 * run.tokens * c.width, tp, self.inner["tp"])
-        back += product * (run.loss_chunks > 1) + loss + reduced  # pieces are computed again
+        back += matmul * (run.loss_chunks > 1) + loss + reduced  # pieces are computed again
         return {
             "embedding": (Pass({"embedding": moved + reduced}, 6), Pass({"embedding": 2 * moved}, 6)),
-            "head": (Pass({"head and loss": product + loss}, 12), Pass({"head and loss": back}, 16)),
+            "head": (Pass({"head and loss": matmul + loss}, 12), Pass({"head and loss": back}, 16)),
         }
 
     # ------------------------------------------------------------------------------------ weights on links
 
     def layer_weights(self, dense: bool) -> tuple[float, float]:
-        """Parameters of a layer on a tp rank: those that all data ranks share, and those of its experts."""
-        s, mesh, how = self.run.sizes, self.run.mesh, self.run.config.experts
+        """Return a layer's parameters on a tp rank: those that all data ranks share, and its experts'."""
+        s, mesh = self.run.sizes, self.run.mesh
         body = s["attention"] + s["copies"] + (s["dense"] if dense else s["ffn"] + s["router"])
-        experts = 0.0 if dense or not how else s["experts"] / mesh.ep
+        experts = 0.0 if dense else s["experts"] / mesh.ep
         return body / mesh.tp, experts / (mesh.tp if self.run.expert_tp else 1)
 
     @property
@@ -311,7 +307,7 @@ class Clock:
         return min(self.inner[a] for a in ("sp", "ep", "fsdp")[not self.run.zero_over_sp :])
 
     def gathers(self, shared: float, experts: float) -> tuple[float, float]:
-        """Seconds to gather weights that ZeRO-3 cuts, and to reduce-scatter their gradients."""
+        """Return the seconds to gather weights that ZeRO-3 cuts, and to reduce-scatter their gradients."""
         run, soft, gather, scatter = self.run, self.run.software, 0.0, 0.0
         apart, whole = self.zero_apart, run.zero_group
         beyond = self.inner["sp" if run.zero_over_sp and run.mesh.sp > 1 else "fsdp"] if self.ours else apart
@@ -321,8 +317,8 @@ class Clock:
         return gather, scatter
 
     def at_the_end(self, shared: float, experts: float) -> tuple[float, float]:
-        """Seconds of what gradients still need when the last microbatch is done, and of gathering the updated
-        weights, which a framework that overlaps does beside the next step."""
+        """Return the seconds that gradients still take when the last microbatch is done, and those of
+        gathering the updated weights, which a framework that overlaps does beside the next step."""
         run, soft, mesh = self.run, self.run.software, self.run.mesh
         reduced, updated, inner = 0.0, 0.0, self.zero_apart
         for params, apart in ((shared, 1), (experts, mesh.ep)):
@@ -342,10 +338,13 @@ class Clock:
 
     # ------------------------------------------------------------------------------------------- a chunk
 
-    def chunk(self, layers: int, dense: int, first: bool, last: bool, sent: dict) -> "Chunk":
-        """So many layers, of which so many are dense ones of a model with experts, with the embedding where
-        they are the first and the head where they are the last; what is around them: gathering weights,
-        scattering and adding up gradients, sending activations, launching."""
+    def chunk(
+        self, layers: int, dense: int, first: bool, last: bool, sent: dict[tuple[str, str], float]
+    ) -> "Chunk":
+        """Price so many layers, of which so many are dense ones of a model with experts, with the embedding
+        where they are the first and the head where they are the last; and what is around them: gathering
+        weights, scattering and adding up gradients, sending activations, launching. Of a plan of ours
+        ``sent`` are the seconds of its messages (`sent`)."""
         run, soft, forward, backward = self.run, self.run.software, Pass(), Pass()
         again = 0.0 if last else run.again  # the loss follows: the chunk has not run forward yet
         shared = experts = 0.0
@@ -361,25 +360,26 @@ class Clock:
             forward.take(ahead)
             backward.take(back)
             shared += run.sizes[name] / run.mesh.tp
-        name, passes = "weights and gradients on links", (forward, backward)
+        passes = forward, backward
         computing = [part.seconds for part in passes]
         for part, seconds in zip(passes, computing, strict=True):  # of a plan of ours, as they compute
-            for term in sorted(set(sent) - {LATE}):  # weights last: beside all
-                shown, hidden = (s * seconds / sum(computing) for s in sent[term])
-                beside = part.terms.get(BESIDE.get(term, ""), part.seconds)
-                part.add(term, shown + self.exposed(hidden, beside, True))
+            for (term, hidden_by), links_s in sorted(sent.items()):  # weights last: beside all
+                if term != LATE:
+                    beside = part.terms.get(hidden_by, part.seconds)
+                    own = links_s * seconds / sum(computing)
+                    part.add(term, self.exposed(own, beside, hidden_by != ""))
         cut = run.zero_group if run.zero == 3 else 1
         if cut > 1 and not self.exact and not self.gathers_once:
             gather, scatter = self.gathers(shared, experts)
-            forward.add(name, self.exposed(gather, forward.seconds, soft.overlaps))
+            forward.add(WEIGHT_LINKS, self.exposed(gather, forward.seconds, soft.overlaps))
             scattered = scatter + gather * run.reshard
-            backward.add(name, self.exposed(scattered, backward.seconds, soft.overlaps))
+            backward.add(WEIGHT_LINKS, self.exposed(scattered, backward.seconds, soft.overlaps))
         if run.microbatches > 1:
             added = ACCUMULATED_BYTES * (shared + experts) / cut
             backward.add("accumulation", added / self.bytes_per_s)
         for part in passes:
             if run.mesh.pp > 1 and not soft.overlaps:  # a stage waits for what it sends
-                part.add("pipeline sends", self.hop())
+                part.add(STAGE_LINKS, self.hop())
             if soft.eager:
                 hidden = 0.0 if soft.blocking else part.seconds
                 part.add("launching", max(0.0, part.kernels * self.rates.host_s - hidden))
@@ -388,12 +388,13 @@ class Clock:
 
 @functools.lru_cache(maxsize=200_000)
 def on_links(chip: Chip, kind: str, message: float, group: int, inner: int) -> float:
-    """Seconds on the links: of a torus over as many axes as the group may have, of switches by levels."""
+    """Return the seconds on the links: of a torus over as many axes as the group may have, of switches by
+    levels (`formulas.collective_seconds`)."""
     return formulas.collective_seconds(chip, kind, message, group, inner, torus_axes(chip, group, inner))
 
 
 def torus_axes(chip: Chip, group: int, inner: int) -> int:
-    """How many axes of a torus a group may have."""
+    """Return how many axes of a torus a group may have."""
     cores = chip.devices_per_chip
     chips = max(1, group // max(1, min(group, cores // max(1, inner))))
     free = chip.num_axes - (inner // cores > 1)
@@ -420,8 +421,8 @@ class Chunk:
 
 
 def step_time(run: Run, own: Rates | None = None, simulate: bool = True, like: Clock | None = None) -> Time:
-    """Seconds of a step by term. Without ``simulate`` the bubble and what is sent are closed forms: quick.
-    ``like``: of a run whose layers and ends are the same."""
+    """Return the seconds of a step by term. Without ``simulate`` the bubble and what is sent are closed
+    forms: quick. ``like``: the clock of a run whose layers and ends are the same."""
     clock, m, p, soft = Clock(run, own, exact=simulate), run.microbatches, run.mesh.pp, run.software
     if like:
         clock.layer, clock.ends = like.layer, like.ends
@@ -439,21 +440,23 @@ def step_time(run: Run, own: Rates | None = None, simulate: bool = True, like: C
             span = total + through / run.virtual_stages + 2 * (p - 1) * hop
         terms.add("bubble", max(0.0, span - total))
     reduced, updated = map(max, zip(*late, strict=True))
-    ahead, behind = (sum(chunk.seconds[way] for chunk in busiest) for way in (0, 1))
+    ahead, behind = map(sum, zip(*(chunk.seconds for chunk in busiest), strict=True))
     left = clock.exposed(reduced, behind, soft.overlaps and not soft.reduces_late)
     left += clock.exposed(updated, ahead, soft.overlaps)
     if run.config.tied and p > 1 and not clock.exact:  # the embedding is on the first stage and on the last
         shared_bytes = soft.reduced_bytes * run.sizes["embedding"] / run.mesh.tp
         left += clock.collective("all-reduce", shared_bytes, 2, clock.inner["pp"])
     terms.add(LATE, left)
-    held, whole = optimizer_params(run, stages)
-    terms.add("optimizer", (OPTIMIZER_BYTES * held + 2 * soft.reduced_bytes * whole) / clock.bytes_per_s)
+    updated_params, whole = optimizer_params(run, stages)
+    terms.add(
+        "optimizer", (OPTIMIZER_BYTES * updated_params + 2 * soft.reduced_bytes * whole) / clock.bytes_per_s
+    )
     return Time(terms.seconds, terms.terms)
 
 
 def optimizer_params(run: Run, stages: list[list[Chunk]]) -> tuple[float, float]:
-    """The most parameters that a device updates, and those of its share of tp, whose gradients it has before
-    they are cut."""
+    """Return the most parameters that a device updates, and those of its share of tp, whose gradients it has
+    before they are cut."""
     ranks = run.data_ranks * run.mesh.sp  # over which others deal out the state of ZeRO 1 and 2, dp too
     by_group = run.zero == 3 or run.software.name == "llmpar"
     cut = (run.zero_group if by_group else ranks) if run.zero else 1
@@ -463,13 +466,14 @@ def optimizer_params(run: Run, stages: list[list[Chunk]]) -> tuple[float, float]
 
 
 def busiest(stages: list[list[Chunk]]) -> int:
-    """The stage that computes longest."""
+    """Return the stage that computes longest."""
     loads = [sum(sum(chunk.seconds) for chunk in stage) for stage in stages]
     return loads.index(max(loads))
 
 
 def chunks(clock: Clock) -> tuple[list[list[Chunk]], list[tuple[float, float]]]:
-    """The chunks of each stage, and `Clock.at_the_end` of it. Chunks that are alike are counted once."""
+    """Return the chunks of each stage, and its seconds at the end of a step: in the open, and beside the next
+    step (`Clock.at_the_end`). Chunks that are alike are priced once."""
     run, counts, dense = clock.run, clock.run.chunk_layers, clock.run.dense_layers
     p, at_the_end, sent = run.mesh.pp, functools.cache(clock.at_the_end), functools.cache(clock.sent)
     stages: list[list[Chunk]] = [[] for _ in range(p)]
@@ -478,21 +482,22 @@ def chunks(clock: Clock) -> tuple[list[list[Chunk]], list[tuple[float, float]]]:
         stage = clock.alike(i % p) if clock.exact else 0
         with_dense = min(count, dense)
         dense -= with_dense
-        kind = count, with_dense, i == 0, i == len(counts) - 1, stage
-        if kind not in alike:
+        key = count, with_dense, i == 0, i == len(counts) - 1, stage
+        if key not in alike:
             share = count / max(1, sum(counts[i % p :: p])) / run.microbatches
             links = sent(stage) if clock.exact else {}
-            parts = {term: (shown * share, hidden * share) for term, (shown, hidden) in links.items()}
-            alike[kind] = clock.chunk(*kind[:4], parts)
-        stages[i % p].append(alike[kind])
+            parts = {what: seconds * share for what, seconds in links.items()}
+            alike[key] = clock.chunk(*key[:4], parts)
+        stages[i % p].append(alike[key])
     if clock.exact:
-        return stages, [sent(clock.alike(stage)).get(LATE, (0.0, 0.0)) for stage in range(p)]
-    return stages, [at_the_end(sum(c.shared for c in some), sum(c.experts for c in some)) for some in stages]
+        links = [sent(clock.alike(stage)) for stage in range(p)]
+        return stages, [(one.get((LATE, ""), 0.0), one.get((LATE, COMPUTING), 0.0)) for one in links]
+    return stages, [at_the_end(sum(c.shared for c in one), sum(c.experts for c in one)) for one in stages]
 
 
 def _played(run: Run, stages: list[list[Chunk]], hop: float) -> float | None:
-    """The schedule's makespan with these times. Of many microbatches few are played, and the rest added at
-    the busiest stage's pace: the steady state repeats. None where there is no such order."""
+    """Return the schedule's makespan with these times. Of many microbatches few are played, and the rest
+    added at the busiest stage's pace: the steady state repeats. None where there is no such order."""
     m, p = run.microbatches, run.mesh.pp
     few, order = min(m, 4 * p), None
     for count in dict.fromkeys((few, m)):
@@ -503,13 +508,13 @@ def _played(run: Run, stages: list[list[Chunk]], hop: float) -> float | None:
         return None
 
     def cost(stage: int, op) -> float:
-        here = stages[stage]
-        chunk = here[op.chunk if op.chunk < len(here) else 0]  # two ways: chunks lie elsewhere
+        own = stages[stage]
+        chunk = own[op.chunk if op.chunk < len(own) else 0]  # two directions: chunks are placed otherwise
         forward, backward = chunk.seconds
         if op.kind == "F":
             return forward
         terms = chunk.backward.terms
-        weights = (terms.get("products", 0.0) + terms.get("head and loss", 0.0)) / 2
+        weights = (terms.get(MATMULS, 0.0) + terms.get("head and loss", 0.0)) / 2
         return weights if op.kind == "W" else backward - weights * order.split_backward
 
     pace = max(sum(sum(chunk.seconds) for chunk in stage) for stage in stages)

@@ -1,7 +1,7 @@
 """What a training run computes and moves, as numbers: of this package's models and plans, and of others'.
 
 A `Run` states a model's dims and how it is cut, whoever runs it: so the same laws of time (`time`) and memory
-(`held`) serve a plan of ours and the published runs of `measured`. `products` lists matrix products by shape.
+(`fit`) serve a plan of ours and the published runs of `measured`. `Run.layer_matmuls` lists matmuls by shape.
 """
 
 import math
@@ -28,7 +28,7 @@ class Software:
     eager: bool = True  # the host launches each kernel when Python comes to it; else a compiled program runs
     fused_attention: bool = True  # else squares of scores are written, masked, normed and read
     overlaps: bool = True  # gradients and weights travel while others are computed; else after and before
-    weight_bytes: float = 2  # of the copies that products use; 0: cast from the optimizer's
+    weight_bytes: float = 2  # of the copies that matmuls read; 0: cast from the optimizer's
     grad_bytes: float = 4  # of a gradient as it is summed up
     reduced_bytes: float = 2  # of a gradient on the links
     gathered_bytes: float = 2  # of a weight on the links
@@ -47,8 +47,8 @@ SOFTWARE = {name: Software(name, **row) for name, row in TABLE["software"].items
 """Frameworks by name."""
 
 
-class Product(NamedTuple):
-    """``times`` products of ``rows`` by ``inner`` with ``inner`` by ``out``."""
+class Matmul(NamedTuple):
+    """``times`` matmuls of ``rows`` by ``inner`` with ``inner`` by ``out``."""
 
     rows: float
     inner: float
@@ -79,12 +79,12 @@ class Run:
     recompute: str = "none"  # `Plan.remat`
     again: float = 0.0  # forward passes that a stage repeats besides: of ours, whose stages keep inputs alone
     tp_sequence: bool = False
-    tp_overlap: bool = False  # products run beside these exchanges
+    tp_overlap: bool = False  # matmuls run beside these exchanges
     ep_overlap: bool = False
     context_parallel: str = "ring"
     ffn_products: int = 3  # matrices of a feed-forward: 3 with a gate, 2 without
     gpt: bool = False  # layer norms with biases, dropout, learned positions
-    bits: int = 16  # of what the products of the blocks multiply
+    bits: int = 16  # of what the matmuls of the blocks multiply
     expert_tp: bool = True  # tp cuts each expert (Megatron's etp = tp)
     loss_chunks: int = 1
     zero_over_sp: bool = True
@@ -195,23 +195,23 @@ class Run:
 
     # ------------------------------------------------------------------------------ what a layer computes
 
-    def layer_products(self, dense: bool = False) -> tuple[list[Product], list[Product]]:
-        """Products of a layer, forward, of a microbatch on a device: attention's projections, and the
-        feed-forward's. Experts share their visits evenly: each ep rank gets its part of the visits of all ep
-        ranks' tokens, and where tp does not cut experts, tp ranks deal tokens among them."""
+    def layer_matmuls(self, dense: bool = False) -> tuple[list[Matmul], list[Matmul]]:
+        """Return the matmuls of a layer, forward, of a microbatch on a device: attention's projections, and
+        the feed-forward's. Experts share their visits evenly: each ep rank gets its part of the visits of all
+        ep ranks' tokens, and where tp does not cut experts, tp ranks deal tokens among them."""
         c, t, tp, how = self.config, self.tokens, self.mesh.tp, self.config.experts
         d, n, k, h = c.width, c.num_heads / tp, self.kv_heads / tp, c.head_width
-        attention = [Product(t, d, (n + 2 * k) * h), Product(t, n * h, d)]
+        attention = [Matmul(t, d, (n + 2 * k) * h), Matmul(t, n * h, d)]
         if c.latent:
-            attention = [Product(t, inner, out) for inner, out in c.latent_matrices(n)]
+            attention = [Matmul(t, inner, out) for inner, out in c.latent_matrices(n)]
 
-        def ffn(width: float, rows: float = t, times: float = 1) -> list[Product]:
-            return [Product(rows, d, width * (self.ffn_products - 1), times), Product(rows, width, d, times)]
+        def ffn(width: float, rows: float = t, times: float = 1) -> list[Matmul]:
+            return [Matmul(rows, d, width * (self.ffn_products - 1), times), Matmul(rows, width, d, times)]
 
         if how is None or dense:
             return attention, ffn((how.dense_width if how else c.ffn_width) / tp)
         found = ffn(c.ffn_width * how.num_shared / tp) if how.num_shared else []
-        found.append(Product(self.stream_tokens, d, how.num_experts))  # the router
+        found.append(Matmul(self.stream_tokens, d, how.num_experts))  # the router
         here, cut = how.num_experts / self.mesh.ep, tp if self.expert_tp else 1
         return attention, found + ffn(c.ffn_width / cut, t * how.top_k * cut / tp / here, here)
 

@@ -617,9 +617,9 @@ for name, run in both.items():
     passes[name] = {c.direction for c in census if c.arrow == "ffn d m"}
     moved[name] = dict.fromkeys(("weights", "gradients", "activations"), 0)
     for row in traffic.step_traffic(run.step.plan, BATCH, SEQ).values():
-        for (what, _, size), times in row.messages.items():
-            if what in moved[name]:  # not the loss
-                moved[name][what] += times * row.sent(size)
+        for message, times in row.messages.items():
+            if message.value in moved[name]:  # not the loss
+                moved[name][message.value] += times * row.sent(message.num_bytes)
 everything, tuned = moved.values()
 assert tuned["activations"] == everything["activations"]
 assert N == 1 or everything["weights"] < tuned["weights"] < 1.2 * everything["weights"]

@@ -145,8 +145,8 @@ scene.show(columns.mesh_map([*dots, here], here, dots[0], usable))
 # see. On another cluster take 16 %. Plans of one machine share most of the error. **Differences below 7 % say nothing.**
 
 # %%
-WORDS = {"products": "matmuls", "weights and gradients on links": "fsdp's links"}
-SHOWN = ("products", "attention", "recomputation", "bubble")
+WORDS = {"weights and gradients on links": "fsdp's links"}
+SHOWN = ("matmuls", "attention", "recomputation", "bubble")
 SHOWN += ("tensor-parallel links", "weights and gradients on links")
 
 

@@ -350,8 +350,8 @@ for name, config in (("all trained", base), ("LoRA", fine)):  # ZeRO-3, 8 GPUs
     found = Counter()
     plan = Plan("fsdp=8", zero=3, dtype="bfloat16").resolve(config)
     for row in traffic.step_traffic(plan, 8, 4096).values():
-        for (what, _, size), times in row.messages.items():
-            found[what] += times * row.sent(size)
+        for message, times in row.messages.items():
+            found[message.value] += times * row.sent(message.num_bytes)
     rows.append((f"{name}: each of 8 sends", {what: found[what] for what in ("weights", "gradients")}))
 before, after = (sent for _, sent in rows[2:])
 assert before["weights"] < after["weights"] < 1.01 * before["weights"]

@@ -19,12 +19,7 @@ from llmpar.predict.hardware import chip
 A100 = chip("a100-80")
 question = planner.Question(preset("llama3-70b"), A100, 64, 64, 8192, share=A100.memory_share)
 assert 12 * question.config.num_params > question.room_bytes  # replicas alone cannot be
-SHOWN = {
-    "products": "matmuls",
-    "attention": "attention",
-    "recomputation": "recomputation",
-    "bubble": "bubble",
-}
+SHOWN = {"matmuls": "matmuls", "attention": "attention", "recomputation": "recomputation", "bubble": "bubble"}
 SHOWN |= {"tensor-parallel links": "tensor-parallel links", "weights and gradients on links": "fsdp's links"}
 UNSEEN = 0.16  # tests/measured.md: a fit on some sources, on the runs of a source that it has not seen
 
