@@ -359,9 +359,11 @@ def test_the_end_of_another_process_is_no_fault_of_ours(monkeypatch):
     error = RuntimeError(
         "UNKNOWN: Gloo AllGather failed: Read error [10.77.0.2]:61594: Connection reset by peer"
     )
-    assert cli.explain(error).startswith("this is a fault of llmpar")
+    assert cli.explain_error(error).startswith("this is a fault of llmpar")
     monkeypatch.setattr(joined, "is_joined", lambda: True)
-    assert cli.explain(error).startswith("another process ended, or could not be reached: its own output")
+    assert cli.explain_error(error).startswith(
+        "another process ended, or could not be reached: its own output"
+    )
     assert cli._status(error) == 75
 
 
@@ -382,7 +384,7 @@ def test_a_job_is_started_again_if_the_first_failure_may_be_mended(monkeypatch, 
     monkeypatch.setattr(joined, "is_joined", lambda: True)
     monkeypatch.setattr(joined, "_client", lambda: client)
     error = ValueError(sentence)
-    assert cli._fail(cli.explain(error), cli._status(error), error) == status
+    assert cli._fail(cli.explain_error(error), cli._status(error), error) == status
     assert client.told == (told or f"{status} process 0 failed: {sentence}")
 
 

@@ -15,7 +15,7 @@ import pytest
 from llmpar.cli import main
 from llmpar.cli.commands import parse
 from llmpar.cli.options import still_at_work
-from llmpar.cli.plan import axes_of
+from llmpar.cli.plan import named_axes
 from llmpar.explore import look
 from llmpar.plan.mesh_shape import AXES, MeshShape, parse_mesh
 from llmpar.plan.model_config import preset
@@ -524,7 +524,7 @@ def test_the_table_ends_with_the_lines_to_run(capsys):
     ],
 )
 def test_a_mesh_in_any_of_its_forms_fixes_the_axes_that_it_gives(text, axes):
-    assert axes_of(text) == axes
+    assert named_axes(text) == axes
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_work(capsys, monkeypatch):

@@ -161,7 +161,7 @@ class PlanCommand(Output):
 
     def fixed(self) -> dict[str, Any]:
         """Return the fields of the plan that are given, by name and value."""
-        given: dict[str, Any] = {} if self.mesh is None else _named_axes(self.mesh)
+        given: dict[str, Any] = {} if self.mesh is None else named_axes(self.mesh)
         known = {f.name: f for f in dataclasses.fields(Plan) if f.name != "mesh"}
         for pair in (self.fix or "").replace(",", " ").split():
             name, _, text = pair.partition("=")
@@ -190,7 +190,7 @@ def notes(answer: Any) -> list[str]:
     return [line for line in (*plan.notes, *plan.unused_of(own)) if line.partition("=")[0] in own]
 
 
-def _named_axes(text: str) -> dict[str, int]:
+def named_axes(text: str) -> dict[str, int]:
     """Return the sizes of the axes that a mesh's text names; of numbers, all that they stand for."""
     tokens = re.findall(r"[^\s,!]+", text)
     if any(re.fullmatch(r"(\w+[:=])?-1", token) for token in tokens):

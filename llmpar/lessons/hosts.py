@@ -59,7 +59,7 @@ def devices_of(outer_across: bool) -> list[jax.Device]:
     return list((grid if outer_across else grid.T).flat)
 
 
-def _put(whole: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+def put_everywhere(whole: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
     """Return an array on the devices; each process hands over the shards of its own."""
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
@@ -87,9 +87,9 @@ def measure(name: str, num_steps: int) -> dict[str, Any]:
     draw = lambda like: 0.02 * rng.standard_normal(like.shape) if like.ndim > 1 else np.ones(like.shape)
     params = jax.tree.map(draw, step.abstract_model_order.params)
     whole = jax.tree.map(lambda like: np.zeros(like.shape), step.abstract_model_order)._replace(params=params)
-    on_devices = lambda like, x: _put(x.astype(like.dtype), like.sharding)
+    on_devices = lambda like, x: put_everywhere(x.astype(like.dtype), like.sharding)
     state = step.from_model_order(jax.tree.map(on_devices, step.abstract_model_order, whole))
-    batch = {name: _put(x, step.batch_sharding) for name, x in counting_text(ROWS, SEQ).items()}
+    batch = {name: put_everywhere(x, step.batch_sharding) for name, x in counting_text(ROWS, SEQ).items()}
     losses, seconds = [], []
     for number in range(num_steps + 1):
         if number == 1:  # the first one makes the connections

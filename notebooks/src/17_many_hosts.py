@@ -353,7 +353,7 @@ def summed(function):
         function, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False
     )
     whole, run = np.arange(1 << 20, dtype=np.float32) % 251, jax.jit(share)
-    x = hosts.put(whole, NamedSharding(mesh, cut))
+    x = hosts.put_everywhere(whole, NamedSharding(mesh, cut))
     run(x).block_until_ready()  # the first one makes the connections
     before = hosts.sent_so_far()
     shards = [np.asarray(shard.data) for shard in run(x).addressable_shards]
