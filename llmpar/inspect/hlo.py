@@ -207,8 +207,8 @@ PARTNERS = r"\b(?:replica_groups|\w+_pairs|channel_id)="
 """Names of operations, and attributes, of what devices do together."""
 parsed = functools.lru_cache(maxsize=2)(Module)
 PARALLEL = "modes auto explicit collectives collective_matmul _jax"
-MOVERS = "/llmpar/inspect/look.py", "/llmpar/model/lora.py"
-MOVERS += tuple(f"/llmpar/parallel/{name}.py" for name in PARALLEL.split())
+MOVERS = (*(f"/llmpar/parallel/{name}.py" for name in PARALLEL.split()), "/llmpar/inspect/look.py")
+MOVERS = (*MOVERS, "/llmpar/model/lora.py")  # which gives weights their adapters
 LIBRARIES = "jax|jaxlib|flax|optax|equinox|haiku|einops|chex|jaxtyping|beartype"
 
 
