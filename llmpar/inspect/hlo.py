@@ -214,8 +214,8 @@ _PARTNERS = r"\b(?:replica_groups|\w+_pairs|channel_id)="
 """Name of operations, and attributes, of what devices do together."""
 parsed = functools.lru_cache(maxsize=2)(Module)
 _PARALLEL = "modes auto explicit collectives collective_matmul _jax"
-_MOVERS = "/llmpar/inspect/look.py", "/llmpar/model/lora.py"
-_MOVERS += tuple(f"/llmpar/parallel/{name}.py" for name in _PARALLEL.split())
+_MOVERS = (*(f"/llmpar/parallel/{name}.py" for name in _PARALLEL.split()), "/llmpar/inspect/look.py")
+_MOVERS = (*_MOVERS, "/llmpar/model/lora.py")  # which gives weights their adapters
 _LIBRARIES = "jax|jaxlib|flax|optax|equinox|haiku|einops|chex|jaxtyping|beartype"
 
 
