@@ -1,6 +1,6 @@
 """The option space is the contract: random plans, models and batches, from all fields there are.
 
-What `Plan.check` accepts must give the loss, gradients, router metrics and updates of `oracle`, and send what
+What `Plan.resolve` accepts must give the loss, gradients, router metrics and updates of `oracle`, and send what
 `traffic` says. What it refuses it must refuse by a ValueError with advice, and each piece of the advice must
 end that complaint.
 

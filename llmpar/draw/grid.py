@@ -16,7 +16,7 @@ from llmpar.draw.charts import count_noun, number_ranges, two_lanes
 from llmpar.draw.geometry import coordinates, groups, rounds, slices, strides
 from llmpar.draw.scene import SMALL, Group, Rect, Scene, compose, pixels, size_text, small_text, time_text
 from llmpar.plan.layout import Dim, Layout
-from llmpar.plan.mesh_shape import AXES, PARTS, MeshShape, divisors, parse_mesh
+from llmpar.plan.mesh_shape import AXES, INNER_AXES, MeshShape, divisors, parse_mesh
 from llmpar.predict.layer import Segment
 
 MOST = 64
@@ -334,7 +334,7 @@ def tensor_grid(
     notes += [f"Dashed: nodes of {node} devices."] * any(part.per for part in parts)
     placed = scene.stack([drawn(part) for part in parts], 16)
     for k, one in enumerate(segments or (), 1):
-        axes = tuple(a if a in sizes else {v: k for k, v in PARTS.items()}.get(a, a) for a in one.axes)
+        axes = tuple(a if a in sizes else {v: k for k, v in INNER_AXES.items()}.get(a, a) for a in one.axes)
         for spot, part in zip(placed[: len(parts)], parts, strict=True):
             if axes:
                 placed.append(Group(tuple(part.moving(device, axes, one.kind)), spot.dx, spot.dy, k))

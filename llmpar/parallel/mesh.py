@@ -151,7 +151,7 @@ def abstract_mesh(shape: str | MeshShape, platform: str = "cpu") -> AbstractMesh
 
 
 def split(mesh: Any, shape: MeshShape) -> Any:
-    """The same devices with two axes for one, where it has an inner part in ``shape`` (`notation.PARTS`)."""
+    """The same devices with two axes for one, where it has one of `INNER_AXES` in ``shape``."""
     names, sizes = tuple(shape.sizes), tuple(shape.sizes.values())
     if names == tuple(mesh.axis_names):
         return mesh

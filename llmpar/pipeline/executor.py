@@ -47,8 +47,8 @@ from llmpar.parallel.modes import Manual
 from llmpar.pipeline.stage import Stage, add, embed, programs, when
 from llmpar.plan import schedules
 from llmpar.plan.model_config import ModelConfig
-from llmpar.plan.schedules import KINDS
-from llmpar.plan.timetable import WAYS, slots, timetable
+from llmpar.plan.schedules import OP_KINDS
+from llmpar.plan.timetable import DIRECTIONS, slots, timetable
 
 _cut = lambda x, n: x.reshape(n, -1, *x.shape[1:])  # in n parts, a new leading dim
 
@@ -75,7 +75,7 @@ def gradients(
         "residual": _room(walk.slots.num_residual, walk.residual),
     }
     messages = _room(walk.slots.num_messages + 1, walk.stream)
-    sends = {name: jnp.asarray((walk.slots.send == way).any(1)) for name, way in WAYS.items()}
+    sends = {name: jnp.asarray((walk.slots.send == way).any(1)) for name, way in DIRECTIONS.items()}
     (state, _), _ = lax.scan(walk.tick, (state, messages), (walk.table, sends))
     add_copies = lambda g: g if walk.copies == 1 else g[:1] + walk.opposite(g[1:])
     blocks = jax.tree.map(lambda g: add_copies(g).reshape(-1, *g.shape[2:]), state["blocks"])
@@ -140,9 +140,9 @@ class _Executor:
         y = at(messages, now["read"])
         for kind, run in {"F": self.forward, "B": self.backward, "W": self.weights}.items():
             if self.programs[kind]:
-                state, y = when(kind, now["kind"] == KINDS.index(kind), run, (state, y), now)
+                state, y = when(kind, now["kind"] == OP_KINDS.index(kind), run, (state, y), now)
         for name, slot in {"right": "left", "left": "right"}.items():  # sent right, it comes from left
-            if (self.slots.send == WAYS[name]).any():
+            if (self.slots.send == DIRECTIONS[name]).any():
                 messages = put(messages, now[slot], self.send(y, name, is_sent[name]))
         if (self.slots.keep >= 0).any():
             messages = put(messages, now["keep"], y)
@@ -150,7 +150,7 @@ class _Executor:
 
     def send(self, y: Stream, name: str, is_sent: Array) -> Stream:
         """What comes from the neighbour, where stages ever send this way, in ticks in which one does."""
-        way, p = WAYS[name], self.schedule.num_stages
+        way, p = DIRECTIONS[name], self.schedule.num_stages
         pairs = [(int(s), int(s + way) % p) for s in np.flatnonzero((self.slots.send == way).any(0))]
         with scope(f"stream b s d -> the {'next' if way == 1 else 'previous'} stage"):
             return when(name, is_sent, lambda y: lax.ppermute(y, "pp", pairs), y)

@@ -48,5 +48,7 @@ def suited(name: str, value: str, devices: str) -> str:
     why = UNSUITED.get(value, "")
     if value in SUITS[name][platform]:
         why = f"it wants NVIDIA's compute capability {AMPERE} (Ampere) or newer, and here is {card}"
-    what = f"{name}='{value}' does not suit the {platform.upper()}s of this mesh"
-    raise ValueError(f"{what}: {why}; use {name}='{suits[0]}', or 'auto'")
+    raise ValueError(
+        f"{name}='{value}' does not suit the {platform.upper()}s of this mesh:"
+        f" {why}; use {name}='{suits[0]}', or 'auto'"
+    )

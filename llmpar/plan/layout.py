@@ -52,8 +52,8 @@ class Layout:
     region: str = ""
 
     def __str__(self) -> str:
-        words = [self.region] * bool(self.region) + [str(d) for d in self.dims] + ["+" + s for s in self.sums]
-        return " ".join(words) or "whole"
+        words = [self.region, *map(str, self.dims), *("+" + s for s in self.sums)]
+        return " ".join(filter(None, words)) or "whole"
 
     @property
     def letters(self) -> str:
@@ -93,6 +93,11 @@ class Layout:
 _TOKEN = re.compile(r"\S+")
 
 
+def _may_name_a_region(word: str) -> bool:
+    """Whether a word is letters, no axis, and not dims without spaces between them."""
+    return word.isalpha() and word not in (*AXES, "whole") and not set(word) <= set(DIMS)
+
+
 @functools.cache
 def parse_layout(text: str) -> Layout:
     """Read ``"b/dp,fsdp s/sp d +tp"``, or ``"stream b s d +m"``, or ``"whole"``."""
@@ -126,8 +131,7 @@ def _layout(text: str, start: int, end: int) -> Layout:
         if len(name) > 1 and not slash:
             if name == "whole" and len(_TOKEN.findall(text[start:end])) == 1 + bool(region):
                 continue
-            joined = set(name) <= set(DIMS)  # dims without spaces between them
-            if region or dims or sums or joined or not name.isalpha() or name in (*AXES, "whole"):
+            if region or dims or sums or not _may_name_a_region(name):
                 what = "neither a dim (one letter, spaces between two) nor a region (which comes first)"
                 fail(at, token, f"'{token}' is {what}")
             region = name
@@ -158,7 +162,7 @@ KIND = {
 }
 """What moves when a mesh axis is in one place of the layout before and in another of the layout after: in an
 unfinished sum (+), in a dim that it cuts, or in none."""
-IN_TURN = ["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "slice"]
+ORDER_OF_MOVES = ["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "slice"]
 """The order of an arrow's moves: sums over several axes are reduced on the smallest piece."""
 
 
@@ -200,8 +204,8 @@ class Arrow:
     @property
     @functools.lru_cache(maxsize=16384)  # noqa: B019 plans make the same arrows again and again
     def moves(self) -> tuple[Move, ...]:
-        """The collectives that carry the arrow out, as `KIND` tells them, in the order of `IN_TURN`."""
-        found: dict[tuple[str, str, str], list[str]] = {}
+        """The collectives that carry the arrow out, by `KIND`, in the order of `ORDER_OF_MOVES`."""
+        moving: dict[tuple[str, str, str], list[str]] = {}
         place = lambda name: "cut" if name in DIMS else name  # as `KIND` has it
         before = {a: d.name for d in self.before.dims for a in d.axes} | dict.fromkeys(self.before.sums, "+")
         after = {a: d.name for d in self.after.dims for a in d.axes} | dict.fromkeys(self.after.sums, "+")
@@ -214,27 +218,27 @@ class Arrow:
                     f"arrow '{self}' would start an unfinished sum over {axis}: only computing does that"
                 )
             kind = KIND[place(old), place(new)]
-            found.setdefault((kind, old.strip("+"), new), []).append(axis)
-        # A move's axes are named as they nest in its dim.
+            moving.setdefault((kind, old.strip("+"), new), []).append(axis)
+        # A move names its axes in the order in which they nest in its dim.
         nested = [*self.before.axes, *self.after.axes, *ORDER]
         moves = []
-        for (kind, old, new), axes in found.items():
+        for (kind, old, new), axes in moving.items():
             moves.append(Move(kind, tuple(sorted(axes, key=nested.index)), old, new))
-        moves.sort(key=lambda m: IN_TURN.index(m.kind))
+        moves.sort(key=lambda m: ORDER_OF_MOVES.index(m.kind))
         self._check_nesting(moves)
         return tuple(moves)
 
     def _check_nesting(self, moves: list[Move]) -> None:
         """Refuse moves that do not end in the layout after: each acts on a dim's innermost axes."""
-        held = {d.name: d.axes for d in self.before.dims}
+        cuts = {d.name: d.axes for d in self.before.dims}
         for move in moves:
             if move.gathers:
-                outer, inner = held[move.gathers][: -len(move.axes)], held[move.gathers][-len(move.axes) :]
-                held[move.gathers] = outer if inner == move.axes else ("?",)
+                outer, inner = cuts[move.gathers][: -len(move.axes)], cuts[move.gathers][-len(move.axes) :]
+                cuts[move.gathers] = outer if inner == move.axes else ("?",)
             if move.cuts:
-                held[move.cuts] = held.get(move.cuts, ()) + move.axes
+                cuts[move.cuts] = cuts.get(move.cuts, ()) + move.axes
         for name in self.after.letters or self.before.letters:
-            if held.get(name, ()) != self.after.cut(name):
+            if cuts.get(name, ()) != self.after.cut(name):
                 why = f"would reorder the blocks of {name}: only a dim's innermost axes can move"
                 raise ValueError(f"arrow '{self}' {why}; write two arrows, with {name} whole in between")
 

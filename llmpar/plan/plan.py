@@ -66,9 +66,9 @@ from llmpar.plan.model_config import ModelConfig, Weight
 BATCH_AXES = ("dp", "fsdp", "ep")
 """The axes that cut the batch. ``ep`` counts as batch for dense layers."""
 CACHE, LOGITS, CHOSEN = "cache l b t k h", "vocab b v -> data b v", "data s b n -> s b n"
-"""What moves in serving and what does not: keys and values, logits, what is told of the next tokens."""
+"""In serving: the cache of keys and values, and the arrows of the logits and of the chosen tokens."""
 BEST = 20
-"""How many of the likeliest tokens a step of serving tells, of larger vocabularies."""
+"""Of larger vocabularies, how many of the likeliest tokens a step of serving returns."""
 
 
 @dataclass(frozen=True)
@@ -247,8 +247,9 @@ class Plan:
             raise ValueError(f"a cache of {length} positions holds nothing; use 1 or more")
         if experts := config.experts:
             config = dataclasses.replace(config, experts=dataclasses.replace(experts, capacity_factor=None))
-        kept: dict[str, Any] = {name: getattr(self, name) for name in ("mesh", "zero", "dtype")}
-        plan = Plan(**kept, zero_axes="fsdp,ep", sequence_order="contiguous").resolve(config, devices)
+        plan = Plan(
+            self.mesh, zero=self.zero, dtype=self.dtype, zero_axes="fsdp,ep", sequence_order="contiguous"
+        ).resolve(config, devices)
         serving = Serving(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)})
         checks.Cut("slots", num_rows, BATCH_AXES).check(serving)
         serving.check(num_rows, self.mesh.sp)
@@ -307,8 +308,7 @@ class Resolved(Plan):
 
     def unused_of(self, given: Iterable[str]) -> list[str]:
         """Return sentences on those of the ``given`` fields that have their defaults and decide nothing."""
-        unused = checks.unused(self, given)
-        own = {k: why for k, why in unused.items() if getattr(self.requested, k) == DEFAULTS[k]}
+        own = {k: why for k, why in checks.unused(self, given).items() if k not in self.unused}
         return checks.unused_notes(self.requested, own)
 
     @property
@@ -320,7 +320,7 @@ class Resolved(Plan):
     def check(self, batch_size: int | None, seq_len: int | None) -> None:
         """Refuse what cannot be cut evenly; nothing where a size is not known."""
         if batch_size is not None and seq_len is not None:
-            checks.check(self, batch_size, seq_len)
+            checks.check_plan(self, batch_size, seq_len)
 
     @property
     def platform(self) -> str | None:
@@ -346,24 +346,23 @@ class Resolved(Plan):
         decided, notes = dict[str, Any](), list[str]()
         if self.rings and self.hop == "permute":
             raise ValueError(
-                f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute waits"
-                " there for every device of the mesh, and other stages do other work; use hop='exchange'"
+                f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: their permutes wait"
+                " for all devices of the mesh, and so would deadlock inside a pipeline; use hop='exchange'"
             )
         if self.hop == "auto":
             decided["hop"] = "exchange"
         if self.rings and self.hop == "auto":
             notes.append(
-                "a ring's hop is an all-to-all here, with one full block: in a permute, simulated devices"
-                " would wait for every stage of the pipeline"
+                "on simulated devices the hop of a ring is an all-to-all with one full block: their permutes"
+                " wait for all devices of the mesh, and so would deadlock inside a pipeline"
             )
         cut = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
         experts_apart = "ep" in self.zero_cuts() and self.mesh.live("fsdp", "sp")  # gathered without ep
         if cut and experts_apart and self.gathers == "block":
             decided["reshard_after_forward"] = False
             notes.append(
-                "weights are gathered once a step here, and kept: nothing orders gathers of experts and of"
-                " other weights in a backward pass that is cut, and simulated devices might wait for one"
-                " another for ever"
+                "on simulated devices weights are gathered once a step, and kept: in a backward pass that is"
+                " cut, nothing orders the gathers of experts and of other weights, which could deadlock"
             )
         return decided | {"on_devices": tuple(notes)}
 
@@ -388,11 +387,8 @@ class Resolved(Plan):
         live = self.mesh.live
         b, s, tp = live(*BATCH_AXES), live("sp", "ul"), live("tp", "kv")
         stream = s + tp if self.tp_sequence else s
-        heads: tuple[str, ...] = ()  # of sp, the axes that exchange positions for heads
-        if self.context_parallel == "ulysses":
-            heads = s
-        if self.context_parallel == "usp":
-            heads = live("ul")
+        # Of sp, the axes that exchange positions for heads.
+        heads = {"ulysses": s, "usp": live("ul")}.get(self.context_parallel, ())
         ring = tuple(a for a in s if a not in heads)
         keys = () if self.context_parallel == "gather" else ring
         k, r = tp + heads, live("kv")
@@ -515,10 +511,8 @@ class Resolved(Plan):
     def weight_layouts(self) -> dict[str, tuple[Weight, WeightLayouts]]:
         """Every weight of the model by its path, with the layers that a pipeline pads to, and its life."""
         places = len(schedules.layer_order(self.pipeline, self.config.num_layers))
-        config = self.config
-        if places != config.num_layers:
-            config = dataclasses.replace(config, num_layers=places)
-        return {path: (weight, self.layouts_of(weight.dims)) for path, weight in config.weights().items()}
+        weights = dataclasses.replace(self.config, num_layers=places).weights()
+        return {path: (weight, self.layouts_of(weight.dims)) for path, weight in weights.items()}
 
     def stored(self, dims: str) -> Layout:
         """A weight's layout between steps."""
