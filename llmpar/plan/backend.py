@@ -27,7 +27,7 @@ def able(name: str, devices: str) -> tuple[str, ...]:
 
 
 def _since(capability: float, card: str) -> bool:
-    """Whether what JAX tells of a card is a compute capability of NVIDIA's, this or a later one."""
+    """Whether a card, as JAX describes it, has this compute capability of NVIDIA's or a later one."""
     return card[:1].isdigit() and float(card) >= capability
 
 

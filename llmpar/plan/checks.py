@@ -1,4 +1,4 @@
-"""What a plan cannot be, in sentences: what was asked, the arithmetic, and what would work.
+"""Refusals of plans, in sentences: what was requested, the arithmetic, and what would work.
 
 A size that mesh axes must cut evenly is a row (`Cut`); whatever else does not go together is a sentence. What
 is set and decides nothing is no error: `unused` says why. ``plan`` is a `plan.Resolved` throughout.
@@ -227,7 +227,7 @@ def _pipelines(plan, batch_size: int, seq_len: int) -> _Rows:
 
 
 def _adapters(plan, batch_size: int, seq_len: int) -> _Rows:
-    """LoRA where JAX's types forbid it, and where no formula says what the compiler leaves out."""
+    """LoRA where JAX's types forbid it, and where no formula has what the compiler leaves out."""
     if plan.config.lora is None:
         return
     if plan.mode == "explicit" and plan.mesh.tp > 1:
@@ -235,7 +235,7 @@ def _adapters(plan, batch_size: int, seq_len: int) -> _Rows:
             f"mode='explicit' does not go with LoRA and tp = {plan.mesh.tp}: x A, or its gradient,"
             " is an unfinished sum, and JAX multiplies none; use mode='manual'"
         )
-    layers, why = plan.config.num_layers, "no formula says what a first layer's backward pass leaves out then"
+    layers, why = plan.config.num_layers, "no formula has what a first layer's backward pass leaves out then"
     if plan.pipeline is None and layers == 1:
         yield f"LoRA of 1 layer: without a loop over layers {why}; use 2 layers"
     elif plan.pipeline is None and not 0 < plan.unroll < layers:

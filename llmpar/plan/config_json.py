@@ -40,7 +40,7 @@ class _Card(dict):
         return value
 
     def get(self, key: str, default=None):
-        """The entry if it is there."""
+        """Return the entry, or the default where the file has none."""
         return self[key] if key in self else default
 
     def ours(self, names: dict[str, str]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ QUANTIZED = "hf_quant_config.json"
 
 
 def quantization(folder: str) -> str:
-    """In which numbers `QUANTIZED` says that a folder's weights are ("NVFP4"); '' where there is none."""
+    """Return the numbers that `QUANTIZED` names for a folder's weights ("NVFP4"); '' where it is missing."""
     path = pathlib.Path(folder, QUANTIZED)
     if not path.exists():
         return ""
@@ -115,7 +115,7 @@ def quantization(folder: str) -> str:
 
 
 def stored_bytes(folder: str) -> int:
-    """Bytes of a folder's weights: what the index of its shards says, or its files have."""
+    """Return the bytes of a folder's weights, by the index of its shards or by its files."""
     files = [*pathlib.Path(folder).glob("*.safetensors")]
     for index in pathlib.Path(folder).glob("*.safetensors.index.json"):
         metadata = read_json(index, "index of weights").get("metadata")
@@ -149,7 +149,7 @@ def _window(raw: dict, model_type: str, path: str) -> int | None:
 
 
 def family(model: dict[str, Any]) -> str:
-    """The model_type there."""
+    """Return the model_type of Hugging Face."""
     if model["experts"]:
         return "qwen3_moe" if model["qk_norm"] else "mixtral"
     if model["qkv_bias"]:

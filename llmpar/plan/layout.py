@@ -70,10 +70,11 @@ class Layout:
         return next((d.axes for d in self.dims if d.name == name), ())
 
     def shard_shape(self, shape: tuple[int, ...], sizes: dict[str, int]) -> tuple[int, ...]:
-        """The shape that one device holds of a value of ``shape`` on a mesh with these axis ``sizes``."""
+        """Return the shape of a device's block of a value of ``shape``, with these ``sizes`` of the axes."""
         if len(shape) != len(self.dims):
-            given = f"the shape {shape} has {len(shape)}"
-            raise ValueError(f"layout '{self}' has {len(self.dims)} dims but {given}")
+            raise ValueError(
+                f"layout '{self}' has {len(self.dims)} dims but the shape {shape} has {len(shape)}"
+            )
         out = []
         for dim, size in zip(self.dims, shape, strict=True):
             parts = math.prod(sizes[a] for a in dim.axes)
@@ -189,8 +190,8 @@ class Arrow:
     Attributes:
         varying: of a plan's arrow (`Resolved.physical`): the axes over which values differ in the region
             where it ends.
-        begin: those of them over which they differ only from there on. Nothing moves then, but the backward
-            pass sums the gradient over them.
+        begin: those of them over which values did not differ before. Nothing moves, but the backward pass
+            sums the gradient over them.
     """
 
     before: Layout
@@ -254,7 +255,7 @@ TRANSPOSES = {
 
 Each is the transpose of a linear map: a gathered value was used by everyone, so its gradient is summed and
 cut again; from where devices may differ on (`vary`, or a slice) their gradients are summed. An all-reduce is
-missing: the gradient of a sum is the same for all its terms, and is there already.
+missing: the gradient of a sum is the same for all its terms, and every device has it.
 """
 
 

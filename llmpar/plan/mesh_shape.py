@@ -16,7 +16,7 @@ AXES = {
 }
 """The mesh axes, slow links outermost, fast links innermost."""
 INNER_AXES = {"sp": "ul", "tp": "kv"}
-"""The inner parts of two axes, which no user's mesh names: `llmpar.plan.plan` says what they are for."""
+"""The inner parts of two axes, which no user's mesh names (`llmpar.plan.plan`)."""
 ORDER = tuple(part for axis in AXES for part in (axis, INNER_AXES.get(axis)) if part)
 """The axes of layouts, slow links outermost."""
 

@@ -23,7 +23,7 @@ from itertools import chain, count, islice, pairwise
 from typing import NamedTuple
 
 Costs = tuple[float, float, float]
-OP_KINDS = "FBW"  # in a table of integers a kind is its place here
+OP_KINDS = "FBW"  # in a table of integers a kind is its index in this
 
 
 class Op(NamedTuple):
@@ -38,9 +38,9 @@ class Op(NamedTuple):
         return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
 
 
-Row = tuple[Op, ...]
+_Row = tuple[Op, ...]
 
-PLACEMENTS: dict[str, Callable[[int, int], list[list[tuple[int, int]]]]] = {
+_PLACEMENTS: dict[str, Callable[[int, int], list[list[tuple[int, int]]]]] = {
     # routes through the pipeline as (stage, chunk) cells, in forward order; a microbatch follows one of them
     "linear": lambda p, v: [[(s, 0) for s in range(p)]],
     "looped": lambda p, v: [[(s, c) for c in range(v) for s in range(p)]],
@@ -61,7 +61,7 @@ class Schedule:
     """An order and its placement. Nothing is proved before `timetable.timetable`."""
 
     name: str
-    rows: tuple[Row, ...]  # the operations of each stage, in order
+    rows: tuple[_Row, ...]  # the operations of each stage, in order
     num_microbatches: int
     num_chunks: int = 1
     placement: str = "linear"
@@ -73,7 +73,7 @@ class Schedule:
 
     @cached_property
     def routes(self) -> list[list[tuple[int, int]]]:
-        return PLACEMENTS[self.placement](self.num_stages, self.num_chunks)
+        return _PLACEMENTS[self.placement](self.num_stages, self.num_chunks)
 
     def route(self, microbatch: int) -> list[tuple[int, int]]:
         """The (stage, chunk) cells that hold this microbatch's layers, first to last."""
@@ -134,7 +134,7 @@ def layer_order(schedule: Schedule | None, num_layers: int) -> list[int]:
 # ----------------------------------------------------------------------------------------------------- orders
 
 
-def _row(text: str, num_microbatches: int) -> Row:
+def _row(text: str, num_microbatches: int) -> _Row:
     """Numbers `F0 F0 B0&W0 W`: the k-th `F0` is microbatch k of chunk 0; a bare `W` is owed to the oldest B.
 
     Microbatches past the last are dropped. What is left of a legal order is legal, so an order that needs
@@ -156,8 +156,8 @@ def _row(text: str, num_microbatches: int) -> Row:
     return tuple(row)
 
 
-def _in_turn(units: list[tuple[int, int]], ahead: int, lag: int | None = None) -> Row:
-    """Runs `ahead` forwards, then F and B in turn: of (microbatch, chunk) `units`, whose backwards go through
+def _in_turn(units: list[tuple[int, int]], ahead: int, lag: int | None = None) -> _Row:
+    """Run `ahead` forwards, then F and B in turn: of (microbatch, chunk) `units`, whose backwards go through
     the chunks the other way. With a lag, W follows `lag` operations behind its B."""
     last = max(chunk for _, chunk in units)
     back = [(u, last - chunk) for u, chunk in units]
@@ -234,11 +234,11 @@ def zb_v(p: int, m: int) -> Schedule:
     return Schedule("zb-v", tuple(_row(row, m) for row in rows), m, 2, "vee", True)
 
 
-def _dualpipe_rows(p: int, half: int) -> list[Row]:
+def _dualpipe_rows(p: int, half: int) -> list[_Row]:
     """DualPipe's eight steps, microbatches numbered per direction. Chunk 0 enters nearest to stage 0."""
     h, n = p // 2, max(half, p)
 
-    def stage(i: int) -> Row:
+    def stage(i: int) -> _Row:
         r = min(i, p - 1 - i)  # stages i and p-1-i do the same, with the directions exchanged
         main = "F0&B1&W1 F1&B0&W0 " * (n - p + r + 1)
         if r == h - 1:  # the middle pair turns its first microbatch round at once

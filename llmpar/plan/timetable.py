@@ -2,7 +2,7 @@
 buffers.
 
 Costs (F, B, W) are those of one microbatch through everything that one stage holds for it, so that each of v
-chunks costs 1/v of them; the unit is the caller's. Three bubbles are in use and all are here:
+chunks costs 1/v of them; the unit is the caller's. Three bubbles are in use, and this file has all of them:
 `bubble_over_ideal` and `bubble_fraction` compare the whole pipeline's makespan with the work of one stage;
 `bubble_rate`, and `bubble` as a time, compare the longest *own* span of a stage with it, as the zero-bubble
 papers do. Plain Python: tables are lists.
