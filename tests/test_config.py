@@ -135,7 +135,7 @@ def test_a_window_in_every_layer_is_one(tmp_path):
     [
         (
             lambda: dataclasses.replace(LLAMA, head_width=7),
-            "heads are 7 wide, but rotary embedding turns pairs",
+            "heads are 7 wide, but rotary embedding rotates pairs",
         ),
         (lambda: dataclasses.replace(LLAMA, num_layers=-8), "num_layers is -8; use a whole number from 1"),
         (lambda: dataclasses.replace(LLAMA, window=0), r"window is 0; use a whole number from 1 \(or null\)"),

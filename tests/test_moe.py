@@ -167,7 +167,7 @@ def test_slots_and_blocks_hold_the_worst_case_and_little_more():
             counts = np.bincount(chosen.ravel(), minlength=num)[:here]
             if factor is None:
                 assert max((chosen // here == rank).any(2).sum(1).max() for rank in range(ranks)) <= slots
-            counts = np.minimum(counts, ranks * experts.most(tokens, pieces))
+            counts = np.minimum(counts, ranks * experts.expert_tokens(tokens, pieces))
             more = np.maximum(-(-counts // how.block) - how.own, 0).sum()
             assert here * how.own + more <= how.num_blocks
         most = max(here * how.own, 1) * how.block + rows * min(k, here) + (here + how.first) * how.block

@@ -18,7 +18,7 @@ from llmpar.pipeline import stage as stage_file
 from llmpar.pipeline.split_backward import split_backward
 from llmpar.plan.layout import Layout
 from llmpar.plan.plan import Plan, Resolved
-from llmpar.plan.schedules import KINDS, Op, layer_order, make
+from llmpar.plan.schedules import OP_KINDS, Op, layer_order, make
 from llmpar.plan.timetable import slots, timetable
 from llmpar.training import layer_order as layer_order_file
 from llmpar.training.step import Step
@@ -55,11 +55,11 @@ def told(table):
     for tick, row in enumerate(table.ticks):
         cells = []
         for stage, (kind, u, chunk) in enumerate(row):
-            entry = {"F": "tokens", "B": "the loss"}.get(KINDS[kind])
+            entry = {"F": "tokens", "B": "the loss"}.get(OP_KINDS[kind])
             message, way = here.read[tick][stage], here.send[tick][stage]
             read = entry if message < 0 else f"message {message}"
             to = f"to stage {(stage + way) % schedule.num_stages}" if way else "unsent"
-            op = Op(KINDS[kind], u, chunk)
+            op = Op(OP_KINDS[kind], u, chunk)
             cells.append(f"{op} of {read}, saved {here.saved[tick][stage]}, {to}" if kind >= 0 else "-")
         yield [str(tick), *cells]
 

@@ -1,8 +1,8 @@
 """The option space is the contract: random plans, models and batches, from all fields there are.
 
-What `Plan.check` accepts must give the loss, gradients, router metrics and updates of `oracle`, and send what
-`traffic` says. What it refuses it must refuse by a ValueError with advice, and each piece of the advice must
-end that complaint.
+What `Plan.resolve` accepts must give the loss, gradients, router metrics and updates of `oracle`, and send
+what `traffic` says. What it refuses it must refuse by a ValueError with advice, and each piece of the advice
+must end that complaint.
 
     pytest tests/test_random_plans.py                           the plans of `SEEDS`, always the same ones
     pytest tests/test_random_plans.py -m nightly                two hundred, others every day

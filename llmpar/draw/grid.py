@@ -34,7 +34,7 @@ from llmpar.draw.scene import (
     time_text,
 )
 from llmpar.plan.layout import Dim, Layout
-from llmpar.plan.mesh_shape import AXES, PARTS, MeshShape, divisors, parse_mesh
+from llmpar.plan.mesh_shape import AXES, INNER_AXES, MeshShape, divisors, parse_mesh
 from llmpar.predict.layer import Segment
 
 MOST_CELLS = 64
@@ -358,7 +358,7 @@ def tensor_grid(
 
 def _moving(placed, parts: list[Cells], sizes: dict[str, int], device: int, segments) -> list[Group]:
     """Return for each segment a frame with the arrows of its first round, over all parts of the mesh."""
-    axis_of = {part: axis for axis, part in PARTS.items()}
+    axis_of = {part: axis for axis, part in INNER_AXES.items()}
     out = []
     for k, segment in enumerate(segments, 1):
         axes = tuple(a if a in sizes else axis_of.get(a, a) for a in segment.axes)

@@ -256,8 +256,7 @@ def planned(question: Question, mesh: str) -> Candidate:
         return planner.on_mesh(question, parse_mesh(mesh))
     sizes = question.batch_size, question.seq_len
     plan = Plan(mesh, **{"dtype": "bfloat16"} | question.fixed)
-    resolved = question.resolved(plan, question.platform)
-    resolved.check(*sizes)
+    resolved = plan.resolve(question.config, question.platform, *sizes)
     return Candidate(resolved.effective, planner.UNPRICED, planner.held_by(question, resolved))
 
 

@@ -70,7 +70,7 @@ def arrange(experts: ExpertConfig, tokens: int, num_pieces: int, ranks: int = 1,
     A block is three eighths of an expert's even share, a multiple of 8 rows. Beyond the first part come `FEW`
     rows or more at a time, but weights of at most an eighth of the experts."""
     local, visits = experts.num_experts // ranks, ranks * tokens * experts.top_k
-    of_one = ranks * experts.most(tokens, num_pieces)  # visits at most
+    of_one = ranks * experts.expert_tokens(tokens, num_pieces)  # visits at most
     of_all = min(ranks * tokens * min(experts.top_k, local), of_one * local)
     block = 8 * -(-3 * visits // (64 * experts.num_experts))
     own = min(-(-9 * visits // (8 * experts.num_experts * block)), -(-of_one // block))

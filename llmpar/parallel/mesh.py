@@ -151,7 +151,7 @@ def abstract_mesh(shape: str | MeshShape, platform: str = "cpu") -> AbstractMesh
 
 
 def split_axes(mesh: Any, shape: MeshShape) -> Any:
-    """Return a mesh with two axes for each one that has an inner part in ``shape`` (`mesh_shape.PARTS`)."""
+    """Return a mesh with two axes for each one that has an inner part in ``shape`` (`mesh_shape.INNER_AXES`)."""
     names, sizes = tuple(shape.sizes), tuple(shape.sizes.values())
     if names == tuple(mesh.axis_names):
         return mesh

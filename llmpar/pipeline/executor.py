@@ -48,8 +48,8 @@ from llmpar.parallel.modes import Manual
 from llmpar.pipeline.stage import Programs, Stage, add, embed, programs, when
 from llmpar.plan import schedules
 from llmpar.plan.model_config import ModelConfig
-from llmpar.plan.schedules import KINDS, Schedule
-from llmpar.plan.timetable import WAYS, slots, timetable
+from llmpar.plan.schedules import OP_KINDS, Schedule
+from llmpar.plan.timetable import DIRECTIONS, slots, timetable
 
 _cut = lambda x, n: x.reshape(n, -1, *x.shape[1:])  # in n parts, a new leading dim
 
@@ -109,7 +109,7 @@ def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tre
         return Stage(config, par, blocks=chunk, shared=shared, batch=microbatch, **part)
 
     cells = {name: jnp.asarray(column)[:, lax.axis_index("pp")] for name, column in table.items()}
-    sent = {name: jnp.asarray((table["send"] == step).any(1)) for name, step in WAYS.items()}
+    sent = {name: jnp.asarray((table["send"] == step).any(1)) for name, step in DIRECTIONS.items()}
     # Typed by the weights alone: where one does not vary over pp, the loop's messages will not fit.
     first_cell = {name: column[0, 0] for name, column in table.items()}
     stream = jax.eval_shape(lambda: embed(stage(first_cell)))
@@ -171,9 +171,9 @@ class _Executor:
         if self.programs.W:
             operations["W"] = self.weights
         for kind, run in operations.items():
-            state, y = when(kind, now["kind"] == KINDS.index(kind), run, (state, y), now)
+            state, y = when(kind, now["kind"] == OP_KINDS.index(kind), run, (state, y), now)
         for name, slot in {"right": "left", "left": "right"}.items():  # sent right, it comes from left
-            if (self.table["send"] == WAYS[name]).any():
+            if (self.table["send"] == DIRECTIONS[name]).any():
                 messages = put(messages, now[slot], self.send(y, name, is_sent[name]))
         if (self.table["keep"] >= 0).any():
             messages = put(messages, now["keep"], y)
@@ -181,7 +181,7 @@ class _Executor:
 
     def send(self, y: Stream, name: str, is_sent: Array) -> Stream:
         """Return what comes from the neighbour, in ticks in which a stage sends in this direction."""
-        step, p = WAYS[name], self.schedule.num_stages
+        step, p = DIRECTIONS[name], self.schedule.num_stages
         pairs = [(int(s), int(s + step) % p) for s in np.flatnonzero((self.table["send"] == step).any(0))]
         with scope(f"stream b s d -> the {'next' if step == 1 else 'previous'} stage"):
             return when(name, is_sent, lambda y: lax.ppermute(y, "pp", pairs), y)

@@ -27,7 +27,7 @@ def able(name: str, devices: str) -> tuple[str, ...]:
 
 
 def _since(capability: float, card: str) -> bool:
-    """Whether what JAX tells of a card is a compute capability of NVIDIA's, this or a later one."""
+    """Whether a card, as JAX describes it, has this compute capability of NVIDIA's or a later one."""
     return card[:1].isdigit() and float(card) >= capability
 
 
@@ -48,5 +48,7 @@ def suited(name: str, value: str, devices: str) -> str:
     why = UNSUITED.get(value, "")
     if value in SUITS[name][platform]:
         why = f"it wants NVIDIA's compute capability {AMPERE} (Ampere) or newer, and here is {card}"
-    what = f"{name}='{value}' does not suit the {platform.upper()}s of this mesh"
-    raise ValueError(f"{what}: {why}; use {name}='{suits[0]}', or 'auto'")
+    raise ValueError(
+        f"{name}='{value}' does not suit the {platform.upper()}s of this mesh:"
+        f" {why}; use {name}='{suits[0]}', or 'auto'"
+    )

@@ -1,4 +1,4 @@
-"""What a plan cannot be, in sentences: what was asked, the arithmetic, and what would work.
+"""Refusals of plans, in sentences: what was requested, the arithmetic, and what would work.
 
 A size that mesh axes must cut evenly is a row (`Cut`); whatever else does not go together is a sentence. What
 is set and decides nothing is no error: `unused` says why. ``plan`` is a `plan.Resolved` throughout.
@@ -23,56 +23,59 @@ class Cut(NamedTuple):
 
     Attributes:
         name, size, axes: what, how large, cut by which axes.
-        pieces: the field that cuts further, such as ``microbatches``.
-        suits: the advice keeps to divisors of this, which whatever else these axes cut has too; 0: of size.
-        fixed: whether the size is the model's, so that no other is advised.
-        ways: further advice.
+        field: of the plan, what cuts further, such as ``microbatches``.
+        common: a divisor of the size and of whatever else these axes cut: the advice keeps to its divisors;
+            0: to those of the size.
+        of_model: whether the size is the model's, so that no other is advised.
+        advice: what else would work.
     """
 
     name: str
     size: int
     axes: tuple[str, ...]
-    pieces: str = ""
-    suits: int = 0
-    fixed: bool = False
-    ways: str = ""
+    field: str = ""
+    common: int = 0
+    of_model: bool = False
+    advice: str = ""
 
     def check(self, plan: Any) -> None:
         """Raise ValueError where the parts do not divide the size."""
-        pieces = getattr(plan, self.pieces) if self.pieces else 1
+        pieces = getattr(plan, self.field) if self.field else 1
         parts = pieces * math.prod(getattr(plan.mesh, a) for a in self.axes)
         if self.size % parts == 0:
             return
-        name = "·".join((*self.axes, self.pieces) if pieces > 1 else self.axes)
-        fits = [n for n in divisors(self.suits or self.size) if n <= 4 * parts]
+        name = "·".join((*self.axes, self.field) if pieces > 1 else self.axes)
+        fits = [n for n in divisors(self.common or self.size) if n <= 4 * parts]
         near = sorted({max(parts, self.size // parts * parts), -(-self.size // parts) * parts})
-        change = "" if self.fixed else f"use {' or '.join(map(str, near))}, or "
-        ways = f"{change}make {name} one of {', '.join(map(str, fits))}{self.ways}"
-        raise ValueError(f"{self.name} {self.size} is not a multiple of {name} = {parts}; {ways}")
+        change = "" if self.of_model else f"use {' or '.join(map(str, near))}, or "
+        advice = f"{change}make {name} one of {', '.join(map(str, fits))}{self.advice}"
+        raise ValueError(f"{self.name} {self.size} is not a multiple of {name} = {parts}; {advice}")
 
 
-Rows = Iterator[Cut | str]
+_Rows = Iterator[Cut | str]
 
 
-def check(plan: Any, batch_size: int, seq_len: int) -> None:
+def check_plan(plan: Any, batch_size: int, seq_len: int) -> None:
     """Raise ValueError for the first row that does not hold."""
     plan.config.weights()  # refuses what cannot run at all
-    for rules in (_shapes, _kv_heads, _sequences, _kernels, _zero, _ways, _pipelines, _adapters):
+    for rules in (_shapes, _kv_heads, _sequences, _kernels, _zero, _reductions, _pipelines, _adapters):
         for row in rules(plan, batch_size, seq_len):
             if isinstance(row, str):
                 raise ValueError(row)
             row.check(plan)
 
 
-def _shapes(plan, batch_size: int, seq_len: int) -> Rows:
+def _shapes(plan, batch_size: int, seq_len: int) -> _Rows:
     mesh, config = plan.mesh, plan.config
     if mesh.ep > 1 and not config.experts:
-        what = f"mesh '{mesh}' has ep={mesh.ep}, but no experts in '{config.name}' here"
-        yield f"{what}; use pp, dp, fsdp, sp, tp"
+        yield (
+            f"mesh '{mesh}' has ep={mesh.ep}, but no experts in '{config.name}' here;"
+            " use pp, dp, fsdp, sp, tp"
+        )
     if batch_size < 1:
-        yield f"batch {batch_size} holds no token; use 1 or more"
+        yield f"batch {batch_size} has no token; use 1 or more"
     if seq_len < 1:
-        yield f"sequence {seq_len} holds no token; use 1 or more"
+        yield f"sequence {seq_len} has no token; use 1 or more"
     yield Cut("batch", batch_size, ("dp", "fsdp", "ep"), "microbatches")
     sizes = {
         "heads": config.num_heads,
@@ -80,10 +83,10 @@ def _shapes(plan, batch_size: int, seq_len: int) -> Rows:
         "vocabulary": config.vocab_size,
     }
     for name, size in sizes.items():
-        yield Cut(name, size, ("tp",), suits=math.gcd(config.num_kv_heads, *sizes.values()), fixed=True)
+        yield Cut(name, size, ("tp",), common=math.gcd(config.num_kv_heads, *sizes.values()), of_model=True)
 
 
-def _kv_heads(plan, batch_size: int, seq_len: int) -> Rows:
+def _kv_heads(plan, batch_size: int, seq_len: int) -> _Rows:
     """A tp that neither cuts the KV heads evenly nor gives each equally many copies."""
     config, heads, tp = plan.config, plan.config.num_kv_heads, plan.mesh.tp
     if heads % tp and plan.mesh.kv == 1:
@@ -97,39 +100,45 @@ def _kv_heads(plan, batch_size: int, seq_len: int) -> Rows:
             f" that divides {heads}"
         )
     if config.experts:
-        yield Cut("experts", config.experts.num_experts, ("ep",), fixed=True)
+        yield Cut("experts", config.experts.num_experts, ("ep",), of_model=True)
 
 
-def _sequences(plan, batch_size: int, seq_len: int) -> Rows:
+def _sequences(plan, batch_size: int, seq_len: int) -> _Rows:
     config, sp, ul = plan.config, plan.mesh.sp, plan.mesh.ul
-    suits = math.gcd(config.num_kv_heads, config.num_heads, config.ffn_width, config.vocab_size, seq_len)
+    common = math.gcd(config.num_kv_heads, config.num_heads, config.ffn_width, config.vocab_size, seq_len)
     if plan.tp_sequence:
-        yield Cut("sequence", seq_len, ("sp", "tp"), suits=suits)
+        yield Cut("sequence", seq_len, ("sp", "tp"), common=common)
     yield Cut("sequence", seq_len, ("sp",), "loss_chunks")
     # Each piece is gathered by itself; experts need all at once.
     by_pieces = plan.tp_sequence and not config.experts
     axes = ("sp", "tp") if by_pieces else ("sp",)
-    yield Cut("sequence", seq_len, axes, "ffn_chunks", suits=suits if by_pieces else 0)
+    yield Cut("sequence", seq_len, axes, "ffn_chunks", common=common if by_pieces else 0)
     if sp > 1 and plan.sequence_order == "zigzag" and seq_len % (2 * sp):
         near = 2 * sp * max(1, seq_len // (2 * sp))
-        what = f"cuts a sequence into 2·sp = {2 * sp} parts, and {seq_len} is no multiple"
-        yield f"sequence_order='zigzag' {what}; use {near}, or sequence_order='balanced' or 'striped'"
+        yield (
+            f"sequence_order='zigzag' cuts a sequence into 2·sp = {2 * sp} parts, and {seq_len} is no"
+            f" multiple; use {near}, or sequence_order='balanced' or 'striped'"
+        )
     which, heads = ("query", config.num_heads) if plan.mesh.kv > 1 else ("KV", config.num_kv_heads)
     what = f"the {heads // plan.mesh.tp} {which} heads of a device"
     if plan.context_parallel == "ulysses" and heads // plan.mesh.tp % sp:
-        advice = "use context_parallel='ring', which needs no heads"
-        yield f"context_parallel='ulysses' cuts {what} by sp = {sp}; {advice}"
+        yield (
+            f"context_parallel='ulysses' cuts {what} by sp = {sp};"
+            " use context_parallel='ring', which needs no heads"
+        )
     if plan.context_parallel == "usp" and sp > 1 and ul in (1, sp):
-        parts, way = ("all", "ulysses") if ul > 1 else ("no part", "ring")
-        what = f"context_parallel='usp' exchanges {what} among ranks of sp = {sp}"
-        yield f"{what}, and {parts} of these divide them; use context_parallel='{way}'"
+        parts, instead = ("all", "ulysses") if ul > 1 else ("no part", "ring")
+        yield (
+            f"context_parallel='usp' exchanges {what} among ranks of sp = {sp},"
+            f" and {parts} of these divide them; use context_parallel='{instead}'"
+        )
     for what in ("queries", "keys"):
         local, block = seq_len // plan.mesh.along(plan.regions[what].get("s", ())), plan.attention_block
         if block and local > block:
-            yield Cut(f"each device's number of {what}", local, (), "attention_block", fixed=True)
+            yield Cut(f"each device's number of {what}", local, (), "attention_block", of_model=True)
 
 
-def _kernels(plan, batch_size: int, seq_len: int) -> Rows:
+def _kernels(plan, batch_size: int, seq_len: int) -> _Rows:
     """What a kernel cannot do, and a mask of all queries and keys that is too large."""
     kernel, devices = plan.requested.attention_kernel, plan.devices if plan.platform == "gpu" else "gpu"
     refuse = lambda why: f"attention_kernel='{kernel}' {why}, or attention_kernel='portable'"
@@ -138,19 +147,23 @@ def _kernels(plan, batch_size: int, seq_len: int) -> Rows:
     if plan.attention_block and kernel not in ("auto", "portable"):
         yield refuse("chooses its own blocks; leave attention_block out")
     if kernel in ("cudnn", "xla") and plan.regions["keys"].get("s"):
-        what = "gives no log of sums in float32 to merge by, which a ring needs"
-        yield refuse(f"{what}; use context_parallel='ulysses' or 'gather'")
+        yield refuse(
+            "gives no log of sums in float32 to merge by, which a ring needs;"
+            " use context_parallel='ulysses' or 'gather'"
+        )
     masked = kernel == "xla" or kernel == "cudnn" and plan.documents == "packed"
     mask_bytes = 2 * seq_len**2 // plan.mesh.along(plan.regions["queries"].get("s", ()))
     if masked and mask_bytes > MAX_MASK_BYTES:
         whole = ", or documents='whole'" if kernel == "cudnn" and plan.in_order else ""
-        what = f"holds a mask of queries times keys, {mask_bytes >> 20} MiB a row at {seq_len} positions"
-        yield refuse(f"{what}; use attention_kernel='flash'{whole}")
+        yield refuse(
+            f"holds a mask of queries times keys, {mask_bytes >> 20} MiB a row at {seq_len} positions;"
+            f" use attention_kernel='flash'{whole}"
+        )
     if kernel == "cudnn" and not fits_cudnn(plan.config.head_width, devices):
         yield refuse("has heads of a multiple of 8 up to 128, since Hopper up to 256; use 'flash'")
 
 
-def _zero(plan, batch_size: int, seq_len: int) -> Rows:
+def _zero(plan, batch_size: int, seq_len: int) -> _Rows:
     """Dims that ZeRO cannot cut evenly. With fsdp as many rows of the batch are cut too."""
     if not plan.zero:
         return
@@ -161,36 +174,42 @@ def _zero(plan, batch_size: int, seq_len: int) -> Rows:
     if config.experts and config.experts.bias_rate is not None:
         cut["experts"] = config.experts.num_experts, plan.zero_cuts("e")
     rows = batch_size // (mesh.dp * mesh.ep * plan.microbatches)
-    suits = math.gcd(rows, *(size for size, _ in cut.values()))
+    common = math.gcd(rows, *(size for size, _ in cut.values()))
     for name, (size, axes) in cut.items():
         fewer = len(axes) > 1 or axes != mesh.live("fsdp")
-        ways = ", or use zero_axes='fsdp'" if fewer and size % mesh.fsdp == 0 else ""
-        yield Cut(name, size, axes, suits=suits, fixed=True, ways=ways)
+        advice = ", or use zero_axes='fsdp'" if fewer and size % mesh.fsdp == 0 else ""
+        yield Cut(name, size, axes, common=common, of_model=True, advice=advice)
 
 
-def _ways(plan, batch_size: int, seq_len: int) -> Rows:
-    """When gradients are summed, and by whom."""
+def _reductions(plan, batch_size: int, seq_len: int) -> _Rows:
+    """When gradients are summed, and in which mode."""
     reduce, explicit = plan.reduce, plan.mode == "explicit"
     if reduce != "end" and plan.zero in (1, 2) or reduce == "bucket" and plan.zero:
-        what = f"reduce='{reduce}' does not go with ZeRO {plan.zero}, whose gradients are reduce-scattered"
-        yield f"{what}; use 'end'"
+        yield (
+            f"reduce='{reduce}' does not go with ZeRO {plan.zero}, whose gradients are reduce-scattered;"
+            " use 'end'"
+        )
     if reduce == "bucket" and explicit:
-        what = "reduce='bucket' joins gradients that are cut in different ways, and a type has one way"
-        yield f"{what}; use reduce='end', or mode='manual'"
+        yield (
+            "reduce='bucket' joins gradients that are cut in different ways, and a type has one way;"
+            " use reduce='end', or mode='manual'"
+        )
     if explicit and 1 < plan.unroll < plan.config.num_layers:
-        what = "JAX 0.10 cannot cut a loop over unfinished sums in pieces; use unroll=1 or unroll=0"
-        yield f"unroll={plan.unroll} does not go with mode='explicit': {what}"
+        yield (
+            f"unroll={plan.unroll} does not go with mode='explicit': JAX cannot cut a loop over unfinished"
+            " sums in pieces; use unroll=1 or unroll=0"
+        )
     if explicit and plan.ffn_chunks > 1 and plan.config.experts and plan.mesh.tp > 1:
-        what = f"ffn_chunks={plan.ffn_chunks} of a shared expert does not go with mode='explicit' and tp"
-        why = "JAX 0.10 cannot join pieces of unfinished sums; use ffn_chunks=1, or mode='manual'"
-        yield f"{what} = {plan.mesh.tp}: {why}"
+        yield (
+            f"ffn_chunks={plan.ffn_chunks} of a shared expert does not go with mode='explicit' and tp ="
+            f" {plan.mesh.tp}: JAX cannot join pieces of unfinished sums; use ffn_chunks=1, or mode='manual'"
+        )
     if reduce == "layer" and plan.microbatches > 1:
-        advice = "use reduce='end' with microbatches > 1"
-        yield f"reduce='layer' would communicate once per microbatch; {advice}"
+        yield ("reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1")
 
 
-def _pipelines(plan, batch_size: int, seq_len: int) -> Rows:
-    """What the executor cannot walk. Simulating the order proves it legal, or names the deadlock."""
+def _pipelines(plan, batch_size: int, seq_len: int) -> _Rows:
+    """What the executor cannot run. Simulating the order proves it legal, or names the deadlock."""
     if (order := plan.pipeline) is None:
         return
     timetable(order)
@@ -203,18 +222,20 @@ def _pipelines(plan, batch_size: int, seq_len: int) -> Rows:
     if layers < cells:
         yield f"{layers} layers cannot fill stages·chunks = {cells}; use {cells} layers or fewer cells"
     for field, value in {"mode": "manual", "reduce": "end"}.items():
-        if (asked := getattr(plan, field)) != value:
-            yield f"{field}={asked!r} does not go with pp={pp}; use {field}={value!r}"
+        if (given := getattr(plan, field)) != value:
+            yield f"{field}={given!r} does not go with pp={pp}; use {field}={value!r}"
 
 
-def _adapters(plan, batch_size: int, seq_len: int) -> Rows:
-    """LoRA where JAX's types forbid it, and where no formula says what the compiler leaves out."""
+def _adapters(plan, batch_size: int, seq_len: int) -> _Rows:
+    """LoRA where JAX's types forbid it, and where no formula has what the compiler leaves out."""
     if plan.config.lora is None:
         return
     if plan.mode == "explicit" and plan.mesh.tp > 1:
-        what = f"mode='explicit' does not go with LoRA and tp = {plan.mesh.tp}: x A, or its gradient,"
-        yield f"{what} is an unfinished sum, and JAX 0.10 multiplies none; use mode='manual'"
-    layers, why = plan.config.num_layers, "no formula says what a first layer's backward pass leaves out then"
+        yield (
+            f"mode='explicit' does not go with LoRA and tp = {plan.mesh.tp}: x A, or its gradient,"
+            " is an unfinished sum, and JAX multiplies none; use mode='manual'"
+        )
+    layers, why = plan.config.num_layers, "no formula has what a first layer's backward pass leaves out then"
     if plan.pipeline is None and layers == 1:
         yield f"LoRA of 1 layer: without a loop over layers {why}; use 2 layers"
     elif plan.pipeline is None and not 0 < plan.unroll < layers:
@@ -225,17 +246,15 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
     """The fields that were set and decide nothing for this mesh and model, with the reason: those that have
     not their defaults, and those ``given``, whatever they have."""
     mesh, config, order = plan.mesh, plan.config, plan.pipeline
-    dense = config.experts is None
     cudnn = plan.requested.attention_kernel == "cudnn" and plan.in_order or plan.takes_cudnn
     text = f"mesh '{mesh}'"
     one = {axis: f"{text} has {axis}=1" for axis in ("pp", "sp", "tp", "ep")}
     apart = order is not None and (order.split_backward or plan.stage_saves == "residuals")
-    who = f"schedule '{order.name}'" if order and order.split_backward else "stage_saves=residuals"
+    cutter = f"schedule '{order.name}'" if order and order.split_backward else "stage_saves=residuals"
     lone_layer = order is not None and min(order.layers(config.num_layers).values(), default=0) == 1
     xla, auto = plan.mode != "manual", plan.mode == "auto"
-    no_ffn = not dense and not config.experts.num_shared
+    no_ffn = config.experts is not None and not config.experts.num_shared
     cuts, all_cuts = plan.zero_cuts(), mesh.live("fsdp", "ep", "sp", "ul")
-    uncut = not cuts and plan.zero
     # A bucket is refused with ZeRO anyway.
     shared = (
         plan.reduce != "layer"
@@ -249,8 +268,8 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         ("tp_comm_overlap", not plan.tp_sequence, "without tp_sequence nothing is gathered over tp"),
         ("tp_comm_overlap", xla, f"under mode='{plan.mode}' XLA chooses how activations travel"),
         ("dispatch", mesh.ep == 1, one["ep"]),
-        ("hop", not plan.rings, "no ring hands anything on"),
-        ("zero", uncut, f"{text} has none of {plan.zero_axes}, the axes by which ZeRO cuts"),
+        ("hop", not plan.rings, "no rank passes anything round a ring"),
+        ("zero", plan.zero and not cuts, f"{text} has none of {plan.zero_axes}, the axes by which ZeRO cuts"),
         ("zero_axes", not plan.zero, "ZeRO 0 cuts nothing"),
         ("zero_axes", cuts == all_cuts, f"{text} has no others"),
         ("reshard_after_forward", not plan.gathers, "only ZeRO 3 gathers weights for use"),
@@ -258,15 +277,17 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         ("ffn_chunks", no_ffn, f"'{config.name}' has experts in place of a feed-forward"),
         ("unroll", config.num_layers == 1, "a loop over one layer is no loop"),
         ("unroll", lone_layer, "a stage has a chunk of one layer, and a loop over that is no loop"),
-        ("remat unroll", apart, f"{who} cuts a stage's backward pass, with its layers written out"),
-        ("reduce", not shared, "no weight is kept by two devices, so no sum is left for `reduce`"),
+        ("remat unroll", apart, f"{cutter} cuts a stage's backward pass, with its layers written out"),
+        ("reduce", not shared, "no two devices keep the same weight, so no sum is left for `reduce`"),
         ("bucket_bytes", plan.reduce != "bucket", f"reduce is '{plan.reduce}'"),
         ("reduce bucket_bytes", auto, "under mode='auto' XLA decides when gradients are summed"),
         ("virtual_stages", "\n" in plan.schedule.strip(), "the order is written out"),
     ]
-    default = lambda name: getattr(type(plan), name)
-    changed = lambda name: default(name) not in (getattr(plan.requested, name), getattr(plan, name))
-    was_set = lambda name: name in given or changed(name)
+
+    def was_set(name: str) -> bool:
+        default = getattr(type(plan), name)
+        return name in given or default not in (getattr(plan.requested, name), getattr(plan, name))
+
     return {name: why for names, holds, why in rules if holds for name in names.split() if was_set(name)}
 
 

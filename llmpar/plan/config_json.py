@@ -40,7 +40,7 @@ class _Card(dict):
         return value
 
     def get(self, key: str, default=None):
-        """The entry if it is there."""
+        """Return the entry, or the default where the file has none."""
         return self[key] if key in self else default
 
     def ours(self, names: dict[str, str]) -> dict[str, Any]:
@@ -51,45 +51,51 @@ class _Card(dict):
         }
 
 
-def read(path: str, allowed: dict[str, Allowed]) -> dict[str, Any]:
+def read_config(path: str, allowed: dict[str, Allowed]) -> dict[str, Any]:
     """Read a ``config.json``; refuse, by its key, what the model cannot do or our fields may not be."""
     raw = _Card(read_json(path, "model configuration"), path, allowed)
-    kind = raw.get("model_type")
-    if kind not in FAMILIES:
-        raise ValueError(f"model_type '{kind}' in '{path}' is not one of {', '.join(FAMILIES)}")
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type '{model_type}' in '{path}' is not one of {', '.join(FAMILIES)}")
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act '{raw['hidden_act']}' in '{path}' is not implemented; silu is")
-    if raw.get("mlp_bias") or (kind != "qwen2" and raw.get("attention_bias")):
-        what = "biases in the feed-forward or the output projection"
-        raise ValueError(f"'{path}' asks for {what}, which are not implemented")
+    if raw.get("mlp_bias") or (model_type != "qwen2" and raw.get("attention_bias")):
+        raise ValueError(
+            f"'{path}' asks for biases in the feed-forward or the output projection, which are not"
+            " implemented"
+        )
     if raw.get("quantization_config") is not None:
-        what = "quantized weights (quantization_config), which are not read; use the original model"
-        raise ValueError(f"'{path}' is of {what}")
+        raise ValueError(
+            f"'{path}' is of quantized weights (quantization_config), which are not read; use the"
+            " original model"
+        )
     rope = _Card(raw.get("rope_parameters") or raw.get("rope_scaling") or {}, path, allowed)
     for entries in (raw, rope):
         entries.get("partial_rotary_factor")  # refused where it is not 1: only whole heads are turned
     experts = None
-    if kind in ("mixtral", "qwen3_moe"):
+    if model_type in ("mixtral", "qwen3_moe"):
         experts = raw.ours(EXPERTS) | {"num_experts": raw.get("num_experts") or raw["num_local_experts"]}
-        experts["renormalise"] |= kind == "mixtral"
-    if kind == "qwen3_moe" and (raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers")):
-        what = "layers without experts (decoder_sparse_step, mlp_only_layers); use experts in all"
-        raise ValueError(f"'{path}' has {what}")
+        experts["renormalise"] |= model_type == "mixtral"
+    if model_type == "qwen3_moe" and (raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers")):
+        raise ValueError(
+            f"'{path}' has layers without experts (decoder_sparse_step, mlp_only_layers); use experts in all"
+        )
     model = raw.ours(MODEL)
     width, heads, head_width = model["width"], model["num_heads"], model["head_width"]
     if head_width is None and width % heads:
-        what = f"hidden_size {width} in '{path}' is no multiple of its {heads} heads"
-        raise ValueError(f"{what}, and no head_dim is given")
+        raise ValueError(
+            f"hidden_size {width} in '{path}' is no multiple of its {heads} heads, and no head_dim is given"
+        )
     return model | {
-        "name": pathlib.Path(path).parent.name or kind,
+        "name": pathlib.Path(path).parent.name or model_type,
         "num_kv_heads": model["num_kv_heads"] or heads,
         "head_width": head_width or width // heads,
-        "ffn_width": raw["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"],
+        "ffn_width": raw["moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size"],
         "rope_theta": rope.get("rope_theta") or model["rope_theta"],
         "rope_scaling": _scaling(rope, path),
-        "qkv_bias": kind == "qwen2",
-        "qk_norm": kind.startswith("qwen3"),
-        "window": _window(raw, kind, path),
+        "qkv_bias": model_type == "qwen2",
+        "qk_norm": model_type.startswith("qwen3"),
+        "window": _window(raw, model_type, path),
         "experts": experts,
     }
 
@@ -99,17 +105,17 @@ QUANTIZED = "hf_quant_config.json"
 
 
 def quantization(folder: str) -> str:
-    """In which numbers `QUANTIZED` says that a folder's weights are ("NVFP4"); '' where there is none."""
+    """Return the numbers that `QUANTIZED` names for a folder's weights ("NVFP4"); '' where it is missing."""
     path = pathlib.Path(folder, QUANTIZED)
     if not path.exists():
         return ""
     entries = read_json(path, "quantization's configuration").get("quantization")
-    kind = entries.get("quant_algo") if isinstance(entries, dict) else None
-    return kind if isinstance(kind, str) and kind.isprintable() else "unnamed"
+    numbers = entries.get("quant_algo") if isinstance(entries, dict) else None
+    return numbers if isinstance(numbers, str) and numbers.isprintable() else "unnamed"
 
 
 def stored_bytes(folder: str) -> int:
-    """Bytes of a folder's weights: what the index of its shards says, or its files have."""
+    """Return the bytes of a folder's weights, by the index of its shards or by its files."""
     files = [*pathlib.Path(folder).glob("*.safetensors")]
     for index in pathlib.Path(folder).glob("*.safetensors.index.json"):
         metadata = read_json(index, "index of weights").get("metadata")
@@ -120,15 +126,15 @@ def stored_bytes(folder: str) -> int:
 
 
 def _scaling(rope: _Card, path: str) -> dict | None:
-    kind = rope.get("rope_type") or rope.get("type", "default")
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"rope type '{kind}' in '{path}' is not implemented; default and llama3 are")
-    return rope.ours(ROPE) if kind == "llama3" else None
+    rope_type = rope.get("rope_type") or rope.get("type", "default")
+    if rope_type not in ("default", "llama3"):
+        raise ValueError(f"rope type '{rope_type}' in '{path}' is not implemented; default and llama3 are")
+    return rope.ours(ROPE) if rope_type == "llama3" else None
 
 
-def _window(raw: dict, kind: str, path: str) -> int | None:
+def _window(raw: dict, model_type: str, path: str) -> int | None:
     """The window of all layers. Qwen's have one from max_window_layers (28 where unsaid) on."""
-    if kind in ("mistral", "mixtral"):
+    if model_type in ("mistral", "mixtral"):
         return raw.get("sliding_window")
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     if not window:
@@ -137,13 +143,13 @@ def _window(raw: dict, kind: str, path: str) -> int | None:
     first = raw.get("max_window_layers", 28)
     sliding = sliding or [i >= first for i in range(raw["num_hidden_layers"])]
     if any(sliding) and not all(sliding):
-        found = f"a window in {sum(sliding)} of {len(sliding)} layers"
-        raise ValueError(f"'{path}' has {found}; use one in all or none")
+        windows = f"a window in {sum(sliding)} of {len(sliding)} layers"
+        raise ValueError(f"'{path}' has {windows}; use one in all or none")
     return window if any(sliding) else None
 
 
 def family(model: dict[str, Any]) -> str:
-    """The model_type there."""
+    """Return the model_type of Hugging Face."""
     if model["experts"]:
         return "qwen3_moe" if model["qk_norm"] else "mixtral"
     if model["qkv_bias"]:
@@ -151,19 +157,19 @@ def family(model: dict[str, Any]) -> str:
     return "qwen3" if model["qk_norm"] else "mistral" if model["window"] else "llama"
 
 
-def write(model: dict[str, Any]) -> dict[str, Any]:
-    """What :func:`read` and `transformers` read as this model. Refuses what they have no name for."""
-    kind, experts, name = family(model), model["experts"], model["name"]
+def write_config(model: dict[str, Any]) -> dict[str, Any]:
+    """What `read_config` and `transformers` read as this model. Refuses what they have no name for."""
+    model_type, experts, name = family(model), model["experts"], model["name"]
     if model["qkv_bias"] and model["qk_norm"]:
         raise ValueError(f"'{name}' has both biases and norms on q and k; Qwen2 has biases, Qwen3 has norms")
     usual = {"score": "softmax", "num_shared": 0, "bias_rate": None, "scale": 1, "num_groups": 1}
-    usual |= {"renormalise": True} if kind == "mixtral" else {}
+    usual |= {"renormalise": True} if model_type == "mixtral" else {}
     if experts and (model["qkv_bias"] or any(experts[x] != value for x, value in usual.items())):
         use = "those use a softmax over experts, all of one group, and Mixtral's chosen weights add up to one"
         raise ValueError(f"'{name}' routes as neither Mixtral nor Qwen3-MoE does; {use}")
     raw = {
-        "architectures": [f"{kind.title().replace('_', '')}ForCausalLM"],
-        "model_type": kind,
+        "architectures": [f"{model_type.title().replace('_', '')}ForCausalLM"],
+        "model_type": model_type,
         "hidden_act": "silu",
         "intermediate_size": model["ffn_width"],
         **_theirs(MODEL, model),

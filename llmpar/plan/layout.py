@@ -52,8 +52,8 @@ class Layout:
     region: str = ""
 
     def __str__(self) -> str:
-        words = [self.region] * bool(self.region) + [str(d) for d in self.dims] + ["+" + s for s in self.sums]
-        return " ".join(words) or "whole"
+        words = [self.region, *map(str, self.dims), *("+" + s for s in self.sums)]
+        return " ".join(filter(None, words)) or "whole"
 
     @property
     def letters(self) -> str:
@@ -70,10 +70,11 @@ class Layout:
         return next((d.axes for d in self.dims if d.name == name), ())
 
     def shard_shape(self, shape: tuple[int, ...], sizes: dict[str, int]) -> tuple[int, ...]:
-        """The shape that one device holds of a value of ``shape`` on a mesh with these axis ``sizes``."""
+        """Return the shape of a device's block of a value of ``shape``, with these ``sizes`` of the axes."""
         if len(shape) != len(self.dims):
-            given = f"the shape {shape} has {len(shape)}"
-            raise ValueError(f"layout '{self}' has {len(self.dims)} dims but {given}")
+            raise ValueError(
+                f"layout '{self}' has {len(self.dims)} dims but the shape {shape} has {len(shape)}"
+            )
         out = []
         for dim, size in zip(self.dims, shape, strict=True):
             parts = math.prod(sizes[a] for a in dim.axes)
@@ -91,6 +92,11 @@ class Layout:
 
 
 _TOKEN = re.compile(r"\S+")
+
+
+def _may_name_a_region(word: str) -> bool:
+    """Whether a word is letters, no axis, and not dims without spaces between them."""
+    return word.isalpha() and word not in (*AXES, "whole") and not set(word) <= set(DIMS)
 
 
 @functools.cache
@@ -126,8 +132,7 @@ def _layout(text: str, start: int, end: int) -> Layout:
         if len(name) > 1 and not slash:
             if name == "whole" and len(_TOKEN.findall(text[start:end])) == 1 + bool(region):
                 continue
-            joined = set(name) <= set(DIMS)  # dims without spaces between them
-            if region or dims or sums or joined or not name.isalpha() or name in (*AXES, "whole"):
+            if region or dims or sums or not _may_name_a_region(name):
                 what = "neither a dim (one letter, spaces between two) nor a region (which comes first)"
                 fail(at, token, f"'{token}' is {what}")
             region = name
@@ -158,7 +163,7 @@ KIND = {
 }
 """What moves when a mesh axis is in one place of the layout before and in another of the layout after: in an
 unfinished sum (+), in a dim that it cuts, or in none."""
-IN_TURN = ["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "slice"]
+ORDER_OF_MOVES = ["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "slice"]
 """The order of an arrow's moves: sums over several axes are reduced on the smallest piece."""
 
 
@@ -185,8 +190,8 @@ class Arrow:
     Attributes:
         varying: of a plan's arrow (`Resolved.physical`): the axes over which values differ in the region
             where it ends.
-        begin: those of them over which they differ only from there on. Nothing moves then, but the backward
-            pass sums the gradient over them.
+        begin: those of them over which values did not differ before. Nothing moves, but the backward pass
+            sums the gradient over them.
     """
 
     before: Layout
@@ -200,8 +205,8 @@ class Arrow:
     @property
     @functools.lru_cache(maxsize=16384)  # noqa: B019 plans make the same arrows again and again
     def moves(self) -> tuple[Move, ...]:
-        """The collectives that carry the arrow out, as `KIND` tells them, in the order of `IN_TURN`."""
-        found: dict[tuple[str, str, str], list[str]] = {}
+        """The collectives that carry the arrow out, by `KIND`, in the order of `ORDER_OF_MOVES`."""
+        moving: dict[tuple[str, str, str], list[str]] = {}
         place = lambda name: "cut" if name in DIMS else name  # as `KIND` has it
         before = {a: d.name for d in self.before.dims for a in d.axes} | dict.fromkeys(self.before.sums, "+")
         after = {a: d.name for d in self.after.dims for a in d.axes} | dict.fromkeys(self.after.sums, "+")
@@ -214,27 +219,27 @@ class Arrow:
                     f"arrow '{self}' would start an unfinished sum over {axis}: only computing does that"
                 )
             kind = KIND[place(old), place(new)]
-            found.setdefault((kind, old.strip("+"), new), []).append(axis)
-        # A move's axes are named as they nest in its dim.
+            moving.setdefault((kind, old.strip("+"), new), []).append(axis)
+        # A move names its axes in the order in which they nest in its dim.
         nested = [*self.before.axes, *self.after.axes, *ORDER]
         moves = []
-        for (kind, old, new), axes in found.items():
+        for (kind, old, new), axes in moving.items():
             moves.append(Move(kind, tuple(sorted(axes, key=nested.index)), old, new))
-        moves.sort(key=lambda m: IN_TURN.index(m.kind))
+        moves.sort(key=lambda m: ORDER_OF_MOVES.index(m.kind))
         self._check_nesting(moves)
         return tuple(moves)
 
     def _check_nesting(self, moves: list[Move]) -> None:
         """Refuse moves that do not end in the layout after: each acts on a dim's innermost axes."""
-        held = {d.name: d.axes for d in self.before.dims}
+        cuts = {d.name: d.axes for d in self.before.dims}
         for move in moves:
             if move.gathers:
-                outer, inner = held[move.gathers][: -len(move.axes)], held[move.gathers][-len(move.axes) :]
-                held[move.gathers] = outer if inner == move.axes else ("?",)
+                outer, inner = cuts[move.gathers][: -len(move.axes)], cuts[move.gathers][-len(move.axes) :]
+                cuts[move.gathers] = outer if inner == move.axes else ("?",)
             if move.cuts:
-                held[move.cuts] = held.get(move.cuts, ()) + move.axes
+                cuts[move.cuts] = cuts.get(move.cuts, ()) + move.axes
         for name in self.after.letters or self.before.letters:
-            if held.get(name, ()) != self.after.cut(name):
+            if cuts.get(name, ()) != self.after.cut(name):
                 why = f"would reorder the blocks of {name}: only a dim's innermost axes can move"
                 raise ValueError(f"arrow '{self}' {why}; write two arrows, with {name} whole in between")
 
@@ -250,7 +255,7 @@ TRANSPOSES = {
 
 Each is the transpose of a linear map: a gathered value was used by everyone, so its gradient is summed and
 cut again; from where devices may differ on (`vary`, or a slice) their gradients are summed. An all-reduce is
-missing: the gradient of a sum is the same for all its terms, and is there already.
+missing: the gradient of a sum is the same for all its terms, and every device has it.
 """
 
 

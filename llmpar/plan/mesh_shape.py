@@ -15,9 +15,9 @@ AXES = {
     "tp": "tensor parallelism",
 }
 """The mesh axes, slow links outermost, fast links innermost."""
-PARTS = {"sp": "ul", "tp": "kv"}
-"""The inner parts of two axes, which no user's mesh names: `llmpar.plan.plan` says what they are for."""
-ORDER = tuple(part for axis in AXES for part in (axis, PARTS.get(axis)) if part)
+INNER_AXES = {"sp": "ul", "tp": "kv"}
+"""The inner parts of two axes, which no user's mesh names (`llmpar.plan.plan`)."""
+ORDER = tuple(part for axis in AXES for part in (axis, INNER_AXES.get(axis)) if part)
 """The axes of layouts, slow links outermost."""
 
 POSITIONAL = {3: ("dp", "fsdp", "tp"), 4: ("dp", "fsdp", "tp", "sp")}
@@ -35,7 +35,7 @@ class NotationError(ValueError):
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The sizes of the six mesh axes, and of the inner parts ``ul`` of sp and ``kv`` of tp (`PARTS`).
+    """The sizes of the six mesh axes, and of the inner parts ``ul`` of sp and ``kv`` of tp (`INNER_AXES`).
     ``reshape`` (a leading ``!``) keeps devices in plain row-major order."""
 
     pp: int = 1
@@ -61,9 +61,9 @@ class MeshShape:
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Axis name to size, in link order. An axis with an inner part is two: ``tp``, inside it ``kv``."""
-        found = self.user_sizes | {part: getattr(self, part) for part in PARTS.values()}
-        found |= {axis: found[axis] // found[part] for axis, part in PARTS.items()}
-        return {axis: found[axis] for axis in ORDER if axis in AXES or found[axis] > 1}
+        sizes = self.user_sizes | {part: getattr(self, part) for part in INNER_AXES.values()}
+        sizes |= {axis: sizes[axis] // sizes[part] for axis, part in INNER_AXES.items()}
+        return {axis: sizes[axis] for axis in ORDER if axis in AXES or sizes[axis] > 1}
 
     def live(self, *axes: str) -> tuple[str, ...]:
         """Those of ``axes`` that have more than one device: the others must leave no trace in the program."""
@@ -146,17 +146,17 @@ def _fit(text: str, sizes: dict[str, int], num_devices: int | None, reshape: boo
 
 def near_meshes(sizes: dict[str, int], num_devices: int) -> list[MeshShape]:
     """Every mesh over these axes that fills ``num_devices``, nearest to ``sizes`` first (-1 fits any)."""
-    found: list[dict[str, int]] = [{}]
+    meshes: list[dict[str, int]] = [{}]
     for axis in sizes:
-        found = [o | {axis: n} for o in found for n in divisors(num_devices // math.prod(o.values()))]
-    found = [o for o in found if math.prod(o.values()) == num_devices]
-    found.sort(key=lambda o: mesh_distance(o, sizes))
-    return [MeshShape(**o) for o in found]  # type: ignore[arg-type]
+        meshes = [o | {axis: n} for o in meshes for n in divisors(num_devices // math.prod(o.values()))]
+    meshes = [o for o in meshes if math.prod(o.values()) == num_devices]
+    meshes.sort(key=lambda o: mesh_distance(o, sizes))
+    return [MeshShape(**o) for o in meshes]  # type: ignore[arg-type]
 
 
-def mesh_distance(sizes: dict[str, int], asked: dict[str, int]) -> float:
-    """How many doublings and halvings turn the asked sizes into these."""
-    return sum(abs(math.log2(n / asked[a])) if asked[a] > 0 else 0.1 * (n == 1) for a, n in sizes.items())
+def mesh_distance(sizes: dict[str, int], wanted: dict[str, int]) -> float:
+    """Count the doublings and halvings that make these sizes of the wanted ones."""
+    return sum(abs(math.log2(n / wanted[a])) if wanted[a] > 0 else 0.1 * (n == 1) for a, n in sizes.items())
 
 
 def divisors(n: int) -> list[int]:

@@ -35,8 +35,9 @@ class RopeScaling:
         check_fields(self)
         if self.low_freq_factor >= self.high_freq_factor:
             low, high = self.low_freq_factor, self.high_freq_factor
-            why = f"low_freq_factor {low} is not below high_freq_factor {high}"
-            raise ValueError(f"{why}; Llama 3.1 has 1 and 4")
+            raise ValueError(
+                f"low_freq_factor {low} is not below high_freq_factor {high}; Llama 3.1 has 1 and 4"
+            )
 
 
 @dataclass(frozen=True)
@@ -82,30 +83,35 @@ class ExpertConfig:
             raise ValueError(f"a token cannot visit {k} of {experts} experts; choose from 1 to {experts}")
         if experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
             raise ValueError(f"{experts} experts cannot be routed in {groups} equal groups")
-        if k > (most := experts // self.num_groups * self.top_groups):
-            fewer = f"{groups} groups hold {most} experts, fewer than the {k} that a token visits"
-            raise ValueError(f"{fewer}; choose more groups")
+        if k > (open_experts := experts // self.num_groups * self.top_groups):
+            raise ValueError(
+                f"{groups} groups hold {open_experts} experts, fewer than the {k} that a token visits;"
+                " choose more groups"
+            )
 
     def capacity(self, tokens: int) -> int:
-        """How many of a piece's ``tokens`` an expert takes: k·tokens·factor/E (Fedus et al. 2021, eq. 3)."""
+        """Return ⌈k·tokens·factor/E⌉, the most of a piece's ``tokens`` that an expert takes (Fedus et al.
+        2021, eq. 3)."""
         if self.capacity_factor is None:
             return tokens
         return min(tokens, math.ceil(round(self.top_k * tokens * self.capacity_factor / self.num_experts, 9)))
 
     def slots(self, tokens: int, pieces: int, ranks: int) -> int:
-        """How many slots a device with ``tokens`` tokens in ``pieces`` pieces keeps for each of ``ranks``: a
-        token travels to a rank once, however many of its experts are there."""
-        return min(tokens, self.most(tokens, pieces) * (self.num_experts // ranks))
+        """Return min(tokens, expert_tokens·E/ranks): the slots that a device with ``tokens`` tokens in
+        ``pieces`` pieces keeps for each of ``ranks``. A token travels to a rank once, however many of its
+        experts that rank has."""
+        return min(tokens, self.expert_tokens(tokens, pieces) * (self.num_experts // ranks))
 
     def full_share(self, tokens: int, ranks: int) -> float:
-        """The share of its `slots` for a rank that a device with ``tokens`` tokens fills, where every choice
-        is as likely: those tokens have an expert there that do not have all k elsewhere."""
-        elsewhere = self.num_experts - self.num_experts // ranks
-        come = tokens * (1 - math.comb(elsewhere, self.top_k) / math.comb(self.num_experts, self.top_k))
-        return min(1.0, come / self.slots(tokens, 1, ranks))
+        """Return tokens·(1 − C(E − E/ranks, k) / C(E, k)) / slots, at most 1: the share of its `slots` for a
+        rank that a device fills where all choices of experts are equally likely. A token needs no slot if all
+        of its k experts are on other ranks."""
+        remote = self.num_experts - self.num_experts // ranks
+        sent = tokens * (1 - math.comb(remote, self.top_k) / math.comb(self.num_experts, self.top_k))
+        return min(1.0, sent / self.slots(tokens, 1, ranks))
 
-    def most(self, tokens: int, pieces: int) -> int:
-        """How many of a device's tokens one expert takes at most."""
+    def expert_tokens(self, tokens: int, pieces: int) -> int:
+        """Return pieces · capacity(tokens/pieces): the most of a device's tokens that one expert takes."""
         return pieces * self.capacity(tokens // pieces)
 
 
@@ -157,19 +163,19 @@ class LatentAttention:
 @dataclass(frozen=True)
 class Weight:
     """One weight of the model: its region and dims, its shape, and how it starts: normally distributed with
-    standard deviation ``std``, or where that is 0 equal to ``fill`` everywhere. ``frozen``: no gradient
-    changes it."""
+    standard deviation ``std``, or where that is 0 equal to ``fill`` everywhere. ``is_vector``: a norm's scale
+    or a bias, which multiplies no matrix. ``frozen``: no gradient changes it."""
 
     dims: str
     shape: tuple[int, ...]
     std: float = 0.0
     fill: float = 1.0
+    is_vector: bool = False
     frozen: bool = False
 
-    @property
-    def is_vector(self) -> bool:
-        """Whether it is a norm's scale or a bias: it scales or shifts, and multiplies no matrix."""
-        return self.dims.partition(" ")[2].replace(" ", "").strip("l") in ("d", "h", "nh", "kh", "e")
+
+def _vector(dims: str, *shape: int, fill: float = 1.0) -> Weight:
+    return Weight(dims, shape, fill=fill, is_vector=True)
 
 
 @dataclass(frozen=True)
@@ -209,74 +215,79 @@ class ModelConfig:
             what = f"experts have no adapters, and LoRA's targets name {' '.join(sorted(ours))}"
             raise ValueError(f"'{self.name}' cannot be adapted so: {what}; use targets q k v o")
         if self.head_width % 2:
-            what = "but rotary embedding turns pairs; use an even head width"
-            raise ValueError(f"heads are {self.head_width} wide, {what}")
+            raise ValueError(
+                f"heads are {self.head_width} wide, but rotary embedding rotates pairs; use an even"
+                " head width"
+            )
         if self.num_heads % self.num_kv_heads:
-            what = f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly"
-            raise ValueError(f"{what}; use a number of KV heads that divides {self.num_heads}")
+            raise ValueError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly;"
+                f" use a number of KV heads that divides {self.num_heads}"
+            )
 
     def weights(self) -> dict[str, Weight]:
         """Every weight by its path. The blocks' weights are stacked: ``l`` leads their dims. Refuses a model
         that is counted but not implemented.
 
         >>> preset("tiny").weights()["blocks.ffn.gate"]
-        Weight(dims='ffn l d m', shape=(4, 64, 128), std=0.02, fill=1.0, frozen=False)
+        Weight(dims='ffn l d m', shape=(4, 64, 128), std=0.02, fill=1.0, is_vector=False, frozen=False)
         """
         if self.latent or self.experts and self.experts.dense_layers:
-            why = "latent attention and leading dense layers are counted but not implemented"
-            use = "use mixtral-8x7b or qwen3-30b-a3b, or a dense model"
-            raise ValueError(f"'{self.name}' cannot run here: {why}; {use}")
+            raise ValueError(
+                f"'{self.name}' cannot run here: latent attention and leading dense layers are counted but"
+                " not implemented; use mixtral-8x7b or qwen3-30b-a3b, or a dense model"
+            )
         return self._weights()
 
     def _weights(self) -> dict[str, Weight]:
         v, d, std = self.vocab_size, self.width, self.init_scale
-        found = {"embedding": Weight("vocab v d", (v, d), std), "norm.scale": Weight("stream d", (d,))}
+        weights = {"embedding": Weight("vocab v d", (v, d), std), "norm.scale": _vector("stream d", d)}
         if not self.tied:
-            found["head"] = Weight("vocab v d", (v, d), std)
+            weights["head"] = Weight("vocab v d", (v, d), std)
         for path, weight in self.block_weights().items():
             dims, shape = weight.dims.replace(" ", " l ", 1), (self.num_layers, *weight.shape)
-            found["blocks." + path] = dataclasses.replace(weight, dims=dims, shape=shape)
+            weights["blocks." + path] = dataclasses.replace(weight, dims=dims, shape=shape)
         if self.lora:
-            found = {p: dataclasses.replace(w, frozen=".lora." not in p) for p, w in found.items()}
-        return found
+            weights = {p: dataclasses.replace(w, frozen=".lora." not in p) for p, w in weights.items()}
+        return weights
 
     def block_weights(self) -> dict[str, Weight]:
         """The weights of one block, by their paths in it. What ends in the residual stream starts smaller, by
         the root of twice the number of layers (Radford et al. 2019, section 2.3)."""
         d, n, k, h = self.width, self.num_heads, self.num_kv_heads, self.head_width
         std, last = self.init_scale, self.init_scale / (2 * self.num_layers) ** 0.5
-        found = {
-            "attention_norm.scale": Weight("stream d", (d,)),
+        weights = {
+            "attention_norm.scale": _vector("stream d", d),
             "attention.q": Weight("attention d n h", (d, n, h), std),
             "attention.k": Weight("attention d k h", (d, k, h), std),
             "attention.v": Weight("attention d k h", (d, k, h), std),
             "attention.o": Weight("attention n h d", (n, h, d), last),
-            "ffn_norm.scale": Weight("stream d", (d,)),
+            "ffn_norm.scale": _vector("stream d", d),
         }
         if self.qkv_bias:
             for name, dim, heads in (("q", "n", n), ("k", "k", k), ("v", "k", k)):
-                found[f"attention.{name}_bias"] = Weight(f"attention {dim} h", (heads, h), fill=0.0)
+                weights[f"attention.{name}_bias"] = _vector(f"attention {dim} h", heads, h, fill=0.0)
         if self.qk_norm:
-            found |= {f"attention.{x}_norm.scale": Weight("attention h", (h,)) for x in "qk"}
+            weights |= {f"attention.{x}_norm.scale": _vector("attention h", h) for x in "qk"}
 
         if experts := self.experts:
-            found["experts.router"] = Weight("stream d e", (d, experts.num_experts), std)
+            weights["experts.router"] = Weight("stream d e", (d, experts.num_experts), std)
             if experts.bias_rate is not None:
-                found["experts.bias"] = Weight("stream e", (experts.num_experts,), fill=0.0)
-            found |= self._feed_forward("experts", "experts e", (experts.num_experts,))
+                weights["experts.bias"] = _vector("stream e", experts.num_experts, fill=0.0)
+            weights |= self._feed_forward("experts", "experts e", (experts.num_experts,))
             if experts.num_shared:
-                found |= self._feed_forward("experts.shared", "ffn", (), experts.num_shared)
+                weights |= self._feed_forward("experts.shared", "ffn", (), experts.num_shared)
         else:
-            found |= self._feed_forward("ffn", "ffn", ())
+            weights |= self._feed_forward("ffn", "ffn", ())
         if self.lora:
-            found |= self._adapters(self.lora, found)
-        return found
+            weights |= self._adapters(self.lora, weights)
+        return weights
 
-    def _adapters(self, lora: LoraConfig, found: dict[str, Weight]) -> dict[str, Weight]:
+    def _adapters(self, lora: LoraConfig, weights: dict[str, Weight]) -> dict[str, Weight]:
         """A and B for each target, such as ``d z`` and ``z n h`` for q, ``d n h``. B starts at zero, A with
         the variance that Hu et al. give it in their code, a third of one over the numbers that it sums."""
         rows = dict[str, Weight]()
-        for path, weight in found.items():
+        for path, weight in weights.items():
             part, _, name = path.rpartition(".")
             if part in ("attention", "ffn") and name in lora.targets:
                 region, *dims = weight.dims.split()
@@ -369,8 +380,8 @@ def folder_of(name: str) -> str:
 
 def from_hugging_face(path: str) -> ModelConfig:
     """Read the ``config.json`` of one of `hugging_face.FAMILIES`; refuse, by key, what is not implemented."""
-    parts = (allowed(kind) for kind in (ModelConfig, RopeScaling, ExpertConfig))
-    return from_dict(hugging_face.read(path, {name: what for part in parts for name, what in part.items()}))
+    fields = allowed(ModelConfig) | allowed(RopeScaling) | allowed(ExpertConfig)
+    return from_dict(hugging_face.read_config(path, fields))
 
 
 def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
@@ -378,26 +389,30 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
     config.weights()  # refuses what is only counted
     if config.lora:
         raise ValueError(f"'{config.name}' has adapters, which a config.json cannot say; merge them first")
-    return hugging_face.write(dataclasses.asdict(config))
+    return hugging_face.write_config(dataclasses.asdict(config))
 
 
 def from_dict(kept: dict[str, Any]) -> ModelConfig:
     """The model that `dataclasses.asdict` made plain, as checkpoints keep it; refuses unknown fields."""
-    parts = {"rope_scaling": RopeScaling, "experts": ExpertConfig, "latent": LatentAttention}
-    parts |= {"lora": LoraConfig}
-    made = {name: _made(kind, kept[name]) for name, kind in parts.items() if kept.get(name) is not None}
+    parts = {
+        "rope_scaling": RopeScaling,
+        "experts": ExpertConfig,
+        "latent": LatentAttention,
+        "lora": LoraConfig,
+    }
+    made = {name: _made(part, kept[name]) for name, part in parts.items() if kept.get(name) is not None}
     return _made(ModelConfig, kept | made)
 
 
-def _made(kind: type, kept: Any) -> Any:
+def _made(part: type, kept: Any) -> Any:
     if not isinstance(kept, dict):
-        raise ValueError(f"{json.dumps(kept):.40} is no {kind.__name__}")
-    fields = {f.name: f for f in dataclasses.fields(kind)}
+        raise ValueError(f"{json.dumps(kept):.40} is no {part.__name__}")
+    fields = {f.name: f for f in dataclasses.fields(part)}
     if unknown := sorted(kept.keys() - fields):
         raise ValueError(f"made by a newer llmpar: it has {', '.join(unknown)}; update llmpar")
     if missing := [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in kept]:
         raise ValueError(f"it lacks {', '.join(missing)}")
-    return kind(**kept)
+    return part(**kept)
 
 
 def _presets() -> Iterator[ModelConfig]:

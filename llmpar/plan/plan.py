@@ -12,7 +12,7 @@ the table in `Resolved.regions` is the whole of tensor, sequence and data parall
     ids         dp,fsdp,ep                               positions and documents of all keys
     ffn         dp,fsdp,ep    sp            tp (m)       inside the feed-forward
     experts     dp,fsdp       sp            tp (m)       where tokens meet experts, e cut by ep
-    routing     dp,fsdp       sp                         who chose which expert, known to all of ep
+    routing     dp,fsdp       sp                         which token chose which expert, known to all of ep
     vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
 
 Two axes may have an inner part (`Plan.resolve`). With ``usp`` the ranks of ``ul``, inside sp, exchange
@@ -66,14 +66,14 @@ from llmpar.plan.model_config import ModelConfig, Weight
 BATCH_AXES = ("dp", "fsdp", "ep")
 """The axes that cut the batch. ``ep`` counts as batch for dense layers."""
 CACHE, LOGITS, CHOSEN = "cache l b t k h", "vocab b v -> data b v", "data s b n -> s b n"
-"""What moves in serving and what does not: keys and values, logits, what is told of the next tokens."""
+"""In serving: the cache of keys and values, and the arrows of the logits and of the chosen tokens."""
 BEST = 20
-"""How many of the likeliest tokens a step of serving tells, of larger vocabularies."""
+"""Of larger vocabularies, how many of the likeliest tokens a step of serving returns."""
 
 
 @dataclass(frozen=True)
 class WeightLayouts:
-    """Where a weight, its gradient and its optimizer state lie in the course of a step (the table above).
+    """The layouts of a weight, its gradient and its optimizer state in one step (the table above).
 
     Attributes:
         stored: the weight between steps.
@@ -104,8 +104,8 @@ class Plan:
 
     Attributes:
         mesh: sizes of the six axes; a string is parsed.
-        mode: who writes the collectives: ``manual`` (we do, inside shard_map), ``auto`` (XLA's partitioner
-            does), ``explicit`` (we say each one in JAX's types, and XLA writes it).
+        mode: what writes the collectives: ``manual``, the package, inside shard_map; ``auto``, XLA's
+            partitioner; ``explicit``, XLA by JAX's types, which the package gives to every value.
         zero: ZeRO stage, 0 to 3. At 0 fsdp is one more replica axis.
         zero_axes: the axes by which ZeRO cuts what a device would hold as others do. Fewer axes are smaller
             groups for each gather, and more state on every device.
@@ -150,13 +150,13 @@ class Plan:
             ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``, with a mask of queries times keys, and not in a
             ring. ``auto`` is flash on TPUs and GPUs since Ampere, there cudnn where it needs no mask
             (`Resolved.takes_cudnn`), and portable elsewhere or where attention_block asks for blocks.
-        attention_block: queries and keys per block of blockwise attention; None: halves of what is here, down
+        attention_block: queries and keys per block of blockwise attention; None: halves of a device's, down
             to 256.
         documents: ``whole`` promises that each row is one document: cudnn then needs no mask. A row that
             breaks the promise gives NaN there.
         dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
             only (``ragged``, which CPUs lack). ``auto``: ragged on GPUs and TPUs.
-        hop: how the ranks of a ring hand on what they hold: by a ``permute``; or by an ``exchange``, an
+        hop: how a ring passes blocks from rank to rank: by a ``permute``; or by an ``exchange``, an
             all-to-all of which all blocks but one are empty, for which no other stage of a pipeline must
             wait. ``auto``: an exchange in a pipeline of simulated devices, a permute elsewhere.
         unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
@@ -238,17 +238,21 @@ class Plan:
         return dataclasses.replace(shape, ul=math.gcd(heads, shape.sp))
 
     def serving(self, config: ModelConfig, num_rows: int, length: int, devices: str | None = None) -> Serving:
-        """The plan as `llmpar.serve` uses it, for ``num_rows`` requests at a time; mesh, ZeRO stage and dtype
-        count. Its model's experts drop no token. Refuses what cannot be cut, before any weight is made."""
+        """Return the plan as `llmpar.serve` uses it, for ``num_rows`` requests at a time; mesh, ZeRO stage
+        and dtype count. Its model's experts drop no token. Refuses what cannot be cut, before any weight is
+        made."""
         if self.mesh.pp > 1:
-            where = f"mesh '{self.mesh}' has pp={self.mesh.pp}"
-            raise ValueError(f"generation has no pipeline, and {where}; use dp, fsdp, ep, sp, tp")
+            raise ValueError(
+                f"generation has no pipeline, and mesh '{self.mesh}' has pp={self.mesh.pp};"
+                " use dp, fsdp, ep, sp, tp"
+            )
         if length < 1:
             raise ValueError(f"a cache of {length} positions holds nothing; use 1 or more")
         if experts := config.experts:
             config = dataclasses.replace(config, experts=dataclasses.replace(experts, capacity_factor=None))
-        kept: dict[str, Any] = {name: getattr(self, name) for name in ("mesh", "zero", "dtype")}
-        plan = Plan(**kept, zero_axes="fsdp,ep", sequence_order="contiguous").resolve(config, devices)
+        plan = Plan(
+            self.mesh, zero=self.zero, dtype=self.dtype, zero_axes="fsdp,ep", sequence_order="contiguous"
+        ).resolve(config, devices)
         serving = Serving(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)})
         checks.Cut("slots", num_rows, BATCH_AXES).check(serving)
         serving.check(num_rows, self.mesh.sp)
@@ -267,7 +271,7 @@ class Plan:
 
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Plan)}
-"""What a plan's fields are where nothing is asked for."""
+"""Of the fields of a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,8 +311,7 @@ class Resolved(Plan):
 
     def unused_of(self, given: Iterable[str]) -> list[str]:
         """Return sentences on those of the ``given`` fields that have their defaults and decide nothing."""
-        unused = checks.unused(self, given)
-        own = {k: why for k, why in unused.items() if getattr(self.requested, k) == DEFAULTS[k]}
+        own = {k: why for k, why in checks.unused(self, given).items() if k not in self.unused}
         return checks.unused_notes(self.requested, own)
 
     @property
@@ -320,7 +323,7 @@ class Resolved(Plan):
     def check(self, batch_size: int | None, seq_len: int | None) -> None:
         """Refuse what cannot be cut evenly; nothing where a size is not known."""
         if batch_size is not None and seq_len is not None:
-            checks.check(self, batch_size, seq_len)
+            checks.check_plan(self, batch_size, seq_len)
 
     @property
     def platform(self) -> str | None:
@@ -328,7 +331,7 @@ class Resolved(Plan):
         return self.devices and self.devices.partition(" ")[0]
 
     def _on(self, devices: str) -> Resolved:
-        """With what is left to a platform decided."""
+        """Decide what is left to the devices."""
         decided: dict[str, Any] = {name: suited(name, getattr(self, name), devices) for name in SUITS}
         if self.attention_block and self.attention_kernel == "auto":
             decided["attention_kernel"] = "portable"  # the one whose tiles can be chosen
@@ -341,8 +344,9 @@ class Resolved(Plan):
         return dataclasses.replace(self, **decided)
 
     def _on_simulated_stages(self) -> dict[str, Any]:
-        """What a pipeline of simulated devices has otherwise: a permute waits for every device of the mesh,
-        and nothing orders the gathers of experts and of other weights in a backward pass that is cut."""
+        """Return the fields that a pipeline needs on simulated devices: there a permute waits for every
+        device of the mesh, and nothing orders the gathers of experts and of other weights in a backward pass
+        that is cut."""
         decided, notes = dict[str, Any](), list[str]()
         if self.rings and self.hop == "permute":
             raise ValueError(
@@ -353,17 +357,16 @@ class Resolved(Plan):
             decided["hop"] = "exchange"
         if self.rings and self.hop == "auto":
             notes.append(
-                "a ring's hop is an all-to-all here, with one full block: in a permute, simulated devices"
-                " would wait for every stage of the pipeline"
+                "on simulated devices the hop of a ring is an all-to-all with one full block: their permutes"
+                " wait for all devices of the mesh, and so would deadlock inside a pipeline"
             )
         cut = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
         experts_apart = "ep" in self.zero_cuts() and self.mesh.live("fsdp", "sp")  # gathered without ep
         if cut and experts_apart and self.gathers == "block":
             decided["reshard_after_forward"] = False
             notes.append(
-                "weights are gathered once a step here, and kept: nothing orders gathers of experts and of"
-                " other weights in a backward pass that is cut, and simulated devices might wait for one"
-                " another for ever"
+                "on simulated devices weights are gathered once a step, and kept: in a backward pass that is"
+                " cut, nothing orders the gathers of experts and of other weights, which could deadlock"
             )
         return decided | {"on_devices": tuple(notes)}
 
@@ -380,7 +383,7 @@ class Resolved(Plan):
         self.check(batch_size, seq_len)
         return self
 
-    # --------------------------------------------------------------------------------------- who is cut where
+    # -------------------------------------------------------------------------------------- what is cut where
 
     @functools.cached_property
     def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
@@ -388,11 +391,8 @@ class Resolved(Plan):
         live = self.mesh.live
         b, s, tp = live(*BATCH_AXES), live("sp", "ul"), live("tp", "kv")
         stream = s + tp if self.tp_sequence else s
-        heads: tuple[str, ...] = ()  # of sp, the axes that exchange positions for heads
-        if self.context_parallel == "ulysses":
-            heads = s
-        if self.context_parallel == "usp":
-            heads = live("ul")
+        # Of sp, the axes that exchange positions for heads.
+        heads = {"ulysses": s, "usp": live("ul")}.get(self.context_parallel, ())
         ring = tuple(a for a in s if a not in heads)
         keys = () if self.context_parallel == "gather" else ring
         k, r = tp + heads, live("kv")
@@ -437,7 +437,7 @@ class Resolved(Plan):
 
     @property
     def rings(self) -> bool:
-        """Whether the ranks of an axis hand on what they hold, neighbour by neighbour, inside a layer."""
+        """Whether blocks travel round a ring of ranks inside a layer."""
         return self.tp_comm_overlap or bool(self.regions["keys"].get("s"))
 
     # ------------------------------------------------------------------------------------ logical to physical
@@ -508,17 +508,15 @@ class Resolved(Plan):
 
     @functools.cached_property
     def tokens(self) -> Layout:
-        """Where the tokens of a batch lie."""
+        """The layout of a batch's tokens."""
         return self.place("data b s")
 
     @functools.cached_property
     def weight_layouts(self) -> dict[str, tuple[Weight, WeightLayouts]]:
-        """Every weight of the model by its path, with the layers that a pipeline pads to, and its life."""
+        """Every weight of the model by its path, with the layers that a pipeline pads to, and its layouts."""
         places = len(schedules.layer_order(self.pipeline, self.config.num_layers))
-        config = self.config
-        if places != config.num_layers:
-            config = dataclasses.replace(config, num_layers=places)
-        return {path: (weight, self.layouts_of(weight.dims)) for path, weight in config.weights().items()}
+        weights = dataclasses.replace(self.config, num_layers=places).weights()
+        return {path: (weight, self.layouts_of(weight.dims)) for path, weight in weights.items()}
 
     def stored(self, dims: str) -> Layout:
         """A weight's layout between steps."""
@@ -527,7 +525,7 @@ class Resolved(Plan):
 
 @dataclass(frozen=True, kw_only=True)
 class Serving(Resolved):
-    """A plan for tokens that come a few at a time (`Plan.serving`): no region cuts their positions by sp,
+    """A plan for tokens that arrive a few at a time (`Plan.serving`): no region cuts their positions by sp,
     which cuts those of the cache."""
 
     @functools.cached_property
@@ -538,7 +536,7 @@ class Serving(Resolved):
         return table | {"cache": {"b": table["data"]["b"], "t": live("sp"), "k": live("tp", "kv")}}
 
     def cache(self, num_rows: int, length: int) -> tuple[int, ...]:
-        """The shape of keys, and of values: a rank of sp holds its share of positions, rounded up; the copies
+        """The shape of keys, and of values: a rank of sp has its share of positions, rounded up; the copies
         of a KV head have each a cache."""
         config, mesh = self.config, self.mesh
         positions, heads = -(-length // mesh.sp) * mesh.sp, max(config.num_kv_heads, mesh.tp)

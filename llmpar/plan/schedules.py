@@ -23,7 +23,7 @@ from itertools import chain, count, islice, pairwise
 from typing import NamedTuple
 
 Costs = tuple[float, float, float]
-KINDS = "FBW"  # in a table of integers a kind is its place here
+OP_KINDS = "FBW"  # in a table of integers a kind is its index in this
 
 
 class Op(NamedTuple):
@@ -38,9 +38,9 @@ class Op(NamedTuple):
         return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
 
 
-Row = tuple[Op, ...]
+_Row = tuple[Op, ...]
 
-PLACEMENTS: dict[str, Callable[[int, int], list[list[tuple[int, int]]]]] = {
+_PLACEMENTS: dict[str, Callable[[int, int], list[list[tuple[int, int]]]]] = {
     # routes through the pipeline as (stage, chunk) cells, in forward order; a microbatch follows one of them
     "linear": lambda p, v: [[(s, 0) for s in range(p)]],
     "looped": lambda p, v: [[(s, c) for c in range(v) for s in range(p)]],
@@ -61,7 +61,7 @@ class Schedule:
     """An order and its placement. Nothing is proved before `timetable.timetable`."""
 
     name: str
-    rows: tuple[Row, ...]  # the operations of each stage, in order
+    rows: tuple[_Row, ...]  # the operations of each stage, in order
     num_microbatches: int
     num_chunks: int = 1
     placement: str = "linear"
@@ -73,7 +73,7 @@ class Schedule:
 
     @cached_property
     def routes(self) -> list[list[tuple[int, int]]]:
-        return PLACEMENTS[self.placement](self.num_stages, self.num_chunks)
+        return _PLACEMENTS[self.placement](self.num_stages, self.num_chunks)
 
     def route(self, microbatch: int) -> list[tuple[int, int]]:
         """The (stage, chunk) cells that hold this microbatch's layers, first to last."""
@@ -114,7 +114,7 @@ class Schedule:
 
 
 def layer_order(schedule: Schedule | None, num_layers: int) -> list[int]:
-    """Which layer lies at each place of the stored stack, so that cutting it by pp gives every stage its
+    """Return the layer at each place of the stored stack, so that cutting it by pp gives every stage its
     chunks in order.
 
     Where a chunk has fewer layers than the others its last place holds none, written `num_layers`: zeros,
@@ -126,15 +126,15 @@ def layer_order(schedule: Schedule | None, num_layers: int) -> list[int]:
     counts, layers = schedule.layers(num_layers), iter(range(num_layers))
     stack, places = {}, max(counts.values())
     for cell in schedule.routes[0]:
-        found = list(islice(layers, counts[cell]))
-        stack[cell] = found + [num_layers] * (places - len(found))
+        own = list(islice(layers, counts[cell]))
+        stack[cell] = own + [num_layers] * (places - len(own))
     return list(chain.from_iterable(stack[cell] for cell in sorted(stack)))
 
 
 # ----------------------------------------------------------------------------------------------------- orders
 
 
-def _row(text: str, num_microbatches: int) -> Row:
+def _row(text: str, num_microbatches: int) -> _Row:
     """Numbers `F0 F0 B0&W0 W`: the k-th `F0` is microbatch k of chunk 0; a bare `W` is owed to the oldest B.
 
     Microbatches past the last are dropped. What is left of a legal order is legal, so an order that needs
@@ -156,8 +156,8 @@ def _row(text: str, num_microbatches: int) -> Row:
     return tuple(row)
 
 
-def _in_turn(units: list[tuple[int, int]], ahead: int, lag: int | None = None) -> Row:
-    """Runs `ahead` forwards, then F and B in turn: of (microbatch, chunk) `units`, whose backwards go through
+def _in_turn(units: list[tuple[int, int]], ahead: int, lag: int | None = None) -> _Row:
+    """Run `ahead` forwards, then F and B in turn: of (microbatch, chunk) `units`, whose backwards go through
     the chunks the other way. With a lag, W follows `lag` operations behind its B."""
     last = max(chunk for _, chunk in units)
     back = [(u, last - chunk) for u, chunk in units]
@@ -186,8 +186,10 @@ def interleaved(p: int, m: int, v: int = 2, split: bool = False) -> Schedule:
     name, takes = "interleaved-zb" if split else "interleaved", lambda m: not m % max(1, m // p)
     if not takes(m):
         fits = f"{next(filter(takes, range(m, 0, -1)))} or {next(filter(takes, count(m)))}"
-        what = f"{name} runs microbatches in m // p = {m // p} equal rounds"
-        raise ValueError(f"{what}; {m} is no multiple of {m // p}, use {fits}")
+        raise ValueError(
+            f"{name} runs microbatches in m // p = {m // p} equal rounds;"
+            f" {m} is no multiple of {m // p}, use {fits}"
+        )
     size = m // max(1, m // p)
     units = [(g + u, c) for g in range(0, m, size) for c in range(v) for u in range(size)]
     ahead = [(2 - split) * (p - i - 1) + (v - 1) * size for i in range(p)]
@@ -232,11 +234,11 @@ def zb_v(p: int, m: int) -> Schedule:
     return Schedule("zb-v", tuple(_row(row, m) for row in rows), m, 2, "vee", True)
 
 
-def _dualpipe_rows(p: int, half: int) -> list[Row]:
+def _dualpipe_rows(p: int, half: int) -> list[_Row]:
     """DualPipe's eight steps, microbatches numbered per direction. Chunk 0 enters nearest to stage 0."""
     h, n = p // 2, max(half, p)
 
-    def stage(i: int) -> Row:
+    def stage(i: int) -> _Row:
         r = min(i, p - 1 - i)  # stages i and p-1-i do the same, with the directions exchanged
         main = "F0&B1&W1 F1&B0&W0 " * (n - p + r + 1)
         if r == h - 1:  # the middle pair turns its first microbatch round at once
@@ -298,13 +300,17 @@ def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int | No
         raise ValueError(f"no schedule is called '{name}'; try {''.join(close)}one of {', '.join(SCHEDULES)}")
     chunks = 1 if num_chunks is None else num_chunks
     if min(num_stages, num_microbatches, chunks) < 1:
-        asked = f"{num_stages} stages, {num_microbatches} microbatches, {chunks} chunks"
-        raise ValueError(f"{asked}: a pipeline needs at least 1 of each")
+        raise ValueError(
+            f"{num_stages} stages, {num_microbatches} microbatches, {chunks} chunks:"
+            " a pipeline needs at least 1 of each"
+        )
     looped = name in ("interleaved", "interleaved-zb", "breadth-first", "circular")
     made = SCHEDULES[name](num_stages, num_microbatches, *([num_chunks] if looped and num_chunks else []))
     if num_chunks not in (None, made.num_chunks):
-        what = f"{name} has {made.num_chunks} chunk(s), not {num_chunks}"
-        raise ValueError(f"{what}; try interleaved, interleaved-zb or breadth-first")
+        raise ValueError(
+            f"{name} has {made.num_chunks} chunk(s), not {num_chunks};"
+            " try interleaved, interleaved-zb or breadth-first"
+        )
     return made
 
 
@@ -325,16 +331,19 @@ def from_text(text: str, name: str = "written") -> Schedule:
                 row.append(Op(op[1], int(op[2]), int(op[3] or 0), joined))
             elif token[0].strip("."):
                 caret = " " * token.start() + "^" * len(token[0])
-                what = f"stage {stage}: '{token[0]}' is no operation; write F0, B0 or W0, or F0.1 for chunk 1"
-                raise ValueError(f"{what}\n{line}\n{caret}")
+                raise ValueError(
+                    f"stage {stage}: '{token[0]}' is no operation; write F0, B0 or W0, or F0.1 for chunk 1"
+                    f"\n{line}\n{caret}"
+                )
         rows.append(tuple(row))
     ops = [op for row in rows for op in row]
     if not ops:
         raise ValueError("the order is empty; write one line per stage, such as 'F0 F1 B0 B1'")
     m, v = 1 + max(op.microbatch for op in ops), 1 + max(op.chunk for op in ops)
     if max(m, v) > len(ops):
-        what = f"{len(ops)} operations cannot cover {m} microbatches and {v} chunks"
-        raise ValueError(f"{what}; number both from 0")
+        raise ValueError(
+            f"{len(ops)} operations cannot cover {m} microbatches and {v} chunks; number both from 0"
+        )
     placement = "vee" if vee else "looped" if v > 1 else "linear"
     return Schedule(name, tuple(rows), m, v, placement, split_backward=any(op.kind == "W" for op in ops))
 
@@ -347,14 +356,14 @@ def _from_torch(lines: list[str]) -> tuple[list[str], bool]:
     lines = [re.sub(r"\(([^()]*)\)OVERLAP_F_B", lambda x: x[1].replace(";", "&"), line) for line in lines]
     lines = [re.sub(sends, "", line).replace(",", " ") for line in lines]
     action, split = re.compile(r"\b(\d+)([FIBW])(\d+)\b"), any(re.search(r"\d[IW]\d", x) for x in lines)
-    cells = [(int(found[1]), rank) for rank, line in enumerate(lines) for found in action.finditer(line)]
+    cells = [(int(match[1]), rank) for rank, line in enumerate(lines) for match in action.finditer(line)]
     loop = [cell for cell in cells if cell[0] % p != cell[1]]
     if loop and not all(stage in (rank, 2 * p - 1 - rank) for stage, rank in cells):
         what = "stage {} on rank {}".format(*loop[0])
         raise ValueError(f"{what}: this is no loop (stage s on rank s % {p}) and no V of 2 stages per rank")
 
-    def ours(found: re.Match) -> str:
-        kind, where = found[2], f"{found[3]}.{int(found[1]) // p}"
-        return f"B{where}&W{where}" if kind == "B" and split else kind.replace("I", "B") + where
+    def ours(match: re.Match) -> str:
+        kind, unit = match[2], f"{match[3]}.{int(match[1]) // p}"
+        return f"B{unit}&W{unit}" if kind == "B" and split else kind.replace("I", "B") + unit
 
     return [action.sub(ours, line) for line in lines], bool(loop)

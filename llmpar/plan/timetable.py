@@ -2,7 +2,7 @@
 buffers.
 
 Costs (F, B, W) are those of one microbatch through everything that one stage holds for it, so that each of v
-chunks costs 1/v of them; the unit is the caller's. Three bubbles are in use and all are here:
+chunks costs 1/v of them; the unit is the caller's. Three bubbles are in use, and this file has all of them:
 `bubble_over_ideal` and `bubble_fraction` compare the whole pipeline's makespan with the work of one stage;
 `bubble_rate`, and `bubble` as a time, compare the longest *own* span of a stage with it, as the zero-bubble
 papers do. Plain Python: tables are lists.
@@ -12,16 +12,16 @@ import functools
 import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
-from llmpar.plan.schedules import KINDS, Costs, Op, Schedule
+from llmpar.plan.schedules import OP_KINDS, Costs, Op, Schedule
 
-WAYS = {"right": 1, "left": -1}  # to the next stage and to the previous one
+DIRECTIONS = {"right": 1, "left": -1}  # to the next stage and to the previous one
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Timetable:
         table = [[idle] * self.schedule.num_stages for _ in range(num_ticks)]
         for stage, row in enumerate(self.schedule.rows):
             for tick, op in zip(self.tick[stage], row, strict=True):
-                table[tick][stage] = KINDS.index(op.kind), op.microbatch, op.chunk
+                table[tick][stage] = OP_KINDS.index(op.kind), op.microbatch, op.chunk
         return table
 
     @cached_property
@@ -89,10 +89,10 @@ class Timetable:
         order = self.schedule.rows
         at = {(s, *op[:3]): t for s, row in enumerate(order) for op, t in zip(row, self.tick[s], strict=True)}
         return [
-            (at[there, *need[:3]], there, at[stage, *op[:3]], stage)
+            (at[source, *need[:3]], source, at[stage, *op[:3]], stage)
             for stage, row in enumerate(order)
             for op in row
-            for there, need in self.schedule.needs(stage, op)
+            for source, need in self.schedule.needs(stage, op)
             if need.kind == op.kind
         ]
 
@@ -100,8 +100,8 @@ class Timetable:
     def hops(self) -> list[list[int]]:
         """How many messages go from stage to stage: numbers in [from][to]."""
         counts = [[0] * self.schedule.num_stages for _ in self.schedule.rows]
-        for _, here, _, there in self.messages:
-            counts[here][there] += here != there
+        for _, source, _, target in self.messages:
+            counts[source][target] += source != target
         return counts
 
     @property
@@ -109,15 +109,15 @@ class Timetable:
         costs = [cost / self.schedule.visits for cost in (*self.costs, 0)]  # the last is for idle, -1
         if not self.schedule.split_backward:
             costs[1] += costs[2]
-        sent = {tick for tick, here, _, there in self.messages if here != there}
+        sent = {tick for tick, source, _, target in self.messages if source != target}
         return math.fsum(max(costs[cell[0]] for cell in row) for row in self.ticks) + self.hop * len(sent)
 
     def peak_live(self) -> list[float]:
         """The most microbatches that each stage ever holds (a chunk of v counts 1/v), from F to B, or with a
         split backward to W, as in Qi 2023, Table 2."""
         change = {"F": 1, "B": 0, "W": -1} if self.schedule.split_backward else {"F": 1, "B": -1}
-        held = (accumulate(change[op.kind] for op in row) for row in self.schedule.rows)
-        return [max(counts) / self.schedule.visits for counts in held]
+        kept = (accumulate(change[op.kind] for op in row) for row in self.schedule.rows)
+        return [max(counts) / self.schedule.visits for counts in kept]
 
 
 def _run(
@@ -138,16 +138,16 @@ def _run(
             inside, now = set(), end[-1] if end else 0
             stuck.pop(stage, None)
             for op in row[first:last]:
-                for there, need in schedule.needs(stage, op):
-                    key = (there, *need[:3])
+                for source, need in schedule.needs(stage, op):
+                    key = (source, *need[:3])
                     if key in sent:
-                        now = max(now, sent[key] + (hop if there != stage else 0))
+                        now = max(now, sent[key] + (hop if source != stage else 0))
                     elif key not in inside:
-                        stuck.setdefault(stage, (op, there, need))
+                        stuck.setdefault(stage, (op, source, need))
                 inside.add((stage, *op[:3]))
             if stage in stuck:
-                _, there, need = stuck[stage]
-                waiting[there, *need[:3]].append(stage)
+                _, source, need = stuck[stage]
+                waiting[source, *need[:3]].append(stage)
                 break
             for op in row[first:last]:
                 start.append(now)
@@ -160,63 +160,95 @@ def _run(
 
 
 def _refuse(schedule: Schedule, starts: list[list], ends: list[list], stuck: dict) -> None:
-    """Raise ValueError, naming stage, tick and cycle, unless each operation is there once and has run."""
+    """Raise ValueError, naming stage, tick and cycle, unless each operation stands once in its row and has
+    run."""
     name, due = f"schedule '{schedule.name}' is illegal", [set[Op]() for _ in schedule.rows]
     for u in range(schedule.num_microbatches):
         for stage, chunk in schedule.route(u):
-            due[stage] |= {Op(kind, u, chunk) for kind in KINDS[: 2 + schedule.split_backward]}
-    waits = {}
-    for s, (op, there, need) in stuck.items():
-        tick = (ends[s] or [0])[-1]
-        waits[s] = f"stage {s} waits at tick {tick:g} to run {op}, which needs {need} on stage {there}"
-    have = [{op._replace(joined=False) for op in row} & due[s] for s, row in enumerate(schedule.rows)]
-    early = lambda op: (op.microbatch, KINDS.index(op.kind))
-    lacks = [sorted(due[s] - ops, key=early) for s, ops in enumerate(have)]
+            due[stage] |= {Op(kind, u, chunk) for kind in OP_KINDS[: 2 + schedule.split_backward]}
+    stops = [f"{(row or [0])[-1]:g}" for row in ends]  # the tick at which a row ends
+    waits, victims = dict[int, str](), defaultdict[tuple[int, Op], list[str]](list)
+    for s, (op, source, need) in stuck.items():
+        waits[s] = f"stage {s} waits at tick {stops[s]} to run {op}, which needs {need} on stage {source}"
+        victims[source, need].append(waits[s])
+    rows = [[op._replace(joined=False) for op in row] for row in schedule.rows]
+    early = lambda op: (op.microbatch, OP_KINDS.index(op.kind))
+    missing = [sorted(ops - set(row), key=early) for ops, row in zip(due, rows, strict=True)]
+    complaints = chain(
+        _misnumbered(schedule, rows, due, missing),
+        _wrong_in_rows(rows, starts, stops, due, missing, victims),
+        _deadlocks(stuck, waits),
+    )
+    if complaint := next(complaints, ""):
+        raise ValueError(f"{name}{complaint}")
+
+
+def _misnumbered(
+    schedule: Schedule, rows: list[list[Op]], due: list[set[Op]], missing: list[list[Op]]
+) -> Iterator[str]:
+    """Name a microbatch of which most operations are missing: its number is one too many, rather than that so
+    many are missing."""
     cells = len(schedule.routes[0]) * (2 + schedule.split_backward)
-    for u, n in sorted(Counter(op.microbatch for ops in have for op in ops).items()):
-        if 2 * n < cells:  # a number too many, rather than that so many are missing
-            on = [s for s, ops in enumerate(have) if any(op.microbatch == u for op in ops)]
-            gaps = [f"{op} is missing on stage {s}" for s in on for op in lacks[s] if op.microbatch != u]
-            what = f"microbatch {u} runs on stage {' and '.join(map(str, on))} alone, and "
-            what += [*gaps, "is one more there"][0]
-            raise ValueError(f"{name}: {what}; number the microbatches of all stages alike, from 0")
-    for stage, row in enumerate(schedule.rows):
+    right = [set(row) & ops for row, ops in zip(rows, due, strict=True)]
+    for u, n in sorted(Counter(op.microbatch for ops in right for op in ops).items()):
+        if 2 * n < cells:
+            stages = [s for s, ops in enumerate(right) if any(op.microbatch == u for op in ops)]
+            others = ((op, s) for s in stages for op in missing[s] if op.microbatch != u)
+            what = next((f"{op} is missing on stage {s}" for op, s in others), "is one more there")
+            yield (
+                f": microbatch {u} runs on stage {' and '.join(map(str, stages))} alone, and {what};"
+                " number the microbatches of all stages alike, from 0"
+            )
+
+
+def _wrong_in_rows(
+    rows: list[list[Op]],
+    starts: list[list],
+    stops: list[str],
+    due: list[set[Op]],
+    missing: list[list[Op]],
+    victims: dict[tuple[int, Op], list[str]],
+) -> Iterator[str]:
+    """Name an operation that stands twice in a stage's row, or not in the right one, or in none."""
+    for stage, row in enumerate(rows):
         seen: dict[Op, str] = {}
-        for k, op in enumerate(op._replace(joined=False) for op in row):
+        for k, op in enumerate(row):
             at = f"tick {starts[stage][k]:g}" if k < len(starts[stage]) else f"place {k} of its row"
             if op in seen:
-                do = [f"write {gap} for one" for gap in lacks[stage] if gap[:3:2] == op[:3:2]] + [
-                    "delete one"
-                ]
-                raise ValueError(f"{name}: stage {stage} runs {op} twice, at {seen[op]} and {at}; {do[0]}")
+                gaps = [f"write {gap} for one" for gap in missing[stage] if gap[:3:2] == op[:3:2]]
+                change = gaps[0] if gaps else "delete one"
+                yield f": stage {stage} runs {op} twice, at {seen[op]} and {at}; {change}"
             if op not in due[stage]:
-                why = "but does not hold its layers; delete it"
-                raise ValueError(f"{name}: stage {stage} runs {op} at {at}, {why}")
+                yield f": stage {stage} runs {op} at {at}, but does not hold its layers; delete it"
             seen[op] = at
-        for op in lacks[stage]:
-            victims = [waits[s] for s, (_, *need) in stuck.items() if need == [stage, op]]
-            why = "; ".join([f"its row stops at tick {(ends[stage] or [0])[-1]:g}", *victims])
-            raise ValueError(f"{name}: stage {stage} never runs {op}; {why}. Add {op} there")
-    if stuck:
-        cycle = [min(stuck)]
-        while (there := stuck[cycle[-1]][1]) not in cycle:
-            cycle.append(there)
-        story, steps = [], []
-        for s in cycle[cycle.index(there) :]:
-            op, there, need = stuck[s]
-            ahead = stuck[there][0]  # that stage is stuck on the same, or on something before it in its row
-            story.append(waits[s] + f", where it comes after {ahead}" * (ahead[:3] != need[:3]))
-            steps += [f"{op} on stage {s}", f"{need} on stage {there}"]
-        arrows = " -> ".join([*dict.fromkeys(steps), steps[0]])
-        what = f"{name}, a deadlock: {'; '.join(story)}"
-        raise ValueError(f"{what}. Cycle: {arrows}; reorder one of these stages")
+        for op in missing[stage]:
+            why = "; ".join([f"its row stops at tick {stops[stage]}", *victims[stage, op]])
+            yield f": stage {stage} never runs {op}; {why}. Add {op} there"
+
+
+def _deadlocks(stuck: dict[int, tuple], waits: dict[int, str]) -> Iterator[str]:
+    """Tell the cycle of stages that wait for one another, if any is stuck."""
+    if not stuck:
+        return
+    cycle = [min(stuck)]
+    while (source := stuck[cycle[-1]][1]) not in cycle:
+        cycle.append(source)
+    story, steps = [], []
+    for s in cycle[cycle.index(source) :]:
+        op, source, need = stuck[s]
+        ahead = stuck[source][0]  # that stage is stuck on the same, or on something before it in its row
+        story.append(waits[s] if ahead[:3] == need[:3] else f"{waits[s]}, where it comes after {ahead}")
+        steps += [f"{op} on stage {s}", f"{need} on stage {source}"]
+    arrows = " -> ".join([*dict.fromkeys(steps), steps[0]])
+    yield f", a deadlock: {'; '.join(story)}. Cycle: {arrows}; reorder one of these stages"
 
 
 def timetable(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> Timetable:
     """Simulate a schedule, free-running and in lockstep, or refuse it with stage, tick and cycle."""
     if len(costs) != 3 or not (min(*costs, hop) >= 0 and 0 < sum(costs) + hop < math.inf and any(costs)):
-        advice = "give finite durations F, B, W (not all 0) and hop, none negative"
-        raise ValueError(f"costs {costs} and hop {hop}: {advice}")
+        raise ValueError(
+            f"costs {costs} and hop {hop}: give finite durations F, B, W (not all 0) and hop, none negative"
+        )
     return _timetable(schedule, tuple(costs), hop)
 
 
@@ -243,8 +275,8 @@ def makespan(schedule: Schedule, cost: Callable[[int, Op], float], hop: float = 
     ends, free = list[float](), [0.0] * schedule.num_stages
     for stage, ops, needs in _cells(schedule):
         now = free[stage]
-        for cell, there in needs:
-            now = max(now, ends[cell] + (hop if there != stage else 0))
+        for cell, source in needs:
+            now = max(now, ends[cell] + (hop if source != stage else 0))
         for op in ops:
             now += cost(stage, op)
         free[stage] = now
@@ -256,19 +288,19 @@ def makespan(schedule: Schedule, cost: Callable[[int, Op], float], hop: float = 
 def _cells(schedule: Schedule) -> list[tuple[int, list[Op], list[tuple[int, int]]]]:
     """What a legal schedule does at once, in an order in which it can: stage, operations, and the numbers and
     stages of the cells before it."""
-    found = list[tuple[float, int, list[Op]]]()
+    timed = list[tuple[float, int, list[Op]]]()
     starts = timetable(schedule).start
     for stage, row in enumerate(schedule.rows):
         for op, start in zip(row, starts[stage], strict=True):
             if op.joined:
-                found[-1][2].append(op)
+                timed[-1][2].append(op)
             else:
-                found.append((start, stage, [op]))
-    found.sort(key=lambda cell: cell[:2])
-    number = {(stage, *op[:3]): i for i, (_, stage, ops) in enumerate(found) for op in ops}
+                timed.append((start, stage, [op]))
+    timed.sort(key=lambda cell: cell[:2])
+    number = {(stage, *op[:3]): i for i, (_, stage, ops) in enumerate(timed) for op in ops}
     cells = []
-    for i, (_, stage, ops) in enumerate(found):
-        needs = ((number[there, *need[:3]], there) for op in ops for there, need in schedule.needs(stage, op))
+    for i, (_, stage, ops) in enumerate(timed):
+        needs = ((number[s, *need[:3]], s) for op in ops for s, need in schedule.needs(stage, op))
         cells.append((stage, ops, [need for need in needs if need[0] != i]))
     return cells
 
@@ -328,21 +360,21 @@ def slots(table: Timetable) -> Slots:
         inboxes[message[3]].append(message)
     for s, row in enumerate(table.schedule.rows):
         at = {op[:3]: t for op, t in zip(row, table.tick[s], strict=True)}
-        runs = [[at[kind, *op[1:3]] for kind in KINDS[: 2 + split]] for op in row if op.kind == "F"]
+        runs = [[at[kind, *op[1:3]] for kind in OP_KINDS[: 2 + split]] for op in row if op.kind == "F"]
         saved = _colour([(ticks[0], ticks[-1] + 1) for ticks in runs])
         residual = _colour([(ticks[1], ticks[2] + 1) for ticks in runs]) if split else []
         letters = _colour([(sent + 1, used + 1) for sent, _, used, _ in inboxes[s]])
-        for ticks, slot in zip(runs, saved, strict=True):
-            for tick in ticks:
-                grid["saved"][tick][s] = slot
-        for ticks, slot in zip(runs, residual, strict=False):  # none where the backward is whole
-            for tick in ticks[1:]:
-                grid["residual"][tick][s] = slot
-        for (sent, there, used, _), slot in zip(inboxes[s], letters, strict=True):
-            way = s - there if abs(s - there) < 2 else 1 if s < there else -1  # from the last to 0 is one on
-            grid["send"][sent][there] = way
-            grid["read"][used][s] = grid[("keep", "left", "right")[way]][sent][s] = slot
-        counts.append([1 + max(found, default=-1) for found in (saved, residual, letters)])
+        for name, places, first in (("saved", saved, 0), ("residual", residual, 1)):
+            for ticks, slot in zip(runs, places, strict=False):  # no residual where the backward is whole
+                for tick in ticks[first:]:
+                    grid[name][tick][s] = slot
+        for (sent, source, used, _), slot in zip(inboxes[s], letters, strict=True):
+            direction = s - source
+            if abs(direction) > 1:  # from the last stage to the first is one on
+                direction = 1 if s < source else -1
+            grid["send"][sent][source] = direction
+            grid["read"][used][s] = grid[("keep", "left", "right")[direction]][sent][s] = slot
+        counts.append([1 + max(numbers, default=-1) for numbers in (saved, residual, letters)])
     num_saved, num_residual, num_messages = map(list, zip(*counts, strict=True))
     return Slots(**grid, num_saved=num_saved, num_residual=num_residual, num_messages=num_messages)
 
@@ -352,17 +384,16 @@ def branch_shares(schedule: Schedule | None, num_layers: int) -> list[dict[str, 
     [None] without a pipeline."""
     if schedule is None:
         return [None]
-    table, counts, found = timetable(schedule), schedule.layers(num_layers), list[Any]()
-    sends = {name: [way in row for row in slots(table).send] for name, way in WAYS.items()}
+    table, counts, shares = timetable(schedule), schedule.layers(num_layers), list[Any]()
+    sends = {name: [to in row for row in slots(table).send] for name, to in DIRECTIONS.items()}
     first, last = ({route[i] for route in schedule.routes} for i in (0, -1))
     full = {cell for cell, n in counts.items() if n == max(counts.values())}
     share = lambda taking, cells: Fraction(len(taking & cells), max(1, len(cells)))
     for stage in range(schedule.num_stages):
-        kinds = {kind: [row[stage][0] == i for row in table.ticks] for i, kind in enumerate(KINDS)}
-        mine = {cell for cell in counts if cell[0] == stage}
-        of_cells = {"fullB": share(full, mine), "fullF": share(full, mine - last)}
-        of_cells |= {"enters": share(first, mine), "leaves": share(last, mine)}
-        found.append(
-            {name: Fraction(sum(runs), len(runs)) for name, runs in (kinds | sends).items()} | of_cells
-        )
-    return found
+        kinds = {kind: [row[stage][0] == i for row in table.ticks] for i, kind in enumerate(OP_KINDS)}
+        cells = {cell for cell in counts if cell[0] == stage}
+        of_cells = {"fullB": share(full, cells), "fullF": share(full, cells - last)}
+        of_cells |= {"enters": share(first, cells), "leaves": share(last, cells)}
+        of_ticks = {name: Fraction(sum(runs), len(runs)) for name, runs in (kinds | sends).items()}
+        shares.append(of_ticks | of_cells)
+    return shares

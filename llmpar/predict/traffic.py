@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from llmpar.plan.layout import TRANSPOSES, Arrow
-from llmpar.plan.mesh_shape import PARTS, MeshShape
+from llmpar.plan.mesh_shape import INNER_AXES, MeshShape
 from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, ModelConfig, Weight
 from llmpar.plan.plan import BEST, CHOSEN, LOGITS, Resolved, Serving
 from llmpar.plan.schedules import Schedule
@@ -32,7 +32,7 @@ OPPOSITE_STAGE = "l -> the opposite stage"
 """The arrows of a pipeline's permutes. Which ranks they pair, `hosts` says."""
 GRADIENT, UPDATED = "gradient ", "updated "
 """Before a weight's dims in the arrow of its gradient, and of the weight after the update."""
-_USER_AXIS = {part: axis for axis, part in PARTS.items()}
+_USER_AXIS = {part: axis for axis, part in INNER_AXES.items()}
 
 
 class Message(NamedTuple):
