@@ -98,7 +98,7 @@ class Train:
         meet({"model": self.step.adapted(preset(self.step.model))})
         from llmpar.parallel.mesh import make_mesh, platform_of
         from llmpar.training.checkpoint import Checkpoints
-        from llmpar.training.loop import kept_in, train
+        from llmpar.training.loop import Callbacks, Evaluation, kept_in, train
 
         options.start()
         keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints is not None else None
@@ -134,20 +134,15 @@ class Train:
                 optimizer,
                 self.seed,
                 keep,
-                self.log,
-                on_step,
                 anyway=self.anyway,
-                held_out=held_out,
-                eval_every=self.eval_every,
-                eval_batches=self.eval_batches,
-                ideal_step_s=ideal_step_s(config, self.step, mesh),
-                tell=say,
-                stop=stopper.asked,
-                meet=meet,
-                tracker=self.tracker,
-                profile=self.profiled_steps(),
                 begin=begin,
                 origin=self.from_ and folder_of(self.from_),
+                evaluation=Evaluation(held_out, self.eval_every, self.eval_batches),
+                log=self.log,
+                tracker=self.tracker,
+                profile=self.profiled_steps(),
+                ideal_step_s=ideal_step_s(config, self.step, mesh),
+                callbacks=Callbacks(on_step, say, stopper.asked, meet),
             )
         if stopper.number and (done := report.start + len(report.losses)) < self.steps:
             goes_on = f"kept in {self.checkpoints}: the same command goes on from there"

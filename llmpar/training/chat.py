@@ -68,13 +68,13 @@ class Chat:
         ids = encode(whole := self._render(messages, ask))
         for i, message in enumerate(messages if len(ids) <= most else ()):
             if message["role"] == "assistant":
-                asked, told = self._render(messages[:i], True), self._render(messages[: i + 1], False)
-                if whole.startswith(asked) and whole.startswith(told):
-                    begin = len(before := encode(asked))
+                prompt, answered = self._render(messages[:i], True), self._render(messages[: i + 1], False)
+                if whole.startswith(prompt) and whole.startswith(answered):
+                    begin = len(before := encode(prompt))
                     if before != ids[:begin]:  # a token would reach from what is asked into the answer
-                        seams.append(len(asked))
+                        seams.append(len(prompt))
                         ids = encode(whole)
-                    answer = encode(told)
+                    answer = encode(answered)
                     while answer != ids[: len(answer)]:  # a token reaches from the answer into what follows
                         answer.pop()
                     ends = [n + 1 for n in range(begin, len(answer)) if answer[n] in self._ends]
@@ -141,10 +141,10 @@ class Chat:
             if piece:
                 hub = self.tokenizer.hub if n % 2 else self._hub
                 with calling(f"tokenizer '{self.tokenizer.name}' cannot encode the text"):
-                    found = hub.encode(piece, add_special_tokens=False).ids
-                if n % 2 and not self._ends.isdisjoint(found):
+                    new_ids = hub.encode(piece, add_special_tokens=False).ids
+                if n % 2 and not self._ends.isdisjoint(new_ids):
                     raise ValueError(f"a message spells out the special token '{piece}'; leave it out")
-                ids += found
+                ids += new_ids
         return ids
 
 
@@ -163,16 +163,16 @@ def calling(what: str, use: str = "mend it, or use 'bytes'"):
 def check_messages(messages: Any) -> list[dict[str, str]]:
     """The roles and contents of a conversation's messages; refuses what is none."""
     like = f'each must look like {{"role": "user", "content": "…"}}, with a role of {", ".join(ROLES)}'
-    found = []
+    checked = []
     for number, message in enumerate(messages if isinstance(messages, list | tuple) else [messages], 1):
-        told = message if isinstance(message, Mapping) else {}
-        role, content = told.get("role"), told.get("content")
+        fields = message if isinstance(message, Mapping) else {}
+        role, content = fields.get("role"), fields.get("content")
         if role not in ROLES or not isinstance(content, str) or re.search("[\ud800-\udfff]", content):
             raise ValueError(f"message {number} is {message!r:.60}; {like}")
-        found.append({"role": role, "content": content})
-    if not found or found[0]["role"] == "assistant":
+        checked.append({"role": role, "content": content})
+    if not checked or checked[0]["role"] == "assistant":
         raise ValueError("a conversation begins with a message of the role system or user; give one")
-    return found
+    return checked
 
 
 def _template_text(tokenizer: Any) -> str:
@@ -195,14 +195,14 @@ def _compiled(text: str, name: str) -> Any:
     def refuse(words):
         raise jinja2.TemplateError(words)
 
-    to_json = lambda x, ensure_ascii=False, **how: json.dumps(x, ensure_ascii=ensure_ascii, **how)
+    to_json = lambda x, ensure_ascii=False, **options: json.dumps(x, ensure_ascii=ensure_ascii, **options)
     blocks = {"trim_blocks": True, "lstrip_blocks": True, "extensions": ["jinja2.ext.loopcontrols"]}
-    room = jinja2.sandbox.ImmutableSandboxedEnvironment(**blocks)
-    room.filters["tojson"], room.globals["raise_exception"] = to_json, refuse
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(**blocks)
+    environment.filters["tojson"], environment.globals["raise_exception"] = to_json, refuse
     # the tag that shows trainers an answer: we find them by themselves
-    tag = lambda found: f"{found[1]}{'endif' if found[2] else 'if true'}{found[3]}"
+    tag = lambda match: f"{match[1]}{'endif' if match[2] else 'if true'}{match[3]}"
     try:
-        return room.from_string(re.sub(r"(\{%-?\s*)(end)?generation(\s*-?%\})", tag, text))
+        return environment.from_string(re.sub(r"(\{%-?\s*)(end)?generation(\s*-?%\})", tag, text))
     except RecursionError:
         why = "it is nested too deeply"
     except Exception as error:  # constants are computed here already

@@ -208,8 +208,8 @@ class Checkpoints:
             why = _first_line(error)
             if any(sign in str(error) for sign in ("No space left", "RESOURCE_EXHAUSTED", "Errno 28")):
                 size = sum(x.nbytes for x in jax.tree.leaves(state)) / 2**20
-                room = f"free some {max(1, round(1.2 * size)):,} MiB"
-                why = f"the disk is full; {room} and run the same command again"
+                space = f"free some {max(1, round(1.2 * size)):,} MiB"
+                why = f"the disk is full; {space} and run the same command again"
             kept = "no checkpoint was taken before"
             if before:
                 kept = f"the checkpoint of step {before} is intact"
@@ -307,11 +307,11 @@ class Checkpoints:
         about = self._about(config)
         if made:
             self._compare_runs(about["made"], made, anyway, tell)
-        written, asked = about["checksums"].keys(), _names(abstract).keys()
-        other = sorted(name for name in written ^ asked if not name.startswith("['params']"))
+        written, requested = about["checksums"].keys(), _names(abstract).keys()
+        other = sorted(name for name in written ^ requested if not name.startswith("['params']"))
         if other:
-            found = f"it has {len(written)} leaves, asked are {len(asked)}; in one alone is {other[0]}"
-            what = f"holds another optimizer's state ({found})"
+            leaves = f"it has {len(written)} leaves, asked are {len(requested)}; in one alone is {other[0]}"
+            what = f"holds another optimizer's state ({leaves})"
             raise ValueError(f"{self._which} {what}; give the optimizer that made it")
         weights = flatten_dict(abstract.params, sep=".").items()
         placed = {path: _placed(about, path, w.shape, w.sharding) for path, w in weights}
@@ -327,25 +327,25 @@ class Checkpoints:
         place = lambda path, to: _placed(about, path, weights[path].shape, to)
         where = {path: place(path, to) for path, to in flatten_dict(shardings, sep=".").items()}
         item = {"params": unflatten_dict(where, sep=".")}
-        how = ocp.checkpoint_utils.construct_restore_args(item)
-        found = self._read("state", ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True))
-        self._compare(about["checksums"], State(found["params"], None, None))
-        return found["params"]
+        to = ocp.checkpoint_utils.construct_restore_args(item)
+        restored = self._read("state", ocp.args.PyTreeRestore(item, restore_args=to, partial_restore=True))
+        self._compare(about["checksums"], State(restored["params"], None, None))
+        return restored["params"]
 
     def _about(self, config: ModelConfig) -> dict[str, Any]:
         """`about`, after a look at whose state it is."""
         about = self.about()
-        kept, asked = (dataclasses.asdict(x) for x in (about["config"], config))
-        if differ := [f"{k} {kept[k]} (asked: {asked[k]})" for k in kept if kept[k] != asked[k]]:
-            found = f"is of another model: it has {', '.join(differ)}"
-            raise ValueError(f"the checkpoint in {self.folder} {found}; give that model, or another folder")
+        kept, given = (dataclasses.asdict(x) for x in (about["config"], config))
+        if differ := [f"{k} {kept[k]} (asked: {given[k]})" for k in kept if kept[k] != given[k]]:
+            what = f"is of another model: it has {', '.join(differ)}"
+            raise ValueError(f"the checkpoint in {self.folder} {what}; give that model, or another folder")
         return about
 
-    def _compare_runs(self, kept: dict, asked: dict, anyway: bool, tell: Tell) -> None:
+    def _compare_runs(self, kept: dict, requested: dict, anyway: bool, tell: Tell) -> None:
         """Refuse or tell how the run that is asked for differs from the one that wrote. What one of them does
         not say is None; older ones had one decay."""
         kept = {"decay": "cosine"} | kept if "learning_rate" in kept else kept
-        pairs = {name: (kept.get(name), asked.get(name)) for name in asked | kept}
+        pairs = {name: (kept.get(name), requested.get(name)) for name in requested | kept}
         differ = {
             name: f"{name} {_words(before)} (asked: {_words(now)})"
             for name, (before, now) in pairs.items()
@@ -361,8 +361,8 @@ class Checkpoints:
             what = f"another {'run' if fixed else 'curve'} than was begun"
             tell(f"from step {self.latest} on this is {what}: it had {', '.join(differ.values())}")
 
-    def _compare(self, written: dict[str, int], found: State) -> None:
-        damaged = [name for name, now in checksums(found).items() if written.get(name) != now]
+    def _compare(self, written: dict[str, int], restored: State) -> None:
+        damaged = [name for name, now in checksums(restored).items() if written.get(name) != now]
         if damaged:
             more = f" (and {len(damaged) - 2} more)" if len(damaged) > 2 else ""
             self._refuse(f"{', '.join(damaged[:2])}{more} is not what was written")

@@ -79,7 +79,7 @@ class DataConfig:
 
 def find_files(patterns: Sequence[str]) -> list[str]:
     """The files that paths and globs name: patterns as given, the files of each sorted, none twice."""
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for pattern in patterns:
         path = os.path.expanduser(pattern)
         if os.path.isdir(path):
@@ -90,10 +90,10 @@ def find_files(patterns: Sequence[str]) -> list[str]:
         for file in filter(os.path.exists, matches):
             check_ordinary(file, "data file")
         if not matches:
-            asked = f"data '{pattern}', seen from the folder '{os.getcwd()}', matches no file"
-            raise ValueError(f"{asked}; give a file or a glob such as 'texts/**/*.txt'")
-        found |= dict.fromkeys(matches)
-    return list(found)
+            what = f"data '{pattern}', seen from the folder '{os.getcwd()}', matches no file"
+            raise ValueError(f"{what}; give a file or a glob such as 'texts/**/*.txt'")
+        paths |= dict.fromkeys(matches)
+    return list(paths)
 
 
 def library_files(root: str = "") -> list[str]:
@@ -136,11 +136,11 @@ def _document(line: str, where: str) -> str | Conversation:
     if not answers and "messages" not in row:
         row["text"].encode()  # fails for what is no string, and for half of a surrogate pair
         return row["text"]
-    said = zip(("user", "assistant"), (row["prompt"], row[answers[0]]), strict=True) if answers else ()
-    messages = check_messages([dict(role=r, content=c) for r, c in said] or row["messages"])
-    told = [message["content"].strip() for message in messages if message["role"] == "assistant"]
-    if not all(told) or not told:
-        raise ValueError(f"it has {'an empty answer' if told else 'no answer'}: leave it out")
+    pairs = zip(("user", "assistant"), (row["prompt"], row[answers[0]]), strict=True) if answers else ()
+    messages = check_messages([dict(role=r, content=c) for r, c in pairs] or row["messages"])
+    contents = [message["content"].strip() for message in messages if message["role"] == "assistant"]
+    if not all(contents) or not contents:
+        raise ValueError(f"it has {'an empty answer' if contents else 'no answer'}: leave it out")
     return Conversation(messages, where)
 
 
@@ -253,9 +253,9 @@ class FileTokenizer:
     def end_ids(self) -> frozenset[int]:
         """The tokens that end an answer: all that the files beside it name; else the document's start."""
         kept = [self.about(name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
-        found = [i for ids in kept for i in (ids if isinstance(ids, list) else [ids])]
-        found.append(self.hub.token_to_id(self.special.get("eos_token", "")))
-        known = (i for i in found if type(i) is int and 0 <= i < self.vocab_size)
+        numbers = [i for ids in kept for i in (ids if isinstance(ids, list) else [ids])]
+        numbers.append(self.hub.token_to_id(self.special.get("eos_token", "")))
+        known = (i for i in numbers if type(i) is int and 0 <= i < self.vocab_size)
         return frozenset(known) or frozenset([self.start_id])
 
     def encode(self, text: str) -> Int32[np.ndarray, " s"]:
@@ -267,8 +267,8 @@ class FileTokenizer:
         with calling(
             f"tokenizer '{self.name}' cannot encode the text"
         ):  # it may have no token for what is unknown, say
-            found = self.hub.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(e.ids, np.int32) for e in found]
+            encodings = self.hub.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(e.ids, np.int32) for e in encodings]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text of token ids; special tokens vanish."""
@@ -293,12 +293,12 @@ def open_tokenizer(name: str = "bytes", start_token: str | None = None) -> Token
     return ByteTokenizer()
 
 
-def tokenizer_of(made: dict | None, asked: str | None) -> Tokenizer:
+def tokenizer_of(made: dict | None, requested: str | None) -> Tokenizer:
     """The tokenizer of the run that ``made`` describes (`train.made_of`), if it does. Refuses another."""
     kept = (made or {}).get("tokenizer")
     if kept is None:
-        return open_tokenizer(asked or "bytes")
-    tokenizer = open_tokenizer(asked or kept["name"], kept.get("start_token"))
+        return open_tokenizer(requested or "bytes")
+    tokenizer = open_tokenizer(requested or kept["name"], kept.get("start_token"))
     if tokenizer.identity["fingerprint"] != kept["fingerprint"]:
         trained = f"the checkpoint was trained with tokenizer '{kept['name']}'"
         other = f"'{tokenizer.name}' is another; give the file that it was trained with"
@@ -309,9 +309,9 @@ def tokenizer_of(made: dict | None, asked: str | None) -> Tokenizer:
 def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Refuse a tokenizer with ids that a model of ``vocab_size`` embeddings lacks; fewer are fine."""
     if (size := tokenizer.vocab_size) > vocab_size:
-        found = f"tokenizer '{tokenizer.name}' has {size} tokens but the model's vocabulary has {vocab_size}"
+        has = f"tokenizer '{tokenizer.name}' has {size} tokens but the model's vocabulary has {vocab_size}"
         use = f"use a model with {size} or more, or a smaller tokenizer ('bytes' has 257)"
-        raise ValueError(f"{found}; {use}")
+        raise ValueError(f"{has}; {use}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,12 +335,12 @@ class Corpus:
 
 def host_bytes() -> int:
     """The memory that this machine, or the container this runs in, has; 0 where it does not say."""
-    found = []
+    sizes = []
     with contextlib.suppress(ValueError, OSError, AttributeError):
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     with contextlib.suppress(ValueError, OSError):
-        found.append(int(pathlib.Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(found, default=0)
+        sizes.append(int(pathlib.Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(sizes, default=0)
 
 
 def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpus:
@@ -351,44 +351,16 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
     every seed.
     """
     tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.start_token)
-    files = find_files(config.data) if config.data else library_files()
-    source = " ".join(config.data) or f"the standard library of Python {platform.python_version()}"
-    if not config.data and not any(f.endswith(".py") for f in files):
-        source += ", which comes without its sources here,"
-    limit = config.limit_bytes or (1 << 62 if config.data else LIBRARY_LIMIT_BYTES)
-    need = MEMORY_PER_BYTE * min(limit, sum(os.path.getsize(f) for f in files if os.path.exists(f)))
-    if 0 < (memory := host_bytes()) < need:
-        why = f"({MEMORY_PER_BYTE} bytes a byte of text; nothing is streamed)"
-        needs = f"{source} would take {need / 2**30:,.1f} GiB of memory {why}"
-        less = f"use --limit-bytes {memory // MEMORY_PER_BYTE}, or less data"
-        raise ValueError(f"{needs}, and this machine has {memory / 2**30:,.1f} GiB; {less}")
-    texts: list[str | Conversation] = []
-    size = num_read = 0
-    for text in itertools.chain.from_iterable(read_documents(file, limit - size) for file in files):
-        num_read += 1
-        if isinstance(text, Conversation):
-            size += sum(len(message["content"].encode()) for message in text.messages)
-            texts += [text] * (size <= limit)
-        else:
-            raw = text.encode()[: limit - size]
-            size += len(raw)
-            texts += filter(None, [raw.decode(errors="ignore")])  # the limit may fall inside a character
-        if size >= limit:
-            break
-    if not texts:
-        empty = f"{len(files)} files, {num_read} empty documents"
-        raise ValueError(f"{source} has no text: {empty}; give other --data")
-    source += f" ({len(files)} files; {len(texts)} documents, {size} bytes read"
-    source += f", up to limit_bytes {limit})" if size >= limit else ")"
+    texts, source = _read_texts(config)
     order = _shuffled(len(texts), np.random.PCG64(0))
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
     talks = sum(isinstance(text, Conversation) for text in texts)
     chat: Any = open_chat(tokenizer, DOCUMENT_S) if talks else None
     pieces, counts, partly = [], [], 0
-    for at in range(0, len(order), 1024):
-        some = [texts[i] for i in order[at : at + 1024]]
-        plain = iter(tokenizer.encode_all([text for text in some if isinstance(text, str)]))
-        for text in some:
+    for first in range(0, len(order), 1024):
+        part = [texts[i] for i in order[first : first + 1024]]
+        plain = iter(tokenizer.encode_all([text for text in part if isinstance(text, str)]))
+        for text in part:
             if isinstance(text, str):
                 ids = np.concatenate([[tokenizer.start_id], next(plain)])
                 counted = np.ones(len(ids) if talks else 0, bool)
@@ -406,6 +378,45 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
         source += f", {long} documents are longer than a row of {config.seq_len}" if long else ""
     offsets, mask = np.cumsum([0, *lengths]), np.concatenate(counts) if talks else None
     return Corpus(np.concatenate(pieces), offsets, tokenizer, source, mask)
+
+
+def _read_texts(config: DataConfig) -> tuple[list[str | Conversation], str]:
+    """Read the documents up to the limit, and say what was read."""
+    files = find_files(config.data) if config.data else library_files()
+    source = " ".join(config.data) or f"the standard library of Python {platform.python_version()}"
+    if not config.data and not any(f.endswith(".py") for f in files):
+        source += ", which comes without its sources here,"
+    limit = config.limit_bytes or (1 << 62 if config.data else LIBRARY_LIMIT_BYTES)
+    _check_memory(source, min(limit, sum(os.path.getsize(f) for f in files if os.path.exists(f))))
+    texts: list[str | Conversation] = []
+    size = num_read = 0
+    for text in itertools.chain.from_iterable(read_documents(file, limit - size) for file in files):
+        num_read += 1
+        if isinstance(text, Conversation):
+            size += sum(len(message["content"].encode()) for message in text.messages)
+            if size <= limit:
+                texts.append(text)
+        else:
+            raw = text.encode()[: limit - size]
+            size += len(raw)
+            texts += filter(None, [raw.decode(errors="ignore")])  # the limit may fall inside a character
+        if size >= limit:
+            break
+    if not texts:
+        empty = f"{len(files)} files, {num_read} empty documents"
+        raise ValueError(f"{source} has no text: {empty}; give other --data")
+    limited = f", up to limit_bytes {limit}" if size >= limit else ""
+    return texts, f"{source} ({len(files)} files; {len(texts)} documents, {size} bytes read{limited})"
+
+
+def _check_memory(source: str, num_bytes: int) -> None:
+    """Refuse a text that needs more memory than there is."""
+    memory, need = host_bytes(), MEMORY_PER_BYTE * num_bytes
+    if 0 < memory < need:
+        why = f"({MEMORY_PER_BYTE} bytes a byte of text; nothing is streamed)"
+        needs = f"{source} would take {need / 2**30:,.1f} GiB of memory {why}"
+        less = f"use --limit-bytes {memory // MEMORY_PER_BYTE}, or less data"
+        raise ValueError(f"{needs}, and this machine has {memory / 2**30:,.1f} GiB; {less}")
 
 
 def _shuffled(n: int, bits: np.random.PCG64) -> np.ndarray:
@@ -446,9 +457,9 @@ class Stream:
         self.num_rows = (end - begin - 1) // s  # per epoch
         what = f"the {part} part (held_out {config.held_out}) of {corpus.source}"
         if self.num_rows < 1:
-            found = f"seq_len {s} needs {s + 1} tokens, but {what} has {end - begin} of {total}"
+            needs = f"seq_len {s} needs {s + 1} tokens, but {what} has {end - begin} of {total}"
             hint = "use a shorter seq_len, more data, or another held_out (--held-out 0 keeps nothing out)"
-            raise ValueError(f"{found}; {hint}")
+            raise ValueError(f"{needs}; {hint}")
         if corpus.counted is not None and not corpus.counted[begin:end].any():
             raise ValueError(f"{what} has no answer; give more data, or another held_out")
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
@@ -467,13 +478,13 @@ class Stream:
         tokens, documents = np.empty((2, len(picks), s + 1), np.int32)
         counted = np.ones(tokens.shape, bool)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
+            in_epoch = epochs == epoch
             row_order, starts, shifts = self._epoch(int(epoch))
-            places = row_order[picks[here], None] * s + np.arange(s + 1)
-            documents[here] = found = np.searchsorted(starts, places, side="right") - 1
-            tokens[here] = self.corpus.tokens[places + shifts[found]]
+            places = row_order[picks[in_epoch], None] * s + np.arange(s + 1)
+            documents[in_epoch] = numbers = np.searchsorted(starts, places, side="right") - 1
+            tokens[in_epoch] = self.corpus.tokens[places + shifts[numbers]]
             if self.corpus.counted is not None:
-                counted[here] = self.corpus.counted[places + shifts[found]]
+                counted[in_epoch] = self.corpus.counted[places + shifts[numbers]]
         targets = counted[:, 1:] & (documents[:, 1:] == documents[:, :-1])
         batch = {
             "tokens": tokens[:, :-1],

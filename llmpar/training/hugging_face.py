@@ -96,8 +96,8 @@ class _Weight:
     def write(self, value: Any, dtype: str) -> Iterator[np.ndarray]:
         """The tensors of this weight, one after the other; every process must take all of them."""
         if np.shape(value) != self.shape:
-            found = f"'{self.name}' is made of {list(self.shape)}, not of {list(np.shape(value))}"
-            raise ValueError(f"{found}; give layers in the model's order (Step.to_model_order)")
+            what = f"'{self.name}' is made of {list(self.shape)}, not of {list(np.shape(value))}"
+            raise ValueError(f"{what}; give layers in the model's order (Step.to_model_order)")
         order = [self.own.index(x) for group in self.groups for x in group]
         for numbers in self.numbers:
             own = _take(value, numbers).astype(dtype).transpose(order)
@@ -116,8 +116,8 @@ def _take(stack: Any, at: tuple[int, ...]) -> np.ndarray:
     if not isinstance(stack, jax.Array) or not isinstance(stack.sharding, jax.sharding.NamedSharding):
         return np.asarray(stack[at])
     bits = _take_bits(stack, at, stack.sharding)
-    found = np.asarray(bits if bits.is_fully_addressable else process_allgather(bits, tiled=True))
-    return found.astype(f"uint{8 * stack.dtype.itemsize}").view(stack.dtype)
+    whole = np.asarray(bits if bits.is_fully_addressable else process_allgather(bits, tiled=True))
+    return whole.astype(f"uint{8 * stack.dtype.itemsize}").view(stack.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -128,13 +128,13 @@ def _take_bits(stack: jax.Array, at: tuple, sharding: jax.sharding.NamedSharding
     axes, own = [axes_of(cut) for cut in cuts[: len(at)]], jax.sharding.PartitionSpec(*cuts[len(at) :])
 
     def take(stack, at):
-        held = jnp.bool_(True)
+        is_local = jnp.bool_(True)
         for n, names in zip(at, axes, strict=True):
             n -= lax.axis_index(names) * len(stack) if names else 0
-            held &= (n >= 0) & (n < len(stack))
+            is_local &= (n >= 0) & (n < len(stack))
             stack = lax.dynamic_index_in_dim(stack, n, keepdims=False)  # some other, where it has none
         bits = lax.bitcast_convert_type(stack, f"uint{8 * stack.dtype.itemsize}").astype(jnp.uint32)
-        return lax.psum(jnp.where(held, bits, jnp.uint32(0)), sum(axes, ()))
+        return lax.psum(jnp.where(is_local, bits, jnp.uint32(0)), sum(axes, ()))
 
     given = sharding.spec, None
     return jax.shard_map(take, mesh=sharding.mesh, in_specs=given, out_specs=own)(stack, at)
@@ -158,9 +158,8 @@ def from_state_dict(
     weights = _weights(config)
     only = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     where = dict.fromkeys(weights, only) if shardings is None else flatten_dict(shardings, sep=".")
-    some = {path: weight for path, weight in weights.items() if path in where}
-    placed = {path: weight.place(tensors, where[path], np.dtype(dtype)) for path, weight in some.items()}
-    return unflatten_dict(placed, sep=".")
+    place = lambda path, to: weights[path].place(tensors, to, np.dtype(dtype))
+    return unflatten_dict({path: place(path, to) for path, to in where.items() if path in weights}, sep=".")
 
 
 def check(tensors: Mapping[str, Any], config: ModelConfig) -> None:
@@ -185,8 +184,8 @@ def check(tensors: Mapping[str, Any], config: ModelConfig) -> None:
         elif kind not in FLOATS:
             faults.append(f"'{name}' holds {kind}, but only {', '.join(FLOATS[:4])} are read")
     if faults:
-        found = "; ".join(sorted(faults)[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
-        what = f"these tensors are not the model '{config.name}': {found}"
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+        what = f"these tensors are not the model '{config.name}': {'; '.join(sorted(faults)[:3])}{more}"
         raise ValueError(f"{what}; use the config.json that they came with")
 
 

@@ -40,11 +40,11 @@ MFU = (
 """What is meant by it: Chowdhery et al. 2022, appendix B, but with attention halved by causality."""
 APART = {
     **dict.fromkeys(
-        ("on_step", "tell", "stop", "meet", "tracker", "log"), "what a process says, and to whom"
+        ("on_step", "tell", "stop", "barrier", "tracker", "log"), "what a process says, and to whom"
     ),
     **dict.fromkeys(("mesh", "ideal_step_s"), "its own devices; the plan has the mesh's sizes"),
 }
-"""Arguments of `train` in which processes may differ, each with the reason."""
+"""Settings of `train` in which processes may differ, each with the reason."""
 
 
 @dataclass
@@ -54,13 +54,13 @@ class Report:
     ``eval_losses`` are pairs: the number of steps done, and the loss of held-out text after them.
     """
 
+    start: int = 0
+    tokens_per_step: int = 0
+    ideal_step_s: float | None = None
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     eval_losses: list[tuple[int, float]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    start: int = 0
-    tokens_per_step: int = 0
-    ideal_step_s: float | None = None
     memory_bytes: int = 0
 
     @property
@@ -109,10 +109,70 @@ def made_of(
     return run | dataclasses.asdict(options)
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out text of which ``eval_batches`` batches are evaluated every ``eval_every`` steps (0: never),
+    and after the last step."""
+
+    held_out: Stream | None = None
+    eval_every: int = 0
+    eval_batches: int = 1
+
+    def check(self) -> None:
+        """Refuse an evaluation of nothing."""
+        held_out, batches = self.held_out, self.eval_batches
+        if self.eval_every < 0 or batches < 1:
+            requested = f"evaluation every {self.eval_every} steps of {batches} batches"
+            raise ValueError(f"{requested}: use 0 (never) or more, and 1 or more")
+        if held_out and self.eval_every:
+            if not any((held_out.batch(i)["targets"] >= 0).any() for i in range(batches)):
+                more = "use more --eval-batches, or a smaller --held-out"
+                raise ValueError(f"no answer is in the first {batches} held-out batches; {more}")
+
+    def is_due(self, done: int, steps: int) -> bool:
+        """Tell whether to evaluate after ``done`` of all steps."""
+        never = self.held_out is None or self.eval_every == 0
+        return not never and (done % self.eval_every == 0 or done == steps)
+
+    def score(self, step: Step, state: State) -> dict[str, Any]:
+        """Return the mean cross-entropy in nats of the batches, without the routers' losses, as ``loss``; and
+        what it is ``of``: losses of the same alone can be compared."""
+        assert self.held_out
+        batches = (_place(step, self.held_out, i) for i in range(self.eval_batches))
+        sums = [jax.device_get(step.evaluate.compiled(state.params, batch)) for batch in batches]
+        loss, tokens = (sum(float(x[i]) for x in sums) for i in (0, 1))
+        config, text = self.held_out.config, self.held_out.corpus.fingerprint
+        rows = f"{self.eval_batches} of {config.batch_size} x {config.seq_len}"
+        return {"loss": loss / max(tokens, 1), "of": f"{rows} of 1/{config.held_out} of {text}"}
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What a run calls.
+
+    Attributes:
+        on_step: called after each step, with its number and the report so far.
+        tell: called with sentences for people, such as how the checkpoint differs from this run.
+        stop: called after each step; when it gives True, the state is saved (with checkpoints) and training
+            ends. So it does where the log can no longer be written, and on every other way out but a step
+            that failed.
+        barrier: called where several processes should wait for one another: some compile longer than others.
+            At the beginning it is given what they must agree on (`launch.joined.meet`).
+    """
+
+    on_step: Callable[[int, Report], None] = lambda number, report: None
+    tell: Callable[[str], None] = lambda words: None
+    stop: Callable[[], bool] = lambda: False
+    barrier: Callable[..., None] = lambda settings=None: None
+
+
 def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What all processes must come to `train` with, by the names of its arguments: all but those of `APART`.
-    Of texts, checkpoints and weights it is what is in them."""
-    settings = {name: value for name, value in given.items() if name not in APART}
+    """List what all processes must come to `train` with, by the names of its settings: all but those of
+    `APART`. Of texts, checkpoints and weights it is what is in them."""
+    settings = dict(given)
+    for name in ("evaluation", "callbacks"):
+        settings |= vars(settings.pop(name))
+    settings = {name: value for name, value in settings.items() if name not in APART}
     for name in ("stream", "held_out"):
         if stream := settings[name]:
             corpus = stream.corpus
@@ -142,20 +202,15 @@ def train(
     options: OptimizerConfig = ADAMW,
     seed: int = 0,
     checkpoints: Checkpoints | None = None,
-    log: str | None = None,
-    on_step: Callable[[int, Report], None] = lambda number, report: None,
     anyway: bool = False,
-    held_out: Stream | None = None,
-    eval_every: int = 0,
-    eval_batches: int = 1,
-    ideal_step_s: float | None = None,
-    tell: Callable[[str], None] = lambda words: None,
-    stop: Callable[[], bool] = lambda: False,
-    meet: Callable[..., None] = lambda settings=None: None,
-    tracker: Tracker | None = None,
-    profile: tuple[int, int] | None = None,
     begin: Callable[[Tree], Tree] | None = None,
     origin: str | None = None,
+    evaluation: Evaluation = Evaluation(),
+    log: str | None = None,
+    tracker: Tracker | None = None,
+    profile: tuple[int, int] | None = None,
+    ideal_step_s: float | None = None,
+    callbacks: Callbacks = Callbacks(),
 ) -> tuple[State, Report]:
     """Train to step ``steps``, from the newest checkpoint if there is one.
 
@@ -165,123 +220,138 @@ def train(
 
     Args:
         anyway: resume from a checkpoint of other data, seeds or sizes, which is refused otherwise.
-        held_out: text of which ``eval_batches`` batches are evaluated every ``eval_every`` steps (0: never),
-            and after the last step.
+        begin: gives the weights to begin with (or a part of them), laid out as the tree of shardings that it
+            gets says. With a checkpoint it is not called.
+        origin: where those are from; a checkpoint remembers it.
+        log: a file to which a JSON line per step is appended; a tracker gets the same rows.
+        profile: the first and the last step to trace.
         ideal_step_s: seconds that a step's useful FLOPs take at the devices' peak; the report divides by the
             measured seconds.
-        tell: called with sentences for people, such as how the checkpoint differs from this run.
-        stop: called after each step; when it gives True, the state is saved (with ``checkpoints``) and
-            training ends. So it does where the log can no longer be written, and on every other way out but
-            a step that failed.
-        meet: called where several processes should wait for one another: some compile longer than others.
-            At the beginning it is given what they must agree on (`launch.joined.meet`).
-        tracker: what the log's rows are handed to, too.
-        profile: the first and the last step of those that are traced, in the folder ``profile``.
-        begin: gives the weights to begin with (or a part of them), laid out as the tree that it is given
-            says. With a checkpoint it is not called.
-        origin: where those are from; a checkpoint remembers it.
 
     Raises:
-        ValueError: what is asked cannot be, or processes that train together differ in it (`settings_of`).
+        ValueError: the run is not possible, or processes that train together differ in it (`settings_of`).
         FloatingPointError: a loss or a gradient is not finite. Checkpoints taken before that step stay.
     """
-    meet(settings_of(locals()) if jax.process_count() > 1 else {})
+    callbacks.barrier(settings_of(locals()) if jax.process_count() > 1 else {})
     plan.check(config, stream.config.batch_size, stream.config.seq_len)
-    _check_run(steps, eval_every, eval_batches)
-    score_of = _score_of(held_out, eval_batches) if held_out and eval_every else ""
-    made: dict[str, Any] = {}
-    if checkpoints or tracker:  # its sums read the whole text
-        made = made_of(config, plan, stream, steps, options, seed)
+    evaluation.check()
+    if steps < 1:
+        raise ValueError(f"training to step {steps} does nothing; use 1 or more")
+    described = checkpoints or tracker  # its sums read the whole text
+    made = made_of(config, plan, stream, steps, options, seed) if described else {}
     if origin:
         made["from"] = os.path.abspath(origin)
-    agreed = multihost_utils.broadcast_one_to_all  # process 0's number, so that all do the same
-    writes = checkpoints is not None and agreed(np.int32(checkpoints.latest or 0)) < steps
     about = made | {"model": config.name, "mesh": str(plan.mesh), "mfu": MFU}
+    # Process 0's number, so that all do the same.
+    writes = checkpoints is not None and _agreed(checkpoints.latest or 0) < steps
     with (
         checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(),
         _opened(log) as lines,
-        tracking(tracker, about, tell) as send,
-        contextlib.ExitStack() as ends,
+        tracking(tracker, about, callbacks.tell) as send,
         contextlib.ExitStack() as traced,
     ):
         step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
-        restored = checkpoints and checkpoints.restore(step.abstract_model_order, config, made, anyway, tell)
-        if restored:
-            state = step.from_model_order(restored, donate=True)
-        else:
-            lies = jax.tree.map(lambda x: x.sharding, step.abstract_model_order.params)
-            state = step.init(seed, begin(lies) if begin else None)
+        # There are never two states: no name but the run's is one.
+        run = _Run(
+            step,
+            _first_state(step, checkpoints, made, anyway, seed, begin, callbacks.tell),
+            checkpoints,
+            made,
+            evaluation,
+            callbacks.tell,
+        )
         num_tokens = stream.config.batch_size * stream.config.seq_len
-        report = Report(start=int(state.step), tokens_per_step=num_tokens, ideal_step_s=ideal_step_s)
-        if restored:
-            nothing = "; nothing is left to do" * (report.start >= steps)
-            tell(f"goes on from the checkpoint of step {report.start}{nothing}")
-        measured, run = _Measured(step, report, checkpoints, lines, send, on_step), None
+        report = Report(run.done, num_tokens, ideal_step_s)
+        if report.start:
+            nothing = "; nothing is left to do" if report.start >= steps else ""
+            callbacks.tell(f"goes on from the checkpoint of step {report.start}{nothing}")
+        measured = _Measured(step, report, checkpoints, lines, send, callbacks.on_step)
         first, last = profile or (steps, steps)
-        newest = _Newest(step, state, report.start, checkpoints, made, tell)
-        del state  # there are never two
-        ends.enter_context(newest.saved_on_the_way_out(measured))
-        for number in range(report.start, steps):
-            batch = _place(step, stream, number)
-            run = run or _compiled(step, newest.state, batch, meet, ahead=profile is not None)
-            if max(first, report.start) == number <= last:
-                measured.read_all()
-                traced.enter_context(profiling("profile", run.as_text(), tell))
-            newest.state, metrics = run(newest.state, batch)
-            newest.done = done = number + 1
-            measured.add(number, metrics)
-            if number == last:
-                measured.read_all()
-                traced.close()
-                measured.restart_clock()
-            stopped = measured.asks_to_stop() or stop()
-            evaluates = held_out is not None and eval_every and (done % eval_every == 0 or done == steps)
-            saves = checkpoints is not None and (stopped or checkpoints.due(done, steps))
-            if evaluates or saves:
-                measured.read_all()  # never keep what a bad step has spoiled
-                natural, score = newest.in_order(), None
-                if held_out and evaluates:
-                    loss = _evaluate(step, natural, held_out, eval_batches)
-                    measured.add_evaluation(done, loss)
-                    score = {"loss": loss, "of": score_of}
-                    if checkpoints and not saves:
-                        saves = bool(agreed(np.int32(checkpoints.best((done, score)) == done)))
-                if saves:
-                    newest.save(score)
-                newest.in_stages()
-                measured.restart_clock()
-            if stopped:
-                break
-        measured.read_all()
-        if measured.failed:
-            raise measured.failed
-        report.memory_bytes = _most(report.memory_bytes)
-        return newest.in_order(), report
+        program = None
+        with run.saved_on_the_way_out(measured):
+            for number in range(report.start, steps):
+                batch = _place(step, stream, number)
+                program = program or _compiled(step, run.state, batch, callbacks.barrier, profile is not None)
+                if max(first, report.start) == number <= last:
+                    measured.read_all()
+                    traced.enter_context(profiling("profile", program.as_text(), callbacks.tell))
+                run.state, metrics = program(run.state, batch)
+                run.done = number + 1
+                measured.add(number, metrics)
+                if number == last:
+                    measured.read_all()
+                    traced.close()
+                    measured.restart_clock()
+                stopped = measured.asks_to_stop() or callbacks.stop()
+                run.evaluate_and_save(measured, steps, stopped)
+                if stopped:
+                    break
+            measured.finish()
+            return run.in_order(), report
+
+
+def _agreed(number: int) -> int:
+    """Return process 0's number."""
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def _first_state(
+    step: Step,
+    checkpoints: Checkpoints | None,
+    made: dict[str, Any],
+    anyway: bool,
+    seed: int,
+    begin: Callable[[Tree], Tree] | None,
+    tell: Callable[[str], None],
+) -> State:
+    """Restore the newest checkpoint, or make a state."""
+    abstract = step.abstract_model_order
+    if checkpoints and (state := checkpoints.restore(abstract, step.config, made, anyway, tell)):
+        return step.from_model_order(state, donate=True)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract.params)
+    return step.init(seed, begin(shardings) if begin else None)
 
 
 @dataclass
-class _Newest:
-    """The newest state of a run, after ``done`` steps, and where it is saved."""
+class _Run:
+    """The newest state of a run, after ``done`` steps, which is evaluated and saved."""
 
     step: Step
     state: State
-    done: int
     checkpoints: Checkpoints | None
     made: dict[str, Any]
+    evaluation: Evaluation
     tell: Callable[[str], None]
 
     def __post_init__(self):
-        self._saved, self._in_order = self.done, False
+        self.done = self._saved = int(self.state.step)
+        self._in_order = False
 
     def in_order(self) -> State:
-        """The state with its layers in the model's order, from here on."""
+        """Return the state with its layers in the model's order, from now on."""
         if not self._in_order:
-            self.state, self._in_order = self.step.to_model_order(self.state, donate=True), True
+            self.state = self.step.to_model_order(self.state, donate=True)
+            self._in_order = True
         return self.state
 
-    def in_stages(self) -> None:
-        """From here on the state lies as the step takes it."""
-        self.state, self._in_order = self.step.from_model_order(self.state, donate=True), False
+    def evaluate_and_save(self, measured: "_Measured", steps: int, stopped: bool) -> None:
+        """Do what is due after this step; then the state has its layers in the stages' order again."""
+        evaluates = self.evaluation.is_due(self.done, steps)
+        saves = self.checkpoints is not None and (stopped or self.checkpoints.due(self.done, steps))
+        if not evaluates and not saves:
+            return
+        measured.read_all()  # never keep what a bad step has spoiled
+        score = None
+        if evaluates:
+            score = self.evaluation.score(self.step, self.in_order())
+            measured.add_evaluation(self.done, score["loss"])
+            if self.checkpoints and not saves:
+                saves = bool(_agreed(self.checkpoints.best((self.done, score)) == self.done))
+        if saves:
+            self.save(score)
+        self.state = self.step.from_model_order(self.in_order(), donate=True)
+        self._in_order = False
+        measured.restart_clock()
 
     def save(self, score: dict[str, Any] | None = None) -> None:
         """Save it, once: what could not be saved is not tried again on the way out."""
@@ -304,18 +374,9 @@ class _Newest:
             raise
 
 
-def _score_of(held_out: Stream, batches: int) -> str:
-    """Say what an evaluation is of: losses of the same alone can be compared. Refuses one of nothing."""
-    if not any((held_out.batch(i)["targets"] >= 0).any() for i in range(batches)):
-        more = "use more --eval-batches, or a smaller --held-out"
-        raise ValueError(f"no answer is in the first {batches} held-out batches; {more}")
-    config, text = held_out.config, held_out.corpus.fingerprint
-    return f"{batches} of {config.batch_size} x {config.seq_len} of 1/{config.held_out} of {text}"
-
-
-def _compiled(step: Step, state: State, batch: dict, meet: Callable[[], None], ahead: bool) -> Any:
-    """Give the step. Several processes compile it and meet before the first of them runs it; one does so only
-    where it is asked to compile ``ahead``.
+def _compiled(step: Step, state: State, batch: dict, barrier: Callable[[], None], ahead: bool) -> Any:
+    """Return the step. Several processes compile it and wait for one another before the first of them runs
+    it; a single one does so only where it is to compile ``ahead``.
 
     Devices of a CPU that exchange data for the first time wait 30 s for one another (Gloo; no option changes
     that), and later as long as they must. On a busy machine one process compiles longer than that.
@@ -323,7 +384,7 @@ def _compiled(step: Step, state: State, batch: dict, meet: Callable[[], None], a
     if jax.process_count() == 1 and not ahead:
         return step.run.compiled
     run = step.run.lower(state, batch).compile()
-    meet()
+    barrier()
     return run
 
 
@@ -332,15 +393,6 @@ def _most(num_bytes: int) -> int:
     if jax.process_count() == 1:
         return num_bytes
     return int(multihost_utils.process_allgather(np.int32(num_bytes >> 20)).max()) << 20
-
-
-def _check_run(steps: int, eval_every: int, eval_batches: int) -> None:
-    """Refuse a run that would do nothing, or not what it says."""
-    if steps < 1:
-        raise ValueError(f"training to step {steps} does nothing; use 1 or more")
-    if eval_every < 0 or eval_batches < 1:
-        asked = f"evaluation every {eval_every} steps of {eval_batches} batches"
-        raise ValueError(f"{asked}: use 0 (never) or more, and 1 or more")
 
 
 @dataclass
@@ -377,6 +429,13 @@ class _Measured:
         """Read the steps that were sent and not yet read."""
         while self.waiting:
             self._read()
+
+    def finish(self) -> None:
+        """Read all steps, and end with what kept the log from being written, if anything did."""
+        self.read_all()
+        if self.failed:
+            raise self.failed
+        self.report.memory_bytes = _most(self.report.memory_bytes)
 
     def are_finite(self) -> bool:
         """Tell whether the steps that were not yet read went well."""
@@ -420,8 +479,8 @@ class _Measured:
             self.checkpoints.discard(number)
         kept = self.checkpoints.latest if self.checkpoints else None
         saved = "no checkpoint was taken" if kept is None else f"the checkpoint of step {kept} is intact"
-        found = f"the loss of step {number} is {loss}, its gradient's norm {norm}"
-        raise FloatingPointError(f"{found}: stopped; {saved}; try a lower learning rate")
+        what = f"the loss of step {number} is {loss}, its gradient's norm {norm}"
+        raise FloatingPointError(f"{what}: stopped; {saved}; try a lower learning rate")
 
     def _write(self, row: dict) -> None:
         if self.lines and not self.failed:
@@ -435,26 +494,16 @@ class _Measured:
         self.send(row["step"] if "step" in row else row["steps_done"], row)
 
 
-def _evaluate(step: Step, state: State, held_out: Stream, batches: int) -> float:
-    """Give the mean cross-entropy in nats of the first ``batches``, without the routers' losses."""
-    sums = [
-        jax.device_get(step.evaluate.compiled(state.params, _place(step, held_out, i)))
-        for i in range(batches)
-    ]
-    loss, tokens = (sum(float(x[i]) for x in sums) for i in (0, 1))
-    return loss / max(tokens, 1)
-
-
 def _place(step: Step, stream: Stream, number: int) -> dict:
     """Put a step's batch on its devices. Each process makes only the rows that its own hold, each once."""
     shape = stream.config.batch_size, stream.config.seq_len
 
     @functools.cache
     def rows(begin: int, end: int) -> dict[str, np.ndarray]:
-        found = stream.local_batch(number, slice(begin, end))
+        batch = stream.local_batch(number, slice(begin, end))
         for name in ("tokens", "targets"):
-            check_tokens(name, found[name], step.config.vocab_size)
-        return found
+            check_tokens(name, batch[name], step.config.vocab_size)
+        return batch
 
     def piece(name: str, index: tuple[slice, ...]) -> np.ndarray:
         return rows(*index[0].indices(shape[0])[:2])[name][:, index[1]]

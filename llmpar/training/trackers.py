@@ -34,11 +34,11 @@ def tracking(name: Tracker | None, about: dict[str, Any], tell: Callable[[str], 
             raise ValueError(f"tracker '{name}' cannot begin ({why}); {use}, or use --log alone") from error
         lost, ends = False, failed
 
-        def try_to(call: Callable, *args: Any, **how: Any) -> None:
+        def try_to(call: Callable, *args: Any, **options: Any) -> None:
             nonlocal lost
             try:
                 if not lost:
-                    call(*args, **how)
+                    call(*args, **options)
             except Exception as error:
                 lost = True
                 tell(f"tracker '{name}' gets no more rows: {type(error).__name__}: {error}")
