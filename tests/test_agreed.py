@@ -15,7 +15,7 @@ from llmpar.launch import agreed
 from llmpar.launch.agreed import FOLDERS, OWN, differences, flat, refusal, surroundings
 from llmpar.plan.model_config import PRESETS, ExpertConfig, LoraConfig, OptimizerConfig, RopeScaling
 from llmpar.plan.plan import Plan
-from llmpar.training.data import ByteTokenizer, Corpus, DataConfig, Stream
+from llmpar.training.data import Batches, ByteTokenizer, Corpus, DataConfig
 from llmpar.training.loop import APART, kept_in, settings_of, train
 
 MODEL = dataclasses.replace(
@@ -91,7 +91,7 @@ def test_long_values_that_begin_alike_are_told_apart():
 def stream(text="abc" * 40, part="train", **config):
     tokens = np.concatenate([[256], np.frombuffer(text.encode(), np.uint8)]).astype(np.uint16)
     corpus = Corpus(tokens, np.array([0, len(tokens)]), ByteTokenizer(), "a text")
-    return Stream(corpus, DataConfig(seq_len=4, batch_size=2, held_out=2, **config), part)
+    return Batches(corpus, DataConfig(seq_len=4, batch_size=2, held_out=2, **config), part)
 
 
 GROUPS = {"evaluation", "callbacks"}

@@ -195,7 +195,7 @@ class Train:
         step, text = self.step, dataclasses.replace(self.text, tokenizer=tokenizer)
         return dataclasses.replace(self, step=dataclasses.replace(step, model=model), text=text), load
 
-    def read_text(self, config: ModelConfig, plan: Plan) -> tuple[data.Stream, data.Stream | None]:
+    def read_text(self, config: ModelConfig, plan: Plan) -> tuple[data.Batches, data.Batches | None]:
         """Read the text to train on, and its held-out part if it is to be evaluated."""
         batch_size, seq_len = self.step.batch_size, self.step.seq_len
         source = data.DataConfig(**vars(self.text), seq_len=seq_len, batch_size=batch_size, seed=self.seed)
@@ -203,8 +203,8 @@ class Train:
         data.check_vocab(tokenizer, config.vocab_size)
         corpus = data.read_corpus(source, tokenizer)
         order = functools.partial(row_orders, plan.sequence_order, n=plan.mesh.sp, window=config.window)
-        held_out = data.Stream(corpus, source, "held_out", order) if self.eval_every else None
-        return data.Stream(corpus, source, order=order), held_out
+        held_out = data.Batches(corpus, source, "held_out", order) if self.eval_every else None
+        return data.Batches(corpus, source, order=order), held_out
 
 
 def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:

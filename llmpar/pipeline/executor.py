@@ -73,8 +73,8 @@ def gradients(
 
 
 def _run_two_copies(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tree) -> Tree:
-    """`_run` with two copies of the model (DualPipe): a stage borrows its opposite's layers, the one at the
-    same distance from the other end, and returns their gradients."""
+    """As `_run`, with two copies of the model (DualPipe): borrow the layers of the opposite stage, at the
+    same distance from the other end, and return their gradients to it."""
     p = par.plan.mesh.pp
 
     def opposite(x: Array) -> Array:

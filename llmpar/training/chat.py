@@ -51,12 +51,12 @@ class Chat:
     def tokens(
         self, messages: Sequence[Any], ask: bool = True, most: float = math.inf
     ) -> tuple[Int32[np.ndarray, " s"], Bool[np.ndarray, " s"]]:
-        """The ids of a conversation, and which of them are an answer: what the assistant says and the token
-        that ends it.
+        """Return the ids of a conversation, and which of them are an answer: the assistant's text and the
+        token that ends it.
 
         ``ask``: an answer is to come, and its beginning follows. In more than ``most`` ids no answers are
-        looked for. An answer does not count that the template writes otherwise than it would be asked for: of
-        a conversation whose earlier answers it writes anew, without their thoughts say, only the last does.
+        looked for. An answer counts only if the template writes it as it would when asking for it: where it
+        rewrites earlier answers, without their thoughts say, only the last one counts.
         """
         messages = check_messages(messages)
         if not self._text:
@@ -85,7 +85,7 @@ class Chat:
         return np.array(ids, np.int32), is_answer
 
     def _parts(self, text: str, seams: Sequence[int]) -> Iterator[str]:
-        """A text cut at the seams, and where a special token begins: what is before does not change what is
+        """Cut a text at the seams, and where a special token begins: what is before does not change what is
         behind. So a beginning of a text has the same parts, but for the last."""
         for first, last in itertools.pairwise([0, *seams, len(text)]):
             part = text[first:last]
@@ -94,11 +94,11 @@ class Chat:
             yield from (part[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(part)]))
 
     def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        """The ids of texts that are no conversations."""
+        """Encode texts that are no conversations."""
         return self.tokenizer.encode_all(texts)
 
     def close(self) -> None:
-        """Nothing runs that could be ended."""
+        """Do nothing: no process runs (`apart.Apart` has some)."""
 
     def _plain(self, messages: Sequence[Message], ask: bool) -> tuple[np.ndarray, np.ndarray]:
         texts = [text for message in messages for text in (f"{message['role']}\n", message["content"])]
@@ -135,7 +135,7 @@ class Chat:
         return type(self.tokenizer.hub).from_str(self.tokenizer.hub.to_str())  # knows special tokens in text
 
     def _encode(self, text: str) -> list[int]:
-        """The ids of a rendered text, cut around marked special tokens, which stay text."""
+        """Encode a rendered text, cut around marked special tokens, which stay text."""
         ids: list[int] = []
         for n, piece in enumerate(re.split(f"{_MARK}({self._spelled}){_MARK}|{_MARK}", text)):
             if piece:
@@ -161,7 +161,7 @@ def calling(what: str, use: str = "mend it, or use 'bytes'"):
 
 
 def check_messages(messages: Any) -> list[dict[str, str]]:
-    """The roles and contents of a conversation's messages; refuses what is none."""
+    """Return the roles and contents of a conversation's messages; refuse anything else."""
     like = f'each must look like {{"role": "user", "content": "…"}}, with a role of {", ".join(ROLES)}'
     checked = []
     for number, message in enumerate(messages if isinstance(messages, list | tuple) else [messages], 1):
@@ -176,7 +176,7 @@ def check_messages(messages: Any) -> list[dict[str, str]]:
 
 
 def _template_text(tokenizer: Any) -> str:
-    """The template beside a tokenizer, if there is one."""
+    """Return the template beside a tokenizer, if there is one."""
     file, text = tokenizer.beside("chat_template.jinja"), tokenizer.about("tokenizer_config.json")
     text = read_text(file, "chat template") if file.is_file() else text.get("chat_template")
     if isinstance(text, list):  # several by name
@@ -185,7 +185,7 @@ def _template_text(tokenizer: Any) -> str:
 
 
 def _compiled(text: str, name: str) -> Any:
-    """A template in an environment like that of `transformers`."""
+    """Compile a template in an environment like that of `transformers`."""
     try:
         import jinja2.sandbox
     except ImportError as error:

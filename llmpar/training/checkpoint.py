@@ -73,7 +73,8 @@ class Checkpoints:
         return self._manager.latest_step() if self.folder.is_dir() else None
 
     def best(self, *more: tuple[int, Told]) -> int | None:
-        """The step with the lowest held-out loss of those evaluated as the last, and ``more``; or None."""
+        """Return the step with the lowest held-out loss of those evaluated as the last, and ``more``; or
+        None."""
         steps = sorted(self._manager.all_steps()) if self.folder.is_dir() else []
         scores = [(step, self._score(step)) for step in steps] + [*more]
         finite = [(step, score) for step, score in scores if score and math.isfinite(score["loss"])]
@@ -81,8 +82,8 @@ class Checkpoints:
         return min(alike)[1] if alike else None
 
     def _score(self, step: int) -> Told:
-        """What was written of a checkpoint's evaluation; None of a damaged one: who reads it is told. (One
-        that this machine cannot read now is no worse than others, and must not go for that.)"""
+        """Return a checkpoint's evaluation as it was written; None of a damaged one, which is refused when it
+        is read. (One that this machine cannot read now is no worse than others, and must not be deleted.)"""
         gone = FileNotFoundError, NotADirectoryError
         with contextlib.suppress(*gone, ValueError, TypeError, KeyError, AttributeError):
             score = json.loads((self.folder / str(step) / "about" / "metadata").read_text())["score"]
@@ -102,13 +103,12 @@ class Checkpoints:
         return best
 
     def due(self, step: int, last: int) -> bool:
-        """Whether to save after ``step`` steps."""
+        """Tell whether to save after ``step`` steps."""
         return step % self.every == 0 or step == last
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """While this is open nobody else writes here: refuses where somebody does, or where nothing can be
-        written.
+        """Let no other process write into the folder; refuse where one does, or where nothing can be written.
 
         The lock is the kernel's, so it ends with the process that holds it, whatever ended that; the file
         stays. On a file system without locks there is none. Leftovers of saves that were interrupted are
@@ -121,7 +121,7 @@ class Checkpoints:
                 self._lock(stack)
             if jax.process_count() > 1:
                 self._check_shared()
-            self._manager.reload()  # what somebody wrote before the lock was ours
+            self._manager.reload()  # what was written before the lock was ours
             yield
 
     def _lock(self, stack: contextlib.ExitStack) -> None:
@@ -152,8 +152,8 @@ class Checkpoints:
             pass
 
     def _is_ours(self) -> bool:
-        """Whether the folder still has the lock that this process took: a lock goes with a file, not with its
-        name."""
+        """Tell whether the folder still has the lock that this process took: a lock goes with a file, not
+        with its name."""
         if self._lock_file is None:
             return True
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -180,7 +180,7 @@ class Checkpoints:
             raise ValueError(f"{who} {what}; give a folder that all hosts share")
 
     def _lock_sum(self) -> int:
-        """A checksum of the lock as this process sees it; 0 where it sees none."""
+        """Return a checksum of the lock as this process sees it; 0 where it sees none."""
         with contextlib.suppress(OSError):
             return zlib.crc32((self.folder / "lock").read_bytes())
         return 0
@@ -189,7 +189,7 @@ class Checkpoints:
         self, step: int, state: State, config: ModelConfig, made: Told = None, score: Told = None
     ) -> None:
         """Write all of the state, and beside it the model's configuration, what ``made`` it, and its score;
-        finished, or as if it had never begun. Then older ones go, but for one that somebody reads."""
+        finished, or as if it had never begun. Then older ones are deleted, but for one that is being read."""
         stranger = multihost_utils.broadcast_one_to_all(np.int32(0 if self._is_ours() else os.getpid()))
         if stranger:
             self._save_aside(int(stranger), step, state, config, made, score)
@@ -217,7 +217,7 @@ class Checkpoints:
             raise ValueError(f"{what} ({kept}): {why}") from error
         try:
             best = self.best() or 0
-        except OSError:  # none goes while nobody knows which is the best
+        except OSError:  # none is deleted while the best is not known
             best = -1
         best = int(multihost_utils.broadcast_one_to_all(np.int32(best)))
         for old in sorted(self._manager.all_steps())[:-_KEPT] if best >= 0 else ():
@@ -244,7 +244,7 @@ class Checkpoints:
         return file
 
     def _is_free(self, step: int) -> bool:
-        """Whether nobody is reading a checkpoint; where a file system has no locks, nobody is known."""
+        """Tell whether no process is reading a checkpoint; without locks on a file system none is known."""
         try:
             os.close(self._hold(step, alone=True))
         except BlockingIOError:
@@ -254,8 +254,8 @@ class Checkpoints:
         return True
 
     def about(self) -> dict[str, Any]:
-        """What was written beside the state: the model's ``config``, what ``made`` it, ``checksums``, and
-        its ``score`` where it was evaluated."""
+        """Return what was written beside the state: the model's ``config``, what ``made`` it, ``checksums``,
+        and its ``score`` where it was evaluated."""
         if self.latest is None:
             raise ValueError(f"there is no checkpoint in {self.folder}; train with --checkpoints first")
         about = self._described()
@@ -270,8 +270,8 @@ class Checkpoints:
             raise ValueError(f"{self._which} is of a model that is not known here: {error}") from error
 
     def _described(self, again: bool = False) -> Any:
-        """The description of the checkpoint that is read from here on. If a training has taken that away
-        meanwhile, it is the one that is the newest (or the best) now."""
+        """Return the description of the checkpoint that is read from here on. If a training has taken that
+        away meanwhile, it is the one that is the newest (or the best) now."""
         known, self._read_step = self._read_step, self.chosen
         step = self._read_step
         try:
@@ -297,10 +297,10 @@ class Checkpoints:
         anyway: bool = False,
         tell: Tell = lambda words: None,
     ) -> State | None:
-        """The state, laid out as ``abstract`` says; None where there is none.
+        """Return the state, laid out as ``abstract`` says; None where there is none.
 
-        Refuses another model's, what cannot be read or is not what was written, and a run that is `FIXED` to
-        something else than ``made`` has (unless ``anyway``). Tells what is harmless but not as it was.
+        Refuses another model's state, what cannot be read or is not what was written, and a run whose `FIXED`
+        settings differ from ``made`` (unless ``anyway``). Tells of differences that are harmless.
         """
         if self.latest is None:
             return None
@@ -322,7 +322,8 @@ class Checkpoints:
         return state._replace(params=jax.tree.map(cast, state.params, abstract.params))
 
     def params(self, shardings: Tree, config: ModelConfig) -> Tree:
-        """The weights (those that the tree of shardings names, laid out so) in the dtypes of the file."""
+        """Return the weights (those that the tree of shardings names, laid out so) in the dtypes of the
+        file."""
         about, weights = self._about(config), config.weights()
         place = lambda path, to: _placed(about, path, weights[path].shape, to)
         where = {path: place(path, to) for path, to in flatten_dict(shardings, sep=".").items()}
@@ -333,7 +334,7 @@ class Checkpoints:
         return restored["params"]
 
     def _about(self, config: ModelConfig) -> dict[str, Any]:
-        """`about`, after a look at whose state it is."""
+        """Return `about`; refuse another model's state."""
         about = self.about()
         kept, given = (dataclasses.asdict(x) for x in (about["config"], config))
         if differ := [f"{k} {kept[k]} (asked: {given[k]})" for k in kept if kept[k] != given[k]]:
@@ -342,8 +343,8 @@ class Checkpoints:
         return about
 
     def _compare_runs(self, kept: dict, requested: dict, anyway: bool, tell: Tell) -> None:
-        """Refuse or tell how the run that is asked for differs from the one that wrote. What one of them does
-        not say is None; older ones had one decay."""
+        """Refuse, or tell, how the requested run differs from the one that wrote. What one of them lacks is
+        None; older ones had one decay."""
         kept = {"decay": "cosine"} | kept if "learning_rate" in kept else kept
         pairs = {name: (kept.get(name), requested.get(name)) for name in requested | kept}
         differ = {
@@ -387,13 +388,14 @@ class Checkpoints:
 
 
 def _placed(about: dict[str, Any], path: str, shape: tuple[int, ...], sharding: Any) -> jax.ShapeDtypeStruct:
-    """A weight in the dtype in which it was written: frozen ones may have been narrower than float32."""
+    """Return a weight in the dtype in which it was written: frozen ones may have been narrower than
+    float32."""
     return jax.ShapeDtypeStruct(shape, about.get("narrow", {}).get(path, "float32"), sharding=sharding)
 
 
 def _hindered(path: pathlib.Path, error: BaseException | None) -> str | None:
-    """What hindered reading a checkpoint, where that is no damage: it was taken away, or this machine
-    refused. None: all files can be read, and what they hold is not what was written."""
+    """Return what hindered reading a checkpoint, where that is no damage: it was deleted, or this machine
+    refused. None: all files can be read, and their content is not what was written."""
     if not path.is_dir():
         return "it was taken away meanwhile, as a training does with older ones; run the same command again"
     while error:
@@ -417,12 +419,12 @@ def _raise(error: Exception) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """The beginning of what another library says."""
+    """Return the beginning of another library's message."""
     return str(error).partition("\n")[0].partition(". See ")[0][:200] or type(error).__name__
 
 
 def _id(value):
-    """What counts of a value that was written down: of a named thing, what is in it."""
+    """Return what is compared of a value that was written down: the fingerprint of a named file."""
     return value["fingerprint"] if isinstance(value, dict) else value
 
 
@@ -431,7 +433,7 @@ def _words(value) -> str:
 
 
 def _names(state: State) -> dict[str, Any]:
-    """The leaves of a state by path."""
+    """Return the leaves of a state by path."""
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(state._asdict())}
 
 

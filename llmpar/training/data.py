@@ -78,7 +78,7 @@ class DataConfig:
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
-    """The files that paths and globs name: patterns as given, the files of each sorted, none twice."""
+    """Return the files that paths and globs name: patterns as given, the files of each sorted, none twice."""
     paths: dict[str, None] = {}
     for pattern in patterns:
         path = os.path.expanduser(pattern)
@@ -97,7 +97,8 @@ def find_files(patterns: Sequence[str]) -> list[str]:
 
 
 def library_files(root: str = "") -> list[str]:
-    """The licence, where one is installed, then the sorted sources of this Python's standard library."""
+    """Return the licence, where one is installed, then the sorted sources of this Python's standard
+    library."""
     root = root or sysconfig.get_paths()["stdlib"]
     sources = []
     for folder, inside, files in os.walk(root):
@@ -115,7 +116,7 @@ class Conversation(NamedTuple):
     where: str
 
     def tokens(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
-        """Its ids, and which of them count."""
+        """Return its ids, and which of them count."""
         try:
             ids, counted = chat.tokens(self.messages, ask=False)
         except ValueError as error:
@@ -127,7 +128,7 @@ class Conversation(NamedTuple):
 
 
 def _document(line: str, where: str) -> str | Conversation:
-    """What a line of JSONL holds."""
+    """Parse a line of JSONL."""
     row = json.loads(line)
     answers = [name for name in ANSWERS if name in row and "prompt" in row]
     forms = [name for name in ("text", "messages") if name in row] + answers
@@ -145,7 +146,8 @@ def _document(line: str, where: str) -> str | Conversation:
 
 
 def read_documents(file: str, limit_bytes: int) -> Iterator[str | Conversation]:
-    """The documents of one file: a text, read little farther than ``limit_bytes``, or a JSONL's lines."""
+    """Return the documents of one file: a text, read little farther than ``limit_bytes``, or a JSONL's
+    lines."""
     lines = file.endswith((".jsonl", ".ndjson"))
     try:
         with open(file, "rb") as opened:
@@ -182,7 +184,7 @@ class ByteTokenizer:
     identity = {"name": "bytes", "fingerprint": "bytes"}
 
     def encode(self, text: str) -> Int32[np.ndarray, " s"]:
-        """The bytes of a text, without the document-start token."""
+        """Return the bytes of a text, without the document-start token."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
@@ -190,7 +192,8 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
-        """The text of token ids, without start tokens; broken UTF-8 and ids beyond 256 become U+FFFD."""
+        """Return the text of token ids, without start tokens; broken UTF-8 and ids beyond 256 become
+        U+FFFD."""
         kept = [number for number in map(int, ids) if number != self.start_id]
         raw = bytes(i if 0 <= i < 256 else 0xFF for i in kept)  # UTF-8 never has a 0xff
         return raw.decode(errors="replace")
@@ -234,11 +237,11 @@ class FileTokenizer:
         self.identity = {"name": os.path.abspath(file), "fingerprint": digest, "start_token": start_token}
 
     def beside(self, name: str) -> pathlib.Path:
-        """A file in the same folder."""
+        """Return a file in the same folder."""
         return pathlib.Path(self.file).with_name(name)
 
     def about(self, name: str) -> dict[str, Any]:
-        """What a JSON file beside it says; nothing where there is none."""
+        """Read a JSON file in the same folder; empty where there is none."""
         file = self.beside(name)
         return read_json(file, "configuration") if file.is_file() else {}
 
@@ -259,7 +262,7 @@ class FileTokenizer:
         return frozenset(known) or frozenset([self.start_id])
 
     def encode(self, text: str) -> Int32[np.ndarray, " s"]:
-        """The token ids of a text, without the document-start token."""
+        """Return the token ids of a text, without the document-start token."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
@@ -271,7 +274,7 @@ class FileTokenizer:
         return [np.array(e.ids, np.int32) for e in encodings]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
-        """The text of token ids; special tokens vanish."""
+        """Return the text of token ids, without special tokens."""
         with calling(f"tokenizer '{self.name}' cannot decode its tokens"):
             return self.hub.decode([int(i) for i in ids], skip_special_tokens=True)
 
@@ -284,7 +287,7 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def open_tokenizer(name: str = "bytes", start_token: str | None = None) -> Tokenizer:
-    """``bytes``, or a Hugging Face ``tokenizer.json`` by path."""
+    """Open the tokenizer ``bytes``, or a Hugging Face ``tokenizer.json`` by its path."""
     if name != "bytes":
         return FileTokenizer(name, start_token)
     if start_token is not None:
@@ -294,7 +297,8 @@ def open_tokenizer(name: str = "bytes", start_token: str | None = None) -> Token
 
 
 def tokenizer_of(made: dict | None, requested: str | None) -> Tokenizer:
-    """The tokenizer of the run that ``made`` describes (`train.made_of`), if it does. Refuses another."""
+    """Return the tokenizer of the run that ``made`` describes (`train.made_of`), if it does; refuse
+    another."""
     kept = (made or {}).get("tokenizer")
     if kept is None:
         return open_tokenizer(requested or "bytes")
@@ -334,7 +338,7 @@ class Corpus:
 
 
 def host_bytes() -> int:
-    """The memory that this machine, or the container this runs in, has; 0 where it does not say."""
+    """Return the memory of this machine, or of the container that this runs in; 0 where it is not known."""
     sizes = []
     with contextlib.suppress(ValueError, OSError, AttributeError):
         sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -424,7 +428,7 @@ def _shuffled(n: int, bits: np.random.PCG64) -> np.ndarray:
     return np.argsort(bits.random_raw(n), kind="stable")
 
 
-class Stream:
+class Batches:
     """Batches as a function of the step. Nothing in it changes (an epoch's order is remembered, never
     needed).
 
@@ -465,12 +469,12 @@ class Stream:
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def batch(self, step: int) -> _Batch:
-        """All rows of a step: tokens, targets (-1 where the next token is another document's or does not
-        count), positions in the row, segments (documents, from 1 in each row)."""
+        """Return all rows of a step: tokens, targets (-1 where the next token is another document's or does
+        not count), positions in the row, segments (documents, from 1 in each row)."""
         return self.local_batch(step, slice(None))
 
     def local_batch(self, step: int, rows: slice | Sequence[int] | np.ndarray) -> _Batch:
-        """Some of the rows of a step, numbered from 0, without making the others."""
+        """Return some of the rows of a step, numbered from 0, without making the others."""
         if step < 0:
             raise ValueError(f"step {step} has no batch; steps count from 0")
         size, s = self.config.batch_size, self.config.seq_len
@@ -500,7 +504,8 @@ class Stream:
         return {name: np.take_along_axis(x, places, 1) for name, x in batch.items()}
 
     def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The epoch's order of rows; and of its documents where each starts and how far its tokens are."""
+        """Return the epoch's order of rows; and of its documents where each starts and how far its tokens
+        are."""
         lengths = np.diff(self._bounds)
         documents, rows = np.arange(len(lengths)), np.arange(self.num_rows)
         if self.part == "train":

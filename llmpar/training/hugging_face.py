@@ -2,10 +2,10 @@
 and out.
 
 They keep one tensor per layer and expert, and a projection as [out, in] with its heads merged; we stack
-layers and experts and keep heads apart. `NAMES` says theirs in our letters: ``(n h) d`` has one dim made of
-heads times head width. A load reads only a device's own rows and columns out of the memory-mapped files, one
-tensor after the other, so no host holds more of the model than its devices do. (Only a shard cut along ``h``
-is read with its whole heads and cut afterwards.)
+layers and experts and keep heads apart. `TENSOR_NAMES` has theirs in our letters: ``(n h) d`` has one dim
+made of heads times head width. A load reads only a device's own rows and columns out of the memory-mapped
+files, one tensor after the other, so no host holds more of the model than its devices do. (Only a shard cut
+along ``h`` is read with its whole heads and cut afterwards.)
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ SHARD_BYTES = 5 * 10**9
 """What a file of weights has at most, unless it has one tensor: as `transformers` cuts them."""
 INDEX = "model.safetensors.index.json"
 
-NAMES, MIXTRAL = TABLES["weights"], TABLES["mixtral"]
+TENSOR_NAMES, MIXTRAL = TABLES["weights"], TABLES["mixtral"]
 """Path of each weight here to its name (``{}`` is the layer, then the expert) and dims there; and what
 Mixtral calls otherwise."""
 
@@ -52,7 +52,7 @@ class _Weight:
     """One of our weights, and the tensors that it is made of."""
 
     def __init__(self, path: str, dims: str, shape: tuple[int, ...], other_words: dict[str, str]):
-        self.name, theirs = NAMES[path]
+        self.name, theirs = TENSOR_NAMES[path]
         for ours, other in other_words.items():
             self.name = self.name.replace(ours, other)
         self.letters, self.shape = dims.split()[1:], shape
@@ -65,7 +65,7 @@ class _Weight:
         self.their_shape = tuple(math.prod(self.sizes[x] for x in group) for group in self.groups)
 
     def read(self, tensor: Any, dtype: np.dtype, *bounds: tuple[int, int]) -> np.ndarray:
-        """The block within these ``bounds`` of one tensor's dims, which are in our order."""
+        """Return the block within these ``bounds`` of one tensor's dims, which are in our order."""
         cut = {x: slice(*s) for x, s in zip(self.own, bounds, strict=True)}
         region, parts, inner, letters = [], [], [], [x for group in self.groups for x in group]
         for first, *rest in self.groups:
@@ -77,7 +77,7 @@ class _Weight:
         return piece.transpose([letters.index(x) for x in self.own]).astype(dtype, order="C")
 
     def place(self, tensors: Mapping, sharding: jax.sharding.Sharding, dtype: np.dtype) -> jax.Array:
-        """This weight on its devices. One tensor at a time is in this host's memory; a block of it that
+        """Put this weight on its devices. One tensor at a time is in this host's memory; a block of it that
         several devices of this host share is read once."""
         num, cuts, shards = len(self.stacked), {}, {}
         for device, index in sharding.addressable_devices_indices_map(self.shape).items():
@@ -94,7 +94,7 @@ class _Weight:
         return jax.make_array_from_single_device_arrays(self.shape, sharding, list(shards.values()))
 
     def write(self, value: Any, dtype: str) -> Iterator[np.ndarray]:
-        """The tensors of this weight, one after the other; every process must take all of them."""
+        """Yield the tensors of this weight; every process must take all of them."""
         if np.shape(value) != self.shape:
             what = f"'{self.name}' is made of {list(self.shape)}, not of {list(np.shape(value))}"
             raise ValueError(f"{what}; give layers in the model's order (Step.to_model_order)")
@@ -106,13 +106,13 @@ class _Weight:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(stack: jax.Array, piece: jax.Array, at: list) -> jax.Array:
-    """The stack with ``piece`` at the place ``at``, in the same memory."""
+    """Write ``piece`` into the stack at the place ``at``, in the same memory."""
     piece = piece.reshape((1,) * len(at) + piece.shape)
     return lax.dynamic_update_slice(stack, piece, [*at, *(0 for _ in piece.shape[len(at) :])])
 
 
 def _take(stack: Any, at: tuple[int, ...]) -> np.ndarray:
-    """One tensor of a stack, whole, in every process."""
+    """Return one tensor of a stack, whole, in every process."""
     if not isinstance(stack, jax.Array) or not isinstance(stack.sharding, jax.sharding.NamedSharding):
         return np.asarray(stack[at])
     bits = _take_bits(stack, at, stack.sharding)
@@ -122,8 +122,8 @@ def _take(stack: Any, at: tuple[int, ...]) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _take_bits(stack: jax.Array, at: tuple, sharding: jax.sharding.NamedSharding) -> jax.Array:
-    """The bits of one tensor of a stack; its own dims are cut as before. (Of a stack that is cut along its
-    layers or experts XLA would gather all.)"""
+    """Return the bits of one tensor of a stack; its own dims are cut as before. (Of a stack that is cut along
+    its layers or experts XLA would gather all.)"""
     cuts = [*sharding.spec, *[None] * (stack.ndim - len(sharding.spec))]
     axes, own = [axes_of(cut) for cut in cuts[: len(at)]], jax.sharding.PartitionSpec(*cuts[len(at) :])
 
@@ -149,12 +149,12 @@ def _weights(config: ModelConfig) -> dict[str, _Weight]:
 def from_state_dict(
     tensors: Mapping[str, Any], config: ModelConfig, shardings: Tree = None, dtype: str = "float32"
 ) -> Tree:
-    """Parameters from tensors by Hugging Face name, each put straight onto its sharding (default: the first
-    device). Of a part of the tree of ``shardings`` that part is read.
+    """Make parameters of tensors by Hugging Face name, each put straight onto its sharding (default: the
+    first device). Of a part of the tree of ``shardings`` that part is read.
 
-    A tensor is an array, or a slice of a safetensors file. Refuses what `check` does.
+    A tensor is an array, or a slice of a safetensors file. Refuses what `check_tensors` does.
     """
-    check(tensors, config)
+    check_tensors(tensors, config)
     weights = _weights(config)
     only = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     where = dict.fromkeys(weights, only) if shardings is None else flatten_dict(shardings, sep=".")
@@ -162,7 +162,7 @@ def from_state_dict(
     return unflatten_dict({path: place(path, to) for path, to in where.items() if path in weights}, sep=".")
 
 
-def check(tensors: Mapping[str, Any], config: ModelConfig) -> None:
+def check_tensors(tensors: Mapping[str, Any], config: ModelConfig) -> None:
     """Refuse missing, unexpected, misshapen and quantized tensors by name.
 
     Two redundant ones may be there: ``rotary_emb.inv_freq`` of old files (computed here), and a tied model's
@@ -171,8 +171,8 @@ def check(tensors: Mapping[str, Any], config: ModelConfig) -> None:
     weights = _weights(config)
     expected = {name: weight.their_shape for weight in weights.values() for name in weight.names}
     extra = {name for name in tensors.keys() - expected.keys() if not name.endswith(".rotary_emb.inv_freq")}
-    if config.tied and {"lm_head.weight"} == extra and NAMES["embedding"][0] in tensors:
-        head, table = tensors["lm_head.weight"], tensors[NAMES["embedding"][0]]
+    if config.tied and {"lm_head.weight"} == extra and TENSOR_NAMES["embedding"][0] in tensors:
+        head, table = tensors["lm_head.weight"], tensors[TENSOR_NAMES["embedding"][0]]
         if _describe(head) == _describe(table) and np.array_equal(head[:], table[:]):
             extra.clear()
     faults = [f"'{name}' is missing" for name in expected.keys() - tensors.keys()]
@@ -190,7 +190,7 @@ def check(tensors: Mapping[str, Any], config: ModelConfig) -> None:
 
 
 def _describe(tensor) -> tuple[tuple[int, ...], str]:
-    """Shape and kind of number of an array, or of a slice of a file."""
+    """Return shape and type of number of an array, or of a slice of a file."""
     if hasattr(tensor, "get_shape"):
         return tuple(tensor.get_shape()), tensor.get_dtype()
     return tuple(tensor.shape), str(tensor.dtype)
@@ -199,7 +199,7 @@ def _describe(tensor) -> tuple[tuple[int, ...], str]:
 def load(
     folder: str | os.PathLike, config: ModelConfig, shardings: Tree = None, dtype: str = "float32"
 ) -> Tree:
-    """Parameters from a folder, as `from_state_dict` places them.
+    """Read parameters from a folder, placed as `from_state_dict` does.
 
     Reads what the devices of this process need and no more; one tensor at a time is in host memory.
     """
@@ -207,8 +207,8 @@ def load(
 
 
 def open_folder(folder: str | os.PathLike) -> dict[str, Any]:
-    """The tensors of a folder by name, none of them read yet: those of its ``model.safetensors``, or of the
-    shards that its index.json names."""
+    """Open the tensors of a folder by name, none of them read yet: those of its ``model.safetensors``, or of
+    the shards that its index.json names."""
     try:
         import safetensors.numpy
     except ImportError as error:
@@ -239,7 +239,7 @@ def fingerprint(folder: str | os.PathLike) -> str:
 
 
 def _files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The safetensors files of a folder."""
+    """Return the safetensors files of a folder."""
     whole, index = folder / "model.safetensors", folder / INDEX
     if whole.is_file():
         return [whole]
@@ -315,7 +315,7 @@ def save(
 
 
 def _headers(shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str, dict[str, Any]]:
-    """The files by name, and in each the tensors: their kind, shape, and where their bytes lie."""
+    """Return the files by name, and in each the tensors: their kind, shape, and where their bytes lie."""
     kind, itemsize = _KINDS[dtype]
     headers, end = [dict[str, Any]()], 0
     for name, shape in shapes.items():

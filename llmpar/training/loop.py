@@ -26,7 +26,7 @@ from llmpar.plan.model_config import ModelConfig, OptimizerConfig
 from llmpar.plan.plan import Plan
 from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints
-from llmpar.training.data import Stream
+from llmpar.training.data import Batches
 from llmpar.training.inputs import check_tokens
 from llmpar.training.optimizer import make_optimizer
 from llmpar.training.state import State
@@ -94,7 +94,7 @@ class Report:
 
 
 def made_of(
-    model: ModelConfig, plan: Plan, stream: Stream, steps: int, options: OptimizerConfig, seed: int
+    model: ModelConfig, plan: Plan, stream: Batches, steps: int, options: OptimizerConfig, seed: int
 ) -> dict[str, Any]:
     """Describe a run besides its model, as a checkpoint remembers it (`checkpoint.FIXED`). The mesh is left
     out, and of the plan all that changes no loss."""
@@ -114,7 +114,7 @@ class Evaluation:
     """Held-out text of which ``eval_batches`` batches are evaluated every ``eval_every`` steps (0: never),
     and after the last step."""
 
-    held_out: Stream | None = None
+    held_out: Batches | None = None
     eval_every: int = 0
     eval_batches: int = 1
 
@@ -186,8 +186,8 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kept_in(folder: pathlib.Path) -> dict[str, str]:
-    """The steps of the checkpoints in a folder, as this process sees them, with a checksum of what is written
-    beside each. (Orbax itself would wait for processes that see others.)"""
+    """Return the steps of the checkpoints in a folder, as this process sees them, with a checksum of what is
+    written beside each. (Orbax itself would wait for processes that see others.)"""
     files = {file.parts[-3]: file for file in sorted(folder.glob("*/about/metadata"))}
     sums = {step: hashlib.sha256(file.read_bytes()).hexdigest()[:8] for step, file in files.items()}
     return {step: sums[step] for step in sums if step.isdigit()}
@@ -197,7 +197,7 @@ def train(
     config: ModelConfig,
     plan: Plan,
     mesh: Mesh,
-    stream: Stream,
+    stream: Batches,
     steps: int,
     options: OptimizerConfig = ADAMW,
     seed: int = 0,
@@ -494,7 +494,7 @@ class _Measured:
         self.send(row["step"] if "step" in row else row["steps_done"], row)
 
 
-def _place(step: Step, stream: Stream, number: int) -> dict:
+def _place(step: Step, stream: Batches, number: int) -> dict:
     """Put a step's batch on its devices. Each process makes only the rows that its own hold, each once."""
     shape = stream.config.batch_size, stream.config.seq_len
 

@@ -26,7 +26,7 @@ class State(NamedTuple):
     step: Any
 
 
-def fresh_state(params: Tree, config: ModelConfig, optimizer: optax.GradientTransformation) -> State:
+def initial_state(params: Tree, config: ModelConfig, optimizer: optax.GradientTransformation) -> State:
     """Return the state before the first step with these weights."""
     return State(params, optimizer.init(trained(params, config)), jnp.int32(0))
 
@@ -35,7 +35,7 @@ def state_shapes(config: ModelConfig, plan: Resolved, optimizer: optax.GradientT
     """Return the state's leaves by shape and dtype."""
     dtype = lambda w: plan.dtype if w.frozen else "float32"
     params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype(w)), described(config))
-    return jax.eval_shape(lambda params: fresh_state(params, config, optimizer), params)
+    return jax.eval_shape(lambda params: initial_state(params, config, optimizer), params)
 
 
 def state_layouts(state: State, config: ModelConfig, plan: Resolved) -> State:

@@ -44,7 +44,7 @@ from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved, WeightLayouts
 from llmpar.training.inputs import Checked, check_mesh
 from llmpar.training.layer_order import LayerOrder, check_empty_places, model_order_layout
-from llmpar.training.state import WHOLE, State, fresh_state, placed_weights, state_layouts, state_shapes
+from llmpar.training.state import WHOLE, State, initial_state, placed_weights, state_layouts, state_shapes
 
 _MAX_SEED = 2**32 - 1
 """JAX makes keys of 32 bits."""
@@ -54,9 +54,9 @@ EARLY = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_la
 
 
 def compiler_options(plan: Resolved) -> dict[str, bool | int]:
-    """The options with which XLA sends while it computes. On GPUs it keeps one collective in flight: of two
-    hops of a ring one waits, and weights from other hosts wait while a host's experts exchange tokens. And
-    with a ragged all-to-all, whose time its usual estimate lacks, it starts no collective early."""
+    """Return the options with which XLA sends while it computes. On GPUs it keeps one collective in flight:
+    of two hops of a ring one waits, and weights from other hosts wait while a host's experts exchange tokens.
+    And with a ragged all-to-all, whose time its usual estimate lacks, it starts no collective early."""
     ragged = plan.mesh.ep > 1 and plan.dispatch == "ragged"
     if plan.platform != "gpu" or not (ragged or plan.rings):
         return {}
@@ -367,7 +367,7 @@ class Step:
         def make(key, given):
             params = unflatten_dict(flatten_dict(init_params(self.config, key), sep=".") | given, sep=".")
             params = jax.tree.map(lambda w, like: w.astype(like.dtype), params, like)  # frozen: narrower
-            return fresh_state(params, self.config, self.optimizer)
+            return initial_state(params, self.config, self.optimizer)
 
         key = jax.random.key(seed)
         if not given:

@@ -255,7 +255,7 @@ attempt("17.goes_on", first_step)
 def learn(folder, dies_after=0):
     """12 steps of `llmpar train`; process 1 may end as by `kill -9` after one."""
     from llmpar.training.checkpoint import Checkpoints
-    from llmpar.training.data import DataConfig, Stream, read_corpus
+    from llmpar.training.data import Batches, DataConfig, read_corpus
     from llmpar.training.loop import Callbacks, train
 
     plan, done = Plan("fsdp=2 tp=2"), iter(range(1, 13))
@@ -266,7 +266,7 @@ def learn(folder, dies_after=0):
         return False
 
     text = DataConfig(seq_len=32, batch_size=4, limit_bytes=1 << 16)
-    keep, stream = Checkpoints(folder, every=4), Stream(read_corpus(text), text)
+    keep, stream = Checkpoints(folder, every=4), Batches(read_corpus(text), text)
     small, mesh = replace(preset("tiny"), num_layers=1), make_mesh(plan.mesh)
     _, report = train(
         small, plan, mesh, stream, 12, checkpoints=keep, callbacks=Callbacks(stop=stop)
