@@ -27,9 +27,8 @@ from llmpar.plan.plan import Plan
 from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints
 from llmpar.training.data import Batches
-from llmpar.training.inputs import check_tokens
 from llmpar.training.optimizer import make_optimizer
-from llmpar.training.state import State
+from llmpar.training.state import State, check_tokens
 from llmpar.training.step import Step
 from llmpar.training.trackers import Send, Tracker, profiling, tracking
 

@@ -41,10 +41,19 @@ from llmpar.pipeline import executor as pipeline
 from llmpar.plan import schedules
 from llmpar.plan.layout import Arrow, Dim, Layout
 from llmpar.plan.model_config import ModelConfig
-from llmpar.plan.plan import Plan, Resolved, WeightLayouts
-from llmpar.training.inputs import Checked, check_mesh
-from llmpar.training.layer_order import LayerOrder, check_empty_places, model_order_layout
-from llmpar.training.state import WHOLE, State, initial_state, placed_weights, state_layouts, state_shapes
+from llmpar.plan.plan import Plan, Resolved
+from llmpar.training.layer_order import check_empty_places, layer_dims, model_order_layout, reorder
+from llmpar.training.state import (
+    WHOLE,
+    Checked,
+    State,
+    check_alive,
+    check_mesh,
+    initial_state,
+    placed_weights,
+    state_layouts,
+    state_shapes,
+)
 
 _MAX_SEED = 2**32 - 1
 """JAX makes keys of 32 bits."""
@@ -230,25 +239,22 @@ class Step:
 
     def _zeros(self) -> tuple[Loss, Tree]:
         """Return loss and gradients of no microbatches: zeros, typed as varying like what will be added."""
-        weights = trained(self.abstract_state.params, self.config)
-        experts = self.config.experts
-        counts = jnp.zeros((self.config.num_layers, experts.num_experts + 2)) if experts else None
-        differ = self.plan.varying("stream")
-        loss = jnp.float32(0)
-        if isinstance(self.par, Auto):
-            place = lambda x, layout: self.par.carry_out(x, Arrow(WHOLE, layout))
-            counts = jax.tree.map(lambda x: place(x, Layout(_ROUTED, differ)), counts)
-            zeros = lambda w, layouts: place(jnp.zeros(w.shape), layouts.accumulated)
-        else:
-            counts = jax.tree.map(lambda x: vary(x, differ), counts)
-            loss = vary(loss, self.plan.varying("data"))
-            zeros = self._shard_of_zeros
-        return (loss, counts), jax.tree.map(zeros, weights, self.weight_layouts)
+        config, plan = self.config, self.plan
+        loss, counts = jnp.float32(0), None
+        if isinstance(self.par, Manual):
+            loss = vary(loss, plan.varying("data"))
+        if config.experts:
+            shape = config.num_layers, config.experts.num_experts + 2
+            counts = self._zero(shape, Layout(_ROUTED, plan.varying("stream")))
+        zero = lambda w, layouts: self._zero(w.shape, layouts.accumulated)
+        weights = trained(self.abstract_state.params, config)
+        return (loss, counts), jax.tree.map(zero, weights, self.weight_layouts)
 
-    def _shard_of_zeros(self, weight: jax.ShapeDtypeStruct, layouts: WeightLayouts) -> Array:
-        layout = layouts.accumulated
-        shape = layout.shard_shape(weight.shape, self.plan.mesh.sizes)
-        return vary(jnp.zeros(shape), layout.axes + layout.sums)
+    def _zero(self, shape: tuple[int, ...], layout: Layout) -> Array:
+        if isinstance(self.par, Auto):
+            return self.par.carry_out(jnp.zeros(shape), Arrow(WHOLE, layout))
+        zeros = jnp.zeros(layout.shard_shape(shape, self.plan.mesh.sizes))
+        return vary(zeros, layout.axes + layout.sums)
 
     def _in_buckets(self, grads: Tree) -> Tree:
         """All-reduce the leaves that are summed over the same axes in flat buckets of at least
@@ -323,7 +329,9 @@ class Step:
         load_le = metrics["load"]
         # Whole numbers: a mean would be rounded, and has a sign then.
         lacking_le = jnp.sign(load_le.sum(1, keepdims=True) - experts.num_experts * load_le)
-        bias_le = before["blocks"]["experts"]["bias"] + experts.bias_rate * self._layers.place(lacking_le)
+        if not self._is_model_order:
+            lacking_le = jnp.take(lacking_le, self.layer_order, 0, mode="fill", fill_value=0)
+        bias_le = before["blocks"]["experts"]["bias"] + experts.bias_rate * lacking_le
         blocks = after["blocks"]
         return after | {"blocks": blocks | {"experts": blocks["experts"] | {"bias": bias_le}}}
 
@@ -333,23 +341,20 @@ class Step:
     def _describe_state(self) -> None:
         """Set the state's shapes and shardings, with its layers as stages hold them and as the model does."""
         config, plan = self.config, self.plan
-
-        def shapes(num_layers: int) -> State:
-            return state_shapes(dataclasses.replace(config, num_layers=num_layers), plan, self.optimizer)
-
-        def place(x: jax.ShapeDtypeStruct, layout: Layout) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(self.mesh, layout))
-
         self.layer_order = np.array(schedules.layer_order(plan.pipeline, config.num_layers))
+        self._is_model_order = self.layer_order.tolist() == list(range(config.num_layers))
         num_places = len(self.layer_order)
-        in_stages, in_model = shapes(num_places), shapes(config.num_layers)
+        in_stages, in_model = self._shapes(num_places), self._shapes(config.num_layers)
         check_empty_places(self.optimizer, trained(in_model.params, config), config.num_layers, num_places)
         layouts = state_layouts(in_stages, config, plan)
         model_layouts = jax.tree.map(lambda x, y: model_order_layout(x, y, plan), in_model, layouts)
+        place = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(self.mesh, layout))
         self.abstract_state = jax.tree.map(place, in_stages, layouts)
         self.abstract_model_order = jax.tree.map(place, in_model, model_layouts)
-        abstract = self.abstract_state, self.abstract_model_order
-        self._layers = LayerOrder(self.layer_order, config.num_layers, *abstract, shapes)
+
+    def _shapes(self, num_layers: int) -> State:
+        config = dataclasses.replace(self.config, num_layers=num_layers)
+        return state_shapes(config, self.plan, self.optimizer)
 
     def init(self, seed: int = 0, params: Tree = None) -> State:
         """Make a state, each device its own share: the same weights on every mesh.
@@ -382,12 +387,20 @@ class Step:
         """Return a state that has its layers in the model's order (a checkpoint's, say) as the pipeline's
         stages hold it. ``donate``: each leaf is deleted once it is moved, since a state is most of the
         memory."""
-        return self._layers.to_stages(state, donate)
+        return self._reorder(state, self.layer_order, self.abstract_state, donate)
 
     def to_model_order(self, state: State, donate: bool = False) -> State:
         """Return the state with its layers in the model's order, as checkpoints keep it; ``donate`` as
         above."""
-        return self._layers.to_model(state, donate)
+        order = np.argsort(self.layer_order, stable=True)[: self.config.num_layers]
+        return self._reorder(state, order, self.abstract_model_order, donate)
+
+    def _reorder(self, state: State, order: np.ndarray, like: State, donate: bool) -> State:
+        check_alive(state)
+        if self._is_model_order:
+            return state
+        dims = layer_dims(self.abstract_model_order, self._shapes(self.config.num_layers + 1))
+        return reorder(state, order, dims, like, donate)
 
     # ---------------------------------------------------------------------------------------- beside the step
 
