@@ -24,8 +24,8 @@ import numpy as np
 
 from llmpar.training.chat import Chat
 
+# Processor time of a call; what a process may allocate after its start (on Linux), and its status then.
 CALL_S, MEMORY_BYTES, FULL = 5.0, 1 << 30, 9
-"""Processor time of a call; what a process may allocate after its start (on Linux), and its status then."""
 
 
 def open_chat(tokenizer: Any, limit_s: float = CALL_S) -> Chat | Apart:
@@ -83,8 +83,9 @@ class Apart:
         line = [sys.executable, "-c", f"{begin}; from llmpar.training import apart; apart.answer()"]
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
         pipes["stderr"] = None if os.environ.get("LLMPAR_TRACEBACK") else subprocess.DEVNULL
-        alone = {"TOKENIZERS_PARALLELISM": "false"}  # its threads would count as memory
-        process: Any = subprocess.Popen(line, **pipes, env=os.environ | alone)
+        # Threads of the tokenizer's package would count as memory.
+        pipes["env"] = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+        process: Any = subprocess.Popen(line, **pipes)
         self._all.add(process)
         with contextlib.suppress(OSError):
             process.stdin.write(self._state)

@@ -17,8 +17,8 @@ from llmpar.files import read_text
 Message = Mapping[str, Any]
 ROLES = ("system", "user", "assistant")
 _MARK = "\ud800"  # stands around a special token that a message spells out; itself no message holds it
+# What a template writes at most: four letters for each byte that the server reads of a request.
 _MOST_LETTERS = 1 << 24
-"""What a template writes at most: four letters for each byte that the server reads of a request."""
 
 
 class Chat:
@@ -127,8 +127,10 @@ class Chat:
             raise
         except Exception as error:  # a template may do anything
             why = str(error).replace(_MARK, "") or type(error).__name__
-            what = f"the chat template of '{self.tokenizer.name}' refuses these messages: {why:.300}"
-            raise ValueError(f"{what}; give such as it takes") from error
+            raise ValueError(
+                f"the chat template of '{self.tokenizer.name}' refuses these messages: {why:.300}; give such"
+                " as it takes"
+            ) from error
 
     @functools.cached_property
     def _hub(self) -> Any:
@@ -189,8 +191,10 @@ def _compiled(text: str, name: str) -> Any:
     try:
         import jinja2.sandbox
     except ImportError as error:
-        what = f"the chat template of '{name}' needs the package jinja2, which is not installed"
-        raise ValueError(f"{what}; install the extra llmpar[hf]") from error
+        raise ValueError(
+            f"the chat template of '{name}' needs the package jinja2, which is not installed; install the"
+            " extra llmpar[hf]"
+        ) from error
 
     def refuse(words):
         raise jinja2.TemplateError(words)

@@ -28,16 +28,16 @@ from llmpar.plan.model_config import ModelConfig, from_dict
 from llmpar.training.state import State
 
 Tell = Callable[[str], None]
+# What a run keeps from its first step to its last: with another of these a step would not be the one that
+# was begun. The mesh may change, for it leaves every loss as it is; what else is written down (the learning
+# rate, the dtype) is said.
 FIXED = ("data", "tokenizer", "seed", "data_seed", "held_out", "batch_size", "seq_len", "optimizer")
-"""What a run keeps from its first step to its last: with another of these a step would not be the one that
-was begun. The mesh may change, for it leaves every loss as it is; what else is written down (the learning
-rate, the dtype) is said."""
+# How many of the newest checkpoints stay, besides the best.
 _KEPT = 2
-"""How many of the newest checkpoints stay, besides the best."""
+# Errors of a machine, which say nothing about what a file holds.
 HINDRANCES = errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE
-"""Errors of a machine, which say nothing about what a file holds."""
+# What made a run; or its score: a held-out ``loss``, and ``of`` what it is, for only like is compared.
 Told = dict[str, Any] | None
-"""What made a run; or its score: a held-out ``loss``, and ``of`` what it is, for only like is compared."""
 
 
 class Checkpoints:
@@ -59,8 +59,10 @@ class Checkpoints:
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"checkpoints lie in a folder, but '{folder}' is a file; give another name")
         if (self.folder / "config.json").is_file() and any(self.folder.glob("*.safetensors")):
-            model = "the folder of a Hugging Face model (config.json, safetensors)"
-            raise ValueError(f"'{folder}' is {model}, not one of checkpoints; give another folder")
+            raise ValueError(
+                f"'{folder}' is the folder of a Hugging Face model (config.json, safetensors), not one of"
+                " checkpoints; give another folder"
+            )
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
@@ -98,8 +100,10 @@ class Checkpoints:
         if not self.take_best or self.latest is None:
             return self.latest
         if (best := self.best()) is None:
-            what = f"none of the checkpoints in {self.folder} was evaluated, so none is the best"
-            raise ValueError(f"{what}; train with --eval-every, or take the newest, without --best")
+            raise ValueError(
+                f"none of the checkpoints in {self.folder} was evaluated, so none is the best; train with"
+                " --eval-every, or take the newest, without --best"
+            )
         return best
 
     def due(self, step: int, last: int) -> bool:
@@ -136,8 +140,10 @@ class Checkpoints:
             file.truncate(0)
             print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=file, flush=True)
         except OSError as error:
-            why = f"cannot write checkpoints to {self.folder}: {error.strerror}"
-            raise ValueError(f"{why}; give a folder that can be written") from error
+            raise ValueError(
+                f"cannot write checkpoints to {self.folder}: {error.strerror}; give a folder that can be"
+                " written"
+            ) from error
 
     def _take(self, file) -> None:
         import fcntl
@@ -146,8 +152,10 @@ class Checkpoints:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            who = f"{file.read() or 'another process'} is writing checkpoints to {self.folder}"
-            raise ValueError(f"{who}; wait for it, or give another folder") from None
+            raise ValueError(
+                f"{file.read() or 'another process'} is writing checkpoints to {self.folder}; wait for it,"
+                " or give another folder"
+            ) from None
         except OSError:  # no locks on this file system
             pass
 
@@ -164,9 +172,11 @@ class Checkpoints:
         """Save into a new folder, since this one is no longer ours, and end with that."""
         aside = Checkpoints(f"{self.folder}-{step}-{number}")
         aside.save(step, *what)
-        lost = f"{self.folder} is not the folder that this training began with: that one, or its file 'lock',"
-        kept = f"step {step} is kept in {aside.folder}, and training ends; go on with --checkpoints there"
-        raise ValueError(f"{lost} was renamed, deleted or replaced; {kept}")
+        raise ValueError(
+            f"{self.folder} is not the folder that this training began with: that one, or its file 'lock',"
+            f" was renamed, deleted or replaced; step {step} is kept in {aside.folder}, and training ends;"
+            " go on with --checkpoints there"
+        )
 
     def _check_shared(self) -> None:
         """Refuse a folder that is not the first process's: all write into one."""
@@ -175,9 +185,10 @@ class Checkpoints:
         while (seen := self._lock_sum()) != first and time.monotonic() < until:
             time.sleep(0.2)
         if seen != first:
-            who = f"process {jax.process_index()} on {socket.gethostname()}"
-            what = f"does not see what process 0 writes in {self.folder}"
-            raise ValueError(f"{who} {what}; give a folder that all hosts share")
+            raise ValueError(
+                f"process {jax.process_index()} on {socket.gethostname()} does not see what process 0 writes"
+                f" in {self.folder}; give a folder that all hosts share"
+            )
 
     def _lock_sum(self) -> int:
         """Return a checksum of the lock as this process sees it; 0 where it sees none."""
@@ -210,11 +221,12 @@ class Checkpoints:
                 size = sum(x.nbytes for x in jax.tree.leaves(state)) / 2**20
                 space = f"free some {max(1, round(1.2 * size)):,} MiB"
                 why = f"the disk is full; {space} and run the same command again"
-            kept = "no checkpoint was taken before"
-            if before:
-                kept = f"the checkpoint of step {before} is intact"
-            what = f"the checkpoint of step {step} could not be written to {self.folder}"
-            raise ValueError(f"{what} ({kept}): {why}") from error
+            kept = (
+                f"the checkpoint of step {before} is intact" if before else "no checkpoint was taken before"
+            )
+            raise ValueError(
+                f"the checkpoint of step {step} could not be written to {self.folder} ({kept}): {why}"
+            ) from error
         try:
             best = self.best() or 0
         except OSError:  # none is deleted while the best is not known
@@ -310,9 +322,10 @@ class Checkpoints:
         written, requested = about["checksums"].keys(), _names(abstract).keys()
         other = sorted(name for name in written ^ requested if not name.startswith("['params']"))
         if other:
-            leaves = f"it has {len(written)} leaves, asked are {len(requested)}; in one alone is {other[0]}"
-            what = f"holds another optimizer's state ({leaves})"
-            raise ValueError(f"{self._which} {what}; give the optimizer that made it")
+            raise ValueError(
+                f"{self._which} holds another optimizer's state (it has {len(written)} leaves, asked are"
+                f" {len(requested)}; in one alone is {other[0]}); give the optimizer that made it"
+            )
         weights = flatten_dict(abstract.params, sep=".").items()
         placed = {path: _placed(about, path, w.shape, w.sharding) for path, w in weights}
         item = abstract._replace(params=unflatten_dict(placed, sep="."))
@@ -338,8 +351,10 @@ class Checkpoints:
         about = self.about()
         kept, given = (dataclasses.asdict(x) for x in (about["config"], config))
         if differ := [f"{k} {kept[k]} (asked: {given[k]})" for k in kept if kept[k] != given[k]]:
-            what = f"is of another model: it has {', '.join(differ)}"
-            raise ValueError(f"the checkpoint in {self.folder} {what}; give that model, or another folder")
+            raise ValueError(
+                f"the checkpoint in {self.folder} is of another model: it has {', '.join(differ)}; give that"
+                " model, or another folder"
+            )
         return about
 
     def _compare_runs(self, kept: dict, requested: dict, anyway: bool, tell: Tell) -> None:
@@ -359,8 +374,10 @@ class Checkpoints:
                 instead += "; --anyway goes on all the same, as another run than was begun"
             raise ValueError(f"{self._which} was made with {', '.join(fixed)}; {instead}")
         if differ:
-            what = f"another {'run' if fixed else 'curve'} than was begun"
-            tell(f"from step {self.latest} on this is {what}: it had {', '.join(differ.values())}")
+            tell(
+                f"from step {self.latest} on this is another {'run' if fixed else 'curve'} than was begun: it"
+                f" had {', '.join(differ.values())}"
+            )
 
     def _compare(self, written: dict[str, int], restored: State) -> None:
         damaged = [name for name, now in checksums(restored).items() if written.get(name) != now]
@@ -383,8 +400,10 @@ class Checkpoints:
     def _refuse(self, why: str, error: Exception | None = None):
         if error and (hindered := _hindered(self.folder / str(self.chosen), error)):
             raise ValueError(f"{self._which} cannot be read now: {hindered}") from error
-        undo = f"delete the folder {self.chosen} there to resume from the one before"
-        raise ValueError(f"{self._which} cannot be used: {why}; it is damaged: {undo}")
+        raise ValueError(
+            f"{self._which} cannot be used: {why}; it is damaged: delete the folder {self.chosen} there to"
+            " resume from the one before"
+        )
 
 
 def _placed(about: dict[str, Any], path: str, shape: tuple[int, ...], sharding: Any) -> jax.ShapeDtypeStruct:

@@ -73,8 +73,9 @@ class DataConfig:
     def __post_init__(self):
         check_fields(self)
         if self.held_out == 1:
-            use = "use 2 or more (the last 1 of so many parts), or 0"
-            raise ValueError(f"held_out 1 leaves nothing to train on; {use}")
+            raise ValueError(
+                "held_out 1 leaves nothing to train on; use 2 or more (the last 1 of so many parts), or 0"
+            )
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
@@ -83,15 +84,18 @@ def find_files(patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         path = os.path.expanduser(pattern)
         if os.path.isdir(path):
-            files = os.path.join(pattern, "**", "*.txt")
-            raise ValueError(f"data '{pattern}' is a folder; name its files: '{files}'")
+            raise ValueError(
+                f"data '{pattern}' is a folder; name its files: '{os.path.join(pattern, '**', '*.txt')}'"
+            )
         matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
         matches = [f for f in matches if not os.path.isdir(f)]
         for file in filter(os.path.exists, matches):
             check_ordinary(file, "data file")
         if not matches:
-            what = f"data '{pattern}', seen from the folder '{os.getcwd()}', matches no file"
-            raise ValueError(f"{what}; give a file or a glob such as 'texts/**/*.txt'")
+            raise ValueError(
+                f"data '{pattern}', seen from the folder '{os.getcwd()}', matches no file; give a file or a"
+                " glob such as 'texts/**/*.txt'"
+            )
         paths |= dict.fromkeys(matches)
     return list(paths)
 
@@ -122,8 +126,10 @@ class Conversation(NamedTuple):
         except ValueError as error:
             raise ValueError(f"{self.where}: {error}") from error
         if not counted.any():
-            why = "the chat template writes none of its answers as they would be asked for"
-            raise ValueError(f"{self.where}: {why}; leave the line out, or mend the template")
+            raise ValueError(
+                f"{self.where}: the chat template writes none of its answers as they would be asked for;"
+                " leave the line out, or mend the template"
+            )
         return ids, counted
 
 
@@ -155,12 +161,14 @@ def read_documents(file: str, limit_bytes: int) -> Iterator[str | Conversation]:
             decoder = codecs.getincrementaldecoder("utf-8")()  # does not mind a last character that is cut
             text = decoder.decode(raw, final=not opened.read(1)).removeprefix("\ufeff")
     except OSError as error:
-        why = f"{error.strerror}; check its path and permissions"
-        raise ValueError(f"cannot read data file '{file}': {why}") from None
+        raise ValueError(
+            f"cannot read data file '{file}': {error.strerror}; check its path and permissions"
+        ) from None
     except UnicodeDecodeError as error:
-        byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
-        hint = "unpack it if it is compressed, convert it if it is in another encoding"
-        raise ValueError(f"data file '{file}' is not UTF-8 text: {byte}; {hint}") from None
+        raise ValueError(
+            f"data file '{file}' is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset"
+            f" {error.start}; unpack it if it is compressed, convert it if it is in another encoding"
+        ) from None
     if not lines:
         yield text
         return
@@ -211,9 +219,10 @@ class FileTokenizer:
         try:
             import tokenizers
         except ImportError as error:
-            missing = f"tokenizer '{path}' needs the package tokenizers, which is not installed"
-            instead = "install the extra llmpar[hf], or use the tokenizer 'bytes'"
-            raise ValueError(f"{missing}; {instead}") from error
+            raise ValueError(
+                f"tokenizer '{path}' needs the package tokenizers, which is not installed; install the extra"
+                " llmpar[hf], or use the tokenizer 'bytes'"
+            ) from error
         self.file = file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
         check_ordinary(file, "tokenizer")
         with calling(f"cannot read tokenizer '{file}'", "give 'bytes' or a tokenizer.json"):
@@ -226,8 +235,10 @@ class FileTokenizer:
             starts = [] if start_token else self.hub.encode("").ids[:1]
         starts += [vocab[name] for name in names if name in vocab]
         if not starts:
-            lacks = f"tokenizer '{file}' lacks {', '.join(names)}"
-            raise ValueError(f"{lacks}; name a token it has as start_token (--start-token)")
+            raise ValueError(
+                f"tokenizer '{file}' lacks {', '.join(names)}; name a token it has as start_token"
+                " (--start-token)"
+            )
         self.hub.encode_special_tokens = True
         self.name, self.start_id = path, starts[0]
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
@@ -291,8 +302,9 @@ def open_tokenizer(name: str = "bytes", start_token: str | None = None) -> Token
     if name != "bytes":
         return FileTokenizer(name, start_token)
     if start_token is not None:
-        why = "is for a tokenizer.json: bytes have their own; leave it out"
-        raise ValueError(f"start_token '{start_token}' {why}")
+        raise ValueError(
+            f"start_token '{start_token}' is for a tokenizer.json: bytes have their own; leave it out"
+        )
     return ByteTokenizer()
 
 
@@ -304,18 +316,20 @@ def tokenizer_of(made: dict | None, requested: str | None) -> Tokenizer:
         return open_tokenizer(requested or "bytes")
     tokenizer = open_tokenizer(requested or kept["name"], kept.get("start_token"))
     if tokenizer.identity["fingerprint"] != kept["fingerprint"]:
-        trained = f"the checkpoint was trained with tokenizer '{kept['name']}'"
-        other = f"'{tokenizer.name}' is another; give the file that it was trained with"
-        raise ValueError(f"{trained}, and {other}")
+        raise ValueError(
+            f"the checkpoint was trained with tokenizer '{kept['name']}', and '{tokenizer.name}' is another;"
+            " give the file that it was trained with"
+        )
     return tokenizer
 
 
 def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Refuse a tokenizer with ids that a model of ``vocab_size`` embeddings lacks; fewer are fine."""
     if (size := tokenizer.vocab_size) > vocab_size:
-        has = f"tokenizer '{tokenizer.name}' has {size} tokens but the model's vocabulary has {vocab_size}"
-        use = f"use a model with {size} or more, or a smaller tokenizer ('bytes' has 257)"
-        raise ValueError(f"{has}; {use}")
+        raise ValueError(
+            f"tokenizer '{tokenizer.name}' has {size} tokens but the model's vocabulary has {vocab_size};"
+            f" use a model with {size} or more, or a smaller tokenizer ('bytes' has 257)"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -407,8 +421,9 @@ def _read_texts(config: DataConfig) -> tuple[list[str | Conversation], str]:
         if size >= limit:
             break
     if not texts:
-        empty = f"{len(files)} files, {num_read} empty documents"
-        raise ValueError(f"{source} has no text: {empty}; give other --data")
+        raise ValueError(
+            f"{source} has no text: {len(files)} files, {num_read} empty documents; give other --data"
+        )
     limited = f", up to limit_bytes {limit}" if size >= limit else ""
     return texts, f"{source} ({len(files)} files; {len(texts)} documents, {size} bytes read{limited})"
 
@@ -417,10 +432,11 @@ def _check_memory(source: str, num_bytes: int) -> None:
     """Refuse a text that needs more memory than there is."""
     memory, need = host_bytes(), MEMORY_PER_BYTE * num_bytes
     if 0 < memory < need:
-        why = f"({MEMORY_PER_BYTE} bytes a byte of text; nothing is streamed)"
-        needs = f"{source} would take {need / 2**30:,.1f} GiB of memory {why}"
-        less = f"use --limit-bytes {memory // MEMORY_PER_BYTE}, or less data"
-        raise ValueError(f"{needs}, and this machine has {memory / 2**30:,.1f} GiB; {less}")
+        raise ValueError(
+            f"{source} would take {need / 2**30:,.1f} GiB of memory ({MEMORY_PER_BYTE} bytes a byte of text;"
+            f" nothing is streamed), and this machine has {memory / 2**30:,.1f} GiB; use --limit-bytes"
+            f" {memory // MEMORY_PER_BYTE}, or less data"
+        )
 
 
 def _shuffled(n: int, bits: np.random.PCG64) -> np.ndarray:
@@ -461,9 +477,10 @@ class Batches:
         self.num_rows = (end - begin - 1) // s  # per epoch
         what = f"the {part} part (held_out {config.held_out}) of {corpus.source}"
         if self.num_rows < 1:
-            needs = f"seq_len {s} needs {s + 1} tokens, but {what} has {end - begin} of {total}"
-            hint = "use a shorter seq_len, more data, or another held_out (--held-out 0 keeps nothing out)"
-            raise ValueError(f"{needs}; {hint}")
+            raise ValueError(
+                f"seq_len {s} needs {s + 1} tokens, but {what} has {end - begin} of {total}; use a shorter"
+                " seq_len, more data, or another held_out (--held-out 0 keeps nothing out)"
+            )
         if corpus.counted is not None and not corpus.counted[begin:end].any():
             raise ValueError(f"{what} has no answer; give more data, or another held_out")
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)

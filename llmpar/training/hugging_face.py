@@ -35,17 +35,17 @@ from llmpar.plan.config_json import TABLES, family
 from llmpar.plan.model_config import ModelConfig, to_hugging_face
 from llmpar.training.data import FileTokenizer, Tokenizer
 
+# Kinds of numbers that are read, as numpy and as safetensors call them. Quantized weights are refused.
 FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF16")
-"""Kinds of numbers that are read, as numpy and as safetensors call them. Quantized weights are refused."""
+# Kinds that are written: safetensors' name, and bytes. (Large weights would be infinite in float16.)
 _KINDS = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
-"""Kinds that are written: safetensors' name, and bytes. (Large weights would be infinite in float16.)"""
+# What a file of weights has at most, unless it has one tensor: as `transformers` cuts them.
 SHARD_BYTES = 5 * 10**9
-"""What a file of weights has at most, unless it has one tensor: as `transformers` cuts them."""
 INDEX = "model.safetensors.index.json"
 
+# Path of each weight here to its name (``{}`` is the layer, then the expert) and dims there; and what
+# Mixtral calls otherwise.
 TENSOR_NAMES, MIXTRAL = TABLES["weights"], TABLES["mixtral"]
-"""Path of each weight here to its name (``{}`` is the layer, then the expert) and dims there; and what
-Mixtral calls otherwise."""
 
 
 class _Weight:
@@ -96,8 +96,10 @@ class _Weight:
     def write(self, value: Any, dtype: str) -> Iterator[np.ndarray]:
         """Yield the tensors of this weight; every process must take all of them."""
         if np.shape(value) != self.shape:
-            what = f"'{self.name}' is made of {list(self.shape)}, not of {list(np.shape(value))}"
-            raise ValueError(f"{what}; give layers in the model's order (Step.to_model_order)")
+            raise ValueError(
+                f"'{self.name}' is made of {list(self.shape)}, not of {list(np.shape(value))}; give layers"
+                " in the model's order (Step.to_model_order)"
+            )
         order = [self.own.index(x) for group in self.groups for x in group]
         for numbers in self.numbers:
             own = _take(value, numbers).astype(dtype).transpose(order)
@@ -185,8 +187,10 @@ def check_tensors(tensors: Mapping[str, Any], config: ModelConfig) -> None:
             faults.append(f"'{name}' holds {kind}, but only {', '.join(FLOATS[:4])} are read")
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
-        what = f"these tensors are not the model '{config.name}': {'; '.join(sorted(faults)[:3])}{more}"
-        raise ValueError(f"{what}; use the config.json that they came with")
+        raise ValueError(
+            f"these tensors are not the model '{config.name}': {'; '.join(sorted(faults)[:3])}{more}; use"
+            " the config.json that they came with"
+        )
 
 
 def _describe(tensor) -> tuple[tuple[int, ...], str]:
@@ -212,8 +216,9 @@ def open_folder(folder: str | os.PathLike) -> dict[str, Any]:
     try:
         import safetensors.numpy
     except ImportError as error:
-        needs = "Hugging Face weights need the package safetensors"
-        raise ValueError(f"{needs}; install the extra llmpar[hf]") from error
+        raise ValueError(
+            "Hugging Face weights need the package safetensors; install the extra llmpar[hf]"
+        ) from error
     tensors = dict[str, Any]()
     for file in _files(pathlib.Path(folder)):
         check_ordinary(file, "file of weights")
@@ -254,13 +259,13 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     return [folder / name for name in names]
 
 
+# What comes with a tokenizer.json and is copied with it.
 _BESIDE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
     "generation_config.json",
 )
-"""What comes with a tokenizer.json and is copied with it."""
 
 
 def save(
@@ -310,8 +315,9 @@ def save(
     except OSError as error:
         for part in path.glob("*.part"):  # which would fill the disk
             part.unlink(missing_ok=True)
-        why = f"{error.strerror}; free some room, or give another folder"
-        raise ValueError(f"cannot write the model to '{folder}': {why}") from error
+        raise ValueError(
+            f"cannot write the model to '{folder}': {error.strerror}; free some room, or give another folder"
+        ) from error
 
 
 def _headers(shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str, dict[str, Any]]:

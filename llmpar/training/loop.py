@@ -33,17 +33,17 @@ from llmpar.training.step import Step
 from llmpar.training.trackers import Send, Tracker, profiling, tracking
 
 ADAMW = OptimizerConfig()
+# What is meant by it: Chowdhery et al. 2022, appendix B, but with attention halved by causality.
 MFU = (
     "a step's useful FLOPs (6 per token and active weight, and causal attention) / its seconds / peak FLOP/s"
 )
-"""What is meant by it: Chowdhery et al. 2022, appendix B, but with attention halved by causality."""
+# Settings of `train` in which processes may differ, each with the reason.
 APART = {
     **dict.fromkeys(
         ("on_step", "tell", "stop", "barrier", "tracker", "log"), "what a process says, and to whom"
     ),
     **dict.fromkeys(("mesh", "ideal_step_s"), "its own devices; the plan has the mesh's sizes"),
 }
-"""Settings of `train` in which processes may differ, each with the reason."""
 
 
 @dataclass
@@ -87,8 +87,8 @@ class Report:
         """The newest figures of a running training in a line."""
         mfu = f", MFU {self.mfu:.1%}" if self.mfu else ""
         memory = f", {self.memory_bytes / 2**30:.2f} GiB" if self.memory_bytes else ""
-        last = f"{self.eval_losses[-1][1]:.3f} (perplexity {self.perplexity:.4g})" if self.eval_losses else ""
-        evaluated = f", held-out {last}" if last else ""
+        loss = self.eval_losses[-1][1] if self.eval_losses else 0
+        evaluated = f", held-out {loss:.3f} (perplexity {self.perplexity:.4g})" if self.eval_losses else ""
         return f"loss {self.losses[-1]:.3f} nats{evaluated}, {self.tokens_per_s:,.0f} tokens/s{mfu}{memory}"
 
 
@@ -121,12 +121,16 @@ class Evaluation:
         """Refuse an evaluation of nothing."""
         held_out, batches = self.held_out, self.eval_batches
         if self.eval_every < 0 or batches < 1:
-            requested = f"evaluation every {self.eval_every} steps of {batches} batches"
-            raise ValueError(f"{requested}: use 0 (never) or more, and 1 or more")
+            raise ValueError(
+                f"evaluation every {self.eval_every} steps of {batches} batches: use 0 (never) or more, and"
+                " 1 or more"
+            )
         if held_out and self.eval_every:
             if not any((held_out.batch(i)["targets"] >= 0).any() for i in range(batches)):
-                more = "use more --eval-batches, or a smaller --held-out"
-                raise ValueError(f"no answer is in the first {batches} held-out batches; {more}")
+                raise ValueError(
+                    f"no answer is in the first {batches} held-out batches; use more --eval-batches, or a"
+                    " smaller --held-out"
+                )
 
     def is_due(self, done: int, steps: int) -> bool:
         """Tell whether to evaluate after ``done`` of all steps."""
@@ -236,17 +240,19 @@ def train(
     evaluation.check()
     if steps < 1:
         raise ValueError(f"training to step {steps} does nothing; use 1 or more")
-    described = checkpoints or tracker  # its sums read the whole text
-    made = made_of(config, plan, stream, steps, options, seed) if described else {}
+    made = dict[str, Any]()
+    if checkpoints or tracker:  # its sums read the whole text
+        made = made_of(config, plan, stream, steps, options, seed)
     if origin:
         made["from"] = os.path.abspath(origin)
-    about = made | {"model": config.name, "mesh": str(plan.mesh), "mfu": MFU}
     # Process 0's number, so that all do the same.
     writes = checkpoints is not None and _agreed(checkpoints.latest or 0) < steps
     with (
         checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(),
         _opened(log) as lines,
-        tracking(tracker, about, callbacks.tell) as send,
+        tracking(
+            tracker, made | {"model": config.name, "mesh": str(plan.mesh), "mfu": MFU}, callbacks.tell
+        ) as send,
         contextlib.ExitStack() as traced,
     ):
         step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
@@ -259,8 +265,7 @@ def train(
             evaluation,
             callbacks.tell,
         )
-        num_tokens = stream.config.batch_size * stream.config.seq_len
-        report = Report(run.done, num_tokens, ideal_step_s)
+        report = Report(run.done, stream.config.batch_size * stream.config.seq_len, ideal_step_s)
         if report.start:
             nothing = "; nothing is left to do" if report.start >= steps else ""
             callbacks.tell(f"goes on from the checkpoint of step {report.start}{nothing}")
@@ -478,16 +483,20 @@ class _Measured:
             self.checkpoints.discard(number)
         kept = self.checkpoints.latest if self.checkpoints else None
         saved = "no checkpoint was taken" if kept is None else f"the checkpoint of step {kept} is intact"
-        what = f"the loss of step {number} is {loss}, its gradient's norm {norm}"
-        raise FloatingPointError(f"{what}: stopped; {saved}; try a lower learning rate")
+        raise FloatingPointError(
+            f"the loss of step {number} is {loss}, its gradient's norm {norm}: stopped; {saved}; try a lower"
+            " learning rate"
+        )
 
     def _write(self, row: dict) -> None:
         if self.lines and not self.failed:
             try:
                 self.lines.write(json.dumps(row).encode() + b"\n")
             except OSError as error:
-                why = f"{error.strerror}; free some room, and the same command goes on"
-                self.failed = ValueError(f"cannot write the log '{self.lines.name}': {why}")
+                self.failed = ValueError(
+                    f"cannot write the log '{self.lines.name}': {error.strerror}; free some room, and the"
+                    " same command goes on"
+                )
                 if jax.process_count() > 1:
                     os.kill(os.getpid(), signal.SIGTERM)
         self.send(row["step"] if "step" in row else row["steps_done"], row)

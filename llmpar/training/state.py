@@ -1,6 +1,5 @@
 """The state that a step changes: its shapes and layouts, how it begins; and what a step refuses to take."""
 
-import weakref
 from typing import Any, NamedTuple
 
 import jax
@@ -66,13 +65,16 @@ def placed_weights(params: Tree, like: Tree, model: str) -> dict[str, Array]:
             raise ValueError(f"the model has no weight '{path}'; it has {', '.join(weights)}")
         dtype = getattr(given, "dtype", None)  # None, or a number, has none
         if dtype is None or given.shape != weight.shape or not jnp.issubdtype(dtype, jnp.floating):
-            what = f"'{path}' of shape {list(np.shape(given))} ({dtype or type(given).__name__})"
-            use = f"use {list(weight.shape)} ({weight.dtype}), layers in the model's order"
-            raise ValueError(f"{what} is no weight of '{model}'; {use}")
+            raise ValueError(
+                f"'{path}' of shape {list(np.shape(given))} ({dtype or type(given).__name__}) is no weight"
+                f" of '{model}'; use {list(weight.shape)} ({weight.dtype}), layers in the model's order"
+            )
         given = given.astype(weight.dtype)
-        to = weight.sharding
-        is_placed = isinstance(given, jax.Array) and given.sharding.is_equivalent_to(to, given.ndim)
-        placed[path] = given if is_placed else jax.device_put(given, to, may_alias=False)
+        if not isinstance(given, jax.Array) or not given.sharding.is_equivalent_to(
+            weight.sharding, given.ndim
+        ):
+            given = jax.device_put(given, weight.sharding, may_alias=False)
+        placed[path] = given
     return placed
 
 
@@ -114,28 +116,19 @@ def check_tokens(name: str, x: Any, vocab_size: int) -> None:
 
 class Checked:
     """A compiled function of a state (or weights) and a batch that refuses tokens outside the vocabulary and
-    a state that is used up. It reads a batch back from its devices, once; ``compiled`` does not, and has no
-    checks."""
+    a state that is used up. It reads a batch back from its devices, which JAX does once for an array;
+    ``compiled`` does not, and has no checks."""
 
     def __init__(self, compiled: Any, vocab_size: int):
         self.compiled = compiled
         self.vocab_size = vocab_size
-        self._checked = list[weakref.ref]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.compiled, name)  # lower, trace
 
     def __call__(self, state: Any, batch: Any) -> Any:
         check_alive((state, batch))
-        if isinstance(batch, dict):  # else JAX names what is missing
-            self._check({name: batch[name] for name in ("tokens", "targets") if name in batch})
+        for name in ("tokens", "targets"):  # of another batch JAX names what is missing
+            if isinstance(batch, dict) and not isinstance(batch.get(name), jax.core.Tracer | None):
+                check_tokens(name, batch[name], self.vocab_size)
         return self.compiled(state, batch)
-
-    def _check(self, batch: dict[str, Any]) -> None:
-        arrays = [x for x in batch.values() if isinstance(x, jax.Array)]
-        if arrays and [id(ref()) for ref in self._checked] == [*map(id, arrays)]:
-            return
-        self._checked = [*map(weakref.ref, arrays)]
-        for name, x in batch.items():
-            if not isinstance(x, jax.core.Tracer):
-                check_tokens(name, x, self.vocab_size)

@@ -55,8 +55,8 @@ from llmpar.training.state import (
     state_shapes,
 )
 
+# JAX makes keys of 32 bits.
 _MAX_SEED = 2**32 - 1
-"""JAX makes keys of 32 bits."""
 _ROUTED = Dim("l"), Dim("e")  # the routers' counts for each layer and expert; summed over all tokens
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 EARLY = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_latency_estimator"
@@ -152,15 +152,15 @@ class Step:
         """Return gradients (cut as `WeightLayouts.reduced`) and metrics, without an update: what the parity
         tests compare."""
         with use_abstract_mesh(self.mesh.abstract_mesh):
-            given = self.stored, self.plan.tokens
-            return self._on_devices(self._gradients, given, (self.reduced, WHOLE))(params, batch)
+            layouts, results = (self.stored, self.plan.tokens), (self.reduced, WHOLE)
+            return self._on_devices(self._gradients, layouts, results)(params, batch)
 
     def _on_devices(self, f: Callable, layouts: Any, results: Any) -> Callable:
         """Run ``f`` on the blocks of each device in the mode Manual; on whole arrays in the others."""
         if isinstance(self.par, Auto):
             return f
-        specs = jax.tree.map(spec, layouts)
-        return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=jax.tree.map(spec, results))
+        layouts, results = jax.tree.map(spec, (layouts, results))
+        return jax.shard_map(f, mesh=self.mesh, in_specs=layouts, out_specs=results)
 
     def _gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Return a device's gradients, from its part of the batch and its shards of the weights."""
@@ -171,8 +171,8 @@ class Step:
             loss, grads = self._backward(params, batch)
         else:
             add = lambda sums, part: (jax.tree.map(jnp.add, sums, self._backward(params, part)), None)
-            microbatches = cut_in_microbatches(batch, self.plan.microbatches)
-            (loss, grads), _ = lax.scan(add, self._zeros(), microbatches)
+            parts = cut_in_microbatches(batch, self.plan.microbatches)
+            (loss, grads), _ = lax.scan(add, self._zeros(), parts)
         return self._per_token(loss, self._reduce(grads), batch)
 
     def _backward(self, params: Tree, batch: Batch) -> tuple[Loss, Tree]:
@@ -285,8 +285,8 @@ class Step:
             counts = jax.tree.map(lambda x: self.par.carry_out(x, summed, "loss, tokens and norm"), counts)
         else:
             square = sum(self._count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
-            local = loss, tokens.astype(jnp.float32), square, counts
-            loss, tokens, square, counts = self._sum_over_devices(local)
+            values = loss, tokens.astype(jnp.float32), square, counts
+            loss, tokens, square, counts = self._sum_over_devices(values)
             tokens = jnp.maximum(tokens, 1)
             grads = jax.tree.map(lambda g: g / tokens, grads)
             norm = jnp.sqrt(square) / tokens
@@ -304,8 +304,8 @@ class Step:
         """Sum small values in one all-reduce, which needs all of them. Had each its own, no data would order
         it against the collectives of the model, and devices may enter unordered ones in different orders."""
         flat, restore = ravel_pytree(jax.tree.map(self._count_once, values))
-        everywhere = Arrow(Layout((), self._live), WHOLE)
-        return restore(Manual(self.plan).carry_out(flat, everywhere, "loss, tokens and norm"))
+        arrow = Arrow(Layout((), self._live), WHOLE)
+        return restore(Manual(self.plan).carry_out(flat, arrow, "loss, tokens and norm"))
 
     def _on_arrays(self, update: Callable) -> Callable:
         """Run `_update` on whole arrays without explicit types: optimizers are written for those."""
@@ -427,11 +427,9 @@ class Step:
             loss = lax.map(lambda part: model.cross_entropies(part, par)[0].sum(), parts).sum()
             return loss, (batch["targets"] >= 0).sum().astype(jnp.float32)
 
-        def manual(params, batch):
-            return self._sum_over_devices(sums(Manual(plan), params, batch))
-
         if plan.mode == "auto" or plan.pipeline:
             return Checked(jax.jit(functools.partial(sums, Auto(plan, self.mesh))), self.config.vocab_size)
         given = jax.tree.map(spec, self.stored), self.batch_sharding.spec
+        manual = lambda params, batch: self._sum_over_devices(sums(Manual(plan), params, batch))
         mapped = jax.shard_map(manual, mesh=self.mesh, in_specs=given, out_specs=spec(WHOLE))
         return Checked(jax.jit(mapped), self.config.vocab_size)
