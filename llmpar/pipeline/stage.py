@@ -184,16 +184,16 @@ def programs(stage: Stage, x: Any, sums: Tree) -> tuple[dict[str, Callable], Any
     plan = stage.par.plan
     assert plan.pipeline
     F: Callable = _forward
-    dy = x  # of the same type
+    shared: tuple = (stage,)
+    args: tuple = x, x, sums  # the second is dy, of the type of x
     if plan.stage_saves == "residuals":
-        F, backward, saved = split_backward(cell, (stage,), (x,), (dy, sums))
-        shared, first_args = (stage, saved), (dy, sums)
+        F, backward, saved = split_backward(cell, shared, args[:1], args[1:])
+        shared, args = (stage, saved), args[1:]
     else:
-        backward, saved = trace(lambda *args: cell(*args)[1], stage, x, dy, sums), x
-        shared, first_args = (stage,), (x, dy, sums)
+        backward, saved = trace(lambda *args: cell(*args)[1], stage, *args), x
     if not plan.pipeline.split_backward:
         return {"F": F, "B": backward}, saved, []
-    B, W, residual = split_backward(backward, shared, first_args)
+    B, W, residual = split_backward(backward, shared, args)
     return {"F": F, "B": B, "W": W}, saved, residual
 
 
