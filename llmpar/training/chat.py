@@ -1,4 +1,4 @@
-"""Conversations to tokens, the same for training and for serving: what is asked is what was trained."""
+"""Conversations to tokens, the same for training and for serving: a prompt looks as in training."""
 
 import contextlib
 import functools
@@ -71,7 +71,7 @@ class Chat:
                 prompt, answered = self._render(messages[:i], True), self._render(messages[: i + 1], False)
                 if whole.startswith(prompt) and whole.startswith(answered):
                     begin = len(before := encode(prompt))
-                    if before != ids[:begin]:  # a token would reach from what is asked into the answer
+                    if before != ids[:begin]:  # a token would reach from the prompt into the answer
                         seams.append(len(prompt))
                         ids = encode(whole)
                     answer = encode(answered)

@@ -30,14 +30,14 @@ from llmpar.training.state import State
 Tell = Callable[[str], None]
 # What a run keeps from its first step to its last: with another of these a step would not be the one that
 # was begun. The mesh may change, for it leaves every loss as it is; what else is written down (the learning
-# rate, the dtype) is said.
+# rate, the dtype) is reported.
 FIXED = ("data", "tokenizer", "seed", "data_seed", "held_out", "batch_size", "seq_len", "optimizer")
 # How many of the newest checkpoints stay, besides the best.
 _KEPT = 2
 # Errors of a machine, which say nothing about what a file holds.
 HINDRANCES = errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE
 # What made a run; or its score: a held-out ``loss``, and ``of`` what it is, for only like is compared.
-Told = dict[str, Any] | None
+Record = dict[str, Any] | None
 
 
 class Checkpoints:
@@ -74,7 +74,7 @@ class Checkpoints:
         """The step of the newest finished checkpoint."""
         return self._manager.latest_step() if self.folder.is_dir() else None
 
-    def best(self, *more: tuple[int, Told]) -> int | None:
+    def best(self, *more: tuple[int, Record]) -> int | None:
         """Return the step with the lowest held-out loss of those evaluated as the last, and ``more``; or
         None."""
         steps = sorted(self._manager.all_steps()) if self.folder.is_dir() else []
@@ -83,7 +83,7 @@ class Checkpoints:
         alike = [(score["loss"], step) for step, score in finite if score["of"] == finite[-1][1]["of"]]
         return min(alike)[1] if alike else None
 
-    def _score(self, step: int) -> Told:
+    def _score(self, step: int) -> Record:
         """Return a checkpoint's evaluation as it was written; None of a damaged one, which is refused when it
         is read. (One that this machine cannot read now is no worse than others, and must not be deleted.)"""
         gone = FileNotFoundError, NotADirectoryError
@@ -197,7 +197,7 @@ class Checkpoints:
         return 0
 
     def save(
-        self, step: int, state: State, config: ModelConfig, made: Told = None, score: Told = None
+        self, step: int, state: State, config: ModelConfig, made: Record = None, score: Record = None
     ) -> None:
         """Write all of the state, and beside it the model's configuration, what ``made`` it, and its score;
         finished, or as if it had never begun. Then older ones are deleted, but for one that is being read."""

@@ -371,7 +371,7 @@ class _Run:
             yield
         except BaseException as error:
             spoiled = isinstance(error, FloatingPointError) or jax.process_count() > 1
-            with contextlib.suppress(Exception):  # what ended it is told
+            with contextlib.suppress(Exception):  # the error that ended it is raised
                 if self.checkpoints and self._saved < self.done and not spoiled and measured.are_finite():
                     self.save()
                     self.tell(f"step {self.done} is kept in {self.checkpoints.folder}")
@@ -446,7 +446,7 @@ class _Measured:
         return all(math.isfinite(float(m["loss"]) + float(m["grad_norm"])) for _, m in self.waiting)
 
     def asks_to_stop(self) -> bool:
-        """Tell whether this process is to end. One of several has asked all, as a scheduler does."""
+        """Tell whether this process is to end. One of several has signalled all, as a scheduler does."""
         return self.failed is not None and jax.process_count() == 1
 
     def add_evaluation(self, num_steps: int, loss: float) -> None:
