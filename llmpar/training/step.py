@@ -379,8 +379,8 @@ class Step:
             return jax.jit(lambda key: self.from_model_order(make(key, {})), out_shardings=self.shardings)(
                 key
             )
-        natural = jax.tree.map(lambda x: x.sharding, self.abstract_model_order)
-        state = jax.jit(make, out_shardings=natural, donate_argnums=1)(key, given)
+        in_model_order = jax.tree.map(lambda x: x.sharding, self.abstract_model_order)
+        state = jax.jit(make, out_shardings=in_model_order, donate_argnums=1)(key, given)
         return self.from_model_order(state, donate=True)
 
     def from_model_order(self, state: State, donate: bool = False) -> State:
