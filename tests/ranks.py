@@ -36,7 +36,7 @@ from llmpar.serve.engine import Engine, Request, generate
 from llmpar.training import hugging_face as hf
 from llmpar.training import loop as train
 from llmpar.training.checkpoint import checksums
-from llmpar.training.data import DataConfig, Stream, read_corpus
+from llmpar.training.data import Batches, DataConfig, read_corpus
 from llmpar.training.step import State, Step
 
 use_devices()
@@ -68,7 +68,7 @@ def rows() -> dict:
     """The rows of a batch that this process made, under a plan that cuts them over all processes; who holds
     which."""
     text = DataConfig(seq_len=32, batch_size=16, limit_bytes=1 << 16)
-    stream, made = Stream(read_corpus(text), text), []
+    stream, made = Batches(read_corpus(text), text), []
     local_batch = stream.local_batch
     stream.local_batch = lambda step, rows: (made.extend(range(16)[rows]), local_batch(step, rows))[1]
     plan = Plan("dp=4 tp=2")

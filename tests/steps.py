@@ -1,5 +1,6 @@
 """Training in tests: one step for each model, plan and optimizer, traced and compiled once for all runs."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -27,6 +28,9 @@ SHARED = {"Step": functools.cache(SharedStep), "make_optimizer": functools.cache
 
 
 def train(*args, **more):
-    """`llmpar.training.loop.train`, with steps that runs share."""
+    """`llmpar.training.loop.train`, with steps that runs share; fields of its groups by their names."""
+    for name, group in {"evaluation": training.Evaluation, "callbacks": training.Callbacks}.items():
+        names = more.keys() & {field.name for field in dataclasses.fields(group)}
+        more[name] = group(**{field: more.pop(field) for field in names})
     with mock.patch.multiple(training, **SHARED):
         return training.train(*args, **more)

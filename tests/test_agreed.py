@@ -15,7 +15,7 @@ from llmpar.launch import agreed
 from llmpar.launch.agreed import FOLDERS, OWN, differences, flat, refusal, surroundings
 from llmpar.plan.model_config import PRESETS, ExpertConfig, LoraConfig, OptimizerConfig, RopeScaling
 from llmpar.plan.plan import Plan
-from llmpar.training.data import ByteTokenizer, Corpus, DataConfig, Stream
+from llmpar.training.data import Batches, ByteTokenizer, Corpus, DataConfig
 from llmpar.training.loop import APART, kept_in, settings_of, train
 
 MODEL = dataclasses.replace(
@@ -91,21 +91,30 @@ def test_long_values_that_begin_alike_are_told_apart():
 def stream(text="abc" * 40, part="train", **config):
     tokens = np.concatenate([[256], np.frombuffer(text.encode(), np.uint8)]).astype(np.uint16)
     corpus = Corpus(tokens, np.array([0, len(tokens)]), ByteTokenizer(), "a text")
-    return Stream(corpus, DataConfig(seq_len=4, batch_size=2, held_out=2, **config), part)
+    return Batches(corpus, DataConfig(seq_len=4, batch_size=2, held_out=2, **config), part)
+
+
+GROUPS = {"evaluation", "callbacks"}
 
 
 def arguments(folder: Path, **more):
     """What `train` is given."""
     given = {name: p.default for name, p in inspect.signature(train).parameters.items()}
     given |= {"config": MODEL, "plan": Plan("dp=2"), "mesh": None, "stream": stream(), "steps": 3}
-    return given | {"checkpoints": SimpleNamespace(folder=folder, every=2)} | more
+    given |= {"checkpoints": SimpleNamespace(folder=folder, every=2)}
+    for name in GROUPS:
+        fields = vars(given[name])
+        given[name] = SimpleNamespace(**fields | {k: x for k, x in more.items() if k in fields})
+    return given | {k: x for k, x in more.items() if not any(k in vars(given[name]) for name in GROUPS)}
 
 
 def test_whatever_train_is_given_is_compared(tmp_path):
     """A new argument is, until `APART` has a reason why not."""
     base = arguments(tmp_path)
-    for name in base.keys() - {"stream", "held_out", "checkpoints", "begin", "origin"}:
-        rows = differences([flat(settings_of(base)), flat(settings_of(base | {name: "another"}))])
+    names = base.keys() - GROUPS | {field for name in GROUPS for field in vars(base[name])}
+    for name in names - {"stream", "held_out", "checkpoints", "begin", "origin"}:
+        other = arguments(tmp_path, **{name: "another"})
+        rows = differences([flat(settings_of(base)), flat(settings_of(other))])
         assert bool(rows) != bool(APART.get(name)), name
 
 

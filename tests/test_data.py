@@ -17,10 +17,10 @@ from llmpar.plan.sequence_order import sequence_permutation
 from llmpar.training import data
 from llmpar.training.balance import row_orders
 from llmpar.training.data import (
+    Batches,
     ByteTokenizer,
     Corpus,
     DataConfig,
-    Stream,
     open_tokenizer,
     read_corpus,
     tokenizer_of,
@@ -91,7 +91,7 @@ def test_no_target_crosses_documents_and_segments_change_exactly_there(corpus, n
     orders = {"own": None, "random": lambda rows: np.tile(mixed, (len(rows), 1))}
     order = orders.get(name, in_order(name))
     # without a held-out part, so that no document is cut
-    stream, plain = (Stream(corpus, config(held_out=0), order=o) for o in (order, None))
+    stream, plain = (Batches(corpus, config(held_out=0), order=o) for o in (order, None))
     assert stream.num_rows > 2 * 16
     batches = [stream.batch(step) for step in range(40)]
     assert [faults(batch, corpus) for batch in batches] == [set()] * 40
@@ -110,7 +110,7 @@ def test_no_target_crosses_documents_and_segments_change_exactly_there(corpus, n
 def test_the_check_sees_an_array_that_was_not_permuted_with_the_others(corpus, name):
     places = sequence_permutation("zigzag", 16, 4)
     plain, zigzag = (
-        Stream(corpus, config(held_out=0, batch_size=40), order=o).batch(0)
+        Batches(corpus, config(held_out=0, batch_size=40), order=o).batch(0)
         for o in (None, in_order("zigzag"))
     )
     assert same(zigzag, {k: x[:, places] for k, x in plain.items()})
@@ -118,7 +118,7 @@ def test_the_check_sees_an_array_that_was_not_permuted_with_the_others(corpus, n
 
 
 def test_the_check_sees_a_target_that_crosses_and_a_segment_that_changes_late(corpus):
-    batch = Stream(corpus, config(held_out=0, batch_size=40)).batch(0)
+    batch = Batches(corpus, config(held_out=0, batch_size=40)).batch(0)
     crossing = batch["targets"].copy()
     row, column = np.argwhere(crossing[:, :-1] == -1)[0]
     crossing[row, column] = batch["tokens"][row, column + 1]
@@ -131,7 +131,7 @@ def test_the_check_sees_a_target_that_crosses_and_a_segment_that_changes_late(co
 @pytest.mark.parametrize("part", ["train", "held_out"])
 @pytest.mark.parametrize("epoch", [0, 1, 5])
 def test_every_token_is_an_input_once_per_epoch_apart_from_the_tail(corpus, part, epoch):
-    stream = Stream(corpus, config(batch_size=1), part)
+    stream = Batches(corpus, config(batch_size=1), part)
     rows = [stream.batch(epoch * stream.num_rows + i)["tokens"][0] for i in range(stream.num_rows)]
     seen = np.sort(np.concatenate(rows))
     total = len(corpus.tokens)
@@ -143,7 +143,7 @@ def test_every_token_is_an_input_once_per_epoch_apart_from_the_tail(corpus, part
 
 
 def test_every_epoch_has_its_own_order_of_documents_and_rows(corpus):
-    stream = Stream(corpus, config(batch_size=1))
+    stream = Batches(corpus, config(batch_size=1))
     n = stream.num_rows
     epochs = [[tuple(stream.batch(e * n + i)["tokens"][0]) for i in range(n)] for e in range(3)]
     assert len({tuple(rows) for rows in epochs}) == 3
@@ -156,49 +156,49 @@ def test_every_epoch_has_its_own_order_of_documents_and_rows(corpus):
 
 def test_a_single_document_is_shuffled_by_rows():
     one = Corpus(np.arange(1 + 16 * 50, dtype=np.int32), np.array([0, 801]), ByteTokenizer(), "one")
-    stream = Stream(one, config(batch_size=50, held_out=0))
+    stream = Batches(one, config(batch_size=50, held_out=0))
     firsts = stream.batch(0)["tokens"][:, 0]
     assert sorted(firsts) == list(range(0, 800, 16)) and list(firsts) != sorted(firsts)
     assert list(firsts) != list(stream.batch(1)["tokens"][:, 0])
 
 
 def test_held_out_rows_are_the_same_for_all_seeds_and_epochs_and_never_trained_on(corpus):
-    held = [Stream(corpus, config(batch_size=1, seed=seed), "held_out") for seed in (0, 7)]
+    held = [Batches(corpus, config(batch_size=1, seed=seed), "held_out") for seed in (0, 7)]
     n = held[0].num_rows
     assert all(same(held[0].batch(i), held[1].batch(i + n)) for i in range(n))
-    train = Stream(corpus, config(batch_size=1))
+    train = Batches(corpus, config(batch_size=1))
     trained = {t for i in range(3 * train.num_rows) for t in train.batch(i)["tokens"][0]}
     trained |= {t for i in range(3 * train.num_rows) for t in train.batch(i)["targets"][0]}
     assert not trained & {t for i in range(n) for t in held[0].batch(i)["tokens"][0]}
 
 
 def test_seeds_differ_and_instances_agree(corpus):
-    streams = [Stream(corpus, config(seed=seed)) for seed in (3, 3, 4)]
+    streams = [Batches(corpus, config(seed=seed)) for seed in (3, 3, 4)]
     assert all(same(streams[0].batch(i), streams[1].batch(i)) for i in range(50))
     assert not any(same(streams[0].batch(i), streams[2].batch(i)) for i in range(50))
 
 
 def test_the_order_is_pinned_so_that_other_versions_read_the_same(corpus):
-    assert Stream(corpus, CONFIG).batch(11)["tokens"][:, 0].tolist() == PINNED_FIRSTS
+    assert Batches(corpus, CONFIG).batch(11)["tokens"][:, 0].tolist() == PINNED_FIRSTS
     assert corpus.fingerprint == PINNED_FINGERPRINT
 
 
 def test_resuming_at_step_k_equals_running_through(corpus):
-    through = Stream(corpus, CONFIG)
+    through = Batches(corpus, CONFIG)
     run = [through.batch(step) for step in range(60)]
     assert 60 * 5 > 3 * through.num_rows
     for k in (0, 1, 17, 59):
-        resumed = Stream(corpus, CONFIG)
+        resumed = Batches(corpus, CONFIG)
         assert all(same(resumed.batch(step), run[step]) for step in range(k, 60))
     # looking back, and evaluating in between, leaves no trace
     assert all(same(through.batch(step), run[step]) for step in (59, 3, 40, 0))
 
 
 def test_processes_that_take_their_rows_have_the_batch_between_them(corpus):
-    stream = Stream(corpus, config(batch_size=8))
+    stream = Batches(corpus, config(batch_size=8))
     for step in range(20):
         whole = stream.batch(step)
-        halves = [Stream(corpus, config(batch_size=8)).local_batch(step, slice(i, i + 4)) for i in (0, 4)]
+        halves = [Batches(corpus, config(batch_size=8)).local_batch(step, slice(i, i + 4)) for i in (0, 4)]
         assert same(whole, {k: np.concatenate([h[k] for h in halves]) for k in whole})
         picked = stream.local_batch(step, [6, 1])
         assert same(picked, {k: x[[6, 1]] for k, x in whole.items()})
@@ -207,9 +207,9 @@ def test_processes_that_take_their_rows_have_the_batch_between_them(corpus):
 
 
 def test_batches_straddle_epochs_row_by_row(corpus):
-    single = Stream(corpus, config(batch_size=1))
+    single = Batches(corpus, config(batch_size=1))
     for size in (5, 2 * single.num_rows + 3):
-        stream = Stream(corpus, config(batch_size=size))
+        stream = Batches(corpus, config(batch_size=size))
         assert stream.num_rows % size
         for step in range(12):
             rows = [single.batch(step * size + i) for i in range(size)]
@@ -217,11 +217,11 @@ def test_batches_straddle_epochs_row_by_row(corpus):
 
 
 def test_a_batch_belongs_to_its_reader(corpus):
-    stream = Stream(corpus, CONFIG)
+    stream = Batches(corpus, CONFIG)
     first = stream.batch(0)
     for x in first.values():
         x[:] = 99
-    assert same(stream.batch(0), Stream(corpus, CONFIG).batch(0))
+    assert same(stream.batch(0), Batches(corpus, CONFIG).batch(0))
 
 
 # -------------------------------------------------------------------------------------------------- documents
@@ -254,7 +254,7 @@ def test_the_default_text_is_the_standard_library_cut_at_the_limit():
         assert source.read() in texts
     small = read_corpus(DataConfig(limit_bytes=1000))
     assert len(small.tokens) - len(small.offsets) + 1 == 1000 and "up to limit_bytes 1000" in small.source
-    batch = Stream(corpus, DataConfig()).batch(0)
+    batch = Batches(corpus, DataConfig()).batch(0)
     assert batch["tokens"].shape == (16, 256) and batch["tokens"].max() <= 256
 
 
@@ -391,7 +391,7 @@ def test_random_conversations_become_the_tokens_and_targets_of_a_plain_re_comput
     assert sorted(found) == sorted(want)
     assert f"{sum('text' not in x for x in lines)} conversations: {corpus.counted.sum()} of" in corpus.source
     assert f"{sum(len(x) > 40 for x in want)} documents are longer than a row of 40" in corpus.source
-    stream = Stream(corpus, DataConfig(seq_len=40, batch_size=1, held_out=0))
+    stream = Batches(corpus, DataConfig(seq_len=40, batch_size=1, held_out=0))
     seen = [stream.batch(i) for i in range(stream.num_rows)]
     for row in seen:
         tokens, targets, segments = (row[name][0] for name in ("tokens", "targets", "segments"))
@@ -409,7 +409,7 @@ def test_what_does_not_count_is_no_target_and_all_else_is_as_it_was(corpus, name
     counted = np.random.default_rng(0).random(len(corpus.tokens)) < 0.4
     masked = dataclasses.replace(corpus, counted=counted)
     order = None if name == "own" else in_order(name)
-    plain, some = (Stream(x, config(held_out=0), order=order) for x in (corpus, masked))
+    plain, some = (Batches(x, config(held_out=0), order=order) for x in (corpus, masked))
     for step in range(30):
         batch, want = some.batch(step), plain.batch(step)
         want["targets"] = np.where(counted[want["targets"]] & (want["targets"] >= 0), want["targets"], -1)
@@ -424,7 +424,7 @@ def test_conversations_are_held_out_whole(corpus):
     masked = dataclasses.replace(corpus, counted=np.ones(len(corpus.tokens), bool))
     total = len(corpus.tokens)
     for held_out in (2, 4, 7):
-        parts = [Stream(masked, config(held_out=held_out), part) for part in ("train", "held_out")]
+        parts = [Batches(masked, config(held_out=held_out), part) for part in ("train", "held_out")]
         ends = [part._bounds[[0, -1]].tolist() for part in parts]
         cut = ends[0][1]
         assert ends == [[0, cut], [cut, total]] and cut in corpus.offsets[1:-1]
@@ -432,11 +432,11 @@ def test_conversations_are_held_out_whole(corpus):
             abs(cut - (total - total // held_out))
             == np.abs(corpus.offsets - (total - total // held_out)).min()
         )
-    assert Stream(masked, config(held_out=0))._bounds[-1] == total
+    assert Batches(masked, config(held_out=0))._bounds[-1] == total
     with pytest.raises(
         ValueError, match=r"the train part \(held_out 4\) of addresses has no answer; give more"
     ):
-        Stream(dataclasses.replace(corpus, counted=np.arange(total) > total - 9), config())
+        Batches(dataclasses.replace(corpus, counted=np.arange(total) > total - 9), config())
 
 
 def test_the_limit_cuts_no_conversation(tmp_path):
@@ -463,18 +463,18 @@ def test_the_place_of_a_byte_that_is_no_text_is_counted_from_the_files_beginning
 def test_too_little_data_for_a_row_is_refused_with_both_numbers(tmp_path):
     path = write(tmp_path / "x.txt", "a" * 99)  # 100 tokens with the start
     corpus = read_corpus(DataConfig(data=(path,)))
-    assert Stream(corpus, DataConfig(seq_len=99, held_out=0)).num_rows == 1
+    assert Batches(corpus, DataConfig(seq_len=99, held_out=0)).num_rows == 1
     says = (
         r"seq_len 100 needs 101 tokens, but the train part \(held_out 0\) of .* has 100 of 100; use a shorter"
     )
     with pytest.raises(ValueError, match=says):
-        Stream(corpus, DataConfig(seq_len=100, held_out=0))
+        Batches(corpus, DataConfig(seq_len=100, held_out=0))
     with pytest.raises(
         ValueError, match=r"seq_len 64 needs 65 tokens, but the held_out part .* has 25 of 100; use"
     ):
-        Stream(corpus, DataConfig(seq_len=64, held_out=4), "held_out")
+        Batches(corpus, DataConfig(seq_len=64, held_out=4), "held_out")
     with pytest.raises(ValueError, match=r"the held_out part .* has 0 of 100"):
-        Stream(corpus, DataConfig(seq_len=4, held_out=0), "held_out")
+        Batches(corpus, DataConfig(seq_len=4, held_out=0), "held_out")
 
 
 NO_ORDER = [np.arange(15), np.arange(17), np.arange(1, 17), np.zeros(16, int)]
@@ -483,12 +483,12 @@ NO_ORDER = [np.arange(15), np.arange(17), np.arange(1, 17), np.zeros(16, int)]
 @pytest.mark.parametrize("order", NO_ORDER, ids=["short", "long", "shifted", "repeated"])
 def test_an_order_that_is_no_permutation_is_refused(corpus, order):
     with pytest.raises(ValueError, match="is in each row no permutation of 0 to 15"):
-        Stream(corpus, CONFIG, order=lambda rows: np.tile(order, (len(rows), 1))).batch(0)
+        Batches(corpus, CONFIG, order=lambda rows: np.tile(order, (len(rows), 1))).batch(0)
 
 
 def test_a_step_before_the_first_is_refused(corpus):
     with pytest.raises(ValueError, match="step -1 has no batch"):
-        Stream(corpus, CONFIG).batch(-1)
+        Batches(corpus, CONFIG).batch(-1)
 
 
 # ------------------------------------------------------------------------------------------------- tokenizers
@@ -546,7 +546,7 @@ def test_a_tokenizer_json_packs_like_bytes_do(make_tokenizer, tmp_path):
     corpus = read_corpus(settings)
     assert documents(corpus) == sorted(texts)
     assert open_tokenizer(str(tmp_path)).start_id == tokenizer.start_id  # the folder will do
-    batch = Stream(corpus, settings).batch(0)
+    batch = Batches(corpus, settings).batch(0)
     assert ((batch["tokens"] == tokenizer.start_id)[:, 1:] == (np.diff(batch["segments"]) == 1)).all()
 
 

@@ -232,7 +232,7 @@ def test_tensors_survive_the_round_trip(fixture, kind):
 def test_every_weight_has_a_name():
     every = dataclasses.replace(LESSON, qkv_bias=True, qk_norm=True)
     experts = dataclasses.replace(every, experts=ExpertConfig(4, 2, num_shared=1, bias_rate=0.1))
-    assert hf.NAMES.keys() == every.weights().keys() | experts.weights().keys()
+    assert hf.TENSOR_NAMES.keys() == every.weights().keys() | experts.weights().keys()
 
 
 @pytest.mark.parametrize("kind", OURS)

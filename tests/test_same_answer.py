@@ -26,7 +26,7 @@ from llmpar.parallel.mesh import make_mesh, use_devices
 from llmpar.parallel.modes import Manual
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
-from llmpar.training.inputs import check_mesh
+from llmpar.training.state import check_mesh
 from llmpar.training.step import Step
 
 MIXED = "dp=2 fsdp=2 tp=2"

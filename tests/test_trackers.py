@@ -12,7 +12,7 @@ import pytest
 from test_train import Killed, kill_at, run, stream
 
 from llmpar.plan.plan import Plan
-from llmpar.training.data import Stream
+from llmpar.training.data import Batches
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -63,7 +63,7 @@ def test_a_tracker_is_given_the_rows_of_the_log_and_closed_also_when_the_run_fai
     name, tmp_path, monkeypatch
 ):
     calls = fake(monkeypatch, "tensorboardX" if name == "tensorboard" else name)
-    held_out, log = Stream(stream().corpus, stream().config, "held_out"), tmp_path / "log.jsonl"
+    held_out, log = Batches(stream().corpus, stream().config, "held_out"), tmp_path / "log.jsonl"
     more = dict(tracker=name, log=str(log), held_out=held_out, eval_every=2, ideal_step_s=1e-6)
     run(Plan(), 2, **more)
     rows = [json.loads(line) for line in log.read_text().splitlines()]

@@ -29,7 +29,7 @@ from llmpar.plan.plan import Plan
 from llmpar.predict import hardware, memory
 from llmpar.training.balance import row_orders
 from llmpar.training.checkpoint import Checkpoints, checksums
-from llmpar.training.data import Corpus, DataConfig, Stream, read_corpus
+from llmpar.training.data import Batches, Corpus, DataConfig, read_corpus
 from llmpar.training.loop import OptimizerConfig, Report, made_of
 from llmpar.training.optimizer import make_optimizer, muon_dims
 from llmpar.training.step import State, Step
@@ -51,14 +51,14 @@ pytestmark = [
 
 
 @functools.cache
-def stream(seq_len: int = 16, batch_size: int = 8) -> Stream:
+def stream(seq_len: int = 16, batch_size: int = 8) -> Batches:
     """Real text: some 100 kB of the running Python's own library, as bytes."""
     config = DataConfig(seq_len=seq_len, batch_size=batch_size, limit_bytes=100_000)
-    return Stream(read_corpus(config), config)
+    return Batches(read_corpus(config), config)
 
 
-def held_out() -> Stream:
-    return Stream(stream().corpus, stream().config, "held_out")
+def held_out() -> Batches:
+    return Batches(stream().corpus, stream().config, "held_out")
 
 
 def run(plan: Plan = MIXED, steps: int = 6, config=SMALL, folder=None, every: int = 2, options=ADAMW, **more):
@@ -230,8 +230,8 @@ def test_rows_in_an_order_of_their_own_resume_to_the_bit_and_lose_what_one_devic
     offsets = np.unique([0, *rng.integers(1, 20_000, 3000), 20_000])
     tokens = long.tokens[:20_000].copy()
     tokens[offsets[:-1]] = long.tokenizer.start_id
-    plain = Stream(Corpus(tokens, offsets, long.tokenizer, "many short documents"), stream().config)
-    text = Stream(plain.corpus, plain.config, order=functools.partial(row_orders, "balanced", n=2))
+    plain = Batches(Corpus(tokens, offsets, long.tokenizer, "many short documents"), stream().config)
+    text = Batches(plain.corpus, plain.config, order=functools.partial(row_orders, "balanced", n=2))
     assert (text.batch(0)["segments"].max(1) > 1).any(), "rows of several documents"
     state, straight = run(BALANCED, text=text)
     with pytest.raises(Killed):
@@ -250,7 +250,7 @@ def test_a_run_resumes_on_another_mesh(tmp_path, whole, plan):
     shutil.rmtree(tmp_path / "copy" / "6")
     order = functools.partial(row_orders, plan.sequence_order, n=plan.mesh.sp)
     resumed, rest = run(
-        plan, folder=tmp_path / "copy", text=Stream(stream().corpus, stream().config, order=order)
+        plan, folder=tmp_path / "copy", text=Batches(stream().corpus, stream().config, order=order)
     )
     assert rest.start == 4 and rest.losses != []
     np.testing.assert_allclose(rest.losses, report.losses[4:], rtol=0, atol=1e-4)
@@ -481,9 +481,9 @@ def test_another_optimizers_checkpoint_is_refused_whether_it_knows_its_own_or_no
     assert "\n" not in str(caught.value)
 
 
-def other_text(**changes) -> Stream:
+def other_text(**changes) -> Batches:
     config = dataclasses.replace(stream().config, **changes)
-    return Stream(read_corpus(config), config)
+    return Batches(read_corpus(config), config)
 
 
 @pytest.mark.parametrize(
@@ -724,7 +724,7 @@ def test_evaluation_is_the_cross_entropy_whatever_the_plan(plan, config):
 
 
 @functools.cache
-def talks(file, plan: Plan, part: str = "train") -> Stream:
+def talks(file, plan: Plan, part: str = "train") -> Batches:
     """Conversations of very different lengths, some rows without an answer."""
     rng = np.random.default_rng(0)
     words = lambda least, most: " ".join("abc"[i] * 3 for i in rng.integers(0, 3, rng.integers(least, most)))
@@ -732,7 +732,7 @@ def talks(file, plan: Plan, part: str = "train") -> Stream:
     file.write_text("\n".join(map(json.dumps, rows)))
     source = DataConfig((str(file),), seq_len=16, batch_size=8, held_out=4)
     order = functools.partial(row_orders, plan.sequence_order, n=plan.mesh.sp)
-    return Stream(read_corpus(source), source, part, order)
+    return Batches(read_corpus(source), source, part, order)
 
 
 @pytest.mark.parametrize(
@@ -767,14 +767,15 @@ def test_answers_alone_are_learned_alike_on_every_mesh(plan, tmp_path):
 
 def test_a_held_out_part_without_an_answer_is_refused_before_the_first_step(tmp_path):
     text = talks(tmp_path / "x.jsonl", Plan())
-    begin, counted = Stream(text.corpus, text.config, "held_out")._bounds[0], text.corpus.counted.copy()
+    begin, counted = Batches(text.corpus, text.config, "held_out")._bounds[0], text.corpus.counted.copy()
     counted[begin : begin + 33] = False  # two rows
     corpus = dataclasses.replace(text.corpus, counted=counted)
     config = dataclasses.replace(text.config, batch_size=1)
     with pytest.raises(
         ValueError, match="no answer is in the first 2 held-out batches; use more --eval-batches"
     ):
-        run(text=text, held_out=Stream(corpus, config, "held_out"), eval_every=1, eval_batches=2, plan=Plan())
+        evaluated = Batches(corpus, config, "held_out")
+        run(text=text, held_out=evaluated, eval_every=1, eval_batches=2, plan=Plan())
 
 
 def test_checksums_are_of_the_bits_on_any_mesh(whole):

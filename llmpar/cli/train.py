@@ -109,7 +109,7 @@ class Train(Output):
         barrier({"model": self.step.adapted(preset(self.step.model))})
         from llmpar.parallel.mesh import make_mesh
         from llmpar.training.checkpoint import Checkpoints
-        from llmpar.training.loop import kept_in, train
+        from llmpar.training.loop import Callbacks, Evaluation, kept_in, train
 
         options.start_jax()
         keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints is not None else None
@@ -143,20 +143,15 @@ class Train(Output):
                 optimizer,
                 self.seed,
                 keep,
-                self.log,
-                on_step,
                 anyway=self.anyway,
-                held_out=held_out,
-                eval_every=self.eval_every,
-                eval_batches=self.eval_batches,
-                ideal_step_s=ideal_step_s(config, self.step, mesh),
-                tell=inform,
-                stop=stopper.requested,
-                meet=barrier,
-                tracker=self.tracker,
-                profile=self.profiled_steps(),
                 begin=begin,
                 origin=self.from_ and folder_of(self.from_),
+                evaluation=Evaluation(held_out, self.eval_every, self.eval_batches),
+                log=self.log,
+                tracker=self.tracker,
+                profile=self.profiled_steps(),
+                ideal_step_s=ideal_step_s(config, self.step, mesh),
+                callbacks=Callbacks(on_step, inform, stopper.requested, barrier),
             )
         if stopper.number and (done := report.start + len(report.losses)) < self.steps:
             goes_on = f"kept in {self.checkpoints}: the same command goes on from there"
@@ -216,7 +211,7 @@ class Train(Output):
         step, text = self.step, dataclasses.replace(self.text, tokenizer=tokenizer)
         return dataclasses.replace(self, step=dataclasses.replace(step, model=model), text=text), load
 
-    def read_text(self, config: ModelConfig, plan: Plan) -> tuple[data.Stream, data.Stream | None]:
+    def read_text(self, config: ModelConfig, plan: Plan) -> tuple[data.Batches, data.Batches | None]:
         """Read the text to train on, and its held-out part if it is to be evaluated."""
         batch_size, seq_len = self.step.batch_size, self.step.seq_len
         source = data.DataConfig(**vars(self.text), seq_len=seq_len, batch_size=batch_size, seed=self.seed)
@@ -224,8 +219,8 @@ class Train(Output):
         data.check_vocab(tokenizer, config.vocab_size)
         corpus = data.read_corpus(source, tokenizer)
         order = functools.partial(row_orders, plan.sequence_order, n=plan.mesh.sp, window=config.window)
-        held_out = data.Stream(corpus, source, "held_out", order) if self.eval_every else None
-        return data.Stream(corpus, source, order=order), held_out
+        held_out = data.Batches(corpus, source, "held_out", order) if self.eval_every else None
+        return data.Batches(corpus, source, order=order), held_out
 
 
 def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:

@@ -157,7 +157,7 @@ def from_folder(name: str) -> tuple[str, str, Load]:
         )
     model = os.path.join(".", name) if folder == name else name  # a folder may have the name of a preset
     config, tensors = preset(model), hf.open_folder(folder)
-    hf.check(tensors, config)
+    hf.check_tensors(tensors, config)
     tokenizer = os.path.join(folder, "tokenizer.json")
     load = functools.partial(hf.from_state_dict, tensors, config)
     return model, tokenizer if os.path.isfile(tokenizer) else "bytes", load

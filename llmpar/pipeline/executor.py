@@ -45,7 +45,7 @@ from llmpar.model.llama import Batch, Loss, Stream
 from llmpar.model.weights import Tree, weight_dims
 from llmpar.parallel.collectives import at, put, scope, vary, varying
 from llmpar.parallel.modes import Manual
-from llmpar.pipeline.stage import Programs, Stage, add, embed, programs, when
+from llmpar.pipeline.stage import Stage, add, embed, programs, when
 from llmpar.plan import schedules
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.schedules import OP_KINDS, Schedule
@@ -73,21 +73,18 @@ def gradients(
 
 
 def _run_two_copies(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tree) -> Tree:
-    """`_run` with two copies of the model (DualPipe): a stage borrows its opposite's layers, the one at the
-    same distance from the other end, and returns their gradients."""
+    """As `_run`, with two copies of the model (DualPipe): borrow the layers of the opposite stage, at the
+    same distance from the other end, and return their gradients to it."""
     p = par.plan.mesh.pp
 
     def opposite(x: Array) -> Array:
         with scope("l -> the opposite stage"):
             return lax.ppermute(x, "pp", [(i, p - 1 - i) for i in range(p)])
 
-    def returned(both: Array) -> Array:
-        own, borrowed = jnp.split(both, 2)
-        return own + opposite(borrowed)
-
-    params |= {"blocks": jax.tree.map(lambda w: jnp.concatenate([w, opposite(w)]), params["blocks"])}
+    params = params | {"blocks": jax.tree.map(lambda w: jnp.concatenate([w, opposite(w)]), params["blocks"])}
     sums |= {"blocks": jax.tree.map(lambda g: jnp.concatenate([g, g]), sums["blocks"])}
     sums = _run(config, par, params, batch, sums)
+    returned = lambda both: both[: len(both) // 2] + opposite(both[len(both) // 2 :])
     return sums | {"blocks": jax.tree.map(returned, sums["blocks"])}
 
 
@@ -103,7 +100,6 @@ def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tre
     microbatches = jax.tree.map(lambda x: _cut(x, schedule.num_microbatches), batch)
 
     def stage(now: Tree) -> Stage:
-        """Return the inputs of the cell that this device runs now."""
         part = {name: now[name] for name in ("first", "last", "full", "layers")}
         chunk, microbatch = at(chunks, now["chunk"]), at(microbatches, now["microbatch"])
         return Stage(config, par, blocks=chunk, shared=shared, batch=microbatch, **part)
@@ -111,19 +107,17 @@ def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tre
     cells = {name: jnp.asarray(column)[:, lax.axis_index("pp")] for name, column in table.items()}
     sent = {name: jnp.asarray((table["send"] == step).any(1)) for name, step in DIRECTIONS.items()}
     # Typed by the weights alone: where one does not vary over pp, the loop's messages will not fit.
-    first_cell = {name: column[0, 0] for name, column in table.items()}
-    stream = jax.eval_shape(lambda: embed(stage(first_cell)))
+    stream = jax.eval_shape(lambda: embed(stage({name: x[0, 0] for name, x in table.items()})))
     blocks = sums.pop("blocks")
-    cut = programs(jax.eval_shape(lambda cells: stage(at(cells, 0)), cells), stream, sums)
+    parts, saved, residual = programs(jax.eval_shape(lambda x: stage(at(x, 0)), cells), stream, sums)
     state = {
         "sums": sums,
         "blocks": {"blocks": jax.tree.map(in_chunks, blocks)},
-        "saved": _empty(kept.num_saved, cut.saved),
-        "residual": _empty(kept.num_residual, cut.residual),
+        "saved": _empty(kept.num_saved, saved),
+        "residual": _empty(kept.num_residual, residual),
     }
     messages = _empty([n + 1 for n in kept.num_messages], stream)
-    executor = _Executor(schedule, table, stage, cut)
-    (state, _), _ = lax.scan(executor.tick, (state, messages), (cells, sent))
+    (state, _), _ = lax.scan(_Executor(table, stage, parts).tick, (state, messages), (cells, sent))
     return state["sums"] | jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), state["blocks"])
 
 
@@ -157,21 +151,18 @@ def _table(schedule: Schedule, num_layers: int) -> dict[str, np.ndarray]:
 class _Executor:
     """What a device does in a tick. ``stage`` gives the inputs of a cell."""
 
-    schedule: Schedule
     table: dict[str, np.ndarray]
     stage: Callable[[Tree], Stage]
-    programs: Programs
+    programs: dict[str, Callable]
 
     def tick(self, carry: tuple[Tree, Array], instruction: tuple[Tree, Tree]) -> tuple[Any, None]:
         """Run one cell on every stage, then send the messages. A branch per kind: XLA updates the state of a
         conditional with two branches in place, but copies it all through a `lax.switch` with more."""
         (state, messages), (now, is_sent) = carry, instruction
         y = at(messages, now["read"])
-        operations = {"F": self.forward, "B": self.backward}
-        if self.programs.W:
-            operations["W"] = self.weights
-        for kind, run in operations.items():
-            state, y = when(kind, now["kind"] == OP_KINDS.index(kind), run, (state, y), now)
+        runs = {"F": self.forward, "B": self.backward, "W": self.weights}
+        for kind in self.programs:
+            state, y = when(kind, now["kind"] == OP_KINDS.index(kind), runs[kind], (state, y), now)
         for name, slot in {"right": "left", "left": "right"}.items():  # sent right, it comes from left
             if (self.table["send"] == DIRECTIONS[name]).any():
                 messages = put(messages, now[slot], self.send(y, name, is_sent[name]))
@@ -181,7 +172,7 @@ class _Executor:
 
     def send(self, y: Stream, name: str, is_sent: Array) -> Stream:
         """Return what comes from the neighbour, in ticks in which a stage sends in this direction."""
-        step, p = DIRECTIONS[name], self.schedule.num_stages
+        step, p = DIRECTIONS[name], self.table["send"].shape[1]
         pairs = [(int(s), int(s + step) % p) for s in np.flatnonzero((self.table["send"] == step).any(0))]
         with scope(f"stream b s d -> the {'next' if step == 1 else 'previous'} stage"):
             return when(name, is_sent, lambda y: lax.ppermute(y, "pp", pairs), y)
@@ -191,24 +182,25 @@ class _Executor:
         state, x = carry
         stage = self.stage(now)
         x = when("enters", stage.first, lambda x: embed(stage), x)
-        y, saved = self.programs.F(stage, x)
+        y, saved = self.programs["F"](stage, x)
         return state | {"saved": put(state["saved"], now["saved"], saved)}, y
 
     def backward(self, carry: tuple[Tree, Stream], now: Tree) -> tuple[Tree, Stream]:
         """B: the gradient of the chunk's input, and of its weights if there is no W."""
         state, dy = carry
         saved = at(state["saved"], now["saved"])
-        (dx, sums), rest = self.programs.B(self.stage(now), saved, dy, state["sums"])
+        (dx, sums), rest = self.programs["B"](self.stage(now), saved, dy, state["sums"])
         state |= {"sums": sums}
-        if not self.programs.W:
+        if "W" not in self.programs:
             return self.add_blocks(state, rest, now), dx
         return state | {"residual": put(state["residual"], now["residual"], rest)}, dx
 
     def weights(self, carry: tuple[Tree, Stream], now: Tree) -> tuple[Tree, Stream]:
         """W: the gradients of the chunk's weights. It sends nothing."""
-        state, x = carry
-        kept = [at(state[name], now[name]) for name in ("saved", "residual")]
-        return self.add_blocks(state, self.programs.W(self.stage(now), *kept), now), x
+        (state, x), stage = carry, self.stage(now)
+        names = ("residual",) if stage.par.plan.stage_saves == "input" else ("saved", "residual")
+        kept = [at(state[name], now[name]) for name in names]
+        return self.add_blocks(state, self.programs["W"](stage, *kept), now), x
 
     def add_blocks(self, state: Tree, grads: Tree, now: Tree) -> Tree:
         """Return the state with the gradients of one chunk's blocks added."""

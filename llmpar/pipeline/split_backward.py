@@ -79,8 +79,8 @@ def split_backward(
             recomputed.update(eqn.outvars)
     early, late = whole.result
     first, _ = whole.part(early, first_vars)
-    outputs = [v for eqn in first.jaxpr.eqns for v in eqn.outvars]
-    values = dict.fromkeys(jax.tree.leaves(first_vars) + outputs)  # all that the first part has, in order
+    # All that the first part has, in order.
+    values = dict.fromkeys(jax.tree.leaves(first_vars) + [v for eqn in first.jaxpr.eqns for v in eqn.outvars])
     is_done = lambda eqn: eqn.outvars[0] in values and not recomputed.issuperset(eqn.outvars)
     _, read = whole.part(late, (), is_done)
     residuals = [v for v in values if v in read - recomputed]

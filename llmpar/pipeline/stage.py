@@ -18,7 +18,7 @@ made by `split_backward` in the equations of one traced cell, whatever the stage
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,9 +82,7 @@ def run_chunk(stage: Stage, blocks: Tree, x: Stream, kind: str) -> tuple[tuple[S
     has_routers = stage.config.experts is not None and kind == "B"
     run = _unrolled if plan.stage_saves == "residuals" or order.split_backward else stage.par.layers
 
-    def layers(block: Callable, x: Stream, stack: Tree) -> tuple[Stream, Any]:
-        """Run ``block`` over a chunk's layers: ``stream, (routers' losses b s, counts l e)``."""
-
+    def layers(block: Callable, x: Stream, stack: Tree) -> tuple[Stream, Any]:  # losses b s, counts l e
         def layer(carry, weights):
             x, loss_bs = carry
             x, aux = block(x, weights)
@@ -119,20 +117,14 @@ def _unrolled(block: Callable, x: Any, stack: Tree) -> tuple[Any, Tree]:
 # ------------------------------------------------------------------------------------------ forward, backward
 
 
-class Cell(NamedTuple):
-    """All that F, B and W compute: F the stream y, B the gradient of the stage's input and the sums over
-    microbatches so far (the loss, the routers' counts, and the gradients of ``shared``), W those of the
-    blocks."""
-
-    y: Stream
-    dx: Stream
-    sums: Tree
-    d_blocks: Tree
+_Backward = tuple[tuple[Stream, Tree], Tree]  # what B computes, dx and sums; and W, gradients of the blocks
+_Cell = tuple[Stream, _Backward]  # what F computes, y, and what B and W do
 
 
-def cell(stage: Stage, x: Stream, dy: Stream, sums: Tree) -> Cell:
-    """Compute all that a stage does for one microbatch, both ways, from its input x, the gradient dy of its
-    output and the sums so far. The last stage gets dy from the loss."""
+def cell(stage: Stage, x: Stream, dy: Stream, sums: Tree) -> _Cell:
+    """Compute all that a stage does for one microbatch, both ways, ``(y, ((dx, sums), d_blocks))``, from its
+    input x, the gradient dy of its output and the sums over microbatches so far (the loss, the routers'
+    counts, and the gradients of ``shared``). The last stage gets dy from the loss."""
     learned = trained({"blocks": stage.blocks}, stage.config)["blocks"]
     run = lambda learned, x: run_chunk(stage, joined(stage.blocks, learned), x, "B")
     (y, router_loss), pull, counts = jax.vjp(run, learned, x, has_aux=True)
@@ -143,7 +135,7 @@ def cell(stage: Stage, x: Stream, dy: Stream, sums: Tree) -> Cell:
     d_blocks, dx = pull((dy, jax.tree.map(jnp.ones_like, router_loss)))
     if "embedding" in sums:
         sums = when("enters", stage.first, functools.partial(_into_embedding, stage), sums, dx)
-    return Cell(y, dx, sums, {"blocks": d_blocks})
+    return y, ((dx, sums), {"blocks": d_blocks})
 
 
 def _from_loss(stage: Stage, dy_and_sums: tuple[Stream, Tree], y: Stream) -> tuple[Stream, Tree]:
@@ -177,18 +169,9 @@ def add(stage: Stage, sums: Tree, grads: Tree) -> Tree:
     return sums | {name: jax.tree.map(add_one, sums[name], g, dims[name]) for name, g in grads.items()}
 
 
-class Programs(NamedTuple):
-    """What F, B and W run, W is None where B computes all; and the types of what F keeps, and B for W."""
-
-    F: Callable
-    B: Callable
-    W: Callable | None
-    saved: Any
-    residual: Any
-
-
-def programs(stage: Stage, x: Any, sums: Tree) -> Programs:
-    """Cut `cell` into what F, B and W run, from the types of their arguments.
+def programs(stage: Stage, x: Any, sums: Tree) -> tuple[dict[str, Callable], Any, Any]:
+    """Cut `cell` into what F, B and W run, from the types of their arguments: ``{F, B, W}, saved, residual``,
+    the last two as types.
 
         F keeps    backward   F(stage, x)      B(stage, saved, dy, sums)    W
         input      whole      y, x             (dx, sums), d_blocks         none
@@ -196,30 +179,22 @@ def programs(stage: Stage, x: Any, sums: Tree) -> Programs:
         residuals  whole      y, residuals     (dx, sums), d_blocks         none
         residuals  split      y, residuals     (dx, sums), residual         (stage, saved, residual) -> …
 
-    Where F keeps its input, W does not use it: it would run the forward pass again.
+    Where F keeps its input, W does not get it: it would run the forward pass again.
     """
     plan = stage.par.plan
     assert plan.pipeline
-
-    def both_ways(*args: Any) -> tuple[Stream, tuple[tuple[Stream, Tree], Tree]]:
-        """Compute a cell, as it is cut: F, and B and W."""
-        y, dx, sums, d_blocks = cell(*args)
-        return y, ((dx, sums), d_blocks)
-
-    later = x, sums  # the first is dy, of the type of x
+    F: Callable = _forward
+    shared: tuple = (stage,)
+    args: tuple = x, x, sums  # the second is dy, of the type of x
     if plan.stage_saves == "residuals":
-        F, backward, saved = split_backward(both_ways, (stage,), (x,), later)
-        known, first_args = (stage, saved), later
+        F, backward, saved = split_backward(cell, shared, args[:1], args[1:])
+        shared, args = (stage, saved), args[1:]
     else:
-        F, saved = _forward, x
-        backward = trace(lambda *args: both_ways(*args)[1], stage, x, *later)
-        known, first_args = (stage,), (x, *later)
+        backward, saved = trace(lambda *args: cell(*args)[1], stage, *args), x
     if not plan.pipeline.split_backward:
-        return Programs(F, backward, None, saved, [])
-    B, W, residual = split_backward(backward, known, first_args)
-    if plan.stage_saves == "input":
-        return Programs(F, B, lambda stage, x, residual: W(stage, residual), saved, residual)
-    return Programs(F, B, W, saved, residual)
+        return {"F": F, "B": backward}, saved, []
+    B, W, residual = split_backward(backward, shared, args)
+    return {"F": F, "B": B, "W": W}, saved, residual
 
 
 def _forward(stage: Stage, x: Stream) -> tuple[Stream, Stream]:

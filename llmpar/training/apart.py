@@ -24,18 +24,18 @@ import numpy as np
 
 from llmpar.training.chat import Chat
 
+# Processor time of a call; what a process may allocate after its start (on Linux), and its status then.
 CALL_S, MEMORY_BYTES, FULL = 5.0, 1 << 30, 9
-"""Processor time of a call; what a process may allocate after its start (on Linux), and its status then."""
 
 
 def open_chat(tokenizer: Any, limit_s: float = CALL_S) -> Chat | Apart:
-    """How texts become tokens: apart, where a tokenizer's file says it."""
+    """Return what turns texts into tokens: in other processes, where a tokenizer is read from a file."""
     return Apart(tokenizer, limit_s) if hasattr(tokenizer, "hub") else Chat(tokenizer)
 
 
 class Apart:
     """A `Chat` whose calls run in other processes, as many as there are threads that call at a time. One that
-    ended is replaced. `close` ends all, and who waits for one gets a refusal."""
+    ended is replaced. `close` ends all, and a thread that waits for one gets a refusal."""
 
     def __init__(self, tokenizer: Any, limit_s: float = CALL_S):
         self._name, self._limit_s = tokenizer.name, limit_s
@@ -45,16 +45,16 @@ class Apart:
 
     @functools.cached_property
     def end_ids(self) -> frozenset[int]:
-        """As of a `Chat`."""
+        """See `Chat.end_ids`."""
         return frozenset(self._call("end_ids"))
 
     def tokens(self, messages: Sequence[Any], ask: bool = True, most: float = math.inf) -> tuple:
-        """As of a `Chat`."""
+        """See `Chat.tokens`."""
         ids, is_answer = self._call("tokens", messages, ask, most)
         return np.array(ids, np.int32), np.array(is_answer, bool)
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """As of a `Chat`."""
+        """See `Chat.encode_all`."""
         return [np.array(ids, np.int32) for ids in self._call("encode_all", texts)]
 
     def _call(self, name: str, *given: Any) -> Any:
@@ -83,8 +83,9 @@ class Apart:
         line = [sys.executable, "-c", f"{begin}; from llmpar.training import apart; apart.answer()"]
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
         pipes["stderr"] = None if os.environ.get("LLMPAR_TRACEBACK") else subprocess.DEVNULL
-        alone = {"TOKENIZERS_PARALLELISM": "false"}  # its threads would count as memory
-        process: Any = subprocess.Popen(line, **pipes, env=os.environ | alone)
+        # Threads of the tokenizer's package would count as memory.
+        pipes["env"] = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+        process: Any = subprocess.Popen(line, **pipes)
         self._all.add(process)
         with contextlib.suppress(OSError):
             process.stdin.write(self._state)

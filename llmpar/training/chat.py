@@ -1,4 +1,4 @@
-"""Conversations to tokens, the same for training and for serving: what is asked is what was trained."""
+"""Conversations to tokens, the same for training and for serving: a prompt looks as in training."""
 
 import contextlib
 import functools
@@ -17,8 +17,8 @@ from llmpar.files import read_text
 Message = Mapping[str, Any]
 ROLES = ("system", "user", "assistant")
 _MARK = "\ud800"  # stands around a special token that a message spells out; itself no message holds it
+# What a template writes at most: four letters for each byte that the server reads of a request.
 _MOST_LETTERS = 1 << 24
-"""What a template writes at most: four letters for each byte that the server reads of a request."""
 
 
 class Chat:
@@ -51,12 +51,12 @@ class Chat:
     def tokens(
         self, messages: Sequence[Any], ask: bool = True, most: float = math.inf
     ) -> tuple[Int32[np.ndarray, " s"], Bool[np.ndarray, " s"]]:
-        """The ids of a conversation, and which of them are an answer: what the assistant says and the token
-        that ends it.
+        """Return the ids of a conversation, and which of them are an answer: the assistant's text and the
+        token that ends it.
 
         ``ask``: an answer is to come, and its beginning follows. In more than ``most`` ids no answers are
-        looked for. An answer does not count that the template writes otherwise than it would be asked for: of
-        a conversation whose earlier answers it writes anew, without their thoughts say, only the last does.
+        looked for. An answer counts only if the template writes it as it would when asking for it: where it
+        rewrites earlier answers, without their thoughts say, only the last one counts.
         """
         messages = check_messages(messages)
         if not self._text:
@@ -68,13 +68,13 @@ class Chat:
         ids = encode(whole := self._render(messages, ask))
         for i, message in enumerate(messages if len(ids) <= most else ()):
             if message["role"] == "assistant":
-                asked, told = self._render(messages[:i], True), self._render(messages[: i + 1], False)
-                if whole.startswith(asked) and whole.startswith(told):
-                    begin = len(before := encode(asked))
-                    if before != ids[:begin]:  # a token would reach from what is asked into the answer
-                        seams.append(len(asked))
+                prompt, answered = self._render(messages[:i], True), self._render(messages[: i + 1], False)
+                if whole.startswith(prompt) and whole.startswith(answered):
+                    begin = len(before := encode(prompt))
+                    if before != ids[:begin]:  # a token would reach from the prompt into the answer
+                        seams.append(len(prompt))
                         ids = encode(whole)
-                    answer = encode(told)
+                    answer = encode(answered)
                     while answer != ids[: len(answer)]:  # a token reaches from the answer into what follows
                         answer.pop()
                     ends = [n + 1 for n in range(begin, len(answer)) if answer[n] in self._ends]
@@ -85,7 +85,7 @@ class Chat:
         return np.array(ids, np.int32), is_answer
 
     def _parts(self, text: str, seams: Sequence[int]) -> Iterator[str]:
-        """A text cut at the seams, and where a special token begins: what is before does not change what is
+        """Cut a text at the seams, and where a special token begins: what is before does not change what is
         behind. So a beginning of a text has the same parts, but for the last."""
         for first, last in itertools.pairwise([0, *seams, len(text)]):
             part = text[first:last]
@@ -94,11 +94,11 @@ class Chat:
             yield from (part[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(part)]))
 
     def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        """The ids of texts that are no conversations."""
+        """Encode texts that are no conversations."""
         return self.tokenizer.encode_all(texts)
 
     def close(self) -> None:
-        """Nothing runs that could be ended."""
+        """Do nothing: no process runs (`apart.Apart` has some)."""
 
     def _plain(self, messages: Sequence[Message], ask: bool) -> tuple[np.ndarray, np.ndarray]:
         texts = [text for message in messages for text in (f"{message['role']}\n", message["content"])]
@@ -127,24 +127,26 @@ class Chat:
             raise
         except Exception as error:  # a template may do anything
             why = str(error).replace(_MARK, "") or type(error).__name__
-            what = f"the chat template of '{self.tokenizer.name}' refuses these messages: {why:.300}"
-            raise ValueError(f"{what}; give such as it takes") from error
+            raise ValueError(
+                f"the chat template of '{self.tokenizer.name}' refuses these messages: {why:.300}; give such"
+                " as it takes"
+            ) from error
 
     @functools.cached_property
     def _hub(self) -> Any:
         return type(self.tokenizer.hub).from_str(self.tokenizer.hub.to_str())  # knows special tokens in text
 
     def _encode(self, text: str) -> list[int]:
-        """The ids of a rendered text, cut around marked special tokens, which stay text."""
+        """Encode a rendered text, cut around marked special tokens, which stay text."""
         ids: list[int] = []
         for n, piece in enumerate(re.split(f"{_MARK}({self._spelled}){_MARK}|{_MARK}", text)):
             if piece:
                 hub = self.tokenizer.hub if n % 2 else self._hub
                 with calling(f"tokenizer '{self.tokenizer.name}' cannot encode the text"):
-                    found = hub.encode(piece, add_special_tokens=False).ids
-                if n % 2 and not self._ends.isdisjoint(found):
+                    new_ids = hub.encode(piece, add_special_tokens=False).ids
+                if n % 2 and not self._ends.isdisjoint(new_ids):
                     raise ValueError(f"a message spells out the special token '{piece}'; leave it out")
-                ids += found
+                ids += new_ids
         return ids
 
 
@@ -161,22 +163,22 @@ def calling(what: str, use: str = "mend it, or use 'bytes'"):
 
 
 def check_messages(messages: Any) -> list[dict[str, str]]:
-    """The roles and contents of a conversation's messages; refuses what is none."""
+    """Return the roles and contents of a conversation's messages; refuse anything else."""
     like = f'each must look like {{"role": "user", "content": "…"}}, with a role of {", ".join(ROLES)}'
-    found = []
+    checked = []
     for number, message in enumerate(messages if isinstance(messages, list | tuple) else [messages], 1):
-        told = message if isinstance(message, Mapping) else {}
-        role, content = told.get("role"), told.get("content")
+        fields = message if isinstance(message, Mapping) else {}
+        role, content = fields.get("role"), fields.get("content")
         if role not in ROLES or not isinstance(content, str) or re.search("[\ud800-\udfff]", content):
             raise ValueError(f"message {number} is {message!r:.60}; {like}")
-        found.append({"role": role, "content": content})
-    if not found or found[0]["role"] == "assistant":
+        checked.append({"role": role, "content": content})
+    if not checked or checked[0]["role"] == "assistant":
         raise ValueError("a conversation begins with a message of the role system or user; give one")
-    return found
+    return checked
 
 
 def _template_text(tokenizer: Any) -> str:
-    """The template beside a tokenizer, if there is one."""
+    """Return the template beside a tokenizer, if there is one."""
     file, text = tokenizer.beside("chat_template.jinja"), tokenizer.about("tokenizer_config.json")
     text = read_text(file, "chat template") if file.is_file() else text.get("chat_template")
     if isinstance(text, list):  # several by name
@@ -185,24 +187,26 @@ def _template_text(tokenizer: Any) -> str:
 
 
 def _compiled(text: str, name: str) -> Any:
-    """A template in an environment like that of `transformers`."""
+    """Compile a template in an environment like that of `transformers`."""
     try:
         import jinja2.sandbox
     except ImportError as error:
-        what = f"the chat template of '{name}' needs the package jinja2, which is not installed"
-        raise ValueError(f"{what}; install the extra llmpar[hf]") from error
+        raise ValueError(
+            f"the chat template of '{name}' needs the package jinja2, which is not installed; install the"
+            " extra llmpar[hf]"
+        ) from error
 
     def refuse(words):
         raise jinja2.TemplateError(words)
 
-    to_json = lambda x, ensure_ascii=False, **how: json.dumps(x, ensure_ascii=ensure_ascii, **how)
+    to_json = lambda x, ensure_ascii=False, **options: json.dumps(x, ensure_ascii=ensure_ascii, **options)
     blocks = {"trim_blocks": True, "lstrip_blocks": True, "extensions": ["jinja2.ext.loopcontrols"]}
-    room = jinja2.sandbox.ImmutableSandboxedEnvironment(**blocks)
-    room.filters["tojson"], room.globals["raise_exception"] = to_json, refuse
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(**blocks)
+    environment.filters["tojson"], environment.globals["raise_exception"] = to_json, refuse
     # the tag that shows trainers an answer: we find them by themselves
-    tag = lambda found: f"{found[1]}{'endif' if found[2] else 'if true'}{found[3]}"
+    tag = lambda match: f"{match[1]}{'endif' if match[2] else 'if true'}{match[3]}"
     try:
-        return room.from_string(re.sub(r"(\{%-?\s*)(end)?generation(\s*-?%\})", tag, text))
+        return environment.from_string(re.sub(r"(\{%-?\s*)(end)?generation(\s*-?%\})", tag, text))
     except RecursionError:
         why = "it is nested too deeply"
     except Exception as error:  # constants are computed here already

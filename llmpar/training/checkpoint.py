@@ -28,16 +28,16 @@ from llmpar.plan.model_config import ModelConfig, from_dict
 from llmpar.training.state import State
 
 Tell = Callable[[str], None]
+# What a run keeps from its first step to its last: with another of these a step would not be the one that
+# was begun. The mesh may change, for it leaves every loss as it is; what else is written down (the learning
+# rate, the dtype) is reported.
 FIXED = ("data", "tokenizer", "seed", "data_seed", "held_out", "batch_size", "seq_len", "optimizer")
-"""What a run keeps from its first step to its last: with another of these a step would not be the one that
-was begun. The mesh may change, for it leaves every loss as it is; what else is written down (the learning
-rate, the dtype) is said."""
+# How many of the newest checkpoints stay, besides the best.
 _KEPT = 2
-"""How many of the newest checkpoints stay, besides the best."""
+# Errors of a machine, which say nothing about what a file holds.
 HINDRANCES = errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE
-"""Errors of a machine, which say nothing about what a file holds."""
-Told = dict[str, Any] | None
-"""What made a run; or its score: a held-out ``loss``, and ``of`` what it is, for only like is compared."""
+# What made a run; or its score: a held-out ``loss``, and ``of`` what it is, for only like is compared.
+Record = dict[str, Any] | None
 
 
 class Checkpoints:
@@ -59,8 +59,10 @@ class Checkpoints:
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"checkpoints lie in a folder, but '{folder}' is a file; give another name")
         if (self.folder / "config.json").is_file() and any(self.folder.glob("*.safetensors")):
-            model = "the folder of a Hugging Face model (config.json, safetensors)"
-            raise ValueError(f"'{folder}' is {model}, not one of checkpoints; give another folder")
+            raise ValueError(
+                f"'{folder}' is the folder of a Hugging Face model (config.json, safetensors), not one of"
+                " checkpoints; give another folder"
+            )
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
@@ -72,17 +74,18 @@ class Checkpoints:
         """The step of the newest finished checkpoint."""
         return self._manager.latest_step() if self.folder.is_dir() else None
 
-    def best(self, *more: tuple[int, Told]) -> int | None:
-        """The step with the lowest held-out loss of those evaluated as the last, and ``more``; or None."""
+    def best(self, *more: tuple[int, Record]) -> int | None:
+        """Return the step with the lowest held-out loss of those evaluated as the last, and ``more``; or
+        None."""
         steps = sorted(self._manager.all_steps()) if self.folder.is_dir() else []
         scores = [(step, self._score(step)) for step in steps] + [*more]
         finite = [(step, score) for step, score in scores if score and math.isfinite(score["loss"])]
         alike = [(score["loss"], step) for step, score in finite if score["of"] == finite[-1][1]["of"]]
         return min(alike)[1] if alike else None
 
-    def _score(self, step: int) -> Told:
-        """What was written of a checkpoint's evaluation; None of a damaged one: who reads it is told. (One
-        that this machine cannot read now is no worse than others, and must not go for that.)"""
+    def _score(self, step: int) -> Record:
+        """Return a checkpoint's evaluation as it was written; None of a damaged one, which is refused when it
+        is read. (One that this machine cannot read now is no worse than others, and must not be deleted.)"""
         gone = FileNotFoundError, NotADirectoryError
         with contextlib.suppress(*gone, ValueError, TypeError, KeyError, AttributeError):
             score = json.loads((self.folder / str(step) / "about" / "metadata").read_text())["score"]
@@ -97,18 +100,19 @@ class Checkpoints:
         if not self.take_best or self.latest is None:
             return self.latest
         if (best := self.best()) is None:
-            what = f"none of the checkpoints in {self.folder} was evaluated, so none is the best"
-            raise ValueError(f"{what}; train with --eval-every, or take the newest, without --best")
+            raise ValueError(
+                f"none of the checkpoints in {self.folder} was evaluated, so none is the best; train with"
+                " --eval-every, or take the newest, without --best"
+            )
         return best
 
     def due(self, step: int, last: int) -> bool:
-        """Whether to save after ``step`` steps."""
+        """Tell whether to save after ``step`` steps."""
         return step % self.every == 0 or step == last
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """While this is open nobody else writes here: refuses where somebody does, or where nothing can be
-        written.
+        """Let no other process write into the folder; refuse where one does, or where nothing can be written.
 
         The lock is the kernel's, so it ends with the process that holds it, whatever ended that; the file
         stays. On a file system without locks there is none. Leftovers of saves that were interrupted are
@@ -121,7 +125,7 @@ class Checkpoints:
                 self._lock(stack)
             if jax.process_count() > 1:
                 self._check_shared()
-            self._manager.reload()  # what somebody wrote before the lock was ours
+            self._manager.reload()  # what was written before the lock was ours
             yield
 
     def _lock(self, stack: contextlib.ExitStack) -> None:
@@ -136,8 +140,10 @@ class Checkpoints:
             file.truncate(0)
             print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=file, flush=True)
         except OSError as error:
-            why = f"cannot write checkpoints to {self.folder}: {error.strerror}"
-            raise ValueError(f"{why}; give a folder that can be written") from error
+            raise ValueError(
+                f"cannot write checkpoints to {self.folder}: {error.strerror}; give a folder that can be"
+                " written"
+            ) from error
 
     def _take(self, file) -> None:
         import fcntl
@@ -146,14 +152,16 @@ class Checkpoints:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            who = f"{file.read() or 'another process'} is writing checkpoints to {self.folder}"
-            raise ValueError(f"{who}; wait for it, or give another folder") from None
+            raise ValueError(
+                f"{file.read() or 'another process'} is writing checkpoints to {self.folder}; wait for it,"
+                " or give another folder"
+            ) from None
         except OSError:  # no locks on this file system
             pass
 
     def _is_ours(self) -> bool:
-        """Whether the folder still has the lock that this process took: a lock goes with a file, not with its
-        name."""
+        """Tell whether the folder still has the lock that this process took: a lock goes with a file, not
+        with its name."""
         if self._lock_file is None:
             return True
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -164,9 +172,11 @@ class Checkpoints:
         """Save into a new folder, since this one is no longer ours, and end with that."""
         aside = Checkpoints(f"{self.folder}-{step}-{number}")
         aside.save(step, *what)
-        lost = f"{self.folder} is not the folder that this training began with: that one, or its file 'lock',"
-        kept = f"step {step} is kept in {aside.folder}, and training ends; go on with --checkpoints there"
-        raise ValueError(f"{lost} was renamed, deleted or replaced; {kept}")
+        raise ValueError(
+            f"{self.folder} is not the folder that this training began with: that one, or its file 'lock',"
+            f" was renamed, deleted or replaced; step {step} is kept in {aside.folder}, and training ends;"
+            " go on with --checkpoints there"
+        )
 
     def _check_shared(self) -> None:
         """Refuse a folder that is not the first process's: all write into one."""
@@ -175,21 +185,22 @@ class Checkpoints:
         while (seen := self._lock_sum()) != first and time.monotonic() < until:
             time.sleep(0.2)
         if seen != first:
-            who = f"process {jax.process_index()} on {socket.gethostname()}"
-            what = f"does not see what process 0 writes in {self.folder}"
-            raise ValueError(f"{who} {what}; give a folder that all hosts share")
+            raise ValueError(
+                f"process {jax.process_index()} on {socket.gethostname()} does not see what process 0 writes"
+                f" in {self.folder}; give a folder that all hosts share"
+            )
 
     def _lock_sum(self) -> int:
-        """A checksum of the lock as this process sees it; 0 where it sees none."""
+        """Return a checksum of the lock as this process sees it; 0 where it sees none."""
         with contextlib.suppress(OSError):
             return zlib.crc32((self.folder / "lock").read_bytes())
         return 0
 
     def save(
-        self, step: int, state: State, config: ModelConfig, made: Told = None, score: Told = None
+        self, step: int, state: State, config: ModelConfig, made: Record = None, score: Record = None
     ) -> None:
         """Write all of the state, and beside it the model's configuration, what ``made`` it, and its score;
-        finished, or as if it had never begun. Then older ones go, but for one that somebody reads."""
+        finished, or as if it had never begun. Then older ones are deleted, but for one that is being read."""
         stranger = multihost_utils.broadcast_one_to_all(np.int32(0 if self._is_ours() else os.getpid()))
         if stranger:
             self._save_aside(int(stranger), step, state, config, made, score)
@@ -208,16 +219,17 @@ class Checkpoints:
             why = _first_line(error)
             if any(sign in str(error) for sign in ("No space left", "RESOURCE_EXHAUSTED", "Errno 28")):
                 size = sum(x.nbytes for x in jax.tree.leaves(state)) / 2**20
-                room = f"free some {max(1, round(1.2 * size)):,} MiB"
-                why = f"the disk is full; {room} and run the same command again"
-            kept = "no checkpoint was taken before"
-            if before:
-                kept = f"the checkpoint of step {before} is intact"
-            what = f"the checkpoint of step {step} could not be written to {self.folder}"
-            raise ValueError(f"{what} ({kept}): {why}") from error
+                space = f"free some {max(1, round(1.2 * size)):,} MiB"
+                why = f"the disk is full; {space} and run the same command again"
+            kept = (
+                f"the checkpoint of step {before} is intact" if before else "no checkpoint was taken before"
+            )
+            raise ValueError(
+                f"the checkpoint of step {step} could not be written to {self.folder} ({kept}): {why}"
+            ) from error
         try:
             best = self.best() or 0
-        except OSError:  # none goes while nobody knows which is the best
+        except OSError:  # none is deleted while the best is not known
             best = -1
         best = int(multihost_utils.broadcast_one_to_all(np.int32(best)))
         for old in sorted(self._manager.all_steps())[:-_KEPT] if best >= 0 else ():
@@ -244,7 +256,7 @@ class Checkpoints:
         return file
 
     def _is_free(self, step: int) -> bool:
-        """Whether nobody is reading a checkpoint; where a file system has no locks, nobody is known."""
+        """Tell whether no process is reading a checkpoint; without locks on a file system none is known."""
         try:
             os.close(self._hold(step, alone=True))
         except BlockingIOError:
@@ -254,8 +266,8 @@ class Checkpoints:
         return True
 
     def about(self) -> dict[str, Any]:
-        """What was written beside the state: the model's ``config``, what ``made`` it, ``checksums``, and
-        its ``score`` where it was evaluated."""
+        """Return what was written beside the state: the model's ``config``, what ``made`` it, ``checksums``,
+        and its ``score`` where it was evaluated."""
         if self.latest is None:
             raise ValueError(f"there is no checkpoint in {self.folder}; train with --checkpoints first")
         about = self._described()
@@ -270,8 +282,8 @@ class Checkpoints:
             raise ValueError(f"{self._which} is of a model that is not known here: {error}") from error
 
     def _described(self, again: bool = False) -> Any:
-        """The description of the checkpoint that is read from here on. If a training has taken that away
-        meanwhile, it is the one that is the newest (or the best) now."""
+        """Return the description of the checkpoint that is read from here on. If a training has taken that
+        away meanwhile, it is the one that is the newest (or the best) now."""
         known, self._read_step = self._read_step, self.chosen
         step = self._read_step
         try:
@@ -297,22 +309,23 @@ class Checkpoints:
         anyway: bool = False,
         tell: Tell = lambda words: None,
     ) -> State | None:
-        """The state, laid out as ``abstract`` says; None where there is none.
+        """Return the state, laid out as ``abstract`` says; None where there is none.
 
-        Refuses another model's, what cannot be read or is not what was written, and a run that is `FIXED` to
-        something else than ``made`` has (unless ``anyway``). Tells what is harmless but not as it was.
+        Refuses another model's state, what cannot be read or is not what was written, and a run whose `FIXED`
+        settings differ from ``made`` (unless ``anyway``). Tells of differences that are harmless.
         """
         if self.latest is None:
             return None
         about = self._about(config)
         if made:
             self._compare_runs(about["made"], made, anyway, tell)
-        written, asked = about["checksums"].keys(), _names(abstract).keys()
-        other = sorted(name for name in written ^ asked if not name.startswith("['params']"))
+        written, requested = about["checksums"].keys(), _names(abstract).keys()
+        other = sorted(name for name in written ^ requested if not name.startswith("['params']"))
         if other:
-            found = f"it has {len(written)} leaves, asked are {len(asked)}; in one alone is {other[0]}"
-            what = f"holds another optimizer's state ({found})"
-            raise ValueError(f"{self._which} {what}; give the optimizer that made it")
+            raise ValueError(
+                f"{self._which} holds another optimizer's state (it has {len(written)} leaves, asked are"
+                f" {len(requested)}; in one alone is {other[0]}); give the optimizer that made it"
+            )
         weights = flatten_dict(abstract.params, sep=".").items()
         placed = {path: _placed(about, path, w.shape, w.sharding) for path, w in weights}
         item = abstract._replace(params=unflatten_dict(placed, sep="."))
@@ -322,30 +335,33 @@ class Checkpoints:
         return state._replace(params=jax.tree.map(cast, state.params, abstract.params))
 
     def params(self, shardings: Tree, config: ModelConfig) -> Tree:
-        """The weights (those that the tree of shardings names, laid out so) in the dtypes of the file."""
+        """Return the weights (those that the tree of shardings names, laid out so) in the dtypes of the
+        file."""
         about, weights = self._about(config), config.weights()
         place = lambda path, to: _placed(about, path, weights[path].shape, to)
         where = {path: place(path, to) for path, to in flatten_dict(shardings, sep=".").items()}
         item = {"params": unflatten_dict(where, sep=".")}
-        how = ocp.checkpoint_utils.construct_restore_args(item)
-        found = self._read("state", ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True))
-        self._compare(about["checksums"], State(found["params"], None, None))
-        return found["params"]
+        to = ocp.checkpoint_utils.construct_restore_args(item)
+        restored = self._read("state", ocp.args.PyTreeRestore(item, restore_args=to, partial_restore=True))
+        self._compare(about["checksums"], State(restored["params"], None, None))
+        return restored["params"]
 
     def _about(self, config: ModelConfig) -> dict[str, Any]:
-        """`about`, after a look at whose state it is."""
+        """Return `about`; refuse another model's state."""
         about = self.about()
-        kept, asked = (dataclasses.asdict(x) for x in (about["config"], config))
-        if differ := [f"{k} {kept[k]} (asked: {asked[k]})" for k in kept if kept[k] != asked[k]]:
-            found = f"is of another model: it has {', '.join(differ)}"
-            raise ValueError(f"the checkpoint in {self.folder} {found}; give that model, or another folder")
+        kept, given = (dataclasses.asdict(x) for x in (about["config"], config))
+        if differ := [f"{k} {kept[k]} (asked: {given[k]})" for k in kept if kept[k] != given[k]]:
+            raise ValueError(
+                f"the checkpoint in {self.folder} is of another model: it has {', '.join(differ)}; give that"
+                " model, or another folder"
+            )
         return about
 
-    def _compare_runs(self, kept: dict, asked: dict, anyway: bool, tell: Tell) -> None:
-        """Refuse or tell how the run that is asked for differs from the one that wrote. What one of them does
-        not say is None; older ones had one decay."""
+    def _compare_runs(self, kept: dict, requested: dict, anyway: bool, tell: Tell) -> None:
+        """Refuse, or tell, how the requested run differs from the one that wrote. What one of them lacks is
+        None; older ones had one decay."""
         kept = {"decay": "cosine"} | kept if "learning_rate" in kept else kept
-        pairs = {name: (kept.get(name), asked.get(name)) for name in asked | kept}
+        pairs = {name: (kept.get(name), requested.get(name)) for name in requested | kept}
         differ = {
             name: f"{name} {_words(before)} (asked: {_words(now)})"
             for name, (before, now) in pairs.items()
@@ -358,11 +374,13 @@ class Checkpoints:
                 instead += "; --anyway goes on all the same, as another run than was begun"
             raise ValueError(f"{self._which} was made with {', '.join(fixed)}; {instead}")
         if differ:
-            what = f"another {'run' if fixed else 'curve'} than was begun"
-            tell(f"from step {self.latest} on this is {what}: it had {', '.join(differ.values())}")
+            tell(
+                f"from step {self.latest} on this is another {'run' if fixed else 'curve'} than was begun: it"
+                f" had {', '.join(differ.values())}"
+            )
 
-    def _compare(self, written: dict[str, int], found: State) -> None:
-        damaged = [name for name, now in checksums(found).items() if written.get(name) != now]
+    def _compare(self, written: dict[str, int], restored: State) -> None:
+        damaged = [name for name, now in checksums(restored).items() if written.get(name) != now]
         if damaged:
             more = f" (and {len(damaged) - 2} more)" if len(damaged) > 2 else ""
             self._refuse(f"{', '.join(damaged[:2])}{more} is not what was written")
@@ -382,18 +400,21 @@ class Checkpoints:
     def _refuse(self, why: str, error: Exception | None = None):
         if error and (hindered := _hindered(self.folder / str(self.chosen), error)):
             raise ValueError(f"{self._which} cannot be read now: {hindered}") from error
-        undo = f"delete the folder {self.chosen} there to resume from the one before"
-        raise ValueError(f"{self._which} cannot be used: {why}; it is damaged: {undo}")
+        raise ValueError(
+            f"{self._which} cannot be used: {why}; it is damaged: delete the folder {self.chosen} there to"
+            " resume from the one before"
+        )
 
 
 def _placed(about: dict[str, Any], path: str, shape: tuple[int, ...], sharding: Any) -> jax.ShapeDtypeStruct:
-    """A weight in the dtype in which it was written: frozen ones may have been narrower than float32."""
+    """Return a weight in the dtype in which it was written: frozen ones may have been narrower than
+    float32."""
     return jax.ShapeDtypeStruct(shape, about.get("narrow", {}).get(path, "float32"), sharding=sharding)
 
 
 def _hindered(path: pathlib.Path, error: BaseException | None) -> str | None:
-    """What hindered reading a checkpoint, where that is no damage: it was taken away, or this machine
-    refused. None: all files can be read, and what they hold is not what was written."""
+    """Return what hindered reading a checkpoint, where that is no damage: it was deleted, or this machine
+    refused. None: all files can be read, and their content is not what was written."""
     if not path.is_dir():
         return "it was taken away meanwhile, as a training does with older ones; run the same command again"
     while error:
@@ -417,12 +438,12 @@ def _raise(error: Exception) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """The beginning of what another library says."""
+    """Return the beginning of another library's message."""
     return str(error).partition("\n")[0].partition(". See ")[0][:200] or type(error).__name__
 
 
 def _id(value):
-    """What counts of a value that was written down: of a named thing, what is in it."""
+    """Return what is compared of a value that was written down: the fingerprint of a named file."""
     return value["fingerprint"] if isinstance(value, dict) else value
 
 
@@ -431,7 +452,7 @@ def _words(value) -> str:
 
 
 def _names(state: State) -> dict[str, Any]:
-    """The leaves of a state by path."""
+    """Return the leaves of a state by path."""
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(state._asdict())}
 
 

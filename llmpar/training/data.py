@@ -73,31 +73,36 @@ class DataConfig:
     def __post_init__(self):
         check_fields(self)
         if self.held_out == 1:
-            use = "use 2 or more (the last 1 of so many parts), or 0"
-            raise ValueError(f"held_out 1 leaves nothing to train on; {use}")
+            raise ValueError(
+                "held_out 1 leaves nothing to train on; use 2 or more (the last 1 of so many parts), or 0"
+            )
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
-    """The files that paths and globs name: patterns as given, the files of each sorted, none twice."""
-    found: dict[str, None] = {}
+    """Return the files that paths and globs name: patterns as given, the files of each sorted, none twice."""
+    paths: dict[str, None] = {}
     for pattern in patterns:
         path = os.path.expanduser(pattern)
         if os.path.isdir(path):
-            files = os.path.join(pattern, "**", "*.txt")
-            raise ValueError(f"data '{pattern}' is a folder; name its files: '{files}'")
+            raise ValueError(
+                f"data '{pattern}' is a folder; name its files: '{os.path.join(pattern, '**', '*.txt')}'"
+            )
         matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
         matches = [f for f in matches if not os.path.isdir(f)]
         for file in filter(os.path.exists, matches):
             check_ordinary(file, "data file")
         if not matches:
-            asked = f"data '{pattern}', seen from the folder '{os.getcwd()}', matches no file"
-            raise ValueError(f"{asked}; give a file or a glob such as 'texts/**/*.txt'")
-        found |= dict.fromkeys(matches)
-    return list(found)
+            raise ValueError(
+                f"data '{pattern}', seen from the folder '{os.getcwd()}', matches no file; give a file or a"
+                " glob such as 'texts/**/*.txt'"
+            )
+        paths |= dict.fromkeys(matches)
+    return list(paths)
 
 
 def library_files(root: str = "") -> list[str]:
-    """The licence, where one is installed, then the sorted sources of this Python's standard library."""
+    """Return the licence, where one is installed, then the sorted sources of this Python's standard
+    library."""
     root = root or sysconfig.get_paths()["stdlib"]
     sources = []
     for folder, inside, files in os.walk(root):
@@ -115,19 +120,21 @@ class Conversation(NamedTuple):
     where: str
 
     def tokens(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
-        """Its ids, and which of them count."""
+        """Return its ids, and which of them count."""
         try:
             ids, counted = chat.tokens(self.messages, ask=False)
         except ValueError as error:
             raise ValueError(f"{self.where}: {error}") from error
         if not counted.any():
-            why = "the chat template writes none of its answers as they would be asked for"
-            raise ValueError(f"{self.where}: {why}; leave the line out, or mend the template")
+            raise ValueError(
+                f"{self.where}: the chat template writes none of its answers as they would be asked for;"
+                " leave the line out, or mend the template"
+            )
         return ids, counted
 
 
 def _document(line: str, where: str) -> str | Conversation:
-    """What a line of JSONL holds."""
+    """Parse a line of JSONL."""
     row = json.loads(line)
     answers = [name for name in ANSWERS if name in row and "prompt" in row]
     forms = [name for name in ("text", "messages") if name in row] + answers
@@ -136,16 +143,17 @@ def _document(line: str, where: str) -> str | Conversation:
     if not answers and "messages" not in row:
         row["text"].encode()  # fails for what is no string, and for half of a surrogate pair
         return row["text"]
-    said = zip(("user", "assistant"), (row["prompt"], row[answers[0]]), strict=True) if answers else ()
-    messages = check_messages([dict(role=r, content=c) for r, c in said] or row["messages"])
-    told = [message["content"].strip() for message in messages if message["role"] == "assistant"]
-    if not all(told) or not told:
-        raise ValueError(f"it has {'an empty answer' if told else 'no answer'}: leave it out")
+    pairs = zip(("user", "assistant"), (row["prompt"], row[answers[0]]), strict=True) if answers else ()
+    messages = check_messages([dict(role=r, content=c) for r, c in pairs] or row["messages"])
+    contents = [message["content"].strip() for message in messages if message["role"] == "assistant"]
+    if not all(contents) or not contents:
+        raise ValueError(f"it has {'an empty answer' if contents else 'no answer'}: leave it out")
     return Conversation(messages, where)
 
 
 def read_documents(file: str, limit_bytes: int) -> Iterator[str | Conversation]:
-    """The documents of one file: a text, read little farther than ``limit_bytes``, or a JSONL's lines."""
+    """Return the documents of one file: a text, read little farther than ``limit_bytes``, or a JSONL's
+    lines."""
     lines = file.endswith((".jsonl", ".ndjson"))
     try:
         with open(file, "rb") as opened:
@@ -153,12 +161,14 @@ def read_documents(file: str, limit_bytes: int) -> Iterator[str | Conversation]:
             decoder = codecs.getincrementaldecoder("utf-8")()  # does not mind a last character that is cut
             text = decoder.decode(raw, final=not opened.read(1)).removeprefix("\ufeff")
     except OSError as error:
-        why = f"{error.strerror}; check its path and permissions"
-        raise ValueError(f"cannot read data file '{file}': {why}") from None
+        raise ValueError(
+            f"cannot read data file '{file}': {error.strerror}; check its path and permissions"
+        ) from None
     except UnicodeDecodeError as error:
-        byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
-        hint = "unpack it if it is compressed, convert it if it is in another encoding"
-        raise ValueError(f"data file '{file}' is not UTF-8 text: {byte}; {hint}") from None
+        raise ValueError(
+            f"data file '{file}' is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset"
+            f" {error.start}; unpack it if it is compressed, convert it if it is in another encoding"
+        ) from None
     if not lines:
         yield text
         return
@@ -182,7 +192,7 @@ class ByteTokenizer:
     identity = {"name": "bytes", "fingerprint": "bytes"}
 
     def encode(self, text: str) -> Int32[np.ndarray, " s"]:
-        """The bytes of a text, without the document-start token."""
+        """Return the bytes of a text, without the document-start token."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
@@ -190,7 +200,8 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
-        """The text of token ids, without start tokens; broken UTF-8 and ids beyond 256 become U+FFFD."""
+        """Return the text of token ids, without start tokens; broken UTF-8 and ids beyond 256 become
+        U+FFFD."""
         kept = [number for number in map(int, ids) if number != self.start_id]
         raw = bytes(i if 0 <= i < 256 else 0xFF for i in kept)  # UTF-8 never has a 0xff
         return raw.decode(errors="replace")
@@ -208,9 +219,10 @@ class FileTokenizer:
         try:
             import tokenizers
         except ImportError as error:
-            missing = f"tokenizer '{path}' needs the package tokenizers, which is not installed"
-            instead = "install the extra llmpar[hf], or use the tokenizer 'bytes'"
-            raise ValueError(f"{missing}; {instead}") from error
+            raise ValueError(
+                f"tokenizer '{path}' needs the package tokenizers, which is not installed; install the extra"
+                " llmpar[hf], or use the tokenizer 'bytes'"
+            ) from error
         self.file = file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
         check_ordinary(file, "tokenizer")
         with calling(f"cannot read tokenizer '{file}'", "give 'bytes' or a tokenizer.json"):
@@ -223,8 +235,10 @@ class FileTokenizer:
             starts = [] if start_token else self.hub.encode("").ids[:1]
         starts += [vocab[name] for name in names if name in vocab]
         if not starts:
-            lacks = f"tokenizer '{file}' lacks {', '.join(names)}"
-            raise ValueError(f"{lacks}; name a token it has as start_token (--start-token)")
+            raise ValueError(
+                f"tokenizer '{file}' lacks {', '.join(names)}; name a token it has as start_token"
+                " (--start-token)"
+            )
         self.hub.encode_special_tokens = True
         self.name, self.start_id = path, starts[0]
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
@@ -234,11 +248,11 @@ class FileTokenizer:
         self.identity = {"name": os.path.abspath(file), "fingerprint": digest, "start_token": start_token}
 
     def beside(self, name: str) -> pathlib.Path:
-        """A file in the same folder."""
+        """Return a file in the same folder."""
         return pathlib.Path(self.file).with_name(name)
 
     def about(self, name: str) -> dict[str, Any]:
-        """What a JSON file beside it says; nothing where there is none."""
+        """Read a JSON file in the same folder; empty where there is none."""
         file = self.beside(name)
         return read_json(file, "configuration") if file.is_file() else {}
 
@@ -253,13 +267,13 @@ class FileTokenizer:
     def end_ids(self) -> frozenset[int]:
         """The tokens that end an answer: all that the files beside it name; else the document's start."""
         kept = [self.about(name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
-        found = [i for ids in kept for i in (ids if isinstance(ids, list) else [ids])]
-        found.append(self.hub.token_to_id(self.special.get("eos_token", "")))
-        known = (i for i in found if type(i) is int and 0 <= i < self.vocab_size)
+        numbers = [i for ids in kept for i in (ids if isinstance(ids, list) else [ids])]
+        numbers.append(self.hub.token_to_id(self.special.get("eos_token", "")))
+        known = (i for i in numbers if type(i) is int and 0 <= i < self.vocab_size)
         return frozenset(known) or frozenset([self.start_id])
 
     def encode(self, text: str) -> Int32[np.ndarray, " s"]:
-        """The token ids of a text, without the document-start token."""
+        """Return the token ids of a text, without the document-start token."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
@@ -267,11 +281,11 @@ class FileTokenizer:
         with calling(
             f"tokenizer '{self.name}' cannot encode the text"
         ):  # it may have no token for what is unknown, say
-            found = self.hub.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(e.ids, np.int32) for e in found]
+            encodings = self.hub.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(e.ids, np.int32) for e in encodings]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
-        """The text of token ids; special tokens vanish."""
+        """Return the text of token ids, without special tokens."""
         with calling(f"tokenizer '{self.name}' cannot decode its tokens"):
             return self.hub.decode([int(i) for i in ids], skip_special_tokens=True)
 
@@ -284,34 +298,38 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def open_tokenizer(name: str = "bytes", start_token: str | None = None) -> Tokenizer:
-    """``bytes``, or a Hugging Face ``tokenizer.json`` by path."""
+    """Open the tokenizer ``bytes``, or a Hugging Face ``tokenizer.json`` by its path."""
     if name != "bytes":
         return FileTokenizer(name, start_token)
     if start_token is not None:
-        why = "is for a tokenizer.json: bytes have their own; leave it out"
-        raise ValueError(f"start_token '{start_token}' {why}")
+        raise ValueError(
+            f"start_token '{start_token}' is for a tokenizer.json: bytes have their own; leave it out"
+        )
     return ByteTokenizer()
 
 
-def tokenizer_of(made: dict | None, asked: str | None) -> Tokenizer:
-    """The tokenizer of the run that ``made`` describes (`train.made_of`), if it does. Refuses another."""
+def tokenizer_of(made: dict | None, requested: str | None) -> Tokenizer:
+    """Return the tokenizer of the run that ``made`` describes (`train.made_of`), if it does; refuse
+    another."""
     kept = (made or {}).get("tokenizer")
     if kept is None:
-        return open_tokenizer(asked or "bytes")
-    tokenizer = open_tokenizer(asked or kept["name"], kept.get("start_token"))
+        return open_tokenizer(requested or "bytes")
+    tokenizer = open_tokenizer(requested or kept["name"], kept.get("start_token"))
     if tokenizer.identity["fingerprint"] != kept["fingerprint"]:
-        trained = f"the checkpoint was trained with tokenizer '{kept['name']}'"
-        other = f"'{tokenizer.name}' is another; give the file that it was trained with"
-        raise ValueError(f"{trained}, and {other}")
+        raise ValueError(
+            f"the checkpoint was trained with tokenizer '{kept['name']}', and '{tokenizer.name}' is another;"
+            " give the file that it was trained with"
+        )
     return tokenizer
 
 
 def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Refuse a tokenizer with ids that a model of ``vocab_size`` embeddings lacks; fewer are fine."""
     if (size := tokenizer.vocab_size) > vocab_size:
-        found = f"tokenizer '{tokenizer.name}' has {size} tokens but the model's vocabulary has {vocab_size}"
-        use = f"use a model with {size} or more, or a smaller tokenizer ('bytes' has 257)"
-        raise ValueError(f"{found}; {use}")
+        raise ValueError(
+            f"tokenizer '{tokenizer.name}' has {size} tokens but the model's vocabulary has {vocab_size};"
+            f" use a model with {size} or more, or a smaller tokenizer ('bytes' has 257)"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,13 +352,13 @@ class Corpus:
 
 
 def host_bytes() -> int:
-    """The memory that this machine, or the container this runs in, has; 0 where it does not say."""
-    found = []
+    """Return the memory of this machine, or of the container that this runs in; 0 where it is not known."""
+    sizes = []
     with contextlib.suppress(ValueError, OSError, AttributeError):
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     with contextlib.suppress(ValueError, OSError):
-        found.append(int(pathlib.Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(found, default=0)
+        sizes.append(int(pathlib.Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(sizes, default=0)
 
 
 def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpus:
@@ -351,44 +369,16 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
     every seed.
     """
     tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.start_token)
-    files = find_files(config.data) if config.data else library_files()
-    source = " ".join(config.data) or f"the standard library of Python {platform.python_version()}"
-    if not config.data and not any(f.endswith(".py") for f in files):
-        source += ", which comes without its sources here,"
-    limit = config.limit_bytes or (1 << 62 if config.data else LIBRARY_LIMIT_BYTES)
-    need = MEMORY_PER_BYTE * min(limit, sum(os.path.getsize(f) for f in files if os.path.exists(f)))
-    if 0 < (memory := host_bytes()) < need:
-        why = f"({MEMORY_PER_BYTE} bytes a byte of text; nothing is streamed)"
-        needs = f"{source} would take {need / 2**30:,.1f} GiB of memory {why}"
-        less = f"use --limit-bytes {memory // MEMORY_PER_BYTE}, or less data"
-        raise ValueError(f"{needs}, and this machine has {memory / 2**30:,.1f} GiB; {less}")
-    texts: list[str | Conversation] = []
-    size = num_read = 0
-    for text in itertools.chain.from_iterable(read_documents(file, limit - size) for file in files):
-        num_read += 1
-        if isinstance(text, Conversation):
-            size += sum(len(message["content"].encode()) for message in text.messages)
-            texts += [text] * (size <= limit)
-        else:
-            raw = text.encode()[: limit - size]
-            size += len(raw)
-            texts += filter(None, [raw.decode(errors="ignore")])  # the limit may fall inside a character
-        if size >= limit:
-            break
-    if not texts:
-        empty = f"{len(files)} files, {num_read} empty documents"
-        raise ValueError(f"{source} has no text: {empty}; give other --data")
-    source += f" ({len(files)} files; {len(texts)} documents, {size} bytes read"
-    source += f", up to limit_bytes {limit})" if size >= limit else ")"
+    texts, source = _read_texts(config)
     order = _shuffled(len(texts), np.random.PCG64(0))
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
     talks = sum(isinstance(text, Conversation) for text in texts)
     chat: Any = open_chat(tokenizer, DOCUMENT_S) if talks else None
     pieces, counts, partly = [], [], 0
-    for at in range(0, len(order), 1024):
-        some = [texts[i] for i in order[at : at + 1024]]
-        plain = iter(tokenizer.encode_all([text for text in some if isinstance(text, str)]))
-        for text in some:
+    for first in range(0, len(order), 1024):
+        part = [texts[i] for i in order[first : first + 1024]]
+        plain = iter(tokenizer.encode_all([text for text in part if isinstance(text, str)]))
+        for text in part:
             if isinstance(text, str):
                 ids = np.concatenate([[tokenizer.start_id], next(plain)])
                 counted = np.ones(len(ids) if talks else 0, bool)
@@ -408,12 +398,53 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
     return Corpus(np.concatenate(pieces), offsets, tokenizer, source, mask)
 
 
+def _read_texts(config: DataConfig) -> tuple[list[str | Conversation], str]:
+    """Read the documents up to the limit, and say what was read."""
+    files = find_files(config.data) if config.data else library_files()
+    source = " ".join(config.data) or f"the standard library of Python {platform.python_version()}"
+    if not config.data and not any(f.endswith(".py") for f in files):
+        source += ", which comes without its sources here,"
+    limit = config.limit_bytes or (1 << 62 if config.data else LIBRARY_LIMIT_BYTES)
+    _check_memory(source, min(limit, sum(os.path.getsize(f) for f in files if os.path.exists(f))))
+    texts: list[str | Conversation] = []
+    size = num_read = 0
+    for text in itertools.chain.from_iterable(read_documents(file, limit - size) for file in files):
+        num_read += 1
+        if isinstance(text, Conversation):
+            size += sum(len(message["content"].encode()) for message in text.messages)
+            if size <= limit:
+                texts.append(text)
+        else:
+            raw = text.encode()[: limit - size]
+            size += len(raw)
+            texts += filter(None, [raw.decode(errors="ignore")])  # the limit may fall inside a character
+        if size >= limit:
+            break
+    if not texts:
+        raise ValueError(
+            f"{source} has no text: {len(files)} files, {num_read} empty documents; give other --data"
+        )
+    limited = f", up to limit_bytes {limit}" if size >= limit else ""
+    return texts, f"{source} ({len(files)} files; {len(texts)} documents, {size} bytes read{limited})"
+
+
+def _check_memory(source: str, num_bytes: int) -> None:
+    """Refuse a text that needs more memory than there is."""
+    memory, need = host_bytes(), MEMORY_PER_BYTE * num_bytes
+    if 0 < memory < need:
+        raise ValueError(
+            f"{source} would take {need / 2**30:,.1f} GiB of memory ({MEMORY_PER_BYTE} bytes a byte of text;"
+            f" nothing is streamed), and this machine has {memory / 2**30:,.1f} GiB; use --limit-bytes"
+            f" {memory // MEMORY_PER_BYTE}, or less data"
+        )
+
+
 def _shuffled(n: int, bits: np.random.PCG64) -> np.ndarray:
     # numpy keeps a bit generator's raw numbers for ever, but not Generator.permutation's results (NEP 19)
     return np.argsort(bits.random_raw(n), kind="stable")
 
 
-class Stream:
+class Batches:
     """Batches as a function of the step. Nothing in it changes (an epoch's order is remembered, never
     needed).
 
@@ -446,20 +477,21 @@ class Stream:
         self.num_rows = (end - begin - 1) // s  # per epoch
         what = f"the {part} part (held_out {config.held_out}) of {corpus.source}"
         if self.num_rows < 1:
-            found = f"seq_len {s} needs {s + 1} tokens, but {what} has {end - begin} of {total}"
-            hint = "use a shorter seq_len, more data, or another held_out (--held-out 0 keeps nothing out)"
-            raise ValueError(f"{found}; {hint}")
+            raise ValueError(
+                f"seq_len {s} needs {s + 1} tokens, but {what} has {end - begin} of {total}; use a shorter"
+                " seq_len, more data, or another held_out (--held-out 0 keeps nothing out)"
+            )
         if corpus.counted is not None and not corpus.counted[begin:end].any():
             raise ValueError(f"{what} has no answer; give more data, or another held_out")
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def batch(self, step: int) -> _Batch:
-        """All rows of a step: tokens, targets (-1 where the next token is another document's or does not
-        count), positions in the row, segments (documents, from 1 in each row)."""
+        """Return all rows of a step: tokens, targets (-1 where the next token is another document's or does
+        not count), positions in the row, segments (documents, from 1 in each row)."""
         return self.local_batch(step, slice(None))
 
     def local_batch(self, step: int, rows: slice | Sequence[int] | np.ndarray) -> _Batch:
-        """Some of the rows of a step, numbered from 0, without making the others."""
+        """Return some of the rows of a step, numbered from 0, without making the others."""
         if step < 0:
             raise ValueError(f"step {step} has no batch; steps count from 0")
         size, s = self.config.batch_size, self.config.seq_len
@@ -467,13 +499,13 @@ class Stream:
         tokens, documents = np.empty((2, len(picks), s + 1), np.int32)
         counted = np.ones(tokens.shape, bool)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
+            in_epoch = epochs == epoch
             row_order, starts, shifts = self._epoch(int(epoch))
-            places = row_order[picks[here], None] * s + np.arange(s + 1)
-            documents[here] = found = np.searchsorted(starts, places, side="right") - 1
-            tokens[here] = self.corpus.tokens[places + shifts[found]]
+            places = row_order[picks[in_epoch], None] * s + np.arange(s + 1)
+            documents[in_epoch] = numbers = np.searchsorted(starts, places, side="right") - 1
+            tokens[in_epoch] = self.corpus.tokens[places + shifts[numbers]]
             if self.corpus.counted is not None:
-                counted[here] = self.corpus.counted[places + shifts[found]]
+                counted[in_epoch] = self.corpus.counted[places + shifts[numbers]]
         targets = counted[:, 1:] & (documents[:, 1:] == documents[:, :-1])
         batch = {
             "tokens": tokens[:, :-1],
@@ -489,7 +521,8 @@ class Stream:
         return {name: np.take_along_axis(x, places, 1) for name, x in batch.items()}
 
     def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The epoch's order of rows; and of its documents where each starts and how far its tokens are."""
+        """Return the epoch's order of rows; and of its documents where each starts and how far its tokens
+        are."""
         lengths = np.diff(self._bounds)
         documents, rows = np.arange(len(lengths)), np.arange(self.num_rows)
         if self.part == "train":

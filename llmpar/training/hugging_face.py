@@ -2,10 +2,10 @@
 and out.
 
 They keep one tensor per layer and expert, and a projection as [out, in] with its heads merged; we stack
-layers and experts and keep heads apart. `NAMES` says theirs in our letters: ``(n h) d`` has one dim made of
-heads times head width. A load reads only a device's own rows and columns out of the memory-mapped files, one
-tensor after the other, so no host holds more of the model than its devices do. (Only a shard cut along ``h``
-is read with its whole heads and cut afterwards.)
+layers and experts and keep heads apart. `TENSOR_NAMES` has theirs in our letters: ``(n h) d`` has one dim
+made of heads times head width. A load reads only a device's own rows and columns out of the memory-mapped
+files, one tensor after the other, so no host holds more of the model than its devices do. (Only a shard cut
+along ``h`` is read with its whole heads and cut afterwards.)
 """
 
 import dataclasses
@@ -35,24 +35,24 @@ from llmpar.plan.config_json import TABLES, family
 from llmpar.plan.model_config import ModelConfig, to_hugging_face
 from llmpar.training.data import FileTokenizer, Tokenizer
 
+# Kinds of numbers that are read, as numpy and as safetensors call them. Quantized weights are refused.
 FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF16")
-"""Kinds of numbers that are read, as numpy and as safetensors call them. Quantized weights are refused."""
+# Kinds that are written: safetensors' name, and bytes. (Large weights would be infinite in float16.)
 _KINDS = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
-"""Kinds that are written: safetensors' name, and bytes. (Large weights would be infinite in float16.)"""
+# What a file of weights has at most, unless it has one tensor: as `transformers` cuts them.
 SHARD_BYTES = 5 * 10**9
-"""What a file of weights has at most, unless it has one tensor: as `transformers` cuts them."""
 INDEX = "model.safetensors.index.json"
 
-NAMES, MIXTRAL = TABLES["weights"], TABLES["mixtral"]
-"""Path of each weight here to its name (``{}`` is the layer, then the expert) and dims there; and what
-Mixtral calls otherwise."""
+# Path of each weight here to its name (``{}`` is the layer, then the expert) and dims there; and what
+# Mixtral calls otherwise.
+TENSOR_NAMES, MIXTRAL = TABLES["weights"], TABLES["mixtral"]
 
 
 class _Weight:
     """One of our weights, and the tensors that it is made of."""
 
     def __init__(self, path: str, dims: str, shape: tuple[int, ...], other_words: dict[str, str]):
-        self.name, theirs = NAMES[path]
+        self.name, theirs = TENSOR_NAMES[path]
         for ours, other in other_words.items():
             self.name = self.name.replace(ours, other)
         self.letters, self.shape = dims.split()[1:], shape
@@ -65,7 +65,7 @@ class _Weight:
         self.their_shape = tuple(math.prod(self.sizes[x] for x in group) for group in self.groups)
 
     def read(self, tensor: Any, dtype: np.dtype, *bounds: tuple[int, int]) -> np.ndarray:
-        """The block within these ``bounds`` of one tensor's dims, which are in our order."""
+        """Return the block within these ``bounds`` of one tensor's dims, which are in our order."""
         cut = {x: slice(*s) for x, s in zip(self.own, bounds, strict=True)}
         region, parts, inner, letters = [], [], [], [x for group in self.groups for x in group]
         for first, *rest in self.groups:
@@ -77,7 +77,7 @@ class _Weight:
         return piece.transpose([letters.index(x) for x in self.own]).astype(dtype, order="C")
 
     def place(self, tensors: Mapping, sharding: jax.sharding.Sharding, dtype: np.dtype) -> jax.Array:
-        """This weight on its devices. One tensor at a time is in this host's memory; a block of it that
+        """Put this weight on its devices. One tensor at a time is in this host's memory; a block of it that
         several devices of this host share is read once."""
         num, cuts, shards = len(self.stacked), {}, {}
         for device, index in sharding.addressable_devices_indices_map(self.shape).items():
@@ -94,10 +94,12 @@ class _Weight:
         return jax.make_array_from_single_device_arrays(self.shape, sharding, list(shards.values()))
 
     def write(self, value: Any, dtype: str) -> Iterator[np.ndarray]:
-        """The tensors of this weight, one after the other; every process must take all of them."""
+        """Yield the tensors of this weight; every process must take all of them."""
         if np.shape(value) != self.shape:
-            found = f"'{self.name}' is made of {list(self.shape)}, not of {list(np.shape(value))}"
-            raise ValueError(f"{found}; give layers in the model's order (Step.to_model_order)")
+            raise ValueError(
+                f"'{self.name}' is made of {list(self.shape)}, not of {list(np.shape(value))}; give layers"
+                " in the model's order (Step.to_model_order)"
+            )
         order = [self.own.index(x) for group in self.groups for x in group]
         for numbers in self.numbers:
             own = _take(value, numbers).astype(dtype).transpose(order)
@@ -106,35 +108,35 @@ class _Weight:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(stack: jax.Array, piece: jax.Array, at: list) -> jax.Array:
-    """The stack with ``piece`` at the place ``at``, in the same memory."""
+    """Write ``piece`` into the stack at the place ``at``, in the same memory."""
     piece = piece.reshape((1,) * len(at) + piece.shape)
     return lax.dynamic_update_slice(stack, piece, [*at, *(0 for _ in piece.shape[len(at) :])])
 
 
 def _take(stack: Any, at: tuple[int, ...]) -> np.ndarray:
-    """One tensor of a stack, whole, in every process."""
+    """Return one tensor of a stack, whole, in every process."""
     if not isinstance(stack, jax.Array) or not isinstance(stack.sharding, jax.sharding.NamedSharding):
         return np.asarray(stack[at])
     bits = _take_bits(stack, at, stack.sharding)
-    found = np.asarray(bits if bits.is_fully_addressable else process_allgather(bits, tiled=True))
-    return found.astype(f"uint{8 * stack.dtype.itemsize}").view(stack.dtype)
+    whole = np.asarray(bits if bits.is_fully_addressable else process_allgather(bits, tiled=True))
+    return whole.astype(f"uint{8 * stack.dtype.itemsize}").view(stack.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _take_bits(stack: jax.Array, at: tuple, sharding: jax.sharding.NamedSharding) -> jax.Array:
-    """The bits of one tensor of a stack; its own dims are cut as before. (Of a stack that is cut along its
-    layers or experts XLA would gather all.)"""
+    """Return the bits of one tensor of a stack; its own dims are cut as before. (Of a stack that is cut along
+    its layers or experts XLA would gather all.)"""
     cuts = [*sharding.spec, *[None] * (stack.ndim - len(sharding.spec))]
     axes, own = [axes_of(cut) for cut in cuts[: len(at)]], jax.sharding.PartitionSpec(*cuts[len(at) :])
 
     def take(stack, at):
-        held = jnp.bool_(True)
+        is_local = jnp.bool_(True)
         for n, names in zip(at, axes, strict=True):
             n -= lax.axis_index(names) * len(stack) if names else 0
-            held &= (n >= 0) & (n < len(stack))
+            is_local &= (n >= 0) & (n < len(stack))
             stack = lax.dynamic_index_in_dim(stack, n, keepdims=False)  # some other, where it has none
         bits = lax.bitcast_convert_type(stack, f"uint{8 * stack.dtype.itemsize}").astype(jnp.uint32)
-        return lax.psum(jnp.where(held, bits, jnp.uint32(0)), sum(axes, ()))
+        return lax.psum(jnp.where(is_local, bits, jnp.uint32(0)), sum(axes, ()))
 
     given = sharding.spec, None
     return jax.shard_map(take, mesh=sharding.mesh, in_specs=given, out_specs=own)(stack, at)
@@ -149,21 +151,20 @@ def _weights(config: ModelConfig) -> dict[str, _Weight]:
 def from_state_dict(
     tensors: Mapping[str, Any], config: ModelConfig, shardings: Tree = None, dtype: str = "float32"
 ) -> Tree:
-    """Parameters from tensors by Hugging Face name, each put straight onto its sharding (default: the first
-    device). Of a part of the tree of ``shardings`` that part is read.
+    """Make parameters of tensors by Hugging Face name, each put straight onto its sharding (default: the
+    first device). Of a part of the tree of ``shardings`` that part is read.
 
-    A tensor is an array, or a slice of a safetensors file. Refuses what `check` does.
+    A tensor is an array, or a slice of a safetensors file. Refuses what `check_tensors` does.
     """
-    check(tensors, config)
+    check_tensors(tensors, config)
     weights = _weights(config)
     only = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     where = dict.fromkeys(weights, only) if shardings is None else flatten_dict(shardings, sep=".")
-    some = {path: weight for path, weight in weights.items() if path in where}
-    placed = {path: weight.place(tensors, where[path], np.dtype(dtype)) for path, weight in some.items()}
-    return unflatten_dict(placed, sep=".")
+    place = lambda path, to: weights[path].place(tensors, to, np.dtype(dtype))
+    return unflatten_dict({path: place(path, to) for path, to in where.items() if path in weights}, sep=".")
 
 
-def check(tensors: Mapping[str, Any], config: ModelConfig) -> None:
+def check_tensors(tensors: Mapping[str, Any], config: ModelConfig) -> None:
     """Refuse missing, unexpected, misshapen and quantized tensors by name.
 
     Two redundant ones may be there: ``rotary_emb.inv_freq`` of old files (computed here), and a tied model's
@@ -172,8 +173,8 @@ def check(tensors: Mapping[str, Any], config: ModelConfig) -> None:
     weights = _weights(config)
     expected = {name: weight.their_shape for weight in weights.values() for name in weight.names}
     extra = {name for name in tensors.keys() - expected.keys() if not name.endswith(".rotary_emb.inv_freq")}
-    if config.tied and {"lm_head.weight"} == extra and NAMES["embedding"][0] in tensors:
-        head, table = tensors["lm_head.weight"], tensors[NAMES["embedding"][0]]
+    if config.tied and {"lm_head.weight"} == extra and TENSOR_NAMES["embedding"][0] in tensors:
+        head, table = tensors["lm_head.weight"], tensors[TENSOR_NAMES["embedding"][0]]
         if _describe(head) == _describe(table) and np.array_equal(head[:], table[:]):
             extra.clear()
     faults = [f"'{name}' is missing" for name in expected.keys() - tensors.keys()]
@@ -185,13 +186,15 @@ def check(tensors: Mapping[str, Any], config: ModelConfig) -> None:
         elif kind not in FLOATS:
             faults.append(f"'{name}' holds {kind}, but only {', '.join(FLOATS[:4])} are read")
     if faults:
-        found = "; ".join(sorted(faults)[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
-        what = f"these tensors are not the model '{config.name}': {found}"
-        raise ValueError(f"{what}; use the config.json that they came with")
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise ValueError(
+            f"these tensors are not the model '{config.name}': {'; '.join(sorted(faults)[:3])}{more}; use"
+            " the config.json that they came with"
+        )
 
 
 def _describe(tensor) -> tuple[tuple[int, ...], str]:
-    """Shape and kind of number of an array, or of a slice of a file."""
+    """Return shape and type of number of an array, or of a slice of a file."""
     if hasattr(tensor, "get_shape"):
         return tuple(tensor.get_shape()), tensor.get_dtype()
     return tuple(tensor.shape), str(tensor.dtype)
@@ -200,7 +203,7 @@ def _describe(tensor) -> tuple[tuple[int, ...], str]:
 def load(
     folder: str | os.PathLike, config: ModelConfig, shardings: Tree = None, dtype: str = "float32"
 ) -> Tree:
-    """Parameters from a folder, as `from_state_dict` places them.
+    """Read parameters from a folder, placed as `from_state_dict` does.
 
     Reads what the devices of this process need and no more; one tensor at a time is in host memory.
     """
@@ -208,13 +211,14 @@ def load(
 
 
 def open_folder(folder: str | os.PathLike) -> dict[str, Any]:
-    """The tensors of a folder by name, none of them read yet: those of its ``model.safetensors``, or of the
-    shards that its index.json names."""
+    """Open the tensors of a folder by name, none of them read yet: those of its ``model.safetensors``, or of
+    the shards that its index.json names."""
     try:
         import safetensors.numpy
     except ImportError as error:
-        needs = "Hugging Face weights need the package safetensors"
-        raise ValueError(f"{needs}; install the extra llmpar[hf]") from error
+        raise ValueError(
+            "Hugging Face weights need the package safetensors; install the extra llmpar[hf]"
+        ) from error
     tensors = dict[str, Any]()
     for file in _files(pathlib.Path(folder)):
         check_ordinary(file, "file of weights")
@@ -240,7 +244,7 @@ def fingerprint(folder: str | os.PathLike) -> str:
 
 
 def _files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The safetensors files of a folder."""
+    """Return the safetensors files of a folder."""
     whole, index = folder / "model.safetensors", folder / INDEX
     if whole.is_file():
         return [whole]
@@ -255,13 +259,13 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     return [folder / name for name in names]
 
 
+# What comes with a tokenizer.json and is copied with it.
 _BESIDE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
     "generation_config.json",
 )
-"""What comes with a tokenizer.json and is copied with it."""
 
 
 def save(
@@ -311,12 +315,13 @@ def save(
     except OSError as error:
         for part in path.glob("*.part"):  # which would fill the disk
             part.unlink(missing_ok=True)
-        why = f"{error.strerror}; free some room, or give another folder"
-        raise ValueError(f"cannot write the model to '{folder}': {why}") from error
+        raise ValueError(
+            f"cannot write the model to '{folder}': {error.strerror}; free some room, or give another folder"
+        ) from error
 
 
 def _headers(shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str, dict[str, Any]]:
-    """The files by name, and in each the tensors: their kind, shape, and where their bytes lie."""
+    """Return the files by name, and in each the tensors: their kind, shape, and where their bytes lie."""
     kind, itemsize = _KINDS[dtype]
     headers, end = [dict[str, Any]()], 0
     for name, shape in shapes.items():

@@ -9,7 +9,6 @@ of the memory.
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,66 +21,33 @@ from jaxtyping import Array, Int
 from llmpar.model.weights import Tree
 from llmpar.plan.layout import Dim, Layout
 from llmpar.plan.plan import Resolved
-from llmpar.training.inputs import check_alive
 
 
-class LayerOrder:
-    """Moves states between the model's order of layers and the stages'.
+def reorder(state: Tree, order: np.ndarray, dims: Tree, like: Tree, donate: bool) -> Tree:
+    """Return a state with its layers in this ``order``, along ``dims`` (`layer_dims`), placed as ``like``.
+    ``donate``: each leaf is deleted once it is moved."""
 
-    Args:
-        order: the layer at each place of the stages' stack; ``num_layers`` where a place is empty.
-        in_stages, in_model: shapes and shardings of the state in either order.
-        shapes: gives the state's shapes for a number of layers.
-    """
+    def reorder_leaf(x, dim: int, like):
+        if dim < 0:
+            return x
+        reordered = take_layers(x, order, dim, like.sharding)
+        if donate:
+            x.delete()
+        return reordered
 
-    def __init__(self, order: np.ndarray, num_layers: int, in_stages: Tree, in_model: Tree, shapes: Callable):
-        self._order = order
-        self._num_layers = num_layers
-        self._in_stages = in_stages
-        self._in_model = in_model
-        self._shapes = shapes
-        self._is_models = np.array_equal(order, np.arange(num_layers))
-
-    def to_stages(self, state: Tree, donate: bool) -> Tree:
-        """Return a state in the stages' order. ``donate``: each leaf is deleted once it is moved."""
-        return self._reorder(state, self._order, self._in_stages, donate)
-
-    def to_model(self, state: Tree, donate: bool) -> Tree:
-        """Return a state in the model's order; ``donate`` as above."""
-        order = np.argsort(self._order, stable=True)[: self._num_layers]
-        return self._reorder(state, order, self._in_model, donate)
-
-    def place(self, x_l: Array) -> Array:
-        """Return one value for each layer, in the stages' order; 0 for an empty place."""
-        return x_l if self._is_models else jnp.take(x_l, self._order, 0, mode="fill", fill_value=0)
-
-    def _reorder(self, state: Tree, order: np.ndarray, like: Tree, donate: bool) -> Tree:
-        check_alive(state)
-
-        def reorder(x, dim: int, like):
-            if dim < 0:
-                return x
-            reordered = take_layers(x, order, dim, like.sharding)
-            if donate:
-                x.delete()
-            return reordered
-
-        return state if self._is_models else jax.tree.map(reorder, state, self._layer_dims, like)
-
-    @functools.cached_property
-    def _layer_dims(self) -> Tree:
-        """The dim of each leaf that counts layers: the one that a layer more makes longer; -1 for none."""
-
-        def longer(leaf, more) -> int:
-            return next((i for i, n in enumerate(leaf.shape) if n != more.shape[i]), -1)
-
-        return jax.tree.map(longer, self._in_model, self._shapes(self._num_layers + 1))
+    return jax.tree.map(reorder_leaf, state, dims, like)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def take_layers(x: Array, order: Int[Array, " l"], dim: int, to: NamedSharding) -> Array:
     """Take the layers of a leaf in this ``order``, along ``dim``; zeros for numbers that no layer has."""
     return lax.with_sharding_constraint(jnp.take(x, order, dim, mode="fill", fill_value=0), to)
+
+
+def layer_dims(state: Tree, one_more: Tree) -> Tree:
+    """Return the dim of each leaf that counts layers: the one that a layer more makes longer; -1 for none."""
+    longer = lambda leaf, more: next((i for i, n in enumerate(leaf.shape) if n != more.shape[i]), -1)
+    return jax.tree.map(longer, state, one_more)
 
 
 def model_order_layout(leaf: jax.ShapeDtypeStruct, layout: Layout, plan: Resolved) -> Layout:
@@ -118,9 +84,6 @@ def _counts_zeros(optimizer: optax.GradientTransformation, weights: Tree) -> boo
         shape = [min(4, n) for n in x.shape]
         return np.cos(np.arange(np.prod(shape), dtype=np.float32)).reshape(shape)
 
-    def with_zeros(x):
-        return jnp.concatenate([x, jnp.zeros_like(x[:1])])
-
     def updated(params: Tree) -> list[Array]:
         grads = jax.tree.map(jnp.sin, params)
         state = optimizer.init(params)
@@ -131,6 +94,7 @@ def _counts_zeros(optimizer: optax.GradientTransformation, weights: Tree) -> boo
         return jax.tree.leaves(params["blocks"])
 
     params = jax.tree.map(small, weights)
+    with_zeros = lambda x: jnp.concatenate([x, jnp.zeros_like(x[:1])])
     padded = params | {"blocks": jax.tree.map(with_zeros, params["blocks"])}
     before = jax.tree.leaves(params["blocks"])
     results = zip(before, *jax.jit(lambda: (updated(params), updated(padded)))(), strict=True)

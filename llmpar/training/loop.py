@@ -27,25 +27,24 @@ from llmpar.plan.model_config import ModelConfig, OptimizerConfig
 from llmpar.plan.plan import Plan
 from llmpar.training import hugging_face as hf
 from llmpar.training.checkpoint import Checkpoints
-from llmpar.training.data import Stream
-from llmpar.training.inputs import check_tokens
+from llmpar.training.data import Batches
 from llmpar.training.optimizer import make_optimizer
-from llmpar.training.state import State
+from llmpar.training.state import State, check_tokens
 from llmpar.training.step import Step
 from llmpar.training.trackers import Send, Tracker, profiling, tracking
 
 ADAMW = OptimizerConfig()
+# What is meant by it: Chowdhery et al. 2022, appendix B, but with attention halved by causality.
 MFU = (
     "a step's useful FLOPs (6 per token and active weight, and causal attention) / its seconds / peak FLOP/s"
 )
-"""What is meant by it: Chowdhery et al. 2022, appendix B, but with attention halved by causality."""
+# Settings of `train` in which processes may differ, each with the reason.
 APART = {
     **dict.fromkeys(
-        ("on_step", "tell", "stop", "meet", "tracker", "log"), "what a process says, and to whom"
+        ("on_step", "tell", "stop", "barrier", "tracker", "log"), "what a process says, and to whom"
     ),
     **dict.fromkeys(("mesh", "ideal_step_s"), "its own devices; the plan has the mesh's sizes"),
 }
-"""Arguments of `train` in which processes may differ, each with the reason."""
 
 
 @dataclass
@@ -55,13 +54,13 @@ class Report:
     ``eval_losses`` are pairs: the number of steps done, and the loss of held-out text after them.
     """
 
+    start: int = 0
+    tokens_per_step: int = 0
+    ideal_step_s: float | None = None
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     eval_losses: list[tuple[int, float]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    start: int = 0
-    tokens_per_step: int = 0
-    ideal_step_s: float | None = None
     memory_bytes: int = 0
 
     @property
@@ -89,13 +88,13 @@ class Report:
         """The newest figures of a running training in a line."""
         mfu = f", MFU {self.mfu:.1%}" if self.mfu else ""
         memory = f", {self.memory_bytes / 2**30:.2f} GiB" if self.memory_bytes else ""
-        last = f"{self.eval_losses[-1][1]:.3f} (perplexity {self.perplexity:.4g})" if self.eval_losses else ""
-        evaluated = f", held-out {last}" if last else ""
+        loss = self.eval_losses[-1][1] if self.eval_losses else 0
+        evaluated = f", held-out {loss:.3f} (perplexity {self.perplexity:.4g})" if self.eval_losses else ""
         return f"loss {self.losses[-1]:.3f} nats{evaluated}, {self.tokens_per_s:,.0f} tokens/s{mfu}{memory}"
 
 
 def made_of(
-    model: ModelConfig, plan: Plan, stream: Stream, steps: int, options: OptimizerConfig, seed: int
+    model: ModelConfig, plan: Plan, stream: Batches, steps: int, options: OptimizerConfig, seed: int
 ) -> dict[str, Any]:
     """Describe a run besides its model, as a checkpoint remembers it (`checkpoint.FIXED`). The mesh is left
     out, and of the plan all that changes no loss."""
@@ -110,10 +109,74 @@ def made_of(
     return run | dataclasses.asdict(options)
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out text of which ``eval_batches`` batches are evaluated every ``eval_every`` steps (0: never),
+    and after the last step."""
+
+    held_out: Batches | None = None
+    eval_every: int = 0
+    eval_batches: int = 1
+
+    def check(self) -> None:
+        """Refuse an evaluation of nothing."""
+        held_out, batches = self.held_out, self.eval_batches
+        if self.eval_every < 0 or batches < 1:
+            raise ValueError(
+                f"evaluation every {self.eval_every} steps of {batches} batches: use 0 (never) or more, and"
+                " 1 or more"
+            )
+        if held_out and self.eval_every:
+            if not any((held_out.batch(i)["targets"] >= 0).any() for i in range(batches)):
+                raise ValueError(
+                    f"no answer is in the first {batches} held-out batches; use more --eval-batches, or a"
+                    " smaller --held-out"
+                )
+
+    def is_due(self, done: int, steps: int) -> bool:
+        """Tell whether to evaluate after ``done`` of all steps."""
+        never = self.held_out is None or self.eval_every == 0
+        return not never and (done % self.eval_every == 0 or done == steps)
+
+    def score(self, step: Step, state: State) -> dict[str, Any]:
+        """Return the mean cross-entropy in nats of the batches, without the routers' losses, as ``loss``; and
+        what it is ``of``: losses of the same alone can be compared."""
+        assert self.held_out
+        batches = (_place(step, self.held_out, i) for i in range(self.eval_batches))
+        sums = [jax.device_get(step.evaluate.compiled(state.params, batch)) for batch in batches]
+        loss, tokens = (sum(float(x[i]) for x in sums) for i in (0, 1))
+        config, text = self.held_out.config, self.held_out.corpus.fingerprint
+        rows = f"{self.eval_batches} of {config.batch_size} x {config.seq_len}"
+        return {"loss": loss / max(tokens, 1), "of": f"{rows} of 1/{config.held_out} of {text}"}
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What a run calls.
+
+    Attributes:
+        on_step: called after each step, with its number and the report so far.
+        tell: called with sentences for people, such as how the checkpoint differs from this run.
+        stop: called after each step; when it gives True, the state is saved (with checkpoints) and training
+            ends. So it does where the log can no longer be written, and on every other way out but a step
+            that failed.
+        barrier: called where several processes should wait for one another: some compile longer than others.
+            At the beginning it is given what they must agree on (`launch.joined.barrier`).
+    """
+
+    on_step: Callable[[int, Report], None] = lambda number, report: None
+    tell: Callable[[str], None] = lambda words: None
+    stop: Callable[[], bool] = lambda: False
+    barrier: Callable[..., None] = lambda settings=None: None
+
+
 def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What all processes must come to `train` with, by the names of its arguments: all but those of `APART`.
-    Of texts, checkpoints and weights it is what is in them."""
-    settings = {name: value for name, value in given.items() if name not in APART}
+    """List what all processes must come to `train` with, by the names of its settings: all but those of
+    `APART`. Of texts, checkpoints and weights it is what is in them."""
+    settings = dict(given)
+    for name in ("evaluation", "callbacks"):
+        settings |= vars(settings.pop(name))
+    settings = {name: value for name, value in settings.items() if name not in APART}
     settings["plan"] = getattr(settings["plan"], "requested", settings["plan"])
     for name in ("stream", "held_out"):
         if stream := settings[name]:
@@ -128,8 +191,8 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kept_in(folder: pathlib.Path) -> dict[str, str]:
-    """The steps of the checkpoints in a folder, as this process sees them, with a checksum of what is written
-    beside each. (Orbax itself would wait for processes that see others.)"""
+    """Return the steps of the checkpoints in a folder, as this process sees them, with a checksum of what is
+    written beside each. (Orbax itself would wait for processes that see others.)"""
     files = {file.parts[-3]: file for file in sorted(folder.glob("*/about/metadata"))}
     sums = {step: hashlib.sha256(file.read_bytes()).hexdigest()[:8] for step, file in files.items()}
     return {step: sums[step] for step in sums if step.isdigit()}
@@ -139,25 +202,20 @@ def train(
     config: ModelConfig,
     plan: Plan,
     mesh: Mesh,
-    stream: Stream,
+    stream: Batches,
     steps: int,
     options: OptimizerConfig = ADAMW,
     seed: int = 0,
     checkpoints: Checkpoints | None = None,
-    log: str | None = None,
-    on_step: Callable[[int, Report], None] = lambda number, report: None,
     anyway: bool = False,
-    held_out: Stream | None = None,
-    eval_every: int = 0,
-    eval_batches: int = 1,
-    ideal_step_s: float | None = None,
-    tell: Callable[[str], None] = lambda words: None,
-    stop: Callable[[], bool] = lambda: False,
-    meet: Callable[..., None] = lambda settings=None: None,
-    tracker: Tracker | None = None,
-    profile: tuple[int, int] | None = None,
     begin: Callable[[Tree], Tree] | None = None,
     origin: str | None = None,
+    evaluation: Evaluation = Evaluation(),
+    log: str | None = None,
+    tracker: Tracker | None = None,
+    profile: tuple[int, int] | None = None,
+    ideal_step_s: float | None = None,
+    callbacks: Callbacks = Callbacks(),
 ) -> tuple[State, Report]:
     """Train to step ``steps``, from the newest checkpoint if there is one.
 
@@ -167,123 +225,139 @@ def train(
 
     Args:
         anyway: resume from a checkpoint of other data, seeds or sizes, which is refused otherwise.
-        held_out: text of which ``eval_batches`` batches are evaluated every ``eval_every`` steps (0: never),
-            and after the last step.
+        begin: gives the weights to begin with (or a part of them), laid out as the tree of shardings that it
+            gets says. With a checkpoint it is not called.
+        origin: where those are from; a checkpoint remembers it.
+        log: a file to which a JSON line per step is appended; a tracker gets the same rows.
+        profile: the first and the last step to trace.
         ideal_step_s: seconds that a step's useful FLOPs take at the devices' peak; the report divides by the
             measured seconds.
-        tell: called with sentences for people, such as how the checkpoint differs from this run.
-        stop: called after each step; when it gives True, the state is saved (with ``checkpoints``) and
-            training ends. So it does where the log can no longer be written, and on every other way out but
-            a step that failed.
-        meet: called where several processes should wait for one another: some compile longer than others.
-            At the beginning it is given what they must agree on (`launch.joined.barrier`).
-        tracker: what the log's rows are handed to, too.
-        profile: the first and the last step of those that are traced, in the folder ``profile``.
-        begin: gives the weights to begin with (or a part of them), laid out as the tree that it is given
-            says. With a checkpoint it is not called.
-        origin: where those are from; a checkpoint remembers it.
 
     Raises:
-        ValueError: what is asked cannot be, or processes that train together differ in it (`settings_of`).
+        ValueError: the run is not possible, or processes that train together differ in it (`settings_of`).
         FloatingPointError: a loss or a gradient is not finite. Checkpoints taken before that step stay.
     """
-    meet(settings_of(locals()) if jax.process_count() > 1 else {})
+    callbacks.barrier(settings_of(locals()) if jax.process_count() > 1 else {})
     plan = plan.resolve(config, platform_of(mesh), stream.config.batch_size, stream.config.seq_len)
-    _check_run(steps, eval_every, eval_batches)
-    score_of = _score_of(held_out, eval_batches) if held_out and eval_every else ""
-    made: dict[str, Any] = {}
+    evaluation.check()
+    if steps < 1:
+        raise ValueError(f"training to step {steps} does nothing; use 1 or more")
+    made = dict[str, Any]()
     if checkpoints or tracker:  # its sums read the whole text
         made = made_of(config, plan.requested, stream, steps, options, seed)
     if origin:
         made["from"] = os.path.abspath(origin)
-    agreed = multihost_utils.broadcast_one_to_all  # process 0's number, so that all do the same
-    writes = checkpoints is not None and agreed(np.int32(checkpoints.latest or 0)) < steps
-    about = made | {"model": config.name, "mesh": str(plan.mesh), "mfu": MFU}
+    # Process 0's number, so that all do the same.
+    writes = checkpoints is not None and _agreed(checkpoints.latest or 0) < steps
     with (
         checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(),
         _opened(log) as lines,
-        tracking(tracker, about, tell) as send,
-        contextlib.ExitStack() as ends,
+        tracking(
+            tracker, made | {"model": config.name, "mesh": str(plan.mesh), "mfu": MFU}, callbacks.tell
+        ) as send,
         contextlib.ExitStack() as traced,
     ):
         step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
-        restored = checkpoints and checkpoints.restore(step.abstract_model_order, config, made, anyway, tell)
-        if restored:
-            state = step.from_model_order(restored, donate=True)
-        else:
-            lies = jax.tree.map(lambda x: x.sharding, step.abstract_model_order.params)
-            state = step.init(seed, begin(lies) if begin else None)
-        num_tokens = stream.config.batch_size * stream.config.seq_len
-        report = Report(start=int(state.step), tokens_per_step=num_tokens, ideal_step_s=ideal_step_s)
-        if restored:
-            nothing = "; nothing is left to do" * (report.start >= steps)
-            tell(f"goes on from the checkpoint of step {report.start}{nothing}")
-        measured, run = _Measured(step, report, checkpoints, lines, send, on_step), None
+        # There are never two states: no name but the run's is one.
+        run = _Run(
+            step,
+            _first_state(step, checkpoints, made, anyway, seed, begin, callbacks.tell),
+            checkpoints,
+            made,
+            evaluation,
+            callbacks.tell,
+        )
+        report = Report(run.done, stream.config.batch_size * stream.config.seq_len, ideal_step_s)
+        if report.start:
+            nothing = "; nothing is left to do" if report.start >= steps else ""
+            callbacks.tell(f"goes on from the checkpoint of step {report.start}{nothing}")
+        measured = _Measured(step, report, checkpoints, lines, send, callbacks.on_step)
         first, last = profile or (steps, steps)
-        newest = _Newest(step, state, report.start, checkpoints, made, tell)
-        del state  # there are never two
-        ends.enter_context(newest.saved_on_the_way_out(measured))
-        for number in range(report.start, steps):
-            batch = _place(step, stream, number)
-            run = run or _compiled(step, newest.state, batch, meet, ahead=profile is not None)
-            if max(first, report.start) == number <= last:
-                measured.read_all()
-                traced.enter_context(profiling("profile", run.as_text(), tell))
-            newest.state, metrics = run(newest.state, batch)
-            newest.done = done = number + 1
-            measured.add(number, metrics)
-            if number == last:
-                measured.read_all()
-                traced.close()
-                measured.restart_clock()
-            stopped = measured.asks_to_stop() or stop()
-            evaluates = held_out is not None and eval_every and (done % eval_every == 0 or done == steps)
-            saves = checkpoints is not None and (stopped or checkpoints.due(done, steps))
-            if evaluates or saves:
-                measured.read_all()  # never keep what a bad step has spoiled
-                natural, score = newest.in_order(), None
-                if held_out and evaluates:
-                    loss = _evaluate(step, natural, held_out, eval_batches)
-                    measured.add_evaluation(done, loss)
-                    score = {"loss": loss, "of": score_of}
-                    if checkpoints and not saves:
-                        saves = bool(agreed(np.int32(checkpoints.best((done, score)) == done)))
-                if saves:
-                    newest.save(score)
-                newest.in_stages()
-                measured.restart_clock()
-            if stopped:
-                break
-        measured.read_all()
-        if measured.failed:
-            raise measured.failed
-        report.memory_bytes = _most(report.memory_bytes)
-        return newest.in_order(), report
+        program = None
+        with run.saved_on_the_way_out(measured):
+            for number in range(report.start, steps):
+                batch = _place(step, stream, number)
+                program = program or _compiled(step, run.state, batch, callbacks.barrier, profile is not None)
+                if max(first, report.start) == number <= last:
+                    measured.read_all()
+                    traced.enter_context(profiling("profile", program.as_text(), callbacks.tell))
+                run.state, metrics = program(run.state, batch)
+                run.done = number + 1
+                measured.add(number, metrics)
+                if number == last:
+                    measured.read_all()
+                    traced.close()
+                    measured.restart_clock()
+                stopped = measured.asks_to_stop() or callbacks.stop()
+                run.evaluate_and_save(measured, steps, stopped)
+                if stopped:
+                    break
+            measured.finish()
+            return run.in_order(), report
+
+
+def _agreed(number: int) -> int:
+    """Return process 0's number."""
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def _first_state(
+    step: Step,
+    checkpoints: Checkpoints | None,
+    made: dict[str, Any],
+    anyway: bool,
+    seed: int,
+    begin: Callable[[Tree], Tree] | None,
+    tell: Callable[[str], None],
+) -> State:
+    """Restore the newest checkpoint, or make a state."""
+    abstract = step.abstract_model_order
+    if checkpoints and (state := checkpoints.restore(abstract, step.config, made, anyway, tell)):
+        return step.from_model_order(state, donate=True)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract.params)
+    return step.init(seed, begin(shardings) if begin else None)
 
 
 @dataclass
-class _Newest:
-    """The newest state of a run, after ``done`` steps, and where it is saved."""
+class _Run:
+    """The newest state of a run, after ``done`` steps, which is evaluated and saved."""
 
     step: Step
     state: State
-    done: int
     checkpoints: Checkpoints | None
     made: dict[str, Any]
+    evaluation: Evaluation
     tell: Callable[[str], None]
 
     def __post_init__(self):
-        self._saved, self._in_order = self.done, False
+        self.done = self._saved = int(self.state.step)
+        self._in_order = False
 
     def in_order(self) -> State:
-        """The state with its layers in the model's order, from here on."""
+        """Return the state with its layers in the model's order, from now on."""
         if not self._in_order:
-            self.state, self._in_order = self.step.to_model_order(self.state, donate=True), True
+            self.state = self.step.to_model_order(self.state, donate=True)
+            self._in_order = True
         return self.state
 
-    def in_stages(self) -> None:
-        """From here on the state lies as the step takes it."""
-        self.state, self._in_order = self.step.from_model_order(self.state, donate=True), False
+    def evaluate_and_save(self, measured: "_Measured", steps: int, stopped: bool) -> None:
+        """Do what is due after this step; then the state has its layers in the stages' order again."""
+        evaluates = self.evaluation.is_due(self.done, steps)
+        saves = self.checkpoints is not None and (stopped or self.checkpoints.due(self.done, steps))
+        if not evaluates and not saves:
+            return
+        measured.read_all()  # never keep what a bad step has spoiled
+        score = None
+        if evaluates:
+            score = self.evaluation.score(self.step, self.in_order())
+            measured.add_evaluation(self.done, score["loss"])
+            if self.checkpoints and not saves:
+                saves = bool(_agreed(self.checkpoints.best((self.done, score)) == self.done))
+        if saves:
+            self.save(score)
+        self.state = self.step.from_model_order(self.in_order(), donate=True)
+        self._in_order = False
+        measured.restart_clock()
 
     def save(self, score: dict[str, Any] | None = None) -> None:
         """Save it, once: what could not be saved is not tried again on the way out."""
@@ -299,25 +373,16 @@ class _Newest:
             yield
         except BaseException as error:
             spoiled = isinstance(error, FloatingPointError) or jax.process_count() > 1
-            with contextlib.suppress(Exception):  # what ended it is told
+            with contextlib.suppress(Exception):  # the error that ended it is raised
                 if self.checkpoints and self._saved < self.done and not spoiled and measured.are_finite():
                     self.save()
                     self.tell(f"step {self.done} is kept in {self.checkpoints.folder}")
             raise
 
 
-def _score_of(held_out: Stream, batches: int) -> str:
-    """Say what an evaluation is of: losses of the same alone can be compared. Refuses one of nothing."""
-    if not any((held_out.batch(i)["targets"] >= 0).any() for i in range(batches)):
-        more = "use more --eval-batches, or a smaller --held-out"
-        raise ValueError(f"no answer is in the first {batches} held-out batches; {more}")
-    config, text = held_out.config, held_out.corpus.fingerprint
-    return f"{batches} of {config.batch_size} x {config.seq_len} of 1/{config.held_out} of {text}"
-
-
-def _compiled(step: Step, state: State, batch: dict, meet: Callable[[], None], ahead: bool) -> Any:
-    """Give the step. Several processes compile it and meet before the first of them runs it; one does so only
-    where it is asked to compile ``ahead``.
+def _compiled(step: Step, state: State, batch: dict, barrier: Callable[[], None], ahead: bool) -> Any:
+    """Return the step. Several processes compile it and wait for one another before the first of them runs
+    it; a single one does so only where it is to compile ``ahead``.
 
     Devices of a CPU that exchange data for the first time wait 30 s for one another (Gloo; no option changes
     that), and later as long as they must. On a busy machine one process compiles longer than that.
@@ -325,7 +390,7 @@ def _compiled(step: Step, state: State, batch: dict, meet: Callable[[], None], a
     if jax.process_count() == 1 and not ahead:
         return step.run.compiled
     run = step.run.lower(state, batch).compile()
-    meet()
+    barrier()
     return run
 
 
@@ -334,15 +399,6 @@ def _most(num_bytes: int) -> int:
     if jax.process_count() == 1:
         return num_bytes
     return int(multihost_utils.process_allgather(np.int32(num_bytes >> 20)).max()) << 20
-
-
-def _check_run(steps: int, eval_every: int, eval_batches: int) -> None:
-    """Refuse a run that would do nothing, or not what it says."""
-    if steps < 1:
-        raise ValueError(f"training to step {steps} does nothing; use 1 or more")
-    if eval_every < 0 or eval_batches < 1:
-        asked = f"evaluation every {eval_every} steps of {eval_batches} batches"
-        raise ValueError(f"{asked}: use 0 (never) or more, and 1 or more")
 
 
 @dataclass
@@ -380,12 +436,19 @@ class _Measured:
         while self.waiting:
             self._read()
 
+    def finish(self) -> None:
+        """Read all steps, and end with what kept the log from being written, if anything did."""
+        self.read_all()
+        if self.failed:
+            raise self.failed
+        self.report.memory_bytes = _most(self.report.memory_bytes)
+
     def are_finite(self) -> bool:
         """Tell whether the steps that were not yet read went well."""
         return all(math.isfinite(float(m["loss"]) + float(m["grad_norm"])) for _, m in self.waiting)
 
     def asks_to_stop(self) -> bool:
-        """Tell whether this process is to end. One of several has asked all, as a scheduler does."""
+        """Tell whether this process is to end. One of several has signalled all, as a scheduler does."""
         return self.failed is not None and jax.process_count() == 1
 
     def add_evaluation(self, num_steps: int, loss: float) -> None:
@@ -422,41 +485,35 @@ class _Measured:
             self.checkpoints.discard(number)
         kept = self.checkpoints.latest if self.checkpoints else None
         saved = "no checkpoint was taken" if kept is None else f"the checkpoint of step {kept} is intact"
-        found = f"the loss of step {number} is {loss}, its gradient's norm {norm}"
-        raise FloatingPointError(f"{found}: stopped; {saved}; try a lower learning rate")
+        raise FloatingPointError(
+            f"the loss of step {number} is {loss}, its gradient's norm {norm}: stopped; {saved}; try a lower"
+            " learning rate"
+        )
 
     def _write(self, row: dict) -> None:
         if self.lines and not self.failed:
             try:
                 self.lines.write(json.dumps(row).encode() + b"\n")
             except OSError as error:
-                why = f"{error.strerror}; free some room, and the same command goes on"
-                self.failed = ValueError(f"cannot write the log '{self.lines.name}': {why}")
+                self.failed = ValueError(
+                    f"cannot write the log '{self.lines.name}': {error.strerror}; free some room, and the"
+                    " same command goes on"
+                )
                 if jax.process_count() > 1:
                     os.kill(os.getpid(), signal.SIGTERM)
         self.send(row["step"] if "step" in row else row["steps_done"], row)
 
 
-def _evaluate(step: Step, state: State, held_out: Stream, batches: int) -> float:
-    """Give the mean cross-entropy in nats of the first ``batches``, without the routers' losses."""
-    sums = [
-        jax.device_get(step.evaluate.compiled(state.params, _place(step, held_out, i)))
-        for i in range(batches)
-    ]
-    loss, tokens = (sum(float(x[i]) for x in sums) for i in (0, 1))
-    return loss / max(tokens, 1)
-
-
-def _place(step: Step, stream: Stream, number: int) -> dict:
+def _place(step: Step, stream: Batches, number: int) -> dict:
     """Put a step's batch on its devices. Each process makes only the rows that its own hold, each once."""
     shape = stream.config.batch_size, stream.config.seq_len
 
     @functools.cache
     def rows(begin: int, end: int) -> dict[str, np.ndarray]:
-        found = stream.local_batch(number, slice(begin, end))
+        batch = stream.local_batch(number, slice(begin, end))
         for name in ("tokens", "targets"):
-            check_tokens(name, found[name], step.config.vocab_size)
-        return found
+            check_tokens(name, batch[name], step.config.vocab_size)
+        return batch
 
     def piece(name: str, index: tuple[slice, ...]) -> np.ndarray:
         return rows(*index[0].indices(shape[0])[:2])[name][:, index[1]]

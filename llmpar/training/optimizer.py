@@ -15,9 +15,8 @@ def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) ->
     schedule = optax.warmup_cosine_decay_schedule(first, rate, warmup, steps, rate / 10)
     if options.decay != "cosine":
         last = rate / 10 if options.decay == "linear" else rate
-        line = optax.linear_schedule
-        parts = [line(first, rate, warmup), line(rate, last, steps - warmup)]
-        schedule = optax.join_schedules(parts, [warmup])
+        rising = optax.linear_schedule(first, rate, warmup)
+        schedule = optax.join_schedules([rising, optax.linear_schedule(rate, last, steps - warmup)], [warmup])
     if options.optimizer == "adamw":
         learned = trained(described(config), config)
         decays = jax.tree.map(lambda weight: not weight.is_vector, learned)

@@ -1,4 +1,4 @@
-"""The state that a step changes: its shapes and layouts, and how it begins."""
+"""The state that a step changes: its shapes and layouts, how it begins; and what a step refuses to take."""
 
 from typing import Any, NamedTuple
 
@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.traverse_util import flatten_dict
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 from llmpar.model.weights import Tree, described, trained, weight_dims
 from llmpar.plan.layout import Layout
 from llmpar.plan.model_config import ModelConfig
-from llmpar.plan.plan import Resolved
+from llmpar.plan.plan import Plan, Resolved
 
 WHOLE = Layout(())
 
@@ -26,7 +27,7 @@ class State(NamedTuple):
     step: Any
 
 
-def fresh_state(params: Tree, config: ModelConfig, optimizer: optax.GradientTransformation) -> State:
+def initial_state(params: Tree, config: ModelConfig, optimizer: optax.GradientTransformation) -> State:
     """Return the state before the first step with these weights."""
     return State(params, optimizer.init(trained(params, config)), jnp.int32(0))
 
@@ -35,7 +36,7 @@ def state_shapes(config: ModelConfig, plan: Resolved, optimizer: optax.GradientT
     """Return the state's leaves by shape and dtype."""
     dtype = lambda w: plan.dtype if w.frozen else "float32"
     params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype(w)), described(config))
-    return jax.eval_shape(lambda params: fresh_state(params, config, optimizer), params)
+    return jax.eval_shape(lambda params: initial_state(params, config, optimizer), params)
 
 
 def state_layouts(state: State, config: ModelConfig, plan: Resolved) -> State:
@@ -64,11 +65,70 @@ def placed_weights(params: Tree, like: Tree, model: str) -> dict[str, Array]:
             raise ValueError(f"the model has no weight '{path}'; it has {', '.join(weights)}")
         dtype = getattr(given, "dtype", None)  # None, or a number, has none
         if dtype is None or given.shape != weight.shape or not jnp.issubdtype(dtype, jnp.floating):
-            what = f"'{path}' of shape {list(np.shape(given))} ({dtype or type(given).__name__})"
-            use = f"use {list(weight.shape)} ({weight.dtype}), layers in the model's order"
-            raise ValueError(f"{what} is no weight of '{model}'; {use}")
+            raise ValueError(
+                f"'{path}' of shape {list(np.shape(given))} ({dtype or type(given).__name__}) is no weight"
+                f" of '{model}'; use {list(weight.shape)} ({weight.dtype}), layers in the model's order"
+            )
         given = given.astype(weight.dtype)
-        to = weight.sharding
-        is_placed = isinstance(given, jax.Array) and given.sharding.is_equivalent_to(to, given.ndim)
-        placed[path] = given if is_placed else jax.device_put(given, to, may_alias=False)
+        if not isinstance(given, jax.Array) or not given.sharding.is_equivalent_to(
+            weight.sharding, given.ndim
+        ):
+            given = jax.device_put(given, weight.sharding, may_alias=False)
+        placed[path] = given
     return placed
+
+
+# -------------------------------------------------------------------------------------------- what is refused
+
+
+def check_mesh(plan: Plan, mesh: Any) -> None:
+    """Refuse what is no mesh, or another than the plan's, and weights that would not be float32."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(f"mesh is {mesh!r:.60}, no jax.sharding.Mesh; use make_mesh(plan.mesh)")
+    sizes = dict(mesh.shape)
+    if sizes not in (plan.mesh.user_sizes, plan.mesh.sizes):
+        has = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
+        raise ValueError(
+            f"the plan is for mesh '{plan.mesh}', and the mesh is {has}; use make_mesh(plan.mesh)"
+        )
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ValueError("JAX_ENABLE_X64 is on, but master weights are float32; switch it off")
+
+
+def check_alive(tree: Tree) -> None:
+    """Refuse arrays whose memory was given away. On simulated devices the process would end at them."""
+    for x in jax.tree.leaves(tree):
+        if not isinstance(x, jax.core.Tracer) and getattr(x, "is_deleted", bool)():
+            raise ValueError("this state was used up by the step before; keep the state that run returns")
+
+
+def check_tokens(name: str, x: Any, vocab_size: int) -> None:
+    """Refuse tokens, or targets, that are none of a vocabulary. A target below 0 does not count."""
+    parts = [shard.data for shard in x.addressable_shards] if isinstance(x, jax.Array) else [x]
+    for part in map(np.asarray, parts):
+        least, most = (int(part.min()), int(part.max())) if part.size else (0, 0)
+        if not np.issubdtype(part.dtype, np.integer) or most >= vocab_size or name == "tokens" and least < 0:
+            what = (
+                f"{name} are {part.dtype} from {least:,} to {most:,}, and the vocabulary has {vocab_size:,}"
+            )
+            raise ValueError(f"{what}; use integers from 0 to {vocab_size - 1:,}, of this model's tokenizer")
+
+
+class Checked:
+    """A compiled function of a state (or weights) and a batch that refuses tokens outside the vocabulary and
+    a state that is used up. It reads a batch back from its devices, which JAX does once for an array;
+    ``compiled`` does not, and has no checks."""
+
+    def __init__(self, compiled: Any, vocab_size: int):
+        self.compiled = compiled
+        self.vocab_size = vocab_size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.compiled, name)  # lower, trace
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        check_alive((state, batch))
+        for name in ("tokens", "targets"):  # of another batch JAX names what is missing
+            if isinstance(batch, dict) and not isinstance(batch.get(name), jax.core.Tracer | None):
+                check_tokens(name, batch[name], self.vocab_size)
+        return self.compiled(state, batch)

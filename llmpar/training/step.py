@@ -41,22 +41,31 @@ from llmpar.pipeline import executor as pipeline
 from llmpar.plan import schedules
 from llmpar.plan.layout import Arrow, Dim, Layout
 from llmpar.plan.model_config import ModelConfig
-from llmpar.plan.plan import Plan, Resolved, WeightLayouts
-from llmpar.training.inputs import Checked, check_mesh
-from llmpar.training.layer_order import LayerOrder, check_empty_places, model_order_layout
-from llmpar.training.state import WHOLE, State, fresh_state, placed_weights, state_layouts, state_shapes
+from llmpar.plan.plan import Plan, Resolved
+from llmpar.training.layer_order import check_empty_places, layer_dims, model_order_layout, reorder
+from llmpar.training.state import (
+    WHOLE,
+    Checked,
+    State,
+    check_alive,
+    check_mesh,
+    initial_state,
+    placed_weights,
+    state_layouts,
+    state_shapes,
+)
 
+# JAX makes keys of 32 bits.
 _MAX_SEED = 2**32 - 1
-"""JAX makes keys of 32 bits."""
 _ROUTED = Dim("l"), Dim("e")  # the routers' counts for each layer and expert; summed over all tokens
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 EARLY = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_latency_estimator"
 
 
 def compiler_options(plan: Resolved) -> dict[str, bool | int]:
-    """The options with which XLA sends while it computes. On GPUs it keeps one collective in flight: of two
-    hops of a ring one waits, and weights from other hosts wait while a host's experts exchange tokens. And
-    with a ragged all-to-all, whose time its usual estimate lacks, it starts no collective early."""
+    """Return the options with which XLA sends while it computes. On GPUs it keeps one collective in flight:
+    of two hops of a ring one waits, and weights from other hosts wait while a host's experts exchange tokens.
+    And with a ragged all-to-all, whose time its usual estimate lacks, it starts no collective early."""
     ragged = plan.mesh.ep > 1 and plan.dispatch == "ragged"
     if plan.platform != "gpu" or not (ragged or plan.rings):
         return {}
@@ -143,15 +152,15 @@ class Step:
         """Return gradients (cut as `WeightLayouts.reduced`) and metrics, without an update: what the parity
         tests compare."""
         with use_abstract_mesh(self.mesh.abstract_mesh):
-            given = self.stored, self.plan.tokens
-            return self._on_devices(self._gradients, given, (self.reduced, WHOLE))(params, batch)
+            layouts, results = (self.stored, self.plan.tokens), (self.reduced, WHOLE)
+            return self._on_devices(self._gradients, layouts, results)(params, batch)
 
     def _on_devices(self, f: Callable, layouts: Any, results: Any) -> Callable:
         """Run ``f`` on the blocks of each device in the mode Manual; on whole arrays in the others."""
         if isinstance(self.par, Auto):
             return f
-        specs = jax.tree.map(spec, layouts)
-        return jax.shard_map(f, mesh=self.mesh, in_specs=specs, out_specs=jax.tree.map(spec, results))
+        layouts, results = jax.tree.map(spec, (layouts, results))
+        return jax.shard_map(f, mesh=self.mesh, in_specs=layouts, out_specs=results)
 
     def _gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Return a device's gradients, from its part of the batch and its shards of the weights."""
@@ -162,8 +171,8 @@ class Step:
             loss, grads = self._backward(params, batch)
         else:
             add = lambda sums, part: (jax.tree.map(jnp.add, sums, self._backward(params, part)), None)
-            microbatches = cut_in_microbatches(batch, self.plan.microbatches)
-            (loss, grads), _ = lax.scan(add, self._zeros(), microbatches)
+            parts = cut_in_microbatches(batch, self.plan.microbatches)
+            (loss, grads), _ = lax.scan(add, self._zeros(), parts)
         return self._per_token(loss, self._reduce(grads), batch)
 
     def _backward(self, params: Tree, batch: Batch) -> tuple[Loss, Tree]:
@@ -230,25 +239,22 @@ class Step:
 
     def _zeros(self) -> tuple[Loss, Tree]:
         """Return loss and gradients of no microbatches: zeros, typed as varying like what will be added."""
-        weights = trained(self.abstract_state.params, self.config)
-        experts = self.config.experts
-        counts = jnp.zeros((self.config.num_layers, experts.num_experts + 2)) if experts else None
-        differ = self.plan.varying("stream")
-        loss = jnp.float32(0)
-        if isinstance(self.par, Auto):
-            place = lambda x, layout: self.par.carry_out(x, Arrow(WHOLE, layout))
-            counts = jax.tree.map(lambda x: place(x, Layout(_ROUTED, differ)), counts)
-            zeros = lambda w, layouts: place(jnp.zeros(w.shape), layouts.accumulated)
-        else:
-            counts = jax.tree.map(lambda x: vary(x, differ), counts)
-            loss = vary(loss, self.plan.varying("data"))
-            zeros = self._shard_of_zeros
-        return (loss, counts), jax.tree.map(zeros, weights, self.weight_layouts)
+        config, plan = self.config, self.plan
+        loss, counts = jnp.float32(0), None
+        if isinstance(self.par, Manual):
+            loss = vary(loss, plan.varying("data"))
+        if config.experts:
+            shape = config.num_layers, config.experts.num_experts + 2
+            counts = self._zero(shape, Layout(_ROUTED, plan.varying("stream")))
+        zero = lambda w, layouts: self._zero(w.shape, layouts.accumulated)
+        weights = trained(self.abstract_state.params, config)
+        return (loss, counts), jax.tree.map(zero, weights, self.weight_layouts)
 
-    def _shard_of_zeros(self, weight: jax.ShapeDtypeStruct, layouts: WeightLayouts) -> Array:
-        layout = layouts.accumulated
-        shape = layout.shard_shape(weight.shape, self.plan.mesh.sizes)
-        return vary(jnp.zeros(shape), layout.axes + layout.sums)
+    def _zero(self, shape: tuple[int, ...], layout: Layout) -> Array:
+        if isinstance(self.par, Auto):
+            return self.par.carry_out(jnp.zeros(shape), Arrow(WHOLE, layout))
+        zeros = jnp.zeros(layout.shard_shape(shape, self.plan.mesh.sizes))
+        return vary(zeros, layout.axes + layout.sums)
 
     def _in_buckets(self, grads: Tree) -> Tree:
         """All-reduce the leaves that are summed over the same axes in flat buckets of at least
@@ -279,8 +285,8 @@ class Step:
             counts = jax.tree.map(lambda x: self.par.carry_out(x, summed, "loss, tokens and norm"), counts)
         else:
             square = sum(self._count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
-            local = loss, tokens.astype(jnp.float32), square, counts
-            loss, tokens, square, counts = self._sum_over_devices(local)
+            values = loss, tokens.astype(jnp.float32), square, counts
+            loss, tokens, square, counts = self._sum_over_devices(values)
             tokens = jnp.maximum(tokens, 1)
             grads = jax.tree.map(lambda g: g / tokens, grads)
             norm = jnp.sqrt(square) / tokens
@@ -298,8 +304,8 @@ class Step:
         """Sum small values in one all-reduce, which needs all of them. Had each its own, no data would order
         it against the collectives of the model, and devices may enter unordered ones in different orders."""
         flat, restore = ravel_pytree(jax.tree.map(self._count_once, values))
-        everywhere = Arrow(Layout((), self._live), WHOLE)
-        return restore(Manual(self.plan).carry_out(flat, everywhere, "loss, tokens and norm"))
+        arrow = Arrow(Layout((), self._live), WHOLE)
+        return restore(Manual(self.plan).carry_out(flat, arrow, "loss, tokens and norm"))
 
     def _on_arrays(self, update: Callable) -> Callable:
         """Run `_update` on whole arrays without explicit types: optimizers are written for those."""
@@ -323,7 +329,9 @@ class Step:
         load_le = metrics["load"]
         # Whole numbers: a mean would be rounded, and has a sign then.
         lacking_le = jnp.sign(load_le.sum(1, keepdims=True) - experts.num_experts * load_le)
-        bias_le = before["blocks"]["experts"]["bias"] + experts.bias_rate * self._layers.place(lacking_le)
+        if not self._is_model_order:
+            lacking_le = jnp.take(lacking_le, self.layer_order, 0, mode="fill", fill_value=0)
+        bias_le = before["blocks"]["experts"]["bias"] + experts.bias_rate * lacking_le
         blocks = after["blocks"]
         return after | {"blocks": blocks | {"experts": blocks["experts"] | {"bias": bias_le}}}
 
@@ -333,23 +341,20 @@ class Step:
     def _describe_state(self) -> None:
         """Set the state's shapes and shardings, with its layers as stages hold them and as the model does."""
         config, plan = self.config, self.plan
-
-        def shapes(num_layers: int) -> State:
-            return state_shapes(dataclasses.replace(config, num_layers=num_layers), plan, self.optimizer)
-
-        def place(x: jax.ShapeDtypeStruct, layout: Layout) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(self.mesh, layout))
-
         self.layer_order = np.array(schedules.layer_order(plan.pipeline, config.num_layers))
+        self._is_model_order = self.layer_order.tolist() == list(range(config.num_layers))
         num_places = len(self.layer_order)
-        in_stages, in_model = shapes(num_places), shapes(config.num_layers)
+        in_stages, in_model = self._shapes(num_places), self._shapes(config.num_layers)
         check_empty_places(self.optimizer, trained(in_model.params, config), config.num_layers, num_places)
         layouts = state_layouts(in_stages, config, plan)
         model_layouts = jax.tree.map(lambda x, y: model_order_layout(x, y, plan), in_model, layouts)
+        place = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(self.mesh, layout))
         self.abstract_state = jax.tree.map(place, in_stages, layouts)
         self.abstract_model_order = jax.tree.map(place, in_model, model_layouts)
-        abstract = self.abstract_state, self.abstract_model_order
-        self._layers = LayerOrder(self.layer_order, config.num_layers, *abstract, shapes)
+
+    def _shapes(self, num_layers: int) -> State:
+        config = dataclasses.replace(self.config, num_layers=num_layers)
+        return state_shapes(config, self.plan, self.optimizer)
 
     def init(self, seed: int = 0, params: Tree = None) -> State:
         """Make a state, each device its own share: the same weights on every mesh.
@@ -367,27 +372,35 @@ class Step:
         def make(key, given):
             params = unflatten_dict(flatten_dict(init_params(self.config, key), sep=".") | given, sep=".")
             params = jax.tree.map(lambda w, like: w.astype(like.dtype), params, like)  # frozen: narrower
-            return fresh_state(params, self.config, self.optimizer)
+            return initial_state(params, self.config, self.optimizer)
 
         key = jax.random.key(seed)
         if not given:
             return jax.jit(lambda key: self.from_model_order(make(key, {})), out_shardings=self.shardings)(
                 key
             )
-        natural = jax.tree.map(lambda x: x.sharding, self.abstract_model_order)
-        state = jax.jit(make, out_shardings=natural, donate_argnums=1)(key, given)
+        in_model_order = jax.tree.map(lambda x: x.sharding, self.abstract_model_order)
+        state = jax.jit(make, out_shardings=in_model_order, donate_argnums=1)(key, given)
         return self.from_model_order(state, donate=True)
 
     def from_model_order(self, state: State, donate: bool = False) -> State:
         """Return a state that has its layers in the model's order (a checkpoint's, say) as the pipeline's
         stages hold it. ``donate``: each leaf is deleted once it is moved, since a state is most of the
         memory."""
-        return self._layers.to_stages(state, donate)
+        return self._reorder(state, self.layer_order, self.abstract_state, donate)
 
     def to_model_order(self, state: State, donate: bool = False) -> State:
         """Return the state with its layers in the model's order, as checkpoints keep it; ``donate`` as
         above."""
-        return self._layers.to_model(state, donate)
+        order = np.argsort(self.layer_order, stable=True)[: self.config.num_layers]
+        return self._reorder(state, order, self.abstract_model_order, donate)
+
+    def _reorder(self, state: State, order: np.ndarray, like: State, donate: bool) -> State:
+        check_alive(state)
+        if self._is_model_order:
+            return state
+        dims = layer_dims(self.abstract_model_order, self._shapes(self.config.num_layers + 1))
+        return reorder(state, order, dims, like, donate)
 
     # ---------------------------------------------------------------------------------------- beside the step
 
@@ -414,11 +427,9 @@ class Step:
             loss = lax.map(lambda part: model.cross_entropies(part, par)[0].sum(), parts).sum()
             return loss, (batch["targets"] >= 0).sum().astype(jnp.float32)
 
-        def manual(params, batch):
-            return self._sum_over_devices(sums(Manual(plan), params, batch))
-
         if plan.mode == "auto" or plan.pipeline:
             return Checked(jax.jit(functools.partial(sums, Auto(plan, self.mesh))), self.config.vocab_size)
         given = jax.tree.map(spec, self.stored), self.batch_sharding.spec
+        manual = lambda params, batch: self._sum_over_devices(sums(Manual(plan), params, batch))
         mapped = jax.shard_map(manual, mesh=self.mesh, in_specs=given, out_specs=spec(WHOLE))
         return Checked(jax.jit(mapped), self.config.vocab_size)

@@ -18,7 +18,7 @@ Send = Callable[[int, dict[str, Any]], Any]
 @contextlib.contextmanager
 def tracking(name: Tracker | None, about: dict[str, Any], tell: Callable[[str], None]) -> Iterator[Send]:
     """Give a function that hands a step's numbers on, in the first process; without a name it does nothing.
-    One that fails on the way is told of and left; the run goes on."""
+    A tracker that fails later is reported and left out; the run goes on."""
     import jax
 
     if name is None or jax.process_index() != 0:
@@ -34,11 +34,11 @@ def tracking(name: Tracker | None, about: dict[str, Any], tell: Callable[[str], 
             raise ValueError(f"tracker '{name}' cannot begin ({why}); {use}, or use --log alone") from error
         lost, ends = False, failed
 
-        def try_to(call: Callable, *args: Any, **how: Any) -> None:
+        def try_to(call: Callable, *args: Any, **options: Any) -> None:
             nonlocal lost
             try:
                 if not lost:
-                    call(*args, **how)
+                    call(*args, **options)
             except Exception as error:
                 lost = True
                 tell(f"tracker '{name}' gets no more rows: {type(error).__name__}: {error}")
@@ -52,7 +52,7 @@ def tracking(name: Tracker | None, about: dict[str, Any], tell: Callable[[str], 
 
 
 def _begun(name: Tracker, module: Any, about: dict[str, Any]) -> tuple[Callable, Callable, dict[str, Any]]:
-    """Begin a run: what takes its rows, what ends it, and how that is told that the run failed."""
+    """Begin a run; return what takes its rows, what ends it, and that one's arguments if the run failed."""
     if name == "tensorboard":
         writer = module.SummaryWriter()
         return lambda row, step: [writer.add_scalar(k, x, step) for k, x in row.items()], writer.close, {}

@@ -255,8 +255,8 @@ attempt("17.goes_on", first_step)
 def learn(folder, dies_after=0):
     """12 steps of `llmpar train`; process 1 may end as by `kill -9` after one."""
     from llmpar.training.checkpoint import Checkpoints
-    from llmpar.training.data import DataConfig, Stream, read_corpus
-    from llmpar.training.loop import train
+    from llmpar.training.data import Batches, DataConfig, read_corpus
+    from llmpar.training.loop import Callbacks, train
 
     plan, done = Plan("fsdp=2 tp=2"), iter(range(1, 13))
 
@@ -266,9 +266,11 @@ def learn(folder, dies_after=0):
         return False
 
     text = DataConfig(seq_len=32, batch_size=4, limit_bytes=1 << 16)
-    keep, stream = Checkpoints(folder, every=4), Stream(read_corpus(text), text)
+    keep, stream = Checkpoints(folder, every=4), Batches(read_corpus(text), text)
     small, mesh = replace(preset("tiny"), num_layers=1), make_mesh(plan.mesh)
-    _, report = train(small, plan, mesh, stream, 12, checkpoints=keep, stop=stop)
+    _, report = train(
+        small, plan, mesh, stream, 12, checkpoints=keep, callbacks=Callbacks(stop=stop)
+    )
     multihost_utils.sync_global_devices("kept")
     bits = keep.about()["checksums"]  # of all weights and moments
     return {"start": report.start, "losses": report.losses, "bits": bits}
