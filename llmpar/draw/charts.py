@@ -219,8 +219,8 @@ def _bars(
     if limit is not None:
         x, side = x_of(limit), "end" if whole else "middle"
         edge = (x, -8), (x, bottom + 4)
-        items += [Line(edge, "paper", 5), Line(edge, "ink", 2, dash=True)]
-        items.append(small_text(x, -16, f"capacity {text(limit)}", side))
+        label = small_text(x, -16, f"capacity {text(limit)}", side)
+        items += [Line(edge, "paper", 5), Line(edge, "ink", 2, dash=True), label]
         lines.append(f"capacity: {text(limit)}")
     if whole is not None:
         x = x_of(whole)
@@ -305,8 +305,8 @@ def step_memory(
         begins = f"{name}: from {size_text(sum(moments[0].values()))}"
         lines.append(f"{begins} to {size_text(most[name])}, {verdict} ({fullest})")
     across = (left, limit), (right, limit)
-    items += [Line(across, "paper", 4), Line(across, dash=True), *labels]
-    items += [small_text(right + 8, limit, f"usable {size_text(capacity_bytes)}", "start", "ink")]
+    usable = small_text(right + 8, limit, f"usable {size_text(capacity_bytes)}", "start", "ink")
+    items += [Line(across, "paper", 4), Line(across, dash=True), *labels, usable]
     key = legend([(role_of(part, roles), part) for part in named])
     return compose(title, [items, key], "\n".join(lines))
 
@@ -320,25 +320,26 @@ def overlap(compute_s, comm_s, labels=None, span_s: float = 0) -> Scene:
         raise ValueError(f"overlap got {counts}; give as many of each")
     schedules = []
     for name in ("in turn", "side by side"):
-        free, both = [0.0, 0.0], dict[str, list]({"compute": [], "communicate": []})
-        for a, b in zip(compute_s, comm_s, strict=True):
+        free, computing, sending = [0.0, 0.0], [], []
+        for label, a, b in zip(labels, compute_s, comm_s, strict=True):
             start = max(free) if name == "in turn" else free[0]
             free = [start + a, max(start + a, free[1]) + b]
-            both["compute"].append((start, free[0]))
-            both["communicate"].append((free[1] - b, free[1]))
-        events = []
-        for lane, row in both.items():
-            for (start, end), label in zip(row, labels, strict=True):
-                beside = sum(max(0.0, min(end, b) - max(start, a)) for a, b in both["compute"])
-                event = {"lane": lane, "name": label, "start_s": start, "end_s": end}
-                exposed = (end - start - beside) * (lane != "compute" and beside < 0.999 * (end - start))
-                events.append(event | {"axes": ("dp",) * (lane != "compute"), "exposed_s": exposed})
-        total = max(event["end_s"] for event in events)
-        waits = time_text(total - sum(compute_s))
-        head = f"{name}: {time_text(total)}, {waits} of it without computing"
-        schedules.append({"name": head, "count": 0, "events": events})
+            computing.append(_span("compute", label, start, free[0]))
+            sending.append(_span("communicate", label, free[1] - b, free[1]) | {"axes": ("dp",)})
+        for event in sending:
+            beside = sum(_shared_s(event, other) for other in computing)
+            took = event["end_s"] - event["start_s"]
+            event["exposed_s"] = took - beside if beside < 0.999 * took else 0.0
+        waits = time_text(max(free) - sum(compute_s))
+        head = f"{name}: {time_text(max(free))}, {waits} of it without computing"
+        schedules.append({"name": head, "count": 0, "events": computing + sending})
     span_s = max(span_s, sum(compute_s) + sum(comm_s))
     return two_lanes(schedules, "Communication behind computing", 0, span_s)
+
+
+def _span(lane: str, name: str, start_s: float, end_s: float) -> dict:
+    """Return an event of `two_lanes` that nothing waits for."""
+    return {"lane": lane, "name": name, "start_s": start_s, "end_s": end_s, "exposed_s": 0.0}
 
 
 LANES = {"compute": "matmuls", "links": "links", "network": "network"}
@@ -375,7 +376,7 @@ def two_lanes(iterations, title: str, column: float = 0, span_s: float = 0) -> S
                 others = (other for _, other in own if other is not event)
                 box = Rect(x_of(event["start_s"]), top, x_of(event["end_s"]) - x_of(event["start_s"]), 32)
                 w_open = wide * event["exposed_s"] / span
-                items += _event(event, box, w_open, fill, any(_overlap(event, other) for other in others))
+                items += _event(event, box, w_open, fill, any(_shared_s(event, other) for other in others))
                 if column:
                     outline = Rect(box.x - 1, top - 3, box.w + 2, 38, "", "ink", 3)
                     now = Line(((box.x, 8), (box.x, bottom)))
@@ -396,9 +397,9 @@ def two_lanes(iterations, title: str, column: float = 0, span_s: float = 0) -> S
     return compose(title, drawn, "\n".join(lines), column=column)
 
 
-def _overlap(one: dict, other: dict) -> bool:
-    """Whether two events share some of their time."""
-    return one["start_s"] < other["end_s"] and other["start_s"] < one["end_s"]
+def _shared_s(one: dict, other: dict) -> float:
+    """Return how long two events go on at the same time."""
+    return max(0.0, min(one["end_s"], other["end_s"]) - max(one["start_s"], other["start_s"]))
 
 
 def _event(event: dict, box: Rect, w_open: float, lane_fill: str, crowded: bool) -> list:

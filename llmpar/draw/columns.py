@@ -128,8 +128,9 @@ def _bar(title: str, parts: list[Part], text, limits, band, notes: list[str], to
     for k, (limit, why) in enumerate(limits):  # each label has a line of its own, so none meet
         at, y, words = per * limit, top - 16 * k - 8, f"{why} {text(limit)}"
         side, off = ("end", -6) if at > text_width(words, SMALL) + 6 else ("start", 6)
-        items.append(Line(((at, y - 6), (at, top + 32)), "edge" if k else "ink", 1 if k else 2, dash=True))
-        items.append(small_text(at + off, y, words, side, "ink"))
+        stroke, width = ("edge", 1) if k else ("ink", 2)
+        upright = Line(((at, y - 6), (at, top + 32)), stroke, width, dash=True)
+        items += [upright, small_text(at + off, y, words, side, "ink")]
         lines.append(words)
     for y, part in enumerate(parts):
         y, value, (fill, stroke, hatch) = top + 48 + 18 * y, text(part.value), style_of(part.role)

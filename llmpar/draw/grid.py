@@ -327,31 +327,33 @@ def tensor_grid(
     def ink(part: Cells, cell: int, w: float, h: float) -> list:
         ranges, left, items = part.ranges(cell), 6.0 * bool(aside), Items()
         span = lambda which, side: stretches([dims[i] for i in which], sizes, ranges, side)
-        for a, b in span(aside[:1], h) if aside and not odd else []:
-            items.append(Rect(0, a, 5, b - a, dims[aside[0]].axes[0]))
-        for a, b in [] if odd else span(shown[-2:-1], h):
-            for c, d in span(shown[-1:], w - left):
-                items.append(Rect(left + c, a, d - c, b - a, fill, "edge", 0.75))
-        return items
+        if odd:
+            return []
+        for i in aside[:1]:
+            items += [Rect(0, a, 5, b - a, dims[i].axes[0]) for a, b in span([i], h)]
+        down, across = span(shown[-2:-1], h), span(shown[-1:], w - left)
+        boxes = [(left + c, a, d - c, b - a) for a, b in down for c, d in across]
+        return items + [Rect(*box, fill, "edge", 0.75) for box in boxes]
 
     def drawn(part: Cells) -> list:
-        others = {a: [b for b in sizes if b != a] for a in cutting}
-        same = set(range(part.num)).intersection(*(part.alike(device, others[a]) for a in cutting))
+        same = part.alike(device, [axis for axis in sizes if axis not in cutting])
         tip = lambda device: holds(coordinates(sizes, sizes, device))
         return inked(part, device, same, ink, tip)
 
     parts, at = shown_cells(sizes, node, device, len(shown) < 2), coordinates(sizes, sizes, device)
     copies = n // math.prod(counts)
-    notes = [f"Device {device} ({parts[-1].where(device - parts[-1].first)}) holds {holds(at)}."]
-    notes += [f"{count_noun(copies, 'device')} hold the same."] * (copies > 1)
     sides = " down, ".join(dims[i].name for i in shown)
-    notes += [f"Each cell is the whole tensor, {sides} across."] * bool(shown)
-    notes += [f"The bar at its left is {dims[i].name}." for i in aside[:1]]
-    notes += apart_words(parts)
-    notes += [f"Dashed: nodes of {node} devices."] * any(part.per for part in parts)
+    notes = [
+        f"Device {device} ({parts[-1].where(device - parts[-1].first)}) holds {holds(at)}.",
+        f"{count_noun(copies, 'device')} hold the same." if copies > 1 else "",
+        f"Each cell is the whole tensor, {sides} across." if shown else "",
+        *(f"The bar at its left is {dims[i].name}." for i in aside[:1]),
+        *apart_words(parts),
+        f"Dashed: nodes of {node} devices." if any(part.per for part in parts) else "",
+    ]
     placed = stack([drawn(part) for part in parts], 16)
     moving = _moving(placed, parts, sizes, device, segments or [])
-    text, title = " ".join(notes), f"{name or layout}: who holds what"
+    text, title = " ".join(filter(None, notes)), f"{name or layout}: who holds what"
     blocks = [[*placed, *moving], _captions(segments or [])]
     return compose(title, blocks, text, [text], GRID_MARGIN, COLUMN)
 

@@ -41,16 +41,21 @@ def wired(hosts: Sequence, wire: Sequence[str], pairs: Pairs | None = None, titl
     items, lines, at = Items(), list[str](), list[tuple[float, float]]()
     for h, host in enumerate(hosts):
         left = h * (wide + 32 + between)
-        items.append(Text(left + wide / 2 + 16, -12, f"host {h}", anchor="middle", bold=True))
-        items.append(Rect(left, 0, wide + 32, tall + 8, "", "edge", 1.5, dash=True, radius=6))
+        items += [
+            Text(left + wide / 2 + 16, -12, f"host {h}", anchor="middle", bold=True),
+            Rect(left, 0, wide + 32, tall + 8, "", "edge", 1.5, dash=True, radius=6),
+        ]
         for i, text in enumerate(wire if h else ()):
             items += [Rect(left - between, 30, between, tall - 48, "grid", "network")] * (not i)
             y = tall / 2 + 6 + 20 * (i - (len(wire) - 1) / 2)
             items.append(Text(left - between / 2, y, text, anchor="middle"))
         for y, own in zip(itertools.count(16, 100), host, strict=False):
             x, fill = left + 16, OTHERS[len(at) % len(OTHERS)]
-            items += [Rect(x, y, wide, 76, "cell", "edge"), Rect(x, y, wide, 26, fill, "edge")]
-            items.append(Text(x + 8, y + 13, f"device {len(at)}", fill=text_color_on(fill)))
+            items += [
+                Rect(x, y, wide, 76, "cell", "edge"),
+                Rect(x, y, wide, 26, fill, "edge"),
+                Text(x + 8, y + 13, f"device {len(at)}", fill=text_color_on(fill)),
+            ]
             for i, text in enumerate(own):
                 tone = ("bad-ground", "bad", 2) if text in seen and not pairs else ("paper", "edge", 1)
                 items += titled(Rect(x + 10 + cell * i, y + 38, cell - 4, 26, *tone), text, SMALL)

@@ -1,7 +1,6 @@
 """Draw matrices in the colours of the devices that hold them: what is multiplied, summed up, and sent."""
 
 import re
-from typing import Any
 
 from llmpar.draw.geometry import holders
 from llmpar.draw.scene import (
@@ -112,11 +111,11 @@ def _matrix(layout: Layout, cut: list[str], devices: int, scale: float) -> list:
     (down, rows), (across, columns) = _drawn(layout)
     high, wide = (scale * LENGTH.get(dim.name, 100) for dim in (rows, columns))
     if not (layout.axes or layout.sums):
-        side, items = min(16, 0.8 * wide / devices - 3), list[Any]([Rect(0, 0, wide, high, "cell", "ink")])
-        for i, tint in enumerate(OTHERS[: devices * len(cut)]):
-            x = wide / 2 + (side + 3) * (i - devices / 2) + 1.5
-            items.append(Rect(x, (high - side) / 2, side, side, tint, "ink", 0.75))
-        return items
+        side = min(16, 0.8 * wide / devices - 3)
+        left, top = wide / 2 + 1.5 - (side + 3) * devices / 2, (high - side) / 2
+        tints = enumerate(OTHERS[: devices * len(cut)])
+        swatches = (Rect(left + (side + 3) * i, top, side, side, tint, "ink", 0.75) for i, tint in tints)
+        return [Rect(0, 0, wide, high, "cell", "ink"), *swatches]
     items, w, h = [], wide / (devices if columns.axes else 1), high / (devices if rows.axes else 1)
     for index, owners in holders(layout, dict.fromkeys(cut, devices)).items():
         for k, who in reversed(list(enumerate(owners))):

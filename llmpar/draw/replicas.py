@@ -119,8 +119,7 @@ def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
     for i, stage in enumerate(stages):
         y = i * pitch
         items.append(Text(beside - 14, y + layers * high / 2, f"stage {stage}", anchor="end", bold=True))
-        for n in range(layers):
-            items.append(small_text(left - 6, y + (n + 0.5) * high, f"layer {n}", "end"))
+        items += [small_text(left - 6, y + (n + 0.5) * high, f"layer {n}", "end") for n in range(layers)]
         amount = lambda part, t, s=stage: sum(_share(s, part, n, t, layers, devices) for n in range(layers))
         most = [f"{part} {max(amount(part, t) for t in times) / layers:.3g}" for part in _PARTS]
         lines.append(f"stage {stage}, the most at any time, of all: {', '.join(most)}")

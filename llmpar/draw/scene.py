@@ -232,8 +232,7 @@ def legend(entries, wide: float = 640) -> list:
         if x and x + w > wide:
             x, y = 0, y + 20
         fill, stroke, hatch = style_of(role + "".join(hatched))
-        out.append(Rect(x, y, 14, 14, fill, stroke, hatch=hatch))
-        out.append(Text(x + 20, y + 7, meaning, SMALL))
+        out += [Rect(x, y, 14, 14, fill, stroke, hatch=hatch), Text(x + 20, y + 7, meaning, SMALL)]
         x += w + 22
     return out
 
@@ -386,22 +385,29 @@ class _Svg:
 
     def text(self, item: Text) -> str:
         """Return a line of text."""
-        position = f'x="{_n(item.x)}" y="{_n(item.y + BASELINE * item.size)}" text-anchor="{item.anchor}"'
-        position += f' font-size="{_n(item.size)}"' + ' font-weight="600"' * item.bold
-        position += ' data-live=""' * item.live
-        return f"<text {position} {self.paint(item.fill)}>{escape(item.text)}</text>"
+        attributes = [
+            f'x="{_n(item.x)}" y="{_n(item.y + BASELINE * item.size)}" text-anchor="{item.anchor}"',
+            f'font-size="{_n(item.size)}"',
+            'font-weight="600"' if item.bold else "",
+            'data-live=""' if item.live else "",
+            self.paint(item.fill),
+        ]
+        return f"<text {' '.join(filter(None, attributes))}>{escape(item.text)}</text>"
 
     def rect(self, item: Rect) -> str:
         """Return a rectangle, and over it its hatch."""
         position = f'x="{_n(item.x)}" y="{_n(item.y)}" width="{_n(item.w)}" height="{_n(item.h)}"'
         position += f' rx="{_n(item.radius)}"' + ' data-live=""' * item.live
-        style = self.paint(item.fill, item.stroke, item.width, item.dash)
-        style += f' data-op="{item.op}"' * bool(item.op)
-        style += f" data-set={attribute(item.act)}" * bool(item.act)
-        if item.acts:
-            style += f' pointer-events="all" role="button" tabindex="-1" aria-label={attribute(item.tip)}'
+        button = f'pointer-events="all" role="button" tabindex="-1" aria-label={attribute(item.tip)}'
+        attributes = [
+            position,
+            self.paint(item.fill, item.stroke, item.width, item.dash),
+            f'data-op="{item.op}"' if item.op else "",
+            f"data-set={attribute(item.act)}" if item.act else "",
+            button if item.acts else "",
+        ]
         tip = f"<title>{escape(item.tip)}</title>" if item.tip else ""
-        drawn = f"<rect {position} {style}>{tip}</rect>"
+        drawn = f"<rect {' '.join(filter(None, attributes))}>{tip}</rect>"
         if item.hatch:
             drawn += f'\n<rect {position} fill="url(#{self.pattern(item.hatch, item.stroke)})"/>'
         return drawn

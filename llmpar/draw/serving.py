@@ -12,6 +12,7 @@ from llmpar.draw.scene import (
     Line,
     Scene,
     Text,
+    boxed,
     compose,
     fitting_text,
     legend,
@@ -29,18 +30,16 @@ def passes(prompt: Sequence[str], answer: Sequence[str]) -> Scene:
     wide, high, low = max(map(text_width, [*prompt, *answer, "weights"])) + 10, pixels(SMALL) + 9, 7
     left, top, items, lines = text_width("comes out") + 12, len(prompt) * high, Items(), list[str]()
     out = top + 104 + low * (len(prompt) + len(answer) - 1)
-    for y, name in ((top / 2, "goes in"), (top + 46, "is read"), (out + high / 2, "comes out")):
-        items.append(Text(left - 12, y, name, anchor="end"))
+    names = (top / 2, "goes in"), (top + 46, "is read"), (out + high / 2, "comes out")
+    items += [Text(left - 12, y, name, anchor="end") for y, name in names]
     for k, made in enumerate(answer):
         new, past, name = (answer[k - 1 : k], len(prompt) + k - 1, "decode") if k else (prompt, 0, "prefill")
         x, kept = left + k * (wide + 20) + wide / 2, ["activations"] * past + ["paper/"] * len(new)
         boxes = [("matmuls", top + i * high, high, token) for i, token in enumerate(new, -len(new))]
         boxes += [("weights", top + 26, 40, "weights"), ("cell", out, high, made)]
         for role, y, h, text in boxes + [(role, top + 80 + low * i, low, "") for i, role in enumerate(kept)]:
-            items.append(bar_part(role, x - wide / 2, y, wide, h, text))
-            items += fitting_text(x, y + h / 2, wide, text, on=role)
-        for y in (top + 23, out - 3):
-            items.append(Line(((x, y - 20), (x, y)), "edge", 2, head=True))
+            items += boxed(bar_part(role, x - wide / 2, y, wide, h, text), text)
+        items += [Line(((x, y - 20), (x, y)), "edge", 2, head=True) for y in (top + 23, out - 3)]
         items.append(Text(x, -16, name, anchor="middle", bold=True))
         lines.append(f"{name}: {' '.join(new)} in, {made} out; reads all weights, {past} keys and values")
     key = legend([("activations", "keys and values of a token, read"), ("paper", "written", "/")])

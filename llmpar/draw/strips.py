@@ -151,8 +151,8 @@ def ring_sums(kind: str = "all-reduce", ranks: int = 4, moving: bool = False) ->
             items.append(Group(tuple(column(r, row, w, h, 2, new)), r * (w + gap)))
         for source, target, part in sends:
             y = h + 2 + part * (h + 2) + h / 2
-            for x in {source * (w + gap) + w, target * (w + gap) - gap}:
-                items.append(Line(((x + 2, y), (x + gap - 2, y)), "ink", wide, head=True))
+            lefts = {source * (w + gap) + w, target * (w + gap) - gap}
+            items += [Line(((x + 2, y), (x + gap - 2, y)), "ink", wide, head=True) for x in lefts]
         words = hop_words(kind, k, ranks)
         if not moving:
             items.append(small_text(0, -12, words.partition(":")[0], "start", "ink"))

@@ -59,8 +59,11 @@ def traced(sizes: dict[str, int], given: Sequence[Shape], sent: Sequence[_Sent],
         name, size = kind.removeprefix("collective-") + times, f"{size_text(bytes_sent)} each"
         wide = max(text_width(text, SMALL) for text in (name, over, size)) + 10
         items += _bars(of, x + wide / 2, middles, axes[0])
-        items += [small_text(x + wide / 2, -30, name, fill="ink"), small_text(x + wide / 2, -14, over)]
-        items.append(small_text(x + wide / 2, bottom, size, fill="ink"))
+        items += [
+            small_text(x + wide / 2, -30, name, fill="ink"),
+            small_text(x + wide / 2, -14, over),
+            small_text(x + wide / 2, bottom, size, fill="ink"),
+        ]
         x += wide
         boxes(shape, "then")
     boxes(returned, "returned")

@@ -86,16 +86,22 @@ class GivenExplorer(Explorer):
             placed.append(inked(part, device, same, ink, tip))
         notes = [f"{self.where(device)} is chosen; the numbers are JAX's."]
         if self.rows:
-            notes = [f"{self.where(device)} holds {self.part_on(row, device)[0]} of {name}."]
-            notes += ["Hatched: a term only; no device has the value yet."] * ("/" in edge)
-            notes += [f"{num} devices hold the same." for num in [holds.count(holds[device])] if num > 1]
             sides = f", {' down, '.join(f'dim {i}' for i in shown)} across" if shown else ""
-            notes += [f"A cell is the whole array{sides}."]
-            notes += [f"The bar at its left is dim {i}." for i in aside]
-            notes += [f"Dim {i} is cut too, and not drawn." for i in cut[1:-2]]
-        notes += apart_words(parts)
-        notes += ["Dashed: a process."] * any(part.per for part in parts)
-        notes += [f"Left out: {', '.join(given['skipped'])}."] * bool(given["skipped"])
+            num = holds.count(holds[device])
+            notes = [
+                f"{self.where(device)} holds {self.part_on(row, device)[0]} of {name}.",
+                "Hatched: a term only; no device has the value yet." if row["unfinished"] else "",
+                f"{num} devices hold the same." if num > 1 else "",
+                f"A cell is the whole array{sides}.",
+                *(f"The bar at its left is dim {i}." for i in aside),
+                *(f"Dim {i} is cut too, and not drawn." for i in cut[1:-2]),
+            ]
+        notes += [
+            *apart_words(parts),
+            "Dashed: a process." if any(part.per for part in parts) else "",
+            f"Left out: {', '.join(given['skipped'])}." if given["skipped"] else "",
+        ]
+        notes = list(filter(None, notes))
         mesh = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one device"
         title = f"{f'Who holds which block of {name}' if self.rows else self.title}, {mesh}"
         return compose(title, [stack(placed, 16)], "\n".join(notes), [" ".join(notes)], GRID_MARGIN, COLUMN)

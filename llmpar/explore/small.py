@@ -376,9 +376,11 @@ class RingExplorer(Figure):
         busiest = [max(row[t] for row in work) for t in range(n)]
         for r, row in enumerate(live):
             y, wide, tint = 64 * r, 170 / (own * n), OTHERS[r] if n <= len(OTHERS) else "sp"
-            items.append(small_text(50, y + 28, f"rank {r}", "end"))
-            items.append(Rect(60, y + 18, 170, 20, "paper", "edge", 0.75))
-            items += [Rect(60 + wide * place, y + 18, wide + 0.5, 20, tint) for place in ranks[r]]  # no seams
+            items += [
+                small_text(50, y + 28, f"rank {r}", "end"),
+                Rect(60, y + 18, 170, 20, "paper", "edge", 0.75),
+                *(Rect(60 + wide * place, y + 18, wide + 0.5, 20, tint) for place in ranks[r]),  # no seams
+            ]
             for t, queries in enumerate(row):
                 x, most, high = 250 + 64 * t, work[r][t] == busiest[t], side / own
                 items += [small_text(x + side / 2, -12, f"step {t}")] * (r == 0)
@@ -423,10 +425,8 @@ class RoutingExplorer(Figure):
         # Affinities rise with logits, by softmax and by sigmoid; of equal ones the first is chosen.
         best = lambda logits: sorted(numbers, key=lambda e: -logits[e])[: router.top_k]
         chosen = [[expert for token in rank for expert in best(token)] for rank in self.logits(state)]
-        rows, limit = (
-            [[experts.count(e) for e in numbers] for experts in chosen],
-            router.capacity(self.tokens),
-        )
+        rows = [[experts.count(e) for e in numbers] for experts in chosen]
+        limit = router.capacity(self.tokens)
         dropped = [sum(max(0, row[e] - limit) for row in rows) for e in numbers]
         total, slots = sum(map(sum, rows)), limit * ranks * len(numbers)
         says = f"{limit} slots for each expert on every rank, {factor:g} times the even share: {sum(dropped)}"
