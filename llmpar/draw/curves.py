@@ -16,7 +16,7 @@ def curves(
     lines, ticks, x: str, y: str, *, low: float = 0, high: float | None = None, percent: bool = False,
     levels=None, marks=(), title: str = "", log: bool = False, text=None,
 ) -> Scene:  # fmt: skip
-    """Curves over equally spaced ``ticks``; each one's name stands at its end, in its colour.
+    """Draw curves over equally spaced ``ticks``; each one's name stands at its end, in its colour.
 
     A line is (name, values, role of its colour, marker, dashed). ``values`` are one for each tick, or a dict
     of place: value, where 0 is the first tick and 1 the second; at None or nan the line is broken. Markers
@@ -91,14 +91,14 @@ def _curve(points, color: str, marker: str | None, dashed: bool) -> list:
 
 
 def _dot(x: float, y: float, marker: str, color: str) -> Rect | Line:
-    """A point of a curve."""
+    """Return a point of a curve."""
     if marker == "^":
         return Line(((x - 6, y + 5), (x + 6, y + 5), (x, y - 6)), color, 1, fill=color)
     return Rect(x - DOT, y - DOT, 2 * DOT, 2 * DOT, color, radius=DOT * (marker == "o"))
 
 
 def loss_curve(losses, reference=None) -> Scene:
-    """The loss per step, in nats per token; ``reference`` is another curve, drawn dashed."""
+    """Draw the loss per step, in nats per token; ``reference`` is another curve, drawn dashed."""
     each = {"loss": list(losses)} | ({"reference": list(reference)} if reference is not None else {})
     finite = [x for curve in each.values() for x in curve if math.isfinite(x)] or [0.0]
     last = max(2, *map(len, each.values())) - 1

@@ -30,7 +30,7 @@ Pairs = Mapping[str, Iterable[tuple[int, int]]]
 
 
 def wired(hosts: Sequence, wire: Sequence[str], pairs: Pairs | None = None, title: str = "") -> Scene:
-    """Hosts beside one another with their devices, and a wire with its words between them.
+    """Draw hosts beside one another with their devices, and a wire with its words between them.
 
     ``hosts[host][device]`` are short texts, a cell for each. ``pairs`` are, per axis, the devices that talk:
     neighbours in a host, or at the same place of two. Without pairs, what another device has is red.
@@ -73,7 +73,7 @@ def wired(hosts: Sequence, wire: Sequence[str], pairs: Pairs | None = None, titl
 
 
 def growing(meshes: Iterable[str], title: str) -> Scene:
-    """Meshes of up to four axes, each with one more: squares are devices, lines join neighbours."""
+    """Draw meshes of up to four axes, each with one more: squares are devices, lines join neighbours."""
     blocks, lines, order = list[list](), list[str](), list[str]()
     for mesh in map(parse_mesh, meshes):
         sizes, items = mesh.named, Items()
@@ -94,7 +94,7 @@ def growing(meshes: Iterable[str], title: str) -> Scene:
 
 
 def table(rows, columns: Sequence[str] = (), title: str = "", notes: Sequence[str] = ()) -> Scene:
-    """A table in colour: ``rows`` are (name, [(text, role of its ground), …]), as long as they like."""
+    """Draw a table in colour: ``rows`` are (name, [(text, role of its ground), …]), as long as they like."""
     left, num = max(text_width(name) for name, _ in rows) + 12, max(len(cells) for _, cells in rows)
     texts = [[*columns[i : i + 1], *(cells[i][0] for _, cells in rows if i < len(cells))] for i in range(num)]
     wides = [max(map(text_width, column)) * 1.1 + 16 for column in texts]

@@ -30,7 +30,8 @@ SIGN = re.compile(r" (×|=|->|-[\w ]+->) ")
 
 
 def matmul(chain: str, names=(), devices: int = 4, title: str = "", notes=(), sheets: str = SHEETS) -> Scene:
-    """Matrices that are multiplied and sent, in the colours of the ``devices`` along one axis that hold them.
+    """Draw matrices that are multiplied and sent, in the colours of the ``devices`` along one axis that hold
+    them.
 
     ``chain`` has layouts with signs between them: ``×`` and ``=``; ``->`` for what is sent, by the collective
     that its layouts say; ``-word->`` for what each device does by itself. Layouts parted by commas stand
@@ -79,8 +80,9 @@ def matmul(chain: str, names=(), devices: int = 4, title: str = "", notes=(), sh
 
 
 def multiplied(x: Layout, w: Layout) -> Layout:
-    """What devices have when each multiplies what it holds: dims of both are summed over, and where an axis
-    cuts them the sum is unfinished. ValueError where the two do not lie alike along such a dim."""
+    """Return the layout of the result when each device multiplies what it holds: dims of both are summed
+    over, and where an axis cuts them the sum is unfinished. Raise ValueError where the two are not cut alike
+    along such a dim."""
     both = [dim for dim in x.dims if dim.name in w.letters]
     if not both or any(w.cut(dim.name) != dim.axes for dim in both):
         raise ValueError(f"'{x}' and '{w}' cannot be multiplied as they are held; send one of them first")
@@ -89,7 +91,7 @@ def multiplied(x: Layout, w: Layout) -> Layout:
 
 
 def _drawn(layout: Layout) -> list[tuple[int, Dim]]:
-    """The two dims of a layout that are drawn, and their places."""
+    """Return the two dims of a layout that are drawn, and their places."""
     dims = [(i, dim) for i, dim in enumerate(layout.dims) if len(layout.dims) == 2 or dim.name not in _BESIDE]
     if len(dims) != 2:
         raise ValueError(f"'{layout}' is no matrix: two dims are drawn, beside {' and '.join(_BESIDE)}")
@@ -97,7 +99,7 @@ def _drawn(layout: Layout) -> list[tuple[int, Dim]]:
 
 
 def _held(layout: Layout, devices: int) -> str:
-    """How the devices hold a matrix, in a word or two."""
+    """Return in a word or two how the devices hold a matrix."""
     if layout.sums:
         return f"{devices} sheets"
     sides = zip([dim for _, dim in _drawn(layout)], ("rows", "columns"), strict=True)
@@ -106,8 +108,8 @@ def _held(layout: Layout, devices: int) -> str:
 
 
 def _matrix(layout: Layout, cut: list[str], devices: int, scale: float) -> list:
-    """A matrix as the blocks that its layout makes of it; of an unfinished sum a sheet for each addend; with
-    a swatch for each device where all hold the same."""
+    """Return a matrix as the blocks that its layout makes of it; of an unfinished sum a sheet for each
+    partial sum; with a swatch for each device where all hold the same."""
     (down, rows), (across, columns) = _drawn(layout)
     high, wide = (scale * LENGTH.get(dim.name, 100) for dim in (rows, columns))
     if not (layout.axes or layout.sums):
@@ -130,7 +132,7 @@ def _matrix(layout: Layout, cut: list[str], devices: int, scale: float) -> list:
 
 
 def _sign(sign: str, sends, axis: str = "") -> tuple[list, float]:
-    """A sign, or an arrow below its word, and how wide it is."""
+    """Return a sign, or an arrow below its word, and how wide it is."""
     if sign in "×=":
         return [Text(21, 0, sign, 22, "middle", bold=True)], 42
     label, color = "".join(sends) or sign.strip("->"), f"{axis}-line" if sends else "ink"

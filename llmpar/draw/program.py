@@ -10,8 +10,8 @@ _Sent = Mapping[int, Sequence[tuple[str, int]]]
 
 
 def program(lines: Sequence[str], columns: Mapping[str, _Sent], title: str = "") -> Scene:
-    """Lines of code, and beside each the bytes that a device sends for it: a column of bars for each way to
-    run them, all on one scale. ``columns`` by heading: what is sent, [(collective, bytes), …], by a line's
+    """Draw lines of code, and beside each the bytes that a device sends for it: a column of bars for each way
+    to run them, all on one scale. ``columns`` by heading: what is sent, [(collective, bytes), …], by a line's
     place from 0."""
     sums = {
         name: [sum(n for _, n in sent.get(i, ())) for i in range(len(lines))]

@@ -22,9 +22,9 @@ from llmpar.draw.scene import (
 
 
 def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
-    """A step of data parallelism: each device has the same weights, ``rows`` of its own and a gradient of its
-    own; an all-reduce makes one sum of them. Not ``together``, each updates alone, and they drift apart. A
-    square in a device's colour: its rows are in this gradient, or in these weights."""
+    """Draw a step of data parallelism: each device has the same weights, ``rows`` of its own and a gradient
+    of its own; an all-reduce makes one sum of them. Not ``together``, each updates alone, and they drift
+    apart. A square in a device's colour: its rows are in this gradient, or in these weights."""
     if not 1 <= devices <= len(OTHERS):
         raise ValueError(f"{devices} replicas have no colours of their own; draw 1 to {len(OTHERS)}")
     high, side, everyone = 30, 12, range(devices)
@@ -61,7 +61,7 @@ def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
 
 
 def messages(rows) -> Scene:
-    """What a device sends as the messages it is cut into: ``rows`` of (name, bytes of each message)."""
+    """Draw what a device sends as the messages it is cut into: ``rows`` of (name, bytes of each message)."""
     rows = [(name, list(sizes)) for name, sizes in rows]
     left, wide, most = max(text_width(name) for name, _ in rows) + 14, 480, max(sum(s) for _, s in rows) or 1
     items, lines = Items(), []
@@ -95,8 +95,8 @@ def _share(stage: int, part: str, layer: int, tick: int, layers: int, devices: i
 
 
 def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
-    """What one device holds in the course of a step at each ZeRO stage: a cell per layer and moment of time,
-    full where it has all of it, low where it has its share, empty where it has nothing."""
+    """Draw what one device holds in the course of a step at each ZeRO stage: a cell per layer and moment of
+    time, full where it has all of it, low where it has its share, empty where it has nothing."""
     beside, high = text_width("stage 0") + 14, 19
     wide = max(19, (text_width("backward", SMALL) + 4) / layers)
     left, last = beside + text_width("layer 0", SMALL) + 6, max(text_width("update", SMALL) + 6, wide)
@@ -130,9 +130,9 @@ def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
 
 
 def gather_use_forget(layers: int = 3, devices: int = 4, takes=(1.3, 1.6, 3.0)) -> Scene:
-    """FSDP's layers in time: a layer's weights are gathered, used and forgotten, in the forward pass and in
-    the backward pass again, which scatters its gradient. One layer is fetched ahead. A message, a forward and
-    a backward take as long as ``takes`` says, in any unit."""
+    """Draw FSDP's layers in time: a layer's weights are gathered, used and forgotten, in the forward pass and
+    in the backward pass again, which scatters its gradient. One layer is fetched ahead. A message, a forward
+    and a backward take as long as ``takes`` says, in any unit."""
     message, link, done, lines, low, tall = takes[0], 0.0, [0.0, 0.0], [], 36 / devices, 36
     uses = [(n, takes[1]) for n in range(layers)] + [(n, takes[2]) for n in reversed(range(layers))]
     lives: list[tuple[int, float, float, float]] = []  # a layer, and its weights: on their way, there, in use

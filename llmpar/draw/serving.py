@@ -25,8 +25,8 @@ from llmpar.plan.layout import Layout
 
 
 def passes(prompt: Sequence[str], answer: Sequence[str]) -> Scene:
-    """A prompt goes through the model in one pass, its answer token by token: what each pass takes in, reads,
-    writes and gives. A low box is a token's keys and values."""
+    """Draw how a prompt goes through the model in one pass, and its answer token by token: what each pass
+    takes in, reads, writes and gives. A low box is a token's keys and values."""
     wide, high, low = max(map(text_width, [*prompt, *answer, "weights"])) + 10, pixels(SMALL) + 9, 7
     left, top, items, lines = text_width("comes out") + 12, len(prompt) * high, Items(), list[str]()
     out = top + 104 + low * (len(prompt) + len(answer) - 1)
@@ -47,8 +47,9 @@ def passes(prompt: Sequence[str], answer: Sequence[str]) -> Scene:
 
 
 def slots(panels: Mapping[str, Sequence], title: str, across: bool = False) -> Scene:
-    """Who has what: under each heading rows of (name, cells). A cell is a name, or several as in ``0+1``; "/"
-    where it is set aside and not used, empty where it is free. Four colours: letters tell names apart."""
+    """Draw which name has which slot: under each heading rows of (name, cells). A cell is a name, or several
+    as in ``0+1``; "/" where it is set aside and not used, empty where it is free. Four colours: letters tell
+    names apart."""
     blocks, lines, high, wide = list[list](), list[str](), pixels(SMALL) + 9, pixels(SMALL) + 13
     who = {part for rows in panels.values() for _, row in rows for cell in row for part in cell.split("+")}
     fills = {name: OTHERS[i % 4] for i, name in enumerate(sorted(who - {"", "/"}))}
@@ -68,8 +69,9 @@ def slots(panels: Mapping[str, Sequence], title: str, across: bool = False) -> S
 
 
 def cache(layouts: Mapping[str, tuple[Layout, dict[str, int]]], rows=4, heads=2, positions=8) -> Scene:
-    """Which devices hold which keys and values: by name a layout with dims b, t and k, and the sizes of its
-    axes. Position t lies with rank t mod sp; where k is cut more often than there are heads, copies do."""
+    """Draw which devices hold which keys and values: by name a layout with dims b, t and k, and the sizes of
+    its axes. Position t is on rank t mod sp; where k is cut more often than there are heads, copies hold
+    them."""
     panels: dict[str, list] = {name: [] for name in layouts}
     for name, (layout, sizes) in layouts.items():
         shards, has = holders(layout, sizes), defaultdict[tuple, list[str]](list)

@@ -41,7 +41,7 @@ PATTERNS = {
 
 
 def pattern(kind: str, ranks: int) -> tuple[Held, Held]:
-    """What each device holds before a collective and after it."""
+    """Return what each device holds before a collective and after it."""
     who, each, only = "abcde"[:ranks], range(ranks), lambda r, p, text: text if r == p else ""
     own, all_of = [[letter] * ranks for letter in who], [list(who) for _ in each]
     return {
@@ -54,8 +54,8 @@ def pattern(kind: str, ranks: int) -> tuple[Held, Held]:
 
 
 def ring_held(kind: str, ranks: int) -> list[tuple[list[list[int]], Held]]:
-    """What is sent in each hop round a ring (`geometry.rounds`), as [from, to, part], and what each device
-    then holds. A part of a sum is handed on, a finished part is kept as well."""
+    """Return what is sent in each hop round a ring (`geometry.rounds`), as [from, to, part], and what each
+    device then holds. A part of a sum is handed on, a finished part is kept as well."""
     out = [(list[list[int]](), pattern(kind, ranks)[0])]
     for step in rounds(kind, ranks)[1:]:
         before = out[-1][1]
@@ -68,15 +68,15 @@ def ring_held(kind: str, ranks: int) -> list[tuple[list[list[int]], Held]]:
 
 
 def hop_words(kind: str, hop: int, ranks: int) -> str:
-    """What happens in a hop of `ring_sums`."""
+    """Return in words what happens in a hop of `ring_sums`."""
     adds, lap = kind != "all-gather" and hop < ranks, "first lap, " if hop < ranks else "second lap, "
     words = "the next device adds its own to what comes" if adds else "finished parts are handed on"
     return f"{lap * (kind == 'all-reduce')}hop {hop}: {words}" if hop else "before: each has its own numbers"
 
 
 def column(rank: int, row: list[str], w: float, h: float, gap: float = 0, new=(), index=()) -> list:
-    """A device: its name, and below it the parts, a stripe for each device whose numbers are in one; dashed
-    where there is none; outlined what is ``new``. An ``index`` stands behind its letter."""
+    """Return a device: its name, and below it the parts, with a stripe for each device whose numbers are in
+    one; dashed where there is none; what is ``new`` is outlined. An ``index`` stands behind its letter."""
     name, big, items = "device " * (w > text_width("device 0", SMALL)) + str(rank), h > 11, Items()
     items.append(Rect(0, 0, w, h if big else 3, OTHERS[rank], "edge", 0.75, radius=2))
     items += [small_text(w / 2, h / 2, name, fill="black")] * big
@@ -93,13 +93,13 @@ def column(rank: int, row: list[str], w: float, h: float, gap: float = 0, new=()
 
 
 def _words(row: list[str]) -> str:
-    """What a device holds, for the text of a drawing."""
+    """Return in words what a device holds."""
     return " ".join("+".join(letters) or "·" for letters in row)
 
 
 def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> Scene:
-    """What each of 2 to 5 devices holds before a collective and after it: a strip for each of ``kinds``, one
-    below the other; as an ``icon`` small and without words."""
+    """Draw what each of 2 to 5 devices holds before a collective and after it: a strip for each of ``kinds``,
+    one below the other; as an ``icon`` small and without words."""
     if unknown := [kind for kind in kinds if kind not in PATTERNS]:
         raise ValueError(f"'{unknown[0]}' is no collective; there are {', '.join(PATTERNS)}")
     w, h, gap, between = 1.15 * text_width("device 0", SMALL), pixels(SMALL) + 6, 5.0, 50.0
@@ -139,7 +139,8 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
 
 
 def ring_sums(kind: str = "all-reduce", ranks: int = 4, moving: bool = False) -> Scene:
-    """What each of 2 to 5 devices holds after every hop of a ring, all in small or, ``moving``, in frames."""
+    """Draw what each of 2 to 5 devices holds after every hop of a ring, all in small or, ``moving``, in
+    frames."""
     hops, panels, lines = ring_held(kind, ranks), list[list](), list[str]()
     w, h, gap, wide = text_width("abcde"[:ranks], SMALL) + 6, pixels(SMALL) + 4, 14.0, 1.5
     if moving:

@@ -33,7 +33,8 @@ class GivenExplorer(Explorer):
         super().__init__(**state)
 
     def where(self, device: int) -> str:
-        """A device and its place on the mesh; JAX's number if it is another, and the process of several."""
+        """Return a device and its coordinates on the mesh; JAX's number if it is another, and the process if
+        there are several."""
         own, hosts = self.given["devices"][device], self.given["hosts"]
         at = coordinates(self.sizes, self.sizes, device)
         words = [f"{axis} {at[axis]}" for axis, size in self.sizes.items() if size > 1]
@@ -42,7 +43,7 @@ class GivenExplorer(Explorer):
         return f"Device {device}" + f" ({', '.join(words)})" * bool(words)
 
     def part_on(self, row: dict, device: int) -> tuple[str, int]:
-        """What a device holds of an array, in words, and its bytes."""
+        """Return the part of an array that a device holds, in words, and its bytes."""
         if row["holds"][device] is None:
             return "nothing", 0
         block, bare = row["shards"][row["holds"][device]], row["dtype"] is None

@@ -32,12 +32,12 @@ MOST_BYTES = 1_300_000
 
 
 def runtime() -> str:
-    """Python for the browser, as JSON; nothing where ``make runtime`` has not run."""
+    """Return Python for the browser, as JSON; nothing where ``make runtime`` has not run."""
     return RUNTIME.read_text(encoding="ascii") if RUNTIME.is_file() else ""
 
 
 def sources() -> dict[str, str]:
-    """The part of the package that needs neither JAX nor numpy: what the files hold, by their paths."""
+    """Return the files of the package that need neither JAX nor numpy, by their paths."""
     paths = [_PACKAGE / "__init__.py", _PACKAGE / "files.py"]
     paths += [path for folder in _FOLDERS for path in sorted(_PACKAGE.glob(folder))]
     paths += [_PACKAGE / "lessons" / name for name in EXERCISES]
@@ -48,7 +48,7 @@ def sources() -> dict[str, str]:
 
 
 def html(explorer: Any, small: bool = False) -> str:
-    """The page of an `Explorer`; ``small``: without Python.
+    """Return the page of an `Explorer`; ``small``: without Python.
 
     Raises ValueError where Python for the browser is missing: what would bring it, and what needs none.
     """
@@ -77,17 +77,17 @@ def html(explorer: Any, small: bool = False) -> str:
 
 
 def packed(value: Any) -> str:
-    """JSON for a page to unpack: gzip'd, in letters."""
+    """Return a value as JSON for a page to unpack: gzip'd, in letters."""
     return base64.b64encode(gzip.compress(json.dumps(value).encode(), mtime=0)).decode()
 
 
 def as_json(value: Any) -> str:
-    """JSON that stays inside its element of a page."""
+    """Return a value as JSON that stays inside its element of a page."""
     return json.dumps(value).replace("<", "\\u003c")
 
 
 def as_script(path: Path) -> str:
-    """JavaScript that stays inside its element of a page."""
+    """Return JavaScript that stays inside its element of a page."""
     return path.read_text(encoding="utf-8").replace("</script", "<\\/script")
 
 
@@ -114,7 +114,7 @@ def nearby(explorer: Any, doc: dict) -> list[dict]:
 
 
 def offered(answer: dict) -> list[dict]:
-    """What can be clicked in an answer, as patches of its state."""
+    """Return all clicks that an answer offers, as patches of its state."""
     advice = [part["steps"] for part in (answer["refusal"], answer["verdict"]) if part]
     panels = [panel.get("svg", "") + panel.get("html", "") for panel in answer["panels"].values()]
     marks = [re.findall(r"""data-set=("[^"]*"|'[^']*')""", panel) for panel in panels]

@@ -1,4 +1,4 @@
-"""What the mesh explorer draws of an answer: a picture or a table for each place of the page."""
+"""The mesh explorer's panels: a picture or a table for each place of the page."""
 
 import dataclasses
 import itertools
@@ -62,17 +62,17 @@ class Tensor:
 
     @property
     def name(self) -> str:
-        """What a state calls it."""
+        """Return the name that it has in a state."""
         return f"{self.kind} {self.path}"
 
     def live(self, sizes: dict[str, int]) -> Layout:
-        """Its layout without axes that cut nothing."""
+        """Return its layout without the axes of size 1."""
         alive = lambda axes: tuple(a for a in axes if sizes[a] > 1)
         dims = tuple(dataclasses.replace(d, axes=alive(d.axes)) for d in self.layout.dims)
         return Layout(dims, alive(self.layout.sums))
 
     def part_on(self, sizes: dict[str, int], device: int) -> tuple[str, int]:
-        """Slice and bytes on a device, as text and number; 0 where a dim cannot be cut evenly."""
+        """Return the slice on a device as text, and its bytes; 0 where a dim cannot be cut evenly."""
         at = geometry.coordinates(sizes, sizes, device)
         cut = geometry.slices(self.layout, self.shape, sizes, at)
         if cut is None:
@@ -82,7 +82,8 @@ class Tensor:
 
 
 def tensors(seen: View) -> list[Tensor]:
-    """Every array of a training step, activations of a layer and microbatch, and the cache as served."""
+    """Return every array of a training step, activations of a layer and microbatch, and the cache as
+    served."""
     plan, q = seen.plan, seen.question
     c, b, s = q.config, q.batch_size, q.seq_len
     rows = []
@@ -111,13 +112,13 @@ def tensors(seen: View) -> list[Tensor]:
 
 
 def chosen(seen: View) -> Tensor:
-    """The tensor that is looked at."""
+    """Return the tensor that the state names."""
     rows = tensors(seen)
     return next((row for row in rows if row.name == seen.state["tensor"]), rows[0])
 
 
 def tensor_choice(seen: View) -> str:
-    """The tensor that is looked at, and all others to choose from."""
+    """Return a list to choose a tensor from, with the state's chosen."""
     rows, now = tensors(seen), chosen(seen).name
     options = []
     for kind, title in _KINDS.items():
@@ -131,7 +132,7 @@ def tensor_choice(seen: View) -> str:
 
 
 def holds(seen: View) -> str:
-    """A table of what the chosen device holds."""
+    """Return a table of what the chosen device holds."""
     sizes, device, groups = seen.plan.mesh.sizes, seen.state["device"], []
     at = geometry.coordinates(sizes, sizes, device)
     where = ", ".join(f"{axis} {at[axis]}" for axis in sizes if sizes[axis] > 1)
@@ -150,14 +151,14 @@ def holds(seen: View) -> str:
 
 
 def traffic_of(seen: View) -> dict[tuple[str, str], Prediction]:
-    """What a device sends in a step, of the stage that sends most; the largest first."""
+    """Return what a device sends in a step, of the stage that sends most; the largest first."""
     q = seen.question
     rows = most_traffic(seen.plan, q.batch_size, q.seq_len)
     return dict(sorted(rows.items(), key=lambda row: -row[1].bytes_sent))
 
 
 def code(seen: View) -> str:
-    """The plan as Python and as the commands that train and compile it."""
+    """Return the plan as Python and as the commands that train and compile it."""
     q, plan = seen.question, seen.one.plan
     words = ", ".join([f'"{plan.mesh}"', *(f"{n}={v!r}" for n, v in planner.fields_of(plan).items())])
     lines = [f"Plan({words})"]
@@ -168,7 +169,7 @@ def code(seen: View) -> str:
 
 
 def grid(seen: View) -> Scene:
-    """Which block of the chosen tensor each device holds, and what moves between them in a layer."""
+    """Draw which block of the chosen tensor each device holds, and what moves between them in a layer."""
     row, q, sizes = chosen(seen), seen.question, seen.plan.mesh.sizes
     node = q.chip.per_device().node_size
     fills = {"weight": "weights", "gradient": "gradients", "moments": "moments", "batch": "batch"}
@@ -178,7 +179,8 @@ def grid(seen: View) -> Scene:
 
 
 def film(seen: View) -> str:
-    """Round by round, the collective that is explained, in the chosen device's group where that is small."""
+    """Return the rounds of the collective that is explained, in the chosen device's group where that is
+    small."""
     names, _, kind = seen.state["explain"].partition(" ")
     sizes, over = seen.plan.mesh.sizes, tuple(names.split(","))
     if (names, kind) not in traffic_of(seen) or not sizes.keys() >= {*over} or over == ("pp",):
@@ -188,7 +190,7 @@ def film(seen: View) -> str:
 
 
 def axes(seen: View) -> Scene:
-    """How the devices are cut, with what moves a factor from one axis to another."""
+    """Draw how the devices are cut, with what moves a factor from one axis to another."""
     acts = {axis: tuple(_moved(seen, axis, up) for up in (False, True)) for axis in AXES}
     note = f"All {seen.shape.size:,} stay in use: a square that one axis gets is taken from another."
     words = {axis: act(explain=f"word {axis}") for axis in AXES}
@@ -196,8 +198,8 @@ def axes(seen: View) -> Scene:
 
 
 def _moved(seen: View, axis: str, up: bool) -> tuple[str, str] | None:
-    """What gives an axis a factor more, or less: the patch and its name; None where no such mesh works. The
-    other axis is fsdp if that works, else the largest that does."""
+    """Return the patch that gives an axis a factor more, or less, and its name; None where no such mesh
+    works. The other axis is fsdp if that works, else the largest that does."""
     sizes = seen.shape.user_sizes
     others = sorted((a for a in AXES if a != axis), key=lambda a: (a != "fsdp", -sizes[a]))
     for other in others:
@@ -213,7 +215,8 @@ def _moved(seen: View, axis: str, up: bool) -> tuple[str, str] | None:
 
 
 def memory(seen: View) -> Scene:
-    """A device's memory by part, against what a program may take, and how far the estimate may be off."""
+    """Draw a device's memory by part, against what a program may take, and how far the estimate may be
+    off."""
     q, fit = seen.question, verdict(seen.question, seen.one)
     parts = [columns.Part(name, size, "", act(explain=name)) for name, size in seen.one.parts.items()]
     limits = [(fit.capacity_bytes, "may take"), (q.chip.usable_hbm_gib * GIB, "all")]
@@ -222,7 +225,7 @@ def memory(seen: View) -> Scene:
 
 
 def step_times(seen: View) -> Scene:
-    """A step's seconds by term."""
+    """Draw a step's seconds by term."""
     time, shape = seen.one.time, seen.shape
     uncut = shape.size == shape.dp * shape.pp * shape.tp  # then it is dp's links that gradients take
     own = {"gradients at the end": "dp"} if uncut else {}
@@ -233,7 +236,7 @@ def step_times(seen: View) -> Scene:
 
 
 def sent(seen: View) -> Scene:
-    """What a device sends in a step, and how much of its time on links is waited for, as the step has it."""
+    """Draw what a device sends in a step, and how much of its time on links the step waits for."""
     rows, on_links, bars = traffic_of(seen), defaultdict[str, float](float), []
     clock = Clock(seen.question.run(seen.one.plan)) if seen.timed else None
     priced = list[tuple[str, str, Prediction, defaultdict[str, float]]]()  # with seconds on links by term
@@ -259,7 +262,7 @@ def sent(seen: View) -> Scene:
 
 
 def _most_of(row: Prediction) -> str:
-    """What most bytes of a row are."""
+    """Return the name of the values that most bytes of a row are of."""
     of = Counter[str]()
     for (what, _, size), times in row.messages.items():
         of[what] += times * row.sent(size)
@@ -267,7 +270,7 @@ def _most_of(row: Prediction) -> str:
 
 
 def _mesh_map(seen: View) -> Scene:
-    """All meshes of as many devices, as far as they are known."""
+    """Draw all meshes of as many devices, as far as they are known."""
     around = seen.around
     ways, best = [_point(one) for one in around.points.values()], _point(around.best) if around.best else None
     counts = len(around.refused), len(around.meshes)
@@ -283,7 +286,8 @@ def _point(one: Candidate) -> columns.MeshPoint:
 
 
 def panels(seen: View) -> dict[str, Scene | str]:
-    """Every panel of a state. Only in the map, where meshes are compared, times have more digits than two."""
+    """Return every panel of a state. Only in the map, where meshes are compared, times have more than two
+    digits."""
     with estimated():
         drawn = _estimates(seen)
     if seen.timed:
@@ -301,7 +305,7 @@ def _estimates(seen: View) -> dict[str, Scene | str]:
 
 
 def says(seen: View, verdict: dict, drawn: dict[str, Scene | str]) -> str:
-    """The answer in words."""
+    """Return the answer as text."""
     q, state = seen.question, seen.state
     what = f"{state['model']} on {seen.shape} = {count_noun(seen.shape.size, 'device')} of {state['chip']}"
     lines = [f"{what}, {q.batch_size} sequences of {q.seq_len:,} tokens"]
@@ -311,7 +315,7 @@ def says(seen: View, verdict: dict, drawn: dict[str, Scene | str]) -> str:
 
 
 def scene(seen: View, verdict: dict, areas=AREAS) -> Scene:
-    """The first screen as one picture: the answer in words, and the panels in their columns."""
+    """Draw the first screen as one picture: the answer in words, and the panels in their columns."""
     every = panels(seen)
     drawn = {name: every[name] for name, *_ in areas if name in every}
     placed, x = list[Group](), 0.0
