@@ -16,11 +16,10 @@ replicas     replicas  messages                 data parallelism, and in how man
              zero_strips  gather_use_forget     what a device holds over a step, by ZeRO stage
 curves       curves  loss_curve                 what was measured beside a model; whether it learns
 pipelines    timeline  timelines  bubbles       pipeline orders in time; what is called the bubble
-program      program                        lines of code, and what each sends
+programs     program  traced                    what lines of code send; a function, rank by rank
 serving      passes  slots  cache               a prompt and its answer; slots, pages and keys
 columns      axis_squares  memory_bar  time_bar  sent_bars  mesh_map     what stands beside an explorer's grid
 strips       before_after  ring_sums  cube      collectives before and after, hop by hop; devices in space
-traced       traced                             what a reader's function sends and holds, rank by rank
 geometry                                        coordinates of devices, groups, slices, rounds
 scene                                           rectangles, lines and words; SVG, PNG and a text twin
 """
@@ -44,8 +43,7 @@ from llmpar.draw.hosts import growing, table, wired
 from llmpar.draw.layouts import arrow, layout, links, moved
 from llmpar.draw.matmul import matmul
 from llmpar.draw.pipelines import bubbles, timeline, timelines
-from llmpar.draw.program import program
+from llmpar.draw.programs import program, traced
 from llmpar.draw.replicas import gather_use_forget, messages, replicas, zero_strips
 from llmpar.draw.serving import cache, passes, slots
 from llmpar.draw.strips import before_after, cube, ring_sums
-from llmpar.draw.traced import traced

@@ -188,8 +188,8 @@ class View:
 
 
 class Around:
-    """The plans around a mesh: single changes, and the same question on every other mesh. They are computed in
-    portions, and kept for all states that differ in the mesh alone."""
+    """The plans around a mesh: single changes, and the same question on every other mesh. They are computed
+    in portions, and kept for all states that differ in the mesh alone."""
 
     def __init__(self, question: Question):
         self.question = question

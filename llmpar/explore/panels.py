@@ -170,12 +170,19 @@ def code(seen: View) -> str:
 
 def grid(seen: View) -> Scene:
     """Draw which block of the chosen tensor each device holds, and what moves between them in a layer."""
-    row, q, sizes = chosen(seen), seen.question, seen.plan.mesh.sizes
-    node = q.chip.per_device().node_size
+    row, sizes, node = chosen(seen), seen.plan.mesh.sizes, seen.question.chip.per_device().node_size
     fills = {"weight": "weights", "gradient": "gradients", "moments": "moments", "batch": "batch"}
-    size, device, fill = row.itemsize * row.times, seen.state["device"], fills.get(row.kind, "activations")
-    place = row.live(sizes), row.shape, sizes, node
-    return tensor_grid(*place, device, size, row.path, fill, seen.segments)
+    return tensor_grid(
+        row.live(sizes),
+        row.shape,
+        sizes,
+        node,
+        seen.state["device"],
+        row.itemsize * row.times,
+        row.path,
+        fills.get(row.kind, "activations"),
+        seen.segments,
+    )
 
 
 def film(seen: View) -> str:
@@ -272,9 +279,9 @@ def _most_of(row: Prediction) -> str:
 def _mesh_map(seen: View) -> Scene:
     """Draw all meshes of as many devices, as far as they are known."""
     around = seen.around
-    ways, best = [_point(one) for one in around.points.values()], _point(around.best) if around.best else None
+    points, best = map(_point, around.points.values()), _point(around.best) if around.best else None
     counts = len(around.refused), len(around.meshes)
-    return columns.mesh_map(ways, _point(seen.one), best, seen.question.capacity_bytes, *counts)
+    return columns.mesh_map(points, _point(seen.one), best, seen.question.capacity_bytes, *counts)
 
 
 def _point(one: Candidate) -> columns.MeshPoint:
@@ -298,8 +305,8 @@ def panels(seen: View) -> dict[str, Scene | str]:
 def _estimates(seen: View) -> dict[str, Scene | str]:
     drawn: dict[str, Scene | str] = {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
     if seen.timed:
-        turns = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
-        drawn |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, turns)}
+        count = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
+        drawn |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, count)}
     drawn |= {"sent": sent(seen), "explain": explanation(seen) + film(seen), "holds": holds(seen)}
     return drawn | {"code": code(seen), "famous": published_runs(seen)}
 
@@ -308,10 +315,14 @@ def says(seen: View, verdict: dict, drawn: dict[str, Scene | str]) -> str:
     """Return the answer as text."""
     q, state = seen.question, seen.state
     what = f"{state['model']} on {seen.shape} = {count_noun(seen.shape.size, 'device')} of {state['chip']}"
-    lines = [f"{what}, {q.batch_size} sequences of {q.seq_len:,} tokens"]
-    lines += [" ".join(filter(None, (verdict["head"], verdict["rest"]))), verdict["line"]]
-    lines += [f"{step['do']}: {step['text']}" for step in verdict["steps"]]
-    return "\n".join([*lines, *(panel.text for panel in drawn.values() if isinstance(panel, Scene))])
+    lines = [
+        f"{what}, {q.batch_size} sequences of {q.seq_len:,} tokens",
+        " ".join(filter(None, (verdict["head"], verdict["rest"]))),
+        verdict["line"],
+        *(f"{step['do']}: {step['text']}" for step in verdict["steps"]),
+        *(panel.text for panel in drawn.values() if isinstance(panel, Scene)),
+    ]
+    return "\n".join(lines)
 
 
 def scene(seen: View, verdict: dict, areas=AREAS) -> Scene:
