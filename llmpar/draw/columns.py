@@ -67,8 +67,10 @@ def axis_squares(sizes: dict[str, int], notes=None, acts=None, note: str = "", w
             fill, stroke = (axis, f"{axis}-line") if factor else ("", "grid")
             box = Rect(66 + pitch * k, y + 4, pitch - 3, 14, fill, stroke, radius=2)
             items += boxed(box, str(factor) if factor > 2 else "", margin=-3)
-        items.append(Text(238, y + 11, str(n), SMALL, "end", bold=live))
-        items.append(small_text(246, y + 11, says, "start", "ink" if live else "soft"))
+        items += [
+            Text(238, y + 11, str(n), SMALL, "end", bold=live),
+            small_text(246, y + 11, says, "start", "ink" if live else "soft"),
+        ]
         lines.append(f"{axis} {n}" + f": {says}" * bool(says))
     return _column(f"{count_noun(num, 'device')}, cut", "", items, lines, [note] * bool(note), LEFT)
 

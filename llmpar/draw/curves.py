@@ -41,11 +41,15 @@ def curves(
     y_of = lambda value: TALL * (height(high) - height(value)) / (height(high) - height(low))
     items: list[Any] = []
     for level in levels:
-        items.append(Line(((-4, y_of(level)), (wide, y_of(level))), "grid", 1))
-        items.append(small_text(-8, y_of(level), say(level), "end"))
+        items += [
+            Line(((-4, y_of(level)), (wide, y_of(level))), "grid", 1),
+            small_text(-8, y_of(level), say(level), "end"),
+        ]
     for i, tick in enumerate(ticks):
-        items.append(Line(((x_of(i), TALL), (x_of(i), TALL + 4)), "edge", 1))
-        items.append(small_text(x_of(i), TALL + 14, f"{tick}"))
+        items += [
+            Line(((x_of(i), TALL), (x_of(i), TALL + 4)), "edge", 1),
+            small_text(x_of(i), TALL + 14, f"{tick}"),
+        ]
     items += [Line(((0, 0), (0, TALL), (wide, TALL)), "edge", 1.5), *_uprights(marks, x_of)]
     top = min(item.box[1] for item in items) - 12
     items += [small_text(-8, top, y, "start", "ink"), small_text(wide / 2, TALL + 36, x, fill="ink")]
@@ -73,8 +77,10 @@ def _uprights(marks, x_of) -> list:
         x, wide = x_of(place), text_width(what, "small")
         up = up + pixels("small") + 3 if x - wide / 2 < free else 0.0
         free = x + wide / 2 + 8
-        items.append(Line(((x, -3), (x, TALL)), "soft", 1.5, dash=True))
-        items.append(small_text(x, -12 - up, what, fill="ink"))
+        items += [
+            Line(((x, -3), (x, TALL)), "soft", 1.5, dash=True),
+            small_text(x, -12 - up, what, fill="ink"),
+        ]
     return items
 
 

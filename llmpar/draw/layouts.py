@@ -103,11 +103,12 @@ def _tensor(layout: Layout, shape, sizes: dict[str, int] | None, beside: Layout 
     for i, k in reversed(list(enumerate(shown))[1:]):
         places = _places(tuple(sums), sizes, k).items() if sizes is not None else ()
         words = "+ ⋯" if k < 0 else "+ " + " ".join(f"{a} {n}" for a, n in places)
+        left, low = x + 8 * i, y + 17 * i + high
         sheets += [
-            Rect(x + wide + 8 * (i - 1), y + 17 * i, 8, high - 17, "paper", stroke, hatch="/"),
-            Rect(x + 8 * i, y + 17 * i + high - 17, wide, 17, "cell", stroke),
+            Rect(left + wide - 8, y + 17 * i, 8, high - 17, "paper", stroke, hatch="/"),
+            Rect(left, low - 17, wide, 17, "cell", stroke),
+            *fitting_text(left + wide / 2, low - 8, wide - 4, words, words[:3], "+"),
         ]
-        sheets += fitting_text(x + 8 * i + wide / 2, y + 17 * i + high - 8, wide - 4, words, words[:3], "+")
     return sheets + items
 
 

@@ -125,8 +125,10 @@ def _matrix(layout: Layout, cut: list[str], devices: int, scale: float) -> list:
             middle, words = y + (h - 10 if k else h / 2), "+ " * (k > 0) + str(who)
             items.append(Rect(x, y, w, h, tint, "ink"))
             if layout.sums:
-                items.append(Rect(x, y, w, h, "", f"{layout.sums[0]}-line", hatch="/"))
-                items.append(Rect(x + w / 2 - 15, middle - 9, 30, 18, tint, "ink", 0.5))
+                items += [
+                    Rect(x, y, w, h, "", f"{layout.sums[0]}-line", hatch="/"),
+                    Rect(x + w / 2 - 15, middle - 9, 30, 18, tint, "ink", 0.5),
+                ]
             items.append(Text(x + w / 2, middle, words, anchor="middle", fill=text_color_on(tint)))
     return items
 

@@ -134,9 +134,11 @@ def timeline(
         part = scale(band.x, ticks(band.low, band.high), bottom, "{:g}".format, bottom)
         part.append(small_text(edge - 10, bottom + 13, "time units", "end"))
         for i, row in enumerate(stages):
-            part += band.operations(i, [*row, *ahead[i]], marked, half if last == "B" else 1)
-            part += [band.live(i, live[i], most)] if live[i] else []
-            part.append(small_text(edge - 10, ROW * i + 13, f"stage {i}", "end", "ink"))
+            part += [
+                *band.operations(i, [*row, *ahead[i]], marked, half if last == "B" else 1),
+                *([band.live(i, live[i], most)] if live[i] else []),
+                small_text(edge - 10, ROW * i + 13, f"stage {i}", "end", "ink"),
+            ]
             if i in waiting:
                 _, other, what = waiting[i]
                 starts = {one[2:5]: one[0] for one in ahead[other]}
@@ -249,8 +251,10 @@ def bubbles(table: Timetable) -> Scene:
         first, last = x_of(starts[0]), x_of(ends[-1])
         for x, to, hatch in ((left, first, "."), (first, last, "/"), (last, x_of(end), ".")):
             items += [Rect(x, y, to - x, tall, "paper", "edge", 0.5, hatch)] * (to > x)
-        items.append(small_text(left - 10, y + tall / 2, f"stage {i}", "end", "ink"))
-        items += _cells(table, i, x_of, y, tall, table.schedule.split_backward, False)
+        items += [
+            small_text(left - 10, y + tall / 2, f"stage {i}", "end", "ink"),
+            *_cells(table, i, x_of, y, tall, table.schedule.split_backward, False),
+        ]
         y += tall + 1
     items = [*_time(x_of, end, y + 4), *items]
     idle, own_idle, begin = end - work, table.bubble, table.start[critical][0]
@@ -262,9 +266,12 @@ def bubbles(table: Timetable) -> Scene:
         ("critical stage", begin, 0, own_idle, inside),
     ):
         x, w = x_of(start), x_of(work) - left
-        items.append(small_text(left - 10, y + 9, name, "end", "ink"))
-        items += boxed(Rect(x, y, w, 18, "cell", "edge", 0.75), says)
-        items += [Rect(x + w, y, x_of(waits) - left, 18, "paper", "edge", 0.75, "/")] * (waits > 0)
+        idle_part = Rect(x + w, y, x_of(waits) - left, 18, "paper", "edge", 0.75, "/")
+        items += [
+            small_text(left - 10, y + 9, name, "end", "ink"),
+            *boxed(Rect(x, y, w, 18, "cell", "edge", 0.75), says),
+            *([idle_part] if waits > 0 else []),
+        ]
         if over:
             corners = ((x, y + 22), (x, y + 27), (x_of(over), y + 27), (x_of(over), y + 22))
             items.append(Line(corners, "ink", 1.5))

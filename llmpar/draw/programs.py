@@ -44,8 +44,10 @@ def program(lines: Sequence[str], columns: Mapping[str, _SentBy], title: str = "
             x, n = left + pitch * k, sums[name][i]
             if sent.get(i):
                 what = f"{' and '.join(dict.fromkeys(kind for kind, _ in sent[i]))} {size_text(n)}"
-                items.append(Rect(x, y + 1, max(_LONGEST * n / most, 1.5), 16, "links", "ink", 1))
-                items.append(small_text(x, y + 28, what, "start", "ink"))
+                items += [
+                    Rect(x, y + 1, max(_LONGEST * n / most, 1.5), 16, "links", "ink", 1),
+                    small_text(x, y + 28, what, "start", "ink"),
+                ]
                 texts.append(f"{name}, {line}: {what}")
     for k, (name, column) in enumerate(sums.items()):
         head = f"{name}: {size_text(sum(column))}" if columns[name] else name

@@ -44,8 +44,10 @@ def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
             x = r * pitch
             items.append(Line(((x + wide / 2, y - 15), (x + wide / 2, y - 1)), "edge", 2, head=True))
             if words:
-                items.append(Rect(x, y, wide, high, fill, "edge"))
-                items.append(Text(x + 9, y + high / 2, words, fill=text_color_on(fill)))
+                items += [
+                    Rect(x, y, wide, high, fill, "edge"),
+                    Text(x + 9, y + high / 2, words, fill=text_color_on(fill)),
+                ]
                 for k in everyone:
                     own, left = OTHERS[k] if summed or k == r else "paper", (devices - k) * (side + 3) + 8
                     items.append(Rect(x + wide - left, y + (high - side) / 2, side, side, own, "ink", 0.75))
@@ -114,8 +116,10 @@ def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
                 items += [Rect(x, y + high - full, w, full, fill, "ink", 0.5)] * (full > 0)
         for name, first, end in spans:
             x, x1 = x0 + first * wide, x0 + end * wide if end else x0 + panel
-            items.append(Line(((x + 2, bottom), (x1 - 2, bottom)), "edge", 2, head=True))
-            items.append(small_text((x + x1) / 2, bottom + 15, name, fill="ink"))
+            items += [
+                Line(((x + 2, bottom), (x1 - 2, bottom)), "edge", 2, head=True),
+                small_text((x + x1) / 2, bottom + 15, name, fill="ink"),
+            ]
     for i, stage in enumerate(stages):
         y = i * pitch
         items.append(Text(beside - 14, y + layers * high / 2, f"stage {stage}", anchor="end", bold=True))
@@ -150,8 +154,10 @@ def gather_use_forget(layers: int = 3, devices: int = 4, takes=(1.3, 1.6, 3.0)) 
     span, items, x_of = link + message, Items(), lambda time: left + scale * time
     middle = done[layers + 1]
     for name, a, b in (("forward", 0, middle), ("backward", middle, link), ("update", link, span)):
-        items.append(Line(((x_of(a) + 2, -14), (x_of(b) - 2, -14)), "edge", 2, head=True))
-        items.append(Text(x_of((a + b) / 2), -30, name, anchor="middle", bold=True))
+        items += [
+            Line(((x_of(a) + 2, -14), (x_of(b) - 2, -14)), "edge", 2, head=True),
+            Text(x_of((a + b) / 2), -30, name, anchor="middle", bold=True),
+        ]
 
     def box(y: float, a: float, b: float, fill: str, words: str = "", high: float = tall) -> None:
         items.extend(boxed(Rect(x_of(a), y, scale * (b - a), high, fill, "ink", 0.5), words))

@@ -196,21 +196,25 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), row: int = 0, lit: bool = Fal
     for a, (ones, dx, dy, *away, anchor) in zip(live[::-1], CORNERS, strict=False):
         corner = dict.fromkeys([*live[:1] * (ones > 0), *live[-1:] * (ones > 1)], 1)
         arrow = [(x + dx, y + dy) for x, y in (spot(corner | {a: i}) for i in (0, 1))]
+        names = [(x + away[0], y + away[1], f"{a} {i}") for i, (x, y) in enumerate(arrow)]
         space.append(Line(tuple(arrow), axis_line(a), 1.5, head=True))
-        for i, (x, y) in enumerate(arrow):
-            space.append(small_text(x + away[0], y + away[1], f"{a} {i}", anchor, axis_line(a)))
+        space += [small_text(*name, anchor, axis_line(a)) for name in names]
     h = 1.8 * pixels(SMALL)
     for k, a in enumerate(cuts, 1):
         tall, right = rows * h / 2**k, left + 8
         for i in range(2**k):
             y, end = i * tall + 3, (i + 1) * tall - 3
-            array.append(Line(((right, y), (left, y), (left, end), (right, end)), axis_line(a), 3))
-            array.append(small_text(left + 6, (y + end) / 2, f"{a} {i % 2}", "start", axis_line(a)))
+            array += [
+                Line(((right, y), (left, y), (left, end), (right, end)), axis_line(a), 3),
+                small_text(left + 6, (y + end) / 2, f"{a} {i % 2}", "start", axis_line(a)),
+            ]
         left += text_width(f"{a} 0", SMALL) + 22
     for i in range(rows):
         fill, color = ("ink", "paper") if i == row else ("cell", "ink")
-        array.append(Rect(left, i * h, 120, h, fill, "edge"))
-        array.append(small_text(left + 60, (i + 0.5) * h, f"row {i}", fill=color))
+        array += [
+            Rect(left, i * h, 120, h, fill, "edge"),
+            small_text(left + 60, (i + 0.5) * h, f"row {i}", fill=color),
+        ]
     names = f"device{'s' * (len(holding) > 1)} {' and '.join(map(str, holding))}"
     title = f"Row {row} lies on {names}" if lit else f"Who holds row {row}?"
     where = [", ".join(f"{a} {at[a]}" for a in live) or "alone" for at in places]

@@ -37,10 +37,12 @@ class GivenExplorer(Explorer):
         there are several."""
         own, hosts = self.given["devices"][device], self.given["hosts"]
         at = coordinates(self.sizes, self.sizes, device)
-        words = [f"{axis} {at[axis]}" for axis, size in self.sizes.items() if size > 1]
-        words += [f"JAX's {own}"] * (own != device)
-        words += [f"process {hosts[device]}"] * (len({*hosts}) > 1)
-        return f"Device {device}" + f" ({', '.join(words)})" * bool(words)
+        words = [
+            *(f"{axis} {at[axis]}" for axis, size in self.sizes.items() if size > 1),
+            *([f"JAX's {own}"] if own != device else []),
+            *([f"process {hosts[device]}"] if len({*hosts}) > 1 else []),
+        ]
+        return f"Device {device} ({', '.join(words)})" if words else f"Device {device}"
 
     def part_on(self, row: dict, device: int) -> tuple[str, int]:
         """Return the part of an array that a device holds, in words, and its bytes."""

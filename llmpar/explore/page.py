@@ -38,9 +38,12 @@ def runtime() -> str:
 
 def sources() -> dict[str, str]:
     """Return the files of the package that need neither JAX nor numpy, by their paths."""
-    paths = [_PACKAGE / "__init__.py", _PACKAGE / "files.py"]
-    paths += [path for folder in _FOLDERS for path in sorted(_PACKAGE.glob(folder))]
-    paths += [_PACKAGE / "lessons" / name for name in EXERCISES]
+    paths = [
+        _PACKAGE / "__init__.py",
+        _PACKAGE / "files.py",
+        *(path for folder in _FOLDERS for path in sorted(_PACKAGE.glob(folder))),
+        *(_PACKAGE / "lessons" / name for name in EXERCISES),
+    ]
     files = [path for path in paths if path.suffix in (".py", ".toml", ".md") and path.name not in NEED_JAX]
     named = {path.relative_to(_PACKAGE.parent).as_posix(): path for path in files}
     named["llmpar/docs/words.md"] = WORDS

@@ -1,7 +1,6 @@
 """The mesh explorer's panels: a picture or a table for each place of the page."""
 
 import dataclasses
-import itertools
 import json
 import math
 from collections import Counter, defaultdict
@@ -43,8 +42,14 @@ _KINDS = {
     "cache": "keys and values of all layers, as served (bfloat16)",
     "batch": "batch (int32)",
 }
-DOES = {"pp": "stages", "dp": "copies", "fsdp": "cut state", "ep": "cut experts"}
-DOES |= {"sp": "cut sequence", "tp": "cut matrices"}
+DOES = {
+    "pp": "stages",
+    "dp": "copies",
+    "fsdp": "cut state",
+    "ep": "cut experts",
+    "sp": "cut sequence",
+    "tp": "cut matrices",
+}
 """What an axis does, in two words."""
 HOLDS = "Who holds what of"
 
@@ -86,28 +91,27 @@ def tensors(seen: View) -> list[Tensor]:
     served."""
     plan, q = seen.plan, seen.question
     c, b, s = q.config, q.batch_size, q.seq_len
-    rows = []
     states = ("weight", "stored", 1), ("gradient", "accumulated", 1), ("moments", "reduced", 2)
-    for (kind, when, times), (path, (weight, layouts)) in itertools.product(
-        states, plan.weight_layouts.items()
-    ):
-        rows.append(Tensor(kind, path, weight.shape, 4, getattr(layouts, when), times))
-
-    def add(kind: str, name: str, dims: str, shape: tuple[int, ...], itemsize: int, times: int = 1) -> None:
-        rows.append(Tensor(kind, name, shape, itemsize, plan.place(dims), times))
-
+    rows = [
+        Tensor(kind, path, weight.shape, 4, getattr(layouts, when), times)
+        for kind, when, times in states
+        for path, (weight, layouts) in plan.weight_layouts.items()
+    ]
     micro, item = max(1, b // plan.microbatches), ITEMSIZE[plan.dtype]
-    n, k, h = c.num_heads, c.num_kv_heads, c.head_width
-    add("activation", "residual stream", "stream b s d", (micro, s, c.width), item)
-    add("activation", "queries", "attention b s n h", (micro, s, n, h), item)
-    add("activation", "keys", "attention b s k h", (micro, s, k, h), item)
-    add("activation", "values", "attention b s k h", (micro, s, k, h), item)
-    add("activation", "logits", "vocab b s v", (micro, s, c.vocab_size), 4)
-    if not c.experts:  # how many rows an expert works on is up to the router
-        add("activation", "feed-forward", "ffn b s m", (micro, s, c.ffn_width), item)
-    layers = -(-c.num_layers // plan.mesh.pp)
-    add("cache", "keys and values", "attention b s k h", (b, s, k, h), 2, 2 * layers)
-    add("batch", ", ".join(BATCH), "data b s", (b, s), 4, len(BATCH))
+    n, k, h, layers = c.num_heads, c.num_kv_heads, c.head_width, -(-c.num_layers // plan.mesh.pp)
+    table = [
+        ("activation", "residual stream", "stream b s d", (micro, s, c.width), item, 1),
+        ("activation", "queries", "attention b s n h", (micro, s, n, h), item, 1),
+        ("activation", "keys", "attention b s k h", (micro, s, k, h), item, 1),
+        ("activation", "values", "attention b s k h", (micro, s, k, h), item, 1),
+        ("activation", "logits", "vocab b s v", (micro, s, c.vocab_size), 4, 1),
+        ("activation", "feed-forward", "ffn b s m", (micro, s, c.ffn_width), item, 1),
+        ("cache", "keys and values", "attention b s k h", (b, s, k, h), 2, 2 * layers),
+        ("batch", ", ".join(BATCH), "data b s", (b, s), 4, len(BATCH)),
+    ]
+    for kind, name, dims, shape, itemsize, times in table:
+        if name != "feed-forward" or not c.experts:  # how many rows an expert works on is up to the router
+            rows.append(Tensor(kind, name, shape, itemsize, plan.place(dims), times))
     return rows
 
 
@@ -244,28 +248,31 @@ def step_times(seen: View) -> Scene:
 
 def sent(seen: View) -> Scene:
     """Draw what a device sends in a step, and how much of its time on links the step waits for."""
-    rows, on_links, bars = traffic_of(seen), defaultdict[str, float](float), []
+    rows, bars = traffic_of(seen), []
     clock = Clock(seen.question.run(seen.one.plan)) if seen.timed else None
-    priced = list[tuple[str, str, Prediction, defaultdict[str, float]]]()  # with seconds on links by term
-    for (names, kind), row in rows.items():
-        took = defaultdict[str, float](float)
-        for (_, text, size), times in row.messages.items():
-            if clock:
-                term, _, seconds = clock.message(names.split(","), row, text, size)
-                took[term] += times * seconds
-        priced.append((names, kind, row, took))
-        for term, seconds in took.items():
-            on_links[term] += seconds
+    on_links = {key: _seconds_by_term(clock, key[0], row) for key, row in rows.items()} if clock else {}
+    total_s = defaultdict[str, float](float)
+    for term, s in (pair for seconds in on_links.values() for pair in seconds.items()):
+        total_s[term] += s
     # Of a term as much is waited for as the step has of it; sums have noise.
     terms_s = seen.one.time.terms
-    share = {t: min(1.0, round(terms_s.get(t, 0.0) / s, 9)) for t, s in on_links.items() if s}
-    for names, kind, row, took in priced:
-        waits = sum(s * share[term] for term, s in took.items() if s)
-        what, clicked = _most_of(row), act(explain=f"{names} {kind}")
+    share = {t: min(1.0, round(terms_s.get(t, 0.0) / s, 9)) for t, s in total_s.items() if s}
+    for (names, kind), row in rows.items():
+        seconds = on_links.get((names, kind), {})
+        waits = sum(s * share[term] for term, s in seconds.items() if s)
         note = f"{kind}, {row.count:,} times: {', '.join(sorted({of for of, _, _ in row.messages}))}"
-        hidden = sum(took.values()) - waits
-        bars.append(columns.SentBar(names, what, row.bytes_sent, hidden, waits, note, clicked))
+        sizes = row.bytes_sent, sum(seconds.values()) - waits, waits
+        bars.append(columns.SentBar(names, _most_of(row), *sizes, note, act(explain=f"{names} {kind}")))
     return columns.sent_bars(bars)
+
+
+def _seconds_by_term(clock: Clock, names: str, row: Prediction) -> dict[str, float]:
+    """Return the seconds that a row's messages take on links, by the term of the step that they belong to."""
+    seconds = defaultdict[str, float](float)
+    for (_, text, size), times in row.messages.items():
+        term, _, each = clock.message(names.split(","), row, text, size)
+        seconds[term] += times * each
+    return seconds
 
 
 def _most_of(row: Prediction) -> str:

@@ -72,13 +72,29 @@ class TimelineExplorer(Figure):
     """
 
     title, kind = "Timeline explorer", "timeline"
-    areas = [*Explorer.areas, ["goals", "Goals", "below"], ["score", "Beside known orders", "below"]]
-    areas += [["words", "Other bubbles", "below"]]
-    start = {"schedule": "1f1b", "stages": 4, "microbatches": 8, "chunks": 2}
-    start |= {"forward": 1, "backward": 1, "weights": 1, "order": "", "move": None}
+    areas = [
+        *Explorer.areas,
+        ["goals", "Goals", "below"],
+        ["score", "Beside known orders", "below"],
+        ["words", "Other bubbles", "below"],
+    ]
+    start = {
+        "schedule": "1f1b",
+        "stages": 4,
+        "microbatches": 8,
+        "chunks": 2,
+        "forward": 1,
+        "backward": 1,
+        "weights": 1,
+        "order": "",
+        "move": None,
+    }
     _unwritten = {"without": "order"}  # a written order says these itself
-    limits = within(64, "stages", "chunks", "forward", "backward") | within(256, "microbatches")
-    limits |= {"weights": Allowed(int, 0, 64)}
+    limits = {
+        **within(64, "stages", "chunks", "forward", "backward"),
+        **within(256, "microbatches"),
+        "weights": Allowed(int, 0, 64),
+    }
     controls = [
         {"name": "schedule", "kind": "choice", "label": "schedule", "options": list(SCHEDULES)} | _unwritten,
         slider("stages", "stages p", 2, 8) | _unwritten,
@@ -307,8 +323,14 @@ class MemoryExplorer(Figure):
         " ZeRO-2 a device's part of that sum; ZeRO-3 has parts only."
     )
     title, kind = "ZeRO explorer", "memory"
-    start = {"model": "llama3-8b", "mesh": "fsdp=8", "batch_size": 64, "seq_len": 4096, "chip": "h100"}
-    start |= {"microbatches": 4}
+    start = {
+        "model": "llama3-8b",
+        "mesh": "fsdp=8",
+        "batch_size": 64,
+        "seq_len": 4096,
+        "chip": "h100",
+        "microbatches": 4,
+    }
     limits = within(1 << 20, "batch_size", "seq_len", "microbatches")
     controls = [{"name": "microbatches", "kind": "choice", "label": "microbatches", "options": [1, 2, 4, 8]}]
 
@@ -414,8 +436,11 @@ class RoutingExplorer(Figure):
         {"name": "capacity_percent", "kind": "choice", "label": "slots, in per cent of the even share"}
         | {"options": [50, 75, 100, 125, 150, 200, 400]},
     ]
-    limits = within(64, "experts", "chosen", "ranks") | within(10_000, "capacity_percent")
-    limits |= {"heat": Allowed(int, 0, 64)}
+    limits = {
+        **within(64, "experts", "chosen", "ranks"),
+        **within(10_000, "capacity_percent"),
+        "heat": Allowed(int, 0, 64),
+    }
     tokens = 64  # of each rank
 
     def logits(self, state: dict) -> list[list[list[float]]]:

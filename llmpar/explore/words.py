@@ -105,9 +105,17 @@ def published_runs(seen: View) -> str:
     is known."""
     rows = []
     for run, q, mesh in planner.famous():
-        start = {"model": q.model, "chip": run["chip"], "devices": q.num_devices, "agreed": q.num_devices}
-        start |= {"config": "", "batch_size": q.batch_size, "seq_len": q.seq_len, "mesh": str(mesh)}
-        start["fields"] = dict.fromkeys(seen.state["fields"])  # back to the planner
+        start = {
+            "model": q.model,
+            "chip": run["chip"],
+            "devices": q.num_devices,
+            "agreed": q.num_devices,
+            "config": "",
+            "batch_size": q.batch_size,
+            "seq_len": q.seq_len,
+            "mesh": str(mesh),
+            "fields": dict.fromkeys(seen.state["fields"]),  # back to the planner
+        }
         one, published, ours = seen.around.runs.get(run["name"]), f"{run.get('mfu', 0):.0%} MFU", "…"
         if "step_s" in run:
             published = time_text(run["step_s"])
