@@ -77,9 +77,9 @@ def holders(layout: Layout, sizes: dict[str, int]) -> dict[tuple[int, ...], list
 def rounds(kind: str, g: int) -> list[dict]:
     """Return a collective among g ranks by rings: in each round who sends what to whom, and what each holds.
 
-    ``sends`` are [from, to, block]; ``held[rank][block]`` counts what a rank has of a block: of the g addends
-    of a sum; of the g pieces for rank ``block`` (all-to-all, a transpose: g pieces before, g after); else 0
-    or 1. Round 0 is the start. Reduce-scatter leaves block r with rank r. A permute is one hop in the ring.
+    ``sends`` are [from, to, block]; ``held[rank][block]`` counts what a rank has of a block: of a sum's g
+    partial sums; of the g pieces for rank ``block`` (all-to-all, a transpose: g pieces before, g after); else
+    0 or 1. Round 0 is the start. Reduce-scatter leaves block r with rank r. A permute is one hop in the ring.
     """
     reduced, exchanged = kind in ("reduce-scatter", "all-reduce"), kind.endswith("all-to-all")
     counts = [[int(reduced or exchanged or rank == b) for b in range(g)] for rank in range(g)]

@@ -210,7 +210,7 @@ def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[floa
     if num > 4:
         raise ValueError(f"layout '{layout}' has {num} dims; a drawing has room for 4")
     sizes = sizes if sizes is not None else dict.fromkeys(layout.axes, 2)
-    first = set(holders(Layout((Dim("sum", layout.sums),)), sizes)[0,])  # a sum's first addend, in front
+    first = set(holders(Layout((Dim("sum", layout.sums),)), sizes)[0,])  # a sum's first partial sum, in front
     devices = {index: [d for d in owners if d in first] for index, owners in holders(layout, sizes).items()}
     sums = [a for a in layout.sums if not named or sizes.get(a, 1) > 1]
     marks = [("/", f"{a}-line" if a in ORDER else "edge") for a in sums[:1]]
@@ -266,7 +266,8 @@ def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = 
     """Draw which device holds which shard of a tensor of 0 to 4 dims; without a mesh (``sizes``), where it is
     cut.
 
-    Bytes need ``shape`` and ``itemsize``. Copies are dotted, an unfinished sum hatched, a sheet per addend.
+    Bytes need ``shape`` and ``itemsize``. Copies are dotted, an unfinished sum hatched, with a sheet for each
+    partial sum.
     """
     layout, sizes = parse_layout(layout) if isinstance(layout, str) else layout, _full(sizes)
     facts = _facts(layout, shape, sizes, itemsize)

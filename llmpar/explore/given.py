@@ -15,7 +15,7 @@ from llmpar.explore.explorer import Explorer
 from llmpar.explore.words import button, html_table, table_row
 
 NONE: dict[str, Any] = {"shape": [], "shards": [], "unfinished": ""}
-HEAD = "array", "shape", "dtype", "lies as", "blocks", "copies", "held here", "bytes"
+HEAD = "array", "shape", "dtype", "layout", "blocks", "copies", "on the device", "bytes"
 
 
 class GivenExplorer(Explorer):

@@ -27,7 +27,7 @@ _FOLDERS = "draw/* explore/* plan/* predict/* planner/* kernels/__init__.py kern
 NEED_JAX = ("widget.py", "aot.py", "targets.py")
 EXERCISES = "__init__.py judge.py pages.py record.py 01.py 01.md 02.md 08.py 08.md".split()
 """Lessons whose exercises a page judges; of lesson 02 those that no device runs."""
-MOST_BYTES = 1_300_000
+STORED_BYTES = 1_300_000
 """Bytes of stored answers in a small page, packed: with them it takes about 2 MB."""
 
 
@@ -96,11 +96,11 @@ def as_script(path: Path) -> str:
 
 def nearby(explorer: Any, doc: dict) -> list[dict]:
     """Return the answer of the start, with all that a reader would wait for, and those one click away, up to
-    `MOST_BYTES`: of what it advises, and alternately of what each panel offers."""
+    `STORED_BYTES`: of what it advises, and alternately of what each panel offers."""
     start, first = doc["state"], doc["answer"]
     while first["more"] and (later := explorer.more(start)):
         first = later
-    replies, space = [first, *doc["stored"]], MOST_BYTES
+    replies, space = [first, *doc["stored"]], STORED_BYTES
     known = [reply["asked"] for reply in replies]
     for patch in offered(first):
         state = start | patch
