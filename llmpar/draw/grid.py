@@ -208,11 +208,12 @@ def mesh(
     for device in range(shape.size):
         (x, y), lit = cells.at(device), team_of.get(device) == 0
         fill = highlight_axis if highlight_axis and lit else "cell"
-        items.append(Rect(x, y, *size, fill, f"{highlight_axis}-line" if teams else "edge", 1.5, radius=3))
-        color = text_color_on(fill)
-        items.append(Text(x + size[0] / 2, y + 17, str(device), anchor="middle", fill=color))
-        if teams:
-            items.append(small_text(x + size[0] / 2, y + 38, f"group {team_of[device]}", fill=color))
+        color, middle = text_color_on(fill), x + size[0] / 2
+        items += [
+            Rect(x, y, *size, fill, f"{highlight_axis}-line" if teams else "edge", 1.5, radius=3),
+            Text(middle, y + 17, str(device), anchor="middle", fill=color),
+            *([small_text(middle, y + 38, f"group {team_of[device]}", fill=color)] if teams else []),
+        ]
     facts, lines, notes = list[tuple[str, str]](), list[str](), list[str]()
     for a, n in live.items():
         facts.append((a, f"{a} = {n}: {AXES[a]}" + f", partners {apart[a]} apart" * (n > 1)))
@@ -222,8 +223,8 @@ def mesh(
         where = ", dashed." if cells.per else f": device i is on host i // {host}."
         notes.append(f"Hosts of {count_noun(host, 'device')}{where}")
     if teams:
-        which = f"the first of {count_noun(len(teams), 'group')} over {highlight_axis}"
-        notes.append(f"Filled: {which}, devices {number_ranges(teams[0])}.")
+        first = f"the first of {count_noun(len(teams), 'group')} over {highlight_axis}"
+        notes.append(f"Filled: {first}, devices {number_ranges(teams[0])}.")
     text = "\n".join([*(fact for _, fact in facts), *lines, *notes])
     title = f"mesh {shape}: {count_noun(shape.size, 'device')}"
     return compose(title, [items, legend(facts, 400)], text, notes)
