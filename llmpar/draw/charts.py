@@ -1,4 +1,4 @@
-"""Charts and timelines: what was sent, who works when, how much there is."""
+"""Charts and timelines: what was sent, what works when, how much there is."""
 
 import itertools
 import math

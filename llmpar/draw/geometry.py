@@ -1,4 +1,4 @@
-"""Geometry of a mesh for pictures: who is where, talks with whom, holds which slice; a collective's rounds.
+"""Geometry of a mesh for pictures: coordinates, groups and slices of devices; a collective's rounds.
 
 Plain numbers in, plain numbers out; the tests hold them against JAX and numpy.
 """
@@ -75,7 +75,8 @@ def holders(layout: Layout, sizes: dict[str, int]) -> dict[tuple[int, ...], list
 
 
 def rounds(kind: str, g: int) -> list[dict]:
-    """Return a collective among g ranks by rings: in each round who sends what to whom, and what each holds.
+    """Return a collective among g ranks by rings: in each round what is sent, from which rank to which, and
+    what each then holds.
 
     ``sends`` are [from, to, block]; ``held[rank][block]`` counts what a rank has of a block: of a sum's g
     partial sums; of the g pieces for rank ``block`` (all-to-all, a transpose: g pieces before, g after); else

@@ -1,4 +1,4 @@
-"""Draw meshes, layouts and arrows: who holds what, what moves, which wires an axis runs over.
+"""Draw layouts and arrows: which device holds what, what moves, which links an axis runs over.
 
 One language in all drawings: a colour is a mesh axis, always the same one; slanted lines are an unfinished
 sum (or what was compiled, beside what was predicted), dots copies; a cell says its colour in words, too.

@@ -120,9 +120,9 @@ def _matrix(layout: Layout, cut: list[str], devices: int, scale: float) -> list:
         return [Rect(0, 0, wide, high, "cell", "ink"), *swatches]
     items, w, h = [], wide / (devices if columns.axes else 1), high / (devices if rows.axes else 1)
     for index, owners in holders(layout, dict.fromkeys(cut, devices)).items():
-        for k, who in reversed(list(enumerate(owners))):
-            tint, x, y = OTHERS[who], w * index[across] + 15 * k, h * index[down] + 20 * k
-            middle, words = y + (h - 10 if k else h / 2), "+ " * (k > 0) + str(who)
+        for k, device in reversed(list(enumerate(owners))):
+            tint, x, y = OTHERS[device], w * index[across] + 15 * k, h * index[down] + 20 * k
+            middle, words = y + (h - 10 if k else h / 2), "+ " * (k > 0) + str(device)
             items.append(Rect(x, y, w, h, tint, "ink"))
             if layout.sums:
                 items += [

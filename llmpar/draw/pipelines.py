@@ -1,4 +1,4 @@
-"""Pipelines in time: who works when, which order is through first, and what is called the bubble."""
+"""Pipelines in time: when a stage works, which order ends first, and what is called the bubble."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

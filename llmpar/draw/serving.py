@@ -51,8 +51,8 @@ def slots(panels: Mapping[str, Sequence], title: str, across: bool = False) -> S
     as in ``0+1``; "/" where it is set aside and not used, empty where it is free. Four colours: letters tell
     names apart."""
     blocks, lines, high, wide = list[list](), list[str](), pixels(SMALL) + 9, pixels(SMALL) + 13
-    who = {part for rows in panels.values() for _, row in rows for cell in row for part in cell.split("+")}
-    fills = {name: OTHERS[i % 4] for i, name in enumerate(sorted(who - {"", "/"}))}
+    names = {part for rows in panels.values() for _, row in rows for cell in row for part in cell.split("+")}
+    fills = {name: OTHERS[i % 4] for i, name in enumerate(sorted(names - {"", "/"}))}
     for heading, rows in panels.items():
         items: list = [Text(0, -14, heading, bold=True)]
         for i, (name, row) in enumerate(rows):

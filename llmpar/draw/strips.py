@@ -42,14 +42,14 @@ PATTERNS = {
 
 def pattern(kind: str, ranks: int) -> tuple[Held, Held]:
     """Return what each device holds before a collective and after it."""
-    who, each, only = "abcde"[:ranks], range(ranks), lambda r, p, text: text if r == p else ""
-    own, all_of = [[letter] * ranks for letter in who], [list(who) for _ in each]
+    letters, each, only = "abcde"[:ranks], range(ranks), lambda r, p, text: text if r == p else ""
+    own, all_of = [[letter] * ranks for letter in letters], [list(letters) for _ in each]
     return {
-        "all-gather": ([[only(r, p, who[p]) for p in each] for r in each], all_of),
-        "reduce-scatter": (own, [[only(r, p, who) for p in each] for r in each]),
-        "all-reduce": (own, [[who] * ranks for _ in each]),
+        "all-gather": ([[only(r, p, letters[p]) for p in each] for r in each], all_of),
+        "reduce-scatter": (own, [[only(r, p, letters) for p in each] for r in each]),
+        "all-reduce": (own, [[letters] * ranks for _ in each]),
         "all-to-all": (own, all_of),
-        "permute": ([[letter] for letter in who], [[who[r - 1]] for r in each]),
+        "permute": ([[letter] for letter in letters], [[letters[r - 1]] for r in each]),
     }[kind]
 
 
@@ -182,8 +182,8 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), row: int = 0, lit: bool = Fal
     spot = lambda at: tuple(sum(n * steps[a][k] for a, n in at.items()) for k in (0, 1))
     sizes, cuts = dict.fromkeys(live, 2), [a for a in cut if a in live]
     places = [coordinates(sizes, live, device) for device in range(shape.size)]
-    who = holders(parse_layout(f"b/{','.join(cuts)}" if cuts else "b"), sizes)
-    holding = who.get((row * 2 ** len(cuts) // rows,), [0])
+    shards = holders(parse_layout(f"b/{','.join(cuts)}" if cuts else "b"), sizes)
+    holding = shards.get((row * 2 ** len(cuts) // rows,), [0])
     space, array, left = Items(), Items(), 0.0
     for at in sorted(places, key=lambda at: [-at[a] for a in live[-2:-1]]):  # what is in front comes last
         for a in (a for a in live if not at[a]):

@@ -159,8 +159,8 @@ class Explorer:
 
 
 class MeshExplorer(Explorer):
-    """Train a model on a mesh of the six axes: whether it fits, how long a step takes, who holds what, what
-    moves, and what would be better; no hardware and no arrays are needed.
+    """Train a model on a mesh of the six axes: whether it fits, how long a step takes, which device holds
+    what, what moves, and what would be better; no hardware and no arrays are needed.
 
     Fields of `llmpar.Plan` that are given are set by hand; the planner chooses the others.
 

@@ -1,4 +1,4 @@
-"""What exists: who holds which block of live arrays, of a program's arguments or of a sharding.
+"""What exists: which device holds which block of live arrays, of a program's arguments or of a sharding.
 
 All is in the document that `inspect.shardings.shardings` made; nothing here needs JAX.
 """
@@ -19,8 +19,8 @@ HEAD = "array", "shape", "dtype", "layout", "blocks", "copies", "on the device",
 
 
 class GivenExplorer(Explorer):
-    """Who holds which block of what exists, from a document of `shardings`. The state is a ``device``, by its
-    place in the mesh, and a ``tensor``, at first the largest."""
+    """Which device holds which block of what exists, from a document of `shardings`. The state is a
+    ``device``, by its place in the mesh, and a ``tensor``, at first the largest."""
 
     kind = "given"
     areas = [["grid", "Who holds which block", "middle"], ["holds", "What the chosen device holds", "below"]]

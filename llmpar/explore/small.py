@@ -381,7 +381,7 @@ class SumExplorer(Figure):
 
 
 class RingExplorer(Figure):
-    """Who computes and who waits in a causal ring, by the order in which positions are dealt to ranks."""
+    """Which ranks compute and wait in a causal ring, by the order in which positions are dealt to ranks."""
 
     title, kind = "Ring explorer", "ring"
     start = {"order": "contiguous", "ranks": 4}
