@@ -85,7 +85,7 @@ def small_page(kind: str) -> str:
     from llmpar.explore.explorer import by_kind
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "MOST_BYTES", MOST)
+        patch.setattr(page, "STORED_BYTES", MOST)
         return page.html(by_kind(kind), small=True)
 
 

@@ -145,7 +145,7 @@ def test_a_small_page_knows_what_is_one_click_away(monkeypatch):
         {"a": 1, "fields": {"b": 3}},
         {"a": 1, "fields": {}},
     ]
-    monkeypatch.setattr(page, "MOST_BYTES", 600)
+    monkeypatch.setattr(page, "STORED_BYTES", 600)
     fewer = page.nearby(two, two.document())
     room = sum(len(zlib.compress(json.dumps(answer).encode())) for answer in fewer[1:])
     assert 1 < len(fewer) < len(found) and room <= 600
@@ -153,7 +153,7 @@ def test_a_small_page_knows_what_is_one_click_away(monkeypatch):
 
 def test_a_small_page_is_one_file_that_mail_takes():
     text = shared.small_page("mesh")
-    rest = (page.MOST_BYTES - shared.MOST) * 4 / 3  # what is stored is packed, and written in letters
+    rest = (page.STORED_BYTES - shared.MOST) * 4 / 3  # what is stored is packed, and written in letters
     assert 100_000 < len(text.encode()) < 2_000_000 - rest and '"live": false' in text
     assert not re.search(r"""(?:src|href|import|from|url)[=(\s]*["']?\s*(?:https?:)?//""", text)
 

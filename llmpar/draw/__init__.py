@@ -1,6 +1,6 @@
-"""Show a value: values in, a `draw.scene.Scene` out. No JAX, and nothing here runs anything.
+"""Draw a value: values in, a `draw.scene.Scene` out. No JAX, and nothing here runs anything.
 
-grid         mesh  tensor_grid                  where devices are, and who holds what of a tensor
+grid         mesh  tensor_grid                  where devices are, and which holds what of a tensor
              layer_lanes  ring                  one layer in time; a collective's rounds
 layouts      layout  arrow  links               a tensor cut, what moves, over which links
 hosts        wired  growing  table              machines and their wire; a mesh axis by axis; cells in colour
@@ -8,20 +8,19 @@ matmul       matmul                             matrices in the colours of the d
 causal       causal                             which rank computes which pairs of causal attention
 charts       collectives  arrows_sent           what was sent, and for which arrow
              ring_steps                         how a ring passes pieces on
-             overlap  two_lanes                 who works when
+             overlap  two_lanes                 what works when
              memory_bars  time_bars             what fills the memory, and the step
              step_memory                        what a device holds, forward and backward
-dispatch     dispatch  expert_loads             a token's way to its experts and back; how full they are
+dispatch     dispatch  expert_loads             a token's path to its experts and back; how full they are
 replicas     replicas  messages                 data parallelism, and in how many messages
              zero_strips  gather_use_forget     what a device holds over a step, by ZeRO stage
 curves       curves  loss_curve                 what was measured beside a model; whether it learns
 pipelines    timeline  timelines  bubbles       pipeline orders in time; what is called the bubble
-program      program                        lines of code, and what each sends
-serving      passes  slots  cache               a prompt and its answer; who has which slot, page, key
+programs     program  traced                    what lines of code send; a function, rank by rank
+serving      passes  slots  cache               a prompt and its answer; slots, pages and keys
 columns      axis_squares  memory_bar  time_bar  sent_bars  mesh_map     what stands beside an explorer's grid
 strips       before_after  ring_sums  cube      collectives before and after, hop by hop; devices in space
-traced       traced                             what a reader's function sends and holds, rank by rank
-geometry                                        where a device lies, who holds which slice
+geometry                                        coordinates of devices, groups, slices, rounds
 scene                                           rectangles, lines and words; SVG, PNG and a text twin
 """
 
@@ -44,8 +43,7 @@ from llmpar.draw.hosts import growing, table, wired
 from llmpar.draw.layouts import arrow, layout, links, moved
 from llmpar.draw.matmul import matmul
 from llmpar.draw.pipelines import bubbles, timeline, timelines
-from llmpar.draw.program import program
+from llmpar.draw.programs import program, traced
 from llmpar.draw.replicas import gather_use_forget, messages, replicas, zero_strips
 from llmpar.draw.serving import cache, passes, slots
 from llmpar.draw.strips import before_after, cube, ring_sums
-from llmpar.draw.traced import traced

@@ -17,7 +17,7 @@ from llmpar.draw.scene import (
 
 
 def causal(orders, step: int | None = None, title: str = "", counts: bool = True, bars: bool = True) -> Scene:
-    """Which pairs of query and key each rank of a causal ring computes, and in which step of the ring.
+    """Draw which pairs of query and key each rank of a causal ring computes, and in which step of the ring.
 
     ``orders`` have by name, for each rank, the parts of the sequence that it holds, counted from 0, all
     equally long and as many. A row is a part of the queries, a column one of the keys; a tile has its rank's

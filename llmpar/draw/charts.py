@@ -1,4 +1,4 @@
-"""Charts and timelines: what was sent, who works when, how much there is."""
+"""Charts and timelines: what was sent, what works when, how much there is."""
 
 import itertools
 import math
@@ -31,7 +31,8 @@ from llmpar.plan.mesh_shape import AXES
 
 
 def number_ranges(numbers, most: int = 8) -> str:
-    """Numbers as text: ``0 4``, ``0–7`` where they are consecutive, with an ellipsis where they are many."""
+    """Return numbers as text: ``0 4``, ``0–7`` where they are consecutive, with an ellipsis where they are
+    many."""
     n = list(numbers)
     if len(n) > 2 and n == list(range(n[0], n[-1] + 1)):
         return f"{n[0]}–{n[-1]}"
@@ -39,7 +40,7 @@ def number_ranges(numbers, most: int = 8) -> str:
 
 
 def count_noun(n: int, what: str) -> str:
-    """A count with its noun: ``1 copy``, ``2 copies``."""
+    """Return a count with its noun: ``1 copy``, ``2 copies``."""
     return f"{n:,} {what if n == 1 else what[:-1] + 'ies' if what.endswith('y') else what + 's'}"
 
 
@@ -49,7 +50,8 @@ TIME: dict[str, str] = COLOURS["time"]
 
 
 def collectives(rows) -> Scene:
-    """Bytes that a device sends per step, predicted beside compiled, a pair of bars per mesh axis and kind.
+    """Draw the bytes that a device sends per step, predicted beside compiled, a pair of bars per mesh axis
+    and kind.
 
     Rows are those of ``llmpar inspect --json``; either of ``predicted_bytes``, ``compiled_bytes`` may lack.
     """
@@ -77,7 +79,8 @@ def collectives(rows) -> Scene:
 
 
 def axis_colours(axes: str) -> tuple[str, str]:
-    """Fill and stroke of what is sent over ``axes``: the first one's; grey where it is no axis of ours."""
+    """Return the fill and the stroke of what is sent over ``axes``: those of the first axis; grey where it is
+    no mesh axis."""
     axis = axes.split(",")[0]
     return style_of(axis if axis in AXES else "links")[:2]
 
@@ -87,7 +90,8 @@ ARROWS_DRAWN = 24
 
 
 def arrows_sent(rows) -> Scene:
-    """Bytes that a device sends per step for each arrow of the model or the step: which line sends what.
+    """Draw the bytes that a device sends per step for each arrow of the model or the step: which line sends
+    what.
 
     Rows are those of `llmpar.inspect.census.arrow_rows`: ``arrow``, ``direction``, ``axis``, ``kind``,
     ``count``, ``bytes_sent``. A bar is one arrow, in parts by axis; the smallest arrows share the last bar.
@@ -116,8 +120,8 @@ def arrows_sent(rows) -> Scene:
 
 
 def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
-    """What each rank holds after every step of a permutation, ``pairs`` of (source, target) as in compiled
-    HLO. Rank r starts with piece r."""
+    """Draw what each rank holds after every step of a permutation, ``pairs`` of (source, target) as in
+    compiled HLO. Rank r starts with piece r."""
     ranks = 1 + max(max(pair) for pair in pairs)
     few = ranks <= len(OTHERS)  # a colour for each
     steps, came_from = num_steps or ranks, {target: source for source, target in pairs}
@@ -143,7 +147,7 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
 
 
 def scale(x_of, values, y: float, text, up: float = 0) -> list:
-    """Ticks with their labels below ``y``, and grid lines from there ``up``."""
+    """Return ticks with their labels below ``y``, and grid lines from there ``up``."""
     lines = [Line(((x_of(v), y - up), (x_of(v), y + 4)), "grid", 1) for v in values]
     return [*lines, *(small_text(x_of(v), y + 13, text(v)) for v in values)]
 
@@ -151,15 +155,15 @@ def scale(x_of, values, y: float, text, up: float = 0) -> list:
 def memory_bars(
     rows, capacity_bytes=None, title="Memory per device", whole_bytes=None, wide=480.0, roles=None
 ) -> Scene:
-    """What fills a device's memory: ``rows`` of (label, {part: bytes}), beside the chip's capacity; where a
-    program may use less than all of the memory, a second mark at its ``whole_bytes``. The longest bar is
-    ``wide`` pixels. ``roles`` are those of parts that colours.toml does not know by name."""
+    """Draw what fills a device's memory: ``rows`` of (label, {part: bytes}), beside the chip's capacity;
+    where a program may use less than all of the memory, a second mark at its ``whole_bytes``. The longest bar
+    is ``wide`` pixels. ``roles`` are those of parts that colours.toml does not know by name."""
     whole = whole_bytes if whole_bytes != capacity_bytes else None
     return _bars(title, rows, size_text, _byte_ticks, MEMORY | (roles or {}), capacity_bytes, whole, wide)
 
 
 def _byte_ticks(high: float) -> list[float]:
-    """Round sizes up to ``high``."""
+    """Return round numbers of bytes up to ``high``."""
     unit = 1024.0 ** min(5, int(math.log(max(high, 1), 1024)))
     return [unit * t for t in ticks(0, high / unit)]
 
@@ -167,14 +171,15 @@ def _byte_ticks(high: float) -> list[float]:
 def time_bars(
     rows, title: str = "Time per step", roles: dict[str, str] | None = None, error: float = 0.0, measured=()
 ) -> Scene:
-    """Where a step's time goes: ``rows`` of (label, {part: seconds}); ``roles`` as in `memory_bars`. Below a
-    bar stands its ``error``, the share by which an estimate may be off; a dot: ``measured``, {label: s}."""
+    """Draw where a step's time goes: ``rows`` of (label, {part: seconds}); ``roles`` as in `memory_bars`.
+    Below a bar stands its ``error``, the share by which an estimate may be off; a dot: ``measured``, {label:
+    s}."""
     marks, roles = (lambda high: ticks(0, high)), TIME | (roles or {})
     return _bars(title, rows, time_text, marks, roles, error=error, measured=dict(measured))
 
 
 def role_of(part: str, words: dict[str, str]) -> str:
-    """The role of a part of a bar, by its name."""
+    """Return the role of a part of a bar, by its name."""
     role = words.get(part, part)
     if role.rstrip("/") not in LIGHT:
         remedy = f"say whose it has: roles={{'{part}': 'weights'}}, or 'other1' to 'other5'"
@@ -219,8 +224,8 @@ def _bars(
     if limit is not None:
         x, side = x_of(limit), "end" if whole else "middle"
         edge = (x, -8), (x, bottom + 4)
-        items += [Line(edge, "paper", 5), Line(edge, "ink", 2, dash=True)]
-        items.append(small_text(x, -16, f"capacity {text(limit)}", side))
+        label = small_text(x, -16, f"capacity {text(limit)}", side)
+        items += [Line(edge, "paper", 5), Line(edge, "ink", 2, dash=True), label]
         lines.append(f"capacity: {text(limit)}")
     if whole is not None:
         x = x_of(whole)
@@ -250,7 +255,7 @@ def _spread(low: float, high: float, y: float) -> list:
 
 
 def bar_part(role: str, x: float, y: float, w: float, h: float, tip: str, act: str = "") -> Rect:
-    """A part of a bar: its role's colour in an outline of ink, so that a pale one is seen on paper."""
+    """Return a part of a bar: its role's colour in an outline of ink, so that a pale one is seen on paper."""
     fill, stroke, hatch = style_of(role)
     return Rect(x, y, w, h, fill, stroke if hatch else "ink", 0.75, hatch, tip=tip, act=act)
 
@@ -262,7 +267,8 @@ PANEL, _HIGH, _APART = 196, 220, 22
 def step_memory(
     rows, phases, capacity_bytes: float, title: str = "Memory of a device over one step", roles=None
 ) -> Scene:
-    """Memory over a step, a panel for each way to run it, all on one scale beside the chip's capacity.
+    """Draw memory over a step, a panel for each method to run it, all on one scale beside the chip's
+    capacity.
 
     ``rows`` are {name: moments}, a moment is {part: bytes}; parts lie on one another in the order in which
     they first come. ``phases`` are (name, number of moments) in turn. ``roles`` are as in `memory_bars`.
@@ -297,48 +303,52 @@ def step_memory(
         x = x0
         for phase, moments_of in phases:
             w = PANEL * moments_of / count
-            items += [Line(((x, _HIGH), (x, _HIGH + 6)), "edge", 1)]
-            items += [small_text(x + w / 2, _HIGH + 14, phase)] * (text_width(phase, SMALL) < w)
+            items += [
+                Line(((x, _HIGH), (x, _HIGH + 6)), "edge", 1),
+                *fitting_text(x + w / 2, _HIGH + 14, w, phase, fill="soft"),
+            ]
             x += w
         fullest = ", ".join(f"{part} {size_text(v)}" for part, v in moments[at].items() if v)
         verdict = "more than the capacity" if over else f"{size_text(capacity_bytes - most[name])} free"
         begins = f"{name}: from {size_text(sum(moments[0].values()))}"
         lines.append(f"{begins} to {size_text(most[name])}, {verdict} ({fullest})")
     across = (left, limit), (right, limit)
-    items += [Line(across, "paper", 4), Line(across, dash=True), *labels]
-    items += [small_text(right + 8, limit, f"usable {size_text(capacity_bytes)}", "start", "ink")]
+    usable = small_text(right + 8, limit, f"usable {size_text(capacity_bytes)}", "start", "ink")
+    items += [Line(across, "paper", 4), Line(across, dash=True), *labels, usable]
     key = legend([(role_of(part, roles), part) for part in named])
     return compose(title, [items, key], "\n".join(lines))
 
 
 def overlap(compute_s, comm_s, labels=None, span_s: float = 0) -> Scene:
-    """Computing gradients and summing them up, in turn and side by side: seconds per piece, whose gradients
-    are sent once they are computed. Each of the lanes works in order. A scale has ``span_s`` at least."""
+    """Draw how gradients are computed and summed up, one after the other and side by side: seconds for each
+    piece, whose gradients are sent once they are computed. Each of the two lanes works in order. A scale has
+    ``span_s`` at least."""
     labels = [str(i) for i in range(len(compute_s))] if labels is None else labels
     if not len(compute_s) == len(comm_s) == len(labels):
         counts = f"{len(compute_s)} computing, {len(comm_s)} communicating and {len(labels)} labels"
         raise ValueError(f"overlap got {counts}; give as many of each")
     schedules = []
     for name in ("in turn", "side by side"):
-        free, both = [0.0, 0.0], dict[str, list]({"compute": [], "communicate": []})
-        for a, b in zip(compute_s, comm_s, strict=True):
+        free, computing, sending = [0.0, 0.0], [], []
+        for label, a, b in zip(labels, compute_s, comm_s, strict=True):
             start = max(free) if name == "in turn" else free[0]
             free = [start + a, max(start + a, free[1]) + b]
-            both["compute"].append((start, free[0]))
-            both["communicate"].append((free[1] - b, free[1]))
-        events = []
-        for lane, row in both.items():
-            for (start, end), label in zip(row, labels, strict=True):
-                beside = sum(max(0.0, min(end, b) - max(start, a)) for a, b in both["compute"])
-                event = {"lane": lane, "name": label, "start_s": start, "end_s": end}
-                exposed = (end - start - beside) * (lane != "compute" and beside < 0.999 * (end - start))
-                events.append(event | {"axes": ("dp",) * (lane != "compute"), "exposed_s": exposed})
-        total = max(event["end_s"] for event in events)
-        waits = time_text(total - sum(compute_s))
-        head = f"{name}: {time_text(total)}, {waits} of it without computing"
-        schedules.append({"name": head, "count": 0, "events": events})
+            computing.append(_span("compute", label, start, free[0]))
+            sending.append(_span("communicate", label, free[1] - b, free[1]) | {"axes": ("dp",)})
+        for event in sending:
+            beside = sum(_shared_s(event, other) for other in computing)
+            took = event["end_s"] - event["start_s"]
+            event["exposed_s"] = took - beside if beside < 0.999 * took else 0.0
+        waits = time_text(max(free) - sum(compute_s))
+        head = f"{name}: {time_text(max(free))}, {waits} of it without computing"
+        schedules.append({"name": head, "count": 0, "events": computing + sending})
     span_s = max(span_s, sum(compute_s) + sum(comm_s))
     return two_lanes(schedules, "Communication behind computing", 0, span_s)
+
+
+def _span(lane: str, name: str, start_s: float, end_s: float) -> dict:
+    """Return an event of `two_lanes` that nothing waits for."""
+    return {"lane": lane, "name": name, "start_s": start_s, "end_s": end_s, "exposed_s": 0.0}
 
 
 LANES = {"compute": "matmuls", "links": "links", "network": "network"}
@@ -375,7 +385,7 @@ def two_lanes(iterations, title: str, column: float = 0, span_s: float = 0) -> S
                 others = (other for _, other in own if other is not event)
                 box = Rect(x_of(event["start_s"]), top, x_of(event["end_s"]) - x_of(event["start_s"]), 32)
                 w_open = wide * event["exposed_s"] / span
-                items += _event(event, box, w_open, fill, any(_overlap(event, other) for other in others))
+                items += _event(event, box, w_open, fill, any(_shared_s(event, other) for other in others))
                 if column:
                     outline = Rect(box.x - 1, top - 3, box.w + 2, 38, "", "ink", 3)
                     now = Line(((box.x, 8), (box.x, bottom)))
@@ -396,9 +406,9 @@ def two_lanes(iterations, title: str, column: float = 0, span_s: float = 0) -> S
     return compose(title, drawn, "\n".join(lines), column=column)
 
 
-def _overlap(one: dict, other: dict) -> bool:
-    """Whether two events share some of their time."""
-    return one["start_s"] < other["end_s"] and other["start_s"] < one["end_s"]
+def _shared_s(one: dict, other: dict) -> float:
+    """Return how long two events go on at the same time."""
+    return max(0.0, min(one["end_s"], other["end_s"]) - max(one["start_s"], other["start_s"]))
 
 
 def _event(event: dict, box: Rect, w_open: float, lane_fill: str, crowded: bool) -> list:

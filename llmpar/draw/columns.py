@@ -42,7 +42,7 @@ MeshPoint = namedtuple("MeshPoint", "mesh bytes seconds axis note act", defaults
 
 
 def axis_squares(sizes: dict[str, int], notes=None, acts=None, note: str = "", words=None) -> Scene:
-    """How the devices are cut: a row per mesh axis, with a square for each prime factor of its size.
+    """Draw how the devices are cut: a row per mesh axis, with a square for each prime factor of its size.
 
     ``notes`` say what an axis does, in two words. ``acts`` are, per axis, what its − and its + ask for: each
     (act, what it does), or None where there is no such mesh. ``words`` are what a click on its name asks for.
@@ -67,20 +67,22 @@ def axis_squares(sizes: dict[str, int], notes=None, acts=None, note: str = "", w
             fill, stroke = (axis, f"{axis}-line") if factor else ("", "grid")
             box = Rect(66 + pitch * k, y + 4, pitch - 3, 14, fill, stroke, radius=2)
             items += boxed(box, str(factor) if factor > 2 else "", margin=-3)
-        items.append(Text(238, y + 11, str(n), SMALL, "end", bold=live))
-        items.append(small_text(246, y + 11, says, "start", "ink" if live else "soft"))
+        items += [
+            Text(238, y + 11, str(n), SMALL, "end", bold=live),
+            small_text(246, y + 11, says, "start", "ink" if live else "soft"),
+        ]
         lines.append(f"{axis} {n}" + f": {says}" * bool(says))
     return _column(f"{count_noun(num, 'device')}, cut", "", items, lines, [note] * bool(note), LEFT)
 
 
 def _primes(n: int) -> list[int]:
-    """The prime factors of ``n``, the largest first."""
+    """Return the prime factors of ``n``, the largest first."""
     d = next((d for d in range(2, math.isqrt(n) + 1) if n % d == 0), n)
     return [*_primes(n // d), d] if n > 1 else []
 
 
 def memory_bar(parts: Iterable[Part], limits=(), band=None, total: float | None = None) -> Scene:
-    """What fills a device: one bar of parts in bytes, and their list.
+    """Draw what fills a device: one bar of parts in bytes, and their list.
 
     ``limits`` are (bytes, what they are), the one that counts first; ``band`` is from where to where the sum
     may lie, and hatched. What the parts lack of a ``total`` is drawn as "rest".
@@ -92,7 +94,7 @@ def memory_bar(parts: Iterable[Part], limits=(), band=None, total: float | None 
 
 
 def time_bar(parts: Iterable[Part], band=None, total: float | None = None) -> Scene:
-    """What a step takes: a bar of parts in seconds, and their list; the rest as in `memory_bar`."""
+    """Draw what a step takes: a bar of parts in seconds, and their list; the rest as in `memory_bar`."""
     parts, total = _whole(parts, total, TIME, time_text)
     order = {role: i for i, role in enumerate((*COMPUTING[:-1], "link", IDLE, "rest"))}
     parts.sort(key=lambda part: order.get(part.role, order["link"]))
@@ -105,7 +107,8 @@ def time_bar(parts: Iterable[Part], band=None, total: float | None = None) -> Sc
 
 
 def _whole(parts: Iterable[Part], total: float | None, words: dict, text) -> tuple[list[Part], float]:
-    """Parts with their roles, the smallest of many and what lacks of ``total`` as one."""
+    """Return the parts with their roles; the smallest of many, and what is missing to the ``total``, are one
+    part."""
     given = [p._replace(role=p.role or role_of(p.name, words)) for p in parts if p.value]
     added = sum(p.value for p in given)
     total = added if total is None else total
@@ -121,15 +124,16 @@ def _whole(parts: Iterable[Part], total: float | None, words: dict, text) -> tup
 
 
 def _bar(title: str, parts: list[Part], text, limits, band, notes: list[str], tone: str = "ink") -> Scene:
-    """A bar of parts below its limits and above its list."""
+    """Return a bar of parts below its limits and above its list."""
     wide, total = LEFT - 2 * COLUMN_MARGIN, sum(p.value for p in parts)
     per = wide / max([total, *(limit for limit, _ in limits), *(band or ()), 1e-12])
     items, bars, lines, x, top = list[Rect | Text | Line](), list[Rect](), list[str](), 0.0, 16 * len(limits)
     for k, (limit, why) in enumerate(limits):  # each label has a line of its own, so none meet
         at, y, words = per * limit, top - 16 * k - 8, f"{why} {text(limit)}"
         side, off = ("end", -6) if at > text_width(words, SMALL) + 6 else ("start", 6)
-        items.append(Line(((at, y - 6), (at, top + 32)), "edge" if k else "ink", 1 if k else 2, dash=True))
-        items.append(small_text(at + off, y, words, side, "ink"))
+        stroke, width = ("edge", 1) if k else ("ink", 2)
+        upright = Line(((at, y - 6), (at, top + 32)), stroke, width, dash=True)
+        items += [upright, small_text(at + off, y, words, side, "ink")]
         lines.append(words)
     for y, part in enumerate(parts):
         y, value, (fill, stroke, hatch) = top + 48 + 18 * y, text(part.value), style_of(part.role)
@@ -154,7 +158,7 @@ def _bar(title: str, parts: list[Part], text, limits, band, notes: list[str], to
 
 
 def _column(title: str, number: str, items, lines, notes, wide: float, tone: str = "ink") -> Scene:
-    """A chart under its title and its number."""
+    """Return a chart under its title and its number."""
     end = Text(wide - 2 * COLUMN_MARGIN, 0, number, anchor="end", fill=tone, bold=True)
     whole, text = f"{title}: {number}" if number else title, "\n".join([*lines, *notes])
     blocks, below = [[Text(0, 0, title, bold=True), end], items], [" ".join(notes)] * bool(notes)
@@ -162,8 +166,8 @@ def _column(title: str, number: str, items, lines, notes, wide: float, tone: str
 
 
 def sent_bars(rows: Iterable[SentBar]) -> Scene:
-    """What a device sends in a step: a bar for each, as long as it takes on links; filled in its axis' colour
-    is what computing waits for, as in `time_bar`, and hollow what hides behind computing."""
+    """Draw what a device sends in a step: a bar for each, as long as it takes on links; filled in its axis'
+    colour is what computing waits for, as in `time_bar`, and hollow what hides behind computing."""
     rows, wide = sorted(rows, key=lambda row: -row.hidden_s - row.waits_s), RIGHT - 2 * COLUMN_MARGIN
     if len(rows) > MOST_SENT:
         few = rows[MOST_SENT - 1 :]
@@ -246,11 +250,13 @@ def mesh_map(
         taken.append(text.box)
         items += [Rect(x0 - 2, y0 - 2, x1 - x0 + 4, y1 - y0 + 4, "paper", radius=3), text]
     done, count = len(points) + refused, num or len(points) + refused
-    notes = [f"{done:,} of {num:,} so far."] * (done < num)
-    notes += [f"{refused:,} of {count:,} are left out."] * bool(refused)
-    notes.append("Colour: the largest axis.")
+    notes = [
+        f"{done:,} of {num:,} so far." if done < num else "",
+        f"{refused:,} of {count:,} are left out." if refused else "",
+        "Colour: the largest axis.",
+    ]
     title = f"{count:,} mesh{'es' * (count != 1)}: memory and time"
-    return _column(title, "", items, [*ringed, *lines[::-1]], notes, RIGHT)
+    return _column(title, "", items, [*ringed, *lines[::-1]], list(filter(None, notes)), RIGHT)
 
 
 def _map_axes(area, sizes: dict[float, str], times: dict[float, str]) -> list:
@@ -271,7 +277,7 @@ def _map_axes(area, sizes: dict[float, str], times: dict[float, str]) -> list:
 
 
 def _log(values: list[float], start: float, end: float, thousand: float):
-    """A logarithmic scale from ``start`` to ``end`` pixels, and the round numbers on it."""
+    """Return a logarithmic scale from ``start`` to ``end`` pixels, and the round numbers on it."""
     low, high = min(values) / 1.25, max(values) * 1.25
     spare = max(1.0, math.sqrt(6 * low / high))
     low, high = low / spare, high * spare
@@ -282,7 +288,8 @@ def _log(values: list[float], start: float, end: float, thousand: float):
 
 
 def _beside(x: float, y: float, label: str, taken, dots, area) -> Text:
-    """A label beside a ring at (x, y), inside the area, where it meets no other and the fewest dots."""
+    """Return a label beside a ring at (x, y), inside the area, where it overlaps no other and the fewest
+    dots."""
     places = [(12, 0, "start"), (-12, 0, "end"), (0, -17, "middle"), (0, 17, "middle")]
     places += [(s * 8, dy, side) for dy in (-17, 17, -32, 32) for s, side in ((1, "start"), (-1, "end"))]
 

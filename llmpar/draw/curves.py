@@ -16,7 +16,7 @@ def curves(
     lines, ticks, x: str, y: str, *, low: float = 0, high: float | None = None, percent: bool = False,
     levels=None, marks=(), title: str = "", log: bool = False, text=None,
 ) -> Scene:  # fmt: skip
-    """Curves over equally spaced ``ticks``; each one's name stands at its end, in its colour.
+    """Draw curves over equally spaced ``ticks``; each one's name stands at its end, in its colour.
 
     A line is (name, values, role of its colour, marker, dashed). ``values`` are one for each tick, or a dict
     of place: value, where 0 is the first tick and 1 the second; at None or nan the line is broken. Markers
@@ -41,11 +41,15 @@ def curves(
     y_of = lambda value: TALL * (height(high) - height(value)) / (height(high) - height(low))
     items: list[Any] = []
     for level in levels:
-        items.append(Line(((-4, y_of(level)), (wide, y_of(level))), "grid", 1))
-        items.append(small_text(-8, y_of(level), say(level), "end"))
+        items += [
+            Line(((-4, y_of(level)), (wide, y_of(level))), "grid", 1),
+            small_text(-8, y_of(level), say(level), "end"),
+        ]
     for i, tick in enumerate(ticks):
-        items.append(Line(((x_of(i), TALL), (x_of(i), TALL + 4)), "edge", 1))
-        items.append(small_text(x_of(i), TALL + 14, f"{tick}"))
+        items += [
+            Line(((x_of(i), TALL), (x_of(i), TALL + 4)), "edge", 1),
+            small_text(x_of(i), TALL + 14, f"{tick}"),
+        ]
     items += [Line(((0, 0), (0, TALL), (wide, TALL)), "edge", 1.5), *_uprights(marks, x_of)]
     top = min(item.box[1] for item in items) - 12
     items += [small_text(-8, top, y, "start", "ink"), small_text(wide / 2, TALL + 36, x, fill="ink")]
@@ -73,8 +77,10 @@ def _uprights(marks, x_of) -> list:
         x, wide = x_of(place), text_width(what, "small")
         up = up + pixels("small") + 3 if x - wide / 2 < free else 0.0
         free = x + wide / 2 + 8
-        items.append(Line(((x, -3), (x, TALL)), "soft", 1.5, dash=True))
-        items.append(small_text(x, -12 - up, what, fill="ink"))
+        items += [
+            Line(((x, -3), (x, TALL)), "soft", 1.5, dash=True),
+            small_text(x, -12 - up, what, fill="ink"),
+        ]
     return items
 
 
@@ -91,14 +97,14 @@ def _curve(points, color: str, marker: str | None, dashed: bool) -> list:
 
 
 def _dot(x: float, y: float, marker: str, color: str) -> Rect | Line:
-    """A point of a curve."""
+    """Return a point of a curve."""
     if marker == "^":
         return Line(((x - 6, y + 5), (x + 6, y + 5), (x, y - 6)), color, 1, fill=color)
     return Rect(x - DOT, y - DOT, 2 * DOT, 2 * DOT, color, radius=DOT * (marker == "o"))
 
 
 def loss_curve(losses, reference=None) -> Scene:
-    """The loss per step, in nats per token; ``reference`` is another curve, drawn dashed."""
+    """Draw the loss per step, in nats per token; ``reference`` is another curve, drawn dashed."""
     each = {"loss": list(losses)} | ({"reference": list(reference)} if reference is not None else {})
     finite = [x for curve in each.values() for x in curve if math.isfinite(x)] or [0.0]
     last = max(2, *map(len, each.values())) - 1

@@ -23,8 +23,8 @@ _CELL, STAGES = 17, ("tokens", "in slots", "at the experts", "back in slots", "t
 
 
 def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages: int = 5) -> Scene:
-    """The way of one token to its experts and back. ``chosen[rank][token]`` are the experts that it visits,
-    and rank r has expert r. A copy has the colour of the rank that it comes from.
+    """Draw the path of one token to its experts and back. ``chosen[rank][token]`` are the experts that it
+    visits, and rank r has expert r. A copy has the colour of the rank that it comes from.
 
     With ``slots`` a rank has so many for each expert, and all of them travel, full or empty; a copy that
     finds none is left out. Without, the copies travel alone. ``follow`` is the rank and the token whose way
@@ -105,7 +105,7 @@ def _cell(x: float, y: float, source: int, token: int | None, followed: bool) ->
 
 
 def expert_loads(rows, slots: int | None = None) -> Scene:
-    """How full the experts are: ``rows[rank][expert]`` is a number of copies, in the colour of the rank
+    """Draw how full the experts are: ``rows[rank][expert]`` is a number of copies, in the colour of the rank
     that they come from. With so many ``slots`` for each expert on every rank: what is full, empty and left
     out; without: how long the others wait for the busiest expert."""
     ranks, experts = len(rows), len(rows[0])

@@ -1,4 +1,4 @@
-"""Geometry of a mesh for pictures: who is where, talks with whom, holds which slice; a collective's rounds.
+"""Geometry of a mesh for pictures: coordinates, groups and slices of devices; a collective's rounds.
 
 Plain numbers in, plain numbers out; the tests hold them against JAX and numpy.
 """
@@ -11,7 +11,8 @@ from llmpar.plan.mesh_shape import ORDER
 
 
 def strides(sizes: dict[str, int], order) -> dict[str, int]:
-    """How far apart neighbours on each axis are in the list of devices; ``order`` ends with the innermost."""
+    """Return how far apart neighbours on each axis are in the list of devices; ``order`` ends with the
+    innermost."""
     out, stride = {}, 1
     for axis in reversed(tuple(order)):
         out[axis], stride = stride, stride * sizes[axis]
@@ -19,12 +20,13 @@ def strides(sizes: dict[str, int], order) -> dict[str, int]:
 
 
 def coordinates(sizes: dict[str, int], order, device: int) -> dict[str, int]:
-    """A device's place on every axis."""
+    """Return a device's coordinate on every axis."""
     return {axis: device // stride % sizes[axis] for axis, stride in strides(sizes, order).items()}
 
 
 def groups(sizes: dict[str, int], order, axes) -> list[list[int]]:
-    """The devices that talk over ``axes`` (outermost first), group by group; groups by their first device."""
+    """Return the devices that talk over ``axes`` (outermost first), group by group; groups by their first
+    device."""
     apart, teams = strides(sizes, order), dict[int, list[tuple[int, int]]]()
     for device in range(math.prod(sizes.values())):
         first, rank = device, 0
@@ -36,7 +38,7 @@ def groups(sizes: dict[str, int], order, axes) -> list[list[int]]:
 
 
 def block(layout: Layout, sizes: dict[str, int], at: dict[str, int]) -> tuple[int, ...]:
-    """Which block of every dim the device at ``at`` holds, counted from 0."""
+    """Return which block of every dim the device at ``at`` holds, counted from 0."""
     index = []
     for dim in layout.dims:
         index.append(0)
@@ -46,7 +48,8 @@ def block(layout: Layout, sizes: dict[str, int], at: dict[str, int]) -> tuple[in
 
 
 def slices(layout: Layout, shape, sizes: dict[str, int], at: dict[str, int]) -> list[tuple[int, int]] | None:
-    """First and last-plus-one index of every dim that a device holds; None where a dim is not divisible."""
+    """Return, for every dim, the first index that a device holds and the one after the last; None where a dim
+    is not divisible."""
     out = []
     for dim, size, index in zip(layout.dims, shape, block(layout, sizes, at), strict=True):
         step, rest = divmod(size, math.prod(sizes[axis] for axis in dim.axes))
@@ -57,7 +60,8 @@ def slices(layout: Layout, shape, sizes: dict[str, int], at: dict[str, int]) -> 
 
 
 def holders(layout: Layout, sizes: dict[str, int]) -> dict[tuple[int, ...], list[int]]:
-    """Which devices of the mesh hold each shard: a block index per dim, to positions in the list of devices.
+    """Return which devices of the mesh hold each shard: a block index per dim, to positions in the list of
+    devices.
 
     An axis without a size has size 1. Shards come in the order of their first device.
     """
@@ -71,11 +75,12 @@ def holders(layout: Layout, sizes: dict[str, int]) -> dict[tuple[int, ...], list
 
 
 def rounds(kind: str, g: int) -> list[dict]:
-    """A collective among g ranks by rings: in each round what goes from whom to whom, and what each holds.
+    """Return a collective among g ranks by rings: in each round what is sent, from which rank to which, and
+    what each then holds.
 
-    ``sends`` are [from, to, block]; ``held[rank][block]`` counts what a rank has of a block: of the g addends
-    of a sum; of the g pieces for rank ``block`` (all-to-all, a transpose: g pieces before, g after); else 0
-    or 1. Round 0 is the start. Reduce-scatter leaves block r with rank r. A permute is one hop in the ring.
+    ``sends`` are [from, to, block]; ``held[rank][block]`` counts what a rank has of a block: of a sum's g
+    partial sums; of the g pieces for rank ``block`` (all-to-all, a transpose: g pieces before, g after); else
+    0 or 1. Round 0 is the start. Reduce-scatter leaves block r with rank r. A permute is one hop in the ring.
     """
     reduced, exchanged = kind in ("reduce-scatter", "all-reduce"), kind.endswith("all-to-all")
     counts = [[int(reduced or exchanged or rank == b) for b in range(g)] for rank in range(g)]

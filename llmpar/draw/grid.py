@@ -52,7 +52,7 @@ _RING_WORDS = {
 
 
 def axis_line(axis: str) -> str:
-    """The role of an axis' words; of one that is not ours, that of all words."""
+    """Return the role of an axis' words; of one that is no mesh axis, that of all words."""
     return f"{axis}-line" if f"{axis}-line" in LIGHT else "ink"
 
 
@@ -99,12 +99,12 @@ class Cells:
         self.w, self.h = self.size or (self.w, self.h)
 
     def label_width(self, axis: str) -> float:
-        """The width of an axis' labels beside the rows."""
+        """Return the width of an axis' labels beside the rows."""
         ends = 0, self.num - self.columns
         return 10 + max(text_width(self.name(axis, cell, self.columns), SMALL) for cell in ends)
 
     def ranges(self, cell: int, cells: int = 1) -> dict[str, tuple[int, int]]:
-        """Which coordinates the devices of some cells have, which are an aligned block."""
+        """Return which coordinates the devices of some cells have, which are an aligned block."""
         first, block, out = self.first + cell * self.block, cells * self.block, {}
         for axis, apart in self.apart.items():
             low = first // apart % self.sizes[axis]
@@ -112,24 +112,25 @@ class Cells:
         return out
 
     def name(self, axis: str, cell: int, cells: int = 1) -> str:
-        """The coordinates of some cells on an axis: ``dp 0–7``."""
+        """Return the coordinates of some cells on an axis: ``dp 0–7``."""
         low, high = self.ranges(cell, cells)[axis]
         return f"{axis} {low}" + f"–{high - 1}" * (high - low > 1)
 
     def where(self, cell: int) -> str:
-        """The coordinates of a cell."""
+        """Return the coordinates of a cell."""
         inside = lambda axis: self.ranges(cell)[axis] == (0, self.sizes[axis])
         return ", ".join(self.name(axis, cell) for axis in self.sizes if not inside(axis)) or "alone"
 
     def at(self, cell: int) -> tuple[float, float]:
-        """The upper left corner of a cell."""
+        """Return the upper left corner of a cell."""
         (row, column), c = divmod(cell, self.columns), self.columns
         x = self.left + column * (self.w + GAP) + sum(gap * (column // s) for s, gap in self.gaps if s < c)
         y = row * (self.h + GAP) + sum(gap * (row * c // s) for s, gap in self.gaps if s >= c)
         return x, y + 1.3 * pixels(SMALL) * len(self.top) + 5 * bool(self.per)
 
     def around(self) -> list:
-        """The axes' names with indices, beside the rows and above the columns; dashed boxes around nodes."""
+        """Return the axes' names with indices, beside the rows and above the columns, and dashed boxes around
+        nodes."""
         items, right, sides = Items(), 0.0, {axis for axis, _ in self.side}
         for axis, stride in self.side:
             right += self.label_width(axis)
@@ -153,13 +154,13 @@ class Cells:
         return items
 
     def alike(self, device: int, axes) -> list[int]:
-        """The cells with a device that differs from this one along ``axes`` alone, or not at all."""
+        """Return the cells with a device that differs from this one along ``axes`` alone, or not at all."""
         at, others = coordinates(self.sizes, self.sizes, device), [a for a in self.sizes if a not in axes]
         within = lambda ranges: all(ranges[a][0] <= at[a] < ranges[a][1] for a in others)
         return [cell for cell in range(self.num) if within(self.ranges(cell))]
 
     def moving(self, device: int, axes: tuple[str, ...], kind: str) -> list:
-        """The group of a device over ``axes``, outlined, and the arrows of the first round."""
+        """Return the outlines of a device's group over ``axes``, and the arrows of the first round."""
         team, own, color = self.alike(device, axes), (device - self.first) // self.block, f"{axes[0]}-line"
         items: list = [Rect(*self.at(i), self.w, self.h, "", color, 2.5, radius=2) for i in team if i != own]
         if not 1 < len(team) <= 16 or own not in team:
@@ -173,7 +174,7 @@ class Cells:
         return items
 
     def arrow(self, source: int, target: int) -> tuple[tuple[float, float], ...]:
-        """From cell to cell, back on another line than there."""
+        """Return the line of an arrow from cell to cell; the arrow back has another line."""
         ends, forth = (self.at(source), self.at(target)), 0.2 if target > source else -0.2
         (x0, y0), (x1, y1) = ((x + self.w / 2, y + self.h / 2) for x, y in ends)
         if y0 == y1:
@@ -188,8 +189,8 @@ class Cells:
 def mesh(
     shape: MeshShape | str, devices_per_host: int | None = None, highlight_axis: str | None = None
 ) -> Scene:
-    """The devices in link order: neighbours in a row share the fastest links. Rows and columns are mesh axes,
-    dashed boxes hosts. ``highlight_axis`` numbers the groups that talk over it, and fills the first."""
+    """Draw the devices in link order: neighbours in a row share the fastest links. Rows and columns are mesh
+    axes, dashed boxes hosts. ``highlight_axis`` numbers the groups that talk over it, and fills the first."""
     shape = parse_mesh(shape)
     if highlight_axis not in (None, *AXES):
         raise ValueError(f"'{highlight_axis}' is no mesh axis to highlight; the axes are {' '.join(AXES)}")
@@ -207,11 +208,12 @@ def mesh(
     for device in range(shape.size):
         (x, y), lit = cells.at(device), team_of.get(device) == 0
         fill = highlight_axis if highlight_axis and lit else "cell"
-        items.append(Rect(x, y, *size, fill, f"{highlight_axis}-line" if teams else "edge", 1.5, radius=3))
-        color = text_color_on(fill)
-        items.append(Text(x + size[0] / 2, y + 17, str(device), anchor="middle", fill=color))
-        if teams:
-            items.append(small_text(x + size[0] / 2, y + 38, f"group {team_of[device]}", fill=color))
+        color, middle = text_color_on(fill), x + size[0] / 2
+        items += [
+            Rect(x, y, *size, fill, f"{highlight_axis}-line" if teams else "edge", 1.5, radius=3),
+            Text(middle, y + 17, str(device), anchor="middle", fill=color),
+            *([small_text(middle, y + 38, f"group {team_of[device]}", fill=color)] if teams else []),
+        ]
     facts, lines, notes = list[tuple[str, str]](), list[str](), list[str]()
     for a, n in live.items():
         facts.append((a, f"{a} = {n}: {AXES[a]}" + f", partners {apart[a]} apart" * (n > 1)))
@@ -221,8 +223,8 @@ def mesh(
         where = ", dashed." if cells.per else f": device i is on host i // {host}."
         notes.append(f"Hosts of {count_noun(host, 'device')}{where}")
     if teams:
-        which = f"the first of {count_noun(len(teams), 'group')} over {highlight_axis}"
-        notes.append(f"Filled: {which}, devices {number_ranges(teams[0])}.")
+        first = f"the first of {count_noun(len(teams), 'group')} over {highlight_axis}"
+        notes.append(f"Filled: {first}, devices {number_ranges(teams[0])}.")
     text = "\n".join([*(fact for _, fact in facts), *lines, *notes])
     title = f"mesh {shape}: {count_noun(shape.size, 'device')}"
     return compose(title, [items, legend(facts, 400)], text, notes)
@@ -272,7 +274,7 @@ def shown_cells(sizes: dict[str, int], node: int, device: int, flat: bool) -> li
 
 
 def apart_words(parts: list[Cells]) -> list[str]:
-    """What the two parts of a large mesh show."""
+    """Return in words what the two parts of a large mesh show."""
     above, below = parts[0], parts[-1]
     last = below.first + below.num - 1
     says = f"One above stands for {above.block} devices; below, devices {below.first}–{last} one by one."
@@ -280,8 +282,8 @@ def apart_words(parts: list[Cells]) -> list[str]:
 
 
 def inked(part: Cells, device: int, same: Collection[int], ink, tip) -> list:
-    """The cells of a part, each with what ``ink(part, cell, width, height)`` draws in it. The chosen device
-    is outlined, and thinly the cells that hold the ``same``; ``tip(device)`` says what one holds."""
+    """Return the cells of a part, each with what ``ink(part, cell, width, height)`` draws in it. The chosen
+    device is outlined, and thinly the cells that hold the ``same``; ``tip(device)`` says what one holds."""
     items = part.around()
     for cell in range(part.num):
         (x, y), first = part.at(cell), part.first + cell * part.block
@@ -300,7 +302,7 @@ def tensor_grid(
     layout: Layout, shape, sizes: dict[str, int], node: int, device: int = 0, itemsize: int = 4,
     name: str = "", fill: str = "weights", segments: list[Segment] | None = None,
 ) -> Scene:  # fmt: skip
-    """Which block of a tensor each device of a mesh holds, `COLUMN` pixels wide.
+    """Draw which block of a tensor each device of a mesh holds, `COLUMN` pixels wide.
 
     Every device is the whole tensor with its block inked in the colour of the role ``fill``; above
     `MOST_CELLS` devices a cell stands for a block of them, and the ``device`` that was chosen is drawn with
@@ -327,31 +329,33 @@ def tensor_grid(
     def ink(part: Cells, cell: int, w: float, h: float) -> list:
         ranges, left, items = part.ranges(cell), 6.0 * bool(aside), Items()
         span = lambda which, side: stretches([dims[i] for i in which], sizes, ranges, side)
-        for a, b in span(aside[:1], h) if aside and not odd else []:
-            items.append(Rect(0, a, 5, b - a, dims[aside[0]].axes[0]))
-        for a, b in [] if odd else span(shown[-2:-1], h):
-            for c, d in span(shown[-1:], w - left):
-                items.append(Rect(left + c, a, d - c, b - a, fill, "edge", 0.75))
-        return items
+        if odd:
+            return []
+        for i in aside[:1]:
+            items += [Rect(0, a, 5, b - a, dims[i].axes[0]) for a, b in span([i], h)]
+        down, across = span(shown[-2:-1], h), span(shown[-1:], w - left)
+        boxes = [(left + c, a, d - c, b - a) for a, b in down for c, d in across]
+        return items + [Rect(*box, fill, "edge", 0.75) for box in boxes]
 
     def drawn(part: Cells) -> list:
-        others = {a: [b for b in sizes if b != a] for a in cutting}
-        same = set(range(part.num)).intersection(*(part.alike(device, others[a]) for a in cutting))
+        same = part.alike(device, [axis for axis in sizes if axis not in cutting])
         tip = lambda device: holds(coordinates(sizes, sizes, device))
         return inked(part, device, same, ink, tip)
 
     parts, at = shown_cells(sizes, node, device, len(shown) < 2), coordinates(sizes, sizes, device)
     copies = n // math.prod(counts)
-    notes = [f"Device {device} ({parts[-1].where(device - parts[-1].first)}) holds {holds(at)}."]
-    notes += [f"{count_noun(copies, 'device')} hold the same."] * (copies > 1)
     sides = " down, ".join(dims[i].name for i in shown)
-    notes += [f"Each cell is the whole tensor, {sides} across."] * bool(shown)
-    notes += [f"The bar at its left is {dims[i].name}." for i in aside[:1]]
-    notes += apart_words(parts)
-    notes += [f"Dashed: nodes of {node} devices."] * any(part.per for part in parts)
+    notes = [
+        f"Device {device} ({parts[-1].where(device - parts[-1].first)}) holds {holds(at)}.",
+        f"{count_noun(copies, 'device')} hold the same." if copies > 1 else "",
+        f"Each cell is the whole tensor, {sides} across." if shown else "",
+        *(f"The bar at its left is {dims[i].name}." for i in aside[:1]),
+        *apart_words(parts),
+        f"Dashed: nodes of {node} devices." if any(part.per for part in parts) else "",
+    ]
     placed = stack([drawn(part) for part in parts], 16)
     moving = _moving(placed, parts, sizes, device, segments or [])
-    text, title = " ".join(notes), f"{name or layout}: who holds what"
+    text, title = " ".join(filter(None, notes)), f"{name or layout}: who holds what"
     blocks = [[*placed, *moving], _captions(segments or [])]
     return compose(title, blocks, text, [text], GRID_MARGIN, COLUMN)
 
@@ -378,15 +382,17 @@ def _captions(segments: list[Segment]) -> list[Group]:
 
 
 def segment_words(segment: Segment) -> str:
-    """What happens in a segment."""
+    """Return in words what happens in a segment."""
     took, waits = segment.end_s - segment.start_s, segment.exposed_s
     if not segment.axes:
         slower = f", {time_text(waits)} of it for what travels beside" if waits else ""
         return f"All devices compute: {segment.name}, {time_text(took)}{slower}."
-    text = f"{segment.name.capitalize()}: {segment.kind} over {','.join(segment.axes)}"
-    text += f", {segment.group} devices; {_RING_WORDS[segment.kind.removeprefix('ragged-')]}"
-    text += f". Each sends {size_text(segment.bytes_sent)}"
-    text += f" in {segment.times} messages" * (segment.times > 1)
+    messages = f" in {segment.times} messages" if segment.times > 1 else ""
+    text = (
+        f"{segment.name.capitalize()}: {segment.kind} over {','.join(segment.axes)}, "
+        f"{segment.group} devices; {_RING_WORDS[segment.kind.removeprefix('ragged-')]}. "
+        f"Each sends {size_text(segment.bytes_sent)}{messages}"
+    )
     beside = "computing waits" if waits > 0.999 * took else "beside computing"
     if 0 < waits <= 0.999 * took:
         beside = f"computing waits for {time_text(waits)} of it"
@@ -394,7 +400,8 @@ def segment_words(segment: Segment) -> str:
 
 
 def frames(segments: list[Segment]) -> list[dict[str, Any]]:
-    """Frame 0, at rest, and one for each segment: how long it is shown, of 8 seconds in all, and words."""
+    """Return frame 0, at rest, and one for each segment: how long it is shown, of 8 seconds in all, and its
+    words."""
     total = sum(one.end_s - one.start_s for one in segments) or 1.0
     shown = [max(0.5, 8 * (one.end_s - one.start_s) / total) for one in segments]
     each = [
@@ -404,16 +411,17 @@ def frames(segments: list[Segment]) -> list[dict[str, Any]]:
 
 
 def layer_lanes(segments: list[Segment], count: int = 1) -> Scene:
-    """A layer in time: what computes above, below what travels, in its axis' colour; hatched where computing
-    waits for it. ``turns``: how often a step runs it forward. A frame outlines each segment (`frames`)."""
+    """Draw a layer in time: above what computes, below what is sent, in its axis' colour; hatched where
+    computing waits for it. A step runs it forward ``count`` times. A frame outlines each segment
+    (`frames`)."""
     layer = {"name": "a layer forward", "count": count, "events": [vars(one) for one in segments]}
     return two_lanes([layer], "One layer in time", COLUMN)
 
 
 def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
-    """A collective among 2 to 16 devices as a film of at most ``most`` rounds (`geometry.rounds`): devices on
-    a circle, arrows for what is sent. A device has a bar for each block, as high as what it holds of it: of a
-    sum so many of the addends, of a transpose so many of the pieces for that rank."""
+    """Draw a collective among 2 to 16 devices as a film of at most ``most`` rounds (`geometry.rounds`):
+    devices on a circle, arrows for what is sent. A device has a bar for each block, as high as the part that
+    it holds: of a sum the number of partial sums, of a transpose that of the pieces for the rank."""
     g, steps, color = len(members), rounds(kind, len(members)), f"{axis}-line"
     if not 2 <= g <= 16:
         raise ValueError(f"a ring of {count_noun(g, 'device')}; it is drawn with 2 to 16")

@@ -30,7 +30,7 @@ Pairs = Mapping[str, Iterable[tuple[int, int]]]
 
 
 def wired(hosts: Sequence, wire: Sequence[str], pairs: Pairs | None = None, title: str = "") -> Scene:
-    """Hosts beside one another with their devices, and a wire with its words between them.
+    """Draw hosts beside one another with their devices, and a wire with its words between them.
 
     ``hosts[host][device]`` are short texts, a cell for each. ``pairs`` are, per axis, the devices that talk:
     neighbours in a host, or at the same place of two. Without pairs, what another device has is red.
@@ -41,16 +41,21 @@ def wired(hosts: Sequence, wire: Sequence[str], pairs: Pairs | None = None, titl
     items, lines, at = Items(), list[str](), list[tuple[float, float]]()
     for h, host in enumerate(hosts):
         left = h * (wide + 32 + between)
-        items.append(Text(left + wide / 2 + 16, -12, f"host {h}", anchor="middle", bold=True))
-        items.append(Rect(left, 0, wide + 32, tall + 8, "", "edge", 1.5, dash=True, radius=6))
+        items += [
+            Text(left + wide / 2 + 16, -12, f"host {h}", anchor="middle", bold=True),
+            Rect(left, 0, wide + 32, tall + 8, "", "edge", 1.5, dash=True, radius=6),
+        ]
         for i, text in enumerate(wire if h else ()):
             items += [Rect(left - between, 30, between, tall - 48, "grid", "network")] * (not i)
             y = tall / 2 + 6 + 20 * (i - (len(wire) - 1) / 2)
             items.append(Text(left - between / 2, y, text, anchor="middle"))
         for y, own in zip(itertools.count(16, 100), host, strict=False):
             x, fill = left + 16, OTHERS[len(at) % len(OTHERS)]
-            items += [Rect(x, y, wide, 76, "cell", "edge"), Rect(x, y, wide, 26, fill, "edge")]
-            items.append(Text(x + 8, y + 13, f"device {len(at)}", fill=text_color_on(fill)))
+            items += [
+                Rect(x, y, wide, 76, "cell", "edge"),
+                Rect(x, y, wide, 26, fill, "edge"),
+                Text(x + 8, y + 13, f"device {len(at)}", fill=text_color_on(fill)),
+            ]
             for i, text in enumerate(own):
                 tone = ("bad-ground", "bad", 2) if text in seen and not pairs else ("paper", "edge", 1)
                 items += titled(Rect(x + 10 + cell * i, y + 38, cell - 4, 26, *tone), text, SMALL)
@@ -68,7 +73,7 @@ def wired(hosts: Sequence, wire: Sequence[str], pairs: Pairs | None = None, titl
 
 
 def growing(meshes: Iterable[str], title: str) -> Scene:
-    """Meshes of up to four axes, each with one more: squares are devices, lines join neighbours."""
+    """Draw meshes of up to four axes, each with one more: squares are devices, lines join neighbours."""
     blocks, lines, order = list[list](), list[str](), list[str]()
     for mesh in map(parse_mesh, meshes):
         sizes, items = mesh.named, Items()
@@ -89,7 +94,7 @@ def growing(meshes: Iterable[str], title: str) -> Scene:
 
 
 def table(rows, columns: Sequence[str] = (), title: str = "", notes: Sequence[str] = ()) -> Scene:
-    """A table in colour: ``rows`` are (name, [(text, role of its ground), …]), as long as they like."""
+    """Draw a table in colour: ``rows`` are (name, [(text, role of its ground), …]), as long as they like."""
     left, num = max(text_width(name) for name, _ in rows) + 12, max(len(cells) for _, cells in rows)
     texts = [[*columns[i : i + 1], *(cells[i][0] for _, cells in rows if i < len(cells))] for i in range(num)]
     wides = [max(map(text_width, column)) * 1.1 + 16 for column in texts]

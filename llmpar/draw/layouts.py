@@ -1,4 +1,4 @@
-"""Draw meshes, layouts and arrows: who holds what, what moves, which wires an axis runs over.
+"""Draw layouts and arrows: which device holds what, what moves, which links an axis runs over.
 
 One language in all drawings: a colour is a mesh axis, always the same one; slanted lines are an unfinished
 sum (or what was compiled, beside what was predicted), dots copies; a cell says its colour in words, too.
@@ -41,8 +41,9 @@ _Block = tuple[list, float, float]  # items, width, height
 
 
 def links(shape: MeshShape | str, chip: Chip) -> Scene:
-    """Which links carry each axis. A bar goes from the distance of neighbours in a group to that of its ends,
-    in devices; beyond the dashed edge of a node it shares the network. Rates are as one device reaches."""
+    """Draw which links carry each axis. A bar goes from the distance of neighbours in a group to that of its
+    ends, in devices; beyond the dashed edge of a node it shares the network. Rates are as one device
+    reaches."""
     sizes, one = parse_mesh(shape).sizes, chip.per_device()
     apart, items, lines = strides(sizes, AXES), Items(), []
     shown = [a for a in AXES if sizes[a] > 1]
@@ -72,22 +73,23 @@ def links(shape: MeshShape | str, chip: Chip) -> Scene:
 
 
 def _places(axes: tuple[str, ...], sizes: dict[str, int], index: int) -> dict[str, int]:
-    """The coordinates behind a block's index, outermost axis first; axes of size one left out."""
+    """Return the coordinates behind a block's index, outermost axis first; axes of size one left out."""
     live = {a: sizes[a] for a in axes if sizes.get(a, 1) > 1}
     at = coordinates(live, live, index)
     return {a: at[a] for a in live}
 
 
 def _copies(layout: Layout, sizes: dict[str, int]) -> tuple[int, int, int]:
-    """Shards, copies of each, and the parts of an unfinished sum."""
+    """Return the number of shards, of copies of each, and of the partial sums of an unfinished sum."""
     along = lambda axes: math.prod(sizes.get(a, 1) for a in axes)
     shards, parts = along(layout.axes), along(layout.sums)
     return shards, math.prod(sizes.values()) // shards // parts, parts
 
 
 def _tensor(layout: Layout, shape, sizes: dict[str, int] | None, beside: Layout | None = None) -> list:
-    """A tensor of up to four dims as cells, on the same scale as another layout ``beside`` it. An unfinished
-    sum has a sheet for each of its addends, since no two devices along its axes hold the same numbers."""
+    """Return a tensor of up to four dims as cells, on the same scale as another layout ``beside`` it. An
+    unfinished sum has a sheet for each partial sum, since no two devices along its axes hold the same
+    numbers."""
     items, wide, high = _cells(layout, shape, sizes)
     if beside:
         _, w, h = _cells(beside, shape, sizes)
@@ -101,16 +103,18 @@ def _tensor(layout: Layout, shape, sizes: dict[str, int] | None, beside: Layout 
     for i, k in reversed(list(enumerate(shown))[1:]):
         places = _places(tuple(sums), sizes, k).items() if sizes is not None else ()
         words = "+ ⋯" if k < 0 else "+ " + " ".join(f"{a} {n}" for a, n in places)
+        left, low = x + 8 * i, y + 17 * i + high
         sheets += [
-            Rect(x + wide + 8 * (i - 1), y + 17 * i, 8, high - 17, "paper", stroke, hatch="/"),
-            Rect(x + 8 * i, y + 17 * i + high - 17, wide, 17, "cell", stroke),
+            Rect(left + wide - 8, y + 17 * i, 8, high - 17, "paper", stroke, hatch="/"),
+            Rect(left, low - 17, wide, 17, "cell", stroke),
+            *fitting_text(left + wide / 2, low - 8, wide - 4, words, words[:3], "+"),
         ]
-        sheets += fitting_text(x + 8 * i + wide / 2, y + 17 * i + high - 8, wide - 4, words, words[:3], "+")
     return sheets + items
 
 
 def _picked(counts: list[int]) -> list[list[int]]:
-    """The blocks of each dim that are drawn, at most `_MAX_CELLS` in all; -1 stands for those left out."""
+    """Return the blocks of each dim that are drawn, at most `_MAX_CELLS` in all; -1 stands for those left
+    out."""
     for most in (8, 5, 4, 3):
         picked = [list(range(n)) if n <= most else [*range(most - 2), -1, n - 1] for n in counts]
         if math.prod(map(len, picked)) <= _MAX_CELLS:
@@ -131,7 +135,7 @@ class _Grid:
     devices: dict[tuple[int, ...], list[int]]  # of the front sheet, by block
 
     def tick(self, d: int, i: int) -> str:
-        """The label of block ``i`` of dim ``d``."""
+        """Return the label of block ``i`` of dim ``d``."""
         dim = self.dims[d]
         places = _places(dim.axes, self.sizes, i)
         if not places:
@@ -141,11 +145,11 @@ class _Grid:
         return f"{dim.name}: " + " ".join(f"{a} {n}" for a, n in places.items())
 
     def tick_width(self, d: int) -> float:
-        """The room for the labels of dim ``d``."""
+        """Return the width of the labels of dim ``d``."""
         return max(text_width(self.tick(d, i), SMALL) for i in self.picked[d]) + 12
 
     def cell(self, index: tuple[int, ...], w: float, h: float) -> _Block:
-        """One block: its shard, the devices that hold it, and the strips of `marks`."""
+        """Return one block: its shard, the devices that hold it, and the strips of `marks`."""
         tall = h + 10 * len(self.marks)
         if -1 in index:
             return [Text(w / 2, tall / 2, "⋯", anchor="middle", fill="soft")], w, tall
@@ -157,21 +161,23 @@ class _Grid:
             for i, dim in zip(index, self.dims, strict=True):
                 shard = shard * math.prod(self.sizes.get(a, 1) for a in dim.axes) + i
             words = f"{'devices' if len(devices) > 1 else 'device'} {number_ranges(devices, 4)}"
-            items += [small_text(w / 2, h / 2 - 8, f"shard {shard}", fill="ink")]
-            items += fitting_text(
-                w / 2, h / 2 + 8, w - 4, words, count_noun(len(devices), "device"), fill="soft"
-            )
+            names = words, count_noun(len(devices), "device")
+            items += [
+                small_text(w / 2, h / 2 - 8, f"shard {shard}", fill="ink"),
+                *fitting_text(w / 2, h / 2 + 8, w - 4, *names, fill="soft"),
+            ]
         return items, w, tall
 
     def border(self, d: int, before: int, i: int, points) -> Line:
-        """The line between two neighbouring blocks, in the colour of the outermost axis that cuts there."""
+        """Return the line between two neighbouring blocks, in the colour of the outermost axis that cuts
+        there."""
         one, two = (_places(self.dims[d].axes, self.sizes, j) for j in (before, i))
         axes = [*_places(self.dims[d].axes, self.sizes, 0)]
         axis = next((a for a in axes if -1 not in (before, i) and one[a] != two[a]), axes[0])
         return Line(points, f"{axis}-line", 3)
 
     def block(self, index: tuple[int, ...], w: float, h: float) -> _Block:
-        """The cells of all blocks that begin with ``index``, with the ticks of the dims inside."""
+        """Return the cells of all blocks that begin with ``index``, with the ticks of the dims inside."""
         d, num = len(index), len(self.dims)
         if d == num:
             return self.cell(index, w, h)
@@ -197,14 +203,14 @@ class _Grid:
 
 
 def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[float, float] = (0, 0)) -> _Block:
-    """A tensor as cells with their ticks, and how wide and high they are without ticks, which can be
+    """Return a tensor as cells with their ticks, and how wide and high they are without ticks, which can be
     ``more``: the last dim runs across, the one before it down, and so on outwards. Blocks are parted by a
     line in the colour of the axis that cuts there. Without sizes, each axis cuts in two."""
     num, named = len(layout.dims), sizes is not None
     if num > 4:
         raise ValueError(f"layout '{layout}' has {num} dims; a drawing has room for 4")
     sizes = sizes if sizes is not None else dict.fromkeys(layout.axes, 2)
-    first = set(holders(Layout((Dim("sum", layout.sums),)), sizes)[0,])  # a sum's first addend, in front
+    first = set(holders(Layout((Dim("sum", layout.sums),)), sizes)[0,])  # a sum's first partial sum, in front
     devices = {index: [d for d in owners if d in first] for index, owners in holders(layout, sizes).items()}
     sums = [a for a in layout.sums if not named or sizes.get(a, 1) > 1]
     marks = [("/", f"{a}-line" if a in ORDER else "edge") for a in sums[:1]]
@@ -224,7 +230,7 @@ def _local_bytes(layout: Layout, shape: tuple[int, ...], sizes: dict[str, int], 
 
 
 def _facts(layout: Layout, shape, sizes, itemsize) -> list[str]:
-    """What a layout's picture says, in words."""
+    """Return in words what a layout's picture shows."""
     if sizes is None:
         cuts = [f"{d.name} is {'cut by ' + ', '.join(d.axes) if d.axes else 'whole'}" for d in layout.dims]
         return cuts + [f"an unfinished sum over {s}" for s in layout.sums]
@@ -242,9 +248,12 @@ def _facts(layout: Layout, shape, sizes, itemsize) -> list[str]:
 def _key(layouts: list[Layout], sizes: dict[str, int] | None) -> list:
     named = {a for x in layouts for a in x.axes + x.sums}
     used = [a for a in ORDER if a in named and (not sizes or sizes.get(a, 1) > 1)]
-    key: list = [(a, f"{a} = {sizes[a]}" if sizes else a) for a in used]
-    key += [(a, f"unfinished sum over {a}", "/") for a in used if any(a in x.sums for x in layouts)]
-    key += [("edge", "copies", ".")] * any(sizes and _copies(x, sizes)[1] > 1 for x in layouts)
+    copied = any(sizes and _copies(x, sizes)[1] > 1 for x in layouts)
+    key: list = [
+        *((a, f"{a} = {sizes[a]}" if sizes else a) for a in used),
+        *((a, f"unfinished sum over {a}", "/") for a in used if any(a in x.sums for x in layouts)),
+        *([("edge", "copies", ".")] if copied else []),
+    ]
     return legend(key, 480)
 
 
@@ -254,9 +263,11 @@ def _full(sizes: dict[str, int] | MeshShape | str | None) -> dict[str, int] | No
 
 
 def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = None) -> Scene:
-    """Which device holds which shard of a tensor of 0 to 4 dims; without a mesh (``sizes``), where cuts are.
+    """Draw which device holds which shard of a tensor of 0 to 4 dims; without a mesh (``sizes``), where it is
+    cut.
 
-    Bytes need ``shape`` and ``itemsize``. Copies are dotted, an unfinished sum hatched, a sheet per addend.
+    Bytes need ``shape`` and ``itemsize``. Copies are dotted, an unfinished sum hatched, with a sheet for each
+    partial sum.
     """
     layout, sizes = parse_layout(layout) if isinstance(layout, str) else layout, _full(sizes)
     facts = _facts(layout, shape, sizes, itemsize)
@@ -267,8 +278,9 @@ def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = 
 
 
 def moved(arrow: Arrow, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> list[tuple]:
-    """The moves of an arrow, and the bytes that a device of g sends for them on a ring (`ring_bytes`): for V
-    local ones all-gather V(g-1); reduce-scatter, all-to-all V(g-1)/g; all-reduce twice that; a slice none."""
+    """Return the moves of an arrow, and the bytes that a device of g sends for them on a ring (`ring_bytes`):
+    for V local ones all-gather V(g-1); reduce-scatter, all-to-all V(g-1)/g; all-reduce twice that; a slice
+    none."""
     local_bytes, out = _local_bytes(arrow.before, shape, sizes, itemsize), []
     for move in arrow.moves:
         g = math.prod(sizes[a] for a in move.axes)
@@ -279,7 +291,8 @@ def moved(arrow: Arrow, shape: tuple[int, ...], sizes: dict[str, int], itemsize:
 
 
 def arrow(arrow: Arrow | str, shape=None, sizes=None, itemsize: int | None = None) -> Scene:
-    """A movement to scale: the layout before, collectives with bytes sent per device, the layout after."""
+    """Draw a movement to scale: the layout before, collectives with bytes sent per device, the layout
+    after."""
     arrow, sizes = parse_arrow(arrow) if isinstance(arrow, str) else arrow, _full(sizes)
     known = moved(arrow, shape, sizes, itemsize) if shape is not None and sizes and itemsize else []
     steps = [[str(m), f"{size_text(n)} sent per device"] for m, n in known]

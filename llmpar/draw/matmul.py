@@ -1,7 +1,6 @@
 """Draw matrices in the colours of the devices that hold them: what is multiplied, summed up, and sent."""
 
 import re
-from typing import Any
 
 from llmpar.draw.geometry import holders
 from llmpar.draw.scene import (
@@ -31,7 +30,8 @@ SIGN = re.compile(r" (×|=|->|-[\w ]+->) ")
 
 
 def matmul(chain: str, names=(), devices: int = 4, title: str = "", notes=(), sheets: str = SHEETS) -> Scene:
-    """Matrices that are multiplied and sent, in the colours of the ``devices`` along one axis that hold them.
+    """Draw matrices that are multiplied and sent, in the colours of the ``devices`` along one axis that hold
+    them.
 
     ``chain`` has layouts with signs between them: ``×`` and ``=``; ``->`` for what is sent, by the collective
     that its layouts say; ``-word->`` for what each device does by itself. Layouts parted by commas stand
@@ -80,8 +80,9 @@ def matmul(chain: str, names=(), devices: int = 4, title: str = "", notes=(), sh
 
 
 def multiplied(x: Layout, w: Layout) -> Layout:
-    """What devices have when each multiplies what it holds: dims of both are summed over, and where an axis
-    cuts them the sum is unfinished. ValueError where the two do not lie alike along such a dim."""
+    """Return the layout of the result when each device multiplies what it holds: dims of both are summed
+    over, and where an axis cuts them the sum is unfinished. Raise ValueError where the two are not cut alike
+    along such a dim."""
     both = [dim for dim in x.dims if dim.name in w.letters]
     if not both or any(w.cut(dim.name) != dim.axes for dim in both):
         raise ValueError(f"'{x}' and '{w}' cannot be multiplied as they are held; send one of them first")
@@ -90,7 +91,7 @@ def multiplied(x: Layout, w: Layout) -> Layout:
 
 
 def _drawn(layout: Layout) -> list[tuple[int, Dim]]:
-    """The two dims of a layout that are drawn, and their places."""
+    """Return the two dims of a layout that are drawn, and their places."""
     dims = [(i, dim) for i, dim in enumerate(layout.dims) if len(layout.dims) == 2 or dim.name not in _BESIDE]
     if len(dims) != 2:
         raise ValueError(f"'{layout}' is no matrix: two dims are drawn, beside {' and '.join(_BESIDE)}")
@@ -98,7 +99,7 @@ def _drawn(layout: Layout) -> list[tuple[int, Dim]]:
 
 
 def _held(layout: Layout, devices: int) -> str:
-    """How the devices hold a matrix, in a word or two."""
+    """Return in a word or two how the devices hold a matrix."""
     if layout.sums:
         return f"{devices} sheets"
     sides = zip([dim for _, dim in _drawn(layout)], ("rows", "columns"), strict=True)
@@ -107,31 +108,33 @@ def _held(layout: Layout, devices: int) -> str:
 
 
 def _matrix(layout: Layout, cut: list[str], devices: int, scale: float) -> list:
-    """A matrix as the blocks that its layout makes of it; of an unfinished sum a sheet for each addend; with
-    a swatch for each device where all hold the same."""
+    """Return a matrix as the blocks that its layout makes of it; of an unfinished sum a sheet for each
+    partial sum; with a swatch for each device where all hold the same."""
     (down, rows), (across, columns) = _drawn(layout)
     high, wide = (scale * LENGTH.get(dim.name, 100) for dim in (rows, columns))
     if not (layout.axes or layout.sums):
-        side, items = min(16, 0.8 * wide / devices - 3), list[Any]([Rect(0, 0, wide, high, "cell", "ink")])
-        for i, tint in enumerate(OTHERS[: devices * len(cut)]):
-            x = wide / 2 + (side + 3) * (i - devices / 2) + 1.5
-            items.append(Rect(x, (high - side) / 2, side, side, tint, "ink", 0.75))
-        return items
+        side = min(16, 0.8 * wide / devices - 3)
+        left, top = wide / 2 + 1.5 - (side + 3) * devices / 2, (high - side) / 2
+        tints = enumerate(OTHERS[: devices * len(cut)])
+        swatches = (Rect(left + (side + 3) * i, top, side, side, tint, "ink", 0.75) for i, tint in tints)
+        return [Rect(0, 0, wide, high, "cell", "ink"), *swatches]
     items, w, h = [], wide / (devices if columns.axes else 1), high / (devices if rows.axes else 1)
     for index, owners in holders(layout, dict.fromkeys(cut, devices)).items():
-        for k, who in reversed(list(enumerate(owners))):
-            tint, x, y = OTHERS[who], w * index[across] + 15 * k, h * index[down] + 20 * k
-            middle, words = y + (h - 10 if k else h / 2), "+ " * (k > 0) + str(who)
+        for k, device in reversed(list(enumerate(owners))):
+            tint, x, y = OTHERS[device], w * index[across] + 15 * k, h * index[down] + 20 * k
+            middle, words = y + (h - 10 if k else h / 2), "+ " * (k > 0) + str(device)
             items.append(Rect(x, y, w, h, tint, "ink"))
             if layout.sums:
-                items.append(Rect(x, y, w, h, "", f"{layout.sums[0]}-line", hatch="/"))
-                items.append(Rect(x + w / 2 - 15, middle - 9, 30, 18, tint, "ink", 0.5))
+                items += [
+                    Rect(x, y, w, h, "", f"{layout.sums[0]}-line", hatch="/"),
+                    Rect(x + w / 2 - 15, middle - 9, 30, 18, tint, "ink", 0.5),
+                ]
             items.append(Text(x + w / 2, middle, words, anchor="middle", fill=text_color_on(tint)))
     return items
 
 
 def _sign(sign: str, sends, axis: str = "") -> tuple[list, float]:
-    """A sign, or an arrow below its word, and how wide it is."""
+    """Return a sign, or an arrow below its word, and how wide it is."""
     if sign in "×=":
         return [Text(21, 0, sign, 22, "middle", bold=True)], 42
     label, color = "".join(sends) or sign.strip("->"), f"{axis}-line" if sends else "ink"

@@ -1,4 +1,4 @@
-"""Pipelines in time: who works when, which order is through first, and what is called the bubble."""
+"""Pipelines in time: when a stage works, which order ends first, and what is called the bubble."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,12 +43,12 @@ class _Band:
     wide: float
 
     def x(self, time: float) -> float:
-        """Where a time is drawn."""
+        """Return the place of a time, in pixels."""
         return self.left + self.wide * (time - self.low) / (self.high - self.low)
 
     def operations(self, stage: int, row, marked=(), half: float = 1) -> list:
-        """A stage's operations as named cells: dashed are those that have not run, outlined the ``marked``; a
-        bar is chunk 1 or later. A B has W's colour from the ``half`` of it on."""
+        """Return a stage's operations as named cells: dashed are those that have not run, outlined the
+        ``marked``; a bar is chunk 1 or later. A B has W's colour from the ``half`` of it on."""
         items: list = []
         for place, (start, end, kind, u, chunk, *unrun) in enumerate(row):
             if max(start, self.low) >= min(end, self.high):
@@ -86,7 +86,8 @@ class _Band:
 
 
 def _live_over_time(row, last: str) -> dict[float, float]:
-    """From when on a stage holds how many microbatches: from the start of F to the end of ``last``."""
+    """Return how many microbatches a stage holds, by the time from when on: from the start of F to the end of
+    ``last``."""
     visits = sum(kind == "F" for _, _, kind, *_ in row) / max(1, len({u for *_, u, _ in row})) or 1
     steps = sorted((s, 1) if kind == "F" else (e, -1) for s, e, kind, *_ in row if kind in ("F", last))
     totals = accumulate(step for _, step in steps)
@@ -96,7 +97,8 @@ def _live_over_time(row, last: str) -> dict[float, float]:
 def timeline(
     table, waiting=None, facts: bool = True, shortest: float = SHORTEST, marked=(), half: float = 1
 ) -> Scene:
-    """Who works when in a pipeline; where there are backwards, below a stage's row the activations it holds.
+    """Draw when each stage of a pipeline works; where there are backwards, below a stage's row the
+    activations it holds.
 
     Of an order that gets stuck, ``waiting`` says what for: stage -> (the operations it has not run, the stage
     it waits for, what there). Operations named in ``marked``, as `Rect.op` names them, are outlined.
@@ -129,12 +131,14 @@ def timeline(
     items = Items()
     for k in range(num_bands):
         band = _Band(k * span / num_bands, (k + 1) * span / num_bands, edge, wide)
-        part = scale(band.x, ticks(band.low, band.high), bottom, lambda v: f"{v:g}", bottom)
+        part = scale(band.x, ticks(band.low, band.high), bottom, "{:g}".format, bottom)
         part.append(small_text(edge - 10, bottom + 13, "time units", "end"))
         for i, row in enumerate(stages):
-            part += band.operations(i, [*row, *ahead[i]], marked, half if last == "B" else 1)
-            part += [band.live(i, live[i], most)] if live[i] else []
-            part.append(small_text(edge - 10, ROW * i + 13, f"stage {i}", "end", "ink"))
+            part += [
+                *band.operations(i, [*row, *ahead[i]], marked, half if last == "B" else 1),
+                *([band.live(i, live[i], most)] if live[i] else []),
+                small_text(edge - 10, ROW * i + 13, f"stage {i}", "end", "ink"),
+            ]
             if i in waiting:
                 _, other, what = waiting[i]
                 starts = {one[2:5]: one[0] for one in ahead[other]}
@@ -144,11 +148,13 @@ def timeline(
                 part += [small_text(x, *one, "start", "ink") for one in zip(ys, notes[i], strict=False)]
         items.append(Group(tuple(part), 0, k * (bottom + BAND_GAP)))
     idle = 1 - sum(end - start for row in stages for start, end, *_ in row) / span / len(stages)
-    key = _key(last == "W" or half < 1)[: None if "B" in kinds else 1]
-    key += [("activations", "activations held, in microbatches")] * any(live)
-    key += [("black", "bar: chunk 1 or later")] * any(chunk for row in stages for *_, chunk in row)
-    circle = "; outlined: in a circle" * bool(marked)
-    key += [("paper", f"has not run; arrow: waits for{circle}")] * bool(waiting)
+    circle = "; outlined: in a circle" if marked else ""
+    key = [
+        *_key(last == "W" or half < 1)[: None if "B" in kinds else 1],
+        *[("activations", "activations held, in microbatches")] * any(live),
+        *[("black", "bar: chunk 1 or later")] * any(chunk for row in stages for *_, chunk in row),
+        *[("paper", f"has not run; arrow: waits for{circle}")] * bool(waiting),
+    ]
     took = f"{span:g} time units, {idle:.1%} of them idle"
     title += f"stuck after {max(done):g} time units" if waiting else took
     waits = sorted((i, ops[0], other, what) for i, (ops, other, what) in waiting.items())
@@ -181,7 +187,7 @@ WAITS, CORNER = ("edge", "a stage waits", "/"), ("edge", "has not begun, or is t
 
 
 def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: float = 0) -> Scene:
-    """Pipeline orders of the same work on one scale: who is through first, and who holds least.
+    """Draw pipeline orders of the same work on one scale: which ends first, and which holds least.
 
     What is idle before an order's end is hatched. Where an order splits the backward, one that is whole has
     the colours of both its halves. Nothing from ``until`` on is drawn. Without ``letters`` rows are thin.
@@ -231,8 +237,9 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
 
 
 def bubbles(table: Timetable) -> Scene:
-    """The three things that are called a bubble, as areas of one timetable: idle time over a stage's work,
-    over the whole, and what the critical stage waits between its first operation and its last."""
+    """Draw the three things that are called a bubble, as areas of one timetable: idle time over a stage's
+    work, over the whole, and the time that the critical stage waits between its first operation and its
+    last."""
     end, work, spans = table.makespan, table.ideal, list(zip(table.start, table.end, strict=True))
     own = [row[1][-1] - row[0][0] for row in spans]
     critical = own.index(max(own))
@@ -244,8 +251,10 @@ def bubbles(table: Timetable) -> Scene:
         first, last = x_of(starts[0]), x_of(ends[-1])
         for x, to, hatch in ((left, first, "."), (first, last, "/"), (last, x_of(end), ".")):
             items += [Rect(x, y, to - x, tall, "paper", "edge", 0.5, hatch)] * (to > x)
-        items.append(small_text(left - 10, y + tall / 2, f"stage {i}", "end", "ink"))
-        items += _cells(table, i, x_of, y, tall, table.schedule.split_backward, False)
+        items += [
+            small_text(left - 10, y + tall / 2, f"stage {i}", "end", "ink"),
+            *_cells(table, i, x_of, y, tall, table.schedule.split_backward, False),
+        ]
         y += tall + 1
     items = [*_time(x_of, end, y + 4), *items]
     idle, own_idle, begin = end - work, table.bubble, table.start[critical][0]
@@ -257,9 +266,12 @@ def bubbles(table: Timetable) -> Scene:
         ("critical stage", begin, 0, own_idle, inside),
     ):
         x, w = x_of(start), x_of(work) - left
-        items.append(small_text(left - 10, y + 9, name, "end", "ink"))
-        items += boxed(Rect(x, y, w, 18, "cell", "edge", 0.75), says)
-        items += [Rect(x + w, y, x_of(waits) - left, 18, "paper", "edge", 0.75, "/")] * (waits > 0)
+        idle_part = Rect(x + w, y, x_of(waits) - left, 18, "paper", "edge", 0.75, "/")
+        items += [
+            small_text(left - 10, y + 9, name, "end", "ink"),
+            *boxed(Rect(x, y, w, 18, "cell", "edge", 0.75), says),
+            *([idle_part] if waits > 0 else []),
+        ]
         if over:
             corners = ((x, y + 22), (x, y + 27), (x_of(over), y + 27), (x_of(over), y + 22))
             items.append(Line(corners, "ink", 1.5))
@@ -272,7 +284,8 @@ def bubbles(table: Timetable) -> Scene:
 def _cells(
     table: Timetable, stage: int, x_of: Callable[[float], float], y: float, tall: float, split: bool, letters
 ) -> list:
-    """A stage's operations as far as drawn; a whole backward in both halves' colours if others ``split``."""
+    """Return a stage's operations as far as drawn; a whole backward has both halves' colours if others
+    ``split``."""
     items = Items()
     whole = split and not table.schedule.split_backward
     share = table.costs[1] / ((table.costs[1] + table.costs[2]) or 1) if whole else 1.0
@@ -291,19 +304,19 @@ def _cells(
 
 
 def _operation(cell: Rect, share: float) -> list:
-    """An operation's cell; of a whole backward, what is beyond its ``share`` of B has W's colour."""
+    """Return an operation's cell; of a whole backward, what is beyond its ``share`` of B has W's colour."""
     x, (_, top, right, low) = cell.x + share * cell.w, cell.box
     corners = (x, top + 0.5), (right - 0.5, top + 0.5), (right - 0.5, low - 0.5), (x, low - 0.5)
     return [cell, *[Line(corners, "W", 0.25, fill="W")] * (share < 1)]
 
 
 def _time(x_of: Callable[[float], float], span: float, y: float) -> list:
-    """Ticks of the time below ``y``, and grid lines."""
+    """Return ticks of the time below ``y``, and grid lines."""
     drawn = scale(x_of, ticks(0, span, 8), y, "{:g}".format, y + 4)
     return [*drawn, small_text(x_of(0) - 12, y + 13, "time units", "end")]
 
 
 def _key(split: bool) -> list[tuple[str, str]]:
-    """What the colours of operations mean."""
+    """Return what the colours of operations mean."""
     halves = [("B", "B gradients of inputs"), ("W", "W gradients of weights")]
     return [("F", "F forward"), *(halves if split else [("B", "B backward")])]

@@ -22,9 +22,9 @@ from llmpar.draw.scene import (
 
 
 def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
-    """A step of data parallelism: each device has the same weights, ``rows`` of its own and a gradient of its
-    own; an all-reduce makes one sum of them. Not ``together``, each updates alone, and they drift apart. A
-    square in a device's colour: its rows are in this gradient, or in these weights."""
+    """Draw a step of data parallelism: each device has the same weights, ``rows`` of its own and a gradient
+    of its own; an all-reduce makes one sum of them. Not ``together``, each updates alone, and they drift
+    apart. A square in a device's colour: its rows are in this gradient, or in these weights."""
     if not 1 <= devices <= len(OTHERS):
         raise ValueError(f"{devices} replicas have no colours of their own; draw 1 to {len(OTHERS)}")
     high, side, everyone = 30, 12, range(devices)
@@ -44,8 +44,10 @@ def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
             x = r * pitch
             items.append(Line(((x + wide / 2, y - 15), (x + wide / 2, y - 1)), "edge", 2, head=True))
             if words:
-                items.append(Rect(x, y, wide, high, fill, "edge"))
-                items.append(Text(x + 9, y + high / 2, words, fill=text_color_on(fill)))
+                items += [
+                    Rect(x, y, wide, high, fill, "edge"),
+                    Text(x + 9, y + high / 2, words, fill=text_color_on(fill)),
+                ]
                 for k in everyone:
                     own, left = OTHERS[k] if summed or k == r else "paper", (devices - k) * (side + 3) + 8
                     items.append(Rect(x + wide - left, y + (high - side) / 2, side, side, own, "ink", 0.75))
@@ -61,7 +63,7 @@ def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
 
 
 def messages(rows) -> Scene:
-    """What a device sends as the messages it is cut into: ``rows`` of (name, bytes of each message)."""
+    """Draw what a device sends as the messages it is cut into: ``rows`` of (name, bytes of each message)."""
     rows = [(name, list(sizes)) for name, sizes in rows]
     left, wide, most = max(text_width(name) for name, _ in rows) + 14, 480, max(sum(s) for _, s in rows) or 1
     items, lines = Items(), []
@@ -95,8 +97,8 @@ def _share(stage: int, part: str, layer: int, tick: int, layers: int, devices: i
 
 
 def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
-    """What one device holds in the course of a step at each ZeRO stage: a cell per layer and moment of time,
-    full where it has all of it, low where it has its share, empty where it has nothing."""
+    """Draw what one device holds in the course of a step at each ZeRO stage: a cell per layer and moment of
+    time, full where it has all of it, low where it has its share, empty where it has nothing."""
     beside, high = text_width("stage 0") + 14, 19
     wide = max(19, (text_width("backward", SMALL) + 4) / layers)
     left, last = beside + text_width("layer 0", SMALL) + 6, max(text_width("update", SMALL) + 6, wide)
@@ -114,13 +116,14 @@ def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
                 items += [Rect(x, y + high - full, w, full, fill, "ink", 0.5)] * (full > 0)
         for name, first, end in spans:
             x, x1 = x0 + first * wide, x0 + end * wide if end else x0 + panel
-            items.append(Line(((x + 2, bottom), (x1 - 2, bottom)), "edge", 2, head=True))
-            items.append(small_text((x + x1) / 2, bottom + 15, name, fill="ink"))
+            items += [
+                Line(((x + 2, bottom), (x1 - 2, bottom)), "edge", 2, head=True),
+                small_text((x + x1) / 2, bottom + 15, name, fill="ink"),
+            ]
     for i, stage in enumerate(stages):
         y = i * pitch
         items.append(Text(beside - 14, y + layers * high / 2, f"stage {stage}", anchor="end", bold=True))
-        for n in range(layers):
-            items.append(small_text(left - 6, y + (n + 0.5) * high, f"layer {n}", "end"))
+        items += [small_text(left - 6, y + (n + 0.5) * high, f"layer {n}", "end") for n in range(layers)]
         amount = lambda part, t, s=stage: sum(_share(s, part, n, t, layers, devices) for n in range(layers))
         most = [f"{part} {max(amount(part, t) for t in times) / layers:.3g}" for part in _PARTS]
         lines.append(f"stage {stage}, the most at any time, of all: {', '.join(most)}")
@@ -131,9 +134,9 @@ def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
 
 
 def gather_use_forget(layers: int = 3, devices: int = 4, takes=(1.3, 1.6, 3.0)) -> Scene:
-    """FSDP's layers in time: a layer's weights are gathered, used and forgotten, in the forward pass and in
-    the backward pass again, which scatters its gradient. One layer is fetched ahead. A message, a forward and
-    a backward take as long as ``takes`` says, in any unit."""
+    """Draw FSDP's layers in time: a layer's weights are gathered, used and forgotten, in the forward pass and
+    in the backward pass again, which scatters its gradient. One layer is fetched ahead. A message, a forward
+    and a backward take as long as ``takes`` says, in any unit."""
     message, link, done, lines, low, tall = takes[0], 0.0, [0.0, 0.0], [], 36 / devices, 36
     uses = [(n, takes[1]) for n in range(layers)] + [(n, takes[2]) for n in reversed(range(layers))]
     lives: list[tuple[int, float, float, float]] = []  # a layer, and its weights: on their way, there, in use
@@ -151,8 +154,10 @@ def gather_use_forget(layers: int = 3, devices: int = 4, takes=(1.3, 1.6, 3.0)) 
     span, items, x_of = link + message, Items(), lambda time: left + scale * time
     middle = done[layers + 1]
     for name, a, b in (("forward", 0, middle), ("backward", middle, link), ("update", link, span)):
-        items.append(Line(((x_of(a) + 2, -14), (x_of(b) - 2, -14)), "edge", 2, head=True))
-        items.append(Text(x_of((a + b) / 2), -30, name, anchor="middle", bold=True))
+        items += [
+            Line(((x_of(a) + 2, -14), (x_of(b) - 2, -14)), "edge", 2, head=True),
+            Text(x_of((a + b) / 2), -30, name, anchor="middle", bold=True),
+        ]
 
     def box(y: float, a: float, b: float, fill: str, words: str = "", high: float = tall) -> None:
         items.extend(boxed(Rect(x_of(a), y, scale * (b - a), high, fill, "ink", 0.5), words))

@@ -38,7 +38,7 @@ OTHERS = ("other1", "other2", "other3", "other4", "other5")
 
 
 def text_color_on(fill: str) -> str:
-    """The role of text that is legible on a fill."""
+    """Return the role of text that is legible on a fill."""
     if fill in ("", "paper", "cell") or fill.endswith("-ground"):
         return "ink"
     return "white" if fill in ("pp", "sp", "dp", "weights", "batch", "other5") else "black"
@@ -55,7 +55,7 @@ def type_scale(scale: dict[str, int]) -> Iterator[None]:
 
 
 def pixels(size: float | str) -> float:
-    """The size of a text in pixels: a number, or a role in the type scale that is in force."""
+    """Return the size of a text in pixels: a number, or a role in the type scale that is in force."""
     return _type_scale.get()[size] if isinstance(size, str) else size
 
 
@@ -98,7 +98,7 @@ class Rect(_Item):
 
     @property
     def acts(self) -> bool:
-        """Whether it does something when clicked or dragged."""
+        """Return whether it can be clicked or dragged."""
         return bool(self.act or self.op)
 
 
@@ -154,12 +154,12 @@ class Group:
 
 
 def text_width(text: str, size: float | str = BODY) -> float:
-    """The approximate width of a text."""
+    """Return the approximate width of a text."""
     return PLAIN_EM * pixels(size) * len(text)
 
 
 def flatten(items, dx: float = 0, dy: float = 0, frame: int = -1) -> list:
-    """The primitives inside groups, in drawing order, at their final places and in their frames."""
+    """Return the primitives inside groups, in drawing order, at their final places and in their frames."""
     out: list = []
     for item in items:
         if isinstance(item, Group):
@@ -176,13 +176,14 @@ def flatten(items, dx: float = 0, dy: float = 0, frame: int = -1) -> list:
 
 
 def bounds(items) -> Box:
-    """The room that ``items`` take; zeros for nothing."""
+    """Return the box around ``items``; zeros for nothing."""
     left, top, right, bottom = zip(*([item.box for item in flatten(items)] or [(0, 0, 0, 0)]), strict=True)
     return min(left), min(top), max(right), max(bottom)
 
 
 def stack(blocks, gap: float = 12, across: bool = False) -> list[Group]:
-    """Blocks of items below one another from the left, or ``across`` with their middles on one line."""
+    """Return blocks of items below one another from the left, or ``across`` with their middles on one
+    line."""
     out, offset = [], 0.0
     for block in blocks:
         x0, y0, x1, y1 = bounds(block)
@@ -192,7 +193,7 @@ def stack(blocks, gap: float = 12, across: bool = False) -> list[Group]:
 
 
 def small_text(x: float, y: float, text: str, anchor: str = "middle", fill: str = "soft") -> Text:
-    """A label."""
+    """Return a label in small type."""
     return Text(x, y, text, SMALL, anchor, fill)
 
 
@@ -217,14 +218,16 @@ def titled(box: Rect, text: str, size: str = BODY) -> list:
 
 
 def style_of(role: str) -> tuple[str, str, str]:
-    """Fill, stroke and hatch of a role: its colour, or with ``/`` or ``.`` behind it paper hatched in it."""
+    """Return the fill, the stroke and the hatch of a role: its colour, or with ``/`` or ``.`` behind it paper
+    hatched in it."""
     name, hatch = (role[:-1], role[-1]) if role[-1] in "/." else (role, "")
     stroke = f"{name}-line" if f"{name}-line" in LIGHT else "edge"
     return "paper" if hatch else name, stroke, hatch
 
 
 def legend(entries, wide: float = 640) -> list:
-    """Swatches with their meaning, on as many lines as needed: (role, meaning) or (role, meaning, hatch)."""
+    """Return swatches with their meaning, on as many lines as needed: (role, meaning) or (role, meaning,
+    hatch)."""
     out: list = []
     x = y = 0.0
     for role, meaning, *hatched in entries:
@@ -232,14 +235,14 @@ def legend(entries, wide: float = 640) -> list:
         if x and x + w > wide:
             x, y = 0, y + 20
         fill, stroke, hatch = style_of(role + "".join(hatched))
-        out.append(Rect(x, y, 14, 14, fill, stroke, hatch=hatch))
-        out.append(Text(x + 20, y + 7, meaning, SMALL))
+        out += [Rect(x, y, 14, 14, fill, stroke, hatch=hatch), Text(x + 20, y + 7, meaning, SMALL)]
         x += w + 22
     return out
 
 
 def scaled(value: float, units: tuple[str, ...], base: float) -> str:
-    """Three significant digits and the one of ``units`` (ascending by ``base``) that suits: ``1.5 GiB``."""
+    """Return a value with three significant digits in the one of ``units`` (ascending by ``base``) that
+    suits: ``1.5 GiB``."""
     power = 0
     while power + 1 < len(units) and abs(value) >= 0.9995 * base:
         value, power = value / base, power + 1
@@ -249,7 +252,7 @@ def scaled(value: float, units: tuple[str, ...], base: float) -> str:
 
 
 def size_text(num_bytes: float) -> str:
-    """Bytes for people, in powers of 1024."""
+    """Return bytes as text for people, in powers of 1024."""
     return scaled(num_bytes, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), 1024)
 
 
@@ -267,18 +270,19 @@ def digits_of(error: float) -> Iterator[None]:
 
 
 def rounded(value: float, error: float | None = None) -> float:
-    """A value without the digits that a relative error takes: 66.1 is 66 where 0.16 of it is unsure."""
+    """Return a value without the digits that a relative error takes: 66.1 is 66 where 0.16 of it is
+    unsure."""
     error = _error.get() if error is None else error
     return float(f"{value:.{max(1, 1 - math.floor(math.log10(error)))}g}") if error else value
 
 
 def banded(text: str, error: float) -> str:
-    """What is predicted, with how far it is off in the mean: ``66 s ± 16 %``."""
+    """Return a predicted value with its mean error: ``66 s ± 16 %``."""
     return f"{text} ± {100 * error:.0f} %" if error else text
 
 
 def time_text(seconds: float) -> str:
-    """Seconds for people; minutes from 10, hours from 2."""
+    """Return seconds as text for people: minutes from 10 minutes on, hours from 2."""
     seconds = rounded(seconds)
     if seconds >= 600:
         return scaled(seconds / 60, ("min",), 1) if seconds < 7200 else scaled(seconds / 3600, ("h",), 1)
@@ -286,7 +290,7 @@ def time_text(seconds: float) -> str:
 
 
 def ticks(low: float, high: float, num: int = 5) -> list[float]:
-    """Round numbers in [low, high], about ``num`` of them."""
+    """Return round numbers in [low, high], about ``num`` of them."""
     unit = 10.0 ** math.floor(math.log10(rough := (high - low) / num or 1.0))
     step = next(s * unit for s in (1, 2, 5, 10) if s * unit >= 0.999 * rough)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
@@ -323,8 +327,8 @@ class Scene:
 
 
 def compose(title: str, blocks, text: str, notes=(), margin: float = 16, column: float = 0) -> Scene:
-    """A scene of blocks below one another, between a title above and notes below; as large as it needs to
-    be. In a ``column`` of so many pixels the title is left to the page around it."""
+    """Draw a scene of blocks below one another, between a title above and notes below; as large as it needs
+    to be. In a ``column`` of so many pixels the title is left to the page around it."""
 
     def paragraph(texts, role: str, fill: str, bold: bool = False) -> list[Text]:
         size = pixels(role)
@@ -351,7 +355,7 @@ def show(scene: Scene) -> None:
 
 
 def _head(line: Line) -> tuple[tuple[float, float], ...]:
-    """The triangle at the end of an arrow."""
+    """Return the triangle at the end of an arrow."""
     (x0, y0), (x1, y1) = line.points[-2:]
     size, length = 4 + 1.5 * line.width, math.hypot(x1 - x0, y1 - y0) or 1
     ux, uy = (x1 - x0) / length, (y1 - y0) / length
@@ -386,22 +390,29 @@ class _Svg:
 
     def text(self, item: Text) -> str:
         """Return a line of text."""
-        position = f'x="{_n(item.x)}" y="{_n(item.y + BASELINE * item.size)}" text-anchor="{item.anchor}"'
-        position += f' font-size="{_n(item.size)}"' + ' font-weight="600"' * item.bold
-        position += ' data-live=""' * item.live
-        return f"<text {position} {self.paint(item.fill)}>{escape(item.text)}</text>"
+        attributes = [
+            f'x="{_n(item.x)}" y="{_n(item.y + BASELINE * item.size)}" text-anchor="{item.anchor}"',
+            f'font-size="{_n(item.size)}"',
+            'font-weight="600"' if item.bold else "",
+            'data-live=""' if item.live else "",
+            self.paint(item.fill),
+        ]
+        return f"<text {' '.join(filter(None, attributes))}>{escape(item.text)}</text>"
 
     def rect(self, item: Rect) -> str:
         """Return a rectangle, and over it its hatch."""
         position = f'x="{_n(item.x)}" y="{_n(item.y)}" width="{_n(item.w)}" height="{_n(item.h)}"'
         position += f' rx="{_n(item.radius)}"' + ' data-live=""' * item.live
-        style = self.paint(item.fill, item.stroke, item.width, item.dash)
-        style += f' data-op="{item.op}"' * bool(item.op)
-        style += f" data-set={attribute(item.act)}" * bool(item.act)
-        if item.acts:
-            style += f' pointer-events="all" role="button" tabindex="-1" aria-label={attribute(item.tip)}'
+        button = f'pointer-events="all" role="button" tabindex="-1" aria-label={attribute(item.tip)}'
+        attributes = [
+            position,
+            self.paint(item.fill, item.stroke, item.width, item.dash),
+            f'data-op="{item.op}"' if item.op else "",
+            f"data-set={attribute(item.act)}" if item.act else "",
+            button if item.acts else "",
+        ]
         tip = f"<title>{escape(item.tip)}</title>" if item.tip else ""
-        drawn = f"<rect {position} {style}>{tip}</rect>"
+        drawn = f"<rect {' '.join(filter(None, attributes))}>{tip}</rect>"
         if item.hatch:
             drawn += f'\n<rect {position} fill="url(#{self.pattern(item.hatch, item.stroke)})"/>'
         return drawn

@@ -12,6 +12,7 @@ from llmpar.draw.scene import (
     Line,
     Scene,
     Text,
+    boxed,
     compose,
     fitting_text,
     legend,
@@ -24,23 +25,21 @@ from llmpar.plan.layout import Layout
 
 
 def passes(prompt: Sequence[str], answer: Sequence[str]) -> Scene:
-    """A prompt goes through the model in one pass, its answer token by token: what each pass takes in, reads,
-    writes and gives. A low box is a token's keys and values."""
+    """Draw how a prompt goes through the model in one pass, and its answer token by token: what each pass
+    takes in, reads, writes and gives. A low box is a token's keys and values."""
     wide, high, low = max(map(text_width, [*prompt, *answer, "weights"])) + 10, pixels(SMALL) + 9, 7
     left, top, items, lines = text_width("comes out") + 12, len(prompt) * high, Items(), list[str]()
     out = top + 104 + low * (len(prompt) + len(answer) - 1)
-    for y, name in ((top / 2, "goes in"), (top + 46, "is read"), (out + high / 2, "comes out")):
-        items.append(Text(left - 12, y, name, anchor="end"))
+    names = (top / 2, "goes in"), (top + 46, "is read"), (out + high / 2, "comes out")
+    items += [Text(left - 12, y, name, anchor="end") for y, name in names]
     for k, made in enumerate(answer):
         new, past, name = (answer[k - 1 : k], len(prompt) + k - 1, "decode") if k else (prompt, 0, "prefill")
         x, kept = left + k * (wide + 20) + wide / 2, ["activations"] * past + ["paper/"] * len(new)
         boxes = [("matmuls", top + i * high, high, token) for i, token in enumerate(new, -len(new))]
         boxes += [("weights", top + 26, 40, "weights"), ("cell", out, high, made)]
         for role, y, h, text in boxes + [(role, top + 80 + low * i, low, "") for i, role in enumerate(kept)]:
-            items.append(bar_part(role, x - wide / 2, y, wide, h, text))
-            items += fitting_text(x, y + h / 2, wide, text, on=role)
-        for y in (top + 23, out - 3):
-            items.append(Line(((x, y - 20), (x, y)), "edge", 2, head=True))
+            items += boxed(bar_part(role, x - wide / 2, y, wide, h, text), text)
+        items += [Line(((x, y - 20), (x, y)), "edge", 2, head=True) for y in (top + 23, out - 3)]
         items.append(Text(x, -16, name, anchor="middle", bold=True))
         lines.append(f"{name}: {' '.join(new)} in, {made} out; reads all weights, {past} keys and values")
     key = legend([("activations", "keys and values of a token, read"), ("paper", "written", "/")])
@@ -48,11 +47,12 @@ def passes(prompt: Sequence[str], answer: Sequence[str]) -> Scene:
 
 
 def slots(panels: Mapping[str, Sequence], title: str, across: bool = False) -> Scene:
-    """Who has what: under each heading rows of (name, cells). A cell is a name, or several as in ``0+1``; "/"
-    where it is set aside and not used, empty where it is free. Four colours: letters tell names apart."""
+    """Draw which name has which slot: under each heading rows of (name, cells). A cell is a name, or several
+    as in ``0+1``; "/" where it is set aside and not used, empty where it is free. Four colours: letters tell
+    names apart."""
     blocks, lines, high, wide = list[list](), list[str](), pixels(SMALL) + 9, pixels(SMALL) + 13
-    who = {part for rows in panels.values() for _, row in rows for cell in row for part in cell.split("+")}
-    fills = {name: OTHERS[i % 4] for i, name in enumerate(sorted(who - {"", "/"}))}
+    names = {part for rows in panels.values() for _, row in rows for cell in row for part in cell.split("+")}
+    fills = {name: OTHERS[i % 4] for i, name in enumerate(sorted(names - {"", "/"}))}
     for heading, rows in panels.items():
         items: list = [Text(0, -14, heading, bold=True)]
         for i, (name, row) in enumerate(rows):
@@ -69,8 +69,9 @@ def slots(panels: Mapping[str, Sequence], title: str, across: bool = False) -> S
 
 
 def cache(layouts: Mapping[str, tuple[Layout, dict[str, int]]], rows=4, heads=2, positions=8) -> Scene:
-    """Which devices hold which keys and values: by name a layout with dims b, t and k, and the sizes of its
-    axes. Position t lies with rank t mod sp; where k is cut more often than there are heads, copies do."""
+    """Draw which devices hold which keys and values: by name a layout with dims b, t and k, and the sizes of
+    its axes. Position t is on rank t mod sp; where k is cut more often than there are heads, copies hold
+    them."""
     panels: dict[str, list] = {name: [] for name in layouts}
     for name, (layout, sizes) in layouts.items():
         shards, has = holders(layout, sizes), defaultdict[tuple, list[str]](list)

@@ -41,21 +41,21 @@ PATTERNS = {
 
 
 def pattern(kind: str, ranks: int) -> tuple[Held, Held]:
-    """What each device holds before a collective and after it."""
-    who, each, only = "abcde"[:ranks], range(ranks), lambda r, p, text: text if r == p else ""
-    own, all_of = [[letter] * ranks for letter in who], [list(who) for _ in each]
+    """Return what each device holds before a collective and after it."""
+    letters, each, only = "abcde"[:ranks], range(ranks), lambda r, p, text: text if r == p else ""
+    own, all_of = [[letter] * ranks for letter in letters], [list(letters) for _ in each]
     return {
-        "all-gather": ([[only(r, p, who[p]) for p in each] for r in each], all_of),
-        "reduce-scatter": (own, [[only(r, p, who) for p in each] for r in each]),
-        "all-reduce": (own, [[who] * ranks for _ in each]),
+        "all-gather": ([[only(r, p, letters[p]) for p in each] for r in each], all_of),
+        "reduce-scatter": (own, [[only(r, p, letters) for p in each] for r in each]),
+        "all-reduce": (own, [[letters] * ranks for _ in each]),
         "all-to-all": (own, all_of),
-        "permute": ([[letter] for letter in who], [[who[r - 1]] for r in each]),
+        "permute": ([[letter] for letter in letters], [[letters[r - 1]] for r in each]),
     }[kind]
 
 
 def ring_held(kind: str, ranks: int) -> list[tuple[list[list[int]], Held]]:
-    """What is sent in each hop round a ring (`geometry.rounds`), as [from, to, part], and what each device
-    then holds. A part of a sum is handed on, a finished part is kept as well."""
+    """Return what is sent in each hop round a ring (`geometry.rounds`), as [from, to, part], and what each
+    device then holds. A part of a sum is handed on, a finished part is kept as well."""
     out = [(list[list[int]](), pattern(kind, ranks)[0])]
     for step in rounds(kind, ranks)[1:]:
         before = out[-1][1]
@@ -68,15 +68,15 @@ def ring_held(kind: str, ranks: int) -> list[tuple[list[list[int]], Held]]:
 
 
 def hop_words(kind: str, hop: int, ranks: int) -> str:
-    """What happens in a hop of `ring_sums`."""
+    """Return in words what happens in a hop of `ring_sums`."""
     adds, lap = kind != "all-gather" and hop < ranks, "first lap, " if hop < ranks else "second lap, "
     words = "the next device adds its own to what comes" if adds else "finished parts are handed on"
     return f"{lap * (kind == 'all-reduce')}hop {hop}: {words}" if hop else "before: each has its own numbers"
 
 
 def column(rank: int, row: list[str], w: float, h: float, gap: float = 0, new=(), index=()) -> list:
-    """A device: its name, and below it the parts, a stripe for each device whose numbers are in one; dashed
-    where there is none; outlined what is ``new``. An ``index`` stands behind its letter."""
+    """Return a device: its name, and below it the parts, with a stripe for each device whose numbers are in
+    one; dashed where there is none; what is ``new`` is outlined. An ``index`` stands behind its letter."""
     name, big, items = "device " * (w > text_width("device 0", SMALL)) + str(rank), h > 11, Items()
     items.append(Rect(0, 0, w, h if big else 3, OTHERS[rank], "edge", 0.75, radius=2))
     items += [small_text(w / 2, h / 2, name, fill="black")] * big
@@ -93,13 +93,13 @@ def column(rank: int, row: list[str], w: float, h: float, gap: float = 0, new=()
 
 
 def _words(row: list[str]) -> str:
-    """What a device holds, for the text of a drawing."""
+    """Return in words what a device holds."""
     return " ".join("+".join(letters) or "·" for letters in row)
 
 
 def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> Scene:
-    """What each of 2 to 5 devices holds before a collective and after it: a strip for each of ``kinds``, one
-    below the other; as an ``icon`` small and without words."""
+    """Draw what each of 2 to 5 devices holds before a collective and after it: a strip for each of ``kinds``,
+    one below the other; as an ``icon`` small and without words."""
     if unknown := [kind for kind in kinds if kind not in PATTERNS]:
         raise ValueError(f"'{unknown[0]}' is no collective; there are {', '.join(PATTERNS)}")
     w, h, gap, between = 1.15 * text_width("device 0", SMALL), pixels(SMALL) + 6, 5.0, 50.0
@@ -139,7 +139,8 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
 
 
 def ring_sums(kind: str = "all-reduce", ranks: int = 4, moving: bool = False) -> Scene:
-    """What each of 2 to 5 devices holds after every hop of a ring, all in small or, ``moving``, in frames."""
+    """Draw what each of 2 to 5 devices holds after every hop of a ring, all in small or, ``moving``, in
+    frames."""
     hops, panels, lines = ring_held(kind, ranks), list[list](), list[str]()
     w, h, gap, wide = text_width("abcde"[:ranks], SMALL) + 6, pixels(SMALL) + 4, 14.0, 1.5
     if moving:
@@ -151,8 +152,8 @@ def ring_sums(kind: str = "all-reduce", ranks: int = 4, moving: bool = False) ->
             items.append(Group(tuple(column(r, row, w, h, 2, new)), r * (w + gap)))
         for source, target, part in sends:
             y = h + 2 + part * (h + 2) + h / 2
-            for x in {source * (w + gap) + w, target * (w + gap) - gap}:
-                items.append(Line(((x + 2, y), (x + gap - 2, y)), "ink", wide, head=True))
+            lefts = {source * (w + gap) + w, target * (w + gap) - gap}
+            items += [Line(((x + 2, y), (x + gap - 2, y)), "ink", wide, head=True) for x in lefts]
         words = hop_words(kind, k, ranks)
         if not moving:
             items.append(small_text(0, -12, words.partition(":")[0], "start", "ink"))
@@ -181,8 +182,8 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), row: int = 0, lit: bool = Fal
     spot = lambda at: tuple(sum(n * steps[a][k] for a, n in at.items()) for k in (0, 1))
     sizes, cuts = dict.fromkeys(live, 2), [a for a in cut if a in live]
     places = [coordinates(sizes, live, device) for device in range(shape.size)]
-    who = holders(parse_layout(f"b/{','.join(cuts)}" if cuts else "b"), sizes)
-    holding = who.get((row * 2 ** len(cuts) // rows,), [0])
+    shards = holders(parse_layout(f"b/{','.join(cuts)}" if cuts else "b"), sizes)
+    holding = shards.get((row * 2 ** len(cuts) // rows,), [0])
     space, array, left = Items(), Items(), 0.0
     for at in sorted(places, key=lambda at: [-at[a] for a in live[-2:-1]]):  # what is in front comes last
         for a in (a for a in live if not at[a]):
@@ -195,21 +196,25 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), row: int = 0, lit: bool = Fal
     for a, (ones, dx, dy, *away, anchor) in zip(live[::-1], CORNERS, strict=False):
         corner = dict.fromkeys([*live[:1] * (ones > 0), *live[-1:] * (ones > 1)], 1)
         arrow = [(x + dx, y + dy) for x, y in (spot(corner | {a: i}) for i in (0, 1))]
+        names = [(x + away[0], y + away[1], f"{a} {i}") for i, (x, y) in enumerate(arrow)]
         space.append(Line(tuple(arrow), axis_line(a), 1.5, head=True))
-        for i, (x, y) in enumerate(arrow):
-            space.append(small_text(x + away[0], y + away[1], f"{a} {i}", anchor, axis_line(a)))
+        space += [small_text(*name, anchor, axis_line(a)) for name in names]
     h = 1.8 * pixels(SMALL)
     for k, a in enumerate(cuts, 1):
         tall, right = rows * h / 2**k, left + 8
         for i in range(2**k):
             y, end = i * tall + 3, (i + 1) * tall - 3
-            array.append(Line(((right, y), (left, y), (left, end), (right, end)), axis_line(a), 3))
-            array.append(small_text(left + 6, (y + end) / 2, f"{a} {i % 2}", "start", axis_line(a)))
+            array += [
+                Line(((right, y), (left, y), (left, end), (right, end)), axis_line(a), 3),
+                small_text(left + 6, (y + end) / 2, f"{a} {i % 2}", "start", axis_line(a)),
+            ]
         left += text_width(f"{a} 0", SMALL) + 22
     for i in range(rows):
         fill, color = ("ink", "paper") if i == row else ("cell", "ink")
-        array.append(Rect(left, i * h, 120, h, fill, "edge"))
-        array.append(small_text(left + 60, (i + 0.5) * h, f"row {i}", fill=color))
+        array += [
+            Rect(left, i * h, 120, h, fill, "edge"),
+            small_text(left + 60, (i + 0.5) * h, f"row {i}", fill=color),
+        ]
     names = f"device{'s' * (len(holding) > 1)} {' and '.join(map(str, holding))}"
     title = f"Row {row} lies on {names}" if lit else f"Who holds row {row}?"
     where = [", ".join(f"{a} {at[a]}" for a in live) or "alone" for at in places]

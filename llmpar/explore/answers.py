@@ -1,4 +1,4 @@
-"""What the mesh explorer answers to a state: all that a page shows, as plain data.
+"""The mesh explorer's answer to a state: all that a page shows, as plain data.
 
 A notebook's kernel and a saved page give the same answers. `look` reads a state, `panels` draws it.
 """
@@ -24,7 +24,7 @@ Limits = dict[str, Allowed]
 
 
 def answer(state: dict, seconds: float = 0.0) -> dict:
-    """All that a page shows of a state. ``seconds``: of work on what lies around it, first."""
+    """Return all that a page shows of a state, after so many ``seconds`` of work on the meshes around it."""
     out = unanswered(state)
     if wrong := malformed(state, START):
         return out | wrong
@@ -65,8 +65,8 @@ def refused(why: ValueError | str, steps: list[dict]) -> dict[str, Any]:
 
 
 def malformed(state: dict, start: dict, limits: Limits | None = None) -> dict[str, Any] | None:
-    """The refusal of a state, as a mistyped address has it, with a value of another kind than where a reader
-    starts, or outside its ``limits``: before anything is made of it."""
+    """Return the refusal of a state that has a value of another type than the start, as in a mistyped
+    address, or outside its ``limits``; None if there is none."""
     wrong, why, limits = dict[str, Any](), list[str](), limits or {}
     for name, usual in start.items():
         what = limits.get(name) or Allowed(list if usual is None else type(usual), none=usual is None)
@@ -83,18 +83,18 @@ def malformed(state: dict, start: dict, limits: Limits | None = None) -> dict[st
 
 
 def offer(text: str, do: str, **patch: Any) -> dict:
-    """A button beside a verdict or a refusal: what it offers, its verb, and what it sets."""
+    """Return a button beside a verdict or a refusal: its text, its verb, and the fields that it sets."""
     return {"text": text, "do": do, "set": patch}
 
 
 def more(state: dict) -> dict | None:
-    """The same answer with more of what lies around it; None where the state is refused."""
+    """Return the same answer with more of the meshes around it; None where the state is refused."""
     reply = answer(state, 0.08)  # a click does not wait much longer
     return None if reply["refusal"] else reply
 
 
 def fields(state: dict, plan: Plan | None) -> list[dict]:
-    """The plan's other fields as controls: the planner's choices, and those that were set by hand."""
+    """Return the plan's other fields as controls: the planner's choices, and those that were set by hand."""
     own = state["fields"]
     values = {name: getattr(plan, name, planner.GPU_SHARE) for name in OFFERED} | own
     shown = [name for name in OFFERED if name in own or plan and matters(plan, name)]
@@ -102,14 +102,14 @@ def fields(state: dict, plan: Plan | None) -> list[dict]:
 
 
 def matters(plan: Plan, name: str) -> bool:
-    """Whether a field can change anything on this mesh."""
+    """Return whether a field can change anything on this mesh."""
     axis = {"context_parallel": "sp", "sequence_order": "sp", "schedule": "pp", "virtual_stages": "pp"}
     axis |= {"stage_saves": "pp", "tp_sequence": "tp", "tp_comm_overlap": "tp", "dispatch": "ep"}
     return plan.mesh.sizes[axis[name]] > 1 if name in axis else True
 
 
 def numbers(seen: View) -> dict[str, Any]:
-    """What is shown, as plain numbers."""
+    """Return the numbers of an answer, as plain data."""
     q, one = seen.question, seen.one
     rows = [(*where, row.count, row.bytes_sent) for where, row in panels.traffic_of(seen).items()]
     out: dict[str, Any] = {
@@ -131,7 +131,7 @@ def numbers(seen: View) -> dict[str, Any]:
 
 
 def headline(seen: View) -> dict:
-    """The answer first: whether it fits, how fast it is, what limits it, and what to do next."""
+    """Return the verdict: whether it fits, how fast it is, what limits it, and what to do next."""
     q, values, fit = seen.question, numbers(seen), planner.verdict(seen.question, seen.one)
     tone, of = {"fits": "good", "does not fit": "bad"}.get(fit.words, "unsure"), size_text(fit.capacity_bytes)
     head = f"{fit.words.capitalize()}: {size_text(fit.total_bytes)} of {of} a device"
@@ -149,8 +149,8 @@ def headline(seen: View) -> dict:
 
 
 def steps(seen: View) -> list[dict]:
-    """What to do next: the best change of a field, that of the mesh, and the best of all known meshes, unless
-    it is no faster than this one."""
+    """Return what to do next: the best change of a field, that of the mesh, and the best of all known meshes,
+    unless it is no faster than this one."""
     offers, changed = list[dict](), set[str]()
     for one in sorted(seen.around.steps.get(str(seen.shape), []), key=lambda one: one.sequence_s):
         if changed.isdisjoint(one.patch):
@@ -166,8 +166,8 @@ def steps(seen: View) -> list[dict]:
 
 
 def remedies(state: dict) -> list[dict]:
-    """What would work on as many devices: another model, the nearest mesh, a field given back to the planner,
-    another batch."""
+    """Return what would work on as many devices: another model, the nearest mesh, a field given back to the
+    planner, another batch."""
     if others := other_models(state):
         words = "without that configuration" if state["config"] else "in its place"
         patch: dict[str, Any] = {"config": ""}
@@ -198,7 +198,8 @@ def remedies(state: dict) -> list[dict]:
 
 
 def other_models(state: dict) -> list[str]:
-    """Models to take where the state's is refused: of near names, and that of the sentence or the usual."""
+    """Return models to take where the state's model is refused: those of near names, and that of the sentence
+    or the usual one."""
     name, text, own = state["model"], state["config"].strip(), state["own"]
     try:
         (own_model(text) if text else from_dict(own[name]) if name in own else preset(name)).weights()
@@ -210,8 +211,8 @@ def other_models(state: dict) -> list[str]:
 
 
 def legible(state: dict) -> tuple[dict, MeshShape]:
-    """The number of devices of a state that cannot be read, or the one before where that is none, and its
-    mesh: fsdp alone where none of that size is written."""
+    """Return a state that cannot be read with a number of devices that can (its own, or the one before), and
+    its mesh: fsdp alone where none of that size is written."""
     right = lambda n: isinstance(n, int) and 1 <= n <= MOST_DEVICES
     num = next(filter(right, (state["devices"], state["agreed"])), START["devices"])
     state, shape = state | {"devices": num, "agreed": num}, MeshShape(fsdp=num)
@@ -222,7 +223,8 @@ def legible(state: dict) -> tuple[dict, MeshShape]:
 
 
 def elsewhere(state: dict) -> str:
-    """In words, how many devices a mesh would work on, where none does on these; no button changes that."""
+    """Return in words how many devices a mesh would work on, where none works on these; no button changes
+    that."""
     try:
         state, shape = settle(state)
     except ValueError:
@@ -237,8 +239,9 @@ def elsewhere(state: dict) -> str:
 
 
 def nearest(state: dict, shape: MeshShape, counts: list[int]) -> str | None:
-    """The mesh that works and changes the asked one least: of as many devices as one of ``counts`` says, over
-    the axes that it names or else over all. None where what is wrong is not the mesh."""
+    """Return the mesh that works and differs least from the one of the state: of as many devices as one of
+    ``counts`` says, over the axes that it names or else over all. None where the mesh is not what is
+    wrong."""
     named = shape.named
     every = named | {axis: 1 for axis in AXES if axis not in named}
     if not works(state | {"mesh": "dp=1", "devices": 1}):

@@ -63,15 +63,15 @@ class Explorer:
             self._rich.state = dict(self.state)
 
     def take(self, state: dict) -> None:
-        """The state that a front end has now."""
+        """Take the state that a front end has now."""
         self.state = _State({name: state.get(name, value) for name, value in self.state.items()})
 
     def draw(self, state: dict) -> Scene:
-        """The picture of a state; ValueError where there is none."""
+        """Draw the picture of a state. Raise ValueError where there is none."""
         raise NotImplementedError
 
     def answer(self, state: dict) -> dict:
-        """What a front end shows for a state, as plain data."""
+        """Return all that a front end shows of a state, as plain data."""
         if wrong := self.malformed(state):
             return wrong
         try:
@@ -82,40 +82,52 @@ class Explorer:
         return answers.unanswered(state) | shown
 
     def malformed(self, state: dict) -> dict | None:
-        """The answer to a state that cannot be read: of a choice between words it has none of these."""
+        """Return the answer to a state that cannot be read, as with a word that a choice does not offer; None
+        if it can."""
         choices = ((c["name"], tuple(c.get("options", ()))) for c in self.controls)
         known = {name: Allowed(str, choices=words) for name, words in choices if str in map(type, words)}
         wrong = answers.malformed(state, self.start, known | self.limits)
         return answers.unanswered(state) | wrong if wrong else None
 
     def more(self, state: dict) -> dict | None:
-        """A more complete answer to the same state; None where there is none."""
+        """Return a more complete answer to the same state; None where there is none."""
         return None
 
     def stored(self) -> list[dict]:
-        """States whose answers a document brings with it, besides the first: of few choices all."""
+        """Return the states whose answers a document brings along, besides the first: where choices are few,
+        all."""
         return []
 
     @property
     def scene(self) -> Scene:
-        """The static twin: the picture, or the refusal where there is none."""
+        """Draw the picture without controls, or the refusal where there is none."""
         try:
             return self.draw(self.state)
         except ValueError as error:
             return compose(self.title, [], str(error), str(error).splitlines())
 
     def document(self) -> dict:
-        """What the browser needs once: the form, colours, where to start, and the first answer."""
+        """Return all that a browser needs once: the form, colours, the state at the start, and the first
+        answer."""
         site, page = os.environ.get("LLMPAR_SITE", "").rstrip("/"), CALCULATORS.get(self.kind)
-        about = {"kind": self.kind, "title": self.title, "version": __version__, "sentence": self.sentence}
-        about["site"] = f"{site}/calculators/{page}.html" if site and page else ""
-        form = {"theme": {"light": LIGHT, "dark": DARK}, "controls": self.controls, "panels": self.areas}
-        first = {"state": dict(self.state), "answer": self.answer(dict(self.state)), "live": False}
-        return about | form | first | {"stored": [self.answer(state) for state in self.stored()]}
+        return {
+            "kind": self.kind,
+            "title": self.title,
+            "version": __version__,
+            "sentence": self.sentence,
+            "site": f"{site}/calculators/{page}.html" if site and page else "",
+            "theme": {"light": LIGHT, "dark": DARK},
+            "controls": self.controls,
+            "panels": self.areas,
+            "state": dict(self.state),
+            "answer": self.answer(dict(self.state)),
+            "live": False,
+            "stored": [self.answer(state) for state in self.stored()],
+        }
 
     @property
     def rich(self) -> Any:
-        """The front end that is drawn in the browser: an anywidget."""
+        """Return the front end that is drawn in the browser: an anywidget."""
         if self._rich is None:
             from llmpar.explore.widget import Widget
 
@@ -136,8 +148,8 @@ class Explorer:
         return self.scene.text
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        """The live front end, and beside it what stays in a stored notebook: the PNG, the text, and of which
-        explorer they are, so that an export can make it anew (`by_kind`)."""
+        """Return the live front end, and beside it what stays in a stored notebook: the PNG, the text, and of
+        which explorer they are, so that an export can make it anew (`by_kind`)."""
         still = self.scene
         live: Any = self.rich._repr_mimebundle_()
         data = dict(live[0] if isinstance(live, tuple) else live or {})
@@ -147,8 +159,8 @@ class Explorer:
 
 
 class MeshExplorer(Explorer):
-    """Train a model on a mesh of the six axes: whether it fits, how long a step takes, who holds what, what
-    moves, and what would be better; no hardware and no arrays are needed.
+    """Train a model on a mesh of the six axes: whether it fits, how long a step takes, which device holds
+    what, what moves, and what would be better; no hardware and no arrays are needed.
 
     Fields of `llmpar.Plan` that are given are set by hand; the planner chooses the others.
 
@@ -177,7 +189,8 @@ class MeshExplorer(Explorer):
 
     @classmethod
     def of(cls, value: Any) -> Explorer:
-        """What exists: how arrays are sharded, or what a compiled program takes; or a mesh or sharding."""
+        """Return an explorer of what exists: how arrays are sharded, what a compiled program takes, a mesh or
+        a sharding."""
         from llmpar.inspect.shardings import shardings
 
         return by_kind("given", shardings(value))
@@ -194,7 +207,7 @@ class MeshExplorer(Explorer):
 
 
 def by_kind(kind: str, given: Any = None, state: dict | None = None) -> Explorer:
-    """The explorer of a kind, as a page asks for it; in a ``state``."""
+    """Return the explorer of a kind, in a ``state``, as a page asks for it."""
     module = importlib.import_module(f"llmpar.explore.{EXPLORERS[kind]}")
     made = getattr(module, f"{kind.capitalize()}Explorer")
     explorer = made(given) if given is not None else made()

@@ -1,4 +1,4 @@
-"""What exists: who holds which block of live arrays, of a program's arguments or of a sharding.
+"""What exists: which device holds which block of live arrays, of a program's arguments or of a sharding.
 
 All is in the document that `inspect.shardings.shardings` made; nothing here needs JAX.
 """
@@ -15,12 +15,12 @@ from llmpar.explore.explorer import Explorer
 from llmpar.explore.words import button, html_table, table_row
 
 NONE: dict[str, Any] = {"shape": [], "shards": [], "unfinished": ""}
-HEAD = "array", "shape", "dtype", "lies as", "blocks", "copies", "held here", "bytes"
+HEAD = "array", "shape", "dtype", "layout", "blocks", "copies", "on the device", "bytes"
 
 
 class GivenExplorer(Explorer):
-    """Who holds which block of what exists, from a document of `shardings`. The state is a ``device``, by its
-    place in the mesh, and a ``tensor``, at first the largest."""
+    """Which device holds which block of what exists, from a document of `shardings`. The state is a
+    ``device``, by its place in the mesh, and a ``tensor``, at first the largest."""
 
     kind = "given"
     areas = [["grid", "Who holds which block", "middle"], ["holds", "What the chosen device holds", "below"]]
@@ -33,16 +33,19 @@ class GivenExplorer(Explorer):
         super().__init__(**state)
 
     def where(self, device: int) -> str:
-        """A device and its place on the mesh; JAX's number if it is another, and the process of several."""
+        """Return a device and its coordinates on the mesh; JAX's number if it is another, and the process if
+        there are several."""
         own, hosts = self.given["devices"][device], self.given["hosts"]
         at = coordinates(self.sizes, self.sizes, device)
-        words = [f"{axis} {at[axis]}" for axis, size in self.sizes.items() if size > 1]
-        words += [f"JAX's {own}"] * (own != device)
-        words += [f"process {hosts[device]}"] * (len({*hosts}) > 1)
-        return f"Device {device}" + f" ({', '.join(words)})" * bool(words)
+        words = [
+            *(f"{axis} {at[axis]}" for axis, size in self.sizes.items() if size > 1),
+            *([f"JAX's {own}"] if own != device else []),
+            *([f"process {hosts[device]}"] if len({*hosts}) > 1 else []),
+        ]
+        return f"Device {device} ({', '.join(words)})" if words else f"Device {device}"
 
     def part_on(self, row: dict, device: int) -> tuple[str, int]:
-        """What a device holds of an array, in words, and its bytes."""
+        """Return the part of an array that a device holds, in words, and its bytes."""
         if row["holds"][device] is None:
             return "nothing", 0
         block, bare = row["shards"][row["holds"][device]], row["dtype"] is None
@@ -86,16 +89,22 @@ class GivenExplorer(Explorer):
             placed.append(inked(part, device, same, ink, tip))
         notes = [f"{self.where(device)} is chosen; the numbers are JAX's."]
         if self.rows:
-            notes = [f"{self.where(device)} holds {self.part_on(row, device)[0]} of {name}."]
-            notes += ["Hatched: a term only; no device has the value yet."] * ("/" in edge)
-            notes += [f"{num} devices hold the same." for num in [holds.count(holds[device])] if num > 1]
             sides = f", {' down, '.join(f'dim {i}' for i in shown)} across" if shown else ""
-            notes += [f"A cell is the whole array{sides}."]
-            notes += [f"The bar at its left is dim {i}." for i in aside]
-            notes += [f"Dim {i} is cut too, and not drawn." for i in cut[1:-2]]
-        notes += apart_words(parts)
-        notes += ["Dashed: a process."] * any(part.per for part in parts)
-        notes += [f"Left out: {', '.join(given['skipped'])}."] * bool(given["skipped"])
+            num = holds.count(holds[device])
+            notes = [
+                f"{self.where(device)} holds {self.part_on(row, device)[0]} of {name}.",
+                "Hatched: a term only; no device has the value yet." if row["unfinished"] else "",
+                f"{num} devices hold the same." if num > 1 else "",
+                f"A cell is the whole array{sides}.",
+                *(f"The bar at its left is dim {i}." for i in aside),
+                *(f"Dim {i} is cut too, and not drawn." for i in cut[1:-2]),
+            ]
+        notes += [
+            *apart_words(parts),
+            "Dashed: a process." if any(part.per for part in parts) else "",
+            f"Left out: {', '.join(given['skipped'])}." if given["skipped"] else "",
+        ]
+        notes = list(filter(None, notes))
         mesh = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one device"
         title = f"{f'Who holds which block of {name}' if self.rows else self.title}, {mesh}"
         return compose(title, [stack(placed, 16)], "\n".join(notes), [" ".join(notes)], GRID_MARGIN, COLUMN)

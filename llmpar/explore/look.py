@@ -1,7 +1,7 @@
-"""What a state of the mesh explorer says: model, machine, mesh, the planner's plan, what lies around it.
+"""The states of the mesh explorer: model, machine and mesh, the planner's plan, and the meshes around it.
 
-A *state* is what a reader can choose, as plain data. A field of `Plan` that it does not set the planner
-chooses. Nothing here needs JAX.
+A *state* has everything that a reader can choose, as plain data. The planner chooses a field of `Plan` that
+it does not set. Nothing here needs JAX.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ _HIDDEN = ("mesh", "mode", "bucket_bytes", "unroll", "attention_block")
 
 
 def settle(state: dict) -> tuple[dict, MeshShape]:
-    """The state in one spelling, and its mesh: -1 is filled in; if the number of devices was changed the mesh
-    follows, over its axes and fsdp, to one that works if any does; if the mesh was changed the number does.
-    Raises ValueError where one cannot be read."""
+    """Return the state in one spelling, and its mesh: -1 is filled in; if the number of devices was changed
+    the mesh follows, over its axes and fsdp, to one that works if any does; if the mesh was changed the
+    number does. Raise ValueError where one cannot be read."""
     for control in CONTROLS:
         value = state[control["name"]]
         if control["kind"] == "int":
@@ -94,7 +94,7 @@ def settle(state: dict) -> tuple[dict, MeshShape]:
 
 
 def own_model(text: str) -> ModelConfig:
-    """The model that a reader brings: a config.json's text or path, or a downloaded model's name."""
+    """Return the model that a reader brings: a config.json's text or path, or a downloaded model's name."""
     if not text.lstrip().startswith("{"):
         return preset(text.strip())
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +108,8 @@ def own_model(text: str) -> ModelConfig:
 
 
 def own_chip(name: str, row: Any) -> hardware.Chip:
-    """The chip that `dataclasses.asdict` made plain; refuses what no file of a chip may say."""
+    """Return the chip that `dataclasses.asdict` made plain. Raise ValueError for values that no file of a
+    chip may have."""
     source = f"own_chips, {name}"
     Allowed(dict).check(source, row)
     plain = {field: value for field, value in row.items() if field not in ("reached", "base")}
@@ -124,7 +125,8 @@ def own_chip(name: str, row: Any) -> hardware.Chip:
 
 
 def question_of(state: dict) -> Question:
-    """The planner's question: the model, the machine, the batch, and the fields that are set by hand."""
+    """Return the planner's question: the model, the machine, the batch, and the fields that are set by
+    hand."""
     fixed = dict(state["fields"])
     share = fixed.pop("memory_share", planner.GPU_SHARE)
     Allowed(float, 0.001, 1).check("memory_share", share)
@@ -139,7 +141,7 @@ def question_of(state: dict) -> Question:
 
 
 def _offered() -> dict[str, dict[str, Any]]:
-    """Every field of a plan that can be set by hand, as a control, those that decide most first."""
+    """Return every field of a plan that can be set by hand, as a control, those that decide most first."""
     kinds, controls = allowed(Plan), {}
     names = [field.name for field in dataclasses.fields(Plan) if field.name not in _HIDDEN]
     for name in sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
@@ -161,7 +163,7 @@ OFFERED = _offered()
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """What a state shows: the planner's question, its plan for this mesh, and how much is known by now."""
+    """A state's planner's question, its plan for this mesh, and as much of the rest as is known by now."""
 
     state: dict
     question: Question
@@ -171,23 +173,23 @@ class View:
 
     @functools.cached_property
     def segments(self) -> list[Segment]:
-        """One layer, forward, in time; nothing where seconds mean nothing."""
+        """Return one layer, forward, in time; nothing where times are not predicted."""
         return layer_segments(self.question.run(self.one.plan)) if self.timed else []
 
     @property
     def timed(self) -> bool:
-        """Whether seconds mean anything."""
+        """Return whether times are predicted: simulated devices have none."""
         return not self.question.chip.simulated
 
     @property
     def shape(self) -> MeshShape:
-        """The mesh, with the six axes as they were asked."""
+        """Return the mesh, with its six axes as the user wrote them."""
         return self.one.plan.mesh
 
 
 class Around:
-    """What lies around a mesh: single changes, and the same question on every other mesh. It is worked out in
-    portions, and kept for all states that differ in the mesh alone."""
+    """The plans around a mesh: single changes, and the same question on every other mesh. They are computed
+    in portions, and kept for all states that differ in the mesh alone."""
 
     def __init__(self, question: Question):
         self.question = question
@@ -211,7 +213,7 @@ class Around:
             yield
 
     def _work(self, mesh: str, one: Candidate) -> Iterator[None]:
-        """What is missing for a mesh: its single changes, and then the map of all."""
+        """Work out what is missing for a mesh: its single changes, and then the map of all."""
         self.steps[mesh] = []
         if self.meshes:
             for step in advice(self.question, one.plan.mesh, one):
@@ -232,7 +234,7 @@ class Around:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fits, once all are known."""
+        """Return the fastest mesh that fits, once all are known."""
         fits = [one for one in self.points.values() if not one.why_not]
         known = len(self.points) + len(self.refused) == len(self.meshes)
         return planner.ranked(fits)[0] if known and fits else None
@@ -244,14 +246,15 @@ def _around(key: str) -> Around:
 
 
 def around(state: dict) -> Around:
-    """The `Around` of a state."""
+    """Return the `Around` of a state."""
     same = {name: value for name, value in state.items() if name not in (*_SEEN, "mesh", "agreed")}
     return _around(json.dumps(same, sort_keys=True))
 
 
 @functools.lru_cache(maxsize=4096)
 def planned(question: Question, mesh: str) -> Candidate:
-    """The planner's plan for a mesh, kept. On simulated devices, which have no times: the fields as given."""
+    """Return the planner's plan for a mesh, cached. Simulated devices have no times: there the fields are as
+    given."""
     if not question.chip.simulated:
         return planner.on_mesh(question, parse_mesh(mesh))
     sizes = question.batch_size, question.seq_len
@@ -261,14 +264,14 @@ def planned(question: Question, mesh: str) -> Candidate:
 
 
 def view(state: dict) -> View:
-    """What a settled state shows. Raises ValueError where it is refused."""
+    """Return everything that a settled state shows. Raise ValueError where it is refused."""
     question = question_of(state)
     one = planned(question, state["mesh"])
     return View(state, question, one, question.resolved(one.plan, question.platform), around(state))
 
 
 def works(state: dict) -> bool:
-    """Whether a plan of these fields is legal."""
+    """Return whether a plan of these fields is legal."""
     try:
         state, shape = settle(state | {"agreed": state["devices"]})
         question = question_of(state)

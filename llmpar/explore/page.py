@@ -27,20 +27,23 @@ _FOLDERS = "draw/* explore/* plan/* predict/* planner/* kernels/__init__.py kern
 NEED_JAX = ("widget.py", "aot.py", "targets.py")
 EXERCISES = "__init__.py judge.py pages.py record.py 01.py 01.md 02.md 08.py 08.md".split()
 """Lessons whose exercises a page judges; of lesson 02 those that no device runs."""
-MOST_BYTES = 1_300_000
+STORED_BYTES = 1_300_000
 """Bytes of stored answers in a small page, packed: with them it takes about 2 MB."""
 
 
 def runtime() -> str:
-    """Python for the browser, as JSON; nothing where ``make runtime`` has not run."""
+    """Return Python for the browser, as JSON; nothing where ``make runtime`` has not run."""
     return RUNTIME.read_text(encoding="ascii") if RUNTIME.is_file() else ""
 
 
 def sources() -> dict[str, str]:
-    """The part of the package that needs neither JAX nor numpy: what the files hold, by their paths."""
-    paths = [_PACKAGE / "__init__.py", _PACKAGE / "files.py"]
-    paths += [path for folder in _FOLDERS for path in sorted(_PACKAGE.glob(folder))]
-    paths += [_PACKAGE / "lessons" / name for name in EXERCISES]
+    """Return the files of the package that need neither JAX nor numpy, by their paths."""
+    paths = [
+        _PACKAGE / "__init__.py",
+        _PACKAGE / "files.py",
+        *(path for folder in _FOLDERS for path in sorted(_PACKAGE.glob(folder))),
+        *(_PACKAGE / "lessons" / name for name in EXERCISES),
+    ]
     files = [path for path in paths if path.suffix in (".py", ".toml", ".md") and path.name not in NEED_JAX]
     named = {path.relative_to(_PACKAGE.parent).as_posix(): path for path in files}
     named["llmpar/docs/words.md"] = WORDS
@@ -48,7 +51,7 @@ def sources() -> dict[str, str]:
 
 
 def html(explorer: Any, small: bool = False) -> str:
-    """The page of an `Explorer`; ``small``: without Python.
+    """Return the page of an `Explorer`; ``small``: without Python.
 
     Raises ValueError where Python for the browser is missing: what would bring it, and what needs none.
     """
@@ -77,27 +80,27 @@ def html(explorer: Any, small: bool = False) -> str:
 
 
 def packed(value: Any) -> str:
-    """JSON for a page to unpack: gzip'd, in letters."""
+    """Return a value as JSON for a page to unpack: gzip'd, in letters."""
     return base64.b64encode(gzip.compress(json.dumps(value).encode(), mtime=0)).decode()
 
 
 def as_json(value: Any) -> str:
-    """JSON that stays inside its element of a page."""
+    """Return a value as JSON that stays inside its element of a page."""
     return json.dumps(value).replace("<", "\\u003c")
 
 
 def as_script(path: Path) -> str:
-    """JavaScript that stays inside its element of a page."""
+    """Return JavaScript that stays inside its element of a page."""
     return path.read_text(encoding="utf-8").replace("</script", "<\\/script")
 
 
 def nearby(explorer: Any, doc: dict) -> list[dict]:
     """Return the answer of the start, with all that a reader would wait for, and those one click away, up to
-    `MOST_BYTES`: of what it advises, and alternately of what each panel offers."""
+    `STORED_BYTES`: of what it advises, and alternately of what each panel offers."""
     start, first = doc["state"], doc["answer"]
     while first["more"] and (later := explorer.more(start)):
         first = later
-    replies, space = [first, *doc["stored"]], MOST_BYTES
+    replies, space = [first, *doc["stored"]], STORED_BYTES
     known = [reply["asked"] for reply in replies]
     for patch in offered(first):
         state = start | patch
@@ -114,7 +117,7 @@ def nearby(explorer: Any, doc: dict) -> list[dict]:
 
 
 def offered(answer: dict) -> list[dict]:
-    """What can be clicked in an answer, as patches of its state."""
+    """Return all clicks that an answer offers, as patches of its state."""
     advice = [part["steps"] for part in (answer["refusal"], answer["verdict"]) if part]
     panels = [panel.get("svg", "") + panel.get("html", "") for panel in answer["panels"].values()]
     marks = [re.findall(r"""data-set=("[^"]*"|'[^']*')""", panel) for panel in panels]

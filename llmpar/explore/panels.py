@@ -1,7 +1,6 @@
-"""What the mesh explorer draws of an answer: a picture or a table for each place of the page."""
+"""The mesh explorer's panels: a picture or a table for each place of the page."""
 
 import dataclasses
-import itertools
 import json
 import math
 from collections import Counter, defaultdict
@@ -43,8 +42,14 @@ _KINDS = {
     "cache": "keys and values of all layers, as served (bfloat16)",
     "batch": "batch (int32)",
 }
-DOES = {"pp": "stages", "dp": "copies", "fsdp": "cut state", "ep": "cut experts"}
-DOES |= {"sp": "cut sequence", "tp": "cut matrices"}
+DOES = {
+    "pp": "stages",
+    "dp": "copies",
+    "fsdp": "cut state",
+    "ep": "cut experts",
+    "sp": "cut sequence",
+    "tp": "cut matrices",
+}
 """What an axis does, in two words."""
 HOLDS = "Who holds what of"
 
@@ -62,17 +67,17 @@ class Tensor:
 
     @property
     def name(self) -> str:
-        """What a state calls it."""
+        """Return the name that it has in a state."""
         return f"{self.kind} {self.path}"
 
     def live(self, sizes: dict[str, int]) -> Layout:
-        """Its layout without axes that cut nothing."""
+        """Return its layout without the axes of size 1."""
         alive = lambda axes: tuple(a for a in axes if sizes[a] > 1)
         dims = tuple(dataclasses.replace(d, axes=alive(d.axes)) for d in self.layout.dims)
         return Layout(dims, alive(self.layout.sums))
 
     def part_on(self, sizes: dict[str, int], device: int) -> tuple[str, int]:
-        """Slice and bytes on a device, as text and number; 0 where a dim cannot be cut evenly."""
+        """Return the slice on a device as text, and its bytes; 0 where a dim cannot be cut evenly."""
         at = geometry.coordinates(sizes, sizes, device)
         cut = geometry.slices(self.layout, self.shape, sizes, at)
         if cut is None:
@@ -82,42 +87,42 @@ class Tensor:
 
 
 def tensors(seen: View) -> list[Tensor]:
-    """Every array of a training step, activations of a layer and microbatch, and the cache as served."""
+    """Return every array of a training step, activations of a layer and microbatch, and the cache as
+    served."""
     plan, q = seen.plan, seen.question
     c, b, s = q.config, q.batch_size, q.seq_len
-    rows = []
     states = ("weight", "stored", 1), ("gradient", "accumulated", 1), ("moments", "reduced", 2)
-    for (kind, when, times), (path, (weight, layouts)) in itertools.product(
-        states, plan.weight_layouts.items()
-    ):
-        rows.append(Tensor(kind, path, weight.shape, 4, getattr(layouts, when), times))
-
-    def add(kind: str, name: str, dims: str, shape: tuple[int, ...], itemsize: int, times: int = 1) -> None:
-        rows.append(Tensor(kind, name, shape, itemsize, plan.place(dims), times))
-
+    rows = [
+        Tensor(kind, path, weight.shape, 4, getattr(layouts, when), times)
+        for kind, when, times in states
+        for path, (weight, layouts) in plan.weight_layouts.items()
+    ]
     micro, item = max(1, b // plan.microbatches), ITEMSIZE[plan.dtype]
-    n, k, h = c.num_heads, c.num_kv_heads, c.head_width
-    add("activation", "residual stream", "stream b s d", (micro, s, c.width), item)
-    add("activation", "queries", "attention b s n h", (micro, s, n, h), item)
-    add("activation", "keys", "attention b s k h", (micro, s, k, h), item)
-    add("activation", "values", "attention b s k h", (micro, s, k, h), item)
-    add("activation", "logits", "vocab b s v", (micro, s, c.vocab_size), 4)
-    if not c.experts:  # how many rows an expert works on is up to the router
-        add("activation", "feed-forward", "ffn b s m", (micro, s, c.ffn_width), item)
-    layers = -(-c.num_layers // plan.mesh.pp)
-    add("cache", "keys and values", "attention b s k h", (b, s, k, h), 2, 2 * layers)
-    add("batch", ", ".join(BATCH), "data b s", (b, s), 4, len(BATCH))
+    n, k, h, layers = c.num_heads, c.num_kv_heads, c.head_width, -(-c.num_layers // plan.mesh.pp)
+    table = [
+        ("activation", "residual stream", "stream b s d", (micro, s, c.width), item, 1),
+        ("activation", "queries", "attention b s n h", (micro, s, n, h), item, 1),
+        ("activation", "keys", "attention b s k h", (micro, s, k, h), item, 1),
+        ("activation", "values", "attention b s k h", (micro, s, k, h), item, 1),
+        ("activation", "logits", "vocab b s v", (micro, s, c.vocab_size), 4, 1),
+        ("activation", "feed-forward", "ffn b s m", (micro, s, c.ffn_width), item, 1),
+        ("cache", "keys and values", "attention b s k h", (b, s, k, h), 2, 2 * layers),
+        ("batch", ", ".join(BATCH), "data b s", (b, s), 4, len(BATCH)),
+    ]
+    for kind, name, dims, shape, itemsize, times in table:
+        if name != "feed-forward" or not c.experts:  # how many rows an expert works on is up to the router
+            rows.append(Tensor(kind, name, shape, itemsize, plan.place(dims), times))
     return rows
 
 
 def chosen(seen: View) -> Tensor:
-    """The tensor that is looked at."""
+    """Return the tensor that the state names."""
     rows = tensors(seen)
     return next((row for row in rows if row.name == seen.state["tensor"]), rows[0])
 
 
 def tensor_choice(seen: View) -> str:
-    """The tensor that is looked at, and all others to choose from."""
+    """Return a list to choose a tensor from, with the state's chosen."""
     rows, now = tensors(seen), chosen(seen).name
     options = []
     for kind, title in _KINDS.items():
@@ -131,7 +136,7 @@ def tensor_choice(seen: View) -> str:
 
 
 def holds(seen: View) -> str:
-    """A table of what the chosen device holds."""
+    """Return a table of what the chosen device holds."""
     sizes, device, groups = seen.plan.mesh.sizes, seen.state["device"], []
     at = geometry.coordinates(sizes, sizes, device)
     where = ", ".join(f"{axis} {at[axis]}" for axis in sizes if sizes[axis] > 1)
@@ -150,14 +155,14 @@ def holds(seen: View) -> str:
 
 
 def traffic_of(seen: View) -> dict[tuple[str, str], Prediction]:
-    """What a device sends in a step, of the stage that sends most; the largest first."""
+    """Return what a device sends in a step, of the stage that sends most; the largest first."""
     q = seen.question
     rows = most_traffic(seen.plan, q.batch_size, q.seq_len)
     return dict(sorted(rows.items(), key=lambda row: -row[1].bytes_sent))
 
 
 def code(seen: View) -> str:
-    """The plan as Python and as the commands that train and compile it."""
+    """Return the plan as Python and as the commands that train and compile it."""
     q, plan = seen.question, seen.one.plan
     words = ", ".join([f'"{plan.mesh}"', *(f"{n}={v!r}" for n, v in planner.fields_of(plan).items())])
     lines = [f"Plan({words})"]
@@ -168,17 +173,25 @@ def code(seen: View) -> str:
 
 
 def grid(seen: View) -> Scene:
-    """Which block of the chosen tensor each device holds, and what moves between them in a layer."""
-    row, q, sizes = chosen(seen), seen.question, seen.plan.mesh.sizes
-    node = q.chip.per_device().node_size
+    """Draw which block of the chosen tensor each device holds, and what moves between them in a layer."""
+    row, sizes, node = chosen(seen), seen.plan.mesh.sizes, seen.question.chip.per_device().node_size
     fills = {"weight": "weights", "gradient": "gradients", "moments": "moments", "batch": "batch"}
-    size, device, fill = row.itemsize * row.times, seen.state["device"], fills.get(row.kind, "activations")
-    place = row.live(sizes), row.shape, sizes, node
-    return tensor_grid(*place, device, size, row.path, fill, seen.segments)
+    return tensor_grid(
+        row.live(sizes),
+        row.shape,
+        sizes,
+        node,
+        seen.state["device"],
+        row.itemsize * row.times,
+        row.path,
+        fills.get(row.kind, "activations"),
+        seen.segments,
+    )
 
 
 def film(seen: View) -> str:
-    """Round by round, the collective that is explained, in the chosen device's group where that is small."""
+    """Return the rounds of the collective that is explained, in the chosen device's group where that is
+    small."""
     names, _, kind = seen.state["explain"].partition(" ")
     sizes, over = seen.plan.mesh.sizes, tuple(names.split(","))
     if (names, kind) not in traffic_of(seen) or not sizes.keys() >= {*over} or over == ("pp",):
@@ -188,7 +201,7 @@ def film(seen: View) -> str:
 
 
 def axes(seen: View) -> Scene:
-    """How the devices are cut, with what moves a factor from one axis to another."""
+    """Draw how the devices are cut, with what moves a factor from one axis to another."""
     acts = {axis: tuple(_moved(seen, axis, up) for up in (False, True)) for axis in AXES}
     note = f"All {seen.shape.size:,} stay in use: a square that one axis gets is taken from another."
     words = {axis: act(explain=f"word {axis}") for axis in AXES}
@@ -196,8 +209,8 @@ def axes(seen: View) -> Scene:
 
 
 def _moved(seen: View, axis: str, up: bool) -> tuple[str, str] | None:
-    """What gives an axis a factor more, or less: the patch and its name; None where no such mesh works. The
-    other axis is fsdp if that works, else the largest that does."""
+    """Return the patch that gives an axis a factor more, or less, and its name; None where no such mesh
+    works. The other axis is fsdp if that works, else the largest that does."""
     sizes = seen.shape.user_sizes
     others = sorted((a for a in AXES if a != axis), key=lambda a: (a != "fsdp", -sizes[a]))
     for other in others:
@@ -213,7 +226,8 @@ def _moved(seen: View, axis: str, up: bool) -> tuple[str, str] | None:
 
 
 def memory(seen: View) -> Scene:
-    """A device's memory by part, against what a program may take, and how far the estimate may be off."""
+    """Draw a device's memory by part, against what a program may take, and how far the estimate may be
+    off."""
     q, fit = seen.question, verdict(seen.question, seen.one)
     parts = [columns.Part(name, size, "", act(explain=name)) for name, size in seen.one.parts.items()]
     limits = [(fit.capacity_bytes, "may take"), (q.chip.usable_hbm_gib * GIB, "all")]
@@ -222,7 +236,7 @@ def memory(seen: View) -> Scene:
 
 
 def step_times(seen: View) -> Scene:
-    """A step's seconds by term."""
+    """Draw a step's seconds by term."""
     time, shape = seen.one.time, seen.shape
     uncut = shape.size == shape.dp * shape.pp * shape.tp  # then it is dp's links that gradients take
     own = {"gradients at the end": "dp"} if uncut else {}
@@ -233,34 +247,36 @@ def step_times(seen: View) -> Scene:
 
 
 def sent(seen: View) -> Scene:
-    """What a device sends in a step, and how much of its time on links is waited for, as the step has it."""
-    rows, on_links, bars = traffic_of(seen), defaultdict[str, float](float), []
+    """Draw what a device sends in a step, and how much of its time on links the step waits for."""
+    rows, bars = traffic_of(seen), []
     clock = Clock(seen.question.run(seen.one.plan)) if seen.timed else None
-    priced = list[tuple[str, str, Prediction, defaultdict[str, float]]]()  # with seconds on links by term
-    for (names, kind), row in rows.items():
-        took = defaultdict[str, float](float)
-        for message, times in row.messages.items():
-            if clock:
-                took[message.term] += times * clock.message(row, message)
-        priced.append((names, kind, row, took))
-        for term, seconds in took.items():
-            on_links[term] += seconds
+    on_links = {key: _seconds_by_term(clock, row) for key, row in rows.items()} if clock else {}
+    total_s = defaultdict[str, float](float)
+    for term, s in (pair for seconds in on_links.values() for pair in seconds.items()):
+        total_s[term] += s
     # Of a term as much is waited for as the step has of it; sums have noise.
     terms_s = seen.one.time.terms
-    share = {t: min(1.0, round(terms_s.get(t, 0.0) / s, 9)) for t, s in on_links.items() if s}
-    for names, kind, row, took in priced:
-        waits = sum(s * share[term] for term, s in took.items() if s)
-        what, clicked = _most_of(row), act(explain=f"{names} {kind}")
-        note = (
-            f"{kind}, {row.count:,} times: {', '.join(sorted({message.value for message in row.messages}))}"
-        )
-        hidden = sum(took.values()) - waits
-        bars.append(columns.SentBar(names, what, row.bytes_sent, hidden, waits, note, clicked))
+    share = {t: min(1.0, round(terms_s.get(t, 0.0) / s, 9)) for t, s in total_s.items() if s}
+    for (names, kind), row in rows.items():
+        seconds = on_links.get((names, kind), {})
+        waits = sum(s * share[term] for term, s in seconds.items() if s)
+        values = ", ".join(sorted({message.value for message in row.messages}))
+        note = f"{kind}, {row.count:,} times: {values}"
+        sizes = row.bytes_sent, sum(seconds.values()) - waits, waits
+        bars.append(columns.SentBar(names, _most_of(row), *sizes, note, act(explain=f"{names} {kind}")))
     return columns.sent_bars(bars)
 
 
+def _seconds_by_term(clock: Clock, row: Prediction) -> dict[str, float]:
+    """Return the seconds that a row's messages take on links, by the term of the step that they belong to."""
+    seconds = defaultdict[str, float](float)
+    for message, times in row.messages.items():
+        seconds[message.term] += times * clock.message(row, message)
+    return seconds
+
+
 def _most_of(row: Prediction) -> str:
-    """What most bytes of a row are."""
+    """Return the name of the values that most bytes of a row are of."""
     of = Counter[str]()
     for message, times in row.messages.items():
         of[message.value] += times * row.sent(message.num_bytes)
@@ -268,11 +284,11 @@ def _most_of(row: Prediction) -> str:
 
 
 def _mesh_map(seen: View) -> Scene:
-    """All meshes of as many devices, as far as they are known."""
+    """Draw all meshes of as many devices, as far as they are known."""
     around = seen.around
-    ways, best = [_point(one) for one in around.points.values()], _point(around.best) if around.best else None
+    points, best = map(_point, around.points.values()), _point(around.best) if around.best else None
     counts = len(around.refused), len(around.meshes)
-    return columns.mesh_map(ways, _point(seen.one), best, seen.question.capacity_bytes, *counts)
+    return columns.mesh_map(points, _point(seen.one), best, seen.question.capacity_bytes, *counts)
 
 
 def _point(one: Candidate) -> columns.MeshPoint:
@@ -284,7 +300,8 @@ def _point(one: Candidate) -> columns.MeshPoint:
 
 
 def panels(seen: View) -> dict[str, Scene | str]:
-    """Every panel of a state. Only in the map, where meshes are compared, times have more digits than two."""
+    """Return every panel of a state. Only in the map, where meshes are compared, times have more than two
+    digits."""
     with estimated():
         drawn = _estimates(seen)
     if seen.timed:
@@ -295,24 +312,28 @@ def panels(seen: View) -> dict[str, Scene | str]:
 def _estimates(seen: View) -> dict[str, Scene | str]:
     drawn: dict[str, Scene | str] = {"axes": axes(seen), "memory": memory(seen), "grid": grid(seen)}
     if seen.timed:
-        turns = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
-        drawn |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, turns)}
+        count = seen.plan.microbatches * seen.question.config.num_layers // seen.shape.pp
+        drawn |= {"step": step_times(seen), "layer": layer_lanes(seen.segments, count)}
     drawn |= {"sent": sent(seen), "explain": explanation(seen) + film(seen), "holds": holds(seen)}
     return drawn | {"code": code(seen), "famous": published_runs(seen)}
 
 
 def says(seen: View, verdict: dict, drawn: dict[str, Scene | str]) -> str:
-    """The answer in words."""
+    """Return the answer as text."""
     q, state = seen.question, seen.state
     what = f"{state['model']} on {seen.shape} = {count_noun(seen.shape.size, 'device')} of {state['chip']}"
-    lines = [f"{what}, {q.batch_size} sequences of {q.seq_len:,} tokens"]
-    lines += [" ".join(filter(None, (verdict["head"], verdict["rest"]))), verdict["line"]]
-    lines += [f"{step['do']}: {step['text']}" for step in verdict["steps"]]
-    return "\n".join([*lines, *(panel.text for panel in drawn.values() if isinstance(panel, Scene))])
+    lines = [
+        f"{what}, {q.batch_size} sequences of {q.seq_len:,} tokens",
+        " ".join(filter(None, (verdict["head"], verdict["rest"]))),
+        verdict["line"],
+        *(f"{step['do']}: {step['text']}" for step in verdict["steps"]),
+        *(panel.text for panel in drawn.values() if isinstance(panel, Scene)),
+    ]
+    return "\n".join(lines)
 
 
 def scene(seen: View, verdict: dict, areas=AREAS) -> Scene:
-    """The first screen as one picture: the answer in words, and the panels in their columns."""
+    """Draw the first screen as one picture: the answer in words, and the panels in their columns."""
     every = panels(seen)
     drawn = {name: every[name] for name, *_ in areas if name in every}
     placed, x = list[Group](), 0.0

@@ -48,19 +48,19 @@ class Figure(Explorer):
 
 
 def captioned(scene: Scene, *words: str) -> Scene:
-    """A drawing with a sentence below it; of several, those after the first are for its text only."""
+    """Return a drawing with a sentence below it; of several, those after the first are in its text only."""
     text = "\n".join([scene.text, *words]).partition("\n")[2]
     body = scene.items[0].items[1:]  # all but the title, which is composed anew
     return compose(scene.title, [body], text, words[:1])
 
 
 def slider(name: str, label: str, low: int, high: int, **more) -> dict:
-    """A control that offers the whole numbers of a range, or each ``step``-th."""
+    """Return a control that offers the whole numbers of a range, or each ``step``-th."""
     return {"name": name, "kind": "slider", "label": label, "min": low, "max": high} | more
 
 
 def within(most: int, *names: str) -> Limits:
-    """Whole numbers from 1, as large as a picture of them is drawn."""
+    """Return limits for whole numbers, from 1 to the ``most`` that a picture is drawn of."""
     return dict.fromkeys(names, Allowed(int, 1, most))
 
 
@@ -72,13 +72,29 @@ class TimelineExplorer(Figure):
     """
 
     title, kind = "Timeline explorer", "timeline"
-    areas = [*Explorer.areas, ["goals", "Goals", "below"], ["score", "Beside known orders", "below"]]
-    areas += [["words", "Other bubbles", "below"]]
-    start = {"schedule": "1f1b", "stages": 4, "microbatches": 8, "chunks": 2}
-    start |= {"forward": 1, "backward": 1, "weights": 1, "order": "", "move": None}
+    areas = [
+        *Explorer.areas,
+        ["goals", "Goals", "below"],
+        ["score", "Beside known orders", "below"],
+        ["words", "Other bubbles", "below"],
+    ]
+    start = {
+        "schedule": "1f1b",
+        "stages": 4,
+        "microbatches": 8,
+        "chunks": 2,
+        "forward": 1,
+        "backward": 1,
+        "weights": 1,
+        "order": "",
+        "move": None,
+    }
     _unwritten = {"without": "order"}  # a written order says these itself
-    limits = within(64, "stages", "chunks", "forward", "backward") | within(256, "microbatches")
-    limits |= {"weights": Allowed(int, 0, 64)}
+    limits = {
+        **within(64, "stages", "chunks", "forward", "backward"),
+        **within(256, "microbatches"),
+        "weights": Allowed(int, 0, 64),
+    }
     controls = [
         {"name": "schedule", "kind": "choice", "label": "schedule", "options": list(SCHEDULES)} | _unwritten,
         slider("stages", "stages p", 2, 8) | _unwritten,
@@ -92,7 +108,8 @@ class TimelineExplorer(Figure):
     known = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe")  # to compare with
 
     def order(self, state: dict) -> Schedule:
-        """The written order where there is one, in upper or lower case, parted by spaces or commas; moved."""
+        """Return the written order where there is one, in upper or lower case, separated by spaces or commas,
+        with the move."""
         chunks = state["chunks"] if state["schedule"] in ("interleaved", "breadth-first") else None
         if own := state["order"].upper().replace(",", " ").strip():
             order = from_text(own)
@@ -106,7 +123,8 @@ class TimelineExplorer(Figure):
         raise ValueError(f"move is {state['move']!r:.60}; use a stage, a place in its row, and the new place")
 
     def table(self, state: dict, order: Schedule | None = None) -> Timetable:
-        """The timetable of a state, or of an order at its costs. ValueError names stage, tick and cycle."""
+        """Return the timetable of a state, or of an order at its costs. Raise ValueError with stage, tick and
+        cycle."""
         costs = state["forward"], state["backward"], state["weights"]
         try:
             return timetable(order or self.order(state), costs)
@@ -125,7 +143,8 @@ class TimelineExplorer(Figure):
         return captioned(timeline(table), sentence, more)
 
     def move(self, state: dict) -> dict:
-        """The answer to a state with a ``move``; where that cannot be, the answer to the state without it."""
+        """Return the answer to a state with a ``move``; where that cannot be, the answer to the state without
+        it."""
         still = state | {"move": None}
         try:
             order = str(self.order(state))
@@ -169,7 +188,7 @@ class TimelineExplorer(Figure):
 
 
 def _words(table: Timetable) -> tuple[str, str]:
-    """What a timetable's picture says in a sentence, and what it says to those who ask."""
+    """Return what a timetable shows: the sentence below it, and what stands in its text only."""
     return (
         f"Makespan {table.makespan:g} time units, bubble {table.bubble:g}: what a stage idles at most between"
         f" its first start and last end. A stage holds at most {max(table.peak_live()):g} microbatches.",
@@ -180,7 +199,8 @@ def _words(table: Timetable) -> tuple[str, str]:
 
 
 def _moved(order: Schedule, stage: int, old: int, new: int) -> Schedule:
-    """An order whose stage runs operation ``old`` of its row at place ``new``; cells of it are parted."""
+    """Return an order whose stage runs operation ``old`` of its row at place ``new``. Operations that were
+    joined are separate."""
     if order.placement not in ("linear", "looped"):
         why = f"a written order cannot say where {order.name} places its chunks"
         do = "so nothing can be moved in it; start from 1f1b, interleaved, zb-h1 or zb-h2"
@@ -194,8 +214,8 @@ def _moved(order: Schedule, stage: int, old: int, new: int) -> Schedule:
 
 
 def _stuck(order: Schedule) -> Scene | None:
-    """An order as far as it runs, what each stage waits for, and outlined the circle in which they wait; None
-    where none waits, and what is wrong is which operations there are."""
+    """Draw an order as far as it runs, with what each stage waits for, and outline the circle in which they
+    wait. None where no stage waits, and the operations themselves are wrong."""
     rows, waits = reached(order)
     if not waits:
         return None
@@ -222,7 +242,7 @@ GOALS = (
 
 
 def _goals(own: Timetable | None, known: dict[str, Timetable]) -> list[tuple[bool, str]]:
-    """Which of `GOALS` are reached, and how far each is."""
+    """Return which of `GOALS` are reached, and how far each is."""
     if own is None:
         return [(False, "")] * len(GOALS)
     gpipe, plain, peaks, equal = known["gpipe"], known["1f1b"], own.peak_live(), 1e-9
@@ -238,7 +258,7 @@ def _goals(own: Timetable | None, known: dict[str, Timetable]) -> list[tuple[boo
 
 
 def _ladder(goals: list[tuple[bool, str]]) -> str:
-    """The goals as a list: ticked where they are reached, and the next one bold."""
+    """Return the goals as a list: ticked where they are reached, and the next one bold."""
     following, rows = next((k for k, (done, _) in enumerate(goals) if not done), -1), ""
     for k, (goal, (done, detail)) in enumerate(zip(GOALS, goals, strict=True)):
         words = f"{'✓' if done else '○'} {goal}" + f" ({detail})" * bool(detail)
@@ -247,7 +267,8 @@ def _ladder(goals: list[tuple[bool, str]]) -> str:
 
 
 def _score(known: dict[str, Timetable], state: dict, own: Timetable | None) -> str:
-    """The known orders of as many stages and microbatches as a table, each a click away, and one's own."""
+    """Return the known orders of as many stages and microbatches as a table, each a click away, and one's
+    own."""
     rows = f"<tr>{tagged('th', ('order', 'makespan', 'bubble', 'microbatches held, by stage'))}</tr>"
     shown = known | ({"yours": own} if own and state["order"] else {})
     most = max(max(table.peak_live()) for table in shown.values())
@@ -271,7 +292,8 @@ class OverlapExplorer(Figure):
     controls = [slider("tokens", "tokens per device", 512, 4096, step=256)]
 
     def seconds(self, state: dict, tokens: int) -> tuple[float, float]:
-        """What a piece's backward computes (4 FLOPs per parameter and token), and its bfloat16 sum takes."""
+        """Return how long a piece's backward computes (4 FLOPs per parameter and token), and its bfloat16 sum
+        travels."""
         config, chip = preset(state["model"]), hardware.chip(state["chip"])
         blocks = [w.shape for path, w in config.weights().items() if path.startswith("blocks.")]
         params = sum(map(math.prod, blocks)) / state["pieces"]
@@ -295,14 +317,25 @@ class OverlapExplorer(Figure):
 class MemoryExplorer(Figure):
     """What a device holds at each ZeRO stage, as the number of microbatches grows."""
 
+    one = "With one microbatch ZeRO-1 and ZeRO-2 hold the same: both make whole gradients, then cut them."
+    several = (
+        "Beside one microbatch's whole gradients, ZeRO-1 keeps the whole sum over microbatches,"
+        " ZeRO-2 a device's part of that sum; ZeRO-3 has parts only."
+    )
     title, kind = "ZeRO explorer", "memory"
-    start = {"model": "llama3-8b", "mesh": "fsdp=8", "batch_size": 64, "seq_len": 4096, "chip": "h100"}
-    start |= {"microbatches": 4}
+    start = {
+        "model": "llama3-8b",
+        "mesh": "fsdp=8",
+        "batch_size": 64,
+        "seq_len": 4096,
+        "chip": "h100",
+        "microbatches": 4,
+    }
     limits = within(1 << 20, "batch_size", "seq_len", "microbatches")
     controls = [{"name": "microbatches", "kind": "choice", "label": "microbatches", "options": [1, 2, 4, 8]}]
 
     def bytes_by_part(self, state: dict) -> dict[str, dict[str, float]]:
-        """Bytes of a device by part, at each stage."""
+        """Return bytes of a device by part, at each stage."""
         count, size, rows = state["microbatches"], (state["batch_size"], state["seq_len"]), {}
         for zero in range(4):
             plan = Plan(state["mesh"], zero=zero, microbatches=count, remat="block")  # type: ignore[arg-type]
@@ -315,11 +348,7 @@ class MemoryExplorer(Figure):
         return rows
 
     def draw(self, state: dict) -> Scene:
-        says = "With one microbatch ZeRO-1 and ZeRO-2 hold the same:"
-        says += " both make whole gradients, then cut them."
-        if state["microbatches"] > 1:
-            says = "Beside one microbatch's whole gradients, ZeRO-1 keeps the whole sum over microbatches,"
-            says += " ZeRO-2 a device's part of that sum; ZeRO-3 has parts only."
+        says = self.several if state["microbatches"] > 1 else self.one
         title = "{model}, {mesh}, {batch_size} × {seq_len} tokens, microbatches: {microbatches}"
         usable = hardware.chip(state["chip"]).usable_bytes
         return captioned(
@@ -352,7 +381,7 @@ class SumExplorer(Figure):
 
 
 class RingExplorer(Figure):
-    """Who computes and who waits in a causal ring, by the order in which positions are dealt to ranks."""
+    """Which ranks compute and wait in a causal ring, by the order in which positions are dealt to ranks."""
 
     title, kind = "Ring explorer", "ring"
     start = {"order": "contiguous", "ranks": 4}
@@ -376,9 +405,11 @@ class RingExplorer(Figure):
         busiest = [max(row[t] for row in work) for t in range(n)]
         for r, row in enumerate(live):
             y, wide, tint = 64 * r, 170 / (own * n), OTHERS[r] if n <= len(OTHERS) else "sp"
-            items.append(small_text(50, y + 28, f"rank {r}", "end"))
-            items.append(Rect(60, y + 18, 170, 20, "paper", "edge", 0.75))
-            items += [Rect(60 + wide * place, y + 18, wide + 0.5, 20, tint) for place in ranks[r]]  # no seams
+            items += [
+                small_text(50, y + 28, f"rank {r}", "end"),
+                Rect(60, y + 18, 170, 20, "paper", "edge", 0.75),
+                *(Rect(60 + wide * place, y + 18, wide + 0.5, 20, tint) for place in ranks[r]),  # no seams
+            ]
             for t, queries in enumerate(row):
                 x, most, high = 250 + 64 * t, work[r][t] == busiest[t], side / own
                 items += [small_text(x + side / 2, -12, f"step {t}")] * (r == 0)
@@ -405,12 +436,15 @@ class RoutingExplorer(Figure):
         {"name": "capacity_percent", "kind": "choice", "label": "slots, in per cent of the even share"}
         | {"options": [50, 75, 100, 125, 150, 200, 400]},
     ]
-    limits = within(64, "experts", "chosen", "ranks") | within(10_000, "capacity_percent")
-    limits |= {"heat": Allowed(int, 0, 64)}
+    limits = {
+        **within(64, "experts", "chosen", "ranks"),
+        **within(10_000, "capacity_percent"),
+        "heat": Allowed(int, 0, 64),
+    }
     tokens = 64  # of each rank
 
     def logits(self, state: dict) -> list[list[list[float]]]:
-        """The router's logits, [rank, token, expert]: normal, and the same for every heat."""
+        """Return the router's logits, [rank, token, expert]: normal, and the same for every heat."""
         normal, heats = random.Random(0), [state["heat"]] + [0] * (state["experts"] - 1)
         token = lambda: [normal.gauss() + heat for heat in heats]
         return [[token() for _ in range(self.tokens)] for _ in range(state["ranks"])]
@@ -423,14 +457,14 @@ class RoutingExplorer(Figure):
         # Affinities rise with logits, by softmax and by sigmoid; of equal ones the first is chosen.
         best = lambda logits: sorted(numbers, key=lambda e: -logits[e])[: router.top_k]
         chosen = [[expert for token in rank for expert in best(token)] for rank in self.logits(state)]
-        rows, limit = (
-            [[experts.count(e) for e in numbers] for experts in chosen],
-            router.capacity(self.tokens),
-        )
+        rows = [[experts.count(e) for e in numbers] for experts in chosen]
+        limit = router.capacity(self.tokens)
         dropped = [sum(max(0, row[e] - limit) for row in rows) for e in numbers]
         total, slots = sum(map(sum, rows)), limit * ranks * len(numbers)
-        says = f"{limit} slots for each expert on every rank, {factor:g} times the even share: {sum(dropped)}"
-        says += f" of {total} choices are dropped, {dropped[0]} of them by expert 0, and"
-        says += f" {slots - total + sum(dropped)} of {slots} slots travel empty."
+        says = (
+            f"{limit} slots for each expert on every rank, {factor:g} times the even share: {sum(dropped)}"
+            f" of {total} choices are dropped, {dropped[0]} of them by expert 0, and"
+            f" {slots - total + sum(dropped)} of {slots} slots travel empty."
+        )
         more = f"Each rank counts by itself: an expert takes {limit} of its {self.tokens} tokens, first come."
         return captioned(expert_loads(rows, limit), says, more)

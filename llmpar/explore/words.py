@@ -1,4 +1,4 @@
-"""What the mesh explorer says of a number, a word, meshes that are left out, and runs that were published."""
+"""The mesh explorer's texts: a number explained, a word, meshes that are left out, published runs."""
 
 import contextlib
 import functools
@@ -27,40 +27,41 @@ def estimated() -> contextlib.AbstractContextManager:
 
 
 def act(**patch: Any) -> str:
-    """What a click sets, as JSON."""
+    """Return the fields that a click sets, as JSON."""
     return json.dumps(patch)
 
 
 def button(text: str, **patch: Any) -> str:
-    """A button of a table."""
+    """Return a button of a table."""
     return f'<button type="button" data-set={attribute(act(**patch))}>{escape(text)}</button>'
 
 
 def tagged(tag: str, texts: Iterable[str]) -> str:
-    """Each of some texts in an element of its own."""
+    """Return each text in an element of its own."""
     return "".join(f"<{tag}>{text}</{tag}>" for text in texts)
 
 
 def table_row(name: str, cells: Iterable[str]) -> str:
-    """A row of a table."""
+    """Return a row of a table."""
     return f"<tr><th scope='row'>{name}</th>{tagged('td', cells)}</tr>"
 
 
 def html_table(head: Iterable[str], rows: str) -> str:
-    """A table of rows below the names of its columns."""
+    """Return a table of rows below the names of its columns."""
     columns = "".join(f"<th scope='col'>{word}</th>" for word in head)
     return f"<table><thead><tr>{columns}</tr></thead>{rows}</table>"
 
 
 @functools.cache
 def glossary() -> dict[str, str]:
-    """The words and axes of `docs/words.md`, each with its line."""
+    """Return the words and axes of `docs/words.md`, each with its line."""
     rows = re.findall(r"^\| [*`]*(.+?)[*`]* \| (.+) \|$", WORDS.read_text(encoding="utf-8"), re.MULTILINE)
     return {word.strip(): line for names, line in rows for word in names.split(",")}
 
 
 def explanation(seen: View) -> str:
-    """What was clicked: a number with its formula filled in, a glossary word, why meshes are left out."""
+    """Return an explanation of what was clicked: a number with its formula filled in, a glossary word, why
+    meshes are left out."""
     clicked, known = seen.state["explain"] or "total", terms(seen.question, seen.one)
     if clicked.startswith("word "):
         word = clicked.removeprefix("word ")
@@ -81,24 +82,40 @@ def _term(term: Term) -> str:
     if term.name in STEP[1:]:
         value = banded(value, planner.UNSEEN_ERROR)
     name = f"<b>{escape(term.name)}, {value}{' (an estimate)' * term.estimate}</b>"
-    where = [f"arrow <code>{escape(term.arrow)}</code>"] * bool(term.arrow)
-    where += [f"in <code>{escape(term.line)}</code>"] * bool(term.line)
-    where += [f"lesson {escape(term.lesson)}"] * bool(term.lesson) + [escape(term.paper)] * bool(term.paper)
+    where = [
+        f"arrow <code>{escape(term.arrow)}</code>" if term.arrow else "",
+        f"in <code>{escape(term.line)}</code>" if term.line else "",
+        f"lesson {escape(term.lesson)}" if term.lesson else "",
+        escape(term.paper) if term.paper else "",
+    ]
     rows = [
         f"{_UNITS[term.unit](value)}: {escape(f'{what}: {filled}')}" for what, filled, value in term.summands
     ]
     shown = f"<ul>{tagged('li', rows)}</ul>" if rows else tagged("p", [f"= {escape(term.filled)}"])
     shown += tagged("p", [f"all of it × {term.times}"] * bool(term.times))
-    return tagged("p", [f"{name}: {escape(term.formula)}"]) + shown + tagged("p", [" · ".join(where)])
+    return (
+        tagged("p", [f"{name}: {escape(term.formula)}"])
+        + shown
+        + tagged("p", [" · ".join(filter(None, where))])
+    )
 
 
 def published_runs(seen: View) -> str:
-    """Published runs, each a click away: what was measured beside what is predicted, once that is known."""
+    """Return a table of published runs, each a click away: what was measured, and what is predicted once that
+    is known."""
     rows = []
     for run, q, mesh in planner.famous():
-        start = {"model": q.model, "chip": run["chip"], "devices": q.num_devices, "agreed": q.num_devices}
-        start |= {"config": "", "batch_size": q.batch_size, "seq_len": q.seq_len, "mesh": str(mesh)}
-        start["fields"] = dict.fromkeys(seen.state["fields"])  # back to the planner
+        start = {
+            "model": q.model,
+            "chip": run["chip"],
+            "devices": q.num_devices,
+            "agreed": q.num_devices,
+            "config": "",
+            "batch_size": q.batch_size,
+            "seq_len": q.seq_len,
+            "mesh": str(mesh),
+            "fields": dict.fromkeys(seen.state["fields"]),  # back to the planner
+        }
         one, published, ours = seen.around.runs.get(run["name"]), f"{run.get('mfu', 0):.0%} MFU", "…"
         if "step_s" in run:
             published = time_text(run["step_s"])

@@ -151,9 +151,9 @@ def abstract_mesh(shape: str | MeshShape, platform: str = "cpu") -> AbstractMesh
 
 
 def split_axes(mesh: Any, shape: MeshShape) -> Any:
-    """Return a mesh with two axes for each one that has an inner part in ``shape``
-    (`mesh_shape.INNER_AXES`).""" names, sizes = tuple(shape.sizes), tuple(shape.sizes.values()) if names ==
-    tuple(mesh.axis_names):
+    """Return a mesh with two axes for each one that has one of `INNER_AXES` in ``shape``."""
+    names, sizes = tuple(shape.sizes), tuple(shape.sizes.values())
+    if names == tuple(mesh.axis_names):
         return mesh
     kinds = mesh.axis_types[:1] * len(names)
     if isinstance(mesh, Mesh):

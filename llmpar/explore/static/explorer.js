@@ -125,8 +125,8 @@ const acting = (set, name, inner) =>
   `<button type="button" ${name} data-set="${esc(JSON.stringify(set))}">${inner}</button>`;
 const step = ({ text, do: word, set }) => acting(set, 'class="step"', `${esc(text)} <b>${esc(word)}</b>`);
 
-function verdict({ verdict: found, refusal }, last) {
-  const one = found || (refusal && { tone: "refused", head: "Not possible" });
+function verdict({ verdict: known, refusal }, last) {
+  const one = known || (refusal && { tone: "refused", head: "Not possible" });
   if (!one) return "";
   const line = (kind, text) => (text ? `<p class="${kind}">${esc(text)}</p>` : "");
   const icon = `<span aria-hidden="true">${ICONS[one.tone]}</span>`, steps = (refusal || one).steps || [];
@@ -260,7 +260,7 @@ const rove = (group, stop) => {
 function mount(doc, source, el) {
   const stored = [doc.answer, ...(doc.stored || [])].filter(Boolean), root = document.createElement("div");
   const kinds = Object.fromEntries(doc.controls.map((c) => [c.name, c])), fieldKinds = {}, boxes = {};
-  let { state, answer } = source, waiting = false, mine = false, timer = 0, clock = 0, since = 0, revision = 0;
+  let { state, answer } = source, waiting = false, pending = false, timer = 0, clock = 0, since = 0, revision = 0;
   let frame = 0, playing = 0, address = 0, undone = false, rested = ""; // what is shown, and where
   let typing = null, dragged = null, dropped = -50, moved = "", drawing = false, strips = []; // what hands do
   root.className = "lpx";
@@ -290,7 +290,7 @@ function mount(doc, source, el) {
   // The answer to the state: one that is here, or Python's.
   function seek(delay = 0, asks = true) {
     clearTimeout(timer);
-    mine = asks;
+    pending = asks;
     const here = [answer, ...stored].find((one) => one && !one.failed && belongs(one, state));
     if (here) receive(here);
     else expect(true);
@@ -310,9 +310,9 @@ function mount(doc, source, el) {
     tell();
   }
 
-  function receive(found) {
-    if (!found?.state || !belongs(found, state)) return; // of an older question
-    [answer, state, mine] = [found, found.state, false];
+  function receive(reply) {
+    if (!reply?.state || !belongs(reply, state)) return; // of an older question
+    [answer, state, pending] = [reply, reply.state, false];
     if (waiting) expect(false);
     draw();
     complete();
@@ -326,7 +326,7 @@ function mount(doc, source, el) {
 
   // Another view of the same widget, or Python, chose a state; what this view waits for itself goes before.
   function follow(chosen, asks = false) {
-    if (mine && waiting && !asks || spelt(chosen) === spelt(state)) return;
+    if (pending && waiting && !asks || spelt(chosen) === spelt(state)) return;
     state = chosen;
     refresh();
     seek(0, asks);
@@ -346,7 +346,7 @@ function mount(doc, source, el) {
     fields(answer.fields || []);
     if (answer.refusal && find('.rest [data-kind="text"]')?.value) find(".rest").open = true; // what is refused is seen
     if (!kept) go(frame);
-    if (!find(".panel.on:not([hidden])") && opens().length) turn(opens()[0].section.dataset.panel);
+    if (!find(".panel.on:not([hidden])") && opens().length) showTab(opens()[0].section.dataset.panel);
     seat();
     find('[data-do="code"]').hidden = !boxes.code?.text;
     find(".foot span").textContent = cite();
@@ -412,7 +412,7 @@ function mount(doc, source, el) {
     if (at && !focused()?.dataset?.field) find(`[data-field="${at}"]`)?.focus({ preventScroll: true });
   }
 
-  function turn(name) { // on a phone: one picture at a time
+  function showTab(name) { // on a phone: one picture at a time
     for (const [other, { section, tab }] of Object.entries(boxes)) {
       section.classList.toggle("on", other === name);
       tab.setAttribute("aria-pressed", other === name);
@@ -473,12 +473,12 @@ function mount(doc, source, el) {
     const hash = toHash(state, doc.state), url = hash ? `#${hash}` : location.pathname + location.search;
     if (url === rested) return; // the same again, with more of what lies around it
     rested = url;
-    const how = undone ? "replaceState" : "pushState";
+    const method = undone ? "replaceState" : "pushState";
     undone = false;
     clearTimeout(address);
     address = setTimeout(() => {
       if (hash === location.hash.slice(1)) return;
-      try { history[how](null, "", url); } catch { /* a frame that may not */ }
+      try { history[method](null, "", url); } catch { /* a frame that may not */ }
     }, 400);
   }
 
@@ -620,7 +620,7 @@ function mount(doc, source, el) {
     const e = event.target.closest(ACT) || under(event, ACT);
     if (event.timeStamp - dropped < 50) return; // the end of a drag
     if (what || tab) find(".menu").open = false;
-    if (tab) turn(tab);
+    if (tab) showTab(tab);
     else if (by) count(event.target.parentElement.querySelector("input"), Number(by));
     else if (what) actions[what]();
     else if (e) {
@@ -671,7 +671,7 @@ function mount(doc, source, el) {
       if (event.key === "?" && event.target === document.body) actions.help();
     }]] : []),
   ];
-  for (const [where, ...how] of listen) where.addEventListener(...how);
+  for (const [where, ...args] of listen) where.addEventListener(...args);
   const sized = new ResizeObserver(() => { seat(); scrollable(); });
   sized.observe(root);
 
@@ -681,7 +681,7 @@ function mount(doc, source, el) {
   else { refresh(); seek(0, Boolean(source.page)); }
   if (source.said) say(source.said);
   const stop = () => {
-    for (const [where, ...how] of listen) where.removeEventListener(...how);
+    for (const [where, ...args] of listen) where.removeEventListener(...args);
     sized.disconnect();
     for (const one of [timer, playing, address, clock]) clearTimeout(one);
   };
@@ -713,8 +713,8 @@ export function python(script) {
     };
     tell("starts", "Python starts in this page, in some seconds");
   }
-  function wake(found) {
-    if (!parts) worker.postMessage(parts = found);
+  function wake(files) {
+    if (!parts) worker.postMessage(parts = files);
   }
   function again() { // what runs for ever can only be ended from outside
     worker.terminate();

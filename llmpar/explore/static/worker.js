@@ -11,7 +11,7 @@ const script = async (address) => {
   return import(`data:text/javascript;charset=utf-8,${encodeURIComponent(source)}`);
 };
 
-const said = (error) => { // of a traceback the line that says what is wrong
+const lastLine = (error) => { // of a traceback the line that says what is wrong
   const lines = String(error.message || error).trim().split("\n");
   return lines.findLast((line) => /^[\w.]*(Error|Exception)\b/.test(line)) || lines.at(-1);
 };
@@ -28,23 +28,23 @@ def explorer(kind, given):
 
 def run(code, known):
     from llmpar import lessons
-    names, said = vars(lessons).copy(), io.StringIO()
+    names, printed = vars(lessons).copy(), io.StringIO()
     exec(known, names)
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(printed):
         try:
             exec(compile(code, "<exercise>", "exec"), names)
         except BaseException as error:
             own = [step.lineno for step in traceback.extract_tb(error.__traceback__) if step.filename == "<exercise>"]
             line = getattr(error, "lineno", None) or own[-1]
             print(f"line {line}: {type(error).__name__}: {error.args[0] if error.args else ''}")
-    return said.getvalue()
+    return printed.getvalue()
 
 def answer(question):
     question = json.loads(question)
     if "code" in question:
         return json.dumps(run(question["code"], question["known"]))
-    found = explorer(question["kind"], json.dumps(question["given"]))
-    return json.dumps((found.more if question["more"] else found.answer)(question["state"]))
+    shown = explorer(question["kind"], json.dumps(question["given"]))
+    return json.dumps((shown.more if question["more"] else shown.answer)(question["state"]))
 
 answer
 `;
@@ -71,12 +71,12 @@ const awake = new Promise((resolve) => { begin = resolve; });
 onmessage = async ({ data }) => {
   if (data.python) {
     begin(wake(data));
-    return awake.then(() => postMessage({ awake: true }), (error) => postMessage({ dead: said(error) }));
+    return awake.then(() => postMessage({ awake: true }), (error) => postMessage({ dead: lastLine(error) }));
   }
   const { id, ...question } = data;
   try {
     postMessage({ id, answer: JSON.parse((await awake)(JSON.stringify(question))) });
   } catch (error) {
-    postMessage({ id, error: said(error) });
+    postMessage({ id, error: lastLine(error) });
   }
 };

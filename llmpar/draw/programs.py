@@ -1,7 +1,8 @@
-"""Draw what a function that runs on each rank was given, sent, held and returned, in a lane per rank."""
+"""Draw programs: lines of code and what each sends; what a function that runs on each rank was given, sent
+and returned, in a lane per rank."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from llmpar.draw.charts import count_noun
 from llmpar.draw.geometry import groups
@@ -9,6 +10,8 @@ from llmpar.draw.scene import (
     BODY,
     OTHERS,
     SMALL,
+    Items,
+    Line,
     Rect,
     Scene,
     Text,
@@ -17,6 +20,41 @@ from llmpar.draw.scene import (
     small_text,
     text_width,
 )
+
+_LONGEST, PITCH = 190, 44
+"""Pixels of the longest bar, and from one line of code to the next."""
+_SentBy = Mapping[int, Sequence[tuple[str, int]]]
+
+
+def program(lines: Sequence[str], columns: Mapping[str, _SentBy], title: str = "") -> Scene:
+    """Draw lines of code, and beside each the bytes that a device sends for it: a column of bars for each way
+    to run them, all on one scale. ``columns`` by heading: what is sent, [(collective, bytes), …], by a line's
+    place from 0."""
+    sums = {
+        name: [sum(n for _, n in sent.get(i, ())) for i in range(len(lines))]
+        for name, sent in columns.items()
+    }
+    most, left = max([n for column in sums.values() for n in column] + [1]), max(map(text_width, lines)) + 24
+    pitch = max([_LONGEST + 36] + [text_width(f"{name}: 999 MiB") + 24 for name in columns])
+    items, texts = Items(), list[str]()
+    for i, line in enumerate(lines):
+        y = PITCH * i
+        items += [Line(((0, y - 4), (left + pitch * len(columns), y - 4)), "grid", 1), Text(0, y + 16, line)]
+        for k, (name, sent) in enumerate(columns.items()):
+            x, n = left + pitch * k, sums[name][i]
+            if sent.get(i):
+                what = f"{' and '.join(dict.fromkeys(kind for kind, _ in sent[i]))} {size_text(n)}"
+                items += [
+                    Rect(x, y + 1, max(_LONGEST * n / most, 1.5), 16, "links", "ink", 1),
+                    small_text(x, y + 28, what, "start", "ink"),
+                ]
+                texts.append(f"{name}, {line}: {what}")
+    for k, (name, column) in enumerate(sums.items()):
+        head = f"{name}: {size_text(sum(column))}" if columns[name] else name
+        items.append(Text(left + pitch * k, -20, head, bold=True))
+        texts.append(head)
+    return compose(title, [items], "\n".join(texts or lines))
+
 
 Shape = Sequence[int]
 _Sent = tuple[str, Sequence[str], int, int, Shape]
@@ -59,8 +97,11 @@ def traced(sizes: dict[str, int], given: Sequence[Shape], sent: Sequence[_Sent],
         name, size = kind.removeprefix("collective-") + times, f"{size_text(bytes_sent)} each"
         wide = max(text_width(text, SMALL) for text in (name, over, size)) + 10
         items += _bars(of, x + wide / 2, middles, axes[0])
-        items += [small_text(x + wide / 2, -30, name, fill="ink"), small_text(x + wide / 2, -14, over)]
-        items.append(small_text(x + wide / 2, bottom, size, fill="ink"))
+        items += [
+            small_text(x + wide / 2, -30, name, fill="ink"),
+            small_text(x + wide / 2, -14, over),
+            small_text(x + wide / 2, bottom, size, fill="ink"),
+        ]
         x += wide
         boxes(shape, "then")
     boxes(returned, "returned")
