@@ -42,7 +42,7 @@ class Demo(Output):
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(
-                f"'{self.out}' can be no folder for pictures: {error.strerror}; name another"
+                f"cannot make the folder '{self.out}' for pictures: {error.strerror}; give another --out"
             ) from error
         suffix = ".png" if installed("matplotlib") else ".svg"
         pictures = [str(folder / f"{name}{suffix}") for name in ("mesh", "loss")]

@@ -51,7 +51,7 @@ class Serve(ModelOptions):
             raise ValueError("Starlette or Uvicorn is not installed; pip install 'llmpar[serve]'")
         key = os.environ.get("LLMPAR_KEY") if self.key is None else self.key
         if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
-            raise ValueError("a key has letters, digits and signs of ASCII, and no space at its ends")
+            raise ValueError("--key must have ASCII letters, digits and signs, and no space at its ends")
         with self.listening() as listening:
             self.answer(listening, key)
 
@@ -92,8 +92,8 @@ class Serve(ModelOptions):
         host, port, *_ = listening.getsockname()
         only_here = ipaddress.ip_address(host).is_loopback
         if not only_here:
-            who = "who has the key" if key else "everybody, since there is no --key,"
-            inform(f"{who} can ask it from other machines, and nothing is encrypted")
+            who = "anyone with the key" if key else "anyone, since there is no --key,"
+            inform(f"{who} can use it from other machines, and nothing is encrypted")
         about = {"model": config.name, "mesh": str(plan.mesh)}
         about |= {} if self.checkpoints or self.from_ else {"weights": "random weights"}
         api = server.Api(server.EngineThread(engine), tokenizer, chat, about, self.length, key, only_here)

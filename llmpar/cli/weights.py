@@ -152,8 +152,8 @@ def from_folder(name: str) -> tuple[str, str, Load]:
         )
     if quantized := quantization(folder):
         raise ValueError(
-            f"'{folder}' is of weights in {quantized} ({QUANTIZED}), which are not read; use the"
-            " original model"
+            f"the weights in '{folder}' are quantized to {quantized} ({QUANTIZED}), which is not"
+            " supported; use the original model"
         )
     model = os.path.join(".", name) if folder == name else name  # a folder may have the name of a preset
     config, tensors = preset(model), hf.open_folder(folder)
