@@ -68,7 +68,9 @@ class Lab:
         env = {"JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(".jax_cache").resolve())} | os.environ
         env |= {"JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, config))}
         # Most containers run as root, and the server is open to this machine only.
-        command += ["--allow-root"] + ["--no-browser"] * (not self.browser)
+        command.append("--allow-root")
+        if not self.browser:
+            command.append("--no-browser")
         os.execve(sys.executable, command, env)
 
 
@@ -104,11 +106,14 @@ def _deal(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False) -> st
             copy.parent.mkdir(exist_ok=True)
             copy.write_text(f"{theirs.read_text(encoding='utf-8')}\n{_OURS}\n", encoding="utf-8")
     except OSError as error:
-        what = f"cannot write '{error.filename}' ({error.strerror})"
-        raise ValueError(f"{what}; give --copies a folder that you may write to") from error
+        raise ValueError(
+            f"cannot write '{error.filename}' ({error.strerror}); give --copies a folder that you may"
+            " write to"
+        ) from error
     kept = len(lessons) - len(made)
-    text = f"{copies}: {len(made)} lesson{'s' * (len(made) != 1)} copied, {kept} kept as you left them"
-    return text + " (--fresh renews)" * (kept > 0)
+    renews = " (--fresh renews)" if kept else ""
+    word = "lesson" if len(made) == 1 else "lessons"
+    return f"{copies}: {len(made)} {word} copied, {kept} kept as you left them{renews}"
 
 
 def put_aside(copies: pathlib.Path) -> None:

@@ -116,10 +116,8 @@ class PlanCommand(Output):
         chosen = {"model": self.model, "chip": self.chip or "h100", "mesh": str(best.mesh), "fields": by_hand}
         small = not page.runtime()
         MeshExplorer(**chosen, batch_size=batch_size, seq_len=seq_len).save(self.html or "", small)
-        options.inform(
-            f"wrote {self.html}"
-            + " with the plans that are one change away: Python for the browser is not installed" * small
-        )
+        part = ": without Python for the browser, it has the plans that are one change away"
+        options.inform(f"wrote {self.html}{part if small else ''}")
 
     def question(self) -> tuple:
         """Return the arguments of `planner.Question`; refuse options that contradict each other."""

@@ -39,7 +39,8 @@ def opened(
     if best and checkpoints is None:
         raise ValueError("--best is about --checkpoints, which is not given; leave it out")
     if from_ is not None:
-        refuse_beside_from(["--model"] * (model is not None) + ["--checkpoints"] * (checkpoints is not None))
+        others = {"--model": model, "--checkpoints": checkpoints}
+        refuse_beside_from([flag for flag, value in others.items() if value is not None])
         model, name, load = from_folder(from_)
         config, notes = preset(model), []
         if tokenizer is None and name == "bytes":

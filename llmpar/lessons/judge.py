@@ -141,7 +141,8 @@ class Exercise:
         if sentence := self.in_another_unit(seen, right):
             return sentence
         good = isinstance(right, list) and self.devices(self.solution) and self.same(seen[0], right[0])
-        return "The value is right, but not what is sent. " * bool(good) + self.hinted(seen, read)
+        prefix = "The value is right, but not what is sent. " if good else ""
+        return prefix + self.hinted(seen, read)
 
     def part_by_part(self, seen: Mapping, right: Mapping, planted: list[tuple[Any, str]], read: int) -> str:
         """Name the parts that are right; help with others by planted answers that are wrong as they are."""
@@ -151,7 +152,7 @@ class Exercise:
             return f"Those are the right values in {units.pop()}; they are asked for as {self.unit}."
         off = [name for name in right if not self.same(seen[name], right[name])]
         good = [str(name) for name in right if name not in off]
-        sentences = [f"Right: {', '.join(good)}."] * bool(good)
+        sentences = [f"Right: {', '.join(good)}."] if good else []
         helped: set[Any] = set()
         for value, sentence in planted:
             spoilt = {name for name in right if not self.same(value[name], right[name])}
@@ -374,7 +375,7 @@ def turned(seen: Any, right: Any) -> str:
         orders = itertools.permutations(range(one.ndim)) if one.ndim == other.ndim else ()
         if any(same(one.transpose(order), other, 1e-5) for order in orders):
             return "The numbers are right, with dims exchanged: transpose it. "
-        return "The numbers are right: reshape it. " * same(one.ravel(), other.ravel(), 1e-5)
+        return "The numbers are right: reshape it. " if same(one.ravel(), other.ravel(), 1e-5) else ""
 
     faults = {fault(one, other) for one, other in zip(arrays(seen), arrays(right), strict=False)}
     return (faults.pop() + mismatch(seen, right)).rstrip() if len(faults) == 1 and all(faults) else ""

@@ -28,7 +28,8 @@ def sentences(name: str) -> dict[str, dict[str, str]]:
     for number, line in enumerate(read_text(path, "page of sentences").splitlines(), 1):
         spelt = line.startswith(("- `", "- or `"))
         key, _, sentence = line[2:].partition("`: " if spelt else ": ")
-        key += "`" * spelt
+        if spelt:
+            key += "`"
         if line.startswith("## "):
             lines = headings[line[3:]] = {}
         elif line.startswith("- ") and headings and sentence and (key == "nudge" or key not in lines):

@@ -421,9 +421,13 @@ class _Answer:
         self.choices = [Choice(api.tokenizer.decode, x.tokens, stops, x.echo) for x in self.requests]
         self.tickets, self.box = list[int](), asyncio.Queue[Event | HTTPException]()
         self.streams = self.body.get("stream", False)
-        what = {"text": "text_completion", "chat": "chat.completion" + ".chunk" * self.streams}[kind]
-        self.head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": what, "created": int(time.time())}
-        self.head |= {"model": api.about["model"]}
+        chat = "chat.completion.chunk" if self.streams else "chat.completion"
+        self.head = {
+            "id": f"{kind}-{uuid.uuid4().hex}",
+            "object": chat if kind == "chat" else "text_completion",
+            "created": int(time.time()),
+            "model": api.about["model"],
+        }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def left():
