@@ -100,7 +100,7 @@ def _deal(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False) -> st
             _write(cleared(notebook(folder / name)), copies / name)
         _write(start_page(lessons), page)
         if not (ignored := copies / ".gitignore").exists():
-            ignored.write_text("*\n")  # answers are nobody's change to the project
+            ignored.write_text("*\n")  # git ignores the answers
         theirs, copy = folder.resolve().parent / _WORDS, copies / _WORDS
         if theirs.exists() and (not copy.exists() or _OURS in copy.read_text(encoding="utf-8")):
             copy.parent.mkdir(exist_ok=True)

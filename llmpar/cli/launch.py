@@ -40,10 +40,10 @@ class Launch:
     llmpar launch slurm --nodes 2 --serve vllm --weights EXPORT
 
     What follows -- is the command. For a cluster the job file is printed; --submit hands it over. A job file
-    starts a command with --checkpoints again after a failure. local does not: the same line goes on.
+    starts a command with --checkpoints again after a failure. After local run the same line again to resume.
 
     Attributes:
-        engine: who starts the processes; local is this machine.
+        engine: what starts the processes; local is this machine.
         nodes: nodes of the cluster.
         min_nodes: torchrun goes on with so few when others are lost.
         site: a TOML file about the cluster: partition, account, gpus_per_node, modules, interface, container

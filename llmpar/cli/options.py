@@ -317,7 +317,7 @@ def start_jax() -> None:
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         inform("JAX_ENABLE_X64 is ignored: weights are float32, tokens int32")
         jax.config.update("jax_enable_x64", False)
-    with contextlib.suppress(RuntimeError):  # nobody's home
+    with contextlib.suppress(RuntimeError):  # no home folder
         keep_programs(jax.config.jax_compilation_cache_dir or "")  # type: ignore[attr-defined]
 
 

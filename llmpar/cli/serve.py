@@ -92,12 +92,12 @@ class Serve(ModelOptions):
         host, port, *_ = listening.getsockname()
         only_here = ipaddress.ip_address(host).is_loopback
         if not only_here:
-            who = "anyone with the key" if key else "anyone, since there is no --key,"
-            inform(f"{who} can use it from other machines, and nothing is encrypted")
+            clients = "clients with the key" if key else "all clients, since there is no --key,"
+            inform(f"{clients} can use it from other machines, and nothing is encrypted")
         about = {"model": config.name, "mesh": str(plan.mesh)}
         about |= {} if self.checkpoints or self.from_ else {"weights": "random weights"}
         api = server.Api(server.EngineThread(engine), tokenizer, chat, about, self.length, key, only_here)
-        listening.listen()  # from here on who comes waits
+        listening.listen()  # from here on clients wait
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         inform(f"'{config.name}' on mesh '{plan.mesh}' answers at {where}, {self.slots} requests at a time")
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # when Uvicorn is done with it

@@ -254,8 +254,7 @@ class Stopper(contextlib.ExitStack):
     """Let the first Ctrl-C, SIGTERM or SIGHUP end training after the running step, so that it can be saved.
 
     The second signal ends the process at once, and so does one before any step was done. Of several processes
-    all stop after the same step when one of them was asked; JAX hears the signal, and whoever started them
-    ends what does not leave.
+    all stop after the same step if one gets a signal; JAX sees it, and the launcher ends processes that stay.
     """
 
     def __init__(self):

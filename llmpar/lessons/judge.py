@@ -129,7 +129,7 @@ class Exercise:
         return same(one, other, self.tolerance)
 
     def advice(self, seen: Any, right: Any, read: int) -> str:
-        """Say what helps someone who answered `seen`."""
+        """Return the sentence that helps after the answer `seen`."""
         planted = [(self.observe(wrong), self.says[key]) for key, wrong in self.wrong.items()]
         for value, sentence in planted:
             if self.meant(seen, value):
@@ -199,56 +199,51 @@ class Exercise:
 
 
 FACTS = ("level", "question", "given", "answer", "tolerance", "unit")
-"""What a page says of an exercise besides its sentences."""
+"""The entries of an exercise's page that are no sentences."""
 
 
 def stated(name: str, says: Mapping[str, str], **given: Any) -> Exercise:
     """Return an exercise that its page states alone, with the lesson's numbers in place of the page's."""
     facts = {key: says[key] for key in FACTS if key in says}
-    known = written(facts["given"]) if "given" in facts else {}
+    known = read_answer(facts["given"]) if "given" in facts else {}
     if unknown := given.keys() - known.keys():
         raise ValueError(f"{name} is not given {', '.join(unknown)} but {', '.join(known) or 'nothing'}")
     given = known | given
     level: Any = facts.get("level", "core")
     tolerance, unit = float(facts.get("tolerance", 1e-5)), facts.get("unit", "")
-    solution = written(facts["answer"], given)
+    solution = read_answer(facts["answer"], None, given)
     exercise = Exercise(level, solution, tolerance=tolerance, unit=unit, given=given)
     return exercise.with_sentences(
         name, {key: sentence for key, sentence in says.items() if key not in facts}
     )
 
 
-def written(text: str, given: Mapping[str, Any] | None = None) -> Any:
-    """Read a solution that is not known yet: `3/11`, `8, 1`, a text, or parts such as `A=rounding; B=4`."""
-    if "=" in text:
-        pairs = (part.rpartition("=") for part in text.split("; "))
-        return {int(name) if name.isdigit() else name: written(part, given) for name, _, part in pairs}
-    if ", " in text:
-        return tuple(written(part, given) for part in text.split(", "))
-    return read_answer(text, None, given)
-
-
-def read_answer(text: str, right: Any, given: Mapping[str, Any] | None = None) -> Any:
+def read_answer(text: str, right: Any = None, given: Mapping[str, Any] | None = None) -> Any:
     """Read an answer as a page spells it: a number such as 4 or 3/16 or a formula of what is given, several
-    as in `8, 1`, None, `* 8` for eight times the right one, or parts of it exchanged, as in `A=rounding;
-    C=not summed`; what is none of these stays text."""
+    as in `8, 1`, None, parts as in `A=rounding; B=4`, or a text. Beside the ``right`` answer it may also be
+    `* 8`, for eight times that, or some of its parts."""
+    parts = {name: part for name, _, part in (part.rpartition("=") for part in text.split("; "))}
+    if right is None and "=" in text:
+        named = {int(name) if name.isdigit() else name: part for name, part in parts.items()}
+        return {name: read_answer(part, None, given) for name, part in named.items()}
     if isinstance(right, Mapping):
         if text.startswith("* "):
             return {name: read_answer(text, value) for name, value in right.items()}
         names = {str(name): name for name in right}
-        parts = {name: part for name, _, part in (part.rpartition("=") for part in text.split("; "))}
         if parts.keys() <= names.keys():
-            return {
-                **right,
-                **{names[name]: read_answer(part, right[names[name]]) for name, part in parts.items()},
-            }
+            changed = {names[name]: part for name, part in parts.items()}
+            return {**right, **{name: read_answer(part, right[name]) for name, part in changed.items()}}
     if text == "None":
         return None
-    if isinstance(right, tuple) and ", " in text:
-        return tuple(read_answer(part, value) for part, value in zip(text.split(", "), right, strict=True))
+    if ", " in text and (right is None or isinstance(right, tuple)):
+        values = right or [None] * len(text.split(", "))
+        return tuple(
+            read_answer(part, value, given) for part, value in zip(text.split(", "), values, strict=True)
+        )
     if right is None or kind(right) == "a number":
         with contextlib.suppress(SyntaxError, NameError, TypeError, ZeroDivisionError):
-            number = eval(text.removeprefix("* "), {"__builtins__": {}}, {**(given or {})})  # our own page
+            # A formula of our own page, or of digits, names and arithmetic alone (`as_number`).
+            number = eval(text.removeprefix("* "), {"__builtins__": {}}, {**(given or {})})
             return float(number) * (right if text.startswith("* ") else 1)
     return text
 

@@ -46,7 +46,7 @@ def score(when: str, answers: Mapping[str, Any], ratings: Mapping[str, int]) -> 
 
 def effect(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Compare before and after over all results: how many there are, the mean score as a fraction, and the
-    mean of each rating; None where nobody answered."""
+    mean of each rating; None without any answer."""
     both = ("before", "after")
     for number, result in enumerate(results, 1):
         score, most, ratings = (result.get(name) for name in ("score", "max_score", "ratings"))

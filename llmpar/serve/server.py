@@ -92,7 +92,7 @@ class Document(JSONResponse):
 class EngineThread(threading.Thread):
     """An engine and the one thread that steps it; its methods are for the event loop's thread.
 
-    ``error`` is what ended it, if a step raised: every request that waits is told.
+    ``error`` is what ended it, if a step raised: every waiting request gets it.
     """
 
     def __init__(self, engine: Any):
@@ -142,7 +142,7 @@ class EngineThread(threading.Thread):
             except Exception as error:
                 self.error, self.ends, events = error, True, []
             self.begun = math.inf
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._hand_out, events)
 
     def _hand_out(self, events: Sequence[Event]) -> None:
@@ -568,7 +568,7 @@ def app(api: Api) -> Starlette:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn in one process. It lets go of who neither asks nor reads, and ends where the engine failed."""
+    """Uvicorn in one process. It drops clients that neither ask nor read, and ends if the engine failed."""
 
     def __init__(self, api: Api, say: Callable[[str], Any]):
         config = uvicorn.Config(
