@@ -65,8 +65,11 @@ class Lab:
         ]
         # The settings in labconfig let a saved notebook keep its widgets, which reopen without a kernel.
         config = [os.environ.get("JUPYTER_CONFIG_PATH", ""), str(_PACKAGE / "cli")]
-        env = {"JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(".jax_cache").resolve())} | os.environ
-        env |= {"JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, config))}
+        env = {
+            "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(".jax_cache").resolve()),
+            **os.environ,
+            "JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, config)),
+        }
         # Most containers run as root, and the server is open to this machine only.
         command.append("--allow-root")
         if not self.browser:

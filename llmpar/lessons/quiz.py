@@ -38,10 +38,23 @@ def score(when: str, answers: Mapping[str, Any], ratings: Mapping[str, int]) -> 
     for lesson, (question, exercise) in QUESTIONS.items():
         given = answers.get(lesson)
         verdict = NOT_ATTEMPTED if given is None else exercise.judge(given)
-        judged = {"correct": verdict.startswith(CORRECT), "verdict": verdict}
-        items.append({"lesson": lesson, "question": question, "answer": given} | judged)
-    total = {"score": sum(item["correct"] for item in items), "max_score": len(items)}
-    return {"when": when, "at": now()} | total | {"ratings": dict(ratings), "items": items}
+        items.append(
+            {
+                "lesson": lesson,
+                "question": question,
+                "answer": given,
+                "correct": verdict.startswith(CORRECT),
+                "verdict": verdict,
+            }
+        )
+    return {
+        "when": when,
+        "at": now(),
+        "score": sum(item["correct"] for item in items),
+        "max_score": len(items),
+        "ratings": dict(ratings),
+        "items": items,
+    }
 
 
 def effect(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

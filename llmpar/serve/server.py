@@ -251,8 +251,13 @@ class Api:
     async def health(self, request: Http) -> Document:
         """Return whether the engine runs, requests wait to become tokens, and figures of both."""
         self.admit(request, key=False)
-        state = self.about | {"length": self.length} | self.thread.engine.figures
-        state |= {"status": "ok", "preparing": sum(map(len, self.preparing.values()))}
+        state = {
+            **self.about,
+            "length": self.length,
+            **self.thread.engine.figures,
+            "status": "ok",
+            "preparing": sum(map(len, self.preparing.values())),
+        }
         if any(len(futures) > PLACES for futures in self.preparing.values()):
             state["status"] = "busy"  # one waits for others that become tokens
         if stuck := time.monotonic() - self.thread.begun > STUCK_S:
@@ -351,8 +356,9 @@ class Api:
     def requests(self, kind: str, body: dict[str, Any]) -> list[Request]:
         """Return the engine's requests for a body."""
         most = body.get("max_completion_tokens", body.get("max_tokens"))
-        settings = {name: body.get(name, 1) for name in ("temperature", "top_p")}
-        settings |= {
+        settings = {
+            "temperature": body.get("temperature", 1),
+            "top_p": body.get("top_p", 1),
             "seed": body.get("seed"),
             "top_k": max(0, body.get("top_k", 0)),
             "logprobs": body.get("logprobs"),
