@@ -52,7 +52,7 @@ class Lab:
             raise ValueError("--copies '' names no folder; leave it out for 'lessons'")
         own = os.path.isdir(self.folder) or self.folder != Lab.folder
         folder = pathlib.Path(self.folder) if own else _PACKAGE / "notebooks"
-        inform(_deal(folder, pathlib.Path(self.copies), self.fresh))
+        inform(copy_lessons(folder, pathlib.Path(self.copies), self.fresh))
         command = [
             sys.executable,
             "-m",
@@ -77,7 +77,7 @@ class Lab:
         os.execve(sys.executable, command, env)
 
 
-def _deal(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False) -> str:
+def copy_lessons(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False) -> str:
     """Copy the lessons that are missing, without outputs, and write the start page; return a sentence about
     it.
 

@@ -51,7 +51,9 @@ class Serve(ModelOptions):
             raise ValueError("Starlette or Uvicorn is not installed; pip install 'llmpar[serve]'")
         key = os.environ.get("LLMPAR_KEY") if self.key is None else self.key
         if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
-            raise ValueError("the API key must have ASCII letters, digits and signs, and no space at its ends")
+            raise ValueError(
+                "the API key must be of ASCII letters, digits and signs, without spaces at its ends"
+            )
         with self.listening() as listening:
             self.answer(listening, key)
 
