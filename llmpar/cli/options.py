@@ -185,7 +185,9 @@ class StepOptions:
         return config
 
     def settle(self, num_devices: int) -> tuple[ModelConfig, Plan]:
-        """Return the model and the plan on so many devices; refuse what cannot run, before a compilation."""
+        """Return the model and the plan on so many devices; refuse what cannot run, before a compilation.
+
+        Print which devices and which given fields of the plan have no effect."""
         config = self.adapted(preset(self.model))
         mesh = parse_mesh(self.mesh if self.mesh_dim is None else self.mesh_dim, num_devices)
         plan = Plan(mesh, **vars(self.plan) | {"schedule": read_order(self.plan.schedule)})
@@ -196,17 +198,13 @@ class StepOptions:
                 f" {MAX_SEQ_LEN:,} positions and {MAX_TOKENS:,} tokens"
             )
         plan.check(config, batch_size, self.seq_len)
-        self.say_idle(config, plan, num_devices)
-        return config, plan
-
-    def say_idle(self, config: ModelConfig, plan: Plan, num_devices: int) -> None:
-        """Print which devices and which given fields of the plan have no effect."""
         if plan.mesh.size < num_devices:
             inform(
                 f"mesh '{plan.mesh}' takes {plan.mesh.size} of {num_devices} devices; the others do nothing"
             )
         for line in plan.idle(config, self.given):
             inform(line)
+        return config, plan
 
 
 def read_order(schedule: str) -> str:

@@ -38,8 +38,10 @@ from llmpar.serve.engine import Event, Full, Request
 from llmpar.training.chat import check_messages
 
 _PAGE = pathlib.Path(__file__).parent / "chat.html"
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
-POLICY += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+    "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 MAX_BODY_BYTES, MOST_PROMPTS, MOST_STOPS, _MOST_LETTERS, MOST_CONNECTIONS = 4 << 20, 64, 16, 256, 512
 """Bytes, prompts and stop strings of a request, letters of a stop string; connections at a time."""
 LIMIT_S, READ_S, PREPARE_S, STUCK_S, GRACE_S, END_S = 600.0, 20, 10, 60, 5, 9
