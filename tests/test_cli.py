@@ -82,7 +82,7 @@ def test_weights_that_lie_beside_a_configuration_are_not_taken_and_that_is_said(
     for has_weights in False, True:
         for model in (tmp_path, tmp_path / "config.json"):
             status, _, err = call("train", "--data", str(tmp_path / "text"), "--model", str(model))
-            assert status == 0 and ("the weights are random: those in " in err) == has_weights, err
+            assert status == 0 and ("to load those in " in err) == has_weights, err
         (tmp_path / "model.safetensors").write_text("")
 
 
@@ -576,7 +576,7 @@ def test_an_interrupted_training_says_what_is_kept_and_its_command_goes_on(
         patched.setattr("llmpar.cli.train.progress", interrupting)
         status, out, err = call(*words)
     assert status == 143 and out == "", err
-    why = f"llmpar: stopped after step 3; kept in {tmp_path / 'kept'}: the same command goes on from there"
+    why = f"llmpar: stopped after step 3; saved in {tmp_path / 'kept'}: run the same command again to resume"
     assert why in err, "the loss of step 2 is read while step 3 runs"
     found = document(*words)
     assert found["start"] == 3 and len(found["losses"]) == 1

@@ -678,7 +678,7 @@ def test_quantized_weights_take_what_their_files_have(tmp_path, monkeypatch, cap
         assert f"6.0 GB in NVFP4 (says {QUANTIZED}), on 1 a100-40" in err
         assert "--dtype" not in out and f"serve {name} " in out
     with pytest.raises(
-        ValueError, match=f"is of weights in NVFP4 .{QUANTIZED}., which are not read; use the"
+        ValueError, match=f"are quantized to NVFP4 .{QUANTIZED}., which is not supported; use the"
     ):
         from_folder(small)
 

@@ -127,7 +127,7 @@ def test_a_downloaded_model_is_found_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     config, tokenizer, _, said = opened(None, "us/little", None, None)
     assert config.name == "little" and tokenizer.name == "bytes"
-    assert said == ["us/little has no tokenizer.json: its tokenizer is taken to be 'bytes'"]
+    assert said == ["us/little has no tokenizer.json: using the tokenizer 'bytes'"]
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import traceback
 from typing import Any
 
 import llmpar
@@ -117,14 +118,11 @@ def explain_error(error: Exception) -> str:
     A refusal is a ValueError that this package raises. A ValueError that another library raises is a case
     that this package has overlooked.
     """
-    trace, package = error.__traceback__, os.path.dirname(llmpar.__file__) + os.sep
-    frames, elsewhere = [], False
-    while trace:
-        code = trace.tb_frame.f_code
-        frames.append((code.co_filename, trace.tb_lineno))
-        theirs = "-packages" + os.sep in code.co_filename and not code.co_filename.startswith(package)
-        elsewhere |= theirs and code.co_name == "<module>"  # while another package was being imported
-        trace = trace.tb_next
+    package = os.path.dirname(llmpar.__file__) + os.sep
+    steps = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    frames = [(code.co_filename, line) for code, line in steps]
+    imported = [code.co_filename for code, _ in steps if code.co_name == "<module>"]
+    elsewhere = any("-packages" + os.sep in file and not file.startswith(package) for file in imported)
     refused = isinstance(error, ValueError) and (not frames or frames[-1][0].startswith(package))
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: '{error.filename}'" if error.filename else error.strerror
@@ -155,8 +153,9 @@ def _joined() -> Any:
 
 
 def _status(error: Exception) -> int:
-    """Return an error's exit status: 1 for a refusal; in one of several processes the status that lets an
-    engine start them again, unless a checkpoint was not written because another process ended."""
+    """Return an error's exit status: 1 for a refusal; for any other error in one of several processes the
+    status after which an engine starts them again. A write that failed because another process ended is no
+    refusal."""
     if not (joined := _joined()):
         return 1
     refused = isinstance(error, ValueError | OSError | FloatingPointError)
@@ -164,11 +163,9 @@ def _status(error: Exception) -> int:
 
 
 def _fail(sentence: str, status: int, error: Exception | None = None) -> int:
-    """Print the sentence and return the status. If another process failed first, that one has printed its
-    sentence, and its status is returned."""
+    """Print the sentence and return the status. If another process failed first, print that instead, and
+    return its status."""
     if error and os.environ.get("LLMPAR_TRACEBACK"):
-        import traceback
-
         traceback.print_exception(error)
     first = None
     with contextlib.suppress(Exception):  # the own sentence comes first

@@ -72,8 +72,8 @@ class Solutions(Output):
 class Quiz:
     """Take the quiz that scores itself: one question for each lesson, and three self-ratings.
 
-    Answers are read line by line; an empty line leaves a question out. Before, only the number of right ones
-    is told, so that the same questions serve again; after, what is right and why.
+    Answers are read line by line; an empty line leaves a question out. Before the workshop only the score is
+    printed, so that the same questions serve again; after it, the right answers and why.
 
     Attributes:
         after: the workshop is over.

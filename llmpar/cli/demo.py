@@ -42,7 +42,7 @@ class Demo(Output):
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(
-                f"'{self.out}' can be no folder for pictures: {error.strerror}; name another"
+                f"cannot make the folder '{self.out}' for pictures: {error.strerror}; give another --out"
             ) from error
         suffix = ".png" if installed("matplotlib") else ".svg"
         pictures = [str(folder / f"{name}{suffix}") for name in ("mesh", "loss")]
@@ -67,11 +67,13 @@ class Demo(Output):
         )
         inform(f"loss: {mesh} and one device differ by at most {gap:.1e} nats over {self.steps} steps")
         first, last = many["losses"][0], many["losses"][-1]
-        failed = ["a predicted byte is not a compiled one"] * (not exact)
-        failed += ["the mesh and one device differ by more than 1e-3 nats"] * (gap > 1e-3)
         fell = f"the loss fell from {first:.2f} to {last:.2f}, not below 0.7 of that; give it about 60 steps"
-        failed += [fell] * (last > 0.7 * first)
-        if failed:
+        checks = {
+            "a predicted byte is not a compiled one": exact,
+            "the mesh and one device differ by more than 1e-3 nats": gap <= 1e-3,
+            fell: last <= 0.7 * first,
+        }
+        if failed := [sentence for sentence, passed in checks.items() if not passed]:
             raise ValueError(f"the demonstration failed: {'; '.join(failed)}")
         document = {"gap_nats": gap, "losses": many["losses"], "bytes_exact": exact}
         return give(document, self.json)

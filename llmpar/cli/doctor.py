@@ -99,7 +99,9 @@ def default_meshes(num_devices: int, num_domains: int) -> list[str]:
     tp = next((n for n in (8, 4, 2) if inside % n == 0 and num_devices > n), 1)
     pp = num_domains if num_domains > 1 else 2
     meshes = ["fsdp=-1", f"fsdp=-1 tp={tp}"] if tp > 1 else ["fsdp=-1"]
-    return meshes + [f"pp={pp} dp=-1 tp={tp}"] * (num_devices % (pp * tp) == 0 and num_devices > pp * tp)
+    if num_devices % (pp * tp) == 0 and num_devices > pp * tp:
+        meshes.append(f"pp={pp} dp=-1 tp={tp}")
+    return meshes
 
 
 def examine() -> dict:

@@ -71,33 +71,37 @@ class Inspect(Output):
 
     def look(self) -> dict:
         """Look at a program that is not a plan's."""
-        ours = changed(self, ("types", "tolerance")) + changed(self.step.plan, vars(self.step.plan))
-        ours += changed(
-            self.step, vars(self.step).keys() - {"plan", "given", "devices", "mesh" * bool(self.hlo)}
-        )
+        ignored = {"plan", "given", "devices"} | ({"mesh"} if self.hlo else set())
+        ours = [
+            *changed(self, ("types", "tolerance")),
+            *changed(self.step.plan, vars(self.step.plan)),
+            *changed(self.step, vars(self.step).keys() - ignored),
+        ]
         if ours or bool(self.program) == bool(self.hlo) or self.hlo and self.target:
-            only = "--program MODULE:FUNCTION goes with --target or --devices, --hlo FILE with --mesh"
             rest = f"leave out {' '.join(ours)}" if ours else "give one of the two"
-            raise ValueError(f"{only}, both with --svg and --json; {rest}")
-        try:
-            program = (
-                self.made() if self.program else (read_text(str(self.hlo), "HLO module"), self.step.mesh)
+            raise ValueError(
+                "--program MODULE:FUNCTION goes with --target or --devices, --hlo FILE with --mesh, both"
+                f" with --svg and --json; {rest}"
             )
+        try:
+            program = self.made()
             from llmpar.inspect.look import look
 
             shown = look(*program) if isinstance(program, tuple) else look(program)
         except Exception as error:
-            error_name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            words = f"{self.program or self.hlo}: {error_name}{str(error).partition(chr(10))[0]}"
-            words += "".join(
-                f"; {note[8:]}" for note in getattr(error, "__notes__", ()) if note[:8] == "llmpar: "
-            )
-            raise ValueError(words + "; LLMPAR_TRACEBACK=1 shows the stack" * bool(error_name)) from error
+            notes = [note[8:] for note in getattr(error, "__notes__", ()) if note[:8] == "llmpar: "]
+            line = str(error).partition("\n")[0]
+            if not isinstance(error, ValueError):
+                line = f"{type(error).__name__}: {line}"
+                notes.append("LLMPAR_TRACEBACK=1 shows the stack")
+            raise ValueError("; ".join([f"{self.program or self.hlo}: {line}", *notes])) from error
         save_picture(self.svg, "the bytes", shown.picture)
         return give(shown.document(), self.json, [str(shown)])
 
     def made(self) -> Any:
-        """What the function makes that --program names, with the folder of the command on the path."""
+        """Return the HLO text with its mesh, or what the function of --program makes."""
+        if self.hlo:
+            return read_text(self.hlo, "HLO module"), self.step.mesh
         from llmpar.planner.targets import QUIET, parse_target
 
         target = parse_target(self.target) if self.target else None

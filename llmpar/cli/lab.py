@@ -52,7 +52,7 @@ class Lab:
             raise ValueError("--copies '' names no folder; leave it out for 'lessons'")
         own = os.path.isdir(self.folder) or self.folder != Lab.folder
         folder = pathlib.Path(self.folder) if own else _PACKAGE / "notebooks"
-        inform(_deal(folder, pathlib.Path(self.copies), self.fresh))
+        inform(copy_lessons(folder, pathlib.Path(self.copies), self.fresh))
         command = [
             sys.executable,
             "-m",
@@ -65,14 +65,19 @@ class Lab:
         ]
         # The settings in labconfig let a saved notebook keep its widgets, which reopen without a kernel.
         config = [os.environ.get("JUPYTER_CONFIG_PATH", ""), str(_PACKAGE / "cli")]
-        env = {"JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(".jax_cache").resolve())} | os.environ
-        env |= {"JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, config))}
+        env = {
+            "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(".jax_cache").resolve()),
+            **os.environ,
+            "JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, config)),
+        }
         # Most containers run as root, and the server is open to this machine only.
-        command += ["--allow-root"] + ["--no-browser"] * (not self.browser)
+        command.append("--allow-root")
+        if not self.browser:
+            command.append("--no-browser")
         os.execve(sys.executable, command, env)
 
 
-def _deal(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False) -> str:
+def copy_lessons(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False) -> str:
     """Copy the lessons that are missing, without outputs, and write the start page; return a sentence about
     it.
 
@@ -98,17 +103,20 @@ def _deal(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False) -> st
             _write(cleared(notebook(folder / name)), copies / name)
         _write(start_page(lessons), page)
         if not (ignored := copies / ".gitignore").exists():
-            ignored.write_text("*\n")  # answers are nobody's change to the project
+            ignored.write_text("*\n")  # git ignores the answers
         theirs, copy = folder.resolve().parent / _WORDS, copies / _WORDS
         if theirs.exists() and (not copy.exists() or _OURS in copy.read_text(encoding="utf-8")):
             copy.parent.mkdir(exist_ok=True)
             copy.write_text(f"{theirs.read_text(encoding='utf-8')}\n{_OURS}\n", encoding="utf-8")
     except OSError as error:
-        what = f"cannot write '{error.filename}' ({error.strerror})"
-        raise ValueError(f"{what}; give --copies a folder that you may write to") from error
+        raise ValueError(
+            f"cannot write '{error.filename}' ({error.strerror}); give --copies a folder that you may"
+            " write to"
+        ) from error
     kept = len(lessons) - len(made)
-    text = f"{copies}: {len(made)} lesson{'s' * (len(made) != 1)} copied, {kept} kept as you left them"
-    return text + " (--fresh renews)" * (kept > 0)
+    renews = " (--fresh renews)" if kept else ""
+    word = "lesson" if len(made) == 1 else "lessons"
+    return f"{copies}: {len(made)} {word} copied, {kept} kept as you left them{renews}"
 
 
 def put_aside(copies: pathlib.Path) -> None:

@@ -40,10 +40,10 @@ class Launch:
     llmpar launch slurm --nodes 2 --serve vllm --weights EXPORT
 
     What follows -- is the command. For a cluster the job file is printed; --submit hands it over. A job file
-    starts a command with --checkpoints again after a failure. local does not: the same line goes on.
+    starts a command with --checkpoints again after a failure. After local run the same line again to resume.
 
     Attributes:
-        engine: who starts the processes; local is this machine.
+        engine: what starts the processes; local is this machine.
         nodes: nodes of the cluster.
         min_nodes: torchrun goes on with so few when others are lost.
         site: a TOML file about the cluster: partition, account, gpus_per_node, modules, interface, container
@@ -119,11 +119,7 @@ class Launch:
         """Refuse options that this engine does not read."""
         for_local = ("processes", "devices", "wire")
         for_cluster = ("nodes", "site", "out", "submit", "min_nodes", "gpus_per_node")
-        unread = (
-            for_cluster
-            if self.engine == "local"
-            else for_local + ("min_nodes",) * (self.engine != "torchrun")
-        )
+        unread = {"local": for_cluster, "torchrun": for_local}.get(self.engine, (*for_local, "min_nodes"))
         if given := changed(self, unread):
             raise ValueError(f"'launch {self.engine}' does not read {', '.join(given)}; leave it out")
         if not self.serve and (given := changed(self, ("weights", "chip", "cache_tokens"))):
@@ -175,8 +171,8 @@ class Launch:
         )
         sizes = f"--tensor-parallel-size {tp} --pipeline-parallel-size {pp}".split()
         sizes += [] if quantized else ["--dtype", dtype]
-        sizes += ["--max-model-len", str(seen)] * bool(config.context_length)
-        sizes += ["--distributed-executor-backend", "ray"] * (pp > 1 or self.engine == "ray")
+        sizes += ["--max-model-len", str(seen)] if config.context_length else []
+        sizes += ["--distributed-executor-backend", "ray"] if pp > 1 or self.engine == "ray" else []
         words = ("serve", weights, "--served-model-name", config.name, *sizes)
         return jobs.Job(words, pp, dataclasses.replace(site, gpus_per_node=tp))
 

@@ -21,15 +21,13 @@ class Models(Output):
     name: Annotated[OptionalText, tyro.conf.Positional] = None
 
     def run(self) -> None:
-        models = []
+        models, lines = [], []
         for config in PRESETS.values() if self.name is None else [preset(self.name)]:
             counts = {"params": config.num_params, "active_params": config.active_params}
             models.append(dataclasses.asdict(config) | counts)
-        lines = []
-        for m in models:
-            active = f", {m['active_params']:,} active" if m["active_params"] < m["params"] else ""
+            active = f", {config.active_params:,} active" if config.active_params < config.num_params else ""
             lines.append(
-                f"{m['name']:<16}{m['params']:>18,} parameters{m['num_layers']:>5}"
-                f" layers{m['width']:>7} wide{active}"
+                f"{config.name:<16}{config.num_params:>18,} parameters{config.num_layers:>5}"
+                f" layers{config.width:>7} wide{active}"
             )
         give({"models": models}, self.json, lines)

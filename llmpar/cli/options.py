@@ -183,7 +183,9 @@ class StepOptions:
 
     def settle(self, num_devices: int, devices: str | None = None) -> Resolved:
         """Return the plan for the model on so many devices (`Plan.resolve`); refuse what cannot run, before a
-        compilation."""
+        compilation.
+
+        Print what these devices do differently, and which devices and given fields have no effect."""
         config = self.adapted(preset(self.model))
         mesh = parse_mesh(self.mesh if self.mesh_dim is None else self.mesh_dim, num_devices)
         plan = Plan(mesh, **vars(self.plan) | {"schedule": read_order(self.plan.schedule)})
@@ -194,17 +196,13 @@ class StepOptions:
                 f" {MAX_SEQ_LEN:,} positions and {MAX_TOKENS:,} tokens"
             )
         resolved = plan.resolve(config, devices, batch_size, self.seq_len)
-        self.print_notes(resolved, num_devices)
-        return resolved
-
-    def print_notes(self, plan: Resolved, num_devices: int) -> None:
-        """Print what these devices do differently, and which devices and given fields have no effect."""
         if plan.mesh.size < num_devices:
             inform(
                 f"mesh '{plan.mesh}' takes {plan.mesh.size} of {num_devices} devices; the others do nothing"
             )
-        for line in (*plan.notes, *plan.unused_of(self.given)):
+        for line in (*resolved.notes, *resolved.unused_of(self.given)):
             inform(line)
+        return resolved
 
 
 def read_order(schedule: str) -> str:
@@ -313,7 +311,7 @@ def start_jax() -> None:
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         inform("JAX_ENABLE_X64 is ignored: weights are float32, tokens int32")
         jax.config.update("jax_enable_x64", False)
-    with contextlib.suppress(RuntimeError):  # nobody's home
+    with contextlib.suppress(RuntimeError):  # no home folder
         keep_programs(jax.config.jax_compilation_cache_dir or "")  # type: ignore[attr-defined]
 
 

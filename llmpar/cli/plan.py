@@ -64,13 +64,16 @@ class PlanCommand(Output):
         if self.against is not None:
             names = {field.name for field in dataclasses.fields(self)} - {"against", "chip", "json"}
             if idle := changed(self, sorted(names)):
-                raise ValueError(f"--against compares runs of a file, and {', '.join(idle)} decides nothing")
+                raise ValueError(
+                    f"--against compares the runs of a file; {', '.join(idle)} has no effect on that,"
+                    " leave it out"
+                )
             return hold_against(self.against, self.chip, self.json)
         options.check_range("keep", self.keep, 1, 100)
         if self.price is not None and not 0 < self.price < 1e9:
             raise ValueError(f"price is {self.price}; give a positive cost of a chip and hour")
         if self.price is not None and self.tokens is None:
-            raise ValueError("price is a cost of a chip and hour, and wants --tokens, as 15T")
+            raise ValueError("--price needs a number of tokens to train on; add --tokens, as 15T")
         if self.html is not None:
             self.check_page(self.html)
         from llmpar.planner import planner
@@ -95,7 +98,7 @@ class PlanCommand(Output):
     def check_page(self, path: str) -> None:
         """Refuse a page that cannot be written or drawn, before the work."""
         if not path.endswith(".html"):
-            raise ValueError(f"'{path}' is no page; call it .html")
+            raise ValueError(f"a page is saved as .html, and '{path}' is not; rename it")
         options.check_free(path, options.OURS[".html"])
         if self.cluster is not None:
             raise ValueError(
@@ -113,13 +116,14 @@ class PlanCommand(Output):
         chosen = {"model": self.model, "chip": self.chip or "h100", "mesh": str(best.mesh), "fields": by_hand}
         small = not page.runtime()
         MeshExplorer(**chosen, batch_size=batch_size, seq_len=seq_len).save(self.html or "", small)
-        options.inform(f"wrote {self.html}" + ", which knows what is one click away" * small)
+        part = ": without Python for the browser, it has the plans that are one change away"
+        options.inform(f"wrote {self.html}{part if small else ''}")
 
     def question(self) -> tuple:
         """Return the arguments of `planner.Question`; refuse options that contradict each other."""
         config, (chip, devices) = preset(self.model), self.machine()
         if not 1 <= self.seq_len <= _MAX_SEQ_LEN:
-            raise ValueError(f"sequence {self.seq_len} is none; use 1 to {_MAX_SEQ_LEN:,} tokens")
+            raise ValueError(f"seq-len is {self.seq_len}; use 1 to {_MAX_SEQ_LEN:,} tokens")
         batch_size = self.batch(devices)
         if batch_size < 1 or batch_size * self.seq_len > MAX_TOKENS:
             raise ValueError(f"batch {batch_size} of {self.seq_len:,} tokens: use 1 to {MAX_TOKENS:,} tokens")
@@ -131,7 +135,9 @@ class PlanCommand(Output):
             chip = hardware.chip("h100" if self.chip is None else self.chip)
             devices = 64 if self.devices is None else self.devices
             if chip.simulated:
-                raise ValueError("time means nothing on simulated devices; name a chip, as --chip h100")
+                raise ValueError(
+                    "simulated devices have no step time to predict; name a chip, as --chip h100"
+                )
         else:
             chip, num_chips = hardware.cluster(self.cluster)
             most, name = (num_chips or MAX_DEVICES) * chip.devices_per_chip, self.cluster.lower()
@@ -149,7 +155,7 @@ class PlanCommand(Output):
         if self.batch_tokens is None:
             return devices if self.batch_size is None else self.batch_size
         if self.batch_size is not None:
-            raise ValueError("--batch-tokens and --batch-size say the same thing; give one")
+            raise ValueError("--batch-tokens and --batch-size both set the batch; give one of them")
         tokens = _count(self.batch_tokens, "batch-tokens", 1024)
         if tokens % self.seq_len:
             near = max(1, round(tokens / self.seq_len)) * self.seq_len
@@ -211,11 +217,16 @@ def _count(text: str, name: str, base: int) -> float:
     return float(match[1]) * base**power
 
 
-def _table(columns: Iterable[Any], rows: Iterable[Iterable[str]], **titles: Any) -> Any:
+def _table(
+    columns: Iterable[Any],
+    rows: Iterable[Iterable[str]],
+    title: str | None = None,
+    caption: str | None = None,
+) -> Any:
     """Make a table of rows of text."""
     from rich.table import Table
 
-    table = Table(*columns, **titles)
+    table = Table(*columns, title=title, caption=caption)
     for row in rows:
         table.add_row(*row)
     return table
@@ -237,21 +248,20 @@ def tables_of(document: dict) -> Iterator[Any]:
     columns = ("mesh", "s", "MFU", "GiB", "", "why")
     yield _table(columns, map(plan_row, document["plans"]), title=title, caption=caption)
     step = banded(f"{few(best['step_s']):g} s", error)
-    terms = sorted(best["terms"].items(), key=lambda item: -item[1])
-    rows = ((name, f"{few(seconds):g}") for name, seconds in terms)
     title = f"{best['attention_kernel']} attention, a step {step}"
-    yield _table(("of the first", "s"), rows, title=title)
+    terms = sorted(best["terms"].items(), key=lambda item: -item[1])
+    yield _table(("of the first", "s"), ((name, f"{few(s):g}") for name, s in terms), title)
     sizes = memory.named(best["memory_bytes"]).items()
     yield _table(("of the first", "GiB a device"), ((name, f"{size / 2**30:.2f}") for name, size in sizes))
     if rejected := [(row["mesh"], row["why"], row["change"]) for row in document["rejected"]]:
         yield _table(("cannot be", "why", "one change"), rejected)
     changes = document["sensitivity"]
-    ratios = ((x["what"], f"{few(x['tokens_per_s']):,.0f}", f"x {x['ratio']:.2f}") for x in changes)
-    yield _table(("if there were", "tokens/s", ""), ratios)
+    rates = ((x["what"], f"{few(x['tokens_per_s']):,.0f}", f"x {x['ratio']:.2f}") for x in changes)
+    yield _table(("if there were", "tokens/s", ""), rates)
     if budget := document.get("budget"):
         exact = {name: value if name == "tokens" else few(value) for name, value in budget.items()}
-        rows = ((name.replace("_", " "), f"{value:,.4g}") for name, value in exact.items())
-        yield _table((f"{budget['tokens']:.3g} tokens", ""), rows)
+        sums = ((name.replace("_", " "), f"{value:,.4g}") for name, value in exact.items())
+        yield _table((f"{budget['tokens']:.3g} tokens", ""), sums)
     yield from filter(None, (best[name] for name in ("train", "compile", "launch")))
 
 

@@ -51,7 +51,9 @@ class Serve(ModelOptions):
             raise ValueError("Starlette or Uvicorn is not installed; pip install 'llmpar[serve]'")
         key = os.environ.get("LLMPAR_KEY") if self.key is None else self.key
         if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
-            raise ValueError("a key has letters, digits and signs of ASCII, and no space at its ends")
+            raise ValueError(
+                "the API key must be of ASCII letters, digits and signs, without spaces at its ends"
+            )
         with self.listening() as listening:
             self.answer(listening, key)
 
@@ -92,12 +94,12 @@ class Serve(ModelOptions):
         host, port, *_ = listening.getsockname()
         only_here = ipaddress.ip_address(host).is_loopback
         if not only_here:
-            who = "who has the key" if key else "everybody, since there is no --key,"
-            inform(f"{who} can ask it from other machines, and nothing is encrypted")
+            clients = "clients with the key" if key else "all clients, since there is no --key,"
+            inform(f"{clients} can use it from other machines, and nothing is encrypted")
         about = {"model": config.name, "mesh": str(plan.mesh)}
         about |= {} if self.checkpoints or self.from_ else {"weights": "random weights"}
         api = server.Api(server.EngineThread(engine), tokenizer, chat, about, self.length, key, only_here)
-        listening.listen()  # from here on who comes waits
+        listening.listen()  # from here on clients wait
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         inform(f"'{config.name}' on mesh '{plan.mesh}' answers at {where}, {self.slots} requests at a time")
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # when Uvicorn is done with it

@@ -1,4 +1,4 @@
-"""``llmpar train``: train on text, with progress, and stop so that the same command goes on."""
+"""``llmpar train``: train on text, with progress; the same command resumes after a stop."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Train(Output):
         from_: begin with the weights in this folder of a Hugging Face model (config.json, safetensors,
             tokenizer.json), or in that of a downloaded one by its name.
         seed: of weights and of the order of data.
-        checkpoints: folder to save to and to resume from: the same command goes on where it was stopped.
+        checkpoints: folder to save to and to resume from: the same command resumes where it was stopped.
         every: steps between checkpoints.
         anyway: resume although data, seed or batch are not those that the checkpoint was made with.
         log: append a JSON line per step to this file; the first after a resumption has "resumed", and
@@ -154,8 +154,8 @@ class Train(Output):
                 callbacks=Callbacks(on_step, inform, stopper.requested, barrier),
             )
         if stopper.number and (done := report.start + len(report.losses)) < self.steps:
-            goes_on = f"kept in {self.checkpoints}: the same command goes on from there"
-            inform(f"llmpar: stopped after step {done}; {goes_on if keep else 'nothing was kept'}")
+            resume = f"saved in {self.checkpoints}: run the same command again to resume"
+            inform(f"llmpar: stopped after step {done}; {resume if keep else 'nothing was saved'}")
             raise SystemExit(128 + stopper.number)
         return self.finish(report, config, plan)
 
@@ -163,12 +163,12 @@ class Train(Output):
         """Refuse flags that no run can have, before JAX starts."""
         options.check_range("seed", self.seed, 0, MAX_SEED)
         if not 0 <= self.stuck_after < math.inf:
-            raise ValueError(f"stuck_after is {self.stuck_after}; use seconds, or 0 to wait for ever")
+            raise ValueError(f"stuck_after is {self.stuck_after}; use seconds, or 0 to wait without limit")
         if self.checkpoints is None and changed(self, ("every", "anyway")):
-            raise ValueError("--every and --anyway are about --checkpoints, which is not given")
+            raise ValueError("--every and --anyway need --checkpoints; give it, or leave them out")
         folder = "profile" if os.path.lexists("profile") else "."
         if self.profiled_steps() and not os.access(folder, os.W_OK | os.X_OK):
-            raise ValueError("the folder 'profile' cannot be written here; move what is there away")
+            raise ValueError("the folder 'profile' cannot be written here; move or remove what has that name")
 
     def profiled_steps(self) -> tuple[int, int] | None:
         """Return the first and the last step to trace."""
@@ -207,7 +207,7 @@ class Train(Output):
         if self.text.tokenizer != "bytes":
             tokenizer = self.text.tokenizer
         elif tokenizer == "bytes":
-            inform(f"{name} has no tokenizer.json: its tokenizer is taken to be 'bytes'")
+            inform(f"{name} has no tokenizer.json: using the tokenizer 'bytes'")
         step, text = self.step, dataclasses.replace(self.text, tokenizer=tokenizer)
         return dataclasses.replace(self, step=dataclasses.replace(step, model=model), text=text), load
 
@@ -247,8 +247,7 @@ class Stopper(contextlib.ExitStack):
     """Let the first Ctrl-C, SIGTERM or SIGHUP end training after the running step, so that it can be saved.
 
     The second signal ends the process at once, and so does one before any step was done. Of several processes
-    all stop after the same step when one of them was asked; JAX hears the signal, and whoever started them
-    ends what does not leave.
+    all stop after the same step if one gets a signal; JAX sees it, and the launcher ends processes that stay.
     """
 
     def __init__(self):

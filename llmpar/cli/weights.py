@@ -37,13 +37,14 @@ def opened(
         best: of the checkpoints the one with the lowest held-out loss.
     """
     if best and checkpoints is None:
-        raise ValueError("--best is about --checkpoints, which is not given; leave it out")
+        raise ValueError("--best needs --checkpoints; give it, or leave --best out")
     if from_ is not None:
-        refuse_beside_from(["--model"] * (model is not None) + ["--checkpoints"] * (checkpoints is not None))
+        others = {"--model": model, "--checkpoints": checkpoints}
+        refuse_beside_from([flag for flag, value in others.items() if value is not None])
         model, name, load = from_folder(from_)
         config, notes = preset(model), []
         if tokenizer is None and name == "bytes":
-            notes = [f"{from_} has no tokenizer.json: its tokenizer is taken to be 'bytes'"]
+            notes = [f"{from_} has no tokenizer.json: using the tokenizer 'bytes'"]
         reader = data.open_tokenizer(tokenizer or name)
     elif checkpoints is not None:
         from llmpar.training.checkpoint import Checkpoints
@@ -53,7 +54,7 @@ def opened(
         config = about["config"] if model is None else preset(model)
         reader, notes = data.tokenizer_of(about["made"], tokenizer), []
         if tokenizer is None and "tokenizer" not in about["made"]:
-            notes = ["the checkpoint does not say its tokenizer: taken to be 'bytes'"]
+            notes = ["the checkpoint does not name its tokenizer: using 'bytes'"]
 
         def load(shardings, dtype="float32"):
             return _cast(keep.params(shardings, config), dtype)
@@ -152,8 +153,8 @@ def from_folder(name: str) -> tuple[str, str, Load]:
         )
     if quantized := quantization(folder):
         raise ValueError(
-            f"'{folder}' is of weights in {quantized} ({QUANTIZED}), which are not read; use the"
-            " original model"
+            f"the weights in '{folder}' are quantized to {quantized} ({QUANTIZED}), which is not"
+            " supported; use the original model"
         )
     model = os.path.join(".", name) if folder == name else name  # a folder may have the name of a preset
     config, tensors = preset(model), hf.open_folder(folder)
@@ -175,4 +176,4 @@ def beside(model: str) -> str | None:
     files = sorted(pathlib.Path(folder).glob("*.safetensors"))
     if model in PRESETS or not files:
         return None
-    return f"the weights are random: those in {files[0]} are not taken; to take them give --from {folder}"
+    return f"the weights are random; give --from {folder} to load those in {files[0]}"

@@ -1,4 +1,4 @@
-"""Exercises of lesson 00 that are computed: who holds what, and who talks to whom."""
+"""Exercises of lesson 00 that are computed: what each device holds, and which devices exchange."""
 
 import math
 

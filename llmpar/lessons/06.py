@@ -1,4 +1,4 @@
-"""Exercises of lesson 06 that are computed: who holds which positions, and heads."""
+"""Exercises of lesson 06 that are computed: the positions and heads of each device."""
 
 import numpy as np
 from jax import lax

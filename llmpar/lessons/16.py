@@ -1,10 +1,10 @@
-"""The exercise of lesson 16 that is computed: who takes a free slot."""
+"""The exercise of lesson 16 that is computed: which request takes a free slot."""
 
 from llmpar.lessons import Exercise
 
 
 def join() -> Exercise:
-    """Ask who has which slot in an engine's next pass."""
+    """Ask for the request of each slot in an engine's next pass."""
 
     def solution(slots, waiting):
         return [left or (waiting.pop(0) if waiting else 0) for left in slots]

@@ -173,7 +173,8 @@ def in_short(value: Any) -> str:
     name, colon, rest = text.rpartition(": ")
     with contextlib.suppress(ValueError):
         number = float(rest)
-        return name + " " * bool(colon) + (f"{number:,.0f}" if number.is_integer() else f"{number:.4g}")
+        shown = f"{number:,.0f}" if number.is_integer() else f"{number:.4g}"
+        return f"{name} {shown}" if colon else shown
     return text
 
 

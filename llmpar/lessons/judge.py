@@ -129,7 +129,7 @@ class Exercise:
         return same(one, other, self.tolerance)
 
     def advice(self, seen: Any, right: Any, read: int) -> str:
-        """Say what helps someone who answered `seen`."""
+        """Return the sentence that helps after the answer `seen`."""
         planted = [(self.observe(wrong), self.says[key]) for key, wrong in self.wrong.items()]
         for value, sentence in planted:
             if self.meant(seen, value):
@@ -141,7 +141,8 @@ class Exercise:
         if sentence := self.in_another_unit(seen, right):
             return sentence
         good = isinstance(right, list) and self.devices(self.solution) and self.same(seen[0], right[0])
-        return "The value is right, but not what is sent. " * bool(good) + self.hinted(seen, read)
+        prefix = "The value is right, but not what is sent. " if good else ""
+        return prefix + self.hinted(seen, read)
 
     def part_by_part(self, seen: Mapping, right: Mapping, planted: list[tuple[Any, str]], read: int) -> str:
         """Name the parts that are right; help with others by planted answers that are wrong as they are."""
@@ -151,7 +152,7 @@ class Exercise:
             return f"Those are the right values in {units.pop()}; they are asked for as {self.unit}."
         off = [name for name in right if not self.same(seen[name], right[name])]
         good = [str(name) for name in right if name not in off]
-        sentences = [f"Right: {', '.join(good)}."] * bool(good)
+        sentences = [f"Right: {', '.join(good)}."] if good else []
         helped: set[Any] = set()
         for value, sentence in planted:
             spoilt = {name for name in right if not self.same(value[name], right[name])}
@@ -198,56 +199,51 @@ class Exercise:
 
 
 FACTS = ("level", "question", "given", "answer", "tolerance", "unit")
-"""What a page says of an exercise besides its sentences."""
+"""The entries of an exercise's page that are no sentences."""
 
 
 def stated(name: str, says: Mapping[str, str], **given: Any) -> Exercise:
     """Return an exercise that its page states alone, with the lesson's numbers in place of the page's."""
     facts = {key: says[key] for key in FACTS if key in says}
-    known = written(facts["given"]) if "given" in facts else {}
+    known = read_answer(facts["given"]) if "given" in facts else {}
     if unknown := given.keys() - known.keys():
         raise ValueError(f"{name} is not given {', '.join(unknown)} but {', '.join(known) or 'nothing'}")
     given = known | given
     level: Any = facts.get("level", "core")
     tolerance, unit = float(facts.get("tolerance", 1e-5)), facts.get("unit", "")
-    solution = written(facts["answer"], given)
+    solution = read_answer(facts["answer"], None, given)
     exercise = Exercise(level, solution, tolerance=tolerance, unit=unit, given=given)
     return exercise.with_sentences(
         name, {key: sentence for key, sentence in says.items() if key not in facts}
     )
 
 
-def written(text: str, given: Mapping[str, Any] | None = None) -> Any:
-    """Read a solution that is not known yet: `3/11`, `8, 1`, a text, or parts such as `A=rounding; B=4`."""
-    if "=" in text:
-        pairs = (part.rpartition("=") for part in text.split("; "))
-        return {int(name) if name.isdigit() else name: written(part, given) for name, _, part in pairs}
-    if ", " in text:
-        return tuple(written(part, given) for part in text.split(", "))
-    return read_answer(text, None, given)
-
-
-def read_answer(text: str, right: Any, given: Mapping[str, Any] | None = None) -> Any:
+def read_answer(text: str, right: Any = None, given: Mapping[str, Any] | None = None) -> Any:
     """Read an answer as a page spells it: a number such as 4 or 3/16 or a formula of what is given, several
-    as in `8, 1`, None, `* 8` for eight times the right one, or parts of it exchanged, as in `A=rounding;
-    C=not summed`; what is none of these stays text."""
+    as in `8, 1`, None, parts as in `A=rounding; B=4`, or a text. Beside the ``right`` answer it may also be
+    `* 8`, for eight times that, or some of its parts."""
+    parts = {name: part for name, _, part in (part.rpartition("=") for part in text.split("; "))}
+    if right is None and "=" in text:
+        named = {int(name) if name.isdigit() else name: part for name, part in parts.items()}
+        return {name: read_answer(part, None, given) for name, part in named.items()}
     if isinstance(right, Mapping):
         if text.startswith("* "):
             return {name: read_answer(text, value) for name, value in right.items()}
         names = {str(name): name for name in right}
-        parts = {name: part for name, _, part in (part.rpartition("=") for part in text.split("; "))}
         if parts.keys() <= names.keys():
-            return {
-                **right,
-                **{names[name]: read_answer(part, right[names[name]]) for name, part in parts.items()},
-            }
+            changed = {names[name]: part for name, part in parts.items()}
+            return {**right, **{name: read_answer(part, right[name]) for name, part in changed.items()}}
     if text == "None":
         return None
-    if isinstance(right, tuple) and ", " in text:
-        return tuple(read_answer(part, value) for part, value in zip(text.split(", "), right, strict=True))
+    if ", " in text and (right is None or isinstance(right, tuple)):
+        values = right or [None] * len(text.split(", "))
+        return tuple(
+            read_answer(part, value, given) for part, value in zip(text.split(", "), values, strict=True)
+        )
     if right is None or kind(right) == "a number":
         with contextlib.suppress(SyntaxError, NameError, TypeError, ZeroDivisionError):
-            number = eval(text.removeprefix("* "), {"__builtins__": {}}, {**(given or {})})  # our own page
+            # A formula of our own page, or of digits, names and arithmetic alone (`as_number`).
+            number = eval(text.removeprefix("* "), {"__builtins__": {}}, {**(given or {})})
             return float(number) * (right if text.startswith("* ") else 1)
     return text
 
@@ -374,7 +370,7 @@ def turned(seen: Any, right: Any) -> str:
         orders = itertools.permutations(range(one.ndim)) if one.ndim == other.ndim else ()
         if any(same(one.transpose(order), other, 1e-5) for order in orders):
             return "The numbers are right, with dims exchanged: transpose it. "
-        return "The numbers are right: reshape it. " * same(one.ravel(), other.ravel(), 1e-5)
+        return "The numbers are right: reshape it. " if same(one.ravel(), other.ravel(), 1e-5) else ""
 
     faults = {fault(one, other) for one, other in zip(arrays(seen), arrays(right), strict=False)}
     return (faults.pop() + mismatch(seen, right)).rstrip() if len(faults) == 1 and all(faults) else ""

@@ -84,7 +84,7 @@ def verdicts(
 
     *Value*: the losses of one device, to 1e-4, the norm of its last gradient, and its weights at the end,
     where ``weights_within`` says how near (None with Adam, which divides even the smallest gradient by its
-    size). *Sharding*: weights and moments lie as the plan promises. *Communication*: axes, kinds, counts and
+    size). *Sharding*: weights and moments have the plan's layouts. *Communication*: axes, kinds, counts and
     bytes in the program are those of the formula, for each stage of a pipeline. *Memory*: so are arguments'.
     """
     tables: dict[str, dict] = {}

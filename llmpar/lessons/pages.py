@@ -5,7 +5,7 @@
 - answer: 2 * (devices - 1)        of one without code: a formula, `8, 1`, a text, or parts, `A=none; B=2`
 - level: core                      of one without code; its question, tolerance and unit, too
 - nudge: How often does …           a first hint; a second one is a smaller case, or a picture. The next one
-                                   is the word for an answer that nobody foresaw
+                                   answers what no other line foresees
 - hint: A ring all-reduce is …      the last hint, which may be the formula: for those who ask
 - because: Both halves of …         why the solution is right
 - whole: That is the size of …      for the wrong answer that the code calls whole
@@ -28,7 +28,8 @@ def sentences(name: str) -> dict[str, dict[str, str]]:
     for number, line in enumerate(read_text(path, "page of sentences").splitlines(), 1):
         spelt = line.startswith(("- `", "- or `"))
         key, _, sentence = line[2:].partition("`: " if spelt else ": ")
-        key += "`" * spelt
+        if spelt:
+            key += "`"
         if line.startswith("## "):
             lines = headings[line[3:]] = {}
         elif line.startswith("- ") and headings and sentence and (key == "nudge" or key not in lines):

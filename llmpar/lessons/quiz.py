@@ -38,15 +38,28 @@ def score(when: str, answers: Mapping[str, Any], ratings: Mapping[str, int]) -> 
     for lesson, (question, exercise) in QUESTIONS.items():
         given = answers.get(lesson)
         verdict = NOT_ATTEMPTED if given is None else exercise.judge(given)
-        judged = {"correct": verdict.startswith(CORRECT), "verdict": verdict}
-        items.append({"lesson": lesson, "question": question, "answer": given} | judged)
-    total = {"score": sum(item["correct"] for item in items), "max_score": len(items)}
-    return {"when": when, "at": now()} | total | {"ratings": dict(ratings), "items": items}
+        items.append(
+            {
+                "lesson": lesson,
+                "question": question,
+                "answer": given,
+                "correct": verdict.startswith(CORRECT),
+                "verdict": verdict,
+            }
+        )
+    return {
+        "when": when,
+        "at": now(),
+        "score": sum(item["correct"] for item in items),
+        "max_score": len(items),
+        "ratings": dict(ratings),
+        "items": items,
+    }
 
 
 def effect(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Compare before and after over all results: how many there are, the mean score as a fraction, and the
-    mean of each rating; None where nobody answered."""
+    mean of each rating; None without any answer."""
     both = ("before", "after")
     for number, result in enumerate(results, 1):
         score, most, ratings = (result.get(name) for name in ("score", "max_score", "ratings"))

@@ -98,18 +98,19 @@ def results(given: Sequence[_Answer], levels: Mapping[str, str]) -> dict[str, An
     for name, level in levels.items():
         tries = [answer for answer in given if answer.exercise == name]
         right = any(answer.correct for answer in tries)
-        more = {
-            "level": level,
-            "tries": len(tries),
-            "first_correct": bool(tries) and tries[0].correct,
-            "answers": [dataclasses.asdict(answer) for answer in tries],
-        }
-        mark = {
-            "name": name,
-            "score": float(right),
-            "max_score": 1.0,
-            "status": "passed" if right else "failed",
-            "output": tries[-1].verdict if tries else "not attempted",
-        }
-        tests.append(mark | {"extra_data": more})
+        tests.append(
+            {
+                "name": name,
+                "score": float(right),
+                "max_score": 1.0,
+                "status": "passed" if right else "failed",
+                "output": tries[-1].verdict if tries else "not attempted",
+                "extra_data": {
+                    "level": level,
+                    "tries": len(tries),
+                    "first_correct": bool(tries) and tries[0].correct,
+                    "answers": [dataclasses.asdict(answer) for answer in tries],
+                },
+            }
+        )
     return {"score": sum(test["score"] for test in tests), "max_score": float(len(tests)), "tests": tests}

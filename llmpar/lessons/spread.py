@@ -62,6 +62,7 @@ def values(program: Any, mesh: str, *arrays: Any) -> list[Any]:
     try:
         results = run(*(known[var] for var in line.invars))
     except AssertionError as error:
-        ring = " In a ring each device sends to one, and each receives." * ("ermutation" in str(error))
-        raise ValueError(f"{error}{ring}") from error
+        if "ermutation" not in str(error):
+            raise ValueError(str(error)) from error
+        raise ValueError(f"{error} In a ring each device sends to one, and each receives.") from error
     return list(results.reshape(-1, *results.shape[len(axes) :]))

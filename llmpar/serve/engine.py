@@ -32,9 +32,9 @@ class Request:
     top_p: Share = 1.0
     top_k: Count = 0  # 0: all
     seed: Annotated[int | None, Allowed(int, none=True)] = None  # draws the same again; None: any
-    ends: frozenset[int] = frozenset()  # tokens that end the answer, themselves told
+    ends: frozenset[int] = frozenset()  # tokens that end the answer; they are reported too
     logprobs: Annotated[int | None, Allowed(int, 0, BEST, none=True)] = None  # so many of the likeliest
-    echo: bool = False  # tell the prompt's tokens too
+    echo: bool = False  # report the prompt's tokens too
 
     def __post_init__(self):
         check_fields(self)
@@ -42,7 +42,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Event:
-    """A token of a request, its end, or both: a token of ``ends`` is told with ``finish="stop"``."""
+    """A token of a request, its end, or both: a token of ``ends`` comes with ``finish="stop"``."""
 
     ticket: int
     token: int | None = None  # None: cancelled, or nothing was to be added

@@ -38,8 +38,10 @@ from llmpar.serve.engine import Event, Full, Request
 from llmpar.training.chat import check_messages
 
 _PAGE = pathlib.Path(__file__).parent / "chat.html"
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
-POLICY += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+    "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 MAX_BODY_BYTES, MOST_PROMPTS, MOST_STOPS, _MOST_LETTERS, MOST_CONNECTIONS = 4 << 20, 64, 16, 256, 512
 """Bytes, prompts and stop strings of a request, letters of a stop string; connections at a time."""
 LIMIT_S, READ_S, PREPARE_S, STUCK_S, GRACE_S, END_S = 600.0, 20, 10, 60, 5, 9
@@ -92,7 +94,7 @@ class Document(JSONResponse):
 class EngineThread(threading.Thread):
     """An engine and the one thread that steps it; its methods are for the event loop's thread.
 
-    ``error`` is what ended it, if a step raised: every request that waits is told.
+    ``error`` is what ended it, if a step raised: every waiting request gets it.
     """
 
     def __init__(self, engine: Any):
@@ -142,7 +144,7 @@ class EngineThread(threading.Thread):
             except Exception as error:
                 self.error, self.ends, events = error, True, []
             self.begun = math.inf
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._hand_out, events)
 
     def _hand_out(self, events: Sequence[Event]) -> None:
@@ -251,8 +253,13 @@ class Api:
     async def health(self, request: Http) -> Document:
         """Return whether the engine runs, requests wait to become tokens, and figures of both."""
         self.admit(request, key=False)
-        state = self.about | {"length": self.length} | self.thread.engine.figures
-        state |= {"status": "ok", "preparing": sum(map(len, self.preparing.values()))}
+        state = {
+            **self.about,
+            "length": self.length,
+            **self.thread.engine.figures,
+            "status": "ok",
+            "preparing": sum(map(len, self.preparing.values())),
+        }
         if any(len(futures) > PLACES for futures in self.preparing.values()):
             state["status"] = "busy"  # one waits for others that become tokens
         if stuck := time.monotonic() - self.thread.begun > STUCK_S:
@@ -351,8 +358,9 @@ class Api:
     def requests(self, kind: str, body: dict[str, Any]) -> list[Request]:
         """Return the engine's requests for a body."""
         most = body.get("max_completion_tokens", body.get("max_tokens"))
-        settings = {name: body.get(name, 1) for name in ("temperature", "top_p")}
-        settings |= {
+        settings = {
+            "temperature": body.get("temperature", 1),
+            "top_p": body.get("top_p", 1),
             "seed": body.get("seed"),
             "top_k": max(0, body.get("top_k", 0)),
             "logprobs": body.get("logprobs"),
@@ -421,9 +429,13 @@ class _Answer:
         self.choices = [Choice(api.tokenizer.decode, x.tokens, stops, x.echo) for x in self.requests]
         self.tickets, self.box = list[int](), asyncio.Queue[Event | HTTPException]()
         self.streams = self.body.get("stream", False)
-        what = {"text": "text_completion", "chat": "chat.completion" + ".chunk" * self.streams}[kind]
-        self.head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": what, "created": int(time.time())}
-        self.head |= {"model": api.about["model"]}
+        chat = "chat.completion.chunk" if self.streams else "chat.completion"
+        self.head = {
+            "id": f"{kind}-{uuid.uuid4().hex}",
+            "object": chat if kind == "chat" else "text_completion",
+            "created": int(time.time()),
+            "model": api.about["model"],
+        }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def left():
@@ -564,7 +576,7 @@ def app(api: Api) -> Starlette:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn in one process. It lets go of who neither asks nor reads, and ends where the engine failed."""
+    """Uvicorn in one process. It drops clients that neither ask nor read, and ends if the engine failed."""
 
     def __init__(self, api: Api, say: Callable[[str], Any]):
         config = uvicorn.Config(
