@@ -16,17 +16,17 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 SMALL_FILE_BYTES = 16 << 20
-"""What a small file has at most: the longest index of a model's weights has half of it."""
+"""The largest size that is read: twice that of the longest index of a model's weights."""
 Path = str | os.PathLike[str]
 
 
 def refuse(path: Path, what: str, why: str) -> NoReturn:
-    """Refuse a file in one sentence. ``what`` it should be, as in 'site file'."""
+    """Refuse a file in one sentence. ``what`` names its purpose, as 'site file'."""
     raise ValueError(f"cannot read the {what} '{os.fspath(path)}': {why}") from None
 
 
 def check_ordinary(path: Path, what: str) -> None:
-    """Refuse what is no ordinary file: opening a pipe would wait for somebody who writes."""
+    """Refuse what is not an ordinary file: opening a pipe would wait for a writer."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
@@ -40,7 +40,7 @@ def check_ordinary(path: Path, what: str) -> None:
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a small file, which must be UTF-8. A byte order mark is left out."""
+    """Return the text of a small file, which must be UTF-8, without a byte order mark."""
     check_ordinary(path, what)
     try:
         with open(path, "rb") as file:
@@ -56,12 +56,12 @@ def read_text(path: Path, what: str) -> str:
 
 
 def read_json(path: Path, what: str, kind: type = dict) -> Any:
-    """The value of a JSON file: an object, or what ``kind`` says."""
+    """Return the value of a JSON file, of type ``kind``: an object by default."""
     return _parsed(path, what, "JSON", kind, lambda: json.loads(read_text(path, what)))
 
 
 def read_json_lines(path: Path, what: str) -> list[dict]:
-    """The objects of a file with one JSON object a line; empty lines are left out."""
+    """Return the objects of a file with one JSON object per line; empty lines are skipped."""
     lines = enumerate(read_text(path, what).split("\n"), 1)  # not splitlines: a string may hold U+2028
     return [
         _parsed(path, what, f"JSON in line {number}", dict, lambda: json.loads(line))  # noqa: B023
@@ -71,7 +71,7 @@ def read_json_lines(path: Path, what: str) -> list[dict]:
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """The table of a TOML file."""
+    """Return the table of a TOML file."""
     return _parsed(path, what, "TOML", dict, lambda: tomllib.loads(read_text(path, what)))
 
 
@@ -93,8 +93,8 @@ def _parsed(path: Path, what: str, form: str, kind: type, parse: Callable[[], An
 
 
 class Allowed(NamedTuple):
-    """What an entry may be: a kind of value, from the least to the most, or one of the choices; None if that
-    says something too."""
+    """State what a value may be: of a type, between two bounds, or one of the choices; with ``none`` also
+    None."""
 
     kind: type
     least: float = -math.inf
@@ -103,7 +103,7 @@ class Allowed(NamedTuple):
     choices: tuple = ()
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse what is not allowed."""
+        """Raise ValueError if the value is not allowed."""
         if value is None and self.none:
             return
         if any(type(value) is type(choice) and value == choice for choice in self.choices):
@@ -129,8 +129,8 @@ class Allowed(NamedTuple):
 
 @functools.cache
 def allowed(config_type: type) -> dict[str, Allowed]:
-    """What the fields of a dataclass may be, where their types say it: `Annotated` by an `Allowed`, a
-    `Literal`, True or False, a text, or a whole number from 1."""
+    """Return what the fields of a dataclass may be, by their types: `Annotated` by an `Allowed`, a `Literal`,
+    a bool, a str, or an int from 1. Other types allow all values."""
     fields = {}
     for name, hint in get_type_hints(config_type, include_extras=True).items():
         plain, *rest = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
@@ -144,8 +144,8 @@ def allowed(config_type: type) -> dict[str, Allowed]:
 
 
 def check_fields(config: Any) -> None:
-    """Refuse a field's value that its type does not have: a misspelt choice would silently be another. What
-    a class has for a field is its default."""
+    """Refuse a field's value that its type does not allow: a misspelt choice would silently be another.
+    Defaults (the class' own attributes) are not checked."""
     config_type: Any = type(config)
     for name, what in allowed(config_type).items():
         if (value := getattr(config, name)) is not getattr(config_type, name, config_type):

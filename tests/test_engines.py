@@ -122,7 +122,10 @@ def test_a_script_that_runs_once_is_alone_and_told_so(environ, words):
         ),
         (OPEN_MPI_5 | {"OMPI_COMM_WORLD_RANK": "2"}, "Open MPI numbers this process 2 of 2; numbers count"),
         (MPICH | {"PMI_SIZE": ""}, "PMI_SIZE is not set, beside others of the same engine"),
-        (MPICH | {"MPI_LOCALNRANKS": "1"}, "MPICH on several hosts does not say where process 0 is; set JAX"),
+        (
+            MPICH | {"MPI_LOCALNRANKS": "1"},
+            "MPICH on several hosts does not set the host of process 0; set JAX",
+        ),
     ],
 )
 def test_variables_that_contradict_each_other_are_refused(environ, words):
@@ -156,7 +159,7 @@ def test_an_address_is_checked_before_jax_ends_the_process():
     free = joined.free_port()
     words = refusal(place(coordinator=f"127.0.0.1:{free}", num_local=2))
     assert words.startswith(
-        f"process 1 of 2 (SLURM) found nobody at 127.0.0.1:{free} for 0.3 s (Connection refused)"
+        f"process 1 of 2 (SLURM) could not connect to 127.0.0.1:{free} for 0.3 s (Connection refused)"
     )
 
 
@@ -271,7 +274,7 @@ def test_who_is_no_process_0_is_not_waited_for(monkeypatch):
             port = other.getsockname()[1]
             told = refusal(place(coordinator=f"127.0.0.1:{port}", num_local=2), wait_s=20)
             stranger.join()
-        assert told.startswith(f"who listens at 127.0.0.1:{port} is no process 0 that waits for process 1")
+        assert told.startswith(f"at 127.0.0.1:{port} listens no process 0 that waits for process 1")
 
 
 def test_a_process_that_was_started_again_may_come_again(monkeypatch):
@@ -407,7 +410,11 @@ class Never:
 
 def ended(monkeypatch, act):
     """The status and the sentence with which a process ends itself."""
-    monkeypatch.setattr(joined, "_end", lambda *words: (_ for _ in ()).throw(SystemExit(words)))
+
+    def end(words, status):
+        raise SystemExit((status, words))
+
+    monkeypatch.setattr(joined.signals, "end", end)
     with pytest.raises(SystemExit) as found:
         act()
     return found.value.code

@@ -412,8 +412,8 @@ REFUSED = {
     "abstract mesh": (lambda: AbstractMesh((2,), ("a",)), "{'a': 2} without devices; make one of devices"),
     "abstract sharding": (lambda: NamedSharding(AbstractMesh((2,), ("a",)), P("a")), "array: a mesh of axes"),
     "no mesh": (lambda: Mesh(np.empty((), object), ()), "{} without devices"),
-    "two meshes": (other_mesh, "b lies on .*6, and others on mesh {'data': 4}; give the arrays of one mesh"),
-    "outside": (outside, "b lies on .*7, and others on mesh {'data': 4}"),
+    "two meshes": (other_mesh, "b is on .*6, and others on mesh {'data': 4}; give the arrays of one mesh"),
+    "outside": (outside, "b is on .*7, and others on mesh {'data': 4}"),
     "uneven": (lambda: shape_on(P("data")), r"array as P.* 4 times, .* is 6 .*that the mesh divides"),
     "unconstrained": (lambda: shape_on(P(P.UNCONSTRAINED)), "leaves a cut to the compiler"),
 }

@@ -220,10 +220,10 @@ def test_a_killed_program_leaves_no_hosts_behind():
 @pytest.mark.parametrize(
     "program, sentence",
     [
-        ("", "no hosts of their own can be made here: unshare is missing; use Linux"),
+        ("", "hosts cannot be simulated on this machine: unshare is missing; use Linux"),
         (
             "#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2; exit 1",
-            "no hosts of their own can be made here: unshare: unshare failed: Operation not permitted; be",
+            "hosts cannot be simulated on this machine: unshare: unshare failed: Operation not permitted; be",
         ),
     ],
 )
@@ -246,7 +246,7 @@ def test_the_lesson_runs_where_no_wire_can_be_made(tmp_path):
         (tmp_path / tool).chmod(0o755)
     done = in_a_process(tmp_path, "17", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "no hosts of their own can be made here: not permitted" in done.stdout
+    assert "hosts cannot be simulated on this machine: not permitted" in done.stdout
     assert "dp across, recorded, host 0" in done.stdout and ", here," not in done.stdout
 
 

@@ -226,9 +226,9 @@ def collective(module: Module, comp: str, name: str, mesh: Any) -> Collective | 
     results = op.results
     dtypes, dims = ",".join(sorted({d for d, _ in results})), tuple(shape for _, shape in results)
     sent = collective_bytes(kind, group_size, values_bytes(results))
-    users = (user for user in module.computations[comp].values() if (name, None) in user.operands)
     source = module.source(op)
     if not source or source.startswith("argument "):  # take the line of one that uses it
+        users = (module.computations[comp][user] for user in module.users[comp, name])
         source = next(filter(None, map(module.source, users)), source)
     shape, moves = dims[0] if len(dims) == 1 else dims, operand_arrow(module, comp, name, axes, mesh)
     result = Collective(kind, axes, group_size, 1, sent, dtypes, shape, source, **arrow_of(op.scope))

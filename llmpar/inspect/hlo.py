@@ -5,7 +5,7 @@ import math
 import operator
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import numpy as np
 
 from llmpar.parallel.mesh import LETTERS
 
-# A type ends where the operation's name begins: atomic, so that a line is read once. The short form has no %.
+# A type ends where the opcode begins; the group is atomic, so that a line is read once. Some texts have no %.
 _OP = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ((?>\(.*?\)(?= [\w\-]+\()|\S+)) ([\w\-]+)\((.*?)\)((?:, .*)?)$")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.* )?\{$")
 _OPERAND = re.compile(r"(?:^|(?<=[ ,%/]))([A-Za-z_][\w.\-]*)(?:#(\d+))?(?=,|$)")
@@ -23,10 +23,8 @@ CALLS = {
     "conditional": ("branch_computations", "false_computation", "true_computation"),
 }
 CALLS |= dict.fromkeys(("call", "fusion", "async-start"), ("calls", "to_apply"))
-COLLECTIVES = tuple(
-    "all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all collective-permute".split()
-)
-COLLECTIVES += "collective-broadcast", "send"
+COLLECTIVES = tuple("all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all".split())
+COLLECTIVES += "collective-permute", "collective-broadcast", "send"
 """Collectives that are counted. A `recv` is the other end of a `send` that names source and target."""
 Ref = tuple[str, int | None]
 """A value by name, or one part of a tuple."""
@@ -35,7 +33,7 @@ MAX_TRIPS = 1_000_000  # counters are stepped, not solved: more trips than a tra
 
 
 class Instruction(NamedTuple):
-    """Hold one line of a computation: what it gives, what it does, and with what."""
+    """Hold one line of a computation: the type of its result, its opcode, its operands and its attributes."""
 
     type: str
     opcode: str
@@ -44,36 +42,36 @@ class Instruction(NamedTuple):
 
     @property
     def scope(self) -> str:
-        """The named scopes that it was traced in; '' where the compiler does not say."""
+        """Return the named scopes in which it was traced; '' where the compiler does not name them."""
         match = re.search(r'op_name="(.*?)"', self.attrs)
         return match[1] if match else ""
 
     @property
     def results(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The dtypes and shapes of what it gives. What starts a collective gives its operands before them
-        (an all-reduce only from JAX 0.12 on), as a tuple of their own where their number is another."""
+        """Return the dtypes and shapes of its results. The start of a collective returns its operands before
+        them (of an all-reduce from JAX 0.12 on), as a tuple of their own where there is another number of
+        them."""
         if self.opcode.endswith("-start") and self.type.startswith("(("):
             _, _, results = self.type.partition("), ")
             return shapes(results.partition("), ")[0]) if results.startswith("(") else shapes(results)[:1]
         values, operands = shapes(self.type), len(self.operands)
-        if self.opcode in ("send", "recv"):  # what travels, and what waits for it
+        if self.opcode in ("send", "recv"):  # the message, and a handle
             return values[:1]
         started = self.opcode.endswith("-start") and len(values) >= 2 * operands
         return values[operands : 2 * operands] if started else values
 
     @property
     def operands(self) -> list[Ref]:
-        """The operands' names: %x, or %x#1 where JAX 0.12 leaves out the get-tuple-element."""
+        """Return the operands' names: %x, or %x#1 where JAX 0.12 leaves out the get-tuple-element."""
         names = _OPERAND.findall(self.inside) if self.opcode != "constant" else []
         return [(name, int(index) if index else None) for name, index in names]
 
     @property
     def collective(self) -> str:
-        """Which of `COLLECTIVES` it is or starts; '' of another, and of what is sent to nobody that it
-        names."""
+        """Return which of `COLLECTIVES` it is or starts; '' for others, and for a send without a target."""
         kind = self.opcode.removesuffix("-start")
-        nobody = kind == "send" and not _groups(self.attrs)
-        return kind if kind in COLLECTIVES and not nobody else ""
+        no_target = kind == "send" and not _groups(self.attrs)
+        return kind if kind in COLLECTIVES and not no_target else ""
 
     def called(self, *keys: str) -> list[str]:
         """List the computations that the attributes `keys` name."""
@@ -82,7 +80,7 @@ class Instruction(NamedTuple):
 
 
 def integers(text: str, after: str = "") -> list[int]:
-    """Read the whole numbers of a text, or those right behind the pattern `after`."""
+    """Read the whole numbers of a text, or those directly after the pattern `after`."""
     return [int(n) for n in re.findall(rf"{after}(\d+)", text)]
 
 
@@ -93,13 +91,13 @@ def shapes(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def values_bytes(values: Iterable[tuple[str, tuple[int, ...]]]) -> int:
-    """Add up what values of these dtypes and shapes hold; a token holds nothing."""
+    """Sum the bytes of values of these dtypes and shapes; a token has none."""
     bits = lambda dtype: 8 if dtype == "pred" else (integers(dtype) or [0])[0]
     return sum(math.prod(shape) * bits(dtype) for dtype, shape in values) // 8
 
 
 class Module:
-    """Hold a module's computations, and evaluates as much as it takes to count the trips of loops."""
+    """Hold a module's computations, and evaluate as much as is needed to count the trips of loops."""
 
     def __init__(self, text: str):
         header = text[: text.find("\n")]
@@ -126,8 +124,8 @@ class Module:
 
     @functools.cached_property
     def uncounted(self) -> list[str]:
-        """Name what looks like a collective and is none that is counted, and what is counted as more than it
-        may be."""
+        """Note what looks like a collective and is not counted, and what is counted as more than it may
+        be."""
         counts, ops = Counter[str](), [op for ops in self.computations.values() for op in ops.values()]
         for op in ops:
             ends = op.opcode.endswith(("-done", "-update")) or op.opcode in CALLS
@@ -139,12 +137,13 @@ class Module:
                 counts[op.opcode] += 1
         counts["recv"] -= sum(op.collective == "send" for op in ops)  # the other end
         notes = [f"not counted: what {opcode} (×{n}) sends" for opcode, n in counts.items() if n > 0]
-        ragged = any(op.collective == "ragged-all-to-all" for op in ops)
-        return notes + ["how much a ragged-all-to-all sends, data decide: counted is a full result"] * ragged
+        if any(op.collective == "ragged-all-to-all" for op in ops):
+            notes.append("a ragged-all-to-all sends as much as the data ask for: counted is a full result")
+        return notes
 
     @functools.cached_property
     def echoes(self) -> set[str]:
-        """Name the computations that repeat a TPU's collective, which goes on or ends there."""
+        """Name the computations that only repeat a TPU's collective, because it continues or ends in them."""
         ends = lambda comp: "AsyncCollectiveDone" in self.computations[comp][self.roots[comp]].attrs
         return {c for c, root in self.roots.items() if c.startswith("async_collective") or root and ends(c)}
 
@@ -154,16 +153,16 @@ class Module:
         return shapes(self.computations[comp][name].type)[index or 0][1]
 
     @functools.cached_property
-    def user(self) -> dict[tuple[str, str], str]:
-        """The one operation that takes a value, by its computation and name; '' where several do."""
-        users: dict[tuple[str, str], str] = {}
+    def users(self) -> dict[tuple[str, str], list[str]]:
+        """List the operations that take a value, by its computation and name."""
+        users = defaultdict[tuple[str, str], list[str]](list)
         for comp, ops in self.computations.items():
             for value, name in ((value, name) for name, op in ops.items() for value, _ in op.operands):
-                users[comp, value] = "" if (comp, value) in users else name
+                users[comp, value].append(name)
         return users
 
     def source(self, op: Instruction) -> str:
-        """Name the line of Python that asked for an operation, as `innermost` does."""
+        """Name an operation's line of Python, as `innermost` does."""
         if m := re.search(r'source_file="(.*?)".*?source_line=(\d+)', op.attrs):  # JAX before stack frames
             return innermost([(m[1], int(m[2]))])
         frame, frames = next(iter(integers(op.attrs, "stack_frame_id=")), 0), []
@@ -171,12 +170,14 @@ class Module:
             location, parent = integers(self.tables["StackFrames"][frame], "=")
             file, _, line, *_ = integers(self.tables["FileLocations"][location], "=")
             frames.append((self.tables["FileNames"][file].strip('"'), line))
-            frame = parent - 1  # parents are written plus one: an outermost frame says 1
+            frame = parent - 1  # parents are written plus one: 1 for an outermost frame
         argument = "" if frames or "stack_frame_id" in op.attrs or "/" in op.scope else op.scope
-        return innermost(frames) or argument and f"argument {argument}"  # as JAX 0.12 names its gather
+        return (
+            innermost(frames) or argument and f"argument {argument}"
+        )  # as JAX 0.12 names an argument's gather
 
     def value(self, comp: str, ref: Ref, index: int | None, known: Callable[[int, Any], Any]) -> Any:
-        """Evaluate an integer that follows from constants and what is known of parameters; else None."""
+        """Evaluate an integer that follows from constants and known parameters; else None."""
         name, at = ref
         op, index = self.computations[comp][name or self.roots[comp]], index if at is None else at
         operand = lambda i, index=None: self.value(comp, op.operands[i], index, known)
@@ -196,7 +197,8 @@ class Module:
                 return None if (x := operand(0)) is None or (y := operand(1)) is None else function(x, y)
 
     def trips(self, comp: str, loop: Instruction) -> int | None:
-        """Says how often a loop's body runs: as the compiler noted, or else as stepping its counter shows."""
+        """Return a loop's trip count, noted by the compiler or counted by stepping its counter; None if
+        unknown."""
         if noted := integers(loop.attrs, r'"known_trip_count":\{"n":"'):
             return noted[0]
         condition, body = loop.called("condition", "body")
@@ -220,14 +222,15 @@ _LIBRARIES = "jax|jaxlib|flax|optax|equinox|haiku|einops|chex|jaxtyping|beartype
 
 
 def innermost(frames: Iterable[tuple[str, int]]) -> str:
-    """Name the innermost frame outside libraries, the modes and the moves, which do what another asks."""
+    """Name the innermost frame outside libraries, and, if there is one, outside this package's modes and
+    moves."""
     ours = [(f, n) for f, n in frames if not re.search(rf"/(?:site|dist)-packages/(?:{_LIBRARIES})/", f)]
     outside = [(f, n) for f, n in ours if not f.endswith(_MOVERS)]
     return next((f"{_known_as(f)}:{n}" for f, n in outside + ours), "")
 
 
 def _known_as(file: str) -> str:
-    """Name a file with its folder, a cell of a notebook as the notebook does, ``In[3]``."""
+    """Name a file with its folder, and a notebook's cell as the notebook does, ``In[3]``."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     cell = shell and shell.compile.format_code_name(file)
     return cell[1] if cell else "/".join(Path(file).parts[-2:])
@@ -250,8 +253,9 @@ def group_axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
 
 
 def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], mesh: Any) -> str:
-    """Write what a collective over ``axes`` does to its operand, as ``b/X s -> b s``: dims are lettered by
-    place, axes that do not move are left out. A permute in words; '' where the operation does not show it."""
+    """Write a collective's operand and result as an arrow, ``b/X s -> b s``: dims are lettered by position,
+    and only ``axes`` are named. A permute is described in words. Return '' where the operation does not show
+    it."""
     ops, sizes = module.computations[comp], {a: mesh.shape[a] for a in mesh.axis_names}
     op, kind, groups = ops[name], ops[name].opcode.removesuffix("-start"), _groups(ops[name].attrs)
     place = lambda i: dict(zip(sizes, np.unravel_index(i, [*sizes.values()]), strict=True))
@@ -269,29 +273,28 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
         return f"{shift if len(apart) == len(axes) == 1 else 'exchange'} along {','.join(axes)}"
     first = [place(i) for i in groups[0]] if groups else []  # the outermost axis is the last to change
     changes_at = lambda a: next((i for i, at in enumerate(first) if at[a] != first[0][a]), 0)
-    over, dim = (
-        "/" + ",".join(sorted(axes, key=changes_at, reverse=True)),
-        integers(op.attrs, r"\bdimensions=\{"),
-    )
+    over = "/" + ",".join(sorted(axes, key=changes_at, reverse=True))
+    dim = integers(op.attrs, r"\bdimensions=\{")
     before, after = (module.shape_of(comp, op, 0), op.results[0][1]) if len(op.results) == 1 else ((), ())
     if kind == "all-to-all" and dim and before:
-        # XLA exchanges blocks of one dim; reshapes and transposes around it bring them where they belong.
+        # XLA exchanges blocks of one dim; reshapes and transposes around it put them into place.
         d, given = dim[0], ops[op.operands[0][0]]
         halves = module.shape_of(comp, given, 0) if given.opcode == "reshape" else ()
         before = halves if halves == (*before[:d], math.prod(before[d : d + 2]), *before[d + 2 :]) else before
         for _ in range(3):
-            name = module.user.get((comp, name), "")
-            if not name or ops[name].opcode not in ("reshape", "transpose"):
+            users = module.users[comp, name]
+            if len(users) != 1 or ops[users[0]].opcode not in ("reshape", "transpose"):
                 break
+            name = users[0]
             after = shapes(ops[name].type)[0][1]
             if ops[name].opcode == "reshape" and len(after) == len(before):
                 break
-    gathered = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if b == a * n]
-    cut = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a == b * n]
-    same = sum(a == b for a, b in zip(before, after, strict=False))
+    sides = [*zip(before, after, strict=False)]
+    gathered = [i for i, (a, b) in enumerate(sides) if b == a * n]
+    cut = [i for i, (a, b) in enumerate(sides) if a == b * n]
     right = {"all-gather": (dim, []), "reduce-scatter": ([], dim), "all-reduce": ([], [])}
     right["all-to-all"] = gathered[:1] or [-1], cut[:1] or [-1]
-    fits = same + len(gathered + cut) == len(before) == len(after) <= len(LETTERS)
+    fits = sum(a == b for a, b in sides) + len(gathered + cut) == len(before) == len(after) <= len(LETTERS)
     if (gathered, cut) != right.get(kind) or not fits:
         return ""
     dims = lambda at: [letter + over * (i in at) for i, letter in enumerate(LETTERS[: len(before)])]
@@ -300,7 +303,7 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
 
 
 def _among(groups: list[list[int]], place: Callable[[int], dict[str, int]], sizes: dict[str, int]) -> str:
-    """Says which part of the axes each group fills: ``among 2 of X's 4``; '' where groups differ in that."""
+    """Write which part of the axes each group fills, ``among 2 of X's 4``; '' where groups differ in that."""
     fill = [{a: len({place(i)[a] for i in group}) for a in sizes} for group in groups]
     if any(one != fill[0] or math.prod(one.values()) != len(groups[0]) for one in fill):
         return ""
@@ -309,7 +312,7 @@ def _among(groups: list[list[int]], place: Callable[[int], dict[str, int]], size
 
 
 def _groups(attrs: str) -> list[list[int]]:
-    """Read replica groups in XLA's four spellings (replica_group.cc, mesh_and_axis.cc); none of {}."""
+    """Read replica groups in XLA's four spellings (replica_group.cc, mesh_and_axis.cc); [] for {}."""
     if m := re.search(r"replica_groups=\[([\d,]+)\]<=(\[\S+?)(?:, |$)", attrs):
         return _iota(m[2]).reshape(integers(m[1])).tolist()
     if m := re.search(r'(?:replica_groups|source_target_pairs)="?\{((?:\{[\d, ]*\},? ?)*)\}', attrs):
@@ -319,8 +322,8 @@ def _groups(attrs: str) -> list[list[int]]:
         return []
     names, sizes = zip(*re.findall(r"([^,=\s]+)=(\d+)", m[1]), strict=True)
     place, size = np.arange(math.prod(map(int, sizes))), 1
-    # the place of the group's first device: that of the device, less its digits along the chosen axes; its
-    # place in the group: those digits
+    # first: the position of the group's first device, which is the device's own without its digits along the
+    # chosen axes; inside: those digits, its position in the group
     first, inside = place, 0 * place
     for name, start, n in re.findall(r"([^,:\s]+)(?::\((\d+)\)(\d+))?", m[3]):
         start, n = int(start or 1), int(n or sizes[names.index(name)])

@@ -1,10 +1,11 @@
-"""Walks the schedule of a compiled program, and estimates what each part of a step takes: a roofline.
+"""Run the schedule of a compiled program on two clocks, and estimate the time of each part of a step: a
+roofline.
 
-The compiler for GPUs and TPUs orders all operations of a device. A walk along that order keeps two clocks:
-one for what computes, one for what communicates. An operation computes for as long as its products take at a
-share of the chip's peak, or its bytes at a share of the memory's rate, whichever is longer (Williams et al.
-2009). A collective that is started runs beside what follows, until it is asked to be done: if it is not by
-then, the rest is *exposed*. Collectives run one after the other, as XLA for GPUs has them by default.
+The compiler for GPUs and TPUs orders all operations of a device. One clock is for computing, one for
+communicating. An operation takes the time of its matmuls at a share of the chip's peak, or of its bytes at a
+share of the memory's rate, whichever is longer (Williams et al. 2009). A collective that is started runs
+beside what follows, until its end is awaited: what is left of it then is *exposed*. Collectives run one after
+the other, as XLA for GPUs has them by default.
 
 Times are estimates, counts are exact: FLOPs and bytes are those of the program.
 """
@@ -35,20 +36,22 @@ from llmpar.predict import formulas, ring
 from llmpar.predict.hardware import Chip
 
 _PRODUCT_SHARE = 0.70
-"""Of peak, that large bf16 products reach: 650 to 740 of 989 TFLOP/s on H100 (cuBLAS, by NVIDIA)."""
+"""Share of peak that large bf16 matmuls reach: 650 to 740 of 989 TFLOP/s on H100 (cuBLAS, by NVIDIA)."""
 FUSED_SHARE = 0.60
-"""Of peak, that cuDNN's attention reaches, both ways together (Shah et al. 2024, sec. 4: H100, head 128)."""
+"""Share of peak that cuDNN's attention reaches, forward and backward (Shah et al. 2024, sec. 4: H100, head
+128)."""
 _KERNEL_SHARE = 0.40
-"""Of peak, that this package's own kernels are taken to reach: FlashAttention-2, written as they are, reaches
-35 % on H100 (Shah et al. 2024, section 1)."""
+"""Assumed share of peak of this package's own kernels: FlashAttention-2, a similar kernel, reaches 35 % on
+H100 (Shah et al. 2024, section 1)."""
 MEASURED = Path(__file__).with_name("reached.json")
-"""What ``make device-test`` measured, by chip: shares of peak, as `shares` has them. It may be missing."""
+"""Shares of peak by chip that ``make device-test`` measured, with the keys of `shares`. It may be missing."""
 MEMORY_SHARE = 0.80
-"""Of the memory's published rate, that elementwise work reaches."""
+"""Share of the memory's published rate that elementwise operations reach."""
 _LAUNCH_S, START_S, _HOST_S = 2e-6, 10e-6, 15e-6
 """Assumed: the least time of a kernel, of starting a collective, and of a branch that the host decides."""
 _LINKS = "links", "network"
-"""What collectives run on: all on one, or on what hosts have within and on what is between them."""
+"""Lanes of collectives: one for all of them, or one for those within hosts and one for those between
+hosts."""
 _FREE = set(
     "parameter constant tuple get-tuple-element bitcast iota after-all partition-id replica-id opt-barrier"
     " domain add-dependency".split()
@@ -57,22 +60,22 @@ _FREE = set(
 
 @dataclass
 class CollectiveTime:
-    """State how one arrow's collectives of one kind lie in the schedule, summed over a step."""
+    """State the time of one arrow's collectives of one kind, summed over a step."""
 
     arrow: str
     axis: str
     kind: str
     direction: str = ""
     count: float = 0
-    asynchronous: float = 0  # how many of them are started and awaited apart
-    hidden_flops: float = 0.0  # of products between start and done
-    busy_s: float = 0.0  # what they take on the links
-    exposed_s: float = 0.0  # what of that nothing hides
+    asynchronous: float = 0  # how many have a start and a done of their own
+    hidden_flops: float = 0.0  # of matmuls between start and done
+    busy_s: float = 0.0  # their time on the links
+    exposed_s: float = 0.0  # the part that no computing hides
 
 
 @dataclass
 class _Event:
-    """State one span of the walk: what ran, where (``compute`` or one of `_LINKS`), when, in seconds."""
+    """State one span of a lane (``compute`` or one of `_LINKS`): what ran, and when, in seconds."""
 
     lane: str
     name: str
@@ -83,7 +86,7 @@ class _Event:
 
 @dataclass
 class Loop:
-    """Hold one turn of a loop: what it runs, in the order of the schedule, and how many turns there are."""
+    """Hold one iteration of a loop, in the order of the schedule, and the number of iterations."""
 
     name: str
     count: int
@@ -91,13 +94,14 @@ class Loop:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of one turn."""
+        """Return the seconds of one iteration."""
         return self.events[-1].end_s - self.events[0].start_s if self.events else 0.0
 
 
 @dataclass
 class Roofline:
-    """State an estimate of a step: seconds by term, executed FLOPs, the collectives, and the walk itself."""
+    """State an estimate of a step: seconds by term, executed FLOPs, the collectives, and the events of
+    loops."""
 
     step_s: float = 0.0
     flops: float = 0.0
@@ -107,18 +111,18 @@ class Roofline:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds of communication that nothing hides."""
+        """Return the seconds of communication that no computing hides."""
         return sum(row.exposed_s for row in self.sent.values())
 
 
 def measured(chip: Chip) -> dict[str, float]:
-    """Return what kernels reached on a chip, as shares of its peak; empty: nobody has measured them."""
+    """Return the measured shares of a chip's peak; {} where there are none."""
     return json.loads(MEASURED.read_text()).get(chip.family, {}) if MEASURED.exists() else {}
 
 
 def shares(chip: Chip, kernels: float | None = None) -> dict[str, float]:
-    """Return the shares of peak that products reach, and attention in this package's kernel and in cuDNN's:
-    measured, or assumed. ``kernels``: what all but plain products reach instead."""
+    """Return the shares of peak of matmuls, and of attention in this package's kernel and in cuDNN's:
+    measured, else assumed. ``kernels`` replaces all but that of matmuls."""
     reached = {"products": _PRODUCT_SHARE, "cudnn": FUSED_SHARE, "attention": _KERNEL_SHARE} | measured(chip)
     return reached if kernels is None else dict.fromkeys(reached, kernels) | {"products": reached["products"]}
 
@@ -135,10 +139,11 @@ def roofline(
 ) -> Roofline:
     """Estimate the step of a final, scheduled program on the devices of ``mesh``, which are ``chip``s.
 
-    ``taken`` says how often the branches of a pipeline's stage are taken. Of any other branch the dearest
-    counts. ``seen`` is the share of its pairs of tiles that this package's kernel of attention computes
-    (`ring.seen_share`), and ``full`` of the slots of a ragged all-to-all are sent: no program says either.
-    With ``beside`` a collective within hosts runs beside one between them. ``kernels``: as in `shares`.
+    ``taken`` has how often the branches of a pipeline's stage are taken. Of any other conditional the branch
+    with most FLOPs counts. No program states these two: ``seen``, the share of its pairs of tiles that this
+    package's attention kernel computes (`ring.seen_share`), and ``full``, the share of the slots of a ragged
+    all-to-all that are sent. With ``beside`` a collective within hosts runs beside one between them.
+    ``kernels``: as in `shares`.
     """
     schedule = _Schedule(Module(text), mesh, chip, taken, seen, full, beside, shares(chip, kernels))
     schedule.result.loops.append(step := Loop("step", 1))
@@ -149,7 +154,7 @@ def roofline(
 
 @dataclass(eq=False)
 class _Transfer:
-    """One collective under way: seconds that it would still take alone, and when it began and ended."""
+    """State one collective under way: the seconds that it would still take alone, its begin and its end."""
 
     row: CollectiveTime
     link: str
@@ -159,34 +164,34 @@ class _Transfer:
 
 
 class _Link:
-    """Carry collectives: one after the other, or all that are under way, each at an even share."""
+    """Carry collectives: one after the other, or, if ``shared``, all at once, each at an even share."""
 
     def __init__(self, shared: bool):
         self.shared, self.now = shared, 0.0
         self.under_way: list[_Transfer] = []
 
     def start(self, transfer: _Transfer, now: float) -> None:
-        """Take one more."""
+        """Add a collective."""
         self.run(now)
         self.under_way.append(transfer)
 
     def end(self, transfer: _Transfer, now: float) -> float:
-        """Tell when a collective is done if no other starts before."""
+        """Return when a collective ends if no other starts before."""
         self.run(now)
         while transfer in self.under_way:
             self.run(self.now + self.next())
         return transfer.ended
 
     def next(self) -> float:
-        """Seconds until the next of those under way is done."""
+        """Return the seconds until the next collective ends."""
         return min(t.left for t in self.served()) * len(self.served())
 
     def served(self) -> list[_Transfer]:
-        """List those that are carried now."""
+        """List the collectives that are carried now."""
         return self.under_way if self.shared else self.under_way[:1]
 
     def run(self, until: float) -> None:
-        """Carry what is under way."""
+        """Carry collectives until a time, or longer for those that need no time."""
         while self.under_way and (self.now < until or not self.next()):
             served, seconds = list(self.served()), min(self.next(), until - self.now)
             for transfer in served:
@@ -201,7 +206,7 @@ class _Link:
 
 
 class _Schedule:
-    """Hold the two clocks, and what has been counted so far."""
+    """Run a program's schedule: two clocks, and the counts so far."""
 
     def __init__(self, module: Module, mesh: Any, chip: Chip, taken, seen, full, beside, shares):
         self.seen, self.full, self.beside, self.shares = seen, full, beside, shares
@@ -211,10 +216,10 @@ class _Schedule:
         self.peak, self.rate = device.flops_per_s, device.hbm_bytes_per_s * MEMORY_SHARE
         self.gpu = chip.link == "switch"
         self.now, self.links = 0.0, {name: _Link(beside) for name in _LINKS}
-        self.times = 1.0  # how often what is being walked runs in a step
+        self.times = 1.0  # how often a step runs the current computation
 
     def run(self, comp: str, events: list[_Event]) -> float:
-        """Walk a computation once, and give the FLOPs of its products."""
+        """Run a computation once, and return the FLOPs of its matmuls."""
         pending: dict[str, tuple[_Transfer, float]] = {}
         flops = 0.0
         for name, op in self.module.computations[comp].items():
@@ -245,18 +250,16 @@ class _Schedule:
         return flops
 
     def role(self, name: str, op: Instruction) -> tuple[str, str, Instruction | None]:
-        """Tell whether an operation starts a collective, awaits one (``done``), or runs one to its end; by
-        which key start and done know each other; and which collective it is.
+        """Return whether an operation starts a collective, awaits one (``done``), or runs one to its end
+        (``whole``); a key that start and done share; and the collective.
 
-        On GPUs they are operations of their own. A TPU starts and ends one in fusions, and carries it along
-        in those between, where products run.
+        On GPUs these are operations of their own. A TPU starts and ends a collective in fusions, and
+        continues it in the fusions between, where matmuls run.
         """
-        if op.opcode.endswith("-start") and op.opcode.removesuffix("-start") in COLLECTIVES:
-            return "start", name, op
+        if op.opcode.removesuffix("-start") in COLLECTIVES:
+            return "start" if op.opcode.endswith("-start") else "whole", name, op
         if op.opcode.endswith("-done"):
             return "done", op.operands[0][0], None
-        if op.opcode in COLLECTIVES:
-            return "whole", name, op
         body = op.called("calls")[0] if op.opcode == "fusion" else ""
         inner = next(
             (o for o in self.module.computations.get(body, {}).values() if o.opcode in COLLECTIVES), None
@@ -281,23 +284,23 @@ class _Schedule:
         self.now = max(self.now, end)
 
     def loop(self, comp: str, op: Instruction, events: list[_Event]) -> float:
-        """Walk a loop's body once, for as many turns as it has."""
+        """Run a loop's body once, and count it for all iterations."""
         if not (trips := _iterations(self.module, comp, op)):
             return 0.0
         body, begin = op.called("body")[0], self.now
         self.times *= trips
         outermost = events is self.result.loops[0].events
-        turn = Loop(f"{arrow_of(op.scope)['direction']} loop".strip(), trips, [] if outermost else events)
-        self.result.loops += [turn] * outermost
-        flops = self.run(body, turn.events)
+        loop = Loop(f"{arrow_of(op.scope)['direction']} loop".strip(), trips, [] if outermost else events)
+        flops = self.run(body, loop.events)
         self.times /= trips
         self.now = begin + trips * (self.now - begin)
         if outermost:
+            self.result.loops.append(loop)
             events.append(_Event("compute", f"loop of {trips}", begin, self.now))
         return trips * flops
 
     def branch(self, op: Instruction, events: list[_Event]) -> float:
-        """Walk the branches, each as often as it is taken; the dearest alone where that is not known."""
+        """Run the branches, each as often as it is taken; where that is unknown, the one with most FLOPs."""
         branches = op.called(*CALLS["conditional"])
         share = share_of(op.scope, self.taken)
         if share is None:
@@ -319,7 +322,7 @@ class _Schedule:
         return flops
 
     def collective(self, op: Instruction) -> _Transfer | None:
-        """Find the row of a collective, its links and its seconds on them; None for a group of one."""
+        """Return the row of a collective, its link and its seconds on it; None for a group of one."""
         kind = op.opcode.removesuffix("-start")
         axes, group = group_axes(op.attrs, self.mesh)
         if group == 1:
@@ -338,15 +341,15 @@ class _Schedule:
         return _Transfer(row, _LINKS[across], seconds + (START_S if self.gpu else 0.0))
 
     def apart(self, axes: tuple[str, ...]) -> int:
-        """Tell how far apart the members of a group along mesh axes are."""
+        """Return the distance of a group's members along mesh axes, in devices."""
         if axes == ("other",):
             return 1
         names = list(self.mesh.axis_names)
         return math.prod(self.mesh.devices.shape[max(map(names.index, axes)) + 1 :])
 
-    @functools.cache  # noqa: B019 - a walk lives as long as its program
+    @functools.cache  # noqa: B019 - a schedule lives as long as its program
     def link_seconds(self, kind: str, message: float, axes: tuple[str, ...], group: int) -> float:
-        """Return the seconds of a collective over mesh axes, by where their devices lie on the links."""
+        """Return the seconds of a collective over mesh axes, from their devices' positions on the links."""
         devices, names = self.mesh.devices, list(self.mesh.axis_names)
         if axes == ("other",) or self.chip.link == "switch" or not getattr(devices.flat[0], "coords", None):
             return formulas.collective_seconds(self.chip, kind, message, group, self.apart(axes))
@@ -367,7 +370,7 @@ class _Schedule:
         return seconds
 
     def compute(self, comp: str, op: Instruction, events: list[_Event]) -> float:
-        """Run an operation on the clock that computes, and give its FLOPs."""
+        """Run an operation on the computing clock, and return its FLOPs."""
         if op.opcode in _FREE or op.opcode.endswith(("-start", "-done")) or '"AllocateBuffer"' in op.attrs:
             return 0.0
         flops, share, term = self.product(comp, op)
@@ -380,8 +383,7 @@ class _Schedule:
         return flops
 
     def product(self, comp: str, op: Instruction) -> tuple[float, float, str]:
-        """Return an operation's FLOPs, the share of peak that such products reach, and the term they are
-        in."""
+        """Return an operation's FLOPs, the share of peak that they reach, and their term."""
         if op.opcode == "custom-call":
             if flops := _kernel_flops(self.module, comp, op, self.seen):
                 own = "xla.gpu.triton" in op.attrs or "tpu_custom_call" in op.attrs
@@ -390,7 +392,7 @@ class _Schedule:
         return self.flops(comp, op), self.shares["products"] * wide, "products"
 
     def wide(self, comp: str, op: Instruction) -> bool:
-        """Tell whether an operation's products take float32."""
+        """Return whether an operation's matmuls take float32."""
         if op.opcode == "fusion":
             body = op.called("calls", "to_apply")[0]
             dots = [o for o in self.module.computations[body].values() if o.opcode in ("dot", "convolution")]
@@ -416,29 +418,26 @@ class _Schedule:
             return 2 * size(*operands[1])
         if op.opcode != "fusion":
             return written + sum(size(*operand) for operand in operands)
-        body = self.module.computations[op.called("calls", "to_apply")[0]]
-        takers: dict[str, list[str]] = collections.defaultdict(list)
-        for taker, other in body.items():
-            for used, _ in other.operands:
-                takers[used].append(taker)
+        callee = op.called("calls", "to_apply")[0]
+        body = self.module.computations[callee]
 
         def uses(name: str) -> list[tuple[str, Instruction]]:
-            """List what takes a value, beyond its renamed copies, and under which name."""
-            values = []
-            for taker in takers[name]:
-                renamed = body[taker].opcode in ("bitcast", "convert", "copy", "reshape")
-                values += uses(taker) if renamed else [(name, body[taker])]
-            return values
+            """List the operations that use a value or its renamed copies, each with the name that it uses."""
+            operations = []
+            for user in self.module.users[callee, name]:
+                renamed = body[user].opcode in ("bitcast", "convert", "copy", "reshape")
+                operations += uses(user) if renamed else [(name, body[user])]
+            return operations
 
         moved = 0
         for name, inner in body.items():
             if inner.opcode != "parameter":
                 continue
-            takes = uses(name)
-            first = [o for via, o in takes if o.operands[0][0] == via]
+            users = uses(name)
+            first = [o for via, o in users if o.operands[0][0] == via]
             updated = [o for o in first if o.opcode == "dynamic-update-slice"]
             cut = [o for o in first if o.opcode in ("dynamic-slice", "gather", "slice")]
-            if takes and len(updated) + len(cut) == len(takes):
+            if users and len(updated) + len(cut) == len(users):
                 taken = sum(values_bytes(shapes(o.type)) for o in cut)
                 moved += min(taken, values_bytes(shapes(inner.type)))
                 for o in updated:
@@ -450,15 +449,15 @@ class _Schedule:
 
 
 def _short(op: Instruction, term: str) -> str:
-    """Name an operation for a picture: the named scope that it comes from."""
+    """Name an operation for a picture, by its named scope."""
     unnamed = re.compile(r"[()\[\]]|body|closed_call|checkpoint")
     parts = [p for p in op.scope.split("/") if p and not unnamed.search(p)]
     return parts[-2] if term and len(parts) > 1 else (parts[-1] if parts else op.opcode)
 
 
 def product_flops(module: Module, comp: str, op: Instruction) -> float:
-    """Return the FLOPs of one operation's own products, 2MNK each: dots, the convolutions that TPUs make of
-    them, calls of GPU libraries, and kernels of attention."""
+    """Return the FLOPs of one operation's own matmuls, 2MNK each: dots, the convolutions that TPUs make of
+    them, calls of GPU libraries, and attention kernels."""
     if is_product(op):
         return float(dot_flops(module, comp, op))
     count = _convolution_flops if op.opcode == "convolution" else _kernel_flops
@@ -466,18 +465,18 @@ def product_flops(module: Module, comp: str, op: Instruction) -> float:
 
 
 def _iterations(module: Module, comp: str, loop: Instruction) -> int:
-    """Count a loop's turns: one where only data can tell, none for what experts get beyond their slots."""
+    """Return a loop's trip count; where only data decide, 1, and 0 for the loop over experts' overflow."""
     trips = module.trips(comp, loop)
     return int(f"/{grouped.OVERFLOW}/" not in loop.scope) if trips is None else trips or 1
 
 
 def all_flops(module: Module) -> Callable[[str, Instruction | None], float]:
-    """Return `flops_in` a program, with all that it multiplies."""
+    """Return `flops_in` for all matmuls of a program, in kernels too."""
     return flops_in(module, functools.partial(product_flops, module), functools.partial(_iterations, module))
 
 
 def _convolution_flops(module: Module, comp: str, op: Instruction) -> float:
-    """Return the FLOPs of a product that the TPU compiler wrote as a convolution, ``bf_io->bf`` and the like.
+    """Return the FLOPs of a matmul that the TPU compiler wrote as a convolution, ``bf_io->bf`` and the like.
 
     A dim of the window whose left side is dilated, or which slides over a padded kernel, stands for a batch
     or for rows: each output has one product there, however wide the window is.
@@ -495,10 +494,10 @@ def _convolution_flops(module: Module, comp: str, op: Instruction) -> float:
 
 
 def _kernel_flops(module: Module, comp: str, op: Instruction, seen: float = 1.0) -> float:
-    """Return the FLOPs of a kernel of attention that the program shows as one call; 0 for what is none.
+    """Return the FLOPs of an attention kernel, which is one call in the program; 0 for other operations.
 
-    cuDNN's attention says its shape: QK' and PV forward, five products backward, half of them under a causal
-    mask (Dao 2023, section 4.1). Of this package's own ``seen`` of all pairs count.
+    cuDNN's call has the shape: QK' and PV forward, five matmuls backward, half of them under a causal mask
+    (Dao 2023, section 4.1). Of this package's own kernel the share ``seen`` of all pairs counts.
     """
     if op.opcode != "custom-call":
         return 0.0

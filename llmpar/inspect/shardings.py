@@ -1,4 +1,4 @@
-"""Read who holds which block of what exists: arrays, shapes, a program's arguments, a sharding, a mesh."""
+"""Read which device holds which block: of arrays, shapes, a program's arguments, a sharding, a mesh."""
 
 from collections import Counter
 from typing import Any, cast
@@ -11,31 +11,32 @@ from llmpar.parallel._jax import program_shardings, unreduced_kind
 
 
 def _named(tree: Any, before: str = "") -> list[tuple[str, Any]]:
-    """The leaves of a tree, None too, by their paths: ``params.blocks.ffn.gate``, ``optimizer[0].count``."""
+    """List the leaves of a tree, None too, by their paths: ``params.blocks.ffn.gate``,
+    ``optimizer[0].count``."""
 
     def step(key) -> str:
         word = keystr((key,), simple=True)
         return f"[{word}]" if isinstance(key, SequenceKey | FlattenedIndexKey) else f".{word}"
 
     leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
-    leaves_at = [("".join(map(step, path)).removeprefix("."), path, x) for path, x in leaves]
-    often = Counter(name for name, *_ in leaves_at)  # keys with dots in them can make two names one
-    return [(before + (name if often[name] == 1 else keystr(path)), x) for name, path, x in leaves_at]
+    named = [("".join(map(step, path)).removeprefix("."), path, x) for path, x in leaves]
+    count = Counter(name for name, *_ in named)  # keys with dots in them can give two leaves one name
+    return [(before + (name if count[name] == 1 else keystr(path)), x) for name, path, x in named]
 
 
 def _leaves(value: Any) -> list[tuple[str, Any, Any]]:
-    """What there is to see: names, what has shape and dtype, and shardings."""
+    """List the leaves of a value: the name, what has shape and dtype, and the sharding."""
     rows, prefix = list[tuple[str, Any, Any]](), ""
     if isinstance(value, jax.stages.Compiled):
         arguments, captured, results = program_shardings(value)
         infos = (pair for part in value.args_info for pair in _named(part, "in "))
         rows = [(name, *((x is not None and arguments.pop(0)) or (x, None))) for name, x in infos]
         rows += [(f"in captured[{i}]", *pair) for i, pair in enumerate(captured)]
-        holds = lambda x: hasattr(x, "shape")  # a token holds nothing
-        shapes = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) if holds(x) else None for x, s in results
-        ]
-        value, prefix = cast(Any, value.out_tree).unflatten(shapes), "out "
+        # a token has no shape
+        shaped = lambda x, s: (
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) if hasattr(x, "shape") else None
+        )
+        value, prefix = cast(Any, value.out_tree).unflatten(shaped(*pair) for pair in results), "out "
     for name, x in _named(value, prefix):
         gone = isinstance(x, jax.core.Tracer) or isinstance(x, jax.Array) and x.is_deleted()
         where = x if isinstance(x, Sharding) or gone or not hasattr(type(x), "sharding") else x.sharding
@@ -45,13 +46,13 @@ def _leaves(value: Any) -> list[tuple[str, Any, Any]]:
 
 
 PACKED = {"int4": 0.5, "uint4": 0.5, "float4_e2m1fn": 0.5, "int2": 0.25, "uint2": 0.25}
-"""Bytes of an element where XLA stores several in one; elsewhere they are the dtype's."""
+"""Bytes of an element where XLA stores several in a byte; elsewhere they are the dtype's."""
 _Place = tuple[tuple[tuple[str, int], ...], tuple[jax.Device, ...]]  # axes with sizes, devices in order
 _place = lambda mesh: (tuple(mesh.shape.items()), tuple(mesh.devices.flat))
 
 
 def _mesh(meshes: list[tuple[str, Any]], leaves: list[tuple[str, Any, Any]]) -> _Place:
-    """The largest mesh, the first of them; all must lie on its devices."""
+    """Return the largest mesh, the first of them; raise ValueError if a leaf is on other devices."""
     places = []
     for name, mesh in meshes + [(name, where.mesh) for name, _, where in leaves if hasattr(where, "mesh")]:
         if isinstance(mesh, AbstractMesh) or mesh.empty:
@@ -62,13 +63,13 @@ def _mesh(meshes: list[tuple[str, Any]], leaves: list[tuple[str, Any, Any]]) -> 
     alone = (("device", len(used)),), tuple(sorted(used, key=lambda d: d.id))
     sizes, devices = max(places, key=lambda place: len(place[1]), default=alone)
     for d in (d for d in alone[1] if d not in devices):
-        why = f"a picture has one mesh, but {used[d]} lies on {d}, and others on mesh {dict(sizes)}"
+        why = f"a picture has one mesh, but {used[d]} is on {d}, and others on mesh {dict(sizes)}"
         raise ValueError(f"{why}; give the arrays of one mesh at a time")
     return sizes, devices
 
 
 def _row(name: str, x: Any, where: Any, place: _Place) -> dict:
-    """One array: its blocks, and which of them each device holds, as JAX says it."""
+    """Return one array's blocks, and the block that each device holds, by JAX's own map."""
     spec, bare, shape = getattr(where, "spec", None), isinstance(x, Sharding), getattr(x, "shape", ())
     layout, devices, unfinished, term = str(where if spec is None else spec), place[1], "", dict[Any, Any]()
     if spec is not None and spec.unreduced:  # devices with the same slices hold terms of a sum
@@ -88,7 +89,9 @@ def _row(name: str, x: Any, where: Any, place: _Place) -> dict:
     except (ValueError, IndexError) as error:
         why = str(error).partition("implies that ")[2] or error
         remedy = "an array, or jax.ShapeDtypeStruct(shape, dtype, sharding=…) that the mesh divides"
-        raise ValueError(f"JAX cannot say who holds {name} as {layout}: {why}; give {remedy}") from None
+        raise ValueError(
+            f"JAX has no map from devices to blocks of {name} as {layout}: {why}; give {remedy}"
+        ) from None
     ends = lambda cut: tuple(c.indices(n)[:2] for c, n in zip(cut, shape, strict=True))
     per_device = [(ends(slices[d]), term.get(d)) if d in slices else None for d in devices]
     blocks = [block for block in dict.fromkeys(per_device) if block is not None]
@@ -110,12 +113,12 @@ def _row(name: str, x: Any, where: Any, place: _Place) -> dict:
 
 
 def shardings(value: Any) -> dict:
-    """What exists, as plain data: the devices of a mesh, and which block of every array each of them holds.
+    """Return the devices of a mesh, and the block of every array that each device holds, as plain data.
 
-    Blocks are what ``devices_indices_map`` says; no rule of this package is applied. Their ends are elements,
-    the last one exclusive; ``itemsize`` is bytes. Without a shape ``dtype`` is None, and elements stand for
-    ``blocks``. Where one is ``unfinished`` ("sum over X"), ``shards`` has it once for each term of the sum.
-    ``skipped`` names what lies on no device. ValueError where one picture cannot show it.
+    Blocks come from ``devices_indices_map``; no rule of this package is applied. Their ends are elements, the
+    last one exclusive; ``itemsize`` is bytes. Without a shape ``dtype`` is None, and there is one element for
+    each block. A block that is ``unfinished`` ("sum over X") is in ``shards`` once for each partial sum.
+    ``skipped`` names what is on no device. Raises ValueError where one picture cannot show the value.
 
     Args:
         value: a live array or a tree of them (a state), `jax.ShapeDtypeStruct`s with shardings, a
@@ -138,7 +141,7 @@ def shardings(value: Any) -> dict:
         staged = callable(value) or isinstance(value, jax.stages.Traced | jax.stages.Lowered)
         if staged and leaves and leaves[0][1] is value:  # else a tree that can be called, or a program
             remedy = "give the compiled program: jax.jit(f).lower(*arguments).compile()"
-        raise ValueError(f"nothing here lies on devices: {given}; {remedy}")
+        raise ValueError(f"nothing in this value is on devices: {given}; {remedy}")
     sizes, devices = place = _mesh(bare, seen)
     of = " of live arrays" if any(isinstance(x, jax.Array) for _, x, _ in seen) else ""
     of = " of a compiled program" if program else of

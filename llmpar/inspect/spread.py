@@ -1,4 +1,4 @@
-"""Tells how far loss and gradients of a step may be from those on another mesh, on the devices here."""
+"""Estimate how far loss and gradients of a step may be from those on another mesh, on JAX's devices."""
 
 import jax
 from rich.table import Table
@@ -11,8 +11,8 @@ SPREAD_NAMES = {"loss": "loss", "grad_norm": "norm", "gradient": "gradient"}
 
 
 def rounded_products(platform: str | None) -> Unit:
-    """What the devices round float32 operands of a product to: a GPU to TF32 and a TPU to bfloat16, unless
-    ``jax_default_matmul_precision`` says otherwise."""
+    """Return to what devices round a matmul's float32 operands: a GPU to TF32 and a TPU to bfloat16, unless
+    ``jax_default_matmul_precision`` is set."""
     precision = getattr(jax.config, "jax_default_matmul_precision", None) or "default"
     if platform not in ("gpu", "tpu") or precision in ("highest", "float32"):
         return "float32"
@@ -20,8 +20,8 @@ def rounded_products(platform: str | None) -> Unit:
 
 
 def spread(plan: Resolved, batch_size: int, seq_len: int) -> dict:
-    """The expected spread as a JSON document (`Tolerance.document`), and in ``elsewhere`` its bounds on
-    devices that round products otherwise."""
+    """Return the expected spread as a JSON document (`Tolerance.document`), with its bounds on devices that
+    round matmuls differently in ``elsewhere``."""
     own = rounded_products(plan.platform)
     of = lambda products: tolerance(plan, batch_size, seq_len, products).document()
     others = [unit for unit in UNIT if unit != own and plan.dtype == "float32"]
@@ -33,10 +33,10 @@ def spread_table(document: dict) -> Table:
     products = f", products in {document['products']}" * (document["products"] != document["dtype"])
     title = f"spread between two meshes, {document['dtype']}{products}: relative, root mean square"
     numbers = "×", *SPREAD_NAMES.values()
-    made = rich_table(title, ("rounded", "cut by", "to", *numbers), numbers)
     shown = lambda row: [f"{row[name]:.0e}" if row[name] else "" for name in SPREAD_NAMES]
-    for term in sorted(document["terms"], key=lambda term: -max(term[name] for name in SPREAD_NAMES)):
-        made.add_row(term["name"], term["by"], term["unit"], f"{term['length']:,.0f}", *shown(term))
+    terms = sorted(document["terms"], key=lambda term: -max(term[name] for name in SPREAD_NAMES))
+    rows = ((t["name"], t["by"], t["unit"], f"{t['length']:,.0f}", *shown(t)) for t in terms)
+    made = rich_table(title, ("rounded", "cut by", "to", *numbers), numbers, rows)
     made.add_section()
     made.add_row("together, as squares", "", "", "", *shown(document["expected"]))
     made.add_row(f"bound: {FACTOR:g} times that", "", "", "", *shown(document["bound"]), style="bold")

@@ -1,4 +1,5 @@
-"""What the processes of a job must have in common, and the sentence where they do not.
+"""Compare the settings of a job's processes, which must be the same, and write the sentence where they
+differ.
 
 Each process says what it was asked and what it runs on, and the first compares (`joined.barrier`). Every
 field of what it says is compared, future ones too; left out are those of `OWN` alone.
@@ -47,7 +48,7 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def surroundings(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What a process runs on: code, versions, and what JAX and its compilers were asked."""
+    """Return what a process runs: code, versions, and the settings of JAX and its compilers."""
     import jax
 
     root, code = pathlib.Path(__file__).parents[1], hashlib.sha256()
@@ -64,20 +65,20 @@ def surroundings(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _words(value: Any) -> str:
-    """A value in short: what is cut off has a checksum."""
+    """Write a value in short; a long one is cut off and has a checksum."""
     text = "none" if value is None else json.dumps(value, default=str, sort_keys=True)
     return text if len(text) < 80 else f"{text[:60]}… [{hashlib.sha256(text.encode()).hexdigest()[:8]}]"
 
 
 def numbers_of(numbers: Sequence[int]) -> str:
-    """Processes by their numbers, in short."""
+    """Write the numbers of processes in short."""
     more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
     return f"process{'es' * (len(numbers) > 1)} {', '.join(map(str, numbers[:SHOWN]))}{more}"
 
 
 def differences(given: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say what is not the same in all processes, which are in order: ``seed is 0 on process 0 and 1 on
-    processes 1, 2``."""
+    """List what differs between processes, given in order: ``seed is 0 on process 0 and 1 on processes 1,
+    2``."""
     rows = []
     for name in dict.fromkeys(name for one in given for name in one):
         whose: dict[str, list[int]] = {}
@@ -89,7 +90,7 @@ def differences(given: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def refusal(given: Sequence[Mapping[str, Any]]) -> str:
-    """The sentence for processes that differ."""
+    """Write the sentence for processes that differ."""
     rows = differences(given)
     more = f"; and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
     what = f"the {len(given)} processes of this job do not agree: {'; '.join(rows[:SHOWN])}{more}"

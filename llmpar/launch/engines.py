@@ -1,4 +1,4 @@
-"""Engines: which one started this process, as which of how many, told by the environment alone."""
+"""Read from the environment which engine started this process, its number, and the number of processes."""
 
 import hashlib
 import re
@@ -11,17 +11,17 @@ _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 
 @dataclass(frozen=True)
 class Place:
-    """What an engine told a process.
+    """State a process' place in a job, as its engine has set it.
 
     Attributes:
         engine: its name, for people.
-        num_processes: of the whole job; 1 where nobody started several.
-        process_id: this one's number, from 0.
+        num_processes: of the whole job; 1 without an engine.
+        process_id: this process' number, from 0.
         coordinator: ``host:port`` of process 0; None where others join the processes.
-        local_id: this one's number on its host, from 0.
-        num_local: processes on its host; 0 where the environment does not tell.
-        joined_by: who joins the processes if not we: a detection method of JAX, or ``engine``.
-        note: what the user may have meant otherwise.
+        local_id: this process' number on its host, from 0.
+        num_local: processes on its host; 0 where the environment does not have it.
+        joined_by: what joins the processes in our place: a detection method of JAX, or ``engine``.
+        note: what the user may have forgotten.
     """
 
     engine: str = "none"
@@ -35,7 +35,7 @@ class Place:
 
     @property
     def is_one_host(self) -> bool:
-        """Whether all processes are known to share a host."""
+        """Return whether all processes are known to share a host."""
         return self.num_local == self.num_processes
 
 
@@ -45,22 +45,24 @@ _ENGINES = {
     "Open MPI": (f"{_OMPI}SIZE", f"{_OMPI}RANK", f"{_OMPI}LOCAL_RANK", f"{_OMPI}LOCAL_SIZE", f"{_OMPI}SIZE"),
     "MPICH": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK"),
 }
-"""Engine -> variables: number of processes, this one's, both on its host, one always set with the second."""
+"""Engine -> variables: number of processes, this process' number, both on its host, and one that is always
+set together with the second."""
 _OTHERS = ("JOB_COMPLETION_INDEX", "PALS_RANKID", "JSM_NAMESPACE_RANK", "FLUX_TASK_RANK")
-"""Ranks that an indexed Job of Kubernetes sets, which does not tell how many pods there are, and engines that
-nobody has tried with this package."""
+"""Ranks set by an indexed Job of Kubernetes, which does not set the number of pods, and by engines that have
+not been tried with this package."""
 
 
 def detect(environ: Mapping[str, str]) -> Place:
-    """Tell which engine started this process. The innermost one counts: an `mpirun` inside a SLURM job.
+    """Return this process' place, from the engine that started it; from the innermost of several: an `mpirun`
+    inside a SLURM job.
 
-    A coordinator's address that the user gives (JAX_COORDINATOR_ADDRESS) replaces the engine's in every case.
-    Processes that are all on one host meet on loopback, whatever that host is called.
+    A coordinator's address that the user sets (JAX_COORDINATOR_ADDRESS) always replaces the engine's.
+    Processes that are all on one host use loopback, whatever the host's name.
 
-    Raises ValueError where the variables contradict each other, or leave open where process 0 is.
+    Raises ValueError where the variables contradict each other, or do not have process 0's host.
     """
     env = {name: value for name, value in environ.items() if value != ""}
-    rules = (_explicit, _numbered, _ray, _slurm, _tpu, _unread)  # from the inside to the outside
+    rules = (_explicit, _numbered, _ray, _slurm, _tpu, _unread)  # from the innermost to the outermost
     place = next((match for rule in rules if (match := rule(env))), Place())
     if place.num_processes > 1:
         coordinator = env.get("JAX_COORDINATOR_ADDRESS", place.coordinator)
@@ -69,7 +71,7 @@ def detect(environ: Mapping[str, str]) -> Place:
         place = replace(place, coordinator=coordinator)
         if not coordinator and not place.joined_by:
             works = "set JAX_COORDINATOR_ADDRESS to its host and port, as 'llmpar launch mpi' does"
-            raise ValueError(f"{place.engine} on several hosts does not say where process 0 is; {works}")
+            raise ValueError(f"{place.engine} on several hosts does not set the host of process 0; {works}")
     if not 0 <= place.process_id < place.num_processes:
         why = f"{place.engine} numbers this process {place.process_id} of {place.num_processes}"
         raise ValueError(f"{why}; numbers count from 0, so use 0 to {max(0, place.num_processes - 1)}")
@@ -77,7 +79,7 @@ def detect(environ: Mapping[str, str]) -> Place:
 
 
 def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
-    """A variable as a number."""
+    """Read a variable as a number."""
     if name not in env and otherwise is not None:
         return otherwise
     if name not in env:
@@ -89,25 +91,25 @@ def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> 
 
 
 def port_of(name: str) -> int:
-    """A port that all processes of a job derive from what they all know of it."""
+    """Return a port that all processes of a job derive from the job's name."""
     return _FIRST_PORT + int(hashlib.sha256(name.encode()).hexdigest(), 16) % _NUM_PORTS
 
 
 def first_host(hosts: str) -> str:
-    """The first host of a SLURM list such as ``n[01-04,7],m3``."""
+    """Return the first host of a SLURM list such as ``n[01-04,7],m3``."""
     first = re.match(r"(?:\[[^]]*\]|[^,\[])*", hosts)
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0] if first else "")
 
 
 def tasks_on(counts: str, node: int) -> int:
-    """Tasks on a node by SLURM's list of counts, ``2(x3),1``; 0 where it is no such list."""
+    """Return the tasks on a node by SLURM's list of counts, ``2(x3),1``; 0 for other texts."""
     counted = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
     each = [int(n) for n, times in counted for _ in range(int(times or 1))]
     return each[node] if node < len(each) else 0
 
 
 def parts_of(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[::1]:port``."""
+    """Return host and port of ``host:port`` or ``[::1]:port``."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"coordinator '{address}' is no host:port; set JAX_COORDINATOR_ADDRESS, as n1:20000")
@@ -115,12 +117,13 @@ def parts_of(address: str) -> tuple[str, int]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a host, or ``host:port``, can be reached from this machine alone."""
+    """Return whether a host, or ``host:port``, can be reached from this machine alone."""
     return re.match(r"(127\.|localhost\b|\[?::1\b)", address) is not None
 
 
 def _explicit(env: Mapping[str, str]) -> Place | None:
-    """By hand, by `llmpar launch local`, and in our JobSet. JAX itself reads the address alone."""
+    """Read the variables set by hand, by `llmpar launch local` and in our JobSet. JAX reads the address
+    alone."""
     names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     if "JAX_NUM_PROCESSES" in env and "JOB_COMPLETION_INDEX" in env:  # our JobSet's
         env = {"JAX_PROCESS_ID": env["JOB_COMPLETION_INDEX"], **env}
@@ -139,8 +142,8 @@ def _explicit(env: Mapping[str, str]) -> Place | None:
 
 
 def _numbered(env: Mapping[str, str]) -> Place | None:
-    """An engine of the table. MPI's coordinator: here if all are here, else on SLURM's first host, else where
-    mpirun runs, after which Open MPI 5 names its jobs."""
+    """Read the variables of an engine of the table. MPI's coordinator is on this host if all processes are,
+    else on SLURM's first host, else on mpirun's host, which is in the job name of Open MPI 5."""
     by_slurm = [env.get(name) for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")]
     for engine, (num, number, local, num_local, sign) in _ENGINES.items():
         if not {number, sign} <= env.keys():
@@ -162,7 +165,7 @@ def _numbered(env: Mapping[str, str]) -> Place | None:
 
 
 def _ray(env: Mapping[str, str]) -> Place | None:
-    """A worker of Ray: its trainer joins the processes before our code runs."""
+    """Recognize a worker of Ray: its trainer joins the processes before our code runs."""
     return Place("Ray", joined_by="engine") if "RAY_RAYLET_PID" in env or "RAY_JOB_ID" in env else None
 
 
@@ -182,7 +185,7 @@ def _slurm(env: Mapping[str, str]) -> Place | None:
 
 
 def _tpu(env: Mapping[str, str]) -> Place | None:
-    """A slice of several hosts: JAX asks the machine's own service."""
+    """Recognize a TPU slice of several hosts: JAX reads the place from the machine's own service."""
     hosts = [host for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
     if len(hosts) < 2:
         return None
@@ -190,7 +193,7 @@ def _tpu(env: Mapping[str, str]) -> Place | None:
 
 
 def _unread(env: Mapping[str, str]) -> Place | None:
-    """One of several processes, perhaps, of an engine that does not say enough, or is not known here."""
+    """Note an engine that is unknown, or does not set the number of processes."""
     note = "is set, but not how many processes there are, so this one runs alone; set"
     note += " JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, as 'llmpar launch jobset' does"
     return next((Place(note=f"{name} {note}") for name in _OTHERS if name in env), None)

@@ -1,11 +1,11 @@
-"""Job files: text that hands a command over to an engine. Nothing is submitted here.
+"""Write job files, which hand a command over to an engine. Nothing is submitted here.
 
-Each is a file of the folder `templates`. ``%name`` stands for a value; a line with a value that is missing is
-left out, and ``%{again}`` in front of it says when it is there.
+Each is made from a file of the folder `templates`. ``%name`` stands for a value; a line with a missing value
+is left out, so ``%{again}`` in front of a line is the condition under which it is there.
 
-A run that is asked to stop saves, and ends with status 143; one of whose processes failed ends with 75 or 76.
-The files start it again then, three times, and not after a refusal (1, 2), which would be repeated. Between
-the request to stop and the end are 120 s: a step and a checkpoint must fit in.
+A run that gets SIGTERM saves, and ends with status 143; a run with a failed process ends with 75 or 76. The
+files then start it again, three times, but not after a refusal (1, 2), which would be repeated. Between the
+signal and the end are 120 s: a step and a checkpoint must fit in.
 """
 
 import dataclasses
@@ -22,19 +22,19 @@ from llmpar import files
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARK = "# written by llmpar launch"
-"""The last line of each: such a file may be written over by another."""
+"""The last line of each job file: a file that ends so may be overwritten."""
 SBATCH = "partition", "account", "time_limit"
-"""What goes into lines that sbatch reads, without a shell and its quotes."""
+"""Fields in lines that sbatch reads itself, without a shell and its quotes."""
 _MEMORY = {"XLA_CLIENT_MEM_FRACTION": ".95"}
 """JAX takes 75 % of a GPU's memory otherwise."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """What job files must know of a cluster; a TOML file has these keys, all optional.
+    """Describe a cluster to job files; a TOML file has these keys, all optional.
 
     Attributes:
-        partition, account, time_limit: SLURM's partition; who pays; hours:minutes:seconds.
+        partition, account, time_limit: SLURM's partition; its account; hours:minutes:seconds.
         gpus_per_node: GPUs of a node; 0 for nodes without.
         cpus_per_node: cores that a process may use; 0 leaves it to the engine.
         processes_per_node: 1 takes all GPUs of a node into one process.
@@ -76,13 +76,13 @@ class Site:
 
 
 def read_site(path: str) -> Site:
-    """Read a site file. Refuses keys that nobody reads."""
+    """Read a site file. Raises ValueError for unknown keys."""
     table = files.read_toml(path, "site file")
     usual = {field.name: field.default for field in dataclasses.fields(Site)}
     has = f"the site file '{path}' has"
     for name, value in table.items():
         if name not in usual:
-            raise ValueError(f"{has} '{name}', which nobody reads; use {', '.join(usual)}")
+            raise ValueError(f"{has} the unknown key '{name}'; use {', '.join(usual)}")
         items = tuple(value) if isinstance(value, list) else (value,)
         if isinstance(usual[name], tuple):
             if not isinstance(value, list) or not all(isinstance(item, str) for item in items):
@@ -100,12 +100,12 @@ def read_site(path: str) -> Site:
 
 @dataclass(frozen=True)
 class Job:
-    """A command of `llmpar` on some nodes of a site."""
+    """Describe a command of `llmpar` on some nodes of a site."""
 
     words: tuple[str, ...]  # what follows ``llmpar`` on the command line
     nodes: int = 1
     site: Site = field(default_factory=Site)
-    min_nodes: int | None = None  # with how many torchrun goes on; None: with all
+    min_nodes: int | None = None  # with how many torchrun continues; None: with all
 
     def __post_init__(self):
         if self.min_nodes is not None and not 1 <= self.min_nodes <= self.nodes:
@@ -113,32 +113,32 @@ class Job:
 
     @property
     def num_processes(self) -> int:
-        """Of the whole job."""
+        """Return the processes of the whole job."""
         return self.nodes * self.site.processes_per_node
 
     @property
     def num_devices(self) -> int:
-        """GPUs of the whole job; one CPU device a process where there are none."""
+        """Return the GPUs of the whole job; without GPUs, one CPU device per process."""
         return self.nodes * self.site.gpus_per_node or self.num_processes
 
     @property
     def goes_on(self) -> bool:
-        """Whether the command finds its own checkpoint when it starts again."""
+        """Return whether the command finds its own checkpoint when it starts again."""
         return any(word == "--checkpoints" or word.startswith("--checkpoints=") for word in self.words)
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The hosts that the site file lists, as many as there are nodes."""
+        """Return the hosts that the site file lists, as many as there are nodes."""
         if self.nodes == 1 and not self.site.hosts:
             return ("localhost",)
         if len(self.site.hosts) < self.nodes:
-            why = f"{self.nodes} nodes were asked for, and the site file lists {len(self.site.hosts)} hosts"
+            why = f"the job needs {self.nodes} hosts, but the site file lists {len(self.site.hosts)}"
             raise ValueError(f"{why}; add hosts = ['n1', 'n2'], or use an engine with a scheduler (slurm)")
         return self.site.hosts[: self.nodes]
 
 
 def job_file(engine: str, job: Job) -> str:
-    """The text that an engine takes."""
+    """Return the text of an engine's job file."""
     template, own, _ = ENGINES[engine]
     site = job.site
     when: dict[str, Any] = {"again": job.goes_on, "once": not job.goes_on, "gpu": site.gpus_per_node}
@@ -167,7 +167,7 @@ class _Template(string.Template):
 
 
 def _inside(site: Site, *folders: str) -> str:
-    """What stands before a command, after srun, so that it runs in the site's container and sees folders."""
+    """Return the words between srun and a command that runs in the site's container and needs folders."""
     image = shlex.quote(site.container)
     if site.container and (bad := [folder for folder in folders if set(folder) & set(":,")]):
         raise ValueError(f"'{bad[0]}' cannot be mounted into a container: rename it, without colon or comma")
@@ -180,12 +180,13 @@ def _inside(site: Site, *folders: str) -> str:
 
 
 def _slurm(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
-    """For sbatch: started again after a failure, queued again at the time limit."""
+    """Fill in sbatch's file: started again after a failure, queued again at the time limit."""
     return {"command": _inside(job.site) + values["command"]}
 
 
 def _vllm(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A server of vLLM: on one node by itself, on several over Ray, whose driver and node share /tmp."""
+    """Fill in the file of a vLLM server: on one node by itself, on several over Ray, whose driver and node
+    share /tmp."""
     apptainer = job.site.container.endswith(".sif")
     folders = [word for word in job.words[1:2] if word.startswith("/")] + ["/tmp"] * (not apptainer)
     many = {"many": "" if job.nodes > 1 else None, "others": job.nodes - 1}
@@ -193,7 +194,7 @@ def _vllm(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mpi(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Around mpirun: the first host is told to all, so that every MPI finds it."""
+    """Fill in the file of mpirun: the first host is passed to all processes, so that every MPI finds it."""
     site, each, first = job.site, job.site.processes_per_node, shlex.quote(job.hosts[0])
     if site.mpi == "mpich":  # it exports the whole environment
         run = f"mpiexec -n {job.num_processes} -hosts {shlex.quote(','.join(job.hosts))} -ppn {each}"
@@ -206,7 +207,7 @@ def _mpi(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _torchrun(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Each node runs it, or srun on all: torchrun's agents restart the processes."""
+    """Fill in the file that each node runs, or srun on all nodes: torchrun's agents restart the processes."""
     first = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
     if job.site.hosts or job.nodes == 1:
         first = shlex.quote(job.hosts[0])
@@ -214,7 +215,8 @@ def _torchrun(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _jobset(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
-    """For Kubernetes: queued by Kueue where the site has a queue, and closed to pods of others."""
+    """Fill in the file of Kubernetes: queued by Kueue where the site has a queue, and closed to other
+    pods."""
     site = job.site
     if not site.image:
         raise ValueError("a JobSet needs an image; add image = 'registry/llmpar:1' to the site file")
@@ -227,7 +229,7 @@ def _jobset(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ray(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A Python program for JaxTrainer, which joins the workers itself."""
+    """Fill in a Python program for JaxTrainer, which joins the workers itself."""
     gpus = {"GPU": values["gpus"]} if values["gpus"] else {}
     variables = {"NCCL_SOCKET_IFNAME": job.site.interface} if job.site.interface else {}
     return {
@@ -247,14 +249,15 @@ ENGINES: dict[str, tuple[str, Callable[[Job, Mapping[str, Any]], dict[str, Any]]
     "slurm vllm": ("vllm.sbatch", _vllm, ["sbatch"]),
     "ray vllm": ("vllm.sh", _vllm, ["bash"]),
 }
-"""Engine (and its server) -> its template, what it fills in besides, and the command that takes a file."""
+"""Engine (and its server) -> its template, the function that fills in more, and the command that takes the
+file."""
 
 
 def default_path(engine: str) -> str:
-    """Where the job file is written if nobody says where."""
+    """Return the path of the job file, by default."""
     return f"llmpar-job{Path(ENGINES[engine][0].removesuffix('.txt')).suffix}"
 
 
 def submit_line(engine: str, path: str) -> list[str]:
-    """The command that hands a file over to its engine."""
+    """Return the command that hands a file over to its engine."""
     return [*ENGINES[engine][2], str(Path(path).absolute()) if engine == "ray" else path]

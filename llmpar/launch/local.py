@@ -1,4 +1,4 @@
-"""Start several processes here, on loopback, and end them together."""
+"""Start several processes on this machine, and end them together."""
 
 import contextlib
 import os
@@ -21,12 +21,12 @@ _GRACE_S = 20.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How the processes ended.
+    """State how the processes ended.
 
     Attributes:
-        statuses: exit statuses by process; negative: the signal that ended it.
+        statuses: exit statuses by process; a negative one is the signal that ended it.
         first: the process that failed first; None where none did.
-        words: by process, what it wrote on stderr (stdout too, but for process 0's).
+        words: by process, its stderr (of all but process 0 the stdout too).
         output: process 0's stdout.
     """
 
@@ -37,13 +37,13 @@ class Ended:
 
     @property
     def status(self) -> int:
-        """The exit status of all: of the first that failed, 0 where none did."""
+        """Return the exit status of the process that failed first, 0 where none did."""
         status = 0 if self.first is None else self.statuses[self.first]
         return 128 - status if status < 0 else status
 
 
 def environment(num: int, number: int, address: str, devices: int | None, base: Mapping[str, str]) -> dict:
-    """The variables of one of ``num`` processes here; ``devices`` are those that it simulates, or None."""
+    """Return the environment of one of ``num`` processes; it simulates ``devices`` devices, unless None."""
     variables = {
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(num),
@@ -60,12 +60,12 @@ def environment(num: int, number: int, address: str, devices: int | None, base: 
 
 @dataclass
 class Processes:
-    """Several processes with one command; whatever happens inside ``with``, none is left behind it. If this
-    process is killed, those of llmpar end by themselves (`joined.end_with_launcher`).
+    """Run several processes with one command; leaving ``with`` ends all of them. If this process is killed,
+    those of llmpar end by themselves (`joined.end_with_launcher`).
 
-    Process 0 writes where this process writes (with ``show``); what the others say is kept, and told where
+    With ``show`` process 0 writes where this process writes; the output of the others is kept, and printed if
     one of them fails first. With a ``wire`` each is on a host of its own; else all are on loopback. Each
-    reads its one of ``inputs``, or nothing.
+    reads its entry of ``inputs``, or nothing.
     """
 
     command: Sequence[str]
@@ -92,7 +92,7 @@ class Processes:
                 stdin=self.inputs[number] if self.inputs else subprocess.DEVNULL,
                 stdout=None if shown else out,
                 stderr=None if shown else err,
-                start_new_session=True,  # Ctrl-C is ours: we ask them to stop
+                start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
             )
             self.running.append(process)
         return self
@@ -104,14 +104,15 @@ class Processes:
         self._files.close()
 
     def end(self, number: int = signal.SIGKILL) -> None:
-        """Signal all that still run, and what they started. SIGTERM asks to finish a step, save and leave."""
+        """Signal all that still run, and their children. SIGTERM lets them finish a step, save and leave."""
         for process in self.running:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
 
     def wait(self, timeout_s: float = float("inf")) -> Ended:
-        """Wait for all. When one fails the others have `_GRACE_S` seconds to say why, and are killed then.
+        """Wait for all. When one fails the others have `_GRACE_S` seconds to report why; then they are
+        killed.
 
         Raises TimeoutError after ``timeout_s``.
         """
@@ -142,10 +143,10 @@ class Processes:
 
 
 def run_locally(command: Sequence[str], num: int, devices: int | None, wire: Wire | None = None) -> int:
-    """Run a command in several processes here, process 0 on this terminal, and give the exit status.
+    """Run a command in several processes on this machine, process 0 on this terminal; return the exit status.
 
-    The first Ctrl-C, SIGTERM or SIGHUP asks them to save and leave, the second ends them. The status is then
-    that of the first, unless they failed otherwise.
+    The first Ctrl-C, SIGTERM or SIGHUP lets them save and leave, the second ends them. The status is then
+    that of the first signal, unless one failed for another reason.
     """
     requests, processes = list[int](), Processes(command, num, devices, show=True, wire=wire)
 
@@ -161,7 +162,7 @@ def run_locally(command: Sequence[str], num: int, devices: int | None, wire: Wir
     if ended.first is not None and ended.statuses[ended.first] < 0 and not requests:
         name = signal.Signals(-ended.statuses[ended.first]).name
         lines = [f"llmpar: process {ended.first} was ended by {name}"]
-    if ended.first and ended.statuses[0] <= 0:  # else process 0 has said why
+    if ended.first and ended.statuses[0] <= 0:  # else process 0 has printed why
         tail = [line for line in ended.words[ended.first].splitlines() if line.strip()][-20:]
         lines += [f"[process {ended.first}] {line}" for line in tail]
     sys.stderr.write("".join(f"{line}\n" for line in lines))

@@ -1,8 +1,8 @@
-"""A team: processes that stay, and run one function after another, as a notebook's cells run in its kernel.
+"""Run one function after another in a team of processes that stay, as a kernel runs a notebook's cells.
 
-The notebook's process is none of them. It hands each the same function with the same arguments, over the pair
-of sockets that is the process's input; all run it together, and each gives a result back. A function may be
-written in the notebook: cloudpickle sends its code and what it names.
+The notebook's process is not one of them. It sends each the same function with the same arguments, over the
+pair of sockets that is the process' input; all run it together, and each sends a result back. A function may
+be written in the notebook: cloudpickle sends its code and what it names.
 """
 
 import atexit
@@ -23,13 +23,14 @@ from llmpar.launch.local import Processes
 from llmpar.launch.wire import Wire
 
 _OWN = ("_work", "_main", "_run_code", "_run_module_as_main", "<module>")
-"""Of the functions in which a process stands: those that call what was sent."""
+"""The functions of a process' stack that only call what was sent."""
 _START_S, _GRACE_S = 120.0, 4.0
-"""Seconds for all to come; and for the others to say something after one of them failed."""
+"""Seconds for all processes to come; and for the others to answer after one of them failed."""
 
 
 class TeamError(RuntimeError):
-    """A function failed, or did not come back, on a process. ``ends`` has the last words of each process."""
+    """Report that a function failed, or did not return, on a process. ``ends`` has the end of each
+    process."""
 
     def __init__(self, ends: Mapping[int, str]):
         self.ends = dict(ends)
@@ -37,14 +38,14 @@ class TeamError(RuntimeError):
 
 
 class Team(contextlib.ExitStack):
-    """Several processes on this machine that have joined, each with some simulated devices; ``with`` or
-    `close` ends them and takes the wire away.
+    """Start several processes on this machine and join them, each with some simulated devices; leaving
+    ``with``, or `close`, ends them and removes the wire.
 
     Args:
         num: processes.
-        devices: that each of them simulates.
+        devices: simulated by each process.
         rate: of the wire between them, which makes each process a host (`wire.Wire`); None: all on loopback.
-        base: the environment that they start from; by default this process's.
+        base: their environment; by default this process' own.
 
     Raises ValueError where no wire can be made or cloudpickle is missing, RuntimeError where none comes."""
 
@@ -75,10 +76,10 @@ class Team(contextlib.ExitStack):
             raise
 
     def run(self, function: Callable, *given: Any, timeout_s: float = 300.0) -> list[Any]:
-        """Run a function in all processes, and give what each returns. What it prints is printed here.
+        """Run a function in all processes, and return the result of each. What it prints is printed here.
 
-        Raises TeamError where one fails, ends, or has not come back after ``timeout_s``; the team is over
-        then, because the others may wait for it for ever.
+        Raises TeamError where one fails, ends, or has not returned after ``timeout_s``; the team is over
+        then, because the others may wait for that process for ever.
         """
         if any(one.poll() is not None for one in self._processes.running):
             raise RuntimeError("this team is over; start another")
@@ -87,7 +88,9 @@ class Team(contextlib.ExitStack):
             for line in self._lines:
                 line.send_bytes(task)
             results, failed = self._answers(time.monotonic() + timeout_s)
-        except BaseException:  # an interrupted cell: what still comes would be taken for the next answer
+        except (
+            BaseException
+        ):  # an interrupted cell: later answers would be taken for those of the next function
             self.close()
             raise
         if len(results) == self.num and not failed:
@@ -97,7 +100,7 @@ class Team(contextlib.ExitStack):
         raise TeamError(ends)
 
     def _answers(self, until: float) -> tuple[dict[int, Any], dict[int, str]]:
-        """What processes gave back, and what failed, until all have answered or it is too late."""
+        """Return the results and the failures of processes, when all have answered or it is too late."""
         results: dict[int, Any] = {}
         failed: dict[int, str] = {}
         while (left := until - time.monotonic()) > 0 and len(results | failed) < self.num:
@@ -116,7 +119,7 @@ class Team(contextlib.ExitStack):
         return results, failed
 
     def _words(self, known: Mapping[int, str] | None = None) -> dict[int, str]:
-        """What each process did last: as it said, or as its status or its stack says."""
+        """Describe the end of each process: as ``known``, or by its exit status or its stack."""
         last_words = dict(known or {})
         for number, one in enumerate(self._processes.running):
             if number in last_words:
@@ -126,13 +129,13 @@ class Team(contextlib.ExitStack):
                 last_words[number] = f"was ended by {_status(one.returncode)}: {' | '.join(last)}"
                 continue
             frames = self._frames(number)
-            late = "recv_bytes" in frames  # it came back meanwhile, and waits for more
+            late = "recv_bytes" in frames  # it has returned meanwhile, and waits for more
             stands = " < ".join(dict.fromkeys((frames[0], frames[-1]))) if frames else "native code"
             last_words[number] = "has come back" if late else f"has not come back; it stands in {stands}"
         return dict(sorted(last_words.items()))
 
     def _frames(self, number: int) -> list[str]:
-        """The functions in which a process that does not answer stands, the innermost first."""
+        """List the functions on the stack of a process that does not answer, the innermost first."""
         before, main = len(self._processes.output_of(number)), ""
         os.kill(self._processes.running[number].pid, signal.SIGUSR1)  # faulthandler writes the stacks
         until = time.monotonic() + 2.0
@@ -164,7 +167,7 @@ def _main() -> None:
 
 
 def _work(task: bytes) -> bytes:
-    """Run a function; the result, or what went wrong, and what was printed, to be sent."""
+    """Run a function; return its result or its error, and what it printed, to be sent."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
             function, given = pickle.loads(task)

@@ -1,5 +1,5 @@
-"""Traps of clusters that can be seen before the processes meet, and that `joined` neither mends nor refuses:
-one sentence for each, without starting JAX."""
+"""Warn of mistakes on clusters that can be seen before the processes join, and that `joined` neither mends
+nor refuses: one sentence for each, without starting JAX."""
 
 import re
 from collections.abc import Mapping
@@ -8,11 +8,12 @@ from llmpar.launch.engines import Place, is_loopback
 from llmpar.launch.joined import HEARTBEAT_S, WAIT_S, gpus
 
 _UNREAD = re.compile(r"(?!NCCL_IB_TIMEOUT$)(JAX|LLMPAR|NCCL|GLOO|TORCH)_\w*(TIMEOUT|HEARTBEAT)\w*")
-"""Settings of time that change nothing; NCCL_IB_TIMEOUT looks like them, and NCCL reads it."""
+"""Variables of time that have no effect; NCCL_IB_TIMEOUT looks like them, but NCCL reads it."""
 
 
 def traps(environ: Mapping[str, str], place: Place, num_gpus: int | None = None) -> list[str]:
-    """What would go wrong here. ``num_gpus``: device files of the machine, by default counted."""
+    """List what would go wrong in this process. ``num_gpus``: device files of the machine, counted by
+    default."""
     files, seen, on_node = gpus(environ, num_gpus)
     num_local, shown = place.num_local, environ.get("CUDA_VISIBLE_DEVICES")
     unread = sorted(filter(_UNREAD.fullmatch, environ))
@@ -47,7 +48,7 @@ def traps(environ: Mapping[str, str], place: Place, num_gpus: int | None = None)
 
 
 def describe(place: Place) -> str:
-    """Who started this process, in a line."""
+    """Describe what started this process, in a line."""
     if place.joined_by == "engine":
         return f"started by {place.engine}, which joins its workers"
     if place.num_processes == 1:

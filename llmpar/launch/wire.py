@@ -1,8 +1,8 @@
-"""Hosts on this machine, joined by a wire of a chosen rate: each process in a network of its own.
+"""Simulate hosts on this machine, joined by a wire of a chosen rate: each process in a network of its own.
 
-Linux has this as network namespaces: a switch, and for each host a card ``wire`` at one of its ports. The
-rate is a token bucket on every card. A namespace lives as long as a process in it, and ours wait for this
-process to end: nothing is left behind. Root may make them, others where user namespaces are allowed.
+The networks are Linux's network namespaces: a switch, and for each host a card ``wire`` at one of its ports.
+The rate is a token bucket on every card. A namespace lives as long as a process in it, and ours end with this
+process: nothing is left behind. Root may make them, others where user namespaces are allowed.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from typing import Any
 
 NETWORK = "10.77.0"
-"""The first three numbers of the hosts' addresses. They mean nothing outside."""
+"""The first three numbers of the hosts' addresses, which are valid only among them."""
 CARD = "wire"
-"""A host's only card besides loopback. No machine has one of this name: what is counted there is ours."""
+"""A host's only card besides loopback. Real cards have other names, so what it counts is ours."""
 TOOLS = ("unshare", "nsenter", "ip", "tc")
 _BURST, _LATENCY = "128kb", "100ms"
-"""What a card sends at once before its rate holds: two of the largest pieces that Linux hands to a card. And
-how long a piece may wait there; what would wait longer is dropped, and sent again by TCP."""
+"""The bytes that a card sends before its rate limits it: two of the largest packets that Linux hands to a
+card; and how long a packet may wait there: one that would wait longer is dropped, and TCP sends it again."""
 
 
 def card_sent_bytes(pid: int | str = "self") -> int:
@@ -33,23 +33,23 @@ def card_sent_bytes(pid: int | str = "self") -> int:
 
 
 def _checked(rate: str) -> str:
-    """Return a rate that tc understands, or refuse it."""
+    """Return a rate that tc accepts; raise ValueError for others."""
     if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", rate) or not float(rate[:-4]):
         raise ValueError(f"'{rate}' is no rate of a wire; write one such as 20mbit, 100mbit or 1gbit")
     return rate
 
 
 def bytes_per_s(rate: str) -> float:
-    """Bytes that a wire of this rate carries in a second."""
+    """Return the bytes that a wire of this rate carries in a second."""
     return float(_checked(rate)[:-4]) * {"k": 1e3, "m": 1e6, "g": 1e9}[rate[-4]] / 8
 
 
 class Wire(contextlib.ExitStack):
-    """Several hosts that a switch joins; ``with`` makes them and takes them away.
+    """Make several hosts that a switch joins; leaving ``with`` removes them.
 
     Args:
         num_hosts: 2 to 250.
-        rate: of each card, in tc's words, such as ``100mbit``; None: as fast as memory.
+        rate: of each card, as tc writes it, ``100mbit``; None: no limit.
 
     Raises ValueError, in one sentence, where it cannot be made.
     """
@@ -66,21 +66,23 @@ class Wire(contextlib.ExitStack):
     def __enter__(self) -> "Wire":
         if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
             need = "Linux with the packages util-linux and iproute2" if sys.platform == "linux" else "Linux"
-            raise ValueError(f"no hosts of their own can be made here: {missing[0]} is missing; use {need}")
+            raise ValueError(
+                f"hosts cannot be simulated on this machine: {missing[0]} is missing; use {need}"
+            )
         try:
             self._make()
         except (OSError, subprocess.SubprocessError) as error:
             self.close()
             words = " ".join((getattr(error, "stderr", "") or str(error)).split())
             works = "be root of a machine or of a container with the capabilities NET_ADMIN and SYS_ADMIN"
-            raise ValueError(f"no hosts of their own can be made here: {words}; {works}") from error
+            raise ValueError(f"hosts cannot be simulated on this machine: {words}; {works}") from error
         except BaseException:
             self.close()
             raise
         return self
 
     def _hold(self, command: Sequence[str]) -> None:
-        """Make a network, which lasts until this process ends or lets go of it."""
+        """Make a network, which exists until this process ends or closes it."""
         pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         command = [*command, "sh", "-c", "echo made; exec cat"]
         holder = subprocess.Popen(command, **pipes, text=True, start_new_session=True)  # Ctrl-C is not for it
@@ -117,11 +119,11 @@ class Wire(contextlib.ExitStack):
                 self._in(host + 1, f"tc qdisc replace dev {CARD} root {bucket}")
 
     def address(self, host: int) -> str:
-        """A host's address, which the others reach."""
+        """Return a host's address, which the others reach."""
         return f"{NETWORK}.{host + 1}"
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
-        """A command as it is run on a host."""
+        """Return the command that runs ``command`` on a host."""
         return [*self._within(host + 1), *command]
 
     def sent_bytes(self, host: int) -> int:
