@@ -352,8 +352,7 @@ def test_the_printed_lines_are_the_plan(name, row, devices):
         for key in ("train", "compile"):
             words = shlex.split(found[key])
             words = words[words.index("llmpar") + 1 :]
-            _, plan = parse(words).step.settle(devices)
-            assert plan == one.plan
+            assert parse(words).step.settle(devices).requested == one.plan
 
 
 SET = [(name, value) for name, what in look.OFFERED.items() for value in what.get("options", [2])]
@@ -369,7 +368,7 @@ def read_back(q, plan, names):
     """The plan of each line that is printed of one, and of its Python."""
     lines = [planner.command(q, plan, name).partition("llmpar ")[2] for name in names]
     lines += [planner.launch(q, plan).partition(" -- ")[2].partition(" --checkpoints")[0]] * (len(names) > 1)
-    found = [parse(shlex.split(line)).step.settle(q.num_devices)[1] for line in lines]
+    found = [parse(shlex.split(line)).step.settle(q.num_devices).requested for line in lines]
     return [*found, Plan(plan.mesh, **planner.fields_of(plan))]
 
 
