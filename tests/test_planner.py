@@ -352,8 +352,7 @@ def test_the_printed_lines_are_the_plan(name, row, devices):
         for key in ("train", "compile"):
             words = shlex.split(found[key])
             words = words[words.index("llmpar") + 1 :]
-            plan = parse(words).step.settle(devices).requested
-            assert plan == one.plan
+            assert parse(words).step.settle(devices).requested == one.plan
 
 
 SET = [(name, value) for name, what in look.OFFERED.items() for value in what.get("options", [2])]
