@@ -80,7 +80,7 @@ class Apart:
 
     def _start(self) -> Any:
         begin = f"import sys; sys.path[:] = {[*map(str, sys.path)]}"
-        line = [sys.executable, "-c", f"{begin}; from llmpar.training import apart; apart.answer()"]
+        line = [sys.executable, "-c", f"{begin}; from llmpar.training import apart; apart._answer()"]
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
         pipes["stderr"] = None if os.environ.get("LLMPAR_TRACEBACK") else subprocess.DEVNULL
         # Threads of the tokenizer's package would count as memory.

@@ -380,7 +380,7 @@ class _Run:
             raise
 
 
-def _compiled(step: Step, state: State, batch: dict, barrier: Callable[[], None], ahead: bool) -> Any:
+def _compiled(step: Step, state: State, batch: dict, barrier: Callable, ahead: bool = False) -> Any:
     """Return the step. Several processes compile it and wait for one another before the first of them runs
     it; a single one does so only where it is to compile ``ahead``.
 
