@@ -470,9 +470,7 @@ if p > 1:
 # %% tags=["nbval-check-output"]
 crossed = "F0 B0 F1 B1\nF1 B1 F0 B0"
 try:
-    Plan("pp=2", schedule=crossed, microbatches=2).resolve(
-        LLAMA, batch_size=4, seq_len=SEQ
-    )
+    Plan("pp=2", schedule=crossed, microbatches=2).resolve(LLAMA, "cpu", 4, SEQ)
     raise AssertionError("this table must not run")
 except ValueError as refusal:
     say(refusal)
