@@ -397,7 +397,7 @@ def two_lanes(iterations, title: str, column: float = 0, span_s: float = 0) -> S
                 times = time_text(event["end_s"] - event["start_s"]), time_text(event["exposed_s"])
                 lines.append(f"  {event['name']}: {times[0]}, {times[1]} exposed")
     meaning = {"compute": "computing", "links": "communicating", "network": "between hosts"}
-    key = [(fill, meaning.get(lane, lane)) for lane, fill in lanes.items()]
+    key: list[tuple] = [(fill, meaning.get(lane, lane)) for lane, fill in lanes.items()]
     key.append(("edge", "computing waits for it", "/"))
     if column or any(names.values()):
         key = [(fill, f"{lane}: computing waits") for lane, fill in [*lanes.items()][1:]]
