@@ -303,10 +303,9 @@ def step_memory(
         x = x0
         for phase, moments_of in phases:
             w = PANEL * moments_of / count
-            items += [
-                Line(((x, _HIGH), (x, _HIGH + 6)), "edge", 1),
-                *fitting_text(x + w / 2, _HIGH + 14, w, phase, fill="soft"),
-            ]
+            items.append(Line(((x, _HIGH), (x, _HIGH + 6)), "edge", 1))
+            if text_width(phase, SMALL) < w:
+                items.append(small_text(x + w / 2, _HIGH + 14, phase))
             x += w
         fullest = ", ".join(f"{part} {size_text(v)}" for part, v in moments[at].items() if v)
         verdict = "more than the capacity" if over else f"{size_text(capacity_bytes - most[name])} free"
@@ -397,7 +396,7 @@ def two_lanes(iterations, title: str, column: float = 0, span_s: float = 0) -> S
                 times = time_text(event["end_s"] - event["start_s"]), time_text(event["exposed_s"])
                 lines.append(f"  {event['name']}: {times[0]}, {times[1]} exposed")
     meaning = {"compute": "computing", "links": "communicating", "network": "between hosts"}
-    key = [(fill, meaning.get(lane, lane)) for lane, fill in lanes.items()]
+    key: list[tuple] = [(fill, meaning.get(lane, lane)) for lane, fill in lanes.items()]
     key.append(("edge", "computing waits for it", "/"))
     if column or any(names.values()):
         key = [(fill, f"{lane}: computing waits") for lane, fill in [*lanes.items()][1:]]

@@ -172,8 +172,8 @@ def sent_bars(rows: Iterable[SentBar]) -> Scene:
     if len(rows) > MOST_SENT:
         few = rows[MOST_SENT - 1 :]
         names = ", ".join(f"{row.axes} {row.what}" for row in few)
-        sums = (sum(row[i] for row in few) for i in (2, 3, 4))
-        rows[MOST_SENT - 1 :] = [SentBar("", f"{len(few)} more", *sums, names)]
+        size, hidden, waits = (sum(row[i] for row in few) for i in (2, 3, 4))
+        rows[MOST_SENT - 1 :] = [SentBar("", f"{len(few)} more", size, hidden, waits, names)]
     left = max([text_width(row.axes) * 1.1 for row in rows] + [30]) + 10
     per = (wide - left) / max([row.hidden_s + row.waits_s for row in rows] + [1e-12])
     items, lines = list[Rect | Text](), list[str]()

@@ -92,7 +92,7 @@ def _curve(points, color: str, marker: str | None, dashed: bool) -> list:
         if len(piece) > 1:
             items.append(Line(tuple(piece), color, 2.5, dashed))
         if marker or len(piece) == 1:
-            items += [_dot(*point, marker or "o", color) for point in piece]
+            items += [_dot(x, y, marker or "o", color) for x, y in piece]
     return items
 
 

@@ -53,8 +53,8 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
                 items.append(small_text(x + wide[2] / 2, y_of(r, 0) - 10, f"expert {r}", fill="ink"))
             for line, (name, cells) in enumerate(_lines(stage, r, chosen, rows, slots)):
                 items += [small_text(x - 7, y_of(r, line + 0.5), name, "end")] * bool(name)
-                for k, cell in enumerate(cells):
-                    items += _cell(x + _CELL * k, y_of(r, line), *cell, cell == (home, token))
+                for k, (source, t) in enumerate(cells):
+                    items += _cell(x + _CELL * k, y_of(r, line), source, t, (source, t) == (home, token))
     names = ("router", "all-to-all", "all-to-all", "sum")
     for k, (a, b) in enumerate(pairwise(lefts[:stages])):
         items.append(Text(a + wide[k] + gap / 2, -50, names[k], SMALL, "middle", bold=True))

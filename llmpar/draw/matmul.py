@@ -118,7 +118,7 @@ def _matrix(layout: Layout, cut: list[str], devices: int, scale: float) -> list:
         tints = enumerate(OTHERS[: devices * len(cut)])
         swatches = (Rect(left + (side + 3) * i, top, side, side, tint, "ink", 0.75) for i, tint in tints)
         return [Rect(0, 0, wide, high, "cell", "ink"), *swatches]
-    items, w, h = [], wide / (devices if columns.axes else 1), high / (devices if rows.axes else 1)
+    items, w, h = Items(), wide / (devices if columns.axes else 1), high / (devices if rows.axes else 1)
     for index, owners in holders(layout, dict.fromkeys(cut, devices)).items():
         for k, device in reversed(list(enumerate(owners))):
             tint, x, y = OTHERS[device], w * index[across] + 15 * k, h * index[down] + 20 * k

@@ -13,7 +13,7 @@ import io
 import math
 import textwrap
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -453,7 +453,7 @@ def to_svg(scene: Scene, live: bool = False) -> str:
 
     The buttons of a form are in it where it is ``live``."""
     svg, elements, frame = _Svg(), list[str](), -1
-    write = {Text: svg.text, Rect: svg.rect, Line: svg.line}
+    write: dict[type, Callable[[Any], str]] = {Text: svg.text, Rect: svg.rect, Line: svg.line}
     items = [item for item in flatten(scene.items) if live or not item.live]
     for item in sorted(items, key=lambda item: item.frame):  # what moves lies above what does not
         if item.frame != frame:

@@ -196,9 +196,9 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), row: int = 0, lit: bool = Fal
     for a, (ones, dx, dy, *away, anchor) in zip(live[::-1], CORNERS, strict=False):
         corner = dict.fromkeys([*live[:1] * (ones > 0), *live[-1:] * (ones > 1)], 1)
         arrow = [(x + dx, y + dy) for x, y in (spot(corner | {a: i}) for i in (0, 1))]
-        names = [(x + away[0], y + away[1], f"{a} {i}") for i, (x, y) in enumerate(arrow)]
+        labels = [(x + away[0], y + away[1], f"{a} {i}") for i, (x, y) in enumerate(arrow)]
         space.append(Line(tuple(arrow), axis_line(a), 1.5, head=True))
-        space += [small_text(*name, anchor, axis_line(a)) for name in names]
+        space += [small_text(*label, anchor, axis_line(a)) for label in labels]
     h = 1.8 * pixels(SMALL)
     for k, a in enumerate(cuts, 1):
         tall, right = rows * h / 2**k, left + 8

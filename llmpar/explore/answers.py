@@ -55,7 +55,7 @@ def answer(state: dict, seconds: float = 0.0) -> dict:
 
 def unanswered(state: dict) -> dict[str, Any]:
     """Return an answer with nothing in it but the state."""
-    empty = {"fields": [], "panels": {}, "numbers": {}, "frames": []}
+    empty: dict[str, Any] = {"fields": [], "panels": {}, "numbers": {}, "frames": []}
     return {"asked": state, "state": state, "refusal": None, "verdict": None, "more": False} | empty
 
 
