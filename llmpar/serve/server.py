@@ -42,15 +42,19 @@ POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
     "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-MAX_BODY_BYTES, MOST_PROMPTS, MOST_STOPS, _MOST_LETTERS, MOST_CONNECTIONS = 4 << 20, 64, 16, 256, 512
-"""Bytes, prompts and stop strings of a request, letters of a stop string; connections at a time."""
-LIMIT_S, READ_S, PREPARE_S, STUCK_S, GRACE_S, END_S = 600.0, 20, 10, 60, 5, 9
-"""Seconds: for an answer; for a request to come, or a client that reads nothing; for a request to become
-tokens, its wait included; for a step, before ``/health`` says that it is stuck; for what runs when the server
-is asked to stop; and until the process ends then, whatever it does."""
-PLACES, MOST_WAITING = 2, 32
-"""Requests of a kind that become tokens at a time, and with those that wait for it. Texts do not wait for
-conversations."""
+MAX_BODY_BYTES = 4 << 20  # of a request
+MOST_PROMPTS = 64  # of a request
+MOST_STOPS = 16  # stop strings of a request
+_MOST_LETTERS = 256  # of a stop string
+MOST_CONNECTIONS = 512  # at a time
+LIMIT_S = 600.0  # for an answer
+READ_S = 20  # for a request to arrive, and for a client that reads nothing
+PREPARE_S = 10  # for a request to become tokens, its wait included
+STUCK_S = 60  # for a step, before ``/health`` reports the engine as stuck
+GRACE_S = 5  # for running answers when the server is stopped
+END_S = 9  # until the process ends then, whatever it does
+PLACES = 2  # requests of a kind that become tokens at a time; texts do not wait for conversations
+MOST_WAITING = 32  # with those that wait for it
 _WHOLE, FLAG, SOME = Allowed(int, 0, 2**31 - 1), Allowed(bool), Allowed(int, 0, BEST)
 BOTH = {
     "model": Allowed(str),
