@@ -55,7 +55,7 @@ GRACE_S = 5  # for running answers when the server is stopped
 END_S = 9  # until the process ends then, whatever it does
 PLACES = 2  # requests of a kind that become tokens at a time; texts do not wait for conversations
 MOST_WAITING = 32  # with those that wait for it
-_WHOLE, FLAG, SOME = Allowed(int, 0, 2**31 - 1), Allowed(bool), Allowed(int, 0, BEST)
+_WHOLE, FLAG, LOGPROBS = Allowed(int, 0, 2**31 - 1), Allowed(bool), Allowed(int, 0, BEST)
 BOTH = {
     "model": Allowed(str),
     "max_tokens": _WHOLE,
@@ -67,8 +67,13 @@ BOTH = {
     "top_k": Allowed(int, -1, 2**31 - 1),
     "stream_options": Allowed(dict),
 }
-CHAT = {"messages": Allowed(list), "logprobs": FLAG, "top_logprobs": SOME, "max_completion_tokens": _WHOLE}
-KNOWN = {"text": BOTH | {"prompt": None, "echo": FLAG, "logprobs": SOME}, "chat": BOTH | CHAT}
+CHAT = {
+    "messages": Allowed(list),
+    "logprobs": FLAG,
+    "top_logprobs": LOGPROBS,
+    "max_completion_tokens": _WHOLE,
+}
+KNOWN = {"text": BOTH | {"prompt": None, "echo": FLAG, "logprobs": LOGPROBS}, "chat": BOTH | CHAT}
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 NEUTRAL = {
     "n": 1,
@@ -80,8 +85,8 @@ NEUTRAL = {
     "frequency_penalty": 0,
     "response_format": {"type": "text"},
 }
-"""What is read, what decides nothing here, and values that ask for nothing, as null does."""
-HERE = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
+"""Parameters that are read, those without effect here, and values that mean nothing, as null does."""
+LOCAL_HOSTS = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 Piece = tuple[str, list[tuple[int, Event]], str | None]
 
@@ -239,7 +244,7 @@ class Api:
 
     def admit(self, request: Http, key: bool = True) -> None:
         """Refuse a request without the key, and a web page whose host name was made to mean this machine."""
-        if self.only_here and not HERE.fullmatch(request.headers.get("host", "")):
+        if self.only_here and not LOCAL_HOSTS.fullmatch(request.headers.get("host", "")):
             raise HTTPException(403, "this server is for its own machine: ask it as localhost or 127.0.0.1")
         scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
         fits = hmac.compare_digest(given.strip(), (self.key or "").encode()) and scheme.lower() == b"bearer"
