@@ -42,16 +42,20 @@ POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
     "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-MAX_BODY_BYTES, MOST_PROMPTS, MOST_STOPS, _MOST_LETTERS, MOST_CONNECTIONS = 4 << 20, 64, 16, 256, 512
-"""Bytes, prompts and stop strings of a request, letters of a stop string; connections at a time."""
-LIMIT_S, READ_S, PREPARE_S, STUCK_S, GRACE_S, END_S = 600.0, 20, 10, 60, 5, 9
-"""Seconds: for an answer; for a request to come, or a client that reads nothing; for a request to become
-tokens, its wait included; for a step, before ``/health`` says that it is stuck; for what runs when the server
-is asked to stop; and until the process ends then, whatever it does."""
-PLACES, MOST_WAITING = 2, 32
-"""Requests of a kind that become tokens at a time, and with those that wait for it. Texts do not wait for
-conversations."""
-_WHOLE, FLAG, SOME = Allowed(int, 0, 2**31 - 1), Allowed(bool), Allowed(int, 0, BEST)
+MAX_BODY_BYTES = 4 << 20  # of a request
+MOST_PROMPTS = 64  # of a request
+MOST_STOPS = 16  # stop strings of a request
+_MOST_LETTERS = 256  # of a stop string
+MOST_CONNECTIONS = 512  # at a time
+LIMIT_S = 600.0  # for an answer
+READ_S = 20  # for a request to arrive, and for a client that reads nothing
+PREPARE_S = 10  # for a request to become tokens, its wait included
+STUCK_S = 60  # for a step, before ``/health`` reports the engine as stuck
+GRACE_S = 5  # for running answers when the server is stopped
+END_S = 9  # until the process ends then, whatever it does
+PLACES = 2  # requests of a kind that become tokens at a time; texts do not wait for conversations
+MOST_WAITING = 32  # with those that wait for it
+_WHOLE, FLAG, LOGPROBS = Allowed(int, 0, 2**31 - 1), Allowed(bool), Allowed(int, 0, BEST)
 BOTH = {
     "model": Allowed(str),
     "max_tokens": _WHOLE,
@@ -63,8 +67,13 @@ BOTH = {
     "top_k": Allowed(int, -1, 2**31 - 1),
     "stream_options": Allowed(dict),
 }
-CHAT = {"messages": Allowed(list), "logprobs": FLAG, "top_logprobs": SOME, "max_completion_tokens": _WHOLE}
-KNOWN = {"text": BOTH | {"prompt": None, "echo": FLAG, "logprobs": SOME}, "chat": BOTH | CHAT}
+CHAT = {
+    "messages": Allowed(list),
+    "logprobs": FLAG,
+    "top_logprobs": LOGPROBS,
+    "max_completion_tokens": _WHOLE,
+}
+KNOWN = {"text": BOTH | {"prompt": None, "echo": FLAG, "logprobs": LOGPROBS}, "chat": BOTH | CHAT}
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 NEUTRAL = {
     "n": 1,
@@ -76,8 +85,8 @@ NEUTRAL = {
     "frequency_penalty": 0,
     "response_format": {"type": "text"},
 }
-"""What is read, what decides nothing here, and values that ask for nothing, as null does."""
-HERE = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
+"""Parameters that are read, those without effect here, and values that mean nothing, as null does."""
+LOCAL_HOSTS = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 Piece = tuple[str, list[tuple[int, Event]], str | None]
 
@@ -235,7 +244,7 @@ class Api:
 
     def admit(self, request: Http, key: bool = True) -> None:
         """Refuse a request without the key, and a web page whose host name was made to mean this machine."""
-        if self.only_here and not HERE.fullmatch(request.headers.get("host", "")):
+        if self.only_here and not LOCAL_HOSTS.fullmatch(request.headers.get("host", "")):
             raise HTTPException(403, "this server is for its own machine: ask it as localhost or 127.0.0.1")
         scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
         fits = hmac.compare_digest(given.strip(), (self.key or "").encode()) and scheme.lower() == b"bearer"
