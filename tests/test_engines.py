@@ -254,7 +254,7 @@ def arrivals(*pairs, wait_s=60.0):
 )
 def test_who_comes_twice_or_as_one_of_another_number_is_refused_in_all(monkeypatch, pairs, sentence):
     monkeypatch.setattr(joined, "GREETING_S", 2.0)
-    assert all(sentence.format(me=joined._who()) in words for words in arrivals(*pairs))
+    assert all(sentence.format(me=joined._location()) in words for words in arrivals(*pairs))
 
 
 def test_who_is_no_process_0_is_not_waited_for(monkeypatch):

@@ -193,15 +193,13 @@ class _Link:
     def run(self, until: float) -> None:
         """Carry collectives until a time, or longer for those that need no time."""
         while self.under_way and (self.now < until or not self.next()):
-            served, seconds = list(self.served()), min(self.next(), until - self.now)
+            served, seconds = self.served(), min(self.next(), until - self.now)
             for transfer in served:
                 transfer.begin = self.now if math.isnan(transfer.begin) else transfer.begin
                 transfer.left -= seconds / len(served)
+                transfer.ended = self.now + seconds  # the last time counts
+            self.under_way = [transfer for transfer in self.under_way if transfer.left >= 1e-12]
             self.now += seconds
-            for transfer in served:
-                if transfer.left < 1e-12:
-                    transfer.ended = self.now
-                    self.under_way.remove(transfer)
         self.now = max(self.now, until)
 
 

@@ -1,8 +1,8 @@
 """Compare the settings of a job's processes, which must be the same, and write the sentence where they
 differ.
 
-Each process says what it was asked and what it runs on, and the first compares (`joined.barrier`). Every
-field of what it says is compared, future ones too; left out are those of `OWN` alone.
+Each process sends its options and what it runs on, and the first compares them (`joined.barrier`). Every
+field is compared, future ones too, apart from those of `OWN`.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ OWN = {
     "--xla_force_host_platform_device_count": "its share of the devices",
     "jax_cross_host_transfer_socket_address": "its own",
     "jax_cross_host_transport_addresses": "its own",
-    **dict.fromkeys(("jax_log_compiles", "jax_logging_level", "jax_debug_log_modules"), "what it says"),
-    **dict.fromkeys(("jax_explain_cache_misses", "jax_pprint_use_color"), "what it says"),
+    **dict.fromkeys(("jax_log_compiles", "jax_logging_level", "jax_debug_log_modules"), "its logging"),
+    **dict.fromkeys(("jax_explain_cache_misses", "jax_pprint_use_color"), "its logging"),
 }
 """Fields in which processes may differ, each with the reason."""
 FOLDERS = ("checkpoints", "from_")
@@ -85,7 +85,8 @@ def differences(given: Sequence[Mapping[str, Any]]) -> list[str]:
         for number, one in enumerate(given):
             whose.setdefault(_words(one[name]) if name in one else "not there", []).append(number)
         if len(whose) > 1:
-            rows.append(f"{name} is {' and '.join(f'{v} on {numbers_of(who)}' for v, who in whose.items())}")
+            words = (f"{value} on {numbers_of(ids)}" for value, ids in whose.items())
+            rows.append(f"{name} is {' and '.join(words)}")
     return rows
 
 

@@ -152,11 +152,9 @@ def check_coordinator(place: Place, wait_s: float) -> tuple[str | None, str | No
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             answer = ""
-            with (
-                contextlib.suppress(OSError, ValueError),
-                socket.create_connection((address, port), 2) as line,
-            ):
-                answer = _greet(place, line, wait_s)  # of another process 0
+            with contextlib.suppress(OSError, ValueError):
+                with socket.create_connection((address, port), 2) as line:
+                    answer = _greet(place, line, wait_s)  # of another process 0
             if answer:
                 _refuse(answer)
             taken = f"port {port} of {place.coordinator} is taken by another program"
@@ -208,7 +206,7 @@ def _gather(place: Place, bind: str | None, wait_s: float) -> None:
     make all of them refuse. JAX would end such processes without a sentence, or wait for minutes."""
     both, (host, port) = bind is None, parts_of(bind or place.coordinator or "")
     family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
-    until, places = time.monotonic() + wait_s, {0: _who()}
+    until, places = time.monotonic() + wait_s, {0: _location()}
     lines: list[tuple[int, socket.socket]] = []
     answer = ""
     with contextlib.ExitStack() as stack:
@@ -220,9 +218,8 @@ def _gather(place: Place, bind: str | None, wait_s: float) -> None:
             raise
         while (answer or _missing(place, lines)) and (left := until - time.monotonic()) > 0:
             server.settimeout(left)
-            with contextlib.suppress(
-                OSError, ValueError, TypeError
-            ):  # from a program that only tests the port
+            # errors are those of a program that only tests the port
+            with contextlib.suppress(OSError, ValueError, TypeError):
                 line = stack.enter_context(server.accept()[0])
                 line.settimeout(GREETING_S / 2)
                 line.sendall(GREETING)
@@ -270,7 +267,7 @@ def _is_gone(line: socket.socket) -> bool:
         return True
 
 
-def _who() -> str:
+def _location() -> str:
     return f"on {socket.gethostname()} with pid {os.getpid()}"
 
 
@@ -284,7 +281,7 @@ def _greet(place: Place, line: socket.socket, wait_s: float) -> str:
     """Introduce this process to process 0, and return its answer: '' when all have come. Raises
     ConnectionError if process 0 is gone, ValueError if another program listens."""
     line.settimeout(min(GREETING_S, wait_s))
-    line.sendall(json.dumps([place.process_id, place.num_processes, _who()]).encode() + b"\n")
+    line.sendall(json.dumps([place.process_id, place.num_processes, _location()]).encode() + b"\n")
     greeting = b"?"
     with line.makefile("rb") as words:
         with contextlib.suppress(TimeoutError):
