@@ -90,10 +90,10 @@ class Inspect:
 
     def made(self) -> Any:
         """What the function makes that --program names, with the folder of the command on the path."""
-        from llmpar.planner.targets import QUIET, parse_target
+        from llmpar.planner.targets import COMPILER_ENVIRONMENT, parse_target
 
         target = parse_target(self.target) if self.target else None
-        os.environ.update(QUIET if target else {})  # before JAX starts
+        os.environ.update(COMPILER_ENVIRONMENT if target else {})  # before JAX starts
         from llmpar.parallel.mesh import use_devices
 
         devices = target.devices if target else use_devices(self.step.devices, at_least=1)

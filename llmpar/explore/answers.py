@@ -107,7 +107,7 @@ def matters(plan: Plan, name: str) -> bool:
 def numbers(seen: Look) -> dict[str, Any]:
     """What is shown, as plain numbers."""
     q, one = seen.question, seen.one
-    held = {"memory_bytes": one.memory_bytes, "room_bytes": q.room_bytes}
+    held = {"memory_bytes": one.memory_bytes, "room_bytes": q.capacity_bytes}
     found: dict[str, Any] = {"plan": planner.fields_of(one.plan) | {"mesh": str(one.plan.mesh)}} | held
     rows = [(*where, row.count, row.bytes_sent) for where, row in panels.traffic_of(seen).items()]
     found["traffic"] = [dict(zip(("axes", "kind", "count", "bytes"), row, strict=True)) for row in rows]
@@ -121,7 +121,7 @@ def numbers(seen: Look) -> dict[str, Any]:
 
 def verdict(seen: Look) -> dict:
     """The answer first: whether it fits, how fast it is, what limits it, and what to do next."""
-    q, found, fit = seen.question, numbers(seen), planner.verdict(seen.question, seen.one)
+    q, found, fit = seen.question, numbers(seen), planner.memory_verdict(seen.question, seen.one)
     tone, of = {"fits": "good", "does not fit": "bad"}.get(fit.words, "unsure"), size_text(fit.capacity_bytes)
     head = f"{fit.words.capitalize()}: {size_text(fit.total_bytes)} of {of} a device"
     out: dict[str, Any] = {"tone": tone, "head": f"{': '.join(filter(None, (head, fit.near)))}."}

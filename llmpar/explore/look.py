@@ -21,7 +21,7 @@ from llmpar.plan.model_config import PRESETS, ModelConfig, from_dict, preset
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.schedules import SCHEDULES
 from llmpar.planner import planner
-from llmpar.planner.advice import Step, advice
+from llmpar.planner.advice import Change, advice
 from llmpar.planner.planner import Candidate, Question
 from llmpar.predict import hardware
 from llmpar.predict.hardware import CHIPS
@@ -193,7 +193,7 @@ class Around:
         self.question = question
         self.points: dict[str, Candidate] = {}
         self.refused: dict[str, str] = {}
-        self.steps: dict[str, list[Step]] = {}
+        self.steps: dict[str, list[Change]] = {}
         self.runs: dict[str, Candidate] = {}  # ours of the published ones
         self.meshes = [] if question.chip.simulated else list(planner.every_mesh(question))
         self.map = self._map()
@@ -218,7 +218,7 @@ class Around:
                 self.steps[mesh] += [step] if step else []
                 yield
         yield from self.map
-        for run, q, where in planner.famous():
+        for run, q, where in planner.published_runs():
             self.runs[run["name"]] = planned(q, str(where))
             yield
 
@@ -256,7 +256,7 @@ def planned(question: Question, mesh: str) -> Candidate:
         return planner.on_mesh(question, parse_mesh(mesh))
     plan = Plan(mesh, **{"dtype": "bfloat16"} | question.fixed).effective(question.config)
     plan.check(question.config, question.batch_size, question.seq_len)
-    held = planner.held_by(question, plan.resolve(question.config, question.platform))
+    held = planner.bytes_by_part(question, plan.resolve(question.config, question.platform))
     return Candidate(plan, planner.UNPRICED, held)
 
 

@@ -95,7 +95,7 @@ def _term(term: Term) -> str:
 def famous(seen: Look) -> str:
     """Published runs, each a click away: what was measured beside what is predicted, once that is known."""
     rows = []
-    for run, q, mesh in planner.famous():
+    for run, q, mesh in planner.published_runs():
         start = {"model": q.model, "chip": run["chip"], "devices": q.num_devices, "agreed": q.num_devices}
         start |= {"config": "", "batch_size": q.batch_size, "seq_len": q.seq_len, "mesh": str(mesh)}
         start["fields"] = dict.fromkeys(seen.state["fields"])  # back to the planner

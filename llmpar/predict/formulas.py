@@ -82,18 +82,18 @@ def ring_share(kind: str, group: int) -> Fraction:
     return Fraction(laps * (group - 1), group)
 
 
-def ring_bytes(kind: str, message_bytes: int, group: int) -> int:
+def whole_ring_bytes(kind: str, message_bytes: int, group: int) -> int:
     """`ring_share` of a message in whole bytes. Where ``group`` does not divide the message its pieces
     differ, and so does what the devices send. Their mean is exact; a part of a byte counts as one."""
     return math.ceil(message_bytes * ring_share(kind, group))
 
 
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute")
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute")
 
 
 def sent_bytes(kind: str, message_bytes: float, group: int) -> float:
     """Bytes each device sends in a ring of the *message* V: V(g-1)/g, all-reduce twice that, permute V."""
-    assert kind in KINDS, kind
+    assert kind in COLLECTIVES, kind
     return message_bytes * float(ring_share(kind, group))
 
 
@@ -116,7 +116,7 @@ def torus_seconds(
     V (g-1)/g / (W axes). All-reduce twice. All-to-all: half of the data crosses the middle of the longest
     axis, on one axis a quarter of gathering the whole array (g local buffers). At least `hop_s` a hop.
     """
-    assert kind in KINDS, kind
+    assert kind in COLLECTIVES, kind
     group, links, laps = math.prod(shape), 2 if wrap else 1, 2 if kind == "all-reduce" else 1
     if group == 1:
         return 0.0
@@ -155,7 +155,7 @@ def tree_level_seconds(kind: str, message_bytes: float, levels: Sequence[tuple[f
     if kind in ("all-gather", "reduce-scatter", "all-reduce"):
         laps = 2 if kind == "all-reduce" else 1
         return [laps * message_bytes / rate for rate in level_bytes_per_s(levels)]
-    assert kind in KINDS, kind
+    assert kind in COLLECTIVES, kind
     seconds, below = [], 1.0
     for degree, egress in levels:
         leaving = 1 if kind == "permute" else 1 - below / group

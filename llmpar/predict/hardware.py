@@ -165,16 +165,16 @@ def memory_left_out(chip: Chip) -> str:
     return f"JAX takes {taken}; alone on it, set {MEMORY_SHARES[0]}=.95"
 
 
-def table(name: str) -> dict[str, Any]:
+def package_table(name: str) -> dict[str, Any]:
     """The table of a TOML file of the package. What ``[text]`` says of a word, {WORD} stands for."""
     text = resources.files("llmpar").joinpath(name).read_text(encoding="utf-8")
     words = tomllib.loads(text).get("text", {})
     return tomllib.loads(re.sub(r"\{([A-Z]+)\}", lambda found: words.get(found[1], found[0]), text))
 
 
-RATES: dict[str, Rates] = {name: Rates(**row) for name, row in table("predict/rates.toml").items()}
+RATES: dict[str, Rates] = {name: Rates(**row) for name, row in package_table("predict/rates.toml").items()}
 """What `tests/fit_rates.py` found: a few constants per generation, fitted on published runs."""
-_TABLE = table("predict/chips.toml")
+_TABLE = package_table("predict/chips.toml")
 POWER_W: dict[str, float] = {n: row.pop("power_w") for n, row in _TABLE["chip"].items() if "power_w" in row}
 """Watts of one chip."""
 MAKERS: dict[str, str] = {n: row.pop("maker") for n, row in _TABLE["chip"].items() if "maker" in row}
@@ -204,7 +204,7 @@ def checked(kind: type, row: dict, asked: str) -> dict[str, Any]:
 
 
 CHIPS: tuple[Chip, ...] = tuple(_chip(name, row) for name, row in _TABLE["chip"].items())
-NAMES = {alias: chip for chip in CHIPS for alias in (chip.name, *chip.aliases)}
+CHIP_BY_NAME = {alias: chip for chip in CHIPS for alias in (chip.name, *chip.aliases)}
 CLUSTERS: dict[str, dict] = _TABLE["cluster"]
 """Machines and shapes of nodes that people name."""
 
@@ -215,7 +215,7 @@ def cluster(name: str) -> tuple[Chip, int | None]:
         raise ValueError(f"cluster '{name}' is not known; known are {', '.join(CLUSTERS)}; or give --chip")
     row = CLUSTERS[name.lower()]
     nodes = {"node_size": row["chips_per_node"], "dcn_bytes_per_s": row["network_bytes_per_s"]}
-    return replace(NAMES[row["chip"]], **nodes), row.get("num_chips")
+    return replace(CHIP_BY_NAME[row["chip"]], **nodes), row.get("num_chips")
 
 
 def chip(name: str | Path) -> Chip:
@@ -235,11 +235,11 @@ def chip(name: str | Path) -> Chip:
 
 def _row(name: str) -> Chip:
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
-    if key not in NAMES:
+    if key not in CHIP_BY_NAME:
         known = ", ".join(c.name for c in CHIPS)
         other = "or give the path of a .toml file (base = 'h100' and the fields that differ)"
         raise ValueError(f"chip {name!r} is not known; known are {known}; {other}")
-    return NAMES[key]
+    return CHIP_BY_NAME[key]
 
 
 def _load(path: Path) -> Chip:
@@ -271,5 +271,5 @@ def guess(device_kind: str) -> Chip | None:
     """
     for name, pattern in _KINDS.items():  # words are matched whole: "GB200" is not a B200
         if re.fullmatch(pattern, device_kind.strip(), re.IGNORECASE):
-            return NAMES[name]
+            return CHIP_BY_NAME[name]
     return None

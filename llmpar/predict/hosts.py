@@ -65,7 +65,7 @@ def leaving_bytes(
     leaving: dict[str, dict[int, Fraction]] = {}
     for axes, kind in dict.fromkeys(key for traffic in stages for key in traffic):
         of_axes = leaving.setdefault(axes, dict.fromkeys(sorted(set(hosts)), Fraction(0)))
-        for group in groups(sizes, axes.split(",")):
+        for group in device_groups(sizes, axes.split(",")):
             row = stages[group[0] * plan.mesh.pp // plan.mesh.size].get((axes, kind))
             for message, times in row.messages.items() if row else ():
                 for one, other, share in sends(kind, len(group), pairs_of(plan, message.arrow)):
@@ -85,7 +85,7 @@ def pairs_of(plan: Resolved, arrow: str) -> list[tuple[int, int]]:
     return [(stage, (stage + step) % p) for stage in range(p) if any(row[stage] == step for row in send)]
 
 
-def groups(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
+def device_groups(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
     """List the groups of a mesh along some of its axes, by devices' places in it."""
     members: dict[tuple, list[int]] = {}
     for place, at in enumerate(itertools.product(*map(range, sizes.values()))):

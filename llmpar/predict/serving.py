@@ -64,7 +64,7 @@ def device_flops(plan: Serving, rows: int, length: int, width: int = 1, echo: bo
     return {"weights": 2 * tokens * weights, "attention": attention, "logits": 2 * logits}
 
 
-def critical_batch(config: ModelConfig, chip: Chip, bits: int = 16) -> float:
+def balance_batch(config: ModelConfig, chip: Chip, bits: int = 16) -> float:
     """Sequences at which a token's matmuls compute as long as they read their weights of so many bits, by
     what the chip reaches; with k of E experts, E/k times as many, at which theirs do. Caches take no part."""
     clock, how = _clock(config, chip), config.experts
@@ -72,7 +72,7 @@ def critical_batch(config: ModelConfig, chip: Chip, bits: int = 16) -> float:
     return formulas.critical_batch(_flops_per_s(clock), clock.bytes_per_s, bits / 8, *few)
 
 
-def prefill(config: ModelConfig, chip: Chip, prompt: int, tp: int = 1) -> dict[str, float]:
+def prefill_seconds(config: ModelConfig, chip: Chip, prompt: int, tp: int = 1) -> dict[str, float]:
     """Seconds to take a prompt in, by term."""
     clock = _clock(config, chip, tp, 1, prompt)
     matmuls = 2.0 * prompt * _on_a_rank(config, config.active_params, tp) / _flops_per_s(clock)
@@ -81,7 +81,7 @@ def prefill(config: ModelConfig, chip: Chip, prompt: int, tp: int = 1) -> dict[s
     return {MATMULS: matmuls, ATTENTION: attention} | _besides(clock)
 
 
-def decode(
+def decode_seconds(
     config: ModelConfig,
     chip: Chip,
     batch: int,
@@ -132,7 +132,7 @@ def cut(
     if config.latent:
         what = f"'{config.name}' has latent attention, whose cache each rank of tp holds whole"
         raise ValueError(
-            f"{what}; engines cut its requests instead, which is not counted; use serving.decode"
+            f"{what}; engines cut its requests instead, which is not counted; use serving.decode_seconds"
         )
     config.weights()  # refuses what is only counted
     heads, layers, edge = config.num_kv_heads, config.num_layers, config.vocab_size * config.width

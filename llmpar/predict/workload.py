@@ -1,7 +1,7 @@
 """What a training run computes and moves, as numbers: of this package's models and plans, and of others'.
 
-A `Run` states a model's dims and how it is cut, whoever runs it: so the same laws of time (`time`) and memory
-(`fit`) serve a plan of ours and the published runs of `measured`. `Run.layer_matmuls` lists matmuls by shape.
+A `Run` states a model's dims and how it is cut, whichever framework runs it: so one law of time (`time`)
+serves a plan of ours and the published runs of `planner.measured`.
 """
 
 import math
@@ -13,7 +13,7 @@ from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan
 from llmpar.plan.schedules import deal
-from llmpar.predict.hardware import Chip, table
+from llmpar.predict.hardware import Chip, package_table
 
 POLICIES: tuple[Any, ...] = get_args(get_type_hints(Plan)["remat"])
 """From what keeps most to what computes most again."""
@@ -42,8 +42,8 @@ class Software:
     blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
 
 
-TABLE = table("predict/publications.toml")
-SOFTWARE = {name: Software(name, **row) for name, row in TABLE["software"].items()}
+PUBLICATIONS = package_table("predict/publications.toml")
+SOFTWARE = {name: Software(name, **row) for name, row in PUBLICATIONS["software"].items()}
 """Frameworks by name."""
 
 
