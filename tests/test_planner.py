@@ -202,7 +202,7 @@ def test_a_part_of_memory_is_what_it_is_called(name, devices, mesh, fields):
     runs, held = plan.resolve(q.config, "gpu"), {}
     for rows in (1, 8, 16):
         batch = rows * devices
-        found = held[rows] = planner.bytes_by_part(dataclasses.replace(q, batch_size=batch), runs)
+        found = held[rows] = memory.parts_bytes(runs, batch, q.seq_len)
         exact = sum(memory.argument_bytes(runs, batch, 8192).values())
         assert found["total"] == sum(found[part] for part in memory.PART_NAMES)
         assert found["total"] == exact + memory.temp_bytes(runs, batch, 8192)
@@ -230,7 +230,9 @@ def test_where_nothing_fits_the_one_that_holds_least_is_priced():
     assert one.why_not.startswith("holds ") and 0 < one.time.step_s < 1e3
     for fields in ({}, {"zero": 1}, {"reshard_after_forward": False}, {"loss_chunks": 1}):
         other = dataclasses.replace(one.plan, **fields).resolve(q.config, q.platform)
-        assert planner.bytes_by_part(q, other)["total"] >= one.total_bytes > q.capacity_bytes
+        assert (
+            memory.parts_bytes(other, q.batch_size, q.seq_len)["total"] >= one.total_bytes > q.capacity_bytes
+        )
 
 
 @pytest.mark.parametrize(
@@ -282,7 +284,7 @@ def test_a_change_that_rescues_does():
     change = {name: rest.split()[0]}
     change = {k: int(v) if v.isdigit() else v for k, v in change.items()}
     rescued = dataclasses.replace(checked.plan, **change).resolve(q.config, q.platform)
-    assert planner.bytes_by_part(q, rescued)["total"] <= q.capacity_bytes
+    assert memory.parts_bytes(rescued, q.batch_size, q.seq_len)["total"] <= q.capacity_bytes
 
 
 @pytest.mark.parametrize(
@@ -388,7 +390,7 @@ def test_what_is_printed_is_what_was_priced_whatever_is_set(mesh):
         for plan in read_back(q, one.plan, ["train", "compile"][: 1 + (answered < 3)]):
             assert plan == one.plan == plan.effective(q.config)
             runs = plan.resolve(q.config, q.platform)
-            assert one.memory_bytes == planner.bytes_by_part(q, runs), own
+            assert one.memory_bytes == memory.parts_bytes(runs, q.batch_size, q.seq_len), own
             assert one.time == step_time(q.run(plan)) == step_time(q.run(runs)), own
     assert answered > 5
 
@@ -413,13 +415,14 @@ def test_a_field_that_decides_nothing_is_not_priced():
         same += 1
         other, fits = plan.effective(q.config), planner.least_recompute(q, plan)
         again = other.resolve(q.config, q.platform)
-        assert planner.bytes_by_part(q, runs) == planner.bytes_by_part(q, again), plan
+        parts = [memory.parts_bytes(one, q.batch_size, q.seq_len) for one in (runs, again)]
+        assert parts[0] == parts[1], plan
         assert most_traffic(runs, 64, 2048) == most_traffic(again, 64, 2048), plan
         for exact in (False, True):
             times = [step_time(q.run(one), simulate=exact) for one in (plan, other, runs)]
             assert times[0] == times[1] == times[2], plan
         priced = fits.plan.effective(q.config).resolve(q.config, q.platform)
-        assert fits.memory_bytes == planner.bytes_by_part(q, priced), plan
+        assert fits.memory_bytes == memory.parts_bytes(priced, q.batch_size, q.seq_len), plan
 
 
 def test_fields_that_are_set_are_timed():

@@ -23,7 +23,7 @@ from llmpar.plan.schedules import SCHEDULES
 from llmpar.planner import planner
 from llmpar.planner.advice import Change, advice
 from llmpar.planner.planner import Candidate, Question
-from llmpar.predict import hardware
+from llmpar.predict import hardware, memory
 from llmpar.predict.hardware import CHIPS
 from llmpar.predict.layer import Segment, layer_segments
 
@@ -256,8 +256,9 @@ def planned(question: Question, mesh: str) -> Candidate:
         return planner.on_mesh(question, parse_mesh(mesh))
     plan = Plan(mesh, **{"dtype": "bfloat16"} | question.fixed).effective(question.config)
     plan.check(question.config, question.batch_size, question.seq_len)
-    held = planner.bytes_by_part(question, plan.resolve(question.config, question.platform))
-    return Candidate(plan, planner.UNPRICED, held)
+    resolved = plan.resolve(question.config, question.platform)
+    by_part = memory.parts_bytes(resolved, question.batch_size, question.seq_len)
+    return Candidate(plan, planner.UNPRICED, by_part)
 
 
 def look(state: dict) -> Look:

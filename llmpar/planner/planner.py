@@ -12,13 +12,13 @@ import itertools
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from llmpar.plan.mesh_shape import AXES, MeshShape, divisors, parse_mesh
 from llmpar.plan.model_config import ModelConfig, preset
-from llmpar.plan.plan import Plan, Resolved
+from llmpar.plan.plan import Plan
 from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import GIB, Chip
 from llmpar.predict.time import Clock, Time, step_time
@@ -108,7 +108,7 @@ class Candidate:
 
     plan: Plan
     time: Time
-    memory_bytes: dict[str, float] = field(default_factory=dict)
+    memory_bytes: Mapping[str, float] = field(default_factory=dict)  # by part: `memory.parts_bytes`
     why_not: str = ""
 
     @property
@@ -317,7 +317,7 @@ def least_recompute(q: Question, plan: Plan) -> Candidate:
         if runs.remat != later[-1]:  # of some pipelines it decides nothing
             later = (runs.remat,)
         for remat in later:
-            parts = bytes_by_part(q, dataclasses.replace(runs, remat=remat))
+            parts = memory.parts_bytes(dataclasses.replace(runs, remat=remat), q.batch_size, q.seq_len)
             one = Candidate(dataclasses.replace(plan, remat=remat), UNPRICED, parts)
             if one.total_bytes <= q.capacity_bytes:
                 return one
@@ -327,11 +327,6 @@ def least_recompute(q: Question, plan: Plan) -> Candidate:
     one.why_not = f"holds {one.total_bytes / GIB:.1f} GiB > {q.capacity_bytes / GIB:.1f} GiB"
     one.why_not += f", of which {largest} {size / GIB:.1f}"
     return one
-
-
-def bytes_by_part(q: Question, plan: Resolved) -> dict[str, float]:
-    """Return the bytes on each device by part: a step's arguments, and its temporaries (`memory`)."""
-    return dict(memory.parts_bytes(plan, q.batch_size, q.seq_len))
 
 
 # ----------------------------------------------------------------------------------------------- the answer
@@ -505,7 +500,7 @@ def first_fit(q: Question, plan: Plan, changes: list[Fields]) -> tuple[Fields, f
         try:
             other = dataclasses.replace(plan, **change).effective(q.config)
             other.check(q.config, q.batch_size, q.seq_len)
-            total = bytes_by_part(q, other.resolve(q.config, q.platform))["total"]
+            total = memory.parts_bytes(other.resolve(q.config, q.platform), q.batch_size, q.seq_len)["total"]
         except ValueError:
             continue
         if total <= q.capacity_bytes:

@@ -26,9 +26,9 @@ def zero_bytes(
     Rajbhandari et al. 2020 (ZeRO), section 5, table 1; K = 12 for Adam in mixed precision. The bytes differ
     elsewhere: fp32 training is 4, 4, 8, and gradients accumulated in fp32 add 4 to `grad_bytes`.
     """
-    held = [param_bytes, grad_bytes, optim_bytes]
+    sizes = [param_bytes, grad_bytes, optim_bytes]
     cut = {0: (), 1: (2,), 2: (1, 2), 3: (0, 1, 2)}[stage]
-    return params * sum(b / devices if i in cut else b for i, b in enumerate(held))
+    return params * sum(b / devices if i in cut else b for i, b in enumerate(sizes))
 
 
 def gpt_activation_bytes(
@@ -203,8 +203,8 @@ def level_seconds(
     levels = [(near, rate), (math.ceil(group / near), near * share.dcn_bytes_per_s)]
     took, where = tree_level_seconds(kind, message_bytes, levels), "slice" if chip.link == "torus" else "node"
     names = f"inside a {where}", f"between {where}s"
-    found = [(Level(n, rate, s), parts) for n, (parts, rate), s in zip(names, levels, took, strict=True)]
-    return [level for level, parts in found if parts > 1] or [found[0][0]]
+    rows = [(Level(n, rate, s), parts) for n, (parts, rate), s in zip(names, levels, took, strict=True)]
+    return [level for level, parts in rows if parts > 1] or [rows[0][0]]
 
 
 def collective_seconds(

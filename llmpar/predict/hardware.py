@@ -105,11 +105,6 @@ class Chip:
         return self.link_bytes_per_s * self.link_efficiency
 
     @property
-    def axis_bytes_per_s(self) -> float:
-        """Peak bytes per second that leave a chip along an axis: both ways of a ring, all of a switch."""
-        return self.link_bytes_per_s * (2 if self.link == "torus" else 1)
-
-    @property
     def family(self) -> str:
         """The row's name, also of a file that started from it."""
         return self.base or self.name
@@ -169,7 +164,7 @@ def package_table(name: str) -> dict[str, Any]:
     """The table of a TOML file of the package. What ``[text]`` says of a word, {WORD} stands for."""
     text = resources.files("llmpar").joinpath(name).read_text(encoding="utf-8")
     words = tomllib.loads(text).get("text", {})
-    return tomllib.loads(re.sub(r"\{([A-Z]+)\}", lambda found: words.get(found[1], found[0]), text))
+    return tomllib.loads(re.sub(r"\{([A-Z]+)\}", lambda match: words.get(match[1], match[0]), text))
 
 
 RATES: dict[str, Rates] = {name: Rates(**row) for name, row in package_table("predict/rates.toml").items()}
@@ -191,14 +186,14 @@ def _chip(name: str, row: dict) -> Chip:
     return Chip(**checked(Chip, row, name))
 
 
-def checked(kind: type, row: dict, asked: str) -> dict[str, Any]:
+def checked(kind: type, row: dict, source: str) -> dict[str, Any]:
     """A table as the fields have it. Refuses what no machine has."""
     if unknown := sorted(set(row) - set(allowed(kind))):
         known = ", ".join(sorted(allowed(kind)))
-        raise ValueError(f"{asked} has the unknown field {', '.join(unknown)}; known are {known}")
+        raise ValueError(f"{source} has the unknown field {', '.join(unknown)}; known are {known}")
     for name, value in row.items():
         what = allowed(kind)[name]
-        what.check(f"{asked}: {name}", value)
+        what.check(f"{source}: {name}", value)
         row[name] = tuple(value) if what.kind is list else what.kind(value)
     return row
 
@@ -243,19 +238,19 @@ def _row(name: str) -> Chip:
 
 
 def _load(path: Path) -> Chip:
-    row, asked = read_toml(path, "chip file"), f"chip file {str(path)!r}"
+    row, source = read_toml(path, "chip file"), f"chip file {str(path)!r}"
     base, reached = row.pop("base", None), row.pop("reached", None)
-    row = checked(Chip, {"name": path.stem, "aliases": []} | row, asked)
+    row = checked(Chip, {"name": path.stem, "aliases": []} | row, source)
     if row.get("link", "torus") not in LINKS:
-        raise ValueError(f"{asked}: link = {row['link']!r} is neither of {', '.join(LINKS)}")
+        raise ValueError(f"{source}: link = {row['link']!r} is neither of {', '.join(LINKS)}")
     inherited = None if base is None else _row(str(base))
     needed = [f.name for f in fields(Chip) if f.default is f.default_factory is MISSING]
     if not inherited and (missing := ", ".join(name for name in needed if name not in row)):
-        raise ValueError(f"{asked} lacks {missing}; add them, or base = 'h100' to take them from a row")
+        raise ValueError(f"{source} lacks {missing}; add them, or base = 'h100' to take them from a row")
     if reached is not None:
-        Allowed(dict).check(f"{asked}: reached", reached)
+        Allowed(dict).check(f"{source}: reached", reached)
         usual = inherited.rates if inherited else Rates()
-        row["reached"] = replace(usual, **checked(Rates, reached, f"{asked}, reached"))
+        row["reached"] = replace(usual, **checked(Rates, reached, f"{source}, reached"))
     if not inherited:
         return Chip(**row)
     if "devices_per_chip" in row:  # of what, the row that it starts from does not know

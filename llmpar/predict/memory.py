@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Resolved
@@ -38,7 +39,7 @@ BATCH = "tokens", "targets", "positions", "segments"
 """The int32 arrays of a batch, arguments of a step (`step.Step`)."""
 
 
-def named(by_key: dict[str, float]) -> dict[str, float]:
+def named(by_key: Mapping[str, float]) -> dict[str, float]:
     """Rename the parts from the keys of ``llmpar plan --json`` to the names of tables and drawings."""
     return {name: by_key[key] for key, name in PART_NAMES.items()}
 
@@ -129,7 +130,7 @@ def kept_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]:
     `Plan.remat`. Of attention's sums for its softmax, 4 bytes for each token and head, nothing is counted."""
     plan.config.weights()  # refuses what is only counted
     tokens = _tokens(plan, batch_size // plan.microbatches, seq_len)
-    saves = _block(plan, tokens, seq_len, _item(plan)).saves
+    saves = _block(plan, tokens, seq_len, _item(plan))[0]
     return {remat: sum(sizes.values()) for remat, sizes in saves.items()}
 
 
@@ -176,25 +177,12 @@ def temp_parts(plan: Resolved, batch_size: int, seq_len: int) -> list[tuple[str,
     return [*parts, ("gradients of all blocks, before they are summed", 1, weights["blocks unreduced"])]
 
 
-class _Block(NamedTuple):
-    """Bytes of a block and a microbatch: what autodiff saves by `Plan.remat` and what it is, what the input's
-    gradient leaves for those of the weights, what the backward pass works with at once, and the stream."""
-
-    saves: dict[str, dict[str, int]]
-    crossing: int
-    work: int
-    stream: int
-
-
-class _Moment(NamedTuple):
-    """Bytes of a microbatch: what a layer keeps, by what it is; what one layer works with; the loss; what it
-    leaves until the blocks are done; and converted or reordered weights."""
-
-    kept: dict[str, int]
-    work: int
-    loss: int
-    after_loss: int
-    converted: int
+_Block = tuple[dict[str, dict[str, int]], int, int, int]
+"""Bytes of a block and a microbatch: what autodiff saves by `Plan.remat` and what it is, what the input's
+gradient leaves for those of the weights, what the backward pass works with at once, and the stream."""
+_Moment = tuple[dict[str, int], int, int, int, int]
+"""Bytes of a microbatch: what a layer keeps, by what it is; what one layer works with; the loss; what it
+leaves until the blocks are done; and converted or reordered weights."""
 
 
 def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
@@ -204,10 +192,11 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
         *(plan.platform == x for x in ("tpu", "cpu")),
     )
     item, one = _item(plan), _layers(plan)
-    layer, kept = _narrow(plan, weights["layer used"]), dict(block.saves[plan.remat])
+    saves, crossing, work, _ = block
+    layer, kept = _narrow(plan, weights["layer used"]), dict(saves[plan.remat])
     unrolled = 1 if cpu else min(plan.unroll or one, one)  # blocks that an iteration of the loop has
     copies = 1 + unrolled if plan.gathers == "block" and not tpu else 1
-    work = block.work + layer * copies + (unrolled - 1) * block.crossing
+    work += layer * copies + (unrolled - 1) * crossing
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
     head = _narrow(plan, weights["head used"])
     grad = 0 if config.lora else weights["head used"] * item // FLOAT32
@@ -223,7 +212,7 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
         work += _narrow(plan, weights["largest used"]) * (plan.mesh.pp == 1 and not tpu)
     elif cpu and plan.remat == "none" and plan.gathers != "block":  # autodiff copies what a layer reads
         kept |= {"weights in use": layer}
-    return _Moment(kept, work, loss, after_loss, converted)
+    return kept, work, loss, after_loss, converted
 
 
 def _staged_parts(
@@ -231,23 +220,23 @@ def _staged_parts(
 ) -> list[tuple[str, int, int]]:
     """List the parts of `temp_parts` of a pipeline, which differentiates one chunk at a time."""
     weights, one, config = weights_bytes(plan), _layers(plan), plan.config
-    kept, work, loss, _, converted = moment
-    chunk, repeats = one * sum(in_slots.saves[plan.remat].values()), plan.stage_saves == "input"
+    (kept, work, loss, _, converted), (saves, crossing, _, stream) = moment, in_slots
+    chunk, repeats = one * sum(saves[plan.remat].values()), plan.stage_saves == "input"
     if experts := config.experts:  # whose weights are among the residuals
         each = 3 * config.width * config.ffn_width * ITEMSIZE[plan.dtype]
         chunk += one * each * experts.num_experts // (plan.mesh.ep * plan.mesh.tp)
     running = weights["blocks unreduced"] // order.visits + work
-    saved = in_slots.stream if repeats else (2 - (plan.platform == "cpu")) * chunk
+    saved = stream if repeats else (2 - (plan.platform == "cpu")) * chunk
     layout = "used" if plan.gathers == "step" else "stored"
     whole = _narrow(plan, weights["used"]) * (layout == "used")
     lent = (order.parameter_copies - 1) * (weights[f"blocks {layout}"] + weights["blocks accumulated"])
     alive = slots(timetable(order))  # what F and B left of microbatches on their way lies in slots
     num_saved, num_left, num_messages = map(max, (alive.num_saved, alive.num_residual, alive.num_messages))
-    left = num_left * one * in_slots.crossing
+    left = num_left * one * crossing
     parts = [(CONVERTED, 1, converted), ("all weights, gathered once", 1, whole)]
     parts += [("weights and gradients of the other way", 1, lent), (SUM, 1, weights["accumulated"])]
     parts += [("what a stage keeps of a microbatch on its way", num_saved, saved)]
-    parts += [("a message between stages, and the one in work", num_messages + 1, in_slots.stream)]
+    parts += [("a message between stages, and the one in work", num_messages + 1, stream)]
     parts += [("what weights' gradients wait for", 1, left)]
     busy = one * sum(kept.values()) * repeats + max(loss, running)
     if left > busy and plan.platform != "cpu":  # a branch that updates many slots copies them
@@ -321,7 +310,7 @@ def _block(plan: Resolved, tokens: int, seq_len: int, item: int) -> _Block:
         "keys and values": 2 * keys,
     }
     saves = {"none": kept, "selective": results | {"feed-forward": 2 * hidden * pieces}, "ffn": results}
-    return _Block(saves | {"block": {"stream": stream}}, crossing, work, stream)
+    return saves | {"block": {"stream": stream}}, crossing, work, stream
 
 
 def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float]:

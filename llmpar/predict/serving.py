@@ -51,15 +51,16 @@ def device_flops(plan: Serving, rows: int, length: int, width: int = 1, echo: bo
     """FLOPs of a device's products in a step of `llmpar.serve`, idle rows and positions among them. Experts
     multiply each token's chosen ones; their load is taken to be even."""
     config, sizes, experts = plan.config, plan.mesh.sizes, plan.config.experts
-    held = lambda dims, *shape: math.prod(plan.place(dims).shard_shape(shape, sizes))
-    tokens, weights = held("data b s", rows, width), 0
+    local_size = lambda dims, *shape: math.prod(plan.place(dims).shard_shape(shape, sizes))
+    tokens, weights = local_size("data b s", rows, width), 0
     for path, weight in config.weights().items():
         if path.startswith("blocks.") and not weight.is_vector:
             chosen = (experts.top_k * plan.mesh.ep, experts.num_experts) if " e " in weight.dims else (1, 1)
-            weights += held(weight.dims, *weight.shape) * chosen[0] // chosen[1]
+            weights += local_size(weight.dims, *weight.shape) * chosen[0] // chosen[1]
     positions = plan.cache(rows, length)[2] // plan.mesh.sp
-    heads = config.num_layers * held("attention n h", config.num_heads, config.head_width)
-    logits = held("data b s", rows, width if echo else 1) * held("vocab v d", config.vocab_size, config.width)
+    heads = config.num_layers * local_size("attention n h", config.num_heads, config.head_width)
+    logits = local_size("data b s", rows, width if echo else 1)
+    logits *= local_size("vocab v d", config.vocab_size, config.width)
     attention = 4 * tokens * heads * positions
     return {"weights": 2 * tokens * weights, "attention": attention, "logits": 2 * logits}
 
@@ -67,8 +68,8 @@ def device_flops(plan: Serving, rows: int, length: int, width: int = 1, echo: bo
 def balance_batch(config: ModelConfig, chip: Chip, bits: int = 16) -> float:
     """Sequences at which a token's matmuls compute as long as they read their weights of so many bits, by
     what the chip reaches; with k of E experts, E/k times as many, at which theirs do. Caches take no part."""
-    clock, how = _clock(config, chip), config.experts
-    few = (how.num_experts, how.top_k) if how else (1, 1)
+    clock, experts = _clock(config, chip), config.experts
+    few = (experts.num_experts, experts.top_k) if experts else (1, 1)
     return formulas.critical_batch(_flops_per_s(clock), clock.bytes_per_s, bits / 8, *few)
 
 
@@ -98,9 +99,9 @@ def decode_seconds(
     """
     clock = _clock(config, chip, tp, batch)
     read = float(config.num_params)
-    if how := config.experts:
-        many = 1 - (1 - how.top_k / how.num_experts) ** batch
-        each = (config.num_params - config.active_params) / (1 - how.top_k / how.num_experts)
+    if experts := config.experts:
+        many = 1 - (1 - experts.top_k / experts.num_experts) ** batch
+        each = (config.num_params - config.active_params) / (1 - experts.top_k / experts.num_experts)
         read -= each * (1 - many)
     computing = 2.0 * batch * _on_a_rank(config, config.active_params, tp) / _flops_per_s(clock)
     matmuls = max(computing, _on_a_rank(config, read, tp) * weight_bits / 8 / clock.bytes_per_s)
@@ -137,24 +138,24 @@ def cut(
     config.weights()  # refuses what is only counted
     heads, layers, edge = config.num_kv_heads, config.num_layers, config.vocab_size * config.width
     ends = edge if config.tied else 2 * edge
-    room = ENGINE_SHARE * chip.usable_hbm_gib * GIB
+    free = ENGINE_SHARE * chip.usable_hbm_gib * GIB
 
     def left(tp: int, pp: int) -> tuple[int, int, int]:
         share = math.ceil(layers / pp) / layers  # of the layers, in the longest stage
         params = (config.num_params - ends) * share + (ends if pp == 1 else edge)
         kept = cache_bytes(config, 1, cache_bits or bits) * share / cache_cuts(config, tp)
-        return tp, pp, int((room - params * bits / 8 / tp) // kept)
+        return tp, pp, int((free - params * bits / 8 / tp) // kept)
 
     fits = lambda tp: config.num_heads % tp == config.ffn_width % tp == max(tp, heads) % min(tp, heads) == 0
     legal = [tp for tp in range(1, gpus + 1) if fits(tp)]
-    ways = [left(tp, 1) for tp in legal] + [left(legal[-1], pp) for pp in range(2, layers + 1)]
-    found = next((way for way in ways if way[2] >= tokens), None)
-    if found and found[1] <= nodes:
-        return found
-    tp, pp, most = max((way for way in ways if way[1] <= nodes), key=lambda way: way[2])
+    cuts = [left(tp, 1) for tp in legal] + [left(legal[-1], pp) for pp in range(2, layers + 1)]
+    first = next((one for one in cuts if one[2] >= tokens), None)
+    if first and first[1] <= nodes:
+        return first
+    tp, pp, most = max((one for one in cuts if one[1] <= nodes), key=lambda one: one[2])
     need = (cache_bytes(config, tokens, cache_bits or bits) + config.num_params * bits / 8) / 1e9
-    have = f"{tp * pp} {chip.name} have room for {tp * pp * room / 1e9:,.0f} GB"
-    use = f"{found[1]} nodes" if found else "GPUs with more memory"
+    have = f"{tp * pp} {chip.name} have room for {tp * pp * free / 1e9:,.0f} GB"
+    use = f"{first[1]} nodes" if first else "GPUs with more memory"
     fewer = f", or a cache of at most {most:,} tokens" if most > 0 else ""
     what = (
         f"'{config.name}' in {bits:.3g} bits and the keys and values of {tokens:,} tokens take {need:,.0f} GB"

@@ -68,9 +68,9 @@ class Tolerance:
     def document(self) -> dict:
         """The same as a JSON document: bounds, expected differences, terms."""
         names = "loss", "grad_norm", "gradient"
-        found = asdict(self) | {"factor": FACTOR, "bound": {name: self.bound(name) for name in names}}
-        found["expected"] = {name: self.expected(name) for name in names}
-        return found | {"terms": [asdict(term) for term in self.terms]}
+        result = asdict(self) | {"factor": FACTOR, "bound": {name: self.bound(name) for name in names}}
+        result["expected"] = {name: self.expected(name) for name in names}
+        return result | {"terms": [asdict(term) for term in self.terms]}
 
 
 def tree(num_terms: float) -> float:
@@ -102,8 +102,8 @@ def tolerance(
     terms += [*_curvature(plan, values, moves * logits), *_weights(config, plan, tokens)]
     ties, part = _ties(config, values)
     if (ties := ties * tokens) >= 1:
-        moved, some = part * math.sqrt(ties) / tokens, part * math.sqrt(min(1.0, ties / tokens))
-        terms.append(_Term("other experts chosen", "", plan.dtype, ties, moves * moved, moved, some))
+        moved, element = part * math.sqrt(ties) / tokens, part * math.sqrt(min(1.0, ties / tokens))
+        terms.append(_Term("other experts chosen", "", plan.dtype, ties, moves * moved, moved, element))
     return Tolerance(plan.dtype, products, logits, loss, ties, (*terms, *_totals(config, plan, tokens)))
 
 
@@ -121,10 +121,10 @@ def _values(config: ModelConfig, plan: Resolved, seq_len: int, products: Unit) -
     ]
     if tp > 1:  # of each branch every rank rounds its part, and then the parts are added
         terms.append(_Term("branches' sums over tp", "tp", plan.dtype, depth * 2 * (2 * tp - 1)))
-    if how := config.experts:
-        ranks = min(how.top_k, ep)
+    if experts := config.experts:
+        ranks = min(experts.top_k, ep)
         unit: Unit = plan.dtype if ranks > 1 else "float32"
-        terms.append(_Term("sums over experts", "ep" * (ep > 1), unit, depth * (how.top_k + ranks - 1)))
+        terms.append(_Term("sums over experts", "ep" * (ep > 1), unit, depth * (experts.top_k + ranks - 1)))
     if products != "float32" and plan.dtype == "float32":
         terms.append(_Term("operands of products", "", products, depth * _PRODUCTS + 1))
     return terms
@@ -172,12 +172,12 @@ def _ties(config: ModelConfig, values: list[_Term]) -> tuple[float, float]:
     deviation. Two logits part by sqrt(2) of the noise, 0.8 of that in the mean, and on the way through the
     layers there is 2/3 of the noise. One of k experts differs then, in one of the stream's branches.
     """
-    if (how := config.experts) is None:
+    if (experts := config.experts) is None:
         return 0.0, 0.0
     noise = math.sqrt(sum(x.spread**2 for x in values)) * 2 / 3
     layers = config.num_layers
-    part = math.sqrt(2 * _depth(layers) / layers) / how.top_k
-    return 0.3 * 0.8 * math.sqrt(2) * how.num_experts * noise * layers, part
+    part = math.sqrt(2 * _depth(layers) / layers) / experts.top_k
+    return 0.3 * 0.8 * math.sqrt(2) * experts.num_experts * noise * layers, part
 
 
 def _depth(layers: int) -> float:

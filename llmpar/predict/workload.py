@@ -152,15 +152,15 @@ class Run:
         attention: float = d * h * (2 * n + 2 * k)
         if c.latent:
             attention = sum(inner * out for inner, out in c.latent_matrices(n))
-        each, how = self.ffn_products * d * c.ffn_width, c.experts
+        each, experts = self.ffn_products * d * c.ffn_width, c.experts
         return {
             "attention": attention,
             "copies": 0 if c.latent else 2 * d * h * (self.kv_heads - k),
-            "ffn": each * (how.num_shared if how else 1),
-            "experts": each * how.num_experts if how else 0,
-            "router": d * how.num_experts if how else 0,
+            "ffn": each * (experts.num_shared if experts else 1),
+            "experts": each * experts.num_experts if experts else 0,
+            "router": d * experts.num_experts if experts else 0,
             "vectors": 13 * d if self.gpt else 2 * d,
-            "dense": self.ffn_products * d * how.dense_width if how and how.dense_layers else 0,
+            "dense": self.ffn_products * d * experts.dense_width if experts and experts.dense_layers else 0,
             "embedding": c.vocab_size * d + (self.seq_len * d if self.gpt else 0),
             "head": 0 if c.tied else c.vocab_size * d,
         }
@@ -168,14 +168,14 @@ class Run:
     @property
     def dense_layers(self) -> int:
         """Leading layers without experts in a model that has them."""
-        how = self.config.experts
-        return min(how.dense_layers, self.config.num_layers) if how and how.dense_width else 0
+        experts = self.config.experts
+        return min(experts.dense_layers, self.config.num_layers) if experts and experts.dense_width else 0
 
     def flops(self) -> float:
         """Useful FLOPs of a step as MFU counts them: 6 per active parameter that multiplies and token, and
         attention, of which the causal mask takes nothing away (Chowdhery et al. 2022, appendix B)."""
-        c, s, how = self.config, self.sizes, self.config.experts
-        visits = how.top_k / how.num_experts if how else 0
+        c, s, experts = self.config, self.sizes, self.config.experts
+        visits = experts.top_k / experts.num_experts if experts else 0
         layers = c.num_layers * s["attention"]
         sparse = s["ffn"] + visits * s["experts"] + s["router"]
         layers += (c.num_layers - self.dense_layers) * sparse + self.dense_layers * s["dense"]
@@ -199,7 +199,7 @@ class Run:
         """Return the matmuls of a layer, forward, of a microbatch on a device: attention's projections, and
         the feed-forward's. Experts share their visits evenly: each ep rank gets its part of the visits of all
         ep ranks' tokens, and where tp does not cut experts, tp ranks deal tokens among them."""
-        c, t, tp, how = self.config, self.tokens, self.mesh.tp, self.config.experts
+        c, t, tp, experts = self.config, self.tokens, self.mesh.tp, self.config.experts
         d, n, k, h = c.width, c.num_heads / tp, self.kv_heads / tp, c.head_width
         attention = [Matmul(t, d, (n + 2 * k) * h), Matmul(t, n * h, d)]
         if c.latent:
@@ -208,12 +208,12 @@ class Run:
         def ffn(width: float, rows: float = t, times: float = 1) -> list[Matmul]:
             return [Matmul(rows, d, width * (self.ffn_products - 1), times), Matmul(rows, width, d, times)]
 
-        if how is None or dense:
-            return attention, ffn((how.dense_width if how else c.ffn_width) / tp)
-        found = ffn(c.ffn_width * how.num_shared / tp) if how.num_shared else []
-        found.append(Matmul(self.stream_tokens, d, how.num_experts))  # the router
-        here, cut = how.num_experts / self.mesh.ep, tp if self.expert_tp else 1
-        return attention, found + ffn(c.ffn_width / cut, t * how.top_k * cut / tp / here, here)
+        if experts is None or dense:
+            return attention, ffn((experts.dense_width if experts else c.ffn_width) / tp)
+        matmuls = ffn(c.ffn_width * experts.num_shared / tp) if experts.num_shared else []
+        matmuls.append(Matmul(self.stream_tokens, d, experts.num_experts))  # the router
+        local, cut = experts.num_experts / self.mesh.ep, tp if self.expert_tp else 1
+        return attention, matmuls + ffn(c.ffn_width / cut, t * experts.top_k * cut / tp / local, local)
 
     def attention_flops(self) -> float:
         """FLOPs of scores and of what they weigh, forward, of a microbatch and layer on a device: of whole
@@ -246,16 +246,16 @@ class Run:
     def elementwise_bytes(self, dense: bool = False) -> float:
         """Bytes that a layer's elementwise work reads and writes, forward: norms, residual sums, rotary
         embedding, the nonlinearity; of a GPT dropouts and biases too; of unfused attention its scores."""
-        c, how, tp = self.config, self.config.experts, self.mesh.tp
+        c, experts, tp = self.config, self.config.experts, self.mesh.tp
         heads = (c.num_heads + 2 * self.kv_heads) * c.head_width / tp
         stream = (14 if self.gpt else 10) * self.stream_tokens * c.width
         inner = 2 * heads * self.tokens * (1 if self.gpt else 1.5)
         width = self.ffn_products * c.ffn_width / tp
-        if how and not dense:
-            width *= how.top_k + how.num_shared
-            stream += 4 * how.top_k * self.tokens * c.width / (tp if self.tp_sequence else 1)  # sorting
-        elif how:
-            width = self.ffn_products * how.dense_width / tp
+        if experts and not dense:
+            width *= experts.top_k + experts.num_shared
+            stream += 4 * experts.top_k * self.tokens * c.width / (tp if self.tp_sequence else 1)  # sorting
+        elif experts:
+            width = self.ffn_products * experts.dense_width / tp
         return 2.0 * (stream + inner + width * self.tokens + 6 * self.score_elements())
 
 
