@@ -1,4 +1,4 @@
-"""Reads published runs, and holds the model of time and memory against them.
+"""Reads published runs, and compares the model of time and memory with them.
 
 A file is a list of groups. A group has an ``id``, a ``source``, ``inputs`` (what was run) and ``expected``
 (what was measured). A sweep lists ``configs`` under ``columns``, or ``rows`` whose last columns are measured;
@@ -48,19 +48,19 @@ class Source:
 
 INPUTS: dict[str, str] = PUBLICATIONS["inputs"]
 _MEASURED: dict[str, str] = PUBLICATIONS["measured"]
-"""What was measured, and which of our answers it is held against. The rest of ``expected`` is derived."""
+"""What was measured, and which of our answers it is compared with. The rest of ``expected`` is derived."""
 SOURCES = {word: Source(**row) for word, row in PUBLICATIONS["sources"].items()}
 MATRICES = {name: row.pop("matrices", 3) for name, row in PUBLICATIONS["models"].items()}
 _MODELS = PRESETS | {name: PRESETS[preset] for name, preset in PUBLICATIONS["aliases"].items()}
 _MODELS |= {name: from_dict({"name": name} | row) for name, row in PUBLICATIONS["models"].items()}
 _BITS = {"FP8": 8, "MXFP8": 8, "INT8": 8, "MXFP4": 4, "NVFP4": 4, "BF16": 16, "FP16": 16}
-"""Of the operands of products, by how a precision's name begins."""
+"""Of the operands of matmuls, by how a precision's name begins."""
 IN_FLOAT32 = re.compile(r"(fp32|float32)[\w ]*(grad|accum)|(grad|accum)[\w ]*(fp32|float32)", re.IGNORECASE)
 """Options of a run whose gradients are summed up in float32, where its framework also does so in 16 bits."""
 _FRAGMENTS = 0.03
 """Of a device's memory that is left free: fragments of the allocator."""
 WHOLE_BATCH = ("maxtext", "llmpar")
-"""Frameworks that take the batch at once where nobody asks for microbatches."""
+"""Frameworks that take the batch at once where no microbatches are set."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Case:
 
 
 def read_runs(path: str | Path) -> tuple[list[Case], dict[str, str]]:
-    """The cases of a file, and the groups that cannot be held against the model, with the reason."""
+    """Return the cases of a file, and the groups that cannot be compared with the model, with the reason."""
     groups = read_json(path, "measured runs", list)
     if not all(isinstance(g, dict) and "id" in g for g in groups):
         raise ValueError(f"'{path}' is no list of groups, each with an id, inputs and expected")
@@ -99,7 +99,7 @@ def read_runs(path: str | Path) -> tuple[list[Case], dict[str, str]]:
 
 
 def _runs(group: dict) -> Iterator[tuple[str, dict, dict]]:
-    """The runs of a group: a name, what was run, and what was measured."""
+    """Return the runs of a group: a name, what was run, and what was measured."""
     name, inputs, expected = str(group["id"]), dict(group.get("inputs", {})), dict(group.get("expected", {}))
     columns = group.get("columns") or inputs.pop("columns", None)
     what = group.get("rows") or inputs.pop("configs", None)
@@ -124,7 +124,7 @@ def _source(text: str, software: str = "megatron") -> Source:
 
 
 def _one_of(table: dict[str, Any], word: Any, what: str) -> Any:
-    """The row of a table whose name begins what is said. Refuses what none does."""
+    """Return the row of a table whose name begins what is said. Refuses what none does."""
     for name, row in table.items():
         if str(word).upper().startswith(name.upper()):
             return row
@@ -177,7 +177,8 @@ def _case(name: str, group: dict, inputs: dict, results: dict) -> Case:
 
 
 def _chip(known: dict, source: Source, group: dict) -> tuple[Chip, Chip]:
-    """The chip that is named, or else the one of the source's words; and the same with the network's rate."""
+    """Return the chip that is named, or else the one of the source's words; and the same with the network's
+    rate."""
     given = str(known.get("chip", ""))
     words = f"{given} {group.get('source', '')} {known.get('hardware', '')}".lower()
     names = r"gb300|gb200|b300|b200|gh200|h200|h100|a100-40|a100|mi300x|mi250x|tpu7x|v6e|v5p|v5e|v4"
@@ -195,7 +196,7 @@ def _chip(known: dict, source: Source, group: dict) -> tuple[Chip, Chip]:
 
 
 def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
-    """The model's dims, and the matrices of its feed-forward."""
+    """Return the model's dims, and the matrices of its feed-forward."""
     if not {"model", "h", "d", "params"} & set(known):  # a table of one model names it above
         words = f"{group.get('what', '')}, {group['id']}".lower().replace(" ", "-")
         named = [name for name in sorted(_MODELS, key=len) if name in words]
@@ -241,7 +242,7 @@ def _scaled(billions: int) -> ModelConfig:
 
 
 def _mesh(known: dict, chip: Chip) -> tuple[MeshShape, int]:
-    """The mesh, and how many slices it spans. ``dp`` of numbers counts the ranks of ``ep`` too."""
+    """Return the mesh, and how many slices it spans. ``dp`` of numbers counts the ranks of ``ep`` too."""
     slices = known.get("slices", 1)
     if match := re.match(r"(\d+)x ", str(known.get("hardware", ""))):
         slices = int(match[1])
@@ -277,7 +278,7 @@ def _mesh(known: dict, chip: Chip) -> tuple[MeshShape, int]:
 
 
 def _axes(text: str) -> dict[str, int]:
-    """The sizes of the axes in words such as 'data=2 x fsdp=64 devices, per-device batch 10'."""
+    """Return the sizes of the axes in words such as 'data=2 x fsdp=64 devices, per-device batch 10'."""
     cleaned = re.sub(r"per-device batch \d+|\bdevices\b|\bx\b|,", " ", PUBLICATIONS["meshes"].get(text, text))
     sizes = dict[str, int]()
     for word in cleaned.split():
@@ -291,7 +292,7 @@ def _axes(text: str) -> dict[str, int]:
 
 
 def _batch(known: dict, mesh: MeshShape, software: str) -> tuple[int, int]:
-    """Sequences of a microbatch on a data rank, and microbatches."""
+    """Return the sequences of a microbatch on a data rank, and microbatches."""
     ranks = mesh.dp * mesh.fsdp * mesh.ep
     rows, many = known.get("micro_batch") or known.get("local_batch"), known.get("microbatches")
     if "per_device_batch" in known:
@@ -321,7 +322,7 @@ def _recompute(known: dict, source: Source, run: Run) -> Any:
 
 
 def _measured(results: dict, run: Run) -> dict[str, Any]:
-    """Seconds of a step from the first of `_MEASURED` that is there; GB; whether it fitted."""
+    """Return the seconds of a step from the first of `_MEASURED` that is there; GB; whether it fitted."""
     keys = {what: key for key, what in reversed(_MEASURED.items()) if results.get(key) is not None}
     key, unit = keys.get("step_s", ""), keys.get("memory", "")
     step: Any = results.get(key)
@@ -439,7 +440,7 @@ def activation_bytes(run: Run) -> tuple[float, float]:
 
 
 def against(path: str | Path, own: dict[str, Rates] | None = None) -> dict[str, Any]:
-    """The document of ``llmpar plan --against``: each run predicted and measured; each sweep's rank
+    """Return the document of ``llmpar plan --against``: each run predicted and measured; each sweep's rank
     correlation, and what its first choice costs over the best; what was left out, with the reason."""
     cases, left = read_runs(path)
     if not cases:
@@ -484,7 +485,8 @@ def _row(case: Case, own: dict[str, Rates] | None) -> dict[str, Any]:
 
 
 def _sweeps(cases: list[Case], rows: list[dict]) -> list[dict[str, Any]]:
-    """Sweeps of a group, and runs of several groups that differ in how they are cut alone: three or more."""
+    """Return the sweeps of a group, and runs of several groups that differ in how they are cut alone: three
+    or more."""
     alike, listed = dict[Any, list[int]](), dict[str, list[int]]()
     model = lambda i: dataclasses.replace(cases[i].run.config, name="")
     for i, case in enumerate(cases):
@@ -517,13 +519,14 @@ def _sweeps(cases: list[Case], rows: list[dict]) -> list[dict[str, Any]]:
 
 
 def spearman(a: list[float], b: list[float]) -> float:
-    """Rank correlation (Spearman 1904): Pearson's of the ranks, ties by their mean rank."""
+    """Return the rank correlation (Spearman 1904): Pearson's of the ranks, ties by their mean rank."""
     x, y = ([sorted(values).index(v) + (values.count(v) - 1) / 2 for v in values] for values in (a, b))
     return statistics.correlation(x, y) if len(set(x)) > 1 < len(set(y)) else 0.0
 
 
 def tell_tale(row: dict[str, Any]) -> str:
-    """The term that a row's error could be of: the smallest that is as large as the error, or the largest."""
+    """Return the term that a row's error could be of: the smallest that is as large as the error, or the
+    largest."""
     off = abs(row["predicted"]["step_s"] - row["measured"]["step_s"])
     terms = sorted(row["terms"].items(), key=lambda item: item[1])
     return next((name for name, seconds in terms if seconds >= off), terms[-1][0])

@@ -4,7 +4,7 @@ A row describes one *chip* as its maker does; `Chip.per_device` divides it by th
 as. Rates are peak bf16 without sparsity, GB = 1e9, GiB = 2**30, bandwidths are one way unless named
 otherwise. `hbm_bytes` is what is published (some pages print GB where they mean GiB, so it can be the
 smaller), `usable_hbm_gib` what the device offers. Of a GPU's memory JAX takes three quarters when it starts,
-unless it is told otherwise: `Chip.usable_bytes`.
+unless another share is set: `Chip.usable_bytes`.
 """
 
 import contextlib
@@ -121,17 +121,17 @@ class Chip:
         return self.family == "cpu" and self.reached is None
 
     def reaching(self, rates: Rates | None = None) -> "Chip":
-        """The chip with the links that large collectives of training runs reach, by its ``rates``."""
+        """Return the chip with the links that large collectives of training runs reach, by its ``rates``."""
         rates = rates or self.rates
         network = self.dcn_bytes_per_s * rates.network
         return replace(self, link_efficiency=rates.links, dcn_bytes_per_s=network)
 
     def wraps(self, axis_size: int) -> bool:
-        """Whether a torus axis of this length closes into a ring (a switch always does)."""
+        """Tell whether a torus axis of this length closes into a ring (a switch always does)."""
         return self.link == "switch" or axis_size % self.wrap_multiple == 0
 
     def per_device(self) -> "Chip":
-        """The share of one JAX device: rates, bytes and links divided by `devices_per_chip`."""
+        """Return the share of one JAX device: rates, bytes and links divided by `devices_per_chip`."""
         n = self.devices_per_chip
         shared = ("flops_per_s", "hbm_bytes", "hbm_bytes_per_s", "link_bytes_per_s", "dcn_bytes_per_s")
         share = {f: getattr(self, f) / n for f in shared}
@@ -139,7 +139,7 @@ class Chip:
 
 
 def asked_memory_share() -> float | None:
-    """The share of a GPU's memory that this environment tells JAX to take; None where it says nothing."""
+    """Return the share of a GPU's memory that this environment sets for JAX; None where it sets none."""
     if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":  # the only one that knows no share
         return 1.0
     name = next((name for name in MEMORY_SHARES if os.environ.get(name)), None)
@@ -152,7 +152,7 @@ def asked_memory_share() -> float | None:
 
 
 def memory_left_out(chip: Chip) -> str:
-    """A sentence on the memory that JAX leaves out because nobody told it its share; or nothing."""
+    """Say how much memory JAX leaves out because its share is not set; "" where it leaves none."""
     if chip.memory_share == 1 or asked_memory_share() is not None:
         return ""
     whole = chip.usable_hbm_gib
@@ -161,7 +161,7 @@ def memory_left_out(chip: Chip) -> str:
 
 
 def package_table(name: str) -> dict[str, Any]:
-    """The table of a TOML file of the package. What ``[text]`` says of a word, {WORD} stands for."""
+    """Read a TOML file of the package. {WORD} stands for the text of that name under ``[text]``."""
     text = resources.files("llmpar").joinpath(name).read_text(encoding="utf-8")
     words = tomllib.loads(text).get("text", {})
     return tomllib.loads(re.sub(r"\{([A-Z]+)\}", lambda match: words.get(match[1], match[0]), text))
@@ -187,7 +187,7 @@ def _chip(name: str, row: dict) -> Chip:
 
 
 def checked(kind: type, row: dict, source: str) -> dict[str, Any]:
-    """A table as the fields have it. Refuses what no machine has."""
+    """Return a table with its fields' types. Refuse values that no machine has."""
     if unknown := sorted(set(row) - set(allowed(kind))):
         known = ", ".join(sorted(allowed(kind)))
         raise ValueError(f"{source} has the unknown field {', '.join(unknown)}; known are {known}")
@@ -205,7 +205,7 @@ CLUSTERS: dict[str, dict] = _TABLE["cluster"]
 
 
 def cluster(name: str) -> tuple[Chip, int | None]:
-    """The row of a machine's chip with its nodes and network, and its chips (None: as many as are asked)."""
+    """Return the row of a machine's chip with its nodes and network, and its chips (None: any number)."""
     if name.lower() not in CLUSTERS:
         raise ValueError(f"cluster '{name}' is not known; known are {', '.join(CLUSTERS)}; or give --chip")
     row = CLUSTERS[name.lower()]
@@ -260,7 +260,7 @@ def _load(path: Path) -> Chip:
 
 
 def guess(device_kind: str) -> Chip | None:
-    """The row for JAX's `device_kind`, or None where no row is right.
+    """Return the row for JAX's `device_kind`, or None where no row is right.
 
     PCIe boards, MIG slices and lite variants have other links, clocks or memory than their namesakes.
     """

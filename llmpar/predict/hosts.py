@@ -4,12 +4,12 @@ A collective's bytes per device do not depend on where the devices are; those be
 sends what to whom. Gloo, by which CPU processes talk, does it so (a statement about its algorithms, held
 against a kernel's counters; no constant in it is fitted):
 
-    all-reduce, all-gather   a ring: everybody to the next in the group
+    all-reduce, all-gather   a ring: each rank to the next in the group
     reduce-scatter           halving: half of the message to the neighbour, a quarter to the one two places
                              on, …; then the pieces, whose order is now that of the reversed bits of their
                              numbers, go to their owners. (In textbooks it goes round a ring; here a device
                              sends up to a piece more.)
-    all-to-all               a piece to everybody, directly
+    all-to-all               a piece to each rank, directly
     permute                  the whole along each of its pairs
 
 It is payload: headers come on top, about 600 B for each message that crosses.
@@ -30,7 +30,7 @@ _Send = tuple[int, int, Fraction]
 
 
 def sends(kind: str, group: int, pairs: Sequence[tuple[int, int]] = ()) -> Iterator[_Send]:
-    """Say who sends which share of a collective's message to whom, by places in the group.
+    """Enumerate what a collective sends: from which place in the group to which, and which share of it.
 
     ``pairs`` are those of a permute, by default to the next. A reduce-scatter is refused but among 2, 4, 8, …
     """

@@ -27,8 +27,9 @@ CacheConfig), and the arrays of a forward pass and its recorded graphs are part 
 
 
 def cache_bytes(config: ModelConfig, tokens: int = 1, bits: float = 16) -> float:
-    """Bytes of the keys and values of so many tokens, once: those of all `cache_cuts` ranks together. Latent
-    attention keeps for all heads one vector and its rotary key (DeepSeek-V2 2024, section 2.1.2)."""
+    """Return the bytes of the keys and values of so many tokens, once: those of all `cache_cuts` ranks
+    together. Latent attention keeps for all heads one vector and its rotary key (DeepSeek-V2 2024, section
+    2.1.2)."""
     if latent := config.latent:
         return tokens * config.num_layers * (latent.kv_rank + latent.rope_width) * bits / 8
     heads = config.num_kv_heads, config.head_width
@@ -36,19 +37,19 @@ def cache_bytes(config: ModelConfig, tokens: int = 1, bits: float = 16) -> float
 
 
 def cache_cuts(config: ModelConfig, tp: int) -> int:
-    """Into how many parts ``tp`` ranks cut the cache: no more than there are KV heads. What all heads share,
-    as in latent attention, each rank holds whole."""
+    """Return into how many parts ``tp`` ranks cut the cache: no more than there are KV heads. What all heads
+    share, as in latent attention, each rank holds whole."""
     return 1 if config.latent else min(tp, config.num_kv_heads)
 
 
 def device_cache_bytes(plan: Serving, num_rows: int, length: int) -> int:
-    """Bytes of the cache of `llmpar.serve` that each device holds."""
+    """Return the bytes of the cache of `llmpar.serve` on each device."""
     shape = plan.place(CACHE).shard_shape(plan.cache(num_rows, length), plan.mesh.sizes)
     return 2 * ITEMSIZE[plan.dtype] * math.prod(shape)
 
 
 def device_flops(plan: Serving, rows: int, length: int, width: int = 1, echo: bool = False) -> dict[str, int]:
-    """FLOPs of a device's products in a step of `llmpar.serve`, idle rows and positions among them. Experts
+    """Count the FLOPs of a device's matmuls in a step of `llmpar.serve`, idle rows and positions too. Experts
     multiply each token's chosen ones; their load is taken to be even."""
     config, sizes, experts = plan.config, plan.mesh.sizes, plan.config.experts
     local_size = lambda dims, *shape: math.prod(plan.place(dims).shard_shape(shape, sizes))
@@ -66,15 +67,16 @@ def device_flops(plan: Serving, rows: int, length: int, width: int = 1, echo: bo
 
 
 def balance_batch(config: ModelConfig, chip: Chip, bits: int = 16) -> float:
-    """Sequences at which a token's matmuls compute as long as they read their weights of so many bits, by
-    what the chip reaches; with k of E experts, E/k times as many, at which theirs do. Caches take no part."""
+    """Return the sequences at which a token's matmuls compute as long as they read their weights of so many
+    bits, by what the chip reaches; with k of E experts, E/k times as many, at which theirs do. Caches take no
+    part."""
     clock, experts = _clock(config, chip), config.experts
     few = (experts.num_experts, experts.top_k) if experts else (1, 1)
     return formulas.critical_batch(_flops_per_s(clock), clock.bytes_per_s, bits / 8, *few)
 
 
 def prefill_seconds(config: ModelConfig, chip: Chip, prompt: int, tp: int = 1) -> dict[str, float]:
-    """Seconds to take a prompt in, by term."""
+    """Return the seconds to take a prompt in, by term."""
     clock = _clock(config, chip, tp, 1, prompt)
     matmuls = 2.0 * prompt * _on_a_rank(config, config.active_params, tp) / _flops_per_s(clock)
     scores = config.num_layers * clock.run.attention_flops()
@@ -91,7 +93,8 @@ def decode_seconds(
     weight_bits: float = 16,
     cache_bits: int = 16,
 ) -> dict[str, float]:
-    """Seconds of the next token of ``batch`` sequences, each with ``context`` tokens behind it, by term.
+    """Return the seconds of the next token of ``batch`` sequences, each with ``context`` tokens behind it, by
+    term.
 
     Ranks of tp that are more than the KV heads hold copies of keys and values (`cache_cuts`). Of experts
     those are read that some token chose, if all are equally likely. What heads of latent attention share is
@@ -168,7 +171,8 @@ def _clock(config: ModelConfig, chip: Chip, tp: int = 1, rows: int = 1, seq_len:
 
 
 def _on_a_rank(config: ModelConfig, params: float, tp: int) -> float:
-    """Parameters of one rank: tp does not cut the matrices down to what heads of latent attention share."""
+    """Return the parameters of one rank: tp does not cut the matrices down to what heads of latent attention
+    share."""
     shared = 0
     if latent := config.latent:
         shared = config.num_layers * config.width * (latent.q_rank + latent.kv_rank + latent.rope_width)
@@ -176,13 +180,13 @@ def _on_a_rank(config: ModelConfig, params: float, tp: int) -> float:
 
 
 def _flops_per_s(clock: Clock) -> float:
-    """What one device reaches in matmuls (of experts, where there are some)."""
+    """Return what one device reaches in matmuls (of experts, where there are some)."""
     share = clock.rates.grouped if clock.run.config.experts else clock.rates.matmuls
     return clock.device.flops_per_s * share
 
 
 def _besides(clock: Clock) -> dict[str, float]:
-    """Two all-reduces over tp in each layer, and the starts of its kernels."""
+    """Return the seconds of two all-reduces over tp in each layer, and the starts of its kernels."""
     layers = clock.run.config.num_layers
     links = {name: layers * ahead for name, (ahead, _) in clock.inside(True, 0.0).items()}
     return {"starting kernels": layers * _KERNELS * clock.rates.kernel_s} | links

@@ -92,7 +92,7 @@ class Time:
 
 @functools.lru_cache(maxsize=64)
 def _reached(chip: Chip, rates: Rates) -> tuple[Chip, Chip]:
-    """A device of the chip, and the chip with the links that large collectives reach."""
+    """Return a device of the chip, and the chip with the links that large collectives reach."""
     return chip.per_device(), chip.reaching(rates)
 
 

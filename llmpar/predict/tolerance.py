@@ -66,7 +66,7 @@ class Tolerance:
         return min(cap, FACTOR * self.expected(what))
 
     def document(self) -> dict:
-        """The same as a JSON document: bounds, expected differences, terms."""
+        """Return the same as a JSON document: bounds, expected differences, terms."""
         names = "loss", "grad_norm", "gradient"
         result = asdict(self) | {"factor": FACTOR, "bound": {name: self.bound(name) for name in names}}
         result["expected"] = {name: self.expected(name) for name in names}
@@ -108,7 +108,7 @@ def tolerance(
 
 
 def _values(config: ModelConfig, plan: Resolved, seq_len: int, products: Unit) -> list[_Term]:
-    """What makes a token's last hidden value differ."""
+    """Return what makes a token's last hidden value differ."""
     layers, tp, sp, ep = config.num_layers, plan.mesh.tp, plan.mesh.sp, plan.mesh.ep
     depth = _depth(layers)
     inner = config.width + (config.num_heads * config.head_width + config.ffn_width) / 2
@@ -140,7 +140,7 @@ def _curvature(plan: Resolved, values: list[_Term], scale: float) -> list[_Term]
 
 
 def _weights(config: ModelConfig, plan: Resolved, tokens: int) -> list[_Term]:
-    """What makes a weight's gradient differ, beside the values that it is made of."""
+    """Return what makes a weight's gradient differ, beside the values that it is made of."""
     copies, by = _cuts(plan, "microbatches")
     vectors = sum(math.prod(w.shape) for w in config.weights().values() if w.is_vector)
     terms = [
@@ -157,7 +157,7 @@ def _weights(config: ModelConfig, plan: Resolved, tokens: int) -> list[_Term]:
 
 
 def _totals(config: ModelConfig, plan: Resolved, tokens: int) -> list[_Term]:
-    """The two numbers' own sums, always float32. The norm is a root, which halves an error."""
+    """Return the two numbers' own sums, always float32. The norm is a root, which halves an error."""
     parts, by = _cuts(plan, "microbatches", "loss_chunks")
     loss = _Term("sum of losses", by, "float32", tree(tokens) / 2 + parts - 1)
     length = tree(config.num_params) / 2 + plan.mesh.size - 1
@@ -166,7 +166,8 @@ def _totals(config: ModelConfig, plan: Resolved, tokens: int) -> list[_Term]:
 
 
 def _ties(config: ModelConfig, values: list[_Term]) -> tuple[float, float]:
-    """How many of its experts a token is expected to change, and by what part it differs where it does.
+    """Return how many of its experts a token is expected to change, and by what part it differs where it
+    does.
 
     The experts that it nearly chose are as near as E normal numbers lie in their tail: 0.3 E to a standard
     deviation. Two logits part by sqrt(2) of the noise, 0.8 of that in the mean, and on the way through the
@@ -181,12 +182,13 @@ def _ties(config: ModelConfig, values: list[_Term]) -> tuple[float, float]:
 
 
 def _depth(layers: int) -> float:
-    """The part of the variance of a rounding in every attention, or feed-forward, that reaches the end."""
+    """Return the part of the variance of a rounding in every attention, or feed-forward, that reaches the
+    end."""
     return sum(1 / (i + 1) for i in range(1, 2 * layers + 1)) / 2
 
 
 def _cuts(plan: Resolved, *fields: str) -> tuple[int, str]:
-    """Into how many parts the plan cuts a sum over tokens, and by what."""
+    """Return into how many parts the plan cuts a sum over tokens, and by what."""
     sizes = {axis: plan.mesh.sizes[axis] for axis in plan.varying("data")}
     sizes |= {name: getattr(plan, name) for name in fields if getattr(plan, name) > 1}
     return math.prod(sizes.values()), ",".join(sizes)

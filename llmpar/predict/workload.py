@@ -172,8 +172,9 @@ class Run:
         return min(experts.dense_layers, self.config.num_layers) if experts and experts.dense_width else 0
 
     def flops(self) -> float:
-        """Useful FLOPs of a step as MFU counts them: 6 per active parameter that multiplies and token, and
-        attention, of which the causal mask takes nothing away (Chowdhery et al. 2022, appendix B)."""
+        """Return the useful FLOPs of a step as MFU counts them: 6 per active parameter that multiplies and
+        token, and attention, of which the causal mask takes nothing away (Chowdhery et al. 2022, appendix
+        B)."""
         c, s, experts = self.config, self.sizes, self.config.experts
         visits = experts.top_k / experts.num_experts if experts else 0
         layers = c.num_layers * s["attention"]
@@ -216,8 +217,8 @@ class Run:
         return attention, matmuls + ffn(c.ffn_width / cut, t * experts.top_k * cut / tp / local, local)
 
     def attention_flops(self) -> float:
-        """FLOPs of scores and of what they weigh, forward, of a microbatch and layer on a device: of whole
-        squares where attention is not fused, of the causal half where it is."""
+        """Return the FLOPs of scores and of what they weigh, forward, of a microbatch and layer on a device:
+        of whole squares where attention is not fused, of the causal half where it is."""
         c = self.config
         heads = c.num_heads / self.mesh.tp * (c.head_width + self.value_width)
         return 2.0 * self.tokens * self.seen(self.software.fused_attention) * heads
@@ -232,8 +233,8 @@ class Run:
     @property
     def imbalance(self) -> float:
         """Attention of the busiest rank over the mean. Of n ranks that cut the queries' positions in their
-        order the last meets 1 - 1/2n of the keys, and the mean is a half; who exchanges positions for heads
-        has whole rows of some heads, and of a window all queries see as many keys."""
+        order the last meets 1 - 1/2n of the keys, and the mean is a half; a rank that exchanges positions for
+        heads has whole rows of some heads, and of a window all queries see as many keys."""
         n = self.mesh.sp // self.exchanging
         return 1.0 if self.balanced or self.seen(True) == self.seen(False) else 2 - 1 / n
 
@@ -244,8 +245,9 @@ class Run:
         return self.tokens * self.seq_len * self.config.num_heads / self.mesh.tp
 
     def elementwise_bytes(self, dense: bool = False) -> float:
-        """Bytes that a layer's elementwise work reads and writes, forward: norms, residual sums, rotary
-        embedding, the nonlinearity; of a GPT dropouts and biases too; of unfused attention its scores."""
+        """Return the bytes that a layer's elementwise work reads and writes, forward: norms, residual sums,
+        rotary embedding, the nonlinearity; of a GPT dropouts and biases too; of unfused attention its
+        scores."""
         c, experts, tp = self.config, self.config.experts, self.mesh.tp
         heads = (c.num_heads + 2 * self.kv_heads) * c.head_width / tp
         stream = (14 if self.gpt else 10) * self.stream_tokens * c.width
@@ -260,7 +262,7 @@ class Run:
 
 
 def of_plan(config: ModelConfig, plan: Plan, chip: Chip, batch_size: int, seq_len: int) -> Run:
-    """The run that a plan of ours is: what its fields decide, not those that decide nothing."""
+    """Return the run that a plan of ours is: what its fields decide, not those that decide nothing."""
     plan = plan.resolve(config, None)
     ranks, order = plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep, plan.pipeline
     alike = "mesh microbatches zero schedule tp_sequence context_parallel loss_chunks"
