@@ -27,7 +27,7 @@ import other_gpus
 from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import ModelConfig, preset
 from llmpar.plan.plan import Plan
-from llmpar.planner.targets import GPUS, QUIET, parse_target
+from llmpar.planner.targets import COMPILER_ENVIRONMENT, GPUS, parse_target
 from llmpar.predict import memory
 
 HERE = Path(__file__).parent
@@ -187,7 +187,7 @@ def _rewriting(item: tuple[str, float]) -> str:
 
 def main() -> None:
     """Record if a target is given, then compare."""
-    os.environ.update(QUIET)
+    os.environ.update(COMPILER_ENVIRONMENT)
     target, *names = sys.argv[1:] or [""]
     if target:
         record(target, names)

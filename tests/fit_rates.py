@@ -15,7 +15,7 @@ import sys
 
 import numpy as np
 
-from llmpar.planner.measured import read
+from llmpar.planner.measured import read_runs
 from llmpar.predict.hardware import Rates
 from llmpar.predict.time import step_time
 
@@ -84,7 +84,7 @@ def fit_all(cases, turns: int = 12) -> dict[str, Rates]:
 
 
 if __name__ == "__main__":
-    cases, _ = read(sys.argv[1])
+    cases, _ = read_runs(sys.argv[1])
     for name, found in fit_all(cases).items():
         said = {field.name: f"{getattr(found, field.name):.3g}" for field in dataclasses.fields(Rates)}
         own = [f"{k} = {v}" for k, v in said.items() if v != f"{getattr(PRIOR, k):.3g}"]

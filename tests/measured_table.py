@@ -13,7 +13,7 @@ from pathlib import Path
 
 import fit_rates
 
-from llmpar.planner.measured import SOURCES, against, read
+from llmpar.planner.measured import SOURCES, against, read_runs
 from llmpar.predict.hardware import Rates
 from llmpar.predict.time import step_time
 
@@ -31,7 +31,7 @@ def source_of(case) -> str:
 
 def cross() -> str:
     """Fit on each half of the sources, predict the other."""
-    cases = [case for case in read(FILE)[0] if case.measured["step_s"]]
+    cases = [case for case in read_runs(FILE)[0] if case.measured["step_s"]]
     halves = [[c for c in cases if (source_of(c) in HALF) == side] for side in (True, False)]
     errors: dict[tuple[str, str], list[float]] = {}
     for fitted, tested in (halves, halves[::-1]):

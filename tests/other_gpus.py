@@ -31,5 +31,5 @@ def described() -> Iterator[None]:
     for name in ROWS:
         row = dict(ROWS[name], usable_hbm_gib=OFFERED[name], dcn_bytes_per_s=12.5e9 / 8)
         rows[name] = replace(hardware.chip("a100-40"), name=name, aliases=(), **row)
-    with mock.patch.dict(hardware.NAMES, rows), mock.patch.dict(targets.GPUS, l4=L4, t4=T4):
+    with mock.patch.dict(hardware.CHIP_BY_NAME, rows), mock.patch.dict(targets.GPUS, l4=L4, t4=T4):
         yield

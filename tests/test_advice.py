@@ -10,7 +10,7 @@ from llmpar.plan.mesh_shape import AXES, parse_mesh
 from llmpar.plan.model_config import preset
 from llmpar.planner import planner
 from llmpar.planner.advice import advice
-from llmpar.planner.planner import MEMORY_ERROR, verdict
+from llmpar.planner.planner import MEMORY_ERROR, memory_verdict
 from llmpar.predict.hardware import GIB, chip
 
 
@@ -103,13 +103,13 @@ def test_a_verdict_is_as_sure_as_the_estimate(total, guessed, words):
     q = question()
     held = total / 100 * q.capacity_bytes
     parts = {"params": held * (1 - guessed), "grads": held * guessed / 4, "optimizer": 0.0, "total": held}
-    said = verdict(
+    said = memory_verdict(
         q, planner.Candidate(None, planner.UNPRICED, parts | {"activations": held * guessed * 3 / 4})
     )
     assert said.words == words and said.total_bytes == held
     assert said.high_bytes - held == pytest.approx(MEMORY_ERROR * guessed * held)
     assert held - said.low_bytes == pytest.approx(MEMORY_ERROR * guessed * held)
-    assert said.capacity_bytes == q.capacity_bytes == q.room_bytes
+    assert said.capacity_bytes == q.capacity_bytes == q.capacity_bytes
     left, error = (100 - total) / 100 * q.capacity_bytes / GIB, MEMORY_ERROR * guessed * held / GIB
     near = f"{left:.1f} GiB free, and the estimate is ± {error:.1f} GiB"
     assert said.near == near * (words == "at the edge")
@@ -127,7 +127,7 @@ def test_a_verdict_is_as_sure_as_the_estimate(total, guessed, words):
 def test_what_a_program_may_take_says_why(row, share, capacity, words):
     q = dataclasses.replace(question(row=row), share=share)
     taken = capacity * q.chip.usable_hbm_gib * GIB
-    assert q.capacity_bytes == pytest.approx(taken * (1 - planner.MARGIN))
+    assert q.capacity_bytes == pytest.approx(taken * (1 - planner.FREE_SHARE))
     assert q.capacity_words == f"a program may take {words}, since temporaries are an estimate"
 
 

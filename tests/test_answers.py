@@ -342,7 +342,7 @@ def test_what_lies_around_comes_later_and_is_kept():
         said = answers.headline(look.view(look.settle(on(look.START, mesh))[0]))
         opened = any(step["do"] == "open" for step in said["steps"])  # but where none is faster
         assert opened == bool(one.why_not or fastest < one.time.step_s * (1 - planner.SAME)), mesh
-        fit = planner.verdict(around.question, one)
+        fit = planner.memory_verdict(around.question, one)
         assert said["head"].startswith(f"{fit.words.capitalize()}: ") and fit.near in said["head"]
 
 

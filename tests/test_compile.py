@@ -23,8 +23,8 @@ from llmpar.plan.mesh_shape import AXES, parse_mesh
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.planner import aot
-from llmpar.planner.planner import MARGIN, Question
-from llmpar.planner.targets import GPUS, QUIET, gpu_description, parse_target
+from llmpar.planner.planner import FREE_SHARE, Question
+from llmpar.planner.targets import COMPILER_ENVIRONMENT, GPUS, gpu_description, parse_target
 from llmpar.predict.hardware import chip
 from llmpar.training.step import compiler_options
 
@@ -237,7 +237,7 @@ def test_what_does_not_fit_has_a_plan_near_it_that_does(target, plan, near):
     said = aot._too_large("more", Question(preset("llama3-8b"), where.chip, *sizes), plan, where)
     assert f"; {near} would need " in said
     total = float(re.search(r"need ([\d.]+) GiB$", said)[1])
-    assert total <= (1 - MARGIN) * where.chip.usable_bytes / 2**30
+    assert total <= (1 - FREE_SHARE) * where.chip.usable_bytes / 2**30
     said = aot._too_large("more", Question(preset("llama3.1-405b"), where.chip, *sizes), plan, where)
     assert "no plan near this one fits" in said
 
@@ -285,7 +285,7 @@ def compiled(*flags: str, status: int = 0) -> tuple[dict, str]:
 
 def aside(program: str, *words: str) -> subprocess.CompletedProcess:
     """Run a program where the compilers are."""
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | QUIET
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | COMPILER_ENVIRONMENT
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(COMPILERS)])}
     words = sys.executable, "-c", program, *words
     return subprocess.run(words, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)

@@ -52,7 +52,7 @@ from llmpar.plan.mesh_shape import AXES, MeshShape, parse_mesh
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.predict import layer, workload
-from llmpar.predict.formulas import ring_bytes
+from llmpar.predict.formulas import whole_ring_bytes
 from llmpar.predict.hardware import chip
 from llmpar.predict.ring import pairs_by_step
 
@@ -749,7 +749,7 @@ def test_arrows_send_what_a_ring_sends():
         ((move, sends),) = draw.moved(arrow, (64, 32), sizes, 2)
         operand = 2 * math.prod(arrow.before.shard_shape((64, 32), sizes))
         whole = operand * (group if move.kind == "all-gather" else 1)
-        assert sends == ring_bytes(move.kind, whole, group), text
+        assert sends == whole_ring_bytes(move.kind, whole, group), text
 
 
 def test_a_matmul_is_what_the_devices_compute_and_send():

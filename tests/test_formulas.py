@@ -55,7 +55,7 @@ def test_all_reduce_is_reduce_scatter_then_all_gather_in_bytes_and_time(group):
 
 
 def test_nothing_moves_within_a_group_of_one():
-    for kind in formulas.KINDS:
+    for kind in formulas.COLLECTIVES:
         assert formulas.sent_bytes(kind, 1e9, 1) == 0
         assert formulas.torus_seconds(kind, 1e9, (1,), 45e9, hop_s=1e-6) == 0
         assert formulas.tree_seconds(kind, 1e9, [(1, 450e9), (1, 400e9)]) == 0
@@ -79,7 +79,7 @@ def test_a_kind_that_does_not_exist_is_caught():
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_bytes_from_result_and_from_message_differ_for_reduce_scatter_only(group):
-    for kind in formulas.KINDS:
+    for kind in formulas.COLLECTIVES:
         result = 1024 / group if kind == "reduce-scatter" else 1024
         assert formulas.sent_bytes_of_result(kind, result, group) == exactly(
             formulas.sent_bytes(kind, 1024, group)

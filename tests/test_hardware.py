@@ -11,7 +11,7 @@ from shared import TABLES
 from llmpar.cli import doctor
 from llmpar.cli.train import say_memory
 from llmpar.predict import hardware
-from llmpar.predict.hardware import CHIPS, GIB, NAMES, Chip, chip, guess
+from llmpar.predict.hardware import CHIP_BY_NAME, CHIPS, GIB, Chip, chip, guess
 
 WORDS = ("name", "aliases", "link", "date", "device", "sources", "base", "reached")
 FIGURES = [f.name for f in dataclasses.fields(Chip) if f.name not in WORDS]
@@ -40,7 +40,7 @@ def test_the_figures_of_a_row_are_of_one_world(row):
 
 def test_names_and_aliases_belong_to_one_row_and_are_spelled_freely():
     spelled = [name for row in CHIPS for name in (row.name, *row.aliases)]
-    assert len(spelled) == len(set(spelled)) == len(NAMES)
+    assert len(spelled) == len(set(spelled)) == len(CHIP_BY_NAME)
     assert all(chip(name).name == row.name for row in CHIPS for name in (row.name, *row.aliases))
     for spelling in ("H100", " h100_sxm ", "h100 sxm"):
         assert chip(spelling).name == "h100"

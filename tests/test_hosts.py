@@ -20,7 +20,7 @@ from llmpar.launch.wire import Wire
 from llmpar.lessons import hosts
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
-from llmpar.predict.hosts import groups, leaving_bytes, pairs_of, sends
+from llmpar.predict.hosts import device_groups, leaving_bytes, pairs_of, sends
 from llmpar.predict.traffic import step_traffic
 
 HERE = Path(__file__).parent
@@ -80,9 +80,9 @@ def test_a_reduce_scatter_among_three_is_refused():
 
 def test_groups_of_a_mesh_are_those_of_its_devices():
     sizes = Plan("pp=2 dp=2 tp=2").mesh.sizes
-    assert groups(sizes, ["tp"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert groups(sizes, ["pp"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert groups(sizes, ["pp", "tp"]) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert device_groups(sizes, ["tp"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert device_groups(sizes, ["pp"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert device_groups(sizes, ["pp", "tp"]) == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 @pytest.mark.parametrize(

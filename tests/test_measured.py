@@ -100,7 +100,7 @@ OWN = {"id": "mine", "inputs": RUN | {"fsdp": 8}, "expected": {"step_s": 1.0, "f
 
 
 def run_of(tmp_path, **inputs):
-    (case,) = measured.read(write(tmp_path / "one.json", OWN | {"inputs": RUN | inputs}))[0]
+    (case,) = measured.read_runs(write(tmp_path / "one.json", OWN | {"inputs": RUN | inputs}))[0]
     return case.run
 
 
@@ -177,7 +177,7 @@ def test_rank_correlation_by_hand():
 
 
 def some_cases():
-    cases, _ = measured.read(FILE)
+    cases, _ = measured.read_runs(FILE)
     return [c for c in cases if c.run.chip.name in ("b200", "v6e")]
 
 
@@ -208,7 +208,7 @@ def test_there_is_one_row_of_rates_for_a_chip_and_each_is_of_this_world():
 
 def test_a_fit_on_half_of_the_sources_predicts_the_other_half():
     """The cheap half of the table's cross-validation: A100s without vTrain's 527 runs."""
-    cases = [c for c in measured.read(FILE)[0] if c.measured["step_s"] and c.run.chip.name == "a100-80"]
+    cases = [c for c in measured.read_runs(FILE)[0] if c.measured["step_s"] and c.run.chip.name == "a100-80"]
     own = fit_rates.fit_all([c for c in cases if "vTrain" not in c.source], turns=4)["a100-80"]
     found = [
         abs(step_time(c.run, own).step_s / c.measured["step_s"] - 1)

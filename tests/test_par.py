@@ -19,7 +19,7 @@ from llmpar.plan.layout import parse_arrow, parse_layout
 from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.plan import Plan
 from llmpar.predict import formulas
-from llmpar.predict.traffic import Sent, Traffic
+from llmpar.predict.traffic import Traffic, Transfer
 
 MIXED = "dp=2 fsdp=2 tp=2"
 PLAN = Plan(MIXED).resolve()
@@ -162,7 +162,8 @@ def test_bytes_sent_are_those_of_a_ring(group):
         for kind in ("all-gather", "all-reduce", "all-to-all", "reduce-scatter"):
             whole = math.ceil(round(formulas.sent_bytes_of_result(kind, result, group), 6))
             traffic = Traffic(MeshShape(tp=group))
-            traffic.add(kind, ("tp",), Sent("values"), result * (group if kind == "reduce-scatter" else 1))
+            local = result * (group if kind == "reduce-scatter" else 1)
+            traffic.add(kind, ("tp",), Transfer("values"), local)
             assert collective_bytes(kind, group, result) == traffic.total_bytes == whole, kind
 
 

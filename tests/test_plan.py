@@ -513,7 +513,7 @@ def test_a_command_decides_a_plan_once_for_a_platform(command, tmp_path, monkeyp
     devices = dict(devices=jax.devices()[:2], num_devices=2, platform="gpu", text="h100:1x2")
     target = types.SimpleNamespace(chip=hardware.chip("h100"), **devices)
     monkeypatch.setattr("llmpar.planner.targets.parse_target", lambda text: target)
-    monkeypatch.setattr("llmpar.planner.targets.QUIET", {})
+    monkeypatch.setattr("llmpar.planner.targets.COMPILER_ENVIRONMENT", {})
     if command == "compile":
         monkeypatch.setattr("llmpar.planner.aot.read_program", too_large)
     planner._resolved.cache_clear()

@@ -42,7 +42,7 @@ def test_the_books_llama_13b_on_eight_v5e():
     assert serving.cache_bytes(config, batch * 8192) / 1e9 == pytest.approx(
         row["expected"]["kv_gb"], rel=0.01
     )
-    took = seconds(serving.decode(config, ideal("v5e"), batch, 8192, tp=8))
+    took = seconds(serving.decode_seconds(config, ideal("v5e"), batch, 8192, tp=8))
     assert took * 1e3 == pytest.approx(row["expected"]["ms"], rel=0.01)
 
 
@@ -59,21 +59,21 @@ def test_the_books_30b_in_8_bits_on_16_v5e(batch):
     )  # fmt: skip
     assert config.num_params == pytest.approx(30e9, rel=0.02)
     assert serving.cache_bytes(config, 1, 8) == pytest.approx(100e3, rel=0.01)
-    took = seconds(serving.decode(config, ideal("v5e"), batch, 8192, 16, weight_bits=8, cache_bits=8))
+    took = seconds(serving.decode_seconds(config, ideal("v5e"), batch, 8192, 16, weight_bits=8, cache_bits=8))
     assert 1e3 * took == pytest.approx(ROWS["sb.quiz30b"]["expected"][f"bs{batch}_ms"], rel=0.05)
 
 
 def test_the_critical_batch_is_the_books():
-    assert serving.critical_batch(preset("llama3-8b"), ideal("v5e"), 8) == pytest.approx(120, rel=0.01)
-    experts = serving.critical_batch(preset("qwen3-30b-a3b"), ideal("v5e"))
+    assert serving.balance_batch(preset("llama3-8b"), ideal("v5e"), 8) == pytest.approx(120, rel=0.01)
+    experts = serving.balance_batch(preset("qwen3-30b-a3b"), ideal("v5e"))
     assert experts == pytest.approx(240 * 128 / 8, rel=0.01)
 
 
 def test_beyond_the_critical_batch_a_token_computes():
     config = preset("llama3-8b")
-    most = serving.critical_batch(config, H100)
+    most = serving.balance_batch(config, H100)
     below, at, above = (
-        serving.decode(config, H100, round(n), 1)["matmuls"] for n in (most / 2, most, 2 * most)
+        serving.decode_seconds(config, H100, round(n), 1)["matmuls"] for n in (most / 2, most, 2 * most)
     )
     assert below == pytest.approx(at, rel=0.1) and above == pytest.approx(2 * at, rel=0.1)
 
@@ -81,20 +81,22 @@ def test_beyond_the_critical_batch_a_token_computes():
 def test_prompts_compute_their_flops():
     config, prompt = preset("llama3-8b"), 8192
     flops = 2 * prompt * config.num_params + 2 * 2 * prompt**2 / 2 * 32 * 32 * 128
-    assert seconds(serving.prefill(config, ideal("h100"), prompt)) == pytest.approx(flops / H100.flops_per_s)
-    one, two = (seconds(serving.prefill(config, H100, n)) for n in (4096, 8192))
+    assert seconds(serving.prefill_seconds(config, ideal("h100"), prompt)) == pytest.approx(
+        flops / H100.flops_per_s
+    )
+    one, two = (seconds(serving.prefill_seconds(config, H100, n)) for n in (4096, 8192))
     assert two > 2 * one
 
 
 def test_a_few_tokens_read_few_experts():
     config = preset("qwen3-30b-a3b")
-    reads = [serving.decode(config, H100, batch, 1)["matmuls"] for batch in (1, 4, 16, 64, 256)]
+    reads = [serving.decode_seconds(config, H100, batch, 1)["matmuls"] for batch in (1, 4, 16, 64, 256)]
     assert all(b > a for a, b in itertools.pairwise(reads))
     assert reads[-1] / reads[0] == pytest.approx(config.num_params / config.active_params, rel=0.01)
 
 
 def test_more_ranks_of_tp_than_kv_heads_hold_copies():
-    eight, sixteen = (serving.decode(preset("llama3-70b"), H100, 8, 4096, tp) for tp in (8, 16))
+    eight, sixteen = (serving.decode_seconds(preset("llama3-70b"), H100, 8, 4096, tp) for tp in (8, 16))
     assert eight["keys and values read"] == sixteen["keys and values read"]
     assert sixteen["matmuls"] == pytest.approx(eight["matmuls"] / 2)
 
@@ -162,7 +164,7 @@ def test_a_cut_fits_and_no_smaller_one_would(model):
 
 
 def test_a_window_is_read_no_further():
-    near, far = (serving.decode(preset("mistral-7b"), H100, 8, context) for context in (4096, 65_536))
+    near, far = (serving.decode_seconds(preset("mistral-7b"), H100, 8, context) for context in (4096, 65_536))
     assert near == far
 
 
@@ -176,7 +178,7 @@ def test_ranks_of_tp_hold_the_cache_of_latent_attention_whole():
     """DeepSeek-V3 2024, section 4.2: 61 layers keep 512 numbers, and 64 of the rotary key."""
     assert serving.cache_bytes(V3) == 61 * (512 + 64) * 2 == 70_272
     assert serving.cache_bytes(V3, 1000, 8) == 1000 * 70_272 / 2
-    one, eight = (serving.decode(V3, ideal("h200"), 1, 32_768, tp) for tp in (1, 8))
+    one, eight = (serving.decode_seconds(V3, ideal("h200"), 1, 32_768, tp) for tp in (1, 8))
     assert one["keys and values read"] == eight["keys and values read"] == 32_768 * 70_272 / 4.8e12
     published = 8 * VLLM_51454["a replica, dp 8"] / VLLM_51454["one engine, tp 8"]
     assert published == pytest.approx(7.7, rel=0.01)  # less than 8: replicas hold attention's weights whole
@@ -186,7 +188,7 @@ def test_ranks_of_tp_hold_the_cache_of_latent_attention_whole():
 
 def test_all_heads_of_latent_attention_compute_with_what_is_read_once():
     """Scores of 512 + 64 and values of 512 numbers, for each of 128 heads: more than reading takes."""
-    one, eight = (serving.decode(V3, ideal("h100"), 64, 32_768, tp) for tp in (1, 8))
+    one, eight = (serving.decode_seconds(V3, ideal("h100"), 64, 32_768, tp) for tp in (1, 8))
     flops = 2 * 64 * 32_768 * 61 * 128 * (512 + 64 + 512)
     assert one["keys and values read"] + one["attention"] == pytest.approx(
         max(flops / H100.flops_per_s, 64 * 32_768 * 70_272 / H100.hbm_bytes_per_s)
@@ -196,9 +198,9 @@ def test_all_heads_of_latent_attention_compute_with_what_is_read_once():
 
 def test_tp_cuts_no_matrix_that_all_heads_of_latent_attention_share():
     whole = 61 * 7168 * (1536 + 512 + 64)
-    read = serving.decode(V3, ideal("h200"), 100_000, 1, tp=8)["matmuls"]
+    read = serving.decode_seconds(V3, ideal("h200"), 100_000, 1, tp=8)["matmuls"]
     assert read * chip("h200").flops_per_s / 2e5 == pytest.approx(whole + (V3.active_params - whole) / 8)
-    prompt = serving.prefill(V3, ideal("h200"), 4096, tp=8)["matmuls"] * chip("h200").flops_per_s
+    prompt = serving.prefill_seconds(V3, ideal("h200"), 4096, tp=8)["matmuls"] * chip("h200").flops_per_s
     assert prompt / 2 / 4096 == pytest.approx(whole + (V3.active_params - whole) / 8)
 
 
@@ -214,7 +216,7 @@ def of_a_model():
                     yield f
 
 
-COUNT = "cache_bytes cache_cuts critical_batch prefill decode of_plan".split()
+COUNT = "cache_bytes cache_cuts balance_batch prefill_seconds decode_seconds of_plan".split()
 NO_VALUES = "runs pairs_of".split()  # how often a plan runs a layer, and who sends to whom
 RESOLVED = Plan(MeshShape(tp=8)).resolve(V3)
 LATENT = {

@@ -13,8 +13,8 @@ from llmpar.plan.mesh_shape import parse_mesh
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.planner import planner
-from llmpar.planner.measured import read
-from llmpar.planner.planner import verdict
+from llmpar.planner.measured import read_runs
+from llmpar.planner.planner import memory_verdict
 from llmpar.planner.terms import FORMULAS, LINES, UPDATE, terms
 from llmpar.predict import memory
 from llmpar.predict.hardware import chip
@@ -159,7 +159,7 @@ def test_the_page_of_collectives_says_why_a_network_is_not_free(capsys):
 
 def test_where_time_means_nothing_no_second_is_explained():
     q = planner.Question(preset("tiny"), chip("cpu"), 8, 16, 64)
-    one = planner.fitting(q, Plan("fsdp=8"))
+    one = planner.least_recompute(q, Plan("fsdp=8"))
     assert {term.unit for term in terms(q, one)} == {"B"}
 
 
@@ -182,11 +182,11 @@ def test_the_bytes_of_tensor_parallelism_are_the_textbook_s():
 
 
 def test_runs_that_people_know_are_answered_beside_what_was_published():
-    cases = [case for name in ("published", "measured") for case in read(ROOT / f"{name}.json")[0]]
+    cases = [case for name in ("published", "measured") for case in read_runs(ROOT / f"{name}.json")[0]]
     errors = {}
-    for row, q, mesh in planner.famous():
+    for row, q, mesh in planner.published_runs():
         one = planner.on_mesh(q, mesh)
-        assert one.plan.mesh == mesh and verdict(q, one).words != "does not fit"
+        assert one.plan.mesh == mesh and memory_verdict(q, one).words != "does not fit"
         if "step_s" in row:
             (step_s,) = {
                 case.measured["step_s"]

@@ -11,7 +11,7 @@ from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.plan.timetable import makespan, timetable
-from llmpar.planner import held
+from llmpar.planner import measured
 from llmpar.predict import formulas, time, workload
 from llmpar.predict.hardware import Rates, chip
 from llmpar.predict.ring import pairs_by_step
@@ -260,7 +260,7 @@ def test_zero_bytes_are_the_textbooks():
     for zero, stage in ((0, 0), (1, 1), (3, 3)):
         soft = dataclasses.replace(SOFTWARE["megatron"], grad_bytes=2)
         run = run_of("dp=8" if zero < 3 else "fsdp=8", zero=zero, software=soft)
-        parts = held.held_bytes(run)
+        parts = measured.textbook_bytes(run)
         state = parts["weights"] + parts["gradients"] + parts["optimizer"]
         by_hand = formulas.zero_bytes(params_of(run), 8, stage)
         assert state == pytest.approx(by_hand, rel=1e-3)
@@ -273,9 +273,9 @@ def test_a_gpt_layer_keeps_what_korthikanti_counts():
     soft = SOFTWARE["megatron-2021"]
     run = run_of(config=config, seq_len=2048, gpt=True, ffn_products=2, software=soft)
     by_hand = formulas.gpt_activation_bytes(1, 2048, 12_288, 96)
-    assert held.activation_bytes(run)[0] == pytest.approx(by_hand, rel=0.05)
+    assert measured.activation_bytes(run)[0] == pytest.approx(by_hand, rel=0.05)
     block = dataclasses.replace(run, recompute="block")
-    assert held.activation_bytes(block)[0] == formulas.gpt_activation_bytes(
+    assert measured.activation_bytes(block)[0] == formulas.gpt_activation_bytes(
         1, 2048, 12_288, 96, recompute="full"
     )
 

@@ -151,7 +151,7 @@ def test_the_estimate_of_temporaries_is_finite_and_monotone():
 
 def test_the_ring_arithmetic_of_traffic():
     sent = traffic.Traffic(Plan("dp=4 tp=2").mesh)
-    weights, gradients = traffic.Sent("weights"), traffic.Sent("gradients")
+    weights, gradients = traffic.Transfer("weights"), traffic.Transfer("gradients")
     sent.add("all-gather", ("tp", "dp"), weights, 1024, 3)
     sent.add("all-reduce", ("dp",), gradients, 1024)
     sent.add("reduce-scatter", ("fsdp",), gradients, 1024)  # of one device: nothing

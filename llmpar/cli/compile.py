@@ -53,11 +53,11 @@ class Compile(Output):
 
     def run(self) -> dict:
         """Compile, print tables unless JSON was asked for, and refuse what does not fit."""
-        from llmpar.planner.targets import QUIET, parse_target
+        from llmpar.planner.targets import COMPILER_ENVIRONMENT, parse_target
 
         options.check_picture(self.svg)
         target = parse_target(self.step.target)
-        os.environ.update(QUIET)  # before JAX starts
+        os.environ.update(COMPILER_ENVIRONMENT)  # before JAX starts
         from llmpar.parallel.mesh import device_platform
         from llmpar.planner import aot
 
@@ -69,8 +69,8 @@ class Compile(Output):
         with options.still_at_work("compiling", usual, every_s=20):
             document = aot.compile_step(plan.config, plan, target, batch_size, self.step.seq_len)
         if "turns" in document:
-            options.save_picture(self.svg, "the schedule", lambda: aot.picture(document))
-        options.give(document, self.json, aot.tables(document))
+            options.save_picture(self.svg, "the schedule", lambda: aot.overlap_picture(document))
+        options.give(document, self.json, aot.compile_tables(document))
         if not document["fits"]:
             raise ValueError(document["why"])
         return document

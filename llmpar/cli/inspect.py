@@ -102,10 +102,10 @@ class Inspect(Output):
         """Return the HLO text with its mesh, or what the function of --program makes."""
         if self.hlo:
             return read_text(self.hlo, "HLO module"), self.step.mesh
-        from llmpar.planner.targets import QUIET, parse_target
+        from llmpar.planner.targets import COMPILER_ENVIRONMENT, parse_target
 
         target = parse_target(self.target) if self.target else None
-        os.environ.update(QUIET if target else {})  # before JAX starts
+        os.environ.update(COMPILER_ENVIRONMENT if target else {})  # before JAX starts
         from llmpar.parallel.mesh import use_devices
 
         devices = target.devices if target else use_devices(self.step.devices, at_least=1)

@@ -162,7 +162,7 @@ class Launch:
         check_range("cache-tokens", tokens, 1, MAX_TOKENS)
         tp, pp, most = serving.cut(config, chip, self.nodes, site.gpus_per_node, tokens, weight_bits, bits)
         seen = min(context, tokens)
-        token_ms = 1e3 * sum(serving.decode(config, chip, 1, seen, tp, weight_bits, bits).values())
+        token_ms = 1e3 * sum(serving.decode_seconds(config, chip, 1, seen, tp, weight_bits, bits).values())
         size = f"{config.num_params * weight_bits / 8e9:,.1f} GB in {numbers}"
         inform(
             f"'{config.name}', {size}, on {tp * pp} {chip.name}"

@@ -30,7 +30,7 @@ from llmpar.draw.scene import (
 )
 from llmpar.plan.layout import Arrow, Dim, Layout, parse_arrow, parse_layout
 from llmpar.plan.mesh_shape import AXES, ORDER, MeshShape, parse_mesh
-from llmpar.predict.formulas import ring_bytes
+from llmpar.predict.formulas import whole_ring_bytes
 from llmpar.predict.hardware import Chip
 
 _MAX_CELLS = 64
@@ -278,14 +278,14 @@ def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = 
 
 
 def moved(arrow: Arrow, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> list[tuple]:
-    """Return the moves of an arrow, and the bytes that a device of g sends for them on a ring (`ring_bytes`):
-    for V local ones all-gather V(g-1); reduce-scatter, all-to-all V(g-1)/g; all-reduce twice that; a slice
-    none."""
+    """Return the moves of an arrow, and the bytes that a device of g sends for them on a ring
+    (`whole_ring_bytes`): for V local ones all-gather V(g-1); reduce-scatter, all-to-all V(g-1)/g; all-reduce
+    twice that; a slice none."""
     local_bytes, out = _local_bytes(arrow.before, shape, sizes, itemsize), []
     for move in arrow.moves:
         g = math.prod(sizes[a] for a in move.axes)
         message = local_bytes * g if move.kind == "all-gather" else local_bytes
-        out.append((move, 0 if move.kind == "slice" else ring_bytes(move.kind, message, g)))
+        out.append((move, 0 if move.kind == "slice" else whole_ring_bytes(move.kind, message, g)))
         local_bytes = message // g if move.kind in ("reduce-scatter", "slice") else message
     return out
 

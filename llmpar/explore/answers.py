@@ -115,7 +115,7 @@ def numbers(seen: View) -> dict[str, Any]:
     out: dict[str, Any] = {
         "plan": planner.fields_of(one.plan) | {"mesh": str(one.plan.mesh)},
         "memory_bytes": one.memory_bytes,
-        "room_bytes": q.room_bytes,
+        "room_bytes": q.capacity_bytes,
         "traffic": [dict(zip(("axes", "kind", "count", "bytes"), row, strict=True)) for row in rows],
     }
     if seen.timed:
@@ -132,7 +132,7 @@ def numbers(seen: View) -> dict[str, Any]:
 
 def headline(seen: View) -> dict:
     """Return the verdict: whether it fits, how fast it is, what limits it, and what to do next."""
-    q, values, fit = seen.question, numbers(seen), planner.verdict(seen.question, seen.one)
+    q, values, fit = seen.question, numbers(seen), planner.memory_verdict(seen.question, seen.one)
     tone, of = {"fits": "good", "does not fit": "bad"}.get(fit.words, "unsure"), size_text(fit.capacity_bytes)
     head = f"{fit.words.capitalize()}: {size_text(fit.total_bytes)} of {of} a device"
     out: dict[str, Any] = {"tone": tone, "head": f"{': '.join(filter(None, (head, fit.near)))}."}

@@ -21,9 +21,9 @@ from llmpar.plan.model_config import PRESETS, ModelConfig, from_dict, preset
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.schedules import SCHEDULES
 from llmpar.planner import planner
-from llmpar.planner.advice import Step, advice
+from llmpar.planner.advice import Change, advice
 from llmpar.planner.planner import Candidate, Question
-from llmpar.predict import hardware
+from llmpar.predict import hardware, memory
 from llmpar.predict.hardware import CHIPS
 from llmpar.predict.layer import Segment, layer_segments
 
@@ -195,7 +195,7 @@ class Around:
         self.question = question
         self.points: dict[str, Candidate] = {}
         self.refused: dict[str, str] = {}
-        self.steps: dict[str, list[Step]] = {}
+        self.steps: dict[str, list[Change]] = {}
         self.runs: dict[str, Candidate] = {}  # ours of the published ones
         self.meshes = [] if question.chip.simulated else list(planner.every_mesh(question))
         self.map = self._map()
@@ -220,7 +220,7 @@ class Around:
                 self.steps[mesh] += [step] if step else []
                 yield
         yield from self.map
-        for run, q, where in planner.famous():
+        for run, q, where in planner.published_runs():
             self.runs[run["name"]] = planned(q, str(where))
             yield
 
@@ -260,7 +260,7 @@ def planned(question: Question, mesh: str) -> Candidate:
     sizes = question.batch_size, question.seq_len
     plan = Plan(mesh, **{"dtype": "bfloat16"} | question.fixed)
     resolved = plan.resolve(question.config, question.platform, *sizes)
-    return Candidate(resolved.effective, planner.UNPRICED, planner.held_by(question, resolved))
+    return Candidate(resolved.effective, planner.UNPRICED, memory.parts_bytes(resolved, *sizes))
 
 
 def view(state: dict) -> View:

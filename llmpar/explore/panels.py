@@ -15,7 +15,7 @@ from llmpar.explore.words import act, button, estimated, explanation, html_table
 from llmpar.plan.layout import Layout
 from llmpar.plan.mesh_shape import AXES, divisors, parse_mesh
 from llmpar.planner import planner
-from llmpar.planner.planner import Candidate, verdict
+from llmpar.planner.planner import Candidate, memory_verdict
 from llmpar.planner.terms import recomputed
 from llmpar.predict.hardware import GIB
 from llmpar.predict.memory import BATCH
@@ -228,7 +228,7 @@ def _moved(seen: View, axis: str, up: bool) -> tuple[str, str] | None:
 def memory(seen: View) -> Scene:
     """Draw a device's memory by part, against what a program may take, and how far the estimate may be
     off."""
-    q, fit = seen.question, verdict(seen.question, seen.one)
+    q, fit = seen.question, memory_verdict(seen.question, seen.one)
     parts = [columns.Part(name, size, "", act(explain=name)) for name, size in seen.one.parts.items()]
     limits = [(fit.capacity_bytes, "may take"), (q.chip.usable_hbm_gib * GIB, "all")]
     several = limits[0][0] != limits[1][0]

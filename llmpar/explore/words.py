@@ -104,7 +104,7 @@ def published_runs(seen: View) -> str:
     """Return a table of published runs, each a click away: what was measured, and what is predicted once that
     is known."""
     rows = []
-    for run, q, mesh in planner.famous():
+    for run, q, mesh in planner.published_runs():
         start = {
             "model": q.model,
             "chip": run["chip"],

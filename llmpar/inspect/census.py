@@ -83,13 +83,14 @@ Work = list[tuple[Collective, Fraction]]
 
 
 def collective_bytes(kind: str, group_size: int, result_bytes: int) -> int:
-    """Return the bytes that one of g devices on a ring sends for a result of R bytes (`formulas.ring_bytes`).
+    """Return the bytes that one of g devices on a ring sends for a result of R bytes
+    (`formulas.whole_ring_bytes`).
 
     All-gather and all-to-all R(g-1)/g, reduce-scatter R(g-1), all-reduce 2R(g-1)/g; collective-permute, send,
     and collective-broadcast (all devices but the last pass it on) R.
     """
     message_bytes = result_bytes * (group_size if kind == "reduce-scatter" else 1)
-    return formulas.ring_bytes(kind, message_bytes, group_size)
+    return formulas.whole_ring_bytes(kind, message_bytes, group_size)
 
 
 def summed(keyed: Iterable[tuple[dict[str, Any], Collective]]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from llmpar.predict.hardware import GIB
 
 
 @dataclass(frozen=True)
-class Step:
+class Change:
     """One change, priced.
 
     Attributes:
@@ -31,24 +31,24 @@ class Step:
     sequence_s: float
 
 
-def advice(q: Question, mesh: MeshShape, one: Candidate | None) -> Iterator[Step | None]:
+def advice(q: Question, mesh: MeshShape, one: Candidate | None) -> Iterator[Change | None]:
     """Single changes to a mesh that help: each fits, and is faster by more than `SAME` if ``one`` fits too
     (what `planner.on_mesh` answered; None where it refused). Fields given back to the planner, whose choice
     is no slower than any by hand; a prime factor moved to another axis; where it does not fit or cannot be,
     another batch. Lazily, in no order, None for what does not help: the best has least ``sequence_s``."""
     had = math.inf if one is None or one.why_not else one.time.step_s / q.batch_size * (1 - SAME)
-    for patch, other, there in _changes(q, mesh, one):
-        found = None
+    for patch, other, moved_mesh in _changes(q, mesh, one):
+        reached = None
         with contextlib.suppress(ValueError):
-            found = planner.on_mesh(other, there)
-        if found is None or found.why_not or found.time.step_s / other.batch_size >= had:
+            reached = planner.on_mesh(other, moved_mesh)
+        if reached is None or reached.why_not or reached.time.step_s / other.batch_size >= had:
             yield None
             continue
-        names = [f"{name}={getattr(found.plan, name)}" for name in patch.get("fields", ())]
+        names = [f"{name}={getattr(reached.plan, name)}" for name in patch.get("fields", ())]
         size = f"{other.batch_size} sequences" if "batch_size" in patch else ""
         what = patch.get("mesh") or size or ", ".join(names)
-        text = f"{what}: {found.total_bytes / GIB:.1f} GiB, {found.time.step_s:.3g} s"
-        yield Step(text, patch, found, found.time.step_s / other.batch_size)
+        text = f"{what}: {reached.total_bytes / GIB:.1f} GiB, {reached.time.step_s:.3g} s"
+        yield Change(text, patch, reached, reached.time.step_s / other.batch_size)
 
 
 def _changes(
@@ -66,12 +66,12 @@ def _changes(
         for batch_size in sorted(near - {0, q.batch_size}):
             yield {"batch_size": batch_size}, dataclasses.replace(q, fixed=given, batch_size=batch_size), mesh
     sizes, axes = mesh.user_sizes, [axis for axis in AXES if axis != "ep" or q.config.experts]
-    for here in axes:
-        for n, there in itertools.product(divisors(sizes[here])[1:], axes):
-            all_cut = (here, there, n) == ("dp", "fsdp", sizes[here])  # the state of replicas
-            if there == here or not all_cut and len(divisors(n)) > 2:
+    for giver in axes:
+        for n, taker in itertools.product(divisors(sizes[giver])[1:], axes):
+            all_cut = (giver, taker, n) == ("dp", "fsdp", sizes[giver])  # the state of replicas
+            if taker == giver or not all_cut and len(divisors(n)) > 2:
                 continue
-            if not planner.unsuited(q, there, sizes[there] * n):
-                moved = sizes | {here: sizes[here] // n, there: sizes[there] * n}
+            if not planner.unsuited(q, taker, sizes[taker] * n):
+                moved = sizes | {giver: sizes[giver] // n, taker: sizes[taker] * n}
                 new = dataclasses.replace(mesh, **moved)  # type: ignore[arg-type]
                 yield {"mesh": str(new)}, ask(given), new

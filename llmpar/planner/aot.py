@@ -67,10 +67,10 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        said = re.search(r"\((\d[\d.]*)G\) exceeds|Used (\d[\d.]*)G of", str(error))
-        if said:  # "HLO temporaries" in libtpu's sentence are all that the program holds, its arguments too
-            need["compiled_total"] = round(float(said[1] or said[2]) * GIB)
-        needs = f"{said[1] or said[2]} GiB" if said else "more"
+        match = re.search(r"\((\d[\d.]*)G\) exceeds|Used (\d[\d.]*)G of", str(error))
+        if match:  # "HLO temporaries" in libtpu's sentence are all that the program holds, its arguments too
+            need["compiled_total"] = round(float(match[1] or match[2]) * GIB)
+        needs = f"{match[1] or match[2]} GiB" if match else "more"
         why = _too_large(needs, q, plan.requested, target)
         seconds = time.perf_counter() - begin
         return document | {"fits": False, "why": why, "memory_bytes": need, "compile_s": seconds}
@@ -125,15 +125,15 @@ def _too_large(needs: str, q: planner.Question, plan: Plan, target: Target) -> s
     whole = chip.usable_hbm_gib * GIB
     part = chip.usable_bytes < whole
     rest = f" (of {whole / GIB:.1f}; XLA_PYTHON_CLIENT_MEM_FRACTION=.95 takes more)" if part else ""
-    room = f"a device of {target.text} offers JAX {chip.usable_bytes / GIB:.1f} GiB{rest}"
-    sentence = f"{q.config.name} on mesh '{shape}' needs {needs}, and {room}"
+    offer = f"a device of {target.text} offers JAX {chip.usable_bytes / GIB:.1f} GiB{rest}"
+    sentence = f"{q.config.name} on mesh '{shape}' needs {needs}, and {offer}"
     cut = {"mesh": dataclasses.replace(shape, dp=1, fsdp=shape.dp * shape.fsdp), "zero": 3}
     changes = [*planner.single_changes(q, plan), cut, cut | {"remat": "block", "loss_chunks": 8}]
     q = dataclasses.replace(q, share=chip.usable_bytes / whole)  # what JAX takes here
-    found = planner.first_fit(q, plan, changes)
-    if found is None:
+    fit = planner.first_fit(q, plan, changes)
+    if fit is None:
         return f"{sentence}; no plan near this one fits: use more devices, or shorter sequences"
-    change, need = found
+    change, need = fit
     new = {name: value for name, value in change.items() if value != getattr(plan, name)}
     flags = (f"--{name.replace('_', '-')}" + f" '{n}'" * (n is not True) for name, n in new.items())
     return f"{sentence}; {' '.join(flags)} would need {need / GIB:.1f} GiB"
@@ -141,22 +141,22 @@ def _too_large(needs: str, q: planner.Question, plan: Plan, target: Target) -> s
 
 def _turns(walked: Roofline) -> list[dict]:
     """List the turns of the three longest loops; of their events those of one name in a row are one."""
-    loops = sorted(walked.loops[1:], key=lambda turn: -turn.count * turn.seconds)[:3]
-    found = []
-    for turn in [loop for loop in loops if loop.events] or walked.loops[:1]:
-        begin, events = turn.events[0].start_s, list[dict]()
-        for event in turn.events:
+    loops = sorted(walked.loops[1:], key=lambda iteration: -iteration.count * iteration.seconds)[:3]
+    drawn = []
+    for iteration in [loop for loop in loops if loop.events] or walked.loops[:1]:
+        begin, events = iteration.events[0].start_s, list[dict]()
+        for event in iteration.events:
             last = events[-1] if events else None
             if last and event.lane == "compute" and (last["lane"], last["name"]) == (event.lane, event.name):
                 last["end_s"] = event.end_s - begin
             else:
                 times = {"start_s": event.start_s - begin, "end_s": event.end_s - begin}
                 events.append(dataclasses.asdict(event) | times)
-        found.append({"name": turn.name, "count": turn.count, "events": events})
-    return found
+        drawn.append({"name": iteration.name, "count": iteration.count, "events": events})
+    return drawn
 
 
-def picture(document: dict) -> Scene:
+def overlap_picture(document: dict) -> Scene:
     """Draw one turn of each of the longest loops: what computes, and what is on the links beside it."""
     return draw.two_lanes(document["turns"], f"One turn of each loop on {document['target']}, estimated")
 
@@ -172,7 +172,7 @@ def _busiest(text: str, mesh, plan: Resolved, target: Target, seq_len, branches,
     seen = ring.seen_share(tiles, seq_len, ranks, plan.sequence_order, Mask(config.window))
     full = config.experts.full_share(seq_len, plan.mesh.ep) if config.experts else 1.0
     stages = [roofline(text, mesh, target.links, taken, seen, full, beside, kernels) for taken in branches]
-    longest = max(stages, key=lambda walk: walk.step_s)
+    longest = max(stages, key=lambda stage: stage.step_s)
     if plan.pipeline:
         bubble = longest.step_s * float(timetable(plan.pipeline).bubble_over_ideal)
         longest.terms["pipeline bubble"] += bubble
@@ -180,18 +180,20 @@ def _busiest(text: str, mesh, plan: Resolved, target: Target, seq_len, branches,
     return longest
 
 
-def tables(document: dict) -> list[Table]:
+def compile_tables(document: dict) -> list[Table]:
     """Give the document as tables for a terminal."""
     need = document["memory_bytes"]
     sides = "predicted", "compiled"
-    held = rich_table(f"memory per device of {document['target']}", ("", *sides), sides)
+    memory_table = rich_table(f"memory per device of {document['target']}", ("", *sides), sides)
     gib = lambda n: "refused" if n is None else f"{n / GIB:.3f} GiB"
     for key, name in {"arguments": "arguments", "temp": "temporaries, by formula"}.items():
         guess, true = need[f"predicted_{key}"], need[f"compiled_{key}"]
-        held.add_row(name + (report.off_by(guess, true) if key == "temp" else ""), gib(guess), gib(true))
-    held.add_row("usable", "", gib(need["capacity"]))
+        memory_table.add_row(
+            name + (report.off_by(guess, true) if key == "temp" else ""), gib(guess), gib(true)
+        )
+    memory_table.add_row("usable", "", gib(need["capacity"]))
     if "roofline" not in document:
-        return [held]
+        return [memory_table]
     moves = report.move_tables(document)
     title = "overlap: what lies between a collective's start and its end (estimate)"
     sizes = "products beside", "on links", "exposed"
@@ -202,14 +204,14 @@ def tables(document: dict) -> list[Table]:
         times = time_text(row["busy_s"]), time_text(row["exposed_s"])
         where = f"{' · '.join(filter(None, words))} ×{row['count']:,}{apart}"
         waits.add_row(where, f"{row['hidden_flops'] / 1e12:,.1f} TFLOP", *times)
-    found, flops = document["roofline"], document["flops"]
-    band = "; ".join(f"{share}: {row['mfu']:.1%}" for share, row in found["if_kernels_reach"].items())
-    title = f"a step, estimated: {time_text(found['step_s'])}, MFU {found['mfu']:.1%}"
+    estimate, flops = document["roofline"], document["flops"]
+    band = "; ".join(f"{share}: {row['mfu']:.1%}" for share, row in estimate["if_kernels_reach"].items())
+    title = f"a step, estimated: {time_text(estimate['step_s'])}, MFU {estimate['mfu']:.1%}"
     figures = rich_table(
         title, ("term", "per step"), ("per step",), caption=band and f"MFU if kernels reach {band}"
     )
-    for name, seconds in found["terms"].items():
+    for name, seconds in estimate["terms"].items():
         figures.add_row(name, time_text(seconds))
     executed, useful = (flops[f"{name}_per_device"] / 1e12 for name in ("executed", "useful"))
     figures.add_row("FLOPs executed (useful) per device", f"{executed:,.1f} ({useful:,.1f}) TFLOP")
-    return [held, *moves, waits, figures]
+    return [memory_table, *moves, waits, figures]

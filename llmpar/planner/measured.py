@@ -1,4 +1,4 @@
-"""Reads published runs, and holds the model of time and memory against them.
+"""Reads published runs, and compares the model of time and memory with them.
 
 A file is a list of groups. A group has an ``id``, a ``source``, ``inputs`` (what was run) and ``expected``
 (what was measured). A sweep lists ``configs`` under ``columns``, or ``rows`` whose last columns are measured;
@@ -20,11 +20,10 @@ from typing import Any
 from llmpar.files import read_json
 from llmpar.plan.mesh_shape import AXES, MeshShape
 from llmpar.plan.model_config import PRESETS, ExpertConfig, ModelConfig, from_dict
-from llmpar.planner import held
 from llmpar.predict import hardware
 from llmpar.predict.hardware import Chip, Rates
 from llmpar.predict.time import step_time
-from llmpar.predict.workload import POLICIES, SOFTWARE, TABLE, Run
+from llmpar.predict.workload import POLICIES, PUBLICATIONS, SOFTWARE, Run
 
 
 @dataclass(frozen=True)
@@ -47,19 +46,21 @@ class Source:
     heads: dict[str, int] = field(default_factory=dict)  # by the model's width
 
 
-INPUTS: dict[str, str] = TABLE["inputs"]
-_MEASURED: dict[str, str] = TABLE["measured"]
-"""What was measured, and which of our answers it is held against. The rest of ``expected`` is derived."""
-SOURCES = {word: Source(**row) for word, row in TABLE["sources"].items()}
-MATRICES = {name: row.pop("matrices", 3) for name, row in TABLE["models"].items()}
-_MODELS = PRESETS | {name: PRESETS[preset] for name, preset in TABLE["aliases"].items()}
-_MODELS |= {name: from_dict({"name": name} | row) for name, row in TABLE["models"].items()}
+INPUTS: dict[str, str] = PUBLICATIONS["inputs"]
+_MEASURED: dict[str, str] = PUBLICATIONS["measured"]
+"""What was measured, and which of our answers it is compared with. The rest of ``expected`` is derived."""
+SOURCES = {word: Source(**row) for word, row in PUBLICATIONS["sources"].items()}
+MATRICES = {name: row.pop("matrices", 3) for name, row in PUBLICATIONS["models"].items()}
+_MODELS = PRESETS | {name: PRESETS[preset] for name, preset in PUBLICATIONS["aliases"].items()}
+_MODELS |= {name: from_dict({"name": name} | row) for name, row in PUBLICATIONS["models"].items()}
 _BITS = {"FP8": 8, "MXFP8": 8, "INT8": 8, "MXFP4": 4, "NVFP4": 4, "BF16": 16, "FP16": 16}
-"""Of the operands of products, by how a precision's name begins."""
+"""Of the operands of matmuls, by how a precision's name begins."""
 IN_FLOAT32 = re.compile(r"(fp32|float32)[\w ]*(grad|accum)|(grad|accum)[\w ]*(fp32|float32)", re.IGNORECASE)
 """Options of a run whose gradients are summed up in float32, where its framework also does so in 16 bits."""
+_FRAGMENTS = 0.03
+"""Of a device's memory that is left free: fragments of the allocator."""
 WHOLE_BATCH = ("maxtext", "llmpar")
-"""Frameworks that take the batch at once where nobody asks for microbatches."""
+"""Frameworks that take the batch at once where no microbatches are set."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +74,18 @@ class Case:
     source: str = ""
 
 
-def read(path: str | Path) -> tuple[list[Case], dict[str, str]]:
-    """The cases of a file, and the groups that cannot be held against the model, with the reason."""
+def read_runs(path: str | Path) -> tuple[list[Case], dict[str, str]]:
+    """Return the cases of a file, and the groups that cannot be compared with the model, with the reason."""
     groups = read_json(path, "measured runs", list)
     if not all(isinstance(g, dict) and "id" in g for g in groups):
         raise ValueError(f"'{path}' is no list of groups, each with an id, inputs and expected")
     cases, left = list[Case](), dict[str, str]()
     for group in groups:
-        found, failed = list[Case](), dict[str, str]()
+        readable, failed = list[Case](), dict[str, str]()
         try:
             for one in _runs(group):
                 try:
-                    found.append(_case(one[0], group, *one[1:]))
+                    readable.append(_case(one[0], group, *one[1:]))
                 except ValueError as why:
                     failed[one[0]] = str(why)
         except ValueError as why:
@@ -92,13 +93,13 @@ def read(path: str | Path) -> tuple[list[Case], dict[str, str]]:
         except (TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
             what = f"{type(error).__name__}: {error}"
             failed[""] = f"an input has a value that it cannot have, or one is missing ({what})"
-        cases += found
-        left |= failed if found else {str(group["id"]): why for why in reversed(failed.values())}
+        cases += readable
+        left |= failed if readable else {str(group["id"]): why for why in reversed(failed.values())}
     return cases, left
 
 
 def _runs(group: dict) -> Iterator[tuple[str, dict, dict]]:
-    """The runs of a group: a name, what was run, and what was measured."""
+    """Return the runs of a group: a name, what was run, and what was measured."""
     name, inputs, expected = str(group["id"]), dict(group.get("inputs", {})), dict(group.get("expected", {}))
     columns = group.get("columns") or inputs.pop("columns", None)
     what = group.get("rows") or inputs.pop("configs", None)
@@ -109,34 +110,34 @@ def _runs(group: dict) -> Iterator[tuple[str, dict, dict]]:
             yield f"{name}/{i}", inputs | {k: v for k, v in row.items() if k not in own}, own | shared
         return
     lists = [v for v in inputs.values() if isinstance(v, list)]
-    found = {k: v for k, v in expected.items() if k in _MEASURED}
-    if not found:
+    results = {k: v for k, v in expected.items() if k in _MEASURED}
+    if not results:
         raise ValueError("it holds no step time, memory or fit: nothing to compare")
-    at = lambda some, i: {k: v[i] if isinstance(v, list) else v for k, v in some.items()}
+    at = lambda values, i: {k: v[i] if isinstance(v, list) else v for k, v in values.items()}
     for i in range(max(map(len, lists), default=1)):
-        yield f"{name}/{i}" if lists else name, at(inputs, i), at(found, i)
+        yield f"{name}/{i}" if lists else name, at(inputs, i), at(results, i)
 
 
-def _source(said: str, software: str = "megatron") -> Source:
-    found = (row for word, row in SOURCES.items() if word.lower() in said.lower())
-    return next(found, Source(software))
+def _source(text: str, software: str = "megatron") -> Source:
+    rows = (row for word, row in SOURCES.items() if word.lower() in text.lower())
+    return next(rows, Source(software))
 
 
-def _one_of(table: dict[str, Any], said: Any, what: str) -> Any:
-    """The row of a table whose name begins what is said. Refuses what none does."""
+def _one_of(table: dict[str, Any], word: Any, what: str) -> Any:
+    """Return the row of a table whose name begins what is said. Refuses what none does."""
     for name, row in table.items():
-        if str(said).upper().startswith(name.upper()):
+        if str(word).upper().startswith(name.upper()):
             return row
-    raise ValueError(f"{what} '{said}' is not known; known are {', '.join(table)}")
+    raise ValueError(f"{what} '{word}' is not known; known are {', '.join(table)}")
 
 
-def _case(name: str, group: dict, inputs: dict, found: dict) -> Case:
+def _case(name: str, group: dict, inputs: dict, results: dict) -> Case:
     if unknown := sorted(set(inputs) - set(INPUTS)):
         raise ValueError(f"unknown inputs {', '.join(unknown)}; known are {', '.join(INPUTS)}")
     source = _source(group.get("source", ""), group.get("inputs", {}).get("software", "megatron"))
     known = source.inputs | {k: v for k, v in inputs.items() if v is not None}
-    for words, said in TABLE["phrases"].items():
-        known = said | known if words in group.get("what", "") else known
+    for words, more in PUBLICATIONS["phrases"].items():
+        known = more | known if words in group.get("what", "") else known
     software, options = known.get("software", source.software), str(known.get("options", ""))
     if software not in SOFTWARE:
         raise ValueError(f"software '{software}' is not known; known are {', '.join(SOFTWARE)}")
@@ -170,30 +171,32 @@ def _case(name: str, group: dict, inputs: dict, found: dict) -> Case:
     )  # fmt: skip
     run = dataclasses.replace(run, recompute=_recompute(known, source, run))
     may_offload = "mesh" in known or str(known.get("remat", "")).startswith("custom")
-    if software == "maxtext" and may_offload and not held.fits(run):
+    if software == "maxtext" and may_offload and not fits_memory(run):
         run = dataclasses.replace(run, offload=True)
-    return Case(name, group["id"], run, _measured(found, run), group.get("source", ""))
+    return Case(name, group["id"], run, _measured(results, run), group.get("source", ""))
 
 
 def _chip(known: dict, source: Source, group: dict) -> tuple[Chip, Chip]:
-    """The chip that is named, or else the one of the source's words; and the same with the network's rate."""
-    said = str(known.get("chip", ""))
-    words = f"{said} {group.get('source', '')} {known.get('hardware', '')}".lower()
+    """Return the chip that is named, or else the one of the source's words; and the same with the network's
+    rate."""
+    given = str(known.get("chip", ""))
+    words = f"{given} {group.get('source', '')} {known.get('hardware', '')}".lower()
     names = r"gb300|gb200|b300|b200|gh200|h200|h100|a100-40|a100|mi300x|mi250x|tpu7x|v6e|v5p|v5e|v4"
-    hit = re.search(names, said.lower() or words)
-    if said and not hit:
-        hardware.chip(said)  # refuses, with the names that are known
+    hit = re.search(names, given.lower() or words)
+    if given and not hit:
+        hardware.chip(given)  # refuses, with the names that are known
     if not hit and not source.chip:
         raise ValueError("it names no chip; give one, as 'chip': 'h100'")
     row = hardware.chip(hit[0] if hit else source.chip)
-    network = next((r for text, r in TABLE["networks"].items() if text in words), source.network_bytes_per_s)
-    if "H100-96" in said:
+    rates = (rate for text, rate in PUBLICATIONS["networks"].items() if text in words)
+    network = next(rates, source.network_bytes_per_s)
+    if "H100-96" in given:
         row = dataclasses.replace(row, usable_hbm_gib=row.usable_hbm_gib * 96 / 80)
     return row, dataclasses.replace(row, dcn_bytes_per_s=network) if network and row.link == "switch" else row
 
 
 def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
-    """The model's dims, and the matrices of its feed-forward."""
+    """Return the model's dims, and the matrices of its feed-forward."""
     if not {"model", "h", "d", "params"} & set(known):  # a table of one model names it above
         words = f"{group.get('what', '')}, {group['id']}".lower().replace(" ", "-")
         named = [name for name in sorted(_MODELS, key=len) if name in words]
@@ -201,9 +204,9 @@ def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
     gated = {"squared relu, two matrices": 2, "gelu, two matrices": 2, "swiglu, three matrices": 3}
     matrices = _one_of(gated, known["activation"], "activation") if "activation" in known else 0
     if "model" in known:
-        said = str(known["model"]).lower()
-        kv, dense = re.search(r"kv heads (\d+)", said), re.search(r", (\d+) dense layers?", said)
-        name = re.sub(r"( \(|,).*", "", said).removesuffix(" dims")
+        given = str(known["model"]).lower()
+        kv, dense = re.search(r"kv heads (\d+)", given), re.search(r", (\d+) dense layers?", given)
+        name = re.sub(r"( \(|,).*", "", given).removesuffix(" dims")
         if name not in _MODELS:
             raise ValueError(f"model '{known['model']}' is not known; give h, layers, heads, ffn and vocab")
         config = _MODELS[name]
@@ -239,10 +242,10 @@ def _scaled(billions: int) -> ModelConfig:
 
 
 def _mesh(known: dict, chip: Chip) -> tuple[MeshShape, int]:
-    """The mesh, and how many slices it spans. ``dp`` of numbers counts the ranks of ``ep`` too."""
+    """Return the mesh, and how many slices it spans. ``dp`` of numbers counts the ranks of ``ep`` too."""
     slices = known.get("slices", 1)
-    if found := re.match(r"(\d+)x ", str(known.get("hardware", ""))):
-        slices = int(found[1])
+    if match := re.match(r"(\d+)x ", str(known.get("hardware", ""))):
+        slices = int(match[1])
     devices = known.get("gpus", known.get("devices", known.get("chips", 0) * chip.devices_per_chip))
     if "nodes" in known:
         return MeshShape(dp=known["nodes"], fsdp=8), 1
@@ -275,10 +278,10 @@ def _mesh(known: dict, chip: Chip) -> tuple[MeshShape, int]:
 
 
 def _axes(text: str) -> dict[str, int]:
-    """The sizes of the axes in words such as 'data=2 x fsdp=64 devices, per-device batch 10'."""
-    said = re.sub(r"per-device batch \d+|\bdevices\b|\bx\b|,", " ", TABLE["meshes"].get(text, text))
+    """Return the sizes of the axes in words such as 'data=2 x fsdp=64 devices, per-device batch 10'."""
+    cleaned = re.sub(r"per-device batch \d+|\bdevices\b|\bx\b|,", " ", PUBLICATIONS["meshes"].get(text, text))
     sizes = dict[str, int]()
-    for word in said.split():
+    for word in cleaned.split():
         name, _, size = word.replace(":", "=").partition("=")
         name = {"data": "dp", "cp": "sp"}.get(name, name)
         if name not in AXES or name in sizes or not re.fullmatch(r"-1|[1-9]\d*", size):
@@ -289,7 +292,7 @@ def _axes(text: str) -> dict[str, int]:
 
 
 def _batch(known: dict, mesh: MeshShape, software: str) -> tuple[int, int]:
-    """Sequences of a microbatch on a data rank, and microbatches."""
+    """Return the sequences of a microbatch on a data rank, and microbatches."""
     ranks = mesh.dp * mesh.fsdp * mesh.ep
     rows, many = known.get("micro_batch") or known.get("local_batch"), known.get("microbatches")
     if "per_device_batch" in known:
@@ -308,22 +311,22 @@ def _recompute(known: dict, source: Source, run: Run) -> Any:
     for key in ("full_recompute", "activation_checkpointing"):
         if key in known:
             return "block" if known[key] else "none"
-    said, remat = known.get("recompute", source.recompute), str(known.get("remat", ""))
+    policy, remat = known.get("recompute", source.recompute), str(known.get("remat", ""))
     if "recompute" not in known and remat and not remat.startswith("custom"):
-        said = _one_of(TABLE["remat"], remat, "remat")
-    if said not in ("auto", *POLICIES):
-        raise ValueError(f"recompute '{said}' is not known; known are auto, {', '.join(POLICIES)}")
-    if said != "auto":
-        return said
-    return next((p for p in POLICIES if held.fits(dataclasses.replace(run, recompute=p))), "block")
+        policy = _one_of(PUBLICATIONS["remat"], remat, "remat")
+    if policy not in ("auto", *POLICIES):
+        raise ValueError(f"recompute '{policy}' is not known; known are auto, {', '.join(POLICIES)}")
+    if policy != "auto":
+        return policy
+    return next((p for p in POLICIES if fits_memory(dataclasses.replace(run, recompute=p))), "block")
 
 
-def _measured(found: dict, run: Run) -> dict[str, Any]:
-    """Seconds of a step from the first of `_MEASURED` that is there; GB; whether it fitted."""
-    there = {what: key for key, what in reversed(_MEASURED.items()) if found.get(key) is not None}
-    key, unit = there.get("step_s", ""), there.get("memory", "")
-    step: Any = found.get(key)
-    memory, fits = found.get(unit), found.get(there.get("fits", ""))
+def _measured(results: dict, run: Run) -> dict[str, Any]:
+    """Return the seconds of a step from the first of `_MEASURED` that is there; GB; whether it fitted."""
+    keys = {what: key for key, what in reversed(_MEASURED.items()) if results.get(key) is not None}
+    key, unit = keys.get("step_s", ""), keys.get("memory", "")
+    step: Any = results.get(key)
+    memory, fits = results.get(unit), results.get(keys.get("fits", ""))
     devices = run.mesh.size / (run.chip.devices_per_chip if key.endswith("chip") else 1)
     if key == "ms":
         step /= 1e3
@@ -339,13 +342,107 @@ def _measured(found: dict, run: Run) -> dict[str, Any]:
     return {"step_s": step, "memory_gb": memory, "fits": True if fits is None and (step or memory) else fits}
 
 
-# ------------------------------------------------------------------------------------------- held against
+# ------------------------------------------------------------------------------------- memory by the textbook
+
+
+def textbook_bytes(run: Run, allocated: bool = False) -> dict[str, float]:
+    """Return the bytes on the fullest device of another framework's run, by part: the textbook's sums, stage
+    by stage (Rajbhandari et al. 2020, section 3; Korthikanti et al. 2022, section 4). ``allocated``: without
+    what the framework takes itself. Of plans of ours: `predict.memory`."""
+    parts = max((_stage(run, stage) for stage in range(run.mesh.pp)), key=lambda parts: sum(parts.values()))
+    if not allocated:
+        parts["framework"] = run.software.overhead_bytes * (run.chip.link == "switch")
+    return parts
+
+
+def fits_memory(run: Run) -> bool:
+    """Tell whether the run fits its chip's memory, all of which other frameworks than JAX may take."""
+    capacity_bytes = run.chip.usable_hbm_gib * 2**30 * (1 - _FRAGMENTS)
+    return sum(textbook_bytes(run).values()) <= capacity_bytes
+
+
+def _stage(run: Run, stage: int) -> dict[str, float]:
+    soft, mesh, s = run.software, run.mesh, run.sizes
+    layers = sum(run.chunk_layers[stage :: mesh.pp])
+    dense = min(run.dense_layers, layers) if stage == 0 else 0
+    first, last = stage == 0, stage == mesh.pp - 1
+    body = s["attention"] + s["copies"] + s["vectors"]
+    sparse = s["ffn"] + s["router"]
+    shared = layers * body + (layers - dense) * sparse + dense * s["dense"]
+    shared += first * s["embedding"] + last * (s["head"] or (s["embedding"] if mesh.pp > 1 else 0.0))
+    shared /= mesh.tp
+    experts = (layers - dense) * s["experts"] / mesh.ep
+    weights = grads = state = gathered = 0.0
+    for params, apart in ((shared, 1), (experts, mesh.ep)):
+        group, ranks = run.zero_group / apart, run.data_ranks * mesh.sp / apart
+        cut = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (group, group, group)}[run.zero]
+        weights += params * soft.weight_bytes / cut[0]
+        grads += params * soft.grad_bytes / cut[1]
+        state += params * soft.state_bytes / cut[2]
+    if run.zero == 3:
+        body = (shared + experts - first * s["embedding"] / mesh.tp) / max(1, layers)
+        largest = max(2 * body, first * s["embedding"] / mesh.tp)  # the next layer's travel meanwhile
+        gathered = largest * (soft.gathered_bytes + soft.reduced_bytes)
+    elif not soft.weight_bytes:  # a cast copy of all weights
+        gathered = (shared + experts) * soft.gathered_bytes
+    kept, working = activation_bytes(run)
+    alive = _alive(run, stage)
+    logits = run.tokens * run.config.vocab_size / mesh.tp * last
+    return {
+        "weights": weights,
+        "gradients": grads,
+        "optimizer": state,
+        "gathered weights": gathered,
+        "activations": 0.0 if run.offload else kept * layers * alive,
+        "messages": 2.0 * soft.messages * run.stream_tokens * run.config.width * alive * (mesh.pp > 1),
+        "working set": max(working, logits * soft.logit_bytes),
+    }
+
+
+def _alive(run: Run, stage: int) -> float:
+    """Return the microbatches that stage i has under way at once: 1F1B p - i, with v chunks more (Narayanan
+    2021); GPipe all."""
+    p, m, v = run.mesh.pp, run.microbatches, run.virtual_stages
+    if run.schedule == "gpipe":
+        return m
+    if p == 1:
+        return 1
+    if v > 1:
+        return min(m, (2 * (p - stage - 1) + (v - 1) * p + 1) / v)
+    return min(m, p - stage)
+
+
+def activation_bytes(run: Run) -> tuple[float, float]:
+    """Return the bytes that a layer keeps for its backward pass, and those that this pass works with, of a
+    microbatch on a device. GPT in 16 bits: sbh(10 + 24/t), and 5as/h of unfused scores (Korthikanti et al.
+    2022, eq. 2)."""
+    c, tp, experts = run.config, run.mesh.tp, run.config.experts
+    d, t = c.width, run.tokens
+    stream = 2.0 * run.stream_tokens * d
+    heads = 2.0 * t * (2 * c.num_heads + 2 * run.kv_heads) * c.head_width / tp
+    visits = experts.top_k + experts.num_shared if experts else 1
+    inner = 2.0 * t * run.ffn_products * c.ffn_width / tp * visits
+    if experts:
+        inner += 2 * experts.top_k * 2.0 * t * d
+    if c.latent:
+        heads += 2.0 * t * (c.latent.q_rank + c.latent.kv_rank + c.latent.rope_width)
+    masks = stream if run.gpt and run.software.name.startswith("megatron") else 0.0
+    scores = 5.0 * run.score_elements()
+    whole = 2.0 * t * d
+    full = 2 * stream + 2 * (stream if run.tp_sequence or tp == 1 else whole) + heads + inner + masks + scores
+    hidden = 0.0 if experts else inner * (run.ffn_products - 1) / run.ffn_products
+    results = 2 * stream + heads
+    kept = {"none": full, "selective": results + hidden, "ffn": results, "block": stream}
+    return kept[run.recompute], full if run.recompute == "block" else full / 2
+
+
+# ----------------------------------------------------------------------------------- predicted and measured
 
 
 def against(path: str | Path, own: dict[str, Rates] | None = None) -> dict[str, Any]:
-    """The document of ``llmpar plan --against``: each run predicted and measured; each sweep's rank
+    """Return the document of ``llmpar plan --against``: each run predicted and measured; each sweep's rank
     correlation, and what its first choice costs over the best; what was left out, with the reason."""
-    cases, left = read(path)
+    cases, left = read_runs(path)
     if not cases:
         why = "; ".join(f"{name}: {reason}" for name, reason in left.items()) or "it is empty"
         raise ValueError(f"'{path}' holds no run to compare: {why}")
@@ -369,8 +466,8 @@ def against(path: str | Path, own: dict[str, Rates] | None = None) -> dict[str, 
 def _row(case: Case, own: dict[str, Rates] | None) -> dict[str, Any]:
     run, measured = case.run, case.measured
     time = step_time(run, (own or {}).get(run.chip.name))
-    parts = held.held_bytes(run, _source(case.source).allocated)
-    predicted = {"step_s": time.step_s, "memory_gb": sum(parts.values()) / 1e9, "fits": held.fits(run)}
+    parts = textbook_bytes(run, _source(case.source).allocated)
+    predicted = {"step_s": time.step_s, "memory_gb": sum(parts.values()) / 1e9, "fits": fits_memory(run)}
     error = {key: predicted[key] / measured[key] - 1 for key in ("step_s", "memory_gb") if measured[key]}
     if measured["fits"] is not None:
         error["fits"] = predicted["fits"] != measured["fits"]
@@ -388,7 +485,8 @@ def _row(case: Case, own: dict[str, Rates] | None) -> dict[str, Any]:
 
 
 def _sweeps(cases: list[Case], rows: list[dict]) -> list[dict[str, Any]]:
-    """Sweeps of a group, and runs of several groups that differ in how they are cut alone: three or more."""
+    """Return the sweeps of a group, and runs of several groups that differ in how they are cut alone: three
+    or more."""
     alike, listed = dict[Any, list[int]](), dict[str, list[int]]()
     model = lambda i: dataclasses.replace(cases[i].run.config, name="")
     for i, case in enumerate(cases):
@@ -397,37 +495,38 @@ def _sweeps(cases: list[Case], rows: list[dict]) -> list[dict[str, Any]]:
             what = run.tokens_per_step, run.seq_len, run.mesh.size, run.chip.name, run.bits, case.source
             alike.setdefault((model(i), *what), []).append(i)
             listed.setdefault(case.group, []).append(i)
-    listed = {group: some for group, some in listed.items() if len(some) > 2}
-    for some in alike.values():
-        groups = {cases[i].group for i in some}
+    listed = {group: indices for group, indices in listed.items() if len(indices) > 2}
+    for indices in alike.values():
+        groups = {cases[i].group for i in indices}
         if len(groups) > 2:
-            listed[os.path.commonprefix(sorted(groups)).rstrip("./") + " …"] = some
-    found = []
-    for name, some in listed.items():
-        predicted = [rows[i]["predicted"]["step_s"] for i in some]
-        measured = [cases[i].measured["step_s"] for i in some]
-        comparable = len({(cases[i].run.tokens_per_step, model(i)) for i in some}) == 1
+            listed[os.path.commonprefix(sorted(groups)).rstrip("./") + " …"] = indices
+    sweeps = []
+    for name, indices in listed.items():
+        predicted = [rows[i]["predicted"]["step_s"] for i in indices]
+        measured = [cases[i].measured["step_s"] for i in indices]
+        comparable = len({(cases[i].run.tokens_per_step, model(i)) for i in indices}) == 1
         first = measured[predicted.index(min(predicted))]
-        found.append(
+        sweeps.append(
             {
                 "id": name,
-                "runs": len(some),
+                "runs": len(indices),
                 "spearman": spearman(predicted, measured),
                 "choice_over_best": first / min(measured) if comparable else None,
-                "step_mean_abs_error": statistics.mean(abs(rows[i]["error"]["step_s"]) for i in some),
+                "step_mean_abs_error": statistics.mean(abs(rows[i]["error"]["step_s"]) for i in indices),
             }
         )
-    return found
+    return sweeps
 
 
 def spearman(a: list[float], b: list[float]) -> float:
-    """Rank correlation (Spearman 1904): Pearson's of the ranks, ties by their mean rank."""
-    x, y = ([sorted(some).index(v) + (some.count(v) - 1) / 2 for v in some] for some in (a, b))
+    """Return the rank correlation (Spearman 1904): Pearson's of the ranks, ties by their mean rank."""
+    x, y = ([sorted(values).index(v) + (values.count(v) - 1) / 2 for v in values] for values in (a, b))
     return statistics.correlation(x, y) if len(set(x)) > 1 < len(set(y)) else 0.0
 
 
 def tell_tale(row: dict[str, Any]) -> str:
-    """The term that a row's error could be of: the smallest that is as large as the error, or the largest."""
+    """Return the term that a row's error could be of: the smallest that is as large as the error, or the
+    largest."""
     off = abs(row["predicted"]["step_s"] - row["measured"]["step_s"])
     terms = sorted(row["terms"].items(), key=lambda item: item[1])
     return next((name for name, seconds in terms if seconds >= off), terms[-1][0])

@@ -1,9 +1,9 @@
-"""Which plan for a model on a machine: enumerates, prices, checks, ranks, and says why the others lost.
+"""Which plan for a model on a machine: enumerates, prices, checks, ranks, and explains why the others lost.
 
-Every mesh that divides the devices is priced with the ways to run it that could win: ZeRO, microbatches,
-schedules. The closed form of `time` ranks thousands of them without recomputation. From the first one on,
-`Resolved.check` says whether a way is legal, and `memory` how much recomputation it takes to fit: with that
-it takes its place in the rank again, and if it is still the first, its `traffic` is priced.
+Every mesh that divides the devices is priced with the variants that could win: ZeRO, microbatches, schedules.
+The closed form of `time` ranks thousands of them without recomputation. From the first one on,
+`Resolved.check` refuses what is not legal, and `memory` finds how much recomputation makes a plan fit: with
+that it takes its place in the rank again, and if it is still the first, its `traffic` is priced.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import itertools
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,26 +25,26 @@ from llmpar.predict.hardware import GIB, Chip
 from llmpar.predict.time import Clock, Time, step_time
 from llmpar.predict.workload import Run
 
-MARGIN = 0.08
+FREE_SHARE = 0.08
 """Of the memory that JAX takes, what a plan must leave free: the formula of temporaries is an estimate, by
 4 % off in the middle for GPUs, and a sixth too much for TPUs (`tests/compiled.md`)."""
 MEMORY_ERROR = 0.15
 """What is estimated of a plan's memory is off by no more in 68 of 71 plans that were compiled for H100, v5e
 and v5p, and in 188 of 220 compiled plans, other GPUs and all (`tests/compiled.md`)."""
 GPU_SHARE = 0.95
-"""Of a GPU's memory, what JAX takes when it is told to (XLA_CLIENT_MEM_FRACTION)."""
+"""Of a GPU's memory, what JAX takes where XLA_CLIENT_MEM_FRACTION is set to it."""
 SAME = 0.005
 """Times that differ by less are the same: no model of time is that good."""
 ERROR = 0.07
 """By how much a step's time is off in the mean over the published runs that its constants were fitted on."""
 UNSEEN_ERROR = 0.164
 """The same over runs of a source that was left out of the fit: what a time is worth on another cluster."""
-NEAR = 1.03
-"""A way that the closed form ranks by so much behind another may be faster when its `traffic` is priced."""
-TURNS = 12
-"""Of the ways to run a mesh that fit, in the order of their time, how many are priced by their `traffic`."""
-REJECTED = 12
-"""Of the meshes on which nothing fits, and of those that do not divide the batch, how many are told."""
+_NEAR = 1.03
+"""A plan that the closed form ranks by so much behind another may be faster when its `traffic` is priced."""
+_PRICED = 12
+"""Of the plans of a mesh that fit, in the order of their time, how many are priced by their `traffic`."""
+_REJECTED = 12
+"""Of the meshes on which nothing fits, and of those that do not divide the batch, how many are listed."""
 BAND = (0.2, 0.4, 0.6)
 """Shares of peak at which a step is estimated as well, until kernels were measured on its chip."""
 UNPRICED = Time(math.inf, {})
@@ -69,16 +69,13 @@ class Question:
 
     @property
     def taken(self) -> float:
-        """Of a device's memory, what JAX takes: of a GPU's the share that it is told to, else all."""
+        """Of a device's memory, what JAX takes: of a GPU's the share that is set, else all."""
         return self.share if self.platform.startswith("gpu") else 1.0
 
     @property
     def capacity_bytes(self) -> float:
-        """Bytes that a program may take on a device, by prediction: what JAX takes, less `MARGIN`."""
-        return self.chip.usable_hbm_gib * GIB * self.taken * (1 - MARGIN)
-
-    room_bytes = capacity_bytes
-    """The same, as lessons and ``llmpar plan --json`` call it."""
+        """Bytes that a program may take on a device, by prediction: what JAX takes, less `FREE_SHARE`."""
+        return self.chip.usable_hbm_gib * GIB * self.taken * (1 - FREE_SHARE)
 
     @property
     def capacity_words(self) -> str:
@@ -88,10 +85,10 @@ class Question:
     @property
     def capacity_sum(self) -> str:
         """The capacity, and what it is made of."""
-        how, whole = f"{hardware.MEMORY_SHARES[0]}={self.share:g}", self.chip.usable_hbm_gib
-        how = "JAX's default" if self.share == self.chip.memory_share else how
-        part = f"{self.taken:.0%} of {whole:.1f} by {how}" if self.taken < 1 else f"all {whole:.1f}"
-        return f"a program may take {self.capacity_bytes / GIB:.1f} GiB: {part}, less {MARGIN:.0%}"
+        source, whole = f"{hardware.MEMORY_SHARES[0]}={self.share:g}", self.chip.usable_hbm_gib
+        source = "JAX's default" if self.share == self.chip.memory_share else source
+        part = f"{self.taken:.0%} of {whole:.1f} by {source}" if self.taken < 1 else f"all {whole:.1f}"
+        return f"a program may take {self.capacity_bytes / GIB:.1f} GiB: {part}, less {FREE_SHARE:.0%}"
 
     @property
     def platform(self) -> str:
@@ -102,7 +99,7 @@ class Question:
         return "tpu" if self.chip.link == "torus" else f"gpu {maker}".strip()
 
     def run(self, plan: Plan) -> Run:
-        """What a plan computes and moves."""
+        """Return what a plan computes and moves."""
         plan = self.resolved(plan, None)
         return workload.of_plan(self.config, plan, self.chip, self.batch_size, self.seq_len)
 
@@ -119,11 +116,11 @@ def _resolved(plan: Plan, config: ModelConfig, devices: str | None) -> Resolved:
 
 @dataclass
 class Candidate:
-    """One way to run the step, priced."""
+    """One plan for the step, priced."""
 
     plan: Plan
     time: Time
-    memory_bytes: dict[str, float] = field(default_factory=dict)
+    memory_bytes: Mapping[str, float] = field(default_factory=dict)  # by part: `memory.parts_bytes`
     why_not: str = ""
 
     @property
@@ -143,17 +140,17 @@ class Candidate:
 
 
 class Verdict(NamedTuple):
-    """Whether a plan fits, and the bytes that this rests on. ``near``: at the edge, by how little."""
+    """Whether a plan fits, and the bytes that decide it. ``near``: at the edge, by how little."""
 
     words: str  # fits, at the edge, does not fit
     near: str
-    low_bytes: float  # what it holds, were the estimate `MEMORY_ERROR` too high
+    low_bytes: float  # the total, were the estimate `MEMORY_ERROR` too high
     total_bytes: float
     high_bytes: float
     capacity_bytes: float
 
 
-def verdict(q: Question, one: Candidate) -> Verdict:
+def memory_verdict(q: Question, one: Candidate) -> Verdict:
     """Say whether a plan fits; at the edge: by less than its estimated part may be off (`MEMORY_ERROR`)."""
     total, error, capacity = one.total_bytes, MEMORY_ERROR * one.estimated_bytes, q.capacity_bytes
     if total > capacity:
@@ -166,22 +163,22 @@ def verdict(q: Question, one: Candidate) -> Verdict:
     return Verdict(words, near, total - error, total, total + error, capacity)
 
 
-def famous() -> list[tuple[dict[str, Any], Question, MeshShape]]:
-    """Published runs that people know: what was measured and by whom, as a question, and on which mesh."""
-    found = []
-    for row in hardware.table("planner/famous.toml")["run"]:
+def published_runs() -> list[tuple[dict[str, Any], Question, MeshShape]]:
+    """List published runs that people know: what was measured and by whom, as a question, and the mesh."""
+    rows = []
+    for row in hardware.package_table("planner/published_runs.toml")["run"]:
         sizes = row["devices"], row["batch_size"], row["seq_len"]
         q = Question(preset(row["model"]), hardware.chip(row["chip"]), *sizes, model=row["model"])
-        found.append((row, q, parse_mesh(row["mesh"])))
-    return found
+        rows.append((row, q, parse_mesh(row["mesh"])))
+    return rows
 
 
 # ------------------------------------------------------------------------------------------- candidates
 
 
 def meshes(q: Question) -> Iterator[MeshShape]:
-    """Every mesh of all devices whose axes the model's dims allow and the machine's links can bear, as
-    `unsuited` says; axes that are given are what they are, but for more stages than layers."""
+    """Enumerate the meshes of all devices whose axes the model's dims and the machine's links allow
+    (`unsuited`); axes that are given are what they are, but for more stages than layers."""
     fixed = {a: v for a, v in q.fixed.items() if a in AXES}
     all_sizes = divisors(q.num_devices)
     sizes = {a: [v for v in all_sizes if not unsuited(q, a, v)] for a in ("tp", "pp", "ep", "sp", "dp")}
@@ -191,7 +188,7 @@ def meshes(q: Question) -> Iterator[MeshShape]:
 
 
 def _cuts(q: Question, sizes: dict[str, list[int]]) -> Iterator[MeshShape]:
-    """Every mesh of all devices with one of these sizes on each axis; fsdp has what they leave."""
+    """Enumerate the meshes of all devices with one of these sizes on each axis; fsdp gets the rest."""
     for numbers in itertools.product(*sizes.values()):
         fsdp, rest = divmod(q.num_devices, math.prod(numbers))
         if not rest:
@@ -199,9 +196,9 @@ def _cuts(q: Question, sizes: dict[str, list[int]]) -> Iterator[MeshShape]:
 
 
 def unsuited(q: Question, axis: str, n: int) -> str:
-    """Why no mesh that is searched has ``n`` ranks along an axis; empty where some may. tp stays within a
-    node or along one axis of a torus, and a rank of sp has no less than 4,096 positions: who asks for such a
-    mesh gets an answer all the same (`on_mesh`)."""
+    """Say why no mesh that is searched has ``n`` ranks along an axis; "" where one may. tp stays within a
+    node or along one axis of a torus, and a rank of sp has no less than 4,096 positions: `on_mesh` answers
+    such a mesh all the same."""
     c, heads = q.config, q.config.num_kv_heads
     if axis == "tp":
         node = q.chip.per_device().node_size if q.chip.link == "switch" else 16
@@ -222,8 +219,8 @@ def unsuited(q: Question, axis: str, n: int) -> str:
 
 
 def every_mesh(q: Question) -> Iterator[tuple[MeshShape, str]]:
-    """All ways to split the devices over the axes that the model has, whatever axes are given: each with why
-    it is left out of the search or cannot be, in one clause, or with an empty text: `on_mesh` answers it."""
+    """Enumerate the splits of the devices over the axes that the model has, whatever axes are given: each
+    with why it is left out of the search or cannot be, in one clause, or with "": `on_mesh` answers it."""
     axes = [axis for axis in AXES if axis != "fsdp" and (axis != "ep" or q.config.experts)]
     sizes = dict.fromkeys(axes, divisors(q.num_devices))
     reason = {(axis, size): unsuited(q, axis, size) for axis in axes for size in sizes[axis]}
@@ -233,10 +230,10 @@ def every_mesh(q: Question) -> Iterator[tuple[MeshShape, str]]:
 
 
 def _illegal(q: Question, mesh: MeshShape) -> str:
-    """Why a mesh cannot be, in the words of `Resolved.check`; empty where it can."""
+    """Say why a mesh cannot be, in the words of `Resolved.check`; "" where it can."""
     refusals, own = list[str](), {name: value for name, value in q.fixed.items() if name not in AXES}
     q = dataclasses.replace(q, fixed=own | mesh.user_sizes)
-    for fields in itertools.chain([{"mesh": mesh} | own], itertools.islice(ways(q, mesh), 2)):
+    for fields in itertools.chain([{"mesh": mesh} | own], itertools.islice(variants(q, mesh), 2)):
         try:
             q.resolved(Plan(**fields), None).check(q.batch_size, q.seq_len)
             return ""
@@ -245,8 +242,8 @@ def _illegal(q: Question, mesh: MeshShape) -> str:
     return refusals[0]
 
 
-def ways(q: Question, mesh: MeshShape) -> Iterator[Fields]:
-    """Fields of plans on a mesh that could win, those of recomputation left out."""
+def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
+    """Enumerate the fields of plans on a mesh that could win, those of recomputation left out."""
     rows = q.batch_size // (mesh.dp * mesh.fsdp * mesh.ep)
     given = {k: v for k, v in q.fixed.items() if k not in AXES}
     base: Fields = {"mesh": mesh, "dtype": "bfloat16"}
@@ -285,13 +282,13 @@ def ways(q: Question, mesh: MeshShape) -> Iterator[Fields]:
 
 
 def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
-    """The ways to run a mesh, by the closed form of their time and without recomputation. Of those whose
-    weights and optimizer cannot be cut so, or alone are larger than the room, one: it will say why. Gathered
-    keys are more to hold than a ring's, so they are for where they are faster than the ring before them, and
-    where no pass of a layer is, no step is."""
-    found, cannot, ring_s = list[Candidate](), dict[int, bool](), math.inf
+    """Price the variants of a mesh, by the closed form of their time and without recomputation. Of those
+    whose weights and optimizer cannot be cut so, or alone are larger than the memory, one is kept: it will
+    say why. Gathered keys take more memory than a ring's, so they are kept only where they are faster than
+    the ring before them; where no pass of a layer is faster, no step is."""
+    candidates, cannot, ring_s = list[Candidate](), dict[int, bool](), math.inf
     clocks, slow = dict[tuple[int, str], Clock](), set[tuple[int, str]]()
-    for fields in ways(q, mesh):
+    for fields in variants(q, mesh):
         alike = fields["microbatches"], fields.get("context_parallel", "ring")  # what layers depend on here
         if cannot.get(fields.get("zero", Plan.zero)) or alike in slow:
             continue
@@ -311,19 +308,19 @@ def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
         ring_s = one.time.step_s if plan.context_parallel == "ring" else ring_s
         if plan.context_parallel == "gather" and one.time.step_s >= ring_s:
             continue
-        found.append(one)
+        candidates.append(one)
         if plan.zero not in cannot:
             try:
                 resolved = q.resolved(plan, q.platform)
                 given = memory.argument_bytes(resolved, q.batch_size, q.seq_len)
                 cannot[plan.zero] = sum(given.values()) > q.capacity_bytes
-            except ValueError:  # `fitting` says why
+            except ValueError:  # `least_recompute` says why
                 cannot[plan.zero] = True
-    return found
+    return candidates
 
 
-def fitting(q: Question, plan: Plan) -> Candidate:
-    """The plan, or the same with the least recomputation more with which the program that would run fits."""
+def least_recompute(q: Question, plan: Plan) -> Candidate:
+    """Return the plan with the least recomputation, from its own on, with which its program fits."""
     policies = workload.POLICIES
     later = policies[policies.index(plan.remat) :] if "remat" not in q.fixed else (plan.remat,)
     try:
@@ -332,8 +329,8 @@ def fitting(q: Question, plan: Plan) -> Candidate:
         if runs.remat != later[-1]:  # of some pipelines it decides nothing
             later = (runs.remat,)
         for remat in later:
-            held = held_by(q, dataclasses.replace(runs, remat=remat))
-            one = Candidate(dataclasses.replace(plan, remat=remat), UNPRICED, held)
+            parts = memory.parts_bytes(dataclasses.replace(runs, remat=remat), q.batch_size, q.seq_len)
+            one = Candidate(dataclasses.replace(plan, remat=remat), UNPRICED, parts)
             if one.total_bytes <= q.capacity_bytes:
                 return one
     except ValueError as refusal:
@@ -342,11 +339,6 @@ def fitting(q: Question, plan: Plan) -> Candidate:
     one.why_not = f"holds {one.total_bytes / GIB:.1f} GiB > {q.capacity_bytes / GIB:.1f} GiB"
     one.why_not += f", of which {largest} {size / GIB:.1f}"
     return one
-
-
-def held_by(q: Question, plan: Resolved) -> dict[str, float]:
-    """Bytes on each device by part: what a step is given, and what it holds besides (`memory`)."""
-    return dict(memory.parts_bytes(plan, q.batch_size, q.seq_len))
 
 
 # ----------------------------------------------------------------------------------------------- the answer
@@ -378,17 +370,17 @@ def decide(q: Question, keep: int = 8) -> _Answer:
     plans = ranked(best.values())[:keep]
     if not plans:
         raise ValueError(nowhere(q, failed))
-    losers = [one for mesh, one in failed.items() if mesh not in best][:REJECTED]
+    losers = [one for mesh, one in failed.items() if mesh not in best][:_REJECTED]
     rejected = [{"mesh": str(x.plan.mesh), "why": x.why_not, "change": rescue(q, x)} for x in losers]
-    return _Answer(q, plans, rejected + impossible[:REJECTED], len(everything))
+    return _Answer(q, plans, rejected + impossible[:_REJECTED], len(everything))
 
 
-def ranked(found: Iterable[Candidate]) -> list[Candidate]:
-    """By time, the simpler mesh first where it is as fast as the fastest, but for `SAME`, and no other is
-    both faster and holds less."""
-    found = list(found)
-    fastest = min((one.time.step_s for one in found), default=0.0)
-    same = [one for one in found if one.time.step_s <= fastest * (1 + SAME)]
+def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Sort by time, the simpler mesh first where it is as fast as the fastest, but for `SAME`, and no other
+    is both faster and smaller in memory."""
+    candidates = list(candidates)
+    fastest = min((one.time.step_s for one in candidates), default=0.0)
+    same = [one for one in candidates if one.time.step_s <= fastest * (1 + SAME)]
 
     def order(one: Candidate) -> tuple[float, bool, int, float]:
         if one.time.step_s > fastest * (1 + SAME):
@@ -397,27 +389,27 @@ def ranked(found: Iterable[Candidate]) -> list[Candidate]:
         axes = sum(n > 1 for n in one.plan.mesh.sizes.values())
         return 0.0, any(fuller), axes, one.time.step_s
 
-    return sorted(found, key=order)
+    return sorted(candidates, key=order)
 
 
 def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
-    """The fastest way to run one mesh, with what ``q.fixed`` says of other fields and the planner's choice of
-    the rest: what `decide` answers where all axes are given. Where none fits, of those that hold least, with
-    ``why_not`` said, and priced all the same. `Resolved.check`'s ValueError where the mesh cannot be."""
+    """Return the fastest plan of one mesh, with the other fields of ``q.fixed`` and the planner's choice of
+    the rest: what `decide` answers where all axes are given. Where none fits, the one with the least memory,
+    with its ``why_not``, priced all the same. `Resolved.check`'s ValueError where the mesh cannot be."""
     if mesh.size != q.num_devices:
         raise ValueError(f"mesh '{mesh}' has {mesh.size} devices, and the question {q.num_devices}")
     _known(q)
     q, failed = dataclasses.replace(q, fixed=q.fixed | mesh.user_sizes), dict[MeshShape, Candidate]()
-    if found := _best(q, priced(q, mesh), failed, 1):
-        return found[mesh]
+    if best := _best(q, priced(q, mesh), failed, 1):
+        return best[mesh]
     if refusal := _illegal(q, mesh):
         raise ValueError(refusal)
     tried, q = list(failed.values()), dataclasses.replace(q, fixed={"remat": "block"} | q.fixed)
     if all(one.total_bytes - one.estimated_bytes > q.capacity_bytes for one in tried):
-        fields = list(ways(q, mesh))  # of those whose weights and moments are too large, one was tried
+        fields = list(variants(q, mesh))  # of those whose weights and moments are too large, one was tried
         counts = {one["microbatches"] for one in fields}
         ends = min(counts), max(counts)
-        tried += [fitting(q, Plan(**one)) for one in fields if one["microbatches"] in ends]
+        tried += [least_recompute(q, Plan(**one)) for one in fields if one["microbatches"] in ends]
     one = min(tried, key=lambda one: one.total_bytes)
     if not one.memory_bytes:  # whatever it would hold, these devices do not run it
         raise ValueError(one.why_not)
@@ -428,32 +420,32 @@ def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
 def _best(
     q: Question, everything: list[Candidate], failed: dict[MeshShape, Candidate], enough: int
 ) -> dict[MeshShape, Candidate]:
-    """The fastest way to run each mesh, of those that are among the fastest. ``failed`` gets the meshes of
-    which no way fits, each with the one that holds the least."""
-    best, turns, number = dict[MeshShape, Candidate](), Counter[MeshShape](), itertools.count()
+    """Return the fastest plan of each mesh that is among the fastest. ``failed`` gets the meshes of which no
+    plan fits, each with the one that takes the least memory."""
+    best, checked, number = dict[MeshShape, Candidate](), Counter[MeshShape](), itertools.count()
     queue = [(one.time.step_s, next(number), one) for one in everything]
     heapq.heapify(queue)
     limit = math.inf
     while queue:
         step_s, _, one = heapq.heappop(queue)
         mesh, remat = one.plan.mesh, one.plan.remat
-        if limit * NEAR <= step_s:
-            for other in (one, *(left for _, _, left in queue)):  # nobody knows whether these fit
+        if limit * _NEAR <= step_s:
+            for other in (one, *(left for _, _, left in queue)):  # not checked: these may fit
                 failed.pop(other.plan.mesh, None)
             break
-        if turns[mesh] == TURNS or mesh in best and best[mesh].time.step_s * NEAR <= step_s:
+        if checked[mesh] == _PRICED or mesh in best and best[mesh].time.step_s * _NEAR <= step_s:
             continue
         if not one.memory_bytes:
-            one = fitting(q, one.plan)
+            one = least_recompute(q, one.plan)
             if one.why_not:
                 if mesh not in failed or one.total_bytes < failed[mesh].total_bytes:
                     failed[mesh] = one
                 continue
-            if one.plan.remat != remat:  # slower than it was thought to be: behind others in the queue
+            if one.plan.remat != remat:  # slower than its closed form without recomputation
                 one.time = step_time(q.run(one.plan), simulate=False)
                 heapq.heappush(queue, (one.time.step_s, next(number), one))
                 continue
-        turns[mesh] += 1
+        checked[mesh] += 1
         plan = q.resolved(one.plan, None).effective
         one = Candidate(plan, step_time(q.run(plan)), one.memory_bytes)
         if mesh not in best or one.time.step_s < best[mesh].time.step_s:
@@ -464,7 +456,7 @@ def _best(
 
 
 def _known(q: Question) -> None:
-    """Refuse fields that a plan has not."""
+    """Refuse fields that no plan has."""
     if unknown := sorted(set(q.fixed) - {*AXES, *(f.name for f in dataclasses.fields(Plan))}):
         raise ValueError(f"a plan has no field {', '.join(unknown)}")
 
@@ -473,10 +465,10 @@ def _refuse(q: Question) -> None:
     """Refuse questions that no mesh answers."""
     c, axes = q.config, {a: v for a, v in q.fixed.items() if a in AXES}
     c.weights()  # refuses what cannot run at all
-    asked, text = math.prod(axes.values()), " ".join(f"{a}={v}" for a, v in axes.items()) or "free axes"
-    if q.num_devices % asked:
-        why = f"{q.num_devices} devices cannot be cut by '{text}', {asked} devices"
-        raise ValueError(f"{why}; use a multiple of {asked}, or fix fewer axes")
+    cut, text = math.prod(axes.values()), " ".join(f"{a}={v}" for a, v in axes.items()) or "free axes"
+    if q.num_devices % cut:
+        why = f"{q.num_devices} devices cannot be cut by '{text}', {cut} devices"
+        raise ValueError(f"{why}; use a multiple of {cut}, or fix fewer axes")
     _known(q)
     if not c.experts and axes.get("ep", 1) > 1:
         raise ValueError(f"ep={axes['ep']} deals out experts, and '{c.name}' has none; leave ep out")
@@ -486,24 +478,25 @@ def _refuse(q: Question) -> None:
         raise ValueError(f"no mesh of {q.num_devices} {q.chip.name} with {text} suits '{c.name}': {why}")
     rows = {q.batch_size // n for n in ranks if q.batch_size % n == 0}
     if (m := q.fixed.get("microbatches", 1)) and rows and all(n % m for n in rows):
-        ways = " ".join(map(str, sorted({d for n in rows for d in divisors(n)})[:12]))
+        counts = " ".join(map(str, sorted({d for n in rows for d in divisors(n)})[:12]))
         why = f"microbatches={m} divides the sequences of a data rank on no mesh"
         most = f"of a batch of {q.batch_size} it gets at most {max(rows)}"
-        raise ValueError(f"{why}: {most}; use one of {ways}")
+        raise ValueError(f"{why}: {most}; use one of {counts}")
 
 
 def rescue(q: Question, one: Candidate) -> str:
-    """The single change that would make a plan fit; empty where none does."""
+    """Name the single change that would make a plan fit, or the memory that is missing; "" where the plan is
+    not legal."""
     if not one.memory_bytes:
         return ""
-    if found := first_fit(q, one.plan, single_changes(q, one.plan)):
-        ((name, value),), total = found[0].items(), found[1]
+    if fit := first_fit(q, one.plan, single_changes(q, one.plan)):
+        ((name, value),), total = fit[0].items(), fit[1]
         return f"{name}={value} would hold {total / GIB:.1f} GiB"
     return f"no single field: it wants {one.total_bytes / q.capacity_bytes:.1f} times the memory"
 
 
 def single_changes(q: Question, plan: Plan) -> list[Fields]:
-    """Fields with which a plan holds less, each by itself."""
+    """List fields with which a plan takes less memory, each by itself."""
     rows = q.batch_size // (plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep)
     fields: Fields = {"remat": "block", "loss_chunks": 8, "zero": 3, "reshard_after_forward": True}
     if more := [m for m in divisors(rows) if m > plan.microbatches]:
@@ -512,14 +505,15 @@ def single_changes(q: Question, plan: Plan) -> list[Fields]:
 
 
 def first_fit(q: Question, plan: Plan, changes: list[Fields]) -> tuple[Fields, float] | None:
-    """The first of these changes with which a plan is legal and fits, and the bytes that it holds then."""
+    """Return the first of these changes with which a plan is legal and fits, and its bytes then."""
     for change in changes:
         if all(getattr(plan, k) == v for k, v in change.items()):
             continue
         try:
             other = q.resolved(dataclasses.replace(plan, **change), None)
             other.check(q.batch_size, q.seq_len)
-            total = held_by(q, q.resolved(other.effective, q.platform))["total"]
+            runs = q.resolved(other.effective, q.platform)
+            total = memory.parts_bytes(runs, q.batch_size, q.seq_len)["total"]
         except ValueError:
             continue
         if total <= q.capacity_bytes:
@@ -528,8 +522,8 @@ def first_fit(q: Question, plan: Plan, changes: list[Fields]) -> tuple[Fields, f
 
 
 def nowhere(q: Question, failed: dict[MeshShape, Candidate]) -> str:
-    """The sentence for a model that fits on no mesh: the least wanted, and the first number of devices, of
-    those that were tried, on which it does."""
+    """Word the refusal of a model that fits on no mesh: the least memory that one takes, and the first number
+    of devices, of those that were tried, on which one fits."""
     least = min(failed.values(), key=lambda one: one.total_bytes, default=None)
     wants = f"; the least is {least.plan.mesh}, which {least.why_not}" if least else ""
     if least and not least.memory_bytes:
@@ -551,10 +545,10 @@ def nowhere(q: Question, failed: dict[MeshShape, Candidate]) -> str:
 
 
 def larger(q: Question) -> Iterator[int]:
-    """Numbers of devices that may do where those of the question do not, from the first whose memory holds
-    the state, cut evenly: four in each octave, and beyond the second doublings."""
+    """Yield numbers of devices to try where those of the question are too few, from the first whose memory
+    suffices for the state, cut evenly: four in each octave, and beyond the second doublings."""
     state = 16.0 * q.config.trained_params  # weights, gradients and two moments in float32
-    many = max(q.num_devices + 1, math.ceil(state / q.room_bytes))
+    many = max(q.num_devices + 1, math.ceil(state / q.capacity_bytes))
     for _ in range(8):
         step = max(1, 2 ** (many.bit_length() - 3))
         many = math.ceil(many / step) * step
@@ -564,12 +558,12 @@ def larger(q: Question) -> Iterator[int]:
 
 
 def smallest_fits(q: Question) -> bool:
-    """Whether some mesh of fully cut state fits, a sequence at a time and with all recomputed."""
+    """Tell whether a mesh of fully cut state fits, a sequence at a time and with all recomputed."""
     for mesh in meshes(q):
         rows, rest = divmod(q.batch_size, mesh.fsdp * mesh.ep)
         if mesh.dp == 1 and not rest:
-            fields = next(ways(q, mesh)) | {"microbatches": rows, "remat": "block"}
-            if not fitting(q, Plan(**fields)).why_not:
+            fields = next(variants(q, mesh)) | {"microbatches": rows, "remat": "block"}
+            if not least_recompute(q, Plan(**fields)).why_not:
                 return True
     return False
 
@@ -578,9 +572,10 @@ def smallest_fits(q: Question) -> bool:
 
 
 def document(answer: _Answer, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
-    """The document of ``llmpar plan --json``. ``tokens``: to train on; ``price``: of a chip and hour."""
+    """Return the document of ``llmpar plan --json``. ``tokens``: to train on; ``price``: of a chip and
+    hour."""
     q, best = answer.question, answer.plans[0]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "model": q.config.name,
         "chip": q.chip.name,
         "devices": q.num_devices,
@@ -591,7 +586,7 @@ def document(answer: _Answer, tokens: float | None = None, price: float | None =
         "seq_len": q.seq_len,
         "tokens_per_step": q.batch_size * q.seq_len,
         "room_bytes": q.capacity_bytes,
-        "margin": MARGIN,
+        "margin": FREE_SHARE,
         "room_is": q.capacity_words,
         "time_error": UNSEEN_ERROR,
         "mfu_is": "6N + 12LHQT per token, attention's whole square (Chowdhery et al. 2022)",
@@ -601,12 +596,12 @@ def document(answer: _Answer, tokens: float | None = None, price: float | None =
         "sensitivity": sensitivity(q, best),
     }
     if tokens:
-        found["budget"] = budget(q, best, tokens, price)
-    return found
+        result["budget"] = budget(q, best, tokens, price)
+    return result
 
 
 def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
-    run, runs, fit = q.run(one.plan), q.resolved(one.plan, q.platform), verdict(q, one)
+    run, runs, fit = q.run(one.plan), q.resolved(one.plan, q.platform), memory_verdict(q, one)
     return {
         "mesh": str(one.plan.mesh),
         "attention_kernel": runs.attention_kernel,
@@ -630,12 +625,12 @@ def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
 
 
 def band(value: float) -> list[float]:
-    """From where to where a predicted time or rate may lie, by the error on runs that no fit saw."""
+    """Return the limits of a predicted time or rate, by the error on runs that no fit saw."""
     return [value * (1 - UNSEEN_ERROR), value * (1 + UNSEEN_ERROR)]
 
 
 def why(one: Candidate, plans: list[Candidate]) -> str:
-    """Why a plan is slower than the first: the term that grew most, in seconds."""
+    """Say why a plan is slower than the first: the term that grew most, in seconds."""
     if one is (best := plans[0]):
         first = all(other.time.step_s >= one.time.step_s for other in plans)
         what = "the fastest that fits" if first else f"as fast as any but for {SAME:.1%}, and simpler"
@@ -651,7 +646,7 @@ def why(one: Candidate, plans: list[Candidate]) -> str:
 
 
 def change(one: Candidate, plans: list[Candidate]) -> str:
-    """The fastest plan that is faster and one step away, a factor moved between two axes; empty: none."""
+    """Name the fastest plan that is faster and one step away, a factor moved between two axes; "": none."""
     for other in plans[: plans.index(one)]:
         a, b = one.plan.mesh.sizes, other.plan.mesh.sizes
         moved = [f"{axis}={b[axis]}" for axis in AXES if a[axis] != b[axis]]
@@ -661,13 +656,13 @@ def change(one: Candidate, plans: list[Candidate]) -> str:
 
 
 def fields_of(plan: Plan) -> dict[str, Any]:
-    """The fields of a plan that are not defaults, without the mesh."""
+    """Return the fields of a plan that are not defaults, without the mesh."""
     usual = {f.name: f.default for f in dataclasses.fields(Plan) if f.name != "mesh"}
     return {name: getattr(plan, name) for name in usual if getattr(plan, name) != usual[name]}
 
 
 def command(q: Question, plan: Plan, name: str) -> str:
-    """The exact line that trains, or compiles, under a plan."""
+    """Write the exact command that trains, or compiles, under a plan."""
     words = ["llmpar", name, "--model", shlex.quote(q.model or q.config.name), "--mesh", f'"{plan.mesh}"']
     words += ["--batch-size", str(q.batch_size), "--seq-len", str(q.seq_len)]
     fields = fields_of(plan)
@@ -689,7 +684,8 @@ def command(q: Question, plan: Plan, name: str) -> str:
 
 
 def launch(q: Question, plan: Plan) -> str | None:
-    """The line that writes a job for SLURM; None where one node is enough, or the chips are in no nodes."""
+    """Write the command that writes a job for SLURM; None where one node is enough, or chips have no
+    nodes."""
     each = q.chip.node_size * q.chip.devices_per_chip
     if q.chip.link != "switch" or q.num_devices <= each or q.num_devices % each:
         return None
@@ -699,7 +695,7 @@ def launch(q: Question, plan: Plan) -> str | None:
 
 
 def target(q: Question) -> str:
-    """The machine as ``llmpar compile --target`` names it."""
+    """Name the machine as ``llmpar compile --target`` does."""
     chips = q.num_devices // q.chip.devices_per_chip
     if q.chip.link == "switch":
         near = math.gcd(chips, q.chip.node_size)
@@ -713,17 +709,17 @@ def target(q: Question) -> str:
 
 
 def budget(q: Question, best: Candidate, tokens: float, price: float | None) -> dict[str, float]:
-    """Days, energy and cost of training on so many tokens."""
+    """Return days, energy and cost of training on so many tokens."""
     seconds = tokens / (q.batch_size * q.seq_len) * best.time.step_s
     chips = q.num_devices / q.chip.devices_per_chip
-    found = {"tokens": tokens, "days": seconds / 86_400, "chip_hours": chips * seconds / 3600}
+    result = {"tokens": tokens, "days": seconds / 86_400, "chip_hours": chips * seconds / 3600}
     if watts := hardware.POWER_W.get(q.chip.family):
-        found["energy_mwh"] = chips * watts * PUE * seconds / 3600 / 1e6
-    return found | ({"cost": price * found["chip_hours"]} if price else {})
+        result["energy_mwh"] = chips * watts * PUE * seconds / 3600 / 1e6
+    return result | ({"cost": price * result["chip_hours"]} if price else {})
 
 
 def sensitivity(q: Question, best: Candidate) -> list[dict[str, Any]]:
-    """Tokens per second of the same plan if one thing were different."""
+    """Return tokens per second of the same plan if one thing were different."""
     chip, run, different = q.chip, q.run(best.plan), dataclasses.replace
     twice = lambda rate: different(run, chip=different(chip, **{rate: 2 * getattr(chip, rate)}))
     more = different(best.plan, microbatches=2 * best.plan.microbatches)

@@ -17,7 +17,7 @@ from typing import Any
 
 from llmpar.predict.hardware import Chip, chip
 
-QUIET = {
+COMPILER_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # this process computes nothing elsewhere; compilers are asked for by name
     "CUDA_VISIBLE_DEVICES": "",
     "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -69,18 +69,18 @@ class Target:
         need_compiler(self.platform)
         from jax.experimental import topologies
 
-        how: dict[str, Any]
+        settings: dict[str, Any]
         if self.is_gpu:
             hosts, gpus = self.shape
-            how = dict(platform="cuda", topology=f"1x{hosts}x{gpus}")
-            how |= {"target_config": gpu_description(self.chip)}
+            settings = dict(platform="cuda", topology=f"1x{hosts}x{gpus}")
+            settings |= {"target_config": gpu_description(self.chip)}
         else:
             extents = "x".join(map(str, self.shape))
-            how = dict(platform="tpu", topology_name=f"{TPUS[self.chip.name]}:{extents}")
-            how |= {"num_slices": self.num_slices} if self.num_slices > 1 else {}
-            how |= {"chip_config_name": "megacore"} if self.chip.name in JOINED else {}
+            settings = dict(platform="tpu", topology_name=f"{TPUS[self.chip.name]}:{extents}")
+            settings |= {"num_slices": self.num_slices} if self.num_slices > 1 else {}
+            settings |= {"chip_config_name": "megacore"} if self.chip.name in JOINED else {}
         try:
-            return list(topologies.get_topology_desc(**how).devices)
+            return list(topologies.get_topology_desc(**settings).devices)
         except Exception as error:  # each compiler raises its own
             why = str(error).partition("\n")[0][:200]
             raise ValueError(f"target '{self.text}' is none that its compiler knows: {why}") from error
@@ -88,11 +88,11 @@ class Target:
 
 def parse_target(text: str) -> Target:
     """Read a target. Raises ValueError with what is known for what cannot be one."""
-    found = re.fullmatch(r"(?:(\d+)\*)?([\w.\-]+):(\d+(?:x\d+)*)", text.strip().lower())
+    match = re.fullmatch(r"(?:(\d+)\*)?([\w.\-]+):(\d+(?:x\d+)*)", text.strip().lower())
     known = f"{', '.join(GPUS)} (hosts x GPUs, as h100:8x8) and {', '.join(TPUS)} (a slice, as v5p:4x4x4)"
-    if not found:
+    if not match:
         raise ValueError(f"target '{text}' is not of the form CHIP:SHAPE; known are {known}")
-    row, shape, slices = chip(found[2]), tuple(map(int, found[3].split("x"))), int(found[1] or 1)
+    row, shape, slices = chip(match[2]), tuple(map(int, match[3].split("x"))), int(match[1] or 1)
     is_gpu = row.name in GPUS
     if not is_gpu and row.name not in TPUS:
         lacks = f"there is no compiler here for chip '{row.name}' without the device"
@@ -100,7 +100,7 @@ def parse_target(text: str) -> Target:
     dims = 2 if is_gpu else row.num_axes
     if len(shape) != dims or 0 in shape or not slices:
         what = "hosts x GPUs per host" if is_gpu else f"a slice of {dims} extents"
-        raise ValueError(f"target '{text}' has shape {found[3]}, but {row.name} wants {what}, all 1 or more")
+        raise ValueError(f"target '{text}' has shape {match[3]}, but {row.name} wants {what}, all 1 or more")
     if is_gpu and slices > 1:
         instead = f"{row.name}:{slices * shape[0]}x{shape[1]}"
         raise ValueError(f"target '{text}' has several slices of GPUs; use {instead}")
@@ -115,10 +115,10 @@ def need_compiler(platform: str) -> None:
         "cudnn": ("nvidia.cudnn", "aot-gpu-cudnn", "cuDNN"),
     }[platform]
     try:
-        there = importlib.util.find_spec(package) is not None
+        installed = importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
-        there = False
-    if not there:
+        installed = False
+    if not installed:
         raise ValueError(f"{what} is not installed; pip install 'llmpar[{extra}]' (no device is needed)")
 
 

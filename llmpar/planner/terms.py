@@ -14,11 +14,11 @@ from llmpar.plan.layout import parse_layout
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.planner.planner import Candidate, Question
 from llmpar.predict import formulas, memory
-from llmpar.predict.hardware import Rates, table
+from llmpar.predict.hardware import Rates, package_table
 from llmpar.predict.time import OPTIMIZER_BYTES, Clock, busiest, chunks, optimizer_params, torus_axes
 from llmpar.predict.traffic import FLOAT32, GRADIENT, ITEMSIZE, MATMULS, UPDATED, most_traffic, step_traffic
 
-FORMULAS = table("planner/terms.toml")
+FORMULAS = package_table("planner/terms.toml")
 LINES: dict[str, str] = FORMULAS.pop("lines")
 """Arrow to the file of the package that it is written in; the moves of weights are those of
 `plan.WeightLayouts`."""

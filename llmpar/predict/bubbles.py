@@ -15,7 +15,7 @@ class ClosedForm(NamedTuple):
 
 
 def closed_forms(p: int, m: int, v: int = 2, costs: Costs = (1, 1, 1)) -> dict[str, ClosedForm]:
-    """The published bubbles and peaks; what a form assumes of the costs stands behind its source."""
+    """Return the published bubbles and peaks; what a form assumes of the costs stands behind its source."""
     F, B, W = costs
     whole, stages = (p - 1) * (F + B + W), range(p)
     # DualPipe: (p/2-1)(F&B + B - 3W) with the paper's full B, which is B+W here, and F&B = F+B+W

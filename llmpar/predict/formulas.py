@@ -21,14 +21,15 @@ def zero_bytes(
     grad_bytes: float = 2,
     optim_bytes: float = 12,
 ) -> float:
-    """Bytes of model state per device: stage 0 (P+G+K)Ψ, 1 (P+G)Ψ + KΨ/N, 2 PΨ + (G+K)Ψ/N, 3 all over N.
+    """Return the bytes of model state per device: stage 0 (P+G+K)Ψ, 1 (P+G)Ψ + KΨ/N, 2 PΨ + (G+K)Ψ/N, 3 all
+    over N.
 
     Rajbhandari et al. 2020 (ZeRO), section 5, table 1; K = 12 for Adam in mixed precision. The bytes differ
     elsewhere: fp32 training is 4, 4, 8, and gradients accumulated in fp32 add 4 to `grad_bytes`.
     """
-    held = [param_bytes, grad_bytes, optim_bytes]
+    sizes = [param_bytes, grad_bytes, optim_bytes]
     cut = {0: (), 1: (2,), 2: (1, 2), 3: (0, 1, 2)}[stage]
-    return params * sum(b / devices if i in cut else b for i, b in enumerate(held))
+    return params * sum(b / devices if i in cut else b for i, b in enumerate(sizes))
 
 
 def gpt_activation_bytes(
@@ -40,7 +41,8 @@ def gpt_activation_bytes(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> float:
-    """Bytes one GPT layer keeps for its backward in 16 bits: sbh(10 + 24/t + 5as/ht); SP sbh/t(34 + 5as/h).
+    """Return the bytes one GPT layer keeps for its backward in 16 bits: sbh(10 + 24/t + 5as/ht); SP sbh/t(34
+    + 5as/h).
 
     Korthikanti et al. 2022, eqs. 1, 2, 4, table 2. `recompute="selective"` drops 5as/h, "block" keeps 2sbh.
     For the block with dropout, GELU and attention that stores its scores: not our model.
@@ -55,14 +57,16 @@ def gpt_activation_bytes(
 def kv_cache_bytes(
     tokens: float, layers: float, kv_heads: float, head_dim: float, bytes_each: float = 2
 ) -> float:
-    """Bytes of keys and values: 2 layers kv_heads head_dim bytes for each token (Book, inference)."""
+    """Return the bytes of keys and values: 2 layers kv_heads head_dim bytes for each token (Book,
+    inference)."""
     return 2 * tokens * layers * kv_heads * head_dim * bytes_each
 
 
 def train_seconds(
     params: float, tokens: float, devices: float, reached_flops_per_s: float, flops_per_param_token: float = 6
 ) -> float:
-    """6PT/(nX), or 8PT/(nX) with full recomputation (Narayanan et al. 2021, eq. 4); attention not counted."""
+    """Return 6PT/(nX), or 8PT/(nX) with full recomputation (Narayanan et al. 2021, eq. 4); attention not
+    counted."""
     return flops_per_param_token * params * tokens / (devices * reached_flops_per_s)
 
 
@@ -70,9 +74,9 @@ def train_seconds(
 
 
 def ring_share(kind: str, group: int) -> Fraction:
-    """How much of one collective's message each of ``group`` devices sends on a ring: all but one piece,
-    (g-1)/g; twice that for an all-reduce, a reduce-scatter and an all-gather; all to permute, to send, and to
-    broadcast (the first of them, and all but the last after it); 0 to `vary`.
+    """Return how much of one collective's message each of ``group`` devices sends on a ring: all but one
+    piece, (g-1)/g; twice that for an all-reduce, a reduce-scatter and an all-gather; all to permute, to send,
+    and to broadcast (the first of them, and all but the last after it); 0 to `vary`.
 
     The message is the whole: the gathered result, the unreduced input, the local buffer that all exchange.
     """
@@ -82,23 +86,25 @@ def ring_share(kind: str, group: int) -> Fraction:
     return Fraction(laps * (group - 1), group)
 
 
-def ring_bytes(kind: str, message_bytes: int, group: int) -> int:
+def whole_ring_bytes(kind: str, message_bytes: int, group: int) -> int:
     """`ring_share` of a message in whole bytes. Where ``group`` does not divide the message its pieces
     differ, and so does what the devices send. Their mean is exact; a part of a byte counts as one."""
     return math.ceil(message_bytes * ring_share(kind, group))
 
 
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute")
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute")
 
 
 def sent_bytes(kind: str, message_bytes: float, group: int) -> float:
-    """Bytes each device sends in a ring of the *message* V: V(g-1)/g, all-reduce twice that, permute V."""
-    assert kind in KINDS, kind
+    """Return the bytes each device sends in a ring of the *message* V: V(g-1)/g, all-reduce twice that,
+    permute V."""
+    assert kind in COLLECTIVES, kind
     return message_bytes * float(ring_share(kind, group))
 
 
 def sent_bytes_of_result(kind: str, result_bytes: float, group: int) -> float:
-    """The same from the *result* that HLO prints, which differs for reduce-scatter alone: it is a shard."""
+    """Return the same from the *result* that HLO prints, which differs for reduce-scatter alone: it is a
+    shard."""
     return sent_bytes(kind, result_bytes * (group if kind == "reduce-scatter" else 1), group)
 
 
@@ -110,13 +116,14 @@ def torus_seconds(
     wrap: bool = True,
     hop_s: float = 0.0,
 ) -> float:
-    """Seconds on a torus over axes of sizes `shape`, with one-way `link_bytes_per_s` (Book, sharding).
+    """Return the seconds on a torus over axes of sizes `shape`, with one-way `link_bytes_per_s` (Book,
+    sharding).
 
     All-gather and reduce-scatter V/(2 W axes), without (g-1)/g as the book has it; on lines that do not wrap
     V (g-1)/g / (W axes). All-reduce twice. All-to-all: half of the data crosses the middle of the longest
     axis, on one axis a quarter of gathering the whole array (g local buffers). At least `hop_s` a hop.
     """
-    assert kind in KINDS, kind
+    assert kind in COLLECTIVES, kind
     group, links, laps = math.prod(shape), 2 if wrap else 1, 2 if kind == "all-reduce" else 1
     if group == 1:
         return 0.0
@@ -131,7 +138,8 @@ def torus_seconds(
 
 
 def switch_seconds(kind: str, message_bytes: float, group: int, egress_bytes_per_s: float) -> float:
-    """Seconds below one switch: what a device sends over what it can send, V(g-1)/(g W) (Book, GPUs)."""
+    """Return the seconds below one switch: what a device sends over what it can send, V(g-1)/(g W) (Book,
+    GPUs)."""
     return sent_bytes(kind, message_bytes, group) / egress_bytes_per_s
 
 
@@ -141,7 +149,7 @@ def level_bytes_per_s(levels: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def tree_seconds(kind: str, message_bytes: float, levels: Sequence[tuple[float, float]]) -> float:
-    """Seconds over a tree of switches, levels from the inside: the slowest level hides the others.
+    """Return the seconds over a tree of switches, levels from the inside: the slowest level hides the others.
 
     All-gather V max (D-1)/(D W) (Book, GPUs); all-reduce twice. An all-to-all does not shrink on its way up:
     the S devices below a child send S local (1 - S/g) out of it. A permute may send all of them at once.
@@ -150,12 +158,12 @@ def tree_seconds(kind: str, message_bytes: float, levels: Sequence[tuple[float, 
 
 
 def tree_level_seconds(kind: str, message_bytes: float, levels: Sequence[tuple[float, float]]) -> list[float]:
-    """The seconds of `tree_seconds` on each level."""
+    """Return the seconds of `tree_seconds` on each level."""
     group = math.prod(degree for degree, _ in levels)
     if kind in ("all-gather", "reduce-scatter", "all-reduce"):
         laps = 2 if kind == "all-reduce" else 1
         return [laps * message_bytes / rate for rate in level_bytes_per_s(levels)]
-    assert kind in KINDS, kind
+    assert kind in COLLECTIVES, kind
     seconds, below = [], 1.0
     for degree, egress in levels:
         leaving = 1 if kind == "permute" else 1 - below / group
@@ -176,8 +184,8 @@ class Level(NamedTuple):
 def level_seconds(
     chip: Chip, kind: str, message_bytes: float, group: int, inner: float = 1, axes: int = 0
 ) -> list[Level]:
-    """What a collective over `group` devices, `inner` apart in link order, takes on each level of its links,
-    fast ones first: the slowest decides.
+    """Return what a collective over `group` devices, `inner` apart in link order, takes on each level of its
+    links, fast ones first: the slowest decides.
 
     A switch: inside a node its egress, beyond it a tree whose upper ports are shared with the `inner`
     neighbours that do the same. A torus: rings along so many ``axes``, or one axis of that length, which
@@ -203,14 +211,14 @@ def level_seconds(
     levels = [(near, rate), (math.ceil(group / near), near * share.dcn_bytes_per_s)]
     took, where = tree_level_seconds(kind, message_bytes, levels), "slice" if chip.link == "torus" else "node"
     names = f"inside a {where}", f"between {where}s"
-    found = [(Level(n, rate, s), parts) for n, (parts, rate), s in zip(names, levels, took, strict=True)]
-    return [level for level, parts in found if parts > 1] or [found[0][0]]
+    rows = [(Level(n, rate, s), parts) for n, (parts, rate), s in zip(names, levels, took, strict=True)]
+    return [level for level, parts in rows if parts > 1] or [rows[0][0]]
 
 
 def collective_seconds(
     chip: Chip, kind: str, message_bytes: float, group: int, inner: float = 1, axes: int = 0
 ) -> float:
-    """Seconds of a collective: those of the slowest of its `level_seconds`."""
+    """Return the seconds of a collective: those of the slowest of its `level_seconds`."""
     return max(level.seconds for level in level_seconds(chip, kind, message_bytes, group, inner, axes))
 
 
@@ -251,8 +259,8 @@ def moe_elements(tokens: float, d: float, topk: float, ep: float) -> float:
 
 
 def visited_share(experts: int, topk: int, ep: int) -> float:
-    """The share of tokens that have one of their k experts on a given one of EP ranks, if all experts are
-    equally likely: 1 - C(E - E/EP, k) / C(E, k)."""
+    """Return the share of tokens that have one of their k experts on a given one of EP ranks, if all experts
+    are equally likely: 1 - C(E - E/EP, k) / C(E, k)."""
     return 1 - math.comb(experts - experts // ep, topk) / math.comb(experts, topk)
 
 
@@ -272,22 +280,26 @@ def copies(mesh_axes: Mapping[str, int], cut_axes: Collection[str]) -> float:
 def critical_batch(
     flops_per_s: float, hbm_bytes_per_s: float, weight_bytes: float = 2, experts: float = 1, topk: float = 1
 ) -> float:
-    """Tokens above which x[B,d] @ w[d,f] is compute-bound for large d and f: (E/k) bytes C/2W (Book)."""
+    """Return the tokens above which x[B,d] @ w[d,f] is compute-bound for large d and f: (E/k) bytes C/2W
+    (Book)."""
     return experts / topk * weight_bytes * flops_per_s / (2 * hbm_bytes_per_s)
 
 
 def dp_min_tokens(flops_per_s: float, bytes_per_s: float, experts: float = 1, topk: float = 1) -> float:
-    """Tokens per chip above which DP or FSDP hides: (E/k) C/W, W all that leaves a chip (Book, training)."""
+    """Return the tokens per chip above which DP or FSDP hides: (E/k) C/W, W all that leaves a chip (Book,
+    training)."""
     return experts / topk * flops_per_s / bytes_per_s
 
 
 def tp_max_degree(ffn: float, flops_per_s: float, bytes_per_s: float) -> float:
-    """Largest TP degree that hides its bf16 communication: F W/C, W of all its axes (Book, training)."""
+    """Return the largest TP degree that hides its bf16 communication: F W/C, W of all its axes (Book,
+    training)."""
     return ffn * bytes_per_s / flops_per_s
 
 
 def ring_min_block(flops_per_s: float, link_bytes_per_s: float, kv_ratio: float = 1.0) -> float:
-    """Tokens per block above which ring attention hides its hops: C/W, times kv_heads/heads with GQA.
+    """Return the tokens per block above which ring attention hides its hops: C/W, times kv_heads/heads with
+    GQA.
 
     Liu et al. 2023, table 2, where the least sequence per device is six blocks. A causal mask doubles it.
     """

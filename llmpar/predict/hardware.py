@@ -4,7 +4,7 @@ A row describes one *chip* as its maker does; `Chip.per_device` divides it by th
 as. Rates are peak bf16 without sparsity, GB = 1e9, GiB = 2**30, bandwidths are one way unless named
 otherwise. `hbm_bytes` is what is published (some pages print GB where they mean GiB, so it can be the
 smaller), `usable_hbm_gib` what the device offers. Of a GPU's memory JAX takes three quarters when it starts,
-unless it is told otherwise: `Chip.usable_bytes`.
+unless another share is set: `Chip.usable_bytes`.
 """
 
 import contextlib
@@ -105,11 +105,6 @@ class Chip:
         return self.link_bytes_per_s * self.link_efficiency
 
     @property
-    def axis_bytes_per_s(self) -> float:
-        """Peak bytes per second that leave a chip along an axis: both ways of a ring, all of a switch."""
-        return self.link_bytes_per_s * (2 if self.link == "torus" else 1)
-
-    @property
     def family(self) -> str:
         """The row's name, also of a file that started from it."""
         return self.base or self.name
@@ -126,17 +121,17 @@ class Chip:
         return self.family == "cpu" and self.reached is None
 
     def reaching(self, rates: Rates | None = None) -> "Chip":
-        """The chip with the links that large collectives of training runs reach, by its ``rates``."""
+        """Return the chip with the links that large collectives of training runs reach, by its ``rates``."""
         rates = rates or self.rates
         network = self.dcn_bytes_per_s * rates.network
         return replace(self, link_efficiency=rates.links, dcn_bytes_per_s=network)
 
     def wraps(self, axis_size: int) -> bool:
-        """Whether a torus axis of this length closes into a ring (a switch always does)."""
+        """Tell whether a torus axis of this length closes into a ring (a switch always does)."""
         return self.link == "switch" or axis_size % self.wrap_multiple == 0
 
     def per_device(self) -> "Chip":
-        """The share of one JAX device: rates, bytes and links divided by `devices_per_chip`."""
+        """Return the share of one JAX device: rates, bytes and links divided by `devices_per_chip`."""
         n = self.devices_per_chip
         shared = ("flops_per_s", "hbm_bytes", "hbm_bytes_per_s", "link_bytes_per_s", "dcn_bytes_per_s")
         share = {f: getattr(self, f) / n for f in shared}
@@ -144,7 +139,7 @@ class Chip:
 
 
 def asked_memory_share() -> float | None:
-    """The share of a GPU's memory that this environment tells JAX to take; None where it says nothing."""
+    """Return the share of a GPU's memory that this environment sets for JAX; None where it sets none."""
     if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":  # the only one that knows no share
         return 1.0
     name = next((name for name in MEMORY_SHARES if os.environ.get(name)), None)
@@ -157,7 +152,7 @@ def asked_memory_share() -> float | None:
 
 
 def memory_left_out(chip: Chip) -> str:
-    """A sentence on the memory that JAX leaves out because nobody told it its share; or nothing."""
+    """Say how much memory JAX leaves out because its share is not set; "" where it leaves none."""
     if chip.memory_share == 1 or asked_memory_share() is not None:
         return ""
     whole = chip.usable_hbm_gib
@@ -165,16 +160,16 @@ def memory_left_out(chip: Chip) -> str:
     return f"JAX takes {taken}; alone on it, set {MEMORY_SHARES[0]}=.95"
 
 
-def table(name: str) -> dict[str, Any]:
-    """The table of a TOML file of the package. What ``[text]`` says of a word, {WORD} stands for."""
+def package_table(name: str) -> dict[str, Any]:
+    """Read a TOML file of the package. {WORD} stands for the text of that name under ``[text]``."""
     text = resources.files("llmpar").joinpath(name).read_text(encoding="utf-8")
     words = tomllib.loads(text).get("text", {})
-    return tomllib.loads(re.sub(r"\{([A-Z]+)\}", lambda found: words.get(found[1], found[0]), text))
+    return tomllib.loads(re.sub(r"\{([A-Z]+)\}", lambda match: words.get(match[1], match[0]), text))
 
 
-RATES: dict[str, Rates] = {name: Rates(**row) for name, row in table("predict/rates.toml").items()}
+RATES: dict[str, Rates] = {name: Rates(**row) for name, row in package_table("predict/rates.toml").items()}
 """What `tests/fit_rates.py` found: a few constants per generation, fitted on published runs."""
-_TABLE = table("predict/chips.toml")
+_TABLE = package_table("predict/chips.toml")
 POWER_W: dict[str, float] = {n: row.pop("power_w") for n, row in _TABLE["chip"].items() if "power_w" in row}
 """Watts of one chip."""
 MAKERS: dict[str, str] = {n: row.pop("maker") for n, row in _TABLE["chip"].items() if "maker" in row}
@@ -191,31 +186,31 @@ def _chip(name: str, row: dict) -> Chip:
     return Chip(**checked(Chip, row, name))
 
 
-def checked(kind: type, row: dict, asked: str) -> dict[str, Any]:
-    """A table as the fields have it. Refuses what no machine has."""
+def checked(kind: type, row: dict, source: str) -> dict[str, Any]:
+    """Return a table with its fields' types. Refuse values that no machine has."""
     if unknown := sorted(set(row) - set(allowed(kind))):
         known = ", ".join(sorted(allowed(kind)))
-        raise ValueError(f"{asked} has the unknown field {', '.join(unknown)}; known are {known}")
+        raise ValueError(f"{source} has the unknown field {', '.join(unknown)}; known are {known}")
     for name, value in row.items():
         what = allowed(kind)[name]
-        what.check(f"{asked}: {name}", value)
+        what.check(f"{source}: {name}", value)
         row[name] = tuple(value) if what.kind is list else what.kind(value)
     return row
 
 
 CHIPS: tuple[Chip, ...] = tuple(_chip(name, row) for name, row in _TABLE["chip"].items())
-NAMES = {alias: chip for chip in CHIPS for alias in (chip.name, *chip.aliases)}
+CHIP_BY_NAME = {alias: chip for chip in CHIPS for alias in (chip.name, *chip.aliases)}
 CLUSTERS: dict[str, dict] = _TABLE["cluster"]
 """Machines and shapes of nodes that people name."""
 
 
 def cluster(name: str) -> tuple[Chip, int | None]:
-    """The row of a machine's chip with its nodes and network, and its chips (None: as many as are asked)."""
+    """Return the row of a machine's chip with its nodes and network, and its chips (None: any number)."""
     if name.lower() not in CLUSTERS:
         raise ValueError(f"cluster '{name}' is not known; known are {', '.join(CLUSTERS)}; or give --chip")
     row = CLUSTERS[name.lower()]
     nodes = {"node_size": row["chips_per_node"], "dcn_bytes_per_s": row["network_bytes_per_s"]}
-    return replace(NAMES[row["chip"]], **nodes), row.get("num_chips")
+    return replace(CHIP_BY_NAME[row["chip"]], **nodes), row.get("num_chips")
 
 
 def chip(name: str | Path) -> Chip:
@@ -235,27 +230,27 @@ def chip(name: str | Path) -> Chip:
 
 def _row(name: str) -> Chip:
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
-    if key not in NAMES:
+    if key not in CHIP_BY_NAME:
         known = ", ".join(c.name for c in CHIPS)
         other = "or give the path of a .toml file (base = 'h100' and the fields that differ)"
         raise ValueError(f"chip {name!r} is not known; known are {known}; {other}")
-    return NAMES[key]
+    return CHIP_BY_NAME[key]
 
 
 def _load(path: Path) -> Chip:
-    row, asked = read_toml(path, "chip file"), f"chip file {str(path)!r}"
+    row, source = read_toml(path, "chip file"), f"chip file {str(path)!r}"
     base, reached = row.pop("base", None), row.pop("reached", None)
-    row = checked(Chip, {"name": path.stem, "aliases": []} | row, asked)
+    row = checked(Chip, {"name": path.stem, "aliases": []} | row, source)
     if row.get("link", "torus") not in LINKS:
-        raise ValueError(f"{asked}: link = {row['link']!r} is neither of {', '.join(LINKS)}")
+        raise ValueError(f"{source}: link = {row['link']!r} is neither of {', '.join(LINKS)}")
     inherited = None if base is None else _row(str(base))
     needed = [f.name for f in fields(Chip) if f.default is f.default_factory is MISSING]
     if not inherited and (missing := ", ".join(name for name in needed if name not in row)):
-        raise ValueError(f"{asked} lacks {missing}; add them, or base = 'h100' to take them from a row")
+        raise ValueError(f"{source} lacks {missing}; add them, or base = 'h100' to take them from a row")
     if reached is not None:
-        Allowed(dict).check(f"{asked}: reached", reached)
+        Allowed(dict).check(f"{source}: reached", reached)
         usual = inherited.rates if inherited else Rates()
-        row["reached"] = replace(usual, **checked(Rates, reached, f"{asked}, reached"))
+        row["reached"] = replace(usual, **checked(Rates, reached, f"{source}, reached"))
     if not inherited:
         return Chip(**row)
     if "devices_per_chip" in row:  # of what, the row that it starts from does not know
@@ -265,11 +260,11 @@ def _load(path: Path) -> Chip:
 
 
 def guess(device_kind: str) -> Chip | None:
-    """The row for JAX's `device_kind`, or None where no row is right.
+    """Return the row for JAX's `device_kind`, or None where no row is right.
 
     PCIe boards, MIG slices and lite variants have other links, clocks or memory than their namesakes.
     """
     for name, pattern in _KINDS.items():  # words are matched whole: "GB200" is not a B200
         if re.fullmatch(pattern, device_kind.strip(), re.IGNORECASE):
-            return NAMES[name]
+            return CHIP_BY_NAME[name]
     return None

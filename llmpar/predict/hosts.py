@@ -4,12 +4,12 @@ A collective's bytes per device do not depend on where the devices are; those be
 sends what to whom. Gloo, by which CPU processes talk, does it so (a statement about its algorithms, held
 against a kernel's counters; no constant in it is fitted):
 
-    all-reduce, all-gather   a ring: everybody to the next in the group
+    all-reduce, all-gather   a ring: each rank to the next in the group
     reduce-scatter           halving: half of the message to the neighbour, a quarter to the one two places
                              on, …; then the pieces, whose order is now that of the reversed bits of their
                              numbers, go to their owners. (In textbooks it goes round a ring; here a device
                              sends up to a piece more.)
-    all-to-all               a piece to everybody, directly
+    all-to-all               a piece to each rank, directly
     permute                  the whole along each of its pairs
 
 It is payload: headers come on top, about 600 B for each message that crosses.
@@ -30,7 +30,7 @@ _Send = tuple[int, int, Fraction]
 
 
 def sends(kind: str, group: int, pairs: Sequence[tuple[int, int]] = ()) -> Iterator[_Send]:
-    """Say who sends which share of a collective's message to whom, by places in the group.
+    """Enumerate what a collective sends: from which place in the group to which, and which share of it.
 
     ``pairs`` are those of a permute, by default to the next. A reduce-scatter is refused but among 2, 4, 8, …
     """
@@ -65,7 +65,7 @@ def leaving_bytes(
     leaving: dict[str, dict[int, Fraction]] = {}
     for axes, kind in dict.fromkeys(key for traffic in stages for key in traffic):
         of_axes = leaving.setdefault(axes, dict.fromkeys(sorted(set(hosts)), Fraction(0)))
-        for group in groups(sizes, axes.split(",")):
+        for group in device_groups(sizes, axes.split(",")):
             row = stages[group[0] * plan.mesh.pp // plan.mesh.size].get((axes, kind))
             for message, times in row.messages.items() if row else ():
                 for one, other, share in sends(kind, len(group), pairs_of(plan, message.arrow)):
@@ -85,7 +85,7 @@ def pairs_of(plan: Resolved, arrow: str) -> list[tuple[int, int]]:
     return [(stage, (stage + step) % p) for stage in range(p) if any(row[stage] == step for row in send)]
 
 
-def groups(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
+def device_groups(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
     """List the groups of a mesh along some of its axes, by devices' places in it."""
     members: dict[tuple, list[int]] = {}
     for place, at in enumerate(itertools.product(*map(range, sizes.values()))):

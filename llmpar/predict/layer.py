@@ -8,7 +8,7 @@ the next one are gathered. What hides follows the step's law, `Clock.exposed`.
 from dataclasses import dataclass
 
 from llmpar.predict.time import Clock
-from llmpar.predict.traffic import ATTENTION, COMPUTING, MATMULS, WEIGHT_LINKS, Runs, step_traffic
+from llmpar.predict.traffic import ATTENTION, MATMULS, WEIGHT_LINKS, WHOLE_PASS, Runs, step_traffic
 from llmpar.predict.workload import Run
 
 _ONE_LAYER = Runs(forward=1, matrices=1, vectors=1)
@@ -73,7 +73,7 @@ def layer_segments(run: Run) -> list[Segment]:
     links = _links(clock)
     layer_s = sum(parts) + sum(one.end_s for _, hidden_by, one in links if not hidden_by)
     waits, slower = dict[str, float](), dict[str, float]()  # per second that travels beside each
-    for beside in (ATTENTION, MATMULS, COMPUTING):  # weights last: beside all
+    for beside in (ATTENTION, MATMULS, WHOLE_PASS):  # weights last: beside all
         if links_s := sum(one.end_s for _, hidden_by, one in links if hidden_by == beside):
             behind_s = terms.get(beside, layer_s)
             waits[beside] = max(0.0, links_s - behind_s) / links_s
@@ -82,7 +82,7 @@ def layer_segments(run: Run) -> list[Segment]:
 
     now, free, out = 0.0, dict[str, float](), [one for *_, one in links]
     gathers = [(one, one.end_s) for *_, one in links if one.lane == _WEIGHTS]
-    drag = sum(slower[COMPUTING] * seconds for _, seconds in gathers) / sum(parts)
+    drag = sum(slower[WHOLE_PASS] * seconds for _, seconds in gathers) / sum(parts)
     for at, name in enumerate([*COMPUTED, ""]):
         for one in (one for part, hidden_by, one in links if part == at and not hidden_by):
             one.exposed_s, now = one.end_s, one.begin(now)
@@ -97,7 +97,7 @@ def layer_segments(run: Run) -> list[Segment]:
             now += one.exposed_s
             early = now - seconds if waits[hidden_by] else begun
             free[one.lane] = one.begin(max(begun, early, free.get(one.lane, 0.0)))
-    late = sum(waits[COMPUTING] * seconds for _, seconds in gathers)  # all is computed, these still travel
+    late = sum(waits[WHOLE_PASS] * seconds for _, seconds in gathers)  # all is computed, these still travel
     start = max(0.0, now + late - sum(seconds for _, seconds in gathers)) if late else 0.0
     for one, _ in gathers:
         start = one.begin(start)

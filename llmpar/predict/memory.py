@@ -1,21 +1,23 @@
-"""What a training step holds, and how many of its FLOPs are useful, by formula, before anything is traced.
+"""The memory of a training step, and its useful FLOPs, by formula, before anything is traced.
 
-The tests hold `argument_bytes` against the compiled program, exactly; `temp_bytes` is an estimate.
+The tests compare `argument_bytes` with the compiled program, exactly; `temp_bytes` is an estimate.
 """
 
 import dataclasses
 import functools
 import math
 from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Resolved
+from llmpar.plan.schedules import Schedule
 from llmpar.plan.sequence_order import tile_length
 from llmpar.plan.timetable import slots, timetable
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE
 
-PARTS = {
+PART_NAMES = {
     "params": "weights",
     "grads": "gradients",
     "optimizer": "moments",
@@ -31,49 +33,48 @@ KEPT, WORK, LOSS = (
     "one layer's own work and gathered weights",
     "logits, their gradient, the head",
 )
-TURNED, SUM = "converted or reordered weights", "the sum of gradients over microbatches"
+CONVERTED, SUM = "converted or reordered weights", "the sum of gradients over microbatches"
 """Of what `temp_parts` lists, what is in several moments."""
 BATCH = "tokens", "targets", "positions", "segments"
-"""The int32 arrays of a batch that a step is given (`step.Step`)."""
+"""The int32 arrays of a batch, arguments of a step (`step.Step`)."""
 
 
-def named(held: dict[str, float]) -> dict[str, float]:
-    """Bytes by part, as tables and drawings call them, from those of ``llmpar plan --json``."""
-    return {name: held[key] for key, name in PARTS.items()}
+def named(by_key: Mapping[str, float]) -> dict[str, float]:
+    """Rename the parts from the keys of ``llmpar plan --json`` to the names of tables and drawings."""
+    return {name: by_key[key] for key, name in PART_NAMES.items()}
 
 
 def parts_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]:
-    """Bytes per device that a step holds, by part, and their ``total``. Of the estimate at its fullest moment
-    (`temp_bytes`) ``activations`` are what tokens add, all else a step without tokens would hold too:
+    """Return a step's bytes per device, by part, and their ``total``. Of the estimate of temporaries
+    (`temp_bytes`) ``activations`` are what tokens add; a step without tokens would hold all else too:
     ``grads``, sums that are kept; ``unreduced`` gradients, as the backward pass leaves them, and a copy of
     the largest where it is cut; and ``copies`` of weights that are gathered or cast."""
-    given, weights = argument_bytes(plan, batch_size, seq_len), weights_bytes(plan)
-    besides = temp_bytes(plan, batch_size, seq_len)
-    fixed = min(besides, temp_bytes(plan, 0, seq_len))
+    arguments, weights = argument_bytes(plan, batch_size, seq_len), weights_bytes(plan)
+    temporaries = temp_bytes(plan, batch_size, seq_len)
+    fixed = min(temporaries, temp_bytes(plan, 0, seq_len))
     fresh = weights["unreduced"] + weights["largest unreduced"] * (plan.zero in (1, 2))
     if plan.pipeline:  # one chunk is differentiated at a time
         fresh = weights["blocks unreduced"] // plan.pipeline.visits
     grads = min(fixed, weights["accumulated"])
     unreduced = min(fixed - grads, fresh if plan.microbatches > 1 or plan.pipeline else max(0, fresh - grads))
     parts = {
-        "params": given["params"],
+        "params": arguments["params"],
         "grads": grads,
-        "optimizer": given["optimizer"],
+        "optimizer": arguments["optimizer"],
         "unreduced": unreduced,
         "copies": fixed - grads - unreduced,
-        "activations": besides - fixed,
-        "batch": given["batch"] + given["counters"],
+        "activations": temporaries - fixed,
+        "batch": arguments["batch"] + arguments["counters"],
     }
     return parts | {"total": sum(parts.values())}
 
 
 def weights_bytes(plan: Resolved) -> Counter[str]:
-    """Bytes on each device of one float32 copy of the weights ``stored``, ``used``, ``unreduced``,
-    ``accumulated`` and ``reduced`` (`plan.WeightLayouts`), the last three without frozen ones; of the
-    ``params`` that a step is given, frozen ones in the plan's dtype; of the blocks' weights alone as ``blocks
-    stored`` …, and of one layer's as ``layer used``; of the output head as ``head used``; of the largest
-    weight as ``largest unreduced``; and of those that a loop gathers along a dim that is not their first as
-    ``turned``."""
+    """Return the bytes on each device of one float32 copy of the weights ``stored``, ``used``, ``unreduced``,
+    ``accumulated`` and ``reduced`` (`plan.WeightLayouts`), the last three without frozen ones; of a step's
+    ``params``, frozen ones in the plan's dtype; of the blocks' weights alone as ``blocks stored`` …, and of
+    one layer's as ``layer used``; of the output head as ``head used``; of the largest weight as ``largest
+    unreduced``; and as ``reordered`` of those that a loop gathers along a dim that is not their first."""
     alike: dict[str, Any] = {"requested": None, "remat": "none", "context_parallel": "ring", "loss_chunks": 1}
     if not plan.pipeline:
         alike["microbatches"] = min(plan.microbatches, 2)
@@ -82,184 +83,188 @@ def weights_bytes(plan: Resolved) -> Counter[str]:
 
 @functools.lru_cache(maxsize=256)
 def _weights_bytes(plan: Resolved) -> Counter[str]:
-    config, sizes, held = plan.config, plan.mesh.sizes, Counter[str]()
+    config, sizes, total = plan.config, plan.mesh.sizes, Counter[str]()
     for path, (weight, layouts) in plan.weight_layouts.items():
         in_blocks = path.startswith("blocks.")
         stored = math.prod(layouts.stored.shard_shape(weight.shape, sizes))
-        held["params"] += (ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32) * stored
+        total["params"] += (ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32) * stored
         for name in ("stored", "used", *(("unreduced", "accumulated", "reduced") * (not weight.frozen))):
             size = FLOAT32 * math.prod(getattr(layouts, name).shard_shape(weight.shape, sizes))
-            held[name] += size
+            total[name] += size
             if in_blocks:
-                held[f"blocks {name}"] += size
-                held[f"layer {name}"] += size // (weight.shape[0] // plan.mesh.pp)
-            held[f"largest {name}"] = max(held[f"largest {name}"], size)
+                total[f"blocks {name}"] += size
+                total[f"layer {name}"] += size // (weight.shape[0] // plan.mesh.pp)
+            total[f"largest {name}"] = max(total[f"largest {name}"], size)
             if path == ("embedding" if config.tied else "head"):
-                held[f"head {name}"] = size
+                total[f"head {name}"] = size
             pairs = zip(layouts.stored.dims, layouts.used.dims, strict=True)
-            cut = [here != whole for here, whole in pairs if here.name != "l"]
+            cut = [dim != whole for dim, whole in pairs if dim.name != "l"]
             if name == "stored" and plan.gathers == "block" and any(cut[1:]):
-                held["turned"] += size * (in_blocks or plan.microbatches > 1)
-    return held
+                total["reordered"] += size * (in_blocks or plan.microbatches > 1)
+    return total
 
 
 def _tokens(plan: Resolved, batch_size: int, seq_len: int) -> int:
-    """Tokens of a batch on each device."""
+    """Return the tokens of a batch on each device."""
     return math.prod(plan.tokens.shard_shape((batch_size, seq_len), plan.mesh.sizes))
 
 
 def argument_bytes(
     plan: Resolved, batch_size: int, seq_len: int, moments: int = 2, scalars: int = 2
 ) -> dict[str, int]:
-    """Bytes per device that a step is given: float32 weights (frozen ones in the plan's dtype), ``moments``
-    float32 copies of the trained ones in the optimizer's state (AdamW has 2), the int32 arrays of `BATCH`,
-    and ``scalars`` int32 counters (the step's, and AdamW's one).
+    """Return the bytes per device of a step's arguments: float32 weights (frozen ones in the plan's dtype),
+    ``moments`` float32 copies of the trained ones in the optimizer's state (AdamW has 2), the int32 arrays of
+    `BATCH`, and ``scalars`` int32 counters (the step's, and AdamW's one).
     """
-    held = weights_bytes(plan)
+    weights = weights_bytes(plan)
     return {
-        "params": held["params"],
-        "optimizer": moments * held["reduced"],
+        "params": weights["params"],
+        "optimizer": moments * weights["reduced"],
         "batch": 4 * len(BATCH) * _tokens(plan, batch_size, seq_len),
         "counters": 4 * scalars,
     }
 
 
 def kept_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]:
-    """Bytes per device that a block's forward pass leaves of a microbatch for its backward pass, by
+    """Return the bytes per device that a block's forward pass saves of a microbatch for the backward one, by
     `Plan.remat`. Of attention's sums for its softmax, 4 bytes for each token and head, nothing is counted."""
     plan.config.weights()  # refuses what is only counted
     tokens = _tokens(plan, batch_size // plan.microbatches, seq_len)
-    saves = _block(plan.config, plan, tokens, seq_len, _item(plan))[0]
-    return {remat: sum(kinds.values()) for remat, kinds in saves.items()}
+    saves = _block(plan, tokens, seq_len, _item(plan))[0]
+    return {remat: sum(sizes.values()) for remat, sizes in saves.items()}
 
 
 def temp_bytes(plan: Resolved, batch_size: int, seq_len: int) -> int:
-    """What `temp_parts` adds up to: an estimate of the bytes per device that a step holds besides its
-    arguments."""
+    """Return the sum of `temp_parts`: an estimate of a step's bytes per device besides its arguments."""
     return sum(times * size for _, times, size in temp_parts(plan, batch_size, seq_len))
 
 
 def temp_parts(plan: Resolved, batch_size: int, seq_len: int) -> list[tuple[str, int, int]]:
-    """What a step holds besides its arguments, how many of it, and bytes of one. It is an estimate, for
-    choosing among many plans: half of the recorded ones within 5 %, nine of ten within 15 %
+    """List what a step holds besides its arguments: what it is, how many of it, and bytes of one. It is an
+    estimate, for choosing among many plans: half of the recorded ones within 5 %, nine of ten within 15 %
     (`tests/compiled.md`).
 
     It is the fullest of three moments: in the loss; in the backward pass of a block, with what was kept for
     the others; where whole gradients are cut. What a block and the loss hold is counted from the model's
     text, and follows what compilers do with it. For GPUs: weights are gathered
-    for the next block while one runs, and the logits' gradient, in the dtype of products, or with pieces of
+    for the next block while one runs, and the logits' gradient, in the dtype of matmuls, or with pieces of
     the loss the gathered head and its gradient, stays until the blocks are done. Of blocks that are written
-    out in a turn of their loop, what their weights' gradients read waits for the last (GPUs, TPUs). For TPUs:
-    weights are converted in all layers at once, to bfloat16 even for float32; of the loss the head's gradient
-    stays, and with pieces of the loss, outside of microbatches, the gathered head; what a block holds for
-    attention and for its feed-forward does not add up; gradients outside the blocks are summed over
+    out in an iteration of their loop, what their weights' gradients read waits for the last (GPUs, TPUs). For
+    TPUs: weights are converted in all layers at once, to bfloat16 even for float32; of the loss the head's
+    gradient stays, and with pieces of the loss, outside of microbatches, the gathered head; what a block
+    holds for attention and for its feed-forward does not add up; gradients outside the blocks are summed over
     microbatches whole.
     With LoRA the head has no gradient, and no logits wait for it; of such steps none is recorded.
     """
-    held, tokens = weights_bytes(plan), _tokens(plan, batch_size // plan.microbatches, seq_len)
-    kept, work, loss, after_loss, turned = moment = _moment(plan, tokens, seq_len)
-    if plan.pipeline:
-        return _staged_parts(plan, tokens, seq_len, moment)
-    layers, blocks = plan.config.num_layers, after_loss + held["blocks unreduced"] + work
-    cutting = held["unreduced"] + held["largest unreduced"] if plan.zero in (1, 2) else held["unreduced"]
-    sums = held["blocks accumulated"] + held["used"] - held["blocks used"]  # of a loop, scattered after it
-    more = (sums if plan.platform == "tpu" else held["accumulated"]) if plan.microbatches > 1 else 0
+    weights, tokens = weights_bytes(plan), _tokens(plan, batch_size // plan.microbatches, seq_len)
+    block = _block(plan, tokens, seq_len, _item(plan))
+    kept, work, loss, after_loss, converted = moment = _moment(plan, tokens, block)
+    if plan.pipeline:  # what is in slots is not widened
+        narrow = ITEMSIZE[plan.dtype]
+        in_slots = block if narrow == _item(plan) else _block(plan, tokens, seq_len, narrow)
+        return _staged_parts(plan, plan.pipeline, moment, in_slots)
+    layers, blocks = plan.config.num_layers, after_loss + weights["blocks unreduced"] + work
+    cutting = weights["unreduced"] + weights["largest unreduced"] * (plan.zero in (1, 2))
+    sums = weights["blocks accumulated"] + weights["used"] - weights["blocks used"]  # scattered after a loop
+    more = (sums if plan.platform == "tpu" else weights["accumulated"]) if plan.microbatches > 1 else 0
     parts = [(SUM, 1, more)]
-    if cutting > turned + layers * sum(kept.values()) + max(loss, blocks):
+    if cutting > converted + layers * sum(kept.values()) + max(loss, blocks):
         return [*parts, ("whole gradients, as they are cut", 1, cutting)]
-    parts += [(TURNED, 1, turned)] + [(f"{KEPT}: {kind}", layers, size) for kind, size in kept.items()]
+    parts += [(CONVERTED, 1, converted)] + [(f"{KEPT}: {what}", layers, size) for what, size in kept.items()]
     if loss > blocks:
         return [*parts, (LOSS, 1, loss)]
     parts += [(WORK, 1, work), ("what the loss leaves until the blocks are done", 1, after_loss)]
-    return [*parts, ("gradients of all blocks, before they are summed", 1, held["blocks unreduced"])]
+    return [*parts, ("gradients of all blocks, before they are summed", 1, weights["blocks unreduced"])]
 
 
-class Moment(NamedTuple):
-    """Bytes of a microbatch: what a layer keeps, by kind; what one layer works with; the loss; what it leaves
-    until the blocks are done; and converted or reordered weights."""
-
-    kept: dict[str, int]
-    work: int
-    loss: int
-    after_loss: int
-    turned: int
+_Block = tuple[dict[str, dict[str, int]], int, int, int]
+"""Bytes of a block and a microbatch: what autodiff saves by `Plan.remat` and what it is, what the input's
+gradient leaves for those of the weights, what the backward pass works with at once, and the stream."""
+_Moment = tuple[dict[str, int], int, int, int, int]
+"""Bytes of a microbatch: what a layer keeps, by what it is; what one layer works with; the loss; what it
+leaves until the blocks are done; and converted or reordered weights."""
 
 
-def _moment(plan: Resolved, tokens: int, seq_len: int) -> Moment:
-    config, held, tpu, cpu = plan.config, weights_bytes(plan), *(plan.platform == x for x in ("tpu", "cpu"))
+def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
+    config, weights, tpu, cpu = (
+        plan.config,
+        weights_bytes(plan),
+        *(plan.platform == x for x in ("tpu", "cpu")),
+    )
     item, one = _item(plan), _layers(plan)
-    saves, crossing, work, _ = _block(config, plan, tokens, seq_len, item)
-    layer, kept = _narrow(plan, held["layer used"]), saves[plan.remat]
-    turns = 1 if cpu else min(plan.unroll or one, one)  # written out
-    work += layer * (1 + turns if plan.gathers == "block" and not tpu else 1) + (turns - 1) * crossing
+    saves, crossing, work, _ = block
+    layer, kept = _narrow(plan, weights["layer used"]), dict(saves[plan.remat])
+    unrolled = 1 if cpu else min(plan.unroll or one, one)  # blocks that an iteration of the loop has
+    copies = 1 + unrolled if plan.gathers == "block" and not tpu else 1
+    work += layer * copies + (unrolled - 1) * crossing
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
-    head, grad = _narrow(plan, held["head used"]), 0 if config.lora else held["head used"] * item // FLOAT32
+    head = _narrow(plan, weights["head used"])
+    grad = 0 if config.lora else weights["head used"] * item // FLOAT32
     late = plan.loss_chunks > 1 and not (tpu and plan.microbatches > 1)  # is the loss's value
     rounded = 0 if tpu or item == FLOAT32 else logits * item // FLOAT32  # the gradient of logits
     after_loss = head + grad if late else grad if tpu or config.lora else rounded or logits
     loss = logits + rounded + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
-    # Turned, or converted.
-    turned = _narrow(plan, held["blocks stored"]) * (plan.gathers != "step") if tpu else held["turned"]
-    if not plan.reshard_after_forward:  # and a turned copy of the largest
+    converted = weights["reordered"]
+    if tpu:
+        converted = _narrow(plan, weights["blocks stored"]) * (plan.gathers != "step")
+    if not plan.reshard_after_forward:  # and a reordered copy of the largest
         kept |= {"gathered weights": layer * (plan.mesh.pp == 1)}
-        work += _narrow(plan, held["largest used"]) * (plan.mesh.pp == 1 and not tpu)
+        work += _narrow(plan, weights["largest used"]) * (plan.mesh.pp == 1 and not tpu)
     elif cpu and plan.remat == "none" and plan.gathers != "block":  # autodiff copies what a layer reads
         kept |= {"weights in use": layer}
-    return Moment(kept, work, loss, after_loss, turned)
+    return kept, work, loss, after_loss, converted
 
 
-def _staged_parts(plan: Resolved, tokens: int, seq_len: int, moment: Moment) -> list[tuple[str, int, int]]:
-    """The same of a pipeline, which differentiates one chunk at a time. What is in slots is not widened."""
-    order, held, one, config = plan.pipeline, weights_bytes(plan), _layers(plan), plan.config
-    kept, work, loss, _, turned = moment
-    assert order
-    saves, crossing, _, stream = _block(config, plan, tokens, seq_len, ITEMSIZE[plan.dtype])
+def _staged_parts(
+    plan: Resolved, order: Schedule, moment: _Moment, in_slots: _Block
+) -> list[tuple[str, int, int]]:
+    """List the parts of `temp_parts` of a pipeline, which differentiates one chunk at a time."""
+    weights, one, config = weights_bytes(plan), _layers(plan), plan.config
+    (kept, work, loss, _, converted), (saves, crossing, _, stream) = moment, in_slots
     chunk, repeats = one * sum(saves[plan.remat].values()), plan.stage_saves == "input"
-    if how := config.experts:  # whose weights are among the residuals
+    if experts := config.experts:  # whose weights are among the residuals
         each = 3 * config.width * config.ffn_width * ITEMSIZE[plan.dtype]
-        chunk += one * each * how.num_experts // (plan.mesh.ep * plan.mesh.tp)
-    running = held["blocks unreduced"] // order.visits + work
+        chunk += one * each * experts.num_experts // (plan.mesh.ep * plan.mesh.tp)
+    running = weights["blocks unreduced"] // order.visits + work
     saved = stream if repeats else (2 - (plan.platform == "cpu")) * chunk
-    way = "used" if plan.gathers == "step" else "stored"
-    whole = _narrow(plan, held["used"]) * (way == "used")
-    lent = (order.parameter_copies - 1) * (held[f"blocks {way}"] + held["blocks accumulated"])
+    layout = "used" if plan.gathers == "step" else "stored"
+    whole = _narrow(plan, weights["used"]) * (layout == "used")
+    lent = (order.parameter_copies - 1) * (weights[f"blocks {layout}"] + weights["blocks accumulated"])
     alive = slots(timetable(order))  # what F and B left of microbatches on their way lies in slots
     num_saved, num_left, num_messages = map(max, (alive.num_saved, alive.num_residual, alive.num_messages))
     left = num_left * one * crossing
-    parts = [(TURNED, 1, turned), ("all weights, gathered once", 1, whole)]
-    parts += [("weights and gradients of the other way", 1, lent), (SUM, 1, held["accumulated"])]
+    parts = [(CONVERTED, 1, converted), ("all weights, gathered once", 1, whole)]
+    parts += [("weights and gradients of the other way", 1, lent), (SUM, 1, weights["accumulated"])]
     parts += [("what a stage keeps of a microbatch on its way", num_saved, saved)]
     parts += [("a message between stages, and the one in work", num_messages + 1, stream)]
     parts += [("what weights' gradients wait for", 1, left)]
     busy = one * sum(kept.values()) * repeats + max(loss, running)
     if left > busy and plan.platform != "cpu":  # a branch that updates many slots copies them
         return [*parts, ("a copy of that", 1, left)]
-    parts += [(f"{KEPT}: {kind}", one, size) for kind, size in kept.items() if repeats]
+    parts += [(f"{KEPT}: {what}", one, size) for what, size in kept.items() if repeats]
     return [*parts, (LOSS, 1, loss) if loss > running else (WORK, 1, running)]
 
 
 def _layers(plan: Resolved) -> int:
-    """Layers of a loop: of the model, or of the largest chunk."""
+    """Return the layers of a loop: of the model, or of the largest chunk."""
     layers = plan.config.num_layers
     return max(plan.pipeline.layers(layers).values()) if plan.pipeline else layers
 
 
 def _item(plan: Resolved) -> int:
-    """Bytes of a number that products read: XLA's of CPUs read bfloat16 as float32, and hold both."""
+    """Return the bytes of a number that matmuls read: XLA's of CPUs read bfloat16 as float32, and hold
+    both."""
     return FLOAT32 if plan.platform == "cpu" else ITEMSIZE[plan.dtype]
 
 
 def _narrow(plan: Resolved, num_bytes: int) -> int:
-    """Bytes of float32 weights as products read them: those on TPUs read them as bfloat16."""
+    """Return the bytes of float32 weights as matmuls read them: those on TPUs read them as bfloat16."""
     return num_bytes * (2 if plan.platform == "tpu" else _item(plan)) // FLOAT32
 
 
-def _block(
-    config: ModelConfig, plan: Resolved, tokens: int, seq_len: int, item: int
-) -> tuple[dict[str, dict[str, int]], int, int, int]:
-    """Bytes that autodiff keeps of a block by `Plan.remat` and kind, that its input's gradient leaves for
-    those of its weights, that its backward pass works with at once, and of the stream."""
-    tp, tpu = plan.mesh.tp, plan.platform == "tpu"
+def _block(plan: Resolved, tokens: int, seq_len: int, item: int) -> _Block:
+    """Count a block's bytes of so many tokens on a device, in numbers of ``item`` bytes."""
+    config, tp, tpu = plan.config, plan.mesh.tp, plan.platform == "tpu"
     whole = tokens * config.width * item
     stream = whole // (tp if plan.tp_sequence else 1)
     queries = tokens * config.head_width * config.num_heads * item // tp
@@ -267,11 +272,11 @@ def _block(
     gathered = (plan.mesh.sp - 1) * keys * (plan.context_parallel == "gather")  # of other ranks
     ffn = hidden = tokens * config.ffn_width * item // tp
     if config.experts:  # the slots of the buffer, and of a rank's visits nine eighths of an even share
-        slots_here = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
+        num_slots = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
         visits = tokens * config.experts.top_k * 9 // 8
         hidden = visits * config.ffn_width * item // tp
-        ffn = hidden + (slots_here + visits) * config.width * item
-    # Scores in float32 and again as the products read them; ``copies`` of that: their gradient too.
+        ffn = hidden + (num_slots + visits) * config.width * item
+    # Scores in float32 and again as the matmuls read them; ``copies`` of that: their gradient too.
     rows = max(tokens * plan.mesh.sp // seq_len, 1)
     apart = plan.mesh.along(plan.regions["queries"]["s"])
     local = seq_len // apart
@@ -284,21 +289,21 @@ def _block(
     scores = rows * heads * tile * (1 if tpu else 2) * (FLOAT32 + item)
     if plan.attention_kernel == "cudnn":  # a mask for all heads, as a bias, and its gradient
         scores = 3 * rows * dense * item * (plan.documents == "packed")
-    # Inputs of products; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
+    # Inputs of matmuls; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     norms = 2 * stream * FLOAT32 // item
     crossing = 3 * ffn + 8 * whole + 2 * queries + 2 * keys
-    # Where no gradient waits, what the feed-forward works with is gone when attention's turn comes, with its
+    # Where no gradient waits, what the feed-forward works with is gone before attention works, with its
     # float32 sums forward and backward.
     parts = 4 * ffn // plan.ffn_chunks, queries + 2 * queries * FLOAT32 // item + scores
     work = 3 * whole + 3 * stream + 2 * queries + 2 * keys + (max(parts) if tpu else sum(parts) + 2 * whole)
     pieces = plan.ffn_chunks == 1
-    # Of experts rows, and their products with gate and up. What lets gathered weights go keeps pieces too.
-    inner = 2 * hidden + (plan.mesh.ep > 1) * slots_here * config.width * item if config.experts else 6 * ffn
+    # Of experts rows, and their matmuls with gate and up. What lets gathered weights go keeps pieces too.
+    inner = 2 * hidden + (plan.mesh.ep > 1) * num_slots * config.width * item if config.experts else 6 * ffn
     keeps = pieces or plan.gathers == "block" and plan.reshard_after_forward
     kept = {"feed-forward": inner * keeps, "norms in float32": norms, "stream": 2 * stream + 2 * whole}
     kept |= {"queries and attention's result": 3 * queries, "keys and values": 2 * (keys + gathered)}
     kept |= {"attention's softmax": squares}
-    # Of products and of attention.
+    # Of matmuls and of attention.
     results = {
         "stream": 2 * stream,
         "queries and attention's result": 2 * queries,
@@ -309,7 +314,7 @@ def _block(
 
 
 def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float]:
-    """Useful matrix-product FLOPs of one step, whole batch, forward and backward without recomputation: 6 per
+    """Return the useful matmul FLOPs of one step, forward and backward without recomputation: 6 per
     token and weight that is active for it (the embedding is looked up, not multiplied), 4 where it is frozen,
     and 12·L·n·h·s per token of attention (Chowdhery et al. 2022, appendix B), halved by causality."""
     tokens = batch_size * seq_len

@@ -37,14 +37,15 @@ def seen_share(tiles: KernelTiles, s: int, n: int = 1, name: str = "zigzag", mas
 
 
 def _tiles(order: Sequence[int], length: int) -> list[tuple[int, int]]:
-    """The first and the last position of each tile of so many places; the last tile may be shorter."""
+    """Return the first and the last position of each tile of so many places; the last tile may be shorter."""
     parts = (order[at : at + length] for at in range(0, len(order), length))
     return [(min(part), max(part)) for part in parts]
 
 
 def _live(queries: list[tuple[int, int]], keys: list[tuple[int, int]], mask: Mask) -> int:
-    """How many tiles of keys the tiles of queries meet in all: those that begin before the queries end, but
-    for those that end before a window begins. What `Mask.admits` says of each pair, counted by sorting."""
+    """Return how many tiles of keys the tiles of queries meet in all: those that begin before the queries
+    end, but for those that end before a window begins. What `Mask.admits` says of each pair, counted by
+    sorting."""
     begins, ends = (sorted(places) for places in zip(*keys, strict=True))
     met = sum(bisect_right(begins, last) for _, last in queries)
     return met - sum(bisect_right(ends, first - mask.window) for first, _ in queries if mask.window)

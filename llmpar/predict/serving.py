@@ -27,8 +27,9 @@ CacheConfig), and the arrays of a forward pass and its recorded graphs are part 
 
 
 def cache_bytes(config: ModelConfig, tokens: int = 1, bits: float = 16) -> float:
-    """Bytes of the keys and values of so many tokens, once: those of all `cache_cuts` ranks together. Latent
-    attention keeps for all heads one vector and its rotary key (DeepSeek-V2 2024, section 2.1.2)."""
+    """Return the bytes of the keys and values of so many tokens, once: those of all `cache_cuts` ranks
+    together. Latent attention keeps for all heads one vector and its rotary key (DeepSeek-V2 2024, section
+    2.1.2)."""
     if latent := config.latent:
         return tokens * config.num_layers * (latent.kv_rank + latent.rope_width) * bits / 8
     heads = config.num_kv_heads, config.head_width
@@ -36,48 +37,48 @@ def cache_bytes(config: ModelConfig, tokens: int = 1, bits: float = 16) -> float
 
 
 def cache_cuts(config: ModelConfig, tp: int) -> int:
-    """Into how many parts ``tp`` ranks cut the cache: no more than there are KV heads. What all heads share,
-    as in latent attention, each rank holds whole."""
+    """Return into how many parts ``tp`` ranks cut the cache: no more than there are KV heads. What all heads
+    share, as in latent attention, each rank holds whole."""
     return 1 if config.latent else min(tp, config.num_kv_heads)
 
 
 def device_cache_bytes(plan: Serving, num_rows: int, length: int) -> int:
-    """Bytes of the cache of `llmpar.serve` that each device holds."""
+    """Return the bytes of the cache of `llmpar.serve` on each device."""
     shape = plan.place(CACHE).shard_shape(plan.cache(num_rows, length), plan.mesh.sizes)
     return 2 * ITEMSIZE[plan.dtype] * math.prod(shape)
 
 
 def device_flops(plan: Serving, rows: int, length: int, width: int = 1, echo: bool = False) -> dict[str, int]:
-    """FLOPs of a device's products in a step of `llmpar.serve`, idle rows and positions among them. Experts
+    """Count the FLOPs of a device's matmuls in a step of `llmpar.serve`, idle rows and positions too. Experts
     multiply each token's chosen ones; their load is taken to be even."""
     config, sizes, experts = plan.config, plan.mesh.sizes, plan.config.experts
-    held = lambda dims, *shape: math.prod(plan.place(dims).shard_shape(shape, sizes))
-    tokens, weights = held("data b s", rows, width), 0
+    local_size = lambda dims, *shape: math.prod(plan.place(dims).shard_shape(shape, sizes))
+    tokens, weights = local_size("data b s", rows, width), 0
     for path, weight in config.weights().items():
         if path.startswith("blocks.") and not weight.is_vector:
-            chosen = (
-                (experts.top_k * plan.mesh.ep, experts.num_experts)
-                if experts and " e " in weight.dims
-                else (1, 1)
-            )
-            weights += held(weight.dims, *weight.shape) * chosen[0] // chosen[1]
+            chosen = (1, 1)
+            if experts and " e " in weight.dims:
+                chosen = experts.top_k * plan.mesh.ep, experts.num_experts
+            weights += local_size(weight.dims, *weight.shape) * chosen[0] // chosen[1]
     positions = plan.cache(rows, length)[2] // plan.mesh.sp
-    heads = config.num_layers * held("attention n h", config.num_heads, config.head_width)
-    logits = held("data b s", rows, width if echo else 1) * held("vocab v d", config.vocab_size, config.width)
+    heads = config.num_layers * local_size("attention n h", config.num_heads, config.head_width)
+    logits = local_size("data b s", rows, width if echo else 1)
+    logits *= local_size("vocab v d", config.vocab_size, config.width)
     attention = 4 * tokens * heads * positions
     return {"weights": 2 * tokens * weights, "attention": attention, "logits": 2 * logits}
 
 
-def critical_batch(config: ModelConfig, chip: Chip, bits: int = 16) -> float:
-    """Sequences at which a token's matmuls compute as long as they read their weights of so many bits, by
-    what the chip reaches; with k of E experts, E/k times as many, at which theirs do. Caches take no part."""
-    clock, how = _clock(config, chip), config.experts
-    few = (how.num_experts, how.top_k) if how else (1, 1)
+def balance_batch(config: ModelConfig, chip: Chip, bits: int = 16) -> float:
+    """Return the sequences at which a token's matmuls compute as long as they read their weights of so many
+    bits, by what the chip reaches; with k of E experts, E/k times as many, at which theirs do. Caches take no
+    part."""
+    clock, experts = _clock(config, chip), config.experts
+    few = (experts.num_experts, experts.top_k) if experts else (1, 1)
     return formulas.critical_batch(_flops_per_s(clock), clock.bytes_per_s, bits / 8, *few)
 
 
-def prefill(config: ModelConfig, chip: Chip, prompt: int, tp: int = 1) -> dict[str, float]:
-    """Seconds to take a prompt in, by term."""
+def prefill_seconds(config: ModelConfig, chip: Chip, prompt: int, tp: int = 1) -> dict[str, float]:
+    """Return the seconds to take a prompt in, by term."""
     clock = _clock(config, chip, tp, 1, prompt)
     matmuls = 2.0 * prompt * _on_a_rank(config, config.active_params, tp) / _flops_per_s(clock)
     scores = config.num_layers * clock.run.attention_flops()
@@ -85,7 +86,7 @@ def prefill(config: ModelConfig, chip: Chip, prompt: int, tp: int = 1) -> dict[s
     return {MATMULS: matmuls, ATTENTION: attention} | _besides(clock)
 
 
-def decode(
+def decode_seconds(
     config: ModelConfig,
     chip: Chip,
     batch: int,
@@ -94,7 +95,8 @@ def decode(
     weight_bits: float = 16,
     cache_bits: int = 16,
 ) -> dict[str, float]:
-    """Seconds of the next token of ``batch`` sequences, each with ``context`` tokens behind it, by term.
+    """Return the seconds of the next token of ``batch`` sequences, each with ``context`` tokens behind it, by
+    term.
 
     Ranks of tp that are more than the KV heads hold copies of keys and values (`cache_cuts`). Of experts
     those are read that some token chose, if all are equally likely. What heads of latent attention share is
@@ -102,9 +104,9 @@ def decode(
     """
     clock = _clock(config, chip, tp, batch)
     read = float(config.num_params)
-    if how := config.experts:
-        many = 1 - (1 - how.top_k / how.num_experts) ** batch
-        each = (config.num_params - config.active_params) / (1 - how.top_k / how.num_experts)
+    if experts := config.experts:
+        many = 1 - (1 - experts.top_k / experts.num_experts) ** batch
+        each = (config.num_params - config.active_params) / (1 - experts.top_k / experts.num_experts)
         read -= each * (1 - many)
     computing = 2.0 * batch * _on_a_rank(config, config.active_params, tp) / _flops_per_s(clock)
     matmuls = max(computing, _on_a_rank(config, read, tp) * weight_bits / 8 / clock.bytes_per_s)
@@ -136,29 +138,29 @@ def cut(
     if config.latent:
         what = f"'{config.name}' has latent attention, whose cache each rank of tp holds whole"
         raise ValueError(
-            f"{what}; engines cut its requests instead, which is not counted; use serving.decode"
+            f"{what}; engines cut its requests instead, which is not counted; use serving.decode_seconds"
         )
     config.weights()  # refuses what is only counted
     heads, layers, edge = config.num_kv_heads, config.num_layers, config.vocab_size * config.width
     ends = edge if config.tied else 2 * edge
-    room = ENGINE_SHARE * chip.usable_hbm_gib * GIB
+    free = ENGINE_SHARE * chip.usable_hbm_gib * GIB
 
     def left(tp: int, pp: int) -> tuple[int, int, int]:
         share = math.ceil(layers / pp) / layers  # of the layers, in the longest stage
         params = (config.num_params - ends) * share + (ends if pp == 1 else edge)
         kept = cache_bytes(config, 1, cache_bits or bits) * share / cache_cuts(config, tp)
-        return tp, pp, int((room - params * bits / 8 / tp) // kept)
+        return tp, pp, int((free - params * bits / 8 / tp) // kept)
 
     fits = lambda tp: config.num_heads % tp == config.ffn_width % tp == max(tp, heads) % min(tp, heads) == 0
     legal = [tp for tp in range(1, gpus + 1) if fits(tp)]
-    ways = [left(tp, 1) for tp in legal] + [left(legal[-1], pp) for pp in range(2, layers + 1)]
-    found = next((way for way in ways if way[2] >= tokens), None)
-    if found and found[1] <= nodes:
-        return found
-    tp, pp, most = max((way for way in ways if way[1] <= nodes), key=lambda way: way[2])
+    cuts = [left(tp, 1) for tp in legal] + [left(legal[-1], pp) for pp in range(2, layers + 1)]
+    first = next((one for one in cuts if one[2] >= tokens), None)
+    if first and first[1] <= nodes:
+        return first
+    tp, pp, most = max((one for one in cuts if one[1] <= nodes), key=lambda one: one[2])
     need = (cache_bytes(config, tokens, cache_bits or bits) + config.num_params * bits / 8) / 1e9
-    have = f"{tp * pp} {chip.name} have room for {tp * pp * room / 1e9:,.0f} GB"
-    use = f"{found[1]} nodes" if found else "GPUs with more memory"
+    have = f"{tp * pp} {chip.name} have room for {tp * pp * free / 1e9:,.0f} GB"
+    use = f"{first[1]} nodes" if first else "GPUs with more memory"
     fewer = f", or a cache of at most {most:,} tokens" if most > 0 else ""
     what = (
         f"'{config.name}' in {bits:.3g} bits and the keys and values of {tokens:,} tokens take {need:,.0f} GB"
@@ -171,7 +173,8 @@ def _clock(config: ModelConfig, chip: Chip, tp: int = 1, rows: int = 1, seq_len:
 
 
 def _on_a_rank(config: ModelConfig, params: float, tp: int) -> float:
-    """Parameters of one rank: tp does not cut the matrices down to what heads of latent attention share."""
+    """Return the parameters of one rank: tp does not cut the matrices down to what heads of latent attention
+    share."""
     shared = 0
     if latent := config.latent:
         shared = config.num_layers * config.width * (latent.q_rank + latent.kv_rank + latent.rope_width)
@@ -179,13 +182,13 @@ def _on_a_rank(config: ModelConfig, params: float, tp: int) -> float:
 
 
 def _flops_per_s(clock: Clock) -> float:
-    """What one device reaches in matmuls (of experts, where there are some)."""
+    """Return what one device reaches in matmuls (of experts, where there are some)."""
     share = clock.rates.grouped if clock.run.config.experts else clock.rates.matmuls
     return clock.device.flops_per_s * share
 
 
 def _besides(clock: Clock) -> dict[str, float]:
-    """Two all-reduces over tp in each layer, and the starts of its kernels."""
+    """Return the seconds of two all-reduces over tp in each layer, and the starts of its kernels."""
     layers = clock.run.config.num_layers
     links = {name: layers * ahead for name, (ahead, _) in clock.inside(True, 0.0).items()}
     return {"starting kernels": layers * _KERNELS * clock.rates.kernel_s} | links

@@ -10,6 +10,7 @@ schedule's timetable is played with them: what the busiest stage waits is the bu
 import contextlib
 import functools
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,6 @@ from llmpar.predict import formulas
 from llmpar.predict.hardware import Chip, Rates
 from llmpar.predict.traffic import (
     ATTENTION,
-    COMPUTING,
     EXPERT_LINKS,
     LATE,
     MATMULS,
@@ -28,8 +28,9 @@ from llmpar.predict.traffic import (
     STAGE_LINKS,
     TENSOR_LINKS,
     WEIGHT_LINKS,
-    Message,
+    WHOLE_PASS,
     Prediction,
+    Transfer,
     step_traffic,
 )
 from llmpar.predict.workload import Matmul, Run
@@ -91,7 +92,7 @@ class Time:
 
 @functools.lru_cache(maxsize=64)
 def _reached(chip: Chip, rates: Rates) -> tuple[Chip, Chip]:
-    """A device of the chip, and the chip with the links that large collectives reach."""
+    """Return a device of the chip, and the chip with the links that large collectives reach."""
     return chip.per_device(), chip.reaching(rates)
 
 
@@ -107,6 +108,8 @@ class Clock:
             self.inner[axis], apart = apart, apart * sizes[axis]
         self.ours, self.exact = run.software.name == "llmpar", exact and run.plan is not None
         self.plan: Any = run.plan if exact else None
+        # How far apart neighbours are in the groups over which ZeRO cuts.
+        self.zero_apart = min(self.inner[a] for a in ("sp", "ep", "fsdp")[not run.zero_over_sp :])
         self.gathers_once = run.zero == 3 and run.mesh.pp > 1 and not run.reshard  # in a step
         self.layer = functools.cache(self._layer)
 
@@ -251,19 +254,19 @@ class Clock:
 
     def sent(self, stage: int) -> dict[tuple[str, str], float]:
         """Return the seconds of a step's collectives on a stage, by term and by what they travel beside
-        (`traffic.Message`), without those between stages: `hop` prices these, in the timetable."""
-        totals = dict[tuple[str, str], float]()
+        (`traffic.Transfer`), without those between stages: `hop` prices these, in the timetable."""
+        totals = defaultdict[tuple[str, str], float](float)
         for row in step_traffic(self.plan, self.run.batch_size, self.run.seq_len, stage).values():
             for message, times in row.messages.items():
                 if message.term != STAGE_LINKS:
-                    key = message.term, message.hidden_by
-                    totals[key] = totals.get(key, 0.0) + times * self.message(row, message)
+                    totals[message.term, message.hidden_by] += times * self.message(row, message)
         return totals
 
-    def message(self, row: Prediction, message: Message) -> float:
+    def message(self, row: Prediction, message: Transfer) -> float:
         """Return the seconds of one message of a row of `traffic`, on the nearest links of its axes."""
         inner = min(self.inner[axis] for axis in row.user_axes)
-        return self.collective(row.short_kind, message.full_bytes, row.group_size, inner)
+        size = min(message.num_bytes, message.full_bytes)
+        return self.collective(row.short_kind, size, row.group_size, inner)
 
     def hop(self) -> float:
         """Return the seconds to send a microbatch's activations to the next stage. Others: each tp rank sends
@@ -300,11 +303,6 @@ class Clock:
         body = s["attention"] + s["copies"] + (s["dense"] if dense else s["ffn"] + s["router"])
         experts = 0.0 if dense else s["experts"] / mesh.ep
         return body / mesh.tp, experts / (mesh.tp if self.run.expert_tp else 1)
-
-    @property
-    def zero_apart(self) -> int:
-        """How far apart neighbours are in the groups over which ZeRO cuts."""
-        return min(self.inner[a] for a in ("sp", "ep", "fsdp")[not self.run.zero_over_sp :])
 
     def gathers(self, shared: float, experts: float) -> tuple[float, float]:
         """Return the seconds to gather weights that ZeRO-3 cuts, and to reduce-scatter their gradients."""
@@ -490,8 +488,8 @@ def chunks(clock: Clock) -> tuple[list[list[Chunk]], list[tuple[float, float]]]:
             alike[key] = clock.chunk(*key[:4], parts)
         stages[i % p].append(alike[key])
     if clock.exact:
-        links = [sent(clock.alike(stage)) for stage in range(p)]
-        return stages, [(one.get((LATE, ""), 0.0), one.get((LATE, COMPUTING), 0.0)) for one in links]
+        ends = [sent(clock.alike(stage)) for stage in range(p)]
+        return stages, [(one.get((LATE, ""), 0.0), one.get((LATE, WHOLE_PASS), 0.0)) for one in ends]
     return stages, [at_the_end(sum(c.shared for c in one), sum(c.experts for c in one)) for one in stages]
 
 

@@ -66,11 +66,11 @@ class Tolerance:
         return min(cap, FACTOR * self.expected(what))
 
     def document(self) -> dict:
-        """The same as a JSON document: bounds, expected differences, terms."""
+        """Return the same as a JSON document: bounds, expected differences, terms."""
         names = "loss", "grad_norm", "gradient"
-        found = asdict(self) | {"factor": FACTOR, "bound": {name: self.bound(name) for name in names}}
-        found["expected"] = {name: self.expected(name) for name in names}
-        return found | {"terms": [asdict(term) for term in self.terms]}
+        result = asdict(self) | {"factor": FACTOR, "bound": {name: self.bound(name) for name in names}}
+        result["expected"] = {name: self.expected(name) for name in names}
+        return result | {"terms": [asdict(term) for term in self.terms]}
 
 
 def tree(num_terms: float) -> float:
@@ -102,13 +102,13 @@ def tolerance(
     terms += [*_curvature(plan, values, moves * logits), *_weights(config, plan, tokens)]
     ties, part = _ties(config, values)
     if (ties := ties * tokens) >= 1:
-        moved, some = part * math.sqrt(ties) / tokens, part * math.sqrt(min(1.0, ties / tokens))
-        terms.append(_Term("other experts chosen", "", plan.dtype, ties, moves * moved, moved, some))
+        moved, element = part * math.sqrt(ties) / tokens, part * math.sqrt(min(1.0, ties / tokens))
+        terms.append(_Term("other experts chosen", "", plan.dtype, ties, moves * moved, moved, element))
     return Tolerance(plan.dtype, products, logits, loss, ties, (*terms, *_totals(config, plan, tokens)))
 
 
 def _values(config: ModelConfig, plan: Resolved, seq_len: int, products: Unit) -> list[_Term]:
-    """What makes a token's last hidden value differ."""
+    """Return what makes a token's last hidden value differ."""
     layers, tp, sp, ep = config.num_layers, plan.mesh.tp, plan.mesh.sp, plan.mesh.ep
     depth = _depth(layers)
     inner = config.width + (config.num_heads * config.head_width + config.ffn_width) / 2
@@ -121,10 +121,10 @@ def _values(config: ModelConfig, plan: Resolved, seq_len: int, products: Unit) -
     ]
     if tp > 1:  # of each branch every rank rounds its part, and then the parts are added
         terms.append(_Term("branches' sums over tp", "tp", plan.dtype, depth * 2 * (2 * tp - 1)))
-    if how := config.experts:
-        ranks = min(how.top_k, ep)
+    if experts := config.experts:
+        ranks = min(experts.top_k, ep)
         unit: Unit = plan.dtype if ranks > 1 else "float32"
-        terms.append(_Term("sums over experts", "ep" * (ep > 1), unit, depth * (how.top_k + ranks - 1)))
+        terms.append(_Term("sums over experts", "ep" * (ep > 1), unit, depth * (experts.top_k + ranks - 1)))
     if products != "float32" and plan.dtype == "float32":
         terms.append(_Term("operands of products", "", products, depth * _PRODUCTS + 1))
     return terms
@@ -140,7 +140,7 @@ def _curvature(plan: Resolved, values: list[_Term], scale: float) -> list[_Term]
 
 
 def _weights(config: ModelConfig, plan: Resolved, tokens: int) -> list[_Term]:
-    """What makes a weight's gradient differ, beside the values that it is made of."""
+    """Return what makes a weight's gradient differ, beside the values that it is made of."""
     copies, by = _cuts(plan, "microbatches")
     vectors = sum(math.prod(w.shape) for w in config.weights().values() if w.is_vector)
     terms = [
@@ -157,7 +157,7 @@ def _weights(config: ModelConfig, plan: Resolved, tokens: int) -> list[_Term]:
 
 
 def _totals(config: ModelConfig, plan: Resolved, tokens: int) -> list[_Term]:
-    """The two numbers' own sums, always float32. The norm is a root, which halves an error."""
+    """Return the two numbers' own sums, always float32. The norm is a root, which halves an error."""
     parts, by = _cuts(plan, "microbatches", "loss_chunks")
     loss = _Term("sum of losses", by, "float32", tree(tokens) / 2 + parts - 1)
     length = tree(config.num_params) / 2 + plan.mesh.size - 1
@@ -166,27 +166,29 @@ def _totals(config: ModelConfig, plan: Resolved, tokens: int) -> list[_Term]:
 
 
 def _ties(config: ModelConfig, values: list[_Term]) -> tuple[float, float]:
-    """How many of its experts a token is expected to change, and by what part it differs where it does.
+    """Return how many of its experts a token is expected to change, and by what part it differs where it
+    does.
 
     The experts that it nearly chose are as near as E normal numbers lie in their tail: 0.3 E to a standard
     deviation. Two logits part by sqrt(2) of the noise, 0.8 of that in the mean, and on the way through the
     layers there is 2/3 of the noise. One of k experts differs then, in one of the stream's branches.
     """
-    if (how := config.experts) is None:
+    if (experts := config.experts) is None:
         return 0.0, 0.0
     noise = math.sqrt(sum(x.spread**2 for x in values)) * 2 / 3
     layers = config.num_layers
-    part = math.sqrt(2 * _depth(layers) / layers) / how.top_k
-    return 0.3 * 0.8 * math.sqrt(2) * how.num_experts * noise * layers, part
+    part = math.sqrt(2 * _depth(layers) / layers) / experts.top_k
+    return 0.3 * 0.8 * math.sqrt(2) * experts.num_experts * noise * layers, part
 
 
 def _depth(layers: int) -> float:
-    """The part of the variance of a rounding in every attention, or feed-forward, that reaches the end."""
+    """Return the part of the variance of a rounding in every attention, or feed-forward, that reaches the
+    end."""
     return sum(1 / (i + 1) for i in range(1, 2 * layers + 1)) / 2
 
 
 def _cuts(plan: Resolved, *fields: str) -> tuple[int, str]:
-    """Into how many parts the plan cuts a sum over tokens, and by what."""
+    """Return into how many parts the plan cuts a sum over tokens, and by what."""
     sizes = {axis: plan.mesh.sizes[axis] for axis in plan.varying("data")}
     sizes |= {name: getattr(plan, name) for name in fields if getattr(plan, name) > 1}
     return math.prod(sizes.values()), ",".join(sizes)

@@ -13,7 +13,7 @@ from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, ModelConfig, Weigh
 from llmpar.plan.plan import BEST, CHOSEN, LOGITS, Resolved, Serving
 from llmpar.plan.schedules import Schedule
 from llmpar.plan.timetable import slots, timetable
-from llmpar.predict.formulas import ring_bytes, visited_share
+from llmpar.predict.formulas import visited_share, whole_ring_bytes
 
 FLOAT32 = 4
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -24,26 +24,31 @@ EXPERT_LINKS = "expert links"
 STAGE_LINKS = "pipeline sends"
 LATE = "gradients at the end"
 """The terms of a step's time that messages belong to. `LATE`: what a step sends once, at its end."""
-MATMULS, ATTENTION, COMPUTING = "matmuls", "attention", "computing"
-"""What a message may travel beside (`Message.hidden_by`): a term of the same pass, or all of the pass."""
+MATMULS, ATTENTION, WHOLE_PASS = "matmuls", "attention", "the whole pass"
+"""What a message may travel beside (`Transfer.hidden_by`): a term of the same pass, or all of the pass."""
 NEXT_STAGE = "stream b s d -> the next stage"
 PREVIOUS_STAGE = "stream b s d -> the previous stage"
 OPPOSITE_STAGE = "l -> the opposite stage"
 """The arrows of a pipeline's permutes. Which ranks they pair, `hosts` says."""
 GRADIENT, UPDATED = "gradient ", "updated "
 """Before a weight's dims in the arrow of its gradient, and of the weight after the update."""
+_LINKS = {"tp": TENSOR_LINKS, "sp": SEQUENCE_LINKS}
+"""The term of what is sent inside the model, by the axes that it goes over; else `EXPERT_LINKS`."""
 _USER_AXIS = {part: axis for axis, part in INNER_AXES.items()}
 
 
-class Message(NamedTuple):
-    """What one collective sends: the key of `Prediction.messages`. Where it is made, `Sent` says the same."""
+class Transfer(NamedTuple):
+    """What an arrow sends, and which part of a step's time that is: the key of `Prediction.messages`, where
+    ``term`` and ``num_bytes`` are known."""
 
     value: str  # in words
-    arrow: str  # the text that it is sent for
-    num_bytes: int
-    term: str
-    hidden_by: str
-    full_bytes: float
+    arrow: str = ""  # its text; of weights their dims
+    term: str = ""  # of a step's time; "": the links of the axes that it goes over (`_LINKS`)
+    hidden_by: str = ""  # what it travels beside; "": computing waits for it
+    num_bytes: int = 0  # of a message
+    full_bytes: float = math.inf  # of a buffer's full slots, by estimate: no more takes time
+    gradient: str = ""  # what comes back, where it has another name
+    ragged: bool = False  # only the full slots travel, by a ragged-all-to-all
 
 
 @dataclass
@@ -53,11 +58,11 @@ class Prediction:
     kind: str = ""
     axes: tuple[str, ...] = ()
     group_size: int = 1
-    messages: Counter[Message] = field(default_factory=Counter)  # executions of each
+    messages: Counter[Transfer] = field(default_factory=Counter)  # executions of each
 
     def sent(self, message_bytes: int) -> int:
         """Return the bytes that a device sends of one message (`formulas.ring_share`)."""
-        return ring_bytes(self.kind, message_bytes, self.group_size)
+        return whole_ring_bytes(self.kind, message_bytes, self.group_size)
 
     @property
     def short_kind(self) -> str:
@@ -89,26 +94,6 @@ class Prediction:
         return totals
 
 
-@dataclass(frozen=True)
-class Sent:
-    """What an arrow moves, and which part of a step's time that is."""
-
-    value: str  # in words
-    arrow: str = ""  # its text; of weights their dims
-    term: str = ""  # of a step's time; "": the links of the axes that it goes over (`_links_term`)
-    hidden_by: str = ""  # what it travels beside; "": computing waits for it
-    gradient: str = ""  # what comes back, where it has another name
-    ragged: bool = False  # the full slots of a buffer travel, by a ragged-all-to-all
-    full_bytes: float = math.inf  # of these slots, where they are estimated: what takes time is no more
-
-
-def _links_term(axes: list[str]) -> str:
-    """Return the term of what is sent inside the model, by the axes that it goes over."""
-    if "tp" in axes:
-        return TENSOR_LINKS
-    return SEQUENCE_LINKS if "sp" in axes else EXPERT_LINKS
-
-
 class Traffic(dict[tuple[str, str], Prediction]):
     """(axes, kind) -> Prediction. `carry` adds what an arrow sends, `add` a single kind of collective."""
 
@@ -117,20 +102,17 @@ class Traffic(dict[tuple[str, str], Prediction]):
         self.mesh = mesh
 
     def add(
-        self, kind: str, axes: tuple[str, ...], of: Sent, message_bytes: int, count: int = 1, value: str = ""
+        self, kind: str, axes: tuple[str, ...], of: Transfer, num_bytes: int, count: int = 1, value: str = ""
     ) -> None:
-        """Add ``count`` collectives over ``axes`` on messages of ``message_bytes`` (the unscattered size).
+        """Add ``count`` collectives over ``axes`` on messages of ``num_bytes`` (the unscattered size).
         ``value``: what they send in place of ``of.value``."""
         axes = self.mesh.live(*(a for a in self.mesh.sizes if a in axes))
-        if not axes or not count:
-            return
-        row = self.setdefault((",".join(axes), kind), Prediction(kind, axes, self.mesh.along(axes)))
-        term = of.term or _links_term(row.user_axes)
-        full_bytes = min(message_bytes, of.full_bytes)
-        message = Message(value or of.value, of.arrow, message_bytes, term, of.hidden_by, full_bytes)
-        row.messages[message] += count
+        if axes and count:
+            row = self.setdefault((",".join(axes), kind), Prediction(kind, axes, self.mesh.along(axes)))
+            term = of.term or next((_LINKS[axis] for axis in _LINKS if axis in row.user_axes), EXPERT_LINKS)
+            row.messages[of._replace(value=value or of.value, term=term, num_bytes=num_bytes)] += count
 
-    def carry(self, arrow: Arrow, local_bytes: int, of: Sent, forward: int, backward: int = 0) -> int:
+    def carry(self, arrow: Arrow, local_bytes: int, of: Transfer, forward: int, backward: int = 0) -> int:
         """Add an arrow on a value of ``local_bytes`` on each device, carried out ``forward`` times; its
         gradient comes back ``backward`` times. Return the bytes that each device has of it in the end.
 
@@ -217,7 +199,7 @@ def runs(plan: Resolved, stage: int = 0) -> Runs:
 
 
 def most_traffic(plan: Resolved, batch_size: int, seq_len: int) -> Traffic:
-    """`step_traffic` of the pipeline's stage that sends most."""
+    """Return the `step_traffic` of the pipeline's stage that sends most."""
     stages = (step_traffic(plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp))
     return max(stages, key=lambda sent: sent.total_bytes)
 
@@ -226,9 +208,9 @@ def most_traffic(plan: Resolved, batch_size: int, seq_len: int) -> Traffic:
 def step_traffic(
     plan: Resolved, batch_size: int, seq_len: int, stage: int = 0, run: Runs | None = None
 ) -> Traffic:
-    """Everything that a device of a pipeline's stage (of the only one, where there is none) sends in one
-    training step, under the Manual mode. All stages take part in each permute between them, whether they
-    have something to send or not. ``run`` says how often each part runs, if not as the plan has it."""
+    """Predict everything that a device of a pipeline's stage (of the only one, without a pipeline) sends in
+    one training step, under the Manual mode. All stages take part in each permute between them, also those
+    that have nothing to send. ``run``: how often each part runs, if not as `runs` counts it."""
     config, traffic = plan.config, Traffic(plan.mesh)
     run = run or runs(plan, stage)
     _weights(traffic, plan, run)
@@ -244,22 +226,23 @@ def step_traffic(
     if config.experts:
         value += ", the tally of tokens per expert"
         numbers += config.num_layers * (config.experts.num_experts + 2)
-    small = Sent(value, "loss, tokens and norm", LATE)
+    small = Transfer(value, "loss, tokens and norm", LATE)
     traffic.add("all-reduce", plan.mesh.live(*plan.mesh.sizes), small, FLOAT32 * numbers)
     return traffic
 
 
 def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = False) -> Traffic:
-    """What a device sends in a step of `llmpar.serve` that takes up to ``width`` tokens of each row: what the
-    model's arrows send forward, two small sums of each layer over sp, over tp the logits of the next tokens
-    (with ``echo`` behind every token), and to all devices the chosen tokens with their log-probabilities."""
+    """Predict what a device sends in a step of `llmpar.serve` that takes up to ``width`` tokens of each row:
+    what the model's arrows send forward, two small sums of each layer over sp, over tp the logits of the next
+    tokens (with ``echo`` behind every token), and to all devices the chosen tokens with their
+    log-probabilities."""
     config, traffic = plan.config, Traffic(plan.mesh)
     values, layers = Values(traffic, plan, num_rows, width), config.num_layers
     run = Runs(embed=1, forward=layers, attended=1)
     for path, (weight, layouts) in plan.weight_layouts.items():
         times = layers if path.startswith("blocks.") else 1
         stored = ITEMSIZE[plan.dtype] * math.prod(layouts.stored.shard_shape(weight.shape, plan.mesh.sizes))
-        of = Sent("weights", weight.dims.replace(" l ", " "), WEIGHT_LINKS, COMPUTING)
+        of = Transfer("weights", weight.dims.replace(" l ", " "), WEIGHT_LINKS, WHOLE_PASS)
         traffic.carry(layouts.gather, stored // times, of, times)
     _activations(values, config, run)
     if config.experts:
@@ -268,11 +251,11 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
     scores = FLOAT32 * values.local_size("attention b s k r", num_rows, width, k, config.num_heads // k)
     text, sp = "cache b s k r +t -> attention b s k r", plan.regions["cache"]["t"]
     for value, size in {"maxima of scores": scores, "sums over the cache": scores * (h + 1)}.items():
-        traffic.add("all-reduce", sp, Sent(value, text), size, layers)
+        traffic.add("all-reduce", sp, Transfer(value, text), size, layers)
     places, numbers = width if echo else 1, 2 * (2 + min(BEST, config.vocab_size))
-    values.carry(Sent("logits", LOGITS), (num_rows, config.vocab_size), places, itemsize=FLOAT32)
+    values.carry(Transfer("logits", LOGITS), (num_rows, config.vocab_size), places, itemsize=FLOAT32)
     chosen = FLOAT32 * values.local_size("data s b n", places, num_rows, numbers)
-    traffic.carry(plan.physical(CHOSEN), chosen, Sent("chosen tokens, and log-probabilities", CHOSEN), 1)
+    traffic.carry(plan.physical(CHOSEN), chosen, Transfer("chosen tokens, and log-probabilities", CHOSEN), 1)
     return traffic
 
 
@@ -290,15 +273,15 @@ def _weights(traffic: Traffic, plan: Resolved, run: Runs) -> None:
         gathers, gradients, pieces = _uses(plan, run, path, weight)
         layers, visits = (shape[0] // plan.mesh.pp, _visits(plan)) if stacked else (1, 1)
         stored = local_size(layouts.stored, shape) // layers
-        of = Sent("weights", dims.replace(" l ", " "), WEIGHT_LINKS, COMPUTING, gradient="gradients")
+        of = Transfer("weights", dims.replace(" l ", " "), WEIGHT_LINKS, WHOLE_PASS, gradient="gradients")
         copies = plan.pipeline.parameter_copies if stacked and plan.pipeline else 1
         if plan.gathers == "step":  # all layers at once, those that are lent too; no gradient comes back here
-            of, stored = Sent("weights", dims, LATE), copies * layers * stored
+            of, stored = Transfer("weights", dims, LATE), copies * layers * stored
             gathers, gradients = 1, 0
         traffic.carry(layouts.gather, ITEMSIZE[plan.dtype] * stored, of, gathers, gradients)
         if copies > 1:
             item = ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32
-            lent = Sent("weights of the other direction", OPPOSITE_STAGE, LATE)
+            lent = Transfer("weights of the other direction", OPPOSITE_STAGE, LATE)
             traffic.add("collective-permute", ("pp",), lent, item * local_size(layouts.stored, shape))
         if weight.frozen:
             continue
@@ -307,17 +290,17 @@ def _weights(traffic: Traffic, plan: Resolved, run: Runs) -> None:
             traffic.add("collective-permute", ("pp",), lent, added, value="their gradients")
         if plan.reduce == "layer":  # summed where its values begin to differ: inside the backward pass
             traffic.add("all-reduce", layouts.replica_axes, of, FLOAT32 * stored, gradients, "gradients")
-        of = Sent("gradients", GRADIENT + dims, LATE)
+        of = Transfer("gradients", GRADIENT + dims, LATE)
         unreduced = FLOAT32 * local_size(layouts.unreduced, shape)
         traffic.carry(layouts.accumulate, unreduced // visits, of, pieces)
         if plan.reduce == "bucket":
             bucketed.append(((layouts.replica_axes, layouts.stored.axes), added))
         else:
             traffic.carry(layouts.finish, added, of, 1)
-        of = Sent("updated weights", UPDATED + dims, LATE, COMPUTING)
+        of = Transfer("updated weights", UPDATED + dims, LATE, WHOLE_PASS)
         traffic.carry(layouts.restore, FLOAT32 * local_size(layouts.reduced, shape), of, 1)
     for (axes, _), members in plan.buckets(bucketed):
-        bucket = Sent("gradients", f"bucket of {len(members)} gradients", LATE)
+        bucket = Transfer("gradients", f"bucket of {len(members)} gradients", LATE)
         traffic.add("all-reduce", axes, bucket, sum(bucketed[j][1] for j in members))
 
 
@@ -337,7 +320,7 @@ def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, in
 
 
 def _visits(plan: Resolved) -> int:
-    """Chunks of the model that a stage adds gradients to one by one."""
+    """Count the chunks of the model that a stage adds gradients to one by one."""
     return plan.pipeline.visits if plan.pipeline and plan.zero == 2 else 1
 
 
@@ -362,7 +345,7 @@ class Values:
         return math.prod(self.plan.place(layout).shard_shape(shape, self.plan.mesh.sizes))
 
     def carry(
-        self, of: Sent, shape: tuple[int, ...], forward: int, backward: int = 0, itemsize: int = 0
+        self, of: Transfer, shape: tuple[int, ...], forward: int, backward: int = 0, itemsize: int = 0
     ) -> None:
         """Add an arrow of the model's text (`Traffic.carry`), then the all-reduce of the gradient over the
         axes along which values begin to differ where it ends (`Arrow.begin`)."""
@@ -371,16 +354,16 @@ class Values:
         after = self.traffic.carry(physical, before, of, forward, backward)
         self.traffic.add("all-reduce", physical.begin, of, after, backward, of.gradient)
 
-    def carry_by_ring(self, of: Sent, shape: tuple[int, ...], forward: int, backward: int) -> None:
+    def carry_by_ring(self, of: Transfer, shape: tuple[int, ...], forward: int, backward: int) -> None:
         """Add an arrow that matmuls go with (`par.Manual.enter` and `leave`). A ring of n makes n - 1 hops of
         a block forward, n - 1 backward, and so sends what the one collective would (Wang et al. 2023)."""
         if not self.plan.tp_comm_overlap:
             return self.carry(of, shape, forward, backward)
         (axes,) = (move.axes for move in self.plan.physical(of.arrow).moves)
         block = self.itemsize * self.local_size("stream b s d", *shape)
-        self.ring(axes, replace(of, hidden_by=MATMULS), block, forward + backward)
+        self.ring(axes, of._replace(hidden_by=MATMULS), block, forward + backward)
 
-    def ring(self, axes: tuple[str, ...], of: Sent, block_bytes: int, times: int) -> None:
+    def ring(self, axes: tuple[str, ...], of: Transfer, block_bytes: int, times: int) -> None:
         """Add the n - 1 hops by which each rank's block reaches all ranks of a ring (`par.hop`)."""
         n = self.traffic.mesh.along(axes)
         kind, pieces = ("all-to-all", n) if self.plan.hop == "exchange" else ("collective-permute", 1)
@@ -395,7 +378,7 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
     parallelism each is a reduce-scatter and an all-gather of the same bytes (Korthikanti et al. 2022). What
     is computed again repeats all but its last reduction; attention's unless the stream after it is kept."""
     stream, plan = (values.b, values.s, config.width), values.plan
-    of = functools.partial(Sent, "activations")
+    of = functools.partial(Transfer, "activations")
     # Where a policy keeps the matmuls' results, their inputs are needed again for gradients of weights alone.
     targets = set(config.lora.targets if config.lora else ADAPTABLE)
     attention = plan.remat not in ("selective", "ffn") or targets & set("qkv")
@@ -412,7 +395,7 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
     carry(of("stream b s d -> ffn b s d"), piece, layers * pieces, run.backward * pieces)
     carry(of("ffn b s d +m -> stream b s d"), piece, run.forward * pieces, run.backward * pieces)
     values.carry(of("stream b s d -> vocab b s d"), stream, run.loss, run.loss)
-    sums = Sent("three numbers per token for the loss", "vocab b s +v -> data b s")
+    sums = Transfer("three numbers per token for the loss", "vocab b s +v -> data b s")
     tokens = values.b, values.s // plan.loss_chunks
     values.carry(sums, tokens, 3 * run.loss * plan.loss_chunks, itemsize=FLOAT32)
 
@@ -431,23 +414,22 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
     value = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
     # Only full slots travel, unless the buffer is padded.
     full_bytes = math.inf if plan.dispatch == "padded" else 2.0 * tokens * config.width * (ranks * visited)
-    of = Sent(value, ragged=plan.dispatch == "ragged", full_bytes=full_bytes)
+    of = Transfer(value, ragged=plan.dispatch == "ragged", full_bytes=full_bytes)
     buffer = groups, ranks, slots, config.width
-    to_experts = replace(of, arrow="ffn b e c d -> experts b e c d")
-    values.carry(to_experts, buffer, layers, run.backward)
-    from_experts = replace(of, arrow="experts b e c d +m -> ffn b e c d +m")
-    values.carry(from_experts, buffer, run.forward, run.backward)
+    routes = {"ffn b e c d -> experts b e c d": layers, "experts b e c d +m -> ffn b e c d +m": run.forward}
+    for arrow, forward in routes.items():
+        values.carry(of._replace(arrow=arrow), buffer, forward, run.backward)
     for arrow in ("stream b s e -> ffn b s e", "ffn b s e -> routing b s e"):
-        of = Sent("the routers' choices", arrow, gradient="gradients of the routers' choices")
+        of = Transfer("the routers' choices", arrow, gradient="gradients of the routers' choices")
         values.carry(of, choices, layers, run.backward, small)
         values.carry(of, choices, layers, 0, small)  # which experts: no gradient
     e = experts.num_experts
     cells = plan.pipeline and plan.pipeline.visits * plan.microbatches  # each adds its routers' losses, in B
     if experts.aux_loss:
         times = run.backward + run.again if cells else layers
-        of = Sent("tokens per expert and row", "stream b e +s -> stream b e")
+        of = Transfer("tokens per expert and row", "stream b e +s -> stream b e")
         values.carry(of, (b, e), times, 0, small)
-    losses = Sent("the routers' losses", "stream b +s -> data b +s")
+    losses = Transfer("the routers' losses", "stream b +s -> data b +s")
     values.carry(losses, (b,), cells or run.loss, itemsize=small)
 
 
@@ -461,17 +443,18 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     k, h = config.num_kv_heads, config.head_width
     queries, keys = (b, s, k, config.num_heads // k, h), (b, s, k, h)
     for arrow in ("attention b s k r h -> queries b s k r h", "queries b s k r h -> attention b s k r h"):
-        values.carry(Sent("queries and what attention gives", arrow), queries, layers, again)
-    of = Sent("keys and values", "attention b s k h -> keys b s k h", gradient="gradients of keys and values")
+        values.carry(Transfer("queries and what attention gives", arrow), queries, layers, again)
+    gradients = "gradients of keys and values"
+    of = Transfer("keys and values", "attention b s k h -> keys b s k h", gradient=gradients)
     values.carry(of, keys, 2 * layers, 2 * again)
-    ids = Sent("ids of positions and documents", "data b s -> ids b s")
+    ids = Transfer("ids of positions and documents", "data b s -> ids b s")
     values.carry(ids, (b, s), 2 * run.attended, itemsize=4)
     if ring := plan.regions["keys"]["s"]:
         both = 2 * values.local_size("keys b s k h", *keys)
         hops = run.forward + run.attention + again
-        of = Sent(of.value, "keys b t -> the next rank", hidden_by=ATTENTION)
+        of = Transfer(of.value, "keys b t -> the next rank", hidden_by=ATTENTION)
         values.ring(ring, of, both * values.itemsize, hops)
-        values.ring(ring, replace(of, value="gradients of keys and values"), both * FLOAT32, again)
+        values.ring(ring, of._replace(value=gradients), both * FLOAT32, again)
 
 
 def _stages(values: Values, config: ModelConfig, schedule: Schedule) -> None:
@@ -479,6 +462,6 @@ def _stages(values: Values, config: ModelConfig, schedule: Schedule) -> None:
     send = slots(timetable(schedule)).send
     size = values.itemsize * values.local_size("stream b s d", values.b, values.s, config.width)
     for direction, arrow in {1: NEXT_STAGE, -1: PREVIOUS_STAGE}.items():
-        of = Sent("activations and their gradients", arrow, STAGE_LINKS)
+        of = Transfer("activations and their gradients", arrow, STAGE_LINKS)
         times = sum(direction in row for row in send)
         values.traffic.add("collective-permute", ("pp",), of, size, times)

@@ -1,7 +1,7 @@
 """What a training run computes and moves, as numbers: of this package's models and plans, and of others'.
 
-A `Run` states a model's dims and how it is cut, whoever runs it: so the same laws of time (`time`) and memory
-(`fit`) serve a plan of ours and the published runs of `measured`. `Run.layer_matmuls` lists matmuls by shape.
+A `Run` states a model's dims and how it is cut, whichever framework runs it: so one law of time (`time`)
+serves a plan of ours and the published runs of `planner.measured`.
 """
 
 import math
@@ -13,7 +13,7 @@ from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.schedules import deal
-from llmpar.predict.hardware import Chip, table
+from llmpar.predict.hardware import Chip, package_table
 
 POLICIES: tuple[Any, ...] = get_args(get_type_hints(Plan)["remat"])
 """From what keeps most to what computes most again."""
@@ -42,8 +42,8 @@ class Software:
     blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
 
 
-TABLE = table("predict/publications.toml")
-SOFTWARE = {name: Software(name, **row) for name, row in TABLE["software"].items()}
+PUBLICATIONS = package_table("predict/publications.toml")
+SOFTWARE = {name: Software(name, **row) for name, row in PUBLICATIONS["software"].items()}
 """Frameworks by name."""
 
 
@@ -152,15 +152,15 @@ class Run:
         attention: float = d * h * (2 * n + 2 * k)
         if c.latent:
             attention = sum(inner * out for inner, out in c.latent_matrices(n))
-        each, how = self.ffn_products * d * c.ffn_width, c.experts
+        each, experts = self.ffn_products * d * c.ffn_width, c.experts
         return {
             "attention": attention,
             "copies": 0 if c.latent else 2 * d * h * (self.kv_heads - k),
-            "ffn": each * (how.num_shared if how else 1),
-            "experts": each * how.num_experts if how else 0,
-            "router": d * how.num_experts if how else 0,
+            "ffn": each * (experts.num_shared if experts else 1),
+            "experts": each * experts.num_experts if experts else 0,
+            "router": d * experts.num_experts if experts else 0,
             "vectors": 13 * d if self.gpt else 2 * d,
-            "dense": self.ffn_products * d * how.dense_width if how and how.dense_layers else 0,
+            "dense": self.ffn_products * d * experts.dense_width if experts and experts.dense_layers else 0,
             "embedding": c.vocab_size * d + (self.seq_len * d if self.gpt else 0),
             "head": 0 if c.tied else c.vocab_size * d,
         }
@@ -168,14 +168,15 @@ class Run:
     @property
     def dense_layers(self) -> int:
         """Leading layers without experts in a model that has them."""
-        how = self.config.experts
-        return min(how.dense_layers, self.config.num_layers) if how and how.dense_width else 0
+        experts = self.config.experts
+        return min(experts.dense_layers, self.config.num_layers) if experts and experts.dense_width else 0
 
     def flops(self) -> float:
-        """Useful FLOPs of a step as MFU counts them: 6 per active parameter that multiplies and token, and
-        attention, of which the causal mask takes nothing away (Chowdhery et al. 2022, appendix B)."""
-        c, s, how = self.config, self.sizes, self.config.experts
-        visits = how.top_k / how.num_experts if how else 0
+        """Return the useful FLOPs of a step as MFU counts them: 6 per active parameter that multiplies and
+        token, and attention, of which the causal mask takes nothing away (Chowdhery et al. 2022, appendix
+        B)."""
+        c, s, experts = self.config, self.sizes, self.config.experts
+        visits = experts.top_k / experts.num_experts if experts else 0
         layers = c.num_layers * s["attention"]
         sparse = s["ffn"] + visits * s["experts"] + s["router"]
         layers += (c.num_layers - self.dense_layers) * sparse + self.dense_layers * s["dense"]
@@ -199,7 +200,7 @@ class Run:
         """Return the matmuls of a layer, forward, of a microbatch on a device: attention's projections, and
         the feed-forward's. Experts share their visits evenly: each ep rank gets its part of the visits of all
         ep ranks' tokens, and where tp does not cut experts, tp ranks deal tokens among them."""
-        c, t, tp, how = self.config, self.tokens, self.mesh.tp, self.config.experts
+        c, t, tp, experts = self.config, self.tokens, self.mesh.tp, self.config.experts
         d, n, k, h = c.width, c.num_heads / tp, self.kv_heads / tp, c.head_width
         attention = [Matmul(t, d, (n + 2 * k) * h), Matmul(t, n * h, d)]
         if c.latent:
@@ -208,16 +209,16 @@ class Run:
         def ffn(width: float, rows: float = t, times: float = 1) -> list[Matmul]:
             return [Matmul(rows, d, width * (self.ffn_products - 1), times), Matmul(rows, width, d, times)]
 
-        if how is None or dense:
-            return attention, ffn((how.dense_width if how else c.ffn_width) / tp)
-        found = ffn(c.ffn_width * how.num_shared / tp) if how.num_shared else []
-        found.append(Matmul(self.stream_tokens, d, how.num_experts))  # the router
-        here, cut = how.num_experts / self.mesh.ep, tp if self.expert_tp else 1
-        return attention, found + ffn(c.ffn_width / cut, t * how.top_k * cut / tp / here, here)
+        if experts is None or dense:
+            return attention, ffn((experts.dense_width if experts else c.ffn_width) / tp)
+        matmuls = ffn(c.ffn_width * experts.num_shared / tp) if experts.num_shared else []
+        matmuls.append(Matmul(self.stream_tokens, d, experts.num_experts))  # the router
+        local, cut = experts.num_experts / self.mesh.ep, tp if self.expert_tp else 1
+        return attention, matmuls + ffn(c.ffn_width / cut, t * experts.top_k * cut / tp / local, local)
 
     def attention_flops(self) -> float:
-        """FLOPs of scores and of what they weigh, forward, of a microbatch and layer on a device: of whole
-        squares where attention is not fused, of the causal half where it is."""
+        """Return the FLOPs of scores and of what they weigh, forward, of a microbatch and layer on a device:
+        of whole squares where attention is not fused, of the causal half where it is."""
         c = self.config
         heads = c.num_heads / self.mesh.tp * (c.head_width + self.value_width)
         return 2.0 * self.tokens * self.seen(self.software.fused_attention) * heads
@@ -232,8 +233,8 @@ class Run:
     @property
     def imbalance(self) -> float:
         """Attention of the busiest rank over the mean. Of n ranks that cut the queries' positions in their
-        order the last meets 1 - 1/2n of the keys, and the mean is a half; who exchanges positions for heads
-        has whole rows of some heads, and of a window all queries see as many keys."""
+        order the last meets 1 - 1/2n of the keys, and the mean is a half; a rank that exchanges positions for
+        heads has whole rows of some heads, and of a window all queries see as many keys."""
         n = self.mesh.sp // self.exchanging
         return 1.0 if self.balanced or self.seen(True) == self.seen(False) else 2 - 1 / n
 
@@ -244,23 +245,24 @@ class Run:
         return self.tokens * self.seq_len * self.config.num_heads / self.mesh.tp
 
     def elementwise_bytes(self, dense: bool = False) -> float:
-        """Bytes that a layer's elementwise work reads and writes, forward: norms, residual sums, rotary
-        embedding, the nonlinearity; of a GPT dropouts and biases too; of unfused attention its scores."""
-        c, how, tp = self.config, self.config.experts, self.mesh.tp
+        """Return the bytes that a layer's elementwise work reads and writes, forward: norms, residual sums,
+        rotary embedding, the nonlinearity; of a GPT dropouts and biases too; of unfused attention its
+        scores."""
+        c, experts, tp = self.config, self.config.experts, self.mesh.tp
         heads = (c.num_heads + 2 * self.kv_heads) * c.head_width / tp
         stream = (14 if self.gpt else 10) * self.stream_tokens * c.width
         inner = 2 * heads * self.tokens * (1 if self.gpt else 1.5)
         width = self.ffn_products * c.ffn_width / tp
-        if how and not dense:
-            width *= how.top_k + how.num_shared
-            stream += 4 * how.top_k * self.tokens * c.width / (tp if self.tp_sequence else 1)  # sorting
-        elif how:
-            width = self.ffn_products * how.dense_width / tp
+        if experts and not dense:
+            width *= experts.top_k + experts.num_shared
+            stream += 4 * experts.top_k * self.tokens * c.width / (tp if self.tp_sequence else 1)  # sorting
+        elif experts:
+            width = self.ffn_products * experts.dense_width / tp
         return 2.0 * (stream + inner + width * self.tokens + 6 * self.score_elements())
 
 
 def of_plan(config: ModelConfig, plan: Plan, chip: Chip, batch_size: int, seq_len: int) -> Run:
-    """The run that a plan of ours is: what its fields decide, not those that decide nothing."""
+    """Return the run that a plan of ours is: what its fields decide, not those that decide nothing."""
     plan = plan.resolve(config, None)
     ranks, order = plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep, plan.pipeline
     alike = "mesh microbatches zero schedule tp_sequence context_parallel loss_chunks"

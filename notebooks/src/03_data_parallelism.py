@@ -356,7 +356,7 @@ OverlapExplorer(tokens=1024)
 # %% tags=["plumbing", "nbval-check-output"]
 h100, v5p = chip("h100"), chip("v5p")
 axis = 2 * 90e9  # both directions of a ring, at the book's rate
-assert axis == v5p.axis_bytes_per_s * v5p.link_efficiency
+assert axis == 2 * v5p.link_bytes_per_s * v5p.link_efficiency
 thresholds = {
     "H100, inside a node of 8": (h100, h100.link_bytes_per_s, 2200),
     "H100, across nodes": (h100, h100.node_size * h100.dcn_bytes_per_s, 2475),

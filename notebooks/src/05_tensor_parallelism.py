@@ -406,7 +406,7 @@ show(draw.memory_bars(rows, title=title, roles=roles, wide=640))
 # %% tags=["plumbing"]
 seconds = {1: 3.5665, 2: 3.9375, 4: 4.4921, 8: 4.9723, 16: 10.5806}  # vTrain, measured
 if (file := Path("../tests/measured.json")).is_file():  # the best run of each degree
-    runs = [c for c in measured.read(file)[0] if c.group == "vtrain.multi.3.6B"]
+    runs = [c for c in measured.read_runs(file)[0] if c.group == "vtrain.multi.3.6B"]
     of = lambda tp: [c for c in runs if (c.run.mesh.tp, c.run.mesh.pp) == (tp, 1)]
     best = {tp: min(c.measured["step_s"] for c in of(tp)) for tp in seconds}
     assert np.allclose([*best.values()], [*seconds.values()], rtol=1e-4)

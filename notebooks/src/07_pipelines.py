@@ -156,7 +156,9 @@ scene.show(draw.curves(lines, *axes, percent=True, levels=levels, title="GPipe w
 # BigScience, chronicles of BLOOM: microbatches of a step, and its seconds.
 MEASURED = {32: 35.77, 64: 59.65, 96: 83.11, 128: 107.12}
 if (file := Path("../tests/measured.json")).is_file():
-    cases = [case for case in measured.read(file)[0] if case.group == "bloom.rampup"]
+    cases = [
+        case for case in measured.read_runs(file)[0] if case.group == "bloom.rampup"
+    ]
     assert MEASURED == {
         case.run.microbatches: case.measured["step_s"] for case in cases
     }

@@ -101,7 +101,7 @@ attempt("11.bet", bet)
 share = A100.memory_share  # of a card's memory that JAX takes, as in all lessons
 question = planner.Question(LLAMA, A100, 64, ROWS, SEQ, share=share)
 answer = planner.decide(question, keep=40)
-best, room = answer.plans[0], question.room_bytes / 2**30
+best, room = answer.plans[0], question.capacity_bytes / 2**30
 print(f"{answer.num_priced:,} plans priced")
 
 # %% tags=["plumbing"]
@@ -128,7 +128,7 @@ except ValueError as refusal:
     say(refusal)
     yours = estimated(RULE)
 dots, here = [way(plan) for plan in answer.plans], way(yours)
-assert all(plan.total_bytes <= question.room_bytes for plan in answer.plans)
+assert all(plan.total_bytes <= question.capacity_bytes for plan in answer.plans)
 assert here.seconds >= best.time.step_s * (1 - planner.SAME)
 
 # %%
@@ -364,14 +364,14 @@ attempt("11.data_sheet", factor)
 
 # %%
 config, prompt, output = preset("llama3-8b"), 1024, 256
-print(f"reached balance batch: {serving.critical_batch(config, h100):.0f} sequences")
+print(f"reached balance batch: {serving.balance_batch(config, h100):.0f} sequences")
 print("One H100; eight replicas make eight times the tokens:")
 for batch in (1, 4, 16, 64, 256):
-    terms = serving.decode(config, h100, batch, prompt + output // 2)
+    terms = serving.decode_seconds(config, h100, batch, prompt + output // 2)
     token_s = sum(terms.values())
     print(f"{batch:>5} at once: {token_s * 1e3:5.1f} ms a token,", end=" ")
     print(f"{1 / token_s:>4,.0f} tokens/s each, {batch / token_s:>7,.0f} in all")
-prompt_s = sum(serving.prefill(config, h100, prompt).values())
+prompt_s = sum(serving.prefill_seconds(config, h100, prompt).values())
 ratio = prompt_s / (token_s * output / batch)
 print(f"apart: {ratio:.1f} prompt instances for each that makes tokens")
 

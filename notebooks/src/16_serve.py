@@ -56,8 +56,8 @@ WEIGHTS = jax.tree.map(
     lambda x: x.astype("bfloat16"), fresh_state(TOY, optax.sgd(1e-3)).params
 )
 llama, h100 = preset("llama3-8b"), chip("h100")
-waits = 1000 * sum(serving.decode(llama, h100, 1, 1500).values())
-assert 100 < waits / sum(serving.prefill(llama, h100, 1000).values()) < 900
+waits = 1000 * sum(serving.decode_seconds(llama, h100, 1, 1500).values())
+assert 100 < waits / sum(serving.prefill_seconds(llama, h100, 1000).values()) < 900
 
 
 def compile_pass(mesh, requests, tokens):

@@ -67,7 +67,7 @@ program = jax.jit(
 )
 text = partitioned_hlo(program.lower(jnp.zeros((N * 512, 512))))
 compiled = {c.kind.removeprefix("collective-"): c.bytes_sent for c in census_hlo(text, mesh)}
-assert compiled == {kind: formulas.sent_bytes(kind, 2**20, N) for kind in formulas.KINDS}
+assert compiled == {kind: formulas.sent_bytes(kind, 2**20, N) for kind in formulas.COLLECTIVES}
 written = {
     "all-gather": "d/tp -> d",
     "reduce-scatter": "d +tp -> d/tp",

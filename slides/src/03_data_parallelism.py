@@ -170,7 +170,9 @@ from llmpar.planner import measured
 from llmpar.predict.time import step_time
 
 RUNS = [
-    case for case in measured.read(Path("../tests/measured.json"))[0] if case.group == "maxtext.a3.llama2-7b"
+    case
+    for case in measured.read_runs(Path("../tests/measured.json"))[0]
+    if case.group == "maxtext.a3.llama2-7b"
 ]
 GPUS = [case.run.mesh.size for case in RUNS]
 seconds = {

@@ -259,7 +259,7 @@ from llmpar.planner import measured
 from llmpar.predict.time import step_time
 
 best = {}
-for case in measured.read(Path("../tests/measured.json"))[0]:
+for case in measured.read_runs(Path("../tests/measured.json"))[0]:
     if case.group == "vtrain.multi.3.6B" and case.run.mesh.pp == 1:
         told, t = case.measured["step_s"], case.run.mesh.tp
         best[t] = min(best.get(t, (told, case.run)), (told, case.run), key=lambda pair: pair[0])

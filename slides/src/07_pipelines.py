@@ -136,7 +136,7 @@ from pathlib import Path
 from llmpar.planner import measured
 from llmpar.predict.time import step_time
 
-runs = [c for c in measured.read(Path("../tests/measured.json"))[0] if c.group == "bloom.rampup"]
+runs = [c for c in measured.read_runs(Path("../tests/measured.json"))[0] if c.group == "bloom.rampup"]
 counts, stages = [c.run.microbatches for c in runs], runs[0].run.mesh.pp
 assert counts == [32, 64, 96, 128] and stages == 12
 seen = [c.measured["step_s"] / u for c, u in zip(runs, counts, strict=True)]

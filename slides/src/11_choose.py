@@ -18,7 +18,7 @@ from llmpar.predict.hardware import chip
 
 A100 = chip("a100-80")
 question = planner.Question(preset("llama3-70b"), A100, 64, 64, 8192, share=A100.memory_share)
-assert 12 * question.config.num_params > question.room_bytes  # replicas alone cannot be
+assert 12 * question.config.num_params > question.capacity_bytes  # replicas alone cannot be
 SHOWN = {"matmuls": "matmuls", "attention": "attention", "recomputation": "recomputation", "bubble": "bubble"}
 SHOWN |= {"tensor-parallel links": "tensor-parallel links", "weights and gradients on links": "fsdp's links"}
 UNSEEN = 0.16  # tests/measured.md: a fit on some sources, on the runs of a source that it has not seen
@@ -74,7 +74,9 @@ from IPython.display import Markdown
 from llmpar.predict import serving
 
 batches = (1, 4, 16, 64, 256)  # on each GPU
-took = [sum(serving.decode(preset("llama3-8b"), chip("h100"), n, 1024 + 128).values()) for n in batches]
+took = [
+    sum(serving.decode_seconds(preset("llama3-8b"), chip("h100"), n, 1024 + 128).values()) for n in batches
+]
 assert took[-1] < 3 * took[0] and round(256 * took[0] / took[-1]) == 87
 lines = [("all together", [n / s for n, s in zip(batches, took, strict=True)], "black", "o", False)]
 lines += [("each sequence", [1 / s for s in took], "other4", "s", False)]

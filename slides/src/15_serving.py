@@ -37,9 +37,11 @@ llama, h100 = preset("llama3-8b"), chip("h100")
 
 def one_pass(tokens, sequences, behind):
     """Seconds of computing, of reading weights, and of reading keys and values."""
-    reading = serving.decode(llama, h100, 1, 1)["matmuls"]  # far below the balance batch: it only reads
-    keys = serving.decode(llama, h100, sequences, behind)["keys and values read"] if behind else 0.0
-    return tokens * reading / serving.critical_batch(llama, h100), reading, keys
+    reading = serving.decode_seconds(llama, h100, 1, 1)[
+        "matmuls"
+    ]  # far below the balance batch: it only reads
+    keys = serving.decode_seconds(llama, h100, sequences, behind)["keys and values read"] if behind else 0.0
+    return tokens * reading / serving.balance_batch(llama, h100), reading, keys
 
 
 PASSES = [
@@ -47,7 +49,7 @@ PASSES = [
     ("Decode, 1 sequence", *one_pass(1, 1, 1152)),
     ("Decode, 256 sequences", *one_pass(256, 256, 1152)),
 ]
-assert abs(PASSES[0][1] - serving.prefill(llama, h100, 1024)["matmuls"]) < 1e-4
+assert abs(PASSES[0][1] - serving.prefill_seconds(llama, h100, 1024)["matmuls"]) < 1e-4
 assert PASSES[0][1] > PASSES[0][2] and all(reads + keys > computes for _, computes, reads, keys in PASSES[1:])
 show(bound(PASSES, "The same model, three passes"))
 
