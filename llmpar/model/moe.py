@@ -121,13 +121,13 @@ def visit(
     # An expert's capacity holds for each piece of a row that the router saw: with tp_sequence, tp to a row.
     num_tokens, num_pieces = b * s, b * par.parts("stream s") // par.parts("ffn s")
     split = par.plan.pipeline is not None and par.plan.pipeline.split_backward
-    how = grouped.arrange(experts, num_tokens, num_pieces, num_ranks, split)
+    blocks = grouped.arrange(experts, num_tokens, num_pieces, num_ranks, split)
     x_td, weights_tk, chosen_tk = x.reshape(-1, d), weights.reshape(-1, k), chosen.reshape(-1, k)
     if num_ranks > 1:
         num_slots = experts.slots(num_tokens, num_pieces, num_ranks)
         x_td, weights_tk, chosen_tk, slots = dispatch(experts, par, x_td, weights_tk, chosen_tk, num_slots)
-    layout = grouped.lay_out(how, chosen_tk, len(gate))
-    y_td = grouped.feed_forward(how, x_td, weights_tk, (gate, up, down), layout)
+    slot_map = grouped.lay_out(blocks, chosen_tk, len(gate))
+    y_td = grouped.feed_forward(blocks, x_td, weights_tk, (gate, up, down), slot_map)
     return (combine(par, y_td, slots) if num_ranks > 1 else y_td).reshape(x.shape)
 
 
@@ -204,7 +204,7 @@ def take(x: Float[Array, "n ..."], index: Int[Array, " t"], back: Int[Array, "n 
     """Rows ``x[index]``, zeros where an index is past the end. ``back`` says which results each row of ``x``
     went to (again past the end for none), so that the gradient is gathered too, and nothing is ever
     scattered."""
-    return grouped.take(x, index)
+    return grouped.take_rows(x, index)
 
 
 def _take_forward(x, index, back):
@@ -212,7 +212,7 @@ def _take_forward(x, index, back):
 
 
 def _take_backward(back, grad):
-    return grouped.take(grad, back).sum(1), None, None
+    return grouped.take_rows(grad, back).sum(1), None, None
 
 
 take.defvjp(_take_forward, _take_backward)
