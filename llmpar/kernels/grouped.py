@@ -201,8 +201,9 @@ def _backward(blocks, saved, grad):
         return tuple(map(part.add, sums, more))
 
     def add_later(part, _, sums):
-        rows, dout = take_rows(x, part.row_q), take_rows(grad, part.row_q)
-        return (), add(part, sums, rows, dout, *map(part.of, inner))
+        return (), add(
+            part, sums, take_rows(x, part.row_q), take_rows(grad, part.row_q), *map(part.of, inner)
+        )
 
     sums = tuple(vary_alike(jnp.zeros(w.shape), like=x) for w in weights)
     # Written before they are read: XLA would write zeros when a step begins, and keep them for all layers.

@@ -52,7 +52,6 @@ KVTiles = Float[Array, "j b k d h"]
 LseTiles = Float[Array, "i b k r c"]
 QIds = Int[Array, "i _ 2 c"]
 KIds = Int[Array, "j _ 2 d"]
-Pairs = list[tuple[int, int]]
 
 # Names under which remat policies know what the backward pass of attention reads.
 IN, OUT, LSE = "attention_in", "attention_out", "attention_lse"
@@ -199,7 +198,7 @@ def attend_block(
     *,
     mask: Mask,
     scale: float,
-    pairs: Pairs | None,
+    pairs: list[tuple[int, int]] | None,
     branch: bool,
 ) -> tuple[QTiles, LseTiles]:
     """Merge attention to a block of keys, tile by tile, into the partial results: float32 (out, lse).
@@ -231,7 +230,7 @@ def attend_block_grad(
     *,
     mask: Mask,
     scale: float,
-    pairs: Pairs | None,
+    pairs: list[tuple[int, int]] | None,
     branch: bool,
 ) -> tuple[QTiles, KVTiles, KVTiles]:
     """Return float32 (dq, dk, dv): dq with the part of a block of keys added, and the gradients of its keys.
@@ -249,12 +248,14 @@ def attend_block_grad(
 
         return lax.cond(live[i, j], added, lambda: (dq_i, dkv_j)) if branch else added()
 
-    dq = _zeros(q) if dq is None else dq
-    dq, dkv = _loop_over_pairs(pairs, live.shape, add_pair, dq, (_zeros(k), _zeros(v)))
+    sums = _zeros(q) if dq is None else dq, (_zeros(k), _zeros(v))
+    dq, dkv = _loop_over_pairs(pairs, live.shape, add_pair, *sums)
     return dq, *dkv
 
 
-def _few_pairs(mask: Mask, contiguous: bool, num_rows: int, num_keys: int, c: int) -> Pairs | None:
+def _few_pairs(
+    mask: Mask, contiguous: bool, num_rows: int, num_keys: int, c: int
+) -> list[tuple[int, int]] | None:
     """Return the pairs (i, j) of tiles to write out, or None if they are many. Of a contiguous sequence these
     are the pairs inside the mask."""
     pairs = list(np.ndindex(num_rows, num_keys))
