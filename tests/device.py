@@ -124,7 +124,7 @@ class Test:
         s, draw = self.size["positions"], np.random.default_rng(0)
         cases = {"causal": (CAUSAL, 1, 1), "documents": (CAUSAL, 3, 1), "window": (Mask(s // 3), 1, 1)}
         cases |= {"two hops": (CAUSAL, 1, 2), "two hops, documents, window": (Mask(s // 3), 3, 2)}
-        run = {"tpu": flash_tpu.run, "cpu": flash.plain}.get(self.platform, flash.run)
+        launch = {"tpu": flash_tpu.run_on_tpu, "cpu": flash.run_on_cpu}.get(self.platform, flash.run_on_gpu)
         for h in self.size["heads"]:
             arrays = [draw.standard_normal((2, s, 2, *more, h)) for more in ((2,), (), (), (2,))]
             for dtype in ROUNDED:
@@ -133,9 +133,9 @@ class Test:
                 for name, (mask, documents, hops) in ((name, cases[name]) for name in chosen):
                     of = np.sort(draw.integers(0, documents, (2, s)), 1).astype(np.int32)
                     at = np.tile(np.arange(s, dtype=np.int32), (2, 1))
-                    how = flash.Setting(mask, h**-0.5, self.platform, run)
+                    settings = dict(mask=mask, scale=h**-0.5, platform=self.platform, launch=launch)
                     with jax.default_matmul_precision("highest"):
-                        got = jax.jit(functools.partial(_by_hand, how, hops))(
+                        got = jax.jit(functools.partial(_by_hand, settings, hops))(
                             q, k, v, grad, jnp.stack([at, of], 1)
                         )
                         want = jax.jit(functools.partial(_whole, mask))(
@@ -197,8 +197,8 @@ class Test:
         even = np.arange(rows) % num
 
         def experts(expert_rk, x, *w):
-            how, share_rk = grouped.arrange(ExpertConfig(num, 1), rows, 1), jnp.ones((rows, 1))
-            return grouped.feed_forward(how, x, share_rk, w, grouped.lay_out(how, expert_rk, num))
+            blocks, share_rk = grouped.arrange(ExpertConfig(num, 1), rows, 1), jnp.ones((rows, 1))
+            return grouped.feed_forward(blocks, x, share_rk, w, grouped.lay_out(blocks, expert_rk, num))
 
         back = lambda expert_rk, g, *given: jax.vjp(functools.partial(experts, expert_rk), *given)[1](g)
         for what, expert in (
@@ -215,7 +215,7 @@ class Test:
         both = lambda attend: lambda q, k, v, g: jax.vjp(lambda *x: attend(*x, **ids)[0], q, k, v)[1](g)
         is_first = (b, s, k, r, h) == self.size["attention"][0]
         if self.kernel:
-            ours = functools.partial(attention.ring, platform=self.platform)
+            ours = functools.partial(attention.ring_attention, platform=self.platform)
             seen = self.seen(h, s)
             flops = sum(ring.kernel_flops(name, [q.shape, kv.shape], seen) for name in ring.PRODUCTS)
             self.rate(f"our attention, {what}", flops, both(ours), *given, name="attention" * is_first)
@@ -281,18 +281,18 @@ class Test:
             del state
 
 
-def _by_hand(how, hops, q, k, v, grad, ids):
+def _by_hand(settings, hops, q, k, v, grad, ids):
     """Attention and its gradients by the kernel, the keys in so many parts, as a ring meets them."""
     cut = [slice(len(k[0]) * i // hops, len(k[0]) * (i + 1) // hops) for i in range(hops)]
     parts = [(k[:, at], v[:, at], ids[:, :, at]) for at in cut]
     none = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], -jnp.inf)
     done, dq, more = (none, jnp.zeros(q.shape, jnp.float32), []) if hops > 1 else (None, None, [])
     for k_part, v_part, k_ids in parts:
-        done = flash.forward(how, q, k_part, v_part, ids, k_ids, done)
+        done = flash.kernel_forward(q, k_part, v_part, ids, k_ids, done, **settings)
     out, lse = done
     terms = grad, lse, (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
     for k_part, v_part, k_ids in parts:
-        dq, *dkv = flash.backward(how, q, k_part, v_part, ids, k_ids, terms, dq)
+        dq, *dkv = flash.kernel_backward(q, k_part, v_part, ids, k_ids, terms, dq, **settings)
         more.append(dkv)
     return out, dq, *(jnp.concatenate(x, 1) for x in zip(*more, strict=True))
 

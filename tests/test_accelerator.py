@@ -112,8 +112,9 @@ def test_a_device_that_is_wrong_is_told(monkeypatch):
         assert test.rows[-1][-1] is right
     rows = len(test.rows)
     monkeypatch.setattr(device, "ROUNDED", {"float32": 2e-5})
-    backward = device.flash.backward
-    monkeypatch.setattr(device.flash, "backward", lambda *given: [x * 1.001 for x in backward(*given)])
+    backward = device.flash.kernel_backward
+    wrong = lambda *args, **settings: [x * 1.001 for x in backward(*args, **settings)]
+    monkeypatch.setattr(device.flash, "kernel_backward", wrong)
     test.attends()
     assert len(test.rows) > rows and not any(row[-1] for row in test.rows[rows:])
 

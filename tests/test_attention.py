@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from llmpar.inspect.census import executed_flops
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.model import attention
-from llmpar.model.attention import decode, full, merge, ring
+from llmpar.model.attention import attend_cache, full, merge, ring_attention
 from llmpar.parallel.modes import Solo
 from llmpar.plan import sequence_order
 from llmpar.plan.plan import Plan
@@ -145,7 +145,7 @@ def test_the_oracles_gradients_are_its_finite_differences():
 
 
 ON_ONE = [(full, 2, {"mask": mask}) for mask in (CAUSAL, WINDOW)] + [
-    (ring, ratio, dict(block=block, contiguous=contiguous, mask=mask))
+    (ring_attention, ratio, dict(block=block, contiguous=contiguous, mask=mask))
     for block, contiguous, mask, ratio in (
         (1, False, CAUSAL, 1),
         (8, False, WINDOW, 4),
@@ -206,7 +206,7 @@ def test_what_attention_trusts_is_asked_and_what_it_must_not_take_is_wrong(how, 
         for heads in ((2, 2), (2,), (2,))
     )
     kept = attention.as_promised(par, mask, jnp.asarray(at), jnp.asarray(of))
-    out = attention.choose(par, mask)(q, k, v, at, of, at, of)
+    out = attention.choose_attention(par, mask)(q, k, v, at, of, at, of)
     error = np.abs(np.asarray(out) - oracle((q, k, v), ids_of(at, of), mask)[0]).max((1, 2, 3, 4))
     trusted = TRUSTED_WHOLE - ({"with gaps"} if window else set()) if whole else TRUSTED
     trusted = set(ROWS) if kernel == "flash" else trusted
@@ -219,7 +219,7 @@ def test_a_row_that_sees_no_key_gives_zero_and_finite_gradients():
     qkv, ids = inputs()
     ids["q_segments_bs"] = np.tile((np.arange(S) % 8 == 0).astype(np.int32), (B, 1))
     for options in (dict(block=None, contiguous=False, mask=CAUSAL), dict(platform="cpu")):
-        out, lse, dq, *_ = found = results(program(ring, **options), qkv, ids)
+        out, lse, dq, *_ = found = results(program(ring_attention, **options), qkv, ids)
         agree(found, oracle(qkv, ids))
         assert (out[:, ::8] == 0).all() and (lse[:, ::8] == -np.inf).all() and (dq[:, ::8] == 0).all()
 
@@ -259,7 +259,7 @@ def test_bfloat16_keeps_its_dtype_and_accumulates_in_float32():
 
 # --------------------------------------------------------------------------------------- over several devices
 
-RING = partial(ring, axis="sp")
+RING = partial(ring_attention, axis="sp")
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
@@ -312,7 +312,7 @@ def test_a_ring_with_everything_matches_the_definition(sp, tp, mask, ratio):
 
 def test_blockwise_over_contiguous_positions_writes_only_the_triangle():
     qkv, ids = inputs()
-    attend = partial(ring, block=8, contiguous=True, **ids)
+    attend = partial(ring_attention, block=8, contiguous=True, **ids)
     assert str(jax.make_jaxpr(attend)(*qkv)).count("cond[") == 4 * 5 // 2
 
 
@@ -323,18 +323,18 @@ def test_ring_matches_the_definition_when_heads_are_cut_and_keys_are_shared_by_a
 
 
 def fault_ids_stay(monkeypatch):
-    monkeypatch.setattr(attention, "_owner", lambda options, hops: jax.lax.axis_index(options.axis))
+    monkeypatch.setattr(attention, "_owner", lambda ring, hops: jax.lax.axis_index(ring.axis))
 
 
 def fault_average(monkeypatch):
     monkeypatch.setattr(attention, "merge", lambda a, x, b, y: ((a + b) / 2, jnp.logaddexp(x, y)))
 
 
-def fault_gradients_do_not_come_home(monkeypatch):
+def fault_gradients_stay_at_the_neighbour(monkeypatch):
     """Of two ranks: keys go once forward, once backward, and then their gradients go."""
     hop, calls = attention._hop, []
-    stays = lambda axis, x: x if len(calls) == 3 else hop(axis, x)
-    monkeypatch.setattr(attention, "_hop", lambda axis, x: calls.append(x) or stays(axis, x))
+    stays = lambda ring, x: x if len(calls) == 3 else hop(ring, x)
+    monkeypatch.setattr(attention, "_hop", lambda ring, x: calls.append(x) or stays(ring, x))
 
 
 def fault_lse_gradient_dropped(monkeypatch):
@@ -352,7 +352,7 @@ def fault_live_block_skipped(monkeypatch):
     [
         (fault_ids_stay, "out"),
         (fault_average, "out"),
-        (fault_gradients_do_not_come_home, "dk"),
+        (fault_gradients_stay_at_the_neighbour, "dk"),
         (fault_lse_gradient_dropped, "dq"),
         (fault_live_block_skipped, "out"),
     ],
@@ -367,7 +367,7 @@ def test_planted_faults_are_caught(fault, what, monkeypatch):
 def test_decode_matches_the_definition_and_leaves_the_cache_where_it_is():
     def local(q, k, v, at, where, one, segments):
         ids = dict(q_positions_bs=at, k_positions_bt=where, q_segments_bs=one, k_segments_bt=segments)
-        return decode(q, k, v, axis="sp", mask=WINDOW, **ids)
+        return attend_cache(q, k, v, axis="sp", mask=WINDOW, **ids)
 
     mesh = jax.make_mesh((4,), ("sp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     specs = (P(), AT, AT, P(), AT, P(), AT)
@@ -527,8 +527,8 @@ def test_refusals_say_what_would_work():
     with pytest.raises(ValueError, match="'zig' is not known; use contiguous"):
         sequence_permutation("zig", 12, 4)
     with pytest.raises(
-        ValueError, match="block=12 does not divide the 32 positions held here; use a divisor"
+        ValueError, match="block=12 does not divide the 32 positions of a rank; use a divisor"
     ):
-        ring(*map(jnp.asarray, qkv), block=12, **ids)
+        ring_attention(*map(jnp.asarray, qkv), block=12, **ids)
     with pytest.raises(ValueError, match="only one of queries and keys"):
         full(*map(jnp.asarray, qkv), **ids | {"k_segments_bt": None})

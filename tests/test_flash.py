@@ -35,7 +35,7 @@ from llmpar.inspect.report import inspect
 from llmpar.kernels import flash, flash_tpu
 from llmpar.kernels.tiles import KernelTiles, kernel_tiles
 from llmpar.model import attention
-from llmpar.model.attention import ring
+from llmpar.model.attention import ring_attention
 from llmpar.parallel.mesh import abstract_mesh
 from llmpar.plan.plan import Plan
 from llmpar.plan.sequence_order import Mask
@@ -78,19 +78,19 @@ def close(found, expected):
 )
 def test_the_kernel_matches_the_definition_whatever_the_shapes_order_documents_and_mask(seed):
     qkv, ids, mask = drawn(seed)
-    close(results(program(ring, platform="cpu", mask=mask), qkv, ids), oracle(qkv, ids, mask))
+    close(results(program(ring_attention, platform="cpu", mask=mask), qkv, ids), oracle(qkv, ids, mask))
 
 
 def test_the_kernel_in_bfloat16_is_as_exact_as_the_portable_blocks():
-    bfloat16_agrees(program(ring, platform="cpu"), *inputs(ratio=4, packed=True))
+    bfloat16_agrees(program(ring_attention, platform="cpu"), *inputs(ratio=4, packed=True))
 
 
 @pytest.fixture
 def in_pallas(monkeypatch):
     """The kernels for GPUs and for TPUs, in Pallas's interpreter."""
-    by_pallas = partial(flash.run, call=partial(pl.pallas_call, interpret=True))
-    monkeypatch.setattr(flash, "run", by_pallas)
-    monkeypatch.setattr(flash_tpu, "run", partial(flash_tpu.run, interpret=True))
+    by_pallas = partial(flash.run_on_gpu, pallas_call=partial(pl.pallas_call, interpret=True))
+    monkeypatch.setattr(flash, "run_on_gpu", by_pallas)
+    monkeypatch.setattr(flash_tpu, "run_on_tpu", partial(flash_tpu.run_on_tpu, interpret=True))
 
 
 @pytest.mark.parametrize("platform, enough", [("gpu", 512), ("gpu", 1), ("tpu", 512)])
@@ -104,7 +104,7 @@ def test_kernels_of_accelerators_match_the_definition_whatever_the_shapes_docume
     if platform == "tpu":
         monkeypatch.setattr(flash, "kernel_tiles", lambda *args: KernelTiles(16, 32, 2, 8))
     qkv, ids, mask = drawn(seed)
-    fresh = program.__wrapped__(ring, platform=platform, mask=mask)
+    fresh = program.__wrapped__(ring_attention, platform=platform, mask=mask)
     close(results(fresh, qkv, ids), oracle(qkv, ids, mask))
 
 
@@ -112,17 +112,18 @@ def test_kernels_of_accelerators_match_the_definition_whatever_the_shapes_docume
 def test_a_kernel_goes_on_from_earlier_keys(platform, in_pallas):
     """Two hops of a ring by hand: keys in two parts, and the gradients from the lse of both."""
     qkv, ids = inputs(packed=True)
-    run = {"cpu": flash.plain, "gpu": flash.run, "tpu": flash_tpu.run}[platform]
-    how, of = flash.Setting(CAUSAL, H**-0.5, platform, run), np.stack(list(ids.values())[::2], 1)
+    launch = {"cpu": flash.run_on_cpu, "gpu": flash.run_on_gpu, "tpu": flash_tpu.run_on_tpu}[platform]
+    settings = dict(mask=CAUSAL, scale=H**-0.5, platform=platform, launch=launch)
+    of = np.stack(list(ids.values())[::2], 1)
 
     def two_hops(q, k, v, of, grad):
         parts = [(k[:, at], v[:, at], of[:, :, at]) for at in (slice(0, S // 2), slice(S // 2, S))]
         done = jnp.zeros(q.shape), jnp.full(q.shape[:-1], -jnp.inf)
         for part in parts:
-            done = flash.forward(how, q, *part[:2], of, part[2], done)
+            done = flash.kernel_forward(q, *part[:2], of, part[2], done, **settings)
         terms, dq, more = (grad, done[1], (grad * done[0]).sum(-1)), jnp.zeros(q.shape), []
         for part in parts:
-            dq, *dkv = flash.backward(how, q, *part[:2], of, part[2], terms, dq)
+            dq, *dkv = flash.kernel_backward(q, *part[:2], of, part[2], terms, dq, **settings)
             more.append(dkv)
         return *done, dq, *(jnp.concatenate(x, 1) for x in zip(*more, strict=True))
 
@@ -204,21 +205,28 @@ def fault_mask_forgotten(monkeypatch):
 
 
 def fault_documents_ignored(monkeypatch):
-    visit, one = flash.visit, lambda tile: [*tile[:-1], [tile[-1][0], tile[-1][1] * 0]]
+    add_pair, one = flash.add_pair, lambda tile: [*tile[:-1], [tile[-1][0], tile[-1][1] * 0]]
     monkeypatch.setattr(
-        flash, "visit", lambda name, how, *tiles: visit(name, how, *map(one, tiles[:2]), *tiles[2:])
+        flash, "add_pair", lambda call, *tiles: add_pair(call, *map(one, tiles[:2]), *tiles[2:])
     )
 
 
 def fault_lse_gradient_dropped(monkeypatch):
-    backward = flash.backward
-    without = lambda how, *args: backward(how, *args[:5], (*args[5][:2], args[5][2] * 0), *args[6:])
-    monkeypatch.setattr(flash, "backward", without)
+    backward = flash.kernel_backward
+
+    def without(*args, **settings):
+        return backward(*args[:5], (*args[5][:2], args[5][2] * 0), *args[6:], **settings)
+
+    monkeypatch.setattr(flash, "kernel_backward", without)
 
 
 def fault_earlier_keys_forgotten(monkeypatch):
-    forward = flash.forward
-    monkeypatch.setattr(flash, "forward", lambda *args: forward(*args[:6], (args[6][0] * 0, args[6][1])))
+    forward = flash.kernel_forward
+
+    def without(*args, **settings):
+        return forward(*args[:5], (args[5][0] * 0, args[5][1]), **settings)
+
+    monkeypatch.setattr(flash, "kernel_forward", without)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +241,11 @@ def fault_earlier_keys_forgotten(monkeypatch):
 )
 def test_planted_faults_are_caught(fault, what, monkeypatch):
     fault(monkeypatch)
-    run, n = (partial(ring, axis="sp"), 2) if fault is fault_earlier_keys_forgotten else (ring, 1)
+    run, n = (
+        (partial(ring_attention, axis="sp"), 2)
+        if fault is fault_earlier_keys_forgotten
+        else (ring_attention, 1)
+    )
     data, faulty = inputs(packed=True), program.__wrapped__(run, n, grads=what == "dq", platform="cpu")
     with pytest.raises(AssertionError, match=what):
         agree(results(faulty, *data), oracle(*data))
@@ -254,8 +266,8 @@ def test_inspect_says_which_kernel_and_finds_what_was_predicted():
 def test_blocks_on_a_gpu_are_masked_and_never_a_branch():
     """A branch of a compiled GPU program asks the host which way to go."""
     data, options = inputs(packed=True), dict(block=8, branch=False)
-    agree(results(program(ring, **options), *data), oracle(*data))
-    assert "cond[" not in str(jax.make_jaxpr(partial(ring, **options, **data[1]))(*data[0]))
+    agree(results(program(ring_attention, **options), *data), oracle(*data))
+    assert "cond[" not in str(jax.make_jaxpr(partial(ring_attention, **options, **data[1]))(*data[0]))
 
 
 def test_auto_is_the_kernel_on_accelerators_and_blocks_on_cpus():
@@ -281,13 +293,15 @@ def test_whole_documents_need_no_mask():
 # ------------------------------------------------------------------------------------------------ what is run
 
 
-def on_a_gpu(s, order="zigzag", **how):
+def on_a_gpu(s, **options):
     """The text of a ring of 4 and its gradients, lowered for an H100 that is not here."""
     n, shapes = 4, ((1, s, 2, 4, 128), (1, s, 2, 128), (1, s, 2, 128))
     cut = jax.sharding.PartitionSpec(None, "sp")
 
     def local(q, k, v, at, of):
-        return ring(q, k, v, axis="sp", platform="gpu", **ids_of(at, of), **how)[0].astype(jnp.float32)
+        return ring_attention(q, k, v, axis="sp", platform="gpu", **ids_of(at, of), **options)[0].astype(
+            jnp.float32
+        )
 
     mesh = abstract_mesh(f"sp={n}", "gpu")
     attend = jax.shard_map(local, mesh=mesh, in_specs=(cut,) * 5, out_specs=cut)
@@ -317,13 +331,14 @@ def busy(k, r, s, monkeypatch):
         return run
 
     monkeypatch.setattr(
-        pl, "pallas_call", lambda kernel, *, name, compiler_params, **how: call(kernel, name=name, **how)
+        pl, "pallas_call", lambda kernel, *, name, compiler_params, **more: call(kernel, name=name, **more)
     )
-    how, zeros = flash.Setting(CAUSAL, 1.0, "gpu", flash.run), lambda *shape: jnp.zeros(shape, jnp.bfloat16)
+    settings = dict(mask=CAUSAL, scale=1.0, platform="gpu", launch=flash.run_on_gpu)
+    zeros = lambda *shape: jnp.zeros(shape, jnp.bfloat16)
     ids = np.stack([np.arange(s), np.ones(s, int)]).astype(np.int32)[None]
     q, keys, numbers = zeros(1, s, k, r, 128), zeros(1, s, k, 128), jnp.zeros((1, s, k, r))
-    flash.forward(how, q, keys, keys, ids, ids)
-    flash.backward(how, q, keys, keys, ids, ids, (q, numbers, numbers))
+    flash.kernel_forward(q, keys, keys, ids, ids, **settings)
+    flash.kernel_backward(q, keys, keys, ids, ids, (q, numbers, numbers), **settings)
     return found
 
 

@@ -92,7 +92,7 @@ PLANTED = {  # what goes wrong: where, and the function that takes the place of 
     "rows go to other experts": carries_out(
         "all-to-all", lambda right, x, move, *more: jnp.roll(right(x, move, *more), 1, 0)
     ),
-    "a ring is one hop late": ("attention._owner", lambda right, options, hops: right(options, hops + 1)),
+    "a ring is one hop late": ("attention._owner", lambda right, ring, hops: right(ring, hops + 1)),
     "the first stage of GPipe turns round early": ("schedules._row", late_backward),
     "1F1B runs one forward more ahead": (
         "schedules._in_turn",
@@ -107,9 +107,9 @@ PLANTED = {  # what goes wrong: where, and the function that takes the place of 
         lambda right, kind, group: right(kind, group) / (2 if kind == "all-reduce" else 1),
     ),
     "a batch is fixed once it runs": ("serve.engine.Engine.step", fixed_batch),
-    "what ranks of sp have found is joined twice": ("attention.decode", joined_again),
+    "what ranks of sp have found is joined twice": ("attention.attend_cache", joined_again),
     "a slot sees its neighbour's keys": (
-        "attention.decode",
+        "attention.attend_cache",
         lambda right, q, k, *more, **options: right(q, jnp.roll(k, 1, 0), *more, **options),
     ),
     "a checkpoint has no moments": ("training.checkpoint.Checkpoints.restore", no_moments),

@@ -396,7 +396,9 @@ def test_every_layout_gives_the_same_output_and_gradients(way, split):
     x, shares, *weights, grad = (draw.standard_normal(s).astype(np.float32) for s in shapes)
     for expert_rk in (even, all_to_one, half_to_nobody):
         given = expert_rk, x, shares, tuple(weights), grad
-        results = (output_and_gradients(how, *given) for how in (grouped.How(24, 16, *way, split), None))
+        results = (
+            output_and_gradients(how, *given) for how in (grouped.BlockSizes(24, 16, *way, split), None)
+        )
         for got, want in zip(*results, strict=True):
             assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
 

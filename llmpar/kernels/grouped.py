@@ -1,23 +1,23 @@
 """Send rows through the feed-forwards of their experts: products of groups of rows, each with its own
 weights.
 
-A device holds ``l`` experts and ``r`` rows, each of which visits up to ``k`` of them. `lay_out` gives every
-visit a slot. The slots of an expert fill whole blocks, so a block has one owner. In the first part every
+A device has ``l`` experts and ``r`` rows, each of which chooses up to ``k`` of them. `lay_out` gives every
+choice a slot. The slots of an expert fill whole blocks, so a block has one owner. In the first part every
 expert has slots for about an eighth more than its even share, and one batched product multiplies them all,
-full or not. What experts get beyond that comes a few blocks at a time, each with its owner's weights; with
-fewer visits than experts all does. Rows are not copied into slots for the worst routing: one part of the
-slots is gathered, multiplied and handed back before the next.
+full or not. The rows beyond that come a few blocks at a time, each block with its owner's weights; if there
+are fewer choices than experts, all rows do. Rows are not copied into slots for the worst routing: one part of
+the slots is gathered, multiplied and added to the results before the next.
 
-No token is dropped, and parts that nobody needs are not multiplied. The backward pass keeps the rows, and of
-the first part the products with gate and up. Those of later parts it computes again, once for the gradients
-of rows and once for those of weights: 14 products where 9 are useful, instead of memory for the worst
-routing in every layer. (Where a pipeline puts off the gradients of weights: 11, and three arrays of it.)
+No token is dropped, and empty parts are not multiplied. The backward pass keeps the rows, and of the first
+part the products with gate and up. Those of later parts it computes again, once for the gradients of rows and
+once for those of weights: 14 products where 9 are useful, instead of memory for the worst routing in every
+layer. (Where a pipeline puts off the gradients of weights: 11, and three arrays of it.)
 
 On an H100 this is 1.5 to 1.6 times as fast as kernels in Triton that multiply every expert's own rows, when
 experts get as many, and as fast when one gets four times its share (docs/accelerators.md).
 
-Dims: r rows, k visits of a row, p visits of all rows, q slots, n blocks, l experts here, d width, m an
-expert's width. (Slots: Lepikhin et al. 2020, GShard, which drops what is beyond; blocks of rows of one
+Dims: r rows, k choices of a row, p choices of all rows, q slots, n blocks, l local experts, d width, m an
+expert's width. (Slots: Lepikhin et al. 2020, GShard, which drops the rows beyond them; blocks of rows of one
 expert: Gale et al. 2022, MegaBlocks.)
 """
 
@@ -38,54 +38,55 @@ from llmpar.plan.model_config import ExpertConfig
 
 Weights = tuple[Float[Array, "l d m"], Float[Array, "l d m"], Float[Array, "l m d"]]
 
-OVERFLOW = "overflow"  # the scope of the loops over all parts but the first: a census counts no turn of them
-FEW = 2048
-"""Rows beyond the first part that are multiplied together: fewer leave most of a large GPU idle."""
+OVERFLOW = "overflow"  # the scope of the loops over all parts but the first: a census counts no iteration
+FEW = 2048  # rows beyond the first part, multiplied together: fewer leave most of a large GPU idle
 
 
-class How(NamedTuple):
-    """How rows are laid out and multiplied, from `arrange`."""
+class BlockSizes(NamedTuple):
+    """How slots are cut into blocks, and blocks into parts, from `arrange`."""
 
     num_blocks: int  # in all, for the worst routing
     block: int  # rows of a block
-    own: int  # blocks that every expert has in the first part; 0: there are fewer visits than experts
+    own: int  # blocks that every expert has in the first part; 0: there are fewer choices than experts
     first: int  # blocks of the first part
     more: int  # blocks of each part that follows
     split: bool = False  # weights' gradients in a loop of their own, which a pipeline can put off
 
 
-class _Layout(NamedTuple):
-    """Which visit stands in which slot, and whose a block is."""
+class SlotMap(NamedTuple):
+    """Which choice has which slot, and which expert owns which block."""
 
-    slot_rk: Int[Array, "r k"]  # of each visit; q for one to nobody here
-    visit_q: Int[Array, " q"]  # the visit in each slot, r·k in an empty one
+    slot_rk: Int[Array, "r k"]  # of each choice; q if it is of no local expert
+    choice_q: Int[Array, " q"]  # the choice in each slot, r·k in an empty one
     end_l: Int[Array, " l"]  # the block after the last of each expert, of those beyond its own
     owner_n: Int[Array, " n"]  # the expert of each block beyond experts' own; l after the last
 
 
-def arrange(experts: ExpertConfig, tokens: int, num_pieces: int, ranks: int = 1, split: bool = False) -> How:
-    """Decide the layout on one of ``ranks`` devices, each with so many tokens, of which routers see a number
-    of pieces (`ExpertConfig.most`): blocks for the worst routing.
+def arrange(
+    experts: ExpertConfig, tokens: int, num_pieces: int, ranks: int = 1, split: bool = False
+) -> BlockSizes:
+    """Choose the blocks on one of ``ranks`` devices, each with so many tokens, which routers see in a number
+    of pieces (`ExpertConfig.expert_tokens`): enough for the worst routing.
 
-    A block is three eighths of an expert's even share, a multiple of 8 rows. Beyond the first part come `FEW`
-    rows or more at a time, but weights of at most an eighth of the experts."""
-    local, visits = experts.num_experts // ranks, ranks * tokens * experts.top_k
-    of_one = ranks * experts.expert_tokens(tokens, num_pieces)  # visits at most
+    A block is three eighths of an expert's even share, a multiple of 8 rows. A part after the first has `FEW`
+    rows or more, but weights of at most an eighth of the experts."""
+    local, choices = experts.num_experts // ranks, ranks * tokens * experts.top_k
+    of_one = ranks * experts.expert_tokens(tokens, num_pieces)  # choices at most
     of_all = min(ranks * tokens * min(experts.top_k, local), of_one * local)
-    block = 8 * -(-3 * visits // (64 * experts.num_experts))
-    own = min(-(-9 * visits // (8 * experts.num_experts * block)), -(-of_one // block))
-    own = own if visits >= experts.num_experts else 0
+    block = 8 * -(-3 * choices // (64 * experts.num_experts))
+    own = min(-(-9 * choices // (8 * experts.num_experts * block)), -(-of_one // block))
+    own = own if choices >= experts.num_experts else 0
     # At worst a last block holds one row: of one expert, where each has blocks of its own, else of every one.
     spread = (1 if own else local) * (block - 1)
     beyond = min(local * (-(-of_one // block) - own), max(0, of_all + spread - own * block) // block, of_all)
     more = max(1, min(beyond, -(-local // 8), -(-FEW // block)))
     first = local * own or more
-    turns = -(-max(local * own + beyond - first, 0) // more)
-    return How(first + turns * more, block, own, first, more, split)
+    num_more = -(-max(local * own + beyond - first, 0) // more)
+    return BlockSizes(first + num_more * more, block, own, first, more, split)
 
 
 def count(key: Int[Array, ...], num_keys: int) -> Int[Array, " i"]:
-    """How many items have each key."""
+    """Count the items of each key."""
     return (key.reshape(-1, 1) == jnp.arange(num_keys)[None]).sum(0, dtype=jnp.int32)
 
 
@@ -97,43 +98,47 @@ def number(key_p: Int[Array, " p"], num_keys: int) -> Int[Array, " p"]:
 
 
 def item_in(slot_p: Int[Array, " p"], num_slots: int) -> Int[Array, " q"]:
-    """The item in each slot, from the slot of each item; the number of items where there is none."""
+    """Return the item in each slot, from the slot of each item; the number of items in an empty one."""
     none_q = jnp.full_like(slot_p, len(slot_p), shape=num_slots)
     return none_q.at[slot_p].set(jnp.arange(len(slot_p)), mode="drop")
 
 
-def take(z: Array, index: Int[Array, ...]) -> Array:
-    """The rows ``z[index]``, zeros where an index is past the end."""
+def take_rows(z: Array, index: Int[Array, ...]) -> Array:
+    """Return the rows ``z[index]``, zeros where an index is past the end."""
     return z.at[index].get(mode="fill", fill_value=0)
 
 
-def lay_out(how: How, expert_rk: Int[Array, "r k"], num_experts: int) -> _Layout:
-    """Lay visits out in order of their experts (``num_experts`` for a visit to nobody here): first in the
+def lay_out(blocks: BlockSizes, expert_rk: Int[Array, "r k"], num_experts: int) -> SlotMap:
+    """Give choices slots in order of their experts (``num_experts`` for none that is local): first in the
     blocks that are an expert's own, then from a new block on."""
-    num_slots, own, n = how.num_blocks * how.block, how.own * how.block, jnp.arange(how.num_blocks)
+    num_slots, own, n = (
+        blocks.num_blocks * blocks.block,
+        blocks.own * blocks.block,
+        jnp.arange(blocks.num_blocks),
+    )
     expert_p = expert_rk.reshape(-1)
-    more_l = jnp.maximum(-(-count(expert_p, num_experts) // how.block) - how.own, 0)
-    end_l = num_experts * how.own + jnp.cumsum(more_l)
-    begin_p, place_p = take(end_l - more_l, expert_p) * how.block, number(expert_p, num_experts)
+    more_l = jnp.maximum(-(-count(expert_p, num_experts) // blocks.block) - blocks.own, 0)
+    end_l = num_experts * blocks.own + jnp.cumsum(more_l)
+    begin_p, place_p = take_rows(end_l - more_l, expert_p) * blocks.block, number(expert_p, num_experts)
     own_p = place_p < own
     slot_p = place_p + jnp.where(own_p, expert_p * own, begin_p - own)
     slot_p = jnp.where(expert_p < num_experts, slot_p, num_slots)
     owner_n = (n[:, None] >= end_l[None]).sum(1, dtype=jnp.int32)
-    return _Layout(slot_p.reshape(expert_rk.shape), item_in(slot_p, num_slots), end_l, owner_n)
+    return SlotMap(slot_p.reshape(expert_rk.shape), item_in(slot_p, num_slots), end_l, owner_n)
 
 
 # -------------------------------------------------------------------------------------------------- products
 
 
 def dot(*pairs, transposed: bool = False):
-    """Rows, cut evenly among weights, with these (or these transposed), of several pairs the sum."""
+    """Multiply rows, cut evenly among weights, by these (or these transposed); sum over several pairs."""
     product = functools.partial(jnp.einsum, "lqb,lab->lqa" if transposed else "lqa,lab->lqb")
     one = lambda rows, w: product(rows.reshape(len(w), -1, rows.shape[1]), w).reshape(len(rows), -1)
     return functools.reduce(jnp.add, (one(rows, w).astype(rows.dtype) for rows, w in pairs))
 
 
 def outer(rows, grads, num_owners: int):
-    """For each owner the sum over its rows of their outer products with gradients, float32."""
+    """Return for each owner the sum over its rows of their outer products with gradients, float32."""
     rows, grads = (z.reshape(num_owners, -1, z.shape[1]) for z in (rows, grads))
     return jnp.einsum("lqa,lqb->lab", rows, grads, preferred_element_type=jnp.float32)
 
@@ -142,70 +147,72 @@ def outer(rows, grads, num_owners: int):
 
 
 def feed_forward(
-    how: How, x: Float[Array, "r d"], shares: Float[Array, "r k"], weights: Weights, where: _Layout
+    blocks: BlockSizes, x: Float[Array, "r d"], shares: Float[Array, "r k"], weights: Weights, slots: SlotMap
 ) -> Float[Array, "r d"]:
-    """For each row the sum of what its experts give, weighed by its shares: in float32 within a part, and
-    rounded once for each."""
-    return _feed_forward(how, *vary_alike((x, shares, weights, where)))
+    """Return for each row the sum of its experts' results, weighed by its shares: in float32 within a part,
+    and rounded once for each."""
+    return _feed_forward(blocks, *vary_alike((x, shares, weights, slots)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _feed_forward(how, *args):
-    return _run(how, *args)[0]
+def _feed_forward(blocks, *args):
+    return _run(blocks, *args)[0]
 
 
-def _run(how, x, shares, weights, where):
-    """The result, and the products with gate and up of the first part."""
+def _run(blocks, x, shares, weights, slots):
+    """Return the result, and the products with gate and up of the first part."""
 
-    def do(here, out, kept, gate, up, down):
-        rows = take(x, here.row_q)
+    def run_part(part, out, kept, gate, up, down):
+        rows = take_rows(x, part.row_q)
         gated, upped = dot((rows, gate)), dot((rows, up))
-        out = here.to_rows(out, dot((jax.nn.silu(gated) * upped, down)), shares)
-        return out, (gated, upped) if here.is_first else kept
+        out = part.to_rows(out, dot((jax.nn.silu(gated) * upped, down)), shares)
+        return out, (gated, upped) if part.is_first else kept
 
-    return _walk(how, where, weights, None, (), do)
+    return _run_parts(blocks, slots, weights, None, (), run_part)
 
 
-def _forward(how, *args):
-    y, kept = _run(how, *args)
+def _forward(blocks, *args):
+    y, kept = _run(blocks, *args)
     return y, (*args, tuple(checkpoint_name(z, HIDDEN) for z in kept))
 
 
-def _backward(how, saved, grad):
-    """The gradients of rows and shares, and those of weights: together, or in a second loop where a pipeline
-    puts that off."""
-    x, shares, weights, where, kept = saved
+def _backward(blocks, saved, grad):
+    """Return the gradients of rows and shares, and those of weights: together, or in a second loop where a
+    pipeline puts that off."""
+    x, shares, weights, slots, kept = saved
 
-    def do(here, made, sums, gate, up, down):
-        rows, dout = take(x, here.row_q), take(grad, here.row_q)
-        three = (
-            *(kept if here.is_first else (dot((rows, gate)), dot((rows, up)))),
-            dot((dout, down), transposed=True),
-        )
-        gated, upped, dhidden = (z.astype(jnp.float32) for z in three)
-        slope, share = jax.nn.sigmoid(gated), take(shares.reshape(-1), here.visit_q)[:, None]
+    def run_part(part, of_rows, sums, gate, up, down):
+        rows, dout = take_rows(x, part.row_q), take_rows(grad, part.row_q)
+        gated, upped = kept if part.is_first else (dot((rows, gate)), dot((rows, up)))
+        products = gated, upped, dot((dout, down), transposed=True)
+        gated, upped, dhidden = (z.astype(jnp.float32) for z in products)
+        slope, share = jax.nn.sigmoid(gated), take_rows(shares.reshape(-1), part.choice_q)[:, None]
         hidden, dshare = gated * slope * upped, (gated * slope * upped * dhidden).sum(-1)
         dup, dgate = dhidden * gated * slope, dhidden * upped * slope * (1 + gated * (1 - slope))
         inner = [(z * share).astype(x.dtype) for z in (hidden, dgate, dup)]
         drows = dot((inner[1], gate), (inner[2], up), transposed=True)
-        numbers = here.to_visits(made[1], dshare.astype(shares.dtype))
-        made = here.to_rows(made[0], drows), numbers, *map(here.put, made[2:], inner)
-        return made, () if how.split else add(here, sums, rows, dout, *inner)
+        dshares = part.to_choices(of_rows[1], dshare.astype(shares.dtype))
+        of_rows = part.to_rows(of_rows[0], drows), dshares, *map(part.put, of_rows[2:], inner)
+        return of_rows, () if blocks.split else add(part, sums, rows, dout, *inner)
 
-    def add(here, sums, rows, dout, hidden, dgate, dup):
-        found = functools.partial(outer, num_owners=here.num_picked or len(sums[0]))
-        more = found(rows, dgate), found(rows, dup), found(hidden, dout)
-        return tuple(map(here.add, sums, more))
+    def add(part, sums, rows, dout, hidden, dgate, dup):
+        products = functools.partial(outer, num_owners=part.num_picked or len(sums[0]))
+        more = products(rows, dgate), products(rows, dup), products(hidden, dout)
+        return tuple(map(part.add, sums, more))
 
-    def later(here, _, sums):
-        return (), add(here, sums, take(x, here.row_q), take(grad, here.row_q), *map(here.part, inner))
+    def add_later(part, _, sums):
+        return (), add(
+            part, sums, take_rows(x, part.row_q), take_rows(grad, part.row_q), *map(part.of, inner)
+        )
 
     sums = tuple(vary_alike(jnp.zeros(w.shape), like=x) for w in weights)
-    room = (_room(grad, x.dtype, len(where.visit_q), weights[0].shape[2]),) * 3 if how.split else ()
-    made, begun = (None, None, *room), () if how.split else sums
-    (drows, dshare, *inner), dw = _walk(how, where, weights, made, begun, do)
-    if how.split:
-        dw = _walk(how, where, (), (), sums, later)[1]
+    # Written before they are read: XLA would write zeros when a step begins, and keep them for all layers.
+    shape = len(slots.choice_q), weights[0].shape[2]
+    buffers = (jnp.broadcast_to(grad[:1, 0].astype(x.dtype), shape),) * 3 if blocks.split else ()
+    start = (None, None, *buffers), () if blocks.split else sums
+    (drows, dshare, *inner), dw = _run_parts(blocks, slots, weights, *start, run_part)
+    if blocks.split:
+        dw = _run_parts(blocks, slots, (), (), sums, add_later)[1]
     return drows, dshare, tuple(z.astype(w.dtype) for z, w in zip(dw, weights, strict=True)), None
 
 
@@ -215,8 +222,8 @@ _feed_forward.defvjp(_forward, _backward)
 class _Part(NamedTuple):
     """Some blocks of slots."""
 
-    how: How
-    where: _Layout
+    blocks: BlockSizes
+    slots: SlotMap
     begin: Int[Array, ""]
     num_blocks: int
     is_first: bool
@@ -224,90 +231,85 @@ class _Part(NamedTuple):
     @property
     def num_picked(self) -> int:
         """Blocks that are each multiplied with the weights of its owner, copied from those of all; or 0."""
-        return 0 if self.is_first and self.how.own else self.num_blocks
+        return 0 if self.is_first and self.blocks.own else self.num_blocks
 
     @property
     def owners(self) -> Int[Array, " n"]:
-        return lax.dynamic_slice_in_dim(self.where.owner_n, self.begin, self.num_blocks)
+        return lax.dynamic_slice_in_dim(self.slots.owner_n, self.begin, self.num_blocks)
 
     @property
-    def visit_q(self) -> Int[Array, " q"]:
-        return self.part(self.where.visit_q)
+    def choice_q(self) -> Int[Array, " q"]:
+        return self.of(self.slots.choice_q)
 
     @property
     def row_q(self) -> Int[Array, " q"]:
-        """The row in each slot here, past the end in an empty one."""
-        return self.visit_q // self.where.slot_rk.shape[1]
+        """The row in each slot, past the end in an empty one."""
+        return self.choice_q // self.slots.slot_rk.shape[1]
 
-    def part(self, z: Array) -> Array:
-        """What an array of slots has here."""
-        return lax.dynamic_slice_in_dim(z, self.begin * self.how.block, self.num_blocks * self.how.block)
+    def of(self, z: Array) -> Array:
+        """Return this part of an array of slots."""
+        block = self.blocks.block
+        return lax.dynamic_slice_in_dim(z, self.begin * block, self.num_blocks * block)
 
     def put(self, z: Array, value: Array) -> Array:
-        """The array of slots with a value here."""
-        return lax.dynamic_update_slice_in_dim(z, value.astype(z.dtype), self.begin * self.how.block, 0)
+        """Return an array of slots with a value in this part."""
+        return lax.dynamic_update_slice_in_dim(z, value.astype(z.dtype), self.begin * self.blocks.block, 0)
 
     def weights(self, w: Array) -> Array:
-        """Of weights of all owners those of the owners here."""
+        """Return the weights of this part's owners."""
         return w.at[self.owners].get(mode="clip") if self.num_picked else w
 
-    def add(self, so_far: Array, value: Array) -> Array:
-        """The sums for all owners with those for the owners here, one after the other: what several blocks of
-        an owner give is added in their order."""
+    def add(self, sums: Array, value: Array) -> Array:
+        """Add values of this part's owners to the sums of all owners, one after the other: the blocks of an
+        owner are added in their order."""
         for i in range(self.num_picked):
-            owner = jnp.minimum(self.owners[i], len(so_far) - 1)  # nobody's block gives zeros
-            sum_ = lax.dynamic_index_in_dim(so_far, owner) + value[i : i + 1]
-            so_far = lax.dynamic_update_index_in_dim(so_far, sum_, owner, 0)
-        return so_far if self.num_picked else value
+            owner = jnp.minimum(self.owners[i], len(sums) - 1)  # a block without an owner gives zeros
+            sum_ = lax.dynamic_index_in_dim(sums, owner) + value[i : i + 1]
+            sums = lax.dynamic_update_index_in_dim(sums, sum_, owner, 0)
+        return sums if self.num_picked else value
 
-    def to_visits(self, so_far: Array | None, value: Array) -> Array:
-        """Numbers of visits, with those of the visits here."""
-        if so_far is None:
-            return take(value, self.where.slot_rk)
-        return so_far.reshape(-1).at[self.visit_q].set(value, mode="drop").reshape(so_far.shape)
+    def to_choices(self, numbers: Array | None, value: Array) -> Array:
+        """Write values of this part's slots into the numbers of all choices."""
+        if numbers is None:
+            return take_rows(value, self.slots.slot_rk)
+        return numbers.reshape(-1).at[self.choice_q].set(value, mode="drop").reshape(numbers.shape)
 
-    def to_rows(self, so_far: Array | None, value: Array, shares: Array | None = None) -> Array:
-        """Sums over the visits of each row, with those of the visits here, weighed if there are shares. Slots
-        of the first part are gathered visit by visit: the rows of one never lie side by side."""
-        if so_far is None:
-            each = (take(value, slot_r).astype(jnp.float32) for slot_r in self.where.slot_rk.T)
+    def to_rows(self, sums: Array | None, value: Array, shares: Array | None = None) -> Array:
+        """Add values of this part's slots, weighed if there are shares, to the sums of their rows. Slots of
+        the first part are gathered choice by choice: the rows of one are never side by side."""
+        if sums is None:
+            each = (take_rows(value, slot_r).astype(jnp.float32) for slot_r in self.slots.slot_rk.T)
             each = (z if shares is None else z * shares[:, i, None] for i, z in enumerate(each))
             return functools.reduce(jnp.add, each).astype(value.dtype)
         if shares is not None:
-            value = value.astype(jnp.float32) * take(shares.reshape(-1), self.visit_q)[:, None]
-        pairs = (jnp.split(z, self.num_blocks) for z in (self.row_q, value.astype(so_far.dtype)))
-        for row_q, value_q in zip(*pairs, strict=True):  # a row stands once in a block
-            so_far = so_far.at[row_q].add(value_q, mode="drop")
-        return so_far
+            value = value.astype(jnp.float32) * take_rows(shares.reshape(-1), self.choice_q)[:, None]
+        pairs = (jnp.split(z, self.num_blocks) for z in (self.row_q, value.astype(sums.dtype)))
+        for row_q, value_q in zip(*pairs, strict=True):  # a block has a row at most once
+            sums = sums.at[row_q].add(value_q, mode="drop")
+        return sums
 
 
-def _walk(how: How, where: _Layout, weights, made, sums, do):
-    """Do ``made, sums = do(here, made, sums, *weights)`` for all parts that hold rows, the first before the
-    loops. What is made for rows and the sums for weights have a loop each: rows can travel back while
+def _run_parts(blocks: BlockSizes, slots: SlotMap, weights, of_rows, sums, run_part):
+    """Do ``of_rows, sums = run_part(part, of_rows, sums, *weights)`` for all parts that have rows, the first
+    one before the loops. Results of rows and sums of weights have a loop each: rows can travel back while
     gradients of weights are still added up."""
 
-    def part(begin, num_blocks, is_first, state):
-        here = _Part(how, where, begin, num_blocks, is_first)
-        return do(here, *state, *map(here.weights, weights))
+    def run(begin, num_blocks, is_first, state):
+        part = _Part(blocks, slots, begin, num_blocks, is_first)
+        return run_part(part, *state, *map(part.weights, weights))
 
-    zero, turns = jnp.zeros_like(where.end_l[0]), -((how.first - where.end_l[-1]) // how.more)
-    first = part(zero, how.first, True, (made, sums))
-    if how.num_blocks == how.first:
+    zero, num_more = jnp.zeros_like(slots.end_l[0]), -((blocks.first - slots.end_l[-1]) // blocks.more)
+    first = run(zero, blocks.first, True, (of_rows, sums))
+    if blocks.num_blocks == blocks.first:
         return first
 
-    def rest(kind):
-        def turn(i, mine):
-            state = [mine if j == kind else z for j, z in enumerate(first)]
-            return part(how.first + i * how.more, how.more, False, state)[kind]
+    def later_parts(which):
+        def body(i, value):
+            state = [value if j == which else z for j, z in enumerate(first)]
+            return run(blocks.first + i * blocks.more, blocks.more, False, state)[which]
 
-        return lax.fori_loop(zero, turns, turn, first[kind])
+        return lax.fori_loop(zero, num_more, body, first[which])
 
     with jax.named_scope(OVERFLOW):
         needed = bool(jax.tree.leaves(first[0])), bool(sums)
-        return tuple(rest(kind) if needed[kind] else first[kind] for kind in (0, 1))
-
-
-def _room(like: Array, dtype, *shape: int) -> Array:
-    """Room for what is written before it is read. It holds a number of ``like``, not zeros: those XLA would
-    write when a step begins, and hold for all layers."""
-    return jnp.broadcast_to(like[:1, 0].astype(dtype), shape)
+        return tuple(later_parts(which) if needed[which] else first[which] for which in (0, 1))

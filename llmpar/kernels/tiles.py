@@ -6,8 +6,8 @@ No JAX: a prediction counts by whole tiles what the kernel computes.
 import re
 from typing import NamedTuple
 
-ROOMY = re.compile(r"A[18]00(?!0)|A30\b|H\d00|H20\b|B\d00")
-"""Names of GPUs that have 163 KiB or more of shared memory for a program; others (L4, RTX) have 99 KiB."""
+# Names of GPUs that have 163 KiB or more of shared memory for a program; others (L4, RTX) have 99 KiB.
+_ROOMY = re.compile(r"A[18]00(?!0)|A30\b|H\d00|H20\b|B\d00")
 
 
 class KernelTiles(NamedTuple):
@@ -32,7 +32,7 @@ def kernel_tiles(
     A program keeps one tile, and its sums, in registers, and passes the others through shared memory. Of 23
     choices for each kernel and heads of 64 and 128 in bfloat16 these are the fastest on an H100, or within a
     tenth of that; for heads of 256 the fastest for which A100s and B200s have room too. float32 has what
-    spills few registers. A chip whose name, as JAX has it, is none of `ROOMY` gets smaller tiles, and a
+    spills few registers. A chip whose name, as JAX has it, is none of `_ROOMY` gets smaller tiles, and a
     sequence shorter than a tile a shorter one.
     """
     width, of_keys = padded_width(head_width) * itemsize, name == "flash_keys_grad"
@@ -43,7 +43,7 @@ def kernel_tiles(
         own, other, stages, warps = (32, 64, 2, 4) if of_keys else (64, 32, 3, 4)
     if platform == "tpu":  # vector memory holds more, and its lanes want 128 numbers
         own = other = 512 if width <= 512 else 256
-    elif platform == "gpu" and not ROOMY.search(chip):
+    elif platform == "gpu" and not _ROOMY.search(chip):
         other //= 2
     q, k = (other, own) if of_keys else (own, other)
     fit = lambda tile, length: min(tile, padded_width(length))

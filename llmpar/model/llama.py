@@ -128,7 +128,7 @@ def attend(
     k, v = (par.move(x, "attention b s k h -> keys b s k h") for x in (k, v))
     queries, keys, q_ids, k_ids = "queries b s k r h", "keys b s k h", "queries b s", "ids b s"
     layouts = [queries, keys, keys, q_ids, q_ids, k_ids, k_ids]
-    y = par.local(attention.choose(par, mask), layouts, queries)(q, k, v, *ids)
+    y = par.local(attention.choose_attention(par, mask), layouts, queries)(q, k, v, *ids)
     return par.move(y, "queries b s k r h -> attention b s k r h")
 
 

@@ -121,15 +121,15 @@ def visit_experts(
     # An expert's capacity holds for each piece of a row that the router saw: with tp_sequence, tp to a row.
     num_tokens, num_pieces = b * s, b * par.parts("stream s") // par.parts("ffn s")
     split = par.plan.pipeline is not None and par.plan.pipeline.split_backward
-    arrangement = grouped.arrange(experts, num_tokens, num_pieces, num_ranks, split)
+    blocks = grouped.arrange(experts, num_tokens, num_pieces, num_ranks, split)
     x_td, weights_tk, chosen_tk = x.reshape(-1, d), weights.reshape(-1, k), chosen.reshape(-1, k)
     if num_ranks > 1:
         num_slots = experts.slots(num_tokens, num_pieces, num_ranks)
         x_td, weights_tk, chosen_tk, slots = dispatch_tokens(
             experts, par, x_td, weights_tk, chosen_tk, num_slots
         )
-    layout = grouped.lay_out(arrangement, chosen_tk, len(gate))
-    y_td = grouped.feed_forward(arrangement, x_td, weights_tk, (gate, up, down), layout)
+    slot_map = grouped.lay_out(blocks, chosen_tk, len(gate))
+    y_td = grouped.feed_forward(blocks, x_td, weights_tk, (gate, up, down), slot_map)
     return (combine_tokens(par, y_td, slots) if num_ranks > 1 else y_td).reshape(x.shape)
 
 
@@ -215,7 +215,7 @@ def take_rows(
     """Return rows ``x[index]``, zeros where an index is past the end. ``back`` has the results that each row
     of ``x`` went to (again past the end for none), so that the gradient is gathered too, and nothing is
     scattered."""
-    return grouped.take(x, index)
+    return grouped.take_rows(x, index)
 
 
 def _take_forward(x, index, back):
@@ -223,7 +223,7 @@ def _take_forward(x, index, back):
 
 
 def _take_backward(back, grad):
-    return grouped.take(grad, back).sum(1), None, None
+    return grouped.take_rows(grad, back).sum(1), None, None
 
 
 take_rows.defvjp(_take_forward, _take_backward)

@@ -4,8 +4,9 @@ A row is a slot for a request, at a position of its own. In one step some rows t
 others the one token that they chose last (chunked prefill: Agrawal et al. 2023, Sarathi). The cache is cut by
 every axis that can: its rows by dp, fsdp and ep, its KV heads by tp, its positions by sp, every sp-th one to
 a rank. A token's query goes to all ranks of sp; each looks at its own share, and two small sums per layer
-join what they found (`attention.decode`; Pope et al. 2022 describe the cuts). Nothing of the cache travels.
-Rows know nothing of one another: a request is answered alike whatever runs beside it, but for rounding.
+join what they found (`attention.attend_cache`; Pope et al. 2022 describe the cuts). Nothing of the cache
+travels. Rows know nothing of one another: a request is answered alike whatever runs beside it, but for
+rounding.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class _Cached(Manual):
         self.both = tuple(map(write, self.both, (k, v)))
         # A slot that the row has not written, but an earlier request perhaps, lies after every query.
         seen = {"q_positions_bs": positions, "k_positions_bt": (slots * size + rank)[None]}
-        return attention.decode(q, *at(self.both, self.layer), axis=axes, mask=mask, **seen)
+        return attention.attend_cache(q, *at(self.both, self.layer), axis=axes, mask=mask, **seen)
 
 
 def choose_tokens(logits: Float[Array, "b v"], targets, positions, rows: DecoderInput) -> Int[Array, "b n"]:

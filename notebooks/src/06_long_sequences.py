@@ -444,7 +444,7 @@ for tile in tiles[1:]:
 #
 # ### Backwards
 #
-# `attention.ring` is llmpar's ring: the same forward pass, and a backward pass of its own. It saves the output and `lse`;
+# `attention.ring_attention` is llmpar's ring: the same forward pass, and a backward pass of its own. It saves the output and `lse`;
 # scores are computed again, so nothing of size `s t` is ever stored (Dao et al. 2022). Keys and values make their N − 1 hops a second
 # time, and the *gradients* of keys and values follow one hop after them, in float32, collecting what each rank adds. K and V travel as
 # one message. Positions are few: all ranks learn all of them before the first hop.
@@ -453,7 +453,7 @@ for tile in tiles[1:]:
 # %%
 def package_ring(q, k, v, positions):
     ids = dict(q_positions_bs=positions, k_positions_bt=positions)
-    return attention.ring(q, k, v, axis="sp", **ids)[0]
+    return attention.ring_attention(q, k, v, axis="sp", **ids)[0]
 
 
 # %% tags=["plumbing"]
