@@ -53,7 +53,9 @@ def __getattr__(name: str):
     import importlib
 
     if name not in _FILES:
-        raise AttributeError(f"llmpar has no {name!r}; it has {', '.join(__all__)}, and a file for the rest")
+        raise AttributeError(
+            f"llmpar has no {name!r}; it has {', '.join(__all__)}, and a file for the rest"
+        )
     return getattr(importlib.import_module(f"llmpar.{_FILES[name]}"), name)
 
 

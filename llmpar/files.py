@@ -36,7 +36,11 @@ def check_ordinary(path: Path, what: str) -> None:
     if stat.S_ISDIR(mode):
         refuse(path, what, "it is a folder; name a file")
     if not stat.S_ISREG(mode):
-        refuse(path, what, "it is no ordinary file but a pipe or a device; write what it gives to a file")
+        refuse(
+            path,
+            what,
+            "it is no ordinary file but a pipe or a device; write what it gives to a file",
+        )
 
 
 def read_text(path: Path, what: str) -> str:
@@ -46,7 +50,9 @@ def read_text(path: Path, what: str) -> str:
         with open(path, "rb") as file:
             raw = file.read(SMALL_FILE_BYTES + 1)
         if len(raw) > SMALL_FILE_BYTES:
-            refuse(path, what, f"it has more than {SMALL_FILE_BYTES >> 20} MiB; give a smaller file")
+            refuse(
+                path, what, f"it has more than {SMALL_FILE_BYTES >> 20} MiB; give a smaller file"
+            )
         return raw.decode().removeprefix("\ufeff")
     except OSError as error:
         refuse(path, what, f"{error.strerror}; give a file that can be read")
@@ -62,7 +68,9 @@ def read_json(path: Path, what: str, kind: type = dict) -> Any:
 
 def read_json_lines(path: Path, what: str) -> list[dict]:
     """Return the objects of a file with one JSON object per line; empty lines are skipped."""
-    lines = enumerate(read_text(path, what).split("\n"), 1)  # not splitlines: a string may hold U+2028
+    lines = enumerate(
+        read_text(path, what).split("\n"), 1
+    )  # not splitlines: a string may hold U+2028
     return [
         _parsed(path, what, f"JSON in line {number}", dict, lambda: json.loads(line))  # noqa: B023
         for number, line in lines
@@ -120,7 +128,10 @@ class Allowed(NamedTuple):
         elif self.least == self.most:
             what = f"{self.least:g}, the only one that is implemented"
         elif number:
-            bounds = [f"{bound:,}" if self.kind is int else f"{bound:g}" for bound in (self.least, self.most)]
+            bounds = [
+                f"{bound:,}" if self.kind is int else f"{bound:g}"
+                for bound in (self.least, self.most)
+            ]
             what += f" from {bounds[0]}" * (self.least > -math.inf)
             what += f" to {bounds[1]}" * (self.most < math.inf)
         shown = json.dumps(value, default=repr)

@@ -18,30 +18,31 @@ BESIDE = {"training.hugging_face", "training.trackers", "training.chat", "traini
 """Files of these folders that no strategy needs: formats and services of others."""
 BUDGETS = {
     "plan": 1_770,
-    "parallel": 790,
-    "kernels": 500,
-    "model": 705,
-    "pipeline": 315,
-    "training": 2_120,
-    "predict": 1_880,
-    "planner": 1_460,
-    "draw": 2_630,
-    "inspect": 1_900,
-    "explore": 1_450,
-    "serve": 750,
-    "launch": 1_230,
-    "lessons": 1_390,
-    "cli": 1_960,
+    "parallel": 850,
+    "kernels": 510,
+    "model": 710,
+    "pipeline": 330,
+    "training": 2_150,
+    "predict": 1_930,
+    "planner": 1_470,
+    "draw": 2_620,
+    "inspect": 1_890,
+    "explore": 1_390,
+    "serve": 730,
+    "launch": 1_220,
+    "lessons": 1_380,
+    "cli": 1_900,
     "top": 140,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 5_600,
+    "statements of the compact package": 5_550,
     "statements": 20_800,
-    "functions over 45 statements": 12,
-    "characters of a mean line": 55,
-    "public names with two homes": 82,
+    "functions over 45 statements": 0,
+    "characters of a mean line": 48,
+    "public names with two homes": 20,
     "files at the top": 3,
+    "files with a banned name": 0,
 }
 BANNED = set("told said asked held here there how way turn walk meet tally room mine some found".split())
 """No names: each meant many things here, and a reader could not know which."""
@@ -147,6 +148,7 @@ def measure(root: pathlib.Path = ROOT) -> dict[str, float]:
         "characters of a mean line": mean_line(root),
         "public names with two homes": len(two_homes(trees)),
         "files at the top": len(list((root / "llmpar").glob("*.py"))),
+        "files with a banned name": len(banned_names(trees)),
     }
 
 

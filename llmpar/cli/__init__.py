@@ -104,7 +104,9 @@ def _run(argv: list[str]) -> None:
         print(f"llmpar {llmpar.__version__}")
         return
     if (number := os.environ.get("JAX_NUM_CPU_DEVICES")) and not number.isdecimal():
-        raise ValueError(f"JAX_NUM_CPU_DEVICES is '{number}'; use a whole number of devices, or unset it")
+        raise ValueError(
+            f"JAX_NUM_CPU_DEVICES is '{number}'; use a whole number of devices, or unset it"
+        )
     from llmpar.cli.commands import parse
 
     parse(argv).run()
@@ -122,25 +124,37 @@ def explain_error(error: Exception) -> str:
     steps = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     frames = [(code.co_filename, line) for code, line in steps]
     imported = [code.co_filename for code, _ in steps if code.co_name == "<module>"]
-    elsewhere = any("-packages" + os.sep in file and not file.startswith(package) for file in imported)
+    elsewhere = any(
+        "-packages" + os.sep in file and not file.startswith(package) for file in imported
+    )
     refused = isinstance(error, ValueError) and (not frames or frames[-1][0].startswith(package))
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: '{error.filename}'" if error.filename else error.strerror
     if refused or isinstance(error, OSError | FloatingPointError):
         return str(error)
     summary = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
-    if elsewhere or isinstance(error, ImportError) and (error.name or "").partition(".")[0] != "llmpar":
-        variables = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("JAX_")]
+    if (
+        elsewhere
+        or isinstance(error, ImportError)
+        and (error.name or "").partition(".")[0] != "llmpar"
+    ):
+        variables = [
+            f"{name}={value}" for name, value in os.environ.items() if name.startswith("JAX_")
+        ]
         settings = f"; set are {', '.join(variables)}" if variables else ""
         return f"another package cannot be imported: {summary}{settings}; llmpar doctor compares versions"
     if (joined := _joined()) and joined.is_broken(summary):
-        return f"another process ended, or could not be reached: its own output says why ({summary})"
+        return (
+            f"another process ended, or could not be reached: its own output says why ({summary})"
+        )
     if "RESOURCE_EXHAUSTED" in summary or "Out of memory" in summary:
         return (
             f"the memory of a device is full ({summary}); use a smaller model or batch, more"
             " microbatches, or --remat block"
         )
-    ours = [f"{file.removeprefix(package)}:{line}" for file, line in frames if file.startswith(package)][-1:]
+    ours = [
+        f"{file.removeprefix(package)}:{line}" for file, line in frames if file.startswith(package)
+    ][-1:]
     return f"this is a fault of llmpar, at {''.join(ours)}: {summary}; LLMPAR_TRACEBACK=1 shows the stack"
 
 

@@ -32,7 +32,9 @@ class Progress:
 
     def run(self) -> None:
         if self.folder is not None and not os.path.isdir(self.folder):
-            raise ValueError(f"there is no folder '{self.folder}'; name the one in which you answered")
+            raise ValueError(
+                f"there is no folder '{self.folder}'; name the one in which you answered"
+            )
         folder = self.folder or next((name for name in _FOLDERS if record.file(name).exists()), ".")
         levels = {name: lessons.find(name).level for name in lessons.names()}
         document, lines = record.results(record.answers(folder), levels), []
@@ -40,7 +42,9 @@ class Progress:
             tries = test["extra_data"]["tries"]
             verdict = "correct" if test["score"] else "not yet" if tries else ""
             times = f"{tries} {'try' if tries == 1 else 'tries'}" if tries else ""
-            lines += [f"{test['name']:<28}{test['extra_data']['level']:<9}{times:<9}{verdict}".rstrip()]
+            lines += [
+                f"{test['name']:<28}{test['extra_data']['level']:<9}{times:<9}{verdict}".rstrip()
+            ]
         left = next((test["name"] for test in document["tests"] if not test["score"]), None)
         whole = f"; the next one is {left}" if left else ", which is all"
         lines += [f"{document['score']:g} of {document['max_score']:g} correct{whole}"]
@@ -60,7 +64,9 @@ class Solutions(Output):
     def run(self) -> None:
         known = lessons.lesson_numbers()
         if self.lesson not in (None, *known):
-            raise ValueError(f"lesson {self.lesson!r} has no exercises; there are {', '.join(known)}")
+            raise ValueError(
+                f"lesson {self.lesson!r} has no exercises; there are {', '.join(known)}"
+            )
         names = lessons.names(self.lesson) if self.lesson else lessons.names()
         solutions = {name: lessons.solved(name) for name in names}
         give({"solutions": solutions}, self.json)
@@ -96,7 +102,9 @@ class Quiz:
         try:
             results = path.open("a", encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"cannot note results in '{path}' ({error.strerror}); give --file") from error
+            raise ValueError(
+                f"cannot note results in '{path}' ({error.strerror}); give --file"
+            ) from error
         with results:
             result = self.ask()
             results.write(json.dumps(result) + "\n")
@@ -118,7 +126,8 @@ class Quiz:
             if rating is not None:
                 ratings[name] = int(rating)
         answers = {
-            lesson: _asked(f"{lesson}. {question}") for lesson, (question, _) in quiz.QUESTIONS.items()
+            lesson: _asked(f"{lesson}. {question}")
+            for lesson, (question, _) in quiz.QUESTIONS.items()
         }
         given = {lesson: answer for lesson, answer in answers.items() if answer is not None}
         return quiz.score("after" if self.after else "before", given, ratings)
@@ -140,7 +149,9 @@ def _asked(question: str) -> float | None:
     """Ask for a number; an empty line is None."""
     inform(question)
     if not (line := sys.stdin.readline()):
-        raise ValueError("the input ended before the last question, so nothing is noted; start again")
+        raise ValueError(
+            "the input ended before the last question, so nothing is noted; start again"
+        )
     if not (line := line.strip().replace(",", "")):
         return None
     with contextlib.suppress(ValueError):

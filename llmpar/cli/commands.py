@@ -27,7 +27,13 @@ from llmpar.cli.train import Train
 
 GROUPS: dict[str, dict[str, Any]] = {
     "learn": {"lab": Lab, "demo": Demo, "quiz": Quiz, "progress": Progress, "solutions": Solutions},
-    "run": {"doctor": Doctor, "train": Train, "generate": Generate, "serve": Serve, "export": Export},
+    "run": {
+        "doctor": Doctor,
+        "train": Train,
+        "generate": Generate,
+        "serve": Serve,
+        "export": Export,
+    },
     "look": {"inspect": Inspect, "compile": Compile, "schedule": ScheduleCommand, "models": Models},
     "decide": {"plan": PlanCommand},
     "many hosts": {"launch": Launch},
@@ -65,7 +71,9 @@ def parse(argv: list[str]):
         print(help_text(), end="")
         raise SystemExit(0)
     if name not in COMMANDS:
-        close = [f" (did you mean {like}?)" for like in difflib.get_close_matches(name, COMMANDS, 1)]
+        close = [
+            f" (did you mean {like}?)" for like in difflib.get_close_matches(name, COMMANDS, 1)
+        ]
         sentence = f"llmpar: there is no command '{name}'{''.join(close)}; llmpar --help lists them"
         print(sentence if argv else help_text(), file=sys.stderr)
         raise SystemExit(2)
@@ -78,7 +86,11 @@ def parse(argv: list[str]):
         command_class, prog=f"llmpar {name}", description=about, args=argv[1:at], config=settings
     )
     if isinstance(step := getattr(command, "step", None), StepOptions):
-        flags = (word.removeprefix("--").partition("=")[0] for word in argv[1:at] if word.startswith("--"))
+        flags = (
+            word.removeprefix("--").partition("=")[0]
+            for word in argv[1:at]
+            if word.startswith("--")
+        )
         given = tuple(flag.removeprefix("no-").replace("-", "_") for flag in flags)
         command = dataclasses.replace(command, step=dataclasses.replace(step, given=given))
     if not (words := argv[at + 1 :]):

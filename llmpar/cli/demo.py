@@ -51,7 +51,9 @@ class Demo(Output):
         present = len(use_devices(8, at_least=1))
         mesh = "dp=2 fsdp=2 tp=2" if present >= 8 else f"fsdp={present}"
         options = StepOptions(mesh=mesh)
-        with jax.default_matmul_precision("highest"):  # accelerators multiply with fewer bits by default
+        with jax.default_matmul_precision(
+            "highest"
+        ):  # accelerators multiply with fewer bits by default
             many = Train(step=options, steps=self.steps, log=str(folder / "log.jsonl")).run()
             read = Inspect(step=options, svg=bytes_path).run()
             one = Train(step=dataclasses.replace(options, mesh="dp=1"), steps=self.steps).run()
@@ -65,7 +67,9 @@ class Demo(Output):
             f"bytes sent: predicted {'=' if exact else '≠'} compiled, for {len(read['collectives'])}"
             " kinds of collective"
         )
-        inform(f"loss: {mesh} and one device differ by at most {gap:.1e} nats over {self.steps} steps")
+        inform(
+            f"loss: {mesh} and one device differ by at most {gap:.1e} nats over {self.steps} steps"
+        )
         first, last = many["losses"][0], many["losses"][-1]
         fell = f"the loss fell from {first:.2f} to {last:.2f}, not below 0.7 of that; give it about 60 steps"
         checks = {

@@ -14,8 +14,16 @@ from llmpar.plan.mesh_shape import AXES
 from llmpar.predict import hardware
 
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-OPTIONAL = {"tokenizers": "hf", "safetensors": "hf", "jinja2": "hf", "starlette": "serve", "uvicorn": "serve"}
-OPTIONAL |= dict.fromkeys(("jupyterlab", "ipywidgets", "anywidget", "matplotlib", "cloudpickle"), "lab")
+OPTIONAL = {
+    "tokenizers": "hf",
+    "safetensors": "hf",
+    "jinja2": "hf",
+    "starlette": "serve",
+    "uvicorn": "serve",
+}
+OPTIONAL |= dict.fromkeys(
+    ("jupyterlab", "ipywidgets", "anywidget", "matplotlib", "cloudpickle"), "lab"
+)
 """Packages that an extra brings: ``pip install 'llmpar[hf]'``."""
 
 
@@ -33,7 +41,9 @@ class Doctor(Output):
         if not self.json and place.process_id == 0 and speaks():
             print(*first, sep="\n", flush=True)  # JAX may not get further
         if faults := misfits():
-            raise ValueError("; ".join(faults) + "; python -m pip install --upgrade llmpar mends versions")
+            raise ValueError(
+                "; ".join(faults) + "; python -m pip install --upgrade llmpar mends versions"
+            )
         initialize()  # before any other use of JAX
         barrier({"command": "doctor"})
         document = examine()
@@ -42,7 +52,8 @@ class Doctor(Output):
 
         crossed = {} if document["simulated"] else document["links"]
         tables = [
-            links_table(faults, f"links that the axes of '{mesh}' cross") for mesh, faults in crossed.items()
+            links_table(faults, f"links that the axes of '{mesh}' cross")
+            for mesh, faults in crossed.items()
         ]
         give(document, self.json, [*document["lines"][len(first) :], *tables])
 
@@ -59,19 +70,27 @@ def flags_for(platform: str) -> list[dict]:
     if platform == "gpu":
         why = "JAX takes 75% of a GPU's memory; alone it may have nearly all"
         is_set = hardware.asked_memory_share() is not None
-        return [{"variable": hardware.MEMORY_SHARES[0], "value": ".95", "why": why, "is_set": is_set}]
+        return [
+            {"variable": hardware.MEMORY_SHARES[0], "value": ".95", "why": why, "is_set": is_set}
+        ]
     if platform == "tpu":
-        why = "on v5p all-gathers run beside matmuls with all three of these (v5e does so by itself)"
+        why = (
+            "on v5p all-gathers run beside matmuls with all three of these (v5e does so by itself)"
+        )
         flags = os.environ.get("LIBTPU_INIT_ARGS", "")
         is_set = all(part.partition("=")[0] + "=" in flags for part in LIBTPU_FLAGS.split())
-        return [{"variable": "LIBTPU_INIT_ARGS", "value": LIBTPU_FLAGS, "why": why, "is_set": is_set}]
+        return [
+            {"variable": "LIBTPU_INIT_ARGS", "value": LIBTPU_FLAGS, "why": why, "is_set": is_set}
+        ]
     return []
 
 
 def misfits() -> list[str]:
     """Return the installed packages that do not fit this one, by its declared bounds and by an import."""
     faults = []
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout that is not installed
+    with contextlib.suppress(
+        importlib.metadata.PackageNotFoundError
+    ):  # a checkout that is not installed
         for text in importlib.metadata.requires("llmpar") or []:
             name, bounds, extra = re.findall(r"^([\w.-]+)[^<>;]*([^;]*)(.*)", text)[0]
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -79,12 +98,16 @@ def misfits() -> list[str]:
                 limits = re.findall(
                     r"(>=|<)\s*([\d.]+)", bounds if re.search("^$|(lab|hf|serve).$", extra) else ""
                 )
-                if any((_number(have) < _number(limit)) == (sign == ">=") for sign, limit in limits):
+                if any(
+                    (_number(have) < _number(limit)) == (sign == ">=") for sign, limit in limits
+                ):
                     faults.append(f"{name} {have} is here, and llmpar needs {name}{bounds.strip()}")
     try:
         importlib.import_module("flax.nnx")
     except Exception as error:
-        faults.append(f"flax.nnx cannot be imported ({type(error).__name__}: {str(error).splitlines()[0]})")
+        faults.append(
+            f"flax.nnx cannot be imported ({type(error).__name__}: {str(error).splitlines()[0]})"
+        )
     return faults
 
 
@@ -122,11 +145,14 @@ def examine() -> dict:
     hosts = len({d.process_index for d in devices})
     num_domains = len(domains_of(devices))
     name_of_devices = "simulated CPU devices" if fake else first.device_kind
-    where = f"on {hosts} host{'s' * (hosts > 1)}" if not fake or hosts == 1 else f"of {hosts} processes"
+    where = (
+        f"on {hosts} host{'s' * (hosts > 1)}" if not fake or hosts == 1 else f"of {hosts} processes"
+    )
     where += f" in {num_domains} slice{'s' * (num_domains > 1)}" if first.platform == "tpu" else ""
     limits = "; times on them say nothing about links, bytes and counts are exact" if fake else ""
     lines = [
-        f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items()),
+        f"Python {platform.python_version()}, "
+        + ", ".join(f"{k} {v}" for k, v in versions.items()),
         f"{len(devices)} {name_of_devices} {where}{limits}",
     ]
     if chip and not fake:
@@ -137,7 +163,9 @@ def examine() -> dict:
             f" links{usable}"
         )
     elif not fake:
-        lines.append(f"'{first.device_kind}' is not in the table of chips; give plan and train a TOML row")
+        lines.append(
+            f"'{first.device_kind}' is not in the table of chips; give plan and train a TOML row"
+        )
     if not fake and len(devices) == 1:
         lines.append("lessons simulate 8 devices here; JAX_PLATFORMS=cpu does so for every command")
     flags = flags_for(first.platform)
@@ -149,8 +177,12 @@ def examine() -> dict:
         with contextlib.suppress(ValueError):  # slices with holes, or of several sizes
             grid = device_grid(mesh, devices)
             crossed[mesh] = axis_links(SimpleNamespace(devices=grid, axis_names=tuple(AXES)))
-    lines += [f"{name} is missing: pip install 'llmpar[{extra}]'" for name, extra in missing.items()]
-    lines += [f"XLA_FLAGS is set: {xla_flags}" for xla_flags in [os.environ.get("XLA_FLAGS")] if xla_flags]
+    lines += [
+        f"{name} is missing: pip install 'llmpar[{extra}]'" for name, extra in missing.items()
+    ]
+    lines += [
+        f"XLA_FLAGS is set: {xla_flags}" for xla_flags in [os.environ.get("XLA_FLAGS")] if xla_flags
+    ]
     return {
         "python": platform.python_version(),
         "versions": versions,

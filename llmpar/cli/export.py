@@ -38,7 +38,9 @@ class Export(Output):
     def run(self) -> dict:
         """Read one weight after the other, and write its tensors."""
         if not self.folder or os.path.exists(os.path.join(self.folder, "config.json")):
-            raise ValueError(f"'{self.folder}' is no new folder, or holds a model already; give another one")
+            raise ValueError(
+                f"'{self.folder}' is no new folder, or holds a model already; give another one"
+            )
         import jax
         from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -47,7 +49,9 @@ class Export(Output):
         from llmpar.training import hugging_face as hf
 
         start_jax()
-        config, tokenizer, load, notes = opened(self.checkpoints, None, None, self.tokenizer, best=self.best)
+        config, tokenizer, load, notes = opened(
+            self.checkpoints, None, None, self.tokenizer, best=self.best
+        )
         for line in notes:
             inform(line)
         on_host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -61,7 +65,12 @@ class Export(Output):
             hf.save(self.folder, weight, base, self.dtype, tokenizer)
         files = sorted(os.listdir(self.folder))
         shown = f"{base.name}, {base.num_params:,} parameters: {', '.join(files)} in {self.folder}"
-        document = {"model": base.name, "params": base.num_params, "folder": self.folder, "files": files}
+        document = {
+            "model": base.name,
+            "params": base.num_params,
+            "folder": self.folder,
+            "files": files,
+        }
         return give(document, self.json, [shown])
 
     def interrupted(self, number: int) -> None:

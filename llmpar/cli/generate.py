@@ -46,7 +46,9 @@ class Generate(Output, ModelOptions):
         options.check_range("tokens", self.tokens, 1, options.MAX_SEQ_LEN)
         options.check_range("seed", self.seed, 0, MAX_SEED)
         if any("\ud800" <= x <= "\udfff" for x in self.prompt):
-            raise ValueError("the prompt is no text: it holds bytes that are not UTF-8; give it in UTF-8")
+            raise ValueError(
+                "the prompt is no text: it holds bytes that are not UTF-8; give it in UTF-8"
+            )
         from llmpar.serve.engine import Request, generate
         from llmpar.training.apart import open_chat
 
@@ -54,7 +56,9 @@ class Generate(Output, ModelOptions):
         request = Request((0,), self.tokens, self.temperature, seed=self.seed)
         plan, (config, tokenizer, load, notes) = self.plan(), self.opened(self.seed)
         weights = self.from_ and hf.fingerprint(folder_of(self.from_))
-        barrier({"model": config, "tokenizer": tokenizer.identity["fingerprint"], "weights": weights})
+        barrier(
+            {"model": config, "tokenizer": tokenizer.identity["fingerprint"], "weights": weights}
+        )
         if others := plan.mesh.live("pp", "dp", "fsdp", "ep"):
             raise ValueError(
                 f"mesh '{plan.mesh}' has {', '.join(others)}, but a prompt is one row, and goes"

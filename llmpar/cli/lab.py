@@ -39,7 +39,8 @@ class Lab:
     fresh: bool = False
     port: int = 8888
     browser: Annotated[
-        bool, tyro.conf.arg(help="open no browser.", help_behavior_hint="(without this flag one opens)")
+        bool,
+        tyro.conf.arg(help="open no browser.", help_behavior_hint="(without this flag one opens)"),
     ] = True
 
     def run(self) -> None:
@@ -91,7 +92,9 @@ def copy_lessons(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False
         raise ValueError(f"--copies '{copies}' is where the lessons are; name another folder")
     page = copies / _START
     try:
-        begun = page.is_file() and "# Start here" in page.read_text(encoding="utf-8", errors="replace")
+        begun = page.is_file() and "# Start here" in page.read_text(
+            encoding="utf-8", errors="replace"
+        )
         if copies.is_dir() and any(copies.iterdir()) and not begun:
             what = f"'{copies}' has files, and no {_START} of ours"
             raise ValueError(f"{what}; give --copies a new or empty folder")

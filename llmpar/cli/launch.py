@@ -61,7 +61,9 @@ class Launch:
         cache_tokens: keys and values of so many tokens must fit beside the weights; one whole context.
     """
 
-    engine: Annotated[Literal["local", "slurm", "mpi", "jobset", "ray", "torchrun"], tyro.conf.Positional]
+    engine: Annotated[
+        Literal["local", "slurm", "mpi", "jobset", "ray", "torchrun"], tyro.conf.Positional
+    ]
     nodes: int = 1
     min_nodes: Number = None
     site: File = None
@@ -80,9 +82,13 @@ class Launch:
 
     def run(self) -> None:
         if not self.words and not self.serve:
-            raise ValueError("no command follows; write 'llmpar launch local -- train --mesh dp=-1'")
+            raise ValueError(
+                "no command follows; write 'llmpar launch local -- train --mesh dp=-1'"
+            )
         if self.words and self.words[0] not in LAUNCHABLE:
-            raise ValueError(f"'{self.words[0]}' runs in one process; launch {' or '.join(LAUNCHABLE)}")
+            raise ValueError(
+                f"'{self.words[0]}' runs in one process; launch {' or '.join(LAUNCHABLE)}"
+            )
         self.check_options()
         if self.engine == "local":
             raise SystemExit(self.run_here())
@@ -97,7 +103,9 @@ class Launch:
             self.check_command(job.num_devices)
             self.check_fewer(job)
         if not job.goes_on and job.words[0] == "train":
-            inform("llmpar: no --checkpoints: nothing is kept, and a failed job is not started again")
+            inform(
+                "llmpar: no --checkpoints: nothing is kept, and a failed job is not started again"
+            )
         text = jobs.job_file(engine, job)
         path = self.out or (jobs.default_path(engine) if self.submit else None)
         if path is None:
@@ -113,17 +121,25 @@ class Launch:
         try:
             raise SystemExit(subprocess.run(line, check=False).returncode)
         except FileNotFoundError as error:
-            raise ValueError(f"'{line[0]}' is not installed here; submit {path} where it is") from error
+            raise ValueError(
+                f"'{line[0]}' is not installed here; submit {path} where it is"
+            ) from error
 
     def check_options(self) -> None:
         """Refuse options that this engine does not read."""
         for_local = ("processes", "devices", "wire")
         for_cluster = ("nodes", "site", "out", "submit", "min_nodes", "gpus_per_node")
-        unread = {"local": for_cluster, "torchrun": for_local}.get(self.engine, (*for_local, "min_nodes"))
+        unread = {"local": for_cluster, "torchrun": for_local}.get(
+            self.engine, (*for_local, "min_nodes")
+        )
         if given := changed(self, unread):
-            raise ValueError(f"'launch {self.engine}' does not read {', '.join(given)}; leave it out")
+            raise ValueError(
+                f"'launch {self.engine}' does not read {', '.join(given)}; leave it out"
+            )
         if not self.serve and (given := changed(self, ("weights", "chip", "cache_tokens"))):
-            raise ValueError(f"{', '.join(given)} is for a server; add --serve vllm, or leave it out")
+            raise ValueError(
+                f"{', '.join(given)} is for a server; add --serve vllm, or leave it out"
+            )
         if self.serve and (self.words or not self.weights or self.engine not in ("slurm", "ray")):
             raise ValueError(
                 "--serve vllm is for slurm and ray, with --weights and no command, not 'launch"
@@ -137,14 +153,18 @@ class Launch:
         """Return the job of an inference engine for the weights, on as many nodes and GPUs as they need."""
         weights, chip = self.weights or "", hardware.chip(self.chip or "h100")
         if chip.link == "torus" or chip.simulated:
-            raise ValueError(f"'{chip.name}' is no GPU, and vllm is started on GPUs; give --chip h100")
+            raise ValueError(
+                f"'{chip.name}' is no GPU, and vllm is started on GPUs; give --chip h100"
+            )
         weights = os.path.abspath(weights) if os.path.exists(weights) else weights
         folder = folder_of(weights)
         dtype, quantized, stored = "bfloat16", "", None
         if os.path.exists(folder):
             dtype, quantized, stored = stored_as(folder)
         elif weights in PRESETS:
-            inform(f"llmpar: '{weights}' is a preset: in the file, put the folder of an export in its place")
+            inform(
+                f"llmpar: '{weights}' is a preset: in the file, put the folder of an export in its place"
+            )
         config = preset(weights)
         if dtype not in _BITS:
             raise ValueError(f"'{weights}' is in {dtype}; export it in {', '.join(_BITS)}")
@@ -160,9 +180,13 @@ class Launch:
         numbers = f"{quantized} (says {hugging_face.QUANTIZED})" if quantized else dtype
         tokens = context if self.cache_tokens is None else self.cache_tokens
         check_range("cache-tokens", tokens, 1, MAX_TOKENS)
-        tp, pp, most = serving.cut(config, chip, self.nodes, site.gpus_per_node, tokens, weight_bits, bits)
+        tp, pp, most = serving.cut(
+            config, chip, self.nodes, site.gpus_per_node, tokens, weight_bits, bits
+        )
         seen = min(context, tokens)
-        token_ms = 1e3 * sum(serving.decode_seconds(config, chip, 1, seen, tp, weight_bits, bits).values())
+        token_ms = 1e3 * sum(
+            serving.decode_seconds(config, chip, 1, seen, tp, weight_bits, bits).values()
+        )
         size = f"{config.num_params * weight_bits / 8e9:,.1f} GB in {numbers}"
         inform(
             f"'{config.name}', {size}, on {tp * pp} {chip.name}"
@@ -185,7 +209,9 @@ class Launch:
         with Wire(self.processes, self.wire) as wire:
             status = local.run_locally(command, self.processes, self.devices, wire)
             sent = ", ".join(f"{wire.sent_bytes(host):,} B" for host in range(self.processes))
-            inform(f"llmpar: the hosts sent {sent} over the wire of {self.wire}, all connections and steps")
+            inform(
+                f"llmpar: the hosts sent {sent} over the wire of {self.wire}, all connections and steps"
+            )
         return status
 
     def check_fewer(self, job: jobs.Job) -> None:
@@ -206,7 +232,9 @@ def stored_as(folder: str) -> tuple[str, str, int]:
     """Return a model folder's dtype, the name of its quantization ('' without), and the bytes of its
     weights."""
     if not list(Path(folder).glob("*.safetensors")):
-        raise ValueError(f"'{folder}' has no *.safetensors; give a folder that 'llmpar export' wrote")
+        raise ValueError(
+            f"'{folder}' has no *.safetensors; give a folder that 'llmpar export' wrote"
+        )
     card = files.read_json(Path(folder, "config.json"), "model configuration")
     dtype = str(card.get("dtype") or card.get("torch_dtype") or "bfloat16")
     return dtype, hugging_face.quantization(folder), hugging_face.stored_bytes(folder)

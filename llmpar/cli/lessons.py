@@ -32,7 +32,9 @@ def notebook(path: pathlib.Path) -> dict[str, Any]:
         isinstance(cell, dict) and {"cell_type", "source"} <= cell.keys() for cell in cells
     )
     if not good or not isinstance(about, dict) or not isinstance(about.get("llmpar", {}), dict):
-        refuse(path, "lesson", "it is no notebook with cells and metadata; build it: make notebooks")
+        refuse(
+            path, "lesson", "it is no notebook with cells and metadata; build it: make notebooks"
+        )
     return document
 
 
@@ -42,10 +44,18 @@ def read_lessons(folder: pathlib.Path) -> list[Lesson]:
     for path in sorted(folder.glob("[0-9][0-9]*_*.ipynb")):
         document = notebook(path)
         about = document["metadata"].get("llmpar", {})
-        texts = ("".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "markdown")
-        title = next((text[2:].partition("\n")[0] for text in texts if text.startswith("# ")), path.stem)
-        if missing := [name for name in ("question", "teaching", "exercises") if not about.get(name)]:
-            raise ValueError(f"{path.name} does not say its {', '.join(missing)}; build it: make notebooks")
+        texts = (
+            "".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "markdown"
+        )
+        title = next(
+            (text[2:].partition("\n")[0] for text in texts if text.startswith("# ")), path.stem
+        )
+        if missing := [
+            name for name in ("question", "teaching", "exercises") if not about.get(name)
+        ]:
+            raise ValueError(
+                f"{path.name} does not say its {', '.join(missing)}; build it: make notebooks"
+            )
         lists = (tuple(about.get(name, ())) for name in ("needs", "objectives", "keypoints"))
         facts = (about[name] for name in ("question", "teaching", "exercises"))
         lessons.append(Lesson(path.name, title, *facts, *lists))

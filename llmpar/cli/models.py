@@ -25,7 +25,11 @@ class Models(Output):
         for config in PRESETS.values() if self.name is None else [preset(self.name)]:
             counts = {"params": config.num_params, "active_params": config.active_params}
             models.append(dataclasses.asdict(config) | counts)
-            active = f", {config.active_params:,} active" if config.active_params < config.num_params else ""
+            active = (
+                f", {config.active_params:,} active"
+                if config.active_params < config.num_params
+                else ""
+            )
             lines.append(
                 f"{config.name:<16}{config.num_params:>18,} parameters{config.num_layers:>5}"
                 f" layers{config.width:>7} wide{active}"

@@ -105,7 +105,9 @@ def check_range(name: str, value: int, least: int, most: int) -> None:
 def changed(command: Any, names: Iterable[str]) -> list[str]:
     """Return the flags of the fields that differ from their defaults."""
     defaults = {field.name: field.default for field in dataclasses.fields(command)}
-    return [f"--{name.replace('_', '-')}" for name in names if getattr(command, name) != defaults[name]]
+    return [
+        f"--{name.replace('_', '-')}" for name in names if getattr(command, name) != defaults[name]
+    ]
 
 
 def flags_of(config_class: type, *without: str, **defaults: Any) -> Any:
@@ -115,21 +117,29 @@ def flags_of(config_class: type, *without: str, **defaults: Any) -> Any:
     cannot be is then refused like everything else. ``without`` names the fields that a command gives by
     itself, ``defaults`` those that it begins with.
     """
-    text = re.sub(r"\n {8}", " ", inspect.cleandoc(config_class.__doc__ or ""))  # one line for each field
+    text = re.sub(
+        r"\n {8}", " ", inspect.cleandoc(config_class.__doc__ or "")
+    )  # one line for each field
     text = re.sub(r"(:\w+:)?`+", "'", text)  # a terminal shows no markup
     hints, fields = get_type_hints(config_class), []
     for field in dataclasses.fields(config_class):
         name, hint = field.name, hints[field.name]
         if hint in METAVARS:
             hint = METAVARS[hint]
-        elif any("," in str(choice) for choice in get_args(hint)):  # which tyro would join by commas
+        elif any(
+            "," in str(choice) for choice in get_args(hint)
+        ):  # which tyro would join by commas
             hint = Annotated[hint, tyro.conf.arg(metavar="{" + "|".join(get_args(hint)) + "}")]
         elif field.default is True:  # the flag is --no-...
-            hint = Annotated[bool, tyro.conf.arg(help_behavior_hint="(without this flag it is done)")]
+            hint = Annotated[
+                bool, tyro.conf.arg(help_behavior_hint="(without this flag it is done)")
+            ]
             text = text.replace(f"    {name}: ", f"    {name}: do not do this: ")
         if name not in without:
             fields.append((name, hint, defaults.get(name, field.default)))
-    return dataclasses.make_dataclass(config_class.__name__, fields, namespace={"__doc__": text}, frozen=True)
+    return dataclasses.make_dataclass(
+        config_class.__name__, fields, namespace={"__doc__": text}, frozen=True
+    )
 
 
 PlanFlags = flags_of(Plan, "mesh")
@@ -240,7 +250,9 @@ def check_free(path: str, mark: bytes) -> None:
     file = pathlib.Path(path).absolute()
     existing = file if file.exists() else file.parent
     if not file.parent.is_dir() or file.is_dir() or not os.access(existing, os.W_OK):
-        raise ValueError(f"'{path}' cannot be written; give a file in a folder that exists and is writable")
+        raise ValueError(
+            f"'{path}' cannot be written; give a file in a folder that exists and is writable"
+        )
     if file.is_file() and file.stat().st_size:
         with file.open("rb") as opened:
             if mark not in opened.read(1 << 20):
@@ -266,7 +278,9 @@ def still_at_work(doing: str, usual: str, every_s: float = 5) -> Iterator[None]:
         done.set()
 
 
-def fits_host(plan: Resolved, batch_size: int, seq_len: int, parts: tuple[str, ...], cache: int = 0) -> None:
+def fits_host(
+    plan: Resolved, batch_size: int, seq_len: int, parts: tuple[str, ...], cache: int = 0
+) -> None:
     """Refuse a model whose simulated devices need more than this machine's memory; ``cache``: further bytes
     of each device."""
     import jax

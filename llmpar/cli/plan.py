@@ -80,7 +80,9 @@ class PlanCommand(Output):
         from llmpar.planner.targets import GPUS, TPUS
 
         budget = None if self.tokens is None else _count(self.tokens, "tokens", 1000)
-        with options.still_at_work("pricing plans", "seconds are usual; fix axes by --mesh to price fewer"):
+        with options.still_at_work(
+            "pricing plans", "seconds are usual; fix axes by --mesh to price fewer"
+        ):
             answer = planner.decide(planner.Question(*self.question()), self.keep)
         document = planner.document(answer, budget, self.price)
         document["notes"] = notes(answer)
@@ -113,7 +115,12 @@ class PlanCommand(Output):
 
         *_, batch_size, seq_len, fixed, _ = self.question()
         by_hand = {name: value for name, value in fixed.items() if name not in AXES}
-        chosen = {"model": self.model, "chip": self.chip or "h100", "mesh": str(best.mesh), "fields": by_hand}
+        chosen = {
+            "model": self.model,
+            "chip": self.chip or "h100",
+            "mesh": str(best.mesh),
+            "fields": by_hand,
+        }
         small = not page.runtime()
         MeshExplorer(**chosen, batch_size=batch_size, seq_len=seq_len).save(self.html or "", small)
         part = ": without Python for the browser, it has the plans that are one change away"
@@ -126,7 +133,9 @@ class PlanCommand(Output):
             raise ValueError(f"seq-len is {self.seq_len}; use 1 to {_MAX_SEQ_LEN:,} tokens")
         batch_size = self.batch(devices)
         if batch_size < 1 or batch_size * self.seq_len > MAX_TOKENS:
-            raise ValueError(f"batch {batch_size} of {self.seq_len:,} tokens: use 1 to {MAX_TOKENS:,} tokens")
+            raise ValueError(
+                f"batch {batch_size} of {self.seq_len:,} tokens: use 1 to {MAX_TOKENS:,} tokens"
+            )
         return config, chip, devices, batch_size, self.seq_len, self.fixed(), self.model
 
     def machine(self) -> tuple[hardware.Chip, int]:
@@ -142,7 +151,9 @@ class PlanCommand(Output):
             chip, num_chips = hardware.cluster(self.cluster)
             most, name = (num_chips or MAX_DEVICES) * chip.devices_per_chip, self.cluster.lower()
             if self.chip is not None and hardware.chip(self.chip).name != chip.name:
-                raise ValueError(f"cluster {name} has {chip.name}, not {self.chip}; leave --chip out")
+                raise ValueError(
+                    f"cluster {name} has {chip.name}, not {self.chip}; leave --chip out"
+                )
             usual = most if most <= 256 else 64
             devices = usual if self.devices is None else self.devices
             if devices > most:
@@ -173,12 +184,16 @@ class PlanCommand(Output):
             name, _, text = pair.partition("=")
             name = name.replace("-", "_")
             if name not in known or not text:
-                raise ValueError(f"--fix '{pair}' is no field=value of a plan; fields are {', '.join(known)}")
+                raise ValueError(
+                    f"--fix '{pair}' is no field=value of a plan; fields are {', '.join(known)}"
+                )
             value: Any = {"true": True, "false": False, "none": None}.get(text.lower(), text)
             if value is None and isinstance(known[name].default, str):
                 value = text  # remat has a policy of that name
             given[name] = int(text) if re.fullmatch(r"\d+", text) else value
-        plan = Plan(**{name: value for name, value in given.items() if name not in AXES})  # refuses values
+        plan = Plan(
+            **{name: value for name, value in given.items() if name not in AXES}
+        )  # refuses values
         if "\n" not in plan.schedule:
             schedules.make(plan.schedule, 1, 1)  # refuses a name that is none
         if plan.unroll > (layers := preset(self.model).num_layers):
@@ -204,8 +219,13 @@ def named_axes(text: str) -> dict[str, int]:
             f"--mesh '{text}' leaves an axis open by -1, as `plan` does with all axes that it does not"
             " name: name the others alone, as 'tp=8 pp=4'"
         )
-    shape, named = parse_mesh(text), [re.split("[:=]", token.replace("mp", "tp"))[0] for token in tokens]
-    return {axis: shape.sizes[axis] for axis in (named if named[0] in AXES else POSITIONAL[len(tokens)])}
+    shape, named = (
+        parse_mesh(text),
+        [re.split("[:=]", token.replace("mp", "tp"))[0] for token in tokens],
+    )
+    return {
+        axis: shape.sizes[axis] for axis in (named if named[0] in AXES else POSITIONAL[len(tokens)])
+    }
 
 
 def _count(text: str, name: str, base: int) -> float:
@@ -243,7 +263,14 @@ def tables_of(document: dict) -> Iterator[Any]:
     def plan_row(row: dict) -> tuple[str, ...]:
         why = "; ".join(filter(None, (row["near"], row["why"], row["change"])))
         gib = f"{row['memory_bytes']['total'] / 2**30:.1f}"
-        return row["mesh"], f"{row['step_s']:.3g}", f"{few(row['mfu']):.0%}", gib, row["verdict"], why
+        return (
+            row["mesh"],
+            f"{row['step_s']:.3g}",
+            f"{few(row['mfu']):.0%}",
+            gib,
+            row["verdict"],
+            why,
+        )
 
     columns = ("mesh", "s", "MFU", "GiB", "", "why")
     yield _table(columns, map(plan_row, document["plans"]), title=title, caption=caption)
@@ -252,7 +279,9 @@ def tables_of(document: dict) -> Iterator[Any]:
     terms = sorted(best["terms"].items(), key=lambda item: -item[1])
     yield _table(("of the first", "s"), ((name, f"{few(s):g}") for name, s in terms), title)
     sizes = memory.named(best["memory_bytes"]).items()
-    yield _table(("of the first", "GiB a device"), ((name, f"{size / 2**30:.2f}") for name, size in sizes))
+    yield _table(
+        ("of the first", "GiB a device"), ((name, f"{size / 2**30:.2f}") for name, size in sizes)
+    )
     if rejected := [(row["mesh"], row["why"], row["change"]) for row in document["rejected"]]:
         yield _table(("cannot be", "why", "one change"), rejected)
     changes = document["sensitivity"]
@@ -274,7 +303,9 @@ def hold_against(path: str, chip: str | None, as_json: bool) -> dict:
     if chip is not None:
         row = hardware.chip(chip)
         if row.reached is None:
-            raise ValueError(f"--against takes each run's own chip; --chip '{chip}' has no measured rates")
+            raise ValueError(
+                f"--against takes each run's own chip; --chip '{chip}' has no measured rates"
+            )
         own = {row.family: row.reached}
     document = against(path, own)
     if own and not any(row["chip"] in own for row in document["rows"]):
@@ -322,7 +353,9 @@ def cells_against(row: dict) -> list[str]:
     predicted, error, units = row["predicted"], row["error"], {"step_s": "s", "memory_gb": "GB"}
     cells = [f"{row['id']}\n{row['chip']}, {row['mesh']}"]
     for numbers in (predicted, row["measured"]):
-        each = (f"{numbers[key]:,.4g} {unit}" if key in numbers else "" for key, unit in units.items())
+        each = (
+            f"{numbers[key]:,.4g} {unit}" if key in numbers else "" for key, unit in units.items()
+        )
         cells.append("\n".join(each))
     fits = ("yes" if predicted["fits"] else "no") + " (wrong)" * error.get("fits", False)
     return [*cells, "\n".join(percent(error.get(key)) for key in units), fits]

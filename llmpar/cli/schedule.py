@@ -6,7 +6,16 @@ from typing import Annotated
 import tyro
 
 from llmpar import draw
-from llmpar.cli.options import File, Number, Output, changed, check_picture, give, read_order, save_picture
+from llmpar.cli.options import (
+    File,
+    Number,
+    Output,
+    changed,
+    check_picture,
+    give,
+    read_order,
+    save_picture,
+)
 from llmpar.plan import schedules
 from llmpar.plan.schedules import Costs, make
 from llmpar.plan.timetable import Timetable, timetable
@@ -44,7 +53,9 @@ class ScheduleCommand(Output):
         try:
             f, b, w = (float(x) for x in self.costs.split(","))
         except ValueError as error:
-            raise ValueError(f"--costs '{self.costs}' is not three numbers F,B,W such as 1,1,1") from error
+            raise ValueError(
+                f"--costs '{self.costs}' is not three numbers F,B,W such as 1,1,1"
+            ) from error
         if self.stages * self.microbatches * (self.virtual_stages or 1) > _MAX_CELLS:
             raise ValueError(
                 f"{self.stages} stages and {self.microbatches} microbatches are too many to simulate;"
@@ -57,7 +68,11 @@ class ScheduleCommand(Output):
         document = schedule_document(made, (f, b, w), self.hop)
         numbers = "makespan makespan_lockstep bubble_over_ideal bubble_fraction bubble_rate".split()
         lines = [f"{name:<20}{document[name]:.4g}" for name in numbers]
-        give(document, self.json, [text_timeline(table), *lines, f"{'peak_live':<20}{document['peak_live']}"])
+        give(
+            document,
+            self.json,
+            [text_timeline(table), *lines, f"{'peak_live':<20}{document['peak_live']}"],
+        )
 
     def made(self) -> schedules.Schedule:
         """Return the schedule of that name, or the written order; refuse sizes that the order does not
@@ -78,13 +93,17 @@ class ScheduleCommand(Output):
         return order_of_file
 
 
-def schedule_document(schedule: schedules.Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> dict:
+def schedule_document(
+    schedule: schedules.Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0
+) -> dict:
     """Return what `llmpar schedule --json` prints: times in the costs' unit, `peak_live` in microbatches per
     stage."""
     t = timetable(schedule, costs, hop)
     cell = lambda op, start, end, tick: {**op._asdict(), "start": start, "end": end, "tick": tick}
     rows = zip(schedule.rows, t.start, t.end, t.tick, strict=True)
-    fields = "makespan makespan_lockstep ideal span bubble bubble_over_ideal bubble_fraction bubble_rate"
+    fields = (
+        "makespan makespan_lockstep ideal span bubble bubble_over_ideal bubble_fraction bubble_rate"
+    )
     return {
         "name": schedule.name,
         "stages": schedule.num_stages,
@@ -110,5 +129,8 @@ def text_timeline(table: Timetable) -> str:
         for op, tick in zip(row, table.tick[stage], strict=True):
             cells[stage][tick] = str(op)
     width = max(len(cell) for row in cells for cell in row)
-    lines = (" ".join([f"stage {i}", *(cell.ljust(width) for cell in row)]) for i, row in enumerate(cells))
+    lines = (
+        " ".join([f"stage {i}", *(cell.ljust(width) for cell in row)])
+        for i, row in enumerate(cells)
+    )
     return "\n".join(line.rstrip() for line in lines)

@@ -50,7 +50,9 @@ class Serve(ModelOptions):
         if not installed("starlette") or not installed("uvicorn"):
             raise ValueError("Starlette or Uvicorn is not installed; pip install 'llmpar[serve]'")
         key = os.environ.get("LLMPAR_KEY") if self.key is None else self.key
-        if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
+        if key is not None and not (
+            key.isascii() and key.isprintable() and key.strip() == key != ""
+        ):
             raise ValueError(
                 "the API key must be of ASCII letters, digits and signs, without spaces at its ends"
             )
@@ -83,7 +85,10 @@ class Serve(ModelOptions):
         start_jax()
         plan, (config, tokenizer, load, notes) = self.plan(), self.opened()
         chat = open_chat(tokenizer)
-        _ = chat.end_ids, chat.encode_all([""])  # what does not end is known before the weights are read
+        _ = (
+            chat.end_ids,
+            chat.encode_all([""]),
+        )  # what does not end is known before the weights are read
         if (most := config.context_length or self.length) < self.length:
             raise ValueError(
                 f"'{config.name}' was made for {most:,} tokens, and length is {self.length:,}; use at"
@@ -98,10 +103,14 @@ class Serve(ModelOptions):
             inform(f"{clients} can use it from other machines, and nothing is encrypted")
         about = {"model": config.name, "mesh": str(plan.mesh)}
         about |= {} if self.checkpoints or self.from_ else {"weights": "random weights"}
-        api = server.Api(server.EngineThread(engine), tokenizer, chat, about, self.length, key, only_here)
+        api = server.Api(
+            server.EngineThread(engine), tokenizer, chat, about, self.length, key, only_here
+        )
         listening.listen()  # from here on clients wait
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        inform(f"'{config.name}' on mesh '{plan.mesh}' answers at {where}, {self.slots} requests at a time")
+        inform(
+            f"'{config.name}' on mesh '{plan.mesh}' answers at {where}, {self.slots} requests at a time"
+        )
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # when Uvicorn is done with it
         server.Server(api, inform).run([listening])
         if api.thread.error:

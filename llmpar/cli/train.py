@@ -119,7 +119,9 @@ class Train(Output):
         stream, held_out = self.read_text(config, plan)
         say_plan(config, plan, stream.corpus.source)
         if keep is None or not kept_in(keep.folder):
-            weights = f"begins with the weights in {self.from_}" if begin else beside(self.step.model)
+            weights = (
+                f"begins with the weights in {self.from_}" if begin else beside(self.step.model)
+            )
             if weights:
                 inform(weights)
         mesh = make_mesh(str(plan.mesh))
@@ -163,12 +165,16 @@ class Train(Output):
         """Refuse flags that no run can have, before JAX starts."""
         options.check_range("seed", self.seed, 0, MAX_SEED)
         if not 0 <= self.stuck_after < math.inf:
-            raise ValueError(f"stuck_after is {self.stuck_after}; use seconds, or 0 to wait without limit")
+            raise ValueError(
+                f"stuck_after is {self.stuck_after}; use seconds, or 0 to wait without limit"
+            )
         if self.checkpoints is None and changed(self, ("every", "anyway")):
             raise ValueError("--every and --anyway need --checkpoints; give it, or leave them out")
         folder = "profile" if os.path.lexists("profile") else "."
         if self.profiled_steps() and not os.access(folder, os.W_OK | os.X_OK):
-            raise ValueError("the folder 'profile' cannot be written here; move or remove what has that name")
+            raise ValueError(
+                "the folder 'profile' cannot be written here; move or remove what has that name"
+            )
 
     def profiled_steps(self) -> tuple[int, int] | None:
         """Return the first and the last step to trace."""
@@ -188,7 +194,9 @@ class Train(Output):
 
         if losses := report.losses:
             options.save_picture(self.plot, "the loss", lambda: draw.loss_curve(losses))
-            inform(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats per token in {len(losses)} steps")
+            inform(
+                f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats per token in {len(losses)} steps"
+            )
         document = {
             "model": config.name,
             "mesh": plan.mesh.user_sizes,
@@ -209,16 +217,24 @@ class Train(Output):
         elif tokenizer == "bytes":
             inform(f"{name} has no tokenizer.json: using the tokenizer 'bytes'")
         step, text = self.step, dataclasses.replace(self.text, tokenizer=tokenizer)
-        return dataclasses.replace(self, step=dataclasses.replace(step, model=model), text=text), load
+        return dataclasses.replace(
+            self, step=dataclasses.replace(step, model=model), text=text
+        ), load
 
-    def read_text(self, config: ModelConfig, plan: Plan) -> tuple[data.Batches, data.Batches | None]:
+    def read_text(
+        self, config: ModelConfig, plan: Plan
+    ) -> tuple[data.Batches, data.Batches | None]:
         """Read the text to train on, and its held-out part if it is to be evaluated."""
         batch_size, seq_len = self.step.batch_size, self.step.seq_len
-        source = data.DataConfig(**vars(self.text), seq_len=seq_len, batch_size=batch_size, seed=self.seed)
+        source = data.DataConfig(
+            **vars(self.text), seq_len=seq_len, batch_size=batch_size, seed=self.seed
+        )
         tokenizer = data.open_tokenizer(source.tokenizer, source.start_token)
         data.check_vocab(tokenizer, config.vocab_size)
         corpus = data.read_corpus(source, tokenizer)
-        order = functools.partial(row_orders, plan.sequence_order, n=plan.mesh.sp, window=config.window)
+        order = functools.partial(
+            row_orders, plan.sequence_order, n=plan.mesh.sp, window=config.window
+        )
         held_out = data.Batches(corpus, source, "held_out", order) if self.eval_every else None
         return data.Batches(corpus, source, order=order), held_out
 
@@ -287,7 +303,13 @@ def progress(total: int) -> Iterator[Callable[[int, str], None]]:
     """Yield a function that shows the steps done: a bar in a terminal, else a line every `LINE_S` seconds."""
     if sys.stderr.isatty() and speaks():
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
 
         words = TextColumn("{task.description}")
         columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), words, TimeElapsedColumn()
@@ -312,4 +334,8 @@ def ideal_step_s(config: ModelConfig, step: StepOptions, mesh) -> float | None:
     chip = hardware.guess(mesh.devices.flat[0].device_kind)
     if chip is None or chip.simulated:
         return None
-    return sum(memory.flops(config, step.batch_size, step.seq_len).values()) / chip.flops_per_s / mesh.size
+    return (
+        sum(memory.flops(config, step.batch_size, step.seq_len).values())
+        / chip.flops_per_s
+        / mesh.size
+    )

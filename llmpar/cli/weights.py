@@ -69,7 +69,9 @@ def opened(
 
             from llmpar.model.weights import init_params
 
-            return jax.jit(lambda: _cast(init_params(config, seed), dtype), out_shardings=shardings)()
+            return jax.jit(
+                lambda: _cast(init_params(config, seed), dtype), out_shardings=shardings
+            )()
 
     data.check_vocab(reader, config.vocab_size)
     return config, reader, load, notes
@@ -113,7 +115,9 @@ class ModelOptions:
         """Call the function `opened` with these options."""
         return opened(self.checkpoints, self.from_, self.model, self.tokenizer, seed, self.best)
 
-    def engine(self, plan: Plan, config: ModelConfig, load: Load, notes: list[str], slots: int, length: int):
+    def engine(
+        self, plan: Plan, config: ModelConfig, load: Load, notes: list[str], slots: int, length: int
+    ):
         """Return the engine with its weights; refuse what does not fit before they are read."""
         import jax
 
@@ -156,7 +160,9 @@ def from_folder(name: str) -> tuple[str, str, Load]:
             f"the weights in '{folder}' are quantized to {quantized} ({QUANTIZED}), which is not"
             " supported; use the original model"
         )
-    model = os.path.join(".", name) if folder == name else name  # a folder may have the name of a preset
+    model = (
+        os.path.join(".", name) if folder == name else name
+    )  # a folder may have the name of a preset
     config, tensors = preset(model), hf.open_folder(folder)
     hf.check_tensors(tensors, config)
     tokenizer = os.path.join(folder, "tokenizer.json")

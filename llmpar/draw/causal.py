@@ -16,7 +16,9 @@ from llmpar.draw.scene import (
 )
 
 
-def causal(orders, step: int | None = None, title: str = "", counts: bool = True, bars: bool = True) -> Scene:
+def causal(
+    orders, step: int | None = None, title: str = "", counts: bool = True, bars: bool = True
+) -> Scene:
     """Draw which pairs of query and key each rank of a causal ring computes, and in which step of the ring.
 
     ``orders`` have by name, for each rank, the parts of the sequence that it holds, counted from 0, all
@@ -31,12 +33,23 @@ def causal(orders, step: int | None = None, title: str = "", counts: bool = True
         last = ranks - 1 if step is None else step
         owner = {part: rank for rank, parts in enumerate(dealt) for part in parts}
         work, bold = [[0.0] * ranks for _ in dealt], Items()
-        names = (120, -35, "keys"), (-26, -35, "queries"), (172, 60, "later keys:"), (172, 76, "not seen")
-        items: list = [Rect(0, 0, 240, 240, "paper", "grid", hatch="/"), Text(0, -56, name, bold=True)]
+        names = (
+            (120, -35, "keys"),
+            (-26, -35, "queries"),
+            (172, 60, "later keys:"),
+            (172, 76, "not seen"),
+        )
+        items: list = [
+            Rect(0, 0, 240, 240, "paper", "grid", hatch="/"),
+            Text(0, -56, name, bold=True),
+        ]
         items += [small_text(*one) for one in names]
         for q, rank in sorted(owner.items()):
             tint, y = OTHERS[rank], side * q
-            for x, top, w, h in ((-26, y, 20, side), (y, -24, side, 18)):  # queries at the left, keys above
+            for x, top, w, h in (
+                (-26, y, 20, side),
+                (y, -24, side, 18),
+            ):  # queries at the left, keys above
                 items += titled(Rect(x, top, w, h, tint, "edge", 0.75), str(rank), SMALL)
             for k in range(q + 1):
                 t, x, half = (rank - owner[k]) % ranks, side * k, k == q
@@ -44,7 +57,10 @@ def causal(orders, step: int | None = None, title: str = "", counts: bool = True
                 corners = [(x, y), (x + side, y), (x + side, y + side), (x, y + side), (x, y)]
                 corners = [corner for i, corner in enumerate(corners) if i != 1 or k < q]
                 spot = (x + side / (3 if half else 2), y + side * (0.68 if half else 0.5))
-                fill, look = "paper" if t > last else tint, ("ink", 2.5) if t == step else ("edge", 0.75)
+                fill, look = (
+                    "paper" if t > last else tint,
+                    ("ink", 2.5) if t == step else ("edge", 0.75),
+                )
                 number = small_text(*spot, str(t), fill=text_color_on(fill))
                 tile: list = [Line(tuple(corners), *look, fill=fill), *[number] * counts]
                 (bold if t == step else items).extend(tile)
@@ -63,7 +79,12 @@ def causal(orders, step: int | None = None, title: str = "", counts: bool = True
             lines.append(f"{name}, rank {rank}: parts {parts}; {words}; by step {row}")
         lines.append(f"{name}: takes {sum(took):g} squares")
         panels.append(Group((*items, *below * (bars and counts)), 400 * len(panels)))
-    title = title or "Causal attention: who computes what" + ("" if step is None else f", up to step {step}")
+    title = title or "Causal attention: who computes what" + (
+        "" if step is None else f", up to step {step}"
+    )
     note = "Strips: which device holds a part."
-    note += " Number: the ring's step. Time: in squares, all queries of a rank with all keys of one." * counts
+    note += (
+        " Number: the ring's step. Time: in squares, all queries of a rank with all keys of one."
+        * counts
+    )
     return compose(title, [panels], "\n".join(lines), [note])

@@ -68,7 +68,9 @@ def collectives(rows) -> Scene:
         color = axis_colours(row["axis"])[1]
         items.append(Text(left - 10, y + 16, name, anchor="end"))
         both = ("predicted", predicted, "", ""), ("compiled", compiled, "/", verdict)
-        texts = [f"{word} {'unknown' if n is None else size_text(n)}{more}" for word, n, _, more in both]
+        texts = [
+            f"{word} {'unknown' if n is None else size_text(n)}{more}" for word, n, _, more in both
+        ]
         for top, text, (_, n, hatch, _) in zip((y, y + 16), texts, both, strict=True):
             if n:
                 items.append(Rect(left, top, wide * n / most, 14, "paper", color, 1.5, hatch))
@@ -98,11 +100,15 @@ def arrows_sent(rows) -> Scene:
     """
     by_arrow: dict[str, list] = {}
     for row in rows:
-        by_arrow.setdefault(row["arrow"] or row.get("source") or "(the partitioner's)", []).append(row)
+        by_arrow.setdefault(row["arrow"] or row.get("source") or "(the partitioner's)", []).append(
+            row
+        )
     total = lambda parts: sum(row["bytes_sent"] for row in parts)
     ordered: list[tuple[str, list]] = sorted(by_arrow.items(), key=lambda bar: -total(bar[1]))
     if rest := ordered[ARROWS_DRAWN:]:
-        ordered[ARROWS_DRAWN:] = [(f"{len(rest)} more", [row for _, parts in rest for row in parts])]
+        ordered[ARROWS_DRAWN:] = [
+            (f"{len(rest)} more", [row for _, parts in rest for row in parts])
+        ]
     drawn, lines, right, roles = [], [], [], dict[str, str]()
     for name, parts in ordered:
         sizes = Counter[str]()
@@ -138,9 +144,15 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
         for source, target in pairs if t + 1 < steps else ():
             ends = ((middle[source], h * t + 29), (middle[target], h * (t + 1) - 2))
             items.append(Line(ends, f"{axis}-line", 1.5, head=True))
-        lines.append(f"step {t}: " + ", ".join(f"rank {r} holds piece {b}" for r, b in enumerate(pieces)))
+        lines.append(
+            f"step {t}: " + ", ".join(f"rank {r} holds piece {b}" for r, b in enumerate(pieces))
+        )
         pieces = [pieces[came_from.get(r, r)] for r in range(ranks)]
-    colour = "A piece has the colour of its first rank." if few else "Filled: a rank holds its own piece."
+    colour = (
+        "A piece has the colour of its first rank."
+        if few
+        else "Filled: a rank holds its own piece."
+    )
     note = f"{colour} Between two steps each rank sends what it holds, over {axis}."
     title = f"Ring over {axis}: {count_noun(ranks, 'rank')}, {count_noun(steps, 'step')}"
     return compose(title, [items], "\n".join([*lines, note]), [note])
@@ -159,7 +171,9 @@ def memory_bars(
     where a program may use less than all of the memory, a second mark at its ``whole_bytes``. The longest bar
     is ``wide`` pixels. ``roles`` are those of parts that colours.toml does not know by name."""
     whole = whole_bytes if whole_bytes != capacity_bytes else None
-    return _bars(title, rows, size_text, _byte_ticks, MEMORY | (roles or {}), capacity_bytes, whole, wide)
+    return _bars(
+        title, rows, size_text, _byte_ticks, MEMORY | (roles or {}), capacity_bytes, whole, wide
+    )
 
 
 def _byte_ticks(high: float) -> list[float]:
@@ -169,7 +183,11 @@ def _byte_ticks(high: float) -> list[float]:
 
 
 def time_bars(
-    rows, title: str = "Time per step", roles: dict[str, str] | None = None, error: float = 0.0, measured=()
+    rows,
+    title: str = "Time per step",
+    roles: dict[str, str] | None = None,
+    error: float = 0.0,
+    measured=(),
 ) -> Scene:
     """Draw where a step's time goes: ``rows`` of (label, {part: seconds}); ``roles`` as in `memory_bars`.
     Below a bar stands its ``error``, the share by which an estimate may be off; a dot: ``measured``, {label:
@@ -209,14 +227,20 @@ def _bars(
             items += _with_number(box, text(value), None if limit is None else x_of(limit))
             done += value
         over = limit is not None and total > limit
-        spare = "" if limit is None else f"; {text(abs(limit - total))} {'too much' if over else 'free'}"
+        spare = (
+            ""
+            if limit is None
+            else f"; {text(abs(limit - total))} {'too much' if over else 'free'}"
+        )
         items.append(Text(left - 10, y + tall / 2, name, anchor="end"))
         if error:
             spare += f" ± {text(error * total)}"
             items += _spread(x_of((1 - error) * total), x_of((1 + error) * total), y + tall + 6)
         if name in dots:
             spare += f"; measured {text(dots[name])}"
-            items.append(Rect(x_of(dots[name]) - 4, y + tall + 2, 8, 8, "measured", "paper", radius=4))
+            items.append(
+                Rect(x_of(dots[name]) - 4, y + tall + 2, 8, 8, "measured", "paper", radius=4)
+            )
         beside = right[i] if right else text(total) + spare
         items.append(Text(left + wide + 12, y + tall / 2, beside, SMALL, bold=over))
         each = ", ".join(f"{part} {text(value)}" for part, value in row.items())
@@ -229,10 +253,15 @@ def _bars(
         lines.append(f"capacity: {text(limit)}")
     if whole is not None:
         x = x_of(whole)
-        items += [Line(((x, -10), (x, -1)), "edge", 2), small_text(x, -16, f"whole {text(whole)}", "start")]
+        items += [
+            Line(((x, -10), (x, -1)), "edge", 2),
+            small_text(x, -16, f"whole {text(whole)}", "start"),
+        ]
         lines.append(f"whole memory: {text(whole)}")
     key = legend([(role, ", ".join(parts)) for role, parts in meanings.items()])
-    note = f"Below each bar: by how much such an estimate is off in the mean, {error:.0%}." * bool(error)
+    note = f"Below each bar: by how much such an estimate is off in the mean, {error:.0%}." * bool(
+        error
+    )
     note += " Dot: measured and published." * bool(dots)
     return compose(title, [items, key], "\n".join(lines), [note] * bool(note))
 
@@ -273,7 +302,10 @@ def step_memory(
     ``rows`` are {name: moments}, a moment is {part: bytes}; parts lie on one another in the order in which
     they first come. ``phases`` are (name, number of moments) in turn. ``roles`` are as in `memory_bars`.
     """
-    roles, named = MEMORY | (roles or {}), dict.fromkeys(p for ms in rows.values() for m in ms for p in m)
+    roles, named = (
+        MEMORY | (roles or {}),
+        dict.fromkeys(p for ms in rows.values() for m in ms for p in m),
+    )
     most = {name: max(sum(moment.values()) for moment in moments) for name, moments in rows.items()}
     high = 1.08 * max([*most.values(), capacity_bytes])
     levels = _byte_ticks(high)
@@ -308,7 +340,9 @@ def step_memory(
                 items.append(small_text(x + w / 2, _HIGH + 14, phase))
             x += w
         fullest = ", ".join(f"{part} {size_text(v)}" for part, v in moments[at].items() if v)
-        verdict = "more than the capacity" if over else f"{size_text(capacity_bytes - most[name])} free"
+        verdict = (
+            "more than the capacity" if over else f"{size_text(capacity_bytes - most[name])} free"
+        )
         begins = f"{name}: from {size_text(sum(moments[0].values()))}"
         lines.append(f"{begins} to {size_text(most[name])}, {verdict} ({fullest})")
     across = (left, limit), (right, limit)
@@ -382,9 +416,13 @@ def two_lanes(iterations, title: str, column: float = 0, span_s: float = 0) -> S
             own = [(frame, event) for frame, event in ordered if event["lane"] == lane]
             for frame, event in own:
                 others = (other for _, other in own if other is not event)
-                box = Rect(x_of(event["start_s"]), top, x_of(event["end_s"]) - x_of(event["start_s"]), 32)
+                box = Rect(
+                    x_of(event["start_s"]), top, x_of(event["end_s"]) - x_of(event["start_s"]), 32
+                )
                 w_open = wide * event["exposed_s"] / span
-                items += _event(event, box, w_open, fill, any(_shared_s(event, other) for other in others))
+                items += _event(
+                    event, box, w_open, fill, any(_shared_s(event, other) for other in others)
+                )
                 if column:
                     outline = Rect(box.x - 1, top - 3, box.w + 2, 38, "", "ink", 3)
                     now = Line(((box.x, 8), (box.x, bottom)))
@@ -415,12 +453,18 @@ def _event(event: dict, box: Rect, w_open: float, lane_fill: str, crowded: bool)
 
     With axes it is hollow beside computing and filled where computing waits; else what waits is hatched.
     Of ``crowded`` events names would lie on one another."""
-    axes, full = event.get("axes"), f"{event['name']}: {time_text(event['end_s'] - event['start_s'])}"
+    axes, full = (
+        event.get("axes"),
+        f"{event['name']}: {time_text(event['end_s'] - event['start_s'])}",
+    )
     fill, stroke = event["name"] if event["name"] in LIGHT else lane_fill, "ink"
     if axes:
         fill, stroke = axis_colours(axes[0])
     hollow, hatch = bool(axes) and w_open < 0.99 * box.w, "" if axes else "/"
-    width, waits = 0.75 if box.w > 3 else 0.25, event["exposed_s"] > 0 and event["lane"] != "compute"
+    width, waits = (
+        0.75 if box.w > 3 else 0.25,
+        event["exposed_s"] > 0 and event["lane"] != "compute",
+    )
     box = replace(box, fill="paper" if hollow else fill, stroke=stroke, width=width, tip=full)
     items: list = [box]
     if waits:

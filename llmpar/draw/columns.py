@@ -90,7 +90,9 @@ def memory_bar(parts: Iterable[Part], limits=(), band=None, total: float | None 
     parts, total = _whole(parts, total, MEMORY, size_text)
     over = total - limits[0][0] if limits else 0.0
     spare = [f"{size_text(abs(over))} {'too much' if over > 0 else 'free'}."] * bool(limits)
-    return _bar("Memory of a device", parts, size_text, limits, band, spare, "bad" if over > 0 else "ink")
+    return _bar(
+        "Memory of a device", parts, size_text, limits, band, spare, "bad" if over > 0 else "ink"
+    )
 
 
 def time_bar(parts: Iterable[Part], band=None, total: float | None = None) -> Scene:
@@ -106,7 +108,9 @@ def time_bar(parts: Iterable[Part], band=None, total: float | None = None) -> Sc
     return _bar("One step", parts, time_text, (), band, says)
 
 
-def _whole(parts: Iterable[Part], total: float | None, words: dict, text) -> tuple[list[Part], float]:
+def _whole(
+    parts: Iterable[Part], total: float | None, words: dict, text
+) -> tuple[list[Part], float]:
     """Return the parts with their roles; the smallest of many, and what is missing to the ``total``, are one
     part."""
     given = [p._replace(role=p.role or role_of(p.name, words)) for p in parts if p.value]
@@ -123,11 +127,19 @@ def _whole(parts: Iterable[Part], total: float | None, words: dict, text) -> tup
     return [*shown, *[Part("rest", rest, names, role="rest")] * (rest > 1e-6 * total)], total
 
 
-def _bar(title: str, parts: list[Part], text, limits, band, notes: list[str], tone: str = "ink") -> Scene:
+def _bar(
+    title: str, parts: list[Part], text, limits, band, notes: list[str], tone: str = "ink"
+) -> Scene:
     """Return a bar of parts below its limits and above its list."""
     wide, total = LEFT - 2 * COLUMN_MARGIN, sum(p.value for p in parts)
     per = wide / max([total, *(limit for limit, _ in limits), *(band or ()), 1e-12])
-    items, bars, lines, x, top = list[Rect | Text | Line](), list[Rect](), list[str](), 0.0, 16 * len(limits)
+    items, bars, lines, x, top = (
+        list[Rect | Text | Line](),
+        list[Rect](),
+        list[str](),
+        0.0,
+        16 * len(limits),
+    )
     for k, (limit, why) in enumerate(limits):  # each label has a line of its own, so none meet
         at, y, words = per * limit, top - 16 * k - 8, f"{why} {text(limit)}"
         side, off = ("end", -6) if at > text_width(words, SMALL) + 6 else ("start", 6)
@@ -168,7 +180,10 @@ def _column(title: str, number: str, items, lines, notes, wide: float, tone: str
 def sent_bars(rows: Iterable[SentBar]) -> Scene:
     """Draw what a device sends in a step: a bar for each, as long as it takes on links; filled in its axis'
     colour is what computing waits for, as in `time_bar`, and hollow what hides behind computing."""
-    rows, wide = sorted(rows, key=lambda row: -row.hidden_s - row.waits_s), RIGHT - 2 * COLUMN_MARGIN
+    rows, wide = (
+        sorted(rows, key=lambda row: -row.hidden_s - row.waits_s),
+        RIGHT - 2 * COLUMN_MARGIN,
+    )
     if len(rows) > MOST_SENT:
         few = rows[MOST_SENT - 1 :]
         names = ", ".join(f"{row.axes} {row.what}" for row in few)
@@ -180,7 +195,9 @@ def sent_bars(rows: Iterable[SentBar]) -> Scene:
     for i, row in enumerate(rows):
         y, (fill, stroke) = 40 * i, axis_colours(row.axes)
         shares = [("hidden", "paper", row.hidden_s), ("waits", fill, row.waits_s)]
-        says = " · ".join(f"{time_text(s)} {word}" for word, _, s in shares if s) or "no time on links"
+        says = (
+            " · ".join(f"{time_text(s)} {word}" for word, _, s in shares if s) or "no time on links"
+        )
         size, x = f" {size_text(row.bytes)}", left
         most = int((wide - left - text_width(says, SMALL) - 12) / text_width(".", SMALL))
         most -= len(size)  # the number is never cut
@@ -224,11 +241,15 @@ def mesh_map(
     right, bottom = RIGHT - 2 * COLUMN_MARGIN - 4, 270
     y_of, times = _log([point.seconds for point in shown], bottom, 0, 1000.0)
     left = max([text_width(time_text(v), SMALL) for v in times] + [33]) + 10
-    x_of, sizes = _log([point.bytes for point in shown] + [capacity] * bool(capacity), left, right, 1024.0)
+    x_of, sizes = _log(
+        [point.bytes for point in shown] + [capacity] * bool(capacity), left, right, 1024.0
+    )
     at = lambda point: (x_of(point.bytes), y_of(point.seconds))
     area, fits = (left, 0, right, bottom), x_of(capacity) if capacity else right
     items = list[Any]([Rect(fits, 0, right - fits, bottom, "bad-ground")])
-    items += _map_axes(area, {x_of(v): size_text(v) for v in sizes}, {y_of(v): time_text(v) for v in times})
+    items += _map_axes(
+        area, {x_of(v): size_text(v) for v in sizes}, {y_of(v): time_text(v) for v in times}
+    )
     if capacity:
         words = f"does not fit in {size_text(capacity)}"
         side = "start" if fits + text_width(words, SMALL) < right else "end"
@@ -270,9 +291,15 @@ def _map_axes(area, sizes: dict[float, str], times: dict[float, str]) -> list:
             last = label.box[2]
             items.append(label)
     for y, text in times.items():
-        items += [Line(((left - 4, y), (right, y)), "grid", 1), small_text(left - 7, y, text, "end")]
+        items += [
+            Line(((left - 4, y), (right, y)), "grid", 1),
+            small_text(left - 7, y, text, "end"),
+        ]
     items.append(Line(((left, 0), (left, bottom), (right, bottom)), "edge", 1))
-    names = small_text(right, bottom + 28, "memory of a device", "end"), small_text(0, -12, "a step", "start")
+    names = (
+        small_text(right, bottom + 28, "memory of a device", "end"),
+        small_text(0, -12, "a step", "start"),
+    )
     return [*items, *names]
 
 
@@ -291,14 +318,20 @@ def _beside(x: float, y: float, label: str, taken, dots, area) -> Text:
     """Return a label beside a ring at (x, y), inside the area, where it overlaps no other and the fewest
     dots."""
     places = [(12, 0, "start"), (-12, 0, "end"), (0, -17, "middle"), (0, 17, "middle")]
-    places += [(s * 8, dy, side) for dy in (-17, 17, -32, 32) for s, side in ((1, "start"), (-1, "end"))]
+    places += [
+        (s * 8, dy, side) for dy in (-17, 17, -32, 32) for s, side in ((1, "start"), (-1, "end"))
+    ]
 
     def cost(text: Text) -> float:
         x0, y0, x1, y1 = text.box
         out = max(0, area[0] - x0, x1 - area[2]) + max(0, area[1] - y0, y1 - area[3])
         meets = sum(x0 < r and left < x1 and y0 < b and top < y1 for left, top, r, b in taken)
-        return 1000 * (out + meets) + sum(x0 - 4 < u < x1 + 4 and y0 - 4 < v < y1 + 4 for u, v in dots)
+        return 1000 * (out + meets) + sum(
+            x0 - 4 < u < x1 + 4 and y0 - 4 < v < y1 + 4 for u, v in dots
+        )
 
-    best = min((Text(x + dx, y + dy, label, SMALL, side, bold=True) for dx, dy, side in places), key=cost)
+    best = min(
+        (Text(x + dx, y + dy, label, SMALL, side, bold=True) for dx, dy, side in places), key=cost
+    )
     x0, _, x1, _ = best.box  # a long name may need all of the column
     return replace(best, x=best.x + max(0, -x0) - max(0, x1 - RIGHT + 2 * COLUMN_MARGIN))

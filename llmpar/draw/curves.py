@@ -5,7 +5,18 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
-from llmpar.draw.scene import BODY, Items, Line, Rect, Scene, Text, compose, pixels, small_text, text_width
+from llmpar.draw.scene import (
+    BODY,
+    Items,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    compose,
+    pixels,
+    small_text,
+    text_width,
+)
 from llmpar.draw.scene import ticks as round_numbers
 
 _WIDE, TALL, DOT = 500, 240, 4.5
@@ -52,18 +63,27 @@ def curves(
         ]
     items += [Line(((0, 0), (0, TALL), (wide, TALL)), "edge", 1.5), *_uprights(marks, x_of)]
     top = min(item.box[1] for item in items) - 12
-    items += [small_text(-8, top, y, "start", "ink"), small_text(wide / 2, TALL + 36, x, fill="ink")]
+    items += [
+        small_text(-8, top, y, "start", "ink"),
+        small_text(wide / 2, TALL + 36, x, fill="ink"),
+    ]
     ends, texts = [], []
     for name, row, color, marker, dashed in rows:
         points = [(x_of(place), y_of(value)) if known(value) else None for place, value in row]
         items += _curve(points, color, marker, dashed)
         ends += [(up, right, name, color) for right, up in list(filter(None, points))[-1:]]
         seen = [(place, value) for place, value in row if known(value)]
-        at = [(f"{ticks[int(place)]}: ", v) for place, v in seen if place == int(place) < len(ticks)]
+        at = [
+            (f"{ticks[int(place)]}: ", v) for place, v in seen if place == int(place) < len(ticks)
+        ]
         at = at or [("", value) for _, value in seen]
-        texts.append(f"{name}: " * bool(name) + ", ".join(f"{tick}{say(value)}" for tick, value in at[:12]))
+        texts.append(
+            f"{name}: " * bool(name) + ", ".join(f"{tick}{say(value)}" for tick, value in at[:12])
+        )
     lowest = math.inf
-    for end, right, name, color in sorted(ends, reverse=True):  # names that end together stand apart
+    for end, right, name, color in sorted(
+        ends, reverse=True
+    ):  # names that end together stand apart
         lowest = min(end, lowest - 1.3 * pixels(BODY))
         items.append(Text(right + 12, lowest, name, fill=color, bold=True))
     texts += [f"marked: {what}" for _, what in marks]
@@ -105,7 +125,9 @@ def _dot(x: float, y: float, marker: str, color: str) -> Rect | Line:
 
 def loss_curve(losses, reference=None) -> Scene:
     """Draw the loss per step, in nats per token; ``reference`` is another curve, drawn dashed."""
-    each = {"loss": list(losses)} | ({"reference": list(reference)} if reference is not None else {})
+    each = {"loss": list(losses)} | (
+        {"reference": list(reference)} if reference is not None else {}
+    )
     finite = [x for curve in each.values() for x in curve if math.isfinite(x)] or [0.0]
     last = max(2, *map(len, each.values())) - 1
     steps = [int(t) for t in round_numbers(0, last, 6) if t == int(t)]
@@ -117,7 +139,11 @@ def loss_curve(losses, reference=None) -> Scene:
         ends = dict.fromkeys(f"{loss:.3f}" for loss in curve if math.isfinite(loss))
         course = " to ".join([*ends][:: max(1, len(ends) - 1)]) or "nan"
         lost = [i for i, loss in enumerate(curve) if not math.isfinite(loss)]
-        lines.append(f"{name}: {course} nats/token over {len(curve):,} step{'s' * (len(curve) != 1)}")
+        lines.append(
+            f"{name}: {course} nats/token over {len(curve):,} step{'s' * (len(curve) != 1)}"
+        )
         lines[-1] += f"; not finite at step {' '.join(map(str, lost))}" * bool(lost)
-    drawn = curves(rows, steps, "step", "loss (nats/token)", low=min(finite) - pad, high=max(finite) + pad)
+    drawn = curves(
+        rows, steps, "step", "loss (nats/token)", low=min(finite) - pad, high=max(finite) + pad
+    )
     return compose("Training loss", [[drawn.items[0].items[1]]], "\n".join(lines), lines)

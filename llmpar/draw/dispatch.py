@@ -34,15 +34,24 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
     if any(not 0 <= e < ranks for tokens in chosen for visits in tokens for e in visits):
         few = f"experts are 0 to {ranks - 1}; for others use expert_loads"
         raise ValueError(f"rank r has expert r here: {few}")
-    rows = [[[t for t, v in enumerate(tokens) if e in v][:slots] for e in range(ranks)] for tokens in chosen]
+    rows = [
+        [[t for t, v in enumerate(tokens) if e in v][:slots] for e in range(ranks)]
+        for tokens in chosen
+    ]
     most = slots or max(len(row) for sent in rows for row in sent)
-    tall, label, gap = _CELL * max(ranks, *map(len, chosen)) + 22, text_width("from 0", SMALL) + 10, 76
+    tall, label, gap = (
+        _CELL * max(ranks, *map(len, chosen)) + 22,
+        text_width("from 0", SMALL) + 10,
+        76,
+    )
     wide = [_CELL, *[most * _CELL] * 3, _CELL]
     lefts = [text_width("rank 0") + 16]
     for k, w in enumerate(wide[:-1]):
         lefts.append(lefts[-1] + w + gap + label * (k < 3))
     y_of = lambda rank, line: rank * tall + _CELL * line
-    items: list[Any] = [Rect(0, -58, lefts[4] + _CELL + 20, ranks * tall + 40)]  # as large at every stage
+    items: list[Any] = [
+        Rect(0, -58, lefts[4] + _CELL + 20, ranks * tall + 40)
+    ]  # as large at every stage
     for stage, x in enumerate(lefts[:stages]):
         name = STAGES[stage] if slots else STAGES[stage].replace("in slots", "by expert")
         items.append(small_text(x + wide[stage] / 2, -28, name, fill="ink"))
@@ -50,11 +59,15 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
             if stage == 0:
                 items.append(Text(x - 12, y_of(r, ranks / 2), f"rank {r}", anchor="end"))
             if stage == 2:
-                items.append(small_text(x + wide[2] / 2, y_of(r, 0) - 10, f"expert {r}", fill="ink"))
+                items.append(
+                    small_text(x + wide[2] / 2, y_of(r, 0) - 10, f"expert {r}", fill="ink")
+                )
             for line, (name, cells) in enumerate(_lines(stage, r, chosen, rows, slots)):
                 items += [small_text(x - 7, y_of(r, line + 0.5), name, "end")] * bool(name)
                 for k, (source, t) in enumerate(cells):
-                    items += _cell(x + _CELL * k, y_of(r, line), source, t, (source, t) == (home, token))
+                    items += _cell(
+                        x + _CELL * k, y_of(r, line), source, t, (source, t) == (home, token)
+                    )
     names = ("router", "all-to-all", "all-to-all", "sum")
     for k, (a, b) in enumerate(pairwise(lefts[:stages])):
         items.append(Text(a + wide[k] + gap / 2, -50, names[k], SMALL, "middle", bold=True))
@@ -64,15 +77,27 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
             end = b - (label - 6) * (k < 3) - 4, y_of(r2, line2 + 0.5)
             weight = f"× {weights[n]:g}" if k == 3 and weights else ""
             items += _arrow(a + wide[k] + 3, y_of(r, line + 0.5), end, weight)
-    full, stay = sum(len(row) for sent in rows for row in sent), sum(len(rows[r][r]) for r in range(ranks))
+    full, stay = (
+        sum(len(row) for sent in rows for row in sent),
+        sum(len(rows[r][r]) for r in range(ranks)),
+    )
     travels = f"{full} of {ranks * ranks * most} slots are full; all travel."
     travels = f"{stay} of {full} copies stay on their rank." if slots is None else travels
     copies = count_noun(len(chosen[home][token]), "copy")
     note = f"Thick: the token that is followed, and its {copies}. {travels}"
     visits = " and ".join(f"expert {e} on rank {e}" for e in chosen[home][token])
-    each = [f"rank {r}: " + "; ".join(" ".join(map(str, v)) for v in row) for r, row in enumerate(chosen)]
-    lines = ["experts chosen, by token:", *each, f"token {token} of rank {home} goes to {visits}, and back"]
-    title = "A token goes to its experts and back" + ("" if slots is None else ", in slots that all travel")
+    each = [
+        f"rank {r}: " + "; ".join(" ".join(map(str, v)) for v in row)
+        for r, row in enumerate(chosen)
+    ]
+    lines = [
+        "experts chosen, by token:",
+        *each,
+        f"token {token} of rank {home} goes to {visits}, and back",
+    ]
+    title = "A token goes to its experts and back" + (
+        "" if slots is None else ", in slots that all travel"
+    )
     return compose(title, [items], "\n".join([*lines, note]), [note])
 
 
@@ -127,7 +152,9 @@ def expert_loads(rows, slots: int | None = None) -> Scene:
         items += [Rect(x, y, w, 18, "paper", "edge", 0.75, "/")] * (w > 0)
         words = count_noun(load[e], "copy") + f", {lost[e]} left out" * (lost[e] > 0)
         items.append(small_text(left + 432, y + 9, words, "start", "ink"))
-    away = sum(n for r, row in enumerate(rows) for e, n in enumerate(row) if e * ranks // experts != r)
+    away = sum(
+        n for r, row in enumerate(rows) for e, n in enumerate(row) if e * ranks // experts != r
+    )
     note = f"{away} of {total} copies change their rank; the busiest expert has"
     note += f" {max(load) * experts / max(total, 1):.2f} × the mean."
     sent = [", ".join(f"{n} to expert {e}" for e, n in enumerate(row) if n) for row in rows]

@@ -47,7 +47,9 @@ def block(layout: Layout, sizes: dict[str, int], at: dict[str, int]) -> tuple[in
     return tuple(index)
 
 
-def slices(layout: Layout, shape, sizes: dict[str, int], at: dict[str, int]) -> list[tuple[int, int]] | None:
+def slices(
+    layout: Layout, shape, sizes: dict[str, int], at: dict[str, int]
+) -> list[tuple[int, int]] | None:
     """Return, for every dim, the first index that a device holds and the one after the last; None where a dim
     is not divisible."""
     out = []

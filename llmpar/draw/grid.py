@@ -73,10 +73,15 @@ class Cells:
     size: tuple[float, float] | None = None  # of a cell, else what there is room for
 
     def __post_init__(self) -> None:
-        self.apart, levels = strides(self.sizes, self.sizes), []  # an axis, its stride and length in cells
+        self.apart, levels = (
+            strides(self.sizes, self.sizes),
+            [],
+        )  # an axis, its stride and length in cells
         for axis in self.sizes:
             stride = max(1, self.apart[axis] // self.block)
-            length = min(self.sizes[axis] * self.apart[axis] // (stride * self.block), self.num // stride)
+            length = min(
+                self.sizes[axis] * self.apart[axis] // (stride * self.block), self.num // stride
+            )
             levels += [(axis, stride, length)] * (length > 1)
         whole = {1, *(stride * length for _, stride, length in levels)}
         nested = whole | {stride * k for _, stride, length in levels for k in divisors(length)}
@@ -84,7 +89,9 @@ class Cells:
             nested.add(8)  # of a prime number the last row is short
         square = lambda c: abs(math.log(c * c / self.num / 2)) + 9 * (max(c, self.num / c) > 16)
         self.columns = c = min(sorted(nested), key=lambda c: square(c) + 2 * (c not in whole))
-        self.side = [(axis, max(c, stride)) for axis, stride, length in levels if stride * length > c]
+        self.side = [
+            (axis, max(c, stride)) for axis, stride, length in levels if stride * length > c
+        ]
         self.top = [(axis, stride) for axis, stride, _ in levels if stride < c]
         per = self.node // self.block  # cells of a node
         fits = self.node % self.block == self.first % self.node == 0 and 1 < per < self.num
@@ -119,12 +126,18 @@ class Cells:
     def where(self, cell: int) -> str:
         """Return the coordinates of a cell."""
         inside = lambda axis: self.ranges(cell)[axis] == (0, self.sizes[axis])
-        return ", ".join(self.name(axis, cell) for axis in self.sizes if not inside(axis)) or "alone"
+        return (
+            ", ".join(self.name(axis, cell) for axis in self.sizes if not inside(axis)) or "alone"
+        )
 
     def at(self, cell: int) -> tuple[float, float]:
         """Return the upper left corner of a cell."""
         (row, column), c = divmod(cell, self.columns), self.columns
-        x = self.left + column * (self.w + GAP) + sum(gap * (column // s) for s, gap in self.gaps if s < c)
+        x = (
+            self.left
+            + column * (self.w + GAP)
+            + sum(gap * (column // s) for s, gap in self.gaps if s < c)
+        )
         y = row * (self.h + GAP) + sum(gap * (row * c // s) for s, gap in self.gaps if s >= c)
         return x, y + 1.3 * pixels(SMALL) * len(self.top) + 5 * bool(self.per)
 
@@ -142,11 +155,17 @@ class Cells:
             for cell in range(0, self.columns, stride):
                 x = (self.at(cell)[0] + self.at(cell + stride - 1)[0] + self.w) / 2
                 low = self.ranges(cell)[axis][0] - self.ranges(0)[axis][0] * (axis in sides)
-                name = f"+{low}" if axis in sides else self.name(axis, cell)  # from the row's first one on
+                name = (
+                    f"+{low}" if axis in sides else self.name(axis, cell)
+                )  # from the row's first one on
                 texts = name, name.split()[-1], str(low)
-                fits = [text for text in texts if text_width(text, SMALL) <= stride * (self.w + GAP)]
+                fits = [
+                    text for text in texts if text_width(text, SMALL) <= stride * (self.w + GAP)
+                ]
                 short = (*fits, texts[-1])[0]
-                items.append(small_text(x, 1.3 * pixels(SMALL) * (line + 0.4), short, fill=axis_line(axis)))
+                items.append(
+                    small_text(x, 1.3 * pixels(SMALL) * (line + 0.4), short, fill=axis_line(axis))
+                )
         for cell in range(0, self.num, self.per) if self.per else ():
             (x, y), (end, bottom) = self.at(cell), self.at(cell + self.per - 1)
             box = x - 4, y - 4, end + self.w - x + 8, bottom + self.h - y + 8
@@ -155,14 +174,23 @@ class Cells:
 
     def alike(self, device: int, axes) -> list[int]:
         """Return the cells with a device that differs from this one along ``axes`` alone, or not at all."""
-        at, others = coordinates(self.sizes, self.sizes, device), [a for a in self.sizes if a not in axes]
+        at, others = (
+            coordinates(self.sizes, self.sizes, device),
+            [a for a in self.sizes if a not in axes],
+        )
         within = lambda ranges: all(ranges[a][0] <= at[a] < ranges[a][1] for a in others)
         return [cell for cell in range(self.num) if within(self.ranges(cell))]
 
     def moving(self, device: int, axes: tuple[str, ...], kind: str) -> list:
         """Return the outlines of a device's group over ``axes``, and the arrows of the first round."""
-        team, own, color = self.alike(device, axes), (device - self.first) // self.block, f"{axes[0]}-line"
-        items: list = [Rect(*self.at(i), self.w, self.h, "", color, 2.5, radius=2) for i in team if i != own]
+        team, own, color = (
+            self.alike(device, axes),
+            (device - self.first) // self.block,
+            f"{axes[0]}-line",
+        )
+        items: list = [
+            Rect(*self.at(i), self.w, self.h, "", color, 2.5, radius=2) for i in team if i != own
+        ]
         if not 1 < len(team) <= 16 or own not in team:
             return items
         pairs = zip(team, team[1:] + team[:1], strict=True)  # round the ring
@@ -193,7 +221,9 @@ def mesh(
     axes, dashed boxes hosts. ``highlight_axis`` numbers the groups that talk over it, and fills the first."""
     shape = parse_mesh(shape)
     if highlight_axis not in (None, *AXES):
-        raise ValueError(f"'{highlight_axis}' is no mesh axis to highlight; the axes are {' '.join(AXES)}")
+        raise ValueError(
+            f"'{highlight_axis}' is no mesh axis to highlight; the axes are {' '.join(AXES)}"
+        )
     if shape.size > MOST_CELLS:
         many = f"mesh '{shape}' has {shape.size} devices, and a drawing shows {MOST_CELLS} at most"
         raise ValueError(f"{many}; use llmpar.MeshExplorer, which draws blocks of them")
@@ -212,7 +242,11 @@ def mesh(
         items += [
             Rect(x, y, *size, fill, f"{highlight_axis}-line" if teams else "edge", 1.5, radius=3),
             Text(middle, y + 17, str(device), anchor="middle", fill=color),
-            *([small_text(middle, y + 38, f"group {team_of[device]}", fill=color)] if teams else []),
+            *(
+                [small_text(middle, y + 38, f"group {team_of[device]}", fill=color)]
+                if teams
+                else []
+            ),
         ]
     facts, lines, notes = list[tuple[str, str]](), list[str](), list[str]()
     for a, n in live.items():
@@ -230,7 +264,9 @@ def mesh(
     return compose(title, [items, legend(facts, 400)], text, notes)
 
 
-def stretches(dims: list[Dim], sizes: dict[str, int], ranges, side: float) -> list[tuple[float, float]]:
+def stretches(
+    dims: list[Dim], sizes: dict[str, int], ranges, side: float
+) -> list[tuple[float, float]]:
     """Return what the devices at ``ranges`` of coordinates hold of a dim, on a ``side`` of so many pixels:
     stretches that can be seen. Without a dim all of the side."""
     runs, parts = [(0, 1)], 1
@@ -288,7 +324,10 @@ def inked(part: Cells, device: int, same: Collection[int], ink, tip) -> list:
     for cell in range(part.num):
         (x, y), first = part.at(cell), part.first + cell * part.block
         box = x, y, part.w, part.h
-        items += [Rect(*box, "paper", "edge", 1, radius=2), Group(tuple(ink(part, cell, *box[2:])), x, y)]
+        items += [
+            Rect(*box, "paper", "edge", 1, radius=2),
+            Group(tuple(ink(part, cell, *box[2:])), x, y),
+        ]
         last, one = first + part.block - 1, part.block == 1
         text = f"device {first}" if one else f"devices {first}–{last}"
         text += f": {part.where(cell)}" + (f"; {tip(first)}" if one else "")
@@ -360,7 +399,9 @@ def tensor_grid(
     return compose(title, blocks, text, [text], GRID_MARGIN, COLUMN)
 
 
-def _moving(placed, parts: list[Cells], sizes: dict[str, int], device: int, segments) -> list[Group]:
+def _moving(
+    placed, parts: list[Cells], sizes: dict[str, int], device: int, segments
+) -> list[Group]:
     """Return for each segment a frame with the arrows of its first round, over all parts of the mesh."""
     axis_of = {part: axis for axis, part in INNER_AXES.items()}
     out = []
@@ -405,7 +446,8 @@ def frames(segments: list[Segment]) -> list[dict[str, Any]]:
     total = sum(one.end_s - one.start_s for one in segments) or 1.0
     shown = [max(0.5, 8 * (one.end_s - one.start_s) / total) for one in segments]
     each = [
-        {"seconds": round(t, 2), "text": segment_words(one)} for one, t in zip(segments, shown, strict=True)
+        {"seconds": round(t, 2), "text": segment_words(one)}
+        for one, t in zip(segments, shown, strict=True)
     ]
     return [{"seconds": 1.0, "text": "At rest: who holds what."}, *each] if each else []
 
@@ -432,7 +474,9 @@ def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
     angles = [2 * math.pi * rank / g for rank in range(g)]
     spots = [(1.25 * radius * math.sin(angle), -radius * math.cos(angle)) for angle in angles]
     for t in shown:
-        items: list = [small_text(0, -radius - 34, f"round {t} of {last}" if t else "before", fill="ink")]
+        items: list = [
+            small_text(0, -radius - 34, f"round {t} of {last}" if t else "before", fill="ink")
+        ]
         for source, target, _ in steps[t]["sends"]:
             (x0, y0), (x1, y1) = spots[source], spots[target]
             ends = [(x0 + part * (x1 - x0), y0 + part * (y1 - y0)) for part in (0.3, 0.7)]
@@ -447,9 +491,13 @@ def ring(kind: str, members: list[int], axis: str, most: int = 8) -> Scene:
                 spot, anchor = (x + math.copysign(w / 2 + 4, x), y), "start" if x > 0 else "end"
             items.append(small_text(*spot, str(members[rank]), anchor))
         film.append(items)
-        lines.append(f"round {t}: " + " | ".join(" ".join(map(str, row)) for row in steps[t]["held"]))
+        lines.append(
+            f"round {t}: " + " | ".join(" ".join(map(str, row)) for row in steps[t]["held"])
+        )
     across = max(1, int(_BESIDE // (2.5 * radius + w + 44)))
     rows = [stack(film[i : i + across], 16, across=True) for i in range(0, len(film), across)]
     title = f"{kind} over {axis}, devices {number_ranges(members)}: {count_noun(last, 'round')}"
     note = "A device has a place for each block; a bar is as high as what it holds of the block."
-    return compose(title, [stack(rows, 14)], "\n".join(lines), [f"{title}. {note}"], GRID_MARGIN, _BESIDE)
+    return compose(
+        title, [stack(rows, 14)], "\n".join(lines), [f"{title}. {note}"], GRID_MARGIN, _BESIDE
+    )

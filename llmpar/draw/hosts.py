@@ -29,7 +29,9 @@ _WAYS = (0, 46), (46, 0), (20, -20), (120, 28)
 Pairs = Mapping[str, Iterable[tuple[int, int]]]
 
 
-def wired(hosts: Sequence, wire: Sequence[str], pairs: Pairs | None = None, title: str = "") -> Scene:
+def wired(
+    hosts: Sequence, wire: Sequence[str], pairs: Pairs | None = None, title: str = ""
+) -> Scene:
     """Draw hosts beside one another with their devices, and a wire with its words between them.
 
     ``hosts[host][device]`` are short texts, a cell for each. ``pairs`` are, per axis, the devices that talk:
@@ -57,7 +59,9 @@ def wired(hosts: Sequence, wire: Sequence[str], pairs: Pairs | None = None, titl
                 Text(x + 8, y + 13, f"device {len(at)}", fill=text_color_on(fill)),
             ]
             for i, text in enumerate(own):
-                tone = ("bad-ground", "bad", 2) if text in seen and not pairs else ("paper", "edge", 1)
+                tone = (
+                    ("bad-ground", "bad", 2) if text in seen and not pairs else ("paper", "edge", 1)
+                )
                 items += titled(Rect(x + 10 + cell * i, y + 38, cell - 4, 26, *tone), text, SMALL)
             seen.update(own)
             lines.append(f"host {h}, device {len(at)}: {', '.join(own)}")
@@ -79,15 +83,22 @@ def growing(meshes: Iterable[str], title: str) -> Scene:
         sizes, items = mesh.named, Items()
         order += [axis for axis in sizes if axis not in order]
         at = [coordinates(sizes, sizes, device) for device in range(mesh.size)]
-        spots = [[sum(_WAYS[order.index(a)][i] * n for a, n in one.items()) for i in (0, 1)] for one in at]
+        spots = [
+            [sum(_WAYS[order.index(a)][i] * n for a, n in one.items()) for i in (0, 1)]
+            for one in at
+        ]
         for (one, p), (two, q) in itertools.combinations(zip(at, spots, strict=True), 2):
             apart = [axis for axis in sizes if one[axis] != two[axis]]
             if len(apart) == 1 and two[apart[0]] == one[apart[0]] + 1:
-                items.append(Line(((p[0] + 8, p[1] + 8), (q[0] + 8, q[1] + 8)), f"{apart[0]}-line", 3))
+                items.append(
+                    Line(((p[0] + 8, p[1] + 8), (q[0] + 8, q[1] + 8)), f"{apart[0]}-line", 3)
+                )
         items += [Rect(x, y, 16, 16, "cell", "edge", 1.5, radius=3) for x, y in spots]
         left, _, right, bottom = bounds(items)
         lines.append(f"{mesh}: {count_noun(mesh.size, 'device')}")
-        items.append(small_text((left + right) / 2, bottom + 18, lines[-1].rpartition(": ")[2], fill="ink"))
+        items.append(
+            small_text((left + right) / 2, bottom + 18, lines[-1].rpartition(": ")[2], fill="ink")
+        )
         blocks.append(items)
     key = legend([(axis, f"{axis}: {AXES[axis]}") for axis in order], 240)
     return compose(title, [stack(blocks, 44, across=True), key], "\n".join(lines))
@@ -96,7 +107,10 @@ def growing(meshes: Iterable[str], title: str) -> Scene:
 def table(rows, columns: Sequence[str] = (), title: str = "", notes: Sequence[str] = ()) -> Scene:
     """Draw a table in colour: ``rows`` are (name, [(text, role of its ground), …]), as long as they like."""
     left, num = max(text_width(name) for name, _ in rows) + 12, max(len(cells) for _, cells in rows)
-    texts = [[*columns[i : i + 1], *(cells[i][0] for _, cells in rows if i < len(cells))] for i in range(num)]
+    texts = [
+        [*columns[i : i + 1], *(cells[i][0] for _, cells in rows if i < len(cells))]
+        for i in range(num)
+    ]
     wides = [max(map(text_width, column)) * 1.1 + 16 for column in texts]
     edges, lines = [left + sum(wides[:i]) for i in range(num)], [", ".join(columns)] * bool(columns)
     items: list = [Text(x, -14, text, bold=True) for x, text in zip(edges, columns, strict=False)]

@@ -57,7 +57,9 @@ def links(shape: MeshShape | str, chip: Chip) -> Scene:
         words = f"{rate / 1e9:.3g} GB/s, {'network between nodes' if beyond else 'links of a node'}"
         items += [
             Text(70, y + 14, f"{axis} {sizes[axis]}", anchor="end", bold=True),
-            Rect(x_of(apart[axis]), y + 3, x_of(reach) - x_of(apart[axis]), 22, axis, f"{axis}-line"),
+            Rect(
+                x_of(apart[axis]), y + 3, x_of(reach) - x_of(apart[axis]), 22, axis, f"{axis}-line"
+            ),
             small_text(right, y + 14, words, "start", "ink"),
         ]
         near = f"neighbours {count_noun(apart[axis], 'device')} apart"
@@ -69,7 +71,9 @@ def links(shape: MeshShape | str, chip: Chip) -> Scene:
         Line(((edge, -6), (edge, bottom + 4)), "ink", 2, dash=True),
         small_text(edge, -14, f"node of {one.node_size}"),
     ]
-    return compose(f"{parse_mesh(shape)} on {chip.name}: the links of each axis", [items], "\n".join(lines))
+    return compose(
+        f"{parse_mesh(shape)} on {chip.name}: the links of each axis", [items], "\n".join(lines)
+    )
 
 
 def _places(axes: tuple[str, ...], sizes: dict[str, int], index: int) -> dict[str, int]:
@@ -86,7 +90,9 @@ def _copies(layout: Layout, sizes: dict[str, int]) -> tuple[int, int, int]:
     return shards, math.prod(sizes.values()) // shards // parts, parts
 
 
-def _tensor(layout: Layout, shape, sizes: dict[str, int] | None, beside: Layout | None = None) -> list:
+def _tensor(
+    layout: Layout, shape, sizes: dict[str, int] | None, beside: Layout | None = None
+) -> list:
     """Return a tensor of up to four dims as cells, on the same scale as another layout ``beside`` it. An
     unfinished sum has a sheet for each partial sum, since no two devices along its axes hold the same
     numbers."""
@@ -184,25 +190,44 @@ class _Grid:
         items: list = []
         axes, across = [*_places(self.dims[d].axes, self.sizes, 0)], (num - d) % 2 == 1
         offset, other = 0.0, 0.0
-        labelled = not across or d < num - 1 or not d or index[-1] == 0  # columns: above the first row
+        labelled = (
+            not across or d < num - 1 or not d or index[-1] == 0
+        )  # columns: above the first row
         margin, gap = (16 if across else self.tick_width(d)) * labelled, 5 if d >= num - 2 else 14
         for before, i in zip([-1, *self.picked[d]], self.picked[d], strict=False):
             kid, kw, kh = self.block((*index, i), w, h)
             if offset:
-                ends = (offset - gap / 2, margin), (offset - gap / 2, margin + kh if across else margin + kw)
-                items.append(self.border(d, before, i, ends if across else tuple((y, x) for x, y in ends)))
+                ends = (
+                    (offset - gap / 2, margin),
+                    (offset - gap / 2, margin + kh if across else margin + kw),
+                )
+                items.append(
+                    self.border(d, before, i, ends if across else tuple((y, x) for x, y in ends))
+                )
             if labelled:
                 ticks_above = 16 * (not across and d == num - 2 and i == 0)
-                x, y = (offset + kw / 2, 7) if across else (margin - 8, offset + (kh + ticks_above) / 2)
+                x, y = (
+                    (offset + kw / 2, 7)
+                    if across
+                    else (margin - 8, offset + (kh + ticks_above) / 2)
+                )
                 color = f"{axes[0]}-line" if axes else "soft"
-                items.append(small_text(x, y, self.tick(d, i), "middle" if across else "end", color))
+                items.append(
+                    small_text(x, y, self.tick(d, i), "middle" if across else "end", color)
+                )
             items.append(Group(tuple(kid), *((offset, margin) if across else (margin, offset))))
             offset += gap + (kw if across else kh)
             other = max(other, kh if across else kw)
-        return (items, offset - gap, other + margin) if across else (items, other + margin, offset - gap)
+        return (
+            (items, offset - gap, other + margin)
+            if across
+            else (items, other + margin, offset - gap)
+        )
 
 
-def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[float, float] = (0, 0)) -> _Block:
+def _cells(
+    layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[float, float] = (0, 0)
+) -> _Block:
     """Return a tensor as cells with their ticks, and how wide and high they are without ticks, which can be
     ``more``: the last dim runs across, the one before it down, and so on outwards. Blocks are parted by a
     line in the colour of the axis that cuts there. Without sizes, each axis cuts in two."""
@@ -210,33 +235,47 @@ def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[floa
     if num > 4:
         raise ValueError(f"layout '{layout}' has {num} dims; a drawing has room for 4")
     sizes = sizes if sizes is not None else dict.fromkeys(layout.axes, 2)
-    first = set(holders(Layout((Dim("sum", layout.sums),)), sizes)[0,])  # a sum's first partial sum, in front
-    devices = {index: [d for d in owners if d in first] for index, owners in holders(layout, sizes).items()}
+    first = set(
+        holders(Layout((Dim("sum", layout.sums),)), sizes)[0,]
+    )  # a sum's first partial sum, in front
+    devices = {
+        index: [d for d in owners if d in first] for index, owners in holders(layout, sizes).items()
+    }
     sums = [a for a in layout.sums if not named or sizes.get(a, 1) > 1]
     marks = [("/", f"{a}-line" if a in ORDER else "edge") for a in sums[:1]]
     marks += [(".", "edge")] * (named and _copies(layout, sizes)[1] > 1)
     picked = _picked([math.prod(sizes.get(a, 1) for a in dim.axes) for dim in layout.dims])
     grid = _Grid(layout.dims, sizes, named, shape, picked, marks, devices)
     across, down = (math.prod(len(blocks) for blocks in picked[::-1][i::2]) for i in (0, 1))
-    w = max([92 if named else 40, *(grid.tick_width(d) for d in range(num)[::-1][::2])]) + more[0] / across
+    w = (
+        max([92 if named else 40, *(grid.tick_width(d) for d in range(num)[::-1][::2])])
+        + more[0] / across
+    )
     h = (44 if named else 30) + more[1] / down
     items = grid.block((), w, h)[0]
     left, top, right, bottom = bounds([item for item in flatten(items) if isinstance(item, Rect)])
     return items, right - left, bottom - top
 
 
-def _local_bytes(layout: Layout, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> int:
+def _local_bytes(
+    layout: Layout, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int
+) -> int:
     return itemsize * math.prod(layout.shard_shape(shape, sizes) if layout.dims else shape)
 
 
 def _facts(layout: Layout, shape, sizes, itemsize) -> list[str]:
     """Return in words what a layout's picture shows."""
     if sizes is None:
-        cuts = [f"{d.name} is {'cut by ' + ', '.join(d.axes) if d.axes else 'whole'}" for d in layout.dims]
+        cuts = [
+            f"{d.name} is {'cut by ' + ', '.join(d.axes) if d.axes else 'whole'}"
+            for d in layout.dims
+        ]
         return cuts + [f"an unfinished sum over {s}" for s in layout.sums]
     shards, copies, parts = _copies(layout, sizes)
     facts = [f"{count_noun(shards, 'shard')} in {count_noun(copies, 'copy')}"]
-    facts += [f"unfinished sum over {','.join(layout.sums)}: {parts} parts still to be added"] * (parts > 1)
+    facts += [f"unfinished sum over {','.join(layout.sums)}: {parts} parts still to be added"] * (
+        parts > 1
+    )
     if shape and layout.dims:
         shard, whole = ("×".join(map(str, x)) for x in (layout.shard_shape(shape, sizes), shape))
         facts.append(f"a device holds {shard} of {whole}")
@@ -272,12 +311,18 @@ def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = 
     layout, sizes = parse_layout(layout) if isinstance(layout, str) else layout, _full(sizes)
     facts = _facts(layout, shape, sizes, itemsize)
     owners = holders(layout, sizes).values() if sizes else []
-    text = [*facts, *(f"shard {i}: devices {number_ranges(d)}" for i, d in enumerate(owners))][:_MAX_CELLS]
+    text = [*facts, *(f"shard {i}: devices {number_ranges(d)}" for i, d in enumerate(owners))][
+        :_MAX_CELLS
+    ]
     title = f"{layout}" + (f" on {MeshShape(**sizes)}" if sizes else "")
-    return compose(title, [_tensor(layout, shape, sizes), _key([layout], sizes)], "\n".join(text), facts)
+    return compose(
+        title, [_tensor(layout, shape, sizes), _key([layout], sizes)], "\n".join(text), facts
+    )
 
 
-def moved(arrow: Arrow, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> list[tuple]:
+def moved(
+    arrow: Arrow, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int
+) -> list[tuple]:
     """Return the moves of an arrow, and the bytes that a device of g sends for them on a ring
     (`whole_ring_bytes`): for V local ones all-gather V(g-1); reduce-scatter, all-to-all V(g-1)/g; all-reduce
     twice that; a slice none."""

@@ -59,7 +59,9 @@ class _Band:
             did = "has not run" if unrun else f"{start:g} to {end:g} time units"
             look = ("ink", 2.5) if op in marked else ("edge", 0.75)
             tip = f"stage {stage}, {name}: {did}"
-            items += _operation(Rect(x, y, w, _CELL, fill, *look, dash=bool(unrun), tip=tip, op=op), first)
+            items += _operation(
+                Rect(x, y, w, _CELL, fill, *look, dash=bool(unrun), tip=tip, op=op), first
+            )
             names = name, f"{kind}{u}", str(u)
             items += fitting_text(x + first * w / 2, y + 12, first * w - 2, *names, on=fill)
             items += [Rect(x + 1, y + 22, w - 2, 3, "black")] * (chunk > 0)
@@ -70,7 +72,10 @@ class _Band:
         floor = float(ROW * stage + FLOOR)
         now = max([(t, n) for t, n in live.items() if t <= self.low], default=(0, 0.0))[1]
         outline = [(self.left, floor)]
-        for t, n in [(self.low, now), *((t, n) for t, n in live.items() if self.low < t < self.high)]:
+        for t, n in [
+            (self.low, now),
+            *((t, n) for t, n in live.items() if self.low < t < self.high),
+        ]:
             outline += [(self.x(t), floor - HELD * v / most) for v in (now, n)]
             now = n
         outline += [(self.x(self.high), floor - HELD * now / most), (self.x(self.high), floor)]
@@ -89,7 +94,9 @@ def _live_over_time(row, last: str) -> dict[float, float]:
     """Return how many microbatches a stage holds, by the time from when on: from the start of F to the end of
     ``last``."""
     visits = sum(kind == "F" for _, _, kind, *_ in row) / max(1, len({u for *_, u, _ in row})) or 1
-    steps = sorted((s, 1) if kind == "F" else (e, -1) for s, e, kind, *_ in row if kind in ("F", last))
+    steps = sorted(
+        (s, 1) if kind == "F" else (e, -1) for s, e, kind, *_ in row if kind in ("F", last)
+    )
     totals = accumulate(step for _, step in steps)
     return {t: n / visits for (t, _), n in zip(steps, totals, strict=True)}
 
@@ -118,7 +125,9 @@ def timeline(
     least = min((end - start for row in stages for start, end, *_ in row if end > start), default=1)
     left = [waiting[i][0] if i in waiting else () for i in range(len(stages))]
     cell = lambda t, k, op: (t + least * k, t + least * (k + 1), *op[:3], True)
-    ahead = [[cell(t, k, op) for k, op in enumerate(row)] for t, row in zip(done, left, strict=True)]
+    ahead = [
+        [cell(t, k, op) for k, op in enumerate(row)] for t, row in zip(done, left, strict=True)
+    ]
     span = max(row[-1][1] for row in [*stages, *ahead] if row)
     need, bottom = shortest * span / least, ROW * len(stages)
     # A long table goes on below, so that it stays legible on a slide; a tall one is made narrower instead.
@@ -145,7 +154,9 @@ def timeline(
                 part += band.wait(i, other, (done[i], starts.get(what[:3], done[other])))
             elif k == 0 and facts and not waiting:
                 x, ys = band.x(band.high) + 10, (ROW * i + 13, ROW * i + FLOOR - 8)
-                part += [small_text(x, *one, "start", "ink") for one in zip(ys, notes[i], strict=False)]
+                part += [
+                    small_text(x, *one, "start", "ink") for one in zip(ys, notes[i], strict=False)
+                ]
         items.append(Group(tuple(part), 0, k * (bottom + BAND_GAP)))
     idle = 1 - sum(end - start for row in stages for start, end, *_ in row) / span / len(stages)
     circle = "; outlined: in a circle" if marked else ""
@@ -158,8 +169,12 @@ def timeline(
     took = f"{span:g} time units, {idle:.1%} of them idle"
     title += f"stuck after {max(done):g} time units" if waiting else took
     waits = sorted((i, ops[0], other, what) for i, (ops, other, what) in waiting.items())
-    lines = [f"stage {i} waits to run {op} for {what} on stage {other}" for i, op, other, what in waits]
-    lines = lines or [f"stage {i}: {_names(row)}; {', '.join(notes[i])}" for i, row in enumerate(stages)]
+    lines = [
+        f"stage {i} waits to run {op} for {what} on stage {other}" for i, op, other, what in waits
+    ]
+    lines = lines or [
+        f"stage {i}: {_names(row)}; {', '.join(notes[i])}" for i, row in enumerate(stages)
+    ]
     return compose(title, [items, legend(key, 900)], "\n".join(lines))
 
 
@@ -215,7 +230,9 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
             items.append(Text(right, middle, "… and then?", SMALL))
         else:
             peaks, through = table.peak_live(), f"through at {end:g}"
-            each = ", ".join(f"{n:g}" for n in peaks) if len(peaks) < 5 else f"at most {max(peaks):g}"
+            each = (
+                ", ".join(f"{n:g}" for n in peaks) if len(peaks) < 5 else f"at most {max(peaks):g}"
+            )
             items += [
                 Line(((x_of(end), y - 3), (x_of(end), bottom + 2)), "ink", 3),
                 Text(right, middle - 0.7 * pixels(SMALL), through, SMALL, bold=True),
@@ -227,11 +244,20 @@ def timelines(tables: Mapping[str, Timetable], letters: bool = True, until: floa
     work = {table.ideal for table in tables.values()}
     if len(work) == 1 and not until:
         (x,), says = map(x_of, work), f"the work of a stage: {min(work):g}"
-        items += [Line(((x, -6), (x, y - 6)), "accent", 1.5, True), small_text(x, -14, says, fill="accent")]
+        items += [
+            Line(((x, -6), (x, y - 6)), "accent", 1.5, True),
+            small_text(x, -14, says, fill="accent"),
+        ]
         lines.append(f"{says} time units")
     chunks = any(op.chunk for table in tables.values() for row in table.schedule.rows for op in row)
-    key = [*_key(split), *[WAITS] * (not until), *[("black", "bar: second chunk of layers")] * chunks]
-    title = f"{len(tables)} orders of the same work" + f": the first {until:g} time units" * bool(until)
+    key = [
+        *_key(split),
+        *[WAITS] * (not until),
+        *[("black", "bar: second chunk of layers")] * chunks,
+    ]
+    title = f"{len(tables)} orders of the same work" + f": the first {until:g} time units" * bool(
+        until
+    )
     drawn = [[*_time(x_of, span, y - 6), *items], legend(key, 1.2 * wide)]
     return compose(title, drawn, "\n".join(lines))
 
@@ -282,7 +308,13 @@ def bubbles(table: Timetable) -> Scene:
 
 
 def _cells(
-    table: Timetable, stage: int, x_of: Callable[[float], float], y: float, tall: float, split: bool, letters
+    table: Timetable,
+    stage: int,
+    x_of: Callable[[float], float],
+    y: float,
+    tall: float,
+    split: bool,
+    letters,
 ) -> list:
     """Return a stage's operations as far as drawn; a whole backward has both halves' colours if others
     ``split``."""

@@ -34,12 +34,18 @@ def program(lines: Sequence[str], columns: Mapping[str, _SentBy], title: str = "
         name: [sum(n for _, n in sent.get(i, ())) for i in range(len(lines))]
         for name, sent in columns.items()
     }
-    most, left = max([n for column in sums.values() for n in column] + [1]), max(map(text_width, lines)) + 24
+    most, left = (
+        max([n for column in sums.values() for n in column] + [1]),
+        max(map(text_width, lines)) + 24,
+    )
     pitch = max([_LONGEST + 36] + [text_width(f"{name}: 999 MiB") + 24 for name in columns])
     items, texts = Items(), list[str]()
     for i, line in enumerate(lines):
         y = PITCH * i
-        items += [Line(((0, y - 4), (left + pitch * len(columns), y - 4)), "grid", 1), Text(0, y + 16, line)]
+        items += [
+            Line(((0, y - 4), (left + pitch * len(columns), y - 4)), "grid", 1),
+            Text(0, y + 16, line),
+        ]
         for k, (name, sent) in enumerate(columns.items()):
             x, n = left + pitch * k, sums[name][i]
             if sent.get(i):
@@ -62,7 +68,9 @@ _Sent = tuple[str, Sequence[str], int, int, Shape]
 LANE, _WIDE, _HIGH, ROOM = 38, 54, 28, 550
 
 
-def traced(sizes: dict[str, int], given: Sequence[Shape], sent: Sequence[_Sent], returned: Shape) -> Scene:
+def traced(
+    sizes: dict[str, int], given: Sequence[Shape], sent: Sequence[_Sent], returned: Shape
+) -> Scene:
     """Draw a program's collectives in its order, as bars over the ranks that take part in each, and what a
     rank holds before and after as boxes of these shapes (rows downwards); of very many the first."""
     ranks, x, hidden, items = math.prod(sizes.values()), 62.0, 0, list[Rect | Text]()
@@ -75,11 +83,17 @@ def traced(sizes: dict[str, int], given: Sequence[Shape], sent: Sequence[_Sent],
     def boxes(shape: Shape, head: str) -> None:
         nonlocal x
         rows, *columns = sides[tuple(shape)]
-        w, h, text = max(5.0, math.prod(columns) * across), max(5.0, rows * down), _shape_text(shape)
+        w, h, text = (
+            max(5.0, math.prod(columns) * across),
+            max(5.0, rows * down),
+            _shape_text(shape),
+        )
         wide = max(w, text_width(text, SMALL), text_width(head, SMALL)) + 10
         left = x + (wide - w) / 2
         for i, y in enumerate(middles):
-            items.append(Rect(left, y - h / 2, w, h, OTHERS[i % 4], "edge", tip=f"rank {i}: {text}"))
+            items.append(
+                Rect(left, y - h / 2, w, h, OTHERS[i % 4], "edge", tip=f"rank {i}: {text}")
+            )
         items.extend([small_text(x + wide / 2, -14, head), small_text(x + wide / 2, bottom, text)])
         x += wide
 
@@ -88,9 +102,15 @@ def traced(sizes: dict[str, int], given: Sequence[Shape], sent: Sequence[_Sent],
     for i, shape in enumerate(given):
         boxes(shape, "" if i else "given")
     for kind, axes, count, bytes_sent, shape in sent:
-        of, times, over = groups(sizes, sizes, axes), f" ×{count}" * (count > 1), f"over {','.join(axes)}"
+        of, times, over = (
+            groups(sizes, sizes, axes),
+            f" ×{count}" * (count > 1),
+            f"over {','.join(axes)}",
+        )
         among = " and ".join(map(str, of))
-        words.append(f"{kind}{times} {over} among ranks {among}: {bytes_sent:,} B; then {_shape_text(shape)}")
+        words.append(
+            f"{kind}{times} {over} among ranks {among}: {bytes_sent:,} B; then {_shape_text(shape)}"
+        )
         if x > ROOM:
             hidden += 1
             continue

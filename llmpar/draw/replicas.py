@@ -26,7 +26,9 @@ def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
     of its own; an all-reduce makes one sum of them. Not ``together``, each updates alone, and they drift
     apart. A square in a device's colour: its rows are in this gradient, or in these weights."""
     if not 1 <= devices <= len(OTHERS):
-        raise ValueError(f"{devices} replicas have no colours of their own; draw 1 to {len(OTHERS)}")
+        raise ValueError(
+            f"{devices} replicas have no colours of their own; draw 1 to {len(OTHERS)}"
+        )
     high, side, everyone = 30, 12, range(devices)
     wide = text_width("same weights") + devices * (side + 3) + 24
     pitch, y, items = wide + 14, 46.0, Items()
@@ -37,24 +39,37 @@ def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
         items += titled(Rect(r * pitch, high + 4, wide, high, "weights", "edge"), "weights")
     boxes = [("gradients", "own gradient", False), ("weights", "own weights", False)]
     if together:
-        boxes[1:] = [("dp", "", True), ("gradients", "the sum", True), ("weights", "same weights", True)]
+        boxes[1:] = [
+            ("dp", "", True),
+            ("gradients", "the sum", True),
+            ("weights", "same weights", True),
+        ]
     for fill, words, summed in boxes:
         y += high + 16 if y > 46 else high + 4
         for r in everyone:
             x = r * pitch
-            items.append(Line(((x + wide / 2, y - 15), (x + wide / 2, y - 1)), "edge", 2, head=True))
+            items.append(
+                Line(((x + wide / 2, y - 15), (x + wide / 2, y - 1)), "edge", 2, head=True)
+            )
             if words:
                 items += [
                     Rect(x, y, wide, high, fill, "edge"),
                     Text(x + 9, y + high / 2, words, fill=text_color_on(fill)),
                 ]
                 for k in everyone:
-                    own, left = OTHERS[k] if summed or k == r else "paper", (devices - k) * (side + 3) + 8
-                    items.append(Rect(x + wide - left, y + (high - side) / 2, side, side, own, "ink", 0.75))
+                    own, left = (
+                        OTHERS[k] if summed or k == r else "paper",
+                        (devices - k) * (side + 3) + 8,
+                    )
+                    items.append(
+                        Rect(x + wide - left, y + (high - side) / 2, side, side, own, "ink", 0.75)
+                    )
         if not words:
             whole = Rect(0, y, devices * pitch - 14, high, fill, "dp-line")
             items += titled(whole, "all-reduce over dp: add up, and give the sum to all")
-    key = legend([(OTHERS[0], "coloured: this device's rows are in it"), ("paper", "empty: they are not")])
+    key = legend(
+        [(OTHERS[0], "coloured: this device's rows are in it"), ("paper", "empty: they are not")]
+    )
     ends = "an all-reduce gives each the sum of all gradients; all make the same update: one model"
     ends = ends if together else f"each updates alone, by its own: {count_noun(devices, 'model')}"
     text = f"each device has the same weights, {rows} rows of its own, and a gradient of its own;\n{ends}"
@@ -65,7 +80,11 @@ def replicas(devices: int = 4, rows: int = 4, together: bool = True) -> Scene:
 def messages(rows) -> Scene:
     """Draw what a device sends as the messages it is cut into: ``rows`` of (name, bytes of each message)."""
     rows = [(name, list(sizes)) for name, sizes in rows]
-    left, wide, most = max(text_width(name) for name, _ in rows) + 14, 480, max(sum(s) for _, s in rows) or 1
+    left, wide, most = (
+        max(text_width(name) for name, _ in rows) + 14,
+        480,
+        max(sum(s) for _, s in rows) or 1,
+    )
     items, lines = Items(), []
     for i, (name, sizes) in enumerate(rows):
         x, y = left, 46 * i
@@ -78,7 +97,11 @@ def messages(rows) -> Scene:
     return compose("One sum, in so many messages", [items], "\n".join(lines))
 
 
-_PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "moments"}  # and their colours
+_PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "moments",
+}  # and their colours
 
 
 def _share(stage: int, part: str, layer: int, tick: int, layers: int, devices: int) -> float:
@@ -101,7 +124,10 @@ def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
     time, full where it has all of it, low where it has its share, empty where it has nothing."""
     beside, high = text_width("stage 0") + 14, 19
     wide = max(19, (text_width("backward", SMALL) + 4) / layers)
-    left, last = beside + text_width("layer 0", SMALL) + 6, max(text_width("update", SMALL) + 6, wide)
+    left, last = (
+        beside + text_width("layer 0", SMALL) + 6,
+        max(text_width("update", SMALL) + 6, wide),
+    )
     times, pitch, items, lines = range(2 * layers + 1), layers * high + 14, Items(), []
     panel, bottom = 2 * layers * wide + last, pitch * len(stages) - 6
     spans = (("forward", 0, layers), ("backward", layers, 2 * layers), ("update", 2 * layers, 0))
@@ -110,7 +136,11 @@ def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
         items.append(Text(x0 + panel / 2, -16, part, anchor="middle", bold=True))
         for i, stage in enumerate(stages):
             for layer, tick in ((layer, tick) for layer in range(layers) for tick in times):
-                x, y, w = x0 + tick * wide, i * pitch + layer * high, wide if tick < times[-1] else last
+                x, y, w = (
+                    x0 + tick * wide,
+                    i * pitch + layer * high,
+                    wide if tick < times[-1] else last,
+                )
                 full = high * _share(stage, part, layer, tick, layers, devices)
                 items.append(Rect(x, y, w, high, "paper", "grid", 0.75))
                 items += [Rect(x, y + high - full, w, full, fill, "ink", 0.5)] * (full > 0)
@@ -122,9 +152,15 @@ def zero_strips(stages=range(4), layers: int = 4, devices: int = 4) -> Scene:
             ]
     for i, stage in enumerate(stages):
         y = i * pitch
-        items.append(Text(beside - 14, y + layers * high / 2, f"stage {stage}", anchor="end", bold=True))
-        items += [small_text(left - 6, y + (n + 0.5) * high, f"layer {n}", "end") for n in range(layers)]
-        amount = lambda part, t, s=stage: sum(_share(s, part, n, t, layers, devices) for n in range(layers))
+        items.append(
+            Text(beside - 14, y + layers * high / 2, f"stage {stage}", anchor="end", bold=True)
+        )
+        items += [
+            small_text(left - 6, y + (n + 0.5) * high, f"layer {n}", "end") for n in range(layers)
+        ]
+        amount = lambda part, t, s=stage: sum(
+            _share(s, part, n, t, layers, devices) for n in range(layers)
+        )
         most = [f"{part} {max(amount(part, t) for t in times) / layers:.3g}" for part in _PARTS]
         lines.append(f"stage {stage}, the most at any time, of all: {', '.join(most)}")
     low = f"; low: this device's 1/{devices} of it" * any(stages)
@@ -139,9 +175,13 @@ def gather_use_forget(layers: int = 3, devices: int = 4, takes=(1.3, 1.6, 3.0)) 
     and a backward take as long as ``takes`` says, in any unit."""
     message, link, done, lines, low, tall = takes[0], 0.0, [0.0, 0.0], [], 36 / devices, 36
     uses = [(n, takes[1]) for n in range(layers)] + [(n, takes[2]) for n in reversed(range(layers))]
-    lives: list[tuple[int, float, float, float]] = []  # a layer, and its weights: on their way, there, in use
+    lives: list[
+        tuple[int, float, float, float]
+    ] = []  # a layer, and its weights: on their way, there, in use
     sums: dict[int, float] = {}  # when a layer's gradient goes
-    for k, (layer, lasts) in enumerate([*uses, *uses[:2]]):  # the last two turns are for what is left over
+    for k, (layer, lasts) in enumerate(
+        [*uses, *uses[:2]]
+    ):  # the last two turns are for what is left over
         # There is room once the last use but one is over; the last layer is forgotten, too, before it turns.
         start = link = max(link, done[k + (k == layers)])
         if k < len(uses):
@@ -175,9 +215,13 @@ def gather_use_forget(layers: int = 3, devices: int = 4, takes=(1.3, 1.6, 3.0)) 
                 whole.append(f"whole from {arrived:.3g} to {begins + lasts:.3g}")
         box(y, sums[n], sums[n] + message, "fsdp", "reduce")
         box(y + tall + 3, sums[n] + message, span, "gradients", high=low)
-        lines.append(f"layer {n}: {', '.join(whole)}; its gradient is scattered by {sums[n] + message:.3g}")
+        lines.append(
+            f"layer {n}: {', '.join(whole)}; its gradient is scattered by {sums[n] + message:.3g}"
+        )
     ends = [begins + lasts for (*_, begins), (_, lasts) in zip(lives, uses, strict=True)]
-    most = max(sum(life[1] <= at[1] < end for life, end in zip(lives, ends, strict=True)) for at in lives)
+    most = max(
+        sum(life[1] <= at[1] < end for life, end in zip(lives, ends, strict=True)) for at in lives
+    )
     key = [
         ("weights", f"low: this device's 1/{devices} of a layer's weights; tall: all of them"),
         ("fsdp", "on the links, one message at a time; reduce: a reduce-scatter"),

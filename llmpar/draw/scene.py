@@ -30,7 +30,9 @@ _type_scale: ContextVar[dict[str, int]] = ContextVar("type_scale", default=PAGE)
 PLAIN_EM, BOLD_EM = 0.6, 0.66  # the assumed width of a character, in sizes of its text
 BASELINE = 0.35  # how far a text's baseline lies below its middle, in sizes of the text
 
-COLOURS = tomllib.loads(resources.files(__package__).joinpath("colours.toml").read_text(encoding="utf-8"))
+COLOURS = tomllib.loads(
+    resources.files(__package__).joinpath("colours.toml").read_text(encoding="utf-8")
+)
 LIGHT: dict[str, str] = COLOURS["light"]
 DARK = LIGHT | COLOURS["dark"]
 OTHERS = ("other1", "other2", "other3", "other4", "other5")
@@ -166,7 +168,11 @@ def flatten(items, dx: float = 0, dy: float = 0, frame: int = -1) -> list:
             inside = item.frame if frame < 0 else frame
             out += flatten(item.items, dx + item.dx, dy + item.dy, inside)
             continue
-        at = {"points": tuple((x + dx, y + dy) for x, y in item.points)} if isinstance(item, Line) else {}
+        at = (
+            {"points": tuple((x + dx, y + dy) for x, y in item.points)}
+            if isinstance(item, Line)
+            else {}
+        )
         placed = object.__new__(type(item))  # several times as quick as `dataclasses.replace`
         vars(placed).update(vars(item), **(at or {"x": item.x + dx, "y": item.y + dy}))
         if frame >= 0:
@@ -177,7 +183,9 @@ def flatten(items, dx: float = 0, dy: float = 0, frame: int = -1) -> list:
 
 def bounds(items) -> Box:
     """Return the box around ``items``; zeros for nothing."""
-    left, top, right, bottom = zip(*([item.box for item in flatten(items)] or [(0, 0, 0, 0)]), strict=True)
+    left, top, right, bottom = zip(
+        *([item.box for item in flatten(items)] or [(0, 0, 0, 0)]), strict=True
+    )
     return min(left), min(top), max(right), max(bottom)
 
 
@@ -187,7 +195,9 @@ def stack(blocks, gap: float = 12, across: bool = False) -> list[Group]:
     out, offset = [], 0.0
     for block in blocks:
         x0, y0, x1, y1 = bounds(block)
-        out.append(Group(tuple(block), offset * across - x0, -(y0 + y1) / 2 if across else offset - y0))
+        out.append(
+            Group(tuple(block), offset * across - x0, -(y0 + y1) / 2 if across else offset - y0)
+        )
         offset += gap + (x1 - x0 if across else y1 - y0)
     return out
 
@@ -197,7 +207,9 @@ def small_text(x: float, y: float, text: str, anchor: str = "middle", fill: str 
     return Text(x, y, text, SMALL, anchor, fill)
 
 
-def fitting_text(x: float, y: float, wide: float, *texts: str, on: str = "", fill: str = "") -> list[Text]:
+def fitting_text(
+    x: float, y: float, wide: float, *texts: str, on: str = "", fill: str = ""
+) -> list[Text]:
     """Return the first of ``texts`` that fits into ``wide`` pixels around ``x``; nothing if none does.
 
     Its colour is ``fill``, or what is legible ``on`` a ground."""
@@ -285,7 +297,11 @@ def time_text(seconds: float) -> str:
     """Return seconds as text for people: minutes from 10 minutes on, hours from 2."""
     seconds = rounded(seconds)
     if seconds >= 600:
-        return scaled(seconds / 60, ("min",), 1) if seconds < 7200 else scaled(seconds / 3600, ("h",), 1)
+        return (
+            scaled(seconds / 60, ("min",), 1)
+            if seconds < 7200
+            else scaled(seconds / 3600, ("h",), 1)
+        )
     return "0 s" if not seconds else scaled(seconds * 1e9, ("ns", "µs", "ms", "s"), 1000)
 
 
@@ -323,10 +339,14 @@ class Scene:
             raise ValueError(
                 f"a drawing is saved as .svg or .png, and '{path}' ends in '{suffix}'; rename it"
             )
-        Path(path).write_bytes(to_svg(self).encode() if suffix == ".svg" else to_png(self, "llmpar"))
+        Path(path).write_bytes(
+            to_svg(self).encode() if suffix == ".svg" else to_png(self, "llmpar")
+        )
 
 
-def compose(title: str, blocks, text: str, notes=(), margin: float = 16, column: float = 0) -> Scene:
+def compose(
+    title: str, blocks, text: str, notes=(), margin: float = 16, column: float = 0
+) -> Scene:
     """Draw a scene of blocks below one another, between a title above and notes below; as large as it needs
     to be. In a ``column`` of so many pixels the title is left to the page around it."""
 
@@ -334,9 +354,16 @@ def compose(title: str, blocks, text: str, notes=(), margin: float = 16, column:
         size = pixels(role)
         letters = int(wide / size / (BOLD_EM if bold else PLAIN_EM))
         lines = [line for text in texts for line in textwrap.wrap(text, letters)]
-        return [Text(0, 1.45 * size * i, line, size, fill=fill, bold=bold) for i, line in enumerate(lines)]
+        return [
+            Text(0, 1.45 * size * i, line, size, fill=fill, bold=bold)
+            for i, line in enumerate(lines)
+        ]
 
-    wide = column - 2 * margin if column else max([520, *(bounds(b)[2] - bounds(b)[0] for b in blocks)])
+    wide = (
+        column - 2 * margin
+        if column
+        else max([520, *(bounds(b)[2] - bounds(b)[0] for b in blocks)])
+    )
     head = [] if column else paragraph([title], TITLE, "ink", True)
     parts = [head, *blocks, paragraph(notes, SMALL, "soft")]
     items = stack([part for part in parts if part], 8 if column else 14)
@@ -360,7 +387,11 @@ def _head(line: Line) -> tuple[tuple[float, float], ...]:
     size, length = 4 + 1.5 * line.width, math.hypot(x1 - x0, y1 - y0) or 1
     ux, uy = (x1 - x0) / length, (y1 - y0) / length
     bx, by = x1 - size * ux, y1 - size * uy
-    return (x1, y1), (bx - size / 2 * uy, by + size / 2 * ux), (bx + size / 2 * uy, by - size / 2 * ux)
+    return (
+        (x1, y1),
+        (bx - size / 2 * uy, by + size / 2 * ux),
+        (bx + size / 2 * uy, by - size / 2 * ux),
+    )
 
 
 def _n(*numbers: float) -> str:
@@ -383,7 +414,9 @@ class _Svg:
         """Return the attributes of a fill and a stroke, by their roles."""
         # The plain attribute is for readers without CSS variables; the class wins elsewhere.
         self.used.update(role for role in (fill, stroke) if role)
-        classes = " ".join(f"{prefix}-{role}" for prefix, role in (("f", fill), ("s", stroke)) if role)
+        classes = " ".join(
+            f"{prefix}-{role}" for prefix, role in (("f", fill), ("s", stroke)) if role
+        )
         line = f' stroke="{LIGHT[stroke]}" stroke-width="{_n(width)}"' if stroke else ""
         line += ' stroke-dasharray="6 4"' if stroke and dash else ""
         return f'class="{classes}" fill="{LIGHT[fill] if fill else "none"}"{line}'
@@ -403,7 +436,9 @@ class _Svg:
         """Return a rectangle, and over it its hatch."""
         position = f'x="{_n(item.x)}" y="{_n(item.y)}" width="{_n(item.w)}" height="{_n(item.h)}"'
         position += f' rx="{_n(item.radius)}"' + ' data-live=""' * item.live
-        button = f'pointer-events="all" role="button" tabindex="-1" aria-label={attribute(item.tip)}'
+        button = (
+            f'pointer-events="all" role="button" tabindex="-1" aria-label={attribute(item.tip)}'
+        )
         attributes = [
             position,
             self.paint(item.fill, item.stroke, item.width, item.dash),
@@ -490,7 +525,9 @@ def to_png(scene: Scene, software: str = "") -> bytes:
 
     dpi = min(192, max(96, 96 * 1900 / scene.width))
     point, color = 0.75, {"": "none"} | LIGHT  # a CSS pixel is 3/4 of a typographic point
-    figure = Figure(figsize=(scene.width / 96, scene.height / 96), dpi=dpi, facecolor=color["paper"])
+    figure = Figure(
+        figsize=(scene.width / 96, scene.height / 96), dpi=dpi, facecolor=color["paper"]
+    )
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, scene.width), ylim=(scene.height, 0))
     axes.set_axis_off()
     still = (item for item in flatten(scene.items) if item.frame <= 0 and not item.live)
@@ -504,7 +541,9 @@ def to_png(scene: Scene, software: str = "") -> bytes:
                 "color": color[item.fill],
                 "parse_math": False,
             }
-            axes.text(item.x, item.y + BASELINE * item.size, item.text, family="DejaVu Sans", **style)
+            axes.text(
+                item.x, item.y + BASELINE * item.size, item.text, family="DejaVu Sans", **style
+            )
             continue
         stroke: dict[str, Any] = {
             "edgecolor": color[item.stroke],
@@ -520,7 +559,10 @@ def to_png(scene: Scene, software: str = "") -> bytes:
             }
             axes.add_patch(FancyBboxPatch(facecolor=color[item.fill], **stroke, **style))
             if item.hatch:
-                style |= {"hatch": {"/": "//////", ".": "..."}[item.hatch], "edgecolor": color[item.stroke]}
+                style |= {
+                    "hatch": {"/": "//////", ".": "..."}[item.hatch],
+                    "edgecolor": color[item.stroke],
+                }
                 axes.add_patch(FancyBboxPatch(facecolor="none", linewidth=0, **style))
         elif item.fill:
             axes.add_patch(Polygon(item.points, facecolor=color[item.fill], **stroke, **style))
@@ -535,5 +577,7 @@ def to_png(scene: Scene, software: str = "") -> bytes:
     info = PngImagePlugin.PngInfo()
     if software:
         info.add_text("Software", software)
-    few.save(buffer := io.BytesIO(), "PNG", optimize=True, pnginfo=info)  # at a third of the bytes, or less
+    few.save(
+        buffer := io.BytesIO(), "PNG", optimize=True, pnginfo=info
+    )  # at a third of the bytes, or less
     return buffer.getvalue()

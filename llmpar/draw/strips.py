@@ -29,7 +29,9 @@ from llmpar.draw.scene import (
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 
-Held = list[list[str]]  # [device, part]: the letters of the devices whose numbers are added up in it
+Held = list[
+    list[str]
+]  # [device, part]: the letters of the devices whose numbers are added up in it
 PATTERNS = {
     "all-gather": ("each has a part;", "all get all parts"),
     "reduce-scatter": ("numbers are", "added up; each", "keeps a part"),
@@ -69,9 +71,16 @@ def ring_held(kind: str, ranks: int) -> list[tuple[list[list[int]], Held]]:
 
 def hop_words(kind: str, hop: int, ranks: int) -> str:
     """Return in words what happens in a hop of `ring_sums`."""
-    adds, lap = kind != "all-gather" and hop < ranks, "first lap, " if hop < ranks else "second lap, "
+    adds, lap = (
+        kind != "all-gather" and hop < ranks,
+        "first lap, " if hop < ranks else "second lap, ",
+    )
     words = "the next device adds its own to what comes" if adds else "finished parts are handed on"
-    return f"{lap * (kind == 'all-reduce')}hop {hop}: {words}" if hop else "before: each has its own numbers"
+    return (
+        f"{lap * (kind == 'all-reduce')}hop {hop}: {words}"
+        if hop
+        else "before: each has its own numbers"
+    )
 
 
 def column(rank: int, row: list[str], w: float, h: float, gap: float = 0, new=(), index=()) -> list:
@@ -105,7 +114,10 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
     w, h, gap, between = 1.15 * text_width("device 0", SMALL), pixels(SMALL) + 6, 5.0, 50.0
     if icon:
         w, h, gap, between = 8.0, 6.0, 2.0, 14.0
-    left = max(max(1.1 * text_width(kind), *(text_width(t, SMALL) for t in PATTERNS[kind])) for kind in kinds)
+    left = max(
+        max(1.1 * text_width(kind), *(text_width(t, SMALL) for t in PATTERNS[kind]))
+        for kind in kinds
+    )
     left = 0 if icon else left + 12
     side, drawn, lines = ranks * (w + gap) - gap, Items(), list[str]()
     for kind in kinds:
@@ -120,7 +132,9 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
         items.append(Line(ends, "ink", 1 if icon else 2.5, head=True))
         if not icon:
             items.append(Text(0, h / 2, kind, BODY, bold=True))
-            placed = ((1.35 * pixels(SMALL) * (i + 1.7), line) for i, line in enumerate(PATTERNS[kind]))
+            placed = (
+                (1.35 * pixels(SMALL) * (i + 1.7), line) for i, line in enumerate(PATTERNS[kind])
+            )
             items += [small_text(0, y, line, "start") for y, line in placed]
         drawn.append(items)
         before, after = (
@@ -131,7 +145,9 @@ def before_after(kinds=tuple(PATTERNS), ranks: int = 4, icon: bool = False) -> S
     if icon:
         block = Group(tuple(stack(drawn, 6)), 2, 2)
         wide, high = bounds([block])[2:]
-        return Scene(math.ceil(wide + 6), math.ceil(high + 2), title, "\n".join([title, *lines]), (block,))
+        return Scene(
+            math.ceil(wide + 6), math.ceil(high + 2), title, "\n".join([title, *lines]), (block,)
+        )
     middles = ((left + side / 2, "before"), (left + 1.5 * side + between, "after"))
     head = [Rect(0, 0, 1, 1), *(Text(x, 0, text, BODY, "middle", bold=True) for x, text in middles)]
     note = "A column is a device, a row a part of the array. Letters and colours: whose numbers these are."
@@ -185,7 +201,9 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), row: int = 0, lit: bool = Fal
     shards = holders(parse_layout(f"b/{','.join(cuts)}" if cuts else "b"), sizes)
     holding = shards.get((row * 2 ** len(cuts) // rows,), [0])
     space, array, left = Items(), Items(), 0.0
-    for at in sorted(places, key=lambda at: [-at[a] for a in live[-2:-1]]):  # what is in front comes last
+    for at in sorted(
+        places, key=lambda at: [-at[a] for a in live[-2:-1]]
+    ):  # what is in front comes last
         for a in (a for a in live if not at[a]):
             ends = (spot(at), spot(at | {a: 1}))
             space += [Line(ends, "paper", 9), Line(ends, axis_line(a), 3)]

@@ -1,1 +1,1 @@
-"""The same in the reader's hands: explorers for Jupyter and for pages of their own."""
+"""Explorers: pictures that answer to a choice, for Jupyter and for pages of their own."""

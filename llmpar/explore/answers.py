@@ -11,7 +11,17 @@ from typing import Any
 from llmpar.draw.grid import frames
 from llmpar.draw.scene import Scene, banded, rounded, size_text, time_text, to_svg
 from llmpar.explore import panels
-from llmpar.explore.look import MODELS, MOST_DEVICES, OFFERED, START, View, own_model, settle, view, works
+from llmpar.explore.look import (
+    MODELS,
+    MOST_DEVICES,
+    OFFERED,
+    START,
+    View,
+    own_model,
+    settle,
+    view,
+    works,
+)
 from llmpar.explore.words import estimated
 from llmpar.files import Allowed
 from llmpar.plan.mesh_shape import AXES, MeshShape, divisors, near_meshes, parse_mesh
@@ -69,7 +79,9 @@ def malformed(state: dict, start: dict, limits: Limits | None = None) -> dict[st
     address, or outside its ``limits``; None if there is none."""
     wrong, why, limits = dict[str, Any](), list[str](), limits or {}
     for name, usual in start.items():
-        what = limits.get(name) or Allowed(list if usual is None else type(usual), none=usual is None)
+        what = limits.get(name) or Allowed(
+            list if usual is None else type(usual), none=usual is None
+        )
         try:
             what.check(name, state.get(name))
         except ValueError as error:
@@ -103,7 +115,12 @@ def fields(state: dict, plan: Plan | None) -> list[dict]:
 
 def matters(plan: Plan, name: str) -> bool:
     """Return whether a field can change anything on this mesh."""
-    axis = {"context_parallel": "sp", "sequence_order": "sp", "schedule": "pp", "virtual_stages": "pp"}
+    axis = {
+        "context_parallel": "sp",
+        "sequence_order": "sp",
+        "schedule": "pp",
+        "virtual_stages": "pp",
+    }
     axis |= {"stage_saves": "pp", "tp_sequence": "tp", "tp_comm_overlap": "tp", "dispatch": "ep"}
     return plan.mesh.sizes[axis[name]] > 1 if name in axis else True
 
@@ -116,7 +133,9 @@ def numbers(seen: View) -> dict[str, Any]:
         "plan": planner.fields_of(one.plan) | {"mesh": str(one.plan.mesh)},
         "memory_bytes": one.memory_bytes,
         "room_bytes": q.capacity_bytes,
-        "traffic": [dict(zip(("axes", "kind", "count", "bytes"), row, strict=True)) for row in rows],
+        "traffic": [
+            dict(zip(("axes", "kind", "count", "bytes"), row, strict=True)) for row in rows
+        ],
     }
     if seen.timed:
         run = q.run(one.plan)
@@ -133,7 +152,10 @@ def numbers(seen: View) -> dict[str, Any]:
 def headline(seen: View) -> dict:
     """Return the verdict: whether it fits, how fast it is, what limits it, and what to do next."""
     q, values, fit = seen.question, numbers(seen), planner.memory_verdict(seen.question, seen.one)
-    tone, of = {"fits": "good", "does not fit": "bad"}.get(fit.words, "unsure"), size_text(fit.capacity_bytes)
+    tone, of = (
+        {"fits": "good", "does not fit": "bad"}.get(fit.words, "unsure"),
+        size_text(fit.capacity_bytes),
+    )
     head = f"{fit.words.capitalize()}: {size_text(fit.total_bytes)} of {of} a device"
     out: dict[str, Any] = {"tone": tone, "head": f"{': '.join(filter(None, (head, fit.near)))}."}
     if not seen.timed:
@@ -178,8 +200,14 @@ def remedies(state: dict) -> list[dict]:
         state, shape = settle(state)
     except ValueError:
         state, shape = legible(state)
-        mesh = str(shape) if works(state | {"mesh": str(shape)}) else nearest(state, shape, [shape.size])
-        return [offer(f"a mesh that works is {mesh}", "use it", mesh=mesh, devices=shape.size)] * bool(mesh)
+        mesh = (
+            str(shape)
+            if works(state | {"mesh": str(shape)})
+            else nearest(state, shape, [shape.size])
+        )
+        return [
+            offer(f"a mesh that works is {mesh}", "use it", mesh=mesh, devices=shape.size)
+        ] * bool(mesh)
     offers = list[dict]()
     if near := nearest(state, shape, [shape.size]):
         offers.append(offer(f"the nearest mesh that works is {near}", "use it", mesh=near))
@@ -189,7 +217,9 @@ def remedies(state: dict) -> list[dict]:
             offers.append(offer(words, "use it", fields={name: None}))
     own = dict.fromkeys(state["fields"])
     if len(own) > 1 and not offers and works(state | {"fields": {}}):
-        offers.append(offer("it works with all fields as the planner chooses them", "use it", fields=own))
+        offers.append(
+            offer("it works with all fields as the planner chooses them", "use it", fields=own)
+        )
     parts = shape.dp * shape.fsdp * shape.ep * max(1, state["fields"].get("microbatches") or 1)
     batch = -(-state["batch_size"] // parts) * parts
     if batch != state["batch_size"] and works(state | {"batch_size": batch}):
@@ -202,7 +232,9 @@ def other_models(state: dict) -> list[str]:
     or the usual one."""
     name, text, own = state["model"], state["config"].strip(), state["own"]
     try:
-        (own_model(text) if text else from_dict(own[name]) if name in own else preset(name)).weights()
+        (
+            own_model(text) if text else from_dict(own[name]) if name in own else preset(name)
+        ).weights()
         return []
     except ValueError:
         near = [one for one in near_presets(text or name) if one in MODELS]

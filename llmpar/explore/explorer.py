@@ -46,7 +46,9 @@ class Explorer:
     controls: list[dict[str, Any]] = []
     areas: list[list[str]] = [["picture", "", "middle"]]
     limits: answers.Limits = {}
-    given: Any = None  # what `by_kind` makes it of: what was read from an array, the one control; plain data
+    given: Any = (
+        None  # what `by_kind` makes it of: what was read from an array, the one control; plain data
+    )
 
     def __init__(self, **state):
         self.state = _State(self.start)
@@ -85,7 +87,9 @@ class Explorer:
         """Return the answer to a state that cannot be read, as with a word that a choice does not offer; None
         if it can."""
         choices = ((c["name"], tuple(c.get("options", ()))) for c in self.controls)
-        known = {name: Allowed(str, choices=words) for name, words in choices if str in map(type, words)}
+        known = {
+            name: Allowed(str, choices=words) for name, words in choices if str in map(type, words)
+        }
         wrong = answers.malformed(state, self.start, known | self.limits)
         return answers.unanswered(state) | wrong if wrong else None
 
@@ -172,7 +176,11 @@ class MeshExplorer(Explorer):
 
     def set(self, **state) -> None:
         by_hand = {name: state.pop(name) for name in [*state] if name in look.OFFERED}
-        if (model := state.get("model")) and model not in PRESETS and model not in self.state["own"]:
+        if (
+            (model := state.get("model"))
+            and model not in PRESETS
+            and model not in self.state["own"]
+        ):
             state |= {"model": look.START["model"], "config": model}
         elif model:
             state = {"config": ""} | state

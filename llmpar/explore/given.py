@@ -23,7 +23,10 @@ class GivenExplorer(Explorer):
     ``device``, by its place in the mesh, and a ``tensor``, at first the largest."""
 
     kind = "given"
-    areas = [["grid", "Who holds which block", "middle"], ["holds", "What the chosen device holds", "below"]]
+    areas = [
+        ["grid", "Who holds which block", "middle"],
+        ["holds", "What the chosen device holds", "below"],
+    ]
 
     def __init__(self, given: dict[str, Any], **state):
         self.given, self.title, self.sizes = given, given["title"], given["sizes"]
@@ -55,18 +58,29 @@ class GivenExplorer(Explorer):
         return words, math.ceil(row["itemsize"] * math.prod(b - a for a, b in block))
 
     def draw(self, state: dict) -> Scene:
-        given, device, name, n = self.given, state["device"], state["tensor"], len(self.given["devices"])
+        given, device, name, n = (
+            self.given,
+            state["device"],
+            state["tensor"],
+            len(self.given["devices"]),
+        )
         if not isinstance(device, int) or not 0 <= device < n:
-            raise ValueError(f"device is {device!r}, and there are {n:,}; use a number from 0 to {n - 1}")
+            raise ValueError(
+                f"device is {device!r}, and there are {n:,}; use a number from 0 to {n - 1}"
+            )
         if self.rows and name not in self.rows:
             raise ValueError(f"no array is named '{name}'; there are {', '.join([*self.rows][:9])}")
         row = self.rows.get(name, NONE | {"holds": [None] * n})
         shape, holds, shards, hosts = row["shape"], row["holds"], row["shards"], given["hosts"]
         cut = [i for i in range(len(shape)) if len({tuple(block[i]) for block in shards}) > 1]
-        shown = sorted([*(i for i, size in enumerate(shape) if i not in cut and size > 1), *cut][-2:])
+        shown = sorted(
+            [*(i for i, size in enumerate(shape) if i not in cut and size > 1), *cut][-2:]
+        )
         aside, down, across = cut[:-2][:1], shown[-2:-1], shown[-1:]
         edge = ("ink", 0.75, "/") if row["unfinished"] else ("edge", 0.75)
-        inside = lambda part, i: slice(part.first + i * part.block, part.first + (i + 1) * part.block)
+        inside = lambda part, i: slice(
+            part.first + i * part.block, part.first + (i + 1) * part.block
+        )
 
         def side(block: list, dims: list[int], length: float) -> tuple[float, float]:
             return next((visible([block[i]], shape[i], length)[0] for i in dims), (0.0, length))
@@ -78,14 +92,20 @@ class GivenExplorer(Explorer):
                 items.append(Rect(left + x, top, right - x, low - top, "weights", *edge))
                 top, low = side(block, aside, h)
                 items += [Rect(0, top, 5, low - top, "other2")] * bool(aside)
-            return items if self.rows else fitting_text(w / 2, h / 2, w, number_ranges(ids), f"{ids[0]} …")
+            return (
+                items
+                if self.rows
+                else fitting_text(w / 2, h / 2, w, number_ranges(ids), f"{ids[0]} …")
+            )
 
         node = n // len({*hosts})
         node = node if all(host == hosts[i // node * node] for i, host in enumerate(hosts)) else n
         parts, placed = shown_cells(self.sizes, node, device, len(shown) < 2), []
         tip = lambda at: self.part_on(row, at)[0] if self.rows else self.where(at)
         for part in parts:
-            same = [i for i in range(part.num) if self.rows and holds[device] in holds[inside(part, i)]]
+            same = [
+                i for i in range(part.num) if self.rows and holds[device] in holds[inside(part, i)]
+            ]
             placed.append(inked(part, device, same, ink, tip))
         notes = [f"{self.where(device)} is chosen; the numbers are JAX's."]
         if self.rows:
@@ -105,9 +125,14 @@ class GivenExplorer(Explorer):
             f"Left out: {', '.join(given['skipped'])}." if given["skipped"] else "",
         ]
         notes = list(filter(None, notes))
-        mesh = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one device"
+        mesh = (
+            " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
+            or "one device"
+        )
         title = f"{f'Who holds which block of {name}' if self.rows else self.title}, {mesh}"
-        return compose(title, [stack(placed, 16)], "\n".join(notes), [" ".join(notes)], GRID_MARGIN, COLUMN)
+        return compose(
+            title, [stack(placed, 16)], "\n".join(notes), [" ".join(notes)], GRID_MARGIN, COLUMN
+        )
 
     def answer(self, state: dict) -> dict:
         reply, device = super().answer(state), state["device"]
@@ -137,4 +162,8 @@ class GivenExplorer(Explorer):
         if parts:
             rows = html_table(HEAD, f"<tbody>{lines}</tbody>")
             panels["holds"] = {"html": f"<p>{self.where(device)}: {known}.</p>{rows}"}
-        return reply | {"panels": panels, "says": says, "numbers": {"device": device, "held": parts}}
+        return reply | {
+            "panels": panels,
+            "says": says,
+            "numbers": {"device": device, "held": parts},
+        }

@@ -28,7 +28,14 @@ from llmpar.predict.hardware import CHIPS
 from llmpar.predict.layer import Segment, layer_segments
 
 _CASE = {"model": "llama3-8b", "chip": "h100", "devices": 8, "batch_size": 16, "seq_len": 4096}
-_HOW = {"mesh": "dp=2 fsdp=2 tp=2", "fields": {}, "agreed": 8, "own": {}, "own_chips": {}, "config": ""}
+_HOW = {
+    "mesh": "dp=2 fsdp=2 tp=2",
+    "fields": {},
+    "agreed": 8,
+    "own": {},
+    "own_chips": {},
+    "config": "",
+}
 _SEEN = {"device": 0, "tensor": "weight blocks.ffn.gate", "explain": ""}
 START: dict[str, Any] = _CASE | _HOW | _SEEN
 """Where a reader starts. ``fields`` of the plan are set by hand; ``agreed`` is the number of devices that the
@@ -40,7 +47,9 @@ MOST_DEVICES = 131_072
 _no_step = lambda config: config.latent or config.experts and config.experts.dense_layers
 MODELS = [name for name, config in PRESETS.items() if not _no_step(config)]
 """Presets whose training step exists."""
-SENTENCE = "Train {model} on {devices} {chip} with {batch_size} sequences of {seq_len} tokens, as {mesh}"
+SENTENCE = (
+    "Train {model} on {devices} {chip} with {batch_size} sequences of {seq_len} tokens, as {mesh}"
+)
 CONTROLS: list[dict[str, Any]] = [
     {"name": "model", "kind": "choice", "label": "model", "options": MODELS, "clears": "config"},
     {"name": "devices", "kind": "int", "label": "devices", "min": 1, "max": MOST_DEVICES},
@@ -65,7 +74,9 @@ def settle(state: dict) -> tuple[dict, MeshShape]:
         if control["kind"] == "int":
             most = control.get("max", 1 << 24)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                raise ValueError(f"{control['label']} is {value!r}; use a whole number from 1 to {most:,}")
+                raise ValueError(
+                    f"{control['label']} is {value!r}; use a whole number from 1 to {most:,}"
+                )
     if len(state["mesh"]) > 200:
         raise ValueError(f"a mesh text of {len(state['mesh'])} characters; six axes need fewer")
     if state["config"].strip():
@@ -86,7 +97,9 @@ def settle(state: dict) -> tuple[dict, MeshShape]:
         legal = (mesh for mesh in near[:200] if works(state | {"mesh": str(mesh)}))
         shape = next(legal, near[0])
     if shape.size > MOST_DEVICES:
-        raise ValueError(f"mesh '{shape}' has {shape.size:,} devices; at most {MOST_DEVICES:,} are drawn")
+        raise ValueError(
+            f"mesh '{shape}' has {shape.size:,} devices; at most {MOST_DEVICES:,} are drawn"
+        )
     state = state | {"mesh": str(shape), "devices": shape.size, "agreed": shape.size}
     state["device"] = min(max(0, state["device"]), shape.size - 1)
     state["fields"] = {name: value for name, value in state["fields"].items() if value is not None}
@@ -119,7 +132,9 @@ def own_chip(name: str, row: Any) -> hardware.Chip:
         )
     if reached := row["reached"]:
         Allowed(dict).check(f"{source}: reached", reached)
-        reached = hardware.Rates(**hardware.checked(hardware.Rates, {**reached}, f"{source}, reached"))
+        reached = hardware.Rates(
+            **hardware.checked(hardware.Rates, {**reached}, f"{source}, reached")
+        )
     checked: dict[str, Any] = hardware.checked(hardware.Chip, plain, source)
     return hardware.Chip(**checked, base=str(row["base"]), reached=reached or None)
 
@@ -226,7 +241,10 @@ class Around:
 
     def advance(self, mesh: str, one: Candidate, seconds: float) -> bool:
         """Work for a mesh for so many seconds of this process; gives whether all is known."""
-        work, until = self.works.setdefault(mesh, self._work(mesh, one)), time.process_time() + seconds
+        work, until = (
+            self.works.setdefault(mesh, self._work(mesh, one)),
+            time.process_time() + seconds,
+        )
         while mesh not in self.done and time.process_time() < until:
             if next(work, "end") == "end":
                 self.done.add(mesh)

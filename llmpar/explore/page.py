@@ -17,13 +17,17 @@ from typing import Any
 
 _PACKAGE = Path(__file__).parent.parent
 WORDS = next(
-    path for path in (_PACKAGE / "docs/words.md", _PACKAGE.parent / "docs/words.md") if path.is_file()
+    path
+    for path in (_PACKAGE / "docs/words.md", _PACKAGE.parent / "docs/words.md")
+    if path.is_file()
 )
 """The glossary: a wheel has it inside the package."""
 STATIC = Path(__file__).parent / "static"
 MODULE, STYLE = STATIC / "explorer.js", STATIC / "explorer.css"
 RUNTIME = STATIC / "python.json"
-_FOLDERS = "draw/* explore/* plan/* predict/* planner/* kernels/__init__.py kernels/tiles.py".split()
+_FOLDERS = (
+    "draw/* explore/* plan/* predict/* planner/* kernels/__init__.py kernels/tiles.py".split()
+)
 NEED_JAX = ("widget.py", "aot.py", "targets.py")
 EXERCISES = "__init__.py judge.py pages.py record.py 01.py 01.md 02.md 08.py 08.md".split()
 """Lessons whose exercises a page judges; of lesson 02 those that no device runs."""
@@ -44,7 +48,11 @@ def sources() -> dict[str, str]:
         *(path for folder in _FOLDERS for path in sorted(_PACKAGE.glob(folder))),
         *(_PACKAGE / "lessons" / name for name in EXERCISES),
     ]
-    files = [path for path in paths if path.suffix in (".py", ".toml", ".md") and path.name not in NEED_JAX]
+    files = [
+        path
+        for path in paths
+        if path.suffix in (".py", ".toml", ".md") and path.name not in NEED_JAX
+    ]
     named = {path.relative_to(_PACKAGE.parent).as_posix(): path for path in files}
     named["llmpar/docs/words.md"] = WORDS
     return {name: path.read_text(encoding="utf-8") for name, path in named.items()}
@@ -122,5 +130,10 @@ def offered(answer: dict) -> list[dict]:
     panels = [panel.get("svg", "") + panel.get("html", "") for panel in answer["panels"].values()]
     marks = [re.findall(r"""data-set=("[^"]*"|'[^']*')""", panel) for panel in panels]
     clicks = [[json.loads(markup.unescape(mark[1:-1])) for mark in row] for row in marks]
-    mixed = [patch for patches in itertools.zip_longest(*clicks) for patch in patches if patch is not None]
+    mixed = [
+        patch
+        for patches in itertools.zip_longest(*clicks)
+        for patch in patches
+        if patch is not None
+    ]
     return [step["set"] for steps in advice for step in steps if step["do"] == "apply"] + mixed

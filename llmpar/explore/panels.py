@@ -11,7 +11,15 @@ from llmpar.draw.charts import count_noun
 from llmpar.draw.grid import layer_lanes, ring, tensor_grid
 from llmpar.draw.scene import Group, Scene, Text, attribute, compose, size_text, to_svg
 from llmpar.explore.look import View, works
-from llmpar.explore.words import act, button, estimated, explanation, html_table, published_runs, table_row
+from llmpar.explore.words import (
+    act,
+    button,
+    estimated,
+    explanation,
+    html_table,
+    published_runs,
+    table_row,
+)
 from llmpar.plan.layout import Layout
 from llmpar.plan.mesh_shape import AXES, divisors, parse_mesh
 from llmpar.planner import planner
@@ -32,7 +40,9 @@ _PLACES = {
         "code": "As code",
     },
 }
-AREAS = [[name, heading, place] for place, named in _PLACES.items() for name, heading in named.items()]
+AREAS = [
+    [name, heading, place] for place, named in _PLACES.items() for name, heading in named.items()
+]
 """Every panel: its name, its heading (where the picture has none), its place on the page."""
 _KINDS = {
     "weight": "weights (float32)",
@@ -110,7 +120,9 @@ def tensors(seen: View) -> list[Tensor]:
         ("batch", ", ".join(BATCH), "data b s", (b, s), 4, len(BATCH)),
     ]
     for kind, name, dims, shape, itemsize, times in table:
-        if name != "feed-forward" or not c.experts:  # how many rows an expert works on is up to the router
+        if (
+            name != "feed-forward" or not c.experts
+        ):  # how many rows an expert works on is up to the router
             rows.append(Tensor(kind, name, shape, itemsize, plan.place(dims), times))
     return rows
 
@@ -129,7 +141,9 @@ def tensor_choice(seen: View) -> str:
         options.append(f"<optgroup label={attribute(title)}>")
         for name in (row.name for row in rows if row.kind == kind):
             mark = " selected" * (name == now)
-            options.append(f"<option value={attribute(json.dumps(name))}{mark}>{escape(name)}</option>")
+            options.append(
+                f"<option value={attribute(json.dumps(name))}{mark}>{escape(name)}</option>"
+            )
         options.append("</optgroup>")
     select = f'<select data-name="tensor" data-kind="choice">{"".join(options)}</select>'
     return f"<label><b>{HOLDS}</b> {select}</label>"
@@ -164,7 +178,9 @@ def traffic_of(seen: View) -> dict[tuple[str, str], Prediction]:
 def code(seen: View) -> str:
     """Return the plan as Python and as the commands that train and compile it."""
     q, plan = seen.question, seen.one.plan
-    words = ", ".join([f'"{plan.mesh}"', *(f"{n}={v!r}" for n, v in planner.fields_of(plan).items())])
+    words = ", ".join(
+        [f'"{plan.mesh}"', *(f"{n}={v!r}" for n, v in planner.fields_of(plan).items())]
+    )
     lines = [f"Plan({words})"]
     if seen.timed:
         whole = not q.num_devices % q.chip.devices_per_chip  # no half chip has a compiler
@@ -203,7 +219,9 @@ def film(seen: View) -> str:
 def axes(seen: View) -> Scene:
     """Draw how the devices are cut, with what moves a factor from one axis to another."""
     acts = {axis: tuple(_moved(seen, axis, up) for up in (False, True)) for axis in AXES}
-    note = f"All {seen.shape.size:,} stay in use: a square that one axis gets is taken from another."
+    note = (
+        f"All {seen.shape.size:,} stay in use: a square that one axis gets is taken from another."
+    )
     words = {axis: act(explain=f"word {axis}") for axis in AXES}
     return columns.axis_squares(seen.shape.user_sizes, DOES, acts, note, words)
 
@@ -229,16 +247,22 @@ def memory(seen: View) -> Scene:
     """Draw a device's memory by part, against what a program may take, and how far the estimate may be
     off."""
     q, fit = seen.question, memory_verdict(seen.question, seen.one)
-    parts = [columns.Part(name, size, "", act(explain=name)) for name, size in seen.one.parts.items()]
+    parts = [
+        columns.Part(name, size, "", act(explain=name)) for name, size in seen.one.parts.items()
+    ]
     limits = [(fit.capacity_bytes, "may take"), (q.chip.usable_hbm_gib * GIB, "all")]
     several = limits[0][0] != limits[1][0]
-    return columns.memory_bar(parts, limits[: 1 + several], (fit.low_bytes, fit.high_bytes), fit.total_bytes)
+    return columns.memory_bar(
+        parts, limits[: 1 + several], (fit.low_bytes, fit.high_bytes), fit.total_bytes
+    )
 
 
 def step_times(seen: View) -> Scene:
     """Draw a step's seconds by term."""
     time, shape = seen.one.time, seen.shape
-    uncut = shape.size == shape.dp * shape.pp * shape.tp  # then it is dp's links that gradients take
+    uncut = (
+        shape.size == shape.dp * shape.pp * shape.tp
+    )  # then it is dp's links that gradients take
     own = {"gradients at the end": "dp"} if uncut else {}
     terms = time.terms.items()
     notes = {"recomputation": recomputed(seen.one.plan)}
@@ -263,7 +287,9 @@ def sent(seen: View) -> Scene:
         values = ", ".join(sorted({message.value for message in row.messages}))
         note = f"{kind}, {row.count:,} times: {values}"
         sizes = row.bytes_sent, sum(seconds.values()) - waits, waits
-        bars.append(columns.SentBar(names, _most_of(row), *sizes, note, act(explain=f"{names} {kind}")))
+        bars.append(
+            columns.SentBar(names, _most_of(row), *sizes, note, act(explain=f"{names} {kind}"))
+        )
     return columns.sent_bars(bars)
 
 
@@ -344,7 +370,9 @@ def scene(seen: View, verdict: dict, areas=AREAS) -> Scene:
             if where == place and isinstance(panel, Scene):
                 if name == "grid":
                     placed.append(
-                        Group((Text(columns.COLUMN_MARGIN, 0, f"{HOLDS} {chosen(seen).name}"),), x, y)
+                        Group(
+                            (Text(columns.COLUMN_MARGIN, 0, f"{HOLDS} {chosen(seen).name}"),), x, y
+                        )
                     )
                     y += 16
                 placed.append(Group(panel.items, x, y))

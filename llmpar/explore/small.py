@@ -96,16 +96,29 @@ class TimelineExplorer(Figure):
         "weights": Allowed(int, 0, 64),
     }
     controls = [
-        {"name": "schedule", "kind": "choice", "label": "schedule", "options": list(SCHEDULES)} | _unwritten,
+        {"name": "schedule", "kind": "choice", "label": "schedule", "options": list(SCHEDULES)}
+        | _unwritten,
         slider("stages", "stages p", 2, 8) | _unwritten,
         slider("microbatches", "microbatches u", 1, 16) | _unwritten,
         slider("chunks", "chunks g (interleaved, breadth-first)", 1, 4) | _unwritten,
         slider("forward", "cost of F", 1, 4),
         slider("backward", "cost of B", 1, 4),
         slider("weights", "cost of W", 0, 4),
-        {"name": "order", "kind": "lines", "label": "your order, a line per stage (or drag an operation)"},
+        {
+            "name": "order",
+            "kind": "lines",
+            "label": "your order, a line per stage (or drag an operation)",
+        },
     ]
-    known = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe")  # to compare with
+    known = (
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "zb-h1",
+        "zb-h2",
+        "zb-v",
+        "dualpipe",
+    )  # to compare with
 
     def order(self, state: dict) -> Schedule:
         """Return the written order where there is one, in upper or lower case, separated by spaces or commas,
@@ -120,7 +133,9 @@ class TimelineExplorer(Figure):
                 return order
             case [int(), int(), int()] as places:
                 return _moved(order, *places)
-        raise ValueError(f"move is {state['move']!r:.60}; use a stage, a place in its row, and the new place")
+        raise ValueError(
+            f"move is {state['move']!r:.60}; use a stage, a place in its row, and the new place"
+        )
 
     def table(self, state: dict, order: Schedule | None = None) -> Timetable:
         """Return the timetable of a state, or of an order at its costs. Raise ValueError with stage, tick and
@@ -129,7 +144,9 @@ class TimelineExplorer(Figure):
         try:
             return timetable(order or self.order(state), costs)
         except ValueError as error:  # a wait per line
-            raise ValueError(str(error).replace("; ", ";\n").replace(". Cycle", ".\nCycle")) from error
+            raise ValueError(
+                str(error).replace("; ", ";\n").replace(". Cycle", ".\nCycle")
+            ) from error
 
     def draw(self, state: dict) -> Scene:
         try:
@@ -139,7 +156,9 @@ class TimelineExplorer(Figure):
                 return captioned(stuck, str(error))
             raise
         sentence, more = _words(table)
-        sentence += " Judged is the written order, whatever schedule is chosen." * bool(state["order"])
+        sentence += " Judged is the written order, whatever schedule is chosen." * bool(
+            state["order"]
+        )
         return captioned(timeline(table), sentence, more)
 
     def move(self, state: dict) -> dict:
@@ -169,8 +188,14 @@ class TimelineExplorer(Figure):
             more = f"<details><summary>Idle corners, and lockstep</summary><p>{_words(own)[1]}</p></details>"
             undo = button(f"back to {state['schedule']}", order="") if state["order"] else ""
             reply["panels"]["words"] = {"html": undo + more}
-            reply["numbers"] = {"makespan": own.makespan, "bubble": own.bubble, "held": own.peak_live()}
-            reply["numbers"] |= {"order": str(order)} if order.placement in ("linear", "looped") else {}
+            reply["numbers"] = {
+                "makespan": own.makespan,
+                "bubble": own.bubble,
+                "held": own.peak_live(),
+            }
+            reply["numbers"] |= (
+                {"order": str(order)} if order.placement in ("linear", "looped") else {}
+            )
         except ValueError as error:
             back = offer(f"back to {state['schedule']}", "apply", order="")
             reply |= refused(error, [back] * bool(state["order"]))
@@ -179,11 +204,18 @@ class TimelineExplorer(Figure):
         if len(self.areas) == 2:  # alone with a control
             return reply
         for name in self.known:
-            with contextlib.suppress(ValueError):  # it wants other numbers of stages or microbatches
-                known[name] = self.table(state, make(name, order.num_stages, order.num_microbatches))
+            with contextlib.suppress(
+                ValueError
+            ):  # it wants other numbers of stages or microbatches
+                known[name] = self.table(
+                    state, make(name, order.num_stages, order.num_microbatches)
+                )
         goals = _goals(own, known)
         reply["numbers"]["goals"] = [done for done, _ in goals]
-        reply["panels"] |= {"goals": {"html": _ladder(goals)}, "score": {"html": _score(known, state, own)}}
+        reply["panels"] |= {
+            "goals": {"html": _ladder(goals)},
+            "score": {"html": _score(known, state, own)},
+        }
         return reply
 
 
@@ -207,10 +239,14 @@ def _moved(order: Schedule, stage: int, old: int, new: int) -> Schedule:
         raise ValueError(f"{why}, {do}")
     count = len(order.rows[stage]) if 0 <= stage < order.num_stages else 0
     if not (0 <= old < count and 0 <= new < count):
-        raise ValueError(f"stage {stage} has {count} operations, and not both {old} and {new}; count from 0")
+        raise ValueError(
+            f"stage {stage} has {count} operations, and not both {old} and {new}; count from 0"
+        )
     row = [op._replace(joined=False) for op in order.rows[stage]]
     row.insert(new, row.pop(old))
-    return replace(order, name="written", rows=(*order.rows[:stage], tuple(row), *order.rows[stage + 1 :]))
+    return replace(
+        order, name="written", rows=(*order.rows[:stage], tuple(row), *order.rows[stage + 1 :])
+    )
 
 
 def _stuck(order: Schedule) -> Scene | None:
@@ -225,7 +261,9 @@ def _stuck(order: Schedule) -> Scene | None:
     circle = path[path.index(other) :] if other in path else []
     places = [[op[:3] for op in row] for row in order.rows]
     cells = [cell for s in circle for cell in ((s, waits[s][0]), waits[s][1:])]
-    missing = any(op[:3] not in places[stage] for stage, op in cells)  # then that is why, and no circle
+    missing = any(
+        op[:3] not in places[stage] for stage, op in cells
+    )  # then that is why, and no circle
     marked = [] if missing else [f"{stage}:{places[stage].index(op[:3])}" for stage, op in cells]
     left = {s: (order.rows[s][len(rows[s]) :], *rest) for s, (_, *rest) in waits.items()}
     return timeline(rows, waiting=left, marked=marked)
@@ -269,13 +307,17 @@ def _ladder(goals: list[tuple[bool, str]]) -> str:
 def _score(known: dict[str, Timetable], state: dict, own: Timetable | None) -> str:
     """Return the known orders of as many stages and microbatches as a table, each a click away, and one's
     own."""
-    rows = f"<tr>{tagged('th', ('order', 'makespan', 'bubble', 'microbatches held, by stage'))}</tr>"
+    rows = (
+        f"<tr>{tagged('th', ('order', 'makespan', 'bubble', 'microbatches held, by stage'))}</tr>"
+    )
     shown = known | ({"yours": own} if own and state["order"] else {})
     most = max(max(table.peak_live()) for table in shown.values())
     now, look = "yours" if state["order"] else state["schedule"], "display:inline-block;height:9px;"
     look += "background:var(--activations);outline:1px solid var(--edge);width:"
     for name, table in shown.items():
-        bars = [f"<span style='{look}{40 * n / most:.0f}px'></span> {n:g}" for n in table.peak_live()]
+        bars = [
+            f"<span style='{look}{40 * n / most:.0f}px'></span> {n:g}" for n in table.peak_live()
+        ]
         label = button(name, schedule=name, order="") if name in known else name
         label = f"<b>{label}</b>" if name == now else label
         row = tagged("td", (label, f"{table.makespan:g}", f"{table.bubble:g}", " ".join(bars)))
@@ -303,7 +345,9 @@ class OverlapExplorer(Figure):
     def draw(self, state: dict) -> Scene:
         tokens, pieces, model = state["tokens"], state["pieces"], state["model"]
         computes, sends = self.seconds(state, tokens)
-        longest = pieces * sum(self.seconds(state, self.controls[0]["max"]))  # one scale, whatever is chosen
+        longest = pieces * sum(
+            self.seconds(state, self.controls[0]["max"])
+        )  # one scale, whatever is chosen
         each = preset(model).num_layers // pieces
         names = [f"{each * i}+" for i in reversed(range(pieces))]
         picture = overlap([computes] * pieces, [sends] * pieces, names, longest)
@@ -332,7 +376,9 @@ class MemoryExplorer(Figure):
         "microbatches": 4,
     }
     limits = within(1 << 20, "batch_size", "seq_len", "microbatches")
-    controls = [{"name": "microbatches", "kind": "choice", "label": "microbatches", "options": [1, 2, 4, 8]}]
+    controls = [
+        {"name": "microbatches", "kind": "choice", "label": "microbatches", "options": [1, 2, 4, 8]}
+    ]
 
     def bytes_by_part(self, state: dict) -> dict[str, dict[str, float]]:
         """Return bytes of a device by part, at each stage."""
@@ -340,11 +386,22 @@ class MemoryExplorer(Figure):
         for zero in range(4):
             plan = Plan(state["mesh"], zero=zero, microbatches=count, remat="block")  # type: ignore[arg-type]
             resolved = plan.resolve(preset(state["model"]), "gpu")
-            given, besides = memory.argument_bytes(resolved, *size), memory.temp_bytes(resolved, *size)
-            sums = memory.weights_bytes(resolved)  # gradients of a microbatch, and the sum over several
+            given, besides = (
+                memory.argument_bytes(resolved, *size),
+                memory.temp_bytes(resolved, *size),
+            )
+            sums = memory.weights_bytes(
+                resolved
+            )  # gradients of a microbatch, and the sum over several
             grads = min(besides, sums["unreduced"] + sums["accumulated"] * (count > 1))
-            parts = {"weights": given["params"], "gradients": grads, "optimizer": given["optimizer"]}
-            rows[f"ZeRO-{zero}"] = parts | {"activations (ZeRO-3: and gathered layers)": besides - grads}
+            parts = {
+                "weights": given["params"],
+                "gradients": grads,
+                "optimizer": given["optimizer"],
+            }
+            rows[f"ZeRO-{zero}"] = parts | {
+                "activations (ZeRO-3: and gathered layers)": besides - grads
+            }
         return rows
 
     def draw(self, state: dict) -> Scene:
@@ -352,7 +409,8 @@ class MemoryExplorer(Figure):
         title = "{model}, {mesh}, {batch_size} × {seq_len} tokens, microbatches: {microbatches}"
         usable = hardware.chip(state["chip"]).usable_bytes
         return captioned(
-            memory_bars(self.bytes_by_part(state).items(), usable, title.format(**state), wide=420), says
+            memory_bars(self.bytes_by_part(state).items(), usable, title.format(**state), wide=420),
+            says,
         )
 
 
@@ -372,7 +430,9 @@ class SumExplorer(Figure):
         if wrong := self.malformed(state):
             return wrong
         hops = range(len(ring_held(kind := state["collective"], n := state["ranks"])))
-        shown = [{"seconds": 1.0, "text": f"{hop_words(kind, hop, n).capitalize()}."} for hop in hops]
+        shown = [
+            {"seconds": 1.0, "text": f"{hop_words(kind, hop, n).capitalize()}."} for hop in hops
+        ]
         return super().answer(state) | {"frames": shown, "says": ring_sums(kind, n).text}
 
     @property
@@ -390,17 +450,28 @@ class RingExplorer(Figure):
         "zigzag": "Each rank has an early and a late part: half a square at every step, in whole rectangles.",
         "striped": "Each rank has every n-th position: a triangle at every step, whose edge cuts many tiles.",
     }
-    controls = [{"name": "order", "kind": "choice", "label": "order of positions", "options": list(why)}]
+    controls = [
+        {"name": "order", "kind": "choice", "label": "order of positions", "options": list(why)}
+    ]
     limits = within(16, "ranks")
     own = 16  # positions of a rank
 
     def draw(self, state: dict) -> Scene:
-        n, name, own, side, items, lines = state["ranks"], state["order"], self.own, 56, list[Any](), []
+        n, name, own, side, items, lines = (
+            state["ranks"],
+            state["order"],
+            self.own,
+            56,
+            list[Any](),
+            [],
+        )
         dealt = [int(place) for place in sequence_permutation(name, own * n, n)]
         ranks = [dealt[own * r : own * (r + 1)] for r in range(n)]
         # A query's own key counts half, so that a triangle is half of a square.
         sees = lambda query, keys: sum((key < query) + (key == query) / 2 for key in keys) / own
-        live = [[[sees(query, ranks[r - t]) for query in ranks[r]] for t in range(n)] for r in range(n)]
+        live = [
+            [[sees(query, ranks[r - t]) for query in ranks[r]] for t in range(n)] for r in range(n)
+        ]
         work = [[sum(queries) / own for queries in row] for row in live]
         busiest = [max(row[t] for row in work) for t in range(n)]
         for r, row in enumerate(live):
@@ -408,20 +479,32 @@ class RingExplorer(Figure):
             items += [
                 small_text(50, y + 28, f"rank {r}", "end"),
                 Rect(60, y + 18, 170, 20, "paper", "edge", 0.75),
-                *(Rect(60 + wide * place, y + 18, wide + 0.5, 20, tint) for place in ranks[r]),  # no seams
+                *(
+                    Rect(60 + wide * place, y + 18, wide + 0.5, 20, tint) for place in ranks[r]
+                ),  # no seams
             ]
             for t, queries in enumerate(row):
                 x, most, high = 250 + 64 * t, work[r][t] == busiest[t], side / own
                 items += [small_text(x + side / 2, -12, f"step {t}")] * (r == 0)
-                items.append(Rect(x, y, side, side, "paper", "ink" if most else "edge", 3 if most else 0.75))
-                stairs = [(x + side * s, y + high * (i + k)) for i, s in enumerate(queries) for k in (0, 1)]
-                items += [Line(((x, y), *stairs, (x, y + side)), "ink", 0.5, fill=tint)] * any(queries)
+                items.append(
+                    Rect(x, y, side, side, "paper", "ink" if most else "edge", 3 if most else 0.75)
+                )
+                stairs = [
+                    (x + side * s, y + high * (i + k))
+                    for i, s in enumerate(queries)
+                    for k in (0, 1)
+                ]
+                items += [Line(((x, y), *stairs, (x, y + side)), "ink", 0.5, fill=tint)] * any(
+                    queries
+                )
             words = f"computes {sum(work[r]):.3g}, waits {sum(busiest) - sum(work[r]):.3g}"
             items.append(small_text(258 + 64 * n, y + 28, words, "start", "ink"))
             lines.append(f"rank {r}: {' '.join(f'{x:.2g}' for x in work[r])}; {words}")
         items.append(small_text(60, -12, f"its positions, of {own * n}", "start"))
         ideal = f"with even work {sum(map(sum, work)) / n:.3g}"
-        says = f"{self.why[name]} The ring takes as long as {sum(busiest):.3g} full squares, {ideal}."
+        says = (
+            f"{self.why[name]} The ring takes as long as {sum(busiest):.3g} full squares, {ideal}."
+        )
         drawn = compose(f"{name}: which keys of a piece the queries see", [items], "\n".join(lines))
         return captioned(drawn, says)
 
@@ -433,7 +516,11 @@ class RoutingExplorer(Figure):
     start = {"experts": 8, "chosen": 2, "ranks": 4, "heat": 1, "capacity_percent": 125}
     controls = [
         slider("heat", "how hot expert 0 is (added to its logits)", 0, 6),
-        {"name": "capacity_percent", "kind": "choice", "label": "slots, in per cent of the even share"}
+        {
+            "name": "capacity_percent",
+            "kind": "choice",
+            "label": "slots, in per cent of the even share",
+        }
         | {"options": [50, 75, 100, 125, 150, 200, 400]},
     ]
     limits = {
@@ -450,13 +537,21 @@ class RoutingExplorer(Figure):
         return [[token() for _ in range(self.tokens)] for _ in range(state["ranks"])]
 
     def draw(self, state: dict) -> Scene:
-        factor, numbers, ranks = state["capacity_percent"] / 100, range(state["experts"]), state["ranks"]
+        factor, numbers, ranks = (
+            state["capacity_percent"] / 100,
+            range(state["experts"]),
+            state["ranks"],
+        )
         if len(numbers) % ranks:
-            raise ValueError(f"{len(numbers)} experts do not lie evenly on {ranks} ranks; use a divisor")
+            raise ValueError(
+                f"{len(numbers)} experts do not lie evenly on {ranks} ranks; use a divisor"
+            )
         router = ExpertConfig(state["experts"], state["chosen"], capacity_factor=factor)
         # Affinities rise with logits, by softmax and by sigmoid; of equal ones the first is chosen.
         best = lambda logits: sorted(numbers, key=lambda e: -logits[e])[: router.top_k]
-        chosen = [[expert for token in rank for expert in best(token)] for rank in self.logits(state)]
+        chosen = [
+            [expert for token in rank for expert in best(token)] for rank in self.logits(state)
+        ]
         rows = [[experts.count(e) for e in numbers] for experts in chosen]
         limit = router.capacity(self.tokens)
         dropped = [sum(max(0, row[e] - limit) for row in rows) for e in numbers]

@@ -55,7 +55,9 @@ def html_table(head: Iterable[str], rows: str) -> str:
 @functools.cache
 def glossary() -> dict[str, str]:
     """Return the words and axes of `docs/words.md`, each with its line."""
-    rows = re.findall(r"^\| [*`]*(.+?)[*`]* \| (.+) \|$", WORDS.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| [*`]*(.+?)[*`]* \| (.+) \|$", WORDS.read_text(encoding="utf-8"), re.MULTILINE
+    )
     return {word.strip(): line for names, line in rows for word in names.split(",")}
 
 
@@ -65,15 +67,22 @@ def explanation(seen: View) -> str:
     clicked, known = seen.state["explain"] or "total", terms(seen.question, seen.one)
     if clicked.startswith("word "):
         word = clicked.removeprefix("word ")
-        text = f"<p><b>{escape(word)}</b>: {escape(glossary().get(word, 'not in the glossary'))}</p>"
+        text = (
+            f"<p><b>{escape(word)}</b>: {escape(glossary().get(word, 'not in the glossary'))}</p>"
+        )
     elif clicked == "left out":
-        reasons, num = Counter(seen.around.refused.values()).most_common(12), len(seen.around.meshes)
+        reasons, num = (
+            Counter(seen.around.refused.values()).most_common(12),
+            len(seen.around.meshes),
+        )
         rows = tagged("li", (f"{count} of {num}: {escape(why)}" for why, count in reasons))
         text = f"<p><b>Meshes that are left out</b></p><ul>{rows}</ul>"
     else:
         text = _term(next((term for term in known if term.name == clicked), known[0]))
     names = [term.name for term in known if term.name in STEP]
-    more = [button(name, explain=name) for name in names] + [button("meshes left out", explain="left out")]
+    more = [button(name, explain=name) for name in names] + [
+        button("meshes left out", explain="left out")
+    ]
     return f"{text}<p>{' '.join(more)}</p>"
 
 
@@ -89,7 +98,8 @@ def _term(term: Term) -> str:
         escape(term.paper) if term.paper else "",
     ]
     rows = [
-        f"{_UNITS[term.unit](value)}: {escape(f'{what}: {filled}')}" for what, filled, value in term.summands
+        f"{_UNITS[term.unit](value)}: {escape(f'{what}: {filled}')}"
+        for what, filled, value in term.summands
     ]
     shown = f"<ul>{tagged('li', rows)}</ul>" if rows else tagged("p", [f"= {escape(term.filled)}"])
     shown += tagged("p", [f"all of it × {term.times}"] * bool(term.times))
@@ -116,11 +126,19 @@ def published_runs(seen: View) -> str:
             "mesh": str(mesh),
             "fields": dict.fromkeys(seen.state["fields"]),  # back to the planner
         }
-        one, published, ours = seen.around.runs.get(run["name"]), f"{run.get('mfu', 0):.0%} MFU", "…"
+        one, published, ours = (
+            seen.around.runs.get(run["name"]),
+            f"{run.get('mfu', 0):.0%} MFU",
+            "…",
+        )
         if "step_s" in run:
             published = time_text(run["step_s"])
         if one:
-            ours = f"{one.time.mfu(q.run(one.plan)):.0%} MFU" if "mfu" in run else time_text(one.time.step_s)
+            ours = (
+                f"{one.time.mfu(q.run(one.plan)):.0%} MFU"
+                if "mfu" in run
+                else time_text(one.time.step_s)
+            )
         cells = published, ours, run["source"], run.get("differs", "")
         rows.append(table_row(button(run["name"], **start), map(escape, cells)))
     head = "run", "published", "ours", "source", "why ours differs"

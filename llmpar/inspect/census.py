@@ -56,11 +56,21 @@ class Collective:
     dtype: str  # as XLA writes it: f32, bf16, s32
     shape: tuple  # of the result of one execution; several shapes if it has several results
     source: str  # 'model/llama.py:88'; '' where the compiler names no line
-    conditional: bool = False  # in a branch; counted as if the branch that sends most were always taken
-    arrow: str = ""  # the model's arrow that it carries out (`par.scope`); '' where the partitioner chose
-    direction: str = ""  # forward, backward or recomputed; '' outside all passes, as for gradients' sums
-    moves: str = ""  # its operand before and after (`hlo.operand_arrow`): 'b/X s -> b s'; '' if unclear
-    per_turn: str = ""  # the loop with an unknown trip count that it is in: count and bytes of one iteration
+    conditional: bool = (
+        False  # in a branch; counted as if the branch that sends most were always taken
+    )
+    arrow: str = (
+        ""  # the model's arrow that it carries out (`par.scope`); '' where the partitioner chose
+    )
+    direction: str = (
+        ""  # forward, backward or recomputed; '' outside all passes, as for gradients' sums
+    )
+    moves: str = (
+        ""  # its operand before and after (`hlo.operand_arrow`): 'b/X s -> b s'; '' if unclear
+    )
+    per_turn: str = (
+        ""  # the loop with an unknown trip count that it is in: count and bytes of one iteration
+    )
 
 
 def arrow_of(scope: str) -> dict[str, Any]:
@@ -134,11 +144,23 @@ def arrow_text(collectives: Iterable[Collective], most: int | None = None) -> st
     sent = sum(row["bytes_sent"] for row in rows)
     if rest := rows[most:] if most is not None else []:
         total = {name: sum(row[name] for row in rest) for name in ("count", "bytes_sent")}
-        more = {"arrow": f"({len(rest)} more)", "source": "", "direction": "", "axis": "", "kind": ""}
+        more = {
+            "arrow": f"({len(rest)} more)",
+            "source": "",
+            "direction": "",
+            "axis": "",
+            "kind": "",
+        }
         rows[most:] = [more | total]
     names = [r["arrow"] or r["source"] or "(the partitioner's)" for r in rows]
     cells = [
-        (name, r["direction"], f"{r['axis']} {r['kind']}", f"×{r['count']}", f"{r['bytes_sent']:,} B")
+        (
+            name,
+            r["direction"],
+            f"{r['axis']} {r['kind']}",
+            f"×{r['count']}",
+            f"{r['bytes_sent']:,} B",
+        )
         for name, r in zip(names, rows, strict=True)
     ]
     cells.append(("in all", "", "", "", f"{sent:,} B"))
@@ -231,14 +253,23 @@ def collective(module: Module, comp: str, name: str, mesh: Any) -> Collective | 
     if not source or source.startswith("argument "):  # take the line of one that uses it
         users = (module.computations[comp][user] for user in module.users[comp, name])
         source = next(filter(None, map(module.source, users)), source)
-    shape, moves = dims[0] if len(dims) == 1 else dims, operand_arrow(module, comp, name, axes, mesh)
-    result = Collective(kind, axes, group_size, 1, sent, dtypes, shape, source, **arrow_of(op.scope))
+    shape, moves = (
+        dims[0] if len(dims) == 1 else dims,
+        operand_arrow(module, comp, name, axes, mesh),
+    )
+    result = Collective(
+        kind, axes, group_size, 1, sent, dtypes, shape, source, **arrow_of(op.scope)
+    )
     return replace(result, moves=moves)
 
 
 def is_product(op: Instruction) -> bool:
     """Return whether an operation is a matmul: a `dot`, or a call of a GPU's library."""
-    return op.opcode == "dot" or op.opcode == "custom-call" and ("cublas" in op.attrs or "gemm" in op.attrs)
+    return (
+        op.opcode == "dot"
+        or op.opcode == "custom-call"
+        and ("cublas" in op.attrs or "gemm" in op.attrs)
+    )
 
 
 def executed_flops(text: str, taken: Taken | None = None) -> int:
@@ -250,7 +281,9 @@ def executed_flops(text: str, taken: Taken | None = None) -> int:
     return int(flops_in(module, leaf, trips, taken)(module.entry, None))
 
 
-def flops_in(module: Module, leaf: Callable, trips: Callable, taken: Taken | None = None) -> Callable:
+def flops_in(
+    module: Module, leaf: Callable, trips: Callable, taken: Taken | None = None
+) -> Callable:
     """Return a function that adds up the FLOPs of an operation of a computation, or of all of them (None):
     its own (``leaf``, called like it) or those of its callees, of a loop's body times ``trips``, of a branch
     by how often it is taken (the branch with most FLOPs, where that is unknown)."""
@@ -279,7 +312,10 @@ def dot_flops(module: Module, comp: str, op: Instruction) -> int:
     return 2 * math.prod(shapes(op.type)[0][1]) * math.prod(lhs[int(d)] for d in dims)
 
 
-_CHEAP: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+_CHEAP: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
 
 
 def partitioned_hlo(lowered: jax.stages.Lowered) -> str:
@@ -291,7 +327,9 @@ def partitioned_hlo(lowered: jax.stages.Lowered) -> str:
     return read_program(lowered)[1]
 
 
-def read_program(lowered: jax.stages.Lowered, platform: str = "") -> tuple[jax.stages.Compiled, str]:
+def read_program(
+    lowered: jax.stages.Lowered, platform: str = ""
+) -> tuple[jax.stages.Compiled, str]:
     """Compile a lowered program once, and return the executable and the text of `partitioned_hlo`.
     ``platform`` is the one that it is compiled for, if not that of JAX's own devices.
 
@@ -306,11 +344,16 @@ def read_program(lowered: jax.stages.Lowered, platform: str = "") -> tuple[jax.s
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            dump: dict[str, Any] = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
+            dump: dict[str, Any] = {
+                "xla_dump_to": folder,
+                "xla_dump_hlo_pass_re": "spmd-partitioning",
+            }
             compiled = lowered.compile(dump | (_CHEAP if platform == "cpu" else {}))
             wanted = re.compile(r"\.(after_(tpu-)?spmd-partitioning|before_optimizations)\.")
             files = [f for f in Path(folder).glob("*.txt") if wanted.search(f.name)]
-            return compiled, max(files, key=lambda f: (".after_" in f.name, f.stat().st_size)).read_text()
+            return compiled, max(
+                files, key=lambda f: (".after_" in f.name, f.stat().st_size)
+            ).read_text()
     finally:
         jax.config.update("jax_enable_compilation_cache", enabled)
         compilation_cache.reset_cache()

@@ -62,7 +62,9 @@ def _sentence(error: BaseException) -> str:
             words = [word for word in match.groups() if word]
             # a rule that cannot read these words leaves the error to the next row
             with contextlib.suppress(ValueError, SyntaxError, LookupError, StopIteration):
-                return row["sentence"].replace("\n", " ").format(*words, **_RULES[rule](error, *words))
+                return (
+                    row["sentence"].replace("\n", " ").format(*words, **_RULES[rule](error, *words))
+                )
     return ""
 
 
@@ -70,13 +72,19 @@ def layout_from_text(text: str) -> Layout:
     """Read the layout of a type as JAX prints it, ``float32[8@(dp,fsdp),4]{U:tp}``, or of a spec,
     ``P(('dp', 'fsdp'), None)``, or of a tuple of cuts; dims are named b, s, d and so on."""
     if "[" in text:
-        dims = re.sub(r"\([^)]*\)", lambda cut: cut[0].replace(",", " "), re.split(r"[\[\]]", text)[1])
+        dims = re.sub(
+            r"\([^)]*\)", lambda cut: cut[0].replace(",", " "), re.split(r"[\[\]]", text)[1]
+        )
         cuts: Any = [dim.partition("@")[2].strip("()").split() for dim in dims.split(",") if dim]
     else:
         cuts = _cuts(text)
-    if len(cuts) > len(LETTERS) or not all(str(axis).isidentifier() for cut in cuts for axis in axes_of(cut)):
+    if len(cuts) > len(LETTERS) or not all(
+        str(axis).isidentifier() for cut in cuts for axis in axes_of(cut)
+    ):
         raise ValueError(f"dims or axes that our notation has no names for: {text}")
-    return Layout(tuple(map(Dim, LETTERS, map(axes_of, cuts))), tuple(sorted(_marked(text, "U:|unreduced="))))
+    return Layout(
+        tuple(map(Dim, LETTERS, map(axes_of, cuts))), tuple(sorted(_marked(text, "U:|unreduced=")))
+    )
 
 
 def _cuts(spec: str) -> tuple:
@@ -95,7 +103,9 @@ def _layouts(text: str) -> list[Layout]:
 def _marked(text: str, mark: str) -> list[str]:
     """Read the axes after a mark of a type: ``U:tp`` (unfinished sums), ``V:(dp,tp)`` (values that
     differ)."""
-    return re.findall(r"\w+", "".join(re.findall(rf"\b(?:{mark})(\{{[^}}]*\}}|\([^)]*\)|\w+)", text)))
+    return re.findall(
+        r"\w+", "".join(re.findall(rf"\b(?:{mark})(\{{[^}}]*\}}|\([^)]*\)|\w+)", text))
+    )
 
 
 def _arrow(before: Layout, after: Layout) -> str:
@@ -117,7 +127,13 @@ def _missing(before: Layout, after: Layout, **more: Any) -> _Known:
     if before == after or set(after.sums) - set(before.sums):
         raise ValueError("no arrow leads from the one to the other")
     axes, arrow, spec = before.axes + before.sums, _arrow(before, after), _spec(after)
-    known = {"before": before, "after": after, "axes": ",".join(axes), "names": repr(axes), "arrow": arrow}
+    known = {
+        "before": before,
+        "after": after,
+        "axes": ",".join(axes),
+        "names": repr(axes),
+        "arrow": arrow,
+    }
     return known | {"reshard": f"{arrow}: jax.sharding.reshard(x, {spec})", "spec": spec} | more
 
 
@@ -173,7 +189,9 @@ def _cut_dims(error: BaseException) -> tuple[list[_Cuts], str]:
     result. Raises for all but plain products of two factors."""
     dims, *factors = _factors(error)
     specs = [jax.typeof(x).sharding.spec for x in factors]
-    given, _, result = (dims.replace(" ", "") or _RANKS[len(specs[0]), len(specs[1])]).partition("->")
+    given, _, result = (dims.replace(" ", "") or _RANKS[len(specs[0]), len(specs[1])]).partition(
+        "->"
+    )
     pairs = zip(given.split(","), specs, strict=True)
     return [dict(zip(letters, map(axes_of, spec), strict=True)) for letters, spec in pairs], result
 
@@ -199,7 +217,9 @@ def _product(error: BaseException, left: str, right: str) -> _Known:
     (one, other), whole = map(layout_from_text, (left, right)), Layout(())
     with contextlib.suppress(Exception):  # JAX's arguments are read only where they are plain
         whole = _result_without(error, {*one.axes, *other.axes})
-    before, after = (Layout(whole.dims, one.axes), whole) if one.axes == other.axes else (other, one)
+    before, after = (
+        (Layout(whole.dims, one.axes), whole) if one.axes == other.axes else (other, one)
+    )
     words = {
         "left": ",".join(one.axes),
         "right": ",".join(other.axes),
@@ -210,7 +230,9 @@ def _product(error: BaseException, left: str, right: str) -> _Known:
 
 def _alike(error: BaseException, left: str, right: str) -> _Known:
     """Return the arrow of the factor whose summed dims are cut less, to the cuts of the other."""
-    before, after = sorted(map(layout_from_text, (left, right)), key=lambda layout: len(layout.axes))
+    before, after = sorted(
+        map(layout_from_text, (left, right)), key=lambda layout: len(layout.axes)
+    )
     words = {"left": before, "right": after, "reshard": f"{_arrow(before, after)} of that dim"}
     with contextlib.suppress(Exception):  # as in `_product`
         (one, other), result = _cut_dims(error)
@@ -224,14 +246,20 @@ def _alike(error: BaseException, left: str, right: str) -> _Known:
 def _unsummed(error: BaseException, axes: str = "", but: str = "") -> _Known:
     """Return the all-reduce over ``axes``, or over the axes along which the first type varies and ``but``
     does not."""
-    names = {*_marked(axes, "V:")} - {*_marked(but, "V:")} if but else {*re.findall(r"\w+", axes)} - {"None"}
+    names = (
+        {*_marked(axes, "V:")} - {*_marked(but, "V:")}
+        if but
+        else {*re.findall(r"\w+", axes)} - {"None"}
+    )
     return _missing(Layout((), tuple(sorted(names))), Layout(()))
 
 
 def _finished(error: BaseException, operation: str = "what follows") -> _Known:
     """Return the end of the unfinished sum of a type in the message, else of a variable: JAX does not always
     name it."""
-    texts = re.findall(PRINTED["TYPE"], str(error)[:LONGEST]) + [str(text) for text in _types(error)]
+    texts = re.findall(PRINTED["TYPE"], str(error)[:LONGEST]) + [
+        str(text) for text in _types(error)
+    ]
     sums = next(layout_from_text(text) for text in texts if "U:" in text)
     return _missing(sums, Layout(sums.dims), operation=operation)
 
@@ -241,7 +269,9 @@ def _disagree(error: BaseException, operation: str, shardings: str) -> _Known:
     for a, b in itertools.combinations(_layouts(shardings), 2):
         pairs = [(x.axes, y.axes) for x, y in zip(a.dims, b.dims, strict=True)]
         if any(x and y and x != y for x, y in pairs):
-            cuts = [x if x and y else tuple(axis for axis in y if axis not in a.axes) for x, y in pairs]
+            cuts = [
+                x if x and y else tuple(axis for axis in y if axis not in a.axes) for x, y in pairs
+            ]
             return _missing(b, cut_as(cuts), other=a)
     raise LookupError(shardings)
 
@@ -251,7 +281,9 @@ def _joined(error: BaseException, *shardings: str) -> _Known:
     layouts = _layouts(" ".join(shardings))
     dims = tuple(d if all(d in x.dims for x in layouts) else Dim(d.name) for d in layouts[0].dims)
     after = Layout(dims, tuple(s for s in layouts[0].sums if all(s in x.sums for x in layouts)))
-    return _missing(next(x for x in layouts if x != after), after, all=", ".join(f"'{x}'" for x in layouts))
+    return _missing(
+        next(x for x in layouts if x != after), after, all=", ".join(f"'{x}'" for x in layouts)
+    )
 
 
 def _unsharded(error: BaseException, says: str) -> _Known:
@@ -259,7 +291,9 @@ def _unsharded(error: BaseException, says: str) -> _Known:
     not."""
     before = _layouts(says)[0]
     dims = [*range(len(before.dims))][-2 * ("non-batch" in says) :]
-    if match := re.search(r"(?<!mesh )(?:axis|axes|dimension)[= ]\(?-?\d[\d, ]*|\dth dimension", says):
+    if match := re.search(
+        r"(?<!mesh )(?:axis|axes|dimension)[= ]\(?-?\d[\d, ]*|\dth dimension", says
+    ):
         dims = [int(n) % len(before.dims) for n in re.findall(r"-?\d+", match[0])]
     cuts = [d.axes * (i not in dims) for i, d in enumerate(before.dims)]
     return _missing(before, cut_as(cuts))
@@ -269,16 +303,28 @@ def _twice(error: BaseException, operation: str, inputs: str, result: str) -> _K
     """Return the arrow of the last operand that drops the axis which cuts two dims of the result."""
     cuts = layout_from_text(result).axes
     axis = next(a for a in cuts if cuts.count(a) > 1)
-    last = [x for x in map(layout_from_text, re.findall(PRINTED["TYPE"], inputs)) if axis in x.axes][-1]
-    return _missing(last, Layout(tuple(Dim(d.name, d.axes * (axis not in d.axes)) for d in last.dims)))
+    last = [
+        x for x in map(layout_from_text, re.findall(PRINTED["TYPE"], inputs)) if axis in x.axes
+    ][-1]
+    return _missing(
+        last, Layout(tuple(Dim(d.name, d.axes * (axis not in d.axes)) for d in last.dims))
+    )
 
 
 def _reshape(error: BaseException, operation: str, text: str, sizes: str = "") -> _Known:
     """Return the arrow that keeps the cuts of dims that come first or last in both shapes; a gather keeps
     none."""
-    old, new, before = re.findall(r"(?<![\w@])\d+", text), re.findall(r"\d+", sizes), layout_from_text(text)
-    kept = lambda i: old[: i + 1] == new[: i + 1] or old[i:] == new[max(0, len(new) - len(old) + i) :]
-    return _missing(before, Layout(tuple(Dim(d.name, d.axes * kept(i)) for i, d in enumerate(before.dims))))
+    old, new, before = (
+        re.findall(r"(?<![\w@])\d+", text),
+        re.findall(r"\d+", sizes),
+        layout_from_text(text),
+    )
+    kept = lambda i: (
+        old[: i + 1] == new[: i + 1] or old[i:] == new[max(0, len(new) - len(old) + i) :]
+    )
+    return _missing(
+        before, Layout(tuple(Dim(d.name, d.axes * kept(i)) for i, d in enumerate(before.dims)))
+    )
 
 
 def _varies(error: BaseException, first: str, before: str, second: str, after: str) -> _Known:
@@ -312,7 +358,9 @@ def _unknown(error: BaseException, *words: str) -> _Known:
         raise LookupError(axis)
     free = {name.lower(): repr(name) for name in names if repr(name) not in spec}
     near = [free[x] for x in difflib.get_close_matches(axis.lower(), free, 1)]
-    meant = f"; perhaps this was meant: {spec.replace(repr(axis), near[0]) or near[0]}" if near else ""
+    meant = (
+        f"; perhaps this was meant: {spec.replace(repr(axis), near[0]) or near[0]}" if near else ""
+    )
     return {"axis": axis, "axes": ", ".join(sorted({*names})), "near": meant}
 
 
@@ -320,7 +368,9 @@ def _once(error: BaseException, spec: str, axis: str) -> _Known:
     """Return a spec that keeps an axis at its first place alone."""
     cuts = [axes_of(cut) for cut in _cuts(spec)]
     for i, cut in enumerate(cuts):
-        cuts[i] = tuple(dict.fromkeys(a for a in cut if not any(a in before for before in cuts[:i])))
+        cuts[i] = tuple(
+            dict.fromkeys(a for a in cut if not any(a in before for before in cuts[:i]))
+        )
     return {"spec": PartitionSpec(*(cut or None for cut in cuts))}
 
 

@@ -15,7 +15,9 @@ import numpy as np
 from llmpar.parallel.mesh import LETTERS
 
 # A type ends where the opcode begins; the group is atomic, so that a line is read once. Some texts have no %.
-_OP = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ((?>\(.*?\)(?= [\w\-]+\()|\S+)) ([\w\-]+)\((.*?)\)((?:, .*)?)$")
+_OP = re.compile(
+    r"\s*(ROOT )?%?([\w.\-]+) = ((?>\(.*?\)(?= [\w\-]+\()|\S+)) ([\w\-]+)\((.*?)\)((?:, .*)?)$"
+)
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.* )?\{$")
 _OPERAND = re.compile(r"(?:^|(?<=[ ,%/]))([A-Za-z_][\w.\-]*)(?:#(\d+))?(?=,|$)")
 CALLS = {
@@ -37,7 +39,9 @@ class Instruction(NamedTuple):
 
     type: str
     opcode: str
-    inside: str  # in parentheses: operands, or the value of a constant, or the number of a parameter
+    inside: (
+        str  # in parentheses: operands, or the value of a constant, or the number of a parameter
+    )
     attrs: str
 
     @property
@@ -53,7 +57,11 @@ class Instruction(NamedTuple):
         them."""
         if self.opcode.endswith("-start") and self.type.startswith("(("):
             _, _, results = self.type.partition("), ")
-            return shapes(results.partition("), ")[0]) if results.startswith("(") else shapes(results)[:1]
+            return (
+                shapes(results.partition("), ")[0])
+                if results.startswith("(")
+                else shapes(results)[:1]
+            )
         values, operands = shapes(self.type), len(self.operands)
         if self.opcode in ("send", "recv"):  # the message, and a handle
             return values[:1]
@@ -120,13 +128,18 @@ class Module:
             elif re.fullmatch(r"[A-Z]\w+", line):
                 name = line
         if not self.entry:
-            raise ValueError("expected the text of an HLO module, but no line of it begins with ENTRY")
+            raise ValueError(
+                "expected the text of an HLO module, but no line of it begins with ENTRY"
+            )
 
     @functools.cached_property
     def uncounted(self) -> list[str]:
         """Note what looks like a collective and is not counted, and what is counted as more than it may
         be."""
-        counts, ops = Counter[str](), [op for ops in self.computations.values() for op in ops.values()]
+        counts, ops = (
+            Counter[str](),
+            [op for ops in self.computations.values() for op in ops.values()],
+        )
         for op in ops:
             ends = op.opcode.endswith(("-done", "-update")) or op.opcode in CALLS
             if (
@@ -136,16 +149,24 @@ class Module:
             ):
                 counts[op.opcode] += 1
         counts["recv"] -= sum(op.collective == "send" for op in ops)  # the other end
-        notes = [f"not counted: what {opcode} (×{n}) sends" for opcode, n in counts.items() if n > 0]
+        notes = [
+            f"not counted: what {opcode} (×{n}) sends" for opcode, n in counts.items() if n > 0
+        ]
         if any(op.collective == "ragged-all-to-all" for op in ops):
-            notes.append("a ragged-all-to-all sends as much as the data ask for: counted is a full result")
+            notes.append(
+                "a ragged-all-to-all sends as much as the data ask for: counted is a full result"
+            )
         return notes
 
     @functools.cached_property
     def echoes(self) -> set[str]:
         """Name the computations that only repeat a TPU's collective, because it continues or ends in them."""
         ends = lambda comp: "AsyncCollectiveDone" in self.computations[comp][self.roots[comp]].attrs
-        return {c for c, root in self.roots.items() if c.startswith("async_collective") or root and ends(c)}
+        return {
+            c
+            for c, root in self.roots.items()
+            if c.startswith("async_collective") or root and ends(c)
+        }
 
     def shape_of(self, comp: str, op: Instruction, i: int) -> tuple[int, ...]:
         """Return the shape of an operation's operand ``i``."""
@@ -157,13 +178,17 @@ class Module:
         """List the operations that take a value, by its computation and name."""
         users = defaultdict[tuple[str, str], list[str]](list)
         for comp, ops in self.computations.items():
-            for value, name in ((value, name) for name, op in ops.items() for value, _ in op.operands):
+            for value, name in (
+                (value, name) for name, op in ops.items() for value, _ in op.operands
+            ):
                 users[comp, value].append(name)
         return users
 
     def source(self, op: Instruction) -> str:
         """Name an operation's line of Python, as `innermost` does."""
-        if m := re.search(r'source_file="(.*?)".*?source_line=(\d+)', op.attrs):  # JAX before stack frames
+        if m := re.search(
+            r'source_file="(.*?)".*?source_line=(\d+)', op.attrs
+        ):  # JAX before stack frames
             return innermost([(m[1], int(m[2]))])
         frame, frames = next(iter(integers(op.attrs, "stack_frame_id=")), 0), []
         while frame in self.tables.get("StackFrames", ()):
@@ -176,7 +201,9 @@ class Module:
             innermost(frames) or argument and f"argument {argument}"
         )  # as JAX 0.12 names an argument's gather
 
-    def value(self, comp: str, ref: Ref, index: int | None, known: Callable[[int, Any], Any]) -> Any:
+    def value(
+        self, comp: str, ref: Ref, index: int | None, known: Callable[[int, Any], Any]
+    ) -> Any:
         """Evaluate an integer that follows from constants and known parameters; else None."""
         name, at = ref
         op, index = self.computations[comp][name or self.roots[comp]], index if at is None else at
@@ -193,8 +220,14 @@ class Module:
             case "fusion" | "call":
                 return self.value(op.called("calls", "to_apply")[0], ROOT, index, operand)
             case "compare" | "add" | "subtract" | "multiply":
-                function = getattr(operator, op.attrs.partition("direction=")[2][:2].lower() or op.opcode[:3])
-                return None if (x := operand(0)) is None or (y := operand(1)) is None else function(x, y)
+                function = getattr(
+                    operator, op.attrs.partition("direction=")[2][:2].lower() or op.opcode[:3]
+                )
+                return (
+                    None
+                    if (x := operand(0)) is None or (y := operand(1)) is None
+                    else function(x, y)
+                )
 
     def trips(self, comp: str, loop: Instruction) -> int | None:
         """Return a loop's trip count, noted by the compiler or counted by stepping its counter; None if
@@ -216,7 +249,10 @@ _PARTNERS = r"\b(?:replica_groups|\w+_pairs|channel_id)="
 """Name of operations, and attributes, of what devices do together."""
 parsed = functools.lru_cache(maxsize=2)(Module)
 _PARALLEL = "modes auto explicit collectives collective_matmul _jax"
-_MOVERS = (*(f"/llmpar/parallel/{name}.py" for name in _PARALLEL.split()), "/llmpar/inspect/look.py")
+_MOVERS = (
+    *(f"/llmpar/parallel/{name}.py" for name in _PARALLEL.split()),
+    "/llmpar/inspect/look.py",
+)
 _MOVERS = (*_MOVERS, "/llmpar/model/lora.py")  # which gives weights their adapters
 _LIBRARIES = "jax|jaxlib|flax|optax|equinox|haiku|einops|chex|jaxtyping|beartype"
 
@@ -224,7 +260,9 @@ _LIBRARIES = "jax|jaxlib|flax|optax|equinox|haiku|einops|chex|jaxtyping|beartype
 def innermost(frames: Iterable[tuple[str, int]]) -> str:
     """Name the innermost frame outside libraries, and, if there is one, outside this package's modes and
     moves."""
-    ours = [(f, n) for f, n in frames if not re.search(rf"/(?:site|dist)-packages/(?:{_LIBRARIES})/", f)]
+    ours = [
+        (f, n) for f, n in frames if not re.search(rf"/(?:site|dist)-packages/(?:{_LIBRARIES})/", f)
+    ]
     outside = [(f, n) for f, n in ours if not f.endswith(_MOVERS)]
     return next((f"{_known_as(f)}:{n}" for f, n in outside + ours), "")
 
@@ -244,10 +282,14 @@ def group_axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
     groups = _groups(attrs) or ([] if pairs else [devices])
     named = sorted(i for group in groups for i in group)
     if not set(named) <= set(devices) if pairs else named != devices:
-        raise ValueError(f"groups {groups} are not of the {len(devices)} devices of mesh {dict(mesh.shape)}")
+        raise ValueError(
+            f"groups {groups} are not of the {len(devices)} devices of mesh {dict(mesh.shape)}"
+        )
     places = zip(mesh.axis_names, np.unravel_index(devices, sizes), strict=True)
     axes = tuple(a for a, place in places if any(len({*place[g]}) > 1 for g in groups))
-    size = math.prod(mesh.shape[a] for a in axes)  # of a group that fills these axes; no group leaves them
+    size = math.prod(
+        mesh.shape[a] for a in axes
+    )  # of a group that fills these axes; no group leaves them
     whole = pairs or all(len(g) == size for g in groups)
     return (axes, size) if whole else (("other",), max(map(len, groups)))
 
@@ -261,7 +303,9 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
     place = lambda i: dict(zip(sizes, np.unravel_index(i, [*sizes.values()]), strict=True))
     if axes == ("other",):
         return _among(groups, place, sizes)
-    does = {o.opcode for f in op.called("to_apply") for o in module.computations.get(f, {}).values()}
+    does = {
+        o.opcode for f in op.called("to_apply") for o in module.computations.get(f, {}).values()
+    }
     n = math.prod(sizes.get(a, 0) for a in axes)  # 0: a part of an axis
     if not n or not does <= {"parameter", "copy", "convert", "add"}:
         return ""
@@ -271,16 +315,21 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
         apart = {(place(to)[axes[0]] - place(at)[axes[0]]) % n for at, to in groups}
         shift = "hop" if apart in ({1}, {n - 1}) else f"shift by {max(apart)}"
         return f"{shift if len(apart) == len(axes) == 1 else 'exchange'} along {','.join(axes)}"
-    first = [place(i) for i in groups[0]] if groups else []  # the outermost axis is the last to change
+    first = (
+        [place(i) for i in groups[0]] if groups else []
+    )  # the outermost axis is the last to change
     changes_at = lambda a: next((i for i, at in enumerate(first) if at[a] != first[0][a]), 0)
     over = "/" + ",".join(sorted(axes, key=changes_at, reverse=True))
     dim = integers(op.attrs, r"\bdimensions=\{")
-    before, after = (module.shape_of(comp, op, 0), op.results[0][1]) if len(op.results) == 1 else ((), ())
+    before, after = (
+        (module.shape_of(comp, op, 0), op.results[0][1]) if len(op.results) == 1 else ((), ())
+    )
     if kind == "all-to-all" and dim and before:
         # XLA exchanges blocks of one dim; reshapes and transposes around it put them into place.
         d, given = dim[0], ops[op.operands[0][0]]
         halves = module.shape_of(comp, given, 0) if given.opcode == "reshape" else ()
-        before = halves if halves == (*before[:d], math.prod(before[d : d + 2]), *before[d + 2 :]) else before
+        merged = (*before[:d], math.prod(before[d : d + 2]), *before[d + 2 :])
+        before = halves if halves == merged else before
         for _ in range(3):
             users = module.users[comp, name]
             if len(users) != 1 or ops[users[0]].opcode not in ("reshape", "transpose"):
@@ -294,7 +343,12 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
     cut = [i for i, (a, b) in enumerate(sides) if a == b * n]
     right = {"all-gather": (dim, []), "reduce-scatter": ([], dim), "all-reduce": ([], [])}
     right["all-to-all"] = gathered[:1] or [-1], cut[:1] or [-1]
-    fits = sum(a == b for a, b in sides) + len(gathered + cut) == len(before) == len(after) <= len(LETTERS)
+    fits = (
+        sum(a == b for a, b in sides) + len(gathered + cut)
+        == len(before)
+        == len(after)
+        <= len(LETTERS)
+    )
     if (gathered, cut) != right.get(kind) or not fits:
         return ""
     dims = lambda at: [letter + over * (i in at) for i, letter in enumerate(LETTERS[: len(before)])]
@@ -302,12 +356,16 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
     return f"{' '.join(dims(gathered) + sums)} -> {' '.join(dims(cut)) or 'whole'}"
 
 
-def _among(groups: list[list[int]], place: Callable[[int], dict[str, int]], sizes: dict[str, int]) -> str:
+def _among(
+    groups: list[list[int]], place: Callable[[int], dict[str, int]], sizes: dict[str, int]
+) -> str:
     """Write which part of the axes each group fills, ``among 2 of X's 4``; '' where groups differ in that."""
     fill = [{a: len({place(i)[a] for i in group}) for a in sizes} for group in groups]
     if any(one != fill[0] or math.prod(one.values()) != len(groups[0]) for one in fill):
         return ""
-    words = {a: a if n == sizes[a] else f"{n} of {a}'s {sizes[a]}" for a, n in fill[0].items() if n > 1}
+    words = {
+        a: a if n == sizes[a] else f"{n} of {a}'s {sizes[a]}" for a, n in fill[0].items() if n > 1
+    }
     return f"among {', '.join(words.values())}"
 
 
@@ -315,10 +373,14 @@ def _groups(attrs: str) -> list[list[int]]:
     """Read replica groups in XLA's four spellings (replica_group.cc, mesh_and_axis.cc); [] for {}."""
     if m := re.search(r"replica_groups=\[([\d,]+)\]<=(\[\S+?)(?:, |$)", attrs):
         return _iota(m[2]).reshape(integers(m[1])).tolist()
-    if m := re.search(r'(?:replica_groups|source_target_pairs)="?\{((?:\{[\d, ]*\},? ?)*)\}', attrs):
+    if m := re.search(
+        r'(?:replica_groups|source_target_pairs)="?\{((?:\{[\d, ]*\},? ?)*)\}', attrs
+    ):
         return [integers(g) for g in re.findall(r"\{(.*?)\}", m[1])]
     # mesh['a'=2,'b'=8], device_ids=([4,4]T(1,0)) {'a','b':(2)4}: (2)4 is the middle of b as [2, 4, rest].
-    if not (m := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", attrs)):
+    if not (
+        m := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", attrs)
+    ):
         return []
     names, sizes = zip(*re.findall(r"([^,=\s]+)=(\d+)", m[1]), strict=True)
     place, size = np.arange(math.prod(map(int, sizes))), 1

@@ -10,16 +10,39 @@ from typing import Any
 import jax
 import numpy as np
 
-from llmpar.inspect.census import Collective, Taken, Work, all_runs, arrow_of, collective_bytes, repeat, weigh
+from llmpar.inspect.census import (
+    Collective,
+    Taken,
+    Work,
+    all_runs,
+    arrow_of,
+    collective_bytes,
+    repeat,
+    weigh,
+)
 from llmpar.inspect.hlo import COLLECTIVES, innermost
 
 _OF_PRIMITIVE = {kind.replace("-", "_"): kind for kind in COLLECTIVES}
-_OF_PRIMITIVE |= {"ppermute": "collective-permute", "psend": "send", "pbroadcast": "collective-broadcast"}
+_OF_PRIMITIVE |= {
+    "ppermute": "collective-permute",
+    "psend": "send",
+    "pbroadcast": "collective-broadcast",
+}
 _OF_PRIMITIVE |= dict.fromkeys(("psum", "psum2", "pmax", "pmin"), "all-reduce")
-_DTYPES = {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "complex": "c", "bool": "pred", "_": ""}
+_DTYPES = {
+    "bfloat": "bf",
+    "float": "f",
+    "uint": "u",
+    "int": "s",
+    "complex": "c",
+    "bool": "pred",
+    "_": "",
+}
 
 
-def census_jaxpr(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None = None) -> list[Collective]:
+def census_jaxpr(
+    jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None = None
+) -> list[Collective]:
     """Count the collectives of a jaxpr. A scan multiplies by its length; of a cond the branch that sends most
     counts, unless it is named and `taken` has how often it is true; of a `while` one iteration.
 
@@ -51,22 +74,30 @@ def _work(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None, outer: st
     return work
 
 
-def _named_collectives(kind: str, eqn: Any, sizes: dict[str, int], source: str) -> Iterable[Collective]:
+def _named_collectives(
+    kind: str, eqn: Any, sizes: dict[str, int], source: str
+) -> Iterable[Collective]:
     """Return one collective per result: the psum of a tree is several all-reduces, as when partitioned."""
     named = jax.tree.leaves(eqn.params.get("axes", eqn.params.get("axis_name")))
     if unknown := [a for a in named if isinstance(a, str) and a not in sizes]:
-        raise ValueError(f"a {kind} runs over axis {unknown[0]!r}, but the mesh has {', '.join(sizes)}")
+        raise ValueError(
+            f"a {kind} runs over axis {unknown[0]!r}, but the mesh has {', '.join(sizes)}"
+        )
     axes = tuple(a for a in sizes if a in named and sizes[a] > 1)
     if perm := eqn.params.get("perm"):  # along the axes on which the ends of a pair differ
         places = np.unravel_index(np.array(perm).T, [sizes[a] for a in axes]) if axes else ()
-        axes = tuple(a for a, (one, other) in zip(axes, places, strict=True) if (one != other).any())
+        axes = tuple(
+            a for a, (one, other) in zip(axes, places, strict=True) if (one != other).any()
+        )
     group_size = math.prod(sizes[a] for a in axes)
     if groups := eqn.params.get("axis_index_groups"):
         axes, group_size = ("other",), len(groups[0])
     if group_size == 1:
         return
     for result in eqn.invars if kind == "send" else eqn.outvars:  # which gives a token
-        aval = getattr(result.aval, "inner_aval", result.aval)  # psum_start and the like give futures
+        aval = getattr(
+            result.aval, "inner_aval", result.aval
+        )  # psum_start and the like give futures
         dtype = re.sub("|".join(_DTYPES), lambda word: _DTYPES[word[0]], aval.dtype.name)
         sent = collective_bytes(kind, group_size, aval.size * aval.dtype.itemsize)
         yield Collective(kind, axes, group_size, 1, sent, dtype, aval.shape, source)
@@ -85,7 +116,11 @@ def kept_lines(jaxpr: Any) -> dict[str, set[str]]:
         for eqn in jaxpr.eqns:
             frames = getattr(eqn.source_info.traceback, "frames", ())
             places = [(frame.file_name, frame.line_num) for frame in frames]
-            own = [i for i, frame in enumerate(frames) if frame.function_name.rpartition(".")[2] == helper]
+            own = [
+                i
+                for i, frame in enumerate(frames)
+                if frame.function_name.rpartition(".")[2] == helper
+            ]
             line = innermost(places)
             kept = bool(own and line) and not innermost(
                 places[: own[0] + 1]
@@ -116,7 +151,10 @@ def unchecked(jaxpr: Any) -> list[str]:
         if eqn.primitive.name == "shard_map" and not eqn.params.get("check_vma", True):
             at = next(filter(None, map(_line, [eqn, *_inner(eqn)[0].eqns])), "no line")
             differ = _varying(_inner(eqn)[0], [_axes(*spec) for spec in eqn.params["in_specs"]])
-            rest = [axes - _axes(*spec) for axes, spec in zip(differ, eqn.params["out_specs"], strict=True)]
+            rest = [
+                axes - _axes(*spec)
+                for axes, spec in zip(differ, eqn.params["out_specs"], strict=True)
+            ]
             for i, axes in ((i, ",".join(sorted(axes))) for i, axes in enumerate(rest) if axes):
                 equal = f"is equal on all devices along {axes}, as out_specs say; check_vma=True checks it"
                 notes.append(f"nothing ensures that result {i} of the shard_map at {at} {equal}")
@@ -137,7 +175,9 @@ def _varying(jaxpr: Any, given: list[Axes]) -> list[Axes]:
             each = [[axes - named for axes in takes]]
         each = each or [[named.union(*takes)] * gives]
         known |= zip(
-            map(id, eqn.outvars), (Axes().union(*axes) for axes in zip(*each, strict=True)), strict=True
+            map(id, eqn.outvars),
+            (Axes().union(*axes) for axes in zip(*each, strict=True)),
+            strict=True,
         )
     return of(jaxpr.outvars)
 

@@ -45,7 +45,8 @@ _MOST = 8
 """How many results with another layout than their argument are named."""
 _STAGES = jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
 _WHOLE = (
-    "a jaxpr has no shardings on automatic axes: its arguments are whole here; look at the function instead"
+    "a jaxpr has no shardings on automatic axes: its arguments are whole here; look at the function"
+    " instead"
 )
 LAST = (
     "the compiler may have merged, split and widened collectives here, and a text from its cache may name old"
@@ -87,9 +88,13 @@ class Look:
             partly = any(re.match("not counted: .* sends$", text) for text in self.notes)
             words = [f"{self.name} on {on} sends nothing" + (" that is counted" if partly else "")]
         if loops := sorted({row["per_turn"] for row in self.rows} - {""}):
-            words.append(f"the trip count of the loop at {', '.join(loops)} is unknown: not in the sum")
+            words.append(
+                f"the trip count of the loop at {', '.join(loops)} is unknown: not in the sum"
+            )
         for link in dict.fromkeys(self.links.values()):
-            words.append(f"{', '.join(a for a, other in self.links.items() if other == link)}: {link}")
+            words.append(
+                f"{', '.join(a for a, other in self.links.items() if other == link)}: {link}"
+            )
         if sizes := [f"{name[:-6]} {size_text(n)}" for name, n in self.memory.items()]:
             words.append(f"memory: {', '.join(sizes)}")
         words.append(f"matmuls: {self.flops:,} FLOPs")
@@ -127,7 +132,11 @@ class Look:
     def picture(self) -> Scene:
         """Draw the bytes of each line."""
         name = lambda row: f"{row['source'] or '(the partitioner)'} {row['arrow']}".strip()
-        more = lambda row: {"arrow": name(row), "axis": ",".join(row["axes"]), "kind": row["collective"]}
+        more = lambda row: {
+            "arrow": name(row),
+            "axis": ",".join(row["axes"]),
+            "kind": row["collective"],
+        }
         return draw.arrows_sent([row | more(row) for row in self.rows])
 
     def _repr_html_(self) -> str:
@@ -154,7 +163,9 @@ def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
     try:
         context = jax.sharding.get_mesh()
     except ValueError:  # inside jax.jit
-        raise ValueError("look compiles, and another program is being traced; call it outside") from None
+        raise ValueError(
+            "look compiles, and another program is being traced; call it outside"
+        ) from None
     notes, lines = [_WHOLE] if hasattr(f, "eqns") else [], dict[str, set[str]]()
     try:
         program = _staged(f, args, kwargs)
@@ -176,7 +187,11 @@ def look(f: Any, /, *args: Any, **kwargs: Any) -> Look:
     leaves = [leaf for leaf in _leaves(compiled) if hasattr(leaf[1], "shape")]  # tokens have none
     mesh = _one([*meshes, *(pair for name, _, where in leaves for pair in _meshes(name, where))])
     result = _read(text, mesh, notes + _returned(leaves), lines)
-    name = type(f).__name__ if result.name in ("", "_unnamed_function", "jaxpr_as_fun") else result.name
+    name = (
+        type(f).__name__
+        if result.name in ("", "_unnamed_function", "jaxpr_as_fun")
+        else result.name
+    )
     more = _replicated(leaves, mesh, memory["argument_bytes"])
     return replace(result, name=name, memory=memory, replicated=more)
 
@@ -189,12 +204,16 @@ def _returned(leaves: list) -> list[str]:
     for name, x, where in (leaf for leaf in known if leaf[0].startswith("out ")):
         path, like = name[4:], [one for one in given if type_of(one[1]) == type_of(x)]
         same = [one for one in like if one[0] == path]
-        same = same or [one for one in like if within(one[0]) and within(one[0]) in (path, within(path))]
+        same = same or [
+            one for one in like if within(one[0]) and within(one[0]) in (path, within(path))
+        ]
         if len(same) != 1 or (at := same[0][2]).device_set != where.device_set:
             continue
         if not where.is_equivalent_to(at, len(x.shape)):
             layouts = f"{name} is returned as {_layout(where, x)}, but in {same[0][0]} is {_layout(at, x)}"
-            notes.append(f"{layouts}: passed in again, it is moved, or the program is compiled again")
+            notes.append(
+                f"{layouts}: passed in again, it is moved, or the program is compiled again"
+            )
     if (more := len(notes) - _MOST) > 0:
         notes[_MOST:] = [f"{more} more results are returned in another layout"]
     return notes
@@ -210,7 +229,9 @@ def _layout(where: Any, x: Any) -> str:
 def _staged(f: Any, args: tuple, kwargs: dict) -> Any:
     """Return a closed jaxpr, or a program of `jax.stages`, traced if it can be."""
     wraps = "traced", "lowered", "compiled"  # the attributes of Flax and Equinox for JAX's own
-    inner = lambda x: next((y for y in (getattr(x, n, None) for n in wraps) if isinstance(y, _STAGES)), x)
+    inner = lambda x: next(
+        (y for y in (getattr(x, n, None) for n in wraps) if isinstance(y, _STAGES)), x
+    )
     if hasattr(f, "eqns"):
         return f if hasattr(f, "consts") else core.ClosedJaxpr(f, ())
     if isinstance(f := inner(f), _STAGES):
@@ -222,10 +243,17 @@ def _staged(f: Any, args: tuple, kwargs: dict) -> Any:
     if not callable(f):
         kinds = "a function with its arguments, a traced, lowered or compiled program, a jaxpr, or HLO text"
         raise ValueError(f"look takes {kinds}; this is of type {type(f).__name__}")
-    if hasattr(getattr(f, "__func__", None), "lower"):  # a jitted method: its function has the attributes
+    if hasattr(
+        getattr(f, "__func__", None), "lower"
+    ):  # a jitted method: its function has the attributes
         f, args = f.__func__, (f.__self__, *args)
-    plain = lambda x: isinstance(x, Hashable) and not any(hasattr(y, "dtype") for y in jax.tree.leaves(x))
-    numbers, names = [i for i, x in enumerate(args) if plain(x)], [k for k, x in kwargs.items() if plain(x)]
+    plain = lambda x: (
+        isinstance(x, Hashable) and not any(hasattr(y, "dtype") for y in jax.tree.leaves(x))
+    )
+    numbers, names = (
+        [i for i, x in enumerate(args) if plain(x)],
+        [k for k, x in kwargs.items() if plain(x)],
+    )
     jitted = f if hasattr(f, "lower") else jax.jit(f, static_argnums=numbers, static_argnames=names)
     return inner(getattr(jitted, "trace", jitted.lower)(*args, **kwargs))
 
@@ -243,11 +271,15 @@ def _lowered(program: Any, mesh: Any) -> jax.stages.Lowered:
     if isinstance(mesh, AbstractMesh):
         if mesh.size > (present := jax.device_count()):
             why = f"mesh {dict(mesh.shape)} needs {mesh.size} devices, but JAX has {present}"
-            raise ValueError(f"{why}; llmpar.use_devices({mesh.size}) simulates them, in a fresh process")
+            raise ValueError(
+                f"{why}; llmpar.use_devices({mesh.size}) simulates them, in a fresh process"
+            )
         grid = np.array(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes)
         mesh = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
-        given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in program.in_avals]
+        given = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in program.in_avals
+        ]
         return jax.jit(core.jaxpr_as_fun(program)).lower(*given)
 
 
@@ -260,7 +292,11 @@ def _meshes(name: str, *tree: Any) -> Iterator[tuple[str, Any]]:
             types = [v.aval for eqn in inner.eqns for v in eqn.outvars]
             yield from _meshes(name, consts, [v.aval for v in inner.invars], types)
             yield from (pair for e in inner.eqns for pair in _meshes(e.primitive.name, e.params))
-        mesh = x if isinstance(x, Mesh | AbstractMesh) else getattr(getattr(x, "sharding", x), "mesh", None)
+        mesh = (
+            x
+            if isinstance(x, Mesh | AbstractMesh)
+            else getattr(getattr(x, "sharding", x), "mesh", None)
+        )
         if isinstance(mesh, Mesh | AbstractMesh) and mesh.size > 1:
             yield name or f"argument {jax.tree_util.keystr(path[1:])}", mesh
 
@@ -272,11 +308,15 @@ def _one(meshes: Iterable[tuple[str, Any]]) -> Any:
         devices = tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else ()
         places.setdefault(((*mesh.shape.items(),), devices), (name, mesh))
     placed = {sizes for sizes, devices in places if devices}
-    (a, mesh), *others = [x for (sizes, on), x in places.items() if on or sizes not in placed] or [("", None)]
+    (a, mesh), *others = [x for (sizes, on), x in places.items() if on or sizes not in placed] or [
+        ("", None)
+    ]
     for b, other in others:
         text = f"{a} has mesh {dict(mesh.shape)}, {b} has mesh {dict(other.shape)}"
         text += " of other devices" * (mesh.shape == other.shape)
-        raise ValueError(f"a table has the axes of one mesh, but {text}; use one, or look at each part")
+        raise ValueError(
+            f"a table has the axes of one mesh, but {text}; use one, or look at each part"
+        )
     return mesh
 
 
@@ -288,11 +328,17 @@ def _of_text(text: str, mesh: Any = None) -> Look:
     sizes, devices = dict(getattr(mesh, "shape", mesh) or {}), parsed(text).devices
     if (n := math.prod(sizes.values())) != devices:
         has = f"mesh {sizes} has {n} devices" if sizes else "a text does not name its mesh"
-        raise ValueError(f"{has}, and the program has {devices}; give its own: look(text, 'X=4 Y=2')")
-    places = mesh if isinstance(mesh, Mesh) else SimpleNamespace(axis_names=tuple(sizes), shape=sizes)
+        raise ValueError(
+            f"{has}, and the program has {devices}; give its own: look(text, 'X=4 Y=2')"
+        )
+    places = (
+        mesh if isinstance(mesh, Mesh) else SimpleNamespace(axis_names=tuple(sizes), shape=sizes)
+    )
     result = _read(text, places, [], {})
     for row in (row for row in result.rows if row["axes"] == ("other",)):
-        why = f"groups of the {row['collective']} at {row['source'] or 'no line'} fill no whole axes"
+        why = (
+            f"groups of the {row['collective']} at {row['source'] or 'no line'} fill no whole axes"
+        )
         remedy = "give its own, or an axis of which they fill a part as two: X=4 as A=2 B=2"
         raise ValueError(f"mesh {sizes} is not the program's: {why}; {remedy}")
     return result
@@ -307,13 +353,17 @@ def _read(text: str, mesh: Any, notes: list[str], lines: dict[str, set[str]]) ->
     elif mesh is None:
         mesh = SimpleNamespace(axis_names=("device",), shape={"device": module.devices})
         notes.append(f"no mesh was found: all {module.devices} devices are one axis here")
-    between = {a: row["link"] for a, row in axis_links(mesh).items()} if isinstance(mesh, Mesh) else {}
+    between = (
+        {a: row["link"] for a, row in axis_links(mesh).items()} if isinstance(mesh, Mesh) else {}
+    )
     keyed = list[tuple[dict[str, Any], Collective]]()
     for c in census_hlo(text, mesh) if mesh else []:
         source, others = _line(c.source, lines)
         if others is not None:
             other = " or ".join(sorted(others)) or "another of this program"
-            notes.append(f"{source} may stand for {other}: JAX reuses what it traced, with its first lines")
+            notes.append(
+                f"{source} may stand for {other}: JAX reuses what it traced, with its first lines"
+            )
         if c.axes == ("other",):
             groups = f"groups of the {c.kind} at {source or 'no line'} fill no whole axes"
             notes.append(groups + (c.moves and f": they are {c.moves}"))
@@ -325,7 +375,9 @@ def _read(text: str, mesh: Any, notes: list[str], lines: dict[str, set[str]]) ->
     ops = (f"{op.opcode} {op.attrs}" for ops in module.computations.values() for op in ops.values())
     hidden = Counter(name for op in ops for name in re.findall(_HIDDEN, op))
     uncounted += [f"not counted: what {name} (×{n}) does inside" for name, n in hidden.items()]
-    label = lambda c: f"{_line(c.source, lines)[0] or '(the partitioner)'} {c.kind} {','.join(c.axes)}"
+    label = lambda c: (
+        f"{_line(c.source, lines)[0] or '(the partitioner)'} {c.kind} {','.join(c.axes)}"
+    )
     pairs = dict.fromkeys((label(a), label(b)) for a, b in (unordered(text, mesh) if mesh else []))
     name, sizes = re.sub("^_lambda_?$", "<lambda>", module.name), dict(mesh.shape) if mesh else {}
     notes = [*dict.fromkeys(notes + uncounted + module.uncounted)]
@@ -348,7 +400,9 @@ def _matmul_flops(module: Module) -> tuple[int, list[str]]:
     def trips(comp: str, loop: Instruction) -> int:
         count, where = module.trips(comp, loop), module.source(loop) or "no line"
         if count is None:
-            notes.append(f"the trip count of the loop at {where} is unknown: its FLOPs are of one iteration")
+            notes.append(
+                f"the trip count of the loop at {where} is unknown: its FLOPs are of one iteration"
+            )
         return 1 if count is None else count
 
     leaf = lambda comp, op: 0 if op.opcode == "convolution" else product_flops(module, comp, op)
@@ -364,7 +418,9 @@ def _replicated(leaves: list, mesh: Any, argument_bytes: int) -> list[dict[str, 
             continue
         blocks = where.devices_indices_map(x.shape)
         block_of = np.array([str(blocks[d]) for d in mesh.devices.flat]).reshape(mesh.devices.shape)
-        used = [a for i, a in enumerate(mesh.axis_names) if (block_of != block_of.take([0], i)).any()]
+        used = [
+            a for i, a in enumerate(mesh.axis_names) if (block_of != block_of.take([0], i)).any()
+        ]
         shard, axes = list(where.shard_shape(x.shape)), list[str]()
         size = PACKED.get(str(x.dtype), x.dtype.itemsize)
         local_bytes = int(size * math.prod(shard))
@@ -405,14 +461,20 @@ def unordered(text: str, mesh: Any, one_channel: bool = False) -> list[_Pair]:
             waits = re.findall(r"control-predecessors=\{(.*?)\}", op.attrs)
             after = re.findall(r"[\w.\-]+", " ".join(waits)) + [value for value, _ in op.operands]
             needs = [n for n in after if n in before]
-            before[name] = functools.reduce(operator.or_, (before[n] for n in needs), 0) | 1 << place
+            before[name] = (
+                functools.reduce(operator.or_, (before[n] for n in needs), 0) | 1 << place
+            )
             callees = op.called(*CALLS[op.opcode]) if op.opcode in CALLS else []
-            collectives = [(c, n, True) for i in callees if i in module.computations for c, n, _ in inside(i)]
+            collectives = [
+                (c, n, True) for i in callees if i in module.computations for c, n, _ in inside(i)
+            ]
             if one := collective(module, comp, name, mesh):
                 collectives.append((one, integers(op.attrs, "channel_id="), False))
             if not collectives:
                 continue
-            loose = [c for i, others in earlier.items() if not before[name] >> i & 1 for c in others]
+            loose = [
+                c for i, others in earlier.items() if not before[name] >> i & 1 for c in others
+            ]
             for (a, one_of, a_deep), (b, other_of, b_deep) in itertools.product(loose, collectives):
                 if not one_channel or one_of == other_of and (a_deep or b_deep):
                     pairs.append((a, b))

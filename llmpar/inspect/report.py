@@ -9,7 +9,13 @@ from rich.table import Table
 
 from llmpar import draw
 from llmpar.draw.scene import Scene, compose
-from llmpar.inspect.census import arrow_rows, census_hlo, compiled_memory, executed_flops, read_program
+from llmpar.inspect.census import (
+    arrow_rows,
+    census_hlo,
+    compiled_memory,
+    executed_flops,
+    read_program,
+)
 from llmpar.inspect.hlo import parsed
 from llmpar.inspect.links import axis_links, links_table
 from llmpar.inspect.spread import spread_table
@@ -46,7 +52,9 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
     useful = memory.flops(config, batch_size, seq_len)
     return compare(plan, batch_size, seq_len, partitioned, step.mesh, branches) | {
         "memory": {
-            "predicted_argument_bytes": sum(memory.argument_bytes(plan, batch_size, seq_len).values()),
+            "predicted_argument_bytes": sum(
+                memory.argument_bytes(plan, batch_size, seq_len).values()
+            ),
             "compiled_argument_bytes": allocated["argument_bytes"],
             "predicted_temp_bytes": memory.temp_bytes(plan, batch_size, seq_len),
             "compiled_temp_bytes": allocated["temp_bytes"],
@@ -68,7 +76,9 @@ def compare(
     sends most.
     """
     config = plan.config
-    by_stage = [traffic.step_traffic(plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
+    by_stage = [
+        traffic.step_traffic(plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)
+    ]
     stage = max(range(plan.mesh.pp), key=lambda i: by_stage[i].total_bytes)
     predicted = by_stage[stage]
     census, compiled = census_hlo(partitioned, mesh, branches[stage]), defaultdict(list)
@@ -76,7 +86,11 @@ def compare(
         compiled[",".join(c.axes), c.kind].append(c)
     rows, arrows = list[dict[str, Any]](), arrow_rows(census)
     for key in sorted(predicted.keys() | compiled.keys()):
-        guess, by_source, by_arrow = predicted.get(key, Prediction()), Counter[str](), Counter[str]()
+        guess, by_source, by_arrow = (
+            predicted.get(key, Prediction()),
+            Counter[str](),
+            Counter[str](),
+        )
         for c in compiled[key]:
             by_source[c.source] += c.bytes_sent
             by_arrow[c.arrow] += c.bytes_sent
@@ -94,7 +108,9 @@ def compare(
         )
         for row in arrows:  # all directions of an arrow together
             if (row["axis"], row["kind"]) == key:
-                row["as_predicted"] = by_arrow[row["arrow"]] == guess.arrows.get(row["arrow"], (0, 0))[1]
+                row["as_predicted"] = (
+                    by_arrow[row["arrow"]] == guess.arrows.get(row["arrow"], (0, 0))[1]
+                )
     rows.sort(key=lambda row: -max(row["predicted_bytes"], row["compiled_bytes"]))
     return {
         "model": config.name,
@@ -133,8 +149,14 @@ def move_tables(document: dict) -> list[Table]:
         sent = f"{row['count']:,}", f"{row['predicted_bytes']:,} B", f"{row['compiled_bytes']:,} B"
         return (row["axis"], row["kind"], *sent, same, _short(row["source"]))
 
-    title, numbers = f"{_title(document)}: bytes sent per device and step", ("count", "predicted", "compiled")
-    columns, rows = ("axes", "collective", *numbers, "", "from"), map(cells, document["collectives"])
+    title, numbers = (
+        f"{_title(document)}: bytes sent per device and step",
+        ("count", "predicted", "compiled"),
+    )
+    columns, rows = (
+        ("axes", "collective", *numbers, "", "from"),
+        map(cells, document["collectives"]),
+    )
     moves = rich_table(title, columns, numbers, rows, caption=document.get("detour"))
     crossed = document["links"] and links_table(document["links"], "links that the axes cross")
     return [moves, _arrow_table(document), *([crossed] if crossed else [])]
@@ -171,12 +193,20 @@ def _arrow_table(document: dict) -> Table:
     title = "by arrow of the model or the step, as compiled (=: as predicted)"
     by_arrow = rich_table(title, ("arrow", "direction", "count", "bytes", ""), ("count", "bytes"))
     for group in document["collectives"]:
-        rows = [r for r in document["arrows"] if (r["axis"], r["kind"]) == (group["axis"], group["kind"])]
+        rows = [
+            r
+            for r in document["arrows"]
+            if (r["axis"], r["kind"]) == (group["axis"], group["kind"])
+        ]
         total = f"{group['count']:,}", f"{group['compiled_bytes']:,} B"
         by_arrow.add_row(f"{group['axis']} {group['kind']}", "", *total, style="bold")
         for row in rows:
             arrow = row["arrow"] or row["source"] or "(chosen by the partitioner)"
-            numbers = f"{row['count']:,}", f"{row['bytes_sent']:,} B", "=" if row["as_predicted"] else "≠"
+            numbers = (
+                f"{row['count']:,}",
+                f"{row['bytes_sent']:,} B",
+                "=" if row["as_predicted"] else "≠",
+            )
             by_arrow.add_row(" " + arrow, row["direction"], *numbers)
         by_arrow.add_section()
     return by_arrow

@@ -123,8 +123,16 @@ def measured(chip: Chip) -> dict[str, float]:
 def shares(chip: Chip, kernels: float | None = None) -> dict[str, float]:
     """Return the shares of peak of matmuls, and of attention in this package's kernel and in cuDNN's:
     measured, else assumed. ``kernels`` replaces all but that of matmuls."""
-    reached = {"products": _PRODUCT_SHARE, "cudnn": FUSED_SHARE, "attention": _KERNEL_SHARE} | measured(chip)
-    return reached if kernels is None else dict.fromkeys(reached, kernels) | {"products": reached["products"]}
+    reached = {
+        "products": _PRODUCT_SHARE,
+        "cudnn": FUSED_SHARE,
+        "attention": _KERNEL_SHARE,
+    } | measured(chip)
+    return (
+        reached
+        if kernels is None
+        else dict.fromkeys(reached, kernels) | {"products": reached["products"]}
+    )
 
 
 def roofline(
@@ -260,7 +268,8 @@ class _Schedule:
             return "done", op.operands[0][0], None
         body = op.called("calls")[0] if op.opcode == "fusion" else ""
         inner = next(
-            (o for o in self.module.computations.get(body, {}).values() if o.opcode in COLLECTIVES), None
+            (o for o in self.module.computations.get(body, {}).values() if o.opcode in COLLECTIVES),
+            None,
         )
         if inner is None:
             return "", name, None
@@ -288,7 +297,9 @@ class _Schedule:
         body, begin = op.called("body")[0], self.now
         self.times *= trips
         outermost = events is self.result.loops[0].events
-        loop = Loop(f"{arrow_of(op.scope)['direction']} loop".strip(), trips, [] if outermost else events)
+        loop = Loop(
+            f"{arrow_of(op.scope)['direction']} loop".strip(), trips, [] if outermost else events
+        )
         flops = self.run(body, loop.events)
         self.times /= trips
         self.now = begin + trips * (self.now - begin)
@@ -302,7 +313,9 @@ class _Schedule:
         branches = op.called(*CALLS["conditional"])
         share = share_of(op.scope, self.taken)
         if share is None:
-            dearest = max(branches, key=lambda b: (self.flops(b, None), len(self.module.computations[b])))
+            dearest = max(
+                branches, key=lambda b: (self.flops(b, None), len(self.module.computations[b]))
+            )
             shares = {dearest: 1.0}
         else:
             shares = dict(zip(branches, (1 - float(share), float(share)), strict=True))
@@ -327,7 +340,9 @@ class _Schedule:
             return None
         result_bytes = values_bytes(op.results)
         message: float = result_bytes * group if kind == "reduce-scatter" else result_bytes
-        merged = dict.fromkeys(re.findall(r"arrow\[(.*?)\]", op.scope))  # the compiler may merge several
+        merged = dict.fromkeys(
+            re.findall(r"arrow\[(.*?)\]", op.scope)
+        )  # the compiler may merge several
         key = ("; ".join(merged), ",".join(axes), kind, arrow_of(op.scope)["direction"])
         row = self.result.sent.setdefault(key, CollectiveTime(*key))
         if kind in ("send", "collective-broadcast"):
@@ -349,7 +364,11 @@ class _Schedule:
     def link_seconds(self, kind: str, message: float, axes: tuple[str, ...], group: int) -> float:
         """Return the seconds of a collective over mesh axes, from their devices' positions on the links."""
         devices, names = self.mesh.devices, list(self.mesh.axis_names)
-        if axes == ("other",) or self.chip.link == "switch" or not getattr(devices.flat[0], "coords", None):
+        if (
+            axes == ("other",)
+            or self.chip.link == "switch"
+            or not getattr(devices.flat[0], "coords", None)
+        ):
             return formulas.collective_seconds(self.chip, kind, message, group, self.apart(axes))
         at = tuple(slice(None) if name in axes else 0 for name in names)
         coords = {tuple(d.coords) for d in devices[at].flat}
@@ -362,21 +381,31 @@ class _Schedule:
         closed = all(map(self.chip.wraps, box))
         rate, hop_s = one.reached_link_bytes_per_s, self.chip.hop_s
         seconds = formulas.torus_seconds(kind, whole, box, rate, closed, hop_s)
-        if slices > 1:  # each device sends its part of what leaves a slice over the data centre's network
+        if (
+            slices > 1
+        ):  # each device sends its part of what leaves a slice over the data centre's network
             across = formulas.sent_bytes(kind, message, slices) * slices / group
             seconds = max(seconds, across / one.dcn_bytes_per_s)
         return seconds
 
     def compute(self, comp: str, op: Instruction, events: list[_Event]) -> float:
         """Run an operation on the computing clock, and return its FLOPs."""
-        if op.opcode in _FREE or op.opcode.endswith(("-start", "-done")) or '"AllocateBuffer"' in op.attrs:
+        if (
+            op.opcode in _FREE
+            or op.opcode.endswith(("-start", "-done"))
+            or '"AllocateBuffer"' in op.attrs
+        ):
             return 0.0
         flops, share, term = self.product(comp, op)
         moved = self.traffic(comp, op)
-        seconds = max(flops / (share * self.peak), moved / self.rate, _LAUNCH_S if self.gpu else 0.0)
+        seconds = max(
+            flops / (share * self.peak), moved / self.rate, _LAUNCH_S if self.gpu else 0.0
+        )
         self.result.flops += self.times * flops
         self.result.terms[term if flops else "elementwise"] += self.times * seconds
-        events.append(_Event("compute", _short(op, term if flops else ""), self.now, self.now + seconds))
+        events.append(
+            _Event("compute", _short(op, term if flops else ""), self.now, self.now + seconds)
+        )
         self.now += seconds
         return flops
 
@@ -386,14 +415,20 @@ class _Schedule:
             if flops := _kernel_flops(self.module, comp, op, self.seen):
                 own = "xla.gpu.triton" in op.attrs or "tpu_custom_call" in op.attrs
                 return flops, self.shares["attention" if own else "cudnn"], "attention"
-        wide = 0.5 if self.gpu and self.wide(comp, op) else 1.0  # TF32 runs at half the rate of bf16
+        wide = (
+            0.5 if self.gpu and self.wide(comp, op) else 1.0
+        )  # TF32 runs at half the rate of bf16
         return self.flops(comp, op), self.shares["products"] * wide, "products"
 
     def wide(self, comp: str, op: Instruction) -> bool:
         """Return whether an operation's matmuls take float32."""
         if op.opcode == "fusion":
             body = op.called("calls", "to_apply")[0]
-            dots = [o for o in self.module.computations[body].values() if o.opcode in ("dot", "convolution")]
+            dots = [
+                o
+                for o in self.module.computations[body].values()
+                if o.opcode in ("dot", "convolution")
+            ]
             return any(self.wide(body, o) for o in dots)
         if op.opcode not in ("dot", "custom-call", "convolution") or not op.operands:
             return False
@@ -440,7 +475,9 @@ class _Schedule:
                 moved += min(taken, values_bytes(shapes(inner.type)))
                 for o in updated:
                     part = body.get(o.operands[1][0])
-                    moved -= values_bytes(shapes(o.type)) - (values_bytes(shapes(part.type)) if part else 0)
+                    moved -= values_bytes(shapes(o.type)) - (
+                        values_bytes(shapes(part.type)) if part else 0
+                    )
             elif (place := int(inner.inside)) < len(operands):
                 moved += size(*operands[place])
         return max(0, moved + written)
@@ -470,7 +507,9 @@ def _iterations(module: Module, comp: str, loop: Instruction) -> int:
 
 def all_flops(module: Module) -> Callable[[str, Instruction | None], float]:
     """Return `flops_in` for all matmuls of a program, in kernels too."""
-    return flops_in(module, functools.partial(product_flops, module), functools.partial(_iterations, module))
+    return flops_in(
+        module, functools.partial(product_flops, module), functools.partial(_iterations, module)
+    )
 
 
 def _convolution_flops(module: Module, comp: str, op: Instruction) -> float:
@@ -485,7 +524,9 @@ def _convolution_flops(module: Module, comp: str, op: Instruction) -> float:
     kernel, result = module.shape_of(comp, op, 1), shapes(op.type)[0][1]
     left = module.shape_of(comp, op, 0)
     contracted = kernel[labels[2].index("i")]
-    for spatial in "0123456789":  # a window over all of a dim that the result has no more: contracted too
+    for (
+        spatial
+    ) in "0123456789":  # a window over all of a dim that the result has no more: contracted too
         if spatial in labels[1] and result[labels[3].index(spatial)] == 1:
             contracted *= min(left[labels[1].index(spatial)], kernel[labels[2].index(spatial)])
     return 2.0 * math.prod(result) * contracted

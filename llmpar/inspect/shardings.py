@@ -20,7 +20,9 @@ def _named(tree: Any, before: str = "") -> list[tuple[str, Any]]:
 
     leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
     named = [("".join(map(step, path)).removeprefix("."), path, x) for path, x in leaves]
-    count = Counter(name for name, *_ in named)  # keys with dots in them can give two leaves one name
+    count = Counter(
+        name for name, *_ in named
+    )  # keys with dots in them can give two leaves one name
     return [(before + (name if count[name] == 1 else keystr(path)), x) for name, path, x in named]
 
 
@@ -36,10 +38,15 @@ def _leaves(value: Any) -> list[tuple[str, Any, Any]]:
         shaped = lambda x, s: (
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) if hasattr(x, "shape") else None
         )
-        value, prefix = cast(Any, value.out_tree).unflatten(shaped(*pair) for pair in results), "out "
+        value, prefix = (
+            cast(Any, value.out_tree).unflatten(shaped(*pair) for pair in results),
+            "out ",
+        )
     for name, x in _named(value, prefix):
         gone = isinstance(x, jax.core.Tracer) or isinstance(x, jax.Array) and x.is_deleted()
-        where = x if isinstance(x, Sharding) or gone or not hasattr(type(x), "sharding") else x.sharding
+        where = (
+            x if isinstance(x, Sharding) or gone or not hasattr(type(x), "sharding") else x.sharding
+        )
         where = where if isinstance(where, Sharding) else None
         rows.append((name, x if where is None or hasattr(x, "shape") else where, where))
     return [(name.strip() or "array", x, where) for name, x, where in rows]
@@ -47,14 +54,18 @@ def _leaves(value: Any) -> list[tuple[str, Any, Any]]:
 
 PACKED = {"int4": 0.5, "uint4": 0.5, "float4_e2m1fn": 0.5, "int2": 0.25, "uint2": 0.25}
 """Bytes of an element where XLA stores several in a byte; elsewhere they are the dtype's."""
-_Place = tuple[tuple[tuple[str, int], ...], tuple[jax.Device, ...]]  # axes with sizes, devices in order
+_Place = tuple[
+    tuple[tuple[str, int], ...], tuple[jax.Device, ...]
+]  # axes with sizes, devices in order
 _place = lambda mesh: (tuple(mesh.shape.items()), tuple(mesh.devices.flat))
 
 
 def _mesh(meshes: list[tuple[str, Any]], leaves: list[tuple[str, Any, Any]]) -> _Place:
     """Return the largest mesh, the first of them; raise ValueError if a leaf is on other devices."""
     places = []
-    for name, mesh in meshes + [(name, where.mesh) for name, _, where in leaves if hasattr(where, "mesh")]:
+    for name, mesh in meshes + [
+        (name, where.mesh) for name, _, where in leaves if hasattr(where, "mesh")
+    ]:
         if isinstance(mesh, AbstractMesh) or mesh.empty:
             why = f"{name}: a mesh of axes {dict(mesh.shape)} without devices"
             raise ValueError(f"{why}; make one of devices, as llmpar.parallel.mesh.make_mesh does")
@@ -70,15 +81,32 @@ def _mesh(meshes: list[tuple[str, Any]], leaves: list[tuple[str, Any, Any]]) -> 
 
 def _row(name: str, x: Any, where: Any, place: _Place) -> dict:
     """Return one array's blocks, and the block that each device holds, by JAX's own map."""
-    spec, bare, shape = getattr(where, "spec", None), isinstance(x, Sharding), getattr(x, "shape", ())
-    layout, devices, unfinished, term = str(where if spec is None else spec), place[1], "", dict[Any, Any]()
+    spec, bare, shape = (
+        getattr(where, "spec", None),
+        isinstance(x, Sharding),
+        getattr(x, "shape", ()),
+    )
+    layout, devices, unfinished, term = (
+        str(where if spec is None else spec),
+        place[1],
+        "",
+        dict[Any, Any](),
+    )
     if spec is not None and spec.unreduced:  # devices with the same slices hold terms of a sum
-        mesh, sums = where.mesh, tuple(axis for axis in where.mesh.axis_names if axis in spec.unreduced)
+        mesh, sums = (
+            where.mesh,
+            tuple(axis for axis in where.mesh.axis_names if axis in spec.unreduced),
+        )
         reduction = unreduced_kind(spec)
         cuts = NamedSharding(mesh, PartitionSpec(sums)).devices_indices_map((mesh.size,))
-        unfinished, term = f"{reduction} over {', '.join(sums)}", {d: cut[0].start for d, cut in cuts.items()}
+        unfinished, term = (
+            f"{reduction} over {', '.join(sums)}",
+            {d: cut[0].start for d, cut in cuts.items()},
+        )
         where = where.update(spec=(spec := PartitionSpec(*spec.partitions, reduced=spec.reduced)))
-        layout = f"{spec} {' '.join(f'+{axis}' for axis in sums) if reduction == 'sum' else unfinished}"
+        layout = (
+            f"{spec} {' '.join(f'+{axis}' for axis in sums) if reduction == 'sum' else unfinished}"
+        )
     try:
         if "UNCONSTRAINED" in layout or bare and spec is None and len(where.device_set) > 1:
             raise ValueError("it has no spec, or leaves a cut to the compiler")
@@ -124,22 +152,34 @@ def shardings(value: Any) -> dict:
         value: a live array or a tree of them (a state), `jax.ShapeDtypeStruct`s with shardings, a
             `jax.stages.Compiled` (its inputs and outputs), a sharding, or a mesh.
     """
-    inner = value.compiled if hasattr(type(value), "compiled") else None  # Flax wraps what its jit compiles
+    inner = (
+        value.compiled if hasattr(type(value), "compiled") else None
+    )  # Flax wraps what its jit compiles
     value = inner if isinstance(inner, jax.stages.Compiled) else value
     program = isinstance(value, jax.stages.Compiled)
     bare = [("this", value)] if isinstance(value, Mesh | AbstractMesh) else []
     leaves = [] if bare else _leaves(value)
     seen = [one for one in leaves if one[2] is not None]
-    why = lambda x: "traced or deleted" if isinstance(x, jax.Array) else f"{type(x).__name__}, on no device"
+    why = lambda x: (
+        "traced or deleted" if isinstance(x, jax.Array) else f"{type(x).__name__}, on no device"
+    )
     why_not = {type(None): "None", jax.stages.ArgInfo: "not used"}
-    skipped = [f"{name} ({why_not.get(type(x)) or why(x)})" for name, x, where in leaves if where is None]
+    skipped = [
+        f"{name} ({why_not.get(type(x)) or why(x)})" for name, x, where in leaves if where is None
+    ]
     if not seen and not bare:
-        given = ", ".join(skipped[:3]) + ", …" * (len(skipped) > 3) or f"an empty {type(value).__name__}"
+        given = (
+            ", ".join(skipped[:3]) + ", …" * (len(skipped) > 3)
+            or f"an empty {type(value).__name__}"
+        )
         remedy = (
-            "give an array, a tree of them, shapes with shardings, a compiled program, a Sharding or a Mesh"
+            "give an array, a tree of them, shapes with shardings, a compiled program, a Sharding or"
+            " a Mesh"
         )
         staged = callable(value) or isinstance(value, jax.stages.Traced | jax.stages.Lowered)
-        if staged and leaves and leaves[0][1] is value:  # else a tree that can be called, or a program
+        if (
+            staged and leaves and leaves[0][1] is value
+        ):  # else a tree that can be called, or a program
             remedy = "give the compiled program: jax.jit(f).lower(*arguments).compile()"
         raise ValueError(f"nothing in this value is on devices: {given}; {remedy}")
     sizes, devices = place = _mesh(bare, seen)

@@ -16,7 +16,11 @@ def rounded_products(platform: str | None) -> Unit:
     precision = getattr(jax.config, "jax_default_matmul_precision", None) or "default"
     if platform not in ("gpu", "tpu") or precision in ("highest", "float32"):
         return "float32"
-    return "bfloat16" if platform == "tpu" and precision in ("default", "bfloat16", "fastest") else "tf32"
+    return (
+        "bfloat16"
+        if platform == "tpu" and precision in ("default", "bfloat16", "fastest")
+        else "tf32"
+    )
 
 
 def spread(plan: Resolved, batch_size: int, seq_len: int) -> dict:
@@ -39,11 +43,15 @@ def spread_table(document: dict) -> Table:
     made = rich_table(title, ("rounded", "cut by", "to", *numbers), numbers, rows)
     made.add_section()
     made.add_row("together, as squares", "", "", "", *shown(document["expected"]))
-    made.add_row(f"bound: {FACTOR:g} times that", "", "", "", *shown(document["bound"]), style="bold")
+    made.add_row(
+        f"bound: {FACTOR:g} times that", "", "", "", *shown(document["bound"]), style="bold"
+    )
     for unit, bound in document["elsewhere"].items():
         made.add_row(f"bound, products in {unit}", "", "", "", *shown(bound))
     ties = document["ties"]
     if ties:
-        covered = "counted above" if ties >= 1 else "not counted: should one do, the bound does not hold"
+        covered = (
+            "counted above" if ties >= 1 else "not counted: should one do, the bound does not hold"
+        )
         made.caption = f"tokens that are expected to change an expert: {ties:.1g}, {covered}"
     return made

@@ -16,7 +16,9 @@ def rich_table(
     table = Table(title=title, title_justify="left", caption_justify="left", **options)
     for name in columns:
         number = name in numbers
-        table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+        table.add_column(
+            name, justify="right" if number else "left", no_wrap=number, overflow="fold"
+        )
     for row in rows:
         table.add_row(*row)
     return table

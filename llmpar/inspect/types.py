@@ -22,7 +22,9 @@ def types(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> lis
     read back from JAX's ``type``. Tracing raises ValueError where the two differ.
     """
     mesh = make_mesh(plan.mesh)
-    plan = dataclasses.replace(plan, mode="explicit").resolve(config, platform_of(mesh), batch_size, seq_len)
+    plan = dataclasses.replace(plan, mode="explicit").resolve(
+        config, platform_of(mesh), batch_size, seq_len
+    )
     step = Step(config, plan, mesh, optax.sgd(0.0))
     trace = jax.jit(step.gradients).trace
     trace(step.abstract_state.params, step.abstract_batch(batch_size, seq_len))
@@ -35,5 +37,7 @@ def types_table(rows: list[dict]) -> Table:
     """Return the rows as a table for a terminal."""
     title = "layouts of the plan beside JAX's types (U: unreduced, R: reduced)"
     same = lambda row: "=" if row["layout"] == row["type_says"] else "≠"
-    cells = ((row["value"], row["layout"], same(row), row["type_says"], row["type"]) for row in rows)
+    cells = (
+        (row["value"], row["layout"], same(row), row["type_says"], row["type"]) for row in rows
+    )
     return rich_table(title, ("value", "layout", "", "type says", "type"), rows=cells)

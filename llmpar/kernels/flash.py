@@ -34,10 +34,16 @@ from llmpar.parallel.collectives import vary_alike
 from llmpar.plan.sequence_order import Mask, seen_tiles
 
 _LOG2_E = float(np.log2(np.e))  # GPUs have an instruction for powers of 2
-_LEAST = float(np.finfo(np.float32).min) / 2  # for minus infinity, of which no difference can be taken
-_L2_BYTES = 2**25  # of keys that an A100's or H100's second cache (40, 50 MB) holds beside other things
+_LEAST = (
+    float(np.finfo(np.float32).min) / 2
+)  # for minus infinity, of which no difference can be taken
+_L2_BYTES = (
+    2**25
+)  # of keys that an A100's or H100's second cache (40, 50 MB) holds beside other things
 ENOUGH = 512  # programs: some for each of a GPU's 132 multiprocessors (H100), so that none waits for the last
-_NO_SEGMENT = np.iinfo(np.int32).min  # of padded queries; of padded keys one more: they see each other never
+_NO_SEGMENT = np.iinfo(
+    np.int32
+).min  # of padded queries; of padded keys one more: they see each other never
 
 Q = Float[Array, "b s k r h"]
 KV = Float[Array, "b t k h"]
@@ -57,7 +63,10 @@ def spans(
     live, full = seen_tiles(mask, cut(q_ids, q_tile), cut(k_ids, k_tile))
     live, full = (x.transpose(2, 1, 0) if of_keys else x.transpose(2, 0, 1) for x in (live, full))
     n, j = live.shape[-1], jnp.arange(live.shape[-1])[None, None]
-    first, behind = (lambda x: jnp.where(x, j, n).min(-1)), (lambda x: jnp.where(x, j + 1, 0).max(-1))
+    first, behind = (
+        (lambda x: jnp.where(x, j, n).min(-1)),
+        (lambda x: jnp.where(x, j + 1, 0).max(-1)),
+    )
     begin, whole, stop, end = first(live), first(full), behind(full), behind(live)
     solid = stop - whole == full.sum(-1)
     numbers = jnp.minimum(begin, end), jnp.where(solid, whole, 0), jnp.where(solid, stop, 0), end
@@ -146,12 +155,16 @@ class Kernel(NamedTuple):
     of_keys: bool = False  # a program has a tile of keys, not of queries
 
 
-_start_dq = lambda scale, own, partials, _: [partials[0] / scale if partials else jnp.zeros(own[0].shape)]
+_start_dq = lambda scale, own, partials, _: [
+    partials[0] / scale if partials else jnp.zeros(own[0].shape)
+]
 _start_dkv = lambda scale, own, *_: [jnp.zeros(x.shape) for x in own]
 _scale_first = lambda scale, sums: (sums[0] * scale, *sums[1:])
 FORWARD = Kernel("flash_forward", _start_merge, _merge, _finish_merge, ("queries", "per_query"))
 _QUERIES_GRAD = Kernel("flash_queries_grad", _start_dq, _queries_grad, _scale_first, ("queries",))
-_KEYS_GRAD = Kernel("flash_keys_grad", _start_dkv, _keys_grad, _scale_first, ("key_grads",) * 2, of_keys=True)
+_KEYS_GRAD = Kernel(
+    "flash_keys_grad", _start_dkv, _keys_grad, _scale_first, ("key_grads",) * 2, of_keys=True
+)
 
 # Kinds of arrays and their dims. Besides the letters above, w: query heads, each with its own part of a KV
 # head's gradient; i: position and segment; j: tiles; n: the numbers of a span.
@@ -187,7 +200,9 @@ def add_pair(call: Call, own, other, masked, sums):
     return tuple(call.kernel.add(call.scale, queries, keys, seen, sums))
 
 
-def _program(call, keys, queries, partials, span, own_at, other_at, read=lambda x, at, _: x[at], heads=1):
+def _program(
+    call, keys, queries, partials, span, own_at, other_at, read=lambda x, at, _: x[at], heads=1
+):
     """Return the results of one tile, at the index `own_at` of its arrays: start from the partial results, if
     there are any, and add its span for each of so many `heads`. The other side's tile j has the index
     ``other_at(j)``."""
@@ -231,7 +246,14 @@ def kernel_forward(
 
 
 def kernel_backward(
-    q: Q, k: KV, v: KV, q_ids: QueryIds, k_ids: KeyIds, terms: tuple, dq: Q | None = None, **settings: Any
+    q: Q,
+    k: KV,
+    v: KV,
+    q_ids: QueryIds,
+    k_ids: KeyIds,
+    terms: tuple,
+    dq: Q | None = None,
+    **settings: Any,
 ) -> tuple[Q, KV, KV]:
     """Return float32 (dq, dk, dv), where dq is added to the one given. The terms: dO; the lse of whole rows,
     finite; and delta, the row sum of dO O less the gradient of lse.
@@ -263,19 +285,28 @@ def _call(
     results, of which the first has this dtype. ``launch(call, arrays)`` runs kernels on the platform."""
     (b, s, k, r, h), t = queries[0].shape, keys[0].shape[1]
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    tiles = kernel_tiles(kernel.name, h, queries[0].dtype.itemsize, s, t, platform, device.device_kind)
-    q_ids, k_ids = _pad_ids(q_ids, b, tiles.q, _NO_SEGMENT), _pad_ids(k_ids, b, tiles.k, _NO_SEGMENT + 1)
+    tiles = kernel_tiles(
+        kernel.name, h, queries[0].dtype.itemsize, s, t, platform, device.device_kind
+    )
+    q_ids, k_ids = (
+        _pad_ids(q_ids, b, tiles.q, _NO_SEGMENT),
+        _pad_ids(k_ids, b, tiles.k, _NO_SEGMENT + 1),
+    )
     span = spans(mask, q_ids, k_ids, tiles.q, tiles.k, kernel.of_keys)
     sizes = dict(b=b, s=s, t=t, k=k, r=r, w=r, h=h, i=2, j=span.shape[1], n=4)
     padded = sizes | dict(s=q_ids.shape[-1], t=k_ids.shape[-1], h=padded_width(h))
 
     def pad(kind, x):
-        return jnp.pad(x, [(0, padded[dim] - n) for dim, n in zip(ARRAY_DIMS[kind], x.shape, strict=True)])
+        return jnp.pad(
+            x, [(0, padded[dim] - n) for dim, n in zip(ARRAY_DIMS[kind], x.shape, strict=True)]
+        )
 
     kinds_of = lambda arrays: [{5: "queries", 4: "per_query", 3: "q_ids"}[x.ndim] for x in arrays]
     arrays = [*keys, k_ids], [*queries, q_ids], list(partials), span
     kinds = ["keys", "keys", "k_ids"], kinds_of(arrays[1]), kinds_of(partials), "span"
-    call = Call(kernel, mask, scale, tiles, padded, kinds, (dtype, jnp.float32)[: len(kernel.results)])
+    call = Call(
+        kernel, mask, scale, tiles, padded, kinds, (dtype, jnp.float32)[: len(kernel.results)]
+    )
     results = launch(call, vary_alike(jax.tree.map(pad, kinds, arrays)))
     cut = lambda kind, x: x[tuple(slice(sizes[dim]) for dim in ARRAY_DIMS[kind])]
     return list(map(cut, kernel.results, results))
@@ -293,7 +324,8 @@ def pallas_specs(call: Call, dims, sizes, like, block, place):
     kinds, varying = call.kernel.results, jax.typeof(like).manual_axis_type
     shapes = [tuple(sizes[dim] for dim in dims[kind]) for kind in kinds]
     results = [
-        jax.ShapeDtypeStruct(*x, manual_axis_type=varying) for x in zip(shapes, call.dtypes, strict=True)
+        jax.ShapeDtypeStruct(*x, manual_axis_type=varying)
+        for x in zip(shapes, call.dtypes, strict=True)
     ]
     return results, list(jax.tree.map(spec, call.kinds)), list(map(spec, kinds))
 
@@ -311,23 +343,33 @@ def run_on_gpu(call: Call, arrays, pallas_call=None):
         from jax.experimental.pallas import triton
 
         params = triton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-        pallas_call = functools.partial(pl.pallas_call, name=call.kernel.name, compiler_params=params)
+        pallas_call = functools.partial(
+            pl.pallas_call, name=call.kernel.name, compiler_params=params
+        )
     b, s, t, k, r, h, num_tiles = (sizes[dim] for dim in "bstkrhj")
-    w = next(n for n in range(1, r + 1) if r % n == 0 and (n == r or b * k * n * num_tiles >= ENOUGH))
+    w = next(
+        n for n in range(1, r + 1) if r % n == 0 and (n == r or b * k * n * num_tiles >= ENOUGH)
+    )
     w, heads = (w, r // w) if of_keys else (r, 1)  # programs of a KV head, and query heads of each
-    cached = _L2_BYTES * w * heads // (2 * arrays[0][0].dtype.itemsize * h * (s * r if of_keys else t))
+    cached = (
+        _L2_BYTES * w * heads // (2 * arrays[0][0].dtype.itemsize * h * (s * r if of_keys else t))
+    )
     side = max(n for n in range(1, k * w + 1) if k * w % n == 0 and n <= max(1, cached))
     groups = k * w // side
 
     def place(x, i, z):
         """Return the block of head x of those side by side, of tile i, and of group z of all rows' heads."""
         head, i = z % groups * side + x, i if of_keys else num_tiles - 1 - i
-        return dict(b=z // groups, k=head // w, r=head % w, w=head % w, j=i) | {"t" if of_keys else "s": i}
+        return dict(b=z // groups, k=head // w, r=head % w, w=head % w, j=i) | {
+            "t" if of_keys else "s": i
+        }
 
     def body(keys, queries, partials, span, *refs):
         size = tiles.q if of_keys else tiles.k
         other_at = lambda j: pl.ds(j * size, size)
-        read = lambda x, at, head: x[at] if not of_keys else x[at, head] if len(x.shape) == 3 else x[head, at]
+        read = lambda x, at, head: (
+            x[at] if not of_keys else x[at, head] if len(x.shape) == 3 else x[head, at]
+        )
         results = _program(call, keys, queries, partials, span, slice(None), other_at, read, heads)
         for ref, x in zip(refs, results, strict=True):
             ref[...] = x.astype(ref.dtype)
@@ -348,11 +390,17 @@ def run_on_cpu(call: Call, arrays):
 
     def run(keys, queries, partials, span):
         """Run all tiles of one head of one row."""
-        keys, queries = [cut(x, call.tiles.k) for x in keys], [cut(x, call.tiles.q) for x in queries]
+        keys, queries = (
+            [cut(x, call.tiles.k) for x in keys],
+            [cut(x, call.tiles.q) for x in queries],
+        )
         given = call, keys, queries, [cut(x, call.tiles.q) for x in partials]
-        results = lax.map(lambda i: _program(*given, span[i], i, lambda j: j), jnp.arange(len(span)))
+        results = lax.map(
+            lambda i: _program(*given, span[i], i, lambda j: j), jnp.arange(len(span))
+        )
         return [
-            x.reshape(-1, *x.shape[2:]).astype(dtype) for x, dtype in zip(results, call.dtypes, strict=True)
+            x.reshape(-1, *x.shape[2:]).astype(dtype)
+            for x, dtype in zip(results, call.dtypes, strict=True)
         ]
 
     # The axis of query heads in the arrays of a KV head, then that of KV heads in those of a row.

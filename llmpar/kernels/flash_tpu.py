@@ -42,7 +42,9 @@ def run_on_tpu(call: flash.Call, arrays, interpret=False):
         begin, end = span[b, 4 * i], span[b, 4 * i + 3]
         other = jnp.minimum(begin + j, jnp.maximum(end - 1, begin))
         return dict(b=b) | (
-            dict(k=n, r=m, s=other, t=i) if kernel.of_keys else dict(k=n // r, r=n % r, s=i, t=other)
+            dict(k=n, r=m, s=other, t=i)
+            if kernel.of_keys
+            else dict(k=n // r, r=n % r, s=i, t=other)
         )
 
     block, sizes = dict(s=tiles.q, t=tiles.k, h=h, i=2, u=1), call.sizes | dict(u=1, w=1)
@@ -54,13 +56,17 @@ def run_on_tpu(call: flash.Call, arrays, interpret=False):
         grid=(b, heads, sizes["j"], group, others),
         in_specs=takes,
         out_specs=gives,
-        scratch_shapes=[tpu.VMEM((tiles.k if kernel.of_keys else tiles.q, n), jnp.float32) for n in sums],
+        scratch_shapes=[
+            tpu.VMEM((tiles.k if kernel.of_keys else tiles.q, n), jnp.float32) for n in sums
+        ],
     )
     results = pl.pallas_call(
         functools.partial(_program, call),
         out_shape=shapes,
         grid_spec=grid,
-        compiler_params=tpu.CompilerParams(dimension_semantics=("parallel",) * 3 + ("arbitrary",) * 2),  # type: ignore[arg-type]
+        compiler_params=tpu.CompilerParams(
+            dimension_semantics=("parallel",) * 3 + ("arbitrary",) * 2
+        ),  # type: ignore[arg-type]
         name=kernel.name,
         interpret=interpret,
     )(span.reshape(b, -1), *jax.tree.map(_to_tpu, kinds, arrays))

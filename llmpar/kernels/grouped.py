@@ -38,7 +38,9 @@ from llmpar.plan.model_config import ExpertConfig
 
 Weights = tuple[Float[Array, "l d m"], Float[Array, "l d m"], Float[Array, "l m d"]]
 
-OVERFLOW = "overflow"  # the scope of the loops over all parts but the first: a census counts no iteration
+OVERFLOW = (
+    "overflow"  # the scope of the loops over all parts but the first: a census counts no iteration
+)
 FEW = 2048  # rows beyond the first part, multiplied together: fewer leave most of a large GPU idle
 
 
@@ -78,7 +80,9 @@ def arrange(
     own = own if choices >= experts.num_experts else 0
     # At worst a last block holds one row: of one expert, where each has blocks of its own, else of every one.
     spread = (1 if own else local) * (block - 1)
-    beyond = min(local * (-(-of_one // block) - own), max(0, of_all + spread - own * block) // block, of_all)
+    beyond = min(
+        local * (-(-of_one // block) - own), max(0, of_all + spread - own * block) // block, of_all
+    )
     more = max(1, min(beyond, -(-local // 8), -(-FEW // block)))
     first = local * own or more
     num_more = -(-max(local * own + beyond - first, 0) // more)
@@ -119,7 +123,10 @@ def lay_out(blocks: BlockSizes, expert_rk: Int[Array, "r k"], num_experts: int) 
     expert_p = expert_rk.reshape(-1)
     more_l = jnp.maximum(-(-count(expert_p, num_experts) // blocks.block) - blocks.own, 0)
     end_l = num_experts * blocks.own + jnp.cumsum(more_l)
-    begin_p, place_p = take_rows(end_l - more_l, expert_p) * blocks.block, number(expert_p, num_experts)
+    begin_p, place_p = (
+        take_rows(end_l - more_l, expert_p) * blocks.block,
+        number(expert_p, num_experts),
+    )
     own_p = place_p < own
     slot_p = place_p + jnp.where(own_p, expert_p * own, begin_p - own)
     slot_p = jnp.where(expert_p < num_experts, slot_p, num_slots)
@@ -147,7 +154,11 @@ def outer(rows, grads, num_owners: int):
 
 
 def feed_forward(
-    blocks: BlockSizes, x: Float[Array, "r d"], shares: Float[Array, "r k"], weights: Weights, slots: SlotMap
+    blocks: BlockSizes,
+    x: Float[Array, "r d"],
+    shares: Float[Array, "r k"],
+    weights: Weights,
+    slots: SlotMap,
 ) -> Float[Array, "r d"]:
     """Return for each row the sum of its experts' results, weighed by its shares: in float32 within a part,
     and rounded once for each."""
@@ -253,7 +264,9 @@ class _Part(NamedTuple):
 
     def put(self, z: Array, value: Array) -> Array:
         """Return an array of slots with a value in this part."""
-        return lax.dynamic_update_slice_in_dim(z, value.astype(z.dtype), self.begin * self.blocks.block, 0)
+        return lax.dynamic_update_slice_in_dim(
+            z, value.astype(z.dtype), self.begin * self.blocks.block, 0
+        )
 
     def weights(self, w: Array) -> Array:
         """Return the weights of this part's owners."""
@@ -263,7 +276,9 @@ class _Part(NamedTuple):
         """Add values of this part's owners to the sums of all owners, one after the other: the blocks of an
         owner are added in their order."""
         for i in range(self.num_picked):
-            owner = jnp.minimum(self.owners[i], len(sums) - 1)  # a block without an owner gives zeros
+            owner = jnp.minimum(
+                self.owners[i], len(sums) - 1
+            )  # a block without an owner gives zeros
             sum_ = lax.dynamic_index_in_dim(sums, owner) + value[i : i + 1]
             sums = lax.dynamic_update_index_in_dim(sums, sum_, owner, 0)
         return sums if self.num_picked else value
@@ -282,7 +297,9 @@ class _Part(NamedTuple):
             each = (z if shares is None else z * shares[:, i, None] for i, z in enumerate(each))
             return functools.reduce(jnp.add, each).astype(value.dtype)
         if shares is not None:
-            value = value.astype(jnp.float32) * take_rows(shares.reshape(-1), self.choice_q)[:, None]
+            value = (
+                value.astype(jnp.float32) * take_rows(shares.reshape(-1), self.choice_q)[:, None]
+            )
         pairs = (jnp.split(z, self.num_blocks) for z in (self.row_q, value.astype(sums.dtype)))
         for row_q, value_q in zip(*pairs, strict=True):  # a block has a row at most once
             sums = sums.at[row_q].add(value_q, mode="drop")
@@ -298,7 +315,10 @@ def _run_parts(blocks: BlockSizes, slots: SlotMap, weights, of_rows, sums, run_p
         part = _Part(blocks, slots, begin, num_blocks, is_first)
         return run_part(part, *state, *map(part.weights, weights))
 
-    zero, num_more = jnp.zeros_like(slots.end_l[0]), -((blocks.first - slots.end_l[-1]) // blocks.more)
+    zero, num_more = (
+        jnp.zeros_like(slots.end_l[0]),
+        -((blocks.first - slots.end_l[-1]) // blocks.more),
+    )
     first = run(zero, blocks.first, True, (of_rows, sums))
     if blocks.num_blocks == blocks.first:
         return first

@@ -25,7 +25,13 @@ def padded_width(head_width: int) -> int:
 
 
 def kernel_tiles(
-    name: str, head_width: int, itemsize: int, s: int, t: int, platform: str = "gpu", chip: str = "H100"
+    name: str,
+    head_width: int,
+    itemsize: int,
+    s: int,
+    t: int,
+    platform: str = "gpu",
+    chip: str = "H100",
 ) -> KernelTiles:
     """Return the tiles of a kernel of `llmpar.kernels.flash`.
 
@@ -36,7 +42,9 @@ def kernel_tiles(
     sequence shorter than a tile a shorter one.
     """
     width, of_keys = padded_width(head_width) * itemsize, name == "flash_keys_grad"
-    own, other, stages, warps = (128, 64, 3, 8) if width <= 256 else (64 if width <= 512 else 32, 32, 2, 8)
+    own, other, stages, warps = (
+        (128, 64, 3, 8) if width <= 256 else (64 if width <= 512 else 32, 32, 2, 8)
+    )
     if itemsize == 2 and width <= 128:
         own, warps = 64, 4
     elif itemsize == 2 and width == 512:

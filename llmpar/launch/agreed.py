@@ -17,14 +17,24 @@ from typing import Any
 
 OWN = {
     **dict.fromkeys(("json", "log", "plot", "tracker"), "the first process prints, draws and logs"),
-    **dict.fromkeys(("data", "tokenizer", "model"), "a path of this host; what is read there is compared"),
-    **dict.fromkeys(("jax_compilation_cache_dir", "jax_dump_ir_to", "--xla_dump_to"), "a path to write to"),
-    **dict.fromkeys(("jax_num_cpu_devices", "jax_cuda_visible_devices"), "its share of the devices"),
-    **dict.fromkeys(("jax_rocm_visible_devices", "jax_oneapi_visible_devices"), "its share of the devices"),
+    **dict.fromkeys(
+        ("data", "tokenizer", "model"), "a path of this host; what is read there is compared"
+    ),
+    **dict.fromkeys(
+        ("jax_compilation_cache_dir", "jax_dump_ir_to", "--xla_dump_to"), "a path to write to"
+    ),
+    **dict.fromkeys(
+        ("jax_num_cpu_devices", "jax_cuda_visible_devices"), "its share of the devices"
+    ),
+    **dict.fromkeys(
+        ("jax_rocm_visible_devices", "jax_oneapi_visible_devices"), "its share of the devices"
+    ),
     "--xla_force_host_platform_device_count": "its share of the devices",
     "jax_cross_host_transfer_socket_address": "its own",
     "jax_cross_host_transport_addresses": "its own",
-    **dict.fromkeys(("jax_log_compiles", "jax_logging_level", "jax_debug_log_modules"), "its logging"),
+    **dict.fromkeys(
+        ("jax_log_compiles", "jax_logging_level", "jax_debug_log_modules"), "its logging"
+    ),
     **dict.fromkeys(("jax_explain_cache_misses", "jax_pprint_use_color"), "its logging"),
 }
 """Fields in which processes may differ, each with the reason."""
@@ -54,7 +64,9 @@ def surroundings(environ: Mapping[str, str]) -> dict[str, Any]:
     root, code = pathlib.Path(__file__).parents[1], hashlib.sha256()
     for file in sorted(file for suffix in ("*.py", "*.toml") for file in root.rglob(suffix)):
         code.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
-    runs: dict[str, Any] = {"llmpar": f"{sys.modules['llmpar'].__version__} [{code.hexdigest()[:8]}]"}
+    runs: dict[str, Any] = {
+        "llmpar": f"{sys.modules['llmpar'].__version__} [{code.hexdigest()[:8]}]"
+    }
     runs |= {"Python": platform.python_version().rpartition(".")[0]}
     runs |= {name: importlib.metadata.version(name) for name in PACKAGES}
     runs |= {name: value for name, value in jax.config.values.items() if name not in OWN}
@@ -67,7 +79,11 @@ def surroundings(environ: Mapping[str, str]) -> dict[str, Any]:
 def _words(value: Any) -> str:
     """Write a value in short; a long one is cut off and has a checksum."""
     text = "none" if value is None else json.dumps(value, default=str, sort_keys=True)
-    return text if len(text) < 80 else f"{text[:60]}… [{hashlib.sha256(text.encode()).hexdigest()[:8]}]"
+    return (
+        text
+        if len(text) < 80
+        else f"{text[:60]}… [{hashlib.sha256(text.encode()).hexdigest()[:8]}]"
+    )
 
 
 def numbers_of(numbers: Sequence[int]) -> str:

@@ -42,7 +42,13 @@ class Place:
 _OMPI = "OMPI_COMM_WORLD_"
 _ENGINES = {
     "torchrun": ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"),
-    "Open MPI": (f"{_OMPI}SIZE", f"{_OMPI}RANK", f"{_OMPI}LOCAL_RANK", f"{_OMPI}LOCAL_SIZE", f"{_OMPI}SIZE"),
+    "Open MPI": (
+        f"{_OMPI}SIZE",
+        f"{_OMPI}RANK",
+        f"{_OMPI}LOCAL_RANK",
+        f"{_OMPI}LOCAL_SIZE",
+        f"{_OMPI}SIZE",
+    ),
     "MPICH": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK"),
 }
 """Engine -> variables: number of processes, this process' number, both on its host, and one that is always
@@ -62,7 +68,14 @@ def detect(environ: Mapping[str, str]) -> Place:
     Raises ValueError where the variables contradict each other, or do not have process 0's host.
     """
     env = {name: value for name, value in environ.items() if value != ""}
-    rules = (_explicit, _numbered, _ray, _slurm, _tpu, _unread)  # from the innermost to the outermost
+    rules = (
+        _explicit,
+        _numbered,
+        _ray,
+        _slurm,
+        _tpu,
+        _unread,
+    )  # from the innermost to the outermost
     place = next((match for rule in rules if (match := rule(env))), Place())
     if place.num_processes > 1:
         coordinator = env.get("JAX_COORDINATOR_ADDRESS", place.coordinator)
@@ -71,10 +84,14 @@ def detect(environ: Mapping[str, str]) -> Place:
         place = replace(place, coordinator=coordinator)
         if not coordinator and not place.joined_by:
             works = "set JAX_COORDINATOR_ADDRESS to its host and port, as 'llmpar launch mpi' does"
-            raise ValueError(f"{place.engine} on several hosts does not set the host of process 0; {works}")
+            raise ValueError(
+                f"{place.engine} on several hosts does not set the host of process 0; {works}"
+            )
     if not 0 <= place.process_id < place.num_processes:
         why = f"{place.engine} numbers this process {place.process_id} of {place.num_processes}"
-        raise ValueError(f"{why}; numbers count from 0, so use 0 to {max(0, place.num_processes - 1)}")
+        raise ValueError(
+            f"{why}; numbers count from 0, so use 0 to {max(0, place.num_processes - 1)}"
+        )
     return place
 
 
@@ -112,7 +129,9 @@ def parts_of(address: str) -> tuple[str, int]:
     """Return host and port of ``host:port`` or ``[::1]:port``."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"coordinator '{address}' is no host:port; set JAX_COORDINATOR_ADDRESS, as n1:20000")
+        raise ValueError(
+            f"coordinator '{address}' is no host:port; set JAX_COORDINATOR_ADDRESS, as n1:20000"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -131,7 +150,9 @@ def _explicit(env: Mapping[str, str]) -> Place | None:
     if not given:
         return None
     if len(given) == 1:
-        raise ValueError(f"{given[0]} is set without {(set(names) - set(given)).pop()}; set both, or neither")
+        raise ValueError(
+            f"{given[0]} is set without {(set(names) - set(given)).pop()}; set both, or neither"
+        )
     num, number = _number(env, "JAX_NUM_PROCESSES"), _number(env, "JAX_PROCESS_ID")
     if num > 1 and "JAX_COORDINATOR_ADDRESS" not in env:
         works = "set it to the host and port of process 0, such as n1:20000"
@@ -148,7 +169,11 @@ def _numbered(env: Mapping[str, str]) -> Place | None:
     for engine, (num, number, local, num_local, sign) in _ENGINES.items():
         if not {number, sign} <= env.keys():
             continue
-        if engine == "MPICH" and "SLURM_STEP_NODELIST" in env and by_slurm == [env.get(num), env[number]]:
+        if (
+            engine == "MPICH"
+            and "SLURM_STEP_NODELIST" in env
+            and by_slurm == [env.get(num), env[number]]
+        ):
             continue  # `srun --mpi=pmi2` sets PMI, too
         where = _number(env, local, 0), _number(env, num_local, 0)
         place = Place(engine, _number(env, num), _number(env, number), None, *where)
@@ -166,7 +191,9 @@ def _numbered(env: Mapping[str, str]) -> Place | None:
 
 def _ray(env: Mapping[str, str]) -> Place | None:
     """Recognize a worker of Ray: its trainer joins the processes before our code runs."""
-    return Place("Ray", joined_by="engine") if "RAY_RAYLET_PID" in env or "RAY_JOB_ID" in env else None
+    return (
+        Place("Ray", joined_by="engine") if "RAY_RAYLET_PID" in env or "RAY_JOB_ID" in env else None
+    )
 
 
 def _slurm(env: Mapping[str, str]) -> Place | None:
@@ -189,7 +216,9 @@ def _tpu(env: Mapping[str, str]) -> Place | None:
     hosts = [host for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
     if len(hosts) < 2:
         return None
-    return Place("TPU slice", len(hosts), _number(env, "TPU_WORKER_ID"), None, 0, 1, joined_by="tpu")
+    return Place(
+        "TPU slice", len(hosts), _number(env, "TPU_WORKER_ID"), None, 0, 1, joined_by="tpu"
+    )
 
 
 def _unread(env: Mapping[str, str]) -> Place | None:

@@ -91,7 +91,9 @@ def read_site(path: str) -> Site:
         if not all(str(item).isprintable() for item in items):
             raise ValueError(f"{has} a line break or a control character in '{name}'; use one line")
         if name in SBATCH and not re.fullmatch(r"[^\s-]\S*", str(value)):
-            raise ValueError(f"{has} {name} = {value!r}; use a word without spaces, and no - in front")
+            raise ValueError(
+                f"{has} {name} = {value!r}; use a word without spaces, and no - in front"
+            )
     try:
         return Site(**table)
     except ValueError as error:
@@ -109,7 +111,9 @@ class Job:
 
     def __post_init__(self):
         if self.min_nodes is not None and not 1 <= self.min_nodes <= self.nodes:
-            raise ValueError(f"min-nodes is {self.min_nodes} of {self.nodes} nodes; use 1 to {self.nodes}")
+            raise ValueError(
+                f"min-nodes is {self.min_nodes} of {self.nodes} nodes; use 1 to {self.nodes}"
+            )
 
     @property
     def num_processes(self) -> int:
@@ -124,7 +128,9 @@ class Job:
     @property
     def goes_on(self) -> bool:
         """Return whether the command finds its own checkpoint when it starts again."""
-        return any(word == "--checkpoints" or word.startswith("--checkpoints=") for word in self.words)
+        return any(
+            word == "--checkpoints" or word.startswith("--checkpoints=") for word in self.words
+        )
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -132,8 +138,12 @@ class Job:
         if self.nodes == 1 and not self.site.hosts:
             return ("localhost",)
         if len(self.site.hosts) < self.nodes:
-            why = f"the job needs {self.nodes} hosts, but the site file lists {len(self.site.hosts)}"
-            raise ValueError(f"{why}; add hosts = ['n1', 'n2'], or use an engine with a scheduler (slurm)")
+            why = (
+                f"the job needs {self.nodes} hosts, but the site file lists {len(self.site.hosts)}"
+            )
+            raise ValueError(
+                f"{why}; add hosts = ['n1', 'n2'], or use an engine with a scheduler (slurm)"
+            )
         return self.site.hosts[: self.nodes]
 
 
@@ -141,9 +151,15 @@ def job_file(engine: str, job: Job) -> str:
     """Return the text of an engine's job file."""
     template, own, _ = ENGINES[engine]
     site = job.site
-    when: dict[str, Any] = {"again": job.goes_on, "once": not job.goes_on, "gpu": site.gpus_per_node}
+    when: dict[str, Any] = {
+        "again": job.goes_on,
+        "once": not job.goes_on,
+        "gpu": site.gpus_per_node,
+    }
     when |= {"cpu": site.cpus_per_node, "shared": site.volume}
-    values: dict[str, Any] = {name: value or None for name, value in dataclasses.asdict(site).items()}
+    values: dict[str, Any] = {
+        name: value or None for name, value in dataclasses.asdict(site).items()
+    }
     values |= {name: "" if so else None for name, so in when.items()}
     values |= {
         "nodes": job.nodes,
@@ -170,7 +186,9 @@ def _inside(site: Site, *folders: str) -> str:
     """Return the words between srun and a command that runs in the site's container and needs folders."""
     image = shlex.quote(site.container)
     if site.container and (bad := [folder for folder in folders if set(folder) & set(":,")]):
-        raise ValueError(f"'{bad[0]}' cannot be mounted into a container: rename it, without colon or comma")
+        raise ValueError(
+            f"'{bad[0]}' cannot be mounted into a container: rename it, without colon or comma"
+        )
     if site.container.endswith(".sif"):
         binds = "".join(f" --bind {shlex.quote(folder)}" for folder in folders)
         return f"apptainer exec --nv{binds} {image} "
@@ -190,14 +208,19 @@ def _vllm(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
     apptainer = job.site.container.endswith(".sif")
     folders = [word for word in job.words[1:2] if word.startswith("/")] + ["/tmp"] * (not apptainer)
     many = {"many": "" if job.nodes > 1 else None, "others": job.nodes - 1}
-    return many | {"inside": _inside(job.site, *folders).strip(), "command": shlex.join(["vllm", *job.words])}
+    return many | {
+        "inside": _inside(job.site, *folders).strip(),
+        "command": shlex.join(["vllm", *job.words]),
+    }
 
 
 def _mpi(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in the file of mpirun: the first host is passed to all processes, so that every MPI finds it."""
     site, each, first = job.site, job.site.processes_per_node, shlex.quote(job.hosts[0])
     if site.mpi == "mpich":  # it exports the whole environment
-        run = f"mpiexec -n {job.num_processes} -hosts {shlex.quote(','.join(job.hosts))} -ppn {each}"
+        run = (
+            f"mpiexec -n {job.num_processes} -hosts {shlex.quote(','.join(job.hosts))} -ppn {each}"
+        )
         return {"first": first, "command": f"{run} {values['command']}"}
     exported = ["JAX_COORDINATOR_ADDRESS", *["NCCL_SOCKET_IFNAME"] * bool(site.interface)]
     exported += _MEMORY if site.gpus_per_node else []
@@ -219,9 +242,14 @@ def _jobset(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
     pods."""
     site = job.site
     if not site.image:
-        raise ValueError("a JobSet needs an image; add image = 'registry/llmpar:1' to the site file")
+        raise ValueError(
+            "a JobSet needs an image; add image = 'registry/llmpar:1' to the site file"
+        )
     # A JSON string is a YAML string. Kubernetes replaces $(NAME) and $$ in commands and variables.
-    own = {name: getattr(site, name) for name in ("image", "namespace", "queue", "volume", "gpu_resource")}
+    own = {
+        name: getattr(site, name)
+        for name in ("image", "namespace", "queue", "volume", "gpu_resource")
+    }
     own |= {"interface": site.interface.replace("$", "$$")}
     command = [word.replace("$", "$$") for word in ("llmpar", *job.words)]
     quoted = {name: json.dumps(value) if value else None for name, value in own.items()}

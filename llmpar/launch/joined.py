@@ -90,7 +90,9 @@ def initialize(
     except RuntimeError as error:
         why = str(error).partition("\n")[0]
         many = f"{place.num_processes} processes ({place.engine})"
-        raise ValueError(f"{many} cannot be joined: {why}; initialize() comes before JAX's work") from error
+        raise ValueError(
+            f"{many} cannot be joined: {why}; initialize() comes before JAX's work"
+        ) from error
     finally:
         timer.cancel()
     _enter(environ, heartbeat_s)
@@ -135,7 +137,9 @@ def check_coordinator(place: Place, wait_s: float) -> tuple[str | None, str | No
     what = f"the coordinator '{host}' ({place.engine})"
     works = "set JAX_COORDINATOR_ADDRESS to an address of process 0 that all hosts reach, as 10.0.0.1:20000"
     if not address:
-        raise ValueError(f"{what} has no address on host {socket.gethostname()}; mend /etc/hosts, or {works}")
+        raise ValueError(
+            f"{what} has no address on host {socket.gethostname()}; mend /etc/hosts, or {works}"
+        )
     to_itself = is_loopback(address) and not is_loopback(host)  # Debian's 127.0.1.1
     if place.process_id:
         if to_itself and not place.is_one_host:
@@ -148,7 +152,9 @@ def check_coordinator(place: Place, wait_s: float) -> tuple[str | None, str | No
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, port))
     except PermissionError:
-        raise ValueError(f"port {port} of {place.coordinator} may not be used; use 1024 to 65535") from None
+        raise ValueError(
+            f"port {port} of {place.coordinator} may not be used; use 1024 to 65535"
+        ) from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             answer = ""
@@ -212,7 +218,9 @@ def _gather(place: Place, bind: str | None, wait_s: float) -> None:
     with contextlib.ExitStack() as stack:
         try:
             address = "" if both else host, port
-            server = stack.enter_context(socket.create_server(address, family=family, dualstack_ipv6=both))
+            server = stack.enter_context(
+                socket.create_server(address, family=family, dualstack_ipv6=both)
+            )
         except OSError:
             check_coordinator(place, wait_s)  # another process 0 was faster
             raise
@@ -227,7 +235,10 @@ def _gather(place: Place, bind: str | None, wait_s: float) -> None:
                     number, num, location = json.loads(words.readline(999))
                 line.setblocking(False)
                 if why := _contradiction(place, places, lines, number, num, location):
-                    answer, until = answer or f"1 {why}", min(until, time.monotonic() + GREETING_S / 2)
+                    answer, until = (
+                        answer or f"1 {why}",
+                        min(until, time.monotonic() + GREETING_S / 2),
+                    )
                 places[number] = location
                 lines.append((number, line))
         if not answer and (missing := _missing(place, lines)):
@@ -239,7 +250,9 @@ def _gather(place: Place, bind: str | None, wait_s: float) -> None:
         _refuse(answer)
 
 
-def _contradiction(place: Place, places: dict, lines: list, number: int, num: int, location: str) -> str:
+def _contradiction(
+    place: Place, places: dict, lines: list, number: int, num: int, location: str
+) -> str:
     """Say why a process that connects is not one of this job; '' if it is. After a restart it may connect
     again."""
     if num != place.num_processes:
@@ -323,7 +336,9 @@ def _reach(place: Place, address: str, port: int, wait_s: float) -> None:
 
 def without_proxy(place: Place, environ: MutableMapping[str, str]) -> None:
     """Exclude the coordinator from a site's proxy, which gRPC would use between the processes."""
-    named = sorted(name for name in environ if name.lower() in ("http_proxy", "https_proxy", "grpc_proxy"))
+    named = sorted(
+        name for name in environ if name.lower() in ("http_proxy", "https_proxy", "grpc_proxy")
+    )
     if not named or place.coordinator is None:
         return
     host, _ = parts_of(place.coordinator)
@@ -339,15 +354,24 @@ def gpus(environ: Mapping[str, str], files: int | None = None) -> tuple[int, int
     files = len(glob.glob("/dev/nvidia[0-9]*")) if files is None else files
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
     shown = next((environ[name].split(",") for name in names if name in environ), None)
-    seen = files if shown is None else sum(part.strip() not in ("", "-1", "NoDevFiles") for part in shown)
+    seen = (
+        files
+        if shown is None
+        else sum(part.strip() not in ("", "-1", "NoDevFiles") for part in shown)
+    )
     return files, seen, int(environ.get("SLURM_GPUS_ON_NODE", "0") or 0)
 
 
-def local_devices(place: Place, environ: Mapping[str, str], files: int | None = None) -> list[int] | None:
+def local_devices(
+    place: Place, environ: Mapping[str, str], files: int | None = None
+) -> list[int] | None:
     """Return the visible GPUs that this process takes: its share, where the processes of a host see the same
     GPUs. None: all, unless JAX reads others from JAX_LOCAL_DEVICE_IDS."""
     _, seen, on_node = gpus(environ, files)
-    num, renumbered = place.num_local, seen < place.num_local or on_node > seen  # an engine gave each its own
+    num, renumbered = (
+        place.num_local,
+        seen < place.num_local or on_node > seen,
+    )  # an engine gave each its own
     chosen = "JAX_LOCAL_DEVICE_IDS" in environ or environ.get("JAX_PLATFORMS") == "cpu"
     if not seen or num <= 1 or chosen or renumbered:
         return None
@@ -375,7 +399,9 @@ def _clear_stdout() -> None:
     read, write = os.pipe()
     os.dup2(write, 1)
     os.close(write)
-    sys.stdout = os.fdopen(kept, "w", encoding=getattr(sys.stdout, "encoding", "utf-8"), errors="replace")
+    sys.stdout = os.fdopen(
+        kept, "w", encoding=getattr(sys.stdout, "encoding", "utf-8"), errors="replace"
+    )
 
     def pass_on() -> None:
         with os.fdopen(read, "rb") as lines:
@@ -444,7 +470,9 @@ def _listen(left: threading.Event, silent_s: float) -> None:
         if left.wait(0.5):
             break
         failure = _first_failure()
-        late = float(_state().process_id == 0) if SILENT in str(failure) else 3.0  # JAX will soon see it, too
+        late = (
+            float(_state().process_id == 0) if SILENT in str(failure) else 3.0
+        )  # JAX will soon see it, too
         if failure and not left.wait(late):
             status, _, sentence = failure.partition(" ")
             signals.end(f"ends, because {sentence}", int(status))
@@ -484,7 +512,9 @@ def _count(left: threading.Event, silent_s: float) -> None:
 def is_joined() -> bool:
     """Return whether this process is one of several that have joined. Imports nothing, so that it may be
     called after any error."""
-    return sys.modules.get("jax") is not None and _client() is not None and _state().num_processes > 1
+    return (
+        sys.modules.get("jax") is not None and _client() is not None and _state().num_processes > 1
+    )
 
 
 def barrier(settings: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -500,7 +530,9 @@ def barrier(settings: Mapping[str, Any] = MappingProxyType({})) -> None:
     if state.process_id == 0:
         texts = [state.client.key_value_try_get(f"{key}/{i}") for i in range(state.num_processes)]
         differ = len(set(texts)) > 1
-        state.client.key_value_set(f"{key}/why", refusal(list(map(json.loads, texts))) if differ else _AGREED)
+        state.client.key_value_set(
+            f"{key}/why", refusal(list(map(json.loads, texts))) if differ else _AGREED
+        )
     if (why := state.client.blocking_key_value_get(f"{key}/why", day)) != _AGREED:
         raise ValueError(why)
 

@@ -42,7 +42,9 @@ class Ended:
         return 128 - status if status < 0 else status
 
 
-def environment(num: int, number: int, address: str, devices: int | None, base: Mapping[str, str]) -> dict:
+def environment(
+    num: int, number: int, address: str, devices: int | None, base: Mapping[str, str]
+) -> dict:
     """Return the environment of one of ``num`` processes; it simulates ``devices`` devices, unless None."""
     variables = {
         "JAX_COORDINATOR_ADDRESS": address,
@@ -52,7 +54,9 @@ def environment(num: int, number: int, address: str, devices: int | None, base: 
     }
     if devices is not None:
         flags = base.get("XLA_FLAGS", "").split()  # one of them would count devices, too
-        left = [flag for flag in flags if not flag.startswith("--xla_force_host_platform_device_count")]
+        left = [
+            flag for flag in flags if not flag.startswith("--xla_force_host_platform_device_count")
+        ]
         variables |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
         variables |= {"XLA_FLAGS": " ".join(left)} if flags else {}
     return dict(base) | variables
@@ -88,7 +92,9 @@ class Processes:
             shown = self.show and number == 0
             process = subprocess.Popen(
                 self.wire.command(number, self.command) if self.wire else self.command,
-                env=environment(self.num, number, coordinator, self.devices, self.base or os.environ),
+                env=environment(
+                    self.num, number, coordinator, self.devices, self.base or os.environ
+                ),
                 stdin=self.inputs[number] if self.inputs else subprocess.DEVNULL,
                 stdout=None if shown else out,
                 stderr=None if shown else err,
@@ -128,7 +134,9 @@ class Processes:
                 self.end()
                 if first is None:
                     outputs = "\n".join(self.output_of(i)[-1500:] for i in range(self.num))
-                    raise TimeoutError(f"{self.num} processes did not end within {timeout_s} s:\n{outputs}")
+                    raise TimeoutError(
+                        f"{self.num} processes did not end within {timeout_s} s:\n{outputs}"
+                    )
             time.sleep(0.05)
         words = tuple(self.output_of(i) for i in range(self.num))
         return Ended(tuple(int(s or 0) for s in statuses), first, words, self._text(0, 0))
@@ -142,7 +150,9 @@ class Processes:
         return (self._text(number, 0) if number else "") + self._text(number, 1)
 
 
-def run_locally(command: Sequence[str], num: int, devices: int | None, wire: Wire | None = None) -> int:
+def run_locally(
+    command: Sequence[str], num: int, devices: int | None, wire: Wire | None = None
+) -> int:
     """Run a command in several processes on this machine, process 0 on this terminal; return the exit status.
 
     The first Ctrl-C, SIGTERM or SIGHUP lets them save and leave, the second ends them. The status is then

@@ -34,7 +34,9 @@ class TeamError(RuntimeError):
 
     def __init__(self, ends: Mapping[int, str]):
         self.ends = dict(ends)
-        super().__init__("\n".join(f"process {number} {words}" for number, words in self.ends.items()))
+        super().__init__(
+            "\n".join(f"process {number} {words}" for number, words in self.ends.items())
+        )
 
 
 class Team(contextlib.ExitStack):
@@ -70,7 +72,9 @@ class Team(contextlib.ExitStack):
             for line in theirs:
                 line.close()
             if len(self._answers(time.monotonic() + _START_S)[0]) < num:
-                raise RuntimeError("not all processes have come\n" + "\n".join(self._words().values()))
+                raise RuntimeError(
+                    "not all processes have come\n" + "\n".join(self._words().values())
+                )
         except BaseException:
             self.close()
             raise
@@ -113,7 +117,9 @@ class Team(contextlib.ExitStack):
                     for words in printed.splitlines():
                         print(f"[process {number}] {words}")
                 except (EOFError, OSError):
-                    failed[number] = f"was ended by {_status(self._processes.running[number].wait(10))}"
+                    failed[number] = (
+                        f"was ended by {_status(self._processes.running[number].wait(10))}"
+                    )
             if failed:
                 until = min(until, time.monotonic() + _GRACE_S)
         return results, failed
@@ -125,24 +131,32 @@ class Team(contextlib.ExitStack):
             if number in last_words:
                 continue
             if one.poll() is not None:
-                last = [line for line in self._processes.output_of(number).splitlines() if line.strip()][-3:]
+                last = [
+                    line for line in self._processes.output_of(number).splitlines() if line.strip()
+                ][-3:]
                 last_words[number] = f"was ended by {_status(one.returncode)}: {' | '.join(last)}"
                 continue
             frames = self._frames(number)
             late = "recv_bytes" in frames  # it has returned meanwhile, and waits for more
             stands = " < ".join(dict.fromkeys((frames[0], frames[-1]))) if frames else "native code"
-            last_words[number] = "has come back" if late else f"has not come back; it stands in {stands}"
+            last_words[number] = (
+                "has come back" if late else f"has not come back; it stands in {stands}"
+            )
         return dict(sorted(last_words.items()))
 
     def _frames(self, number: int) -> list[str]:
         """List the functions on the stack of a process that does not answer, the innermost first."""
         before, main = len(self._processes.output_of(number)), ""
-        os.kill(self._processes.running[number].pid, signal.SIGUSR1)  # faulthandler writes the stacks
+        os.kill(
+            self._processes.running[number].pid, signal.SIGUSR1
+        )  # faulthandler writes the stacks
         until = time.monotonic() + 2.0
         while not main and time.monotonic() < until:
             time.sleep(0.2)
             main = self._processes.output_of(number)[before:].rpartition("Current thread")[2]
-        frames = [line.rpartition(" in ")[2] for line in main.splitlines() if line.startswith("  File")]
+        frames = [
+            line.rpartition(" in ")[2] for line in main.splitlines() if line.startswith("  File")
+        ]
         return [frame for frame in frames if frame not in _OWN]
 
 

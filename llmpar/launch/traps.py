@@ -52,7 +52,9 @@ def describe(place: Place) -> str:
     if place.joined_by == "engine":
         return f"started by {place.engine}, which joins its workers"
     if place.num_processes == 1:
-        return "one process: no engine started several" + f" ({place.engine})" * (place.engine != "none")
+        return "one process: no engine started several" + f" ({place.engine})" * (
+            place.engine != "none"
+        )
     at = f", coordinator {place.coordinator}" if place.coordinator else ""
     on_host = f", {place.num_local} on this host" if place.num_local else ""
     return f"process {place.process_id} of {place.num_processes} ({place.engine}){on_host}{at}"

@@ -28,14 +28,18 @@ def card_sent_bytes(pid: int | str = "self") -> int:
     """Read how many bytes the card of a process's network has sent since it was made, as the kernel counts
     them; 0 without a card."""
     with open(f"/proc/{pid}/net/dev") as lines:
-        cards = {name.strip(): rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+        cards = {
+            name.strip(): rest.split() for name, _, rest in (line.partition(":") for line in lines)
+        }
     return int(cards[CARD][8]) if CARD in cards else 0
 
 
 def _checked(rate: str) -> str:
     """Return a rate that tc accepts; raise ValueError for others."""
     if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", rate) or not float(rate[:-4]):
-        raise ValueError(f"'{rate}' is no rate of a wire; write one such as 20mbit, 100mbit or 1gbit")
+        raise ValueError(
+            f"'{rate}' is no rate of a wire; write one such as 20mbit, 100mbit or 1gbit"
+        )
     return rate
 
 
@@ -65,7 +69,11 @@ class Wire(contextlib.ExitStack):
 
     def __enter__(self) -> "Wire":
         if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
-            need = "Linux with the packages util-linux and iproute2" if sys.platform == "linux" else "Linux"
+            need = (
+                "Linux with the packages util-linux and iproute2"
+                if sys.platform == "linux"
+                else "Linux"
+            )
             raise ValueError(
                 f"hosts cannot be simulated on this machine: {missing[0]} is missing; use {need}"
             )
@@ -75,7 +83,9 @@ class Wire(contextlib.ExitStack):
             self.close()
             words = " ".join((getattr(error, "stderr", "") or str(error)).split())
             works = "be root of a machine or of a container with the capabilities NET_ADMIN and SYS_ADMIN"
-            raise ValueError(f"hosts cannot be simulated on this machine: {words}; {works}") from error
+            raise ValueError(
+                f"hosts cannot be simulated on this machine: {words}; {works}"
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -85,7 +95,9 @@ class Wire(contextlib.ExitStack):
         """Make a network, which exists until this process ends or closes it."""
         pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         command = [*command, "sh", "-c", "echo made; exec cat"]
-        holder = subprocess.Popen(command, **pipes, text=True, start_new_session=True)  # Ctrl-C is not for it
+        holder = subprocess.Popen(
+            command, **pipes, text=True, start_new_session=True
+        )  # Ctrl-C is not for it
         self._holders.append(holder)
         self.callback(holder.communicate)
         self.callback(holder.kill)

@@ -43,7 +43,9 @@ def ring_gather() -> Exercise:
         unrolled_other_way=lambda block, n, axis: jnp.concatenate(passed_on(block, -1)),
         wrong_way=lambda block, n, axis: placed(passed_on(block, -1)),
         one_hop_more=lambda block, n, axis: placed(passed_on(block, hops=4)),
-        straight=lambda block, n, axis: placed([block, *(passed_on(block, k, 1)[1] for k in (1, 2, 3))]),
+        straight=lambda block, n, axis: placed(
+            [block, *(passed_on(block, k, 1)[1] for k in (1, 2, 3))]
+        ),
         not_by_hand=lambda block, n, axis: lax.all_gather(block, axis, tiled=True),
     )
     given = lambda answer: [(lambda block: answer(block, 4, "tp"), "tp=4", x)]

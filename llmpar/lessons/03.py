@@ -37,7 +37,9 @@ def repair() -> Exercise:
     def run(answer: dict) -> dict:
         """Return each device's result for gradients longer and shorter than the limit."""
         cases = grad_sums, grad_sums * 0.02
-        run = lambda function: np.array([carried_out(function, "dp=4", case, counts)[0] for case in cases])
+        run = lambda function: np.array(
+            [carried_out(function, "dp=4", case, counts)[0] for case in cases]
+        )
         return {name: run(function) for name, function in answer.items()}
 
     gradients = dict(
@@ -47,11 +49,15 @@ def repair() -> Exercise:
         own_mean=lambda grad_sum, count: grad_sum / count,
     )
     clips = dict(
-        clipped_alone=lambda grad_sum, count: lax.psum(shorten(grad_sum / lax.psum(count, "dp")), "dp"),
+        clipped_alone=lambda grad_sum, count: lax.psum(
+            shorten(grad_sum / lax.psum(count, "dp")), "dp"
+        ),
         scaled_up=lambda *given: mean(*given) * jnp.float32(CLIP) / norm(mean(*given)),
         norms_added=norms_added,
         own_mean_clipped=lambda grad_sum, count: lax.pmean(shorten(grad_sum / count), "dp"),
-        sum_clipped=lambda grad_sum, count: shorten(lax.psum(grad_sum, "dp")) / lax.psum(count, "dp"),
+        sum_clipped=lambda grad_sum, count: (
+            shorten(lax.psum(grad_sum, "dp")) / lax.psum(count, "dp")
+        ),
         unclipped=mean,
         each_element=lambda grad_sum, count: jnp.clip(mean(grad_sum, count), -CLIP, CLIP),
     )
@@ -81,5 +87,7 @@ def pad() -> Exercise:
         columns=lambda t, n: np.pad(t, ((0, 0), (0, -t.shape[1] % n)), constant_values=-1),
         in_front=lambda t, n: np.concatenate([rows(t, -len(t) % n), t]),
     )
-    run = lambda function: [np.asarray(function(targets.copy(), devices)) for targets, devices in cases]
+    run = lambda function: [
+        np.asarray(function(targets.copy(), devices)) for targets, devices in cases
+    ]
     return Exercise("expert", solution, wrong, run)

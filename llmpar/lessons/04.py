@@ -28,7 +28,9 @@ def stage2_accumulated() -> Exercise:
         return sum(swap(gradient(part)).reshape(_DEVICES, -1, _COLUMNS).sum(0) for part in parts)
 
     gradients = (
-        np.random.default_rng(0).standard_normal((_DEVICES, _PARTS, _ROWS, _COLUMNS)).astype(np.float32)
+        np.random.default_rng(0)
+        .standard_normal((_DEVICES, _PARTS, _ROWS, _COLUMNS))
+        .astype(np.float32)
     )
 
     def given(learner):
@@ -37,10 +39,14 @@ def stage2_accumulated() -> Exercise:
 
     wrong = dict(
         stage1=lambda gradient, parts: scatter(sum(gradient(part) for part in parts)),
-        all_held=lambda gradient, parts: scatter(jnp.stack([gradient(part) for part in parts]), 1).sum(0),
+        all_held=lambda gradient, parts: scatter(
+            jnp.stack([gradient(part) for part in parts]), 1
+        ).sum(0),
         all_reduced=all_reduced,
         never_asked=lambda gradient, parts: sum(scatter(part) for part in parts),
-        untiled=lambda gradient, parts: sum(lax.psum_scatter(gradient(part), "fsdp") for part in parts),
+        untiled=lambda gradient, parts: sum(
+            lax.psum_scatter(gradient(part), "fsdp") for part in parts
+        ),
         only_last=lambda gradient, parts: [scatter(gradient(part)) for part in parts][-1],
         mean=lambda gradient, parts: solution(gradient, parts) / len(parts),
         gathered=lambda *given: lax.all_gather(solution(*given), "fsdp", axis=0, tiled=True),

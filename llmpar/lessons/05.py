@@ -41,9 +41,15 @@ def gated_pair() -> Exercise:
         unfinished=unfinished,
         mean=lambda x, gate, up, down: lax.pmean(hidden(x, gate, up) @ down, "tp"),
         early=lambda x, gate, up, down: total(hidden(x, gate, up)) @ down,
-        between=lambda x, gate, up, down: total(jax.nn.silu(total(x @ gate)) * total(x @ up) @ down),
-        gathered=lambda x, gate, up, down: lax.all_gather(unfinished(x, gate, up, down), "tp").sum(0),
-        scattered=lambda *given: lax.psum_scatter(unfinished(*given), "tp", scatter_dimension=1, tiled=True),
+        between=lambda x, gate, up, down: total(
+            jax.nn.silu(total(x @ gate)) * total(x @ up) @ down
+        ),
+        gathered=lambda x, gate, up, down: lax.all_gather(unfinished(x, gate, up, down), "tp").sum(
+            0
+        ),
+        scattered=lambda *given: lax.psum_scatter(
+            unfinished(*given), "tp", scatter_dimension=1, tiled=True
+        ),
         ungated=lambda x, gate, up, down: lax.psum(jax.nn.silu(x @ gate) @ down, "tp"),
         silu_of_up=lambda x, gate, up, down: lax.psum(hidden(x, up, gate) @ down, "tp"),
         weights_gathered=weights_gathered,
@@ -98,4 +104,6 @@ def ring_permutes() -> Exercise:
         one_less=lambda tp: 8 * tp - 1,
         one_ring=lambda tp: tp,
     )
-    return Exercise("expert", solution, wrong, observe=lambda learner: [learner(tp) for tp in (2, 4, 8, 16)])
+    return Exercise(
+        "expert", solution, wrong, observe=lambda learner: [learner(tp) for tp in (2, 4, 8, 16)]
+    )

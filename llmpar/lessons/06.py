@@ -27,7 +27,9 @@ def zigzag() -> Exercise:
         inverse=lambda s, n: np.argsort(solution(s, n)),
         late_first=lambda s, n: dealt(s, n, lambda cut, i: [cut[2 * n - 1 - i], cut[i]]),
         backwards=lambda s, ranks: np.arange(s)[::-1],
-        single_positions=lambda s, ranks: np.concatenate([np.arange(s)[::2], np.arange(s)[1::2][::-1]]),
+        single_positions=lambda s, ranks: np.concatenate(
+            [np.arange(s)[::2], np.arange(s)[1::2][::-1]]
+        ),
     )
     run = lambda function: [np.asarray(function(s, n)) for s, n in ((24, 4), (24, 2), (18, 3))]
     return Exercise("stretch", solution, wrong, run)

@@ -19,4 +19,6 @@ def uneven() -> Exercise:
         first=lambda costs, u: sum(costs) + (u - 1) * costs[0],
     )
     cases = ([2, 2, 2, 4], 6), ([3, 3, 2, 2], 6), ([1, 5, 1], 4), ([2, 2], 1)
-    return Exercise("stretch", solution, wrong, lambda function: [function(*case) for case in cases])
+    return Exercise(
+        "stretch", solution, wrong, lambda function: [function(*case) for case in cases]
+    )

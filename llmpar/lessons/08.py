@@ -70,7 +70,9 @@ def _better(level, best: str, limit: int, costs: tuple[float, float, float], **w
 
 def third_of_the_bubble() -> Exercise:
     """Ask for an order with a third of 1F1B's bubble in its memory: ZB-H1, for one."""
-    return _better("stretch", str(make("zb-h1", 3, 5)), 3, (1, 1, 1), gpipe=str(make("gpipe", 3, 5)))
+    return _better(
+        "stretch", str(make("zb-h1", 3, 5)), 3, (1, 1, 1), gpipe=str(make("gpipe", 3, 5))
+    )
 
 
 def between_h1_and_h2() -> Exercise:

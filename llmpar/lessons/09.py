@@ -13,7 +13,9 @@ def capacity() -> Exercise:
     allowed = sum(LOADS) // 100
     dropped = lambda rows: sum(max(0, n - rows) for n in LOADS)
     right = next(c for c in range(max(LOADS) + 1) if dropped(c) <= allowed)
-    counts = lambda rows: dict(rows=rows, dropped=dropped(rows), choices=sum(LOADS), allowed=allowed)
+    counts = lambda rows: dict(
+        rows=rows, dropped=dropped(rows), choices=sum(LOADS), allowed=allowed
+    )
     hints = dict(
         factor=lambda rows: counts(rows) if rows < 10 else None,
         smaller=lambda rows: counts(rows) if rows > right else None,
@@ -29,7 +31,9 @@ def combine() -> Exercise:
         padded = np.concatenate([rows, np.zeros_like(rows[:1])])
         return (padded[slot] * weights[..., None]).sum(1)
 
-    clamped = lambda rows, slot, weights: (rows[np.minimum(slot, len(rows) - 1)] * weights[..., None]).sum(1)
+    clamped = lambda rows, slot, weights: (
+        rows[np.minimum(slot, len(rows) - 1)] * weights[..., None]
+    ).sum(1)
 
     def renormalised(rows, slot, weights):
         kept = weights * (slot < len(rows))

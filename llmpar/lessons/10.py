@@ -22,9 +22,13 @@ def price(text: str) -> tuple[int, int]:
 def cheapest() -> Exercise:
     """Ask for the mesh of dp, fsdp and tp over 16 devices that fits and sends least."""
     cuts = [
-        (dp, fsdp, _DEVICES // dp // fsdp) for dp in divisors(_DEVICES) for fsdp in divisors(_DEVICES // dp)
+        (dp, fsdp, _DEVICES // dp // fsdp)
+        for dp in divisors(_DEVICES)
+        for fsdp in divisors(_DEVICES // dp)
     ]
-    meshes = [f"dp={dp} fsdp={fsdp} tp={tp}" for dp, fsdp, tp in cuts if tp <= 8]  # as many as KV heads
+    meshes = [
+        f"dp={dp} fsdp={fsdp} tp={tp}" for dp, fsdp, tp in cuts if tp <= 8
+    ]  # as many as KV heads
     priced = {text: price(text) for text in meshes}
     fits = {text: sent for text, (kept, sent) in priced.items() if kept <= _MOST_BYTES}
     best = min(fits, key=lambda text: fits[text])
@@ -34,8 +38,12 @@ def cheapest() -> Exercise:
         if mesh.size != _DEVICES:
             return f"a mesh of {mesh.size} devices"
         kept, sent = price(text)
-        return f"{'fits' if kept <= _MOST_BYTES else 'does not fit'}, {kept:,} B held, {sent:,} B sent"
+        return (
+            f"{'fits' if kept <= _MOST_BYTES else 'does not fit'}, {kept:,} B held, {sent:,} B sent"
+        )
 
     wrong = dict(most_cut=min(fits, key=lambda text: priced[text][0]))
-    hints = dict(yours=lambda seen: dict(seen=seen, best=fits[best], fit=len(fits), all=len(priced)))
+    hints = dict(
+        yours=lambda seen: dict(seen=seen, best=fits[best], fit=len(fits), all=len(priced))
+    )
     return Exercise("expert", best, wrong, observe, counts=hints)

@@ -17,7 +17,9 @@ def seconds(mesh: str = "") -> float:
     chip, fixed = hardware.chip("a100-80"), parse_mesh(mesh).sizes if mesh else {}
     if mesh and math.prod(fixed.values()) != 64:
         raise ValueError(f"mesh '{mesh}' has {math.prod(fixed.values())} devices, and there are 64")
-    question = planner.Question(preset("llama3-70b"), chip, 64, 64, 8192, fixed, share=chip.memory_share)
+    question = planner.Question(
+        preset("llama3-70b"), chip, 64, 64, 8192, fixed, share=chip.memory_share
+    )
     return planner.decide(question, keep=1).plans[0].time.step_s
 
 

@@ -41,7 +41,9 @@ def scattered() -> Exercise:
         without_dp=lambda h, down: reshard(left_open(h, down), P(None, "tp", None)),
         moved_first=lambda h, down: reshard(h, _ROWS) @ reshard(down, P(None, None)),
     )
-    return Exercise("stretch", solution, wrong, lambda answer: _traced(answer, "b/dp s m/tp", "m/tp d"))
+    return Exercise(
+        "stretch", solution, wrong, lambda answer: _traced(answer, "b/dp s m/tp", "m/tp d")
+    )
 
 
 def residual() -> Exercise:
@@ -80,13 +82,18 @@ def _traced(function, *layouts: str) -> dict:
     mesh = explicit(abstract_mesh("dp=2 tp=4"))
     laid = {text: NamedSharding(mesh, as_type(parse_layout(text))) for text in layouts}
     args = [
-        jax.ShapeDtypeStruct(_GIVEN[text], jnp.float32, sharding=sharding) for text, sharding in laid.items()
+        jax.ShapeDtypeStruct(_GIVEN[text], jnp.float32, sharding=sharding)
+        for text, sharding in laid.items()
     ]
     with jax.sharding.use_abstract_mesh(mesh), explain():
         lines = jax.make_jaxpr(function)(*args)
     sent = [move.kind for line in lines.eqns for move in moves(line) if move.kind != "slice"]
     added = sum(line.primitive.name == "add" for line in lines.eqns)
-    return {"layout": str(from_type(lines.out_avals[0], "bsd")), "sends": sorted(sent), "additions": added}
+    return {
+        "layout": str(from_type(lines.out_avals[0], "bsd")),
+        "sends": sorted(sent),
+        "additions": added,
+    }
 
 
 def moves(line) -> tuple:
@@ -97,7 +104,10 @@ def moves(line) -> tuple:
     if line.primitive.name != "dot_general":
         return ()
     (left, right), _ = line.params["dimension_numbers"]
-    cuts = [from_type(x.aval).dims[i].axes for x, (i, *_) in zip(line.invars, (left, right), strict=True)]
+    cuts = [
+        from_type(x.aval).dims[i].axes
+        for x, (i, *_) in zip(line.invars, (left, right), strict=True)
+    ]
     if cuts[0] != cuts[1]:
         return Arrow(Layout((Dim("m", cuts[0] or cuts[1]),)), Layout((Dim("m"),))).moves
     summed = tuple(axis for axis in cuts[0] if axis not in after.sums)

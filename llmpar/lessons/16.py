@@ -19,7 +19,9 @@ def join() -> Exercise:
     wrong = dict(
         batch=lambda slots, waiting: slots if any(slots) else solution(slots, waiting),
         not_taken=lambda slots, waiting: solution(slots, waiting[:]),
-        last_first=lambda slots, waiting: [left or (waiting.pop() if waiting else 0) for left in slots],
+        last_first=lambda slots, waiting: [
+            left or (waiting.pop() if waiting else 0) for left in slots
+        ],
         thrown_out=lambda slots, waiting: [waiting.pop(0) if waiting else left for left in slots],
     )
     return Exercise("core", solution, wrong, passes)

@@ -32,7 +32,17 @@ from llmpar.lessons.judge import CORRECT, NOT_ATTEMPTED, Exercise, stated
 from llmpar.lessons.pages import sentences
 from llmpar.lessons.record import answers, as_text, note
 
-__all__ = ["CORRECT", "NOT_ATTEMPTED", "Exercise", "attempt", "find", "hint", "met", "say", "solution"]
+__all__ = [
+    "CORRECT",
+    "NOT_ATTEMPTED",
+    "Exercise",
+    "attempt",
+    "find",
+    "hint",
+    "met",
+    "say",
+    "solution",
+]
 
 COLUMNS = 88
 """What a lesson shows on a screen 1200 px wide, as in its code."""
@@ -56,7 +66,9 @@ def exercises(lesson: str) -> list[str]:
 
 def names(*chosen: str) -> list[str]:
     """List the exercises of these lessons, or of all, as `find` takes them: '03.sent'."""
-    return [f"{lesson}.{name}" for lesson in chosen or lesson_numbers() for name in exercises(lesson)]
+    return [
+        f"{lesson}.{name}" for lesson in chosen or lesson_numbers() for name in exercises(lesson)
+    ]
 
 
 def find(name: str, **given: Any) -> Exercise:
@@ -68,7 +80,9 @@ def find(name: str, **given: Any) -> Exercise:
     says = sentences(lesson)[own]
     if "answer" in says:
         return stated(name, says, **given)
-    return getattr(importlib.import_module(f"{__name__}.{lesson}"), own)(**given).with_sentences(name, says)
+    return getattr(importlib.import_module(f"{__name__}.{lesson}"), own)(**given).with_sentences(
+        name, says
+    )
 
 
 def attempt(name: str, answer: Any, **given: Any) -> None:
@@ -101,7 +115,9 @@ def show_devices(exercise: Exercise, answer: Any) -> None:
 
 def hint(name: str) -> None:
     """Print the next hint for an exercise; each says a little more, and the last one stays."""
-    hints = find(name, **GIVEN.get(name, {})).hints() or ["this one has none; a wrong answer helps."]
+    hints = find(name, **GIVEN.get(name, {})).hints() or [
+        "this one has none; a wrong answer helps."
+    ]
     number = min(HINTS_GIVEN[name], len(hints) - 1)
     HINTS_GIVEN[name] += 1
     say(f"{name}, hint {number + 1} of {len(hints)}: {hints[number]}")
@@ -113,7 +129,9 @@ def solution(name: str) -> None:
     """Print the solution of an exercise and why it is right, after an attempt."""
     text = solved(name, **GIVEN.get(name, {}))
     if first_answer(name) is None:
-        say(f'{name}: answer first, even by a guess; then ask again. hint("{name}") helps a step at a time.')
+        say(
+            f'{name}: answer first, even by a guess; then ask again. hint("{name}") helps a step at a time.'
+        )
         return
     say(text)
 
@@ -129,7 +147,9 @@ def met(name: str, result: Any, what: str = "compiled") -> None:
     find(name, **GIVEN.get(name, {}))
     first = first_answer(name)
     if first is None:
-        say(f"answer {name} first, then run this cell again: it compares your answer with the result")
+        say(
+            f"answer {name} first, then run this cell again: it compares your answer with the result"
+        )
     else:
         say(f"you said {in_short(first)}; {what} {in_short(result)}")
 
@@ -157,7 +177,8 @@ def first_answer(name: str) -> str | None:
     """Return the learner's first answer to an exercise as text, from the file or from this notebook."""
     with contextlib.suppress(OSError, ValueError):
         return next(
-            (answer.answer for answer in answers() if answer.exercise == name), FIRST_ANSWERS.get(name)
+            (answer.answer for answer in answers() if answer.exercise == name),
+            FIRST_ANSWERS.get(name),
         )
     return FIRST_ANSWERS.get(name)
 
@@ -189,4 +210,6 @@ def spelt_out(value: Any) -> str:
     if isinstance(value, str):
         return "\n" + value if "\n" in value else value
     whole = value is not None and not isinstance(value, bool) and float(value) == int(value)
-    return f"{int(value):,}" if whole else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return (
+        f"{int(value):,}" if whole else f"{value:.4g}" if isinstance(value, float) else str(value)
+    )

@@ -84,12 +84,18 @@ def measure(name: str, num_steps: int) -> dict[str, Any]:
     mesh = make_mesh(plan.mesh, devices_of(outer))
     step = Step(TOY, plan.resolve(TOY, platform_of(mesh), ROWS, SEQ), mesh, optax.adamw(3e-3))
     run, rng = step.lower(ROWS, SEQ).compile(), np.random.default_rng(17)
-    draw = lambda like: 0.02 * rng.standard_normal(like.shape) if like.ndim > 1 else np.ones(like.shape)
+    draw = lambda like: (
+        0.02 * rng.standard_normal(like.shape) if like.ndim > 1 else np.ones(like.shape)
+    )
     params = jax.tree.map(draw, step.abstract_model_order.params)
-    whole = jax.tree.map(lambda like: np.zeros(like.shape), step.abstract_model_order)._replace(params=params)
+    whole = jax.tree.map(lambda like: np.zeros(like.shape), step.abstract_model_order)._replace(
+        params=params
+    )
     on_devices = lambda like, x: put_everywhere(x.astype(like.dtype), like.sharding)
     state = step.from_model_order(jax.tree.map(on_devices, step.abstract_model_order, whole))
-    batch = {name: put_everywhere(x, step.batch_sharding) for name, x in counting_text(ROWS, SEQ).items()}
+    batch = {
+        name: put_everywhere(x, step.batch_sharding) for name, x in counting_text(ROWS, SEQ).items()
+    }
     losses, seconds = [], []
     for number in range(num_steps + 1):
         if number == 1:  # the first one makes the connections

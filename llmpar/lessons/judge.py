@@ -17,7 +17,11 @@ from typing import Any, Literal
 NOT_ATTEMPTED = "replace the dots"
 CORRECT = "correct"
 BYTES = {"bytes": 1, "KiB": 2**10, "kB": 1e3, "MiB": 2**20, "MB": 1e6, "GiB": 2**30, "GB": 1e9}
-_UNITS = (BYTES, {"a fraction of 1": 1, "per cent": 0.01}, {"days": 86400, "hours": 3600, "seconds": 1})
+_UNITS = (
+    BYTES,
+    {"a fraction of 1": 1, "per cent": 0.01},
+    {"days": 86400, "hours": 3600, "seconds": 1},
+)
 """Units that people count the same thing in, and their sizes."""
 SPELLINGS = {
     "B": "bytes",
@@ -140,16 +144,22 @@ class Exercise:
             return self.part_by_part(seen, right, planted, read)
         if sentence := self.in_another_unit(seen, right):
             return sentence
-        good = isinstance(right, list) and self.devices(self.solution) and self.same(seen[0], right[0])
+        good = (
+            isinstance(right, list) and self.devices(self.solution) and self.same(seen[0], right[0])
+        )
         prefix = "The value is right, but not what is sent. " if good else ""
         return prefix + self.hinted(seen, read)
 
-    def part_by_part(self, seen: Mapping, right: Mapping, planted: list[tuple[Any, str]], read: int) -> str:
+    def part_by_part(
+        self, seen: Mapping, right: Mapping, planted: list[tuple[Any, str]], read: int
+    ) -> str:
         """Name the parts that are right; help with others by planted answers that are wrong as they are."""
         parts = {name for name in right if kind(right[name]) != "a number" or right[name]}
         units = {self.unit_of(seen[name], right[name]) for name in parts}
         if len(units) == 1 and all(units):
-            return f"Those are the right values in {units.pop()}; they are asked for as {self.unit}."
+            return (
+                f"Those are the right values in {units.pop()}; they are asked for as {self.unit}."
+            )
         off = [name for name in right if not self.same(seen[name], right[name])]
         good = [str(name) for name in right if name not in off]
         sentences = [f"Right: {', '.join(good)}."] if good else []
@@ -161,15 +171,23 @@ class Exercise:
         for name in [name for name in off if name not in helped]:
             if sentence := self.in_another_unit(seen[name], right[name]):
                 sentences, helped = [*sentences, f"{name}: {sentence}"], helped | {name}
-        if left := [f"{name}{_near(seen[name], right[name])}" for name in off if name not in helped]:
+        if left := [
+            f"{name}{_near(seen[name], right[name])}" for name in off if name not in helped
+        ]:
             sentences += [f"Look again at {', '.join(left)}. {self.hinted(seen, read)}"]
         return " ".join(sentences)
 
     def meant(self, seen: Any, value: Any) -> bool:
         """Tell whether `seen` is this wrong answer, or this number rounded to as many digits."""
         numbers = kind(seen) == kind(value) == "a number"
-        digits = len(f"{float(seen):g}".partition("e")[0].replace(".", "").strip("-0")) if numbers else 0
-        return self.same(seen, value) or digits > 2 and float(seen) == float(f"{float(value):.{digits}g}")
+        digits = (
+            len(f"{float(seen):g}".partition("e")[0].replace(".", "").strip("-0")) if numbers else 0
+        )
+        return (
+            self.same(seen, value)
+            or digits > 2
+            and float(seen) == float(f"{float(value):.{digits}g}")
+        )
 
     def sizes(self) -> Mapping[str, float]:
         """Return the units that an answer may be given in, relative to the exercise's unit."""
@@ -181,7 +199,9 @@ class Exercise:
         if not kind(seen) == kind(right) == "a number":
             return ""
         sizes, near = self.sizes(), max(self.tolerance, 0.01)
-        return next((n for n in sizes if n != self.unit and same(float(seen) * sizes[n], right, near)), "")
+        return next(
+            (n for n in sizes if n != self.unit and same(float(seen) * sizes[n], right, near)), ""
+        )
 
     def in_another_unit(self, seen: Any, right: Any) -> str:
         """Recognise the right number in kilobytes, per cent and the like."""
@@ -207,7 +227,9 @@ def stated(name: str, says: Mapping[str, str], **given: Any) -> Exercise:
     facts = {key: says[key] for key in FACTS if key in says}
     known = read_answer(facts["given"]) if "given" in facts else {}
     if unknown := given.keys() - known.keys():
-        raise ValueError(f"{name} is not given {', '.join(unknown)} but {', '.join(known) or 'nothing'}")
+        raise ValueError(
+            f"{name} is not given {', '.join(unknown)} but {', '.join(known) or 'nothing'}"
+        )
     given = known | given
     level: Any = facts.get("level", "core")
     tolerance, unit = float(facts.get("tolerance", 1e-5)), facts.get("unit", "")
@@ -232,13 +254,17 @@ def read_answer(text: str, right: Any = None, given: Mapping[str, Any] | None = 
         names = {str(name): name for name in right}
         if parts.keys() <= names.keys():
             changed = {names[name]: part for name, part in parts.items()}
-            return {**right, **{name: read_answer(part, right[name]) for name, part in changed.items()}}
+            return {
+                **right,
+                **{name: read_answer(part, right[name]) for name, part in changed.items()},
+            }
     if text == "None":
         return None
     if ", " in text and (right is None or isinstance(right, tuple)):
         values = right or [None] * len(text.split(", "))
         return tuple(
-            read_answer(part, value, given) for part, value in zip(text.split(", "), values, strict=True)
+            read_answer(part, value, given)
+            for part, value in zip(text.split(", "), values, strict=True)
         )
     if right is None or kind(right) == "a number":
         with contextlib.suppress(SyntaxError, NameError, TypeError, ZeroDivisionError):
@@ -297,7 +323,11 @@ def as_meant(answer: Any, right: Any, exercise: Exercise) -> Any:
         if len(left) == len(other) == 1:  # as an older copy of the lesson calls it
             meant[left.pop()] = meant.pop(other.pop())
         return {name: as_meant(part, right.get(name), exercise) for name, part in meant.items()}
-    if isinstance(answer, list | tuple) and isinstance(right, list | tuple) and len(answer) == len(right):
+    if (
+        isinstance(answer, list | tuple)
+        and isinstance(right, list | tuple)
+        and len(answer) == len(right)
+    ):
         return [as_meant(part, other, exercise) for part, other in zip(answer, right, strict=True)]
     if isinstance(answer, str) and kind(right) == "a number":
         return as_number(answer, right, exercise)
@@ -310,15 +340,24 @@ def listed(value: Any, right: Any) -> Any:
         return value
     value = value.tolist() if kind(value) == "an array" else value
     value = list(value) if isinstance(value, Iterable) and not callable(value) else value
-    return list(map(listed, value, right)) if kind(value) == "a list" and len(value) == len(right) else value
+    return (
+        list(map(listed, value, right))
+        if kind(value) == "a list" and len(value) == len(right)
+        else value
+    )
 
 
 def _as_text(answer: Any, right: str) -> Any:
     """Read what stands for a text: a collective's function, a mesh as a dict, a layout as JAX writes it."""
     if hasattr(answer, "partitions") and "/" in right:
         dims = [part.partition("/")[0] for part in right.split() if "+" not in part]
-        cuts = [",".join(cut) if isinstance(cut, tuple) else str(cut or "") for cut in answer.partitions]
-        laid = [f"{dim}/{cut}".strip("/") for dim, cut in itertools.zip_longest(dims, cuts, fillvalue="")]
+        cuts = [
+            ",".join(cut) if isinstance(cut, tuple) else str(cut or "") for cut in answer.partitions
+        ]
+        laid = [
+            f"{dim}/{cut}".strip("/")
+            for dim, cut in itertools.zip_longest(dims, cuts, fillvalue="")
+        ]
         answer = " ".join([*laid, *(f"+{axis}" for axis in sorted(answer.unreduced))])
     if isinstance(answer, Mapping) and "=" in right:
         answer = " ".join(f"{axis}={size}" for axis, size in answer.items())
@@ -328,7 +367,9 @@ def _as_text(answer: Any, right: str) -> Any:
         answer = re.sub(r"^(?:jax\.)?lax\.(\w+)(?:\(.*\))?$", r"\1", answer.strip())
         answer = answer.replace(",", " ") if "=" in right else answer
         answer = answer if "/" in right else SPELLINGS.get(_plain(answer), answer)
-        answer = answer.lower() if right.islower() else answer.upper() if right.isupper() else answer
+        answer = (
+            answer.lower() if right.islower() else answer.upper() if right.isupper() else answer
+        )
     return answer
 
 
@@ -339,7 +380,10 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
     number = text.strip().removesuffix(unit).strip(" ~≈")
     if re.fullmatch(r"[-+]?[1-9]\d{0,2}([, ]\d{3})+(\.\d*)?", number):
         number = re.sub("[, ]", "", number)
-    unit, sizes = SPELLINGS.get(unit, unit.lower() if len(unit) > 3 else unit), {"": 1, **exercise.sizes()}
+    unit, sizes = (
+        SPELLINGS.get(unit, unit.lower() if len(unit) > 3 else unit),
+        {"": 1, **exercise.sizes()},
+    )
     with contextlib.suppress(ValueError, ArithmeticError, KeyError):
         size = sizes[unit if unit in sizes else unit + "s"]
         given = float(Fraction(number) if "/" in number else number) * size
@@ -348,8 +392,12 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
     if re.fullmatch(formula, text) and re.search(r"\w *[*+/-]", text):
         devices = [exercise.given[name] for name in ("devices", "ranks") if name in exercise.given]
         names = {**exercise.given, **dict.fromkeys("nN" * bool(devices), *devices)}
-        names = {name: float(number) for name, number in names.items() if kind(number) == "a number"}
-        floats = re.sub(r"(?<![\w.])\d+(?![\w.])", r"\g<0>.0", text)  # which end, where 9**9**9 would not
+        names = {
+            name: float(number) for name, number in names.items() if kind(number) == "a number"
+        }
+        floats = re.sub(
+            r"(?<![\w.])\d+(?![\w.])", r"\g<0>.0", text
+        )  # which end, where 9**9**9 would not
         with contextlib.suppress(OverflowError):
             value = read_answer(floats, right, names)
             return value if kind(value) == "a number" else text
@@ -370,15 +418,23 @@ def turned(seen: Any, right: Any) -> str:
         orders = itertools.permutations(range(one.ndim)) if one.ndim == other.ndim else ()
         if any(same(one.transpose(order), other, 1e-5) for order in orders):
             return "The numbers are right, with dims exchanged: transpose it. "
-        return "The numbers are right: reshape it. " if same(one.ravel(), other.ravel(), 1e-5) else ""
+        return (
+            "The numbers are right: reshape it. " if same(one.ravel(), other.ravel(), 1e-5) else ""
+        )
 
     faults = {fault(one, other) for one, other in zip(arrays(seen), arrays(right), strict=False)}
-    return (faults.pop() + mismatch(seen, right)).rstrip() if len(faults) == 1 and all(faults) else ""
+    return (
+        (faults.pop() + mismatch(seen, right)).rstrip() if len(faults) == 1 and all(faults) else ""
+    )
 
 
 def arrays(value: Any) -> list[Any]:
     """Return the arrays in a value."""
-    inside = [array for part in value for array in arrays(part)] if isinstance(value, list | tuple) else []
+    inside = (
+        [array for part in value for array in arrays(part)]
+        if isinstance(value, list | tuple)
+        else []
+    )
     return [value] if kind(value) == "an array" else inside
 
 
@@ -396,7 +452,9 @@ def mismatch(seen: Any, right: Any) -> str:
         given = [name for name in right if seen[name] is not None and right[name] is not None]
         pairs = [(seen[name], right[name]) for name in given]
     elif kind(right) == "an array" and seen.shape != right.shape:
-        return f"An array of shape {list(right.shape)} is asked for, and yours has {list(seen.shape)}."
+        return (
+            f"An array of shape {list(right.shape)} is asked for, and yours has {list(seen.shape)}."
+        )
     else:
         pairs = list(zip(seen, right, strict=False)) if isinstance(right, list | tuple) else []
     return next(filter(None, (mismatch(one, other) for one, other in pairs)), "")
@@ -415,8 +473,13 @@ def is_blank(answer: Any) -> bool:
     if answer is ...:
         return True
     if inspect.isfunction(answer):
-        steps = [step for step in dis.get_instructions(answer) if step.opname not in ("RESUME", "NOP")]
-        return all(step.opname.startswith(("LOAD_CONST", "RETURN")) and step.argval is None for step in steps)
+        steps = [
+            step for step in dis.get_instructions(answer) if step.opname not in ("RESUME", "NOP")
+        ]
+        return all(
+            step.opname.startswith(("LOAD_CONST", "RETURN")) and step.argval is None
+            for step in steps
+        )
     if isinstance(answer, Mapping):
         return any(is_blank(value) for value in answer.values())
     return isinstance(answer, list | tuple | set) and any(is_blank(value) for value in answer)
@@ -426,16 +489,22 @@ def same(one: Any, other: Any, tolerance: float) -> bool:
     """Compare answers: texts by words, numbers and arrays within a relative tolerance, the rest exactly."""
     if isinstance(one, str) and isinstance(other, str):
         words, others = _plain(one), _plain(other)
-        if re.search(r"[/+>\d]", words + others):  # layouts, arrows and orders: blanks part their words
+        if re.search(
+            r"[/+>\d]", words + others
+        ):  # layouts, arrows and orders: blanks part their words
             return words == others
         return words.replace(" ", "") == others.replace(" ", "")
     if isinstance(one, bool | str) or isinstance(other, bool | str) or one is None or other is None:
         return type(one) is type(other) and one == other
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key], tolerance) for key in one)
+        return one.keys() == other.keys() and all(
+            same(one[key], other[key], tolerance) for key in one
+        )
     one, other = (sorted(value) if isinstance(value, set) else value for value in (one, other))
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(same(a, b, tolerance) for a, b in zip(one, other, strict=True))
+        return len(one) == len(other) and all(
+            same(a, b, tolerance) for a, b in zip(one, other, strict=True)
+        )
     if hasattr(one, "shape") and hasattr(other, "shape") and (one.shape or other.shape):
         import numpy as np
 

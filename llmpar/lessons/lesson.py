@@ -9,7 +9,13 @@ import jax
 import numpy as np
 import optax
 
-from llmpar.inspect.census import Collective, census_hlo, census_table, compiled_memory, read_program
+from llmpar.inspect.census import (
+    Collective,
+    census_hlo,
+    census_table,
+    compiled_memory,
+    read_program,
+)
 from llmpar.lessons import say
 from llmpar.parallel.mesh import make_mesh, platform_of
 from llmpar.plan.model_config import ModelConfig
@@ -68,16 +74,23 @@ def train_on(
     step = Step(config, plan, mesh, optimizer, clip)
     compiled, text = read_program(step.lower(*shape))
     shardings = jax.tree.map(lambda x: x.sharding, step.abstract_model_order)
-    state = step.from_model_order(jax.device_put(fresh_state(step.config, step.optimizer), shardings))
+    state = step.from_model_order(
+        jax.device_put(fresh_state(step.config, step.optimizer), shardings)
+    )
     batch, losses, metrics = jax.device_put(batch, step.batch_sharding), [], {}
     for _ in range(num_steps):
         state, metrics = compiled(state, batch)
-        losses.append(float(metrics["loss"]))  # read in each step, so that no simulated device runs ahead
+        losses.append(
+            float(metrics["loss"])
+        )  # read in each step, so that no simulated device runs ahead
     return LessonRun(step, shape, compiled, text, state, losses, metrics)
 
 
 def verdicts(
-    runs: Mapping[str, LessonRun], solo: LessonRun, weights_within: float | None = None, details: bool = False
+    runs: Mapping[str, LessonRun],
+    solo: LessonRun,
+    weights_within: float | None = None,
+    details: bool = False,
 ) -> dict[str, dict]:
     """Assert the four verdicts on some plans of one model, and say so on a line; ``details`` prints bytes.
     Gives for each plan the table of its census (of the last stage).
@@ -103,7 +116,9 @@ def verdicts(
         assert compiled_memory(run.compiled)["argument_bytes"] == sum(
             predicted_argument_bytes(run).values()
         ), name
-    say(f"{', '.join(runs)}: 4 of 4 checks pass (losses as on one device, shards, bytes sent, memory)")
+    say(
+        f"{', '.join(runs)}: 4 of 4 checks pass (losses as on one device, shards, bytes sent, memory)"
+    )
     for name, run in runs.items() if details else ():
         line = "{} over {} ×{count}, {bytes_sent:,} B"
         lines = [line.format(kind, axes, **row) for (axes, kind), row in tables[name].items()]
@@ -135,8 +150,13 @@ def moments(state: State) -> list[Any]:
 
 def predicted_argument_bytes(run: LessonRun) -> dict[str, int]:
     """Predict the bytes of a step's arguments per device, whatever its optimizer keeps."""
-    trees, counters = moments(run.state), [x for x in jax.tree.leaves(run.state.optimizer) if not x.ndim]
-    return memory.argument_bytes(run.step.plan, *run.shape, moments=len(trees), scalars=1 + len(counters))
+    trees, counters = (
+        moments(run.state),
+        [x for x in jax.tree.leaves(run.state.optimizer) if not x.ndim],
+    )
+    return memory.argument_bytes(
+        run.step.plan, *run.shape, moments=len(trees), scalars=1 + len(counters)
+    )
 
 
 def as_predicted(run: LessonRun) -> list[Collective]:
@@ -151,14 +171,19 @@ def as_predicted(run: LessonRun) -> list[Collective]:
 
 def as_table(predicted: Traffic) -> dict[tuple[str, str], dict[str, int]]:
     """Write a prediction as `census_table` writes a census: executions and bytes by (axes, kind)."""
-    return {key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()}
+    return {
+        key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
+    }
 
 
 def five_runs() -> dict[str, tuple[float, float, float]]:
     """Make the runs of lesson 10: relative differences in loss, gradient norm and gradient between two ranks
     and one device, of a linear model in float32, with a fault in four of five."""
     rng = np.random.default_rng(10)
-    x, y = rng.standard_normal((16, 8)).astype(np.float32), rng.standard_normal(16).astype(np.float32)
+    x, y = (
+        rng.standard_normal((16, 8)).astype(np.float32),
+        rng.standard_normal(16).astype(np.float32),
+    )
     weights, ranks = rng.standard_normal(8).astype(np.float32), (slice(0, 12), slice(12, 16))
 
     def of(rows):  # the sum of the losses, its gradient, and the targets

@@ -32,8 +32,14 @@ def sentences(name: str) -> dict[str, dict[str, str]]:
             key += "`"
         if line.startswith("## "):
             lines = headings[line[3:]] = {}
-        elif line.startswith("- ") and headings and sentence and (key == "nudge" or key not in lines):
+        elif (
+            line.startswith("- ") and headings and sentence and (key == "nudge" or key not in lines)
+        ):
             lines[key] = f"{lines[key]}\n{sentence}" if key in lines else sentence
         elif line and not line.startswith("# "):
-            refuse(path, "page of sentences", f"line {number} is no '- key: sentence' of its own: {line:.40}")
+            refuse(
+                path,
+                "page of sentences",
+                f"line {number} is no '- key: sentence' of its own: {line:.40}",
+            )
     return headings

@@ -21,7 +21,9 @@ def _question(lesson: str, says: Mapping[str, str]) -> tuple[str, Exercise]:
 
 RATINGS = sentences("quiz")["ratings"]
 """What learners rate, by name."""
-QUESTIONS = {name: _question(name, says) for name, says in sentences("quiz").items() if name != "ratings"}
+QUESTIONS = {
+    name: _question(name, says) for name, says in sentences("quiz").items() if name != "ratings"
+}
 """The number of a lesson: its question, and the exercise that judges the answer."""
 
 
@@ -64,8 +66,12 @@ def effect(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for number, result in enumerate(results, 1):
         score, most, ratings = (result.get(name) for name in ("score", "max_score", "ratings"))
         if result.get("when") not in both:
-            raise ValueError(f"result {number} is of when={result.get('when')!r}, neither before nor after")
-        known = isinstance(ratings, dict) and all(rating in range(1, 6) for rating in ratings.values())
+            raise ValueError(
+                f"result {number} is of when={result.get('when')!r}, neither before nor after"
+            )
+        known = isinstance(ratings, dict) and all(
+            rating in range(1, 6) for rating in ratings.values()
+        )
         if not (type(score) is type(most) is int and 0 <= score <= most > 0 and known):
             raise ValueError(
                 f"result {number} is none of this quiz: it needs score, max_score, ratings of 1 to 5"
@@ -73,7 +79,9 @@ def effect(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     out: dict[str, dict[str, Any]] = {name: {} for name in ("num", "score", *RATINGS)}
     for when in both:
         taken = [result for result in results if result["when"] == when]
-        values = {name: [r["ratings"][name] for r in taken if name in r["ratings"]] for name in RATINGS}
+        values = {
+            name: [r["ratings"][name] for r in taken if name in r["ratings"]] for name in RATINGS
+        }
         values |= {"score": [r["score"] / r["max_score"] for r in taken]}
         out["num"][when] = len(taken)
         for name, numbers in values.items():

@@ -66,7 +66,9 @@ def answers(folder: str = ".") -> list[_Answer]:
         for number, row in enumerate(rows, 1):
             kinds = {name: type(value) for name, value in ({"at": ""} | row).items()}
             if kinds != _KINDS:
-                wanted = ", ".join(f"{name} ({expected.__name__})" for name, expected in _KINDS.items())
+                wanted = ", ".join(
+                    f"{name} ({expected.__name__})" for name, expected in _KINDS.items()
+                )
                 raise ValueError(f"object {number} is no answer, which has {wanted}")
     except ValueError as error:
         raise ValueError(
@@ -77,7 +79,9 @@ def answers(folder: str = ".") -> list[_Answer]:
 
 def note(exercise: str, answer: Any, verdict: str) -> str:
     """Add an answer to the file; return a sentence where that cannot be."""
-    given = _Answer(exercise, as_text(answer)[:MAX_ANSWER], verdict, verdict.startswith(CORRECT), now())
+    given = _Answer(
+        exercise, as_text(answer)[:MAX_ANSWER], verdict, verdict.startswith(CORRECT), now()
+    )
     try:
         last = next((a for a in reversed(answers()) if a.exercise == exercise), None)
         if last is None or (last.answer, last.correct) != (given.answer, given.correct):
@@ -113,4 +117,8 @@ def results(given: Sequence[_Answer], levels: Mapping[str, str]) -> dict[str, An
                 },
             }
         )
-    return {"score": sum(test["score"] for test in tests), "max_score": float(len(tests)), "tests": tests}
+    return {
+        "score": sum(test["score"] for test in tests),
+        "max_score": float(len(tests)),
+        "tests": tests,
+    }

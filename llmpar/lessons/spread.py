@@ -19,7 +19,11 @@ def trace_program(function: Callable, mesh: str, *arrays: Any) -> Any:
     """Trace one device's program for all of a mesh, as in 'dp=2 tp=2'; arrays have parts along dim 0."""
     across = PartitionSpec(tuple(parse_mesh(mesh).named))
     one = lambda *parts: jnp.asarray(function(*(part[0] for part in parts)))[None]
-    settings: dict[str, Any] = {"mesh": abstract_mesh(mesh), "in_specs": across, "out_specs": across}
+    settings: dict[str, Any] = {
+        "mesh": abstract_mesh(mesh),
+        "in_specs": across,
+        "out_specs": across,
+    }
     return jax.make_jaxpr(jax.shard_map(one, check_vma=False, **settings))(*arrays)
 
 
@@ -64,5 +68,7 @@ def values(program: Any, mesh: str, *arrays: Any) -> list[Any]:
     except AssertionError as error:
         if "ermutation" not in str(error):
             raise ValueError(str(error)) from error
-        raise ValueError(f"{error} In a ring each device sends to one, and each receives.") from error
+        raise ValueError(
+            f"{error} In a ring each device sends to one, and each receives."
+        ) from error
     return list(results.reshape(-1, *results.shape[len(axes) :]))

@@ -42,7 +42,9 @@ from llmpar.parallel.collectives import after, at, hop, put, scope, vary_alike
 from llmpar.parallel.modes import Solo
 from llmpar.plan.sequence_order import CAUSAL, Mask, seen_tiles, tile_length
 
-Partial = tuple[Float[Array, "b s k r h"], Float[Array, "b s k r"]]  # out in q's dtype, lse in float32
+Partial = tuple[
+    Float[Array, "b s k r h"], Float[Array, "b s k r"]
+]  # out in q's dtype, lse in float32
 Seen = Bool[Array, "_ s t"]
 QTile = Float[Array, "b k r s h"]
 KVTile = Float[Array, "b k t h"]
@@ -94,7 +96,9 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Q]:
     return attend_by_plan
 
 
-def as_promised(par: Solo, mask: Mask, positions_bs: Array, segments_bs: Array) -> Bool[Array, " b"]:
+def as_promised(
+    par: Solo, mask: Mask, positions_bs: Array, segments_bs: Array
+) -> Bool[Array, " b"]:
     """Return which rows have the order that the chosen attention relies on when it skips later positions:
     positions rise, or segments rise and positions rise in each. Where a plan promises whole documents, a row
     must have one segment and, for a window, no gap. (A cache, a ring and the kernel of `flash` compare the
@@ -111,19 +115,30 @@ def as_promised(par: Solo, mask: Mask, positions_bs: Array, segments_bs: Array) 
 
 
 def ids_of(
-    axis: str | None, t: int, *, q_positions_bs, k_positions_bt, q_segments_bs=None, k_segments_bt=None
+    axis: str | None,
+    t: int,
+    *,
+    q_positions_bs,
+    k_positions_bt,
+    q_segments_bs=None,
+    k_segments_bt=None,
 ) -> tuple[Int[Array, "_ 2 s"], Int[Array, "n _ 2 t"]]:
     """Return the ids of the queries, and those of the `t` keys of each rank along an axis, which are gathered
     if only this rank's are given. Without segments all positions belong to one document."""
     if (q_segments_bs is None) != (k_segments_bt is None):
-        raise ValueError("segments were given for only one of queries and keys; give both or neither")
+        raise ValueError(
+            "segments were given for only one of queries and keys; give both or neither"
+        )
     n, keys = lax.axis_size(axis) if axis else 1, (k_positions_bt, k_segments_bt)
     if n > 1 and k_positions_bt.shape[1] == t:
         with scope("data b s -> ids b s"):
             keys = jax.tree.map(lambda x: lax.all_gather(x, axis, axis=1, tiled=True), keys)
     q_ids, k_ids = (
         jnp.stack(
-            jnp.broadcast_arrays(positions, jnp.zeros_like(positions) if segments is None else segments), 1
+            jnp.broadcast_arrays(
+                positions, jnp.zeros_like(positions) if segments is None else segments
+            ),
+            1,
         )
         for positions, segments in ((q_positions_bs, q_segments_bs), keys)
     )
@@ -146,12 +161,21 @@ def attend_tile(q: QTile, k: KVTile, v: KVTile, seen: Seen, scale: float) -> tup
     sees_any = total > 0
     # Before the log and the quotient: a where after them leaves NaN in gradients.
     total = jnp.where(sees_any, total, 1)
-    out = jnp.einsum("bkrst,bkth->bkrsh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = jnp.einsum(
+        "bkrst,bkth->bkrsh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
     return out / total, jnp.where(sees_any, top + jnp.log(total), -jnp.inf)[..., 0]
 
 
 def attend_tile_grad(
-    q: QTile, out_grad: QTile, lse: LseTile, delta: LseTile, k: KVTile, v: KVTile, seen: Seen, scale: float
+    q: QTile,
+    out_grad: QTile,
+    lse: LseTile,
+    delta: LseTile,
+    k: KVTile,
+    v: KVTile,
+    seen: Seen,
+    scale: float,
 ) -> tuple[QTile, KVTile, KVTile]:
     """Return float32 (dq, dk, dv) of one pair. Its weights P are recomputed from the lse of the whole row.
 
@@ -239,7 +263,10 @@ def attend_block_grad(
     live = seen_tiles(mask, q_ids, k_ids)[0].any(-1)
 
     def add_pair(i, j, dq_i, dkv_j):
-        (q_i, terms_i, q_ids_i), (k_j, v_j, k_ids_j) = at((q, terms, q_ids), i), at((k, v, k_ids), j)
+        (q_i, terms_i, q_ids_i), (k_j, v_j, k_ids_j) = (
+            at((q, terms, q_ids), i),
+            at((k, v, k_ids), j),
+        )
 
         def added():
             (out_grad, lse, delta), seen = terms_i, sees(mask, q_ids_i, k_ids_j)
@@ -260,7 +287,9 @@ def _few_pairs(
     are the pairs inside the mask."""
     pairs = list(np.ndindex(num_rows, num_keys))
     if contiguous and num_rows <= _FEW_IN_TRIANGLE:
-        return [(i, j) for i, j in pairs if mask.admits((i - j) * c - (c - 1), (i - j) * c + (c - 1))]
+        return [
+            (i, j) for i, j in pairs if mask.admits((i - j) * c - (c - 1), (i - j) * c + (c - 1))
+        ]
     return pairs if num_rows <= _FEW_ROWS and num_keys <= _FEW_KEYS else None
 
 
@@ -275,7 +304,9 @@ def _loop_over_pairs(pairs, shape, add_pair, row_sums, key_sums):
 
     if pairs is None:
         return lax.fori_loop(0, shape[0] * shape[1], add_in_loop, (row_sums, key_sums))
-    rows, keys = ([at(x, i) for i in range(n)] for x, n in zip((row_sums, key_sums), shape, strict=True))
+    rows, keys = (
+        [at(x, i) for i in range(n)] for x, n in zip((row_sums, key_sums), shape, strict=True)
+    )
     for i, j in pairs:
         rows[i], keys[j] = add_pair(i, j, rows[i], keys[j])
     return tuple(jax.tree.map(lambda *tiles: jnp.stack(tiles), *sums) for sums in (rows, keys))
@@ -302,7 +333,9 @@ class _Ring:
     hop: str  # as in a `Plan`
     attend: Callable  # `attend_block` or a kernel, with its settings
     attend_grad: Callable
-    barrier: bool = False  # one hop beside each of two backward kernels: a GPU runs one collective at a time
+    barrier: bool = (
+        False  # one hop beside each of two backward kernels: a GPU runs one collective at a time
+    )
 
 
 def ring_attention(
@@ -352,15 +385,21 @@ def ring_attention(
     c, d = tile_length(block, s), tile_length(block, t)
     scale = q.shape[-1] ** -0.5
     if platform:
-        launch = {"tpu": flash_tpu.run_on_tpu, "cpu": flash.run_on_cpu}.get(platform, flash.run_on_gpu)
+        launch = {"tpu": flash_tpu.run_on_tpu, "cpu": flash.run_on_cpu}.get(
+            platform, flash.run_on_gpu
+        )
         settings = dict(mask=mask, scale=scale, platform=platform, launch=launch)
-        forward, backward = (partial(f, **settings) for f in (flash.kernel_forward, flash.kernel_backward))
+        forward, backward = (
+            partial(f, **settings) for f in (flash.kernel_forward, flash.kernel_backward)
+        )
         ring = _Ring(axis, hop, forward, backward, barrier=True)
         return ring_forward(ring, *vary_alike((q, k, v, q_ids, k_ids)))
 
     pairs = _few_pairs(mask, contiguous, s // c, t // d, c)
     settings = dict(mask=mask, scale=scale, pairs=pairs, branch=branch)
-    ring = _Ring(axis, hop, partial(attend_block, **settings), partial(attend_block_grad, **settings))
+    ring = _Ring(
+        axis, hop, partial(attend_block, **settings), partial(attend_block_grad, **settings)
+    )
     cut = lambda x, size: jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), (1, 2), (0, -2))
     cut_ids = lambda ids, size: jnp.moveaxis(ids.reshape(*ids.shape[:-1], -1, size), -2, -4)
     arrays = cut(q, c), cut(k, d), cut(v, d), cut_ids(q_ids, c), cut_ids(k_ids, d)
@@ -483,7 +522,9 @@ def by_kernel(
     return checkpoint_name(out, OUT), None
 
 
-def attend_cache(q: Q, k_cache: KV, v_cache: KV, *, axis: str | tuple[str, ...], **options: Any) -> Q:
+def attend_cache(
+    q: Q, k_cache: KV, v_cache: KV, *, axis: str | tuple[str, ...], **options: Any
+) -> Q:
     """Attend from a few queries, the same on every rank, to a cache that is cut along `axis` and stays there.
 
     Each call sends one maximum of b s k r numbers and one sum of b s k r (h+1). A slot of the cache that is

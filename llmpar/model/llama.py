@@ -171,7 +171,9 @@ class Experts(nnx.Module):
     @jax.named_scope("experts")
     def __call__(self, x: Stream, par: Solo) -> tuple[Stream, Aux]:
         """Return the weighted sum of the chosen and the shared experts, and the router's outputs."""
-        logits_bse = jnp.einsum("bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32)
+        logits_bse = jnp.einsum(
+            "bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32
+        )
         bias = []
         if self.config.bias_rate is not None:
             bias = [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]
@@ -186,7 +188,14 @@ class Experts(nnx.Module):
         gates = (par.move(y, "stream b s e -> ffn b s e") for y in (weights_bsk, chosen_bsk))
         visit = par.local(
             functools.partial(moe.visit_experts, self.config, par.island),
-            ["ffn b s d", "ffn b s e", "ffn b s e", "experts e d m", "experts e d m", "experts e m d"],
+            [
+                "ffn b s d",
+                "ffn b s e",
+                "ffn b s e",
+                "experts e d m",
+                "experts e d m",
+                "experts e m d",
+            ],
             "ffn b s d +m",
         )
         y = visit(x, *gates, *(par.weight(w) for w in (self.gate, self.up, self.down)))
@@ -259,7 +268,9 @@ class Llama(nnx.Module):
             logits_bsv = logits_bsv - par.max(logits_bsv.max(-1), finish)[..., None]
             sum_exp = lambda par, x: jnp.exp(x).sum(-1)
             total_bs = par.summed(sum_exp, ["vocab b s v"], finish)(logits_bsv)
-            target_bs = par.summed(target_logits, ["vocab b s v", "data b s"], finish)(logits_bsv, targets_bs)
+            target_bs = par.summed(target_logits, ["vocab b s v", "data b s"], finish)(
+                logits_bsv, targets_bs
+            )
             return jnp.where(targets_bs >= 0, jnp.log(total_bs) - target_bs, 0)
 
         return par.chunked(losses, (x, batch["targets"]), par.plan.loss_chunks, recompute=True), aux
@@ -284,20 +295,26 @@ class Llama(nnx.Module):
         look = par.summed(look_up, ["vocab v d", "data b s"], "vocab b s d +v -> stream b s d")
         return look(embedding, batch["tokens"])
 
-    def run_blocks(self, x: Stream, batch: Batch, par: Solo, layers: Callable) -> tuple[Stream, Any]:
+    def run_blocks(
+        self, x: Stream, batch: Batch, par: Solo, layers: Callable
+    ) -> tuple[Stream, Any]:
         """Run the blocks by ``layers``: the stream behind the last one, and the routers' outputs."""
         graph, weights = nnx.split(self.blocks)
         names = "positions", "segments"
         k_positions, k_segments = (par.move(batch[name], "data b s -> ids b s") for name in names)
         mask, rope = attention.Mask(self.config.window), rope_table(self.config, batch["positions"])
         rope = nan_in_broken_rows(rope, attention.as_promised(par, mask, k_positions, k_segments))
-        q_positions, q_segments = (par.move(x, "ids b s -> queries b s") for x in (k_positions, k_segments))
+        q_positions, q_segments = (
+            par.move(x, "ids b s -> queries b s") for x in (k_positions, k_segments)
+        )
         ids = q_positions, q_segments, k_positions, k_segments
         block = lambda x, w: nnx.merge(graph, w)(x, ids, rope, par)
         return layers(block, x, weights)
 
     @jax.named_scope("router_losses")
-    def router_losses(self, loss: Float[Array, "b s"], batch: Batch, par: Solo) -> Float[Array, " b"]:
+    def router_losses(
+        self, loss: Float[Array, "b s"], batch: Batch, par: Solo
+    ) -> Float[Array, " b"]:
         """Sum the routers' own losses of each row over its tokens that have a target."""
         counted = par.move(batch["targets"], "data b s -> stream b s") >= 0
         rows = par.summed(lambda par, x: x.sum(1), ["stream b s"], "stream b +s -> data b +s")

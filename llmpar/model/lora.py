@@ -35,15 +35,21 @@ class Adapted:
         """Return x W + (x A) B · scale; W + A B, as large as W, is never made. Where the inner dims are cut,
         both terms are unfinished sums, and finished together."""
         num_inner = x.ndim - 2
-        x_bsz = checkpoint_name(self.scale * jnp.tensordot(x, self.a, num_inner, **sharding), PROJECTED)
-        return jnp.tensordot(x, self.w, num_inner, **sharding) + jnp.tensordot(x_bsz, self.b, 1, **sharding)
+        x_bsz = checkpoint_name(
+            self.scale * jnp.tensordot(x, self.a, num_inner, **sharding), PROJECTED
+        )
+        return jnp.tensordot(x, self.w, num_inner, **sharding) + jnp.tensordot(
+            x_bsz, self.b, 1, **sharding
+        )
 
 
 def adapt(part: Any, lora: LoraConfig | None, make: Callable[[str], nnx.Param], path: str) -> None:
     """Give a part of the model, which has its weights already, the adapters that the config asks for."""
     if lora:
         names = [name for name in ADAPTABLE if name in lora.targets and hasattr(part, name)]
-        part.lora = nnx.Dict({f"{name}_{x}": make(f"{path}.lora.{name}_{x}") for name in names for x in "ab"})
+        part.lora = nnx.Dict(
+            {f"{name}_{x}": make(f"{path}.lora.{name}_{x}") for name in names for x in "ab"}
+        )
         part.lora_scale = lora.scale
 
 
@@ -73,7 +79,9 @@ def merged(params: Any, config: ModelConfig) -> Any:
             w, a, b = (parse_layout(weights[name].dims).letters for name in (path, *pair))
             add = functools.partial(_add_product, f"{a},{b}->{w}", lora.scale)
             sharding = getattr(flat[path], "sharding", None)
-            flat[path] = jax.jit(add, out_shardings=sharding)(flat[path], *(flat.pop(name) for name in pair))
+            flat[path] = jax.jit(add, out_shardings=sharding)(
+                flat[path], *(flat.pop(name) for name in pair)
+            )
     return traverse_util.unflatten_dict(flat, sep=".")
 
 

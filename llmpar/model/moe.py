@@ -37,7 +37,9 @@ from llmpar.plan.model_config import ExpertConfig
 # --------------------------------------------------------------------------------------------------- choosing
 
 
-def affinities(experts: ExpertConfig, logits: Float[Array, "*tokens e"]) -> Float[Array, "*tokens e"]:
+def affinities(
+    experts: ExpertConfig, logits: Float[Array, "*tokens e"]
+) -> Float[Array, "*tokens e"]:
     """Return each token's affinity to each expert, float32."""
     return jax.nn.softmax(logits, axis=-1) if experts.score == "softmax" else jax.nn.sigmoid(logits)
 
@@ -51,7 +53,9 @@ def choose_experts(
     DeepSeek-V3 (2024, section 2.1.2) chooses by affinity plus bias within the best groups of experts, and
     weighs by affinity alone.
     """
-    bias_on_tokens = 0 if bias is None else jnp.expand_dims(bias.astype(scores.dtype), range(scores.ndim - 1))
+    bias_on_tokens = (
+        0 if bias is None else jnp.expand_dims(bias.astype(scores.dtype), range(scores.ndim - 1))
+    )
     biased = lax.stop_gradient(scores + bias_on_tokens)
     if experts.num_groups > 1:
         by_group = biased.reshape(*biased.shape[:-1], experts.num_groups, -1)
@@ -67,7 +71,10 @@ def choose_experts(
 
 
 def route(
-    experts: ExpertConfig, par: Solo, logits: Float[Array, "b s e"], bias: Float[Array, " e"] | None = None
+    experts: ExpertConfig,
+    par: Solo,
+    logits: Float[Array, "b s e"],
+    bias: Float[Array, " e"] | None = None,
 ) -> tuple[Float[Array, "b s k"], Int[Array, "b s k"], dict[str, Array]]:
     """Return weights, chosen experts (`experts.num_experts` where a token is dropped), and auxiliary outputs.
 
@@ -88,7 +95,9 @@ def route(
     loss = experts.z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
     if experts.aux_loss:
         counts_be = par.move(hot.sum(1), "stream b e +s -> stream b e")
-        row = counts_be * experts.num_experts / counts_be.sum(-1, keepdims=True)  # E f_e / k: sums to E
+        row = (
+            counts_be * experts.num_experts / counts_be.sum(-1, keepdims=True)
+        )  # E f_e / k: sums to E
         loss = loss + experts.aux_loss * (share * row[:, None]).sum(-1)
     if experts.capacity_factor is not None:
         before = jnp.cumsum(hot, axis=1) - hot  # of each expert's tokens, those that came first
@@ -136,8 +145,12 @@ def visit_experts(
 class SlotTable(NamedTuple):
     """Which token travels in which slot of the buffer, in which every rank has a part."""
 
-    slot_tk: Int[Array, "t k"]  # of each choice, counted through all parts; past the end where none is needed
-    choice_c: Int[Array, " gc"]  # the choice in each slot, all parts one after the other; t·k in an empty one
+    slot_tk: Int[
+        Array, "t k"
+    ]  # of each choice, counted through all parts; past the end where none is needed
+    choice_c: Int[
+        Array, " gc"
+    ]  # the choice in each slot, all parts one after the other; t·k in an empty one
     sent_g: Int[Array, " g"]  # how many tokens this rank sends to each rank, and receives from it
     received_g: Int[Array, " g"]
 
@@ -171,16 +184,27 @@ def dispatch_tokens(
         return slot_p, grouped.item_in(slot_p, size)
 
     slot_p, choice_c = arrange(rank_gtk[own_rank].reshape(-1))
-    arrives_gtk, number_gtk = rank_gtk == own_rank, lax.broadcasted_iota(jnp.int32, rank_gtk.shape, 0)
+    arrives_gtk, number_gtk = (
+        rank_gtk == own_rank,
+        lax.broadcasted_iota(jnp.int32, rank_gtk.shape, 0),
+    )
     slot_q, arrived_c = arrange(jnp.where(arrives_gtk, number_gtk, num_ranks).reshape(-1))
     sent_g = grouped.count(rank_gtk[own_rank], num_ranks)
     received_g = arrives_gtk.sum((1, 2), dtype=jnp.int32)
     slots = SlotTable(slot_p.reshape(t, k), choice_c, sent_g, received_g)
 
-    rows = take_rows(*vary_alike((x, choice_c // k, slots.slot_tk))).reshape(1, num_ranks, num_slots, -1)
+    rows = take_rows(*vary_alike((x, choice_c // k, slots.slot_tk))).reshape(
+        1, num_ranks, num_slots, -1
+    )
     rows = exchange(par, rows, sent_g, received_g, "ffn b e c d -> experts b e c d")
-    weights = take_rows(*vary_alike((weights_gtk.reshape(-1, k), arrived_c // k, slot_q.reshape(-1, k))))
-    expert = chosen_gtk.reshape(-1, k).at[arrived_c // k].get(mode="fill", fill_value=experts.num_experts)
+    weights = take_rows(
+        *vary_alike((weights_gtk.reshape(-1, k), arrived_c // k, slot_q.reshape(-1, k)))
+    )
+    expert = (
+        chosen_gtk.reshape(-1, k)
+        .at[arrived_c // k]
+        .get(mode="fill", fill_value=experts.num_experts)
+    )
     expert = expert - own_rank * num_local
     expert = jnp.where((expert >= 0) & (expert < num_local), expert, num_local)
     return rows.reshape(size, -1), weights, expert, slots
@@ -236,7 +260,9 @@ def summary(experts: ExpertConfig, metrics: dict, num_ranks: int = 1) -> dict[st
     """Return a step's metrics in four numbers: the share of dropped choices, a router's mean entropy in
     nats, and in the worst layer the load of the busiest expert and of the busiest of ``num_ranks`` over the
     mean."""
-    load, dropped, entropy = (np.asarray(metrics[key]) for key in ("load", "dropped", "router_entropy"))
+    load, dropped, entropy = (
+        np.asarray(metrics[key]) for key in ("load", "dropped", "router_entropy")
+    )
     total, per_rank = float(load.sum()), load.reshape(load.shape[0], num_ranks, -1).sum(-1)
     busiest = lambda x: float((x.max(1) / x.mean(1)).max())
     return {

@@ -23,7 +23,9 @@ import jax
 
 # --------------------------------------------------------------------------------------------- how JAX lowers
 
-_BETWEEN_DEVICES = "type = 1>"  # the end of a collective's channel handle; host callbacks have other types
+_BETWEEN_DEVICES = (
+    "type = 1>"  # the end of a collective's channel handle; host callbacks have other types
+)
 
 
 @functools.cache
@@ -78,7 +80,9 @@ def _number(module: Any, ir: Any) -> None:
     def visit(regions: Any, channel: int) -> bool:
         has_any = False
         for op in (op.operation for region in regions for block in region for op in block):
-            handle = str(op.attributes["channel_handle"]) if "channel_handle" in op.attributes else ""
+            handle = (
+                str(op.attributes["channel_handle"]) if "channel_handle" in op.attributes else ""
+            )
             if op.name == "func.call":
                 has_any |= call(op, channel)
             elif handle.endswith(_BETWEEN_DEVICES):
@@ -96,7 +100,10 @@ def _number(module: Any, ir: Any) -> None:
         if name not in communicates:
             communicates[name] = visit(functions[name].regions, channel)
         elif communicates[name]:
-            copy, other = functions[name].clone(ir.InsertionPoint(module.body)), f"{name}:{len(functions)}"
+            copy, other = (
+                functions[name].clone(ir.InsertionPoint(module.body)),
+                f"{name}:{len(functions)}",
+            )
             copy.attributes["sym_name"] = ir.StringAttr.get(other)
             op.attributes["callee"] = ir.FlatSymbolRefAttr.get(other)
             functions[other], communicates[other] = copy, visit(copy.regions, channel)
@@ -123,7 +130,10 @@ def program_shardings(compiled: jax.stages.Compiled) -> tuple[list, list, list]:
     results. JAX's own trees fail where a Ref is given, and take the wrong argument's where one is captured.
     """
     program, ran = cast(Any, compiled), cast(Any, compiled)._executable
-    before, taken = len(program._params.const_args), list(zip(ran.in_avals, ran._in_shardings, strict=True))
+    before, taken = (
+        len(program._params.const_args),
+        list(zip(ran.in_avals, ran._in_shardings, strict=True)),
+    )
     kept = dict(zip(sorted(ran._kept_var_idx), taken, strict=False))  # captured Refs come last
     arguments = [kept.get(before + i) for i in range(program.in_tree.num_leaves)]
     given = [*zip(ran.out_avals, ran._out_shardings, strict=True)]  # and the last values of Refs

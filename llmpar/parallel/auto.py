@@ -25,7 +25,9 @@ class Auto(Solo):
 
     def weight(self, param):
         """Return the parameter, constrained to the layout in which it is used."""
-        return checkpoint_name(self.constrain(super().weight(param), self.plan.place(param.dims)), WEIGHT)
+        return checkpoint_name(
+            self.constrain(super().weight(param), self.plan.place(param.dims)), WEIGHT
+        )
 
     def move(self, x: Array, arrow: str) -> Array:
         """Constrain ``x`` to the arrow's last layout; the partitioner chooses where a sum is finished."""
@@ -40,11 +42,17 @@ class Auto(Solo):
         block = self.island.local(f, layouts, result)
 
         def inside(*args):
-            return jax.tree.map(lambda y, end: lax.psum(y, end.sums) if end.sums else y, block(*args), ends)
+            return jax.tree.map(
+                lambda y, end: lax.psum(y, end.sums) if end.sums else y, block(*args), ends
+            )
 
-        return jax.shard_map(inside, mesh=self.mesh, in_specs=given, out_specs=jax.tree.map(spec, ends))
+        return jax.shard_map(
+            inside, mesh=self.mesh, in_specs=given, out_specs=jax.tree.map(spec, ends)
+        )
 
-    island = property(lambda self: Manual(self.plan), doc="`Manual`: an island is inside shard_map.")
+    island = property(
+        lambda self: Manual(self.plan), doc="`Manual`: an island is inside shard_map."
+    )
 
     def constrain(self, x: Array, layout: Layout) -> Array:
         """Pin a value's layout."""

@@ -26,7 +26,9 @@ def scope(text: str) -> AbstractContextManager:
     return jax.named_scope(f"arrow[{text}]")
 
 
-def send(x: Array, move: Move, position: dict[str, int], to: Literal["varying", "invarying"]) -> Array:
+def send(
+    x: Array, move: Move, position: dict[str, int], to: Literal["varying", "invarying"]
+) -> Array:
     """Run a move: one lax call. ``position`` has the index of each dim in ``x``; ``to`` tells whether results
     of a gather may differ or are equal on all devices."""
     if move.kind == "all-reduce":
@@ -89,7 +91,9 @@ def at(tree: Any, index: Any) -> Any:
 
 def put(tree: Any, index: Any, values: Any) -> Any:
     """Return the tree with ``values`` written at one index of its leading dim."""
-    return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, index, 0), tree, values)
+    return jax.tree.map(
+        lambda x, new: lax.dynamic_update_index_in_dim(x, new, index, 0), tree, values
+    )
 
 
 def varying(x: Any) -> frozenset[str]:

@@ -36,7 +36,9 @@ class Explicit(Auto):
         """Return the weight as it is used. Where the step marked the stored one, its gradient stays a sum."""
         layouts, dims = self.plan.layouts_of(param.dims), param.dims
         shard = self.lay(param[...], layouts.stored, dims, marked=True).astype(self.dtype)
-        return checkpoint_name(self.note(self.lay(shard, layouts.used, dims, marked=True), dims), WEIGHT)
+        return checkpoint_name(
+            self.note(self.lay(shard, layouts.used, dims, marked=True), dims), WEIGHT
+        )
 
     def beside(self, f: Callable, x: Array, param) -> Array:
         """Return ``f(x, weight)``, with the weight spread as ``x`` is, by an outer product with ones: the
@@ -61,7 +63,9 @@ class Explicit(Auto):
         layout = layout or self.plan.place(text.strip())
         typed, says = from_type(x, layout.letters or None), str(jax.typeof(x))
         if set(typed.sums) != set(layout.sums) or typed.dims != layout.dims:
-            raise ValueError(f"'{text.strip()}' is '{layout}' here, but the type {says} is '{typed}'")
+            raise ValueError(
+                f"'{text.strip()}' is '{layout}' here, but the type {says} is '{typed}'"
+            )
         self.seen[text.strip(), str(layout), str(typed), says] = None
         return x
 
@@ -74,7 +78,9 @@ class Explicit(Auto):
         with scope(text):
             # XLA may name a collective after the operation before it, in the backward pass too. The barriers
             # keep it under this scope's name.
-            x = reshard(lax.optimization_barrier(x), NamedSharding(self.mesh, as_type(layout, marks)))
+            x = reshard(
+                lax.optimization_barrier(x), NamedSharding(self.mesh, as_type(layout, marks))
+            )
             return lax.optimization_barrier(x)
 
     def carry_out(self, x: Array, arrow: Arrow, text: str = "") -> Array:
@@ -83,11 +89,15 @@ class Explicit(Auto):
 
     def matmul_move(self, x: Array, weight: Any, arrow: str) -> Array:
         """Multiply ``x`` by a weight, which gives the type of an unfinished sum, then move the result."""
-        return self.move(matmul(x, weight, out_sharding=as_type(self.plan.physical(arrow).before)), arrow)
+        return self.move(
+            matmul(x, weight, out_sharding=as_type(self.plan.physical(arrow).before)), arrow
+        )
 
     def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
         """Return an island whose result has the type of an unfinished sum, and is then moved."""
-        island = self.local(functools.partial(f, self.island), layouts, arrow.partition("->")[0].strip())
+        island = self.local(
+            functools.partial(f, self.island), layouts, arrow.partition("->")[0].strip()
+        )
         return lambda *args: self.move(island(*args), arrow)
 
     def total(self, x: Array, layout: str) -> Array:
@@ -106,7 +116,9 @@ class Explicit(Auto):
 
         def call(*args):
             marks = [jax.typeof(x).sharding.spec.reduced for x in map(self.note, args, layouts)]
-            given = tuple(as_type(self.plan.place(x), mark) for x, mark in zip(layouts, marks, strict=True))
+            given = tuple(
+                as_type(self.plan.place(x), mark) for x, mark in zip(layouts, marks, strict=True)
+            )
             block = self.island.local(f, layouts, result)
             inside = lambda *args: jax.tree.map(unfinished, block(*map(vary, args, marks)), ends)
             types = jax.tree.map(as_type, ends)

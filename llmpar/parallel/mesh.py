@@ -42,7 +42,10 @@ def use_devices(simulate: int = 8, at_least: int = 2) -> list[jax.Device]:
     if not isinstance(simulate, int) or not 1 <= simulate <= MAX_SIMULATED:
         raise ValueError(f"{simulate!r} simulated devices were asked for; use 1 to {MAX_SIMULATED}")
     fresh = True
-    if _COUNT_FLAG not in os.environ.get("XLA_FLAGS", "") and "JAX_NUM_CPU_DEVICES" not in os.environ:
+    if (
+        _COUNT_FLAG not in os.environ.get("XLA_FLAGS", "")
+        and "JAX_NUM_CPU_DEVICES" not in os.environ
+    ):
         try:
             jax.config.update("jax_num_cpu_devices", simulate)
         except RuntimeError:
@@ -51,7 +54,9 @@ def use_devices(simulate: int = 8, at_least: int = 2) -> list[jax.Device]:
     few = devices[0].platform != "cpu" and len(devices) < at_least
     if few and not jax.config.jax_platforms:  # type: ignore[attr-defined]
         devices = _simulated_instead(devices, simulate, fresh)
-    alone = jax.process_count() == 1  # of several processes each has the devices that its launcher gave it
+    alone = (
+        jax.process_count() == 1
+    )  # of several processes each has the devices that its launcher gave it
     if devices[0].platform == "cpu" and len(devices) < simulate and alone:
         raise ValueError(
             f"{simulate} simulated devices were asked for but JAX has started with {len(devices)}, and the"
@@ -66,10 +71,14 @@ def _simulated_instead(devices: list[jax.Device], simulate: int, fresh: bool) ->
     present = f"{len(devices)} x {devices[0].device_kind}"
     if not fresh:
         what = f"{simulate} simulated devices were asked for but JAX has started on {present}"
-        raise ValueError(f"{what}; call use_devices() first in a fresh process, or set JAX_PLATFORMS=cpu")
+        raise ValueError(
+            f"{what}; call use_devices() first in a fresh process, or set JAX_PLATFORMS=cpu"
+        )
     jax.extend.backend.clear_backends()
     jax.config.update("jax_platforms", "cpu")
-    what = f"{present} is too few for parallelism: {simulate} simulated CPU devices are used instead"
+    what = (
+        f"{present} is too few for parallelism: {simulate} simulated CPU devices are used instead"
+    )
     print(f"{what} (JAX_PLATFORMS={devices[0].platform} takes what is here)")
     return ordered_devices()
 
@@ -147,7 +156,9 @@ def abstract_mesh(shape: str | MeshShape, platform: str = "cpu") -> AbstractMesh
         name = {"gpu": "cuda"}.get(platform, platform)
         device = AbstractDevice(_KINDS[platform], num_cores=None, platform=name)
     types = (AxisType.Auto,) * len(sizes)
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
+    return AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device
+    )
 
 
 def split_axes(mesh: Any, shape: MeshShape) -> Any:
@@ -192,7 +203,9 @@ def from_type(x: Any, letters: str | None = None) -> Layout:
     cuts += [()] * (x.ndim - len(cuts))
     letters = LETTERS[: x.ndim] if letters is None else letters
     if (given := len(letters)) != x.ndim:
-        raise ValueError(f"{x.ndim} dims cannot be named by the {given} letters '{letters}'; give {x.ndim}")
+        raise ValueError(
+            f"{x.ndim} dims cannot be named by the {given} letters '{letters}'; give {x.ndim}"
+        )
     sums = tuple(a for a in (mesh.axis_names if mesh else ()) if a in says.unreduced)
     return Layout(tuple(map(Dim, letters, cuts)), sums)
 
@@ -223,6 +236,8 @@ def sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:
     return NamedSharding(mesh, spec(layout))
 
 
-def shard_bytes(layout: Layout, shape: tuple[int, ...], itemsize: int, sizes: dict[str, int]) -> int:
+def shard_bytes(
+    layout: Layout, shape: tuple[int, ...], itemsize: int, sizes: dict[str, int]
+) -> int:
     """Return the bytes of one device's shard of a value of ``shape``."""
     return math.prod(layout.shard_shape(shape, sizes)) * itemsize

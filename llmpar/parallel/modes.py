@@ -62,7 +62,9 @@ SAVED["selective"] = *SAVED["ffn"], HIDDEN
 class Solo:
     """One device: moves do nothing. The reference that every test compares with."""
 
-    cache: Any = None  # of keys and values, where tokens come one at a time; it attends (`serve.decode`)
+    cache: Any = (
+        None  # of keys and values, where tokens come one at a time; it attends (`serve.decode`)
+    )
 
     def __init__(self, plan: Resolved | None = None):
         self.plan = plan = plan or Plan().resolve()
@@ -88,9 +90,13 @@ class Solo:
         """Move ``x``, ``b s …``, multiply it by each of the weights (`matmul`), and add their biases. Remat
         knows the results by the region's name (`OF_REGION`)."""
         ring = self.ring(arrow, "all-gather")
-        results = gather_matmul(ring, x, weights) if ring else matmuls(self.move(x, arrow), *weights)
+        results = (
+            gather_matmul(ring, x, weights) if ring else matmuls(self.move(x, arrow), *weights)
+        )
         if biases:
-            results = [self.beside(jnp.add, y, bias) for y, bias in zip(results, biases, strict=True)]
+            results = [
+                self.beside(jnp.add, y, bias) for y, bias in zip(results, biases, strict=True)
+            ]
         name = OF_REGION[parse_arrow(arrow).after.region]
         if name == HIDDEN and self.plan.ffn_chunks > 1:  # pieces would add up to all of it
             return results
@@ -138,13 +144,17 @@ class Solo:
         """Return ``f`` as a function of whole values with these ``layouts``, and a result with that one."""
         return f
 
-    island = property(lambda self: self, doc="The mode inside an island, where a device sees its blocks.")
+    island = property(
+        lambda self: self, doc="The mode inside an island, where a device sees its blocks."
+    )
 
     def layers(self, block: Callable, x: Any, stack: Any) -> tuple[Any, Any]:
         """Run ``x, aux = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``,
         rematerialised as planned. The layers' auxiliary results are stacked."""
         plan, length = self.plan, jax.tree.leaves(stack)[0].shape[0]
-        no_loop = not 0 < plan.unroll < length  # nothing else keeps XLA from merging the two computations
+        no_loop = (
+            not 0 < plan.unroll < length
+        )  # nothing else keeps XLA from merging the two computations
         keep = plan.gathers == "block" and not plan.reshard_after_forward
         if plan.remat != "none":
             policy = functools.partial(_named, SAVED[plan.remat] + (WEIGHT,) * keep)

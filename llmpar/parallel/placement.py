@@ -131,11 +131,15 @@ def _on_torus(sizes: list[int], part: list) -> np.ndarray | None:
         taken.insert(0, max(choices, key=functools.partial(_worth, sides, left)))
         left = tuple(m // f for m, f in zip(left, taken[0], strict=True))
     num_dims, num_axes = len(sides), len(sizes)
-    cut = np.array(part)[np.argsort(lines)].reshape([f[dim] for dim in range(num_dims) for f in taken])
+    cut = np.array(part)[np.argsort(lines)].reshape(
+        [f[dim] for dim in range(num_dims) for f in taken]
+    )
     by_axis = [dim * num_axes + i for i in range(num_axes) for dim in range(num_dims)]
     grid = cut.transpose(by_axis).reshape(sizes)
     for i, factors in enumerate(taken):
-        grid = grid.take(np.ravel_multi_index(tuple(zip(*_winding(factors), strict=True)), factors), axis=i)
+        grid = grid.take(
+            np.ravel_multi_index(tuple(zip(*_winding(factors), strict=True)), factors), axis=i
+        )
     return grid
 
 
@@ -158,6 +162,11 @@ def _winding(sides: tuple[int, ...]) -> list[tuple[int, ...]]:
     for i, n in enumerate(sides):
         rest = there_and_back(sides[:i] + sides[i + 1 :])
         if n > 1 and len(rest) % 2 == 0:  # one side of the box is kept for the way back
-            outward = [(k, row) for j, row in enumerate(rest) for k in range(1, n)[:: -1 if j % 2 else 1]]
-            return [(*row[:i], k, *row[i:]) for k, row in [*outward, *((0, row) for row in reversed(rest))]]
+            outward = [
+                (k, row) for j, row in enumerate(rest) for k in range(1, n)[:: -1 if j % 2 else 1]
+            ]
+            return [
+                (*row[:i], k, *row[i:])
+                for k, row in [*outward, *((0, row) for row in reversed(rest))]
+            ]
     return there_and_back(sides)

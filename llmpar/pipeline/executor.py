@@ -72,7 +72,9 @@ def gradients(
     return (sums.pop("loss"), sums.pop("counts")), sums
 
 
-def _run_two_copies(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tree) -> Tree:
+def _run_two_copies(
+    config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tree
+) -> Tree:
     """As `_run`, with two copies of the model (DualPipe): borrow the layers of the opposite stage, at the
     same distance from the other end, and return their gradients to it."""
     p = par.plan.mesh.pp
@@ -81,7 +83,9 @@ def _run_two_copies(config: ModelConfig, par: Manual, params: Tree, batch: Batch
         with scope("l -> the opposite stage"):
             return lax.ppermute(x, "pp", [(i, p - 1 - i) for i in range(p)])
 
-    params = params | {"blocks": jax.tree.map(lambda w: jnp.concatenate([w, opposite(w)]), params["blocks"])}
+    params = params | {
+        "blocks": jax.tree.map(lambda w: jnp.concatenate([w, opposite(w)]), params["blocks"])
+    }
     sums |= {"blocks": jax.tree.map(lambda g: jnp.concatenate([g, g]), sums["blocks"])}
     sums = _run(config, par, params, batch, sums)
     returned = lambda both: both[: len(both) // 2] + opposite(both[len(both) // 2 :])
@@ -109,7 +113,9 @@ def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tre
     # Typed by the weights alone: where one does not vary over pp, the loop's messages will not fit.
     stream = jax.eval_shape(lambda: embed(stage({name: x[0, 0] for name, x in table.items()})))
     blocks = sums.pop("blocks")
-    parts, saved, residual = programs(jax.eval_shape(lambda x: stage(at(x, 0)), cells), stream, sums)
+    parts, saved, residual = programs(
+        jax.eval_shape(lambda x: stage(at(x, 0)), cells), stream, sums
+    )
     state = {
         "sums": sums,
         "blocks": {"blocks": jax.tree.map(in_chunks, blocks)},
@@ -141,7 +147,9 @@ def _table(schedule: Schedule, num_layers: int) -> dict[str, np.ndarray]:
     table |= {"first": np.where(kind, leaves, enters), "last": np.where(kind, enters, leaves)}
     p, stack = schedule.num_stages, schedules.layer_order(schedule, num_layers)
     order = np.reshape(stack, (p, schedule.visits, -1))
-    both = np.concatenate([order, order[::-1]], 1)  # where there are two copies, as `opposite` has them
+    both = np.concatenate(
+        [order, order[::-1]], 1
+    )  # where there are two copies, as `opposite` has them
     layers = both[np.arange(p), chunk]
     table |= {"layers": layers, "full": (layers < num_layers).all(-1)}
     return table | {"kind": kind, "microbatch": microbatch, "chunk": chunk}
@@ -163,7 +171,10 @@ class _Executor:
         runs = {"F": self.forward, "B": self.backward, "W": self.weights}
         for kind in self.programs:
             state, y = when(kind, now["kind"] == OP_KINDS.index(kind), runs[kind], (state, y), now)
-        for name, slot in {"right": "left", "left": "right"}.items():  # sent right, it comes from left
+        for name, slot in {
+            "right": "left",
+            "left": "right",
+        }.items():  # sent right, it comes from left
             if (self.table["send"] == DIRECTIONS[name]).any():
                 messages = put(messages, now[slot], self.send(y, name, is_sent[name]))
         if (self.table["keep"] >= 0).any():
@@ -173,7 +184,9 @@ class _Executor:
     def send(self, y: Stream, name: str, is_sent: Array) -> Stream:
         """Return what comes from the neighbour, in ticks in which a stage sends in this direction."""
         step, p = DIRECTIONS[name], self.table["send"].shape[1]
-        pairs = [(int(s), int(s + step) % p) for s in np.flatnonzero((self.table["send"] == step).any(0))]
+        pairs = [
+            (int(s), int(s + step) % p) for s in np.flatnonzero((self.table["send"] == step).any(0))
+        ]
         with scope(f"stream b s d -> the {'next' if step == 1 else 'previous'} stage"):
             return when(name, is_sent, lambda y: lax.ppermute(y, "pp", pairs), y)
 

@@ -37,7 +37,9 @@ class Traced:
         out = jax.core.eval_jaxpr(self.jaxpr, self.consts, *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(self.result), out)
 
-    def part(self, result: Any, args: tuple, skip: Callable = lambda eqn: False) -> tuple[Traced, set]:
+    def part(
+        self, result: Any, args: tuple, skip: Callable = lambda eqn: False
+    ) -> tuple[Traced, set]:
         """Return the function from ``args`` to ``result``, pytrees of variables: the equations that lead
         there, less those to skip, and all variables that they read."""
         read, eqns = set(filter(_is_var, jax.tree.leaves(result))), []
@@ -80,7 +82,9 @@ def split_backward(
     early, late = whole.result
     first, _ = whole.part(early, first_vars)
     # All that the first part has, in order.
-    values = dict.fromkeys(jax.tree.leaves(first_vars) + [v for eqn in first.jaxpr.eqns for v in eqn.outvars])
+    values = dict.fromkeys(
+        jax.tree.leaves(first_vars) + [v for eqn in first.jaxpr.eqns for v in eqn.outvars]
+    )
     is_done = lambda eqn: eqn.outvars[0] in values and not recomputed.issuperset(eqn.outvars)
     _, read = whole.part(late, (), is_done)
     residuals = [v for v in values if v in read - recomputed]

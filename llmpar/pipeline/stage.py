@@ -82,7 +82,9 @@ def run_chunk(stage: Stage, blocks: Tree, x: Stream, kind: str) -> tuple[tuple[S
     has_routers = stage.config.experts is not None and kind == "B"
     run = _unrolled if plan.stage_saves == "residuals" or order.split_backward else stage.par.layers
 
-    def layers(block: Callable, x: Stream, stack: Tree) -> tuple[Stream, Any]:  # losses b s, counts l e
+    def layers(
+        block: Callable, x: Stream, stack: Tree
+    ) -> tuple[Stream, Any]:  # losses b s, counts l e
         def layer(carry, weights):
             x, loss_bs = carry
             x, aux = block(x, weights)
@@ -117,7 +119,9 @@ def _unrolled(block: Callable, x: Any, stack: Tree) -> tuple[Any, Tree]:
 # ------------------------------------------------------------------------------------------ forward, backward
 
 
-_Backward = tuple[tuple[Stream, Tree], Tree]  # what B computes, dx and sums; and W, gradients of the blocks
+_Backward = tuple[
+    tuple[Stream, Tree], Tree
+]  # what B computes, dx and sums; and W, gradients of the blocks
 _Cell = tuple[Stream, _Backward]  # what F computes, y, and what B and W do
 
 
@@ -128,7 +132,9 @@ def cell(stage: Stage, x: Stream, dy: Stream, sums: Tree) -> _Cell:
     learned = trained({"blocks": stage.blocks}, stage.config)["blocks"]
     run = lambda learned, x: run_chunk(stage, joined(stage.blocks, learned), x, "B")
     (y, router_loss), pull, counts = jax.vjp(run, learned, x, has_aux=True)
-    if router_loss is not None:  # every stage adds its own routers' losses, and the counts of its own layers
+    if (
+        router_loss is not None
+    ):  # every stage adds its own routers' losses, and the counts of its own layers
         counts = sums["counts"].at[stage.layers].add(counts, mode="drop")
         sums = sums | {"loss": sums["loss"] + router_loss, "counts": counts}
     dy, sums = when("leaves", stage.last, functools.partial(_from_loss, stage), (dy, sums), y)
@@ -164,9 +170,13 @@ def _into_embedding(stage: Stage, sums: Tree, dx: Stream) -> Tree:
 def add(stage: Stage, sums: Tree, grads: Tree) -> Tree:
     """Add gradients to the sums of the same name, at ZeRO 2 cut before that (`WeightLayouts.accumulate`)."""
     par, dims = stage.par, trained(weight_dims(stage.config), stage.config)
-    move = lambda g, dims: par.carry_out(g, par.plan.layouts_of(dims).accumulate, f"gradient {dims}")
+    move = lambda g, dims: par.carry_out(
+        g, par.plan.layouts_of(dims).accumulate, f"gradient {dims}"
+    )
     add_one = lambda done, g, dims: done + move(g.astype(done.dtype), dims)
-    return sums | {name: jax.tree.map(add_one, sums[name], g, dims[name]) for name, g in grads.items()}
+    return sums | {
+        name: jax.tree.map(add_one, sums[name], g, dims[name]) for name, g in grads.items()
+    }
 
 
 def programs(stage: Stage, x: Any, sums: Tree) -> tuple[dict[str, Callable], Any, Any]:

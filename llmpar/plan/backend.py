@@ -34,7 +34,11 @@ def _since(capability: float, card: str) -> bool:
 def fits_cudnn(head_width: int, devices: str) -> bool:
     """Whether JAX has cuDNN's attention for heads of this width on devices (`mesh.platform_of`)."""
     widest = 256 if _since(HOPPER, devices.partition(" ")[2]) else 128
-    return head_width % 8 == 0 and head_width <= widest and "cudnn" in able("attention_kernel", devices)
+    return (
+        head_width % 8 == 0
+        and head_width <= widest
+        and "cudnn" in able("attention_kernel", devices)
+    )
 
 
 def suited(name: str, value: str, devices: str) -> str:

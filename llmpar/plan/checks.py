@@ -58,7 +58,16 @@ _Rows = Iterator[Cut | str]
 def check_plan(plan: Any, batch_size: int, seq_len: int) -> None:
     """Raise ValueError for the first row that does not hold."""
     plan.config.weights()  # refuses what cannot run at all
-    for rules in (_shapes, _kv_heads, _sequences, _kernels, _zero, _reductions, _pipelines, _adapters):
+    for rules in (
+        _shapes,
+        _kv_heads,
+        _sequences,
+        _kernels,
+        _zero,
+        _reductions,
+        _pipelines,
+        _adapters,
+    ):
         for row in rules(plan, batch_size, seq_len):
             if isinstance(row, str):
                 raise ValueError(row)
@@ -83,7 +92,13 @@ def _shapes(plan, batch_size: int, seq_len: int) -> _Rows:
         "vocabulary": config.vocab_size,
     }
     for name, size in sizes.items():
-        yield Cut(name, size, ("tp",), common=math.gcd(config.num_kv_heads, *sizes.values()), of_model=True)
+        yield Cut(
+            name,
+            size,
+            ("tp",),
+            common=math.gcd(config.num_kv_heads, *sizes.values()),
+            of_model=True,
+        )
 
 
 def _kv_heads(plan, batch_size: int, seq_len: int) -> _Rows:
@@ -105,7 +120,9 @@ def _kv_heads(plan, batch_size: int, seq_len: int) -> _Rows:
 
 def _sequences(plan, batch_size: int, seq_len: int) -> _Rows:
     config, sp, ul = plan.config, plan.mesh.sp, plan.mesh.ul
-    common = math.gcd(config.num_kv_heads, config.num_heads, config.ffn_width, config.vocab_size, seq_len)
+    common = math.gcd(
+        config.num_kv_heads, config.num_heads, config.ffn_width, config.vocab_size, seq_len
+    )
     if plan.tp_sequence:
         yield Cut("sequence", seq_len, ("sp", "tp"), common=common)
     yield Cut("sequence", seq_len, ("sp",), "loss_chunks")
@@ -133,14 +150,22 @@ def _sequences(plan, batch_size: int, seq_len: int) -> _Rows:
             f" and {parts} of these divide them; use context_parallel='{instead}'"
         )
     for what in ("queries", "keys"):
-        local, block = seq_len // plan.mesh.along(plan.regions[what].get("s", ())), plan.attention_block
+        local, block = (
+            seq_len // plan.mesh.along(plan.regions[what].get("s", ())),
+            plan.attention_block,
+        )
         if block and local > block:
-            yield Cut(f"each device's number of {what}", local, (), "attention_block", of_model=True)
+            yield Cut(
+                f"each device's number of {what}", local, (), "attention_block", of_model=True
+            )
 
 
 def _kernels(plan, batch_size: int, seq_len: int) -> _Rows:
     """What a kernel cannot do, and a mask of all queries and keys that is too large."""
-    kernel, devices = plan.requested.attention_kernel, plan.devices if plan.platform == "gpu" else "gpu"
+    kernel, devices = (
+        plan.requested.attention_kernel,
+        plan.devices if plan.platform == "gpu" else "gpu",
+    )
     refuse = lambda why: f"attention_kernel='{kernel}' {why}, or attention_kernel='portable'"
     if kernel == "cudnn" and plan.dtype == "float32":
         yield refuse("computes in 16 bits; use dtype='bfloat16'")
@@ -205,7 +230,9 @@ def _reductions(plan, batch_size: int, seq_len: int) -> _Rows:
             f" {plan.mesh.tp}: JAX cannot join pieces of unfinished sums; use ffn_chunks=1, or mode='manual'"
         )
     if reduce == "layer" and plan.microbatches > 1:
-        yield ("reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1")
+        yield (
+            "reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1"
+        )
 
 
 def _pipelines(plan, batch_size: int, seq_len: int) -> _Rows:
@@ -213,7 +240,12 @@ def _pipelines(plan, batch_size: int, seq_len: int) -> _Rows:
     if (order := plan.pipeline) is None:
         return
     timetable(order)
-    name, p, m, pp = f"schedule '{order.name}'", order.num_stages, order.num_microbatches, plan.mesh.pp
+    name, p, m, pp = (
+        f"schedule '{order.name}'",
+        order.num_stages,
+        order.num_microbatches,
+        plan.mesh.pp,
+    )
     layers, cells = plan.config.num_layers, len(order.routes[0])
     if p != pp:
         yield f"{name} has {p} stages but mesh '{plan.mesh}' has pp={pp}; use pp={p}"
@@ -235,7 +267,10 @@ def _adapters(plan, batch_size: int, seq_len: int) -> _Rows:
             f"mode='explicit' does not go with LoRA and tp = {plan.mesh.tp}: x A, or its gradient,"
             " is an unfinished sum, and JAX multiplies none; use mode='manual'"
         )
-    layers, why = plan.config.num_layers, "no formula has what a first layer's backward pass leaves out then"
+    layers, why = (
+        plan.config.num_layers,
+        "no formula has what a first layer's backward pass leaves out then",
+    )
     if plan.pipeline is None and layers == 1:
         yield f"LoRA of 1 layer: without a loop over layers {why}; use 2 layers"
     elif plan.pipeline is None and not 0 < plan.unroll < layers:
@@ -250,7 +285,9 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
     text = f"mesh '{mesh}'"
     one = {axis: f"{text} has {axis}=1" for axis in ("pp", "sp", "tp", "ep")}
     apart = order is not None and (order.split_backward or plan.stage_saves == "residuals")
-    cutter = f"schedule '{order.name}'" if order and order.split_backward else "stage_saves=residuals"
+    cutter = (
+        f"schedule '{order.name}'" if order and order.split_backward else "stage_saves=residuals"
+    )
     lone_layer = order is not None and min(order.layers(config.num_layers).values(), default=0) == 1
     xla, auto = plan.mode != "manual", plan.mode == "auto"
     no_ffn = config.experts is not None and not config.experts.num_shared
@@ -265,11 +302,19 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         ("schedule virtual_stages stage_saves", mesh.pp == 1, one["pp"]),
         ("context_parallel sequence_order", mesh.sp == 1, one["sp"]),
         ("tp_sequence", mesh.tp == 1, one["tp"]),
-        ("tp_comm_overlap", not plan.tp_sequence, "without tp_sequence nothing is gathered over tp"),
+        (
+            "tp_comm_overlap",
+            not plan.tp_sequence,
+            "without tp_sequence nothing is gathered over tp",
+        ),
         ("tp_comm_overlap", xla, f"under mode='{plan.mode}' XLA chooses how activations travel"),
         ("dispatch", mesh.ep == 1, one["ep"]),
         ("hop", not plan.rings, "no rank passes anything round a ring"),
-        ("zero", plan.zero and not cuts, f"{text} has none of {plan.zero_axes}, the axes by which ZeRO cuts"),
+        (
+            "zero",
+            plan.zero and not cuts,
+            f"{text} has none of {plan.zero_axes}, the axes by which ZeRO cuts",
+        ),
         ("zero_axes", not plan.zero, "ZeRO 0 cuts nothing"),
         ("zero_axes", cuts == all_cuts, f"{text} has no others"),
         ("reshard_after_forward", not plan.gathers, "only ZeRO 3 gathers weights for use"),
@@ -277,8 +322,16 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         ("ffn_chunks", no_ffn, f"'{config.name}' has experts in place of a feed-forward"),
         ("unroll", config.num_layers == 1, "a loop over one layer is no loop"),
         ("unroll", lone_layer, "a stage has a chunk of one layer, and a loop over that is no loop"),
-        ("remat unroll", apart, f"{cutter} cuts a stage's backward pass, with its layers written out"),
-        ("reduce", not shared, "no two devices keep the same weight, so no sum is left for `reduce`"),
+        (
+            "remat unroll",
+            apart,
+            f"{cutter} cuts a stage's backward pass, with its layers written out",
+        ),
+        (
+            "reduce",
+            not shared,
+            "no two devices keep the same weight, so no sum is left for `reduce`",
+        ),
         ("bucket_bytes", plan.reduce != "bucket", f"reduce is '{plan.reduce}'"),
         ("reduce bucket_bytes", auto, "under mode='auto' XLA decides when gradients are summed"),
         ("virtual_stages", "\n" in plan.schedule.strip(), "the order is written out"),
@@ -288,9 +341,13 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         default = getattr(type(plan), name)
         return name in given or default not in (getattr(plan.requested, name), getattr(plan, name))
 
-    return {name: why for names, holds, why in rules if holds for name in names.split() if was_set(name)}
+    return {
+        name: why for names, holds, why in rules if holds for name in names.split() if was_set(name)
+    }
 
 
 def unused_notes(plan: Any, why: dict[str, str]) -> list[str]:
     """A sentence on each field that decides nothing."""
-    return [f"{name}={getattr(plan, name)!r} changes nothing: {reason}" for name, reason in why.items()]
+    return [
+        f"{name}={getattr(plan, name)!r} changes nothing: {reason}" for name, reason in why.items()
+    ]

@@ -35,7 +35,10 @@ class _Card(dict):
         if key not in self:
             raise ValueError(f"'{self.path}' lacks '{key}', which its model_type needs")
         allowed = THEIR_OWN[key] if key in THEIR_OWN else self.allowed[_OURS[key]]
-        value, may_be_null = super().__getitem__(key), allowed.none or UNSAID.get(key, "needed") is None
+        value, may_be_null = (
+            super().__getitem__(key),
+            allowed.none or UNSAID.get(key, "needed") is None,
+        )
         allowed._replace(none=may_be_null).check(f"{key} in '{self.path}'", value)
         return value
 
@@ -56,9 +59,13 @@ def read_config(path: str, allowed: dict[str, Allowed]) -> dict[str, Any]:
     raw = _Card(read_json(path, "model configuration"), path, allowed)
     model_type = raw.get("model_type")
     if model_type not in FAMILIES:
-        raise ValueError(f"model_type '{model_type}' in '{path}' is not one of {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"model_type '{model_type}' in '{path}' is not one of {', '.join(FAMILIES)}"
+        )
     if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act '{raw['hidden_act']}' in '{path}' is not implemented; silu is")
+        raise ValueError(
+            f"hidden_act '{raw['hidden_act']}' in '{path}' is not implemented; silu is"
+        )
     if raw.get("mlp_bias") or (model_type != "qwen2" and raw.get("attention_bias")):
         raise ValueError(
             f"'{path}' asks for biases in the feed-forward or the output projection, which are not"
@@ -71,12 +78,18 @@ def read_config(path: str, allowed: dict[str, Allowed]) -> dict[str, Any]:
         )
     rope = _Card(raw.get("rope_parameters") or raw.get("rope_scaling") or {}, path, allowed)
     for entries in (raw, rope):
-        entries.get("partial_rotary_factor")  # refused where it is not 1: only whole heads are turned
+        entries.get(
+            "partial_rotary_factor"
+        )  # refused where it is not 1: only whole heads are turned
     experts = None
     if model_type in ("mixtral", "qwen3_moe"):
-        experts = raw.ours(EXPERTS) | {"num_experts": raw.get("num_experts") or raw["num_local_experts"]}
+        experts = raw.ours(EXPERTS) | {
+            "num_experts": raw.get("num_experts") or raw["num_local_experts"]
+        }
         experts["renormalise"] |= model_type == "mixtral"
-    if model_type == "qwen3_moe" and (raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers")):
+    if model_type == "qwen3_moe" and (
+        raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers")
+    ):
         raise ValueError(
             f"'{path}' has layers without experts (decoder_sparse_step, mlp_only_layers); use experts in all"
         )
@@ -90,7 +103,9 @@ def read_config(path: str, allowed: dict[str, Allowed]) -> dict[str, Any]:
         "name": pathlib.Path(path).parent.name or model_type,
         "num_kv_heads": model["num_kv_heads"] or heads,
         "head_width": head_width or width // heads,
-        "ffn_width": raw["moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size"],
+        "ffn_width": raw[
+            "moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size"
+        ],
         "rope_theta": rope.get("rope_theta") or model["rope_theta"],
         "rope_scaling": _scaling(rope, path),
         "qkv_bias": model_type == "qwen2",
@@ -128,7 +143,9 @@ def stored_bytes(folder: str) -> int:
 def _scaling(rope: _Card, path: str) -> dict | None:
     rope_type = rope.get("rope_type") or rope.get("type", "default")
     if rope_type not in ("default", "llama3"):
-        raise ValueError(f"rope type '{rope_type}' in '{path}' is not implemented; default and llama3 are")
+        raise ValueError(
+            f"rope type '{rope_type}' in '{path}' is not implemented; default and llama3 are"
+        )
     return rope.ours(ROPE) if rope_type == "llama3" else None
 
 
@@ -161,7 +178,9 @@ def write_config(model: dict[str, Any]) -> dict[str, Any]:
     """What `read_config` and `transformers` read as this model. Refuses what they have no name for."""
     model_type, experts, name = family(model), model["experts"], model["name"]
     if model["qkv_bias"] and model["qk_norm"]:
-        raise ValueError(f"'{name}' has both biases and norms on q and k; Qwen2 has biases, Qwen3 has norms")
+        raise ValueError(
+            f"'{name}' has both biases and norms on q and k; Qwen2 has biases, Qwen3 has norms"
+        )
     usual = {"score": "softmax", "num_shared": 0, "bias_rate": None, "scale": 1, "num_groups": 1}
     usual |= {"renormalise": True} if model_type == "mixtral" else {}
     if experts and (model["qkv_bias"] or any(experts[x] != value for x, value in usual.items())):
@@ -175,7 +194,11 @@ def write_config(model: dict[str, Any]) -> dict[str, Any]:
         **_theirs(MODEL, model),
     }
     if model["window"]:  # Qwen's layers from max_window_layers on have it
-        raw |= {"sliding_window": model["window"], "use_sliding_window": True, "max_window_layers": 0}
+        raw |= {
+            "sliding_window": model["window"],
+            "use_sliding_window": True,
+            "max_window_layers": 0,
+        }
     if experts:
         raw |= {"moe_intermediate_size": model["ffn_width"], **_theirs(EXPERTS, experts)}
         raw |= {"decoder_sparse_step": 1, "mlp_only_layers": []}  # MLX needs them

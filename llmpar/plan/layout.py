@@ -208,8 +208,12 @@ class Arrow:
         """The collectives that carry the arrow out, by `KIND`, in the order of `ORDER_OF_MOVES`."""
         moving: dict[tuple[str, str, str], list[str]] = {}
         place = lambda name: "cut" if name in DIMS else name  # as `KIND` has it
-        before = {a: d.name for d in self.before.dims for a in d.axes} | dict.fromkeys(self.before.sums, "+")
-        after = {a: d.name for d in self.after.dims for a in d.axes} | dict.fromkeys(self.after.sums, "+")
+        before = {a: d.name for d in self.before.dims for a in d.axes} | dict.fromkeys(
+            self.before.sums, "+"
+        )
+        after = {a: d.name for d in self.after.dims for a in d.axes} | dict.fromkeys(
+            self.after.sums, "+"
+        )
         for axis in sorted(before.keys() | after.keys(), key=ORDER.index):
             old, new = before.get(axis, ""), after.get(axis, "")
             if old == new:
@@ -234,14 +238,19 @@ class Arrow:
         cuts = {d.name: d.axes for d in self.before.dims}
         for move in moves:
             if move.gathers:
-                outer, inner = cuts[move.gathers][: -len(move.axes)], cuts[move.gathers][-len(move.axes) :]
+                outer, inner = (
+                    cuts[move.gathers][: -len(move.axes)],
+                    cuts[move.gathers][-len(move.axes) :],
+                )
                 cuts[move.gathers] = outer if inner == move.axes else ("?",)
             if move.cuts:
                 cuts[move.cuts] = cuts.get(move.cuts, ()) + move.axes
         for name in self.after.letters or self.before.letters:
             if cuts.get(name, ()) != self.after.cut(name):
                 why = f"would reorder the blocks of {name}: only a dim's innermost axes can move"
-                raise ValueError(f"arrow '{self}' {why}; write two arrows, with {name} whole in between")
+                raise ValueError(
+                    f"arrow '{self}' {why}; write two arrows, with {name} whole in between"
+                )
 
 
 TRANSPOSES = {
@@ -264,7 +273,9 @@ def parse_arrow(text: str) -> Arrow:
     """Read ``"b s d +tp -> b s/tp d"``."""
     left, arrow, _ = text.partition("->")
     if not arrow or text.count("->") > 1:
-        raise NotationError(text, len(left.rstrip()), len(text), "an arrow has one '->' between two layouts")
+        raise NotationError(
+            text, len(left.rstrip()), len(text), "an arrow has one '->' between two layouts"
+        )
     before, after = _layout(text, 0, len(left)), _layout(text, len(left) + 2, len(text))
     if before.dims and after.dims and before.letters != after.letters:
         why = f"the dims on both sides differ: '{before.letters}' and '{after.letters}'"

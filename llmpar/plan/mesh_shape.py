@@ -94,11 +94,16 @@ def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshSha
         if num_devices is None and -1 not in text.user_sizes.values():
             return text  # with the sizes that it knows
         shape = _fit(
-            str(text), {a: n for a, n in text.user_sizes.items() if n != 1}, num_devices, text.reshape
+            str(text),
+            {a: n for a, n in text.user_sizes.items() if n != 1},
+            num_devices,
+            text.reshape,
         )
         return replace(shape, ul=text.ul, kv=text.kv)
     if not isinstance(text, str):
-        raise ValueError(f"a mesh is text, and this is {text!r:.60}; write for instance 'dp=2 fsdp=2 tp=2'")
+        raise ValueError(
+            f"a mesh is text, and this is {text!r:.60}; write for instance 'dp=2 fsdp=2 tp=2'"
+        )
     body = text.strip()
     reshape = body.startswith("!")
     offset = text.index(body) + reshape if body else 0
@@ -133,14 +138,18 @@ def _fit(text: str, sizes: dict[str, int], num_devices: int | None, reshape: boo
     known = math.prod(n for n in sizes.values() if n != -1)
     if num_devices is None:
         if free:
-            raise ValueError(f"mesh '{text}' leaves {free} to be inferred, which needs the number of devices")
+            raise ValueError(
+                f"mesh '{text}' leaves {free} to be inferred, which needs the number of devices"
+            )
         num_devices = known
     if free and num_devices % known == 0:
         sizes = sizes | {free: num_devices // known}
     elif free or known > num_devices:
         need = f"a multiple of {known} devices" if free else f"{known} devices"
         suggestion = near_meshes(sizes, num_devices)[0]
-        raise ValueError(f"mesh '{text}' needs {need} but {num_devices} are present; try '{suggestion}'")
+        raise ValueError(
+            f"mesh '{text}' needs {need} but {num_devices} are present; try '{suggestion}'"
+        )
     return MeshShape(reshape=reshape, **sizes)  # type: ignore[arg-type]
 
 
@@ -148,7 +157,9 @@ def near_meshes(sizes: dict[str, int], num_devices: int) -> list[MeshShape]:
     """Every mesh over these axes that fills ``num_devices``, nearest to ``sizes`` first (-1 fits any)."""
     meshes: list[dict[str, int]] = [{}]
     for axis in sizes:
-        meshes = [o | {axis: n} for o in meshes for n in divisors(num_devices // math.prod(o.values()))]
+        meshes = [
+            o | {axis: n} for o in meshes for n in divisors(num_devices // math.prod(o.values()))
+        ]
     meshes = [o for o in meshes if math.prod(o.values()) == num_devices]
     meshes.sort(key=lambda o: mesh_distance(o, sizes))
     return [MeshShape(**o) for o in meshes]  # type: ignore[arg-type]
@@ -156,7 +167,9 @@ def near_meshes(sizes: dict[str, int], num_devices: int) -> list[MeshShape]:
 
 def mesh_distance(sizes: dict[str, int], wanted: dict[str, int]) -> float:
     """Count the doublings and halvings that make these sizes of the wanted ones."""
-    return sum(abs(math.log2(n / wanted[a])) if wanted[a] > 0 else 0.1 * (n == 1) for a, n in sizes.items())
+    return sum(
+        abs(math.log2(n / wanted[a])) if wanted[a] > 0 else 0.1 * (n == 1) for a, n in sizes.items()
+    )
 
 
 def divisors(n: int) -> list[int]:

@@ -80,7 +80,9 @@ class ExpertConfig:
         check_fields(self)
         k, experts, groups = self.top_k, self.num_experts, f"{self.top_groups} of {self.num_groups}"
         if not 1 <= k <= experts:
-            raise ValueError(f"a token cannot visit {k} of {experts} experts; choose from 1 to {experts}")
+            raise ValueError(
+                f"a token cannot visit {k} of {experts} experts; choose from 1 to {experts}"
+            )
         if experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
             raise ValueError(f"{experts} experts cannot be routed in {groups} equal groups")
         if k > (open_experts := experts // self.num_groups * self.top_groups):
@@ -94,7 +96,10 @@ class ExpertConfig:
         2021, eq. 3)."""
         if self.capacity_factor is None:
             return tokens
-        return min(tokens, math.ceil(round(self.top_k * tokens * self.capacity_factor / self.num_experts, 9)))
+        return min(
+            tokens,
+            math.ceil(round(self.top_k * tokens * self.capacity_factor / self.num_experts, 9)),
+        )
 
     def slots(self, tokens: int, pieces: int, ranks: int) -> int:
         """Return min(tokens, expert_tokens·E/ranks): the slots that a device with ``tokens`` tokens in
@@ -107,7 +112,9 @@ class ExpertConfig:
         rank that a device fills where all choices of experts are equally likely. A token needs no slot if all
         of its k experts are on other ranks."""
         remote = self.num_experts - self.num_experts // ranks
-        sent = tokens * (1 - math.comb(remote, self.top_k) / math.comb(self.num_experts, self.top_k))
+        sent = tokens * (
+            1 - math.comb(remote, self.top_k) / math.comb(self.num_experts, self.top_k)
+        )
         return min(1.0, sent / self.slots(tokens, 1, ranks))
 
     def expert_tokens(self, tokens: int, pieces: int) -> int:
@@ -241,14 +248,19 @@ class ModelConfig:
 
     def _weights(self) -> dict[str, Weight]:
         v, d, std = self.vocab_size, self.width, self.init_scale
-        weights = {"embedding": Weight("vocab v d", (v, d), std), "norm.scale": _vector("stream d", d)}
+        weights = {
+            "embedding": Weight("vocab v d", (v, d), std),
+            "norm.scale": _vector("stream d", d),
+        }
         if not self.tied:
             weights["head"] = Weight("vocab v d", (v, d), std)
         for path, weight in self.block_weights().items():
             dims, shape = weight.dims.replace(" ", " l ", 1), (self.num_layers, *weight.shape)
             weights["blocks." + path] = dataclasses.replace(weight, dims=dims, shape=shape)
         if self.lora:
-            weights = {p: dataclasses.replace(w, frozen=".lora." not in p) for p, w in weights.items()}
+            weights = {
+                p: dataclasses.replace(w, frozen=".lora." not in p) for p, w in weights.items()
+            }
         return weights
 
     def block_weights(self) -> dict[str, Weight]:
@@ -266,7 +278,9 @@ class ModelConfig:
         }
         if self.qkv_bias:
             for name, dim, heads in (("q", "n", n), ("k", "k", k), ("v", "k", k)):
-                weights[f"attention.{name}_bias"] = _vector(f"attention {dim} h", heads, h, fill=0.0)
+                weights[f"attention.{name}_bias"] = _vector(
+                    f"attention {dim} h", heads, h, fill=0.0
+                )
         if self.qk_norm:
             weights |= {f"attention.{x}_norm.scale": _vector("attention h", h) for x in "qk"}
 
@@ -299,7 +313,9 @@ class ModelConfig:
                 rows[f"{part}.lora.{name}_b"] = Weight(b, (lora.rank, *out), fill=0.0)
         return rows
 
-    def _feed_forward(self, path: str, dims: str, lead: tuple[int, ...], times: int = 1) -> dict[str, Weight]:
+    def _feed_forward(
+        self, path: str, dims: str, lead: tuple[int, ...], times: int = 1
+    ) -> dict[str, Weight]:
         """The weights of a feed-forward ``times`` as wide; ``lead`` has the sizes of dims before ``d m``."""
         d, m, std = self.width, times * self.ffn_width, self.init_scale
         into = Weight(f"{dims} d m", (*lead, d, m), std)
@@ -312,7 +328,10 @@ class ModelConfig:
         mla, d, n, h = self.latent, self.width, num_heads, self.head_width
         assert mla
         queries = [(d, mla.q_rank), (mla.q_rank, n * h)]
-        keys = [(d, mla.kv_rank + mla.rope_width), (mla.kv_rank, n * (h - mla.rope_width + mla.value_width))]
+        keys = [
+            (d, mla.kv_rank + mla.rope_width),
+            (mla.kv_rank, n * (h - mla.rope_width + mla.value_width)),
+        ]
         return [*queries, *keys, (n * mla.value_width, d)]
 
     @property
@@ -321,12 +340,20 @@ class ModelConfig:
         sizes = {path: math.prod(weight.shape) for path, weight in self._weights().items()}
         layers, experts = self.num_layers, self.experts
         if latent := self.latent:
-            sizes = {path: size for path, size in sizes.items() if not path.startswith("blocks.attention.")}
+            sizes = {
+                path: size
+                for path, size in sizes.items()
+                if not path.startswith("blocks.attention.")
+            }
             matrices = sum(rows * columns for rows, columns in self.latent_matrices(self.num_heads))
-            sizes["attention"] = layers * (int(matrices) + latent.q_rank + latent.kv_rank)  # two norms
+            sizes["attention"] = layers * (
+                int(matrices) + latent.q_rank + latent.kv_rank
+            )  # two norms
         if experts and experts.dense_layers:
             sparse = sum(size for path, size in sizes.items() if path.startswith("blocks.experts."))
-            sizes["dense"] = experts.dense_layers * (3 * self.width * experts.dense_width - sparse // layers)
+            sizes["dense"] = experts.dense_layers * (
+                3 * self.width * experts.dense_width - sparse // layers
+            )
         return sum(sizes.values())
 
     @property
@@ -352,14 +379,18 @@ def preset(name: str) -> ModelConfig:
         )
     if name not in PRESETS and os.path.isdir(folder := folder_of(name)):
         config = from_hugging_face(os.path.join(folder, "config.json"))
-        return config if folder == name else dataclasses.replace(config, name=name.partition("/")[2])
+        return (
+            config if folder == name else dataclasses.replace(config, name=name.partition("/")[2])
+        )
     if name.endswith(".json"):
         return from_hugging_face(name)
     if name not in PRESETS:
         near = " or ".join(near_presets(name))
         others = "or give the path of a config.json, or the name of a downloaded model"
         known = f"'llmpar models' lists {len(PRESETS)} presets, {others}"
-        raise ValueError(f"unknown model {name!r:.80}; " + f"did you mean {near}? " * bool(near) + known)
+        raise ValueError(
+            f"unknown model {name!r:.80}; " + f"did you mean {near}? " * bool(near) + known
+        )
     return PRESETS[name]
 
 
@@ -388,7 +419,9 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
     """The ``config.json`` that `from_hugging_face` and `transformers` read as this model."""
     config.weights()  # refuses what is only counted
     if config.lora:
-        raise ValueError(f"'{config.name}' has adapters, which a config.json cannot say; merge them first")
+        raise ValueError(
+            f"'{config.name}' has adapters, which a config.json cannot say; merge them first"
+        )
     return hugging_face.write_config(dataclasses.asdict(config))
 
 
@@ -400,7 +433,9 @@ def from_dict(kept: dict[str, Any]) -> ModelConfig:
         "latent": LatentAttention,
         "lora": LoraConfig,
     }
-    made = {name: _made(part, kept[name]) for name, part in parts.items() if kept.get(name) is not None}
+    made = {
+        name: _made(part, kept[name]) for name, part in parts.items() if kept.get(name) is not None
+    }
     return _made(ModelConfig, kept | made)
 
 
@@ -410,7 +445,9 @@ def _made(part: type, kept: Any) -> Any:
     fields = {f.name: f for f in dataclasses.fields(part)}
     if unknown := sorted(kept.keys() - fields):
         raise ValueError(f"made by a newer llmpar: it has {', '.join(unknown)}; update llmpar")
-    if missing := [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in kept]:
+    if missing := [
+        n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in kept
+    ]:
         raise ValueError(f"it lacks {', '.join(missing)}")
     return part(**kept)
 

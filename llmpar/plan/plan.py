@@ -93,9 +93,15 @@ class WeightLayouts:
     replica_axes: tuple[str, ...]
 
     gather = property(lambda self: Arrow(self.stored, self.used))  # at ZeRO 3 an all-gather
-    accumulate = property(lambda self: Arrow(self.unreduced, self.accumulated))  # at ZeRO 2 a reduce-scatter
-    finish = property(lambda self: Arrow(self.accumulated, self.reduced))  # all sums that are still open
-    restore = property(lambda self: Arrow(self.reduced, self.stored))  # at ZeRO 1 and 2 an all-gather
+    accumulate = property(
+        lambda self: Arrow(self.unreduced, self.accumulated)
+    )  # at ZeRO 2 a reduce-scatter
+    finish = property(
+        lambda self: Arrow(self.accumulated, self.reduced)
+    )  # all sums that are still open
+    restore = property(
+        lambda self: Arrow(self.reduced, self.stored)
+    )  # at ZeRO 1 and 2 an all-gather
 
 
 @dataclass(frozen=True)
@@ -220,7 +226,9 @@ class Plan:
         if config is not None:
             given["mesh"] = self._inner_axes(config)
         plan = Resolved(**given, requested=self, model=config, devices=devices)
-        while config and (unused := checks.unused(plan)):  # one without effect may leave another without any
+        while config and (
+            unused := checks.unused(plan)
+        ):  # one without effect may leave another without any
             default: dict[str, Any] = {name: DEFAULTS[name] for name in unused}
             plan = dataclasses.replace(plan, **default, unused=plan.unused | unused)
         plan.check(batch_size, seq_len)
@@ -237,7 +245,9 @@ class Plan:
         heads = (config.num_heads if shape.kv > 1 else config.num_kv_heads) // shape.tp
         return dataclasses.replace(shape, ul=math.gcd(heads, shape.sp))
 
-    def serving(self, config: ModelConfig, num_rows: int, length: int, devices: str | None = None) -> Serving:
+    def serving(
+        self, config: ModelConfig, num_rows: int, length: int, devices: str | None = None
+    ) -> Serving:
         """Return the plan as `llmpar.serve` uses it, for ``num_rows`` requests at a time; mesh, ZeRO stage
         and dtype count. Its model's experts drop no token. Refuses what cannot be cut, before any weight is
         made."""
@@ -249,11 +259,19 @@ class Plan:
         if length < 1:
             raise ValueError(f"a cache of {length} positions holds nothing; use 1 or more")
         if experts := config.experts:
-            config = dataclasses.replace(config, experts=dataclasses.replace(experts, capacity_factor=None))
+            config = dataclasses.replace(
+                config, experts=dataclasses.replace(experts, capacity_factor=None)
+            )
         plan = Plan(
-            self.mesh, zero=self.zero, dtype=self.dtype, zero_axes="fsdp,ep", sequence_order="contiguous"
+            self.mesh,
+            zero=self.zero,
+            dtype=self.dtype,
+            zero_axes="fsdp,ep",
+            sequence_order="contiguous",
         ).resolve(config, devices)
-        serving = Serving(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)})
+        serving = Serving(
+            **{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+        )
         checks.Cut("slots", num_rows, BATCH_AXES).check(serving)
         serving.check(num_rows, self.mesh.sp)
         return serving
@@ -301,7 +319,9 @@ class Resolved(Plan):
     def config(self) -> ModelConfig:
         """The model. Refuses where the plan was resolved without one."""
         if self.model is None:
-            raise ValueError(f"the plan '{self.mesh}' was resolved for no model; use plan.resolve(config)")
+            raise ValueError(
+                f"the plan '{self.mesh}' was resolved for no model; use plan.resolve(config)"
+            )
         return self.model
 
     @property
@@ -332,7 +352,9 @@ class Resolved(Plan):
 
     def _on(self, devices: str) -> Resolved:
         """Decide what is left to the devices."""
-        decided: dict[str, Any] = {name: suited(name, getattr(self, name), devices) for name in SUITS}
+        decided: dict[str, Any] = {
+            name: suited(name, getattr(self, name), devices) for name in SUITS
+        }
         if self.attention_block and self.attention_kernel == "auto":
             decided["attention_kernel"] = "portable"  # the one whose tiles can be chosen
         if self.takes_cudnn:
@@ -361,7 +383,9 @@ class Resolved(Plan):
                 " wait for all devices of the mesh, and so would deadlock inside a pipeline"
             )
         cut = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
-        experts_apart = "ep" in self.zero_cuts() and self.mesh.live("fsdp", "sp")  # gathered without ep
+        experts_apart = "ep" in self.zero_cuts() and self.mesh.live(
+            "fsdp", "sp"
+        )  # gathered without ep
         if cut and experts_apart and self.gathers == "block":
             decided["reshard_after_forward"] = False
             notes.append(
@@ -478,16 +502,28 @@ class Resolved(Plan):
         """The layouts of a weight, its gradients and its optimizer state in one step. The comments follow
         ``ffn d m`` on ``dp=2 fsdp=2 tp=2`` at ZeRO 2."""
         used = self.place(dims)  # d m/tp
-        differ = self.varying(parse_layout(dims).region)  # dp fsdp tp: where a copy sees other tokens
+        differ = self.varying(
+            parse_layout(dims).region
+        )  # dp fsdp tp: where a copy sees other tokens
         target = next((x for x in "dhe" if x in used.letters), "")  # d
         # Copies that see equal values have no sum to share: serving cuts no s, so ZeRO cuts nothing by sp.
-        over = tuple(a for a in self.zero_cuts(target) if a in differ and a not in used.axes)  # fsdp
-        cut = Layout(tuple(Dim(d.name, d.axes + over * (d.name == target)) for d in used.dims))  # d/fsdp m/tp
+        over = tuple(
+            a for a in self.zero_cuts(target) if a in differ and a not in used.axes
+        )  # fsdp
+        cut = Layout(
+            tuple(Dim(d.name, d.axes + over * (d.name == target)) for d in used.dims)
+        )  # d/fsdp m/tp
         stored = cut if self.zero == 3 else used  # d m/tp
         reduced = cut if self.zero else used  # d/fsdp m/tp
-        kept = used if self.gathers == "step" else stored  # what the backward pass differentiates: d m/tp
-        replica_axes = tuple(a for a in self.mesh.live("pp") + differ if a not in kept.axes)  # dp fsdp
-        unreduced = Layout(kept.dims, () if self.reduce == "layer" else replica_axes)  # d m/tp +dp +fsdp
+        kept = (
+            used if self.gathers == "step" else stored
+        )  # what the backward pass differentiates: d m/tp
+        replica_axes = tuple(
+            a for a in self.mesh.live("pp") + differ if a not in kept.axes
+        )  # dp fsdp
+        unreduced = Layout(
+            kept.dims, () if self.reduce == "layer" else replica_axes
+        )  # d m/tp +dp +fsdp
         accumulated = unreduced
         if self.zero == 2:
             accumulated = Layout(cut.dims, tuple(a for a in unreduced.sums if a not in over))  # +dp

@@ -110,7 +110,9 @@ class Schedule:
         return {"F": dict(pairs), "B": {b: a for a, b in pairs}, "W": {}}
 
     def __str__(self) -> str:
-        return "\n".join("".join("& "[not op.joined] + str(op) for op in row)[1:] for row in self.rows)
+        return "\n".join(
+            "".join("& "[not op.joined] + str(op) for op in row)[1:] for row in self.rows
+        )
 
 
 def layer_order(schedule: Schedule | None, num_layers: int) -> list[int]:
@@ -176,7 +178,9 @@ def gpipe(p: int, m: int) -> Schedule:
 
 def one_f_one_b(p: int, m: int) -> Schedule:
     """Stage i runs p-i-1 forwards ahead, then one forward and one backward in turn."""
-    return Schedule("1f1b", tuple(_in_turn([(u, 0) for u in range(m)], p - i - 1) for i in range(p)), m)
+    return Schedule(
+        "1f1b", tuple(_in_turn([(u, 0) for u in range(m)], p - i - 1) for i in range(p)), m
+    )
 
 
 def interleaved(p: int, m: int, v: int = 2, split: bool = False) -> Schedule:
@@ -291,13 +295,17 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 @functools.lru_cache(maxsize=256)  # plans by the thousand ask for the same few
-def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
+def make(
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None
+) -> Schedule:
     """Makes a schedule by its name in `SCHEDULES`."""
     if name not in SCHEDULES:
         if re.match(r"\s*([FBW]\d|\W*\d+[FIBW]\d+,)", name):
             raise ValueError(f"'{name:.40}' is an order of one stage; write one line per stage")
         close = [f"'{like}', or " for like in difflib.get_close_matches(name, SCHEDULES, 1)]
-        raise ValueError(f"no schedule is called '{name}'; try {''.join(close)}one of {', '.join(SCHEDULES)}")
+        raise ValueError(
+            f"no schedule is called '{name}'; try {''.join(close)}one of {', '.join(SCHEDULES)}"
+        )
     chunks = 1 if num_chunks is None else num_chunks
     if min(num_stages, num_microbatches, chunks) < 1:
         raise ValueError(
@@ -305,7 +313,9 @@ def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int | No
             " a pipeline needs at least 1 of each"
         )
     looped = name in ("interleaved", "interleaved-zb", "breadth-first", "circular")
-    made = SCHEDULES[name](num_stages, num_microbatches, *([num_chunks] if looped and num_chunks else []))
+    made = SCHEDULES[name](
+        num_stages, num_microbatches, *([num_chunks] if looped and num_chunks else [])
+    )
     if num_chunks not in (None, made.num_chunks):
         raise ValueError(
             f"{name} has {made.num_chunks} chunk(s), not {num_chunks};"
@@ -345,7 +355,9 @@ def from_text(text: str, name: str = "written") -> Schedule:
             f"{len(ops)} operations cannot cover {m} microbatches and {v} chunks; number both from 0"
         )
     placement = "vee" if vee else "looped" if v > 1 else "linear"
-    return Schedule(name, tuple(rows), m, v, placement, split_backward=any(op.kind == "W" for op in ops))
+    return Schedule(
+        name, tuple(rows), m, v, placement, split_backward=any(op.kind == "W" for op in ops)
+    )
 
 
 def _from_torch(lines: list[str]) -> tuple[list[str], bool]:
@@ -353,14 +365,23 @@ def _from_torch(lines: list[str]) -> tuple[list[str], bool]:
     whether its stages lie in a V. There a line is a rank, a stage a chunk, I the input's gradient and B both:
     `0F0,,2I0,(0F1;2B0)OVERLAP_F_B`. What a lowered file sends is left out: it follows from the order."""
     p, sends = len(lines), r"\b\d+(UNSHARD|RESHARD|RECV_[FB]|(WAIT_)?(SEND_[FB]|REDUCE_GRAD))\d*\b"
-    lines = [re.sub(r"\(([^()]*)\)OVERLAP_F_B", lambda x: x[1].replace(";", "&"), line) for line in lines]
+    lines = [
+        re.sub(r"\(([^()]*)\)OVERLAP_F_B", lambda x: x[1].replace(";", "&"), line) for line in lines
+    ]
     lines = [re.sub(sends, "", line).replace(",", " ") for line in lines]
-    action, split = re.compile(r"\b(\d+)([FIBW])(\d+)\b"), any(re.search(r"\d[IW]\d", x) for x in lines)
-    cells = [(int(match[1]), rank) for rank, line in enumerate(lines) for match in action.finditer(line)]
+    action, split = (
+        re.compile(r"\b(\d+)([FIBW])(\d+)\b"),
+        any(re.search(r"\d[IW]\d", x) for x in lines),
+    )
+    cells = [
+        (int(match[1]), rank) for rank, line in enumerate(lines) for match in action.finditer(line)
+    ]
     loop = [cell for cell in cells if cell[0] % p != cell[1]]
     if loop and not all(stage in (rank, 2 * p - 1 - rank) for stage, rank in cells):
         what = "stage {} on rank {}".format(*loop[0])
-        raise ValueError(f"{what}: this is no loop (stage s on rank s % {p}) and no V of 2 stages per rank")
+        raise ValueError(
+            f"{what}: this is no loop (stage s on rank s % {p}) and no V of 2 stages per rank"
+        )
 
     def ours(match: re.Match) -> str:
         kind, unit = match[2], f"{match[3]}.{int(match[1]) // p}"

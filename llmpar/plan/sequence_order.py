@@ -31,9 +31,15 @@ def seen_tiles(mask: Mask, q_ids, k_ids):
     In every order below a rank's positions rise. So a tile of queries needs an interval of any rank's tiles
     of keys, and a tile of keys an interval of tiles of queries.
     """
-    (q_low, q_high), (k_low, k_high) = ((x.min(-1), x.max(-1)) for x in (q_ids[:, None], k_ids[None]))
+    (q_low, q_high), (k_low, k_high) = (
+        (x.min(-1), x.max(-1)) for x in (q_ids[:, None], k_ids[None])
+    )
     low, high = q_low[..., 0] - k_high[..., 0], q_high[..., 0] - k_low[..., 0]
-    live = mask.admits(low, high) & (q_high[..., 1] >= k_low[..., 1]) & (q_low[..., 1] <= k_high[..., 1])
+    live = (
+        mask.admits(low, high)
+        & (q_high[..., 1] >= k_low[..., 1])
+        & (q_low[..., 1] <= k_high[..., 1])
+    )
     one_segment = (q_high[..., 1] == k_low[..., 1]) & (q_low[..., 1] == k_high[..., 1])
     return live, mask.admits(low, low) & mask.admits(high, high) & one_segment
 
@@ -48,7 +54,9 @@ def sequence_permutation(name: str, s: int, n: int) -> list[int]:
     """
     parts = {"contiguous": n, "zigzag": 2 * n, "striped": n}.get(name, n)
     if name not in ("contiguous", "zigzag", "striped", "balanced"):
-        raise ValueError(f"order '{name}' is not known; use contiguous, zigzag, striped or balanced")
+        raise ValueError(
+            f"order '{name}' is not known; use contiguous, zigzag, striped or balanced"
+        )
     if n > 1 and s % parts:  # one rank takes any number
         raise ValueError(
             f"{name} order cuts {s} positions into {parts} parts for {n} ranks; use a multiple of {parts}"
@@ -74,5 +82,7 @@ def tile_length(block: int | None, length: int) -> int:
         while block % 2 == 0 and (block > 256 or block == length):
             block //= 2
     if block < 1 or length % min(block, length):
-        raise ValueError(f"block={block} does not divide the {length} positions of a rank; use a divisor")
+        raise ValueError(
+            f"block={block} does not divide the {length} positions of a rank; use a divisor"
+        )
     return min(block, length)

@@ -87,7 +87,11 @@ class Timetable:
     def messages(self) -> list[tuple[int, int, int, int]]:
         """Of each message the tick sent, from stage, tick used and to stage; some go to the same stage."""
         order = self.schedule.rows
-        at = {(s, *op[:3]): t for s, row in enumerate(order) for op, t in zip(row, self.tick[s], strict=True)}
+        at = {
+            (s, *op[:3]): t
+            for s, row in enumerate(order)
+            for op, t in zip(row, self.tick[s], strict=True)
+        }
         return [
             (at[source, *need[:3]], source, at[stage, *op[:3]], stage)
             for stage, row in enumerate(order)
@@ -106,11 +110,15 @@ class Timetable:
 
     @property
     def makespan_lockstep(self) -> float:
-        costs = [cost / self.schedule.visits for cost in (*self.costs, 0)]  # the last is for idle, -1
+        costs = [
+            cost / self.schedule.visits for cost in (*self.costs, 0)
+        ]  # the last is for idle, -1
         if not self.schedule.split_backward:
             costs[1] += costs[2]
         sent = {tick for tick, source, _, target in self.messages if source != target}
-        return math.fsum(max(costs[cell[0]] for cell in row) for row in self.ticks) + self.hop * len(sent)
+        return math.fsum(
+            max(costs[cell[0]] for cell in row) for row in self.ticks
+        ) + self.hop * len(sent)
 
     def peak_live(self) -> list[float]:
         """The most microbatches that each stage ever holds (a chunk of v counts 1/v), from F to B, or with a
@@ -127,7 +135,11 @@ def _run(
     rows, awake = schedule.rows, list(range(schedule.num_stages))
     starts: list[list] = [[] for _ in rows]
     ends: list[list] = [[] for _ in rows]
-    sent, waiting, stuck = dict[tuple, float](), defaultdict[tuple, list[int]](list), dict[int, tuple]()
+    sent, waiting, stuck = (
+        dict[tuple, float](),
+        defaultdict[tuple, list[int]](list),
+        dict[int, tuple](),
+    )
     while awake:
         stage = awake.pop()
         row, start, end = rows[stage], starts[stage], ends[stage]
@@ -169,7 +181,9 @@ def _refuse(schedule: Schedule, starts: list[list], ends: list[list], stuck: dic
     stops = [f"{(row or [0])[-1]:g}" for row in ends]  # the tick at which a row ends
     waits, victims = dict[int, str](), defaultdict[tuple[int, Op], list[str]](list)
     for s, (op, source, need) in stuck.items():
-        waits[s] = f"stage {s} waits at tick {stops[s]} to run {op}, which needs {need} on stage {source}"
+        waits[s] = (
+            f"stage {s} waits at tick {stops[s]} to run {op}, which needs {need} on stage {source}"
+        )
         victims[source, need].append(waits[s])
     rows = [[op._replace(joined=False) for op in row] for row in schedule.rows]
     early = lambda op: (op.microbatch, OP_KINDS.index(op.kind))
@@ -236,8 +250,12 @@ def _deadlocks(stuck: dict[int, tuple], waits: dict[int, str]) -> Iterator[str]:
     story, steps = [], []
     for s in cycle[cycle.index(source) :]:
         op, source, need = stuck[s]
-        ahead = stuck[source][0]  # that stage is stuck on the same, or on something before it in its row
-        story.append(waits[s] if ahead[:3] == need[:3] else f"{waits[s]}, where it comes after {ahead}")
+        ahead = stuck[source][
+            0
+        ]  # that stage is stuck on the same, or on something before it in its row
+        story.append(
+            waits[s] if ahead[:3] == need[:3] else f"{waits[s]}, where it comes after {ahead}"
+        )
         steps += [f"{op} on stage {s}", f"{need} on stage {source}"]
     arrows = " -> ".join([*dict.fromkeys(steps), steps[0]])
     yield f", a deadlock: {'; '.join(story)}. Cycle: {arrows}; reorder one of these stages"
@@ -245,7 +263,9 @@ def _deadlocks(stuck: dict[int, tuple], waits: dict[int, str]) -> Iterator[str]:
 
 def timetable(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> Timetable:
     """Simulate a schedule, free-running and in lockstep, or refuse it with stage, tick and cycle."""
-    if len(costs) != 3 or not (min(*costs, hop) >= 0 and 0 < sum(costs) + hop < math.inf and any(costs)):
+    if len(costs) != 3 or not (
+        min(*costs, hop) >= 0 and 0 < sum(costs) + hop < math.inf and any(costs)
+    ):
         raise ValueError(
             f"costs {costs} and hop {hop}: give finite durations F, B, W (not all 0) and hop, none negative"
         )
@@ -266,7 +286,11 @@ def _timetable(schedule: Schedule, costs: Costs, hop: float) -> Timetable:
 def _each(schedule: Schedule, costs: Costs) -> Callable[[int, Op], float]:
     """The time of one operation on a chunk; of B with the weights' gradient where no W has it."""
     forward, backward, weights = (cost / schedule.visits for cost in costs)
-    each = {"F": forward, "B": backward if schedule.split_backward else backward + weights, "W": weights}
+    each = {
+        "F": forward,
+        "B": backward if schedule.split_backward else backward + weights,
+        "W": weights,
+    }
     return lambda _, op: each[op.kind]
 
 
@@ -360,12 +384,16 @@ def slots(table: Timetable) -> Slots:
         inboxes[message[3]].append(message)
     for s, row in enumerate(table.schedule.rows):
         at = {op[:3]: t for op, t in zip(row, table.tick[s], strict=True)}
-        runs = [[at[kind, *op[1:3]] for kind in OP_KINDS[: 2 + split]] for op in row if op.kind == "F"]
+        runs = [
+            [at[kind, *op[1:3]] for kind in OP_KINDS[: 2 + split]] for op in row if op.kind == "F"
+        ]
         saved = _colour([(ticks[0], ticks[-1] + 1) for ticks in runs])
         residual = _colour([(ticks[1], ticks[2] + 1) for ticks in runs]) if split else []
         letters = _colour([(sent + 1, used + 1) for sent, _, used, _ in inboxes[s]])
         for name, places, first in (("saved", saved, 0), ("residual", residual, 1)):
-            for ticks, slot in zip(runs, places, strict=False):  # no residual where the backward is whole
+            for ticks, slot in zip(
+                runs, places, strict=False
+            ):  # no residual where the backward is whole
                 for tick in ticks[first:]:
                     grid[name][tick][s] = slot
         for (sent, source, used, _), slot in zip(inboxes[s], letters, strict=True):
@@ -390,7 +418,9 @@ def branch_shares(schedule: Schedule | None, num_layers: int) -> list[dict[str, 
     full = {cell for cell, n in counts.items() if n == max(counts.values())}
     share = lambda taking, cells: Fraction(len(taking & cells), max(1, len(cells)))
     for stage in range(schedule.num_stages):
-        kinds = {kind: [row[stage][0] == i for row in table.ticks] for i, kind in enumerate(OP_KINDS)}
+        kinds = {
+            kind: [row[stage][0] == i for row in table.ticks] for i, kind in enumerate(OP_KINDS)
+        }
         cells = {cell for cell in counts if cell[0] == stage}
         of_cells = {"fullB": share(full, cells), "fullF": share(full, cells - last)}
         of_cells |= {"enters": share(first, cells), "leaves": share(last, cells)}

@@ -64,7 +64,11 @@ def _changes(
     if one is None or one.why_not:
         near = {q.batch_size // ranks * ranks, -(-q.batch_size // ranks) * ranks, q.batch_size // 2}
         for batch_size in sorted(near - {0, q.batch_size}):
-            yield {"batch_size": batch_size}, dataclasses.replace(q, fixed=given, batch_size=batch_size), mesh
+            yield (
+                {"batch_size": batch_size},
+                dataclasses.replace(q, fixed=given, batch_size=batch_size),
+                mesh,
+            )
     sizes, axes = mesh.user_sizes, [axis for axis in AXES if axis != "ep" or q.config.experts]
     for giver in axes:
         for n, taker in itertools.product(divisors(sizes[giver])[1:], axes):

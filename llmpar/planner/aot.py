@@ -34,7 +34,9 @@ from llmpar.predict.hardware import GIB
 from llmpar.training.step import AT_ONCE, Step, compiler_options
 
 
-def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: int, seq_len: int) -> dict:
+def compile_step(
+    config: ModelConfig, plan: Plan, target: Target, batch_size: int, seq_len: int
+) -> dict:
     """Compile one step with AdamW for ``target``, once: the document of ``llmpar compile --json``.
 
     Bytes and FLOPs are those of one device and step. ``collectives`` and ``arrows`` are read from the program
@@ -76,7 +78,10 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
         return document | {"fits": False, "why": why, "memory_bytes": need, "compile_s": seconds}
     seconds, text = time.perf_counter() - begin, compiled.as_text() or ""
     program = compiled_memory(compiled)
-    need |= {"compiled_arguments": program["argument_bytes"], "compiled_temp": program["temp_bytes"]}
+    need |= {
+        "compiled_arguments": program["argument_bytes"],
+        "compiled_temp": program["temp_bytes"],
+    }
     need |= {"compiled_alias": program["alias_bytes"], "compiled_total": program["peak_bytes"]}
     branches = branch_shares(plan.pipeline, config.num_layers)
     document |= report.compare(plan, batch_size, seq_len, partitioned, mesh, branches)
@@ -100,7 +105,8 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
             for (axis, kind), row in sorted(final.items(), key=lambda item: -item[1]["bytes_sent"])
         ],
         "overlap": [
-            dataclasses.asdict(row) | {"count": round(row.count), "asynchronous": round(row.asynchronous)}
+            dataclasses.asdict(row)
+            | {"count": round(row.count), "asynchronous": round(row.asynchronous)}
             for row in sorted(walked.sent.values(), key=lambda row: -row.exposed_s)
         ],
         "flops": {"useful_per_device": useful, "executed_per_device": walked.flops},
@@ -110,7 +116,9 @@ def compile_step(config: ModelConfig, plan: Plan, target: Target, batch_size: in
             "mfu_is": "useful FLOPs (6 per token and active weight, causal attention) / step_s / peak FLOP/s",
             "exposed_s": walked.exposed_s,
             "if_kernels_reach": band,
-            "terms": {name: s for name, s in sorted(walked.terms.items(), key=lambda t: -t[1]) if s},
+            "terms": {
+                name: s for name, s in sorted(walked.terms.items(), key=lambda t: -t[1]) if s
+            },
         },
         "turns": _turns(walked),
         "compile_s": seconds,
@@ -147,7 +155,11 @@ def _turns(walked: Roofline) -> list[dict]:
         begin, events = iteration.events[0].start_s, list[dict]()
         for event in iteration.events:
             last = events[-1] if events else None
-            if last and event.lane == "compute" and (last["lane"], last["name"]) == (event.lane, event.name):
+            if (
+                last
+                and event.lane == "compute"
+                and (last["lane"], last["name"]) == (event.lane, event.name)
+            ):
                 last["end_s"] = event.end_s - begin
             else:
                 times = {"start_s": event.start_s - begin, "end_s": event.end_s - begin}
@@ -158,20 +170,28 @@ def _turns(walked: Roofline) -> list[dict]:
 
 def overlap_picture(document: dict) -> Scene:
     """Draw one turn of each of the longest loops: what computes, and what is on the links beside it."""
-    return draw.two_lanes(document["turns"], f"One turn of each loop on {document['target']}, estimated")
+    return draw.two_lanes(
+        document["turns"], f"One turn of each loop on {document['target']}, estimated"
+    )
 
 
-def _busiest(text: str, mesh, plan: Resolved, target: Target, seq_len, branches, kernels=None) -> Roofline:
+def _busiest(
+    text: str, mesh, plan: Resolved, target: Target, seq_len, branches, kernels=None
+) -> Roofline:
     """Walk the schedule as every pipeline stage takes its branches, and give the longest walk, with the
     schedule's bubble as one more term."""
     config, beside = plan.config, AT_ONCE in compiler_options(plan)
     ranks = plan.mesh.along(plan.regions["queries"]["s"])
     # Of all pairs of tiles the kernel of attention computes these on this chip, where a row is one document.
     size, own = jnp.dtype(plan.dtype).itemsize, (target.platform, target.chip.name.upper())
-    tiles = kernel_tiles("flash_forward", config.head_width, size, seq_len // ranks, seq_len // ranks, *own)
+    tiles = kernel_tiles(
+        "flash_forward", config.head_width, size, seq_len // ranks, seq_len // ranks, *own
+    )
     seen = ring.seen_share(tiles, seq_len, ranks, plan.sequence_order, Mask(config.window))
     full = config.experts.full_share(seq_len, plan.mesh.ep) if config.experts else 1.0
-    stages = [roofline(text, mesh, target.links, taken, seen, full, beside, kernels) for taken in branches]
+    stages = [
+        roofline(text, mesh, target.links, taken, seen, full, beside, kernels) for taken in branches
+    ]
     longest = max(stages, key=lambda stage: stage.step_s)
     if plan.pipeline:
         bubble = longest.step_s * float(timetable(plan.pipeline).bubble_over_ideal)
@@ -205,7 +225,9 @@ def compile_tables(document: dict) -> list[Table]:
         where = f"{' · '.join(filter(None, words))} ×{row['count']:,}{apart}"
         waits.add_row(where, f"{row['hidden_flops'] / 1e12:,.1f} TFLOP", *times)
     estimate, flops = document["roofline"], document["flops"]
-    band = "; ".join(f"{share}: {row['mfu']:.1%}" for share, row in estimate["if_kernels_reach"].items())
+    band = "; ".join(
+        f"{share}: {row['mfu']:.1%}" for share, row in estimate["if_kernels_reach"].items()
+    )
     title = f"a step, estimated: {time_text(estimate['step_s'])}, MFU {estimate['mfu']:.1%}"
     figures = rich_table(
         title, ("term", "per step"), ("per step",), caption=band and f"MFU if kernels reach {band}"

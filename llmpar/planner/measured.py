@@ -55,7 +55,9 @@ _MODELS = PRESETS | {name: PRESETS[preset] for name, preset in PUBLICATIONS["ali
 _MODELS |= {name: from_dict({"name": name} | row) for name, row in PUBLICATIONS["models"].items()}
 _BITS = {"FP8": 8, "MXFP8": 8, "INT8": 8, "MXFP4": 4, "NVFP4": 4, "BF16": 16, "FP16": 16}
 """Of the operands of matmuls, by how a precision's name begins."""
-IN_FLOAT32 = re.compile(r"(fp32|float32)[\w ]*(grad|accum)|(grad|accum)[\w ]*(fp32|float32)", re.IGNORECASE)
+IN_FLOAT32 = re.compile(
+    r"(fp32|float32)[\w ]*(grad|accum)|(grad|accum)[\w ]*(fp32|float32)", re.IGNORECASE
+)
 """Options of a run whose gradients are summed up in float32, where its framework also does so in 16 bits."""
 _FRAGMENTS = 0.03
 """Of a device's memory that is left free: fragments of the allocator."""
@@ -100,14 +102,24 @@ def read_runs(path: str | Path) -> tuple[list[Case], dict[str, str]]:
 
 def _runs(group: dict) -> Iterator[tuple[str, dict, dict]]:
     """Return the runs of a group: a name, what was run, and what was measured."""
-    name, inputs, expected = str(group["id"]), dict(group.get("inputs", {})), dict(group.get("expected", {}))
+    name, inputs, expected = (
+        str(group["id"]),
+        dict(group.get("inputs", {})),
+        dict(group.get("expected", {})),
+    )
     columns = group.get("columns") or inputs.pop("columns", None)
     what = group.get("rows") or inputs.pop("configs", None)
     if columns and what:
         for i, row in enumerate(dict(zip(columns, row, strict=True)) for row in what):
             own = {k: v for k, v in row.items() if k in _MEASURED}
-            shared = {k: v[i] for k, v in expected.items() if isinstance(v, list) and len(v) == len(what)}
-            yield f"{name}/{i}", inputs | {k: v for k, v in row.items() if k not in own}, own | shared
+            shared = {
+                k: v[i] for k, v in expected.items() if isinstance(v, list) and len(v) == len(what)
+            }
+            yield (
+                f"{name}/{i}",
+                inputs | {k: v for k, v in row.items() if k not in own},
+                own | shared,
+            )
         return
     lists = [v for v in inputs.values() if isinstance(v, list)]
     results = {k: v for k, v in expected.items() if k in _MEASURED}
@@ -145,7 +157,9 @@ def _case(name: str, group: dict, inputs: dict, results: dict) -> Case:
     config, ffn_products = _model(known, source, group)
     mesh, slices = _mesh(known, chip)
     if slices > 1 and chip.link == "torus":
-        links = dataclasses.replace(links, node_size=max(1, mesh.size // slices // chip.devices_per_chip))
+        links = dataclasses.replace(
+            links, node_size=max(1, mesh.size // slices // chip.devices_per_chip)
+        )
     rows, microbatches = _batch(known, mesh, software)
     if IN_FLOAT32.search(options) and f"{software}-bf16" in SOFTWARE:
         software = f"{software}-bf16"
@@ -192,7 +206,9 @@ def _chip(known: dict, source: Source, group: dict) -> tuple[Chip, Chip]:
     network = next(rates, source.network_bytes_per_s)
     if "H100-96" in given:
         row = dataclasses.replace(row, usable_hbm_gib=row.usable_hbm_gib * 96 / 80)
-    return row, dataclasses.replace(row, dcn_bytes_per_s=network) if network and row.link == "switch" else row
+    return row, dataclasses.replace(
+        row, dcn_bytes_per_s=network
+    ) if network and row.link == "switch" else row
 
 
 def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
@@ -208,7 +224,9 @@ def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
         kv, dense = re.search(r"kv heads (\d+)", given), re.search(r", (\d+) dense layers?", given)
         name = re.sub(r"( \(|,).*", "", given).removesuffix(" dims")
         if name not in _MODELS:
-            raise ValueError(f"model '{known['model']}' is not known; give h, layers, heads, ffn and vocab")
+            raise ValueError(
+                f"model '{known['model']}' is not known; give h, layers, heads, ffn and vocab"
+            )
         config = _MODELS[name]
         changes: dict[str, Any] = {"num_layers": known.get("layers", config.num_layers)}
         if config.experts and dense:
@@ -265,7 +283,9 @@ def _mesh(known: dict, chip: Chip) -> tuple[MeshShape, int]:
     data = known.get("dp") or max(1, devices // (tp * pp * cp))
     given = tp * pp * cp * (known.get("dp") or 1)  # Megatron's ep may span tp too
     if devices % given or "dp" in known and fsdp == 1 and devices not in (0, given):
-        raise ValueError(f"tp={tp} pp={pp} cp={cp} and dp make {given} devices, and it ran on {devices}")
+        raise ValueError(
+            f"tp={tp} pp={pp} cp={cp} and dp make {given} devices, and it ran on {devices}"
+        )
     if fsdp == 1 and "grad_accum" in known and "dp" not in known and "tp" not in known:
         return MeshShape(fsdp=devices), slices
     if ep > 1 and fsdp % ep == 0:
@@ -279,7 +299,9 @@ def _mesh(known: dict, chip: Chip) -> tuple[MeshShape, int]:
 
 def _axes(text: str) -> dict[str, int]:
     """Return the sizes of the axes in words such as 'data=2 x fsdp=64 devices, per-device batch 10'."""
-    cleaned = re.sub(r"per-device batch \d+|\bdevices\b|\bx\b|,", " ", PUBLICATIONS["meshes"].get(text, text))
+    cleaned = re.sub(
+        r"per-device batch \d+|\bdevices\b|\bx\b|,", " ", PUBLICATIONS["meshes"].get(text, text)
+    )
     sizes = dict[str, int]()
     for word in cleaned.split():
         name, _, size = word.replace(":", "=").partition("=")
@@ -315,10 +337,14 @@ def _recompute(known: dict, source: Source, run: Run) -> Any:
     if "recompute" not in known and remat and not remat.startswith("custom"):
         policy = _one_of(PUBLICATIONS["remat"], remat, "remat")
     if policy not in ("auto", *POLICIES):
-        raise ValueError(f"recompute '{policy}' is not known; known are auto, {', '.join(POLICIES)}")
+        raise ValueError(
+            f"recompute '{policy}' is not known; known are auto, {', '.join(POLICIES)}"
+        )
     if policy != "auto":
         return policy
-    return next((p for p in POLICIES if fits_memory(dataclasses.replace(run, recompute=p))), "block")
+    return next(
+        (p for p in POLICIES if fits_memory(dataclasses.replace(run, recompute=p))), "block"
+    )
 
 
 def _measured(results: dict, run: Run) -> dict[str, Any]:
@@ -339,7 +365,11 @@ def _measured(results: dict, run: Run) -> dict[str, Any]:
         step = run.flops() / devices / step / 1e12
     if memory and unit.endswith("gib"):
         memory *= 2**30 / 1e9
-    return {"step_s": step, "memory_gb": memory, "fits": True if fits is None and (step or memory) else fits}
+    return {
+        "step_s": step,
+        "memory_gb": memory,
+        "fits": True if fits is None and (step or memory) else fits,
+    }
 
 
 # ------------------------------------------------------------------------------------- memory by the textbook
@@ -349,7 +379,9 @@ def textbook_bytes(run: Run, allocated: bool = False) -> dict[str, float]:
     """Return the bytes on the fullest device of another framework's run, by part: the textbook's sums, stage
     by stage (Rajbhandari et al. 2020, section 3; Korthikanti et al. 2022, section 4). ``allocated``: without
     what the framework takes itself. Of plans of ours: `predict.memory`."""
-    parts = max((_stage(run, stage) for stage in range(run.mesh.pp)), key=lambda parts: sum(parts.values()))
+    parts = max(
+        (_stage(run, stage) for stage in range(run.mesh.pp)), key=lambda parts: sum(parts.values())
+    )
     if not allocated:
         parts["framework"] = run.software.overhead_bytes * (run.chip.link == "switch")
     return parts
@@ -369,19 +401,25 @@ def _stage(run: Run, stage: int) -> dict[str, float]:
     body = s["attention"] + s["copies"] + s["vectors"]
     sparse = s["ffn"] + s["router"]
     shared = layers * body + (layers - dense) * sparse + dense * s["dense"]
-    shared += first * s["embedding"] + last * (s["head"] or (s["embedding"] if mesh.pp > 1 else 0.0))
+    shared += first * s["embedding"] + last * (
+        s["head"] or (s["embedding"] if mesh.pp > 1 else 0.0)
+    )
     shared /= mesh.tp
     experts = (layers - dense) * s["experts"] / mesh.ep
     weights = grads = state = gathered = 0.0
     for params, apart in ((shared, 1), (experts, mesh.ep)):
         group, ranks = run.zero_group / apart, run.data_ranks * mesh.sp / apart
-        cut = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (group, group, group)}[run.zero]
+        cut = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (group, group, group)}[
+            run.zero
+        ]
         weights += params * soft.weight_bytes / cut[0]
         grads += params * soft.grad_bytes / cut[1]
         state += params * soft.state_bytes / cut[2]
     if run.zero == 3:
         body = (shared + experts - first * s["embedding"] / mesh.tp) / max(1, layers)
-        largest = max(2 * body, first * s["embedding"] / mesh.tp)  # the next layer's travel meanwhile
+        largest = max(
+            2 * body, first * s["embedding"] / mesh.tp
+        )  # the next layer's travel meanwhile
         gathered = largest * (soft.gathered_bytes + soft.reduced_bytes)
     elif not soft.weight_bytes:  # a cast copy of all weights
         gathered = (shared + experts) * soft.gathered_bytes
@@ -394,7 +432,12 @@ def _stage(run: Run, stage: int) -> dict[str, float]:
         "optimizer": state,
         "gathered weights": gathered,
         "activations": 0.0 if run.offload else kept * layers * alive,
-        "messages": 2.0 * soft.messages * run.stream_tokens * run.config.width * alive * (mesh.pp > 1),
+        "messages": 2.0
+        * soft.messages
+        * run.stream_tokens
+        * run.config.width
+        * alive
+        * (mesh.pp > 1),
         "working set": max(working, logits * soft.logit_bytes),
     }
 
@@ -429,7 +472,14 @@ def activation_bytes(run: Run) -> tuple[float, float]:
     masks = stream if run.gpt and run.software.name.startswith("megatron") else 0.0
     scores = 5.0 * run.score_elements()
     whole = 2.0 * t * d
-    full = 2 * stream + 2 * (stream if run.tp_sequence or tp == 1 else whole) + heads + inner + masks + scores
+    full = (
+        2 * stream
+        + 2 * (stream if run.tp_sequence or tp == 1 else whole)
+        + heads
+        + inner
+        + masks
+        + scores
+    )
     hidden = 0.0 if experts else inner * (run.ffn_products - 1) / run.ffn_products
     results = 2 * stream + heads
     kept = {"none": full, "selective": results + hidden, "ffn": results, "block": stream}
@@ -467,8 +517,14 @@ def _row(case: Case, own: dict[str, Rates] | None) -> dict[str, Any]:
     run, measured = case.run, case.measured
     time = step_time(run, (own or {}).get(run.chip.name))
     parts = textbook_bytes(run, _source(case.source).allocated)
-    predicted = {"step_s": time.step_s, "memory_gb": sum(parts.values()) / 1e9, "fits": fits_memory(run)}
-    error = {key: predicted[key] / measured[key] - 1 for key in ("step_s", "memory_gb") if measured[key]}
+    predicted = {
+        "step_s": time.step_s,
+        "memory_gb": sum(parts.values()) / 1e9,
+        "fits": fits_memory(run),
+    }
+    error = {
+        key: predicted[key] / measured[key] - 1 for key in ("step_s", "memory_gb") if measured[key]
+    }
     if measured["fits"] is not None:
         error["fits"] = predicted["fits"] != measured["fits"]
     return {
@@ -492,7 +548,14 @@ def _sweeps(cases: list[Case], rows: list[dict]) -> list[dict[str, Any]]:
     for i, case in enumerate(cases):
         if case.measured["step_s"]:
             run = case.run
-            what = run.tokens_per_step, run.seq_len, run.mesh.size, run.chip.name, run.bits, case.source
+            what = (
+                run.tokens_per_step,
+                run.seq_len,
+                run.mesh.size,
+                run.chip.name,
+                run.bits,
+                case.source,
+            )
             alike.setdefault((model(i), *what), []).append(i)
             listed.setdefault(case.group, []).append(i)
     listed = {group: indices for group, indices in listed.items() if len(indices) > 2}
@@ -512,7 +575,9 @@ def _sweeps(cases: list[Case], rows: list[dict]) -> list[dict[str, Any]]:
                 "runs": len(indices),
                 "spearman": spearman(predicted, measured),
                 "choice_over_best": first / min(measured) if comparable else None,
-                "step_mean_abs_error": statistics.mean(abs(rows[i]["error"]["step_s"]) for i in indices),
+                "step_mean_abs_error": statistics.mean(
+                    abs(rows[i]["error"]["step_s"]) for i in indices
+                ),
             }
         )
     return sweeps
@@ -520,7 +585,9 @@ def _sweeps(cases: list[Case], rows: list[dict]) -> list[dict[str, Any]]:
 
 def spearman(a: list[float], b: list[float]) -> float:
     """Return the rank correlation (Spearman 1904): Pearson's of the ranks, ties by their mean rank."""
-    x, y = ([sorted(values).index(v) + (values.count(v) - 1) / 2 for v in values] for values in (a, b))
+    x, y = (
+        [sorted(values).index(v) + (values.count(v) - 1) / 2 for v in values] for values in (a, b)
+    )
     return statistics.correlation(x, y) if len(set(x)) > 1 < len(set(y)) else 0.0
 
 

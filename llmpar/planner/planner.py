@@ -87,8 +87,12 @@ class Question:
         """The capacity, and what it is made of."""
         source, whole = f"{hardware.MEMORY_SHARES[0]}={self.share:g}", self.chip.usable_hbm_gib
         source = "JAX's default" if self.share == self.chip.memory_share else source
-        part = f"{self.taken:.0%} of {whole:.1f} by {source}" if self.taken < 1 else f"all {whole:.1f}"
-        return f"a program may take {self.capacity_bytes / GIB:.1f} GiB: {part}, less {FREE_SHARE:.0%}"
+        part = (
+            f"{self.taken:.0%} of {whole:.1f} by {source}" if self.taken < 1 else f"all {whole:.1f}"
+        )
+        return (
+            f"a program may take {self.capacity_bytes / GIB:.1f} GiB: {part}, less {FREE_SHARE:.0%}"
+        )
 
     @property
     def platform(self) -> str:
@@ -131,7 +135,9 @@ class Candidate:
     @property
     def estimated_bytes(self) -> float:
         """Of these, what `memory.temp_bytes` estimates."""
-        return sum(self.memory_bytes.get(x, 0.0) for x in ("grads", "unreduced", "copies", "activations"))
+        return sum(
+            self.memory_bytes.get(x, 0.0) for x in ("grads", "unreduced", "copies", "activations")
+        )
 
     @property
     def parts(self) -> dict[str, float]:
@@ -181,7 +187,9 @@ def meshes(q: Question) -> Iterator[MeshShape]:
     (`unsuited`); axes that are given are what they are, but for more stages than layers."""
     fixed = {a: v for a, v in q.fixed.items() if a in AXES}
     all_sizes = divisors(q.num_devices)
-    sizes = {a: [v for v in all_sizes if not unsuited(q, a, v)] for a in ("tp", "pp", "ep", "sp", "dp")}
+    sizes = {
+        a: [v for v in all_sizes if not unsuited(q, a, v)] for a in ("tp", "pp", "ep", "sp", "dp")
+    }
     sizes |= {a: [v] for a, v in fixed.items() if a in sizes}
     sizes["pp"] = [p for p in sizes["pp"] if p <= q.config.num_layers]
     return (mesh for mesh in _cuts(q, sizes) if fixed.get("fsdp", mesh.fsdp) == mesh.fsdp)
@@ -202,7 +210,11 @@ def unsuited(q: Question, axis: str, n: int) -> str:
     c, heads = q.config, q.config.num_kv_heads
     if axis == "tp":
         node = q.chip.per_device().node_size if q.chip.link == "switch" else 16
-        widths = {"heads": c.num_heads, "feed-forward width": c.ffn_width, "vocabulary": c.vocab_size}
+        widths = {
+            "heads": c.num_heads,
+            "feed-forward width": c.ffn_width,
+            "vocabulary": c.vocab_size,
+        }
         if uneven := [f"{what} {size}" for what, size in widths.items() if size % n]:
             return f"tp={n} does not divide {uneven[0]}"
         if heads % n and n % heads:
@@ -210,7 +222,9 @@ def unsuited(q: Question, axis: str, n: int) -> str:
         if n > node:
             return f"tp={n} is more than the {node} devices with fast links"
     if axis == "pp" and n > min(c.num_layers, 64):
-        return f"pp={n} is more than " + (f"{c.num_layers} layers" if n > c.num_layers else "64 stages")
+        return f"pp={n} is more than " + (
+            f"{c.num_layers} layers" if n > c.num_layers else "64 stages"
+        )
     if axis == "ep" and (c.experts.num_experts if c.experts else 1) % n:
         return f"ep={n} does not divide the experts"
     if axis == "sp" and n > 1 and q.seq_len // n < 4096:
@@ -231,7 +245,10 @@ def every_mesh(q: Question) -> Iterator[tuple[MeshShape, str]]:
 
 def _illegal(q: Question, mesh: MeshShape) -> str:
     """Say why a mesh cannot be, in the words of `Resolved.check`; "" where it can."""
-    refusals, own = list[str](), {name: value for name, value in q.fixed.items() if name not in AXES}
+    refusals, own = (
+        list[str](),
+        {name: value for name, value in q.fixed.items() if name not in AXES},
+    )
     q = dataclasses.replace(q, fixed=own | mesh.user_sizes)
     for fields in itertools.chain([{"mesh": mesh} | own], itertools.islice(variants(q, mesh), 2)):
         try:
@@ -260,16 +277,23 @@ def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
         heads = q.config.num_heads if few else q.config.num_kv_heads
         apart = math.gcd(heads // mesh.tp, mesh.sp)
         sequences += [{"context_parallel": "gather"}]
-        if apart == mesh.sp:  # balanced in every order, and in this one most tiles are whole or empty
+        if (
+            apart == mesh.sp
+        ):  # balanced in every order, and in this one most tiles are whole or empty
             sequences += [{"context_parallel": "ulysses", "sequence_order": "contiguous"}]
         elif apart > 1:
             sequences += [{"context_parallel": "usp"}]
     if strategy := given.get("context_parallel"):
-        sequences = [one for one in sequences if one.get("context_parallel", "ring") == strategy] or [{}]
+        sequences = [
+            one for one in sequences if one.get("context_parallel", "ring") == strategy
+        ] or [{}]
     orders: list[Fields] = [{}]
     if mesh.pp > 1 and not {"schedule", "virtual_stages"} & set(given):
         many = [v for v in (2, 4) if q.config.num_layers >= v * mesh.pp]
-        orders = [{"schedule": "1f1b"}, *({"schedule": "interleaved", "virtual_stages": v} for v in many)]
+        orders = [
+            {"schedule": "1f1b"},
+            *({"schedule": "interleaved", "virtual_stages": v} for v in many),
+        ]
     counts = [m for m in divisors(rows) if m <= 512 and (mesh.pp == 1 or m >= mesh.pp // 2)]
     if "microbatches" in given:
         counts = [m for m in (given["microbatches"],) if rows % m == 0]
@@ -289,7 +313,10 @@ def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
     candidates, cannot, ring_s = list[Candidate](), dict[int, bool](), math.inf
     clocks, slow = dict[tuple[int, str], Clock](), set[tuple[int, str]]()
     for fields in variants(q, mesh):
-        alike = fields["microbatches"], fields.get("context_parallel", "ring")  # what layers depend on here
+        alike = (
+            fields["microbatches"],
+            fields.get("context_parallel", "ring"),
+        )  # what layers depend on here
         if cannot.get(fields.get("zero", Plan.zero)) or alike in slow:
             continue
         plan = Plan(**fields)
@@ -299,7 +326,9 @@ def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
             continue
         if alike not in clocks:
             clock = clocks[alike] = Clock(run, exact=False)
-            if plan.context_parallel == "gather" and (ring := clocks.get((plan.microbatches, "ring"))):
+            if plan.context_parallel == "gather" and (
+                ring := clocks.get((plan.microbatches, "ring"))
+            ):
                 pairs = zip(clock.layer(False, 0.0), ring.layer(False, 0.0), strict=True)
                 if all(one.seconds >= other.seconds for one, other in pairs):
                     slow.add(alike)
@@ -329,7 +358,9 @@ def least_recompute(q: Question, plan: Plan) -> Candidate:
         if runs.remat != later[-1]:  # of some pipelines it decides nothing
             later = (runs.remat,)
         for remat in later:
-            parts = memory.parts_bytes(dataclasses.replace(runs, remat=remat), q.batch_size, q.seq_len)
+            parts = memory.parts_bytes(
+                dataclasses.replace(runs, remat=remat), q.batch_size, q.seq_len
+            )
             one = Candidate(dataclasses.replace(plan, remat=remat), UNPRICED, parts)
             if one.total_bytes <= q.capacity_bytes:
                 return one
@@ -357,7 +388,11 @@ class _Answer:
 def decide(q: Question, keep: int = 8) -> _Answer:
     """Answer the question. Raises ValueError with a number of devices that would do where nothing fits."""
     _refuse(q)
-    everything, impossible, failed = list[Candidate](), list[dict[str, str]](), dict[MeshShape, Candidate]()
+    everything, impossible, failed = (
+        list[Candidate](),
+        list[dict[str, str]](),
+        dict[MeshShape, Candidate](),
+    )
     for mesh in meshes(q):
         ranks = mesh.dp * mesh.fsdp * mesh.ep
         if q.batch_size % ranks:
@@ -366,12 +401,16 @@ def decide(q: Question, keep: int = 8) -> _Answer:
             impossible.append({"mesh": str(mesh), "why": why, "change": change})
             continue
         everything += priced(q, mesh)
-    best = _best(q, everything, failed, max(keep, 8))  # what is checked does not depend on how much is shown
+    best = _best(
+        q, everything, failed, max(keep, 8)
+    )  # what is checked does not depend on how much is shown
     plans = ranked(best.values())[:keep]
     if not plans:
         raise ValueError(nowhere(q, failed))
     losers = [one for mesh, one in failed.items() if mesh not in best][:_REJECTED]
-    rejected = [{"mesh": str(x.plan.mesh), "why": x.why_not, "change": rescue(q, x)} for x in losers]
+    rejected = [
+        {"mesh": str(x.plan.mesh), "why": x.why_not, "change": rescue(q, x)} for x in losers
+    ]
     return _Answer(q, plans, rejected + impossible[:_REJECTED], len(everything))
 
 
@@ -399,14 +438,19 @@ def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
     if mesh.size != q.num_devices:
         raise ValueError(f"mesh '{mesh}' has {mesh.size} devices, and the question {q.num_devices}")
     _known(q)
-    q, failed = dataclasses.replace(q, fixed=q.fixed | mesh.user_sizes), dict[MeshShape, Candidate]()
+    q, failed = (
+        dataclasses.replace(q, fixed=q.fixed | mesh.user_sizes),
+        dict[MeshShape, Candidate](),
+    )
     if best := _best(q, priced(q, mesh), failed, 1):
         return best[mesh]
     if refusal := _illegal(q, mesh):
         raise ValueError(refusal)
     tried, q = list(failed.values()), dataclasses.replace(q, fixed={"remat": "block"} | q.fixed)
     if all(one.total_bytes - one.estimated_bytes > q.capacity_bytes for one in tried):
-        fields = list(variants(q, mesh))  # of those whose weights and moments are too large, one was tried
+        fields = list(
+            variants(q, mesh)
+        )  # of those whose weights and moments are too large, one was tried
         counts = {one["microbatches"] for one in fields}
         ends = min(counts), max(counts)
         tried += [least_recompute(q, Plan(**one)) for one in fields if one["microbatches"] in ends]
@@ -465,17 +509,24 @@ def _refuse(q: Question) -> None:
     """Refuse questions that no mesh answers."""
     c, axes = q.config, {a: v for a, v in q.fixed.items() if a in AXES}
     c.weights()  # refuses what cannot run at all
-    cut, text = math.prod(axes.values()), " ".join(f"{a}={v}" for a, v in axes.items()) or "free axes"
+    cut, text = (
+        math.prod(axes.values()),
+        " ".join(f"{a}={v}" for a, v in axes.items()) or "free axes",
+    )
     if q.num_devices % cut:
         why = f"{q.num_devices} devices cannot be cut by '{text}', {cut} devices"
         raise ValueError(f"{why}; use a multiple of {cut}, or fix fewer axes")
     _known(q)
     if not c.experts and axes.get("ep", 1) > 1:
-        raise ValueError(f"ep={axes['ep']} deals out experts, and '{c.name}' has none; leave ep out")
+        raise ValueError(
+            f"ep={axes['ep']} deals out experts, and '{c.name}' has none; leave ep out"
+        )
     ranks = {mesh.dp * mesh.fsdp * mesh.ep for mesh in meshes(q)}
     if not ranks:
         why = next(why for mesh, why in every_mesh(q) if axes.items() <= mesh.user_sizes.items())
-        raise ValueError(f"no mesh of {q.num_devices} {q.chip.name} with {text} suits '{c.name}': {why}")
+        raise ValueError(
+            f"no mesh of {q.num_devices} {q.chip.name} with {text} suits '{c.name}': {why}"
+        )
     rows = {q.batch_size // n for n in ranks if q.batch_size % n == 0}
     if (m := q.fixed.get("microbatches", 1)) and rows and all(n % m for n in rows):
         counts = " ".join(map(str, sorted({d for n in rows for d in divisors(n)})[:12]))
@@ -571,7 +622,9 @@ def smallest_fits(q: Question) -> bool:
 # ------------------------------------------------------------------------------------------------- in words
 
 
-def document(answer: _Answer, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
+def document(
+    answer: _Answer, tokens: float | None = None, price: float | None = None
+) -> dict[str, Any]:
     """Return the document of ``llmpar plan --json``. ``tokens``: to train on; ``price``: of a chip and
     hour."""
     q, best = answer.question, answer.plans[0]
@@ -619,7 +672,9 @@ def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
         "why": why(one, plans),
         "change": change(one, plans),
         "train": command(q, one.plan, "train"),
-        "compile": None if q.num_devices % q.chip.devices_per_chip else command(q, one.plan, "compile"),
+        "compile": None
+        if q.num_devices % q.chip.devices_per_chip
+        else command(q, one.plan, "compile"),
         "launch": launch(q, one.plan),
     }
 
@@ -633,7 +688,9 @@ def why(one: Candidate, plans: list[Candidate]) -> str:
     """Say why a plan is slower than the first: the term that grew most, in seconds."""
     if one is (best := plans[0]):
         first = all(other.time.step_s >= one.time.step_s for other in plans)
-        what = "the fastest that fits" if first else f"as fast as any but for {SAME:.1%}, and simpler"
+        what = (
+            "the fastest that fits" if first else f"as fast as any but for {SAME:.1%}, and simpler"
+        )
         name, seconds = max(one.time.terms.items(), key=lambda item: item[1])
         return f"{what}; most of it is {name}, {seconds:.3g} of {one.time.step_s:.3g} s"
     lost = one.time.step_s - best.time.step_s
@@ -663,7 +720,14 @@ def fields_of(plan: Plan) -> dict[str, Any]:
 
 def command(q: Question, plan: Plan, name: str) -> str:
     """Write the exact command that trains, or compiles, under a plan."""
-    words = ["llmpar", name, "--model", shlex.quote(q.model or q.config.name), "--mesh", f'"{plan.mesh}"']
+    words = [
+        "llmpar",
+        name,
+        "--model",
+        shlex.quote(q.model or q.config.name),
+        "--mesh",
+        f'"{plan.mesh}"',
+    ]
     words += ["--batch-size", str(q.batch_size), "--seq-len", str(q.seq_len)]
     fields = fields_of(plan)
     if name == "compile":
@@ -691,7 +755,9 @@ def launch(q: Question, plan: Plan) -> str | None:
         return None
     words = command(q, plan, "train").partition("llmpar ")[2]  # job files set the variables
     many = f" --gpus-per-node {each}" * (each != 8)
-    return f"llmpar launch slurm --nodes {q.num_devices // each}{many} -- {words} --checkpoints kept"
+    return (
+        f"llmpar launch slurm --nodes {q.num_devices // each}{many} -- {words} --checkpoints kept"
+    )
 
 
 def target(q: Question) -> str:
@@ -735,7 +801,11 @@ def sensitivity(q: Question, best: Candidate) -> list[dict[str, Any]]:
         cases[f"on {row.name}"] = different(run, chip=row)
     for share in BAND if chip.reached is None else ():  # no device has run the kernel that would
         rates_then = different(chip.rates, attention=share)
-        cases[f"attention at {share:.0%} of peak"] = different(run, chip=different(chip, reached=rates_then))
+        cases[f"attention at {share:.0%} of peak"] = different(
+            run, chip=different(chip, reached=rates_then)
+        )
     rates = {what: other.tokens_per_step / step_time(other).step_s for what, other in cases.items()}
     base = run.tokens_per_step / best.time.step_s
-    return [{"what": what, "tokens_per_s": rate, "ratio": rate / base} for what, rate in rates.items()]
+    return [
+        {"what": what, "tokens_per_s": rate, "ratio": rate / base} for what, rate in rates.items()
+    ]

@@ -26,7 +26,9 @@ COMPILER_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing is opened that two processes could not share
 }
 """The environment in which compilers run without a device. It must be set before JAX starts."""
-_TABLES = tomllib.loads(resources.files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8"))
+_TABLES = tomllib.loads(
+    resources.files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8")
+)
 GPUS: dict[str, dict[str, Any]] = _TABLES["gpu"]
 TPUS = {"v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "7x": "tpu7x"}
 """Chips, and what the compiler calls them."""
@@ -61,7 +63,11 @@ class Target:
     @property
     def links(self) -> Chip:
         """Gives the chip's row; its fast links reach as many chips as a host of this target has."""
-        return replace(self.chip, node_size=self.shape[1]) if self.is_gpu and self.shape[0] > 1 else self.chip
+        return (
+            replace(self.chip, node_size=self.shape[1])
+            if self.is_gpu and self.shape[0] > 1
+            else self.chip
+        )
 
     @functools.cached_property
     def devices(self) -> list:
@@ -83,7 +89,9 @@ class Target:
             return list(topologies.get_topology_desc(**settings).devices)
         except Exception as error:  # each compiler raises its own
             why = str(error).partition("\n")[0][:200]
-            raise ValueError(f"target '{self.text}' is none that its compiler knows: {why}") from error
+            raise ValueError(
+                f"target '{self.text}' is none that its compiler knows: {why}"
+            ) from error
 
 
 def parse_target(text: str) -> Target:
@@ -100,7 +108,9 @@ def parse_target(text: str) -> Target:
     dims = 2 if is_gpu else row.num_axes
     if len(shape) != dims or 0 in shape or not slices:
         what = "hosts x GPUs per host" if is_gpu else f"a slice of {dims} extents"
-        raise ValueError(f"target '{text}' has shape {match[3]}, but {row.name} wants {what}, all 1 or more")
+        raise ValueError(
+            f"target '{text}' has shape {match[3]}, but {row.name} wants {what}, all 1 or more"
+        )
     if is_gpu and slices > 1:
         instead = f"{row.name}:{slices * shape[0]}x{shape[1]}"
         raise ValueError(f"target '{text}' has several slices of GPUs; use {instead}")
@@ -119,7 +129,9 @@ def need_compiler(platform: str) -> None:
     except ModuleNotFoundError:
         installed = False
     if not installed:
-        raise ValueError(f"{what} is not installed; pip install 'llmpar[{extra}]' (no device is needed)")
+        raise ValueError(
+            f"{what} is not installed; pip install 'llmpar[{extra}]' (no device is needed)"
+        )
 
 
 def gpu_description(row: Chip) -> str:

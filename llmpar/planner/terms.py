@@ -15,8 +15,23 @@ from llmpar.plan.plan import Plan, Resolved
 from llmpar.planner.planner import Candidate, Question
 from llmpar.predict import formulas, memory
 from llmpar.predict.hardware import Rates, package_table
-from llmpar.predict.time import OPTIMIZER_BYTES, Clock, busiest, chunks, optimizer_params, torus_axes
-from llmpar.predict.traffic import FLOAT32, GRADIENT, ITEMSIZE, MATMULS, UPDATED, most_traffic, step_traffic
+from llmpar.predict.time import (
+    OPTIMIZER_BYTES,
+    Clock,
+    busiest,
+    chunks,
+    optimizer_params,
+    torus_axes,
+)
+from llmpar.predict.traffic import (
+    FLOAT32,
+    GRADIENT,
+    ITEMSIZE,
+    MATMULS,
+    UPDATED,
+    most_traffic,
+    step_traffic,
+)
 
 FORMULAS = package_table("planner/terms.toml")
 LINES: dict[str, str] = FORMULAS.pop("lines")
@@ -60,7 +75,8 @@ def recomputed(plan: Plan) -> str:
     causes = {
         "stage_saves input": plan.mesh.pp > 1 and plan.stage_saves == "input",
         f"remat {plan.remat}": plan.remat != "none",
-        f"ffn_chunks {plan.ffn_chunks}": plan.ffn_chunks > 1 and plan.remat in ("none", "selective"),
+        f"ffn_chunks {plan.ffn_chunks}": plan.ffn_chunks > 1
+        and plan.remat in ("none", "selective"),
     }
     return ", ".join(name for name, holds in causes.items() if holds)
 
@@ -70,7 +86,9 @@ def _term(name: str, value: float, unit: str, filled: str, key: str = "", arrow:
     return Term(name, value, unit, filled, arrow=arrow, line=line, **FORMULAS[key or name])
 
 
-def _added(name: str, value: float, unit: str, parts: list[Summand], key: str = "", times: str = "") -> Term:
+def _added(
+    name: str, value: float, unit: str, parts: list[Summand], key: str = "", times: str = ""
+) -> Term:
     """Return a term that is a sum, ``times`` something."""
     filled = " + ".join(part.filled for part in parts).replace("+ -", "-") or f"0 {unit}"
     term = _term(name, value, unit, f"({filled}) × {times}" if times else filled, key)
@@ -99,7 +117,9 @@ def _memory(q: Question, one: Candidate, plan: Resolved) -> list[Term]:
         if name in _KEPT:
             cut = Counter[int]()
             for weight, layouts in plan.weight_layouts.values():
-                size = math.prod(getattr(layouts, _KEPT[name]).shard_shape(weight.shape, plan.mesh.sizes))
+                size = math.prod(
+                    getattr(layouts, _KEPT[name]).shard_shape(weight.shape, plan.mesh.sizes)
+                )
                 cut[math.prod(weight.shape) // size] += math.prod(weight.shape)
             filled = " + ".join(f"{n:,} × 4 B / {ranks}" for ranks, n in cut.most_common())
             filled = f"2 × ({filled})" if name == "moments" else filled
@@ -110,7 +130,9 @@ def _memory(q: Question, one: Candidate, plan: Resolved) -> list[Term]:
     return [*out, _term("total", one.total_bytes, "B", " + ".join(f"{x.value:,} B" for x in out))]
 
 
-def _summands(rows: list[tuple[str, int, int]], less: str = "", elsewhere: float = 0) -> list[Summand]:
+def _summands(
+    rows: list[tuple[str, int, int]], less: str = "", elsewhere: float = 0
+) -> list[Summand]:
     """Fill in rows of `memory.temp_parts`, less what is counted ``elsewhere``."""
     count = lambda times: f"{times:,} × " * (times > 1)
     out = [Summand(what, f"{count(n)}{size:,} B", n * size) for what, n, size in rows if n * size]
@@ -121,7 +143,10 @@ def _summands(rows: list[tuple[str, int, int]], less: str = "", elsewhere: float
 
 def _of_tokens(q: Question, plan: Resolved) -> list[Summand]:
     """Return what tokens add to a step's memory: row by row where a step without tokens has the same rows."""
-    rows, empty = memory.temp_parts(plan, q.batch_size, q.seq_len), memory.temp_parts(plan, 0, q.seq_len)
+    rows, empty = (
+        memory.temp_parts(plan, q.batch_size, q.seq_len),
+        memory.temp_parts(plan, 0, q.seq_len),
+    )
     if [row[:2] for row in rows] == [row[:2] for row in empty]:
         pairs = zip(rows, empty, strict=True)
         return _summands([(what, n, size - other[2]) for (what, n, size), other in pairs])
@@ -150,7 +175,9 @@ def _sent(q: Question, plan: Resolved) -> list[Term]:
         rows = sorted(by_size.items(), key=lambda row: -row[0] * row[1].total())
         arrows = [max(counts, key=lambda arrow: counts[arrow]) for _, counts in rows]
         largest = zip(arrows[:3], rows, strict=False)
-        words = [f"{w.total():,} × {part}{_message(plan, arrow, n, sizes)}" for arrow, (n, w) in largest]
+        words = [
+            f"{w.total():,} × {part}{_message(plan, arrow, n, sizes)}" for arrow, (n, w) in largest
+        ]
         if rest := sum(size * counts.total() for size, counts in rows[3:]):
             words.append(f"{part}{rest:,} B")
         filled = " + ".join(words)
@@ -194,7 +221,9 @@ def _timed(q: Question, one: Candidate) -> list[Term]:
             filled = f"{step_s:.6g} s × {value / step_s:.6g}"
         if on_links := sum(seconds for (term, _), seconds in sent.items() if term == name):
             share = value / on_links
-            explained = _added(name, value, "s", _links(clock, stage, name), "links", f"{share:.6g}")
+            explained = _added(
+                name, value, "s", _links(clock, stage, name), "links", f"{share:.6g}"
+            )
             formula = f"{explained.formula}; {_shown(clock, share)}"
             out.append(dataclasses.replace(explained, formula=formula))
             continue
@@ -249,17 +278,30 @@ def _links(clock: Clock, stage: int, term: str) -> list[Summand]:
     for (*key, seconds), times in rows.items():
         parts[tuple(key)][0] += times
         parts[tuple(key)][1] += times * seconds
-    return sorted((_link(rates, *key, *sums) for key, sums in parts.items()), key=lambda part: -part.value)
+    return sorted(
+        (_link(rates, *key, *sums) for key, sums in parts.items()), key=lambda part: -part.value
+    )
 
 
 def _link(
-    rates: Rates, names: str, kind: str, start: float, where: str, rate: float, times: float, s: float
+    rates: Rates,
+    names: str,
+    kind: str,
+    start: float,
+    where: str,
+    rate: float,
+    times: float,
+    s: float,
 ) -> Summand:
     """Fill in a collective ``times`` over, that takes ``s`` seconds besides its starts."""
-    share = 1.0 if where == "inside a chip" else rates.network if "between" in where else rates.links
+    share = (
+        1.0 if where == "inside a chip" else rates.network if "between" in where else rates.links
+    )
     peak = rate / share / 1e9
     words = f"{names} {kind}, {times:,.0f} times, {where}: {100 * share:.0f} % of {peak:.4g} GB/s"
-    filled = f"{times:,.0f} × {start:.6g} s + {s * rate / 1e9:.6g} GB / ({peak:.6g} GB/s × {share:.6g})"
+    filled = (
+        f"{times:,.0f} × {start:.6g} s + {s * rate / 1e9:.6g} GB / ({peak:.6g} GB/s × {share:.6g})"
+    )
     return Summand(words, filled, times * start + s)
 
 
@@ -269,5 +311,7 @@ def _shown(clock: Clock, share: float) -> str:
     if share > 0.9999:
         return "1: nothing of it hides"
     if abs(share / lost - 1) < 1e-4:
-        return f"{lost:g}: all of it hides behind computing, which loses that share of it (rates.toml)"
+        return (
+            f"{lost:g}: all of it hides behind computing, which loses that share of it (rates.toml)"
+        )
     return f"{share:.3g}: a part is waited for, and of what hides computing loses {lost:g} (rates.toml)"

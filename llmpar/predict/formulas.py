@@ -63,7 +63,11 @@ def kv_cache_bytes(
 
 
 def train_seconds(
-    params: float, tokens: float, devices: float, reached_flops_per_s: float, flops_per_param_token: float = 6
+    params: float,
+    tokens: float,
+    devices: float,
+    reached_flops_per_s: float,
+    flops_per_param_token: float = 6,
 ) -> float:
     """Return 6PT/(nX), or 8PT/(nX) with full recomputation (Narayanan et al. 2021, eq. 4); attention not
     counted."""
@@ -145,7 +149,9 @@ def switch_seconds(kind: str, message_bytes: float, group: int, egress_bytes_per
 
 def level_bytes_per_s(levels: Sequence[tuple[float, float]]) -> list[float]:
     """Collective bandwidth W D/(D-1) of each level, (children, egress of a child), of a tree (Book, GPUs)."""
-    return [math.inf if degree == 1 else egress * degree / (degree - 1) for degree, egress in levels]
+    return [
+        math.inf if degree == 1 else egress * degree / (degree - 1) for degree, egress in levels
+    ]
 
 
 def tree_seconds(kind: str, message_bytes: float, levels: Sequence[tuple[float, float]]) -> float:
@@ -157,7 +163,9 @@ def tree_seconds(kind: str, message_bytes: float, levels: Sequence[tuple[float, 
     return max(tree_level_seconds(kind, message_bytes, levels))
 
 
-def tree_level_seconds(kind: str, message_bytes: float, levels: Sequence[tuple[float, float]]) -> list[float]:
+def tree_level_seconds(
+    kind: str, message_bytes: float, levels: Sequence[tuple[float, float]]
+) -> list[float]:
     """Return the seconds of `tree_seconds` on each level."""
     group = math.prod(degree for degree, _ in levels)
     if kind in ("all-gather", "reduce-scatter", "all-reduce"):
@@ -204,14 +212,23 @@ def level_seconds(
         sides = (max(2, round(size ** (1 / axes))),) * axes if axes else (size,)
         wrap = bool(axes) or chip.wraps(size)
         return [
-            Level("a torus link", rate, torus_seconds(kind, message_bytes, sides, rate, wrap, chip.hop_s))
+            Level(
+                "a torus link",
+                rate,
+                torus_seconds(kind, message_bytes, sides, rate, wrap, chip.hop_s),
+            )
         ]
     near = min(group, max(1, share.node_size // inner))
     rate = share.reached_link_bytes_per_s * (2 * chip.num_axes if chip.link == "torus" else 1)
     levels = [(near, rate), (math.ceil(group / near), near * share.dcn_bytes_per_s)]
-    took, where = tree_level_seconds(kind, message_bytes, levels), "slice" if chip.link == "torus" else "node"
+    took, where = (
+        tree_level_seconds(kind, message_bytes, levels),
+        "slice" if chip.link == "torus" else "node",
+    )
     names = f"inside a {where}", f"between {where}s"
-    rows = [(Level(n, rate, s), parts) for n, (parts, rate), s in zip(names, levels, took, strict=True)]
+    rows = [
+        (Level(n, rate, s), parts) for n, (parts, rate), s in zip(names, levels, took, strict=True)
+    ]
     return [level for level, parts in rows if parts > 1] or [rows[0][0]]
 
 
@@ -219,13 +236,17 @@ def collective_seconds(
     chip: Chip, kind: str, message_bytes: float, group: int, inner: float = 1, axes: int = 0
 ) -> float:
     """Return the seconds of a collective: those of the slowest of its `level_seconds`."""
-    return max(level.seconds for level in level_seconds(chip, kind, message_bytes, group, inner, axes))
+    return max(
+        level.seconds for level in level_seconds(chip, kind, message_bytes, group, inner, axes)
+    )
 
 
 # ---------------------------------------------------------------- what a strategy moves, per device and step
 
 
-def zero_elements(params: float, stage: int, accumulation: float = 1, devices: float = math.inf) -> float:
+def zero_elements(
+    params: float, stage: int, accumulation: float = 1, devices: float = math.inf
+) -> float:
     """Elements sent for gradients and weights: 2, 2, a+1 and 3a Ψ for stages 0 to 3, times (N-1)/N.
 
     ZeRO, section 7, for a = 1. Over a accumulation steps stages 0 and 1 reduce once, stage 2 scatters its
@@ -245,7 +266,9 @@ def pp_elements(b: float, s: float, d: float, microbatches: float = 1, chunks: f
     return 2 * b * s * d * microbatches * chunks
 
 
-def ring_elements(b: float, s: float, kv_heads: float, head_dim: float, sp: float) -> tuple[float, float]:
+def ring_elements(
+    b: float, s: float, kv_heads: float, head_dim: float, sp: float
+) -> tuple[float, float]:
     """Forward and backward of one layer's ring attention: n-1 hops of K and V; the same back, and n hops of
     dK and dV, which come home. Liu et al. 2023, section 3, counts n of all; the last K and V are unused."""
     block = b * s // sp * kv_heads * head_dim
@@ -278,14 +301,20 @@ def copies(mesh_axes: Mapping[str, int], cut_axes: Collection[str]) -> float:
 
 
 def critical_batch(
-    flops_per_s: float, hbm_bytes_per_s: float, weight_bytes: float = 2, experts: float = 1, topk: float = 1
+    flops_per_s: float,
+    hbm_bytes_per_s: float,
+    weight_bytes: float = 2,
+    experts: float = 1,
+    topk: float = 1,
 ) -> float:
     """Return the tokens above which x[B,d] @ w[d,f] is compute-bound for large d and f: (E/k) bytes C/2W
     (Book)."""
     return experts / topk * weight_bytes * flops_per_s / (2 * hbm_bytes_per_s)
 
 
-def dp_min_tokens(flops_per_s: float, bytes_per_s: float, experts: float = 1, topk: float = 1) -> float:
+def dp_min_tokens(
+    flops_per_s: float, bytes_per_s: float, experts: float = 1, topk: float = 1
+) -> float:
     """Return the tokens per chip above which DP or FSDP hides: (E/k) C/W, W all that leaves a chip (Book,
     training)."""
     return experts / topk * flops_per_s / bytes_per_s

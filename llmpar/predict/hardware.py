@@ -44,13 +44,19 @@ class Rates:
     grouped: _Share = 0.45  # of peak, matmuls of experts, each with its own few rows
     attention: _Share = 0.45  # of peak, fused attention, both directions together
     memory: _Share = 0.80  # of the memory's rate, elementwise work and what matmuls read and write
-    links: _Share = 0.80  # of the fast links' rate, large collectives (`Chip.link_efficiency` is a vendor's)
+    links: _Share = (
+        0.80  # of the fast links' rate, large collectives (`Chip.link_efficiency` is a vendor's)
+    )
     network: _Share = 0.80  # of the network's rate, large collectives
     kernel_s: _Positive = 4e-6  # the least time of a kernel on the device
     host_s: _Positive = 20e-6  # of a launch by an eager framework's host
     start_s: _Positive = 4e-6  # of a collective, and again for each doubling of its group
-    shared: _Share = 0.2  # of a hidden collective's time, what computing loses to it, to cores and memory
-    eight_bit: _Positive = 1.7  # how much faster 8-bit matmuls are than 16-bit ones, and 4-bit than those
+    shared: _Share = (
+        0.2  # of a hidden collective's time, what computing loses to it, to cores and memory
+    )
+    eight_bit: _Positive = (
+        1.7  # how much faster 8-bit matmuls are than 16-bit ones, and 4-bit than those
+    )
 
 
 @dataclass(frozen=True)
@@ -79,18 +85,28 @@ class Chip:
     devices_per_chip: Annotated[int, Allowed(int, 1, 64)] = 1  # that `jax.devices()` counts
     device: _Text = ""  # what of a chip one of them is, where that is not plain
     wrap_multiple: _Count = 1
-    memory_share: Annotated[float, Allowed(float, 1e-3, 1)] = 1.0  # of what is usable, that JAX takes
+    memory_share: Annotated[float, Allowed(float, 1e-3, 1)] = (
+        1.0  # of what is usable, that JAX takes
+    )
     hop_s: Annotated[float, Allowed(float, 1e-12, 1)] = (
         1e-6  # of a TPU (Austin et al. 2025); kept for switches too
     )
-    reached: Rates | None = None  # measured on the machine at hand, and written by hand into a TOML file
+    reached: Rates | None = (
+        None  # measured on the machine at hand, and written by hand into a TOML file
+    )
     base: str = ""  # the row that a file started from
-    sources: Annotated[dict[str, str], Allowed(dict)] = field(default_factory=dict, hash=False, repr=False)
+    sources: Annotated[dict[str, str], Allowed(dict)] = field(
+        default_factory=dict, hash=False, repr=False
+    )
 
     @property
     def usable_bytes(self) -> int:
         """Bytes that a program may use on one JAX device: of a GPU the share that JAX takes here."""
-        share = self.memory_share if self.memory_share == 1 else asked_memory_share() or self.memory_share
+        share = (
+            self.memory_share
+            if self.memory_share == 1
+            else asked_memory_share() or self.memory_share
+        )
         return int(self.usable_hbm_gib * GIB * share)
 
     @property
@@ -133,14 +149,22 @@ class Chip:
     def per_device(self) -> "Chip":
         """Return the share of one JAX device: rates, bytes and links divided by `devices_per_chip`."""
         n = self.devices_per_chip
-        shared = ("flops_per_s", "hbm_bytes", "hbm_bytes_per_s", "link_bytes_per_s", "dcn_bytes_per_s")
+        shared = (
+            "flops_per_s",
+            "hbm_bytes",
+            "hbm_bytes_per_s",
+            "link_bytes_per_s",
+            "dcn_bytes_per_s",
+        )
         share = {f: getattr(self, f) / n for f in shared}
         return replace(self, **share, node_size=self.node_size * n, devices_per_chip=1)
 
 
 def asked_memory_share() -> float | None:
     """Return the share of a GPU's memory that this environment sets for JAX; None where it sets none."""
-    if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":  # the only one that knows no share
+    if (
+        os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform"
+    ):  # the only one that knows no share
         return 1.0
     name = next((name for name in MEMORY_SHARES if os.environ.get(name)), None)
     if name is None:
@@ -148,7 +172,9 @@ def asked_memory_share() -> float | None:
     with contextlib.suppress(ValueError):
         if (share := float(os.environ[name])) > 0:
             return share
-    raise ValueError(f"{name}={os.environ[name]} is no share of a GPU's memory; use one above 0, such as .95")
+    raise ValueError(
+        f"{name}={os.environ[name]} is no share of a GPU's memory; use one above 0, such as .95"
+    )
 
 
 def memory_left_out(chip: Chip) -> str:
@@ -167,14 +193,22 @@ def package_table(name: str) -> dict[str, Any]:
     return tomllib.loads(re.sub(r"\{([A-Z]+)\}", lambda match: words.get(match[1], match[0]), text))
 
 
-RATES: dict[str, Rates] = {name: Rates(**row) for name, row in package_table("predict/rates.toml").items()}
+RATES: dict[str, Rates] = {
+    name: Rates(**row) for name, row in package_table("predict/rates.toml").items()
+}
 """What `tests/fit_rates.py` found: a few constants per generation, fitted on published runs."""
 _TABLE = package_table("predict/chips.toml")
-POWER_W: dict[str, float] = {n: row.pop("power_w") for n, row in _TABLE["chip"].items() if "power_w" in row}
+POWER_W: dict[str, float] = {
+    n: row.pop("power_w") for n, row in _TABLE["chip"].items() if "power_w" in row
+}
 """Watts of one chip."""
-MAKERS: dict[str, str] = {n: row.pop("maker") for n, row in _TABLE["chip"].items() if "maker" in row}
+MAKERS: dict[str, str] = {
+    n: row.pop("maker") for n, row in _TABLE["chip"].items() if "maker" in row
+}
 """Who makes a GPU that NVIDIA does not: our kernels are for none of them."""
-NEXT_CHIP: dict[str, str] = {n: row.pop("next") for n, row in _TABLE["chip"].items() if "next" in row}
+NEXT_CHIP: dict[str, str] = {
+    n: row.pop("next") for n, row in _TABLE["chip"].items() if "next" in row
+}
 """The chip that one would change to."""
 _KINDS = {name: row.pop("device_kind") for name, row in _TABLE["chip"].items()}
 _RATES_OF = {name: row.pop("rates", name) for name, row in _TABLE["chip"].items()}
@@ -207,7 +241,9 @@ CLUSTERS: dict[str, dict] = _TABLE["cluster"]
 def cluster(name: str) -> tuple[Chip, int | None]:
     """Return the row of a machine's chip with its nodes and network, and its chips (None: any number)."""
     if name.lower() not in CLUSTERS:
-        raise ValueError(f"cluster '{name}' is not known; known are {', '.join(CLUSTERS)}; or give --chip")
+        raise ValueError(
+            f"cluster '{name}' is not known; known are {', '.join(CLUSTERS)}; or give --chip"
+        )
     row = CLUSTERS[name.lower()]
     nodes = {"node_size": row["chips_per_node"], "dcn_bytes_per_s": row["network_bytes_per_s"]}
     return replace(CHIP_BY_NAME[row["chip"]], **nodes), row.get("num_chips")
@@ -246,7 +282,9 @@ def _load(path: Path) -> Chip:
     inherited = None if base is None else _row(str(base))
     needed = [f.name for f in fields(Chip) if f.default is f.default_factory is MISSING]
     if not inherited and (missing := ", ".join(name for name in needed if name not in row)):
-        raise ValueError(f"{source} lacks {missing}; add them, or base = 'h100' to take them from a row")
+        raise ValueError(
+            f"{source} lacks {missing}; add them, or base = 'h100' to take them from a row"
+        )
     if reached is not None:
         Allowed(dict).check(f"{source}: reached", reached)
         usual = inherited.rates if inherited else Rates()
@@ -255,7 +293,9 @@ def _load(path: Path) -> Chip:
         return Chip(**row)
     if "devices_per_chip" in row:  # of what, the row that it starts from does not know
         row.setdefault("device", "")
-    row["sources"] = {k: v for k, v in inherited.sources.items() if k not in row} | row.get("sources", {})
+    row["sources"] = {k: v for k, v in inherited.sources.items() if k not in row} | row.get(
+        "sources", {}
+    )
     return replace(inherited, **{"reached": None} | row, base=inherited.name)
 
 

@@ -37,7 +37,9 @@ def sends(kind: str, group: int, pairs: Sequence[tuple[int, int]] = ()) -> Itera
     everybody = range(group)
     if kind == "reduce-scatter":
         if group & (group - 1):
-            raise ValueError(f"Gloo halves for a reduce-scatter, so not among {group}; use 2, 4, 8, …")
+            raise ValueError(
+                f"Gloo halves for a reduce-scatter, so not among {group}; use 2, 4, 8, …"
+            )
         bits = group.bit_length() - 1
         for bit, i in itertools.product(range(bits), everybody):
             yield i, i ^ 1 << bit, Fraction(1, 2 << bit)
@@ -71,7 +73,9 @@ def leaving_bytes(
                 for one, other, share in sends(kind, len(group), pairs_of(plan, message.arrow)):
                     if hosts[group[one]] != hosts[group[other]]:
                         of_axes[hosts[group[one]]] += share * message.num_bytes * times
-    return {axes: {host: math.ceil(sent) for host, sent in of.items()} for axes, of in leaving.items()}
+    return {
+        axes: {host: math.ceil(sent) for host, sent in of.items()} for axes, of in leaving.items()
+    }
 
 
 def pairs_of(plan: Resolved, arrow: str) -> list[tuple[int, int]]:
@@ -82,7 +86,9 @@ def pairs_of(plan: Resolved, arrow: str) -> list[tuple[int, int]]:
     if plan.pipeline is None or arrow not in steps:
         return []
     step, send = steps[arrow], slots(timetable(plan.pipeline)).send
-    return [(stage, (stage + step) % p) for stage in range(p) if any(row[stage] == step for row in send)]
+    return [
+        (stage, (stage + step) % p) for stage in range(p) if any(row[stage] == step for row in send)
+    ]
 
 
 def device_groups(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:

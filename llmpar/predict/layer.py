@@ -65,11 +65,21 @@ def layer_segments(run: Run) -> list[Segment]:
     """Return the segments of a layer's forward pass over a microbatch, by when they begin. Raises ValueError
     for a run that is no plan of ours, and on a chip whose time means nothing."""
     if run.plan is None or run.chip.simulated:
-        raise ValueError(f"a layer in time needs a plan and a chip with rates; this is on {run.chip.name}")
+        raise ValueError(
+            f"a layer in time needs a plan and a chip with rates; this is on {run.chip.name}"
+        )
     clock, (projections, ffn) = Clock(run), run.layer_matmuls()
-    terms, price = clock.layer(False, 0.0)[0].terms, lambda matmuls: clock.matmuls(matmuls, run.bits)
+    terms, price = (
+        clock.layer(False, 0.0)[0].terms,
+        lambda matmuls: clock.matmuls(matmuls, run.bits),
+    )
     rest = terms["elementwise"] / 2  # norms, rotary embedding, nonlinearity, residual sums
-    parts = (price(projections[:-1]) + rest, terms[ATTENTION], price(projections[-1:]), price(ffn) + rest)
+    parts = (
+        price(projections[:-1]) + rest,
+        terms[ATTENTION],
+        price(projections[-1:]),
+        price(ffn) + rest,
+    )
     links = _links(clock)
     layer_s = sum(parts) + sum(one.end_s for _, hidden_by, one in links if not hidden_by)
     waits, slower = dict[str, float](), dict[str, float]()  # per second that travels beside each
@@ -88,8 +98,14 @@ def layer_segments(run: Run) -> list[Segment]:
             one.exposed_s, now = one.end_s, one.begin(now)
         if not name:
             break
-        hidden = [(h, one, one.end_s) for part, h, one in links if part == at and h and one.lane != _WEIGHTS]
-        slow = parts[at] * drag + sum(slower[hidden_by] * seconds for hidden_by, _, seconds in hidden)
+        hidden = [
+            (h, one, one.end_s)
+            for part, h, one in links
+            if part == at and h and one.lane != _WEIGHTS
+        ]
+        slow = parts[at] * drag + sum(
+            slower[hidden_by] * seconds for hidden_by, _, seconds in hidden
+        )
         out.append(Segment("compute", name, now, now + parts[at] + slow, slow))
         begun, now = now, out[-1].end_s
         for hidden_by, one, seconds in hidden:
@@ -97,7 +113,9 @@ def layer_segments(run: Run) -> list[Segment]:
             now += one.exposed_s
             early = now - seconds if waits[hidden_by] else begun
             free[one.lane] = one.begin(max(begun, early, free.get(one.lane, 0.0)))
-    late = sum(waits[WHOLE_PASS] * seconds for _, seconds in gathers)  # all is computed, these still travel
+    late = sum(
+        waits[WHOLE_PASS] * seconds for _, seconds in gathers
+    )  # all is computed, these still travel
     start = max(0.0, now + late - sum(seconds for _, seconds in gathers)) if late else 0.0
     for one, _ in gathers:
         start = one.begin(start)
@@ -112,20 +130,30 @@ def _links(clock: Clock) -> list[tuple[int, str, Segment]]:
     beside, what hides it ('' in the open), and the segment, which begins at 0."""
     run, plan = clock.run, clock.plan
     segments, order = dict[tuple, tuple[int, str, Segment]](), list(_ARROWS)
-    for (names, kind), row in step_traffic(plan, run.batch_size, run.seq_len, run=_ONE_LAYER).items():
+    for (names, kind), row in step_traffic(
+        plan, run.batch_size, run.seq_len, run=_ONE_LAYER
+    ).items():
         for message, times in row.messages.items():
             arrow, hidden_by = message.arrow, message.hidden_by
             if arrow in _ARROWS:
                 waiting, beside, name = _ARROWS[arrow]
-                lane, place, part = row.user_axes[0], order.index(arrow), beside if hidden_by else waiting
+                lane, place, part = (
+                    row.user_axes[0],
+                    order.index(arrow),
+                    beside if hidden_by else waiting,
+                )
             elif message.term == WEIGHT_LINKS:
-                first = arrow.startswith("attention ") or arrow == "stream d"  # the latter: of both norms
+                first = (
+                    arrow.startswith("attention ") or arrow == "stream d"
+                )  # the latter: of both norms
                 lane, place, part = _WEIGHTS, -2 + (not first), 0
                 name = "next: q, k, v, output" if first else "next: feed-forward"
             else:
                 continue  # not of one layer
             one = Segment(lane, name, 0.0, 0.0, 0.0, row.axes, kind, row.group_size)
-            one = segments.setdefault((place, name, names, kind, hidden_by), (part, hidden_by, one))[2]
+            one = segments.setdefault(
+                (place, name, names, kind, hidden_by), (part, hidden_by, one)
+            )[2]
             one.end_s += times * clock.message(row, message)
             one.times += times
             one.bytes_sent += times * row.sent(message.num_bytes)

@@ -56,7 +56,9 @@ def parts_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]
     if plan.pipeline:  # one chunk is differentiated at a time
         fresh = weights["blocks unreduced"] // plan.pipeline.visits
     grads = min(fixed, weights["accumulated"])
-    unreduced = min(fixed - grads, fresh if plan.microbatches > 1 or plan.pipeline else max(0, fresh - grads))
+    unreduced = min(
+        fixed - grads, fresh if plan.microbatches > 1 or plan.pipeline else max(0, fresh - grads)
+    )
     parts = {
         "params": arguments["params"],
         "grads": grads,
@@ -75,10 +77,17 @@ def weights_bytes(plan: Resolved) -> Counter[str]:
     ``params``, frozen ones in the plan's dtype; of the blocks' weights alone as ``blocks stored`` …, and of
     one layer's as ``layer used``; of the output head as ``head used``; of the largest weight as ``largest
     unreduced``; and as ``reordered`` of those that a loop gathers along a dim that is not their first."""
-    alike: dict[str, Any] = {"requested": None, "remat": "none", "context_parallel": "ring", "loss_chunks": 1}
+    alike: dict[str, Any] = {
+        "requested": None,
+        "remat": "none",
+        "context_parallel": "ring",
+        "loss_chunks": 1,
+    }
     if not plan.pipeline:
         alike["microbatches"] = min(plan.microbatches, 2)
-    return _weights_bytes(dataclasses.replace(plan, **alike))  # the same for all that these fields decide
+    return _weights_bytes(
+        dataclasses.replace(plan, **alike)
+    )  # the same for all that these fields decide
 
 
 @functools.lru_cache(maxsize=256)
@@ -88,7 +97,11 @@ def _weights_bytes(plan: Resolved) -> Counter[str]:
         in_blocks = path.startswith("blocks.")
         stored = math.prod(layouts.stored.shard_shape(weight.shape, sizes))
         total["params"] += (ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32) * stored
-        for name in ("stored", "used", *(("unreduced", "accumulated", "reduced") * (not weight.frozen))):
+        for name in (
+            "stored",
+            "used",
+            *(("unreduced", "accumulated", "reduced") * (not weight.frozen)),
+        ):
             size = FLOAT32 * math.prod(getattr(layouts, name).shard_shape(weight.shape, sizes))
             total[name] += size
             if in_blocks:
@@ -165,16 +178,25 @@ def temp_parts(plan: Resolved, batch_size: int, seq_len: int) -> list[tuple[str,
         return _staged_parts(plan, plan.pipeline, moment, in_slots)
     layers, blocks = plan.config.num_layers, after_loss + weights["blocks unreduced"] + work
     cutting = weights["unreduced"] + weights["largest unreduced"] * (plan.zero in (1, 2))
-    sums = weights["blocks accumulated"] + weights["used"] - weights["blocks used"]  # scattered after a loop
-    more = (sums if plan.platform == "tpu" else weights["accumulated"]) if plan.microbatches > 1 else 0
+    sums = (
+        weights["blocks accumulated"] + weights["used"] - weights["blocks used"]
+    )  # scattered after a loop
+    more = (
+        (sums if plan.platform == "tpu" else weights["accumulated"]) if plan.microbatches > 1 else 0
+    )
     parts = [(SUM, 1, more)]
     if cutting > converted + layers * sum(kept.values()) + max(loss, blocks):
         return [*parts, ("whole gradients, as they are cut", 1, cutting)]
-    parts += [(CONVERTED, 1, converted)] + [(f"{KEPT}: {what}", layers, size) for what, size in kept.items()]
+    parts += [(CONVERTED, 1, converted)] + [
+        (f"{KEPT}: {what}", layers, size) for what, size in kept.items()
+    ]
     if loss > blocks:
         return [*parts, (LOSS, 1, loss)]
     parts += [(WORK, 1, work), ("what the loss leaves until the blocks are done", 1, after_loss)]
-    return [*parts, ("gradients of all blocks, before they are summed", 1, weights["blocks unreduced"])]
+    return [
+        *parts,
+        ("gradients of all blocks, before they are summed", 1, weights["blocks unreduced"]),
+    ]
 
 
 _Block = tuple[dict[str, dict[str, int]], int, int, int]
@@ -194,7 +216,9 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
     item, one = _item(plan), _layers(plan)
     saves, crossing, work, _ = block
     layer, kept = _narrow(plan, weights["layer used"]), dict(saves[plan.remat])
-    unrolled = 1 if cpu else min(plan.unroll or one, one)  # blocks that an iteration of the loop has
+    unrolled = (
+        1 if cpu else min(plan.unroll or one, one)
+    )  # blocks that an iteration of the loop has
     copies = 1 + unrolled if plan.gathers == "block" and not tpu else 1
     work += layer * copies + (unrolled - 1) * crossing
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
@@ -210,7 +234,9 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
     if not plan.reshard_after_forward:  # and a reordered copy of the largest
         kept |= {"gathered weights": layer * (plan.mesh.pp == 1)}
         work += _narrow(plan, weights["largest used"]) * (plan.mesh.pp == 1 and not tpu)
-    elif cpu and plan.remat == "none" and plan.gathers != "block":  # autodiff copies what a layer reads
+    elif (
+        cpu and plan.remat == "none" and plan.gathers != "block"
+    ):  # autodiff copies what a layer reads
         kept |= {"weights in use": layer}
     return kept, work, loss, after_loss, converted
 
@@ -229,9 +255,13 @@ def _staged_parts(
     saved = stream if repeats else (2 - (plan.platform == "cpu")) * chunk
     layout = "used" if plan.gathers == "step" else "stored"
     whole = _narrow(plan, weights["used"]) * (layout == "used")
-    lent = (order.parameter_copies - 1) * (weights[f"blocks {layout}"] + weights["blocks accumulated"])
+    lent = (order.parameter_copies - 1) * (
+        weights[f"blocks {layout}"] + weights["blocks accumulated"]
+    )
     alive = slots(timetable(order))  # what F and B left of microbatches on their way lies in slots
-    num_saved, num_left, num_messages = map(max, (alive.num_saved, alive.num_residual, alive.num_messages))
+    num_saved, num_left, num_messages = map(
+        max, (alive.num_saved, alive.num_residual, alive.num_messages)
+    )
     left = num_left * one * crossing
     parts = [(CONVERTED, 1, converted), ("all weights, gathered once", 1, whole)]
     parts += [("weights and gradients of the other way", 1, lent), (SUM, 1, weights["accumulated"])]
@@ -271,7 +301,9 @@ def _block(plan: Resolved, tokens: int, seq_len: int, item: int) -> _Block:
     keys = tokens * config.head_width * max(config.num_kv_heads // tp, 1) * item
     gathered = (plan.mesh.sp - 1) * keys * (plan.context_parallel == "gather")  # of other ranks
     ffn = hidden = tokens * config.ffn_width * item // tp
-    if config.experts:  # the slots of the buffer, and of a rank's visits nine eighths of an even share
+    if (
+        config.experts
+    ):  # the slots of the buffer, and of a rank's visits nine eighths of an even share
         num_slots = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
         visits = tokens * config.experts.top_k * 9 // 8
         hidden = visits * config.ffn_width * item // tp
@@ -283,7 +315,9 @@ def _block(plan: Resolved, tokens: int, seq_len: int, item: int) -> _Block:
     tile = min(plan.attention_block or tile_length(None, max(local, 1)), local) ** 2
     heads = config.num_heads // tp // (plan.mesh.sp // apart)
     dense = tokens * seq_len // rows
-    squares = 0  # of xla's attention autodiff keeps its softmax, that in float32 once more, and the mask
+    squares = (
+        0  # of xla's attention autodiff keeps its softmax, that in float32 once more, and the mask
+    )
     if plan.attention_kernel == "xla":
         tile, squares = dense, rows * heads * dense * (2 * FLOAT32 + 1)
     scores = rows * heads * tile * (1 if tpu else 2) * (FLOAT32 + item)
@@ -295,13 +329,30 @@ def _block(plan: Resolved, tokens: int, seq_len: int, item: int) -> _Block:
     # Where no gradient waits, what the feed-forward works with is gone before attention works, with its
     # float32 sums forward and backward.
     parts = 4 * ffn // plan.ffn_chunks, queries + 2 * queries * FLOAT32 // item + scores
-    work = 3 * whole + 3 * stream + 2 * queries + 2 * keys + (max(parts) if tpu else sum(parts) + 2 * whole)
+    work = (
+        3 * whole
+        + 3 * stream
+        + 2 * queries
+        + 2 * keys
+        + (max(parts) if tpu else sum(parts) + 2 * whole)
+    )
     pieces = plan.ffn_chunks == 1
     # Of experts rows, and their matmuls with gate and up. What lets gathered weights go keeps pieces too.
-    inner = 2 * hidden + (plan.mesh.ep > 1) * num_slots * config.width * item if config.experts else 6 * ffn
+    inner = (
+        2 * hidden + (plan.mesh.ep > 1) * num_slots * config.width * item
+        if config.experts
+        else 6 * ffn
+    )
     keeps = pieces or plan.gathers == "block" and plan.reshard_after_forward
-    kept = {"feed-forward": inner * keeps, "norms in float32": norms, "stream": 2 * stream + 2 * whole}
-    kept |= {"queries and attention's result": 3 * queries, "keys and values": 2 * (keys + gathered)}
+    kept = {
+        "feed-forward": inner * keeps,
+        "norms in float32": norms,
+        "stream": 2 * stream + 2 * whole,
+    }
+    kept |= {
+        "queries and attention's result": 3 * queries,
+        "keys and values": 2 * (keys + gathered),
+    }
     kept |= {"attention's softmax": squares}
     # Of matmuls and of attention.
     results = {
@@ -309,7 +360,11 @@ def _block(plan: Resolved, tokens: int, seq_len: int, item: int) -> _Block:
         "queries and attention's result": 2 * queries,
         "keys and values": 2 * keys,
     }
-    saves = {"none": kept, "selective": results | {"feed-forward": 2 * hidden * pieces}, "ffn": results}
+    saves = {
+        "none": kept,
+        "selective": results | {"feed-forward": 2 * hidden * pieces},
+        "ffn": results,
+    }
     return saves | {"block": {"stream": stream}}, crossing, work, stream
 
 

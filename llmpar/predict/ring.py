@@ -27,7 +27,9 @@ def pairs_by_step(
     return [[_live(ranks[i], ranks[i - j], mask) * tile**2 for j in range(n)] for i in range(n)]
 
 
-def seen_share(tiles: KernelTiles, s: int, n: int = 1, name: str = "zigzag", mask: Mask = CAUSAL) -> float:
+def seen_share(
+    tiles: KernelTiles, s: int, n: int = 1, name: str = "zigzag", mask: Mask = CAUSAL
+) -> float:
     """Return the share of all pairs of s positions that the kernel of attention computes, mean over ranks and
     hops: whole tiles, of those in which some pair is seen. One document a row; more make it less."""
     at, own = sequence_permutation(name, s, n), s // n
@@ -59,7 +61,9 @@ def kernel_flops(name: str, shapes: Sequence[tuple[int, ...]], share: float = 1.
     ``share``: of the pairs of queries and keys those that are computed (`seen_share`).
     """
     if name not in PRODUCTS:
-        raise ValueError(f"'{name}' is no kernel of llmpar.kernels.flash: {', '.join(sorted(PRODUCTS))}")
+        raise ValueError(
+            f"'{name}' is no kernel of llmpar.kernels.flash: {', '.join(sorted(PRODUCTS))}"
+        )
     rows, keys = (next(x for x in shapes if len(x) == dims) for dims in (5, 4))
     t = keys[2 if len(shapes[0]) < 4 else 1]
     return PRODUCTS[name] * 2.0 * math.prod(rows) * t * share

@@ -48,7 +48,9 @@ def device_cache_bytes(plan: Serving, num_rows: int, length: int) -> int:
     return 2 * ITEMSIZE[plan.dtype] * math.prod(shape)
 
 
-def device_flops(plan: Serving, rows: int, length: int, width: int = 1, echo: bool = False) -> dict[str, int]:
+def device_flops(
+    plan: Serving, rows: int, length: int, width: int = 1, echo: bool = False
+) -> dict[str, int]:
     """Count the FLOPs of a device's matmuls in a step of `llmpar.serve`, idle rows and positions too. Experts
     multiply each token's chosen ones; their load is taken to be even."""
     config, sizes, experts = plan.config, plan.mesh.sizes, plan.config.experts
@@ -106,15 +108,21 @@ def decode_seconds(
     read = float(config.num_params)
     if experts := config.experts:
         many = 1 - (1 - experts.top_k / experts.num_experts) ** batch
-        each = (config.num_params - config.active_params) / (1 - experts.top_k / experts.num_experts)
+        each = (config.num_params - config.active_params) / (
+            1 - experts.top_k / experts.num_experts
+        )
         read -= each * (1 - many)
     computing = 2.0 * batch * _on_a_rank(config, config.active_params, tp) / _flops_per_s(clock)
     matmuls = max(computing, _on_a_rank(config, read, tp) * weight_bits / 8 / clock.bytes_per_s)
     seen = min(config.window or context, context)
-    keys = cache_bytes(config, batch * seen, cache_bits) / cache_cuts(config, tp) / clock.bytes_per_s
+    keys = (
+        cache_bytes(config, batch * seen, cache_bits) / cache_cuts(config, tp) / clock.bytes_per_s
+    )
     terms = {MATMULS: matmuls, "keys and values read": keys}
     if latent := config.latent:
-        widths = config.num_layers * config.num_heads / tp * (2 * latent.kv_rank + latent.rope_width)
+        widths = (
+            config.num_layers * config.num_heads / tp * (2 * latent.kv_rank + latent.rope_width)
+        )
         rate = clock.device.flops_per_s * clock.rates.attention
         terms[ATTENTION] = max(0.0, 2.0 * batch * seen * widths / rate - keys)
     return terms | _besides(clock)
@@ -151,7 +159,9 @@ def cut(
         kept = cache_bytes(config, 1, cache_bits or bits) * share / cache_cuts(config, tp)
         return tp, pp, int((free - params * bits / 8 / tp) // kept)
 
-    fits = lambda tp: config.num_heads % tp == config.ffn_width % tp == max(tp, heads) % min(tp, heads) == 0
+    fits = lambda tp: (
+        config.num_heads % tp == config.ffn_width % tp == max(tp, heads) % min(tp, heads) == 0
+    )
     legal = [tp for tp in range(1, gpus + 1) if fits(tp)]
     cuts = [left(tp, 1) for tp in legal] + [left(legal[-1], pp) for pp in range(2, layers + 1)]
     first = next((one for one in cuts if one[2] >= tokens), None)
@@ -163,7 +173,8 @@ def cut(
     use = f"{first[1]} nodes" if first else "GPUs with more memory"
     fewer = f", or a cache of at most {most:,} tokens" if most > 0 else ""
     what = (
-        f"'{config.name}' in {bits:.3g} bits and the keys and values of {tokens:,} tokens take {need:,.0f} GB"
+        f"'{config.name}' in {bits:.3g} bits and the keys and values of {tokens:,} tokens take"
+        f" {need:,.0f} GB"
     )
     raise ValueError(f"{what}, and {have}; use {use}{fewer}")
 
@@ -177,7 +188,9 @@ def _on_a_rank(config: ModelConfig, params: float, tp: int) -> float:
     share."""
     shared = 0
     if latent := config.latent:
-        shared = config.num_layers * config.width * (latent.q_rank + latent.kv_rank + latent.rope_width)
+        shared = (
+            config.num_layers * config.width * (latent.q_rank + latent.kv_rank + latent.rope_width)
+        )
     return shared + (params - shared) / tp
 
 

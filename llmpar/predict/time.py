@@ -157,11 +157,15 @@ class Clock:
         projections, ffn = run.layer_matmuls(dense)
         ffn_s = self.matmuls(ffn, run.bits)
         if fused:
-            share = rates.attention * (run.software.later_attention if run.chip.family in LATER else 1.0)
+            share = rates.attention * (
+                run.software.later_attention if run.chip.family in LATER else 1.0
+            )
         else:
             share = SCALAR if run.config.head_width % ALIGNED else rates.matmuls
         scores = run.attention_flops() * run.imbalance
-        attention = scores / (self.device.flops_per_s * share) + rates.kernel_s * (1 if fused else 2)
+        attention = scores / (self.device.flops_per_s * share) + rates.kernel_s * (
+            1 if fused else 2
+        )
         elementwise = run.elementwise_bytes(dense) / self.bytes_per_s + 6 * rates.kernel_s
         matmuls = self.matmuls(projections, run.bits) + ffn_s
         plain = {MATMULS: matmuls, ATTENTION: attention, "elementwise": elementwise}
@@ -182,7 +186,9 @@ class Clock:
         backward.add("recomputation", recomputed + again * once)
         backward.kernels += FORWARD_KERNELS * (run.recompute == "block")
         links = {} if self.exact else self.inside(dense, attention)
-        repeated = SENT_AGAIN[run.recompute] if self.ours else (float(run.recompute == "block"),) * 2
+        repeated = (
+            SENT_AGAIN[run.recompute] if self.ours else (float(run.recompute == "block"),) * 2
+        )
         for name, (ahead, behind) in links.items():
             twice = again + repeated[not run.tp_sequence and name != EXPERT_LINKS]
             overlaps = {TENSOR_LINKS: run.tp_overlap, EXPERT_LINKS: run.ep_overlap}.get(name, False)
@@ -198,7 +204,9 @@ class Clock:
         run, c, mesh = self.run, self.run.config, self.run.mesh
         links = dict[str, tuple[float, float]]()
         if mesh.tp > 1:
-            one = self.collective("all-reduce", 2.0 * run.tokens * c.width, mesh.tp, self.inner["tp"])
+            one = self.collective(
+                "all-reduce", 2.0 * run.tokens * c.width, mesh.tp, self.inner["tp"]
+            )
             links[TENSOR_LINKS] = (2 * one, 2 * one)
         if mesh.sp > 1:
             keys = 2.0 * run.tokens * 2 * run.kv_heads * c.head_width / mesh.tp
@@ -208,13 +216,18 @@ class Clock:
             if run.context_parallel == "gather":
                 once = self.collective("all-gather", keys * mesh.sp, mesh.sp, inner)
             elif near > 1:
-                once = self.collective("all-to-all", keys + queries, near, inner) + 3 * self.rates.start_s
+                once = (
+                    self.collective("all-to-all", keys + queries, near, inner)
+                    + 3 * self.rates.start_s
+                )
             if run.context_parallel in ("ring", "usp") and (ring := mesh.sp // near) > 1:
                 hop = self.collective("permute", keys, ring, inner * near) * (ring - 1)
             backward = self.exposed(3 * hop, 2.5 * attention, True)
             links[SEQUENCE_LINKS] = once + self.exposed(hop, attention, True), once + backward
         if c.experts and mesh.ep > 1 and not dense:
-            once = 2 * self.exchange(2.0 * (run.tokens if self.ours else run.stream_tokens) * c.width)
+            once = 2 * self.exchange(
+                2.0 * (run.tokens if self.ours else run.stream_tokens) * c.width
+            )
             links[EXPERT_LINKS] = (once, once)
         return links
 
@@ -274,8 +287,12 @@ class Clock:
         run = self.run
         whole, tp = 2.0 * run.tokens * run.config.width, run.mesh.tp
         if self.exact:
-            return self.collective("permute", 2.0 * run.stream_tokens * run.config.width, 2, self.inner["pp"])
-        again = 0.0 if run.tp_sequence else self.collective("all-gather", whole, tp, self.inner["tp"])
+            return self.collective(
+                "permute", 2.0 * run.stream_tokens * run.config.width, 2, self.inner["pp"]
+            )
+        again = (
+            0.0 if run.tp_sequence else self.collective("all-gather", whole, tp, self.inner["tp"])
+        )
         return self.collective("permute", whole / tp, 2, self.inner["pp"]) + again
 
     @functools.cached_property
@@ -291,7 +308,10 @@ class Clock:
         reduced = self.collective("all-reduce", 2.0 * run.tokens * c.width, tp, self.inner["tp"])
         back += matmul * (run.loss_chunks > 1) + loss + reduced  # pieces are computed again
         return {
-            "embedding": (Pass({"embedding": moved + reduced}, 6), Pass({"embedding": 2 * moved}, 6)),
+            "embedding": (
+                Pass({"embedding": moved + reduced}, 6),
+                Pass({"embedding": 2 * moved}, 6),
+            ),
             "head": (Pass({"head and loss": matmul + loss}, 12), Pass({"head and loss": back}, 16)),
         }
 
@@ -308,8 +328,15 @@ class Clock:
         """Return the seconds to gather weights that ZeRO-3 cuts, and to reduce-scatter their gradients."""
         run, soft, gather, scatter = self.run, self.run.software, 0.0, 0.0
         apart, whole = self.zero_apart, run.zero_group
-        beyond = self.inner["sp" if run.zero_over_sp and run.mesh.sp > 1 else "fsdp"] if self.ours else apart
-        for params, group, inner in ((shared, whole, apart), (experts, whole / run.mesh.ep, beyond)):
+        beyond = (
+            self.inner["sp" if run.zero_over_sp and run.mesh.sp > 1 else "fsdp"]
+            if self.ours
+            else apart
+        )
+        for params, group, inner in (
+            (shared, whole, apart),
+            (experts, whole / run.mesh.ep, beyond),
+        ):
             gather += self.collective("all-gather", soft.gathered_bytes * params, group, inner)
             scatter += self.collective("reduce-scatter", soft.reduced_bytes * params, group, inner)
         return gather, scatter
@@ -360,7 +387,9 @@ class Clock:
             shared += run.sizes[name] / run.mesh.tp
         passes = forward, backward
         computing = [part.seconds for part in passes]
-        for part, seconds in zip(passes, computing, strict=True):  # of a plan of ours, as they compute
+        for part, seconds in zip(
+            passes, computing, strict=True
+        ):  # of a plan of ours, as they compute
             for (term, hidden_by), links_s in sorted(sent.items()):  # weights last: beside all
                 if term != LATE:
                     beside = part.terms.get(hidden_by, part.seconds)
@@ -388,7 +417,9 @@ class Clock:
 def on_links(chip: Chip, kind: str, message: float, group: int, inner: int) -> float:
     """Return the seconds on the links: of a torus over as many axes as the group may have, of switches by
     levels (`formulas.collective_seconds`)."""
-    return formulas.collective_seconds(chip, kind, message, group, inner, torus_axes(chip, group, inner))
+    return formulas.collective_seconds(
+        chip, kind, message, group, inner, torus_axes(chip, group, inner)
+    )
 
 
 def torus_axes(chip: Chip, group: int, inner: int) -> int:
@@ -418,7 +449,9 @@ class Chunk:
         return self.forward.seconds, self.backward.seconds
 
 
-def step_time(run: Run, own: Rates | None = None, simulate: bool = True, like: Clock | None = None) -> Time:
+def step_time(
+    run: Run, own: Rates | None = None, simulate: bool = True, like: Clock | None = None
+) -> Time:
     """Return the seconds of a step by term. Without ``simulate`` the bubble and what is sent are closed
     forms: quick. ``like``: the clock of a run whose layers and ends are the same."""
     clock, m, p, soft = Clock(run, own, exact=simulate), run.microbatches, run.mesh.pp, run.software
@@ -441,13 +474,16 @@ def step_time(run: Run, own: Rates | None = None, simulate: bool = True, like: C
     ahead, behind = map(sum, zip(*(chunk.seconds for chunk in busiest), strict=True))
     left = clock.exposed(reduced, behind, soft.overlaps and not soft.reduces_late)
     left += clock.exposed(updated, ahead, soft.overlaps)
-    if run.config.tied and p > 1 and not clock.exact:  # the embedding is on the first stage and on the last
+    if (
+        run.config.tied and p > 1 and not clock.exact
+    ):  # the embedding is on the first stage and on the last
         shared_bytes = soft.reduced_bytes * run.sizes["embedding"] / run.mesh.tp
         left += clock.collective("all-reduce", shared_bytes, 2, clock.inner["pp"])
     terms.add(LATE, left)
     updated_params, whole = optimizer_params(run, stages)
     terms.add(
-        "optimizer", (OPTIMIZER_BYTES * updated_params + 2 * soft.reduced_bytes * whole) / clock.bytes_per_s
+        "optimizer",
+        (OPTIMIZER_BYTES * updated_params + 2 * soft.reduced_bytes * whole) / clock.bytes_per_s,
     )
     return Time(terms.seconds, terms.terms)
 
@@ -455,7 +491,9 @@ def step_time(run: Run, own: Rates | None = None, simulate: bool = True, like: C
 def optimizer_params(run: Run, stages: list[list[Chunk]]) -> tuple[float, float]:
     """Return the most parameters that a device updates, and those of its share of tp, whose gradients it has
     before they are cut."""
-    ranks = run.data_ranks * run.mesh.sp  # over which others deal out the state of ZeRO 1 and 2, dp too
+    ranks = (
+        run.data_ranks * run.mesh.sp
+    )  # over which others deal out the state of ZeRO 1 and 2, dp too
     by_group = run.zero == 3 or run.software.name == "llmpar"
     cut = (run.zero_group if by_group else ranks) if run.zero else 1
     params = [(sum(c.shared for c in stage), sum(c.experts for c in stage)) for stage in stages]
@@ -473,7 +511,11 @@ def chunks(clock: Clock) -> tuple[list[list[Chunk]], list[tuple[float, float]]]:
     """Return the chunks of each stage, and its seconds at the end of a step: in the open, and beside the next
     step (`Clock.at_the_end`). Chunks that are alike are priced once."""
     run, counts, dense = clock.run, clock.run.chunk_layers, clock.run.dense_layers
-    p, at_the_end, sent = run.mesh.pp, functools.cache(clock.at_the_end), functools.cache(clock.sent)
+    p, at_the_end, sent = (
+        run.mesh.pp,
+        functools.cache(clock.at_the_end),
+        functools.cache(clock.sent),
+    )
     stages: list[list[Chunk]] = [[] for _ in range(p)]
     alike = dict[Any, Chunk]()
     for i, count in enumerate(counts):
@@ -489,8 +531,12 @@ def chunks(clock: Clock) -> tuple[list[list[Chunk]], list[tuple[float, float]]]:
         stages[i % p].append(alike[key])
     if clock.exact:
         ends = [sent(clock.alike(stage)) for stage in range(p)]
-        return stages, [(one.get((LATE, ""), 0.0), one.get((LATE, WHOLE_PASS), 0.0)) for one in ends]
-    return stages, [at_the_end(sum(c.shared for c in one), sum(c.experts for c in one)) for one in stages]
+        return stages, [
+            (one.get((LATE, ""), 0.0), one.get((LATE, WHOLE_PASS), 0.0)) for one in ends
+        ]
+    return stages, [
+        at_the_end(sum(c.shared for c in one), sum(c.experts for c in one)) for one in stages
+    ]
 
 
 def _played(run: Run, stages: list[list[Chunk]], hop: float) -> float | None:
@@ -507,7 +553,9 @@ def _played(run: Run, stages: list[list[Chunk]], hop: float) -> float | None:
 
     def cost(stage: int, op) -> float:
         own = stages[stage]
-        chunk = own[op.chunk if op.chunk < len(own) else 0]  # two directions: chunks are placed otherwise
+        chunk = own[
+            op.chunk if op.chunk < len(own) else 0
+        ]  # two directions: chunks are placed otherwise
         forward, backward = chunk.seconds
         if op.kind == "F":
             return forward

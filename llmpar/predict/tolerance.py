@@ -68,7 +68,10 @@ class Tolerance:
     def document(self) -> dict:
         """Return the same as a JSON document: bounds, expected differences, terms."""
         names = "loss", "grad_norm", "gradient"
-        result = asdict(self) | {"factor": FACTOR, "bound": {name: self.bound(name) for name in names}}
+        result = asdict(self) | {
+            "factor": FACTOR,
+            "bound": {name: self.bound(name) for name in names},
+        }
         result["expected"] = {name: self.expected(name) for name in names}
         return result | {"terms": [asdict(term) for term in self.terms]}
 
@@ -94,17 +97,32 @@ def tolerance(
     which is at most 1 and at most the loss. A plan that cuts the batch alone may do better by far.
     """
     config, tokens = plan.config, batch_size * seq_len
-    plan = replace(plan, mesh=replace(plan.mesh, kv=1, ul=1))  # axes as they are asked for, no inner parts
+    plan = replace(
+        plan, mesh=replace(plan.mesh, kv=1, ul=1)
+    )  # axes as they are asked for, no inner parts
     values, moves = _values(config, plan, seq_len, products), logits / max(1.0, loss)
-    average, again = 1 / math.sqrt(tokens), math.sqrt(2)  # on the way forward, and once more on the way back
-    weigh: dict[str, Any] = {"loss": moves * average, "grad_norm": again * average, "gradient": again}
-    terms = [replace(x, **{name: x.spread * weight for name, weight in weigh.items()}) for x in values]
+    average, again = (
+        1 / math.sqrt(tokens),
+        math.sqrt(2),
+    )  # on the way forward, and once more on the way back
+    weigh: dict[str, Any] = {
+        "loss": moves * average,
+        "grad_norm": again * average,
+        "gradient": again,
+    }
+    terms = [
+        replace(x, **{name: x.spread * weight for name, weight in weigh.items()}) for x in values
+    ]
     terms += [*_curvature(plan, values, moves * logits), *_weights(config, plan, tokens)]
     ties, part = _ties(config, values)
     if (ties := ties * tokens) >= 1:
         moved, element = part * math.sqrt(ties) / tokens, part * math.sqrt(min(1.0, ties / tokens))
-        terms.append(_Term("other experts chosen", "", plan.dtype, ties, moves * moved, moved, element))
-    return Tolerance(plan.dtype, products, logits, loss, ties, (*terms, *_totals(config, plan, tokens)))
+        terms.append(
+            _Term("other experts chosen", "", plan.dtype, ties, moves * moved, moved, element)
+        )
+    return Tolerance(
+        plan.dtype, products, logits, loss, ties, (*terms, *_totals(config, plan, tokens))
+    )
 
 
 def _values(config: ModelConfig, plan: Resolved, seq_len: int, products: Unit) -> list[_Term]:
@@ -124,7 +142,9 @@ def _values(config: ModelConfig, plan: Resolved, seq_len: int, products: Unit) -
     if experts := config.experts:
         ranks = min(experts.top_k, ep)
         unit: Unit = plan.dtype if ranks > 1 else "float32"
-        terms.append(_Term("sums over experts", "ep" * (ep > 1), unit, depth * (experts.top_k + ranks - 1)))
+        terms.append(
+            _Term("sums over experts", "ep" * (ep > 1), unit, depth * (experts.top_k + ranks - 1))
+        )
     if products != "float32" and plan.dtype == "float32":
         terms.append(_Term("operands of products", "", products, depth * _PRODUCTS + 1))
     return terms
@@ -145,9 +165,14 @@ def _weights(config: ModelConfig, plan: Resolved, tokens: int) -> list[_Term]:
     vectors = sum(math.prod(w.shape) for w in config.weights().values() if w.is_vector)
     terms = [
         (_Term("gradients' sums", by, "float32", tokens / 2 + copies - 1), 1.0),
-        (_Term("sums of scales' gradients", by, plan.dtype, tokens / 2), vectors / config.num_params),
+        (
+            _Term("sums of scales' gradients", by, plan.dtype, tokens / 2),
+            vectors / config.num_params,
+        ),
     ]
-    if plan.dtype != "float32":  # ZeRO 3 sends them in this dtype, as weights when they are gathered
+    if (
+        plan.dtype != "float32"
+    ):  # ZeRO 3 sends them in this dtype, as weights when they are gathered
         once = copies if plan.gathers == "block" else 1
         terms.append((_Term("gradients", by, plan.dtype, once), 1.0))
     return [

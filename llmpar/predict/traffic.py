@@ -102,17 +102,31 @@ class Traffic(dict[tuple[str, str], Prediction]):
         self.mesh = mesh
 
     def add(
-        self, kind: str, axes: tuple[str, ...], of: Transfer, num_bytes: int, count: int = 1, value: str = ""
+        self,
+        kind: str,
+        axes: tuple[str, ...],
+        of: Transfer,
+        num_bytes: int,
+        count: int = 1,
+        value: str = "",
     ) -> None:
         """Add ``count`` collectives over ``axes`` on messages of ``num_bytes`` (the unscattered size).
         ``value``: what they send in place of ``of.value``."""
         axes = self.mesh.live(*(a for a in self.mesh.sizes if a in axes))
         if axes and count:
-            row = self.setdefault((",".join(axes), kind), Prediction(kind, axes, self.mesh.along(axes)))
-            term = of.term or next((_LINKS[axis] for axis in _LINKS if axis in row.user_axes), EXPERT_LINKS)
-            row.messages[of._replace(value=value or of.value, term=term, num_bytes=num_bytes)] += count
+            row = self.setdefault(
+                (",".join(axes), kind), Prediction(kind, axes, self.mesh.along(axes))
+            )
+            term = of.term or next(
+                (_LINKS[axis] for axis in _LINKS if axis in row.user_axes), EXPERT_LINKS
+            )
+            row.messages[of._replace(value=value or of.value, term=term, num_bytes=num_bytes)] += (
+                count
+            )
 
-    def carry(self, arrow: Arrow, local_bytes: int, of: Transfer, forward: int, backward: int = 0) -> int:
+    def carry(
+        self, arrow: Arrow, local_bytes: int, of: Transfer, forward: int, backward: int = 0
+    ) -> int:
         """Add an arrow on a value of ``local_bytes`` on each device, carried out ``forward`` times; its
         gradient comes back ``backward`` times. Return the bytes that each device has of it in the end.
 
@@ -186,7 +200,9 @@ def runs(plan: Resolved, stage: int = 0) -> Runs:
         # A layer that only some chunks have keeps its gathered weights.
         twice = n + cells * min(layers.values())
         # What B computes anew from the batch gathers the ids where `attention.as_promised` does.
-        gathers = plan.in_order and plan.attention_kernel != "flash" and not plan.regions["keys"]["s"]
+        gathers = (
+            plan.in_order and plan.attention_kernel != "flash" and not plan.regions["keys"]["s"]
+        )
         attended = cells * (1 + gathers)
         return replace(every, forward=n, matrices=twice, vectors=twice, attended=attended)
     last = m * sum(layers[route[-1]] for route in order.routes if route[-1][0] == stage)
@@ -195,7 +211,9 @@ def runs(plan: Resolved, stage: int = 0) -> Runs:
     if order.split_backward:  # layer by layer, nothing checkpointed
         return replace(every, matrices=forward, vectors=forward)
     again = n * recomputed
-    return replace(every, again=again, attention=n * attention, matrices=forward + n, vectors=forward + again)
+    return replace(
+        every, again=again, attention=n * attention, matrices=forward + n, vectors=forward + again
+    )
 
 
 def most_traffic(plan: Resolved, batch_size: int, seq_len: int) -> Traffic:
@@ -241,21 +259,32 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
     run = Runs(embed=1, forward=layers, attended=1)
     for path, (weight, layouts) in plan.weight_layouts.items():
         times = layers if path.startswith("blocks.") else 1
-        stored = ITEMSIZE[plan.dtype] * math.prod(layouts.stored.shard_shape(weight.shape, plan.mesh.sizes))
+        stored = ITEMSIZE[plan.dtype] * math.prod(
+            layouts.stored.shard_shape(weight.shape, plan.mesh.sizes)
+        )
         of = Transfer("weights", weight.dims.replace(" l ", " "), WEIGHT_LINKS, WHOLE_PASS)
         traffic.carry(layouts.gather, stored // times, of, times)
     _activations(values, config, run)
     if config.experts:
         _experts(values, config, config.experts, run)
     k, h = config.num_kv_heads, config.head_width
-    scores = FLOAT32 * values.local_size("attention b s k r", num_rows, width, k, config.num_heads // k)
+    scores = FLOAT32 * values.local_size(
+        "attention b s k r", num_rows, width, k, config.num_heads // k
+    )
     text, sp = "cache b s k r +t -> attention b s k r", plan.regions["cache"]["t"]
-    for value, size in {"maxima of scores": scores, "sums over the cache": scores * (h + 1)}.items():
+    for value, size in {
+        "maxima of scores": scores,
+        "sums over the cache": scores * (h + 1),
+    }.items():
         traffic.add("all-reduce", sp, Transfer(value, text), size, layers)
     places, numbers = width if echo else 1, 2 * (2 + min(BEST, config.vocab_size))
-    values.carry(Transfer("logits", LOGITS), (num_rows, config.vocab_size), places, itemsize=FLOAT32)
+    values.carry(
+        Transfer("logits", LOGITS), (num_rows, config.vocab_size), places, itemsize=FLOAT32
+    )
     chosen = FLOAT32 * values.local_size("data s b n", places, num_rows, numbers)
-    traffic.carry(plan.physical(CHOSEN), chosen, Transfer("chosen tokens, and log-probabilities", CHOSEN), 1)
+    traffic.carry(
+        plan.physical(CHOSEN), chosen, Transfer("chosen tokens, and log-probabilities", CHOSEN), 1
+    )
     return traffic
 
 
@@ -268,28 +297,40 @@ def _weights(traffic: Traffic, plan: Resolved, run: Runs) -> None:
     3a times (N-1)/N."""
     local_size = lambda layout, shape: math.prod(layout.shard_shape(shape, traffic.mesh.sizes))
     bucketed: list[tuple[tuple, int]] = []
-    for path, (weight, layouts) in sorted(plan.weight_layouts.items(), key=lambda item: item[0].split(".")):
+    for path, (weight, layouts) in sorted(
+        plan.weight_layouts.items(), key=lambda item: item[0].split(".")
+    ):
         dims, shape, stacked = weight.dims, weight.shape, path.startswith("blocks.")
         gathers, gradients, pieces = _uses(plan, run, path, weight)
         layers, visits = (shape[0] // plan.mesh.pp, _visits(plan)) if stacked else (1, 1)
         stored = local_size(layouts.stored, shape) // layers
-        of = Transfer("weights", dims.replace(" l ", " "), WEIGHT_LINKS, WHOLE_PASS, gradient="gradients")
+        of = Transfer(
+            "weights", dims.replace(" l ", " "), WEIGHT_LINKS, WHOLE_PASS, gradient="gradients"
+        )
         copies = plan.pipeline.parameter_copies if stacked and plan.pipeline else 1
-        if plan.gathers == "step":  # all layers at once, those that are lent too; no gradient comes back here
+        if (
+            plan.gathers == "step"
+        ):  # all layers at once, those that are lent too; no gradient comes back here
             of, stored = Transfer("weights", dims, LATE), copies * layers * stored
             gathers, gradients = 1, 0
         traffic.carry(layouts.gather, ITEMSIZE[plan.dtype] * stored, of, gathers, gradients)
         if copies > 1:
             item = ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32
             lent = Transfer("weights of the other direction", OPPOSITE_STAGE, LATE)
-            traffic.add("collective-permute", ("pp",), lent, item * local_size(layouts.stored, shape))
+            traffic.add(
+                "collective-permute", ("pp",), lent, item * local_size(layouts.stored, shape)
+            )
         if weight.frozen:
             continue
         added = FLOAT32 * local_size(layouts.accumulated, shape)
         if copies > 1:
             traffic.add("collective-permute", ("pp",), lent, added, value="their gradients")
-        if plan.reduce == "layer":  # summed where its values begin to differ: inside the backward pass
-            traffic.add("all-reduce", layouts.replica_axes, of, FLOAT32 * stored, gradients, "gradients")
+        if (
+            plan.reduce == "layer"
+        ):  # summed where its values begin to differ: inside the backward pass
+            traffic.add(
+                "all-reduce", layouts.replica_axes, of, FLOAT32 * stored, gradients, "gradients"
+            )
         of = Transfer("gradients", GRADIENT + dims, LATE)
         unreduced = FLOAT32 * local_size(layouts.unreduced, shape)
         traffic.carry(layouts.accumulate, unreduced // visits, of, pieces)
@@ -313,7 +354,9 @@ def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, in
             gathers = run.forward
         learned = not weight.frozen and path != "blocks.experts.bias"  # which follows a rule
         return gathers, learned * run.backward, plan.microbatches * _visits(plan)
-    embedding = path == "embedding"  # as the head too, a pipeline uses it on its first stage and its last
+    embedding = (
+        path == "embedding"
+    )  # as the head too, a pipeline uses it on its first stage and its last
     in_loss = not embedding or plan.config.tied and plan.pipeline is not None
     times = run.embed * embedding + run.loss * in_loss
     return times, (not weight.frozen) * times, times if plan.pipeline else plan.microbatches
@@ -345,7 +388,12 @@ class Values:
         return math.prod(self.plan.place(layout).shard_shape(shape, self.plan.mesh.sizes))
 
     def carry(
-        self, of: Transfer, shape: tuple[int, ...], forward: int, backward: int = 0, itemsize: int = 0
+        self,
+        of: Transfer,
+        shape: tuple[int, ...],
+        forward: int,
+        backward: int = 0,
+        itemsize: int = 0,
     ) -> None:
         """Add an arrow of the model's text (`Traffic.carry`), then the all-reduce of the gradient over the
         axes along which values begin to differ where it ends (`Arrow.begin`)."""
@@ -354,7 +402,9 @@ class Values:
         after = self.traffic.carry(physical, before, of, forward, backward)
         self.traffic.add("all-reduce", physical.begin, of, after, backward, of.gradient)
 
-    def carry_by_ring(self, of: Transfer, shape: tuple[int, ...], forward: int, backward: int) -> None:
+    def carry_by_ring(
+        self, of: Transfer, shape: tuple[int, ...], forward: int, backward: int
+    ) -> None:
         """Add an arrow that matmuls go with (`par.Manual.enter` and `leave`). A ring of n makes n - 1 hops of
         a block forward, n - 1 backward, and so sends what the one collective would (Wang et al. 2023)."""
         if not self.plan.tp_comm_overlap:
@@ -366,7 +416,9 @@ class Values:
     def ring(self, axes: tuple[str, ...], of: Transfer, block_bytes: int, times: int) -> None:
         """Add the n - 1 hops by which each rank's block reaches all ranks of a ring (`par.hop`)."""
         n = self.traffic.mesh.along(axes)
-        kind, pieces = ("all-to-all", n) if self.plan.hop == "exchange" else ("collective-permute", 1)
+        kind, pieces = (
+            ("all-to-all", n) if self.plan.hop == "exchange" else ("collective-permute", 1)
+        )
         self.traffic.add(kind, axes, of, pieces * block_bytes, (n - 1) * times)
 
 
@@ -382,8 +434,15 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
     # Where a policy keeps the matmuls' results, their inputs are needed again for gradients of weights alone.
     targets = set(config.lora.targets if config.lora else ADAPTABLE)
     attention = plan.remat not in ("selective", "ffn") or targets & set("qkv")
-    ffn = plan.remat != "selective" or plan.ffn_chunks > 1 or config.experts or targets & {"gate", "up"}
-    values.carry(of("vocab b s d +v -> stream b s d"), stream, run.embed, 0 if config.lora else run.embed)
+    ffn = (
+        plan.remat != "selective"
+        or plan.ffn_chunks > 1
+        or config.experts
+        or targets & {"gate", "up"}
+    )
+    values.carry(
+        of("vocab b s d +v -> stream b s d"), stream, run.embed, 0 if config.lora else run.embed
+    )
     layers = run.forward + run.again * bool(attention)
     values.carry_by_ring(of("stream b s d -> attention b s d"), stream, layers, run.backward)
     reduced = run.forward + run.attention
@@ -413,10 +472,15 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
     filled = min(1, visited * tokens / slots)
     value = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
     # Only full slots travel, unless the buffer is padded.
-    full_bytes = math.inf if plan.dispatch == "padded" else 2.0 * tokens * config.width * (ranks * visited)
+    full_bytes = (
+        math.inf if plan.dispatch == "padded" else 2.0 * tokens * config.width * (ranks * visited)
+    )
     of = Transfer(value, ragged=plan.dispatch == "ragged", full_bytes=full_bytes)
     buffer = groups, ranks, slots, config.width
-    routes = {"ffn b e c d -> experts b e c d": layers, "experts b e c d +m -> ffn b e c d +m": run.forward}
+    routes = {
+        "ffn b e c d -> experts b e c d": layers,
+        "experts b e c d +m -> ffn b e c d +m": run.forward,
+    }
     for arrow, forward in routes.items():
         values.carry(of._replace(arrow=arrow), buffer, forward, run.backward)
     for arrow in ("stream b s e -> ffn b s e", "ffn b s e -> routing b s e"):
@@ -424,7 +488,9 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
         values.carry(of, choices, layers, run.backward, small)
         values.carry(of, choices, layers, 0, small)  # which experts: no gradient
     e = experts.num_experts
-    cells = plan.pipeline and plan.pipeline.visits * plan.microbatches  # each adds its routers' losses, in B
+    cells = (
+        plan.pipeline and plan.pipeline.visits * plan.microbatches
+    )  # each adds its routers' losses, in B
     if experts.aux_loss:
         times = run.backward + run.again if cells else layers
         of = Transfer("tokens per expert and row", "stream b e +s -> stream b e")
@@ -439,10 +505,19 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     A ring of n makes n - 1 hops of K and V, in one message, and again backward, with the float32 gradients of
     both n - 1 hops behind them (Liu et al. 2023, whose ring makes n).
     """
-    plan, b, s, layers, again = values.plan, values.b, values.s, run.forward + run.again, run.backward
+    plan, b, s, layers, again = (
+        values.plan,
+        values.b,
+        values.s,
+        run.forward + run.again,
+        run.backward,
+    )
     k, h = config.num_kv_heads, config.head_width
     queries, keys = (b, s, k, config.num_heads // k, h), (b, s, k, h)
-    for arrow in ("attention b s k r h -> queries b s k r h", "queries b s k r h -> attention b s k r h"):
+    for arrow in (
+        "attention b s k r h -> queries b s k r h",
+        "queries b s k r h -> attention b s k r h",
+    ):
         values.carry(Transfer("queries and what attention gives", arrow), queries, layers, again)
     gradients = "gradients of keys and values"
     of = Transfer("keys and values", "attention b s k h -> keys b s k h", gradient=gradients)

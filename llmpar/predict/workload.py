@@ -25,9 +25,13 @@ class Software:
     context, NCCL's buffers, the allocator's fragments: ``nvidia-smi`` sees it, allocations have it not."""
 
     name: str
-    eager: bool = True  # the host launches each kernel when Python comes to it; else a compiled program runs
+    eager: bool = (
+        True  # the host launches each kernel when Python comes to it; else a compiled program runs
+    )
     fused_attention: bool = True  # else squares of scores are written, masked, normed and read
-    overlaps: bool = True  # gradients and weights travel while others are computed; else after and before
+    overlaps: bool = (
+        True  # gradients and weights travel while others are computed; else after and before
+    )
     weight_bytes: float = 2  # of the copies that matmuls read; 0: cast from the optimizer's
     grad_bytes: float = 4  # of a gradient as it is summed up
     reduced_bytes: float = 2  # of a gradient on the links
@@ -35,10 +39,16 @@ class Software:
     late_bytes: float = 2  # of either where it travels once, at the end of a step
     state_bytes: float = 12  # of the optimizer, with its own copy of the weights
     overhead_bytes: float = 2e9
-    later_attention: float = 1.0  # what it reaches on GPUs after A100, of what the vendors' kernels do there
+    later_attention: float = (
+        1.0  # what it reaches on GPUs after A100, of what the vendors' kernels do there
+    )
     logit_bytes: float = 6  # per logit while the loss is computed
-    messages: float = 0  # of the stream's size, that a pipeline keeps for each microbatch that is alive
-    reduces_late: bool = False  # over dp at the end of the backward pass: a loop gives all gradients there
+    messages: float = (
+        0  # of the stream's size, that a pipeline keeps for each microbatch that is alive
+    )
+    reduces_late: bool = (
+        False  # over dp at the end of the backward pass: a loop gives all gradients there
+    )
     blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
 
 
@@ -77,7 +87,9 @@ class Run:
     schedule: str = "1f1b"
     virtual_stages: int = 1
     recompute: str = "none"  # `Plan.remat`
-    again: float = 0.0  # forward passes that a stage repeats besides: of ours, whose stages keep inputs alone
+    again: float = (
+        0.0  # forward passes that a stage repeats besides: of ours, whose stages keep inputs alone
+    )
     tp_sequence: bool = False
     tp_overlap: bool = False  # matmuls run beside these exchanges
     ep_overlap: bool = False
@@ -88,7 +100,9 @@ class Run:
     expert_tp: bool = True  # tp cuts each expert (Megatron's etp = tp)
     loss_chunks: int = 1
     zero_over_sp: bool = True
-    balanced: bool = True  # the order of positions gives all ranks the same causal work (`imbalance`)
+    balanced: bool = (
+        True  # the order of positions gives all ranks the same causal work (`imbalance`)
+    )
     offload: bool = False  # what layers keep waits in the host's memory (MaxText's custom policies)
     ends_as_layers: bool = False  # a pipeline is cut as if embedding and head were a layer each
     plan: Resolved | None = None  # of ours, whose `traffic` is then priced
@@ -160,7 +174,9 @@ class Run:
             "experts": each * experts.num_experts if experts else 0,
             "router": d * experts.num_experts if experts else 0,
             "vectors": 13 * d if self.gpt else 2 * d,
-            "dense": self.ffn_products * d * experts.dense_width if experts and experts.dense_layers else 0,
+            "dense": self.ffn_products * d * experts.dense_width
+            if experts and experts.dense_layers
+            else 0,
             "embedding": c.vocab_size * d + (self.seq_len * d if self.gpt else 0),
             "head": 0 if c.tied else c.vocab_size * d,
         }
@@ -169,7 +185,11 @@ class Run:
     def dense_layers(self) -> int:
         """Leading layers without experts in a model that has them."""
         experts = self.config.experts
-        return min(experts.dense_layers, self.config.num_layers) if experts and experts.dense_width else 0
+        return (
+            min(experts.dense_layers, self.config.num_layers)
+            if experts and experts.dense_width
+            else 0
+        )
 
     def flops(self) -> float:
         """Return the useful FLOPs of a step as MFU counts them: 6 per active parameter that multiplies and
@@ -207,14 +227,19 @@ class Run:
             attention = [Matmul(t, inner, out) for inner, out in c.latent_matrices(n)]
 
         def ffn(width: float, rows: float = t, times: float = 1) -> list[Matmul]:
-            return [Matmul(rows, d, width * (self.ffn_products - 1), times), Matmul(rows, width, d, times)]
+            return [
+                Matmul(rows, d, width * (self.ffn_products - 1), times),
+                Matmul(rows, width, d, times),
+            ]
 
         if experts is None or dense:
             return attention, ffn((experts.dense_width if experts else c.ffn_width) / tp)
         matmuls = ffn(c.ffn_width * experts.num_shared / tp) if experts.num_shared else []
         matmuls.append(Matmul(self.stream_tokens, d, experts.num_experts))  # the router
         local, cut = experts.num_experts / self.mesh.ep, tp if self.expert_tp else 1
-        return attention, matmuls + ffn(c.ffn_width / cut, t * experts.top_k * cut / tp / local, local)
+        return attention, matmuls + ffn(
+            c.ffn_width / cut, t * experts.top_k * cut / tp / local, local
+        )
 
     def attention_flops(self) -> float:
         """Return the FLOPs of scores and of what they weigh, forward, of a microbatch and layer on a device:
@@ -255,7 +280,9 @@ class Run:
         width = self.ffn_products * c.ffn_width / tp
         if experts and not dense:
             width *= experts.top_k + experts.num_shared
-            stream += 4 * experts.top_k * self.tokens * c.width / (tp if self.tp_sequence else 1)  # sorting
+            stream += (
+                4 * experts.top_k * self.tokens * c.width / (tp if self.tp_sequence else 1)
+            )  # sorting
         elif experts:
             width = self.ffn_products * experts.dense_width / tp
         return 2.0 * (stream + inner + width * self.tokens + 6 * self.score_elements())
@@ -279,7 +306,9 @@ def of_plan(config: ModelConfig, plan: Plan, chip: Chip, batch_size: int, seq_le
         tp_overlap=plan.tp_comm_overlap,
         zero_over_sp="sp" in plan.zero_axes,
         balanced=plan.sequence_order != "contiguous",
-        bits=32 if plan.dtype == "float32" and chip.link == "switch" else 16,  # TPUs read either as 16
+        bits=32
+        if plan.dtype == "float32" and chip.link == "switch"
+        else 16,  # TPUs read either as 16
         plan=plan,
         **fields,
     )

@@ -58,17 +58,25 @@ class Decoder:
     in place, compiled for each width of rows. Of the plan count mesh, ZeRO stage and dtype.
     """
 
-    def __init__(self, config: ModelConfig, plan: Plan, mesh: Mesh, params: Tree, num_rows: int, length: int):
+    def __init__(
+        self, config: ModelConfig, plan: Plan, mesh: Mesh, params: Tree, num_rows: int, length: int
+    ):
         self.plan = plan = plan.serving(config, num_rows, length, platform_of(mesh))
         place, stored = partial(sharding, split_axes(mesh, plan.mesh)), weight_dims(config)
         stored, cut, whole = jax.tree.map(plan.stored, stored), plan.place(CACHE), Layout(())
         zeros = lambda: (jnp.zeros(plan.cache(num_rows, length), plan.dtype),) * 2
         self.empty = jax.jit(zeros, out_shardings=place(cut))
         self.cache, self.params = self.empty(), jax.device_put(params, jax.tree.map(place, stored))
-        takes, gives = (jax.tree.map(spec, x) for x in ((stored, cut, plan.place("data b")), (whole, cut)))
+        takes, gives = (
+            jax.tree.map(spec, x) for x in ((stored, cut, plan.place("data b")), (whole, cut))
+        )
         on_mesh = partial(jax.shard_map, mesh=place(cut).mesh, in_specs=takes, out_specs=gives)
-        run = lambda params, cache, rows, echo: on_mesh(partial(self._forward, echo))(params, cache, rows)
-        come = jax.tree.map(place, (stored, cut, whole))  # each host brings all rows, a device takes its own
+        run = lambda params, cache, rows, echo: on_mesh(partial(self._forward, echo))(
+            params, cache, rows
+        )
+        come = jax.tree.map(
+            place, (stored, cut, whole)
+        )  # each host brings all rows, a device takes its own
         self.run = jax.jit(run, static_argnums=3, in_shardings=come, donate_argnums=1)
 
     def __call__(self, rows: DecoderInput, echo: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -86,7 +94,11 @@ class Decoder:
         tokens, targets = rows.tokens[:, :-1], rows.tokens[:, 1:]
         offset = tokens * 0 + jnp.arange(tokens.shape[1])[None]
         par = _Cached(self.plan, cache, offset < rows.num[:, None])
-        batch = {"tokens": tokens, "positions": rows.start[:, None] + offset, "segments": tokens * 0}
+        batch = {
+            "tokens": tokens,
+            "positions": rows.start[:, None] + offset,
+            "segments": tokens * 0,
+        }
         x, head, _ = nnx.merge(model_graph(self.plan.config), params).hidden_and_head(batch, par)
         offsets = offset if echo else jnp.maximum(rows.num - 1, 0)[:, None]
         x = par.move(jnp.take_along_axis(x, offsets[..., None], 1), "stream b s d -> vocab b s d")
@@ -120,7 +132,11 @@ class _Cached(Manual):
         axes, rank, size = self.axes("cache t"), self.index("cache t"), self.plan.mesh.sp
         slots, rows = jnp.arange(self.both[0].shape[2]), jnp.arange(len(positions))[:, None]
         is_own = self.is_token & (positions % size == rank)
-        where = self.layer, rows, jnp.where(is_own, positions // size, len(slots))  # dropped past the end
+        where = (
+            self.layer,
+            rows,
+            jnp.where(is_own, positions // size, len(slots)),
+        )  # dropped past the end
         write = lambda cache, x: cache.at[where].set(vary(x, axes), mode="drop")
         self.both = tuple(map(write, self.both, (k, v)))
         # A slot that the row has not written, but an earlier request perhaps, lies after every query.
@@ -128,11 +144,15 @@ class _Cached(Manual):
         return attention.attend_cache(q, *at(self.both, self.layer), axis=axes, mask=mask, **seen)
 
 
-def choose_tokens(logits: Float[Array, "b v"], targets, positions, rows: DecoderInput) -> Int[Array, "b n"]:
+def choose_tokens(
+    logits: Float[Array, "b v"], targets, positions, rows: DecoderInput
+) -> Int[Array, "b n"]:
     """Return the tokens that follow, the targets, and the likeliest; then the bits of their
     log-probabilities: one message."""
     logprobs, best = jax.nn.log_softmax(logits), lax.top_k(logits, min(BEST, logits.shape[1]))[1]
-    drawn = lambda: jnp.where(rows.temperature > 0, jax.vmap(draw)(logits, positions, *rows[3:]), best[:, 0])
+    drawn = lambda: jnp.where(
+        rows.temperature > 0, jax.vmap(draw)(logits, positions, *rows[3:]), best[:, 0]
+    )
     token = lax.cond((rows.temperature > 0).any(), drawn, lambda: best[:, 0])
     tokens = jnp.concatenate([jnp.stack([token, targets], 1), best], 1)
     logprobs = jnp.take_along_axis(logprobs, tokens, 1)

@@ -33,7 +33,9 @@ class Request:
     top_k: Count = 0  # 0: all
     seed: Annotated[int | None, Allowed(int, none=True)] = None  # draws the same again; None: any
     ends: frozenset[int] = frozenset()  # tokens that end the answer; they are reported too
-    logprobs: Annotated[int | None, Allowed(int, 0, BEST, none=True)] = None  # so many of the likeliest
+    logprobs: Annotated[int | None, Allowed(int, 0, BEST, none=True)] = (
+        None  # so many of the likeliest
+    )
     echo: bool = False  # report the prompt's tokens too
 
     def __post_init__(self):
@@ -46,7 +48,9 @@ class Event:
 
     ticket: int
     token: int | None = None  # None: cancelled, or nothing was to be added
-    logprob: float | None = None  # natural; None for a prompt's first token, which nothing comes before
+    logprob: float | None = (
+        None  # natural; None for a prompt's first token, which nothing comes before
+    )
     best: tuple[tuple[int, float], ...] = ()
     finish: Literal[None, "stop", "length", "cancelled"] = None
     of_prompt: bool = False
@@ -80,7 +84,9 @@ class _Job:
         for column, number in zip(rows[1:], numbers, strict=True):
             column[slot] = number
 
-    def events(self, num: int, tokens: np.ndarray, logprobs: np.ndarray, length: int) -> Iterator[Event]:
+    def events(
+        self, num: int, tokens: np.ndarray, logprobs: np.ndarray, length: int
+    ) -> Iterator[Event]:
         """Yield the events of a step that took ``num`` tokens, from the numbers ``s n`` of a `Decoder`."""
         request, prompt = self.request, len(self.request.tokens)
 
@@ -91,13 +97,17 @@ class _Job:
 
         if request.echo and self.taken == 0:
             yield Event(self.ticket, self.known[0], of_prompt=True)
-        yield from (event(place, 1) for place in range(min(num, prompt - 1 - self.taken) * request.echo))
+        yield from (
+            event(place, 1) for place in range(min(num, prompt - 1 - self.taken) * request.echo)
+        )
         self.taken += num
         if self.taken == len(self.known):
             last = event(min(num, len(tokens)) - 1, 0) if request.max_tokens else Event(self.ticket)
             self.known += [last.token] if last.token is not None else []
             full = len(self.known) == prompt + request.max_tokens or len(self.known) > length
-            yield replace(last, finish="stop" if last.token in request.ends else "length" if full else None)
+            yield replace(
+                last, finish="stop" if last.token in request.ends else "length" if full else None
+            )
 
 
 @dataclass
@@ -111,15 +121,23 @@ class Engine:
     params: InitVar[Tree]
     slots: int = 8  # requests that run at a time, a multiple of dp·fsdp·ep
     length: int = 512  # positions of each: prompt and answer, but for the last token
-    chunk: int = 32  # tokens of a prompt that a step takes: with more it is faster, and others wait longer
+    chunk: int = (
+        32  # tokens of a prompt that a step takes: with more it is faster, and others wait longer
+    )
     queue: int = 64  # requests that may wait for a slot
 
     def __post_init__(self, params: Tree) -> None:
         check_fields(self)
         self.decoder = Decoder(self.config, self.plan, self.mesh, params, self.slots, self.length)
-        self._lock, self._waiting, self._running = threading.Lock(), deque[_Job](), dict[int, _Job]()
+        self._lock, self._waiting, self._running = (
+            threading.Lock(),
+            deque[_Job](),
+            dict[int, _Job](),
+        )
         self._counts = Counter(slots=self.slots, submitted=0, steps=0, wide_steps=0, tokens=0)
-        luck = multihost_utils.broadcast_one_to_all(np.random.default_rng().integers(1 << 31, dtype="i4"))
+        luck = multihost_utils.broadcast_one_to_all(
+            np.random.default_rng().integers(1 << 31, dtype="i4")
+        )
         self._seeds = np.random.default_rng(int(luck))
 
     def submit(self, request: Request) -> int:
@@ -143,7 +161,11 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compile all programs that a step may need, before the first request."""
-        for echo in (False, True, False):  # the first step's cache is new: JAX compiles another for it
+        for echo in (
+            False,
+            True,
+            False,
+        ):  # the first step's cache is new: JAX compiles another for it
             self.submit(Request((0, 0), 2, echo=echo))
             while self.busy:
                 self.step()
@@ -177,7 +199,9 @@ class Engine:
             jobs = dict(self._running)
         if not jobs:
             return events
-        echo = any(job.request.echo and job.taken < len(job.request.tokens) for job in jobs.values())
+        echo = any(
+            job.request.echo and job.taken < len(job.request.tokens) for job in jobs.values()
+        )
         wide = echo or any(len(job.known) - job.taken > 1 for job in jobs.values())
         rows = DecoderInput.idle(self.slots, min(self.chunk, self.length) if wide else 1)
         for slot, job in jobs.items():
@@ -191,7 +215,9 @@ class Engine:
             raise
         with self._lock:
             for slot, job in jobs.items():
-                events_of_job = [*job.events(rows.num[slot], tokens[:, slot], logprobs[:, slot], self.length)]
+                events_of_job = [
+                    *job.events(rows.num[slot], tokens[:, slot], logprobs[:, slot], self.length)
+                ]
                 if events_of_job and events_of_job[-1].finish:
                     del self._running[slot]
                 events += events_of_job

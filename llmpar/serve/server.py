@@ -177,7 +177,10 @@ class Choice:
         self.decode, self.stops, self.num_tokens = decode, stops, 0
         self.made, self.given, self.stopped = "", 0, False
         self._ids = list(() if echo else prompt[-8:])
-        self._from, self._made = 0, len(self._ids)  # the ids between are in ``made``, or the prompt's
+        self._from, self._made = (
+            0,
+            len(self._ids),
+        )  # the ids between are in ``made``, or the prompt's
         self._waiting = list[tuple[int, Event]]()
 
     def take(self, event: Event) -> Piece:
@@ -197,7 +200,10 @@ class Choice:
     def _add(self, token: int | None, stops: Sequence[str]) -> str:
         """Return the text that is certain now and was not before; None: no token follows."""
         self._ids += [] if token is None else [token]
-        before, now = self.decode(self._ids[self._from : self._made]), self.decode(self._ids[self._from :])
+        before, now = (
+            self.decode(self._ids[self._from : self._made]),
+            self.decode(self._ids[self._from :]),
+        )
         if token is None or len(now) > len(before) and not now.endswith("\ufffd"):
             self.made += now[len(before) :]
             self._from, self._made = self._made, len(self._ids)
@@ -245,12 +251,21 @@ class Api:
     def admit(self, request: Http, key: bool = True) -> None:
         """Refuse a request without the key, and a web page whose host name was made to mean this machine."""
         if self.only_here and not LOCAL_HOSTS.fullmatch(request.headers.get("host", "")):
-            raise HTTPException(403, "this server is for its own machine: ask it as localhost or 127.0.0.1")
-        scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
-        fits = hmac.compare_digest(given.strip(), (self.key or "").encode()) and scheme.lower() == b"bearer"
+            raise HTTPException(
+                403, "this server is for its own machine: ask it as localhost or 127.0.0.1"
+            )
+        scheme, _, given = (
+            request.headers.get("authorization", "").encode("latin-1").partition(b" ")
+        )
+        fits = (
+            hmac.compare_digest(given.strip(), (self.key or "").encode())
+            and scheme.lower() == b"bearer"
+        )
         if key and self.key and not fits:
             raise HTTPException(
-                401, "give the server's key, as 'Authorization: Bearer KEY'", {"WWW-Authenticate": "Bearer"}
+                401,
+                "give the server's key, as 'Authorization: Bearer KEY'",
+                {"WWW-Authenticate": "Bearer"},
             )
 
     async def page(self, request: Http) -> HTMLResponse:
@@ -339,7 +354,9 @@ class Api:
             raise ValueError(f"the body is no JSON: {error}; give an object") from None
         if not isinstance(body, dict):
             raise ValueError(f"the body is {json.dumps(body):.40}; give an object")
-        nothing = lambda name, x: x is None or name in IGNORED or name in NEUTRAL and NEUTRAL[name] == x
+        nothing = lambda name, x: (
+            x is None or name in IGNORED or name in NEUTRAL and NEUTRAL[name] == x
+        )
         body = {name: x for name, x in body.items() if not nothing(name, x)}
         for name, value in body.items():
             if name not in KNOWN[kind]:
@@ -394,11 +411,17 @@ class Api:
         if isinstance(given, str) or isinstance(given, list) and given and type(given[0]) is int:
             given = [given]
         if not isinstance(given, list) or not 1 <= len(given) <= MOST_PROMPTS:
-            raise ValueError(f"prompt must be a text, a list of tokens, or up to {MOST_PROMPTS} of these")
+            raise ValueError(
+                f"prompt must be a text, a list of tokens, or up to {MOST_PROMPTS} of these"
+            )
         is_text = lambda x: isinstance(x, str) and not re.search("[\ud800-\udfff]", x)
         for x in given:
-            if not is_text(x) and (not isinstance(x, list) or any(type(token) is not int for token in x)):
-                raise ValueError(f"prompt {json.dumps(x):.40} is neither a text nor a list of tokens")
+            if not is_text(x) and (
+                not isinstance(x, list) or any(type(token) is not int for token in x)
+            ):
+                raise ValueError(
+                    f"prompt {json.dumps(x):.40} is neither a text nor a list of tokens"
+                )
         texts = [x for x in given if isinstance(x, str)]
         self._check_letters(max(map(len, texts), default=0))
         made = iter(self.chat.encode_all(texts) if texts else ())
@@ -435,7 +458,9 @@ class _Answer:
     def __init__(self, api: Api, kind: str, raw: bytes):
         self.api, self.kind, self.body = api, kind, api.read(kind, raw)
         self.requests, stops = api.requests(kind, self.body), self.body["stop"]
-        self.choices = [Choice(api.tokenizer.decode, x.tokens, stops, x.echo) for x in self.requests]
+        self.choices = [
+            Choice(api.tokenizer.decode, x.tokens, stops, x.echo) for x in self.requests
+        ]
         self.tickets, self.box = list[int](), asyncio.Queue[Event | HTTPException]()
         self.streams = self.body.get("stream", False)
         chat = "chat.completion.chunk" if self.streams else "chat.completion"
@@ -458,7 +483,9 @@ class _Answer:
         try:
             if self.streams:
                 headers = {"Cache-Control": "no-store"}
-                stream = StreamingResponse(self._stream(), headers=headers, media_type="text/event-stream")
+                stream = StreamingResponse(
+                    self._stream(), headers=headers, media_type="text/event-stream"
+                )
                 await stream.stream_response(send)
             else:
                 await Document(await self._document())(scope, receive, send)
@@ -481,7 +508,8 @@ class _Answer:
                     raise HTTPException(500, str(error)) from None
                 if piece[2]:
                     del running[event.ticket]
-                    self.api.thread.cancel([event.ticket])  # the engine knows nothing of stop strings
+                    # The engine knows nothing of stop strings.
+                    self.api.thread.cancel([event.ticket])
                 if any(piece):
                     yield index, piece
 
@@ -528,7 +556,9 @@ class _Answer:
             choice["message"] = {"role": "assistant", "content": text}
         if self.body.get("logprobs") is None:
             return choice
-        named = [[self._named(*x) for x in ((y.token, y.logprob), *y.best[::-1])] for _, y in tokens]
+        named = [
+            [self._named(*x) for x in ((y.token, y.logprob), *y.best[::-1])] for _, y in tokens
+        ]
         if self.kind == "chat":
             raw = lambda name: None if name.startswith("token_id:") else list(name.encode())
             entry = lambda x: {"token": x[0], "logprob": x[1], "bytes": raw(x[0])}
@@ -556,7 +586,14 @@ def error_document(error: HTTPException) -> dict[str, Any]:
     error_type = _ERRORS.get(
         error.status_code, "server_error" if error.status_code >= 500 else "invalid_request_error"
     )
-    return {"error": {"message": error.detail, "type": error_type, "param": None, "code": error.status_code}}
+    return {
+        "error": {
+            "message": error.detail,
+            "type": error_type,
+            "param": None,
+            "code": error.status_code,
+        }
+    }
 
 
 def app(api: Api) -> Starlette:
@@ -610,7 +647,9 @@ class Server(uvicorn.Server):
             states = [(x, x.cycle, x.transport.get_write_buffer_size()) for x in connections]
             idle = [x for x in states if x[2] or x[1] is None or x[1].response_complete]
             self._idle = {state: self._idle.get(state, 0) + 1 for state in idle}
-            for connection, *_ in (state for state, seconds in self._idle.items() if seconds > READ_S):
+            for connection, *_ in (
+                state for state, seconds in self._idle.items() if seconds > READ_S
+            ):
                 connection.transport.abort()
         self.should_exit |= self.thread.error is not None
         return await super().on_tick(counter)
@@ -634,5 +673,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: Any = None) -> None:
         """Let running requests end for a while."""
-        self.say(f"stopping: what is being answered ({len(self.server_state.tasks)}) has {GRACE_S} s to end")
+        self.say(
+            f"stopping: what is being answered ({len(self.server_state.tasks)}) has {GRACE_S} s to end"
+        )
         await super().shutdown(sockets)

@@ -58,7 +58,9 @@ class Apart:
         return [np.array(ids, np.int32) for ids in self._call("encode_all", texts)]
 
     def _call(self, name: str, *given: Any) -> Any:
-        idle = self._idle[name == "encode_all"]  # texts do not wait for a process that a template ended
+        idle = self._idle[
+            name == "encode_all"
+        ]  # texts do not wait for a process that a template ended
         try:
             process = idle.pop()
         except IndexError:
@@ -80,7 +82,11 @@ class Apart:
 
     def _start(self) -> Any:
         begin = f"import sys; sys.path[:] = {[*map(str, sys.path)]}"
-        line = [sys.executable, "-c", f"{begin}; from llmpar.training import apart; apart._answer()"]
+        line = [
+            sys.executable,
+            "-c",
+            f"{begin}; from llmpar.training import apart; apart._answer()",
+        ]
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
         pipes["stderr"] = None if os.environ.get("LLMPAR_TRACEBACK") else subprocess.DEVNULL
         # Threads of the tokenizer's package would count as memory.
@@ -96,7 +102,9 @@ class Apart:
         if status == -signal.SIGPROF:
             why = f"did not end in {self._limit_s:g} s of processor time"
         kind = RuntimeError if status == 1 else ValueError  # an exception of Python: our own fault
-        return kind(f"the chat template or the tokenizer of '{self._name}' {why}; mend it, or ask for less")
+        return kind(
+            f"the chat template or the tokenizer of '{self._name}' {why}; mend it, or ask for less"
+        )
 
 
 def _end(processes: Any) -> None:
@@ -112,12 +120,16 @@ def _answer() -> None:
     with contextlib.suppress(ImportError, OSError):
         import resource
 
-        begun = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        begun = (
+            int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        )
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (begun + MEMORY_BYTES,) * 2)
     plain = lambda x: x.tolist() if isinstance(x, np.ndarray) else sorted(x)
     while call := _read():
-        signal.setitimer(signal.ITIMER_PROF, limit_s)  # its signal ends the process, whatever it does
+        signal.setitimer(
+            signal.ITIMER_PROF, limit_s
+        )  # its signal ends the process, whatever it does
         try:
             value = getattr(chat, call[0])
             value = value(*call[1]) if callable(value) else value

@@ -16,7 +16,9 @@ from llmpar.files import read_text
 
 Message = Mapping[str, Any]
 ROLES = ("system", "user", "assistant")
-_MARK = "\ud800"  # stands around a special token that a message spells out; itself no message holds it
+_MARK = (
+    "\ud800"  # stands around a special token that a message spells out; itself no message holds it
+)
 # What a template writes at most: four letters for each byte that the server reads of a request.
 _MOST_LETTERS = 1 << 24
 
@@ -37,10 +39,14 @@ class Chat:
             added = tokenizer.hub.get_added_tokens_decoder()
             special = {number: token for number, token in added.items() if token.special}
             self._text, self._ends = _template_text(tokenizer), self._ends | special.keys()
-            texts = sorted(filter(None, (x.content for x in special.values())), key=len, reverse=True)
+            texts = sorted(
+                filter(None, (x.content for x in special.values())), key=len, reverse=True
+            )
             self._spelled = "|".join(map(re.escape, texts)) or "(?!)"
             plain = (x for x in special.values() if not (x.lstrip or x.normalized or x.single_word))
-            self._parting = {token.content for token in plain}  # what is before one does not change it
+            self._parting = {
+                token.content for token in plain
+            }  # what is before one does not change it
 
     @functools.cached_property
     def end_ids(self) -> frozenset[int]:
@@ -68,17 +74,24 @@ class Chat:
         ids = encode(whole := self._render(messages, ask))
         for i, message in enumerate(messages if len(ids) <= most else ()):
             if message["role"] == "assistant":
-                prompt, answered = self._render(messages[:i], True), self._render(messages[: i + 1], False)
+                prompt, answered = (
+                    self._render(messages[:i], True),
+                    self._render(messages[: i + 1], False),
+                )
                 if whole.startswith(prompt) and whole.startswith(answered):
                     begin = len(before := encode(prompt))
                     if before != ids[:begin]:  # a token would reach from the prompt into the answer
                         seams.append(len(prompt))
                         ids = encode(whole)
                     answer = encode(answered)
-                    while answer != ids[: len(answer)]:  # a token reaches from the answer into what follows
+                    while (
+                        answer != ids[: len(answer)]
+                    ):  # a token reaches from the answer into what follows
                         answer.pop()
                     ends = [n + 1 for n in range(begin, len(answer)) if answer[n] in self._ends]
-                    spans.append(slice(begin, max(ends, default=len(answer))))  # not a line break behind it
+                    spans.append(
+                        slice(begin, max(ends, default=len(answer)))
+                    )  # not a line break behind it
         is_answer = np.zeros(len(ids), bool)
         for span in spans:
             is_answer[span] = True
@@ -101,8 +114,13 @@ class Chat:
         """Do nothing: no process runs (`apart.Apart` has some)."""
 
     def _plain(self, messages: Sequence[Message], ask: bool) -> tuple[np.ndarray, np.ndarray]:
-        texts = [text for message in messages for text in (f"{message['role']}\n", message["content"])]
-        pieces, end = self.encode_all([*texts, *["assistant\n"] * ask]), [min(self.tokenizer.end_ids)]
+        texts = [
+            text for message in messages for text in (f"{message['role']}\n", message["content"])
+        ]
+        pieces, end = (
+            self.encode_all([*texts, *["assistant\n"] * ask]),
+            [min(self.tokenizer.end_ids)],
+        )
         parts, answers = list[Any]([[self.tokenizer.start_id]]), [False]
         for i, message in enumerate(messages):
             parts += [pieces[2 * i], pieces[2 * i + 1], end]
@@ -134,7 +152,9 @@ class Chat:
 
     @functools.cached_property
     def _hub(self) -> Any:
-        return type(self.tokenizer.hub).from_str(self.tokenizer.hub.to_str())  # knows special tokens in text
+        return type(self.tokenizer.hub).from_str(
+            self.tokenizer.hub.to_str()
+        )  # knows special tokens in text
 
     def _encode(self, text: str) -> list[int]:
         """Encode a rendered text, cut around marked special tokens, which stay text."""
@@ -145,7 +165,9 @@ class Chat:
                 with calling(f"tokenizer '{self.tokenizer.name}' cannot encode the text"):
                     new_ids = hub.encode(piece, add_special_tokens=False).ids
                 if n % 2 and not self._ends.isdisjoint(new_ids):
-                    raise ValueError(f"a message spells out the special token '{piece}'; leave it out")
+                    raise ValueError(
+                        f"a message spells out the special token '{piece}'; leave it out"
+                    )
                 ids += new_ids
         return ids
 
@@ -164,16 +186,26 @@ def calling(what: str, use: str = "mend it, or use 'bytes'"):
 
 def check_messages(messages: Any) -> list[dict[str, str]]:
     """Return the roles and contents of a conversation's messages; refuse anything else."""
-    like = f'each must look like {{"role": "user", "content": "…"}}, with a role of {", ".join(ROLES)}'
+    like = (
+        f'each must look like {{"role": "user", "content": "…"}}, with a role of {", ".join(ROLES)}'
+    )
     checked = []
-    for number, message in enumerate(messages if isinstance(messages, list | tuple) else [messages], 1):
+    for number, message in enumerate(
+        messages if isinstance(messages, list | tuple) else [messages], 1
+    ):
         fields = message if isinstance(message, Mapping) else {}
         role, content = fields.get("role"), fields.get("content")
-        if role not in ROLES or not isinstance(content, str) or re.search("[\ud800-\udfff]", content):
+        if (
+            role not in ROLES
+            or not isinstance(content, str)
+            or re.search("[\ud800-\udfff]", content)
+        ):
             raise ValueError(f"message {number} is {message!r:.60}; {like}")
         checked.append({"role": role, "content": content})
     if not checked or checked[0]["role"] == "assistant":
-        raise ValueError("a conversation begins with a message of the role system or user; give one")
+        raise ValueError(
+            "a conversation begins with a message of the role system or user; give one"
+        )
     return checked
 
 
@@ -182,7 +214,9 @@ def _template_text(tokenizer: Any) -> str:
     file, text = tokenizer.beside("chat_template.jinja"), tokenizer.about("tokenizer_config.json")
     text = read_text(file, "chat template") if file.is_file() else text.get("chat_template")
     if isinstance(text, list):  # several by name
-        text = {x.get("name"): x.get("template") for x in text if isinstance(x, dict)}.get("default")
+        text = {x.get("name"): x.get("template") for x in text if isinstance(x, dict)}.get(
+            "default"
+        )
     return text if isinstance(text, str) else ""
 
 
@@ -199,7 +233,9 @@ def _compiled(text: str, name: str) -> Any:
     def refuse(words):
         raise jinja2.TemplateError(words)
 
-    to_json = lambda x, ensure_ascii=False, **options: json.dumps(x, ensure_ascii=ensure_ascii, **options)
+    to_json = lambda x, ensure_ascii=False, **options: json.dumps(
+        x, ensure_ascii=ensure_ascii, **options
+    )
     blocks = {"trim_blocks": True, "lstrip_blocks": True, "extensions": ["jinja2.ext.loopcontrols"]}
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(**blocks)
     environment.filters["tojson"], environment.globals["raise_exception"] = to_json, refuse

@@ -35,7 +35,15 @@ FIXED = ("data", "tokenizer", "seed", "data_seed", "held_out", "batch_size", "se
 # How many of the newest checkpoints stay, besides the best.
 _KEPT = 2
 # Errors of a machine, which say nothing about what a file holds.
-HINDRANCES = errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE
+HINDRANCES = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EIO,
+    errno.ESTALE,
+)
 # What made a run; or its score: a held-out ``loss``, and ``of`` what it is, for only like is compared.
 Record = dict[str, Any] | None
 
@@ -57,7 +65,9 @@ class Checkpoints:
         self._writes = False
         self._read_step: int | None = None
         if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(f"checkpoints lie in a folder, but '{folder}' is a file; give another name")
+            raise ValueError(
+                f"checkpoints lie in a folder, but '{folder}' is a file; give another name"
+            )
         if (self.folder / "config.json").is_file() and any(self.folder.glob("*.safetensors")):
             raise ValueError(
                 f"'{folder}' is the folder of a Hugging Face model (config.json, safetensors), not one of"
@@ -80,7 +90,9 @@ class Checkpoints:
         steps = sorted(self._manager.all_steps()) if self.folder.is_dir() else []
         scores = [(step, self._score(step)) for step in steps] + [*more]
         finite = [(step, score) for step, score in scores if score and math.isfinite(score["loss"])]
-        alike = [(score["loss"], step) for step, score in finite if score["of"] == finite[-1][1]["of"]]
+        alike = [
+            (score["loss"], step) for step, score in finite if score["of"] == finite[-1][1]["of"]
+        ]
         return min(alike)[1] if alike else None
 
     def _score(self, step: int) -> Record:
@@ -88,7 +100,9 @@ class Checkpoints:
         is read. (One that this machine cannot read now is no worse than others, and must not be deleted.)"""
         gone = FileNotFoundError, NotADirectoryError
         with contextlib.suppress(*gone, ValueError, TypeError, KeyError, AttributeError):
-            score = json.loads((self.folder / str(step) / "about" / "metadata").read_text())["score"]
+            score = json.loads((self.folder / str(step) / "about" / "metadata").read_text())[
+                "score"
+            ]
             return {"loss": float(score["loss"]), "of": str(score["of"])}
         return None
 
@@ -165,7 +179,9 @@ class Checkpoints:
         if self._lock_file is None:
             return True
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return os.path.samestat(os.fstat(self._lock_file.fileno()), os.stat(self.folder / "lock"))
+            return os.path.samestat(
+                os.fstat(self._lock_file.fileno()), os.stat(self.folder / "lock")
+            )
         return False
 
     def _save_aside(self, number: int, step: int, *what: Any) -> None:
@@ -197,11 +213,18 @@ class Checkpoints:
         return 0
 
     def save(
-        self, step: int, state: State, config: ModelConfig, made: Record = None, score: Record = None
+        self,
+        step: int,
+        state: State,
+        config: ModelConfig,
+        made: Record = None,
+        score: Record = None,
     ) -> None:
         """Write all of the state, and beside it the model's configuration, what ``made`` it, and its score;
         finished, or as if it had never begun. Then older ones are deleted, but for one that is being read."""
-        stranger = multihost_utils.broadcast_one_to_all(np.int32(0 if self._is_ours() else os.getpid()))
+        stranger = multihost_utils.broadcast_one_to_all(
+            np.int32(0 if self._is_ours() else os.getpid())
+        )
         if stranger:
             self._save_aside(int(stranger), step, state, config, made, score)
         self._read_step = None
@@ -217,12 +240,16 @@ class Checkpoints:
             self._manager.save(step, args=parts)
         except Exception as error:  # Orbax and TensorStore raise every kind
             why = _first_line(error)
-            if any(sign in str(error) for sign in ("No space left", "RESOURCE_EXHAUSTED", "Errno 28")):
+            if any(
+                sign in str(error) for sign in ("No space left", "RESOURCE_EXHAUSTED", "Errno 28")
+            ):
                 size = sum(x.nbytes for x in jax.tree.leaves(state)) / 2**20
                 space = f"free some {max(1, round(1.2 * size)):,} MiB"
                 why = f"the disk is full; {space} and run the same command again"
             kept = (
-                f"the checkpoint of step {before} is intact" if before else "no checkpoint was taken before"
+                f"the checkpoint of step {before} is intact"
+                if before
+                else "no checkpoint was taken before"
             )
             raise ValueError(
                 f"the checkpoint of step {step} could not be written to {self.folder} ({kept}): {why}"
@@ -269,7 +296,9 @@ class Checkpoints:
         """Return what was written beside the state: the model's ``config``, what ``made`` it, ``checksums``,
         and its ``score`` where it was evaluated."""
         if self.latest is None:
-            raise ValueError(f"there is no checkpoint in {self.folder}; train with --checkpoints first")
+            raise ValueError(
+                f"there is no checkpoint in {self.folder}; train with --checkpoints first"
+            )
         about = self._described()
         if not isinstance(about, dict):
             self._refuse("its description is no JSON object")
@@ -279,7 +308,9 @@ class Checkpoints:
         try:
             return about | {"config": from_dict(about["config"])}
         except ValueError as error:
-            raise ValueError(f"{self._which} is of a model that is not known here: {error}") from error
+            raise ValueError(
+                f"{self._which} is of a model that is not known here: {error}"
+            ) from error
 
     def _described(self, again: bool = False) -> Any:
         """Return the description of the checkpoint that is read from here on. If a training has taken that
@@ -342,7 +373,9 @@ class Checkpoints:
         where = {path: place(path, to) for path, to in flatten_dict(shardings, sep=".").items()}
         item = {"params": unflatten_dict(where, sep=".")}
         to = ocp.checkpoint_utils.construct_restore_args(item)
-        restored = self._read("state", ocp.args.PyTreeRestore(item, restore_args=to, partial_restore=True))
+        restored = self._read(
+            "state", ocp.args.PyTreeRestore(item, restore_args=to, partial_restore=True)
+        )
         self._compare(about["checksums"], State(restored["params"], None, None))
         return restored["params"]
 
@@ -406,10 +439,14 @@ class Checkpoints:
         )
 
 
-def _placed(about: dict[str, Any], path: str, shape: tuple[int, ...], sharding: Any) -> jax.ShapeDtypeStruct:
+def _placed(
+    about: dict[str, Any], path: str, shape: tuple[int, ...], sharding: Any
+) -> jax.ShapeDtypeStruct:
     """Return a weight in the dtype in which it was written: frozen ones may have been narrower than
     float32."""
-    return jax.ShapeDtypeStruct(shape, about.get("narrow", {}).get(path, "float32"), sharding=sharding)
+    return jax.ShapeDtypeStruct(
+        shape, about.get("narrow", {}).get(path, "float32"), sharding=sharding
+    )
 
 
 def _hindered(path: pathlib.Path, error: BaseException | None) -> str | None:
@@ -419,7 +456,11 @@ def _hindered(path: pathlib.Path, error: BaseException | None) -> str | None:
         return "it was taken away meanwhile, as a training does with older ones; run the same command again"
     while error:
         for number in HINDRANCES:
-            if isinstance(error, OSError) and error.errno == number or os.strerror(number) in str(error):
+            if (
+                isinstance(error, OSError)
+                and error.errno == number
+                or os.strerror(number) in str(error)
+            ):
                 return f"{os.strerror(number)}; mend that, and run the same command again"
         error = error.__cause__ or error.__context__
     try:
@@ -453,7 +494,10 @@ def _words(value) -> str:
 
 def _names(state: State) -> dict[str, Any]:
     """Return the leaves of a state by path."""
-    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(state._asdict())}
+    return {
+        jax.tree_util.keystr(path): x
+        for path, x in jax.tree_util.tree_leaves_with_path(state._asdict())
+    }
 
 
 @jax.jit

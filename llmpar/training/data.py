@@ -30,11 +30,15 @@ from llmpar.training.chat import Chat, calling, check_messages
 _Batch = dict[str, Int32[np.ndarray, "b s"]]
 
 MEMORY_PER_BYTE = 12  # measured: the text, its tokens, and what is in between
-DOCUMENT_S = 60.0  # processor time that a chat template and a tokenizer may take for one conversation
+DOCUMENT_S = (
+    60.0  # processor time that a chat template and a tokenizer may take for one conversation
+)
 LIBRARY_LIMIT_BYTES = 4 << 20  # about 250 files: read and encoded in well under a second
 # Left out: packages of others, tests, tables that are no prose (code pages, an index of help texts), local
 # settings.
-SKIPPED_FOLDERS = "site-packages dist-packages test tests idlelib idle_test encodings pydoc_data".split()
+SKIPPED_FOLDERS = (
+    "site-packages dist-packages test tests idlelib idle_test encodings pydoc_data".split()
+)
 SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 ANSWERS = ("answer", "completion", "response")  # what the answer to a line's prompt may be called
 
@@ -109,7 +113,11 @@ def library_files(root: str = "") -> list[str]:
         inside[:] = [name for name in inside if name not in SKIPPED_FOLDERS]
         files = [f for f in files if f.endswith(".py") and not f.startswith(SKIPPED_FILES)]
         sources += [os.path.join(folder, f) for f in files]
-    licences = [os.path.join(d, f) for d in (root, os.path.dirname(root)) for f in ("LICENSE.txt", "LICENSE")]
+    licences = [
+        os.path.join(d, f)
+        for d in (root, os.path.dirname(root))
+        for f in ("LICENSE.txt", "LICENSE")
+    ]
     return [f for f in licences if os.path.isfile(f)][:1] + sorted(sources)
 
 
@@ -143,9 +151,13 @@ def _document(line: str, where: str) -> str | Conversation:
     if not answers and "messages" not in row:
         row["text"].encode()  # fails for what is no string, and for half of a surrogate pair
         return row["text"]
-    pairs = zip(("user", "assistant"), (row["prompt"], row[answers[0]]), strict=True) if answers else ()
+    pairs = (
+        zip(("user", "assistant"), (row["prompt"], row[answers[0]]), strict=True) if answers else ()
+    )
     messages = check_messages([dict(role=r, content=c) for r, c in pairs] or row["messages"])
-    contents = [message["content"].strip() for message in messages if message["role"] == "assistant"]
+    contents = [
+        message["content"].strip() for message in messages if message["role"] == "assistant"
+    ]
     if not all(contents) or not contents:
         raise ValueError(f"it has {'an empty answer' if contents else 'no answer'}: leave it out")
     return Conversation(messages, where)
@@ -158,7 +170,9 @@ def read_documents(file: str, limit_bytes: int) -> Iterator[str | Conversation]:
     try:
         with open(file, "rb") as opened:
             raw = opened.read(-1 if lines else min(limit_bytes + 4, os.path.getsize(file)))
-            decoder = codecs.getincrementaldecoder("utf-8")()  # does not mind a last character that is cut
+            decoder = codecs.getincrementaldecoder(
+                "utf-8"
+            )()  # does not mind a last character that is cut
             text = decoder.decode(raw, final=not opened.read(1)).removeprefix("\ufeff")
     except OSError as error:
         raise ValueError(
@@ -172,17 +186,26 @@ def read_documents(file: str, limit_bytes: int) -> Iterator[str | Conversation]:
     if not lines:
         yield text
         return
-    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON strings may hold U+2028
+    for number, line in enumerate(
+        text.split("\n"), 1
+    ):  # not splitlines: JSON strings may hold U+2028
         if not line.strip():
             continue
         where = f"data file '{file}', line {number}"
         try:
             yield _document(line, where)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            own = {UnicodeEncodeError: "half of a surrogate pair", RecursionError: "nested too deeply"}
-            why = own.get(type(error), f"{type(error).__name__}: {error}".removeprefix("ValueError: "))
+            own = {
+                UnicodeEncodeError: "half of a surrogate pair",
+                RecursionError: "nested too deeply",
+            }
+            why = own.get(
+                type(error), f"{type(error).__name__}: {error}".removeprefix("ValueError: ")
+            )
             like = '{"text": "…"}, {"prompt": "…", "answer": "…"} or {"messages": […]}'
-            raise ValueError(f"{where}, is no document ({why}); each line must look like {like}") from None
+            raise ValueError(
+                f"{where}, is no document ({why}); each line must look like {like}"
+            ) from None
 
 
 class ByteTokenizer:
@@ -213,7 +236,14 @@ class FileTokenizer:
     of another.
     """
 
-    USUAL_STARTS = ("<|begin_of_text|>", "<|endoftext|>", "<s>", "<bos>", "[BOS]", "<|startoftext|>")
+    USUAL_STARTS = (
+        "<|begin_of_text|>",
+        "<|endoftext|>",
+        "<s>",
+        "<bos>",
+        "[BOS]",
+        "<|startoftext|>",
+    )
 
     def __init__(self, path: str, start_token: str | None = None):
         try:
@@ -245,7 +275,11 @@ class FileTokenizer:
         self.longest = max(map(len, vocab))  # letters, or bytes, that one token stands for at most
         content = pathlib.Path(file).read_bytes() + b"%d" % self.start_id
         digest = hashlib.sha256(content).hexdigest()[:16]
-        self.identity = {"name": os.path.abspath(file), "fingerprint": digest, "start_token": start_token}
+        self.identity = {
+            "name": os.path.abspath(file),
+            "fingerprint": digest,
+            "start_token": start_token,
+        }
 
     def beside(self, name: str) -> pathlib.Path:
         """Return a file in the same folder."""
@@ -266,7 +300,10 @@ class FileTokenizer:
     @functools.cached_property
     def end_ids(self) -> frozenset[int]:
         """The tokens that end an answer: all that the files beside it name; else the document's start."""
-        kept = [self.about(name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
+        kept = [
+            self.about(name).get("eos_token_id")
+            for name in ("generation_config.json", "config.json")
+        ]
         numbers = [i for ids in kept for i in (ids if isinstance(ids, list) else [ids])]
         numbers.append(self.hub.token_to_id(self.special.get("eos_token", "")))
         known = (i for i in numbers if type(i) is int and 0 <= i < self.vocab_size)
@@ -391,7 +428,11 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
     lengths = [len(ids) for ids in pieces]
     if talks:
         source += f"; {talks} conversations: {sum(x.sum() for x in counts)} of {sum(lengths)} tokens count"
-        source += f", of {partly} not all answers, as the template writes earlier ones anew" if partly else ""
+        source += (
+            f", of {partly} not all answers, as the template writes earlier ones anew"
+            if partly
+            else ""
+        )
         long = sum(n > config.seq_len for n in lengths)
         source += f", {long} documents are longer than a row of {config.seq_len}" if long else ""
     offsets, mask = np.cumsum([0, *lengths]), np.concatenate(counts) if talks else None
@@ -417,7 +458,9 @@ def _read_texts(config: DataConfig) -> tuple[list[str | Conversation], str]:
         else:
             raw = text.encode()[: limit - size]
             size += len(raw)
-            texts += filter(None, [raw.decode(errors="ignore")])  # the limit may fall inside a character
+            texts += filter(
+                None, [raw.decode(errors="ignore")]
+            )  # the limit may fall inside a character
         if size >= limit:
             break
     if not texts:
@@ -425,7 +468,10 @@ def _read_texts(config: DataConfig) -> tuple[list[str | Conversation], str]:
             f"{source} has no text: {len(files)} files, {num_read} empty documents; give other --data"
         )
     limited = f", up to limit_bytes {limit}" if size >= limit else ""
-    return texts, f"{source} ({len(files)} files; {len(texts)} documents, {size} bytes read{limited})"
+    return (
+        texts,
+        f"{source} ({len(files)} files; {len(texts)} documents, {size} bytes read{limited})",
+    )
 
 
 def _check_memory(source: str, num_bytes: int) -> None:
@@ -517,7 +563,9 @@ class Batches:
             return batch
         places = self.order(batch["segments"])
         if not np.array_equal(np.sort(places), batch["positions"]):
-            raise ValueError(f"order {str(places):.60} is in each row no permutation of 0 to {s - 1}")
+            raise ValueError(
+                f"order {str(places):.60} is in each row no permutation of 0 to {s - 1}"
+            )
         return {name: np.take_along_axis(x, places, 1) for name, x in batch.items()}
 
     def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

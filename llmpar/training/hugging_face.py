@@ -76,13 +76,17 @@ class _Weight:
         piece = tensor[tuple(region)].reshape(parts)[tuple(inner)]
         return piece.transpose([letters.index(x) for x in self.own]).astype(dtype, order="C")
 
-    def place(self, tensors: Mapping, sharding: jax.sharding.Sharding, dtype: np.dtype) -> jax.Array:
+    def place(
+        self, tensors: Mapping, sharding: jax.sharding.Sharding, dtype: np.dtype
+    ) -> jax.Array:
         """Put this weight on its devices. One tensor at a time is in this host's memory; a block of it that
         several devices of this host share is read once."""
         num, cuts, shards = len(self.stacked), {}, {}
         for device, index in sharding.addressable_devices_indices_map(self.shape).items():
             cuts[device] = [s.indices(n)[:2] for s, n in zip(index or (), self.shape, strict=True)]
-            shards[device] = jnp.zeros([end - start for start, end in cuts[device]], dtype, device=device)
+            shards[device] = jnp.zeros(
+                [end - start for start, end in cuts[device]], dtype, device=device
+            )
         for numbers, name in zip(self.numbers, self.names, strict=True):
             read = functools.cache(functools.partial(self.read, tensors[name], dtype))
             for device, cut in cuts.items():
@@ -115,7 +119,9 @@ def _put(stack: jax.Array, piece: jax.Array, at: list) -> jax.Array:
 
 def _take(stack: Any, at: tuple[int, ...]) -> np.ndarray:
     """Return one tensor of a stack, whole, in every process."""
-    if not isinstance(stack, jax.Array) or not isinstance(stack.sharding, jax.sharding.NamedSharding):
+    if not isinstance(stack, jax.Array) or not isinstance(
+        stack.sharding, jax.sharding.NamedSharding
+    ):
         return np.asarray(stack[at])
     bits = _take_bits(stack, at, stack.sharding)
     whole = np.asarray(bits if bits.is_fully_addressable else process_allgather(bits, tiled=True))
@@ -127,14 +133,19 @@ def _take_bits(stack: jax.Array, at: tuple, sharding: jax.sharding.NamedSharding
     """Return the bits of one tensor of a stack; its own dims are cut as before. (Of a stack that is cut along
     its layers or experts XLA would gather all.)"""
     cuts = [*sharding.spec, *[None] * (stack.ndim - len(sharding.spec))]
-    axes, own = [axes_of(cut) for cut in cuts[: len(at)]], jax.sharding.PartitionSpec(*cuts[len(at) :])
+    axes, own = (
+        [axes_of(cut) for cut in cuts[: len(at)]],
+        jax.sharding.PartitionSpec(*cuts[len(at) :]),
+    )
 
     def take(stack, at):
         is_local = jnp.bool_(True)
         for n, names in zip(at, axes, strict=True):
             n -= lax.axis_index(names) * len(stack) if names else 0
             is_local &= (n >= 0) & (n < len(stack))
-            stack = lax.dynamic_index_in_dim(stack, n, keepdims=False)  # some other, where it has none
+            stack = lax.dynamic_index_in_dim(
+                stack, n, keepdims=False
+            )  # some other, where it has none
         bits = lax.bitcast_convert_type(stack, f"uint{8 * stack.dtype.itemsize}").astype(jnp.uint32)
         return lax.psum(jnp.where(is_local, bits, jnp.uint32(0)), sum(axes, ()))
 
@@ -161,7 +172,9 @@ def from_state_dict(
     only = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     where = dict.fromkeys(weights, only) if shardings is None else flatten_dict(shardings, sep=".")
     place = lambda path, to: weights[path].place(tensors, to, np.dtype(dtype))
-    return unflatten_dict({path: place(path, to) for path, to in where.items() if path in weights}, sep=".")
+    return unflatten_dict(
+        {path: place(path, to) for path, to in where.items() if path in weights}, sep="."
+    )
 
 
 def check_tensors(tensors: Mapping[str, Any], config: ModelConfig) -> None:
@@ -172,7 +185,11 @@ def check_tensors(tensors: Mapping[str, Any], config: ModelConfig) -> None:
     """
     weights = _weights(config)
     expected = {name: weight.their_shape for weight in weights.values() for name in weight.names}
-    extra = {name for name in tensors.keys() - expected.keys() if not name.endswith(".rotary_emb.inv_freq")}
+    extra = {
+        name
+        for name in tensors.keys() - expected.keys()
+        if not name.endswith(".rotary_emb.inv_freq")
+    }
     if config.tied and {"lm_head.weight"} == extra and TENSOR_NAMES["embedding"][0] in tensors:
         head, table = tensors["lm_head.weight"], tensors[TENSOR_NAMES["embedding"][0]]
         if _describe(head) == _describe(table) and np.array_equal(head[:], table[:]):
@@ -229,7 +246,9 @@ def open_folder(folder: str | os.PathLike) -> dict[str, Any]:
             raise ValueError(f"cannot read weights from '{file}': {error}{again}") from error
         for name in opened.keys():
             if name in tensors:
-                raise ValueError(f"tensor '{name}' is in '{file}' and in a file before it; give it once")
+                raise ValueError(
+                    f"tensor '{name}' is in '{file}' and in a file before it; give it once"
+                )
             tensors[name] = opened.get_slice(name)
     return tensors
 
@@ -249,13 +268,19 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     if whole.is_file():
         return [whole]
     if not index.is_file():
-        raise ValueError(f"'{folder}' has neither {whole.name} nor {index.name}; give a folder with weights")
+        raise ValueError(
+            f"'{folder}' has neither {whole.name} nor {index.name}; give a folder with weights"
+        )
     weight_map = read_json(index, "index of weights").get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
         refuse(index, "index of weights", "its weight_map names no files; fetch that file again")
     names = sorted(set(weight_map.values()))
     if outside := [name for name in names if name != pathlib.PurePath(name).name]:
-        refuse(index, "index of weights", f"it names '{outside[0]}', which is no file of that folder")
+        refuse(
+            index, "index of weights", f"it names '{outside[0]}', which is no file of that folder"
+        )
     return [folder / name for name in names]
 
 
@@ -292,7 +317,9 @@ def save(
     path, weights = pathlib.Path(folder), _weights(config)
     about = to_hugging_face(config) | {"torch_dtype": dtype}
     get = params if callable(params) else flatten_dict(params, sep=".").__getitem__
-    tensors = (tensor for key, weight in weights.items() for tensor in weight.write(get(key), dtype))
+    tensors = (
+        tensor for key, weight in weights.items() for tensor in weight.write(get(key), dtype)
+    )
     files = _headers({name: w.their_shape for w in weights.values() for name in w.names}, dtype)
     if jax.process_index() != 0:
         for _ in tensors:  # each process has its part in it
@@ -301,7 +328,9 @@ def save(
     try:
         path.mkdir(parents=True, exist_ok=True)
         if others := sorted({file.name for file in path.glob("*.safetensors*")} - {*files, INDEX}):
-            raise ValueError(f"'{folder}' holds other weights already ({others[0]}); give another folder")
+            raise ValueError(
+                f"'{folder}' holds other weights already ({others[0]}); give another folder"
+            )
         for name in (INDEX, "config.json"):  # without them what an interruption leaves is no model
             (path / name).unlink(missing_ok=True)
         for name, header in files.items():

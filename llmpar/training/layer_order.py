@@ -46,7 +46,9 @@ def take_layers(x: Array, order: Int[Array, " l"], dim: int, to: NamedSharding) 
 
 def layer_dims(state: Tree, one_more: Tree) -> Tree:
     """Return the dim of each leaf that counts layers: the one that a layer more makes longer; -1 for none."""
-    longer = lambda leaf, more: next((i for i, n in enumerate(leaf.shape) if n != more.shape[i]), -1)
+    longer = lambda leaf, more: next(
+        (i for i, n in enumerate(leaf.shape) if n != more.shape[i]), -1
+    )
     return jax.tree.map(longer, state, one_more)
 
 

@@ -36,7 +36,8 @@ from llmpar.training.trackers import Send, Tracker, profiling, tracking
 ADAMW = OptimizerConfig()
 # What is meant by it: Chowdhery et al. 2022, appendix B, but with attention halved by causality.
 MFU = (
-    "a step's useful FLOPs (6 per token and active weight, and causal attention) / its seconds / peak FLOP/s"
+    "a step's useful FLOPs (6 per token and active weight, and causal attention) / its seconds / peak"
+    " FLOP/s"
 )
 # Settings of `train` in which processes may differ, each with the reason.
 APART = {
@@ -89,7 +90,9 @@ class Report:
         mfu = f", MFU {self.mfu:.1%}" if self.mfu else ""
         memory = f", {self.memory_bytes / 2**30:.2f} GiB" if self.memory_bytes else ""
         loss = self.eval_losses[-1][1] if self.eval_losses else 0
-        evaluated = f", held-out {loss:.3f} (perplexity {self.perplexity:.4g})" if self.eval_losses else ""
+        evaluated = (
+            f", held-out {loss:.3f} (perplexity {self.perplexity:.4g})" if self.eval_losses else ""
+        )
         return f"loss {self.losses[-1]:.3f} nats{evaluated}, {self.tokens_per_s:,.0f} tokens/s{mfu}{memory}"
 
 
@@ -99,12 +102,21 @@ def made_of(
     """Describe a run besides its model, as a checkpoint remembers it (`checkpoint.FIXED`). The mesh is left
     out, and of the plan all that changes no loss."""
     corpus, config = stream.corpus, stream.config
-    run: dict[str, Any] = {name: getattr(plan, name) for name in ("dtype", "attention_kernel", "documents")}
+    run: dict[str, Any] = {
+        name: getattr(plan, name) for name in ("dtype", "attention_kernel", "documents")
+    }
     if model.experts and model.experts.capacity_factor:  # tokens that fill an expert before others
-        run["expert_piece"] = config.seq_len // (plan.mesh.sp * (plan.mesh.tp if plan.tp_sequence else 1))
+        run["expert_piece"] = config.seq_len // (
+            plan.mesh.sp * (plan.mesh.tp if plan.tp_sequence else 1)
+        )
         run["sequence_order"] = plan.sequence_order
     run["data"] = {"name": corpus.source, "fingerprint": corpus.fingerprint}
-    run |= {"tokenizer": corpus.tokenizer.identity, "seed": seed, "data_seed": config.seed, "steps": steps}
+    run |= {
+        "tokenizer": corpus.tokenizer.identity,
+        "seed": seed,
+        "data_seed": config.seed,
+        "steps": steps,
+    }
     run |= {name: getattr(config, name) for name in ("held_out", "batch_size", "seq_len")}
     return run | dataclasses.asdict(options)
 
@@ -253,7 +265,9 @@ def train(
         checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(),
         _opened(log) as lines,
         tracking(
-            tracker, made | {"model": config.name, "mesh": str(plan.mesh), "mfu": MFU}, callbacks.tell
+            tracker,
+            made | {"model": config.name, "mesh": str(plan.mesh), "mfu": MFU},
+            callbacks.tell,
         ) as send,
         contextlib.ExitStack() as traced,
     ):
@@ -277,7 +291,9 @@ def train(
         with run.saved_on_the_way_out(measured):
             for number in range(report.start, steps):
                 batch = _place(step, stream, number)
-                program = program or _compiled(step, run.state, batch, callbacks.barrier, profile is not None)
+                program = program or _compiled(
+                    step, run.state, batch, callbacks.barrier, profile is not None
+                )
                 if max(first, report.start) == number <= last:
                     measured.read_all()
                     traced.enter_context(profiling("profile", program.as_text(), callbacks.tell))
@@ -374,7 +390,12 @@ class _Run:
         except BaseException as error:
             spoiled = isinstance(error, FloatingPointError) or jax.process_count() > 1
             with contextlib.suppress(Exception):  # the error that ended it is raised
-                if self.checkpoints and self._saved < self.done and not spoiled and measured.are_finite():
+                if (
+                    self.checkpoints
+                    and self._saved < self.done
+                    and not spoiled
+                    and measured.are_finite()
+                ):
                     self.save()
                     self.tell(f"step {self.done} is kept in {self.checkpoints.folder}")
             raise
@@ -454,7 +475,9 @@ class _Measured:
     def add_evaluation(self, num_steps: int, loss: float) -> None:
         """Report the loss of held-out text after so many steps."""
         self.report.eval_losses.append((num_steps, loss))
-        self._write({"steps_done": num_steps, "eval_loss": loss, "perplexity": self.report.perplexity})
+        self._write(
+            {"steps_done": num_steps, "eval_loss": loss, "perplexity": self.report.perplexity}
+        )
         self.on_step(num_steps - 1, self.report)
 
     def _read(self) -> None:
@@ -484,7 +507,11 @@ class _Measured:
         if self.checkpoints and not math.isfinite(loss):
             self.checkpoints.discard(number)
         kept = self.checkpoints.latest if self.checkpoints else None
-        saved = "no checkpoint was taken" if kept is None else f"the checkpoint of step {kept} is intact"
+        saved = (
+            "no checkpoint was taken"
+            if kept is None
+            else f"the checkpoint of step {kept} is intact"
+        )
         raise FloatingPointError(
             f"the loss of step {number} is {loss}, its gradient's norm {norm}: stopped; {saved}; try a lower"
             " learning rate"
@@ -519,12 +546,16 @@ def _place(step: Step, stream: Batches, number: int) -> dict:
         return rows(*index[0].indices(shape[0])[:2])[name][:, index[1]]
 
     on_devices = functools.partial(jax.make_array_from_callback, shape, step.batch_sharding)
-    return {name: on_devices(functools.partial(piece, name)) for name in step.abstract_batch(*shape)}
+    return {
+        name: on_devices(functools.partial(piece, name)) for name in step.abstract_batch(*shape)
+    }
 
 
 def _memory(mesh: Mesh | AbstractMesh) -> int:
     """Give the peak bytes in use on the fullest local device; 0 where the platform does not count them."""
-    local = [d.memory_stats() or {} for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    local = [
+        d.memory_stats() or {} for d in mesh.devices.flat if d.process_index == jax.process_index()
+    ]
     return max((stats.get("peak_bytes_in_use", 0) for stats in local), default=0)
 
 
@@ -540,10 +571,16 @@ def _opened(path: str | None) -> Iterator[Any]:
     try:
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
         if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
-            raise ValueError(f"cannot write the log '{path}': it is a pipe or a device; give a file")
-        file = open(path, "ab+", buffering=0)  # so that a full disk is known at the line that meets it
+            raise ValueError(
+                f"cannot write the log '{path}': it is a pipe or a device; give a file"
+            )
+        file = open(
+            path, "ab+", buffering=0
+        )  # so that a full disk is known at the line that meets it
     except OSError as error:
-        raise ValueError(f"cannot write the log '{path}': {error.strerror}; give another file") from error
+        raise ValueError(
+            f"cannot write the log '{path}': {error.strerror}; give another file"
+        ) from error
     with file:
         if file.tell() and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n":
             file.write(b"\n")

@@ -8,7 +8,9 @@ from llmpar.plan.layout import parse_layout
 from llmpar.plan.model_config import ModelConfig, OptimizerConfig, Weight
 
 
-def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) -> optax.GradientTransformation:
+def make_optimizer(
+    options: OptimizerConfig, steps: int, config: ModelConfig
+) -> optax.GradientTransformation:
     """Make the Optax optimizer that ``options`` name, with its schedule of rates; :class:`Step` clips."""
     rate, warmup = options.learning_rate, min(options.warmup, max(steps - 1, 0))
     first, steps = 0.0 if warmup else rate, max(steps, warmup + 1)
@@ -16,7 +18,9 @@ def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) ->
     if options.decay != "cosine":
         last = rate / 10 if options.decay == "linear" else rate
         rising = optax.linear_schedule(first, rate, warmup)
-        schedule = optax.join_schedules([rising, optax.linear_schedule(rate, last, steps - warmup)], [warmup])
+        schedule = optax.join_schedules(
+            [rising, optax.linear_schedule(rate, last, steps - warmup)], [warmup]
+        )
     if options.optimizer == "adamw":
         learned = trained(described(config), config)
         decays = jax.tree.map(lambda weight: not weight.is_vector, learned)

@@ -27,12 +27,16 @@ class State(NamedTuple):
     step: Any
 
 
-def initial_state(params: Tree, config: ModelConfig, optimizer: optax.GradientTransformation) -> State:
+def initial_state(
+    params: Tree, config: ModelConfig, optimizer: optax.GradientTransformation
+) -> State:
     """Return the state before the first step with these weights."""
     return State(params, optimizer.init(trained(params, config)), jnp.int32(0))
 
 
-def state_shapes(config: ModelConfig, plan: Resolved, optimizer: optax.GradientTransformation) -> State:
+def state_shapes(
+    config: ModelConfig, plan: Resolved, optimizer: optax.GradientTransformation
+) -> State:
     """Return the state's leaves by shape and dtype."""
     dtype = lambda w: plan.dtype if w.frozen else "float32"
     params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype(w)), described(config))
@@ -45,7 +49,9 @@ def state_layouts(state: State, config: ModelConfig, plan: Resolved) -> State:
     dims = weight_dims(config)
     paths, _ = jax.tree_util.tree_flatten_with_path(trained(state.params, config))
     learned = zip(paths, jax.tree.leaves(trained(dims, config)), strict=True)
-    known = {path: (weight.shape, plan.layouts_of(dims).reduced) for (path, weight), dims in learned}
+    known = {
+        path: (weight.shape, plan.layouts_of(dims).reduced) for (path, weight), dims in learned
+    }
 
     def layout_of(path, leaf) -> Layout:
         ends = (path[i:] for i in range(len(path)))
@@ -99,7 +105,9 @@ def check_alive(tree: Tree) -> None:
     """Refuse arrays whose memory was given away. On simulated devices the process would end at them."""
     for x in jax.tree.leaves(tree):
         if not isinstance(x, jax.core.Tracer) and getattr(x, "is_deleted", bool)():
-            raise ValueError("this state was used up by the step before; keep the state that run returns")
+            raise ValueError(
+                "this state was used up by the step before; keep the state that run returns"
+            )
 
 
 def check_tokens(name: str, x: Any, vocab_size: int) -> None:
@@ -107,11 +115,19 @@ def check_tokens(name: str, x: Any, vocab_size: int) -> None:
     parts = [shard.data for shard in x.addressable_shards] if isinstance(x, jax.Array) else [x]
     for part in map(np.asarray, parts):
         least, most = (int(part.min()), int(part.max())) if part.size else (0, 0)
-        if not np.issubdtype(part.dtype, np.integer) or most >= vocab_size or name == "tokens" and least < 0:
+        if (
+            not np.issubdtype(part.dtype, np.integer)
+            or most >= vocab_size
+            or name == "tokens"
+            and least < 0
+        ):
             what = (
-                f"{name} are {part.dtype} from {least:,} to {most:,}, and the vocabulary has {vocab_size:,}"
+                f"{name} are {part.dtype} from {least:,} to {most:,}, and the vocabulary has"
+                f" {vocab_size:,}"
             )
-            raise ValueError(f"{what}; use integers from 0 to {vocab_size - 1:,}, of this model's tokenizer")
+            raise ValueError(
+                f"{what}; use integers from 0 to {vocab_size - 1:,}, of this model's tokenizer"
+            )
 
 
 class Checked:

@@ -57,7 +57,10 @@ from llmpar.training.state import (
 
 # JAX makes keys of 32 bits.
 _MAX_SEED = 2**32 - 1
-_ROUTED = Dim("l"), Dim("e")  # the routers' counts for each layer and expert; summed over all tokens
+_ROUTED = (
+    Dim("l"),
+    Dim("e"),
+)  # the routers' counts for each layer and expert; summed over all tokens
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 EARLY = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_latency_estimator"
 
@@ -114,7 +117,9 @@ class Step:
         self.par = self._parallel()
         self._live = plan.mesh.live(*plan.mesh.sizes)
         self.stored = jax.tree.map(plan.stored, weight_dims(config))
-        self.dims = trained(weight_dims(config), config)  # of what has gradients, as are all trees below
+        self.dims = trained(
+            weight_dims(config), config
+        )  # of what has gradients, as are all trees below
         self.weight_layouts = jax.tree.map(plan.layouts_of, self.dims)
         self.reduced = jax.tree.map(lambda layouts: layouts.reduced, self.weight_layouts)
         self._describe_state()
@@ -142,9 +147,13 @@ class Step:
         """Run one step: the list at the head of this file. `run` is this, compiled."""
         learned = trained(state.params, self.config)
         with use_abstract_mesh(self.mesh.abstract_mesh):
-            grads, metrics = self.gradients(state.params, batch)  # gather, forward, backward, reduce
+            grads, metrics = self.gradients(
+                state.params, batch
+            )  # gather, forward, backward, reduce
             grads = self._clip(grads, metrics["grad_norm"])
-            learned, optimizer = self._on_arrays(self._update)(learned, grads, state.optimizer, metrics)
+            learned, optimizer = self._on_arrays(self._update)(
+                learned, grads, state.optimizer, metrics
+            )
             learned = self._restore(learned)
         return State(joined(state.params, learned), optimizer, state.step + 1), metrics
 
@@ -170,7 +179,10 @@ class Step:
         elif self.plan.microbatches == 1:
             loss, grads = self._backward(params, batch)
         else:
-            add = lambda sums, part: (jax.tree.map(jnp.add, sums, self._backward(params, part)), None)
+            add = lambda sums, part: (
+                jax.tree.map(jnp.add, sums, self._backward(params, part)),
+                None,
+            )
             parts = cut_in_microbatches(batch, self.plan.microbatches)
             (loss, grads), _ = lax.scan(add, self._zeros(), parts)
         return self._per_token(loss, self._reduce(grads), batch)
@@ -203,7 +215,9 @@ class Step:
     def _update(self, learned: Tree, grads: Tree, state: Tree, metrics: dict) -> tuple[Tree, Tree]:
         """Return the trained weights, cut as gradients are, and the optimizer's state after an update."""
         learned = self._constrain(learned)
-        with jax.numpy_dtype_promotion("standard"):  # Optax raises floats to powers of whole numbers
+        with jax.numpy_dtype_promotion(
+            "standard"
+        ):  # Optax raises floats to powers of whole numbers
             updates, state = self.optimizer.update(grads, state, learned)
         updated = self._balance_experts(learned, optax.apply_updates(learned, updates), metrics)
         return self._constrain(updated), state
@@ -216,7 +230,9 @@ class Step:
         equal = {"invariant": True} if isinstance(self.par, Manual) else {}
 
         def restore(learned):
-            move = lambda w, layouts, dims: self.par.carry_out(w, layouts.restore, f"updated {dims}", **equal)
+            move = lambda w, layouts, dims: self.par.carry_out(
+                w, layouts.restore, f"updated {dims}", **equal
+            )
             return jax.tree.map(move, learned, self.weight_layouts, self.dims)
 
         return self._on_devices(restore, (self.reduced,), stored)(learned)
@@ -262,7 +278,9 @@ class Step:
         pass still runs (Li et al. 2020)."""
         leaves, tree = jax.tree.flatten(grads)
         summed = [layouts.accumulated.sums for layouts in jax.tree.leaves(self.weight_layouts)]
-        sizes = [((sums, varying(leaf)), leaf.nbytes) for sums, leaf in zip(summed, leaves, strict=True)]
+        sizes = [
+            ((sums, varying(leaf)), leaf.nbytes) for sums, leaf in zip(summed, leaves, strict=True)
+        ]
         for (sums, _), members in self.plan.buckets(sizes):
             flat = jnp.concatenate([leaves[j].reshape(-1) for j in members])
             finish = Arrow(Layout((), sums), WHOLE)
@@ -282,7 +300,9 @@ class Step:
             grads = jax.tree.map(lambda g: g / tokens, grads)
             norm = optax.tree.norm(grads)
             summed = Arrow(Layout(_ROUTED, self.plan.varying("stream")), Layout(_ROUTED))
-            counts = jax.tree.map(lambda x: self.par.carry_out(x, summed, "loss, tokens and norm"), counts)
+            counts = jax.tree.map(
+                lambda x: self.par.carry_out(x, summed, "loss, tokens and norm"), counts
+            )
         else:
             square = sum(self._count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
             values = loss, tokens.astype(jnp.float32), square, counts
@@ -291,8 +311,14 @@ class Step:
             grads = jax.tree.map(lambda g: g / tokens, grads)
             norm = jnp.sqrt(square) / tokens
         metrics = {"loss": loss / tokens, "grad_norm": norm, "tokens": tokens}
-        if counts is not None:  # tokens per expert ``l e``, dropped choices ``l``, routers' entropies ``l``
-            metrics |= {"load": counts[:, :-2], "dropped": counts[:, -2], "router_entropy": counts[:, -1]}
+        if (
+            counts is not None
+        ):  # tokens per expert ``l e``, dropped choices ``l``, routers' entropies ``l``
+            metrics |= {
+                "load": counts[:, :-2],
+                "dropped": counts[:, -2],
+                "router_entropy": counts[:, -1],
+            }
         return grads, metrics
 
     def _count_once(self, x: Array) -> Array:
@@ -345,10 +371,14 @@ class Step:
         self._is_model_order = self.layer_order.tolist() == list(range(config.num_layers))
         num_places = len(self.layer_order)
         in_stages, in_model = self._shapes(num_places), self._shapes(config.num_layers)
-        check_empty_places(self.optimizer, trained(in_model.params, config), config.num_layers, num_places)
+        check_empty_places(
+            self.optimizer, trained(in_model.params, config), config.num_layers, num_places
+        )
         layouts = state_layouts(in_stages, config, plan)
         model_layouts = jax.tree.map(lambda x, y: model_order_layout(x, y, plan), in_model, layouts)
-        place = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(self.mesh, layout))
+        place = lambda x, layout: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=sharding(self.mesh, layout)
+        )
         self.abstract_state = jax.tree.map(place, in_stages, layouts)
         self.abstract_model_order = jax.tree.map(place, in_model, model_layouts)
 
@@ -370,15 +400,19 @@ class Step:
         given = placed_weights(params or {}, like, self.config.name)
 
         def make(key, given):
-            params = unflatten_dict(flatten_dict(init_params(self.config, key), sep=".") | given, sep=".")
-            params = jax.tree.map(lambda w, like: w.astype(like.dtype), params, like)  # frozen: narrower
+            params = unflatten_dict(
+                flatten_dict(init_params(self.config, key), sep=".") | given, sep="."
+            )
+            params = jax.tree.map(
+                lambda w, like: w.astype(like.dtype), params, like
+            )  # frozen: narrower
             return initial_state(params, self.config, self.optimizer)
 
         key = jax.random.key(seed)
         if not given:
-            return jax.jit(lambda key: self.from_model_order(make(key, {})), out_shardings=self.shardings)(
-                key
-            )
+            return jax.jit(
+                lambda key: self.from_model_order(make(key, {})), out_shardings=self.shardings
+            )(key)
         in_model_order = jax.tree.map(lambda x: x.sharding, self.abstract_model_order)
         state = jax.jit(make, out_shardings=in_model_order, donate_argnums=1)(key, given)
         return self.from_model_order(state, donate=True)
@@ -428,7 +462,9 @@ class Step:
             return loss, (batch["targets"] >= 0).sum().astype(jnp.float32)
 
         if plan.mode == "auto" or plan.pipeline:
-            return Checked(jax.jit(functools.partial(sums, Auto(plan, self.mesh))), self.config.vocab_size)
+            return Checked(
+                jax.jit(functools.partial(sums, Auto(plan, self.mesh))), self.config.vocab_size
+            )
         given = jax.tree.map(spec, self.stored), self.batch_sharding.spec
         manual = lambda params, batch: self._sum_over_devices(sums(Manual(plan), params, batch))
         mapped = jax.shard_map(manual, mesh=self.mesh, in_specs=given, out_specs=spec(WHOLE))

@@ -16,7 +16,9 @@ Send = Callable[[int, dict[str, Any]], Any]
 
 
 @contextlib.contextmanager
-def tracking(name: Tracker | None, about: dict[str, Any], tell: Callable[[str], None]) -> Iterator[Send]:
+def tracking(
+    name: Tracker | None, about: dict[str, Any], tell: Callable[[str], None]
+) -> Iterator[Send]:
     """Give a function that hands a step's numbers on, in the first process; without a name it does nothing.
     A tracker that fails later is reported and left out; the run goes on."""
     import jax
@@ -30,8 +32,14 @@ def tracking(name: Tracker | None, about: dict[str, Any], tell: Callable[[str], 
             send, close, failed = _begun(name, importlib.import_module(package), about)
         except Exception as error:  # each raises its own
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
-            use = f"pip install {package}" if isinstance(error, ImportError) else "see to its settings"
-            raise ValueError(f"tracker '{name}' cannot begin ({why}); {use}, or use --log alone") from error
+            use = (
+                f"pip install {package}"
+                if isinstance(error, ImportError)
+                else "see to its settings"
+            )
+            raise ValueError(
+                f"tracker '{name}' cannot begin ({why}); {use}, or use --log alone"
+            ) from error
         lost, ends = False, failed
 
         def try_to(call: Callable, *args: Any, **options: Any) -> None:
@@ -45,17 +53,25 @@ def tracking(name: Tracker | None, about: dict[str, Any], tell: Callable[[str], 
 
         number = lambda key, value: key != "step" and isinstance(value, int | float)
         try:
-            yield lambda step, row: try_to(send, {k: x for k, x in row.items() if number(k, x)}, step=step)
+            yield lambda step, row: try_to(
+                send, {k: x for k, x in row.items() if number(k, x)}, step=step
+            )
             ends = {}
         finally:
             try_to(close, **ends)
 
 
-def _begun(name: Tracker, module: Any, about: dict[str, Any]) -> tuple[Callable, Callable, dict[str, Any]]:
+def _begun(
+    name: Tracker, module: Any, about: dict[str, Any]
+) -> tuple[Callable, Callable, dict[str, Any]]:
     """Begin a run; return what takes its rows, what ends it, and that one's arguments if the run failed."""
     if name == "tensorboard":
         writer = module.SummaryWriter()
-        return lambda row, step: [writer.add_scalar(k, x, step) for k, x in row.items()], writer.close, {}
+        return (
+            lambda row, step: [writer.add_scalar(k, x, step) for k, x in row.items()],
+            writer.close,
+            {},
+        )
     if name == "mlflow":
         module.start_run()
         module.log_params(about)
