@@ -68,9 +68,8 @@ def read_json(path: Path, what: str, kind: type = dict) -> Any:
 
 def read_json_lines(path: Path, what: str) -> list[dict]:
     """Return the objects of a file with one JSON object per line; empty lines are skipped."""
-    lines = enumerate(
-        read_text(path, what).split("\n"), 1
-    )  # not splitlines: a string may hold U+2028
+    # not splitlines: a string may hold U+2028
+    lines = enumerate(read_text(path, what).split("\n"), 1)
     return [
         _parsed(path, what, f"JSON in line {number}", dict, lambda: json.loads(line))  # noqa: B023
         for number, line in lines

@@ -117,9 +117,8 @@ def flags_of(config_class: type, *without: str, **defaults: Any) -> Any:
     cannot be is then refused like everything else. ``without`` names the fields that a command gives by
     itself, ``defaults`` those that it begins with.
     """
-    text = re.sub(
-        r"\n {8}", " ", inspect.cleandoc(config_class.__doc__ or "")
-    )  # one line for each field
+    # one line for each field
+    text = re.sub(r"\n {8}", " ", inspect.cleandoc(config_class.__doc__ or ""))
     text = re.sub(r"(:\w+:)?`+", "'", text)  # a terminal shows no markup
     hints, fields = get_type_hints(config_class), []
     for field in dataclasses.fields(config_class):

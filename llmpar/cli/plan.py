@@ -191,9 +191,8 @@ class PlanCommand(Output):
             if value is None and isinstance(known[name].default, str):
                 value = text  # remat has a policy of that name
             given[name] = int(text) if re.fullmatch(r"\d+", text) else value
-        plan = Plan(
-            **{name: value for name, value in given.items() if name not in AXES}
-        )  # refuses values
+        # refuses values
+        plan = Plan(**{name: value for name, value in given.items() if name not in AXES})
         if "\n" not in plan.schedule:
             schedules.make(plan.schedule, 1, 1)  # refuses a name that is none
         if plan.unroll > (layers := preset(self.model).num_layers):

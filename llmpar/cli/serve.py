@@ -85,10 +85,8 @@ class Serve(ModelOptions):
         start_jax()
         plan, (config, tokenizer, load, notes) = self.plan(), self.opened()
         chat = open_chat(tokenizer)
-        _ = (
-            chat.end_ids,
-            chat.encode_all([""]),
-        )  # what does not end is known before the weights are read
+        # what does not end is known before the weights are read
+        _ = (chat.end_ids, chat.encode_all([""]))
         if (most := config.context_length or self.length) < self.length:
             raise ValueError(
                 f"'{config.name}' was made for {most:,} tokens, and length is {self.length:,}; use at"

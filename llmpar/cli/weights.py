@@ -160,9 +160,8 @@ def from_folder(name: str) -> tuple[str, str, Load]:
             f"the weights in '{folder}' are quantized to {quantized} ({QUANTIZED}), which is not"
             " supported; use the original model"
         )
-    model = (
-        os.path.join(".", name) if folder == name else name
-    )  # a folder may have the name of a preset
+    # a folder may have the name of a preset
+    model = os.path.join(".", name) if folder == name else name
     config, tensors = preset(model), hf.open_folder(folder)
     hf.check_tensors(tensors, config)
     tokenizer = os.path.join(folder, "tokenizer.json")

@@ -49,9 +49,8 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
     for k, w in enumerate(wide[:-1]):
         lefts.append(lefts[-1] + w + gap + label * (k < 3))
     y_of = lambda rank, line: rank * tall + _CELL * line
-    items: list[Any] = [
-        Rect(0, -58, lefts[4] + _CELL + 20, ranks * tall + 40)
-    ]  # as large at every stage
+    # as large at every stage
+    items: list[Any] = [Rect(0, -58, lefts[4] + _CELL + 20, ranks * tall + 40)]
     for stage, x in enumerate(lefts[:stages]):
         name = STAGES[stage] if slots else STAGES[stage].replace("in slots", "by expert")
         items.append(small_text(x + wide[stage] / 2, -28, name, fill="ink"))

@@ -73,10 +73,8 @@ class Cells:
     size: tuple[float, float] | None = None  # of a cell, else what there is room for
 
     def __post_init__(self) -> None:
-        self.apart, levels = (
-            strides(self.sizes, self.sizes),
-            [],
-        )  # an axis, its stride and length in cells
+        # an axis, its stride and length in cells
+        self.apart, levels = (strides(self.sizes, self.sizes), [])
         for axis in self.sizes:
             stride = max(1, self.apart[axis] // self.block)
             length = min(
@@ -155,9 +153,8 @@ class Cells:
             for cell in range(0, self.columns, stride):
                 x = (self.at(cell)[0] + self.at(cell + stride - 1)[0] + self.w) / 2
                 low = self.ranges(cell)[axis][0] - self.ranges(0)[axis][0] * (axis in sides)
-                name = (
-                    f"+{low}" if axis in sides else self.name(axis, cell)
-                )  # from the row's first one on
+                # from the row's first one on
+                name = f"+{low}" if axis in sides else self.name(axis, cell)
                 texts = name, name.split()[-1], str(low)
                 fits = [
                     text for text in texts if text_width(text, SMALL) <= stride * (self.w + GAP)

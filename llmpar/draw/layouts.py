@@ -190,9 +190,8 @@ class _Grid:
         items: list = []
         axes, across = [*_places(self.dims[d].axes, self.sizes, 0)], (num - d) % 2 == 1
         offset, other = 0.0, 0.0
-        labelled = (
-            not across or d < num - 1 or not d or index[-1] == 0
-        )  # columns: above the first row
+        # columns: above the first row
+        labelled = not across or d < num - 1 or not d or index[-1] == 0
         margin, gap = (16 if across else self.tick_width(d)) * labelled, 5 if d >= num - 2 else 14
         for before, i in zip([-1, *self.picked[d]], self.picked[d], strict=False):
             kid, kw, kh = self.block((*index, i), w, h)
@@ -235,9 +234,8 @@ def _cells(
     if num > 4:
         raise ValueError(f"layout '{layout}' has {num} dims; a drawing has room for 4")
     sizes = sizes if sizes is not None else dict.fromkeys(layout.axes, 2)
-    first = set(
-        holders(Layout((Dim("sum", layout.sums),)), sizes)[0,]
-    )  # a sum's first partial sum, in front
+    # a sum's first partial sum, in front
+    first = set(holders(Layout((Dim("sum", layout.sums),)), sizes)[0,])
     devices = {
         index: [d for d in owners if d in first] for index, owners in holders(layout, sizes).items()
     }

@@ -97,11 +97,8 @@ def messages(rows) -> Scene:
     return compose("One sum, in so many messages", [items], "\n".join(lines))
 
 
-_PARTS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "moments",
-}  # and their colours
+# and their colours
+_PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "moments"}
 
 
 def _share(stage: int, part: str, layer: int, tick: int, layers: int, devices: int) -> float:

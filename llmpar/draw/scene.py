@@ -577,7 +577,6 @@ def to_png(scene: Scene, software: str = "") -> bytes:
     info = PngImagePlugin.PngInfo()
     if software:
         info.add_text("Software", software)
-    few.save(
-        buffer := io.BytesIO(), "PNG", optimize=True, pnginfo=info
-    )  # at a third of the bytes, or less
+    # at a third of the bytes, or less
+    few.save(buffer := io.BytesIO(), "PNG", optimize=True, pnginfo=info)
     return buffer.getvalue()

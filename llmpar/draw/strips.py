@@ -29,9 +29,8 @@ from llmpar.draw.scene import (
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 
-Held = list[
-    list[str]
-]  # [device, part]: the letters of the devices whose numbers are added up in it
+# [device, part]: the letters of the devices whose numbers are added up in it
+Held = list[list[str]]
 PATTERNS = {
     "all-gather": ("each has a part;", "all get all parts"),
     "reduce-scatter": ("numbers are", "added up; each", "keeps a part"),

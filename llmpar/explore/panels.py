@@ -260,9 +260,8 @@ def memory(seen: View) -> Scene:
 def step_times(seen: View) -> Scene:
     """Draw a step's seconds by term."""
     time, shape = seen.one.time, seen.shape
-    uncut = (
-        shape.size == shape.dp * shape.pp * shape.tp
-    )  # then it is dp's links that gradients take
+    # then it is dp's links that gradients take
+    uncut = shape.size == shape.dp * shape.pp * shape.tp
     own = {"gradients at the end": "dp"} if uncut else {}
     terms = time.terms.items()
     notes = {"recomputation": recomputed(seen.one.plan)}

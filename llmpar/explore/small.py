@@ -110,15 +110,8 @@ class TimelineExplorer(Figure):
             "label": "your order, a line per stage (or drag an operation)",
         },
     ]
-    known = (
-        "gpipe",
-        "1f1b",
-        "interleaved",
-        "zb-h1",
-        "zb-h2",
-        "zb-v",
-        "dualpipe",
-    )  # to compare with
+    # to compare with
+    known = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe")
 
     def order(self, state: dict) -> Schedule:
         """Return the written order where there is one, in upper or lower case, separated by spaces or commas,
@@ -261,9 +254,8 @@ def _stuck(order: Schedule) -> Scene | None:
     circle = path[path.index(other) :] if other in path else []
     places = [[op[:3] for op in row] for row in order.rows]
     cells = [cell for s in circle for cell in ((s, waits[s][0]), waits[s][1:])]
-    missing = any(
-        op[:3] not in places[stage] for stage, op in cells
-    )  # then that is why, and no circle
+    # then that is why, and no circle
+    missing = any(op[:3] not in places[stage] for stage, op in cells)
     marked = [] if missing else [f"{stage}:{places[stage].index(op[:3])}" for stage, op in cells]
     left = {s: (order.rows[s][len(rows[s]) :], *rest) for s, (_, *rest) in waits.items()}
     return timeline(rows, waiting=left, marked=marked)
@@ -345,9 +337,8 @@ class OverlapExplorer(Figure):
     def draw(self, state: dict) -> Scene:
         tokens, pieces, model = state["tokens"], state["pieces"], state["model"]
         computes, sends = self.seconds(state, tokens)
-        longest = pieces * sum(
-            self.seconds(state, self.controls[0]["max"])
-        )  # one scale, whatever is chosen
+        # one scale, whatever is chosen
+        longest = pieces * sum(self.seconds(state, self.controls[0]["max"]))
         each = preset(model).num_layers // pieces
         names = [f"{each * i}+" for i in reversed(range(pieces))]
         picture = overlap([computes] * pieces, [sends] * pieces, names, longest)
@@ -390,9 +381,8 @@ class MemoryExplorer(Figure):
                 memory.argument_bytes(resolved, *size),
                 memory.temp_bytes(resolved, *size),
             )
-            sums = memory.weights_bytes(
-                resolved
-            )  # gradients of a microbatch, and the sum over several
+            # gradients of a microbatch, and the sum over several
+            sums = memory.weights_bytes(resolved)
             grads = min(besides, sums["unreduced"] + sums["accumulated"] * (count > 1))
             parts = {
                 "weights": given["params"],
@@ -479,9 +469,8 @@ class RingExplorer(Figure):
             items += [
                 small_text(50, y + 28, f"rank {r}", "end"),
                 Rect(60, y + 18, 170, 20, "paper", "edge", 0.75),
-                *(
-                    Rect(60 + wide * place, y + 18, wide + 0.5, 20, tint) for place in ranks[r]
-                ),  # no seams
+                # no seams
+                *(Rect(60 + wide * place, y + 18, wide + 0.5, 20, tint) for place in ranks[r]),
             ]
             for t, queries in enumerate(row):
                 x, most, high = 250 + 64 * t, work[r][t] == busiest[t], side / own

@@ -197,9 +197,8 @@ class Module:
             frames.append((self.tables["FileNames"][file].strip('"'), line))
             frame = parent - 1  # parents are written plus one: 1 for an outermost frame
         argument = "" if frames or "stack_frame_id" in op.attrs or "/" in op.scope else op.scope
-        return (
-            innermost(frames) or argument and f"argument {argument}"
-        )  # as JAX 0.12 names an argument's gather
+        # as JAX 0.12 names an argument's gather
+        return innermost(frames) or argument and f"argument {argument}"
 
     def value(
         self, comp: str, ref: Ref, index: int | None, known: Callable[[int, Any], Any]
@@ -287,9 +286,8 @@ def group_axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
         )
     places = zip(mesh.axis_names, np.unravel_index(devices, sizes), strict=True)
     axes = tuple(a for a, place in places if any(len({*place[g]}) > 1 for g in groups))
-    size = math.prod(
-        mesh.shape[a] for a in axes
-    )  # of a group that fills these axes; no group leaves them
+    # of a group that fills these axes; no group leaves them
+    size = math.prod(mesh.shape[a] for a in axes)
     whole = pairs or all(len(g) == size for g in groups)
     return (axes, size) if whole else (("other",), max(map(len, groups)))
 
@@ -315,9 +313,8 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
         apart = {(place(to)[axes[0]] - place(at)[axes[0]]) % n for at, to in groups}
         shift = "hop" if apart in ({1}, {n - 1}) else f"shift by {max(apart)}"
         return f"{shift if len(apart) == len(axes) == 1 else 'exchange'} along {','.join(axes)}"
-    first = (
-        [place(i) for i in groups[0]] if groups else []
-    )  # the outermost axis is the last to change
+    # the outermost axis is the last to change
+    first = [place(i) for i in groups[0]] if groups else []
     changes_at = lambda a: next((i for i, at in enumerate(first) if at[a] != first[0][a]), 0)
     over = "/" + ",".join(sorted(axes, key=changes_at, reverse=True))
     dim = integers(op.attrs, r"\bdimensions=\{")

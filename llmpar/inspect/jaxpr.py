@@ -55,9 +55,8 @@ def _work(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None, outer: st
     work: Work = []
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
-        kind = _OF_PRIMITIVE.get(
-            re.sub("^unreduced_|_invariant|_reduced|_start", "", name)
-        )  # of many variants
+        # of many variants
+        kind = _OF_PRIMITIVE.get(re.sub("^unreduced_|_invariant|_reduced|_start", "", name))
         scope = f"{outer}/{eqn.source_info.name_stack}"
         inside = [_work(x, axis_sizes, taken, scope) for x in _inner(eqn)]
         if not kind and not any(inside):
@@ -95,9 +94,8 @@ def _named_collectives(
     if group_size == 1:
         return
     for result in eqn.invars if kind == "send" else eqn.outvars:  # which gives a token
-        aval = getattr(
-            result.aval, "inner_aval", result.aval
-        )  # psum_start and the like give futures
+        # psum_start and the like give futures
+        aval = getattr(result.aval, "inner_aval", result.aval)
         dtype = re.sub("|".join(_DTYPES), lambda word: _DTYPES[word[0]], aval.dtype.name)
         sent = collective_bytes(kind, group_size, aval.size * aval.dtype.itemsize)
         yield Collective(kind, axes, group_size, 1, sent, dtype, aval.shape, source)
@@ -122,9 +120,8 @@ def kept_lines(jaxpr: Any) -> dict[str, set[str]]:
                 if frame.function_name.rpartition(".")[2] == helper
             ]
             line = innermost(places)
-            kept = bool(own and line) and not innermost(
-                places[: own[0] + 1]
-            )  # it is a caller's, not the helper's
+            # it is a caller's, not the helper's
+            kept = bool(own and line) and not innermost(places[: own[0] + 1])
             lines.setdefault(line, set()).add(line := call if kept else line)
             if eqn.primitive.name in ("scan", "while"):
                 lines[LOOPS].add(line)

@@ -340,9 +340,8 @@ class _Schedule:
             return None
         result_bytes = values_bytes(op.results)
         message: float = result_bytes * group if kind == "reduce-scatter" else result_bytes
-        merged = dict.fromkeys(
-            re.findall(r"arrow\[(.*?)\]", op.scope)
-        )  # the compiler may merge several
+        # the compiler may merge several
+        merged = dict.fromkeys(re.findall(r"arrow\[(.*?)\]", op.scope))
         key = ("; ".join(merged), ",".join(axes), kind, arrow_of(op.scope)["direction"])
         row = self.result.sent.setdefault(key, CollectiveTime(*key))
         if kind in ("send", "collective-broadcast"):
@@ -415,9 +414,8 @@ class _Schedule:
             if flops := _kernel_flops(self.module, comp, op, self.seen):
                 own = "xla.gpu.triton" in op.attrs or "tpu_custom_call" in op.attrs
                 return flops, self.shares["attention" if own else "cudnn"], "attention"
-        wide = (
-            0.5 if self.gpu and self.wide(comp, op) else 1.0
-        )  # TF32 runs at half the rate of bf16
+        # TF32 runs at half the rate of bf16
+        wide = 0.5 if self.gpu and self.wide(comp, op) else 1.0
         return self.flops(comp, op), self.shares["products"] * wide, "products"
 
     def wide(self, comp: str, op: Instruction) -> bool:

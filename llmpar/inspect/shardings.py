@@ -20,9 +20,8 @@ def _named(tree: Any, before: str = "") -> list[tuple[str, Any]]:
 
     leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
     named = [("".join(map(step, path)).removeprefix("."), path, x) for path, x in leaves]
-    count = Counter(
-        name for name, *_ in named
-    )  # keys with dots in them can give two leaves one name
+    # keys with dots in them can give two leaves one name
+    count = Counter(name for name, *_ in named)
     return [(before + (name if count[name] == 1 else keystr(path)), x) for name, path, x in named]
 
 
@@ -54,9 +53,8 @@ def _leaves(value: Any) -> list[tuple[str, Any, Any]]:
 
 PACKED = {"int4": 0.5, "uint4": 0.5, "float4_e2m1fn": 0.5, "int2": 0.25, "uint2": 0.25}
 """Bytes of an element where XLA stores several in a byte; elsewhere they are the dtype's."""
-_Place = tuple[
-    tuple[tuple[str, int], ...], tuple[jax.Device, ...]
-]  # axes with sizes, devices in order
+# axes with sizes, devices in order
+_Place = tuple[tuple[tuple[str, int], ...], tuple[jax.Device, ...]]
 _place = lambda mesh: (tuple(mesh.shape.items()), tuple(mesh.devices.flat))
 
 
@@ -152,9 +150,8 @@ def shardings(value: Any) -> dict:
         value: a live array or a tree of them (a state), `jax.ShapeDtypeStruct`s with shardings, a
             `jax.stages.Compiled` (its inputs and outputs), a sharding, or a mesh.
     """
-    inner = (
-        value.compiled if hasattr(type(value), "compiled") else None
-    )  # Flax wraps what its jit compiles
+    # Flax wraps what its jit compiles
+    inner = value.compiled if hasattr(type(value), "compiled") else None
     value = inner if isinstance(inner, jax.stages.Compiled) else value
     program = isinstance(value, jax.stages.Compiled)
     bare = [("this", value)] if isinstance(value, Mesh | AbstractMesh) else []

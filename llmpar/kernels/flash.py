@@ -34,12 +34,10 @@ from llmpar.parallel.collectives import vary_alike
 from llmpar.plan.sequence_order import Mask, seen_tiles
 
 _LOG2_E = float(np.log2(np.e))  # GPUs have an instruction for powers of 2
-_LEAST = (
-    float(np.finfo(np.float32).min) / 2
-)  # for minus infinity, of which no difference can be taken
-_L2_BYTES = (
-    2**25
-)  # of keys that an A100's or H100's second cache (40, 50 MB) holds beside other things
+# for minus infinity, of which no difference can be taken
+_LEAST = float(np.finfo(np.float32).min) / 2
+# of keys that an A100's or H100's second cache (40, 50 MB) holds beside other things
+_L2_BYTES = 2**25
 ENOUGH = 512  # programs: some for each of a GPU's 132 multiprocessors (H100), so that none waits for the last
 _NO_SEGMENT = np.iinfo(
     np.int32

@@ -276,9 +276,8 @@ class _Part(NamedTuple):
         """Add values of this part's owners to the sums of all owners, one after the other: the blocks of an
         owner are added in their order."""
         for i in range(self.num_picked):
-            owner = jnp.minimum(
-                self.owners[i], len(sums) - 1
-            )  # a block without an owner gives zeros
+            # a block without an owner gives zeros
+            owner = jnp.minimum(self.owners[i], len(sums) - 1)
             sum_ = lax.dynamic_index_in_dim(sums, owner) + value[i : i + 1]
             sums = lax.dynamic_update_index_in_dim(sums, sum_, owner, 0)
         return sums if self.num_picked else value

@@ -68,14 +68,8 @@ def detect(environ: Mapping[str, str]) -> Place:
     Raises ValueError where the variables contradict each other, or do not have process 0's host.
     """
     env = {name: value for name, value in environ.items() if value != ""}
-    rules = (
-        _explicit,
-        _numbered,
-        _ray,
-        _slurm,
-        _tpu,
-        _unread,
-    )  # from the innermost to the outermost
+    # from the innermost to the outermost
+    rules = (_explicit, _numbered, _ray, _slurm, _tpu, _unread)
     place = next((match for rule in rules if (match := rule(env))), Place())
     if place.num_processes > 1:
         coordinator = env.get("JAX_COORDINATOR_ADDRESS", place.coordinator)

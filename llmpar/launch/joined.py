@@ -368,10 +368,8 @@ def local_devices(
     """Return the visible GPUs that this process takes: its share, where the processes of a host see the same
     GPUs. None: all, unless JAX reads others from JAX_LOCAL_DEVICE_IDS."""
     _, seen, on_node = gpus(environ, files)
-    num, renumbered = (
-        place.num_local,
-        seen < place.num_local or on_node > seen,
-    )  # an engine gave each its own
+    # an engine gave each its own
+    num, renumbered = (place.num_local, seen < place.num_local or on_node > seen)
     chosen = "JAX_LOCAL_DEVICE_IDS" in environ or environ.get("JAX_PLATFORMS") == "cpu"
     if not seen or num <= 1 or chosen or renumbered:
         return None
@@ -470,9 +468,8 @@ def _listen(left: threading.Event, silent_s: float) -> None:
         if left.wait(0.5):
             break
         failure = _first_failure()
-        late = (
-            float(_state().process_id == 0) if SILENT in str(failure) else 3.0
-        )  # JAX will soon see it, too
+        # JAX will soon see it, too
+        late = float(_state().process_id == 0) if SILENT in str(failure) else 3.0
         if failure and not left.wait(late):
             status, _, sentence = failure.partition(" ")
             signals.end(f"ends, because {sentence}", int(status))

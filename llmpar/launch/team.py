@@ -147,9 +147,8 @@ class Team(contextlib.ExitStack):
     def _frames(self, number: int) -> list[str]:
         """List the functions on the stack of a process that does not answer, the innermost first."""
         before, main = len(self._processes.output_of(number)), ""
-        os.kill(
-            self._processes.running[number].pid, signal.SIGUSR1
-        )  # faulthandler writes the stacks
+        # faulthandler writes the stacks
+        os.kill(self._processes.running[number].pid, signal.SIGUSR1)
         until = time.monotonic() + 2.0
         while not main and time.monotonic() < until:
             time.sleep(0.2)

@@ -95,9 +95,8 @@ class Wire(contextlib.ExitStack):
         """Make a network, which exists until this process ends or closes it."""
         pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         command = [*command, "sh", "-c", "echo made; exec cat"]
-        holder = subprocess.Popen(
-            command, **pipes, text=True, start_new_session=True
-        )  # Ctrl-C is not for it
+        # Ctrl-C is not for it
+        holder = subprocess.Popen(command, **pipes, text=True, start_new_session=True)
         self._holders.append(holder)
         self.callback(holder.communicate)
         self.callback(holder.kill)

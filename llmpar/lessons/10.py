@@ -26,9 +26,8 @@ def cheapest() -> Exercise:
         for dp in divisors(_DEVICES)
         for fsdp in divisors(_DEVICES // dp)
     ]
-    meshes = [
-        f"dp={dp} fsdp={fsdp} tp={tp}" for dp, fsdp, tp in cuts if tp <= 8
-    ]  # as many as KV heads
+    # as many as KV heads
+    meshes = [f"dp={dp} fsdp={fsdp} tp={tp}" for dp, fsdp, tp in cuts if tp <= 8]
     priced = {text: price(text) for text in meshes}
     fits = {text: sent for text, (kept, sent) in priced.items() if kept <= _MOST_BYTES}
     best = min(fits, key=lambda text: fits[text])

@@ -26,8 +26,7 @@ def _constraints(function) -> list:
     with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("X",), axis_types=(AxisType.Auto,))):
         lines = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((16, 128, 64), "float32")).eqns
     specs = [line.params["sharding"].spec for line in lines if "sharding" in line.params]
-    free = lambda spec: (
-        [] if spec[0] == "X" else ["any"]
-    )  # whole, as the partitioner leaves it beside X
+    # whole, as the partitioner leaves it beside X
+    free = lambda spec: [] if spec[0] == "X" else ["any"]
     axes = lambda cut, spec: free(spec) if cut is P.UNCONSTRAINED else list(axes_of(cut))
     return [[axes(cut, spec) for cut in (*spec, None, None)][:3] for spec in specs]

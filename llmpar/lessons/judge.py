@@ -395,9 +395,8 @@ def as_number(text: str, right: Any, exercise: Exercise) -> Any:
         names = {
             name: float(number) for name, number in names.items() if kind(number) == "a number"
         }
-        floats = re.sub(
-            r"(?<![\w.])\d+(?![\w.])", r"\g<0>.0", text
-        )  # which end, where 9**9**9 would not
+        # which end, where 9**9**9 would not
+        floats = re.sub(r"(?<![\w.])\d+(?![\w.])", r"\g<0>.0", text)
         with contextlib.suppress(OverflowError):
             value = read_answer(floats, right, names)
             return value if kind(value) == "a number" else text

@@ -80,9 +80,8 @@ def train_on(
     batch, losses, metrics = jax.device_put(batch, step.batch_sharding), [], {}
     for _ in range(num_steps):
         state, metrics = compiled(state, batch)
-        losses.append(
-            float(metrics["loss"])
-        )  # read in each step, so that no simulated device runs ahead
+        # read in each step, so that no simulated device runs ahead
+        losses.append(float(metrics["loss"]))
     return LessonRun(step, shape, compiled, text, state, losses, metrics)
 
 

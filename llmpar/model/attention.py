@@ -42,9 +42,8 @@ from llmpar.parallel.collectives import after, at, hop, put, scope, vary_alike
 from llmpar.parallel.modes import Solo
 from llmpar.plan.sequence_order import CAUSAL, Mask, seen_tiles, tile_length
 
-Partial = tuple[
-    Float[Array, "b s k r h"], Float[Array, "b s k r"]
-]  # out in q's dtype, lse in float32
+# out in q's dtype, lse in float32
+Partial = tuple[Float[Array, "b s k r h"], Float[Array, "b s k r"]]
 Seen = Bool[Array, "_ s t"]
 QTile = Float[Array, "b k r s h"]
 KVTile = Float[Array, "b k t h"]

@@ -95,9 +95,8 @@ def route(
     loss = experts.z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
     if experts.aux_loss:
         counts_be = par.move(hot.sum(1), "stream b e +s -> stream b e")
-        row = (
-            counts_be * experts.num_experts / counts_be.sum(-1, keepdims=True)
-        )  # E f_e / k: sums to E
+        # E f_e / k: sums to E
+        row = counts_be * experts.num_experts / counts_be.sum(-1, keepdims=True)
         loss = loss + experts.aux_loss * (share * row[:, None]).sum(-1)
     if experts.capacity_factor is not None:
         before = jnp.cumsum(hot, axis=1) - hot  # of each expert's tokens, those that came first
@@ -145,12 +144,10 @@ def visit_experts(
 class SlotTable(NamedTuple):
     """Which token travels in which slot of the buffer, in which every rank has a part."""
 
-    slot_tk: Int[
-        Array, "t k"
-    ]  # of each choice, counted through all parts; past the end where none is needed
-    choice_c: Int[
-        Array, " gc"
-    ]  # the choice in each slot, all parts one after the other; t·k in an empty one
+    # of each choice, counted through all parts; past the end where none is needed
+    slot_tk: Int[Array, "t k"]
+    # the choice in each slot, all parts one after the other; t·k in an empty one
+    choice_c: Int[Array, " gc"]
     sent_g: Int[Array, " g"]  # how many tokens this rank sends to each rank, and receives from it
     received_g: Int[Array, " g"]
 

@@ -54,9 +54,8 @@ def use_devices(simulate: int = 8, at_least: int = 2) -> list[jax.Device]:
     few = devices[0].platform != "cpu" and len(devices) < at_least
     if few and not jax.config.jax_platforms:  # type: ignore[attr-defined]
         devices = _simulated_instead(devices, simulate, fresh)
-    alone = (
-        jax.process_count() == 1
-    )  # of several processes each has the devices that its launcher gave it
+    # of several processes each has the devices that its launcher gave it
+    alone = jax.process_count() == 1
     if devices[0].platform == "cpu" and len(devices) < simulate and alone:
         raise ValueError(
             f"{simulate} simulated devices were asked for but JAX has started with {len(devices)}, and the"

@@ -152,9 +152,8 @@ class Solo:
         """Run ``x, aux = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``,
         rematerialised as planned. The layers' auxiliary results are stacked."""
         plan, length = self.plan, jax.tree.leaves(stack)[0].shape[0]
-        no_loop = (
-            not 0 < plan.unroll < length
-        )  # nothing else keeps XLA from merging the two computations
+        # nothing else keeps XLA from merging the two computations
+        no_loop = not 0 < plan.unroll < length
         keep = plan.gathers == "block" and not plan.reshard_after_forward
         if plan.remat != "none":
             policy = functools.partial(_named, SAVED[plan.remat] + (WEIGHT,) * keep)

@@ -147,9 +147,8 @@ def _table(schedule: Schedule, num_layers: int) -> dict[str, np.ndarray]:
     table |= {"first": np.where(kind, leaves, enters), "last": np.where(kind, enters, leaves)}
     p, stack = schedule.num_stages, schedules.layer_order(schedule, num_layers)
     order = np.reshape(stack, (p, schedule.visits, -1))
-    both = np.concatenate(
-        [order, order[::-1]], 1
-    )  # where there are two copies, as `opposite` has them
+    # where there are two copies, as `opposite` has them
+    both = np.concatenate([order, order[::-1]], 1)
     layers = both[np.arange(p), chunk]
     table |= {"layers": layers, "full": (layers < num_layers).all(-1)}
     return table | {"kind": kind, "microbatch": microbatch, "chunk": chunk}

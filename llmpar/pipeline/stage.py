@@ -119,9 +119,8 @@ def _unrolled(block: Callable, x: Any, stack: Tree) -> tuple[Any, Tree]:
 # ------------------------------------------------------------------------------------------ forward, backward
 
 
-_Backward = tuple[
-    tuple[Stream, Tree], Tree
-]  # what B computes, dx and sums; and W, gradients of the blocks
+# what B computes, dx and sums; and W, gradients of the blocks
+_Backward = tuple[tuple[Stream, Tree], Tree]
 _Cell = tuple[Stream, _Backward]  # what F computes, y, and what B and W do
 
 

@@ -78,9 +78,8 @@ def read_config(path: str, allowed: dict[str, Allowed]) -> dict[str, Any]:
         )
     rope = _Card(raw.get("rope_parameters") or raw.get("rope_scaling") or {}, path, allowed)
     for entries in (raw, rope):
-        entries.get(
-            "partial_rotary_factor"
-        )  # refused where it is not 1: only whole heads are turned
+        # refused where it is not 1: only whole heads are turned
+        entries.get("partial_rotary_factor")
     experts = None
     if model_type in ("mixtral", "qwen3_moe"):
         experts = raw.ours(EXPERTS) | {

@@ -346,9 +346,8 @@ class ModelConfig:
                 if not path.startswith("blocks.attention.")
             }
             matrices = sum(rows * columns for rows, columns in self.latent_matrices(self.num_heads))
-            sizes["attention"] = layers * (
-                int(matrices) + latent.q_rank + latent.kv_rank
-            )  # two norms
+            # two norms
+            sizes["attention"] = layers * (int(matrices) + latent.q_rank + latent.kv_rank)
         if experts and experts.dense_layers:
             sparse = sum(size for path, size in sizes.items() if path.startswith("blocks.experts."))
             sizes["dense"] = experts.dense_layers * (

@@ -93,15 +93,12 @@ class WeightLayouts:
     replica_axes: tuple[str, ...]
 
     gather = property(lambda self: Arrow(self.stored, self.used))  # at ZeRO 3 an all-gather
-    accumulate = property(
-        lambda self: Arrow(self.unreduced, self.accumulated)
-    )  # at ZeRO 2 a reduce-scatter
-    finish = property(
-        lambda self: Arrow(self.accumulated, self.reduced)
-    )  # all sums that are still open
-    restore = property(
-        lambda self: Arrow(self.reduced, self.stored)
-    )  # at ZeRO 1 and 2 an all-gather
+    # at ZeRO 2 a reduce-scatter
+    accumulate = property(lambda self: Arrow(self.unreduced, self.accumulated))
+    # all sums that are still open
+    finish = property(lambda self: Arrow(self.accumulated, self.reduced))
+    # at ZeRO 1 and 2 an all-gather
+    restore = property(lambda self: Arrow(self.reduced, self.stored))
 
 
 @dataclass(frozen=True)
@@ -383,9 +380,8 @@ class Resolved(Plan):
                 " wait for all devices of the mesh, and so would deadlock inside a pipeline"
             )
         cut = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
-        experts_apart = "ep" in self.zero_cuts() and self.mesh.live(
-            "fsdp", "sp"
-        )  # gathered without ep
+        # gathered without ep
+        experts_apart = "ep" in self.zero_cuts() and self.mesh.live("fsdp", "sp")
         if cut and experts_apart and self.gathers == "block":
             decided["reshard_after_forward"] = False
             notes.append(
@@ -502,28 +498,22 @@ class Resolved(Plan):
         """The layouts of a weight, its gradients and its optimizer state in one step. The comments follow
         ``ffn d m`` on ``dp=2 fsdp=2 tp=2`` at ZeRO 2."""
         used = self.place(dims)  # d m/tp
-        differ = self.varying(
-            parse_layout(dims).region
-        )  # dp fsdp tp: where a copy sees other tokens
+        # dp fsdp tp: where a copy sees other tokens
+        differ = self.varying(parse_layout(dims).region)
         target = next((x for x in "dhe" if x in used.letters), "")  # d
         # Copies that see equal values have no sum to share: serving cuts no s, so ZeRO cuts nothing by sp.
-        over = tuple(
-            a for a in self.zero_cuts(target) if a in differ and a not in used.axes
-        )  # fsdp
-        cut = Layout(
-            tuple(Dim(d.name, d.axes + over * (d.name == target)) for d in used.dims)
-        )  # d/fsdp m/tp
+        # fsdp
+        over = tuple(a for a in self.zero_cuts(target) if a in differ and a not in used.axes)
+        # d/fsdp m/tp
+        cut = Layout(tuple(Dim(d.name, d.axes + over * (d.name == target)) for d in used.dims))
         stored = cut if self.zero == 3 else used  # d m/tp
         reduced = cut if self.zero else used  # d/fsdp m/tp
-        kept = (
-            used if self.gathers == "step" else stored
-        )  # what the backward pass differentiates: d m/tp
-        replica_axes = tuple(
-            a for a in self.mesh.live("pp") + differ if a not in kept.axes
-        )  # dp fsdp
-        unreduced = Layout(
-            kept.dims, () if self.reduce == "layer" else replica_axes
-        )  # d m/tp +dp +fsdp
+        # what the backward pass differentiates: d m/tp
+        kept = used if self.gathers == "step" else stored
+        # dp fsdp
+        replica_axes = tuple(a for a in self.mesh.live("pp") + differ if a not in kept.axes)
+        # d m/tp +dp +fsdp
+        unreduced = Layout(kept.dims, () if self.reduce == "layer" else replica_axes)
         accumulated = unreduced
         if self.zero == 2:
             accumulated = Layout(cut.dims, tuple(a for a in unreduced.sums if a not in over))  # +dp

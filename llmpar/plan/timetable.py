@@ -110,9 +110,8 @@ class Timetable:
 
     @property
     def makespan_lockstep(self) -> float:
-        costs = [
-            cost / self.schedule.visits for cost in (*self.costs, 0)
-        ]  # the last is for idle, -1
+        # the last is for idle, -1
+        costs = [cost / self.schedule.visits for cost in (*self.costs, 0)]
         if not self.schedule.split_backward:
             costs[1] += costs[2]
         sent = {tick for tick, source, _, target in self.messages if source != target}
@@ -250,9 +249,8 @@ def _deadlocks(stuck: dict[int, tuple], waits: dict[int, str]) -> Iterator[str]:
     story, steps = [], []
     for s in cycle[cycle.index(source) :]:
         op, source, need = stuck[s]
-        ahead = stuck[source][
-            0
-        ]  # that stage is stuck on the same, or on something before it in its row
+        # that stage is stuck on the same, or on something before it in its row
+        ahead = stuck[source][0]
         story.append(
             waits[s] if ahead[:3] == need[:3] else f"{waits[s]}, where it comes after {ahead}"
         )

@@ -417,9 +417,8 @@ def _stage(run: Run, stage: int) -> dict[str, float]:
         state += params * soft.state_bytes / cut[2]
     if run.zero == 3:
         body = (shared + experts - first * s["embedding"] / mesh.tp) / max(1, layers)
-        largest = max(
-            2 * body, first * s["embedding"] / mesh.tp
-        )  # the next layer's travel meanwhile
+        # the next layer's travel meanwhile
+        largest = max(2 * body, first * s["embedding"] / mesh.tp)
         gathered = largest * (soft.gathered_bytes + soft.reduced_bytes)
     elif not soft.weight_bytes:  # a cast copy of all weights
         gathered = (shared + experts) * soft.gathered_bytes

@@ -313,10 +313,8 @@ def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
     candidates, cannot, ring_s = list[Candidate](), dict[int, bool](), math.inf
     clocks, slow = dict[tuple[int, str], Clock](), set[tuple[int, str]]()
     for fields in variants(q, mesh):
-        alike = (
-            fields["microbatches"],
-            fields.get("context_parallel", "ring"),
-        )  # what layers depend on here
+        # what layers depend on here
+        alike = (fields["microbatches"], fields.get("context_parallel", "ring"))
         if cannot.get(fields.get("zero", Plan.zero)) or alike in slow:
             continue
         plan = Plan(**fields)
@@ -401,9 +399,8 @@ def decide(q: Question, keep: int = 8) -> _Answer:
             impossible.append({"mesh": str(mesh), "why": why, "change": change})
             continue
         everything += priced(q, mesh)
-    best = _best(
-        q, everything, failed, max(keep, 8)
-    )  # what is checked does not depend on how much is shown
+    # what is checked does not depend on how much is shown
+    best = _best(q, everything, failed, max(keep, 8))
     plans = ranked(best.values())[:keep]
     if not plans:
         raise ValueError(nowhere(q, failed))
@@ -448,9 +445,8 @@ def on_mesh(q: Question, mesh: MeshShape) -> Candidate:
         raise ValueError(refusal)
     tried, q = list(failed.values()), dataclasses.replace(q, fixed={"remat": "block"} | q.fixed)
     if all(one.total_bytes - one.estimated_bytes > q.capacity_bytes for one in tried):
-        fields = list(
-            variants(q, mesh)
-        )  # of those whose weights and moments are too large, one was tried
+        # of those whose weights and moments are too large, one was tried
+        fields = list(variants(q, mesh))
         counts = {one["microbatches"] for one in fields}
         ends = min(counts), max(counts)
         tried += [least_recompute(q, Plan(**one)) for one in fields if one["microbatches"] in ends]

@@ -113,9 +113,8 @@ def layer_segments(run: Run) -> list[Segment]:
             now += one.exposed_s
             early = now - seconds if waits[hidden_by] else begun
             free[one.lane] = one.begin(max(begun, early, free.get(one.lane, 0.0)))
-    late = sum(
-        waits[WHOLE_PASS] * seconds for _, seconds in gathers
-    )  # all is computed, these still travel
+    # all is computed, these still travel
+    late = sum(waits[WHOLE_PASS] * seconds for _, seconds in gathers)
     start = max(0.0, now + late - sum(seconds for _, seconds in gathers)) if late else 0.0
     for one, _ in gathers:
         start = one.begin(start)
@@ -143,9 +142,8 @@ def _links(clock: Clock) -> list[tuple[int, str, Segment]]:
                     beside if hidden_by else waiting,
                 )
             elif message.term == WEIGHT_LINKS:
-                first = (
-                    arrow.startswith("attention ") or arrow == "stream d"
-                )  # the latter: of both norms
+                # the latter: of both norms
+                first = arrow.startswith("attention ") or arrow == "stream d"
                 lane, place, part = _WEIGHTS, -2 + (not first), 0
                 name = "next: q, k, v, output" if first else "next: feed-forward"
             else:

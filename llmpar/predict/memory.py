@@ -85,9 +85,8 @@ def weights_bytes(plan: Resolved) -> Counter[str]:
     }
     if not plan.pipeline:
         alike["microbatches"] = min(plan.microbatches, 2)
-    return _weights_bytes(
-        dataclasses.replace(plan, **alike)
-    )  # the same for all that these fields decide
+    # the same for all that these fields decide
+    return _weights_bytes(dataclasses.replace(plan, **alike))
 
 
 @functools.lru_cache(maxsize=256)
@@ -178,9 +177,8 @@ def temp_parts(plan: Resolved, batch_size: int, seq_len: int) -> list[tuple[str,
         return _staged_parts(plan, plan.pipeline, moment, in_slots)
     layers, blocks = plan.config.num_layers, after_loss + weights["blocks unreduced"] + work
     cutting = weights["unreduced"] + weights["largest unreduced"] * (plan.zero in (1, 2))
-    sums = (
-        weights["blocks accumulated"] + weights["used"] - weights["blocks used"]
-    )  # scattered after a loop
+    # scattered after a loop
+    sums = weights["blocks accumulated"] + weights["used"] - weights["blocks used"]
     more = (
         (sums if plan.platform == "tpu" else weights["accumulated"]) if plan.microbatches > 1 else 0
     )
@@ -216,9 +214,8 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
     item, one = _item(plan), _layers(plan)
     saves, crossing, work, _ = block
     layer, kept = _narrow(plan, weights["layer used"]), dict(saves[plan.remat])
-    unrolled = (
-        1 if cpu else min(plan.unroll or one, one)
-    )  # blocks that an iteration of the loop has
+    # blocks that an iteration of the loop has
+    unrolled = 1 if cpu else min(plan.unroll or one, one)
     copies = 1 + unrolled if plan.gathers == "block" and not tpu else 1
     work += layer * copies + (unrolled - 1) * crossing
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks

@@ -491,9 +491,8 @@ def step_time(
 def optimizer_params(run: Run, stages: list[list[Chunk]]) -> tuple[float, float]:
     """Return the most parameters that a device updates, and those of its share of tp, whose gradients it has
     before they are cut."""
-    ranks = (
-        run.data_ranks * run.mesh.sp
-    )  # over which others deal out the state of ZeRO 1 and 2, dp too
+    # over which others deal out the state of ZeRO 1 and 2, dp too
+    ranks = run.data_ranks * run.mesh.sp
     by_group = run.zero == 3 or run.software.name == "llmpar"
     cut = (run.zero_group if by_group else ranks) if run.zero else 1
     params = [(sum(c.shared for c in stage), sum(c.experts for c in stage)) for stage in stages]
@@ -553,9 +552,8 @@ def _played(run: Run, stages: list[list[Chunk]], hop: float) -> float | None:
 
     def cost(stage: int, op) -> float:
         own = stages[stage]
-        chunk = own[
-            op.chunk if op.chunk < len(own) else 0
-        ]  # two directions: chunks are placed otherwise
+        # two directions: chunks are placed otherwise
+        chunk = own[op.chunk if op.chunk < len(own) else 0]
         forward, backward = chunk.seconds
         if op.kind == "F":
             return forward

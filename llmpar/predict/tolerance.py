@@ -97,14 +97,11 @@ def tolerance(
     which is at most 1 and at most the loss. A plan that cuts the batch alone may do better by far.
     """
     config, tokens = plan.config, batch_size * seq_len
-    plan = replace(
-        plan, mesh=replace(plan.mesh, kv=1, ul=1)
-    )  # axes as they are asked for, no inner parts
+    # axes as they are asked for, no inner parts
+    plan = replace(plan, mesh=replace(plan.mesh, kv=1, ul=1))
     values, moves = _values(config, plan, seq_len, products), logits / max(1.0, loss)
-    average, again = (
-        1 / math.sqrt(tokens),
-        math.sqrt(2),
-    )  # on the way forward, and once more on the way back
+    # on the way forward, and once more on the way back
+    average, again = (1 / math.sqrt(tokens), math.sqrt(2))
     weigh: dict[str, Any] = {
         "loss": moves * average,
         "grad_norm": again * average,

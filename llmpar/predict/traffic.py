@@ -354,9 +354,8 @@ def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, in
             gathers = run.forward
         learned = not weight.frozen and path != "blocks.experts.bias"  # which follows a rule
         return gathers, learned * run.backward, plan.microbatches * _visits(plan)
-    embedding = (
-        path == "embedding"
-    )  # as the head too, a pipeline uses it on its first stage and its last
+    # as the head too, a pipeline uses it on its first stage and its last
+    embedding = path == "embedding"
     in_loss = not embedding or plan.config.tied and plan.pipeline is not None
     times = run.embed * embedding + run.loss * in_loss
     return times, (not weight.frozen) * times, times if plan.pipeline else plan.microbatches
@@ -488,9 +487,8 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
         values.carry(of, choices, layers, run.backward, small)
         values.carry(of, choices, layers, 0, small)  # which experts: no gradient
     e = experts.num_experts
-    cells = (
-        plan.pipeline and plan.pipeline.visits * plan.microbatches
-    )  # each adds its routers' losses, in B
+    # each adds its routers' losses, in B
+    cells = plan.pipeline and plan.pipeline.visits * plan.microbatches
     if experts.aux_loss:
         times = run.backward + run.again if cells else layers
         of = Transfer("tokens per expert and row", "stream b e +s -> stream b e")

@@ -280,9 +280,8 @@ class Run:
         width = self.ffn_products * c.ffn_width / tp
         if experts and not dense:
             width *= experts.top_k + experts.num_shared
-            stream += (
-                4 * experts.top_k * self.tokens * c.width / (tp if self.tp_sequence else 1)
-            )  # sorting
+            # sorting
+            stream += 4 * experts.top_k * self.tokens * c.width / (tp if self.tp_sequence else 1)
         elif experts:
             width = self.ffn_products * experts.dense_width / tp
         return 2.0 * (stream + inner + width * self.tokens + 6 * self.score_elements())

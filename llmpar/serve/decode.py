@@ -74,9 +74,8 @@ class Decoder:
         run = lambda params, cache, rows, echo: on_mesh(partial(self._forward, echo))(
             params, cache, rows
         )
-        come = jax.tree.map(
-            place, (stored, cut, whole)
-        )  # each host brings all rows, a device takes its own
+        # each host brings all rows, a device takes its own
+        come = jax.tree.map(place, (stored, cut, whole))
         self.run = jax.jit(run, static_argnums=3, in_shardings=come, donate_argnums=1)
 
     def __call__(self, rows: DecoderInput, echo: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -132,11 +131,8 @@ class _Cached(Manual):
         axes, rank, size = self.axes("cache t"), self.index("cache t"), self.plan.mesh.sp
         slots, rows = jnp.arange(self.both[0].shape[2]), jnp.arange(len(positions))[:, None]
         is_own = self.is_token & (positions % size == rank)
-        where = (
-            self.layer,
-            rows,
-            jnp.where(is_own, positions // size, len(slots)),
-        )  # dropped past the end
+        # dropped past the end
+        where = (self.layer, rows, jnp.where(is_own, positions // size, len(slots)))
         write = lambda cache, x: cache.at[where].set(vary(x, axes), mode="drop")
         self.both = tuple(map(write, self.both, (k, v)))
         # A slot that the row has not written, but an earlier request perhaps, lies after every query.

@@ -177,10 +177,8 @@ class Choice:
         self.decode, self.stops, self.num_tokens = decode, stops, 0
         self.made, self.given, self.stopped = "", 0, False
         self._ids = list(() if echo else prompt[-8:])
-        self._from, self._made = (
-            0,
-            len(self._ids),
-        )  # the ids between are in ``made``, or the prompt's
+        # the ids between are in ``made``, or the prompt's
+        self._from, self._made = (0, len(self._ids))
         self._waiting = list[tuple[int, Event]]()
 
     def take(self, event: Event) -> Piece:

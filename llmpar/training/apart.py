@@ -58,9 +58,8 @@ class Apart:
         return [np.array(ids, np.int32) for ids in self._call("encode_all", texts)]
 
     def _call(self, name: str, *given: Any) -> Any:
-        idle = self._idle[
-            name == "encode_all"
-        ]  # texts do not wait for a process that a template ended
+        # texts do not wait for a process that a template ended
+        idle = self._idle[name == "encode_all"]
         try:
             process = idle.pop()
         except IndexError:
@@ -127,9 +126,8 @@ def _answer() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (begun + MEMORY_BYTES,) * 2)
     plain = lambda x: x.tolist() if isinstance(x, np.ndarray) else sorted(x)
     while call := _read():
-        signal.setitimer(
-            signal.ITIMER_PROF, limit_s
-        )  # its signal ends the process, whatever it does
+        # its signal ends the process, whatever it does
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
         try:
             value = getattr(chat, call[0])
             value = value(*call[1]) if callable(value) else value

@@ -44,9 +44,8 @@ class Chat:
             )
             self._spelled = "|".join(map(re.escape, texts)) or "(?!)"
             plain = (x for x in special.values() if not (x.lstrip or x.normalized or x.single_word))
-            self._parting = {
-                token.content for token in plain
-            }  # what is before one does not change it
+            # what is before one does not change it
+            self._parting = {token.content for token in plain}
 
     @functools.cached_property
     def end_ids(self) -> frozenset[int]:
@@ -89,9 +88,8 @@ class Chat:
                     ):  # a token reaches from the answer into what follows
                         answer.pop()
                     ends = [n + 1 for n in range(begin, len(answer)) if answer[n] in self._ends]
-                    spans.append(
-                        slice(begin, max(ends, default=len(answer)))
-                    )  # not a line break behind it
+                    # not a line break behind it
+                    spans.append(slice(begin, max(ends, default=len(answer))))
         is_answer = np.zeros(len(ids), bool)
         for span in spans:
             is_answer[span] = True
@@ -152,9 +150,8 @@ class Chat:
 
     @functools.cached_property
     def _hub(self) -> Any:
-        return type(self.tokenizer.hub).from_str(
-            self.tokenizer.hub.to_str()
-        )  # knows special tokens in text
+        # knows special tokens in text
+        return type(self.tokenizer.hub).from_str(self.tokenizer.hub.to_str())
 
     def _encode(self, text: str) -> list[int]:
         """Encode a rendered text, cut around marked special tokens, which stay text."""

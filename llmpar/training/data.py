@@ -458,9 +458,8 @@ def _read_texts(config: DataConfig) -> tuple[list[str | Conversation], str]:
         else:
             raw = text.encode()[: limit - size]
             size += len(raw)
-            texts += filter(
-                None, [raw.decode(errors="ignore")]
-            )  # the limit may fall inside a character
+            # the limit may fall inside a character
+            texts += filter(None, [raw.decode(errors="ignore")])
         if size >= limit:
             break
     if not texts:

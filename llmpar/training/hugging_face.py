@@ -143,9 +143,8 @@ def _take_bits(stack: jax.Array, at: tuple, sharding: jax.sharding.NamedSharding
         for n, names in zip(at, axes, strict=True):
             n -= lax.axis_index(names) * len(stack) if names else 0
             is_local &= (n >= 0) & (n < len(stack))
-            stack = lax.dynamic_index_in_dim(
-                stack, n, keepdims=False
-            )  # some other, where it has none
+            # some other, where it has none
+            stack = lax.dynamic_index_in_dim(stack, n, keepdims=False)
         bits = lax.bitcast_convert_type(stack, f"uint{8 * stack.dtype.itemsize}").astype(jnp.uint32)
         return lax.psum(jnp.where(is_local, bits, jnp.uint32(0)), sum(axes, ()))
 

@@ -574,9 +574,8 @@ def _opened(path: str | None) -> Iterator[Any]:
             raise ValueError(
                 f"cannot write the log '{path}': it is a pipe or a device; give a file"
             )
-        file = open(
-            path, "ab+", buffering=0
-        )  # so that a full disk is known at the line that meets it
+        # so that a full disk is known at the line that meets it
+        file = open(path, "ab+", buffering=0)
     except OSError as error:
         raise ValueError(
             f"cannot write the log '{path}': {error.strerror}; give another file"

@@ -57,10 +57,8 @@ from llmpar.training.state import (
 
 # JAX makes keys of 32 bits.
 _MAX_SEED = 2**32 - 1
-_ROUTED = (
-    Dim("l"),
-    Dim("e"),
-)  # the routers' counts for each layer and expert; summed over all tokens
+# the routers' counts for each layer and expert; summed over all tokens
+_ROUTED = (Dim("l"), Dim("e"))
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 EARLY = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_latency_estimator"
 
@@ -117,9 +115,8 @@ class Step:
         self.par = self._parallel()
         self._live = plan.mesh.live(*plan.mesh.sizes)
         self.stored = jax.tree.map(plan.stored, weight_dims(config))
-        self.dims = trained(
-            weight_dims(config), config
-        )  # of what has gradients, as are all trees below
+        # of what has gradients, as are all trees below
+        self.dims = trained(weight_dims(config), config)
         self.weight_layouts = jax.tree.map(plan.layouts_of, self.dims)
         self.reduced = jax.tree.map(lambda layouts: layouts.reduced, self.weight_layouts)
         self._describe_state()
@@ -147,9 +144,8 @@ class Step:
         """Run one step: the list at the head of this file. `run` is this, compiled."""
         learned = trained(state.params, self.config)
         with use_abstract_mesh(self.mesh.abstract_mesh):
-            grads, metrics = self.gradients(
-                state.params, batch
-            )  # gather, forward, backward, reduce
+            # gather, forward, backward, reduce
+            grads, metrics = self.gradients(state.params, batch)
             grads = self._clip(grads, metrics["grad_norm"])
             learned, optimizer = self._on_arrays(self._update)(
                 learned, grads, state.optimizer, metrics
@@ -403,9 +399,8 @@ class Step:
             params = unflatten_dict(
                 flatten_dict(init_params(self.config, key), sep=".") | given, sep="."
             )
-            params = jax.tree.map(
-                lambda w, like: w.astype(like.dtype), params, like
-            )  # frozen: narrower
+            # frozen: narrower
+            params = jax.tree.map(lambda w, like: w.astype(like.dtype), params, like)
             return initial_state(params, self.config, self.optimizer)
 
         key = jax.random.key(seed)
