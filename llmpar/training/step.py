@@ -137,7 +137,7 @@ class Step:
             return Manual(self.plan)
         return (Auto if self.plan.mode == "auto" else Explicit)(self.plan, self.mesh)
 
-    # ----------------------------------------------------------------------------------------------- the step
+    # ---------------------------------------------------------------------------------------------- the step
     # step
 
     def train_step(self, state: State, batch: Batch) -> tuple[State, dict]:
@@ -357,7 +357,7 @@ class Step:
         blocks = after["blocks"]
         return after | {"blocks": blocks | {"experts": blocks["experts"] | {"bias": bias_le}}}
 
-    # ---------------------------------------------------------------------------------------------- the state
+    # --------------------------------------------------------------------------------------------- the state
     # state
 
     def _describe_state(self) -> None:
