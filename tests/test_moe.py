@@ -175,6 +175,19 @@ def test_slots_and_blocks_hold_the_worst_case_and_little_more():
         assert slots <= tokens and how.own in range(4) and (rows * k >= num or not how.own)
 
 
+def test_an_empty_slot_is_of_no_expert_of_its_rank():
+    """Of few tokens: the number of slots, too, is the number of an expert of a later rank."""
+    experts, plan = ExpertConfig(8, 2), Plan("ep=4").resolve(MOE, "cpu")
+
+    def arrived(x, weights, chosen):
+        return moe.dispatch_tokens(experts, Manual(plan), x, weights, chosen, 1)[2]
+
+    mesh, cut = make_mesh("ep=4"), jax.P("ep")
+    run = jax.jit(jax.shard_map(arrived, mesh=mesh, in_specs=cut, out_specs=cut))
+    expert = run(jnp.ones((4, 8)), jnp.ones((4, 2)), jnp.tile(jnp.array([0, 1]), (4, 1)))
+    assert expert.reshape(4, 4, 2).tolist() == [[[0, 1]] * 4] + [[[2, 2]] * 4] * 3
+
+
 def test_a_capacity_leaves_fewer_slots():
     """8 ranks of 8 experts, k = 2, 1.25 times an even share: of 1024 tokens 40 an expert, 320 a rank."""
     assert ExpertConfig(64, 2, capacity_factor=1.25).slots(1024, 1, 8) == 320
