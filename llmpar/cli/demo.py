@@ -51,9 +51,8 @@ class Demo(Output):
         present = len(use_devices(8, at_least=1))
         mesh = "dp=2 fsdp=2 tp=2" if present >= 8 else f"fsdp={present}"
         options = StepOptions(mesh=mesh)
-        with jax.default_matmul_precision(
-            "highest"
-        ):  # accelerators multiply with fewer bits by default
+        # accelerators multiply with fewer bits by default
+        with jax.default_matmul_precision("highest"):
             many = Train(step=options, steps=self.steps, log=str(folder / "log.jsonl")).run()
             read = Inspect(step=options, svg=bytes_path).run()
             one = Train(step=dataclasses.replace(options, mesh="dp=1"), steps=self.steps).run()

@@ -88,9 +88,8 @@ def flags_for(platform: str) -> list[dict]:
 def misfits() -> list[str]:
     """Return the installed packages that do not fit this one, by its declared bounds and by an import."""
     faults = []
-    with contextlib.suppress(
-        importlib.metadata.PackageNotFoundError
-    ):  # a checkout that is not installed
+    # a checkout that is not installed
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for text in importlib.metadata.requires("llmpar") or []:
             name, bounds, extra = re.findall(r"^([\w.-]+)[^<>;]*([^;]*)(.*)", text)[0]
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -125,9 +125,8 @@ def flags_of(config_class: type, *without: str, **defaults: Any) -> Any:
         name, hint = field.name, hints[field.name]
         if hint in METAVARS:
             hint = METAVARS[hint]
-        elif any(
-            "," in str(choice) for choice in get_args(hint)
-        ):  # which tyro would join by commas
+        # which tyro would join by commas
+        elif any("," in str(choice) for choice in get_args(hint)):
             hint = Annotated[hint, tyro.conf.arg(metavar="{" + "|".join(get_args(hint)) + "}")]
         elif field.default is True:  # the flag is --no-...
             hint = Annotated[

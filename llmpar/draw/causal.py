@@ -46,10 +46,8 @@ def causal(
         items += [small_text(*one) for one in names]
         for q, rank in sorted(owner.items()):
             tint, y = OTHERS[rank], side * q
-            for x, top, w, h in (
-                (-26, y, 20, side),
-                (y, -24, side, 18),
-            ):  # queries at the left, keys above
+            # queries at the left, keys above
+            for x, top, w, h in ((-26, y, 20, side), (y, -24, side, 18)):
                 items += titled(Rect(x, top, w, h, tint, "edge", 0.75), str(rank), SMALL)
             for k in range(q + 1):
                 t, x, half = (rank - owner[k]) % ranks, side * k, k == q

@@ -81,9 +81,8 @@ def curves(
             f"{name}: " * bool(name) + ", ".join(f"{tick}{say(value)}" for tick, value in at[:12])
         )
     lowest = math.inf
-    for end, right, name, color in sorted(
-        ends, reverse=True
-    ):  # names that end together stand apart
+    # names that end together stand apart
+    for end, right, name, color in sorted(ends, reverse=True):
         lowest = min(end, lowest - 1.3 * pixels(BODY))
         items.append(Text(right + 12, lowest, name, fill=color, bold=True))
     texts += [f"marked: {what}" for _, what in marks]

@@ -176,9 +176,8 @@ def gather_use_forget(layers: int = 3, devices: int = 4, takes=(1.3, 1.6, 3.0)) 
         tuple[int, float, float, float]
     ] = []  # a layer, and its weights: on their way, there, in use
     sums: dict[int, float] = {}  # when a layer's gradient goes
-    for k, (layer, lasts) in enumerate(
-        [*uses, *uses[:2]]
-    ):  # the last two turns are for what is left over
+    # the last two turns are for what is left over
+    for k, (layer, lasts) in enumerate([*uses, *uses[:2]]):
         # There is room once the last use but one is over; the last layer is forgotten, too, before it turns.
         start = link = max(link, done[k + (k == layers)])
         if k < len(uses):

@@ -200,9 +200,8 @@ def cube(mesh: MeshShape | str, rows: int, cut=(), row: int = 0, lit: bool = Fal
     shards = holders(parse_layout(f"b/{','.join(cuts)}" if cuts else "b"), sizes)
     holding = shards.get((row * 2 ** len(cuts) // rows,), [0])
     space, array, left = Items(), Items(), 0.0
-    for at in sorted(
-        places, key=lambda at: [-at[a] for a in live[-2:-1]]
-    ):  # what is in front comes last
+    # what is in front comes last
+    for at in sorted(places, key=lambda at: [-at[a] for a in live[-2:-1]]):
         for a in (a for a in live if not at[a]):
             ends = (spot(at), spot(at | {a: 1}))
             space += [Line(ends, "paper", 9), Line(ends, axis_line(a), 3)]

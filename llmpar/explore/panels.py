@@ -120,9 +120,8 @@ def tensors(seen: View) -> list[Tensor]:
         ("batch", ", ".join(BATCH), "data b s", (b, s), 4, len(BATCH)),
     ]
     for kind, name, dims, shape, itemsize, times in table:
-        if (
-            name != "feed-forward" or not c.experts
-        ):  # how many rows an expert works on is up to the router
+        # how many rows an expert works on is up to the router
+        if name != "feed-forward" or not c.experts:
             rows.append(Tensor(kind, name, shape, itemsize, plan.place(dims), times))
     return rows
 

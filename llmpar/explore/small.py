@@ -197,9 +197,8 @@ class TimelineExplorer(Figure):
         if len(self.areas) == 2:  # alone with a control
             return reply
         for name in self.known:
-            with contextlib.suppress(
-                ValueError
-            ):  # it wants other numbers of stages or microbatches
+            # it wants other numbers of stages or microbatches
+            with contextlib.suppress(ValueError):
                 known[name] = self.table(
                     state, make(name, order.num_stages, order.num_microbatches)
                 )

@@ -186,9 +186,8 @@ class Module:
 
     def source(self, op: Instruction) -> str:
         """Name an operation's line of Python, as `innermost` does."""
-        if m := re.search(
-            r'source_file="(.*?)".*?source_line=(\d+)', op.attrs
-        ):  # JAX before stack frames
+        # JAX before stack frames
+        if m := re.search(r'source_file="(.*?)".*?source_line=(\d+)', op.attrs):
             return innermost([(m[1], int(m[2]))])
         frame, frames = next(iter(integers(op.attrs, "stack_frame_id=")), 0), []
         while frame in self.tables.get("StackFrames", ()):

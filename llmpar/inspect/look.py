@@ -243,9 +243,8 @@ def _staged(f: Any, args: tuple, kwargs: dict) -> Any:
     if not callable(f):
         kinds = "a function with its arguments, a traced, lowered or compiled program, a jaxpr, or HLO text"
         raise ValueError(f"look takes {kinds}; this is of type {type(f).__name__}")
-    if hasattr(
-        getattr(f, "__func__", None), "lower"
-    ):  # a jitted method: its function has the attributes
+    # a jitted method: its function has the attributes
+    if hasattr(getattr(f, "__func__", None), "lower"):
         f, args = f.__func__, (f.__self__, *args)
     plain = lambda x: (
         isinstance(x, Hashable) and not any(hasattr(y, "dtype") for y in jax.tree.leaves(x))

@@ -380,9 +380,8 @@ class _Schedule:
         closed = all(map(self.chip.wraps, box))
         rate, hop_s = one.reached_link_bytes_per_s, self.chip.hop_s
         seconds = formulas.torus_seconds(kind, whole, box, rate, closed, hop_s)
-        if (
-            slices > 1
-        ):  # each device sends its part of what leaves a slice over the data centre's network
+        # each device sends its part of what leaves a slice over the data centre's network
+        if slices > 1:
             across = formulas.sent_bytes(kind, message, slices) * slices / group
             seconds = max(seconds, across / one.dcn_bytes_per_s)
         return seconds

@@ -174,9 +174,8 @@ def shardings(value: Any) -> dict:
             " a Mesh"
         )
         staged = callable(value) or isinstance(value, jax.stages.Traced | jax.stages.Lowered)
-        if (
-            staged and leaves and leaves[0][1] is value
-        ):  # else a tree that can be called, or a program
+        # else a tree that can be called, or a program
+        if staged and leaves and leaves[0][1] is value:
             remedy = "give the compiled program: jax.jit(f).lower(*arguments).compile()"
         raise ValueError(f"nothing in this value is on devices: {given}; {remedy}")
     sizes, devices = place = _mesh(bare, seen)

@@ -35,9 +35,8 @@ class _Handler:
 def signals_to(act: Callable[[int], None], numbers: Sequence[int] = _STOPS) -> Iterator[None]:
     """Let a thread call ``act`` with the number of each signal; restore the handlers afterwards. An ignored
     SIGHUP stays ignored: nohup ignores it."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # Python gives signals to no other
+    # Python gives signals to no other
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     read, write = os.pipe()

@@ -92,9 +92,8 @@ class Team(contextlib.ExitStack):
             for line in self._lines:
                 line.send_bytes(task)
             results, failed = self._answers(time.monotonic() + timeout_s)
-        except (
-            BaseException
-        ):  # an interrupted cell: later answers would be taken for those of the next function
+        # an interrupted cell: later answers would be taken for those of the next function
+        except BaseException:
             self.close()
             raise
         if len(results) == self.num and not failed:

@@ -488,9 +488,8 @@ def same(one: Any, other: Any, tolerance: float) -> bool:
     """Compare answers: texts by words, numbers and arrays within a relative tolerance, the rest exactly."""
     if isinstance(one, str) and isinstance(other, str):
         words, others = _plain(one), _plain(other)
-        if re.search(
-            r"[/+>\d]", words + others
-        ):  # layouts, arrows and orders: blanks part their words
+        # layouts, arrows and orders: blanks part their words
+        if re.search(r"[/+>\d]", words + others):
             return words == others
         return words.replace(" ", "") == others.replace(" ", "")
     if isinstance(one, bool | str) or isinstance(other, bool | str) or one is None or other is None:

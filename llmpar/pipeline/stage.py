@@ -131,9 +131,8 @@ def cell(stage: Stage, x: Stream, dy: Stream, sums: Tree) -> _Cell:
     learned = trained({"blocks": stage.blocks}, stage.config)["blocks"]
     run = lambda learned, x: run_chunk(stage, joined(stage.blocks, learned), x, "B")
     (y, router_loss), pull, counts = jax.vjp(run, learned, x, has_aux=True)
-    if (
-        router_loss is not None
-    ):  # every stage adds its own routers' losses, and the counts of its own layers
+    # every stage adds its own routers' losses, and the counts of its own layers
+    if router_loss is not None:
         counts = sums["counts"].at[stage.layers].add(counts, mode="drop")
         sums = sums | {"loss": sums["loss"] + router_loss, "counts": counts}
     dy, sums = when("leaves", stage.last, functools.partial(_from_loss, stage), (dy, sums), y)

@@ -223,9 +223,8 @@ class Plan:
         if config is not None:
             given["mesh"] = self._inner_axes(config)
         plan = Resolved(**given, requested=self, model=config, devices=devices)
-        while config and (
-            unused := checks.unused(plan)
-        ):  # one without effect may leave another without any
+        # one without effect may leave another without any
+        while config and (unused := checks.unused(plan)):
             default: dict[str, Any] = {name: DEFAULTS[name] for name in unused}
             plan = dataclasses.replace(plan, **default, unused=plan.unused | unused)
         plan.check(batch_size, seq_len)

@@ -389,9 +389,8 @@ def slots(table: Timetable) -> Slots:
         residual = _colour([(ticks[1], ticks[2] + 1) for ticks in runs]) if split else []
         letters = _colour([(sent + 1, used + 1) for sent, _, used, _ in inboxes[s]])
         for name, places, first in (("saved", saved, 0), ("residual", residual, 1)):
-            for ticks, slot in zip(
-                runs, places, strict=False
-            ):  # no residual where the backward is whole
+            # no residual where the backward is whole
+            for ticks, slot in zip(runs, places, strict=False):
                 for tick in ticks[first:]:
                     grid[name][tick][s] = slot
         for (sent, source, used, _), slot in zip(inboxes[s], letters, strict=True):

@@ -277,9 +277,8 @@ def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
         heads = q.config.num_heads if few else q.config.num_kv_heads
         apart = math.gcd(heads // mesh.tp, mesh.sp)
         sequences += [{"context_parallel": "gather"}]
-        if (
-            apart == mesh.sp
-        ):  # balanced in every order, and in this one most tiles are whole or empty
+        # balanced in every order, and in this one most tiles are whole or empty
+        if apart == mesh.sp:
             sequences += [{"context_parallel": "ulysses", "sequence_order": "contiguous"}]
         elif apart > 1:
             sequences += [{"context_parallel": "usp"}]

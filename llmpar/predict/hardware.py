@@ -162,9 +162,8 @@ class Chip:
 
 def asked_memory_share() -> float | None:
     """Return the share of a GPU's memory that this environment sets for JAX; None where it sets none."""
-    if (
-        os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform"
-    ):  # the only one that knows no share
+    # the only one that knows no share
+    if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
         return 1.0
     name = next((name for name in MEMORY_SHARES if os.environ.get(name)), None)
     if name is None:

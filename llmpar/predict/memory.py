@@ -231,9 +231,8 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
     if not plan.reshard_after_forward:  # and a reordered copy of the largest
         kept |= {"gathered weights": layer * (plan.mesh.pp == 1)}
         work += _narrow(plan, weights["largest used"]) * (plan.mesh.pp == 1 and not tpu)
-    elif (
-        cpu and plan.remat == "none" and plan.gathers != "block"
-    ):  # autodiff copies what a layer reads
+    # autodiff copies what a layer reads
+    elif cpu and plan.remat == "none" and plan.gathers != "block":
         kept |= {"weights in use": layer}
     return kept, work, loss, after_loss, converted
 
@@ -298,9 +297,8 @@ def _block(plan: Resolved, tokens: int, seq_len: int, item: int) -> _Block:
     keys = tokens * config.head_width * max(config.num_kv_heads // tp, 1) * item
     gathered = (plan.mesh.sp - 1) * keys * (plan.context_parallel == "gather")  # of other ranks
     ffn = hidden = tokens * config.ffn_width * item // tp
-    if (
-        config.experts
-    ):  # the slots of the buffer, and of a rank's visits nine eighths of an even share
+    # the slots of the buffer, and of a rank's visits nine eighths of an even share
+    if config.experts:
         num_slots = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
         visits = tokens * config.experts.top_k * 9 // 8
         hidden = visits * config.ffn_width * item // tp

@@ -387,9 +387,8 @@ class Clock:
             shared += run.sizes[name] / run.mesh.tp
         passes = forward, backward
         computing = [part.seconds for part in passes]
-        for part, seconds in zip(
-            passes, computing, strict=True
-        ):  # of a plan of ours, as they compute
+        # of a plan of ours, as they compute
+        for part, seconds in zip(passes, computing, strict=True):
             for (term, hidden_by), links_s in sorted(sent.items()):  # weights last: beside all
                 if term != LATE:
                     beside = part.terms.get(hidden_by, part.seconds)
@@ -474,9 +473,8 @@ def step_time(
     ahead, behind = map(sum, zip(*(chunk.seconds for chunk in busiest), strict=True))
     left = clock.exposed(reduced, behind, soft.overlaps and not soft.reduces_late)
     left += clock.exposed(updated, ahead, soft.overlaps)
-    if (
-        run.config.tied and p > 1 and not clock.exact
-    ):  # the embedding is on the first stage and on the last
+    # the embedding is on the first stage and on the last
+    if run.config.tied and p > 1 and not clock.exact:
         shared_bytes = soft.reduced_bytes * run.sizes["embedding"] / run.mesh.tp
         left += clock.collective("all-reduce", shared_bytes, 2, clock.inner["pp"])
     terms.add(LATE, left)

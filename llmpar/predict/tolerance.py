@@ -167,9 +167,8 @@ def _weights(config: ModelConfig, plan: Resolved, tokens: int) -> list[_Term]:
             vectors / config.num_params,
         ),
     ]
-    if (
-        plan.dtype != "float32"
-    ):  # ZeRO 3 sends them in this dtype, as weights when they are gathered
+    # ZeRO 3 sends them in this dtype, as weights when they are gathered
+    if plan.dtype != "float32":
         once = copies if plan.gathers == "block" else 1
         terms.append((_Term("gradients", by, plan.dtype, once), 1.0))
     return [

@@ -308,9 +308,8 @@ def _weights(traffic: Traffic, plan: Resolved, run: Runs) -> None:
             "weights", dims.replace(" l ", " "), WEIGHT_LINKS, WHOLE_PASS, gradient="gradients"
         )
         copies = plan.pipeline.parameter_copies if stacked and plan.pipeline else 1
-        if (
-            plan.gathers == "step"
-        ):  # all layers at once, those that are lent too; no gradient comes back here
+        # all layers at once, those that are lent too; no gradient comes back here
+        if plan.gathers == "step":
             of, stored = Transfer("weights", dims, LATE), copies * layers * stored
             gathers, gradients = 1, 0
         traffic.carry(layouts.gather, ITEMSIZE[plan.dtype] * stored, of, gathers, gradients)
@@ -325,9 +324,8 @@ def _weights(traffic: Traffic, plan: Resolved, run: Runs) -> None:
         added = FLOAT32 * local_size(layouts.accumulated, shape)
         if copies > 1:
             traffic.add("collective-permute", ("pp",), lent, added, value="their gradients")
-        if (
-            plan.reduce == "layer"
-        ):  # summed where its values begin to differ: inside the backward pass
+        # summed where its values begin to differ: inside the backward pass
+        if plan.reduce == "layer":
             traffic.add(
                 "all-reduce", layouts.replica_axes, of, FLOAT32 * stored, gradients, "gradients"
             )

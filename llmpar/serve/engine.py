@@ -161,11 +161,8 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compile all programs that a step may need, before the first request."""
-        for echo in (
-            False,
-            True,
-            False,
-        ):  # the first step's cache is new: JAX compiles another for it
+        # the first step's cache is new: JAX compiles another for it
+        for echo in (False, True, False):
             self.submit(Request((0, 0), 2, echo=echo))
             while self.busy:
                 self.step()

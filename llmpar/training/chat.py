@@ -83,9 +83,8 @@ class Chat:
                         seams.append(len(prompt))
                         ids = encode(whole)
                     answer = encode(answered)
-                    while (
-                        answer != ids[: len(answer)]
-                    ):  # a token reaches from the answer into what follows
+                    # a token reaches from the answer into what follows
+                    while answer != ids[: len(answer)]:
                         answer.pop()
                     ends = [n + 1 for n in range(begin, len(answer)) if answer[n] in self._ends]
                     # not a line break behind it

@@ -186,9 +186,8 @@ def read_documents(file: str, limit_bytes: int) -> Iterator[str | Conversation]:
     if not lines:
         yield text
         return
-    for number, line in enumerate(
-        text.split("\n"), 1
-    ):  # not splitlines: JSON strings may hold U+2028
+    # not splitlines: JSON strings may hold U+2028
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         where = f"data file '{file}', line {number}"
@@ -315,9 +314,8 @@ class FileTokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
         """Encode several texts, on all cores."""
-        with calling(
-            f"tokenizer '{self.name}' cannot encode the text"
-        ):  # it may have no token for what is unknown, say
+        # it may have no token for what is unknown, say
+        with calling(f"tokenizer '{self.name}' cannot encode the text"):
             encodings = self.hub.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(e.ids, np.int32) for e in encodings]
 

@@ -211,9 +211,8 @@ class Step:
     def _update(self, learned: Tree, grads: Tree, state: Tree, metrics: dict) -> tuple[Tree, Tree]:
         """Return the trained weights, cut as gradients are, and the optimizer's state after an update."""
         learned = self._constrain(learned)
-        with jax.numpy_dtype_promotion(
-            "standard"
-        ):  # Optax raises floats to powers of whole numbers
+        # Optax raises floats to powers of whole numbers
+        with jax.numpy_dtype_promotion("standard"):
             updates, state = self.optimizer.update(grads, state, learned)
         updated = self._balance_experts(learned, optax.apply_updates(learned, updates), metrics)
         return self._constrain(updated), state
@@ -307,9 +306,8 @@ class Step:
             grads = jax.tree.map(lambda g: g / tokens, grads)
             norm = jnp.sqrt(square) / tokens
         metrics = {"loss": loss / tokens, "grad_norm": norm, "tokens": tokens}
-        if (
-            counts is not None
-        ):  # tokens per expert ``l e``, dropped choices ``l``, routers' entropies ``l``
+        # tokens per expert ``l e``, dropped choices ``l``, routers' entropies ``l``
+        if counts is not None:
             metrics |= {
                 "load": counts[:, :-2],
                 "dropped": counts[:, -2],
