@@ -1,11 +1,11 @@
 """llmpar: learn, plan and run LLM parallelism in JAX. A layout is a line of text, a movement is an arrow.
 
-plan/        what a user writes, checked and decided once: layouts, arrows between them, meshes, schedules (no JAX)
-parallel/    how an arrow is carried out: collectives; the modes Solo, Manual (shard_map), Auto (XLA) and Explicit
+plan/        what a user writes, checked and decided: layouts, arrows between them, meshes, schedules (no JAX)
+parallel/    how an arrow is carried out: collectives; the modes Solo, Manual (shard_map), Auto, Explicit
 kernels/     attention and experts on GPUs and TPUs
 model/       the Llama: attention (ring attention too) and experts, without a mesh axis in the text
 pipeline/    a stage, its backward pass in two parts, an executor for any schedule
-training/    a step: gradients are summed, the optimizer has cut state; the loop, data, checkpoints, other formats
+training/    a step: gradients are summed, optimizer state is cut; the loop, data, checkpoints, other formats
 predict/     what would it cost? traffic, memory, time, serving (no JAX)
 planner/     which mesh, and why not the others? and programs for clusters that you do not have
 inspect/     what did the compiler make of it? of any JAX program
