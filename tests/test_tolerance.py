@@ -272,6 +272,6 @@ def test_rounded_gradients_of_logits_are_right():
     given = [RNG.integers(-1, 2, shape).astype(np.float32) for shape in ((8, 4), (16, 4))]
     x, head = (jnp.asarray(z, jnp.bfloat16) for z in given)
     logits = given[0] @ given[1].T
-    grads = jax.grad(lambda x, head: (model._logits_of(x, head) ** 2).sum(), (0, 1))(x, head)
+    grads = jax.grad(lambda x, head: (model.logits_with_rounded_grad(x, head) ** 2).sum(), (0, 1))(x, head)
     for got, want in zip(grads, (2 * logits @ given[1], 2 * logits.T @ given[0]), strict=True):
         np.testing.assert_array_equal(got, want)

@@ -20,8 +20,9 @@ loops over the ranks' blocks of keys; `attend_block` loops over the pairs of til
 kernel of `llmpar.kernels.flash` may take the place of `attend_block`.
 
 Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width. Ids
-are `b 2 s`: positions, then segments. Tiles, i of c queries and j of d keys, have heads before positions, as
-matrix products want them: `i b k r c h`.
+are `b 2 s`: positions, then segments. Queries are cut into i tiles of c positions, keys into j tiles of d (a
+length here, not the model's width). Tiles have heads before positions, as matmuls want them: `i b k r c h`
+and `j b k d h`.
 """
 
 from collections.abc import Callable
@@ -57,9 +58,10 @@ KIds = Int[Array, "j _ 2 d"]
 # Names under which remat policies know what the backward pass of attention reads.
 IN, OUT, LSE = "attention_in", "attention_out", "attention_lse"
 
-# Up to so many tiles their pairs are written out, not looped over: 20 % faster on a CPU, 0.03 s of compiling
-# for each pair.
-_FEW_ROWS, _FEW_KEYS, _FEW_IN_TRIANGLE = 2, 4, 8
+# Pairs of tiles are unrolled, not looped over, up to 2 tiles of queries by 4 of keys; in a contiguous
+# sequence, where only pairs inside the mask count, up to 8 tiles of queries. That is 20 % faster on a CPU,
+# and costs 0.03 s of compiling a pair.
+_FEW_QUERIES, _FEW_KEYS, _FEW_IN_TRIANGLE = 2, 4, 8
 
 
 class _Ids(TypedDict, total=False):
@@ -105,9 +107,12 @@ def as_promised(
     plan, step, segment_step = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
     if par.cache or plan.attention_kernel == "flash" or not plan.in_order or par.axes("keys s"):
         return jnp.ones(len(step), bool)
+    rises = step > 0
     if plan.documents == "whole" and plan.attention_kernel != "portable":
-        return ((segment_step == 0) & ((step == 1) if mask.window else (step > 0))).all(1)
-    return (step > 0).all(1) | ((segment_step > 0) | (segment_step == 0) & (step > 0)).all(1)
+        steps_well = step == 1 if mask.window else rises
+        return ((segment_step == 0) & steps_well).all(1)
+    rises_in_segment = (segment_step > 0) | ((segment_step == 0) & rises)
+    return rises.all(1) | rises_in_segment.all(1)
 
 
 # ------------------------------------------------------------------------------------------ one pair of tiles
@@ -228,7 +233,7 @@ def attend_block(
 
     `pairs` are the pairs of tiles that are written out (`_few_pairs`); if None, a loop takes all pairs. A
     pair that `seen_tiles` rules out is a branch not taken; without `branch` it is computed and masked."""
-    live = seen_tiles(mask, q_ids, k_ids)[0].any(-1)
+    may_see = seen_tiles(mask, q_ids, k_ids)[0].any(-1)  # i j, in any row
 
     def merge_pair(i, j, partial_i, _):
         (q_i, q_ids_i), (k_j, v_j, k_ids_j) = at((q, q_ids), i), at((k, v, k_ids), j)
@@ -237,9 +242,9 @@ def attend_block(
             out, lse = partial_i
             return merge(out, lse, *attend_tile(q_i, k_j, v_j, sees(mask, q_ids_i, k_ids_j), scale))
 
-        return (lax.cond(live[i, j], merged, lambda: partial_i) if branch else merged()), ()
+        return (lax.cond(may_see[i, j], merged, lambda: partial_i) if branch else merged()), ()
 
-    return _loop_over_pairs(pairs, live.shape, merge_pair, partials or _no_keys_yet(q), ())[0]
+    return _loop_over_pairs(pairs, may_see.shape, merge_pair, partials or _no_keys_yet(q), ())[0]
 
 
 def attend_block_grad(
@@ -259,7 +264,7 @@ def attend_block_grad(
     """Return float32 (dq, dk, dv): dq with the part of a block of keys added, and the gradients of its keys.
     The terms of each query are dO, the lse of its whole row, and delta (`attend_tile_grad`); the other
     arguments are those of `attend_block`."""
-    live = seen_tiles(mask, q_ids, k_ids)[0].any(-1)
+    may_see = seen_tiles(mask, q_ids, k_ids)[0].any(-1)  # i j, in any row
 
     def add_pair(i, j, dq_i, dkv_j):
         (q_i, terms_i, q_ids_i), (k_j, v_j, k_ids_j) = (
@@ -272,10 +277,10 @@ def attend_block_grad(
             dq, dk, dv = attend_tile_grad(q_i, out_grad, lse, delta, k_j, v_j, seen, scale)
             return jax.tree.map(jnp.add, (dq_i, dkv_j), (dq, (dk, dv)))
 
-        return lax.cond(live[i, j], added, lambda: (dq_i, dkv_j)) if branch else added()
+        return lax.cond(may_see[i, j], added, lambda: (dq_i, dkv_j)) if branch else added()
 
     sums = _zeros(q) if dq is None else dq, (_zeros(k), _zeros(v))
-    dq, dkv = _loop_over_pairs(pairs, live.shape, add_pair, *sums)
+    dq, dkv = _loop_over_pairs(pairs, may_see.shape, add_pair, *sums)
     return dq, *dkv
 
 
@@ -289,7 +294,7 @@ def _few_pairs(
         return [
             (i, j) for i, j in pairs if mask.admits((i - j) * c - (c - 1), (i - j) * c + (c - 1))
         ]
-    return pairs if num_rows <= _FEW_ROWS and num_keys <= _FEW_KEYS else None
+    return pairs if num_rows <= _FEW_QUERIES and num_keys <= _FEW_KEYS else None
 
 
 def _loop_over_pairs(pairs, shape, add_pair, row_sums, key_sums):
@@ -332,9 +337,10 @@ class _Ring:
     hop: str  # as in a `Plan`
     attend: Callable  # `attend_block` or a kernel, with its settings
     attend_grad: Callable
-    barrier: bool = (
-        False  # one hop beside each of two backward kernels: a GPU runs one collective at a time
-    )
+    # In `ring_backward` K and V hop on only when this block's dK and dV are there: so the hop of the
+    # gradients runs beside one backward kernel, that of K and V beside the other. (A GPU runs one collective
+    # at a time.)
+    kv_hop_waits: bool = False
 
 
 def ring_attention(
@@ -391,7 +397,7 @@ def ring_attention(
         forward, backward = (
             partial(f, **settings) for f in (flash.kernel_forward, flash.kernel_backward)
         )
-        ring = _Ring(axis, hop, forward, backward, barrier=True)
+        ring = _Ring(axis, hop, forward, backward, kv_hop_waits=True)
         return ring_forward(ring, *vary_alike((q, k, v, q_ids, k_ids)))
 
     pairs = _few_pairs(mask, contiguous, s // c, t // d, c)
@@ -399,6 +405,7 @@ def ring_attention(
     ring = _Ring(
         axis, hop, partial(attend_block, **settings), partial(attend_block_grad, **settings)
     )
+    # b (i c) … h -> i b … c h, and of ids _ 2 (i c) -> i _ 2 c, of all ranks' keys n j _ 2 d.
     cut = lambda x, size: jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), (1, 2), (0, -2))
     cut_ids = lambda ids, size: jnp.moveaxis(ids.reshape(*ids.shape[:-1], -1, size), -2, -4)
     arrays = cut(q, c), cut(k, d), cut(v, d), cut_ids(q_ids, c), cut_ids(k_ids, d)
@@ -447,16 +454,16 @@ def ring_backward(ring, saved, grads):
         kv, dq, dkv = carry
         dkv = None if dkv is None else _hop(ring, dkv)
         dq, *dkv_part = ring.attend_grad(q, *kv, q_ids, at(k_ids, _owner(ring, hops)), terms, dq)
-        if ring.barrier:
+        if ring.kv_hop_waits:
             kv, dkv_part = lax.optimization_barrier((kv, dkv_part))
         if not last:
             kv = _hop(ring, kv)
         return (kv, dq, jnp.stack(dkv_part) if dkv is None else dkv + jnp.stack(dkv_part)), None
 
     if n > 1:
-        # Nothing else would keep these hops from running beside the forward ring's, and simulated devices
-        # confuse two permutes of one shape, one of them in a loop: wrong numbers or a deadlock in half of the
-        # runs (JAX 0.10.2).
+        # `after` lets these hops start only when delta, so the forward result, is there. Else they may run
+        # beside the forward ring's, and simulated devices confuse two permutes of one shape, one of them in a
+        # loop: wrong numbers or a deadlock in half of the runs (JAX 0.10.2).
         kv = _hop(ring, after(delta, jnp.stack((k, v))))
         carry, _ = add_and_hop((kv, _zeros(q), None), 1, last=n == 2)
         if n > 2:

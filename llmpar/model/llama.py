@@ -49,7 +49,7 @@ QueryKeyIds = tuple[Int[Array, "_ q"], Int[Array, "_ q"], Int[Array, "_ t"], Int
 Rope = tuple[Float[Array, "b p 1 half"], Float[Array, "b p 1 half"]]
 # The auxiliary outputs of a router (`moe.route`), and the experts that it chose; None without experts.
 Aux = dict[str, Array] | None
-# The loss summed over tokens, and the routers' counts ``l e`` (`moe.route`); None without experts.
+# The loss summed over tokens, and the routers' tallies ``l (e+2)`` (`moe.route`); None without experts.
 Loss = tuple[Float[Array, ""], Float[Array, "l _"] | None]
 
 
@@ -118,9 +118,9 @@ def attend(
 ) -> Float[Array, "b s k r h"]:
     """Move queries and keys to their regions, attend, and move the result back.
 
-    Three methods for a long sequence that is cut are three tables of regions. In a ring nothing moves here,
-    and the keys, still cut, travel during attention; Ulysses has whole sequences of some heads; gathered keys
-    come to the queries.
+    `Plan.context_parallel` decides only how the regions queries and keys are cut; these moves follow. Ring:
+    nothing moves here, the keys travel during attention. Ulysses: each rank gets whole sequences of some
+    heads. Gather: each gets all keys. usp: heads inside a group of ranks, and a ring of groups.
     """
     if par.cache:
         return par.cache.attend(q, k, v, ids[0], mask)
@@ -185,7 +185,8 @@ class Experts(nnx.Module):
         weights_bsk, chosen_bsk, aux = route(logits_bse, *bias)
         aux = aux | {"chosen": chosen_bsk}
         x = par.move(x, "stream b s d -> ffn b s d")
-        gates = (par.move(y, "stream b s e -> ffn b s e") for y in (weights_bsk, chosen_bsk))
+        # Their last dim is the k choices of a token. Layouts call it e: their k is KV heads.
+        choices = (par.move(y, "stream b s e -> ffn b s e") for y in (weights_bsk, chosen_bsk))
         visit = par.local(
             functools.partial(moe.visit_experts, self.config, par.island),
             [
@@ -198,8 +199,9 @@ class Experts(nnx.Module):
             ],
             "ffn b s d +m",
         )
-        y = visit(x, *gates, *(par.weight(w) for w in (self.gate, self.up, self.down)))
+        y = visit(x, *choices, *(par.weight(w) for w in (self.gate, self.up, self.down)))
         if self.config.num_shared:
+            # Its sum stays open: the move below finishes that of routed and shared experts together.
             y = y + self.shared(x, par, "ffn b s d -> ffn b s d", "ffn b s d +m -> ffn b s d +m")
         return par.move(y, "ffn b s d +m -> stream b s d"), aux
 
@@ -262,8 +264,9 @@ class Llama(nnx.Module):
         @jax.named_scope("loss")
         def losses(inputs):
             x_bsd, targets_bs = inputs
-            # A TPU rounds operands as it reads them: rounding them before costs memory and saves no time.
-            multiply = logits_of if par.platform == "tpu" else _logits_of
+            # The second rounds the gradient of the logits to x's dtype before its matmuls, which a TPU does
+            # by itself as it reads it: there, rounding before costs memory and saves no time.
+            multiply = logits_of if par.platform == "tpu" else logits_with_rounded_grad
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
             logits_bsv = logits_bsv - par.max(logits_bsv.max(-1), finish)[..., None]
             sum_exp = lambda par, x: jnp.exp(x).sum(-1)
@@ -315,7 +318,8 @@ class Llama(nnx.Module):
     def router_losses(
         self, loss: Float[Array, "b s"], batch: Batch, par: Solo
     ) -> Float[Array, " b"]:
-        """Sum the routers' own losses of each row over its tokens that have a target."""
+        """Sum the routers' own losses of each row over its tokens that have a target. With tp_sequence the
+        arrow finishes the sum over tp; the sum over sp stays open, as that of the cross-entropies."""
         counted = par.move(batch["targets"], "data b s -> stream b s") >= 0
         rows = par.summed(lambda par, x: x.sum(1), ["stream b s"], "stream b +s -> data b +s")
         return rows(jnp.where(counted, loss, 0))
@@ -333,18 +337,20 @@ def logits_of(x: Float[Array, "*rows d"], head: Float[Array, "v d"]) -> Float[Ar
 
 
 @jax.custom_vjp
-def _logits_of(x, head):
+def logits_with_rounded_grad(x, head):
     """Return `logits_of`, with gradients rounded to the dtype of ``x`` before they are multiplied: a GPU
     takes more than twice as long for matmuls of float32, which were 15 % of a step (`tests/device.md`)."""
     return logits_of(x, head)
 
 
-def _logits_grad(saved, grad):
+def _rounded_grad(saved, grad):
     _, pull = jax.vjp(functools.partial(jnp.einsum, "...d,vd->...v"), *saved)
     return pull(grad.astype(saved[0].dtype))
 
 
-_logits_of.defvjp(lambda *args: (_logits_of(*args), args), _logits_grad)
+logits_with_rounded_grad.defvjp(
+    lambda *args: (logits_with_rounded_grad(*args), args), _rounded_grad
+)
 
 
 def target_logits(
@@ -367,9 +373,10 @@ def rope_table(config: ModelConfig, positions_bp: Int[Array, "b p"]) -> Rope:
 
 
 def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, " half"]:
-    """Return radians per position of each pair, with Llama 3.1's scaling where it is set: wavelengths up to
-    the original context over ``high_freq_factor`` stay, those beyond it over ``low_freq_factor`` are divided
-    by ``factor``, and between them the two are blended (Llama 3.1 reference configuration, 2024)."""
+    """Return radians per position of each pair, with Llama 3.1's scaling where it is set. A frequency whose
+    wavelength is at most original_context / high_freq_factor stays; one whose wavelength is at least
+    original_context / low_freq_factor is divided by ``factor``; between them the two are blended (Llama 3.1
+    reference configuration, 2024)."""
     frequency = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
     scaling = config.rope_scaling
     if scaling is None:

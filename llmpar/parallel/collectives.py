@@ -56,15 +56,16 @@ def hop(x: Array, axis: str | tuple[str, ...], method: str) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def ragged(
-    rows: Float[Array, "gc ..."], send: Int[Array, " g"], come: Int[Array, " g"], axis: str
+    rows: Float[Array, "gc ..."], send: Int[Array, " g"], receive: Int[Array, " g"], axis: str
 ) -> Float[Array, "gc ..."]:
     """Exchange the full rows of blocks: rank j of ``axis`` gets the first ``send[j]`` rows of this rank's
-    block for it, and this rank gets ``come[j]`` rows of rank j's. The gradient goes the same way back, with
-    ``send`` and ``come`` swapped; JAX's own transpose would first exchange offsets that every rank knows."""
+    block for it, and this rank gets ``receive[j]`` rows of rank j's. The gradient goes the same way back,
+    with ``send`` and ``receive`` swapped; JAX's own transpose would first exchange offsets that every rank
+    knows."""
     slots = rows.shape[0] // len(send)
     begin = slots * jnp.arange(len(send), dtype=jnp.int32)
     own = jnp.full_like(begin, slots * lax.axis_index(axis).astype(jnp.int32))
-    return lax.ragged_all_to_all(rows, unwritten(rows), begin, send, own, come, axis_name=axis)
+    return lax.ragged_all_to_all(rows, unwritten(rows), begin, send, own, receive, axis_name=axis)
 
 
 # An array like its argument, with undefined values. Zeros would cost a pass over memory for each exchange.
@@ -73,7 +74,7 @@ def ragged(
 unwritten = jax.custom_batching.custom_vmap(lambda x: vary(lax.empty(x.shape, x.dtype), varying(x)))
 unwritten.def_vmap(lambda size, mapped, x: (unwritten(x), True))
 ragged.defvjp(
-    lambda rows, send, come, axis: (ragged(rows, send, come, axis), (send, come)),
+    lambda rows, send, receive, axis: (ragged(rows, send, receive, axis), (send, receive)),
     lambda axis, sizes, grad: (ragged(grad, *sizes[::-1], axis), None, None),
 )
 

@@ -8,8 +8,8 @@ The model calls these methods and never names a mesh axis:
     par.move_matmul(x, arrow, *ws)    a move, and the matmuls right behind it
     par.matmul_move(x, w, arrow)      a matmul, and the move right behind it
     par.max(x, arrow)         as move, for a maximum, through which no gradient flows
-    par.beside(f, x, p)       f of a value and a parameter that is added to it or that it is multiplied by
-    par.summed(f, …)          a function that gives, on each device, one term of an unfinished sum
+    par.beside(f, x, p)       f(x, weight) element by element: adds a bias, multiplies by a norm's scale
+    par.summed(f, …, arrow)   f gives each device's term of a sum, which the arrow finishes
     par.total(x, layout)      the sum over all dims
     par.index(layout)         which block of a dim this device has; par.parts(layout): of how many
     par.layers(f, x, ws)      a stack of blocks
@@ -20,8 +20,8 @@ The model calls these methods and never names a mesh axis:
 In `Manual` every arrow becomes a collective in a scope of its text, by which a census of the compiled program
 (`llmpar.inspect.census`) tells what moves for which line of the model. Autodiff writes the backward
 collectives: all-gather and reduce-scatter are each other's transpose, and the transpose of "from here on,
-devices differ" (`lax.pcast`, free in the forward pass) is the all-reduce that Megatron calls f (Shoeybi et
-al. 2019, section 3). shard_map's varying-axes check is what makes those transposes right; it stays on.
+devices differ" (`lax.pcast`, free in the forward pass) is the all-reduce of Megatron's operator f (Shoeybi
+et al. 2019, section 3). shard_map's varying-axes check is what makes those transposes right; it stays on.
 """
 
 import functools
@@ -45,10 +45,10 @@ PROJECTED, STREAM, HIDDEN = "projected", "stream", "hidden"
 """Names by which remat policies know more values of a block: queries, keys and values before RoPE; the
 residual stream between attention and feed-forward; the feed-forward's first matmuls. Attention names its own.
 
-    value                          bytes a token   FLOPs to compute it again          saved by
+    value                          numbers a token FLOPs to compute it again          saved by
     queries, keys, values          n h + 2 k h     2 d (n h + 2 k h): d FLOPs a byte  selective, ffn
     attention's result, log-sums   n h             attention itself, more than that   selective, ffn
-    stream after attention         d               with it a reduction, sent again    selective, ffn
+    stream after attention         d               the matmul with o; sends again     selective, ffn
     gate and up                    2 m             4 d m: d FLOPs a byte              selective
     norms, RoPE, SwiGLU            d, n h, m       a few FLOPs a byte                 none: computed again
 """
@@ -111,7 +111,9 @@ class Solo:
         """Return None: on one device a matmul has no collective beside it."""
         return None
 
-    def ragged(self, x: Array, send: Int[Array, " g"], come: Int[Array, " g"], arrow: str) -> Array:
+    def ragged(
+        self, x: Array, send: Int[Array, " g"], receive: Int[Array, " g"], arrow: str
+    ) -> Array:
         """Return ``x`` itself, as `move` does."""
         return x
 
@@ -120,8 +122,8 @@ class Solo:
         return lax.stop_gradient(x)
 
     def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
-        """Return ``f(par, …)`` of values with these ``layouts``: a term of a sum on each device, which the
-        arrow finishes."""
+        """Return a function that calls ``f(par, …)`` on values with these ``layouts`` and moves the result:
+        on each device it is one term of a sum, which the arrow finishes."""
         return lambda *args: self.move(f(self, *args), arrow)
 
     def total(self, x: Array, layout: str) -> Array:
@@ -152,8 +154,8 @@ class Solo:
         """Run ``x, aux = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``,
         rematerialised as planned. The layers' auxiliary results are stacked."""
         plan, length = self.plan, jax.tree.leaves(stack)[0].shape[0]
-        # nothing else keeps XLA from merging the two computations
-        no_loop = not 0 < plan.unroll < length
+        # Without a loop only prevent_cse keeps XLA from merging the recomputation with the forward pass.
+        no_loop = plan.unroll == 0 or plan.unroll >= length
         keep = plan.gathers == "block" and not plan.reshard_after_forward
         if plan.remat != "none":
             policy = functools.partial(_named, SAVED[plan.remat] + (WEIGHT,) * keep)
@@ -189,8 +191,9 @@ def _named(names: tuple[str, ...], prim, *_, **params) -> bool:
 
 
 def _all_but_gathered_weights(prim, *_, **params) -> bool:
-    """Save all but whole weights: these are gathered again, and nothing is computed again. Other gathered
-    values are saved by their name (`MOVED`)."""
+    """Save every result but gathered weights, so that the backward pass repeats the gathers and no
+    arithmetic: the policy of remat none at ZeRO 3. What makes a whole weight of shards (`OF_SHARDS`) has no
+    name and is not saved either; other gathered values are saved by their name (`MOVED`)."""
     if prim.name == "name":
         return params["name"] != WEIGHT
     return not prim.name.startswith(OF_SHARDS)
@@ -203,8 +206,8 @@ class Manual(Solo):
     """Inside `jax.shard_map` over all axes: arrows are collectives, each in the `scope` of its arrow."""
 
     def weight(self, param: nnx.Variable) -> Array:
-        """Return the weight as it is used: of its stored shard (`gather`), unless a pipeline has gathered it
-        for the step.
+        """Return the weight as it is used: gathered from its stored shard (`gather`), or only cast where a
+        pipeline has gathered it once for the step.
 
         The backward pass is the mirror image: reduce-scatter over the axes of ZeRO in the computing dtype,
         then one float32 all-reduce of the shard over every other axis on which the region's values differ.
@@ -233,15 +236,17 @@ class Manual(Solo):
             return None
         return Ring(moves[0].axes, arrow, self.plan.hop)
 
-    def ragged(self, x: Array, send: Int[Array, " g"], come: Int[Array, " g"], arrow: str) -> Array:
-        """Run an all-to-all ``b/a e c … -> b e/a c …`` or back, in which this rank sends rank j the first
-        ``send[j]`` rows of its block alone, and gets ``come[j]``; the rows behind them are undefined. XLA has
-        it for GPUs and TPUs, not for CPUs."""
+    def ragged(
+        self, x: Array, send: Int[Array, " g"], receive: Int[Array, " g"], arrow: str
+    ) -> Array:
+        """Run an all-to-all ``b/a e c … -> b e/a c …`` or back, in which this rank sends only the first
+        ``send[j]`` rows of the block for rank j, and receives ``receive[j]`` from it; the rows after these
+        are undefined. XLA has it for GPUs and TPUs, not for CPUs."""
         physical = self.plan.physical(arrow)
         ((axis,),) = (move.axes for move in physical.moves)
         rows = vary(x, physical.varying).reshape(-1, *x.shape[3:])
         with scope(arrow):
-            y = ragged(rows, send, come, axis)
+            y = ragged(rows, send, receive, axis)
         return checkpoint_name(y.reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)
 
     def max(self, x: Array, arrow: str) -> Array:
@@ -258,8 +263,9 @@ class Manual(Solo):
         return self.plan.place(layout).axes
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
-        """Return ``f`` itself. On simulated devices its collectives stay where they are written (`barrier`);
-        on others they would wait for weights that are still on their way."""
+        """Return ``f`` itself. On simulated devices its arguments pass a `barrier`, so that XLA does not move
+        its collectives elsewhere; on others the barrier would make it wait for weights still being
+        gathered."""
         return (lambda *args: f(*barrier(args))) if self.platform == "cpu" else f
 
     def index(self, layout: str) -> int | Int[Array, ""]:

@@ -15,16 +15,18 @@ the table in `Resolved.regions` is the whole of tensor, sequence and data parall
     routing     dp,fsdp       sp                         which token chose which expert, known to all of ep
     vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
 
-Two axes may have an inner part (`Plan.resolve`). With ``usp`` the ranks of ``ul``, inside sp, exchange
-positions for heads as Ulysses does, and the others form a ring: ``s/sp k/tp,ul`` where queries meet keys, and
-``sp,ul`` wherever the table has sp. Where tp has more ranks than the model has KV heads, the ranks of ``kv``,
-inside tp, hold copies of one KV head and share the query heads that use it: ``n/tp,kv``, ``k/tp``, ``r/kv``,
-and ``tp,kv`` wherever the table has tp; the gradient of a copied weight is one more sum, ``+kv``.
+Two axes may be split in two (`Plan.resolve`): then ``sp`` in a layout is only its outer part, ``ul`` the
+inner one, and the whole axis is ``sp,ul``; the same for ``tp`` and ``kv``. With ``usp`` the ranks of ``ul``
+exchange positions for heads as Ulysses does, and those of ``sp`` form a ring: queries and keys are ``s/sp
+k/tp,ul``; elsewhere read ``sp,ul`` for the table's sp. Where tp has more ranks than the model has KV heads,
+the ranks of ``kv`` have copies of one KV head and share the query heads that use it: ``n/tp,kv``, ``k/tp``,
+``r/kv``; elsewhere read ``tp,kv`` for tp. The gradient of a copied weight is one more sum, ``+kv``.
 
 The layers ``l`` of a weight are cut by pp in every region. Embedding, head and last norm have none: they are
 whole on every stage, and their gradients are one more sum to finish.
 
-In one step a weight has five layouts and four arrows; only the update itself moves nothing:
+In one step a weight has five layouts. Between them are two computations, backward and update, and four
+arrows, which move something where their two layouts differ:
 
     stored -gather-> used -backward-> unreduced -accumulate-> accumulated -finish-> reduced -update-> reduced
                                                                                     reduced -restore-> stored
@@ -38,8 +40,9 @@ else its ``e``; an adapter with none of them stays whole). Of ``ffn d m`` on ``f
     2     d m/tp       d m/tp  d m/tp +dp +fsdp             d/fsdp m/tp +dp   d/fsdp m/tp
     3     d/fsdp m/tp  d m/tp  d/fsdp m/tp +dp              d/fsdp m/tp +dp   d/fsdp m/tp
 
-Each cell that differs from its neighbour is a collective (`WeightLayouts`). Stage 3 is FSDP: its weights are
-gathered for use, and autodiff makes a reduce-scatter of that on the way back.
+Where the two layouts of an arrow differ, it is a collective (`WeightLayouts`). The backward pass opens the
+sums +dp +fsdp on each device. Stage 3 is FSDP: its weights are gathered for use, and autodiff makes a
+reduce-scatter of that gather in the backward pass.
 
 Devices along sp, and along ep but for experts, use the same weights on other tokens too. So ZeRO cuts by
 these axes as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and one
@@ -110,8 +113,8 @@ class Plan:
         mode: what writes the collectives: ``manual``, the package, inside shard_map; ``auto``, XLA's
             partitioner; ``explicit``, XLA by JAX's types, which the package gives to every value.
         zero: ZeRO stage, 0 to 3. At 0 fsdp is one more replica axis.
-        zero_axes: the axes by which ZeRO cuts what a device would hold as others do. Fewer axes are smaller
-            groups for each gather, and more state on every device.
+        zero_axes: the axes over which ZeRO shards weights, gradients and optimizer state that would else be
+            replicated. Fewer axes: smaller groups for each gather, but more state on every device.
         tp_sequence: also cut the residual stream's sequence by tp (sequence parallelism, Korthikanti et al.
             2022).
         tp_comm_overlap: with tp_sequence, let activations travel in rings of permutes with the matmuls
@@ -214,11 +217,13 @@ class Plan:
         """Check the plan, and decide what it leaves open: for a model, on ``cpu``, ``gpu`` (of compute
         capability 7.5: ``gpu 7.5``) or ``tpu``. A command does so once, where it begins.
 
-        Ranks of tp that the model's KV heads cannot cut hold copies of them (as in Megatron-LM and vLLM); of
-        usp's sp as many ranks exchange heads as divide them; fields that decide nothing get their defaults,
-        and `Resolved.notes` says so. Without a model, heads suit the mesh; without devices, ``auto`` stays
-        and means what accelerators do. Refuses what the devices cannot do, and with a batch size and a
-        sequence length what cannot be cut evenly, with the arithmetic and what would work (`checks`)."""
+        Where tp has more ranks than the model has KV heads, several ranks have a copy of one head (as in
+        Megatron-LM and vLLM). With usp, groups of gcd(sp, a tp rank's heads) ranks exchange heads; the groups
+        form a ring. Fields without effect get their defaults, and `Resolved.notes` says so. Without a model,
+        heads are assumed to divide evenly. Without devices, ``auto`` is kept, and read as on accelerators.
+
+        Raise ValueError for what the devices cannot do and, with a batch size and a sequence length, for what
+        cannot be cut evenly: with the arithmetic and what would work (`checks`)."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Plan)}
         if config is not None:
             given["mesh"] = self._inner_axes(config)
@@ -273,8 +278,8 @@ class Plan:
         return serving
 
     def buckets(self, sizes: list[tuple[Any, int]]) -> list[tuple[Any, list[int]]]:
-        """Deal the numbers of items, each a key and its bytes, into buckets of one key, in order: one is
-        closed when it has reached `bucket_bytes`."""
+        """Put the indices of items, each a key and its bytes, into buckets in order: a bucket has items of
+        one key, and is closed when it has reached `bucket_bytes`."""
         dealt: dict[Any, list[list[int]]] = {}
         for i, (key, _) in enumerate(sizes):
             alike = dealt.setdefault(key, [[]])
@@ -378,10 +383,10 @@ class Resolved(Plan):
                 "on simulated devices the hop of a ring is an all-to-all with one full block: their permutes"
                 " wait for all devices of the mesh, and so would deadlock inside a pipeline"
             )
-        cut = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
-        # gathered without ep
-        experts_apart = "ep" in self.zero_cuts() and self.mesh.live("fsdp", "sp")
-        if cut and experts_apart and self.gathers == "block":
+        split = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
+        # Experts are cut by ep already and gathered without it; other weights are gathered over ep, too.
+        two_groups = "ep" in self.zero_cuts() and self.mesh.live("fsdp", "sp")
+        if split and two_groups and self.gathers == "block":
             decided["reshard_after_forward"] = False
             notes.append(
                 "on simulated devices weights are gathered once a step, and kept: in a backward pass that is"
@@ -488,34 +493,38 @@ class Resolved(Plan):
             physical = Arrow(self.place(logical.before), self.place(logical.after))
             after = self.varying(logical.after.region)
             summed = {a for move in physical.moves if move.kind == "all-reduce" for a in move.axes}
-            still = set(self.varying(logical.before.region)) - summed
-            begin = tuple(a for a in after if a not in still)
+            # The axes over which the value still differs behind the collectives.
+            differs = set(self.varying(logical.before.region)) - summed
+            # It is equal over these, and must be typed as varying from here on (`lax.pcast`).
+            begin = tuple(a for a in after if a not in differs)
             self._arrows[arrow] = dataclasses.replace(physical, varying=after, begin=begin)
         return self._arrows[arrow]
 
     def layouts_of(self, dims: str) -> WeightLayouts:
-        """The layouts of a weight, its gradients and its optimizer state in one step. The comments follow
-        ``ffn d m`` on ``dp=2 fsdp=2 tp=2`` at ZeRO 2."""
+        """Return the layouts of a weight, its gradients and its optimizer state in one step.
+
+        The comments give the values of ``ffn d m`` on ``dp=2 fsdp=2 tp=2`` at ZeRO 2. ZeRO cuts only by axes
+        over which the region's values differ, since only there a gradient is a sum: in serving no region cuts
+        s, so nothing is cut by sp."""
         used = self.place(dims)  # d m/tp
-        # dp fsdp tp: where a copy sees other tokens
-        differ = self.varying(parse_layout(dims).region)
+        differ = self.varying(parse_layout(dims).region)  # dp fsdp tp
         target = next((x for x in "dhe" if x in used.letters), "")  # d
-        # Copies that see equal values have no sum to share: serving cuts no s, so ZeRO cuts nothing by sp.
-        # fsdp
-        over = tuple(a for a in self.zero_cuts(target) if a in differ and a not in used.axes)
-        # d/fsdp m/tp
-        cut = Layout(tuple(Dim(d.name, d.axes + over * (d.name == target)) for d in used.dims))
+        zero_axes = self.zero_cuts(target)
+        zero_axes = tuple(a for a in zero_axes if a in differ and a not in used.axes)  # fsdp
+        more = {target: zero_axes}
+        cut_dims = tuple(Dim(d.name, d.axes + more.get(d.name, ())) for d in used.dims)
+        cut = Layout(cut_dims)  # d/fsdp m/tp
         stored = cut if self.zero == 3 else used  # d m/tp
         reduced = cut if self.zero else used  # d/fsdp m/tp
-        # what the backward pass differentiates: d m/tp
-        kept = used if self.gathers == "step" else stored
-        # dp fsdp
-        replica_axes = tuple(a for a in self.mesh.live("pp") + differ if a not in kept.axes)
-        # d m/tp +dp +fsdp
-        unreduced = Layout(kept.dims, () if self.reduce == "layer" else replica_axes)
+        in_backward = used if self.gathers == "step" else stored  # what is differentiated: d m/tp
+        axes = self.mesh.live("pp") + differ
+        replica_axes = tuple(a for a in axes if a not in in_backward.axes)  # dp fsdp
+        open_sums = () if self.reduce == "layer" else replica_axes
+        unreduced = Layout(in_backward.dims, open_sums)  # d m/tp +dp +fsdp
         accumulated = unreduced
         if self.zero == 2:
-            accumulated = Layout(cut.dims, tuple(a for a in unreduced.sums if a not in over))  # +dp
+            later = tuple(a for a in unreduced.sums if a not in zero_axes)
+            accumulated = Layout(cut.dims, later)  # d/fsdp m/tp +dp
         return WeightLayouts(stored, used, unreduced, accumulated, reduced, replica_axes)
 
     def zero_cuts(self, target: str = "d") -> tuple[str, ...]:

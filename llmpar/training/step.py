@@ -57,20 +57,21 @@ from llmpar.training.state import (
 
 # JAX makes keys of 32 bits.
 _MAX_SEED = 2**32 - 1
-# the routers' counts for each layer and expert; summed over all tokens
+# The layout of the routers' tallies ``l (e+2)`` (`moe.route`), summed over all tokens.
 _ROUTED = (Dim("l"), Dim("e"))
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 EARLY = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_latency_estimator"
 
 
 def compiler_options(plan: Resolved) -> dict[str, bool | int]:
-    """Return the options with which XLA sends while it computes. On GPUs it keeps one collective in flight:
-    of two hops of a ring one waits, and weights from other hosts wait while a host's experts exchange tokens.
-    And with a ragged all-to-all, whose time its usual estimate lacks, it starts no collective early."""
+    """Return XLA's options for more overlap on GPUs. By default it keeps one collective in flight: one of a
+    ring's two hops waits, and weights from other hosts wait while a host's experts exchange tokens. Here are
+    4 with rings, else 2. And by default it starts no collective early in a program with a ragged all-to-all,
+    whose time it cannot estimate: here are its scheduler and, if that does not abort, another estimator."""
     ragged = plan.mesh.ep > 1 and plan.dispatch == "ragged"
     if plan.platform != "gpu" or not (ragged or plan.rings):
         return {}
-    # With that estimate JAX 0.12's compiler aborts, and 0.10's for GPUs since Blackwell (10.0).
+    # With the analytical estimator JAX 0.12's compiler aborts, and 0.10's for GPUs since Blackwell (10.0).
     aborts = jax.__version_info__ >= (0, 11) or (plan.devices or "").startswith("gpu 1")
     early = EARLY[: 1 if aborts else 2] if ragged else ()
     return {AT_ONCE: 4 if plan.rings else 2} | dict.fromkeys(early, True)
@@ -235,9 +236,9 @@ class Step:
     # ---------------------------------------------------------------------------------------------- its parts
 
     def _with_open_sums(self, params: Tree) -> Tree:
-        """Return the weights so typed that the sum over a weight's copies stays open in its gradient until
-        `_reduce` finishes it. In the mode Explicit JAX's types can say so, where `Plan.reduce` does not ask
-        for the sum sooner."""
+        """Type the weights so that autodiff does not sum their gradients over replicas: `_reduce` does it
+        later. Manual: by varying axes (`vary`). Explicit: by JAX's types, only with ``reduce="end"``. Auto:
+        they stay as they are."""
         par = self.par
         if isinstance(par, Manual):
             differ = lambda w, dims: vary(w, self.plan.layouts_of(dims).unreduced.sums)
@@ -347,11 +348,12 @@ class Step:
         if experts is None or experts.bias_rate is None or self.config.lora:
             return after
         load_le = metrics["load"]
-        # Whole numbers: a mean would be rounded, and has a sign then.
-        lacking_le = jnp.sign(load_le.sum(1, keepdims=True) - experts.num_experts * load_le)
+        # The sign of mean - load, times E: whole numbers, so the difference is exact. A rounded mean could
+        # give an expert with the mean load a sign.
+        direction_le = jnp.sign(load_le.sum(1, keepdims=True) - experts.num_experts * load_le)
         if not self._is_model_order:
-            lacking_le = jnp.take(lacking_le, self.layer_order, 0, mode="fill", fill_value=0)
-        bias_le = before["blocks"]["experts"]["bias"] + experts.bias_rate * lacking_le
+            direction_le = jnp.take(direction_le, self.layer_order, 0, mode="fill", fill_value=0)
+        bias_le = before["blocks"]["experts"]["bias"] + experts.bias_rate * direction_le
         blocks = after["blocks"]
         return after | {"blocks": blocks | {"experts": blocks["experts"] | {"bias": bias_le}}}
 
@@ -384,9 +386,9 @@ class Step:
         """Make a state, each device its own share: the same weights on every mesh.
 
         Args:
-            params: weights to begin with, in the model's order; what this tree lacks is fresh. Arrays that
-                are sharded as ``abstract_model_order`` says become the state's own, and so are deleted here:
-                there are never two. Others are copied.
+            params: weights to begin with, in the model's order; what this tree lacks is fresh. An array that
+                has the dtype and sharding of ``abstract_model_order`` is donated: its memory becomes the
+                state's and the caller's array is deleted, so that no weight exists twice. Others are copied.
         """
         if not 0 <= seed <= _MAX_SEED:
             raise ValueError(f"seed is {seed}; use 0 to {_MAX_SEED:,}")
@@ -397,7 +399,7 @@ class Step:
             params = unflatten_dict(
                 flatten_dict(init_params(self.config, key), sep=".") | given, sep="."
             )
-            # frozen: narrower
+            # Frozen weights may have a narrower dtype.
             params = jax.tree.map(lambda w, like: w.astype(like.dtype), params, like)
             return initial_state(params, self.config, self.optimizer)
 
@@ -442,10 +444,10 @@ class Step:
 
     @functools.cached_property
     def evaluate(self) -> Checked:
-        """Compiled: the cross-entropies of a batch's targets summed, and their number, from (weights, batch),
-        forward only and without the routers' own losses. Weights come stored, with their layers in the
-        model's order (`to_model_order`); where stages hold them the mode is Auto's: layers travel to every
-        stage, which may need space for all of them."""
+        """A compiled function (weights, batch) -> (sum of the targets' cross-entropies, number of targets):
+        forward only, without the routers' own losses. Weights have their stored layouts, and layers in the
+        model's order (`to_model_order`). In a pipeline XLA's partitioner runs it, as in the mode Auto: every
+        stage is sent the others' layers, which may need memory for all of them."""
         plan = self.plan
 
         def sums(par: Solo, params: Tree, batch: Batch):
