@@ -22,7 +22,8 @@ MESH = jax.make_mesh((2, 2, 2), ("dp", "sp", "tp"), axis_types=(AxisType.Explici
 
 @functools.cache
 def put(*cuts, shape=(8, 8)):
-    return jax.device_put(jnp.ones(shape), NamedSharding(MESH, P(*cuts)))
+    with jax.ensure_compile_time_eval():  # the first to ask may be a trace
+        return jax.device_put(jnp.ones(shape), NamedSharding(MESH, P(*cuts)))
 
 
 def unfinished():

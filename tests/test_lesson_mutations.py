@@ -34,7 +34,7 @@ def carries_out(kind, wrong):
     def planted(right, x, move, position, to):
         return (wrong if move.kind == kind else lambda r, *given: r(*given))(right, x, move, position, to)
 
-    return "par.send", planted
+    return "parallel.modes.send", planted
 
 
 def first_axis_only(right, x, move, position, to):
@@ -72,7 +72,7 @@ def no_moments(right, *given, **other):
 
 PLANTED = {  # what goes wrong: where, and the function that takes the place of the right one, which it gets
     "two axes of the mesh exchanged": (
-        "mesh.spec",
+        "parallel.mesh.spec",
         lambda right, layout: type(right(layout))(*reversed(right(layout))),
     ),
     "Adam holds one moment": (
@@ -92,14 +92,14 @@ PLANTED = {  # what goes wrong: where, and the function that takes the place of 
     "rows go to other experts": carries_out(
         "all-to-all", lambda right, x, move, *more: jnp.roll(right(x, move, *more), 1, 0)
     ),
-    "a ring is one hop late": ("attention._owner", lambda right, ring, hops: right(ring, hops + 1)),
-    "the first stage of GPipe turns round early": ("schedules._row", late_backward),
+    "a ring is one hop late": ("model.attention._owner", lambda right, ring, hops: right(ring, hops + 1)),
+    "the first stage of GPipe turns round early": ("plan.schedules._row", late_backward),
     "1F1B runs one forward more ahead": (
-        "schedules._in_turn",
+        "plan.schedules._in_turn",
         lambda right, units, ahead, lag=None: right(units, ahead + 1, lag),
     ),
     "a type drops its unfinished sum": (
-        "mesh.from_type",
+        "parallel.mesh.from_type",
         lambda right, value, dims: parse_layout(str(right(value, dims)).partition(" +")[0]),
     ),
     "an all-reduce goes round once": (
@@ -107,9 +107,9 @@ PLANTED = {  # what goes wrong: where, and the function that takes the place of 
         lambda right, kind, group: right(kind, group) / (2 if kind == "all-reduce" else 1),
     ),
     "a batch is fixed once it runs": ("serve.engine.Engine.step", fixed_batch),
-    "what ranks of sp have found is joined twice": ("attention.attend_cache", joined_again),
+    "what ranks of sp have found is joined twice": ("model.attention.attend_cache", joined_again),
     "a slot sees its neighbour's keys": (
-        "attention.attend_cache",
+        "model.attention.attend_cache",
         lambda right, q, k, *more, **options: right(q, jnp.roll(k, 1, 0), *more, **options),
     ),
     "a checkpoint has no moments": ("training.checkpoint.Checkpoints.restore", no_moments),

@@ -484,7 +484,7 @@ VERDICTS = [  # what someone answered, what the verdict says, and what it does n
     ("00.layout_of", P("tp", FREE), "unconstrained"),
     ("05.cut", {"W1": P("tp"), "W2": "rows"}, "Text is asked for, and this is a value of type P.*: P"),
     ("12.unfinished", P("dp", None, None, unreduced={"tp"}), "^correct"),
-    ("13.lookup", P("X"), "So you want it"),
+    ("13.lookup", P("X"), "That is what you want"),
     ("13.missing", lax.psum, "^correct"),
     ("13.cure", lambda x: lax.with_sharding_constraint(x, P("X", FREE, FREE)), "^correct"),
     ("13.cure", lambda x: lax.with_sharding_constraint(x, P(FREE, "X")), "Which dim of x was cut", "raised"),
@@ -585,7 +585,7 @@ def test_a_function_is_judged_by_what_it_does():
     wrong = dict(own=lambda x: x, square=lambda x: x**2, five=constant)
     doubling = lessons.Exercise(
         "core", lambda x: 2 * x, wrong, lambda function: [function(3), function(10)]
-    ).told("doubling", says | {"hint": "Add it to itself.", "because": "Add it to itself."})
+    ).with_sentences("doubling", says | {"hint": "Add it to itself.", "because": "Add it to itself."})
     assert doubling.judge(lambda x: x + x) == f"{lessons.CORRECT}. Add it to itself."
     assert doubling.judge(lambda x: x * x) == "not yet. That is its square."
     assert doubling.judge(lambda x: x + 1) == "not yet. Add it to itself."
