@@ -32,8 +32,9 @@ def dispatch(chosen, slots: int | None = None, follow=(0, 0), weights=(), stages
     """
     ranks, (home, token) = len(chosen), follow
     if any(not 0 <= e < ranks for tokens in chosen for visits in tokens for e in visits):
-        few = f"experts are 0 to {ranks - 1}; for others use expert_loads"
-        raise ValueError(f"rank r has expert r here: {few}")
+        raise ValueError(
+            f"rank r has expert r here: experts are 0 to {ranks - 1}; for others use expert_loads"
+        )
     rows = [
         [[t for t, v in enumerate(tokens) if e in v][:slots] for e in range(ranks)]
         for tokens in chosen

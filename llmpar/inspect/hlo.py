@@ -309,9 +309,7 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
     if kind == "collective-broadcast":
         return f"broadcast along {','.join(axes)}"
     if kind in ("collective-permute", "send"):
-        apart = {(place(to)[axes[0]] - place(at)[axes[0]]) % n for at, to in groups}
-        shift = "hop" if apart in ({1}, {n - 1}) else f"shift by {max(apart)}"
-        return f"{shift if len(apart) == len(axes) == 1 else 'exchange'} along {','.join(axes)}"
+        return _permuted(groups, place, axes, n)
     # the outermost axis is the last to change
     first = [place(i) for i in groups[0]] if groups else []
     changes_at = lambda a: next((i for i, at in enumerate(first) if at[a] != first[0][a]), 0)
@@ -350,6 +348,15 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
     dims = lambda at: [letter + over * (i in at) for i, letter in enumerate(LETTERS[: len(before)])]
     sums = [f"+{a}" for a in axes if kind in ("all-reduce", "reduce-scatter")]
     return f"{' '.join(dims(gathered) + sums)} -> {' '.join(dims(cut)) or 'whole'}"
+
+
+def _permuted(
+    groups: list[list[int]], place: Callable[[int], dict[str, int]], axes: tuple[str, ...], n: int
+) -> str:
+    """Describe a permute along axes of n devices: a hop, a shift by several, or an exchange."""
+    apart = {(place(to)[axes[0]] - place(at)[axes[0]]) % n for at, to in groups}
+    shift = "hop" if apart in ({1}, {n - 1}) else f"shift by {max(apart)}"
+    return f"{shift if len(apart) == len(axes) == 1 else 'exchange'} along {','.join(axes)}"
 
 
 def _among(
