@@ -7,6 +7,7 @@ and test_house.py holds the package to `BUDGETS` and `LIMITS`.
 """
 
 import ast
+import functools
 import pathlib
 import sys
 from collections import Counter, defaultdict
@@ -48,6 +49,7 @@ BANNED = set("told said asked held here there how way turn walk meet tally room 
 """No names: each meant many things here, and a reader could not know which."""
 
 
+@functools.cache
 def parse(root: pathlib.Path) -> dict[str, ast.Module]:
     """Parse every file of the package by its name: ``"plan.layout"``, ``"draw"`` for a folder's own file."""
     package, trees = root / "llmpar", {}

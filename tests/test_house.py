@@ -43,7 +43,7 @@ REGISTRY_HOSTS += ["anaconda" + ".com", "unpkg" + ".com", "jsdelivr" + ".net", "
 HOME = re.compile(r"(?<![\w.])(?:/ho" + r"me/\w|/Us" + r"ers/\w|[A-Z]:\\Us" + r"ers\\|/ro" + r"ot/)")
 
 
-trees = functools.cache(functools.partial(house.parse, ROOT))  # every file of the package, parsed once
+trees = functools.partial(house.parse, ROOT)  # every file of the package, parsed once
 
 
 def imports(name, tree):
