@@ -250,8 +250,8 @@ _PARALLEL = "modes auto explicit collectives collective_matmul _jax"
 _MOVERS = (
     *(f"/llmpar/parallel/{name}.py" for name in _PARALLEL.split()),
     "/llmpar/inspect/look.py",
+    "/llmpar/model/lora.py",  # it gives weights their adapters
 )
-_MOVERS = (*_MOVERS, "/llmpar/model/lora.py")  # which gives weights their adapters
 _LIBRARIES = "jax|jaxlib|flax|optax|equinox|haiku|einops|chex|jaxtyping|beartype"
 
 
