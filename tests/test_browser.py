@@ -749,7 +749,7 @@ def test_jupyterlab_session(chromium, lab, tmp_path):
     page, book = opened(), "window.jupyterapp.shell.currentWidget"
     page.on("pageerror", lambda error: faults.append(str(error)))
     # JupyterLab says so of what a kernel writes to stderr before it has a request.
-    early = "Kernel message validation error"
+    early = '"stream.stderr" is not valid JSON'
     page.on("console", lambda m: faults.append(m.text) if m.type == "error" and early not in m.text else None)
     page.goto(lab)
     page.wait_for_function(f"window.jupyterapp && {book}?.sessionContext")
