@@ -97,7 +97,7 @@ test-processes: $(STAMP)
 
 # The default tests without a lesson.
 test-fast: $(STAMP)
-	$(PYTEST) $(TESTS) -m "not (lessons or browser or compilers or processes or nightly or full or engines)"
+	$(PYTEST) $(TESTS) -m "not (lessons or browser or compilers or processes or long or nightly or full or engines)"
 
 # Two hundred random plans are those of the day; the log has each with its seed.
 nightly: compilers node_modules

@@ -71,8 +71,10 @@ from llmpar.parallel import _jax
 
 _jax.install_channels()  # as use_devices does, for the tests that make meshes by themselves
 
-SPLIT = {"notebooks:lessons": 99, "plans": 4, "compile:compilers": 4}
+SPLIT = {"notebooks:lessons": 99, "compile:compilers": 4}
 """Files whose tests share little: they are dealt to the workers in at most so many groups."""
+BY_MODEL = "plans", "plans:long"
+"""Files whose tests share what one device answers for a model, the first word of their parameters."""
 UNKNOWN_S = 60.0
 """Seconds that a file takes of which none are recorded."""
 
@@ -127,6 +129,8 @@ def group(item) -> str:
     name = costs.name_of(item)
     if item.get_closest_marker("browser"):
         return "browser"
+    if name in BY_MODEL:
+        return f"{name} {item.name.partition('[')[2].partition(' ')[0]}"
     parts = SPLIT.get(name, 1)
     return name if parts == 1 else f"{name} {zlib.crc32(item.nodeid.encode()) % parts}"
 
@@ -143,8 +147,11 @@ def pytest_collection_modifyitems(items, config=None):
         config.hook.pytest_deselected(items=list(itertools.compress(items, map(operator.not_, mine))))
         items[:] = itertools.compress(items, mine)
     recorded, seconds = costs.read(costs.FILE.read_text()), collections.Counter()
-    for name, where in {(costs.name_of(item), group(item)) for item in items}:
-        seconds[where] += recorded[name][0].seconds if name in recorded else UNKNOWN_S
+    shares = collections.Counter((costs.name_of(item), group(item)) for item in items)
+    tests = collections.Counter(costs.name_of(item) for item in items)
+    for (name, where), share in shares.items():
+        whole = recorded[name][0].seconds if name in recorded else UNKNOWN_S
+        seconds[where] += whole * share / tests[name]
     items.sort(key=lambda item: (-seconds[group(item)], group(item)))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group(item)))

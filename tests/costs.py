@@ -18,7 +18,7 @@ import pytest
 
 FILE = Path(__file__).with_suffix(".txt")
 HEAD = "file and kind                   tests programs  seconds      CPU  why it grew\n"
-KINDS = "full", "engines", "nightly", "lessons", "browser", "compilers", "processes"
+KINDS = "full", "engines", "nightly", "lessons", "browser", "compilers", "processes", "long"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 MORE, WHOLE_RUN = 0.2, 2000
 """By which part of the recorded programs a run may compile more, and of how many programs a run is whole."""

@@ -17,8 +17,15 @@ from llmpar.plan.mesh_shape import AXES, MeshShape
 from llmpar.plan.plan import Plan
 
 
+def array():
+    """Each choice once by default, and each two of them on the gate."""
+    few = plans.few()
+    for line in plans.lines():
+        yield pytest.param(*plans.build(line), id=line, marks=[pytest.mark.long] * (line not in few))
+
+
 @pytest.mark.accelerator
-@pytest.mark.parametrize("config, plan", map(plans.build, plans.lines()), ids=plans.lines())
+@pytest.mark.parametrize("config, plan", array())
 def test_a_plan_gives_one_devices_answer_and_sends_and_holds_what_is_predicted(config, plan):
     # CPUs interpret accelerators' kernels, and of LoRA's temporaries no program is recorded.
     planned = plan.dtype == "float32" and plan.attention_kernel != "flash" and not config.lora
