@@ -4,7 +4,7 @@
 #   make site    docs, lessons, live explorers, drawings, decks and sheets as one static site, in docs/_site (needs npm)
 #   make runtime Python for the browser, which saved pages of explorers take along (needs npm)
 #   make handout two sheets for learners; make pictures: those of the README
-#   make test-lessons, test-browser, test-compilers, test-processes: the tests of one kind that .ci/run has
+#   make test-long, test-lessons, test-browser, test-compilers, test-processes: the tests of one kind that .ci/run has
 #   make nightly what is rare or long: pages of the site, decks, all compiled programs, 200 random plans of the day
 #   make bench   what a change may make slower, in minutes, beside plain JAX and the last record (tests/bench.py)
 #   make device-test  one accelerator, in minutes: right or wrong, how fast, how much memory (tests/device.md)
@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup runtime compilers demo test test-lessons test-browser test-compilers test-processes test-fast nightly test-full lab bench device-test slides handout site notebooks pictures lint engines clean
+.PHONY: help setup runtime compilers demo test test-long test-lessons test-browser test-compilers test-processes test-fast nightly test-full lab bench device-test slides handout site notebooks pictures lint engines clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -80,6 +80,10 @@ PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 WITH = $(PYTEST) $$(grep -l "mark\.$(1)" tests/test_*.py) -m "$(1) and not nightly"
 test: $(STAMP)
 	$(PYTEST) $(TESTS) $(if $(MARKS),-m "$(MARKS)") $(if $(WHY),--record-costs="$(WHY)")
+
+# What takes seconds to compile and has a quicker test beside it.
+test-long: $(STAMP)
+	$(call WITH,long)
 
 test-lessons: $(STAMP)
 	$(call WITH,lessons)

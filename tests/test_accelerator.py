@@ -89,6 +89,7 @@ def test_the_demonstration_holds(tmp_path):
     demo.Demo(str(tmp_path), 60).run()
 
 
+@pytest.mark.nightly
 def test_the_device_test_runs_in_its_small_form_and_estimates_read_what_it_writes(tmp_path, monkeypatch):
     """In a process of its own, on two simulated devices; programs are compiled as those of the tests."""
     words = [sys.executable, str(TESTS / "device.py"), "--small", "--out", str(tmp_path)]

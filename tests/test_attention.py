@@ -276,7 +276,9 @@ def all_layouts_agree(run, n, mask, kv_heads, ratio):
         (2, WINDOW, 2, 1, dict(block=16)),
         (4, CAUSAL, 2, 2, dict(block=2)),
         (4, WINDOW, 1, 4, {}),
-        (4, WINDOW, 1, 2, dict(platform="cpu")),  # the kernel is interpreted
+        pytest.param(
+            4, WINDOW, 1, 2, dict(platform="cpu"), marks=pytest.mark.long
+        ),  # the kernel is interpreted
         pytest.param(8, CAUSAL, 2, 1, {}, marks=pytest.mark.full),
         pytest.param(2, CAUSAL, 2, 4, dict(platform="cpu"), marks=pytest.mark.full),
     ],
@@ -463,6 +465,7 @@ def temp_bytes(n, local):
     return compiled.memory_analysis().temp_size_in_bytes - 8 * n * local
 
 
+@pytest.mark.long
 def test_temporary_memory_of_a_rank_depends_on_its_share_alone():
     short, long = temp_bytes(8, 1024), temp_bytes(8, 2048)
     assert temp_bytes(5, 1024) == short, "from 5 ranks on every loop is a loop"

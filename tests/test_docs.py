@@ -52,7 +52,7 @@ SLOW = (
 """What takes long: the full tests run it."""
 COMMAND = r"(?:llmpar|make|pip|python) [^`\n]+"
 (STORY,) = re.findall(r"^## Bring a model, tune it, serve it\n.*?(?=^## )", README.read_text(), re.M | re.S)
-"""What takes a minute and a server: `test_story.py` runs it line by line."""
+"""What takes minutes and a server: `test_story.py` runs its commands, and at night line by line."""
 
 
 def written(page: Path) -> list[str]:

@@ -93,7 +93,13 @@ def in_pallas(monkeypatch):
     monkeypatch.setattr(flash_tpu, "run_on_tpu", partial(flash_tpu.run_on_tpu, interpret=True))
 
 
-@pytest.mark.parametrize("platform, enough", [("gpu", 512), ("gpu", 1), ("tpu", 512)])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "platform, enough",
+    [pytest.param("gpu", 512, marks=LONG), ("gpu", 1), pytest.param("tpu", 512, marks=LONG)],
+)
 @pytest.mark.parametrize("seed", [4, *(pytest.param(n, marks=pytest.mark.full) for n in (3, *range(5, 24)))])
 def test_kernels_of_accelerators_match_the_definition_whatever_the_shapes_documents_and_mask(
     seed, platform, enough, in_pallas, monkeypatch
@@ -108,7 +114,7 @@ def test_kernels_of_accelerators_match_the_definition_whatever_the_shapes_docume
     close(results(fresh, qkv, ids), oracle(qkv, ids, mask))
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", *(pytest.param(x, marks=LONG) for x in ("gpu", "tpu"))])
 def test_a_kernel_goes_on_from_earlier_keys(platform, in_pallas):
     """Two hops of a ring by hand: keys in two parts, and the gradients from the lse of both."""
     qkv, ids = inputs(packed=True)
@@ -371,6 +377,7 @@ def test_a_gpu_that_is_not_known_to_have_room_gets_smaller_tiles(chip, roomy):
     assert tiles == (128, 64 if roomy else 32, 3, 8)
 
 
+@pytest.mark.long
 def test_a_gpu_gets_three_kernels_no_branch_and_no_array_of_queries_times_keys():
     s = 4096
     text = on_a_gpu(s)
@@ -425,6 +432,7 @@ print(len(names) > 100, "dot_general" in step.lower(2, 32).as_text())
 """
 
 
+@pytest.mark.long
 def test_every_file_can_be_imported_where_jax_has_none_of_its_dialects_for_kernels():
     """Triton's is deprecated: a laptop must not need what only an accelerator runs."""
     assert in_a_fresh_process(WITHOUT).stdout == "True True\n"

@@ -14,6 +14,7 @@ QUESTIONS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", QUESTIONS.values(), ids=QUESTIONS)
 def test_nothing_is_wrong(words):
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)

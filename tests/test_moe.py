@@ -235,6 +235,7 @@ def executed(how, tokens, chosen=None, d=16, m=32):
     return sum(flops) / (2 * tokens * how.top_k * d * m)
 
 
+@pytest.mark.long
 def test_executed_products_are_near_k_of_e_of_all_experts():
     """64 experts, k = 8, nothing dropped: 9 products, and an eighth more if all experts get as many rows; and
     blocks besides for a router that has learnt nothing."""
@@ -298,6 +299,7 @@ def with_experts(**changes):
     return dataclasses.replace(MOE, experts=dataclasses.replace(MOE.experts, **changes))
 
 
+@pytest.mark.long
 def test_drops_are_those_of_one_device_where_no_row_is_cut():
     assert_same(with_experts(capacity_factor=0.5), Plan("fsdp=2 ep=2 tp=2"))
 
@@ -321,6 +323,7 @@ def test_two_all_to_alls_forward_and_two_backward_in_each_layer():
 # ------------------------------------------------------------------------------------- what accelerators have
 
 
+@pytest.mark.long
 def test_only_full_slots_travel_where_xla_can():
     """The offsets and sizes that it is given, on an emulation: XLA for CPUs lacks the collective."""
     nothing = lambda x: jnp.full_like(x, jnp.nan)  # what is not sent is not read
@@ -454,6 +457,7 @@ class ReplicatesExperts(Manual):
         return jax.lax.pmean(w, "ep") if param.dims.startswith("experts") else w
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [StaysAway, ReplicatesExperts])
 def test_a_planted_fault_is_caught(kind):
     with pytest.raises(AssertionError, match=r"^loss 5\.\d+ for 5\.\d+"):

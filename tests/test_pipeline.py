@@ -175,6 +175,7 @@ def test_what_is_cut_can_be_cut_again_and_what_comes_later_goes_to_the_second():
 # ----------------------------------------------------------------------------------------------- what is held
 
 
+@pytest.mark.nightly  # lesson 08 asserts that temporaries are flat in the microbatches
 def test_compiled_memory_of_1f1b_is_flat_in_m_and_gpipes_grows_by_an_input_per_microbatch():
     """Temporary bytes at two rows per microbatch. 1 %: bookkeeping of ticks and tokens, and alignment."""
 
@@ -316,6 +317,7 @@ def test_a_state_begins_with_given_weights_in_the_models_order(plan):
 # ----------------------------------------------------------------------------------------------------- faults
 
 
+@pytest.mark.long
 def test_layers_in_another_order_are_noticed():
     config, plan = DEEP, piped("pp=2", "interleaved 2")
 

@@ -38,8 +38,11 @@ def asked(rng, config, **more) -> Request:
     return Request(tokens, int(rng.integers(0, 20)), **more)
 
 
-CASES = [(EVERYTHING, "tp=2 dp=2 sp=2"), (MOE, "tp=2 dp=2 sp=2")]
-CASES += [(MOE, "ep=4 sp=2")]  # one token to a rank, fewer slots than experts
+CASES = [pytest.param(EVERYTHING, "tp=2 dp=2 sp=2", marks=pytest.mark.long)]
+CASES += [
+    pytest.param(MOE, "tp=2 dp=2 sp=2", marks=pytest.mark.nightly),
+    (MOE, "ep=4 sp=2"),
+]  # one token to a rank, fewer slots than experts
 MORE_CASES = [(config, "tp=2 dp=2 sp=2") for config in (LLAMA, WINDOW, QWEN, LORA)]
 MORE_CASES += [
     (LLAMA, "sp=8"), (WINDOW, "fsdp=4 sp=2"), (QWEN, "dp=4 tp=2"), (MOE, "dp=2 ep=2 tp=2"),

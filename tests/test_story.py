@@ -8,9 +8,12 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import pytest
 from shared import started
 from test_docs import ROOT, STORY
+
+from llmpar.cli import main
 
 pytest.importorskip("uvicorn")
 
@@ -21,6 +24,27 @@ def commands() -> list[str]:
     return [re.split(r" {3,}", line)[0] for line in lines]
 
 
+def write_examples(folder) -> None:
+    """Run the story's Python."""
+    (example,) = re.findall(r"^```python\n(.*?)^```$", STORY, re.M | re.S)
+    subprocess.run([sys.executable, "-c", example], cwd=folder, check=True)
+    assert len((folder / "tune.jsonl").read_text().splitlines()) == 200
+
+
+@pytest.mark.long
+def test_each_command_of_the_story_takes_what_an_earlier_one_wrote(tmp_path, monkeypatch, capsys):
+    """Two steps of each training, in this process; `generate` reads the folder that the story serves."""
+    monkeypatch.chdir(tmp_path)
+    write_examples(tmp_path)
+    *trained, serve, _ = commands()
+    for line in (*trained, serve.replace("serve", "generate 'What'") + " --tokens 2"):
+        words = re.sub(r"--eval-every \d+", "--eval-every 1", re.sub(r"--steps \d+", "--steps 2", line))
+        with jax.numpy_dtype_promotion("standard"):
+            assert not main(shlex.split(words)[1:]), capsys.readouterr().err
+    assert capsys.readouterr().out.splitlines()[-1].startswith("What")
+
+
+@pytest.mark.nightly  # whether it learns what the story promises: the commands are run above
 @pytest.mark.processes
 @pytest.mark.skipif(not shutil.which("curl"), reason="the README asks with curl")
 def test_a_model_is_tuned_and_answers_what_it_could_not_know(tmp_path):
@@ -33,10 +57,7 @@ def test_a_model_is_tuned_and_answers_what_it_could_not_know(tmp_path):
     for name in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "LLMPAR_KEY"):
         env.pop(name, None)
 
-    (example,) = re.findall(r"^```python\n(.*?)^```$", STORY, re.M | re.S)
-    subprocess.run([sys.executable, "-c", example], cwd=tmp_path, check=True)
-    assert len((tmp_path / "tune.jsonl").read_text().splitlines()) == 200
-
+    write_examples(tmp_path)
     *trained, serve, ask = commands()
     assert [line.split()[1] for line in (*trained, serve)] == "train export train export serve".split()
     for line in trained:

@@ -107,6 +107,7 @@ def test_the_loss_falls_on_real_text_and_the_log_says_what_happened(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_experts_are_evaluated_without_their_own_loss_and_the_log_says_how_even_their_load_is(tmp_path):
     config = dataclasses.replace(SMALL, experts=ExpertConfig(4, 2, aux_loss=0.5, capacity_factor=1.0))
     more = dict(held_out=held_out(), eval_every=2, log=str(tmp_path / "run.jsonl"))
@@ -224,6 +225,7 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path, whole):
     assert nothing.start == 6 and nothing.losses == [] and same_bits(again, state)
 
 
+@pytest.mark.long
 def test_rows_in_an_order_of_their_own_resume_to_the_bit_and_lose_what_one_device_does(tmp_path):
     """`sequence_order="balanced"`: the step decides the batch, and the batch its order. 1e-4 as below."""
     long, rng = stream().corpus, np.random.default_rng(0)
@@ -333,6 +335,7 @@ def test_no_checkpoint_goes_while_it_cannot_be_read_which_is_the_best(tmp_path, 
     assert scored(tmp_path, {4: 3.0}) == ([1, 3, 4], 1)
 
 
+@pytest.mark.long
 def test_an_evaluation_that_is_the_best_so_far_is_kept_also_by_a_run_that_was_killed(tmp_path):
     """At a rate that ruins what was learned; between the steps at which a checkpoint is due. A run that is
     killed at any step and goes on ends with the same checkpoints."""

@@ -60,7 +60,8 @@ def plans():
     more = [(kind, "dp=2 fsdp=2 tp=2", {}) for kind in KINDS if kind != "qwen2"]
     more += [("mixtral", "ep=2 fsdp=2 tp=2", {})]
     for kind, mesh, fields in gate + more:
-        marks = () if (kind, mesh, fields) in gate else pytest.mark.full
+        marks = pytest.mark.long if kind == "qwen2" else ()
+        marks = marks if (kind, mesh, fields) in gate else pytest.mark.full
         yield pytest.param(kind, Plan(mesh, **fields), marks=marks)
 
 
@@ -86,6 +87,7 @@ def test_a_model_goes_through_a_mesh_and_back_bit_by_bit(tmp_path, document, kin
     assert opened(None, str(out), None, None)[0] == config.__class__(**vars(config) | {"name": "out"})
 
 
+@pytest.mark.long
 def test_training_begins_with_a_folders_weights_and_the_same_command_goes_on(tmp_path, call, document):  # noqa: F811
     source, kept, text = (tmp_path / name for name in ("tiny", "kept", "text"))
     config = OURS["qwen3"]
