@@ -62,11 +62,13 @@ def test_a_loop_of_collectives_with_others_beside_it_ends_well_each_time():
     assert said["ends"] == {"ended": 8} and said["answers"] == {"0 wrong": 8}
 
 
+@pytest.mark.long
 def test_random_programs_of_unordered_loops_have_the_values_of_ordered_ones():
     said = soak("random", "--runs", "1", "--programs", "2", "--steps", "20", "--at-once", "1")
     assert said["ends"] == {"ended": 1} and said["answers"] == {"0 wrong": 1}
 
 
+@pytest.mark.long
 def test_the_reproducer_still_fails_without_channels():
     """Else JAX or XLA has mended it, and `llmpar.parallel._jax` can go."""
     said = soak("reproducer", "--runs", "3", "--steps", "200", "--without", "--limit-s", "20")

@@ -259,6 +259,7 @@ def test_inspect_document(without_lab):
     assert found["flops"]["executed_per_device"] > found["flops"]["predicted_per_device"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mesh, more",
     [
@@ -279,6 +280,7 @@ def test_inspect_reads_experts_and_pipelines(call, mesh, more):
     assert executed is None if "moe" in more[0] else useful < executed < 2 * useful
 
 
+@pytest.mark.long
 def test_inspect_prints_types_beside_layouts_and_how_far_meshes_may_be_apart(call, model):
     small = ["inspect", "--model", model(), "--mesh_dim", "2,1,1,1", *TINY_STEP, "--types", "--tolerance"]
     status, out, err = call(*small, "--json", "--mode", "explicit")
@@ -358,6 +360,7 @@ def test_help_of_a_flag_is_the_docstring_of_its_field(call):
     assert "`" not in text and ":mod:" not in text and "--mesh STR" in text and "--pp" not in text
 
 
+@pytest.mark.long
 def test_jax_that_has_started_already_is_refused_and_the_advice_works():
     code = "import sys, jax; jax.devices(); from llmpar.cli import main; sys.exit(main(['doctor', '--json']))"
     late = run(code=code, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="")
@@ -404,6 +407,7 @@ def test_whatever_happens_is_a_status_and_at_most_one_line(call, monkeypatch, er
     assert found == status and out == "" and re.fullmatch(sentence, err), err
 
 
+@pytest.mark.long
 def test_an_error_while_another_package_is_imported_is_no_fault_of_llmpar(tmp_path):
     """And the sentence comes, whatever is broken: nothing is imported to say it."""
     (tmp_path / "x-packages").mkdir()
@@ -745,6 +749,7 @@ def test_a_damaged_checkpoint_exits_with_one_in_a_sentence(call, model, tmp_path
     assert "llmpar: the checkpoint of step 7 in " in err
 
 
+@pytest.mark.long
 def test_generate_continues_from_a_checkpoint_whatever_the_meshes(call, document, tmp_path):
     config, plan = PRESETS["tiny"], Plan("fsdp=2 dp=2")
     state = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3)).init(3)

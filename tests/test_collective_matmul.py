@@ -90,6 +90,7 @@ def test_each_hop_travels_beside_a_product_and_no_product_waits_for_it():
     assert found == [True] * (8 * 3)  # four rings forward, four backward
 
 
+@pytest.mark.long
 def test_data_orders_the_rings_on_simulated_devices():
     """They take two permutes of one program for one another where nothing says which is first."""
     step, _ = traced(LLAMA, overlapped("fsdp=2 tp=4", remat="block"))
@@ -100,6 +101,7 @@ def test_data_orders_the_rings_on_simulated_devices():
     assert sum(c.count for c in census_hlo(text, step.mesh) if c.kind == "collective-permute")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["the wrong block", "a part too few"])
 def test_a_planted_fault_is_caught(fault, monkeypatch):
     if fault == "the wrong block":

@@ -74,6 +74,7 @@ class NoSum(Explicit):
         return super().leave(multiply, x, arrow.replace(" +m", ""), *weights)
 
 
+@pytest.mark.long
 def test_a_sum_that_the_text_forgets_is_finished_by_no_one_else():
     """JAX would sum at once, where the type says so; the result is right, and the arrow is gone. With the
     sum in the type and no arrow, JAX refuses."""

@@ -31,6 +31,7 @@ def test_each_copy_holds_its_head_and_the_sum_of_all_copies_gradients():
             assert np.abs(shard.data - want[:, :, head : head + 1]).max() < 1e-5 * np.abs(want).max()
 
 
+@pytest.mark.long
 def test_a_copy_that_is_left_out_of_the_sum_is_noticed():
     """The planted fault: the gradients of the second copy's query heads are lost. (To leave the sum out is no
     program: shard_map's types refuse it.)"""

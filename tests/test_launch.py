@@ -24,8 +24,9 @@ HERE = Path(__file__).parent
 # Mesh and fields of the plan; "moe" in front takes the model with experts, "deep" one of four
 # layers.
 PLANS = {
-    "2x4": ("dp=2 fsdp=2 tp=2", "pp=2 dp=2 tp=2 | microbatches=2 schedule=1f1b", "moe ep=4 tp=2"),
+    "2x4": ("pp=2 dp=2 tp=2 | microbatches=2 schedule=1f1b", "moe ep=4 tp=2"),
     "nightly": (
+        "dp=2 fsdp=2 tp=2",
         "dp=2 tp=4 | tp_sequence=True",
         "sp=8 | context_parallel=ring sequence_order=zigzag",
         "fsdp=4 tp=2 | mode=auto",

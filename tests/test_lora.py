@@ -57,6 +57,7 @@ def tuned(folder):
     return config, params, ours
 
 
+@pytest.mark.long
 def test_three_steps_and_the_merged_model_are_pefts(tmp_path):
     """Losses within 1e-5 (found: 1e-6), logits of up to 5.5 within 1e-4 (found: 1.3e-5)."""
     plan = Plan("fsdp=2 sp=2 tp=2", tp_sequence=True, remat="selective")
@@ -76,6 +77,7 @@ def test_three_steps_and_the_merged_model_are_pefts(tmp_path):
     np.testing.assert_allclose(logits, theirs["logits"], rtol=0, atol=1e-4)
 
 
+@pytest.mark.long
 def test_adapters_start_without_effect_and_the_base_never_moves():
     """Frozen weights keep their bits, A and B move; and the first loss is the one without adapters."""
     plan, losses = Plan("dp=2 fsdp=2 tp=2", zero=2, dtype="bfloat16"), []
@@ -172,6 +174,7 @@ def test_muon_reads_an_adapter_from_its_inputs_to_its_outputs():
     assert read == down | ups | heads
 
 
+@pytest.mark.long
 def test_an_optimizer_of_whole_matrices_is_on_eight_devices_what_it_is_on_one():
     """Muon; test_same_answer.py has Adafactor."""
     losses = []

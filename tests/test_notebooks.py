@@ -280,6 +280,7 @@ def test_a_change_of_the_source_is_out_of_step(tmp_path, toy_form):
     assert build.house_problems(tmp_path) == ["00_toy.ipynb has no source in src/"]
 
 
+@pytest.mark.nightly
 @pytest.mark.lessons
 def test_a_lesson_that_takes_too_much_memory_is_not_written(tmp_path, monkeypatch, toy_form):
     source = toy(tmp_path, "hog = bytearray(300_000_000)")
@@ -289,6 +290,7 @@ def test_a_lesson_that_takes_too_much_memory_is_not_written(tmp_path, monkeypatc
     assert not build.target(source).exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.lessons
 def test_two_builds_are_byte_identical(tmp_path, toy_form):
     extra = "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()\nprint('a rising line')"

@@ -330,6 +330,7 @@ def test_layers_in_another_order_are_noticed():
         assert_same(config, plan, step_class=Natural)
 
 
+@pytest.mark.long
 def test_a_slot_given_away_too_early_is_noticed(monkeypatch):
     def cramped(table):
         return dataclasses.replace(slots(table), saved=np.minimum(slots(table).saved, 0))

@@ -21,7 +21,8 @@ def array():
     """Each choice once by default, and each two of them on the gate."""
     few = plans.few()
     for line in plans.lines():
-        yield pytest.param(*plans.build(line), id=line, marks=[pytest.mark.long] * (line not in few))
+        marks = [pytest.mark.nightly] * (line in plans.AT_NIGHT) or [pytest.mark.long] * (line not in few)
+        yield pytest.param(*plans.build(line), id=line, marks=marks)
 
 
 @pytest.mark.accelerator
@@ -96,6 +97,6 @@ def test_every_field_has_a_row_and_every_choice_a_plan():
 def test_choices_of_random_plans_meet_in_the_array():
     """All but rare ones and the last few, two by two."""
     rng = random.Random(1)
-    met = set.union(*(plans.pairs(plans.parse(line)) for line in plans.lines()))
+    met = set.union(*(plans.pairs(plans.parse(line)) for line in set(plans.lines()) - plans.AT_NIGHT))
     some = set.union(*(plans.pairs(plans.parse(line)) for _ in range(15) if (line := plans.drawn(rng))))
     assert len(some) > 800 and len(some & met) > 0.97 * len(some)

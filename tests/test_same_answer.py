@@ -49,6 +49,7 @@ def curve(mesh: str, mode: str = "manual"):
 NIGHTLY = pytest.param("fsdp=4 tp=2", "explicit", marks=pytest.mark.nightly)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh, mode", [("fsdp=2 tp=4", "manual"), NIGHTLY])
 def test_any_optax_optimizer_follows_the_same_curve_on_a_cut_state_with_copies_of_heads(mesh, mode):
     """1e-4: float32 rounding, grown through 20 steps."""
@@ -147,6 +148,7 @@ FAULTS = {  # and by what each is caught: the parity check, shard_map's varying-
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
     step_class, error, message = FAULTS[fault]

@@ -24,6 +24,7 @@ from llmpar.training import balance
 from llmpar.training.step import Step
 
 
+@pytest.mark.long
 def test_a_batch_dealt_in_another_order_than_the_plan_says_is_another_batch(monkeypatch):
     """The planted fault: zigzag places, read as contiguous ones by a plan that skips masked tiles."""
     places = sequence_order.sequence_permutation("zigzag", SEQ, 2)
@@ -60,6 +61,7 @@ def test_no_activation_is_gathered_over_the_sequence():
     assert gathered(Plan("sp=4 fsdp=2", context_parallel="gather"))[1] > 0
 
 
+@pytest.mark.long
 def test_chunks_of_a_feed_forward_take_less_memory():
     """Three arrays of b·s·m and their gradients, a chunk at a time, of all layers. (Recomputed ones hold no
     more than one: test_plans.py compares what a plan holds.)"""

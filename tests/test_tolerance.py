@@ -132,6 +132,7 @@ def observed(config, plan: Plan):
             yield kind, off, {what: told.bound(what) for what in QUANTITIES}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "config, plan",
     [*PLANS, *(pytest.param(*more, marks=pytest.mark.nightly) for more in MORE)],

@@ -59,6 +59,7 @@ def test_block_rematerialisation_is_another_forward_pass_of_the_blocks():
     assert 0.7 * blocks < again <= blocks + attention * 2 * 2 / 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [QWEN, pytest.param(LLAMA, marks=pytest.mark.full)], ids=lambda c: c.name)
 def test_selective_rematerialisation_repeats_no_product(config):
     """Neither a matrix product nor attention; `ffn` repeats the two into the hidden width alone."""
