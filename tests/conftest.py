@@ -7,6 +7,7 @@ LLMPAR_TEST_ROUNDING=bf16 (or tf32) rehearses that on CPUs: products are rounded
 """
 
 import collections
+import functools
 import gc
 import importlib.metadata
 import itertools
@@ -47,7 +48,10 @@ import pytest
 import shared
 from beartype import BeartypeConf, beartype
 from jaxtyping import install_import_hook
+from tyro import _docstrings
 
+# A process of a user parses once: to read the sources of all classes anew takes a third of each parse.
+_docstrings._ClassTokenization.make = staticmethod(functools.cache(_docstrings._ClassTokenization.make))
 if ROUNDING:
     from rounding import round_products
 
