@@ -71,8 +71,7 @@ class Instruction(NamedTuple):
     @property
     def operands(self) -> list[Ref]:
         """Return the operands' names: %x, or %x#1 where JAX 0.12 leaves out the get-tuple-element."""
-        names = _OPERAND.findall(self.inside) if self.opcode != "constant" else []
-        return [(name, int(index) if index else None) for name, index in names]
+        return _names(self.inside) if self.opcode != "constant" else []
 
     @property
     def collective(self) -> str:
@@ -85,6 +84,12 @@ class Instruction(NamedTuple):
         """List the computations that the attributes `keys` name."""
         matches = [re.search(rf"\b{key}=(\{{[^}}]*\}}|[^,\s]+)", self.attrs) for key in keys]
         return [name for m in matches if m for name in re.findall(r"[\w.\-]+", m[1])]
+
+
+@functools.lru_cache(maxsize=1 << 14)  # a loop's counter is followed again in each of its turns
+def _names(inside: str) -> list[Ref]:
+    matches = _OPERAND.findall(inside)
+    return [(name, int(index) if index else None) for name, index in matches]
 
 
 def integers(text: str, after: str = "") -> list[int]:
