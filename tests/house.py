@@ -15,16 +15,23 @@ from collections import Counter, defaultdict
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 COMPACT = "plan parallel kernels model pipeline training".split()
 """The package of the card, in the order of its imports: it is read in an afternoon."""
-BESIDE = {"training.hugging_face", "training.trackers", "training.chat", "training.apart", "plan.config_json"}
+BESIDE = {
+    "training.hugging_face",
+    "training.trackers",
+    "training.chat",
+    "training.apart",
+    "plan.config_json",
+    "plan.families",
+}
 """Files of these folders that no strategy needs: formats and services of others."""
 BUDGETS = {
-    "plan": 1_770,
+    "plan": 2_150,
     "parallel": 850,
     "kernels": 510,
     "model": 710,
     "pipeline": 330,
     "training": 2_150,
-    "predict": 1_930,
+    "predict": 2_080,
     "planner": 1_470,
     "draw": 2_620,
     "inspect": 1_890,
@@ -37,8 +44,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 5_550,
-    "statements": 20_800,
+    "statements of the compact package": 5_700,
+    "statements": 21_350,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -13,7 +13,7 @@ import pytest
 from llmpar.explore import answers, look, panels
 from llmpar.explore.explorer import EXPLORERS, MeshExplorer, by_kind
 from llmpar.plan.mesh_shape import parse_mesh
-from llmpar.plan.model_config import PRESETS, preset
+from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.plan.schedules import SCHEDULES
 from llmpar.planner import planner
@@ -187,8 +187,7 @@ def test_mesh_and_number_of_devices_follow_each_other(given, mesh, devices):
         ({"mesh": ""}, "empty mesh", True),
         ({"mesh": "dp=509"}, "509", True),
         ({"model": "gpt5"}, "unknown model", True),
-        ({"model": "deepseek-v3"}, "cannot run here", True),
-        ({"model": "Qwen/Qwen3-235B-A22B"}, "did you mean qwen3-30b-a3b", True),
+        ({"model": "Qwen/Qwen3-30B-A3"}, "did you mean qwen3-30b-a3b", True),
         ({"mesh": "ep=2"}, "no experts in 'tiny'", True),
         ({"devices": -5}, "devices is -5", True),
         ({"devices": 4096}, "batch 16 is not a multiple", True),
@@ -301,11 +300,11 @@ def test_a_model_is_read_from_the_text_of_its_configuration():
 
 def test_a_refused_model_is_left_by_choosing_another():
     """In the sentence, whose choice clears what was pasted; by a button; from Python."""
-    pasted = '{"model_type": "olmo2"}'
+    pasted = '{"model_type": "olmo0"}'
     (chosen,) = (c for c in look.CONTROLS if c["name"] == "model")
     assert chosen["clears"] == "config" and answers.answer(TINY | {"config": pasted})["refusal"]
     explorer = MeshExplorer(config=pasted)
-    assert "olmo2" in explorer.answer(dict(explorer.state))["refusal"]["why"]
+    assert "olmo0" in explorer.answer(dict(explorer.state))["refusal"]["why"]
     explorer.set(model="tiny")
     assert explorer.state["config"] == "" and explorer.answer(dict(explorer.state))["refusal"] is None
     near = answers.answer(TINY | {"model": "Qwen/Qwen3-30B-A3"})["refusal"]
@@ -313,7 +312,6 @@ def test_a_refused_model_is_left_by_choosing_another():
 
 
 def test_every_model_and_chip_answers():
-    assert {"deepseek-v3"} == set(PRESETS) - set(look.MODELS)
     for name in look.MODELS:
         for kind in (CHIPS[0].name, CHIPS[-1].name):
             reply = answers.answer(on(look.START | {"model": name, "chip": kind}, "fsdp=2"))

@@ -158,8 +158,12 @@ def test_models_lists_every_preset(document, call):
     assert [m["name"] for m in models] == list(PRESETS)
     assert {m["name"]: m["params"] for m in models}["llama3-8b"] == 8_030_261_248
     assert all((m["active_params"] < m["params"]) == bool(m["experts"]) for m in models)
+    assert [bool(m["notes"]) for m in models] == [bool(PRESETS[m["name"]].planned) for m in models]
     status, out, _ = call("models")
-    assert status == 0 and len(out.splitlines()) == len(PRESETS) and "8,030,261,248 parameters" in out
+    makers = {m["maker"] for m in models}
+    assert status == 0 and len(out.splitlines()) == len(PRESETS) + len(makers)
+    assert "8,030,261,248 parameters" in out and "\nDeepSeek:\ndeepseek-v3 " in out
+    assert out.count(", planned") == sum(bool(config.planned) for config in PRESETS.values())
 
 
 def test_models_describes_one_by_name_or_path(document, model):

@@ -183,9 +183,8 @@ def kept(folder: Path) -> dict:
     return Checkpoints(str(folder)).about()["checksums"]
 
 
-@pytest.mark.nightly  # lesson 17 kills a host and goes on, test_train.py sees that resumption is to the bit
 @pytest.mark.processes
-@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize("num", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_killed_process_costs_nothing_and_another_number_of_processes_goes_on(tmp_path, num):
     """One of several is killed, and the same command gives the same bits. Read by 1 process, whose sums may
     have another order: 1e-5."""

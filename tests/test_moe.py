@@ -28,6 +28,7 @@ from test_census import predicted
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.kernels import grouped
 from llmpar.model import moe
+from llmpar.model.weights import model_graph
 from llmpar.parallel.mesh import make_mesh
 from llmpar.parallel.modes import Manual, Solo
 from llmpar.plan.model_config import ExpertConfig, preset
@@ -469,7 +470,7 @@ def test_a_planted_fault_is_caught(kind):
 
 def test_what_cannot_run_says_so():
     with pytest.raises(ValueError, match="'deepseek-v3' cannot run here: latent attention"):
-        Plan().resolve(preset("deepseek-v3"), None, 8, 64)
+        model_graph(preset("deepseek-v3"))
     with pytest.raises(ValueError, match="experts 6 is not a multiple of ep = 4; make ep one of 1, 2, 3, 6"):
         Plan("ep=4").resolve(with_experts(num_experts=6), None, 8, 64)
     with pytest.raises(ValueError, match="cannot visit 3 of 2 experts"):

@@ -217,12 +217,15 @@ def of_a_model():
 
 
 COUNT = "cache_bytes cache_cuts balance_batch prefill_seconds decode_seconds of_plan".split()
+COUNT += "argument_bytes kept_bytes parts_bytes temp_bytes temp_parts weights_bytes".split()
+COUNT += "message_width flops most_traffic step_traffic leaving_bytes".split()
 NO_VALUES = "runs pairs_of".split()  # how often a plan runs a layer, and who sends to whom
 RESOLVED = Plan(MeshShape(tp=8)).resolve(V3)
 LATENT = {
-    "config": V3, "chip": H100, "batch_size": 8, "seq_len": 64, "context": 64, "tokens": 64, "prompt": 64,
-    "batch": 8, "nodes": 1, "gpus": 8, "tp": 8, "platform": "cpu", "hosts": [0] * 8, "text": "", "mesh": None,
-    "partitioned": "", "branches": [], "target": None, "q": planner.Question(V3, H100, 8, 64, 8),
+    "config": V3, "block": V3, "chip": H100, "batch_size": 8, "seq_len": 64, "context": 64, "tokens": 64,
+    "prompt": 64, "batch": 8, "nodes": 1, "gpus": 8, "tp": 8, "platform": "cpu", "hosts": [0] * 8, "text": "",
+    "mesh": None, "partitioned": "", "branches": [], "target": None,
+    "q": planner.Question(V3, H100, 8, 64, 8),
 }  # fmt: skip
 
 

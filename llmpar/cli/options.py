@@ -194,7 +194,7 @@ class StepOptions:
         compilation.
 
         Print what these devices do differently, and which devices and given fields have no effect."""
-        config = self.adapted(preset(self.model))
+        config = self.adapted(preset(self.model).must_run())
         mesh = parse_mesh(self.mesh if self.mesh_dim is None else self.mesh_dim, num_devices)
         plan = Plan(mesh, **vars(self.plan) | {"schedule": read_order(self.plan.schedule)})
         batch_size = num_devices if self.batch_size is None else self.batch_size

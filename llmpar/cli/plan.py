@@ -85,7 +85,7 @@ class PlanCommand(Output):
         ):
             answer = planner.decide(planner.Question(*self.question()), self.keep)
         document = planner.document(answer, budget, self.price)
-        document["notes"] = notes(answer)
+        document["notes"] = [*answer.question.config.notes, *notes(answer)]
         if document["chip"] not in {*GPUS, *TPUS}:  # no compiler that could be asked
             for row in document["plans"]:
                 row["compile"] = None

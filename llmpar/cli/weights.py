@@ -42,7 +42,7 @@ def opened(
         others = {"--model": model, "--checkpoints": checkpoints}
         refuse_beside_from([flag for flag, value in others.items() if value is not None])
         model, name, load = from_folder(from_)
-        config, notes = preset(model), []
+        config, notes = preset(model).must_run(), []
         if tokenizer is None and name == "bytes":
             notes = [f"{from_} has no tokenizer.json: using the tokenizer 'bytes'"]
         reader = data.open_tokenizer(tokenizer or name)
@@ -51,7 +51,7 @@ def opened(
 
         keep = Checkpoints(checkpoints, take_best=best)
         about = keep.about()
-        config = about["config"] if model is None else preset(model)
+        config = about["config"] if model is None else preset(model).must_run()
         reader, notes = data.tokenizer_of(about["made"], tokenizer), []
         if tokenizer is None and "tokenizer" not in about["made"]:
             notes = ["the checkpoint does not name its tokenizer: using 'bytes'"]
@@ -60,7 +60,10 @@ def opened(
             return _cast(keep.params(shardings, config), dtype)
 
     else:
-        config, reader = preset(model or "tiny"), data.open_tokenizer(tokenizer or "bytes")
+        config, reader = (
+            preset(model or "tiny").must_run(),
+            data.open_tokenizer(tokenizer or "bytes"),
+        )
         random = "the weights are random, and so will be the text: give --from or --checkpoints"
         notes = [beside(model or "tiny") or random]
 
@@ -162,7 +165,7 @@ def from_folder(name: str) -> tuple[str, str, Load]:
         )
     # a folder may have the name of a preset
     model = os.path.join(".", name) if folder == name else name
-    config, tensors = preset(model), hf.open_folder(folder)
+    config, tensors = preset(model).must_run(), hf.open_folder(folder)
     hf.check_tensors(tensors, config)
     tokenizer = os.path.join(folder, "tokenizer.json")
     load = functools.partial(hf.from_state_dict, tensors, config)

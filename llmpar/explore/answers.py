@@ -167,6 +167,7 @@ def headline(seen: View) -> dict:
         rest = banded(f"{time_text(values['step_s'])} a step · {rates}, each", planner.UNSEEN_ERROR)
         names = ", then to ".join(f"{name} ({time_text(seconds)})" for name, seconds in most)
     line = f"Most time goes to {names}. {q.capacity_sum[0].upper()}{q.capacity_sum[1:]}."
+    line += "".join(f" {note[0].upper()}{note[1:]}." for note in q.config.notes)
     return out | {"rest": rest, "line": line, "steps": steps(seen)}
 
 

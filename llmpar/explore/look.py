@@ -44,9 +44,8 @@ name: their dims, read from ``config``, the text or the path of a config.json, o
 model; ``own_chips`` has chips that a file describes. The last three are what is looked at."""
 MOST_DEVICES = 131_072
 """The most devices of a mesh."""
-_no_step = lambda config: config.latent or config.experts and config.experts.dense_layers
-MODELS = [name for name, config in PRESETS.items() if not _no_step(config)]
-"""Presets whose training step exists."""
+MODELS = list(PRESETS)
+"""All presets, those that are planned alone too."""
 SENTENCE = (
     "Train {model} on {devices} {chip} with {batch_size} sequences of {seq_len} tokens, as {mesh}"
 )

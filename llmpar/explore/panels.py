@@ -108,7 +108,12 @@ def tensors(seen: View) -> list[Tensor]:
         for path, (weight, layouts) in plan.weight_layouts.items()
     ]
     micro, item = max(1, b // plan.microbatches), ITEMSIZE[plan.dtype]
-    n, k, h, layers = c.num_heads, c.num_kv_heads, c.head_width, -(-c.num_layers // plan.mesh.pp)
+    n, k, h = c.num_heads, c.num_kv_heads, c.head_width
+    attending = sum(count for count, block in c.blocks if block.mixer == "attention")
+    layers = -(-attending // plan.mesh.pp)
+    cache: tuple = "keys and values", "attention b s k h", (b, s, k, h), 2, 2 * layers
+    if c.shares_cache:
+        cache = "what heads share", "data b s c", (b, s, c.cache_width), 2, layers
     table = [
         ("activation", "residual stream", "stream b s d", (micro, s, c.width), item, 1),
         ("activation", "queries", "attention b s n h", (micro, s, n, h), item, 1),
@@ -116,7 +121,7 @@ def tensors(seen: View) -> list[Tensor]:
         ("activation", "values", "attention b s k h", (micro, s, k, h), item, 1),
         ("activation", "logits", "vocab b s v", (micro, s, c.vocab_size), 4, 1),
         ("activation", "feed-forward", "ffn b s m", (micro, s, c.ffn_width), item, 1),
-        ("cache", "keys and values", "attention b s k h", (b, s, k, h), 2, 2 * layers),
+        ("cache", *cache),
         ("batch", ", ".join(BATCH), "data b s", (b, s), 4, len(BATCH)),
     ]
     for kind, name, dims, shape, itemsize, times in table:
@@ -181,7 +186,9 @@ def code(seen: View) -> str:
         [f'"{plan.mesh}"', *(f"{n}={v!r}" for n, v in planner.fields_of(plan).items())]
     )
     lines = [f"Plan({words})"]
-    if seen.timed:
+    if q.config.planned:
+        lines.append(f"# {q.config.name} is planned, and does not run here")
+    elif seen.timed:
         whole = not q.num_devices % q.chip.devices_per_chip  # no half chip has a compiler
         lines += [planner.command(q, plan, name) for name in ("train", "compile")[: 1 + whole]]
     return f"<pre>{escape(chr(10).join(lines))}</pre>"

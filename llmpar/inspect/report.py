@@ -75,7 +75,7 @@ def compare(
     ``mesh`` is the step's, and ``branches`` its `branch_shares`. Of pipeline stages it takes the one that
     sends most.
     """
-    config = plan.config
+    config = plan.config.must_run()
     by_stage = [
         traffic.step_traffic(plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)
     ]

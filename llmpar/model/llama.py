@@ -232,7 +232,7 @@ class Llama(nnx.Module):
     """Embedding, a stack of blocks (a leading dim ``l`` of their weights), a norm, and the loss."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        make = functools.partial(param, rngs, config.weights())
+        make = functools.partial(param, rngs, config.must_run().weights())
         self.embedding = make("embedding")
         stack = nnx.vmap(lambda keys: Block(config, keys), in_axes=0, out_axes=0)
         self.blocks = nnx.split_rngs(splits=config.num_layers)(stack)(rngs)

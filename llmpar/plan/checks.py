@@ -57,7 +57,6 @@ _Rows = Iterator[Cut | str]
 
 def check_plan(plan: Any, batch_size: int, seq_len: int) -> None:
     """Raise ValueError for the first row that does not hold."""
-    plan.config.weights()  # refuses what cannot run at all
     for rules in (
         _shapes,
         _kv_heads,
@@ -86,19 +85,23 @@ def _shapes(plan, batch_size: int, seq_len: int) -> _Rows:
     if seq_len < 1:
         yield f"sequence {seq_len} has no token; use 1 or more"
     yield Cut("batch", batch_size, ("dp", "fsdp", "ep"), "microbatches")
+    for _, block in config.blocks:
+        sizes = widths_cut_by_tp(block)
+        common = math.gcd(block.num_kv_heads, *sizes.values())
+        for name, size in sizes.items():
+            yield Cut(name, size, ("tp",), common=common, of_model=True)
+
+
+def widths_cut_by_tp(block: Any) -> dict[str, int]:
+    """Return the sizes of a layer that tp must divide. A recurrent mixer of one head is not cut."""
     sizes = {
-        "heads": config.num_heads,
-        "feed-forward width": config.ffn_width,
-        "vocabulary": config.vocab_size,
+        "heads": block.num_heads,
+        "feed-forward width": block.ffn_width,
+        "vocabulary": block.vocab_size,
     }
-    for name, size in sizes.items():
-        yield Cut(
-            name,
-            size,
-            ("tp",),
-            common=math.gcd(config.num_kv_heads, *sizes.values()),
-            of_model=True,
-        )
+    if block.mixer == "none" or block.mixer == "recurrent" and block.num_heads == 1:
+        del sizes["heads"]
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _kv_heads(plan, batch_size: int, seq_len: int) -> _Rows:
@@ -136,9 +139,9 @@ def _sequences(plan, batch_size: int, seq_len: int) -> _Rows:
             f"sequence_order='zigzag' cuts a sequence into 2·sp = {2 * sp} parts, and {seq_len} is no"
             f" multiple; use {near}, or sequence_order='balanced' or 'striped'"
         )
-    which, heads = ("query", config.num_heads) if plan.mesh.kv > 1 else ("KV", config.num_kv_heads)
-    what = f"the {heads // plan.mesh.tp} {which} heads of a device"
-    if plan.context_parallel == "ulysses" and heads // plan.mesh.tp % sp:
+    which, heads = config.exchanged_heads(plan.mesh.tp)
+    what = f"the {heads} {which} heads of a device"
+    if plan.context_parallel == "ulysses" and heads % sp:
         yield (
             f"context_parallel='ulysses' cuts {what} by sp = {sp};"
             " use context_parallel='ring', which needs no heads"

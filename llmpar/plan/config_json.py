@@ -16,7 +16,7 @@ UNSAID = dict.fromkeys(TABLES["null"]) | TABLES["unsaid"]
 THEIR_OWN = {
     "model_type": Allowed(str), "hidden_act": Allowed(str), "rope_scaling": Allowed(dict, none=True),
     "rope_parameters": Allowed(dict, none=True), "rope_type": Allowed(str), "type": Allowed(str),
-    "partial_rotary_factor": Allowed(float, 1, 1, none=True),
+    "partial_rotary_factor": Allowed(float, 0, 1, none=True),
     "quantization_config": Allowed(dict, none=True), "use_sliding_window": Allowed(bool),
     "max_window_layers": Allowed(int, 0), "layer_types": Allowed(list, none=True),
     "decoder_sparse_step": Allowed(int, 1, 1 << 24), "mlp_only_layers": Allowed(list, none=True),
@@ -54,32 +54,38 @@ class _Card(dict):
         }
 
 
-def read_config(path: str, allowed: dict[str, Allowed]) -> dict[str, Any]:
-    """Read a ``config.json``; refuse, by its key, what the model cannot do or our fields may not be."""
-    raw = _Card(read_json(path, "model configuration"), path, allowed)
+class NotImplementedHere(ValueError):
+    """A model that asks for what is not implemented: it may still be planned."""
+
+
+def read_config(entries: dict, path: str, allowed: dict[str, Allowed]) -> dict[str, Any]:
+    """Read the entries of a ``config.json``; refuse, by its key, what the model cannot do or our fields may
+    not be."""
+    raw = _Card(entries, path, allowed)
     model_type = raw.get("model_type")
     if model_type not in FAMILIES:
-        raise ValueError(
+        raise NotImplementedHere(
             f"model_type '{model_type}' in '{path}' is not one of {', '.join(FAMILIES)}"
         )
     if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(
+        raise NotImplementedHere(
             f"hidden_act '{raw['hidden_act']}' in '{path}' is not implemented; silu is"
         )
     if raw.get("mlp_bias") or (model_type != "qwen2" and raw.get("attention_bias")):
-        raise ValueError(
+        raise NotImplementedHere(
             f"'{path}' asks for biases in the feed-forward or the output projection, which are not"
             " implemented"
         )
     if raw.get("quantization_config") is not None:
-        raise ValueError(
+        raise NotImplementedHere(
             f"'{path}' is of quantized weights (quantization_config), which are not read; use the"
             " original model"
         )
     rope = _Card(raw.get("rope_parameters") or raw.get("rope_scaling") or {}, path, allowed)
-    for entries in (raw, rope):
-        # refused where it is not 1: only whole heads are turned
-        entries.get("partial_rotary_factor")
+    if any(x.get("partial_rotary_factor", 1) not in (1, None) for x in (raw, rope)):
+        raise NotImplementedHere(
+            f"partial_rotary_factor in '{path}' is not 1, the only one that is implemented"
+        )
     experts = None
     if model_type in ("mixtral", "qwen3_moe"):
         experts = raw.ours(EXPERTS) | {
@@ -89,7 +95,7 @@ def read_config(path: str, allowed: dict[str, Allowed]) -> dict[str, Any]:
     if model_type == "qwen3_moe" and (
         raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers")
     ):
-        raise ValueError(
+        raise NotImplementedHere(
             f"'{path}' has layers without experts (decoder_sparse_step, mlp_only_layers); use experts in all"
         )
     model = raw.ours(MODEL)
@@ -142,7 +148,7 @@ def stored_bytes(folder: str) -> int:
 def _scaling(rope: _Card, path: str) -> dict | None:
     rope_type = rope.get("rope_type") or rope.get("type", "default")
     if rope_type not in ("default", "llama3"):
-        raise ValueError(
+        raise NotImplementedHere(
             f"rope type '{rope_type}' in '{path}' is not implemented; default and llama3 are"
         )
     return rope.ours(ROPE) if rope_type == "llama3" else None
@@ -160,7 +166,7 @@ def _window(raw: dict, model_type: str, path: str) -> int | None:
     sliding = sliding or [i >= first for i in range(raw["num_hidden_layers"])]
     if any(sliding) and not all(sliding):
         windows = f"a window in {sum(sliding)} of {len(sliding)} layers"
-        raise ValueError(f"'{path}' has {windows}; use one in all or none")
+        raise NotImplementedHere(f"'{path}' has {windows}; use one in all or none")
     return window if any(sliding) else None
 
 

@@ -2,17 +2,20 @@
 
 import dataclasses
 import difflib
+import functools
+import itertools
 import json
 import math
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from llmpar.files import Allowed, allowed, check_fields, read_toml
+from llmpar.files import Allowed, allowed, check_fields, read_json, read_toml
 from llmpar.plan import config_json as hugging_face
+from llmpar.plan import families
 
 Size = Annotated[int, Allowed(int, 1, 1 << 24)]
 Count = Annotated[int, Allowed(int, 0, 1 << 24)]
@@ -58,7 +61,6 @@ class ExpertConfig:
         aux_loss, z_loss: coefficients of the load-balancing loss (`moe.route`) and of the router's z loss.
         capacity_factor: None drops no token; else an expert takes the first k·tokens·factor/E, rounded up, of
             each piece of a row that a device holds, and the others go without it.
-        dense_layers, dense_width: the first layers with an ordinary feed-forward of that width.
     """
 
     num_experts: Size
@@ -73,8 +75,6 @@ class ExpertConfig:
     aux_loss: Rate = 0.0
     z_loss: Rate = 0.0
     capacity_factor: Annotated[float | None, Allowed(float, 1e-9, 1e9, none=True)] = None
-    dense_layers: Count = 0
-    dense_width: Count = 0
 
     def __post_init__(self):
         check_fields(self)
@@ -155,19 +155,6 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
-class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): counted, but not implemented."""
-
-    q_rank: Size
-    kv_rank: Size
-    rope_width: Size
-    value_width: Size
-
-    def __post_init__(self):
-        check_fields(self)
-
-
-@dataclass(frozen=True)
 class Weight:
     """One weight of the model: its region and dims, its shape, and how it starts: normally distributed with
     standard deviation ``std``, or where that is 0 equal to ``fill`` everywhere. ``is_vector``: a norm's scale
@@ -186,6 +173,35 @@ def _vector(dims: str, *shape: int, fill: float = 1.0) -> Weight:
 
 
 @dataclass(frozen=True)
+class Planned:
+    """What the plan of a block needs and `ModelConfig` has no field for. A model with it is planned, not run.
+
+    Attributes:
+        why: the parts that are not implemented, as the sentence goes on: "it has latent attention".
+        rows: the weights of a block, by their paths; of a model with several kinds of layers, none.
+        ends: its weights outside of blocks, besides embedding, last norm and head.
+        mixer: what mixes positions: attention, a recurrent state, or nothing.
+        value_width: of a head's values; None: as wide as its keys.
+        cache_width: the numbers that a token leaves in the cache of a layer, where heads share them (latent
+            attention); None: keys and values of each KV head.
+        state_size: the numbers that a sequence leaves in a layer instead of a cache.
+        notes: what a reader of the plan should know, in sentences.
+    """
+
+    why: str
+    rows: tuple[tuple[str, Weight], ...] = ()
+    ends: tuple[tuple[str, Weight], ...] = ()
+    mixer: Literal["attention", "recurrent", "none"] = "attention"
+    value_width: Length = None
+    cache_width: Length = None
+    state_size: Annotated[int, Allowed(int, 0)] = 0
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        check_fields(self)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A Llama-family model: grouped-query attention, RoPE, SwiGLU, RMSNorm; Qwen's biases and norms.
 
@@ -193,6 +209,10 @@ class ModelConfig:
     deviation of fresh weights. With ``experts`` every feed-forward is a mixture of them. ``context_length``,
     the longest sequence that its authors made it for, binds nothing here, but exported models carry it.
     With ``lora`` all weights are frozen but the adapters, further rows of `weights`.
+
+    Layers that differ are ``kinds``, each a model of such layers alone; the first layers have those of
+    ``lead``, by their index, and the others repeat ``period``. Such a model is ``planned``; its own fields
+    are those of the kind with most parameters.
     """
 
     name: str
@@ -202,7 +222,7 @@ class ModelConfig:
     num_heads: Size
     num_kv_heads: Size
     head_width: Size
-    ffn_width: Size
+    ffn_width: Count
     rope_theta: Annotated[float, Allowed(float, 1, 1e15)] = 10_000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: Share = 1e-5
@@ -212,51 +232,52 @@ class ModelConfig:
     window: Length = None
     init_scale: Rate = 0.02
     experts: ExpertConfig | None = None
-    latent: LatentAttention | None = None
     context_length: Length = None
     lora: LoraConfig | None = None
+    kinds: tuple["ModelConfig", ...] = ()
+    lead: tuple[int, ...] = ()
+    period: tuple[int, ...] = (0,)
+    planned: Planned | None = None
 
     def __post_init__(self):
         check_fields(self)
         if self.experts and self.lora and (ours := set(self.lora.targets) & {"gate", "up", "down"}):
             what = f"experts have no adapters, and LoRA's targets name {' '.join(sorted(ours))}"
             raise ValueError(f"'{self.name}' cannot be adapted so: {what}; use targets q k v o")
-        if self.head_width % 2:
+        if not self.ffn_width and not self.planned:
+            raise ValueError(f"'{self.name}' has a feed-forward of width 0; use 1 or more")
+        if self.head_width % 2 and not self.planned:
             raise ValueError(
                 f"heads are {self.head_width} wide, but rotary embedding rotates pairs; use an even"
                 " head width"
             )
-        if self.num_heads % self.num_kv_heads:
+        if self.num_heads % self.num_kv_heads and not self.planned:
             raise ValueError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly;"
                 f" use a number of KV heads that divides {self.num_heads}"
             )
 
     def weights(self) -> dict[str, Weight]:
-        """Every weight by its path. The blocks' weights are stacked: ``l`` leads their dims. Refuses a model
-        that is counted but not implemented.
+        """Every weight by its path. The blocks' weights are stacked: ``l`` leads their dims. Those of the
+        i-th kind of layers are ``blocks.i.…``.
 
         >>> preset("tiny").weights()["blocks.ffn.gate"]
         Weight(dims='ffn l d m', shape=(4, 64, 128), std=0.02, fill=1.0, is_vector=False, frozen=False)
         """
-        if self.latent or self.experts and self.experts.dense_layers:
-            raise ValueError(
-                f"'{self.name}' cannot run here: latent attention and leading dense layers are counted but"
-                " not implemented; use mixtral-8x7b or qwen3-30b-a3b, or a dense model"
-            )
-        return self._weights()
+        return self.stage_weights([count for count, _ in self.blocks])
 
-    def _weights(self) -> dict[str, Weight]:
+    def stage_weights(self, counts: Sequence[int]) -> dict[str, Weight]:
+        """Return `weights` with so many layers of each kind."""
         v, d, std = self.vocab_size, self.width, self.init_scale
-        weights = {
-            "embedding": Weight("vocab v d", (v, d), std),
-            "norm.scale": _vector("stream d", d),
-        }
+        weights = {"embedding": Weight("vocab v d", (v, d), std)}
+        weights |= self.planned.ends if self.planned else {"norm.scale": _vector("stream d", d)}
         if not self.tied:
             weights["head"] = Weight("vocab v d", (v, d), std)
-        for path, weight in self.block_weights().items():
-            dims, shape = weight.dims.replace(" ", " l ", 1), (self.num_layers, *weight.shape)
-            weights["blocks." + path] = dataclasses.replace(weight, dims=dims, shape=shape)
+        for i, (count, (_, block)) in enumerate(zip(counts, self.blocks, strict=True)):
+            prefix = f"blocks.{i}." if self.kinds else "blocks."
+            for path, weight in block.block_weights().items() if count else ():
+                dims, shape = weight.dims.replace(" ", " l ", 1), (count, *weight.shape)
+                weights[prefix + path] = dataclasses.replace(weight, dims=dims, shape=shape)
         if self.lora:
             weights = {
                 p: dataclasses.replace(w, frozen=".lora." not in p) for p, w in weights.items()
@@ -266,6 +287,8 @@ class ModelConfig:
     def block_weights(self) -> dict[str, Weight]:
         """The weights of one block, by their paths in it. What ends in the residual stream starts smaller, by
         the root of twice the number of layers (Radford et al. 2019, section 2.3)."""
+        if self.planned:
+            return dict(self.planned.rows)
         d, n, k, h = self.width, self.num_heads, self.num_kv_heads, self.head_width
         std, last = self.init_scale, self.init_scale / (2 * self.num_layers) ** 0.5
         weights = {
@@ -322,51 +345,133 @@ class ModelConfig:
         out = Weight(f"{dims} m d", (*lead, m, d), std / (2 * self.num_layers) ** 0.5)
         return {f"{path}.gate": into, f"{path}.up": into, f"{path}.down": out}
 
-    def latent_matrices(self, num_heads: float) -> list[tuple[float, float]]:
-        """Rows and columns of the matrices of latent attention: queries down and up, keys and values down and
-        up, the output."""
-        mla, d, n, h = self.latent, self.width, num_heads, self.head_width
-        assert mla
-        queries = [(d, mla.q_rank), (mla.q_rank, n * h)]
-        keys = [
-            (d, mla.kv_rank + mla.rope_width),
-            (mla.kv_rank, n * (h - mla.rope_width + mla.value_width)),
+    @functools.cached_property
+    def blocks(self) -> tuple[tuple[int, "ModelConfig"], ...]:
+        """How many layers there are of each kind, and a model of such layers; itself where all are alike."""
+        if not self.kinds:
+            return ((self.num_layers, self),)
+        counts = self.count_kinds(0, self.num_layers)
+        return tuple(zip(counts, self.kinds, strict=True))
+
+    @property
+    def mixer(self) -> str:
+        """What mixes positions in a layer: ``attention``, a ``recurrent`` state, or ``none``."""
+        return self.planned.mixer if self.planned else "attention"
+
+    @property
+    def value_width(self) -> int:
+        """The width of a head's values."""
+        return self.planned and self.planned.value_width or self.head_width
+
+    @property
+    def shares_cache(self) -> bool:
+        """Whether all heads share what a token leaves in the cache (latent attention)."""
+        return bool(self.planned and self.planned.cache_width)
+
+    @property
+    def cache_width(self) -> int:
+        """The numbers that a token leaves in the cache of a layer."""
+        if self.mixer != "attention":
+            return 0
+        own = self.planned and self.planned.cache_width
+        return own or self.num_kv_heads * (self.head_width + self.value_width)
+
+    @property
+    def state_size(self) -> int:
+        """The numbers that a sequence leaves in a layer instead of a cache."""
+        return self.planned.state_size if self.planned else 0
+
+    def exchanged_heads(self, tp: int) -> tuple[str, int]:
+        """Return which heads of a rank of ``tp`` may be exchanged for positions, and how many every layer
+        has: ``KV`` heads, or where a layer has fewer than there are ranks, ``query`` heads."""
+        blocks = [block for _, block in self.blocks if block.mixer == "attention"]
+        if any(block.num_kv_heads < tp for block in blocks):
+            return "query", math.gcd(*(block.num_heads for block in blocks)) // tp
+        return "KV", math.gcd(*(block.num_kv_heads for block in blocks)) // tp
+
+    def count_kinds(self, start: int, stop: int) -> list[int]:
+        """Count the layers of each kind among those from ``start`` on, before ``stop``."""
+        part = self.layer_kinds[start:stop]
+        return [part.count(i) for i in range(len(self.kinds) or 1)]
+
+    @functools.cached_property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """Of each layer the index of its kind."""
+        repeated = itertools.chain(self.lead, itertools.cycle(self.period))
+        return tuple(itertools.islice(repeated, self.num_layers))
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    def __hash__(self) -> int:
+        """Hash the fields, once: a model of many rows is a key of many caches."""
+        return self._hash
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of a planned model's numbers should know, in sentences."""
+        if not self.planned:
+            return []
+        return [
+            f"'{self.name}' is planned, and does not run here: {self.why_planned}",
+            *self.planned.notes,
         ]
-        return [*queries, *keys, (n * mla.value_width, d)]
+
+    def must_run(self) -> "ModelConfig":
+        """Return itself. Refuses a model that is planned, and not implemented."""
+        if self.planned:
+            raise ValueError(
+                f"'{self.name}' cannot run here: {self.why_planned}; 'llmpar plan' answers about it, and"
+                " 'llmpar models' lists models that run"
+            )
+        return self
+
+    @property
+    def why_planned(self) -> str:
+        """What of a planned model is not implemented."""
+        blocks = [block for _, block in self.blocks]
+        parts = {
+            "latent attention": any(block.shares_cache for block in blocks),
+            "recurrent layers": any(block.mixer == "recurrent" for block in blocks),
+            "layers of several kinds": len(blocks) > 1,
+            "these layers": not self.kinds,
+        }
+        own = " and ".join([part for part, has in parts.items() if has][:2])
+        return self.planned and self.planned.why or f"{own} are counted but not implemented"
+
+    @property
+    def params_of_a_layer(self) -> int:
+        """The parameters of one layer."""
+        return sum(math.prod(weight.shape) for weight in self.block_weights().values())
 
     @property
     def num_params(self) -> int:
         """The exact number of parameters; tied embeddings are counted once."""
-        sizes = {path: math.prod(weight.shape) for path, weight in self._weights().items()}
-        layers, experts = self.num_layers, self.experts
-        if latent := self.latent:
-            sizes = {
-                path: size
-                for path, size in sizes.items()
-                if not path.startswith("blocks.attention.")
-            }
-            matrices = sum(rows * columns for rows, columns in self.latent_matrices(self.num_heads))
-            # two norms
-            sizes["attention"] = layers * (int(matrices) + latent.q_rank + latent.kv_rank)
-        if experts and experts.dense_layers:
-            sparse = sum(size for path, size in sizes.items() if path.startswith("blocks.experts."))
-            sizes["dense"] = experts.dense_layers * (
-                3 * self.width * experts.dense_width - sparse // layers
-            )
-        return sum(sizes.values())
+        return sum(math.prod(weight.shape) for weight in self.weights().values())
 
     @property
     def trained_params(self) -> int:
         """Parameters that gradients change: all, or those of the adapters."""
-        rows = self._weights().values() if self.lora else ()
+        rows = self.weights().values() if self.lora else ()
         return sum(math.prod(w.shape) for w in rows if not w.frozen) or self.num_params
 
     @property
     def active_params(self) -> int:
         """Parameters that take part for one token: all but those of the experts that it does not visit."""
-        experts = self.experts or ExpertConfig(1, 1)
-        idle = (experts.num_experts - experts.top_k) * 3 * self.width * self.ffn_width
-        return self.num_params - (self.num_layers - experts.dense_layers) * idle
+        idle = 0
+        for path, weight in self.weights().items():
+            experts = dict(enumerate(self.kinds)).get(kind_of(path), self).experts
+            if experts and weight.dims.startswith("experts "):
+                every = math.prod(weight.shape)
+                idle += every - every * experts.top_k // experts.num_experts
+        return self.num_params - idle
+
+
+def kind_of(path: str) -> int:
+    """Return the kind of layers to which the weight with a path belongs; -1: the only one, or none."""
+    index = path.split(".")[1:2]
+    return int(index[0]) if index and index[0].isdigit() else -1
 
 
 def preset(name: str) -> ModelConfig:
@@ -409,14 +514,29 @@ def folder_of(name: str) -> str:
 
 
 def from_hugging_face(path: str) -> ModelConfig:
-    """Read the ``config.json`` of one of `hugging_face.FAMILIES`; refuse, by key, what is not implemented."""
+    """Read a ``config.json``: of one of `hugging_face.FAMILIES` a model that runs; of one that asks for more,
+    or of another family that `families` describes, a model that is planned. Refuse, by key, what neither
+    knows."""
     fields = allowed(ModelConfig) | allowed(RopeScaling) | allowed(ExpertConfig)
-    return from_dict(hugging_face.read_config(path, fields))
+    raw = read_json(path, "model configuration")
+    try:
+        return from_dict(hugging_face.read_config(raw, path, fields))
+    except hugging_face.NotImplementedHere as reason:
+        part = families.text_part(raw)
+        if not families.is_planned(part.get("model_type")):
+            raise
+        name = pathlib.Path(path).parent.name or str(part["model_type"])
+        return from_dict(families.read_planned(part, name, str(reason)))
+
+
+def planned_model(name: str, raw: dict[str, Any]) -> ModelConfig:
+    """Return the model of a ``config.json``'s entries, planned."""
+    return from_dict(families.read_planned(raw, name, ""))
 
 
 def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
     """The ``config.json`` that `from_hugging_face` and `transformers` read as this model."""
-    config.weights()  # refuses what is only counted
+    config.must_run()
     if config.lora:
         raise ValueError(
             f"'{config.name}' has adapters, which a config.json cannot say; merge them first"
@@ -426,42 +546,86 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
 
 def from_dict(kept: dict[str, Any]) -> ModelConfig:
     """The model that `dataclasses.asdict` made plain, as checkpoints keep it; refuses unknown fields."""
-    parts = {
-        "rope_scaling": RopeScaling,
-        "experts": ExpertConfig,
-        "latent": LatentAttention,
-        "lora": LoraConfig,
-    }
+    parts = {"rope_scaling": RopeScaling, "experts": ExpertConfig, "lora": LoraConfig}
     made = {
         name: _made(part, kept[name]) for name, part in parts.items() if kept.get(name) is not None
     }
+    made |= {name: tuple(kept[name]) for name in ("lead", "period") if name in kept}
+    made["kinds"] = tuple(map(from_dict, kept.get("kinds", ())))
+    if kept.get("planned"):
+        rows = {name: _weights(kept["planned"].get(name, ())) for name in ("rows", "ends")}
+        notes = tuple(kept["planned"].get("notes", ()))
+        made["planned"] = _made(Planned, kept["planned"] | rows | {"notes": notes})
     return _made(ModelConfig, kept | made)
+
+
+def _weights(rows: Iterable) -> tuple[tuple[str, Weight], ...]:
+    """Return rows of paths and weights, whose shapes JSON has as lists."""
+    return tuple((path, Weight(**row | {"shape": tuple(row["shape"])})) for path, row in rows)
 
 
 def _made(part: type, kept: Any) -> Any:
     if not isinstance(kept, dict):
         raise ValueError(f"{json.dumps(kept):.40} is no {part.__name__}")
     fields = {f.name: f for f in dataclasses.fields(part)}
-    if unknown := sorted(kept.keys() - fields):
+    if unknown := sorted(name for name in kept.keys() - fields if kept[name]):  # unset is not there
         raise ValueError(f"made by a newer llmpar: it has {', '.join(unknown)}; update llmpar")
     if missing := [
         n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in kept
     ]:
         raise ValueError(f"it lacks {', '.join(missing)}")
-    return part(**kept)
+    return part(**{name: value for name, value in kept.items() if name in fields})
 
 
-def _presets() -> Iterator[ModelConfig]:
-    table = read_toml(pathlib.Path(__file__).with_name("presets.toml"), "table of presets")
+_TABLE = read_toml(pathlib.Path(__file__).with_name("presets.toml"), "table of presets")
+
+
+class _Presets(Mapping[str, ModelConfig]):
+    """Models by name; one that is planned is read when it is asked for, since its rows take a moment."""
+
+    def __init__(self) -> None:
+        planned = pathlib.Path(__file__).with_name("planned.toml")
+        self._planned = read_toml(planned, "table of planned models")
+        running = {name: _preset(name, row) for name, row in _TABLE["models"].items()}
+        self._made: dict[str, ModelConfig] = running
+        self._names = sorted([*running, *self._planned], key=self._place)
+
+    def _place(self, name: str) -> tuple[int, bool]:
+        return ["for lessons", *_TABLE["makers"].values()].index(
+            maker_of(name)
+        ), name not in self._made
+
+    def __getitem__(self, name: str) -> ModelConfig:
+        if name not in self._made and name in self._planned:
+            self._made[name] = planned_model(name, self._planned[name])
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._made or name in self._planned
+
+
+def _preset(name: str, row: dict[str, Any]) -> ModelConfig:
     names = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "ffn_width")
-    for name, row in table["models"].items():
-        sizes = dict(zip(names, row.pop("sizes"), strict=True))
-        head_width = {"head_width": sizes["width"] // sizes["num_heads"]}
-        family = table["families"].get(row.pop("family", None), {})
-        yield from_dict({"name": name} | head_width | sizes | family | row)
+    sizes = dict(zip(names, row["sizes"], strict=True))
+    head_width = {"head_width": sizes["width"] // sizes["num_heads"]}
+    family = _TABLE["families"].get(row.get("family"), {})
+    own = {key: value for key, value in row.items() if key not in ("sizes", "family")}
+    return from_dict({"name": name} | head_width | sizes | family | own)
 
 
-PRESETS: dict[str, ModelConfig] = {config.name: config for config in _presets()}
+def maker_of(name: str) -> str:
+    """Return who made a preset; for the small ones of lessons, "for lessons"."""
+    makers = _TABLE["makers"]
+    return next((makers[start] for start in makers if name.startswith(start)), "for lessons")
+
+
+PRESETS: Mapping[str, ModelConfig] = _Presets()
 """Public models by name, and the small ones of the lessons."""
 
 

@@ -55,7 +55,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -243,8 +244,9 @@ class Plan:
             shape = dataclasses.replace(shape, kv=kv)
         if self.context_parallel != "usp":
             return shape
-        heads = (config.num_heads if shape.kv > 1 else config.num_kv_heads) // shape.tp
-        return dataclasses.replace(shape, ul=math.gcd(heads, shape.sp))
+        return dataclasses.replace(
+            shape, ul=math.gcd(config.exchanged_heads(shape.tp)[1], shape.sp)
+        )
 
     def serving(
         self, config: ModelConfig, num_rows: int, length: int, devices: str | None = None
@@ -547,10 +549,57 @@ class Resolved(Plan):
 
     @functools.cached_property
     def weight_layouts(self) -> dict[str, tuple[Weight, WeightLayouts]]:
-        """Every weight of the model by its path, with the layers that a pipeline pads to, and its layouts."""
+        """Every weight of the model by its path, with the layers that a pipeline pads to, and its layouts.
+        Where kinds of layers differ, as if each stage had the layers of the heaviest."""
+        if self.config.kinds:
+            return self.layouts_with(self.stage_kinds(self.heaviest_stage))
         places = len(schedules.layer_order(self.pipeline, self.config.num_layers))
-        weights = dataclasses.replace(self.config, num_layers=places).weights()
-        return {path: (weight, self.layouts_of(weight.dims)) for path, weight in weights.items()}
+        return self.layouts_with([places // self.mesh.pp])
+
+    def layouts_with(self, counts: Sequence[int]) -> dict[str, tuple[Weight, WeightLayouts]]:
+        """Return `weight_layouts` for stages with so many layers of each kind."""
+        table, known = dict[str, tuple[Weight, WeightLayouts]](), dict[str, WeightLayouts]()
+        layers = [self.mesh.pp * count for count in counts]
+        for path, weight in self.config.stage_weights(layers).items():
+            if weight.dims not in known:
+                known[weight.dims] = self.layouts_of(weight.dims)
+            layouts = known[weight.dims]
+            table[path] = self._padded(weight, layouts) if self.config.planned else weight, layouts
+        return table
+
+    def _padded(self, weight: Weight, layouts: WeightLayouts) -> Weight:
+        """Return a weight that is planned, with dims that its axes divide."""
+        parts = [self.mesh.along(dim.axes) for dim in layouts.reduced.dims]
+        pairs = zip(weight.shape, parts, strict=True)
+        shape = tuple(-(-size // n) * n for size, n in pairs)
+        return weight if shape == weight.shape else dataclasses.replace(weight, shape=shape)
+
+    def stage_kinds(self, stage: int) -> list[int]:
+        """Count the layers of each kind on a stage of the pipeline (`ModelConfig.blocks`)."""
+        return self._kinds_by_stage[stage]
+
+    @functools.cached_property
+    def _kinds_by_stage(self) -> list[list[int]]:
+        config = self.config
+        if self.pipeline is None:
+            return [[count for count, _ in config.blocks]]
+        table = [[0] * len(config.blocks) for _ in range(self.mesh.pp)]
+        start, lengths = 0, self.pipeline.layers(config.num_layers)
+        for cell in self.pipeline.routes[0]:
+            own = config.count_kinds(start, start + lengths[cell])
+            table[cell[0]] = [a + b for a, b in zip(table[cell[0]], own, strict=True)]
+            start += lengths[cell]
+        return table
+
+    @functools.cached_property
+    def heaviest_stage(self) -> int:
+        """The stage whose layers have most parameters."""
+        config = self.config
+        if self.pipeline is None or not config.kinds:
+            return 0
+        each = [block.params_of_a_layer for block in config.kinds]
+        load = lambda stage: sum(map(operator.mul, self.stage_kinds(stage), each))
+        return max(range(self.mesh.pp), key=load)
 
     def stored(self, dims: str) -> Layout:
         """A weight's layout between steps."""

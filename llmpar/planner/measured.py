@@ -19,7 +19,7 @@ from typing import Any
 
 from llmpar.files import read_json
 from llmpar.plan.mesh_shape import AXES, MeshShape
-from llmpar.plan.model_config import PRESETS, ExpertConfig, ModelConfig, from_dict
+from llmpar.plan.model_config import PRESETS, ExpertConfig, ModelConfig, from_dict, planned_model
 from llmpar.predict import hardware
 from llmpar.predict.hardware import Chip, Rates
 from llmpar.predict.time import step_time
@@ -51,8 +51,9 @@ _MEASURED: dict[str, str] = PUBLICATIONS["measured"]
 """What was measured, and which of our answers it is compared with. The rest of ``expected`` is derived."""
 SOURCES = {word: Source(**row) for word, row in PUBLICATIONS["sources"].items()}
 MATRICES = {name: row.pop("matrices", 3) for name, row in PUBLICATIONS["models"].items()}
-_MODELS = PRESETS | {name: PRESETS[preset] for name, preset in PUBLICATIONS["aliases"].items()}
+_MODELS = {**PRESETS} | {name: PRESETS[preset] for name, preset in PUBLICATIONS["aliases"].items()}
 _MODELS |= {name: from_dict({"name": name} | row) for name, row in PUBLICATIONS["models"].items()}
+_MODELS |= {name: planned_model(name, raw) for name, raw in PUBLICATIONS["planned"].items()}
 _BITS = {"FP8": 8, "MXFP8": 8, "INT8": 8, "MXFP4": 4, "NVFP4": 4, "BF16": 16, "FP16": 16}
 """Of the operands of matmuls, by how a precision's name begins."""
 IN_FLOAT32 = re.compile(
@@ -230,7 +231,7 @@ def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
         config = _MODELS[name]
         changes: dict[str, Any] = {"num_layers": known.get("layers", config.num_layers)}
         if config.experts and dense:
-            changes["experts"] = dataclasses.replace(config.experts, dense_layers=int(dense[1]))
+            changes["lead"] = config.lead[:1] * int(dense[1])
         if kv:
             changes["num_kv_heads"] = int(kv[1])
         return dataclasses.replace(config, **changes), matrices or MATRICES.get(name, 3)
@@ -394,18 +395,18 @@ def fits_memory(run: Run) -> bool:
 
 
 def _stage(run: Run, stage: int) -> dict[str, float]:
-    soft, mesh, s = run.software, run.mesh, run.sizes
-    layers = sum(run.chunk_layers[stage :: mesh.pp])
-    dense = min(run.dense_layers, layers) if stage == 0 else 0
+    soft, mesh, ends = run.software, run.mesh, run.ends
+    counts = [sum(kinds) for kinds in zip(*run.chunk_kinds[stage :: mesh.pp], strict=True)]
+    layers = sum(counts)
     first, last = stage == 0, stage == mesh.pp - 1
-    body = s["attention"] + s["copies"] + s["vectors"]
-    sparse = s["ffn"] + s["router"]
-    shared = layers * body + (layers - dense) * sparse + dense * s["dense"]
-    shared += first * s["embedding"] + last * (
-        s["head"] or (s["embedding"] if mesh.pp > 1 else 0.0)
+    names = "attention copies vectors ffn router".split()
+    per_kind = list(zip(counts, run.sizes, strict=True))
+    shared = sum(count * s[name] for count, s in per_kind for name in names)
+    shared += first * ends["embedding"] + last * (
+        ends["head"] or (ends["embedding"] if mesh.pp > 1 else 0.0)
     )
     shared /= mesh.tp
-    experts = (layers - dense) * s["experts"] / mesh.ep
+    experts = sum(count * s["experts"] for count, s in per_kind) / mesh.ep
     weights = grads = state = gathered = 0.0
     for params, apart in ((shared, 1), (experts, mesh.ep)):
         group, ranks = run.zero_group / apart, run.data_ranks * mesh.sp / apart
@@ -416,9 +417,9 @@ def _stage(run: Run, stage: int) -> dict[str, float]:
         grads += params * soft.grad_bytes / cut[1]
         state += params * soft.state_bytes / cut[2]
     if run.zero == 3:
-        body = (shared + experts - first * s["embedding"] / mesh.tp) / max(1, layers)
+        body = (shared + experts - first * ends["embedding"] / mesh.tp) / max(1, layers)
         # the next layer's travel meanwhile
-        largest = max(2 * body, first * s["embedding"] / mesh.tp)
+        largest = max(2 * body, first * ends["embedding"] / mesh.tp)
         gathered = largest * (soft.gathered_bytes + soft.reduced_bytes)
     elif not soft.weight_bytes:  # a cast copy of all weights
         gathered = (shared + experts) * soft.gathered_bytes
@@ -461,13 +462,16 @@ def activation_bytes(run: Run) -> tuple[float, float]:
     c, tp, experts = run.config, run.mesh.tp, run.config.experts
     d, t = c.width, run.tokens
     stream = 2.0 * run.stream_tokens * d
-    heads = 2.0 * t * (2 * c.num_heads + 2 * run.kv_heads) * c.head_width / tp
+    heads = 2.0 * t * (2 * c.num_heads + 2 * run.kv_heads()) * c.head_width / tp
     visits = experts.top_k + experts.num_shared if experts else 1
     inner = 2.0 * t * run.ffn_products * c.ffn_width / tp * visits
     if experts:
         inner += 2 * experts.top_k * 2.0 * t * d
-    if c.latent:
-        heads += 2.0 * t * (c.latent.q_rank + c.latent.kv_rank + c.latent.rope_width)
+    if c.shares_cache:  # what queries, and keys and values, are made from
+        lows = (
+            w for w in c.block_weights().values() if w.dims in ("attention d z", "attention d c")
+        )
+        heads += 2.0 * t * sum(weight.shape[1] for weight in lows)
     masks = stream if run.gpt and run.software.name.startswith("megatron") else 0.0
     scores = 5.0 * run.score_elements()
     whole = 2.0 * t * d

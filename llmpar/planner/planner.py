@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from llmpar.plan.checks import widths_cut_by_tp
 from llmpar.plan.mesh_shape import AXES, MeshShape, divisors, parse_mesh
 from llmpar.plan.model_config import ModelConfig, preset
 from llmpar.plan.plan import Plan, Resolved
@@ -207,18 +208,15 @@ def unsuited(q: Question, axis: str, n: int) -> str:
     """Say why no mesh that is searched has ``n`` ranks along an axis; "" where one may. tp stays within a
     node or along one axis of a torus, and a rank of sp has no less than 4,096 positions: `on_mesh` answers
     such a mesh all the same."""
-    c, heads = q.config, q.config.num_kv_heads
+    c = q.config
     if axis == "tp":
         node = q.chip.per_device().node_size if q.chip.link == "switch" else 16
-        widths = {
-            "heads": c.num_heads,
-            "feed-forward width": c.ffn_width,
-            "vocabulary": c.vocab_size,
-        }
-        if uneven := [f"{what} {size}" for what, size in widths.items() if size % n]:
-            return f"tp={n} does not divide {uneven[0]}"
-        if heads % n and n % heads:
-            return f"tp={n} neither divides {heads} KV heads nor is a multiple of them"
+        for what, size in [x for _, block in c.blocks for x in widths_cut_by_tp(block).items()]:
+            if size % n:
+                return f"tp={n} does not divide {what} {size}"
+        for heads in {block.num_kv_heads for _, block in c.blocks if block.mixer == "attention"}:
+            if heads % n and n % heads:
+                return f"tp={n} neither divides {heads} KV heads nor is a multiple of them"
         if n > node:
             return f"tp={n} is more than the {node} devices with fast links"
     if axis == "pp" and n > min(c.num_layers, 64):
@@ -273,9 +271,7 @@ def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
         states += [{"zero": 1}, {"reshard_after_forward": False}]
     sequences: list[Fields] = [{}]
     if mesh.sp > 1:
-        few = q.config.num_kv_heads < mesh.tp  # then query heads are cut
-        heads = q.config.num_heads if few else q.config.num_kv_heads
-        apart = math.gcd(heads // mesh.tp, mesh.sp)
+        apart = math.gcd(q.config.exchanged_heads(mesh.tp)[1], mesh.sp)
         sequences += [{"context_parallel": "gather"}]
         # balanced in every order, and in this one most tiles are whole or empty
         if apart == mesh.sp:
@@ -326,7 +322,11 @@ def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
             if plan.context_parallel == "gather" and (
                 ring := clocks.get((plan.microbatches, "ring"))
             ):
-                pairs = zip(clock.layer(False, 0.0), ring.layer(False, 0.0), strict=True)
+                pairs = [
+                    pair
+                    for kind in range(len(run.blocks))
+                    for pair in zip(clock.layer(kind, 0.0), ring.layer(kind, 0.0), strict=True)
+                ]
                 if all(one.seconds >= other.seconds for one, other in pairs):
                     slow.add(alike)
                     continue
@@ -503,7 +503,6 @@ def _known(q: Question) -> None:
 def _refuse(q: Question) -> None:
     """Refuse questions that no mesh answers."""
     c, axes = q.config, {a: v for a, v in q.fixed.items() if a in AXES}
-    c.weights()  # refuses what cannot run at all
     cut, text = (
         math.prod(axes.values()),
         " ".join(f"{a}={v}" for a, v in axes.items()) or "free axes",
@@ -666,11 +665,11 @@ def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
         "bubble_fraction": one.time.terms.get("bubble", 0.0) / one.time.step_s,
         "why": why(one, plans),
         "change": change(one, plans),
-        "train": command(q, one.plan, "train"),
+        "train": None if q.config.planned else command(q, one.plan, "train"),
         "compile": None
-        if q.num_devices % q.chip.devices_per_chip
+        if q.num_devices % q.chip.devices_per_chip or q.config.planned
         else command(q, one.plan, "compile"),
-        "launch": launch(q, one.plan),
+        "launch": None if q.config.planned else launch(q, one.plan),
     }
 
 

@@ -6,6 +6,7 @@ filled in, the arrow of the model's text that sends it, the lesson and the paper
 import contextlib
 import dataclasses
 import math
+import operator
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -206,7 +207,9 @@ def _timed(q: Question, one: Candidate) -> list[Term]:
     stage = busiest(stages)
     layers, m = sum(run.chunk_layers[stage :: run.mesh.pp]), run.microbatches
     sent, peak = clock.sent(clock.alike(stage)), clock.device.flops_per_s
-    flops = 3 * sum(p.flops for part in run.layer_matmuls() for p in part)
+    kinds = [sum(counts) for counts in zip(*run.chunk_kinds[stage :: run.mesh.pp], strict=True)]
+    each = [sum(p.flops for part in run.layer_matmuls(b) for p in part) for b in run.blocks]
+    flops = 3 * sum(map(operator.mul, kinds, each)) / layers  # of a layer in the mean
     for name, value in one.time.terms.items():
         key, filled = name if name in FORMULAS else "other", f"{value / m:.6g} s × {m}"
         if name in ("attention", "elementwise", "recomputation"):

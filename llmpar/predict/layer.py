@@ -68,9 +68,11 @@ def layer_segments(run: Run) -> list[Segment]:
         raise ValueError(
             f"a layer in time needs a plan and a chip with rates; this is on {run.chip.name}"
         )
-    clock, (projections, ffn) = Clock(run), run.layer_matmuls()
+    clock, counts = Clock(run), [count for count, _ in run.config.blocks]
+    kind = counts.index(max(counts))  # of a kind that most are
+    projections, ffn = run.layer_matmuls(run.blocks[kind])
     terms, price = (
-        clock.layer(False, 0.0)[0].terms,
+        clock.layer(kind, 0.0)[0].terms,
         lambda matmuls: clock.matmuls(matmuls, run.bits),
     )
     rest = terms["elementwise"] / 2  # norms, rotary embedding, nonlinearity, residual sums

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from llmpar.plan.model_config import ModelConfig
-from llmpar.plan.plan import Resolved
+from llmpar.plan.model_config import ModelConfig, kind_of
+from llmpar.plan.plan import Resolved, WeightLayouts
 from llmpar.plan.schedules import Schedule
 from llmpar.plan.sequence_order import tile_length
 from llmpar.plan.timetable import slots, timetable
@@ -92,27 +92,38 @@ def weights_bytes(plan: Resolved) -> Counter[str]:
 @functools.lru_cache(maxsize=256)
 def _weights_bytes(plan: Resolved) -> Counter[str]:
     config, sizes, total = plan.config, plan.mesh.sizes, Counter[str]()
+    layers = Counter[tuple[str, int]]()
+    known = dict[tuple[str, tuple[int, ...]], dict[str, int]]()  # many rows of kinds are alike
+    names = [field.name for field in dataclasses.fields(WeightLayouts)[:5]]
     for path, (weight, layouts) in plan.weight_layouts.items():
-        in_blocks = path.startswith("blocks.")
-        stored = math.prod(layouts.stored.shard_shape(weight.shape, sizes))
-        total["params"] += (ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32) * stored
+        in_blocks, kind = path.startswith("blocks."), kind_of(path)
+        if (alike := (weight.dims, weight.shape)) not in known:
+            pairs = ((name, getattr(layouts, name)) for name in names)
+            local = ((name, layout.shard_shape(weight.shape, sizes)) for name, layout in pairs)
+            known[alike] = {name: FLOAT32 * math.prod(shape) for name, shape in local}
+        own = known[alike]
+        narrow = ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32
+        total["params"] += own["stored"] * narrow // FLOAT32
         for name in (
             "stored",
             "used",
             *(("unreduced", "accumulated", "reduced") * (not weight.frozen)),
         ):
-            size = FLOAT32 * math.prod(getattr(layouts, name).shard_shape(weight.shape, sizes))
+            size = own[name]
             total[name] += size
             if in_blocks:
                 total[f"blocks {name}"] += size
-                total[f"layer {name}"] += size // (weight.shape[0] // plan.mesh.pp)
+                layer = size // (weight.shape[0] // plan.mesh.pp)
+                layers[f"layer {name}", kind] += layer
             total[f"largest {name}"] = max(total[f"largest {name}"], size)
             if path == ("embedding" if config.tied else "head"):
                 total[f"head {name}"] = size
+        if plan.gathers == "block" and (in_blocks or plan.microbatches > 1):
             pairs = zip(layouts.stored.dims, layouts.used.dims, strict=True)
             cut = [dim != whole for dim, whole in pairs if dim.name != "l"]
-            if name == "stored" and plan.gathers == "block" and any(cut[1:]):
-                total["reordered"] += size * (in_blocks or plan.microbatches > 1)
+            total["reordered"] += own["stored"] * any(cut[1:])
+    for (name, _), size in layers.items():  # of the largest kind
+        total[name] = max(total[name], size)
     return total
 
 
@@ -140,7 +151,6 @@ def argument_bytes(
 def kept_bytes(plan: Resolved, batch_size: int, seq_len: int) -> dict[str, int]:
     """Return the bytes per device that a block's forward pass saves of a microbatch for the backward one, by
     `Plan.remat`. Of attention's sums for its softmax, 4 bytes for each token and head, nothing is counted."""
-    plan.config.weights()  # refuses what is only counted
     tokens = _tokens(plan, batch_size // plan.microbatches, seq_len)
     saves = _block(plan, tokens, seq_len, _item(plan))[0]
     return {remat: sum(sizes.values()) for remat, sizes in saves.items()}
@@ -289,12 +299,29 @@ def _narrow(plan: Resolved, num_bytes: int) -> int:
 
 
 def _block(plan: Resolved, tokens: int, seq_len: int, item: int) -> _Block:
-    """Count a block's bytes of so many tokens on a device, in numbers of ``item`` bytes."""
-    config, tp, tpu = plan.config, plan.mesh.tp, plan.platform == "tpu"
+    """Count a block's bytes of so many tokens on a device, in numbers of ``item`` bytes. Where kinds of
+    layers differ: the mean of what they keep, and the most that one works with."""
+    counts = plan.stage_kinds(plan.heaviest_stage)
+    blocks = [_one_block(plan, block, tokens, seq_len, item) for _, block in plan.config.blocks]
+    if len(blocks) == 1:
+        return blocks[0]
+    mean = lambda sizes: sum(n * size for n, size in zip(counts, sizes, strict=True)) // sum(counts)
+    saves = {
+        remat: {what: mean([one[0][remat][what] for one in blocks]) for what in kept}
+        for remat, kept in blocks[0][0].items()
+    }
+    works = [one[2] for one, count in zip(blocks, counts, strict=True) if count]
+    return saves, mean([one[1] for one in blocks]), max(works), blocks[0][3]
+
+
+def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, item: int) -> _Block:
+    """Count the bytes of a block of one kind (`_block`)."""
+    tp, tpu = plan.mesh.tp, plan.platform == "tpu"
     whole = tokens * config.width * item
     stream = whole // (tp if plan.tp_sequence else 1)
-    queries = tokens * config.head_width * config.num_heads * item // tp
-    keys = tokens * config.head_width * max(config.num_kv_heads // tp, 1) * item
+    mixed = tokens if config.mixer != "none" else 0
+    queries = mixed * config.head_width * config.num_heads * item // tp
+    keys = mixed * config.head_width * max(config.num_kv_heads // tp, 1) * item
     gathered = (plan.mesh.sp - 1) * keys * (plan.context_parallel == "gather")  # of other ranks
     ffn = hidden = tokens * config.ffn_width * item // tp
     # the slots of the buffer, and of a rank's visits nine eighths of an even share
@@ -371,5 +398,9 @@ def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float
     multiplied = config.active_params - config.vocab_size * config.width * (not config.tied)
     multiplied -= sum(math.prod(w.shape) for w in config.weights().values() if w.is_vector)
     constant = multiplied - config.trained_params if config.lora else 0
-    attention = 12 * config.num_layers * config.num_heads * config.head_width * seq_len * tokens / 2
+    attention = 0.0
+    for count, block in config.blocks:
+        heads = block.num_heads * (block.head_width + block.value_width)
+        mixed = 2 * block.state_size + heads * seq_len / 2 * (block.mixer == "attention")
+        attention += 6 * count * mixed * tokens
     return {"weights": (6.0 * multiplied - 2.0 * constant) * tokens, "attention": attention}

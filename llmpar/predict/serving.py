@@ -9,6 +9,7 @@ ahead. No published run of serving is among the measured ones: only the formulas
 """
 
 import math
+from collections import Counter
 
 from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import ModelConfig
@@ -30,16 +31,22 @@ def cache_bytes(config: ModelConfig, tokens: int = 1, bits: float = 16) -> float
     """Return the bytes of the keys and values of so many tokens, once: those of all `cache_cuts` ranks
     together. Latent attention keeps for all heads one vector and its rotary key (DeepSeek-V2 2024, section
     2.1.2)."""
-    if latent := config.latent:
-        return tokens * config.num_layers * (latent.kv_rank + latent.rope_width) * bits / 8
-    heads = config.num_kv_heads, config.head_width
-    return formulas.kv_cache_bytes(tokens, config.num_layers, *heads, bits / 8)
+    return tokens * sum(count * block.cache_width for count, block in config.blocks) * bits / 8
 
 
 def cache_cuts(config: ModelConfig, tp: int) -> int:
     """Return into how many parts ``tp`` ranks cut the cache: no more than there are KV heads. What all heads
     share, as in latent attention, each rank holds whole."""
-    return 1 if config.latent else min(tp, config.num_kv_heads)
+    return 1 if config.shares_cache else min(tp, config.num_kv_heads)
+
+
+def _cache_of_a_rank(config: ModelConfig, tp: int, context: int | None = None) -> float:
+    """Return the numbers in a rank's cache of a token; of ``context`` tokens, those that windows leave."""
+    kept = 0.0
+    for count, block in config.blocks:
+        tokens = min(block.window or context, context) if context else 1
+        kept += count * block.cache_width * tokens / cache_cuts(block, tp)
+    return kept
 
 
 def device_cache_bytes(plan: Serving, num_rows: int, length: int) -> int:
@@ -83,7 +90,7 @@ def prefill_seconds(config: ModelConfig, chip: Chip, prompt: int, tp: int = 1) -
     """Return the seconds to take a prompt in, by term."""
     clock = _clock(config, chip, tp, 1, prompt)
     matmuls = 2.0 * prompt * _on_a_rank(config, config.active_params, tp) / _flops_per_s(clock)
-    scores = config.num_layers * clock.run.attention_flops()
+    scores = sum(count * clock.run.attention_flops(block) for count, block in config.blocks)
     attention = scores / (clock.device.flops_per_s * clock.rates.attention)
     return {MATMULS: matmuls, ATTENTION: attention} | _besides(clock)
 
@@ -114,17 +121,22 @@ def decode_seconds(
         read -= each * (1 - many)
     computing = 2.0 * batch * _on_a_rank(config, config.active_params, tp) / _flops_per_s(clock)
     matmuls = max(computing, _on_a_rank(config, read, tp) * weight_bits / 8 / clock.bytes_per_s)
-    seen = min(config.window or context, context)
-    keys = (
-        cache_bytes(config, batch * seen, cache_bits) / cache_cuts(config, tp) / clock.bytes_per_s
-    )
+    states = sum(count * block.state_size for count, block in config.blocks)
+    kept = _cache_of_a_rank(config, tp, context) * cache_bits / 8
+    moved = batch * (kept + 8.0 * states / tp)
+    keys = moved / clock.bytes_per_s
     terms = {MATMULS: matmuls, "keys and values read": keys}
-    if latent := config.latent:
-        widths = (
-            config.num_layers * config.num_heads / tp * (2 * latent.kv_rank + latent.rope_width)
+    if latent := [(count, block) for count, block in config.blocks if block.shares_cache]:
+        widths = sum(
+            count
+            * block.num_heads
+            / tp
+            * _absorbed_width(block)
+            * min(block.window or context, context)
+            for count, block in latent
         )
         rate = clock.device.flops_per_s * clock.rates.attention
-        terms[ATTENTION] = max(0.0, 2.0 * batch * seen * widths / rate - keys)
+        terms[ATTENTION] = max(0.0, 2.0 * batch * widths / rate - keys)
     return terms | _besides(clock)
 
 
@@ -143,24 +155,27 @@ def cut(
     divide tp or be divided. Keys and values have the weights' ``bits`` unless ``cache_bits`` says others.
     Raises ValueError where nothing fits, with what would.
     """
-    if config.latent:
+    if any(block.shares_cache for _, block in config.blocks):
         what = f"'{config.name}' has latent attention, whose cache each rank of tp holds whole"
         raise ValueError(
             f"{what}; engines cut its requests instead, which is not counted; use serving.decode_seconds"
         )
-    config.weights()  # refuses what is only counted
-    heads, layers, edge = config.num_kv_heads, config.num_layers, config.vocab_size * config.width
+    layers, edge = config.num_layers, config.vocab_size * config.width
     ends = edge if config.tied else 2 * edge
     free = ENGINE_SHARE * chip.usable_hbm_gib * GIB
 
     def left(tp: int, pp: int) -> tuple[int, int, int]:
         share = math.ceil(layers / pp) / layers  # of the layers, in the longest stage
         params = (config.num_params - ends) * share + (ends if pp == 1 else edge)
-        kept = cache_bytes(config, 1, cache_bits or bits) * share / cache_cuts(config, tp)
+        kept = _cache_of_a_rank(config, tp) * (cache_bits or bits) / 8 * share
         return tp, pp, int((free - params * bits / 8 / tp) // kept)
 
-    fits = lambda tp: (
-        config.num_heads % tp == config.ffn_width % tp == max(tp, heads) % min(tp, heads) == 0
+    fits = lambda tp: all(
+        c.num_heads % tp
+        == c.ffn_width % tp
+        == max(tp, c.num_kv_heads) % min(tp, c.num_kv_heads)
+        == 0
+        for _, c in config.blocks
     )
     legal = [tp for tp in range(1, gpus + 1) if fits(tp)]
     cuts = [left(tp, 1) for tp in legal] + [left(legal[-1], pp) for pp in range(2, layers + 1)]
@@ -187,11 +202,19 @@ def _on_a_rank(config: ModelConfig, params: float, tp: int) -> float:
     """Return the parameters of one rank: tp does not cut the matrices down to what heads of latent attention
     share."""
     shared = 0
-    if latent := config.latent:
-        shared = (
-            config.num_layers * config.width * (latent.q_rank + latent.kv_rank + latent.rope_width)
-        )
+    for count, block in config.blocks:
+        for weight in block.block_weights().values() if block.shares_cache else ():
+            if weight.dims in ("attention d z", "attention d c"):
+                shared += count * math.prod(weight.shape)
     return shared + (params - shared) / tp
+
+
+def _absorbed_width(config: ModelConfig) -> int:
+    """Return the numbers that a head multiplies for each token of a shared cache: all of it for a score, and
+    what values are made from (DeepSeek-V2 2024, section 2.1.2)."""
+    rows = config.block_weights()
+    up = rows.get("attention.kv_up")  # none: what is kept is both key and value (DeepSeek-V4)
+    return config.cache_width + (up.shape[0] if up else config.value_width)
 
 
 def _flops_per_s(clock: Clock) -> float:
@@ -202,6 +225,7 @@ def _flops_per_s(clock: Clock) -> float:
 
 def _besides(clock: Clock) -> dict[str, float]:
     """Return the seconds of two all-reduces over tp in each layer, and the starts of its kernels."""
-    layers = clock.run.config.num_layers
-    links = {name: layers * ahead for name, (ahead, _) in clock.inside(True, 0.0).items()}
-    return {"starting kernels": layers * _KERNELS * clock.rates.kernel_s} | links
+    config, links = clock.run.config, Counter[str]()
+    for kind, (count, _) in enumerate(config.blocks):
+        links.update({name: count * ahead for name, (ahead, _) in clock.inside(kind, 0.0).items()})
+    return {"starting kernels": config.num_layers * _KERNELS * clock.rates.kernel_s} | links

@@ -16,6 +16,7 @@ from typing import Any
 
 from llmpar.plan import schedules
 from llmpar.plan.mesh_shape import AXES
+from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.timetable import makespan
 from llmpar.predict import formulas
 from llmpar.predict.hardware import Chip, Rates
@@ -33,7 +34,7 @@ from llmpar.predict.traffic import (
     Transfer,
     step_traffic,
 )
-from llmpar.predict.workload import Matmul, Run
+from llmpar.predict.workload import Matmul, Run, message_width
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 35, 60
 """Kernels of a layer of an eager framework, and of its share of the backward pass: counted in Megatron's."""
@@ -150,23 +151,24 @@ class Clock:
         weights = [Matmul(p.inner, p.rows, p.out, p.times) for p in shapes]
         return self.matmuls(inputs + weights, bits)
 
-    def _layer(self, dense: bool, again: float) -> tuple[Pass, Pass]:
-        """Price one layer of a microbatch, forward and backward, with the exchanges inside it; the backward
-        pass begins with ``again`` forward passes, besides what is recomputed."""
+    def _layer(self, kind: int, again: float) -> tuple[Pass, Pass]:
+        """Price one layer of a kind (`Run.blocks`), of a microbatch, forward and backward, with the exchanges
+        inside it; the backward pass begins with ``again`` forward passes, besides what is recomputed."""
         run, rates, fused = self.run, self.rates, self.run.software.fused_attention
-        projections, ffn = run.layer_matmuls(dense)
+        block = run.blocks[kind]
+        projections, ffn = run.layer_matmuls(block)
         ffn_s = self.matmuls(ffn, run.bits)
         if fused:
             share = rates.attention * (
                 run.software.later_attention if run.chip.family in LATER else 1.0
             )
         else:
-            share = SCALAR if run.config.head_width % ALIGNED else rates.matmuls
-        scores = run.attention_flops() * run.imbalance
+            share = SCALAR if block.head_width % ALIGNED else rates.matmuls
+        scores = run.attention_flops(block) * run.imbalance(block)
         attention = scores / (self.device.flops_per_s * share) + rates.kernel_s * (
             1 if fused else 2
         )
-        elementwise = run.elementwise_bytes(dense) / self.bytes_per_s + 6 * rates.kernel_s
+        elementwise = run.elementwise_bytes(block) / self.bytes_per_s + 6 * rates.kernel_s
         matmuls = self.matmuls(projections, run.bits) + ffn_s
         plain = {MATMULS: matmuls, ATTENTION: attention, "elementwise": elementwise}
         once = sum(plain.values())
@@ -185,7 +187,7 @@ class Clock:
             recomputed += ffn_s  # pieces keep no hidden values
         backward.add("recomputation", recomputed + again * once)
         backward.kernels += FORWARD_KERNELS * (run.recompute == "block")
-        links = {} if self.exact else self.inside(dense, attention)
+        links = {} if self.exact else self.inside(kind, attention)
         repeated = (
             SENT_AGAIN[run.recompute] if self.ours else (float(run.recompute == "block"),) * 2
         )
@@ -198,38 +200,45 @@ class Clock:
             backward.add(name, hidden + more * (not self.ours))
         return forward, backward
 
-    def inside(self, dense: bool, attention: float) -> dict[str, tuple[float, float]]:
+    def inside(self, kind: int, attention: float) -> dict[str, tuple[float, float]]:
         """Return the seconds on links inside a layer, forward and backward, by term, in closed form; a ring's
         beside ``attention``."""
-        run, c, mesh = self.run, self.run.config, self.run.mesh
+        run, c, mesh = self.run, self.run.blocks[kind], self.run.mesh
         links = dict[str, tuple[float, float]]()
         if mesh.tp > 1:
             one = self.collective(
                 "all-reduce", 2.0 * run.tokens * c.width, mesh.tp, self.inner["tp"]
             )
-            links[TENSOR_LINKS] = (2 * one, 2 * one)
+            parts = (c.mixer != "none") + (c.ffn_width > 0)
+            links[TENSOR_LINKS] = (parts * one, parts * one)
         if mesh.sp > 1:
-            keys = 2.0 * run.tokens * 2 * run.kv_heads * c.head_width / mesh.tp
-            queries = 2.0 * run.tokens * 2 * c.num_heads * c.head_width / mesh.tp
-            inner, near = self.inner["sp"], run.exchanging
-            once, hop = 0.0, 0.0
-            if run.context_parallel == "gather":
-                once = self.collective("all-gather", keys * mesh.sp, mesh.sp, inner)
-            elif near > 1:
-                once = (
-                    self.collective("all-to-all", keys + queries, near, inner)
-                    + 3 * self.rates.start_s
-                )
-            if run.context_parallel in ("ring", "usp") and (ring := mesh.sp // near) > 1:
-                hop = self.collective("permute", keys, ring, inner * near) * (ring - 1)
-            backward = self.exposed(3 * hop, 2.5 * attention, True)
-            links[SEQUENCE_LINKS] = once + self.exposed(hop, attention, True), once + backward
-        if c.experts and mesh.ep > 1 and not dense:
+            links[SEQUENCE_LINKS] = self.along_sequence(c, attention)
+        if c.experts and mesh.ep > 1:
             once = 2 * self.exchange(
                 2.0 * (run.tokens if self.ours else run.stream_tokens) * c.width
             )
             links[EXPERT_LINKS] = (once, once)
         return links
+
+    def along_sequence(self, block: ModelConfig, attention: float) -> tuple[float, float]:
+        """Return the seconds on sp's links of a layer, forward and backward: of keys and values by the plan's
+        strategy, a ring's beside ``attention``, and of a recurrent state from rank to rank, in float32."""
+        run, mesh, inner, near = self.run, self.run.mesh, self.inner["sp"], self.run.exchanging
+        once, hop = 0.0, 0.0
+        if block.mixer == "attention":
+            keys = 2.0 * run.tokens * message_width(block, mesh.tp)
+            queries = 2.0 * run.tokens * 2 * block.num_heads * block.head_width / mesh.tp
+            if run.context_parallel == "gather":
+                once = self.collective("all-gather", keys * mesh.sp, mesh.sp, inner)
+            elif near > 1:
+                once = self.collective("all-to-all", keys + queries, near, inner)
+                once += 3 * self.rates.start_s
+            if run.context_parallel in ("ring", "usp") and (ring := mesh.sp // near) > 1:
+                hop = self.collective("permute", keys, ring, inner * near) * (ring - 1)
+        state = 4.0 * run.rows * block.state_size / mesh.tp
+        once += self.collective("permute", state, mesh.sp, inner) * (mesh.sp - 1)
+        backward = self.exposed(3 * hop, 2.5 * attention, True)
+        return once + self.exposed(hop, attention, True), once + backward
 
     def exchange(self, tokens_bytes: float) -> float:
         """Return the seconds to send a microbatch's tokens to their experts: ours, in one all-to-all. Others:
@@ -258,10 +267,10 @@ class Clock:
         return ep * formulas.visited_share(experts.num_experts, experts.top_k, ep)
 
     def alike(self, stage: int) -> int:
-        """Return the first stage that sends what this one does: as many layers and none of the ends."""
-        order, p, counts = self.plan.pipeline, self.run.mesh.pp, self.run.chunk_layers
+        """Return the first stage that sends what this one does: the same layers and none of the ends."""
+        order, p, counts = self.plan.pipeline, self.run.mesh.pp, self.run.chunk_kinds
         ends = {route[i][0] for route in order.routes for i in (0, -1)} if order else {0}
-        layers = [sum(counts[i::p]) for i in range(p)]
+        layers = [sorted(counts[i::p]) for i in range(p)]
         others = (i for i in range(p) if i not in ends and layers[i] == layers[stage])
         return stage if stage in ends else next(others)
 
@@ -317,12 +326,11 @@ class Clock:
 
     # ------------------------------------------------------------------------------------ weights on links
 
-    def layer_weights(self, dense: bool) -> tuple[float, float]:
+    def layer_weights(self, kind: int) -> tuple[float, float]:
         """Return a layer's parameters on a tp rank: those that all data ranks share, and its experts'."""
-        s, mesh = self.run.sizes, self.run.mesh
-        body = s["attention"] + s["copies"] + (s["dense"] if dense else s["ffn"] + s["router"])
-        experts = 0.0 if dense else s["experts"] / mesh.ep
-        return body / mesh.tp, experts / (mesh.tp if self.run.expert_tp else 1)
+        s, mesh = self.run.sizes[kind], self.run.mesh
+        body = s["attention"] + s["copies"] + s["ffn"] + s["router"]
+        return body / mesh.tp, s["experts"] / mesh.ep / (mesh.tp if self.run.expert_tp else 1)
 
     def gathers(self, shared: float, experts: float) -> tuple[float, float]:
         """Return the seconds to gather weights that ZeRO-3 cuts, and to reduce-scatter their gradients."""
@@ -364,27 +372,27 @@ class Clock:
     # ------------------------------------------------------------------------------------------- a chunk
 
     def chunk(
-        self, layers: int, dense: int, first: bool, last: bool, sent: dict[tuple[str, str], float]
+        self, layers: tuple[int, ...], first: bool, last: bool, sent: dict[tuple[str, str], float]
     ) -> "Chunk":
-        """Price so many layers, of which so many are dense ones of a model with experts, with the embedding
+        """Price so many layers of each kind, with the embedding
         where they are the first and the head where they are the last; and what is around them: gathering
         weights, scattering and adding up gradients, sending activations, launching. Of a plan of ours
         ``sent`` are the seconds of its messages (`sent`)."""
         run, soft, forward, backward = self.run, self.run.software, Pass(), Pass()
         again = 0.0 if last else run.again  # the loss follows: the chunk has not run forward yet
         shared = experts = 0.0
-        for is_dense, times in ((False, layers - dense), (True, dense)):
+        for kind, times in enumerate(layers):
             if times:
-                ahead, back = self.layer(is_dense, again)
+                ahead, back = self.layer(kind, again)
                 forward.take(ahead, times)
                 backward.take(back, times)
-                body, own = self.layer_weights(is_dense)
+                body, own = self.layer_weights(kind)
                 shared, experts = shared + times * body, experts + times * own
         for name in ["embedding"] * first + ["head"] * last:
             ahead, back = self.ends[name]
             forward.take(ahead)
             backward.take(back)
-            shared += run.sizes[name] / run.mesh.tp
+            shared += run.ends[name] / run.mesh.tp
         passes = forward, backward
         computing = [part.seconds for part in passes]
         # of a plan of ours, as they compute
@@ -475,7 +483,7 @@ def step_time(
     left += clock.exposed(updated, ahead, soft.overlaps)
     # the embedding is on the first stage and on the last
     if run.config.tied and p > 1 and not clock.exact:
-        shared_bytes = soft.reduced_bytes * run.sizes["embedding"] / run.mesh.tp
+        shared_bytes = soft.reduced_bytes * run.ends["embedding"] / run.mesh.tp
         left += clock.collective("all-reduce", shared_bytes, 2, clock.inner["pp"])
     terms.add(LATE, left)
     updated_params, whole = optimizer_params(run, stages)
@@ -507,7 +515,7 @@ def busiest(stages: list[list[Chunk]]) -> int:
 def chunks(clock: Clock) -> tuple[list[list[Chunk]], list[tuple[float, float]]]:
     """Return the chunks of each stage, and its seconds at the end of a step: in the open, and beside the next
     step (`Clock.at_the_end`). Chunks that are alike are priced once."""
-    run, counts, dense = clock.run, clock.run.chunk_layers, clock.run.dense_layers
+    run, counts = clock.run, clock.run.chunk_kinds
     p, at_the_end, sent = (
         run.mesh.pp,
         functools.cache(clock.at_the_end),
@@ -515,16 +523,14 @@ def chunks(clock: Clock) -> tuple[list[list[Chunk]], list[tuple[float, float]]]:
     )
     stages: list[list[Chunk]] = [[] for _ in range(p)]
     alike = dict[Any, Chunk]()
-    for i, count in enumerate(counts):
+    for i, layers in enumerate(counts):
         stage = clock.alike(i % p) if clock.exact else 0
-        with_dense = min(count, dense)
-        dense -= with_dense
-        key = count, with_dense, i == 0, i == len(counts) - 1, stage
+        key = layers, i == 0, i == len(counts) - 1, stage
         if key not in alike:
-            share = count / max(1, sum(counts[i % p :: p])) / run.microbatches
+            share = sum(layers) / max(1, sum(map(sum, counts[i % p :: p]))) / run.microbatches
             links = sent(stage) if clock.exact else {}
             parts = {what: seconds * share for what, seconds in links.items()}
-            alike[key] = clock.chunk(*key[:4], parts)
+            alike[key] = clock.chunk(*key[:3], parts)
         stages[i % p].append(alike[key])
     if clock.exact:
         ends = [sent(clock.alike(stage)) for stage in range(p)]

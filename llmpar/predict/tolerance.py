@@ -96,7 +96,7 @@ def tolerance(
     and log of the vocabulary in a fresh one. Noise of a logit moves a token's loss by 1 - p of its target,
     which is at most 1 and at most the loss. A plan that cuts the batch alone may do better by far.
     """
-    config, tokens = plan.config, batch_size * seq_len
+    config, tokens = plan.config.must_run(), batch_size * seq_len
     # axes as they are asked for, no inner parts
     plan = replace(plan, mesh=replace(plan.mesh, kv=1, ul=1))
     values, moves = _values(config, plan, seq_len, products), logits / max(1.0, loss)

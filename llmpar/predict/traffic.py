@@ -4,12 +4,13 @@
 import functools
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from llmpar.plan.layout import TRANSPOSES, Arrow
 from llmpar.plan.mesh_shape import INNER_AXES, MeshShape
-from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, ModelConfig, Weight
+from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, ModelConfig, Weight, kind_of
 from llmpar.plan.plan import BEST, CHOSEN, LOGITS, Resolved, Serving
 from llmpar.plan.schedules import Schedule
 from llmpar.plan.timetable import slots, timetable
@@ -165,6 +166,16 @@ class Runs:
     vectors: int = 0  # of each vector: a bias is of no use backward
     attended: int = 0  # calls of a stack of layers, each of which gathers its tokens' ids once
 
+    def share(self, kind: int, layers: Sequence[int]) -> "Runs":
+        """Return how often layers of one kind run, of so many of each kind; the first kind has what layers
+        share."""
+        if len(layers) == 1:
+            return self
+        part, whole = layers[kind], max(1, sum(layers))
+        names = "forward again attention backward matrices vectors".split()
+        own = {name: round(getattr(self, name) * part / whole) for name in names}
+        return replace(self if kind == 0 else Runs(), **own)
+
 
 def runs(plan: Resolved, stage: int = 0) -> Runs:
     """Count how often a stage runs each part of the model in a step of ``plan``.
@@ -230,20 +241,31 @@ def step_traffic(
     one training step, under the Manual mode. All stages take part in each permute between them, also those
     that have nothing to send. ``run``: how often each part runs, if not as `runs` counts it."""
     config, traffic = plan.config, Traffic(plan.mesh)
-    run = run or runs(plan, stage)
-    _weights(traffic, plan, run)
+    parts = plan.stage_kinds(stage)
+    by_kind = [runs(plan, stage).share(i, parts) for i in range(len(parts))]
+    if run:  # of one layer: of a kind that most are
+        main = max(range(len(parts)), key=lambda i: config.blocks[i][0])
+        by_kind = [run if i == main else Runs() for i in range(len(parts))]
+    _weights(traffic, plan, by_kind, parts)
     values = Values(traffic, plan, batch_size // plan.microbatches, seq_len)
-    _activations(values, config, run)
-    if config.experts:
-        _experts(values, config, config.experts, run)
-    if plan.mesh.sp > 1:
-        _attention(values, config, run)
+    for (_, block), own in zip(config.blocks, by_kind, strict=True):
+        _activations(values, block, own)
+        if block.experts:
+            _experts(values, block, block.experts, own)
+        if plan.mesh.sp > 1:
+            if block.mixer == "attention":
+                _attention(values, block, own)
+            else:
+                _ids(values, own)
+        if plan.mesh.sp > 1 and block.state_size:
+            _states(values, block.state_size, own)
     if plan.pipeline:
         _stages(values, config, plan.pipeline)
     value, numbers = "the loss, the tokens and the gradients' norm", 3
+    routed = sum(count for count, block in config.blocks if block.experts)
     if config.experts:
         value += ", the tally of tokens per expert"
-        numbers += config.num_layers * (config.experts.num_experts + 2)
+        numbers += routed * (config.experts.num_experts + 2)
     small = Transfer(value, "loss, tokens and norm", LATE)
     traffic.add("all-reduce", plan.mesh.live(*plan.mesh.sizes), small, FLOAT32 * numbers)
     return traffic
@@ -291,16 +313,18 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
 # ---------------------------------------------------------------------------------------------------- weights
 
 
-def _weights(traffic: Traffic, plan: Resolved, run: Runs) -> None:
+def _weights(
+    traffic: Traffic, plan: Resolved, by_kind: Sequence[Runs], counts: Sequence[int]
+) -> None:
     """Add the arrows of each weight's `WeightLayouts`. Per device and parameter, with N = fsdp and a
     microbatches, they send (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 2, ZeRO 2 a + 1, ZeRO 3 up to
     3a times (N-1)/N."""
     local_size = lambda layout, shape: math.prod(layout.shard_shape(shape, traffic.mesh.sizes))
     bucketed: list[tuple[tuple, int]] = []
-    for path, (weight, layouts) in sorted(
-        plan.weight_layouts.items(), key=lambda item: item[0].split(".")
-    ):
+    table = plan.layouts_with(counts) if plan.config.kinds else plan.weight_layouts
+    for path, (weight, layouts) in sorted(table.items(), key=lambda item: item[0].split(".")):
         dims, shape, stacked = weight.dims, weight.shape, path.startswith("blocks.")
+        run = by_kind[max(0, kind_of(path))]
         gathers, gradients, pieces = _uses(plan, run, path, weight)
         layers, visits = (shape[0] // plan.mesh.pp, _visits(plan)) if stacked else (1, 1)
         stored = local_size(layouts.stored, shape) // layers
@@ -350,7 +374,7 @@ def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, in
         kept = plan.stage_saves == "residuals" or plan.remat in ("selective", "ffn")
         if path.endswith("_bias") and kept:  # in the queries, keys and values that are kept
             gathers = run.forward
-        learned = not weight.frozen and path != "blocks.experts.bias"  # which follows a rule
+        learned = not weight.frozen and not path.endswith("experts.bias")  # which follows a rule
         return gathers, learned * run.backward, plan.microbatches * _visits(plan)
     # as the head too, a pipeline uses it on its first stage and its last
     embedding = path == "embedding"
@@ -440,16 +464,21 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
     values.carry(
         of("vocab b s d +v -> stream b s d"), stream, run.embed, 0 if config.lora else run.embed
     )
-    layers = run.forward + run.again * bool(attention)
-    values.carry_by_ring(of("stream b s d -> attention b s d"), stream, layers, run.backward)
-    reduced = run.forward + run.attention
-    values.carry_by_ring(of("attention b s d +n -> stream b s d"), stream, reduced, run.backward)
+    if config.mixer != "none":
+        layers = run.forward + run.again * bool(attention)
+        values.carry_by_ring(of("stream b s d -> attention b s d"), stream, layers, run.backward)
+        reduced = run.forward + run.attention
+        values.carry_by_ring(
+            of("attention b s d +n -> stream b s d"), stream, reduced, run.backward
+        )
     # Experts must see all positions before one travels on: their two arrows are never a ring.
     carry, pieces = (values.carry, 1) if config.experts else (values.carry_by_ring, plan.ffn_chunks)
     piece = values.b, values.s // pieces, config.width
     layers = run.forward + run.again * bool(ffn)
-    carry(of("stream b s d -> ffn b s d"), piece, layers * pieces, run.backward * pieces)
-    carry(of("ffn b s d +m -> stream b s d"), piece, run.forward * pieces, run.backward * pieces)
+    if config.ffn_width:
+        carry(of("stream b s d -> ffn b s d"), piece, layers * pieces, run.backward * pieces)
+        forward = run.forward * pieces
+        carry(of("ffn b s d +m -> stream b s d"), piece, forward, run.backward * pieces)
     values.carry(of("stream b s d -> vocab b s d"), stream, run.loss, run.loss)
     sums = Transfer("three numbers per token for the loss", "vocab b s +v -> data b s")
     tokens = values.b, values.s // plan.loss_chunks
@@ -509,23 +538,51 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
         run.backward,
     )
     k, h = config.num_kv_heads, config.head_width
-    queries, keys = (b, s, k, config.num_heads // k, h), (b, s, k, h)
-    for arrow in (
-        "attention b s k r h -> queries b s k r h",
-        "queries b s k r h -> attention b s k r h",
-    ):
-        values.carry(Transfer("queries and what attention gives", arrow), queries, layers, again)
+    if plan.config.kinds:  # ranks that are more than the heads of this kind hold copies
+        ranks = plan.mesh.along(plan.regions["queries"]["k"])
+        k = -(-k // ranks) * ranks
+    queries = b, s, k, max(1, config.num_heads // k), h
+    results = (*queries[:-1], config.value_width)
+    for arrow, shape in {
+        "attention b s k r h -> queries b s k r h": queries,
+        "queries b s k r h -> attention b s k r h": results,
+    }.items():
+        values.carry(Transfer("queries and what attention gives", arrow), shape, layers, again)
     gradients = "gradients of keys and values"
     of = Transfer("keys and values", "attention b s k h -> keys b s k h", gradient=gradients)
-    values.carry(of, keys, 2 * layers, 2 * again)
-    ids = Transfer("ids of positions and documents", "data b s -> ids b s")
-    values.carry(ids, (b, s), 2 * run.attended, itemsize=4)
+    if config.shares_cache:  # instead of each head's keys and values
+        latents = b, s, config.cache_width
+        of = of._replace(arrow="attention b s c -> keys b s c")
+        values.carry(of, latents, layers, again)
+        both = values.local_size("keys b s c", *latents)
+    else:
+        both = 0
+        for width in (h, config.value_width):
+            values.carry(of, (b, s, k, width), layers, again)
+            both += values.local_size("keys b s k h", b, s, k, width)
+    _ids(values, run)
     if ring := plan.regions["keys"]["s"]:
-        both = 2 * values.local_size("keys b s k h", *keys)
         hops = run.forward + run.attention + again
         of = Transfer(of.value, "keys b t -> the next rank", hidden_by=ATTENTION)
         values.ring(ring, of, both * values.itemsize, hops)
         values.ring(ring, of._replace(value=gradients), both * FLOAT32, again)
+
+
+def _ids(values: Values, run: Runs) -> None:
+    """Add the ids of tokens, which each stack of layers gathers once."""
+    ids = Transfer("ids of positions and documents", "data b s -> ids b s")
+    values.carry(ids, (values.b, values.s), 2 * run.attended, itemsize=4)
+
+
+def _states(values: Values, state_size: int, run: Runs) -> None:
+    """Add the hops of a recurrent state, in float32: from each rank of sp to the next, and of its gradient
+    back (Sun et al. 2024, LASP)."""
+    plan, cut = values.plan, values.plan.mesh.tp
+    rows = values.local_size("data b", values.b)
+    of = Transfer("recurrent states", "state b -> the next rank")
+    message = FLOAT32 * rows * math.ceil(state_size / cut)
+    hops = (plan.mesh.sp - 1) * (run.forward + run.attention + run.backward)
+    values.traffic.add("collective-permute", plan.mesh.live("sp", "ul"), of, message, hops)
 
 
 def _stages(values: Values, config: ModelConfig, schedule: Schedule) -> None:

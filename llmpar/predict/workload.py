@@ -151,80 +151,101 @@ class Run:
         """Tokens of the residual stream on a device."""
         return self.tokens / (self.mesh.tp if self.tp_sequence else 1)
 
+    @cached_property
+    def chunk_kinds(self) -> list[tuple[int, ...]]:
+        """Layers of each kind (`ModelConfig.blocks`) in each chunk."""
+        start, counts = 0, list[tuple[int, ...]]()
+        for length in self.chunk_layers:
+            counts.append(tuple(self.config.count_kinds(start, start + length)))
+            start += length
+        return counts
+
     @property
-    def kv_heads(self) -> int:
-        """KV heads of all ranks of tp, which hold copies where they are more than the heads."""
-        return max(self.config.num_kv_heads, self.mesh.tp)
+    def blocks(self) -> list[ModelConfig]:
+        """A model of each kind of layers alone."""
+        return [block for _, block in self.config.blocks]
+
+    def kv_heads(self, block: ModelConfig | None = None) -> int:
+        """Return the KV heads of all ranks of tp, which hold copies where they are more than the heads."""
+        return max((block or self.config).num_kv_heads, self.mesh.tp)
 
     @cached_property
-    def sizes(self) -> dict[str, float]:
-        """Parameters of one layer by part, and of the ends: ``attention``, ``copies`` (of KV heads, beyond
-        the first), ``ffn`` (shared experts too), ``experts``, ``router``, ``vectors``, ``dense`` (a leading
-        dense layer's feed-forward), ``embedding``, ``head``."""
-        c = self.config
-        d, n, k, h = c.width, c.num_heads, c.num_kv_heads, c.head_width
-        attention: float = d * h * (2 * n + 2 * k)
-        if c.latent:
-            attention = sum(inner * out for inner, out in c.latent_matrices(n))
-        each, experts = self.ffn_products * d * c.ffn_width, c.experts
+    def ends(self) -> dict[str, float]:
+        """Parameters outside of layers: of ``embedding`` and ``head``."""
+        edge = self.config.vocab_size * self.config.width
+        learned_positions = self.seq_len * self.config.width if self.gpt else 0
+        return {"embedding": edge + learned_positions, "head": 0 if self.config.tied else edge}
+
+    @cached_property
+    def sizes(self) -> list[dict[str, float]]:
+        """Parameters of a layer of each kind, by part: ``attention``, ``copies`` (of KV heads, beyond the
+        first), ``ffn`` (shared experts too), ``experts``, ``router``, ``vectors``."""
+        return [self._sizes(block) for block in self.blocks]
+
+    def _sizes(self, c: ModelConfig) -> dict[str, float]:
+        d, n, k, h, experts = c.width, c.num_heads, c.num_kv_heads, c.head_width, c.experts
+        if c.planned:
+            return self._planned_sizes(c)
+        each = self.ffn_products * d * c.ffn_width
         return {
-            "attention": attention,
-            "copies": 0 if c.latent else 2 * d * h * (self.kv_heads - k),
+            "attention": d * h * (2 * n + 2 * k),
+            "copies": 2 * d * h * (self.kv_heads(c) - k),
             "ffn": each * (experts.num_shared if experts else 1),
             "experts": each * experts.num_experts if experts else 0,
             "router": d * experts.num_experts if experts else 0,
             "vectors": 13 * d if self.gpt else 2 * d,
-            "dense": self.ffn_products * d * experts.dense_width
-            if experts and experts.dense_layers
-            else 0,
-            "embedding": c.vocab_size * d + (self.seq_len * d if self.gpt else 0),
-            "head": 0 if c.tied else c.vocab_size * d,
         }
 
-    @property
-    def dense_layers(self) -> int:
-        """Leading layers without experts in a model that has them."""
-        experts = self.config.experts
-        return (
-            min(experts.dense_layers, self.config.num_layers)
-            if experts and experts.dense_width
-            else 0
-        )
+    def _planned_sizes(self, c: ModelConfig) -> dict[str, float]:
+        """Sum the rows of a planned block."""
+        parts = dict.fromkeys(("attention", "copies", "ffn", "experts", "router", "vectors"), 0.0)
+        for weight in c.block_weights().values():
+            region = weight.dims.partition(" ")[0]
+            part = "vectors" if weight.is_vector else region if region in parts else "router"
+            size = math.prod(weight.shape)
+            parts[part] += size
+            if part == "attention" and " k " in weight.dims and not c.shares_cache:
+                parts["copies"] += size * (self.kv_heads(c) / c.num_kv_heads - 1)
+        return parts
 
     def flops(self) -> float:
         """Return the useful FLOPs of a step as MFU counts them: 6 per active parameter that multiplies and
         token, and attention, of which the causal mask takes nothing away (Chowdhery et al. 2022, appendix
         B)."""
-        c, s, experts = self.config, self.sizes, self.config.experts
-        visits = experts.top_k / experts.num_experts if experts else 0
-        layers = c.num_layers * s["attention"]
-        sparse = s["ffn"] + visits * s["experts"] + s["router"]
-        layers += (c.num_layers - self.dense_layers) * sparse + self.dense_layers * s["dense"]
-        heads = c.num_heads * (c.head_width + self.value_width) / 2
-        attention = 12 * c.num_layers * heads * self.seen(causal=False)
-        return (6.0 * (layers + c.vocab_size * c.width) + attention) * self.tokens_per_step
+        c, per_token = self.config, 6.0 * self.config.vocab_size * self.config.width
+        for (count, block), s in zip(c.blocks, self.sizes, strict=True):
+            experts = block.experts
+            visits = experts.top_k / experts.num_experts if experts else 0
+            multiplied = s["attention"] + s["ffn"] + visits * s["experts"] + s["router"]
+            per_token += count * (6.0 * multiplied + 3 * self._mixed_flops(block, causal=False))
+        return per_token * self.tokens_per_step
 
-    def seen(self, causal: bool) -> float:
-        """Keys that a query meets: of a window all, elsewhere half of the sequence where ``causal``."""
-        seen = min(self.config.window or self.seq_len, self.seq_len)
+    def _mixed_flops(self, block: ModelConfig, causal: bool) -> float:
+        """Return the FLOPs of a token forward, between positions: 2 for each number of a head's keys and
+        values and each key that it meets; of a recurrent state 2 to update and 2 to read each number."""
+        flops = 4.0 * block.state_size
+        if block.mixer == "attention":
+            widths = block.head_width + block.value_width
+            flops += 2.0 * block.num_heads * widths * self.seen(causal, block)
+        return flops
+
+    def seen(self, causal: bool, block: ModelConfig | None = None) -> float:
+        """Return the keys that a query meets: of a window all, elsewhere half of the sequence where
+        ``causal``."""
+        seen = min((block or self.config).window or self.seq_len, self.seq_len)
         return seen * (0.5 if causal and seen == self.seq_len else 1.0)
-
-    @property
-    def value_width(self) -> int:
-        """Width of a head's values."""
-        return self.config.latent.value_width if self.config.latent else self.config.head_width
 
     # ------------------------------------------------------------------------------ what a layer computes
 
-    def layer_matmuls(self, dense: bool = False) -> tuple[list[Matmul], list[Matmul]]:
+    def layer_matmuls(self, block: ModelConfig) -> tuple[list[Matmul], list[Matmul]]:
         """Return the matmuls of a layer, forward, of a microbatch on a device: attention's projections, and
         the feed-forward's. Experts share their visits evenly: each ep rank gets its part of the visits of all
         ep ranks' tokens, and where tp does not cut experts, tp ranks deal tokens among them."""
-        c, t, tp, experts = self.config, self.tokens, self.mesh.tp, self.config.experts
-        d, n, k, h = c.width, c.num_heads / tp, self.kv_heads / tp, c.head_width
+        c, t, tp, experts = block, self.tokens, self.mesh.tp, block.experts
+        if c.planned:
+            return self._planned_matmuls(c)
+        d, n, k, h = c.width, c.num_heads / tp, self.kv_heads(c) / tp, c.head_width
         attention = [Matmul(t, d, (n + 2 * k) * h), Matmul(t, n * h, d)]
-        if c.latent:
-            attention = [Matmul(t, inner, out) for inner, out in c.latent_matrices(n)]
 
         def ffn(width: float, rows: float = t, times: float = 1) -> list[Matmul]:
             return [
@@ -232,36 +253,75 @@ class Run:
                 Matmul(rows, width, d, times),
             ]
 
-        if experts is None or dense:
-            return attention, ffn((experts.dense_width if experts else c.ffn_width) / tp)
+        if experts is None:
+            return attention, ffn(c.ffn_width / tp)
         matmuls = ffn(c.ffn_width * experts.num_shared / tp) if experts.num_shared else []
         matmuls.append(Matmul(self.stream_tokens, d, experts.num_experts))  # the router
-        local, cut = experts.num_experts / self.mesh.ep, tp if self.expert_tp else 1
-        return attention, matmuls + ffn(
-            c.ffn_width / cut, t * experts.top_k * cut / tp / local, local
-        )
+        rows, times, cut = self._visits(c)
+        return attention, matmuls + ffn(c.ffn_width / cut, rows, times)
 
-    def attention_flops(self) -> float:
+    def _visits(self, block: ModelConfig) -> tuple[float, float, int]:
+        """Return the tokens that visit each expert of a device, its experts, and into how many parts tp cuts
+        one."""
+        experts = block.experts
+        assert experts
+        local, cut = experts.num_experts / self.mesh.ep, self.mesh.tp if self.expert_tp else 1
+        return self.tokens * experts.top_k * cut / self.mesh.tp / local, local, cut
+
+    def _planned_matmuls(self, block: ModelConfig) -> tuple[list[Matmul], list[Matmul]]:
+        """Return the matmuls that rows are: those of one region with the same input are one matmul."""
+        by_part: dict[tuple[str, ...], Matmul] = {}
+        for path, weight in block.block_weights().items():
+            if weight.is_vector:
+                continue
+            region, *letters = weight.dims.split()
+            rows, times, tp = self.tokens, 1.0, self.mesh.tp
+            if region == "stream":
+                rows, tp = self.stream_tokens, 1
+            sizes = dict(zip(letters, map(float, weight.shape), strict=True))
+            if region == "experts":  # each expert has its own matmul
+                rows, times, tp = self._visits(block)
+                sizes["e"] = 1.0
+            cut = [letter for letter in letters if letter in "nkm"]
+            for letter in cut:
+                sizes[letter] = max(sizes[letter], tp if letter == "k" else 1) / tp
+            if len(letters) == 3 and letters[0] in "nk" and letters[-1] != "d":
+                times, sizes[letters[0]] = sizes[letters[0]], 1.0  # each group of heads has its own
+            apart = region == "experts" or times > 1
+            split = len(letters) - 1 if letters[-1] == "d" else 1 + apart
+            inner = math.prod(sizes[letter] for letter in letters[:split])
+            out = math.prod(sizes[letter] for letter in letters[split:])
+            # beside one another where heads or a feed-forward follow
+            key = (
+                region,
+                *letters[:split],
+                f"{inner}",
+                "" if set(cut) & set(letters[split:]) else path,
+            )
+            merged = by_part.get(key, Matmul(rows, inner, 0, times))
+            by_part[key] = merged._replace(out=merged.out + out)
+        attention = [one for key, one in by_part.items() if key[0] == "attention"]
+        return attention, [one for key, one in by_part.items() if key[0] != "attention"]
+
+    def attention_flops(self, block: ModelConfig) -> float:
         """Return the FLOPs of scores and of what they weigh, forward, of a microbatch and layer on a device:
         of whole squares where attention is not fused, of the causal half where it is."""
-        c = self.config
-        heads = c.num_heads / self.mesh.tp * (c.head_width + self.value_width)
-        return 2.0 * self.tokens * self.seen(self.software.fused_attention) * heads
+        flops = self._mixed_flops(block, self.software.fused_attention)
+        return self.tokens * flops / self.mesh.tp
 
     @property
     def exchanging(self) -> int:
         """Ranks of sp that exchange positions for heads: of usp as many as divide the heads of a device."""
-        heads = self.config.num_heads if self.mesh.tp > self.config.num_kv_heads else self.kv_heads
-        shared = math.gcd(max(1, heads // self.mesh.tp), self.mesh.sp)
+        shared = math.gcd(max(1, self.config.exchanged_heads(self.mesh.tp)[1]), self.mesh.sp)
         return {"ulysses": self.mesh.sp, "usp": shared}.get(self.context_parallel, 1)
 
-    @property
-    def imbalance(self) -> float:
-        """Attention of the busiest rank over the mean. Of n ranks that cut the queries' positions in their
-        order the last meets 1 - 1/2n of the keys, and the mean is a half; a rank that exchanges positions for
-        heads has whole rows of some heads, and of a window all queries see as many keys."""
+    def imbalance(self, block: ModelConfig) -> float:
+        """Return attention of the busiest rank over the mean. Of n ranks that cut the queries' positions in
+        their order the last meets 1 - 1/2n of the keys, and the mean is a half; a rank that exchanges
+        positions for heads has whole rows of some heads, and of a window all queries see as many keys."""
         n = self.mesh.sp // self.exchanging
-        return 1.0 if self.balanced or self.seen(True) == self.seen(False) else 2 - 1 / n
+        alike = self.balanced or self.seen(True, block) == self.seen(False, block)
+        return 1.0 if alike else 2 - 1 / n
 
     def score_elements(self) -> float:
         """Elements of a layer's scores on a device; 0 where attention is fused."""
@@ -269,22 +329,29 @@ class Run:
             return 0.0
         return self.tokens * self.seq_len * self.config.num_heads / self.mesh.tp
 
-    def elementwise_bytes(self, dense: bool = False) -> float:
+    def elementwise_bytes(self, block: ModelConfig) -> float:
         """Return the bytes that a layer's elementwise work reads and writes, forward: norms, residual sums,
         rotary embedding, the nonlinearity; of a GPT dropouts and biases too; of unfused attention its
         scores."""
-        c, experts, tp = self.config, self.config.experts, self.mesh.tp
-        heads = (c.num_heads + 2 * self.kv_heads) * c.head_width / tp
+        c, experts, tp = block, block.experts, self.mesh.tp
+        heads = (c.num_heads + 2 * self.kv_heads(c)) * c.head_width / tp
         stream = (14 if self.gpt else 10) * self.stream_tokens * c.width
         inner = 2 * heads * self.tokens * (1 if self.gpt else 1.5)
         width = self.ffn_products * c.ffn_width / tp
-        if experts and not dense:
+        if experts:
             width *= experts.top_k + experts.num_shared
             # sorting
             stream += 4 * experts.top_k * self.tokens * c.width / (tp if self.tp_sequence else 1)
-        elif experts:
-            width = self.ffn_products * experts.dense_width / tp
         return 2.0 * (stream + inner + width * self.tokens + 6 * self.score_elements())
+
+
+def message_width(block: ModelConfig, tp: int) -> float:
+    """Return the numbers of a token's keys and values on a rank of tp: a copy of a head where there are more
+    ranks than heads; what heads share, whole."""
+    if block.shares_cache:
+        return block.cache_width
+    copies = max(block.num_kv_heads, tp) / block.num_kv_heads
+    return copies * block.cache_width / tp
 
 
 def of_plan(config: ModelConfig, plan: Plan, chip: Chip, batch_size: int, seq_len: int) -> Run:

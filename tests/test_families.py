@@ -1,0 +1,212 @@
+"""Families that are planned: their parameters are those that transformers counts, and whatever a file holds
+is read or refused by its key. `families.json` keeps the configurations and the counts."""
+
+import json
+import math
+import pathlib
+import random
+import re
+
+import pytest
+
+from llmpar.plan import families
+from llmpar.plan.layout import parse_layout
+
+KEPT = json.loads(pathlib.Path(__file__).with_name("families.json").read_text())
+CASES = {name: (case["config"], case["parameters"]) for name, case in KEPT["families"].items()}
+FUZZED = "llama deepseek_v3 gemma4_text qwen3_next nemotron_h jamba gpt_oss mpt lfm2 ernie4_5_moe".split()
+BAD = (None, "x", -1, 1e99, [], {}, math.nan, math.inf, 0, 1.5, True, ["x"], [[]], {"a": [1]}, 10**30)
+
+
+def read(config):
+    return families.read_planned(families.text_part(config), "m", "it has other layers")
+
+
+def layers(model):
+    """Return the kind of each layer, from the lead and the period."""
+    kinds, lead, period = model.get("kinds", [model]), model.get("lead", ()), model.get("period", (0,))
+    return [
+        kinds[lead[i] if i < len(lead) else period[(i - len(lead)) % len(period)]]
+        for i in range(model["num_layers"])
+    ]
+
+
+def count(model, active=False):
+    """Count parameters, or those that take part for a token, from the rows."""
+    table = model["vocab_size"] * model["width"]
+    ends = {"embedding": table} | ({} if model["tied"] else {"head": table})
+    total = sum((ends | {path: math.prod(row["shape"]) for path, row in model["planned"]["ends"]}).values())
+    for kind in layers(model):
+        for _, row in kind["planned"]["rows"]:
+            size = math.prod(row["shape"])
+            if active and row["dims"].startswith("experts "):
+                size = size * kind["experts"]["top_k"] // kind["experts"]["num_experts"]
+            total += size
+    return total
+
+
+def test_every_family_has_the_parameters_of_transformers():
+    wrong = {}
+    for name, case in KEPT["families"].items():
+        model = read(case["config"])
+        counts = count(model), count(model, active=True)
+        if counts != (case["parameters"], case.get("active", counts[1])):
+            wrong[name] = counts
+    assert not wrong
+    assert len({case["config"]["model_type"] for case in KEPT["families"].values()}) >= 140
+
+
+def test_published_files_have_the_parameters_that_transformers_and_their_makers_count():
+    """Makers round, and some count a vision tower or layers that predict further tokens."""
+    for case in KEPT["published"]:
+        model = read(case["config"])
+        assert (count(model), count(model, active=True)) == (case["parameters"], case["active"]), case[
+            "names"
+        ]
+        makers = case["published"]
+        assert abs(count(model) / makers - 1) < (0.03 if makers > 1e10 else 0.1), case["names"]
+
+
+def test_a_layer_says_what_travels_and_what_is_kept():
+    models = {name: read(case["config"]) for case in KEPT["published"] for name in case["names"]}
+    latent = models["deepseek-ai--DeepSeek-V3"]
+    assert (latent["planned"]["cache_width"], latent["planned"]["value_width"]) == (576, 128)
+    assert (latent["num_heads"], latent["num_kv_heads"], latent["head_width"]) == (128, 128, 192)
+    assert latent["lead"] == (0, 0, 0) and latent["period"] == (1,)
+    assert latent["experts"] == {"num_experts": 256, "top_k": 8, "num_shared": 1}
+    assert models["zai-org--GLM-5"]["planned"]["cache_width"] == 512 + 64 + 128
+    assert [kind["window"] for kind in layers(models["openai--gpt-oss-20b"])[:4]] == [128, None, 128, None]
+    flash = layers(models["XiaomiMiMo--MiMo-V2-Flash"])
+    assert [(kind["num_kv_heads"], kind["planned"]["value_width"]) for kind in flash[:2]] == [
+        (4, 128),
+        (8, 128),
+    ]
+    delta, *_, full = layers(models["Qwen--Qwen3.5-27B"])[:4]
+    assert (delta["planned"]["mixer"], delta["planned"]["state_size"]) == ("recurrent", 48 * 128 * 128)
+    assert (full["planned"]["mixer"], full["num_kv_heads"], full["head_width"]) == ("attention", 4, 256)
+    hybrid = layers(models["nvidia--NVIDIA-Nemotron-3-Super-120B-A12B-FP8"])[:8]
+    assert [kind["planned"]["mixer"][0] for kind in hybrid] == list("rnrnrnra")  # M E M E M E M *
+    assert hybrid[0]["planned"]["state_size"] == 128 * 64 * 128 and hybrid[1]["ffn_width"] == 2688
+    widths = [kind["planned"]["cache_width"] for kind in layers(models["deepseek-ai--DeepSeek-V4-Flash"])]
+    assert widths[:4] == [512, 512, (512 + 128) // 4, 512 // 128] and len(widths) == 43
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_a_file_holds_is_read_or_refused(seed):
+    random.seed(seed)
+    for name in FUZZED:
+        config = families.text_part(CASES[name][0])
+        for key in random.sample(sorted(config.keys() - {"model_type"}), 6):
+            for value in random.sample(BAD, 4):
+                try:
+                    read(config | {key: value})
+                except ValueError as error:
+                    assert "\n" not in str(error) and len(str(error)) < 400
+
+
+@pytest.mark.parametrize(
+    "key",
+    "hidden_size num_hidden_layers num_attention_heads vocab_size kv_lora_rank moe_intermediate_size"
+    " num_experts_per_tok n_routed_experts first_k_dense_replace v_head_dim".split(),
+)
+def test_a_missing_key_is_named(key):
+    config = CASES["deepseek_v3"][0]
+    with pytest.raises(ValueError, match=key):
+        read({name: value for name, value in config.items() if name not in (key, "mlp_layer_types")})
+    with pytest.raises(ValueError, match=key):
+        read(config | {key: "x", "mlp_layer_types": None})
+
+
+def test_layers_that_are_not_described_are_refused_by_name():
+    config = CASES["gemma3_text"][0]
+    with pytest.raises(ValueError, match="a layer 'spectral' is not described; full_attention, sliding"):
+        read(config | {"layer_types": ["spectral"] * 8})
+    with pytest.raises(ValueError, match="the number of layers .* from 0 to 4,096"):
+        read(config | {"num_hidden_layers": 10**6})
+    with pytest.raises(ValueError, match="none has a weight"):
+        read(config | {"num_hidden_layers": 0})
+    assert (
+        not families.is_planned("spectral") and not families.is_planned(None) and not families.is_planned([])
+    )
+
+
+def test_keys_that_might_count_are_named_and_others_are_not():
+    config = CASES["llama"][0]
+    silent = {
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "attention_dropout": 0.1,
+        "rope_theta": 1e6,
+        "x_size": 0,
+    }
+    assert read(config | silent)["planned"]["notes"] == []
+    (note,) = read(config | silent | {"zebra_width": 7, "num_experts": 4})["planned"]["notes"]
+    assert note == "keys of the file that are not read and might change sizes: num_experts, zebra_width"
+    more = {"num_nextn_predict_layers": 1, "quantization_config": {"quant_method": "fp8"}}
+    notes = read(config | more)["planned"]["notes"]
+    assert [word for note in notes for word in ("MTP", "quantized") if word in note] == ["MTP", "quantized"]
+    for case in KEPT["published"]:
+        assert not [note for note in read(case["config"])["planned"]["notes"] if note.startswith("keys of")]
+
+
+def test_the_text_part_of_several_media_has_the_defaults_of_its_class():
+    """LLaVA's file names no size of its language model, Gemma 3's only some."""
+    outer = {"model_type": "llava", "vision_config": {"hidden_size": 1024}}
+    model = read(outer | {"text_config": {"model_type": "llama", "vocab_size": 32064}})
+    assert count(model) == 6_738_415_616 + 2 * 64 * 4096
+    assert model["planned"]["notes"] == ["the text part alone: vision_config is not counted"]
+    sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    gemma = read({"model_type": "gemma3", "text_config": sizes | {"model_type": "gemma3_text"}})
+    assert count(gemma) == 3_880_263_168 and gemma["tied"]
+    with pytest.raises(ValueError, match="vocab_size"):
+        read({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2})
+
+
+def test_lead_and_period_are_the_shortest():
+    random.seed(0)
+    for _ in range(300):
+        lead = random.choices(range(3), k=random.randrange(4))
+        period = random.choices(range(3), k=random.randrange(1, 5))
+        order = tuple((lead + period * 9)[: random.randrange(1, 20)])
+        first, repeated = families._repeated(order)
+        assert (*first, *repeated * len(order))[: len(order)] == order and repeated
+        assert len(first) + len(repeated) <= min(len(order), len(lead) + len(period))
+
+
+def test_no_row_is_there_in_vain(monkeypatch):
+    """Without any row of any part, some family's count is another. So a forgotten one is seen."""
+    words = {name: set(re.findall(r"[\w-]+", str(families._family(model(name))))) for name in CASES}
+    for part, rows in list(families.PARTS.items()):
+        names = [name for name in CASES if part in words[name]]
+        monkeypatch.setitem(families.PARTS, part, {})
+        seen = next((name for name in names if differs(name)), None)
+        assert seen, f"no family shows that '{part}' is there"
+        for path in rows:
+            monkeypatch.setitem(families.PARTS, part, {x: row for x, row in rows.items() if x != path})
+            assert differs(seen), f"'{path}' of '{part}'"
+        monkeypatch.setitem(families.PARTS, part, rows)
+
+
+def model(name):
+    return families.text_part(CASES[name][0])["model_type"]
+
+
+def differs(name):
+    config, parameters = CASES[name]
+    return count(read(config)) != parameters
+
+
+def test_tables_name_only_what_they_have():
+    for name in families.FAMILIES:
+        family = families._family(name)
+        texts = family["layer"], family.get("ends", ""), *family["mixers"].values(), *family["ffns"].values()
+        for word in " ".join(texts).split():
+            assert word.partition("?")[0] in families.PARTS, f"{name}: {word}"
+
+
+def test_rows_are_layouts():
+    for part, rows in families.PARTS.items():
+        for path, row in rows.items():
+            region, *dims = (word.partition("=")[0] for word in row.split())
+            layout = parse_layout(" ".join((region, "l", *dims)))
+            assert layout.region == region and len(layout.dims) == 1 + len(dims), f"{part}: {path}"

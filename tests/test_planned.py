@@ -1,0 +1,251 @@
+"""Models that are planned alone: by their rows they are priced as models that run, and kinds of layers add up
+to one model."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+
+from llmpar.plan.model_config import PRESETS, ExpertConfig, ModelConfig, planned_model
+from llmpar.plan.plan import Plan
+from llmpar.planner import planner
+from llmpar.predict import memory, serving, traffic
+from llmpar.predict.hardware import chip
+from llmpar.predict.time import step_time
+from llmpar.predict.workload import Run, of_plan
+
+H100 = chip("h100")
+PLANNED = [name for name, config in PRESETS.items() if config.planned]
+MESHES = "fsdp=8", "dp=2 fsdp=4", "tp=8", "fsdp=2 sp=2 tp=2", "pp=2 fsdp=2 tp=2", "pp=4 sp=2", "sp=8"
+"""Of eight devices."""
+
+
+def as_file(config: ModelConfig) -> dict:
+    """The config.json of a small model that runs, for a family that is planned."""
+    raw = {
+        "model_type": "qwen3_moe" if config.experts else "qwen3" if config.qk_norm else "qwen2",
+        "vocab_size": config.vocab_size, "hidden_size": config.width, "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_width, "intermediate_size": config.ffn_width,
+        "tie_word_embeddings": config.tied,
+    }  # fmt: skip
+    if experts := config.experts:
+        more = {"num_experts": experts.num_experts, "num_experts_per_tok": experts.top_k}
+        raw |= more | {"moe_intermediate_size": config.ffn_width, "decoder_sparse_step": 1}
+    return raw
+
+
+RUNNING = {
+    name: dataclasses.replace(PRESETS[name], num_layers=8)
+    for name in ("qwen2.5-14b", "qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b")
+}
+RUNNING["qwen3-30b-a3b"] = dataclasses.replace(  # what a file may say of losses changes no size
+    RUNNING["qwen3-30b-a3b"], experts=ExpertConfig(128, 8)
+)
+EQUAL = [(name, mesh) for name in RUNNING for mesh in (*MESHES, "fsdp=2 ep=4", "ep=2 tp=2 sp=2")]
+
+
+def twin(config: ModelConfig) -> ModelConfig:
+    return planned_model(config.name, as_file(config))
+
+
+def in_two_kinds(config: ModelConfig) -> ModelConfig:
+    """The same planned model, told as if its layers were of two kinds, three of the second after each of the
+    first, and two of the second ahead."""
+    kinds = tuple(dataclasses.replace(config, num_layers=1) for _ in range(2))
+    return dataclasses.replace(config, kinds=kinds, lead=(1, 1), period=(0, 1, 1, 1))
+
+
+def quantities(config: ModelConfig, mesh: str, **fields) -> dict:
+    """What is predicted of a step: bytes by part, messages by axes and kind, FLOPs, seconds by term."""
+    plan = Plan(mesh, dtype="bfloat16", loss_chunks=8, **fields).resolve(config, "gpu", 64, 8192)
+    run = of_plan(config, plan, H100, 64, 8192)
+    sent = [traffic.step_traffic(plan, 64, 8192, stage) for stage in range(plan.mesh.pp)]
+    return {
+        "params": (config.num_params, config.active_params),
+        "memory": memory.parts_bytes(plan, 64, 8192),
+        "sent": [{key: row.bytes_sent for key, row in one.items()} for one in sent],
+        "executions": [{key: row.count for key, row in one.items()} for one in sent],
+        "flops": run.flops(),
+        "seconds": step_time(run).terms,
+        "closed form": step_time(run, simulate=False).terms,
+    }
+
+
+def assert_equal(one, other, rel=1e-9):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if isinstance(value, dict):
+            assert value == pytest.approx(other[name], rel=rel), name
+        else:
+            assert value == (pytest.approx(other[name], rel=rel) if name == "flops" else other[name]), name
+
+
+@pytest.mark.parametrize("name, mesh", EQUAL)
+def test_a_planned_model_is_priced_as_the_one_that_runs(name, mesh):
+    config = RUNNING[name]
+    if "ep=" in mesh and not config.experts:
+        pytest.skip("no experts")
+    fields = {"microbatches": 8} if "pp=" in mesh else {}
+    if "tp=" in mesh:
+        fields |= {"tp_sequence": True}
+    assert_equal(quantities(config, mesh, **fields), quantities(twin(config), mesh, **fields))
+
+
+@pytest.mark.parametrize("name, mesh", EQUAL)
+def test_kinds_of_layers_add_up_to_the_model(name, mesh):
+    whole = twin(RUNNING[name])
+    if "ep=" in mesh and not whole.experts or "pp=4" in mesh:  # a stage of two layers is no loop
+        pytest.skip("no experts")
+    fields = {"microbatches": 8} if "pp=" in mesh else {}
+    one, two = (quantities(x, mesh, **fields) for x in (whole, in_two_kinds(whole)))
+    for quantity in (one, two):  # what is summed at the end has more arrays, each with a start
+        del quantity["executions"], quantity["seconds"][traffic.LATE]
+    assert_equal(one, two)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_parts_of_a_planned_model_add_up(name):
+    """Layers, parameters, and the stages of a pipeline; what is trained is counted once on each mesh."""
+    config, rng = PRESETS[name], random.Random(name)
+    assert sum(count for count, _ in config.blocks) == config.num_layers == len(config.layer_kinds)
+    of_blocks = sum(count * block.params_of_a_layer for count, block in config.blocks)
+    ends = sum(math.prod(w.shape) for p, w in config.weights().items() if not p.startswith("blocks."))
+    assert of_blocks + ends == config.num_params >= config.active_params > 0
+    start = rng.randrange(config.num_layers)
+    halves = config.count_kinds(0, start), config.count_kinds(start, config.num_layers)
+    assert [a + b for a, b in zip(*halves, strict=True)] == [count for count, _ in config.blocks]
+    plan = Plan("pp=4 fsdp=2", microbatches=8).resolve(config, "gpu", 32, 4096)
+    stages = [plan.stage_kinds(stage) for stage in range(4)]
+    assert [sum(counts) for counts in zip(*stages, strict=True)] == [count for count, _ in config.blocks]
+    one = Plan("fsdp=1").resolve(config, "gpu", 8, 4096)
+    assert memory.argument_bytes(one, 8, 4096)["params"] == 4 * config.num_params
+    cut = memory.argument_bytes(Plan("fsdp=8").resolve(config, "gpu", 8, 4096), 8, 4096)["params"]
+    assert config.num_params / 2 <= cut <= 1.02 * config.num_params / 2, "padded, and vectors not all cut"
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_planned_model_says_that_it_does_not_run(name):
+    config = PRESETS[name]
+    with pytest.raises(ValueError, match=rf"'{name}' cannot run here: .* not implemented; 'llmpar plan'"):
+        config.must_run()
+    assert config.notes[0].startswith(f"'{name}' is planned, and does not run here: ")
+
+
+LATENTS = "kimi-k2", "deepseek-v3"
+
+
+@pytest.mark.parametrize("name", LATENTS)
+@pytest.mark.parametrize("way", ["ring", "gather"])
+def test_what_heads_share_is_all_that_a_sequence_sends(name, way):
+    """576 numbers a token and layer, and no more for 64 heads than for 128."""
+    config = PRESETS[name]
+    plan = Plan("sp=4 fsdp=2", dtype="bfloat16", context_parallel=way).resolve(config, "gpu", 8, 8192)
+    row = next(
+        row
+        for (axes, _), row in traffic.step_traffic(plan, 8, 8192).items()
+        if axes.startswith("sp") and any(m.value == "keys and values" for m in row.messages)
+    )
+    sent = [(m, n) for m, n in row.messages.items() if m.value == "keys and values"]
+    ((message, times),) = [(m, n) for m, n in sent if m.num_bytes > 0][:1]
+    tokens = 4 * 8192 // 4
+    local = tokens * 576 * 2
+    assert message.num_bytes == local * (4 if way == "gather" else 1)
+    assert times == (2 if way == "ring" else 1) * 61 * (3 if way == "ring" else 1)
+
+
+def test_a_recurrent_layer_hands_its_state_on_and_has_no_cache():
+    config = PRESETS["qwen3.5-27b"]
+    mixers = {block.mixer: (count, block) for count, block in config.blocks}
+    assert mixers["recurrent"][0] == 48 and mixers["attention"][0] == 16
+    state = 48 * 128 * 128
+    assert mixers["recurrent"][1].state_size == state
+    assert serving.cache_bytes(config) == 16 * 2 * 4 * 256 * 2
+    plan = Plan("sp=4 fsdp=2").resolve(config, "gpu", 8, 8192)
+    sent = [
+        (message.num_bytes, times)
+        for row in traffic.step_traffic(plan, 8, 8192).values()
+        for message, times in row.messages.items()
+        if message.value == "recurrent states"
+    ]
+    assert sent == [(4 * state * 4, 3 * 2 * 48)]
+
+
+def test_a_window_bounds_what_is_computed_and_read():
+    config = PRESETS["gpt-oss-120b"]
+    windows = {block.window: count for count, block in config.blocks}
+    assert windows == {128: 18, None: 18}
+    run = Run(config, H100, Plan("fsdp=8").mesh, 8192)
+    of_window, whole = sorted(run.attention_flops(block) for block in run.blocks)
+    assert of_window / whole == 128 / 4096
+    read = lambda context: serving.decode_seconds(config, H100, 1, context)["keys and values read"]
+    assert read(8192) / read(4096) == pytest.approx((8192 + 128) / (4096 + 128))
+
+
+QUESTIONS = [
+    ("deepseek-v3", "h100", 2048, 15_360, 4096, "pp=16 fsdp=2 ep=64"),
+    ("gpt-oss-120b", "h100", 64, 64, 4096, "fsdp=8 ep=8"),
+    ("nemotron-3-super", "b200", 64, 64, 8192, "fsdp=16 ep=4"),
+    ("gemma-4-31b", "v5p", 64, 64, 8192, "fsdp=32 tp=2"),
+]
+
+
+@pytest.mark.parametrize("name, kind, devices, batch, seq, mesh", QUESTIONS)
+def test_the_planner_answers_and_offers_no_command_that_would_be_refused(
+    name, kind, devices, batch, seq, mesh
+):
+    q = planner.Question(PRESETS[name], chip(kind), devices, batch, seq, Plan(mesh).mesh.user_sizes)
+    answer = planner.document(planner.decide(q))
+    best = answer["plans"][0]
+    assert best["fits"] and 0.02 < best["mfu"] < 0.9
+    assert best["train"] is best["compile"] is best["launch"] is None
+
+
+SHARED = [("qwen3.5-27b", 8, 4, 256, 16), ("gemma-4-31b", 8, 4, 512, 10), ("mimo-v2-flash", 8, 4, 192, 9)]
+
+
+@pytest.mark.parametrize("name, tp, heads, width, layers", SHARED)
+def test_a_kind_with_fewer_kv_heads_than_tp_has_copies_of_them(name, tp, heads, width, layers):
+    """On the links and in the cache of a rank is a head of each kind, though the largest kind has one for
+    each rank."""
+    config = PRESETS[name]
+    kinds = [(n, c) for n, c in config.blocks if c.mixer == "attention" and c.num_kv_heads == heads]
+    assert sum(n for n, _ in kinds) == layers and heads < tp <= config.num_kv_heads
+    plan = Plan(f"sp=2 tp={tp}", dtype="bfloat16").resolve(config, "gpu", 8, 8192)
+    sent = {
+        (message.num_bytes, times)
+        for row in traffic.step_traffic(plan, 8, 8192).values()
+        for message, times in row.messages.items()
+        if message.value == "keys and values" and times
+    }
+    tokens = 8 * 8192 // 2
+    assert (tokens * (width + kinds[0][1].value_width) * 2) in [num_bytes for num_bytes, _ in sent]
+    device = dataclasses.replace(config, num_layers=1, lead=(), period=(config.kinds.index(kinds[0][1]),))
+    read = serving.decode_seconds(device, H100, 1, 100, tp)["keys and values read"]
+    assert read == pytest.approx(4 * serving.decode_seconds(device, H100, 1, 25, tp)["keys and values read"])
+    whole = serving.decode_seconds(device, H100, 1, 100, 1)["keys and values read"]
+    assert read == pytest.approx(whole / heads)
+
+
+@pytest.mark.parametrize(
+    "name, tp, which, heads", [("qwen3.5-27b", 2, "KV", 2), ("qwen3.5-27b", 8, "query", 3)]
+)
+def test_ranks_of_sp_exchange_heads_that_each_layer_has(name, tp, which, heads):
+    assert PRESETS[name].exchanged_heads(tp) == (which, heads)
+    with pytest.raises(ValueError, match=f"the {heads} {which} heads of a device by sp = 4"):
+        Plan(f"sp=4 tp={tp}", context_parallel="ulysses").resolve(PRESETS[name], "gpu", 8, 8192)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_planned_model_has_a_cost_to_serve(name):
+    seconds = serving.decode_seconds(PRESETS[name], H100, 8, 8192, 8)
+    assert 0 < sum(seconds.values()) < 0.1 and min(seconds.values()) >= 0
+
+
+def test_groups_of_heads_with_matrices_of_their_own_are_matmuls_apart():
+    """DeepSeek-V4's projections of attention's result: eight, each of an eighth of it."""
+    config = PRESETS["deepseek-v4-flash"]
+    run = Run(config, H100, Plan("tp=4 fsdp=2").mesh, 4096)
+    shapes = {part[1:] for part in run.layer_matmuls(run.blocks[0])[0]}
+    assert (4096, 1024, 2) in shapes  # of 64 heads of 512, in two groups on a device
