@@ -377,6 +377,20 @@ class ModelConfig:
         return own or self.num_kv_heads * (self.head_width + self.value_width)
 
     @property
+    def routed_width(self) -> int:
+        """The width of a token on its way to experts: the model's, or that of their own latent (Nemotron
+        3)."""
+        rows = self.planned.rows if self.planned else ()
+        widths = (row.shape[1] for _, row in rows if row.dims == "experts e d m")
+        return next(widths, self.width)
+
+    @functools.cached_property
+    def routed_params(self) -> int:
+        """The parameters of the experts of a layer that tokens are sent to."""
+        rows = self.block_weights().values()
+        return sum(math.prod(row.shape) for row in rows if row.dims.startswith("experts "))
+
+    @property
     def state_size(self) -> int:
         """The numbers that a sequence leaves in a layer instead of a cache."""
         return self.planned.state_size if self.planned else 0

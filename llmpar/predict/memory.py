@@ -98,8 +98,7 @@ def _weights_bytes(plan: Resolved) -> Counter[str]:
     for path, (weight, layouts) in plan.weight_layouts.items():
         in_blocks, kind = path.startswith("blocks."), kind_of(path)
         if (alike := (weight.dims, weight.shape)) not in known:
-            pairs = ((name, getattr(layouts, name)) for name in names)
-            local = ((name, layout.shard_shape(weight.shape, sizes)) for name, layout in pairs)
+            local = ((x, getattr(layouts, x).shard_shape(weight.shape, sizes)) for x in names)
             known[alike] = {name: FLOAT32 * math.prod(shape) for name, shape in local}
         own = known[alike]
         narrow = ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32
@@ -254,9 +253,11 @@ def _staged_parts(
     weights, one, config = weights_bytes(plan), _layers(plan), plan.config
     (kept, work, loss, _, converted), (saves, crossing, _, stream) = moment, in_slots
     chunk, repeats = one * sum(saves[plan.remat].values()), plan.stage_saves == "input"
-    if experts := config.experts:  # whose weights are among the residuals
-        each = 3 * config.width * config.ffn_width * ITEMSIZE[plan.dtype]
-        chunk += one * each * experts.num_experts // (plan.mesh.ep * plan.mesh.tp)
+    counts = plan.stage_kinds(plan.heaviest_stage)
+    blocks = zip(counts, config.blocks, strict=True)
+    routed = sum(count * block.routed_params for count, (_, block) in blocks) // sum(counts)
+    of_a_layer = routed * ITEMSIZE[plan.dtype]  # experts' weights are among the residuals
+    chunk += one * of_a_layer // (plan.mesh.ep * plan.mesh.tp)
     running = weights["blocks unreduced"] // order.visits + work
     saved = stream if repeats else (2 - (plan.platform == "cpu")) * chunk
     layout = "used" if plan.gathers == "step" else "stored"
@@ -329,7 +330,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         num_slots = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
         visits = tokens * config.experts.top_k * 9 // 8
         hidden = visits * config.ffn_width * item // tp
-        ffn = hidden + (num_slots + visits) * config.width * item
+        ffn = hidden + (num_slots + visits) * config.routed_width * item
     # Scores in float32 and again as the matmuls read them; ``copies`` of that: their gradient too.
     rows = max(tokens * plan.mesh.sp // seq_len, 1)
     apart = plan.mesh.along(plan.regions["queries"]["s"])
@@ -361,7 +362,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     pieces = plan.ffn_chunks == 1
     # Of experts rows, and their matmuls with gate and up. What lets gathered weights go keeps pieces too.
     inner = (
-        2 * hidden + (plan.mesh.ep > 1) * num_slots * config.width * item
+        2 * hidden + (plan.mesh.ep > 1) * num_slots * config.routed_width * item
         if config.experts
         else 6 * ffn
     )

@@ -42,11 +42,9 @@ def cache_cuts(config: ModelConfig, tp: int) -> int:
 
 def _cache_of_a_rank(config: ModelConfig, tp: int, context: int | None = None) -> float:
     """Return the numbers in a rank's cache of a token; of ``context`` tokens, those that windows leave."""
-    kept = 0.0
-    for count, block in config.blocks:
-        tokens = min(block.window or context, context) if context else 1
-        kept += count * block.cache_width * tokens / cache_cuts(block, tp)
-    return kept
+    seen = lambda block: min(block.window or context, context) if context else 1
+    each = lambda block: block.cache_width * seen(block) / cache_cuts(block, tp)
+    return sum(count * each(block) for count, block in config.blocks)
 
 
 def device_cache_bytes(plan: Serving, num_rows: int, length: int) -> int:
@@ -123,8 +121,7 @@ def decode_seconds(
     matmuls = max(computing, _on_a_rank(config, read, tp) * weight_bits / 8 / clock.bytes_per_s)
     states = sum(count * block.state_size for count, block in config.blocks)
     kept = _cache_of_a_rank(config, tp, context) * cache_bits / 8
-    moved = batch * (kept + 8.0 * states / tp)
-    keys = moved / clock.bytes_per_s
+    keys = batch * (kept + 8.0 * states / tp) / clock.bytes_per_s
     terms = {MATMULS: matmuls, "keys and values read": keys}
     if latent := [(count, block) for count, block in config.blocks if block.shares_cache]:
         widths = sum(

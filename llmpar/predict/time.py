@@ -215,7 +215,7 @@ class Clock:
             links[SEQUENCE_LINKS] = self.along_sequence(c, attention)
         if c.experts and mesh.ep > 1:
             once = 2 * self.exchange(
-                2.0 * (run.tokens if self.ours else run.stream_tokens) * c.width
+                2.0 * (run.tokens if self.ours else run.stream_tokens) * c.routed_width
             )
             links[EXPERT_LINKS] = (once, once)
         return links

@@ -499,10 +499,12 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
     value = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
     # Only full slots travel, unless the buffer is padded.
     full_bytes = (
-        math.inf if plan.dispatch == "padded" else 2.0 * tokens * config.width * (ranks * visited)
+        math.inf
+        if plan.dispatch == "padded"
+        else 2.0 * tokens * config.routed_width * (ranks * visited)
     )
     of = Transfer(value, ragged=plan.dispatch == "ragged", full_bytes=full_bytes)
-    buffer = groups, ranks, slots, config.width
+    buffer = groups, ranks, slots, config.routed_width
     routes = {
         "ffn b e c d -> experts b e c d": layers,
         "experts b e c d +m -> ffn b e c d +m": run.forward,
@@ -543,11 +545,11 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
         k = -(-k // ranks) * ranks
     queries = b, s, k, max(1, config.num_heads // k), h
     results = (*queries[:-1], config.value_width)
-    for arrow, shape in {
+    for arrow, value in {
         "attention b s k r h -> queries b s k r h": queries,
         "queries b s k r h -> attention b s k r h": results,
     }.items():
-        values.carry(Transfer("queries and what attention gives", arrow), shape, layers, again)
+        values.carry(Transfer("queries and what attention gives", arrow), value, layers, again)
     gradients = "gradients of keys and values"
     of = Transfer("keys and values", "attention b s k h -> keys b s k h", gradient=gradients)
     if config.shares_cache:  # instead of each head's keys and values
