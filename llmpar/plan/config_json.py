@@ -65,7 +65,7 @@ def read_config(entries: dict, path: str, allowed: dict[str, Allowed]) -> dict[s
     model_type = raw.get("model_type")
     if model_type not in FAMILIES:
         raise NotImplementedHere(
-            f"model_type '{model_type}' in '{path}' is not one of {', '.join(FAMILIES)}"
+            f"model_type '{str(model_type):.60}' in '{path}' is not one of {', '.join(FAMILIES)}"
         )
     if raw.get("hidden_act", "silu") != "silu":
         raise NotImplementedHere(

@@ -538,7 +538,8 @@ def from_hugging_face(path: str) -> ModelConfig:
     except hugging_face.NotImplementedHere as reason:
         part = families.text_part(raw)
         if not families.is_planned(part.get("model_type")):
-            raise
+            others = len(families.FAMILIES) - len(hugging_face.FAMILIES)
+            raise ValueError(f"{reason}, nor of {others} others that are planned") from None
         name = pathlib.Path(path).parent.name or str(part["model_type"])
         return from_dict(families.read_planned(part, name, str(reason)))
 
