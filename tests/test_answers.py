@@ -200,7 +200,7 @@ def test_mesh_and_number_of_devices_follow_each_other(given, mesh, devices):
         ({"fields": {"colour": "red"}}, "no field colour", True),
         ({"fields": {"schedule": "2f2b"}, "mesh": "pp=2"}, "2f2b", True),
         ({"mesh": "dp=200000"}, "at most 131,072", True),
-        ({"config": '{"model_type": "bert"}'}, "model_type 'bert' in 'config.json' is not one of llama, ", True),
+        ({"config": '{"model_type": "bert"}'}, "'bert' in 'config.json' is not one of llama, ", True),
         ({"config": "nowhere/at-all"}, "unknown model 'nowhere/at-all'", True),
     ],
 )
