@@ -159,11 +159,24 @@ def test_models_lists_every_preset(document, call):
     assert {m["name"]: m["params"] for m in models}["llama3-8b"] == 8_030_261_248
     assert all((m["active_params"] < m["params"]) == bool(m["experts"]) for m in models)
     assert [bool(m["notes"]) for m in models] == [bool(PRESETS[m["name"]].planned) for m in models]
+    oss = next(m for m in models if m["name"] == "gpt-oss-20b")
+    assert [(kind["layers"], kind["window"]) for kind in oss["layers"]] == [(12, 128), (12, None)]
+    assert oss["experts"] == {"num_experts": 32, "top_k": 4} and "rope_theta" not in oss
     status, out, _ = call("models")
     makers = {m["maker"] for m in models}
     assert status == 0 and len(out.splitlines()) == len(PRESETS) + len(makers)
     assert "8,030,261,248 parameters" in out and "\nDeepSeek:\ndeepseek-v3 " in out
     assert out.count(", planned") == sum(bool(config.planned) for config in PRESETS.values())
+
+
+def test_models_describes_the_kinds_of_layers_of_what_is_planned(call):
+    status, out, _ = call("models", "nemotron-3-super")
+    lines = out.splitlines()
+    assert status == 0 and lines[1].startswith("  40 layers of ") and "a recurrent state without" in lines[1]
+    assert "no mixer with 22 of 512 experts" in lines[2] and lines[3].startswith("  8 layers of ")
+    assert lines[-1].startswith("'nemotron-3-super' is planned, and does not run here")
+    _, out, _ = call("models", "deepseek-v3")
+    assert "58 layers of 11,507,286,016 parameters: latent attention with 8 of 256 experts" in out
 
 
 def test_models_describes_one_by_name_or_path(document, model):

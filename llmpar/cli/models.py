@@ -28,17 +28,49 @@ class Models(Output):
                 maker = maker_of(config.name)
                 lines.append(f"{maker}:")
             lines.append(described(config))
-        notes = configs[0].notes if self.name is not None else []
-        give({"models": list(map(document, configs))}, self.json, [*lines, *notes])
+        if self.name is not None:
+            lines += [described_kind(*pair) for pair in configs[0].blocks if configs[0].planned]
+            lines += configs[0].notes
+        give({"models": list(map(document, configs))}, self.json, lines)
 
 
 def document(config: ModelConfig) -> dict[str, Any]:
-    """Return a model's fields and counts as JSON has them; of a planned one without its rows."""
+    """Return a model's fields and counts as JSON has them; of a planned one what was read, kind by kind of
+    its layers."""
     fields = dataclasses.asdict(config)
     for name in ("kinds", "lead", "period", "planned"):
         del fields[name]
+    if config.planned:
+        sizes = "name vocab_size width num_layers tied context_length experts".split()
+        fields = {name: fields[name] for name in sizes}
+        fields["layers"] = [kind_document(*pair) for pair in config.blocks]
+        fields["experts"] = max((kind["experts"] for kind in fields["layers"]), key=len)
     counts = {"params": config.num_params, "active_params": config.active_params}
     return fields | counts | {"maker": maker_of(config.name), "notes": config.notes}
+
+
+def kind_document(count: int, block: ModelConfig) -> dict[str, Any]:
+    """Return how many layers there are of a kind, and their sizes."""
+    names = "mixer num_heads num_kv_heads head_width value_width window cache_width state_size ffn_width"
+    sizes = {name: getattr(block, name) for name in names.split()}
+    experts = ("num_experts", "top_k") if block.experts else ()
+    sizes["experts"] = {name: getattr(block.experts, name) for name in experts}
+    return {"layers": count, "params": block.params_of_a_layer} | sizes
+
+
+def described_kind(count: int, block: ModelConfig) -> str:
+    """Return what layers of a kind are, in a line."""
+    mixers = {"attention": "attention", "recurrent": "a recurrent state", "none": "no mixer"}
+    words = [mixers[block.mixer]]
+    if block.shares_cache:
+        words[0] = "latent attention"
+    if block.window:
+        words.append(f"in a window of {block.window:,}")
+    if block.experts:
+        words.append(f"with {block.experts.top_k} of {block.experts.num_experts} experts")
+    elif not block.ffn_width:
+        words.append("without a feed-forward")
+    return f"  {count} layers of {block.params_of_a_layer:,} parameters: {' '.join(words)}"
 
 
 def described(config: ModelConfig) -> str:
