@@ -3,6 +3,7 @@ to one model."""
 
 import dataclasses
 import math
+import pickle
 import random
 
 import pytest
@@ -123,6 +124,15 @@ def test_the_parts_of_a_planned_model_add_up(name):
     assert memory.argument_bytes(one, 8, 4096)["params"] == 4 * config.num_params
     cut = memory.argument_bytes(Plan("fsdp=8").resolve(config, "gpu", 8, 4096), 8, 4096)["params"]
     assert config.num_params / 2 <= cut <= 1.02 * config.num_params / 2, "padded, and vectors not all cut"
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "llama3-8b"])
+def test_a_configuration_is_pickled_by_its_fields(name):
+    """The hash of a text is another in each process."""
+    config = dataclasses.replace(PRESETS[name])
+    assert hash(config) == hash(PRESETS[name]) and config.blocks
+    there = pickle.loads(pickle.dumps(config))
+    assert there == config and vars(there).keys() == {f.name for f in dataclasses.fields(config)}
 
 
 @pytest.mark.parametrize("name", PLANNED)

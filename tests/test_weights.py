@@ -84,7 +84,7 @@ def test_a_model_goes_through_a_mesh_and_back_bit_by_bit(tmp_path, document, kin
     alike = ("model_type", "max_position_embeddings", "vocab_size", "tie_word_embeddings")
     assert {k: after[k] for k in alike} == {k: before[k] for k in alike}
     assert after["eos_token_id"] == [2, 0]
-    assert opened(None, str(out), None, None)[0] == config.__class__(**vars(config) | {"name": "out"})
+    assert opened(None, str(out), None, None)[0] == dataclasses.replace(config, name="out")
 
 
 @pytest.mark.long

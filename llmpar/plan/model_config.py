@@ -418,6 +418,10 @@ class ModelConfig:
     def _hash(self) -> int:
         return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields alone: what is derived from them, such as the hash of texts, is of a process."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     def __hash__(self) -> int:
         """Hash the fields, once: a model of many rows is a key of many caches."""
         return self._hash
