@@ -41,14 +41,7 @@ from llmpar.parallel.mesh import make_mesh
 from llmpar.plan import schedules
 from llmpar.plan.backend import SUITS
 from llmpar.plan.mesh_shape import AXES, MeshShape
-from llmpar.plan.model_config import (
-    ADAPTABLE,
-    ExpertConfig,
-    LatentAttention,
-    LoraConfig,
-    ModelConfig,
-    RopeScaling,
-)
+from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, LoraConfig, ModelConfig, RopeScaling
 from llmpar.plan.plan import Plan
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict import traffic
@@ -91,9 +84,12 @@ DRAWN = {
         window=(None, 3, 2, 5, 100),
         init_scale=(0.2,),
         experts=(),
-        latent=(None,) * 30 + (LatentAttention(4, 4, 4, 4),),
         context_length=(None, 64),
         lora=(),  # `draw_all`
+        kinds=(),  # what is planned does not run
+        lead=(),
+        period=(),
+        planned=(),
     ),
     ExpertConfig: dict(
         num_experts=(4, 8, 3, 6),
@@ -106,8 +102,6 @@ DRAWN = {
         aux_loss=(0.05, 0.0),
         z_loss=(0.01, 0.0),
         capacity_factor=(None, 0.6, 1.0, 1.3),
-        dense_layers=(0,) * 30 + (1,),
-        dense_width=(24,),
     ),
 }
 BATCH = dict(
@@ -269,7 +263,7 @@ def remedies(why: str, asked: dict) -> list[dict]:
     return found
 
 
-HOPELESS = r"cannot run here: latent attention|cannot be routed in \d of \d equal groups"
+HOPELESS = r"cannot be routed in \d of \d equal groups"
 """Refusals without a number to try: another model is proposed, or the arithmetic shown."""
 
 
