@@ -42,7 +42,7 @@ def opened(
         others = {"--model": model, "--checkpoints": checkpoints}
         refuse_beside_from([flag for flag, value in others.items() if value is not None])
         model, name, load = from_folder(from_)
-        config, notes = preset(model).must_run(), []
+        config, notes = preset(model), []
         if tokenizer is None and name == "bytes":
             notes = [f"{from_} has no tokenizer.json: using the tokenizer 'bytes'"]
         reader = data.open_tokenizer(tokenizer or name)
@@ -60,10 +60,8 @@ def opened(
             return _cast(keep.params(shardings, config), dtype)
 
     else:
-        config, reader = (
-            preset(model or "tiny").must_run(),
-            data.open_tokenizer(tokenizer or "bytes"),
-        )
+        config = preset(model or "tiny").must_run()
+        reader = data.open_tokenizer(tokenizer or "bytes")
         random = "the weights are random, and so will be the text: give --from or --checkpoints"
         notes = [beside(model or "tiny") or random]
 

@@ -177,8 +177,8 @@ class Planned:
     """What the plan of a block needs and `ModelConfig` has no field for. A model with it is planned, not run.
 
     Attributes:
-        why: the parts that are not implemented, as the sentence goes on: "it has latent attention".
-        rows: the weights of a block, by their paths; of a model with several kinds of layers, none.
+        why: what is not implemented; empty: `ModelConfig.why_planned` says it.
+        rows: the weights of a block, by their paths.
         ends: its weights outside of blocks, besides embedding, last norm and head.
         mixer: what mixes positions: attention, a recurrent state, or nothing.
         value_width: of a head's values; None: as wide as its keys.
@@ -212,7 +212,7 @@ class ModelConfig:
 
     Layers that differ are ``kinds``, each a model of such layers alone; the first layers have those of
     ``lead``, by their index, and the others repeat ``period``. Such a model is ``planned``; its own fields
-    are those of the kind with most parameters.
+    are those of the kind with most parameters, of those with experts if there are some.
     """
 
     name: str
@@ -391,6 +391,13 @@ class ModelConfig:
         return sum(math.prod(row.shape) for row in rows if row.dims.startswith("experts "))
 
     @property
+    def shared_matrices(self) -> list[Weight]:
+        """Of latent attention, the matrices down to what all heads share, which tp does not cut."""
+        down = ("attention d c", "attention d z")
+        rows = self.block_weights().values() if self.shares_cache else ()
+        return [weight for weight in rows if weight.dims in down]
+
+    @property
     def state_size(self) -> int:
         """The numbers that a sequence leaves in a layer instead of a cache."""
         return self.planned.state_size if self.planned else 0
@@ -478,11 +485,10 @@ class ModelConfig:
     def active_params(self) -> int:
         """Parameters that take part for one token: all but those of the experts that it does not visit."""
         idle = 0
-        for path, weight in self.weights().items():
-            experts = dict(enumerate(self.kinds)).get(kind_of(path), self).experts
-            if experts and weight.dims.startswith("experts "):
-                every = math.prod(weight.shape)
-                idle += every - every * experts.top_k // experts.num_experts
+        for count, block in self.blocks:
+            if experts := block.experts:
+                each = block.routed_params // experts.num_experts
+                idle += count * each * (experts.num_experts - experts.top_k)
         return self.num_params - idle
 
 

@@ -396,7 +396,7 @@ def fits_memory(run: Run) -> bool:
 
 def _stage(run: Run, stage: int) -> dict[str, float]:
     soft, mesh, ends = run.software, run.mesh, run.ends
-    counts = [sum(kinds) for kinds in zip(*run.chunk_kinds[stage :: mesh.pp], strict=True)]
+    counts = run.stage_kinds(stage)
     layers = sum(counts)
     first, last = stage == 0, stage == mesh.pp - 1
     names = "attention copies vectors ffn router".split()
@@ -462,16 +462,13 @@ def activation_bytes(run: Run) -> tuple[float, float]:
     c, tp, experts = run.config, run.mesh.tp, run.config.experts
     d, t = c.width, run.tokens
     stream = 2.0 * run.stream_tokens * d
-    heads = 2.0 * t * (2 * c.num_heads + 2 * run.kv_heads()) * c.head_width / tp
+    heads = 2.0 * t * (2 * c.num_heads + 2 * run.kv_heads(c)) * c.head_width / tp
     visits = experts.top_k + experts.num_shared if experts else 1
     inner = 2.0 * t * run.ffn_products * c.ffn_width / tp * visits
     if experts:
         inner += 2 * experts.top_k * 2.0 * t * d
-    if c.shares_cache:  # what queries, and keys and values, are made from
-        lows = (
-            w for w in c.block_weights().values() if w.dims in ("attention d z", "attention d c")
-        )
-        heads += 2.0 * t * sum(weight.shape[1] for weight in lows)
+    # what queries, and keys and values, are made from
+    heads += 2.0 * t * sum(weight.shape[1] for weight in c.shared_matrices)
     masks = stream if run.gpt and run.software.name.startswith("megatron") else 0.0
     scores = 5.0 * run.score_elements()
     whole = 2.0 * t * d

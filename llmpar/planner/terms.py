@@ -205,9 +205,9 @@ def _timed(q: Question, one: Candidate) -> list[Term]:
     clock, step_s = Clock(run), one.time.step_s
     stages = chunks(clock)[0]
     stage = busiest(stages)
-    layers, m = sum(run.chunk_layers[stage :: run.mesh.pp]), run.microbatches
+    kinds, m = run.stage_kinds(stage), run.microbatches
+    layers = sum(kinds)
     sent, peak = clock.sent(clock.alike(stage)), clock.device.flops_per_s
-    kinds = [sum(counts) for counts in zip(*run.chunk_kinds[stage :: run.mesh.pp], strict=True)]
     each = [sum(p.flops for part in run.layer_matmuls(b) for p in part) for b in run.blocks]
     flops = 3 * sum(map(operator.mul, kinds, each)) / layers  # of a layer in the mean
     for name, value in one.time.terms.items():

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmpar.plan.model_config import ModelConfig, kind_of
-from llmpar.plan.plan import Resolved, WeightLayouts
+from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
 from llmpar.plan.sequence_order import tile_length
 from llmpar.plan.timetable import slots, timetable
@@ -89,25 +89,24 @@ def weights_bytes(plan: Resolved) -> Counter[str]:
     return _weights_bytes(dataclasses.replace(plan, **alike))
 
 
+_LAYOUTS = "stored", "used", "unreduced", "accumulated", "reduced"
+"""Of a weight (`plan.WeightLayouts`); a frozen one, without gradients, has the first two."""
+
+
 @functools.lru_cache(maxsize=256)
 def _weights_bytes(plan: Resolved) -> Counter[str]:
     config, sizes, total = plan.config, plan.mesh.sizes, Counter[str]()
     layers = Counter[tuple[str, int]]()
     known = dict[tuple[str, tuple[int, ...]], dict[str, int]]()  # many rows of kinds are alike
-    names = [field.name for field in dataclasses.fields(WeightLayouts)[:5]]
     for path, (weight, layouts) in plan.weight_layouts.items():
         in_blocks, kind = path.startswith("blocks."), kind_of(path)
         if (alike := (weight.dims, weight.shape)) not in known:
-            local = ((x, getattr(layouts, x).shard_shape(weight.shape, sizes)) for x in names)
+            local = ((x, getattr(layouts, x).shard_shape(weight.shape, sizes)) for x in _LAYOUTS)
             known[alike] = {name: FLOAT32 * math.prod(shape) for name, shape in local}
         own = known[alike]
         narrow = ITEMSIZE[plan.dtype] if weight.frozen else FLOAT32
         total["params"] += own["stored"] * narrow // FLOAT32
-        for name in (
-            "stored",
-            "used",
-            *(("unreduced", "accumulated", "reduced") * (not weight.frozen)),
-        ):
+        for name in _LAYOUTS[:2] if weight.frozen else _LAYOUTS:
             size = own[name]
             total[name] += size
             if in_blocks:

@@ -200,9 +200,7 @@ def _on_a_rank(config: ModelConfig, params: float, tp: int) -> float:
     share."""
     shared = 0
     for count, block in config.blocks:
-        for weight in block.block_weights().values() if block.shares_cache else ():
-            if weight.dims in ("attention d z", "attention d c"):
-                shared += count * math.prod(weight.shape)
+        shared += count * sum(math.prod(weight.shape) for weight in block.shared_matrices)
     return shared + (params - shared) / tp
 
 

@@ -242,10 +242,12 @@ def step_traffic(
     that have nothing to send. ``run``: how often each part runs, if not as `runs` counts it."""
     config, traffic = plan.config, Traffic(plan.mesh)
     parts = plan.stage_kinds(stage)
-    by_kind = [runs(plan, stage).share(i, parts) for i in range(len(parts))]
     if run:  # of one layer: of a kind that most are
         main = max(range(len(parts)), key=lambda i: config.blocks[i][0])
         by_kind = [run if i == main else Runs() for i in range(len(parts))]
+    else:
+        whole = runs(plan, stage)
+        by_kind = [whole.share(i, parts) for i in range(len(parts))]
     _weights(traffic, plan, by_kind, parts)
     values = Values(traffic, plan, batch_size // plan.microbatches, seq_len)
     for (_, block), own in zip(config.blocks, by_kind, strict=True):

@@ -165,9 +165,14 @@ class Run:
         """A model of each kind of layers alone."""
         return [block for _, block in self.config.blocks]
 
-    def kv_heads(self, block: ModelConfig | None = None) -> int:
+    def stage_kinds(self, stage: int) -> list[int]:
+        """Count the layers of each kind on a stage of the pipeline."""
+        chunks = self.chunk_kinds[stage :: self.mesh.pp]
+        return [sum(counts) for counts in zip(*chunks, strict=True)]
+
+    def kv_heads(self, block: ModelConfig) -> int:
         """Return the KV heads of all ranks of tp, which hold copies where they are more than the heads."""
-        return max((block or self.config).num_kv_heads, self.mesh.tp)
+        return max(block.num_kv_heads, self.mesh.tp)
 
     @cached_property
     def ends(self) -> dict[str, float]:
@@ -229,10 +234,10 @@ class Run:
             flops += 2.0 * block.num_heads * widths * self.seen(causal, block)
         return flops
 
-    def seen(self, causal: bool, block: ModelConfig | None = None) -> float:
+    def seen(self, causal: bool, block: ModelConfig) -> float:
         """Return the keys that a query meets: of a window all, elsewhere half of the sequence where
         ``causal``."""
-        seen = min((block or self.config).window or self.seq_len, self.seq_len)
+        seen = min(block.window or self.seq_len, self.seq_len)
         return seen * (0.5 if causal and seen == self.seq_len else 1.0)
 
     # ------------------------------------------------------------------------------ what a layer computes
