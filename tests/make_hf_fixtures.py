@@ -77,8 +77,8 @@ MODELS |= {
         rope_scaling=yarn(8, 8.0, beta_fast=32.0, beta_slow=1.0, attention_factor=1.2079441541679836),
     ),
     "gpt_oss": NARROW | dict(
-        num_hidden_layers=3, intermediate_size=8, sliding_window=5, num_local_experts=4, num_experts_per_tok=2,
-        swiglu_limit=1.5, max_position_embeddings=64, rope_theta=100.0,
+        num_hidden_layers=3, intermediate_size=8, sliding_window=5, num_local_experts=4,
+        num_experts_per_tok=2, swiglu_limit=1.5, max_position_embeddings=64, rope_theta=100.0,
         rope_scaling=yarn(16, 4.0, beta_fast=1.5, beta_slow=0.1, truncate=False),
     ),
     "glm4_moe": NARROW | dict(

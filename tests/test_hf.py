@@ -43,7 +43,7 @@ def state_dict(params, config):
     return {name: tensor for some in tensors for name, tensor in some}
 
 
-KINDS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+KINDS = make_hf_fixtures.RUNNING
 TOLERANCE = (
     1e-4  # absolute, on float32 logits of up to 7. Found: 1.2e-5 at most; the smallest fault below gives 1.3
 )
