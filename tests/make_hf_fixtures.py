@@ -56,7 +56,7 @@ LATENT = SMALL | dict(
 
 
 def yarn(original, factor, **more):
-    """YaRN that changes the second 16 of 24 positions and, by its factor, all of them."""
+    """Spell YaRN's `rope_scaling` as published models do, with a short original context."""
     return dict(rope_type="yarn", original_max_position_embeddings=original, factor=factor) | more
 
 
@@ -121,7 +121,7 @@ WITH_GRADIENTS = ("gemma3_text", "olmo2", "gpt_oss", "glm4_moe", "deepseek_v3")
 
 
 def distribution(name, path):
-    """Mean and standard deviation of a tensor's entries."""
+    """Choose the mean and the standard deviation of a tensor's entries."""
     if "norm" in path:
         return (0.0 if name.startswith("gemma") else 1.0), 0.3
     return 0.0, {"sinks": 1.0, "e_score_correction_bias": 0.125}.get(path.rpartition(".")[2], 0.25)
@@ -147,7 +147,7 @@ def make(name, seed=0):
 
 
 def saved(model):
-    """A model's config.json and tensors, as a user would get them.
+    """Read a model's config.json and tensors back as a user would get them.
 
     In memory `transformers` lays experts out otherwise.
     """
@@ -160,7 +160,10 @@ def saved(model):
 
 
 def gradients(model, ids):
-    """The gradients of the mean cross-entropy by the name that the parameter has in a file."""
+    """Compute the gradients of the mean cross-entropy, by the names that parameters have in a file.
+
+    The gradients take the parameters' places, so that they are laid out and named as weights are.
+    """
     import torch
 
     model.train()
