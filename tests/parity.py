@@ -12,24 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from jax.interpreters import partial_eval
 
 from llmpar.inspect.census import arrow_rows, census_hlo, census_table, compiled_memory, read_program
 from llmpar.inspect.look import unordered
+from llmpar.kernels import grouped
 from llmpar.model import moe
 from llmpar.model.weights import model_graph, trained
 from llmpar.parallel.mesh import make_mesh, platform_of
 from llmpar.parallel.modes import Solo
 from llmpar.plan.backend import SUITS
 from llmpar.plan.mesh_shape import MeshShape
-from llmpar.plan.model_config import preset
+from llmpar.plan.model_config import LLAMA as VARIANT
+from llmpar.plan.model_config import kind_of, preset
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict import memory, traffic
 from llmpar.predict.tolerance import Unit, tolerance
-from llmpar.training import balance
+from llmpar.training import balance, layer_order
 from llmpar.training.step import State, Step
 
 BATCH, SEQ = 16, 16
@@ -85,11 +87,13 @@ def weights(config):
     return unflatten_dict(flat, sep=".")
 
 
-def every_expert(experts, par, x, weights, chosen, gate, up, down):
+def every_expert(experts, par, x, weights, chosen, gate, up, down, *biases, variant=VARIANT):
     """`moe.visit_experts` without sending or sorting: all tokens through all experts, most with weight 0."""
     share = jnp.einsum("bske,bsk->bse", jax.nn.one_hot(chosen, experts.num_experts), weights)
-    y = jax.nn.silu(jnp.einsum("bsd,edm->bsem", x, gate)) * jnp.einsum("bsd,edm->bsem", x, up)
-    return jnp.einsum("bsem,emd,bse->bsd", y, down, share.astype(x.dtype))
+    of_gate, of_up, of_down = biases or (jnp.zeros(1, x.dtype),) * 3
+    inner = jnp.einsum("bsd,edm->bsem", x, gate) + of_gate, jnp.einsum("bsd,edm->bsem", x, up) + of_up
+    y = jnp.einsum("bsem,emd->bsed", grouped.gated(variant, *inner), down) + of_down
+    return jnp.einsum("bsed,bse->bsd", y, share.astype(x.dtype))
 
 
 @functools.cache
@@ -139,13 +143,19 @@ def spread(config, plan: Plan, step_class=Step):
 
 def padded(step: Step):
     """The weights as stages hold them, and weights where none should be used."""
-    start = arranged(weights(step.config), np.minimum(step.layer_order, step.config.num_layers - 1))
+    start = arranged(weights(step.config), np.minimum(step.layer_order, units(step) - 1))
     return jax.tree.map(lambda w, like: w.astype(like.dtype), start, step.abstract_state.params)
 
 
 def natural(step: Step, params):
     """Weights or gradients of stages with their layers in the model's order."""
-    return arranged(params, np.argsort(step.layer_order, stable=True)[: step.config.num_layers])
+    return arranged(params, np.argsort(step.layer_order, stable=True)[: units(step)])
+
+
+def units(step: Step) -> int:
+    """The layers that stages are made of; periods of them, where they are of several kinds."""
+    config = step.config
+    return config.num_layers // (len(config.period) if step.plan.pipeline else 1)
 
 
 def state_of(step: Step) -> State:
@@ -176,7 +186,10 @@ def dealt(data, plan: Plan):
 
 def arranged(params, order):
     """Weights or gradients with their layers in another order."""
-    return params | {"blocks": jax.tree.map(lambda w: w[order], params["blocks"])}
+    if list(order) == list(range(len(order))):
+        return params
+    in_order = lambda w: np.asarray(layer_order.in_order(w, order, 0))
+    return params | {"blocks": jax.tree.map(in_order, params["blocks"])}
 
 
 def with_reading(mode):
@@ -257,7 +270,7 @@ def check(config, plan: Plan, within: float = math.inf) -> None:
     compare_leaves(config, plan, float(metrics["loss"]), float(metrics["grad_norm"]), grads)
     if config.experts:
         params = natural(step, jax.tree.map(np.asarray, state.params))
-        check_routers(config, plan, jax.tree.map(np.asarray, metrics), params["blocks"]["experts"])
+        check_routers(config, plan, jax.tree.map(np.asarray, metrics), params)
 
 
 ISLANDS = {"ffn b s e -> routing b s e"}
@@ -294,8 +307,11 @@ def check_routers(config, plan: Plan, metrics: dict, after: dict) -> None:
         np.testing.assert_allclose(metrics["router_entropy"], tally[:, -1], rtol=1e-5)
     if experts.bias_rate is not None:
         ups = np.sign(load.sum(1, keepdims=True) - experts.num_experts * load) * (not config.lora)
-        moved = after["bias"] - weights(config)["blocks"]["experts"]["bias"]
-        np.testing.assert_allclose(moved, experts.bias_rate * ups, rtol=0, atol=1e-6)
+        flat, kinds = flatten_dict(weights(config), sep="."), np.array(config.routed_kinds)
+        for path, bias in flatten_dict(after, sep=".").items():
+            if path.endswith("experts.bias"):
+                own = experts.bias_rate * ups[kinds == max(kind_of(path), 0)]
+                np.testing.assert_allclose(bias - flat[path], own, rtol=0, atol=1e-6)
 
 
 def emulated_ragged_all_to_all(x, out, begin, send, mine, recv, *, axis_name):

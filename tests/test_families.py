@@ -19,7 +19,7 @@ BAD = (None, "x", -1, 1e99, [], {}, math.nan, math.inf, 0, 1.5, True, ["x"], [[]
 
 
 def read(config):
-    return families.read_planned(families.text_part(config), "m", "it has other layers")
+    return families.read_family(families.text_part(config), "m", "it has other layers")
 
 
 def layers(model):
@@ -35,9 +35,9 @@ def count(model, active=False):
     """Count parameters, or those that take part for a token, from the rows."""
     table = model["vocab_size"] * model["width"]
     ends = {"embedding": table} | ({} if model["tied"] else {"head": table})
-    total = sum((ends | {path: math.prod(row["shape"]) for path, row in model["planned"]["ends"]}).values())
+    total = sum((ends | {path: math.prod(row["shape"]) for path, row in model["described"]["ends"]}).values())
     for kind in layers(model):
-        for _, row in kind["planned"]["rows"]:
+        for _, row in kind["described"]["rows"]:
             size = math.prod(row["shape"])
             if active and row["dims"].startswith("experts "):
                 size = size * kind["experts"]["top_k"] // kind["experts"]["num_experts"]
@@ -70,24 +70,24 @@ def test_published_files_have_the_parameters_that_transformers_and_their_makers_
 def test_a_layer_says_what_travels_and_what_is_kept():
     models = {name: read(case["config"]) for case in KEPT["published"] for name in case["names"]}
     latent = models["deepseek-ai--DeepSeek-V3"]
-    assert (latent["planned"]["cache_width"], latent["planned"]["value_width"]) == (576, 128)
+    assert (latent["described"]["cache_width"], latent["described"]["value_width"]) == (576, 128)
     assert (latent["num_heads"], latent["num_kv_heads"], latent["head_width"]) == (128, 128, 192)
     assert latent["lead"] == (0, 0, 0) and latent["period"] == (1,)
     assert latent["experts"] == {"num_experts": 256, "top_k": 8, "num_shared": 1}
-    assert models["zai-org--GLM-5"]["planned"]["cache_width"] == 512 + 64 + 128
+    assert models["zai-org--GLM-5"]["described"]["cache_width"] == 512 + 64 + 128
     assert [kind["window"] for kind in layers(models["openai--gpt-oss-20b"])[:4]] == [128, None, 128, None]
     flash = layers(models["XiaomiMiMo--MiMo-V2-Flash"])
-    assert [(kind["num_kv_heads"], kind["planned"]["value_width"]) for kind in flash[:2]] == [
+    assert [(kind["num_kv_heads"], kind["described"]["value_width"]) for kind in flash[:2]] == [
         (4, 128),
         (8, 128),
     ]
     delta, *_, full = layers(models["Qwen--Qwen3.5-27B"])[:4]
-    assert (delta["planned"]["mixer"], delta["planned"]["state_size"]) == ("recurrent", 48 * 128 * 128)
-    assert (full["planned"]["mixer"], full["num_kv_heads"], full["head_width"]) == ("attention", 4, 256)
+    assert (delta["described"]["mixer"], delta["described"]["state_size"]) == ("recurrent", 48 * 128 * 128)
+    assert (full["described"]["mixer"], full["num_kv_heads"], full["head_width"]) == ("attention", 4, 256)
     hybrid = layers(models["nvidia--NVIDIA-Nemotron-3-Super-120B-A12B-FP8"])[:8]
-    assert [kind["planned"]["mixer"][0] for kind in hybrid] == list("rnrnrnra")  # M E M E M E M *
-    assert hybrid[0]["planned"]["state_size"] == 128 * 64 * 128 and hybrid[1]["ffn_width"] == 2688
-    widths = [kind["planned"]["cache_width"] for kind in layers(models["deepseek-ai--DeepSeek-V4-Flash"])]
+    assert [kind["described"]["mixer"][0] for kind in hybrid] == list("rnrnrnra")  # M E M E M E M *
+    assert hybrid[0]["described"]["state_size"] == 128 * 64 * 128 and hybrid[1]["ffn_width"] == 2688
+    widths = [kind["described"]["cache_width"] for kind in layers(models["deepseek-ai--DeepSeek-V4-Flash"])]
     assert widths[:4] == [512, 512, (512 + 128) // 4, 512 // 128] and len(widths) == 43
 
 
@@ -139,14 +139,14 @@ def test_keys_that_might_count_are_named_and_others_are_not():
         "rope_theta": 1e6,
         "x_size": 0,
     }
-    assert read(config | silent)["planned"]["notes"] == []
-    (note,) = read(config | silent | {"zebra_width": 7, "num_experts": 4})["planned"]["notes"]
+    assert read(config | silent)["described"]["notes"] == []
+    (note,) = read(config | silent | {"zebra_width": 7, "num_experts": 4})["described"]["notes"]
     assert note == "keys of the file that are not read and might change sizes: num_experts, zebra_width"
     more = {"num_nextn_predict_layers": 1, "quantization_config": {"quant_method": "fp8"}}
-    notes = read(config | more)["planned"]["notes"]
+    notes = read(config | more)["described"]["notes"]
     assert [word for note in notes for word in ("MTP", "quantized") if word in note] == ["MTP", "quantized"]
     for case in KEPT["published"]:
-        assert not [note for note in read(case["config"])["planned"]["notes"] if note.startswith("keys of")]
+        assert not [note for note in read(case["config"])["described"]["notes"] if note.startswith("keys of")]
 
 
 def test_the_text_part_of_several_media_has_the_defaults_of_its_class():
@@ -154,7 +154,7 @@ def test_the_text_part_of_several_media_has_the_defaults_of_its_class():
     outer = {"model_type": "llava", "vision_config": {"hidden_size": 1024}}
     model = read(outer | {"text_config": {"model_type": "llama", "vocab_size": 32064}})
     assert count(model) == 6_738_415_616 + 2 * 64 * 4096
-    assert model["planned"]["notes"] == ["the text part alone: vision_config is not counted"]
+    assert model["described"]["notes"] == ["the text part alone: vision_config is not counted"]
     sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     gemma = read({"model_type": "gemma3", "text_config": sizes | {"model_type": "gemma3_text"}})
     assert count(gemma) == 3_880_263_168 and gemma["tied"]

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from llmpar.plan.model_config import PRESETS, ExpertConfig, ModelConfig, planned_model
+from llmpar.plan.model_config import PRESETS, ExpertConfig, ModelConfig, described_model
 from llmpar.plan.plan import Plan
 from llmpar.planner import planner
 from llmpar.predict import memory, serving, traffic
@@ -17,7 +17,7 @@ from llmpar.predict.time import step_time
 from llmpar.predict.workload import Run, of_plan
 
 H100 = chip("h100")
-PLANNED = [name for name, config in PRESETS.items() if config.planned]
+PLANNED = [name for name, config in PRESETS.items() if config.described]
 MESHES = "fsdp=8", "dp=2 fsdp=4", "tp=8", "fsdp=2 sp=2 tp=2", "pp=2 fsdp=2 tp=2", "pp=4 sp=2", "sp=8"
 """Of eight devices."""
 
@@ -48,7 +48,7 @@ EQUAL = [(name, mesh) for name in RUNNING for mesh in (*MESHES, "fsdp=2 ep=4", "
 
 
 def twin(config: ModelConfig) -> ModelConfig:
-    return planned_model(config.name, as_file(config))
+    return described_model(config.name, as_file(config))
 
 
 def in_two_kinds(config: ModelConfig) -> ModelConfig:

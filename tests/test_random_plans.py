@@ -89,7 +89,7 @@ DRAWN = {
         kinds=(),  # what is planned does not run
         lead=(),
         period=(),
-        planned=(),
+        described=(),
     ),
     ExpertConfig: dict(
         num_experts=(4, 8, 3, 6),

@@ -29,7 +29,7 @@ class Models(Output):
                 lines.append(f"{maker}:")
             lines.append(described(config))
         if self.name is not None:
-            lines += [described_kind(*pair) for pair in configs[0].blocks if configs[0].planned]
+            lines += [described_kind(*pair) for pair in configs[0].blocks if configs[0].described]
             lines += configs[0].notes
         give({"models": list(map(document, configs))}, self.json, lines)
 
@@ -38,9 +38,9 @@ def document(config: ModelConfig) -> dict[str, Any]:
     """Return a model's fields and counts as JSON has them; of a planned one what was read, kind by kind of
     its layers."""
     fields = dataclasses.asdict(config)
-    for name in ("kinds", "lead", "period", "planned"):
+    for name in ("kinds", "lead", "period", "described"):
         del fields[name]
-    if config.planned:
+    if config.described:
         sizes = "name vocab_size width num_layers tied context_length experts".split()
         fields = {name: fields[name] for name in sizes}
         fields["layers"] = [kind_document(*pair) for pair in config.blocks]
@@ -81,4 +81,4 @@ def described(config: ModelConfig) -> str:
     )
     if config.active_params < config.num_params:
         line += f", {config.active_params:,} active"
-    return line + ", planned" * bool(config.planned)
+    return line + ", planned" * (not config.runs)

@@ -186,7 +186,7 @@ def code(seen: View) -> str:
         [f'"{plan.mesh}"', *(f"{n}={v!r}" for n, v in planner.fields_of(plan).items())]
     )
     lines = [f"Plan({words})"]
-    if q.config.planned:
+    if not q.config.runs:
         lines.append(f"# {q.config.name} is planned, and does not run here")
     elif seen.timed:
         whole = not q.num_devices % q.chip.devices_per_chip  # no half chip has a compiler

@@ -34,9 +34,10 @@ from jaxtyping import Array, Float, Int
 
 from llmpar.parallel.collectives import vary_alike
 from llmpar.parallel.modes import HIDDEN
-from llmpar.plan.model_config import ExpertConfig
+from llmpar.plan.model_config import LLAMA, ExpertConfig, Variant
 
-Weights = tuple[Float[Array, "l d m"], Float[Array, "l d m"], Float[Array, "l m d"]]
+Weights = tuple[Array, ...]
+"""Gate and up, ``l d m`` each, and down, ``l m d``; then their biases ``l m``, ``l m`` and ``l d``, if any."""
 
 OVERFLOW = (
     "overflow"  # the scope of the loops over all parts but the first: a census counts no iteration
@@ -144,6 +145,23 @@ def dot(*pairs, transposed: bool = False):
     return functools.reduce(jnp.add, (one(rows, w).astype(rows.dtype) for rows, w in pairs))
 
 
+def plus(z, bias):
+    """Add to rows, cut evenly among owners, the bias of each; none where there is none."""
+    if bias is None:
+        return z
+    return (z.reshape(len(bias), -1, z.shape[1]) + bias[:, None]).reshape(z.shape)
+
+
+def gated(variant: Variant, gate: Array, up: Array) -> Array:
+    """Return what a feed-forward multiplies by its last matrix (`Variant.activation`)."""
+    if variant.activation == "clamped":
+        gate, up = jnp.minimum(gate, variant.clamp), jnp.clip(up, -variant.clamp, variant.clamp)
+        return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+    if variant.activation == "silu":
+        return jax.nn.silu(gate) * up
+    return jax.nn.gelu(gate, approximate=variant.activation == "gelu_tanh") * up
+
+
 def outer(rows, grads, num_owners: int):
     """Return for each owner the sum over its rows of their outer products with gradients, float32."""
     rows, grads = (z.reshape(num_owners, -1, z.shape[1]) for z in (rows, grads))
@@ -159,48 +177,55 @@ def feed_forward(
     shares: Float[Array, "r k"],
     weights: Weights,
     slots: SlotMap,
+    variant: Variant = LLAMA,
 ) -> Float[Array, "r d"]:
     """Return for each row the sum of its experts' results, weighed by its shares: in float32 within a part,
     and rounded once for each."""
-    return _feed_forward(blocks, *vary_alike((x, shares, weights, slots)))
+    return _feed_forward(blocks, variant, *vary_alike((x, shares, weights, slots)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _feed_forward(blocks, *args):
-    return _run(blocks, *args)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _feed_forward(blocks, variant, *args):
+    return _run(blocks, variant, *args)[0]
 
 
-def _run(blocks, x, shares, weights, slots):
+def _run(blocks, variant, x, shares, weights, slots):
     """Return the result, and the products with gate and up of the first part."""
 
-    def run_part(part, out, kept, gate, up, down):
+    def run_part(part, out, kept, gate, up, down, *biases):
+        of_gate, of_up, of_down = biases or (None,) * 3
         rows = take_rows(x, part.row_q)
-        gated, upped = dot((rows, gate)), dot((rows, up))
-        out = part.to_rows(out, dot((jax.nn.silu(gated) * upped, down)), shares)
-        return out, (gated, upped) if part.is_first else kept
+        inner = plus(dot((rows, gate)), of_gate), plus(dot((rows, up)), of_up)
+        result = plus(dot((gated(variant, *inner), down)), of_down)
+        return part.to_rows(out, result, shares), inner if part.is_first else kept
 
     return _run_parts(blocks, slots, weights, None, (), run_part)
 
 
-def _forward(blocks, *args):
-    y, kept = _run(blocks, *args)
+def _forward(blocks, variant, *args):
+    y, kept = _run(blocks, variant, *args)
     return y, (*args, tuple(checkpoint_name(z, HIDDEN) for z in kept))
 
 
-def _backward(blocks, saved, grad):
+def _backward(blocks, variant, saved, grad):
     """Return the gradients of rows and shares, and those of weights: together, or in a second loop where a
     pipeline puts that off."""
     x, shares, weights, slots, kept = saved
 
-    def run_part(part, of_rows, sums, gate, up, down):
+    def run_part(part, of_rows, sums, gate, up, down, *biases):
+        of_gate, of_up, of_down = biases or (None,) * 3
         rows, dout = take_rows(x, part.row_q), take_rows(grad, part.row_q)
-        gated, upped = kept if part.is_first else (dot((rows, gate)), dot((rows, up)))
-        products = gated, upped, dot((dout, down), transposed=True)
-        gated, upped, dhidden = (z.astype(jnp.float32) for z in products)
-        slope, share = jax.nn.sigmoid(gated), take_rows(shares.reshape(-1), part.choice_q)[:, None]
-        hidden, dshare = gated * slope * upped, (gated * slope * upped * dhidden).sum(-1)
-        dup, dgate = dhidden * gated * slope, dhidden * upped * slope * (1 + gated * (1 - slope))
-        inner = [(z * share).astype(x.dtype) for z in (hidden, dgate, dup)]
+        inner = kept
+        if not part.is_first:
+            inner = plus(dot((rows, gate)), of_gate), plus(dot((rows, up)), of_up)
+        products = *inner, dot((dout, down), transposed=True)
+        *inner, dhidden = (z.astype(jnp.float32) for z in products)
+        hidden, pull = jax.vjp(functools.partial(gated, variant), *inner)
+        share = take_rows(shares.reshape(-1), part.choice_q)[:, None]
+        dshare = (hidden * dhidden).sum(-1)
+        if biases:
+            dshare += (plus(jnp.zeros_like(dout, jnp.float32), of_down) * dout).sum(-1)
+        inner = [(z * share).astype(x.dtype) for z in (hidden, *pull(dhidden))]
         drows = dot((inner[1], gate), (inner[2], up), transposed=True)
         dshares = part.to_choices(of_rows[1], dshare.astype(shares.dtype))
         of_rows = part.to_rows(of_rows[0], drows), dshares, *map(part.put, of_rows[2:], inner)
@@ -208,7 +233,12 @@ def _backward(blocks, saved, grad):
 
     def add(part, sums, rows, dout, hidden, dgate, dup):
         products = functools.partial(outer, num_owners=part.num_picked or len(sums[0]))
-        more = products(rows, dgate), products(rows, dup), products(hidden, dout)
+        more = [products(rows, dgate), products(rows, dup), products(hidden, dout)]
+        if len(weights) > len(more):  # of biases
+            share = take_rows(shares.reshape(-1), part.choice_q)[:, None]
+            ones = jnp.ones_like(rows[:, :1])
+            shared = (share * dout).astype(x.dtype)
+            more += [products(ones, z)[:, 0] for z in (dgate, dup, shared)]
         return tuple(map(part.add, sums, more))
 
     def add_later(part, _, sums):

@@ -74,7 +74,7 @@ class _Ids(TypedDict, total=False):
 
 
 def choose_attention(par: Solo, mask: Mask) -> Callable[..., Q]:
-    """Return the plan's attention, a function of q, k, v and the `_Ids` in their order."""
+    """Return the plan's attention, a function of q, k, v, the `_Ids` in their order, and sinks, if any."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
     if kernel in ("cudnn", "xla"):
         run: Callable = partial(
@@ -92,9 +92,19 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Q]:
         )
 
     def attend_by_plan(q, k, v, *ids):
-        return run(q, k, v, mask=mask, **dict(zip(_Ids.__annotations__, ids, strict=True)))[0]
+        ids, sinks = ids[:4], ids[4:]
+        out, lse = run(q, k, v, mask=mask, **dict(zip(_Ids.__annotations__, ids, strict=True)))
+        return with_sinks(out, lse, *sinks) if sinks else out
 
     return attend_by_plan
+
+
+def with_sinks(
+    out: Q, lse: Float[Array, "b s k r"], sinks: Float[Array, "k r"]
+) -> Float[Array, "b s k r h"]:
+    """Return what attention gives where every query also sees a key with these logits and the value 0."""
+    share = jax.nn.sigmoid(lse - sinks.astype(jnp.float32))
+    return out * share[..., None].astype(out.dtype)
 
 
 def as_promised(
@@ -155,9 +165,12 @@ def sees(mask: Mask, q_ids: Int[Array, "_ 2 s"], k_ids: Int[Array, "_ 2 t"]) -> 
     return mask.admits(gap, gap) & (q_ids[:, 1, :, None] == k_ids[:, 1, None])
 
 
-def attend_tile(q: QTile, k: KVTile, v: KVTile, seen: Seen, scale: float) -> tuple[QTile, LseTile]:
+def attend_tile(
+    q: QTile, k: KVTile, v: KVTile, seen: Seen, scale: float, cap: float | None = None
+) -> tuple[QTile, LseTile]:
     """Attend to one tile of keys: float32 (out, lse). A row that sees no key gives 0 and -inf."""
     scores = jnp.einsum("bkrsh,bkth->bkrst", q, k, preferred_element_type=jnp.float32) * scale
+    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     top = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min))
     weights = jnp.exp(scores - top)
@@ -180,6 +193,7 @@ def attend_tile_grad(
     v: KVTile,
     seen: Seen,
     scale: float,
+    cap: float | None = None,
 ) -> tuple[QTile, KVTile, KVTile]:
     """Return float32 (dq, dk, dv) of one pair. Its weights P are recomputed from the lse of the whole row.
 
@@ -187,10 +201,14 @@ def attend_tile_grad(
     the row sum of dO O less the gradient of lse.
     """
     einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    weights = jnp.exp(einsum("bkrsh,bkth->bkrst", q, k) * scale - lse[..., None])
+    scores, slope = einsum("bkrsh,bkth->bkrst", q, k) * scale, scale
+    if cap is not None:
+        shares = jnp.tanh(scores / cap)
+        scores, slope = cap * shares, scale * (1 - shares * shares)
+    weights = jnp.exp(scores - lse[..., None])
     weights = jnp.where(seen[:, None, None], weights, 0)
     weights_grad = einsum("bkrsh,bkth->bkrst", out_grad, v)
-    scores_grad = (weights * (weights_grad - delta[..., None]) * scale).astype(q.dtype)
+    scores_grad = (weights * (weights_grad - delta[..., None]) * slope).astype(q.dtype)
     dq = einsum("bkrst,bkth->bkrsh", scores_grad, k)
     dk = einsum("bkrst,bkrsh->bkth", scores_grad, q)
     return dq, dk, einsum("bkrst,bkrsh->bkth", weights.astype(v.dtype), out_grad)
@@ -240,11 +258,12 @@ def attend_block(
 
         def merged():
             out, lse = partial_i
-            return merge(out, lse, *attend_tile(q_i, k_j, v_j, sees(mask, q_ids_i, k_ids_j), scale))
+            seen = sees(mask, q_ids_i, k_ids_j)
+            return merge(out, lse, *attend_tile(q_i, k_j, v_j, seen, scale, mask.cap))
 
         return (lax.cond(may_see[i, j], merged, lambda: partial_i) if branch else merged()), ()
 
-    return _loop_over_pairs(pairs, may_see.shape, merge_pair, partials or _no_keys_yet(q), ())[0]
+    return _loop_over_pairs(pairs, may_see.shape, merge_pair, partials or _no_keys_yet(q, v), ())[0]
 
 
 def attend_block_grad(
@@ -274,7 +293,9 @@ def attend_block_grad(
 
         def added():
             (out_grad, lse, delta), seen = terms_i, sees(mask, q_ids_i, k_ids_j)
-            dq, dk, dv = attend_tile_grad(q_i, out_grad, lse, delta, k_j, v_j, seen, scale)
+            dq, dk, dv = attend_tile_grad(
+                q_i, out_grad, lse, delta, k_j, v_j, seen, scale, mask.cap
+            )
             return jax.tree.map(jnp.add, (dq_i, dkv_j), (dq, (dk, dv)))
 
         return lax.cond(may_see[i, j], added, lambda: (dq_i, dkv_j)) if branch else added()
@@ -320,9 +341,9 @@ def _zeros(x):
     return vary_alike(jnp.zeros(x.shape, jnp.float32), x)
 
 
-def _no_keys_yet(q):
+def _no_keys_yet(q, v):
     """Return the (out, lse) of queries that have seen no key yet."""
-    out = _zeros(q)
+    out = _zeros(q[..., : v.shape[-1]])
     return out, jnp.full_like(out[..., 0], -jnp.inf)
 
 
@@ -390,6 +411,9 @@ def ring_attention(
     c, d = tile_length(block, s), tile_length(block, t)
     scale = q.shape[-1] ** -0.5
     if platform:
+        narrow = v.shape[-1]  # these kernels take values as wide as keys
+        if narrow < k.shape[-1]:
+            v = jnp.pad(v, [(0, 0)] * 3 + [(0, k.shape[-1] - narrow)])
         launch = {"tpu": flash_tpu.run_on_tpu, "cpu": flash.run_on_cpu}.get(
             platform, flash.run_on_gpu
         )
@@ -398,7 +422,8 @@ def ring_attention(
             partial(f, **settings) for f in (flash.kernel_forward, flash.kernel_backward)
         )
         ring = _Ring(axis, hop, forward, backward, kv_hop_waits=True)
-        return ring_forward(ring, *vary_alike((q, k, v, q_ids, k_ids)))
+        out, lse = ring_forward(ring, *vary_alike((q, k, v, q_ids, k_ids)))
+        return (out[..., :narrow] if narrow < k.shape[-1] else out), lse
 
     pairs = _few_pairs(mask, contiguous, s // c, t // d, c)
     settings = dict(mask=mask, scale=scale, pairs=pairs, branch=branch)
@@ -411,7 +436,7 @@ def ring_attention(
     arrays = cut(q, c), cut(k, d), cut(v, d), cut_ids(q_ids, c), cut_ids(k_ids, d)
     out, lse = ring_forward(ring, *vary_alike(arrays))
     out, lse = jnp.moveaxis(out, (0, -2), (1, 2)), jnp.moveaxis(lse, (0, -1), (1, 2))
-    return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+    return out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -427,7 +452,7 @@ def ring_forward(ring, q, k, v, q_ids, k_ids):
 
     carry: Any = (k, v), None
     if n > 1:
-        start = jnp.stack((k, v)), _no_keys_yet(q)
+        start = jnp.stack((k, v)), _no_keys_yet(q, v)
         carry, _ = lax.scan(attend_and_hop, start, jnp.arange(n - 1))
     kv, partials = carry
     out, lse = ring.attend(q, *kv, q_ids, at(k_ids, _owner(ring, n - 1)), partials)
@@ -497,7 +522,8 @@ def full(q: Q, k: KV, v: KV, *, mask: Mask = CAUSAL, **ids: Unpack[_Ids]) -> Par
     """Attend with the whole score matrix, b k r s t, which autodiff keeps: the reference of all tests."""
     q_ids, (k_ids,) = ids_of(None, k.shape[1], **ids)
     q, k, v = (jnp.moveaxis(x, 1, -2) for x in (q, k, v))
-    out, lse = attend_tile(q, k, v, sees(mask, q_ids, k_ids), q.shape[-1] ** -0.5)
+    scale = q.shape[-1] ** -0.5
+    out, lse = attend_tile(q, k, v, sees(mask, q_ids, k_ids), scale, mask.cap)
     return jnp.moveaxis(out.astype(q.dtype), -2, 1), jnp.moveaxis(lse, -1, 1)
 
 
@@ -529,7 +555,13 @@ def by_kernel(
 
 
 def attend_cache(
-    q: Q, k_cache: KV, v_cache: KV, *, axis: str | tuple[str, ...], **options: Any
+    q: Q,
+    k_cache: KV,
+    v_cache: KV,
+    *,
+    axis: str | tuple[str, ...],
+    sinks: Float[Array, "k r"] | None = None,
+    **options: Any,
 ) -> Q:
     """Attend from a few queries, the same on every rank, to a cache that is cut along `axis` and stays there.
 
@@ -539,10 +571,12 @@ def attend_cache(
     """
     out, lse = full(q, k_cache, v_cache, **options)
     if not axis:
-        return out
+        return out if sinks is None else with_sinks(out, lse, sinks)
     with scope("cache b s k r +t -> attention b s k r"):
         top = jnp.maximum(lax.pmax(lse, axis), jnp.finfo(jnp.float32).min)
         weight = jnp.exp(lse - top)[..., None]
         sums = lax.psum(jnp.concatenate([out.astype(jnp.float32) * weight, weight], -1), axis)
     out, total = sums[..., :-1], sums[..., -1:]
+    if sinks is not None:
+        total = total + jnp.exp(sinks.astype(jnp.float32) - top)[..., None]
     return (out / jnp.where(total > 0, total, 1)).astype(q.dtype)

@@ -23,7 +23,9 @@ A training step needs one number, and the methods of `Llama` lead to it in this 
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -33,13 +35,16 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from llmpar.kernels import grouped
 from llmpar.model import attention, moe
 from llmpar.model.lora import adapt, used_weights
-from llmpar.parallel.collectives import vary_alike
-from llmpar.parallel.modes import STREAM, Solo
-from llmpar.plan.model_config import ExpertConfig, LoraConfig, ModelConfig, Weight
+from llmpar.parallel.collective_matmul import matmul
+from llmpar.parallel.collectives import at, vary_alike
+from llmpar.parallel.modes import PROJECTED, STREAM, Solo
+from llmpar.plan.model_config import LLAMA, LoraConfig, ModelConfig, Variant, Weight
 
 Stream = Float[Array, "b s d"]
+Tree = Any
 Batch = dict[str, jax.Array]
 """What a step reads, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents,
 from 1). A row in which attention cannot tell who sees whom gives NaN (`nan_in_broken_rows`)."""
@@ -64,48 +69,176 @@ def param(rngs: nnx.Rngs, weights: dict[str, Weight], path: str) -> nnx.Param:
 
 Make = Callable[[str], nnx.Param]
 """Start the weight with a path (`ModelConfig.block_weights`)."""
+MATRICES = "gate", "up", "down"
+"""Of a feed-forward."""
+LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever a model's others have."""
+NORMS = "attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"
+"""Those that a block may have."""
 
 
-class RMSNorm(nnx.Module):
-    """Divide by the root mean square over the last dim, in float32 (Zhang & Sennrich 2019)."""
+class Norm(nnx.Module):
+    """Divide by the root mean square over the last dims, in float32 (Zhang & Sennrich 2019), or normalise to
+    mean 0 and deviation 1 (Ba et al. 2016); then multiply by a scale."""
 
-    def __init__(self, scale: nnx.Param, eps: float):
-        self.scale, self.eps = scale, eps
+    def __init__(self, scale: nnx.Param, eps: float, variant: Variant = LLAMA):
+        self.scale, self.eps, self.variant = scale, eps, variant
+        self.size = math.prod(scale.shape)  # whole: a device may have a part
 
     @jax.named_scope("norm")
-    def __call__(self, x: Float[Array, "*dims d"], par: Solo) -> Float[Array, "*dims d"]:
+    def __call__(
+        self, x: Float[Array, "*dims d"], par: Solo, heads: str = ""
+    ) -> Float[Array, "*dims d"]:
+        """Return the normed value. ``heads``: its last two dims are heads and their width, and the mean is
+        over both; the letter of the first, which ranks may cut."""
         x32 = x.astype(jnp.float32)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return par.beside(jnp.multiply, x32.astype(x.dtype), self.scale)
+        if self.variant.norm == "layer":
+            x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        if heads:
+            x32 = x32 * jax.lax.rsqrt(self.mean_of_heads(x32, par, heads) + self.eps)
+        else:
+            x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return par.beside(self.scaled, x32.astype(x.dtype), self.scale)
+
+    def mean_of_heads(
+        self, x: Float[Array, "b s k h"], par: Solo, heads: str
+    ) -> Float[Array, "b s 1 1"]:
+        """Return the mean square over all heads: a sum over ranks, where they cut these."""
+        of = ["attention b s k h".replace("k", heads)]
+        arrow = f"attention b s +{heads} -> attention b s"
+        square = lambda par, x: (x * x).sum((-2, -1)) / self.size
+        return par.summed(square, of, arrow)(x)[..., None, None]
+
+    def scaled(self, x: Array, scale: Array) -> Array:
+        """Return ``x`` times the scale and its offset."""
+        return x * (scale + self.variant.norm_offset) if self.variant.norm_offset else x * scale
 
 
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023): n = k·r query heads share k KV heads."""
 
-    def __init__(self, config: ModelConfig, make: Make):
+    def __init__(self, config: ModelConfig, make: Make, rows: Collection[str]):
         self.q, self.k, self.v, self.o = (make(f"attention.{x}") for x in "qkvo")
         adapt(self, config.lora, make, "attention")
-        if config.qkv_bias:
-            self.q_bias, self.k_bias, self.v_bias = (make(f"attention.{x}_bias") for x in "qkv")
-        if config.qk_norm:
-            norms = (RMSNorm(make(f"attention.{x}_norm.scale"), config.norm_eps) for x in "qk")
-            self.q_norm, self.k_norm = norms
-        self.config = config
+        biases = [x for x in "qkvo" if f"attention.{x}_bias" in rows]
+        for x in biases:
+            setattr(self, f"{x}_bias", make(f"attention.{x}_bias"))
+        if "attention.q_norm.scale" in rows:
+            for x in "qk":
+                scale = make(f"attention.{x}_norm.scale")
+                setattr(self, f"{x}_norm", Norm(scale, config.norm_eps, config.variant))
+        if "attention.sinks" in rows:
+            self.sinks = make("attention.sinks")
+        self.config, self.biases = config, "".join(biases)
 
     @jax.named_scope("attention")
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
+        config, variant = self.config, self.config.variant
         weights = used_weights(self, par, "q", "k", "v")
-        biases = (self.q_bias, self.k_bias, self.v_bias) if self.config.qkv_bias else ()
+        biases = [getattr(self, f"{x}_bias") for x in self.biases if x != "o"]
         arrow = "stream b s d -> attention b s d"
         q_bsnh, k_bskh, v_bskh = par.move_matmul(x, arrow, *weights, biases=biases)
-        if self.config.qk_norm:
-            q_bsnh, k_bskh = self.q_norm(q_bsnh, par), self.k_norm(k_bskh, par)
-        q_bsnh, k_bskh = rotate(q_bsnh, rope), rotate(k_bskh, rope)
+        if hasattr(self, "q_norm"):
+            over_all = variant.qk_norm == "all"
+            q_bsnh = self.q_norm(q_bsnh, par, "n" * over_all)
+            k_bskh = self.k_norm(k_bskh, par, "k" * over_all)
+        q_bsnh, k_bskh = (rotate(y, rope, variant.rope) for y in (q_bsnh, k_bskh))
         b, s, k, h = k_bskh.shape
-        q_bskrh, mask = q_bsnh.reshape(b, s, k, -1, h), attention.Mask(window=self.config.window)
-        y_bsnh = attend(q_bskrh, k_bskh, v_bskh, ids, mask, par).reshape(q_bsnh.shape)
+        if variant.score_scale:
+            q_bsnh = q_bsnh * jnp.asarray(variant.score_scale * h**0.5, q_bsnh.dtype)
+        q_bskrh = q_bsnh.reshape(b, s, k, -1, h)
+        sinks_kr = par.weight(self.sinks).reshape(k, -1) if hasattr(self, "sinks") else None
+        y_bskrh = attend(q_bskrh, k_bskh, v_bskh, ids, mask_of(config), par, sinks_kr)
         (o_nhd,) = used_weights(self, par, "o")
-        return par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
+        y_bsnh = y_bskrh.reshape(q_bsnh.shape)
+        y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
+        return par.beside(jnp.add, y, self.o_bias) if "o" in self.biases else y
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): a token's keys and values are made of one
+    latent of c numbers, and of rotated numbers that all heads share. So where keys are gathered over sp, or
+    kept in a cache, it is these c + r numbers that travel or stay."""
+
+    def __init__(self, config: ModelConfig, make: Make, rows: Collection[str]):
+        every = "q_down", "q", "q_up", "kv_down", "kv_up", "o"
+        names = [x for x in every if f"attention.{x}" in rows]
+        for name in names:
+            setattr(self, name, make(f"attention.{name}"))
+        self.biases = tuple(x for x in names if f"attention.{x}_bias" in rows)
+        for name in self.biases:
+            setattr(self, f"{name}_bias", make(f"attention.{name}_bias"))
+        for name in ("q_norm", "kv_norm"):
+            if f"attention.{name}.scale" in rows:
+                setattr(self, name, Norm(make(f"attention.{name}.scale"), LATENT_EPS))
+        adapt(self, config.lora, make, "attention")
+        self.config, self.latent = config, rows["attention.kv_norm.scale"].shape[0]
+
+    @jax.named_scope("attention")
+    def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
+        """Return attention's result; latents become each head's keys and values where queries are."""
+        config, r = self.config, 2 * rope[0].shape[-1]
+        x = par.move(x, "stream b s d -> attention b s d")
+        if hasattr(self, "q_down"):
+            down_bsc = self.q_norm(self.projected("q_down", x, par), par)
+            q_bsnh = self.projected("q_up", down_bsc, par)
+        else:
+            q_bsnh = self.projected("q", x, par)
+        turn = lambda y: rotate(y, rope, config.variant.rope)
+        if scale := config.variant.score_scale:
+            q_bsnh = q_bsnh * jnp.asarray(scale * config.head_width**0.5, q_bsnh.dtype)
+        q_bsnh = jnp.concatenate([q_bsnh[..., :-r], turn(q_bsnh[..., -r:])], axis=-1)
+        down_bsc = self.projected("kv_down", x, par)
+        latent_bsc = self.kv_norm(down_bsc[..., : self.latent], par)
+        shared_bsr = turn(down_bsc[..., None, self.latent :])[..., 0, :]
+        latent_bsc = jnp.concatenate([latent_bsc, shared_bsr], axis=-1)
+        attended = self.absorbed if par.cache else self.expanded
+        y_bsnh = attended(q_bsnh, latent_bsc, ids, par)
+        (o_nhd,) = used_weights(self, par, "o")
+        y = par.matmul_move(y_bsnh, o_nhd, "attention b s d +n -> stream b s d")
+        return par.beside(jnp.add, y, self.o_bias) if "o" in self.biases else y
+
+    def projected(self, name: str, x: Array, par: Solo) -> Array:
+        """Multiply by one of the matrices, and add its bias, if it has one."""
+        (weight,) = used_weights(self, par, name)
+        y = checkpoint_name(matmul(x, weight), PROJECTED)
+        return par.beside(jnp.add, y, getattr(self, f"{name}_bias")) if name in self.biases else y
+
+    def expanded(
+        self, q: Float[Array, "b s n h"], latent: Float[Array, "b s c"], ids: QueryKeyIds, par: Solo
+    ) -> Float[Array, "b s n h"]:
+        """Attend with the keys and values of each head, made of the latents of all keys."""
+        latent = par.move(latent, "attention b s c -> keys b s c")
+        kv_btnh = self.projected("kv_up", latent[..., : self.latent], par)
+        shared_btr, width = latent[..., None, self.latent :], self.config.value_width
+        r = shared_btr.shape[-1]
+        shared_btnr = jnp.broadcast_to(shared_btr, (*kv_btnh.shape[:-1], r))
+        k_btnh = jnp.concatenate([kv_btnh[..., :-width], shared_btnr], axis=-1)
+        y = attend_moved(
+            q[..., None, :], k_btnh, kv_btnh[..., -width:], ids, mask_of(self.config), par
+        )
+        return y[..., 0, :]
+
+    def absorbed(
+        self, q: Float[Array, "b s n h"], latent: Float[Array, "b s c"], ids: QueryKeyIds, par: Solo
+    ) -> Float[Array, "b s n h"]:
+        """Attend to the cache of latents, which are keys and values of all heads: the matrix that would make
+        keys of them multiplies the queries, the one of values the result (DeepSeek-V2, section 2.1.2)."""
+        (up_cnh,) = used_weights(self, par, "kv_up")
+        width, r = self.config.value_width, latent.shape[-1] - self.latent
+        to_keys, to_values = up_cnh[..., :-width], up_cnh[..., -width:]
+        q_bsnc = jnp.einsum("bsnh,cnh->bsnc", q[..., :-r], to_keys)
+        q_bsnc = jnp.concatenate([q_bsnc, q[..., -r:]], axis=-1)
+        # The cache divides scores by the root of this width.
+        q_bsnc = q_bsnc * jnp.asarray((q_bsnc.shape[-1] / q.shape[-1]) ** 0.5, q.dtype)
+        keys = latent[:, :, None]
+        y = par.cache.attend(q_bsnc[:, :, None], keys, None, ids[0], mask_of(self.config))
+        return jnp.einsum("bsnc,cnh->bsnh", y[:, :, 0, :, : self.latent], to_values)
+
+
+def mask_of(config: ModelConfig) -> attention.Mask:
+    """Return which keys a layer's queries see, and how its scores are capped."""
+    return attention.Mask(config.window, config.variant.score_cap)
 
 
 def attend(
@@ -115,29 +248,58 @@ def attend(
     ids: tuple[Array, ...],
     mask: attention.Mask,
     par: Solo,
+    sinks: Float[Array, "k r"] | None = None,
 ) -> Float[Array, "b s k r h"]:
-    """Move queries and keys to their regions, attend, and move the result back.
+    """Move queries and keys to their regions, attend, and move the result back. ``sinks``: the logits of a
+    key that every query of a head sees, without a value (gpt-oss).
 
     `Plan.context_parallel` decides only how the regions queries and keys are cut; these moves follow. Ring:
     nothing moves here, the keys travel during attention. Ulysses: each rank gets whole sequences of some
     heads. Gather: each gets all keys. usp: heads inside a group of ranks, and a ring of groups.
     """
     if par.cache:
-        return par.cache.attend(q, k, v, ids[0], mask)
-    q = par.move(q, "attention b s k r h -> queries b s k r h")
+        return par.cache.attend(q, k, v, ids[0], mask, sinks)
     k, v = (par.move(x, "attention b s k h -> keys b s k h") for x in (k, v))
+    return attend_moved(q, k, v, ids, mask, par, sinks)
+
+
+def attend_moved(
+    q: Float[Array, "b s k r h"],
+    k: Float[Array, "b t k h"],
+    v: Float[Array, "b t k h"],
+    ids: tuple[Array, ...],
+    mask: attention.Mask,
+    par: Solo,
+    sinks: Float[Array, "k r"] | None = None,
+) -> Float[Array, "b s k r h"]:
+    """Attend, as `attend` does, to keys that are in their region."""
+    q = par.move(q, "attention b s k r h -> queries b s k r h")
     queries, keys, q_ids, k_ids = "queries b s k r h", "keys b s k h", "queries b s", "ids b s"
-    layouts = [queries, keys, keys, q_ids, q_ids, k_ids, k_ids]
-    y = par.local(attention.choose_attention(par, mask), layouts, queries)(q, k, v, *ids)
+    layouts, values = [queries, keys, keys, q_ids, q_ids, k_ids, k_ids], (q, k, v, *ids)
+    if sinks is not None:
+        layouts.append("queries k r")
+        values += (par.move(sinks, "attention k r -> queries k r"),)
+    y = par.local(attention.choose_attention(par, mask), layouts, queries)(*values)
     return par.move(y, "queries b s k r h -> attention b s k r h")
 
 
 class FeedForward(nnx.Module):
-    """SwiGLU (Shazeer 2020)."""
+    """A gated feed-forward: SwiGLU (Shazeer 2020), or with another activation."""
 
-    def __init__(self, make: Make, path: str, lora: LoraConfig | None = None):
-        self.gate, self.up, self.down = (make(f"{path}.{x}") for x in ("gate", "up", "down"))
+    def __init__(
+        self,
+        make: Make,
+        path: str,
+        lora: LoraConfig | None = None,
+        variant: Variant = LLAMA,
+        biased: bool = False,
+    ):
+        self.gate, self.up, self.down = (make(f"{path}.{x}") for x in MATRICES)
         adapt(self, lora, make, path)
+        if biased:
+            names = (f"{x}_bias" for x in MATRICES)
+            self.gate_bias, self.up_bias, self.down_bias = (make(f"{path}.{x}") for x in names)
+        self.variant, self.biased = variant, biased
 
     @jax.named_scope("feed_forward")
     def __call__(
@@ -148,25 +310,36 @@ class FeedForward(nnx.Module):
         after: str = "ffn b s d +m -> stream b s d",
     ) -> Stream:
         """Three matmuls; the arrow ``before`` brings ``x`` to them, ``after`` finishes their sum."""
-        gate, up, down = used_weights(self, par, "gate", "up", "down")
+        gate, up, down = used_weights(self, par, *MATRICES)
+        biases = (self.gate_bias, self.up_bias) if self.biased else ()
 
-        def swiglu(x_bsd):
-            gate_bsm, up_bsm = par.move_matmul(x_bsd, before, gate, up)
-            return par.matmul_move(jax.nn.silu(gate_bsm) * up_bsm, down, after)
+        def feed_forward(x_bsd):
+            gate_bsm, up_bsm = par.move_matmul(x_bsd, before, gate, up, biases=biases)
+            hidden_bsm = grouped.gated(self.variant, gate_bsm, up_bsm)
+            return par.matmul_move(hidden_bsm, down, after)
 
-        return par.chunked(swiglu, x, par.plan.ffn_chunks)
+        y = par.chunked(feed_forward, x, par.plan.ffn_chunks)
+        return par.beside(jnp.add, y, self.down_bias) if self.biased else y
 
 
 class Experts(nnx.Module):
     """A mixture of experts (Shazeer et al. 2017): a router chooses k of E feed-forwards for each token."""
 
-    def __init__(self, config: ExpertConfig, make: Make):
-        self.config, self.router = config, make("experts.router")
-        self.gate, self.up, self.down = (make(f"experts.{x}") for x in ("gate", "up", "down"))
-        if config.bias_rate is not None:
+    def __init__(self, config: ModelConfig, make: Make, rows: Collection[str]):
+        assert config.experts
+        self.config, self.router = config.experts, make("experts.router")
+        self.variant = config.variant
+        self.gate, self.up, self.down = (make(f"experts.{x}") for x in MATRICES)
+        self.biased = "experts.gate_bias" in rows
+        if self.biased:
+            names = (f"experts.{x}_bias" for x in MATRICES)
+            self.gate_bias, self.up_bias, self.down_bias = map(make, names)
+        if "experts.router_bias" in rows:
+            self.router_bias = make("experts.router_bias")
+        if self.config.bias_rate is not None:
             self.bias = make("experts.bias")
-        if config.num_shared:
-            self.shared = FeedForward(make, "experts.shared")
+        if self.config.num_shared:
+            self.shared = FeedForward(make, "experts.shared", None, self.variant)
 
     @jax.named_scope("experts")
     def __call__(self, x: Stream, par: Solo) -> tuple[Stream, Aux]:
@@ -174,6 +347,8 @@ class Experts(nnx.Module):
         logits_bse = jnp.einsum(
             "bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32
         )
+        if hasattr(self, "router_bias"):
+            logits_bse = par.beside(jnp.add, logits_bse, self.router_bias)
         bias = []
         if self.config.bias_rate is not None:
             bias = [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]
@@ -187,19 +362,14 @@ class Experts(nnx.Module):
         x = par.move(x, "stream b s d -> ffn b s d")
         # Their last dim is the k choices of a token. Layouts call it e: their k is KV heads.
         choices = (par.move(y, "stream b s e -> ffn b s e") for y in (weights_bsk, chosen_bsk))
+        names = *MATRICES, *(f"{x}_bias" for x in MATRICES if self.biased)
+        weights = [getattr(self, name) for name in names]
         visit = par.local(
-            functools.partial(moe.visit_experts, self.config, par.island),
-            [
-                "ffn b s d",
-                "ffn b s e",
-                "ffn b s e",
-                "experts e d m",
-                "experts e d m",
-                "experts e m d",
-            ],
+            functools.partial(moe.visit_experts, self.config, par.island, variant=self.variant),
+            ["ffn b s d", "ffn b s e", "ffn b s e", *(w.dims for w in weights)],
             "ffn b s d +m",
         )
-        y = visit(x, *choices, *(par.weight(w) for w in (self.gate, self.up, self.down)))
+        y = visit(x, *choices, *map(par.weight, weights))
         if self.config.num_shared:
             # Its sum stays open: the move below finishes that of routed and shared experts together.
             y = y + self.shared(x, par, "ffn b s d -> ffn b s d", "ffn b s d +m -> ffn b s d +m")
@@ -207,39 +377,70 @@ class Experts(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention and feed-forward, each normed before and added to the residual stream."""
+    """One layer: attention and feed-forward, each normed before, after or both, and added to the residual
+    stream; side by side, where only one norm is before both."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        make = functools.partial(param, rngs, config.block_weights())
-        self.attention_norm = RMSNorm(make("attention_norm.scale"), config.norm_eps)
-        self.attention = Attention(config, make)
-        self.ffn_norm = RMSNorm(make("ffn_norm.scale"), config.norm_eps)
+        rows = config.block_weights()
+        make = functools.partial(param, rngs, rows)
+        self.norms = tuple(name for name in NORMS if f"{name}.scale" in rows)
+        for name in self.norms:
+            setattr(self, name, Norm(make(f"{name}.scale"), config.norm_eps, config.variant))
+        mixer = LatentAttention if config.shares_cache else Attention
+        self.attention = mixer(config, make, rows)
         if config.experts:
-            self.experts = Experts(config.experts, make)
+            self.experts = Experts(config, make, rows)
         else:
-            self.ffn = FeedForward(make, "ffn", config.lora)
+            biased = "ffn.gate_bias" in rows
+            self.ffn = FeedForward(make, "ffn", config.lora, config.variant, biased)
         self.config = config
 
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> tuple[Stream, Aux]:
         """Return the stream after the layer, and its router's outputs."""
-        x = checkpoint_name(x + self.attention(self.attention_norm(x, par), ids, rope, par), STREAM)
-        y = self.ffn_norm(x, par)
+        scale = self.config.variant.residual_scale
+        normed = lambda name, y: getattr(self, name)(y, par) if name in self.norms else y
+        added = lambda y: y if scale == 1 else y * jnp.asarray(scale, y.dtype)
+        kept = lambda name, y: checkpoint_name(y, STREAM) if name in self.norms else y
+        y = normed("attention_norm", x)
+        attended = kept("attention_post_norm", self.attention(y, ids, rope, par))
+        attended = added(normed("attention_post_norm", attended))
+        beside = self.norms == ("attention_norm",)
+        if not beside:
+            x = x + attended
+            if "attention_post_norm" not in self.norms:
+                x = checkpoint_name(x, STREAM)
+            y = normed("ffn_norm", x)
         y, aux = self.experts(y, par) if self.config.experts else (self.ffn(y, par), None)
-        return x + y, aux
+        y = added(normed("ffn_post_norm", kept("ffn_post_norm", y)))
+        return (x + attended + y if beside else x + y), aux
 
 
 class Llama(nnx.Module):
-    """Embedding, a stack of blocks (a leading dim ``l`` of their weights), a norm, and the loss."""
+    """Embedding, a stack of blocks (a leading dim ``l`` of their weights), a norm, and the loss. Of several
+    kinds of layers each has a stack."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         make = functools.partial(param, rngs, config.must_run().weights())
         self.embedding = make("embedding")
-        stack = nnx.vmap(lambda keys: Block(config, keys), in_axes=0, out_axes=0)
-        self.blocks = nnx.split_rngs(splits=config.num_layers)(stack)(rngs)
-        self.norm = RMSNorm(make("norm.scale"), config.norm_eps)
+        stacks = [self.stack(count, block, rngs) for count, block in config.blocks]
+        self.blocks = (
+            nnx.Dict({f"{i}": x for i, x in enumerate(stacks)}) if config.kinds else stacks[0]
+        )
+        self.norm = Norm(make("norm.scale"), config.norm_eps, config.variant)
         if not config.tied:
             self.head = make("head")
         self.config = config
+
+    @staticmethod
+    def stack(count: int, config: ModelConfig, rngs: nnx.Rngs) -> Block:
+        """Make layers of one kind."""
+        make = nnx.vmap(lambda keys: Block(config, keys), in_axes=0, out_axes=0)
+        return nnx.split_rngs(splits=count)(make)(rngs)
+
+    @property
+    def segments(self) -> list[tuple[tuple[int, ...], int]]:
+        """The loops over layers of several kinds (`ModelConfig.segments`)."""
+        return self.config.segments
 
     def loss(self, batch: Batch, par: Solo) -> Loss:
         """Return what training minimises: the sum of the cross-entropies and of the routers' own losses."""
@@ -268,6 +469,7 @@ class Llama(nnx.Module):
             # by itself as it reads it: there, rounding before costs memory and saves no time.
             multiply = logits_of if par.platform == "tpu" else logits_with_rounded_grad
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
+            logits_bsv = capped(logits_bsv, self.config.variant.logit_cap)
             logits_bsv = logits_bsv - par.max(logits_bsv.max(-1), finish)[..., None]
             sum_exp = lambda par, x: jnp.exp(x).sum(-1)
             total_bs = par.summed(sum_exp, ["vocab b s v"], finish)(logits_bsv)
@@ -284,7 +486,12 @@ class Llama(nnx.Module):
         embedding = par.weight(self.embedding)
         head = embedding if self.config.tied else par.weight(self.head)
         x, aux = self.run_blocks(self.embed(embedding, batch, par), batch, par, par.layers)
-        return self.norm(x, par), head, aux
+        return self.normed(x, par), head, aux
+
+    def normed(self, x: Stream, par: Solo) -> Stream:
+        """Return the last norm, times the scale that logits have."""
+        x, scale = self.norm(x, par), self.config.variant.logit_scale
+        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     @jax.named_scope("embed")
     def embed(self, embedding: Float[Array, "v d"], batch: Batch, par: Solo) -> Stream:
@@ -296,23 +503,45 @@ class Llama(nnx.Module):
             return jnp.where(known_bs[..., None], embedding_vd[jnp.where(known_bs, local_bs, 0)], 0)
 
         look = par.summed(look_up, ["vocab v d", "data b s"], "vocab b s d +v -> stream b s d")
-        return look(embedding, batch["tokens"])
+        x, scale = look(embedding, batch["tokens"]), self.config.variant.embedding_scale
+        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def run_blocks(
         self, x: Stream, batch: Batch, par: Solo, layers: Callable
     ) -> tuple[Stream, Any]:
-        """Run the blocks by ``layers``: the stream behind the last one, and the routers' outputs."""
-        graph, weights = nnx.split(self.blocks)
+        """Run the blocks by ``layers``: the stream behind the last one, and the routers' outputs. Layers of
+        several kinds are loops over their period (`ModelConfig.segments`)."""
         names = "positions", "segments"
         k_positions, k_segments = (par.move(batch[name], "data b s -> ids b s") for name in names)
-        mask, rope = attention.Mask(self.config.window), rope_table(self.config, batch["positions"])
-        rope = nan_in_broken_rows(rope, attention.as_promised(par, mask, k_positions, k_segments))
         q_positions, q_segments = (
             par.move(x, "ids b s -> queries b s") for x in (k_positions, k_segments)
         )
         ids = q_positions, q_segments, k_positions, k_segments
-        block = lambda x, w: nnx.merge(graph, w)(x, ids, rope, par)
-        return layers(block, x, weights)
+        stacks = (
+            [self.blocks[i] for i in sorted(self.blocks)] if self.config.kinds else [self.blocks]
+        )
+        graphs, weights = zip(*map(nnx.split, stacks), strict=True)
+
+        def block(kind: int, place: int | None) -> Callable:
+            """Return a block of a kind, which takes its weights from those of an iteration."""
+            config = self.config.blocks[kind][1]
+            in_order = attention.as_promised(par, mask_of(config), k_positions, k_segments)
+            rope = nan_in_broken_rows(rope_table(config, batch["positions"]), in_order)
+            own = lambda w: w if place is None else at(w[kind], place)
+            return lambda x, w: nnx.merge(graphs[kind], own(w))(x, ids, rope, par)
+
+        if not self.config.kinds:
+            return layers([block(0, None)], x, weights[0])
+        outputs, begin = list[Any](), Counter[int]()
+        for kinds, times in self.segments:
+            counts = Counter(kinds)
+            blocks = [block(k, kinds[:i].count(k)) for i, k in enumerate(kinds)]
+            stack = {k: periods(weights[k], begin[k], times, n) for k, n in counts.items()}
+            x, aux = layers(blocks, x, stack)
+            outputs.append(aux)
+            begin += Counter({k: times * n for k, n in counts.items()})
+        outputs = [aux for aux in outputs if aux is not None]
+        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs) if outputs else None
 
     @jax.named_scope("router_losses")
     def router_losses(
@@ -328,7 +557,15 @@ class Llama(nnx.Module):
         """Return all logits, float32, gathered: for parity tests and sampling, not for training."""
         x, head, _ = self.hidden_and_head(batch, par)
         x = par.move(x, "stream b s d -> vocab b s d")
-        return par.move(logits_of(x, head), "vocab b s v -> data b s v")
+        logits = capped(logits_of(x, head), self.config.variant.logit_cap)
+        return par.move(logits, "vocab b s v -> data b s v")
+
+
+def periods(stack: Tree, begin: int, times: int, num: int) -> Tree:
+    """Return weights of a stack, from the layer ``begin`` on, with a dim for ``times`` periods of ``num``
+    layers each."""
+    cut = lambda w: w[begin : begin + times * num].reshape(times, num, *w.shape[1:])
+    return jax.tree.map(cut, stack)
 
 
 def logits_of(x: Float[Array, "*rows d"], head: Float[Array, "v d"]) -> Float[Array, "*rows v"]:
@@ -369,22 +606,41 @@ def rope_table(config: ModelConfig, positions_bp: Int[Array, "b p"]) -> Rope:
     """Return cosines and sines of the rotary embedding at true positions (Su et al. 2021)."""
     frequencies = jnp.asarray(rope_frequencies(config), jnp.float32)[None, None]
     angles = positions_bp[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
+    return factor * jnp.cos(angles)[:, :, None], factor * jnp.sin(angles)[:, :, None]
 
 
 def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, " half"]:
-    """Return radians per position of each pair, with Llama 3.1's scaling where it is set. A frequency whose
-    wavelength is at most original_context / high_freq_factor stays; one whose wavelength is at least
-    original_context / low_freq_factor is divided by ``factor``; between them the two are blended (Llama 3.1
-    reference configuration, 2024)."""
-    frequency = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
+    """Return radians per position of each pair, with the scaling that is set. Llama 3.1's keeps a frequency
+    whose wavelength is at most original_context / high_freq_factor; divides one whose wavelength is at least
+    original_context / low_freq_factor by ``factor``; and blends the two between them (reference
+    configuration, 2024). YaRN blends linearly in the pair's number (Peng et al. 2023, section 3.2)."""
+    width = config.variant.rope_width or config.head_width
+    frequency = config.rope_theta ** (-np.arange(0, width, 2) / width)
     scaling = config.rope_scaling
+    if config.variant.rope == "none":
+        return 0 * frequency
     if scaling is None:
         return frequency
-    num_turns = scaling.original_context * frequency / (2 * np.pi)
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    blend = np.clip((num_turns - low) / (high - low), 0, 1)
-    return frequency * (blend + (1 - blend) / scaling.factor)
+    if scaling.kind == "llama3":
+        num_turns = scaling.original_context * frequency / (2 * np.pi)
+        blend = np.clip((num_turns - low) / (high - low), 0, 1)
+        return frequency * (blend + (1 - blend) / scaling.factor)
+    # the pairs that make so many turns in the original context
+    pair_of = lambda turns: (
+        width
+        * np.log(scaling.original_context / (turns * 2 * np.pi))
+        / (2 * np.log(config.rope_theta))
+    )
+    ends = np.array([pair_of(high), pair_of(low)])
+    if scaling.truncate:
+        ends = np.array([np.floor(ends[0]), np.ceil(ends[1])])
+    first, last = max(ends[0], 0), min(ends[1], width - 1)
+    stretched = np.clip((np.arange(width // 2) - first) / max(last - first, 1e-3), 0, 1)
+    return frequency * (1 - stretched + stretched / scaling.factor)
 
 
 def nan_in_broken_rows(rope: Rope, is_right_b: Bool[Array, " b"]) -> Rope:
@@ -394,8 +650,28 @@ def nan_in_broken_rows(rope: Rope, is_right_b: Bool[Array, " b"]) -> Rope:
     return jnp.where(is_right_b[:, None, None, None], cos, jnp.nan), sin
 
 
-def rotate(x: Float[Array, "b s heads h"], rope: Rope) -> Float[Array, "b s heads h"]:
-    """Rotate the pairs (i, i + h/2) of each head by their angles, in float32: Hugging Face's order."""
+def rotate(
+    x: Float[Array, "b s heads h"], rope: Rope, pairs: str = "halves"
+) -> Float[Array, "b s heads h"]:
+    """Rotate the pairs of each head by their angles, in float32: (i, i + h/2), Hugging Face's order, or
+    ``neighbours``. Where the table is narrower than a head, its first numbers alone."""
     cos, sin = rope
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    width = 2 * cos.shape[-1]
+    rotated, rest = x[..., :width].astype(jnp.float32), x[..., width:]
+    if pairs == "neighbours":
+        a, b = rotated[..., ::2], rotated[..., 1::2]
+    else:
+        a, b = jnp.split(rotated, 2, axis=-1)
+    turned = [a * cos - b * sin, b * cos + a * sin]
+    if pairs == "neighbours":
+        y = jnp.stack(turned, axis=-1).reshape(rotated.shape)
+    else:
+        y = jnp.concatenate(turned, axis=-1)
+    return (
+        jnp.concatenate([y.astype(x.dtype), rest], axis=-1) if rest.shape[-1] else y.astype(x.dtype)
+    )
+
+
+def capped(x: Array, cap: float | None) -> Array:
+    """Return cap · tanh(x / cap), or ``x`` without a cap (Gemma 2)."""
+    return x if cap is None else cap * jnp.tanh(x / cap)

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int
 from llmpar.kernels import grouped
 from llmpar.parallel.collectives import vary_alike
 from llmpar.parallel.modes import Solo
-from llmpar.plan.model_config import ExpertConfig
+from llmpar.plan.model_config import LLAMA, ExpertConfig, Variant
 
 # --------------------------------------------------------------------------------------------------- choosing
 
@@ -59,7 +59,8 @@ def choose_experts(
     biased = lax.stop_gradient(scores + bias_on_tokens)
     if experts.num_groups > 1:
         by_group = biased.reshape(*biased.shape[:-1], experts.num_groups, -1)
-        group_scores = lax.top_k(by_group, min(2, by_group.shape[-1]))[0].sum(-1)
+        best = 1 if experts.group_score == "best" else min(2, by_group.shape[-1])
+        group_scores = lax.top_k(by_group, best)[0].sum(-1)
         chosen_groups = lax.top_k(group_scores, experts.top_groups)[1]
         is_open = jax.nn.one_hot(chosen_groups, experts.num_groups, dtype=bool).any(-2)
         biased = jnp.where(is_open[..., None], by_group, -jnp.inf).reshape(biased.shape)
@@ -117,13 +118,13 @@ def visit_experts(
     x: Float[Array, "b s d"],
     weights: Float[Array, "b s k"],
     chosen: Int[Array, "b s k"],
-    gate: Float[Array, "l d m"],
-    up: Float[Array, "l d m"],
-    down: Float[Array, "l m d"],
+    *matrices: Array,
+    variant: Variant = LLAMA,
 ) -> Float[Array, "b s d"]:
     """Send every token to its experts and back, where each rank has a part of them: steps 2 to 6 above.
 
-    ``gate``, ``up`` and ``down`` are this device's experts. Experts whose width is cut give a term of a sum.
+    ``matrices`` are `grouped.Weights` of this device's experts. Experts whose width is cut give a term of a
+    sum, in which each rank of tp has a part of the last bias.
     """
     (b, s, d), k, num_ranks = x.shape, experts.top_k, par.parts("experts e")
     # An expert's capacity holds for each piece of a row that the router saw: with tp_sequence, tp to a row.
@@ -136,8 +137,10 @@ def visit_experts(
         x_td, weights_tk, chosen_tk, slots = dispatch_tokens(
             experts, par, x_td, weights_tk, chosen_tk, num_slots
         )
-    slot_map = grouped.lay_out(blocks, chosen_tk, len(gate))
-    y_td = grouped.feed_forward(blocks, x_td, weights_tk, (gate, up, down), slot_map)
+    slot_map = grouped.lay_out(blocks, chosen_tk, len(matrices[0]))
+    if len(matrices) > 3:
+        matrices = *matrices[:-1], matrices[-1] / par.parts("experts m")
+    y_td = grouped.feed_forward(blocks, x_td, weights_tk, matrices, slot_map, variant)
     return (combine_tokens(par, y_td, slots) if num_ranks > 1 else y_td).reshape(x.shape)
 
 

@@ -12,7 +12,7 @@ The model calls these methods and never names a mesh axis:
     par.summed(f, …, arrow)   f gives each device's term of a sum, which the arrow finishes
     par.total(x, layout)      the sum over all dims
     par.index(layout)         which block of a dim this device has; par.parts(layout): of how many
-    par.layers(f, x, ws)      a stack of blocks
+    par.layers(fs, x, ws)     a stack of blocks, one or more in each iteration
     par.chunked(f, xs, n)     pieces of a sequence, one after the other
     par.local(f, …)           an island: code that works on one device's blocks and communicates by itself,
                               with the arrows of par.island, over the axes that par.axes(layout) names
@@ -150,19 +150,28 @@ class Solo:
         lambda self: self, doc="The mode inside an island, where a device sees its blocks."
     )
 
-    def layers(self, block: Callable, x: Any, stack: Any) -> tuple[Any, Any]:
-        """Run ``x, aux = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``,
-        rematerialised as planned. The layers' auxiliary results are stacked."""
-        plan, length = self.plan, jax.tree.leaves(stack)[0].shape[0]
+    def layers(self, blocks: Sequence[Callable], x: Any, stack: Any) -> tuple[Any, Any]:
+        """Run ``x, aux = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``, in
+        each iteration of which the blocks follow one another. The layers' auxiliary results are stacked."""
+        length = jax.tree.leaves(stack)[0].shape[0]
+        no_loop = self.plan.unroll == 0 or self.plan.unroll >= length
+        run = in_order([self.saving(block, no_loop) for block in blocks])
+        x, aux = lax.scan(run, x, stack, unroll=self.plan.unroll or length)
+        return x, aux if len(blocks) == 1 else jax.tree.map(
+            lambda y: y.reshape(-1, *y.shape[2:]), aux
+        )
+
+    def saving(self, block: Callable, no_loop: bool) -> Callable:
+        """Return a block that saves for its backward pass what the plan says, and recomputes the rest."""
+        plan = self.plan
         # Without a loop only prevent_cse keeps XLA from merging the recomputation with the forward pass.
-        no_loop = plan.unroll == 0 or plan.unroll >= length
         keep = plan.gathers == "block" and not plan.reshard_after_forward
         if plan.remat != "none":
             policy = functools.partial(_named, SAVED[plan.remat] + (WEIGHT,) * keep)
-            block = jax.checkpoint(block, policy=policy, prevent_cse=no_loop)
-        elif plan.gathers == "block" and not keep:
-            block = jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=no_loop)
-        return lax.scan(block, x, stack, unroll=plan.unroll or length)
+            return jax.checkpoint(block, policy=policy, prevent_cse=no_loop)
+        if plan.gathers == "block" and not keep:
+            return jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=no_loop)
+        return block
 
     def chunked(self, f: Callable, xs: Any, num_chunks: int, recompute: bool = False) -> Any:
         """Apply ``f`` to ``num_chunks`` pieces of ``xs``, one after the other, and join the results, all
@@ -181,6 +190,22 @@ class Solo:
         join = lambda y: jnp.moveaxis(y, 0, 2).reshape(y.shape[1], -1, *y.shape[3:])
         _, out = lax.scan(lambda _, piece: (None, f(piece)), None, jax.tree.map(cut, xs))
         return jax.tree.map(join, out)
+
+
+def in_order(blocks: Sequence[Callable]) -> Callable:
+    """Return a function that runs blocks one after the other; it stacks their auxiliary results."""
+    if len(blocks) == 1:
+        return blocks[0]
+
+    def run(x: Any, weights: Any) -> tuple[Any, Any]:
+        outputs = []
+        for block in blocks:
+            x, aux = block(x, weights)
+            outputs.append(aux)
+        outputs = [aux for aux in outputs if aux is not None]
+        return x, jax.tree.map(lambda *parts: jnp.stack(parts), *outputs) if outputs else None
+
+    return run
 
 
 def _named(names: tuple[str, ...], prim, *_, **params) -> bool:

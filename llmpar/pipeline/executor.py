@@ -95,7 +95,7 @@ def _run_two_copies(
 def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tree) -> Tree:
     """Add loss, counts and gradients of a batch to ``sums``: scan the ticks."""
     assert (schedule := par.plan.pipeline)
-    table, kept = _table(schedule, config.num_layers), slots(timetable(schedule))
+    table, kept = _table(schedule, config), slots(timetable(schedule))
     if par.plan.gathers == "step":
         params = jax.tree.map(par.gather, params, weight_dims(config))
     in_chunks = functools.partial(_cut, n=schedule.visits * schedule.parameter_copies)
@@ -133,11 +133,12 @@ def _empty(num_slots: list[int], like: Tree) -> Tree:
     return jax.tree.map(zeros, like)
 
 
-def _table(schedule: Schedule, num_layers: int) -> dict[str, np.ndarray]:
+def _table(schedule: Schedule, config: ModelConfig) -> dict[str, np.ndarray]:
     """Return a timetable as numbers [tick, stage] by name: the operation (``kind``), its slots and where its
     result goes (`timetable.Slots`), and which part of the model its chunk is. A slot of -1 is the last one, a
     message that is never read. ``layers`` has a row of numbers in each cell, that of no layer where the chunk
-    has a layer less."""
+    has a layer less; where layers are of several kinds, those of its layers with experts among such."""
+    num_layers = config.num_layers // len(config.period)
     kind, microbatch, chunk = np.moveaxis(np.array(timetable(schedule).ticks), 2, 0)
     kept = slots(timetable(schedule))
     names = "saved", "residual", "left", "right", "keep", "read", "send"
@@ -150,7 +151,11 @@ def _table(schedule: Schedule, num_layers: int) -> dict[str, np.ndarray]:
     # where there are two copies, as `opposite` has them
     both = np.concatenate([order, order[::-1]], 1)
     layers = both[np.arange(p), chunk]
-    table |= {"layers": layers, "full": (layers < num_layers).all(-1)}
+    table |= {"full": (layers < num_layers).all(-1)}
+    routed = max(1, len(config.routed_kinds) // num_layers)
+    table["layers"] = (layers[..., None] * routed + np.arange(routed)).reshape(
+        *layers.shape[:-1], -1
+    )
     return table | {"kind": kind, "microbatch": microbatch, "chunk": chunk}
 
 

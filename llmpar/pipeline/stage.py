@@ -16,7 +16,7 @@ made by `split_backward` in the equations of one traced cell, whatever the stage
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,11 +35,18 @@ from llmpar.plan.model_config import ModelConfig
 
 
 class StageModel(Llama):
-    """A Llama cut open: its loss is that of a stream that comes with the batch from another stage."""
+    """A Llama cut open: its loss is that of a stream that comes with the batch from another stage. Its layers
+    are whole periods, where they are of several kinds."""
+
+    @property
+    def segments(self) -> list[tuple[tuple[int, ...], int]]:
+        period = self.config.period
+        layers = jax.tree.leaves(self.blocks[str(period[0])])[0].shape[0]
+        return [(period, layers // period.count(period[0]))]
 
     def hidden_and_head(self, batch: Batch, par: Solo) -> tuple[Stream, Float[Array, "v d"], None]:
         head = par.weight(self.embedding if self.config.tied else self.head)
-        return self.norm(batch["stream"], par), head, None
+        return self.normed(batch["stream"], par), head, None
 
 
 @jax.tree_util.register_dataclass
@@ -77,23 +84,30 @@ def run_chunk(stage: Stage, blocks: Tree, x: Stream, kind: str) -> tuple[tuple[S
     one or skips it, and the counts of a layer that was skipped are zero."""
     plan = stage.par.plan
     assert (order := plan.pipeline)
-    num_layers = order.layers(stage.config.num_layers).values()
+    num_layers = order.layers(stage.config.num_layers // len(stage.config.period)).values()
     fewest, most = min(num_layers), max(num_layers)
     has_routers = stage.config.experts is not None and kind == "B"
     run = _unrolled if plan.stage_saves == "residuals" or order.split_backward else stage.par.layers
 
-    def layers(
-        block: Callable, x: Stream, stack: Tree
-    ) -> tuple[Stream, Any]:  # losses b s, counts l e
+    def adding(block: Callable) -> Callable:
+        """Return a block that adds up its router's losses, and gives its counts."""
+
         def layer(carry, weights):
             x, loss_bs = carry
             x, aux = block(x, weights)
-            return ((x, loss_bs + aux["loss"]), aux["tally"]) if has_routers else ((x, None), None)
+            routed = has_routers and aux is not None
+            return ((x, loss_bs + aux["loss"]), aux["tally"]) if routed else ((x, loss_bs), None)
 
+        return layer
+
+    def layers(
+        blocks: Sequence[Callable], x: Stream, stack: Tree
+    ) -> tuple[Stream, Any]:  # losses b s, counts l e
+        each = [adding(block) for block in blocks]
         loss_bs = jnp.zeros_like(x[..., 0], jnp.float32) if has_routers else None
-        carry, counts_le = run(layer, (x, loss_bs), jax.tree.map(lambda w: w[:fewest], stack))
+        carry, counts_le = run(each, (x, loss_bs), jax.tree.map(lambda w: w[:fewest], stack))
         if fewest < most:
-            last_layer = lambda skipped, last: run(layer, skipped[0], last)
+            last_layer = lambda skipped, last: run(each, skipped[0], last)
             skipped = carry, jax.tree.map(lambda n: jnp.zeros_like(n[:1]), counts_le)
             last = jax.tree.map(lambda w: w[fewest:], stack)
             carry, counts_1e = when(f"full{kind}", stage.full, last_layer, skipped, last)
@@ -107,13 +121,15 @@ def run_chunk(stage: Stage, blocks: Tree, x: Stream, kind: str) -> tuple[tuple[S
     return (y, loss), counts_le
 
 
-def _unrolled(block: Callable, x: Any, stack: Tree) -> tuple[Any, Tree]:
+def _unrolled(blocks: Sequence[Callable], x: Any, stack: Tree) -> tuple[Any, Tree]:
     """Run layers as `Solo.layers` does, one by one: every matmul is then an equation to cut at."""
     outputs = []
     for i in range(jax.tree.leaves(stack)[0].shape[0]):
-        x, aux = block(x, at(stack, i))
-        outputs.append(aux)
-    return x, jax.tree.map(lambda *layers: jnp.stack(layers), *outputs)
+        for block in blocks:
+            x, aux = block(x, at(stack, i))
+            outputs.append(aux)
+    outputs = [aux for aux in outputs if aux is not None]
+    return x, jax.tree.map(lambda *layers: jnp.stack(layers), *outputs) if outputs else None
 
 
 # ------------------------------------------------------------------------------------------ forward, backward

@@ -117,6 +117,11 @@ def _kv_heads(plan, batch_size: int, seq_len: int) -> _Rows:
             " part of tp that holds copies of a head beside one over all of it; use mode='manual', or a tp"
             f" that divides {heads}"
         )
+    if plan.mode == "explicit" and tp > 1 and config.variant.qk_norm == "all":
+        yield (
+            f"mode='explicit' does not go with tp = {tp} and a norm over all heads: a type has no value that"
+            " is a sum over tp and varies over it; use mode='manual'"
+        )
     if config.experts:
         yield Cut("experts", config.experts.num_experts, ("ep",), of_model=True)
 
@@ -187,8 +192,52 @@ def _kernels(plan, batch_size: int, seq_len: int) -> _Rows:
             f"holds a mask of queries times keys, {mask_bytes >> 20} MiB a row at {seq_len} positions;"
             f" use attention_kernel='flash'{whole}"
         )
+    if why := kernels_refused(plan.config).get(kernel):
+        yield refuse(why)
     if kernel == "cudnn" and not fits_cudnn(plan.config.head_width, devices):
         yield refuse("has heads of a multiple of 8 up to 128, since Hopper up to 256; use 'flash'")
+
+
+def why_not_run(plan: Any) -> str:
+    """Return why a plan that can be priced does not run here; empty if it runs."""
+    config, order = plan.config, plan.pipeline
+    if not config.runs:
+        return f"'{config.name}' is planned alone: {config.why_planned}"
+    latent = any(block.shares_cache for _, block in config.blocks)
+    if latent and plan.mesh.sp > 1 and plan.context_parallel != "gather":
+        return (
+            f"context_parallel='{plan.context_parallel}' does not run with latent attention: ranks of sp"
+            " exchange latents; use context_parallel='gather'"
+        )
+    if latent and plan.tp_comm_overlap:
+        return "tp_comm_overlap does not run with latent attention; leave it out"
+    if not (order and config.kinds):
+        return ""
+    unit, cells = len(config.period), len(order.routes[0])
+    if config.lead or config.num_layers % (unit * cells):
+        lead = f" behind {len(config.lead)} others" * bool(config.lead)
+        return (
+            f"stages here are whole periods of layers, and '{config.name}' has {config.num_layers} layers in"
+            f" periods of {unit}{lead}, for stages·chunks = {cells}; use pp=1"
+        )
+    return ""
+
+
+def kernels_refused(config: Any) -> dict[str, str]:
+    """Return the kernels of attention that cannot do what a layer of a model needs, with the reason."""
+    blocks = [block for _, block in config.blocks if block.mixer == "attention"]
+    refused = dict[str, str]()
+    if any("attention.sinks" in block.block_weights() for block in blocks):
+        refused |= dict.fromkeys(
+            ("cudnn", "xla"), "gives no log of sums, which sinks need; use 'flash'"
+        )
+    if any(block.value_width != block.head_width for block in blocks):
+        why = "needs values as wide as keys; use 'flash'"
+        refused |= dict.fromkeys(("cudnn", "xla"), why)
+    if any(block.variant.score_cap for block in blocks):
+        why = "does not cap scores (attn_logit_softcapping)"
+        refused |= dict.fromkeys(("flash", "cudnn", "xla"), why)
+    return refused
 
 
 def _zero(plan, batch_size: int, seq_len: int) -> _Rows:
@@ -199,6 +248,12 @@ def _zero(plan, batch_size: int, seq_len: int) -> _Rows:
     cut = {"model width": (config.width, plan.zero_cuts("d"))}
     if config.qkv_bias or config.qk_norm or config.lora and set(config.lora.targets) & set("qkv"):
         cut["head width"] = config.head_width, plan.zero_cuts("h")
+    if config.described and config.runs:
+        rows = [row for _, block in config.blocks for row in block.block_weights().values()]
+        for widths in ((row.dims.split()[1:], row.shape) for row in rows):
+            letters = dict(zip(*widths, strict=True))
+            if "h" in letters and "d" not in letters:
+                cut[f"head width {letters['h']}"] = letters["h"], plan.zero_cuts("h")
     if config.experts and config.experts.bias_rate is not None:
         cut["experts"] = config.experts.num_experts, plan.zero_cuts("e")
     rows = batch_size // (mesh.dp * mesh.ep * plan.microbatches)

@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 from llmpar.files import Allowed, read_json, read_toml
+from llmpar.plan.running import NotImplementedHere
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 TABLES = read_toml(pathlib.Path(__file__).with_suffix(".toml"), "table of names")
@@ -52,10 +53,6 @@ class _Card(dict):
             ours: UNSAID[theirs] if theirs in UNSAID and theirs not in self else self[theirs]
             for theirs, ours in names.items()
         }
-
-
-class NotImplementedHere(ValueError):
-    """A model that asks for what is not implemented: it may still be planned."""
 
 
 def read_config(entries: dict, path: str, allowed: dict[str, Allowed]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import ast
 import fnmatch
 import functools
 import itertools
+import json
 import math
 import operator
 import pathlib
@@ -16,6 +17,7 @@ from collections import ChainMap, Counter
 from typing import Any
 
 from llmpar.files import read_toml
+from llmpar.plan import running
 
 TABLES = read_toml(pathlib.Path(__file__).with_suffix(".toml"), "table of families")
 PARTS, FACTS, NAMES, NOTES = (TABLES[x] for x in ("parts", "facts", "names", "notes"))
@@ -95,6 +97,10 @@ class _Reader:
         letters = {name: repr(layer.get(name)) for name in by_index}
         return _Reader(self.file, layer.letters | letters, own | letters)
 
+    def with_letters(self, letters: dict[str, str]) -> "_Reader":
+        """Return this with further letters."""
+        return _Reader(self.file, self.letters | letters, self.own)
+
     def get(self, text: str) -> Any:
         """Return the value of an expression."""
         return self._value(_parsed(text))
@@ -157,6 +163,8 @@ class _Reader:
                 return None if None in values else not decides
             case ast.UnaryOp(op=ast.Not()):
                 return not self._value(node.operand)
+            case ast.UnaryOp(op=ast.USub()):
+                return self._apply(node, ast.Mult(), -1, self._value(node.operand))
             case ast.Compare(ops=[ast.In() | ast.NotIn() as by]):
                 return self._apply(
                     node, by, self._value(node.left), self._whole(node.comparators[0])
@@ -166,6 +174,7 @@ class _Reader:
                 return self._apply(node, node.ops[0], self._value(node.left), right)
             case ast.BinOp():
                 return self._apply(node, node.op, self._value(node.left), self._value(node.right))
+        raise AssertionError(f"'{ast.unparse(node)}' is no expression of the tables")
 
     def _whole(self, node: ast.expr) -> Any:
         """Return a list of the file, not a layer's entry; None for what is neither that nor a text."""
@@ -187,10 +196,12 @@ class _Reader:
         return _OPERATORS[type(by)](left, right)
 
 
-def read_planned(raw: dict[str, Any], name: str, why: str) -> dict[str, Any]:
-    """Return the fields of a `ModelConfig` that is planned, ``why`` it does not run, from a ``config.json``.
+def read_family(
+    raw: dict[str, Any], name: str, why: str = "", runs: bool = False
+) -> dict[str, Any]:
+    """Return the fields of a `ModelConfig` from a ``config.json``: of one that runs, or ``why`` it does not.
     Refuse, by its key, what a row needs and the file does not give."""
-    family = _family(raw["model_type"])
+    family = _family(raw["model_type"]) | {"runs": runs}
     file = family["unsaid"] | {key: value for key, value in raw.items() if value is not None}
     reader = _Reader(file, TABLES["sizes"] | family["sizes"])
     num_layers = reader.number("layers", "the number of layers", MOST_LAYERS)
@@ -210,8 +221,12 @@ def read_planned(raw: dict[str, Any], name: str, why: str) -> dict[str, Any]:
     largest = max(counts, key=load)  # with experts, if any has some
     kinds = [kind | model for kind in kinds]
     ends, notes = _rows(reader, _parts(reader, family.get("ends", ""))), _notes(reader, family)
-    planned = kinds[largest]["planned"] | {"why": why, "ends": ends, "notes": notes}
-    main = kinds[largest] | {"num_layers": num_layers, "planned": planned}
+    described = kinds[largest]["described"] | {"why": why, "ends": ends, "notes": notes}
+    if family["runs"]:
+        running.check_file(raw, _unread(reader))
+        described["ends"] = running.started(ends, kinds[largest], num_layers)
+        described["file"] = json.dumps(raw)
+    main = kinds[largest] | {"num_layers": num_layers, "described": described}
     if len(kinds) == 1:
         return main
     lead, period = _repeated(tuple(order))
@@ -228,6 +243,10 @@ def _kinds(
         pair = _pair(layer, family)
         if (key := repr((pair, layer.own))) not in known:
             kind = _kind(layer, family, *pair)
+            if family["runs"]:
+                kind |= running.fields(layer, pair[0], kind)
+                rows = running.started(kind["described"]["rows"], kind, num_layers)
+                kind["described"] |= {"runs": True, "rows": rows}
             kinds += [kind] * (kind not in kinds)
             known[key] = kinds.index(kind)
         order.append(known[key])
@@ -235,7 +254,7 @@ def _kinds(
 
 
 def _params(kind: dict[str, Any]) -> int:
-    return sum(math.prod(row["shape"]) for _, row in kind["planned"]["rows"])
+    return sum(math.prod(row["shape"]) for _, row in kind["described"]["rows"])
 
 
 def _repeated(order: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -245,7 +264,7 @@ def _repeated(order: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]
         other = (i for i in range(len(order) - n, 0, -1) if order[i - 1] != order[i - 1 + n])
         start = next(other, 0)
         choices.append((order[:start], order[start : start + n]))
-    return min(choices, key=lambda choice: sum(map(len, choice)))
+    return min(choices, key=lambda choice: (sum(map(len, choice)), len(choice[0])))
 
 
 def _pair(layer: _Reader, family: dict[str, Any]) -> tuple[str, str]:
@@ -274,7 +293,7 @@ def _kind(layer: _Reader, family: dict[str, Any], mixer: str, ffn: str) -> dict[
     tables = [table.get(name, {}) for name in names for table in (FACTS, family["facts"])][::-1]
     facts = {"mixer": "attention" if parts[0] else "none"} | dict(ChainMap(*tables))
     letters = dict(ChainMap(*(table.get("sizes", {}) for table in tables)))
-    layer = _Reader(layer.file, layer.letters | letters, layer.own)
+    layer = layer.with_letters(letters)
     experts = None
     if ffn == "experts":
         e, k = layer.number("e", "the number of experts"), layer.number("top", "experts per token")
@@ -290,7 +309,7 @@ def _kind(layer: _Reader, family: dict[str, Any], mixer: str, ffn: str) -> dict[
         "ffn_width": layer.number("m", "the width of the feed-forward") if parts[1] else 0,
         "window": _optional(layer, facts.get("window", "")),
         "experts": experts,
-        "planned": {
+        "described": {
             "why": "",
             "rows": _rows(layer, [*_parts(layer, family["layer"]), *parts[0], *parts[1]]),
             "mixer": facts["mixer"],
@@ -345,10 +364,15 @@ def _notes(reader: _Reader, family: dict[str, Any]) -> list[str]:
     values = {sentence: reader.get(text) for text, sentence in NOTES.items()}
     notes = [sentence.format(value) for sentence, value in values.items() if value]
     notes += [family["note"]] if "note" in family else []
-    known = _known(reader.file["model_type"]) | set(re.findall(r"\w+", " ".join(NOTES)))
-    rest = [key for key, value in reader.file.items() if value and key not in known]
-    if unread := sorted(key for key in rest if not IGNORED.fullmatch(key)):
+    if unread := _unread(reader):
         notes.append(
             f"keys of the file that are not read and might change sizes: {', '.join(unread)}"
         )
     return notes
+
+
+def _unread(reader: _Reader) -> list[str]:
+    """Return the keys of a file that nothing reads and that might change what the model is."""
+    known = _known(reader.file["model_type"]) | set(re.findall(r"\w+", " ".join(NOTES)))
+    rest = [key for key, value in reader.file.items() if value and key not in known]
+    return sorted(key for key in rest if not IGNORED.fullmatch(key))

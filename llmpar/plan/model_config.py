@@ -15,24 +15,37 @@ from typing import Annotated, Any, Literal
 
 from llmpar.files import Allowed, allowed, check_fields, read_json, read_toml
 from llmpar.plan import config_json as hugging_face
-from llmpar.plan import families
+from llmpar.plan import families, running
+from llmpar.plan.running import NotImplementedHere
 
 Size = Annotated[int, Allowed(int, 1, 1 << 24)]
 Count = Annotated[int, Allowed(int, 0, 1 << 24)]
 Length = Annotated[int | None, Allowed(int, 1, none=True)]
 Rate = Annotated[float, Allowed(float, 0, 1e9)]
 _Positive = Annotated[float, Allowed(float, 1e-9, 1e300)]
+_Factor = Annotated[float | None, Allowed(float, 1e-9, 1e300, none=True)]
 Share = Annotated[float, Allowed(float, 0, 1)]
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of low rotary frequencies."""
+    """The stretching of low rotary frequencies, by a ``factor``: of ``linear`` all frequencies, of
+    ``llama3`` (Llama 3.1) and ``yarn`` (Peng et al. 2023) those with few turns in the ``original_context``.
+
+    Attributes:
+        low_freq_factor, high_freq_factor: numbers of turns up to which a pair is stretched, and from which it
+            is not; YaRN calls them beta_slow and beta_fast.
+        attention_factor: what YaRN multiplies rotated queries and keys by.
+        truncate: YaRN's range begins and ends at whole pairs.
+    """
 
     factor: Annotated[float, Allowed(float, 1, 1e9)] = 8.0
     low_freq_factor: Rate = 1.0
     high_freq_factor: Rate = 4.0
     original_context: Annotated[int, Allowed(int, 1)] = 8192
+    kind: Literal["llama3", "linear", "yarn"] = "llama3"
+    attention_factor: Rate = 1.0
+    truncate: bool = True
 
     def __post_init__(self):
         check_fields(self)
@@ -57,7 +70,8 @@ class ExpertConfig:
         bias_rate: None, or the step of a bias that takes part in choosing, not in weighing, and rises for
             experts with less than the mean load and falls for others (Wang et al. 2024).
         num_groups, top_groups: node-limited routing: only the best groups of experts are open to a token, a
-            group being worth the sum of its two best affinities (DeepSeek-V3 2024, section 2.1.2).
+            group being worth the sum of its two best affinities (DeepSeek-V3 2024, section 2.1.2), or with
+            ``group_score`` ``best`` its best one (DeepSeek-V2).
         aux_loss, z_loss: coefficients of the load-balancing loss (`moe.route`) and of the router's z loss.
         capacity_factor: None drops no token; else an expert takes the first k·tokens·factor/E, rounded up, of
             each piece of a row that a device holds, and the others go without it.
@@ -72,6 +86,7 @@ class ExpertConfig:
     bias_rate: Annotated[float | None, Allowed(float, 0, 1e9, none=True)] = None
     num_groups: Size = 1
     top_groups: Size = 1
+    group_score: Literal["two", "best"] = "two"
     aux_loss: Rate = 0.0
     z_loss: Rate = 0.0
     capacity_factor: Annotated[float | None, Allowed(float, 1e-9, 1e9, none=True)] = None
@@ -173,11 +188,56 @@ def _vector(dims: str, *shape: int, fill: float = 1.0) -> Weight:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """What the plan of a block needs and `ModelConfig` has no field for. A model with it is planned, not run.
+class Variant:
+    """What a layer computes otherwise than Llama's; its matrices, and where it has norms, its rows say.
 
     Attributes:
+        norm: by the root mean square, or ``layer``: by the deviation from the mean (Ba et al. 2016).
+        norm_offset: is added to each norm's scale (Gemma: 1).
+        qk_norm: whether a norm of q and k is over each ``head``, or over ``all`` heads together (OLMo 2).
+        activation: of the feed-forward. ``clamped`` is gpt-oss's: gate · sigmoid(1.702 gate) · (up + 1), gate
+            at most ``clamp`` and up within ± that.
+        rope: which numbers of a head rotation pairs: i with i + h/2 (``halves``), 2i with 2i + 1
+            (``neighbours``), or ``none``.
+        rope_width: how many of them, from the first; None: all.
+        chunk: attention stays within chunks of so many positions (Llama 4).
+        score_scale: factor of the scores; None: 1/√h.
+        score_cap, logit_cap: x becomes cap · tanh(x / cap) (Gemma 2).
+        embedding_scale, residual_scale, logit_scale: factors of what is looked up, of what a layer adds to
+            the stream, and of logits (Gemma, Granite, Cohere).
+    """
+
+    norm: Literal["rms", "layer"] = "rms"
+    norm_offset: Rate = 0.0
+    qk_norm: Literal["head", "all"] = "head"
+    activation: Literal["silu", "gelu", "gelu_tanh", "clamped"] = "silu"
+    clamp: _Positive = 7.0
+    rope: Literal["halves", "neighbours", "none"] = "halves"
+    rope_width: Length = None
+    chunk: Length = None
+    score_scale: _Factor = None
+    score_cap: _Factor = None
+    logit_cap: _Factor = None
+    embedding_scale: _Positive = 1.0
+    residual_scale: _Positive = 1.0
+    logit_scale: _Positive = 1.0
+
+    def __post_init__(self):
+        check_fields(self)
+
+
+LLAMA = Variant()
+"""What Llama's layers compute."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a block needs and `ModelConfig` has no field for: its weights, row by row.
+
+    Attributes:
+        runs: the model's text computes it; else it is planned alone.
         why: what is not implemented; empty: `ModelConfig.why_planned` says it.
+        file: the text of the ``config.json`` that it was read from, which an export writes again.
         rows: the weights of a block, by their paths.
         ends: its weights outside of blocks, besides embedding, last norm and head.
         mixer: what mixes positions: attention, a recurrent state, or nothing.
@@ -189,6 +249,8 @@ class Planned:
     """
 
     why: str
+    runs: bool = False
+    file: str = ""
     rows: tuple[tuple[str, Weight], ...] = ()
     ends: tuple[tuple[str, Weight], ...] = ()
     mixer: Literal["attention", "recurrent", "none"] = "attention"
@@ -211,8 +273,9 @@ class ModelConfig:
     With ``lora`` all weights are frozen but the adapters, further rows of `weights`.
 
     Layers that differ are ``kinds``, each a model of such layers alone; the first layers have those of
-    ``lead``, by their index, and the others repeat ``period``. Such a model is ``planned``; its own fields
-    are those of the kind with most parameters, of those with experts if there are some.
+    ``lead``, by their index, and the others repeat ``period``. Its own fields are those of the kind with
+    most parameters, of those with experts if there are some. ``described`` has the weights of what is no
+    Llama, and ``variant`` what its layers compute.
     """
 
     name: str
@@ -237,21 +300,22 @@ class ModelConfig:
     kinds: tuple["ModelConfig", ...] = ()
     lead: tuple[int, ...] = ()
     period: tuple[int, ...] = (0,)
-    planned: Planned | None = None
+    variant: Variant = LLAMA
+    described: Described | None = None
 
     def __post_init__(self):
         check_fields(self)
         if self.experts and self.lora and (ours := set(self.lora.targets) & {"gate", "up", "down"}):
             what = f"experts have no adapters, and LoRA's targets name {' '.join(sorted(ours))}"
             raise ValueError(f"'{self.name}' cannot be adapted so: {what}; use targets q k v o")
-        if not self.ffn_width and not self.planned:
+        if not self.ffn_width and self.runs:
             raise ValueError(f"'{self.name}' has a feed-forward of width 0; use 1 or more")
-        if self.head_width % 2 and not self.planned:
+        if self.head_width % 2 and self.runs:
             raise ValueError(
                 f"heads are {self.head_width} wide, but rotary embedding rotates pairs; use an even"
                 " head width"
             )
-        if self.num_heads % self.num_kv_heads and not self.planned:
+        if self.num_heads % self.num_kv_heads and self.runs:
             raise ValueError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly;"
                 f" use a number of KV heads that divides {self.num_heads}"
@@ -270,7 +334,7 @@ class ModelConfig:
         """Return `weights` with so many layers of each kind."""
         v, d, std = self.vocab_size, self.width, self.init_scale
         weights = {"embedding": Weight("vocab v d", (v, d), std)}
-        weights |= self.planned.ends if self.planned else {"norm.scale": _vector("stream d", d)}
+        weights |= self.described.ends if self.described else {"norm.scale": _vector("stream d", d)}
         if not self.tied:
             weights["head"] = Weight("vocab v d", (v, d), std)
         for i, (count, (_, block)) in enumerate(zip(counts, self.blocks, strict=True)):
@@ -287,8 +351,9 @@ class ModelConfig:
     def block_weights(self) -> dict[str, Weight]:
         """The weights of one block, by their paths in it. What ends in the residual stream starts smaller, by
         the root of twice the number of layers (Radford et al. 2019, section 2.3)."""
-        if self.planned:
-            return dict(self.planned.rows)
+        if self.described:
+            weights = dict(self.described.rows)
+            return weights | (self._adapters(self.lora, weights) if self.lora else {})
         d, n, k, h = self.width, self.num_heads, self.num_kv_heads, self.head_width
         std, last = self.init_scale, self.init_scale / (2 * self.num_layers) ** 0.5
         weights = {
@@ -351,36 +416,47 @@ class ModelConfig:
         if not self.kinds:
             return ((self.num_layers, self),)
         counts = self.count_kinds(0, self.num_layers)
-        return tuple(zip(counts, self.kinds, strict=True))
+        kinds = (dataclasses.replace(kind, lora=self.lora) for kind in self.kinds)
+        return tuple(zip(counts, kinds if self.lora else self.kinds, strict=True))
+
+    @property
+    def segments(self) -> list[tuple[tuple[int, ...], int]]:
+        """The layers as loops: kinds that follow one another, and how often. Those of the lead, and what
+        remains of a period, are loops over equal layers."""
+        num_periods = (self.num_layers - len(self.lead)) // len(self.period)
+        end = len(self.lead) + num_periods * len(self.period)
+        alike = lambda kinds: [((k,), len([*group])) for k, group in itertools.groupby(kinds)]
+        middle = [(self.period, num_periods)] if num_periods else []
+        return [*alike(self.layer_kinds[: len(self.lead)]), *middle, *alike(self.layer_kinds[end:])]
 
     @property
     def mixer(self) -> str:
         """What mixes positions in a layer: ``attention``, a ``recurrent`` state, or ``none``."""
-        return self.planned.mixer if self.planned else "attention"
+        return self.described.mixer if self.described else "attention"
 
     @property
     def value_width(self) -> int:
         """The width of a head's values."""
-        return self.planned and self.planned.value_width or self.head_width
+        return self.described and self.described.value_width or self.head_width
 
     @property
     def shares_cache(self) -> bool:
         """Whether all heads share what a token leaves in the cache (latent attention)."""
-        return bool(self.planned and self.planned.cache_width)
+        return bool(self.described and self.described.cache_width)
 
     @property
     def cache_width(self) -> int:
         """The numbers that a token leaves in the cache of a layer."""
         if self.mixer != "attention":
             return 0
-        own = self.planned and self.planned.cache_width
+        own = self.described and self.described.cache_width
         return own or self.num_kv_heads * (self.head_width + self.value_width)
 
     @property
     def routed_width(self) -> int:
         """The width of a token on its way to experts: the model's, or that of their own latent (Nemotron
         3)."""
-        rows = self.planned.rows if self.planned else ()
+        rows = self.described.rows if self.described else ()
         widths = (row.shape[1] for _, row in rows if row.dims == "experts e d m")
         return next(widths, self.width)
 
@@ -400,7 +476,7 @@ class ModelConfig:
     @property
     def state_size(self) -> int:
         """The numbers that a sequence leaves in a layer instead of a cache."""
-        return self.planned.state_size if self.planned else 0
+        return self.described.state_size if self.described else 0
 
     def exchanged_heads(self, tp: int) -> tuple[str, int]:
         """Return which heads of a rank of ``tp`` may be exchanged for positions, and how many every layer
@@ -434,18 +510,31 @@ class ModelConfig:
         return self._hash
 
     @property
+    def routed_kinds(self) -> list[int]:
+        """The kinds of the layers with experts, in the order of these layers."""
+        return [kind for kind in self.layer_kinds if self.blocks[kind][1].experts]
+
+    @property
+    def runs(self) -> bool:
+        """Whether the model's text computes it; else it is planned alone."""
+        return self.described is None or self.described.runs
+
+    def with_experts(self, **fields: Any) -> "ModelConfig":
+        """Return the model with these fields of its experts, in every kind of layers."""
+        experts = self.experts and dataclasses.replace(self.experts, **fields)
+        kinds = tuple(kind.with_experts(**fields) for kind in self.kinds)
+        return dataclasses.replace(self, experts=experts, kinds=kinds)
+
+    @property
     def notes(self) -> list[str]:
-        """What a reader of a planned model's numbers should know, in sentences."""
-        if not self.planned:
-            return []
-        return [
-            f"'{self.name}' is planned, and does not run here: {self.why_planned}",
-            *self.planned.notes,
-        ]
+        """What a reader of a model's numbers should know, in sentences."""
+        alone = f"'{self.name}' is planned, and does not run here: {self.why_planned}"
+        notes = self.described.notes if self.described else ()
+        return [alone] * (not self.runs) + list(notes)
 
     def must_run(self) -> "ModelConfig":
         """Return itself. Refuses a model that is planned, and not implemented."""
-        if self.planned:
+        if not self.runs:
             raise ValueError(
                 f"'{self.name}' cannot run here: {self.why_planned}; 'llmpar plan' answers about it, and"
                 " 'llmpar models' lists models that run"
@@ -463,7 +552,8 @@ class ModelConfig:
             "these layers": not self.kinds,
         }
         own = " and ".join([part for part, has in parts.items() if has][:2])
-        return self.planned and self.planned.why or f"{own} are counted but not implemented"
+        why = self.described.why if self.described else ""
+        return f"{own} are counted but not implemented" if not why else why
 
     @property
     def params_of_a_layer(self) -> int:
@@ -538,25 +628,30 @@ def folder_of(name: str) -> str:
 
 
 def from_hugging_face(path: str) -> ModelConfig:
-    """Read a ``config.json``: of one of `hugging_face.FAMILIES` a model that runs; of one that asks for more,
-    or of another family that `families` describes, a model that is planned. Refuse, by key, what neither
-    knows."""
+    """Read a ``config.json``: of one of `hugging_face.FAMILIES`, or of another family that `families`
+    describes. Refuse, by key, what neither knows."""
     fields = allowed(ModelConfig) | allowed(RopeScaling) | allowed(ExpertConfig)
     raw = read_json(path, "model configuration")
     try:
         return from_dict(hugging_face.read_config(raw, path, fields))
-    except hugging_face.NotImplementedHere as reason:
+    except NotImplementedHere as reason:
         part = families.text_part(raw)
         if not families.is_planned(part.get("model_type")):
             others = len(families.FAMILIES) - len(hugging_face.FAMILIES)
             raise ValueError(f"{reason}, nor of {others} others that are planned") from None
         name = pathlib.Path(path).parent.name or str(part["model_type"])
-        return from_dict(families.read_planned(part, name, str(reason)))
+        return described_model(name, part, str(reason))
 
 
-def planned_model(name: str, raw: dict[str, Any]) -> ModelConfig:
-    """Return the model of a ``config.json``'s entries, planned."""
-    return from_dict(families.read_planned(raw, name, ""))
+def described_model(name: str, raw: dict[str, Any], why: str = "") -> ModelConfig:
+    """Return the model of a ``config.json``'s entries: one that runs, or one that is planned, ``why`` or
+    because of what running it would need."""
+    if running.family(raw["model_type"]):
+        try:
+            return from_dict(families.read_family(raw, name, runs=True))
+        except ValueError as reason:
+            why = str(reason)
+    return from_dict(families.read_family(raw, name, why))
 
 
 def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
@@ -566,21 +661,29 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
         raise ValueError(
             f"'{config.name}' has adapters, which a config.json cannot say; merge them first"
         )
-    return hugging_face.write_config(dataclasses.asdict(config))
+    if config.described is None:
+        return hugging_face.write_config(dataclasses.asdict(config))
+    raw = json.loads(config.described.file)
+    if described_model(config.name, raw) != config:
+        raise ValueError(
+            f"'{config.name}' is no longer what its config.json says; export a model as it was read"
+        )
+    return raw
 
 
 def from_dict(kept: dict[str, Any]) -> ModelConfig:
     """The model that `dataclasses.asdict` made plain, as checkpoints keep it; refuses unknown fields."""
     parts = {"rope_scaling": RopeScaling, "experts": ExpertConfig, "lora": LoraConfig}
+    parts |= {"variant": Variant}
     made = {
         name: _made(part, kept[name]) for name, part in parts.items() if kept.get(name) is not None
     }
     made |= {name: tuple(kept[name]) for name in ("lead", "period") if name in kept}
     made["kinds"] = tuple(map(from_dict, kept.get("kinds", ())))
-    if kept.get("planned"):
-        rows = {name: _weights(kept["planned"].get(name, ())) for name in ("rows", "ends")}
-        notes = tuple(kept["planned"].get("notes", ()))
-        made["planned"] = _made(Planned, kept["planned"] | rows | {"notes": notes})
+    if kept.get("described"):
+        rows = {name: _weights(kept["described"].get(name, ())) for name in ("rows", "ends")}
+        notes = tuple(kept["described"].get("notes", ()))
+        made["described"] = _made(Described, kept["described"] | rows | {"notes": notes})
     return _made(ModelConfig, kept | made)
 
 
@@ -622,7 +725,7 @@ class _Presets(Mapping[str, ModelConfig]):
 
     def __getitem__(self, name: str) -> ModelConfig:
         if name not in self._made and name in self._planned:
-            self._made[name] = planned_model(name, self._planned[name])
+            self._made[name] = described_model(name, self._planned[name])
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:

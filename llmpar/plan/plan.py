@@ -261,10 +261,8 @@ class Plan:
             )
         if length < 1:
             raise ValueError(f"a cache of {length} positions holds nothing; use 1 or more")
-        if experts := config.experts:
-            config = dataclasses.replace(
-                config, experts=dataclasses.replace(experts, capacity_factor=None)
-            )
+        if config.experts:
+            config = config.with_experts(capacity_factor=None)
         plan = Plan(
             self.mesh,
             zero=self.zero,
@@ -358,7 +356,8 @@ class Resolved(Plan):
         decided: dict[str, Any] = {
             name: suited(name, getattr(self, name), devices) for name in SUITS
         }
-        if self.attention_block and self.attention_kernel == "auto":
+        portable = self.model is not None and checks.kernels_refused(self.model).get("flash")
+        if (self.attention_block or portable) and self.attention_kernel == "auto":
             decided["attention_kernel"] = "portable"  # the one whose tiles can be chosen
         if self.takes_cudnn:
             decided["attention_kernel"] = "cudnn"
@@ -459,6 +458,7 @@ class Resolved(Plan):
         fits = self.model is not None and fits_cudnn(self.model.head_width, self.devices or "gpu")
         whole = self.documents == "whole" and self.in_order and not self.regions["keys"].get("s")
         auto = self.requested.attention_kernel == "auto" and not self.attention_block
+        fits = fits and self.model and "cudnn" not in checks.kernels_refused(self.model)
         return gpu and whole and auto and self.dtype == "bfloat16" and fits
 
     @property
@@ -564,7 +564,7 @@ class Resolved(Plan):
             if weight.dims not in known:
                 known[weight.dims] = self.layouts_of(weight.dims)
             layouts = known[weight.dims]
-            table[path] = self._padded(weight, layouts) if self.config.planned else weight, layouts
+            table[path] = self._padded(weight, layouts) if not self.config.runs else weight, layouts
         return table
 
     def _padded(self, weight: Weight, layouts: WeightLayouts) -> Weight:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Mask:
     """Which keys a query may see: none after it, and with a `window` none that many or more positions before
-    it. (Positions of different segments never see each other.)"""
+    it. (Positions of different segments never see each other.) With a ``cap`` its scores become
+    cap · tanh(score / cap)."""
 
     window: int | None = None
+    cap: float | None = None
 
     def admits(self, low, high):
         """Return whether some gap (query minus key position) in [low, high] is allowed; exact if low equals

@@ -19,7 +19,7 @@ from typing import Any
 
 from llmpar.files import read_json
 from llmpar.plan.mesh_shape import AXES, MeshShape
-from llmpar.plan.model_config import PRESETS, ExpertConfig, ModelConfig, from_dict, planned_model
+from llmpar.plan.model_config import PRESETS, ExpertConfig, ModelConfig, described_model, from_dict
 from llmpar.predict import hardware
 from llmpar.predict.hardware import Chip, Rates
 from llmpar.predict.time import step_time
@@ -53,7 +53,7 @@ SOURCES = {word: Source(**row) for word, row in PUBLICATIONS["sources"].items()}
 MATRICES = {name: row.pop("matrices", 3) for name, row in PUBLICATIONS["models"].items()}
 _MODELS = {**PRESETS} | {name: PRESETS[preset] for name, preset in PUBLICATIONS["aliases"].items()}
 _MODELS |= {name: from_dict({"name": name} | row) for name, row in PUBLICATIONS["models"].items()}
-_MODELS |= {name: planned_model(name, raw) for name, raw in PUBLICATIONS["planned"].items()}
+_MODELS |= {name: described_model(name, raw) for name, raw in PUBLICATIONS["planned"].items()}
 _BITS = {"FP8": 8, "MXFP8": 8, "INT8": 8, "MXFP4": 4, "NVFP4": 4, "BF16": 16, "FP16": 16}
 """Of the operands of matmuls, by how a precision's name begins."""
 IN_FLOAT32 = re.compile(

@@ -665,11 +665,11 @@ def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
         "bubble_fraction": one.time.terms.get("bubble", 0.0) / one.time.step_s,
         "why": why(one, plans),
         "change": change(one, plans),
-        "train": None if q.config.planned else command(q, one.plan, "train"),
+        "train": None if not q.config.runs else command(q, one.plan, "train"),
         "compile": None
-        if q.num_devices % q.chip.devices_per_chip or q.config.planned
+        if q.num_devices % q.chip.devices_per_chip or not q.config.runs
         else command(q, one.plan, "compile"),
-        "launch": None if q.config.planned else launch(q, one.plan),
+        "launch": None if not q.config.runs else launch(q, one.plan),
     }
 
 

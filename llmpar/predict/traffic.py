@@ -373,6 +373,8 @@ def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, in
     """Return how often a weight is gathered for use, its gradient comes back, and is added up."""
     if path.startswith("blocks."):
         gathers = run.vectors if weight.is_vector else run.matrices
+        if weight.dims.startswith("experts "):  # their backward pass reads biases
+            return run.matrices, run.backward, plan.microbatches * _visits(plan)
         kept = plan.stage_saves == "residuals" or plan.remat in ("selective", "ffn")
         if path.endswith("_bias") and kept:  # in the queries, keys and values that are kept
             gathers = run.forward
@@ -469,17 +471,26 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
     if config.mixer != "none":
         layers = run.forward + run.again * bool(attention)
         values.carry_by_ring(of("stream b s d -> attention b s d"), stream, layers, run.backward)
-        reduced = run.forward + run.attention
+        # of two results side by side nothing is computed but their sum
+        beside = not {"ffn_norm.scale", "ffn_post_norm.scale"} & config.block_weights().keys()
+        reduced = run.forward + run.attention * (not beside)
         values.carry_by_ring(
             of("attention b s d +n -> stream b s d"), stream, reduced, run.backward
         )
+    if config.variant.qk_norm == "all":  # a mean over the heads of all ranks
+        for x in "nk":
+            arrow = f"attention b s +{x} -> attention b s"
+            norms = Transfer("means of queries and keys over all heads", arrow)
+            repeated = run.forward + run.again
+            values.carry(norms, stream[:2], repeated, run.backward, FLOAT32)
     # Experts must see all positions before one travels on: their two arrows are never a ring.
     carry, pieces = (values.carry, 1) if config.experts else (values.carry_by_ring, plan.ffn_chunks)
     piece = values.b, values.s // pieces, config.width
     layers = run.forward + run.again * bool(ffn)
     if config.ffn_width:
         carry(of("stream b s d -> ffn b s d"), piece, layers * pieces, run.backward * pieces)
-        forward = run.forward * pieces
+        normed = "ffn_post_norm.scale" in config.block_weights() and plan.remat == "block"
+        forward = (run.forward + run.again * normed) * pieces
         carry(of("ffn b s d +m -> stream b s d"), piece, forward, run.backward * pieces)
     values.carry(of("stream b s d -> vocab b s d"), stream, run.loss, run.loss)
     sums = Transfer("three numbers per token for the loss", "vocab b s +v -> data b s")

@@ -189,8 +189,8 @@ class Run:
 
     def _sizes(self, c: ModelConfig) -> dict[str, float]:
         d, n, k, h, experts = c.width, c.num_heads, c.num_kv_heads, c.head_width, c.experts
-        if c.planned:
-            return self._planned_sizes(c)
+        if c.described:
+            return self._described_sizes(c)
         each = self.ffn_products * d * c.ffn_width
         return {
             "attention": d * h * (2 * n + 2 * k),
@@ -201,7 +201,7 @@ class Run:
             "vectors": 13 * d if self.gpt else 2 * d,
         }
 
-    def _planned_sizes(self, c: ModelConfig) -> dict[str, float]:
+    def _described_sizes(self, c: ModelConfig) -> dict[str, float]:
         """Sum the rows of a planned block."""
         parts = dict.fromkeys(("attention", "copies", "ffn", "experts", "router", "vectors"), 0.0)
         for weight in c.block_weights().values():
@@ -247,8 +247,8 @@ class Run:
         the feed-forward's. Experts share their visits evenly: each ep rank gets its part of the visits of all
         ep ranks' tokens, and where tp does not cut experts, tp ranks deal tokens among them."""
         c, t, tp, experts = block, self.tokens, self.mesh.tp, block.experts
-        if c.planned:
-            return self._planned_matmuls(c)
+        if c.described:
+            return self._described_matmuls(c)
         d, n, k, h = c.width, c.num_heads / tp, self.kv_heads(c) / tp, c.head_width
         attention = [Matmul(t, d, (n + 2 * k) * h), Matmul(t, n * h, d)]
 
@@ -273,7 +273,7 @@ class Run:
         local, cut = experts.num_experts / self.mesh.ep, self.mesh.tp if self.expert_tp else 1
         return self.tokens * experts.top_k * cut / self.mesh.tp / local, local, cut
 
-    def _planned_matmuls(self, block: ModelConfig) -> tuple[list[Matmul], list[Matmul]]:
+    def _described_matmuls(self, block: ModelConfig) -> tuple[list[Matmul], list[Matmul]]:
         """Return the matmuls that rows are: those of one region with the same input are one matmul."""
         by_part: dict[tuple[str, ...], Matmul] = {}
         for path, weight in block.block_weights().items():

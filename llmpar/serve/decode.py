@@ -119,12 +119,19 @@ class _Cached(Manual):
         super().__init__(plan)
         self.cache, self.both, self.is_token, self.layer = self, cache, is_token, jnp.zeros((), int)
 
-    def layers(self, block, x, stack):
-        def layer(carry, each):
-            (x, self.both), (weights, self.layer) = carry, each
-            return (block(x, weights)[0], self.both), None
+    def layers(self, blocks, x, stack):
+        times = jax.tree.leaves(stack)[0].shape[0]
+        numbers = self.layer + jnp.arange(times * len(blocks)).reshape(times, -1)
 
-        (x, self.both), _ = lax.scan(layer, (x, self.both), (stack, jnp.arange(len(self.both[0]))))
+        def layer(carry, each):
+            (x, self.both), (weights, numbers) = carry, each
+            for i, block in enumerate(blocks):
+                self.layer = numbers[i]
+                x = block(x, weights)[0]
+            return (x, self.both), None
+
+        (x, self.both), _ = lax.scan(layer, (x, self.both), (stack, numbers))
+        self.layer = numbers[-1, -1] + 1
         return x, None
 
     def attend(self, q, k, v, positions, mask):

@@ -8,6 +8,8 @@ files, one tensor after the other, so no host holds more of the model than its d
 along ``h`` is read with its whole heads and cut afterwards.)
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import hashlib
@@ -16,9 +18,8 @@ import json
 import math
 import os
 import pathlib
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,8 +32,9 @@ from jax.experimental.multihost_utils import process_allgather
 from llmpar.files import check_ordinary, read_json, refuse
 from llmpar.model.weights import Tree
 from llmpar.parallel.mesh import axes_of
+from llmpar.plan import running
 from llmpar.plan.config_json import TABLES, family
-from llmpar.plan.model_config import ModelConfig, to_hugging_face
+from llmpar.plan.model_config import ModelConfig, Weight, kind_of, to_hugging_face
 from llmpar.training.data import FileTokenizer, Tokenizer
 
 # Kinds of numbers that are read, as numpy and as safetensors call them. Quantized weights are refused.
@@ -43,26 +45,51 @@ _KINDS = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
 SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
 
-# Path of each weight here to its name (``{}`` is the layer, then the expert) and dims there; and what
-# Mixtral calls otherwise.
-TENSOR_NAMES, MIXTRAL = TABLES["weights"], TABLES["mixtral"]
+# Path of each weight here to its name there (``{}`` is the layer, then the expert); `running.toml` has what
+# families call otherwise.
+TENSOR_NAMES = TABLES["weights"]
 
 
 class _Weight:
-    """One of our weights, and the tensors that it is made of."""
+    """One of our weights, and the tensors that it is made of, or is a part of.
 
-    def __init__(self, path: str, dims: str, shape: tuple[int, ...], other_words: dict[str, str]):
-        self.name, theirs = TENSOR_NAMES[path]
-        for ours, other in other_words.items():
-            self.name = self.name.replace(ours, other)
-        self.letters, self.shape = dims.split()[1:], shape
-        self.sizes = dict(zip(self.letters, shape, strict=True))
-        self.groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w", theirs)]
-        num_stacked = self.name.count("{}")  # dims with a tensor for each index: layers, experts
+    They keep a matrix as [out, in] with its heads merged, a vector with its dims merged; or, where a family's
+    table says so, as we do. Of weights that share a tensor each has a block of it, or every so many-th row.
+    """
+
+    def __init__(self, name: str, weight: Weight, layers: Sequence[int], as_ours: bool):
+        region, *self.letters = weight.dims.split()
+        self.name, self.shape = name, weight.shape
+        self.sizes = dict(zip(self.letters, self.shape, strict=True))
+        num_stacked = name.count("{}")  # dims with a tensor for each index: layers, experts
         self.stacked, self.own = self.letters[:num_stacked], self.letters[num_stacked:]
         self.numbers = list(itertools.product(*(range(self.sizes[x]) for x in self.stacked)))
-        self.names = [self.name.format(*numbers) for numbers in self.numbers]
-        self.their_shape = tuple(math.prod(self.sizes[x] for x in group) for group in self.groups)
+        told = [(*(layers[n] for n in numbers[:1]), *numbers[1:]) for numbers in self.numbers]
+        self.names = [name.format(*numbers) for numbers in told]
+        if as_ours or region == "vocab":
+            self.groups = [[x] for x in self.own]
+        elif weight.is_vector:
+            self.groups = [self.own]
+        else:
+            cut = len(self.own) - 1 if self.own[-1] == "d" else 1
+            self.groups = [self.own[cut:], self.own[:cut]]
+        self.own_shape = tuple(math.prod(self.sizes[x] for x in group) for group in self.groups)
+        self.share((self,), 0, False)
+
+    def share(self, parts: Sequence[_Weight], place: int, by_turns: bool) -> None:
+        """Be one of the ``parts`` of each tensor, side by side along the dim of heads or of hidden units, or
+        ``by_turns``."""
+        axes = [i for i, group in enumerate(self.groups) if {"n", "k", "m"} & {*group}]
+        self.axis = axes[0] if axes else 0
+        sizes = [part.own_shape[self.axis] for part in parts] if self.own_shape else [1]
+        self.step, self.begin = (
+            len(parts) if by_turns else 1,
+            place if by_turns else sum(sizes[:place]),
+        )
+        whole = list(self.own_shape)
+        if len(parts) > 1:
+            whole[self.axis] = sum(sizes)
+        self.their_shape = tuple(whole)
 
     def read(self, tensor: Any, dtype: np.dtype, *bounds: tuple[int, int]) -> np.ndarray:
         """Return the block within these ``bounds`` of one tensor's dims, which are in our order."""
@@ -70,10 +97,15 @@ class _Weight:
         region, parts, inner, letters = [], [], [], [x for group in self.groups for x in group]
         for first, *rest in self.groups:
             width = math.prod(self.sizes[x] for x in rest)
-            region.append(slice(cut[first].start * width, cut[first].stop * width))
+            region.append((cut[first].start * width, cut[first].stop * width))
             parts += [cut[first].stop - cut[first].start, *(self.sizes[x] for x in rest)]
             inner += [slice(None), *(cut[x] for x in rest)]
-        piece = tensor[tuple(region)].reshape(parts)[tuple(inner)]
+        start, stop = (self.step * end for end in region[self.axis])
+        begin, turn = (0, self.begin) if self.step > 1 else (self.begin, 0)
+        region[self.axis] = start + begin, stop + begin
+        piece = tensor[tuple(slice(*ends) for ends in region)]
+        by_turns = [slice(None)] * self.axis + [slice(turn, None, self.step)]
+        piece = piece[tuple(by_turns)].reshape(parts)[tuple(inner)]
         return piece.transpose([letters.index(x) for x in self.own]).astype(dtype, order="C")
 
     def place(
@@ -98,7 +130,7 @@ class _Weight:
         return jax.make_array_from_single_device_arrays(self.shape, sharding, list(shards.values()))
 
     def write(self, value: Any, dtype: str) -> Iterator[np.ndarray]:
-        """Yield the tensors of this weight; every process must take all of them."""
+        """Yield this weight's own part of each tensor; every process must take all of them."""
         if np.shape(value) != self.shape:
             raise ValueError(
                 f"'{self.name}' is made of {list(self.shape)}, not of {list(np.shape(value))}; give layers"
@@ -107,7 +139,7 @@ class _Weight:
         order = [self.own.index(x) for group in self.groups for x in group]
         for numbers in self.numbers:
             own = _take(value, numbers).astype(dtype).transpose(order)
-            yield np.ascontiguousarray(own.reshape(self.their_shape))
+            yield np.ascontiguousarray(own.reshape(self.own_shape))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -153,9 +185,51 @@ def _take_bits(stack: jax.Array, at: tuple, sharding: jax.sharding.NamedSharding
 
 
 def _weights(config: ModelConfig) -> dict[str, _Weight]:
-    words = MIXTRAL if family(dataclasses.asdict(config)) == "mixtral" else {}
     base = dataclasses.replace(config, lora=None)
-    return {path: _Weight(path, w.dims, w.shape, words) for path, w in base.weights().items()}
+    file = json.loads(config.described.file) if config.described else None
+    run = running.family(file["model_type"] if file else family(dataclasses.asdict(config)))
+    weights = dict[str, _Weight]()
+    for path, weight in base.weights().items():
+        kind = kind_of(path)
+        layers = [i for i, k in enumerate(base.layer_kinds) if k == max(kind, 0)]
+        name, as_ours = _name(path.replace(f"blocks.{kind}.", "blocks."), run["tensors"])
+        weights[path] = _Weight(name, weight, layers, as_ours)
+    for parts in _groups(weights).values():
+        for place, path in enumerate(parts):
+            weights[path].share([weights[x] for x in parts], place, run.get("by_turns", False))
+    return weights
+
+
+def _name(path: str, theirs: dict[str, Any]) -> tuple[str, bool]:
+    """Return the name of a weight in a family's files, and whether it is laid out there as here."""
+    name = theirs.get(path, TENSOR_NAMES.get(path))
+    as_ours = isinstance(name, list)
+    name = name[0] if as_ours else name
+    for ours, other in theirs.items():
+        name = name if ours.startswith("blocks.") else name.replace(ours, other)
+    return name, as_ours
+
+
+def _groups(weights: dict[str, _Weight]) -> dict[tuple[str, ...], list[str]]:
+    """Return the paths of the weights that share tensors, by the names of these."""
+    groups = dict[tuple[str, ...], list[str]]()
+    for path, weight in weights.items():
+        groups.setdefault(tuple(weight.names), []).append(path)
+    return groups
+
+
+def tensors_of(
+    weights: dict[str, _Weight], get: Callable[[str], Any], dtype: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield each tensor with its name, joined of the weights that it holds; ``get`` gives one by its path."""
+    for names, paths in _groups(weights).items():
+        own = (weights[path].write(get(path), dtype) for path in paths)
+        for name, parts in zip(names, zip(*own, strict=True), strict=True):
+            first = weights[paths[0]]
+            if first.step > 1:
+                yield name, np.stack(parts, first.axis + 1).reshape(first.their_shape)
+            else:
+                yield name, np.concatenate(parts, first.axis) if len(parts) > 1 else parts[0]
 
 
 def from_state_dict(
@@ -189,8 +263,11 @@ def check_tensors(tensors: Mapping[str, Any], config: ModelConfig) -> None:
         for name in tensors.keys() - expected.keys()
         if not name.endswith(".rotary_emb.inv_freq")
     }
-    if config.tied and {"lm_head.weight"} == extra and TENSOR_NAMES["embedding"][0] in tensors:
-        head, table = tensors["lm_head.weight"], tensors[TENSOR_NAMES["embedding"][0]]
+    if config.described and '"num_nextn_predict_layers"' in config.described.file:
+        later = f"model.layers.{config.num_layers}."
+        extra = {name for name in extra if not name.startswith(later)}
+    if config.tied and {"lm_head.weight"} == extra and TENSOR_NAMES["embedding"] in tensors:
+        head, table = tensors["lm_head.weight"], tensors[TENSOR_NAMES["embedding"]]
         if _describe(head) == _describe(table) and np.array_equal(head[:], table[:]):
             extra.clear()
     faults = [f"'{name}' is missing" for name in expected.keys() - tensors.keys()]
@@ -316,9 +393,7 @@ def save(
     path, weights = pathlib.Path(folder), _weights(config)
     about = to_hugging_face(config) | {"torch_dtype": dtype}
     get = params if callable(params) else flatten_dict(params, sep=".").__getitem__
-    tensors = (
-        tensor for key, weight in weights.items() for tensor in weight.write(get(key), dtype)
-    )
+    tensors = (tensor for _, tensor in tensors_of(weights, get, dtype))
     files = _headers({name: w.their_shape for w in weights.values() for name in w.names}, dtype)
     if jax.process_index() != 0:
         for _ in tensors:  # each process has its part in it

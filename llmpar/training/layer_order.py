@@ -41,7 +41,16 @@ def reorder(state: Tree, order: np.ndarray, dims: Tree, like: Tree, donate: bool
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def take_layers(x: Array, order: Int[Array, " l"], dim: int, to: NamedSharding) -> Array:
     """Take the layers of a leaf in this ``order``, along ``dim``; zeros for numbers that no layer has."""
-    return lax.with_sharding_constraint(jnp.take(x, order, dim, mode="fill", fill_value=0), to)
+    return lax.with_sharding_constraint(in_order(x, order, dim), to)
+
+
+def in_order(x: Array, order: Int[Array, " l"], dim: int) -> Array:
+    """Take layers, or periods of as many layers each as there are more of them than numbers in ``order``."""
+    num_layers = x.shape[dim]
+    each = max(1, num_layers // len(order))
+    parts = x.reshape(*x.shape[:dim], -1, each, *x.shape[dim + 1 :])
+    taken = jnp.take(parts, order, dim, mode="fill", fill_value=0)
+    return taken.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
 
 def layer_dims(state: Tree, one_more: Tree) -> Tree:

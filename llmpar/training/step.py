@@ -38,11 +38,17 @@ from llmpar.parallel.explicit import Explicit
 from llmpar.parallel.mesh import explicit, platform_of, sharding, spec, split_axes
 from llmpar.parallel.modes import Manual, Solo
 from llmpar.pipeline import executor as pipeline
-from llmpar.plan import schedules
+from llmpar.plan import checks, schedules
 from llmpar.plan.layout import Arrow, Dim, Layout
-from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.model_config import ModelConfig, kind_of
 from llmpar.plan.plan import Plan, Resolved
-from llmpar.training.layer_order import check_empty_places, layer_dims, model_order_layout, reorder
+from llmpar.training.layer_order import (
+    check_empty_places,
+    in_order,
+    layer_dims,
+    model_order_layout,
+    reorder,
+)
 from llmpar.training.state import (
     WHOLE,
     Checked,
@@ -108,6 +114,8 @@ class Step:
         check_mesh(plan, mesh)
         self.config = config
         self.plan = plan = plan.resolve(config, platform_of(mesh))
+        if why := checks.why_not_run(plan):
+            raise ValueError(why)
         self.optimizer = optimizer
         self.clip = clip
         # Sharding constraints need automatic axes; explicit axes are the same devices.
@@ -256,7 +264,7 @@ class Step:
         if isinstance(self.par, Manual):
             loss = vary(loss, plan.varying("data"))
         if config.experts:
-            shape = config.num_layers, config.experts.num_experts + 2
+            shape = len(config.routed_kinds), config.experts.num_experts + 2
             counts = self._zero(shape, Layout(_ROUTED, plan.varying("stream")))
         zero = lambda w, layouts: self._zero(w.shape, layouts.accumulated)
         weights = trained(self.abstract_state.params, config)
@@ -351,11 +359,15 @@ class Step:
         # The sign of mean - load, times E: whole numbers, so the difference is exact. A rounded mean could
         # give an expert with the mean load a sign.
         direction_le = jnp.sign(load_le.sum(1, keepdims=True) - experts.num_experts * load_le)
-        if not self._is_model_order:
-            direction_le = jnp.take(direction_le, self.layer_order, 0, mode="fill", fill_value=0)
-        bias_le = before["blocks"]["experts"]["bias"] + experts.bias_rate * direction_le
-        blocks = after["blocks"]
-        return after | {"blocks": blocks | {"experts": blocks["experts"] | {"bias": bias_le}}}
+        kinds = np.array(self.config.routed_kinds)
+        flat, rise = flatten_dict(after, sep="."), experts.bias_rate
+        for path, bias_le in flatten_dict(before, sep=".").items():
+            if path.endswith("experts.bias"):
+                own_le = direction_le[kinds == max(kind_of(path), 0)]
+                if not self._is_model_order:
+                    own_le = in_order(own_le, self.layer_order, 0)
+                flat[path] = bias_le + rise * own_le
+        return unflatten_dict(flat, sep=".")
 
     # --------------------------------------------------------------------------------------------- the state
     # state
@@ -363,13 +375,12 @@ class Step:
     def _describe_state(self) -> None:
         """Set the state's shapes and shardings, with its layers as stages hold them and as the model does."""
         config, plan = self.config, self.plan
-        self.layer_order = np.array(schedules.layer_order(plan.pipeline, config.num_layers))
-        self._is_model_order = self.layer_order.tolist() == list(range(config.num_layers))
+        num_units = config.num_layers // self._unit
+        self.layer_order = np.array(schedules.layer_order(plan.pipeline, num_units))
+        self._is_model_order = self.layer_order.tolist() == list(range(num_units))
         num_places = len(self.layer_order)
-        in_stages, in_model = self._shapes(num_places), self._shapes(config.num_layers)
-        check_empty_places(
-            self.optimizer, trained(in_model.params, config), config.num_layers, num_places
-        )
+        in_stages, in_model = self._shapes(num_places), self._shapes(num_units)
+        check_empty_places(self.optimizer, trained(in_model.params, config), num_units, num_places)
         layouts = state_layouts(in_stages, config, plan)
         model_layouts = jax.tree.map(lambda x, y: model_order_layout(x, y, plan), in_model, layouts)
         place = lambda x, layout: jax.ShapeDtypeStruct(
@@ -378,8 +389,13 @@ class Step:
         self.abstract_state = jax.tree.map(place, in_stages, layouts)
         self.abstract_model_order = jax.tree.map(place, in_model, model_layouts)
 
-    def _shapes(self, num_layers: int) -> State:
-        config = dataclasses.replace(self.config, num_layers=num_layers)
+    @property
+    def _unit(self) -> int:
+        """The layers that a pipeline's stages do not part: a period of several kinds."""
+        return len(self.config.period) if self.plan.pipeline else 1
+
+    def _shapes(self, num_units: int) -> State:
+        config = dataclasses.replace(self.config, num_layers=num_units * self._unit)
         return state_shapes(config, self.plan, self.optimizer)
 
     def init(self, seed: int = 0, params: Tree = None) -> State:
@@ -421,14 +437,16 @@ class Step:
     def to_model_order(self, state: State, donate: bool = False) -> State:
         """Return the state with its layers in the model's order, as checkpoints keep it; ``donate`` as
         above."""
-        order = np.argsort(self.layer_order, stable=True)[: self.config.num_layers]
+        order = np.argsort(self.layer_order, stable=True)[: self.config.num_layers // self._unit]
         return self._reorder(state, order, self.abstract_model_order, donate)
 
     def _reorder(self, state: State, order: np.ndarray, like: State, donate: bool) -> State:
         check_alive(state)
         if self._is_model_order:
             return state
-        dims = layer_dims(self.abstract_model_order, self._shapes(self.config.num_layers + 1))
+        dims = layer_dims(
+            self.abstract_model_order, self._shapes(self.config.num_layers // self._unit + 1)
+        )
         return reorder(state, order, dims, like, donate)
 
     # ---------------------------------------------------------------------------------------- beside the step

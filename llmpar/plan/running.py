@@ -1,0 +1,140 @@
+"""Families that run: what their layers compute, as the fields of a kind of layers (`running.toml`)."""
+
+import functools
+import math
+import pathlib
+from typing import Any
+
+from llmpar.files import Allowed, read_toml
+
+_TABLES = read_toml(pathlib.Path(__file__).with_suffix(".toml"), "table of families that run")
+FAMILIES = _TABLES["families"]
+_NUMBER = Allowed(float, 0, 1e15)
+
+
+class NotImplementedHere(ValueError):
+    """A model that asks for what is not implemented: it may still be planned."""
+
+
+@functools.cache
+def family(name: str) -> dict[str, Any]:
+    """Return a family's tables over those that it is like; nothing of one that does not run."""
+    own = FAMILIES.get(name)
+    if own is None:
+        return {}
+    base = family(own.get("like", ""))
+    tables = "model", "variant", "experts", "needs", "tensors"
+    return base | own | {table: base.get(table, {}) | own.get(table, {}) for table in tables}
+
+
+def check_file(file: dict[str, Any], unread: list[str]) -> None:
+    """Refuse, by its key, what a whole file asks for and is not implemented; and keys that nothing reads."""
+    if unread:
+        raise NotImplementedHere(f"its keys {', '.join(unread)} are not read")
+    if file.get("quantization_config"):
+        what = "its weights are quantized (quantization_config), and those are not read"
+        raise NotImplementedHere(f"{what}; use the model in bfloat16")
+    if media := [key for key in ("vision_config", "audio_config") if file.get(key)]:
+        raise NotImplementedHere(f"it has a part for other media ({media[0]})")
+    for key, value in family(file["model_type"])["needs"].items():
+        if file.get(key) not in (None, value):
+            raise NotImplementedHere(
+                f"{key} is {file[key]!r:.40}, and only {value!r} is implemented"
+            )
+
+
+def fields(layer: Any, mixer: str, kind: dict[str, Any]) -> dict[str, Any]:
+    """Return further fields of a kind of layers of a family that runs; ``layer`` reads expressions."""
+    run = family(layer.file["model_type"])
+    layer = layer.with_letters({"mixer": repr(mixer)})
+    values = lambda table: {name: layer.get(text) for name, text in run[table].items()}
+    given = lambda table: {name: x for name, x in values(table).items() if x is not None}
+    model, variant = given("model"), given("variant")
+    name = variant.get("activation")
+    if name != "clamped" and (name := _TABLES["activations"].get(str(name))) is None:
+        raise NotImplementedHere(f"activation {variant['activation']!r:.40} is not implemented")
+    rope = _rope_of(layer.file, run, mixer)
+    head_width, share = kind["head_width"], run.get("partial", 1.0)
+    width = int(head_width * _number(rope, "partial_rotary_factor", share))
+    if "rope_width" not in variant and width != head_width:
+        variant["rope_width"] = width
+    theta = _number(rope, "rope_theta", model["rope_theta"])
+    scaling = _scaling(rope, layer.file)
+    if scaling and (all_dim := _number(rope, "mscale_all_dim", 0)):
+        variant["score_scale"] = head_width**-0.5 * _mscale(scaling["factor"], all_dim) ** 2
+    if "chunked" in mixer:
+        variant["chunk"] = kind["window"]
+        model["window"] = None
+    experts = kind["experts"] and kind["experts"] | given("experts")
+    if experts and "renormalise" in experts:
+        experts["renormalise"] = bool(experts["renormalise"])
+    variant["activation"] = name
+    result = model | {"rope_theta": theta, "rope_scaling": scaling}
+    return result | {"variant": variant, "experts": experts}
+
+
+def started(rows: list[Any], kind: dict[str, Any], num_layers: int) -> list[Any]:
+    """Return rows with how they start (`model_config.Weight`): matrices with the deviation that the file
+    gives, what ends in the residual stream with a smaller one (Radford et al. 2019, section 2.3)."""
+    std, offset = kind["init_scale"], kind["variant"].get("norm_offset", 0.0)
+    experts = kind["experts"]
+    if experts and experts.get("bias_rate") is not None and any("experts" in x for x, _ in rows):
+        bias = {"dims": "stream e", "shape": [experts["num_experts"]], "is_vector": True}
+        rows = [*rows, ("experts.bias", bias)]
+
+    def start(path: str, row: dict[str, Any]) -> dict[str, Any]:
+        if row["is_vector"]:
+            return {"fill": 1.0 - offset if path.endswith("scale") else 0.0}
+        last = path.endswith((".o", ".down"))
+        return {"std": std / (2 * num_layers) ** 0.5 if last else std}
+
+    return [(path, row | start(path, row)) for path, row in rows]
+
+
+def _rope_of(file: dict[str, Any], run: dict[str, Any], mixer: str) -> dict[str, Any]:
+    """Return the entries on rotary embedding that count for a layer: of both spellings, and of tables by the
+    names of layers."""
+    rope = file.get("rope_scaling") or file.get("rope_parameters") or run.get("rope", {})
+    if not isinstance(rope, dict):
+        raise NotImplementedHere(f"rope_scaling is {rope!r:.40}, and no table")
+    outer = {key: file[key] for key in ("partial_rotary_factor",) if file.get(key) is not None}
+    if any(isinstance(value, dict) for value in rope.values()):
+        return outer | (rope[mixer] if isinstance(rope.get(mixer), dict) else {})
+    return outer | (rope if mixer in run.get("rope_of", [mixer]) else {})
+
+
+def _number(table: dict[str, Any], key: str, default: float) -> float:
+    """Return a number of a table, or the default where it has none; refuse others by name."""
+    if (value := table.get(key)) is None:
+        return default
+    _NUMBER.check(key, value)
+    return value
+
+
+def _scaling(rope: dict[str, Any], file: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the fields of a `model_config.RopeScaling`."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind not in ("llama3", "linear", "yarn"):
+        raise NotImplementedHere(f"rope type {kind!r:.40} is not implemented")
+    longest = _number(file, "max_position_embeddings", 8192)
+    original = _number(file, "original_max_position_embeddings", longest)
+    original = _number(rope, "original_max_position_embeddings", original)
+    scaling = {"kind": kind, "factor": _number(rope, "factor", longest / original)}
+    low, high = _number(rope, "low_freq_factor", 1.0), _number(rope, "high_freq_factor", 4.0)
+    if kind == "yarn":
+        low, high = _number(rope, "beta_slow", 1.0), _number(rope, "beta_fast", 32.0)
+        own, of_all = (_number(rope, key, 0) for key in ("mscale", "mscale_all_dim"))
+        usual = _mscale(scaling["factor"], own if own and of_all else 1)
+        usual /= _mscale(scaling["factor"], of_all) if own and of_all else 1
+        scaling["attention_factor"] = _number(rope, "attention_factor", usual)
+        scaling["truncate"] = rope.get("truncate", True)
+    ends = {"low_freq_factor": low, "high_freq_factor": high, "original_context": int(original)}
+    return scaling | (ends if kind != "linear" else {})
+
+
+def _mscale(factor: float, times: float) -> float:
+    """Return how much larger YaRN makes queries and keys for a context ``factor`` times as long (Peng et al.
+    2023, section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * times * math.log(factor) + 1
