@@ -19,10 +19,10 @@ loops over the ranks' blocks of keys; `attend_block` loops over the pairs of til
 `attend_tile` multiplies. `ring_backward`, `attend_block_grad` and `attend_tile_grad` are their gradients. A
 kernel of `llmpar.kernels.flash` may take the place of `attend_block`.
 
-Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width. Ids
-are `b 2 s`: positions, then segments. Queries are cut into i tiles of c positions, keys into j tiles of d (a
-length here, not the model's width). Tiles have heads before positions, as matmuls want them: `i b k r c h`
-and `j b k d h`.
+Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width, w the
+width of a head's values. Ids are `b 2 s`: positions, then segments. Queries are cut into i tiles of c
+positions, keys into j tiles of d (a length here, not the model's width). Tiles have heads before positions,
+as matmuls want them: `i b k r c h` and `j b k d h`.
 """
 
 from collections.abc import Callable
@@ -44,13 +44,18 @@ from llmpar.parallel.modes import Solo
 from llmpar.plan.sequence_order import CAUSAL, Mask, seen_tiles, tile_length
 
 # out in q's dtype, lse in float32
-Partial = tuple[Float[Array, "b s k r h"], Float[Array, "b s k r"]]
+Out, V = Float[Array, "b s k r w"], Float[Array, "b t k w"]
+Partial = tuple[Out, Float[Array, "b s k r"]]
 Seen = Bool[Array, "_ s t"]
 QTile = Float[Array, "b k r s h"]
+OutTile = Float[Array, "b k r s w"]
 KVTile = Float[Array, "b k t h"]
+VTile = Float[Array, "b k t w"]
 LseTile = Float[Array, "b k r s"]
 QTiles = Float[Array, "i b k r c h"]
+OutTiles = Float[Array, "i b k r c w"]
 KVTiles = Float[Array, "j b k d h"]
+VTiles = Float[Array, "j b k d w"]
 LseTiles = Float[Array, "i b k r c"]
 QIds = Int[Array, "i _ 2 c"]
 KIds = Int[Array, "j _ 2 d"]
@@ -73,7 +78,7 @@ class _Ids(TypedDict, total=False):
     k_segments_bt: Int[Array, "_ t"] | None
 
 
-def choose_attention(par: Solo, mask: Mask) -> Callable[..., Q]:
+def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
     """Return the plan's attention, a function of q, k, v, the `_Ids` in their order, and sinks, if any."""
     plan, axes, kernel = par.plan, par.axes("keys s"), par.plan.attention_kernel
     if kernel in ("cudnn", "xla"):
@@ -99,11 +104,9 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Q]:
     return attend_by_plan
 
 
-def with_sinks(
-    out: Q, lse: Float[Array, "b s k r"], sinks: Float[Array, "k r"]
-) -> Float[Array, "b s k r h"]:
+def with_sinks(out: Out, lse: Float[Array, "b s k r"], sinks: Float[Array, "k r"]) -> Out:
     """Return what attention gives where every query also sees a key with these logits and the value 0."""
-    share = jax.nn.sigmoid(lse - sinks.astype(jnp.float32))
+    share = jax.nn.sigmoid(lse - sinks.astype(jnp.float32)[None, None])
     return out * share[..., None].astype(out.dtype)
 
 
@@ -166,8 +169,8 @@ def sees(mask: Mask, q_ids: Int[Array, "_ 2 s"], k_ids: Int[Array, "_ 2 t"]) -> 
 
 
 def attend_tile(
-    q: QTile, k: KVTile, v: KVTile, seen: Seen, scale: float, cap: float | None = None
-) -> tuple[QTile, LseTile]:
+    q: QTile, k: KVTile, v: VTile, seen: Seen, scale: float, cap: float | None = None
+) -> tuple[OutTile, LseTile]:
     """Attend to one tile of keys: float32 (out, lse). A row that sees no key gives 0 and -inf."""
     scores = jnp.einsum("bkrsh,bkth->bkrst", q, k, preferred_element_type=jnp.float32) * scale
     scores = scores if cap is None else cap * jnp.tanh(scores / cap)
@@ -186,15 +189,15 @@ def attend_tile(
 
 def attend_tile_grad(
     q: QTile,
-    out_grad: QTile,
+    out_grad: OutTile,
     lse: LseTile,
     delta: LseTile,
     k: KVTile,
-    v: KVTile,
+    v: VTile,
     seen: Seen,
     scale: float,
     cap: float | None = None,
-) -> tuple[QTile, KVTile, KVTile]:
+) -> tuple[QTile, KVTile, VTile]:
     """Return float32 (dq, dk, dv) of one pair. Its weights P are recomputed from the lse of the whole row.
 
     dV = P' dO, dS = P (dO V' - delta), dQ = dS K, dK = dS' Q (Dao et al. 2022, appendix B), where delta is
@@ -237,16 +240,16 @@ def merge(
 def attend_block(
     q: QTiles,
     k: KVTiles,
-    v: KVTiles,
+    v: VTiles,
     q_ids: QIds,
     k_ids: KIds,
-    partials: tuple[QTiles, LseTiles] | None = None,
+    partials: tuple[OutTiles, LseTiles] | None = None,
     *,
     mask: Mask,
     scale: float,
     pairs: list[tuple[int, int]] | None,
     branch: bool,
-) -> tuple[QTiles, LseTiles]:
+) -> tuple[OutTiles, LseTiles]:
     """Merge attention to a block of keys, tile by tile, into the partial results: float32 (out, lse).
 
     `pairs` are the pairs of tiles that are written out (`_few_pairs`); if None, a loop takes all pairs. A
@@ -269,17 +272,17 @@ def attend_block(
 def attend_block_grad(
     q: QTiles,
     k: KVTiles,
-    v: KVTiles,
+    v: VTiles,
     q_ids: QIds,
     k_ids: KIds,
-    terms: tuple[QTiles, LseTiles, LseTiles],
+    terms: tuple[OutTiles, LseTiles, LseTiles],
     dq: QTiles | None = None,
     *,
     mask: Mask,
     scale: float,
     pairs: list[tuple[int, int]] | None,
     branch: bool,
-) -> tuple[QTiles, KVTiles, KVTiles]:
+) -> tuple[QTiles, KVTiles, VTiles]:
     """Return float32 (dq, dk, dv): dq with the part of a block of keys added, and the gradients of its keys.
     The terms of each query are dO, the lse of its whole row, and delta (`attend_tile_grad`); the other
     arguments are those of `attend_block`."""
@@ -343,7 +346,7 @@ def _zeros(x):
 
 def _no_keys_yet(q, v):
     """Return the (out, lse) of queries that have seen no key yet."""
-    out = _zeros(q[..., : v.shape[-1]])
+    out = vary_alike(jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32), q)
     return out, jnp.full_like(out[..., 0], -jnp.inf)
 
 
@@ -367,7 +370,7 @@ class _Ring:
 def ring_attention(
     q: Q,
     k: KV,
-    v: KV,
+    v: V,
     *,
     axis: str | None = None,
     block: int | None = None,
@@ -518,7 +521,7 @@ def _hop(ring, arrays):
 # --------------------------------------------------------------------------------------------- other methods
 
 
-def full(q: Q, k: KV, v: KV, *, mask: Mask = CAUSAL, **ids: Unpack[_Ids]) -> Partial:
+def full(q: Q, k: KV, v: V, *, mask: Mask = CAUSAL, **ids: Unpack[_Ids]) -> Partial:
     """Attend with the whole score matrix, b k r s t, which autodiff keeps: the reference of all tests."""
     q_ids, (k_ids,) = ids_of(None, k.shape[1], **ids)
     q, k, v = (jnp.moveaxis(x, 1, -2) for x in (q, k, v))
@@ -530,7 +533,7 @@ def full(q: Q, k: KV, v: KV, *, mask: Mask = CAUSAL, **ids: Unpack[_Ids]) -> Par
 def by_kernel(
     q: Q,
     k: KV,
-    v: KV,
+    v: V,
     *,
     kernel: Literal["cudnn", "xla"],
     contiguous: bool = False,
@@ -557,12 +560,12 @@ def by_kernel(
 def attend_cache(
     q: Q,
     k_cache: KV,
-    v_cache: KV,
+    v_cache: V,
     *,
     axis: str | tuple[str, ...],
     sinks: Float[Array, "k r"] | None = None,
     **options: Any,
-) -> Q:
+) -> Out:
     """Attend from a few queries, the same on every rank, to a cache that is cut along `axis` and stays there.
 
     Each call sends one maximum of b s k r numbers and one sum of b s k r (h+1). A slot of the cache that is
@@ -578,5 +581,5 @@ def attend_cache(
         sums = lax.psum(jnp.concatenate([out.astype(jnp.float32) * weight, weight], -1), axis)
     out, total = sums[..., :-1], sums[..., -1:]
     if sinks is not None:
-        total = total + jnp.exp(sinks.astype(jnp.float32) - top)[..., None]
+        total = total + jnp.exp(sinks.astype(jnp.float32)[None, None] - top)[..., None]
     return (out / jnp.where(total > 0, total, 1)).astype(q.dtype)

@@ -206,7 +206,7 @@ class LatentAttention(nnx.Module):
 
     def expanded(
         self, q: Float[Array, "b s n h"], latent: Float[Array, "b s c"], ids: QueryKeyIds, par: Solo
-    ) -> Float[Array, "b s n h"]:
+    ) -> Float[Array, "b s n w"]:
         """Attend with the keys and values of each head, made of the latents of all keys."""
         latent = par.move(latent, "attention b s c -> keys b s c")
         kv_btnh = self.projected("kv_up", latent[..., : self.latent], par)
@@ -221,7 +221,7 @@ class LatentAttention(nnx.Module):
 
     def absorbed(
         self, q: Float[Array, "b s n h"], latent: Float[Array, "b s c"], ids: QueryKeyIds, par: Solo
-    ) -> Float[Array, "b s n h"]:
+    ) -> Float[Array, "b s n w"]:
         """Attend to the cache of latents, which are keys and values of all heads: the matrix that would make
         keys of them multiplies the queries, the one of values the result (DeepSeek-V2, section 2.1.2)."""
         (up_cnh,) = used_weights(self, par, "kv_up")
@@ -266,12 +266,12 @@ def attend(
 def attend_moved(
     q: Float[Array, "b s k r h"],
     k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k h"],
+    v: Float[Array, "b t k w"],
     ids: tuple[Array, ...],
     mask: attention.Mask,
     par: Solo,
     sinks: Float[Array, "k r"] | None = None,
-) -> Float[Array, "b s k r h"]:
+) -> Float[Array, "b s k r w"]:
     """Attend, as `attend` does, to keys that are in their region."""
     q = par.move(q, "attention b s k r h -> queries b s k r h")
     queries, keys, q_ids, k_ids = "queries b s k r h", "keys b s k h", "queries b s", "ids b s"
@@ -536,12 +536,15 @@ class Llama(nnx.Module):
         for kinds, times in self.segments:
             counts = Counter(kinds)
             blocks = [block(k, kinds[:i].count(k)) for i, k in enumerate(kinds)]
-            stack = {k: periods(weights[k], begin[k], times, n) for k, n in counts.items()}
+            of_kind = lambda k, n, times=times: par.periods(weights[k], begin[k], times, n)
+            stack = {k: of_kind(k, n) for k, n in counts.items()}
             x, aux = layers(blocks, x, stack)
             outputs.append(aux)
             begin += Counter({k: times * n for k, n in counts.items()})
         outputs = [aux for aux in outputs if aux is not None]
-        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs) if outputs else None
+        if len(outputs) > 1:
+            return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
+        return x, outputs[0] if outputs else None
 
     @jax.named_scope("router_losses")
     def router_losses(
@@ -559,13 +562,6 @@ class Llama(nnx.Module):
         x = par.move(x, "stream b s d -> vocab b s d")
         logits = capped(logits_of(x, head), self.config.variant.logit_cap)
         return par.move(logits, "vocab b s v -> data b s v")
-
-
-def periods(stack: Tree, begin: int, times: int, num: int) -> Tree:
-    """Return weights of a stack, from the layer ``begin`` on, with a dim for ``times`` periods of ``num``
-    layers each."""
-    cut = lambda w: w[begin : begin + times * num].reshape(times, num, *w.shape[1:])
-    return jax.tree.map(cut, stack)
 
 
 def logits_of(x: Float[Array, "*rows d"], head: Float[Array, "v d"]) -> Float[Array, "*rows v"]:
@@ -606,7 +602,8 @@ def rope_table(config: ModelConfig, positions_bp: Int[Array, "b p"]) -> Rope:
     """Return cosines and sines of the rotary embedding at true positions (Su et al. 2021)."""
     frequencies = jnp.asarray(rope_frequencies(config), jnp.float32)[None, None]
     angles = positions_bp[..., None].astype(jnp.float32) * frequencies
-    factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
+    scaled = config.rope_scaling and config.variant.rope != "none"
+    factor = config.rope_scaling.attention_factor if scaled else 1.0
     return factor * jnp.cos(angles)[:, :, None], factor * jnp.sin(angles)[:, :, None]
 
 

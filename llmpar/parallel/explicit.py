@@ -100,6 +100,13 @@ class Explicit(Auto):
         )
         return lambda *args: self.move(island(*args), arrow)
 
+    def periods(self, stack: Any, begin: int, times: int, num: int) -> Any:
+        """Return the weights with a dim for periods. JAX reshapes no type with marks: a slice each place."""
+        end = begin + times * num
+        places = range(begin, begin + num)
+        parts = lambda w: [lax.slice_in_dim(w, place, end, num) for place in places]
+        return jax.tree.map(lambda w: jnp.stack(parts(w), 1), stack)
+
     def total(self, x: Array, layout: str) -> Array:
         """Sum over all dims, and finish the sum."""
         place, text = self.plan.place(layout), "loss, tokens and norm"

@@ -12,7 +12,7 @@ The model calls these methods and never names a mesh axis:
     par.summed(f, …, arrow)   f gives each device's term of a sum, which the arrow finishes
     par.total(x, layout)      the sum over all dims
     par.index(layout)         which block of a dim this device has; par.parts(layout): of how many
-    par.layers(fs, x, ws)     a stack of blocks, one or more in each iteration
+    par.layers(fs, x, ws)     a stack of blocks, one or more in each iteration; par.periods(ws, …): by periods
     par.chunked(f, xs, n)     pieces of a sequence, one after the other
     par.local(f, …)           an island: code that works on one device's blocks and communicates by itself,
                               with the arrows of par.island, over the axes that par.axes(layout) names
@@ -155,11 +155,17 @@ class Solo:
         each iteration of which the blocks follow one another. The layers' auxiliary results are stacked."""
         length = jax.tree.leaves(stack)[0].shape[0]
         no_loop = self.plan.unroll == 0 or self.plan.unroll >= length
-        run = in_order([self.saving(block, no_loop) for block in blocks])
-        x, aux = lax.scan(run, x, stack, unroll=self.plan.unroll or length)
-        return x, aux if len(blocks) == 1 else jax.tree.map(
-            lambda y: y.reshape(-1, *y.shape[2:]), aux
-        )
+        blocks = [self.saving(block, no_loop) for block in blocks]
+        x, outputs = lax.scan(in_order(blocks), x, stack, unroll=self.plan.unroll or length)
+        flat = lambda *parts: jnp.stack(parts, 1).reshape(-1, *parts[0].shape[1:])
+        if len(outputs) > 1:
+            return x, jax.tree.map(flat, *outputs)
+        return x, outputs[0] if outputs else None
+
+    def periods(self, stack: Any, begin: int, times: int, num: int) -> Any:
+        """Return the weights of layers from ``begin`` on, with a dim for ``times`` periods of ``num`` each."""
+        cut = lambda w: lax.slice_in_dim(w, begin, begin + times * num)
+        return jax.tree.map(lambda w: cut(w).reshape(times, num, *w.shape[1:]), stack)
 
     def saving(self, block: Callable, no_loop: bool) -> Callable:
         """Return a block that saves for its backward pass what the plan says, and recomputes the rest."""
@@ -193,17 +199,14 @@ class Solo:
 
 
 def in_order(blocks: Sequence[Callable]) -> Callable:
-    """Return a function that runs blocks one after the other; it stacks their auxiliary results."""
-    if len(blocks) == 1:
-        return blocks[0]
+    """Return a function that runs blocks one after the other, and lists their auxiliary results."""
 
-    def run(x: Any, weights: Any) -> tuple[Any, Any]:
+    def run(x: Any, weights: Any) -> tuple[Any, list[Any]]:
         outputs = []
         for block in blocks:
             x, aux = block(x, weights)
             outputs.append(aux)
-        outputs = [aux for aux in outputs if aux is not None]
-        return x, jax.tree.map(lambda *parts: jnp.stack(parts), *outputs) if outputs else None
+        return x, [aux for aux in outputs if aux is not None]
 
     return run
 

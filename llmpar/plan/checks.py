@@ -204,6 +204,11 @@ def why_not_run(plan: Any) -> str:
     if not config.runs:
         return f"'{config.name}' is planned alone: {config.why_planned}"
     latent = any(block.shares_cache for _, block in config.blocks)
+    if plan.mode == "explicit" and (latent or config.kinds and config.experts):
+        what = "latent attention" if latent else "experts in layers of several kinds"
+        return (
+            f"mode='explicit' does not run with {what}: JAX has no type for it; use mode='manual'"
+        )
     if latent and plan.mesh.sp > 1 and plan.context_parallel != "gather":
         return (
             f"context_parallel='{plan.context_parallel}' does not run with latent attention: ranks of sp"
@@ -234,6 +239,8 @@ def kernels_refused(config: Any) -> dict[str, str]:
     if any(block.value_width != block.head_width for block in blocks):
         why = "needs values as wide as keys; use 'flash'"
         refused |= dict.fromkeys(("cudnn", "xla"), why)
+    if any(block.value_width > block.head_width for block in blocks):
+        refused["flash"] = "needs values as wide as keys or narrower"
     if any(block.variant.score_cap for block in blocks):
         why = "does not cap scores (attn_logit_softcapping)"
         refused |= dict.fromkeys(("flash", "cudnn", "xla"), why)

@@ -49,7 +49,7 @@ class RopeScaling:
 
     def __post_init__(self):
         check_fields(self)
-        if self.low_freq_factor >= self.high_freq_factor:
+        if self.low_freq_factor >= self.high_freq_factor and self.kind == "llama3":
             low, high = self.low_freq_factor, self.high_freq_factor
             raise ValueError(
                 f"low_freq_factor {low} is not below high_freq_factor {high}; Llama 3.1 has 1 and 4"
@@ -200,7 +200,6 @@ class Variant:
         rope: which numbers of a head rotation pairs: i with i + h/2 (``halves``), 2i with 2i + 1
             (``neighbours``), or ``none``.
         rope_width: how many of them, from the first; None: all.
-        chunk: attention stays within chunks of so many positions (Llama 4).
         score_scale: factor of the scores; None: 1/√h.
         score_cap, logit_cap: x becomes cap · tanh(x / cap) (Gemma 2).
         embedding_scale, residual_scale, logit_scale: factors of what is looked up, of what a layer adds to
@@ -214,7 +213,6 @@ class Variant:
     clamp: _Positive = 7.0
     rope: Literal["halves", "neighbours", "none"] = "halves"
     rope_width: Length = None
-    chunk: Length = None
     score_scale: _Factor = None
     score_cap: _Factor = None
     logit_cap: _Factor = None

@@ -510,7 +510,8 @@ class Resolved(Plan):
         s, so nothing is cut by sp."""
         used = self.place(dims)  # d m/tp
         differ = self.varying(parse_layout(dims).region)  # dp fsdp tp
-        target = next((x for x in "dhe" if x in used.letters), "")  # d
+        own = "dh" if dims.startswith("experts") else "dhe"  # there ep cuts e
+        target = next((x for x in own if x in used.letters), "")  # d
         zero_axes = self.zero_cuts(target)
         zero_axes = tuple(a for a in zero_axes if a in differ and a not in used.axes)  # fsdp
         more = {target: zero_axes}

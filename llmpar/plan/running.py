@@ -37,15 +37,17 @@ def check_file(file: dict[str, Any], unread: list[str]) -> None:
     if media := [key for key in ("vision_config", "audio_config") if file.get(key)]:
         raise NotImplementedHere(f"it has a part for other media ({media[0]})")
     for key, value in family(file["model_type"])["needs"].items():
-        if file.get(key) not in (None, value):
-            raise NotImplementedHere(
-                f"{key} is {file[key]!r:.40}, and only {value!r} is implemented"
-            )
+        allowed = value if isinstance(value, list) else [value]
+        if file.get(key) not in (None, *allowed):
+            only = " or ".join(map(repr, allowed))
+            raise NotImplementedHere(f"{key} is {file[key]!r:.40}, and only {only} is implemented")
 
 
 def fields(layer: Any, mixer: str, kind: dict[str, Any]) -> dict[str, Any]:
     """Return further fields of a kind of layers of a family that runs; ``layer`` reads expressions."""
     run = family(layer.file["model_type"])
+    if mixer not in ("full_attention", "sliding_attention"):
+        raise NotImplementedHere(f"a layer '{mixer}' is not implemented")
     layer = layer.with_letters({"mixer": repr(mixer)})
     values = lambda table: {name: layer.get(text) for name, text in run[table].items()}
     given = lambda table: {name: x for name, x in values(table).items() if x is not None}
@@ -62,9 +64,6 @@ def fields(layer: Any, mixer: str, kind: dict[str, Any]) -> dict[str, Any]:
     scaling = _scaling(rope, layer.file)
     if scaling and (all_dim := _number(rope, "mscale_all_dim", 0)):
         variant["score_scale"] = head_width**-0.5 * _mscale(scaling["factor"], all_dim) ** 2
-    if "chunked" in mixer:
-        variant["chunk"] = kind["window"]
-        model["window"] = None
     experts = kind["experts"] and kind["experts"] | given("experts")
     if experts and "renormalise" in experts:
         experts["renormalise"] = bool(experts["renormalise"])

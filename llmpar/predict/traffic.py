@@ -248,6 +248,7 @@ def step_traffic(
     else:
         whole = runs(plan, stage)
         by_kind = [whole.share(i, parts) for i in range(len(parts))]
+        run = whole
     _weights(traffic, plan, by_kind, parts)
     values = Values(traffic, plan, batch_size // plan.microbatches, seq_len)
     for (_, block), own in zip(config.blocks, by_kind, strict=True):
@@ -263,6 +264,9 @@ def step_traffic(
             _states(values, block.state_size, own)
     if plan.pipeline:
         _stages(values, config, plan.pipeline)
+    if config.experts:
+        losses = Transfer("the routers' losses", "stream b +s -> data b +s")
+        values.carry(losses, (values.b,), _cells(plan) or run.loss, itemsize=FLOAT32)
     value, numbers = "the loss, the tokens and the gradients' norm", 3
     routed = sum(count for count, block in config.blocks if block.experts)
     if config.experts:
@@ -376,7 +380,8 @@ def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, in
         if weight.dims.startswith("experts "):  # their backward pass reads biases
             return run.matrices, run.backward, plan.microbatches * _visits(plan)
         kept = plan.stage_saves == "residuals" or plan.remat in ("selective", "ffn")
-        if path.endswith("_bias") and kept:  # in the queries, keys and values that are kept
+        # in the queries, keys and values that are kept
+        if path.endswith("_bias") and kept and not path.endswith("router_bias"):
             gathers = run.forward
         learned = not weight.frozen and not path.endswith("experts.bias")  # which follows a rule
         return gathers, learned * run.backward, plan.microbatches * _visits(plan)
@@ -385,6 +390,11 @@ def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, in
     in_loss = not embedding or plan.config.tied and plan.pipeline is not None
     times = run.embed * embedding + run.loss * in_loss
     return times, (not weight.frozen) * times, times if plan.pipeline else plan.microbatches
+
+
+def _cells(plan: Resolved) -> int:
+    """Count the cells of a stage that run backward: each adds its routers' losses; 0 without a pipeline."""
+    return plan.pipeline.visits * plan.microbatches if plan.pipeline else 0
 
 
 def _visits(plan: Resolved) -> int:
@@ -529,14 +539,10 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
         values.carry(of, choices, layers, run.backward, small)
         values.carry(of, choices, layers, 0, small)  # which experts: no gradient
     e = experts.num_experts
-    # each adds its routers' losses, in B
-    cells = plan.pipeline and plan.pipeline.visits * plan.microbatches
     if experts.aux_loss:
-        times = run.backward + run.again if cells else layers
+        times = run.backward + run.again if _cells(plan) else layers
         of = Transfer("tokens per expert and row", "stream b e +s -> stream b e")
         values.carry(of, (b, e), times, 0, small)
-    losses = Transfer("the routers' losses", "stream b +s -> data b +s")
-    values.carry(losses, (b,), cells or run.loss, itemsize=small)
 
 
 def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
