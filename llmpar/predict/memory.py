@@ -370,7 +370,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         + (max(parts) if tpu else sum(parts) + 2 * whole)
     )
     if _is_written_out(plan) and not config.experts and plan.ffn_chunks == 1:
-        work = max(parts)
+        work = parts[0] if squares else max(parts)
     pieces = plan.ffn_chunks == 1
     # Of experts rows, and their matmuls with gate and up. What lets gathered weights go keeps pieces too.
     inner = (
