@@ -85,6 +85,10 @@ def _status_of(argv: list[str] | None) -> int:
     try:
         _run(sys.argv[1:] if argv is None else argv)
         status = 0
+    except SystemExit as end:
+        if end.code == 2:
+            _decline(f"it cannot read its command 'llmpar {' '.join(argv or sys.argv[1:])}'")
+        raise
     except KeyboardInterrupt:
         status = _fail("interrupted", 130)
     except BrokenPipeError as error:  # the reader closed it
@@ -109,13 +113,7 @@ def _run(argv: list[str]) -> None:
         )
     from llmpar.cli.commands import parse
 
-    try:
-        command = parse(argv)
-    except SystemExit as end:
-        if end.code:
-            _decline(f"it cannot read its command 'llmpar {' '.join(argv)}'")
-        raise
-    command.run()
+    parse(argv).run()
     if sys.stdout:
         sys.stdout.flush()  # so that a full disk or a closed pipe is known here
 

@@ -35,9 +35,7 @@ steps run (twice as many before, when JAX alone watches); until all processes mu
 LAUNCHER = "LLMPAR_LAUNCHER"
 """The variable by which `local` passes on the number of the process that starts others."""
 _KEY, _BEATS, _QUIET, SILENT = "llmpar/failed", "llmpar/beats", "quiet", "gave no sign of life"
-_GUARDED, _STEPS, _ANSWERED = threading.Event(), threading.Event(), threading.Event()
-_CAME = threading.Event()
-"""Set once this process has gone to meet the others."""
+_GUARDED, _STEPS, _ANSWERED, _CAME = (threading.Event() for _ in range(4))
 _AGREED = "all agree"
 GREETING, GREETING_S = b"llmpar: process 0 waits for all\n", 10.0
 """What process 0 sends to a process that connects, and within how many seconds."""
@@ -317,8 +315,9 @@ def _greet(place: Place, line: socket.socket, wait_s: float, *failed: str) -> st
     """Introduce this process to process 0, or say why it ``failed``, and return its answer: '' when all have
     come. Raises ConnectionError if process 0 is gone, ValueError if another program listens."""
     line.settimeout(min(GREETING_S, wait_s))
-    hello = place.process_id, place.num_processes, _location(), *failed
-    line.sendall(json.dumps(hello).encode() + b"\n")
+    line.sendall(
+        json.dumps([place.process_id, place.num_processes, _location(), *failed]).encode() + b"\n"
+    )
     greeting = b"?"
     with line.makefile("rb") as words:
         with contextlib.suppress(TimeoutError):

@@ -333,13 +333,12 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     keys = mixed * config.head_width * max(config.num_kv_heads // tp, 1) * item
     gathered = (plan.mesh.sp - 1) * keys * (plan.context_parallel == "gather")  # of other ranks
     ffn = hidden = tokens * config.ffn_width * item // tp
-    shared = 0
+    shared = ffn * (config.experts.num_shared if config.experts else 0)
     # the slots of the buffer, and of a rank's visits nine eighths of an even share
     if config.experts:
         num_slots = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
         visits = tokens * config.experts.top_k * 9 // 8
         hidden = visits * config.ffn_width * item // tp
-        shared = ffn * config.experts.num_shared
         ffn = hidden + shared + (num_slots + visits) * config.routed_width * item
     # Scores in float32 and again as the matmuls read them; ``copies`` of that: their gradient too.
     rows = max(tokens * plan.mesh.sp // seq_len, 1)
