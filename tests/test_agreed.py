@@ -149,6 +149,9 @@ def test_checkpoints_are_compared_as_each_process_sees_them(tmp_path):
     assert [list(one) for one in sees] == [[], ["2"], ["10", "2"], ["2"]] and sees[1] == sees[3]
     (tmp_path / "2" / "2" / "about" / "metadata").write_text("{...}")
     assert differences([{"2": sees[1]}, {"2": kept_in(tmp_path / "2")}])
+    one, other = (flat(settings_of(arguments(tmp_path / name))) for name in ("2", "none"))
+    (row, _) = differences([one, other])
+    assert row == "checkpoints.exists is true on process 0 and false on process 1"
 
 
 # ------------------------------------------------------------------------------------------------ what runs

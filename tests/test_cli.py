@@ -424,6 +424,20 @@ def test_whatever_happens_is_a_status_and_at_most_one_line(call, monkeypatch, er
     assert found == status and out == "" and re.fullmatch(sentence, err), err
 
 
+def test_those_that_wait_for_this_process_hear_why_it_does_not_come(call, monkeypatch):
+    from llmpar.launch import joined
+
+    heard = []
+    monkeypatch.setattr(joined, "decline", lambda environ, sentence: heard.append(sentence))
+    assert call("train", "--stepz", "1")[0] == 2 and call("models", "llama9")[0] == 1
+    assert heard[0] == "it cannot read its command 'llmpar train --stepz 1'"
+    assert len(heard) == 2 and heard[1].startswith("unknown model 'llama9'")
+    for error in (KeyboardInterrupt(), BrokenPipeError(32, "Broken pipe")):
+        monkeypatch.setattr(Models, "run", lambda self, error=error: (_ for _ in ()).throw(error))
+        call("models")
+    assert len(heard) == 2
+
+
 @pytest.mark.long
 def test_an_error_while_another_package_is_imported_is_no_fault_of_llmpar(tmp_path):
     """And the sentence comes, whatever is broken: nothing is imported to say it."""

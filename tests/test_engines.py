@@ -219,8 +219,9 @@ def test_a_late_coordinator_is_waited_for_and_told(capsys, monkeypatch):
     assert f"waits for process 0 at 127.0.0.1:{free} (SLURM): Connection refused" in words
 
 
-def arrivals(*pairs, wait_s=60.0):
-    """What processes are told that start as (number, of how many), each as if on a host of its own."""
+def arrivals(*pairs, wait_s=60.0, declines=()):
+    """What processes are told that start as (number, of how many), each as if on a host of its own; those
+    that ``declines`` lists end before they have come."""
     free = joined.free_port()
     said = dict.fromkeys(range(len(pairs)))
 
@@ -228,6 +229,11 @@ def arrivals(*pairs, wait_s=60.0):
         number, num = pairs[i]
         one = place(number, f"127.0.0.1:{free}", num, num_local=num)
         try:
+            if number in declines:
+                environ = {"JAX_NUM_PROCESSES": str(num), "JAX_PROCESS_ID": str(number)}
+                environ["JAX_COORDINATOR_ADDRESS"] = one.coordinator
+                said[i] = joined.decline(environ, "no such flag")
+                return
             _, bind = joined.check_coordinator(one, wait_s)
             if number == 0:
                 joined._gather(one, bind, wait_s)
@@ -255,6 +261,17 @@ def arrivals(*pairs, wait_s=60.0):
 def test_who_comes_twice_or_as_one_of_another_number_is_refused_in_all(monkeypatch, pairs, sentence):
     monkeypatch.setattr(joined, "GREETING_S", 2.0)
     assert all(sentence.format(me=joined._location()) in words for words in arrivals(*pairs))
+
+
+@pytest.mark.parametrize("declines", [(1,), (0,), (0, 1, 2)])
+def test_a_process_that_ends_before_it_has_come_is_not_waited_for(declines):
+    """A flag that one alone has: the others would wait two minutes. All are told its sentence, and where all
+    refuse the same, nobody waits."""
+    words = arrivals((0, 3), (1, 3), (2, 3), declines=declines)
+    told = [words[i] for i in range(3) if i not in declines or i == 0]
+    assert told and all(
+        re.fullmatch(r"process \d, on .*, ended before it came: no such flag", x) for x in told
+    )
 
 
 def test_who_is_no_process_0_is_not_waited_for(monkeypatch):

@@ -158,6 +158,32 @@ def test_attention_by_xla_keeps_its_scores_where_nothing_is_computed_again():
     assert kept[0]["none"] - kept[1]["none"] == 32 * 4096**2 * 9 and kept[0]["ffn"] == kept[1]["ffn"]
 
 
+def test_layers_that_cpus_write_out_recompute_nothing():
+    """XLA finds what a loop would compute again: no policy holds less. (In a loop 'block' holds half.)"""
+    config, shape = dataclasses.replace(preset("tiny"), num_layers=3), (2, 256)
+    for unroll, remat in ((0, "block"), (2, "ffn")):
+        plan = Plan("dp=1", remat=remat, unroll=unroll)
+        step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(0.1))
+        held = compiled_memory(step.lower(*shape).compile())["temp_bytes"]
+        assert memory.temp_bytes(plan.resolve(config, "cpu"), *shape) == pytest.approx(held, rel=0.25)
+    once = dataclasses.replace(config, num_layers=1)
+    sizes = {
+        memory.temp_bytes(Plan("dp=1", remat=remat).resolve(once, "cpu"), *shape)
+        for remat in ("selective", "ffn", "block")
+    }
+    assert len(sizes) == 1
+
+
+def test_shared_experts_keep_their_own_hidden_values():
+    """Six arrays of each, as a feed-forward without experts has; of matmuls' results two."""
+    routed = preset("tiny-moe")
+    shared = dataclasses.replace(routed, experts=dataclasses.replace(routed.experts, num_shared=2))
+    kept = [memory.kept_bytes(Plan("dp=1").resolve(one, "gpu"), 8, 256) for one in (routed, shared)]
+    hidden = 2 * 8 * 256 * routed.ffn_width * 4
+    more = {remat: size - kept[0][remat] for remat, size in kept[1].items()}
+    assert more == {"none": 6 * hidden, "selective": 2 * hidden, "ffn": 0, "block": 0}
+
+
 def test_what_compiled_programs_of_cpus_hold_of_pieces_experts_and_16_bits():
     """Of 4 layers, 512 tokens, compiled: six hidden arrays where gathered weights go, pieces or not; of
     experts two; and bfloat16 as float32."""

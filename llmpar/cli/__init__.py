@@ -85,6 +85,10 @@ def _status_of(argv: list[str] | None) -> int:
     try:
         _run(sys.argv[1:] if argv is None else argv)
         status = 0
+    except SystemExit as end:
+        if end.code == 2:
+            _decline(f"it cannot read its command 'llmpar {' '.join(argv or sys.argv[1:])}'")
+        raise
     except KeyboardInterrupt:
         status = _fail("interrupted", 130)
     except BrokenPipeError as error:  # the reader closed it
@@ -166,6 +170,14 @@ def _joined() -> Any:
     return None
 
 
+def _decline(sentence: str) -> None:
+    """Of several processes, tell those that wait for this one that it does not come."""
+    with contextlib.suppress(Exception):
+        from llmpar.launch import joined
+
+        joined.decline(os.environ, sentence)
+
+
 def _status(error: Exception) -> int:
     """Return an error's exit status: 1 for a refusal; for any other error in one of several processes the
     status after which an engine starts them again. A write that failed because another process ended is no
@@ -189,4 +201,6 @@ def _fail(sentence: str, status: int, error: Exception | None = None) -> int:
         print(f"llmpar: {sentence}", file=sys.stderr, flush=True)
     if isinstance(error, OSError) and sys.stdout is sys.__stdout__ and sys.stdout:
         _silence(sys.stdout)
+    if status == 1 and not _joined():
+        _decline(sentence)
     return status if first is None else first

@@ -317,6 +317,7 @@ def tables_against(document: dict) -> Iterator[Any]:
     from rich.table import Column
 
     from llmpar.planner.measured import tell_tale
+    from llmpar.predict.time import beside_flops
 
     numbers = "predicted", "measured", "error", "fits"
     columns = [Column(name, justify="right", no_wrap=True) for name in numbers]
@@ -334,8 +335,10 @@ def tables_against(document: dict) -> Iterator[Any]:
     yield _table([Column("sweep", overflow="fold"), *names], map(sweep_row, document["groups"]))
     timed = [row for row in document["rows"] if "step_s" in row["error"]]
     worst = sorted(timed, key=lambda row: -abs(row["error"]["step_s"]))[:12]
-    rows = ((row["id"], percent(row["error"]["step_s"]), tell_tale(row)) for row in worst)
-    yield _table(("worst runs", "error", "the term that could be off"), rows)
+    error = lambda row: percent(row["error"]["step_s"])
+    rows = ((x["id"], error(x), tell_tale(x), beside_flops(x["terms"])) for x in worst)
+    names = "worst runs", "error", "the term that could be off", "predicted, and no useful FLOPs"
+    yield _table(names, rows)
     text = lambda value: f"{value:.1%}" if isinstance(value, float) else str(value)
     sums = [(key.replace("_", " "), text(value)) for key, value in document["summary"].items()]
     left_out = [(f"left out: {run['id']}", run["why"]) for run in document["left_out"]]

@@ -35,7 +35,7 @@ steps run (twice as many before, when JAX alone watches); until all processes mu
 LAUNCHER = "LLMPAR_LAUNCHER"
 """The variable by which `local` passes on the number of the process that starts others."""
 _KEY, _BEATS, _QUIET, SILENT = "llmpar/failed", "llmpar/beats", "quiet", "gave no sign of life"
-_GUARDED, _STEPS, _ANSWERED = threading.Event(), threading.Event(), threading.Event()
+_GUARDED, _STEPS, _ANSWERED, _CAME = (threading.Event() for _ in range(4))
 _AGREED = "all agree"
 GREETING, GREETING_S = b"llmpar: process 0 waits for all\n", 10.0
 """What process 0 sends to a process that connects, and within how many seconds."""
@@ -66,6 +66,7 @@ def initialize(
     import jax
 
     _clear_stdout()
+    _CAME.set()
     own, bind = check_coordinator(place, wait_s)
     if place.coordinator and place.process_id == 0:
         _gather(place, bind, wait_s)
@@ -207,14 +208,34 @@ def _refuse(answer: str) -> None:
     raise ValueError(sentence)
 
 
-def _gather(place: Place, bind: str | None, wait_s: float) -> None:
+def decline(environ: Mapping[str, str], sentence: str) -> None:
+    """Before this process ends, although it is one of several and has not joined them: let them refuse with
+    its sentence. Wait for them no longer than `GREETING_S`."""
+    place = detect(environ)
+    if _CAME.is_set() or place.num_processes == 1 or not place.coordinator:
+        return
+    failed = f"process {place.process_id}, {_location()}, ended before it came: {sentence[:900]}"
+    if place.process_id == 0:
+        _gather(place, check_coordinator(place, GREETING_S)[1], GREETING_S, f"1 {failed}")
+    host, port = parts_of(place.coordinator)
+    until = time.monotonic() + GREETING_S
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError):  # process 0 does not listen yet
+            with socket.create_connection((resolved(host), port), 2.0) as line:
+                _greet(place, line, GREETING_S, failed)
+                return
+        time.sleep(0.1)
+
+
+def _gather(place: Place, bind: str | None, wait_s: float, answer: str = "") -> None:
     """In process 0, wait until every other process has come once, with the same number of processes; else
-    make all of them refuse. JAX would end such processes without a sentence, or wait for minutes."""
+    make all of them refuse, as with an ``answer``. JAX would end such processes without a sentence, or wait
+    for minutes."""
     both, (host, port) = bind is None, parts_of(bind or place.coordinator or "")
     family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
     until, places = time.monotonic() + wait_s, {0: _location()}
     lines: list[tuple[int, socket.socket]] = []
-    answer = ""
+    more = False  # than the number of this process' job
     with contextlib.ExitStack() as stack:
         try:
             address = "" if both else host, port
@@ -224,7 +245,7 @@ def _gather(place: Place, bind: str | None, wait_s: float) -> None:
         except OSError:
             check_coordinator(place, wait_s)  # another process 0 was faster
             raise
-        while (answer or _missing(place, lines)) and (left := until - time.monotonic()) > 0:
+        while (more or _missing(place, lines)) and (left := until - time.monotonic()) > 0:
             server.settimeout(left)
             # errors are those of a program that only tests the port
             with contextlib.suppress(OSError, ValueError, TypeError):
@@ -232,13 +253,13 @@ def _gather(place: Place, bind: str | None, wait_s: float) -> None:
                 line.settimeout(GREETING_S / 2)
                 line.sendall(GREETING)
                 with line.makefile("rb") as words:
-                    number, num, location = json.loads(words.readline(999))
+                    number, num, location, *failed = json.loads(words.readline(9999))
                 line.setblocking(False)
-                if why := _contradiction(place, places, lines, number, num, location):
-                    answer, until = (
-                        answer or f"1 {why}",
-                        min(until, time.monotonic() + GREETING_S / 2),
-                    )
+                why = _contradiction(place, places, lines, number, num, location)
+                more |= bool(why)
+                if failed or why:
+                    answer = answer or f"1 {why or failed[0]}"
+                    until = min(until, time.monotonic() + GREETING_S / 2)
                 places[number] = location
                 lines.append((number, line))
         if not answer and (missing := _missing(place, lines)):
@@ -290,11 +311,13 @@ def _late(place: Place, wait_s: float) -> str:
     return f"not all of {many} came to {place.coordinator} within {wait_s:g} s; {look}"
 
 
-def _greet(place: Place, line: socket.socket, wait_s: float) -> str:
-    """Introduce this process to process 0, and return its answer: '' when all have come. Raises
-    ConnectionError if process 0 is gone, ValueError if another program listens."""
+def _greet(place: Place, line: socket.socket, wait_s: float, *failed: str) -> str:
+    """Introduce this process to process 0, or say why it ``failed``, and return its answer: '' when all have
+    come. Raises ConnectionError if process 0 is gone, ValueError if another program listens."""
     line.settimeout(min(GREETING_S, wait_s))
-    line.sendall(json.dumps([place.process_id, place.num_processes, _location()]).encode() + b"\n")
+    line.sendall(
+        json.dumps([place.process_id, place.num_processes, _location(), *failed]).encode() + b"\n"
+    )
     greeting = b"?"
     with line.makefile("rb") as words:
         with contextlib.suppress(TimeoutError):

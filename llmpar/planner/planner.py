@@ -23,7 +23,7 @@ from llmpar.plan.model_config import ModelConfig, preset
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import GIB, Chip
-from llmpar.predict.time import Clock, Time, step_time
+from llmpar.predict.time import Clock, Time, beside_flops, step_time
 from llmpar.predict.workload import Run
 
 FREE_SHARE = 0.08
@@ -686,7 +686,9 @@ def why(one: Candidate, plans: list[Candidate]) -> str:
             "the fastest that fits" if first else f"as fast as any but for {SAME:.1%}, and simpler"
         )
         name, seconds = max(one.time.terms.items(), key=lambda item: item[1])
-        return f"{what}; most of it is {name}, {seconds:.3g} of {one.time.step_s:.3g} s"
+        most = f"{what}; most of it is {name}, {seconds:.3g} of {one.time.step_s:.3g} s"
+        beside = beside_flops(one.time.terms)
+        return f"{most}; no useful FLOPs: {beside}" if beside else most
     lost = one.time.step_s - best.time.step_s
     grown = {k: v - best.time.terms.get(k, 0.0) for k, v in one.time.terms.items()}
     if abs(lost) <= SAME * best.time.step_s:

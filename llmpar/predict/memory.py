@@ -222,8 +222,12 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
     item, one = _item(plan), _layers(plan)
     saves, crossing, work, _ = block
     layer, kept = _narrow(plan, weights["layer used"]), dict(saves[plan.remat])
+    # without a loop XLA's of CPUs find what is computed twice, and compute it once
+    if written := _is_written_out(plan):
+        hidden = 6 if config.experts else 5 if plan.remat == "none" else 4
+        kept = saves["none"] | {"feed-forward": saves["none"]["feed-forward"] * hidden // 6}
     # blocks that an iteration of the loop has
-    unrolled = 1 if cpu else min(plan.unroll or one, one)
+    unrolled = 1 if written else min(plan.unroll or one, one)
     copies = 1 + unrolled if plan.gathers == "block" and not tpu else 1
     work += layer * copies + (unrolled - 1) * crossing
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
@@ -240,7 +244,7 @@ def _moment(plan: Resolved, tokens: int, block: _Block) -> _Moment:
         kept |= {"gathered weights": layer * (plan.mesh.pp == 1)}
         work += _narrow(plan, weights["largest used"]) * (plan.mesh.pp == 1 and not tpu)
     # autodiff copies what a layer reads
-    elif cpu and plan.remat == "none" and plan.gathers != "block":
+    elif cpu and not written and plan.remat == "none" and plan.gathers != "block":
         kept |= {"weights in use": layer}
     return kept, work, loss, after_loss, converted
 
@@ -287,6 +291,11 @@ def _layers(plan: Resolved) -> int:
     return max(plan.pipeline.layers(layers).values()) if plan.pipeline else layers
 
 
+def _is_written_out(plan: Resolved) -> bool:
+    """Tell whether XLA's of CPUs meet a loop over layers that has one iteration: they write it out."""
+    return plan.platform == "cpu" and not 0 < plan.unroll < _layers(plan)
+
+
 def _item(plan: Resolved) -> int:
     """Return the bytes of a number that matmuls read: XLA's of CPUs read bfloat16 as float32, and hold
     both."""
@@ -324,12 +333,13 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     keys = mixed * config.head_width * max(config.num_kv_heads // tp, 1) * item
     gathered = (plan.mesh.sp - 1) * keys * (plan.context_parallel == "gather")  # of other ranks
     ffn = hidden = tokens * config.ffn_width * item // tp
+    shared = ffn * (config.experts.num_shared if config.experts else 0)
     # the slots of the buffer, and of a rank's visits nine eighths of an even share
     if config.experts:
         num_slots = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
         visits = tokens * config.experts.top_k * 9 // 8
         hidden = visits * config.ffn_width * item // tp
-        ffn = hidden + (num_slots + visits) * config.routed_width * item
+        ffn = hidden + shared + (num_slots + visits) * config.routed_width * item
     # Scores in float32 and again as the matmuls read them; ``copies`` of that: their gradient too.
     rows = max(tokens * plan.mesh.sp // seq_len, 1)
     apart = plan.mesh.along(plan.regions["queries"]["s"])
@@ -358,10 +368,12 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         + 2 * keys
         + (max(parts) if tpu else sum(parts) + 2 * whole)
     )
+    if _is_written_out(plan) and not config.experts and plan.ffn_chunks == 1:
+        work = parts[0] if squares else max(parts)
     pieces = plan.ffn_chunks == 1
     # Of experts rows, and their matmuls with gate and up. What lets gathered weights go keeps pieces too.
     inner = (
-        2 * hidden + (plan.mesh.ep > 1) * num_slots * config.routed_width * item
+        2 * hidden + 6 * shared + (plan.mesh.ep > 1) * num_slots * config.routed_width * item
         if config.experts
         else 6 * ffn
     )
@@ -384,7 +396,7 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     }
     saves = {
         "none": kept,
-        "selective": results | {"feed-forward": 2 * hidden * pieces},
+        "selective": results | {"feed-forward": 2 * (hidden + shared) * pieces},
         "ffn": results,
     }
     return saves | {"block": {"stream": stream}}, crossing, work, stream

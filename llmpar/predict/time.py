@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -454,6 +455,15 @@ class Chunk:
     def seconds(self) -> tuple[float, float]:
         """Forward and backward."""
         return self.forward.seconds, self.backward.seconds
+
+
+def beside_flops(terms: Mapping[str, float]) -> str:
+    """Name what of a step is no useful FLOPs, the largest first: what MFU is lost to. Terms of less than a
+    twentieth of the step are left out."""
+    least = sum(terms.values()) / 20
+    useful = ("matmuls", "attention", "head and loss")
+    rest = sorted(((s, name) for name, s in terms.items() if name not in useful), reverse=True)
+    return ", ".join(f"{name} {s:.3g} s" for s, name in rest if s >= least)
 
 
 def step_time(

@@ -196,8 +196,10 @@ class Checkpoints:
 
     def _check_shared(self) -> None:
         """Refuse a folder that is not the first process's: all write into one."""
-        first = int(multihost_utils.broadcast_one_to_all(np.uint32(self._lock_sum())))
-        until = time.monotonic() + 10  # a network's file system may show a file late
+        # Who looks for a file before it is there may see it late on a network's file system.
+        own = self._lock_sum() if jax.process_index() == 0 else 0
+        first = int(multihost_utils.broadcast_one_to_all(np.uint32(own)))
+        until = time.monotonic() + 5
         while (seen := self._lock_sum()) != first and time.monotonic() < until:
             time.sleep(0.2)
         if seen != first:

@@ -197,7 +197,9 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
             text["tokenizer"] = corpus.tokenizer.identity["fingerprint"]
             settings[name] = text | {"part": stream.part, "config": stream.config}
     if keep := settings["checkpoints"]:
-        settings["checkpoints"] = {"every": keep.every} | kept_in(keep.folder)
+        # Orbax waits for processes that see none
+        seen = {"every": keep.every, "exists": keep.folder.is_dir()}
+        settings["checkpoints"] = seen | kept_in(keep.folder)
     origin = settings["origin"] and hf.fingerprint(settings["origin"])
     return settings | {"begin": settings["begin"] is not None, "origin": origin}
 
