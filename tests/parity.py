@@ -4,7 +4,9 @@ import collections
 import dataclasses
 import functools
 import itertools
+import json
 import math
+import pathlib
 from unittest import mock
 
 import jax
@@ -26,7 +28,7 @@ from llmpar.parallel.modes import Solo
 from llmpar.plan.backend import SUITS
 from llmpar.plan.mesh_shape import MeshShape
 from llmpar.plan.model_config import LLAMA as VARIANT
-from llmpar.plan.model_config import kind_of, preset
+from llmpar.plan.model_config import described_model, kind_of, preset
 from llmpar.plan.plan import Plan, Resolved
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict import memory, traffic
@@ -38,6 +40,17 @@ BATCH, SEQ = 16, 16
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
 MOE = dataclasses.replace(preset("tiny-moe"), num_layers=2)
 QWEN = dataclasses.replace(LLAMA, name="tiny-qwen", tied=True, qkv_bias=True, qk_norm=True, head_width=8)
+
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+
+
+@functools.cache
+def family(name: str, vocab_size: int = 256):
+    """The small model of a family whose layers are not Llama's, as its fixture describes it."""
+    with np.load(FIXTURES / f"hf_{name}.npz") as file:
+        raw = json.loads(str(file["config"])) | {"vocab_size": vocab_size}
+    return described_model(name, raw).must_run()
 
 
 def planted(kind: type[Resolved], plan: Plan, config):

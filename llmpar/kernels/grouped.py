@@ -37,7 +37,7 @@ from llmpar.parallel.modes import HIDDEN
 from llmpar.plan.model_config import LLAMA, ExpertConfig, Variant
 
 Weights = tuple[Array, ...]
-"""Gate and up, ``l d m`` each, and down, ``l m d``; then their biases ``l m``, ``l m`` and ``l d``, if any."""
+"""Gate and up, ``l d m`` each, and down, ``l m d``; then their biases, if any: ``l m``, ``l m``, ``l d``."""
 
 OVERFLOW = (
     "overflow"  # the scope of the loops over all parts but the first: a census counts no iteration

@@ -348,7 +348,8 @@ class Experts(nnx.Module):
             "bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32
         )
         if hasattr(self, "router_bias"):
-            logits_bse = par.beside(jnp.add, logits_bse, self.router_bias)
+            plus = lambda logits, bias: logits + bias.astype(logits.dtype)
+            logits_bse = par.beside(plus, logits_bse, self.router_bias)
         bias = []
         if self.config.bias_rate is not None:
             bias = [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]
@@ -536,8 +537,7 @@ class Llama(nnx.Module):
         for kinds, times in self.segments:
             counts = Counter(kinds)
             blocks = [block(k, kinds[:i].count(k)) for i, k in enumerate(kinds)]
-            of_kind = lambda k, n, times=times: par.periods(weights[k], begin[k], times, n)
-            stack = {k: of_kind(k, n) for k, n in counts.items()}
+            stack = {k: par.periods(weights[k], begin[k], times, n) for k, n in counts.items()}
             x, aux = layers(blocks, x, stack)
             outputs.append(aux)
             begin += Counter({k: times * n for k, n in counts.items()})

@@ -163,7 +163,7 @@ class Solo:
         return x, outputs[0] if outputs else None
 
     def periods(self, stack: Any, begin: int, times: int, num: int) -> Any:
-        """Return the weights of layers from ``begin`` on, with a dim for ``times`` periods of ``num`` each."""
+        """Return the weights of layers from ``begin`` on, with a dim for ``times`` periods of ``num``."""
         cut = lambda w: lax.slice_in_dim(w, begin, begin + times * num)
         return jax.tree.map(lambda w: cut(w).reshape(times, num, *w.shape[1:]), stack)
 

@@ -306,6 +306,13 @@ class ModelConfig:
         if self.experts and self.lora and (ours := set(self.lora.targets) & {"gate", "up", "down"}):
             what = f"experts have no adapters, and LoRA's targets name {' '.join(sorted(ours))}"
             raise ValueError(f"'{self.name}' cannot be adapted so: {what}; use targets q k v o")
+        if self.lora and self.described:
+            rows = [row for kind in (self, *self.kinds) for row in dict(kind.described.rows)]
+            own = {row.removeprefix("attention.").removeprefix("ffn.") for row in rows}
+            if missing := [name for name in self.lora.targets if name not in own]:
+                names = " ".join(name for name in ADAPTABLE if name in own)
+                what = f"has no matrix {' '.join(missing)}; use targets of {names}"
+                raise ValueError(f"'{self.name}' cannot be adapted so: it {what}")
         if not self.ffn_width and self.runs:
             raise ValueError(f"'{self.name}' has a feed-forward of width 0; use 1 or more")
         if self.head_width % 2 and self.runs:

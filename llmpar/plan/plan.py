@@ -619,9 +619,18 @@ class Serving(Resolved):
         table = {name: {d: a for d, a in cuts.items() if d != "s"} for name, cuts in table.items()}
         return table | {"cache": {"b": table["data"]["b"], "t": live("sp"), "k": live("tp", "kv")}}
 
+    @property
+    def num_caches(self) -> int:
+        """Of a layer: of keys and of values; or one of latents, which are both."""
+        return 1 if self.config.shares_cache else 2
+
     def cache(self, num_rows: int, length: int) -> tuple[int, ...]:
         """The shape of keys, and of values: a rank of sp has its share of positions, rounded up; the copies
-        of a KV head have each a cache."""
+        of a KV head, and those of latents, have each a cache."""
         config, mesh = self.config, self.mesh
+        if len({(c.num_kv_heads, c.head_width, c.cache_width) for _, c in config.blocks}) > 1:
+            what = f"'{config.name}' has layers whose caches differ"
+            raise ValueError(f"{what}, and a cache here is alike in all; use another model")
         positions, heads = -(-length // mesh.sp) * mesh.sp, max(config.num_kv_heads, mesh.tp)
-        return config.num_layers, num_rows, positions, heads, config.head_width
+        one = (mesh.tp, config.cache_width) if config.shares_cache else (heads, config.head_width)
+        return config.num_layers, num_rows, positions, *one

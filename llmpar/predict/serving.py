@@ -50,7 +50,7 @@ def _cache_of_a_rank(config: ModelConfig, tp: int, context: int | None = None) -
 def device_cache_bytes(plan: Serving, num_rows: int, length: int) -> int:
     """Return the bytes of the cache of `llmpar.serve` on each device."""
     shape = plan.place(CACHE).shard_shape(plan.cache(num_rows, length), plan.mesh.sizes)
-    return 2 * ITEMSIZE[plan.dtype] * math.prod(shape)
+    return plan.num_caches * ITEMSIZE[plan.dtype] * math.prod(shape)
 
 
 def device_flops(

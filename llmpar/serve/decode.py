@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
 from llmpar.model import attention
-from llmpar.model.llama import logits_of
+from llmpar.model.llama import capped, logits_of
 from llmpar.model.weights import Tree, model_graph, weight_dims
 from llmpar.parallel.collectives import at, vary
 from llmpar.parallel.mesh import platform_of, sharding, spec, split_axes
@@ -63,8 +63,10 @@ class Decoder:
     ):
         self.plan = plan = plan.serving(config, num_rows, length, platform_of(mesh))
         place, stored = partial(sharding, split_axes(mesh, plan.mesh)), weight_dims(config)
-        stored, cut, whole = jax.tree.map(plan.stored, stored), plan.place(CACHE), Layout(())
-        zeros = lambda: (jnp.zeros(plan.cache(num_rows, length), plan.dtype),) * 2
+        cut = plan.place(CACHE)
+        stored, whole = jax.tree.map(plan.stored, stored), Layout(())
+        shape = plan.cache(num_rows, length)
+        zeros = lambda: (jnp.zeros(shape, plan.dtype),) * plan.num_caches
         self.empty = jax.jit(zeros, out_shardings=place(cut))
         self.cache, self.params = self.empty(), jax.device_put(params, jax.tree.map(place, stored))
         takes, gives = (
@@ -104,7 +106,7 @@ class Decoder:
         known = jnp.take_along_axis(targets, offsets, 1), offsets + rows.start[:, None] + 1
 
         def follow(each):
-            logits_bv = logits_of(each[0], head)
+            logits_bv = capped(logits_of(each[0], head), self.plan.config.variant.logit_cap)
             logits_bv = par.carry_out(logits_bv, par.plan.physical(LOGITS), LOGITS, invariant=True)
             return choose_tokens(logits_bv, each[1], each[2], rows)
 
@@ -134,17 +136,19 @@ class _Cached(Manual):
         self.layer = numbers[-1, -1] + 1
         return x, None
 
-    def attend(self, q, k, v, positions, mask):
+    def attend(self, q, k, v, positions, mask, sinks=None):
         axes, rank, size = self.axes("cache t"), self.index("cache t"), self.plan.mesh.sp
         slots, rows = jnp.arange(self.both[0].shape[2]), jnp.arange(len(positions))[:, None]
         is_own = self.is_token & (positions % size == rank)
         # dropped past the end
         where = (self.layer, rows, jnp.where(is_own, positions // size, len(slots)))
         write = lambda cache, x: cache.at[where].set(vary(x, axes), mode="drop")
-        self.both = tuple(map(write, self.both, (k, v)))
+        self.both = tuple(map(write, self.both, (k, v) if v is not None else (k,)))
         # A slot that the row has not written, but an earlier request perhaps, lies after every query.
         seen = {"q_positions_bs": positions, "k_positions_bt": (slots * size + rank)[None]}
-        return attention.attend_cache(q, *at(self.both, self.layer), axis=axes, mask=mask, **seen)
+        keys, *values = at(self.both, self.layer)
+        seen |= {"axis": axes, "mask": mask, "sinks": sinks}
+        return attention.attend_cache(q, keys, *values or [keys], **seen)
 
 
 def choose_tokens(
