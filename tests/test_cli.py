@@ -158,7 +158,7 @@ def test_models_lists_every_preset(document, call):
     assert [m["name"] for m in models] == list(PRESETS)
     assert {m["name"]: m["params"] for m in models}["llama3-8b"] == 8_030_261_248
     assert all((m["active_params"] < m["params"]) == bool(m["experts"]) for m in models)
-    assert [bool(m["notes"]) for m in models] == [bool(PRESETS[m["name"]].described) for m in models]
+    assert [bool(m["notes"]) for m in models] == [bool(PRESETS[m["name"]].notes) for m in models]
     oss = next(m for m in models if m["name"] == "gpt-oss-20b")
     assert [(kind["layers"], kind["window"]) for kind in oss["layers"]] == [(12, 128), (12, None)]
     assert oss["experts"] == {"num_experts": 32, "top_k": 4} and "rope_theta" not in oss
@@ -166,7 +166,7 @@ def test_models_lists_every_preset(document, call):
     makers = {m["maker"] for m in models}
     assert status == 0 and len(out.splitlines()) == len(PRESETS) + len(makers)
     assert "8,030,261,248 parameters" in out and "\nDeepSeek:\ndeepseek-v3 " in out
-    assert out.count(", planned") == sum(bool(config.described) for config in PRESETS.values())
+    assert out.count(", planned") == sum(not config.runs for config in PRESETS.values())
 
 
 def test_models_describes_the_kinds_of_layers_of_what_is_planned(call):

@@ -495,8 +495,10 @@ def test_configurations_without_a_name_there_are_refused():
     for routing in ({"num_shared": 1}, {"renormalise": False}, {"num_groups": 2}):
         with pytest.raises(ValueError, match="routes as neither Mixtral nor Qwen3-MoE does"):
             to_hugging_face(dataclasses.replace(LESSON, experts=ExpertConfig(4, 2, **routing)))
-    with pytest.raises(ValueError, match="'deepseek-v3' cannot run here"):
-        to_hugging_face(PRESETS["deepseek-v3"])
+    with pytest.raises(ValueError, match="'deepseek-v3.2' cannot run here"):
+        to_hugging_face(PRESETS["deepseek-v3.2"])
+    with pytest.raises(ValueError, match="'deepseek-v3' is no longer what its config.json says"):
+        to_hugging_face(dataclasses.replace(PRESETS["deepseek-v3"], num_layers=8))
 
 
 def test_a_full_disk_is_told_and_what_was_begun_is_taken_away(tmp_path, monkeypatch):

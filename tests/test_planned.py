@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from llmpar.plan import checks
 from llmpar.plan.model_config import PRESETS, ExpertConfig, ModelConfig, described_model
 from llmpar.plan.plan import Plan
 from llmpar.planner import planner
@@ -17,7 +18,7 @@ from llmpar.predict.time import step_time
 from llmpar.predict.workload import Run, of_plan
 
 H100 = chip("h100")
-PLANNED = [name for name, config in PRESETS.items() if config.described]
+PLANNED = [name for name, config in PRESETS.items() if not config.runs]
 MESHES = "fsdp=8", "dp=2 fsdp=4", "tp=8", "fsdp=2 sp=2 tp=2", "pp=2 fsdp=2 tp=2", "pp=4 sp=2", "sp=8"
 """Of eight devices."""
 
@@ -34,6 +35,7 @@ def as_file(config: ModelConfig) -> dict:
     if experts := config.experts:
         more = {"num_experts": experts.num_experts, "num_experts_per_tok": experts.top_k}
         raw |= more | {"moe_intermediate_size": config.ffn_width, "decoder_sparse_step": 1}
+        raw |= {"router_aux_loss_coef": experts.aux_loss, "norm_topk_prob": experts.renormalise}
     return raw
 
 
@@ -209,7 +211,9 @@ def test_the_planner_answers_and_offers_no_command_that_would_be_refused(
     answer = planner.document(planner.decide(q))
     best = answer["plans"][0]
     assert best["fits"] and 0.02 < best["mfu"] < 0.9
-    assert best["train"] is best["compile"] is best["launch"] is None
+    runs = not checks.why_not_run(Plan(mesh).resolve(q.config, None))
+    assert runs == (name == "gpt-oss-120b")
+    assert [bool(best[key]) for key in ("train", "compile", "launch")] == [runs] * 3
 
 
 SHARED = [("qwen3.5-27b", 8, 4, 256, 16), ("gemma-4-31b", 8, 4, 512, 10), ("mimo-v2-flash", 8, 4, 192, 9)]

@@ -169,6 +169,7 @@ def test_a_window_is_read_no_further():
 
 
 V3 = preset("deepseek-v3")
+INDEXED = preset("deepseek-v3.2")
 VLLM_51454 = {"one engine, tp 8": 20.43, "a replica, dp 8": 19.62}
 """Requests of a million tokens that DeepSeek-V4-Flash has room for on 8 B200 (vllm-project/vllm#51454): it
 too keeps one vector for all heads."""
@@ -220,12 +221,12 @@ COUNT = "cache_bytes cache_cuts balance_batch prefill_seconds decode_seconds of_
 COUNT += "argument_bytes kept_bytes parts_bytes temp_bytes temp_parts weights_bytes".split()
 COUNT += "message_width flops most_traffic step_traffic leaving_bytes".split()
 NO_VALUES = "runs pairs_of".split()  # how often a plan runs a layer, and who sends to whom
-RESOLVED = Plan(MeshShape(tp=8)).resolve(V3)
+RESOLVED = Plan(MeshShape(tp=8)).resolve(INDEXED)
 LATENT = {
-    "config": V3, "block": V3, "chip": H100, "batch_size": 8, "seq_len": 64, "context": 64, "tokens": 64,
+    "config": INDEXED, "block": INDEXED, "chip": H100, "batch_size": 8, "seq_len": 64, "context": 64, "tokens": 64,
     "prompt": 64, "batch": 8, "nodes": 1, "gpus": 8, "tp": 8, "platform": "cpu", "hosts": [0] * 8, "text": "",
     "mesh": None, "partitioned": "", "branches": [], "target": None,
-    "q": planner.Question(V3, H100, 8, 64, 8),
+    "q": planner.Question(INDEXED, H100, 8, 64, 8),
 }  # fmt: skip
 
 
@@ -239,5 +240,7 @@ def test_no_function_answers_for_latent_attention_as_if_it_were_plain():
             found[f.__name__] = f"answers {f(**given)}"
         except ValueError as error:
             found[f.__name__] = str(error)
-    refused = {name for name, says in found.items() if "'deepseek-v3'" in says and "latent attention" in says}
+    refused = {
+        name for name, says in found.items() if "'deepseek-v3.2'" in says and "latent attention" in says
+    }
     assert found.keys() - refused == {*COUNT, *NO_VALUES}, found

@@ -184,13 +184,13 @@ class LatentAttention(nnx.Module):
             q_bsnh = self.projected("q_up", down_bsc, par)
         else:
             q_bsnh = self.projected("q", x, par)
-        turn = lambda y: rotate(y, rope, config.variant.rope)
+        rotated = lambda y: rotate(y, rope, config.variant.rope)
         if scale := config.variant.score_scale:
             q_bsnh = q_bsnh * jnp.asarray(scale * config.head_width**0.5, q_bsnh.dtype)
-        q_bsnh = jnp.concatenate([q_bsnh[..., :-r], turn(q_bsnh[..., -r:])], axis=-1)
+        q_bsnh = jnp.concatenate([q_bsnh[..., :-r], rotated(q_bsnh[..., -r:])], axis=-1)
         down_bsc = self.projected("kv_down", x, par)
         latent_bsc = self.kv_norm(down_bsc[..., : self.latent], par)
-        shared_bsr = turn(down_bsc[..., None, self.latent :])[..., 0, :]
+        shared_bsr = rotated(down_bsc[..., None, self.latent :])[..., 0, :]
         latent_bsc = jnp.concatenate([latent_bsc, shared_bsr], axis=-1)
         attended = self.absorbed if par.cache else self.expanded
         y_bsnh = attended(q_bsnh, latent_bsc, ids, par)
@@ -654,14 +654,14 @@ def rotate(
     ``neighbours``. Where the table is narrower than a head, its first numbers alone."""
     cos, sin = rope
     width = 2 * cos.shape[-1]
-    rotated, rest = x[..., :width].astype(jnp.float32), x[..., width:]
+    first, rest = x[..., :width].astype(jnp.float32), x[..., width:]
     if pairs == "neighbours":
-        a, b = rotated[..., ::2], rotated[..., 1::2]
+        a, b = first[..., ::2], first[..., 1::2]
     else:
-        a, b = jnp.split(rotated, 2, axis=-1)
+        a, b = jnp.split(first, 2, axis=-1)
     turned = [a * cos - b * sin, b * cos + a * sin]
     if pairs == "neighbours":
-        y = jnp.stack(turned, axis=-1).reshape(rotated.shape)
+        y = jnp.stack(turned, axis=-1).reshape(first.shape)
     else:
         y = jnp.concatenate(turned, axis=-1)
     return (

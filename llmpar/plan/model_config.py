@@ -567,8 +567,10 @@ class ModelConfig:
 
     @property
     def num_params(self) -> int:
-        """The exact number of parameters; tied embeddings are counted once."""
-        return sum(math.prod(weight.shape) for weight in self.weights().values())
+        """The exact number of parameters; tied embeddings are counted once. The routers' biases of
+        DeepSeek-V3, which follow a rule and no gradient, are none."""
+        rows = self.weights().items()
+        return sum(math.prod(row.shape) for path, row in rows if not path.endswith("experts.bias"))
 
     @property
     def trained_params(self) -> int:

@@ -36,7 +36,10 @@ def check_file(file: dict[str, Any], unread: list[str]) -> None:
         raise NotImplementedHere(f"{what}; use the model in bfloat16")
     if media := [key for key in ("vision_config", "audio_config") if file.get(key)]:
         raise NotImplementedHere(f"it has a part for other media ({media[0]})")
-    for key, value in family(file["model_type"])["needs"].items():
+    run = family(file["model_type"])
+    if file.get("layer_types") and not run.get("reads_layer_types"):
+        raise NotImplementedHere("layer_types is in the file, and its family does not read it")
+    for key, value in run["needs"].items():
         allowed = value if isinstance(value, list) else [value]
         if file.get(key) not in (None, *allowed):
             only = " or ".join(map(repr, allowed))
@@ -62,7 +65,8 @@ def fields(layer: Any, mixer: str, kind: dict[str, Any]) -> dict[str, Any]:
         variant["rope_width"] = width
     theta = _number(rope, "rope_theta", model["rope_theta"])
     scaling = _scaling(rope, layer.file)
-    if scaling and (all_dim := _number(rope, "mscale_all_dim", 0)):
+    latent = kind["described"]["cache_width"]
+    if latent and scaling and (all_dim := _number(rope, "mscale_all_dim", 0)):
         variant["score_scale"] = head_width**-0.5 * _mscale(scaling["factor"], all_dim) ** 2
     experts = kind["experts"] and kind["experts"] | given("experts")
     if experts and "renormalise" in experts:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from llmpar.plan.checks import widths_cut_by_tp
+from llmpar.plan.checks import why_not_run, widths_cut_by_tp
 from llmpar.plan.mesh_shape import AXES, MeshShape, divisors, parse_mesh
 from llmpar.plan.model_config import ModelConfig, preset
 from llmpar.plan.plan import Plan, Resolved
@@ -665,11 +665,19 @@ def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
         "bubble_fraction": one.time.terms.get("bubble", 0.0) / one.time.step_s,
         "why": why(one, plans),
         "change": change(one, plans),
-        "train": None if not q.config.runs else command(q, one.plan, "train"),
-        "compile": None
-        if q.num_devices % q.chip.devices_per_chip or not q.config.runs
-        else command(q, one.plan, "compile"),
-        "launch": None if not q.config.runs else launch(q, one.plan),
+        **commands(q, one.plan),
+    }
+
+
+def commands(q: Question, plan: Plan) -> dict[str, str | None]:
+    """Return the commands that train with a plan; None for each that would be refused."""
+    if why_not_run(plan.resolve(q.config, None)):
+        return dict.fromkeys(("train", "compile", "launch"))
+    whole_chips = q.num_devices % q.chip.devices_per_chip == 0
+    return {
+        "train": command(q, plan, "train"),
+        "compile": command(q, plan, "compile") if whole_chips else None,
+        "launch": launch(q, plan),
     }
 
 

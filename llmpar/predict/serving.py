@@ -68,7 +68,8 @@ def device_flops(
                 chosen = experts.top_k * plan.mesh.ep, experts.num_experts
             weights += local_size(weight.dims, *weight.shape) * chosen[0] // chosen[1]
     positions = plan.cache(rows, length)[2] // plan.mesh.sp
-    heads = config.num_layers * local_size("attention n h", config.num_heads, config.head_width)
+    width_of = config.cache_width if config.shares_cache else config.head_width
+    heads = config.num_layers * local_size("attention n h", config.num_heads, width_of)
     logits = local_size("data b s", rows, width if echo else 1)
     logits *= local_size("vocab v d", config.vocab_size, config.width)
     attention = 4 * tokens * heads * positions

@@ -284,18 +284,22 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
     log-probabilities."""
     config, traffic = plan.config, Traffic(plan.mesh)
     values, layers = Values(traffic, plan, num_rows, width), config.num_layers
-    run = Runs(embed=1, forward=layers, attended=1)
+    run, counts = Runs(embed=1, forward=layers, attended=1), [n for n, _ in config.blocks]
     for path, (weight, layouts) in plan.weight_layouts.items():
-        times = layers if path.startswith("blocks.") else 1
+        times = counts[max(0, kind_of(path))] if path.startswith("blocks.") else 1
         stored = ITEMSIZE[plan.dtype] * math.prod(
             layouts.stored.shard_shape(weight.shape, plan.mesh.sizes)
         )
         of = Transfer("weights", weight.dims.replace(" l ", " "), WEIGHT_LINKS, WHOLE_PASS)
         traffic.carry(layouts.gather, stored // times, of, times)
-    _activations(values, config, run)
-    if config.experts:
-        _experts(values, config, config.experts, run)
+    for kind, (_, block) in enumerate(config.blocks):
+        own = run.share(kind, counts)
+        _activations(values, block, own)
+        if block.experts:
+            _experts(values, block, block.experts, own)
     k, h = config.num_kv_heads, config.head_width
+    if config.shares_cache:  # every rank of tp has the latents
+        k, h = plan.mesh.tp, config.cache_width
     scores = FLOAT32 * values.local_size(
         "attention b s k r", num_rows, width, k, config.num_heads // k
     )
@@ -378,7 +382,8 @@ def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, in
     if path.startswith("blocks."):
         gathers = run.vectors if weight.is_vector else run.matrices
         if weight.dims.startswith("experts "):  # their backward pass reads biases
-            return run.matrices, run.backward, plan.microbatches * _visits(plan)
+            backward = (not weight.frozen) * run.backward
+            return run.matrices, backward, plan.microbatches * _visits(plan)
         kept = plan.stage_saves == "residuals" or plan.remat in ("selective", "ffn")
         # in the queries, keys and values that are kept
         if path.endswith("_bias") and kept and not path.endswith("router_bias"):

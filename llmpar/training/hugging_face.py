@@ -64,8 +64,8 @@ class _Weight:
         num_stacked = name.count("{}")  # dims with a tensor for each index: layers, experts
         self.stacked, self.own = self.letters[:num_stacked], self.letters[num_stacked:]
         self.numbers = list(itertools.product(*(range(self.sizes[x]) for x in self.stacked)))
-        told = [(*(layers[n] for n in numbers[:1]), *numbers[1:]) for numbers in self.numbers]
-        self.names = [name.format(*numbers) for numbers in told]
+        places = [(*(layers[n] for n in numbers[:1]), *numbers[1:]) for numbers in self.numbers]
+        self.names = [name.format(*numbers) for numbers in places]
         if as_ours or region == "vocab":
             self.groups = [[x] for x in self.own]
         elif weight.is_vector:
@@ -76,15 +76,15 @@ class _Weight:
         self.own_shape = tuple(math.prod(self.sizes[x] for x in group) for group in self.groups)
         self.share((self,), 0, False)
 
-    def share(self, parts: Sequence[_Weight], place: int, by_turns: bool) -> None:
+    def share(self, parts: Sequence[_Weight], place: int, interleaved: bool) -> None:
         """Be one of the ``parts`` of each tensor, side by side along the dim of heads or of hidden units, or
-        ``by_turns``."""
+        ``interleaved``."""
         axes = [i for i, group in enumerate(self.groups) if {"n", "k", "m"} & {*group}]
         self.axis = axes[0] if axes else 0
         sizes = [part.own_shape[self.axis] for part in parts] if self.own_shape else [1]
         self.step, self.begin = (
-            len(parts) if by_turns else 1,
-            place if by_turns else sum(sizes[:place]),
+            len(parts) if interleaved else 1,
+            place if interleaved else sum(sizes[:place]),
         )
         whole = list(self.own_shape)
         if len(parts) > 1:
@@ -101,11 +101,11 @@ class _Weight:
             parts += [cut[first].stop - cut[first].start, *(self.sizes[x] for x in rest)]
             inner += [slice(None), *(cut[x] for x in rest)]
         start, stop = (self.step * end for end in region[self.axis])
-        begin, turn = (0, self.begin) if self.step > 1 else (self.begin, 0)
+        begin, first = (0, self.begin) if self.step > 1 else (self.begin, 0)
         region[self.axis] = start + begin, stop + begin
         piece = tensor[tuple(slice(*ends) for ends in region)]
-        by_turns = [slice(None)] * self.axis + [slice(turn, None, self.step)]
-        piece = piece[tuple(by_turns)].reshape(parts)[tuple(inner)]
+        rows = [slice(None)] * self.axis + [slice(first, None, self.step)]
+        piece = piece[tuple(rows)].reshape(parts)[tuple(inner)]
         return piece.transpose([letters.index(x) for x in self.own]).astype(dtype, order="C")
 
     def place(
@@ -196,7 +196,7 @@ def _weights(config: ModelConfig) -> dict[str, _Weight]:
         weights[path] = _Weight(name, weight, layers, as_ours)
     for parts in _groups(weights).values():
         for place, path in enumerate(parts):
-            weights[path].share([weights[x] for x in parts], place, run.get("by_turns", False))
+            weights[path].share([weights[x] for x in parts], place, run.get("interleaved", False))
     return weights
 
 
