@@ -1,76 +1,195 @@
-"""An independent Llama in float64, written from the papers with nothing of llmpar: what all plans are held
+"""An independent model in float64, written from the papers with nothing of llmpar: what all plans are held
 against.
 
-Weights are flat: {"embedding", "norm.scale", "head", "blocks.attention.q", …}, blocks stacked over layers.
-``c`` is anything with the fields of a model's configuration, read by name. One device, whole rows, no loss of
-precision, no cleverness.
+Weights are flat: {"embedding", "norm.scale", "head", "blocks.attention.q", …}, blocks stacked over layers; of
+layers of several kinds "blocks.0.attention.q", …, stacked over those of a kind. ``c`` is anything with the
+fields of a model's configuration, read by name; what a layer has is seen by its weights' names. One device,
+whole rows, no loss of precision, no cleverness.
 """
 
+import collections
+import contextlib
+import functools
+import itertools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+# ----------------------------------------------------------------------------------------------- the parts
+
 
 def frequencies(c):
-    """Radians per position of each pair; Llama 3.1's code, wavelength by wavelength."""
-    out = []
-    for i in range(c.head_width // 2):
-        w, s = c.rope_theta ** (-2 * i / c.head_width), c.rope_scaling
-        if s is not None and 2 * math.pi / w >= s.original_context / s.high_freq_factor:
-            turns = s.original_context * w / (2 * math.pi)
-            smooth = max(0.0, (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor))
-            w = (1 - smooth) * w / s.factor + smooth * w
-        out.append(w)
-    return np.array(out)
+    """Radians per position of each pair: as they are, all slower, or Llama 3.1's and YaRN's mixtures."""
+    width, s = c.variant.rope_width or c.head_width, c.rope_scaling
+    w = np.array([c.rope_theta ** (-2 * i / width) for i in range(width // 2)])
+    if s is None:
+        return w
+    if s.kind == "linear":
+        return w / s.factor
+    if s.kind == "yarn":
+        slow = yarn_ramp(width, c.rope_theta, s)
+        return w * (1 - slow) + w / s.factor * slow
+    turns = s.original_context * w / (2 * math.pi)
+    smooth = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+    smooth = np.minimum(np.maximum(smooth, 0), 1)
+    return (1 - smooth) * w / s.factor + smooth * w
 
 
-def norm(x, scale, c):
-    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + c.norm_eps) * scale
+def yarn_ramp(width, theta, s):
+    """How much of each pair is slowed down: from 0 for many turns in the original context to 1 for few."""
+    pair_of = lambda turns: (
+        width * math.log(s.original_context / (2 * math.pi * turns)) / (2 * math.log(theta))
+    )
+    first, last = pair_of(s.high_freq_factor), pair_of(s.low_freq_factor)
+    if s.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    last += 0.001 * (first == last)
+    return np.clip((np.arange(width // 2) - first) / (last - first), 0, 1)
 
 
-def swiglu(x, gate, up, down):
-    g = x @ gate
-    return (g / (1 + jnp.exp(-g)) * (x @ up)) @ down
+def norm(x, scale, c, eps=None, axes=(-1,)):
+    """Root mean square norm, or of what is left without the mean."""
+    if c.variant.norm == "layer":
+        x = x - x.mean(axes, keepdims=True)
+    size = jnp.sqrt((x * x).mean(axes, keepdims=True) + (c.norm_eps if eps is None else eps))
+    return x / size * (scale + c.variant.norm_offset)
+
+
+def capped(x, cap):
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def sigmoid(x):
+    return 1 / (1 + jnp.exp(-x))
+
+
+def gated(gate, up, v):
+    """What a feed-forward makes of its two inner products."""
+    if v.activation == "clamped":
+        gate, up = jnp.minimum(gate, v.clamp), jnp.clip(up, -v.clamp, v.clamp)
+        return gate * sigmoid(1.702 * gate) * (up + 1)
+    if v.activation == "gelu":
+        return 0.5 * gate * (1 + jax.scipy.special.erf(gate / math.sqrt(2))) * up
+    if v.activation == "gelu_tanh":
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        return 0.5 * gate * (1 + jnp.tanh(inner)) * up
+    return gate * sigmoid(gate) * up
+
+
+def feed_forward(x, w, c):
+    product = lambda x, name: x @ w[name] + w.get(f"{name}_bias", 0)
+    return product(gated(product(x, "gate"), product(x, "up"), c.variant), "down")
+
+
+def matrices(w, part):
+    """The weights of one of a layer's feed-forwards."""
+    names = "gate", "up", "down", "gate_bias", "up_bias", "down_bias"
+    return {name: w[f"{part}.{name}"] for name in names if f"{part}.{name}" in w}
+
+
+# ------------------------------------------------------------------------------------------------- attention
+
+
+def rotated(x, c, positions):
+    """x (b s n h) with its pairs turned: of the first numbers where not all are."""
+    if c.variant.rope == "none":
+        return x
+    angles, size = positions[..., None, None] * frequencies(c), 1.0
+    if c.rope_scaling is not None and c.rope_scaling.kind == "yarn":
+        size = c.rope_scaling.attention_factor
+    cos, sin = jnp.cos(angles) * size, jnp.sin(angles) * size
+    width = 2 * angles.shape[-1]
+    x, rest = x[..., :width], x[..., width:]
+    if c.variant.rope == "neighbours":
+        a, b = x[..., 0::2], x[..., 1::2]
+    else:
+        a, b = x[..., : width // 2], x[..., width // 2 :]
+    # The order of what comes out is the same for queries and keys, and so their products are.
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def projected(x, w, c, positions):
+    """Queries, keys and values of grouped heads."""
+    q, k, v = (
+        jnp.einsum("bsd,dnh->bsnh", x, w[f"attention.{i}"]) + w.get(f"attention.{i}_bias", 0) for i in "qkv"
+    )
+    if "attention.q_norm.scale" in w:
+        axes = (-2, -1) if c.variant.qk_norm == "all" else (-1,)
+        q, k = (norm(y, w[f"attention.{i}_norm.scale"], c, axes=axes) for i, y in (("q", q), ("k", k)))
+    q, k = (rotated(y, c, positions) for y in (q, k))
+    return (q, *(jnp.repeat(y, q.shape[2] // y.shape[2], 2) for y in (k, v)))
+
+
+def expanded(x, w, c, positions):
+    """Queries, keys and values of latent attention, each head's own; of each the last numbers are turned."""
+    q = x
+    if "attention.q_down" in w:
+        q = x @ w["attention.q_down"] + w.get("attention.q_down_bias", 0)
+        q = norm(q, w["attention.q_norm.scale"], c, 1e-6)
+    q = jnp.einsum("bsc,cnh->bsnh", q, w["attention.q_up" if "attention.q_down" in w else "attention.q"])
+    both = x @ w["attention.kv_down"] + w.get("attention.kv_down_bias", 0)
+    width = w["attention.kv_norm.scale"].shape[-1]
+    latent = norm(both[..., :width], w["attention.kv_norm.scale"], c, 1e-6)
+    k, shared = jnp.einsum("bsc,cnh->bsnh", latent, w["attention.kv_up"]), both[..., None, width:]
+    plain = q.shape[-1] - shared.shape[-1]
+    k, v = k[..., :plain], k[..., plain:]
+    q = jnp.concatenate([q[..., :plain], rotated(q[..., plain:], c, positions)], -1)
+    shared = jnp.broadcast_to(rotated(shared, c, positions), (*k.shape[:-1], shared.shape[-1]))
+    return q, jnp.concatenate([k, shared], -1), v
+
+
+def seen(c, batch):
+    """Which keys (b s t: the last) a query sees."""
+    at, of = batch["positions"], batch["segments"]
+    apart = at[:, :, None] - at[:, None, :]
+    mask = (apart >= 0) & (of[:, :, None] == of[:, None, :]) & (apart < (c.window or math.inf))
+    if c.variant.chunk:
+        mask &= at[:, :, None] // c.variant.chunk == at[:, None, :] // c.variant.chunk
+    return mask
 
 
 def attention(x, w, c, batch):
-    q, k, v = (jnp.einsum("bsd,dnh->bsnh", x, w[f"attention.{i}"]) for i in "qkv")
-    if c.qkv_bias:
-        q, k, v = q + w["attention.q_bias"], k + w["attention.k_bias"], v + w["attention.v_bias"]
-    if c.qk_norm:
-        q, k = norm(q, w["attention.q_norm.scale"], c), norm(k, w["attention.k_norm.scale"], c)
-    angles = batch["positions"][..., None, None] * frequencies(c)
-    turn = lambda a, b: [a * jnp.cos(angles) - b * jnp.sin(angles), b * jnp.cos(angles) + a * jnp.sin(angles)]
-    q, k = (jnp.concatenate(turn(*jnp.split(x, 2, -1)), -1) for x in (q, k))
-    k, v = (jnp.repeat(x, c.num_heads // c.num_kv_heads, 2) for x in (k, v))
-    apart = batch["positions"][:, :, None] - batch["positions"][:, None, :]
-    seen = (apart >= 0) & (batch["segments"][:, :, None] == batch["segments"][:, None, :])
-    seen &= apart < (c.window or math.inf)
-    scores = jnp.einsum("bsnh,btnh->bnst", q, k) / math.sqrt(c.head_width)
-    p = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30), -1)
-    return jnp.einsum("bnst,btnh,nhd->bsd", p, v, w["attention.o"])
+    make = expanded if "attention.kv_down" in w else projected
+    q, k, v = make(x, w, c, batch["positions"])
+    scale = c.variant.score_scale or 1 / math.sqrt(q.shape[-1])
+    scores = capped(jnp.einsum("bsnh,btnh->bnst", q, k) * scale, c.variant.score_cap)
+    scores = jnp.where(seen(c, batch)[:, None], scores, -1e30)
+    if "attention.sinks" in w:  # a key that has no value
+        sinks = jnp.broadcast_to(w["attention.sinks"][:, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, sinks], -1)
+    p = jax.nn.softmax(scores, -1)[..., : k.shape[1]]
+    return jnp.einsum("bnst,btnh,nhd->bsd", p, v, w["attention.o"]) + w.get("attention.o_bias", 0)
 
 
-def experts(x, w, how, pieces):
-    """The layer's output; its router's loss per token, load, drops and entropy; and the closest call."""
-    b, s, _ = x.shape
-    logits = x @ w["experts.router"]
-    score = jax.nn.softmax(logits, -1) if how.score == "softmax" else 1 / (1 + jnp.exp(-logits))
-    favour = jax.lax.stop_gradient(score + (0 if how.bias_rate is None else w["experts.bias"]))
+# --------------------------------------------------------------------------------------------------- experts
+
+
+def chosen_of(score, bias, how):
+    """Which experts (b s e) a token visits, and how close the closest call was."""
+    favour, closest = jax.lax.stop_gradient(score + bias), math.inf
     gap = lambda x, k: (
         (ranked := -jnp.sort(-x, -1))[..., k - 1] - ranked[..., k] if k < x.shape[-1] else jnp.array(math.inf)
     )
-    closest = math.inf
+    best_of = lambda x, k: jnp.argsort(jnp.argsort(-x, -1), -1) < k
     if how.num_groups > 1:
-        grouped = favour.reshape(b, s, how.num_groups, -1)
-        worth = jnp.sort(grouped, -1)[..., -2:].sum(-1)
+        grouped = favour.reshape(*favour.shape[:2], how.num_groups, -1)
+        ranked = jnp.sort(grouped, -1)
+        worth = ranked[..., -1] if how.group_score == "best" else ranked[..., -2:].sum(-1)
         closest = gap(worth, how.top_groups).min()
-        best = jnp.argsort(jnp.argsort(-worth, -1), -1) < how.top_groups
-        favour = jnp.where(best[..., None], grouped, -math.inf).reshape(b, s, -1)
-    closest = jnp.minimum(closest, gap(favour, how.top_k).min())
-    chosen = jnp.argsort(jnp.argsort(-favour, -1), -1) < how.top_k  # b s e
+        is_open = best_of(worth, how.top_groups)[..., None]
+        favour = jnp.where(is_open, grouped, -math.inf).reshape(favour.shape)
+    return best_of(favour, how.top_k), jnp.minimum(closest, gap(favour, how.top_k).min())
+
+
+def experts(x, w, c, pieces):
+    """The layer's output; its router's loss per token, load, drops and entropy; and the closest call."""
+    how, s = c.experts, x.shape[1]
+    logits = x @ w["experts.router"] + w.get("experts.router_bias", 0)
+    score = jax.nn.softmax(logits, -1) if how.score == "softmax" else sigmoid(logits)
+    chosen, closest = chosen_of(score, 0 if how.bias_rate is None else w["experts.bias"], how)
     weight = jnp.where(chosen, score, 0)
     weight = how.scale * (weight / weight.sum(-1, keepdims=True) if how.renormalise else weight)
     share = score / score.sum(-1, keepdims=True)
@@ -83,18 +202,62 @@ def experts(x, w, how, pieces):
         here = (pieces == piece)[..., None]
         room = math.ceil(round(how.top_k * here.sum(-2).max() * how.capacity_factor / how.num_experts, 9))
         kept &= ~here | (jnp.cumsum(chosen & here, 1) <= room)
-    each = jax.vmap(swiglu, (None, 0, 0, 0), -1)(x, w["experts.gate"], w["experts.up"], w["experts.down"])
+    each = jax.vmap(lambda own: feed_forward(x, own, c), out_axes=-1)(matrices(w, "experts"))
     y = (each * jnp.where(kept, weight, 0)[:, :, None]).sum(-1)
     if how.num_shared:
-        y += swiglu(x, *(w[f"experts.shared.{n}"] for n in ("gate", "up", "down")))
-    entropy = -(share * jnp.log(share)).sum()
+        y += feed_forward(x, matrices(w, "experts.shared"), c)
     told = {
         "load": chosen.sum((0, 1)),
         "dropped": (chosen & ~kept).sum(),
-        "router_entropy": entropy,
+        "router_entropy": -(share * jnp.log(share)).sum(),
         "closest": closest,
     }
     return y, loss, told
+
+
+# ------------------------------------------------------------------------------------------------- the model
+
+
+def block(c, batch, pieces, x, w):
+    """A layer: what it adds to the stream x, before or after norms, or from one norm both at once."""
+    extra, told = 0.0, {}
+    normed = lambda y, name: norm(y, w[name], c) if name in w else y
+    at_once = not {"ffn_norm.scale", "ffn_post_norm.scale"} & w.keys()
+    y = normed(x, "attention_norm.scale")
+    z = c.variant.residual_scale * normed(attention(y, w, c, batch), "attention_post_norm.scale")
+    y = y if at_once else normed(x + z, "ffn_norm.scale")
+    if c.experts and "experts.router" in w:
+        y, extra, told = experts(y, w, c, pieces)
+        extra = jnp.where(batch["targets"] >= 0, extra, 0).sum()
+    else:
+        y = feed_forward(y, matrices(w, "ffn"), c)
+    return x + z + c.variant.residual_scale * normed(y, "ffn_post_norm.scale"), extra, told
+
+
+def kinds_in_order(c):
+    """Of each layer the index of its kind."""
+    return [*itertools.islice(itertools.chain(c.lead, itertools.cycle(c.period)), c.num_layers)]
+
+
+def logits_of(weights, batch, c, pieces):
+    """The logits, the routers' losses, and what the routers told, in the order of the layers with experts."""
+    x, extra, told = weights["embedding"][batch["tokens"]] * c.variant.embedding_scale, 0.0, []
+    done = collections.Counter()
+    for kind, run in itertools.groupby(kinds_in_order(c)):
+        begin, end = done[kind], done[kind] + len([*run])
+        done[kind], prefix = end, f"blocks.{kind}." if c.kinds else "blocks."
+        own = {path.removeprefix(prefix): w for path, w in weights.items() if path.startswith(prefix)}
+        layer = functools.partial(block, c.kinds[kind] if c.kinds else c, batch, pieces)
+
+        def add(carry, w, layer=layer):
+            x, more, told = layer(carry[0], w)
+            return (x, carry[1] + more), told
+
+        (x, extra), of_run = jax.lax.scan(add, (x, extra), {k: w[begin:end] for k, w in own.items()})
+        told += [of_run] * bool(of_run)
+    told = jax.tree.map(lambda *runs: jnp.concatenate(runs), *told) if told else {}
+    x = norm(x, weights["norm.scale"], c) @ weights["embedding" if c.tied else "head"].T
+    return capped(x * c.variant.logit_scale, c.variant.logit_cap), extra, told
 
 
 def merged(weights, c):
@@ -107,25 +270,23 @@ def merged(weights, c):
 
 def loss(weights, batch, c, pieces):
     """The mean over targets (-1: none) of cross-entropies and routers' losses; what the routers told."""
-    counted, weights = batch["targets"] >= 0, merged(weights, c)
-
-    def block(carry, w):
-        (x, extra), told = carry, {}
-        x = x + attention(norm(x, w["attention_norm.scale"], c), w, c, batch)
-        y = norm(x, w["ffn_norm.scale"], c)
-        if c.experts:
-            y, more, told = experts(y, w, c.experts, pieces)
-            extra += jnp.where(counted, more, 0).sum()
-        else:
-            y = swiglu(y, w["ffn.gate"], w["ffn.up"], w["ffn.down"])
-        return (x + y, extra), told
-
-    layers = {path.removeprefix("blocks."): w for path, w in weights.items() if path.startswith("blocks.")}
-    (x, extra), told = jax.lax.scan(block, (weights["embedding"][batch["tokens"]], 0.0), layers)
-    logits = norm(x, weights["norm.scale"], c) @ weights["embedding" if c.tied else "head"].T
+    counted = batch["targets"] >= 0
+    logits, extra, told = logits_of(merged(weights, c), batch, c, pieces)
     target = jnp.take_along_axis(logits, jnp.maximum(batch["targets"], 0)[..., None], -1)[..., 0]
     nats = jnp.where(counted, jax.scipy.special.logsumexp(logits, -1) - target, 0).sum()
     return (nats + extra) / jnp.maximum(counted.sum(), 1), told
+
+
+def in_float64():
+    """A context in which JAX computes so."""
+    stack = contextlib.ExitStack()
+    for setting in (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        stack.enter_context(setting)
+    return stack
 
 
 class Trainer:
@@ -139,7 +300,7 @@ class Trainer:
 
     def gradients(self, batch):
         """Loss, gradients, and what the routers told, at the weights of the moment."""
-        with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with in_float64():
             given = self.weights, {k: np.asarray(x, np.int64) for k, x in batch.items()}
             if self.run is None:
                 pieces = np.zeros(batch["tokens"].shape[1], int) if self.pieces is None else self.pieces
@@ -166,8 +327,10 @@ class Trainer:
                 corrected = self.second[k] / (1 - rule["b2"] ** self.steps)
                 move = move / (1 - rule["b1"] ** self.steps) / (np.sqrt(corrected) + rule["eps"])
                 move = move + rule["decay"] * self.weights[k]
-            if k == "blocks.experts.bias":
-                load = told["load"]
+            if k.endswith("experts.bias"):
+                kinds = self.c.kinds or (self.c,)
+                routed = np.array([i for i in kinds_in_order(self.c) if kinds[i].experts])
+                load = told["load"][routed == (int(k.split(".")[1]) if self.c.kinds else 0)]
                 move = -self.c.experts.bias_rate / rule["rate"] * np.sign(load.mean(1, keepdims=True) - load)
             self.weights[k] = self.weights[k] - rule["rate"] * move
         return value, size, grads, told

@@ -16,6 +16,7 @@ import weakref
 import jax
 import make_hf_fixtures
 import numpy as np
+import oracle
 import pytest
 from flax.traverse_util import flatten_dict
 from parity import logits_of
@@ -38,9 +39,8 @@ from llmpar.training import hugging_face as hf
 
 def state_dict(params, config):
     """All tensors by Hugging Face name, whole."""
-    flat, weights = flatten_dict(params, sep="."), hf._weights(config)
-    tensors = [zip(w.names, w.write(flat[path], "float32"), strict=True) for path, w in weights.items()]
-    return {name: tensor for some in tensors for name, tensor in some}
+    flat = flatten_dict(params, sep=".")
+    return dict(hf.tensors_of(hf._weights(config), flat.__getitem__, "float32"))
 
 
 KINDS = make_hf_fixtures.RUNNING
@@ -93,6 +93,43 @@ def same(a, b):
 
 
 # ----------------------------------------------------------------------------------------------------- parity
+
+
+def in_float64(config, tensors, run, *batch):
+    """What `oracle` computes of these tensors."""
+    params = flatten_dict(hf.from_state_dict(tensors, config), sep=".")
+    with oracle.in_float64():
+        weights = {path: np.asarray(w, np.float64) for path, w in params.items()}
+        return jax.tree.map(np.asarray, jax.jit(run)(weights, *batch))
+
+
+def whole(ids, targets):
+    """Rows of one document each."""
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    return {
+        "tokens": ids, "targets": targets, "positions": positions, "segments": np.ones_like(positions)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_oracle_computes_the_logits_of_transformers(fixture, kind):
+    config, tensors, ids, theirs = fixture(kind)
+    run = lambda weights, batch: oracle.logits_of(weights, batch, config, None)[0]
+    assert np.abs(in_float64(config, tensors, run, whole(ids, ids)) - theirs).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", make_hf_fixtures.WITH_GRADIENTS)
+def test_the_oracle_computes_the_gradients_of_transformers(fixture, kind):
+    """Of the cross-entropy alone: what balances experts is left out."""
+    config, tensors, ids, _ = fixture(kind)
+    config = config.with_experts(aux_loss=0.0)
+    run = jax.grad(lambda weights, batch: oracle.loss(weights, batch, config, None)[0])
+    grads = in_float64(config, tensors, run, whole(ids[:, :-1], ids[:, 1:]))
+    theirs = {name.removeprefix("grad:"): x for name, x in stored(kind).items() if name.startswith("grad:")}
+    ours = dict(hf.tensors_of(hf._weights(config), grads.__getitem__, "float64"))
+    assert theirs.keys() <= ours.keys() and not any(ours[name].any() for name in ours.keys() - theirs.keys())
+    for name, x in theirs.items():
+        assert np.abs(ours[name] - x).max() <= TOLERANCE * np.abs(x).max(), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,7 +207,7 @@ def test_a_fault_breaks_parity(fixture, name):
 def test_a_fresh_model_of_transformers_is_read(tmp_path, kind):
     pytest.importorskip("torch"), pytest.importorskip("transformers")
     data = make_hf_fixtures.example(kind, seed=7)
-    make_hf_fixtures.make(kind, seed=7).save_pretrained(tmp_path, max_shard_size="20KB")
+    make_hf_fixtures.make(kind, seed=7).save_pretrained(tmp_path, max_shard_size="8KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     config = from_hugging_face(str(tmp_path / "config.json"))
     assert np.abs(logits(hf.load(tmp_path, config), config, data["ids"]) - data["logits"]).max() < TOLERANCE

@@ -32,16 +32,23 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from parity import arranged, emulated_ragged_all_to_all, live, ragged_on_cpus
+from parity import arranged, emulated_ragged_all_to_all, live, ragged_on_cpus, units
 
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.model import attention
 from llmpar.parallel.mesh import make_mesh
-from llmpar.plan import schedules
+from llmpar.plan import checks, running, schedules
 from llmpar.plan.backend import SUITS
 from llmpar.plan.mesh_shape import AXES, MeshShape
-from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, LoraConfig, ModelConfig, RopeScaling
+from llmpar.plan.model_config import (
+    ADAPTABLE,
+    ExpertConfig,
+    LoraConfig,
+    ModelConfig,
+    RopeScaling,
+    described_model,
+)
 from llmpar.plan.plan import Plan
 from llmpar.plan.timetable import branch_shares
 from llmpar.predict import traffic
@@ -86,10 +93,11 @@ DRAWN = {
         experts=(),
         context_length=(None, 64),
         lora=(),  # `draw_all`
-        kinds=(),  # what is planned does not run
+        kinds=(),  # `OF_FAMILIES`
         lead=(),
         period=(),
         described=(),
+        variant=(),
     ),
     ExpertConfig: dict(
         num_experts=(4, 8, 3, 6),
@@ -113,6 +121,79 @@ BATCH = dict(
     clip=(0.3, None, 1e3),
     rule=("sgd", "adamw"),
 )
+BOTH, SOME = (False, True), (True, False)
+QWEN = dict(use_sliding_window=SOME, max_window_layers=(1, 0, 2))
+GEMMA2 = dict(
+    hidden_activation=("gelu_pytorch_tanh", "gelu", "silu"),
+    query_pre_attn_scalar=(24, 6),
+    attn_logit_softcapping=(5.0, None),
+    final_logit_softcapping=(8.0, None),
+    attention_bias=BOTH,
+)
+ROUTED = dict(
+    first_k_dense_replace=(1, 0, 2),
+    n_shared_experts=(1, 2),
+    routed_scaling_factor=(2.5, 1.0),
+    norm_topk_prob=SOME,
+)
+LATENT = ROUTED | dict(
+    qk_nope_head_dim=(8, 4, 6),
+    qk_rope_head_dim=(4, 8, 2),
+    v_head_dim=(8, 4, 12),
+    kv_lora_rank=(16, 12),
+    q_lora_rank=(12, None, 8),
+    attention_bias=BOTH,
+)
+OF_FAMILIES = {
+    "llama": dict(attention_bias=SOME, mlp_bias=BOTH),
+    "mistral": {},
+    "mixtral": {},
+    "qwen2": QWEN,
+    "qwen3": QWEN | dict(attention_bias=BOTH),
+    "qwen3_moe": QWEN | dict(norm_topk_prob=BOTH, mlp_only_layers=([], [1]), decoder_sparse_step=(2, 1)),
+    "gemma": dict(hidden_activation=GEMMA2["hidden_activation"], attention_bias=BOTH),
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA2 | dict(rope_local_base_freq=(100.0, 1e4), sliding_window_pattern=(3, 2)),
+    "olmo2": dict(attention_bias=BOTH),
+    "olmo3": dict(attention_bias=BOTH),
+    "smollm3": dict(no_rope_layer_interval=(2, 3, 4), attention_bias=BOTH, mlp_bias=BOTH),
+    "granite": dict(
+        embedding_multiplier=(3.0, 1.0),
+        residual_multiplier=(0.5, 1.0),
+        attention_multiplier=(0.25, 1.0),
+        logits_scaling=(0.5, 4.0),
+        attention_bias=BOTH,
+        mlp_bias=BOTH,
+    ),
+    "phi3": dict(partial_rotary_factor=(0.5, 1.0)),
+    "cohere": dict(use_qk_norm=SOME, logit_scale=(0.25, 1.0), attention_bias=BOTH),
+    "cohere2": dict(sliding_window_pattern=(3, 2), logit_scale=(0.25, 1.0), attention_bias=BOTH),
+    "glm4_moe": ROUTED | dict(use_qk_norm=SOME, attention_bias=BOTH, partial_rotary_factor=(0.5, 1.0)),
+    "deepseek_v3": LATENT | dict(rope_interleave=SOME),
+    "kimi_k2": LATENT,
+    "deepseek_v2": LATENT | dict(topk_method=("group_limited_greedy",)),
+    "gpt_oss": dict(swiglu_limit=(1.5, 7.0), attention_bias=SOME),
+}
+"""What a random ``config.json`` of a family that runs has besides its sizes."""
+OF_FAMILIES_SHARE = 1 / 3
+"""The others are models of our own fields."""
+WITH_EXPERTS = [
+    name for name in OF_FAMILIES if name.endswith("moe") or name.startswith(("mix", "kimi", "deep"))
+]
+WITH_EXPERTS += ["gpt_oss"]
+MIXED = "gemma2 gemma3_text olmo3 cohere2 gpt_oss".split()
+"""Families whose ``layer_types`` may have any order."""
+ORDERS = None, ["sliding", "full"], ["full", "sliding", "sliding"], ["full"], ["sliding"]
+ROPES = {
+    "default": {},
+    "linear": dict(factor=4.0),
+    "llama3": dict(
+        factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+    ),
+    "yarn": dict(factor=4.0, beta_fast=2.0, beta_slow=0.25, original_max_position_embeddings=16),
+}
+LATER = dict(mscale=1.0, mscale_all_dim=0.707), dict(truncate=False), dict(attention_factor=1.25), {}
+"""What YaRN's entries may have besides."""
 RULES = {
     "sgd": dict(kind="sgd", rate=0.05, b1=0.9),
     "adamw": dict(kind="adamw", rate=0.01, b1=0.9, b2=0.999, eps=1e-2, decay=0.1),
@@ -141,9 +222,54 @@ OFTEN += "sequence_order dispatch".split()
 # ---------------------------------------------------------------------------------------------------- drawing
 
 
+def draw_family(rng, pick, wild) -> dict:
+    """A family that runs, or none, and the entries of its ``config.json`` that are no sizes;
+    of layers of several kinds their order."""
+    if rng.random() > OF_FAMILIES_SHARE:
+        return {"family": "", "entries": {}, "order": None}
+    family = pick(list(OF_FAMILIES))
+    draw = lambda xs: pick(xs if rng.random() < wild else xs[:1])
+    entries = {key: draw(xs) for key, xs in OF_FAMILIES[family].items()}
+    rope = pick(list(ROPES)) if family != "phi3" else "default"  # its other ropes are longrope
+    if rope != "default":
+        more = pick(LATER) if rope == "yarn" else {}
+        shared = {"rope_type": rope, "original_max_position_embeddings": 16}
+        entries["rope_scaling"] = shared | ROPES[rope] | more
+    return {"family": family, "entries": entries, "order": pick(ORDERS) if family in MIXED else None}
+
+
+def file_of(asked: dict) -> dict:
+    """The ``config.json`` of a choice."""
+    raw = {
+        "model_type": asked["family"],
+        "vocab_size": asked["vocab_size"],
+        "hidden_size": asked["width"],
+        "num_hidden_layers": asked["num_layers"],
+        "num_attention_heads": asked["num_heads"],
+        "num_key_value_heads": asked["num_kv_heads"],
+        "head_dim": asked["head_width"],
+        "intermediate_size": asked["ffn_width"],
+        "rms_norm_eps": asked["norm_eps"],
+        "layer_norm_eps": asked["norm_eps"],
+        "tie_word_embeddings": asked["tied"],
+        "rope_theta": asked["rope_theta"],
+        "max_position_embeddings": 64,
+        "sliding_window": asked["window"] or 4,
+    }
+    if asked["experts"]:
+        in_groups = "routed_scaling_factor" in asked["entries"]
+        raw["n_routed_experts" if in_groups else "num_local_experts"] = asked["num_experts"]
+        raw |= {"num_experts_per_tok": asked["top_k"], "moe_intermediate_size": asked["ffn_width"]}
+        raw |= {"n_group": asked["num_groups"], "topk_group": asked["top_groups"]} if in_groups else {}
+    if order := asked["order"]:
+        raw["layer_types"] = [f"{order[i % len(order)]}_attention" for i in range(asked["num_layers"])]
+    return raw | asked["entries"]
+
+
 def draw_all(rng) -> dict:
     """One choice for everything, as plain data by field; ``wild``: how far from the first values."""
     pick, wild = lambda xs: xs[rng.integers(len(xs))], rng.choice([0.3, 0.6, 1.0])
+    of_family = draw_family(rng, pick, wild)
     tables = *FIELDS.values(), BATCH
     asked = {
         name: pick(xs if rng.random() < wild else xs[:1])
@@ -152,12 +278,14 @@ def draw_all(rng) -> dict:
         if xs
     }
     asked |= {field: pick(FIELDS[Plan][field]) for field in OFTEN if rng.random() < 0.7}
-    asked |= dict.fromkeys(AXES, 1) | {"experts": rng.random() < 0.35}
+    asked |= dict.fromkeys(AXES, 1) | {"experts": rng.random() < 0.35} | of_family
+    if family := asked["family"]:
+        asked |= {"experts": family in WITH_EXPERTS, "num_layers": pick((3, 4, 5))}
     axes = ["pp", "dp", "fsdp", "fsdp", "sp", "sp", "tp", "tp"] + ["ep"] * (1 + asked["experts"])
     for prime in pick(((2, 2, 2), (2, 2, 2), (2, 3), (2, 2))):
         asked[pick(axes)] *= prime
     if asked["pp"] == 1:
-        asked["num_layers"] = min(asked["num_layers"], 3)
+        asked["num_layers"] = min(asked["num_layers"], 5 if family else 3)
     else:
         asked |= {
             "schedule": pick(FIELDS[Plan]["schedule"]),
@@ -186,22 +314,39 @@ def draw_all(rng) -> dict:
         asked["lora"] = LoraConfig(pick((3, 1)), 4.0, names)
     parts = math.lcm(asked["num_kv_heads"], asked["tp"] if asked["num_kv_heads"] < asked["tp"] else 1)
     asked["num_heads"] = -(-asked["num_heads"] // parts) * parts
+    if family and asked["pp"] > 1:  # stages are whole periods
+        asked["entries"] |= dict.fromkeys(asked["entries"].keys() & {"first_k_dense_replace"}, 0)
+        with contextlib.suppress(ValueError):
+            period = described_model("random", file_of(asked)).period
+            asked["num_layers"] = len(period) * asked["pp"] * pick((1, 2))
     return asked
+
+
+def model_of(asked: dict) -> ModelConfig:
+    """The model of a choice: of our own fields, or of a ``config.json``."""
+    take = lambda cls: {name: asked[name] for name in FIELDS[cls] if name in asked}
+    if not asked["family"]:
+        experts = ExpertConfig(**take(ExpertConfig)) if asked["experts"] else None
+        return ModelConfig(**take(ModelConfig) | {"experts": experts})
+    config = described_model("random", file_of(asked)).must_run()
+    if config.experts:
+        config = config.with_experts(**{x: asked[x] for x in ("aux_loss", "z_loss", "capacity_factor")})
+    return dataclasses.replace(config, lora=asked.get("lora"))
 
 
 def build(asked: dict) -> tuple[ModelConfig, Plan]:
     """The model and the plan of a choice, or the package's refusal."""
-    take = lambda cls: {name: asked[name] for name in FIELDS[cls] if name in asked}
-    experts = ExpertConfig(**take(ExpertConfig)) if asked["experts"] else None
-    config = ModelConfig(**take(ModelConfig) | {"experts": experts})
+    config = model_of(asked)
     if (schedule := asked["schedule"]) == WRITTEN:
         name = ("gpipe", "1f1b", "zb-h1")[asked["batch"] % 3]
         schedule = "\n".join(
             " ".join(map(str, row)) for row in schedules.make(name, asked["pp"], asked["microbatches"]).rows
         )
     mesh = MeshShape(**{axis: asked[axis] for axis in AXES})
-    plan = Plan(**take(Plan) | {"mesh": mesh, "schedule": schedule})
-    plan.resolve(config, None, asked["batch"], asked["seq"])
+    fields = {name: asked[name] for name in FIELDS[Plan] if name in asked}
+    plan = Plan(**fields | {"mesh": mesh, "schedule": schedule})
+    if why := checks.why_not_run(plan.resolve(config, None, asked["batch"], asked["seq"])):
+        raise ValueError(why)
     return config, plan
 
 
@@ -242,8 +387,8 @@ def remedies(why: str, asked: dict) -> list[dict]:
         found.append({"reduce": m[1]})
     if m := re.search(r"sequence_order='zigzag'.*; use (\d+),", why):
         found.append({"seq": int(m[1])})
-    if m := re.search(r"leave (\w+) out", why):
-        found.append({m[1]: getattr(Plan(), m[1])})
+    if m := re.search(r"leave (\w+) out|^(\w+) does not run .*; leave it out", why):
+        found.append({(name := m[1] or m[2]): getattr(Plan(), name)})
     if m := re.search(r"use (\d+) layers", why):
         found.append({"num_layers": int(m[1])})
     if m := re.search(r"equal rounds.* use (\d+)(?: or (\d+))?", why):
@@ -304,7 +449,12 @@ def tell(asked: dict) -> str:
         for f in dataclasses.fields(plan)
         if f.name != "mesh" and (v := getattr(plan, f.name)) != f.default
     ]
-    model = {f.name: v for f in dataclasses.fields(config) if (v := getattr(config, f.name)) != f.default}
+    model: dict = {
+        f.name: v for f in dataclasses.fields(config) if (v := getattr(config, f.name)) != f.default
+    }
+    if asked["family"]:
+        more = ("lora", "aux_loss", "z_loss", "capacity_factor")
+        model = file_of(asked) | {name: asked[name] for name in more if asked.get(name)}
     rest = {name: asked[name] for name in BATCH}
     return f"Plan({', '.join([repr(str(plan.mesh)), *changed])}) {rest} {model}"
 
@@ -338,7 +488,7 @@ def weights_of(config, rng) -> dict:
     out = {}
     for path, weight in config.weights().items():
         base, std = (
-            float(path.endswith("scale")),
+            weight.fill * path.endswith("scale"),  # Gemma's are added to one
             0.1 if path.endswith("scale") or "bias" in path else config.width**-0.5,
         )
         out[path] = (base + std * (3 if "router" in path else 1) * rng.standard_normal(weight.shape)).astype(
@@ -422,9 +572,9 @@ def run(config, plan, asked, data, weights, num_steps=2):
         with as_on_accelerators(plan, jax.lax.ragged_all_to_all):
             traced = step_of(config, plan, step.optimizer, step.clip).run.trace(*abstract)
     # none is used where none should be
-    padded = arranged(nested(weights), np.minimum(step.layer_order, config.num_layers - 1))
+    padded = arranged(nested(weights), np.minimum(step.layer_order, units(step) - 1))
     padded = jax.tree.map(lambda w, like: w.astype(like.dtype), padded, step.abstract_state.params)
-    natural = np.argsort(step.layer_order, stable=True)[: config.num_layers]
+    natural = np.argsort(step.layer_order, stable=True)[: units(step)]
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.abstract_state.optimizer)
     state = jax.device_put(State(padded, zeros, np.int32(0)), step.shardings)
     there = jax.device_put(
@@ -575,7 +725,9 @@ def test_what_is_accepted_equals_one_device_and_sends_what_is_predicted(plan_see
 
 
 def test_every_field_is_drawn_from_all_its_values():
-    """A new field or choice of a plan or a model is drawn, or this fails; and each is accepted somewhere."""
+    """A new field or choice of a plan or a model is drawn, or this fails; and each is accepted somewhere. So
+    is every family that runs."""
+    assert OF_FAMILIES.keys() == running.FAMILIES.keys()
     for cls, table in FIELDS.items():
         assert set(table) == {f.name for f in dataclasses.fields(cls)} and set(DRAWN[cls]) <= set(table)
         for name, hint in typing.get_type_hints(cls).items():
@@ -617,6 +769,7 @@ def plain(**changes) -> dict:
     """The first value of everything, on one device."""
     first = {name: xs[0] for table in (*FIELDS.values(), BATCH) for name, xs in table.items() if xs}
     first |= {f.name: f.default for f in dataclasses.fields(Plan)} | dict.fromkeys(AXES, 1)
+    first |= {"family": "", "entries": {}, "order": None}
     return first | {"experts": False, "num_layers": 1, "batch": 4} | changes
 
 
