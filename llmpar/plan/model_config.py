@@ -563,14 +563,12 @@ class ModelConfig:
     @property
     def params_of_a_layer(self) -> int:
         """The parameters of one layer."""
-        return sum(math.prod(weight.shape) for weight in self.block_weights().values())
+        return _count(self.block_weights())
 
     @property
     def num_params(self) -> int:
-        """The exact number of parameters; tied embeddings are counted once. The routers' biases of
-        DeepSeek-V3, which follow a rule and no gradient, are none."""
-        rows = self.weights().items()
-        return sum(math.prod(row.shape) for path, row in rows if not path.endswith("experts.bias"))
+        """The exact number of parameters; tied embeddings are counted once (`_count`)."""
+        return _count(self.weights())
 
     @property
     def trained_params(self) -> int:
@@ -587,6 +585,12 @@ class ModelConfig:
                 each = block.routed_params // experts.num_experts
                 idle += count * each * (experts.num_experts - experts.top_k)
         return self.num_params - idle
+
+
+def _count(rows: Mapping[str, Weight]) -> int:
+    """Count parameters, without the biases of routers, which follow a rule and no gradient."""
+    own = (row for path, row in rows.items() if not path.endswith("experts.bias"))
+    return sum(math.prod(row.shape) for row in own)
 
 
 def kind_of(path: str) -> int:
@@ -719,11 +723,11 @@ class _Presets(Mapping[str, ModelConfig]):
     """Models by name; one that is planned is read when it is asked for, since its rows take a moment."""
 
     def __init__(self) -> None:
-        planned = pathlib.Path(__file__).with_name("planned.toml")
-        self._planned = read_toml(planned, "table of planned models")
+        others = pathlib.Path(__file__).with_name("described.toml")
+        self._described = read_toml(others, "table of described models")
         running = {name: _preset(name, row) for name, row in _TABLE["models"].items()}
         self._made: dict[str, ModelConfig] = running
-        self._names = sorted([*running, *self._planned], key=self._place)
+        self._names = sorted([*running, *self._described], key=self._place)
 
     def _place(self, name: str) -> tuple[int, bool]:
         return ["for lessons", *_TABLE["makers"].values()].index(
@@ -731,8 +735,8 @@ class _Presets(Mapping[str, ModelConfig]):
         ), name not in self._made
 
     def __getitem__(self, name: str) -> ModelConfig:
-        if name not in self._made and name in self._planned:
-            self._made[name] = described_model(name, self._planned[name])
+        if name not in self._made and name in self._described:
+            self._made[name] = described_model(name, self._described[name])
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -742,7 +746,7 @@ class _Presets(Mapping[str, ModelConfig]):
         return len(self._names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._made or name in self._planned
+        return name in self._made or name in self._described
 
 
 def _preset(name: str, row: dict[str, Any]) -> ModelConfig:
