@@ -29,7 +29,7 @@ BUDGETS = {
     "plan": 2_410,
     "parallel": 870,
     "kernels": 525,
-    "model": 935,
+    "model": 950,
     "pipeline": 335,
     "training": 2_200,
     "predict": 2_105,

@@ -13,7 +13,8 @@ from flax import nnx
 from parity import LLAMA, MOE, QWEN
 from shared import TABLES
 
-from llmpar.model.llama import Llama, rope_frequencies
+from llmpar.model.llama import Llama
+from llmpar.model.rope import rope_frequencies
 from llmpar.plan.model_config import (
     PRESETS,
     ExpertConfig,

@@ -44,7 +44,8 @@ from llmpar.parallel.modes import Solo
 from llmpar.plan.sequence_order import CAUSAL, Mask, seen_tiles, tile_length
 
 # out in q's dtype, lse in float32
-Out, V = Float[Array, "b s k r w"], Float[Array, "b t k w"]
+Out = Float[Array, "b s k r w"]
+V = Float[Array, "b t k w"]
 Partial = tuple[Out, Float[Array, "b s k r"]]
 Seen = Bool[Array, "_ s t"]
 QTile = Float[Array, "b k r s h"]
@@ -204,7 +205,8 @@ def attend_tile_grad(
     the row sum of dO O less the gradient of lse.
     """
     einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    scores, slope = einsum("bkrsh,bkth->bkrst", q, k) * scale, scale
+    scores = einsum("bkrsh,bkth->bkrst", q, k) * scale
+    slope: Any = scale
     if cap is not None:
         shares = jnp.tanh(scores / cap)
         scores, slope = cap * shares, scale * (1 - shares * shares)

@@ -25,19 +25,19 @@ A training step needs one number, and the methods of `Llama` lead to it in this 
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from llmpar.kernels import grouped
 from llmpar.model import attention, moe
 from llmpar.model.lora import adapt, used_weights
+from llmpar.model.rope import Rope, nan_in_broken_rows, rope_table, rotate
 from llmpar.parallel.collective_matmul import matmul
 from llmpar.parallel.collectives import at, vary_alike
 from llmpar.parallel.modes import PROJECTED, STREAM, Solo
@@ -50,8 +50,6 @@ Batch = dict[str, jax.Array]
 from 1). A row in which attention cannot tell who sees whom gives NaN (`nan_in_broken_rows`)."""
 # Positions and segments of the queries, then those of the keys. Their regions may cut them otherwise than x.
 QueryKeyIds = tuple[Int[Array, "_ q"], Int[Array, "_ q"], Int[Array, "_ t"], Int[Array, "_ t"]]
-# Cosines and sines for each of p positions and each pair of a head's numbers.
-Rope = tuple[Float[Array, "b p 1 half"], Float[Array, "b p 1 half"]]
 # The auxiliary outputs of a router (`moe.route`), and the experts that it chose; None without experts.
 Aux = dict[str, Array] | None
 # The loss summed over tokens, and the routers' tallies ``l (e+2)`` (`moe.route`); None without experts.
@@ -117,7 +115,11 @@ class Norm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023): n = k·r query heads share k KV heads."""
 
-    def __init__(self, config: ModelConfig, make: Make, rows: Collection[str]):
+    q_norm: Norm  # and these two where a model has them
+    k_norm: Norm
+    o_bias: nnx.Param
+
+    def __init__(self, config: ModelConfig, make: Make, rows: Mapping[str, Weight]):
         self.q, self.k, self.v, self.o = (make(f"attention.{x}") for x in "qkvo")
         adapt(self, config.lora, make, "attention")
         biases = [x for x in "qkvo" if f"attention.{x}_bias" in rows]
@@ -160,7 +162,12 @@ class LatentAttention(nnx.Module):
     latent of c numbers, and of rotated numbers that all heads share. So where keys are gathered over sp, or
     kept in a cache, it is these c + r numbers that travel or stay."""
 
-    def __init__(self, config: ModelConfig, make: Make, rows: Collection[str]):
+    q_norm: Norm  # where queries are made of a latent, too
+    kv_norm: Norm
+    kv_up: nnx.Param
+    o_bias: nnx.Param
+
+    def __init__(self, config: ModelConfig, make: Make, rows: Mapping[str, Weight]):
         every = "q_down", "q", "q_up", "kv_down", "kv_up", "o"
         names = [x for x in every if f"attention.{x}" in rows]
         for name in names:
@@ -224,7 +231,7 @@ class LatentAttention(nnx.Module):
     ) -> Float[Array, "b s n w"]:
         """Attend to the cache of latents, which are keys and values of all heads: the matrix that would make
         keys of them multiplies the queries, the one of values the result (DeepSeek-V2, section 2.1.2)."""
-        (up_cnh,) = used_weights(self, par, "kv_up")
+        up_cnh = par.weight(self.kv_up)
         width, r = self.config.value_width, latent.shape[-1] - self.latent
         to_keys, to_values = up_cnh[..., :-width], up_cnh[..., -width:]
         q_bsnc = jnp.einsum("bsnh,cnh->bsnc", q[..., :-r], to_keys)
@@ -325,7 +332,7 @@ class FeedForward(nnx.Module):
 class Experts(nnx.Module):
     """A mixture of experts (Shazeer et al. 2017): a router chooses k of E feed-forwards for each token."""
 
-    def __init__(self, config: ModelConfig, make: Make, rows: Collection[str]):
+    def __init__(self, config: ModelConfig, make: Make, rows: Mapping[str, Weight]):
         assert config.experts
         self.config, self.router = config.experts, make("experts.router")
         self.variant = config.variant
@@ -424,7 +431,7 @@ class Llama(nnx.Module):
         make = functools.partial(param, rngs, config.must_run().weights())
         self.embedding = make("embedding")
         stacks = [self.stack(count, block, rngs) for count, block in config.blocks]
-        self.blocks = (
+        self.blocks: Any = (
             nnx.Dict({f"{i}": x for i, x in enumerate(stacks)}) if config.kinds else stacks[0]
         )
         self.norm = Norm(make("norm.scale"), config.norm_eps, config.variant)
@@ -518,9 +525,8 @@ class Llama(nnx.Module):
             par.move(x, "ids b s -> queries b s") for x in (k_positions, k_segments)
         )
         ids = q_positions, q_segments, k_positions, k_segments
-        stacks = (
-            [self.blocks[i] for i in sorted(self.blocks)] if self.config.kinds else [self.blocks]
-        )
+        num_kinds = len(self.config.kinds)
+        stacks = [self.blocks[f"{i}"] for i in range(num_kinds)] if num_kinds else [self.blocks]
         graphs, weights = zip(*map(nnx.split, stacks), strict=True)
 
         def block(kind: int, place: int | None) -> Callable:
@@ -593,80 +599,6 @@ def target_logits(
     local_bs1 = (targets - par.index("vocab v") * logits.shape[-1])[..., None]
     is_target_bsv = jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[-1]), 2) == local_bs1
     return jnp.where(is_target_bsv, logits, 0).sum(-1)
-
-
-# ------------------------------------------------------------------------------------------------------- RoPE
-
-
-def rope_table(config: ModelConfig, positions_bp: Int[Array, "b p"]) -> Rope:
-    """Return cosines and sines of the rotary embedding at true positions (Su et al. 2021)."""
-    frequencies = jnp.asarray(rope_frequencies(config), jnp.float32)[None, None]
-    angles = positions_bp[..., None].astype(jnp.float32) * frequencies
-    scaled = config.rope_scaling and config.variant.rope != "none"
-    factor = config.rope_scaling.attention_factor if scaled else 1.0
-    return factor * jnp.cos(angles)[:, :, None], factor * jnp.sin(angles)[:, :, None]
-
-
-def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, " half"]:
-    """Return radians per position of each pair, with the scaling that is set. Llama 3.1's keeps a frequency
-    whose wavelength is at most original_context / high_freq_factor; divides one whose wavelength is at least
-    original_context / low_freq_factor by ``factor``; and blends the two between them (reference
-    configuration, 2024). YaRN blends linearly in the pair's number (Peng et al. 2023, section 3.2)."""
-    width = config.variant.rope_width or config.head_width
-    frequency = config.rope_theta ** (-np.arange(0, width, 2) / width)
-    scaling = config.rope_scaling
-    if config.variant.rope == "none":
-        return 0 * frequency
-    if scaling is None:
-        return frequency
-    if scaling.kind == "linear":
-        return frequency / scaling.factor
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    if scaling.kind == "llama3":
-        num_turns = scaling.original_context * frequency / (2 * np.pi)
-        blend = np.clip((num_turns - low) / (high - low), 0, 1)
-        return frequency * (blend + (1 - blend) / scaling.factor)
-    # the pairs that make so many turns in the original context
-    pair_of = lambda turns: (
-        width
-        * np.log(scaling.original_context / (turns * 2 * np.pi))
-        / (2 * np.log(config.rope_theta))
-    )
-    ends = np.array([pair_of(high), pair_of(low)])
-    if scaling.truncate:
-        ends = np.array([np.floor(ends[0]), np.ceil(ends[1])])
-    first, last = max(ends[0], 0), min(ends[1], width - 1)
-    stretched = np.clip((np.arange(width // 2) - first) / max(last - first, 1e-3), 0, 1)
-    return frequency * (1 - stretched + stretched / scaling.factor)
-
-
-def nan_in_broken_rows(rope: Rope, is_right_b: Bool[Array, " b"]) -> Rope:
-    """Return the table with NaN for rows that break what attention relies on (`attention.as_promised`). Such
-    a row, which only a batch made by hand has, then gives NaN and no plausible number."""
-    cos, sin = rope
-    return jnp.where(is_right_b[:, None, None, None], cos, jnp.nan), sin
-
-
-def rotate(
-    x: Float[Array, "b s heads h"], rope: Rope, pairs: str = "halves"
-) -> Float[Array, "b s heads h"]:
-    """Rotate the pairs of each head by their angles, in float32: (i, i + h/2), Hugging Face's order, or
-    ``neighbours``. Where the table is narrower than a head, its first numbers alone."""
-    cos, sin = rope
-    width = 2 * cos.shape[-1]
-    first, rest = x[..., :width].astype(jnp.float32), x[..., width:]
-    if pairs == "neighbours":
-        a, b = first[..., ::2], first[..., 1::2]
-    else:
-        a, b = jnp.split(first, 2, axis=-1)
-    turned = [a * cos - b * sin, b * cos + a * sin]
-    if pairs == "neighbours":
-        y = jnp.stack(turned, axis=-1).reshape(first.shape)
-    else:
-        y = jnp.concatenate(turned, axis=-1)
-    return (
-        jnp.concatenate([y.astype(x.dtype), rest], axis=-1) if rest.shape[-1] else y.astype(x.dtype)
-    )
 
 
 def capped(x: Array, cap: float | None) -> Array:

@@ -307,7 +307,7 @@ class ModelConfig:
             what = f"experts have no adapters, and LoRA's targets name {' '.join(sorted(ours))}"
             raise ValueError(f"'{self.name}' cannot be adapted so: {what}; use targets q k v o")
         if self.lora and self.described:
-            rows = [row for kind in (self, *self.kinds) for row in dict(kind.described.rows)]
+            rows = [row for kind in self.kinds or (self,) for row in kind.block_weights()]
             own = {row.removeprefix("attention.").removeprefix("ffn.") for row in rows}
             if missing := [name for name in self.lora.targets if name not in own]:
                 names = " ".join(name for name in ADAPTABLE if name in own)

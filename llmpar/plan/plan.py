@@ -458,7 +458,7 @@ class Resolved(Plan):
         fits = self.model is not None and fits_cudnn(self.model.head_width, self.devices or "gpu")
         whole = self.documents == "whole" and self.in_order and not self.regions["keys"].get("s")
         auto = self.requested.attention_kernel == "auto" and not self.attention_block
-        fits = fits and self.model and "cudnn" not in checks.kernels_refused(self.model)
+        fits = fits and "cudnn" not in checks.kernels_refused(self.config)
         return gpu and whole and auto and self.dtype == "bfloat16" and fits
 
     @property

@@ -124,13 +124,14 @@ def _scaling(rope: dict[str, Any], file: dict[str, Any]) -> dict[str, Any] | Non
     longest = _number(file, "max_position_embeddings", 8192)
     original = _number(file, "original_max_position_embeddings", longest)
     original = _number(rope, "original_max_position_embeddings", original)
-    scaling = {"kind": kind, "factor": _number(rope, "factor", longest / original)}
+    factor = _number(rope, "factor", longest / original)
+    scaling: dict[str, Any] = {"kind": kind, "factor": factor}
     low, high = _number(rope, "low_freq_factor", 1.0), _number(rope, "high_freq_factor", 4.0)
     if kind == "yarn":
         low, high = _number(rope, "beta_slow", 1.0), _number(rope, "beta_fast", 32.0)
         own, of_all = (_number(rope, key, 0) for key in ("mscale", "mscale_all_dim"))
-        usual = _mscale(scaling["factor"], own if own and of_all else 1)
-        usual /= _mscale(scaling["factor"], of_all) if own and of_all else 1
+        usual = _mscale(factor, own if own and of_all else 1)
+        usual /= _mscale(factor, of_all) if own and of_all else 1
         scaling["attention_factor"] = _number(rope, "attention_factor", usual)
         scaling["truncate"] = rope.get("truncate", True)
     ends = {"low_freq_factor": low, "high_freq_factor": high, "original_context": int(original)}

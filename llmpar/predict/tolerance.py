@@ -125,7 +125,7 @@ def tolerance(
 def _values(config: ModelConfig, plan: Resolved, seq_len: int, products: Unit) -> list[_Term]:
     """Return what makes a token's last hidden value differ."""
     layers, tp, sp, ep = config.num_layers, plan.mesh.tp, plan.mesh.sp, plan.mesh.ep
-    depth = _depth(layers)
+    depth = _depth(config)
     inner = config.width + (config.num_heads * config.head_width + config.ffn_width) / 2
     keys = min(seq_len, config.window or seq_len)
     terms = [
@@ -198,14 +198,15 @@ def _ties(config: ModelConfig, values: list[_Term]) -> tuple[float, float]:
         return 0.0, 0.0
     noise = math.sqrt(sum(x.spread**2 for x in values)) * 2 / 3
     layers = config.num_layers
-    part = math.sqrt(2 * _depth(layers) / layers) / experts.top_k
+    part = math.sqrt(2 * _depth(config) / layers) / experts.top_k
     return 0.3 * 0.8 * math.sqrt(2) * experts.num_experts * noise * layers, part
 
 
-def _depth(layers: int) -> float:
+def _depth(config: ModelConfig) -> float:
     """Return the part of the variance of a rounding in every attention, or feed-forward, that reaches the
-    end."""
-    return sum(1 / (i + 1) for i in range(1, 2 * layers + 1)) / 2
+    end. Where branches are normed before they are added, the embedding is small beside the first."""
+    first = 1 if "ffn_post_norm.scale" in config.block_weights() else 2
+    return sum(1 / i for i in range(first, 2 * config.num_layers + first)) / 2
 
 
 def _cuts(plan: Resolved, *fields: str) -> tuple[int, str]:

@@ -101,10 +101,10 @@ class _Weight:
             parts += [cut[first].stop - cut[first].start, *(self.sizes[x] for x in rest)]
             inner += [slice(None), *(cut[x] for x in rest)]
         start, stop = (self.step * end for end in region[self.axis])
-        begin, first = (0, self.begin) if self.step > 1 else (self.begin, 0)
+        begin, row = (0, self.begin) if self.step > 1 else (self.begin, 0)
         region[self.axis] = start + begin, stop + begin
         piece = tensor[tuple(slice(*ends) for ends in region)]
-        rows = [slice(None)] * self.axis + [slice(first, None, self.step)]
+        rows = [slice(None)] * self.axis + [slice(row, None, self.step)]
         piece = piece[tuple(rows)].reshape(parts)[tuple(inner)]
         return piece.transpose([letters.index(x) for x in self.own]).astype(dtype, order="C")
 

@@ -9,6 +9,7 @@ of the memory.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ def take_layers(x: Array, order: Int[Array, " l"], dim: int, to: NamedSharding) 
     return lax.with_sharding_constraint(in_order(x, order, dim), to)
 
 
-def in_order(x: Array, order: Int[Array, " l"], dim: int) -> Array:
+def in_order(x: Array, order: Any, dim: int) -> Array:
     """Take layers, or periods of as many layers each as there are more of them than numbers in ``order``."""
     num_layers = x.shape[dim]
     each = max(1, num_layers // len(order))

@@ -1,0 +1,81 @@
+"""Rotary position embeddings (Su et al. 2021): their frequencies, tables of positions, and the rotation."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from llmpar.plan.model_config import ModelConfig
+
+# Cosines and sines for each of p positions and each pair of a head's numbers.
+Rope = tuple[Float[Array, "b p 1 half"], Float[Array, "b p 1 half"]]
+
+
+def rope_table(config: ModelConfig, positions_bp: Int[Array, "b p"]) -> Rope:
+    """Return cosines and sines of the rotary embedding at true positions (Su et al. 2021)."""
+    frequencies = jnp.asarray(rope_frequencies(config), jnp.float32)[None, None]
+    angles = positions_bp[..., None].astype(jnp.float32) * frequencies
+    scaling = config.rope_scaling if config.variant.rope != "none" else None
+    factor = scaling.attention_factor if scaling else 1.0
+    return factor * jnp.cos(angles)[:, :, None], factor * jnp.sin(angles)[:, :, None]
+
+
+def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, " half"]:
+    """Return radians per position of each pair, with the scaling that is set. Llama 3.1's keeps a frequency
+    whose wavelength is at most original_context / high_freq_factor; divides one whose wavelength is at least
+    original_context / low_freq_factor by ``factor``; and blends the two between them (reference
+    configuration, 2024). YaRN blends linearly in the pair's number (Peng et al. 2023, section 3.2)."""
+    width = config.variant.rope_width or config.head_width
+    frequency = config.rope_theta ** (-np.arange(0, width, 2) / width)
+    scaling = config.rope_scaling
+    if config.variant.rope == "none":
+        return 0 * frequency
+    if scaling is None:
+        return frequency
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if scaling.kind == "llama3":
+        num_turns = scaling.original_context * frequency / (2 * np.pi)
+        blend = np.clip((num_turns - low) / (high - low), 0, 1)
+        return frequency * (blend + (1 - blend) / scaling.factor)
+    # the pairs that make so many turns in the original context
+    pair_of = lambda turns: (
+        width
+        * np.log(scaling.original_context / (turns * 2 * np.pi))
+        / (2 * np.log(config.rope_theta))
+    )
+    ends = np.array([pair_of(high), pair_of(low)])
+    if scaling.truncate:
+        ends = np.array([np.floor(ends[0]), np.ceil(ends[1])])
+    first, last = max(ends[0], 0), min(ends[1], width - 1)
+    stretched = np.clip((np.arange(width // 2) - first) / max(last - first, 1e-3), 0, 1)
+    return frequency * (1 - stretched + stretched / scaling.factor)
+
+
+def nan_in_broken_rows(rope: Rope, is_right_b: Bool[Array, " b"]) -> Rope:
+    """Return the table with NaN for rows that break what attention relies on (`attention.as_promised`). Such
+    a row, which only a batch made by hand has, then gives NaN and no plausible number."""
+    cos, sin = rope
+    return jnp.where(is_right_b[:, None, None, None], cos, jnp.nan), sin
+
+
+def rotate(
+    x: Float[Array, "b s heads h"], rope: Rope, pairs: str = "halves"
+) -> Float[Array, "b s heads h"]:
+    """Rotate the pairs of each head by their angles, in float32: (i, i + h/2), Hugging Face's order, or
+    ``neighbours``. Where the table is narrower than a head, its first numbers alone."""
+    cos, sin = rope
+    width = 2 * cos.shape[-1]
+    first, rest = x[..., :width].astype(jnp.float32), x[..., width:]
+    if pairs == "neighbours":
+        a, b = first[..., ::2], first[..., 1::2]
+    else:
+        a, b = jnp.split(first, 2, axis=-1)
+    turned = [a * cos - b * sin, b * cos + a * sin]
+    if pairs == "neighbours":
+        y = jnp.stack(turned, axis=-1).reshape(first.shape)
+    else:
+        y = jnp.concatenate(turned, axis=-1)
+    return (
+        jnp.concatenate([y.astype(x.dtype), rest], axis=-1) if rest.shape[-1] else y.astype(x.dtype)
+    )
