@@ -145,10 +145,7 @@ def seen(c, batch):
     """Which keys (b s t: the last) a query sees."""
     at, of = batch["positions"], batch["segments"]
     apart = at[:, :, None] - at[:, None, :]
-    mask = (apart >= 0) & (of[:, :, None] == of[:, None, :]) & (apart < (c.window or math.inf))
-    if c.variant.chunk:
-        mask &= at[:, :, None] // c.variant.chunk == at[:, None, :] // c.variant.chunk
-    return mask
+    return (apart >= 0) & (of[:, :, None] == of[:, None, :]) & (apart < (c.window or math.inf))
 
 
 def attention(x, w, c, batch):
