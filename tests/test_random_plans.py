@@ -55,7 +55,7 @@ from llmpar.predict import traffic
 from llmpar.training import balance
 from llmpar.training.step import State, Step
 
-SEEDS = 0, 4
+SEEDS = 22, 35
 """On the gate no change is red for what a plan by lot finds: those of the day run at night."""
 OF_THE_DAY = range(start := 1000 * int(time.strftime("%Y%m%d", time.gmtime())), start + 200)
 WRITTEN = "written by hand"  # an order in text, drawn for the mesh
