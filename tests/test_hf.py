@@ -28,6 +28,7 @@ from llmpar.plan.model_config import (
     PRESETS,
     ExpertConfig,
     RopeScaling,
+    described_model,
     from_hugging_face,
     preset,
     to_hugging_face,
@@ -269,7 +270,10 @@ def test_tensors_survive_the_round_trip(fixture, kind):
 def test_every_weight_has_a_name():
     every = dataclasses.replace(LESSON, qkv_bias=True, qk_norm=True)
     experts = dataclasses.replace(every, experts=ExpertConfig(4, 2, num_shared=1, bias_rate=0.1))
-    assert hf.TENSOR_NAMES.keys() == every.weights().keys() | experts.weights().keys()
+    file = json.loads(str(stored("llama")["config"])) | {"attention_bias": True, "mlp_bias": True}
+    biased = described_model("biased", file).must_run()
+    models = every, experts, biased
+    assert hf.TENSOR_NAMES.keys() == set().union(*(config.weights() for config in models))
 
 
 @pytest.mark.parametrize("kind", OURS)

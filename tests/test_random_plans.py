@@ -281,6 +281,8 @@ def draw_all(rng) -> dict:
     asked |= dict.fromkeys(AXES, 1) | {"experts": rng.random() < 0.35} | of_family
     if family := asked["family"]:
         asked |= {"experts": family in WITH_EXPERTS, "num_layers": pick((3, 4, 5))}
+        pairs = 4 if asked["entries"].get("partial_rotary_factor") == 0.5 else 1
+        asked["head_width"] = -(-asked["head_width"] // pairs) * pairs
     axes = ["pp", "dp", "fsdp", "fsdp", "sp", "sp", "tp", "tp"] + ["ep"] * (1 + asked["experts"])
     for prime in pick(((2, 2, 2), (2, 2, 2), (2, 3), (2, 2))):
         asked[pick(axes)] *= prime
