@@ -23,7 +23,7 @@ import numpy as np
 def frequencies(c):
     """Radians per position of each pair: as they are, all slower, or Llama 3.1's and YaRN's mixtures."""
     width, s = c.variant.rope_width or c.head_width, c.rope_scaling
-    w = np.array([c.rope_theta ** (-2 * i / width) for i in range(width // 2)])
+    w = np.array([c.rope_theta ** (-2 * i / width) for i in range(-(-width // 2))])
     if s is None:
         return w
     if s.kind == "linear":
@@ -47,7 +47,7 @@ def yarn_ramp(width, theta, s):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
     last += 0.001 * (first == last)
-    return np.clip((np.arange(width // 2) - first) / (last - first), 0, 1)
+    return np.clip((np.arange(-(-width // 2)) - first) / (last - first), 0, 1)
 
 
 def norm(x, scale, c, eps=None, axes=(-1,)):

@@ -201,7 +201,7 @@ def arranged(params, order):
     """Weights or gradients with their layers in another order."""
     if list(order) == list(range(len(order))):
         return params
-    in_order = lambda w: np.asarray(layer_order.in_order(w, order, 0))
+    in_order = lambda w: np.asarray(layer_order.in_order(jnp.asarray(w), jnp.asarray(order), 0))
     return params | {"blocks": jax.tree.map(in_order, params["blocks"])}
 
 

@@ -77,7 +77,8 @@ def in_float64(how, values):
     """The layer of `oracle`, without its shared experts: output, loss of each token, tally."""
     how, x = dataclasses.replace(how, num_shared=0), values["x"]
     weights = {f"experts.{k}": w for k, w in values.items()}
-    y, loss, told = oracle.experts(x, weights, how, np.zeros(x.shape[1], int))
+    config = dataclasses.replace(MOE, experts=how)
+    y, loss, told = oracle.experts(x, weights, config, np.zeros(x.shape[1], int))
     tally = jnp.stack([*told["load"], told["dropped"], told["router_entropy"]])
     return y, jnp.broadcast_to(loss, x.shape[:2]), tally
 

@@ -149,7 +149,8 @@ def plus(z, bias):
     """Add to rows, cut evenly among owners, the bias of each; none where there is none."""
     if bias is None:
         return z
-    return (z.reshape(len(bias), -1, z.shape[1]) + bias[:, None]).reshape(z.shape)
+    rows = z.reshape(len(bias), -1, z.shape[1])
+    return (rows + bias[:, None].astype(z.dtype)).reshape(z.shape)
 
 
 def gated(variant: Variant, gate: Array, up: Array) -> Array:

@@ -315,10 +315,10 @@ class ModelConfig:
                 raise ValueError(f"'{self.name}' cannot be adapted so: it {what}")
         if not self.ffn_width and self.runs:
             raise ValueError(f"'{self.name}' has a feed-forward of width 0; use 1 or more")
-        if self.head_width % 2 and self.runs:
+        if (width := self.variant.rope_width or self.head_width) % 2 and self.runs:
+            what = "heads are" if width == self.head_width else "the rotated part of heads is"
             raise ValueError(
-                f"heads are {self.head_width} wide, but rotary embedding rotates pairs; use an even"
-                " head width"
+                f"{what} {width} wide, but rotary embedding rotates pairs; use an even head width"
             )
         if self.num_heads % self.num_kv_heads and self.runs:
             raise ValueError(
