@@ -29,7 +29,6 @@ from llmpar.plan.model_config import (
     PRESETS,
     ExpertConfig,
     RopeScaling,
-    described_model,
     from_hugging_face,
     preset,
     to_hugging_face,
@@ -271,7 +270,6 @@ def test_tensors_survive_the_round_trip(fixture, kind):
 def test_every_weight_has_a_name():
     every = dataclasses.replace(LESSON, qkv_bias=True, qk_norm=True)
     experts = dataclasses.replace(every, experts=ExpertConfig(4, 2, num_shared=1, bias_rate=0.1))
-<<<<<<< HEAD
     assert hf.TENSOR_NAMES.keys() >= every.weights().keys() | experts.weights().keys()
     names = hf.TENSOR_NAMES.keys() | {
         row for run in running.FAMILIES.values() for row in run.get("tensors", ())
@@ -279,12 +277,6 @@ def test_every_weight_has_a_name():
     models = [PRESETS[name] for name in PRESETS if PRESETS[name].runs]
     rows = {row for config in models for _, block in config.blocks for row in block.block_weights()}
     assert {f"blocks.{row}" for row in rows} <= names
-=======
-    file = json.loads(str(stored("llama")["config"])) | {"attention_bias": True, "mlp_bias": True}
-    biased = described_model("biased", file).must_run()
-    models = every, experts, biased
-    assert hf.TENSOR_NAMES.keys() == set().union(*(config.weights() for config in models))
->>>>>>> oracle
 
 
 @pytest.mark.parametrize("kind", OURS)

@@ -225,7 +225,8 @@ def _backward(blocks, variant, saved, grad):
         share = take_rows(shares.reshape(-1), part.choice_q)[:, None]
         dshare = (hidden * dhidden).sum(-1)
         if biases:
-            dshare += (plus(jnp.zeros_like(dout, jnp.float32), of_down) * dout).sum(-1)
+            added = plus(jnp.zeros_like(dout), of_down).astype(jnp.float32)
+            dshare += (added * dout.astype(jnp.float32)).sum(-1)
         inner = [(z * share).astype(x.dtype) for z in (hidden, *pull(dhidden))]
         drows = dot((inner[1], gate), (inner[2], up), transposed=True)
         dshares = part.to_choices(of_rows[1], dshare.astype(shares.dtype))
@@ -238,7 +239,7 @@ def _backward(blocks, variant, saved, grad):
         if len(weights) > len(more):  # of biases
             share = take_rows(shares.reshape(-1), part.choice_q)[:, None]
             ones = jnp.ones_like(rows[:, :1])
-            shared = (share * dout).astype(x.dtype)
+            shared = share.astype(x.dtype) * dout
             more += [products(ones, z)[:, 0] for z in (dgate, dup, shared)]
         return tuple(map(part.add, sums, more))
 
