@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parity import LLAMA, MOE, QWEN, by_arrow, logits_of, name, predicted_by_arrow, weights
+from parity import LLAMA, MOE, QWEN, by_arrow, family, logits_of, name, predicted_by_arrow, weights
 
 from llmpar.inspect.census import census_hlo, compiled_memory, executed_flops, read_program
 from llmpar.parallel.mesh import make_mesh, split_axes
@@ -51,6 +51,7 @@ def whole(config, tokens):
 
 PLANS = [
     (COPIES, Plan("sp=2 tp=4", zero=0)), (WINDOW, Plan("fsdp=2 sp=2")),
+    (family("deepseek_v2"), Plan("sp=2 tp=2")), (family("gpt_oss"), Plan("ep=2 tp=2", zero=0)),
     (TIGHT, Plan("ep=2 sp=2", zero=0)), full(MOE, Plan("ep=2 sp=2 tp=2", zero=0)),
     full(QWEN, Plan("dp=2 sp=2 tp=2", zero=0)),
     full(LLAMA, Plan("dp=1", zero=0)), full(LLAMA, Plan("sp=4", zero=0)),

@@ -272,8 +272,8 @@ def attend(
 
 def attend_moved(
     q: Float[Array, "b s k r h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k w"],
+    k: Float[Array, "b t _ h"],
+    v: Float[Array, "b t _ w"],
     ids: tuple[Array, ...],
     mask: attention.Mask,
     par: Solo,
