@@ -11,6 +11,7 @@ import pytest
 
 from llmpar.plan import families
 from llmpar.plan.layout import parse_layout
+from llmpar.plan.model_config import described_model
 
 KEPT = json.loads(pathlib.Path(__file__).with_name("families.json").read_text())
 CASES = {name: (case["config"], case["parameters"]) for name, case in KEPT["families"].items()}
@@ -210,3 +211,28 @@ def test_rows_are_layouts():
             region, *dims = (word.partition("=")[0] for word in row.split())
             layout = parse_layout(" ".join((region, "l", *dims)))
             assert layout.region == region and len(layout.dims) == 1 + len(dims), f"{part}: {path}"
+
+
+RUNS = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4}
+RUNS |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+ASKS = [
+    ({}, ""),
+    ({"zebra_width": 7}, "its keys zebra_width are not read"),
+    ({"layer_types": ["sliding_attention"] * 4}, "its family does not read it"),
+    ({"hidden_act": "relu2"}, "activation 'relu2' is not implemented"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not implemented"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": "much"}}, "factor is"),
+    ({"rope_scaling": [1]}, "and no table"),
+    ({"quantization_config": {"bits": 4}}, "its weights are quantized"),
+    ({"vision_config": {"hidden_size": 8}}, "a part for other media (vision_config)"),
+    ({"model_type": "smollm3", "use_sliding_window": True}, "only False is implemented"),
+    ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 4}, "'chunked_attention' is not"),
+    ({"head_dim": 8, "partial_rotary_factor": 0.4}, "the rotated part of heads is 3 wide"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("more, why", ASKS, ids=str)
+def test_a_family_that_runs_says_what_of_a_file_it_does_not_compute(more, why):
+    """Such a model is planned, with that reason: nothing that a file asks for is left out silently."""
+    config = described_model("m", RUNS | more)
+    assert config.runs == (not why) and why in config.why_planned

@@ -145,6 +145,44 @@ def test_a_planned_model_says_that_it_does_not_run(name):
     assert config.notes[0].startswith(f"'{name}' is planned, and does not run here: ")
 
 
+NOT_RUN = [
+    ("deepseek-v3", "pp=2 fsdp=4", {"microbatches": 2}, "stages here are whole periods of layers"),
+    ("gemma-3-1b", "pp=2 fsdp=4", {"microbatches": 2}, "26 layers in periods of 6"),
+    ("deepseek-v3", "sp=2 fsdp=4", {}, "ranks of sp exchange latents; use context_parallel='gather'"),
+    (
+        "kimi-k2",
+        "tp=2 fsdp=4",
+        {"tp_sequence": True, "tp_comm_overlap": True},
+        "tp_comm_overlap does not run",
+    ),
+    ("gpt-oss-20b", "ep=2 fsdp=4", {"mode": "explicit"}, "experts in layers of several kinds"),
+    ("deepseek-v3.2", "fsdp=8", {}, "'deepseek-v3.2' is planned alone"),
+]
+
+
+@pytest.mark.parametrize("name, mesh, fields, why", NOT_RUN)
+def test_a_plan_that_is_priced_and_does_not_run_says_why(name, mesh, fields, why):
+    plan = Plan(mesh, **fields).resolve(PRESETS[name], "gpu")
+    assert why in checks.why_not_run(plan)
+    assert traffic.most_traffic(plan, 64, 4096).total_bytes > 0
+
+
+def test_a_kernel_that_cannot_do_what_a_layer_asks_for_is_refused_and_not_chosen():
+    kernels = {
+        name: Plan("fsdp=8", dtype="bfloat16", documents="whole")
+        .resolve(PRESETS[name], "gpu 9.0")
+        .attention_kernel
+        for name in ("gemma-3-1b", "gemma-2-9b", "gpt-oss-20b", "deepseek-v3")
+    }
+    assert list(kernels.values()) == ["cudnn", "portable", "flash", "flash"]
+    for name, kernel in (("gemma-2-9b", "flash"), ("gpt-oss-20b", "cudnn"), ("deepseek-v3", "xla")):
+        plan = Plan("fsdp=8", dtype="bfloat16", documents="whole", attention_kernel=kernel)
+        with pytest.raises(
+            ValueError, match=f"attention_kernel='{kernel}' (does not cap|gives no log|needs)"
+        ):
+            plan.resolve(PRESETS[name], "gpu 9.0", 8, 1024)
+
+
 LATENTS = "kimi-k2", "deepseek-v3"
 
 

@@ -10,6 +10,7 @@ from llmpar.cli import options
 from llmpar.cli.options import MAX_TOKENS, File, Number, OptionalText, Output, Real, changed, give
 from llmpar.draw.scene import banded, rounded
 from llmpar.plan import schedules
+from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, POSITIONAL, parse_mesh
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
@@ -203,11 +204,14 @@ class PlanCommand(Output):
 
 
 def notes(answer: Any) -> list[str]:
-    """Return the lines about fields given by --fix that change nothing in the first plan."""
+    """Return the lines about fields given by --fix that change nothing in the first plan, and on why it does
+    not run here, where another of its model does."""
     q, first = answer.question, answer.plans[0].plan
     own = {name: value for name, value in q.fixed.items() if name not in AXES}
     plan = q.resolved(dataclasses.replace(first, **own), None)
-    return [line for line in (*plan.notes, *plan.unused_of(own)) if line.partition("=")[0] in own]
+    lines = [line for line in (*plan.notes, *plan.unused_of(own)) if line.partition("=")[0] in own]
+    why = why_not_run(q.resolved(first, None)) if q.config.runs else ""
+    return lines + [f"the first plan is priced, and does not run here: {why}"] * bool(why)
 
 
 def named_axes(text: str) -> dict[str, int]:

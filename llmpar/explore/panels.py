@@ -20,6 +20,7 @@ from llmpar.explore.words import (
     published_runs,
     table_row,
 )
+from llmpar.plan.checks import why_not_run
 from llmpar.plan.layout import Layout
 from llmpar.plan.mesh_shape import AXES, divisors, parse_mesh
 from llmpar.planner import planner
@@ -188,9 +189,11 @@ def code(seen: View) -> str:
     lines = [f"Plan({words})"]
     if not q.config.runs:
         lines.append(f"# {q.config.name} is planned, and does not run here")
+    elif why := why_not_run(q.resolved(plan, None)):
+        lines.append(f"# it is priced, and does not run here: {why}")
     elif seen.timed:
-        whole = not q.num_devices % q.chip.devices_per_chip  # no half chip has a compiler
-        lines += [planner.command(q, plan, name) for name in ("train", "compile")[: 1 + whole]]
+        made = planner.commands(q, plan)
+        lines += [made[name] for name in ("train", "compile") if made[name]]
     return f"<pre>{escape(chr(10).join(lines))}</pre>"
 
 

@@ -671,7 +671,7 @@ def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
 
 def commands(q: Question, plan: Plan) -> dict[str, str | None]:
     """Return the commands that train with a plan; None for each that would be refused."""
-    if why_not_run(plan.resolve(q.config, None)):
+    if why_not_run(q.resolved(plan, None)):
         return dict.fromkeys(("train", "compile", "launch"))
     whole_chips = q.num_devices % q.chip.devices_per_chip == 0
     return {
