@@ -193,7 +193,7 @@ def code(seen: View) -> str:
         lines.append(f"# it is priced, and does not run here: {why}")
     elif seen.timed:
         made = planner.commands(q, plan)
-        lines += [made[name] for name in ("train", "compile") if made[name]]
+        lines += [line for line in (made["train"], made["compile"]) if line]
     return f"<pre>{escape(chr(10).join(lines))}</pre>"
 
 
