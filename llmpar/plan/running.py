@@ -31,7 +31,7 @@ def check_file(file: dict[str, Any], unread: list[str]) -> None:
     """Refuse, by its key, what a whole file asks for and is not implemented; and keys that nothing reads."""
     if unread:
         raise NotImplementedHere(f"its keys {', '.join(unread)} are not read")
-    if file.get("quantization_config"):
+    if file.get("quantization_config") is not None:
         what = "its weights are quantized (quantization_config), and those are not read"
         raise NotImplementedHere(f"{what}; use the model in bfloat16")
     if media := [key for key in ("vision_config", "audio_config") if file.get(key)]:
