@@ -169,12 +169,17 @@ def sees(mask: Mask, q_ids: Int[Array, "_ 2 s"], k_ids: Int[Array, "_ 2 t"]) -> 
     return mask.admits(gap, gap) & (q_ids[:, 1, :, None] == k_ids[:, 1, None])
 
 
+def capped(x: Array, cap: float | None) -> Array:
+    """Return cap · tanh(x / cap), or ``x`` without a cap (Gemma 2)."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 def attend_tile(
     q: QTile, k: KVTile, v: VTile, seen: Seen, scale: float, cap: float | None = None
 ) -> tuple[OutTile, LseTile]:
     """Attend to one tile of keys: float32 (out, lse). A row that sees no key gives 0 and -inf."""
     scores = jnp.einsum("bkrsh,bkth->bkrst", q, k, preferred_element_type=jnp.float32) * scale
-    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
+    scores = capped(scores, cap)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     top = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min))
     weights = jnp.exp(scores - top)

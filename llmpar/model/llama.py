@@ -477,7 +477,7 @@ class Llama(nnx.Module):
             # by itself as it reads it: there, rounding before costs memory and saves no time.
             multiply = logits_of if par.platform == "tpu" else logits_with_rounded_grad
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
-            logits_bsv = capped(logits_bsv, self.config.variant.logit_cap)
+            logits_bsv = attention.capped(logits_bsv, self.config.variant.logit_cap)
             logits_bsv = logits_bsv - par.max(logits_bsv.max(-1), finish)[..., None]
             sum_exp = lambda par, x: jnp.exp(x).sum(-1)
             total_bs = par.summed(sum_exp, ["vocab b s v"], finish)(logits_bsv)
@@ -529,13 +529,16 @@ class Llama(nnx.Module):
         stacks = [self.blocks[f"{i}"] for i in range(num_kinds)] if num_kinds else [self.blocks]
         graphs, weights = zip(*map(nnx.split, stacks), strict=True)
 
+        def rope_of(config: ModelConfig) -> Rope:
+            is_right_b = attention.as_promised(par, mask_of(config), k_positions, k_segments)
+            return nan_in_broken_rows(rope_table(config, batch["positions"]), is_right_b)
+
+        ropes = [rope_of(config) for _, config in self.config.blocks]
+
         def block(kind: int, place: int | None) -> Callable:
             """Return a block of a kind, which takes its weights from those of an iteration."""
-            config = self.config.blocks[kind][1]
-            in_order = attention.as_promised(par, mask_of(config), k_positions, k_segments)
-            rope = nan_in_broken_rows(rope_table(config, batch["positions"]), in_order)
             own = lambda w: w if place is None else at(w[kind], place)
-            return lambda x, w: nnx.merge(graphs[kind], own(w))(x, ids, rope, par)
+            return lambda x, w: nnx.merge(graphs[kind], own(w))(x, ids, ropes[kind], par)
 
         if not self.config.kinds:
             return layers([block(0, None)], x, weights[0])
@@ -566,7 +569,7 @@ class Llama(nnx.Module):
         """Return all logits, float32, gathered: for parity tests and sampling, not for training."""
         x, head, _ = self.hidden_and_head(batch, par)
         x = par.move(x, "stream b s d -> vocab b s d")
-        logits = capped(logits_of(x, head), self.config.variant.logit_cap)
+        logits = attention.capped(logits_of(x, head), self.config.variant.logit_cap)
         return par.move(logits, "vocab b s v -> data b s v")
 
 
@@ -599,8 +602,3 @@ def target_logits(
     local_bs1 = (targets - par.index("vocab v") * logits.shape[-1])[..., None]
     is_target_bsv = jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[-1]), 2) == local_bs1
     return jnp.where(is_target_bsv, logits, 0).sum(-1)
-
-
-def capped(x: Array, cap: float | None) -> Array:
-    """Return cap · tanh(x / cap), or ``x`` without a cap (Gemma 2)."""
-    return x if cap is None else cap * jnp.tanh(x / cap)

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 from llmpar.model.llama import Batch, Llama, Stream
 from llmpar.model.weights import Tree, joined, model_graph, trained, weight_dims
 from llmpar.parallel.collectives import at
-from llmpar.parallel.modes import Manual, Solo
+from llmpar.parallel.modes import Manual, Solo, in_order
 from llmpar.pipeline.split_backward import split_backward, trace
 from llmpar.plan.model_config import ModelConfig
 
@@ -123,12 +123,10 @@ def run_chunk(stage: Stage, blocks: Tree, x: Stream, kind: str) -> tuple[tuple[S
 
 def _unrolled(blocks: Sequence[Callable], x: Any, stack: Tree) -> tuple[Any, Tree]:
     """Run layers as `Solo.layers` does, one by one: every matmul is then an equation to cut at."""
-    outputs = []
+    outputs, run = list[Any](), in_order(blocks)
     for i in range(jax.tree.leaves(stack)[0].shape[0]):
-        for block in blocks:
-            x, aux = block(x, at(stack, i))
-            outputs.append(aux)
-    outputs = [aux for aux in outputs if aux is not None]
+        x, more = run(x, at(stack, i))
+        outputs += more
     return x, jax.tree.map(lambda *layers: jnp.stack(layers), *outputs) if outputs else None
 
 

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
 from llmpar.model import attention
-from llmpar.model.llama import capped, logits_of
+from llmpar.model.llama import logits_of
 from llmpar.model.weights import Tree, model_graph, weight_dims
 from llmpar.parallel.collectives import at, vary
 from llmpar.parallel.mesh import platform_of, sharding, spec, split_axes
@@ -106,7 +106,9 @@ class Decoder:
         known = jnp.take_along_axis(targets, offsets, 1), offsets + rows.start[:, None] + 1
 
         def follow(each):
-            logits_bv = capped(logits_of(each[0], head), self.plan.config.variant.logit_cap)
+            logits_bv = attention.capped(
+                logits_of(each[0], head), self.plan.config.variant.logit_cap
+            )
             logits_bv = par.carry_out(logits_bv, par.plan.physical(LOGITS), LOGITS, invariant=True)
             return choose_tokens(logits_bv, each[1], each[2], rows)
 
