@@ -584,6 +584,8 @@ def test_the_first_signal_asks_and_the_second_ends(monkeypatch, capfd):
             stopper(signal.SIGINT)
     with Stopper() as stopper, pytest.raises(SystemExit, match="143"):
         stopper(signal.SIGTERM)  # no step was done: nothing to finish
+    with Stopper() as stopper, pytest.raises(SystemExit, match="130"):
+        stopper.to_all(signal.SIGINT)  # nor has one of several processes anything to finish
     with Stopper() as stopper:
         stopper.requested()
         signal.set_wakeup_fd(-1)  # as event loops leave it
@@ -592,7 +594,7 @@ def test_the_first_signal_asks_and_the_second_ends(monkeypatch, capfd):
     assert signal.getsignal(signal.SIGTERM) is before
     ended = "llmpar: ended at once; checkpoints taken before are intact"
     after = "llmpar: ends after this step; once more ends at once"
-    assert capfd.readouterr().err.splitlines() == [after, ended, ended, after]
+    assert capfd.readouterr().err.splitlines() == [after, ended, ended, ended, after]
 
 
 def test_an_interrupted_training_says_what_is_kept_and_its_command_goes_on(

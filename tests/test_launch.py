@@ -221,8 +221,10 @@ def test_the_launcher_names_a_killed_process_0_and_gives_the_signals_back(capfd)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
 def test_the_launcher_hands_every_request_to_stop_on_and_ends_with_it(number, tmp_path):
-    """Its processes are asked by SIGTERM, and leave with what that says (143 where they save)."""
-    program = "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+    """Its processes are asked by SIGTERM, or by Ctrl-C's signal, and leave with what that says."""
+    handed = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+    program = "import os, signal, sys, time\n"
+    program += f"signal.signal({handed:d}, lambda number, _: sys.exit(128 + number))\n"
     program += f"open('{tmp_path}/' + os.environ['JAX_PROCESS_ID'], 'w').close()\ntime.sleep(600)"
 
     def ask():

@@ -259,6 +259,9 @@ def say_memory(mesh) -> None:
         inform(left_out)
 
 
+_AT_ONCE = "ended at once; checkpoints taken before are intact"
+
+
 class Stopper(contextlib.ExitStack):
     """Let the first Ctrl-C, SIGTERM or SIGHUP end training after the running step, so that it can be saved.
 
@@ -284,17 +287,26 @@ class Stopper(contextlib.ExitStack):
         return self.number > 0
 
     def __enter__(self) -> Stopper:
-        if self.of_many:  # JAX hears SIGTERM, and joined hands Ctrl-C on
-            to_all = lambda number: os.kill(os.getpid(), signal.SIGTERM)
-            self.enter_context(signals.signals_to(to_all, [signal.SIGHUP]))
+        if self.of_many:  # JAX handles SIGTERM itself
+            self.enter_context(signals.signals_to(self.to_all, [signal.SIGINT, signal.SIGHUP]))
         else:
             self.enter_context(signals.signals_to(self))
         return self
 
+    def to_all(self, number: int) -> None:
+        """Let all processes end after the same step, or at once where none was done and Ctrl-C asks."""
+        if self.worked or number != signal.SIGINT:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        from llmpar.launch.joined import tell_others
+
+        tell_others("one process was interrupted", 128 + number)
+        signals.end(_AT_ONCE, 128 + number)
+
     def __call__(self, number: int) -> None:
         again, self.number = self.number > 0, number
         if again or not self.worked:
-            signals.end("ended at once; checkpoints taken before are intact", 128 + number)
+            signals.end(_AT_ONCE, 128 + number)
         signals.write_sentence("ends after this step; once more ends at once")
 
 

@@ -12,7 +12,6 @@ import glob
 import itertools
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -461,8 +460,6 @@ def _guard(silent_s: float) -> None:
         leave_job(FAILED)
 
     sys.excepthook = end
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     left = threading.Event()
     listener = threading.Thread(target=_listen, args=(left, silent_s), daemon=True)
     listener.start()

@@ -155,14 +155,17 @@ def run_locally(
 ) -> int:
     """Run a command in several processes on this machine, process 0 on this terminal; return the exit status.
 
-    The first Ctrl-C, SIGTERM or SIGHUP lets them save and leave, the second ends them. The status is then
-    that of the first signal, unless one failed for another reason.
+    The first Ctrl-C, SIGTERM or SIGHUP lets them save and leave, the second ends them. Ctrl-C reaches them as
+    it is, another signal as SIGTERM. The status is then that of the first signal, unless one failed for
+    another reason.
     """
     requests, processes = list[int](), Processes(command, num, devices, show=True, wire=wire)
 
     def ask(number: int) -> None:
         requests.append(number)
-        processes.end(signal.SIGKILL if len(requests) > 1 else signal.SIGTERM)
+        # a scheduler's words are for all programs; Ctrl-C ends those that have nothing to save at once
+        first = number if number == signal.SIGINT else signal.SIGTERM
+        processes.end(signal.SIGKILL if len(requests) > 1 else first)
 
     with signals_to(ask), processes:
         if requests:  # while they were started
@@ -176,5 +179,7 @@ def run_locally(
         tail = [line for line in ended.words[ended.first].splitlines() if line.strip()][-20:]
         lines += [f"[process {ended.first}] {line}" for line in tail]
     sys.stderr.write("".join(f"{line}\n" for line in lines))
-    left = ended.status in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
+    left = ended.status in {
+        128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+    }
     return 128 + requests[0] if requests and left else ended.status
