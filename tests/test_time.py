@@ -188,6 +188,10 @@ def test_policies_of_recomputation_cost_on_links_what_the_program_sends():
         ("llama3-8b", "pp=4 fsdp=4 tp=4", dict(microbatches=16, schedule="1f1b", tp_sequence=True)),
         ("qwen3-30b-a3b", "fsdp=8 ep=8", dict(remat="selective")),
         ("qwen3-30b-a3b", "dp=2 fsdp=2 ep=8 tp=2", dict(tp_sequence=True)),
+        ("qwen3-30b-a3b", "dp=8 ep=8", dict(zero=1)),
+        ("mixtral-8x7b", "dp=16 fsdp=2 ep=2", dict(zero=2)),
+        ("mixtral-8x7b", "fsdp=8 sp=2 ep=4", dict(zero=1, zero_axes="fsdp,ep")),
+        ("mixtral-8x7b", "dp=2 fsdp=8 ep=2 tp=2", dict(zero=0, tp_sequence=True)),
     ],
 )
 def test_the_form_that_ranks_is_near_the_rows_of_traffic(name, mesh, fields):

@@ -287,10 +287,9 @@ class Stopper(contextlib.ExitStack):
         return self.number > 0
 
     def __enter__(self) -> Stopper:
-        if self.of_many:  # JAX handles SIGTERM itself
-            self.enter_context(signals.signals_to(self.to_all, [signal.SIGINT, signal.SIGHUP]))
-        else:
-            self.enter_context(signals.signals_to(self))
+        # of several processes JAX handles SIGTERM itself
+        own = signals.signals_to(self.to_all, [signal.SIGINT, signal.SIGHUP])
+        self.enter_context(own if self.of_many else signals.signals_to(self))
         return self
 
     def to_all(self, number: int) -> None:

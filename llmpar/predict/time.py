@@ -112,6 +112,9 @@ class Clock:
         self.plan: Any = run.plan if exact else None
         # How far apart neighbours are in the groups over which ZeRO cuts.
         self.zero_apart = min(self.inner[a] for a in ("sp", "ep", "fsdp")[not run.zero_over_sp :])
+        # Experts are cut over the same without ep; of others the nearest links fit what was published.
+        near = "sp" if run.zero_over_sp and run.mesh.sp > 1 else "fsdp"
+        self.experts_apart = self.inner[near] if self.ours else self.zero_apart
         self.gathers_once = run.zero == 3 and run.mesh.pp > 1 and not run.reshard  # in a step
         self.layer = functools.cache(self._layer)
 
@@ -336,15 +339,10 @@ class Clock:
     def gathers(self, shared: float, experts: float) -> tuple[float, float]:
         """Return the seconds to gather weights that ZeRO-3 cuts, and to reduce-scatter their gradients."""
         run, soft, gather, scatter = self.run, self.run.software, 0.0, 0.0
-        apart, whole = self.zero_apart, run.zero_group
-        beyond = (
-            self.inner["sp" if run.zero_over_sp and run.mesh.sp > 1 else "fsdp"]
-            if self.ours
-            else apart
-        )
+        whole = run.zero_group
         for params, group, inner in (
-            (shared, whole, apart),
-            (experts, whole / run.mesh.ep, beyond),
+            (shared, whole, self.zero_apart),
+            (experts, whole / run.mesh.ep, self.experts_apart),
         ):
             gather += self.collective("all-gather", soft.gathered_bytes * params, group, inner)
             scatter += self.collective("reduce-scatter", soft.reduced_bytes * params, group, inner)
@@ -352,19 +350,20 @@ class Clock:
 
     def at_the_end(self, shared: float, experts: float) -> tuple[float, float]:
         """Return the seconds that gradients still take when the last microbatch is done, and those of
-        gathering the updated weights, which a framework that overlaps does beside the next step."""
+        gathering the updated weights, which a framework that overlaps does beside the next step. Ours cuts
+        over ZeRO's group and sums over its replicas; others deal ZeRO 1 and 2 out over all data ranks."""
         run, soft, mesh = self.run, self.run.software, self.run.mesh
-        reduced, updated, inner = 0.0, 0.0, self.zero_apart
-        for params, apart in ((shared, 1), (experts, mesh.ep)):
+        reduced, updated = 0.0, 0.0
+        groups = (shared, 1, self.zero_apart), (experts, mesh.ep, self.experts_apart)
+        for params, apart, inner in groups:
             late, ranks = soft.late_bytes * params, run.data_ranks * mesh.sp / apart
-            cut = run.zero_group / apart
-            if run.zero == 3:
-                reduced += self.collective("all-reduce", late / cut, ranks / cut, self.inner["dp"])
-            elif run.zero:
-                reduced += self.collective("reduce-scatter", late, ranks, inner)
-                updated += self.collective("all-gather", late, ranks, inner)
-            else:
-                reduced += self.collective("all-reduce", late, ranks, inner)
+            group = run.zero_group / apart if self.ours or run.zero == 3 else ranks
+            cut = group if run.zero else 1
+            if run.zero in (1, 2):
+                reduced += self.collective("reduce-scatter", late, cut, inner)
+                updated += self.collective("all-gather", late, cut, inner)
+            beyond = self.inner["dp" if mesh.dp > 1 else "sp"] if cut > 1 else inner
+            reduced += self.collective("all-reduce", late / cut, ranks / cut, beyond)
         if self.gathers_once:
             gather, scatter = self.gathers(shared, experts)
             reduced, updated = reduced + scatter, updated + gather
