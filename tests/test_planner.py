@@ -17,6 +17,7 @@ from llmpar.cli.commands import parse
 from llmpar.cli.options import still_at_work
 from llmpar.cli.plan import named_axes
 from llmpar.explore import look
+from llmpar.plan.checks import why_not_run
 from llmpar.plan.mesh_shape import AXES, MeshShape, parse_mesh
 from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
@@ -36,6 +37,15 @@ def question(name="llama3-8b", devices=8, batch=None, seq=8192, row=H100, **fixe
 @pytest.fixture(scope="module")
 def small():
     return planner.decide(question())
+
+
+@pytest.mark.parametrize(
+    "name, mesh", [("deepseek-v3", "fsdp=4 sp=2 tp=2"), ("gemma-3-27b", "fsdp=4 sp=2 tp=2")]
+)
+def test_what_a_model_that_runs_is_offered_runs(name, mesh):
+    q, mesh = question(name, 16, 64), parse_mesh(mesh)
+    offered = [q.resolved(Plan(**fields), None) for fields in planner.variants(q, mesh)]
+    assert offered and not {why_not_run(plan) for plan in offered} - {""}
 
 
 def test_every_plan_is_legal_and_fits_and_they_are_in_order(small):

@@ -262,15 +262,19 @@ def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
     rows = q.batch_size // (mesh.dp * mesh.fsdp * mesh.ep)
     given = {k: v for k, v in q.fixed.items() if k not in AXES}
     base: Fields = {"mesh": mesh, "dtype": "bfloat16"}
+    # of latent attention that runs, what `checks.why_not_run` lets through
+    latent = q.config.runs and any(block.shares_cache for _, block in q.config.blocks)
     if mesh.tp > 1 and q.seq_len % (mesh.sp * mesh.tp) == 0:
-        base |= {"tp_sequence": True, "tp_comm_overlap": True}
+        base |= {"tp_sequence": True, "tp_comm_overlap": not latent}
     if q.config.vocab_size > 8192 and q.seq_len // mesh.sp % 8 == 0:
         base["loss_chunks"] = 8
     states: list[Fields] = [{}]
     if mesh.fsdp * mesh.ep * mesh.sp > 1:
         states += [{"zero": 1}, {"reshard_after_forward": False}]
     sequences: list[Fields] = [{}]
-    if mesh.sp > 1:
+    if mesh.sp > 1 and latent:
+        sequences = [{"context_parallel": "gather"}]
+    elif mesh.sp > 1:
         apart = math.gcd(q.config.exchanged_heads(mesh.tp)[1], mesh.sp)
         sequences += [{"context_parallel": "gather"}]
         # balanced in every order, and in this one most tiles are whole or empty
