@@ -32,7 +32,7 @@ BUDGETS = {
     "model": 950,
     "pipeline": 335,
     "training": 2_200,
-    "predict": 2_105,
+    "predict": 2_110,
     "planner": 1_470,
     "draw": 2_620,
     "inspect": 1_890,

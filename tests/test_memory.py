@@ -4,15 +4,17 @@ programs that are compiled here."""
 import dataclasses
 import json
 import statistics
+from collections import Counter
 
 import compare_memory
+import jax
 import optax
 import pytest
 from compare_memory import argument_bytes as given
 
 from llmpar.inspect.census import compiled_memory
 from llmpar.parallel.mesh import make_mesh
-from llmpar.plan.model_config import preset
+from llmpar.plan.model_config import ADAPTABLE, LoraConfig, ModelConfig, preset
 from llmpar.plan.plan import Plan
 from llmpar.predict import memory
 from llmpar.predict.hardware import chip
@@ -143,6 +145,33 @@ def test_a_policy_keeps_what_it_says_it_keeps():
     sums = 4 * config.num_heads * 2 * 256
     more = 3 * (kept["selective"] - kept["block"] + sums)
     assert held["selective"] - held["block"] == pytest.approx(more, rel=1e-3)
+
+
+@pytest.mark.parametrize("targets", [None, ("q", "v"), ("q", "k", "v", "o"), ADAPTABLE])
+def test_frozen_weights_keep_nothing_for_their_gradients(targets):
+    """What the loop over layers hands to the backward pass, counted by shape in the traced program."""
+    lora = targets and LoraConfig(4, 4.0, targets)
+    sizes = dict(vocab_size=64, width=24, num_layers=5, num_heads=4, num_kv_heads=2, head_width=8)
+    config = ModelConfig(name="small", ffn_width=112, lora=lora, **sizes)
+    plan = Plan("fsdp=1", dtype="float32", attention_kernel="portable", attention_block=16)
+    plan = plan.resolve(config, "gpu", 2, 16)
+    step = Step(config, plan, make_mesh("fsdp=1"), optax.sgd(0.1))
+    trace = jax.make_jaxpr(step.gradients)(step.abstract_state.params, step.abstract_batch(2, 16))
+    kept = Counter(x.size // 5 for x in next(stacked(trace.jaxpr, 5)))
+    ffn, queries = 2 * 16 * 112, 2 * 16 * 4 * 8
+    predicted = memory._one_block(plan, config, 32, 16, 4)[0]["none"]
+    assert predicted["feed-forward"] == 4 * ffn * kept[ffn]
+    assert predicted["queries and attention's result"] == 4 * queries * kept[queries]
+
+
+def stacked(jaxpr, length):
+    """The results that each loop of so many iterations stacks, the first loop first."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan" and eqn.params["length"] == length:
+            yield [x.aval for x in eqn.outvars[eqn.params["num_carry"] :]]
+        for inner in jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
+                yield from stacked(inner, length)
 
 
 def test_attention_by_xla_keeps_its_scores_where_nothing_is_computed_again():

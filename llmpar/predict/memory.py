@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from llmpar.plan.model_config import ModelConfig, kind_of
+from llmpar.plan.model_config import ADAPTABLE, ModelConfig, kind_of
 from llmpar.plan.plan import Resolved
 from llmpar.plan.schedules import Schedule
 from llmpar.plan.sequence_order import tile_length
@@ -357,7 +357,13 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         scores = 3 * rows * dense * item * (plan.documents == "packed")
     # Inputs of matmuls; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     norms = 2 * stream * FLOAT32 // item
-    crossing = 3 * ffn + 8 * whole + 2 * queries + 2 * keys
+    # The gradients of weights that are trained read them.
+    trained = {*(config.lora.targets if config.lora else ADAPTABLE)}
+    attends, enters = bool(trained & {"q", "k", "v"}), bool(trained & {"gate", "up"})
+    leaves, falls = "o" in trained, "down" in trained
+    crossing = len(trained & {"gate", "up", "down"}) * ffn
+    crossing += 2 * (attends + enters + leaves + falls) * whole
+    crossing += (("q" in trained) + leaves) * queries + len(trained & {"k", "v"}) * keys
     # Where no gradient waits, what the feed-forward works with is gone before attention works, with its
     # float32 sums forward and backward.
     parts = 4 * ffn // plan.ffn_chunks, queries + 2 * queries * FLOAT32 // item + scores
@@ -375,16 +381,16 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
     inner = (
         2 * hidden + 6 * shared + (plan.mesh.ep > 1) * num_slots * config.routed_width * item
         if config.experts
-        else 6 * ffn
+        else (5 + falls) * ffn
     )
     keeps = pieces or plan.gathers == "block" and plan.reshard_after_forward
     kept = {
         "feed-forward": inner * keeps,
         "norms in float32": norms,
-        "stream": 2 * stream + 2 * whole,
+        "stream": 2 * stream + (attends + enters) * whole,
     }
     kept |= {
-        "queries and attention's result": 3 * queries,
+        "queries and attention's result": (2 + leaves) * queries,
         "keys and values": 2 * (keys + gathered),
     }
     kept |= {"attention's softmax": squares}
