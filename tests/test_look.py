@@ -50,7 +50,7 @@ def held(x, *cuts):
     return lax.with_sharding_constraint(x, NamedSharding(AUTO, P(*cuts)))
 
 
-X, ROW = lie((16, 4), "X"), ("b +X -> b", "all-reduce", "X", 1, 2 * 3 * 16 // 4)  # a device's sum is f32[4]
+X, ROW = lie((16, 4), "X"), ("f32[4]{U:X} -> f32[4]", "all-reduce", "X", 1, 2 * 3 * 16 // 4)
 total = lambda x: x.sum(0)
 
 
@@ -98,26 +98,26 @@ PROGRAMS = {
     "compiled": ((jax.jit(total).lower(X).compile(),), [ROW]),
     "gather": (
         (lambda x: held(x), lie((16, 4), ("Y", "X"))),
-        [("b/Y,X s -> b s", "all-gather", "X,Y", 1, 224)],
+        [("f32[16@(Y,X),4] -> f32[16,4]", "all-gather", "X,Y", 1, 224)],
     ),
     "gather of a second dim": (
         (lambda x: held(x), lie((16, 8), None, "X")),
-        [("b s/X -> b s", "all-gather", "X", 1, 384)],
+        [("f32[16,8@X] -> f32[16,8]", "all-gather", "X", 1, 384)],
     ),
     "from dim to dim": (
         (lambda x: held(2 * x, None, None, "X"), lie((16, 32, 8), "X")),
-        [("b/X s d -> b s d/X", "all-to-all", "X", 1, 3072)],
+        [("f32[16@X,32,8] -> f32[16,32,8@X]", "all-to-all", "X", 1, 3072)],
     ),
     "and by hand": (
         (manual(lambda x: lax.all_to_all(x, "X", 1, 0, tiled=True), P("X"), P(None, "X")), X),
-        [("b/X s -> b s/X", "all-to-all", "X", 1, 48)],
+        [("f32[16@X,4] -> f32[16,4@X]", "all-to-all", "X", 1, 48)],
     ),
     "scattered sum": (
         (
             manual(lambda x: lax.psum_scatter(x, "X", scatter_dimension=1, tiled=True), P("X"), P(None, "X")),
             X,
         ),
-        [("b s +X -> b s/X", "reduce-scatter", "X", 1, 48)],
+        [("f32[4,4]{U:X} -> f32[4,4@X]", "reduce-scatter", "X", 1, 48)],
     ),
     "largest": (
         (manual(lambda x: lax.pmax(x, ("X", "Y")), P("X"), P()), X),
@@ -144,15 +144,21 @@ PROGRAMS = {
     ),
     "nested": (
         (outer(nested), X),
-        [("b s +X -> b s", "all-reduce", "X", 1, 48), ("b s +Y -> b s", "all-reduce", "Y", 1, 32)],
+        [
+            ("f32[2,4]{U:X} -> f32[2,4]", "all-reduce", "X", 1, 48),
+            ("f32[2,4]{U:Y} -> f32[2,4]", "all-reduce", "Y", 1, 32),
+        ],
     ),
     "branches": (
         (manual(branches, (P("X"), P()), P()), X, COUNT),
-        [("b s +X -> b s", "all-reduce", "X", 1, 96), ("b s +Y -> b s", "all-reduce", "Y", 1, 64)],
+        [
+            ("f32[4,4]{U:X} -> f32[4,4]", "all-reduce", "X", 1, 96),
+            ("f32[4,4]{U:Y} -> f32[4,4]", "all-reduce", "Y", 1, 64),
+        ],
     ),
     "vmap over a sum": (
         (manual(jax.vmap(lambda x: lax.psum(x, "X")), P(None, "X"), P()), lie((3, 16, 4), None, "X")),
-        [("b s d +X -> b s d", "all-reduce", "X", 1, 288)],
+        [("f32[3,4,4]{U:X} -> f32[3,4,4]", "all-reduce", "X", 1, 288)],
     ),
     "recomputed": (
         (
@@ -160,12 +166,15 @@ PROGRAMS = {
             lie((16, 32), "Y"),
             lie((8, 16), "X"),
         ),
-        [("b s +X -> b s", "all-reduce", "X", 1, 1536), ("b s +Y -> b s", "all-reduce", "Y", 1, 256)],
+        [
+            ("f32[32,8]{U:X} -> f32[32,8]", "all-reduce", "X", 1, 1536),
+            ("f32[2,32]{U:Y} -> f32[2,32]", "all-reduce", "Y", 1, 256),
+        ],
     ),
     "Flax's jit": ((nnx.jit(total), X), [ROW]),
     "pmap": (
         (jax.pmap(lambda x: lax.psum(x, "i"), axis_name="i"), jnp.ones((8, 4))),
-        [("b +i -> b", "all-reduce", "i", 1, 28)],
+        [("f32[4]{U:i} -> f32[4]", "all-reduce", "i", 1, 28)],
     ),
     "one device": ((lambda x: x @ x, jnp.ones((8, 8))), []),
     "nothing to send": ((lambda x: x + 1, X), []),
@@ -195,7 +204,7 @@ def sends(found):
 
 def test_what_a_device_holds_and_could_hold_less_of():
     found = llmpar.look(lambda x, w: x @ w, on(AUTO, (64, 32), "Y", "X"), lie((32, 16), "X"))
-    assert sends(found) == [("b s +X -> b s", "all-reduce", "X", 1, 2 * 3 * 4 * 32 * 16 // 4)]
+    assert sends(found) == [("f32[32,16]{U:X} -> f32[32,16]", "all-reduce", "X", 1, 2 * 3 * 4 * 32 * 16 // 4)]
     assert found.flops == 2 * 32 * 8 * 16 and found.memory["argument_bytes"] == 4 * (32 * 8 + 8 * 16)
     assert found.links == dict.fromkeys("XY", "simulated: shared memory")
     rows = [(r["name"], r["bytes"], r["axes"], r["saved"]) for r in found.replicated]
@@ -225,7 +234,10 @@ def test_a_loop_with_an_unknown_trip_count_is_in_no_sum():
 def test_types_and_jaxprs_say_where_things_lie():
     """Of explicit axes; a mesh without devices gets simulated ones; of automatic axes a jaxpr is silent."""
     move = lambda x: jax.sharding.reshard(x, P(None, "X"))
-    rows = [("b/X s -> b s/X", "all-to-all", "X", 1, 96), ("b s/Y -> b s", "all-gather", "Y", 1, 64)]
+    rows = [
+        ("f32[8@X,16] -> f32[8,16@X]", "all-to-all", "X", 1, 96),
+        ("f32[2,16@Y] -> f32[2,16]", "all-gather", "Y", 1, 64),
+    ]
     abstract = AbstractMesh((4, 2), ("X", "Y"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(EXPLICIT):
         jaxpr = jax.make_jaxpr(move)(jnp.zeros((8, 16), out_sharding=P("X", "Y")))
@@ -234,7 +246,7 @@ def test_types_and_jaxprs_say_where_things_lie():
         assert sends(look(move, on(abstract, (8, 16), "X", "Y"))) == rows
     assert sends(look(jaxpr)) == rows and "a jaxpr has no shardings" in str(look(jaxpr))
     by_hand = jax.make_jaxpr(manual(lambda x: lax.psum(x, "X"), P("X"), P()))(jnp.ones((16, 4)))
-    assert sends(look(by_hand.jaxpr)) == [("b s +X -> b s", "all-reduce", "X", 1, 96)]
+    assert sends(look(by_hand.jaxpr)) == [("f32[4,4]{U:X} -> f32[4,4]", "all-reduce", "X", 1, 96)]
 
 
 TEXT = partitioned_hlo(jax.jit(total).lower(X))
@@ -393,11 +405,11 @@ def test_a_state_that_is_returned_in_another_layout_is_noted(given, names):
         names
     )
     assert len(notes) == len(names) + (len(names) == 8) and all(
-        "is 'b s': passed in again" in n for n in notes[:8]
+        "is f32[8,8]: passed in again" in n for n in notes[:8]
     )
     assert (
         not notes
-        or "is returned as 'b/X s/Y'" in notes[0]
+        or "is returned as f32[8@X,8@Y]" in notes[0]
         and ("2 more results" in notes[-1]) == (len(names) == 8)
     )
 

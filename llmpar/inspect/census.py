@@ -66,7 +66,7 @@ class Collective:
         ""  # forward, backward or recomputed; '' outside all passes, as for gradients' sums
     )
     moves: str = (
-        ""  # its operand before and after (`hlo.operand_arrow`): 'b/X s -> b s'; '' if unclear
+        ""  # its operand and result (`hlo.operand_arrow`): 'f32[8@X,4] -> f32[8,4]'; '' if unclear
     )
     per_turn: str = (
         ""  # the loop with an unknown trip count that it is in: count and bytes of one iteration

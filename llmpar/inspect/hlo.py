@@ -6,13 +6,11 @@ import operator
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-
-from llmpar.parallel.mesh import LETTERS
 
 # A type ends where the opcode begins; the group is atomic, so that a line is read once. Some texts have no %.
 _OP = re.compile(
@@ -297,9 +295,9 @@ def group_axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
 
 
 def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], mesh: Any) -> str:
-    """Write a collective's operand and result as an arrow, ``b/X s -> b s``: dims are lettered by position,
-    and only ``axes`` are named. A permute is described in words. Return '' where the operation does not show
-    it."""
+    """Write a collective's operand and result as JAX writes types, ``f32[64@X,128] -> f32[64,128]``: whole
+    along ``axes``, and one device's along the others. A permute is described in words. Return '' where the
+    operation does not show it."""
     ops, sizes = module.computations[comp], {a: mesh.shape[a] for a in mesh.axis_names}
     op, kind, groups = ops[name], ops[name].opcode.removesuffix("-start"), _groups(ops[name].attrs)
     place = lambda i: dict(zip(sizes, np.unravel_index(i, [*sizes.values()]), strict=True))
@@ -318,7 +316,7 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
     # the outermost axis is the last to change
     first = [place(i) for i in groups[0]] if groups else []
     changes_at = lambda a: next((i for i, at in enumerate(first) if at[a] != first[0][a]), 0)
-    over = "/" + ",".join(sorted(axes, key=changes_at, reverse=True))
+    over = sorted(axes, key=changes_at, reverse=True)
     dim = integers(op.attrs, r"\bdimensions=\{")
     before, after = (
         (module.shape_of(comp, op, 0), op.results[0][1]) if len(op.results) == 1 else ((), ())
@@ -342,17 +340,24 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
     cut = [i for i, (a, b) in enumerate(sides) if a == b * n]
     right = {"all-gather": (dim, []), "reduce-scatter": ([], dim), "all-reduce": ([], [])}
     right["all-to-all"] = gathered[:1] or [-1], cut[:1] or [-1]
-    fits = (
-        sum(a == b for a, b in sides) + len(gathered + cut)
-        == len(before)
-        == len(after)
-        <= len(LETTERS)
-    )
+    fits = sum(a == b for a, b in sides) + len(gathered + cut) == len(before) == len(after)
     if (gathered, cut) != right.get(kind) or not fits:
         return ""
-    dims = lambda at: [letter + over * (i in at) for i, letter in enumerate(LETTERS[: len(before)])]
-    sums = [f"+{a}" for a in axes if kind in ("all-reduce", "reduce-scatter")]
-    return f"{' '.join(dims(gathered) + sums)} -> {' '.join(dims(cut)) or 'whole'}"
+    whole = [size * n if i in gathered else size for i, size in enumerate(before)]
+    unfinished = axes if kind in ("all-reduce", "reduce-scatter") else ()
+    dtype = op.results[0][0]
+    sides = (gathered, unfinished), (cut, ())
+    return " -> ".join(typed(dtype, whole, dict.fromkeys(at, over), sums) for at, sums in sides)
+
+
+def typed(
+    dtype: str, shape: Iterable[int], cuts: Mapping[int, Sequence[str]], sums: Sequence[str] = ()
+) -> str:
+    """Write a type as JAX does, ``f32[64@X,128]{U:Y}``: of each dim the size and its axes, and those of an
+    unfinished sum."""
+    grouped = lambda axes: axes[0] if len(axes) == 1 else f"({','.join(axes)})"
+    dims = [f"{n}@{grouped(cuts[i])}" if cuts.get(i) else str(n) for i, n in enumerate(shape)]
+    return f"{dtype}[{','.join(dims)}]" + (f"{{U:{','.join(sums)}}}" if sums else "")
 
 
 def _permuted(

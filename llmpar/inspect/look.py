@@ -30,8 +30,8 @@ from llmpar.inspect.census import (
     summed,
     text_columns,
 )
-from llmpar.inspect.explain import cut_as, explain
-from llmpar.inspect.hlo import CALLS, Instruction, Module, integers, parsed
+from llmpar.inspect.explain import explain
+from llmpar.inspect.hlo import CALLS, Instruction, Module, integers, parsed, typed
 from llmpar.inspect.jaxpr import LOOPS, kept_lines, unchecked
 from llmpar.inspect.links import axis_links
 from llmpar.inspect.roofline import product_flops
@@ -59,11 +59,11 @@ class Look:
     """State what one run of a program does on each device; bytes are those of one device.
 
     Attributes:
-        rows: what each line sends, largest first: ``source``, ``arrow`` (dims lettered by position, without
-            the axes that stay), ``collective``, ``axes``, ``count``, ``bytes_sent``, ``per_turn`` (the loop
-            around it whose trip count is unknown: count and bytes are those of one iteration; or ''),
-            ``conditional`` (in the branch that sends most), ``link``, ``dtype``, ``shape`` (of the result),
-            ``direction``.
+        rows: what each line sends, largest first: ``source``, ``arrow`` (the types of operand and result,
+            whole along ``axes``: ``f32[64@X,128] -> f32[64,128]``), ``collective``, ``axes``, ``count``,
+            ``bytes_sent``, ``per_turn`` (the loop around it whose trip count is unknown: count and bytes are
+            those of one iteration; or ''), ``conditional`` (in the branch that sends most), ``link``,
+            ``dtype``, ``shape`` (of the result), ``direction``.
         memory: argument, output, alias, temp and peak bytes, as the compiler reserves them; {} for a text.
         replicated: values that are equal on several devices although ``axes`` could cut them: ``bytes`` of
             each, and the bytes ``saved`` by the cut.
@@ -110,11 +110,13 @@ class Look:
 
     def _sent(self) -> str:
         """Write the rows as aligned text, with the sum of those whose loops have a known trip count."""
+        passes = any(row["direction"] for row in self.rows)
         cells = [
             (
                 row["source"] or "(the partitioner's)",
                 row["arrow"],
                 f"{row['collective']} {','.join(row['axes'])}",
+                *[row["direction"]] * passes,
                 f"×{row['count']:,}"
                 + " per iteration" * bool(row["per_turn"])
                 + " at most" * row["conditional"],
@@ -123,7 +125,7 @@ class Look:
             for row in self.rows
         ]
         sent = sum(row["bytes_sent"] for row in self.rows if not row["per_turn"])
-        return text_columns([*cells, ("in all", "", "", "", f"{sent:,} B")])
+        return text_columns([*cells, ("in all", *[""] * (3 + passes), f"{sent:,} B")])
 
     def document(self) -> dict[str, Any]:
         """Return the look as plain data, for JSON."""
@@ -220,10 +222,11 @@ def _returned(leaves: list) -> list[str]:
 
 
 def _layout(where: Any, x: Any) -> str:
-    """Write a sharding as a layout; one without a spec as the shape of its blocks."""
+    """Write an array's type as JAX does; of a sharding without a spec the shape of its blocks."""
     if (spec := getattr(where, "spec", None)) is None:
         return f"blocks of {list(where.shard_shape(x.shape))}"
-    return f"'{cut_as([axes_of(cut) for cut in (*spec, *[None] * (len(x.shape) - len(spec)))])}'"
+    short = re.sub("loat|(?<=u)int|(?<=i)nt", "", str(x.dtype))
+    return typed(short, x.shape, dict(enumerate(map(axes_of, spec))))
 
 
 def _staged(f: Any, args: tuple, kwargs: dict) -> Any:

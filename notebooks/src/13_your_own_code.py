@@ -129,8 +129,9 @@ if N > 1:
 # %% [markdown]
 # ## It sends 35 times as much, and no weight
 #
-# `In[3]:5` is line 5 of cell 3. Behind it stands what moves: each device has some terms of a value, `+X`, and the all-reduce adds
-# them up. (`look` letters dims by their place: `b s d`.) The same beside the code:
+# `In[3]:5` is line 5 of cell 3. Behind it are the types of a value before and after, as JAX writes them. `{U:X}` is a sum over
+# `X` that is not finished: each device has some of its terms, and the all-reduce adds them up. In `f32[64@X,16]` the axis `X` cuts
+# the first dim. The same beside the code:
 
 # %%
 show(drawn({"sent": (loss, before)}))
