@@ -357,13 +357,17 @@ def _one_block(plan: Resolved, config: ModelConfig, tokens: int, seq_len: int, i
         scores = 3 * rows * dense * item * (plan.documents == "packed")
     # Inputs of matmuls; of norms, in float32; of nonlinearities. A feed-forward's pieces run again.
     norms = 2 * stream * FLOAT32 // item
-    # The gradients of weights that are trained read them.
+    # Only gradients of weights that are trained read them: those of attention, o, gate and up, down.
     trained = {*(config.lora.targets if config.lora else ADAPTABLE)}
-    attends, enters = bool(trained & {"q", "k", "v"}), bool(trained & {"gate", "up"})
-    leaves, falls = "o" in trained, "down" in trained
-    crossing = len(trained & {"gate", "up", "down"}) * ffn
-    crossing += 2 * (attends + enters + leaves + falls) * whole
-    crossing += (("q" in trained) + leaves) * queries + len(trained & {"k", "v"}) * keys
+    attends, leaves, enters, falls = (
+        bool(trained & {*group}) for group in ("qkv", "o", ("gate", "up"), ("down",))
+    )
+    crossing = (
+        len(trained & {"gate", "up", "down"}) * ffn
+        + 2 * (attends + enters + leaves + falls) * whole
+        + len(trained & {"q", "o"}) * queries
+        + len(trained & {"k", "v"}) * keys
+    )
     # Where no gradient waits, what the feed-forward works with is gone before attention works, with its
     # float32 sums forward and backward.
     parts = 4 * ffn // plan.ffn_chunks, queries + 2 * queries * FLOAT32 // item + scores
