@@ -35,18 +35,18 @@ BUDGETS = {
     "predict": 2_110,
     "planner": 1_470,
     "draw": 2_620,
-    "inspect": 1_890,
+    "inspect": 2_000,
     "explore": 1_390,
     "serve": 730,
     "launch": 1_220,
     "lessons": 1_380,
-    "cli": 1_940,
+    "cli": 1_945,
     "top": 140,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
     "statements of the compact package": 6_200,
-    "statements": 22_050,
+    "statements": 22_190,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

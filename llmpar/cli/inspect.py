@@ -35,6 +35,7 @@ class Inspect(Output):
             if it takes an argument, and gives what llmpar.look takes: (f, *arguments), or a jax.stages one.
         hlo: look at the text of an HLO module, of the mesh that --mesh names, with axes of any names.
         target: devices for --program that are not here, as llmpar compile takes them.
+        pin: keep in this file what --program or --hlo sends, or compare with it: status 1 if it differs.
         svg: also draw the bytes into this SVG (or PNG).
         types: also trace the step under --mode explicit, and show the plan's layouts beside JAX's types.
         tolerance: also show how far loss and gradients may be from those on another mesh, and which sums are
@@ -44,6 +45,7 @@ class Inspect(Output):
     program: OptionalText = None
     hlo: File = None
     target: OptionalText = None
+    pin: File = None
     svg: File = None
     types: bool = False
     tolerance: bool = False
@@ -52,7 +54,7 @@ class Inspect(Output):
     def run(self) -> dict:
         """Compile the step and print tables, or JSON."""
         check_picture(self.svg)
-        if self.program or self.hlo or self.target:
+        if self.program or self.hlo or self.target or self.pin:
             return self.look()
         from llmpar.inspect import report
         from llmpar.inspect.spread import spread
@@ -81,7 +83,7 @@ class Inspect(Output):
             rest = f"leave out {' '.join(ours)}" if ours else "give one of the two"
             raise ValueError(
                 "--program MODULE:FUNCTION goes with --target or --devices, --hlo FILE with --mesh, both"
-                f" with --svg and --json; {rest}"
+                f" with --pin, --svg and --json; {rest}"
             )
         try:
             program = self.made()
@@ -95,6 +97,11 @@ class Inspect(Output):
                 line = f"{type(error).__name__}: {line}"
                 notes.append("LLMPAR_TRACEBACK=1 shows the stack")
             raise ValueError("; ".join([f"{self.program or self.hlo}: {line}", *notes])) from error
+        if self.pin:
+            try:
+                shown.pin(self.pin)
+            except AssertionError as error:
+                raise ValueError(str(error)) from None
         save_picture(self.svg, "the bytes", shown.picture)
         return give(shown.document(), self.json, [str(shown)])
 

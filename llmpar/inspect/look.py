@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import operator
+import os
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
@@ -20,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from llmpar import draw
 from llmpar.draw.scene import Scene, size_text
+from llmpar.inspect import pins
 from llmpar.inspect.census import (
     Collective,
     census_hlo,
@@ -110,22 +112,66 @@ class Look:
 
     def _sent(self) -> str:
         """Write the rows as aligned text, with the sum of those whose loops have a known trip count."""
-        passes = any(row["direction"] for row in self.rows)
-        cells = [
-            (
-                row["source"] or "(the partitioner's)",
-                row["arrow"],
-                f"{row['collective']} {','.join(row['axes'])}",
-                *[row["direction"]] * passes,
-                f"×{row['count']:,}"
-                + " per iteration" * bool(row["per_turn"])
-                + " at most" * row["conditional"],
-                f"{row['bytes_sent']:,} B",
-            )
-            for row in self.rows
-        ]
         sent = sum(row["bytes_sent"] for row in self.rows if not row["per_turn"])
-        return text_columns([*cells, ("in all", *[""] * (3 + passes), f"{sent:,} B")])
+        rows = [*pins.words_of(self.rows), ("in all", "", "", "", "", f"{sent:,} B")]
+        passes = any(row["direction"] for row in self.rows)
+        return text_columns([(*words[:3], *words[3:4] * passes, *words[4:]) for words in rows])
+
+    def pin(self, file: str | os.PathLike) -> "Look":
+        """Keep what is sent in a file: written the first time, compared afterwards.
+
+        Raises AssertionError, line by line, where the program sends otherwise. With the environment variable
+        ``LLMPAR_UPDATE_PINS=1`` the file is written anew; with ``CI`` a missing file fails.
+        """
+        __tracebackhide__ = True  # pytest shows the line of the test
+        pins.check_pin(self.name, self.mesh, pins.words_of(self.rows), file)
+        return self
+
+    def bytes_of(self, what: str, over: str | None = None) -> int:
+        """Return what a device sends by a collective ("all-reduce") or in a move ("f32[8@X] -> f32[8]"), of
+        all axes or ``over`` one. Raises ValueError for what no program has, so that no assertion holds by a
+        misspelt word."""
+        rows = pins.matching(self.mesh, self.rows, what, over)
+        return sum(row["bytes_sent"] for row in rows)
+
+    def sends(
+        self,
+        what: str,
+        over: str | None = None,
+        at_most: float = math.inf,
+        fails_on: "Look | None" = None,
+    ) -> "Look":
+        """Assert that something is sent (`bytes_of`), and at most so many bytes. ``fails_on``: a look at a
+        program of which that is false, to show that the assertion can fail."""
+        __tracebackhide__ = True
+        return self._assert(f"sends('{what}')", what, over, (1, at_most), fails_on)
+
+    def forbids(self, what: str, over: str | None = None, fails_on: "Look | None" = None) -> "Look":
+        """Assert that nothing is sent so (`bytes_of`). ``fails_on`` as for `sends`."""
+        __tracebackhide__ = True
+        return self._assert(f"forbids('{what}')", what, over, (0, 0), fails_on)
+
+    def _assert(
+        self, name: str, what: str, over: str | None, span: tuple[float, float], fails_on: Any
+    ) -> "Look":
+        """Raise AssertionError unless the bytes of `bytes_of` are in a span, and those of ``fails_on`` are
+        not."""
+        __tracebackhide__ = True
+        holds = lambda look: span[0] <= look.bytes_of(what, over) <= span[1]
+        if not holds(self):
+            by = f"{self.bytes_of(what, over):,} B by {what}{f' over {over}' * bool(over)}"
+            raise AssertionError(f"{name} fails: {self.name} sends {by}\n{self}")
+        if fails_on and holds(fails_on):
+            raise AssertionError(f"{name} holds of fails_on too, so it shows nothing")
+        return self
+
+    def __sub__(self, other: "Look") -> pins.Difference:
+        """Return what this program sends otherwise than another."""
+        return pins.difference(pins.words_of(other.rows), pins.words_of(self.rows))
+
+    def markdown(self) -> str:
+        """Write the rows as a table in GitHub's Markdown, for a comment."""
+        return pins.markdown(pins.words_of(self.rows))
 
     def document(self) -> dict[str, Any]:
         """Return the look as plain data, for JSON."""

@@ -1,0 +1,129 @@
+"""Keep what a program sends in a small file beside its test, and fail where a change sends otherwise.
+
+A line of the file is a row of `look.Look`. Rows are the same if file, types, collective, axes and pass are:
+the number of a line moves with every edit above it.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmpar.files import read_text
+from llmpar.inspect.census import text_columns
+from llmpar.inspect.hlo import COLLECTIVES
+
+UPDATE_PINS = "LLMPAR_UPDATE_PINS"
+"""Set to 1, all pins are written anew."""
+TITLES = "line", "moves", "collective", "pass", "times", "a device sends"
+Words = tuple[str, ...]
+"""A row as words, one for each of `TITLES`."""
+
+
+def words_of(rows: Iterable[Mapping[str, Any]]) -> list[Words]:
+    """Write rows of a look as words; ``-`` where there is nothing to write."""
+    return [
+        (
+            row["source"] or "(the partitioner's)",
+            row["arrow"] or "-",
+            f"{row['collective']} {','.join(row['axes'])}",
+            row["direction"] or "-",
+            f"×{row['count']:,}"
+            + " per iteration" * bool(row["per_turn"])
+            + " at most" * row["conditional"],
+            f"{row['bytes_sent']:,} B",
+        )
+        for row in rows
+    ]
+
+
+def markdown(rows: Iterable[Words], titles: Words = TITLES) -> str:
+    """Write rows of words as a table in GitHub's Markdown."""
+    code = lambda word: f"`{word}`" if re.search(r"[\[{_:]", word) else word
+    lines = [titles, ("---",) * len(titles), *(tuple(map(code, row)) for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """State what one program sends otherwise than another, as marked lines: ``+`` new, ``-`` gone, ``~`` of
+    other counts and bytes than before. It is false where there is none."""
+
+    lines: list[Words]
+
+    def __bool__(self) -> bool:
+        return bool(self.lines)
+
+    def __str__(self) -> str:
+        return text_columns(self.lines) if self else "both send the same"
+
+    __repr__ = __str__
+
+    def markdown(self) -> str:
+        """Write the lines as a table for a comment on GitHub."""
+        return markdown(self.lines, ("", *TITLES, "")) if self else f"{self}\n"
+
+
+def difference(before: list[Words], after: list[Words]) -> Difference:
+    """Compare two tables. Of rows that are the same, those of the same counts and bytes are paired first."""
+    key = lambda words: (re.sub(r":\d+$", "", words[0]), *words[1:4])
+    same = lambda words, one: (key(one) == key(words), one[4:] == words[4:])
+    rest, lines = list(before), list[Words]()
+    for words in after:
+        one = max(rest, key=lambda one: same(words, one), default=("",) * len(TITLES))
+        if key(one) != key(words):
+            lines.append(("+", *words, "new"))
+            continue
+        rest.remove(one)
+        if one[4:] != words[4:]:
+            lines.append(("~", *words, f"was {' '.join(one[4:])}"))
+    return Difference(lines + [("-", *words, "gone") for words in rest])
+
+
+def check_pin(
+    name: str, mesh: Mapping[str, int], after: list[Words], file: str | os.PathLike
+) -> None:
+    """Write a table into ``file`` if that is not there, or `UPDATE_PINS` is set; else compare them.
+
+    Raises:
+        AssertionError: the program sends otherwise, line by line; or the file is missing where CI is set.
+        ValueError: the file is no pin, or of another mesh.
+    """
+    __tracebackhide__ = True  # pytest shows the line of the test
+    path, update = Path(file), os.environ.get(UPDATE_PINS) == "1"
+    on = " ".join(f"{axis}={n}" for axis, n in mesh.items()) or "one device"
+    if update or not path.exists():
+        if not update and os.environ.get("CI"):
+            where = "run the test elsewhere, and commit the file"
+            raise AssertionError(f"'{path}' is missing, and CI writes no pins: {where}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = f"{text_columns(after)}\n" if after else ""
+        path.write_text(f"# {name} on {on} sends, per device and run\n{lines}")
+        return
+    first, *lines = read_text(path, "pin").splitlines() or [""]
+    before: list[Words] = [tuple(re.split(" {2,}", line.strip())) for line in lines if line]
+    if not first.startswith("# ") or {*map(len, before)} - {len(TITLES)}:
+        raise ValueError(f"'{path}' is no pin; remove it, and the test writes one")
+    if f" on {on} sends" not in first:
+        raise ValueError(
+            f"'{path}' says '{first[2:]}', and this is on {on}; use a file for each mesh"
+        )
+    if changes := difference(before, after):
+        meant = f"if that is meant: {UPDATE_PINS}=1, once more, and commit the file"
+        raise AssertionError(f"{name} sends otherwise than '{path}' says:\n{changes}\n{meant}")
+
+
+def matching(
+    mesh: Mapping[str, int], rows: list[dict[str, Any]], what: str, over: str | None
+) -> list[dict[str, Any]]:
+    """Return the rows whose collective or types are ``what``, over an axis. Raises ValueError for words that
+    no row could have, so that a misspelt assertion does not hold in silence."""
+    if "->" not in what and what not in COLLECTIVES:
+        kinds = f"{', '.join(COLLECTIVES)}, or types as look prints them"
+        raise ValueError(f"'{what}' is no collective; use {kinds}")
+    if over is not None and over not in mesh:
+        raise ValueError(f"the mesh has no axis '{over}'; it has {', '.join(mesh)}")
+    along = [row for row in rows if over in (None, *row["axes"])]
+    return [row for row in along if what in (row["collective"], row["arrow"])]

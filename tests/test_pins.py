@@ -1,0 +1,175 @@
+"""Pins of what a program sends, and assertions on it: each is seen to fail."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from shared import HERE
+
+from llmpar import look
+
+MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+ROOT = HERE.parent
+
+
+def on(shape, *cuts):
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(MESH, P(*cuts)))
+
+
+def step(w, x, wanted=True):
+    """A matmul whose result is kept cut by rows, or is not: then it is gathered for what follows."""
+    h = x @ w
+    if wanted:
+        return jax.lax.with_sharding_constraint(h, NamedSharding(MESH, P("data", "model")))
+    return jax.lax.with_sharding_constraint(h, NamedSharding(MESH, P()))
+
+
+@functools.cache
+def shown(wanted=True, width=32):
+    return look(step, on((64, width), None, "model"), on((16, 64), "data"), wanted)
+
+
+@pytest.fixture
+def quiet(monkeypatch):
+    for name in ("CI", "LLMPAR_UPDATE_PINS"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_a_pin_is_written_once_and_a_change_is_refused_by_its_line(tmp_path, quiet):
+    file = tmp_path / "pins" / "step.comm"
+    both = shown(False)
+    assert both.pin(file) is both and both.pin(file)
+    text = file.read_text()
+    assert text.startswith("# step on data=4 model=2 sends, per device and run\n")
+    lines = [line.split()[0].rpartition(":") for line in text.splitlines()[1:]]
+    assert lines and all(name == "tests/test_pins.py" and line.isdigit() for name, _, line in lines)
+    file.write_text(text.replace("test_pins.py:", "test_pins.py:9"))
+    both.pin(file)  # lines move with every edit above them
+    with pytest.raises(AssertionError, match=r"step sends otherwise than '.*step.comm' says:\n- ") as error:
+        shown().pin(file)
+    assert "all-gather data" in str(error.value) and "gone\n" in str(error.value)
+    with pytest.raises(AssertionError, match=r"~ .* was ×1 [\d,]+ B\n|\+ .* new") as error:
+        shown(False, 64).pin(file)
+    quiet.setenv("LLMPAR_UPDATE_PINS", "1")
+    shown(False, 64).pin(file)
+    quiet.delenv("LLMPAR_UPDATE_PINS")
+    shown(False, 64).pin(file)
+
+
+def test_a_program_that_sends_nothing_is_pinned_too(tmp_path, quiet):
+    file = tmp_path / "step.comm"
+    shown().pin(file).pin(file)
+    with pytest.raises(AssertionError, match=r"\n\+ .*all-gather.* new\n"):
+        shown(False).pin(file)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [("", "is no pin"), ("a b\n", "is no pin"), ("# step on data=4 model=2 sends\nx  y\n", "is no pin")]
+    + [("# step on data=8 sends, per device and run\n", "use a file for each mesh")],
+)
+def test_a_file_that_is_no_pin_of_this_is_refused(tmp_path, quiet, text, words):
+    (tmp_path / "a.comm").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        shown().pin(tmp_path / "a.comm")
+
+
+def test_ci_writes_no_pin(tmp_path, quiet):
+    quiet.setenv("CI", "true")
+    with pytest.raises(AssertionError, match="CI writes no pins"):
+        shown().pin(tmp_path / "a.comm")
+    assert not list(tmp_path.iterdir())
+
+
+def test_assertions_hold_fail_and_show_that_they_can():
+    right, wrong = shown(), shown(False)
+    assert right.forbids("all-gather", fails_on=wrong) is right
+    assert wrong.sends("all-gather", "model", fails_on=right) is wrong
+    sent = wrong.bytes_of("all-gather")
+    assert sent == sum(row["bytes_sent"] for row in wrong.rows) > 0
+    wrong.sends("all-gather", at_most=sent).sends(wrong.rows[0]["arrow"])
+    with pytest.raises(AssertionError, match=rf"sends\('all-gather'\) fails: step sends {sent:,} B"):
+        wrong.sends("all-gather", at_most=sent - 1)
+    with pytest.raises(AssertionError, match=r"step sends 0 B by all-gather over data\nstep on"):
+        right.sends("all-gather", "data")
+    with pytest.raises(AssertionError, match=f"sends {sent:,} B by all-gather"):
+        wrong.forbids("all-gather")
+    for check in (
+        lambda: right.forbids("all-gather", fails_on=right),
+        lambda: wrong.sends("all-gather", fails_on=wrong),
+    ):
+        with pytest.raises(AssertionError, match="holds of fails_on too"):
+            check()
+    with pytest.raises(ValueError, match="'all-gathers' is no collective; use all-reduce"):
+        right.forbids("all-gathers")
+    with pytest.raises(ValueError, match="no axis 'rows'; it has data, model"):
+        right.forbids("all-gather", "rows")
+
+
+def test_two_programs_are_compared_as_text_and_as_markdown():
+    right, wrong = shown(), shown(False)
+    assert not right - right and str(wrong - wrong) == "both send the same"
+    assert (right - right).markdown() == "both send the same\n"
+    lines = (wrong - right).lines
+    assert {line[0] for line in lines} == {"+"} and len(lines) == len(wrong.rows)
+    assert {line[0] for line in (right - wrong).lines} == {"-"}
+    page = (wrong - right).markdown().splitlines()
+    assert len({line.count(" | ") for line in page}) == 1 and page[2].startswith("| + | `tests/test_pins.py:")
+    assert wrong.markdown().startswith(
+        "| line | moves | collective | pass | times | a device sends |\n| --- |"
+    )
+
+
+STORY = """
+import jax, jax.numpy as jnp, llmpar
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+llmpar.use_devices(8)
+mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+cut = NamedSharding(mesh, P("data"))
+w, x = (jax.ShapeDtypeStruct(shape, jnp.float32, sharding=cut) for shape in ((32, 64), (16, 32)))
+
+def step(w, x):
+    h = jnp.tanh(x @ w)
+    h = jax.lax.with_sharding_constraint(h, cut)  # kept by rows
+    return h * 2.0
+
+def test_step():
+    llmpar.look(jax.jit(step, out_shardings=cut), w, x).pin("step.comm")
+"""
+
+
+RUNS = """
+import os, pathlib, sys
+import pytest
+
+file = pathlib.Path("test_step.py")
+kept = file.read_text()
+dropped = kept.replace("(h, cut)  # kept by rows", "(h, NamedSharding(mesh, P()))")
+for text, update in ((kept, "0"), (kept, "0"), (dropped, "0"), (dropped, "1"), (dropped, "0")):
+    file.write_text(text)
+    os.environ["LLMPAR_UPDATE_PINS"] = update
+    sys.modules.pop("test_step", None)
+    print("status", int(pytest.main(["-q", "-p", "no:cacheprovider", str(file)])))
+"""
+
+
+@pytest.mark.processes
+def test_a_users_test_names_the_line_of_a_dropped_constraint(tmp_path):
+    """Pinned; a commit drops the constraint; the test names the line; pinned anew it passes."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {k: v for k, v in env.items() if k not in ("CI", "PYTEST_ADDOPTS", "XLA_FLAGS")}
+    (tmp_path / "test_step.py").write_text(STORY)
+    command = [sys.executable, "-c", RUNS]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert re.findall(r"status (\d)", done.stdout) == ["0", "0", "1", "0", "0"], done.stdout + done.stderr
+    line = 1 + STORY[: STORY.index("h = jnp.tanh")].count("\n")  # where the value is made that is moved
+    assert f"test_step.py:{line}  f32[16@data,64] -> f32[16,64]" in done.stdout
+    assert "check_pin" not in done.stdout, "the failure is shown at the line of the test"
