@@ -596,3 +596,65 @@ def test_half_a_chip_has_a_plan_and_no_line_that_compiles_it():
     q = planner.Question(preset("tiny"), chip("v3"), 1, 8, 128)
     (row,) = planner.document(planner.decide(q))["plans"]
     assert row["mesh"] == "dp=1" and row["compile"] is None and "--mesh" in row["train"]
+
+
+# ----------------------------------------------------------------------------- two meshes, one machine
+
+
+@pytest.mark.parametrize(
+    "name, row, meshes",
+    [
+        ("llama3-8b", "h100", ("fsdp=64", "fsdp=8 tp=8")),
+        ("qwen3-30b-a3b", "v5p", ("fsdp=8 ep=8", "pp=4 fsdp=4 ep=4")),
+        ("gemma-3-27b", "a100-80", ("dp=8 fsdp=8", "sp=2 fsdp=32")),
+    ],
+)
+def test_the_terms_of_two_meshes_add_up_to_their_difference(name, row, meshes):
+    q = question(name, 64, 128, row=chip(row))
+    one, other = (planner.on_mesh(q, parse_mesh(mesh)) for mesh in meshes)
+    both, back = planner.versus(q, one, other), planner.versus(q, other, one)
+    assert sum(both["terms"].values()) == pytest.approx(both["difference_s"], rel=1e-9)
+    assert both["difference_s"] == one.time.step_s - other.time.step_s == -back["difference_s"]
+    assert both["better"] == back["better"] and both["because"] == back["because"] != ""
+    sizes = [abs(seconds) for seconds in both["terms"].values()]
+    assert sizes == sorted(sizes, reverse=True) and {*both["terms"]} == {*one.time.terms, *other.time.terms}
+    json.dumps(both)
+
+
+def test_a_tie_is_broken_by_memory_and_then_by_axes():
+    q = question("llama3-8b", 64)
+    one = planner.on_mesh(q, parse_mesh("fsdp=64"))
+    near, far = (
+        dataclasses.replace(one, time=dataclasses.replace(one.time, step_s=x * one.time.step_s))
+        for x in (1.05, 1.2)
+    )
+    smaller = dataclasses.replace(near, memory_bytes={k: v / 2 for k, v in one.memory_bytes.items()})
+    axes = dataclasses.replace(one, plan=Plan("fsdp=32 tp=2"))
+    results = [planner.versus(q, one, other) for other in (near, far, smaller, axes)]
+    assert [row["tie"] for row in results] == [True, False, True, True]
+    words = ["", "it is faster", "it holds less", "it has fewer axes"]
+    assert [row["because"] for row in results] == words
+    assert results[3]["better"] == "fsdp=64"
+    full = dataclasses.replace(one, memory_bytes={"total": 2 * q.capacity_bytes})
+    assert planner.versus(q, full, far)["because"] == "it fits, and the other does not"
+
+
+def test_a_machine_by_flags_is_that_of_a_file(tmp_path):
+    """Per device and one way; a chip of two devices has twice as much."""
+    (tmp_path / "mine.toml").write_text(
+        'base = "h100"\nname = "h100"\nlink_bytes_per_s = 900e9\ndcn_bytes_per_s = 12.5e9\n'
+        f"node_size = 72\nusable_hbm_gib = 180.0\nhbm_bytes = {180.0 * 2**30}\n"
+    )
+    flags = hardware.in_machine(H100, node_link=900, network=12.5, node_size=72, hbm=180)
+    mesh = parse_mesh("fsdp=16 tp=4")
+    seconds = [
+        planner.on_mesh(question("llama3-8b", 64, row=row), mesh)
+        for row in (flags, chip(str(tmp_path / "mine.toml")))
+    ]
+    assert seconds[0].time == seconds[1].time and seconds[0].memory_bytes == seconds[1].memory_bytes
+    assert seconds[0].time.step_s < planner.on_mesh(question("llama3-8b", 64), mesh).time.step_s
+    v3 = hardware.in_machine(chip("v3"), network=5, hbm=12).per_device()
+    assert (v3.dcn_bytes_per_s, v3.usable_hbm_gib) == (5e9, 12)
+    assert hardware.in_machine(H100) == H100
+    with pytest.raises(ValueError, match="a chip of v3 is 2 devices, so no node has 3"):
+        hardware.in_machine(chip("v3"), node_size=3)

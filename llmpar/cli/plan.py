@@ -16,6 +16,7 @@ from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.predict import hardware, memory
 
+_MACHINE = "node_link", "network", "node_size", "hbm"
 MAX_DEVICES, _MAX_SEQ_LEN = 1 << 17, 1 << 24
 """Larger than any machine and any context that was published; what is priced grows with both."""
 
@@ -32,11 +33,17 @@ class PlanCommand(Output):
         chip: a chip's name, or the path of a TOML file with your own figures (h100 where no cluster is
             named).
         cluster: a machine's name in place of a chip: its nodes and ports.
+        node_link: GB/s that one device sends inside a node, one way, in place of the chip's (of a torus, of
+            each link).
+        network: GB/s that one device sends beyond its node.
+        node_size: devices of a node.
+        hbm: GiB of a device that programs may use.
         devices: JAX devices (64; all of a cluster that is no larger than 256).
         batch_tokens: tokens per step, as 4M (K and M are 1024 and 1024 squared).
         batch_size: sequences per step in its place; one per device where neither is given.
         seq_len: tokens per sequence.
         mesh: axes that are given, as 'tp=8 pp=4'; the others are chosen.
+        versus: another mesh, whole: why one of the two is slower, by signed seconds that add up.
         fix: other fields of the plan that are given, as 'remat=block zero=1'.
         tokens: a budget to train on, as 15T: days, energy and cost are printed.
         price: of a chip and hour, for the cost.
@@ -48,11 +55,16 @@ class PlanCommand(Output):
     model: str = "llama3-8b"
     chip: OptionalText = None
     cluster: OptionalText = None
+    node_link: Real = None
+    network: Real = None
+    node_size: Number = None
+    hbm: Real = None
     devices: Number = None
     batch_tokens: OptionalText = None
     batch_size: Number = None
     seq_len: int = 8192
     mesh: OptionalText = None
+    versus: OptionalText = None
     fix: OptionalText = None
     tokens: OptionalText = None
     price: Real = None
@@ -80,6 +92,8 @@ class PlanCommand(Output):
         from llmpar.planner import planner
         from llmpar.planner.targets import GPUS, TPUS
 
+        if self.versus is not None:
+            return self.compare()
         budget = None if self.tokens is None else _count(self.tokens, "tokens", 1000)
         with options.still_at_work(
             "pricing plans", "seconds are usual; fix axes by --mesh to price fewer"
@@ -98,14 +112,29 @@ class PlanCommand(Output):
             options.inform(line)
         return give(document, self.json, tables_of(document))
 
+    def compare(self) -> dict:
+        """Compare --mesh, or the best mesh, with that of --versus."""
+        from llmpar.planner import planner
+
+        if idle := changed(self, ("tokens", "price", "html")):
+            raise ValueError(f"--versus compares two meshes; leave out {', '.join(idle)}")
+        q = planner.Question(*self.question())
+        own = {name: value for name, value in q.fixed.items() if name not in AXES}
+        q = dataclasses.replace(q, fixed=own)
+        at = lambda text: planner.on_mesh(q, parse_mesh(text, q.num_devices))
+        one = at(self.mesh) if self.mesh else planner.decide(q, 1).plans[0]
+        document = planner.versus(q, one, at(self.versus or ""))
+        return give(document, self.json, tables_versus(document))
+
     def check_page(self, path: str) -> None:
         """Refuse a page that cannot be written or drawn, before the work."""
         if not path.endswith(".html"):
             raise ValueError(f"a page is saved as .html, and '{path}' is not; rename it")
         options.check_free(path, options.OURS[".html"])
-        if self.cluster is not None:
+        other = changed(self, _MACHINE) or [f"cluster {self.cluster}"] * (self.cluster is not None)
+        if other:
             raise ValueError(
-                f"the explorer draws a chip's own nodes, and cluster {self.cluster} may have others;"
+                f"the explorer draws a chip's own nodes, and {' '.join(other)} may have others;"
                 " write a chip file with its node_size, and give it as --chip"
             )
 
@@ -160,7 +189,13 @@ class PlanCommand(Output):
             if devices > most:
                 raise ValueError(f"cluster {name} has {most:,} devices, not {devices:,}")
         options.check_range("devices", devices, 1, MAX_DEVICES)
-        return chip, devices
+        figures = {
+            name: getattr(self, name) for name in ("node_link", "network", "node_size", "hbm")
+        }
+        for name, value in figures.items():
+            if value is not None:
+                options.check_range(name.replace("_", "-"), value, 1e-3, 1e6)
+        return hardware.in_machine(chip, **figures), devices
 
     def batch(self, devices: int) -> int:
         """Return the sequences of a step."""
@@ -261,7 +296,10 @@ def tables_of(document: dict) -> Iterator[Any]:
     few = lambda value: rounded(value, error)
     what = f"{document['model']} on {document['devices']:,} {document['chip']}"
     title = f"{what}, {document['tokens_per_step']:,} tokens; {banded('s and MFU', error)}, less between rows"
-    caption = f"{document['device']}, {document['device_gib']:.4g} GiB"
+    caption = f"{document['device']}, {document['device_gib']:.4g} GiB; "
+    caption += "{node_link:g} GB/s{each} in nodes of {node_size}, {network:g} beyond".format(
+        **document["machine"]
+    )
 
     def plan_row(row: dict) -> tuple[str, ...]:
         why = "; ".join(filter(None, (row["near"], row["why"], row["change"])))
@@ -295,6 +333,28 @@ def tables_of(document: dict) -> Iterator[Any]:
         sums = ((name.replace("_", " "), f"{value:,.4g}") for name, value in exact.items())
         yield _table((f"{budget['tokens']:.3g} tokens", ""), sums)
     yield from filter(None, (best[name] for name in ("train", "compile", "launch")))
+
+
+def tables_versus(document: dict) -> Iterator[Any]:
+    """Yield two plans and the terms of their difference as a table, then which is better and why."""
+    one, other = document["plans"]
+    row = lambda name, a, b, more: (
+        name,
+        f"{1000 * a:,.1f}",
+        f"{1000 * b:,.1f}",
+        f"{1000 * more:+,.1f}",
+    )
+    terms = (
+        row(name, one["terms"].get(name, 0.0), other["terms"].get(name, 0.0), more)
+        for name, more in document["terms"].items()
+    )
+    last = row("a step", one["step_s"], other["step_s"], document["difference_s"])
+    columns = "milliseconds", one["mesh"], other["mesh"], "difference"
+    yield _table(columns, [*terms, last])
+    gib = " and ".join(f"{x['memory_bytes']['total'] / 2**30:.1f}" for x in (one, other))
+    yield f"they hold {gib} GiB a device: {one['verdict']}, {other['verdict']}"
+    tie = f"a tie within {document['tie_band']:.0%}; " * document["tie"]
+    yield f"{tie}better is {document['better']}: {document['because'] or 'they are alike'}"
 
 
 def hold_against(path: str, chip: str | None, as_json: bool) -> dict:

@@ -633,6 +633,7 @@ def document(
         "device": q.chip.device_words,
         "devices_per_chip": q.chip.devices_per_chip,
         "device_gib": q.chip.usable_hbm_gib,
+        "machine": machine(q.chip),
         "batch_size": q.batch_size,
         "seq_len": q.seq_len,
         "tokens_per_step": q.batch_size * q.seq_len,
@@ -649,6 +650,15 @@ def document(
     if tokens:
         result["budget"] = budget(q, best, tokens, price)
     return result
+
+
+def machine(chip: Chip) -> dict[str, Any]:
+    """Return what one device sends, in GB/s one way, inside a node (of a torus on ``each`` link) and beyond
+    it, and a node's devices."""
+    one, each = chip.per_device(), " a link" * (chip.link == "torus")
+    sizes = {"node_link": one.link_bytes_per_s, "network": one.dcn_bytes_per_s}
+    rates = {name: rate / 1e9 for name, rate in sizes.items()}
+    return rates | {"each": each, "node_size": one.node_size}
 
 
 def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
@@ -670,6 +680,36 @@ def _row(q: Question, one: Candidate, plans: list[Candidate]) -> dict[str, Any]:
         "why": why(one, plans),
         "change": change(one, plans),
         **commands(q, one.plan),
+    }
+
+
+def versus(q: Question, one: Candidate, other: Candidate) -> dict[str, Any]:
+    """Compare two plans: signed seconds by term, the largest first, that add up to the difference of their
+    steps. Steps that differ by less than `ERROR` are a tie, and memory, then the fewer axes, break it."""
+    names = {*one.time.terms, *other.time.terms}
+    more = {x: one.time.terms.get(x, 0.0) - other.time.terms.get(x, 0.0) for x in names}
+    lost = one.time.step_s - other.time.step_s
+    tie = abs(lost) <= ERROR * min(one.time.step_s, other.time.step_s)
+    axes = lambda x: sum(n > 1 for n in x.plan.mesh.sizes.values())
+    fits = lambda x: memory_verdict(q, x).words != "does not fit"
+    ranks = {
+        "it fits, and the other does not": lambda x: not fits(x),
+        "it is faster": lambda x: 0.0 if tie else x.time.step_s,
+        "it holds less": lambda x: x.total_bytes,
+        "it has fewer axes": axes,
+    }
+    because = next((why for why, rank in ranks.items() if rank(one) != rank(other)), "")
+    better = min((one, other), key=lambda x: [rank(x) for rank in ranks.values()])
+    rows = [_row(q, x, [x]) for x in (one, other)]
+    alone = {"why", "change"}  # of a ranking
+    return {
+        "plans": [{k: value for k, value in row.items() if k not in alone} for row in rows],
+        "difference_s": lost,
+        "terms": dict(sorted(more.items(), key=lambda item: -abs(item[1]))),
+        "tie": tie,
+        "tie_band": ERROR,
+        "better": str(better.plan.mesh),
+        "because": because,
     }
 
 

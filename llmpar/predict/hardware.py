@@ -263,6 +263,25 @@ def chip(name: str | Path) -> Chip:
     return _load(Path(name)) if str(name).endswith(".toml") else _row(str(name))
 
 
+def in_machine(
+    chip: Chip,
+    node_link: float | None = None,
+    network: float | None = None,
+    node_size: int | None = None,
+    hbm: float | None = None,
+) -> Chip:
+    """Return a chip as it is in another machine: GB/s that one device sends inside a node and beyond it, one
+    way; devices of a node; GiB of a device that programs may use."""
+    n, row = chip.devices_per_chip, dict[str, Any]()
+    if (node_size or 0) % n:
+        raise ValueError(f"a chip of {chip.name} is {n} devices, so no node has {node_size}")
+    row |= {"link_bytes_per_s": node_link * 1e9 * n} if node_link else {}
+    row |= {"dcn_bytes_per_s": network * 1e9 * n} if network else {}
+    row |= {"node_size": node_size // n} if node_size else {}
+    row |= {"usable_hbm_gib": hbm, "hbm_bytes": hbm * GIB * n} if hbm else {}
+    return replace(chip, **row)
+
+
 def _row(name: str) -> Chip:
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
     if key not in CHIP_BY_NAME:
