@@ -96,7 +96,7 @@ def save_picture(path: str | None, what: str, picture: Callable[[], Any]) -> Non
         inform(f"drew {what} into {path}")
 
 
-def check_range(name: str, value: int, least: int, most: int) -> None:
+def check_range(name: str, value: float, least: float, most: float) -> None:
     """Refuse a number that is too small or too large."""
     if not least <= value <= most:
         raise ValueError(f"{name} is {value}; use {least} to {most:,}")

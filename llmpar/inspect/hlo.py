@@ -346,8 +346,8 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
     whole = [size * n if i in gathered else size for i, size in enumerate(before)]
     unfinished = axes if kind in ("all-reduce", "reduce-scatter") else ()
     dtype = op.results[0][0]
-    sides = (gathered, unfinished), (cut, ())
-    return " -> ".join(typed(dtype, whole, dict.fromkeys(at, over), sums) for at, sums in sides)
+    before_it = typed(dtype, whole, dict.fromkeys(gathered, over), unfinished)
+    return f"{before_it} -> {typed(dtype, whole, dict.fromkeys(cut, over))}"
 
 
 def typed(

@@ -99,8 +99,8 @@ def check_pin(
             where = "run the test elsewhere, and commit the file"
             raise AssertionError(f"'{path}' is missing, and CI writes no pins: {where}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = f"{text_columns(after)}\n" if after else ""
-        path.write_text(f"# {name} on {on} sends, per device and run\n{lines}")
+        text = f"{text_columns(after)}\n" if after else ""
+        path.write_text(f"# {name} on {on} sends, per device and run\n{text}")
         return
     first, *lines = read_text(path, "pin").splitlines() or [""]
     before: list[Words] = [tuple(re.split(" {2,}", line.strip())) for line in lines if line]
