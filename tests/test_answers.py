@@ -202,6 +202,7 @@ def test_mesh_and_number_of_devices_follow_each_other(given, mesh, devices):
         ({"mesh": "dp=200000"}, "at most 131,072", True),
         ({"config": '{"model_type": "bert"}'}, "'bert' in 'config.json' is not one of llama, ", True),
         ({"config": "nowhere/at-all"}, "unknown model 'nowhere/at-all'", True),
+        ({"config": "tiny colour=3"}, "'colour=3' is no dim of a model", True),
     ],
 )
 def test_a_refusal_says_why_and_what_works(change, words, helps):

@@ -529,3 +529,12 @@ def test_a_plan_is_data():
     assert plan == Plan(MeshShape(dp=2, tp=2)) and hash(plan) == hash(Plan("dp:2,tp:2"))
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.zero = 1
+
+
+def test_dims_behind_a_name_give_another_model():
+    text = "llama2-7b width=5120 num_heads=40 num_kv_heads=40 num_layers=40 ffn_width=13824"
+    typed, published = preset(text), preset("llama2-13b")
+    assert typed == dataclasses.replace(published, name=text) and preset(typed.name) == typed
+    mixed = preset("mixtral-8x7b num_experts=16 window=4096")
+    assert (mixed.experts.num_experts, mixed.experts.top_k, mixed.window) == (16, 2, 4096)
+    assert preset("tiny num_experts=4 top_k=2 tied=true").experts and preset("tiny tied=true").tied

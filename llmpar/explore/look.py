@@ -57,7 +57,9 @@ CONTROLS: list[dict[str, Any]] = [
     {"name": "seq_len", "kind": "int", "label": "tokens of a sequence", "min": 1},
     {"name": "mesh", "kind": "text", "label": "mesh; -1 is what is left of the devices"},
     {"name": "config", "kind": "text"}
-    | {"label": "another model: a config.json, its path, or a downloaded name"},
+    | {
+        "label": "another model: a config.json, its path, a downloaded name, or llama3-8b width=5120"
+    },
 ]
 FIRST = "zero tp_sequence microbatches remat schedule context_parallel loss_chunks".split()
 _HIDDEN = ("mesh", "mode", "bucket_bytes", "unroll", "attention_block")

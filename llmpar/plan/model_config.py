@@ -601,11 +601,15 @@ def kind_of(path: str) -> int:
 
 def preset(name: str) -> ModelConfig:
     """A preset by name, or a Hugging Face ``config.json`` by its path, by its folder's, or by the name of a
-    model that this machine has downloaded (``meta-llama/Llama-3.1-8B``)."""
+    model that this machine has downloaded (``meta-llama/Llama-3.1-8B``); any with other dims behind it,
+    ``llama3-8b width=5120 num_layers=40``."""
     if not isinstance(name, str):
         raise ValueError(
             f"a model is named by text, and this is {name!r:.60}; use one of {', '.join(PRESETS)}"
         )
+    base, *dims = name.split() or [""]
+    if dims and all("=" in dim for dim in dims):
+        return with_dims(preset(base), dims)
     if name not in PRESETS and os.path.isdir(folder := folder_of(name)):
         config = from_hugging_face(os.path.join(folder, "config.json"))
         return (
@@ -621,6 +625,35 @@ def preset(name: str) -> ModelConfig:
             f"unknown model {name!r:.80}; " + f"did you mean {near}? " * bool(near) + known
         )
     return PRESETS[name]
+
+
+DIMS = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "head_width", "ffn_width")
+DIMS += "tied", "window", "num_experts", "top_k", "num_shared"
+"""What may be written behind a model's name; the last three are its experts'."""
+
+
+def with_dims(config: ModelConfig, dims: Sequence[str]) -> ModelConfig:
+    """Return a model with other dims, each as ``name=number``; its name has them too.
+
+    >>> with_dims(preset("tiny"), ["num_layers=6"]).num_params - preset("tiny").num_params
+    73984
+    """
+    if config.described:
+        what = "has layers of its own kinds; give a config.json that has these dims"
+        raise ValueError(f"'{config.name}' {what}, not {' '.join(dims)}")
+    given = dict[str, Any]()
+    for dim in dims:
+        name, _, text = dim.partition("=")
+        value = {"true": True, "false": False, "none": None}.get(text, text)
+        given[name] = int(text) if text.isdecimal() else value
+    if unknown := [dim for dim in dims if dim.partition("=")[0] not in DIMS]:
+        raise ValueError(f"'{unknown[0]}' is no dim of a model; its dims are {', '.join(DIMS)}")
+    if experts := {name: given.pop(name) for name in DIMS[-3:] if name in given}:
+        usual = dataclasses.asdict(config.experts) if config.experts else {}
+        if missing := {"num_experts", "top_k"} - {*usual, *experts}:
+            raise ValueError(f"'{config.name}' has no experts; give {missing.pop()} too")
+        given["experts"] = ExpertConfig(**usual | experts)
+    return dataclasses.replace(config, name=" ".join((config.name, *dims)), **given)
 
 
 def near_presets(name: str) -> list[str]:
