@@ -229,3 +229,103 @@ def test_another_error_passes_untouched():
 )
 def test_types_are_read_as_jax_prints_them(text, layout):
     assert str(layout_from_text(text)) == layout
+
+
+GRID = jax.make_mesh((4, 2), ("X", "Y"), axis_types=(AxisType.Auto,) * 2)
+
+
+BY_ROWS = P("X")
+
+
+def gridded(f, given=BY_ROWS, out=BY_ROWS, shape=(16, 4), **more):
+    return lambda: jax.shard_map(f, mesh=GRID, in_specs=given, out_specs=out, **more)(jnp.ones(shape))
+
+
+def twice_given(copy):
+    def call():
+        step, x = jax.jit(lambda x: x + 1, donate_argnums=0), jnp.ones(8)
+        return step(jnp.copy(x) if copy else x), step(x)
+
+    return call
+
+
+def both_cut(out=None):
+    def call():
+        given = put("dp", "tp"), put("tp", "dp")
+        return jnp.einsum("ij,jk->ik", *given, **({"out_sharding": out} if out else {}))
+
+    return call
+
+
+def blocks_of(block):
+    return lambda: jax.make_array_from_callback((8,), NamedSharding(GRID, P("X")), block)
+
+
+def scanned(zero):
+    return gridded(lambda x: lax.scan(lambda c, _: (c + x, None), zero(x), None, length=3)[0])
+
+
+within = lambda **more: jax.shard_map(lambda y: 2 * y, in_specs=P("Y"), out_specs=P("Y"), **more)
+CURED = {
+    "both factors cut twice": (both_cut(), "out_sharding=P('dp', None)", both_cut(P("dp", None))),
+    "donated": (twice_given(False), "jnp.copy(x)", twice_given(True)),
+    "all-to-all of whole blocks": (
+        gridded(lambda x: lax.all_to_all(x, "X", 1, 0), shape=(32, 8)),
+        "wants a dim of exactly 4 blocks, one for each device, and this one has 8; with tiled=True",
+        gridded(lambda x: lax.all_to_all(x, "X", 1, 0, tiled=True), shape=(32, 8)),
+    ),
+    "all-to-all that does not divide": (
+        gridded(lambda x: lax.all_to_all(x, "X", 1, 0, tiled=True), shape=(16, 6)),
+        "a dim of 6 on each device cannot be dealt out to 4 devices; split another dim, or pad",
+        gridded(lambda x: lax.all_to_all(x, "X", 0, 1, tiled=True), shape=(16, 6)),
+    ),
+    "scattered sum of whole rows": (
+        gridded(lambda x: lax.psum_scatter(x, "X"), shape=(32, 4)),
+        "takes a dim of exactly 4, one entry for each device, and drops it; this one has 8",
+        gridded(lambda x: lax.psum_scatter(x, "X", tiled=True), shape=(32, 4)),
+    ),
+    "scattered sum that does not divide": (
+        gridded(lambda x: lax.psum_scatter(x, "X", tiled=True), given=P(), shape=(6, 4)),
+        "a dim of 6 on each device cannot be dealt out to 4 devices",
+        gridded(lambda x: lax.psum_scatter(x, "X", scatter_dimension=1, tiled=True), given=P(), shape=(6, 4)),
+    ),
+    "a permute to two": (
+        gridded(lambda x: lax.ppermute(x, "X", [(0, 1), (0, 2)])),
+        "((0, 1), (0, 2)) names one twice: use two of them",
+        gridded(lambda x: lax.ppermute(x, "X", [(0, 1)]) + lax.ppermute(x, "X", [(0, 2)])),
+    ),
+    "more devices than there are": (
+        lambda: jax.make_mesh((16,), ("X",)),
+        "a mesh of (16,) needs more devices than the 8 that JAX has",
+        lambda: jax.make_mesh((8,), ("X",)),
+    ),
+    "a callback's block": (
+        blocks_of(lambda index: np.ones(8)),
+        "its block, of shape (2,), and was given one of (8,); of a callback return whole[index]",
+        blocks_of(lambda index: np.ones(8)[index]),
+    ),
+    "shard_map in shard_map": (
+        gridded(lambda x: within(mesh=GRID)(x)),
+        "give the outer one fewer axes (axis_names={…}) and leave mesh out of the inner one",
+        jax.jit(gridded(lambda x: within(axis_names={"Y"})(x), axis_names={"X"})),
+    ),
+    "too few specs": (
+        gridded(lambda x: (x, x), out=(P("X"), P("X"), P("X"))),
+        "shard_map out_specs has 3 entries for 2 values",
+        gridded(lambda x: (x, x), out=P("X")),
+    ),
+    "a carry that begins the same": (
+        scanned(lambda x: jnp.zeros((4, 4))),
+        "mark c as varying (the input before the loop",
+        scanned(lambda x: lax.pcast(jnp.zeros((4, 4)), ("X",), to="varying")),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong, says, cured", CURED.values(), ids=CURED)
+def test_a_mistake_is_explained_and_its_cure_runs(wrong, says, cured):
+    with jax.set_mesh(MESH) if "dp" in says else contextlib.nullcontext():
+        with pytest.raises(Exception) as raised:
+            wrong()
+        assert says in (explain(raised.value) or "")
+        jax.block_until_ready(cured())

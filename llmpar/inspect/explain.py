@@ -202,10 +202,11 @@ def cut_as(cuts: Iterable[tuple[str, ...]]) -> Layout:
 
 
 def _result_without(error: BaseException, axes: set[str]) -> Layout:
-    """Return the layout of a product in which ``axes`` cut nothing."""
+    """Return the layout of a product in which ``axes`` cut nothing, and each other one dim, its first."""
     (one, other), result = _cut_dims(error)
     cuts = other | {letter: cut for letter, cut in one.items() if cut or letter not in other}
-    return cut_as(tuple(axis for axis in cuts[letter] if axis not in axes) for letter in result)
+    free = [tuple(axis for axis in cuts[letter] if axis not in axes) for letter in result]
+    return cut_as(_first_cuts(free))
 
 
 # ----------------------------------------------------------------------------------- which arrow is missing
@@ -366,12 +367,17 @@ def _unknown(error: BaseException, *words: str) -> _Known:
 
 def _once(error: BaseException, spec: str, axis: str) -> _Known:
     """Return a spec that keeps an axis at its first place alone."""
-    cuts = [axes_of(cut) for cut in _cuts(spec)]
+    cuts = _first_cuts([axes_of(cut) for cut in _cuts(spec)])
+    return {"spec": PartitionSpec(*(cut or None for cut in cuts))}
+
+
+def _first_cuts(cuts: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the cuts of dims with each axis at its first place alone."""
     for i, cut in enumerate(cuts):
         cuts[i] = tuple(
             dict.fromkeys(a for a in cut if not any(a in before for before in cuts[:i]))
         )
-    return {"spec": PartitionSpec(*(cut or None for cut in cuts))}
+    return cuts
 
 
 PRINTED = {
