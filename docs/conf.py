@@ -26,6 +26,7 @@ nb_execution_mode = "off"
 nb_merge_streams = True
 html_theme, html_title, html_show_sphinx = "furo", "llmpar", False
 html_static_path, html_css_files, html_favicon = ["site/static"], ["site.css"], "site/static/icon.svg"
+html_extra_path = ["site/llms.txt"]
 html_math_renderer, html_copy_source = "mathml", False
 html_use_index = False
 html_theme_options = {"top_of_page_buttons": []}

@@ -257,3 +257,16 @@ def test_the_readme_s_feed_forward_is_the_model_s():
     layer = FeedForward(functools.partial(param, nnx.Rngs(0), config.block_weights()), "ffn")
     x = jax.random.normal(jax.random.key(0), (2, 8, config.width))
     np.testing.assert_array_equal(names["__call__"](layer, x, par), layer(x, par))
+
+
+def test_what_agents_read_names_commands_keys_and_pages_that_exist():
+    page = ROOT / "docs" / "site" / "llms.txt"
+    text = page.read_text()
+    lines = [line for line in written(page) if not line.startswith("llmpar check")]  # test_check.py
+    for line in lines:
+        parse(shlex.split(line)[1:])
+    assert len(lines) > 8 and max(map(len, text.splitlines())) <= 160
+    for name in re.findall(r"`llmpar\.(\w+)", text):
+        assert name == "check" or getattr(llmpar, name)
+    for target in re.findall(r"\]\((\S+)\.html\)", text):
+        assert (ROOT / f"{target}.md").exists()
