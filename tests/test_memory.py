@@ -188,8 +188,8 @@ def test_attention_by_xla_keeps_its_scores_where_nothing_is_computed_again():
 
 
 def test_layers_that_cpus_write_out_recompute_nothing():
-    """XLA finds what a loop would compute again: no policy holds less. (In a loop 'block' holds half.) That of
-    JAX 0.12 holds a quarter less than 0.10's."""
+    """XLA finds what a loop would compute again: no policy holds less. (In a loop 'block' holds half.) JAX
+    0.12's holds a quarter less than 0.10's."""
     error = 0.25 if jax.__version_info__ < (0, 12) else 0.4
     config, shape = dataclasses.replace(preset("tiny"), num_layers=3), (2, 256)
     for unroll, remat in ((0, "block"), (2, "ffn")):
