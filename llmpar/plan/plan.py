@@ -65,6 +65,7 @@ from llmpar.plan.backend import SUITS, fits_cudnn, suited
 from llmpar.plan.layout import Arrow, Dim, Layout, parse_arrow, parse_layout
 from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 from llmpar.plan.model_config import ModelConfig, Weight
+from llmpar.plan.sequence_order import Mask, ring_hops
 
 BATCH_AXES = ("dp", "fsdp", "ep")
 """The axes that cut the batch. ``ep`` counts as batch for dense layers."""
@@ -449,6 +450,19 @@ class Resolved(Plan):
         skip masked blocks while compiling. (Gathered keys are of the whole row, the queries of a part.)"""
         alike = self.regions["queries"]["s"] == self.regions["keys"]["s"]
         return alike and (self.mesh.sp == 1 or self.sequence_order == "contiguous")
+
+    def ring_hops(self, mask: Mask, seq_len: int) -> int:
+        """Return how many hops keys make round the ring of ranks that cut a sequence of this length."""
+        n = self.mesh.along(self.regions["keys"]["s"])
+        return ring_hops(mask, self.sequence_order, n, seq_len // n)
+
+    def order_matters(self, mask: Mask, seq_len: int) -> bool:
+        """Whether attention relies on an order of positions: where it skips blocks while compiling, or keys
+        that do not come to a rank."""
+        n = self.mesh.along(self.regions["keys"]["s"])
+        if n > 1:
+            return self.ring_hops(mask, seq_len) < n - 1
+        return self.in_order and self.attention_kernel != "flash"
 
     @property
     def takes_cudnn(self) -> bool:

@@ -14,6 +14,7 @@ from llmpar.plan.mesh_shape import INNER_AXES, MeshShape
 from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, ModelConfig, Weight, kind_of
 from llmpar.plan.plan import BEST, CHOSEN, LOGITS, Resolved, Serving
 from llmpar.plan.schedules import Schedule
+from llmpar.plan.sequence_order import Mask
 from llmpar.plan.timetable import slots, timetable
 from llmpar.predict.formulas import visited_share, whole_ring_bytes
 
@@ -168,9 +169,9 @@ class Runs:
     attended: int = 0  # calls of a stack of layers, each of which gathers its tokens' ids once
 
 
-def runs(plan: Resolved, stage: int = 0) -> list[Runs]:
-    """Count how often a stage runs each part of the model in a step of ``plan``, layers by their kind; what
-    layers share is with the first kind.
+def runs(plan: Resolved, seq_len: int, stage: int = 0) -> list[Runs]:
+    """Count how often a stage runs each part of the model in a step of ``plan`` on sequences of this length,
+    layers by their kind; what layers share is with the first kind.
 
     Without a pipeline each microbatch runs everything once, and what `Plan.remat` recomputes again. With one
     the schedule's F runs the stage's chunk forward. B keeps F's residuals (``stage_saves="residuals"``), or
@@ -178,11 +179,11 @@ def runs(plan: Resolved, stage: int = 0) -> list[Runs]:
     loss follows has no F: its B runs it forward, once.
     """
     counts = [count for count, _ in plan.config.blocks]
-    each = [_runs(plan, stage, kind, count) for kind, count in enumerate(counts)]
+    each = [_runs(plan, seq_len, stage, kind, count) for kind, count in enumerate(counts)]
     return [each[0], *(replace(run, embed=0, loss=0, attended=0) for run in each[1:])]
 
 
-def _runs(plan: Resolved, stage: int, kind: int, num_layers: int) -> Runs:
+def _runs(plan: Resolved, seq_len: int, stage: int, kind: int, num_layers: int) -> Runs:
     """Count how often a stage runs layers of one kind, and what is outside of layers."""
     m, order = plan.microbatches, plan.pipeline
     recomputed, attention = plan.remat != "none", plan.remat == "block"
@@ -212,9 +213,8 @@ def _runs(plan: Resolved, stage: int, kind: int, num_layers: int) -> Runs:
         # A layer that only some chunks have keeps its gathered weights.
         twice = n + cells * sum(count for loop, count in own if loop.always)
         # What B computes anew from the batch gathers the ids where `attention.as_promised` does.
-        gathers = (
-            plan.in_order and plan.attention_kernel != "flash" and not plan.regions["keys"]["s"]
-        )
+        masks = [Mask(block.window) for _, block in plan.config.blocks]
+        gathers = any(plan.order_matters(mask, seq_len) for mask in masks)
         attended = cells * (1 + gathers)
         return replace(every, forward=n, matrices=twice, vectors=twice, attended=attended)
     last = m * layers[-1] * sum(route[-1][0] == stage for route in order.routes)
@@ -242,7 +242,7 @@ def step_traffic(
     one training step, under the Manual mode. All stages take part in each permute between them, also those
     that have nothing to send. ``run``: how often each part runs, if not as `runs` counts it."""
     config, traffic = plan.config, Traffic(plan.mesh)
-    by_kind = runs(plan, stage)
+    by_kind = runs(plan, seq_len, stage)
     if run:  # of one layer: of a kind that most are
         main = max(range(len(by_kind)), key=lambda i: config.blocks[i][0])
         by_kind = [run if i == main else Runs() for i in range(len(by_kind))]
@@ -453,15 +453,16 @@ class Values:
             return self.carry(of, shape, forward, backward)
         (axes,) = (move.axes for move in self.plan.physical(of.arrow).moves)
         block = self.itemsize * self.local_size("stream b s d", *shape)
-        self.ring(axes, of._replace(hidden_by=MATMULS), block, forward + backward)
+        hops = (self.traffic.mesh.along(axes) - 1) * (forward + backward)
+        self.ring(axes, of._replace(hidden_by=MATMULS), block, hops)
 
-    def ring(self, axes: tuple[str, ...], of: Transfer, block_bytes: int, times: int) -> None:
-        """Add the n - 1 hops by which each rank's block reaches all ranks of a ring (`par.hop`)."""
+    def ring(self, axes: tuple[str, ...], of: Transfer, block_bytes: int, hops: int) -> None:
+        """Add hops of each rank's block round a ring (`par.hop`): n - 1 reach all ranks."""
         n = self.traffic.mesh.along(axes)
         kind, pieces = (
             ("all-to-all", n) if self.plan.hop == "exchange" else ("collective-permute", 1)
         )
-        self.traffic.add(kind, axes, of, pieces * block_bytes, (n - 1) * times)
+        self.traffic.add(kind, axes, of, pieces * block_bytes, hops)
 
 
 def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
@@ -556,7 +557,7 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     """Add the arrows of attention over a sequence that sp cuts, and the hops of a ring.
 
     A ring of n makes n - 1 hops of K and V, in one message, and again backward, with the float32 gradients of
-    both n - 1 hops behind them (Liu et al. 2023, whose ring makes n).
+    both n - 1 hops behind them (Liu et al. 2023, whose ring makes n). A window may ask for fewer.
     """
     plan, b, s, layers, again = (
         values.plan,
@@ -590,10 +591,11 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
             both += values.local_size("keys b s k h", b, s, k, width)
     _ids(values, run)
     if ring := plan.regions["keys"]["s"]:
-        hops = run.forward + run.attention + again
+        hops = plan.ring_hops(Mask(config.window), s)
         of = Transfer(of.value, "keys b t -> the next rank", hidden_by=ATTENTION)
-        values.ring(ring, of, both * values.itemsize, hops)
-        values.ring(ring, of._replace(value=gradients), both * FLOAT32, again)
+        forward = hops * (run.forward + run.attention + again)
+        values.ring(ring, of, both * values.itemsize, forward)
+        values.ring(ring, of._replace(value=gradients), both * FLOAT32, hops * again)
 
 
 def _ids(values: Values, run: Runs) -> None:
