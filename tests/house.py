@@ -26,13 +26,13 @@ BESIDE = {
 }
 """Files of these folders that no strategy needs: formats and services of others."""
 BUDGETS = {
-    "plan": 2_410,
+    "plan": 2_480,
     "parallel": 870,
     "kernels": 525,
     "model": 950,
     "pipeline": 335,
     "training": 2_200,
-    "predict": 2_105,
+    "predict": 2_112,
     "planner": 1_470,
     "draw": 2_620,
     "inspect": 1_890,
@@ -45,8 +45,8 @@ BUDGETS = {
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_200,
-    "statements": 22_050,
+    "statements of the compact package": 6_215,
+    "statements": 22_125,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -225,9 +225,9 @@ def test_layers_are_dealt_to_chunks_along_the_way_through_the_stages():
 def test_places_have_the_layers_of_every_chunk_in_order():
     """DeepSeek's dense layer leads; of any order no chunk lacks a layer, and few places are empty."""
     assert [*places.places((0, 1, 1, 1, 1, 1, 1, 1), 2)] == [
-        places.Place(0, (0, -1)),
-        *(places.Place(1, (1 + i, 4 + i)) for i in range(3)),
-        places.Place(1, (-1, 7)),
+        places.LayerPlace(0, (0, -1)),
+        *(places.LayerPlace(1, (1 + i, 4 + i)) for i in range(3)),
+        places.LayerPlace(1, (-1, 7)),
     ]
     rng = random.Random(2)
     for _ in range(200):

@@ -43,7 +43,7 @@ from llmpar.parallel.collective_matmul import matmul
 from llmpar.parallel.collectives import at, vary_alike
 from llmpar.parallel.modes import PROJECTED, STREAM, Solo
 from llmpar.plan.model_config import LLAMA, LoraConfig, ModelConfig, Variant, Weight
-from llmpar.plan.places import Loop
+from llmpar.plan.places import LayerLoop
 
 Stream = Float[Array, "b s d"]
 Tree = Any
@@ -513,7 +513,7 @@ class Llama(nnx.Module):
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def run_blocks(
-        self, x: Any, batch: Batch, par: Solo, loops: Iterable[tuple[Loop, Callable]]
+        self, x: Any, batch: Batch, par: Solo, loops: Iterable[tuple[LayerLoop, Callable]]
     ) -> tuple[Any, Any]:
         """Run the blocks in ``loops``, each with what runs it, such as `par.layers`: the stream behind the
         last one, and the routers' outputs."""

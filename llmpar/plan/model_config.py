@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from llmpar.files import Allowed, allowed, check_fields, read_json, read_toml
 from llmpar.plan import config_json as hugging_face
 from llmpar.plan import families, running
-from llmpar.plan.places import Loop, loops
+from llmpar.plan.places import LayerLoop, loops
 from llmpar.plan.running import NotImplementedHere
 
 Size = Annotated[int, Allowed(int, 1, 1 << 24)]
@@ -426,7 +426,7 @@ class ModelConfig:
         return tuple(zip(counts, kinds if self.lora else self.kinds, strict=True))
 
     @property
-    def loops(self) -> list[Loop]:
+    def loops(self) -> list[LayerLoop]:
         """The layers as loops over their period."""
         return loops(self.layer_kinds, len(self.lead), len(self.period))
 

@@ -23,14 +23,14 @@ Kinds = tuple[int, ...]
 """Of layers that follow one another, the index of each one's kind."""
 
 
-class Place(NamedTuple):
+class LayerPlace(NamedTuple):
     """A place for a layer, which every chunk has."""
 
     kind: int
     layers: tuple[int, ...]  # of each chunk along a route, the layer that it has there; -1: none
 
 
-class Loop(NamedTuple):
+class LayerLoop(NamedTuple):
     """Layers of these kinds, so often."""
 
     kinds: Kinds
@@ -53,18 +53,18 @@ def repeated(order: Kinds) -> tuple[Kinds, Kinds]:
     return min(choices, key=lambda choice: (sum(map(len, choice)), len(choice[0])))
 
 
-def loops(order: Kinds, lead: int, period: int) -> list[Loop]:
+def loops(order: Kinds, lead: int, period: int) -> list[LayerLoop]:
     """Return layers as loops over their period behind so many others. These, and what remains of a period,
     are loops over equal layers."""
     times = (len(order) - lead) // period
     end = lead + times * period
-    alike = lambda kinds: [Loop((k,), len([*group])) for k, group in itertools.groupby(kinds)]
-    middle = [Loop(order[lead : lead + period], times)] if times else []
+    alike = lambda kinds: [LayerLoop((k,), len([*group])) for k, group in itertools.groupby(kinds)]
+    middle = [LayerLoop(order[lead : lead + period], times)] if times else []
     return [*alike(order[:lead]), *middle, *alike(order[end:])]
 
 
 @functools.lru_cache(maxsize=256)
-def places(kinds: Kinds, num_chunks: int) -> tuple[Place, ...]:
+def places(kinds: Kinds, num_chunks: int) -> tuple[LayerPlace, ...]:
     """Return the places of the chunks that a model's layers are dealt to."""
     numbers = iter(range(len(kinds)))
     chunks = [list(itertools.islice(numbers, n)) for n in deal(len(kinds), num_chunks)]
@@ -75,7 +75,7 @@ def places(kinds: Kinds, num_chunks: int) -> tuple[Place, ...]:
     for kind in order:  # the first that a chunk can use
         fits = [bool(chunk) and kinds[chunk[0]] == kind for chunk in chunks]
         taken = (chunk.pop(0) if fit else -1 for chunk, fit in zip(chunks, fits, strict=True))
-        table.append(Place(kind, tuple(taken)))
+        table.append(LayerPlace(kind, tuple(taken)))
     return tuple(table)
 
 
@@ -89,10 +89,10 @@ def _with(order: Kinds, other: Kinds) -> Kinds:
 
 
 @functools.lru_cache(maxsize=256)
-def chunk_loops(kinds: Kinds, num_chunks: int) -> tuple[Loop, ...]:
+def chunk_loops(kinds: Kinds, num_chunks: int) -> tuple[LayerLoop, ...]:
     """Return the loops of every chunk: of neighbouring places that the same chunks have layers at."""
     filled = lambda place: tuple(layer >= 0 for layer in place.layers)
-    parts = list[Loop]()
+    parts = list[LayerLoop]()
     for has, group in itertools.groupby(places(kinds, num_chunks), filled):
         order = tuple(place.kind for place in group)
         lead, period = repeated(order)
