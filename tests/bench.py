@@ -279,7 +279,7 @@ def ours(config: ModelConfig, plan: Plan, rows: int, seq: int) -> tuple[Callable
     step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3), clip=None)
     program = step.lower(rows, seq).compile()
     batch = jax.device_put(batch_of(config.vocab_size, rows, seq), step.batch_sharding)
-    shares = branch_shares(plan.pipeline, config.num_layers)[0]
+    shares = branch_shares(plan.pipeline, config.layer_kinds)[0]
     sent = sum(one.bytes_sent for one in census_hlo(program.as_text(), step.mesh, shares))
     facts = {"temporaries": compiled_memory(program)["temp_bytes"] / 2**20, "sent": sent / 2**20}
 

@@ -154,21 +154,22 @@ def spread(config, plan: Plan, step_class=Step):
     return answer(*gradients_of(config, plan, step_class), batch())
 
 
-def padded(step: Step):
+def padded(step: Step, params=None):
     """The weights as stages hold them, and weights where none should be used."""
-    start = arranged(weights(step.config), np.minimum(step.layer_order, units(step) - 1))
+    firsts = [np.minimum(order, n - 1) for order, n in zip(step.layer_orders, counts(step), strict=True)]
+    start = arranged(weights(step.config) if params is None else params, firsts)
     return jax.tree.map(lambda w, like: w.astype(like.dtype), start, step.abstract_state.params)
 
 
 def natural(step: Step, params):
     """Weights or gradients of stages with their layers in the model's order."""
-    return arranged(params, np.argsort(step.layer_order, stable=True)[: units(step)])
+    pairs = zip(step.layer_orders, counts(step), strict=True)
+    return arranged(params, [np.argsort(order, stable=True)[:n] for order, n in pairs])
 
 
-def units(step: Step) -> int:
-    """The layers that stages are made of; periods of them, where they are of several kinds."""
-    config = step.config
-    return config.num_layers // (len(config.period) if step.plan.pipeline else 1)
+def counts(step: Step) -> list[int]:
+    """The layers of each kind."""
+    return [count for count, _ in step.config.blocks]
 
 
 def state_of(step: Step) -> State:
@@ -197,12 +198,10 @@ def dealt(data, plan: Plan):
     return {k: np.take_along_axis(x, places, 1) for k, x in data.items()}
 
 
-def arranged(params, order):
-    """Weights or gradients with their layers in another order."""
-    if list(order) == list(range(len(order))):
-        return params
-    in_order = lambda w: np.asarray(layer_order.in_order(jnp.asarray(w), jnp.asarray(order), 0))
-    return params | {"blocks": jax.tree.map(in_order, params["blocks"])}
+def arranged(params, orders):
+    """Weights or gradients with the layers of each kind in another order."""
+    in_order = lambda path, w: np.asarray(w)[layer_order.order_of(path, orders)]
+    return params | jax.tree_util.tree_map_with_path(in_order, {"blocks": params["blocks"]})
 
 
 def with_reading(mode):
@@ -264,7 +263,7 @@ def check(config, plan: Plan, within: float = math.inf) -> None:
     if plan.mode == "manual":  # the others leave it to XLA
         assert ONCE not in {c.arrow for pair in unordered(text, step.mesh) for c in pair}
         for stage in range(plan.mesh.pp):
-            taken = branch_shares(plan.pipeline, config.num_layers)[stage]
+            taken = branch_shares(plan.pipeline, config.layer_kinds)[stage]
             census = census_hlo(text, step.mesh, taken)
             want = predicted_by_arrow(traffic.step_traffic(step.plan, BATCH, SEQ, stage))
             assert by_arrow(census) == want, f"stage {stage}"

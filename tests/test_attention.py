@@ -25,7 +25,7 @@ from llmpar.model.attention import attend_cache, full, merge, ring_attention
 from llmpar.parallel.modes import Solo
 from llmpar.plan import sequence_order
 from llmpar.plan.plan import Plan
-from llmpar.plan.sequence_order import Mask, sequence_permutation
+from llmpar.plan.sequence_order import Mask, ring_hops, sequence_permutation
 from llmpar.predict.ring import pairs_by_step
 
 CAUSAL, WINDOW = Mask(), Mask(window=10)
@@ -335,8 +335,8 @@ def fault_average(monkeypatch):
 def fault_gradients_stay_at_the_neighbour(monkeypatch):
     """Of two ranks: keys go once forward, once backward, and then their gradients go."""
     hop, calls = attention._hop, []
-    stays = lambda ring, x: x if len(calls) == 3 else hop(ring, x)
-    monkeypatch.setattr(attention, "_hop", lambda ring, x: calls.append(x) or stays(ring, x))
+    stays = lambda ring, x, *by: x if len(calls) == 3 else hop(ring, x, *by)
+    monkeypatch.setattr(attention, "_hop", lambda ring, x, *by: calls.append(x) or stays(ring, x, *by))
 
 
 def fault_lse_gradient_dropped(monkeypatch):
@@ -413,6 +413,33 @@ def test_ring_hops_are_n_minus_1_each_way(n, dtype):
     assert counted(loss, n, q, k, v, ids) == keys + Counter(gathered)
     grad = jax.grad(loss, (0, 1, 2))
     assert counted(grad, n, q, k, v, ids) == keys + keys + hops("f32") + Counter(gathered), "ids are known"
+
+
+REACH = [(4, 1, 0), (4, 2, 1), (4, 9, 1), (4, 10, 2), (8, 6, 2), (8, 99, 7)]
+
+
+@pytest.mark.parametrize(("n", "window", "hops"), REACH)
+def test_a_windows_keys_go_as_far_as_it_reaches_in_contiguous_order(n, window, hops):
+    """The answer and the gradients are one device's, packed or not, with a cap on scores too. In other orders
+    all keys go round; a row in which order says nothing about positions is not trusted."""
+    mask = Mask(window, cap=3.0)
+    ring, one = program(RING, n, mask=mask, order="contiguous"), program(attention.full, mask=mask)
+    for packed in (False, True):
+        data = inputs(packed=packed)
+        agree(results(ring, *data), results(one, *data))
+    first = np.arange(0, S, S // n)  # the query of each rank that sees furthest back
+    ranks = first // (S // n) - np.maximum(first - window + 1, 0) // (S // n)
+    assert ring_hops(mask, "contiguous", n, S // n) == hops == ranks.max()
+    assert ring_hops(mask, "zigzag", n, S // n) == ring_hops(CAUSAL, "contiguous", n, S // n) == n - 1
+    (q, k, v), ids = inputs()
+    attend = on_ranks(RING, n, mask=mask, order="contiguous")
+    loss = lambda q, k, v, ids: attend(q, k, v, ids)[0].sum()
+    counts = counted(jax.grad(loss, (0, 1, 2)), n, q, k, v, ids)
+    assert sum(times for (kind, *_), times in counts.items() if kind == "collective-permute") == 3 * hops
+    plan = Plan(f"sp={n}", sequence_order="contiguous").resolve(devices="cpu")
+    at, of = (jnp.asarray([row[i] for row in ROWS.values()]) for i in (0, 1))
+    kept = attention.as_promised(Solo(plan), mask, jnp.tile(at, (1, S // 8)), jnp.tile(of, (1, S // 8)))
+    assert kept.all() == (hops == n - 1)
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, Mask(window=4)], ids=str)

@@ -12,6 +12,7 @@ import pytest
 from llmpar.plan import families
 from llmpar.plan.layout import parse_layout
 from llmpar.plan.model_config import described_model
+from llmpar.plan.places import repeated
 
 KEPT = json.loads(pathlib.Path(__file__).with_name("families.json").read_text())
 CASES = {name: (case["config"], case["parameters"]) for name, case in KEPT["families"].items()}
@@ -169,9 +170,9 @@ def test_lead_and_period_are_the_shortest():
         lead = random.choices(range(3), k=random.randrange(4))
         period = random.choices(range(3), k=random.randrange(1, 5))
         order = tuple((lead + period * 9)[: random.randrange(1, 20)])
-        first, repeated = families._repeated(order)
-        assert (*first, *repeated * len(order))[: len(order)] == order and repeated
-        assert len(first) + len(repeated) <= min(len(order), len(lead) + len(period))
+        first, shortest = repeated(order)
+        assert (*first, *shortest * len(order))[: len(order)] == order and shortest
+        assert len(first) + len(shortest) <= min(len(order), len(lead) + len(period))
 
 
 def test_no_row_is_there_in_vain(monkeypatch):

@@ -51,7 +51,7 @@ def test_a_layer_in_time_is_what_the_step_counts(name, run):
 
     # what a step sends more when one more layer runs forward
     def step(**more):
-        now = runs(clock.plan)
+        now = runs(clock.plan, run.seq_len)[0]
         now = dataclasses.replace(now, **{name: getattr(now, name) + n for name, n in more.items()})
         return step_traffic(clock.plan, run.batch_size, run.seq_len, run=now)
 

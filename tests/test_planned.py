@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from llmpar.plan import checks
+from llmpar.plan import checks, places
 from llmpar.plan.model_config import PRESETS, ExpertConfig, ModelConfig, described_model
 from llmpar.plan.plan import Plan
 from llmpar.planner import planner
@@ -120,8 +120,10 @@ def test_the_parts_of_a_planned_model_add_up(name):
     halves = config.count_kinds(0, start), config.count_kinds(start, config.num_layers)
     assert [a + b for a, b in zip(*halves, strict=True)] == [count for count, _ in config.blocks]
     plan = Plan("pp=4 fsdp=2", microbatches=8).resolve(config, "gpu", 32, 4096)
-    stages = [plan.stage_kinds(stage) for stage in range(4)]
-    assert [sum(counts) for counts in zip(*stages, strict=True)] == [count for count, _ in config.blocks]
+    table = places.places(config.layer_kinds, 4)
+    filled = [(place.kind, layer) for place in table for layer in place.layers if layer >= 0]
+    assert sorted(filled, key=lambda pair: pair[1]) == [(k, i) for i, k in enumerate(config.layer_kinds)]
+    assert all(4 * n >= count for n, (count, _) in zip(plan.places, config.blocks, strict=True))
     one = Plan("fsdp=1").resolve(config, "gpu", 8, 4096)
     assert memory.argument_bytes(one, 8, 4096)["params"] == 4 * config.num_params
     cut = memory.argument_bytes(Plan("fsdp=8").resolve(config, "gpu", 8, 4096), 8, 4096)["params"]
@@ -146,8 +148,6 @@ def test_a_planned_model_says_that_it_does_not_run(name):
 
 
 NOT_RUN = [
-    ("deepseek-v3", "pp=2 fsdp=4", {"microbatches": 2}, "stages here are whole periods of layers"),
-    ("gemma-3-1b", "pp=2 fsdp=4", {"microbatches": 2}, "26 layers in periods of 6"),
     ("deepseek-v3", "sp=2 fsdp=4", {}, "ranks of sp exchange latents; use context_parallel='gather'"),
     (
         "kimi-k2",
@@ -250,7 +250,7 @@ def test_the_planner_answers_and_offers_no_command_that_would_be_refused(
     best = answer["plans"][0]
     assert best["fits"] and 0.02 < best["mfu"] < 0.9
     runs = not checks.why_not_run(Plan(mesh).resolve(q.config, None))
-    assert runs == (name == "gpt-oss-120b")
+    assert runs == (name in ("deepseek-v3", "gpt-oss-120b"))
     assert [bool(best[key]) for key in ("train", "compile", "launch")] == [runs] * 3
 
 

@@ -32,7 +32,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from parity import arranged, emulated_ragged_all_to_all, live, ragged_on_cpus, units
+from parity import emulated_ragged_all_to_all, live, natural, padded, ragged_on_cpus
 
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
@@ -316,11 +316,6 @@ def draw_all(rng) -> dict:
         asked["lora"] = LoraConfig(pick((3, 1)), 4.0, names)
     parts = math.lcm(asked["num_kv_heads"], asked["tp"] if asked["num_kv_heads"] < asked["tp"] else 1)
     asked["num_heads"] = -(-asked["num_heads"] // parts) * parts
-    if family and asked["pp"] > 1:  # stages are whole periods
-        asked["entries"] |= dict.fromkeys(asked["entries"].keys() & {"first_k_dense_replace"}, 0)
-        with contextlib.suppress(ValueError):
-            period = described_model("random", file_of(asked)).period
-            asked["num_layers"] = len(period) * asked["pp"] * pick((1, 2))
     return asked
 
 
@@ -574,11 +569,9 @@ def run(config, plan, asked, data, weights, num_steps=2):
         with as_on_accelerators(plan, jax.lax.ragged_all_to_all):
             traced = step_of(config, plan, step.optimizer, step.clip).run.trace(*abstract)
     # none is used where none should be
-    padded = arranged(nested(weights), np.minimum(step.layer_order, units(step) - 1))
-    padded = jax.tree.map(lambda w, like: w.astype(like.dtype), padded, step.abstract_state.params)
-    natural = np.argsort(step.layer_order, stable=True)[: units(step)]
+    start = padded(step, nested(weights))
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.abstract_state.optimizer)
-    state = jax.device_put(State(padded, zeros, np.int32(0)), step.shardings)
+    state = jax.device_put(State(start, zeros, np.int32(0)), step.shardings)
     there = jax.device_put(
         {k: np.take_along_axis(x, places_of(plan, data["segments"]), 1) for k, x in data.items()},
         step.batch_sharding,
@@ -588,7 +581,7 @@ def run(config, plan, asked, data, weights, num_steps=2):
         state, metrics = compiled(state, there)
         told.append(jax.tree.map(np.asarray, metrics))
         kept = kept or [
-            flat(arranged(jax.tree.map(np.asarray, x), natural)) for x in (state.optimizer[0], state.params)
+            flat(natural(step, jax.tree.map(np.asarray, x))) for x in (state.optimizer[0], state.params)
         ]
     assert int(state.step) == num_steps
     return told, *kept, live(traced.jaxpr), step.plan
@@ -641,7 +634,7 @@ def compare(seed: int, asked: dict, alone: bool = False) -> dict:
         }
     sent = {}
     for stage in range(plan.mesh.pp) if plan.mode == "manual" else ():
-        taken = branch_shares(plan.pipeline, config.num_layers)[stage]
+        taken = branch_shares(plan.pipeline, config.layer_kinds)[stage]
         census = census_table(census_jaxpr(jaxpr, plan.resolve(config).mesh.sizes, taken))
         want = traffic.step_traffic(plan.resolve(config), asked["batch"], asked["seq"], stage)
         table = {k: (v["count"], v["bytes_sent"]) for k, v in census.items()}

@@ -16,7 +16,20 @@ import parity
 import pytest
 import rich.console
 from flax import nnx
-from parity import BATCH, LLAMA, MOE, SEQ, allowed, arranged, batch, compare_leaves, name, state_of, weights
+from parity import (
+    BATCH,
+    LLAMA,
+    MOE,
+    SEQ,
+    allowed,
+    batch,
+    compare_leaves,
+    name,
+    natural,
+    padded,
+    state_of,
+    weights,
+)
 
 from llmpar.inspect.spread import SPREAD_NAMES, rounded_products, spread, spread_table
 from llmpar.model import llama as model
@@ -110,16 +123,14 @@ def observed(config, plan: Plan):
     """Yield how far the plan is from one device, with fresh weights and with trained ones, on each of two
     batches, beside the bounds."""
     step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-    order, run = np.asarray(step.layer_order), jax.jit(step.gradients)
+    run = jax.jit(step.gradients)
     places = np.array(sequence_order.sequence_permutation(plan.sequence_order, SEQ, plan.mesh.sp))
     for kind, params in {"fresh": weights(config), "trained": trained(config)}.items():
-        first = np.minimum(order, config.num_layers - 1)
-        placed = jax.device_put(arranged(params, first), step.shardings.params)
+        placed = jax.device_put(padded(step, params), step.shardings.params)
         for seed in range(2):
             data = {k: x[:, places] for k, x in batch(seed).items()}
             grads, metrics = run(placed, jax.device_put(data, step.batch_sharding))
-            back = np.argsort(order, stable=True)[: config.num_layers]
-            grads = arranged(jax.tree.map(np.asarray, grads), back)
+            grads = natural(step, jax.tree.map(np.asarray, grads))
             (want_loss, logits), want = alone(config, plan.dtype)(params, batch(seed))
             want, want_loss = jax.tree.map(np.asarray, want), float(want_loss)
             leaves = zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True)

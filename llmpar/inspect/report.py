@@ -42,7 +42,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> d
     plan = plan.resolve(config, platform_of(mesh), batch_size, seq_len)
     step = Step(config, plan, mesh, optax.adamw(1e-3))
     compiled, partitioned = read_program(step.lower(batch_size, seq_len))
-    branches = branch_shares(plan.pipeline, config.num_layers)
+    branches = branch_shares(plan.pipeline, config.layer_kinds)
     # FLOPs are counted where the text shows them all: in experts' overflow and in kernels the data end the
     # loops, and TPUs write matmuls as convolutions. (`llmpar compile` estimates all of these.)
     text, plain = compiled.as_text() or "", plan.attention_kernel in ("portable", "xla")

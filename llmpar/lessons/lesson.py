@@ -161,7 +161,7 @@ def predicted_argument_bytes(run: LessonRun) -> dict[str, int]:
 def as_predicted(run: LessonRun) -> list[Collective]:
     """Take a step's census, assert that it is as predicted on every stage, and return the last stage's."""
     step, census = run.step, []
-    for stage, branches in enumerate(branch_shares(step.plan.pipeline, step.config.num_layers)):
+    for stage, branches in enumerate(branch_shares(step.plan.pipeline, step.config.layer_kinds)):
         census = census_hlo(run.text, step.mesh, branches)
         predicted = step_traffic(step.plan, *run.shape, stage)
         assert census_table(census) == as_table(predicted), (step.plan, stage)

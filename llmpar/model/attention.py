@@ -41,7 +41,7 @@ from llmpar.kernels import flash, flash_tpu
 from llmpar.kernels.flash import KV, Q
 from llmpar.parallel.collectives import after, at, hop, put, scope, vary_alike
 from llmpar.parallel.modes import Solo
-from llmpar.plan.sequence_order import CAUSAL, Mask, seen_tiles, tile_length
+from llmpar.plan.sequence_order import CAUSAL, Mask, ring_hops, seen_tiles, tile_length
 
 # out in q's dtype, lse in float32
 Out = Float[Array, "b s k r w"]
@@ -95,6 +95,7 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
             platform=par.platform if kernel == "flash" else None,
             branch=par.platform != "gpu",
             hop=plan.hop,
+            order=plan.sequence_order,
         )
 
     def attend_by_plan(q, k, v, *ids):
@@ -116,10 +117,10 @@ def as_promised(
 ) -> Bool[Array, " b"]:
     """Return which rows have the order that the chosen attention relies on when it skips later positions:
     positions rise, or segments rise and positions rise in each. Where a plan promises whole documents, a row
-    must have one segment and, for a window, no gap. (A cache, a ring and the kernel of `flash` compare the
-    ids, and rely on no order.)"""
+    must have one segment and, for a window, no gap. (A cache, a ring whose keys reach all ranks and the
+    kernel of `flash` compare the ids, and rely on no order.)"""
     plan, step, segment_step = par.plan, jnp.diff(positions_bs), jnp.diff(segments_bs)
-    if par.cache or plan.attention_kernel == "flash" or not plan.in_order or par.axes("keys s"):
+    if par.cache or not plan.order_matters(mask, positions_bs.shape[1]):
         return jnp.ones(len(step), bool)
     rises = step > 0
     if plan.documents == "whole" and plan.attention_kernel != "portable":
@@ -366,6 +367,7 @@ class _Ring:
 
     axis: str | None  # of the mesh; None: one rank
     hop: str  # as in a `Plan`
+    hops: int  # that keys make (`ring_hops`)
     attend: Callable  # `attend_block` or a kernel, with its settings
     attend_grad: Callable
     # In `ring_backward` K and V hop on only when this block's dK and dV are there: so the hop of the
@@ -385,6 +387,7 @@ def ring_attention(
     platform: str | None = None,
     branch: bool = True,
     hop: str = "permute",
+    order: str = "",
     mask: Mask = CAUSAL,
     **ids: Unpack[_Ids],
 ) -> Partial:
@@ -406,6 +409,9 @@ def ring_attention(
     hops the sum arrives at the rank of the keys, which adds its own part. Each rank sends n-1 times 2 b t k h
     float32 elements more.
 
+    Where a window ends h < n-1 hops back (`ring_hops`, in the `order` contiguous), keys make h hops both
+    times, and so do their gradients: h-1 with them, and one from there back to the rank of the keys.
+
     Tiles have `block` positions. Two tiles are compared by the smallest and the largest of their positions
     and segments: if no query of one can see a key of the other, the pair is a branch not taken (computed and
     masked without `branch`). `contiguous` promises that queries and keys are the same positions, in order
@@ -416,6 +422,7 @@ def ring_attention(
     s, t = q.shape[1], k.shape[1]
     assert s == t or not contiguous
     q_ids, k_ids = ids_of(axis, t, **ids)
+    hops = ring_hops(mask, order, len(k_ids), t)
     # A tile must not join the two parts that zigzag deals to a rank.
     block = None if axis and block and block >= s else block
     c, d = tile_length(block, s), tile_length(block, t)
@@ -431,15 +438,14 @@ def ring_attention(
         forward, backward = (
             partial(f, **settings) for f in (flash.kernel_forward, flash.kernel_backward)
         )
-        ring = _Ring(axis, hop, forward, backward, kv_hop_waits=True)
+        ring = _Ring(axis, hop, hops, forward, backward, kv_hop_waits=True)
         out, lse = ring_forward(ring, *vary_alike((q, k, v, q_ids, k_ids)))
         return (out[..., :narrow] if narrow < k.shape[-1] else out), lse
 
     pairs = _few_pairs(mask, contiguous, s // c, t // d, c)
     settings = dict(mask=mask, scale=scale, pairs=pairs, branch=branch)
-    ring = _Ring(
-        axis, hop, partial(attend_block, **settings), partial(attend_block_grad, **settings)
-    )
+    attend, attend_grad = partial(attend_block, **settings), partial(attend_block_grad, **settings)
+    ring = _Ring(axis, hop, hops, attend, attend_grad)
     # b (i c) … h -> i b … c h, and of ids _ 2 (i c) -> i _ 2 c, of all ranks' keys n j _ 2 d.
     cut = lambda x, size: jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), (1, 2), (0, -2))
     cut_ids = lambda ids, size: jnp.moveaxis(ids.reshape(*ids.shape[:-1], -1, size), -2, -4)
@@ -451,9 +457,8 @@ def ring_attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ring_forward(ring, q, k, v, q_ids, k_ids):
-    """Merge attention to the keys of all n ranks, while K and V make n-1 hops: (out, lse) of this rank's
-    queries. `k_ids` are the ids of every rank's keys."""
-    n = len(k_ids)
+    """Merge attention to the keys of all n ranks, while K and V make n-1 hops, or as many as a window asks
+    for: (out, lse) of this rank's queries. `k_ids` are the ids of every rank's keys."""
 
     def attend_and_hop(carry, hops):
         kv, partials = carry
@@ -461,11 +466,11 @@ def ring_forward(ring, q, k, v, q_ids, k_ids):
         return (_hop(ring, kv), partials), None
 
     carry: Any = (k, v), None
-    if n > 1:
+    if ring.hops:
         start = jnp.stack((k, v)), _no_keys_yet(q, v)
-        carry, _ = lax.scan(attend_and_hop, start, jnp.arange(n - 1))
+        carry, _ = lax.scan(attend_and_hop, start, jnp.arange(ring.hops))
     kv, partials = carry
-    out, lse = ring.attend(q, *kv, q_ids, at(k_ids, _owner(ring, n - 1)), partials)
+    out, lse = ring.attend(q, *kv, q_ids, at(k_ids, _owner(ring, ring.hops)), partials)
     return out.astype(q.dtype), lse
 
 
@@ -478,9 +483,10 @@ def _ring_forward_saving(ring, q, k, v, q_ids, k_ids):
 
 
 def ring_backward(ring, saved, grads):
-    """Return the gradients of q, k and v: K and V make their n-1 hops again, and dK and dV follow them."""
+    """Return the gradients of q, k and v: K and V make their hops again, and dK and dV follow them, the last
+    time back to the rank of the keys."""
     (q, k, v, q_ids, k_ids, out, lse), (out_grad, lse_grad) = saved, grads
-    n, dq, dkv = len(k_ids), None, None
+    dq, dkv = None, None
     delta = (out_grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - lse_grad
     # A row that saw nothing: any number, its weights are masked again.
     terms = out_grad, jnp.where(jnp.isfinite(lse), lse, 0), delta
@@ -495,19 +501,19 @@ def ring_backward(ring, saved, grads):
             kv = _hop(ring, kv)
         return (kv, dq, jnp.stack(dkv_part) if dkv is None else dkv + jnp.stack(dkv_part)), None
 
-    if n > 1:
+    if ring.hops:
         # `after` lets these hops start only when delta, so the forward result, is there. Else they may run
         # beside the forward ring's, and simulated devices confuse two permutes of one shape, one of them in a
         # loop: wrong numbers or a deadlock in half of the runs (JAX 0.10.2).
         kv = _hop(ring, after(delta, jnp.stack((k, v))))
-        carry, _ = add_and_hop((kv, _zeros(q), None), 1, last=n == 2)
-        if n > 2:
-            carry, _ = lax.scan(add_and_hop, carry, jnp.arange(2, n - 1))
-            carry, _ = add_and_hop(carry, n - 1, last=True)
+        carry, _ = add_and_hop((kv, _zeros(q), None), 1, last=ring.hops == 1)
+        if ring.hops > 1:
+            carry, _ = lax.scan(add_and_hop, carry, jnp.arange(2, ring.hops))
+            carry, _ = add_and_hop(carry, ring.hops, last=True)
         _, dq, dkv = carry
     dq, dk, dv = ring.attend_grad(q, k, v, q_ids, at(k_ids, _owner(ring, 0)), terms, dq)
-    if n > 1:
-        dk, dv = _hop(ring, dkv) + jnp.stack((dk, dv))
+    if ring.hops:
+        dk, dv = _hop(ring, dkv, len(k_ids) - ring.hops) + jnp.stack((dk, dv))
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 
@@ -519,10 +525,11 @@ def _owner(ring, hops):
     return (lax.axis_index(ring.axis) - hops) % lax.axis_size(ring.axis) if ring.axis else 0
 
 
-def _hop(ring, arrays):
-    """Send arrays to the next rank as one message: XLA for GPUs overlaps one collective at a time."""
+def _hop(ring, arrays, by=1):
+    """Send arrays to the next rank, or to the one so many behind it, as one message: XLA for GPUs overlaps
+    one collective at a time."""
     with scope("keys b t -> the next rank"):
-        return hop(arrays, ring.axis, ring.hop)
+        return hop(arrays, ring.axis, ring.hop, by)
 
 
 # --------------------------------------------------------------------------------------------- other methods

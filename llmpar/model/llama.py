@@ -25,12 +25,13 @@ A training step needs one number, and the methods of `Llama` lead to it in this 
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
@@ -42,6 +43,7 @@ from llmpar.parallel.collective_matmul import matmul
 from llmpar.parallel.collectives import at, vary_alike
 from llmpar.parallel.modes import PROJECTED, STREAM, Solo
 from llmpar.plan.model_config import LLAMA, LoraConfig, ModelConfig, Variant, Weight
+from llmpar.plan.places import LayerLoop
 
 Stream = Float[Array, "b s d"]
 Tree = Any
@@ -445,11 +447,6 @@ class Llama(nnx.Module):
         make = nnx.vmap(lambda keys: Block(config, keys), in_axes=0, out_axes=0)
         return nnx.split_rngs(splits=count)(make)(rngs)
 
-    @property
-    def segments(self) -> list[tuple[tuple[int, ...], int]]:
-        """The loops over layers of several kinds (`ModelConfig.segments`)."""
-        return self.config.segments
-
     def loss(self, batch: Batch, par: Solo) -> Loss:
         """Return what training minimises: the sum of the cross-entropies and of the routers' own losses."""
         losses, aux = self.cross_entropies(batch, par)
@@ -493,7 +490,8 @@ class Llama(nnx.Module):
         once more, where they are tied), and the routers' outputs."""
         embedding = par.weight(self.embedding)
         head = embedding if self.config.tied else par.weight(self.head)
-        x, aux = self.run_blocks(self.embed(embedding, batch, par), batch, par, par.layers)
+        loops = [(loop, par.layers) for loop in self.config.loops]
+        x, aux = self.run_blocks(self.embed(embedding, batch, par), batch, par, loops)
         return self.normed(x, par), head, aux
 
     def normed(self, x: Stream, par: Solo) -> Stream:
@@ -515,10 +513,10 @@ class Llama(nnx.Module):
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def run_blocks(
-        self, x: Stream, batch: Batch, par: Solo, layers: Callable
-    ) -> tuple[Stream, Any]:
-        """Run the blocks by ``layers``: the stream behind the last one, and the routers' outputs. Layers of
-        several kinds are loops over their period (`ModelConfig.segments`)."""
+        self, x: Any, batch: Batch, par: Solo, loops: Iterable[tuple[LayerLoop, Callable]]
+    ) -> tuple[Any, Any]:
+        """Run the blocks in ``loops``, each with what runs it, such as `par.layers`: the stream behind the
+        last one, and the routers' outputs."""
         names = "positions", "segments"
         k_positions, k_segments = (par.move(batch[name], "data b s -> ids b s") for name in names)
         q_positions, q_segments = (
@@ -537,19 +535,20 @@ class Llama(nnx.Module):
 
         def block(kind: int, place: int | None) -> Callable:
             """Return a block of a kind, which takes its weights from those of an iteration."""
-            own = lambda w: w if place is None else at(w[kind], place)
+            own = lambda w: w[kind] if place is None else at(w[kind], place)
             return lambda x, w: nnx.merge(graphs[kind], own(w))(x, ids, ropes[kind], par)
 
-        if not self.config.kinds:
-            return layers([block(0, None)], x, weights[0])
         outputs, begin = list[Any](), Counter[int]()
-        for kinds, times in self.segments:
-            counts = Counter(kinds)
-            blocks = [block(k, kinds[:i].count(k)) for i, k in enumerate(kinds)]
-            stack = {k: par.periods(weights[k], begin[k], times, n) for k, n in counts.items()}
-            x, aux = layers(blocks, x, stack)
+        for (kinds, times, _), layers in loops:
+            length = Counter({k: times * kinds.count(k) for k in kinds})
+            own = {k: some_layers(weights[k], begin[k], n) for k, n in length.items()}
+            places = (
+                [None] if len(kinds) == 1 else [kinds[:i].count(k) for i, k in enumerate(kinds)]
+            )
+            stack = own if len(kinds) == 1 else {k: par.periods(w, times) for k, w in own.items()}
+            x, aux = layers([*map(block, kinds, places)], x, stack)
             outputs.append(aux)
-            begin += Counter({k: times * n for k, n in counts.items()})
+            begin += length
         outputs = [aux for aux in outputs if aux is not None]
         if len(outputs) > 1:
             return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
@@ -571,6 +570,11 @@ class Llama(nnx.Module):
         x = par.move(x, "stream b s d -> vocab b s d")
         logits = attention.capped(logits_of(x, head), self.config.variant.logit_cap)
         return par.move(logits, "vocab b s v -> data b s v")
+
+
+def some_layers(stack: Tree, begin: int, length: int) -> Tree:
+    """Return the weights of so many layers of a stack."""
+    return jax.tree.map(lambda w: lax.slice_in_dim(w, begin, begin + length), stack)
 
 
 def logits_of(x: Float[Array, "*rows d"], head: Float[Array, "v d"]) -> Float[Array, "*rows v"]:

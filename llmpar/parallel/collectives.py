@@ -44,14 +44,15 @@ def send(
     return lax.dynamic_slice_in_dim(x, lax.axis_index(move.axes) * size, size, dim)
 
 
-def hop(x: Array, axis: str | tuple[str, ...], method: str) -> Array:
-    """Return the value of the rank before on a ring, sent by the method `Plan.hop`."""
+def hop(x: Array, axis: str | tuple[str, ...], method: str, by: int = 1) -> Array:
+    """Return the value of the rank before on a ring, or of that so many before, sent by the method
+    `Plan.hop`."""
     n, me = lax.axis_size(axis), lax.axis_index(axis)
     if method != "exchange":
-        return lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
-    to_next = (jnp.arange(n) == (me + 1) % n).reshape(-1, *[1] * x.ndim)
+        return lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)])
+    to_next = (jnp.arange(n) == (me + by) % n).reshape(-1, *[1] * x.ndim)
     arrived = lax.all_to_all(jnp.where(to_next, x, jnp.zeros_like(x)), axis, 0, 0)
-    return lax.dynamic_index_in_dim(arrived, (me - 1) % n, keepdims=False)
+    return lax.dynamic_index_in_dim(arrived, (me - by) % n, keepdims=False)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

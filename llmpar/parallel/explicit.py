@@ -100,11 +100,10 @@ class Explicit(Auto):
         )
         return lambda *args: self.move(island(*args), arrow)
 
-    def periods(self, stack: Any, begin: int, times: int, num: int) -> Any:
+    def periods(self, stack: Any, times: int) -> Any:
         """Return the weights with a dim for periods. JAX reshapes no type with marks: a slice each place."""
-        end = begin + times * num
-        places = range(begin, begin + num)
-        parts = lambda w: [lax.slice_in_dim(w, place, end, num) for place in places]
+        num = jax.tree.leaves(stack)[0].shape[0] // times
+        parts = lambda w: [lax.slice_in_dim(w, place, None, num) for place in range(num)]
         return jax.tree.map(lambda w: jnp.stack(parts(w), 1), stack)
 
     def total(self, x: Array, layout: str) -> Array:

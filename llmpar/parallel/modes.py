@@ -162,10 +162,9 @@ class Solo:
             return x, jax.tree.map(flat, *outputs)
         return x, outputs[0] if outputs else None
 
-    def periods(self, stack: Any, begin: int, times: int, num: int) -> Any:
-        """Return the weights of layers from ``begin`` on, with a dim for ``times`` periods of ``num``."""
-        cut = lambda w: lax.slice_in_dim(w, begin, begin + times * num)
-        return jax.tree.map(lambda w: cut(w).reshape(times, num, *w.shape[1:]), stack)
+    def periods(self, stack: Any, times: int) -> Any:
+        """Return the weights of layers with a leading dim for ``times`` periods."""
+        return jax.tree.map(lambda w: w.reshape(times, -1, *w.shape[1:]), stack)
 
     def saving(self, block: Callable, no_loop: bool) -> Callable:
         """Return a block that saves for its backward pass what the plan says, and recomputes the rest."""

@@ -23,7 +23,7 @@ more would be sent. On GPUs the stages wait for it, 43 of 3,571 ms in a step of 
 (`llmpar compile`, an estimate). To hide it, it would travel through a tick in which no stage reads it, and in
 1F1B 45 of 48 are read in the very next tick: 8 microbatches on 4 stages would take 38 ticks, not 22.
 
-The layers of a stage are its share of the blocks' weights, stored `l/pp`; `schedules.layer_order` says which
+The layers of a stage are its share of the blocks' weights, stored `l/pp`; `places.layer_orders` says which
 layer is where. All other weights are whole on every stage, and their gradients are summed over pp at the
 end of the step (`plan.WeightLayouts` says so). Weights that ZeRO-3 stores cut are gathered for each cell, or
 before the first tick for all of them (`Plan.gathers`). Where a schedule wants two copies of the model
@@ -46,7 +46,7 @@ from llmpar.model.weights import Tree, weight_dims
 from llmpar.parallel.collectives import at, put, scope, vary, varying
 from llmpar.parallel.modes import Manual
 from llmpar.pipeline.stage import Stage, add, embed, programs, when
-from llmpar.plan import schedules
+from llmpar.plan import places
 from llmpar.plan.model_config import ModelConfig
 from llmpar.plan.schedules import OP_KINDS, Schedule
 from llmpar.plan.timetable import DIRECTIONS, slots, timetable
@@ -58,7 +58,7 @@ def gradients(
     config: ModelConfig, par: Manual, params: Tree, batch: Batch, zeros: tuple[Loss, Tree]
 ) -> tuple[Loss, Tree]:
     """Return loss and gradients of this device's part of the batch, inside shard_map. The blocks come in
-    `schedules.layer_order`.
+    `places.layer_orders`.
 
     ``params`` vary over the sums of `WeightLayouts.unreduced`, pp among them where a weight is not cut by it.
     All start as ``zeros``; gradients come laid out as `WeightLayouts.accumulated`, loss and routers' counts
@@ -104,7 +104,7 @@ def _run(config: ModelConfig, par: Manual, params: Tree, batch: Batch, sums: Tre
     microbatches = jax.tree.map(lambda x: _cut(x, schedule.num_microbatches), batch)
 
     def stage(now: Tree) -> Stage:
-        part = {name: now[name] for name in ("first", "last", "full", "layers")}
+        part = {name: now[name] for name in ("first", "last", "filled", "layers")}
         chunk, microbatch = at(chunks, now["chunk"]), at(microbatches, now["microbatch"])
         return Stage(config, par, blocks=chunk, shared=shared, batch=microbatch, **part)
 
@@ -136,9 +136,8 @@ def _empty(num_slots: list[int], like: Tree) -> Tree:
 def _table(schedule: Schedule, config: ModelConfig) -> dict[str, np.ndarray]:
     """Return a timetable as numbers [tick, stage] by name: the operation (``kind``), its slots and where its
     result goes (`timetable.Slots`), and which part of the model its chunk is. A slot of -1 is the last one, a
-    message that is never read. ``layers`` has a row of numbers in each cell, that of no layer where the chunk
-    has a layer less; where layers are of several kinds, those of its layers with experts among such."""
-    num_layers = config.num_layers // len(config.period)
+    message that is never read. ``filled`` and ``layers`` have a row in each cell (`stage.Stage`); a place
+    without a layer has a number that no layer has."""
     kind, microbatch, chunk = np.moveaxis(np.array(timetable(schedule).ticks), 2, 0)
     kept = slots(timetable(schedule))
     names = "saved", "residual", "left", "right", "keep", "read", "send"
@@ -146,16 +145,16 @@ def _table(schedule: Schedule, config: ModelConfig) -> dict[str, np.ndarray]:
     enters = table["read"] < 0
     leaves = (table["send"] == 0) & (table["keep"] < 0)
     table |= {"first": np.where(kind, leaves, enters), "last": np.where(kind, enters, leaves)}
-    p, stack = schedule.num_stages, schedules.layer_order(schedule, num_layers)
-    order = np.reshape(stack, (p, schedule.visits, -1))
-    # where there are two copies, as `opposite` has them
-    both = np.concatenate([order, order[::-1]], 1)
-    layers = both[np.arange(p), chunk]
-    table |= {"full": (layers < num_layers).all(-1)}
-    routed = max(1, len(config.routed_kinds) // num_layers)
-    table["layers"] = (layers[..., None] * routed + np.arange(routed)).reshape(
-        *layers.shape[:-1], -1
-    )
+    kinds, positions = config.layer_kinds, np.array(places.positions(schedule))
+    on_route = positions[np.arange(schedule.num_stages), chunk]
+    filled = np.array([loop.filled for loop in places.chunk_loops(kinds, schedule.cells)])
+    has_experts = [bool(block.experts) for _, block in config.blocks]
+    routed = [layer for layer, of in enumerate(kinds) if has_experts[of]]
+    rank = {layer: number for number, layer in enumerate(routed)}
+    own = [place for place in places.places(kinds, schedule.cells) if has_experts[place.kind]]
+    layers = np.array([[rank.get(x, len(rank)) for x in place.layers] for place in own])
+    layers = layers.reshape(-1, schedule.cells)
+    table |= {"filled": filled.T[on_route], "layers": layers.T[on_route]}
     return table | {"kind": kind, "microbatch": microbatch, "chunk": chunk}
 
 

@@ -28,21 +28,15 @@ from jaxtyping import Array, Float
 
 from llmpar.model.llama import Batch, Llama, Stream
 from llmpar.model.weights import Tree, joined, model_graph, trained, weight_dims
-from llmpar.parallel.collectives import at
+from llmpar.parallel.collectives import at, vary, varying
 from llmpar.parallel.modes import Manual, Solo, in_order
 from llmpar.pipeline.split_backward import split_backward, trace
 from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.places import chunk_loops
 
 
 class StageModel(Llama):
-    """A Llama cut open: its loss is that of a stream that comes with the batch from another stage. Its layers
-    are whole periods, where they are of several kinds."""
-
-    @property
-    def segments(self) -> list[tuple[tuple[int, ...], int]]:
-        period = self.config.period
-        layers = jax.tree.leaves(self.blocks[str(period[0])])[0].shape[0]
-        return [(period, layers // period.count(period[0]))]
+    """A Llama cut open: its loss is that of a stream that comes with the batch from another stage."""
 
     def hidden_and_head(self, batch: Batch, par: Solo) -> tuple[Stream, Float[Array, "v d"], None]:
         head = par.weight(self.embedding if self.config.tied else self.head)
@@ -60,9 +54,9 @@ class Stage:
     shared: Tree  # embedding, last norm and head, which every stage has
     batch: Tree
     first: Any  # whether this chunk has the model's first layer,
-    last: Any  # its last layer,
-    full: Any  # and as many layers as the longest chunk;
-    layers: Any  # their numbers in the model
+    last: Any  # and its last layer;
+    filled: Any  # of its loops (`places.chunk_loops`), whether it has their layers;
+    layers: Any  # of its layers with experts their numbers among those of the model
 
     def model(self, **weights: Tree) -> StageModel:
         """Return the model with this stage's weights, or others in their place."""
@@ -80,12 +74,10 @@ def run_chunk(stage: Stage, blocks: Tree, x: Stream, kind: str) -> tuple[tuple[S
     """Run a stage's ``blocks`` in F or B, the ``kind``: ``(stream, sum of router losses), router counts``.
     The routers' part is for B alone, and None without experts.
 
-    Chunks may differ by one layer. All have as many places as the longest; a branch (`when`) runs the last
-    one or skips it, and the counts of a layer that was skipped are zero."""
+    Chunks may have other layers. All have the same places; a branch (`when`) runs a loop that only some have
+    layers for, or skips it, and the counts of layers that were skipped are zero."""
     plan = stage.par.plan
     assert (order := plan.pipeline)
-    num_layers = order.layers(stage.config.num_layers // len(stage.config.period)).values()
-    fewest, most = min(num_layers), max(num_layers)
     has_routers = stage.config.experts is not None and kind == "B"
     run = _unrolled if plan.stage_saves == "residuals" or order.split_backward else stage.par.layers
 
@@ -100,25 +92,25 @@ def run_chunk(stage: Stage, blocks: Tree, x: Stream, kind: str) -> tuple[tuple[S
 
         return layer
 
-    def layers(
-        blocks: Sequence[Callable], x: Stream, stack: Tree
-    ) -> tuple[Stream, Any]:  # losses b s, counts l e
-        each = [adding(block) for block in blocks]
-        loss_bs = jnp.zeros_like(x[..., 0], jnp.float32) if has_routers else None
-        carry, counts_le = run(each, (x, loss_bs), jax.tree.map(lambda w: w[:fewest], stack))
-        if fewest < most:
-            last_layer = lambda skipped, last: run(each, skipped[0], last)
-            skipped = carry, jax.tree.map(lambda n: jnp.zeros_like(n[:1]), counts_le)
-            last = jax.tree.map(lambda w: w[fewest:], stack)
-            carry, counts_1e = when(f"full{kind}", stage.full, last_layer, skipped, last)
-            counts_le = jax.tree.map(lambda *parts: jnp.concatenate(parts), counts_le, counts_1e)
-        x, loss_bs = carry
-        return x, (loss_bs, counts_le)
+    def layers(blocks: Sequence[Callable], carry: Tree, stack: Tree, loop: int) -> tuple[Tree, Any]:
+        run_loop = lambda carry, stack: run([adding(block) for block in blocks], carry, stack)
+        if loops[loop].always:
+            return run_loop(carry, stack)
+        counts_le = zeros_like(jax.eval_shape(run_loop, carry, stack)[1])
+        run_those = lambda skipped, stack: run_loop(skipped[0], stack)
+        return when(f"loop{loop}{kind}", stage.filled[loop], run_those, (carry, counts_le), stack)
 
-    model = stage.model(blocks=blocks)
-    y, (loss_bs, counts_le) = model.run_blocks(x, stage.batch, stage.par, layers)
+    model, loops = stage.model(blocks=blocks), chunk_loops(stage.config.layer_kinds, order.cells)
+    runs = [(loop, functools.partial(layers, loop=i)) for i, loop in enumerate(loops)]
+    loss_bs = jnp.zeros_like(x[..., 0], jnp.float32) if has_routers else None
+    (y, loss_bs), counts_le = model.run_blocks((x, loss_bs), stage.batch, stage.par, runs)
     loss = model.router_losses(loss_bs, stage.batch, stage.par).sum() if has_routers else None
     return (y, loss), counts_le
+
+
+def zeros_like(like: Tree) -> Tree:
+    """Return zeros of these types, which differ along the same axes."""
+    return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying(x)), like)
 
 
 def _unrolled(blocks: Sequence[Callable], x: Any, stack: Tree) -> tuple[Any, Tree]:

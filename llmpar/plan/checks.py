@@ -200,7 +200,7 @@ def _kernels(plan, batch_size: int, seq_len: int) -> _Rows:
 
 def why_not_run(plan: Any) -> str:
     """Return why a plan that can be priced does not run here; empty if it runs."""
-    config, order = plan.config, plan.pipeline
+    config = plan.config
     if not config.runs:
         return f"'{config.name}' is planned alone: {config.why_planned}"
     latent = any(block.shares_cache for _, block in config.blocks)
@@ -216,15 +216,6 @@ def why_not_run(plan: Any) -> str:
         )
     if latent and plan.tp_comm_overlap:
         return "tp_comm_overlap does not run with latent attention; leave it out"
-    if not (order and config.kinds):
-        return ""
-    unit, cells = len(config.period), len(order.routes[0])
-    if config.lead or config.num_layers % (unit * cells):
-        lead = f" behind {len(config.lead)} others" * bool(config.lead)
-        return (
-            f"stages here are whole periods of layers, and '{config.name}' has {config.num_layers} layers in"
-            f" periods of {unit}{lead}, for stages·chunks = {cells}; use pp=1"
-        )
     return ""
 
 

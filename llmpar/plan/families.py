@@ -18,6 +18,7 @@ from typing import Any
 
 from llmpar.files import read_toml
 from llmpar.plan import running
+from llmpar.plan.places import repeated
 
 TABLES = read_toml(pathlib.Path(__file__).with_suffix(".toml"), "table of families")
 PARTS, FACTS, NAMES, NOTES = (TABLES[x] for x in ("parts", "facts", "names", "notes"))
@@ -229,7 +230,7 @@ def read_family(
     main = kinds[largest] | {"num_layers": num_layers, "described": described}
     if len(kinds) == 1:
         return main
-    lead, period = _repeated(tuple(order))
+    lead, period = repeated(tuple(order))
     return main | {"kinds": kinds, "lead": lead, "period": period}
 
 
@@ -255,16 +256,6 @@ def _kinds(
 
 def _params(kind: dict[str, Any]) -> int:
     return sum(math.prod(row["shape"]) for _, row in kind["described"]["rows"])
-
-
-def _repeated(order: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shortest lead and period whose repetition gives an order."""
-    choices = []
-    for n in range(1, len(order) + 1):
-        other = (i for i in range(len(order) - n, 0, -1) if order[i - 1] != order[i - 1 + n])
-        start = next(other, 0)
-        choices.append((order[:start], order[start : start + n]))
-    return min(choices, key=lambda choice: (sum(map(len, choice)), len(choice[0])))
 
 
 def _pair(layer: _Reader, family: dict[str, Any]) -> tuple[str, str]:

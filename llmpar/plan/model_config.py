@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from llmpar.files import Allowed, allowed, check_fields, read_json, read_toml
 from llmpar.plan import config_json as hugging_face
 from llmpar.plan import families, running
+from llmpar.plan.places import LayerLoop, loops
 from llmpar.plan.running import NotImplementedHere
 
 Size = Annotated[int, Allowed(int, 1, 1 << 24)]
@@ -425,14 +426,15 @@ class ModelConfig:
         return tuple(zip(counts, kinds if self.lora else self.kinds, strict=True))
 
     @property
-    def segments(self) -> list[tuple[tuple[int, ...], int]]:
-        """The layers as loops: kinds that follow one another, and how often. Those of the lead, and what
-        remains of a period, are loops over equal layers."""
-        num_periods = (self.num_layers - len(self.lead)) // len(self.period)
-        end = len(self.lead) + num_periods * len(self.period)
-        alike = lambda kinds: [((k,), len([*group])) for k, group in itertools.groupby(kinds)]
-        middle = [(self.period, num_periods)] if num_periods else []
-        return [*alike(self.layer_kinds[: len(self.lead)]), *middle, *alike(self.layer_kinds[end:])]
+    def loops(self) -> list[LayerLoop]:
+        """The layers as loops over their period."""
+        return loops(self.layer_kinds, len(self.lead), len(self.period))
+
+    def with_layers(self, counts: Sequence[int]) -> "ModelConfig":
+        """Return the model with so many layers of each kind, one kind after the other."""
+        order = tuple(kind for kind, count in enumerate(counts) for _ in range(count))
+        lead = order if self.kinds else ()
+        return dataclasses.replace(self, num_layers=len(order), lead=lead)
 
     @property
     def mixer(self) -> str:
@@ -627,7 +629,15 @@ def preset(name: str) -> ModelConfig:
     return PRESETS[name]
 
 
-DIMS = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "head_width", "ffn_width")
+DIMS: tuple[str, ...] = (
+    "vocab_size",
+    "width",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_width",
+    "ffn_width",
+)
 DIMS += "tied", "window", "num_experts", "top_k", "num_shared"
 """What may be written behind a model's name; the last three are its experts'."""
 

@@ -55,17 +55,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from llmpar.files import Allowed, check_fields
-from llmpar.plan import checks, schedules
+from llmpar.plan import checks, places, schedules
 from llmpar.plan.backend import SUITS, fits_cudnn, suited
 from llmpar.plan.layout import Arrow, Dim, Layout, parse_arrow, parse_layout
 from llmpar.plan.mesh_shape import MeshShape, parse_mesh
 from llmpar.plan.model_config import ModelConfig, Weight
+from llmpar.plan.sequence_order import Mask, ring_hops
 
 BATCH_AXES = ("dp", "fsdp", "ep")
 """The axes that cut the batch. ``ep`` counts as batch for dense layers."""
@@ -451,6 +451,19 @@ class Resolved(Plan):
         alike = self.regions["queries"]["s"] == self.regions["keys"]["s"]
         return alike and (self.mesh.sp == 1 or self.sequence_order == "contiguous")
 
+    def ring_hops(self, mask: Mask, seq_len: int) -> int:
+        """Return how many hops keys make round the ring of ranks that cut a sequence of this length."""
+        n = self.mesh.along(self.regions["keys"]["s"])
+        return ring_hops(mask, self.sequence_order, n, seq_len // n)
+
+    def order_matters(self, mask: Mask, seq_len: int) -> bool:
+        """Whether attention relies on an order of positions: where it skips blocks while compiling, or keys
+        that do not come to a rank."""
+        n = self.mesh.along(self.regions["keys"]["s"])
+        if n > 1:
+            return self.ring_hops(mask, seq_len) < n - 1
+        return self.in_order and self.attention_kernel != "flash"
+
     @property
     def takes_cudnn(self) -> bool:
         """Whether ``auto`` is cuDNN's attention on these GPUs: it needs no mask, and JAX has it for this."""
@@ -550,17 +563,9 @@ class Resolved(Plan):
 
     @functools.cached_property
     def weight_layouts(self) -> dict[str, tuple[Weight, WeightLayouts]]:
-        """Every weight of the model by its path, with the layers that a pipeline pads to, and its layouts.
-        Where kinds of layers differ, as if each stage had the layers of the heaviest."""
-        if self.config.kinds:
-            return self.layouts_with(self.stage_kinds(self.heaviest_stage))
-        places = len(schedules.layer_order(self.pipeline, self.config.num_layers))
-        return self.layouts_with([places // self.mesh.pp])
-
-    def layouts_with(self, counts: Sequence[int]) -> dict[str, tuple[Weight, WeightLayouts]]:
-        """Return `weight_layouts` for stages with so many layers of each kind."""
+        """Every weight of the model by its path, with the layers that a pipeline pads to, and its layouts."""
         table, known = dict[str, tuple[Weight, WeightLayouts]](), dict[str, WeightLayouts]()
-        layers = [self.mesh.pp * count for count in counts]
+        layers = [self.mesh.pp * count for count in self.places]
         for path, weight in self.config.stage_weights(layers).items():
             if weight.dims not in known:
                 known[weight.dims] = self.layouts_of(weight.dims)
@@ -575,32 +580,15 @@ class Resolved(Plan):
         shape = tuple(-(-size // n) * n for size, n in pairs)
         return weight if shape == weight.shape else dataclasses.replace(weight, shape=shape)
 
-    def stage_kinds(self, stage: int) -> list[int]:
-        """Count the layers of each kind on a stage of the pipeline (`ModelConfig.blocks`)."""
-        return self._kinds_by_stage[stage]
-
     @functools.cached_property
-    def _kinds_by_stage(self) -> list[list[int]]:
-        config = self.config
-        if self.pipeline is None:
-            return [[count for count, _ in config.blocks]]
-        table = [[0] * len(config.blocks) for _ in range(self.mesh.pp)]
-        start, lengths = 0, self.pipeline.layers(config.num_layers)
-        for cell in self.pipeline.routes[0]:
-            own = config.count_kinds(start, start + lengths[cell])
-            table[cell[0]] = [a + b for a, b in zip(table[cell[0]], own, strict=True)]
-            start += lengths[cell]
-        return table
-
-    @functools.cached_property
-    def heaviest_stage(self) -> int:
-        """The stage whose layers have most parameters."""
-        config = self.config
-        if self.pipeline is None or not config.kinds:
-            return 0
-        each = [block.params_of_a_layer for block in config.kinds]
-        load = lambda stage: sum(map(operator.mul, self.stage_kinds(stage), each))
-        return max(range(self.mesh.pp), key=load)
+    def places(self) -> list[int]:
+        """The places of a stage for layers of each kind: its layers, and those that it skips (`plan.places`);
+        without a pipeline, layers."""
+        config, order = self.config, self.pipeline
+        if order is None:
+            return [count for count, _ in config.blocks]
+        counts = places.count_places(config.layer_kinds, order.cells, len(config.blocks))
+        return [order.visits * count for count in counts]
 
     def stored(self, dims: str) -> Layout:
         """A weight's layout between steps."""

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, count, islice, pairwise
+from itertools import count, pairwise
 from typing import NamedTuple
 
 Costs = tuple[float, float, float]
@@ -85,9 +85,14 @@ class Schedule:
         return {cell: n for route in self.routes for cell, n in zip(route, counts, strict=True)}
 
     @property
+    def cells(self) -> int:
+        """The chunks that a model's layers are dealt to."""
+        return len(self.routes[0])
+
+    @property
     def visits(self) -> int:
         """How often one microbatch comes through one stage."""
-        return len(self.routes[0]) // self.num_stages
+        return self.cells // self.num_stages
 
     @property
     def parameter_copies(self) -> int:
@@ -113,24 +118,6 @@ class Schedule:
         return "\n".join(
             "".join("& "[not op.joined] + str(op) for op in row)[1:] for row in self.rows
         )
-
-
-def layer_order(schedule: Schedule | None, num_layers: int) -> list[int]:
-    """Return the layer at each place of the stored stack, so that cutting it by pp gives every stage its
-    chunks in order.
-
-    Where a chunk has fewer layers than the others its last place holds none, written `num_layers`: zeros,
-    which no stage computes with. `llmpar.training.step.Step` applies it to what has no stages: fresh weights,
-    checkpoints, Hugging Face.
-    """
-    if schedule is None:
-        return list(range(num_layers))
-    counts, layers = schedule.layers(num_layers), iter(range(num_layers))
-    stack, places = {}, max(counts.values())
-    for cell in schedule.routes[0]:
-        own = list(islice(layers, counts[cell]))
-        stack[cell] = own + [num_layers] * (places - len(own))
-    return list(chain.from_iterable(stack[cell] for cell in sorted(stack)))
 
 
 # ----------------------------------------------------------------------------------------------------- orders

@@ -26,6 +26,14 @@ class Mask:
 CAUSAL = Mask()
 
 
+def ring_hops(mask: Mask, order: str, n: int, keys: int) -> int:
+    """Return how many hops the blocks of a ring of n ranks make, of so many keys each: n-1; in contiguous
+    order with a window fewer, since a rank's first query sees no more than that many positions back."""
+    if mask.window is None or order != "contiguous":
+        return n - 1
+    return min(n - 1, -(-(mask.window - 1) // keys))
+
+
 def seen_tiles(mask: Mask, q_ids, k_ids):
     """Compare the extremes of tiles of queries, ids ``i b 2 c`` (positions, then segments), with those of
     tiles of keys, ``j b 2 d``. Return ``i j b`` twice: can some pair of the two tiles be seen; are all seen?

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, compress, cycle
 from typing import Any
 
+from llmpar.plan.places import Kinds, chunk_loops
 from llmpar.plan.schedules import OP_KINDS, Costs, Op, Schedule
 
 DIRECTIONS = {"right": 1, "left": -1}  # to the next stage and to the previous one
@@ -404,23 +405,24 @@ def slots(table: Timetable) -> Slots:
     return Slots(**grid, num_saved=num_saved, num_residual=num_residual, num_messages=num_messages)
 
 
-def branch_shares(schedule: Schedule | None, num_layers: int) -> list[dict[str, Fraction] | None]:
-    """How often each stage takes the named branches of the program, of the times that it comes to them;
-    [None] without a pipeline."""
+def branch_shares(schedule: Schedule | None, layers: Kinds) -> list[dict[str, Fraction] | None]:
+    """How often each stage takes the named branches of the program of a model with layers of these
+    kinds, of the times that it comes to them; [None] without a pipeline."""
     if schedule is None:
         return [None]
-    table, counts, shares = timetable(schedule), schedule.layers(num_layers), list[Any]()
+    table, shares, loops = timetable(schedule), list[Any](), chunk_loops(layers, schedule.cells)
     sends = {name: [to in row for row in slots(table).send] for name, to in DIRECTIONS.items()}
     first, last = ({route[i] for route in schedule.routes} for i in (0, -1))
-    full = {cell for cell, n in counts.items() if n == max(counts.values())}
     share = lambda taking, cells: Fraction(len(taking & cells), max(1, len(cells)))
     for stage in range(schedule.num_stages):
         kinds = {
             kind: [row[stage][0] == i for row in table.ticks] for i, kind in enumerate(OP_KINDS)
         }
-        cells = {cell for cell in counts if cell[0] == stage}
-        of_cells = {"fullB": share(full, cells), "fullF": share(full, cells - last)}
-        of_cells |= {"enters": share(first, cells), "leaves": share(last, cells)}
+        cells = {cell for route in schedule.routes for cell in route if cell[0] == stage}
+        of_cells = {"enters": share(first, cells), "leaves": share(last, cells)}
+        for i, loop in enumerate(loops):
+            has = set(compress(chain(*schedule.routes), cycle(loop.filled)))
+            of_cells |= {f"loop{i}B": share(has, cells), f"loop{i}F": share(has, cells - last)}
         of_ticks = {name: Fraction(sum(runs), len(runs)) for name, runs in (kinds | sends).items()}
         shares.append(of_ticks | of_cells)
     return shares

@@ -83,7 +83,7 @@ def compile_step(
         "compiled_temp": program["temp_bytes"],
     }
     need |= {"compiled_alias": program["alias_bytes"], "compiled_total": program["peak_bytes"]}
-    branches = branch_shares(plan.pipeline, config.num_layers)
+    branches = branch_shares(plan.pipeline, config.layer_kinds)
     document |= report.compare(plan, batch_size, seq_len, partitioned, mesh, branches)
     final = census_table(census_hlo(text, mesh, branches[document["stage"]]))
     walked = _busiest(text, mesh, plan, target, seq_len, branches)

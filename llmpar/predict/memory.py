@@ -256,9 +256,8 @@ def _staged_parts(
     weights, one, config = weights_bytes(plan), _layers(plan), plan.config
     (kept, work, loss, _, converted), (saves, crossing, _, stream) = moment, in_slots
     chunk, repeats = one * sum(saves[plan.remat].values()), plan.stage_saves == "input"
-    counts = plan.stage_kinds(plan.heaviest_stage)
-    blocks = zip(counts, config.blocks, strict=True)
-    routed = sum(count * block.routed_params for count, (_, block) in blocks) // sum(counts)
+    blocks = zip(plan.places, config.blocks, strict=True)
+    routed = sum(count * block.routed_params for count, (_, block) in blocks) // sum(plan.places)
     of_a_layer = routed * ITEMSIZE[plan.dtype]  # experts' weights are among the residuals
     chunk += one * of_a_layer // (plan.mesh.ep * plan.mesh.tp)
     running = weights["blocks unreduced"] // order.visits + work
@@ -286,9 +285,9 @@ def _staged_parts(
 
 
 def _layers(plan: Resolved) -> int:
-    """Return the layers of a loop: of the model, or of the largest chunk."""
-    layers = plan.config.num_layers
-    return max(plan.pipeline.layers(layers).values()) if plan.pipeline else layers
+    """Return the layers of a loop: of the model, or the places of a chunk, whose room is there also where it
+    has no layer."""
+    return sum(plan.places) // (plan.pipeline.visits if plan.pipeline else 1)
 
 
 def _is_written_out(plan: Resolved) -> bool:
@@ -310,7 +309,7 @@ def _narrow(plan: Resolved, num_bytes: int) -> int:
 def _block(plan: Resolved, tokens: int, seq_len: int, item: int) -> _Block:
     """Count a block's bytes of so many tokens on a device, in numbers of ``item`` bytes. Where kinds of
     layers differ: the mean of what they keep, and the most that one works with."""
-    counts = plan.stage_kinds(plan.heaviest_stage)
+    counts = plan.places
     blocks = [_one_block(plan, block, tokens, seq_len, item) for _, block in plan.config.blocks]
     if len(blocks) == 1:
         return blocks[0]

@@ -18,6 +18,7 @@ from typing import Any
 from llmpar.plan import schedules
 from llmpar.plan.mesh_shape import AXES
 from llmpar.plan.model_config import ModelConfig
+from llmpar.plan.sequence_order import Mask, ring_hops
 from llmpar.plan.timetable import makespan
 from llmpar.predict import formulas
 from llmpar.predict.hardware import Chip, Rates
@@ -238,7 +239,9 @@ class Clock:
                 once = self.collective("all-to-all", keys + queries, near, inner)
                 once += 3 * self.rates.start_s
             if run.context_parallel in ("ring", "usp") and (ring := mesh.sp // near) > 1:
-                hop = self.collective("permute", keys, ring, inner * near) * (ring - 1)
+                order = "zigzag" if run.balanced else "contiguous"
+                hops = ring_hops(Mask(block.window), order, ring, run.seq_len // ring)
+                hop = self.collective("permute", keys, ring, inner * near) * hops
         state = 4.0 * run.rows * block.state_size / mesh.tp
         once += self.collective("permute", state, mesh.sp, inner) * (mesh.sp - 1)
         backward = self.exposed(3 * hop, 2.5 * attention, True)

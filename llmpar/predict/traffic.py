@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from llmpar.plan import places
 from llmpar.plan.layout import TRANSPOSES, Arrow
 from llmpar.plan.mesh_shape import INNER_AXES, MeshShape
 from llmpar.plan.model_config import ADAPTABLE, ExpertConfig, ModelConfig, Weight, kind_of
 from llmpar.plan.plan import BEST, CHOSEN, LOGITS, Resolved, Serving
 from llmpar.plan.schedules import Schedule
+from llmpar.plan.sequence_order import Mask
 from llmpar.plan.timetable import slots, timetable
 from llmpar.predict.formulas import visited_share, whole_ring_bytes
 
@@ -166,26 +168,24 @@ class Runs:
     vectors: int = 0  # of each vector: a bias is of no use backward
     attended: int = 0  # calls of a stack of layers, each of which gathers its tokens' ids once
 
-    def share(self, kind: int, layers: Sequence[int]) -> "Runs":
-        """Return how often layers of one kind run, of so many of each kind; the first kind has what layers
-        share."""
-        if len(layers) == 1:
-            return self
-        part, whole = layers[kind], max(1, sum(layers))
-        names = "forward again attention backward matrices vectors".split()
-        own = {name: round(getattr(self, name) * part / whole) for name in names}
-        return replace(self if kind == 0 else Runs(), **own)
 
-
-def runs(plan: Resolved, stage: int = 0) -> Runs:
-    """Count how often a stage runs each part of the model in a step of ``plan``.
+def runs(plan: Resolved, seq_len: int, stage: int = 0) -> list[Runs]:
+    """Count how often a stage runs each part of the model in a step of ``plan`` on sequences of this length,
+    layers by their kind; what layers share is with the first kind.
 
     Without a pipeline each microbatch runs everything once, and what `Plan.remat` recomputes again. With one
     the schedule's F runs the stage's chunk forward. B keeps F's residuals (``stage_saves="residuals"``), or
     runs the chunk forward a second time from the input that F kept, and then backward. The chunk that the
     loss follows has no F: its B runs it forward, once.
     """
-    m, order, num_layers = plan.microbatches, plan.pipeline, plan.config.num_layers
+    counts = [count for count, _ in plan.config.blocks]
+    each = [_runs(plan, seq_len, stage, kind, count) for kind, count in enumerate(counts)]
+    return [each[0], *(replace(run, embed=0, loss=0, attended=0) for run in each[1:])]
+
+
+def _runs(plan: Resolved, seq_len: int, stage: int, kind: int, num_layers: int) -> Runs:
+    """Count how often a stage runs layers of one kind, and what is outside of layers."""
+    m, order = plan.microbatches, plan.pipeline
     recomputed, attention = plan.remat != "none", plan.remat == "block"
     keeps = not plan.reshard_after_forward
     if order is None:
@@ -202,21 +202,22 @@ def runs(plan: Resolved, stage: int = 0) -> Runs:
             attended=m,
         )
     m //= len(order.routes)  # each direction through the stages has as many
-    layers = order.layers(num_layers)
-    n = m * sum(count for cell, count in layers.items() if cell[0] == stage)
+    loops = places.chunk_loops(plan.config.layer_kinds, order.cells)
+    own = [(loop, loop.times * loop.kinds.count(kind)) for loop in loops]
+    layers = [sum(count for loop, count in own if loop.filled[i]) for i in range(order.cells)]
+    n = m * sum(layers[i] for i in places.positions(order)[stage])
     cells = order.visits * plan.microbatches
     ends = [m * sum(route[i][0] == stage for route in order.routes) for i in (0, -1)]
     every = Runs(embed=ends[0], loss=ends[1], backward=n)
     if plan.stage_saves == "residuals":
         # A layer that only some chunks have keeps its gathered weights.
-        twice = n + cells * min(layers.values())
+        twice = n + cells * sum(count for loop, count in own if loop.always)
         # What B computes anew from the batch gathers the ids where `attention.as_promised` does.
-        gathers = (
-            plan.in_order and plan.attention_kernel != "flash" and not plan.regions["keys"]["s"]
-        )
+        masks = [Mask(block.window) for _, block in plan.config.blocks]
+        gathers = any(plan.order_matters(mask, seq_len) for mask in masks)
         attended = cells * (1 + gathers)
         return replace(every, forward=n, matrices=twice, vectors=twice, attended=attended)
-    last = m * sum(layers[route[-1]] for route in order.routes if route[-1][0] == stage)
+    last = m * layers[-1] * sum(route[-1][0] == stage for route in order.routes)
     forward = 2 * n - last
     every = replace(every, forward=forward, attended=2 * cells - every.loss)
     if order.split_backward:  # layer by layer, nothing checkpointed
@@ -241,15 +242,12 @@ def step_traffic(
     one training step, under the Manual mode. All stages take part in each permute between them, also those
     that have nothing to send. ``run``: how often each part runs, if not as `runs` counts it."""
     config, traffic = plan.config, Traffic(plan.mesh)
-    parts = plan.stage_kinds(stage)
+    by_kind = runs(plan, seq_len, stage)
     if run:  # of one layer: of a kind that most are
-        main = max(range(len(parts)), key=lambda i: config.blocks[i][0])
-        by_kind = [run if i == main else Runs() for i in range(len(parts))]
-    else:
-        whole = runs(plan, stage)
-        by_kind = [whole.share(i, parts) for i in range(len(parts))]
-        run = whole
-    _weights(traffic, plan, by_kind, parts)
+        main = max(range(len(by_kind)), key=lambda i: config.blocks[i][0])
+        by_kind = [run if i == main else Runs() for i in range(len(by_kind))]
+    run = run or by_kind[0]
+    _weights(traffic, plan, by_kind)
     values = Values(traffic, plan, batch_size // plan.microbatches, seq_len)
     for (_, block), own in zip(config.blocks, by_kind, strict=True):
         _activations(values, block, own)
@@ -284,7 +282,7 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
     log-probabilities."""
     config, traffic = plan.config, Traffic(plan.mesh)
     values, layers = Values(traffic, plan, num_rows, width), config.num_layers
-    run, counts = Runs(embed=1, forward=layers, attended=1), [n for n, _ in config.blocks]
+    counts = [n for n, _ in config.blocks]
     for path, (weight, layouts) in plan.weight_layouts.items():
         times = counts[max(0, kind_of(path))] if path.startswith("blocks.") else 1
         stored = ITEMSIZE[plan.dtype] * math.prod(
@@ -293,8 +291,8 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
         of = Transfer("weights", weight.dims.replace(" l ", " "), WEIGHT_LINKS, WHOLE_PASS)
         traffic.carry(layouts.gather, stored // times, of, times)
     for kind, (_, block) in enumerate(config.blocks):
-        own = run.share(kind, counts)
-        _activations(values, block, own)
+        own = Runs(forward=counts[kind])
+        _activations(values, block, own if kind else replace(own, embed=1, attended=1))
         if block.experts:
             _experts(values, block, block.experts, own)
     k, h = config.num_kv_heads, config.head_width
@@ -323,16 +321,14 @@ def serving_traffic(plan: Serving, num_rows: int, width: int = 1, echo: bool = F
 # ---------------------------------------------------------------------------------------------------- weights
 
 
-def _weights(
-    traffic: Traffic, plan: Resolved, by_kind: Sequence[Runs], counts: Sequence[int]
-) -> None:
+def _weights(traffic: Traffic, plan: Resolved, by_kind: Sequence[Runs]) -> None:
     """Add the arrows of each weight's `WeightLayouts`. Per device and parameter, with N = fsdp and a
     microbatches, they send (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 2, ZeRO 2 a + 1, ZeRO 3 up to
     3a times (N-1)/N."""
     local_size = lambda layout, shape: math.prod(layout.shard_shape(shape, traffic.mesh.sizes))
     bucketed: list[tuple[tuple, int]] = []
-    table = plan.layouts_with(counts) if plan.config.kinds else plan.weight_layouts
-    for path, (weight, layouts) in sorted(table.items(), key=lambda item: item[0].split(".")):
+    table = sorted(plan.weight_layouts.items(), key=lambda item: item[0].split("."))
+    for path, (weight, layouts) in table:
         dims, shape, stacked = weight.dims, weight.shape, path.startswith("blocks.")
         run = by_kind[max(0, kind_of(path))]
         gathers, gradients, pieces = _uses(plan, run, path, weight)
@@ -381,9 +377,15 @@ def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, in
     """Return how often a weight is gathered for use, its gradient comes back, and is added up."""
     if path.startswith("blocks."):
         gathers = run.vectors if weight.is_vector else run.matrices
-        if weight.dims.startswith("experts "):  # their backward pass reads biases
-            backward = (not weight.frozen) * run.backward
-            return run.matrices, backward, plan.microbatches * _visits(plan)
+        routed = weight.dims.startswith("experts ")  # whose backward pass reads biases
+        if routed:
+            gathers = run.matrices
+        # F keeps what a barrier joins with values (`Manual.local`)
+        apart = plan.pipeline and plan.stage_saves == "residuals" and plan.platform == "cpu"
+        if apart and (routed or path.endswith("experts.bias")):
+            gathers = run.forward
+        if routed:
+            return gathers, (not weight.frozen) * run.backward, plan.microbatches * _visits(plan)
         kept = plan.stage_saves == "residuals" or plan.remat in ("selective", "ffn")
         # in the queries, keys and values that are kept
         if path.endswith("_bias") and kept and not path.endswith("router_bias"):
@@ -451,15 +453,16 @@ class Values:
             return self.carry(of, shape, forward, backward)
         (axes,) = (move.axes for move in self.plan.physical(of.arrow).moves)
         block = self.itemsize * self.local_size("stream b s d", *shape)
-        self.ring(axes, of._replace(hidden_by=MATMULS), block, forward + backward)
+        hops = (self.traffic.mesh.along(axes) - 1) * (forward + backward)
+        self.ring(axes, of._replace(hidden_by=MATMULS), block, hops)
 
-    def ring(self, axes: tuple[str, ...], of: Transfer, block_bytes: int, times: int) -> None:
-        """Add the n - 1 hops by which each rank's block reaches all ranks of a ring (`par.hop`)."""
+    def ring(self, axes: tuple[str, ...], of: Transfer, block_bytes: int, hops: int) -> None:
+        """Add hops of each rank's block round a ring (`par.hop`): n - 1 reach all ranks."""
         n = self.traffic.mesh.along(axes)
         kind, pieces = (
             ("all-to-all", n) if self.plan.hop == "exchange" else ("collective-permute", 1)
         )
-        self.traffic.add(kind, axes, of, pieces * block_bytes, (n - 1) * times)
+        self.traffic.add(kind, axes, of, pieces * block_bytes, hops)
 
 
 def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
@@ -554,7 +557,7 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     """Add the arrows of attention over a sequence that sp cuts, and the hops of a ring.
 
     A ring of n makes n - 1 hops of K and V, in one message, and again backward, with the float32 gradients of
-    both n - 1 hops behind them (Liu et al. 2023, whose ring makes n).
+    both n - 1 hops behind them (Liu et al. 2023, whose ring makes n). A window may ask for fewer.
     """
     plan, b, s, layers, again = (
         values.plan,
@@ -588,10 +591,11 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
             both += values.local_size("keys b s k h", b, s, k, width)
     _ids(values, run)
     if ring := plan.regions["keys"]["s"]:
-        hops = run.forward + run.attention + again
+        hops = plan.ring_hops(Mask(config.window), s)
         of = Transfer(of.value, "keys b t -> the next rank", hidden_by=ATTENTION)
-        values.ring(ring, of, both * values.itemsize, hops)
-        values.ring(ring, of._replace(value=gradients), both * FLOAT32, again)
+        forward = hops * (run.forward + run.attention + again)
+        values.ring(ring, of, both * values.itemsize, forward)
+        values.ring(ring, of._replace(value=gradients), both * FLOAT32, hops * again)
 
 
 def _ids(values: Values, run: Runs) -> None:

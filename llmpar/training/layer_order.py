@@ -1,14 +1,15 @@
 """The order of layers in a state: the model's, and the one in which a pipeline's stages hold them.
 
     model order    0 1 2 3 4           fresh weights, checkpoints, Hugging Face files, evaluation
-    stage order    0 1 2 | 3 4 -       the state between steps, cut by pp (`plan.schedules.layer_order`)
+    stage order    0 1 2 | 3 4 -       the state between steps, cut by pp (`plan.places.layer_orders`)
 
-Stages are cut evenly, so where pp does not divide the layers (126 on 4 stages: 32, 32, 31, 31) some places
-are empty, `-`: zeros that no stage computes with. Leaves are moved one after the other, since a state is most
-of the memory.
+Stages are cut evenly, so where pp does not divide the layers (126 on 4 stages: 32, 32, 31, 31), or where
+stages have layers of different kinds, some places are empty, `-`: zeros that no stage computes with. Each
+kind has its own order. Leaves are moved one after the other, since a state is most of the memory.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,22 +22,31 @@ from jaxtyping import Array, Int
 
 from llmpar.model.weights import Tree
 from llmpar.plan.layout import Dim, Layout
+from llmpar.plan.model_config import kind_of
 from llmpar.plan.plan import Resolved
 
 
-def reorder(state: Tree, order: np.ndarray, dims: Tree, like: Tree, donate: bool) -> Tree:
-    """Return a state with its layers in this ``order``, along ``dims`` (`layer_dims`), placed as ``like``.
-    ``donate``: each leaf is deleted once it is moved."""
+def reorder(
+    state: Tree, orders: Sequence[np.ndarray], dims: Tree, like: Tree, donate: bool
+) -> Tree:
+    """Return a state with the layers of each kind in its order, along ``dims`` (`layer_dims`), placed as
+    ``like``. ``donate``: each leaf is deleted once it is moved."""
 
-    def reorder_leaf(x, dim: int, like):
+    def reorder_leaf(path, x, dim: int, like):
         if dim < 0:
             return x
-        reordered = take_layers(x, order, dim, like.sharding)
+        reordered = take_layers(x, order_of(path, orders), dim, like.sharding)
         if donate:
             x.delete()
         return reordered
 
-    return jax.tree.map(reorder_leaf, state, dims, like)
+    return jax.tree_util.tree_map_with_path(reorder_leaf, state, dims, like)
+
+
+def order_of(path: tuple, orders: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the order of the kind of layers that a leaf of a state belongs to, by its path."""
+    keys = [getattr(key, "key", None) for key in path]
+    return orders[max(0, kind_of(".".join(map(str, keys[keys.index("blocks") :]))))]
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -46,12 +56,8 @@ def take_layers(x: Array, order: Int[Array, " l"], dim: int, to: NamedSharding) 
 
 
 def in_order(x: Array, order: Any, dim: int) -> Array:
-    """Take layers, or periods of as many layers each as there are more of them than numbers in ``order``."""
-    num_layers = x.shape[dim]
-    each = max(1, num_layers // len(order))
-    parts = x.reshape(*x.shape[:dim], -1, each, *x.shape[dim + 1 :])
-    taken = jnp.take(parts, order, dim, mode="fill", fill_value=0)
-    return taken.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+    """Take layers; zeros for numbers that no layer has."""
+    return jnp.take(x, order, dim, mode="fill", fill_value=0)
 
 
 def layer_dims(state: Tree, one_more: Tree) -> Tree:

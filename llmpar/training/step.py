@@ -13,10 +13,9 @@ whole matrices (Adafactor, Muon) stays right when its state is cut; for elementw
 compiled update holds no collective.
 """
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,7 +37,7 @@ from llmpar.parallel.explicit import Explicit
 from llmpar.parallel.mesh import explicit, platform_of, sharding, spec, split_axes
 from llmpar.parallel.modes import Manual, Solo
 from llmpar.pipeline import executor as pipeline
-from llmpar.plan import checks, schedules
+from llmpar.plan import checks, places
 from llmpar.plan.layout import Arrow, Dim, Layout
 from llmpar.plan.model_config import ModelConfig, kind_of
 from llmpar.plan.plan import Plan, Resolved
@@ -97,7 +96,8 @@ class Step:
         clip: largest global gradient norm; None leaves gradients as they are.
 
     Attributes:
-        layer_order: the layer at each place of the stack that the state holds (`schedules.layer_order`).
+        layer_orders: of each kind of layers the one at each place of the stack that the state holds
+            (`places.layer_orders`).
         abstract_state, abstract_model_order: shapes and shardings of the state as stages hold it, and with
             its layers in the model's order.
         run: `train_step`, compiled; it checks what it is given, and takes over the state's memory.
@@ -365,7 +365,7 @@ class Step:
             if path.endswith("experts.bias"):
                 own_le = direction_le[kinds == max(kind_of(path), 0)]
                 if not self._is_model_order:
-                    own_le = in_order(own_le, self.layer_order, 0)
+                    own_le = in_order(own_le, self.layer_orders[max(kind_of(path), 0)], 0)
                 flat[path] = bias_le + rise * own_le
         return unflatten_dict(flat, sep=".")
 
@@ -375,12 +375,14 @@ class Step:
     def _describe_state(self) -> None:
         """Set the state's shapes and shardings, with its layers as stages hold them and as the model does."""
         config, plan = self.config, self.plan
-        num_units = config.num_layers // self._unit
-        self.layer_order = np.array(schedules.layer_order(plan.pipeline, num_units))
-        self._is_model_order = self.layer_order.tolist() == list(range(num_units))
-        num_places = len(self.layer_order)
-        in_stages, in_model = self._shapes(num_places), self._shapes(num_units)
-        check_empty_places(self.optimizer, trained(in_model.params, config), num_units, num_places)
+        orders = places.layer_orders(plan.pipeline, config.layer_kinds)
+        self.layer_orders = [np.array(order) for order in orders]
+        self._counts = [count for count, _ in config.blocks]
+        self._is_model_order = orders == [list(range(count)) for count in self._counts]
+        in_stages, in_model = self._shapes([*map(len, orders)]), self._shapes(self._counts)
+        num_places = sum(map(len, orders))
+        weights = trained(in_model.params, config)
+        check_empty_places(self.optimizer, weights, config.num_layers, num_places)
         layouts = state_layouts(in_stages, config, plan)
         model_layouts = jax.tree.map(lambda x, y: model_order_layout(x, y, plan), in_model, layouts)
         place = lambda x, layout: jax.ShapeDtypeStruct(
@@ -389,14 +391,8 @@ class Step:
         self.abstract_state = jax.tree.map(place, in_stages, layouts)
         self.abstract_model_order = jax.tree.map(place, in_model, model_layouts)
 
-    @property
-    def _unit(self) -> int:
-        """The layers that a pipeline's stages do not part: a period of several kinds."""
-        return len(self.config.period) if self.plan.pipeline else 1
-
-    def _shapes(self, num_units: int) -> State:
-        config = dataclasses.replace(self.config, num_layers=num_units * self._unit)
-        return state_shapes(config, self.plan, self.optimizer)
+    def _shapes(self, counts: Sequence[int]) -> State:
+        return state_shapes(self.config.with_layers(counts), self.plan, self.optimizer)
 
     def init(self, seed: int = 0, params: Tree = None) -> State:
         """Make a state, each device its own share: the same weights on every mesh.
@@ -432,22 +428,23 @@ class Step:
         """Return a state that has its layers in the model's order (a checkpoint's, say) as the pipeline's
         stages hold it. ``donate``: each leaf is deleted once it is moved, since a state is most of the
         memory."""
-        return self._reorder(state, self.layer_order, self.abstract_state, donate)
+        return self._reorder(state, self.layer_orders, self.abstract_state, donate)
 
     def to_model_order(self, state: State, donate: bool = False) -> State:
         """Return the state with its layers in the model's order, as checkpoints keep it; ``donate`` as
         above."""
-        order = np.argsort(self.layer_order, stable=True)[: self.config.num_layers // self._unit]
-        return self._reorder(state, order, self.abstract_model_order, donate)
+        pairs = zip(self.layer_orders, self._counts, strict=True)
+        orders = [np.argsort(order, stable=True)[:count] for order, count in pairs]
+        return self._reorder(state, orders, self.abstract_model_order, donate)
 
-    def _reorder(self, state: State, order: np.ndarray, like: State, donate: bool) -> State:
+    def _reorder(
+        self, state: State, orders: Sequence[np.ndarray], like: State, donate: bool
+    ) -> State:
         check_alive(state)
         if self._is_model_order:
             return state
-        dims = layer_dims(
-            self.abstract_model_order, self._shapes(self.config.num_layers // self._unit + 1)
-        )
-        return reorder(state, order, dims, like, donate)
+        one_more = self._shapes([count + 1 for count in self._counts])
+        return reorder(state, orders, layer_dims(self.abstract_model_order, one_more), like, donate)
 
     # ---------------------------------------------------------------------------------------- beside the step
 
