@@ -6,6 +6,7 @@ body are ``x`` (8, 16), cut over dp; ``up`` (16, 32), cut over tp by columns, an
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -193,7 +194,7 @@ def layers_in_a_scan(x, up, down):
 @right(P())
 def remat(x, up, down):
     f = jax.checkpoint(lambda x: lax.psum(jnp.sin(x @ up) @ down, "tp"))
-    return lax.pmean((f(x) ** 2).sum() / 8, "dp")
+    return lax.psum((f(x) ** 2).sum(), "dp")
 
 
 @jax.custom_vjp
@@ -216,6 +217,12 @@ def gradient_clipping(x, w, norm):
     grad = lax.psum(jax.grad(loss)(w), "dp")
     scale = jnp.minimum(1.0, 1.0 / jnp.sqrt((grad**2).sum()))
     return grad * scale, scale
+
+
+@right(P())
+def transposed_psum_divided_again(up, b):
+    loss = lambda b: lax.psum((up**2).sum() * (b**2).sum(), "tp")
+    return lax.pmean(jax.grad(loss)(b), "tp")
 
 
 # ------------------------------------------------------------------------------------------------ wrong ones
@@ -312,10 +319,9 @@ def another_key_for_copies(x):
 
 
 @wrong(P())
-def transposed_psum(x, up, down, b):
-    loss = lambda b: (lax.psum(jax.nn.relu(x @ up) @ down, "tp") * b).sum()
-    whole = lambda b: lax.psum(loss(b), "dp")  # wrong: counted dp
-    return lax.psum(jax.grad(whole)(b), "dp")
+def transposed_psum(x, w):
+    loss = lambda w: lax.psum(((x @ w) ** 2).sum(), "dp")
+    return lax.psum(jax.grad(loss)(w), "dp")  # wrong: counted dp
 
 
 @wrong(P())
@@ -364,9 +370,9 @@ def scale_with_local_norm(x, w):
     return lax.psum(grad * scale, "dp")
 
 
-@wrong(P(), b=((16,), P("dp")))
-def shard_returned_as_copy(b):
-    return lax.dynamic_slice_in_dim(lax.all_gather(b, "dp", tiled=True), 8 * lax.axis_index("dp"), 8)
+@wrong(P())
+def shard_returned_as_copy(x):
+    return x * 2  # wrong-at-result: shard for a copy dp
 
 
 @wrong(P("dp"))
@@ -374,3 +380,123 @@ def two_mistakes(x, up, down, b):
     h = jnp.tanh(x @ up)
     y = jnp.tanh(h @ down)  # wrong: missing sum tp
     return lax.psum(y, "tp") + b
+
+
+# ------------------------------------------------------------------------------------------- planted mistakes
+
+BLOCKS = {
+    "mlp": ["h = {act}(x @ up{i})", "y = <psum tp|h @ down{i}>", "x = x + {act}(y + b{i})"],
+    "norm": ["r = (x**2).mean(1, keepdims=True)", "x = x * lax.rsqrt(r + 0.1) * (1 + b{i})"],
+    "softmax": [
+        "h = x @ up{i}",
+        "t = <pmax tp|h.max(1, keepdims=True)>",
+        "e = jnp.exp(h - t)",
+        "z = <psum tp|e.sum(1, keepdims=True)>",
+        "y = <psum tp|(e / z) @ down{i}>",
+        "x = jnp.sin(x + y)",
+    ],
+    "centered": ["c = <pmean dp|x.mean(0)>", "x = {act}(x - c)"],
+    "weighted": [
+        "m = jnp.where(x[:, 0] > 0, 1.0, 0.3)",
+        "a = <psum dp|(x * m[:, None]).sum(0)>",
+        "k = <psum dp|m.sum()>",
+        "x = {act}(x - a / k)",
+    ],
+    "gathered": ["w = lax.all_gather(cut{i}, 'dp', tiled=True)", "x = {act}(x @ w)"],
+    "scaled": ["q = <psum tp|(up{i} ** 2).sum()>", "x = x * lax.rsqrt(q / 512)"],
+    "summed columns": [
+        "h = jnp.cos(x @ up{i})",
+        "s = <psum tp|h.sum(1, keepdims=True)>",
+        "x = x + jnp.tanh(s / 32)",
+    ],
+    "scattered": [
+        "h = {act}(x @ up{i}) @ down{i}",
+        "y = lax.psum_scatter(h, 'tp', scatter_dimension=1, tiled=True)",
+        "x = x + {act}(lax.all_gather(y, 'tp', axis=1, tiled=True))",
+    ],
+    "remat": ["f = jax.checkpoint(lambda x: <psum tp|{act}(x @ up{i}) @ down{i}>)", "x = x + {act}(f(x))"],
+    "loop": [
+        "g = lambda x, _: (x + jnp.tanh(<psum tp|jnp.sin(x @ up{i}) @ down{i}>), None)",
+        "x = lax.scan(g, x, None, length=2)[0]",
+    ],
+}
+ENDS = {
+    "rows": ("P('dp')", ["return {act}(x)"]),
+    "loss": ("P()", ["l = (x**2).mean()", "return jnp.sqrt(<pmean dp|l>)"]),
+    "total": ("P()", ["l = (x**2).sum()", "return jnp.log(<psum dp|l>)"]),
+    "gradient": (
+        "P()",
+        [
+            "g = jax.grad(lambda w: (jnp.sin(x @ w) ** 2).sum())(w)",
+            "g = <psum dp|g>",
+            "return g * jnp.minimum(1.0, lax.rsqrt((g**2).sum()))",
+        ],
+    ),
+}
+CALL = re.compile(r"<(\w+) (\w+)\|((?:[^<>]|(?<== )>|> 0)*)>")
+OTHER = {"tp": "dp", "dp": "tp"}
+
+
+def mutations(op, axis):
+    """How a collective can be wrong: the text in its place, and the kinds that describe it."""
+    call = f"lax.{op}({{}}, '{axis}')"
+    if op == "psum":
+        yield "removed", "({})", {"missing sum", "mean of means"}
+        yield "doubled", f"lax.psum({call}, '{axis}')", {"counted"}
+        yield "wrong axis", call.replace(axis, OTHER[axis]), {"wrong axis"}
+        yield "mean", call.replace("psum", "pmean"), {"mean for a sum"}
+        yield (
+            "over both",
+            f"lax.psum({{}}, ('{axis}', '{OTHER[axis]}'))",
+            {"counted", "sum of shards", "wrong axis"},
+        )
+    if op == "pmean":
+        yield "removed", "({})", {"missing mean"}
+        yield "sum", call.replace("pmean", "psum"), {"counted"}
+    if op == "pmax":
+        yield "removed", "({})", {"missing max"}
+
+
+def program(seed, plant=True):
+    """A random program, as text: with ``plant`` one of its collectives is wrong. Returns the text, the line of
+    the mistake, its name, and the kinds that describe it."""
+    rng = np.random.default_rng(seed)
+    lines = []
+    for i in range(rng.integers(1, 4)):
+        act = ["jnp.tanh", "jax.nn.gelu", "jnp.sin"][rng.integers(3)]
+        block = BLOCKS[list(BLOCKS)[rng.integers(len(BLOCKS))]]
+        lines += [line.replace("{act}", act).replace("{i}", str(i)) for line in block]
+    out, end = ENDS[list(ENDS)[rng.integers(len(ENDS))]]
+    lines += [line.replace("{act}", "jnp.tanh") for line in end]
+    sites = [n for n, line in enumerate(lines) if CALL.search(line)]
+    if plant and not sites:
+        return program(seed + 100_000, plant)
+    at, what, kinds = -1, "", set()
+    if plant:
+        at = sites[rng.integers(len(sites))]
+        op, axis, _ = CALL.search(lines[at]).groups()
+        choices = list(mutations(op, axis))
+        what, text, kinds = choices[rng.integers(len(choices))]
+        lines[at] = CALL.sub(lambda m: text.format(m[3]), lines[at])
+    lines = [CALL.sub(lambda m: f"lax.{m[1]}({m[3]}, '{m[2]}')", line) for line in lines]
+    names = [f"{name}{i}" for i in range(3) for name in ("up", "down", "b", "cut")]
+    head = f"def f(x, w, {', '.join(names)}):"
+    return "\n".join([head, *("    " + line for line in lines)]), at + 2, what, kinds, out
+
+
+def built(seed, plant=True):
+    """The program of a seed, its arguments, and what `program` says of it."""
+    text, line, what, kinds, out = program(seed, plant)
+    space = dict(jax=jax, jnp=jnp, lax=lax, P=P)
+    exec(compile(text, f"random/{seed}.py", "exec"), space)
+    rng = np.random.default_rng(seed)
+    sizes = [dict(dp=2, tp=4), dict(dp=4, tp=2)][rng.integers(2)]
+    specs = {"x": P("dp"), "w": P(), "up": P(None, "tp"), "down": P("tp"), "b": P(), "cut": P("dp")}
+    shapes = {"x": (8, 16), "w": (16, 16), "up": (16, 32), "down": (32, 16), "b": (16,), "cut": (16, 16)}
+    names = ["x", "w", *("up", "down", "b", "cut") * 3]
+    f = jax.shard_map(
+        space["f"], mesh=mesh(**sizes), in_specs=tuple(specs[n] for n in names), out_specs=eval(out, space),
+        check_vma=False,
+    )  # fmt: skip
+    args = [rng.standard_normal(shapes[n]).astype(np.float32) * 0.4 for n in names]
+    return f, args, text, line, what, kinds

@@ -3,7 +3,8 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -17,13 +18,14 @@ from llmpar.inspect.census import text_columns
 from llmpar.inspect.twin import (
     Cut,
     Pair,
+    Program,
     Step,
     close,
     cut_of,
+    cuts_of_shape,
     draw,
     is_cut,
     is_value,
-    number_of_times,
     read,
     run,
     share_draws,
@@ -34,7 +36,7 @@ from llmpar.parallel import _jax
 from llmpar.predict.tolerance import FACTOR
 
 _LINEAR = {"add", "sub", "add_any"}
-_OVER_A_SHARD = {
+_WHOLE = {
     "argmax",
     "argmin",
     "sort",
@@ -45,12 +47,17 @@ _OVER_A_SHARD = {
     "cumlogsumexp",
     "reduce_prod",
 }
+"""Operations that need a whole dim."""
+_REDUCE = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax, "min": lax.pmin, "share": lax.psum}
+_STATES = {"sum": "a term of a sum over", "mean": "each shard's own mean over"}
+_STATES |= {"max": "each shard's own max over", "min": "each shard's own min over"}
+_STATES |= {"share": "divided by the size of", "shard": "in another order over"}
+_SEEN = {"other order", "shard for a copy", "ring one hop short"}
+"""Mistakes that the values show by themselves; all others are named when their cure has made results right."""
 _NOISE = 2.0**-22
 """A second run on one device has its arguments changed by so much: how far a value moves is rounding, too."""
-_REDUCE = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax, "min": lax.pmin}
-_NAMES = {"sum": "psum", "mean": "pmean", "max": "pmax", "min": "pmin"}
-_TRIED = 6
-"""So many candidates are tried at most: each is compiled."""
+_TRIED, _ROUNDS = 6, 3
+"""So many cures are tried at most for one mistake, and so many mistakes at most: each is compiled."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,8 +129,8 @@ def check(f: Callable, reference: Callable | None = None, /, *args: Any, **kwarg
 
     Args:
         f: the program, for `jax.shard_map`, `jax.jit` or explicit axes; it has its mesh.
-        reference: the same function for one device. None: f itself, with every `jax.shard_map` in it on a mesh
-            of ones, and without constraints on layouts.
+        reference: the same function for one device. None: f itself, with every `jax.shard_map` in it on a
+            mesh of ones, and without constraints on layouts.
         args: f's arguments: arrays, whose values are used and, once more, shuffled; or
             `jax.ShapeDtypeStruct`s, for random ones. Take small shapes. What has no dtype is static.
         kwargs: f's keyword arguments.
@@ -131,120 +138,92 @@ def check(f: Callable, reference: Callable | None = None, /, *args: Any, **kwarg
     Raises:
         ValueError: there is no reference and f cannot run on a mesh of ones, or results have other shapes.
     """
-    case = _Case(f, None if reference is f else reference, args, kwargs)
-    rows, wrong = case.compare(case.many_results())
-    findings = list[dict[str, Any]]()
-    if wrong:
-        findings = case.findings(wrong)
+    programs = (f,) if reference is None or reference is f else (f, reference)
+    leaves, names = _arguments(args, kwargs)
+    case = _Case(leaves, *(_on_arrays(program, args, kwargs) for program in programs))
+    rows, wrong = case.compare(case.results())
+    if not wrong and case.is_scalar:
+        try:
+            both = _Case(leaves, *(_and_gradients(call, names) for call in case.calls))
+            more, wrong = both.compare(both.results())
+            rows, both.notes, case = rows + more[len(rows) :], case.notes, both
+        except Exception as error:
+            case.notes.append(f"gradients are not compared: {_first_line(error)}")
+    findings = case.findings(wrong) if wrong else []
     name = getattr(f, "__name__", type(f).__name__)
     return Check(name, case.mesh, not wrong, rows, findings, case.notes, case.layouts)
 
 
 class _Case:
-    """One comparison: the programs, their arguments and their results."""
+    """One comparison: of a function of arrays with itself on one device, or with a reference."""
 
-    def __init__(self, f: Callable, reference: Callable | None, args: tuple, kwargs: dict):
-        self.notes = list[str]()
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        self.leaves, places = (
-            [x for x in leaves if hasattr(x, "dtype")],
-            [hasattr(x, "dtype") for x in leaves],
-        )
-
-        def on_arrays(g: Callable) -> Callable:
-            def call(*arrays: Any) -> Any:
-                rest = iter(arrays)
-                xs = [
-                    next(rest) if is_array else x
-                    for x, is_array in zip(leaves, places, strict=True)
-                ]
-                given, named = jax.tree.unflatten(tree, xs)
-                return g(*given, **named)
-
-            return call
-
-        self.call = self.with_gradients(on_arrays(f))
-        traced, shape = jax.make_jaxpr(self.call, return_shape=True)(*self.leaves)
+    def __init__(self, leaves: list, *calls: Callable):
+        self.notes, self.leaves, self.calls = list[str](), leaves, calls
+        bare = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        traced, shape = jax.make_jaxpr(calls[0], return_shape=True)(*leaves)
         self.names = [_name(path) for path, _ in jax.tree.leaves_with_path(shape)]
+        results = jax.tree.leaves(shape)
+        self.is_scalar = bool(results) and all(x.shape == () and _is_float(x) for x in results)
+        self.is_scalar &= any(map(_is_float, leaves))
         self.many, self.one, self.why = read(traced), None, ""
         bodies = [step.body for _, step in self.many.all_steps() if step.body]
-        self.mesh = {a: n for body in bodies for a, n in body.sizes.items()} or _mesh_of(
-            self.leaves
-        )
+        self.mesh = {a: n for body in bodies for a, n in body.sizes.items()} or _mesh_of(leaves)
         try:
             with _jax.on_one_device(), _context():
-                self.one = read(jax.make_jaxpr(self.call)(*map(_bare, self.leaves)), alone=True)
+                self.one = read(jax.make_jaxpr(calls[0])(*bare), alone=True)
         except Exception as error:
-            self.why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-        self.base = self.one
-        if reference is not None:
-            call = (
-                _and_gradients(on_arrays(reference)) if self.has_gradients else on_arrays(reference)
-            )
-            with _context():
-                traced, others = jax.make_jaxpr(call, return_shape=True)(*map(_bare, self.leaves))
-            self.base = read(traced, alone=True)
-            if (a := jax.tree.map(np.shape, shape)) != (b := jax.tree.map(np.shape, others)):
-                raise ValueError(
-                    f"results have shapes {a}, and those of the reference {b}; they must agree"
-                )
-        if self.base is None:
-            raise ValueError(
-                f"the program cannot be traced on a mesh of ones ({self.why}); give the function for one device as"
-                " reference"
-            )
+            self.why = f"the program cannot be traced on a mesh of ones ({_first_line(error)})"
         self.draws = bool(self.one) and share_draws(self.many, self.one)
-        if self.draws and self.base is not self.one:
-            self.base = self.one
-            self.notes.append(
-                "it draws random numbers: compared with itself on one device, which draws them, too"
-            )
-        self.one_run = jax.jit(functools.partial(run, self.base))
-        self.inputs = [[_values(x, seed) for x in self.leaves] for seed in (0, 1)]
-        with _context():
-            self.right = [_arrays(self.one_run(xs)[0]) for xs in self.inputs]
-            moved = [_arrays(self.one_run(list(map(_moved, xs)))[0]) for xs in self.inputs]
-        self.spreads = spreads(self.base, math.prod(self.mesh.values()))
-        of = lambda x: self.spreads.get(x, 0.0) if is_value(x) else 0.0
-        self.bounds = [
-            [_bound(of(i), a, b) for i, a, b in zip(self.base.gives, *side, strict=True)]
-            for side in zip(self.right, moved, strict=True)
-        ]
-
-    def with_gradients(self, call: Callable) -> Callable:
-        """Add the gradients to a function of scalar results, if it has any."""
-        shape = jax.eval_shape(call, *self.leaves)
-        scalars = [
-            x.shape == () and jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(shape)
-        ]
-        self.has_gradients = bool(scalars) and all(scalars) and any(map(_is_float, self.leaves))
-        if self.has_gradients:
-            try:
-                jax.eval_shape(_and_gradients(call), *self.leaves)
-                return _and_gradients(call)
-            except Exception as error:
-                self.has_gradients = False
-                self.notes.append(
-                    f"gradients cannot be taken: {str(error).partition(chr(10))[0][:200]}"
+        self.base = self.one
+        if len(calls) > 1 and not self.draws:
+            with _context():
+                traced, other = jax.make_jaxpr(calls[1], return_shape=True)(*bare)
+            self.base = read(traced, alone=True)
+            if [x.shape for x in results] != [x.shape for x in jax.tree.leaves(other)]:
+                raise ValueError(
+                    f"results have shapes {jax.tree.map(np.shape, shape)}, and those of the reference"
+                    f" {jax.tree.map(np.shape, other)}; they must agree"
                 )
-        return call
+        elif len(calls) > 1:
+            self.notes.append("random numbers are drawn: compared with itself on one device")
+        if self.base is None:
+            raise ValueError(f"{self.why}; give the function for one device as reference")
+        self.inputs = [[_values(x, seed) for x in leaves] for seed in (0, 1)]
+        self.right, moved = self.alone(self.base), self.alone(self.base, _moved)
+        spread = spreads(self.base, math.prod(self.mesh.values()))
+        far = [spread.get(x, 0.0) if is_value(x) else 0.0 for x in self.base.gives]
+        sides = zip(self.right, moved, strict=True)
+        self.bounds = [[_bound(*one) for one in zip(far, *side, strict=True)] for side in sides]
 
-    def placed(self, values: list) -> list:
-        """Put values where the arguments are."""
+    def alone(self, program: Program, change: Callable = lambda x: x, see: bool = False) -> list:
+        """Run a program on one device, on both sets of arguments."""
+        call = jax.jit(lambda xs: run(program, xs, see)[see])
+        with _context():
+            each = [call([change(x) for x in xs]) for xs in self.inputs]
+        return each if see else list(map(_arrays, each))
+
+    def results(self, cures: Iterable["Finding"] = (), see: bool = False) -> list:
+        """Run the program on its mesh: as it is, or step by step with cures or shared random numbers."""
+        cures = list(cures)
+        for one in cures:
+            one.step.cure = one.apply
+        as_it_is = not (cures or see or self.draws)
+        plain = lambda xs: jax.tree.leaves(self.calls[0](*xs))
+        call = jax.jit(plain if as_it_is else lambda xs: run(self.many, xs, see)[see])
         where = [getattr(x, "sharding", None) for x in self.leaves]
-        return [
-            x if s is None else jax.device_put(x, s) for x, s in zip(values, where, strict=True)
-        ]
+        put = lambda x, at: x if at is None else jax.device_put(x, at)
+        try:
+            each = [call(list(map(put, xs, where))) for xs in self.inputs]
+        finally:
+            for one in cures:
+                one.step.cure = None
+        return each if see else list(map(_arrays, each))
 
-    def many_results(self) -> list[list[np.ndarray]]:
-        """Run the program as it is; with shared random numbers, if it draws any."""
-        body = (
-            (lambda *xs: run(self.many, xs)[0])
-            if self.draws
-            else (lambda *xs: jax.tree.leaves(self.call(*xs)))
-        )
-        call = jax.jit(body)
-        return [_arrays(call(*self.placed(xs))) for xs in self.inputs]
+    def heals(self, cures: Iterable["Finding"]) -> bool:
+        """Return whether all results are right with these cures."""
+        with contextlib.suppress(Exception):
+            return not self.compare(self.results(cures))[1]
+        return False
 
     def compare(self, results: list[list[np.ndarray]]) -> tuple[list[dict], list[int]]:
         """Return a row for each result, and the numbers of those that differ."""
@@ -253,47 +232,27 @@ class _Case:
             sides = [
                 (a[j], b[j], c[j]) for a, b, c in zip(results, self.right, self.bounds, strict=True)
             ]
-            equal = all(a.shape == b.shape and close(a, b, c) for a, b, c in sides)
-            far = [(_distance(a, b) / _scale(b), c / _scale(b)) for a, b, c in sides]
+            equal = all(a.shape == b.shape and close(a, b, bound) for a, b, bound in sides)
+            far = [(_distance(a, b) / _scale(b), bound / _scale(b)) for a, b, bound in sides]
             difference, bound = max(far, key=lambda pair: pair[0] - pair[1])
             rows.append({"name": name, "difference": difference, "bound": bound, "equal": equal})
         return rows, [j for j, row in enumerate(rows) if not row["equal"]]
 
-    @functools.cached_property
-    def reading(self) -> "_Reading":
-        return _Reading(self)
-
     def layouts(self) -> list[dict[str, str]]:
-        return self.reading.rows() if self.one else []
+        return _Reading(self).rows() if self.one else []
 
     def findings(self, wrong: list[int]) -> list[dict[str, Any]]:
         """Name what makes these results wrong."""
         if self.one is None:
+            self.notes.append(f"{self.why}, so its lines are not compared")
+        elif self.base is not self.one and self.compare(self.alone(self.one))[1]:
             self.notes.append(
-                f"its lines cannot be compared: on a mesh of ones it is no program ({self.why})"
+                "on a mesh of ones the program differs from the reference, too: sharding is not what makes the"
+                " difference, or sizes are written as numbers; lines are not compared"
             )
-            return []
-        alone = [_arrays(jax.jit(functools.partial(run, self.one))(xs)[0]) for xs in self.inputs]
-        if self.base is not self.one and self.compare(alone)[1]:
-            self.notes.append(
-                "on a mesh of ones the program differs from the reference, too: the difference is no"
-                " matter of sharding, or sizes are written as numbers; lines are not compared"
-            )
-            return []
-        return self.reading.findings(wrong)
-
-    def heals(self, cures: list["Finding"]) -> bool:
-        """Return whether all results are right with these cures."""
-        for one in cures:
-            one.step.cure = one.apply
-        try:
-            call = jax.jit(lambda *xs: run(self.many, xs)[0])
-            return not self.compare([_arrays(call(*self.placed(xs))) for xs in self.inputs])[1]
-        except Exception:
-            return False
-        finally:
-            for one in cures:
-                one.step.cure = None
+        else:
+            return _Reading(self).findings(wrong)
+        return []
 
 
 @dataclass(eq=False)
@@ -306,41 +265,45 @@ class Finding:
     sentence: str
     cure: str
     apply: Callable[..., Any] | None = None
+    line: str = ""
     operands: str = ""
+    value: int = -1
 
     def row(self, tried: bool) -> dict[str, Any]:
-        row = {
-            "line": self.step.line,
-            "kind": self.kind,
-            "axes": self.axes,
-            "sentence": self.sentence,
-        }
-        return row | {"cure": self.cure, "operands": self.operands, "tried": tried}
+        row = {"line": self.line or self.step.line, "kind": self.kind, "axes": self.axes}
+        row |= {"sentence": self.sentence, "cure": self.cure, "operands": self.operands}
+        return row | {"tried": tried}
 
 
 class _Reading:
     """The layouts of all values, and what they say of wrong results."""
 
     def __init__(self, case: _Case):
-        self.case, many, one = case, case.many, case.one
-        self.pair, self.cuts = twins(many, one), dict[int, Cut | None]()
-        self.steps = [(program, step) for program, step in many.all_steps()]
-        self.makers = {
-            i: (n, *self.steps[n]) for n in range(len(self.steps)) for i in self.steps[n][1].gives
-        }
-        self.homes = {
-            i: program for program, step in self.steps for i in (*step.gives, *program.takes)
-        }
-        self.outer = dict[int, Any]()  # of arguments of a shard_map's body
-        for _, step in self.steps:
-            self.outer |= zip(step.body.takes, step.takes, strict=True) if step.body else ()
-        self.spreads = spreads(one, math.prod(case.mesh.values()))
-        watch = jax.jit(lambda xs: run(many, xs, see=True)[1])
-        twin = jax.jit(lambda xs: run(one, xs, see=True)[1])
-        self.values = [watch(case.placed(xs)) for xs in case.inputs]
-        with _context():
-            self.twins = [twin(xs) for xs in case.inputs]
-            self.moved = [twin(list(map(_moved, xs))) for xs in case.inputs]
+        assert case.one
+        self.case, self.pair = case, twins(case.many, case.one)
+        self.steps = list(case.many.all_steps())
+        self.makers, self.homes = dict[int, tuple[int, Step]](), dict[int, Program]()
+        self.outer, self.inner = dict[int, Any](), dict[int, tuple[Step, int]]()
+        self.data = set(case.many.takes)  # what is made of arguments, or of random numbers
+        for n, (program, step) in enumerate(self.steps):
+            self.makers |= dict.fromkeys(step.gives, (n, step))
+            self.homes |= dict.fromkeys((*step.gives, *program.takes), program)
+            if step.body:
+                self.outer |= zip(step.body.takes, step.takes, strict=True)
+                self.inner |= {x: (step, k) for k, x in enumerate(step.body.gives) if is_value(x)}
+        for program, step in self.steps:
+            self.data |= {i for i in program.takes if self.outer.get(i) in self.data}
+            if step.name == "random_bits" or any(x in self.data for x in step.takes if is_value(x)):
+                self.data |= set(step.gives)
+        self.spreads = spreads(case.one, math.prod(case.mesh.values()))
+        self.twins, self.moved = (
+            case.alone(case.one, change, True) for change in (lambda x: x, _moved)
+        )
+        self.watch(())
+
+    def watch(self, cures: Iterable[Finding]) -> None:
+        """Run the program, and keep all of its values."""
+        self.values, self.cuts = self.case.results(cures, see=True), dict[int, Cut | None]()
 
     def cut(self, taken: Any) -> Cut | None:
         """Return how a value is cut, None where nothing explains it; constants are the same everywhere."""
@@ -354,90 +317,99 @@ class _Reading:
         return self.cuts[taken]
 
     def pairs(self, i: int) -> list[Pair]:
-        pairs, lead = list[Pair](), (0,) * len(self.homes[i].sizes)
+        """Return a value beside its twin, on both sets of arguments."""
+        pairs, lead, j = list[Pair](), (0,) * len(self.homes[i].sizes), self.pair[i]
         for values, right, moved in zip(self.values, self.twins, self.moved, strict=True):
-            local, whole, near = (
-                _array(x) for x in (values[i], right[self.pair[i]][lead], moved[self.pair[i]][lead])
-            )
-            bound = _bound(self.spreads.get(self.pair[i], 0.0), whole, near, local)
-            pairs.append((local, whole, bound))
+            local, whole, near = map(_array, (values[i], right[j][lead], moved[j][lead]))
+            pairs.append((local, whole, _bound(self.spreads.get(j, 0.0), whole, near, local)))
         return pairs
 
-    def is_wrong(self, i: int) -> bool:
-        return i in self.pair and ((cut := self.cut(i)) is None or cut.factor != 1)
+    def is_wrong(self, i: int, deep: bool) -> bool:
+        """Return whether a value is no right one. Keys, and what is made of ranks and positions alone, are
+        each rank's own: only a ``deep`` search doubts the latter."""
+        key = i in self.makers and re.match("random_(?!bits)", self.makers[i][1].name)
+        if i not in self.pair or key or not (deep or i in self.data):
+            return False
+        return (cut := self.cut(i)) is None or cut.factor != 1
 
     def before(self, i: int) -> list[int]:
         """Return the values that a value is made of; where these have no twin, those before them."""
         seen, todo, result = {i}, [i], list[int]()
         while todo:
-            at = todo.pop()
-            if at in self.outer:
+            if (at := todo.pop()) in self.outer:
                 takes = [self.outer[at]]
             elif at not in self.makers:
                 continue
             else:
-                _, _, step = self.makers[at]
+                step = self.makers[at][1]
                 takes = [step.body.gives[step.gives.index(at)]] if step.body else step.takes
             for x in (x for x in takes if is_value(x) and x not in seen):
                 seen.add(x)
                 (result if x in self.pair else todo).append(x)
         return result
 
-    def first(self, wrong: list[int]) -> list[int]:
+    def first(self, wrong: list[int], deep: bool) -> list[int]:
         """Return the wrong values that are made of right ones alone, in the order of the program."""
-        todo, seen, first = list(wrong), set[int](), list[int]()
+        todo, seen, first = [i for i in wrong if is_value(i)], set[int](), list[int]()
         while todo:
             if (i := todo.pop()) in seen:
                 continue
             seen.add(i)
-            if more := [x for x in self.before(i) if self.is_wrong(x)]:
+            if more := [x for x in self.before(i) if self.is_wrong(x, deep)]:
                 todo += more
             elif i in self.makers:
                 first.append(i)
         return sorted(first, key=lambda i: self.makers[i][0])
 
     def findings(self, wrong: list[int]) -> list[dict[str, Any]]:
-        """Try what the first wrong values suggest, and return what makes all results right, or else where the
-        mistake must be."""
-        last = [self.case.many.gives[j] for j in wrong]
-        first = self.first([i for i in last if is_value(i)])
-        groups = [list(self.suggestions(i)) for i in first]
-        each = [one for group in groups for one in group]
-        for one in (one for one in each[:_TRIED] if one.apply):
-            if self.case.heals([one]):
-                return [one.row(True)]
-        best = [next((one for one in group if one.apply), None) for group in groups]
-        if len(together := [one for one in best if one]) > 1 and self.case.heals(together):
-            return [one.row(True) for one in together]
-        if sure := [
-            one for one in each if one.kind in ("order", "shard for a copy", "ring one hop short")
-        ]:
+        """Try what the first wrong values suggest. Return what makes all results right; or what is seen without
+        a trial; or else between which lines the mistake must be."""
+        last, kept, seen = (
+            [self.case.many.gives[j] for j in wrong],
+            list[Finding](),
+            list[Finding](),
+        )
+        for _ in range(_ROUNDS):
+            first = self.first(last, False)
+            deep = [i for i in self.first(last, True) if i not in first]
+            each = [one for i in (*first, *deep) for one in self.suggestions(i)]
+            first, seen = first + deep, seen or each
+            for one in [one for one in each if one.apply][:_TRIED]:
+                if self.case.heals([*kept, one]):
+                    return [x.row(True) for x in (*kept, one)]
+            best = next((one for one in each if one.apply), None)
+            if best is None or best in kept:
+                break
+            with contextlib.suppress(Exception):
+                self.watch([*kept, best])
+            if self.is_wrong(best.value, True):
+                break
+            kept.append(best)
+        if sure := [one for one in seen if one.kind in _SEEN]:
             return [one.row(False) for one in sure[:1]]
-        lines = [self.makers[i][2].line for i in (*first, *last) if i in self.makers]
+        self.watch(())
+        first = self.first(last, False)
+        lines = [self.makers[i][1].line for i in (*first, *last) if i in self.makers]
         start, end = (lines[0], lines[-1]) if lines else ("", "")
         place = f"at {start}" if start == end else f"between {start} and {end}"
-        row = {
-            "line": start,
-            "kind": "unknown",
-            "axes": [],
-            "operands": "",
-            "cure": "",
-            "tried": False,
-        }
-        row["sentence"] = (
-            f"unknown, {place}: there values part first, and no single change mends it"
-        )
-        if each:
-            row |= {"guess": each[0].kind, "operands": each[0].operands}
-        return [row]
+        say = f"unknown, {place}: there values part first, and no change that was tried mends all results"
+        return [
+            Finding(
+                self.steps[-1][1], "unknown", [], say, "", None, start, self.operands(first)
+            ).row(False)
+        ]
+
+    def operands(self, values: list[int]) -> str:
+        """Write the operands of the first of these values."""
+        step = self.makers[values[0]][1] if values else None
+        if not step or step.body or not step.takes:
+            return ""
+        return f"{step.name} of {'; '.join(map(self.text, step.takes))}"
 
     def rows(self) -> list[dict[str, str]]:
         """Return a row for each equation inside a shard_map."""
-        rows = list[dict[str, str]]()
-        for program, step in self.steps:
-            for i in step.gives if program.sizes else ():
-                rows.append({"line": step.line, "operation": step.name, "layout": self.text(i)})
-        return rows
+        inside = [(step, i) for program, step in self.steps for i in step.gives if program.sizes]
+        return [{"line": s.line, "operation": s.name, "layout": self.text(i)} for s, i in inside]
 
     def text(self, taken: Any) -> str:
         """Write a value's shape with its cuts: ``f32[8@dp,16], a partial sum over tp``."""
@@ -445,125 +417,105 @@ class _Reading:
             return "a constant"
         if taken not in self.pair:
             return "its own on each rank"
-        (_, whole, _), cut = self.pairs(taken)[0], self.cut(taken)
-        dtype = str(np.asarray(self.values[0][taken]).dtype)
-        dtype = dtype.replace("bfloat", "bf").replace("float", "f").replace("int", "i")
-        if cut is None:
-            return f"{dtype}{list(whole.shape)}, unknown".replace(" ", "", whole.ndim - 1)
-        at = lambda d: ",".join(a for a, kind in cut.axes.items() if kind == d)
-        dims = ",".join(f"{n}@{at(d)}" if at(d) else str(n) for d, n in enumerate(whole.shape))
-        words = [f"{dtype}[{dims}]"]
-        texts = {
-            "sum": "a partial sum over",
-            "mean": "each shard's mean over",
-            "max": "each shard's max over",
-        }
-        texts |= {"min": "each shard's min over", "shard": "in another order over"}
-        words += [
-            f"{text} {','.join(cut.over(kind))}" for kind, text in texts.items() if cut.over(kind)
+        whole, cut, axes = self.pairs(taken)[0][1], self.cut(taken), dict[Any, list[str]]()
+        for axis, kind in cut.axes.items() if cut else ():
+            axes.setdefault(kind, []).append(axis)
+        dims = [
+            f"{n}@{','.join(axes[d])}" if d in axes else str(n) for d, n in enumerate(whole.shape)
         ]
-        words += [f"counted {number_of_times(cut.factor)}"] if cut.factor != 1 else []
-        return ", ".join(words)
+        dtype = re.sub(
+            "(?<=[a-z])[a-z]+(?=[0-9])", "", np.asarray(self.values[0][taken]).dtype.name
+        )
+        words = [f"{dtype}[{','.join(dims)}]", *["unknown"] * (cut is None)]
+        words += [
+            f"{text} {','.join(axes[kind])}" for kind, text in _STATES.items() if kind in axes
+        ]
+        return ", ".join(
+            words + ([f"counted {cut.factor:g} times"] if cut and cut.factor != 1 else [])
+        )
 
-    # ------------------------------------------------------------------------------------- what it may be
+    # -------------------------------------------------------------------------------------- what it may be
 
     def suggestions(self, i: int) -> Iterator[Finding]:
         """Suggest mistakes that would make this value wrong, the likeliest first."""
-        _, program, step = self.makers[i]
+        step, sizes = self.makers[i][1], self.homes[i].sizes
+        each = list[Finding]()
         if step.body:
-            yield from self.of_result(step, step.gives.index(i))
-            return
-        cuts = [self.cut(x) for x in step.takes]
-        operands = f"{step.name} of " + "; ".join(map(self.text, step.takes)) if step.takes else ""
-        rules = (_of_collective, _of_division, _of_operation, _of_shard)
-        each = [one for rule in rules for one in rule(step, cuts, program.sizes)]
-        if step.name in ("random_bits", "iota"):
-            each = list(self.of_source(i, step, program.sizes))
+            each = list(self.of_result(step, step.gives.index(i)))
+        elif step.name in ("random_bits", "iota"):
+            each = list(self.of_source(i, step, sizes))
+        else:
+            cuts = [self.cut(x) or Cut({}) for x in step.takes]
+            each = [one for rule in _RULES for one in rule(step, cuts, sizes)]
         for one in each:
-            one.operands = operands
-            yield one
+            one.operands, one.value = one.operands or self.operands([i]), i
+            if one.kind == "mean for a sum" and not step.body:
+                shares = [x for x, cut in zip(step.takes, cuts, strict=True) if cut.over("share")]
+                one.line = next((self.makers[x][1].line for x in shares if x in self.makers), "")
+        yield from each
+        if i in self.inner:
+            yield from self.of_result(*self.inner[i])
 
     def of_source(self, i: int, step: Step, sizes: dict[str, int]) -> Iterator[Finding]:
         """Random numbers, and numbers of positions, that are the same on every rank."""
-        (local, whole, _), *_ = self.pairs(i)
-        n = len(sizes)
-        same = [a for k, a in enumerate(sizes) if close(local, np.take(local, [0], k), 0.0)]
-        dims = [d for d in range(whole.ndim) if local.shape[n + d] < whole.shape[d]]
-        ratio = [whole.shape[d] // local.shape[n + d] for d in dims]
-        if step.name == "random_bits" and not dims:
-            axes = [a for a in sizes if a not in same]
-            say = f"a different random key on every rank of {_and(axes)}, for a value that is the same on all of them"
-            apply = functools.partial(draw, step.params, whole.shape, sizes, [[]] * whole.ndim, ())
-            yield Finding(
-                step,
-                "different random keys",
-                axes,
-                say,
-                f"use one key on all of {_and(axes)}",
-                apply,
-            )
-        fits = [a for a in same if [sizes[a]] == ratio]
-        for axis in fits:
-            if step.name == "iota":
-                say = f"positions begin at 0 on every rank of {axis}"
-                yield Finding(
-                    step, "positions without offset", [axis], say, f"add lax.axis_index('{axis}') * the shard's size",
-                    lambda axis=axis: _own_part(jnp.asarray(whole), dims[0], local.shape[n + dims[0]], axis),
-                )  # fmt: skip
-            else:
-                cuts = [[axis] if d in dims else [] for d in range(whole.ndim)]
+        local, whole, _ = self.pairs(i)[0]
+        differs = [a for k, a in enumerate(sizes) if not close(local, np.take(local, [0], k), 0.0)]
+        shape = local.shape[len(sizes) :]
+        cuts = cuts_of_shape(shape, whole.shape, sizes, frozenset(differs))
+        axes = [a for cut in cuts for a in cut]
+        kept, extra = ([a for a in axes if a not in differs], [a for a in differs if a not in axes])
+        kinds = {"different random keys": extra, "same random key": kept}
+        for kind, names in kinds.items() if step.name == "random_bits" else ():
+            say = f"the same random key on every rank of {_and(names)}: each draws the same numbers for its shard"
+            cure = f"jax.random.fold_in(key, lax.axis_index({_axes(names)}))" if names else ""
+            if kind != "same random key":
+                say = f"a different random key on every rank of {_and(names)}, for a value that is the same on all"
+                cure = f"use one key on all of {_and(names)}"
+            if names:
                 apply = functools.partial(draw, step.params, whole.shape, sizes, cuts, ())
-                say = f"the same random key on every rank of {axis}: each draws the same numbers for its own shard"
-                cure = f"key = jax.random.fold_in(key, lax.axis_index('{axis}'))"
-                yield Finding(step, "same random key", [axis], say, cure, apply)
+                yield Finding(step, kind, names, say, cure, apply)
+        if step.name == "iota" and len(kept) == 1:
+            dim, axis = next(d for d, cut in enumerate(cuts) if cut), kept[0]
+            cure = f"add lax.axis_index('{axis}') times the size of a shard"
+            apply = functools.partial(_own_part, whole.astype(np.asarray(self.values[0][i]).dtype), dim, axis)
+            say = f"positions begin at 0 on every rank of {axis}"
+            yield Finding(step, "positions without offset", [axis], say, cure, apply)
 
     def of_result(self, step: Step, k: int) -> Iterator[Finding]:
         """A result of shard_map that is not what its out_specs promise."""
         assert step.body
-        inner, spec, sizes = step.body.gives[k], step.params["out_specs"][k], step.body.sizes
-        cut, n = self.cut(inner), len(step.body.gives)
-        what = f"result {k} of the shard_map" if n > 1 else "the result"
-        named = {a: d for d, cut_by in enumerate(spec) for a in jax.tree.leaves(cut_by)}
-        line = self.makers[inner][2].line if inner in self.makers else step.line
-        at = Step(step.name, line, step.takes, step.gives, step.call, step.eqn, step.body)
-        if cut is None:
+        inner, sizes, one = step.body.gives[k], step.body.sizes, step.params["out_specs"][k]
+        what = f"result {k}" if len(step.gives) > 1 else "the result"
+        named = {a: d for d, cut_by in enumerate(one) for a in jax.tree.leaves(cut_by)}
+        at, line = self.makers.get(inner, (0, step))[1], self.text(inner)
+        if (cut := self.cut(inner)) is None:
             return
-        short = [
-            a
-            for a in cut.over("sum")
-            if cut.factor == sizes[a] - 1 and self.hops(inner, a) == sizes[a] - 2
-        ]
-        for axis in short if cut.factor != 1 else ():
-            say = f"a ring one hop short: each rank of {axis} has seen {sizes[axis] - 1} of {sizes[axis]} blocks"
-            yield Finding(
-                at, "ring one hop short", [axis], say, "send once more", None, self.text(inner)
-            )
+        add = lambda *xs: Finding(step, *xs, line=at.line, operands=f"{what}: {line}", value=inner)
+        for axis in cut.over("sum") if cut.factor != 1 else ():
+            if cut.factor == sizes[axis] - 1 and self.hops(inner, axis) == sizes[axis] - 2:
+                say = f"a ring one hop short: each rank of {axis} has seen {sizes[axis] - 1} of {sizes[axis]} blocks"
+                yield add("ring one hop short", [axis], say, "send once more")
         for kind, reduce in _REDUCE.items():
             if axes := cut.over(kind):
-                one = {"sum": "a missing sum", "mean": "a missing mean"}.get(
-                    kind, f"a missing {kind}"
+                name = "mean for a sum" if kind == "share" else f"missing {kind}"
+                say = f"a {name} over {_and(axes)}: {what} is still {_STATES[kind]} {_and(axes)}"
+                say += ", a gradient that is not all-reduced" * at.backward
+                cure = f"lax.{reduce.__name__}(…, {_axes(axes)}) before it is returned"
+                yield add(
+                    name, axes, say, cure, functools.partial(_changed, reduce, tuple(axes), k)
                 )
-                state = {"sum": "a term of a sum", "mean": "each rank's own mean"}.get(
-                    kind, f"each rank's own {kind}"
-                )
-                gradient = (
-                    self.case.has_gradients or self.makers.get(inner, (0, 0, step))[2].backward
-                )
-                say = f"{one} over {_and(axes)}: {what} is still {state} over {_and(axes)}"
-                say += ", a gradient that is not all-reduced" * gradient
-                yield Finding(
-                    step, one[2:], axes, say, f"lax.{_NAMES[kind]}(…, {_axes(axes)}) before it is returned",
-                    lambda *xs, axes=axes, reduce=reduce: [reduce(x, axes) if j == k else x for j, x in enumerate(xs)],
-                    self.text(inner),
-                )  # fmt: skip
         for axis, kind in cut.axes.items():
             if is_cut(kind) and axis not in named:
                 say = f"{what} is cut over {axis}, but out_specs say that it is the same on all of {axis}"
-                cure = f"gather it over {axis}, or name {axis} in out_specs"
-                yield Finding(at, "shard for a copy", [axis], say, cure, None, self.text(inner))
+                yield add(
+                    "shard for a copy",
+                    [axis],
+                    say,
+                    f"gather it over {axis}, or name {axis} in out_specs",
+                )
             elif is_cut(kind) and kind != named[axis]:
-                say = f"the shards of {what} over {axis} are in another order or of another dim than out_specs say"
-                yield Finding(at, "order", [axis], say, "", None, self.text(inner))
+                say = f"the shards of {what} over {axis} are in another order, or of another dim, than out_specs say"
+                yield add("other order", [axis], say, "")
 
     def hops(self, i: Any, axis: str) -> int:
         """Return how many ppermutes over an axis are on the longest path to a value."""
@@ -576,96 +528,85 @@ class _Reading:
         return depth.get(i, 0)
 
 
-def _of_collective(step: Step, cuts: list, sizes: dict[str, int]) -> Iterator[Finding]:
+def _of_sum(step: Step, cuts: list[Cut], sizes: dict[str, int]) -> Iterator[Finding]:
     """A sum over the wrong axis, or of what is no term of it."""
-    sums = step.name.startswith(("psum", "reduce_scatter", "unreduced"))
-    if not sums or not cuts or (cut := cuts[0]) is None:
+    if (
+        not step.name.startswith(("psum", "reduce_scatter", "unreduced"))
+        or not cuts
+        or not cuts[0].axes
+    ):
         return
-    axes = [a for a in step.axes if a in sizes]
-    rest = [a for a in cut.over("sum") if a not in axes]
-    wrong = [a for a in axes if cut.axes[a] != "sum"]
+    cut, axes = cuts[0], [a for a in step.axes if a in sizes]
+    by = {kind: [a for a in axes if a in cut.over(kind)] for kind in ("copy", "mean", "cut")}
+    rest, wrong = [a for a in cut.over("sum") if a not in axes], by["copy"] + by["cut"]
     scaled = lambda names: (
         lambda *xs: _scaled(step.call(*xs), 1 / math.prod(sizes[a] for a in names))
     )
     if wrong and rest:
-        right = [a for a in axes if a not in wrong] + rest
-        state = (
-            "cut" if cut.over("cut") and wrong[0] in cut.over("cut") else "the same on every rank"
-        )
-        say = f"wrong axis: a sum over {_and(wrong)}, along which the value is {state}; it is a term of a sum over"
+        state = "cut" if by["cut"] else "the same on all ranks"
+        say = f"wrong axis: a sum over {_and(wrong)}, along which the value is {state}, and not over {_and(rest)}"
+        right = tuple([a for a in axes if a not in wrong] + rest)
+        cure = f"lax.psum(…, {_axes([*right])})"
         yield Finding(
-            step, "wrong axis", wrong, f"{say} {_and(rest)}", f"sum over {_and(right)}",
-            lambda *xs: lax.psum(xs if len(xs) > 1 else xs[0], tuple(right)),
-        )  # fmt: skip
-    if copies := [a for a in axes if cut.axes[a] == "copy"]:
+            step, "wrong axis", wrong, say, cure, lambda *xs: [lax.psum(x, right) for x in xs]
+        )
+    if copies := by["copy"]:
         say = f"counted once per {_and(copies)}: a sum over {_and(copies)} of a value that is the same on all of it"
         cure = f"leave {_and(copies)} out of the sum"
         if step.backward:
-            cure = "use check_vma=True, or take the gradient outside of shard_map: without types the transpose of a"
-            cure += " psum is a psum"
+            cure = "use check_vma=True, or jax.grad outside of shard_map: without types the transpose of a psum is a psum"
         yield Finding(step, "counted", copies, say, cure, scaled(copies))
-    if means := [a for a in axes if cut.axes[a] == "mean"]:
+    if means := by["mean"]:
         say = f"counted once per {_and(means)}: a sum over {_and(means)} of each shard's mean"
-        yield Finding(step, "sum of means", means, say, "use lax.pmean", scaled(means))
-    if shards := [a for a in axes if is_cut(cut.axes[a])]:
+        yield Finding(step, "counted", means, say, f"lax.pmean(…, {_axes(means)})", scaled(means))
+    if shards := by["cut"]:
         say = f"a sum over {_and(shards)} of shards: along {_and(shards)} the value is cut"
         keep = tuple(a for a in axes if a not in shards)
+        apply = lambda *xs: [lax.psum(x, keep) if keep else x for x in xs]
         yield Finding(
-            step, "sum of shards", shards, say, f"leave {_and(shards)} out of the sum",
-            lambda *xs: [lax.psum(x, keep) if keep else x for x in xs],
-        )  # fmt: skip
+            step, "sum of shards", shards, say, f"leave {_and(shards)} out of the sum", apply
+        )
 
 
-def _of_division(step: Step, cuts: list, sizes: dict[str, int]) -> Iterator[Finding]:
-    """A mean where a sum is meant."""
-    value = np.asarray(getattr(step.takes[-1], "val", np.nan)) if step.takes else np.asarray(np.nan)
-    if step.name in ("div", "mul") and value.size == 1 and np.isreal(value) and value not in (0, 1):
-        number = float(value) if step.name == "div" else 1 / float(value)
-        axes = [a for a in sizes if sizes[a] == number]
-        if len(axes) == 1 or axes and math.prod(sizes.values()) == number:
-            say = f"divided by {number:g}, the size of {axes[0]}: a mean over {axes[0]} where the sum is meant"
-            apply = functools.partial(lambda number, *xs: _scaled(step.call(*xs), number), number)
-            yield Finding(step, "mean for a sum", axes[:1], say, "lax.psum for lax.pmean", apply)
-
-
-def _of_operation(step: Step, cuts: list, sizes: dict[str, int]) -> Iterator[Finding]:
+def _of_operation(step: Step, cuts: list[Cut], sizes: dict[str, int]) -> Iterator[Finding]:
     """An operation on a value that still lacks its sum, mean, max or min."""
     if step.axes and not step.name.startswith(("pmax", "pmin", "all_gather")):
         return
-    known = [cut or Cut({}) for cut in cuts]
-    sums = [set(cut.over("sum")) for cut in known]
     for axis in sizes:
-        terms = [j for j, axes in enumerate(sums) if axis in axes]
-        copies = [j for j, cut in enumerate(known) if cut.axes.get(axis) == "copy"]
-        if step.name in _LINEAR and len(terms) == 1 and copies:
+        of = lambda kind, axis=axis: [j for j, cut in enumerate(cuts) if cut.axes.get(axis) == kind]
+        if step.name in _LINEAR and of("sum") and of("copy"):
             say = f"counted once per {axis}: a value that is the same on all of {axis} is added to a term of a sum"
-            yield Finding(
-                step, "counted", [axis], f"{say} over {axis}", f"add it after the sum over {axis}",
-                functools.partial(_with, step, dict.fromkeys(copies, _times(1 / sizes[axis]))),
-            )  # fmt: skip
-        for kind, reduce in _REDUCE.items():
-            parts = [j for j, cut in enumerate(known) if cut.axes.get(axis) == kind]
-            means = kind == "sum" and step.name == "div" and parts[-1:] == [1]
-            if means:
-                say = f"a mean of means: each rank of {axis} divides by its own sum; such means have other weights"
-            else:
-                say = f"a missing {kind} over {axis}: {step.name} takes {_part(kind)} {kind} over {axis}"
-            name, call = (
-                "mean of means" if means else f"missing {kind}",
-                f"lax.{_NAMES[kind]}(…, '{axis}')",
+            apply = functools.partial(
+                _with, step, dict.fromkeys(of("copy"), _times(1 / sizes[axis]))
             )
-            for chosen in dict.fromkeys((tuple(parts), *((j,) for j in parts))) if parts else ():
-                change = functools.partial(
-                    lambda x, reduce, axis: reduce(x, axis), reduce=reduce, axis=axis
+            yield Finding(
+                step,
+                "counted",
+                [axis],
+                f"{say} over {axis}",
+                f"add it after the sum over {axis}",
+                apply,
+            )
+        for kind, reduce in _REDUCE.items():
+            name = "mean for a sum" if kind == "share" else f"missing {kind}"
+            say = f"a {name} over {axis}: {step.name} takes {_STATES[kind]} {axis}"
+            if step.name == "div" and of("sum") == [0, 1]:
+                name = "mean of means"
+                say = (
+                    f"a mean of means: each rank of {axis} divides by its own sum, and these differ"
                 )
+            change = functools.partial(lambda reduce, axis, x: reduce(x, axis), reduce, axis)
+            for chosen in (
+                dict.fromkeys((tuple(of(kind)), *((j,) for j in of(kind)))) if of(kind) else ()
+            ):
+                cure = f"lax.{reduce.__name__}(…, '{axis}') before the {step.name}"
                 apply = functools.partial(_with, step, dict.fromkeys(chosen, change))
-                yield Finding(step, name, [axis], say, f"{call} before the {step.name}", apply)
+                yield Finding(step, name, [axis], say, cure, apply)
 
 
-def _of_shard(step: Step, cuts: list, sizes: dict[str, int]) -> Iterator[Finding]:
+def _of_shard(step: Step, cuts: list[Cut], sizes: dict[str, int]) -> Iterator[Finding]:
     """An operation that needs a whole dim, on a shard of it."""
-    cut = cuts[0] if cuts else None
-    for axis, dim in cut.axes.items() if cut and step.name in _OVER_A_SHARD else ():
+    for axis, dim in cuts[0].axes.items() if cuts and step.name in _WHOLE else ():
         if isinstance(dim, int):
             say = f"{step.name} over a shard: each rank of {axis} has a part of dim {dim} alone"
             cure = f"gather dim {dim} over {axis}, or combine what the ranks find"
@@ -675,11 +616,10 @@ def _of_shard(step: Step, cuts: list, sizes: dict[str, int]) -> Iterator[Finding
             )
 
 
-def _part(kind: str) -> str:
-    return "a term of a" if kind == "sum" else "each shard's own"
+_RULES = (_of_sum, _of_operation, _of_shard)
 
 
-def _and(axes: list[str]) -> str:
+def _and(axes: Iterable[str]) -> str:
     return " and ".join(axes)
 
 
@@ -690,6 +630,10 @@ def _axes(axes: list[str]) -> str:
 def _with(step: Step, changes: dict[int, Callable], *xs: Any) -> Any:
     """Call a step with some operands changed."""
     return step.call(*(changes[j](x) if j in changes else x for j, x in enumerate(xs)))
+
+
+def _changed(reduce: Callable, axes: tuple[str, ...], k: int, *results: Any) -> list:
+    return [reduce(x, axes) if j == k else x for j, x in enumerate(results)]
 
 
 def _times(factor: float) -> Callable[[Any], Any]:
@@ -704,15 +648,37 @@ def _scaled(results: Any, factor: float) -> list:
     ]
 
 
-def _own_part(whole: Any, dim: int, size: int, axis: str) -> Any:
+def _own_part(whole: np.ndarray, dim: int, axis: str) -> Any:
     """Return this rank's shard of a whole value."""
-    return lax.dynamic_slice_in_dim(whole, lax.axis_index(axis) * size, size, dim)
+    size = whole.shape[dim] // lax.axis_size(axis)
+    return lax.dynamic_slice_in_dim(jnp.asarray(whole), lax.axis_index(axis) * size, size, dim)
 
 
 # ------------------------------------------------------------------------------------------------- numbers
 
 
-def _and_gradients(call: Callable) -> Callable:
+def _arguments(args: tuple, kwargs: dict) -> tuple[list, list[str]]:
+    """Return the arguments that are arrays, and their names."""
+    pairs = [
+        (path, x) for path, x in jax.tree.leaves_with_path((args, kwargs)) if hasattr(x, "dtype")
+    ]
+    return [x for _, x in pairs], [jax.tree_util.keystr(path[1:]) for path, _ in pairs]
+
+
+def _on_arrays(f: Callable, args: tuple, kwargs: dict) -> Callable:
+    """Return f as a function of the arrays among its arguments."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+
+    def call(*arrays: Any) -> Any:
+        rest = iter(arrays)
+        xs = [next(rest) if hasattr(x, "dtype") else x for x in leaves]
+        given, named = jax.tree.unflatten(tree, xs)
+        return f(*given, **named)
+
+    return call
+
+
+def _and_gradients(call: Callable, names: list[str]) -> Callable:
     """Return results, and the gradients of the first one by every array of floats."""
 
     def both(*arrays: Any) -> Any:
@@ -724,28 +690,23 @@ def _and_gradients(call: Callable) -> Callable:
             return jax.tree.leaves(results)[0], results
 
         grads, results = jax.grad(loss, has_aux=True)([arrays[i] for i in by])
-        return {"result": results, "gradient of argument": dict(zip(by, grads, strict=True))}
+        return results, {f"gradient of {names[i]}": x for i, x in zip(by, grads, strict=True)}
 
     return both
 
 
 def _name(path: Any) -> str:
-    text = jax.tree_util.keystr(path)
-    return (
-        text.replace("['result']", "result", 1).replace(
-            "['gradient of argument']", "gradient of argument ", 1
-        )
-        or "result"
-    )
+    """Name a result, or a gradient."""
+    last = str(getattr(path[-1], "key", "")) if path else ""
+    return last if last.startswith("gradient of ") else f"result{jax.tree_util.keystr(path)}"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
 
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _bare(x: Any) -> Any:
-    """Return an array's shape and dtype without its sharding; a random key as it is."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ that gives the twin is the value's layout. Nothing is read from types, so `check
 import functools
 import itertools
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ _INLINED |= {"custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint"}
 _TYPES = {"pvary", "pcast", "preduced", "vary_unreduced_cast", "reduced_vary_cast"}
 """Primitives that change a value's type inside shard_map, and not the value."""
 _LAYOUTS = {"sharding_constraint", "reshard", "mesh_cast"}
+_OURS = r"^inspect/(check|twin)\.py.*"
 _UNROLLED, _EQUATIONS = 16, 2000
 """A scan is read iteration by iteration up to so many of them, and so many equations in all."""
 REDUCED = ("sum", "mean", "max", "min")
@@ -118,7 +120,7 @@ class _Reader:
         of = lambda v: v if hasattr(v, "val") else known[v]
         for eqn in jaxpr.eqns:
             xs, name = [of(v) for v in eqn.invars], eqn.primitive.name
-            line = line_within(eqn, *place) or place[1]
+            line = re.sub(_OURS, "", line_within(eqn, *place)) or place[1]
             inner = next((x for x in jax.tree.leaves(eqn.params) if hasattr(x, "eqns")), None)
             helper = eqn.params.get("name")
             inside = (helper, line) if isinstance(helper, str) else place
@@ -136,6 +138,8 @@ class _Reader:
                     names = [a for a in mesh.axis_names if a in eqn.params["newly_manual_axes"]]
                     sizes = {a: mesh.shape[a] for a in names}
                     steps[-1].body, self.manual = self.program(inner, sizes, inside), False
+                    lines = [x.line for x in steps[-1].body.steps if x.line]
+                    steps[-1].line = line or (lines or [""])[-1]
             known |= zip(eqn.outvars, gives, strict=True)
         return [of(v) for v in jaxpr.outvars]
 
@@ -241,7 +245,7 @@ def twins(many: Program, one: Program) -> dict[int, int]:
     pairs = dict[int, int]()
     for side, program in zip(sides, (many, one), strict=True):
         for _, step in program.all_steps():
-            side[step.name, step.line].append(step)
+            side[step.name, "" if step.body else step.line].append(step)
     for key, steps in sides[0].items():
         if len(others := sides[1].get(key, [])) == len(steps):
             for step, other in zip(steps, others, strict=True):
@@ -279,7 +283,7 @@ def share_draws(many: Program, one: Program) -> bool:
         if step.name == "random_bits":
             any_drawn = True
             if program.sizes and (shape := whole.get(pair.get(step.gives[0], -1))):
-                cuts = _cuts(step.params["shape"], shape, program.sizes, differs[step.takes[0]])
+                cuts = cuts_of_shape(step.params["shape"], shape, program.sizes, differs[step.takes[0]])
                 rest = differs[step.takes[0]].difference(*cuts)
                 by_rank = [[a for a in cut if a in differs[step.takes[0]]] for cut in cuts]
                 if len(cuts) == len(shape):
@@ -289,7 +293,7 @@ def share_draws(many: Program, one: Program) -> bool:
     return any_drawn
 
 
-def _cuts(
+def cuts_of_shape(
     part: tuple[int, ...], whole: tuple[int, ...], sizes: dict[str, int], first: frozenset[str]
 ) -> list[tuple[str, ...]]:
     """Return the axes that cut each dim, by the sizes alone; those in ``first`` if there is a choice."""
@@ -328,7 +332,7 @@ class Cut:
 
     Attributes:
         axes: for each axis "copy", a dim's number (a shard of that dim), "shard" (a shard in another order),
-            or one of `REDUCED`.
+            "share" (the n-th part of the value, the same on all n), or one of `REDUCED`.
         factor: how often the value is counted; 1 where it is right.
     """
 
@@ -365,7 +369,7 @@ def cut_of(pairs: list[Pair], sizes: dict[str, int], counted: bool = False) -> C
     shape, n = local.shape[len(sizes) :], len(sizes)
     same = [all(_is_copy(a, i, tol) for a, _, tol in pairs) for i in range(n)]
     dims = [d for d in range(whole.ndim) if len(shape) == whole.ndim and shape[d] < whole.shape[d]]
-    kinds: list[list] = [["copy", "sum"] if copy else [*dims, *REDUCED] for copy in same]
+    kinds: list[list] = [["copy", "share"] if copy else [*dims, *REDUCED] for copy in same]
     choices = [c for c in itertools.product(*kinds) if _fits(c, shape, whole.shape, sizes)]
     for choice in choices:
         for order in _orders(choice):
@@ -416,16 +420,16 @@ def _joined(local: np.ndarray, choice: tuple, order: Iterable[int]) -> np.ndarra
         if isinstance(kind, int):
             value = np.concatenate(list(np.moveaxis(value, at, 0)), axis=len(left) + kind)
         else:
-            value = value.take(0, at) if kind == "copy" else getattr(np, kind)(value, axis=at)
+            reduce = getattr(np, "sum" if kind == "share" else str(kind), None)
+            value = reduce(value, axis=at) if reduce and kind != "copy" else value.take(0, at)
     return value
 
 
 def _same_elements(local: np.ndarray, whole: np.ndarray, tolerance: float, choice: tuple) -> bool:
     """Return whether shards have the elements of the whole in some order. Few numbers tell nothing."""
     joined = local
-    for axis in reversed(range(len(choice))):
-        if choice[axis] != "shard":
-            kind = choice[axis]
+    for axis, kind in reversed([*enumerate(choice)]):
+        if kind != "shard":
             joined = (
                 joined.take(0, axis) if kind == "copy" else getattr(np, kind)(joined, axis=axis)
             )
@@ -495,8 +499,3 @@ def _roundings(step: Step, ranks: int) -> float:
     loops = sum(len(x.eqns) for x in inner) * step.params.get("length", 8)
     length = tree(max(terms, 1.0)) / 2 + ranks * bool(step.axes) + loops
     return UNIT["bfloat16" if "16" in str(after[0].dtype) else "float32"] ** 2 * length
-
-
-def number_of_times(factor: float) -> str:
-    """Write how often a value is counted."""
-    return f"{factor:g} times"
