@@ -5,7 +5,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
 
@@ -24,6 +24,7 @@ from llmpar.inspect.twin import (
     cut_of,
     cuts_of_shape,
     draw,
+    hops,
     is_cut,
     is_value,
     read,
@@ -206,17 +207,16 @@ class _Case:
         """Run the program on its mesh: as it is, or step by step with cures or shared random numbers."""
         cures = list(cures)
         for one in cures:
-            one.step.cure = one.apply
+            one.step.cures.append(one.apply)
         as_it_is = not (cures or see or self.draws)
         plain = lambda xs: jax.tree.leaves(self.calls[0](*xs))
         call = jax.jit(plain if as_it_is else lambda xs: run(self.many, xs, see)[see])
-        where = [getattr(x, "sharding", None) for x in self.leaves]
-        put = lambda x, at: x if at is None else jax.device_put(x, at)
+        put = lambda x, like: jax.device_put(x, like.sharding) if _is_spread(like) else x
         try:
-            each = [call(list(map(put, xs, where))) for xs in self.inputs]
+            each = [call(list(map(put, xs, self.leaves))) for xs in self.inputs]
         finally:
             for one in cures:
-                one.step.cure = None
+                one.step.cures.clear()
         return each if see else list(map(_arrays, each))
 
     def heals(self, cures: Iterable["Finding"]) -> bool:
@@ -252,6 +252,12 @@ class _Case:
             )
         else:
             return _Reading(self).findings(wrong)
+        for axis, n in self.mesh.items():
+            most = max(hops(self.many, self.many.gives[j], axis) for j in wrong)
+            if 1 <= most == n - 2:
+                self.notes.append(
+                    f"if it is a ring, it is one hop short: {most + 1} of {n} blocks of {axis} are seen"
+                )
         return []
 
 
@@ -268,6 +274,12 @@ class Finding:
     line: str = ""
     operands: str = ""
     value: int = -1
+    lacks: tuple[Callable, str, int] | None = (
+        None  # what an operand lacks: a collective, its axis, which one
+    )
+
+    def is_like(self, other: "Finding") -> bool:
+        return (self.kind, self.axes) == (other.kind, other.axes)
 
     def row(self, tried: bool) -> dict[str, Any]:
         row = {"line": self.line or self.step.line, "kind": self.kind, "axes": self.axes}
@@ -330,7 +342,16 @@ class _Reading:
         key = i in self.makers and re.match("random_(?!bits)", self.makers[i][1].name)
         if i not in self.pair or key or not (deep or i in self.data):
             return False
-        return (cut := self.cut(i)) is None or cut.factor != 1
+        if (cut := self.cut(i)) is None or cut.factor != 1:
+            return True
+        given, parts = self.before(i), set(cut.over("mean", "share"))
+        if i in self.makers and self.makers[i][1].name.startswith(
+            "psum"
+        ):  # a sum makes neither of a term
+            known = [set(c.over("mean", "share")) for c in map(self.cut, given) if c]
+            if known and not parts <= set.union(*known):
+                return True
+        return bool(parts) and any(self.is_wrong(x, deep) for x in given)  # it fits by chance
 
     def before(self, i: int) -> list[int]:
         """Return the values that a value is made of; where these have no twin, those before them."""
@@ -374,17 +395,24 @@ class _Reading:
             deep = [i for i in self.first(last, True) if i not in first]
             each = [one for i in (*first, *deep) for one in self.suggestions(i)]
             first, seen = first + deep, seen or each
-            for one in [one for one in each if one.apply][:_TRIED]:
-                if self.case.heals([*kept, one]):
-                    return [x.row(True) for x in (*kept, one)]
-            best = next((one for one in each if one.apply), None)
-            if best is None or best in kept:
+            able = [one for one in each if one.apply]
+            alike = {one.value: one for one in reversed(able) if one.is_like(able[0])}
+            groups = [
+                *([one] for one in able[:1]),
+                [*alike.values()][::-1],
+                *([x] for x in able[1:_TRIED]),
+            ]
+            for tried in groups:
+                if self.case.heals([*kept, *tried]):
+                    rows = [x.row(True) for x in (*kept, *tried)]
+                    return [*{str(row): row for row in rows}.values()]
+            if not able or able[0] in kept:
                 break
             with contextlib.suppress(Exception):
-                self.watch([*kept, best])
-            if self.is_wrong(best.value, True):
+                self.watch([*kept, able[0]])
+            if self.is_wrong(able[0].value, True):
                 break
-            kept.append(best)
+            kept.append(able[0])
         if sure := [one for one in seen if one.kind in _SEEN]:
             return [one.row(False) for one in sure[:1]]
         self.watch(())
@@ -449,10 +477,19 @@ class _Reading:
             each = [one for rule in _RULES for one in rule(step, cuts, sizes)]
         for one in each:
             one.operands, one.value = one.operands or self.operands([i]), i
-            if one.kind == "mean for a sum" and not step.body:
-                shares = [x for x, cut in zip(step.takes, cuts, strict=True) if cut.over("share")]
-                one.line = next((self.makers[x][1].line for x in shares if x in self.makers), "")
-        yield from each
+            if (
+                one.lacks
+                and (maker := self.makers.get(step.takes[one.lacks[2]]))
+                and not maker[1].body
+            ):
+                reduce, axis, k = one.lacks
+                one.line = maker[1].line if one.kind == "mean for a sum" else step.line
+                k = maker[1].gives.index(step.takes[k])
+                apply = functools.partial(
+                    _finished, maker[1], reduce, axis, k
+                )  # for all that take it
+                yield replace(one, step=maker[1], apply=apply)
+            yield one
         if i in self.inner:
             yield from self.of_result(*self.inner[i])
 
@@ -477,7 +514,9 @@ class _Reading:
         if step.name == "iota" and len(kept) == 1:
             dim, axis = next(d for d, cut in enumerate(cuts) if cut), kept[0]
             cure = f"add lax.axis_index('{axis}') times the size of a shard"
-            apply = functools.partial(_own_part, whole.astype(np.asarray(self.values[0][i]).dtype), dim, axis)
+            apply = functools.partial(
+                _own_part, whole.astype(np.asarray(self.values[0][i]).dtype), dim, axis
+            )
             say = f"positions begin at 0 on every rank of {axis}"
             yield Finding(step, "positions without offset", [axis], say, cure, apply)
 
@@ -492,7 +531,10 @@ class _Reading:
             return
         add = lambda *xs: Finding(step, *xs, line=at.line, operands=f"{what}: {line}", value=inner)
         for axis in cut.over("sum") if cut.factor != 1 else ():
-            if cut.factor == sizes[axis] - 1 and self.hops(inner, axis) == sizes[axis] - 2:
+            if (
+                cut.factor == sizes[axis] - 1
+                and hops(self.case.many, inner, axis) == sizes[axis] - 2
+            ):
                 say = f"a ring one hop short: each rank of {axis} has seen {sizes[axis] - 1} of {sizes[axis]} blocks"
                 yield add("ring one hop short", [axis], say, "send once more")
         for kind, reduce in _REDUCE.items():
@@ -516,16 +558,6 @@ class _Reading:
             elif is_cut(kind) and kind != named[axis]:
                 say = f"the shards of {what} over {axis} are in another order, or of another dim, than out_specs say"
                 yield add("other order", [axis], say, "")
-
-    def hops(self, i: Any, axis: str) -> int:
-        """Return how many ppermutes over an axis are on the longest path to a value."""
-        depth = dict[Any, int]()
-        for _, step in self.steps:
-            most = max((depth.get(x, 0) for x in step.takes if is_value(x)), default=0)
-            depth |= dict.fromkeys(
-                step.gives, most + (step.name == "ppermute" and axis in step.axes)
-            )
-        return depth.get(i, 0)
 
 
 def _of_sum(step: Step, cuts: list[Cut], sizes: dict[str, int]) -> Iterator[Finding]:
@@ -596,12 +628,16 @@ def _of_operation(step: Step, cuts: list[Cut], sizes: dict[str, int]) -> Iterato
                     f"a mean of means: each rank of {axis} divides by its own sum, and these differ"
                 )
             change = functools.partial(lambda reduce, axis, x: reduce(x, axis), reduce, axis)
-            for chosen in (
-                dict.fromkeys((tuple(of(kind)), *((j,) for j in of(kind)))) if of(kind) else ()
-            ):
+            parts = of(kind)
+            for chosen in dict.fromkeys((tuple(parts), *((j,) for j in parts))) if parts else ():
                 cure = f"lax.{reduce.__name__}(…, '{axis}') before the {step.name}"
                 apply = functools.partial(_with, step, dict.fromkeys(chosen, change))
-                yield Finding(step, name, [axis], say, cure, apply)
+                lacks = (
+                    (reduce, axis, chosen[0])
+                    if len(chosen) == 1 and is_value(step.takes[chosen[0]])
+                    else None
+                )
+                yield Finding(step, name, [axis], say, cure, apply, lacks=lacks)
 
 
 def _of_shard(step: Step, cuts: list[Cut], sizes: dict[str, int]) -> Iterator[Finding]:
@@ -630,6 +666,14 @@ def _axes(axes: list[str]) -> str:
 def _with(step: Step, changes: dict[int, Callable], *xs: Any) -> Any:
     """Call a step with some operands changed."""
     return step.call(*(changes[j](x) if j in changes else x for j, x in enumerate(xs)))
+
+
+def _finished(step: Step, reduce: Callable, axis: str, k: int, *xs: Any) -> list:
+    """Call a step, and reduce its k-th result."""
+    results = step.call(*xs)
+    return _changed(
+        reduce, (axis,), k, *(results if isinstance(results, list | tuple) else [results])
+    )
 
 
 def _changed(reduce: Callable, axes: tuple[str, ...], k: int, *results: Any) -> list:
@@ -703,6 +747,11 @@ def _name(path: Any) -> str:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+
+
+def _is_spread(x: Any) -> bool:
+    """Return whether an argument is on several devices."""
+    return len(getattr(getattr(x, "sharding", None), "device_set", ())) > 1
 
 
 def _is_float(x: Any) -> bool:

@@ -44,7 +44,7 @@ class Step:
     Attributes:
         takes: ids of values, or constants with their value as ``val``.
         body: the program inside a shard_map.
-        cure: replaces ``call``, to try what mends a program.
+        cures: replace ``call``, or change the results of a shard_map, to try what mends a program.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Step:
     call: Callable[..., Any]
     eqn: Any = None
     body: "Program | None" = None
-    cure: Callable[..., Any] | None = None
+    cures: list[Callable[..., Any]] = field(default_factory=list)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def run(program: Program, args: Iterable[Any], see: bool = False) -> tuple[list,
             results, inside = _run_mapped(step, xs, see)
             seen |= inside
         else:
-            results = (step.cure or step.call)(*xs)
+            results = [step.call, *step.cures][-1](*xs)
             results = results if isinstance(results, list | tuple) else [results]
         values |= zip(step.gives, results, strict=True)
     if see:
@@ -214,8 +214,8 @@ def _run_mapped(step: Step, xs: list, see: bool) -> tuple[list, Values]:
 
     def local(*args: Any) -> tuple[list, Values]:
         results, seen = run(body, args, see)
-        if step.cure:
-            results = list(step.cure(*results))
+        for cure in step.cures:
+            results = list(cure(*results))
         return results, {i: x[(None,) * len(body.sizes)] for i, x in seen.items()}
 
     mapped = jax.shard_map(
@@ -261,6 +261,34 @@ def _values(pairs: Iterable[tuple[Any, Any]]) -> dict[int, int]:
     return {a: b for a, b in pairs if is_value(a) and is_value(b)}
 
 
+def hops(program: Program, value: Any, axis: str) -> int:
+    """Return how many ppermutes over an axis are on the longest path to a value."""
+    depth = defaultdict[Any, int](int)
+
+    def follow(program: Program) -> None:
+        for step in program.steps:
+            most = max((depth[x] for x in step.takes if is_value(x)), default=0)
+            if step.body:
+                depth.update({i: depth[x] for i, x in _given(step)})
+                follow(step.body)
+                depth.update(
+                    {
+                        i: depth[x]
+                        for i, x in zip(step.gives, step.body.gives, strict=True)
+                        if is_value(x)
+                    }
+                )
+            else:
+                depth.update(
+                    dict.fromkeys(
+                        step.gives, most + (step.name == "ppermute" and axis in step.axes)
+                    )
+                )
+
+    follow(program)
+    return depth[value] if is_value(value) else 0
+
+
 def shapes(program: Program) -> dict[int, tuple[int, ...]]:
     """Return the shapes of the results of equations."""
     pairs = [
@@ -283,7 +311,9 @@ def share_draws(many: Program, one: Program) -> bool:
         if step.name == "random_bits":
             any_drawn = True
             if program.sizes and (shape := whole.get(pair.get(step.gives[0], -1))):
-                cuts = cuts_of_shape(step.params["shape"], shape, program.sizes, differs[step.takes[0]])
+                cuts = cuts_of_shape(
+                    step.params["shape"], shape, program.sizes, differs[step.takes[0]]
+                )
                 rest = differs[step.takes[0]].difference(*cuts)
                 by_rank = [[a for a in cut if a in differs[step.takes[0]]] for cut in cuts]
                 if len(cuts) == len(shape):
@@ -371,6 +401,7 @@ def cut_of(pairs: list[Pair], sizes: dict[str, int], counted: bool = False) -> C
     dims = [d for d in range(whole.ndim) if len(shape) == whole.ndim and shape[d] < whole.shape[d]]
     kinds: list[list] = [["copy", "share"] if copy else [*dims, *REDUCED] for copy in same]
     choices = [c for c in itertools.product(*kinds) if _fits(c, shape, whole.shape, sizes)]
+    choices = [c for c in choices if not {"mean", "share"} <= {*c}]  # by the sizes alone
     for choice in choices:
         for order in _orders(choice):
             if all(
