@@ -104,7 +104,7 @@ class Check:
     __repr__ = __str__
 
     def layouts(self) -> list[dict[str, str]]:
-        """Run the program once more and return how every value is cut: ``line``, ``operation``, ``layout``."""
+        """Run the program once more and return how every value is cut: ``line``, ``layout``, ``operation``."""
         return self._read()
 
     def table(self) -> str:
@@ -315,7 +315,8 @@ class _Reading:
 
     def watch(self, cures: Iterable[Finding]) -> None:
         """Run the program, and keep all of its values."""
-        self.values, self.cuts = self.case.results(cures, see=True), dict[int, Cut | None]()
+        self.values = self.case.results(cures, see=True)
+        self.cuts, self.doubts = dict[int, Cut | None](), dict[tuple[int, bool], bool]()
 
     def cut(self, taken: Any) -> Cut | None:
         """Return how a value is cut, None where nothing explains it; constants are the same everywhere."""
@@ -337,19 +338,27 @@ class _Reading:
         return pairs
 
     def is_wrong(self, i: int, deep: bool) -> bool:
-        """Return whether a value is no right one. Keys, and what is made of ranks and positions alone, are
-        each rank's own: only a ``deep`` search doubts the latter."""
+        """Return whether a value is no right one. Keys, and what is made of ranks, sizes and positions alone,
+        are each rank's own: only a ``deep`` search doubts the latter, and what they scale."""
         key = i in self.makers and re.match("random_(?!bits)", self.makers[i][1].name)
         if i not in self.pair or key or not (deep or i in self.data):
             return False
-        if (cut := self.cut(i)) is None or cut.factor != 1:
+        if (i, deep) not in self.doubts:
+            self.doubts[i, deep] = self.doubt(i, deep)
+        return self.doubts[i, deep]
+
+    def doubt(self, i: int, deep: bool) -> bool:
+        if (cut := self.cut(i)) is None:
             return True
         given, parts = self.before(i), set(cut.over("mean", "share"))
+        known = [one for one in map(self.cut, given) if one]
+        if cut.factor != 1:
+            scaled = not deep and any(one.factor != 1 for one in known)
+            return not scaled or any(self.is_wrong(x, deep) for x in given)
         if i in self.makers and self.makers[i][1].name.startswith(
             "psum"
-        ):  # a sum makes neither of a term
-            known = [set(c.over("mean", "share")) for c in map(self.cut, given) if c]
-            if known and not parts <= set.union(*known):
+        ):  # no mean comes of a term
+            if known and not parts <= {a for one in known for a in one.over("mean", "share")}:
                 return True
         return bool(parts) and any(self.is_wrong(x, deep) for x in given)  # it fits by chance
 
@@ -437,7 +446,7 @@ class _Reading:
     def rows(self) -> list[dict[str, str]]:
         """Return a row for each equation inside a shard_map."""
         inside = [(step, i) for program, step in self.steps for i in step.gives if program.sizes]
-        return [{"line": s.line, "operation": s.name, "layout": self.text(i)} for s, i in inside]
+        return [{"line": s.line, "layout": self.text(i), "operation": s.name} for s, i in inside]
 
     def text(self, taken: Any) -> str:
         """Write a value's shape with its cuts: ``f32[8@dp,16], a partial sum over tp``."""

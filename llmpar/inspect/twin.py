@@ -399,7 +399,7 @@ def cut_of(pairs: list[Pair], sizes: dict[str, int], counted: bool = False) -> C
     shape, n = local.shape[len(sizes) :], len(sizes)
     same = [all(_is_copy(a, i, tol) for a, _, tol in pairs) for i in range(n)]
     dims = [d for d in range(whole.ndim) if len(shape) == whole.ndim and shape[d] < whole.shape[d]]
-    kinds: list[list] = [["copy", "share"] if copy else [*dims, *REDUCED] for copy in same]
+    kinds: list[list] = [["copy", "share", *dims] if copy else [*dims, *REDUCED] for copy in same]
     choices = [c for c in itertools.product(*kinds) if _fits(c, shape, whole.shape, sizes)]
     choices = [c for c in choices if not {"mean", "share"} <= {*c}]  # by the sizes alone
     for choice in choices:
