@@ -25,7 +25,7 @@ def mesh(**sizes):
     return Mesh(devices.reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def over(out=P(), *, sizes=None, vma=False, **given):
+def over(out, *, sizes=None, vma=False, **given):
     """Makes a program of a body: its mesh, and the shapes and specs of arguments that are no usual ones."""
 
     def decorate(body):
@@ -241,8 +241,7 @@ def no_sum_before_tanh(x, up, down, b):
 
 @wrong(ROWS)
 def no_sum_at_all(x, up, down, b):
-    y = jax.nn.relu(x @ up) @ down
-    return y  # wrong-at-result: missing sum tp
+    return jax.nn.relu(x @ up) @ down  # wrong: missing sum tp
 
 
 @wrong(P())
@@ -265,20 +264,20 @@ def mean_of_means(x):
 
 @wrong(P("dp"))
 def gradient_without_its_sum(x, up):
-    loss = lambda x: (jnp.sin(x @ up) ** 2).sum()
-    return jax.grad(loss)(x)  # wrong-at-result: missing sum tp
+    loss = lambda x: (jnp.sin(x @ up) ** 2).sum()  # wrong: missing sum tp
+    return jax.grad(loss)(x)
 
 
 @wrong(P())
 def gradients_not_summed(x, w):
-    loss = lambda w: ((x @ w) ** 2).sum()
-    return jax.grad(loss)(w)  # wrong-at-result: missing sum dp
+    loss = lambda w: ((x @ w) ** 2).sum()  # wrong: missing sum dp
+    return jax.grad(loss)(w)
 
 
 @wrong(P())
 def gradients_not_averaged(x, w):
-    loss = lambda w: ((x @ w) ** 2).mean()
-    return jax.grad(loss)(w)  # wrong-at-result: missing mean dp
+    loss = lambda w: ((x @ w) ** 2).mean()  # wrong: missing mean dp
+    return jax.grad(loss)(w)
 
 
 @wrong(P("dp", "tp"))
@@ -303,8 +302,8 @@ def ring_one_hop_short(x):
     n, total, block = lax.axis_size("sp"), x.sum(0), x
     for _ in range(n - 2):
         block = lax.ppermute(block, "sp", ring(n))
-        total = total + block.sum(0)
-    return total  # wrong-at-result: ring one hop short sp
+        total = total + block.sum(0)  # wrong: ring one hop short sp
+    return total
 
 
 @wrong(ROWS)
@@ -326,7 +325,7 @@ def transposed_psum(x, w):
 
 @wrong(P())
 def a_sum_of_means(x, w):
-    return lax.psum(((x @ w) ** 2).mean(), "dp")  # wrong: sum of means dp
+    return lax.psum(((x @ w) ** 2).mean(), "dp")  # wrong: counted dp
 
 
 @wrong(P())
@@ -354,7 +353,7 @@ def best_of_a_shard(x, up):
 def other_part_of_the_sequence(x):
     whole = lax.all_gather(x, "sp", tiled=True)
     at = (lax.axis_index("sp") + 1) % 4 * x.shape[0]
-    return lax.dynamic_slice_in_dim(whole, at, x.shape[0])  # wrong-at-result: order sp
+    return lax.dynamic_slice_in_dim(whole, at, x.shape[0])  # wrong: other order sp
 
 
 @wrong(P())
@@ -372,7 +371,7 @@ def scale_with_local_norm(x, w):
 
 @wrong(P())
 def shard_returned_as_copy(x):
-    return x * 2  # wrong-at-result: shard for a copy dp
+    return x * 2  # wrong: shard for a copy dp
 
 
 @wrong(P("dp"))
@@ -500,3 +499,271 @@ def built(seed, plant=True):
     )  # fmt: skip
     args = [rng.standard_normal(shapes[n]).astype(np.float32) * 0.4 for n in names]
     return f, args, text, line, what, kinds
+
+
+# ------------------------------------------------------------- programs with arguments and references of their own
+
+OTHERS = {}
+"""By name: whether it is right, the program, its reference (None: itself), its arguments."""
+
+
+def numbers(*shape, dtype=np.float32):
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(dtype)
+
+
+def other(name, is_right, f, reference, *args):
+    OTHERS[name] = is_right, f, reference, args
+
+
+def mapped(body, sizes, given, gives):
+    return jax.shard_map(body, mesh=mesh(**sizes), in_specs=given, out_specs=gives, check_vma=False)
+
+
+def causal(q, k, v):
+    at = jnp.arange(q.shape[0])
+    scores = jnp.where(at[:, None] >= at[None], q @ k.T / 4, -1e30)
+    return jax.nn.softmax(scores, -1) @ v
+
+
+def ring_attention(fewer=0, from_next=0):
+    def body(q, k, v):
+        n, me, b = lax.axis_size("sp"), lax.axis_index("sp"), q.shape[0]
+
+        def hop(carry, i):
+            top, total, out, k, v = carry
+            whose = (me - i + from_next) % n
+            rows, columns = me * b + jnp.arange(b), whose * b + jnp.arange(b)
+            scores = jnp.where(rows[:, None] >= columns[None], q @ k.T / 4, -1e30)
+            now = jnp.maximum(top, scores.max(1))
+            weights, scale = jnp.exp(scores - now[:, None]), jnp.exp(top - now)
+            total, out = total * scale + weights.sum(1), out * scale[:, None] + weights @ v
+            k, v = lax.ppermute((k, v), "sp", ring(n))
+            return (now, total, out, k, v), None
+
+        first = jnp.full((b,), -1e30), jnp.zeros((b,)), jnp.zeros_like(q), k, v
+        (_, total, out, _, _), _ = lax.scan(hop, first, jnp.arange(n - fewer))
+        return out / total[:, None]
+
+    return mapped(body, dict(sp=4), (P("sp"),) * 3, P("sp"))
+
+
+qkv = numbers(16, 8), numbers(16, 8) + 1, numbers(16, 8) - 1
+other("ring attention", True, ring_attention(), causal, *qkv)
+other("ring attention, no reference", True, ring_attention(), None, *qkv)
+other("ring attention, one hop short", False, ring_attention(fewer=1), causal, *qkv)
+other("ring attention, a neighbour's mask", False, ring_attention(from_next=1), causal, *qkv)
+
+
+def adam(param, grad, state):
+    first, second = 0.9 * state["m"] + 0.1 * grad, 0.99 * state["v"] + 0.01 * grad**2
+    return param - 0.01 * first / (jnp.sqrt(second) + 1e-3), {"m": first, "v": second, "none": None}
+
+
+def error(w, x, y):
+    return ((jnp.tanh(x @ w) - y) ** 2).mean()
+
+
+def zero(mean=True):
+    """ZeRO: gradients are scattered, each rank updates its rows, and these are gathered."""
+
+    def body(w, state, x, y):
+        loss, grad = jax.value_and_grad(error)(w, x, y)
+        grad = lax.psum_scatter(grad, "dp", tiled=True) / (lax.axis_size("dp") if mean else 1)
+        own = lax.dynamic_slice_in_dim(w, lax.axis_index("dp") * grad.shape[0], grad.shape[0])
+        own, state = adam(own, grad, state)
+        return lax.all_gather(own, "dp", tiled=True), state, lax.pmean(loss, "dp")
+
+    return mapped(body, dict(dp=8), (P(), P("dp"), P("dp"), P("dp")), (P(), P("dp"), P()))
+
+
+def one_step(w, state, x, y):
+    loss, grad = jax.value_and_grad(error)(w, x, y)
+    return *adam(w, grad, state), loss
+
+
+state = {"m": np.zeros((16, 16), "f"), "v": np.zeros((16, 16), "f"), "none": None}
+given = numbers(16, 16), state, numbers(32, 16), numbers(32, 16) * 0.5
+other("ZeRO", True, zero(), one_step, *given)
+other("ZeRO, no reference", True, zero(), None, *given)
+other("ZeRO, sums for means", False, zero(mean=False), one_step, *given)
+
+
+def clipped(mean=True):
+    @jax.jit
+    def step(state, batch):
+        def body(state, batch):
+            loss, grad = jax.value_and_grad(error)(state["w"], *batch)
+            grad = lax.pmean(grad, "dp") if mean else grad
+            scale = jnp.minimum(1.0, 0.1 / jnp.sqrt((grad**2).sum()))
+            return {"w": state["w"] - grad * scale, "none": None, "n": state["n"] + 1}, lax.pmean(loss, "dp")
+
+        return mapped(body, dict(dp=8), (P(), P("dp")), (P(), P()))(state, batch)
+
+    return step
+
+
+given = {"w": numbers(16, 16), "none": None, "n": jnp.int32(3)}, (numbers(32, 16), numbers(32, 16) * 0.5)
+other("clipping", True, clipped(), None, *given)
+other("clipping before the mean", False, clipped(mean=False), None, *given)
+
+
+def experts(x, router, w):
+    return jnp.einsum("td,tdm->tm", x, w[jnp.argmax(x @ router, 1)])
+
+
+def dispatched(x, router, w):
+    def body(x, router, w):
+        chosen = jax.nn.one_hot(jnp.argmax(x @ router, 1), router.shape[1])
+        sent = jnp.einsum("te,td->etd", chosen, x)
+        own = lax.all_to_all(sent, "ep", 0, 1, tiled=True)
+        back = lax.all_to_all(jnp.einsum("etd,edm->etm", own, w), "ep", 1, 0, tiled=True)
+        return jnp.einsum("te,etm->tm", chosen, back)
+
+    return mapped(body, dict(ep=4), (P("ep"), P(), P("ep")), P("ep"))(x, router, w)
+
+
+other("experts", True, dispatched, experts, numbers(16, 8), numbers(8, 8), numbers(8, 8, 8))
+other("experts, no reference", True, dispatched, None, numbers(16, 8), numbers(8, 8), numbers(8, 8, 8))
+
+
+def halo(shift=1):
+    def body(x):
+        n = lax.axis_size("sp")
+        left = lax.ppermute(x[-1:], "sp", [(i, (i + shift) % n) for i in range(n)])
+        right = lax.ppermute(x[:1], "sp", [(i, (i - shift) % n) for i in range(n)])
+        y = jnp.concatenate([left, x, right])
+        return y[:-2] + 2 * y[1:-1] + 3 * y[2:]
+
+    return mapped(body, dict(sp=4), P("sp"), P("sp"))
+
+
+other("halo", True, halo(), None, numbers(16, 3))
+other("halo of the other side", False, halo(-1), None, numbers(16, 3))
+
+
+def picked(summed=True):
+    def body(x, w, ids):
+        h = x @ w
+        top = lax.stop_gradient(lax.pmax(lax.stop_gradient(h).max(1), "tp"))
+        lse = jnp.log(lax.psum(jnp.exp(h - top[:, None]).sum(1), "tp")) + top
+        at = ids - lax.axis_index("tp") * w.shape[1]
+        own = (at >= 0) & (at < w.shape[1])
+        pick = jnp.where(own, jnp.take_along_axis(h, jnp.where(own, at, 0)[:, None], 1)[:, 0], 0.0)
+        return lax.pmean((lse - (lax.psum(pick, "tp") if summed else pick)).mean(), "dp")
+
+    return mapped(body, dict(dp=2, tp=4), (P("dp"), P(None, "tp"), P("dp")), P())
+
+
+def cross_entropy(x, w, ids):
+    return -jnp.take_along_axis(jax.nn.log_softmax(x @ w), ids[:, None], 1).mean()
+
+
+given = numbers(8, 16), numbers(16, 32), np.arange(8, dtype=np.int32) * 4
+other("cross entropy", True, picked(), cross_entropy, *given)
+other("cross entropy, no reference", True, picked(), None, *given)
+other("cross entropy, a label's part", False, picked(summed=False), cross_entropy, *given)
+
+
+def stages(x, w):
+    """A pipeline of four stages and three microbatches."""
+
+    def body(x, w):
+        n, i = lax.axis_size("pp"), lax.axis_index("pp")
+        passed, out = jnp.zeros_like(x[0]), jnp.zeros_like(x)
+        for t in range(x.shape[0] + n - 1):
+            y = jnp.where(i == 0, x[min(t, x.shape[0] - 1)], passed)
+            for layer in w:
+                y = jnp.tanh(y @ layer)
+            passed = lax.ppermute(y, "pp", ring(n))
+            if t >= n - 1:
+                out = out.at[t - n + 1].set(jnp.where(i == n - 1, y, 0.0))
+        return lax.psum(out, "pp")
+
+    return mapped(body, dict(pp=4), (P(), P("pp")), P())(x, w)
+
+
+other("a pipeline", True, stages, None, numbers(3, 2, 8), numbers(4, 8, 8))
+
+
+def drawn(key, x):
+    noise = lambda key, x: jax.random.normal(jax.random.fold_in(key, lax.axis_index("dp")), x.shape)
+    return mapped(lambda key, x: x + noise(key, x), dict(dp=8), (P(), P("dp")), P("dp"))(key, x)
+
+
+def drawn_alike(key, x):
+    return mapped(lambda key, x: x + jax.random.normal(key, x.shape), dict(dp=8), (P(), P("dp")), P("dp"))(
+        key, x
+    )
+
+
+other("random numbers of a key", True, drawn, None, jax.random.key(3), numbers(16, 4))
+other("random numbers, and a reference's", True, drawn, lambda key, x: x, jax.random.key(3), numbers(16, 4))
+other("random numbers, the same on each rank", False, drawn_alike, None, jax.random.key(3), numbers(16, 4))
+
+
+def written(x):
+    return lax.psum(x.sum() / 8, "dp")
+
+
+def branching(x):
+    def body(x):
+        s = lax.psum((x**2).sum(), "dp")
+        y = lax.while_loop(lambda c: c[1] < 3, lambda c: (jnp.sin(c[0]), c[1] + 1), (x, 0))[0]
+        return lax.cond(s > 1, lambda y: y * 2, lambda y: y, y), lax.psum((x > 0).sum(), "dp")
+
+    return mapped(body, dict(dp=8), P("dp"), (P("dp"), P()))(x)
+
+
+def normed(pooled):
+    def body(x):
+        over_all = lambda x: lax.pmean(x, "dp") if pooled else x
+        mean = over_all(x.mean(0))
+        return (x - mean) * lax.rsqrt(over_all((x**2).mean(0)) - mean**2 + 1e-5)
+
+    return mapped(body, dict(dp=8), P("dp"), P("dp"))
+
+
+def added(inside):
+    body = lambda x, b: lax.psum(x.sum(0) + b, "dp") if inside else lax.psum(x.sum(0), "dp") + b
+    return mapped(body, dict(dp=8), (P("dp"), P()), P())
+
+
+def constrained(x, w):
+    h = lax.with_sharding_constraint(jnp.tanh(x @ w), jax.NamedSharding(mesh(dp=2, tp=4), P("dp", "tp")))
+    return (h @ w.T).mean()
+
+
+def half(*shape):
+    return jnp.asarray(numbers(*shape), jnp.bfloat16)
+
+
+feed = mapped(
+    lambda x, up, down: lax.psum(jax.nn.gelu(x @ up) @ down, "tp"),
+    dict(dp=2, tp=4),
+    (P("dp"), P(None, "tp"), P("tp")),
+    P("dp"),
+)
+other(
+    "a size as a number",
+    True,
+    mapped(written, dict(dp=8), P("dp"), P()),
+    lambda x: x.sum() / 8,
+    numbers(16, 4),
+)
+other("loops, branches, counts", True, branching, None, numbers(16, 4))
+other("batch norm", True, normed(True), None, numbers(32, 4))
+other("batch norm of each shard", False, normed(False), None, numbers(32, 4))
+other("ones and zeros", True, added(False), None, jnp.ones((8, 4)), jnp.zeros((4,)))
+other("a bias of zeros in the sum", False, added(True), None, jnp.ones((8, 4)), jnp.zeros((4,)))
+other("shapes", True, added(False), None, jax.ShapeDtypeStruct((8, 4), "f"), jax.ShapeDtypeStruct((4,), "f"))
+other("constraints", True, constrained, None, numbers(8, 16), numbers(16, 32))
+other("bfloat16", True, feed, None, half(8, 16), half(16, 32), half(32, 16))
+other(
+    "one is another function",
+    False,
+    feed,
+    lambda x, up, down: x @ up @ down,
+    numbers(8, 16),
+    numbers(16, 32),
+    numbers(32, 16),
+)

@@ -55,6 +55,8 @@ _STATES |= {"max": "each shard's own max over", "min": "each shard's own min ove
 _STATES |= {"share": "divided by the size of", "shard": "in another order over"}
 _SEEN = {"other order", "shard for a copy", "ring one hop short"}
 """Mistakes that the values show by themselves; all others are named when their cure has made results right."""
+_SCALES = {"mean for a sum", "counted", "missing mean"}
+"""Mistakes of a factor."""
 _NOISE = 2.0**-22
 """A second run on one device has its arguments changed by so much: how far a value moves is rounding, too."""
 _TRIED, _ROUNDS = 6, 3
@@ -173,7 +175,7 @@ class _Case:
             with _jax.on_one_device(), _context():
                 self.one = read(jax.make_jaxpr(calls[0])(*bare), alone=True)
         except Exception as error:
-            self.why = f"the program cannot be traced on a mesh of ones ({_first_line(error)})"
+            self.why = f"the program cannot run on a mesh of ones ({_first_line(error)})"
         self.draws = bool(self.one) and share_draws(self.many, self.one)
         self.base = self.one
         if len(calls) > 1 and not self.draws:
@@ -190,7 +192,15 @@ class _Case:
         if self.base is None:
             raise ValueError(f"{self.why}; give the function for one device as reference")
         self.inputs = [[_values(x, seed) for x in leaves] for seed in (0, 1)]
-        self.right, moved = self.alone(self.base), self.alone(self.base, _moved)
+        try:
+            self.right, moved = self.alone(self.base), self.alone(self.base, _moved)
+        except Exception as error:
+            if self.base is not self.one:
+                raise
+            self.why = f"the program cannot run on a mesh of ones ({_first_line(error)})"
+            raise ValueError(
+                f"{self.why}; give the function for one device as reference"
+            ) from error
         spread = spreads(self.base, math.prod(self.mesh.values()))
         far = [spread.get(x, 0.0) if is_value(x) else 0.0 for x in self.base.gives]
         sides = zip(self.right, moved, strict=True)
@@ -245,7 +255,7 @@ class _Case:
         """Name what makes these results wrong."""
         if self.one is None:
             self.notes.append(f"{self.why}, so its lines are not compared")
-        elif self.base is not self.one and self.compare(self.alone(self.one))[1]:
+        elif self.base is not self.one and not self.is_twin():
             self.notes.append(
                 "on a mesh of ones the program differs from the reference, too: sharding is not what makes the"
                 " difference, or sizes are written as numbers; lines are not compared"
@@ -259,6 +269,12 @@ class _Case:
                     f"if it is a ring, it is one hop short: {most + 1} of {n} blocks of {axis} are seen"
                 )
         return []
+
+    def is_twin(self) -> bool:
+        """Return whether the program computes on one device what its reference does."""
+        with contextlib.suppress(Exception):
+            return not self.compare(self.alone(self.one))[1]
+        return False
 
 
 @dataclass(eq=False)
@@ -413,7 +429,7 @@ class _Reading:
             ]
             for tried in groups:
                 if self.case.heals([*kept, *tried]):
-                    rows = [x.row(True) for x in (*kept, *tried)]
+                    rows = [x.row(True) for x in (*kept, *self.earlier(tried, kept))]
                     return [*{str(row): row for row in rows}.values()]
             if not able or able[0] in kept:
                 break
@@ -435,6 +451,23 @@ class _Reading:
                 self.steps[-1][1], "unknown", [], say, "", None, start, self.operands(first)
             ).row(False)
         ]
+
+    def earlier(self, tried: list[Finding], kept: list[Finding]) -> list[Finding]:
+        """Return what else makes all results right, and is wrong before it: a factor may look like a mean."""
+        if tried[0].kind in _SCALES:
+            seen, todo = set[int](), [tried[0].value]
+            while todo:
+                new = [x for x in self.before(todo.pop()) if x not in seen]
+                seen, todo = seen | set(new), todo + new
+            wrong = [i for i in seen if (cut := self.cut(i)) is None or cut.factor != 1]
+            first = [
+                i
+                for i in sorted(wrong)
+                if i in self.makers and not set(self.before(i)) & set(wrong)
+            ]
+            each = [one for i in first for one in self.suggestions(i) if one.apply][:_TRIED]
+            return next(([one] for one in each if self.case.heals([*kept, one])), tried)
+        return tried
 
     def operands(self, values: list[int]) -> str:
         """Write the operands of the first of these values."""
