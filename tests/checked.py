@@ -71,7 +71,7 @@ def wrong(*args, **kwargs):
 ROWS = P("dp")
 ring = lambda n: [(i, (i + 1) % n) for i in range(n)]
 
-# ------------------------------------------------------------------------------------------------ right ones
+# ----------------------------------------------------------------------------------------------- right ones
 
 
 @right(ROWS)
@@ -225,7 +225,7 @@ def transposed_psum_divided_again(up, b):
     return lax.pmean(jax.grad(loss)(b), "tp")
 
 
-# ------------------------------------------------------------------------------------------------ wrong ones
+# ----------------------------------------------------------------------------------------------- wrong ones
 
 
 @wrong(ROWS)
@@ -319,8 +319,8 @@ def another_key_for_copies(x):
 
 @wrong(P())
 def transposed_psum(x, w):
-    loss = lambda w: lax.psum(((x @ w) ** 2).sum(), "dp")
-    return lax.psum(jax.grad(loss)(w), "dp")  # wrong: counted dp
+    loss = lambda w: lax.psum(((x @ w) ** 2).sum(), "dp")  # wrong: counted dp
+    return lax.psum(jax.grad(loss)(w), "dp")
 
 
 @wrong(P())
@@ -381,7 +381,7 @@ def two_mistakes(x, up, down, b):
     return lax.psum(y, "tp") + b
 
 
-# ------------------------------------------------------------------------------------------- planted mistakes
+# ----------------------------------------------------------------------------------------- planted mistakes
 
 BLOCKS = {
     "mlp": ["h = {act}(x @ up{i})", "y = <psum tp|h @ down{i}>", "x = x + {act}(y + b{i})"],
@@ -457,11 +457,11 @@ def mutations(op, axis):
 
 
 def program(seed, plant=True):
-    """A random program, as text: with ``plant`` one of its collectives is wrong. Returns the text, the line of
-    the mistake, its name, and the kinds that describe it."""
+    """A random program, as text: with ``plant`` one of its collectives is wrong. Returns the text, the line
+    of the mistake, its name, and the kinds that describe it. The first programs are short."""
     rng = np.random.default_rng(seed)
     lines = []
-    for i in range(rng.integers(1, 4)):
+    for i in range(rng.integers(1, 3 if seed < 40 else 4)):
         act = ["jnp.tanh", "jax.nn.gelu", "jnp.sin"][rng.integers(3)]
         block = BLOCKS[list(BLOCKS)[rng.integers(len(BLOCKS))]]
         lines += [line.replace("{act}", act).replace("{i}", str(i)) for line in block]
@@ -501,7 +501,7 @@ def built(seed, plant=True):
     return f, args, text, line, what, kinds
 
 
-# ------------------------------------------------------------- programs with arguments and references of their own
+# ------------------------------------------------------ programs with arguments and references of their own
 
 OTHERS = {}
 """By name: whether it is right, the program, its reference (None: itself), its arguments."""

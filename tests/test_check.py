@@ -36,7 +36,7 @@ def as_people_run(standard_promotion):
         yield
 
 
-# ---------------------------------------------------------------------------------------------- right programs
+# ------------------------------------------------------------------------------------------- right programs
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -94,7 +94,7 @@ def test_the_model_under_a_plan_is_the_model_on_one_device(mesh):
     assert checked, str(checked)
 
 
-# ---------------------------------------------------------------------------------------------- wrong programs
+# ------------------------------------------------------------------------------------------- wrong programs
 
 
 def declared(body) -> tuple[int, str, str]:
@@ -160,7 +160,7 @@ def test_planted_mistakes_are_found_and_none_has_a_wrong_kind(seeds):
     assert counts["wrong kind"] == 0 and counts["found"] >= 0.95 * len(seeds), others
 
 
-# ---------------------------------------------------------------------------------------------- what comes back
+# ------------------------------------------------------------------------------------------ what comes back
 
 
 def test_a_check_is_true_or_raises_with_its_report():

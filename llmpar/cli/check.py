@@ -10,7 +10,7 @@ from llmpar.cli.options import Output, give, start_jax
 
 
 @dataclass(frozen=True)
-class Check(Output):
+class CheckCommand(Output):
     """Compare a parallel program with one device: results, gradients, and the line where values part first.
 
     llmpar check my_module:my_program my_module:my_reference

@@ -10,7 +10,7 @@ from typing import Any
 import tyro
 
 from llmpar.cli.answers import Progress, Quiz, Solutions
-from llmpar.cli.check import Check
+from llmpar.cli.check import CheckCommand
 from llmpar.cli.compile import Compile
 from llmpar.cli.demo import Demo
 from llmpar.cli.doctor import Doctor
@@ -37,7 +37,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     },
     "look": {
         "inspect": Inspect,
-        "check": Check,
+        "check": CheckCommand,
         "compile": Compile,
         "schedule": ScheduleCommand,
         "models": Models,

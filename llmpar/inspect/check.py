@@ -16,14 +16,14 @@ from jax import lax
 
 from llmpar.inspect.census import text_columns
 from llmpar.inspect.twin import (
-    Cut,
+    Equation,
     Pair,
+    Pieces,
     Program,
-    Step,
     close,
     cut_of,
     cuts_of_shape,
-    draw,
+    draw_shard,
     hops,
     is_cut,
     is_value,
@@ -54,11 +54,100 @@ _STATES = {"sum": "a term of a sum over", "mean": "each shard's own mean over"}
 _STATES |= {"max": "each shard's own max over", "min": "each shard's own min over"}
 _STATES |= {"share": "divided by the size of", "shard": "in another order over"}
 _SEEN = {"other order", "shard for a copy", "ring one hop short"}
-"""Mistakes that the values show by themselves; all others are named when their cure has made results right."""
+"""Mistakes that values show by themselves; all others are named when their cure has made results right."""
 _SCALES = {"mean for a sum", "counted", "missing mean"}
 """Mistakes of a factor."""
+_SAYS = {
+    "wrong axis": (
+        "wrong axis",
+        "wrong axis: a sum over {axes}, along which the value is {state}, and not over {rest}",
+        "lax.psum(…, {right})",
+    ),
+    "counted": (
+        "counted",
+        "counted once per {axes}: a sum over {axes} of a value that is the same on all of it",
+        "leave {axes} out of the sum",
+    ),
+    "transposed": (
+        "counted",
+        "counted once per {axes}: a sum over {axes}, made by jax.grad, of a value that is the same on all",
+        "use check_vma=True, or jax.grad outside of shard_map: without types a psum's transpose is a psum",
+    ),
+    "added": (
+        "counted",
+        "counted once per {axes}: a value that is the same on all of {axes} is added to a term of a sum"
+        " over {axes}",
+        "add it after the sum over {axes}",
+    ),
+    "sum of means": (
+        "counted",
+        "counted once per {axes}: a sum over {axes} of each shard's mean",
+        "lax.pmean(…, {names})",
+    ),
+    "sum of shards": (
+        "sum of shards",
+        "a sum over {axes} of shards: along {axes} the value is cut",
+        "leave {axes} out of the sum",
+    ),
+    "mean of means": (
+        "mean of means",
+        "a mean of means: each rank of {axes} divides by its own sum, and these differ",
+        "lax.psum(…, {names}) of both before the div",
+    ),
+    "missing": (
+        "{lack}",
+        "a {lack} over {axes}: {name} takes {state} {axes}",
+        "lax.{reduce}(…, {names}) before the {name}",
+    ),
+    "unfinished": (
+        "{lack}",
+        "a {lack} over {axes}: {what} is still {state} {axes}{tail}",
+        "lax.{reduce}(…, {names}) before it is returned",
+    ),
+    "same key": (
+        "same random key",
+        "the same random key on every rank of {axes}: each draws the same numbers for its shard",
+        "jax.random.fold_in(key, lax.axis_index({names}))",
+    ),
+    "another key": (
+        "different random keys",
+        "a different random key on every rank of {axes}, for a value that is the same on all",
+        "use one key on all of {axes}",
+    ),
+    "positions": (
+        "positions without offset",
+        "positions begin at 0 on every rank of {axes}",
+        "add lax.axis_index({names}) times the size of a shard",
+    ),
+    "over a shard": (
+        "over a shard",
+        "{name} over a shard: each rank of {axes} has a part of dim {dim} alone",
+        "gather dim {dim} over {axes}, or combine what the ranks find",
+    ),
+    "ring": (
+        "ring one hop short",
+        "a ring one hop short: each rank of {axes} has seen {seen} of {n} blocks",
+        "send once more",
+    ),
+    "shard for a copy": (
+        "shard for a copy",
+        "{what} is cut over {axes}, but out_specs say that it is the same on all of {axes}",
+        "gather it over {axes}, or name {axes} in out_specs",
+    ),
+    "other order": (
+        "other order",
+        "the shards of {what} over {axes} are in another order, or of another dim, than out_specs say",
+        "",
+    ),
+    "unknown": (
+        "unknown",
+        "unknown, {place}: there values part first, and no change that was tried mends all results",
+        "",
+    ),
+}
+"""Kind, sentence and cure of each mistake."""
 _NOISE = 2.0**-22
-"""A second run on one device has its arguments changed by so much: how far a value moves is rounding, too."""
+"""A second run on one device has its arguments changed by so much: how far values move is rounding, too."""
 _TRIED, _ROUNDS = 6, 3
 """So many cures are tried at most for one mistake, and so many mistakes at most: each is compiled."""
 
@@ -68,10 +157,10 @@ class Check:
     """State whether a parallel program computes what one device computes. It is true where it does.
 
     Attributes:
-        results: of each result, and of each gradient of a scalar: ``name``, ``difference`` and ``bound``, both
-            relative to its largest element, ``equal``. The bound is what rounding explains.
-        findings: ``line``, ``kind``, ``axes``, ``sentence`` and ``cure``. With ``tried`` the results are right
-            when the cure is applied; without it the kind is "unknown", and ``guess`` says what it may be.
+        results: of each result, and of each gradient of a scalar: ``name``, ``difference`` and ``bound``,
+            both relative to its largest element, ``equal``. The bound is what rounding explains.
+        findings: ``line``, ``kind``, ``axes``, ``sentence``, ``cure``, ``operands``. With ``tried`` all
+            results are right when the cure is applied; kinds without it are "unknown", or seen in the results.
         notes: what could not be compared, and why.
     """
 
@@ -92,10 +181,10 @@ class Check:
             self.results,
             key=lambda row: (not row["equal"], row["difference"] / max(row["bound"], 1e-30)),
         )
-        numbers = f"{worst['name']} differs by {worst['difference']:.1e}, rounding explains {worst['bound']:.1e}"
-        words = [
-            f"{self.name} on {on} {'equals' if self.equal else 'is NOT'} the program of one device: {numbers}"
-        ]
+        far, bound = worst["difference"], worst["bound"]
+        state = "equals" if self.equal else "is NOT"
+        numbers = f"{worst['name']} differs by {far:.1e}, rounding explains {bound:.1e}"
+        words = [f"{self.name} on {on} {state} the program of one device: {numbers}"]
         for row in self.findings:
             words.append(f"{row['line']}: {row['sentence']}")
             words += [f"    operands: {row['operands']}"] if row["operands"] else []
@@ -106,7 +195,7 @@ class Check:
     __repr__ = __str__
 
     def layouts(self) -> list[dict[str, str]]:
-        """Run the program once more and return how every value is cut: ``line``, ``layout``, ``operation``."""
+        """Run the program once more and list how values are cut: ``line``, ``layout``, ``operation``."""
         return self._read()
 
     def table(self) -> str:
@@ -176,7 +265,7 @@ class _Case:
                 self.one = read(jax.make_jaxpr(calls[0])(*bare), alone=True)
         except Exception as error:
             self.why = f"the program cannot run on a mesh of ones ({_first_line(error)})"
-        self.draws = bool(self.one) and share_draws(self.many, self.one)
+        self.draws = self.one is not None and share_draws(self.many, self.one)
         self.base = self.one
         if len(calls) > 1 and not self.draws:
             with _context():
@@ -217,7 +306,7 @@ class _Case:
         """Run the program on its mesh: as it is, or step by step with cures or shared random numbers."""
         cures = list(cures)
         for one in cures:
-            one.step.cures.append(one.apply)
+            one.step.cures += [one.apply] if one.apply else []
         as_it_is = not (cures or see or self.draws)
         plain = lambda xs: jax.tree.leaves(self.calls[0](*xs))
         call = jax.jit(plain if as_it_is else lambda xs: run(self.many, xs, see)[see])
@@ -257,8 +346,8 @@ class _Case:
             self.notes.append(f"{self.why}, so its lines are not compared")
         elif self.base is not self.one and not self.is_twin():
             self.notes.append(
-                "on a mesh of ones the program differs from the reference, too: sharding is not what makes the"
-                " difference, or sizes are written as numbers; lines are not compared"
+                "on a mesh of ones the program differs from the reference, too: sharding is not what makes"
+                " the difference, or sizes are written as numbers; lines are not compared"
             )
         else:
             return _Reading(self).findings(wrong)
@@ -273,7 +362,7 @@ class _Case:
     def is_twin(self) -> bool:
         """Return whether the program computes on one device what its reference does."""
         with contextlib.suppress(Exception):
-            return not self.compare(self.alone(self.one))[1]
+            return self.one is not None and not self.compare(self.alone(self.one))[1]
         return False
 
 
@@ -281,7 +370,7 @@ class _Case:
 class Finding:
     """State what may be wrong at a step, and what would mend it: ``apply`` in the place of its call."""
 
-    step: Step
+    step: Equation
     kind: str
     axes: list[str]
     sentence: str
@@ -310,8 +399,8 @@ class _Reading:
         assert case.one
         self.case, self.pair = case, twins(case.many, case.one)
         self.steps = list(case.many.all_steps())
-        self.makers, self.homes = dict[int, tuple[int, Step]](), dict[int, Program]()
-        self.outer, self.inner = dict[int, Any](), dict[int, tuple[Step, int]]()
+        self.makers, self.homes = dict[int, tuple[int, Equation]](), dict[int, Program]()
+        self.outer, self.inner = dict[int, Any](), dict[int, tuple[Equation, int]]()
         self.data = set(case.many.takes)  # what is made of arguments, or of random numbers
         for n, (program, step) in enumerate(self.steps):
             self.makers |= dict.fromkeys(step.gives, (n, step))
@@ -332,12 +421,12 @@ class _Reading:
     def watch(self, cures: Iterable[Finding]) -> None:
         """Run the program, and keep all of its values."""
         self.values = self.case.results(cures, see=True)
-        self.cuts, self.doubts = dict[int, Cut | None](), dict[tuple[int, bool], bool]()
+        self.cuts, self.doubts = dict[int, Pieces | None](), dict[tuple[int, bool], bool]()
 
-    def cut(self, taken: Any) -> Cut | None:
+    def cut(self, taken: Any) -> Pieces | None:
         """Return how a value is cut, None where nothing explains it; constants are the same everywhere."""
         if not is_value(taken):
-            return Cut(dict.fromkeys(self.case.mesh, "copy"))
+            return Pieces(dict.fromkeys(self.case.mesh, "copy"))
         if taken not in self.cuts:
             sizes = self.homes[taken].sizes
             self.cuts[taken] = (
@@ -408,8 +497,8 @@ class _Reading:
         return sorted(first, key=lambda i: self.makers[i][0])
 
     def findings(self, wrong: list[int]) -> list[dict[str, Any]]:
-        """Try what the first wrong values suggest. Return what makes all results right; or what is seen without
-        a trial; or else between which lines the mistake must be."""
+        """Try what the first wrong values suggest. Return what makes all results right; or what is seen
+        without a trial; or else between which lines the mistake must be."""
         last, kept, seen = (
             [self.case.many.gives[j] for j in wrong],
             list[Finding](),
@@ -445,12 +534,8 @@ class _Reading:
         lines = [self.makers[i][1].line for i in (*first, *last) if i in self.makers]
         start, end = (lines[0], lines[-1]) if lines else ("", "")
         place = f"at {start}" if start == end else f"between {start} and {end}"
-        say = f"unknown, {place}: there values part first, and no change that was tried mends all results"
-        return [
-            Finding(
-                self.steps[-1][1], "unknown", [], say, "", None, start, self.operands(first)
-            ).row(False)
-        ]
+        one = finding("unknown", self.steps[-1][1], [], place=place)
+        return [replace(one, line=start, operands=self.operands(first)).row(False)]
 
     def earlier(self, tried: list[Finding], kept: list[Finding]) -> list[Finding]:
         """Return what else makes all results right, and is wrong before it: a factor may look like a mean."""
@@ -515,7 +600,7 @@ class _Reading:
         elif step.name in ("random_bits", "iota"):
             each = list(self.of_source(i, step, sizes))
         else:
-            cuts = [self.cut(x) or Cut({}) for x in step.takes]
+            cuts = [self.cut(x) or Pieces({}) for x in step.takes]
             each = [one for rule in _RULES for one in rule(step, cuts, sizes)]
         for one in each:
             one.operands, one.value = one.operands or self.operands([i]), i
@@ -535,74 +620,50 @@ class _Reading:
         if i in self.inner:
             yield from self.of_result(*self.inner[i])
 
-    def of_source(self, i: int, step: Step, sizes: dict[str, int]) -> Iterator[Finding]:
-        """Random numbers, and numbers of positions, that are the same on every rank."""
+    def of_source(self, i: int, step: Equation, sizes: dict[str, int]) -> Iterator[Finding]:
+        """Random numbers, and numbers of positions, that are the same on every rank; or that are not."""
         local, whole, _ = self.pairs(i)[0]
         differs = [a for k, a in enumerate(sizes) if not close(local, np.take(local, [0], k), 0.0)]
-        shape = local.shape[len(sizes) :]
-        cuts = cuts_of_shape(shape, whole.shape, sizes, frozenset(differs))
+        cuts = cuts_of_shape(local.shape[len(sizes) :], whole.shape, sizes, frozenset(differs))
         axes = [a for cut in cuts for a in cut]
-        kept, extra = ([a for a in axes if a not in differs], [a for a in differs if a not in axes])
-        kinds = {"different random keys": extra, "same random key": kept}
-        for kind, names in kinds.items() if step.name == "random_bits" else ():
-            say = f"the same random key on every rank of {_and(names)}: each draws the same numbers for its shard"
-            cure = f"jax.random.fold_in(key, lax.axis_index({_axes(names)}))" if names else ""
-            if kind != "same random key":
-                say = f"a different random key on every rank of {_and(names)}, for a value that is the same on all"
-                cure = f"use one key on all of {_and(names)}"
-            if names:
-                apply = functools.partial(draw, step.params, whole.shape, sizes, cuts, ())
-                yield Finding(step, kind, names, say, cure, apply)
-        if step.name == "iota" and len(kept) == 1:
-            dim, axis = next(d for d, cut in enumerate(cuts) if cut), kept[0]
-            cure = f"add lax.axis_index('{axis}') times the size of a shard"
-            apply = functools.partial(
-                _own_part, whole.astype(np.asarray(self.values[0][i]).dtype), dim, axis
-            )
-            say = f"positions begin at 0 on every rank of {axis}"
-            yield Finding(step, "positions without offset", [axis], say, cure, apply)
+        same, more = [a for a in axes if a not in differs], [a for a in differs if a not in axes]
+        if step.name == "random_bits":
+            apply = functools.partial(draw_shard, step.params, whole.shape, sizes, cuts, ())
+            yield from (finding("another key", step, more, apply) for _ in more[:1])
+            yield from (finding("same key", step, same, apply) for _ in same[:1])
+        elif len(same) == 1:
+            dim, dtype = next(d for d, cut in enumerate(cuts) if cut), self.values[0][i].dtype
+            apply = functools.partial(_own_part, whole.astype(dtype), dim, same[0])
+            yield finding("positions", step, same, apply)
 
-    def of_result(self, step: Step, k: int) -> Iterator[Finding]:
+    def of_result(self, step: Equation, k: int) -> Iterator[Finding]:
         """A result of shard_map that is not what its out_specs promise."""
         assert step.body
-        inner, sizes, one = step.body.gives[k], step.body.sizes, step.params["out_specs"][k]
-        what = f"result {k}" if len(step.gives) > 1 else "the result"
-        named = {a: d for d, cut_by in enumerate(one) for a in jax.tree.leaves(cut_by)}
-        at, line = self.makers.get(inner, (0, step))[1], self.text(inner)
+        inner, sizes, spec = step.body.gives[k], step.body.sizes, step.params["out_specs"][k]
         if (cut := self.cut(inner)) is None:
             return
-        add = lambda *xs: Finding(step, *xs, line=at.line, operands=f"{what}: {line}", value=inner)
+        what = f"result {k}" if len(step.gives) > 1 else "the result"
+        named = {a: d for d, cut_by in enumerate(spec) for a in jax.tree.leaves(cut_by)}
+        maker = self.makers.get(inner, (0, step))[1]
+        place: Any = {"line": maker.line, "operands": f"{what}: {self.text(inner)}", "value": inner}
+        add = lambda *xs, **words: replace(finding(*xs, what=what, **words), **place)
         for axis in cut.over("sum") if cut.factor != 1 else ():
             if (
                 cut.factor == sizes[axis] - 1
                 and hops(self.case.many, inner, axis) == sizes[axis] - 2
             ):
-                say = f"a ring one hop short: each rank of {axis} has seen {sizes[axis] - 1} of {sizes[axis]} blocks"
-                yield add("ring one hop short", [axis], say, "send once more")
+                yield add("ring", step, [axis], n=sizes[axis], seen=sizes[axis] - 1)
         for kind, reduce in _REDUCE.items():
             if axes := cut.over(kind):
-                name = "mean for a sum" if kind == "share" else f"missing {kind}"
-                say = f"a {name} over {_and(axes)}: {what} is still {_STATES[kind]} {_and(axes)}"
-                say += ", a gradient that is not all-reduced" * at.backward
-                cure = f"lax.{reduce.__name__}(…, {_axes(axes)}) before it is returned"
-                yield add(
-                    name, axes, say, cure, functools.partial(_changed, reduce, tuple(axes), k)
-                )
-        for axis, kind in cut.axes.items():
-            if is_cut(kind) and axis not in named:
-                say = f"{what} is cut over {axis}, but out_specs say that it is the same on all of {axis}"
-                yield add(
-                    "shard for a copy",
-                    [axis],
-                    say,
-                    f"gather it over {axis}, or name {axis} in out_specs",
-                )
-            elif is_cut(kind) and kind != named[axis]:
-                say = f"the shards of {what} over {axis} are in another order, or of another dim, than out_specs say"
-                yield add("other order", [axis], say, "")
+                apply = functools.partial(_changed, reduce, tuple(axes), k)
+                tail = ", a gradient that is not all-reduced" if maker.backward else ""
+                yield add("unfinished", step, axes, apply, kind=kind, tail=tail)
+        for axis, state in cut.axes.items():
+            if is_cut(state) and state != named.get(axis):
+                yield add("other order" if axis in named else "shard for a copy", step, [axis])
 
 
-def _of_sum(step: Step, cuts: list[Cut], sizes: dict[str, int]) -> Iterator[Finding]:
+def _of_sum(step: Equation, cuts: list[Pieces], sizes: dict[str, int]) -> Iterator[Finding]:
     """A sum over the wrong axis, or of what is no term of it."""
     if (
         not step.name.startswith(("psum", "reduce_scatter", "unreduced"))
@@ -611,106 +672,98 @@ def _of_sum(step: Step, cuts: list[Cut], sizes: dict[str, int]) -> Iterator[Find
     ):
         return
     cut, axes = cuts[0], [a for a in step.axes if a in sizes]
-    by = {kind: [a for a in axes if a in cut.over(kind)] for kind in ("copy", "mean", "cut")}
-    rest, wrong = [a for a in cut.over("sum") if a not in axes], by["copy"] + by["cut"]
+    copies, means, shards = (
+        [a for a in axes if a in cut.over(kind)] for kind in ("copy", "mean", "cut")
+    )
+    rest, wrong = [a for a in cut.over("sum") if a not in axes], copies + shards
     scaled = lambda names: (
         lambda *xs: _scaled(step.call(*xs), 1 / math.prod(sizes[a] for a in names))
     )
+    over = lambda names: lambda *xs: [lax.psum(x, names) if names else x for x in xs]
     if wrong and rest:
-        state = "cut" if by["cut"] else "the same on all ranks"
-        say = f"wrong axis: a sum over {_and(wrong)}, along which the value is {state}, and not over {_and(rest)}"
         right = tuple([a for a in axes if a not in wrong] + rest)
-        cure = f"lax.psum(…, {_axes([*right])})"
-        yield Finding(
-            step, "wrong axis", wrong, say, cure, lambda *xs: [lax.psum(x, right) for x in xs]
+        state = "cut" if shards else "the same on all ranks"
+        yield finding(
+            "wrong axis", step, wrong, over(right), state=state, rest=_and(rest), right=_axes(right)
         )
-    if copies := by["copy"]:
-        say = f"counted once per {_and(copies)}: a sum over {_and(copies)} of a value that is the same on all of it"
-        cure = f"leave {_and(copies)} out of the sum"
-        if step.backward:
-            cure = "use check_vma=True, or jax.grad outside of shard_map: without types the transpose of a psum is a psum"
-        yield Finding(step, "counted", copies, say, cure, scaled(copies))
-    if means := by["mean"]:
-        say = f"counted once per {_and(means)}: a sum over {_and(means)} of each shard's mean"
-        yield Finding(step, "counted", means, say, f"lax.pmean(…, {_axes(means)})", scaled(means))
-    if shards := by["cut"]:
-        say = f"a sum over {_and(shards)} of shards: along {_and(shards)} the value is cut"
-        keep = tuple(a for a in axes if a not in shards)
-        apply = lambda *xs: [lax.psum(x, keep) if keep else x for x in xs]
-        yield Finding(
-            step, "sum of shards", shards, say, f"leave {_and(shards)} out of the sum", apply
+    if copies:
+        yield finding("transposed" if step.backward else "counted", step, copies, scaled(copies))
+    if means:
+        yield finding("sum of means", step, means, scaled(means))
+    if shards:
+        yield finding(
+            "sum of shards", step, shards, over(tuple(a for a in axes if a not in shards))
         )
 
 
-def _of_operation(step: Step, cuts: list[Cut], sizes: dict[str, int]) -> Iterator[Finding]:
+def _of_operation(step: Equation, cuts: list[Pieces], sizes: dict[str, int]) -> Iterator[Finding]:
     """An operation on a value that still lacks its sum, mean, max or min."""
     if step.axes and not step.name.startswith(("pmax", "pmin", "all_gather")):
         return
     for axis in sizes:
         of = lambda kind, axis=axis: [j for j, cut in enumerate(cuts) if cut.axes.get(axis) == kind]
         if step.name in _LINEAR and of("sum") and of("copy"):
-            say = f"counted once per {axis}: a value that is the same on all of {axis} is added to a term of a sum"
-            apply = functools.partial(
-                _with, step, dict.fromkeys(of("copy"), _times(1 / sizes[axis]))
-            )
-            yield Finding(
+            less = lambda x, n=sizes[axis]: _scaled(x, 1 / n)[0]
+            yield finding(
+                "added",
                 step,
-                "counted",
                 [axis],
-                f"{say} over {axis}",
-                f"add it after the sum over {axis}",
-                apply,
+                functools.partial(_with, step, dict.fromkeys(of("copy"), less)),
             )
         for kind, reduce in _REDUCE.items():
-            name = "mean for a sum" if kind == "share" else f"missing {kind}"
-            say = f"a {name} over {axis}: {step.name} takes {_STATES[kind]} {axis}"
-            if step.name == "div" and of("sum") == [0, 1]:
-                name = "mean of means"
-                say = (
-                    f"a mean of means: each rank of {axis} divides by its own sum, and these differ"
-                )
-            change = functools.partial(lambda reduce, axis, x: reduce(x, axis), reduce, axis)
-            parts = of(kind)
+            key = "mean of means" if step.name == "div" and of("sum") == [0, 1] else "missing"
+            change, parts = functools.partial(_reduced, reduce, axis), of(kind)
             for chosen in dict.fromkeys((tuple(parts), *((j,) for j in parts))) if parts else ():
-                cure = f"lax.{reduce.__name__}(…, '{axis}') before the {step.name}"
                 apply = functools.partial(_with, step, dict.fromkeys(chosen, change))
-                lacks = (
-                    (reduce, axis, chosen[0])
-                    if len(chosen) == 1 and is_value(step.takes[chosen[0]])
-                    else None
-                )
-                yield Finding(step, name, [axis], say, cure, apply, lacks=lacks)
+                one = finding(key, step, [axis], apply, kind=kind)
+                yield replace(one, lacks=(reduce, axis, chosen[0])) if len(chosen) == 1 else one
 
 
-def _of_shard(step: Step, cuts: list[Cut], sizes: dict[str, int]) -> Iterator[Finding]:
+def _of_shard(step: Equation, cuts: list[Pieces], sizes: dict[str, int]) -> Iterator[Finding]:
     """An operation that needs a whole dim, on a shard of it."""
     for axis, dim in cuts[0].axes.items() if cuts and step.name in _WHOLE else ():
         if isinstance(dim, int):
-            say = f"{step.name} over a shard: each rank of {axis} has a part of dim {dim} alone"
-            cure = f"gather dim {dim} over {axis}, or combine what the ranks find"
             change = functools.partial(lax.all_gather, axis_name=axis, axis=dim, tiled=True)
-            yield Finding(
-                step, "over a shard", [axis], say, cure, functools.partial(_with, step, {0: change})
+            yield finding(
+                "over a shard", step, [axis], functools.partial(_with, step, {0: change}), dim=dim
             )
 
 
 _RULES = (_of_sum, _of_operation, _of_shard)
 
 
+def finding(
+    key: str, step: Equation, axes: list[str], apply: Callable | None = None, **words: Any
+) -> Finding:
+    """Make a finding with the words of `_SAYS`."""
+    if "kind" in words:
+        reduce, state = _REDUCE[words["kind"]], _STATES[words["kind"]]
+        lack = "mean for a sum" if words["kind"] == "share" else f"missing {words['kind']}"
+        words |= {"state": state, "reduce": reduce.__name__, "lack": lack}
+    words |= {"axes": _and(axes), "names": _axes(axes), "name": step.name}
+    kind, sentence, cure = (text.format(**words) for text in _SAYS[key])
+    return Finding(step, kind, axes, sentence, cure, apply)
+
+
 def _and(axes: Iterable[str]) -> str:
     return " and ".join(axes)
 
 
-def _axes(axes: list[str]) -> str:
-    return repr(axes[0] if len(axes) == 1 else tuple(axes))
+def _axes(axes: Iterable[str]) -> str:
+    names = tuple(axes)
+    return repr(names[0] if len(names) == 1 else names)
 
 
-def _with(step: Step, changes: dict[int, Callable], *xs: Any) -> Any:
+def _reduced(reduce: Callable, axis: str, x: Any) -> Any:
+    return reduce(x, axis)
+
+
+def _with(step: Equation, changes: dict[int, Callable], *xs: Any) -> Any:
     """Call a step with some operands changed."""
     return step.call(*(changes[j](x) if j in changes else x for j, x in enumerate(xs)))
 
 
-def _finished(step: Step, reduce: Callable, axis: str, k: int, *xs: Any) -> list:
+def _finished(step: Equation, reduce: Callable, axis: str, k: int, *xs: Any) -> list:
     """Call a step, and reduce its k-th result."""
     results = step.call(*xs)
     return _changed(
@@ -720,10 +773,6 @@ def _finished(step: Step, reduce: Callable, axis: str, k: int, *xs: Any) -> list
 
 def _changed(reduce: Callable, axes: tuple[str, ...], k: int, *results: Any) -> list:
     return [reduce(x, axes) if j == k else x for j, x in enumerate(results)]
-
-
-def _times(factor: float) -> Callable[[Any], Any]:
-    return lambda x: _scaled(x, factor)[0]
 
 
 def _scaled(results: Any, factor: float) -> list:
@@ -866,7 +915,7 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _bound(spread: float, whole: np.ndarray, moved: np.ndarray, *more: np.ndarray) -> float:
-    """Return how far rounding may move a value: by the sums on its path, and as it moves with the arguments."""
+    """Return how far rounding may move a value: by the sums on its path, and as it moves with arguments."""
     noise = _distance(whole, moved)
     return spread * max(map(_scale, (whole, *more))) + FACTOR * (
         noise if math.isfinite(noise) else 0.0

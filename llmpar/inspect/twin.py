@@ -38,7 +38,7 @@ REDUCED = ("sum", "mean", "max", "min")
 
 
 @dataclass(eq=False)
-class Step:
+class Equation:
     """State one equation, after calls are inlined and short loops unrolled.
 
     Attributes:
@@ -78,10 +78,10 @@ class Program:
 
     takes: list[int]
     gives: list[Any]
-    steps: list[Step]
+    steps: list[Equation]
     sizes: dict[str, int] = field(default_factory=dict)
 
-    def all_steps(self) -> Iterator[tuple["Program", Step]]:
+    def all_steps(self) -> Iterator[tuple["Program", Equation]]:
         """List the steps with the program that they are in, those of a shard_map before itself."""
         for step in self.steps:
             if step.body:
@@ -107,13 +107,15 @@ class _Reader:
 
     def program(self, closed: Any, sizes: dict[str, int], place: tuple[str, str]) -> Program:
         jaxpr, consts = _jax.equations(closed)
-        takes, steps = self.number(jaxpr.invars), list[Step]()
+        takes, steps = self.number(jaxpr.invars), list[Equation]()
         return Program(takes, self.inline(jaxpr, consts, takes, steps, place), steps, sizes)
 
     def number(self, variables: Iterable[Any]) -> list[int]:
         return [next(self.ids) for _ in variables]
 
-    def inline(self, jaxpr: Any, consts: Any, takes: list, steps: list[Step], place: Any) -> list:
+    def inline(
+        self, jaxpr: Any, consts: Any, takes: list, steps: list[Equation], place: Any
+    ) -> list:
         """Add the steps of a jaxpr, and return the ids of its results. ``place``: `line_within`."""
         known = dict(zip(jaxpr.constvars, map(_Constant, consts), strict=True))
         known |= zip(jaxpr.invars, takes, strict=True)
@@ -132,7 +134,7 @@ class _Reader:
                 gives = self.unroll(eqn, inner, xs, steps, inside, line)
             else:
                 gives = self.number(eqn.outvars)
-                steps.append(Step(name, line, xs, gives, _caller(eqn), eqn))
+                steps.append(Equation(name, line, xs, gives, _caller(eqn), eqn))
                 if name == "shard_map" and not self.manual:
                     self.manual, mesh = True, eqn.params["mesh"]
                     names = [a for a in mesh.axis_names if a in eqn.params["newly_manual_axes"]]
@@ -155,7 +157,7 @@ class _Reader:
             parts = self.number(xs[consts + carried :])
             for part, x in zip(parts, xs[consts + carried :], strict=True):
                 at = functools.partial(lax.index_in_dim, index=i, keepdims=False)
-                steps.append(Step("slice of scan", line, [x], [part], at))
+                steps.append(Equation("slice of scan", line, [x], [part], at))
             given = [*xs[:consts], *carry, *parts]
             results = self.inline(*_jax.equations(inner), given, steps, place)
             carry = results[:carried]
@@ -163,7 +165,7 @@ class _Reader:
         stacked = self.number(rows[0] if rows else [])
         for column, gives in zip(zip(*rows, strict=True), stacked, strict=True):
             stack = lambda *parts: jnp.stack(parts)
-            steps.append(Step("scan", line, list(column), [gives], stack))
+            steps.append(Equation("scan", line, list(column), [gives], stack))
         return [*carry, *stacked]
 
 
@@ -185,10 +187,10 @@ def read(closed: Any, alone: bool = False) -> Program:
     return _Reader(alone).program(closed, {}, ("", ""))
 
 
-Values = dict[int, Any]
+_Values = dict[int, Any]
 
 
-def run(program: Program, args: Iterable[Any], see: bool = False) -> tuple[list, Values]:
+def run(program: Program, args: Iterable[Any], see: bool = False) -> tuple[list, _Values]:
     """Run a program, and with ``see`` return every value by its id: whole outside shard_map; inside one row
     for each device, with the axes of the mesh as first dims."""
     values, seen = dict(zip(program.takes, args, strict=True)), dict[int, Any]()
@@ -207,12 +209,12 @@ def run(program: Program, args: Iterable[Any], see: bool = False) -> tuple[list,
     return [of(x) for x in program.gives], seen
 
 
-def _run_mapped(step: Step, xs: list, see: bool) -> tuple[list, Values]:
+def _run_mapped(step: Equation, xs: list, see: bool) -> tuple[list, _Values]:
     params, body = step.params, step.body
     assert body
     rows = PartitionSpec(*body.sizes)
 
-    def local(*args: Any) -> tuple[list, Values]:
+    def local(*args: Any) -> tuple[list, _Values]:
         results, seen = run(body, args, see)
         for cure in step.cures:
             results = list(cure(*results))
@@ -241,7 +243,7 @@ def _plain(x: Any) -> Any:
 def twins(many: Program, one: Program) -> dict[int, int]:
     """Return for each value the one that the same equation has on one device. Of a line that has more
     equations there, or fewer (a loop over the ranks), none has a twin."""
-    sides = [defaultdict(list), defaultdict(list)]
+    sides: list[dict[Any, list[Equation]]] = [defaultdict(list), defaultdict(list)]
     pairs = dict[int, int]()
     for side, program in zip(sides, (many, one), strict=True):
         for _, step in program.all_steps():
@@ -289,11 +291,10 @@ def hops(program: Program, value: Any, axis: str) -> int:
     return depth[value] if is_value(value) else 0
 
 
-def shapes(program: Program) -> dict[int, tuple[int, ...]]:
+def _shapes(program: Program) -> dict[int, tuple[int, ...]]:
     """Return the shapes of the results of equations."""
-    pairs = [
-        (i, v.aval) for _, s in program.all_steps() if s.eqn for i, v in zip(s.gives, s.eqn.outvars)
-    ]
+    steps = [step for _, step in program.all_steps() if step.eqn]
+    pairs = [(i, v.aval) for s in steps for i, v in zip(s.gives, s.eqn.outvars, strict=True)]
     return {i: aval.shape for i, aval in pairs if hasattr(aval, "shape")}
 
 
@@ -301,7 +302,7 @@ def share_draws(many: Program, one: Program) -> bool:
     """Let ranks draw the random numbers of one device, each its shard of them, where their keys differ: a
     program that folds its rank into a key is right, though its numbers are others. Return whether any are
     drawn."""
-    pair, whole, any_drawn = twins(many, one), shapes(one), False
+    pair, whole, any_drawn = twins(many, one), _shapes(one), False
     differs = defaultdict[Any, frozenset[str]](frozenset)  # along which axes a value may
     for program, step in many.all_steps():
         if step.body is None and program.sizes:
@@ -318,7 +319,7 @@ def share_draws(many: Program, one: Program) -> bool:
                 by_rank = [[a for a in cut if a in differs[step.takes[0]]] for cut in cuts]
                 if len(cuts) == len(shape):
                     step.call = functools.partial(
-                        draw, step.params, shape, program.sizes, by_rank, rest
+                        draw_shard, step.params, shape, program.sizes, by_rank, rest
                     )
     return any_drawn
 
@@ -338,7 +339,9 @@ def cuts_of_shape(
     return cuts
 
 
-def draw(params: dict, whole: tuple, sizes: dict, cuts: list, rest: Iterable[str], key: Any) -> Any:
+def draw_shard(
+    params: dict, whole: tuple, sizes: dict, cuts: list, rest: Iterable[str], key: Any
+) -> Any:
     """Draw as the first rank does, in the shape of one device, and take this rank's shard along ``cuts``.
     Along the axes ``rest`` each rank draws other numbers for the same values."""
     first = lambda x, a: lax.all_gather(x, a)[0]
@@ -357,7 +360,7 @@ def draw(params: dict, whole: tuple, sizes: dict, cuts: list, rest: Iterable[str
 
 
 @dataclass(frozen=True)
-class Cut:
+class Pieces:
     """State how the values of all devices make up the one of one device.
 
     Attributes:
@@ -392,7 +395,7 @@ def close(a: np.ndarray, b: np.ndarray, tolerance: float) -> bool:
     return bool(near.all())
 
 
-def cut_of(pairs: list[Pair], sizes: dict[str, int], counted: bool = False) -> Cut | None:
+def cut_of(pairs: list[Pair], sizes: dict[str, int], counted: bool = False) -> Pieces | None:
     """Return the first layout that makes the twin of a value, for all pairs; None if there is none. With
     ``counted`` also sums that are counted several times."""
     local, whole, _ = pairs[0]
@@ -407,16 +410,16 @@ def cut_of(pairs: list[Pair], sizes: dict[str, int], counted: bool = False) -> C
             if all(
                 close(_joined(a, choice, order).reshape(b.shape), b, tol) for a, b, tol in pairs
             ):
-                return Cut(dict(zip(sizes, choice, strict=True)))
+                return Pieces(dict(zip(sizes, choice, strict=True)))
     kinds = [["copy"] if copy else ["shard", "sum", "mean"] for copy in same]
     for choice in itertools.product(*kinds):
         if "shard" in choice and all(_same_elements(a, b, tol, choice) for a, b, tol in pairs):
-            return Cut(dict(zip(sizes, choice, strict=True)))
+            return Pieces(dict(zip(sizes, choice, strict=True)))
     for choice in (c for c in choices if not {"mean", "max", "min"} & {*c}) if counted else ():
         for order in _orders(choice):
             joined = [(_joined(a, choice, order), b, tol) for a, b, tol in pairs]
             if factor := _factor(joined, sizes):
-                return Cut(dict(zip(sizes, choice, strict=True)), factor)
+                return Pieces(dict(zip(sizes, choice, strict=True)), factor)
     return None
 
 
@@ -510,13 +513,13 @@ def spreads(program: Program, ranks: int) -> dict[int, float]:
     return {i: FACTOR * ROUNDING * math.sqrt(x) for i, x in variance.items() if is_value(i)}
 
 
-def _given(step: Step) -> Iterator[tuple[int, int]]:
+def _given(step: Equation) -> Iterator[tuple[int, int]]:
     """Pair the arguments of a shard_map's body with what they are outside."""
     assert step.body
     return ((i, x) for i, x in zip(step.body.takes, step.takes, strict=True) if is_value(x))
 
 
-def _roundings(step: Step, ranks: int) -> float:
+def _roundings(step: Equation, ranks: int) -> float:
     """Return the squared unit roundoff of a step, times the roundings in a row that it makes."""
     if step.eqn is None or not step.eqn.outvars:
         return 0.0

@@ -172,9 +172,10 @@ def on_one_device() -> Iterator[None]:
     """Let every `jax.shard_map` that is traced here see a mesh of ones, with the axes of its own mesh: the
     same text is then the program of one device. No public function gives another mesh to a function that
     has its own. Programs that JAX has traced before are traced again."""
-    from jax._src.shard_map import shard_map_p
+    from jax._src import shard_map
     from jax.experimental.xla_metadata import set_xla_metadata
 
+    shard_map_p: Any = shard_map.shard_map_p
     bind = shard_map_p.bind_with_trace
 
     def alone(trace, args, avals, params):
