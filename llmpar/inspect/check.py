@@ -160,7 +160,7 @@ class Check:
         results: of each result, and of each gradient of a scalar: ``name``, ``difference`` and ``bound``,
             both relative to its largest element, ``equal``. The bound is what rounding explains.
         findings: ``line``, ``kind``, ``axes``, ``sentence``, ``cure``, ``operands``. With ``tried`` all
-            results are right when the cure is applied; kinds without it are "unknown", or seen in the results.
+            results are right when the cure is applied; other kinds are "unknown", or seen in the results.
         notes: what could not be compared, and why.
     """
 
