@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import json
 import re
@@ -67,14 +68,14 @@ def test_a_random_right_program_is_silent(seed):
 @pytest.mark.nightly
 @pytest.mark.parametrize("build", PROGRAMS, ids=lambda build: build.__name__)
 def test_programs_as_documents_show_them_are_silent(build):
-    """Beside themselves jitted without a constraint; some cannot run on one device, and are refused."""
+    """Beside the same on one device, or themselves; some of these cannot run there, and are refused."""
     mesh = build.mesh()
     with jax.set_mesh(mesh) if build.context else contextlib.nullcontext():
-        f, args, _ = build(mesh)
+        f, args, want = build(mesh)
         if any(isinstance(x, jax.Ref) for x in jax.tree.leaves(args)):
             return
         try:
-            checked = check(f, None, *args)
+            checked = check(f, want, *args)
         except ValueError as error:
             assert "give the function for one device as reference" in str(error)
             return
@@ -219,6 +220,21 @@ def test_what_cannot_run_on_one_device_needs_a_reference():
         check(f, None, numbers(8, 2))
     assert check(f, lambda x: jnp.roll(x, 1, 0), numbers(8, 2))
     assert "lines are not compared" in str(check(f, lambda x: x, numbers(8, 2)))
+
+
+def test_a_program_of_one_row_for_each_rank_is_another_function_on_one_device_and_refused():
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    on = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    own = on(lambda w, x: jax.lax.psum(jnp.tanh(x @ w[0]), "i"), in_specs=(P("i"), P()), out_specs=P())
+    blocks = on(lambda x: jax.lax.psum(x, "i"), in_specs=P("i"), out_specs=P())
+    with pytest.raises(ValueError, match="each rank takes its only row of an argument"):
+        check(own, None, numbers(8, 4, 4), numbers(2, 4))
+    with pytest.raises(ValueError, match="has shape .* give the function for one device as reference"):
+        check(blocks, None, numbers(16, 3))
+    assert check(
+        own, lambda w, x: jnp.tanh(jnp.einsum("bd,ide->ibe", x, w)).sum(0), numbers(8, 4, 4), numbers(2, 4)
+    )
+    assert check(blocks, lambda x: x.reshape(8, 2, 3).sum(0), numbers(16, 3))
 
 
 def test_results_of_other_shapes_are_refused():
