@@ -23,11 +23,12 @@ The first six are the compact package, read in an afternoon in this order; the r
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["MeshExplorer", "Plan", "Step", "explain", "from_type", "look", "make_mesh", "preset"]
-__all__ += ["use_devices"]
+__all__ = ["MeshExplorer", "Plan", "Step", "check", "explain", "from_type", "look", "make_mesh"]
+__all__ += ["preset", "use_devices"]
 
 if TYPE_CHECKING:
     from llmpar.explore.explorer import MeshExplorer
+    from llmpar.inspect.check import check
     from llmpar.inspect.explain import explain
     from llmpar.inspect.look import look
     from llmpar.parallel.mesh import from_type, make_mesh, use_devices
@@ -39,6 +40,7 @@ _FILES = {
     "MeshExplorer": "explore.explorer",
     "Plan": "plan.plan",
     "Step": "training.step",
+    "check": "inspect.check",
     "explain": "inspect.explain",
     "from_type": "parallel.mesh",
     "look": "inspect.look",

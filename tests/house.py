@@ -27,7 +27,7 @@ BESIDE = {
 """Files of these folders that no strategy needs: formats and services of others."""
 BUDGETS = {
     "plan": 2_500,
-    "parallel": 870,
+    "parallel": 895,
     "kernels": 525,
     "model": 950,
     "pipeline": 335,
@@ -35,18 +35,18 @@ BUDGETS = {
     "predict": 2_125,
     "planner": 1_490,
     "draw": 2_620,
-    "inspect": 2_000,
+    "inspect": 2_965,
     "explore": 1_390,
     "serve": 730,
     "launch": 1_220,
     "lessons": 1_380,
-    "cli": 1_985,
+    "cli": 2_025,
     "top": 140,
 }
 """Statements that a folder may have, with some air; they are meant to be lowered."""
 LIMITS = {
-    "statements of the compact package": 6_235,
-    "statements": 22_360,
+    "statements of the compact package": 6_265,
+    "statements": 23_390,
     "functions over 45 statements": 0,
     "characters of a mean line": 48,
     "public names with two homes": 20,

@@ -148,3 +148,29 @@ def test_xla_reads_its_flags_in_a_program_without_devices():
         [sys.executable, "-c", _jax.PARSE_FLAGS], env=environ, capture_output=True, text=True
     )
     assert "Unknown flag in XLA_FLAGS: --xla_no_such_flag" in done.stderr
+
+
+def test_a_shard_map_can_be_traced_on_a_mesh_of_ones_and_afterwards_on_its_own():
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    body = lambda x: x.reshape(-1, 2) * lax.axis_size("i")
+    f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=PartitionSpec("i"), out_specs=PartitionSpec("i")))
+    shapes = lambda: jax.make_jaxpr(lambda x: f(x))(jnp.ones((16, 2))).pretty_print()
+    before = shapes()
+    with _jax.on_one_device():
+        alone = shapes()
+    assert before == shapes()
+    assert "'i': 8" in before and "'i': 1" in alone and "f32[2,2]" not in alone
+
+
+def test_a_mesh_of_ones_has_the_names_and_types_of_the_other():
+    mesh = make_mesh("dp=2 tp=2")
+    ones = _jax.mesh_of_ones(mesh)
+    assert ones.axis_names == mesh.axis_names and ones.axis_types == mesh.axis_types and ones.size == 1
+
+
+def test_a_scan_tells_how_many_operands_are_constants_and_how_many_are_carried():
+    def f(w, x, c):
+        return lax.scan(lambda c, row: (c + w @ row, row), c, x)
+
+    (eqn,) = jax.make_jaxpr(f)(jnp.ones((3, 3)), jnp.ones((4, 3)), jnp.ones(3)).eqns
+    assert _jax.scan_parts(eqn) == (1, 1)

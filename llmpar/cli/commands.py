@@ -10,6 +10,7 @@ from typing import Any
 import tyro
 
 from llmpar.cli.answers import Progress, Quiz, Solutions
+from llmpar.cli.check import CheckCommand
 from llmpar.cli.compile import Compile
 from llmpar.cli.demo import Demo
 from llmpar.cli.doctor import Doctor
@@ -34,7 +35,13 @@ GROUPS: dict[str, dict[str, Any]] = {
         "serve": Serve,
         "export": Export,
     },
-    "look": {"inspect": Inspect, "compile": Compile, "schedule": ScheduleCommand, "models": Models},
+    "look": {
+        "inspect": Inspect,
+        "check": CheckCommand,
+        "compile": Compile,
+        "schedule": ScheduleCommand,
+        "models": Models,
+    },
     "decide": {"plan": PlanCommand},
     "many hosts": {"launch": Launch},
 }

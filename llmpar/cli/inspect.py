@@ -1,9 +1,11 @@
 """``llmpar inspect``: predicted beside compiled, for one training step; or what any program sends."""
 
+import contextlib
 import importlib
 import inspect
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,18 +87,11 @@ class Inspect(Output):
                 "--program MODULE:FUNCTION goes with --target or --devices, --hlo FILE with --mesh, both"
                 f" with --pin, --svg and --json; {rest}"
             )
-        try:
+        with refusing(self.program or self.hlo):
             program = self.made()
             from llmpar.inspect.look import look
 
             shown = look(*program) if isinstance(program, tuple) else look(program)
-        except Exception as error:
-            notes = [note[8:] for note in getattr(error, "__notes__", ()) if note[:8] == "llmpar: "]
-            line = str(error).partition("\n")[0]
-            if not isinstance(error, ValueError):
-                line = f"{type(error).__name__}: {line}"
-                notes.append("LLMPAR_TRACEBACK=1 shows the stack")
-            raise ValueError("; ".join([f"{self.program or self.hlo}: {line}", *notes])) from error
         if self.pin:
             try:
                 shown.pin(self.pin)
@@ -117,7 +112,28 @@ class Inspect(Output):
 
         devices = target.devices if target else use_devices(self.step.devices, at_least=1)
         start_jax()
-        module, _, name = str(self.program).partition(":")
-        sys.path.insert(0, os.getcwd())
-        make = getattr(importlib.import_module(module), name)
-        return make(devices) if target or inspect.signature(make).parameters else make()
+        return imported(str(self.program), devices, bool(target))
+
+
+@contextlib.contextmanager
+def refusing(name: str | None) -> Iterator[None]:
+    """Turn an error of a user's program into a refusal that names it."""
+    try:
+        yield
+    except Exception as error:
+        notes = [note[8:] for note in getattr(error, "__notes__", ()) if note[:8] == "llmpar: "]
+        line = str(error).partition("\n")[0]
+        if not isinstance(error, ValueError):
+            line = f"{type(error).__name__}: {line}"
+            notes.append("LLMPAR_TRACEBACK=1 shows the stack")
+        raise ValueError("; ".join([f"{name}: {line}", *notes])) from error
+
+
+def imported(program: str, devices: list | None = None, takes: bool = False) -> Any:
+    """Import MODULE:FUNCTION. With ``devices`` call it, with them if it takes an argument."""
+    module, _, name = program.partition(":")
+    sys.path.insert(0, os.getcwd())
+    make = getattr(importlib.import_module(module), name)
+    if devices is None:
+        return make
+    return make(devices) if takes or inspect.signature(make).parameters else make()

@@ -112,17 +112,8 @@ def kept_lines(jaxpr: Any) -> dict[str, set[str]]:
 
     def collect(jaxpr: Any, helper: str, call: str) -> None:
         for eqn in jaxpr.eqns:
-            frames = getattr(eqn.source_info.traceback, "frames", ())
-            places = [(frame.file_name, frame.line_num) for frame in frames]
-            own = [
-                i
-                for i, frame in enumerate(frames)
-                if frame.function_name.rpartition(".")[2] == helper
-            ]
-            line = innermost(places)
-            # it is a caller's, not the helper's
-            kept = bool(own and line) and not innermost(places[: own[0] + 1])
-            lines.setdefault(line, set()).add(line := call if kept else line)
+            line = _line(eqn)
+            lines.setdefault(line, set()).add(line := line_within(eqn, helper, call))
             if eqn.primitive.name in ("scan", "while"):
                 lines[LOOPS].add(line)
             name = eqn.params.get("name")
@@ -132,6 +123,16 @@ def kept_lines(jaxpr: Any) -> dict[str, set[str]]:
 
     collect(jaxpr, "", "")
     return lines
+
+
+def line_within(eqn: Any, helper: str, call: str) -> str:
+    """Return the line of an equation inside a jitted ``helper``: the line of its ``call`` where the helper is
+    a library's, for there JAX keeps the line of the first caller."""
+    frames = getattr(eqn.source_info.traceback, "frames", ())
+    places = [(frame.file_name, frame.line_num) for frame in frames]
+    names = [frame.function_name.rpartition(".")[2] for frame in frames]
+    kept = helper in names and not innermost(places[: names.index(helper) + 1])
+    return call if kept and innermost(places) else innermost(places)
 
 
 Axes = frozenset[str]

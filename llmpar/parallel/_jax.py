@@ -9,17 +9,21 @@ tests/test_jax_private.py fails for each of them on the day that JAX changes it.
     program_shardings                    a program's executable           the public trees err with Refs
     unreduced_kind                       a type's kind, from JAX 0.12     a maximum is no sum
     equations, part_of                   a traced function's equations    ClosedJaxpr becomes Jaxpr
+    on_one_device, scan_parts            a program on a mesh of ones      a shard_map has its mesh inside
     processes, let_gloo_listen           how processes join               no public state, no such option
     PARSE_FLAGS                          XLA's reader of XLA_FLAGS        it ends the process at unknown ones
 """
 
+import contextlib
 import functools
 import inspect
 import itertools
 import warnings
+from collections.abc import Iterator
 from typing import Any, cast
 
 import jax
+import numpy as np
 
 # --------------------------------------------------------------------------------------------- how JAX lowers
 
@@ -158,6 +162,53 @@ def part_of(jaxpr: Any, eqns: list, invars: list, outvars: list) -> Any:
     """Return some equations of a jaxpr, from these variables to those, as one of their own."""
     unnamed = jaxpr.debug_info.with_unknown_names()
     return jaxpr.replace(eqns=eqns, invars=invars, outvars=outvars, debug_info=unnamed)
+
+
+# ------------------------------------------------------------------------------------ a program on one device
+
+
+@contextlib.contextmanager
+def on_one_device() -> Iterator[None]:
+    """Let every `jax.shard_map` that is traced here see a mesh of ones, with the axes of its own mesh: the
+    same text is then the program of one device. No public function gives another mesh to a function that
+    has its own. Programs that JAX has traced before are traced again."""
+    from jax._src import shard_map
+    from jax.experimental.xla_metadata import set_xla_metadata
+
+    shard_map_p: Any = shard_map.shard_map_p
+    bind = shard_map_p.bind_with_trace
+
+    def alone(trace, args, avals, params):
+        return bind(trace, args, avals, dict(params, mesh=mesh_of_ones(params["mesh"])))
+
+    shard_map_p.bind_with_trace = alone
+    try:
+        with set_xla_metadata(llmpar_twin=next(_TWINS)):  # it is a part of the key of JAX's caches
+            yield
+    finally:
+        del shard_map_p.bind_with_trace
+
+
+_TWINS = itertools.count()
+
+
+def mesh_of_ones(mesh: Any) -> Any:
+    """Return a mesh with the names and types of this one's axes, each of size 1: its abstract form within a
+    `jax.shard_map`, otherwise on JAX's first device."""
+    sizes, kinds = (1,) * len(mesh.axis_names), mesh.axis_types
+    if mesh.manual_axes:
+        return jax.sharding.AbstractMesh(sizes, mesh.axis_names, axis_types=kinds)
+    device = np.array(jax.devices()[:1]).reshape(sizes)
+    return jax.sharding.Mesh(device, mesh.axis_names, axis_types=kinds)
+
+
+def scan_parts(eqn: Any) -> tuple[int, int]:
+    """Return how many operands of a scan are constants, and how many are carried. JAX 0.12 has a tree of
+    them in the place of two numbers."""
+    if "num_carry" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
 
 
 # ------------------------------------------------------------------------------------------ several processes

@@ -1,0 +1,267 @@
+"""`check`: right programs are silent, and mistakes are found at their line with their kind."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import json
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checked import OTHERS, RIGHT, WRONG, built, numbers
+from jax.sharding import PartitionSpec as P
+from programs import PROGRAMS
+from shared import ROOT
+from test_look import EXPLICIT
+
+import llmpar
+from llmpar.cli import main
+from llmpar.inspect.check import check
+from llmpar.parallel.mesh import make_mesh
+from llmpar.plan.model_config import preset
+from llmpar.plan.plan import Plan
+from llmpar.training.step import Step
+
+GATE = {"random": 14, "planted": 40}
+"""So many programs of each kind by default, and 100 and 200 in the nightly tests."""
+
+
+@pytest.fixture(autouse=True)
+def as_people_run(standard_promotion):
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+# ------------------------------------------------------------------------------------------- right programs
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_program_is_silent_and_its_bound_small(name):
+    f, args = RIGHT[name]()
+    checked = check(f, None, *args)
+    assert checked, str(checked)
+    assert max(row["bound"] for row in checked.results) < 1e-3 and not checked.notes
+
+
+@pytest.mark.parametrize("name", [name for name, (is_right, *_) in OTHERS.items() if is_right])
+def test_another_right_program_is_silent(name):
+    _, f, reference, args = OTHERS[name]
+    checked = check(f, reference, *args)
+    assert checked, str(checked)
+
+
+MORE = [pytest.param(i, marks=pytest.mark.nightly) for i in range(GATE["random"], 100)]
+
+
+@pytest.mark.parametrize("seed", [*range(GATE["random"]), *MORE])
+def test_a_random_right_program_is_silent(seed):
+    f, args, text, *_ = built(seed, plant=False)
+    checked = check(f, None, *args)
+    assert checked, f"{text}\n{checked}"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("build", PROGRAMS, ids=lambda build: build.__name__)
+def test_programs_as_documents_show_them_are_silent(build):
+    """Beside the same on one device, or themselves; some of these cannot run there, and are refused."""
+    mesh = build.mesh()
+    with jax.set_mesh(mesh) if build.context else contextlib.nullcontext():
+        f, args, want = build(mesh)
+        if any(isinstance(x, jax.Ref) for x in jax.tree.leaves(args)):
+            return
+        try:
+            checked = check(f, want, *args)
+        except ValueError as error:
+            assert "give the function for one device as reference" in str(error)
+            return
+        assert checked, str(checked)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", ["dp=2 tp=2", "fsdp=2 sp=2", "dp=2 ep=2"])
+def test_the_model_under_a_plan_is_the_model_on_one_device(mesh):
+    config = preset("tiny-moe" if "ep" in mesh else "tiny")
+    config = dataclasses.replace(config, num_layers=1, vocab_size=64)
+    many, one = (Step(config, Plan(m), make_mesh(m), optax.sgd(0.1)) for m in (mesh, "dp=1"))
+    params = jax.device_get(one.init(0).params)
+    tokens = np.arange(4 * 17, dtype=np.int32).reshape(4, 17) % 64
+    batch = jax.tree.map(lambda x: np.resize(tokens, x.shape).astype(x.dtype), many.abstract_batch(4, 16))
+    checked = check(many.gradients, one.gradients, params, batch)
+    assert checked, str(checked)
+
+
+# ------------------------------------------------------------------------------------------- wrong programs
+
+
+def declared(body) -> tuple[int, str, str]:
+    """Return the line of a body's mistake, its kind and its axis."""
+    lines, first = inspect.getsourcelines(body)
+    marks = [(n, re.search(r"# wrong: (.*) (\w+)$", line)) for n, line in enumerate(lines, first)]
+    n, mark = next((n, mark) for n, mark in marks if mark)
+    return n, *mark.groups()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_found_at_its_line_with_its_kind(name):
+    f, args = WRONG[name]()
+    line, kind, axis = declared(WRONG[name].body)
+    checked = check(f, None, *args)
+    first = checked.findings[0]
+    assert not checked and (first["kind"], first["axes"]) == (kind, [axis]), str(checked)
+    assert first["line"] == f"tests/checked.py:{line}", str(checked)
+    assert kind in first["sentence"] or axis in first["sentence"]
+
+
+WANTED = {
+    "ring attention, one hop short": "it is one hop short: 3 of 4 blocks of sp",
+    "ring attention, a neighbour's mask": "unknown, ",
+    "ZeRO, sums for means": "counted once per dp: a sum over dp of each shard's mean",
+    "clipping before the mean": "a missing mean over dp",
+    "halo of the other side": "unknown, at",
+    "cross entropy, a label's part": "a missing sum over tp",
+    "random numbers, the same on each rank": "the same random key on every rank of dp",
+    "batch norm of each shard": "a missing mean over dp",
+    "a bias of zeros in the sum": "counted once per dp",
+    "one is another function": "sharding is not what makes the difference",
+}
+
+
+@pytest.mark.parametrize("name", [name for name, (is_right, *_) in OTHERS.items() if not is_right])
+def test_another_mistake_is_found_or_said_to_be_unknown(name):
+    _, f, reference, args = OTHERS[name]
+    checked = check(f, reference, *args)
+    assert not checked and WANTED[name] in str(checked), str(checked)
+
+
+def verdict(seed) -> str:
+    """Check a program with a planted mistake; the text of the program where it is not found."""
+    f, args, text, line, what, kinds = built(seed)
+    checked = check(f, None, *args)
+    if checked or not checked.findings or checked.findings[0]["kind"] == "unknown":
+        return f"not found: {what} in line {line}\n{text}\n{checked}"
+    at, kind = int(checked.findings[0]["line"].rpartition(":")[2]), checked.findings[0]["kind"]
+    if kind not in kinds or not line <= at <= line + 3:
+        return f"wrong kind: {what} in line {line}\n{text}\n{checked}"
+    return "found"
+
+
+PLANTED = [range(GATE["planted"]), pytest.param(range(GATE["planted"], 200), marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize("seeds", PLANTED, ids=str)
+def test_planted_mistakes_are_found_and_none_has_a_wrong_kind(seeds):
+    verdicts = [verdict(seed) for seed in seeds]
+    counts = Counter(text.partition(":")[0] for text in verdicts)
+    others = "\n".join(text for text in verdicts if text != "found")
+    assert counts["wrong kind"] == 0 and counts["found"] >= 0.95 * len(seeds), others
+
+
+# ------------------------------------------------------------------------------------------ what comes back
+
+
+def test_a_check_is_true_or_raises_with_its_report():
+    f, args = WRONG["norm_counted"]()
+    checked = check(f, None, *args)
+    f, args = RIGHT["norm_of_gradients"]()
+    right = check(f, None, *args)
+    right.raise_if_different()
+    assert right and [row["name"] for row in right.results] == [
+        "result",
+        "gradient of [0]",
+        "gradient of [1]",
+    ]
+    with pytest.raises(AssertionError, match="counted once per tp"):
+        checked.raise_if_different()
+    document = json.loads(json.dumps(checked.document()))
+    assert document["mesh"] == {"dp": 2, "tp": 4} and document["findings"][0]["tried"] is True
+    assert "counted once per tp" in checked._repr_html_()
+
+
+def test_the_layout_of_every_value_is_read_where_types_hide_it():
+    f, args = RIGHT["mlp"]()
+    table = check(f, None, *args).table()
+    assert re.search(r"f32\[8@dp,16\], a term of a sum over tp +dot_general", table)
+    assert re.search(r"f32\[8@dp,32@tp\] +dot_general", table) and re.search(r"f32\[8@dp,16\] +psum", table)
+
+
+def test_a_reference_is_compared_by_results_and_gradients():
+    f, args = RIGHT["loss"]()
+    one = lambda x, up, down, b: ((jax.nn.gelu(x @ up) @ down + b) ** 2).mean()
+    assert check(f, one, *args) and not check(f, lambda *a: one(*a) * 1.001, *args)
+
+
+def test_a_gradient_alone_can_be_wrong():
+    @jax.custom_vjp
+    def shared(x):
+        return x
+
+    shared.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
+    f, args = RIGHT["loss"]()
+    checked = check(lambda *xs: f(shared(xs[0]), *xs[1:]), f, *args)
+    assert not checked and {row["name"] for row in checked.results if not row["equal"]} == {"gradient of [0]"}
+
+
+def test_explicit_axes_are_compared_with_a_reference():
+    on = lambda x, *cuts: jax.device_put(x, jax.NamedSharding(EXPLICIT, P(*cuts)))
+    f = lambda x, w: jnp.tanh(x @ w).sum()
+    assert check(f, f, on(numbers(8, 16), "X"), on(numbers(16, 4), None, "Y"))
+
+
+def test_what_cannot_run_on_one_device_needs_a_reference():
+    perm = [(i, (i + 1) % 8) for i in range(8)]
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    f = jax.shard_map(lambda x: jax.lax.ppermute(x, "i", perm), mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    with pytest.raises(ValueError, match="mesh of ones .*; give the function for one device as reference"):
+        check(f, None, numbers(8, 2))
+    assert check(f, lambda x: jnp.roll(x, 1, 0), numbers(8, 2))
+    assert "lines are not compared" in str(check(f, lambda x: x, numbers(8, 2)))
+
+
+def test_a_program_of_one_row_for_each_rank_is_another_function_on_one_device_and_refused():
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    on = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    own = on(lambda w, x: jax.lax.psum(jnp.tanh(x @ w[0]), "i"), in_specs=(P("i"), P()), out_specs=P())
+    blocks = on(lambda x: jax.lax.psum(x, "i"), in_specs=P("i"), out_specs=P())
+    with pytest.raises(ValueError, match="each rank takes its only row of an argument"):
+        check(own, None, numbers(8, 4, 4), numbers(2, 4))
+    with pytest.raises(ValueError, match="has shape .* give the function for one device as reference"):
+        check(blocks, None, numbers(16, 3))
+    assert check(
+        own, lambda w, x: jnp.tanh(jnp.einsum("bd,ide->ibe", x, w)).sum(0), numbers(8, 4, 4), numbers(2, 4)
+    )
+    assert check(blocks, lambda x: x.reshape(8, 2, 3).sum(0), numbers(16, 3))
+
+
+def test_results_of_other_shapes_are_refused():
+    f, args = RIGHT["mlp"]()
+    with pytest.raises(ValueError, match="they must agree"):
+        check(f, lambda x, up, down, b: x[:, :3], *args)
+
+
+def test_the_mistake_of_the_documents_is_found_from_the_terminal(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT / "tests" / "fixtures" / "mine")
+    assert main(["check", "norm:program", "norm:one_device", "--layouts"]) == 1
+    out, err = capsys.readouterr()
+    assert "mine/norm.py:12: counted once per tp" in out and "f32[16,32@tp]" in out
+    assert err.startswith("llmpar: norm:program differs from one device: counted once per tp")
+    assert main(["check", "norm:mended", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["equal"] is True
+    assert main(["check", "norm:missing"]) == 1
+    assert "norm:missing" in capsys.readouterr().err
+
+
+def test_the_page_shows_what_is_printed(monkeypatch):
+    text = (ROOT / "docs" / "check.md").read_text()
+    (block,) = re.findall(r"It prints\n\n((?:    .*\n)+)", text)
+    monkeypatch.syspath_prepend(ROOT / "tests" / "fixtures" / "mine")
+    import norm
+
+    f, *args = norm.program(jax.devices())
+    printed = str(llmpar.check(f, norm.one_device, *args))
+    without_bound = lambda text: re.sub(r"explains \S+", "", text)
+    assert without_bound(printed) == without_bound(block.replace("\n    ", "\n").strip())
