@@ -13,6 +13,7 @@ import pytest
 from compare_memory import argument_bytes as given
 
 from llmpar.inspect.census import compiled_memory
+from llmpar.parallel._jax import scan_parts
 from llmpar.parallel.mesh import make_mesh
 from llmpar.plan.model_config import ADAPTABLE, LoraConfig, ModelConfig, preset
 from llmpar.plan.plan import Plan
@@ -168,7 +169,7 @@ def stacked(jaxpr, length):
     """The results that each loop of so many iterations stacks, the first loop first."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan" and eqn.params["length"] == length:
-            yield [x.aval for x in eqn.outvars[eqn.params["num_carry"] :]]
+            yield [x.aval for x in eqn.outvars[scan_parts(eqn)[1] :]]
         for inner in jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "eqns")):
             if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
                 yield from stacked(inner, length)
