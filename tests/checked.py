@@ -262,6 +262,13 @@ def mean_of_means(x):
     return lax.pmean(mean, "dp")
 
 
+@wrong(P(), sizes=dict(dp=2, sp=4), x=((8, 16), P("dp", "sp")))
+def mean_of_means_over_two_axes(x):
+    mask = (x > 0).astype(jnp.float32)
+    mean = (x * mask).sum() / mask.sum()  # wrong: mean of means dp,sp
+    return lax.pmean(mean, ("dp", "sp"))
+
+
 @wrong(P("dp"))
 def gradient_without_its_sum(x, up):
     loss = lambda x: (jnp.sin(x @ up) ** 2).sum()  # wrong: missing sum tp

@@ -410,9 +410,7 @@ class Finding:
     line: str = ""
     operands: str = ""
     value: int = -1
-    lacks: tuple[Callable, str, int] | None = (
-        None  # what an operand lacks: a collective, its axis, which one
-    )
+    lacks: tuple[Callable, tuple[str, ...], int] | None = None
 
     def is_like(self, other: "Finding") -> bool:
         return (self.kind, self.axes) == (other.kind, other.axes)
@@ -640,11 +638,11 @@ class _Reading:
                 and (maker := self.makers.get(step.takes[one.lacks[2]]))
                 and not maker[1].body
             ):
-                reduce, axis, k = one.lacks
+                reduce, axes, k = one.lacks
                 one.line = maker[1].line if one.kind == "mean for a sum" else step.line
                 k = maker[1].gives.index(step.takes[k])
                 apply = functools.partial(
-                    _finished, maker[1], reduce, axis, k
+                    _finished, maker[1], reduce, axes, k
                 )  # for all that take it
                 yield replace(one, step=maker[1], apply=apply)
             yield one
@@ -731,23 +729,27 @@ def _of_operation(step: Equation, cuts: list[Pieces], sizes: dict[str, int]) -> 
     """An operation on a value that still lacks its sum, mean, max or min."""
     if step.axes and not step.name.startswith(("pmax", "pmin", "all_gather")):
         return
-    for axis in sizes:
+    for axis, n in sizes.items():
         of = lambda kind, axis=axis: [j for j, cut in enumerate(cuts) if cut.axes.get(axis) == kind]
         if step.name in _LINEAR and of("sum") and of("copy"):
-            less = lambda x, n=sizes[axis]: _scaled(x, 1 / n)[0]
-            yield finding(
-                "added",
-                step,
-                [axis],
-                functools.partial(_with, step, dict.fromkeys(of("copy"), less)),
+            less = lambda x, n=n: _scaled(x, 1 / n)[0]
+            changes = dict.fromkeys(of("copy"), less)
+            yield finding("added", step, [axis], functools.partial(_with, step, changes))
+    for kind, reduce in _REDUCE.items():
+        lacking = [a for a in sizes if any(cut.axes.get(a) == kind for cut in cuts)]
+        for axes in [*([lacking] if len(lacking) > 1 else []), *([a] for a in lacking)]:
+            parts = [j for j, cut in enumerate(cuts) if {*axes} <= {*cut.over(kind)}]
+            key = (
+                "mean of means"
+                if step.name == "div" and parts == [0, 1] and kind == "sum"
+                else "missing"
             )
-        for kind, reduce in _REDUCE.items():
-            key = "mean of means" if step.name == "div" and of("sum") == [0, 1] else "missing"
-            change, parts = functools.partial(_reduced, reduce, axis), of(kind)
+            change = functools.partial(_reduced, reduce, tuple(axes))
             for chosen in dict.fromkeys((tuple(parts), *((j,) for j in parts))) if parts else ():
                 apply = functools.partial(_with, step, dict.fromkeys(chosen, change))
-                one = finding(key, step, [axis], apply, kind=kind)
-                yield replace(one, lacks=(reduce, axis, chosen[0])) if len(chosen) == 1 else one
+                one = finding(key, step, axes, apply, kind=kind)
+                lacks = (reduce, tuple(axes), chosen[0])
+                yield replace(one, lacks=lacks) if len(chosen) == 1 else one
 
 
 def _of_shard(step: Equation, cuts: list[Pieces], sizes: dict[str, int]) -> Iterator[Finding]:
@@ -785,8 +787,8 @@ def _axes(axes: Iterable[str]) -> str:
     return repr(names[0] if len(names) == 1 else names)
 
 
-def _reduced(reduce: Callable, axis: str, x: Any) -> Any:
-    return reduce(x, axis)
+def _reduced(reduce: Callable, axes: tuple[str, ...], x: Any) -> Any:
+    return reduce(x, axes)
 
 
 def _with(step: Equation, changes: dict[int, Callable], *xs: Any) -> Any:
@@ -794,12 +796,10 @@ def _with(step: Equation, changes: dict[int, Callable], *xs: Any) -> Any:
     return step.call(*(changes[j](x) if j in changes else x for j, x in enumerate(xs)))
 
 
-def _finished(step: Equation, reduce: Callable, axis: str, k: int, *xs: Any) -> list:
+def _finished(step: Equation, reduce: Callable, axes: tuple[str, ...], k: int, *xs: Any) -> list:
     """Call a step, and reduce its k-th result."""
     results = step.call(*xs)
-    return _changed(
-        reduce, (axis,), k, *(results if isinstance(results, list | tuple) else [results])
-    )
+    return _changed(reduce, axes, k, *(results if isinstance(results, list | tuple) else [results]))
 
 
 def _changed(reduce: Callable, axes: tuple[str, ...], k: int, *results: Any) -> list:
