@@ -27,7 +27,7 @@ from llmpar.plan.model_config import preset
 from llmpar.plan.plan import Plan
 from llmpar.training.step import Step
 
-GATE = {"random": 14, "planted": 40}
+GATE = {"random": 8, "planted": 24}
 """So many programs of each kind by default, and 100 and 200 in the nightly tests."""
 
 

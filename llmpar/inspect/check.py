@@ -263,7 +263,9 @@ class _Case:
         self.is_scalar &= any(map(_is_float, leaves))
         self.many, self.one, self.why = read(traced), None, ""
         bodies = [step.body for _, step in self.many.all_steps() if step.body]
-        self.mesh = {a: n for body in bodies for a, n in body.sizes.items()} or _mesh_of(leaves)
+        self.mesh = {a: n for body in bodies for a, n in body.sizes.items()} or _mesh_of(
+            leaves, self.many
+        )
         try:
             with _jax.on_one_device(), _context():
                 self.one = read(jax.make_jaxpr(calls[0])(*bare), alone=True)
@@ -888,8 +890,11 @@ def _context() -> Iterator[None]:
         yield
 
 
-def _mesh_of(leaves: list) -> dict[str, int]:
-    meshes = [getattr(getattr(x, "sharding", None), "mesh", None) for x in leaves]
+def _mesh_of(leaves: list, program: Program) -> dict[str, int]:
+    """Return the mesh of arguments, or of constraints."""
+    shardings = [getattr(x, "sharding", None) for x in leaves]
+    shardings += [step.params.get("sharding") for _, step in program.all_steps()]
+    meshes = [getattr(sharding, "mesh", None) for sharding in shardings]
     return next((dict(mesh.shape) for mesh in meshes if mesh is not None), {})
 
 
