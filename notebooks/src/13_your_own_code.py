@@ -30,7 +30,7 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from llmpar import MeshExplorer, draw, explain, from_type, look
+from llmpar import MeshExplorer, check, draw, explain, from_type, look
 from llmpar.draw.scene import show
 from llmpar.lessons import attempt, find, hint, met, say, solution
 
@@ -333,6 +333,20 @@ if N > 1:
 # %%
 shape = jax.ShapeDtypeStruct((BATCH, SEQ, 64), "bfloat16", sharding=x.sharding)
 look(lambda x: (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).mean(), shape)
+
+# %% [markdown]
+# ### Keep it in a test
+#
+# The cure is one line, and the next commit may lose it. An assertion says what must not be sent; `fails_on` names a program of which that
+# is false, so that you see it fail. `after.pin("loss.comm")` would keep every line in a file. And is it still the same function?
+# `check` compares the program on its mesh with one device, and names the line where they part.
+
+# %%
+if N > 1:
+    after.forbids(before.rows[0]["arrow"], fails_on=before)
+same = check(cured, loss, params, tokens)
+assert same
+say(same)
 
 # %% [markdown]
 # ### Exercise (stretch): one cut in place of a constraint
