@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from llmpar.inspect.census import text_columns
+from llmpar.inspect.hlo import typed
 from llmpar.inspect.twin import (
     Equation,
     Pair,
@@ -606,13 +607,10 @@ class _Reading:
         whole, cut, axes = self.pairs(taken)[0][1], self.cut(taken), dict[Any, list[str]]()
         for axis, kind in cut.axes.items() if cut else ():
             axes.setdefault(kind, []).append(axis)
-        dims = [
-            f"{n}@{','.join(axes[d])}" if d in axes else str(n) for d, n in enumerate(whole.shape)
-        ]
         dtype = re.sub(
             "(?<=[a-z])[a-z]+(?=[0-9])", "", np.asarray(self.values[0][taken]).dtype.name
         )
-        words = [f"{dtype}[{','.join(dims)}]", *["unknown"] * (cut is None)]
+        words = [typed(dtype, whole.shape, axes), *["unknown"] * (cut is None)]
         words += [
             f"{text} {','.join(axes[kind])}" for kind, text in _STATES.items() if kind in axes
         ]
