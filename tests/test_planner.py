@@ -598,6 +598,19 @@ def test_half_a_chip_has_a_plan_and_no_line_that_compiles_it():
     assert row["mesh"] == "dp=1" and row["compile"] is None and "--mesh" in row["train"]
 
 
+@pytest.mark.parametrize(
+    "name, devices, seq, mesh, order",
+    [
+        ("mistral-7b", 64, 131072, "fsdp=4 sp=16", "contiguous"),  # every layer has a window
+        ("gemma-3-27b", 64, 65536, "fsdp=16 sp=4", Plan.sequence_order),  # a sixth sees everything
+        ("llama3-8b", 64, 65536, "fsdp=16 sp=4", Plan.sequence_order),
+    ],
+)
+def test_a_ring_in_the_order_that_windows_want_is_offered(name, devices, seq, mesh, order):
+    one = planner.on_mesh(question(name, devices, devices, seq), parse_mesh(mesh))
+    assert (one.plan.context_parallel, one.plan.sequence_order) == ("ring", order)
+
+
 # ----------------------------------------------------------------------------- two meshes, one machine
 
 

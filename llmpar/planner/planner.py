@@ -282,6 +282,8 @@ def variants(q: Question, mesh: MeshShape) -> Iterator[Fields]:
             sequences += [{"context_parallel": "ulysses", "sequence_order": "contiguous"}]
         elif apart > 1:
             sequences += [{"context_parallel": "usp"}]
+        if any(block.window for _, block in q.config.blocks):  # its keys make fewer hops
+            sequences += [{"sequence_order": "contiguous"}]
     if strategy := given.get("context_parallel"):
         sequences = [
             one for one in sequences if one.get("context_parallel", "ring") == strategy
@@ -310,10 +312,14 @@ def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
     say why. Gathered keys take more memory than a ring's, so they are kept only where they are faster than
     the ring before them; where no pass of a layer is faster, no step is."""
     candidates, cannot, ring_s = list[Candidate](), dict[int, bool](), math.inf
-    clocks, slow = dict[tuple[int, str], Clock](), set[tuple[int, str]]()
+    clocks, slow = dict[tuple, Clock](), set[tuple]()
     for fields in variants(q, mesh):
         # what layers depend on here
-        alike = (fields["microbatches"], fields.get("context_parallel", "ring"))
+        alike = (
+            fields["microbatches"],
+            fields.get("context_parallel", "ring"),
+            fields.get("sequence_order", ""),
+        )
         if cannot.get(fields.get("zero", Plan.zero)) or alike in slow:
             continue
         plan = Plan(**fields)
@@ -324,7 +330,7 @@ def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
         if alike not in clocks:
             clock = clocks[alike] = Clock(run, exact=False)
             if plan.context_parallel == "gather" and (
-                ring := clocks.get((plan.microbatches, "ring"))
+                ring := clocks.get((plan.microbatches, "ring", ""))
             ):
                 pairs = [
                     pair
