@@ -307,7 +307,7 @@ def executed_by_stage(run):
     text, step = run.compiled.as_text(), run.step
     return [
         executed_flops(text, branches)
-        for branches in branch_shares(step.plan.pipeline, LLAMA.num_layers)
+        for branches in branch_shares(step.plan.pipeline, LLAMA.layer_kinds)
     ]
 
 

@@ -242,7 +242,7 @@ scene.show(draw.timeline(timetable(make("dualpipe", 4, U))))
 # %%
 verdicts(runs, solo, weights_within=1e-5, details=True)
 for name, run in runs.items():
-    order = run.step.layer_order.reshape(p, -1).tolist()
+    order = run.step.layer_orders[0].reshape(p, -1).tolist()
     print(f"layers of each stage, {name:<12} {order}")
 
 # %% [markdown]
@@ -278,7 +278,7 @@ if devices[0].platform == "cpu" and p > 1:
     for name, run in runs.items():
         text, stages = (
             run.compiled.as_text(),
-            branch_shares(run.step.plan.pipeline, LLAMA.num_layers),
+            branch_shares(run.step.plan.pipeline, LLAMA.layer_kinds),
         )
         work[name] = sum(executed_flops(text, branches) for branches in stages)
         print(f"{name:<12} {work[name] / one_device:.3f} of one device's matmuls")

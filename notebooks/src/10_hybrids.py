@@ -101,7 +101,7 @@ documents, sent, held = {}, {}, {}
 for text, run in runs.items():
     step = run.step
     # What was predicted beside what is compiled.
-    branches = branch_shares(step.plan.pipeline, LLAMA.num_layers)
+    branches = branch_shares(step.plan.pipeline, LLAMA.layer_kinds)
     document = compare(step.plan, ROWS, SEQ, run.text, step.mesh, branches)
     assert all(row["as_predicted"] for row in document["arrows"])
     sent[text] = dict.fromkeys(AXES, 0)

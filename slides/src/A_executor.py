@@ -84,7 +84,7 @@ for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
     traced = jax.jit(step.gradients).trace(step.abstract_state.params, step.abstract_batch(16, 16)).jaxpr
     for stage in range(4):
         rows = census_table(
-            census_jaxpr(traced, {"pp": 4}, branch_shares(plan.pipeline, LLAMA.num_layers)[stage])
+            census_jaxpr(traced, {"pp": 4}, branch_shares(plan.pipeline, LLAMA.layer_kinds)[stage])
         )
         predicted = traffic.step_traffic(plan.resolve(LLAMA), 16, 16, stage)
         assert rows == {
