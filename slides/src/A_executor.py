@@ -73,7 +73,7 @@ Markdown("\n".join(["| | matmuls | other equations | arrays kept for later |", "
 # In each tick a stage runs its cell **or nothing**: no work on garbage. Two permutes stand in the code, whatever the table.
 # A Llama of 8 layers, 4 stages, 8 microbatches:
 #
-# <footer>Executor: <code>llmpar/pipeline/executor.py</code> · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar inspect --mesh pp=2 --schedule zb-v --microbatches 4</code></footer>
+# <footer>Executor: <code>llmpar/pipeline/executor.py</code> · lesson <code>notebooks/08_pipeline_schedules</code></footer>
 
 # %%
 LLAMA, lines = dataclasses.replace(preset("tiny"), num_layers=8), []
