@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from llmpar.inspect.census import text_columns
-from llmpar.inspect.hlo import typed
+from llmpar.inspect.hlo import short_dtype, typed
 from llmpar.inspect.twin import (
     Equation,
     Pair,
@@ -380,8 +380,9 @@ class _Case:
         ask = (
             "on one device that is another function; give the function for one device as reference"
         )
+        results = self.results()[0]
         for j in wrong:
-            if (a := self.results()[0][j].shape) != (b := self.right[0][j].shape):
+            if (a := results[j].shape) != (b := self.right[0][j].shape):
                 raise ValueError(f"{self.names[j]} has shape {a}, and {b} on a mesh of ones: {ask}")
         rows = set[Any]()
         for program, step in self.many.all_steps():
@@ -607,9 +608,7 @@ class _Reading:
         whole, cut, axes = self.pairs(taken)[0][1], self.cut(taken), dict[Any, list[str]]()
         for axis, kind in cut.axes.items() if cut else ():
             axes.setdefault(kind, []).append(axis)
-        dtype = re.sub(
-            "(?<=[a-z])[a-z]+(?=[0-9])", "", np.asarray(self.values[0][taken]).dtype.name
-        )
+        dtype = short_dtype(np.asarray(self.values[0][taken]).dtype.name)
         words = [typed(dtype, whole.shape, axes), *["unknown"] * (cut is None)]
         words += [
             f"{text} {','.join(axes[kind])}" for kind, text in _STATES.items() if kind in axes

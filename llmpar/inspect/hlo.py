@@ -322,19 +322,7 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
         (module.shape_of(comp, op, 0), op.results[0][1]) if len(op.results) == 1 else ((), ())
     )
     if kind == "all-to-all" and dim and before:
-        # XLA exchanges blocks of one dim; reshapes and transposes around it put them into place.
-        d, given = dim[0], ops[op.operands[0][0]]
-        halves = module.shape_of(comp, given, 0) if given.opcode == "reshape" else ()
-        merged = (*before[:d], math.prod(before[d : d + 2]), *before[d + 2 :])
-        before = halves if halves == merged else before
-        for _ in range(3):
-            users = module.users[comp, name]
-            if len(users) != 1 or ops[users[0]].opcode not in ("reshape", "transpose"):
-                break
-            name = users[0]
-            after = shapes(ops[name].type)[0][1]
-            if ops[name].opcode == "reshape" and len(after) == len(before):
-                break
+        before, after = _exchanged(module, comp, name, dim[0], before, after)
     sides = [*zip(before, after, strict=False)]
     gathered = [i for i, (a, b) in enumerate(sides) if b == a * n]
     cut = [i for i, (a, b) in enumerate(sides) if a == b * n]
@@ -348,6 +336,32 @@ def operand_arrow(module: Module, comp: str, name: str, axes: tuple[str, ...], m
     dtype = op.results[0][0]
     before_it = typed(dtype, whole, dict.fromkeys(gathered, over), unfinished)
     return f"{before_it} -> {typed(dtype, whole, dict.fromkeys(cut, over))}"
+
+
+def _exchanged(
+    module: Module, comp: str, name: str, dim: int, before: tuple, after: tuple
+) -> tuple[tuple, tuple]:
+    """Return the shapes around an all-to-all: XLA exchanges blocks of one dim, and reshapes and transposes
+    around it put them into place."""
+    ops = module.computations[comp]
+    given = ops[ops[name].operands[0][0]]
+    halves = module.shape_of(comp, given, 0) if given.opcode == "reshape" else ()
+    merged = (*before[:dim], math.prod(before[dim : dim + 2]), *before[dim + 2 :])
+    before = halves if halves == merged else before
+    for _ in range(3):
+        users = module.users[comp, name]
+        if len(users) != 1 or ops[users[0]].opcode not in ("reshape", "transpose"):
+            break
+        name = users[0]
+        after = shapes(ops[name].type)[0][1]
+        if ops[name].opcode == "reshape" and len(after) == len(before):
+            break
+    return before, after
+
+
+def short_dtype(name: str) -> str:
+    """Return a dtype's name as JAX's types have it: float32 is f32, uint8 is u8."""
+    return re.sub("loat|(?<=u)int|(?<=i)nt", "", name)
 
 
 def typed(

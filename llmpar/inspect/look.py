@@ -33,7 +33,7 @@ from llmpar.inspect.census import (
     text_columns,
 )
 from llmpar.inspect.explain import explain
-from llmpar.inspect.hlo import CALLS, Instruction, Module, integers, parsed, typed
+from llmpar.inspect.hlo import CALLS, Instruction, Module, integers, parsed, short_dtype, typed
 from llmpar.inspect.jaxpr import LOOPS, kept_lines, unchecked
 from llmpar.inspect.links import axis_links
 from llmpar.inspect.roofline import product_flops
@@ -271,8 +271,7 @@ def _layout(where: Any, x: Any) -> str:
     """Write an array's type as JAX does; of a sharding without a spec the shape of its blocks."""
     if (spec := getattr(where, "spec", None)) is None:
         return f"blocks of {list(where.shard_shape(x.shape))}"
-    short = re.sub("loat|(?<=u)int|(?<=i)nt", "", str(x.dtype))
-    return typed(short, x.shape, dict(enumerate(map(axes_of, spec))))
+    return typed(short_dtype(str(x.dtype)), x.shape, dict(enumerate(map(axes_of, spec))))
 
 
 def _staged(f: Any, args: tuple, kwargs: dict) -> Any:

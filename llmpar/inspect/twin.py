@@ -265,30 +265,29 @@ def _values(pairs: Iterable[tuple[Any, Any]]) -> dict[int, int]:
 
 def hops(program: Program, value: Any, axis: str) -> int:
     """Return how many ppermutes over an axis are on the longest path to a value."""
-    depth = defaultdict[Any, int](int)
+    is_hop = lambda step: float(step.name == "ppermute" and axis in step.axes)
+    return int(_longest(program, is_hop)[value]) if is_value(value) else 0
+
+
+def _longest(program: Program, cost: Callable[[Equation], float]) -> dict[Any, float]:
+    """Return what the steps on the longest path to each value cost; arguments cost nothing."""
+    far = defaultdict[Any, float](float)
 
     def follow(program: Program) -> None:
         for step in program.steps:
-            most = max((depth[x] for x in step.takes if is_value(x)), default=0)
-            if step.body:
-                depth.update({i: depth[x] for i, x in _given(step)})
-                follow(step.body)
-                depth.update(
-                    {
-                        i: depth[x]
-                        for i, x in zip(step.gives, step.body.gives, strict=True)
-                        if is_value(x)
-                    }
+            if body := step.body:
+                far.update(
+                    {i: far[x] for i, x in zip(body.takes, step.takes, strict=True) if is_value(x)}
                 )
+                follow(body)
+                after = [far[x] if is_value(x) else 0.0 for x in body.gives]
+                far.update(zip(step.gives, after, strict=True))
             else:
-                depth.update(
-                    dict.fromkeys(
-                        step.gives, most + (step.name == "ppermute" and axis in step.axes)
-                    )
-                )
+                before = max((far[x] for x in step.takes if is_value(x)), default=0.0)
+                far.update(dict.fromkeys(step.gives, before + cost(step)))
 
     follow(program)
-    return depth[value] if is_value(value) else 0
+    return far
 
 
 def _shapes(program: Program) -> dict[int, tuple[int, ...]]:
@@ -496,27 +495,8 @@ def _factor(pairs: list[Pair], sizes: dict[str, int]) -> float:
 def spreads(program: Program, ranks: int) -> dict[int, float]:
     """Return how far rounding may move each value of two programs apart, relative to its largest element: the
     square root of the roundings on the longest path, as `llmpar.predict.tolerance` counts them."""
-    variance = defaultdict[Any, float](float)
-
-    def follow(program: Program) -> None:
-        for step in program.steps:
-            before = max((variance[x] for x in step.takes if is_value(x)), default=0.0)
-            if step.body:
-                variance.update({i: variance[x] for i, x in _given(step)})
-                follow(step.body)
-                after = [variance[x] if is_value(x) else 0.0 for x in step.body.gives]
-                variance.update(zip(step.gives, after, strict=True))
-            else:
-                variance.update(dict.fromkeys(step.gives, before + _roundings(step, ranks)))
-
-    follow(program)
+    variance = _longest(program, functools.partial(_roundings, ranks=ranks))
     return {i: FACTOR * ROUNDING * math.sqrt(x) for i, x in variance.items() if is_value(i)}
-
-
-def _given(step: Equation) -> Iterator[tuple[int, int]]:
-    """Pair the arguments of a shard_map's body with what they are outside."""
-    assert step.body
-    return ((i, x) for i, x in zip(step.body.takes, step.takes, strict=True) if is_value(x))
 
 
 def _roundings(step: Equation, ranks: int) -> float:
