@@ -5,6 +5,9 @@ beside it.
     python notebooks/build.py --force [NN…]  build all (or the named ones) again, after the package changed
     python notebooks/build.py --check        build nothing; name notebooks out of step or with a fault
 
+Each run is noted in `runs.json`: the modules of the package that the kernel had imported at its end, and a digest of
+them, of the notebook and of the versions. The gate runs the lessons whose digest is another one now; the night all.
+
 jupytext alone is not deterministic (random cell ids, time stamps). Here a cell's id is a hash of its source,
 and everything that changes from run to run is dropped: two builds on one machine are byte-identical, pictures
 included. A picture's words become its alt text. A notebook that writes to stderr, or breaks a rule in
@@ -25,8 +28,11 @@ The form of a lesson:
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import hashlib
+import importlib.metadata
+import json
 import os
 import re
 import sys
@@ -41,6 +47,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 HERE = Path(__file__).resolve().parent
+PACKAGE = HERE.parent / "llmpar"
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 MAX_NOTEBOOK_BYTES = 500_000  # GitHub still renders that at once; a lesson with one figure has about 50 kB
@@ -62,6 +69,11 @@ account = pathlib.Path("/proc/self/status")  # Linux: getrusage begins with the 
 largest = int(re.search(r"VmHWM:\\s*(\\d+)", account.read_text())[1]) * 1024 if account.exists() else 0
 print(largest or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"""
 """Code that prints the largest resident size that the kernel has had, in bytes."""
+MODULES = """import json, sys
+print(json.dumps(sorted(name for name in sys.modules if name.split(".")[0] == "llmpar")))"""
+"""Code that prints the modules of the package that the kernel has imported."""
+COMMAND = re.compile(r"subprocess|sys\.executable|^[!%]", re.M)
+"""What starts other processes, which may import any module."""
 FIGURE_REPR = re.compile(r"<Figure size .*>")
 
 
@@ -127,8 +139,8 @@ def cell_ids(notebook: nbformat.NotebookNode) -> list[str]:
 @contextlib.contextmanager
 def kernel(folder: Path) -> Iterator[Callable[[nbformat.NotebookNode], nbformat.NotebookNode]]:
     """Start a fresh kernel in `folder`, on the CPU, without the user's own Jupyter settings; give the
-    function that runs a notebook in it, in an empty namespace, and notes `peak_bytes` in its metadata: the
-    largest resident size so far."""
+    function that runs a notebook in it, in an empty namespace, and notes in its metadata `peak_bytes`, the
+    largest resident size so far, and `modules`, those of the package that are imported."""
     with tempfile.TemporaryDirectory() as scratch:
         env = {
             "JAX_PLATFORMS": "cpu",
@@ -153,10 +165,11 @@ def kernel(folder: Path) -> Iterator[Callable[[nbformat.NotebookNode], nbformat.
         def execute(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
             client.nb = notebook
             done = client.execute(cleanup_kc=False)
-            last = [nbformat.v4.new_code_cell(source) for source in (PEAK, "%reset -f")]
+            last = [nbformat.v4.new_code_cell(source) for source in (PEAK, MODULES, "%reset -f")]
             client.nb = nbformat.v4.new_notebook(cells=last)
             client.execute(cleanup_kc=False)
             done.metadata["peak_bytes"] = int(last[0].outputs[0].text)
+            done.metadata["modules"] = json.loads(last[1].outputs[0].text)
             return done
 
         with client.setup_kernel(env=os.environ | env):
@@ -412,13 +425,58 @@ def build(source: Path, force: bool = True) -> list[str]:
     except (CellExecutionError, DeadKernelError, TimeoutError) as error:
         return [f"{source.name}: {error}"]
     peak = notebook.metadata.get("peak_bytes", 0)  # none where no code ran
+    modules = notebook.metadata.get("modules")
     found = faults(tidy(notebook)) + core_faults(notebook)
     if peak > MAX_KERNEL_BYTES:
         found.append(f"the kernel took {peak / 1e9:.2f} GB, more than {MAX_KERNEL_BYTES / 1e9:g}")
     if not found:
         nbformat.validate(notebook)
         target(source).write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+        if modules is not None:
+            note_run(source, modules)
     return [f"{source.name}: {fault}" for fault in found]
+
+
+def runs(folder: Path = HERE) -> dict[str, dict]:
+    """What is noted of the last run of each lesson: ``{name: {"digest": ..., "modules": [...]}}``."""
+    file = folder / "runs.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def note_run(source: Path, modules: list[str]) -> None:
+    """Note with which modules a lesson ran; one that starts processes ran with all of them."""
+    notebook, folder = target(source), source.parent.parent
+    code = [cell.source for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
+    modules = ["llmpar.*"] if any(map(COMMAND.search, code)) else modules
+    noted = runs(folder) | {source.stem: {"digest": digest(notebook, modules), "modules": modules}}
+    known = {name: noted[name] for name in sorted(noted) if (source.parent / f"{name}.py").exists()}
+    (folder / "runs.json").write_text(json.dumps(known, indent=1) + "\n")
+
+
+def has_run(source: Path) -> bool:
+    """Tell whether the built lesson ran with the modules, the data beside them and the versions of now."""
+    noted = runs(source.parent.parent).get(source.stem)
+    return noted is not None and noted["digest"] == digest(target(source), noted["modules"])
+
+
+def digest(notebook: Path, modules: list[str]) -> str:
+    """Hash what a run of a notebook depends on. Of a module's text that is its syntax tree: comments and the
+    breaks between lines are left out, docstrings are not."""
+    files = {file for name in modules if (file := module_file(name)).exists()}
+    files = set(PACKAGE.rglob("*.py")) if modules == ["llmpar.*"] else files
+    folders = {file.parent for file in files}
+    data = {file for at in folders for file in at.iterdir() if file.is_file() and file.suffix != ".py"}
+    data = {file for file in data if file.suffix != ".md" or notebook.name.startswith(file.stem)}
+    parts = [f"{sys.version_info[:2]} jax {importlib.metadata.version('jax')}", notebook.read_text()]
+    parts += [ast.dump(ast.parse(file.read_text())) for file in sorted(files)]
+    parts += [file.read_text() for file in sorted(data)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def module_file(name: str) -> Path:
+    """Name the file of a module of the package."""
+    at = PACKAGE.joinpath(*name.split(".")[1:])
+    return at / "__init__.py" if at.is_dir() else at.with_suffix(".py")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -26,6 +26,7 @@ LORA = dataclasses.replace(LLAMA, name="tiny-lora", lora=LoraConfig(4, 8.0, ("q"
 COPIES = dataclasses.replace(QWEN, name="two KV heads, biases, norms", num_heads=8, num_kv_heads=2)
 TIGHT = dataclasses.replace(MOE, experts=dataclasses.replace(MOE.experts, capacity_factor=0.25))
 full = functools.partial(pytest.param, marks=pytest.mark.full)
+long = functools.partial(pytest.param, marks=pytest.mark.long)
 
 
 def engine(config, plan, slots=B, length=S + MORE, params=None, **sizes) -> Engine:
@@ -51,7 +52,7 @@ def whole(config, tokens):
 
 PLANS = [
     (COPIES, Plan("sp=2 tp=4", zero=0)), (WINDOW, Plan("fsdp=2 sp=2")),
-    (family("deepseek_v2"), Plan("sp=2 tp=2")), (family("gpt_oss"), Plan("ep=2 tp=2", zero=0)),
+    (family("deepseek_v2"), Plan("sp=2 tp=2")), long(family("gpt_oss"), Plan("ep=2 tp=2", zero=0)),
     (TIGHT, Plan("ep=2 sp=2", zero=0)), full(MOE, Plan("ep=2 sp=2 tp=2", zero=0)),
     full(QWEN, Plan("dp=2 sp=2 tp=2", zero=0)),
     full(LLAMA, Plan("dp=1", zero=0)), full(LLAMA, Plan("sp=4", zero=0)),

@@ -217,7 +217,10 @@ def own_sentence(exercise, verdict):
     return not any(hint in verdict for hint in exercise.hints()) and " raised " not in verdict
 
 
-@pytest.mark.parametrize("name", NAMES)
+LONG = {"03.repair", "06.to_heads"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.long] * (x in LONG)) for x in NAMES])
 def test_the_verdict_table(name):
     assert {*ANSWERS, *LEARNERS} <= set(NAMES)
     exercise = lessons.find(name)

@@ -188,6 +188,7 @@ def test_attention_by_xla_keeps_its_scores_where_nothing_is_computed_again():
     assert kept[0]["none"] - kept[1]["none"] == 32 * 4096**2 * 9 and kept[0]["ffn"] == kept[1]["ffn"]
 
 
+@pytest.mark.long
 def test_layers_that_cpus_write_out_recompute_nothing():
     """XLA finds what a loop would compute again: no policy holds less. (In a loop 'block' holds half.) JAX
     0.12's holds a quarter less than 0.10's."""

@@ -324,6 +324,20 @@ def test_lessons_have_sources_and_are_small():
     "source", [pytest.param(s, marks=[pytest.mark.quick] * (s.stem in QUICK), id=s.stem) for s in SOURCES]
 )
 def test_lesson_runs(source):
+    """Where nothing that it imports has changed since the builder ran it, that was its run."""
+    if build.has_run(source):
+        pytest.skip("ran with these modules, says notebooks/runs.json")
+    run_lesson(source)
+
+
+@pytest.mark.nightly
+@pytest.mark.lessons
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_every_lesson_runs(source):
+    run_lesson(source)
+
+
+def run_lesson(source):
     done, used = nbval(build.target(source))
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     peak = used * (1 if sys.platform == "darwin" else 1024)
@@ -352,6 +366,32 @@ def nbval(notebook):
         command, cwd=ROOT, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
     return done, int(done.stderr.split()[-1])
+
+
+def test_a_run_is_that_of_the_modules_that_it_imported(tmp_path, monkeypatch):
+    """Another statement of an imported module is another run; one of another module, or a comment, is not."""
+    package, source = tmp_path / "llmpar", toy(tmp_path)
+    monkeypatch.setattr(build, "PACKAGE", package)
+    (package / "plan").mkdir(parents=True)
+    for name in ("__init__.py", "draw.py", "plan/__init__.py", "plan/plan.py"):
+        (package / name).write_text("x = 1\n")
+    build.target(source).write_text(nbformat.writes(hand_run(source)))
+    build.note_run(source, ["llmpar", "llmpar.plan", "llmpar.plan.plan"])
+    steps = [
+        ("draw.py", "x = 2", True),
+        ("plan/plan.py", "x = 1  # one", True),
+        ("plan/plan.py", "x = 2", False),
+    ]
+    steps += [("plan/plan.py", "x = 1", True), ("plan/chips.toml", "[a]", False)]
+    for name, text, same in steps:
+        (package / name).write_text(text + "\n")
+        assert build.has_run(source) == same, name
+    toy(tmp_path, "import subprocess")
+    build.target(source).write_text(nbformat.writes(hand_run(source)))
+    build.note_run(source, ["llmpar"])
+    assert build.has_run(source) and build.runs(tmp_path)["00_toy"]["modules"] == ["llmpar.*"]
+    (package / "draw.py").write_text("x = 3\n")
+    assert not build.has_run(source)
 
 
 @pytest.mark.lessons

@@ -242,6 +242,7 @@ def test_places_have_the_layers_of_every_chunk_in_order():
         assert written == [(place.kind, tuple(x >= 0 for x in place.layers)) for place in table]
 
 
+@pytest.mark.long
 def test_a_state_of_several_kinds_begins_alike_on_stages_and_comes_back():
     """Each of two stages has an empty place. A checkpoint has the order of the model."""
     config = dataclasses.replace(family("deepseek_v3"), num_layers=4)

@@ -41,7 +41,7 @@ def asked(rng, config, **more) -> Request:
 CASES = [pytest.param(EVERYTHING, "tp=2 dp=2 sp=2", marks=pytest.mark.long)]
 CASES += [
     pytest.param(MOE, "tp=2 dp=2 sp=2", marks=pytest.mark.nightly),
-    (MOE, "ep=4 sp=2"),
+    pytest.param(MOE, "ep=4 sp=2", marks=pytest.mark.long),
 ]  # one token to a rank, fewer slots than experts
 MORE_CASES = [(config, "tp=2 dp=2 sp=2") for config in (LLAMA, WINDOW, QWEN, LORA)]
 MORE_CASES += [
