@@ -5,8 +5,9 @@ beside it.
     python notebooks/build.py --force [NN…]  build all (or the named ones) again, after the package changed
     python notebooks/build.py --check        build nothing; name notebooks out of step or with a fault
 
-Each run is noted in `runs.json`: the modules of the package that the kernel had imported at its end, and a digest of
-them, of the notebook and of the versions. The gate runs the lessons whose digest is another one now; the night all.
+Each run is noted in `runs.json`: the modules of the package that the kernel had imported at its end, and a
+digest of them, of the notebook and of the versions. The gate runs the lessons whose digest is another one
+now; the night runs all.
 
 jupytext alone is not deterministic (random cell ids, time stamps). Here a cell's id is a hash of its source,
 and everything that changes from run to run is dropped: two builds on one machine are byte-identical, pictures
