@@ -18,6 +18,7 @@ import pytest
 import rich.console
 from steps import SHARED
 
+import llmpar.cli.demo
 import llmpar.inspect.report
 import llmpar.training.loop
 from llmpar.cli import main

@@ -12,7 +12,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from llmpar.cli.commands import COMMANDS
+from llmpar.cli.commands import command_class
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,7 +30,7 @@ def open_lab(tmp_path, monkeypatch):
     def start(**options):
         with monkeypatch.context() as patched:
             patched.setattr(os, "execve", become)
-            COMMANDS["lab"](**{"folder": str(ROOT / "notebooks")} | options).run()
+            command_class("lab")(**{"folder": str(ROOT / "notebooks")} | options).run()
         return asked[-1]
 
     return start

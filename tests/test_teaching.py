@@ -13,7 +13,7 @@ import yaml
 from shared import load, violations
 
 from llmpar.cli import lessons
-from llmpar.cli.commands import COMMANDS
+from llmpar.cli.commands import command_class
 from llmpar.lessons import find, quiz
 from llmpar.lessons.judge import CORRECT
 from llmpar.plan.layout import parse_layout
@@ -246,7 +246,7 @@ def test_a_quiz_that_cannot_be_is_refused(given, sentence):
 
 def test_the_command_asks_notes_and_compares(tmp_path, monkeypatch, capsys):
     file = tmp_path / "quiz.jsonl"
-    ask = COMMANDS["quiz"]
+    ask = command_class("quiz")
     monkeypatch.setattr("sys.stdin", io.StringIO("2\n\n1\n4\nsixteen\n14\nnan" + 14 * "\n"))
     ask(file=str(file)).run()
     said = capsys.readouterr().err
@@ -311,7 +311,7 @@ def test_the_dev_container_installs_what_a_learner_needs_where_the_editor_looks(
     assert "ms-toolsai.jupyter" in editor["extensions"]
     python = editor["settings"]["python.defaultInterpreterPath"].partition("/")[2]
     assert f"-m venv {python.partition('/')[0]} " in install and python == ".venv/bin/python"
-    assert container["forwardPorts"] == [COMMANDS["lab"]().port]
+    assert container["forwardPorts"] == [command_class("lab")().port]
 
 
 @pytest.mark.parametrize("name", ["binder/postBuild", "binder/start"])

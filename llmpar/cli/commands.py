@@ -3,49 +3,40 @@
 import dataclasses
 import difflib
 import inspect
+import pkgutil
 import re
 import sys
 from typing import Any
 
 import tyro
 
-from llmpar.cli.answers import Progress, Quiz, Solutions
-from llmpar.cli.check import CheckCommand
-from llmpar.cli.compile import Compile
-from llmpar.cli.demo import Demo
-from llmpar.cli.doctor import Doctor
-from llmpar.cli.export import Export
-from llmpar.cli.generate import Generate
-from llmpar.cli.inspect import Inspect
-from llmpar.cli.lab import Lab
-from llmpar.cli.launch import LAUNCHABLE, Launch
-from llmpar.cli.models import Models
-from llmpar.cli.options import StepOptions
-from llmpar.cli.plan import PlanCommand
-from llmpar.cli.schedule import ScheduleCommand
-from llmpar.cli.serve import Serve
-from llmpar.cli.train import Train
-
-GROUPS: dict[str, dict[str, Any]] = {
-    "learn": {"lab": Lab, "demo": Demo, "quiz": Quiz, "progress": Progress, "solutions": Solutions},
+GROUPS: dict[str, dict[str, str]] = {
+    "learn": {
+        "lab": "lab:Lab",
+        "demo": "demo:Demo",
+        "quiz": "answers:Quiz",
+        "progress": "answers:Progress",
+        "solutions": "answers:Solutions",
+    },
     "run": {
-        "doctor": Doctor,
-        "train": Train,
-        "generate": Generate,
-        "serve": Serve,
-        "export": Export,
+        "doctor": "doctor:Doctor",
+        "train": "train:Train",
+        "generate": "generate:Generate",
+        "serve": "serve:Serve",
+        "export": "export:Export",
     },
     "look": {
-        "inspect": Inspect,
-        "check": CheckCommand,
-        "compile": Compile,
-        "schedule": ScheduleCommand,
-        "models": Models,
+        "inspect": "inspect:Inspect",
+        "check": "check:CheckCommand",
+        "compile": "compile:Compile",
+        "schedule": "schedule:ScheduleCommand",
+        "models": "models:Models",
     },
-    "decide": {"plan": PlanCommand},
-    "many hosts": {"launch": Launch},
+    "decide": {"plan": "plan:PlanCommand"},
+    "many hosts": {"launch": "launch:Launch"},
 }
-COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+"""The class of each command, by its module: only the one that is asked for is imported."""
+COMMANDS = {name: place for group in GROUPS.values() for name, place in group.items()}
 HELP = """usage: llmpar COMMAND ..., and llmpar COMMAND --help says what it takes
 
 Learn, plan and run LLM parallelism in JAX.
@@ -66,9 +57,15 @@ def help_text() -> str:
     lines = []
     for group, commands in GROUPS.items():
         lines += ["", group]
-        for name, command in commands.items():
-            lines.append(f"  {name:<11}{re.split('[,:.]', inspect.cleandoc(command.__doc__))[0]}")
+        for name in commands:
+            about = inspect.cleandoc(command_class(name).__doc__ or "")
+            lines.append(f"  {name:<11}{re.split('[,:.]', about)[0]}")
     return HELP.format(commands="\n".join(lines)).replace("\n\n\n", "\n\n")
+
+
+def command_class(name: str) -> type:
+    """Import the class of a command."""
+    return pkgutil.resolve_name(f"llmpar.cli.{COMMANDS[name]}")
 
 
 def parse(argv: list[str]):
@@ -85,14 +82,14 @@ def parse(argv: list[str]):
         print(sentence if argv else help_text(), file=sys.stderr)
         raise SystemExit(2)
     at = argv.index("--") if name == "launch" and "--" in argv else len(argv)
-    command_class = COMMANDS[name]
-    about = inspect.cleandoc(command_class.__doc__).partition("\n\nAttributes:")[0]
+    command_type = command_class(name)
+    about = inspect.cleandoc(command_type.__doc__ or "").partition("\n\nAttributes:")[0]
     about = re.sub(r"^(llmpar .*)$", r"    \1", about, flags=re.M)  # an example
     settings = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     command: Any = tyro.cli(
-        command_class, prog=f"llmpar {name}", description=about, args=argv[1:at], config=settings
+        command_type, prog=f"llmpar {name}", description=about, args=argv[1:at], config=settings
     )
-    if isinstance(step := getattr(command, "step", None), StepOptions):
+    if hasattr(step := getattr(command, "step", None), "given"):
         flags = (
             word.removeprefix("--").partition("=")[0]
             for word in argv[1:at]
@@ -102,5 +99,6 @@ def parse(argv: list[str]):
         command = dataclasses.replace(command, step=dataclasses.replace(step, given=given))
     if not (words := argv[at + 1 :]):
         return command
-    inner = parse(words) if words[0] in LAUNCHABLE else None
+    launchable = pkgutil.resolve_name("llmpar.cli.launch:LAUNCHABLE")
+    inner = parse(words) if words[0] in launchable else None
     return dataclasses.replace(command, words=tuple(words), command=inner)

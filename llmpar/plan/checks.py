@@ -348,10 +348,16 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
     xla, auto = plan.mode != "manual", plan.mode == "auto"
     no_ffn = config.experts is not None and not config.experts.num_shared
     cuts, all_cuts = plan.zero_cuts(), mesh.live("fsdp", "ep", "sp", "ul")
+
+    def was_set(name: str) -> bool:
+        default = getattr(type(plan), name)
+        return name in given or default not in (getattr(plan.requested, name), getattr(plan, name))
+
     # A bucket is refused with ZeRO anyway.
     shared = (
         plan.reduce != "layer"
         and plan.zero
+        or not was_set("reduce")
         or any(layouts.replica_axes for _, layouts in plan.weight_layouts.values())
     )
     rules = [
@@ -392,11 +398,6 @@ def unused(plan: Any, given: Iterable[str] = ()) -> dict[str, str]:
         ("reduce bucket_bytes", auto, "under mode='auto' XLA decides when gradients are summed"),
         ("virtual_stages", "\n" in plan.schedule.strip(), "the order is written out"),
     ]
-
-    def was_set(name: str) -> bool:
-        default = getattr(type(plan), name)
-        return name in given or default not in (getattr(plan.requested, name), getattr(plan, name))
-
     return {
         name: why for names, holds, why in rules if holds for name in names.split() if was_set(name)
     }
