@@ -59,9 +59,8 @@ class Collective:
     conditional: bool = (
         False  # in a branch; counted as if the branch that sends most were always taken
     )
-    arrow: str = (
-        ""  # the model's arrow that it carries out (`par.scope`); '' where the partitioner chose
-    )
+    # the model's arrow that it carries out (`collectives.scope`); '' where the partitioner chose
+    arrow: str = ""
     direction: str = (
         ""  # forward, backward or recomputed; '' outside all passes, as for gradients' sums
     )

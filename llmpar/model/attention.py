@@ -43,9 +43,9 @@ from llmpar.parallel.collectives import after, at, hop, put, scope, vary_alike
 from llmpar.parallel.modes import Solo
 from llmpar.plan.sequence_order import CAUSAL, Mask, ring_hops, seen_tiles, tile_length
 
-# out in q's dtype, lse in float32
 Out = Float[Array, "b s k r w"]
 V = Float[Array, "b t k w"]
+# out in q's dtype, lse in float32
 Partial = tuple[Out, Float[Array, "b s k r"]]
 Seen = Bool[Array, "_ s t"]
 QTile = Float[Array, "b k r s h"]
@@ -89,10 +89,10 @@ def choose_attention(par: Solo, mask: Mask) -> Callable[..., Out]:
     else:
         run = partial(
             ring_attention,
-            axis=axes[0] if axes else None,
+            axis=axes[0] if axes else None,  # a ring has one: of usp's two, ul exchanges heads
             block=plan.attention_block,
             contiguous=plan.in_order and not axes,
-            platform=par.platform if kernel == "flash" else None,
+            platform=par.platform if kernel == "flash" else None,  # whose kernel runs
             branch=par.platform != "gpu",
             hop=plan.hop,
             order=plan.sequence_order,
@@ -317,35 +317,35 @@ def attend_block_grad(
 
 
 def _few_pairs(
-    mask: Mask, contiguous: bool, num_rows: int, num_keys: int, c: int
+    mask: Mask, contiguous: bool, num_queries: int, num_keys: int, c: int
 ) -> list[tuple[int, int]] | None:
-    """Return the pairs (i, j) of tiles to write out, or None if they are many. Of a contiguous sequence these
-    are the pairs inside the mask."""
-    pairs = list(np.ndindex(num_rows, num_keys))
-    if contiguous and num_rows <= _FEW_IN_TRIANGLE:
+    """Return the pairs (i, j) of tiles of queries and of keys to write out, or None if they are many. Of a
+    contiguous sequence these are the pairs inside the mask."""
+    pairs = list(np.ndindex(num_queries, num_keys))
+    if contiguous and num_queries <= _FEW_IN_TRIANGLE:
         return [
             (i, j) for i, j in pairs if mask.admits((i - j) * c - (c - 1), (i - j) * c + (c - 1))
         ]
-    return pairs if num_rows <= _FEW_QUERIES and num_keys <= _FEW_KEYS else None
+    return pairs if num_queries <= _FEW_QUERIES and num_keys <= _FEW_KEYS else None
 
 
-def _loop_over_pairs(pairs, shape, add_pair, row_sums, key_sums):
-    """Return the sums after ``row_sums[i], key_sums[j] = add_pair(i, j, row_sums[i], key_sums[j])`` for each
-    of the pairs, written out; if None, for all of this shape in a loop."""
+def _loop_over_pairs(pairs, shape, add_pair, of_queries, of_keys):
+    """Return the results after ``of_queries[i], of_keys[j] = add_pair(i, j, of_queries[i], of_keys[j])`` for
+    each of the pairs, written out; if None, for all of this shape in a loop."""
 
     def add_in_loop(pair, sums):
-        (i, j), (row_sums, key_sums) = divmod(pair, shape[1]), sums
-        row_sum, key_sum = add_pair(i, j, at(row_sums, i), at(key_sums, j))
-        return put(row_sums, i, row_sum), put(key_sums, j, key_sum)
+        (i, j), (of_queries, of_keys) = divmod(pair, shape[1]), sums
+        of_i, of_j = add_pair(i, j, at(of_queries, i), at(of_keys, j))
+        return put(of_queries, i, of_i), put(of_keys, j, of_j)
 
     if pairs is None:
-        return lax.fori_loop(0, shape[0] * shape[1], add_in_loop, (row_sums, key_sums))
-    rows, keys = (
-        [at(x, i) for i in range(n)] for x, n in zip((row_sums, key_sums), shape, strict=True)
+        return lax.fori_loop(0, shape[0] * shape[1], add_in_loop, (of_queries, of_keys))
+    queries, keys = (
+        [at(x, i) for i in range(n)] for x, n in zip((of_queries, of_keys), shape, strict=True)
     )
     for i, j in pairs:
-        rows[i], keys[j] = add_pair(i, j, rows[i], keys[j])
-    return tuple(jax.tree.map(lambda *tiles: jnp.stack(tiles), *sums) for sums in (rows, keys))
+        queries[i], keys[j] = add_pair(i, j, queries[i], keys[j])
+    return tuple(jax.tree.map(lambda *tiles: jnp.stack(tiles), *sums) for sums in (queries, keys))
 
 
 def _zeros(x):
@@ -370,9 +370,9 @@ class _Ring:
     hops: int  # that keys make (`ring_hops`)
     attend: Callable  # `attend_block` or a kernel, with its settings
     attend_grad: Callable
-    # In `ring_backward` K and V hop on only when this block's dK and dV are there: so the hop of the
-    # gradients runs beside one backward kernel, that of K and V beside the other. (A GPU runs one collective
-    # at a time.)
+    # In `ring_backward` K and V hop on only when this block's dK and dV are there. A GPU runs one collective
+    # at a time, and flash has two backward kernels: the gradients hop beside the one of dK and dV, K and V
+    # beside the one of dQ.
     kv_hop_waits: bool = False
 
 
@@ -409,8 +409,8 @@ def ring_attention(
     hops the sum arrives at the rank of the keys, which adds its own part. Each rank sends n-1 times 2 b t k h
     float32 elements more.
 
-    Where a window ends h < n-1 hops back (`ring_hops`, in the `order` contiguous), keys make h hops both
-    times, and so do their gradients: h-1 with them, and one from there back to the rank of the keys.
+    Where a window ends after m < n-1 hops (`ring_hops`, in the `order` contiguous), keys make m hops both
+    times, and so do their gradients: m-1 with them, and one from there back to the rank of the keys.
 
     Tiles have `block` positions. Two tiles are compared by the smallest and the largest of their positions
     and segments: if no query of one can see a key of the other, the pair is a branch not taken (computed and
@@ -423,7 +423,7 @@ def ring_attention(
     assert s == t or not contiguous
     q_ids, k_ids = ids_of(axis, t, **ids)
     hops = ring_hops(mask, order, len(k_ids), t)
-    # A tile must not join the two parts that zigzag deals to a rank.
+    # A tile that joins the two parts that zigzag deals to a rank would be right, and never be skipped.
     block = None if axis and block and block >= s else block
     c, d = tile_length(block, s), tile_length(block, t)
     scale = q.shape[-1] ** -0.5
@@ -488,7 +488,7 @@ def ring_backward(ring, saved, grads):
     (q, k, v, q_ids, k_ids, out, lse), (out_grad, lse_grad) = saved, grads
     dq, dkv = None, None
     delta = (out_grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - lse_grad
-    # A row that saw nothing: any number, its weights are masked again.
+    # Of a query that saw no key any finite number will do: `attend_tile_grad` masks its weights to 0.
     terms = out_grad, jnp.where(jnp.isfinite(lse), lse, 0), delta
 
     def add_and_hop(carry, hops, last=False):
@@ -526,8 +526,8 @@ def _owner(ring, hops):
 
 
 def _hop(ring, arrays, by=1):
-    """Send arrays to the next rank, or to the one so many behind it, as one message: XLA for GPUs overlaps
-    one collective at a time."""
+    """Send arrays to the next rank, or to the rank ``by`` places further on, as one message: XLA for GPUs
+    overlaps one collective at a time."""
     with scope("keys b t -> the next rank"):
         return hop(arrays, ring.axis, ring.hop, by)
 

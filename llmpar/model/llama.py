@@ -11,7 +11,8 @@ Four ideas lead from an arrow to a matmul:
     mode      what ``par`` is (see :mod:`llmpar.parallel.modes`). With `Solo`, one device, nothing moves
 
 With `Solo` the model below is the plain Llama of Touvron et al. 2023 with grouped-query attention, RoPE and
-SwiGLU, plus what Qwen 2 and 3 add (biases on q, k and v; a norm on q and k).
+SwiGLU. What other families add is asked for by the rows of their weights and by `Variant`: biases, more
+norms, experts, latent attention, sinks, caps and scales.
 
 A training step needs one number, and the methods of `Llama` lead to it in this order:
 
@@ -54,7 +55,8 @@ from 1). A row in which attention cannot tell who sees whom gives NaN (`nan_in_b
 QueryKeyIds = tuple[Int[Array, "_ q"], Int[Array, "_ q"], Int[Array, "_ t"], Int[Array, "_ t"]]
 # The auxiliary outputs of a router (`moe.route`), and the experts that it chose; None without experts.
 Aux = dict[str, Array] | None
-# The loss summed over tokens, and the routers' tallies ``l (e+2)`` (`moe.route`); None without experts.
+# The loss summed over tokens, and the routers' tallies ``l (e+2)``: tokens of each expert, dropped choices,
+# the entropy (`moe.route`); None without experts.
 Loss = tuple[Float[Array, ""], Float[Array, "l _"] | None]
 
 
@@ -70,11 +72,11 @@ def param(rngs: nnx.Rngs, weights: dict[str, Weight], path: str) -> nnx.Param:
 Make = Callable[[str], nnx.Param]
 """Start the weight with a path (`ModelConfig.block_weights`)."""
 MATRICES = "gate", "up", "down"
-"""Of a feed-forward."""
+"""The matrices of a feed-forward."""
 LATENT_EPS = 1e-6
-"""Of the norms of latents, whatever a model's others have."""
+"""The epsilon of the norms of latents, whatever the model's other norms have."""
 NORMS = "attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"
-"""Those that a block may have."""
+"""The norms that a block may have."""
 
 
 class Norm(nnx.Module):
@@ -89,8 +91,8 @@ class Norm(nnx.Module):
     def __call__(
         self, x: Float[Array, "*dims d"], par: Solo, heads: str = ""
     ) -> Float[Array, "*dims d"]:
-        """Return the normed value. ``heads``: its last two dims are heads and their width, and the mean is
-        over both; the letter of the first, which ranks may cut."""
+        """Return the normed value. ``heads`` is the letter of the heads, n or k, where the mean is over heads
+        and their width together (ranks may have some of the heads); empty where it is over the last dim."""
         x32 = x.astype(jnp.float32)
         if self.variant.norm == "layer":
             x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
@@ -104,7 +106,7 @@ class Norm(nnx.Module):
         self, x: Float[Array, "b s k h"], par: Solo, heads: str
     ) -> Float[Array, "b s 1 1"]:
         """Return the mean square over all heads: a sum over ranks, where they cut these."""
-        of = ["attention b s k h".replace("k", heads)]
+        of = [f"attention b s {heads} h"]
         arrow = f"attention b s +{heads} -> attention b s"
         square = lambda par, x: (x * x).sum((-2, -1)) / self.size
         return par.summed(square, of, arrow)(x)[..., None, None]
@@ -117,7 +119,8 @@ class Norm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023): n = k·r query heads share k KV heads."""
 
-    q_norm: Norm  # and these two where a model has them
+    # all three only where the model has them
+    q_norm: Norm
     k_norm: Norm
     o_bias: nnx.Param
 
@@ -144,8 +147,8 @@ class Attention(nnx.Module):
         q_bsnh, k_bskh, v_bskh = par.move_matmul(x, arrow, *weights, biases=biases)
         if hasattr(self, "q_norm"):
             over_all = variant.qk_norm == "all"
-            q_bsnh = self.q_norm(q_bsnh, par, "n" * over_all)
-            k_bskh = self.k_norm(k_bskh, par, "k" * over_all)
+            q_bsnh = self.q_norm(q_bsnh, par, "n" if over_all else "")
+            k_bskh = self.k_norm(k_bskh, par, "k" if over_all else "")
         q_bsnh, k_bskh = (rotate(y, rope, variant.rope) for y in (q_bsnh, k_bskh))
         b, s, k, h = k_bskh.shape
         if variant.score_scale:
@@ -161,8 +164,8 @@ class Attention(nnx.Module):
 
 class LatentAttention(nnx.Module):
     """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): a token's keys and values are made of one
-    latent of c numbers, and of rotated numbers that all heads share. So where keys are gathered over sp, or
-    kept in a cache, it is these c + r numbers that travel or stay."""
+    latent of c numbers, and of r rotated numbers that all heads share (in this class c and r are these
+    widths). So where keys are gathered over sp, or kept in a cache, it is c + r numbers a token."""
 
     q_norm: Norm  # where queries are made of a latent, too
     kv_norm: Norm
@@ -185,7 +188,8 @@ class LatentAttention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(self, x: Stream, ids: QueryKeyIds, rope: Rope, par: Solo) -> Stream:
-        """Return attention's result; latents become each head's keys and values where queries are."""
+        """Return attention's result. Latents move to where the queries are, and become keys and values there;
+        with a cache they stay latents."""
         config, r = self.config, 2 * rope[0].shape[-1]
         x = par.move(x, "stream b s d -> attention b s d")
         if hasattr(self, "q_down"):
@@ -470,8 +474,8 @@ class Llama(nnx.Module):
         @jax.named_scope("loss")
         def losses(inputs):
             x_bsd, targets_bs = inputs
-            # The second rounds the gradient of the logits to x's dtype before its matmuls, which a TPU does
-            # by itself as it reads it: there, rounding before costs memory and saves no time.
+            # `logits_with_rounded_grad` rounds the gradient of the logits to x's dtype before its matmuls. A
+            # TPU rounds as it reads: there, rounding before costs memory and saves no time.
             multiply = logits_of if par.platform == "tpu" else logits_with_rounded_grad
             logits_bsv = multiply(*vary_alike((x_bsd, head_vd)))
             logits_bsv = attention.capped(logits_bsv, self.config.variant.logit_cap)
@@ -516,7 +520,10 @@ class Llama(nnx.Module):
         self, x: Any, batch: Batch, par: Solo, loops: Iterable[tuple[LayerLoop, Callable]]
     ) -> tuple[Any, Any]:
         """Run the blocks in ``loops``, each with what runs it, such as `par.layers`: the stream behind the
-        last one, and the routers' outputs."""
+        last one, and the routers' outputs.
+
+        A loop of ``kinds=(0, 0, 1), times=4`` is a scan of 4 iterations over 12 layers: the next 8 of kind 0,
+        two in each iteration, and the next 4 of kind 1."""
         names = "positions", "segments"
         k_positions, k_segments = (par.move(batch[name], "data b s -> ids b s") for name in names)
         q_positions, q_segments = (
@@ -528,13 +535,15 @@ class Llama(nnx.Module):
         graphs, weights = zip(*map(nnx.split, stacks), strict=True)
 
         def rope_of(config: ModelConfig) -> Rope:
+            # a row that breaks a promise gets a table of NaN, and so a loss of NaN
             is_right_b = attention.as_promised(par, mask_of(config), k_positions, k_segments)
             return nan_in_broken_rows(rope_table(config, batch["positions"]), is_right_b)
 
         ropes = [rope_of(config) for _, config in self.config.blocks]
 
         def block(kind: int, place: int | None) -> Callable:
-            """Return a block of a kind, which takes its weights from those of an iteration."""
+            """Return a block of a kind, which takes its weights from those of an iteration: they are of one
+            layer, or (``place`` is a number) of several of each kind."""
             own = lambda w: w[kind] if place is None else at(w[kind], place)
             return lambda x, w: nnx.merge(graphs[kind], own(w))(x, ids, ropes[kind], par)
 

@@ -58,6 +58,6 @@ class Auto(Solo):
         """Pin a value's layout."""
         return lax.with_sharding_constraint(x, sharding(self.mesh, layout))
 
-    def carry_out(self, x: Array, arrow: Arrow, text: str = "") -> Array:
+    def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
         """Constrain ``x`` to a physical arrow's last layout."""
         return self.constrain(x, arrow.after)

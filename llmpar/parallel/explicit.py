@@ -83,7 +83,7 @@ class Explicit(Auto):
             )
             return lax.optimization_barrier(x)
 
-    def carry_out(self, x: Array, arrow: Arrow, text: str = "") -> Array:
+    def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
         """Return ``x`` with the type of a physical arrow's last layout."""
         return self.note(self.lay(x, arrow.after, text or str(arrow)), text, arrow.after)
 

@@ -10,9 +10,10 @@ The model calls these methods and never names a mesh axis:
     par.max(x, arrow)         as move, for a maximum, through which no gradient flows
     par.beside(f, x, p)       f(x, weight) element by element: adds a bias, multiplies by a norm's scale
     par.summed(f, …, arrow)   f gives each device's term of a sum, which the arrow finishes
-    par.total(x, layout)      the sum over all dims
+    par.total(x, layout)      the sum over all dims; in `Manual` this device's term of it
     par.index(layout)         which block of a dim this device has; par.parts(layout): of how many
-    par.layers(fs, x, ws)     a stack of blocks, one or more in each iteration; par.periods(ws, …): by periods
+    par.layers(fs, x, ws)     a scan over layers; where kinds of layers alternate (window, full), an iteration
+                              runs one period of them, for which par.periods(ws, times) reshapes the stack
     par.chunked(f, xs, n)     pieces of a sequence, one after the other
     par.local(f, …)           an island: code that works on one device's blocks and communicates by itself,
                               with the arrows of par.island, over the axes that par.axes(layout) names
@@ -45,12 +46,12 @@ PROJECTED, STREAM, HIDDEN = "projected", "stream", "hidden"
 """Names by which remat policies know more values of a block: queries, keys and values before RoPE; the
 residual stream between attention and feed-forward; the feed-forward's first matmuls. Attention names its own.
 
-    value                          numbers a token FLOPs to compute it again          saved by
-    queries, keys, values          n h + 2 k h     2 d (n h + 2 k h): d FLOPs a byte  selective, ffn
-    attention's result, log-sums   n h             attention itself, more than that   selective, ffn
-    stream after attention         d               the matmul with o; sends again     selective, ffn
-    gate and up                    2 m             4 d m: d FLOPs a byte              selective
-    norms, RoPE, SwiGLU            d, n h, m       a few FLOPs a byte                 none: computed again
+    value                          numbers a token   FLOPs to compute it again          saved by
+    queries, keys, values          n h + 2 k h       2 d (n h + 2 k h): d FLOPs a byte  selective, ffn
+    attention's result, log-sums   n h               attention itself, more than that   selective, ffn
+    stream after attention         d                 the matmul with o; sends again     selective, ffn
+    gate and up                    2 m               4 d m: d FLOPs a byte              selective
+    norms, RoPE, SwiGLU            d, n h, m         a few FLOPs a byte                 none: computed again
 """
 OF_REGION = {"attention": PROJECTED, "ffn": HIDDEN}
 """The name of the results of a region's first matmuls."""
@@ -62,9 +63,8 @@ SAVED["selective"] = *SAVED["ffn"], HIDDEN
 class Solo:
     """One device: moves do nothing. The reference that every test compares with."""
 
-    cache: Any = (
-        None  # of keys and values, where tokens come one at a time; it attends (`serve.decode`)
-    )
+    # where tokens come one at a time: their keys and values, and attention to them (`serve.decode`)
+    cache: Any = None
 
     def __init__(self, plan: Resolved | None = None):
         self.plan = plan = plan or Plan().resolve()
@@ -127,7 +127,7 @@ class Solo:
         return lambda *args: self.move(f(self, *args), arrow)
 
     def total(self, x: Array, layout: str) -> Array:
-        """Sum over all dims of a value with this ``layout``."""
+        """Sum over all dims of a value with this ``layout``. In `Manual` this is the device's own term."""
         return x.sum()
 
     def index(self, layout: str) -> int | Int[Array, ""]:
@@ -146,13 +146,15 @@ class Solo:
         """Return ``f`` as a function of whole values with these ``layouts``, and a result with that one."""
         return f
 
-    island = property(
-        lambda self: self, doc="The mode inside an island, where a device sees its blocks."
-    )
+    @property
+    def island(self) -> "Solo":
+        """The mode inside an island, where a device sees its blocks."""
+        return self
 
     def layers(self, blocks: Sequence[Callable], x: Any, stack: Any) -> tuple[Any, Any]:
-        """Run ``x, aux = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``, in
-        each iteration of which the blocks follow one another. The layers' auxiliary results are stacked."""
+        """Run ``x, aux = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``. In an
+        iteration the blocks follow one another; each takes its own layer from the iteration's weights. The
+        layers' auxiliary results are stacked."""
         length = jax.tree.leaves(stack)[0].shape[0]
         no_loop = self.plan.unroll == 0 or self.plan.unroll >= length
         blocks = [self.saving(block, no_loop) for block in blocks]
@@ -169,8 +171,8 @@ class Solo:
     def saving(self, block: Callable, no_loop: bool) -> Callable:
         """Return a block that saves for its backward pass what the plan says, and recomputes the rest."""
         plan = self.plan
-        # Without a loop only prevent_cse keeps XLA from merging the recomputation with the forward pass.
         keep = plan.gathers == "block" and not plan.reshard_after_forward
+        # Without a loop only prevent_cse keeps XLA from merging the recomputation with the forward pass.
         if plan.remat != "none":
             policy = functools.partial(_named, SAVED[plan.remat] + (WEIGHT,) * keep)
             return jax.checkpoint(block, policy=policy, prevent_cse=no_loop)
@@ -211,7 +213,8 @@ def in_order(blocks: Sequence[Callable]) -> Callable:
 
 
 def _named(names: tuple[str, ...], prim, *_, **params) -> bool:
-    """Save what has one of the names. cuDNN's kernel stands for attention's: JAX names nothing inside."""
+    """Save what has one of the names. JAX names nothing inside cuDNN's attention: in place of
+    ``attention_out`` its own results are saved."""
     if prim.name == ATTENTION_KERNEL:
         return "attention_out" in names
     return prim.name == "name" and params["name"] in names
@@ -219,8 +222,9 @@ def _named(names: tuple[str, ...], prim, *_, **params) -> bool:
 
 def _all_but_gathered_weights(prim, *_, **params) -> bool:
     """Save every result but gathered weights, so that the backward pass repeats the gathers and no
-    arithmetic: the policy of remat none at ZeRO 3. What makes a whole weight of shards (`OF_SHARDS`) has no
-    name and is not saved either; other gathered values are saved by their name (`MOVED`)."""
+    arithmetic: the policy of remat none at ZeRO 3. The primitives that make a whole weight of shards
+    (`OF_SHARDS`) have no names, and their results are not saved either; other gathered values are saved by
+    their name (`MOVED`)."""
     if prim.name == "name":
         return params["name"] != WEIGHT
     return not prim.name.startswith(OF_SHARDS)
@@ -236,8 +240,9 @@ class Manual(Solo):
         """Return the weight as it is used: gathered from its stored shard (`gather`), or only cast where a
         pipeline has gathered it once for the step.
 
-        The backward pass is the mirror image: reduce-scatter over the axes of ZeRO in the computing dtype,
-        then one float32 all-reduce of the shard over every other axis on which the region's values differ.
+        The backward pass is the mirror image: reduce-scatter over the axes of ZeRO in the computing dtype.
+        With ``reduce="layer"`` a float32 all-reduce of the shard follows, over every other axis on which the
+        region's values differ; else `Step` sums over these axes later.
         """
         region = parse_layout(param.dims).region
         x = self._vary(param[...], self.plan.varying(region), param.dims)
@@ -270,7 +275,7 @@ class Manual(Solo):
         ``send[j]`` rows of the block for rank j, and receives ``receive[j]`` from it; the rows after these
         are undefined. XLA has it for GPUs and TPUs, not for CPUs."""
         physical = self.plan.physical(arrow)
-        ((axis,),) = (move.axes for move in physical.moves)
+        axis = physical.moves[0].axes[0]  # it has one move, along one axis
         rows = vary(x, physical.varying).reshape(-1, *x.shape[3:])
         with scope(arrow):
             y = ragged(rows, send, receive, axis)

@@ -15,24 +15,26 @@ the table in `Resolved.regions` is the whole of tensor, sequence and data parall
     routing     dp,fsdp       sp                         which token chose which expert, known to all of ep
     vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
 
-Two axes may be split in two (`Plan.resolve`): then ``sp`` in a layout is only its outer part, ``ul`` the
-inner one, and the whole axis is ``sp,ul``; the same for ``tp`` and ``kv``. With ``usp`` the ranks of ``ul``
-exchange positions for heads as Ulysses does, and those of ``sp`` form a ring: queries and keys are ``s/sp
-k/tp,ul``; elsewhere read ``sp,ul`` for the table's sp. Where tp has more ranks than the model has KV heads,
-the ranks of ``kv`` have copies of one KV head and share the query heads that use it: ``n/tp,kv``, ``k/tp``,
-``r/kv``; elsewhere read ``tp,kv`` for tp. The gradient of a copied weight is one more sum, ``+kv``.
+`Plan.resolve` may split two axes in two factors, an outer and an inner one: sp in ``sp,ul``, tp in ``tp,kv``.
+In a mesh string sp is the whole axis; in a layout it is the outer factor, and the whole axis is ``sp,ul``:
+``sp=4`` with two ranks that exchange heads is ``sp=2 ul=2``. With ``usp`` the ranks of ``ul`` exchange
+positions for heads as Ulysses does, and those of ``sp`` form a ring: queries and keys are ``s/sp k/tp,ul``;
+elsewhere read ``sp,ul`` for the table's sp. Where tp has more ranks than the model has KV heads, the ranks of
+``kv`` have copies of one KV head and share the query heads that use it: ``n/tp,kv``, ``k/tp``, ``r/kv``;
+elsewhere read ``tp,kv`` for tp. The gradient of a copied weight is one more sum, ``+kv``.
 
 The layers ``l`` of a weight are cut by pp in every region. Embedding, head and last norm have none: they are
 whole on every stage, and their gradients are one more sum to finish.
 
-In one step a weight has five layouts. Between them are two computations, backward and update, and four
-arrows, which move something where their two layouts differ:
+In one step a weight and its gradient have five layouts. Four arrows lead from one to the next, and move
+something where the two differ; the optimizer updates the weight's ``reduced`` slice:
 
-    stored -gather-> used -backward-> unreduced -accumulate-> accumulated -finish-> reduced -update-> reduced
-                                                                                    reduced -restore-> stored
+    weight     stored -gather-> used
+    gradient   unreduced -accumulate-> accumulated -finish-> reduced
+    weight     reduced -restore-> stored
 
-ZeRO (Rajbhandari et al. 2020) decides which of them are cut by fsdp: a weight's width ``d`` (else its ``h``,
-else its ``e``; an adapter with none of them stays whole). Of ``ffn d m`` on ``fsdp=2 tp=2``, with dp besides:
+The stage of ZeRO (Rajbhandari et al. 2020) decides which of these layouts are cut by fsdp. It cuts the dim
+``d``, else ``h``, else ``e``; a weight with none of them stays whole. ``ffn d m`` on ``dp=2 fsdp=2 tp=2``:
 
     zero  stored       used    unreduced (each microbatch)  accumulated       reduced
     0     d m/tp       d m/tp  d m/tp +dp +fsdp             d m/tp +dp +fsdp  d m/tp
@@ -46,8 +48,8 @@ reduce-scatter of that gather in the backward pass.
 
 Devices along sp, and along ep but for experts, use the same weights on other tokens too. So ZeRO cuts by
 these axes as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and one
-collective over both axes takes the place of one over fsdp (Llama 3 2024, section 3.3.2, does so). A weight
-without ``d`` is a small vector and stays with fsdp. An expert is cut by ep already: ``e/ep d/fsdp,sp m``.
+collective over both axes takes the place of one over fsdp (Llama 3 2024, section 3.3.2, does so). A dim
+other than ``d`` is cut by fsdp alone. An expert is cut by ep already: ``e/ep d/fsdp,sp m``.
 """
 
 from __future__ import annotations
@@ -70,9 +72,10 @@ from llmpar.plan.sequence_order import Mask, ring_hops
 BATCH_AXES = ("dp", "fsdp", "ep")
 """The axes that cut the batch. ``ep`` counts as batch for dense layers."""
 CACHE, LOGITS, CHOSEN = "cache l b t k h", "vocab b v -> data b v", "data s b n -> s b n"
-"""In serving: the cache of keys and values, and the arrows of the logits and of the chosen tokens."""
+"""In serving: the cache of keys and values, and the arrows of the logits and of the chosen tokens, of which n
+are the token, the likeliest ones and the bits of their log-probabilities."""
 BEST = 20
-"""Of larger vocabularies, how many of the likeliest tokens a step of serving returns."""
+"""A step of serving returns at most this many likeliest tokens of a vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,9 @@ class WeightLayouts:
         unreduced: its gradient as the backward pass leaves it, with the sums that are still open.
         accumulated: what is added up over microbatches.
         reduced: the finished gradient, and the optimizer's state.
-        replica_axes: the axes whose devices store the same block and use it on different values: over them
-            the gradient is a sum. With ``reduce="layer"`` the backward pass itself finishes it.
+        replica_axes: the axes whose devices hold the same block in the backward pass and use it on other
+            values: over them the gradient is a sum. With ``reduce="layer"`` the backward pass itself finishes
+            it.
     """
 
     stored: Layout
@@ -96,7 +100,8 @@ class WeightLayouts:
     reduced: Layout
     replica_axes: tuple[str, ...]
 
-    gather = property(lambda self: Arrow(self.stored, self.used))  # at ZeRO 3 an all-gather
+    # at ZeRO 3 an all-gather
+    gather = property(lambda self: Arrow(self.stored, self.used))
     # at ZeRO 2 a reduce-scatter
     accumulate = property(lambda self: Arrow(self.unreduced, self.accumulated))
     # all sums that are still open
@@ -128,8 +133,8 @@ class Plan:
         microbatches: per step and device; their gradients are summed. In a pipeline they fill it.
         remat: what the backward pass recomputes: ``none``; ``selective``, all but the results of matmuls and
             of attention (Korthikanti et al. 2022, section 5: FLOPs per byte); ``ffn``, the feed-forward's
-            matmuls too, whose results are most of the bytes; or the whole ``block``. The loop that multiplies
-            experts on CPUs keeps nothing.
+            matmuls too, whose results are most of the bytes; or the whole ``block``. On CPUs
+            the matmuls of experts are recomputed with each of them.
         reshard_after_forward: ZeRO-3 only, PyTorch's word: let a block's gathered weights go after its
             forward pass and gather them again in the backward pass. False keeps them in between; in a
             pipeline, where each microbatch uses them, for the whole step, with gradients added up whole in
@@ -239,7 +244,8 @@ class Plan:
     def _inner_axes(self, config: ModelConfig) -> MeshShape:
         """The mesh with the inner parts of tp (``kv``) and of sp (``ul``) that a model's heads need."""
         copies, rest = divmod(self.mesh.tp, config.num_kv_heads)
-        kv, shape = 1 if rest else max(1, copies), self.mesh
+        kv = 1 if rest else copies
+        shape = self.mesh
         if kv != shape.kv:
             shape = dataclasses.replace(shape, kv=kv)
         if self.context_parallel != "usp":
@@ -274,7 +280,7 @@ class Plan:
             **{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
         )
         checks.Cut("slots", num_rows, BATCH_AXES).check(serving)
-        serving.check(num_rows, self.mesh.sp)
+        serving.check(num_rows, self.mesh.sp)  # no region cuts positions: any multiple of sp does
         return serving
 
     def buckets(self, sizes: list[tuple[Any, int]]) -> list[tuple[Any, list[int]]]:
@@ -331,7 +337,7 @@ class Resolved(Plan):
         return [*checks.unused_notes(self.requested, self.unused), *self.on_devices]
 
     def unused_of(self, given: Iterable[str]) -> list[str]:
-        """Return sentences on those of the ``given`` fields that have their defaults and decide nothing."""
+        """Return a sentence on each field that a user gave as its default is, and that decides nothing."""
         own = {k: why for k, why in checks.unused(self, given).items() if k not in self.unused}
         return checks.unused_notes(self.requested, own)
 
@@ -379,14 +385,14 @@ class Resolved(Plan):
             )
         if self.hop == "auto":
             decided["hop"] = "exchange"
-        if self.rings and self.hop == "auto":
+        if self.hop == "auto" and self.rings:
             notes.append(
                 "on simulated devices the hop of a ring is an all-to-all with one full block: their permutes"
                 " wait for all devices of the mesh, and so would deadlock inside a pipeline"
             )
         split = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
-        # Experts are cut by ep already and gathered without it; other weights are gathered over ep, too.
-        two_groups = "ep" in self.zero_cuts() and self.mesh.live("fsdp", "sp")
+        # Experts are gathered over these axes but for ep, which cuts them; other weights over ep, too.
+        two_groups = {"ep"} < set(self.zero_cuts())
         if split and two_groups and self.gathers == "block":
             decided["reshard_after_forward"] = False
             notes.append(
@@ -416,14 +422,14 @@ class Resolved(Plan):
         live = self.mesh.live
         b, s, tp = live(*BATCH_AXES), live("sp", "ul"), live("tp", "kv")
         stream = s + tp if self.tp_sequence else s
-        # Of sp, the axes that exchange positions for heads.
-        heads = {"ulysses": s, "usp": live("ul")}.get(self.context_parallel, ())
-        ring = tuple(a for a in s if a not in heads)
+        # the axes of sp that exchange positions for heads
+        exchanging = {"ulysses": s, "usp": live("ul")}.get(self.context_parallel, ())
+        ring = tuple(a for a in s if a not in exchanging)
         keys = () if self.context_parallel == "gather" else ring
-        k, r = tp + heads, live("kv")
-        if self.mesh.kv > 1:
-            # One KV head, copied, to a device: Ulysses then cuts the query heads that use it.
-            k, r = live("tp"), r + heads
+        if self.mesh.kv > 1:  # a device has one KV head: Ulysses cuts the query heads that use it
+            k, r = live("tp"), live("kv") + exchanging
+        else:
+            k, r = tp + exchanging, ()
         return {
             "data": {"b": b, "s": s},
             "stream": {"b": b, "s": stream},
@@ -438,8 +444,8 @@ class Resolved(Plan):
         }
 
     def varying(self, region: str) -> tuple[str, ...]:
-        """The axes over which values in ``region`` differ, or are being summed, in link order; of a physical
-        layout, which has no region, none."""
+        """The axes over which values in ``region`` differ, or are being summed, in link order; no axes where
+        ``region`` is empty, as of a physical layout."""
         cuts = self.regions[region] if region else {}
         cut = {a for axes in cuts.values() for a in axes}
         return tuple(a for a in self.mesh.sizes if a in cut)
@@ -457,8 +463,8 @@ class Resolved(Plan):
         return ring_hops(mask, self.sequence_order, n, seq_len // n)
 
     def order_matters(self, mask: Mask, seq_len: int) -> bool:
-        """Whether attention relies on an order of positions: where it skips blocks while compiling, or keys
-        that do not come to a rank."""
+        """Whether attention relies on an order of positions: masked blocks are left out while compiling, or
+        the keys make fewer hops than there are ranks."""
         n = self.mesh.along(self.regions["keys"]["s"])
         if n > 1:
             return self.ring_hops(mask, seq_len) < n - 1
@@ -499,6 +505,7 @@ class Resolved(Plan):
 
     @functools.cached_property
     def _arrows(self) -> dict[str, Arrow]:
+        """The physical arrows that `physical` has made."""
         return {}
 
     def physical(self, arrow: str) -> Arrow:
@@ -519,13 +526,12 @@ class Resolved(Plan):
         """Return the layouts of a weight, its gradients and its optimizer state in one step.
 
         The comments give the values of ``ffn d m`` on ``dp=2 fsdp=2 tp=2`` at ZeRO 2. ZeRO cuts only by axes
-        over which the region's values differ, since only there a gradient is a sum: in serving no region cuts
-        s, so nothing is cut by sp."""
+        over which the region's values differ, since only there a gradient is a sum."""
         used = self.place(dims)  # d m/tp
         differ = self.varying(parse_layout(dims).region)  # dp fsdp tp
         own = "dh" if dims.startswith("experts") else "dhe"  # there ep cuts e
         target = next((x for x in own if x in used.letters), "")  # d
-        zero_axes = self.zero_cuts(target)
+        zero_axes = self.zero_cuts(target) if target else ()
         zero_axes = tuple(a for a in zero_axes if a in differ and a not in used.axes)  # fsdp
         more = {target: zero_axes}
         cut_dims = tuple(Dim(d.name, d.axes + more.get(d.name, ())) for d in used.dims)
@@ -574,7 +580,7 @@ class Resolved(Plan):
         return table
 
     def _padded(self, weight: Weight, layouts: WeightLayouts) -> Weight:
-        """Return a weight that is planned, with dims that its axes divide."""
+        """Round the dims of a weight up to multiples of its axes: of a model that is planned and not run."""
         parts = [self.mesh.along(dim.axes) for dim in layouts.reduced.dims]
         pairs = zip(weight.shape, parts, strict=True)
         shape = tuple(-(-size // n) * n for size, n in pairs)
@@ -582,8 +588,8 @@ class Resolved(Plan):
 
     @functools.cached_property
     def places(self) -> list[int]:
-        """The places of a stage for layers of each kind: its layers, and those that it skips (`plan.places`);
-        without a pipeline, layers."""
+        """How many layers of each kind a stage has room for, empty places included (`plan.places`); without a
+        pipeline, how many the model has."""
         config, order = self.config, self.pipeline
         if order is None:
             return [count for count, _ in config.blocks]
@@ -609,12 +615,12 @@ class Serving(Resolved):
 
     @property
     def num_caches(self) -> int:
-        """Of a layer: of keys and of values; or one of latents, which are both."""
+        """How many caches a layer has: two, of keys and of values, or one of latents, which are both."""
         return 1 if self.config.shares_cache else 2
 
     def cache(self, num_rows: int, length: int) -> tuple[int, ...]:
-        """The shape of keys, and of values: a rank of sp has its share of positions, rounded up; the copies
-        of a KV head, and those of latents, have each a cache."""
+        """The shape of a cache. A rank of sp has its share of the positions, rounded up. Each copy of a KV
+        head has its own cache, and each rank of tp its own copy of the latents."""
         config, mesh = self.config, self.mesh
         if len({(c.num_kv_heads, c.head_width, c.cache_width) for _, c in config.blocks}) > 1:
             what = f"'{config.name}' has layers whose caches differ"

@@ -447,8 +447,8 @@ class Values:
     def carry_by_ring(
         self, of: Transfer, shape: tuple[int, ...], forward: int, backward: int
     ) -> None:
-        """Add an arrow that matmuls go with (`par.Manual.enter` and `leave`). A ring of n makes n - 1 hops of
-        a block forward, n - 1 backward, and so sends what the one collective would (Wang et al. 2023)."""
+        """Add an arrow that matmuls go with (`par.move_matmul` and `matmul_move`). A ring of n makes n - 1
+        hops of a block forward, n - 1 backward, and so sends what the one collective would (Wang et al. 2023)."""
         if not self.plan.tp_comm_overlap:
             return self.carry(of, shape, forward, backward)
         (axes,) = (move.axes for move in self.plan.physical(of.arrow).moves)
@@ -457,7 +457,7 @@ class Values:
         self.ring(axes, of._replace(hidden_by=MATMULS), block, hops)
 
     def ring(self, axes: tuple[str, ...], of: Transfer, block_bytes: int, hops: int) -> None:
-        """Add hops of each rank's block round a ring (`par.hop`): n - 1 reach all ranks."""
+        """Add hops of each rank's block round a ring (`collectives.hop`): n - 1 reach all ranks."""
         n = self.traffic.mesh.along(axes)
         kind, pieces = (
             ("all-to-all", n) if self.plan.hop == "exchange" else ("collective-permute", 1)

@@ -40,7 +40,7 @@ from llmpar.pipeline import executor as pipeline
 from llmpar.plan import checks, places
 from llmpar.plan.layout import Arrow, Dim, Layout
 from llmpar.plan.model_config import ModelConfig, kind_of
-from llmpar.plan.plan import Plan, Resolved
+from llmpar.plan.plan import Plan, Resolved, WeightLayouts
 from llmpar.training.layer_order import (
     check_empty_places,
     in_order,
@@ -69,10 +69,11 @@ EARLY = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_la
 
 
 def compiler_options(plan: Resolved) -> dict[str, bool | int]:
-    """Return XLA's options for more overlap on GPUs. By default it keeps one collective in flight: one of a
-    ring's two hops waits, and weights from other hosts wait while a host's experts exchange tokens. Here are
-    4 with rings, else 2. And by default it starts no collective early in a program with a ragged all-to-all,
-    whose time it cannot estimate: here are its scheduler and, if that does not abort, another estimator."""
+    """Return XLA's options for more overlap on GPUs. By default XLA keeps one collective in flight: one of a
+    ring's two hops waits, and weights from other hosts wait while a host's experts exchange tokens. These
+    options allow 4 with rings, else 2. By default XLA starts no collective early in a program with a ragged
+    all-to-all, whose time it cannot estimate: for these its latency-hiding scheduler is switched on, with the
+    analytical estimator where that does not abort."""
     ragged = plan.mesh.ep > 1 and plan.dispatch == "ragged"
     if plan.platform != "gpu" or not (ragged or plan.rings):
         return {}
@@ -96,8 +97,8 @@ class Step:
         clip: largest global gradient norm; None leaves gradients as they are.
 
     Attributes:
-        layer_orders: of each kind of layers the one at each place of the stack that the state holds
-            (`places.layer_orders`).
+        layer_orders: ``layer_orders[kind][i]`` is the layer of a kind that the state holds at place i
+            (`places.layer_orders`); the number of layers marks an empty place.
         abstract_state, abstract_model_order: shapes and shardings of the state as stages hold it, and with
             its layers in the model's order.
         run: `train_step`, compiled; it checks what it is given, and takes over the state's memory.
@@ -118,13 +119,13 @@ class Step:
             raise ValueError(why)
         self.optimizer = optimizer
         self.clip = clip
-        # Sharding constraints need automatic axes; explicit axes are the same devices.
+        # Two meshes of the same devices: sharding constraints of the update need automatic axes.
         self._auto_mesh = split_axes(mesh, plan.mesh)
         self.mesh = explicit(self._auto_mesh) if plan.mode == "explicit" else self._auto_mesh
         self.par = self._parallel()
         self._live = plan.mesh.live(*plan.mesh.sizes)
         self.stored = jax.tree.map(plan.stored, weight_dims(config))
-        # of what has gradients, as are all trees below
+        # from here on only weights with gradients: with LoRA the adapters
         self.dims = trained(weight_dims(config), config)
         self.weight_layouts = jax.tree.map(plan.layouts_of, self.dims)
         self.reduced = jax.tree.map(lambda layouts: layouts.reduced, self.weight_layouts)
@@ -147,7 +148,6 @@ class Step:
         return (Auto if self.plan.mode == "auto" else Explicit)(self.plan, self.mesh)
 
     # ---------------------------------------------------------------------------------------------- the step
-    # step
 
     def train_step(self, state: State, batch: Batch) -> tuple[State, dict]:
         """Run one step: the list at the head of this file. `run` is this, compiled."""
@@ -200,15 +200,13 @@ class Step:
             return model.loss(batch, self.par)
 
         value, grads = jax.value_and_grad(loss, has_aux=True)(trained(params, self.config))
-        cut = lambda g, layouts, dims: self.par.carry_out(g, layouts.accumulate, f"gradient {dims}")
-        return value, jax.tree.map(cut, grads, self.weight_layouts, self.dims)
+        return value, self._carry_out(grads, "accumulate")
 
     def _reduce(self, grads: Tree) -> Tree:
         """Finish the sums: leaf by leaf, or many leaves concatenated into buckets (`_in_buckets`)."""
         if self.plan.reduce == "bucket":
             return self._in_buckets(grads)
-        finish = lambda g, layouts, dims: self.par.carry_out(g, layouts.finish, f"gradient {dims}")
-        return jax.tree.map(finish, grads, self.weight_layouts, self.dims)
+        return self._carry_out(grads, "finish")
 
     def _clip(self, grads: Tree, norm: Array) -> Tree:
         """Scale gradients so that their global norm is `clip` at most."""
@@ -231,17 +229,20 @@ class Step:
         stored = trained(self.stored, self.config)
         if self.reduced == stored:
             return learned
-        equal = {"invariant": True} if isinstance(self.par, Manual) else {}
-
-        def restore(learned):
-            move = lambda w, layouts, dims: self.par.carry_out(
-                w, layouts.restore, f"updated {dims}", **equal
-            )
-            return jax.tree.map(move, learned, self.weight_layouts, self.dims)
-
+        restore = lambda learned: self._carry_out(learned, "restore", "updated", invariant=True)
         return self._on_devices(restore, (self.reduced,), stored)(learned)
 
     # ---------------------------------------------------------------------------------------------- its parts
+
+    def _carry_out(
+        self, tree: Tree, name: str, what: str = "gradient", invariant: bool = False
+    ) -> Tree:
+        """Carry out one of the arrows of `WeightLayouts` for each weight or gradient."""
+
+        def one(x: Array, layouts: WeightLayouts, dims: str) -> Array:
+            return self.par.carry_out(x, getattr(layouts, name), f"{what} {dims}", invariant)
+
+        return jax.tree.map(one, tree, self.weight_layouts, self.dims)
 
     def _with_open_sums(self, params: Tree) -> Tree:
         """Type the weights so that autodiff does not sum their gradients over replicas: `_reduce` does it
@@ -277,7 +278,7 @@ class Step:
         return vary(zeros, layout.axes + layout.sums)
 
     def _in_buckets(self, grads: Tree) -> Tree:
-        """All-reduce the leaves that are summed over the same axes in flat buckets of at least
+        """All-reduce the leaves that are summed over the same axes in flat buckets, each closed when it has
         `Plan.bucket_bytes`: fewer collectives, the same bytes, and the first can leave while the backward
         pass still runs (Li et al. 2020)."""
         leaves, tree = jax.tree.flatten(grads)
@@ -295,7 +296,7 @@ class Step:
         return jax.tree.unflatten(tree, leaves)
 
     def _per_token(self, sums: Loss, grads: Tree, batch: Batch) -> tuple[Tree, dict]:
-        """Divide summed gradients and loss by the number of tokens that count; return metrics of all
+        """Divide summed gradients and loss by the number of tokens that count; return metrics summed over all
         devices."""
         loss, counts = sums
         tokens = (batch["targets"] >= 0).sum()
@@ -330,8 +331,9 @@ class Step:
         return vary(jnp.where(lax.axis_index(same) == 0, x, 0) if same else x, self._live)
 
     def _sum_over_devices(self, values: Tree) -> Tree:
-        """Sum small values in one all-reduce, which needs all of them. Had each its own, no data would order
-        it against the collectives of the model, and devices may enter unordered ones in different orders."""
+        """Sum small values in one all-reduce that depends on every one of them. If each had its own, no data
+        would order it against the collectives of the model, and devices may enter unordered ones in different
+        orders."""
         flat, restore = ravel_pytree(jax.tree.map(self._count_once, values))
         arrow = Arrow(Layout((), self._live), WHOLE)
         return restore(Manual(self.plan).carry_out(flat, arrow, "loss, tokens and norm"))
@@ -349,8 +351,8 @@ class Step:
         return jax.tree.map(cut, params, self.reduced)
 
     def _balance_experts(self, before: Tree, after: Tree, metrics: dict) -> Tree:
-        """Return the weights ``after`` an update, but the routers' biases, which follow a rule and no
-        gradient: up by `bias_rate` for an expert with less than the mean load, down for one with more
+        """Return the weights ``after`` an update, with the routers' biases replaced. They follow a rule and
+        no gradient: up by `bias_rate` for an expert with less than the mean load, down for one with more
         (DeepSeek-V3 2024, section 2.1.2)."""
         experts = self.config.experts
         if experts is None or experts.bias_rate is None or self.config.lora:
@@ -370,7 +372,6 @@ class Step:
         return unflatten_dict(flat, sep=".")
 
     # --------------------------------------------------------------------------------------------- the state
-    # state
 
     def _describe_state(self) -> None:
         """Set the state's shapes and shardings, with its layers as stages hold them and as the model does."""
@@ -443,6 +444,7 @@ class Step:
         check_alive(state)
         if self._is_model_order:
             return state
+        # the dim that grows with one more layer is the one that counts layers
         one_more = self._shapes([count + 1 for count in self._counts])
         return reorder(state, orders, layer_dims(self.abstract_model_order, one_more), like, donate)
 
