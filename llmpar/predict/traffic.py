@@ -448,7 +448,8 @@ class Values:
         self, of: Transfer, shape: tuple[int, ...], forward: int, backward: int
     ) -> None:
         """Add an arrow that matmuls go with (`par.move_matmul` and `matmul_move`). A ring of n makes n - 1
-        hops of a block forward, n - 1 backward, and so sends what the one collective would (Wang et al. 2023)."""
+        hops of a block forward, n - 1 backward, and so sends what the one collective would (Wang et al.
+        2023)."""
         if not self.plan.tp_comm_overlap:
             return self.carry(of, shape, forward, backward)
         (axes,) = (move.axes for move in self.plan.physical(of.arrow).moves)
