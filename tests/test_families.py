@@ -177,7 +177,7 @@ def test_lead_and_period_are_the_shortest():
 
 def test_no_row_is_there_in_vain(monkeypatch):
     """Without any row of any part, some family's count is another. So a forgotten one is seen."""
-    words = {name: set(re.findall(r"[\w-]+", str(families._family(model(name))))) for name in CASES}
+    words = {name: set(re.findall(r"[\w-]+", str(families.family_of(model(name))))) for name in CASES}
     for part, rows in list(families.PARTS.items()):
         names = [name for name in CASES if part in words[name]]
         monkeypatch.setitem(families.PARTS, part, {})
@@ -200,7 +200,7 @@ def differs(name):
 
 def test_tables_name_only_what_they_have():
     for name in families.FAMILIES:
-        family = families._family(name)
+        family = families.family_of(name)
         texts = family["layer"], family.get("ends", ""), *family["mixers"].values(), *family["ffns"].values()
         for word in " ".join(texts).split():
             assert word.partition("?")[0] in families.PARTS, f"{name}: {word}"

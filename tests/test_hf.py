@@ -24,7 +24,7 @@ from parity import name as name_of
 
 from llmpar.model.weights import init_params, weight_dims
 from llmpar.parallel.mesh import make_mesh, sharding
-from llmpar.plan import running
+from llmpar.plan import families
 from llmpar.plan.model_config import (
     PRESETS,
     ExpertConfig,
@@ -272,7 +272,7 @@ def test_every_weight_has_a_name():
     experts = dataclasses.replace(every, experts=ExpertConfig(4, 2, num_shared=1, bias_rate=0.1))
     assert hf.TENSOR_NAMES.keys() >= every.weights().keys() | experts.weights().keys()
     names = hf.TENSOR_NAMES.keys() | {
-        row for run in running.FAMILIES.values() for row in run.get("tensors", ())
+        row for name in families.RUNNING for row in families.family_of(name)["tensors"]
     }
     models = [PRESETS[name] for name in PRESETS if PRESETS[name].runs]
     rows = {row for config in models for _, block in config.blocks for row in block.block_weights()}

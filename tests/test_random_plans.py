@@ -38,7 +38,7 @@ from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.model import attention
 from llmpar.parallel.mesh import make_mesh
-from llmpar.plan import checks, running, schedules
+from llmpar.plan import checks, families, schedules
 from llmpar.plan.backend import SUITS
 from llmpar.plan.mesh_shape import AXES, MeshShape
 from llmpar.plan.model_config import (
@@ -722,7 +722,7 @@ def test_what_is_accepted_equals_one_device_and_sends_what_is_predicted(plan_see
 def test_every_field_is_drawn_from_all_its_values():
     """A new field or choice of a plan or a model is drawn, or this fails; and each is accepted somewhere. So
     is every family that runs."""
-    assert OF_FAMILIES.keys() == running.FAMILIES.keys()
+    assert OF_FAMILIES.keys() == set(families.RUNNING)
     for cls, table in FIELDS.items():
         assert set(table) == {f.name for f in dataclasses.fields(cls)} and set(DRAWN[cls]) <= set(table)
         for name, hint in typing.get_type_hints(cls).items():
