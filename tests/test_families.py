@@ -216,6 +216,8 @@ def test_rows_are_layouts():
 
 RUNS = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4}
 RUNS |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+LLAMA4 = {"model_type": "llama4_text", "num_local_experts": 4, "intermediate_size_mlp": 64}
+LLAMA4 |= {"attention_chunk_size": 8, "interleave_moe_layer_step": 2, "num_experts_per_tok": 1}
 ASKS = [
     ({}, ""),
     ({"zebra_width": 7}, "its keys zebra_width are not read"),
@@ -224,11 +226,16 @@ ASKS = [
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not implemented"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": "much"}}, "factor is"),
     ({"rope_scaling": [1]}, "and no table"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks 'low_freq_factor'"),
+    ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 0}}, "a number from 1"),
+    ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not"),
     ({"quantization_config": {"bits": 4}}, "its weights are quantized"),
     ({"vision_config": {"hidden_size": 8}}, "a part for other media (vision_config)"),
     ({"model_type": "smollm3", "use_sliding_window": True}, "only False is implemented"),
     ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 4}, "'chunked_attention' is not"),
     ({"head_dim": 8, "partial_rotary_factor": 0.4}, "the rotated part of heads is 3 wide"),
+    (LLAMA4, ""),
+    (LLAMA4 | {"num_experts_per_tok": 2}, "num_experts_per_tok is 2, and only 1 is implemented"),
 ]  # fmt: skip
 
 

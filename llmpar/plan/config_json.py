@@ -25,8 +25,8 @@ def check_entries(file: dict[str, Any], allowed: dict[str, Allowed]) -> None:
     """Refuse, by its key, an entry that is not what our field may be; a null where it does not mean to
     `transformers` that the entry is left out."""
     for key, value in file.items():
-        if what := THEIR_OWN.get(key, allowed.get(_OURS.get(key, ""))):
-            what._replace(none=what.none or key in TABLES["null"]).check(key, value)
+        if may := THEIR_OWN.get(key, allowed.get(_OURS.get(key, ""))):
+            may._replace(none=may.none or key in TABLES["null"]).check(key, value)
     width, heads = file.get("hidden_size", 0), file.get("num_attention_heads", 1)
     if file.get("head_dim") is None and width % heads:
         what = f"hidden_size {width} is no multiple of its {heads} heads"
@@ -75,6 +75,7 @@ def write_config(model: dict[str, Any]) -> dict[str, Any]:
             f"'{name}' has both biases and norms on q and k; Qwen2 has biases, Qwen3 has norms"
         )
     usual = {"score": "softmax", "num_shared": 0, "bias_rate": None, "scale": 1, "num_groups": 1}
+    usual["weighs"] = "result"
     usual |= {"renormalise": True} if model_type == "mixtral" else {}
     if experts and (model["qkv_bias"] or any(experts[x] != value for x, value in usual.items())):
         use = "those use a softmax over experts, all of one group, and Mixtral's chosen weights add up to one"

@@ -341,9 +341,12 @@ def _rows(reader: _Reader, parts: list[str]) -> list[tuple[str, dict[str, Any]]]
     return list(rows.items())
 
 
-def rows_of(parts: list[str], sizes: dict[str, int]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the rows of parts by the sizes of their letters."""
-    return _rows(_Reader(sizes, {}), parts)
+def rows_of(
+    parts: str, fields: dict[str, Any], sizes: dict[str, str]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return the rows of parts, by ``sizes`` as expressions of fields."""
+    reader = _Reader(fields, sizes)
+    return _rows(reader, _parts(reader, parts))
 
 
 @functools.cache

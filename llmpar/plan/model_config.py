@@ -18,6 +18,7 @@ from llmpar.plan import config_json as hugging_face
 from llmpar.plan import families, running
 from llmpar.plan.places import LayerLoop, loops
 from llmpar.plan.running import NotImplementedHere
+from llmpar.plan.sequence_order import Mask
 
 Size = Annotated[int, Allowed(int, 1, 1 << 24)]
 Count = Annotated[int, Allowed(int, 0, 1 << 24)]
@@ -50,8 +51,8 @@ class RopeScaling:
 
     def __post_init__(self):
         check_fields(self)
-        if self.low_freq_factor >= self.high_freq_factor and self.kind == "llama3":
-            low, high = self.low_freq_factor, self.high_freq_factor
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low >= high and self.kind == "llama3" and (low, high) != (1, 1):  # Llama 4 has a step
             raise ValueError(
                 f"low_freq_factor {low} is not below high_freq_factor {high}; Llama 3.1 has 1 and 4"
             )
@@ -68,6 +69,7 @@ class ExpertConfig:
             each (DeepSeek-V3).
         renormalise: the chosen experts' weights add up to one (Mixtral: a softmax over the chosen logits).
         scale: factor on the weights of the chosen.
+        weighs: a weight multiplies its expert's ``result``, or the ``input`` (Llama 4, with a top_k of 1).
         bias_rate: None, or the step of a bias that takes part in choosing, not in weighing, and rises for
             experts with less than the mean load and falls for others (Wang et al. 2024).
         num_groups, top_groups: node-limited routing: only the best groups of experts are open to a token, a
@@ -84,6 +86,7 @@ class ExpertConfig:
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalise: bool = True
     scale: Rate = 1.0
+    weighs: Literal["result", "input"] = "result"
     bias_rate: Annotated[float | None, Allowed(float, 0, 1e9, none=True)] = None
     num_groups: Size = 1
     top_groups: Size = 1
@@ -99,6 +102,8 @@ class ExpertConfig:
             raise ValueError(
                 f"a token cannot visit {k} of {experts} experts; choose from 1 to {experts}"
             )
+        if self.weighs == "input" and k > 1:
+            raise ValueError(f"weights of {k} experts multiply no one input; choose from 1 to 1")
         if experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
             raise ValueError(f"{experts} experts cannot be routed in {groups} equal groups")
         if k > (open_experts := experts // self.num_groups * self.top_groups):
@@ -184,6 +189,15 @@ class Weight:
     frozen: bool = False
 
 
+_OWN_PARTS = """first_norm gqa second_norm qkv_bias?qkv_bias qk_norm?qk_norm swiglu?!e
+    router?e router_bias?rate experts?e shared?u"""
+_OWN_SIZES = {
+    "d": "width", "n": "num_heads", "k": "num_kv_heads", "h": "head_width", "m": "ffn_width",
+    "e": "experts.num_experts", "u": "experts.num_shared * m", "rate": "experts.bias_rate + 1",
+}  # fmt: skip
+"""The sizes of dims, of a block that its fields describe, as `families` has them."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """What a layer computes otherwise than Llama's; its matrices, and where it has norms, its rows say.
@@ -191,12 +205,16 @@ class Variant:
     Attributes:
         norm: by the root mean square, or ``layer``: by the deviation from the mean (Ba et al. 2016).
         norm_offset: is added to each norm's scale (Gemma: 1).
-        qk_norm: whether a norm of q and k is over each ``head``, or over ``all`` heads together (OLMo 2).
+        qk_norm: whether a norm of q and k is over each ``head``, or over ``all`` heads together (OLMo 2), or
+            ``rotated``: over each head, behind the rotation and without a scale (Llama 4).
+        chunked: `ModelConfig.window` is the length of chunks, and a query sees keys of its own alone.
         activation: of the feed-forward. ``clamped`` is gpt-oss's: gate · sigmoid(1.702 gate) · (up + 1), gate
             at most ``clamp`` and up within ± that.
         rope: which numbers of a head rotation pairs: i with i + h/2 (``halves``), 2i with 2i + 1
             (``neighbours``), or ``none``.
         rope_width: how many of them, from the first; None: all.
+        query_scale, query_every: a query is multiplied by 1 + scale · ln(1 + ⌊(position + 1) / every⌋), in
+            layers that do not rotate (Llama 4); None: by nothing.
         score_scale: factor of the scores; None: 1/√h.
         score_cap, logit_cap: x becomes cap · tanh(x / cap) (Gemma 2).
         embedding_scale, residual_scale, logit_scale: factors of what is looked up, of what a layer adds to
@@ -205,11 +223,14 @@ class Variant:
 
     norm: Literal["rms", "layer"] = "rms"
     norm_offset: Rate = 0.0
-    qk_norm: Literal["head", "all"] = "head"
+    qk_norm: Literal["head", "all", "rotated"] = "head"
+    chunked: bool = False
     activation: Literal["silu", "gelu", "gelu_tanh", "clamped"] = "silu"
     clamp: _Positive = 7.0
     rope: Literal["halves", "neighbours", "none"] = "halves"
     rope_width: Length = None
+    query_scale: _Factor = None
+    query_every: _Positive = 8192.0
     score_scale: _Factor = None
     score_cap: _Factor = None
     logit_cap: _Factor = None
@@ -363,17 +384,9 @@ class ModelConfig:
     @functools.cached_property
     def _own_rows(self) -> tuple[tuple[str, Weight], ...]:
         """The weights of a Llama's block, by the parts of `families`."""
-        m, experts = self.ffn_width, self.experts
-        parts = ["first_norm", "gqa", "second_norm", *["qkv_bias"] * self.qkv_bias]
-        sizes = {"d": self.width, "n": self.num_heads, "k": self.num_kv_heads, "m": m}
-        sizes["h"], kind = self.head_width, {"init_scale": self.init_scale, "variant": {}}
-        parts += ["qk_norm"] * self.qk_norm + ([] if experts else ["swiglu"])
-        if experts:
-            sizes |= {"e": experts.num_experts, "u": experts.num_shared * m}
-            parts += ["router", *["router_bias"] * (experts.bias_rate is not None), "experts"]
-            parts += ["shared"] * bool(experts.num_shared)
-        rows = families.rows_of(parts, sizes)
-        return _weights(running.started(rows, kind | {"experts": None}, self.num_layers))
+        fields = dataclasses.asdict(self)
+        rows = families.rows_of(_OWN_PARTS, fields, _OWN_SIZES)
+        return _weights(running.started(rows, fields, self.num_layers))
 
     def _adapters(self, lora: LoraConfig, weights: dict[str, Weight]) -> dict[str, Weight]:
         """A and B for each target, such as ``d z`` and ``z n h`` for q, ``d n h``. B starts at zero, A with
@@ -415,6 +428,11 @@ class ModelConfig:
     def mixer(self) -> str:
         """What mixes positions in a layer: ``attention``, a ``recurrent`` state, or ``none``."""
         return self.described.mixer if self.described else "attention"
+
+    @property
+    def mask(self) -> Mask:
+        """Which keys a layer's queries see, and how its scores are capped."""
+        return Mask(self.window, self.variant.score_cap, self.variant.chunked)
 
     @property
     def value_width(self) -> int:

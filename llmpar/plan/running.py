@@ -34,7 +34,7 @@ def check_file(file: dict[str, Any], family: dict[str, Any], unread: list[str]) 
 
 def fields(layer: Any, family: dict[str, Any], mixer: str, kind: dict[str, Any]) -> dict[str, Any]:
     """Return further fields of a kind of layers of a family that runs; ``layer`` reads expressions."""
-    if mixer not in ("full_attention", "sliding_attention"):
+    if mixer not in ("full_attention", "sliding_attention", family.get("runs_also")):
         raise NotImplementedHere(f"a layer '{mixer}' is not implemented")
     layer = layer.with_letters({"mixer": repr(mixer)})
     values = lambda table: {name: layer.get(text) for name, text in family[table].items()}
